@@ -127,7 +127,6 @@ def read_result(path: Path) -> Result:
 
 
 def _problems(folder: Path, result: Result) -> Sequence[str]:
-    """List what is not as a result must be, one line each."""
     found = []
     if result.version != VERSION:
         found.append(f"its version is {result.version}, and this program reads {VERSION}")

@@ -13,7 +13,7 @@
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.formats.fan_of_tensors import Shape, fan_of_tensors
@@ -104,27 +104,11 @@ def _variant(size: FANformerConfig, variant: Variant, equal: Equal, multiple: in
     return with_same_parameters(model, model.placement.ffn_unit * multiple)
 
 
-def variant_fields(model: FANformerConfig) -> dict[str, Any]:
-    """Return a variant's fields of the section `model`, beside the size: dotted names and values."""
-    fan = {f"fan.{name}": value for name, value in dataclasses.asdict(model.fan).items()}
-    return {"ffn_hidden_size": model.ffn_hidden_size, **fan}
-
-
-def variant_of(model: FANformerConfig) -> str | None:
-    """Return the variant that a model is, by its fields of `model.fan`; None if the paper's table has no such."""
-    fan = model.fan
-    if not model.placement.is_fanformer:
-        return "transformer"
-    kind = (fan.placement, fan.activation, int(fan.p_ratio * model.hidden_size) > 0)
-    kinds = {(each.fan.placement, each.fan.activation, each.is_periodic): name for name, each in VARIANTS.items()}
-    return kinds.get(kind)
-
-
 def recognised(shapes: Mapping[str, Shape], format: Format = "megatron") -> list[str]:
     """Return the variants that a model with these tensors can be, by their names and shapes alone.
 
     Transformer and FFN <- FAN are recognised for certain. ATM and ATL have the same tensors, as have original FAN and
-    FANformer: a GELU on g has no weights, and only a checkpoint's configuration tells of it (`variant_of`).
+    FANformer: a GELU on g has no weights, and only a checkpoint's configuration tells of it.
 
     Args:
         shapes: of all tensors, by their names in that format.

@@ -83,7 +83,6 @@ def _with_rows(tensor: Tensor) -> Tensor:
 
 
 def _tiling(pre_tnr: Tensor, periodic: int) -> tuple[tuple[int], dict[str, int]]:
-    """Return how many programs there are, and a tile's size."""
     ranks, tokens, rows = pre_tnr.shape
     columns = min(TILE_COLUMNS, triton.next_power_of_2(max(periodic, rows - periodic)))
     tile_tokens = max(1, TILE_BYTES // (pre_tnr.element_size() * max(columns, 2)))

@@ -19,21 +19,11 @@ from megatron_fanformer.planning.communication import ComparedRow, communication
 from megatron_fanformer.planning.job import Job
 from megatron_fanformer.runtime.collectives import CollectiveCount, count_collectives, moved_bytes
 from megatron_fanformer.runtime.layout import FANForm, ParallelConfig
+from megatron_fanformer.training.config import RunConfig
 from megatron_fanformer.training.optimizers import OPTIMIZERS
 from megatron_fanformer.training.step import train_step
 
 Variant = tuple[FANformerConfig, ParallelConfig]
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepSize:
-    """A model and the batch of its step."""
-
-    model: FANformerConfig
-    micro_batch_size: int
-    global_batch_size: int
-    on_cpu: bool = False
-    """Whether the formula is for ranks on CPUs; a device that is left open counts as a GPU."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,28 +47,37 @@ class LayoutCommunication:
 def compare_communication(
     run_on_ranks: Callable[..., list[Any]],
     trial: TrialConfig,
-    full: StepSize,
+    run: RunConfig,
     name: str,
     layout: ParallelConfig,
 ) -> LayoutCommunication:
     """Count a step of each model in a layout, and compare it with the formula.
 
     Args:
-        full: the configuration's own size, for whose step there is only the formula.
+        run: of the configuration's own size, for whose step there is only the formula; a device that it leaves open
+            counts as a GPU.
     """
-    variants = _variants(trial.model, full.model, layout)
+    full = dataclasses.replace(
+        trial,
+        micro_batch_size=run.training.micro_batch_size,
+        global_batch_size=run.training.global_batch_size,
+        device="cpu" if run.runtime.device == "cpu" else "cuda",
+    )
+    variants = _variants(trial.model, run.model, layout)
     compared, sent = {}, {}
     for model, (small, own_layout) in variants.items():
         own_trial = dataclasses.replace(trial, model=small)
         ranks = own_layout.model_parallel_size * (own_layout.data_parallel_size or 1)
         counted = run_on_ranks(ranks, count_step, own_trial, own_layout)
-        job = _job(_size(own_trial), own_trial, own_layout)
+        job = _job(own_trial, own_layout)
         compared[model] = (
             [line for _, lines in counted for line in lines],
             [line for stage, _ in counted for line in communication(job.traffic(stage))],
         )
-        large = dataclasses.replace(full.model, fan=_fan(full.model, small))
-        sent[model] = _sent_bytes(_job(dataclasses.replace(full, model=large), trial, own_layout))
+        # The full model's own FAN, unless the variant or the model has none.
+        fan = run.model.fan if run.model.fan.placement == small.fan.placement else small.fan
+        large = dataclasses.replace(full, model=dataclasses.replace(run.model, fan=fan))
+        sent[model] = _sent_bytes(_job(large, own_layout))
     return LayoutCommunication(name=name, models=tuple(variants), rows=tuple(side_by_side(compared)), sent_bytes=sent)
 
 
@@ -107,34 +106,19 @@ def _variants(small: FANformerConfig, full: FANformerConfig, layout: ParallelCon
     }
 
 
-def _fan(full: FANformerConfig, small: FANformerConfig) -> FANConfig:
-    """The full model's own FAN, unless the variant or the model has none."""
-    return full.fan if small.fan.placement == full.fan.placement else small.fan
-
-
-def _size(trial: TrialConfig) -> StepSize:
-    return StepSize(
-        model=trial.model,
-        micro_batch_size=trial.micro_batch_size,
-        global_batch_size=trial.global_batch_size,
-        on_cpu=trial.device == "cpu",
-    )
-
-
-def _job(size: StepSize, trial: TrialConfig, layout: ParallelConfig) -> Job:
-    """A step of that size, in the trial's number format, by its kernels."""
+def _job(trial: TrialConfig, layout: ParallelConfig) -> Job:
     replicas = layout.data_parallel_size or 1
     return Job(
-        model=size.model,
+        model=trial.model,
         parallel=layout,
         kernels=trial.kernels,
         precision=PrecisionConfig(dtype=trial.dtype),
         optimizer=OPTIMIZERS[trial.optimizer.name],
         data_parallel_size=replicas,
-        micro_batch_size=size.micro_batch_size,
-        num_micro_batches=size.global_batch_size // (size.micro_batch_size * replicas),
+        micro_batch_size=trial.micro_batch_size,
+        num_micro_batches=trial.global_batch_size // (trial.micro_batch_size * replicas),
         layers="local",
-        on_cpu=size.on_cpu,
+        on_cpu=trial.device == "cpu",
     )
 
 

@@ -66,24 +66,20 @@ class Bounds:
 
     def findings(self, differences: Differences) -> Iterator[Finding]:
         """Return what lies beyond, in forward order: outputs, the first loss, gradients, later losses, weights."""
-        losses = [
+        first, *later = [
             Finding("loss of step", str(step), *pair)
             for step, pair in enumerate(zip(differences.losses, self.losses, strict=True), 1)
         ]
-        yield from (
-            finding for finding in self._ordered(differences, losses) if not finding.difference <= finding.bound
+        outputs, gradients, weights = (
+            [
+                Finding(kind.removesuffix("s"), name, difference, self.tensors[kind][name])
+                for name, difference in differences.tensors[kind].items()
+            ]
+            for kind in KINDS
         )
-
-    def _ordered(self, differences: Differences, losses: list[Finding]) -> Iterator[Finding]:
-        yield from self._of_kind("outputs", differences)
-        yield losses[0]
-        yield from self._of_kind("gradients", differences)
-        yield from losses[1:]
-        yield from self._of_kind("weights", differences)
-
-    def _of_kind(self, kind: str, differences: Differences) -> Iterator[Finding]:
-        for name, difference in differences.tensors[kind].items():
-            yield Finding(kind.removesuffix("s"), name, difference, self.tensors[kind][name])
+        for finding in (*outputs, first, *gradients, *later, *weights):
+            if not finding.difference <= finding.bound:  # so that NaN is one
+                yield finding
 
 
 def baseline_of(trace: Trace, epsilon: float = FLOAT32_EPSILON) -> Baseline:
@@ -103,7 +99,9 @@ def baseline_of(trace: Trace, epsilon: float = FLOAT32_EPSILON) -> Baseline:
 
 def differences(baseline: Baseline, traces: list[Trace]) -> Differences:
     """Return how far a run on these ranks is from the baseline; where ranks hold the same part, the furthest counts."""
-    losses = [max(_relative(trace.losses[step], loss) for trace in traces) for step, loss in enumerate(baseline.losses)]
+    losses = [
+        max(abs(trace.losses[step] - loss) for trace in traces) / abs(loss) for step, loss in enumerate(baseline.losses)
+    ]
     tensors = {
         kind: _errors(baseline.tensors[kind], baseline.scales[kind], [getattr(trace, kind) for trace in traces])
         for kind in KINDS
@@ -166,7 +164,3 @@ def _errors(whole: dict[str, np.ndarray], scales: Errors, ranks: list[list[Tenso
 
 def _norm(tensor: np.ndarray) -> float:
     return float(np.linalg.norm(tensor.astype(np.float64)))
-
-
-def _relative(value: float, reference: float) -> float:
-    return abs(value - reference) / abs(reference)

@@ -6,7 +6,6 @@ Where attention stays within documents, they are [b * s, 1, w] and [1, b * s]: o
 
 import functools
 from collections.abc import Iterator
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -39,9 +38,7 @@ class OutputRecorder:
     def __enter__(self) -> "OutputRecorder":
         return self
 
-    def __exit__(
-        self, _kind: type[BaseException] | None, _error: BaseException | None, _traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for hook in self._hooks:
             hook.remove()
 

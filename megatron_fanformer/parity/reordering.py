@@ -84,32 +84,24 @@ class Reordering:
         return self.order(f"{what}, p", periodic), self.order(f"{what}, g", width - 2 * periodic)
 
     def _axes(self, name: str) -> Permutations:
-        for part, axes in self._rules().items():
-            if part in name:
-                return axes
-        return [self.hidden]  # a norm
-
-    def _rules(self) -> dict[str, Permutations]:
         hidden, placement = self.hidden, self.model.placement
-        return {
+        channels = self.model.num_attention_heads * self.model.kv_channels
+        rules: dict[str, Permutations] = {
             "word_embeddings.weight": [self.vocabulary, hidden],
             "output_layer.weight": [self.vocabulary, hidden],
             **placement.attention_orders(self),
-            "linear_proj.weight": [hidden, self._attention_channels()],
+            "linear_proj.weight": [hidden, self._of_groups(channels)],
             **placement.mlp_orders(self),
         }
+        return next((axes for part, axes in rules.items() if part in name), [hidden])  # else a norm
 
     def qkv_rows(self) -> Tensor | None:
         """Return the order of the rows of QKV, which query groups move with."""
-        return self._blocks(self.model.placement.group_order(self), self.model.qkv_rows)
+        return self._of_groups(self.model.qkv_rows)
 
-    def _attention_channels(self) -> Tensor | None:
-        channels = self.model.num_attention_heads * self.model.kv_channels
-        return self._blocks(self.model.placement.group_order(self), channels)
-
-    @staticmethod
-    def _blocks(order: Tensor | None, rows: int) -> Tensor | None:
+    def _of_groups(self, rows: int) -> Tensor | None:
         """The order of `rows` rows, of which each query group has an equal number."""
+        order: Tensor | None = self.model.placement.group_order(self)
         return None if order is None else torch.arange(rows).view(len(order), -1)[order].flatten()
 
     def gate_and_up(self) -> Tensor | None:

@@ -11,7 +11,7 @@ import torch
 from megatron_fanformer import __version__
 from megatron_fanformer.model.layouts import SINGLE
 from megatron_fanformer.parity.communication import LayoutCommunication
-from megatron_fanformer.parity.comparison import FACTOR, KINDS, Differences
+from megatron_fanformer.parity.comparison import FACTOR, KINDS, Bounds, Differences
 from megatron_fanformer.parity.run import REORDERED_RUNS, LayoutResult, ParityResult
 from megatron_fanformer.planning.communication import ComparedCell
 from megatron_fanformer.terminal import table
@@ -25,11 +25,11 @@ def report_lines(result: ParityResult, width: int | None) -> Iterator[str]:
     Args:
         width: of the terminal; None: any.
     """
-    small = result.small
+    small, trial = result.calibration.small, result.calibration.trial
     yield (
         f"The configuration made small: {'; '.join(small.changes) or 'it is small already'}. Global batch "
-        f"{small.global_batch_size}, micro batch {small.micro_batch_size}, {result.steps} steps, {result.dtype}, "
-        f"{result.device}."
+        f"{small.global_batch_size}, micro batch {small.micro_batch_size}, {trial.steps} steps, {trial.dtype}, "
+        f"{trial.device}."
     )
     columns = ("layout", "ranks", *COLUMNS, "largest, of its bound", "verdict")
     yield from table(columns, _rows(result), align="l" + "r" * (1 + len(COLUMNS)) + "ll", width=width)
@@ -37,13 +37,13 @@ def report_lines(result: ParityResult, width: int | None) -> Iterator[str]:
         "Relative differences from one process; the largest, over all steps and tensors. Outputs and gradients are of "
         "the first step, and losses and weights of all; a weight's difference is relative to how far it moved. "
         f"A bound is {FACTOR:g} times what {REORDERED_RUNS} single-process runs with every sum reordered"
-        f"{'' if result.dtype == 'fp32' else ', and one in fp32,'} showed."
+        f"{'' if trial.dtype == 'fp32' else ', and one in fp32,'} showed."
     )
     for counted in result.communication:
-        yield from _communication_lines(counted, result, width)
+        yield from _communication_lines(counted, trial.dtype, width)
 
 
-def _communication_lines(counted: LayoutCommunication, result: ParityResult, width: int | None) -> Iterator[str]:
+def _communication_lines(counted: LayoutCommunication, dtype: str, width: int | None) -> Iterator[str]:
     """Counted bytes, and what the formula says at the configuration's own size."""
     yield from ["", f"{counted.name}: bytes of a step, all ranks"]
     rows = [(row.group, row.kind, *(_count_cell(cell) for cell in row.cells)) for row in counted.rows]
@@ -53,7 +53,7 @@ def _communication_lines(counted: LayoutCommunication, result: ParityResult, wid
     shown = ", ".join(f"{model} {size / 2**20:,.1f} MiB" for model, size in sent.items())
     yield (
         f"The formula {'equals the count exactly' if counted.agrees else 'does NOT equal the count'}. At the "
-        f"configuration's own size, in {result.dtype}, a rank of the busiest stage sends in a step, "
+        f"configuration's own size, in {dtype}, a rank of the busiest stage sends in a step, "
         f"by the formula: {shown}."
     )
 
@@ -64,60 +64,58 @@ def _count_cell(cell: ComparedCell) -> str:
 
 
 def _rows(result: ParityResult) -> Iterator[tuple[str, ...]]:
-    noise = [_largest(differences) for differences in result.noise]
+    noise = [_largest(differences) for differences in result.calibration.noise]
     reordered = [f"{max(values):.1e}" for values in zip(*noise, strict=True)]
-    yield f"{SINGLE}, {'reordered' if result.dtype == 'fp32' else 'reordered or in fp32'}", "1", *reordered, "", ""
+    yield (
+        f"{SINGLE}, {'reordered' if result.calibration.trial.dtype == 'fp32' else 'reordered or in fp32'}",
+        "1",
+        *reordered,
+        "",
+        "",
+    )
     for layout in result.layouts:
-        yield layout.name, str(layout.ranks), *_cells(layout), _closest(result, layout), layout.verdict
-
-
-def _cells(layout: LayoutResult) -> list[str]:
-    if layout.differences is None:
-        return [""] * len(COLUMNS)
-    return [f"{value:.1e}" for value in _largest(layout.differences)]
+        cells, closest = [""] * len(COLUMNS), ""
+        if layout.differences is not None:
+            cells = [f"{value:.1e}" for value in _largest(layout.differences)]
+            closest = _closest(layout.differences, result.calibration.bounds)
+        yield layout.name, str(layout.ranks), *cells, closest, layout.verdict
 
 
 def _largest(differences: Differences) -> list[float]:
-    """The largest difference of each column."""
     kinds = {kind: max(differences.tensors[kind].values()) for kind in KINDS}
     return [differences.losses[0], kinds["outputs"], kinds["gradients"], max(differences.losses), kinds["weights"]]
 
 
-def _closest(result: ParityResult, layout: LayoutResult) -> str:
+def _closest(differences: Differences, bounds: Bounds) -> str:
     """The tensor that comes closest to its bound, or goes furthest beyond it."""
-    if layout.differences is None:
-        return ""
     share, kind, name = max(
-        (difference / result.bounds.tensors[kind][name], kind, name)
+        (difference / bounds.tensors[kind][name], kind, name)
         for kind in KINDS
-        for name, difference in layout.differences.tensors[kind].items()
-        if name in result.bounds.tensors[kind]
+        for name, difference in differences.tensors[kind].items()
+        if name in bounds.tensors[kind]
     )
-    return (
-        f"{share:.0%} {kind.removesuffix('s')} {name}"
-        if share < 10
-        else f"{share:.0e}x {kind.removesuffix('s')} {name}"
-    )
+    return f"{f'{share:.0%}' if share < 10 else f'{share:.0e}x'} {kind.removesuffix('s')} {name}"
 
 
 def as_values(result: ParityResult, config_file: str) -> dict[str, Any]:
     """The whole of it as plain values, for JSON."""
+    small, trial, bounds = result.calibration.small, result.calibration.trial, result.calibration.bounds
     return {
         "megatron_fanformer": __version__,
         "megatron_core": version("megatron-core"),
         "torch": torch.__version__,
         "python": platform.python_version(),
         "config": config_file,
-        "device": result.device,
-        "dtype": result.dtype,
-        "steps": result.steps,
-        "model": dataclasses.asdict(result.small.model),
-        "changes": list(result.small.changes),
-        "global_batch_size": result.small.global_batch_size,
-        "micro_batch_size": result.small.micro_batch_size,
+        "device": trial.device,
+        "dtype": trial.dtype,
+        "steps": trial.steps,
+        "model": dataclasses.asdict(small.model),
+        "changes": list(small.changes),
+        "global_batch_size": small.global_batch_size,
+        "micro_batch_size": small.micro_batch_size,
         "bound_factor": FACTOR,
-        "noise_runs": [_differences(noise) for noise in result.noise],
-        "bounds": {"losses": result.bounds.losses, **result.bounds.tensors},
+        "noise_runs": [_differences(noise) for noise in result.calibration.noise],
+        "bounds": {"losses": bounds.losses, **bounds.tensors},
         "layouts": [_layout(layout) for layout in result.layouts],
         "communication": [_communication(counted) for counted in result.communication],
         "same": all(layout.is_same for layout in result.layouts),

@@ -1,7 +1,6 @@
 """`megatron-fanformer parity`: trains a configuration's small form in one process and in each layout, and compares."""
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -12,7 +11,7 @@ import torch
 from megatron_fanformer.errors import DivergenceError, InputError
 from megatron_fanformer.model.dtypes import DTYPES
 from megatron_fanformer.model.layouts import SINGLE, Layout, single_process
-from megatron_fanformer.parity.communication import LayoutCommunication, StepSize, compare_communication
+from megatron_fanformer.parity.communication import LayoutCommunication, compare_communication
 from megatron_fanformer.parity.comparison import (
     Baseline,
     Bounds,
@@ -22,7 +21,6 @@ from megatron_fanformer.parity.comparison import (
     bounds_from,
     differences,
 )
-from megatron_fanformer.parity.config import read_layouts
 from megatron_fanformer.parity.shrinking import BUCKETS, SmallRun, shrink
 from megatron_fanformer.parity.trial import Trace, TrialConfig, run_trial
 from megatron_fanformer.parity.verb import ParityConfig
@@ -64,16 +62,23 @@ class LayoutResult:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ParityResult:
-    """Hold all that a comparison showed."""
+class Calibration:
+    """One process's run of the small form, and how far rounding alone takes a run from it."""
 
+    run: RunConfig
     small: SmallRun
-    steps: int
-    dtype: str
-    device: str
+    trial: TrialConfig
+    baseline: Baseline
     noise: list[Differences]
     """Of the single-process runs that show what rounding explains: reordered ones, and below fp32 one in fp32."""
     bounds: Bounds
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParityResult:
+    """Hold all that a comparison showed."""
+
+    calibration: Calibration
     layouts: list[LayoutResult]
     communication: list[LayoutCommunication]
     """Where it was asked for."""
@@ -90,33 +95,6 @@ class ParityResult:
             raise DivergenceError("\n".join(different))
 
 
-@dataclass(frozen=True, kw_only=True)
-class Calibration:
-    """One process's run of the small form, and how far rounding alone takes a run from it."""
-
-    run: RunConfig
-    small: SmallRun
-    trial: TrialConfig
-    baseline: Baseline
-    noise: list[Differences]
-    bounds: Bounds
-
-
-def run_parity(
-    config: ParityConfig, *, pool: RankPool | None = None, report: Callable[[str], None] = lambda _: None
-) -> ParityResult:
-    """Compare layouts.
-
-    Args:
-        pool: ranks to run on, which have what the layouts ask for; None starts and ends its own.
-        report: is told what runs next.
-
-    Raises:
-        InputError: the configuration or a layout is wrong; all that is, one line each.
-    """
-    return run_layouts(config, *read_layouts(config), pool=pool, report=report)
-
-
 def run_layouts(
     config: ParityConfig,
     run: RunConfig,
@@ -125,7 +103,11 @@ def run_layouts(
     pool: RankPool | None = None,
     report: Callable[[str], None] = lambda _: None,
 ) -> ParityResult:
-    """Run the layouts, as `run_parity` does after `read_layouts`.
+    """Compare the layouts that `read_layouts` gave.
+
+    Args:
+        pool: ranks to run on, which have what the layouts ask for; None starts and ends its own.
+        report: is called with what runs next.
 
     Raises:
         InputError: this machine has not what a layout asks for.
@@ -136,13 +118,8 @@ def run_layouts(
 
 
 def _started_pool(config: ParityConfig, run: RunConfig, named: dict[str, Layout]) -> RankPool:
-    kind = devices.resolve_device(run.runtime.device)
-    backend = run.runtime.backend(kind)
-    _check_machine(config, run, named, kind)
-    return RankPool(kind, JOB_SECONDS, backend=backend)
-
-
-def _check_machine(config: ParityConfig, run: RunConfig, named: dict[str, Layout], device: devices.DeviceKind) -> None:
+    """The ranks that the layouts ask for. Raises InputError where this machine has not what they need."""
+    device = devices.resolve_device(run.runtime.device)
     backend = run.runtime.backend(device)
     found = [
         f"layout {text!r}: {problem}"
@@ -164,6 +141,7 @@ def _check_machine(config: ParityConfig, run: RunConfig, named: dict[str, Layout
         raise InputError(
             f"layout {text!r} asks for {ranks} ranks, but this machine has room for {fit} {unit}; choose a smaller one"
         )
+    return RankPool(device, JOB_SECONDS, backend=backend)
 
 
 def calibrate(
@@ -225,44 +203,23 @@ def compare_layouts(
         trial_function: what each rank runs; a test plants faults in it.
         communication: whether to count what a step's collectives move, too.
     """
-    small, trial = calibration.small, calibration.trial
     results, counted = [], []
     for name, layout in named.items():
         report(name)
-        bucketed, own = _with_buckets(layout.parallel, small), dataclasses.replace(trial, kernels=layout.kernels)
-        run_ranks = functools.partial(pool.run, layout.world_size, trial_function, own, bucketed)
-        results.append(_try_layout(name, layout.world_size, calibration, run_ranks))
+        trial = dataclasses.replace(calibration.trial, kernels=layout.kernels)
+        bucketed, ranks = _with_buckets(layout.parallel, calibration.small), layout.world_size
+        try:
+            found = differences(calibration.baseline, pool.run(ranks, trial_function, trial, bucketed))
+        except JobFailed as error:
+            result = LayoutResult(name=name, ranks=ranks, differences=None, findings=(), failure=str(error))
+        else:
+            findings = tuple(calibration.bounds.findings(found))
+            result = LayoutResult(name=name, ranks=ranks, differences=found, findings=findings)
+        results.append(result)
         if communication:
             report(f"{name}, counting bytes")
-            counted.append(compare_communication(pool.run, own, _full_size(calibration.run), name, bucketed))
-    return ParityResult(
-        small=small,
-        steps=trial.steps,
-        dtype=trial.dtype,
-        device=trial.device,
-        noise=calibration.noise,
-        bounds=calibration.bounds,
-        layouts=results,
-        communication=counted,
-    )
-
-
-def _try_layout(name: str, ranks: int, calibration: Calibration, run_ranks: Callable[[], list[Trace]]) -> LayoutResult:
-    try:
-        found = differences(calibration.baseline, run_ranks())
-    except JobFailed as failure:
-        return LayoutResult(name=name, ranks=ranks, differences=None, findings=(), failure=str(failure))
-    return LayoutResult(name=name, ranks=ranks, differences=found, findings=tuple(calibration.bounds.findings(found)))
-
-
-def _full_size(run: RunConfig) -> StepSize:
-    training = run.training
-    return StepSize(
-        model=run.model,
-        micro_batch_size=training.micro_batch_size,
-        global_batch_size=training.global_batch_size,
-        on_cpu=run.runtime.device == "cpu",
-    )
+            counted.append(compare_communication(pool.run, trial, calibration.run, name, bucketed))
+    return ParityResult(calibration=calibration, layouts=results, communication=counted)
 
 
 def _with_buckets(layout: ParallelConfig, small: SmallRun) -> ParallelConfig:

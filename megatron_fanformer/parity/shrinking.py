@@ -11,6 +11,7 @@ from typing import Any
 
 from megatron_fanformer.model.config import FANformerConfig, nearest_p_ratio
 from megatron_fanformer.runtime.layout import ParallelConfig
+from megatron_fanformer.training.config import by_dotted_names
 
 HEAD_SIZE = 16
 MIN_LAYERS = 4
@@ -87,24 +88,18 @@ def _rounds(layout: ParallelConfig) -> int:
 
 def _with_rows_that_divide(model: FANformerConfig, small: FANformerConfig, unit: int) -> FANformerConfig:
     """p_ratios for which the small FAN maps' rows divide as the large ones' do, and are not 0 where those are not."""
-    fan = small.fan
     replaced: dict[str, Any] = {}
-    for (width, p_ratio), (full_width, _), name in zip(
-        small.sharded_fan_outputs,
-        model.sharded_fan_outputs,
-        ("p_ratio", "v_p_ratio"),
-        strict=False,
-    ):
+    names = ("p_ratio", "v_p_ratio")
+    sizes = zip(names, small.sharded_fan_outputs, model.sharded_fan_outputs, strict=False)
+    for name, (width, p_ratio), (full_width, _) in sizes:
         periodic = int(p_ratio * width)
         if int(p_ratio * full_width) and not periodic:
             replaced[name] = nearest_p_ratio(unit / width, width, unit)
         elif periodic % unit or (width - 2 * periodic) % unit:
             replaced[name] = nearest_p_ratio(p_ratio, width, unit)
-    return dataclasses.replace(small, fan=dataclasses.replace(fan, **replaced))
+    return dataclasses.replace(small, fan=dataclasses.replace(small.fan, **replaced))
 
 
 def _changes(model: FANformerConfig, small: FANformerConfig) -> tuple[str, ...]:
-    before, after = dataclasses.asdict(model), dataclasses.asdict(small)
-    before |= {f"fan.{name}": value for name, value in before.pop("fan").items()}
-    after |= {f"fan.{name}": value for name, value in after.pop("fan").items()}
+    before, after = (by_dotted_names(dataclasses.asdict(each)) for each in (model, small))
     return tuple(f"{name} {before[name]} -> {after[name]}" for name in before if before[name] != after[name])

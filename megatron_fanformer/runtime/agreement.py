@@ -35,11 +35,15 @@ def on_main(function: Callable[[], Result]) -> Result:
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return function()
     if is_main():
-        return _shared_with_others(function)
-    while (received := _broadcast(None)) is None:
-        pass
-    value, failure = received
-    return cast(Result, _unless_failed(value, failure))
+        value, failure = _shared_with_others(function)
+    else:
+        while (received := _broadcast(None)) is None:
+            pass
+        value, failure = received
+    if failure is None:
+        return cast(Result, value)
+    dist.barrier()  # the main rank is about to exit: not before the others know why
+    raise failure
 
 
 def of_every_rank(value: Result) -> list[Result]:
@@ -51,7 +55,8 @@ def of_every_rank(value: Result) -> list[Result]:
     return values
 
 
-def _shared_with_others(function: Callable[[], Result]) -> Result:
+def _shared_with_others(function: Callable[[], Any]) -> tuple[Any, Exception | None]:
+    """Return what the function returned or raised, once the others have it."""
     outcome: list[tuple[Any, Exception | None]] = []
 
     def work() -> None:
@@ -68,24 +73,16 @@ def _shared_with_others(function: Callable[[], Result]) -> Result:
         worker.join(BEAT_SECONDS)
     ((value, failure),) = outcome
     _broadcast((value, None if failure is None else _for_others(failure)))
-    return cast(Result, _unless_failed(value, failure))
-
-
-def _unless_failed(value: Any, failure: Exception | None) -> Any:
-    if failure is None:
-        return value
-    dist.barrier()  # the main rank is about to exit: not before the others have heard why
-    raise failure
+    return value, failure
 
 
 def _for_others(error: Exception) -> FanformerError:
-    copy = type(error)(str(error)) if isinstance(error, FanformerError) else FanformerError(_described(error))
+    if isinstance(error, FanformerError):
+        copy = type(error)(str(error))
+    else:
+        copy = FanformerError(f"rank {heartbeat.MAIN_RANK}: {type(error).__name__}: {error}")
     copy.already_reported = True
     return copy
-
-
-def _described(error: Exception) -> str:
-    return f"rank {heartbeat.MAIN_RANK}: {type(error).__name__}: {error}"
 
 
 def _broadcast(value: Any) -> Any:

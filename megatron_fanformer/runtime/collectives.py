@@ -23,8 +23,6 @@ Kind = Literal[
 
 
 class _Method(NamedTuple):
-    """A collective's method of ProcessGroup."""
-
     kind: Kind
     message: int | None
     """Which argument is the message, or None where there is none."""
@@ -80,11 +78,6 @@ class CollectiveCount:
     calls: int
     message_bytes: int
     """Of the whole tensors: reduced, gathered (the output), scattered or exchanged (the input), broadcast or sent."""
-
-    @property
-    def moved_bytes(self) -> float:
-        """Return what this rank sends for it: see `moved_bytes`."""
-        return moved_bytes(self.kind, self.message_bytes, self.ranks)
 
 
 class CollectiveCounts:
@@ -160,9 +153,8 @@ def moved_bytes(kind: str, message_bytes: float, ranks: int) -> float:
     if ranks == 1:
         return 0.0
     share = (ranks - 1) / ranks
-    factors = {"all-reduce": 2 * share, "all-gather": share, "reduce-scatter": share, "all-to-all": share}
-    factors |= {"gather": share, "scatter": share}
-    return factors.get(kind, 1.0) * message_bytes
+    factors = dict.fromkeys(("all-gather", "reduce-scatter", "all-to-all", "gather", "scatter"), share)
+    return (factors | {"all-reduce": 2 * share}).get(kind, 1.0) * message_bytes
 
 
 def _counted(method: Callable[..., Any], description: _Method, counts: CollectiveCounts) -> Callable[..., Any]:
@@ -178,7 +170,6 @@ def _counted(method: Callable[..., Any], description: _Method, counts: Collectiv
 
 
 def _bytes_of(message: Any) -> int:
-    """The bytes of a tensor, or of all tensors in nested lists."""
     return message.nbytes if isinstance(message, torch.Tensor) else sum(_bytes_of(part) for part in message)
 
 

@@ -8,7 +8,7 @@ DeviceKind = Literal["cuda", "cpu"]
 
 @dataclass(frozen=True, kw_only=True)
 class RuntimeConfig:
-    """Return the device that the ranks run on."""
+    """Configure what the ranks run on."""
 
     device: Literal["auto", "cuda", "cpu"] = "auto"
     """`auto`: a GPU if torch can use one, else the CPU. `cpu` beside a usable GPU is refused: set

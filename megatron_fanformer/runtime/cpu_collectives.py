@@ -57,6 +57,7 @@ def _through_memory(
     is_sum = pieces_of is not _all_gather
 
     def call(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
+        """Begin the collective through memory, or leave it to the method that this one replaces."""
         if not _is_enabled:
             return method(group, *args, **kwargs)
         # Of a gather torch 2.11 gives no options.

@@ -82,8 +82,6 @@ def mark_step_took(seconds: float) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class _Beat:
-    """Describe what a rank wrote."""
-
     number: int
     host: str
     step: int

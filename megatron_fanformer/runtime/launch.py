@@ -19,7 +19,7 @@ import tempfile
 import time
 import traceback
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -190,7 +190,7 @@ def _wait_for(ranks: list[_Rank], signals: "deque[signal.Signals]") -> None:
 def _report_endings(ranks: list[_Rank], stop: signal.Signals | None) -> None:
     """Raise what the end of the ranks, or of the first of them, means; nothing if the run is over."""
     name = stop.name if stop else "a signal to a rank"
-    if before_steps := _first(rank.stop_message() for rank in ranks):  # in the loop, they save
+    if before_steps := next(filter(None, (rank.stop_message() for rank in ranks)), None):  # in the loop, they save
         _wait_at_most(FAILURE_GRACE_SECONDS, ranks)
         raise Interrupted(before_steps.replace(signal.SIGTERM.name, name, 1) if stop else before_steps)
     failed = [rank for rank in ranks if rank.code not in (None, 0, Interrupted.exit_code)]
@@ -198,12 +198,8 @@ def _report_endings(ranks: list[_Rank], stop: signal.Signals | None) -> None:
         _wait_at_most(FAILURE_GRACE_SECONDS, ranks)
         raise failed[0].failure(was_stopping=stop is not None)
     if any(rank.code for rank in ranks):
-        over = _first(rank.stop_message(run_is_over=True) for rank in ranks)
+        over = next(filter(None, (rank.stop_message(run_is_over=True) for rank in ranks)), None)
         raise Interrupted(over or f"stopped on {name}, saved; run the same command to continue")
-
-
-def _first(record: Iterable[str | None]) -> str | None:
-    return next(filter(None, record), None)
 
 
 def _wait_at_most(seconds: float, ranks: list[_Rank]) -> None:

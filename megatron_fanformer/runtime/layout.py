@@ -135,9 +135,8 @@ class ParallelConfig:
             for name in COUNTS
             if (value := getattr(self, name)) is not None and value < 1
         ]
-        return found or [
-            f"parallel.{problem}" for problem in (*self._model_parallel_problems(), *self._other_problems())
-        ]
+        between = (*self._model_parallel_problems(), *self._overlap_problems(), *self._recompute_problems())
+        return found or [f"parallel.{problem}" for problem in between]
 
     def _model_parallel_problems(self) -> Iterator[str]:
         if self.sequence_parallel and self.tensor_model_parallel_size == 1:
@@ -165,7 +164,7 @@ class ParallelConfig:
             if getattr(self, name) is not None and pipeline == 1:
                 yield f"{name} is {getattr(self, name)} at pipeline_model_parallel_size 1; set it to null"
 
-    def _other_problems(self) -> Iterator[str]:
+    def _overlap_problems(self) -> Iterator[str]:
         if self.overlap_param_gather and not self.use_distributed_optimizer:
             yield (
                 "overlap_param_gather is true without use_distributed_optimizer, which alone gathers weights; set "
@@ -173,7 +172,6 @@ class ParallelConfig:
             )
         if self.overlap_param_gather and not self.overlap_grad_reduce:
             yield "overlap_param_gather is true without overlap_grad_reduce, which it needs; set that to true too"
-        yield from self._recompute_problems()
 
     def _recompute_problems(self) -> Iterator[str]:
         is_full = self.recompute_granularity == "full"

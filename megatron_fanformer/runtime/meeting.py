@@ -67,9 +67,9 @@ def _listener(address: str, port: int) -> socket.socket:
         found = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)
     except OSError:
         found = []
-    for family, kind, protocol, _, place in found:
+    for family, *_, place in found:
         try:
-            return _listening(socket.socket(family, kind, protocol), place)
+            return socket.create_server(place, family=family, backlog=WAITING_CLIENTS)
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
                 raise FanformerError(
@@ -78,15 +78,4 @@ def _listener(address: str, port: int) -> socket.socket:
                 ) from None
     # As behind a network that translates addresses, or a cluster's virtual ones.
     logger.warning("%s is not an address of this machine: the ranks' store listens on every interface", address)
-    return _listening(socket.socket(socket.AF_INET), ("", port))
-
-
-def _listening(listener: socket.socket, place: Any) -> socket.socket:
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(place)
-        listener.listen(WAITING_CLIENTS)
-    except OSError:
-        listener.close()
-        raise
-    return listener
+    return socket.create_server(("", port), backlog=WAITING_CLIENTS)

@@ -123,14 +123,8 @@ def _adapt_random_state() -> None:
     """The tracker's setter queues its work for CUDA's lazy initialisation, which never comes without CUDA."""
     from megatron.core.tensor_parallel import random
 
-    def get_state(*_args: Any, **_kwargs: Any) -> torch.Tensor:
-        return torch.get_rng_state()
-
-    def set_state(new_state: torch.Tensor, *_args: Any, **_kwargs: Any) -> None:
-        torch.set_rng_state(new_state)
-
-    random._get_cuda_rng_state = get_state
-    random._set_cuda_rng_state = set_state
+    random._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
+    random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
 
 
 def _adapt_recomputation(with_engine: bool) -> None:

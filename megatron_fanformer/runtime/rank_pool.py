@@ -43,8 +43,6 @@ class JobFailed(FanformerError):
 
 
 class _Setting(NamedTuple):
-    """Describe what the ranks of a pool have in common."""
-
     device: devices.DeviceKind
     backend: str
     prepare: Callable[[], None]
@@ -68,7 +66,9 @@ class RankPool:
         backend: str | None = None,
         prepare: Callable[[], None] | None = None,
     ) -> None:
-        self._setting = _Setting(device, backend or DEFAULT_RUNTIME.backend(device), prepare or _adapt_to_cpu)
+        self.device = device
+        communication = backend or DEFAULT_RUNTIME.backend(device)
+        self._setting = _Setting(device, communication, prepare or devices.prepare_megatron)
         self._has_nursery = device == "cpu" or prepare is not None  # else on real GPUs
         self._job_seconds = job_seconds
         self._processes: list[Any] = []  # the fork server, or the ranks
@@ -76,11 +76,6 @@ class RankPool:
         self._ranks: list[Any] = []  # the connections to them
         self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
         self._jobs = 0
-
-    @property
-    def device(self) -> devices.DeviceKind:
-        """Return the device that the ranks run on."""
-        return self._setting.device
 
     def __enter__(self) -> "RankPool":
         return self
@@ -155,12 +150,6 @@ class RankPool:
         process = CONTEXT.Process(target=target, args=(self._setting, *arguments), daemon=False)
         process.start()
         self._processes.append(process)
-
-
-def _adapt_to_cpu() -> None:
-    from megatron_fanformer.runtime import megatron_cpu
-
-    megatron_cpu.install()
 
 
 def _fork_ranks(setting: _Setting, connection: Any) -> None:

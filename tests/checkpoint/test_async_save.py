@@ -293,7 +293,7 @@ def test_a_writer_does_not_outlive_its_rank() -> None:
     assert is_alive(writer)
     rank.kill()
     rank.join()
-    wait_until(lambda: not is_alive(writer), PATIENCE_SECONDS / 2)
+    wait_until(lambda: not is_alive(writer), seconds=PATIENCE_SECONDS / 2)
     assert not is_alive(writer)
 
 

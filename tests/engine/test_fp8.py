@@ -62,11 +62,7 @@ def check(run: RunOnRanks, recipe: str, layout: str, *, fp8_fan: bool) -> None:
     assert worst_gradient(fp8, bf16) <= FP8_GRADIENT
 
 
-ALWAYS = {
-    ("tensorwise", "tp2 sp, FAN sequence", True),
-    ("delayed", "tp2", False),
-    ("blockwise", "tp2 sp", True),
-}
+ALWAYS = {("tensorwise", "tp2 sp, FAN sequence", True), ("delayed", "tp2", False), ("blockwise", "tp2 sp", True)}
 """Each recipe and layout of two ranks in every run; the rest is full's."""
 CASES = [
     pytest.param(*case, marks=() if case in ALWAYS else pytest.mark.full)
@@ -101,6 +97,7 @@ def saved_in_attention(recipe: str | None, placement: str) -> list[tuple[str, in
     fan = FANConfig(placement=placement)
     with model_on_rank("transformer_engine", fan, "one rank", given) as (stage, _):
         attention = stage.decoder.layers[0].self_attention
+        forward = attention.forward
         x_f: list[int] = []
         attention.fan.register_forward_hook(lambda _m, _i, made: x_f.append(made[0].data_ptr()))
         saved: dict[tuple[int, str], int] = {}
@@ -109,15 +106,12 @@ def saved_in_attention(recipe: str | None, placement: str) -> list[tuple[str, in
             saved[tensor.data_ptr(), str(tensor.dtype).removeprefix("torch.")] = tensor.numel()
             return tensor
 
-        tokens, positions = batch()
-        layer = stage.decoder.layers[0]
-        forward = layer.self_attention.forward
-
         def watched(*args: Any, **kwargs: Any) -> Any:
             with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
                 return forward(*args, **kwargs)
 
-        layer.self_attention.forward = watched
+        attention.forward = watched
+        tokens, positions = batch()
         stage(tokens, positions, None, labels=tokens.roll(-1, 1))
         return [(kind, numbers, address in x_f) for (address, kind), numbers in saved.items()]
 

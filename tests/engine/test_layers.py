@@ -1,4 +1,4 @@
-"""Transformer Engine's layers against the local ones: one pass of every variant, spread and not."""
+"""Transformer Engine's layers against the local ones: one pass of every variant, spread and not, within documents."""
 
 from collections.abc import Callable
 from typing import Any
@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_fanformer.model.dtypes import DTYPES
 from tests.engine.passes import LAYOUTS, VARIANTS, Pass, one_pass, ranks_of, worst_gradient
 
 RunOnRanks = Callable[..., list[Any]]
@@ -18,7 +19,6 @@ BOUNDS = {torch.float32: (FP32_LOSS, FP32_GRADIENT), torch.bfloat16: (BF16_LOSS,
 SCALED_NORMS = ("layers.0.input_layernorm.weight", "layers.1.pre_mlp_layernorm.weight")
 SPREAD = "tp2 sp, FAN sequence"
 """The layout in which every variant is compared in each run; the others are the paper's."""
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 @pytest.fixture(scope="module")
@@ -81,3 +81,26 @@ def test_no_norm_is_dropped(
     assert abs(local(variant, torch.float32)[0].loss - scaled[0].loss) > 100 * FP32_LOSS
     assert scaled[0].loss == pytest.approx(expected[0].loss, abs=FP32_LOSS, rel=0)
     assert worst_gradient(scaled, expected) <= FP32_GRADIENT
+
+
+@pytest.mark.parametrize(
+    ("layout", "dtype"),
+    [
+        pytest.param("one rank", torch.bfloat16, id="fused attention"),
+        pytest.param("one rank", torch.float32, id="unfused attention", marks=pytest.mark.full),
+        pytest.param(SPREAD, torch.float32, id="spread", marks=pytest.mark.full),
+    ],
+)
+def test_attention_within_documents(run_on_engine_ranks: RunOnRanks, layout: str, dtype: torch.dtype) -> None:
+    """By the Engine's variable-length attention."""
+
+    def passed(implementation: str, layout: str, within_documents: bool) -> list[Any]:
+        arguments = (implementation, "paper", layout, None, dtype, (), 1, within_documents)
+        return run_on_engine_ranks(ranks_of(layout), one_pass, *arguments)
+
+    expected, ranks = passed("local", "one rank", True), passed("transformer_engine", layout, True)
+    across = passed("transformer_engine", layout, False)
+    same_loss, same_gradient = BOUNDS[dtype]
+    assert ranks[0].loss == pytest.approx(expected[0].loss, abs=same_loss, rel=0)
+    assert worst_gradient(ranks, expected) <= same_gradient
+    assert worst_gradient(across, expected) > 5 * same_gradient  # what a bound that is not heeded would change

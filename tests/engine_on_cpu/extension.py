@@ -18,6 +18,7 @@ VERSION = "2.20.2"
 SIGNATURES = Path(__file__).parent / f"extension-{VERSION}.json"
 """Names, values of enumerations and signatures of the real extension, from its own docstrings."""
 
+SOFTMAXES = ("", "masked_", "upper_triang_masked_", "aligned_causal_masked_")
 GROUPS: dict[types.ModuleType, tuple[str, ...]] = {
     products: ("generic_gemm",),
     norms: ("rmsnorm_fwd", "rmsnorm_bwd"),
@@ -28,14 +29,7 @@ GROUPS: dict[types.ModuleType, tuple[str, ...]] = {
         "fused_attn_bwd",
         "convert_thd_to_bshd",
         "convert_bshd_to_thd",
-        "scaled_softmax_forward",
-        "scaled_softmax_backward",
-        "scaled_masked_softmax_forward",
-        "scaled_masked_softmax_backward",
-        "scaled_upper_triang_masked_softmax_forward",
-        "scaled_upper_triang_masked_softmax_backward",
-        "scaled_aligned_causal_masked_softmax_forward",
-        "scaled_aligned_causal_masked_softmax_backward",
+        *(f"scaled_{kind}softmax_{way}" for kind in SOFTMAXES for way in ("forward", "backward")),
     ),
     fp8: (
         "quantize",
@@ -58,11 +52,10 @@ def real_extension() -> dict[str, Any]:
     found = next(iter(importlib.metadata.distributions(name="transformer-engine", path=[str(ENGINE)])), None)
     if found is None:
         raise RuntimeError(f"Transformer Engine's Python is not in {ENGINE}; `make install` puts it there")
-    installed = found.version
-    if installed != VERSION:
+    if found.version != VERSION:
         raise RuntimeError(
-            f"transformer-engine {installed} is installed, but the stand-in is of {VERSION}; record the signatures of "
-            f"the new extension's functions, and compare them with {SIGNATURES.name}"
+            f"transformer-engine {found.version} is installed, but the stand-in is of {VERSION}; record the signatures "
+            f"of the new extension's functions, and compare them with {SIGNATURES.name}"
         )
     return json.loads(SIGNATURES.read_text())
 

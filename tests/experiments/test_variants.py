@@ -5,12 +5,10 @@ import dataclasses
 import pytest
 
 from megatron_fanformer.errors import CorruptError, InputError
-from megatron_fanformer.experiments.variants import VARIANTS, recognised, variant_fields, variant_of, variants
+from megatron_fanformer.experiments.variants import VARIANTS, recognised, variants
 from megatron_fanformer.formats.fan_of_tensors import SeenFAN, fan_of_tensors
 from megatron_fanformer.formats.name_table import Format, expected_shapes
 from megatron_fanformer.model.config import PRESETS, FANConfig, FANformerConfig
-from megatron_fanformer.training.config import config_from_dict
-from tests.small_runs import small_run
 
 LARGE, LAPTOP = (
     PRESETS["fanformer-1b"],
@@ -48,20 +46,6 @@ def test_a_size_without_periodic_rows_has_no_variants() -> None:
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_a_configuration_with_a_variants_fields_is_that_variant(name: str) -> None:
-    """As a sweep sets them, as dotted names over a file."""
-    model = variants(LAPTOP)[name]
-    values = small_run("none", "none")  # type: ignore[arg-type]
-    values["model"] = {**dataclasses.asdict(LAPTOP), "fan": {}}
-    for field, value in variant_fields(model).items():
-        section, _, key = f"model.{field}".rpartition(".")
-        target = values["model"]["fan"] if section.endswith("fan") else values["model"]
-        target[key] = value
-    assert config_from_dict(values).model == model
-    assert variant_of(model) == name
-
-
-@pytest.mark.parametrize("name", VARIANTS)
 @pytest.mark.parametrize("format", ["megatron", "hf", "reference"])
 def test_tensors_alone_tell_a_variant_but_for_a_gelu(name: str, format: Format) -> None:
     """ATM and ATL have the same tensors, and so have original FAN and FANformer."""
@@ -84,7 +68,6 @@ def test_values_of_their_own_are_seen_too(format: Format) -> None:
     model = dataclasses.replace(LAPTOP, num_query_groups=2, fan=fan)
     assert fan_of_tensors(expected_shapes(model, format), format) == SeenFAN("qk_and_v", 0.25, 0.125, False)
     assert recognised(expected_shapes(model, format), format) == []
-    assert variant_of(model) is None
 
 
 def test_tensors_without_a_layer_are_refused() -> None:

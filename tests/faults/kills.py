@@ -27,7 +27,7 @@ import torch
 
 from megatron_fanformer.checkpoint import store
 from megatron_fanformer.checkpoint.stored_files import check_stored
-from megatron_fanformer.runtime import device, megatron_cpu
+from megatron_fanformer.runtime import device
 from megatron_fanformer.training.config import RunConfig, config_from_dict
 from megatron_fanformer.training.metrics import read_metrics
 from tests.patience import PATIENCE_SECONDS
@@ -237,9 +237,7 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=60, help="in all, spread over layouts and kinds of saves (60)")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    device.hide_gpus()
-    device.quieten_libraries()
-    megatron_cpu.install()
+    device.prepare_megatron(on_cpu=True)
     torch.set_num_threads(1)
     import megatron_fanformer.training.trainer  # noqa: F401  # before the forks
 

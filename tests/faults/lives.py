@@ -21,7 +21,7 @@ import psutil
 
 from megatron_fanformer.runtime.heartbeat import BEAT_SECONDS
 from megatron_fanformer.training.metrics import METRICS, read_metrics
-from tests.patience import PATIENCE_SECONDS
+from tests.patience import wait_until
 from tests.small_runs import ROOT, small_run, start_command, write_config, write_tokens
 
 LIMIT_SECONDS = 6.0
@@ -49,12 +49,8 @@ class Run:
     def checkpoints(self) -> list[str]:
         return sorted(path.name for path in (self.folder / "run" / "checkpoints").glob("step-*"))
 
-    def wait_until(self, condition: Callable[[], object], seconds: float = PATIENCE_SECONDS) -> None:
-        deadline = time.monotonic() + seconds
-        while not condition():
-            assert self.process.poll() is None, self.process.communicate()
-            assert time.monotonic() < deadline, "the run did not get there"
-            time.sleep(0.02)
+    def wait_until(self, condition: Callable[[], object]) -> None:
+        wait_until(condition, self.process)
 
     def wait_for_steps(self, number: int = 1) -> None:
         """Until it has taken some more steps; finds its ranks."""

@@ -138,11 +138,9 @@ def main() -> None:
     options = parser.parse_args()
     import torch
 
-    from megatron_fanformer.runtime import device, megatron_cpu
+    from megatron_fanformer.runtime import device
 
-    device.hide_gpus()
-    device.quieten_libraries()
-    megatron_cpu.install()
+    device.prepare_megatron(on_cpu=True)
     torch.set_num_threads(1)
     import megatron_fanformer.training.trainer  # noqa: F401  # before the forks
 

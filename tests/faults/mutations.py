@@ -13,37 +13,12 @@ Values = dict[str, Any]
 NUMBERS = (0, 1, -1, 2, 3, 7, 2**31, 2**63, 2**64, 10**30, 10**400, -(2**63), 0.5, -0.0, 1e308, 5e-324)
 NOT_FINITE = (float("nan"), float("inf"), float("-inf"))
 TEXTS = (
-    *("", " ", "~", "a", ".", "@", "@none", "@.", "*", "[", "{", "%s"),
-    *(
-        "{0}",
-        "a" * 300,
-        "a" * 5_000,
-        "/".join("abc" * 2_000),
-        "\0",
-        "a\0b",
-        "ü",
-        "👍",
-        "\u202e",
-        "\ud800",
-        "a\nb",
-        "\t",
-    ),
-    *("1e400", "nan", "0x10", "1_000", "١٢", "yes", "null", "fp32", "auto", "--help", "-1", "none.npy", "*.npy"),
+    *("", " ", "~", "a", ".", "@", "@none", "@.", "*", "[", "{", "%s", "{0}", "a" * 300, "a" * 5_000),
+    *("/".join("abc" * 2_000), "\0", "a\0b", "ü", "👍", "\u202e", "\ud800", "a\nb", "\t", "1e400", "nan", "0x10"),
+    *("1_000", "١٢", "yes", "null", "fp32", "auto", "--help", "-1", "none.npy", "*.npy"),
 )
 OTHERS = (
-    None,
-    True,
-    False,
-    [],
-    {},
-    [[]],
-    [None],
-    {"a": 1},
-    {1: 2},
-    [1] * 1_000,
-    datetime.date(2001, 1, 1),
-    b"\xff",
-    {1},
+    *(None, True, False, [], {}, [[]], [None], {"a": 1}, {1: 2}, [1] * 1_000, datetime.date(2001, 1, 1), b"\xff", {1}),
 )
 
 
@@ -116,46 +91,12 @@ ALIASES = "a: &a [x, x]\n" + "".join(
     f"{n}: &{n} [*{m}, *{m}]\n" for m, n in zip("abcdefghijkl", "bcdefghijklm", strict=True)
 )
 LINES = (
-    *(
-        "\t",
-        "  \tx: 1\n",
-        "---\n",
-        "...\n",
-        "%YAML 9.9\n",
-        "&a *a\n",
-        "x: &x [*x]\n",
-        "- a\n",
-        "? [a, b]\n: c\n",
-        "!!set {a}\n",
-    ),
-    *(
-        "x: !!python/object/apply:os.getpid []\n",
-        "x: !!binary ####\n",
-        "x: !!int ''\n",
-        "x: !!bool 7\n",
-        "x: 2001-99-99\n",
-    ),
-    *(
-        "x: " + "9" * 6_000 + "\n",
-        "x: " + "1:" * 300 + "1\n",
-        "x: " + "[" * 3_000 + "\n",
-        "x: '" + "a" * 20_000,
-        "\ufeff",
-    ),
-    *(
-        "\x00",
-        "\x07",
-        "\x85",
-        "\u2028",
-        "\r",
-        "<<: {model: 1}\n",
-        "<<: 7\n",
-        "x: *none\n",
-        "x: |\n y\n z",
-        ALIASES,
-        ALIASES * 2,
-    ),
-    *("model:\n", "model: {}\n", "training: {run_dir: x}\n", "{", "}", "#", '"', "'", ": ", "- ", "\\", "\xff"),
+    *("\t", "  \tx: 1\n", "---\n", "...\n", "%YAML 9.9\n", "&a *a\n", "x: &x [*x]\n", "- a\n", "? [a, b]\n: c\n"),
+    *("!!set {a}\n", "x: !!python/object/apply:os.getpid []\n", "x: !!binary ####\n", "x: !!int ''\n", "x: !!bool 7\n"),
+    *("x: 2001-99-99\n", "x: " + "9" * 6_000 + "\n", "x: " + "1:" * 300 + "1\n", "x: " + "[" * 3_000 + "\n"),
+    *("x: '" + "a" * 20_000, "\ufeff", "\x00", "\x07", "\x85", "\u2028", "\r", "<<: {model: 1}\n", "<<: 7\n"),
+    *("x: *none\n", "x: |\n y\n z", ALIASES, ALIASES * 2, "model:\n", "model: {}\n", "training: {run_dir: x}\n", "{"),
+    *("}", "#", '"', "'", ": ", "- ", "\\", "\xff"),
 )
 
 
@@ -223,62 +164,17 @@ def mutated_command(chance: random.Random, commands: Sequence[Sequence[str]], na
 
 
 OPTIONS = (
-    *(
-        "--max-new-tokens",
-        "--temperature",
-        "--top-k",
-        "--top-p",
-        "--seed",
-        "--step",
-        "--steps",
-        "--workers",
-        "--eod-id",
-    ),
-    *(
-        "--part-size",
-        "--min-length",
-        "--max-length",
-        "--max-shard-size",
-        "--padded-vocab-size",
-        "--layouts",
-        "--config",
-    ),
-    *("--tokenizer", "--to", "--dtype", "--report", "--format", "--npy-dtype", "--text-field", "--backend", "--source"),
-    *("--training.train_iters", "--model", "--data.train_data", "--a.b.c", "--.", "--x", "--training.", "--verify"),
+    *("--max-new-tokens", "--temperature", "--top-k", "--top-p", "--seed", "--step", "--steps", "--workers"),
+    *("--eod-id", "--part-size", "--min-length", "--max-length", "--max-shard-size", "--padded-vocab-size"),
+    *("--layouts", "--config", "--tokenizer", "--to", "--dtype", "--report", "--format", "--npy-dtype", "--text-field"),
+    *("--backend", "--source", "--training.train_iters", "--model", "--data.train_data", "--a.b.c", "--.", "--x"),
+    *("--training.", "--verify"),
 )
 WORDS = (
-    *(
-        "-5GB",
-        "0",
-        "1e400GB",
-        "nanGB",
-        "5 GB",
-        "9" * 5_000,
-        "1_000",
-        "-1",
-        "1e9",
-        "inf",
-        "nan",
-        "-0.0",
-        "0x10",
-        "١",
-        "5GB",
-    ),
-    *(
-        "2",
-        "tp=2",
-        "tp=0",
-        "tp=",
-        "tp=[",
-        "=",
-        "tp=2,tp=2",
-        "pp=99999999999999999999",
-        "sp=true,fan=x",
-        "--",
-        "-",
-        "---",
-    ),
-    *("[1, 2", "{a: b}", "!!python/object/apply:os.getpid []", "*a", "&a [*a]", "true", "fp32", "hf", "reference"),
+    *("-5GB", "0", "1e400GB", "nanGB", "5 GB", "9" * 5_000, "1_000", "-1", "1e9", "inf", "nan", "-0.0", "0x10", "١"),
+    *("5GB", "2", "tp=2", "tp=0", "tp=", "tp=[", "=", "tp=2,tp=2", "pp=99999999999999999999", "sp=true,fan=x", "--"),
+    *("-", "---", "[1, 2", "{a: b}", "!!python/object/apply:os.getpid []", "*a", "&a [*a]", "true", "fp32", "hf"),
+    *("reference",),
 )
 
 

@@ -3,7 +3,6 @@
 import os
 import random
 import shutil
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from megatron_fanformer.training.trainer import Trainer
 from tests.faults import commands
 from tests.faults.conftest import Things
 from tests.faults.failing_calls import FailingCalls, Kind
-from tests.patience import PATIENCE_SECONDS
+from tests.patience import wait_until
 from tests.small_runs import small_run, write_config
 
 STEPS = 3
@@ -79,10 +78,7 @@ def assert_nothing_is_lost(run: Path) -> None:
 
 def assert_nothing_is_left(run: Path) -> None:
     """Of unfinished saves and old checkpoints; a thread may still be removing one."""
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    while left := list((run / store.CHECKPOINTS).glob("*.tmp")):
-        assert time.monotonic() < deadline, left
-        time.sleep(0.05)
+    wait_until(lambda: not list((run / store.CHECKPOINTS).glob("*.tmp")))
 
 
 def assert_told(said: str) -> None:

@@ -60,15 +60,8 @@ class Outcomes:
 
 
 def names(things: Things) -> list[str]:
-    paths = (
-        things.config,
-        things.run,
-        things.checkpoint,
-        things.export,
-        things.tokenizer,
-        things.documents,
-        things.pipe,
-    )
+    run = (things.config, things.run, things.checkpoint, things.export)
+    paths = (*run, things.tokenizer, things.documents, things.pipe)
     return [*map(str, paths), things.tokens, f"@{things.config}", f"@{things.pipe}", str(things.folder / "none")]
 
 
@@ -92,6 +85,7 @@ def test_mutated_configurations(number: int, things: Things, tmp_path: Path) -> 
 @pytest.mark.parametrize("number", share(SOME_COMMANDS, ALL_COMMANDS))
 def test_mutated_command_lines(number: int, things: Things, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config, run, export = str(things.config), str(things.run), str(things.export)
+    documents, tokenizer = str(things.documents), str(things.tokenizer)
     sound = (
         ["config", "--resolved", "--config", config, "--training.seed", "1"],
         ["train", "--config", config, "--training.train_iters", "3"],
@@ -101,16 +95,7 @@ def test_mutated_command_lines(number: int, things: Things, tmp_path: Path, monk
         ["generate", run, "--prompt", "ab", "--max-new-tokens", "2", "--temperature", "1", "--seed", "3"],
         ["convert", run, "out", "--to", "hf", "--no-verify", "--max-shard-size", "1MB"],
         ["convert", export, "out", "--to", "megatron", "--no-verify"],
-        [
-            "prepare",
-            str(things.documents),
-            "--output",
-            "out",
-            "--tokenizer",
-            str(things.tokenizer),
-            "--part-size",
-            "1M",
-        ],
+        ["prepare", documents, "--output", "out", "--tokenizer", tokenizer, "--part-size", "1M"],
         ["parity", "--config", config, "--layouts", "tp=2", "--steps", "2"],
         ["demo", "--output", "out"],
     )

@@ -2,8 +2,6 @@
 
 import os
 import signal
-import subprocess
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,7 +17,7 @@ from megatron_fanformer.errors import FanformerError
 from megatron_fanformer.runtime.parallel import rank_grid
 from megatron_fanformer.training.config import config_from_dict
 from megatron_fanformer.training.metrics import read_metrics
-from tests.patience import PATIENCE_SECONDS
+from tests.patience import PATIENCE_SECONDS, wait_until
 from tests.small_runs import ROOT, small_run, start_command, write_config, write_tokens
 
 ENDLESS = {"train_iters": 100_000}
@@ -28,14 +26,6 @@ ENDLESS = {"train_iters": 100_000}
 @pytest.fixture
 def tokens(tmp_path: Path) -> str:
     return write_tokens(tmp_path / "tokens")
-
-
-def wait_until(is_so: Callable[[], Any], process: "subprocess.Popen[str]") -> None:
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    while not is_so():
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def last_step(run: Path) -> int:

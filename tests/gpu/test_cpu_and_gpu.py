@@ -5,26 +5,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from megatron_fanformer.formats.recognition import find_checkpoint
-from tests.gpu.making import SAME_LOSS, STEPS, finished, gpu_run, write_learnable_tokens
+from tests.gpu.making import SAME_LOSS, STEPS, finished, gpu_run, needs_gpu
 from tests.whole_models import read_full_tensors
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"),
-]
+pytestmark = needs_gpu
 
 # bf16 against float32 on one CPU, this run over 200 steps (2026-11): a step's loss differed by 0.006 nats on average,
 # by 0.024 at most, and the means of the last 20 steps by 0.0006. A GPU sums in other orders besides: five times that,
 # and no less than a hundredth.
 LOSS_MEAN, LOSS_WORST, LOSS_END = 0.03, 0.12, 0.01
-
-
-@pytest.fixture(scope="module")
-def tokens(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return write_learnable_tokens(tmp_path_factory.mktemp("tokens") / "learnable")
 
 
 def on_cpu(tokens: str, run_dir: Path, **sections: Any) -> dict[str, Any]:

@@ -15,13 +15,12 @@ from megatron_fanformer.ops import fan_activation
 from megatron_fanformer.ops.fan_activation import EAGER, Implementation
 from megatron_fanformer.runtime.parallel import ParallelConfig, distributed
 from megatron_fanformer.runtime.seeding import seed_everything
-from tests.gpu.making import ON_GPU, needs_real_gpu
+from tests.gpu.making import ON_GPU, needs_gpu, needs_real_gpu
 from tests.ops import fan_numbers
 from tests.ops.fan_numbers import CASES, ROUNDED_UNITS, STRIDES, TYPES, Case
 
 pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"),
+    *needs_gpu,
     needs_real_gpu,  # Triton's kernels
 ]
 

@@ -14,12 +14,9 @@ from megatron_fanformer.ops import cross_entropy
 from megatron_fanformer.runtime.parallel import ParallelConfig, distributed
 from megatron_fanformer.runtime.seeding import seed_everything
 from megatron_fanformer.training.step import wrap_stages
-from tests.gpu.making import ON_GPU, needs_real_gpu
+from tests.gpu.making import ON_GPU, needs_gpu, needs_real_gpu
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"),
-]
+pytestmark = needs_gpu
 
 CONFIG = FANformerConfig(
     num_layers=1,

@@ -9,11 +9,10 @@ from torch import distributed as dist
 
 from megatron_fanformer.cli import main
 from megatron_fanformer.training.stragglers import timed_waits
-from tests.gpu.making import needs_real_gpu
+from tests.gpu.making import needs_gpu, needs_real_gpu
 
 pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"),
+    *needs_gpu,
     needs_real_gpu,  # nvidia-smi, NCCL and CUDA's events
 ]
 

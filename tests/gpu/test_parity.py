@@ -5,14 +5,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_fanformer.parity.run import ParityConfig, run_parity
-from tests.gpu.making import BACKEND
-from tests.parity.test_parity import write_config
+from tests.gpu.making import BACKEND, needs_gpu
+from tests.parity.test_parity import compare, write_config
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"),
-]
+pytestmark = needs_gpu
 
 # By the number of GPUs that they need; NCCL wants one a rank.
 LAYOUTS = {
@@ -24,9 +20,9 @@ LAYOUTS = {
 SHARING = ("tp=2", "tp=2,sp=true", "tp=2,sp=true,fan=sequence", "dp=2", "tp=2,dp=2,distributed_optimizer=true")
 
 
-def compare(folder: Path, layouts: tuple[str, ...], dtype: str, backend: str | None) -> None:
+def assert_same(folder: Path, layouts: tuple[str, ...], dtype: str, backend: str | None) -> None:
     file = write_config(folder, runtime={"device": "cuda", "distributed_backend": backend})
-    run_parity(ParityConfig(file=file, layouts=layouts, steps=5, dtype=dtype, device="cuda")).check()
+    compare(None, file, *layouts, steps=5, dtype=dtype, device="cuda").check()
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
@@ -34,9 +30,9 @@ def test_layouts_on_gpus_of_their_own(tmp_path: Path, dtype: str) -> None:
     count = torch.cuda.device_count()
     layouts = [layout for needed, layouts in LAYOUTS.items() if needed <= count for layout in layouts]
     # The Engine has no attention over a split sequence in float32.
-    compare(tmp_path, tuple(text for text in layouts if dtype == "bf16" or "cp=" not in text), dtype, BACKEND)
+    assert_same(tmp_path, tuple(text for text in layouts if dtype == "bf16" or "cp=" not in text), dtype, BACKEND)
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_layouts_whose_ranks_share_gpus(tmp_path: Path, dtype: str) -> None:
-    compare(tmp_path, SHARING, dtype, "gloo")
+    assert_same(tmp_path, SHARING, dtype, "gloo")

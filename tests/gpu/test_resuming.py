@@ -8,23 +8,19 @@ import torch
 from megatron_fanformer.formats.recognition import find_checkpoint
 from megatron_fanformer.model.layer_spec import transformer_engine_problem
 from megatron_fanformer.runtime.device import fp8_problem
-from tests.gpu.making import STEPS, finished, gpu_run, write_learnable_tokens
+from tests.gpu.making import STEPS, finished, gpu_run, needs_gpu
 from tests.whole_models import read_full_tensors
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"),
-]
+pytestmark = needs_gpu
 
 HALF = STEPS // 2
 
 
 @pytest.mark.parametrize("recipe", [None, "delayed", "tensorwise"])
-def test_a_resume_is_the_same_bit_by_bit(recipe: str | None, tmp_path: Path) -> None:
+def test_a_resume_is_the_same_bit_by_bit(recipe: str | None, tokens: str, tmp_path: Path) -> None:
     problem = transformer_engine_problem() or (recipe and fp8_problem(recipe))
     if recipe and problem:
         pytest.skip(problem)
-    tokens = write_learnable_tokens(tmp_path / "learnable")
     precision = {"dtype": "bf16", **({"fp8": "hybrid", "fp8_recipe": recipe} if recipe else {})}
     runtime = {"deterministic_mode": True}
     straight = gpu_run(tokens, tmp_path / "straight", runtime=runtime, precision=precision)

@@ -7,17 +7,15 @@ import os
 from pathlib import Path
 
 import pytest
-import torch
 
 from megatron_fanformer.model.config import FANformerConfig
 from megatron_fanformer.model.layer_spec import transformer_engine_problem
 from megatron_fanformer.runtime.parallel import ParallelConfig
-from tests.gpu.making import BACKEND
+from tests.gpu.making import BACKEND, needs_gpu
 from tests.stock_megatron import HAS_TRAINING, SPEC, command_line, pretrain
 
 pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"),
+    *needs_gpu,
     pytest.mark.skipif(not HAS_TRAINING, reason="megatron.training comes with megatron-core 0.19"),
 ]
 

@@ -3,36 +3,21 @@
 from pathlib import Path
 
 import pytest
-import torch
 
 from megatron_fanformer.model.layer_spec import transformer_engine_problem
 from megatron_fanformer.runtime.device import fp8_problem
-from tests.gpu.making import SAME_LOSS, finished, finished_metrics, gpu_run, needs_real_gpu, write_learnable_tokens
+from tests.gpu.making import SAME_LOSS, finished, finished_metrics, gpu_run, needs_gpu, needs_real_gpu
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"),
-]
+pytestmark = needs_gpu
 
 # FP8's e4m3 keeps three bits; over a dozen steps of falling loss, in nats. No machine has shown it yet.
 FP8_LOSS = 0.2
-
-
-@pytest.fixture(scope="module")
-def tokens(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return write_learnable_tokens(tmp_path_factory.mktemp("tokens") / "learnable")
 
 
 def needs_engine(recipe: str | None = None) -> None:
     problem = transformer_engine_problem() or (recipe and fp8_problem(recipe))
     if problem:
         pytest.skip(str(problem))
-
-
-@pytest.fixture(scope="module")
-def bf16_losses(tokens: str, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
-    folder = tmp_path_factory.mktemp("bf16")
-    return finished(gpu_run(tokens, folder / "run"), folder / "config.yaml")
 
 
 def assert_near(losses: list[float], others: list[float], bound: float) -> None:

@@ -17,12 +17,9 @@ from megatron_fanformer.runtime.device import fp8_problem
 from megatron_fanformer.runtime.parallel import ParallelConfig, distributed
 from megatron_fanformer.runtime.pipeline import packed_documents
 from megatron_fanformer.runtime.seeding import seed_everything
-from tests.gpu.making import MODEL, ON_GPU
+from tests.gpu.making import MODEL, ON_GPU, needs_gpu
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"),
-]
+pytestmark = needs_gpu
 
 CONFIG = FANformerConfig(**MODEL)
 VARIANTS = {

@@ -22,6 +22,7 @@ from megatron_fanformer.ops.attention import attention
 from megatron_fanformer.ops.cross_entropy import exponentials
 from megatron_fanformer.ops.element_wise import rms_norm, rotate, swiglu
 from megatron_fanformer.ops.products import add_product
+from tests.ops.test_element_wise import plain_rotation, plain_swiglu
 
 ROUNDED_ONCE = 2.0**-9  # relative: of the norm of many elements, each rounded to bf16 (1.7e-3; rounded twice, 2.4e-3)
 ROUNDED_OFTEN = 4e-3  # after each of PyTorch's operations: measured 1.6e-3 to 3.1e-3
@@ -80,24 +81,11 @@ def gradients(function: Callable[..., Tensor], inputs: list[Tensor], grad: Tenso
     return [out.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
 
 
-def rotated(x: Tensor, angles: Tensor) -> Tensor:
-    first, second = x.chunk(2, -1)
-    return x * angles.cos() + torch.cat([-second, first], -1) * angles.sin()
-
-
 DRAWN = torch.Generator().manual_seed(0)  # other tests' modules draw numbers, too, before this one is read
 ANGLES = (torch.rand(5, 1, 1, 7, generator=DRAWN) * 100).repeat(1, 1, 1, 2)
 FUNCTIONS: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor], list[Tensor]]] = {
-    "SwiGLU": (
-        swiglu,
-        lambda x: F.silu(x.chunk(2, -1)[0]) * x.chunk(2, -1)[1],
-        [4 * torch.randn(3, 5, 2 * 37, generator=DRAWN)],
-    ),
-    "SwiGLU far out": (
-        swiglu,
-        lambda x: F.silu(x.chunk(2, -1)[0]) * x.chunk(2, -1)[1],
-        [torch.tensor([[-200.0, -89.0, -60.0, 60.0, 89.0, 200.0] * 2])],
-    ),
+    "SwiGLU": (swiglu, plain_swiglu, [4 * torch.randn(3, 5, 2 * 37, generator=DRAWN)]),
+    "SwiGLU far out": (swiglu, plain_swiglu, [torch.tensor([[-200.0, -89.0, -60.0, 60.0, 89.0, 200.0] * 2])]),
     "RMSNorm": (
         lambda x, weight: rms_norm(x, weight, 1e-5),
         lambda x, weight: x * (x.pow(2).mean(-1, keepdim=True) + 1e-5).rsqrt() * weight,
@@ -105,7 +93,7 @@ FUNCTIONS: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor], list[Te
     ),
     "rotation of a part": (
         lambda x: rotate(x[..., 3:17], ANGLES),
-        lambda x: rotated(x[..., 3:17], ANGLES.double()),
+        lambda x: plain_rotation(x[..., 3:17], ANGLES.double()),
         [torch.randn(5, 2, 3, 20, generator=DRAWN)],
     ),
 }

@@ -1,16 +1,13 @@
 """Both forms of the loss head's exponentials against float64: the kernel's in Triton's interpreter; and it builds."""
 
-import importlib.util
 from typing import Any
 
 import pytest
 import torch
 
 from megatron_fanformer.ops import cross_entropy
+from tests.ops.triton_kernels import built_for_a_gpu, needs_triton
 
-needs_triton = pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None, reason="triton is not installed; the extra `dev` brings it on Linux"
-)
 FORMS = ["torch", pytest.param("kernel", marks=needs_triton)]
 SIZES = [(5, 1), (3, 7), (4, 250), (2, 20_011)]  # the last: more than two blocks of the kernel, and a rest
 SAME_SUM = 2e-6  # relative: as many float32 roundings as a sum of 20,000 in blocks has
@@ -18,7 +15,6 @@ SAME_SUM = 2e-6  # relative: as many float32 roundings as a sum of 20,000 in blo
 # GPU, as PyTorch, rounds.
 FLOAT32_ROUNDING = 2**-19 + 4e-7
 ROUNDING = {("torch", torch.bfloat16): 2**-8, ("kernel", torch.bfloat16): 2**-7}
-HOPPER = 90
 
 
 def turned(form: str, logits_cv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -69,22 +65,13 @@ def test_extremes(run: Any, form: str) -> None:
 def test_the_kernel_builds_for_a_gpu_with_16_byte_accesses(
     dtype: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Triton builds for a GPU that is not there; the assembly shows how it reaches memory."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-
     from megatron_fanformer.ops import cross_entropy_triton as kernels
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    kernel = kernels._exponentials
-    signature = {"logits_cv": f"*{dtype}", "greatest_c": "*fp32", "sum_c": "*fp32", "V": "constexpr"}
-    signature["BLOCK"] = "constexpr"
-    aligned = {(i,): [["tt.divisibility", 16]] for i in range(3)}
-    source = triton.compiler.ASTSource(kernel, signature, {(3,): 50_304, (4,): kernels.BLOCK}, aligned)
-    options = {"num_warps": kernels.WARPS}
-    built = triton.compile(source, target=GPUTarget("cuda", HOPPER, 32), options=options)
-    assembly = built.asm["ptx"]
+    types = {"logits_cv": f"*{dtype}", "greatest_c": "*fp32", "sum_c": "*fp32"}
+    built = built_for_a_gpu(kernels._exponentials, types, {"V": 50_304, "BLOCK": kernels.BLOCK}, kernels.WARPS)
+    assembly = built["ptx"]
     threads_accesses = kernels.BLOCK * (4 if dtype == "fp32" else 2) // 16 // (32 * kernels.WARPS)
     assert assembly.count("ld.global.v4.b32") == 2 * threads_accesses
     assert assembly.count("st.global.v4.b32") == threads_accesses
-    assert built.asm["cubin"]
+    assert built["cubin"]

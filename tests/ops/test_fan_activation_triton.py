@@ -1,6 +1,5 @@
 """The FAN kernel in Triton's interpreter and the PyTorch form, both against float64; and the kernel built for a GPU."""
 
-import importlib.util
 import shutil
 import sys
 from collections.abc import Callable
@@ -15,10 +14,8 @@ import torch
 from megatron_fanformer.ops import fan_activation, triton_support
 from tests.ops import fan_numbers
 from tests.ops.fan_numbers import CASES, STRIDES, TYPES
+from tests.ops.triton_kernels import built_for_a_gpu, needs_triton
 
-needs_triton = pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None, reason="triton is not installed; the extra `dev` brings it on Linux"
-)
 FORMS = ["eager", pytest.param("kernel", marks=needs_triton)]
 # Measured: 0 of both. Another NumPy's or PyTorch's last bit of float32 may decide a rounding.
 DIFFERING_SHARE = {torch.bfloat16: 1e-4, torch.float16: 1e-3}
@@ -45,16 +42,9 @@ def with_kernel(check: Callable[..., Any], *arguments: Any) -> Any:
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 @pytest.mark.parametrize("gelu", [False, True], ids=["plain", "gelu"])
 @pytest.mark.parametrize("name", FORMS)
-def test_output(run: Any, name: str, gelu: bool, dtype: torch.dtype) -> None:
+def test_output_and_gradient(run: Any, name: str, gelu: bool, dtype: torch.dtype) -> None:
     for case in CASES:
         run(name, fan_numbers.check_output, case, dtype, gelu)
-
-
-@pytest.mark.parametrize("dtype", TYPES, ids=str)
-@pytest.mark.parametrize("gelu", [False, True], ids=["plain", "gelu"])
-@pytest.mark.parametrize("name", FORMS)
-def test_gradient(run: Any, name: str, gelu: bool, dtype: torch.dtype) -> None:
-    for case in CASES:
         run(name, fan_numbers.check_gradient, case, dtype, gelu)
 
 
@@ -156,49 +146,24 @@ def test_triton_serves_where_it_can_build(empty_cache: None) -> None:
 
 # -- as a GPU would run it
 
-HOPPER = 90
-
 
 @needs_triton
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 @pytest.mark.parametrize("name", ["_fan_activate", "_fan_differentiate"])
-def test_kernels_build_for_a_gpu_with_16_byte_accesses(
-    name: str, dtype: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Triton builds for a GPU that is not there; the assembly shows how it reaches memory."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-
+def test_kernels_build_for_a_gpu_with_16_byte_accesses(name: str, dtype: str, empty_cache: None) -> None:
     from megatron_fanformer.ops import fan_activation_triton as kernels
 
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     kernel = getattr(kernels, name)
     element_bytes = 4 if dtype == "fp32" else 2
     sizes = {"RANKS": 2, "P": 256, "G": 512, "GELU": False, "PRE_STRIDE": 768, "GRAD_STRIDE": 2048}
     tokens = kernels.TILE_BYTES // (kernels.TILE_COLUMNS * element_bytes)
-    sizes |= {
-        "GRAD_PRE_STRIDE": 768,
-        "TILE_TOKENS": tokens,
-        "TILE_COLUMNS": kernels.TILE_COLUMNS,
-        "g_nv": None,
-    }
-    numbers = {"tokens": "i32", "rank_stride": "i64"}
-    signature = {
-        argument: "constexpr" if argument in sizes else numbers.get(argument, f"*{dtype}")
-        for argument in kernel.arg_names
-    }
-    constants = {(i,): sizes[argument] for i, argument in enumerate(kernel.arg_names) if argument in sizes}
-    aligned = {
-        (i,): [["tt.divisibility", 16]]
-        for i, argument in enumerate(kernel.arg_names)
-        if argument not in sizes and argument != "tokens"
-    }
-    source = triton.compiler.ASTSource(kernel, signature, constants, aligned)
-    built = triton.compile(source, target=GPUTarget("cuda", HOPPER, 32), options={"num_warps": kernels.WARPS})
-    assembly = built.asm["ptx"]
+    sizes |= {"GRAD_PRE_STRIDE": 768, "TILE_TOKENS": tokens, "TILE_COLUMNS": kernels.TILE_COLUMNS, "g_nv": None}
+    types = {**dict.fromkeys(kernel.arg_names, f"*{dtype}"), "tokens": "i32", "rank_stride": "i64"}
+    built = built_for_a_gpu(kernel, types, sizes, kernels.WARPS)
+    assembly = built["ptx"]
     # Tiles of periodic rows and of linear rows: loads and stores that the loop for large phases has not.
     loads, stores = {"_fan_activate": (2, 3), "_fan_differentiate": (5, 2)}[name]
     threads_loads = kernels.TILE_BYTES // 16 // (32 * kernels.WARPS)
     assert assembly.count("ld.global.v4.b32") == loads * threads_loads
     assert assembly.count("st.global.v4.b32") == stores * threads_loads
-    assert built.asm["cubin"]
+    assert built["cubin"]

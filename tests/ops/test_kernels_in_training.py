@@ -1,6 +1,5 @@
 """Training steps with the Triton kernels, in their interpreter, against the same steps in PyTorch."""
 
-import importlib.util
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
@@ -9,6 +8,8 @@ from unittest import mock
 
 import pytest
 import torch
+
+from tests.ops.triton_kernels import needs_triton
 
 STEPS, MICRO_BATCHES, SAMPLES, TOKENS, LAYERS = 2, 2, 2, 8, 2
 SAME_LOSS = 1e-6  # relative: a few roundings of float32, of sums in another order
@@ -79,9 +80,7 @@ def random_batches(vocab_size: int) -> Iterator[dict[str, Any]]:
 
 
 @pytest.mark.full
-@pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None, reason="triton is not installed; the extra `dev` brings it on Linux"
-)
+@needs_triton
 def test_steps_with_the_kernels_are_steps_without(interpreter: ProcessPoolExecutor) -> None:
     kernel, plain = (interpreter.submit(train, by_kernel).result() for by_kernel in (True, False))
     passes = STEPS * MICRO_BATCHES

@@ -12,16 +12,11 @@ import pytest
 import yaml
 
 from megatron_fanformer.errors import DivergenceError
+from megatron_fanformer.parity.config import read_layouts
 from megatron_fanformer.parity.report import as_values
-from megatron_fanformer.parity.run import (
-    ParityConfig,
-    ParityResult,
-    calibrate,
-    compare_layouts,
-    read_layouts,
-    run_parity,
-)
+from megatron_fanformer.parity.run import ParityResult, calibrate, compare_layouts, run_layouts
 from megatron_fanformer.parity.trial import Trace, run_trial
+from megatron_fanformer.parity.verb import ParityConfig
 from megatron_fanformer.runtime.cpu_collectives import CollectiveThroughMemory
 from megatron_fanformer.runtime.rank_pool import RankPool
 from tests.parity.faults import FAULTS, Fault, faulty_trial
@@ -51,8 +46,9 @@ def config_file(tmp_path: Path) -> Path:
     return write_config(tmp_path)
 
 
-def compare(pool: RankPool, file: Path, *layouts: str, **options: Any) -> ParityResult:
-    return run_parity(ParityConfig(file=file, layouts=layouts, **{"steps": 3, **options}), pool=pool)
+def compare(pool: RankPool | None, file: Path, *layouts: str, **options: Any) -> ParityResult:
+    config = ParityConfig(file=file, layouts=layouts, **{"steps": 3, **options})
+    return run_layouts(config, *read_layouts(config), pool=pool)
 
 
 class Comparison:

@@ -10,7 +10,7 @@ from torch import distributed as dist
 
 from megatron_fanformer.runtime import heartbeat
 from megatron_fanformer.runtime.heartbeat import LEAST_SECONDS, LONG_SECONDS, START_SECONDS, Activity, Heartbeat
-from tests.patience import PATIENCE_SECONDS
+from tests.patience import PATIENCE_SECONDS, wait_until
 
 LIMIT = 20.0
 BEFORE = LIMIT - 5
@@ -181,9 +181,7 @@ def test_the_threads_end_with_the_run_and_leave_word() -> None:
     beats.start()
     with mock.patch.object(heartbeat, "START_SECONDS", 0.4):
         store.set("beat-1", store.get("beat-0"))
-        deadline = time.monotonic() + PATIENCE_SECONDS
-        while not ended and time.monotonic() < deadline:
-            time.sleep(0.02)
+        wait_until(lambda: ended)
     [error] = ended
     assert "rank 1" in str(error) and "silent" in str(error)
     for thread in beats._threads:

@@ -9,8 +9,6 @@ import logging.handlers
 import os
 import queue
 import signal
-import subprocess
-import time
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
@@ -27,7 +25,7 @@ from megatron_fanformer.runtime.parallel import rank_grid
 from megatron_fanformer.training.config import config_from_dict
 from megatron_fanformer.training.metrics import METRICS, read_metrics
 from megatron_fanformer.training.run_log import run_log
-from tests.patience import PATIENCE_SECONDS
+from tests.patience import PATIENCE_SECONDS, wait_until
 from tests.small_runs import small_run, start_command, write_config, write_tokens
 
 TP2 = {"tensor_model_parallel_size": 2}
@@ -37,15 +35,6 @@ ENDLESS = {"train_iters": 100_000}
 @pytest.fixture
 def tokens(tmp_path: Path) -> str:
     return write_tokens(tmp_path / "tokens")
-
-
-def wait_for_first_step(run: Path, process: "subprocess.Popen[str]") -> None:
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    metrics = run / METRICS
-    while not (metrics.is_file() and metrics.stat().st_size):
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < deadline, "no step was taken"
-        time.sleep(0.02)
 
 
 def train_here(values: dict[str, Any]) -> list[str]:
@@ -119,7 +108,8 @@ def test_a_run_that_a_signal_stopped_goes_on_as_if_it_had_not(
     values = small_run(tokens, tmp_path / "stopped", data={"num_workers": workers}, **sections)
     config = str(write_config(tmp_path / "config.yaml", values))
     process = start_command("train", "--config", config)
-    wait_for_first_step(tmp_path / "stopped", process)
+    metrics = tmp_path / "stopped" / METRICS
+    wait_until(lambda: metrics.is_file() and metrics.stat().st_size, process)
     assert {address for number in (process.pid, *children(process.pid)) for address in listened_at(number)} == {LOCAL}
     os.killpg(process.pid, signal.SIGTERM)
     output, errors = process.communicate(timeout=PATIENCE_SECONDS)

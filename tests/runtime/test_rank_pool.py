@@ -2,7 +2,6 @@
 
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -14,7 +13,9 @@ import torch.distributed as dist
 
 from megatron_fanformer.runtime import rank_pool
 from megatron_fanformer.runtime.rank_pool import JobFailed, RankPool
-from tests.patience import PATIENCE_SECONDS
+from tests.faults.lives import is_running
+from tests.patience import wait_until
+from tests.small_runs import start_program
 
 
 def sum_of_ranks() -> int:
@@ -80,18 +81,9 @@ if __name__ == "__main__":
 def test_ranks_end_with_a_killed_owner(tmp_path: Path) -> None:
     script = tmp_path / "owner.py"
     script.write_text(OWNER)
-    root = str(Path(__file__).parents[2])
-    owner = subprocess.Popen(
-        [sys.executable, str(script)], stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": root}
-    )
+    owner = start_program(sys.executable, str(script))
     assert owner.stdout is not None
     rank = int(owner.stdout.readline())
     owner.kill()
     owner.wait()
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    while time.monotonic() < deadline and Path(f"/proc/{rank}/stat").exists():
-        if Path(f"/proc/{rank}/stat").read_text().split()[2] == "Z":  # dead, and not waited for by anybody
-            break
-        time.sleep(0.02)
-    else:
-        assert not Path(f"/proc/{rank}/stat").exists()
+    wait_until(lambda: not is_running(rank))

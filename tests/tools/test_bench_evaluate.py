@@ -1,30 +1,25 @@
 """The benchmark of evaluation on a model of a few thousand weights."""
 
 import json
-import runpy
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.evaluation.made_up import made_up_tasks, write_made_up
-from tests.small_runs import ROOT, SEQ_LENGTH, VOCAB_SIZE, small_run, write_config
-
-TOOL = ROOT / "tools" / "bench_evaluate.py"
+from tests.small_runs import SEQ_LENGTH, VOCAB_SIZE, small_run, write_config
 
 
 @pytest.mark.full
 def test_the_rates_are_of_the_requests_own_tokens(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    run_tool: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = write_config(tmp_path / "run.yaml", small_run("none", tmp_path / "run"))
     tasks = made_up_tasks(VOCAB_SIZE, SEQ_LENGTH + 1, documents=4)
     requests = write_made_up(tmp_path / "some.requests", tasks, tokenizer_sha256="0" * 64, context_length=SEQ_LENGTH)
     report = tmp_path / "report.json"
     options = ["--requests", requests, "--tasks", "copa", "hellaswag", "--config", str(config), "--rounds", "2"]
-    monkeypatch.syspath_prepend(str(TOOL.parent))
-    monkeypatch.setattr(sys, "argv", [str(TOOL), *options, "--device", "cpu", "--json", str(report)])
-    assert runpy.run_path(str(TOOL))["main"]() == 0
+    assert run_tool("bench_evaluate", *options, "--device", "cpu", "--json", str(report)) == 0
     found = json.loads(report.read_text())
     asked = [tasks["copa"], tasks["hellaswag"], tasks["hellaswag"].unconditional]
     assert found["requests"] == 4 * (2 + 4 + 4)

@@ -1,25 +1,14 @@
 import json
-import runpy
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
 
-TOOL = Path(__file__).parents[2] / "tools" / "bench_fan.py"
 SMALL = ["--device", "cpu", "--tokens", "16", "--repeats", "2", "--threads", str(torch.get_num_threads())]
 
 
-@pytest.fixture(scope="module")
-def main() -> Callable[[list[str]], int]:
-    return runpy.run_path(str(TOOL))["main"]
-
-
-def test_each_case_and_direction_is_measured(
-    main: Callable[[list[str]], int], capsys: pytest.CaptureFixture[str]
-) -> None:
-    arguments = [*SMALL, "--hidden-sizes", "64", "--p-ratios", "0.25", "0.5", "--json"]
-    assert main(arguments) == 0
+def test_each_case_and_direction_is_measured(run_tool: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_tool("bench_fan", *SMALL, "--hidden-sizes", "64", "--p-ratios", "0.25", "0.5", "--json") == 0
     found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     cases = [(one["dtype"], one["p_ratio"], one["form"], one["direction"]) for one in found]
     ways = ("forward", "backward")
@@ -31,8 +20,9 @@ def test_each_case_and_direction_is_measured(
         assert one["share_of_copy"] == pytest.approx(one["bytes_per_second"] / one["copy_bytes_per_second"])
 
 
-def test_widths_come_from_presets(main: Callable[[list[str]], int], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*SMALL, "--presets", "fanformer-300m", "fanformer-300m-transformer", "--dtypes", "bf16"]) == 0
+def test_widths_come_from_presets(run_tool: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
+    presets = ["--presets", "fanformer-300m", "fanformer-300m-transformer"]
+    assert run_tool("bench_fan", *SMALL, *presets, "--dtypes", "bf16") == 0
     rows = [line.split() for line in capsys.readouterr().out.splitlines()[2:]]
     assert [row[:1] + row[2:6] for row in rows] == [["1024", "16", "bf16", "eager", w] for w in ("forward", "backward")]
 
@@ -47,7 +37,7 @@ def test_widths_come_from_presets(main: Callable[[list[str]], int], capsys: pyte
     ],
 )
 def test_what_cannot_be_measured_is_refused(
-    main: Callable[[list[str]], int], capsys: pytest.CaptureFixture[str], arguments: list[str], said: str
+    run_tool: Callable[..., int], capsys: pytest.CaptureFixture[str], arguments: list[str], said: str
 ) -> None:
-    assert main([*SMALL, *arguments]) == 2
+    assert run_tool("bench_fan", *SMALL, *arguments) == 2
     assert said in capsys.readouterr().err

@@ -1,9 +1,8 @@
 """The benchmark of training on a model of a few thousand weights: whole, and sums that must hold."""
 
 import json
-import runpy
-import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,9 +13,8 @@ from torch.profiler import ProfilerActivity
 
 from megatron_fanformer.ops import cpu_kernels
 from megatron_fanformer.planning.machines import load_machine
-from tests.small_runs import ROOT, small_run, write_config
+from tests.small_runs import small_run, write_config
 
-TOOL = ROOT / "tools" / "bench_train.py"
 NUMBERS = {
     "tokens_per_second",
     "model_flops_per_second",
@@ -28,16 +26,10 @@ NUMBERS = {
 
 
 @pytest.fixture
-def bench(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., int]]:
+def bench(run_tool: Callable[..., int], monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., int]]:
     """Its `main` in this process; the ranks have their own."""
     monkeypatch.setenv("THP_MEM_ALLOC_ENABLE", "1")  # put back at the end
-    monkeypatch.syspath_prepend(str(TOOL.parent))
-
-    def run(*arguments: str) -> int:
-        monkeypatch.setattr(sys, "argv", [str(TOOL), *arguments])
-        return runpy.run_path(str(TOOL))["main"]()
-
-    yield run
+    yield partial(run_tool, "bench_train")
     cpu_kernels.unload("the benchmark is over")
 
 
@@ -94,8 +86,8 @@ def test_nothing_is_measured_in_no_steps(
     assert "'0' must be an integer of at least 1" in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("run_tool")  # what tools import can be imported
 def test_a_kernel_counts_once_also_where_no_operator_launched_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(TOOL.parent))
     from benchmarking import breakdown
 
     monkeypatch.setattr(breakdown, "activities", lambda: [ProfilerActivity.CUDA])

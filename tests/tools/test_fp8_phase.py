@@ -3,8 +3,7 @@
 import importlib
 import json
 import math
-import runpy
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -14,13 +13,11 @@ import torch
 
 from tests.small_runs import ROOT
 
-TOOL = ROOT / "tools" / "fp8_phase.py"
-
 
 @pytest.fixture
 def study(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """The part that computes errors; it needs torch alone."""
-    monkeypatch.syspath_prepend(str(TOOL.parent))
+    monkeypatch.syspath_prepend(str(ROOT / "tools"))
     return importlib.import_module("fp8_study.phase_errors")
 
 
@@ -99,14 +96,11 @@ def test_what_qkv_reads(study: ModuleType) -> None:
 
 
 @pytest.mark.full  # it trains a tokenizer and starts a rank
-def test_trainings_compared(
-    study: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_trainings_compared(run_tool: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     size = {"num-layers": 1, "hidden-size": 32, "ffn-hidden-size": 32, "num-attention-heads": 2, "vocab-size": 512}
     length = {"seq-length": 16, "batch-size": 2, "steps": 4, "eval-batches": 2, "seeds": 2}
     options = [part for name, value in {**size, **length}.items() for part in (f"--{name}", str(value))]
-    monkeypatch.setattr(sys, "argv", [str(TOOL), *options, "--output", str(tmp_path), "--other-recipes", "blockwise"])
-    assert runpy.run_path(str(TOOL))["main"]() == 0
+    assert run_tool("fp8_phase", *options, "--output", str(tmp_path), "--other-recipes", "blockwise") == 0
     report = json.loads((tmp_path / "fp8-phase.json").read_text())
     first = {(training["arm"], training["recipe"]): training for training in report["trainings"][:6]}
     assert len(report["trainings"]) == 2 * 6 + 1 and len(first) == 6

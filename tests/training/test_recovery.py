@@ -229,7 +229,7 @@ def test_a_run_goes_back_only_so_often(
     values = configured(tmp_path / "run", max_bad_steps_in_a_row=2, max_rewinds=len(rewinds))
     for message in run_on_ranks(2, train_poisoned, values, Poison(bad)):
         assert message is not None
-        assert message.startswith(f"steps {last}: the gradient norm is nan, and the run does not go back again")
+        assert message.startswith(f"steps {last}: the gradient norm is nan, and the run may not go back again")
     assert [list(event["skipped"]) for event in events(tmp_path / "run", "rewound")] == rewinds
     assert store.latest_checkpoint(tmp_path / "run") == tmp_path / "run" / store.CHECKPOINTS / store.checkpoint_name(
         newest

@@ -88,9 +88,17 @@ def experiment(options: ExperimentOptions, ready: Callable[[], None], log: "Log"
             result = _result_of(folder, options.name, stated)
         else:
             started = time.perf_counter()
-            measured = module.measure(settings, folder, log)
-            seconds = time.perf_counter() - started
-            result = _write(folder, options.name, stated, measured, seconds)
+            measured: Measured = module.measure(settings, folder, log)
+            result = Result(
+                experiment=options.name,
+                settings=stated,
+                machine=this_machine(),
+                seconds=time.perf_counter() - started if measured.seconds is None else measured.seconds,
+                findings=measured.findings,
+                tables=measured.tables,
+                pictures=list(measured.pictures),
+            )
+            write_folder(folder, result, measured.pictures)
     log("\n".join([*(finding.sentence for finding in result.findings), f"{folder / README} has all of it"]))
 
 
@@ -111,20 +119,6 @@ def _result_of(folder: Path, name: str, stated: dict[str, Any]) -> Result:
             f"{folder} holds the result of {result.experiment} by other settings; name another --output, or "
             f"remove its {RESULT} to measure again (finished runs are kept)"
         )
-    return result
-
-
-def _write(folder: Path, name: str, stated: dict[str, Any], measured: "Measured", seconds: float) -> Result:
-    result = Result(
-        experiment=name,
-        settings=stated,
-        machine=this_machine(),
-        seconds=seconds if measured.seconds is None else measured.seconds,
-        findings=measured.findings,
-        tables=measured.tables,
-        pictures=list(measured.pictures),
-    )
-    write_folder(folder, result, measured.pictures)
     return result
 
 

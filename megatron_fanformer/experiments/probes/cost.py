@@ -8,7 +8,7 @@ The paper's 6.25% is what FAN adds to a layer of 24 s d² FLOPs for s tokens: qu
 FFN of two maps. The model's own FFN is a SwiGLU of three.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from transformers.initialization import no_init_weights
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.experiments.probes.outcome import Log, Measured
 from megatron_fanformer.experiments.probes.settings import CostSettings
-from megatron_fanformer.experiments.result import Finding, Table
+from megatron_fanformer.experiments.result import Cell, Finding, Table
 from megatron_fanformer.formats.huggingface import to_huggingface_config
 from megatron_fanformer.hf import FANformerForCausalLM
 from megatron_fanformer.model.config import PRESETS, FANformerConfig
@@ -60,7 +60,7 @@ def measure(settings: CostSettings, _folder: Path, log: Log) -> Measured:
     """
     if stray := [name for name in settings.presets if f"{name}-same-params" not in PRESETS]:
         sizes = [name for name in PRESETS if f"{name}-same-params" in PRESETS]
-        raise InputError(f"cost.presets has {stray[0]!r}, which is no size; name some of {', '.join(sizes)}")
+        raise InputError(f"cost.presets has {stray[0]!r}, which is no size; choose from {', '.join(sizes)}")
     costs = {}
     for name in settings.presets:
         for twin in TWINS:
@@ -69,7 +69,7 @@ def measure(settings: CostSettings, _folder: Path, log: Log) -> Measured:
     return Measured(
         findings=list(_findings(settings, costs)),
         tables=[_table(costs)],
-        pictures={"cost.png": _picture(settings, costs)},
+        pictures={"cost.png": drawn(lambda panels: _draw(panels[0, 0], settings.presets, costs))},
     )
 
 
@@ -113,15 +113,16 @@ def _model(config: FANformerConfig, dtype: torch.dtype, attention: str) -> FANfo
     return model
 
 
-def _more(costs: dict[str, Cost], name: str, figure: str) -> float:
-    """Percent that a size has more than its Transformer."""
-    return 100 * (getattr(costs[name], figure) / getattr(costs[f"{name}-transformer"], figure) - 1)
+def _more(costs: dict[str, Cost], name: str, figure: str, twin: str = "") -> float:
+    """Percent that a size, or its twin, has more than its Transformer."""
+    return 100 * (getattr(costs[name + twin], figure) / getattr(costs[f"{name}-transformer"], figure) - 1)
 
 
 def _findings(settings: CostSettings, costs: dict[str, Cost]) -> Iterator[Finding]:
     apart = 100 * max(
-        max(abs(each.counted_parameters / each.parameters - 1), abs(each.counted_flops / each.flops - 1))
+        abs(counted / formula - 1)
         for each in costs.values()
+        for counted, formula in ((each.counted_parameters, each.parameters), (each.counted_flops, each.flops))
     )
     yield Finding(
         name="parameters and FLOPs by formula, farthest from the count",
@@ -140,7 +141,7 @@ def _findings(settings: CostSettings, costs: dict[str, Cost]) -> Iterator[Findin
             shows=more <= PAPER_FLOPS,
             sentence=f"{name} needs {more:.2f}% more FLOPs than the Transformer of its shape, head and scores of "
             f"{settings.sequence_length:,} tokens included, and with the Transformer's parameters "
-            f"{100 * (costs[f'{name}-same-params'].flops / costs[f'{name}-transformer'].flops - 1):+.2f}%.",
+            f"{_more(costs, name, 'flops', '-same-params'):+.2f}%.",
         )
     if PAPER_SIZE in settings.presets:
         fan, none = costs[PAPER_SIZE], costs[f"{PAPER_SIZE}-transformer"]
@@ -163,29 +164,22 @@ def _findings(settings: CostSettings, costs: dict[str, Cost]) -> Iterator[Findin
 
 def _table(costs: dict[str, Cost]) -> Table:
     columns = ["model", "parameters", "counted", "FLOPs a token", "counted", "weights, MiB", "peak of inference, MiB"]
-    return Table(
-        title="Costs, by formula and counted",
-        columns=columns,
-        rows=[
-            [
-                *(name, each.parameters, each.counted_parameters, each.flops, round(each.counted_flops)),
-                *(each.weight_bytes / MIB, each.counted_bytes / MIB),
-            ]
-            for name, each in costs.items()
-        ],
-    )
+    rows: list[list[Cell]] = [
+        [
+            *(name, each.parameters, each.counted_parameters, each.flops, round(each.counted_flops)),
+            *(each.weight_bytes / MIB, each.counted_bytes / MIB),
+        ]
+        for name, each in costs.items()
+    ]
+    return Table(title="Costs, by formula and counted", columns=columns, rows=rows)
 
 
-def _picture(settings: CostSettings, costs: dict[str, Cost]) -> bytes:
-    def draw(panels: Any) -> None:
-        axes = panels[0, 0]
-        figures = {"parameters": "parameters", "flops": "FLOPs", "counted_bytes": "memory of inference"}
-        for place, (figure, label) in enumerate(figures.items()):
-            heights = [_more(costs, name, figure) for name in settings.presets]
-            axes.bar([number + 0.25 * (place - 1) for number in range(len(heights))], heights, width=0.22, label=label)
-        axes.axhline(PAPER_FLOPS, linestyle="--", color="gray", label="the paper's bound of FLOPs")
-        axes.set_xticks(range(len(settings.presets)), settings.presets)
-        axes.set(ylabel="% more than the Transformer", title="FANformers of a Transformer's shape")
-        axes.legend()
-
-    return drawn(draw)
+def _draw(axes: Any, presets: Sequence[str], costs: dict[str, Cost]) -> None:
+    figures = {"parameters": "parameters", "flops": "FLOPs", "counted_bytes": "memory of inference"}
+    for place, (figure, label) in enumerate(figures.items()):
+        heights = [_more(costs, name, figure) for name in presets]
+        axes.bar([number + 0.25 * (place - 1) for number in range(len(heights))], heights, width=0.22, label=label)
+    axes.axhline(PAPER_FLOPS, linestyle="--", color="gray", label="the paper's bound of FLOPs")
+    axes.set_xticks(range(len(presets)), presets)
+    axes.set(ylabel="% more than the Transformer", title="FANformers of a Transformer's shape")
+    axes.legend()

@@ -16,8 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_fanformer.data.chat_template import ChatTemplate, encode_chat, find_template, refuse_spaces_between
-from megatron_fanformer.data.tokenizer import Tokenizer
+from megatron_fanformer.data.chat_template import encode_chat, find_template, refuse_spaces_between
 from megatron_fanformer.errors import InputError, collect_problems
 from megatron_fanformer.experiments.probes import hole_pairs
 from megatron_fanformer.experiments.probes.outcome import Log, Measured
@@ -86,13 +85,12 @@ def _formed(name: str, settings: HolesSettings, problems: list[str]) -> dict[Tas
     problems += of_this
     if tokenizer is None or template is None or of_this:
         return {}
-    return {task: _conversations(task, settings, tokenizer, template) for task in settings.tasks}
-
-
-def _conversations(task: Task, settings: HolesSettings, tokenizer: Tokenizer, template: ChatTemplate) -> list[Row]:
-    pairs = hole_pairs.all_pairs(task, settings.half_side)
-    numbers = range(len(pairs.answers_n))
-    return [encode_chat(tokenizer, template.render(hole_pairs.conversation(pairs, task, number))) for number in numbers]
+    conversations = {}
+    for task in settings.tasks:
+        pairs = hole_pairs.all_pairs(task, settings.half_side)
+        chats = (hole_pairs.conversation(pairs, task, number) for number in range(len(pairs.answers_n)))
+        conversations[task] = [encode_chat(tokenizer, template.render(chat)) for chat in chats]
+    return conversations
 
 
 # -- the answers

@@ -45,8 +45,8 @@ from megatron_fanformer.experiments.probes.hole_pairs import (
 )
 from megatron_fanformer.experiments.probes.outcome import Log, Measured, above
 from megatron_fanformer.experiments.probes.settings import HolesSettings, Task
-from megatron_fanformer.experiments.probes.twins import FFN_RATIO, SAME_PARAMETERS, TRANSFORMER, fresh_model, twins
-from megatron_fanformer.experiments.result import Finding, Table
+from megatron_fanformer.experiments.probes.twins import SAME_PARAMETERS, TRANSFORMER, fanformer_of, fresh_model, twins
+from megatron_fanformer.experiments.result import Cell, Finding, Table
 from megatron_fanformer.model.config import FANformerConfig
 from megatron_fanformer.pictures import drawn
 
@@ -129,14 +129,7 @@ def _finished_or_new(
 
 def model_config(settings: HolesSettings, architecture: str) -> FANformerConfig:
     """Return the model of a run."""
-    shape = FANformerConfig(
-        num_layers=settings.num_layers,
-        hidden_size=settings.hidden_size,
-        ffn_hidden_size=FFN_RATIO * settings.hidden_size,
-        num_attention_heads=settings.num_heads,
-        vocab_size=VOCABULARY,
-        make_vocab_size_divisible_by=1,
-    )
+    shape = fanformer_of(settings.num_layers, settings.hidden_size, settings.num_heads, VOCABULARY)
     return twins(shape)[architecture]
 
 
@@ -146,7 +139,6 @@ def train(
     """Train one model on the pairs outside the hole, in an order that the seed alone decides."""
     started = time.perf_counter()
     model = fresh_model(model_config(settings, architecture), seed)
-    parameters = sum(weight.numel() for weight in model.parameters())
     pairs = all_pairs(task, settings.half_side)
     optimizer = torch.optim.AdamW(model.parameters(), lr=settings.learning_rate, weight_decay=weight_decay)
     warm_up, cooldown = (max(1, round(share * settings.steps)) for share in (WARM_UP, settings.cooldown))
@@ -160,6 +152,12 @@ def train(
         found: Tensor = model(input_ids=tokens_ns, use_cache=False, logits_to_keep=1).logits[:, 0]
         return found
 
+    def measured() -> tuple[Scores, Scores, Tensor]:
+        """Return the scores of the trained pairs and of the hole, and the probabilities of all right answers, [n]."""
+        probability, right = score(logits, pairs, settings.temperature)
+        trained, hole = (scores(probability, right, where) for where in (~pairs.in_hole_n, pairs.in_hole_n))
+        return trained, hole, probability
+
     for step, batch in enumerate(_batches(pairs, settings, seed), start=1):
         loss = F.cross_entropy(logits(pairs.tokens_ns[batch]), pairs.answers_n[batch])
         optimizer.zero_grad()
@@ -167,17 +165,16 @@ def train(
         optimizer.step()
         schedule.step()
         if step % max(1, settings.steps // 10) == 0:
-            _, right = score(logits, pairs, settings.temperature)
-            right = right.double()
-            curve.append((step, right[~pairs.in_hole_n].mean().item(), right[pairs.in_hole_n].mean().item()))
-    probability, right = score(logits, pairs, settings.temperature)
+            trained, hole, _ = measured()
+            curve.append((step, trained.greedy, hole.greedy))
+    trained, hole, probability = measured()
     return Run(
         asked=asked,
-        trained=scores(probability, right, ~pairs.in_hole_n),
-        hole=scores(probability, right, pairs.in_hole_n),
+        trained=trained,
+        hole=hole,
         curve=curve,
         map=[[round(each, 4) for each in row] for row in map_around(task, settings.half_side, probability).tolist()],
-        parameters=parameters,
+        parameters=sum(weight.numel() for weight in model.parameters()),
         seconds=time.perf_counter() - started,
     )
 
@@ -263,28 +260,18 @@ def _differences(settings: HolesSettings, runs: Runs) -> Iterator[Finding]:
 
 
 def _table(runs: Runs) -> Table:
-    columns = [
-        "task",
-        "weight decay",
-        "model",
-        "seed",
-        "trained, greedy",
-        "hole, greedy",
-        "hole, probability",
-        "seconds",
+    of_a_run = ["task", "weight decay", "model", "seed"]
+    shares = ["trained, greedy", "hole, greedy", "hole, probability"]
+    rows: list[list[Cell]] = [
+        [
+            *(*key, seed),
+            *(100 * share for share in (run.trained.greedy, run.hole.greedy, run.hole.probability)),
+            run.seconds,
+        ]
+        for key, found in runs.items()
+        for seed, run in enumerate(found)
     ]
-    return Table(
-        title="Runs, in %",
-        columns=columns,
-        rows=[
-            [
-                *(task, decay, architecture, seed, 100 * run.trained.greedy),
-                *(100 * run.hole.greedy, 100 * run.hole.probability, run.seconds),
-            ]
-            for (task, decay, architecture), found in runs.items()
-            for seed, run in enumerate(found)
-        ],
-    )
+    return Table(title="Runs, in %", columns=[*of_a_run, *shares, "seconds"], rows=rows)
 
 
 def _picture(settings: HolesSettings, task: Task, runs: Runs) -> bytes:

@@ -24,10 +24,10 @@ from megatron_fanformer.errors import CorruptError, InputError
 from megatron_fanformer.experiments.probes.outcome import Log, Measured, ratio_interval
 from megatron_fanformer.experiments.probes.settings import InferenceSettings
 from megatron_fanformer.experiments.probes.twins import (
-    FFN_RATIO,
     SAME_PARAMETERS,
     SAME_SIZE,
     TRANSFORMER,
+    fanformer_of,
     fresh_model,
     twins,
 )
@@ -67,13 +67,13 @@ def measure(settings: InferenceSettings, _folder: Path, log: Log) -> Measured:
     """
     kind = resolve_device("auto")
     dtype = DTYPES[settings.dtype if settings.dtype != "auto" else "bf16" if kind == "cuda" else "fp32"]
-    contestants = {}
-    for name, config in twins(_config(settings)).items():
-        model = fresh_model(config, seed=0).to(device=torch.device(kind), dtype=dtype).eval()
-        contestants[name] = Contestant(config=config, model=model)
-    prompt = torch.randint(
-        _config(settings).vocab_size, (1, settings.prompt_tokens), generator=torch.Generator().manual_seed(0)
-    ).to(kind)
+    shape = _config(settings)
+    drawn_ids = torch.Generator().manual_seed(0)
+    prompt = torch.randint(shape.vocab_size, (1, settings.prompt_tokens), generator=drawn_ids).to(kind)
+    contestants = {
+        name: Contestant(config=config, model=fresh_model(config, seed=0).to(device=kind, dtype=dtype).eval())
+        for name, config in twins(shape).items()
+    }
     for name, each in contestants.items():
         _measure_memory(each, prompt, settings.new_tokens, dtype, kind)
         log(f"{name}: {each.weight_bytes / MIB:.1f} MiB of weights, {each.peak_bytes / MIB:.1f} at the peak")
@@ -86,21 +86,16 @@ def measure(settings: InferenceSettings, _folder: Path, log: Log) -> Measured:
     return Measured(
         findings=list(_findings(settings, contestants)),
         tables=[_table(contestants)],
-        pictures={"inference.png": _picture(contestants)},
+        pictures={"inference.png": drawn(lambda panels: _draw(panels[0], contestants), columns=2)},
     )
 
 
 def _config(settings: InferenceSettings) -> FANformerConfig:
     if settings.preset is not None and settings.preset not in PRESETS:
         raise InputError(f"inference.preset is {settings.preset!r}; name one of {', '.join(PRESETS)}")
-    shape = FANformerConfig(
-        num_layers=settings.num_layers,
-        hidden_size=settings.hidden_size,
-        ffn_hidden_size=FFN_RATIO * settings.hidden_size,
-        num_attention_heads=settings.num_heads,
-        vocab_size=settings.vocab_size,
-    )
-    return replace(shape if settings.preset is None else PRESETS[settings.preset], make_vocab_size_divisible_by=1)
+    if settings.preset is not None:
+        return replace(PRESETS[settings.preset], make_vocab_size_divisible_by=1)
+    return fanformer_of(settings.num_layers, settings.hidden_size, settings.num_heads, settings.vocab_size)
 
 
 # -- one continuation
@@ -133,11 +128,6 @@ def _now(on: Tensor) -> float:
 # -- memory
 
 
-def weight_bytes(config: FANformerConfig, element_bytes: int) -> int:
-    """Compute the bytes of the weights by formula."""
-    return config.num_parameters * element_bytes
-
-
 def cache_bytes(config: FANformerConfig, tokens: int, element_bytes: int) -> int:
     """Keys and values of one sequence, by formula."""
     return 2 * config.num_layers * tokens * config.value_size * element_bytes
@@ -162,7 +152,7 @@ def _measure_memory(each: Contestant, prompt_bs: Tensor, new_tokens: int, dtype:
         part.numel() * part.element_size() for layer in cache.layers for part in (layer.keys, layer.values)
     )
     tokens = prompt_bs.shape[1] + new_tokens - 1  # the last one is not given to the model
-    by_formula = weight_bytes(each.config, dtype.itemsize), cache_bytes(each.config, tokens, dtype.itemsize)
+    by_formula = each.config.num_parameters * dtype.itemsize, cache_bytes(each.config, tokens, dtype.itemsize)
     if (each.weight_bytes, each.cache_bytes) != by_formula:
         raise CorruptError(
             f"weights and cache have {each.weight_bytes:,} and {each.cache_bytes:,} bytes, but by formula "
@@ -218,11 +208,8 @@ def _table(contestants: dict[str, Contestant]) -> Table:
     return Table(title="Medians over the rounds", columns=columns, rows=rows)
 
 
-def _picture(contestants: dict[str, Contestant]) -> bytes:
-    def draw(panels: Any) -> None:
-        for axes, phase, unit in zip(panels[0], ("prefill", "decode"), ("ms", "ms a token"), strict=True):
-            seconds = [[1000 * each for each in getattr(one, phase)] for one in contestants.values()]
-            axes.boxplot(seconds, tick_labels=[name.replace(", ", ",\n") for name in contestants], showfliers=False)
-            axes.set(title=f"{phase}, {unit}")
-
-    return drawn(draw, columns=2)
+def _draw(panels: Any, contestants: dict[str, Contestant]) -> None:
+    for axes, phase, unit in zip(panels, ("prefill", "decode"), ("ms", "ms a token"), strict=True):
+        seconds = [[1000 * each for each in getattr(one, phase)] for one in contestants.values()]
+        axes.boxplot(seconds, tick_labels=[name.replace(", ", ",\n") for name in contestants], showfliers=False)
+        axes.set(title=f"{phase}, {unit}")

@@ -57,7 +57,7 @@ def measure_checkpoints(settings: LipschitzSettings, log: Log) -> Measured:
     return Measured(
         findings=[_finding(name, norms, read) for name, norms in found.items()],
         tables=[_table(name, norms) for name, norms in found.items()],
-        pictures={"jacobians.png": _picture(found)},
+        pictures={"jacobians.png": drawn(lambda panels: _draw(panels[0], found), columns=2)},
     )
 
 
@@ -145,7 +145,6 @@ def largest_singular_value(function: Map, at_bsh: Tensor, iterations: int) -> fl
 
 
 def _unit(x_bsh: Tensor) -> Tensor:
-    """Return every sequence divided by its own norm."""
     return x_bsh / x_bsh.flatten(1).norm(dim=1)[:, None, None]
 
 
@@ -162,24 +161,17 @@ def _finding(name: str, norms: Norms, read: str) -> Finding:
 
 
 def _table(name: str, norms: Norms) -> Table:
-    rows: list[list[Cell]] = [
-        [number + 1, *values] for number, values in enumerate(zip(norms.of_layers, norms.from_embeddings, strict=True))
-    ]
-    return Table(
-        title=f"Largest singular values of {name}", columns=["layer", "its own", "from the embeddings"], rows=rows
-    )
+    values = zip(norms.of_layers, norms.from_embeddings, strict=True)
+    rows: list[list[Cell]] = [[number, *pair] for number, pair in enumerate(values, start=1)]
+    columns = ["layer", "its own", "from the embeddings"]
+    return Table(title=f"Largest singular values of {name}", columns=columns, rows=rows)
 
 
-def _picture(found: dict[str, Norms]) -> bytes:
-    def draw(panels: Any) -> None:
-        for axes, which, title in zip(
-            panels[0], ("of_layers", "from_embeddings"), ("a layer's Jacobian", "from the embeddings"), strict=True
-        ):
-            for name, norms in found.items():
-                values = getattr(norms, which)
-                draw_by_depth(axes, range(1, len(values) + 1), {name: values}, title=title)
-
-    return drawn(draw, columns=2)
+def _draw(panels: Any, found: dict[str, Norms]) -> None:
+    for name, norms in found.items():
+        depths = range(1, len(norms.of_layers) + 1)
+        draw_by_depth(panels[0], depths, {name: norms.of_layers}, title="a layer's Jacobian")
+        draw_by_depth(panels[1], depths, {name: norms.from_embeddings}, title="from the embeddings")
 
 
 def draw_by_depth(axes: Any, depths: Sequence[int], lines: Mapping[str, Sequence[float]], *, title: str) -> None:

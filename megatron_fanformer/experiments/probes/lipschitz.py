@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from megatron_fanformer.experiments.probes.jacobians import draw_by_depth, measure_checkpoints
 from megatron_fanformer.experiments.probes.outcome import Log, Measured, above, ratio_interval
 from megatron_fanformer.experiments.probes.settings import LipschitzSettings
-from megatron_fanformer.experiments.probes.twins import FFN_RATIO
+from megatron_fanformer.experiments.probes.twins import FFN_RATIO, FANLayer
 from megatron_fanformer.experiments.result import Cell, Finding, Table
 from megatron_fanformer.pictures import drawn
 
@@ -47,7 +47,6 @@ PRINTED = {  # by the notebook, for its settings and seed 0
     24: (53.3033, 225.3611, 16732.4648),
 }
 NOTEBOOK = LipschitzSettings()
-P_RATIO = 0.25
 GAIN = math.sqrt(2.0)
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 PAPER = "FANformer above the Transformer, by 27.3% in deep configurations"
@@ -60,9 +59,7 @@ def measure(settings: LipschitzSettings, _folder: Path, log: Log) -> Measured:
     """Return the constants of the notebook's models, or the Jacobians of trained ones."""
     if settings.checkpoints:
         return measure_checkpoints(settings, log)
-    by_seed = []
-    for seed in range(settings.seeds):
-        by_seed.append(constants(settings, seed, log))
+    by_seed = [constants(settings, seed, log) for seed in range(settings.seeds)]
     return Measured(
         findings=[*_beside_notebook(settings, by_seed[0]), *_beside_paper(settings, by_seed)],
         tables=[_table(settings, by_seed[0])],
@@ -73,27 +70,6 @@ def measure(settings: LipschitzSettings, _folder: Path, log: Log) -> Measured:
 # -- the notebook's models
 
 
-class _Projection(nn.Sequential):
-    """A linear map [h] -> [h], behind a FAN layer where there is one."""
-
-    def __init__(self, size: int, *, has_fan: bool) -> None:
-        super().__init__(*([_FanLayer(size)] if has_fan else []), nn.Linear(size, size))
-
-
-class _FanLayer(nn.Module):
-    """[h] -> [h]: cos p, sin p and g of one linear map."""
-
-    def __init__(self, size: int) -> None:
-        super().__init__()
-        periodic = int(size * P_RATIO)
-        self.sizes = [periodic, size - 2 * periodic]
-        self.linear = nn.Linear(size, sum(self.sizes))
-
-    def forward(self, x: Tensor) -> Tensor:
-        p, g = self.linear(x).split(self.sizes, dim=-1)
-        return torch.cat([p.cos(), p.sin(), g], dim=-1)
-
-
 class _Block(nn.Module):
     """A layer [b, s, h] -> [b, s, h]; its maps are made in the notebook's order, which draws their weights."""
 
@@ -102,7 +78,9 @@ class _Block(nn.Module):
         size = settings.hidden_size
         self.num_heads = settings.num_heads
         self.among_points = settings.attention == "points"
-        self.query, self.key, self.value = (_Projection(size, has_fan=has_fan) for _ in range(3))
+        self.query, self.key, self.value = (
+            nn.Sequential(*([FANLayer(size)] if has_fan else []), nn.Linear(size, size)) for _ in range(3)
+        )
         self.out = nn.Linear(size, size)
         self.norms = nn.ModuleList(nn.LayerNorm(size) for _ in range(2))
         self.ffn = nn.Sequential(nn.Linear(size, FFN_RATIO * size), nn.ReLU(), nn.Linear(FFN_RATIO * size, size))
@@ -139,7 +117,6 @@ def _batch_norm(x_bcyx: Tensor) -> Tensor:
 
 
 def _initialised(layers: Sequence[_Block]) -> nn.Sequential:
-    """Draw the notebook's weights over those that torch has drawn."""
     model = nn.Sequential(*layers)
     for module in model.modules():
         if isinstance(module, nn.Linear):
@@ -259,6 +236,5 @@ def _table(settings: LipschitzSettings, found: Constants) -> Table:
 
 def _picture(settings: LipschitzSettings, found: Constants) -> bytes:
     lines = {f"{model}, {dtype}": found[model, dtype] for dtype in DTYPES for model in MODELS}
-    return drawn(
-        lambda panels: draw_by_depth(panels[0, 0], settings.depths, lines, title="Lipschitz constant, random weights")
-    )
+    title = "Lipschitz constant, random weights"
+    return drawn(lambda panels: draw_by_depth(panels[0, 0], settings.depths, lines, title=title))

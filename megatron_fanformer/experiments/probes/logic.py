@@ -92,7 +92,7 @@ def measure(settings: LogicSettings, folder: Path, log: Log) -> Measured:
     return Measured(
         findings=[finding for name in found for finding in _findings(name, found[name], len(documents), settings)],
         tables=[_table(found)],
-        pictures={"logic.png": _picture(found)},
+        pictures={"logic.png": drawn(lambda panels: _draw(panels[0, 0], found))},
     )
 
 
@@ -121,18 +121,14 @@ def _table(found: dict[str, dict[str, Any]]) -> Table:
     return Table(title="Shares of rules, in %", columns=["model", "metric", "share", "error", "rules"], rows=rows)
 
 
-def _picture(found: dict[str, dict[str, Any]]) -> bytes:
-    def draw(panels: Any) -> None:
-        axes = panels[0, 0]
-        for name, metrics in found.items():
-            lengths = {
-                int(metric.rpartition("_")[2]): 100 * value["value"]
-                for metric, value in metrics.items()
-                if metric.startswith("likelihood_length_")
-            }
-            axes.plot(list(lengths), list(lengths.values()), marker="o", label=name)
-        axes.set(xlabel="premises", ylabel="% judged rightly with their negations", ylim=(-2, 102))
-        axes.xaxis.get_major_locator().set_params(integer=True)
-        axes.legend()
-
-    return drawn(draw)
+def _draw(axes: Any, found: dict[str, dict[str, Any]]) -> None:
+    for name, metrics in found.items():
+        lengths = {
+            int(metric.rpartition("_")[2]): 100 * value["value"]
+            for metric, value in metrics.items()
+            if metric.startswith("likelihood_length_")
+        }
+        axes.plot(list(lengths), list(lengths.values()), marker="o", label=name)
+    axes.set(xlabel="premises", ylabel="% judged rightly with their negations", ylim=(-2, 102))
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.legend()

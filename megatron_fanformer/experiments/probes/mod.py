@@ -12,13 +12,12 @@ Samples are drawn anew in every step, and all models of a seed see the same. The
 grid; guessing the mean has 25/12.
 """
 
-import dataclasses
 import math
 import statistics
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -27,11 +26,13 @@ from torch import Tensor, nn
 from megatron_fanformer.experiments.probes.outcome import Log, Measured, below, ratio_interval
 from megatron_fanformer.experiments.probes.settings import ModSettings
 from megatron_fanformer.experiments.probes.twins import (
-    FFN_RATIO,
     SAME_PARAMETERS,
     TRANSFORMER,
+    FANLayer,
     cosine,
+    fanformer_of,
     fresh_model,
+    seeded,
     twins,
 )
 from megatron_fanformer.experiments.result import Cell, Finding, Table
@@ -39,7 +40,6 @@ from megatron_fanformer.model.config import FANformerConfig
 from megatron_fanformer.pictures import drawn
 
 PERIOD = 5.0
-P_RATIO = 0.25
 NUM_HEADS = 4
 GRID = 4000  # points of an error's estimate
 FAN, MLP = "FAN network", "MLP"
@@ -66,11 +66,11 @@ def measure(settings: ModSettings, _folder: Path, log: Log) -> Measured:
             kept["outside"].append(outside)
             fits.setdefault(name, (training.half_range, model))
             log(f"seed {seed}: {name}: {inside:.3f} inside, {outside:.3f} outside")
-    return Measured(findings=list(_findings(errors)), tables=[_table(errors)], pictures={"fit.png": _picture(fits)})
+    picture = drawn(lambda panels: _draw(panels[:, 0], fits), rows=len(fits), size=(8, 1.7))
+    return Measured(findings=list(_findings(errors)), tables=[_table(errors)], pictures={"fit.png": picture})
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Training:
+class Training(NamedTuple):
     """The training of one model."""
 
     half_range: float
@@ -80,21 +80,6 @@ class Training:
 
 
 # -- the models
-
-
-class FANLayer(nn.Module):
-    """[…, h] -> […, h] as the FAN network has it: cos p, sin p and gelu(g)."""
-
-    def __init__(self, size: int) -> None:
-        super().__init__()
-        periodic = int(P_RATIO * size)
-        self.sizes = [periodic, size - 2 * periodic]
-        self.linear = nn.Linear(size, sum(self.sizes))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[…, h] -> […, h]."""
-        p, g = self.linear(x).split(self.sizes, dim=-1)
-        return torch.cat([p.cos(), p.sin(), F.gelu(g)], dim=-1)
 
 
 class OneToken(nn.Module):
@@ -117,7 +102,7 @@ class OneToken(nn.Module):
 
 def fan_network(size: int) -> nn.Module:
     """Return the original FAN network of two layers, on one number."""
-    return nn.Sequential(nn.Linear(1, size), FANLayer(size), FANLayer(size), nn.Linear(size, 1))
+    return nn.Sequential(nn.Linear(1, size), FANLayer(size, F.gelu), FANLayer(size, F.gelu), nn.Linear(size, 1))
 
 
 def mlp(parameters: int) -> nn.Module:
@@ -133,40 +118,15 @@ def size_of(model: nn.Module) -> int:
 
 
 def _models(settings: ModSettings, seed: int) -> Iterator[tuple[str, nn.Module, Training]]:
-    def seeded(make: Callable[[], nn.Module]) -> nn.Module:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            return make()
-
-    control = Training(
-        half_range=settings.half_range,
-        steps=settings.control_steps,
-        rate=settings.control_rate,
-        batch_size=settings.batch_size,
-    )
-    fan = seeded(partial(fan_network, settings.control_size))
+    control = Training(settings.half_range, settings.control_steps, settings.control_rate, settings.batch_size)
+    fan = seeded(seed, partial(fan_network, settings.control_size))
     yield FAN, fan, control
-    yield MLP, seeded(partial(mlp, size_of(fan))), control
-    shape = FANformerConfig(
-        num_layers=settings.model_layers,
-        hidden_size=settings.model_size,
-        ffn_hidden_size=FFN_RATIO * settings.model_size,
-        num_attention_heads=NUM_HEADS,
-        vocab_size=1,
-    )
-    of_models = Training(
-        half_range=settings.model_half_range,
-        steps=settings.model_steps,
-        rate=settings.model_rate,
-        batch_size=settings.batch_size,
-    )
-    kinds = twins(shape)
-    for name, kind, has_norm in (
-        (TRANSFORMER, kinds[TRANSFORMER], True),
-        (SAME_PARAMETERS, kinds[SAME_PARAMETERS], True),
-        (WITHOUT_NORM, kinds[SAME_PARAMETERS], False),
-    ):
-        yield name, seeded(partial(OneToken, kind, settings.model_scale, seed, has_norm=has_norm)), of_models
+    yield MLP, seeded(seed, partial(mlp, size_of(fan))), control
+    of_models = Training(settings.model_half_range, settings.model_steps, settings.model_rate, settings.batch_size)
+    kinds = twins(fanformer_of(settings.model_layers, settings.model_size, NUM_HEADS, vocab_size=1))
+    for name, twin in ((TRANSFORMER, TRANSFORMER), (SAME_PARAMETERS, SAME_PARAMETERS), (WITHOUT_NORM, SAME_PARAMETERS)):
+        model = partial(OneToken, kinds[twin], settings.model_scale, seed, has_norm=name != WITHOUT_NORM)
+        yield name, seeded(seed, model), of_models
 
 
 # -- training and error
@@ -231,16 +191,12 @@ def _table(errors: Errors) -> Table:
 
 
 @torch.no_grad()
-def _picture(fits: Mapping[str, tuple[float, Callable[[Tensor], Tensor]]]) -> bytes:
+def _draw(panels: Any, fits: Mapping[str, tuple[float, Callable[[Tensor], Tensor]]]) -> None:
     """Draw seed 0's fits around the upper end of the range."""
-
-    def draw(panels: Any) -> None:
-        for (name, (half_range, model)), axes in zip(fits.items(), panels[:, 0], strict=True):
-            low, high = half_range - 4 * PERIOD, half_range + 4 * PERIOD
-            t = torch.linspace(max(low, -half_range), high, 800)[:, None]
-            axes.plot(t[:, 0], target(t)[:, 0], linewidth=0.8, color="gray", label="t mod 5")
-            axes.plot(t[:, 0], model(t)[:, 0], linewidth=1.2, label=name)
-            axes.axvspan(half_range, high, alpha=0.12)
-            axes.set(ylim=(-1.5, 6.5), title=f"{name}: trained up to {half_range:g}, outside shaded")
-
-    return drawn(draw, rows=len(fits), size=(8, 1.7))
+    for (name, (half_range, model)), axes in zip(fits.items(), panels, strict=True):
+        low, high = half_range - 4 * PERIOD, half_range + 4 * PERIOD
+        t = torch.linspace(max(low, -half_range), high, 800)[:, None]
+        axes.plot(t[:, 0], target(t)[:, 0], linewidth=0.8, color="gray", label="t mod 5")
+        axes.plot(t[:, 0], model(t)[:, 0], linewidth=1.2, label=name)
+        axes.axvspan(half_range, high, alpha=0.12)
+        axes.set(ylim=(-1.5, 6.5), title=f"{name}: trained up to {half_range:g}, outside shaded")

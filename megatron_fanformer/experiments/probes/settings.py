@@ -33,9 +33,9 @@ class Settings:
                 found.append(f"{field.name} is {value}; it must be above 0")
             elif isinstance(value, tuple) and len(set(value)) < len(value):
                 found.append(f"{field.name} is {list(value)}; name each once")
-        return [*found, *self.own_problems()]
+        return [*found, *self._own_problems()]
 
-    def own_problems(self) -> Iterator[str]:
+    def _own_problems(self) -> Iterator[str]:
         """Rules of this probe alone."""
         yield from ()
 
@@ -73,8 +73,7 @@ class LipschitzSettings(Settings):
     iterations: int = 20
     """Of the power iteration that finds a Jacobian's largest singular value."""
 
-    def own_problems(self) -> Iterator[str]:
-        """Rules of this probe alone."""
+    def _own_problems(self) -> Iterator[str]:
         if not self.depths or min(self.depths) < 1 or list(self.depths) != sorted(self.depths):
             yield f"depths is {list(self.depths)}; name numbers of layers from 1 on, in order"
         if self.hidden_size % (4 * self.num_heads):
@@ -147,8 +146,7 @@ class HolesSettings(Settings):
     checkpoints: tuple[str, ...] = ()
     """Models that were fine-tuned on the conversations of --write-data, which are asked; none is trained then."""
 
-    def own_problems(self) -> Iterator[str]:
-        """Rules of this probe alone."""
+    def _own_problems(self) -> Iterator[str]:
         if not self.tasks:
             yield "tasks is empty; name modular, linear or both"
         if not self.weight_decays or min(self.weight_decays) < 0:
@@ -196,8 +194,7 @@ class InferenceSettings(Settings):
     rounds: int = 10
     """In each of which all three take their turn, in another order."""
 
-    def own_problems(self) -> Iterator[str]:
-        """Rules of this probe alone."""
+    def _own_problems(self) -> Iterator[str]:
         if self.hidden_size % (2 * self.num_heads):
             yield f"hidden_size is {self.hidden_size}; it must be a multiple of twice num_heads {self.num_heads}"
 
@@ -211,8 +208,7 @@ class LogicSettings(Settings):
     rules: str | None = None
     """ULogic's probing_subset.json; null: 20 rules of our own."""
 
-    def own_problems(self) -> Iterator[str]:
-        """Rules of this probe alone."""
+    def _own_problems(self) -> Iterator[str]:
         if not self.checkpoints:
             yield "checkpoints is empty; name trained models, as --checkpoint"
 

@@ -5,8 +5,11 @@ That model is plain PyTorch, so that a probe of a minute needs no process group,
 
 import dataclasses
 import math
+from collections.abc import Callable
+from typing import TypeVar
 
 import torch
+from torch import Tensor, nn
 
 from megatron_fanformer.formats.huggingface import to_huggingface_config
 from megatron_fanformer.hf import FANformerForCausalLM
@@ -17,6 +20,40 @@ SAME_SIZE = "FANformer"
 SAME_PARAMETERS = "FANformer, same parameters"
 FFN_RATIO = 4
 """d_ff over the hidden size."""
+P_RATIO = 0.25
+
+Made = TypeVar("Made")
+
+
+class FANLayer(nn.Module):
+    """[…, h] -> […, h]: cos p, sin p and g of one linear map.
+
+    Args:
+        of_g: an activation of g.
+    """
+
+    def __init__(self, size: int, of_g: Callable[[Tensor], Tensor] = lambda g: g) -> None:
+        super().__init__()
+        periodic = int(P_RATIO * size)
+        self.sizes, self.of_g = [periodic, size - 2 * periodic], of_g
+        self.linear = nn.Linear(size, sum(self.sizes))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[…, h] -> […, h]."""
+        p, g = self.linear(x).split(self.sizes, dim=-1)
+        return torch.cat([p.cos(), p.sin(), self.of_g(g)], dim=-1)
+
+
+def fanformer_of(num_layers: int, hidden_size: int, num_heads: int, vocab_size: int) -> FANformerConfig:
+    """Return a FANformer of these sizes, without vocabulary padding, which the model for transformers does not have."""
+    return FANformerConfig(
+        num_layers=num_layers,
+        hidden_size=hidden_size,
+        ffn_hidden_size=FFN_RATIO * hidden_size,
+        num_attention_heads=num_heads,
+        vocab_size=vocab_size,
+        make_vocab_size_divisible_by=1,
+    )
 
 
 def twins(config: FANformerConfig) -> dict[str, FANformerConfig]:
@@ -34,11 +71,16 @@ def twins(config: FANformerConfig) -> dict[str, FANformerConfig]:
     }
 
 
-def fresh_model(config: FANformerConfig, seed: int) -> FANformerForCausalLM:
-    """Return the model at random weights of a seed, in float32; torch's own random state stays as it is."""
+def seeded(seed: int, make: Callable[[], Made]) -> Made:
+    """Return what a function makes of a seed's random numbers; torch's own random state stays as it is."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return FANformerForCausalLM(to_huggingface_config(config))
+        return make()
+
+
+def fresh_model(config: FANformerConfig, seed: int) -> FANformerForCausalLM:
+    """Return the model at random weights of a seed, in float32."""
+    return seeded(seed, lambda: FANformerForCausalLM(to_huggingface_config(config)))
 
 
 def cosine(step: int, steps: int) -> float:

@@ -1,6 +1,6 @@
 """What `megatron-fanformer report` does with its options: a page of experiments, or two runs compared."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -43,12 +43,9 @@ def report(options: ReportOptions) -> None:
         return
     page = options.output or PAGE
     if page.suffix not in PAGE_SUFFIXES:
-        raise InputError(
-            f"--output {page} is no page; name it {' or '.join(f'NAME{suffix}' for suffix in PAGE_SUFFIXES)}"
-        )
-    experiments = [
-        (folder, read_result(folder)) for folder in _folders([Path(path) for path in options.paths or (FOLDER,)])
-    ]
+        names = " or ".join(f"NAME{suffix}" for suffix in PAGE_SUFFIXES)
+        raise InputError(f"--output {page} is no page; name it {names}")
+    experiments = [(folder, read_result(folder)) for folder in _folders(options.paths or (FOLDER,))]
     page.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(page.with_suffix(".md"), as_markdown(experiments, at=page.parent))
     write_atomically(page.with_suffix(".html"), as_html(experiments))
@@ -56,10 +53,11 @@ def report(options: ReportOptions) -> None:
     show([f"wrote {page.with_suffix('.html')} and {page.with_suffix('.md').name}, of {len(experiments)} experiments"])
 
 
-def _folders(named: Sequence[Path]) -> list[Path]:
+def _folders(named: Sequence[str]) -> list[Path]:
     found: dict[Path, None] = {}
-    for folder in named:
-        below = list(_results_below(folder))
+    for folder in map(Path, named):
+        depths = range(MOST_DEPTH + 1)
+        below = [file.parent for depth in depths for file in sorted(folder.glob("*/" * depth + RESULT))]
         if not below:
             raise InputError(
                 f"{folder} has no {RESULT}, nor have folders in it; name a sweep with a report, or a probe"
@@ -68,28 +66,19 @@ def _folders(named: Sequence[Path]) -> list[Path]:
     return list(found)
 
 
-def _results_below(folder: Path) -> Iterator[Path]:
-    for depth in range(MOST_DEPTH + 1):
-        yield from (file.parent for file in sorted(folder.glob("*/" * depth + RESULT)))
-
-
 def _compare(runs: Sequence[Path], output: Path) -> None:
     if len(runs) < 2:
         raise InputError(f"{COMPARE} needs two runs at least; name their folders")
+    device.prepare_libraries()
     from megatron_fanformer.experiments.report.dynamics import compare_runs
 
     show([*(finding.sentence for finding in compare_runs(runs, output).findings), f"wrote {output / README}"])
-
-
-def _report(options: ReportOptions) -> None:
-    device.prepare_libraries()
-    report(options)
 
 
 REPORT = Verb(
     name="report",
     help="Write the page of the paper's experiments; compare two runs step by step.",
     options=ReportOptions,
-    run=_report,
+    run=report,
     examples=("report runs/sweeps --output runs/report.html", "report compare runs/transformer runs/fanformer"),
 )

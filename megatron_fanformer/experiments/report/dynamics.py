@@ -16,7 +16,7 @@ from megatron_fanformer.checkpoint import store
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.experiments.intervals import Mean, mean_of, t_quantile, too_little
 from megatron_fanformer.experiments.report.page import write_folder
-from megatron_fanformer.experiments.result import Finding, Result, Table, this_machine
+from megatron_fanformer.experiments.result import Cell, Finding, Result, Table, this_machine
 from megatron_fanformer.pictures import drawn
 from megatron_fanformer.training.config import by_dotted_names
 from megatron_fanformer.training.metrics import read_metrics
@@ -74,7 +74,8 @@ def compare_runs(runs: Sequence[Path], output: Path) -> Result:
         InputError: they are not two sides with seeds in common, of batches with as many tokens.
     """
     found = read_dynamics(runs)
-    crossings = [[str(seed), crossing] for seed, crossing in zip(found.seeds, found.crossings, strict=True)]
+    crossings: list[list[Cell]] = [[str(seed), step] for seed, step in zip(found.seeds, found.crossings, strict=True)]
+    title = "The step from which on B's smoothed loss stays below A's"
     result = Result(
         experiment="training dynamics",
         settings={
@@ -87,16 +88,11 @@ def compare_runs(runs: Sequence[Path], output: Path) -> Result:
         machine=this_machine(),
         seconds=sum(entry.get("step_seconds", 0.0) for run in runs for entry in read_metrics(run)),
         findings=list(_findings(found)),
-        tables=[
-            Table(
-                title="The step from which on B's smoothed loss stays below A's",
-                columns=["seed", "step"],
-                rows=[list(row) for row in crossings],
-            )
-        ],
+        tables=[Table(title=title, columns=["seed", "step"], rows=crossings)],
         pictures=[PICTURE],
     )
-    write_folder(output, result, {PICTURE: _picture(found), CSV: _csv(found)})
+    picture = drawn(lambda panels: _draw(panels[0, 0], found))
+    write_folder(output, result, {PICTURE: picture, CSV: _csv(found)})
     return result
 
 
@@ -205,14 +201,6 @@ def _findings(found: Dynamics) -> Iterator[Finding]:
         )
 
 
-def _band(found: Dynamics) -> tuple[np.ndarray, np.ndarray]:
-    """Return the 95% interval of the mean over seeds, at each step."""
-    seeds = len(found.seeds)
-    half = t_quantile(seeds - 1) * found.differences.std(axis=0, ddof=1) / np.sqrt(seeds)
-    mean = found.differences.mean(axis=0)
-    return mean - half, mean + half
-
-
 def _csv(found: Dynamics) -> str:
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
@@ -222,17 +210,15 @@ def _csv(found: Dynamics) -> str:
     return text.getvalue()
 
 
-def _picture(found: Dynamics) -> bytes:
-    def draw(panels: Any) -> None:
-        axes = panels[0, 0]
-        for seed, row in zip(found.seeds, found.differences, strict=True):
-            axes.plot(found.steps, row, linewidth=0.7, alpha=0.6, label=f"seed {seed}")
-        if len(found.seeds) > 1:
-            axes.plot(found.steps, found.differences.mean(axis=0), color="black", label="mean")
-            axes.fill_between(found.steps, *_band(found), color="black", alpha=0.12, label="95% interval")
-        axes.axhline(0, color="gray", linestyle="--", linewidth=1)
-        axes.set(xlabel="step", ylabel=f"loss of B − A, nats per token, mean of {found.window} steps")
-        axes.set_title(f"A: {found.names[0]}\nB: {found.names[1]}", fontsize="small")
-        axes.legend()
-
-    return drawn(draw)
+def _draw(axes: Any, found: Dynamics) -> None:
+    for seed, row in zip(found.seeds, found.differences, strict=True):
+        axes.plot(found.steps, row, linewidth=0.7, alpha=0.6, label=f"seed {seed}")
+    if (seeds := len(found.seeds)) > 1:
+        mean = found.differences.mean(axis=0)
+        half = t_quantile(seeds - 1) * found.differences.std(axis=0, ddof=1) / np.sqrt(seeds)
+        axes.plot(found.steps, mean, color="black", label="mean")
+        axes.fill_between(found.steps, mean - half, mean + half, color="black", alpha=0.12, label="95% interval")
+    axes.axhline(0, color="gray", linestyle="--", linewidth=1)
+    axes.set(xlabel="step", ylabel=f"loss of B − A, nats per token, mean of {found.window} steps")
+    axes.set_title(f"A: {found.names[0]}\nB: {found.names[1]}", fontsize="small")
+    axes.legend()

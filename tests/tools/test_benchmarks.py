@@ -1,0 +1,63 @@
+"""Benchmarks run, and say what they measured: an object for each case."""
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from tests.small_runs import ROOT
+
+pytestmark = pytest.mark.full
+ROW = {"tokens": 128, "heads": 2, "head_size": 8, "threads": 1, "repeats": 1}
+HEAD = {"tokens": 64, "hidden_size": 16, "vocab_size": 1024, "threads": 1, "repeats": 1}
+MODEL = {"hidden_size": 64, "num_layers": 2, "vocab_size": 512, "repeats": 1}
+
+
+def printed(tool: str, size: dict[str, int], *options: str) -> list[str]:
+    flags = [part for name, value in size.items() for part in (f"--{name.replace('_', '-')}", str(value))]
+    command = [sys.executable, str(ROOT / "tools" / f"{tool}.py"), *flags, *options]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
+
+
+def objects(tool: str, size: dict[str, int], *options: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in printed(tool, size, *options, "--json") if line.startswith("{")]
+
+
+def test_collectives() -> None:
+    results = objects("bench_collectives", {"repeats": 1})
+    assert {result["collective"] for result in results} == {"all-reduce", "reduce-scatter", "all-gather"}
+    assert {result["bytes"] for result in results} == {2**11, 2**19, 2**22, 2**25, 2**27}
+    assert all(result["gloo_seconds"] > 0 and result["memory_seconds"] > 0 for result in results)
+
+
+def test_attention_within_documents() -> None:
+    whole, halves, quarters = objects("bench_document_attention", ROW)
+    assert [result["documents"] for result in (whole, halves, quarters)] == [1, 2, 4]
+    assert halves["squares"] == 63**2 + 65**2
+    assert quarters["squares"] == 2 * (31**2 + 33**2)
+    assert whole["squares_ratio"] == whole["time_ratio"] == whole["processor_ratio"] == 1
+    for result in (whole, halves, quarters):
+        assert result["seconds"] > 0
+        assert result["squares_ratio"] == result["squares"] / 128**2
+        assert {name: result[name] for name in ROW} == ROW
+
+
+def test_the_loss_head() -> None:
+    plain, default, eights = objects("bench_loss_head", HEAD, "--chunk-tokens", "8")
+    assert [case["case"] for case in (plain, default, eights)] == ["plain", "chunked", "chunked 8"]
+    assert [case["chunk_tokens"] for case in (plain, default, eights)] == [64, 51_200, 8]
+    assert plain["time_ratio"] == plain["memory_ratio"] == 1
+    for case in (plain, default, eights):
+        assert case["seconds"] > 0
+        assert case["logits_bytes"] == 4 * 64 * 1024
+        assert {name: case[name] for name in HEAD} == HEAD
+    assert [line.split()[0] for line in printed("bench_loss_head", HEAD)[1:]] == ["head", "plain", "chunked"]
+
+
+def test_checkpoints() -> None:
+    saving, loading = objects("bench_checkpoint", MODEL)
+    assert (saving["operation"], loading["operation"]) == ("save", "load")
+    assert saving["bytes"] == loading["bytes"] > 12 * 64 * 512
+    assert min(saving["checked"], saving["unchecked"], loading["checked"], loading["unchecked"]) > 0
