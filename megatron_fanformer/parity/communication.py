@@ -85,10 +85,10 @@ def compare_communication(
 def count_step(trial: TrialConfig, layout: ParallelConfig) -> tuple[int, list[CollectiveCount]]:
     """This rank's pipeline stage, and what its collectives move in a step; runs on every rank."""
     order = Reordering(trial.model, trial.global_batch_size, 0)
-    with prepared(trial, layout, order) as (grid, _, wrapped, optimizer, batches, shape, _):
-        train_step(wrapped, optimizer, batches, grid, shape)
+    with prepared(trial, layout, order) as (grid, _, wrapped, optimizer, batches, number, _):
+        train_step(wrapped, optimizer, batches, grid, number)
         with count_collectives(grid) as counts:
-            train_step(wrapped, optimizer, batches, grid, shape)
+            train_step(wrapped, optimizer, batches, grid, number)
         return grid.groups.pp.rank(), counts.lines()
 
 

@@ -26,7 +26,6 @@ from megatron_fanformer.evaluation.scoring import scores_of_tasks
 from megatron_fanformer.evaluation.survey import EvaluationSurvey
 from megatron_fanformer.runtime.parallel import RankGrid
 from megatron_fanformer.training.config import RunConfig
-from megatron_fanformer.training.step import StepShape
 
 BITS_PER_BYTE = "bpb"  # by its name in `evaluation.metrics`
 
@@ -42,16 +41,9 @@ class Evaluation:
     """
 
     def __init__(
-        self,
-        config: RunConfig,
-        survey: EvaluationSurvey,
-        grid: RankGrid,
-        shape: StepShape,
-        *,
-        shall_stop: Callable[[], bool],
+        self, config: RunConfig, survey: EvaluationSurvey, grid: RankGrid, *, shall_stop: Callable[[], bool]
     ) -> None:
-        self._survey, self._grid, self._shape, self._shall_stop = survey, grid, shape, shall_stop
-        self._eval_iters = config.training.eval_iters
+        self._config, self._survey, self._grid, self._shall_stop = config, survey, grid, shall_stop
         self._batch_tokens = config.evaluation_batch_tokens
         self._validation_interval = config.training.eval_interval
         self._interval = config.evaluation.interval or config.training.eval_interval
@@ -112,9 +104,8 @@ class Evaluation:
         return due
 
     def _validation_loss(self, step: int, stages: list[Any], name: str, dataset: Any) -> dict[str, float]:
-        loss = evaluate_loss(
-            stages, dataset, self._grid, self._shape, eval_iters=self._eval_iters, shall_stop=self._shall_stop
-        )
+        iters = self._config.training.eval_iters
+        loss = evaluate_loss(stages, dataset, self._grid, self._config, eval_iters=iters, shall_stop=self._shall_stop)
         _refuse_not_finite(step, f"the validation loss ({name})", loss)
         logger.info("step %d  validation loss (%s) %.4f", step, name, loss)
         return {f"{VALIDATION_LOSS}/{name}": loss}
@@ -175,7 +166,7 @@ def evaluate_loss(
     stages: list[Any],
     dataset: Any,
     grid: RankGrid,
-    shape: StepShape,
+    config: RunConfig,
     *,
     eval_iters: int,
     shall_stop: Callable[[], bool] | None = None,
@@ -185,10 +176,11 @@ def evaluate_loss(
     Raises:
         Stopped: as `shall_stop` said, which is asked before each global batch.
     """
+    size, number = config.training.micro_batch_size, config.num_micro_batches(grid.data_parallel_size)
     batches = micro_batches(
         dataset,
         consumed_samples=0,
-        micro_batch_size=shape.micro_batch_size,
+        micro_batch_size=size,
         data_parallel_rank=grid.data_parallel_rank,
         data_parallel_size=grid.data_parallel_size,
     )
@@ -197,15 +189,8 @@ def evaluate_loss(
         for _ in range(eval_iters):
             if shall_stop is not None and shall_stop():
                 raise Stopped
-            taken = list(itertools.islice(batches, shape.num_micro_batches))
-            losses = row_losses(
-                stages,
-                iter(taken),
-                grid,
-                num_micro_batches=shape.num_micro_batches,
-                micro_batch_size=shape.micro_batch_size,
-                seq_length=shape.seq_length,
-            )
+            taken = list(itertools.islice(batches, number))
+            losses = row_losses(stages, iter(taken), grid, num_micro_batches=number, micro_batch_size=size)
             tokens = sum(int(batch["loss_mask"].sum()) for batch in taken)
             sums += torch.tensor([losses.sum().item(), tokens], dtype=torch.float64)
     sums = sums.to(grid.torch_device)

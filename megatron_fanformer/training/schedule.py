@@ -6,6 +6,8 @@ Step n (from 1) runs at the rate of n: the first step of a warm-up of W steps at
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from megatron_fanformer.training.optimizers import OptimizerConfig
+
 if TYPE_CHECKING:  # megatron-core takes seconds to import, and a configuration is checked before
     from megatron.core.optimizer import MegatronOptimizer
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
@@ -74,12 +76,16 @@ class ScheduleConfig:
 
 
 def build_scheduler(
-    config: ScheduleConfig, optimizer: "MegatronOptimizer", *, lr: float, weight_decay: float, train_iters: int
+    config: ScheduleConfig, optimizer: "MegatronOptimizer", recipe: OptimizerConfig, *, train_iters: int
 ) -> "OptimizerParamScheduler":
-    """The scheduler at step 0; `scheduler.step(1)` sets the rate of the next step."""
+    """The scheduler at step 0; `scheduler.step(1)` sets the rate of the next step.
+
+    Args:
+        recipe: what `optimizer` was built by.
+    """
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-    decay_steps = config.lr_decay_iters or train_iters
+    lr, decay_steps = recipe.lr, config.lr_decay_iters or train_iters
     min_lr = lr / 10 if config.min_lr is None else config.min_lr
     for group in optimizer.param_groups:
         share = group.get("lr_mult", 1.0)
@@ -92,8 +98,8 @@ def build_scheduler(
         lr_warmup_steps=config.warmup_steps(decay_steps),
         lr_decay_steps=decay_steps,
         lr_decay_style=config.lr_decay_style,
-        start_wd=weight_decay,
-        end_wd=weight_decay,
+        start_wd=recipe.weight_decay,
+        end_wd=recipe.weight_decay,
         wd_incr_steps=train_iters,
         wd_incr_style="constant",
         use_checkpoint_opt_param_scheduler=False,

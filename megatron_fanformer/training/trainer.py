@@ -20,9 +20,7 @@ from megatron_fanformer.runtime.agreement import on_main
 from megatron_fanformer.runtime.device import return_freed_memory
 from megatron_fanformer.runtime.garbage import manual_gc
 from megatron_fanformer.runtime.parallel import RankGrid
-from megatron_fanformer.runtime.pipeline import Batches
 from megatron_fanformer.runtime.seeding import seed_everything
-from megatron_fanformer.training.attempts import StepBatches, StepRetrier
 from megatron_fanformer.training.chats import template_file, with_train_iters, write_template
 from megatron_fanformer.training.config import RunConfig
 from megatron_fanformer.training.evaluation import Evaluation
@@ -39,10 +37,11 @@ from megatron_fanformer.training.samples import run_batches, run_datasets
 from megatron_fanformer.training.saves import Checkpointer
 from megatron_fanformer.training.schedule import build_scheduler
 from megatron_fanformer.training.step import (
+    StepBatches,
     StepResult,
-    StepShape,
-    Sums,
     attempt_step,
+    compare_attempts,
+    local_loss_and_grad_norm,
     release,
     update_weights,
     weights_in_step,
@@ -172,13 +171,13 @@ class Trainer:
         self.step += 1
         heartbeat.mark("learning rate", step=self.step)
         self._scheduler.step(1)
-        batches = StepBatches(self._batches, self._shape.num_micro_batches)
+        batches = StepBatches(self._batches, self._num_micro_batches)
         self.consumed_samples += self.config.training.global_batch_size
         if reason := self._bad_steps.reason_to_skip(self.step):
             batches.skip()
             self._interrupts = share(self._listener.now(), self.grid)
             return self._skipped(reason)
-        result, fault = self._attempts.take(self.step, batches)
+        result, fault = self._compute(batches)
         self._interrupts = result.interrupts
         if fault is not None:
             self._bad_steps.note_bad(self.step, fault)
@@ -197,10 +196,27 @@ class Trainer:
             **self._events.totals(),
         }
 
-    def _attempt_step(self, batches: Batches) -> tuple[StepResult, Sums]:
-        parts = (self._wrapped, self._optimizer, batches, self.grid, self._shape)
+    def _compute(self, batches: StepBatches) -> tuple[StepResult, str | None]:
+        """Compute the step, and once more if its numbers are bad: a machine's fault is not there the second time.
+
+        The gradients stay in the buffers. Returns the last numbers, and what is wrong with them.
+        """
+        result, fault = self._attempt(batches)
+        if fault is None or not self.config.recovery.compute_again:
+            return result, fault
+        own = [local_loss_and_grad_norm(self._wrapped, result)]
+        result, still = self._attempt(batches)
+        own.append(local_loss_and_grad_norm(self._wrapped, result))
+        differing, who = compare_attempts(own, self.grid, is_good=still is None)
+        logger.info("step %d  %s; computed again, %s (%s)", self.step, fault, still or "is good", who)
+        self._events.add("computed_again", self.step, first=fault, second=still, ranks=differing)
+        return result, still
+
+    def _attempt(self, batches: StepBatches) -> tuple[StepResult, str | None]:
+        parts = (self._wrapped, self._optimizer, iter(batches), self.grid, self._num_micro_batches)
         with self._phases.reading(self.step):
-            return attempt_step(*parts, listen=self._listener.now)
+            result = attempt_step(*parts, listen=self._listener.now)
+        return result, self._bad_steps.fault_in(result.loss, result.grad_norm)
 
     def _skipped(self, reason: str) -> dict[str, Any]:
         logger.info("step %d  skipped: %s", self.step, reason)
@@ -345,12 +361,7 @@ class Trainer:
                 load_weights(loaded, self._stages, grid)
             logger.debug("starts with the weights of %s", loaded)
         self._wrapped = wrap_stages(self._stages, config.parallel)
-        self._optimizer = build_optimizer(
-            config.optimizer,
-            self._wrapped,
-            dtype=self.dtype,
-            use_distributed_optimizer=config.parallel.use_distributed_optimizer,
-        )
+        self._optimizer = build_optimizer(config.optimizer, self._wrapped)
         self._scheduler = self._build_scheduler()
         self._saves = Checkpointer(
             config,
@@ -359,14 +370,8 @@ class Trainer:
             note_saved=lambda: self._bad_steps.note_saved(),
             note_failure=lambda name, why: self._events.add("not_mirrored", self.step, checkpoint=name, reason=why),
         )
-        self._shape = StepShape(
-            num_micro_batches=config.num_micro_batches(grid.data_parallel_size),
-            micro_batch_size=config.training.micro_batch_size,
-            seq_length=config.model.seq_length,
-        )
-        self._evaluation = Evaluation(
-            config, self._start.evaluation, grid, self._shape, shall_stop=self._stop_requested
-        )
+        self._num_micro_batches = config.num_micro_batches(grid.data_parallel_size)
+        self._evaluation = Evaluation(config, self._start.evaluation, grid, shall_stop=self._stop_requested)
 
     def _measure_steps(self) -> None:
         config, logged = self.config, self.config.logging
@@ -382,26 +387,12 @@ class Trainer:
 
     def _build_scheduler(self) -> Any:
         config = self.config
-        return build_scheduler(
-            config.schedule,
-            self._optimizer,
-            lr=config.optimizer.lr,
-            weight_decay=config.optimizer.weight_decay,
-            train_iters=config.training.steps,
-        )
+        return build_scheduler(config.schedule, self._optimizer, config.optimizer, train_iters=config.training.steps)
 
     def _start_or_resume(self) -> None:
         past = list(self._start.events)
         self._events = EventLog(self.run, past, writes=self.grid.is_main)
         self._bad_steps = BadSteps(self.config.recovery, past)
-        self._attempts = StepRetrier(
-            self._attempt_step,
-            self._wrapped,
-            self.grid,
-            bad_steps=self._bad_steps,
-            events=self._events,
-            again=self.config.recovery.compute_again,
-        )
         if self._start.resumed is not None:
             self._resume([self._start.resumed, *self._start.earlier], list(self._start.damaged))
             self._saves.copy(self.step)

@@ -22,7 +22,7 @@ from megatron_fanformer.runtime.layout import ParallelConfig
 from megatron_fanformer.runtime.parallel import rank_grid
 from megatron_fanformer.runtime.pipeline import packed_documents
 from megatron_fanformer.training.optimizer import OptimizerConfig
-from megatron_fanformer.training.step import compute_gradients, read_sums
+from megatron_fanformer.training.step import attempt_step
 from tests.tiny import tiny_model
 
 ROUNDED = 5e-6  # of the largest logit: float32 products of other rows
@@ -80,16 +80,14 @@ def one_step(layout: ParallelConfig, placement: str, alone: bool = False) -> tup
     fan = dataclasses.replace(TRIAL.model.fan, placement=placement)
     trial = dataclasses.replace(TRIAL, model=dataclasses.replace(TRIAL.model, fan=fan))
     order = Reordering(trial.model, SAMPLES, 0)
-    with prepared(trial, layout, order) as (grid, stages, wrapped, optimizer, _, shape, _):
+    with prepared(trial, layout, order) as (grid, stages, wrapped, optimizer, _, number, _):
         if alone:
-            batches = iter(unpacked())
-            shape = dataclasses.replace(shape, num_micro_batches=len(unpacked()), micro_batch_size=1)
+            batches, number = iter(unpacked()), len(unpacked())
         else:
             batches = packed(grid.data_parallel_rank, grid.data_parallel_size)
-        sums = compute_gradients(wrapped, optimizer, batches, grid, shape)
+        result = attempt_step(wrapped, optimizer, batches, grid, number)
         gather_gradients(wrapped)
-        loss, tokens, _ = read_sums(sums)
-        return loss, tokens, gradient_parts(stages, grid, order)
+        return result.loss, result.tokens, gradient_parts(stages, grid, order)
 
 
 def whole(ranks: list[tuple[float, int, list[Any]]]) -> dict[str, Tensor]:

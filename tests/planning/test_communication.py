@@ -28,7 +28,7 @@ from megatron_fanformer.runtime.parallel import rank_grid
 from megatron_fanformer.runtime.seeding import seed_everything
 from megatron_fanformer.runtime.shared_memory import GroupMemory
 from megatron_fanformer.training.optimizer import OptimizerConfig, build_optimizer
-from megatron_fanformer.training.step import StepShape, train_step, wrap_stages
+from megatron_fanformer.training.step import train_step, wrap_stages
 from tests.tiny import tiny_model
 from tests.training.layouts import layout
 
@@ -168,23 +168,13 @@ def count_step(step: StepTraffic, clip_grad: float = 1.0) -> CountedRank:
         seed_everything(0)
         stages = build_stages(step.model, parallel, grid, dtype=dtype, seed=0, kernels=step.kernels)
         wrapped = wrap_stages(stages, parallel)
-        optimizer = build_optimizer(
-            OptimizerConfig(clip_grad=clip_grad),
-            wrapped,
-            dtype=dtype,
-            use_distributed_optimizer=parallel.use_distributed_optimizer,
-        )
+        optimizer = build_optimizer(OptimizerConfig(clip_grad=clip_grad), wrapped)
         for group in optimizer.param_groups:
             group["lr"], group["weight_decay"] = 1e-4, 0.1
-        shape = StepShape(
-            num_micro_batches=step.num_micro_batches,
-            micro_batch_size=step.micro_batch_size,
-            seq_length=step.model.seq_length,
-        )
-        train_step(wrapped, optimizer, batches(step), grid, shape)
+        train_step(wrapped, optimizer, batches(step), grid, step.num_micro_batches)
         all_by_gloo = mock.patch.object(GroupMemory, "of", lambda _group: None)  # torch dispatches no others
         with all_by_gloo, Dispatched() as dispatched, count_collectives(grid) as counts:
-            train_step(wrapped, optimizer, batches(step), grid, shape)
+            train_step(wrapped, optimizer, batches(step), grid, step.num_micro_batches)
         return CountedRank(
             stage=grid.groups.pp.rank(),
             lines=counts.lines(),

@@ -67,7 +67,7 @@ def held_states(job: Job) -> tuple[int, dict[str, int]]:
         seed_everything(0)
         stages = wrap_stages(build_stages(job.model, job.parallel, grid, dtype=dtype, seed=None), job.parallel)
         is_sharded = job.parallel.use_distributed_optimizer
-        optimizer: Any = build_optimizer(OptimizerConfig(), stages, dtype=dtype, use_distributed_optimizer=is_sharded)
+        optimizer: Any = build_optimizer(OptimizerConfig(), stages)
         updated = [weight for group in optimizer.param_groups for weight in group["params"]]
         buffers = [buffer for stage in stages for buffer in stage.buffers]
         weights = [weight for stage in stages for weight in stage.parameters()]

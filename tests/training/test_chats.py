@@ -49,7 +49,7 @@ def step(values: dict[str, Any]) -> tuple[float, float, int]:
     config = config_from_dict(values)
     with rank_grid(config.parallel, "cpu") as grid:
         trainer = Trainer(config, grid)
-        result = train_step(trainer._wrapped, trainer._optimizer, trainer._batches, grid, trainer._shape)
+        result = train_step(trainer._wrapped, trainer._optimizer, trainer._batches, grid, trainer._num_micro_batches)
         trainer.close()
         return result.loss, result.grad_norm, result.tokens
 

@@ -43,7 +43,7 @@ def train_and_ask(values: dict[str, Any], during: str, number: signal.Signals, a
             return ask
 
         owner, name = {
-            "a step": (trainer._attempts, "take"),
+            "a step": (trainer, "_attempt"),
             "an evaluation": (evaluation, "evaluate_loss"),
             "a save": (trainer._saves._saver, "save"),
         }[during]

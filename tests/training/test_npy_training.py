@@ -36,8 +36,8 @@ def losses(values: dict[str, Any]) -> tuple[float, float, int]:
     with rank_grid(config.parallel, "cpu") as grid:
         trainer = Trainer(config, grid)
         valid = trainer._data.valid["same"]
-        evaluated = evaluate_loss(trainer._wrapped, valid, grid, trainer._shape, eval_iters=1)
-        result = train_step(trainer._wrapped, trainer._optimizer, trainer._batches, grid, trainer._shape)
+        evaluated = evaluate_loss(trainer._wrapped, valid, grid, config, eval_iters=1)
+        result = train_step(trainer._wrapped, trainer._optimizer, trainer._batches, grid, trainer._num_micro_batches)
         trainer.close()
         return result.loss, evaluated, result.tokens
 

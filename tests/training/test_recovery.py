@@ -2,14 +2,12 @@
 
 import copy
 import json
-import logging
 import shutil
 from collections.abc import Callable, Collection
 from math import inf
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -17,11 +15,11 @@ import torch
 from megatron_fanformer.checkpoint import store
 from megatron_fanformer.errors import CorruptError, DivergenceError, InputError
 from megatron_fanformer.runtime.parallel import rank_grid
-from megatron_fanformer.training import attempts
 from megatron_fanformer.training.config import config_from_dict
 from megatron_fanformer.training.metrics import read_metrics
 from megatron_fanformer.training.preflight import check_run
 from megatron_fanformer.training.recovery import BadSteps, EventLog, RecoveryConfig, read_events
+from megatron_fanformer.training.step import compare_attempts
 from tests.small_runs import small_run, write_tokens
 from tests.training.test_trainer import numbers, stored_tensors, train
 
@@ -504,25 +502,12 @@ def test_a_spike_is_one_beside_the_median_whatever_else_was_high() -> None:
     ],
 )
 def test_the_rank_whose_numbers_alone_are_not_finite_is_named(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    norms: tuple[tuple[float, float], ...],
-    says: str,
+    monkeypatch: pytest.MonkeyPatch, norms: tuple[tuple[float, float], ...], says: str
 ) -> None:
     """By rank: the norms of its gradients at both attempts."""
-    numbers = iter([(2.0, norm) for norm in norms[0]])
-    monkeypatch.setattr(attempts, "local_loss_and_grad_norm", lambda *_: next(numbers))
+    own, other = ([(2.0, norm) for norm in of_rank] for of_rank in norms)
     monkeypatch.setattr(
-        attempts.dist,
-        "all_gather_object",
-        lambda ranks, own: ranks.__setitem__(slice(None), [own, [(2.0, norm) for norm in norms[1]]]),
+        torch.distributed, "all_gather_object", lambda ranks, own: ranks.__setitem__(slice(None), [own, other])
     )
-    result: Any = SimpleNamespace(loss=2.0, grad_norm=inf)
-    log = EventLog(tmp_path / "run", [], writes=False)
     grid: Any = SimpleNamespace(world_size=2)
-    bad = BadSteps(RecoveryConfig(), [])
-    computed = attempts.StepRetrier(lambda _: (result, Mock()), [], grid, bad_steps=bad, events=log, again=True)
-    with caplog.at_level(logging.INFO, "megatron_fanformer"):
-        computed.take(7, attempts.StepBatches(iter([]), 0))
-    assert f"({says})" in caplog.text
+    assert compare_attempts(own, grid, is_good=False)[1] == says

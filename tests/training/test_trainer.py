@@ -232,15 +232,8 @@ def pieces_around_a_step_without_gradient(values: dict[str, Any]) -> tuple[Any, 
 
 
 def update_without_gradient(config: RunConfig, wrapped: Any) -> None:
-    optimizer = build_optimizer(
-        config.optimizer,
-        [wrapped],
-        dtype=torch.float32,
-        use_distributed_optimizer=config.parallel.use_distributed_optimizer,
-    )
-    lr, weight_decay = config.optimizer.lr, config.optimizer.weight_decay
-    scheduler = build_scheduler(config.schedule, optimizer, lr=lr, weight_decay=weight_decay, train_iters=20)
-    scheduler.step(1)
+    optimizer = build_optimizer(config.optimizer, [wrapped])
+    build_scheduler(config.schedule, optimizer, config.optimizer, train_iters=20).step(1)
     wrapped.zero_grad_buffer()
     optimizer.zero_grad()
     wrapped.start_grad_sync()
