@@ -75,7 +75,7 @@ def compare_communication(
         job = _job(_size(own_trial), own_trial, own_layout)
         compared[model] = (
             [line for _, lines in counted for line in lines],
-            [line for stage, _ in counted for line in communication(job.traffic(stage))],
+            [line for stage, _ in counted for line in communication(job, stage)],
         )
         large = dataclasses.replace(full.model, fan=_fan(full.model, small))
         sent[model] = _sent_bytes(_job(dataclasses.replace(full, model=large), trial, own_layout))
@@ -143,7 +143,7 @@ def _sent_bytes(job: Job) -> dict[str, float]:
     stages = []
     for stage in range(job.parallel.pipeline_model_parallel_size):
         sent: dict[str, float] = {}
-        for line in communication(job.traffic(stage)):
+        for line in communication(job, stage):
             sent[line.group] = sent.get(line.group, 0.0) + moved_bytes(line.kind, line.message_bytes, line.ranks)
         stages.append(sent)
     return max(stages, key=lambda sent: sum(sent.values()))

@@ -259,7 +259,7 @@ def _memory(shown: Estimate) -> dict[str, Any]:
 def _communication(shown: Estimate) -> Iterator[dict[str, Any]]:
     """Return what one rank of each stage communicates in a step, as the local layers do."""
     for stage in range(len(shown.stages)):
-        for line in communication(shown.job.traffic(stage)):
+        for line in communication(shown.job, stage):
             yield {"stage": stage, **dataclasses.asdict(line)}
 
 

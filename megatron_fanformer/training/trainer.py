@@ -11,6 +11,8 @@ import torch
 from rich.console import Console
 
 from megatron_fanformer.checkpoint import store
+from megatron_fanformer.data.batches import micro_batches
+from megatron_fanformer.data.chat_template import CHAT_TEMPLATE_JINJA
 from megatron_fanformer.data.tokenizer import tokenizer_file
 from megatron_fanformer.errors import CorruptError, DivergenceError, Interrupted
 from megatron_fanformer.model.build import build_stages
@@ -21,7 +23,7 @@ from megatron_fanformer.runtime.device import return_freed_memory
 from megatron_fanformer.runtime.garbage import manual_gc
 from megatron_fanformer.runtime.parallel import RankGrid
 from megatron_fanformer.runtime.seeding import seed_everything
-from megatron_fanformer.training.chats import template_file, with_train_iters, write_template
+from megatron_fanformer.training.chats import with_train_iters
 from megatron_fanformer.training.config import RunConfig
 from megatron_fanformer.training.evaluation import Evaluation
 from megatron_fanformer.training.interrupts import InterruptListener, Interrupts, share
@@ -33,7 +35,7 @@ from megatron_fanformer.training.phase_health import PhaseHealth
 from megatron_fanformer.training.preflight import RunStart, find_start
 from megatron_fanformer.training.recovery import BadSteps, EventLog
 from megatron_fanformer.training.run_log import log_if_slow
-from megatron_fanformer.training.samples import run_batches, run_datasets
+from megatron_fanformer.training.samples import run_datasets
 from megatron_fanformer.training.saves import Checkpointer
 from megatron_fanformer.training.schedule import build_scheduler
 from megatron_fanformer.training.step import (
@@ -448,18 +450,19 @@ class Trainer:
         with log_if_slow("finding the order of the samples"):
             self._data = run_datasets(self.config, self._start.data)
         logger.debug("built the datasets in %.1f s", time.monotonic() - started)
-        self._batches = run_batches(
-            self.config,
+        self._batches = micro_batches(
             self._data.train,
             consumed_samples=self.consumed_samples,
+            micro_batch_size=self.config.training.micro_batch_size,
             data_parallel_rank=self.grid.data_parallel_rank,
             data_parallel_size=self.grid.data_parallel_size,
+            num_workers=self.config.data.num_workers,
         )
 
     def _open_logs(self) -> None:
-        self._logs.open(self._resolved_config(), step=self.step, tokens=self.consumed_tokens)
-        if self.grid.is_main:
-            write_template(self.run, self._start.data.chat_template)
+        template = self._start.data.chat_template
+        beside = {} if template is None else {CHAT_TEMPLATE_JINJA: template}
+        self._logs.open(self._resolved_config(), step=self.step, tokens=self.consumed_tokens, beside=beside)
 
     def _resolved_config(self) -> dict[str, Any]:
         values = self.config.as_dict()
@@ -470,5 +473,5 @@ class Trainer:
 
     def _attachments(self) -> list[Path]:
         tokenizer = self.config.data.tokenizer
-        template = [template_file(self.run)] if self._start.data.chat_template else []
+        template = [self.run / CHAT_TEMPLATE_JINJA] if self._start.data.chat_template else []
         return [*([tokenizer_file(Path(tokenizer))] if tokenizer else []), *template]

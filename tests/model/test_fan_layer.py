@@ -8,9 +8,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megatron_fanformer.model.build import build_stages, sharded_state
 from megatron_fanformer.model.config import FANConfig, FANformerConfig
-from megatron_fanformer.model.fan_functions import Activation, FANActivation
+from megatron_fanformer.model.fan_functions import Activation, FANActivation, FANOutput, FANShard
 from megatron_fanformer.model.fan_layer import FANProjection
-from megatron_fanformer.model.fan_rows import FANOutput, FANShard
 from megatron_fanformer.model.local_layers import TorchCoreAttention
 from megatron_fanformer.runtime.local_shards import local_shards
 from megatron_fanformer.runtime.parallel import ParallelConfig, rank_grid

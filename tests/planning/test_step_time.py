@@ -11,9 +11,9 @@ from megatron_fanformer.planning.communication import communication
 from megatron_fanformer.planning.flops import training_flops_per_token
 from megatron_fanformer.planning.gradient_buffers import first_stage_buckets
 from megatron_fanformer.planning.job import Job
+from megatron_fanformer.planning.layer_traffic import Term
 from megatron_fanformer.planning.machines import Link, Machine, load_machine
 from megatron_fanformer.planning.step_time import FLASH_BACKWARD, StepTime, collective_seconds, step_time
-from megatron_fanformer.planning.step_traffic import Term
 from megatron_fanformer.runtime.layout import ParallelConfig
 from megatron_fanformer.training.optimizers import OPTIMIZERS
 
@@ -166,7 +166,7 @@ def test_tensor_parallel_bytes_are_those_of_the_communication_formula(layout: di
     machine = dataclasses.replace(PLAIN, domain=Link(bytes_per_second=1e9, efficiency=1.0, latency_seconds=0.0))
     asked = job(**layout)
     free, slow = step_time(asked, PLAIN), step_time(asked, machine)
-    lines = [line for line in communication(asked.traffic(0)) if line.purpose != "gradients of replicated weights"]
+    lines = [line for line in communication(asked, 0) if line.purpose != "gradients of replicated weights"]
     expected = sum(
         collective_seconds(Term("tp", x.kind, "", x.message_bytes, x.calls), 2, 1, machine)
         for x in lines
@@ -178,7 +178,7 @@ def test_tensor_parallel_bytes_are_those_of_the_communication_formula(layout: di
 def test_the_local_layers_gather_keys_and_values() -> None:
     machine = dataclasses.replace(PLAIN, domain=Link(bytes_per_second=1e9, efficiency=1.0, latency_seconds=0.0))
     local = dataclasses.replace(job(cp=2), layers="local")
-    lines = [line for line in communication(local.traffic(0)) if line.group == "cp"]
+    lines = [line for line in communication(local, 0) if line.group == "cp"]
     expected = sum(collective_seconds(Term("cp", x.kind, "", x.message_bytes, x.calls), 2, 1, machine) for x in lines)
     assert step_time(local, machine).exposed["cp"] == pytest.approx(expected)
 
