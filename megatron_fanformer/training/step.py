@@ -43,7 +43,7 @@ class StepResult:
     """Tokens that the loss was taken over."""
     interrupts: Interrupts
     """What any rank was asked for before the step's numbers were summed."""
-    own: Tensor | None
+    own: Tensor | None = None
     """[2] float64, on the device: losses and tokens of this rank's micro batches; None where another has the loss."""
 
 

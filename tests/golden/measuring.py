@@ -14,11 +14,10 @@ from typing import Any
 
 import torch
 
-from megatron_fanformer.runtime.parallel import rank_grid
 from megatron_fanformer.runtime.rank_pool import RankPool
 from megatron_fanformer.training.config import config_from_dict
 from megatron_fanformer.training.metrics import read_metrics
-from tests.small_runs import small_run, write_tokens
+from tests.small_runs import small_run, trainer_of, write_tokens
 
 FILE = Path(__file__).parent / "losses.json"
 STEPS = 20
@@ -114,11 +113,6 @@ def measure(pool: RankPool, folder: Path, case: str, steps: int = STEPS) -> list
 
 
 def _train(values: dict[str, Any], steps: int) -> None:
-    from megatron_fanformer.training.trainer import Trainer
-
-    config = config_from_dict(values)
-    with rank_grid(config.parallel, "cpu") as grid, redirect_stdout(io.StringIO()):
-        trainer = Trainer(config, grid)
+    with redirect_stdout(io.StringIO()), trainer_of(values) as trainer:
         for _ in range(steps):
             trainer.take_step()
-        trainer.close()

@@ -14,13 +14,12 @@ import torch
 
 from megatron_fanformer.checkpoint import store
 from megatron_fanformer.errors import CorruptError, DivergenceError, InputError
-from megatron_fanformer.runtime.parallel import rank_grid
 from megatron_fanformer.training.config import config_from_dict
 from megatron_fanformer.training.metrics import read_metrics
 from megatron_fanformer.training.preflight import check_run
 from megatron_fanformer.training.recovery import BadSteps, EventLog, RecoveryConfig, read_events
 from megatron_fanformer.training.step import compare_attempts
-from tests.small_runs import small_run, write_tokens
+from tests.small_runs import small_run, trainer_of
 from tests.training.test_trainer import numbers, stored_tensors, train
 
 RunOnRanks = Callable[..., list[Any]]
@@ -40,15 +39,11 @@ class Poison(NamedTuple):
 
 def train_poisoned(values: dict[str, Any], poison: Poison) -> str | None:
     """Run a configuration with poison in it; what ended it, if anything did."""
-    from megatron_fanformer.training.trainer import Trainer
-
-    config = config_from_dict(values)
-    with rank_grid(config.parallel, "cpu") as grid:
-        trainer = Trainer(config, grid)
+    with trainer_of(values) as trainer:
         left = dict.fromkeys(poison.steps, poison.attempts)
 
         def spoil(gradient: torch.Tensor) -> torch.Tensor:
-            if grid.rank != poison.rank or left.get(trainer.step, 0) <= 0:
+            if trainer.grid.rank != poison.rank or left.get(trainer.step, 0) <= 0:
                 return gradient
             left[trainer.step] -= 1
             return gradient * float("nan")
@@ -60,7 +55,6 @@ def train_poisoned(values: dict[str, Any], poison: Poison) -> str | None:
             return str(error)
         finally:
             spoiling.remove()
-            trainer.close()
     return None
 
 
@@ -76,11 +70,7 @@ def enlarge_weights(stage: Any) -> None:
 
 def train_with_other_weights(values: dict[str, Any], step: int, change: Callable[[Any], None]) -> None:
     """Run a configuration; weights change on every replica before a step."""
-    from megatron_fanformer.training.trainer import Trainer
-
-    config = config_from_dict(values)
-    with rank_grid(config.parallel, "cpu") as grid:
-        trainer = Trainer(config, grid)
+    with trainer_of(values) as trainer:
         left = [1]
 
         def change_once(*_: Any) -> None:
@@ -91,12 +81,6 @@ def train_with_other_weights(values: dict[str, Any], step: int, change: Callable
         changing = trainer._wrapped[0].register_forward_pre_hook(change_once)
         trainer.train()
         changing.remove()
-        trainer.close()
-
-
-@pytest.fixture(scope="module")
-def tokens(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return write_tokens(tmp_path_factory.mktemp("tokens") / "random")
 
 
 @pytest.fixture(scope="module")
@@ -298,14 +282,10 @@ def test_events_are_counted_over_restarts(tmp_path: Path) -> None:
 
 def train_with_a_bad_tensor(values: dict[str, Any], which: str) -> str:
     """A tensor of one rank has a value that is not finite when a run's last step is saved; the error."""
-    from megatron_fanformer.training.trainer import Trainer
-
-    config = config_from_dict(values)
-    with rank_grid(config.parallel, "cpu") as grid:
-        trainer = Trainer(config, grid)
+    with trainer_of(values) as trainer:
 
         def spoil() -> dict[str, float]:
-            if grid.rank == 1 and trainer._is_over:
+            if trainer.grid.rank == 1 and trainer._is_over:
                 optimizer = trainer._optimizer.chained_optimizers[0].optimizer
                 states = [state for state in optimizer.state.values() if state["exp_avg"].numel()]
                 tensor = (
@@ -317,7 +297,6 @@ def train_with_a_bad_tensor(values: dict[str, Any], which: str) -> str:
         trainer._evaluate_if_due = spoil  # type: ignore[method-assign]
         with pytest.raises(DivergenceError) as caught:
             trainer.train()
-        trainer.close()
         return str(caught.value)
 
 
