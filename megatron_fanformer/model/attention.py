@@ -14,8 +14,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from megatron_fanformer.model.config import FANConfig
-from megatron_fanformer.model.fan_layer import FANProjection
-from megatron_fanformer.model.local_layers import ActivatedColumnParallelLinear
+from megatron_fanformer.model.fan_layer import ActivatedColumnParallelLinear, FANProjection
 from megatron_fanformer.runtime.layout import FANForm
 
 

@@ -9,7 +9,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from megatron.core.utils import divide
 
-from megatron_fanformer.model.local_layers import without_sequence_parallel
+from megatron_fanformer.model.fan_layer import without_sequence_parallel
 
 
 class WholeInputTEColumnParallelLinear(TELinear):

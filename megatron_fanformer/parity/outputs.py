@@ -13,8 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_fanformer.model.fan_layer import FANProjection
-from megatron_fanformer.model.local_layers import ActivatedColumnParallelLinear
+from megatron_fanformer.model.fan_layer import ActivatedColumnParallelLinear, FANProjection
 from megatron_fanformer.parity.tensor_parts import TensorPart, as_array
 from megatron_fanformer.runtime.layout import context_chunks
 from megatron_fanformer.runtime.parallel import RankGrid

@@ -11,7 +11,7 @@ the input of a reduce-scatter or an all-to-all, what is broadcast or sent.
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any, NamedTuple
 
 from megatron_fanformer.planning.gradient_buffers import (
     GRADIENT_BYTES,
@@ -24,9 +24,6 @@ from megatron_fanformer.planning.gradient_buffers import (
 )
 from megatron_fanformer.planning.job import Job
 from megatron_fanformer.planning.layer_traffic import Term, chunk_terms
-
-if TYPE_CHECKING:  # imports torch, which takes seconds
-    from megatron_fanformer.runtime.collectives import CollectiveCount
 
 NORM_BYTES = 4  # one float32
 REPORT_BYTES = 5 * 8  # the sum of losses, the number of tokens, and of ranks with each of three interrupts, in float64
@@ -134,6 +131,10 @@ def _scalar_terms(job: Job) -> Iterator[Term]:
     yield Term("dp_cp", "all-reduce", "token count", TOKEN_COUNT_BYTES)
 
 
+Lines = Iterable[Any]
+"""Of the formula, or of a count (`runtime.collectives`): both have group, kind, calls and message_bytes."""
+
+
 class Total(NamedTuple):
     """The total of one kind of collective over one group."""
 
@@ -163,7 +164,7 @@ class ComparedRow:
     cells: tuple[ComparedCell, ...]
 
 
-def totals(lines: "Iterable[CommunicationLine | CollectiveCount]") -> dict[tuple[str, str], Total]:
+def totals(lines: Lines) -> dict[tuple[str, str], Total]:
     """The totals by group and kind."""
     sums: dict[tuple[str, str], Total] = {}
     for line in lines:
@@ -172,9 +173,7 @@ def totals(lines: "Iterable[CommunicationLine | CollectiveCount]") -> dict[tuple
     return sums
 
 
-def side_by_side(
-    models: "Mapping[str, tuple[Iterable[CollectiveCount], Iterable[CommunicationLine]]]",
-) -> list[ComparedRow]:
+def side_by_side(models: Mapping[str, tuple[Lines, Lines]]) -> list[ComparedRow]:
     """One row per group and kind, with one cell per model in the order given.
 
     Args:
