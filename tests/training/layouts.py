@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 
 from megatron_fanformer.model.build import build_stages, sharded_state
 from megatron_fanformer.model.config import FANformerConfig
+from megatron_fanformer.model.layouts import layout_fields
 from megatron_fanformer.runtime.local_shards import local_shards
 from megatron_fanformer.runtime.parallel import ParallelConfig, RankGrid, rank_grid
 from megatron_fanformer.runtime.seeding import seed_everything
@@ -25,9 +26,14 @@ RECIPE = OptimizerConfig(lr=5e-3, weight_decay=0.1, adam_beta1=0.9, adam_beta2=0
 CONSTANT = ScheduleConfig(lr_decay_style="constant")
 
 
-def layout(**degrees: Any) -> ParallelConfig:
-    """A parallel configuration on CPUs, of local layers."""
-    return ParallelConfig(**degrees)
+def layout(text: str = "", **degrees: Any) -> ParallelConfig:
+    """The parallel configuration that a text such as `tp=2,sp=true` says, and other fields."""
+    return ParallelConfig(**layout_fields(text), **degrees)
+
+
+def ranks_of(parallel: ParallelConfig) -> int:
+    """How many ranks a test has for it: as many replicas as it names, else one."""
+    return parallel.model_parallel_size * parallel.resolve_data_parallel_size(None)
 
 
 def reference_tensors(case: str) -> tuple[Any, dict[str, torch.Tensor]]:
