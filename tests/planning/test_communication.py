@@ -11,7 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_fanformer.model.build import build_stages
-from megatron_fanformer.model.config import FANConfig, PrecisionConfig
+from megatron_fanformer.model.config import FANConfig
 from megatron_fanformer.model.dtypes import DTYPES
 from megatron_fanformer.model.kernels import KernelsConfig
 from megatron_fanformer.planning.communication import (
@@ -29,14 +29,13 @@ from megatron_fanformer.runtime.parallel import rank_grid
 from megatron_fanformer.runtime.seeding import seed_everything
 from megatron_fanformer.runtime.shared_memory import GroupMemory
 from megatron_fanformer.training.optimizer import OptimizerConfig, build_optimizer
-from megatron_fanformer.training.optimizers import OPTIMIZERS
 from megatron_fanformer.training.step import train_step, wrap_stages
+from tests.planning.making import job_of
 from tests.tiny import tiny_model
 from tests.training.layouts import layout
 
 RunOnRanks = Callable[..., list[Any]]
 
-MICRO_BATCH_SIZE = 2
 # Sizes that no padding fits by itself: the FAN bias has 48 rows, the vocabulary 250 ids.
 MODEL = tiny_model(hidden_size=64, ffn_hidden_size=104, vocab_size=250, make_vocab_size_divisible_by=8, seq_length=32)
 
@@ -122,23 +121,15 @@ FULL_CASES: dict[str, Case] = {
 KERNELS = ("loss_head_chunk_tokens", "chunked_loss_head")
 
 
-def job_of(case: Case) -> Job:
+def job_of_case(case: Case) -> Job:
     model, degrees = case
     degrees = {**degrees}
     dtype = degrees.pop("dtype", "fp32")
     kernels = {name: degrees.pop(name) for name in KERNELS if name in degrees}
-    return Job(
-        model=dataclasses.replace(MODEL, **model),
-        parallel=layout(**degrees),
-        kernels=KernelsConfig(**kernels),
-        precision=PrecisionConfig(dtype=dtype),
-        optimizer=OPTIMIZERS["adamw"],
-        data_parallel_size=degrees.get("data_parallel_size", 1),
-        micro_batch_size=MICRO_BATCH_SIZE,
-        num_micro_batches=max(2, degrees.get("pipeline_model_parallel_size", 1)),
-        layers="local",
-        on_cpu=True,
-    )
+    parallel = layout(**degrees)
+    micro_batches = max(2, parallel.pipeline_model_parallel_size)
+    whole = dataclasses.replace(MODEL, **model)
+    return job_of(whole, parallel, dtype, kernels=KernelsConfig(**kernels), num_micro_batches=micro_batches)
 
 
 @dataclasses.dataclass
@@ -210,7 +201,7 @@ def held_weights(chunk: torch.nn.Module, is_sequence_parallel: bool) -> list[Wei
 
 def assert_formula_is_the_count(case: Case, ranks: list[CountedRank]) -> None:
     for number, rank in enumerate(ranks):
-        job = job_of(case)
+        job = job_of_case(case)
         assert rank.calls_seen == rank.calls_dispatched, f"rank {number}: the count missed collectives"
         held = [weights(job.model, job.parallel, chunk) for chunk in chunks(job.model, job.parallel, rank.stage)]
         assert held == rank.weights, f"rank {number}"
@@ -243,12 +234,12 @@ ALL = [pytest.param(name, marks=() if name in ALWAYS else pytest.mark.full) for 
 @pytest.mark.parametrize("name", ALL)
 def test_formula_is_the_count_exactly(name: str, run_on_ranks: RunOnRanks) -> None:
     case = {**CASES, **FULL_CASES}[name]
-    job = job_of(case)
+    job = job_of_case(case)
     assert_formula_is_the_count(case, run_on_ranks(job.world_size, count_step, job))
 
 
 def lines_of(case: Case, purpose: str) -> list[CommunicationLine]:
-    return [line for line in communication(job_of(case), 0) if purpose in line.purpose]
+    return [line for line in communication(job_of_case(case), 0) if purpose in line.purpose]
 
 
 def bytes_of(lines: list[CommunicationLine]) -> int:
@@ -261,7 +252,7 @@ def activation_bytes(case: Case) -> int:
 
 
 def tokens_and_layers(case: Case) -> int:
-    job = job_of(case)
+    job = job_of_case(case)
     return job.tokens * job.num_micro_batches * job.model.num_layers
 
 
@@ -269,7 +260,7 @@ def tokens_and_layers(case: Case) -> int:
 def test_column_gathers_the_pre_activation_in_place_of_x_f(degrees: dict[str, Any]) -> None:
     case = ({}, degrees)
     gathered, scattered = lines_of(case, "FAN pre-activation")
-    model = job_of(case).model
+    model = job_of_case(case).model
     wide = tokens_and_layers(case) * model.hidden_size * 4
     assert (gathered.kind, scattered.kind) == ("all-gather", "reduce-scatter")
     assert gathered.message_bytes == scattered.message_bytes == (1 - model.fan.p_ratio) * wide
@@ -318,13 +309,13 @@ def test_bf16_halves_activations_and_weights_but_no_gradients() -> None:
 
 
 def test_a_group_of_one_rank_moves_nothing() -> None:
-    assert communication(job_of(({}, {})), 0) == []
+    assert communication(job_of_case(({}, {})), 0) == []
     assert "tp" not in {line.group for line in lines_of(({}, DP), "")}
 
 
 def test_layers_that_do_not_divide_are_refused() -> None:
     with pytest.raises(ValueError, match="3 layers do not divide over 2 stages"):
-        communication(job_of((dict(num_layers=3), PP)), 0)
+        communication(job_of_case((dict(num_layers=3), PP)), 0)
 
 
 def test_large_models_are_cut_into_buckets_of_megatrons_own_size() -> None:
@@ -348,7 +339,7 @@ def test_the_first_chunk_of_the_first_stage_alone_is_cut(
 
 
 def test_models_stand_side_by_side() -> None:
-    both, column = (communication(job_of(case), 0) for case in ((TRANSFORMER, TP), ({}, TP)))
+    both, column = (communication(job_of_case(case), 0) for case in ((TRANSFORMER, TP), ({}, TP)))
     rows = side_by_side({"Transformer": (both, both), "FAN column": (column[1:], column)})
     assert [(row.group, row.kind) for row in rows] == sorted(totals(column))
     gathers = next(row for row in rows if row.kind == "all-gather")

@@ -15,7 +15,7 @@ from megatron_fanformer.planning.layer_traffic import Term
 from megatron_fanformer.planning.machines import Link, Machine, load_machine
 from megatron_fanformer.planning.step_time import FLASH_BACKWARD, StepTime, collective_seconds, step_time
 from megatron_fanformer.runtime.layout import ParallelConfig
-from megatron_fanformer.training.optimizers import OPTIMIZERS
+from tests.planning.making import engine_job_of
 
 ENDLESS = 1e30
 LAYER = ("matrix products", "attention", "element-wise")
@@ -61,16 +61,14 @@ def job(
 ) -> Job:
     short = {"tp": "tensor_model_parallel_size", "pp": "pipeline_model_parallel_size", "cp": "context_parallel_size"}
     kernels = {name: layout.pop(name) for name in ("cuda_graph_impl", "attention_backend") if name in layout}
-    return Job(
-        model=model,
-        parallel=ParallelConfig(**{short.get(name, name): value for name, value in layout.items()}),
+    return engine_job_of(
+        model,
+        ParallelConfig(**{short.get(name, name): value for name, value in layout.items()}),
         kernels=KernelsConfig(**kernels),
         precision=PrecisionConfig(dtype="bf16", **(precision or {})),
-        optimizer=OPTIMIZERS["adamw"],
         data_parallel_size=dp,
         micro_batch_size=1,
         num_micro_batches=micro_batches,
-        layers="transformer_engine",
     )
 
 
