@@ -152,8 +152,8 @@ def build_stages(
     if by_engine:
         from megatron_fanformer.model import te_layers
 
-        if precision.fp8:
-            te_layers.forget_fp8_state()
+        if precision.fp8:  # the Engine's scales to update are those of an earlier model here, and its dead groups'
+            te_layers.FP8GlobalStateManager.reset()
     config = transformer_config(model, parallel, grid, dtype, precision, kernels)
     chunks = [
         _build_chunk(model, parallel, grid, config, number, kernels, fp8_fan=precision.fp8_fan)

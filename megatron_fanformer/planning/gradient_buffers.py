@@ -150,20 +150,13 @@ def state_bytes(held: Sequence[Weight], elements: Sequence[int], optimizer: Opti
 def first_stage_weights(model: FANformerConfig, parallel: ParallelConfig, layers: int) -> list[Weight]:
     """Return the weights of a rank of the first stage, which has so many layers."""
     is_alone = parallel.pipeline_model_parallel_size == 1
-    whole = Chunk(number=0, layers=layers, has_embedding=True, has_head=is_alone)
-    return weights(model, parallel, whole)
+    return weights(model, parallel, Chunk(number=0, layers=layers, has_embedding=True, has_head=is_alone))
 
 
 def first_stage_buckets(model: FANformerConfig, parallel: ParallelConfig, data_parallel_size: int, layers: int) -> int:
     """Buckets of a rank of the first stage, which has so many layers; each of its later chunks is one."""
-    chunk = Chunk(
-        number=0,
-        layers=-(-layers // parallel.virtual_stages),
-        has_embedding=True,
-        has_head=parallel.pipeline_model_parallel_size == 1,
-    )
-    is_limited = limits_buckets(parallel, 0, chunk)
-    buffer = gradient_buffer(weights(model, parallel, chunk), parallel, data_parallel_size, is_limited=is_limited)
+    held = first_stage_weights(model, parallel, -(-layers // parallel.virtual_stages))
+    buffer = gradient_buffer(held, parallel, data_parallel_size, is_limited=bool(parallel.overlap_grad_reduce))
     return len(buffer.buckets) + parallel.virtual_stages - 1
 
 

@@ -204,15 +204,14 @@ class RunConfig:
 
     def problems_of_steps(self, data_parallel_size: int) -> list[str]:
         """Those of batches and of their number."""
-        training = self.training
-        no_epochs = []
+        training, found = self.training, []
         if training.epochs is not None and not self.data.is_chats:
-            no_epochs = [
+            found.append(
                 f"training.epochs is {training.epochs}, which counts conversations (data.format sft) alone; state "
                 "training.train_iters"
-            ]
+            )
         return [
-            *no_epochs,
+            *found,
             *fp8_problems(self.model, self.parallel, self.precision, training.micro_batch_size, self.kernels),
             *batch_problems(self.parallel, data_parallel_size, training.global_batch_size, training.micro_batch_size),
             *self.schedule.joint_problems(lr=self.optimizer.lr, train_iters=training.train_iters),

@@ -7,7 +7,7 @@ import itertools
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -68,7 +68,7 @@ class Evaluation:
         started = time.monotonic()
         found: dict[str, float] = {}
         self.was_stopped = False
-        due = self._due(step, stages, valid)
+        due = list(self._due(step, stages, valid))
         for number, (_, measure) in enumerate(due):
             try:
                 found |= measure()
@@ -89,19 +89,17 @@ class Evaluation:
 
     def _due(
         self, step: int, stages: list[Any], valid: Mapping[str, Any]
-    ) -> list[tuple[str, Callable[[], dict[str, float]]]]:
-        """Return what is measured after a step, in order, the same on all ranks: its name, and the call for it."""
-        due: list[tuple[str, Callable[[], dict[str, float]]]] = []
+    ) -> Iterator[tuple[str, Callable[[], dict[str, float]]]]:
+        """Yield what is measured after a step, in order, the same on all ranks: its name, and the call for it."""
         if self._is_due(step, self._validation_interval):
             for name, dataset in valid.items():
-                due.append((f"validation loss ({name})", partial(self._validation_loss, step, stages, name, dataset)))
+                yield f"validation loss ({name})", partial(self._validation_loss, step, stages, name, dataset)
         if self._is_due(step, self._interval):
             losses: dict[str, SetLoss] = {}
             for each in self._survey.sets:
-                due.append((each.name, partial(self._perplexity_metrics, step, stages, each, losses)))
+                yield each.name, partial(self._perplexity_metrics, step, stages, each, losses)
             if self._survey.tasks:
-                due.append((f"tasks ({', '.join(self._survey.tasks)})", partial(self._task_metrics, step, stages)))
-        return due
+                yield f"tasks ({', '.join(self._survey.tasks)})", partial(self._task_metrics, step, stages)
 
     def _validation_loss(self, step: int, stages: list[Any], name: str, dataset: Any) -> dict[str, float]:
         iters = self._config.training.eval_iters

@@ -301,9 +301,6 @@ class Trainer:
         self._share_again()
         return True
 
-    def _stop_requested(self) -> bool:
-        return share(self._listener.now(), self.grid).stop
-
     def _share_again(self) -> None:
         """Share again what came during an evaluation or a save, so that it need not wait for another step."""
         new = share(self._listener.now(), self.grid)
@@ -373,7 +370,9 @@ class Trainer:
             note_failure=lambda name, why: self._events.add("not_mirrored", self.step, checkpoint=name, reason=why),
         )
         self._num_micro_batches = config.num_micro_batches(grid.data_parallel_size)
-        self._evaluation = Evaluation(config, self._start.evaluation, grid, shall_stop=self._stop_requested)
+        self._evaluation = Evaluation(
+            config, self._start.evaluation, grid, shall_stop=lambda: share(self._listener.now(), grid).stop
+        )
 
     def _measure_steps(self) -> None:
         config, logged = self.config, self.config.logging

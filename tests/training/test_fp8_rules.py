@@ -64,7 +64,7 @@ def test_a_precision_that_contradicts_itself(fields: dict[str, Any], part: str) 
 def test_models_and_layouts(
     model: dict[str, Any], layout: dict[str, Any], precision: dict[str, Any], part: str | None
 ) -> None:
-    found = fp8_problems(dataclasses.replace(MODEL, **model), ParallelConfig(**layout), fp8(**precision), 1)
+    found = [*fp8_problems(dataclasses.replace(MODEL, **model), ParallelConfig(**layout), fp8(**precision), 1)]
     assert len(found) == (part is not None)
     assert part is None or part in found[0]
 
@@ -76,7 +76,7 @@ def test_local_layers_have_none() -> None:
 
 def test_without_fp8_any_size_goes() -> None:
     odd = dataclasses.replace(MODEL, ffn_hidden_size=8193)
-    assert fp8_problems(odd, ParallelConfig(), PrecisionConfig(), 1, KernelsConfig(transformer_impl="local")) == []
+    assert [*fp8_problems(odd, ParallelConfig(), PrecisionConfig(), 1, KernelsConfig(transformer_impl="local"))] == []
     assert fp8_machine_problems(PrecisionConfig(), "cpu") == []
 
 
