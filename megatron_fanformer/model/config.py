@@ -161,11 +161,6 @@ class FANformerConfig:
         return sum(int(p_ratio * width) for width, p_ratio in outputs)
 
     @property
-    def linear_size(self) -> int:
-        """G, the rows of the FAN map that enter X_F as they are."""
-        return self.hidden_size - 2 * self.periodic_size
-
-    @property
     def value_size(self) -> int:
         """Width of all key or value heads together."""
         return self.query_groups * self.kv_channels

@@ -171,7 +171,8 @@ def gradient_buffer(
     Args:
         is_limited: whether buckets are limited in size (`limits_buckets`), or all of the chunk is one.
     """
-    size = bucket_limit(parallel, data_parallel_size) if is_limited else math.inf
+    limit = parallel.ddp_bucket_size or max(LEAST_BUCKET, BUCKET_PER_REPLICA * data_parallel_size)
+    size = limit if is_limited else math.inf  # elements at which a bucket ends
     is_sharded = parallel.use_distributed_optimizer
     unit = math.lcm(data_parallel_size * parallel.context_parallel_size, BUCKET_END) if is_sharded else 1
     alignment = WEIGHT_START if is_sharded else 1
@@ -195,11 +196,6 @@ def gradient_buffer(
 def limits_buckets(parallel: ParallelConfig, stage: int, chunk: Chunk) -> bool:
     """Return whether a chunk's buckets are limited in size: later stages have time enough to send all at once."""
     return bool(parallel.overlap_grad_reduce) and stage == 0 and chunk.number == 0
-
-
-def bucket_limit(parallel: ParallelConfig, data_parallel_size: int) -> int:
-    """Elements at which a bucket of limited size ends."""
-    return parallel.ddp_bucket_size or max(LEAST_BUCKET, BUCKET_PER_REPLICA * data_parallel_size)
 
 
 def _padded(number: int, divisor: int) -> int:

@@ -1,6 +1,6 @@
 """What one rank of a world does in a training step, found out by running it: for a process of its own.
 
-`rank.simulate` starts that process. `take_steps` is what a rank does, simulated or real.
+`rank.simulate_ranks` starts that process. `take_steps` is what a rank does, simulated or real.
 """
 
 import dataclasses

@@ -300,11 +300,8 @@ def _draw_memory(shown: Estimate, axes: Any) -> None:
     use_many_colours(axes)
     bottom = [0.0] * len(stages)
     for purpose in [*purposes, "reserve"]:
-        heights = [
-            (shown.reserve_bytes if purpose == "reserve" else sum(x.bytes for x in stage.lines if x.purpose == purpose))
-            / GIB
-            for stage in shown.stages
-        ]
+        held = [shown.reserve_bytes if purpose == "reserve" else _bytes_of(stage, purpose) for stage in shown.stages]
+        heights = [size / GIB for size in held]
         colour = {"color": "lightgray"} if purpose == "reserve" else {}
         axes.bar(stages, heights, bottom=bottom, label=purpose, **colour)
         bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
