@@ -177,7 +177,7 @@ def local_loss_and_grad_norm(stages: list[DistributedDataParallel], result: Step
 
 
 def compare_attempts(own: list[tuple[float, float]], grid: RankGrid, *, is_good: bool) -> tuple[list[int], str]:
-    """The ranks that computed a step otherwise the second time, and that in words; a collective call.
+    """Find the ranks that computed a step otherwise the second time, and say so in words; a collective call.
 
     Args:
         own: this rank's `local_loss_and_grad_norm` of both attempts.
