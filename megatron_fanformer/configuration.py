@@ -330,6 +330,14 @@ def nested(values: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
+def by_dotted_names(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return a configuration's plain values without sections, by names as overrides have them: `model.fan.p_ratio`."""
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        found |= by_dotted_names(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
+    return found
+
+
 class _Section(dict[str, Any]):
     """Values that dotted names were split into; a mapping that was given as one value is a plain dict."""
 

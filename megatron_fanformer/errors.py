@@ -9,7 +9,7 @@ import re
 import sys
 import unicodedata
 from collections.abc import Callable, Iterable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 _T = TypeVar("_T")
 
@@ -92,6 +92,22 @@ def collect_problems(problems: list[str], read: Callable[[], _T]) -> _T | None:
     except InputError as error:
         problems += str(error).splitlines()
         return None
+
+
+def broken_fields(
+    section: str, values: object, demand: str, is_broken: Callable[[Any], bool], *names: str
+) -> list[str]:
+    """Return a line for each of those fields of a section that breaks a rule of single fields; null breaks none.
+
+    Args:
+        demand: what a field must do, as in "be at least 1".
+    """
+    stated = {name: getattr(values, name) for name in names}
+    return [
+        f"{section}.{name} is {value}; it must {demand}"
+        for name, value in stated.items()
+        if value is not None and is_broken(value)
+    ]
 
 
 def did_you_mean(name: str, known: Iterable[str], otherwise: str, *, prefix: str = "") -> str:

@@ -4,15 +4,20 @@ import copy
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import yaml
 
 from tests.tiny import TINY
 from tests.token_pairs import write_token_pair
+
+if TYPE_CHECKING:  # of a process that has installed the CPU adaptations
+    from megatron_fanformer.training.step import StepResult
+    from megatron_fanformer.training.trainer import Trainer
 
 ROOT = Path(__file__).parents[1]
 VOCAB_SIZE = TINY["vocab_size"]
@@ -45,6 +50,36 @@ def small_run(tokens: str, run_dir: Path, **sections: dict[str, Any]) -> dict[st
     for section, fields in sections.items():
         values[section] = {**values.get(section, {}), **copy.deepcopy(fields)}
     return values
+
+
+@contextmanager
+def trainer_of(values: dict[str, Any], **options: Any) -> "Iterator[Trainer]":
+    """On a rank: the trainer of a configuration's plain values, closed at the end of the block."""
+    from megatron_fanformer.runtime.parallel import rank_grid
+    from megatron_fanformer.training.config import config_from_dict
+    from megatron_fanformer.training.trainer import Trainer
+
+    config = config_from_dict(values)
+    with rank_grid(config.parallel, "cuda" if config.runtime.device == "cuda" else "cpu") as grid:
+        trainer = Trainer(config, grid, **options)
+        try:
+            yield trainer
+        finally:
+            trainer.close()
+
+
+def train(values: dict[str, Any]) -> None:
+    """On a rank: train to the last step."""
+    with trainer_of(values) as trainer:
+        trainer.train()
+
+
+def first_step(trainer: "Trainer") -> "StepResult":
+    """On a rank: take one step of a trainer's batches."""
+    from megatron_fanformer.training.step import train_step
+
+    parts = (trainer._wrapped, trainer._optimizer, trainer._batches, trainer.grid, trainer._num_micro_batches)
+    return train_step(*parts)
 
 
 def write_config(file: Path, values: dict[str, Any]) -> Path:

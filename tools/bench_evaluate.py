@@ -101,14 +101,7 @@ def _measured(options: argparse.Namespace, model: FANformerConfig, tasks: Sequen
         def run_forward(count: int) -> None:
             with evaluating(stages):
                 for _ in range(count):
-                    row_losses(
-                        stages,
-                        iter([batch]),
-                        grid,
-                        num_micro_batches=1,
-                        micro_batch_size=size,
-                        seq_length=model.seq_length,
-                    )
+                    row_losses(stages, iter([batch]), grid, num_micro_batches=1, micro_batch_size=size)
 
         run_forward(1)
         score(tasks[:1])

@@ -8,12 +8,63 @@ update, on one rank that holds the whole model.
 
 import argparse
 import dataclasses
+from typing import NamedTuple, get_args
 
 from megatron_fanformer import markdown
-from megatron_fanformer.model.config import PRESETS
-from megatron_fanformer.planning.roofline import step_parts
+from megatron_fanformer.model.config import PRESETS, FANformerConfig
+from megatron_fanformer.planning.roofline import (
+    EMBEDDING_PASSES,
+    UPDATED,
+    ZEROED,
+    Kind,
+    head_operation,
+    layer_operations,
+)
 
 STATE_BYTES = 2 * 4  # of AdamW: both moments
+
+
+class Part(NamedTuple):
+    """Describe what one kind of work adds up to in a step of one micro batch, forward and backward."""
+
+    name: str
+    flops: int
+    bytes: int
+
+    def seconds(self, flops_per_second: float, bytes_per_second: float) -> float:
+        """The least time: of computing, or of moving, whichever is longer."""
+        return max(self.flops / flops_per_second, self.bytes / bytes_per_second)
+
+
+def step_parts(model: FANformerConfig, *, tokens: int, element_bytes: int, state_bytes: int) -> list[Part]:
+    """Return every part of a step of one micro batch and one update, on one rank that holds the whole model.
+
+    Args:
+        tokens: of the micro batch.
+        element_bytes: of weights and activations.
+        state_bytes: what the optimizer keeps of each weight.
+    """
+    layer = sorted(
+        layer_operations(model, tokens=tokens, element_bytes=element_bytes),
+        key=lambda operation: get_args(Kind).index(operation.kind),
+    )
+    operations = [(operation, model.num_layers) for operation in layer]
+    operations.append((head_operation(model, tokens=tokens, element_bytes=element_bytes), 1))
+    totals: dict[str, tuple[int, int]] = {}
+    for operation, times in operations:
+        flops, moved = totals.get(operation.name, (0, 0))
+        both = (operation.forward, operation.backward)
+        totals[operation.name] = (
+            flops + times * sum(work.flops for work in both),
+            moved + times * sum(work.bytes for work in both),
+        )
+    copy = element_bytes if element_bytes < 4 else 0  # in float32 the weight is the one that is updated
+    per_weight = UPDATED + 2 * state_bytes + ZEROED + copy  # states are read and written
+    return [
+        *(Part(name=name, flops=flops, bytes=moved) for name, (flops, moved) in totals.items()),
+        Part(name="embedding", flops=0, bytes=EMBEDDING_PASSES * tokens * model.hidden_size * element_bytes),
+        Part(name="optimizer", flops=0, bytes=model.num_parameters * per_weight),
+    ]
 
 
 def main() -> None:

@@ -38,15 +38,14 @@ def row_losses(
     *,
     num_micro_batches: int,
     micro_batch_size: int,
-    seq_length: int,
 ) -> Tensor:
     """Return the next micro batches' losses, summed over the loss mask, by row; a collective call of one replica.
 
     Args:
         stages: the chunks of this rank's stage, in megatron-core's data parallelism or without; `evaluating` them.
-        batches: this replica's micro batches, [b, s] each of `data.batches.BATCH_FIELDS`, on the CPU.
+        batches: this replica's micro batches, [b, s] each of `data.batches.BATCH_FIELDS`, on the CPU, where s is a
+            multiple of `length_multiple`.
         num_micro_batches: a multiple of `micro_batch_multiple`.
-        seq_length: of these micro batches, s: a multiple of `length_multiple`.
 
     Returns:
         [num_micro_batches * micro_batch_size] in float64 on the CPU, in nats, the same on every rank of the replica.
@@ -57,8 +56,6 @@ def row_losses(
         grid,
         lambda losses_bs, loss_mask_bs: (losses_bs.double() * loss_mask_bs).sum(1),
         num_micro_batches=num_micro_batches,
-        micro_batch_size=micro_batch_size,
-        seq_length=seq_length,
         forward_only=True,
     )
     rows = num_micro_batches * micro_batch_size
@@ -164,7 +161,6 @@ def losses_of_rows(
                 grid,
                 num_micro_batches=own_mb.shape[0],
                 micro_batch_size=own_mb.shape[1],
-                seq_length=batch.seq_length,
             )
             is_row = own_mb.flatten() != EMPTY
             losses[own_mb.flatten()[is_row]] = found.numpy()[is_row]

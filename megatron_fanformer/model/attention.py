@@ -3,12 +3,10 @@
 Shapes: s sequence, b micro batch, h hidden size, v width of all values, n heads of this rank, d head size.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core.tensor_parallel.mappings import all_to_all_sp2hp
 from megatron.core.transformer.attention import Attention, SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
@@ -16,8 +14,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from megatron_fanformer.model.config import FANConfig
-from megatron_fanformer.model.fan_layer import FANProjection
-from megatron_fanformer.model.local_layers import ActivatedColumnParallelLinear
+from megatron_fanformer.model.fan_layer import ActivatedColumnParallelLinear, FANProjection
 from megatron_fanformer.runtime.layout import FANForm
 
 
@@ -25,7 +22,7 @@ from megatron_fanformer.runtime.layout import FANForm
 class FANSelfAttentionSubmodules(SelfAttentionSubmodules):
     """Describe what a FAN self-attention is made of: Megatron's parts, and the FAN map's linear layer."""
 
-    fan_linear: Callable[..., torch.nn.Module] | None = None
+    fan_linear: Any = None
 
 
 class FANSelfAttention(SelfAttention):
@@ -47,7 +44,14 @@ class FANSelfAttention(SelfAttention):
         **kwargs: Any,
     ) -> None:
         super().__init__(config, submodules, layer_number, *args, **kwargs)
-        self.fan = _fan_projection(config, submodules, fan, fan_form, self.pg_collection.tp, recompute_fan)
+        self.fan = FANProjection(
+            config,
+            fan=fan,
+            form=fan_form,
+            linear=submodules.fan_linear,
+            tp_group=self.pg_collection.tp,
+            recompute=recompute_fan,
+        )
         _connect(config, self.fan, self.linear_qkv)
 
     def set_for_recompute_input_layernorm(self) -> None:
@@ -84,7 +88,14 @@ class FANValueAttention(Attention):
     ) -> None:
         super().__init__(config, submodules, layer_number, attn_mask_type, attention_type="self", **kwargs)
         self.fan_form = fan_form
-        self.fan = _fan_projection(config, submodules, fan, fan_form, self.pg_collection.tp, recompute_fan)
+        self.fan = FANProjection(
+            config,
+            fan=fan,
+            form=fan_form,
+            linear=submodules.fan_linear,
+            tp_group=self.pg_collection.tp,
+            recompute=recompute_fan,
+        )
         self.linear_qk = submodules.linear_qkv(
             config.hidden_size,
             self.query_projection_size + self.kv_projection_size,
@@ -146,16 +157,3 @@ def _keep_input_as_it_is(linear: torch.nn.Module) -> None:
     from megatron.core.extensions.transformer_engine import set_save_original_input
 
     set_save_original_input(linear)
-
-
-def _fan_projection(
-    config: TransformerConfig,
-    submodules: FANSelfAttentionSubmodules,
-    fan: FANConfig,
-    form: FANForm,
-    tp_group: dist.ProcessGroup,
-    recompute: bool,
-) -> FANProjection:
-    assert submodules.fan_linear is not None, "the layer spec names no linear layer for the FAN map"
-    linear = submodules.fan_linear
-    return FANProjection(config, fan=fan, form=form, linear=linear, tp_group=tp_group, recompute=recompute)

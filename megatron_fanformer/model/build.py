@@ -1,5 +1,6 @@
 """Builds one pipeline stage of a FANformer; the only module that names GPTModel."""
 
+import dataclasses
 from typing import Any
 
 import torch
@@ -15,15 +16,7 @@ from megatron_fanformer.model.layer_spec import block_spec, resolve_transformer_
 from megatron_fanformer.model.loss_head import LossHead, rule_out_padding
 from megatron_fanformer.runtime.parallel import ParallelConfig, RankGrid
 
-FP8_FIELDS = (
-    "fp8",
-    "fp8_recipe",
-    "fp8_amax_history_len",
-    "fp8_amax_compute_algo",
-    "first_last_layers_bf16",
-    "num_layers_at_start_in_bf16",
-    "num_layers_at_end_in_bf16",
-)
+OWN_PRECISION_FIELDS = ("dtype", "fp8_fan")  # the others are megatron-core's, by the same names
 
 
 def transformer_config(
@@ -95,10 +88,8 @@ def _pipeline_fields(parallel: ParallelConfig, grid: RankGrid) -> dict[str, Any]
 
 
 def _fp8_fields(precision: PrecisionConfig) -> dict[str, Any]:
-    """FP8's fields under megatron-core's names, which are also ours."""
-    if precision.fp8 is None:
-        return {}
-    return {field: getattr(precision, field) for field in FP8_FIELDS}
+    fields = {} if precision.fp8 is None else dataclasses.asdict(precision)
+    return {name: value for name, value in fields.items() if name not in OWN_PRECISION_FIELDS}
 
 
 def _is_by_engine(kernels: KernelsConfig) -> bool:
@@ -107,18 +98,6 @@ def _is_by_engine(kernels: KernelsConfig) -> bool:
 
 def _leave_as_it_is(_weight: torch.Tensor) -> None:
     """An initialisation that does nothing."""
-
-
-def _begin_fp8() -> None:
-    from megatron_fanformer.model.te_layers import forget_fp8_state  # imports only where the Engine does
-
-    forget_fp8_state()
-
-
-def _fuse_gradient_accumulation(chunk: GPTModel) -> None:
-    from megatron_fanformer.model.te_layers import fuse_gradient_accumulation
-
-    fuse_gradient_accumulation(chunk)
 
 
 class _Stage(GPTModel):
@@ -169,8 +148,12 @@ def build_stages(
     here; None means without.
     """
     precision = precision or PrecisionConfig()
-    if precision.fp8:
-        _begin_fp8()
+    by_engine = resolve_transformer_impl(kernels.transformer_impl) == "transformer_engine"
+    if by_engine:
+        from megatron_fanformer.model import te_layers
+
+        if precision.fp8:  # the Engine's scales to update are those of an earlier model here, and its dead groups'
+            te_layers.FP8GlobalStateManager.reset()
     config = transformer_config(model, parallel, grid, dtype, precision, kernels)
     chunks = [
         _build_chunk(model, parallel, grid, config, number, kernels, fp8_fan=precision.fp8_fan)
@@ -179,8 +162,8 @@ def build_stages(
     for chunk in chunks:
         if grid.device != "cpu":  # where it is made
             chunk.to(grid.torch_device)
-        if kernels.fuses_gradient_accumulation and _is_by_engine(kernels):
-            _fuse_gradient_accumulation(chunk)
+        if kernels.fuses_gradient_accumulation and by_engine:
+            te_layers.fuse_gradient_accumulation(chunk)
         if seed is not None:
             initialize(sharded_state(chunk, grid), model, seed)
     return chunks

@@ -8,9 +8,10 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
-from megatron_fanformer.errors import InputError
+from megatron_fanformer.errors import InputError, broken_fields
 from megatron_fanformer.model.placements import PLACEMENTS, TRANSFORMER, Placement, PlacementName
 
 PAPER_VOCAB_SIZE = 50_280  # allenai/gpt-neox-olmo-dolma-v1_5
@@ -58,12 +59,10 @@ class FANConfig:
 
     def problems(self) -> list[str]:
         """Rules of single fields that this configuration breaks, one line each."""
-        found = [
-            f"model.fan.{name} is {value}; it must lie in [0, 0.5], since cos and sin of the periodic rows both enter "
-            f"X_F (the paper uses {PAPER_P_RATIO})"
-            for name in ("p_ratio", "v_p_ratio")
-            if (value := getattr(self, name)) is not None and not 0.0 <= value <= 0.5
-        ]
+        demand = (
+            f"lie in [0, 0.5], since cos and sin of the periodic rows both enter X_F (the paper uses {PAPER_P_RATIO})"
+        )
+        found = broken_fields("model.fan", self, demand, lambda value: not 0 <= value <= 0.5, "p_ratio", "v_p_ratio")
         if self.v_p_ratio is not None and not PLACEMENTS[self.placement].has_own_values:
             found.append(
                 f"model.fan.v_p_ratio is {self.v_p_ratio}, but at placement {self.placement} the values have no FAN "
@@ -161,11 +160,6 @@ class FANformerConfig:
         return sum(int(p_ratio * width) for width, p_ratio in outputs)
 
     @property
-    def linear_size(self) -> int:
-        """G, the rows of the FAN map that enter X_F as they are."""
-        return self.hidden_size - 2 * self.periodic_size
-
-    @property
     def value_size(self) -> int:
         """Width of all key or value heads together."""
         return self.query_groups * self.kv_channels
@@ -216,24 +210,17 @@ class FANformerConfig:
                 f"model.num_query_groups {self.query_groups} does not divide model.num_attention_heads "
                 f"{self.num_attention_heads}; choose a divisor"
             )
-        if not 0 <= self.layernorm_epsilon <= 1:
-            found.append(f"model.layernorm_epsilon is {self.layernorm_epsilon}; it must lie in [0, 1]")
+        found += broken_fields("model", self, "lie in [0, 1]", lambda value: not 0 <= value <= 1, "layernorm_epsilon")
         return found + self.fan.problems()
 
     def _size_problems(self) -> list[str]:
-        found = [
-            f"model.{name} is {getattr(self, name)}; it must be at least 1"
-            for name in SIZE_FIELDS
-            if getattr(self, name) < 1
+        broken = partial(broken_fields, "model", self)
+        at_most = f"be at most {LARGEST_SIZE}, beyond which no tensor's bytes can be counted"
+        return [
+            *broken("be at least 1", lambda value: value < 1, *SIZE_FIELDS),
+            *broken(at_most, lambda value: value > LARGEST_SIZE, *SIZE_FIELDS, "num_query_groups"),
+            *broken("be at least 1, or null", lambda value: value < 1, "num_query_groups"),
         ]
-        found += [
-            f"model.{name} is {value}; it must be at most {LARGEST_SIZE}, beyond which no tensor's bytes can be counted"
-            for name in (*SIZE_FIELDS, "num_query_groups")
-            if (value := getattr(self, name)) is not None and value > LARGEST_SIZE
-        ]
-        if self.num_query_groups is not None and self.num_query_groups < 1:
-            found.append(f"model.num_query_groups is {self.num_query_groups}; it must be at least 1, or null")
-        return found
 
 
 def p_ratio_of(periodic_size: int, hidden_size: int) -> float:
@@ -325,14 +312,10 @@ class PrecisionConfig:
 
     def problems(self) -> list[str]:
         """Rules that this configuration breaks, one line each."""
+        in_bf16 = ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16")
         found = [
-            f"precision.{name} is {getattr(self, name)}; it must be at least {least}"
-            for name, least in (
-                ("fp8_amax_history_len", 1),
-                ("num_layers_at_start_in_bf16", 0),
-                ("num_layers_at_end_in_bf16", 0),
-            )
-            if getattr(self, name) < least
+            *broken_fields("precision", self, "be at least 1", lambda value: value < 1, "fp8_amax_history_len"),
+            *broken_fields("precision", self, "be at least 0", lambda value: value < 0, *in_bf16),
         ]
         if self.fp8 is None:
             stray = [name for name in ("fp8_fan", "first_last_layers_bf16") if getattr(self, name)]

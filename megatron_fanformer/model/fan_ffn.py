@@ -29,9 +29,8 @@ from torch import Tensor
 
 from megatron_fanformer.model.canonical_shards import CanonicalRange, canonical_factory
 from megatron_fanformer.model.config import FANConfig
-from megatron_fanformer.model.fan_functions import Activation, FANActivation
+from megatron_fanformer.model.fan_functions import Activation, FANActivation, FANOutput, FANShard
 from megatron_fanformer.model.fan_layer import canonical_rows
-from megatron_fanformer.model.fan_rows import FANOutput, FANShard
 
 ShardedOffsets = Sequence[tuple[int, int, int]]
 

@@ -15,14 +15,17 @@ the norm, the product and the communication in front of them happen once.
 What follows the map, up to the layer that reads X_F, is in `fan_functions`.
 
 Shapes: s sequence, b micro batch, T tensor parallel ranks, h hidden size, w an output's width, v that of the values, P
-periodic and G = w - 2P linear rows of an output, k the rows of one rank, of all outputs.
+periodic and G = w - 2P linear rows of an output, k the rows of one rank, of all outputs, o those of the layer that
+reads X_F.
 """
 
+import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -30,8 +33,13 @@ from torch import Tensor
 
 from megatron_fanformer.model.canonical_shards import CanonicalRange, canonical_factory
 from megatron_fanformer.model.config import FANConfig
-from megatron_fanformer.model.fan_functions import Activation, FANActivation
-from megatron_fanformer.model.fan_rows import FANOutput, FANShard
+from megatron_fanformer.model.fan_functions import (
+    Activation,
+    FANActivation,
+    FANActivationAndProduct,
+    FANOutput,
+    FANShard,
+)
 from megatron_fanformer.runtime.layout import FANForm
 
 PARAMETERS = ("linear", "v_linear")
@@ -130,3 +138,37 @@ def canonical_rows(shard: FANShard, names: Sequence[str]) -> list[CanonicalRange
         CanonicalRange(names[output], start, end, canonical_start, shard.whole(output).rows)
         for output, start, end, canonical_start in shard.row_ranges()
     ]
+
+
+# -- the layer that reads X_F
+
+
+def without_sequence_parallel(config: TransformerConfig) -> TransformerConfig:
+    """A copy for the layer after FAN, whose input is whole on every rank: it must not be gathered again."""
+    config = copy.copy(config)
+    config.sequence_parallel = False
+    return config
+
+
+class ActivatedColumnParallelLinear(ColumnParallelLinear):
+    """A column parallel linear of X_F, which it makes itself of p | g of all ranks (see `FANActivationAndProduct`).
+
+    X_F is whole on every rank, so nothing is gathered for this layer, and its input gradient is not summed: that of
+    p | g is.
+    """
+
+    activation: Activation
+    """How X_F is made: the FAN map's, set once there is one."""
+
+    def __init__(self, *args: Any, config: TransformerConfig, **kwargs: Any) -> None:
+        super().__init__(*args, config=without_sequence_parallel(config), disable_grad_reduce=True, **kwargs)
+
+    def forward(self, pre_sbk: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """p | g of this rank's rows [s, b, k] -> [s, b, o], and in the bias' place all of the map's outputs [s, b, w].
+
+        X_F is the first of those, without a gradient.
+        """
+        product_sbo, *made = FANActivationAndProduct.apply(
+            pre_sbk, self.weight, self.activation, self.gradient_accumulation_fusion
+        )
+        return product_sbo if self.bias is None else product_sbo + self.bias, tuple(made)

@@ -6,6 +6,8 @@ None of it changes what is computed beyond the order of sums. Number formats are
 from dataclasses import dataclass
 from typing import Literal
 
+from megatron_fanformer.errors import broken_fields
+
 TransformerImpl = Literal["auto", "local", "transformer_engine"]
 
 LOGITS_BYTES_ON_CPU, LOGITS_BYTES_ON_GPU = 200 * 2**20, 400 * 2**20
@@ -55,9 +57,8 @@ class KernelsConfig:
 
     def problems(self) -> list[str]:
         """Rules of single fields that this configuration breaks, one line each."""
-        if self.loss_head_chunk_tokens is not None and self.loss_head_chunk_tokens < 1:
-            return [f"kernels.loss_head_chunk_tokens is {self.loss_head_chunk_tokens}; it must be at least 1, or null"]
-        return []
+        demand = "be at least 1, or null"
+        return broken_fields("kernels", self, demand, lambda value: value < 1, "loss_head_chunk_tokens")
 
 
 DEFAULT_KERNELS = KernelsConfig()

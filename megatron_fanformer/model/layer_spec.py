@@ -24,9 +24,9 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.model.config import FANConfig
+from megatron_fanformer.model.fan_layer import ActivatedColumnParallelLinear
 from megatron_fanformer.model.kernels import TransformerImpl
 from megatron_fanformer.model.local_layers import (
-    ActivatedColumnParallelLinear,
     ReplicatedLinear,
     RMSNorm,
     TorchCoreAttention,
@@ -128,10 +128,14 @@ def block_spec(
 
 def _attention(fan: FANConfig, fan_form: FANForm, recompute_fan: bool, **parts: type[torch.nn.Module]) -> ModuleSpec:
     """Return the self-attention of a placement, out of these layers."""
+    placement = PLACEMENTS[fan.placement]
+    module, submodules = placement.attention()
     params: dict[str, Any] = {"attn_mask_type": AttnMaskType.causal}
-    of_fan = {"fan": fan, "fan_form": fan_form, "recompute_fan": recompute_fan}
-    spec: ModuleSpec = PLACEMENTS[fan.placement].attention(params, of_fan, parts)
-    return spec
+    if placement.is_in_attention:
+        params |= {"fan": fan, "fan_form": fan_form, "recompute_fan": recompute_fan}
+    else:
+        del parts["fan_linear"]
+    return ModuleSpec(module=module, params=params, submodules=submodules(**parts))
 
 
 def _local_layer(fan: FANConfig, fan_form: FANForm, recompute_fan: bool) -> ModuleSpec:

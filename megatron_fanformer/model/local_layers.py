@@ -1,10 +1,8 @@
 """The plain-torch parts of the local layer spec.
 
-Shapes: s sequence, b micro batch, h hidden size, n heads of this rank, d head size, k this rank's rows of the FAN map,
-o those of a linear layer, w an output's width.
+Shapes: s sequence, b micro batch, h hidden size, n heads of this rank, d head size.
 """
 
-import copy
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -13,48 +11,16 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core.models.backends import LocalSpecProvider
-from megatron.core.tensor_parallel import ColumnParallelLinear, gather_from_sequence_parallel_region
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
-from megatron_fanformer.model.fan_functions import Activation, FANActivationAndProduct
 from megatron_fanformer.ops.attention import attention
 from megatron_fanformer.ops.element_wise import rms_norm, swiglu
 from megatron_fanformer.runtime.layout import context_chunks
-
-
-def without_sequence_parallel(config: TransformerConfig) -> TransformerConfig:
-    """A copy for the layer after FAN, whose input is whole on every rank: it must not be gathered again."""
-    config = copy.copy(config)
-    config.sequence_parallel = False
-    return config
-
-
-class ActivatedColumnParallelLinear(ColumnParallelLinear):
-    """A column parallel linear of X_F, which it makes itself of p | g of all ranks (see `FANActivationAndProduct`).
-
-    X_F is whole on every rank, so nothing is gathered for this layer, and its input gradient is not summed: that of
-    p | g is.
-    """
-
-    activation: Activation
-    """How X_F is made: the FAN map's, set once there is one."""
-
-    def __init__(self, *args: Any, config: TransformerConfig, **kwargs: Any) -> None:
-        super().__init__(*args, config=without_sequence_parallel(config), disable_grad_reduce=True, **kwargs)
-
-    def forward(self, pre_sbk: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """p | g of this rank's rows [s, b, k] -> [s, b, o], and in the bias' place all of the map's outputs [s, b, w].
-
-        X_F is the first of those, without a gradient.
-        """
-        product_sbo, *made = FANActivationAndProduct.apply(
-            pre_sbk, self.weight, self.activation, self.gradient_accumulation_fusion
-        )
-        return product_sbo if self.bias is None else product_sbo + self.bias, tuple(made)
 
 
 class SwiGLU(MegatronModule):

@@ -9,7 +9,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from megatron.core.utils import divide
 
-from megatron_fanformer.model.local_layers import without_sequence_parallel
+from megatron_fanformer.model.fan_layer import without_sequence_parallel
 
 
 class WholeInputTEColumnParallelLinear(TELinear):
@@ -131,8 +131,3 @@ def fuse_gradient_accumulation(chunk: torch.nn.Module) -> None:
     for module in chunk.modules():
         if hasattr(module, "fuse_wgrad_accumulation"):
             setattr(module, "fuse_wgrad_accumulation", True)  # noqa: B010  # not a field of every module
-
-
-def forget_fp8_state() -> None:
-    """Drop the Engine's list of scales to update: those of an earlier model in this process, and its dead groups."""
-    FP8GlobalStateManager.reset()

@@ -72,7 +72,7 @@ def compare_communication(
         job = _job(own_trial, own_layout)
         compared[model] = (
             [line for _, lines in counted for line in lines],
-            [line for stage, _ in counted for line in communication(job.traffic(stage))],
+            [line for stage, _ in counted for line in communication(job, stage)],
         )
         # The full model's own FAN, unless the variant or the model has none.
         fan = run.model.fan if run.model.fan.placement == small.fan.placement else small.fan
@@ -84,10 +84,10 @@ def compare_communication(
 def count_step(trial: TrialConfig, layout: ParallelConfig) -> tuple[int, list[CollectiveCount]]:
     """This rank's pipeline stage, and what its collectives move in a step; runs on every rank."""
     order = Reordering(trial.model, trial.global_batch_size, 0)
-    with prepared(trial, layout, order) as (grid, _, wrapped, optimizer, batches, shape, _):
-        train_step(wrapped, optimizer, batches, grid, shape)
+    with prepared(trial, layout, order) as (grid, _, wrapped, optimizer, batches, number, _):
+        train_step(wrapped, optimizer, batches, grid, number)
         with count_collectives(grid) as counts:
-            train_step(wrapped, optimizer, batches, grid, shape)
+            train_step(wrapped, optimizer, batches, grid, number)
         return grid.groups.pp.rank(), counts.lines()
 
 
@@ -127,7 +127,7 @@ def _sent_bytes(job: Job) -> dict[str, float]:
     stages = []
     for stage in range(job.parallel.pipeline_model_parallel_size):
         sent: dict[str, float] = {}
-        for line in communication(job.traffic(stage)):
+        for line in communication(job, stage):
             sent[line.group] = sent.get(line.group, 0.0) + moved_bytes(line.kind, line.message_bytes, line.ranks)
         stages.append(sent)
     return max(stages, key=lambda sent: sum(sent.values()))

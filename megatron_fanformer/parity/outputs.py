@@ -12,12 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_fanformer.model.fan_layer import FANProjection
-from megatron_fanformer.model.local_layers import ActivatedColumnParallelLinear
+from megatron_fanformer.model.fan_layer import ActivatedColumnParallelLinear, FANProjection
 from megatron_fanformer.parity.tensor_parts import TensorPart, as_array
 from megatron_fanformer.runtime.layout import context_chunks
 from megatron_fanformer.runtime.parallel import RankGrid
-from megatron_fanformer.training.step import StepShape
 
 TOKEN_LOSS = "token loss"
 OUTPUT_MAKERS = (FANProjection, ActivatedColumnParallelLinear)
@@ -27,10 +25,10 @@ OUTPUT_MAKERS = (FANProjection, ActivatedColumnParallelLinear)
 class OutputRecorder:
     """Between its start and its end, records every output of one step; passes of recomputation are excluded."""
 
-    def __init__(self, stages: list[Any], grid: RankGrid, shape: StepShape, global_batch_size: int) -> None:
+    def __init__(self, stages: list[Any], grid: RankGrid, global_batch_size: int, micro_batch_size: int) -> None:
         self.parts: list[TensorPart] = []
-        self._grid, self._shape = grid, shape
-        self._global_batch_size = global_batch_size
+        self._grid, self._global_batch_size, self._micro_batch_size = grid, global_batch_size, micro_batch_size
+        self._seq_length = stages[0].max_sequence_length
         self._forward_of: dict[int, int] = {}
         self._inside = False
         self._hooks = [hook for number, chunk in enumerate(stages) for hook in self._watch(number, chunk)]
@@ -86,21 +84,21 @@ class OutputRecorder:
             self._keep(name, self._forward_of[number], tensor)
 
     def _keep(self, name: str, micro_batch: int, output_sbw: Tensor) -> None:
-        shape = self._shape
-        first = (micro_batch * self._grid.data_parallel_size + self._grid.data_parallel_rank) * shape.micro_batch_size
-        samples = list(range(first, first + shape.micro_batch_size))
-        whole = (self._global_batch_size, shape.seq_length, output_sbw.shape[-1])
+        size = self._micro_batch_size
+        first = (micro_batch * self._grid.data_parallel_size + self._grid.data_parallel_rank) * size
+        samples = list(range(first, first + size))
+        whole = (self._global_batch_size, self._seq_length, output_sbw.shape[-1])
         values = as_array(output_sbw.transpose(0, 1))
-        if len(values) < shape.micro_batch_size:
+        if len(values) < size:
             self.parts += [TensorPart(name, whole, *part) for part in self._of_one_row(values, samples)]
             return
         self.parts.append(TensorPart(name, whole, (samples, self._positions(output_sbw.shape[0])), values))
 
     def _of_one_row(self, values: np.ndarray, samples: list[int]) -> Iterator[tuple[Any, np.ndarray]]:
         """The parts that the samples have in the one row of them, or in this tensor parallel rank's part of it."""
-        tokens, length = len(samples) * self._shape.seq_length, values.shape[1]
+        tokens, length = len(samples) * self._seq_length, values.shape[1]
         first = 0 if length == tokens else self._grid.groups.tp.rank() * length
-        places, positions = divmod(np.arange(first, first + length), self._shape.seq_length)
+        places, positions = divmod(np.arange(first, first + length), self._seq_length)
         for place in np.unique(places):
             own = places == place
             yield ([samples[place]], positions[own]), values[:, own]
@@ -108,7 +106,7 @@ class OutputRecorder:
     def _positions(self, length: int) -> np.ndarray:
         """Return which positions of the sequence an output of `length` has, by its length alone."""
         size = self._grid.context_parallel_size
-        chunks = torch.arange(self._shape.seq_length).chunk(2 * size if size > 1 else 1)
+        chunks = torch.arange(self._seq_length).chunk(2 * size if size > 1 else 1)
         own = context_chunks(self._grid.groups.cp.rank(), size) if size > 1 else (0,)
         positions = torch.cat([chunks[number] for number in own])
         if length != len(positions):  # this tensor parallel rank's part of them

@@ -9,9 +9,9 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_fanformer.configuration import by_dotted_names
 from megatron_fanformer.model.config import FANformerConfig, nearest_p_ratio
 from megatron_fanformer.runtime.layout import ParallelConfig
-from megatron_fanformer.training.config import by_dotted_names
 
 HEAD_SIZE = 16
 MIN_LAYERS = 4

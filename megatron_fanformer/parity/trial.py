@@ -29,16 +29,7 @@ from megatron_fanformer.runtime.parallel import RankGrid, cpu_kernels_of, rank_g
 from megatron_fanformer.runtime.seeding import generator_for, initialize_by_name, seed_everything
 from megatron_fanformer.training.optimizer import OptimizerConfig, build_optimizer
 from megatron_fanformer.training.schedule import ScheduleConfig, build_scheduler
-from megatron_fanformer.training.step import (
-    StepShape,
-    compute_gradients,
-    gradient_norm,
-    read_sums,
-    train_step,
-    update_weights,
-    weights_in_step,
-    wrap_stages,
-)
+from megatron_fanformer.training.step import attempt_step, train_step, update_weights, weights_in_step, wrap_stages
 
 SEED = 1234
 DOCUMENT_TOKENS = 8
@@ -93,7 +84,7 @@ class Preparation(NamedTuple):
     optimizer: Any
     batches: Any
     """Of this replica, endless."""
-    shape: StepShape
+    num_micro_batches: int
     initial: list[TensorPart]
     """The weights at the start."""
 
@@ -109,12 +100,8 @@ def prepared(trial: TrialConfig, layout: ParallelConfig, order: Reordering) -> I
             initialize_by_name(sharded_state(chunk, grid), SEED, lambda *named: _initial(trial.model, order, *named))
         initial = weight_parts(stages, grid, order)
         wrapped = wrap_stages(stages, layout)
-        optimizer = _optimizer(trial, layout, wrapped)
-        shape = StepShape(
-            num_micro_batches=trial.global_batch_size // (trial.micro_batch_size * grid.data_parallel_size),
-            micro_batch_size=trial.micro_batch_size,
-            seq_length=trial.model.seq_length,
-        )
+        optimizer = _optimizer(trial, wrapped)
+        number = trial.global_batch_size // (trial.micro_batch_size * grid.data_parallel_size)
         batches = micro_batches(
             Samples(trial, order),
             consumed_samples=0,
@@ -122,43 +109,31 @@ def prepared(trial: TrialConfig, layout: ParallelConfig, order: Reordering) -> I
             data_parallel_rank=grid.data_parallel_rank,
             data_parallel_size=grid.data_parallel_size,
         )
-        yield Preparation(grid, stages, wrapped, optimizer, batches, shape, initial)
+        yield Preparation(grid, stages, wrapped, optimizer, batches, number, initial)
 
 
 def run_trial(trial: TrialConfig, layout: ParallelConfig, number: int = 0) -> Trace:
     """Train in a layout, on every rank of it; `number` chooses the order of everything (see `Reordering`)."""
     order = Reordering(trial.model, trial.global_batch_size, number)
-    with prepared(trial, layout, order) as (grid, stages, wrapped, optimizer, batches, shape, initial):
-        with OutputRecorder(stages, grid, shape, trial.global_batch_size) as recorder:
-            sums = compute_gradients(wrapped, optimizer, batches, grid, shape)
-            losses = [read_sums(sums)[0]]
+    with prepared(trial, layout, order) as (grid, stages, wrapped, optimizer, batches, number, initial):
+        with OutputRecorder(stages, grid, trial.global_batch_size, trial.micro_batch_size) as recorder:
+            first = attempt_step(wrapped, optimizer, batches, grid, number)
+        losses = [first.loss]
         gather_gradients(wrapped)
         gradients = gradient_parts(stages, grid, order)
-        update_weights(optimizer, gradient_norm(optimizer))
+        update_weights(optimizer, first.grad_norm)
         for _ in range(trial.steps - 1):
-            losses.append(train_step(wrapped, optimizer, batches, grid, shape).loss)
+            losses.append(train_step(wrapped, optimizer, batches, grid, number).loss)
         with weights_in_step(wrapped):
             weights = weight_parts(stages, grid, order)
     outputs = [restored_output(part, order) for part in recorder.parts]
     return Trace(losses=losses, outputs=outputs, gradients=gradients, initial=initial, weights=weights)
 
 
-def _optimizer(trial: TrialConfig, layout: ParallelConfig, wrapped: list[Any]) -> Any:
-    config = trial.optimizer
-    optimizer = build_optimizer(
-        config,
-        wrapped,
-        dtype=DTYPES[trial.dtype],
-        use_distributed_optimizer=layout.use_distributed_optimizer,
-    )
-    scheduler = build_scheduler(
-        ScheduleConfig(lr_decay_style="constant"),
-        optimizer,
-        lr=config.lr,
-        weight_decay=config.weight_decay,
-        train_iters=trial.steps,
-    )
-    scheduler.step(1)
+def _optimizer(trial: TrialConfig, wrapped: list[Any]) -> Any:
+    optimizer = build_optimizer(trial.optimizer, wrapped)
+    schedule = ScheduleConfig(lr_decay_style="constant")
+    build_scheduler(schedule, optimizer, trial.optimizer, train_iters=trial.steps).step(1)
     return optimizer
 
 

@@ -11,7 +11,7 @@ the input of a reduce-scatter or an all-to-all, what is broadcast or sent.
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from megatron_fanformer.planning.gradient_buffers import (
     GRADIENT_BYTES,
@@ -22,8 +22,8 @@ from megatron_fanformer.planning.gradient_buffers import (
     limits_buckets,
     weights,
 )
-from megatron_fanformer.planning.layer_traffic import chunk_terms
-from megatron_fanformer.planning.step_traffic import StepTraffic, Term
+from megatron_fanformer.planning.job import Job
+from megatron_fanformer.planning.layer_traffic import Term, chunk_terms
 
 NORM_BYTES = 4  # one float32
 REPORT_BYTES = 5 * 8  # the sum of losses, the number of tokens, and of ranks with each of three interrupts, in float64
@@ -32,7 +32,7 @@ TOKEN_COUNT_BYTES = 4  # one int32
 
 @dataclass(frozen=True, kw_only=True)
 class CommunicationLine:
-    """Describe what one rank's collectives of one purpose add up to in a step."""
+    """Describe what one rank's collectives of one purpose add up to in a job."""
 
     group: str
     """tp, cp, pp, dp_cp (replicas and context parallel ranks), mp (tp and pp), embd (first and last stage),
@@ -47,15 +47,17 @@ class CommunicationLine:
     """Of all calls."""
 
 
-def communication(step: StepTraffic) -> list[CommunicationLine]:
-    """Return what one rank communicates in one training step, by purpose; a group of one rank moves nothing.
+def communication(job: Job, stage: int) -> list[CommunicationLine]:
+    """Return what a rank of a pipeline stage communicates in one training step, by purpose; all of its ranks do alike.
+
+    A group of one rank moves nothing.
 
     Raises:
         ValueError: the layers do not divide evenly over the stages.
     """
-    sizes = step.group_sizes()
+    sizes = job.group_sizes(stage)
     lines: dict[tuple[str, str, str], CommunicationLine] = {}
-    for group, kind, purpose, message_bytes, calls in _terms(step):
+    for group, kind, purpose, message_bytes, calls in _terms(job, stage):
         if sizes[group] == 1 or calls == 0:
             continue
         empty = CommunicationLine(group=group, kind=kind, purpose=purpose, ranks=sizes[group], calls=0, message_bytes=0)
@@ -66,53 +68,53 @@ def communication(step: StepTraffic) -> list[CommunicationLine]:
     return list(lines.values())
 
 
-def _terms(step: StepTraffic) -> Iterator[Term]:
-    model, parallel = step.model, step.parallel
-    held = [(chunk, weights(model, parallel, chunk)) for chunk in chunks(model, parallel, step.stage)]
+def _terms(job: Job, stage: int) -> Iterator[Term]:
+    model, parallel = job.model, job.parallel
+    held = [(chunk, weights(model, parallel, chunk)) for chunk in chunks(model, parallel, stage)]
     for chunk, _ in held:
-        for term in chunk_terms(step, chunk):
-            yield term.times(step.num_micro_batches)
-    yield from _pipeline_terms(step)
+        for term in chunk_terms(job, chunk):
+            yield term.times(job.num_micro_batches)
+    yield from _pipeline_terms(job, stage)
     for chunk, own in held:
-        yield from _replica_terms(step, chunk, own)
-    yield from _replicated_weight_terms(step, [weight for _, own in held for weight in own])
-    yield from _scalar_terms(step)
+        yield from _replica_terms(job, stage, chunk, own)
+    yield from _replicated_weight_terms(job, [weight for _, own in held for weight in own])
+    yield from _scalar_terms(job)
 
 
-def _pipeline_terms(step: StepTraffic) -> Iterator[Term]:
+def _pipeline_terms(job: Job, stage: int) -> Iterator[Term]:
     """Return the terms of sending every chunk's output to the next one, and every input gradient back."""
-    if step.stages == 1:
+    if job.stages == 1:
         return
-    parallel, micro_batches = step.parallel, step.num_micro_batches
+    parallel, micro_batches = job.parallel, job.num_micro_batches
     sends = parallel.virtual_stages * micro_batches
     # The interleaved schedule does not batch its exchanges; with two stages megatron-core then has the second one send
     # over the group of all ranks, so that both directions run at once.
-    is_apart = parallel.virtual_stages > 1 and step.stages == 2 and step.stage == 1
+    is_apart = parallel.virtual_stages > 1 and job.stages == 2 and stage == 1
     group = "world" if is_apart else "pp"
-    forward = Term(group, "send", "pipeline activations", step.boundary_bytes)
-    yield forward.times(sends - step.is_last_stage * micro_batches)
-    backward = Term(group, "send", "pipeline gradients", step.boundary_bytes)
-    yield backward.times(sends - step.is_first_stage * micro_batches)
+    forward = Term(group, "send", "pipeline activations", job.boundary_bytes)
+    yield forward.times(sends - (stage == job.stages - 1) * micro_batches)
+    backward = Term(group, "send", "pipeline gradients", job.boundary_bytes)
+    yield backward.times(sends - (stage == 0) * micro_batches)
 
 
-def _replica_terms(step: StepTraffic, chunk: Chunk, own: list[Weight]) -> Iterator[Term]:
+def _replica_terms(job: Job, stage: int, chunk: Chunk, own: list[Weight]) -> Iterator[Term]:
     """Gradients summed over the replicas; with the distributed optimizer each keeps a part, and weights are gathered.
 
     (When they are gathered, after the update or in the next forward, makes no difference to the bytes.)
     """
-    parallel = step.parallel
-    is_limited = limits_buckets(parallel, step.stage, chunk)
-    buckets = gradient_buffer(own, parallel, step.data_parallel_size, is_limited=is_limited).buckets
+    parallel = job.parallel
+    is_limited = limits_buckets(parallel, stage, chunk)
+    buckets = gradient_buffer(own, parallel, job.data_parallel_size, is_limited=is_limited).buckets
     calls = len(buckets) if chunk.number == 0 else 1  # the buckets of a later chunk go together
     kind = "reduce-scatter" if parallel.use_distributed_optimizer else "all-reduce"
     yield Term("dp_cp", kind, "gradients", sum(buckets) * GRADIENT_BYTES, calls)
     if parallel.use_distributed_optimizer:
-        yield Term("dp_cp", "all-gather", "weights", sum(buckets) * step.element_bytes, calls)
+        yield Term("dp_cp", "all-gather", "weights", sum(buckets) * job.element_bytes, calls)
 
 
-def _replicated_weight_terms(step: StepTraffic, own: list[Weight]) -> Iterator[Term]:
+def _replicated_weight_terms(job: Job, own: list[Weight]) -> Iterator[Term]:
     """Gradients of weights that more ranks than the replicas hold."""
-    if step.parallel.sequence_parallel:
+    if job.parallel.sequence_parallel:
         # Norms, and the FAN map of the `sequence` form: each rank saw its own part of the sequence.
         elements = sum(weight.elements for weight in own if weight.is_of_own_tokens)
         yield Term("tp", "all-reduce", "gradients of replicated weights", elements * GRADIENT_BYTES)
@@ -121,36 +123,16 @@ def _replicated_weight_terms(step: StepTraffic, own: list[Weight]) -> Iterator[T
             yield Term("embd", "all-reduce", "tied embedding gradients", weight.elements * GRADIENT_BYTES)
 
 
-def _scalar_terms(step: StepTraffic) -> Iterator[Term]:
-    norm_group = "intra_dist_opt" if step.parallel.use_distributed_optimizer else "mp"
+def _scalar_terms(job: Job) -> Iterator[Term]:
+    norm_group = "intra_dist_opt" if job.parallel.use_distributed_optimizer else "mp"
     yield Term(norm_group, "all-reduce", "gradient norm", NORM_BYTES)
     yield Term("world", "all-reduce", "loss report", REPORT_BYTES)
     yield Term("pp", "broadcast", "token count", TOKEN_COUNT_BYTES)
     yield Term("dp_cp", "all-reduce", "token count", TOKEN_COUNT_BYTES)
 
 
-class Counted(Protocol):
-    """Describe what can be compared: a line of the formula, or one of `runtime.collectives`."""
-
-    @property
-    def group(self) -> str:
-        """As `CommunicationLine.group`."""
-        ...
-
-    @property
-    def kind(self) -> str:
-        """As `CommunicationLine.kind`."""
-        ...
-
-    @property
-    def calls(self) -> int:
-        """Return the number of collectives."""
-        ...
-
-    @property
-    def message_bytes(self) -> int:
-        """Return the bytes of all calls."""
-        ...
+Lines = Iterable[Any]
+"""Of the formula, or of a count (`runtime.collectives`): both have group, kind, calls and message_bytes."""
 
 
 class Total(NamedTuple):
@@ -182,7 +164,7 @@ class ComparedRow:
     cells: tuple[ComparedCell, ...]
 
 
-def totals(lines: Iterable[Counted]) -> dict[tuple[str, str], Total]:
+def totals(lines: Lines) -> dict[tuple[str, str], Total]:
     """The totals by group and kind."""
     sums: dict[tuple[str, str], Total] = {}
     for line in lines:
@@ -191,7 +173,7 @@ def totals(lines: Iterable[Counted]) -> dict[tuple[str, str], Total]:
     return sums
 
 
-def side_by_side(models: Mapping[str, tuple[Iterable[Counted], Iterable[Counted]]]) -> list[ComparedRow]:
+def side_by_side(models: Mapping[str, tuple[Lines, Lines]]) -> list[ComparedRow]:
     """One row per group and kind, with one cell per model in the order given.
 
     Args:

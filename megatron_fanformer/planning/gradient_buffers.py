@@ -150,20 +150,13 @@ def state_bytes(held: Sequence[Weight], elements: Sequence[int], optimizer: Opti
 def first_stage_weights(model: FANformerConfig, parallel: ParallelConfig, layers: int) -> list[Weight]:
     """Return the weights of a rank of the first stage, which has so many layers."""
     is_alone = parallel.pipeline_model_parallel_size == 1
-    whole = Chunk(number=0, layers=layers, has_embedding=True, has_head=is_alone)
-    return weights(model, parallel, whole)
+    return weights(model, parallel, Chunk(number=0, layers=layers, has_embedding=True, has_head=is_alone))
 
 
 def first_stage_buckets(model: FANformerConfig, parallel: ParallelConfig, data_parallel_size: int, layers: int) -> int:
     """Buckets of a rank of the first stage, which has so many layers; each of its later chunks is one."""
-    chunk = Chunk(
-        number=0,
-        layers=-(-layers // parallel.virtual_stages),
-        has_embedding=True,
-        has_head=parallel.pipeline_model_parallel_size == 1,
-    )
-    is_limited = limits_buckets(parallel, 0, chunk)
-    buffer = gradient_buffer(weights(model, parallel, chunk), parallel, data_parallel_size, is_limited=is_limited)
+    held = first_stage_weights(model, parallel, -(-layers // parallel.virtual_stages))
+    buffer = gradient_buffer(held, parallel, data_parallel_size, is_limited=bool(parallel.overlap_grad_reduce))
     return len(buffer.buckets) + parallel.virtual_stages - 1
 
 
@@ -178,7 +171,8 @@ def gradient_buffer(
     Args:
         is_limited: whether buckets are limited in size (`limits_buckets`), or all of the chunk is one.
     """
-    size = bucket_limit(parallel, data_parallel_size) if is_limited else math.inf
+    limit = parallel.ddp_bucket_size or max(LEAST_BUCKET, BUCKET_PER_REPLICA * data_parallel_size)
+    size = limit if is_limited else math.inf  # elements at which a bucket ends
     is_sharded = parallel.use_distributed_optimizer
     unit = math.lcm(data_parallel_size * parallel.context_parallel_size, BUCKET_END) if is_sharded else 1
     alignment = WEIGHT_START if is_sharded else 1
@@ -202,11 +196,6 @@ def gradient_buffer(
 def limits_buckets(parallel: ParallelConfig, stage: int, chunk: Chunk) -> bool:
     """Return whether a chunk's buckets are limited in size: later stages have time enough to send all at once."""
     return bool(parallel.overlap_grad_reduce) and stage == 0 and chunk.number == 0
-
-
-def bucket_limit(parallel: ParallelConfig, data_parallel_size: int) -> int:
-    """Elements at which a bucket of limited size ends."""
-    return parallel.ddp_bucket_size or max(LEAST_BUCKET, BUCKET_PER_REPLICA * data_parallel_size)
 
 
 def _padded(number: int, divisor: int) -> int:

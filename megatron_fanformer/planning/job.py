@@ -1,4 +1,9 @@
-"""A training step of a whole layout: what memory, time and communication by formula are asked about."""
+"""A training step of a whole layout: what memory, time and communication by formula are asked about.
+
+Shapes, here and in `layer_traffic`: s tokens per sample, b samples per micro batch, T, C and P tensor, context and
+pipeline parallel ranks, D replicas, h hidden size, k rows of the FAN map ((1 - p_ratio) h), v width of all values;
+c = s / C tokens of a sample on one context parallel rank.
+"""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -6,7 +11,6 @@ from typing import Literal
 from megatron_fanformer.model.config import FANformerConfig, PrecisionConfig
 from megatron_fanformer.model.kernels import KernelsConfig
 from megatron_fanformer.planning.gradient_buffers import OptimizerStates
-from megatron_fanformer.planning.step_traffic import StepTraffic
 from megatron_fanformer.runtime.layout import ParallelConfig
 
 Layers = Literal["local", "transformer_engine"]
@@ -64,16 +68,56 @@ class Job:
         is_sent = self.layers == "transformer_engine" and self.parallel.cp_comm_type in (None, "p2p")
         return is_sent and self.parallel.context_parallel_size > 1
 
-    def traffic(self, stage: int) -> StepTraffic:
-        """The step as a rank of one pipeline stage sees it."""
-        return StepTraffic(
-            model=self.model,
-            parallel=self.parallel,
-            data_parallel_size=self.data_parallel_size,
-            micro_batch_size=self.micro_batch_size,
-            num_micro_batches=self.num_micro_batches,
-            element_bytes=self.element_bytes,
-            stage=stage,
-            kernels=self.kernels,
-            on_cpu=self.on_cpu,
-        )
+    @property
+    def tokens(self) -> int:
+        """Tokens of a micro batch on one context parallel rank, c b."""
+        return self.micro_batch_size * self.model.seq_length // self.parallel.context_parallel_size
+
+    @property
+    def activation_bytes(self) -> int:
+        """Return the bytes of [c, b, 1]: one number per token of a micro batch on one context parallel rank."""
+        return self.tokens * self.element_bytes
+
+    @property
+    def hidden_bytes(self) -> int:
+        """Return the bytes of [c, b, h]."""
+        return self.activation_bytes * self.model.hidden_size
+
+    @property
+    def boundary_bytes(self) -> int:
+        """Return the bytes that a stage sends to the next: [c, b, h], or with sequence parallelism this rank's part."""
+        return self.hidden_bytes // (self.tensor_ranks if self.parallel.sequence_parallel else 1)
+
+    @property
+    def loss_chunks(self) -> int:
+        """Chunks that the chunked loss head cuts a micro batch's tokens into."""
+        columns = self.model.padded_vocab_size // self.tensor_ranks
+        return -(-self.tokens // self.kernels.loss_chunk_tokens(columns, self.element_bytes, on_cpu=self.on_cpu))
+
+    @property
+    def tensor_ranks(self) -> int:
+        """T."""
+        return self.parallel.tensor_model_parallel_size
+
+    @property
+    def stages(self) -> int:
+        """P."""
+        return self.parallel.pipeline_model_parallel_size
+
+    @property
+    def has_column_fan(self) -> bool:
+        """Return whether there is a FAN map, and its rows are sharded over the tensor parallel ranks."""
+        return self.model.has_fan and self.parallel.fan_form == "column"
+
+    def group_sizes(self, stage: int) -> dict[str, int]:
+        """Ranks of each group that a rank of a pipeline stage is in; of tied embeddings the ends alone have one."""
+        return {
+            "tp": self.tensor_ranks,
+            "cp": self.parallel.context_parallel_size,
+            "pp": self.stages,
+            "dp_cp": self.data_parallel_size * self.parallel.context_parallel_size,
+            "mp": self.tensor_ranks * self.stages,
+            "embd": min(self.stages, 2) if stage in (0, self.stages - 1) else 1,
+            "intra_dist_opt": self.world_size,
+            "world": self.world_size,
+        }

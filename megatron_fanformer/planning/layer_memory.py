@@ -58,12 +58,12 @@ class LayerShapes:
     """Sizes of a layer of one rank that its operations share."""
 
     def __init__(self, job: Job) -> None:
-        model, parallel, step = job.model, job.parallel, job.traffic(0)
+        model, parallel = job.model, job.parallel
         self.job, self.is_engine = job, job.layers == "transformer_engine"
-        self.element, self.tensor = job.element_bytes, step.tensor_ranks
-        self.tokens = step.tokens
+        self.element, self.tensor = job.element_bytes, job.tensor_ranks
+        self.tokens = job.tokens
         self.is_sharded = parallel.sequence_parallel
-        self.part_tokens = step.tokens // self.tensor if self.is_sharded else step.tokens
+        self.part_tokens = job.tokens // self.tensor if self.is_sharded else job.tokens
         self.hidden, self.inner = model.hidden_size, model.ffn_hidden_size // self.tensor
         # Where query groups are fewer than ranks, each rank has one, and its own heads of that.
         groups = max(1, model.query_groups // self.tensor)

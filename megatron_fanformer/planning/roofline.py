@@ -10,7 +10,7 @@ T tensor parallel ranks.
 
 import functools
 from collections.abc import Iterator
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple
 
 from megatron_fanformer.model.config import FANformerConfig
 from megatron_fanformer.planning.gradient_buffers import GRADIENT_BYTES
@@ -33,18 +33,6 @@ SCORE_PASSES_FORWARD, SCORE_PASSES_BACKWARD = 4, 7
 Kind = Literal["matrix products", "attention", "element-wise"]
 
 
-class Part(NamedTuple):
-    """Describe what one kind of work adds up to in a step of one micro batch, forward and backward."""
-
-    name: str
-    flops: int
-    bytes: int
-
-    def seconds(self, flops_per_second: float, bytes_per_second: float) -> float:
-        """The least time: of computing, or of moving, whichever is longer."""
-        return max(self.flops / flops_per_second, self.bytes / bytes_per_second)
-
-
 class Work(NamedTuple):
     """Describe the work of one direction of an operation."""
 
@@ -64,37 +52,6 @@ class Operation(NamedTuple):
     """What recomputes it by itself, of `recompute_modules`."""
     operands: int = 0
     """Of a product: elements of its input and of its output's gradient, which FP8 casts."""
-
-
-def step_parts(model: FANformerConfig, *, tokens: int, element_bytes: int, state_bytes: int) -> list[Part]:
-    """Return every part of a step of one micro batch and one update, on one rank that holds the whole model.
-
-    Args:
-        tokens: of the micro batch.
-        element_bytes: of weights and activations.
-        state_bytes: what the optimizer keeps of each weight.
-    """
-    layer = sorted(
-        layer_operations(model, tokens=tokens, element_bytes=element_bytes),
-        key=lambda operation: get_args(Kind).index(operation.kind),
-    )
-    operations = [(operation, model.num_layers) for operation in layer]
-    operations.append((head_operation(model, tokens=tokens, element_bytes=element_bytes), 1))
-    totals: dict[str, tuple[int, int]] = {}
-    for operation, times in operations:
-        flops, moved = totals.get(operation.name, (0, 0))
-        both = (operation.forward, operation.backward)
-        totals[operation.name] = (
-            flops + times * sum(work.flops for work in both),
-            moved + times * sum(work.bytes for work in both),
-        )
-    copy = element_bytes if element_bytes < 4 else 0  # in float32 the weight is the one that is updated
-    per_weight = UPDATED + 2 * state_bytes + ZEROED + copy  # states are read and written
-    return [
-        *(Part(name=name, flops=flops, bytes=moved) for name, (flops, moved) in totals.items()),
-        Part(name="embedding", flops=0, bytes=EMBEDDING_PASSES * tokens * model.hidden_size * element_bytes),
-        Part(name="optimizer", flops=0, bytes=model.num_parameters * per_weight),
-    ]
 
 
 @functools.lru_cache(maxsize=1 << 12)  # a search asks about the same layer in many layouts

@@ -27,6 +27,7 @@ from megatron_fanformer.planning.gradient_buffers import (
 )
 from megatron_fanformer.planning.job import Job
 from megatron_fanformer.planning.layer_traffic import (
+    Term,
     embedding_terms,
     head_terms,
     layer_backward,
@@ -36,7 +37,6 @@ from megatron_fanformer.planning.layer_traffic import (
 )
 from megatron_fanformer.planning.machines import Machine
 from megatron_fanformer.planning.roofline import Operation, Work
-from megatron_fanformer.planning.step_traffic import Term
 
 FLASH_BACKWARD = 5 / 4  # flash attention's backward computes the scores again: five products in place of four
 RING_OPERATIONS = 3  # of each of the Engine's ring steps: attention to the keys received, correcting sums and output
@@ -148,8 +148,7 @@ class _Seconds:
     def __init__(self, job: Job, machine: Machine, overlaps_tensor_parallel: bool) -> None:
         self._job, self._machine = job, machine
         self._overlaps_tensor_parallel = overlaps_tensor_parallel
-        self._step = job.traffic(0)
-        self._groups = self._step.group_sizes()
+        self._groups = job.group_sizes(0)
         parallel = job.parallel
         nearest = parallel.tensor_model_parallel_size
         self._strides = {TENSOR: 1, CONTEXT: nearest, REPLICAS: nearest}
@@ -164,7 +163,7 @@ class _Seconds:
         job = self._job
         layers = job.parallel.layers_per_stage(job.model.num_layers)
         if layers is None:
-            raise ValueError(f"{job.model.num_layers} layers do not divide over {self._step.stages} stages")
+            raise ValueError(f"{job.model.num_layers} layers do not divide over {job.stages} stages")
         layer, again = self._layer()
         alike = {number: self._stage(number, layer, again) for number in dict.fromkeys(layers)}
         stages = [alike[number] for number in layers]
@@ -177,17 +176,17 @@ class _Seconds:
         stage, chunks = _Parts(), self._job.parallel.virtual_stages
         stage.add(layer, layers)
         if again:
-            stage.add({"recomputation": again}, chunks * recomputed_layers(self._step, layers // chunks))
+            stage.add({"recomputation": again}, chunks * recomputed_layers(self._job, layers // chunks))
         return stage
 
     def _layer(self) -> tuple[_Parts, float]:
         """Seconds of a layer by purpose; and of what of it is recomputed."""
-        job, step = self._job, self._step
+        job = self._job
         operations = roofline.layer_operations(
             job.model,
-            tokens=step.tokens,
+            tokens=job.tokens,
             element_bytes=job.element_bytes,
-            ranks=step.tensor_ranks,
+            ranks=job.tensor_ranks,
             sequence_parallel=job.parallel.sequence_parallel,
             fan_form=job.parallel.fan_form,
             has_plain_attention=self._has_plain_attention,
@@ -196,15 +195,15 @@ class _Seconds:
         for operation in operations:
             forward.add({operation.kind: self._work(operation, operation.forward)})
             backward.add({operation.kind: self._work(operation, operation.backward, is_backward=True)})
-        self._communicate(forward, list(layer_forward(step)), sum(each.forward.kernels for each in operations))
-        self._communicate(backward, list(layer_backward(step)), sum(each.backward.kernels for each in operations))
+        self._communicate(forward, list(layer_forward(job)), sum(each.forward.kernels for each in operations))
+        self._communicate(backward, list(layer_backward(job)), sum(each.backward.kernels for each in operations))
         self._layer_backward = backward.total()
         again = forward.total() if job.parallel.recompute_granularity == "full" else 0.0
         if job.parallel.recompute_granularity == "selective":
             again = sum(
                 self._recomputed(operation) * self._work(operation, operation.forward) for operation in operations
             )
-            terms = list(recomputed(step))
+            terms = list(recomputed(job))
             again += sum(map(self._collective, self._sent_round(terms) if job.has_ring else terms))
         forward.add(backward)
         return forward, again
@@ -257,26 +256,25 @@ class _Seconds:
         return found
 
     def _embedding(self) -> dict[str, float]:
-        step = self._step
-        moved = roofline.EMBEDDING_PASSES * step.hidden_bytes
+        moved = roofline.EMBEDDING_PASSES * self._job.hidden_bytes
         return {
             "element-wise": moved / self._machine.memory_rate,
-            "tensor parallel communication": sum(map(self._collective, embedding_terms(step))),
+            "tensor parallel communication": sum(map(self._collective, embedding_terms(self._job))),
         }
 
     def _head(self) -> dict[str, float]:
-        job, step = self._job, self._step
+        job = self._job
         head = roofline.head_operation(
             job.model,
-            tokens=step.tokens,
+            tokens=job.tokens,
             element_bytes=job.element_bytes,
-            ranks=step.tensor_ranks,
+            ranks=job.tensor_ranks,
             is_chunked=job.kernels.chunked_loss_head,
         )
         computed = sum(self._work(head, work) for work in (head.forward, head.backward))
         return {
             "loss head": computed,
-            "tensor parallel communication": sum(map(self._collective, head_terms(step))),
+            "tensor parallel communication": sum(map(self._collective, head_terms(job))),
         }
 
     def _work(self, operation: Operation, work: Work, *, is_backward: bool = False) -> float:
@@ -313,13 +311,13 @@ class _Seconds:
         Interleaved, exchanges run beside a chunk's computation while forward and backward take turns. Those of the
         first stage's warm-up and flush, which megatron-core counts so, block (overlap_p2p_comm_warmup_flush is off).
         """
-        step, parallel = self._step, self._job.parallel
-        exchange = 2 * self._collective(Term(PIPELINE, "send", "", step.boundary_bytes))
-        fill = exchange * (step.stages - 1)
+        job, parallel = self._job, self._job.parallel
+        exchange = 2 * self._collective(Term(PIPELINE, "send", "", job.boundary_bytes))
+        fill = exchange * (job.stages - 1)
         if parallel.virtual_stages == 1:
-            return fill + exchange * self._job.num_micro_batches
-        chunks = parallel.virtual_stages * self._job.num_micro_batches
-        blocking = min(chunks, 2 * (step.stages - 1) + (parallel.virtual_stages - 1) * step.stages)
+            return fill + exchange * job.num_micro_batches
+        chunks = parallel.virtual_stages * job.num_micro_batches
+        blocking = min(chunks, 2 * (job.stages - 1) + (parallel.virtual_stages - 1) * job.stages)
         return fill + exchange * (blocking + (1 - self._machine.overlap) * (chunks - blocking))
 
     def update(self) -> dict[str, float]:

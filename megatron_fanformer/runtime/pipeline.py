@@ -31,8 +31,6 @@ def run_schedule(
     of_losses: OfLosses,
     *,
     num_micro_batches: int,
-    micro_batch_size: int,
-    seq_length: int,
     forward_only: bool,
 ) -> list[Any]:
     """Take the next micro batches through the stages of this rank's replica; every rank of it takes the same ones.
@@ -44,13 +42,13 @@ def run_schedule(
         of_losses: called with this rank's losses and loss mask, [b, s / context parallel size], of each micro batch;
             returns what is reported, or, where there is a backward, megatron-core's triple: the sum to differentiate,
             the number of tokens, and what is reported.
-        seq_length: tokens of a sample, of all context parallel ranks together.
 
     Returns:
         What was reported of each micro batch, in order; nothing on ranks that do not have the last stage.
     """
     heartbeat.mark("loading samples")
     first = next(batches)
+    micro_batch_size, seq_length = first["tokens"].shape
     if "document_ids" in first:  # what stages send one another is as long as their one row
         micro_batch_size, seq_length = 1, micro_batch_size * seq_length
     # Each chunk of a stage takes all micro batches; the first to ask for one has it loaded.

@@ -1,6 +1,6 @@
 """What one rank of a world does in a training step, found out by running it: for a process of its own.
 
-`rank.simulate` starts that process. `take_steps` is what a rank does, simulated or real.
+`rank.simulate_ranks` starts that process. `take_steps` is what a rank does, simulated or real.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ from megatron_fanformer.training.config import RunConfig
 from megatron_fanformer.training.machine_choices import choose_for_machine
 from megatron_fanformer.training.optimizer import build_optimizer
 from megatron_fanformer.training.schedule import build_scheduler
-from megatron_fanformer.training.step import StepShape, train_step, wrap_stages
+from megatron_fanformer.training.step import train_step, wrap_stages
 
 SHORT_STEPS = 1
 """Of a few micro batches, before the step that is looked at, whose memory and communication are then those of any later
@@ -90,33 +90,16 @@ def take_steps(
     seed_everything(config.training.seed)
     stages = build_stages(config.model, config.parallel, grid, dtype=dtype, seed=seed, kernels=config.kernels)
     wrapped = wrap_stages(stages, config.parallel)
-    optimizer = build_optimizer(
-        config.optimizer,
-        wrapped,
-        dtype=dtype,
-        use_distributed_optimizer=config.parallel.use_distributed_optimizer,
-    )
-    scheduler = build_scheduler(
-        config.schedule,
-        optimizer,
-        lr=config.optimizer.lr,
-        weight_decay=config.optimizer.weight_decay,
-        train_iters=config.training.steps,
-    )
-    shape = StepShape(
-        num_micro_batches=job.num_micro_batches,
-        micro_batch_size=job.micro_batch_size,
-        seq_length=config.model.seq_length,
-    )
-    batches = _batches(shape)
-    fewest = min(shape.num_micro_batches, config.parallel.pipeline_model_parallel_size)
-    short = dataclasses.replace(shape, num_micro_batches=fewest)
+    optimizer = build_optimizer(config.optimizer, wrapped)
+    scheduler = build_scheduler(config.schedule, optimizer, config.optimizer, train_iters=config.training.steps)
+    batches = _batches(job.micro_batch_size, job.model.seq_length)
+    fewest = min(job.num_micro_batches, config.parallel.pipeline_model_parallel_size)
     if tracker is not None:
         tracker.forget_peak()
-    for step_shape in (*[short] * SHORT_STEPS, shape):
+    for number in (*[fewest] * SHORT_STEPS, job.num_micro_batches):
         scheduler.step(1)
         with count_collectives(grid) as counts:
-            train_step(wrapped, optimizer, batches, grid, step_shape)
+            train_step(wrapped, optimizer, batches, grid, number)
     return job, counts.lines()
 
 
@@ -128,10 +111,9 @@ def _resolved(config: RunConfig, grid: RankGrid) -> tuple[RunConfig, Job]:
     return config, config.job(grid.data_parallel_size, layers="local", on_cpu=True)
 
 
-def _batches(shape: StepShape) -> Batches:
+def _batches(*size: int) -> Batches:
     """Micro batches of one token over and over, as the loader yields them."""
-    size = (shape.micro_batch_size, shape.seq_length)
     while True:
         tokens = torch.zeros(size, dtype=torch.int64)
-        positions = torch.arange(shape.seq_length).expand(size)
+        positions = torch.arange(size[1]).expand(size)
         yield {"tokens": tokens, "labels": tokens, "loss_mask": torch.ones(size), "position_ids": positions}

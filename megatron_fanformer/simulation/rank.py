@@ -20,23 +20,23 @@ if TYPE_CHECKING:  # imports torch, which takes seconds
     from megatron_fanformer.simulation.fake_rank import SimulatedRank
 
 
-def simulate(config: RunConfig, *, world_size: int, rank: int) -> "SimulatedRank":
-    """Be one rank of a world, as the trainer would, for a training step: see what it holds and communicates.
-
-    Fields that are left to the machine are as on GPUs over NCCL: bf16, communication overlapped.
-
-    Raises:
-        InputError: the configuration is wrong for that world, or asks for what is not simulated.
-        FanformerError: the rank's process died.
-    """
-    (simulated,) = simulate_ranks(config, world_size=world_size, ranks=[rank])
-    return simulated
-
-
 def simulate_ranks(
     config: RunConfig, *, world_size: int, ranks: Sequence[int], processes: int = 1
 ) -> "list[SimulatedRank]":
-    """`simulate` for several ranks, that many of them at a time; in their order."""
+    """Be ranks of a world, as the trainer would, for a training step: see what each holds and communicates.
+
+    Fields that are left to the machine are as on GPUs over NCCL: bf16, communication overlapped.
+
+    Args:
+        processes: how many ranks at a time.
+
+    Returns:
+        What was seen of each, in the order of `ranks`.
+
+    Raises:
+        InputError: the configuration is wrong for that world, or asks for what is not simulated.
+        FanformerError: a rank's process died.
+    """
     check(config, world_size=world_size, ranks=ranks)
     with ProcessPoolExecutor(processes, mp_context=get_context("spawn"), initializer=_prepare_process) as pool:
         futures = [pool.submit(_run_rank, config, world_size, rank) for rank in ranks]

@@ -259,7 +259,7 @@ def _memory(shown: Estimate) -> dict[str, Any]:
 def _communication(shown: Estimate) -> Iterator[dict[str, Any]]:
     """Return what one rank of each stage communicates in a step, as the local layers do."""
     for stage in range(len(shown.stages)):
-        for line in communication(shown.job.traffic(stage)):
+        for line in communication(shown.job, stage):
             yield {"stage": stage, **dataclasses.asdict(line)}
 
 
@@ -300,11 +300,8 @@ def _draw_memory(shown: Estimate, axes: Any) -> None:
     use_many_colours(axes)
     bottom = [0.0] * len(stages)
     for purpose in [*purposes, "reserve"]:
-        heights = [
-            (shown.reserve_bytes if purpose == "reserve" else sum(x.bytes for x in stage.lines if x.purpose == purpose))
-            / GIB
-            for stage in shown.stages
-        ]
+        held = [shown.reserve_bytes if purpose == "reserve" else _bytes_of(stage, purpose) for stage in shown.stages]
+        heights = [size / GIB for size in held]
         colour = {"color": "lightgray"} if purpose == "reserve" else {}
         axes.bar(stages, heights, bottom=bottom, label=purpose, **colour)
         bottom = [low + height for low, height in zip(bottom, heights, strict=True)]

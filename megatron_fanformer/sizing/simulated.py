@@ -84,7 +84,7 @@ def _beside_formula(simulated: "SimulatedRank") -> SimulatedStage:
         peak_bytes=simulated.peak_bytes,
         formula_peak_bytes=formula_peak,
         counted=_sum(totals(simulated.collectives)),
-        formula=_sum(totals(communication(simulated.job.traffic(simulated.stage)))),
+        formula=_sum(totals(communication(simulated.job, simulated.stage))),
         seconds=simulated.seconds,
         differences=(*communication_differences(simulated), *peak_differences(simulated, formula_peak)),
     )
@@ -96,7 +96,7 @@ def _sum(cells: dict[tuple[str, str], Total]) -> Total:
 
 def communication_differences(simulated: "SimulatedRank") -> list[str]:
     """Each kind of collective over each group of which the formula has another number or other bytes, one line each."""
-    formula_lines = communication(simulated.job.traffic(simulated.stage))
+    formula_lines = communication(simulated.job, simulated.stage)
     formula, counted = totals(formula_lines), totals(simulated.collectives)
     ranks_by_formula = {line.group: line.ranks for line in formula_lines}
     ranks_counted = {line.group: line.ranks for line in simulated.collectives}

@@ -1,14 +1,10 @@
-"""What fine-tuning on chats adds to a run: epochs as steps, and the template that goes with its checkpoints."""
+"""What fine-tuning on chats adds to a run: epochs, which become steps."""
 
 import dataclasses
 import math
 from collections.abc import Callable
-from pathlib import Path
 
-from megatron_fanformer.data.chat_template import CHAT_TEMPLATE_JINJA
 from megatron_fanformer.data.packing import pack, training_conversations, validation_conversations
-from megatron_fanformer.durable_files import write_atomically
-from megatron_fanformer.errors import InputError
 from megatron_fanformer.training.config import RunConfig
 
 
@@ -38,23 +34,3 @@ def with_steps(config: RunConfig, *, report: Callable[[str], None] = lambda _: N
 def with_train_iters(config: RunConfig, steps: int) -> RunConfig:
     """The configuration of a run of so many steps, however it says its length itself."""
     return dataclasses.replace(config, training=dataclasses.replace(config.training, train_iters=steps, epochs=None))
-
-
-def template_file(run: Path) -> Path:
-    """Return where a run keeps the template of its chats, for its checkpoints."""
-    return run / CHAT_TEMPLATE_JINJA
-
-
-def write_template(run: Path, template: str | None) -> None:
-    """Write it there, if there is one.
-
-    Raises:
-        InputError: it cannot be written.
-    """
-    if template is None:
-        return
-    try:
-        write_atomically(template_file(run), template)
-    except OSError as error:
-        reason = f"cannot be written ({error.strerror}); free space, or name another"
-        raise InputError(f"training.run_dir {run} {reason}") from error

@@ -6,6 +6,7 @@ Every problem of a configuration is reported together, one line each, before any
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,7 @@ from megatron_fanformer import terminal
 from megatron_fanformer.checkpoint.config import CheckpointConfig
 from megatron_fanformer.configuration import build, described_fields, moved_names, overlaid, read_overrides, read_values
 from megatron_fanformer.data.config import DataConfig
-from megatron_fanformer.errors import holds_controls
+from megatron_fanformer.errors import broken_fields, holds_controls
 from megatron_fanformer.evaluation.config import EvaluationConfig
 from megatron_fanformer.formats import foreign_names
 from megatron_fanformer.model.config import FANformerConfig, PrecisionConfig
@@ -78,7 +79,8 @@ class TrainingConfig:
 
     def problems(self) -> list[str]:
         """Rules of single fields that this configuration breaks, one line each."""
-        names = (
+        broken = partial(broken_fields, "training", self)
+        counts = (
             "train_iters",
             "global_batch_size",
             "micro_batch_size",
@@ -87,9 +89,10 @@ class TrainingConfig:
             "exit_interval",
         )
         found = [
-            f"training.{name} is {value}; it must be at least 1"
-            for name in names
-            if (value := getattr(self, name)) is not None and value < 1
+            *broken("be at least 1", lambda value: value < 1, *counts),
+            *broken("be above 0", lambda value: value <= 0, "epochs"),
+            *broken("be above 0, or null", lambda value: not value > 0, "exit_duration_in_mins"),
+            *broken("not be negative", lambda value: value < 0, "max_restarts", "seed"),
         ]
         if holds_controls(self.run_dir):
             found.append(
@@ -98,14 +101,6 @@ class TrainingConfig:
         if (self.train_iters is None) == (self.epochs is None):
             stated = "neither is given" if self.epochs is None else "both are given"
             found.append(f"training.train_iters, training.epochs: {stated}, which say how long the run is; give one")
-        if self.epochs is not None and self.epochs <= 0:
-            found.append(f"training.epochs is {self.epochs}; it must be above 0")
-        if self.exit_duration_in_mins is not None and not self.exit_duration_in_mins > 0:
-            found.append(f"training.exit_duration_in_mins is {self.exit_duration_in_mins}; it must be above 0, or null")
-        if self.max_restarts < 0:
-            found.append(f"training.max_restarts is {self.max_restarts}; it must not be negative")
-        if self.seed < 0:
-            found.append(f"training.seed is {self.seed}; it must not be negative")
         return found
 
 
@@ -209,15 +204,14 @@ class RunConfig:
 
     def problems_of_steps(self, data_parallel_size: int) -> list[str]:
         """Those of batches and of their number."""
-        training = self.training
-        no_epochs = []
+        training, found = self.training, []
         if training.epochs is not None and not self.data.is_chats:
-            no_epochs = [
+            found.append(
                 f"training.epochs is {training.epochs}, which counts conversations (data.format sft) alone; state "
                 "training.train_iters"
-            ]
+            )
         return [
-            *no_epochs,
+            *found,
             *fp8_problems(self.model, self.parallel, self.precision, training.micro_batch_size, self.kernels),
             *batch_problems(self.parallel, data_parallel_size, training.global_batch_size, training.micro_batch_size),
             *self.schedule.joint_problems(lr=self.optimizer.lr, train_iters=training.train_iters),
@@ -275,14 +269,6 @@ def _with_documents_apart(values: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(data, dict) or data.get("format") != "sft":
         return values
     return {**values, "data": {"reset_attention_mask": True, "reset_position_ids": True, **data}}
-
-
-def by_dotted_names(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """A configuration's plain values without sections: `model.fan.p_ratio`, as overrides have it, for each field."""
-    found: dict[str, Any] = {}
-    for name, value in values.items():
-        found |= by_dotted_names(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
-    return found
 
 
 def advice(name: str) -> str | None:

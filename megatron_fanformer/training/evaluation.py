@@ -7,7 +7,7 @@ import itertools
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -27,7 +27,6 @@ from megatron_fanformer.evaluation.scoring import scores_of_tasks
 from megatron_fanformer.evaluation.survey import EvaluationSurvey
 from megatron_fanformer.runtime.parallel import RankGrid
 from megatron_fanformer.training.config import RunConfig
-from megatron_fanformer.training.step import StepShape
 
 BITS_PER_BYTE = "bpb"  # by its name in `evaluation.metrics`
 
@@ -43,16 +42,9 @@ class Evaluation:
     """
 
     def __init__(
-        self,
-        config: RunConfig,
-        survey: EvaluationSurvey,
-        grid: RankGrid,
-        shape: StepShape,
-        *,
-        shall_stop: Callable[[], bool],
+        self, config: RunConfig, survey: EvaluationSurvey, grid: RankGrid, *, shall_stop: Callable[[], bool]
     ) -> None:
-        self._survey, self._grid, self._shape, self._shall_stop = survey, grid, shape, shall_stop
-        self._eval_iters = config.training.eval_iters
+        self._config, self._survey, self._grid, self._shall_stop = config, survey, grid, shall_stop
         self._batch_tokens = config.evaluation_batch_tokens
         self._validation_interval = config.training.eval_interval
         self._interval = config.evaluation.interval or config.training.eval_interval
@@ -77,7 +69,7 @@ class Evaluation:
         started = time.monotonic()
         found: dict[str, float] = {}
         self.was_stopped = False
-        due = self._due(step, stages, valid)
+        due = list(self._due(step, stages, valid))
         for number, (_, measure) in enumerate(due):
             try:
                 found |= measure()
@@ -98,24 +90,21 @@ class Evaluation:
 
     def _due(
         self, step: int, stages: list[Any], valid: Mapping[str, Any]
-    ) -> list[tuple[str, Callable[[], dict[str, float]]]]:
-        """Return what is measured after a step, in order, the same on all ranks: its name, and the call for it."""
-        due: list[tuple[str, Callable[[], dict[str, float]]]] = []
+    ) -> Iterator[tuple[str, Callable[[], dict[str, float]]]]:
+        """Yield what is measured after a step, in order, the same on all ranks: its name, and the call for it."""
         if self._is_due(step, self._validation_interval):
             for name, dataset in valid.items():
-                due.append((f"validation loss ({name})", partial(self._validation_loss, step, stages, name, dataset)))
+                yield f"validation loss ({name})", partial(self._validation_loss, step, stages, name, dataset)
         if self._is_due(step, self._interval):
             losses: dict[str, SetLoss] = {}
             for each in self._survey.sets:
-                due.append((each.name, partial(self._perplexity_metrics, step, stages, each, losses)))
+                yield each.name, partial(self._perplexity_metrics, step, stages, each, losses)
             if self._survey.tasks:
-                due.append((f"tasks ({', '.join(self._survey.tasks)})", partial(self._task_metrics, step, stages)))
-        return due
+                yield f"tasks ({', '.join(self._survey.tasks)})", partial(self._task_metrics, step, stages)
 
     def _validation_loss(self, step: int, stages: list[Any], name: str, dataset: Any) -> dict[str, float]:
-        loss = evaluate_loss(
-            stages, dataset, self._grid, self._shape, eval_iters=self._eval_iters, shall_stop=self._shall_stop
-        )
+        iters = self._config.training.eval_iters
+        loss = evaluate_loss(stages, dataset, self._grid, self._config, eval_iters=iters, shall_stop=self._shall_stop)
         _refuse_not_finite(step, f"the validation loss ({name})", loss)
         logger.info("step %d  validation loss (%s) %.4f", step, name, loss)
         return {f"{VALIDATION_LOSS}/{name}": loss}
@@ -176,7 +165,7 @@ def evaluate_loss(
     stages: list[Any],
     dataset: Any,
     grid: RankGrid,
-    shape: StepShape,
+    config: RunConfig,
     *,
     eval_iters: int,
     shall_stop: Callable[[], bool] | None = None,
@@ -186,10 +175,11 @@ def evaluate_loss(
     Raises:
         Stopped: as `shall_stop` said, which is asked before each global batch.
     """
+    size, number = config.training.micro_batch_size, config.num_micro_batches(grid.data_parallel_size)
     batches = micro_batches(
         dataset,
         consumed_samples=0,
-        micro_batch_size=shape.micro_batch_size,
+        micro_batch_size=size,
         data_parallel_rank=grid.data_parallel_rank,
         data_parallel_size=grid.data_parallel_size,
     )
@@ -198,15 +188,8 @@ def evaluate_loss(
         for _ in range(eval_iters):
             if shall_stop is not None and shall_stop():
                 raise Stopped
-            taken = list(itertools.islice(batches, shape.num_micro_batches))
-            losses = row_losses(
-                stages,
-                iter(taken),
-                grid,
-                num_micro_batches=shape.num_micro_batches,
-                micro_batch_size=shape.micro_batch_size,
-                seq_length=shape.seq_length,
-            )
+            taken = list(itertools.islice(batches, number))
+            losses = row_losses(stages, iter(taken), grid, num_micro_batches=number, micro_batch_size=size)
             tokens = sum(int(batch["loss_mask"].sum()) for batch in taken)
             sums += torch.tensor([losses.sum().item(), tokens], dtype=torch.float64)
     sums = sums.to(grid.torch_device)

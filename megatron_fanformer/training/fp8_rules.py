@@ -17,19 +17,10 @@ def fp8_problems(
     precision: PrecisionConfig,
     micro_batch_size: int,
     kernels: KernelsConfig = DEFAULT_KERNELS,
-) -> list[str]:
-    """Return what keeps a model's products from being in FP8, one line each; empty without FP8."""
-    if precision.fp8 is None:
-        return []
-    return [
-        *_size_problems(model, parallel, precision, micro_batch_size),
-        *_layer_problems(model, parallel, precision, kernels),
-    ]
-
-
-def _size_problems(
-    model: FANformerConfig, parallel: ParallelConfig, precision: PrecisionConfig, micro_batch_size: int
 ) -> Iterator[str]:
+    """Yield what keeps a model's products from being in FP8, one line each; nothing without FP8."""
+    if precision.fp8 is None:
+        return
     multiple = MULTIPLE[precision.fp8_recipe]
     for name, size in _sizes(model, parallel, precision, micro_batch_size):
         if size % multiple:
@@ -37,6 +28,21 @@ def _size_problems(
                 f"{name} is {size}, but precision.fp8 needs multiples of {multiple} on a rank (recipe "
                 f"{precision.fp8_recipe}); change it, or set precision.fp8 to null"
             )
+    if kernels.transformer_impl == "local":
+        yield (
+            f"precision.fp8 is {precision.fp8} with kernels.transformer_impl local, whose layers have no FP8; set the "
+            "latter to auto"
+        )
+    # megatron-core refuses it, since the scales would be updated twice.
+    if precision.fp8_recipe == "delayed" and parallel.recomputes("layernorm"):
+        yield (
+            "parallel.recompute_modules has layernorm, which cannot be recomputed with precision.fp8_recipe delayed; "
+            "remove it, or choose the recipe tensorwise"
+        )
+    layers = model.num_layers // parallel.pipeline_model_parallel_size
+    for name in ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"):
+        if precision.first_last_layers_bf16 and getattr(precision, name) > layers:
+            yield f"precision.{name} is {getattr(precision, name)}, but a pipeline stage has {layers} layers; lower it"
 
 
 def _sizes(
@@ -54,26 +60,6 @@ def _sizes(
         yield f"the rows of the FAN map{'' if is_whole else share}", model.fan_rows // (1 if is_whole else tensor)
     ranks = parallel.context_parallel_size * (tensor if parallel.sequence_parallel else 1)
     yield "a micro batch's number of tokens", micro_batch_size * model.seq_length // ranks
-
-
-def _layer_problems(
-    model: FANformerConfig, parallel: ParallelConfig, precision: PrecisionConfig, kernels: KernelsConfig
-) -> Iterator[str]:
-    if kernels.transformer_impl == "local":
-        yield (
-            f"precision.fp8 is {precision.fp8} with kernels.transformer_impl local, whose layers have no FP8; set the "
-            "latter to auto"
-        )
-    # megatron-core refuses it, since the scales would be updated twice.
-    if precision.fp8_recipe == "delayed" and parallel.recomputes("layernorm"):
-        yield (
-            "parallel.recompute_modules has layernorm, which cannot be recomputed with precision.fp8_recipe delayed; "
-            "remove it, or choose the recipe tensorwise"
-        )
-    layers = model.num_layers // parallel.pipeline_model_parallel_size
-    for name in ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"):
-        if precision.first_last_layers_bf16 and getattr(precision, name) > layers:
-            yield f"precision.{name} is {getattr(precision, name)}, but a pipeline stage has {layers} layers; lower it"
 
 
 def fp8_machine_problems(precision: PrecisionConfig, device: devices.DeviceKind) -> list[str]:

@@ -67,13 +67,10 @@ def _sends(parallel: ParallelConfig, kernels: KernelsConfig) -> Iterator[str]:
         )
 
 
-def kernel_problems(kernels: KernelsConfig) -> list[str]:
-    """Return what keeps this machine from the configured kernels, one line each."""
-    return list(_kernel_problems(kernels))
-
-
-def _kernel_problems(kernels: KernelsConfig) -> Iterator[str]:
-    if kernels.gradient_accumulation_fusion and not _has_fused_gradients(kernels):
+def kernel_problems(kernels: KernelsConfig) -> Iterator[str]:
+    """Yield what keeps this machine from the configured kernels, one line each."""
+    has_fused_gradients = _has_engine(kernels) or devices.has_fused_gradient_kernel()
+    if kernels.gradient_accumulation_fusion and not has_fused_gradients:
         yield (
             "kernels.gradient_accumulation_fusion is true, but there is no GPU with Transformer Engine's layers, and "
             "apex's fused_weight_gradient_mlp_cuda does not import; set it to null"
@@ -89,11 +86,6 @@ def _kernel_problems(kernels: KernelsConfig) -> Iterator[str]:
             )
 
 
-def _has_fused_gradients(kernels: KernelsConfig) -> bool:
-    """Return whether this machine's layers can add weight gradients inside the product."""
-    return _has_engine(kernels) or devices.has_fused_gradient_kernel()
-
-
 def _has_engine(kernels: KernelsConfig) -> bool:
     """Return whether the layers are Transformer Engine's here."""
     return kernels.transformer_impl != "local" and devices.has_transformer_engine()
@@ -101,8 +93,8 @@ def _has_engine(kernels: KernelsConfig) -> bool:
 
 def engine_problems(
     model: FANformerConfig, parallel: ParallelConfig, kernels: KernelsConfig, dtype: "torch.dtype"
-) -> list[str]:
-    """Return what the layers that this machine has, the Engine's or local ones, cannot compute, one line each."""
+) -> Iterator[str]:
+    """Yield what the layers that this machine has, the Engine's or local ones, cannot compute, one line each."""
     number_format = str(dtype).removeprefix("torch.")
     return layer_problems(
         model, parallel, kernels, with_engine=_has_engine(kernels), in_fp32=number_format == "float32"
@@ -111,11 +103,9 @@ def engine_problems(
 
 def layer_problems(
     model: FANformerConfig, parallel: ParallelConfig, kernels: KernelsConfig, *, with_engine: bool, in_fp32: bool
-) -> list[str]:
-    """Return what the Engine's layers, or the local ones, cannot compute, one line each."""
-    if with_engine:
-        return list(_engine_problems(model, parallel, kernels, in_fp32=in_fp32))
-    return list(_local_problems(parallel, kernels))
+) -> Iterator[str]:
+    """Yield what the Engine's layers, or the local ones, cannot compute, one line each."""
+    return _engine_problems(model, parallel, kernels, in_fp32) if with_engine else _local_problems(parallel, kernels)
 
 
 def _local_problems(parallel: ParallelConfig, kernels: KernelsConfig) -> Iterator[str]:
@@ -132,7 +122,7 @@ def _local_problems(parallel: ParallelConfig, kernels: KernelsConfig) -> Iterato
 
 
 def _engine_problems(
-    model: FANformerConfig, parallel: ParallelConfig, kernels: KernelsConfig, *, in_fp32: bool
+    model: FANformerConfig, parallel: ParallelConfig, kernels: KernelsConfig, in_fp32: bool
 ) -> Iterator[str]:
     if not model.placement.has_engine_layers:
         yield (

@@ -17,18 +17,12 @@ if TYPE_CHECKING:  # megatron-core takes seconds to import, and a configuration 
     from megatron.core.optimizer import MegatronOptimizer
 
 
-def build_optimizer(
-    config: OptimizerConfig,
-    stages: "list[DistributedDataParallel]",
-    *,
-    dtype: torch.dtype,
-    use_distributed_optimizer: bool,
-) -> "MegatronOptimizer":
+def build_optimizer(config: OptimizerConfig, stages: "list[DistributedDataParallel]") -> "MegatronOptimizer":
     """Return megatron-core's optimizer over the stages of this rank."""
     from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
     from megatron.core.optimizer import get_megatron_optimizer
 
-    rule = OPTIMIZERS[config.name]
+    rule, dtype = OPTIMIZERS[config.name], stages[0].config.params_dtype
     megatron_config = MegatronOptimizerConfig(
         lr=config.lr,
         min_lr=0.0,
@@ -36,7 +30,7 @@ def build_optimizer(
         clip_grad=config.clip_grad,
         bf16=dtype == torch.bfloat16,
         params_dtype=dtype,
-        use_distributed_optimizer=use_distributed_optimizer,
+        use_distributed_optimizer=stages[0].ddp_config.use_distributed_optimizer,
         **rule.megatron_settings(config),
     )
     with _in_place_of_adam(rule.torch_class()):

@@ -6,9 +6,10 @@ A new one is a file with a subclass of `UpdateRule`, and an entry of `OPTIMIZERS
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from megatron_fanformer.errors import did_you_mean
+from megatron_fanformer.errors import broken_fields, did_you_mean
 from megatron_fanformer.planning.gradient_buffers import EMBEDDING, OptimizerStates
 
 if TYPE_CHECKING:  # torch takes seconds to import, and a configuration is checked before
@@ -46,19 +47,13 @@ class OptimizerConfig:
         if self.name not in OPTIMIZERS:
             remedy = did_you_mean(self.name.lower(), OPTIMIZERS, f"name {', '.join(OPTIMIZERS)}")
             found.append(f"optimizer.name is {self.name!a}, which is no optimizer here; {remedy}")
-        found += [
-            f"optimizer.{name} is {getattr(self, name)}; it must not be negative"
-            for name in ("lr", "weight_decay", "clip_grad")
-            if getattr(self, name) < 0
+        broken = partial(broken_fields, "optimizer", self)
+        return [
+            *found,
+            *broken("not be negative", lambda value: value < 0, "lr", "weight_decay", "clip_grad"),
+            *broken("lie in [0, 1)", lambda value: not 0 <= value < 1, "adam_beta1", "adam_beta2"),
+            *broken("be above 0", lambda value: value <= 0, "adam_eps"),
         ]
-        found += [
-            f"optimizer.{name} is {getattr(self, name)}; it must lie in [0, 1)"
-            for name in ("adam_beta1", "adam_beta2")
-            if not 0 <= getattr(self, name) < 1
-        ]
-        if self.adam_eps <= 0:
-            found.append(f"optimizer.adam_eps is {self.adam_eps}; it must be above 0")
-        return found
 
 
 class UpdateRule(OptimizerStates, ABC):

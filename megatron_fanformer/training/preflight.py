@@ -14,16 +14,17 @@ from megatron_fanformer.checkpoint import store
 from megatron_fanformer.checkpoint.mirror import fetch_newer
 from megatron_fanformer.checkpoint.remote import fetched, is_url
 from megatron_fanformer.checkpoint.run_lock import file_of
+from megatron_fanformer.configuration import by_dotted_names
 from megatron_fanformer.data.identity import DataIdentity, identify_data, identity_from_plain, resumed_identity
 from megatron_fanformer.data.sample_counts import SampleCounts
 from megatron_fanformer.data.survey import DataSurvey, survey_data
 from megatron_fanformer.data.tokenizer import load_tokenizer
-from megatron_fanformer.errors import CorruptError, InputError, redacted
+from megatron_fanformer.errors import CorruptError, InputError, collect_problems, redacted
 from megatron_fanformer.evaluation.survey import EvaluationSurvey, survey_evaluation
 from megatron_fanformer.formats.recognition import find_checkpoint, refuse_other_kinds
 from megatron_fanformer.model.config import FANformerConfig
 from megatron_fanformer.training.chats import with_steps
-from megatron_fanformer.training.config import UNSTATED, RunConfig, by_dotted_names
+from megatron_fanformer.training.config import UNSTATED, RunConfig
 from megatron_fanformer.training.machine_rules import machine_problems
 from megatron_fanformer.training.recovery import RecoveryConfig, read_events
 from megatron_fanformer.training.run_log import log_if_slow
@@ -97,40 +98,26 @@ def check_settings(config: RunConfig, world_size: int | None) -> CheckedSettings
         CorruptError: a checkpoint is damaged.
     """
     found: list[str] = []
-    resuming, loaded = _Resuming(), None
-    data_parallel_size = 1
+    replicas = None
     if not config.parallel.problems():
-        try:
-            data_parallel_size = config.parallel.resolve_data_parallel_size(world_size)
-        except InputError as error:
-            found.append(str(error))
+        replicas = collect_problems(found, lambda: config.parallel.resolve_data_parallel_size(world_size))
     of_sections = config.section_problems()
     found += of_sections
     if not of_sections:
-        try:
-            config = with_steps(config, report=logger.info)
-        except InputError as error:
-            found.append(str(error))
-        found += config.joint_problems(data_parallel_size)
+        config = collect_problems(found, lambda: with_steps(config, report=logger.info)) or config
+        found += config.joint_problems(replicas or 1)
     of_tokenizer = _tokenizer_problems(config)
     found += of_tokenizer
-    evaluation = EvaluationSurvey()
+    evaluation = None
     if not (of_tokenizer or of_sections):  # else the same would be told twice
-        try:
-            evaluation = _evaluation(config)
-        except InputError as error:
-            found += str(error).splitlines()
+        evaluation = collect_problems(found, lambda: _evaluation(config))
     if found and (config.checkpoint.mirror or is_url(config.checkpoint.load or "")):
         raise InputError("\n".join(found))  # nothing is fetched for a run that cannot start
-    try:
-        resuming, loaded = _starting_points(config)
-    except InputError as error:
-        found.append(str(error))
-    else:
-        found += _checkpoint_problems(resuming.checkpoint, loaded, config)
-    if found:
+    if points := collect_problems(found, lambda: _starting_points(config)):
+        found += _checkpoint_problems(points[0].checkpoint, points[1], config)
+    if found or points is None or evaluation is None:
         raise InputError("\n".join(found))
-    return CheckedSettings(config, resuming, loaded, evaluation)
+    return CheckedSettings(config, *points, evaluation)
 
 
 def check_machine_and_data(checked: CheckedSettings) -> RunStart:
@@ -140,7 +127,7 @@ def check_machine_and_data(checked: CheckedSettings) -> RunStart:
         InputError: what this machine lacks; data that are not what the run has used so far.
         CorruptError: token files are damaged.
     """
-    config, resuming, loaded, evaluation = checked
+    config = checked.config
     if found := machine_problems(config):
         raise InputError("\n".join(found))
     with log_if_slow("reading the indices of the token files"):
@@ -149,8 +136,7 @@ def check_machine_and_data(checked: CheckedSettings) -> RunStart:
         train_samples, valid_samples = drawn_samples(config)
         counts = SampleCounts(data, config.model.seq_length)
         counts.check(config.data, train_samples=train_samples, valid_samples=valid_samples)
-    identity = _identity(config, data, resuming.checkpoint, allowed=config.data.allow_change)
-    return _start(config, resuming, loaded, data, identity, evaluation)
+    return _start(checked, data, allowed=config.data.allow_change)
 
 
 def find_start(config: RunConfig) -> RunStart:
@@ -162,8 +148,7 @@ def find_start(config: RunConfig) -> RunStart:
     resuming, loaded = _starting_points(config)
     config = with_steps(config)
     data = survey_data(config.data)
-    identity = _identity(config, data, resuming.checkpoint, allowed=None)
-    return _start(config, resuming, loaded, data, identity, _evaluation(config))
+    return _start(CheckedSettings(config, resuming, loaded, _evaluation(config)), data, allowed=None)
 
 
 def _evaluation(config: RunConfig) -> EvaluationSurvey:
@@ -220,22 +205,15 @@ class _Resuming(NamedTuple):
     damaged: tuple[tuple[Path, CorruptError], ...] = ()
 
 
-def _start(
-    config: RunConfig,
-    resuming: _Resuming,
-    loaded: Path | None,
-    data: DataSurvey,
-    identity: DataIdentity,
-    evaluation: EvaluationSurvey,
-) -> RunStart:
-    checkpoint, earlier, damaged = resuming
+def _start(checked: CheckedSettings, data: DataSurvey, *, allowed: Sequence[str] | None) -> RunStart:
+    config, (checkpoint, earlier, damaged), loaded, evaluation = checked
     return RunStart(
         resumed=checkpoint,
         earlier=earlier,
         damaged=damaged,
         loaded=loaded,
         data=data,
-        identity=identity,
+        identity=_identity(config, data, checkpoint, allowed=allowed),
         train_iters=config.training.steps,
         evaluation=evaluation,
         events=tuple(read_events(Path(config.training.run_dir))) if checkpoint else (),

@@ -16,11 +16,13 @@ import time
 from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 from megatron_fanformer.checkpoint.store import RECOVERY, metrics_entry
 from megatron_fanformer.durable_files import regular_file
+from megatron_fanformer.errors import broken_fields
 
 Event = Literal["earlier_checkpoint", "computed_again", "skipped", "rewound", "not_mirrored"]
 TOTALS: dict[str, str] = {
@@ -61,18 +63,12 @@ class RecoveryConfig:
 
     def problems(self) -> list[str]:
         """Rules of single fields that this configuration breaks, one line each."""
+        broken = partial(broken_fields, "recovery", self)
         found = [
-            f"recovery.{name} is {getattr(self, name)}; it must be above 1"
-            for name in ("spiky_loss_factor", "spiky_grad_norm_factor")
-            if not getattr(self, name) > 1
+            *broken("be above 1", lambda value: not value > 1, "spiky_loss_factor", "spiky_grad_norm_factor"),
+            *broken("not be negative", lambda value: value < 0, "max_bad_steps_in_a_row", "max_rewinds"),
+            *broken("be at least 10", lambda value: value < 10, "spike_window"),
         ]
-        found += [
-            f"recovery.{name} is {getattr(self, name)}; it must not be negative"
-            for name in ("max_bad_steps_in_a_row", "max_rewinds")
-            if getattr(self, name) < 0
-        ]
-        if self.spike_window < 10:
-            found.append(f"recovery.spike_window is {self.spike_window}; it must be at least 10")
         if bad := [step for step in self.iterations_to_skip if step < 1]:
             found.append(f"recovery.iterations_to_skip has {bad[0]}; steps count from 1")
         return found

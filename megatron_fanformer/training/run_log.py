@@ -53,6 +53,8 @@ class RunLog:
         ]
         if rank == 0:
             self._handlers.append(_Terminal(self.console))
+        for handler in self._handlers:
+            logging.getLogger().addHandler(handler)
 
     def write_to(self, file: Path | None) -> None:
         """Write the log to a file from here on, and what it has had so far; None: to none.
@@ -72,11 +74,6 @@ class RunLog:
             logging.getLogger().addHandler(handler)
         unwritten.close()  # which passes on what it has
 
-    def start(self) -> None:
-        """Receive everything from this package, and warnings from all others."""
-        for handler in self._handlers:
-            logging.getLogger().addHandler(handler)
-
     def close(self) -> None:
         """Receive nothing any more."""
         for handler in self._handlers:
@@ -90,7 +87,6 @@ def run_log(rank: int) -> Iterator[RunLog]:
     package = logging.getLogger(PACKAGE)
     level = package.level
     log = RunLog(rank)
-    log.start()
     package.setLevel(logging.DEBUG)
     logging.captureWarnings(True)
     try:

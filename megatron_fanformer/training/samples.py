@@ -1,14 +1,12 @@
 """The samples of a run: which datasets they come from, and which of them each step, rank and micro batch takes.
 
-The trainer takes its batches here, and `inspect` asks here what a step took: the order is defined in one place.
+The trainer takes its datasets here, and `inspect` asks here what a step took of them.
 """
 
-from collections.abc import Generator, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from typing import NamedTuple
 
-from torch import Tensor
-
-from megatron_fanformer.data.batches import micro_batches, sample_numbers
+from megatron_fanformer.data.batches import sample_numbers
 from megatron_fanformer.data.datasets import Datasets, build_datasets
 from megatron_fanformer.data.survey import DataSurvey
 from megatron_fanformer.training.config import RunConfig
@@ -34,20 +32,6 @@ def run_datasets(config: RunConfig, survey: DataSurvey | None = None) -> Dataset
         vocab_size=config.model.vocab_size,
         eod_id=config.model.vocab_size - 1,  # any: GPTDataset looks for no document boundary (`document_masks` does)
         survey=survey,
-    )
-
-
-def run_batches(
-    config: RunConfig, dataset: Any, *, consumed_samples: int, data_parallel_rank: int, data_parallel_size: int
-) -> Generator[dict[str, Tensor], None, None]:
-    """A rank's micro batches from a number of consumed samples on, as `micro_batches` yields them."""
-    return micro_batches(
-        dataset,
-        consumed_samples=consumed_samples,
-        micro_batch_size=config.training.micro_batch_size,
-        data_parallel_rank=data_parallel_rank,
-        data_parallel_size=data_parallel_size,
-        num_workers=config.data.num_workers,
     )
 
 

@@ -4,7 +4,11 @@ Step n (from 1) runs at the rate of n: the first step of a warm-up of W steps at
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Literal
+
+from megatron_fanformer.errors import broken_fields
+from megatron_fanformer.training.optimizers import OptimizerConfig
 
 if TYPE_CHECKING:  # megatron-core takes seconds to import, and a configuration is checked before
     from megatron.core.optimizer import MegatronOptimizer
@@ -32,25 +36,17 @@ class ScheduleConfig:
 
     def problems(self) -> list[str]:
         """Rules of single fields that this configuration breaks, one line each."""
-        found = []
-        if self.lr_warmup_iters < 0:
-            found.append(f"schedule.lr_warmup_iters is {self.lr_warmup_iters}; it must not be negative")
-        if self.lr_warmup_fraction is not None:
-            if not 0 <= self.lr_warmup_fraction < 1:
-                found.append(
-                    f"schedule.lr_warmup_fraction is {self.lr_warmup_fraction}; it must lie in [0, 1), or null"
-                )
-            if self.lr_warmup_iters:
-                found.append(
-                    f"schedule.lr_warmup_fraction is {self.lr_warmup_fraction} and lr_warmup_iters "
-                    f"{self.lr_warmup_iters}, which both say how long the warm-up is; leave one out"
-                )
-        for name in ("lr_decay_iters", "lr_wsd_decay_iters"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                found.append(f"schedule.{name} is {value}; it must be at least 1, or null")
-        if self.min_lr is not None and self.min_lr < 0:
-            found.append(f"schedule.min_lr is {self.min_lr}; it must not be negative")
+        broken = partial(broken_fields, "schedule", self)
+        found = [
+            *broken("not be negative", lambda value: value < 0, "lr_warmup_iters", "min_lr"),
+            *broken("lie in [0, 1), or null", lambda value: not 0 <= value < 1, "lr_warmup_fraction"),
+            *broken("be at least 1, or null", lambda value: value < 1, "lr_decay_iters", "lr_wsd_decay_iters"),
+        ]
+        if self.lr_warmup_fraction is not None and self.lr_warmup_iters:
+            found.append(
+                f"schedule.lr_warmup_fraction is {self.lr_warmup_fraction} and lr_warmup_iters "
+                f"{self.lr_warmup_iters}, which both say how long the warm-up is; leave one out"
+            )
         return found
 
     def warmup_steps(self, decay_steps: int) -> int:
@@ -74,12 +70,16 @@ class ScheduleConfig:
 
 
 def build_scheduler(
-    config: ScheduleConfig, optimizer: "MegatronOptimizer", *, lr: float, weight_decay: float, train_iters: int
+    config: ScheduleConfig, optimizer: "MegatronOptimizer", recipe: OptimizerConfig, *, train_iters: int
 ) -> "OptimizerParamScheduler":
-    """The scheduler at step 0; `scheduler.step(1)` sets the rate of the next step."""
+    """The scheduler at step 0; `scheduler.step(1)` sets the rate of the next step.
+
+    Args:
+        recipe: what `optimizer` was built by.
+    """
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-    decay_steps = config.lr_decay_iters or train_iters
+    lr, decay_steps = recipe.lr, config.lr_decay_iters or train_iters
     min_lr = lr / 10 if config.min_lr is None else config.min_lr
     for group in optimizer.param_groups:
         share = group.get("lr_mult", 1.0)
@@ -92,8 +92,8 @@ def build_scheduler(
         lr_warmup_steps=config.warmup_steps(decay_steps),
         lr_decay_steps=decay_steps,
         lr_decay_style=config.lr_decay_style,
-        start_wd=weight_decay,
-        end_wd=weight_decay,
+        start_wd=recipe.weight_decay,
+        end_wd=recipe.weight_decay,
         wd_incr_steps=train_iters,
         wd_incr_style="constant",
         use_checkpoint_opt_param_scheduler=False,

@@ -143,9 +143,8 @@ def run_rank(
     """
     is_launched_here = devices.launched_here()
     quiet = address.rank != 0 or is_launched_here
-    report = _report_nothing if quiet else print_on_stderr  # reported already
     with run_log(address.rank) as started:
-        config = load_config(file, overrides, report=report)
+        config = load_config(file, overrides, report=(lambda _: None) if quiet else print_on_stderr)  # reported already
         if found := [*config.parallel.problems(), *config.runtime.problems()]:
             raise InputError("\n".join(found))
         config.parallel.resolve_data_parallel_size(address.world_size)
@@ -188,7 +187,3 @@ def _train(config: RunConfig, grid: "RankGrid", start: RunStart, log: RunLog) ->
         raise
     finally:
         trainer.close(failed=failed)
-
-
-def _report_nothing(_notice: str) -> None:
-    """Report nothing, for ranks whose launcher, or first rank, has reported it."""

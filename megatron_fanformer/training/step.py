@@ -1,14 +1,15 @@
-"""One training step on megatron-core's schedules: forward, backward, update.
+"""One training step on megatron-core's schedules: forward, backward, update; and which ranks it came out otherwise on.
 
 The loss of a step is the mean over all tokens of the global batch that the loss mask keeps, whatever the layout:
 each micro batch returns its sum and its number of tokens, and gradients are divided by the total number once.
 """
 
+import itertools
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,11 +28,12 @@ from megatron_fanformer.runtime import heartbeat
 from megatron_fanformer.runtime.parallel import ParallelConfig, RankGrid
 from megatron_fanformer.runtime.pipeline import Batches, run_schedule
 from megatron_fanformer.training.interrupts import Interrupts
+from megatron_fanformer.training.optimizer import single_optimizers
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepResult:
-    """Describe what one step showed, the same on every rank."""
+    """Describe what one step showed; all but the last the same on every rank."""
 
     loss: float
     """Mean cross entropy per token, in nats."""
@@ -41,26 +43,27 @@ class StepResult:
     """Tokens that the loss was taken over."""
     interrupts: Interrupts
     """What any rank was asked for before the step's numbers were summed."""
+    own: Tensor | None = None
+    """[2] float64, on the device: losses and tokens of this rank's micro batches; None where another has the loss."""
 
 
-class Sums(NamedTuple):
-    """Losses and tokens of a step's micro batches, on the device."""
+class StepBatches:
+    """The micro batches of one step, taken from a stream as they are asked for, and kept to be taken again."""
 
-    all: Tensor
-    """[5] float64: losses, tokens, and how many ranks have each of `Interrupts`, summed over all ranks."""
-    own: Tensor | None
-    """[2] float64: losses and tokens of this rank's micro batches; None where another rank has the loss."""
+    def __init__(self, stream: Batches, count: int) -> None:
+        self._stream, self._count = stream, count
+        self._taken: list[dict[str, Tensor]] = []
 
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        for number in range(self._count):
+            if number == len(self._taken):
+                self._taken.append(next(self._stream))
+            yield self._taken[number]
 
-@dataclass(frozen=True, kw_only=True)
-class StepShape:
-    """Describe how a step's samples reach one replica."""
-
-    num_micro_batches: int
-    micro_batch_size: int
-    """Samples per micro batch."""
-    seq_length: int
-    """Tokens per sample, of all context parallel ranks together."""
+    def skip(self) -> None:
+        """Take them, for nobody."""
+        for _ in itertools.islice(self._stream, self._count):
+            pass
 
 
 def wrap_stages(chunks: list[Any], parallel: ParallelConfig) -> list[DistributedDataParallel]:
@@ -114,17 +117,14 @@ def train_step(
     optimizer: MegatronOptimizer,
     batches: Batches,
     grid: RankGrid,
-    shape: StepShape,
+    num_micro_batches: int,
 ) -> StepResult:
     """Take a step's micro batches from `batches`, and update the weights at the optimizer's current learning rate.
-
-    The host waits for the device once: where megatron-core reads the gradient norm, to clip by it. The loss is ready
-    by then.
 
     Raises:
         DivergenceError: the loss or the gradient norm is not finite; the weights are unchanged.
     """
-    result, _ = attempt_step(stages, optimizer, batches, grid, shape)
+    result = attempt_step(stages, optimizer, batches, grid, num_micro_batches)
     for name, value in (("loss", result.loss), ("gradient norm", result.grad_norm)):
         if not math.isfinite(value):
             raise DivergenceError(f"the {name} is {value}; lower optimizer.lr, or inspect the step's documents")
@@ -137,61 +137,62 @@ def attempt_step(
     optimizer: MegatronOptimizer,
     batches: Batches,
     grid: RankGrid,
-    shape: StepShape,
+    num_micro_batches: int,
     *,
     listen: Callable[[], Interrupts] = Interrupts,
-) -> tuple[StepResult, Sums]:
-    """`train_step` up to the update: what the step shows, its gradients in the buffers.
+) -> StepResult:
+    """`train_step` up to the update: leave the gradients of the next global batch in the buffers.
+
+    The host waits for the device once: where megatron-core reads the gradient norm, to clip by it. The loss is ready
+    by then.
 
     Args:
         listen: says, after backward, what this rank was asked for; all ranks learn of it with the loss.
     """
-    sums = compute_gradients(stages, optimizer, batches, grid, shape, listen=listen)
-    grad_norm = gradient_norm(optimizer)
-    loss, tokens, interrupts = read_sums(sums)
-    return StepResult(loss=loss, grad_norm=grad_norm, tokens=tokens, interrupts=interrupts), sums
-
-
-def compute_gradients(
-    stages: list[DistributedDataParallel],
-    optimizer: MegatronOptimizer,
-    batches: Batches,
-    grid: RankGrid,
-    shape: StepShape,
-    *,
-    listen: Callable[[], Interrupts] = Interrupts,
-) -> Sums:
-    """Leave the gradients of the next global batch in the buffers; returns its sums for `read_sums`."""
     for stage in stages:
         stage.zero_grad_buffer()
     optimizer.zero_grad()
-    reports = run_schedule(
-        stages,
-        batches,
-        grid,
-        _sum_loss,
-        num_micro_batches=shape.num_micro_batches,
-        micro_batch_size=shape.micro_batch_size,
-        seq_length=shape.seq_length,
-        forward_only=False,
+    reports = run_schedule(stages, batches, grid, _sum_loss, num_micro_batches=num_micro_batches, forward_only=False)
+    own = torch.stack([report["loss_and_tokens"] for report in reports]).sum(0) if reports else None
+    sums = _sum_over_ranks(own, grid, listen())
+    grad_norm = gradient_norm(optimizer)
+    loss, tokens, *interrupts = sums.tolist()
+    return StepResult(
+        loss=loss / max(tokens, 1.0),
+        grad_norm=grad_norm,
+        tokens=int(tokens),
+        interrupts=Interrupts(*(count > 0 for count in interrupts)),
+        own=own,
     )
-    return _sum_over_ranks(reports, grid, listen())
 
 
-def read_sums(sums: Sums) -> tuple[float, int, Interrupts]:
-    """Mean loss per token, tokens, and what any rank was asked for; waits for the device."""
-    loss, tokens, *interrupts = sums.all.tolist()
-    return loss / max(tokens, 1.0), int(tokens), Interrupts(*(count > 0 for count in interrupts))
-
-
-def local_loss_and_grad_norm(stages: list[DistributedDataParallel], sums: Sums) -> tuple[float, float]:
+def local_loss_and_grad_norm(stages: list[DistributedDataParallel], result: StepResult) -> tuple[float, float]:
     """This rank's own mean loss (0 where another rank has it), and the norm of the gradients in its buffers.
 
     They are compared with those of another attempt at the same step, to find the rank that computed otherwise.
     """
-    loss, tokens = (0.0, 1.0) if sums.own is None else sums.own.tolist()
+    loss, tokens = (0.0, 1.0) if result.own is None else result.own.tolist()
     buffers = [buffer for stage in stages for buffer in (*stage.buffers, *stage.expert_parallel_buffers)]
     return loss / max(tokens, 1.0), math.hypot(*(norm(buffer.grad_data).item() for buffer in buffers))
+
+
+def compare_attempts(own: list[tuple[float, float]], grid: RankGrid, *, is_good: bool) -> tuple[list[int], str]:
+    """Find the ranks that computed a step otherwise the second time, and say so in words; a collective call.
+
+    Args:
+        own: this rank's `local_loss_and_grad_norm` of both attempts.
+        is_good: whether nothing is wrong with the second one's numbers.
+    """
+    ranks: list[Any] = [own]
+    if grid.world_size > 1:
+        ranks = [None] * grid.world_size
+        dist.all_gather_object(ranks, own)
+    differing = [rank for rank, (before, after) in enumerate(ranks) if repr(before) != repr(after)]
+    not_finite = [rank for rank, (_, after) in enumerate(ranks) if not all(map(math.isfinite, after))]
+    who = f"rank {', '.join(map(str, differing))} computed otherwise" if differing else "every rank the same"
+    if not is_good and 0 < len(not_finite) < len(ranks):  # a machine that fails each time, or its documents
+        who += f"; not finite on rank {', '.join(map(str, not_finite))} alone"
+    return differing, who
 
 
 def gradient_norm(optimizer: MegatronOptimizer) -> float:
@@ -207,7 +208,7 @@ def update_weights(optimizer: MegatronOptimizer, grad_norm: float) -> None:
     (The optimizer's own `step` would compute the norm again, and spread one that is not finite.)
     """
     heartbeat.mark("update")
-    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+    for part in single_optimizers(optimizer):
         parameters = part.get_parameters()
         if parameters and part.config.clip_grad > 0:
             clip_grad_by_total_norm_fp32(parameters, max_norm=part.config.clip_grad, total_norm=grad_norm)
@@ -222,14 +223,16 @@ def _sum_loss(losses_bs: Tensor, loss_mask_bs: Tensor) -> tuple[Tensor, Tensor, 
     return loss, tokens.to(torch.int), {"loss_and_tokens": report}
 
 
-def _sum_over_ranks(reports: list[dict[str, Tensor]], grid: RankGrid, interrupts: Interrupts) -> Sums:
-    """Only the last stage knows the loss, and each of its tensor parallel ranks knows the same one."""
+def _sum_over_ranks(own: Tensor | None, grid: RankGrid, interrupts: Interrupts) -> Tensor:
+    """[5] float64, on the device: losses, tokens, and how many ranks have each of `Interrupts`, over all ranks.
+
+    Only the last stage knows the loss, and each of its tensor parallel ranks knows the same one.
+    """
     sums = torch.zeros(2 + len(interrupts), dtype=torch.float64, device=grid.torch_device)
-    own = torch.stack([report["loss_and_tokens"] for report in reports]).sum(0) if reports else None
     if own is not None and grid.is_last_stage and grid.groups.tp.rank() == 0:
         sums[:2] = own
     if any(interrupts):  # else there is nothing to copy to the device
         sums[2:] = torch.tensor(interrupts)
     heartbeat.mark("summing the loss")
     dist.all_reduce(sums)
-    return Sums(sums, own)
+    return sums

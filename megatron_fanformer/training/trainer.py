@@ -11,6 +11,8 @@ import torch
 from rich.console import Console
 
 from megatron_fanformer.checkpoint import store
+from megatron_fanformer.data.batches import micro_batches
+from megatron_fanformer.data.chat_template import CHAT_TEMPLATE_JINJA
 from megatron_fanformer.data.tokenizer import tokenizer_file
 from megatron_fanformer.errors import CorruptError, DivergenceError, Interrupted
 from megatron_fanformer.model.build import build_stages
@@ -20,10 +22,8 @@ from megatron_fanformer.runtime.agreement import on_main
 from megatron_fanformer.runtime.device import return_freed_memory
 from megatron_fanformer.runtime.garbage import manual_gc
 from megatron_fanformer.runtime.parallel import RankGrid
-from megatron_fanformer.runtime.pipeline import Batches
 from megatron_fanformer.runtime.seeding import seed_everything
-from megatron_fanformer.training.attempts import StepBatches, StepRetrier
-from megatron_fanformer.training.chats import template_file, with_train_iters, write_template
+from megatron_fanformer.training.chats import with_train_iters
 from megatron_fanformer.training.config import RunConfig
 from megatron_fanformer.training.evaluation import Evaluation
 from megatron_fanformer.training.interrupts import InterruptListener, Interrupts, share
@@ -35,14 +35,15 @@ from megatron_fanformer.training.phase_health import PhaseHealth
 from megatron_fanformer.training.preflight import RunStart, find_start
 from megatron_fanformer.training.recovery import BadSteps, EventLog
 from megatron_fanformer.training.run_log import log_if_slow
-from megatron_fanformer.training.samples import run_batches, run_datasets
+from megatron_fanformer.training.samples import run_datasets
 from megatron_fanformer.training.saves import Checkpointer
 from megatron_fanformer.training.schedule import build_scheduler
 from megatron_fanformer.training.step import (
+    StepBatches,
     StepResult,
-    StepShape,
-    Sums,
     attempt_step,
+    compare_attempts,
+    local_loss_and_grad_norm,
     release,
     update_weights,
     weights_in_step,
@@ -172,13 +173,13 @@ class Trainer:
         self.step += 1
         heartbeat.mark("learning rate", step=self.step)
         self._scheduler.step(1)
-        batches = StepBatches(self._batches, self._shape.num_micro_batches)
+        batches = StepBatches(self._batches, self._num_micro_batches)
         self.consumed_samples += self.config.training.global_batch_size
         if reason := self._bad_steps.reason_to_skip(self.step):
             batches.skip()
             self._interrupts = share(self._listener.now(), self.grid)
             return self._skipped(reason)
-        result, fault = self._attempts.take(self.step, batches)
+        result, fault = self._compute(batches)
         self._interrupts = result.interrupts
         if fault is not None:
             self._bad_steps.note_bad(self.step, fault)
@@ -197,10 +198,27 @@ class Trainer:
             **self._events.totals(),
         }
 
-    def _attempt_step(self, batches: Batches) -> tuple[StepResult, Sums]:
-        parts = (self._wrapped, self._optimizer, batches, self.grid, self._shape)
+    def _compute(self, batches: StepBatches) -> tuple[StepResult, str | None]:
+        """Compute the step, and once more if its numbers are bad: a machine's fault is not there the second time.
+
+        The gradients stay in the buffers. Returns the last numbers, and what is wrong with them.
+        """
+        result, fault = self._attempt(batches)
+        if fault is None or not self.config.recovery.compute_again:
+            return result, fault
+        own = [local_loss_and_grad_norm(self._wrapped, result)]
+        result, still = self._attempt(batches)
+        own.append(local_loss_and_grad_norm(self._wrapped, result))
+        differing, who = compare_attempts(own, self.grid, is_good=still is None)
+        logger.info("step %d  %s; computed again, %s (%s)", self.step, fault, still or "is good", who)
+        self._events.add("computed_again", self.step, first=fault, second=still, ranks=differing)
+        return result, still
+
+    def _attempt(self, batches: StepBatches) -> tuple[StepResult, str | None]:
+        parts = (self._wrapped, self._optimizer, iter(batches), self.grid, self._num_micro_batches)
         with self._phases.reading(self.step):
-            return attempt_step(*parts, listen=self._listener.now)
+            result = attempt_step(*parts, listen=self._listener.now)
+        return result, self._bad_steps.fault_in(result.loss, result.grad_norm)
 
     def _skipped(self, reason: str) -> dict[str, Any]:
         logger.info("step %d  skipped: %s", self.step, reason)
@@ -283,9 +301,6 @@ class Trainer:
         self._share_again()
         return True
 
-    def _stop_requested(self) -> bool:
-        return share(self._listener.now(), self.grid).stop
-
     def _share_again(self) -> None:
         """Share again what came during an evaluation or a save, so that it need not wait for another step."""
         new = share(self._listener.now(), self.grid)
@@ -345,12 +360,7 @@ class Trainer:
                 load_weights(loaded, self._stages, grid)
             logger.debug("starts with the weights of %s", loaded)
         self._wrapped = wrap_stages(self._stages, config.parallel)
-        self._optimizer = build_optimizer(
-            config.optimizer,
-            self._wrapped,
-            dtype=self.dtype,
-            use_distributed_optimizer=config.parallel.use_distributed_optimizer,
-        )
+        self._optimizer = build_optimizer(config.optimizer, self._wrapped)
         self._scheduler = self._build_scheduler()
         self._saves = Checkpointer(
             config,
@@ -359,13 +369,9 @@ class Trainer:
             note_saved=lambda: self._bad_steps.note_saved(),
             note_failure=lambda name, why: self._events.add("not_mirrored", self.step, checkpoint=name, reason=why),
         )
-        self._shape = StepShape(
-            num_micro_batches=config.num_micro_batches(grid.data_parallel_size),
-            micro_batch_size=config.training.micro_batch_size,
-            seq_length=config.model.seq_length,
-        )
+        self._num_micro_batches = config.num_micro_batches(grid.data_parallel_size)
         self._evaluation = Evaluation(
-            config, self._start.evaluation, grid, self._shape, shall_stop=self._stop_requested
+            config, self._start.evaluation, grid, shall_stop=lambda: share(self._listener.now(), grid).stop
         )
 
     def _measure_steps(self) -> None:
@@ -382,26 +388,12 @@ class Trainer:
 
     def _build_scheduler(self) -> Any:
         config = self.config
-        return build_scheduler(
-            config.schedule,
-            self._optimizer,
-            lr=config.optimizer.lr,
-            weight_decay=config.optimizer.weight_decay,
-            train_iters=config.training.steps,
-        )
+        return build_scheduler(config.schedule, self._optimizer, config.optimizer, train_iters=config.training.steps)
 
     def _start_or_resume(self) -> None:
         past = list(self._start.events)
         self._events = EventLog(self.run, past, writes=self.grid.is_main)
         self._bad_steps = BadSteps(self.config.recovery, past)
-        self._attempts = StepRetrier(
-            self._attempt_step,
-            self._wrapped,
-            self.grid,
-            bad_steps=self._bad_steps,
-            events=self._events,
-            again=self.config.recovery.compute_again,
-        )
         if self._start.resumed is not None:
             self._resume([self._start.resumed, *self._start.earlier], list(self._start.damaged))
             self._saves.copy(self.step)
@@ -457,18 +449,19 @@ class Trainer:
         with log_if_slow("finding the order of the samples"):
             self._data = run_datasets(self.config, self._start.data)
         logger.debug("built the datasets in %.1f s", time.monotonic() - started)
-        self._batches = run_batches(
-            self.config,
+        self._batches = micro_batches(
             self._data.train,
             consumed_samples=self.consumed_samples,
+            micro_batch_size=self.config.training.micro_batch_size,
             data_parallel_rank=self.grid.data_parallel_rank,
             data_parallel_size=self.grid.data_parallel_size,
+            num_workers=self.config.data.num_workers,
         )
 
     def _open_logs(self) -> None:
-        self._logs.open(self._resolved_config(), step=self.step, tokens=self.consumed_tokens)
-        if self.grid.is_main:
-            write_template(self.run, self._start.data.chat_template)
+        template = self._start.data.chat_template
+        beside = {} if template is None else {CHAT_TEMPLATE_JINJA: template}
+        self._logs.open(self._resolved_config(), step=self.step, tokens=self.consumed_tokens, beside=beside)
 
     def _resolved_config(self) -> dict[str, Any]:
         values = self.config.as_dict()
@@ -479,5 +472,5 @@ class Trainer:
 
     def _attachments(self) -> list[Path]:
         tokenizer = self.config.data.tokenizer
-        template = [template_file(self.run)] if self._start.data.chat_template else []
+        template = [self.run / CHAT_TEMPLATE_JINJA] if self._start.data.chat_template else []
         return [*([tokenizer_file(Path(tokenizer))] if tokenizer else []), *template]

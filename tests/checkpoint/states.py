@@ -21,7 +21,7 @@ from megatron_fanformer.runtime.seeding import seed_everything
 from megatron_fanformer.training.optimizer import OptimizerConfig, build_optimizer
 from megatron_fanformer.training.optimizers import OPTIMIZERS
 from megatron_fanformer.training.schedule import ScheduleConfig, build_scheduler
-from megatron_fanformer.training.step import StepShape, train_step, weights_in_step, wrap_stages
+from megatron_fanformer.training.step import train_step, weights_in_step, wrap_stages
 from tests.tiny import tiny_model
 
 GLOBAL_BATCH = 4
@@ -96,17 +96,13 @@ class Training:
 
     def take_steps(self, number: int) -> list[float]:
         """Train; the losses."""
-        shape = StepShape(
-            num_micro_batches=GLOBAL_BATCH // (MICRO_BATCH * self.grid.data_parallel_size),
-            micro_batch_size=MICRO_BATCH,
-            seq_length=self.model.seq_length,
-        )
-        return [self._take_step(shape) for _ in range(number)]
+        return [self._take_step() for _ in range(number)]
 
-    def _take_step(self, shape: StepShape) -> float:
+    def _take_step(self) -> float:
         self.step += 1
         self.scheduler.step(1)
-        return train_step(self.wrapped, self.optimizer, self._batches(), self.grid, shape).loss
+        number = GLOBAL_BATCH // (MICRO_BATCH * self.grid.data_parallel_size)
+        return train_step(self.wrapped, self.optimizer, self._batches(), self.grid, number).loss
 
     def _batches(self) -> Iterator[dict[str, torch.Tensor]]:
         generator = torch.Generator().manual_seed(self.step)
@@ -188,19 +184,8 @@ def training(
         seed_everything(seed)
         stages = build_stages(model, parallel, grid, dtype=dtype, seed=seed, kernels=kernels)
         wrapped = wrap_stages(stages, parallel)
-        optimizer = build_optimizer(
-            recipe,
-            wrapped,
-            dtype=dtype,
-            use_distributed_optimizer=parallel.use_distributed_optimizer,
-        )
-        scheduler = build_scheduler(
-            ScheduleConfig(lr_decay_style="constant"),
-            optimizer,
-            lr=recipe.lr,
-            weight_decay=recipe.weight_decay,
-            train_iters=10,
-        )
+        optimizer = build_optimizer(recipe, wrapped)
+        scheduler = build_scheduler(ScheduleConfig(lr_decay_style="constant"), optimizer, recipe, train_iters=10)
         yield Training(grid, model, parallel, stages, wrapped, optimizer, scheduler, recipe)
 
 

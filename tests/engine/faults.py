@@ -27,7 +27,7 @@ def qkv_sums_its_input_gradient_too() -> Iterator[None]:
     from megatron.core.extensions.transformer_engine import TEColumnParallelLinear
 
     from megatron_fanformer.model import te_layers
-    from megatron_fanformer.model.local_layers import without_sequence_parallel
+    from megatron_fanformer.model.fan_layer import without_sequence_parallel
 
     class SummingLinear(TEColumnParallelLinear):
         def __init__(self, *args: Any, config: Any, **kwargs: Any) -> None:

@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.model.test_stock_megatron import MODEL, MY_MODEL, MY_SPEC, layout, stock_and_ours
+from tests.model.test_stock_megatron import MODEL, MY_MODEL, MY_SPEC, stock_and_ours
 from tests.stock_megatron import SPEC
+from tests.training.layouts import layout
 
 SAME = 2e-5  # norm of the difference over the norm: the rotary embedding and SwiGLU are other kernels there
 
@@ -24,7 +25,7 @@ def test_stock_megatron_computes_what_we_do(
     sequence_parallel: bool,
 ) -> None:
     """Under sequence parallelism, too: stock Megatron's own final norm is the Engine's here."""
-    parallel = layout(tensor_parallel, sequence_parallel=sequence_parallel)
+    parallel = layout(f"tp={tensor_parallel}", sequence_parallel=sequence_parallel)
     for stock, ours, epsilons in run_on_engine_ranks(
         tensor_parallel, stock_and_ours, model, parallel, spec, None, "cuda"
     ):

@@ -36,7 +36,7 @@ from megatron_fanformer.model.config import FANConfig, FANformerConfig, as_trans
 from megatron_fanformer.runtime.parallel import ParallelConfig, rank_grid
 from megatron_fanformer.runtime.seeding import seed_everything
 from tests.formats.test_hostile import Bomb
-from tests.model.test_stock_megatron import MODEL, MY_SPEC, layout, stock_metadata
+from tests.model.test_stock_megatron import MODEL, MY_SPEC, stock_metadata
 from tests.stock_megatron import (
     HAS_TRAINING,
     SPEC,
@@ -47,6 +47,7 @@ from tests.stock_megatron import (
     stock_model,
 )
 from tests.tiny import tiny_model
+from tests.training.layouts import layout
 from tests.whole_models import read_full_tensors, save_state
 
 STEP = 3
@@ -72,7 +73,7 @@ def convert(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[...,
 
 def save_both(model: FANformerConfig, spec: list[str], as_stock: str, as_ours: str, apart: bool) -> Tensor:
     """Save one model in stock Megatron-LM's form and in ours, at tensor parallel size 2; this rank's logits of it."""
-    parallel = layout(2)
+    parallel = layout("tp=2")
     with rank_grid(parallel, "cpu") as grid:
         seed_everything(0)
         (ours,) = build_stages(model, parallel, grid, dtype=torch.float32, seed=3)

@@ -83,7 +83,7 @@ def load_and_save(root: Path, saved: Path, tensor: int, pipeline: int, names: tu
             stages = build_stages(store.saved_model(checkpoint), parallel, grid, dtype=torch.float32, seed=None)
             load_weights(checkpoint, stages, grid)
             batches = iter([batch_of(name)])
-            sums = row_losses(stages, batches, grid, num_micro_batches=1, micro_batch_size=SAMPLES, seq_length=LENGTH)
+            sums = row_losses(stages, batches, grid, num_micro_batches=1, micro_batch_size=SAMPLES)
             losses[name] = sums.sum().item() / (SAMPLES * LENGTH)
             _save(saved / folder_of(name), checkpoint, stages, grid)
     return losses

@@ -14,37 +14,28 @@ from typing import Any
 
 import torch
 
-from megatron_fanformer.runtime.parallel import rank_grid
+from megatron_fanformer.model.layouts import layout_fields
 from megatron_fanformer.runtime.rank_pool import RankPool
 from megatron_fanformer.training.config import config_from_dict
 from megatron_fanformer.training.metrics import read_metrics
-from tests.small_runs import small_run, write_tokens
+from tests.small_runs import small_run, trainer_of, write_tokens
 
 FILE = Path(__file__).parent / "losses.json"
 STEPS = 20
 
 Losses = dict[str, list[float]]
 
-LAYOUTS: dict[str, dict[str, Any]] = {
-    "one process": {},
-    "tp2": {"tensor_model_parallel_size": 2},
-    "tp2 sp": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
-    "tp2 sp, FAN sequence": {"tensor_model_parallel_size": 2, "sequence_parallel": True, "fan_form": "sequence"},
-    "pp2": {"pipeline_model_parallel_size": 2},
-    "pp2 vpp2": {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2},
-    "cp2": {"context_parallel_size": 2},
-    "dp2": {"data_parallel_size": 2, "use_distributed_optimizer": False},
-    "dp2, distributed optimizer, overlap": {
-        "data_parallel_size": 2,
-        "overlap_grad_reduce": True,
-        "overlap_param_gather": True,
-        "ddp_bucket_size": 10_000,
-    },
-    "recompute full": {
-        "recompute_granularity": "full",
-        "recompute_method": "uniform",
-        "recompute_num_layers": 1,
-    },
+LAYOUTS = {
+    "one process": "",
+    "tp2": "tp=2",
+    "tp2 sp": "tp=2,sp=true",
+    "tp2 sp, FAN sequence": "tp=2,sp=true,fan=sequence",
+    "pp2": "pp=2",
+    "pp2 vpp2": "pp=2,vpp=2",
+    "cp2": "cp=2",
+    "dp2": "dp=2,distributed_optimizer=false",
+    "dp2, distributed optimizer, overlap": "dp=2,overlap=true,ddp_bucket_size=10000",
+    "recompute full": "recompute=full",
 }
 MODELS: dict[str, dict[str, Any]] = {
     "": {},
@@ -103,22 +94,17 @@ def measure(pool: RankPool, folder: Path, case: str, steps: int = STEPS) -> list
         write_tokens(folder / "tokens"),
         folder / "run",
         model={"num_layers": 4, **MODELS[model]},
-        parallel=LAYOUTS[layout],
+        parallel=layout_fields(LAYOUTS[layout]),
         optimizer={"lr": 3e-3},
         schedule={"lr_decay_iters": STEPS},
         training={"train_iters": STEPS},
     )
     parallel = config_from_dict(values).parallel
-    pool.run(parallel.model_parallel_size * (parallel.data_parallel_size or 1), _train, values, steps)
+    pool.run(parallel.model_parallel_size * parallel.resolve_data_parallel_size(None), _train, values, steps)
     return [metrics["loss"] for metrics in read_metrics(folder / "run")]
 
 
 def _train(values: dict[str, Any], steps: int) -> None:
-    from megatron_fanformer.training.trainer import Trainer
-
-    config = config_from_dict(values)
-    with rank_grid(config.parallel, "cpu") as grid, redirect_stdout(io.StringIO()):
-        trainer = Trainer(config, grid)
+    with redirect_stdout(io.StringIO()), trainer_of(values) as trainer:
         for _ in range(steps):
             trainer.take_step()
-        trainer.close()

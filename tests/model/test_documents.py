@@ -22,8 +22,9 @@ from megatron_fanformer.runtime.layout import ParallelConfig
 from megatron_fanformer.runtime.parallel import rank_grid
 from megatron_fanformer.runtime.pipeline import packed_documents
 from megatron_fanformer.training.optimizer import OptimizerConfig
-from megatron_fanformer.training.step import compute_gradients, read_sums
+from megatron_fanformer.training.step import attempt_step
 from tests.tiny import tiny_model
+from tests.training.layouts import layout, ranks_of
 
 ROUNDED = 5e-6  # of the largest logit: float32 products of other rows
 SAME = 1e-6  # a loss, or the norm of a gradient's difference, relative: float32 sums in another order
@@ -75,21 +76,19 @@ def unpacked() -> list[dict[str, Tensor]]:
     return alone
 
 
-def one_step(layout: ParallelConfig, placement: str, alone: bool = False) -> tuple[float, int, list[Any]]:
+def one_step(parallel: ParallelConfig, placement: str, alone: bool = False) -> tuple[float, int, list[Any]]:
     """A step's mean loss, its tokens, and this rank's parts of the gradients."""
     fan = dataclasses.replace(TRIAL.model.fan, placement=placement)
     trial = dataclasses.replace(TRIAL, model=dataclasses.replace(TRIAL.model, fan=fan))
     order = Reordering(trial.model, SAMPLES, 0)
-    with prepared(trial, layout, order) as (grid, stages, wrapped, optimizer, _, shape, _):
+    with prepared(trial, parallel, order) as (grid, stages, wrapped, optimizer, _, number, _):
         if alone:
-            batches = iter(unpacked())
-            shape = dataclasses.replace(shape, num_micro_batches=len(unpacked()), micro_batch_size=1)
+            batches, number = iter(unpacked()), len(unpacked())
         else:
             batches = packed(grid.data_parallel_rank, grid.data_parallel_size)
-        sums = compute_gradients(wrapped, optimizer, batches, grid, shape)
+        result = attempt_step(wrapped, optimizer, batches, grid, number)
         gather_gradients(wrapped)
-        loss, tokens, _ = read_sums(sums)
-        return loss, tokens, gradient_parts(stages, grid, order)
+        return result.loss, result.tokens, gradient_parts(stages, grid, order)
 
 
 def whole(ranks: list[tuple[float, int, list[Any]]]) -> dict[str, Tensor]:
@@ -102,45 +101,23 @@ def whole(ranks: list[tuple[float, int, list[Any]]]) -> dict[str, Tensor]:
     return gradients
 
 
-TP2 = {"tensor_model_parallel_size": 2}
-SP = {**TP2, "sequence_parallel": True}
-LAYOUTS: dict[str, dict[str, Any]] = {
-    "one process": {},
-    "core attention recomputed": {"recompute_granularity": "selective"},
-    "tp2 sp, recomputed": {
-        **SP,
-        "recompute_granularity": "full",
-        "recompute_method": "uniform",
-        "recompute_num_layers": 1,
-    },
-    "tp2": TP2,
-    "tp2 sp, FAN sequence": {**SP, "fan_form": "sequence"},
-    "pp2": {"pipeline_model_parallel_size": 2},
-    "dp2": {"data_parallel_size": 2},
-}
+LAYOUTS = "", "recompute=selective", "tp=2,sp=true,recompute=full", "tp=2", "tp=2,sp=true,fan=sequence", "pp=2", "dp=2"
 
 
 @pytest.mark.parametrize(
-    ("layout", "placement"),
+    ("text", "placement"),
     [
-        ("one process", "qkv"),
-        *(
-            pytest.param(*case, marks=pytest.mark.full)
-            for case in (
-                *((name, "qkv") for name in LAYOUTS if name != "one process"),
-                *((name, "qk_and_v") for name in ("one process", "tp2")),
-            )
-        ),
+        pytest.param(text, placement, marks=pytest.mark.full if text or placement != "qkv" else ())
+        for text, placement in (*((text, "qkv") for text in LAYOUTS), ("", "qk_and_v"), ("tp=2", "qk_and_v"))
     ],
 )
-def test_packed_equals_unpacked(run_on_ranks: RunOnRanks, layout: str, placement: str) -> None:
-    parallel = ParallelConfig(**LAYOUTS[layout])
+def test_packed_equals_unpacked(run_on_ranks: RunOnRanks, text: str, placement: str) -> None:
+    parallel = layout(text)
     # TP 2 alone rounds differently than one process, by 1.3e-6 of a gradient of `qk_and_v`: packing is what is asked
     # here. The other layouts take no micro batches of documents of any length.
-    alone = parallel if layout == "tp2" else ParallelConfig()
+    alone = parallel if text == "tp=2" else layout()
     one_by_one = run_on_ranks(alone.model_parallel_size, one_step, alone, placement, True)
-    ranks = parallel.model_parallel_size * (parallel.data_parallel_size or 1)
-    together = run_on_ranks(ranks, one_step, parallel, placement)
+    together = run_on_ranks(ranks_of(parallel), one_step, parallel, placement)
     (loss, tokens, _), expected, found = one_by_one[0], whole(one_by_one), whole(together)
     assert {rank[1] for rank in together} == {tokens}
     assert together[0][0] == pytest.approx(loss, rel=SAME, abs=0)

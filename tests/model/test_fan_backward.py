@@ -11,8 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_fanformer.model.build import build_stages
 from megatron_fanformer.model.config import FANConfig
-from megatron_fanformer.model.fan_functions import Activation, Exchanged, FANActivationAndProduct
-from megatron_fanformer.model.fan_rows import FANOutput, FANShard
+from megatron_fanformer.model.fan_functions import Activation, Exchanged, FANActivationAndProduct, FANOutput, FANShard
 from megatron_fanformer.runtime.parallel import ParallelConfig, rank_grid
 from megatron_fanformer.runtime.seeding import seed_everything
 from megatron_fanformer.runtime.shared_memory import GroupMemory

@@ -12,7 +12,7 @@ from megatron_fanformer.checkpoint import optimizer_state
 from megatron_fanformer.formats.name_table import expected_shapes
 from megatron_fanformer.model.build import build_stages
 from megatron_fanformer.model.config import FANConfig, with_same_parameters
-from megatron_fanformer.model.fan_rows import FANOutput, FANShard
+from megatron_fanformer.model.fan_functions import FANOutput, FANShard
 from megatron_fanformer.model.initialization import initial_std
 from megatron_fanformer.runtime.parallel import ParallelConfig, rank_grid
 from megatron_fanformer.runtime.seeding import generator_for

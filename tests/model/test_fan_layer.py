@@ -8,15 +8,16 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megatron_fanformer.model.build import build_stages, sharded_state
 from megatron_fanformer.model.config import FANConfig, FANformerConfig
-from megatron_fanformer.model.fan_functions import Activation, FANActivation
+from megatron_fanformer.model.fan_functions import Activation, FANActivation, FANOutput, FANShard
 from megatron_fanformer.model.fan_layer import FANProjection
-from megatron_fanformer.model.fan_rows import FANOutput, FANShard
 from megatron_fanformer.model.local_layers import TorchCoreAttention
 from megatron_fanformer.runtime.local_shards import local_shards
 from megatron_fanformer.runtime.parallel import ParallelConfig, rank_grid
 from megatron_fanformer.runtime.pipeline import own_positions
 from megatron_fanformer.runtime.seeding import seed_everything
 from tests.tiny import tiny_model
+from tests.training.layouts import gather, layout, shards_of
+from tests.training.test_reference import sum_sequence_parallel_gradients
 
 CONFIG = tiny_model(hidden_size=64, ffn_hidden_size=128, vocab_size=256, seq_length=32)
 
@@ -120,14 +121,10 @@ def initial_pieces(parallel: ParallelConfig, untied: bool, seed: int) -> list[An
 
 @pytest.mark.parametrize("untied", [False, True])
 def test_initial_weights_do_not_depend_on_the_layout(run_on_ranks: Any, untied: bool) -> None:
-    from tests.training.layouts import gather
-
-    layouts = [{}, {"tensor_model_parallel_size": 2}, {"pipeline_model_parallel_size": 2}, {"data_parallel_size": 2}]
-    whole = []
-    for degrees in layouts:
-        parallel = ParallelConfig(**degrees)
-        world = 2 if degrees else 1
-        whole.append(gather(run_on_ranks(world, initial_pieces, parallel, untied, 7)))
+    whole = [
+        gather(run_on_ranks(2 if text else 1, initial_pieces, layout(text), untied, 7))
+        for text in ("", "tp=2", "pp=2", "dp=2")
+    ]
     for other in whole[1:]:
         assert other.keys() == whole[0].keys()
         for name, weight in other.items():
@@ -157,47 +154,11 @@ def test_core_attention_runs_in_a_fused_kernel(groups: int) -> None:
     torch.testing.assert_close(output, expected, atol=1e-5, rtol=1e-5)
 
 
-def losses_and_gradients(parallel: ParallelConfig, groups: int) -> Any:
-    """Token losses of the initial model of seed 3, and this rank's pieces of its gradients."""
-    from tests.training.layouts import shards_of
-
-    with rank_grid(parallel, "cpu") as grid:
-        seed_everything(0)
-        config = FANformerConfig(**{**CONFIG.__dict__, "num_query_groups": groups})
-        (stage,) = build_stages(config, parallel, grid, dtype=torch.float32, seed=3)
-        tokens = torch.arange(32).unsqueeze(0)
-        losses = stage(tokens, tokens, None, labels=tokens + 1)
-        losses.mean().backward()
-        return losses.detach(), shards_of([stage], grid, gradients=True)
-
-
-@pytest.mark.parametrize("groups", [1, pytest.param(2, marks=pytest.mark.full)])
-def test_grouped_queries_over_more_ranks_than_groups(run_on_ranks: Any, groups: int) -> None:
-    from tests.training.layouts import gather
-
-    single = ParallelConfig()
-    ((losses, pieces),) = run_on_ranks(1, losses_and_gradients, single, groups)
-    expected = gather([pieces])
-    four = ParallelConfig(tensor_model_parallel_size=4)
-    ranks = run_on_ranks(4, losses_and_gradients, four, groups)
-    for rank_losses, _ in ranks:
-        torch.testing.assert_close(rank_losses, losses, atol=1e-5, rtol=0)
-    for name, gradient in gather([pieces for _, pieces in ranks]).items():
-        error = (gradient - expected[name]).norm() / expected[name].norm().clamp_min(1e-12)
-        assert error < 1e-4, f"{name}: {error}"
-
-
-# -- the sequence form, and the values' own FAN layer
-
-
-def losses_and_pieces(parallel: ParallelConfig, fan: FANConfig) -> Any:
+def losses_and_pieces(parallel: ParallelConfig, fields: dict[str, Any]) -> Any:
     """Token losses of the initial model of seed 3 with shaken biases, and the gradients summed as a step sums them."""
-    from tests.training.layouts import shards_of
-    from tests.training.test_reference import sum_sequence_parallel_gradients
-
     with rank_grid(parallel, "cpu") as grid:
         seed_everything(0)
-        config = FANformerConfig(**{**CONFIG.__dict__, "fan": fan})
+        config = FANformerConfig(**{**CONFIG.__dict__, **fields})
         (stage,) = build_stages(config, parallel, grid, dtype=torch.float32, seed=3)
         shake_biases(stage, grid)
         tokens = torch.arange(32).unsqueeze(0)
@@ -213,6 +174,21 @@ def shake_biases(stage: Any, grid: Any) -> None:
         if shard.key.endswith("bias"):
             whole = torch.randn(shard.global_shape, generator=torch.Generator().manual_seed(len(shard.key)))
             shard.data.copy_(whole[shard.global_slice()])
+
+
+@pytest.mark.parametrize("groups", [1, pytest.param(2, marks=pytest.mark.full)])
+def test_grouped_queries_over_more_ranks_than_groups(run_on_ranks: Any, groups: int) -> None:
+    ((losses, gradients, _),) = run_on_ranks(1, losses_and_pieces, layout(), {"num_query_groups": groups})
+    expected = gather([gradients])
+    ranks = run_on_ranks(4, losses_and_pieces, layout("tp=4"), {"num_query_groups": groups})
+    for rank_losses, _, _ in ranks:
+        torch.testing.assert_close(rank_losses, losses, atol=1e-5, rtol=0)
+    for name, gradient in gather([pieces for _, pieces, _ in ranks]).items():
+        error = (gradient - expected[name]).norm() / expected[name].norm().clamp_min(1e-12)
+        assert error < 1e-4, f"{name}: {error}"
+
+
+# -- the sequence form, and the values' own FAN layer
 
 
 FANS = {
@@ -236,16 +212,9 @@ ALWAYS = ("no bias", "own values, own p")  # with GELU; the plain one is in ever
     ],
 )
 def test_both_forms_equal_the_single_rank(run_on_ranks: Any, name: str, form: Any) -> None:
-    from tests.training.layouts import gather
-
-    single = ParallelConfig()
-    [(losses, gradients, weights)] = run_on_ranks(1, losses_and_pieces, single, FANS[name])
-    spread = ParallelConfig(
-        tensor_model_parallel_size=2,
-        sequence_parallel=True,
-        fan_form=form,
-    )
-    ranks = run_on_ranks(2, losses_and_pieces, spread, FANS[name])
+    fields = {"fan": FANS[name]}
+    [(losses, gradients, weights)] = run_on_ranks(1, losses_and_pieces, layout(), fields)
+    ranks = run_on_ranks(2, losses_and_pieces, layout(f"tp=2,sp=true,fan={form}"), fields)
     for rank_losses, _, _ in ranks:
         torch.testing.assert_close(rank_losses, losses, atol=1e-5, rtol=0)
     expected = gather([gradients])

@@ -1,20 +1,17 @@
 """Layouts that a model or a batch does not allow: refused with the rule and the nearest legal value."""
 
-import dataclasses
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from megatron_fanformer.model.config import PRESETS, FANConfig
 from megatron_fanformer.model.layout_rules import batch_problems, layout_problems
+from megatron_fanformer.model.layouts import layout_fields
 from megatron_fanformer.runtime.layout import ParallelConfig
 
 MODEL = PRESETS["fanformer-1b"]  # 16 layers, 16 heads, h 2048
-OWN_VALUES = FANConfig(placement="qk_and_v")
-
-
-def parallel(**fields: Any) -> ParallelConfig:
-    return ParallelConfig(**fields)
+OWN_VALUES, FAN_FFN = FANConfig(placement="qk_and_v"), FANConfig(placement="ffn")
 
 
 @pytest.mark.parametrize(
@@ -39,128 +36,62 @@ def parallel(**fields: Any) -> ParallelConfig:
     ],
 )
 def test_a_layout_that_contradicts_itself(fields: dict[str, Any], part: str) -> None:
-    (problem,) = parallel(**fields).problems()
+    (problem,) = ParallelConfig(**fields).problems()
     assert part in problem
 
 
+FAN_AGAIN = "recompute=selective,recompute_modules=[fan]"
+
+
 @pytest.mark.parametrize(
-    ("model", "fields", "part"),
+    ("model", "layout", "part"),
     [
-        ({}, {"tensor_model_parallel_size": 32}, "choose one of 1, 2, 4, 8, 16"),
-        ({"num_query_groups": 4}, {"tensor_model_parallel_size": 8}, None),
-        (
-            {"num_query_groups": 4, "fan": OWN_VALUES},
-            {"tensor_model_parallel_size": 8},
-            "does not divide model.num_query_groups 4; choose one of 1, 2, 4",
-        ),
-        (  # two ranks share a group; each has one head of it
-            {"num_query_groups": 4},
-            {"tensor_model_parallel_size": 8, "context_parallel_size": 2, "cp_comm_type": "a2a"},
-            "a2a, which deals a rank's 1 heads of keys out to 2 context parallel ranks",
-        ),
-        ({"fan": FANConfig(p_ratio=0.1)}, {"tensor_model_parallel_size": 8}, "the nearest valid model.fan.p_ratio is"),
-        (
-            {"fan": FANConfig(p_ratio=0.1)},
-            {"tensor_model_parallel_size": 8, "sequence_parallel": True, "fan_form": "sequence"},
-            None,
-        ),
-        (
-            {"fan": dataclasses.replace(OWN_VALUES, v_p_ratio=0.1)},
-            {"tensor_model_parallel_size": 8},
-            "the nearest valid model.fan.v_p_ratio is",
-        ),
+        ({}, "tp=32", "choose one of 1, 2, 4, 8, 16"),
+        ({"num_query_groups": 4}, "tp=8", None),
+        ({"num_query_groups": 4, "fan": OWN_VALUES}, "tp=8", "model.num_query_groups 4; choose one of 1, 2, 4"),
+        # two ranks share a group; each has one head of it
+        ({"num_query_groups": 4}, "tp=8,cp=2,cp_comm_type=a2a", "deals a rank's 1 heads of keys out to 2 context"),
+        ({"fan": FANConfig(p_ratio=0.1)}, "tp=8", "the nearest valid model.fan.p_ratio is"),
+        ({"fan": FANConfig(p_ratio=0.1)}, "tp=8,sp=true,fan=sequence", None),
+        ({"fan": replace(OWN_VALUES, v_p_ratio=0.1)}, "tp=8", "the nearest valid model.fan.v_p_ratio is"),
+        ({}, "pp=3", "1, 2, 4, 8, 16, or set parallel.num_layers_in_last_pipeline_stage to 4"),
+        ({}, "pp=3,num_layers_in_last_pipeline_stage=4", None),
         (
             {},
-            {"pipeline_model_parallel_size": 3},
-            "choose one of 1, 2, 4, 8, 16, or set parallel.num_layers_in_last_pipeline_stage to 4",
-        ),
-        ({}, {"pipeline_model_parallel_size": 3, "num_layers_in_last_pipeline_stage": 4}, None),
-        (
-            {},
-            {
-                "pipeline_model_parallel_size": 4,
-                "num_layers_in_first_pipeline_stage": 8,
-                "num_layers_in_last_pipeline_stage": 8,
-            },
+            "pp=4,num_layers_in_first_pipeline_stage=8,num_layers_in_last_pipeline_stage=8",
             "the pipeline stages have 8, 0, 0, 8 layers; each must have at least 1",
         ),
+        ({}, "pp=4,num_layers_in_first_pipeline_stage=5", "less the 5 that"),
+        ({}, "pp=2,vpp=3", "does not divide the layers of each stage, 8, 8; choose one of 1, 2, 4, 8"),
+        ({}, "pp=2,recompute=full,recompute_num_layers=3", "choose one of 1, 2, 4, 8"),
+        ({"fan": FANConfig(placement="none")}, FAN_AGAIN, "recompute_modules has fan, but model.fan.placement is none"),
+        ({"fan": FAN_FFN}, FAN_AGAIN, "name mlp in its place"),
         (
-            {},
-            {"pipeline_model_parallel_size": 4, "num_layers_in_first_pipeline_stage": 5},
-            "less the 5 that",
-        ),
-        (
-            {},
-            {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 3},
-            "does not divide the layers of each stage, 8, 8; choose one of 1, 2, 4, 8",
-        ),
-        (
-            {},
-            {
-                "pipeline_model_parallel_size": 2,
-                "recompute_granularity": "full",
-                "recompute_method": "uniform",
-                "recompute_num_layers": 3,
-            },
-            "choose one of 1, 2, 4, 8",
-        ),
-        (
-            {"fan": FANConfig(placement="none")},
-            {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "fan"]},
-            "recompute_modules has fan, but model.fan.placement is none",
-        ),
-        (
-            {"fan": FANConfig(placement="ffn")},
-            {"recompute_granularity": "selective", "recompute_modules": ["fan"]},
-            "name mlp in its place",
-        ),
-        (
-            {"fan": FANConfig(placement="ffn"), "ffn_hidden_size": 8200},
-            {"tensor_model_parallel_size": 8},
+            {"fan": FAN_FFN, "ffn_hidden_size": 8200},
+            "tp=8",
             "does not divide the FAN map's 2050 periodic and 4100 linear rows (model.fan.p_ratio 0.25); the nearest",
         ),
-        (
-            {"fan": FANConfig(placement="ffn")},
-            {"tensor_model_parallel_size": 8, "sequence_parallel": True, "fan_form": "sequence"},
-            "parallel.fan_form is sequence at model.fan.placement ffn",
-        ),
-        (
-            {"fan": FANConfig(placement="qk_and_v")},
-            {"recompute_granularity": "selective", "recompute_modules": ["fan"]},
-            "it frees X_F, 2048 wide, and keeps p | g of both outputs, 3072 wide",
-        ),
-        ({"seq_length": 1000}, {"context_parallel_size": 3}, "not a multiple of 6"),
-        (
-            {"seq_length": 1002},
-            {"context_parallel_size": 3, "tensor_model_parallel_size": 4, "sequence_parallel": True},
-            "not a multiple of 12",
-        ),
+        ({"fan": FAN_FFN}, "tp=8,sp=true,fan=sequence", "parallel.fan_form is sequence at model.fan.placement ffn"),
+        ({"fan": OWN_VALUES}, FAN_AGAIN, "it frees X_F, 2048 wide, and keeps p | g of both outputs, 3072 wide"),
+        ({"seq_length": 1000}, "cp=3", "not a multiple of 6"),
+        ({"seq_length": 1002}, "cp=3,tp=4,sp=true", "not a multiple of 12"),
     ],
 )
-def test_a_layout_that_the_model_does_not_allow(
-    model: dict[str, Any], fields: dict[str, Any], part: str | None
-) -> None:
-    problems = layout_problems(dataclasses.replace(MODEL, **model), parallel(**fields))
+def test_a_layout_that_the_model_does_not_allow(model: dict[str, Any], layout: str, part: str | None) -> None:
+    problems = layout_problems(replace(MODEL, **model), ParallelConfig(**layout_fields(layout)))
     assert (problems == []) if part is None else any(part in problem for problem in problems)
 
 
 @pytest.mark.parametrize(
-    ("fields", "replicas", "batch", "part"),
+    ("layout", "replicas", "batch", "part"),
     [
-        ({}, 3, 16, "the nearest is 18"),
-        ({"pipeline_model_parallel_size": 4}, 1, 6, None),
-        (
-            {"pipeline_model_parallel_size": 4, "virtual_pipeline_model_parallel_size": 2},
-            1,
-            12,
-            "the nearest global batch size is 16",
-        ),
+        ("", 3, 16, "the nearest is 18"),
+        ("pp=4", 1, 6, None),
+        ("pp=4,vpp=2", 1, 12, "the nearest global batch size is 16"),
     ],
 )
-def test_a_batch_that_the_layout_does_not_allow(
-    fields: dict[str, Any], replicas: int, batch: int, part: str | None
-) -> None:
-    problems = batch_problems(parallel(**fields), replicas, batch, micro_batch_size=2)
+def test_a_batch_that_the_layout_does_not_allow(layout: str, replicas: int, batch: int, part: str | None) -> None:
+    problems = batch_problems(ParallelConfig(**layout_fields(layout)), replicas, batch, micro_batch_size=2)
     assert (problems == []) if part is None else part in problems[0]
 
 
@@ -175,7 +106,7 @@ def test_a_batch_that_the_layout_does_not_allow(
     ],
 )
 def test_layers_of_each_stage(first: int | None, last: int | None, layers: list[int] | None) -> None:
-    config = parallel(
+    config = ParallelConfig(
         pipeline_model_parallel_size=4,
         num_layers_in_first_pipeline_stage=first,
         num_layers_in_last_pipeline_stage=last,

@@ -20,7 +20,7 @@ from megatron_fanformer.runtime.parallel import RankGrid, rank_grid
 from megatron_fanformer.training.optimizer import OptimizerConfig
 from megatron_fanformer.training.step import wrap_stages
 from tests.tiny import tiny_model
-from tests.training.layouts import layout
+from tests.training.layouts import layout, ranks_of
 
 RunOnRanks = Callable[..., list[Any]]
 
@@ -337,37 +337,27 @@ def test_a_scale_of_the_whole_sum_is_taken_over(run_on_ranks: RunOnRanks, mask: 
 # -- the head in a model that trains
 
 SMALL = dataclasses.replace(CONFIG, num_layers=4)
-OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True, "ddp_bucket_size": 3000}
-PP = {"pipeline_model_parallel_size": 2}
-LAYOUTS: dict[str, dict[str, Any]] = {
-    "one rank": {},
-    "tp": {"tensor_model_parallel_size": 2},
-    "sp": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
-    "pp": PP,
-    "interleaved": {**PP, "virtual_pipeline_model_parallel_size": 2},
-    "cp": {"context_parallel_size": 2},
-    "dp, overlap": {"data_parallel_size": 2, **OVERLAP},
-    "pp, dp, overlap": {**PP, "data_parallel_size": 2, **OVERLAP},
-    "recomputed": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
-}
-
-
+OVERLAP = "overlap=true,ddp_bucket_size=3000"
+LAYOUTS = (
+    *("", "tp=2", "tp=2,sp=true", "pp=2", "pp=2,vpp=2", "cp=2", "recompute=full"),
+    *(f"dp=2,{OVERLAP}", f"pp=2,dp=2,{OVERLAP}"),
+)
 UNTIED = dataclasses.replace(SMALL, untie_embeddings_and_output_weights=True)
 
 
 # One of each way in which ranks share the head's work; the golden losses hold the head in the others.
-ALWAYS = {"tied": ("one rank", "sp", "pp", "dp, overlap"), "untied": ("tp", "pp")}
+ALWAYS = {"tied": ("", "tp=2,sp=true", "pp=2", f"dp=2,{OVERLAP}"), "untied": ("tp=2", "pp=2")}
 
 
 @pytest.mark.parametrize(
-    ("name", "config"),
+    ("text", "config"),
     [
-        pytest.param(name, config, id=f"{name}-{kind}", marks=() if name in ALWAYS[kind] else pytest.mark.full)
+        pytest.param(text, config, id=f"{text}-{kind}", marks=() if text in ALWAYS[kind] else pytest.mark.full)
         for kind, config in (("tied", SMALL), ("untied", UNTIED))
-        for name in LAYOUTS
+        for text in LAYOUTS
     ],
 )
-def test_training_is_the_plain_heads(run_on_ranks: RunOnRanks, name: str, config: FANformerConfig) -> None:
+def test_training_is_the_plain_heads(run_on_ranks: RunOnRanks, text: str, config: FANformerConfig) -> None:
     """Two steps of micro batches with masked tokens: losses, gradients as the buffers have them, and weights."""
     trial = TrialConfig(
         model=config,
@@ -378,10 +368,9 @@ def test_training_is_the_plain_heads(run_on_ranks: RunOnRanks, name: str, config
         dtype="fp32",
         device="cpu",
     )
-    parallel = layout(**LAYOUTS[name])
-    ranks = parallel.model_parallel_size * (parallel.data_parallel_size or 1)
+    parallel = layout(text)
     trials = (dataclasses.replace(trial, kernels=way.kernels) for way in (fused(7), plain()))
-    found, expected = (run_on_ranks(ranks, run_trial, own, parallel) for own in trials)
+    found, expected = (run_on_ranks(ranks_of(parallel), run_trial, own, parallel) for own in trials)
     for own, plains in zip(found, expected, strict=True):
         assert own.losses == pytest.approx(plains.losses, rel=SAME_FP32)
         for kind in ("outputs", "gradients", "weights"):

@@ -35,6 +35,7 @@ from tests.stock_megatron import (
     stock_model,
 )
 from tests.tiny import tiny_model
+from tests.training.layouts import layout
 from tests.whole_models import save_state
 
 MODEL = tiny_model(hidden_size=64, ffn_hidden_size=128, vocab_size=256, seq_length=32)
@@ -43,13 +44,6 @@ MY_MODEL = dataclasses.replace(MODEL, fan=FANConfig(p_ratio=0.125))
 DOCUMENTATION = Path(__file__).parents[2] / "docs" / "parallelism.md"
 SECTION = "## From stock Megatron-LM"
 SAME = 2e-6  # of the greatest element: sums of some hundred float32 products
-
-
-def layout(tensor_parallel: int, *, sequence_parallel: bool = False) -> ParallelConfig:
-    return ParallelConfig(
-        tensor_model_parallel_size=tensor_parallel,
-        sequence_parallel=sequence_parallel,
-    )
 
 
 def batch() -> dict[str, torch.Tensor]:
@@ -121,19 +115,21 @@ def assert_same(stock: dict[str, torch.Tensor], ours: dict[str, torch.Tensor]) -
 def test_stock_megatron_computes_what_we_do(
     run_on_ranks: Any, model: FANformerConfig, spec: list[str], tensor_parallel: int
 ) -> None:
-    for stock, ours, epsilons in run_on_ranks(tensor_parallel, stock_and_ours, model, layout(tensor_parallel), spec):
+    for stock, ours, epsilons in run_on_ranks(
+        tensor_parallel, stock_and_ours, model, layout(f"tp={tensor_parallel}"), spec
+    ):
         assert_same(stock, ours)
         assert epsilons == [model.layernorm_epsilon] * 2
 
 
 def test_sequence_parallel_in_stock_megatron(run_on_ranks: Any) -> None:
     """Our norm stands in for Transformer Engine's: stock Megatron's own choice without it refuses, as below."""
-    for stock, ours, _ in run_on_ranks(2, stock_and_ours, MODEL, layout(2, sequence_parallel=True), SPEC, RMSNorm):
+    for stock, ours, _ in run_on_ranks(2, stock_and_ours, MODEL, layout("tp=2,sp=true"), SPEC, RMSNorm):
         assert_same(stock, ours)
 
 
 def refusal_of_sequence_parallel() -> str:
-    parallel = layout(2, sequence_parallel=True)
+    parallel = layout("tp=2,sp=true")
     with rank_grid(parallel, "cpu"):
         seed_everything(0)
         with pytest.raises(AssertionError) as refusal:
@@ -165,7 +161,7 @@ def stock_metadata() -> dict[str, Any]:
 
 def save_as_stock(folder: str) -> dict[str, torch.Tensor]:
     """Save stock Megatron's model at tensor parallel size 2 in its own form; its losses."""
-    parallel = layout(2)
+    parallel = layout("tp=2")
     with rank_grid(parallel, "cpu"):
         seed_everything(0)
         stock = stock_model(MODEL, parallel, SPEC)
@@ -177,7 +173,7 @@ def save_as_stock(folder: str) -> dict[str, torch.Tensor]:
 
 def losses_of_loaded(folder: str, kind: str) -> tuple[torch.Tensor, set[str]]:
     """Losses of one rank's stock model or ours with the saved weights, and the names that the checkpoint has."""
-    parallel = layout(1)
+    parallel = layout()
     with rank_grid(parallel, "cpu") as grid:
         seed_everything(1)
         if kind == "stock":
@@ -231,7 +227,7 @@ FREE_FIELDS = {
 @pytest.mark.skipif(not HAS_TRAINING, reason="megatron.training comes with megatron-core 0.19")
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_megatrons_parser_makes_our_configuration_of_the_flags(run_on_ranks: Any, sequence_parallel: bool) -> None:
-    parallel = layout(2, sequence_parallel=sequence_parallel)
+    parallel = layout("tp=2", sequence_parallel=sequence_parallel)
     for model in (MODEL, dataclasses.replace(MODEL, num_query_groups=2)):
         by_hand = configuration_by_hand(model, parallel)
         for parsed, own in run_on_ranks(2, configurations, model, parallel):

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from megatron_fanformer.hf import configuration_fanformer, modeling_fanformer
 from megatron_fanformer.hf.modeling_fanformer import FANActivation, FANformerAttention, FANformerMLP
 from megatron_fanformer.model.config import FANConfig, FANformerConfig
-from megatron_fanformer.model.fan_layer import FANProjection
-from megatron_fanformer.model.local_layers import ActivatedColumnParallelLinear, LocalBackend
+from megatron_fanformer.model.fan_layer import ActivatedColumnParallelLinear, FANProjection
+from megatron_fanformer.model.local_layers import LocalBackend
 from megatron_fanformer.model.placements import PLACEMENTS
 from megatron_fanformer.model.placements.attention import FAN_ROWS, fan_tensors
 from megatron_fanformer.model.placements.base import SWIGLU, FANMap, H, Placement, Rows, Shape

@@ -81,8 +81,7 @@ def layers_output_and_gradient(gelu: bool, kernel: bool) -> list[torch.Tensor]:
     from megatron_fanformer.runtime import megatron_cpu
 
     megatron_cpu.install()
-    from megatron_fanformer.model.fan_functions import Activation, FANActivation
-    from megatron_fanformer.model.fan_rows import FANOutput, FANShard
+    from megatron_fanformer.model.fan_functions import Activation, FANActivation, FANOutput, FANShard
 
     activation = Activation(FANShard(1, 0, (FANOutput(5, 9), FANOutput(2, 4))), None, gelu)
     pre = torch.randn(7, 2, 20, generator=torch.Generator().manual_seed(0)).requires_grad_()

@@ -36,7 +36,7 @@ def train(by_kernel: bool) -> Trained:
     from megatron_fanformer.runtime.parallel import ParallelConfig, distributed
     from megatron_fanformer.runtime.seeding import seed_everything
     from megatron_fanformer.training.optimizer import OptimizerConfig, build_optimizer
-    from megatron_fanformer.training.step import StepShape, train_step, wrap_stages
+    from megatron_fanformer.training.step import train_step, wrap_stages
     from tests.tiny import tiny_model
 
     fan = FANConfig(placement="qk_and_v", activation="gelu")
@@ -60,12 +60,11 @@ def train(by_kernel: bool) -> Trained:
         seed_everything(0)
         stages = build_stages(model, parallel, grid, dtype=torch.float32, seed=1)
         wrapped = wrap_stages(stages, parallel)
-        optimizer = build_optimizer(OptimizerConfig(), wrapped, dtype=torch.float32, use_distributed_optimizer=False)
+        optimizer = build_optimizer(OptimizerConfig(), wrapped)
         for group in optimizer.param_groups:
             group["lr"], group["weight_decay"] = 1e-3, 0.1
-        shape = StepShape(num_micro_batches=MICRO_BATCHES, micro_batch_size=SAMPLES, seq_length=TOKENS)
         batches = random_batches(model.vocab_size)
-        losses = [train_step(wrapped, optimizer, batches, grid, shape).loss for _ in range(STEPS)]
+        losses = [train_step(wrapped, optimizer, batches, grid, MICRO_BATCHES).loss for _ in range(STEPS)]
         weights = {name: weight.detach().clone() for name, weight in stages[0].named_parameters()}
         return Trained(losses, weights, {name: call.call_count for name, call in counted.items()})
 

@@ -8,7 +8,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from megatron_fanformer.model import fan_functions, fan_layer, fan_rows, local_layers
+from megatron_fanformer.model import fan_functions, fan_layer, local_layers
 from megatron_fanformer.parity import trial as trials
 from megatron_fanformer.runtime import pipeline
 from megatron_fanformer.runtime.layout import ParallelConfig
@@ -41,17 +41,17 @@ def qkv_sums_its_input_gradient_too() -> Iterator[None]:
     def forward(self: Any, pre_sbk: torch.Tensor) -> Any:
         made = fan_functions.FANActivation.apply(pre_sbk, self.activation)
         self.allreduce_dgrad = True
-        return local_layers.ColumnParallelLinear.forward(self, made[0])[0], made
+        return fan_layer.ColumnParallelLinear.forward(self, made[0])[0], made
 
-    with mock.patch.object(local_layers.ActivatedColumnParallelLinear, "forward", forward):
+    with mock.patch.object(fan_layer.ActivatedColumnParallelLinear, "forward", forward):
         yield
 
 
 @contextmanager
 def linear_rows_before_periodic_rows_on_rank_1() -> Iterator[None]:
-    right = fan_rows.FANShard.row_ranges
+    right = fan_functions.FANShard.row_ranges
 
-    def swapped(self: fan_rows.FANShard) -> list[fan_rows.RowRange]:
+    def swapped(self: fan_functions.FANShard) -> list[fan_functions.RowRange]:
         parts = right(self)
         if self.rank != 1:
             return parts
@@ -59,7 +59,7 @@ def linear_rows_before_periodic_rows_on_rank_1() -> Iterator[None]:
         rows = linear.end - linear.start
         return [linear._replace(start=0, end=rows), periodic._replace(start=rows, end=linear.end)]
 
-    with mock.patch.object(fan_rows.FANShard, "row_ranges", swapped):
+    with mock.patch.object(fan_functions.FANShard, "row_ranges", swapped):
         yield
 
 

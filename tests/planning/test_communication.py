@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_fanformer.model.build import build_stages
 from megatron_fanformer.model.config import FANConfig
+from megatron_fanformer.model.dtypes import DTYPES
 from megatron_fanformer.model.kernels import KernelsConfig
 from megatron_fanformer.planning.communication import (
     CommunicationLine,
@@ -22,19 +23,19 @@ from megatron_fanformer.planning.communication import (
     totals,
 )
 from megatron_fanformer.planning.gradient_buffers import Chunk, Weight, chunks, gradient_buffer, limits_buckets, weights
-from megatron_fanformer.planning.step_traffic import StepTraffic
+from megatron_fanformer.planning.job import Job
 from megatron_fanformer.runtime.collectives import CollectiveCount, count_collectives
 from megatron_fanformer.runtime.parallel import rank_grid
 from megatron_fanformer.runtime.seeding import seed_everything
 from megatron_fanformer.runtime.shared_memory import GroupMemory
 from megatron_fanformer.training.optimizer import OptimizerConfig, build_optimizer
-from megatron_fanformer.training.step import StepShape, train_step, wrap_stages
+from megatron_fanformer.training.step import train_step, wrap_stages
+from tests.planning.making import job_of
 from tests.tiny import tiny_model
 from tests.training.layouts import layout
 
 RunOnRanks = Callable[..., list[Any]]
 
-MICRO_BATCH_SIZE = 2
 # Sizes that no padding fits by itself: the FAN bias has 48 rows, the vocabulary 250 ids.
 MODEL = tiny_model(hidden_size=64, ffn_hidden_size=104, vocab_size=250, make_vocab_size_divisible_by=8, seq_length=32)
 
@@ -120,22 +121,15 @@ FULL_CASES: dict[str, Case] = {
 KERNELS = ("loss_head_chunk_tokens", "chunked_loss_head")
 
 
-def step_of(case: Case, stage: int = 0) -> StepTraffic:
+def job_of_case(case: Case) -> Job:
     model, degrees = case
     degrees = {**degrees}
-    is_bf16 = degrees.pop("dtype", "fp32") == "bf16"
+    dtype = degrees.pop("dtype", "fp32")
     kernels = {name: degrees.pop(name) for name in KERNELS if name in degrees}
-    return StepTraffic(
-        kernels=KernelsConfig(**kernels),
-        on_cpu=True,
-        model=dataclasses.replace(MODEL, **model),
-        parallel=layout(**degrees),
-        data_parallel_size=degrees.get("data_parallel_size", 1),
-        micro_batch_size=MICRO_BATCH_SIZE,
-        num_micro_batches=max(2, degrees.get("pipeline_model_parallel_size", 1)),
-        element_bytes=2 if is_bf16 else 4,
-        stage=stage,
-    )
+    parallel = layout(**degrees)
+    micro_batches = max(2, parallel.pipeline_model_parallel_size)
+    whole = dataclasses.replace(MODEL, **model)
+    return job_of(whole, parallel, dtype, kernels=KernelsConfig(**kernels), num_micro_batches=micro_batches)
 
 
 @dataclasses.dataclass
@@ -160,31 +154,21 @@ class Dispatched(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def count_step(step: StepTraffic, clip_grad: float = 1.0) -> CountedRank:
+def count_step(job: Job, clip_grad: float = 1.0) -> CountedRank:
     """Count the second training step of a run on this rank."""
-    dtype = torch.float32 if step.element_bytes == 4 else torch.bfloat16
-    parallel = step.parallel
+    dtype = DTYPES[job.precision.dtype]
+    parallel = job.parallel
     with rank_grid(parallel, "cpu") as grid:
         seed_everything(0)
-        stages = build_stages(step.model, parallel, grid, dtype=dtype, seed=0, kernels=step.kernels)
+        stages = build_stages(job.model, parallel, grid, dtype=dtype, seed=0, kernels=job.kernels)
         wrapped = wrap_stages(stages, parallel)
-        optimizer = build_optimizer(
-            OptimizerConfig(clip_grad=clip_grad),
-            wrapped,
-            dtype=dtype,
-            use_distributed_optimizer=parallel.use_distributed_optimizer,
-        )
+        optimizer = build_optimizer(OptimizerConfig(clip_grad=clip_grad), wrapped)
         for group in optimizer.param_groups:
             group["lr"], group["weight_decay"] = 1e-4, 0.1
-        shape = StepShape(
-            num_micro_batches=step.num_micro_batches,
-            micro_batch_size=step.micro_batch_size,
-            seq_length=step.model.seq_length,
-        )
-        train_step(wrapped, optimizer, batches(step), grid, shape)
+        train_step(wrapped, optimizer, batches(job), grid, job.num_micro_batches)
         all_by_gloo = mock.patch.object(GroupMemory, "of", lambda _group: None)  # torch dispatches no others
         with all_by_gloo, Dispatched() as dispatched, count_collectives(grid) as counts:
-            train_step(wrapped, optimizer, batches(step), grid, shape)
+            train_step(wrapped, optimizer, batches(job), grid, job.num_micro_batches)
         return CountedRank(
             stage=grid.groups.pp.rank(),
             lines=counts.lines(),
@@ -195,11 +179,11 @@ def count_step(step: StepTraffic, clip_grad: float = 1.0) -> CountedRank:
         )
 
 
-def batches(step: StepTraffic) -> Iterator[dict[str, torch.Tensor]]:
-    shape = (step.micro_batch_size, step.model.seq_length)
+def batches(job: Job) -> Iterator[dict[str, torch.Tensor]]:
+    shape = (job.micro_batch_size, job.model.seq_length)
     while True:
-        tokens = torch.randint(step.model.vocab_size, shape)
-        positions = torch.arange(step.model.seq_length).expand(shape)
+        tokens = torch.randint(job.model.vocab_size, shape)
+        positions = torch.arange(job.model.seq_length).expand(shape)
         yield {"tokens": tokens, "labels": tokens, "loss_mask": torch.ones(shape), "position_ids": positions}
 
 
@@ -215,17 +199,13 @@ def held_weights(chunk: torch.nn.Module, is_sequence_parallel: bool) -> list[Wei
     ]
 
 
-def world_size(step: StepTraffic) -> int:
-    return step.parallel.model_parallel_size * step.data_parallel_size
-
-
 def assert_formula_is_the_count(case: Case, ranks: list[CountedRank]) -> None:
     for number, rank in enumerate(ranks):
-        step = step_of(case, rank.stage)
+        job = job_of_case(case)
         assert rank.calls_seen == rank.calls_dispatched, f"rank {number}: the count missed collectives"
-        held = [weights(step.model, step.parallel, chunk) for chunk in chunks(step.model, step.parallel, step.stage)]
+        held = [weights(job.model, job.parallel, chunk) for chunk in chunks(job.model, job.parallel, rank.stage)]
         assert held == rank.weights, f"rank {number}"
-        lines = communication(step)
+        lines = communication(job, rank.stage)
         assert totals(lines) == totals(rank.lines), f"rank {number}"
         assert {line.group: line.ranks for line in lines} == {line.group: line.ranks for line in rank.lines}
 
@@ -254,12 +234,12 @@ ALL = [pytest.param(name, marks=() if name in ALWAYS else pytest.mark.full) for 
 @pytest.mark.parametrize("name", ALL)
 def test_formula_is_the_count_exactly(name: str, run_on_ranks: RunOnRanks) -> None:
     case = {**CASES, **FULL_CASES}[name]
-    step = step_of(case)
-    assert_formula_is_the_count(case, run_on_ranks(world_size(step), count_step, step))
+    job = job_of_case(case)
+    assert_formula_is_the_count(case, run_on_ranks(job.world_size, count_step, job))
 
 
 def lines_of(case: Case, purpose: str) -> list[CommunicationLine]:
-    return [line for line in communication(step_of(case)) if purpose in line.purpose]
+    return [line for line in communication(job_of_case(case), 0) if purpose in line.purpose]
 
 
 def bytes_of(lines: list[CommunicationLine]) -> int:
@@ -272,15 +252,15 @@ def activation_bytes(case: Case) -> int:
 
 
 def tokens_and_layers(case: Case) -> int:
-    step = step_of(case)
-    return step.tokens * step.num_micro_batches * step.model.num_layers
+    job = job_of_case(case)
+    return job.tokens * job.num_micro_batches * job.model.num_layers
 
 
 @pytest.mark.parametrize("degrees", [TP, SP])
 def test_column_gathers_the_pre_activation_in_place_of_x_f(degrees: dict[str, Any]) -> None:
     case = ({}, degrees)
     gathered, scattered = lines_of(case, "FAN pre-activation")
-    model = step_of(case).model
+    model = job_of_case(case).model
     wide = tokens_and_layers(case) * model.hidden_size * 4
     assert (gathered.kind, scattered.kind) == ("all-gather", "reduce-scatter")
     assert gathered.message_bytes == scattered.message_bytes == (1 - model.fan.p_ratio) * wide
@@ -329,13 +309,13 @@ def test_bf16_halves_activations_and_weights_but_no_gradients() -> None:
 
 
 def test_a_group_of_one_rank_moves_nothing() -> None:
-    assert communication(step_of(({}, {}))) == []
+    assert communication(job_of_case(({}, {})), 0) == []
     assert "tp" not in {line.group for line in lines_of(({}, DP), "")}
 
 
 def test_layers_that_do_not_divide_are_refused() -> None:
     with pytest.raises(ValueError, match="3 layers do not divide over 2 stages"):
-        communication(step_of((dict(num_layers=3), PP)))
+        communication(job_of_case((dict(num_layers=3), PP)), 0)
 
 
 def test_large_models_are_cut_into_buckets_of_megatrons_own_size() -> None:
@@ -359,7 +339,7 @@ def test_the_first_chunk_of_the_first_stage_alone_is_cut(
 
 
 def test_models_stand_side_by_side() -> None:
-    both, column = (communication(step_of(case)) for case in ((TRANSFORMER, TP), ({}, TP)))
+    both, column = (communication(job_of_case(case), 0) for case in ((TRANSFORMER, TP), ({}, TP)))
     rows = side_by_side({"Transformer": (both, both), "FAN column": (column[1:], column)})
     assert [(row.group, row.kind) for row in rows] == sorted(totals(column))
     gathers = next(row for row in rows if row.kind == "all-gather")

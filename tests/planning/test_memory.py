@@ -18,7 +18,6 @@ from megatron_fanformer.planning import vocabulary_memory
 from megatron_fanformer.planning.job import Job
 from megatron_fanformer.planning.layer_memory import layer_operations
 from megatron_fanformer.planning.memory import BLOCK_OF_TEE, SAMPLE_BYTES, RankMemory, rank_memory
-from megatron_fanformer.runtime.layout import ParallelConfig
 from megatron_fanformer.runtime.parallel import rank_grid
 from megatron_fanformer.runtime.seeding import seed_everything
 from megatron_fanformer.simulation.fake_rank import run_rank
@@ -26,31 +25,17 @@ from megatron_fanformer.simulation.rank import first_rank_of_each_stage, problem
 from megatron_fanformer.sizing.simulated import PEAK_TOLERANCE
 from megatron_fanformer.training.config import RunConfig
 from megatron_fanformer.training.optimizer import OptimizerConfig, build_optimizer
-from megatron_fanformer.training.optimizers import OPTIMIZERS
 from megatron_fanformer.training.step import wrap_stages
+from tests.planning.making import engine_job_of, job_of
 from tests.simulation.drawn import describe, draw
 from tests.simulation.runs import run_config
 from tests.tiny import tiny_model
+from tests.training.layouts import layout
 
 RunOnRanks = Callable[..., list[Any]]
 
 FAR_FROM_PADDED = tiny_model(hidden_size=64, ffn_hidden_size=104, vocab_size=250, make_vocab_size_divisible_by=8)
 STATES = ("weights", "gradients", "main weights", "moments")
-
-
-def job_of(model: FANformerConfig, parallel: ParallelConfig, dtype: str, replicas: int = 1) -> Job:
-    return Job(
-        model=model,
-        parallel=parallel,
-        kernels=KernelsConfig(transformer_impl="local"),
-        precision=PrecisionConfig(dtype=dtype),  # type: ignore[arg-type]
-        optimizer=OPTIMIZERS["adamw"],
-        data_parallel_size=replicas,
-        micro_batch_size=2,
-        num_micro_batches=4,
-        layers="local",
-        on_cpu=True,
-    )
 
 
 def by_purpose(memory: RankMemory) -> dict[str, int]:
@@ -67,7 +52,7 @@ def held_states(job: Job) -> tuple[int, dict[str, int]]:
         seed_everything(0)
         stages = wrap_stages(build_stages(job.model, job.parallel, grid, dtype=dtype, seed=None), job.parallel)
         is_sharded = job.parallel.use_distributed_optimizer
-        optimizer: Any = build_optimizer(OptimizerConfig(), stages, dtype=dtype, use_distributed_optimizer=is_sharded)
+        optimizer: Any = build_optimizer(OptimizerConfig(), stages)
         updated = [weight for group in optimizer.param_groups for weight in group["params"]]
         buffers = [buffer for stage in stages for buffer in stage.buffers]
         weights = [weight for stage in stages for weight in stage.parameters()]
@@ -83,15 +68,10 @@ def held_states(job: Job) -> tuple[int, dict[str, int]]:
 
 
 STATE_JOBS = {
-    "dp": job_of(FAR_FROM_PADDED, ParallelConfig(data_parallel_size=2), "bf16", 2),
-    "dp, plain, fp32": job_of(FAR_FROM_PADDED, ParallelConfig(use_distributed_optimizer=False), "fp32", 2),
-    "dp, buckets": job_of(
-        FAR_FROM_PADDED,
-        ParallelConfig(overlap_grad_reduce=True, overlap_param_gather=True, ddp_bucket_size=6000),
-        "bf16",
-        2,
-    ),
-    "pp, tied": job_of(FAR_FROM_PADDED, ParallelConfig(pipeline_model_parallel_size=2), "bf16"),
+    "dp": job_of(FAR_FROM_PADDED, layout("dp=2"), "bf16"),
+    "dp, plain, fp32": job_of(FAR_FROM_PADDED, layout("dp=2,distributed_optimizer=false")),
+    "dp, buckets": job_of(FAR_FROM_PADDED, layout("dp=2,overlap=true,ddp_bucket_size=6000"), "bf16"),
+    "pp, tied": job_of(FAR_FROM_PADDED, layout("pp=2"), "bf16"),
 }
 
 
@@ -220,21 +200,14 @@ def published_job(run: Published) -> Job:
         untie_embeddings_and_output_weights=True,
         fan=FANConfig(placement="none"),
     )
-    parallel = ParallelConfig(
-        tensor_model_parallel_size=run.tensor,
-        sequence_parallel=run.tensor > 1,
-        pipeline_model_parallel_size=run.stages,
-    )
-    return Job(
-        model=model,
-        parallel=parallel,
+    parallel = layout(f"tp={run.tensor},pp={run.stages}", sequence_parallel=run.tensor > 1)
+    return engine_job_of(
+        model,
+        parallel,
         kernels=KernelsConfig(chunked_loss_head=False, gradient_accumulation_fusion=True),
-        precision=PrecisionConfig(dtype="bf16"),
-        optimizer=OPTIMIZERS["adamw"],
         data_parallel_size=8 // parallel.model_parallel_size,
         micro_batch_size=1,
         num_micro_batches=4,
-        layers="transformer_engine",
     )
 
 
@@ -247,7 +220,7 @@ def test_published_runs_of_the_engine(run: Published) -> None:
 
 def test_a_cpu_holds_the_samples_of_several_micro_batches() -> None:
     """As many as the loss report takes at once; a GPU one at a time."""
-    job = job_of(FAR_FROM_PADDED, ParallelConfig(), "fp32")
+    job = job_of(FAR_FROM_PADDED, layout())
     samples = job.micro_batch_size * FAR_FROM_PADDED.seq_length * SAMPLE_BYTES
     held = [
         by_purpose(rank_memory(dataclasses.replace(job, num_micro_batches=count), 0))["samples and rotary angles"]
@@ -258,8 +231,7 @@ def test_a_cpu_holds_the_samples_of_several_micro_batches() -> None:
 
 def test_fp8_keeps_copies_of_weights_and_smaller_activations() -> None:
     """Two 8-bit copies of every map but FAN's; half of what the MLP's maps keep of their inputs."""
-    bf16 = job_of(FAR_FROM_PADDED, ParallelConfig(), "bf16")
-    bf16 = dataclasses.replace(bf16, layers="transformer_engine", on_cpu=False)
+    bf16 = engine_job_of(FAR_FROM_PADDED, layout())
     fp8 = dataclasses.replace(bf16, precision=PrecisionConfig(dtype="bf16", fp8="hybrid"))
     lines, lines_fp8 = by_purpose(rank_memory(bf16, 0)), by_purpose(rank_memory(fp8, 0))
     h, f, layers, tokens = 64, 104, 2, 2 * FAR_FROM_PADDED.seq_length
@@ -274,8 +246,7 @@ def test_fp8_keeps_copies_of_weights_and_smaller_activations() -> None:
 def test_layers_that_stay_in_bf16_have_no_copies(stages: int, stage: int, start: int, end: int, copied: int) -> None:
     """Of the first stage those at the start, of the last those at the end."""
     model = dataclasses.replace(FAR_FROM_PADDED, num_layers=4)
-    job = job_of(model, ParallelConfig(pipeline_model_parallel_size=stages), "bf16")
-    job = dataclasses.replace(job, layers="transformer_engine", on_cpu=False)
+    job = engine_job_of(model, layout(f"pp={stages}"))
     kept = {"num_layers_at_start_in_bf16": start, "num_layers_at_end_in_bf16": end}
 
     def copies(**precision: Any) -> int:
@@ -289,17 +260,13 @@ def test_layers_that_stay_in_bf16_have_no_copies(stages: int, stage: int, start:
 
 def test_the_engines_ring_has_buffers() -> None:
     """Beside what attention over gathered keys holds: keys, values and their gradients twice, the queries' gradient."""
-    parallel = ParallelConfig(context_parallel_size=2, data_parallel_size=1)
-    gathering = dataclasses.replace(parallel, cp_comm_type="all_gather")
     ring, gathered = (
         next(
             operation
-            for operation in layer_operations(
-                dataclasses.replace(job_of(FAR_FROM_PADDED, each, "bf16"), layers="transformer_engine", on_cpu=False)
-            )
+            for operation in layer_operations(engine_job_of(FAR_FROM_PADDED, layout(text)))
             if operation.name == "core attention"
         )
-        for each in (parallel, gathering)
+        for text in ("cp=2", "cp=2,cp_comm_type=all_gather")
     )
     row = 2 * FAR_FROM_PADDED.seq_length // 2 * FAR_FROM_PADDED.hidden_size * 2  # two samples' on a rank, [n, h]
     assert ring.backward - gathered.backward == 2 * (2 * 2 * row) + row
@@ -321,9 +288,10 @@ MOST_CALLS = 600  # of Python functions: 523 today, some 0.1 ms
 def test_a_search_can_ask_tens_of_thousands_of_times() -> None:
     job = job_of(
         dataclasses.replace(FAR_FROM_PADDED, num_layers=24),
-        ParallelConfig(tensor_model_parallel_size=2, sequence_parallel=True, overlap_grad_reduce=True),
+        layout("tp=2,sp=true,overlap_grad_reduce=true"),
         "bf16",
-        64,
+        data_parallel_size=64,
+        num_micro_batches=4,
     )
     calls: list[str] = []
     sys.setprofile(lambda _frame, event, _value: calls.append(event) if event == "call" else None)

@@ -4,7 +4,7 @@ import pytest
 
 from megatron_fanformer.model.config import PRESETS, FANConfig, FANformerConfig
 from megatron_fanformer.planning.flops import training_flops_per_token
-from megatron_fanformer.planning.roofline import Part, step_parts
+from tools.roofline import Part, step_parts
 
 MODELS = [*PRESETS.values()]
 

@@ -11,11 +11,11 @@ from megatron_fanformer.planning.communication import communication
 from megatron_fanformer.planning.flops import training_flops_per_token
 from megatron_fanformer.planning.gradient_buffers import first_stage_buckets
 from megatron_fanformer.planning.job import Job
+from megatron_fanformer.planning.layer_traffic import Term
 from megatron_fanformer.planning.machines import Link, Machine, load_machine
 from megatron_fanformer.planning.step_time import FLASH_BACKWARD, StepTime, collective_seconds, step_time
-from megatron_fanformer.planning.step_traffic import Term
 from megatron_fanformer.runtime.layout import ParallelConfig
-from megatron_fanformer.training.optimizers import OPTIMIZERS
+from tests.planning.making import engine_job_of
 
 ENDLESS = 1e30
 LAYER = ("matrix products", "attention", "element-wise")
@@ -61,16 +61,14 @@ def job(
 ) -> Job:
     short = {"tp": "tensor_model_parallel_size", "pp": "pipeline_model_parallel_size", "cp": "context_parallel_size"}
     kernels = {name: layout.pop(name) for name in ("cuda_graph_impl", "attention_backend") if name in layout}
-    return Job(
-        model=model,
-        parallel=ParallelConfig(**{short.get(name, name): value for name, value in layout.items()}),
+    return engine_job_of(
+        model,
+        ParallelConfig(**{short.get(name, name): value for name, value in layout.items()}),
         kernels=KernelsConfig(**kernels),
         precision=PrecisionConfig(dtype="bf16", **(precision or {})),
-        optimizer=OPTIMIZERS["adamw"],
         data_parallel_size=dp,
         micro_batch_size=1,
         num_micro_batches=micro_batches,
-        layers="transformer_engine",
     )
 
 
@@ -166,7 +164,7 @@ def test_tensor_parallel_bytes_are_those_of_the_communication_formula(layout: di
     machine = dataclasses.replace(PLAIN, domain=Link(bytes_per_second=1e9, efficiency=1.0, latency_seconds=0.0))
     asked = job(**layout)
     free, slow = step_time(asked, PLAIN), step_time(asked, machine)
-    lines = [line for line in communication(asked.traffic(0)) if line.purpose != "gradients of replicated weights"]
+    lines = [line for line in communication(asked, 0) if line.purpose != "gradients of replicated weights"]
     expected = sum(
         collective_seconds(Term("tp", x.kind, "", x.message_bytes, x.calls), 2, 1, machine)
         for x in lines
@@ -178,7 +176,7 @@ def test_tensor_parallel_bytes_are_those_of_the_communication_formula(layout: di
 def test_the_local_layers_gather_keys_and_values() -> None:
     machine = dataclasses.replace(PLAIN, domain=Link(bytes_per_second=1e9, efficiency=1.0, latency_seconds=0.0))
     local = dataclasses.replace(job(cp=2), layers="local")
-    lines = [line for line in communication(local.traffic(0)) if line.group == "cp"]
+    lines = [line for line in communication(local, 0) if line.group == "cp"]
     expected = sum(collective_seconds(Term("cp", x.kind, "", x.message_bytes, x.calls), 2, 1, machine) for x in lines)
     assert step_time(local, machine).exposed["cp"] == pytest.approx(expected)
 

@@ -125,7 +125,7 @@ def test_what_does_not_fit_is_shown_and_refused(
 def simulated(job: Any, stage: int, peak: int, *, dropped: int) -> Any:
     from megatron_fanformer.simulation.fake_rank import SimulatedRank
 
-    lines: list[Any] = communication(job.traffic(stage))[dropped:]
+    lines: list[Any] = communication(job, stage)[dropped:]
     return SimulatedRank(rank=0, stage=stage, job=job, peak_bytes=peak, held_bytes=0, collectives=lines, seconds=0.0)
 
 

@@ -11,22 +11,29 @@ from safetensors.torch import load_file
 
 from megatron_fanformer.model.build import build_stages, sharded_state
 from megatron_fanformer.model.config import FANformerConfig
+from megatron_fanformer.model.layouts import layout_fields
 from megatron_fanformer.runtime.local_shards import local_shards
 from megatron_fanformer.runtime.parallel import ParallelConfig, RankGrid, rank_grid
 from megatron_fanformer.runtime.seeding import seed_everything
 from megatron_fanformer.training.optimizer import OptimizerConfig, build_optimizer
 from megatron_fanformer.training.schedule import ScheduleConfig, build_scheduler
-from megatron_fanformer.training.step import StepShape, train_step, weights_in_step, wrap_stages
+from megatron_fanformer.training.step import train_step, weights_in_step, wrap_stages
 from tests.whole_models import read_reference, reference_to_megatron
 
 REFERENCE = Path(__file__).parents[1] / "reference"
 CASES = ("fanformer-tied", "fanformer-untied-p0125", "transformer-tied", "atl")
 RECIPE = OptimizerConfig(lr=5e-3, weight_decay=0.1, adam_beta1=0.9, adam_beta2=0.95, adam_eps=1e-5, clip_grad=1.0)
+CONSTANT = ScheduleConfig(lr_decay_style="constant")
 
 
-def layout(**degrees: Any) -> ParallelConfig:
-    """A parallel configuration on CPUs, of local layers."""
-    return ParallelConfig(**degrees)
+def layout(text: str = "", **degrees: Any) -> ParallelConfig:
+    """The parallel configuration that a text such as `tp=2,sp=true` says, and other fields."""
+    return ParallelConfig(**layout_fields(text), **degrees)
+
+
+def ranks_of(parallel: ParallelConfig) -> int:
+    """How many ranks a test has for it: as many replicas as it names, else one."""
+    return parallel.model_parallel_size * parallel.resolve_data_parallel_size(None)
 
 
 def reference_tensors(case: str) -> tuple[Any, dict[str, torch.Tensor]]:
@@ -104,25 +111,11 @@ def train_stream(
         stages = build_stages(config, parallel, grid, dtype=torch.float32, seed=None)
         set_weights(stages, grid, tensors)
         wrapped = wrap_stages(stages, parallel)
-        optimizer = build_optimizer(
-            dataclasses.replace(RECIPE, lr=lr),
-            wrapped,
-            dtype=torch.float32,
-            use_distributed_optimizer=parallel.use_distributed_optimizer,
-        )
-        scheduler = build_scheduler(
-            ScheduleConfig(lr_decay_style="constant"),
-            optimizer,
-            lr=lr,
-            weight_decay=RECIPE.weight_decay,
-            train_iters=len(stream),
-        )
+        recipe = dataclasses.replace(RECIPE, lr=lr)
+        optimizer = build_optimizer(recipe, wrapped)
+        scheduler = build_scheduler(CONSTANT, optimizer, recipe, train_iters=len(stream))
         scheduler.step(1)  # megatron-core sets each group's decay there
-        shape = StepShape(num_micro_batches=2, micro_batch_size=2 // grid.data_parallel_size, seq_length=64)
-        results = [
-            train_step(wrapped, optimizer, stream_batches(stream[step], grid), grid, shape)
-            for step in range(len(stream))
-        ]
+        results = [train_step(wrapped, optimizer, stream_batches(batch, grid), grid, 2) for batch in stream]
         with weights_in_step(wrapped):
             weights = shards_of(stages, grid)
         return TrainedCase([r.loss for r in results], [r.grad_norm for r in results], weights)

@@ -12,13 +12,12 @@ import torch
 from megatron_fanformer.checkpoint import store
 from megatron_fanformer.data.packing import pack
 from megatron_fanformer.errors import InputError
-from megatron_fanformer.runtime.parallel import rank_grid
 from megatron_fanformer.training import chats
 from megatron_fanformer.training.config import config_from_dict
 from megatron_fanformer.training.metrics import read_metrics
 from megatron_fanformer.training.preflight import check_run
 from tests.chat_pairs import Chat, random_chats, write_chats
-from tests.small_runs import SEQ_LENGTH, VOCAB_SIZE, small_run
+from tests.small_runs import SEQ_LENGTH, VOCAB_SIZE, first_step, small_run, trainer_of
 from tests.training.test_resume import STEPS, resumed_after
 from tests.training.test_trainer import train
 
@@ -43,27 +42,17 @@ def without_loss(ids: Sequence[int]) -> Chat:
 
 def step(values: dict[str, Any]) -> tuple[float, float, int]:
     """Loss, gradient norm and learned tokens of the first step."""
-    from megatron_fanformer.training.step import train_step
-    from megatron_fanformer.training.trainer import Trainer
-
-    config = config_from_dict(values)
-    with rank_grid(config.parallel, "cpu") as grid:
-        trainer = Trainer(config, grid)
-        result = train_step(trainer._wrapped, trainer._optimizer, trainer._batches, grid, trainer._shape)
-        trainer.close()
+    with trainer_of(values) as trainer:
+        result = first_step(trainer)
         return result.loss, result.grad_norm, result.tokens
 
 
 def step_by_hand(values: dict[str, Any]) -> tuple[float, float, int, list[int]]:
     """The same from each conversation by itself, and the learned tokens of each sample; one rank."""
-    from megatron_fanformer.training.trainer import Trainer
-
-    config = config_from_dict({**values, "kernels": {"gradient_accumulation_fusion": False}})  # autograd gives them
-    with rank_grid(config.parallel, "cpu") as grid:
-        trainer = Trainer(config, grid)
+    with trainer_of({**values, "kernels": {"gradient_accumulation_fusion": False}}) as trainer:  # autograd gives them
         (model,), dataset = trainer._stages, trainer._data.train
         losses, counts = [], []
-        for sample in range(config.training.global_batch_size):
+        for sample in range(trainer.config.training.global_batch_size):
             counts.append(0)
             for number in dataset.members(sample):
                 files, own = dataset.conversations.place(number)
@@ -75,7 +64,6 @@ def step_by_hand(values: dict[str, Any]) -> tuple[float, float, int, list[int]]:
                 counts[-1] += int(learned[1:].sum())
         loss = torch.stack(losses).sum() / sum(counts)
         gradients = torch.autograd.grad(loss, list(model.parameters()))
-        trainer.close()
         return loss.item(), math.sqrt(sum(float(each.square().sum()) for each in gradients)), sum(counts), counts
 
 

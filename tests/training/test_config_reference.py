@@ -1,7 +1,6 @@
 """`config`: every field, the JSON schema against the shipped files, the resolved configuration, the rendered page."""
 
 import importlib.util
-import json
 from pathlib import Path
 from typing import Any
 
@@ -141,7 +140,3 @@ def test_fields_of_a_model_are_needed_without_a_preset_alone(tmp_path: Path) -> 
     values = small_run("tokens", tmp_path)
     assert not is_valid({**values, "model": {"num_layers": 2}})
     assert is_valid({**values, "model": {"preset": "fanformer-1b", "num_layers": 2}})
-
-
-def test_the_schema_is_json(tmp_path: Path) -> None:
-    assert json.loads(json.dumps(run_schema())) == run_schema()

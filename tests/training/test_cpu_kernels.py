@@ -6,37 +6,29 @@ from typing import Any
 
 import pytest
 
-from megatron_fanformer.runtime.parallel import rank_grid
-from megatron_fanformer.training.config import config_from_dict
 from megatron_fanformer.training.metrics import read_metrics
-from tests.small_runs import small_run, write_tokens
+from tests.small_runs import small_run, train
 
 RunOnRanks = Callable[..., list[Any]]
 
 ROUNDED = 2e-3  # relative: of losses near 4.6, over ten steps in which bf16 is rounded at other places
 
 
-def train(values: dict[str, Any], cache: Path | None) -> str | None:
+def train_by(cache: Path | None, values: dict[str, Any]) -> str | None:
     """Train, by the kernels where a cache is given; why there are none."""
     from megatron_fanformer.ops import cpu_kernels
-    from megatron_fanformer.training.trainer import Trainer
 
-    config = config_from_dict(values)
     if cache is not None and (problem := cpu_kernels.load(cache)):
         return problem
     try:
-        with rank_grid(config.parallel, "cpu") as grid:
-            trainer = Trainer(config, grid)
-            trainer.train()
-            trainer.close()
+        train(values)
     finally:
         cpu_kernels.unload("the test is over")
     return None
 
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.full)])
-def test_runs_in_bf16(run_on_ranks: RunOnRanks, tmp_path: Path, ranks: int) -> None:
-    tokens = write_tokens(tmp_path / "random")
+def test_runs_in_bf16(run_on_ranks: RunOnRanks, tmp_path: Path, tokens: str, ranks: int) -> None:
 
     def run(name: str, steps: int, cache: Path | None) -> list[float]:
         values = small_run(
@@ -48,7 +40,7 @@ def test_runs_in_bf16(run_on_ranks: RunOnRanks, tmp_path: Path, ranks: int) -> N
             schedule={"lr_decay_iters": 10},
             checkpoint={"save_interval": 5},
         )
-        if any(problems := run_on_ranks(ranks, train, values, cache)):
+        if any(problems := run_on_ranks(ranks, train_by, cache, values)):
             pytest.skip(str(problems[0]))
         return [entry["loss"] for entry in read_metrics(tmp_path / name)]
 

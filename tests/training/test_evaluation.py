@@ -8,15 +8,16 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 
 from megatron_fanformer.checkpoint import store
 from megatron_fanformer.errors import InputError, Interrupted
-from megatron_fanformer.runtime.parallel import rank_grid
 from megatron_fanformer.training.config import config_from_dict
 from megatron_fanformer.training.metrics import metric_of, read_metrics
 from megatron_fanformer.training.preflight import check_run
+from tests import small_runs
 from tests.evaluation.made_up import made_up_tasks, write_made_up
-from tests.small_runs import SEQ_LENGTH, VOCAB_SIZE, small_run, write_tokens
+from tests.small_runs import SEQ_LENGTH, VOCAB_SIZE, small_run
 
 RunOnRanks = Callable[..., list[Any]]
 
@@ -34,11 +35,6 @@ NAMES = {
     "evaluation_seconds",
     "evaluation_share",
 }
-
-
-@pytest.fixture
-def tokens(tmp_path: Path) -> str:
-    return write_tokens(tmp_path / "tokens")
 
 
 @pytest.fixture
@@ -73,15 +69,8 @@ def train(values: dict[str, Any]) -> list[str]:
     import random
 
     import numpy as np
-    import torch
 
-    from megatron_fanformer.training.trainer import Trainer
-
-    config = config_from_dict(values)
-    with rank_grid(config.parallel, "cpu") as grid:
-        trainer = Trainer(config, grid)
-        trainer.train()
-        trainer.close()
+    small_runs.train(values)
     return [str(state) for state in (random.getstate(), np.random.get_state(), torch.get_rng_state().tolist())]
 
 
@@ -123,27 +112,22 @@ def train_and_signal(values: dict[str, Any], batches: int) -> tuple[int, str | N
     The batches after it, what the run said when it stopped, if it did, and whether it was over.
     """
     from megatron_fanformer.evaluation import rows
-    from megatron_fanformer.training.trainer import Trainer
 
-    config = config_from_dict(values)
     taken, right = 0, rows.row_losses
 
     def counted(*arguments: Any, **named: Any) -> Any:
         nonlocal taken
         taken += 1
-        if taken == batches and grid.rank == 1:
+        if taken == batches and torch.distributed.get_rank() == 1:
             signal.raise_signal(signal.SIGTERM)
         return right(*arguments, **named)
 
     said, is_over = None, False
-    with rank_grid(config.parallel, "cpu") as grid, mock.patch.object(rows, "row_losses", counted):
-        trainer = Trainer(config, grid)
+    with mock.patch.object(rows, "row_losses", counted):
         try:
-            trainer.train()
+            small_runs.train(values)
         except Interrupted as stop:
             said, is_over = str(stop), stop.run_is_over
-        finally:
-            trainer.close()
     return taken - batches, said, is_over
 
 

@@ -11,6 +11,7 @@ from megatron_fanformer.model.kernels import KernelsConfig
 from megatron_fanformer.runtime import device
 from megatron_fanformer.runtime.layout import ParallelConfig
 from megatron_fanformer.training.fp8_rules import fp8_machine_problems, fp8_problems
+from tests.training.layouts import layout
 
 MODEL = PRESETS["fanformer-1b"]
 
@@ -34,37 +35,30 @@ def test_a_precision_that_contradicts_itself(fields: dict[str, Any], part: str) 
 
 
 @pytest.mark.parametrize(
-    ("model", "layout", "precision", "part"),
+    ("model", "text", "precision", "part"),
     [
-        ({}, {}, {}, None),
-        ({}, {"tensor_model_parallel_size": 8, "sequence_parallel": True}, {"fp8_fan": True}, None),
-        ({"ffn_hidden_size": 8200}, {}, {}, "model.ffn_hidden_size is 8200, but precision.fp8 needs multiples of 16"),
-        ({"ffn_hidden_size": 8208}, {}, {"fp8_recipe": "mxfp8"}, "multiples of 32 on a rank (recipe mxfp8)"),
-        ({"seq_length": 24}, {}, {}, "a micro batch's number of tokens is 24, but"),
-        (
-            {"ffn_hidden_size": 8192 + 128},
-            {"tensor_model_parallel_size": 16},
-            {},
-            "model.ffn_hidden_size / tensor parallel size 16 is 520",
-        ),
+        ({}, "", {}, None),
+        ({}, "tp=8,sp=true", {"fp8_fan": True}, None),
+        ({"ffn_hidden_size": 8200}, "", {}, "model.ffn_hidden_size is 8200, but precision.fp8 needs multiples of 16"),
+        ({"ffn_hidden_size": 8208}, "", {"fp8_recipe": "mxfp8"}, "multiples of 32 on a rank (recipe mxfp8)"),
+        ({"seq_length": 24}, "", {}, "a micro batch's number of tokens is 24, but"),
+        ({"ffn_hidden_size": 8192 + 128}, "tp=16", {}, "model.ffn_hidden_size / tensor parallel size 16 is 520"),
         (
             {},
-            {"recompute_granularity": "selective", "recompute_modules": ["layernorm"]},
+            "recompute=selective,recompute_modules=[layernorm]",
             {"fp8_recipe": "delayed"},
             "cannot be recomputed with precision.fp8_recipe delayed",
         ),
         (
             {},
-            {"pipeline_model_parallel_size": 8},
+            "pp=8",
             {"first_last_layers_bf16": True, "num_layers_at_end_in_bf16": 3},
             "precision.num_layers_at_end_in_bf16 is 3, but a pipeline stage has 2 layers",
         ),
     ],
 )
-def test_models_and_layouts(
-    model: dict[str, Any], layout: dict[str, Any], precision: dict[str, Any], part: str | None
-) -> None:
-    found = fp8_problems(dataclasses.replace(MODEL, **model), ParallelConfig(**layout), fp8(**precision), 1)
+def test_models_and_layouts(model: dict[str, Any], text: str, precision: dict[str, Any], part: str | None) -> None:
+    found = [*fp8_problems(dataclasses.replace(MODEL, **model), layout(text), fp8(**precision), 1)]
     assert len(found) == (part is not None)
     assert part is None or part in found[0]
 
@@ -76,7 +70,7 @@ def test_local_layers_have_none() -> None:
 
 def test_without_fp8_any_size_goes() -> None:
     odd = dataclasses.replace(MODEL, ffn_hidden_size=8193)
-    assert fp8_problems(odd, ParallelConfig(), PrecisionConfig(), 1, KernelsConfig(transformer_impl="local")) == []
+    assert [*fp8_problems(odd, ParallelConfig(), PrecisionConfig(), 1, KernelsConfig(transformer_impl="local"))] == []
     assert fp8_machine_problems(PrecisionConfig(), "cpu") == []
 
 

@@ -11,39 +11,29 @@ import pytest
 
 from megatron_fanformer.checkpoint import store
 from megatron_fanformer.errors import Interrupted
-from megatron_fanformer.runtime.parallel import rank_grid
 from megatron_fanformer.training import interrupts
-from megatron_fanformer.training.config import config_from_dict
 from megatron_fanformer.training.interrupts import InterruptListener, Interrupts
-from tests.small_runs import small_run, write_tokens
+from tests.small_runs import small_run, trainer_of
 
 RunOnRanks = Callable[..., list[Any]]
-
-
-@pytest.fixture
-def tokens(tmp_path: Path) -> str:
-    return write_tokens(tmp_path / "tokens")
 
 
 def train_and_ask(values: dict[str, Any], during: str, number: signal.Signals, at_step: int) -> tuple[int, bool]:
     """Train, and send rank 1 a signal during something; the last step, and whether the run was stopped."""
     from megatron_fanformer.training import evaluation
-    from megatron_fanformer.training import trainer as room
 
-    config = config_from_dict(values)
-    with rank_grid(config.parallel, "cpu") as grid:
-        trainer = room.Trainer(config, grid)
+    with trainer_of(values) as trainer:
 
         def asked(function: Callable[..., Any]) -> Callable[..., Any]:
             def ask(*arguments: Any, **named: Any) -> Any:
-                if trainer.step == at_step and grid.rank == 1:
+                if trainer.step == at_step and trainer.grid.rank == 1:
                     signal.raise_signal(number)
                 return function(*arguments, **named)
 
             return ask
 
         owner, name = {
-            "a step": (trainer._attempts, "take"),
+            "a step": (trainer, "_attempt"),
             "an evaluation": (evaluation, "evaluate_loss"),
             "a save": (trainer._saves._saver, "save"),
         }[during]
@@ -53,8 +43,6 @@ def train_and_ask(values: dict[str, Any], during: str, number: signal.Signals, a
                 trainer.train()
             except Interrupted:
                 stopped = True
-            finally:
-                trainer.close()
         return trainer.step, stopped
 
 

@@ -13,11 +13,10 @@ import pytest
 import yaml
 
 from megatron_fanformer.runtime import device
-from megatron_fanformer.runtime.parallel import rank_grid
 from megatron_fanformer.training import machine_choices
 from megatron_fanformer.training.config import config_from_dict
 from megatron_fanformer.training.machine_choices import attention_notice, choice_lines, choose_for_machine
-from tests.small_runs import small_run, write_tokens
+from tests.small_runs import small_run, train
 
 RunOnRanks = Callable[..., list[Any]]
 ENGINE_ATTENTION = "transformer_engine.pytorch.attention.dot_product_attention.dot_product_attention"
@@ -149,18 +148,7 @@ def test_of_a_gpu_is_told_all_with_reasons() -> None:
     assert "overlap_grad_reduce, overlap_param_gather true (4 replicas, over NCCL)" in text
 
 
-def train(values: dict[str, Any]) -> None:
-    from megatron_fanformer.training.trainer import Trainer
-
-    config = config_from_dict(values)
-    with rank_grid(config.parallel, "cpu") as grid:
-        trainer = Trainer(config, grid)
-        trainer.train()
-        trainer.close()
-
-
-def test_a_run_records_what_was_chosen(run_on_ranks: RunOnRanks, tmp_path: Path) -> None:
-    tokens = write_tokens(tmp_path / "random")
+def test_a_run_records_what_was_chosen(run_on_ranks: RunOnRanks, tmp_path: Path, tokens: str) -> None:
     sections = {**OPEN, "training": {"train_iters": 6}}
     run_on_ranks(1, train, small_run(tokens, tmp_path / "run", **sections))
     recorded = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())

@@ -16,15 +16,9 @@ from tests.tiny import tiny_model
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-@pytest.mark.parametrize(
-    ("fields", "part"),
-    [
-        ({"cuda_graph_impl": "local"}, "kernels.cuda_graph_impl is local, but there is no GPU"),
-    ],
-)
-def test_kernels_that_need_a_gpu(fields: dict[str, Any], part: str) -> None:
-    (problem,) = kernel_problems(KernelsConfig(**fields))
-    assert part in problem
+def test_cuda_graphs_need_a_gpu() -> None:
+    (problem,) = kernel_problems(KernelsConfig(cuda_graph_impl="local"))
+    assert "kernels.cuda_graph_impl is local, but there is no GPU" in problem
 
 
 @pytest.mark.parametrize(
@@ -47,7 +41,7 @@ def test_fused_gradients_are_the_engines_or_apexs(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(device, "has_transformer_engine", lambda: True)
     kernels = KernelsConfig(gradient_accumulation_fusion=True, transformer_impl=transformer_impl)
-    assert len(kernel_problems(kernels)) == count
+    assert len(list(kernel_problems(kernels))) == count
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_fanformer.runtime.parallel import rank_grid
-from megatron_fanformer.training.config import config_from_dict
-from tests.small_runs import SEQ_LENGTH, VOCAB_SIZE, small_run
+from megatron_fanformer.training.config import TrainingConfig
+from tests.small_runs import SEQ_LENGTH, VOCAB_SIZE, first_step, small_run, trainer_of
 
 SAME_LOSS = 1e-6  # relative: float32 sums in another order
 
@@ -29,16 +28,11 @@ def values(tmp_path: Path) -> dict[str, Any]:
 def losses(values: dict[str, Any]) -> tuple[float, float, int]:
     """Of the first step and of an evaluation before it, and the tokens that the step's is over. On every rank."""
     from megatron_fanformer.training.evaluation import evaluate_loss
-    from megatron_fanformer.training.step import train_step
-    from megatron_fanformer.training.trainer import Trainer
 
-    config = config_from_dict(values)
-    with rank_grid(config.parallel, "cpu") as grid:
-        trainer = Trainer(config, grid)
+    with trainer_of(values) as trainer:
         valid = trainer._data.valid["same"]
-        evaluated = evaluate_loss(trainer._wrapped, valid, grid, trainer._shape, eval_iters=1)
-        result = train_step(trainer._wrapped, trainer._optimizer, trainer._batches, grid, trainer._shape)
-        trainer.close()
+        evaluated = evaluate_loss(trainer._wrapped, valid, trainer.grid, trainer.config, eval_iters=1)
+        result = first_step(trainer)
         return result.loss, evaluated, result.tokens
 
 
@@ -47,21 +41,16 @@ def losses_by_hand(values: dict[str, Any], files: list[str]) -> tuple[float, flo
 
     With the vocabulary's padding, as in training, and without, as in evaluation.
     """
-    from megatron_fanformer.training.trainer import Trainer
-
-    config = config_from_dict(values)
     (path,) = files
     raw = np.fromfile(path, "<u2")
     order = np.arange(len(raw) // SEQ_LENGTH, dtype=np.uint32)
-    np.random.Generator(np.random.PCG64(config.training.seed)).shuffle(order)
-    rows = [raw[number * SEQ_LENGTH :][:SEQ_LENGTH] for number in order[: config.training.global_batch_size]]
+    np.random.Generator(np.random.PCG64(TrainingConfig.seed)).shuffle(order)
+    rows = [raw[number * SEQ_LENGTH :][:SEQ_LENGTH] for number in order[: values["training"]["global_batch_size"]]]
     tokens_bs = torch.from_numpy(np.stack(rows).astype(np.int64))
-    with rank_grid(config.parallel, "cpu") as grid:
-        trainer = Trainer(config, grid)
+    with trainer_of(values) as trainer:
         positions_bs = torch.arange(SEQ_LENGTH).expand_as(tokens_bs)
         with torch.no_grad():
             logits_bsv = trainer._stages[0](tokens_bs, positions_bs, None)[:, :-1]
-        trainer.close()
         logits_nv, labels_n = logits_bsv.flatten(0, 1), tokens_bs[:, 1:].flatten()
         whole, unpadded = (
             torch.nn.functional.cross_entropy(of, labels_n) for of in (logits_nv, logits_nv[:, :VOCAB_SIZE])

@@ -13,10 +13,8 @@ import pytest
 import torch
 from rich.console import Console
 
-from megatron_fanformer.runtime.parallel import rank_grid
-from megatron_fanformer.training.config import config_from_dict
 from megatron_fanformer.training.phase_health import BINS_PER_OCTAVE, COARSE_PHASE, DEAD_SPREAD, PERCENTILES
-from tests.small_runs import small_run, write_tokens
+from tests.small_runs import small_run, trainer_of
 
 RunOnRanks = Callable[..., list[Any]]
 HALF_A_BIN = 1 / (2 * BINS_PER_OCTAVE)
@@ -39,11 +37,6 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def tokens(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return write_tokens(tmp_path_factory.mktemp("tokens") / "random")
-
-
 def run_values(tokens: str, folder: Path, **sections: dict[str, Any]) -> dict[str, Any]:
     """Two steps of four layers; the second one is read."""
     model = {"num_layers": 4, **sections.pop("model", {})}
@@ -55,17 +48,13 @@ def run_values(tokens: str, folder: Path, **sections: dict[str, Any]) -> dict[st
 
 def take_steps(values: dict[str, Any], change: Callable[[list[Any]], None] = lambda _: None) -> dict[str, Any]:
     """On a rank: the metrics of each step, what is read, p | g of every layer in the last, and what is logged."""
-    from megatron_fanformer.training.trainer import Trainer
-
     said: list[str] = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
     package = logging.getLogger("megatron_fanformer")
     package.addHandler(handler)
-    config = config_from_dict(values)
     try:
-        with rank_grid(config.parallel, "cpu") as grid:
-            trainer = Trainer(config, grid, console=Console(file=io.StringIO()))
+        with trainer_of(values, console=Console(file=io.StringIO())) as trainer:
             change(trainer._stages)
             written: list[dict[str, Any]] = []
             trainer._logs.write = lambda _step, metrics: written.append(metrics)  # type: ignore[method-assign]
@@ -85,7 +74,6 @@ def take_steps(values: dict[str, Any], change: Callable[[list[Any]], None] = lam
             while not trainer._is_over:
                 seen.clear()
                 trainer.take_step()
-            trainer.close()
     finally:
         package.removeHandler(handler)
     return {"metrics": written, "sums": sums, "seen": seen, "maps": maps, "said": said}

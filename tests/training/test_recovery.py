@@ -2,27 +2,24 @@
 
 import copy
 import json
-import logging
 import shutil
 from collections.abc import Callable, Collection
 from math import inf
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
-from unittest.mock import Mock
 
 import pytest
 import torch
 
 from megatron_fanformer.checkpoint import store
 from megatron_fanformer.errors import CorruptError, DivergenceError, InputError
-from megatron_fanformer.runtime.parallel import rank_grid
-from megatron_fanformer.training import attempts
 from megatron_fanformer.training.config import config_from_dict
 from megatron_fanformer.training.metrics import read_metrics
 from megatron_fanformer.training.preflight import check_run
 from megatron_fanformer.training.recovery import BadSteps, EventLog, RecoveryConfig, read_events
-from tests.small_runs import small_run, write_tokens
+from megatron_fanformer.training.step import compare_attempts
+from tests.small_runs import small_run, trainer_of
 from tests.training.test_trainer import numbers, stored_tensors, train
 
 RunOnRanks = Callable[..., list[Any]]
@@ -42,15 +39,11 @@ class Poison(NamedTuple):
 
 def train_poisoned(values: dict[str, Any], poison: Poison) -> str | None:
     """Run a configuration with poison in it; what ended it, if anything did."""
-    from megatron_fanformer.training.trainer import Trainer
-
-    config = config_from_dict(values)
-    with rank_grid(config.parallel, "cpu") as grid:
-        trainer = Trainer(config, grid)
+    with trainer_of(values) as trainer:
         left = dict.fromkeys(poison.steps, poison.attempts)
 
         def spoil(gradient: torch.Tensor) -> torch.Tensor:
-            if grid.rank != poison.rank or left.get(trainer.step, 0) <= 0:
+            if trainer.grid.rank != poison.rank or left.get(trainer.step, 0) <= 0:
                 return gradient
             left[trainer.step] -= 1
             return gradient * float("nan")
@@ -62,7 +55,6 @@ def train_poisoned(values: dict[str, Any], poison: Poison) -> str | None:
             return str(error)
         finally:
             spoiling.remove()
-            trainer.close()
     return None
 
 
@@ -78,11 +70,7 @@ def enlarge_weights(stage: Any) -> None:
 
 def train_with_other_weights(values: dict[str, Any], step: int, change: Callable[[Any], None]) -> None:
     """Run a configuration; weights change on every replica before a step."""
-    from megatron_fanformer.training.trainer import Trainer
-
-    config = config_from_dict(values)
-    with rank_grid(config.parallel, "cpu") as grid:
-        trainer = Trainer(config, grid)
+    with trainer_of(values) as trainer:
         left = [1]
 
         def change_once(*_: Any) -> None:
@@ -93,12 +81,6 @@ def train_with_other_weights(values: dict[str, Any], step: int, change: Callable
         changing = trainer._wrapped[0].register_forward_pre_hook(change_once)
         trainer.train()
         changing.remove()
-        trainer.close()
-
-
-@pytest.fixture(scope="module")
-def tokens(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return write_tokens(tmp_path_factory.mktemp("tokens") / "random")
 
 
 @pytest.fixture(scope="module")
@@ -300,14 +282,10 @@ def test_events_are_counted_over_restarts(tmp_path: Path) -> None:
 
 def train_with_a_bad_tensor(values: dict[str, Any], which: str) -> str:
     """A tensor of one rank has a value that is not finite when a run's last step is saved; the error."""
-    from megatron_fanformer.training.trainer import Trainer
-
-    config = config_from_dict(values)
-    with rank_grid(config.parallel, "cpu") as grid:
-        trainer = Trainer(config, grid)
+    with trainer_of(values) as trainer:
 
         def spoil() -> dict[str, float]:
-            if grid.rank == 1 and trainer._is_over:
+            if trainer.grid.rank == 1 and trainer._is_over:
                 optimizer = trainer._optimizer.chained_optimizers[0].optimizer
                 states = [state for state in optimizer.state.values() if state["exp_avg"].numel()]
                 tensor = (
@@ -319,7 +297,6 @@ def train_with_a_bad_tensor(values: dict[str, Any], which: str) -> str:
         trainer._evaluate_if_due = spoil  # type: ignore[method-assign]
         with pytest.raises(DivergenceError) as caught:
             trainer.train()
-        trainer.close()
         return str(caught.value)
 
 
@@ -504,25 +481,12 @@ def test_a_spike_is_one_beside_the_median_whatever_else_was_high() -> None:
     ],
 )
 def test_the_rank_whose_numbers_alone_are_not_finite_is_named(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    norms: tuple[tuple[float, float], ...],
-    says: str,
+    monkeypatch: pytest.MonkeyPatch, norms: tuple[tuple[float, float], ...], says: str
 ) -> None:
     """By rank: the norms of its gradients at both attempts."""
-    numbers = iter([(2.0, norm) for norm in norms[0]])
-    monkeypatch.setattr(attempts, "local_loss_and_grad_norm", lambda *_: next(numbers))
+    own, other = ([(2.0, norm) for norm in of_rank] for of_rank in norms)
     monkeypatch.setattr(
-        attempts.dist,
-        "all_gather_object",
-        lambda ranks, own: ranks.__setitem__(slice(None), [own, [(2.0, norm) for norm in norms[1]]]),
+        torch.distributed, "all_gather_object", lambda ranks, own: ranks.__setitem__(slice(None), [own, other])
     )
-    result: Any = SimpleNamespace(loss=2.0, grad_norm=inf)
-    log = EventLog(tmp_path / "run", [], writes=False)
     grid: Any = SimpleNamespace(world_size=2)
-    bad = BadSteps(RecoveryConfig(), [])
-    computed = attempts.StepRetrier(lambda _: (result, Mock()), [], grid, bad_steps=bad, events=log, again=True)
-    with caplog.at_level(logging.INFO, "megatron_fanformer"):
-        computed.take(7, attempts.StepBatches(iter([]), 0))
-    assert f"({says})" in caplog.text
+    assert compare_attempts(own, grid, is_good=False)[1] == says

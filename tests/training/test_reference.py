@@ -1,7 +1,6 @@
 """The trainer against the numbers of the authors' implementation, in float32."""
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -19,6 +18,7 @@ from tests.training.layouts import (
     expected_training,
     gather,
     layout,
+    ranks_of,
     reference_tensors,
     set_weights,
     shards_of,
@@ -34,11 +34,9 @@ CHAOTIC_LOSS = 0.2  # absolute; float64 alone leaves the reference by up to 0.15
 # The fewest that `comparable_steps` finds, which takes seconds.
 COMPARABLE_STEPS = {"fanformer-tied": 7, "fanformer-untied-p0125": 3, "atl": 3, "transformer-tied": 40}
 
-SEQUENCE = {"sequence_parallel": True, "fan_form": "sequence"}
 FULL = pytest.mark.full
 FOUR_LAYERS = "fanformer-untied-p0125"
 STABLE_CASES = ("fanformer-tied", "fanformer-untied-p0125")
-ALWAYS = ("tp1",)  # parity and the golden losses hold the other layouts to one process
 STABLE_LR = 1e-4  # float32 rounding grows to 3e-6 of the loss and 7e-5 of the gradient norm in 40 steps
 PLAIN_LOSS = 2e-5  # absolute
 PLAIN_GRAD_NORM = 5e-4  # relative
@@ -71,30 +69,20 @@ def sum_sequence_parallel_gradients(stage: torch.nn.Module, grid: Any) -> None:
             torch.distributed.all_reduce(parameter.grad, group=grid.groups.tp)
 
 
-FORMS: dict[str, tuple[int, dict[str, Any]]] = {
-    "tp1": (1, {}),
-    "tp2": (2, {}),
-    "tp4": (4, {}),
-    "tp2-sp": (2, {"sequence_parallel": True}),
-    "tp2-sp-fan-sequence": (2, SEQUENCE),
-}
-
-
-def is_always(name: str, case: str) -> bool:
-    return name == "tp1" or (case == FOUR_LAYERS and name != "tp4")
+FORMS = ("", "tp=2", "tp=4", "tp=2,sp=true", "tp=2,sp=true,fan=sequence")
 
 
 @pytest.mark.parametrize(
-    ("tensor", "degrees", "case"),
+    ("form", "case"),
     [
-        pytest.param(*of, case, id=f"{name}-{case}", marks=() if is_always(name, case) else FULL)
+        pytest.param(form, case, marks=() if not form or (case == FOUR_LAYERS and form != "tp=4") else FULL)
         for case in CASES
-        for name, of in FORMS.items()
+        for form in FORMS
     ],
 )
-def test_logits_losses_and_gradients(run_on_ranks: Any, case: str, tensor: int, degrees: dict[str, Any]) -> None:
-    parallel = layout(tensor_model_parallel_size=tensor, **degrees)
-    ranks = run_on_ranks(tensor, forward_and_backward, case, parallel)
+def test_logits_losses_and_gradients(run_on_ranks: Any, case: str, form: str) -> None:
+    parallel = layout(form)
+    ranks = run_on_ranks(parallel.tensor_model_parallel_size, forward_and_backward, case, parallel)
     expected = load_file(REFERENCE / case / "expected.safetensors")
     bound = logits_bound(REFERENCE / case)
     for logits, losses, _ in ranks:
@@ -111,38 +99,26 @@ def test_logits_losses_and_gradients(run_on_ranks: Any, case: str, tensor: int, 
         assert error < GRADIENT, f"{name}: {error}"
 
 
-def training_layouts(case: str) -> dict[str, ParallelConfig]:
-    four_layers = case == "fanformer-untied-p0125"  # the others have three
-    tp2 = {"tensor_model_parallel_size": 2}
-    pp2 = {"pipeline_model_parallel_size": 2}
-    if not four_layers:
-        pp2 = {**pp2, "num_layers_in_last_pipeline_stage": 1}
-    dp2, cp2 = {"data_parallel_size": 2}, {"context_parallel_size": 2}
-    full = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-    selective = {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "layernorm", "mlp"]}
-    overlap = {"overlap_grad_reduce": True, "overlap_param_gather": True, "ddp_bucket_size": 5_000}
-    degrees: dict[str, dict[str, Any]] = {
-        "tp1": {},
-        "tp1-plain-optimizer": {"use_distributed_optimizer": False},
-        "tp2": tp2,
-        "tp4": {"tensor_model_parallel_size": 4},
-        "tp2-sp": {**tp2, "sequence_parallel": True},
-        "tp2-sp-fan-sequence": {**tp2, **SEQUENCE},
-        "pp2": pp2,
-        "pp-a-layer-a-stage": {"pipeline_model_parallel_size": 4 if four_layers else 3},
-        "cp2": cp2,
-        "tp2-cp2": {**tp2, **cp2},
-        "dp2-distributed": dp2,
-        "dp2-plain": {**dp2, "use_distributed_optimizer": False},
-        "dp2-overlap": {**dp2, **overlap},
-        "tp2-pp2": {**tp2, **pp2},
-        "tp2-pp2-sp": {**tp2, **pp2, "sequence_parallel": True},
-        "pp2-dp2-recompute-full": {**pp2, **dp2, **full},
-        "pp2-dp2-recompute-selective": {**pp2, **dp2, **selective},
-    }
-    if four_layers:
-        degrees["pp2-vpp2"] = {**pp2, "virtual_pipeline_model_parallel_size": 2}
-    return {name: layout(**of) for name, of in degrees.items()}
+def training_layouts(case: str) -> list[str]:
+    four_layers = case == FOUR_LAYERS  # the others have three
+    pp2 = "pp=2" if four_layers else "pp=2,num_layers_in_last_pipeline_stage=1"
+    return [
+        "",
+        "distributed_optimizer=false",
+        *FORMS[1:],
+        pp2,
+        "pp=4" if four_layers else "pp=3",  # a layer a stage
+        "cp=2",
+        "tp=2,cp=2",
+        "dp=2",
+        "dp=2,distributed_optimizer=false",
+        "dp=2,overlap=true,ddp_bucket_size=5000",
+        f"tp=2,{pp2}",
+        f"tp=2,sp=true,{pp2}",
+        f"dp=2,recompute=full,{pp2}",
+        f"dp=2,recompute=selective,recompute_modules=[core_attn,layernorm,mlp],{pp2}",
+        *(["pp=2,vpp=2"] if four_layers else []),
+    ]
 
 
 @functools.cache
@@ -169,19 +145,6 @@ def comparable_steps(case: str) -> int:
     return len(losses)
 
 
-def pairs_of(cases: tuple[str, ...], always: Callable[[str, str], bool] = lambda _name, _case: True) -> list[Any]:
-    """Every layout of every case; those that are not to run always are marked."""
-    return [
-        pytest.param(name, case, marks=[] if always(name, case) else FULL)
-        for case in cases
-        for name in training_layouts(case)
-    ]
-
-
-def ranks_of(parallel: ParallelConfig) -> int:
-    return parallel.model_parallel_size * (parallel.data_parallel_size or 1)
-
-
 @pytest.mark.parametrize("case", CASES)
 def test_the_leading_steps_follow_the_reference(run_on_ranks: Any, case: str) -> None:
     """In one process; for the Transformer they are all of them. Parity and the golden losses hold the layouts to it."""
@@ -193,9 +156,9 @@ def test_the_leading_steps_follow_the_reference(run_on_ranks: Any, case: str) ->
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("name", "case"), pairs_of(CASES))
-def test_training_follows_the_reference(run_on_ranks: Any, case: str, name: str) -> None:
-    parallel = training_layouts(case)[name]
+@pytest.mark.parametrize(("text", "case"), [(text, case) for case in CASES for text in training_layouts(case)])
+def test_training_follows_the_reference(run_on_ranks: Any, case: str, text: str) -> None:
+    parallel = layout(text)
     ranks = run_on_ranks(ranks_of(parallel), train_reference, case, parallel)
     expected = expected_training(case)
     steps = comparable_steps(case)
@@ -211,11 +174,17 @@ def test_training_follows_the_reference(run_on_ranks: Any, case: str, name: str)
 
 
 @pytest.mark.parametrize(
-    ("name", "case"), pairs_of(STABLE_CASES, lambda name, case: case == FOUR_LAYERS and name in ALWAYS)
+    ("text", "case"),
+    [
+        # parity and the golden losses hold the other layouts to one process
+        pytest.param(text, case, marks=() if case == FOUR_LAYERS and not text else FULL)
+        for case in STABLE_CASES
+        for text in training_layouts(case)
+    ],
 )
-def test_forty_steps_follow_the_plain_model(run_on_ranks: Any, case: str, name: str) -> None:
+def test_forty_steps_follow_the_plain_model(run_on_ranks: Any, case: str, text: str) -> None:
     """At a rate where rounding does not grow, all 40 steps and the final weights are held against float64."""
-    parallel = training_layouts(case)[name]
+    parallel = layout(text)
     ranks = run_on_ranks(ranks_of(parallel), train_reference, case, parallel, STABLE_LR)
     losses, norms, plain_weights = plain_training(case, STABLE_LR)
     for trained in ranks:

@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 
+from megatron_fanformer.training.optimizers import OptimizerConfig
 from megatron_fanformer.training.schedule import ScheduleConfig, build_scheduler
 
 PEAK = 4e-4
+RECIPE = OptimizerConfig(lr=PEAK)
 WARMUP, STEPS = 20, 100
 EXACT = 1e-12  # relative: the formulas in double precision
 
@@ -17,7 +19,7 @@ def rates(train_iters: int = STEPS, **settings: Any) -> list[float]:
     """The rate of each step, from the first."""
     config = ScheduleConfig(lr_warmup_iters=WARMUP, **settings)
     optimizer: Any = SimpleNamespace(param_groups=[{"lr": 0.0, "weight_decay": 0.1, "params": []}])
-    scheduler = build_scheduler(config, optimizer, lr=PEAK, weight_decay=0.1, train_iters=train_iters)
+    scheduler = build_scheduler(config, optimizer, RECIPE, train_iters=train_iters)
     found = []
     for _ in range(train_iters):
         scheduler.step(1)
@@ -28,7 +30,7 @@ def rates(train_iters: int = STEPS, **settings: Any) -> list[float]:
 def test_a_group_has_a_rate_of_its_own() -> None:
     groups = [{"lr": 0.0, "weight_decay": 0.1, "params": [], "lr_mult": share} for share in (1.0, 0.5)]
     optimizer: Any = SimpleNamespace(param_groups=groups)
-    scheduler = build_scheduler(ScheduleConfig(), optimizer, lr=PEAK, weight_decay=0.1, train_iters=STEPS)
+    scheduler = build_scheduler(ScheduleConfig(), optimizer, RECIPE, train_iters=STEPS)
     for step in range(STEPS):
         scheduler.step(1)
         assert 0 < groups[1]["lr"] == groups[0]["lr"] / 2, step

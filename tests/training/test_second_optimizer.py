@@ -9,15 +9,13 @@ import pytest
 import torch
 
 from megatron_fanformer.checkpoint.optimizer_state import MAIN_WEIGHT, PREFIX
-from megatron_fanformer.model.config import PrecisionConfig
-from megatron_fanformer.model.kernels import KernelsConfig
-from megatron_fanformer.planning.job import Job
 from megatron_fanformer.planning.memory import rank_memory
 from megatron_fanformer.training.config import config_from_dict
 from megatron_fanformer.training.optimizer import single_optimizers
 from megatron_fanformer.training.optimizers import OPTIMIZERS, OptimizerConfig
 from tests.checkpoint import states
 from tests.checkpoint.states import MICRO_BATCH, Shown, parallel_config, small_model, training, world_size
+from tests.planning.making import job_of
 from tests.small_runs import small_run, write_tokens
 from tests.training.layouts import gather
 from tests.training.momentum import NAME, registered
@@ -52,18 +50,8 @@ def held_and_planned(layout: str, dtype: str) -> tuple[int, int]:
     with training(layout, MODEL, dtype=kinds[dtype], recipe=RECIPE) as run:
         run.take_steps(1)
         parts = [part.optimizer.state.values() for part in single_optimizers(run.optimizer)]
-        job = Job(
-            model=MODEL,
-            parallel=parallel_config(layout),
-            kernels=KernelsConfig(transformer_impl="local"),
-            precision=PrecisionConfig(dtype=dtype),  # type: ignore[arg-type]
-            optimizer=OPTIMIZERS[NAME],
-            data_parallel_size=run.grid.data_parallel_size,
-            micro_batch_size=MICRO_BATCH,
-            num_micro_batches=1,
-            layers="local",
-            on_cpu=True,
-        )
+        parallel = parallel_config(layout)
+        job = job_of(MODEL, parallel, dtype, optimizer=OPTIMIZERS[NAME], micro_batch_size=MICRO_BATCH)
         lines = {line.purpose: line.bytes for line in rank_memory(job, run.grid.groups.pp.rank()).lines}
         return sum(tensor.nbytes for held in parts for state in held for tensor in state.values()), lines["moments"]
 

@@ -12,12 +12,11 @@ import torch
 from rich.console import Console
 
 from megatron_fanformer.planning.flops import training_flops_per_token
-from megatron_fanformer.runtime.parallel import rank_grid
 from megatron_fanformer.training.config import config_from_dict
 from megatron_fanformer.training.interrupts import Interrupts
 from megatron_fanformer.training.step import StepResult, weights_in_step
 from megatron_fanformer.training.step_metrics import StepMetrics
-from tests.small_runs import small_run, write_tokens
+from tests.small_runs import small_run, trainer_of
 from tests.training.layouts import gather, shards_of
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -38,19 +37,14 @@ def held_bytes() -> int:
 def take_three_steps(values: dict[str, Any]) -> tuple[dict[str, Any], list[Any], tuple[int, int]]:
     """On a rank: the metrics of the third step, this rank's weights before and after it, and its memory around all."""
     before = held_bytes()
-    from megatron_fanformer.training.trainer import Trainer
-
-    config = config_from_dict(values)
-    with rank_grid(config.parallel, "cpu") as grid:
-        trainer = Trainer(config, grid, console=Console(file=io.StringIO()))
+    with trainer_of(values, console=Console(file=io.StringIO())) as trainer:
         written: list[dict[str, Any]] = []
         trainer._logs.write = lambda _step, metrics: written.append(metrics)  # type: ignore[method-assign]
         weights = []
         for _ in range(3):
             trainer.take_step()
             with weights_in_step(trainer._wrapped):
-                weights.append(shards_of(trainer._stages, grid))
-        trainer.close()
+                weights.append(shards_of(trainer._stages, trainer.grid))
     assert [("params_norm" in metrics) for metrics in written] == [False, False, True]
     return written[-1], weights[1:], (before, held_bytes())
 
@@ -60,12 +54,12 @@ def take_three_steps(values: dict[str, Any]) -> tuple[dict[str, Any], list[Any],
     "name", [pytest.param(name, marks=pytest.mark.full if name in ("cp2", "tp2-plain") else ()) for name in LAYOUTS]
 )
 def test_norms_are_those_of_the_whole_model(
-    run_on_ranks: Callable[..., list[Any]], tmp_path: Path, name: str, tied: bool
+    run_on_ranks: Callable[..., list[Any]], tmp_path: Path, tokens: str, name: str, tied: bool
 ) -> None:
     """Of every weight once: split ones, those that ranks hold copies of, and a tied embedding on two stages."""
     ranks, parallel = LAYOUTS[name]
     values = small_run(
-        write_tokens(tmp_path / "tokens"),
+        tokens,
         tmp_path / "run",
         parallel=parallel,
         model={"untie_embeddings_and_output_weights": not tied},

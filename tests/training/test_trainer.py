@@ -21,7 +21,7 @@ from megatron_fanformer.training.config import RunConfig, config_from_dict
 from megatron_fanformer.training.metrics import read_metrics
 from megatron_fanformer.training.optimizer import build_optimizer
 from megatron_fanformer.training.schedule import build_scheduler
-from tests.small_runs import SEQ_LENGTH, VOCAB_SIZE, small_run, write_tokens
+from tests.small_runs import SEQ_LENGTH, VOCAB_SIZE, small_run, trainer_of
 from tests.training.layouts import gather, shards_of
 
 SAME_LOSS = 1e-6  # relative, between layouts
@@ -53,15 +53,10 @@ def world_size(values: dict[str, Any]) -> int:
 
 def train(values: dict[str, Any]) -> tuple[Any, Any]:
     """Run a configuration; this rank's pieces of the weights before and after."""
-    from megatron_fanformer.training.trainer import Trainer
-
-    config = config_from_dict(values)
-    with rank_grid(config.parallel, "cuda" if config.runtime.device == "cuda" else "cpu") as grid:
-        trainer = Trainer(config, grid)
-        before = shards_of(trainer._stages, grid)
+    with trainer_of(values) as trainer:
+        before = shards_of(trainer._stages, trainer.grid)
         trainer.train()
-        trainer.close()
-        return before, shards_of(trainer._stages, grid)
+        return before, shards_of(trainer._stages, trainer.grid)
 
 
 def stored_tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
@@ -81,11 +76,6 @@ class Runs(NamedTuple):
     half: Path
     resumed: Path
     weights_at_half: dict[str, torch.Tensor]
-
-
-@pytest.fixture(scope="module")
-def tokens(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return write_tokens(tmp_path_factory.mktemp("tokens") / "random")
 
 
 @pytest.fixture(scope="module")
@@ -232,15 +222,8 @@ def pieces_around_a_step_without_gradient(values: dict[str, Any]) -> tuple[Any, 
 
 
 def update_without_gradient(config: RunConfig, wrapped: Any) -> None:
-    optimizer = build_optimizer(
-        config.optimizer,
-        [wrapped],
-        dtype=torch.float32,
-        use_distributed_optimizer=config.parallel.use_distributed_optimizer,
-    )
-    lr, weight_decay = config.optimizer.lr, config.optimizer.weight_decay
-    scheduler = build_scheduler(config.schedule, optimizer, lr=lr, weight_decay=weight_decay, train_iters=20)
-    scheduler.step(1)
+    optimizer = build_optimizer(config.optimizer, [wrapped])
+    build_scheduler(config.schedule, optimizer, config.optimizer, train_iters=20).step(1)
     wrapped.zero_grad_buffer()
     optimizer.zero_grad()
     wrapped.start_grad_sync()
@@ -294,21 +277,16 @@ def test_runs_one_after_another_leave_no_threads(run_on_ranks: RunOnRanks, tmp_p
 
 def stop_when_one_rank_is_asked(values: dict[str, Any], asked_rank: int, step: int) -> int:
     """Run until `asked_rank` alone is asked to stop, as a signal does, amid a step; this rank's last step."""
-    from megatron_fanformer.training.trainer import Trainer
-
-    config = config_from_dict(values)
-    with rank_grid(config.parallel, "cpu") as grid:
-        trainer = Trainer(config, grid)
+    with trainer_of(values) as trainer:
 
         def ask(*_: Any) -> None:
-            if trainer.step == step and grid.rank == asked_rank:
+            if trainer.step == step and trainer.grid.rank == asked_rank:
                 trainer._listener.note_signal(signal.SIGTERM)
 
         asking = trainer._wrapped[0].register_forward_pre_hook(ask)
         with pytest.raises(Interrupted):
             trainer.train()
         asking.remove()
-        trainer.close()
         return trainer.step
 
 
@@ -324,16 +302,11 @@ def test_a_stop_asked_of_one_rank_stops_all_after_that_step(
 
 def diverge(values: dict[str, Any], spoil: Callable[[Any], None]) -> tuple[str, int, bool, list[Any]]:
     """Spoil the model, and train; the error, its exit code, whether this rank's weights stayed, and the metrics."""
-    from megatron_fanformer.training.trainer import Trainer
-
-    config = config_from_dict(values)
-    with rank_grid(config.parallel, "cpu") as grid:
-        trainer = Trainer(config, grid)
+    with trainer_of(values) as trainer:
         spoil(trainer._stages[0])
         before = [parameter.detach().clone() for parameter in trainer._stages[0].parameters()]
         with pytest.raises(DivergenceError) as caught:
             trainer.train()
-        trainer.close()
         unchanged = all(map(torch.equal, before, trainer._stages[0].parameters()))
         return str(caught.value), caught.value.exit_code, unchanged, read_metrics(trainer.run)
 

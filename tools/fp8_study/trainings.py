@@ -140,7 +140,7 @@ def observe(trainer: Any) -> dict[str, Any]:
     from megatron_fanformer.training.evaluation import evaluate_loss
 
     with watched_maps(trainer._stages[0]) as seen:
-        evaluate_loss(trainer._wrapped, trainer._data.valid[VALIDATION], trainer.grid, trainer._shape, eval_iters=1)
+        evaluate_loss(trainer._wrapped, trainer._data.valid[VALIDATION], trainer.grid, trainer.config, eval_iters=1)
     return measure(seen, is_fp8=trainer.config.precision.fp8_fan)
 
 

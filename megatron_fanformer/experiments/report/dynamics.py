@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 
 from megatron_fanformer.checkpoint import store
+from megatron_fanformer.configuration import by_dotted_names
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.experiments.intervals import Mean, mean_of, t_quantile, too_little
 from megatron_fanformer.experiments.report.page import write_folder
 from megatron_fanformer.experiments.result import Cell, Finding, Result, Table, this_machine
 from megatron_fanformer.pictures import drawn
-from megatron_fanformer.training.config import by_dotted_names
 from megatron_fanformer.training.metrics import read_metrics
 
 SMOOTHED_SHARE = 0.05  # of the steps, over which a difference is averaged

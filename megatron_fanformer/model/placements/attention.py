@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 FAN, V_FAN, QK = "self_attention.fan.linear", "self_attention.fan.v_linear", "self_attention.linear_qk"
 
-FAN_ROWS = Size("P + G", lambda model: model.periodic_size + model.linear_size)
+FAN_ROWS = Size("P + G", lambda model: model.hidden_size - model.periodic_size)
 V_FAN_ROWS = Size("Pv + Gv", lambda model: model.value_size - int(model.fan.value_p_ratio * model.value_size))
 QK_ROWS = Size("(n + k) d", lambda model: model.qkv_rows)
 
@@ -82,21 +82,11 @@ class QKV(Placement):
         if model.fan.bias:
             yield f"{FAN}.bias", rows, is_replicated
 
-    def attention(self, params: dict[str, Any], fan_params: dict[str, Any], parts: dict[str, Any]) -> Any:
+    def attention(self) -> tuple[Any, Any]:
         """Return Megatron's self-attention behind a FAN map."""
-        from megatron_fanformer.model.attention import FANSelfAttention
+        from megatron_fanformer.model.attention import FANSelfAttention, FANSelfAttentionSubmodules
 
-        return self._with_fan(FANSelfAttention, params, fan_params, parts)
-
-    @staticmethod
-    def _with_fan(module: Any, params: dict[str, Any], fan_params: dict[str, Any], parts: dict[str, Any]) -> Any:
-        from megatron.core.transformer.spec_utils import ModuleSpec
-
-        from megatron_fanformer.model.attention import FANSelfAttentionSubmodules
-
-        return ModuleSpec(
-            module=module, params={**params, **fan_params}, submodules=FANSelfAttentionSubmodules(**parts)
-        )
+        return FANSelfAttention, FANSelfAttentionSubmodules
 
     def recompute_problems(self, model: "FANformerConfig", tensor: int) -> Iterator[str]:
         """Yield nothing: X_F is freed."""
@@ -166,11 +156,11 @@ class QKAndV(QKV):
             return shapes.whole(shapes.values), False
         return 0, shapes.tensor > 1
 
-    def attention(self, params: dict[str, Any], fan_params: dict[str, Any], parts: dict[str, Any]) -> Any:
+    def attention(self) -> tuple[Any, Any]:
         """Return an attention whose FAN map has two outputs."""
-        from megatron_fanformer.model.attention import FANValueAttention
+        from megatron_fanformer.model.attention import FANSelfAttentionSubmodules, FANValueAttention
 
-        return self._with_fan(FANValueAttention, params, fan_params, parts)
+        return FANValueAttention, FANSelfAttentionSubmodules
 
     def recompute_problems(self, model: "FANformerConfig", tensor: int) -> Iterator[str]:
         """Yield where keeping p | g in place of the outputs saves nothing.

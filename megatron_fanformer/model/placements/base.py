@@ -253,19 +253,11 @@ class Placement:
 
     # -- modules
 
-    def attention(self, params: dict[str, Any], fan_params: dict[str, Any], parts: dict[str, Any]) -> Any:
-        """Return the ModuleSpec of self-attention.
-
-        Args:
-            params: of Megatron's self-attention.
-            fan_params: of one with FAN, besides.
-            parts: the layers it is made of; `fan_linear` is the FAN map's.
-        """
+    def attention(self) -> tuple[Any, Any]:
+        """Return the classes of self-attention and of its submodules, with a `fan_linear` where FAN is in front."""
         from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
-        from megatron.core.transformer.spec_utils import ModuleSpec
 
-        own = {name: part for name, part in parts.items() if name != "fan_linear"}
-        return ModuleSpec(module=SelfAttention, params=params, submodules=SelfAttentionSubmodules(**own))
+        return SelfAttention, SelfAttentionSubmodules
 
     def local_mlp(self, fan: "FANConfig") -> Any:
         """Return the ModuleSpec of the MLP of local layers."""

@@ -4,6 +4,7 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_fanformer.errors import broken_fields
 from megatron_fanformer.training.loggers.logger import Logger, Start
 from megatron_fanformer.training.metrics import console_text
 
@@ -64,9 +65,7 @@ class ProgressLine(Logger):
     @classmethod
     def problems(cls, config: ProgressFields) -> list[str]:
         """Return the rules of its fields that are broken."""
-        if config.log_interval >= 1:
-            return []
-        return [f"logging.log_interval is {config.log_interval}; it must be at least 1"]
+        return broken_fields("logging", config, "be at least 1", lambda value: value < 1, "log_interval")
 
     def _seconds_left(self, step: int) -> float:
         return (time.monotonic() - self._started) / max(1, step - self._first) * (self._total - step)

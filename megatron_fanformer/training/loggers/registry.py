@@ -4,6 +4,7 @@ A resumed run takes away what was logged after the checkpoint that it resumes fr
 """
 
 import logging
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +15,7 @@ import yaml
 from megatron_fanformer.checkpoint.run_lock import FolderWatch
 from megatron_fanformer.checkpoint.store import CONFIG, METRICS
 from megatron_fanformer.durable_files import write_atomically
-from megatron_fanformer.errors import InputError
+from megatron_fanformer.errors import InputError, broken_fields
 from megatron_fanformer.training.loggers.json_lines import JSONLines
 from megatron_fanformer.training.loggers.logger import Logger, Start
 from megatron_fanformer.training.loggers.progress_line import ProgressLine
@@ -59,12 +60,12 @@ class LoggingConfig(*_FIELDS):  # type: ignore[misc]  # the table's, whichever t
     def problems(self) -> list[str]:
         """Return the rules of single fields that this configuration breaks, one line each."""
         found = [problem for kind in LOGGERS.values() for problem in kind.problems(self)]
-        for name in ("norm_interval", "phase_interval", "straggler_interval"):
-            if (value := getattr(self, name)) is not None and value < 1:
-                found.append(f"logging.{name} is {value}; it must be at least 1, or null")
-        if not self.straggler_factor > 1:
-            found.append(f"logging.straggler_factor is {self.straggler_factor}; it must be above 1")
-        return found
+        intervals = ("norm_interval", "phase_interval", "straggler_interval")
+        return [
+            *found,
+            *broken_fields("logging", self, "be at least 1, or null", lambda value: value < 1, *intervals),
+            *broken_fields("logging", self, "be above 1", lambda value: not value > 1, "straggler_factor"),
+        ]
 
 
 def logger_problems(config: LoggingConfig) -> list[str]:
@@ -98,12 +99,13 @@ class Loggers:
         self._run, self._steps = run, steps
         self._open: dict[str, Logger] = {}
 
-    def open(self, values: dict[str, Any], *, step: int, tokens: int) -> None:
+    def open(self, values: dict[str, Any], *, step: int, tokens: int, beside: Mapping[str, str] | None = None) -> None:
         """Begin, or begin anew after the run went back, with the resolved configuration.
 
         Args:
             step: the last step that the run has taken; what is logged of later ones is taken away.
             tokens: of all steps so far.
+            beside: texts that the run's folder holds beside the configuration, by their names.
 
         Raises:
             InputError: the run's folder cannot be written.
@@ -125,7 +127,8 @@ class Loggers:
         )
         try:
             self._run.mkdir(parents=True, exist_ok=True)
-            write_atomically(self._run / CONFIG, yaml.safe_dump(values, sort_keys=False))
+            for name, text in {CONFIG: yaml.safe_dump(values, sort_keys=False), **(beside or {})}.items():
+                write_atomically(self._run / name, text)
             for name, kind in LOGGERS.items():
                 if kind.is_on(self._config):
                     self._open_one(name, kind, start)

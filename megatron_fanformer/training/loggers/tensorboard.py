@@ -5,6 +5,7 @@ from typing import Any, cast
 
 import yaml
 
+from megatron_fanformer.configuration import by_dotted_names
 from megatron_fanformer.markdown import code_block
 from megatron_fanformer.training.loggers.logger import Logger, Start
 from megatron_fanformer.training.metrics import charts, dashboard_name, metric_of, numbers
@@ -42,7 +43,8 @@ class TensorBoard(Logger):
         self._by_step.add_custom_scalars(
             {category: {title: ["Multiline", tags] for title, tags in of.items()} for category, of in charts().items()}
         )
-        for summary in hparams(_hyperparameters(start.values), {"train/loss": None}):
+        plain = {k: v for k, v in by_dotted_names(start.values).items() if isinstance(v, bool | int | float | str)}
+        for summary in hparams(plain, {"train/loss": None}):
             cast(Any, self._by_step.file_writer).add_summary(summary)  # typed as the None that it was once
 
     def write(self, step: int, metrics: dict[str, Any]) -> None:
@@ -56,14 +58,3 @@ class TensorBoard(Logger):
         """Flush and close the files."""
         self._by_step.close()
         self._by_tokens.close()
-
-
-def _hyperparameters(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return the configuration's numbers, texts and switches, by dotted names."""
-    found: dict[str, Any] = {}
-    for name, value in values.items():
-        if isinstance(value, dict):
-            found |= _hyperparameters(value, f"{prefix}{name}.")
-        elif isinstance(value, bool | int | float | str):
-            found[f"{prefix}{name}"] = value
-    return found
