@@ -85,8 +85,7 @@ def load_training_state(
     # Looked up by the weights while these are still the parameters themselves: loading detaches them.
     tensors = optimizer_state.requested_tensors(optimizer, weights, stored)
     wanted = optimizer_state.requested_weights(weights, stored)
-    same_layout = all(saved.get(section, {}).get(name, 1) == config[section][name] for section, name in LAYOUT_FIELDS)
-    if same_layout:
+    if same_layout := _is_same_layout(saved, config):
         wanted["random"] = _random_state(grid, capture=False)
     wanted.update(scales_to_load(stages, grid, table))
     with blaming_other_versions(checkpoint):
@@ -107,6 +106,10 @@ def load_training_state(
     if store.step_of(checkpoint) not in (None, progress["step"]):
         raise CorruptError(f"{checkpoint} holds step {progress['step']}, another than its name says; rename it")
     return progress
+
+
+def _is_same_layout(saved: dict[str, Any], present: dict[str, Any]) -> bool:
+    return all(saved.get(section, {}).get(name, 1) == present[section][name] for section, name in LAYOUT_FIELDS)
 
 
 def load_weights(checkpoint: Path, stages: list[Any], grid: RankGrid) -> None:

@@ -25,6 +25,7 @@ from megatron_fanformer.experiments.sweeps.cells import outcome
 from megatron_fanformer.experiments.sweeps.file import Cell, Sweep
 from megatron_fanformer.experiments.sweeps.tuning import due
 from megatron_fanformer.processes import SAVE_SIGNAL, end_with_owner, signals_held, signals_to, usable_cores
+from megatron_fanformer.runtime import device
 
 TRAIN = (sys.executable, "-m", "megatron_fanformer", "train")
 POLL_SECONDS = 0.1
@@ -108,16 +109,15 @@ class _Runs:
         self._log(f"[{len(self.codes) + len(self._running) + 1}/{self._sweep.config.num_cells}] {cell.name}")
         write_configuration(cell)
         cell.failure.unlink(missing_ok=True)
-        environment = dict(os.environ)
-        if self._jobs > 1:
-            environment.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // self._jobs)))
+        threads: list[str] = []
+        if self._jobs > 1 and cell.config.runtime.threads_per_rank is None and device.threads_of_environment() is None:
+            threads = ["--runtime.threads_per_rank", str(max(1, usable_cores() // self._jobs))]
         with cell.log.open("ab") as log, signals_held():  # by the child, until it listens
             process = subprocess.Popen(
-                [*self._command, "--config", str(cell.file)],
+                [*self._command, *threads, "--config", str(cell.file)],
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,
-                env=environment,
                 start_new_session=True,  # a terminal's signals are for this process, which passes them on
                 preexec_fn=functools.partial(end_with_owner, os.getpid()),
             )
