@@ -74,22 +74,25 @@ class Turn:
             text=True,
         )
 
-    def take(self) -> None:
-        """Let it go, and keep what it measured; it must be ready."""
+    def take(self) -> bool:
+        """Let it go, and keep what it measured; returns whether it did: else its message is on standard error."""
         assert self._process.stdin is not None
-        print("go", file=self._process.stdin, flush=True)
-        self.case.turns.append(json.loads(self._line()))
+        if self._is_ready:
+            print("go", file=self._process.stdin, flush=True)
+        if not self._is_ready or not (line := self._line()):
+            print(f"bench_steps: {self.case.name}: its process ended; its message stands above", file=sys.stderr)
+            return False
+        self.case.turns.append(json.loads(line))
         self._process.wait()
+        return True
 
     def await_ready(self) -> None:
-        """Wait until it has imported everything."""
-        self._line()
+        """Wait until it has imported everything, or ended."""
+        self._is_ready = bool(self._line())
 
     def _line(self) -> str:
         assert self._process.stdout is not None
-        if not (line := self._process.stdout.readline()):
-            raise SystemExit(f"bench_steps: {self.case.name}: its process ended; its message stands above")
-        return line
+        return self._process.stdout.readline()
 
 
 def main() -> int:
@@ -106,7 +109,7 @@ def main() -> int:
         except FanformerError as error:
             print(f"bench_steps: {error}", file=sys.stderr)
             return error.exit_code
-        report: dict[str, Any] = {"machine": _machine(device)}
+        report: dict[str, Any] = {"machine": _machine(device), "failed": []}
         if options.rates:
             report["rates"] = _rates(cases[0].model, options.micro_batch_size, device)
         _take_turns(cases, options, folder, report)
@@ -115,7 +118,7 @@ def main() -> int:
             f"{line['case']:32} {line['step_seconds']:8.4f} s {line['model_flops_per_second'] / 1e12:8.2f} TFLOP/s "
             f"{line['share_of_peak']:7.2%} {line['peak_memory_bytes'] / 1e9:6.2f} GB"
         )
-    return 0
+    return 1 if report["failed"] else 0
 
 
 def _options() -> argparse.Namespace:
@@ -210,7 +213,8 @@ def _take_turns(cases: list[Case], options: argparse.Namespace, folder: Path, re
         for turn in turns:
             turn.await_ready()
         for turn in turns:
-            turn.take()
+            if not turn.take():
+                report["failed"] = [*report["failed"], turn.case.name]
             report["cases"] = [_line(case, report["machine"]) for case in cases if case.turns]
             write_atomically(options.json, json.dumps(report, indent=1) + "\n")
 

@@ -44,7 +44,7 @@ LONGEST_LINE = 2000  # characters: what has longer ones is data, or packed
 STANDARD_LIBRARY = "python-standard-library"
 OTHERS = frozenset({"site-packages", "dist-packages", "__pycache__"})
 """Folders of the standard library's that are not its own."""
-HELD_OUT_PERCENT = 5
+HELD_OUT_PERCENT = 8
 SHARDS = 16
 TOKENIZER_BYTES = 20_000_000
 
@@ -141,7 +141,7 @@ def write_text(
 
 
 def held_out(names: Iterable[str]) -> set[str]:
-    """The packages that are held out: about one of twenty by a hash of its name, at least one; never the library."""
+    """The packages that are held out: about one of twelve by a hash of its name, at least one; never the library."""
     shares = {name: int(hashlib.sha256(name.encode()).hexdigest()[:8], 16) % 100 for name in names}
     shares.pop(STANDARD_LIBRARY, None)
     chosen = {name for name, share in shares.items() if share < HELD_OUT_PERCENT}

@@ -72,7 +72,7 @@ def measure(settings: InferenceSettings, _folder: Path, log: Log) -> Measured:
         model = fresh_model(config, seed=0).to(device=torch.device(kind), dtype=dtype).eval()
         contestants[name] = Contestant(config=config, model=model)
     prompt = torch.randint(
-        _config(settings).vocab_size, (1, settings.prompt_tokens), generator=torch.Generator().manual_seed(0)
+        _config(settings).vocab_size, (settings.batch_size, settings.prompt_tokens), generator=torch.Generator().manual_seed(0)
     ).to(kind)
     for name, each in contestants.items():
         _measure_memory(each, prompt, settings.new_tokens, dtype, kind)
@@ -139,7 +139,7 @@ def weight_bytes(config: FANformerConfig, element_bytes: int) -> int:
 
 
 def cache_bytes(config: FANformerConfig, tokens: int, element_bytes: int) -> int:
-    """Keys and values of one sequence, by formula."""
+    """Keys and values of so many tokens, of one sequence or several, by formula."""
     return 2 * config.num_layers * tokens * config.value_size * element_bytes
 
 
@@ -161,7 +161,7 @@ def _measure_memory(each: Contestant, prompt_bs: Tensor, new_tokens: int, dtype:
     each.cache_bytes = sum(
         part.numel() * part.element_size() for layer in cache.layers for part in (layer.keys, layer.values)
     )
-    tokens = prompt_bs.shape[1] + new_tokens - 1  # the last one is not given to the model
+    tokens = prompt_bs.shape[0] * (prompt_bs.shape[1] + new_tokens - 1)  # the last one is not given to the model
     by_formula = weight_bytes(each.config, dtype.itemsize), cache_bytes(each.config, tokens, dtype.itemsize)
     if (each.weight_bytes, each.cache_bytes) != by_formula:
         raise CorruptError(
