@@ -24,13 +24,13 @@ sys.path.insert(
     0, str(Path(__file__).resolve().parents[1])
 )  # before an installed one: the queue measures this checkout
 
-from queueing import report  # noqa: E402
-from queueing.parts import PARTS  # noqa: E402
-from queueing.record import ROOT, Part, Setting  # noqa: E402
-from queueing.running import DONE, Result, environment_of, read_result, run_part  # noqa: E402
+from queueing import report
+from queueing.parts import PARTS
+from queueing.record import ROOT, Part, Setting
+from queueing.running import DONE, Result, environment_of, read_result, run_part
 
-from megatron_fanformer.durable_files import write_atomically  # noqa: E402
-from megatron_fanformer.errors import Interrupted  # noqa: E402
+from megatron_fanformer.durable_files import write_atomically
+from megatron_fanformer.errors import Interrupted
 
 PATIENCE = 10  # a rehearsal's limits are so many times as long
 STAND_IN = (Path(sys.prefix) / "engine", ROOT / "tests" / "engine_on_cpu" / "site")

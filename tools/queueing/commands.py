@@ -39,6 +39,7 @@ def _kept_options(options: tuple[str, ...]) -> list[str]:
 
 
 def machine(setting: Setting) -> list[Command]:
+    """Check what is installed."""
     arguments = ["tools/queueing/machine.py", str(setting.folder / "machine.json"), *setting.pick([], ["--rehearse"])]
     return [Command(arguments=arguments, name="machine")]
 
@@ -50,10 +51,12 @@ def _pytest(file: Path, *options: str) -> Command:
 
 
 def new_tests(_setting: Setting) -> list[Command]:
+    """Run the tests that no GPU has seen."""
     return [_pytest(TESTS / "test_transformer_engine.py", "-k", "attention_is_fused or attention_within_documents")]
 
 
 def tests(_setting: Setting) -> list[Command]:
+    """Run every file of tests/gpu."""
     return [_pytest(file) for file in sorted(TESTS.glob("test_*.py"))]
 
 
@@ -66,15 +69,18 @@ ONE_STEP: Cases = {
 
 
 def step(setting: Setting) -> list[Command]:
+    """Time one micro batch a step, with CUDA graphs and without."""
     return [_steps(setting, "step.json", ONE_STEP, "--rates")]
 
 
 def micro_batches(setting: Setting) -> list[Command]:
+    """Time four micro batches a step."""
     cases = {name: (*settings, FOUR) for name, settings in ONE_STEP.items() if GRAPHS in settings}
     return [_steps(setting, "step.json", cases)]
 
 
 def fp8(setting: Setting) -> list[Command]:
+    """Time the recipes of FP8, and the FAN map in it."""
     delayed = (GRAPHS, 'precision.fp8="hybrid"', 'precision.fp8_recipe="delayed"')
     tensorwise = (GRAPHS, 'precision.fp8="hybrid"', 'precision.fp8_recipe="tensorwise"')
     cases = {
@@ -88,6 +94,7 @@ def fp8(setting: Setting) -> list[Command]:
 
 
 def layers_of_7b(setting: Setting) -> list[Command]:
+    """Time a few layers of 7B."""
     few = setting.pick("model.num_layers=4", "model.num_layers=2")
     cases = {"F": ("fanformer", few), "T": ("transformer", few)}
     size = "--preset fanformer-7b --micro-batch-size 2 --rates"
@@ -95,6 +102,7 @@ def layers_of_7b(setting: Setting) -> list[Command]:
 
 
 def settings(setting: Setting) -> list[Command]:
+    """Time a step by settings of the machine."""
     margins = ("NVTE_FWD_LAYERNORM_SM_MARGIN=20", "NVTE_BWD_LAYERNORM_SM_MARGIN=20")
     expandable = ("PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True", "NCCL_GRAPH_REGISTER=0")
     cases = {
@@ -108,12 +116,14 @@ def settings(setting: Setting) -> list[Command]:
 
 
 def trace(setting: Setting) -> list[Command]:
+    """Profile one micro batch a step, and four."""
     cases = {"one": ("fanformer", GRAPHS), "four": ("fanformer", GRAPHS, FOUR)}
     options = ("--rounds", "1", "--steps", "2", "--trace", str(setting.folder))
     return [_steps(setting, "step.json", cases, *options)]
 
 
 def save(setting: Setting) -> list[Command]:
+    """Time a checkpoint in the background."""
     small = ("--config", "examples/tiny-cpu.yaml", "--seq-length", "64", "--micro-batch-size", "1", "--device", "cpu")
     size = setting.pick(("--preset", "fanformer-1b", "--device", "cuda"), small)
     return [
@@ -122,6 +132,7 @@ def save(setting: Setting) -> list[Command]:
 
 
 def generation(setting: Setting) -> list[Command]:
+    """Time prefill and decoding of one sequence and of 32."""
     commands = []
     for batch, rounds in ((1, 20), (32, 5)):
         name = f"batch-{batch}"
@@ -134,12 +145,14 @@ def generation(setting: Setting) -> list[Command]:
 
 
 def fan_activation(setting: Setting) -> list[Command]:
+    """Time the FAN kernel."""
     size = setting.pick("--presets fanformer-1b", "--hidden-sizes 256 --tokens 256 --repeats 1")
     arguments = f"tools/bench_fan.py --device cuda {size} --json".split()
     return [Command(arguments=arguments, name="errors", output="fan.jsonl")]
 
 
 def loss_head(setting: Setting) -> list[Command]:
+    """Time the loss heads."""
     on_gpu = "--tokens 16384 --hidden-size 2048 --vocab-size 50304"
     small = "--tokens 1024 --hidden-size 64 --vocab-size 8192 --repeats 1 --distributed-backend gloo"
     arguments = f"tools/bench_loss_head.py --device cuda --dtype bf16 {setting.pick(on_gpu, small)} --json".split()
@@ -155,6 +168,7 @@ def claim_folder(setting: Setting) -> Path:
 
 
 def text(setting: Setting) -> list[Command]:
+    """Make documents, a tokenizer and tokens of what is installed."""
     folder = claim_folder(setting)
     size = setting.pick("--most-bytes 900M", "--most-bytes 4M --held-out-bytes 200K").split()
     made = ["tools/installed_text.py", str(folder / "text"), "--vocab-size", "8192", *size]
@@ -172,21 +186,25 @@ def text(setting: Setting) -> list[Command]:
 
 
 def text_kept(setting: Setting) -> list[Path]:
+    """List the manifests of the text and the tokens."""
     folder = claim_folder(setting)
     return [folder / "text" / "manifest.json", *folder.glob("tokens/*.manifest.json")]
 
 
 def claim(setting: Setting) -> list[Command]:
+    """Run the sweep's cells that are not complete."""
     arguments = ["-m", "megatron_fanformer", "sweep", str(CLAIM[setting.rehearses]), "run", "--jobs", JOBS]
     return [Command(arguments=arguments, name="run")]
 
 
 def claim_report(setting: Setting) -> list[Command]:
+    """Report what the sweep's cells show so far."""
     arguments = ["-m", "megatron_fanformer", "sweep", str(CLAIM[setting.rehearses]), "report"]
     return [Command(arguments=arguments, name="report")]
 
 
 def claim_kept(setting: Setting) -> list[Path]:
+    """List the files of the sweep's report."""
     [name] = re.findall(r"^folder: *(\S+)", CLAIM[setting.rehearses].read_text(), re.MULTILINE)
     return [
         path for path in (ROOT / name).glob("*") if path.name in ("result.json", "README.md") or path.suffix == ".png"

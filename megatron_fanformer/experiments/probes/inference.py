@@ -72,7 +72,9 @@ def measure(settings: InferenceSettings, _folder: Path, log: Log) -> Measured:
         model = fresh_model(config, seed=0).to(device=torch.device(kind), dtype=dtype).eval()
         contestants[name] = Contestant(config=config, model=model)
     prompt = torch.randint(
-        _config(settings).vocab_size, (settings.batch_size, settings.prompt_tokens), generator=torch.Generator().manual_seed(0)
+        _config(settings).vocab_size,
+        (settings.batch_size, settings.prompt_tokens),
+        generator=torch.Generator().manual_seed(0),
     ).to(kind)
     for name, each in contestants.items():
         _measure_memory(each, prompt, settings.new_tokens, dtype, kind)
