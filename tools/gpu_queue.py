@@ -20,9 +20,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-sys.path.insert(
-    0, str(Path(__file__).resolve().parents[1])
-)  # before an installed one: the queue measures this checkout
+# Before an installed one: the queue measures this checkout.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from queueing import report
 from queueing.parts import PARTS
@@ -31,6 +30,7 @@ from queueing.running import DONE, Result, environment_of, read_result, run_part
 
 from megatron_fanformer.durable_files import write_atomically
 from megatron_fanformer.errors import Interrupted
+from megatron_fanformer.processes import signals_to
 
 PATIENCE = 10  # a rehearsal's limits are so many times as long
 STAND_IN = (Path(sys.prefix) / "engine", ROOT / "tests" / "engine_on_cpu" / "site")
@@ -44,14 +44,12 @@ def main(arguments: Sequence[str] | None = None, parts: Sequence[Part] = PARTS) 
         return 0
     output = options.output or ROOT / ("runs/gpu-queue-rehearsal" if options.rehearse else "runs/gpu-queue")
     output.mkdir(parents=True, exist_ok=True)
-    signals: list[int] = []
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda received, _frame: signals.append(received))
+    signals: list[signal.Signals] = []
     queue = Queue(parts, options, output.resolve(), signals)
-    for part in queue.chosen:
-        queue.take(part)
-        if signals:
-            break
+    with signals_to(signals.append):
+        for part in queue.chosen:
+            if not signals:
+                queue.take(part)
     write_atomically(output / "report.md", queue.page())
     print(f"\n{queue.page()}\n{output / 'report.md'}")
     if signals:
@@ -66,7 +64,9 @@ class Queue:
         signals: filled by the handlers of this process.
     """
 
-    def __init__(self, parts: Sequence[Part], options: argparse.Namespace, output: Path, signals: list[int]) -> None:
+    def __init__(
+        self, parts: Sequence[Part], options: argparse.Namespace, output: Path, signals: list[signal.Signals]
+    ) -> None:
         self._parts = {part.name: part for part in parts}
         self._options, self._output, self._signals = options, output, signals
         self._until = time.monotonic() + 60 * options.minutes if options.minutes else float("inf")

@@ -104,6 +104,8 @@ def license_of(metadata: PackageMetadata) -> tuple[str | None, str]:
 
 def is_accepted(expression: str) -> bool:
     """Whether an SPDX expression leaves a choice of accepted licenses alone; an exception only permits more."""
+    if expression.count("(") != expression.count(")"):
+        return False
     words = iter([*re.findall(r"[()]|[^\s()]+", expression), ")"])
     return _any_of(words) and next(words, None) is None
 
