@@ -4,8 +4,8 @@
 
 One run on random tokens, one rank. `stall_seconds` is the call that captures the state; `slowed_seconds` what the steps
 take longer until the checkpoint is published. The same call and the waiting for its writer right after it is a
-synchronous save, `synchronous_seconds`. `host_bytes` is the most that the run and its writer had of the host's memory
-meanwhile, less what the run had before (pages that both share count once); `pinned_bytes` what torch had pinned.
+synchronous save, `synchronous_seconds`. `host_bytes` is how much more of the machine's memory was in use meanwhile (let
+nothing else run there; a file cache does not count), `pinned_bytes` what torch had pinned.
 """
 
 import argparse
@@ -118,13 +118,16 @@ def measure(values: dict[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def host_memory() -> Iterator[list[int]]:
-    """Bytes of this process and its children, again and again; the first before the block, shared pages once."""
-    samples = [_resident()]
+    """Bytes of the machine's memory in use, again and again; the first before the block.
+
+    Not of the processes: to count the pages that a fork shares once, the kernel walks through all of them.
+    """
+    samples = [_in_use()]
     over = threading.Event()
 
     def sample() -> None:
         while not over.wait(SAMPLE_SECONDS):
-            samples.append(_resident())
+            samples.append(_in_use())
 
     thread = threading.Thread(target=sample, daemon=True)
     thread.start()
@@ -135,14 +138,9 @@ def host_memory() -> Iterator[list[int]]:
         thread.join()
 
 
-def _resident() -> int:
-    total = 0
-    for process in (own := psutil.Process(), *own.children(recursive=True)):
-        try:
-            total += process.memory_full_info().pss
-        except psutil.Error:  # it has just ended
-            continue
-    return total
+def _in_use() -> int:
+    memory = psutil.virtual_memory()
+    return memory.total - memory.available
 
 
 def pinned_bytes() -> int | None:

@@ -12,6 +12,7 @@ that is running, and the report is still written. docs/gpu.md has more.
 """
 
 import argparse
+import json
 import shutil
 import signal
 import subprocess
@@ -28,6 +29,7 @@ from queueing.parts import PARTS
 from queueing.record import ROOT, Part, Setting
 from queueing.running import DONE, Result, environment_of, read_result, run_part
 
+from megatron_fanformer import markdown
 from megatron_fanformer.durable_files import write_atomically
 from megatron_fanformer.errors import Interrupted
 from megatron_fanformer.processes import signals_to
@@ -71,7 +73,6 @@ class Queue:
         self._options, self._output, self._signals = options, output, signals
         self._until = time.monotonic() + 60 * options.minutes if options.minutes else float("inf")
         self._factor = PATIENCE if options.rehearse else 1
-        self._commit = _commit()
         self.taken: dict[str, Result] = {}
 
     @property
@@ -86,7 +87,7 @@ class Queue:
     def take(self, part: Part) -> None:
         """Run a part, unless it is done, or its time or what it needs is not there; says which."""
         setting = Setting(folder=self._output / part.name, rehearses=self._options.rehearse)
-        earlier = None if self._is_again(part) else read_result(setting.folder)
+        earlier = None if self._is_again(part) else self._earlier(part)
         before = earlier.seconds if earlier and part.least_minutes and not earlier.has_failed else 0.0
         limit = 60 * part.minutes * self._factor - before
         seconds = min(limit, self._until - time.monotonic()) if part.least_minutes else limit
@@ -108,17 +109,19 @@ class Queue:
             environment_of(sites if over_engine else (), hides_gpu=not over_engine, stand_in=self._options.rehearse),
             seconds=seconds,
             before=before,
-            commit=self._commit,
+            commit=_commit(),
             stopped=lambda: bool(self._signals),
         )
         self._keep(part, result, f"{result.seconds:.0f} s, {result.status}")
 
     def page(self) -> str:
-        """The report so far."""
-        kind = "A rehearsal: no figure of speed is judged." if self._options.rehearse else ""
-        return report.page(
-            list(self.taken.values()), heading=f"`{' '.join(['tools/gpu_queue.py', *sys.argv[1:]])}`\n{kind}"
-        )
+        """The report: of all parts that have a result, of earlier calls too."""
+        known = (self.taken.get(part.name) or self._earlier(part) for part in self._parts.values())
+        found = [result for result in known if result is not None]
+        heading = ["A rehearsal: no figure of speed is judged."] if self._options.rehearse else []
+        if (machine := self._output / "machine" / "machine.json").is_file():
+            heading += [", ".join(f"{name} {value}" for name, value in json.loads(machine.read_text()).items())]
+        return report.page(found, heading=markdown.as_text(" ".join(heading)))
 
     def _keep(self, part: Part, result: Result, how: str) -> None:
         self.taken[part.name] = result
@@ -127,6 +130,11 @@ class Queue:
             met = {True: "met", False: "NOT MET", None: "not judged"}[figure.met]
             print(f"    {figure.name}: {figure.shown} ({figure.rule}: {met})", flush=True)
         write_atomically(self._output / "report.md", self.page())
+
+    def _earlier(self, part: Part) -> Result | None:
+        """What an earlier call of the same kind has left."""
+        found = read_result(self._output / part.name)
+        return found if found and found.rehearsed == self._options.rehearse else None
 
     def _left(self) -> float:
         return self._until - time.monotonic()

@@ -116,8 +116,10 @@ def test_parts_that_are_done_are_kept_unless_again(queue: Any, make: Callable[..
     assert counted() == 3
     assert counted() == 1  # the one that failed
     assert counted("--only", "done") == 0
+    assert rows(tmp_path).keys() == {"done", "failing", "other"}  # of earlier calls too
     assert counted("--only", "done", "--again") == 1
     assert counted("--again") == 3
+    assert counted("--rehearse") == 3  # what was done in earnest is no rehearsal's
 
 
 def test_what_does_not_fit_into_the_minutes_is_left_out_in_order_of_worth(

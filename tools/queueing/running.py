@@ -43,6 +43,7 @@ class Result:
     ended: str = ""
     """UTC."""
     commit: str = ""
+    rehearsed: bool = False
     figures: list[Figure] = field(default_factory=list)
 
     @property
@@ -107,6 +108,7 @@ def run_part(
         seconds=before + time.monotonic() - started,
         ended=datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%MZ"),
         commit=commit,
+        rehearsed=setting.rehearses,
         figures=part.outcome(setting),
     )
     write_result(folder, result)
