@@ -58,6 +58,7 @@ SAY_NOTHING = frozenset({"OSI Approved", "DFSG approved"})
 NAMES = {
     "apache": "Apache-2.0",
     "apache 2": "Apache-2.0",
+    "apache2": "Apache-2.0",
     "apache 2.0": "Apache-2.0",
     "apache software": "Apache-2.0",
     "apache software 2.0": "Apache-2.0",
