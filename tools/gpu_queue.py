@@ -127,8 +127,8 @@ class Queue:
         self.taken[part.name] = result
         print(f"{part.name}: {how}", flush=True)
         for figure in result.figures:
-            met = {True: "met", False: "NOT MET", None: "not judged"}[figure.met]
-            print(f"    {figure.name}: {figure.shown} ({figure.rule}: {met})", flush=True)
+            judged = f" ({figure.rule}: {figure.verdict})" if figure.rule else ""
+            print(f"    {figure.name}: {figure.shown}{judged}", flush=True)
         write_atomically(self._output / "report.md", self.page())
 
     def _earlier(self, part: Part) -> Result | None:

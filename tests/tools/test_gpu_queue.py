@@ -33,7 +33,7 @@ def queue(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     from queueing import figures, record
 
     gpu_queue.Part, gpu_queue.Command, gpu_queue.Goal = record.Part, record.Command, record.Goal
-    gpu_queue.of_json = figures.of_json
+    gpu_queue.of_json, gpu_queue.not_passed, gpu_queue.cases = figures.of_json, figures.not_passed, figures.cases
     yield gpu_queue
 
 
@@ -89,6 +89,14 @@ def test_a_part_that_fails_does_not_keep_the_next_from_running(
     assert "| second | | ratio: none | at most 1.03 | not judged |" in page
     assert "left out: it needs second" in rows(tmp_path)["third"][2]
     assert page in said
+
+
+def test_of_commands_side_by_side_each_is_run(queue: Any, make: Callable[..., Any], tmp_path: Path) -> None:
+    part = make("tests", "raise SystemExit(1)", "open('ran', 'w').close()", "raise SystemExit(2)", at_once=True)
+    assert queue.main(["--output", str(tmp_path)], [part]) == 1
+    assert (tmp_path / "tests" / "ran").exists()
+    status = json.loads((tmp_path / "tests" / "part.json").read_text())["status"]
+    assert "0 ended with exit code 1" in status and "2 ended with exit code 2" in status
 
 
 def test_a_part_past_its_limit_is_ended_with_all_that_it_started_and_keeps_its_result(
@@ -190,6 +198,32 @@ def test_the_parts_are_in_order_state_rules_and_come_after_what_they_need(queue:
         assert all(re.fullmatch(r"(at least|at most) .+", goal.rule) for goal in part.goals)
         known.append(part.name)
     assert known[:6] == ["machine", "new-tests", "step", "micro-batches", "fp8", "text"]
+
+
+@pytest.mark.parametrize(
+    ("last", "has_failed"),
+    [
+        ("==== 2 passed, 16 deselected, 33 warnings in 44.53s ====", False),
+        ("==== 12 passed in 63.21s (0:01:03) ====", False),
+        ("==== 2 skipped in 3.21s ====", False),
+        ("==== 1 failed, 3 passed in 3.21s ====", True),
+        ("==== 3 passed, 1 error in 3.21s ====", True),
+        ("collected 3 items", True),  # ended before it was done
+    ],
+)
+def test_what_a_log_of_tests_says(queue: Any, tmp_path: Path, last: str, has_failed: bool) -> None:
+    (tmp_path / "tests.log").write_text(f"==== test session starts ====\n{last}\n")
+    setting = queue.Setting(folder=tmp_path)
+    assert queue.not_passed("tests.log")(setting) == has_failed
+
+
+def test_a_case_is_reported_with_its_largest_gaps(queue: Any, tmp_path: Path) -> None:
+    case = {"case": "F", "step_seconds": 0.25, "model_flops_per_second": 5.1e14, "peak_memory_bytes": 45.5e9}
+    gaps = [{"after": "norms", "before": "attention", "share": 0.021, "times": 24}]
+    (tmp_path / "step.json").write_text(json.dumps({"cases": [{**case, "gaps": gaps}]}))
+    [figure] = queue.cases(queue.Setting(folder=tmp_path))
+    assert figure.shown == "0.2500 s, 510.0 TFLOP/s, 45.5 GB; idle 2.1% from norms to attention"
+    assert figure.verdict == ""
 
 
 def test_arguments_that_are_wrong(queue: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

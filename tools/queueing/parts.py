@@ -4,7 +4,19 @@
 """
 
 from queueing import commands
-from queueing.figures import Read, finding, judged_findings, not_passed, of_case, of_json, of_line, passed, ratio
+from queueing.figures import (
+    Read,
+    cases,
+    finding,
+    judged_findings,
+    not_passed,
+    numbers,
+    of_case,
+    of_json,
+    of_line,
+    passed,
+    ratio,
+)
 from queueing.record import Goal, Part
 
 
@@ -50,6 +62,7 @@ PARTS = (
         minutes=2.5,
         commands=commands.step,
         writes=("step.json",),
+        figures=cases,
         goals=(
             _share_of_peak("F, graphs"),
             _at_most("FANformer over Transformer, graphs", "F, graphs", "T, graphs", 1.03),
@@ -62,6 +75,7 @@ PARTS = (
         minutes=2,
         commands=commands.micro_batches,
         writes=("step.json",),
+        figures=cases,
         goals=(
             _share_of_peak("F, graphs"),
             _at_most("FANformer over Transformer, graphs", "F, graphs", "T, graphs", 1.03),
@@ -73,6 +87,7 @@ PARTS = (
         minutes=3,
         commands=commands.fp8,
         writes=("step.json",),
+        figures=cases,
         goals=(
             _rate("F, delayed"),
             _rate("F, tensorwise"),
@@ -113,6 +128,7 @@ PARTS = (
         minutes=2,
         commands=commands.layers_of_7b,
         writes=("step.json",),
+        figures=cases,
         goals=(
             Goal(
                 name="step by formula over measured",
@@ -141,6 +157,7 @@ PARTS = (
         minutes=3,
         commands=commands.settings,
         writes=("step.json",),
+        figures=cases,
         goals=(
             _at_most("32 connections over 1", "32 connections", "as usual", 1.02),
             _at_most("SM margins of 20 over 0", "margins of 20", "as usual", 1.02),
@@ -153,6 +170,7 @@ PARTS = (
         minutes=2,
         commands=commands.trace,
         writes=("step.json", "one.json.gz", "four.json.gz"),
+        figures=cases,
         goals=tuple(
             Goal(
                 name=f"idle, micro batches: {case}",
@@ -170,6 +188,7 @@ PARTS = (
         minutes=3,
         commands=commands.save,
         writes=("save.json",),
+        figures=numbers("save.json"),
         goals=(
             Goal(
                 name="standing still, of a synchronous save",

@@ -44,9 +44,15 @@ class Figure:
     """None: there is none, as of a part that failed early."""
     shown: str
     """With its unit."""
-    rule: str
-    met: bool | None
+    rule: str = ""
+    """Empty: it is held to none."""
+    met: bool | None = None
     """None: not judged, as a CPU's speed."""
+
+    @property
+    def verdict(self) -> str:
+        """Whether the rule is met, in a word."""
+        return {True: "yes", False: "no", None: "not judged" if self.rule else ""}[self.met]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +81,7 @@ class Goal:
         try:
             value = float(self.read(setting))
         except (OSError, LookupError, ValueError, TypeError, ArithmeticError):
-            return Figure(name=self.name, value=None, shown="none", rule=self.rule, met=None)
+            return Figure(name=self.name, value=None, shown="none", rule=self.rule)
         met = (self.at_least is None or value >= self.at_least) and (self.at_most is None or value <= self.at_most)
         judged = met if self.everywhere or not setting.rehearses else None
         return Figure(name=self.name, value=value, shown=self._show(value), rule=self.rule, met=judged)
@@ -97,7 +103,7 @@ class Part:
     """What it leaves in its folder beside logs."""
     goals: tuple[Goal, ...] = ()
     figures: Callable[[Setting], list[Figure]] | None = None
-    """In place of goals."""
+    """What it reports besides: with rules of its own, or with none."""
     needs: tuple[str, ...] = ("machine",)
     """Parts that must be done before."""
     at_once: bool = False
@@ -122,9 +128,8 @@ class Part:
 
     def outcome(self, setting: Setting) -> list[Figure]:
         """Read all figures."""
-        if self.figures is None:
-            return [goal.figure(setting) for goal in self.goals]
+        found = [goal.figure(setting) for goal in self.goals]
         try:
-            return self.figures(setting)
+            return [*found, *(self.figures(setting) if self.figures else [])]
         except (OSError, LookupError, ValueError, TypeError):
-            return []
+            return found

@@ -24,6 +24,5 @@ def _rows(result: Result) -> Iterator[tuple[str, ...]]:
         yield (*beginning, markdown.as_text(result.status), "", "", seconds)
         beginning, seconds = (result.part, ""), ""
     for figure in result.figures:
-        met = {True: "yes", False: "no", None: "not judged"}[figure.met]
-        yield (*beginning, markdown.as_text(f"{figure.name}: {figure.shown}"), figure.rule, met, seconds)
+        yield (*beginning, markdown.as_text(f"{figure.name}: {figure.shown}"), figure.rule, figure.verdict, seconds)
         beginning, seconds = (result.part, ""), ""
