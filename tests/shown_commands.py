@@ -52,7 +52,6 @@ NOT_OURS = {
     "make": "starts the tests, and the demo, which the documentation starts without it, too",
     ".venv/bin/python": "pytest on a part of the tests",
     "python": "a tool of some hours: tests/tools has its tests",
-    "tools/gpu_check.sh": "a GPU, or half an hour of the tests that its rehearsal starts",
     "kubectl": "a cluster: tests/test_kubernetes.py checks the file",
     "sbatch": "Slurm: tests/test_examples.py runs the scripts",
     "torchrun": "Megatron-LM's own program",

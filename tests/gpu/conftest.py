@@ -1,4 +1,4 @@
-"""Readies the libraries where these tests are run alone, as tools/gpu_check.sh does: few packages may be there."""
+"""Readies the libraries where these tests are run alone, as tools/gpu_queue.py does: few packages may be there."""
 
 import pytest
 

@@ -112,7 +112,7 @@ def _serve_rank(connection: Any, values: dict[str, Any], rank: int, world_size: 
         master_port=port,
     )
     with distributed(config.parallel, address if world_size > 1 else None, config.runtime) as grid:
-        rank_of_case = _Rank(config, grid)
+        rank_of_case = Rank(config, grid)
         connection.send("ready")
         while True:
             try:
@@ -123,7 +123,9 @@ def _serve_rank(connection: Any, values: dict[str, Any], rank: int, world_size: 
             connection.send(getattr(rank_of_case, command)(*arguments))
 
 
-class _Rank:
+class Rank:
+    """A whole Trainer on one rank, whose steps are timed or profiled."""
+
     def __init__(self, config: Any, grid: Any) -> None:
         from megatron_fanformer.training import step, trainer
 
@@ -134,6 +136,7 @@ class _Rank:
         self._is_cuda = grid.device == "cuda"
 
     def steps(self, number: int) -> Timing:
+        """Time some steps in a row."""
         self._wait()
         started = time.perf_counter()
         within = 0.0
@@ -145,6 +148,12 @@ class _Rank:
         return Timing(seconds / number, (seconds - within) / number)
 
     def breakdown(self, number: int) -> dict[str, float]:
+        """Profile some steps; seconds of one by category."""
+        profile, seconds = self.profile(number)
+        return breakdown(profile.events(), number, seconds / number)
+
+    def profile(self, number: int) -> tuple[torch.profiler.profile, float]:
+        """Profile some steps; the profile, and the seconds of all of them."""
         self._wait()
         with torch.profiler.profile(activities=activities()) as profile:
             started = time.perf_counter()
@@ -152,9 +161,10 @@ class _Rank:
                 self.trainer.take_step()
             self._wait()
             seconds = time.perf_counter() - started
-        return breakdown(profile.events(), number, seconds / number)
+        return profile, seconds
 
     def peak_memory(self) -> int:
+        """Bytes at the most so far: resident on a CPU, allocated on a GPU."""
         if self._is_cuda:
             return torch.cuda.max_memory_allocated()
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

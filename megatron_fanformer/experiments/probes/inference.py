@@ -69,7 +69,9 @@ def measure(settings: InferenceSettings, _folder: Path, log: Log) -> Measured:
     dtype = DTYPES[settings.dtype if settings.dtype != "auto" else "bf16" if kind == "cuda" else "fp32"]
     shape = _config(settings)
     drawn_ids = torch.Generator().manual_seed(0)
-    prompt = torch.randint(shape.vocab_size, (1, settings.prompt_tokens), generator=drawn_ids).to(kind)
+    prompt = torch.randint(shape.vocab_size, (settings.batch_size, settings.prompt_tokens), generator=drawn_ids).to(
+        kind
+    )
     contestants = {
         name: Contestant(config=config, model=fresh_model(config, seed=0).to(device=kind, dtype=dtype).eval())
         for name, config in twins(shape).items()
@@ -129,7 +131,7 @@ def _now(on: Tensor) -> float:
 
 
 def cache_bytes(config: FANformerConfig, tokens: int, element_bytes: int) -> int:
-    """Keys and values of one sequence, by formula."""
+    """Keys and values of so many tokens, of one sequence or several, by formula."""
     return 2 * config.num_layers * tokens * config.value_size * element_bytes
 
 
@@ -151,7 +153,7 @@ def _measure_memory(each: Contestant, prompt_bs: Tensor, new_tokens: int, dtype:
     each.cache_bytes = sum(
         part.numel() * part.element_size() for layer in cache.layers for part in (layer.keys, layer.values)
     )
-    tokens = prompt_bs.shape[1] + new_tokens - 1  # the last one is not given to the model
+    tokens = prompt_bs.shape[0] * (prompt_bs.shape[1] + new_tokens - 1)  # the last one is not given to the model
     by_formula = each.config.num_parameters * dtype.itemsize, cache_bytes(each.config, tokens, dtype.itemsize)
     if (each.weight_bytes, each.cache_bytes) != by_formula:
         raise CorruptError(

@@ -191,6 +191,8 @@ class InferenceSettings(Settings):
     """Of the prefill (the paper: 4096)."""
     new_tokens: int = 32
     """That are decoded, one at a time."""
+    batch_size: int = 1
+    """Sequences at once (the paper: 1)."""
     rounds: int = 10
     """In each of which all three take their turn, in another order."""
 

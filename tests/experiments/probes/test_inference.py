@@ -1,5 +1,6 @@
 """Prefill and decoding: what is timed is the greedy continuation, and its bytes are those of the formulas."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,17 @@ def test_all_three_take_every_turn_and_a_wrong_formula_is_refused(monkeypatch):
     monkeypatch.setattr(inference, "cache_bytes", lambda *_: 12)
     with pytest.raises(CorruptError, match="12"):
         inference.measure(TINY, Path(), lambda _: None)
+
+
+def test_several_sequences_have_a_cache_each():
+    one, three = (
+        [
+            row[5]
+            for row in inference.measure(replace(TINY, batch_size=n, rounds=1), Path(), lambda _: None).tables[0].rows
+        ]
+        for n in (1, 3)
+    )
+    assert three == pytest.approx([3 * each for each in one])
 
 
 def test_what_is_timed_is_the_models_own_greedy_continuation(monkeypatch):
