@@ -47,8 +47,8 @@ NO_TEXT = frozenset(map(chr, (0, *range(0xD800, 0xE000))))  # characters that no
 NO_TEXT_IN_WORDS = "a zero character or half a surrogate pair"
 
 Advice = Callable[[str], str | None]
-"""What to tell about a name that is no field's, as a clause; None: nothing special. A key comes as its dotted name, an
-argument of the command line as it is."""
+"""Returns what to report about a name that is no field's, as a clause; None: nothing special. It gets a key as its
+dotted name, an argument of the command line as it is."""
 
 
 def no_advice(_name: str) -> None:
@@ -175,7 +175,7 @@ def _shown(value: Any) -> str:
 # Whoever wrote a file, reading it must end. PyYAML reads some 10,000 values a second. 10,000 token files fit.
 MOST_BYTES = 1 << 20
 MOST_VALUES = 1 << 16
-"""Values in a file, those that an alias repeats counted again: aliases of aliases make any number of few bytes."""
+"""The most values in a file, counting those that an alias repeats: aliases of aliases make any number of few bytes."""
 MOST_DEPTH = 64
 MOST_DIGITS = 400  # a number in base 60 (1:30:00) takes time with their square
 MERGE = "tag:yaml.org,2002:merge"  # of the key <<, which may stand several times
@@ -385,11 +385,11 @@ class FieldDescription:
     """One field of a configuration, as it is documented."""
 
     name: str
-    """Dotted."""
+    """The field's dotted name."""
     type: str
-    """In words; choices are in backticks."""
+    """The type in words; choices are in backticks."""
     default: str | None
-    """As YAML writes it; None for a field that must be given."""
+    """The default as YAML writes it; None for a field that must be given."""
     text: str
     """Its docstring, on one line."""
 

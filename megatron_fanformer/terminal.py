@@ -20,7 +20,7 @@ NARROWEST = 24  # columns of text that wraps: below it, what stands beside it mo
 
 Row: TypeAlias = Sequence[str]
 Report: TypeAlias = Callable[..., None]
-"""Takes what begins now and, for a terminal, how far it is."""
+"""Called with what begins now and, for a terminal, its progress."""
 
 
 def width(stream: TextIO | None = None) -> int | None:

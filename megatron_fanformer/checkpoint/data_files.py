@@ -179,9 +179,9 @@ class Record:
     """An object of a pickle. What a pickle would call to make it is not called, but makes another record."""
 
     class_name: ClassVar[str]
-    """With its module."""
+    """The class's name with its module."""
     arguments: tuple[Any, ...]
-    """What the class, or the function, would be called with."""
+    """Arguments that the class, or the function, would be called with."""
     state: Any = None
     """Its attributes, usually by name; None where it has none of its own."""
 

@@ -75,7 +75,7 @@ class StoredTensors:
 
     def __init__(self, checkpoint: Path, table: Table) -> None:
         self.described = tensors_of(table)
-        """By name, those of the optimizer included."""
+        """Stored tensors by name, those of the optimizer included."""
         self._checkpoint = checkpoint
         self._places = {(index.fqn, tuple(index.offset or ())): info for index, info in table.storage_data.items()}
 

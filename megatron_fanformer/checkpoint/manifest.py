@@ -32,7 +32,7 @@ class FileSums(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     bytes: int
     crc32: list[str]
-    """Of each block of `block_bytes`, in eight hexadecimal digits; an empty file has one of no bytes."""
+    """CRC-32 of each block of `block_bytes`, in eight hexadecimal digits; an empty file has one, of no bytes."""
 
 
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -41,9 +41,9 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     step: int
     block_bytes: int
     files: dict[str, FileSums]
-    """By name: all files of the folder but the manifest."""
+    """All files of the folder but the manifest, by name."""
     crc32: str
-    """Of the fields above, as `_own_sum` takes it: a damaged name may be another file's."""
+    """CRC-32 of the fields above, as `_own_sum` computes it: a damaged name may be another file's."""
 
 
 # -- writing

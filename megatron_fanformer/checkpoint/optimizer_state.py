@@ -25,7 +25,7 @@ from megatron_fanformer.runtime.local_shards import local_shards
 PREFIX = "optimizer.state."
 MAIN_WEIGHT = f"{PREFIX}param."
 EARLIER_MAIN_WEIGHT = f"{PREFIX}fp32_param."
-"""What checkpoints of megatron-core's plain optimizer for bf16 called it."""
+"""The main weight's name in checkpoints of megatron-core's plain optimizer for bf16."""
 
 
 class _Part(NamedTuple):
@@ -34,7 +34,8 @@ class _Part(NamedTuple):
     weight: torch.nn.Parameter
     start: int
     tensors: dict[str, Tensor]
-    """By name, of the same length each: states, and `param`, the main weight, where that is not the weight itself."""
+    """Tensors by name, all of the same length: states, and `param`, the main weight, where that is not the weight
+    itself."""
     is_shared_out: bool
     """Whether the other data parallel replicas have the rest of it, rather than the same."""
 

@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 BEAT_SECONDS = 10.0
 STALE_SECONDS = 120.0
-"""Longer than a process is held up by one call into a library, and than file systems keep times to themselves."""
+"""Longer than one call into a library can hold up a process, and than file systems cache times."""
 LOOK_SECONDS = 1.0
 WATCHED_BEATS = 3  # at least, whatever the age of the last one: machines' clocks may differ
 MOST_BYTES = 1 << 16  # of an entry
@@ -51,9 +51,9 @@ class Holder(msgspec.Struct, frozen=True, kw_only=True):
     pid: int
     since: str
     place: str = ""
-    """Where the process numbers are those of this holder."""
+    """The machine, boot and process namespace in which its process number is valid."""
     started: str = ""
-    """The process's start time, as its kernel counts; tells it from a later one of the same number."""
+    """The process's start time by its kernel's count, which distinguishes it from a later one of the same number."""
     folder: str = ""
     """The absolute path of the run's folder there."""
 

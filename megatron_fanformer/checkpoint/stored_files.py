@@ -127,8 +127,8 @@ class SavedProgress(NamedTuple):
     step: int
     consumed_samples: int
     data: Any = None
-    """Which data it has been trained on (data/identity.py), as plain values; None in a checkpoint of an earlier version
-    of this package."""
+    """The data that it has been trained on (data/identity.py), as plain values; None in a checkpoint of an earlier
+    version of this package."""
 
 
 def saved_progress(checkpoint: Path, table: Table) -> SavedProgress | None:

@@ -30,7 +30,7 @@ LAYOUT_FIELDS = (
     ("parallel", "data_parallel_size"),
     ("runtime", "device"),
 )
-"""What the random states of the ranks depend on."""
+"""The fields that the ranks' random states depend on."""
 
 EXTRA_STATE = "_extra_state"
 FP8_SCALES = "fp8_scales"

@@ -15,7 +15,7 @@ from megatron_fanformer.errors import CorruptError, FanformerError
 
 PACKAGES = ("torch", "megatron-core", "transformers", "safetensors", "numpy")
 FILE = "versions.json"
-"""Of a checkpoint; those from before 2026-11-23 have none."""
+"""Name of the file of versions; checkpoints from before 2026-11-23 have none."""
 
 
 class UnreadableError(CorruptError):

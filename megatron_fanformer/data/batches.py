@@ -14,7 +14,7 @@ from megatron_fanformer.errors import FanformerError
 
 BATCH_FIELDS = ("tokens", "labels", "loss_mask", "position_ids")
 DOCUMENT_IDS = "document_ids"
-"""One more, in samples whose attention stays within documents: 0, 1, 2 … by document, never falling."""
+"""One more key, of samples whose attention stays within documents: 0, 1, 2 … by document, never falling."""
 
 
 def micro_batches(

@@ -43,14 +43,14 @@ class FileIdentity(_Part, frozen=True, kw_only=True):
     """A pair, or a .npy file."""
 
     path: str
-    """As it was named; a pair's prefix. Not compared."""
+    """The path as it was named; a pair's prefix. Not compared."""
     tokens: int
     form: str
-    """The type of the tokens; of a pair also the number of its sequences and a checksum of their lengths."""
+    """The type of the tokens; for a pair also the number of its sequences and a checksum of their lengths."""
     content: str
     """A fingerprint of the .bin or .npy file."""
     sha256: str | None = None
-    """Of that file, by its manifest; None: it has none."""
+    """SHA-256 of that file, by its manifest; None: it has none."""
     tokenizer: str | None = None
     """SHA-256 of the tokenizer that made the tokens, by the manifest."""
 
@@ -60,7 +60,7 @@ class SourceIdentity(_Part, frozen=True, kw_only=True):
 
     files: list[FileIdentity]
     weight: float | None = None
-    """Its part of all weights; None: the blend has none."""
+    """Its share of the sum of weights; None: the blend has none."""
 
 
 class SetIdentity(_Part, frozen=True, kw_only=True):
@@ -70,7 +70,7 @@ class SetIdentity(_Part, frozen=True, kw_only=True):
     split: str | None = None
     """How the documents are cut into training and validation, where they are."""
     samples: int | None = None
-    """The number of samples asked for, where their order depends on it."""
+    """The number of samples requested, where their order depends on it."""
 
     @property
     def files(self) -> list[FileIdentity]:
@@ -82,7 +82,7 @@ class DataChange(_Part, frozen=True, kw_only=True):
     """A change of data that `data.allow_change` allowed."""
 
     step: int
-    """After which it was made."""
+    """The step after which it was made."""
     name: str
     what: str
 
@@ -95,7 +95,7 @@ class DataIdentity(_Part, frozen=True, kw_only=True):
     tokenizer: str | None = None
     """SHA-256 of the file that `data.tokenizer` names."""
     changes: list[DataChange] = []
-    """What was allowed to change so far, the earliest first."""
+    """The changes allowed so far, the earliest first."""
 
     def as_plain(self) -> dict[str, Any]:
         """Return it as a checkpoint holds it."""

@@ -40,15 +40,15 @@ class LedgerRow:
     shard: str
     """The input file."""
     line: int
-    """In that file, from 1."""
+    """Line in that file, from 1."""
     first_token: int
-    """Its position in the token file, in tokens."""
+    """Position of its first token in the token file, in tokens."""
     length: int
-    """Tokens, including the end of text; of chats in rows, including the padding."""
+    """Tokens, including the end of text, and for chats in rows the padding."""
     learned: int | None = None
-    """Of a conversation: the tokens that are learned."""
+    """Tokens that are learned, for a conversation."""
     outcome: str | None = None
-    """Of a conversation: WHOLE or CUT; of one that was refused, the reason."""
+    """WHOLE or CUT for a conversation; for one that was refused, the reason."""
 
 
 def ledger_path(prefix: str) -> Path:

@@ -17,7 +17,7 @@ from isal import isal_zlib
 from megatron_fanformer.errors import CorruptError
 
 BLOCK_BYTES = 1024
-"""A small part of what a disk reads at once; its sum is 4 bytes in memory."""
+"""Size of a block with its own sum: a small part of what a disk reads at once; the sum is 4 bytes in memory."""
 READ_BYTES = 1 << 22
 
 

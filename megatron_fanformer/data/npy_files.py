@@ -38,7 +38,7 @@ class NpyFile:
     dtype: np.dtype[Any]
     tokens: int
     max_token_id: int | None
-    """By its manifest; None where it has none."""
+    """The largest token id by its manifest; None where it has none."""
 
     def read(self, first: int, count: int) -> np.ndarray:
         """[count] tokens from number `first` on. Raises CorruptError if the file has become shorter."""

@@ -102,11 +102,12 @@ class Packing:
     members: np.ndarray
     """[conversations] int64: their numbers, sample after sample."""
     starts: np.ndarray
-    """[samples + 1] int64: where each sample's begin in `members`, and their number."""
+    """[samples + 1] int64: where each sample's conversations begin in `members`, and at the end the length of
+    `members`."""
     capacity: int
     """Tokens of a sample."""
     tokens: int
-    """Of all conversations, without what is cut off."""
+    """Tokens of all conversations, without what is cut off."""
     cut: int
     """Conversations that are longer than a sample, and end with it."""
 

@@ -54,16 +54,16 @@ class TokenIndex:
 
     prefix: str
     dtype: np.dtype[Any]
-    """Of the tokens."""
+    """Type of the tokens."""
     sequences: int
     documents: int
     tokens: int
     identity: str
-    """Changes when a length does: all that sample indices depend on."""
+    """A fingerprint that changes when a length does: all that sample indices depend on."""
     part_tokens: dict[int, int]
-    """The tokens of each part that was requested, by its number."""
+    """The tokens of each requested part, by its number."""
     pointer_sums: np.ndarray = field(compare=False)
-    """[blocks] uint32, 32 bytes for a thousand sequences: what is read of the byte pointers later is held to them."""
+    """[blocks] uint32, 32 bytes for a thousand sequences: later reads of the byte pointers are checked against them."""
 
     @property
     def lengths(self) -> np.ndarray:

@@ -29,7 +29,7 @@ MOST_IDS = 2**31  # what token files hold
 ENCODE_SECONDS = 60.0
 ENCODE_CHARACTERS_PER_SECOND = 10_000
 WAIT_FACTOR = 60.0
-"""How many times as long as that CPU time may take: a thread that shares a core with ten others takes eleven times."""
+"""Wall time allowed per CPU time: a thread that shares a core with ten others takes eleven times as long."""
 POLL_SECONDS = 0.01
 
 

@@ -36,9 +36,9 @@ NEEDED = {
     **dict.fromkeys(("perplexity_folder", "chunk_tokens", "batches", "eod_id"), "perplexity"),
     "context_length": "prepare",
 }
-"""By option: the one without which it means nothing."""
+"""For each option, the option without which it has no effect."""
 OF_PREPARE = ("prepare", "tasks", "tokenizer", "context_length", "limit", "device", "command_line")
-"""What --prepare takes, and the device, on which nothing depends here."""
+"""The options of --prepare, and the device, which changes nothing here."""
 Local = Callable[[str], str]
 
 
@@ -274,7 +274,7 @@ OPTIONS = {
     "evaluation.perplexity.folder": "perplexity_folder",
     **{name: name for name in ("num_samples", "top_k", "top_p", "max_new_tokens")},
 }
-"""Fields as problems name them, and the options that set them here."""
+"""Fields as problems name them, and the command-line options that set them."""
 NAMES = "|".join(sorted(map(re.escape, OPTIONS), key=len, reverse=True))
 # not within a path, whatever that is called; a set's own name may follow
 FIELD = re.compile(

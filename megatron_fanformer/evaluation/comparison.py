@@ -18,7 +18,7 @@ DRAWS = 10_000
 INTERVAL = (0.025, 0.975)
 KINDS = 256  # of documents, up to which all draws of a kind's number are cheaper than of each document
 LOWER_IS_BETTER = {"bpb": "bits a byte", "bpb_with_space": "bits a byte", "ce_loss": "nats a character"}
-"""The metrics that are no shares of documents, and their units."""
+"""The metrics that are not shares of documents, and their units."""
 BLOCK = 1 << 20  # documents that are drawn at a time
 
 
@@ -39,10 +39,10 @@ class Difference:
     a: float
     b: float
     low: float
-    """Of the 95% interval of b - a."""
+    """Lower end of the 95% interval of b - a."""
     high: float
     standard_error: float
-    """Of b - a, by the same draws."""
+    """Standard error of b - a, by the same draws."""
     documents: int
 
     @property
@@ -64,7 +64,7 @@ class Comparison:
     b: Result
     tasks: list[Difference]
     mean: Difference | None
-    """Over the tasks whose metric is a share of documents; None below two of them."""
+    """Mean difference over the tasks whose metric is a share of documents; None with fewer than two of them."""
 
     @property
     def differences(self) -> list[Difference]:

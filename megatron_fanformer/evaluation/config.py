@@ -122,11 +122,11 @@ class EvaluationRequest:
 
     options: EvaluateOptions
     checkpoints: tuple[Path, ...]
-    """To evaluate, each once, in the order of the table."""
+    """Checkpoints to evaluate, each once, in the order of the table."""
     compared: tuple[Path | Result, ...]
-    """Nothing, or two: what files of results hold, or checkpoints that are among `checkpoints`."""
+    """Nothing, or two: results read from files, or checkpoints that are among `checkpoints`."""
     evaluation: EvaluationConfig
-    """On what; `tasks` may have generation tasks, and is empty for all that the request file has."""
+    """Tasks and sets to evaluate on; `tasks` may have generation tasks, and is empty for all of the request file."""
     layout: Layout
 
     @property

@@ -16,7 +16,7 @@ from typing import Any
 from megatron_fanformer.processes import read_message, write_message
 
 MOST_BYTES = 1 << 28
-"""Of a message: a judge must not run out of memory by what a program returns."""
+"""The most bytes of a message: what a program returns must not exhaust the judge's memory."""
 
 
 class Gone(Exception):

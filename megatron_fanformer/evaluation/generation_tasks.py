@@ -22,7 +22,7 @@ from megatron_fanformer.generation.models import TrainedModel
 CODE = ("humaneval", "mbpp")
 """The tasks whose answers are programs."""
 PASS_AT = (1, 10, 100)
-"""The k of pass@k, as far as there are so many samples."""
+"""The values of k for pass@k; those above the number of samples are left out."""
 # With thousands separated by commas; a minus after a digit is a subtraction. (GSM8K has answers "is - 10".)
 NUMBER = re.compile(r"(?:(?<=is )- |(?<!\d)-)?\d[\d,]*(?:\.\d+)?")
 DEFINED = re.compile(r"^def (\w+)", re.MULTILINE)

@@ -49,7 +49,7 @@ class EvaluationJob:
     tokenizer: Path | None
     tokenizer_sha256: str | None
     survey: EvaluationSurvey
-    """Of choice tasks and perplexity sets."""
+    """Survey of its choice tasks and perplexity sets."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +57,7 @@ class Jobs:
     """Hold all jobs of a command."""
 
     jobs: list[EvaluationJob]
-    """In the order of the checkpoints."""
+    """One job per checkpoint, in the order of the checkpoints."""
     texts: Documents
     """The documents of generation tasks, by task."""
     requests: str | None

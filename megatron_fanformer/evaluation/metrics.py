@@ -23,7 +23,7 @@ DIVISORS = {
     "bpb_with_space": "bytes",
     "ce_loss": "characters_no_space",
 }
-"""By metric: the length of a continuation that it divides by; the others divide by tokens, or by nothing."""
+"""For each metric, the length of the continuation that it divides by; the others divide by tokens, or by nothing."""
 
 POSITIVE = 0
 """The choice that F1 looks for: yes, which is the first one of mrpc."""

@@ -41,9 +41,9 @@ PLACES: dict[Group, tuple[str, ...]] = {
     )
     for group, version in VERSIONS.items()
 }
-"""Where below the folder a group may be; or the folder itself is it, where no other is asked for."""
+"""Subfolders where a group may be; if no other group is requested, the folder itself may be it."""
 FORMS = ("val.npy", "val/*.npy", "part-*.npy", "val.idx")
-"""What a set's folder holds; or the set is one file of its name."""
+"""Contents of a set's folder; a set may also be one file of its name."""
 SECTION = "evaluation.perplexity"
 
 
@@ -57,11 +57,11 @@ class TokenFile:
     """One file of a set, and where its documents begin."""
 
     file: NpyFile
-    """The `.npy` file, or the `.bin` file of a pair, which is ids alone, too."""
+    """The `.npy` file, or a pair's `.bin` file, which also holds nothing but ids."""
     index: str | None
-    """The prefix of the pair; None of a `.npy` file."""
+    """The prefix of the pair; None for a `.npy` file."""
     eod_id: int | None
-    """Ends its documents, where that is known."""
+    """The id that ends its documents, if that is known."""
 
     @property
     def prefix(self) -> str:
@@ -95,11 +95,11 @@ class PerplexitySet:
     chunk_tokens: int
     """The most tokens of a piece."""
     vocab_size: int
-    """Of the model: ids are below it."""
+    """The model's vocabulary size: ids are below it."""
     most_tokens: int | None
-    """Where pieces are taken from its beginning alone, until there are so many tokens; None: all."""
+    """Take pieces from its beginning until there are so many tokens; None: take all."""
     bytes_per_token: float | None = None
-    """Of the text that the tokens were made of, in UTF-8; None where that is not known."""
+    """UTF-8 bytes of the original text per token; None if not known."""
 
     def pieces(self) -> np.ndarray:
         """[n, 3] int64: file, first token and number of tokens of each piece, of which all but the first are scored.

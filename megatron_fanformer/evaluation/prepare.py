@@ -44,9 +44,9 @@ class PreparedTask(NamedTuple):
     name: str
     documents: int
     requests: int = 0
-    """0 where a model writes the answer: the file then holds the documents as text."""
+    """Number of requests; 0 where a model writes the answer: the file then holds the documents as text."""
     tokens: int = 0
-    """Of its requests, unconditional ones left out."""
+    """Tokens of its requests, without unconditional ones."""
     cut: int = 0
     """Requests that lost the beginning of their context."""
 

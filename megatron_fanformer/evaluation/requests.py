@@ -24,7 +24,7 @@ from megatron_fanformer.evaluation.tasks import OF_CHOICES, OF_ONE_ANSWER
 
 FORMAT, VERSION = "megatron-fanformer requests", 2
 LENGTHS = ("characters", "characters_no_space", "bytes", "bytes_no_space")
-"""Of a continuation's text: `no_space` is without its first character, a space in nearly all tasks."""
+"""Lengths of a continuation's text; `no_space` leaves out its first character, a space in nearly all tasks."""
 ARRAYS = {
     "documents": np.int32,
     "choices": np.int32,
@@ -35,7 +35,7 @@ ARRAYS = {
     "cut_tokens": np.int32,
 }
 OF_REQUESTS = tuple(name for name in ARRAYS if name not in ("ids", "offsets"))
-"""The arrays with an element for each request."""
+"""The arrays with one element per request."""
 OF_UNCONDITIONAL = ("ids", "offsets", "cut_tokens")
 """The arrays in which a task's unconditional requests differ from its own."""
 METRICS = {*OF_CHOICES, "f1", "pmi"}
@@ -56,7 +56,7 @@ class TaskRequests:
     documents: np.ndarray
     """[n] int32: the document's number in the task."""
     choices: np.ndarray
-    """[n] int32: which of its choices is asked about; they count from 0 in each document."""
+    """[n] int32: which of its document's choices the request scores, from 0 in each document."""
     labels: np.ndarray
     """[n] int32: its right choice."""
     ids: np.ndarray
@@ -66,9 +66,9 @@ class TaskRequests:
     continuation_tokens: np.ndarray
     """[n] int32: the last so many of a request's ids are its continuation."""
     cut_tokens: np.ndarray
-    """[n] int32: what a request lost of the beginning of its context to the context length."""
+    """[n] int32: tokens cut from the beginning of a request's context to fit the context length."""
     lengths: dict[str, np.ndarray]
-    """[n] int32 each, of the continuation's text, by the names in LENGTHS."""
+    """[n] int32 each, lengths of the continuation's text, by the names in LENGTHS."""
     unconditional: "TaskRequests | None" = None
     """The same continuations behind the task's neutral context, for `pmi`."""
 
@@ -87,16 +87,16 @@ class RequestFile:
 
     path: Path
     sha256: str
-    """Of the content: equal for equal requests."""
+    """SHA-256 of the content: equal for equal requests."""
     tokenizer_sha256: str
-    """Of the tokenizer's file, as in the manifests of token files."""
+    """SHA-256 of the tokenizer's file, as in the manifests of token files."""
     context_length: int
-    """Tokens that a model is given at most."""
+    """The most tokens in a model's input."""
     versions: dict[str, str]
-    """Of the packages that made it."""
+    """Versions of the packages that made it."""
     tasks: dict[str, TaskRequests]
     texts: dict[str, list[dict[str, Any]]]
-    """The documents of generation tasks, which are asked as text."""
+    """The documents of generation tasks, stored as text."""
 
     def selected(self, names: Sequence[str], *, limit: int | None = None) -> dict[str, TaskRequests]:
         """Return the named choice tasks, in the order of the names; of each the first `limit` documents.
@@ -206,7 +206,7 @@ class _Content(_Version, kw_only=True):
     context_length: Annotated[int, msgspec.Meta(ge=1)]
     versions: dict[str, str]
     tasks: dict[str, str]
-    """The metric of each."""
+    """Each task with its metric."""
     texts: list[str]
 
 

@@ -22,7 +22,7 @@ class EvaluationSurvey:
     """The tasks and sets that a run is evaluated on."""
 
     tasks: dict[str, TaskRequests] = field(default_factory=dict)
-    """By name; no request is longer than the model's sequences."""
+    """Requests by task name; none is longer than the model's sequences."""
     sets: tuple[PerplexitySet, ...] = ()
 
 

@@ -37,9 +37,9 @@ class Curve(NamedTuple):
     """L(x) = E + A·x^(−α), in nats per token."""
 
     e: float
-    """What is left at any size."""
+    """The loss that remains at any size, E."""
     a: float
-    """Not negative."""
+    """The factor A, not negative."""
     alpha: float
 
     def loss(self, x: float) -> float:
@@ -66,7 +66,7 @@ class Fit:
     draws: np.ndarray
     """[draws, 3]: E, A and α of the bootstrap's curves; no rows where there are too few points for an interval."""
     residual: float
-    """Root mean square of what the points are off the curve, in nats per token."""
+    """Root mean square distance of the points from the curve, in nats per token."""
 
     @property
     def intervals(self) -> list[Interval] | None:
@@ -79,13 +79,13 @@ class Saving:
     """A curve's x for the loss that the baseline has at its largest x."""
 
     at: float
-    """That x."""
+    """The baseline's largest x."""
     loss: float
-    """The baseline's there, by its curve."""
+    """The baseline's loss at that x, by its curve."""
     share: float
-    """Of that x; infinite where the curve does not reach that loss."""
+    """The curve's x for the same loss over that x; infinite where the curve does not reach that loss."""
     interval: Interval | None
-    """None where there are too few points."""
+    """95% interval of the share; None with too few points."""
 
 
 def fit_together(
@@ -153,7 +153,7 @@ class _LinearFits(NamedTuple):
     e: np.ndarray
     a: np.ndarray
     squares: np.ndarray
-    """The sum of squares that they leave."""
+    """The sum of squared residuals."""
 
 
 def _linear_fits(powers: np.ndarray, losses: np.ndarray) -> _LinearFits:

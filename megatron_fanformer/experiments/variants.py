@@ -34,7 +34,7 @@ class Variant:
     """A row of table 2."""
 
     title: str
-    """What the paper calls it."""
+    """Its name in the paper."""
     fan: FANConfig
     """Its fields of `model.fan`; the p_ratio of periodic ones is the size's own."""
     loss: Mapping[Equal, float]
@@ -64,7 +64,7 @@ VARIANTS: dict[str, Variant] = {
     ),
     "fanformer": Variant(title="FANformer", fan=FANConfig(), loss={"parameters": 2.863, "dimension": 2.856}),
 }
-"""By name, in the table's order."""
+"""The variants by name, in the table's order."""
 
 
 def variants(

@@ -35,9 +35,9 @@ class Conversion(NamedTuple):
     """Describe what a conversion did."""
 
     checks: Json | None
-    """By name; None where verification was off."""
+    """Results of the checks by name; None where verification was off."""
     notes: list[str]
-    """What was left out, one line each."""
+    """Notes on what was left out, one line each."""
 
     def lines(self, width: int | None) -> Iterator[str]:
         """Return the lines for a terminal of that width; None: any."""

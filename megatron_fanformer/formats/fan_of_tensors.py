@@ -23,11 +23,11 @@ class SeenFAN(NamedTuple):
 
     placement: PlacementName
     p_ratio: float | None
-    """None without FAN."""
+    """The map's p_ratio; None without FAN."""
     v_p_ratio: float | None
-    """Of the values' own FAN layer (placement `qk_and_v`)."""
+    """p_ratio of the values' own FAN layer (placement `qk_and_v`)."""
     bias: bool | None
-    """None without FAN."""
+    """Whether the map has a bias; None without FAN."""
 
 
 def fan_of_tensors(shapes: Mapping[str, Shape], format: Format = "megatron") -> SeenFAN:

@@ -14,11 +14,11 @@ class ForeignName(NamedTuple):
     """Settings of another trainer that have one answer here."""
 
     names: str
-    """As they are written there, separated by spaces."""
+    """Names in the other trainer, separated by spaces."""
     field: str | None
-    """Dotted; None: there is no such setting."""
+    """Our field's dotted name; None: there is no such setting."""
     note: str = ""
-    """How the field differs, or is to be set; without a field, the reason: a clause that follows "because"."""
+    """How the field differs, or how to set it; without a field, the reason: a clause that follows "because"."""
 
     @property
     def answer(self) -> str:
@@ -249,7 +249,7 @@ _MEGATRON_LM = {
 """,
 }
 MEGATRON_LM = {section: _table(text) for section, text in _MEGATRON_LM.items()}
-"""By the sections of the page."""
+"""Megatron-LM's names, by the sections of the page."""
 
 MEGATRON_CORE = _table(
     f"""
@@ -264,7 +264,7 @@ overlap_p2p_comm batch_p2p_comm: the interleaved schedule always overlaps, 1F1B 
 bucket_size = parallel.ddp_bucket_size
 """
 )
-"""Names of megatron-core's own configuration classes, where its arguments have others."""
+"""Names in megatron-core's own configuration classes, where they differ from Megatron-LM's arguments."""
 
 HUGGING_FACE = _table(
     """
@@ -311,7 +311,7 @@ attention_bias mlp_bias include_bias = model.fan.bias: FAN's bias is the only on
 initializer_range init_fn init_std: weights are drawn by the authors' scheme
 """
 )
-"""transformers' names, and those that it shares with OLMo."""
+"""transformers' names, including those that it shares with OLMo."""
 
 OLMO = _table(
     f"""

@@ -40,7 +40,7 @@ SAME_FIELDS = {
     "max_position_embeddings": "seq_length",
     "rms_norm_eps": "layernorm_epsilon",
 }
-"""By transformers' names, the fields of ours that have the same value."""
+"""Fields of ours that have the same value in transformers, by transformers' names."""
 
 
 def write_huggingface(folder: Path, config: FANformerConfig, tensors: Mapping[str, Tensor], extras: Extras) -> None:

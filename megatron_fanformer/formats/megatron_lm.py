@@ -47,11 +47,11 @@ RECORDED = (
     "schedule.lr_warmup_iters",
     "data.split",
 )
-"""Fields of our own runs, by Megatron's names, that a model card speaks of."""
+"""Fields of our own runs that a model card shows, by Megatron's names."""
 
 Arguments = Mapping[str, Any]
 Run = tuple[dict[str, Any], SavedProgress]
-"""A run's configuration, as far as a model card speaks of it, and its progress."""
+"""A run's configuration, as far as a model card shows it, and its progress."""
 
 RULES: dict[str, tuple[str, tuple[Any, ...]]] = {
     "swiglu": ("--swiglu", (True,)),

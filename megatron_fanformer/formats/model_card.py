@@ -23,15 +23,15 @@ class Extras:
     """Describe what is written next to the tensors, and what a card says that the model's configuration does not."""
 
     name: str
-    """What a card calls the model: its folder's name."""
+    """The model's name on the card: its folder's name."""
     tokenizer: Path | None = None
     eod_id: int | None = None
     """The id that ends a document; None: the tokenizer's own."""
     max_shard_size: str = MAX_SHARD_SIZE
     training: str = "Not known."
-    """Markdown, about how the model was trained."""
+    """Markdown on how the model was trained."""
     chat_template: str | None = None
-    """In Jinja; left out where there is no tokenizer."""
+    """The chat template in Jinja; left out where there is no tokenizer."""
 
     @functools.cached_property
     def end_of_text_id(self) -> int | None:

@@ -41,9 +41,9 @@ class Row:
     """One tensor, or one per layer, in the three formats."""
 
     megatron: Naming
-    """Has one name. Its transform is the identity, except for the vocabulary's padding."""
+    """Megatron's naming: one name, whose transform is the identity except for the vocabulary's padding."""
     shape: tuple[Size, ...]
-    """Of Megatron's tensor."""
+    """Shape of Megatron's tensor."""
     reference: Naming
     hf: Naming
 

@@ -24,7 +24,7 @@ Kind = Literal["token files", "blend", "folder of token files", "run", "checkpoi
 KINDS: tuple[Kind, ...] = get_args(Kind)
 OURS: tuple[Kind, ...] = ("run", "checkpoint")
 RUNNABLE: tuple[Kind, ...] = (*OURS, "hf")
-"""What text can be generated from."""
+"""The kinds of targets that text can be generated from."""
 MODELS: tuple[Kind, ...] = (*RUNNABLE, "reference", "megatron-lm")
 DESCRIPTIONS: dict[Kind, str] = {
     "token files": "a prefix of token files (or one of them)",
@@ -57,9 +57,9 @@ class Target:
 
     kind: Kind
     path: Path
-    """A run's own folder where its `checkpoints/` was named."""
+    """The recognised path; a run's own folder where its `checkpoints/` was named."""
     prefixes: tuple[str, ...] = ()
-    """Of the token files that it names, where it is data."""
+    """Prefixes of the token files that it names, where it is data."""
 
     @property
     def is_data(self) -> bool:

@@ -45,7 +45,7 @@ _RULES: dict[str, tuple[Any, Any, str]] = {
     "clip_qkv": (None, None, "queries, keys and values are not clipped"),
     "scale_logits": (False, False, "logits are not scaled"),
 }
-"""By field: the reference's default, the one value that every FANformer here has, and why."""
+"""For each field: the reference's default, the one value that every FANformer here has, and why."""
 
 
 def open_reference(folder: Path) -> tuple[FANformerConfig, LazyTensors]:

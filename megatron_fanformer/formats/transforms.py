@@ -22,9 +22,9 @@ class Transform:
 
     name: str
     split: Callable[[Tensor, FANformerConfig], tuple[Tensor, ...]]
-    """The configuration is that of the model that the parts are for."""
+    """Split Megatron's tensor; the configuration is that of the model that gets the parts."""
     join: Callable[[Sequence[Tensor], FANformerConfig], Tensor]
-    """The configuration is that of the model that the parts come from."""
+    """Join the parts; the configuration is that of the model that they come from."""
 
 
 def _as_it_is(hub: Tensor, _config: FANformerConfig) -> tuple[Tensor, ...]:

@@ -21,7 +21,7 @@ from megatron_fanformer.generation.models import TrainedModel, find_model_and_to
 from megatron_fanformer.runtime.device import return_freed_memory
 
 FREE_SHARE = 4
-"""The part of the context, one in so many, that an answer of unstated length finds free."""
+"""One part in so many of the context is kept free for an answer of unstated length."""
 
 
 @contextmanager
@@ -67,7 +67,7 @@ class Chat:
         """Begin anew; what the model is told before the conversation stays."""
         system = self._config.system
         self.forgotten = 0
-        """Turns that were left out, to make room."""
+        """Number of turns left out to make room."""
         self._messages: list[Message] = [] if system is None else [{"role": "system", "content": system}]
 
     def answer(self, text: str) -> Iterator[str]:

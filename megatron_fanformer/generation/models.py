@@ -40,11 +40,11 @@ class ModelSource:
     config: FANformerConfig
     """The model's shape."""
     dtype: torch.dtype
-    """Of the saved weights."""
+    """Number format of the saved weights."""
     tokenizer: Path | None
     """The tokenizer next to the weights, if there is one."""
     end_of_text_id: int | None
-    """Ends a document, if it is stated next to the weights."""
+    """The id that ends a document, if it is stated next to the weights."""
     fill: Callable[[list[Any], RankGrid], None]
     """Reads the weights into a stage's chunks."""
 
@@ -130,7 +130,7 @@ class TrainedModel:
     def __init__(self, stage: torch.nn.Module, config: FANformerConfig, device: torch.device) -> None:
         self.config = config
         self.reads_on = any(isinstance(module, TorchCoreAttention) for module in stage.modules())
-        """Whether its attention masks several tokens behind a filled cache."""
+        """Whether its attention can mask several tokens behind a filled cache."""
         self._stage = stage.eval()
         self._device = device
 

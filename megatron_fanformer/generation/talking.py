@@ -104,7 +104,7 @@ class _Interrupts:
 
     def __init__(self) -> None:
         self.count = 0
-        """Since the last line was read."""
+        """Number of signals since the last line was read."""
         self._awaits_line = False
 
     def read_line(self) -> str:

@@ -12,7 +12,7 @@ from megatron_fanformer.inspection.report import Advance, Report, as_json
 from megatron_fanformer.terminal import show, width
 
 _Actions = tuple[Callable[[Target], Report], Callable[[Target], int], Callable[[Target, Advance], str]]
-"""Describes a target, says how many bytes are read to check it, and checks it."""
+"""Functions that describe a target, count the bytes that checking it reads, and check it."""
 
 
 def inspect_path(path: str, *, verify: bool, json: bool) -> None:

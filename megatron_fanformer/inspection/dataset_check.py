@@ -98,7 +98,7 @@ class _File(NamedTuple):
     folder: Path
     record: FileRecord
     dtype: str | None
-    """Of its tokens; None where it holds something else."""
+    """Type of its tokens; None where it holds something else."""
 
     @property
     def path(self) -> Path:

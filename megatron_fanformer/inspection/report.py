@@ -21,9 +21,9 @@ class Report:
 
     title: str
     facts: dict[str, Any]
-    """As `--json` prints them."""
+    """Facts as `--json` prints them."""
     rows: list[tuple[str, str]] = field(default_factory=list)
-    """A label and its text, in reading order."""
+    """Labels and their texts, in reading order."""
     parts: "list[Report]" = field(default_factory=list)
 
     def as_object(self) -> dict[str, Any]:

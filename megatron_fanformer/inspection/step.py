@@ -29,12 +29,12 @@ class Passage:
 
     prefix: str
     first_token: int
-    """Position in the token file, in tokens."""
+    """Position of its first token in the token file, in tokens."""
     ids: list[int]
     document: LedgerRow | None
-    """None where the token files have no ledger."""
+    """The ledger's row of its document; None where the token files have no ledger."""
     learned: list[bool] | None = None
-    """Of chats: which of the tokens have a loss where they are the label."""
+    """A mask, for chats, of the tokens that have a loss as labels."""
 
 
 @dataclass(frozen=True)
@@ -42,9 +42,9 @@ class Sample:
     """One sample of a step."""
 
     number: int
-    """In the run's order, from 0."""
+    """The sample's number in the run's order, from 0."""
     ids: list[int]
-    """All tokens that it reads: the inputs, and the last label."""
+    """All tokens that it reads: the inputs and the last label."""
     passages: list[Passage]
 
 

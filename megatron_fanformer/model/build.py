@@ -107,7 +107,7 @@ class _Stage(GPTModel):
     """
 
     own_tokens: int
-    """How many of this rank's rows of the output layer are tokens, its first ones."""
+    """Number of this rank's first rows of the output layer that are tokens, not padding."""
 
     def _postprocess(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         labels_bs, loss_mask_bs = kwargs.get("labels"), kwargs.get("loss_mask")

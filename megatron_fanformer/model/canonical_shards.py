@@ -17,12 +17,12 @@ class CanonicalRange(NamedTuple):
     """A run of a parameter's rows, or columns, and where it belongs in a whole tensor."""
 
     name: str
-    """How the whole tensor's key ends."""
+    """Ending of the whole tensor's key."""
     start: int
     end: int
     canonical_start: int
     whole: int
-    """Rows, or columns, of the whole tensor."""
+    """Number of rows, or columns, of the whole tensor."""
 
 
 def canonical_factory(

@@ -39,14 +39,14 @@ class FANConfig:
     p_ratio: float = PAPER_P_RATIO
     """Periodic share of the hidden size, in [0, 0.5]: int(p_ratio · hidden_size) rows are `p`."""
     activation: Literal["none", "gelu"] = "none"
-    """Of the linear rows `g`; `gelu` is the original FAN."""
+    """Activation of the linear rows `g`; `gelu` is the original FAN."""
     bias: bool = True
-    """Whether the FAN map has one."""
+    """Whether the FAN map has a bias."""
     placement: PlacementName = "qkv"
     """`qkv`: X_F gives Q, K and V (the paper's); `qk_and_v`: Q and K, and V comes from a FAN layer of its own; `ffn`:
     two FAN layers replace the feed-forward network (docs/experiments.md#variants); `none`: a Transformer."""
     v_p_ratio: float | None = None
-    """With `qk_and_v`: that of the values' FAN layer; null: `p_ratio`."""
+    """With `qk_and_v`: p_ratio of the values' FAN layer; null: `p_ratio`."""
 
     @property
     def value_p_ratio(self) -> float:
@@ -92,9 +92,9 @@ class FANformerConfig:
     seq_length: int = 2048
     """Tokens per training sample."""
     rotary_base: int = 10_000
-    """Of the rotary positions."""
+    """Base of the rotary positions."""
     layernorm_epsilon: float = 1e-6
-    """Of every RMSNorm."""
+    """Epsilon of every RMSNorm."""
     untie_embeddings_and_output_weights: bool = False
     """Whether the output head has a weight of its own."""
     fan: FANConfig = field(default_factory=FANConfig)
@@ -289,8 +289,8 @@ class PrecisionConfig:
     """The number formats of weights, activations and matrix products."""
 
     dtype: Literal["auto", "fp32", "bf16"] = "auto"
-    """Of weights and activations; `bf16` keeps float32 main weights and gradients; `auto`: `bf16` on GPUs and on CPUs
-    with AMX or AVX512-BF16, else `fp32`."""
+    """Number format of weights and activations; `bf16` keeps float32 main weights and gradients; `auto`: `bf16` on GPUs
+    and on CPUs with AMX or AVX512-BF16, else `fp32`."""
     fp8: Literal["e4m3", "hybrid"] | None = None
     """Matrix products in FP8 (docs/gpu.md#fp8): `e4m3` throughout, or `hybrid`, with e5m2 gradients. Needs bf16
     weights."""

@@ -59,7 +59,7 @@ class _FANLayer:
     """Makes a FAN layer of the linear map of megatron-core's that comes after it among the bases."""
 
     activation: Activation
-    """How features are made of this rank's p | g."""
+    """Makes the features from this rank's p | g."""
 
     def __init__(
         self, input_size: int, output_size: int, *, fan: FANConfig, bias: bool, skip_bias_add: bool, **kwargs: Any

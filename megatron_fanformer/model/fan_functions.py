@@ -61,7 +61,7 @@ class FANShard(NamedTuple):
     ranks: int
     rank: int
     outputs: tuple[FANOutput, ...]
-    """A rank's part of each output: P/T and G/T."""
+    """A rank's part of each output: P/T and G/T rows."""
 
     @classmethod
     def of_rank(cls, rank: int, ranks: int, whole: Sequence[FANOutput]) -> "FANShard":
@@ -134,7 +134,7 @@ class Activation(NamedTuple):
     """The ranks that share the map."""
     gelu: bool
     recompute: bool = False
-    """Whether backward computes the outputs again, of p | g, so that they are not kept for it."""
+    """Whether backward recomputes the outputs from p | g, so that they are not kept for it."""
 
     def gather(self, pre_sbk: Tensor) -> Exchanged:
         """Start to gather the pre-activation of all ranks, [t, s, b, k]."""

@@ -43,7 +43,7 @@ from megatron_fanformer.model.fan_functions import (
 from megatron_fanformer.runtime.layout import FANForm
 
 PARAMETERS = ("linear", "v_linear")
-"""What the rows of the outputs are called in checkpoints, in their order: of X_F, and of the values."""
+"""Names in checkpoints of the rows that make each output, in order: X_F, and the values."""
 
 
 class FANProjection(MegatronModule):
@@ -158,7 +158,7 @@ class ActivatedColumnParallelLinear(ColumnParallelLinear):
     """
 
     activation: Activation
-    """How X_F is made: the FAN map's, set once there is one."""
+    """Makes X_F; the FAN map's, set once there is one."""
 
     def __init__(self, *args: Any, config: TransformerConfig, **kwargs: Any) -> None:
         super().__init__(*args, config=without_sequence_parallel(config), disable_grad_reduce=True, **kwargs)

@@ -24,7 +24,7 @@ from megatron_fanformer.ops.cross_entropy import to_gradient
 from megatron_fanformer.ops.products import add_product
 
 SAME_WEIGHTS = 1e-6
-"""Relative: a multiple of the loss mask is one up to the rounding of a float32 product."""
+"""Relative tolerance: a loss mask's multiple has one factor up to the rounding of a float32 product."""
 
 
 class LossHead(ColumnParallelLinear):

@@ -31,7 +31,7 @@ OPTIONS = (
     *("-fno-math-errno", "-fno-trapping-math", "-fPIC", "-fopenmp"),
 )
 CPU_LINES = ("flags", "Features", "CPU implementer", "CPU part")
-"""How those lines of /proc/cpuinfo begin that say what the compiler builds for here; ARM's are the last three."""
+"""Beginnings of the lines in /proc/cpuinfo that decide what the compiler builds for; ARM's are the last three."""
 TYPES = (torch.float32, torch.bfloat16)
 MOST_SECONDS = 120
 BYTES_OF_A_WORD = 4  # what a product's factors are made of

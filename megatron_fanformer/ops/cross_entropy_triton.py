@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 BLOCK = 8192
-"""Logits at a time: four 16-byte loads of bfloat16 for each thread of eight warps."""
+"""Logits per block: four 16-byte loads of bfloat16 for each thread of eight warps."""
 WARPS = 8
 
 

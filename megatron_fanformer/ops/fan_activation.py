@@ -68,7 +68,7 @@ def differentiate(x_f_nw: Tensor, grad_nw: Tensor, g_nv: Tensor | None, grad_pre
 
 
 EAGER = Implementation(activate, differentiate)
-"""In PyTorch, on any device and in any float type."""
+"""The activation in PyTorch, on any device and in any float type."""
 
 
 def _high(tensor: Tensor) -> torch.dtype:

@@ -17,12 +17,13 @@ import triton.language as tl
 from torch import Tensor
 
 TILE_COLUMNS = 128
-"""At most: the paper's sizes have P and G in multiples of it, and a tile's rows are whole cache lines."""
+"""Most columns of a tile: the paper's sizes have P and G in multiples of it, and a tile's rows are whole cache
+lines."""
 TILE_BYTES = 8192
-"""Four 16-byte loads per thread."""
+"""Bytes of a tile: four 16-byte loads per thread."""
 WARPS = 4
 LARGEST_ROW_STRIDE = 2**20
-"""Elements: a tile's offsets are 32-bit numbers, and a tile has at most 2^11 rows."""
+"""Largest row stride, in elements: a tile's offsets are 32-bit numbers, and a tile has at most 2^11 rows."""
 
 # cos and sin, within 3 units in the last place of float32: the largest error over 8 million phases was 2.5.
 LARGEST_REDUCED = tl.constexpr(12_000.0)

@@ -32,11 +32,11 @@ class LayoutCommunication:
 
     name: str
     models: tuple[str, ...]
-    """Those that the layout is legal for."""
+    """Models that the layout is legal for."""
     rows: tuple[ComparedRow, ...]
-    """Counted and by formula, at the small size, of all ranks together; one cell per model."""
+    """Counts and formulas at the small size, over all ranks together; one cell per model."""
     sent_bytes: dict[str, dict[str, float]]
-    """By the formula at full size: what a rank of the busiest stage sends in a step, by model and group."""
+    """Bytes that a rank of the busiest stage sends in a step, by the formula at full size, by model and group."""
 
     @property
     def agrees(self) -> bool:

@@ -26,11 +26,11 @@ class Baseline:
 
     losses: list[float]
     tensors: dict[str, dict[str, np.ndarray]]
-    """By kind, then by name."""
+    """Tensors by kind, then by name."""
     scales: dict[str, Errors]
-    """The norm of each tensor; of a weight, of how far it moved, or could at least have moved."""
+    """The norm of each tensor; for a weight, the distance that it moved, or could at least have moved."""
     last_places: Errors
-    """Of each weight: a unit in the last place of its largest element, relative to its scale."""
+    """For each weight, a unit in the last place of its largest element, relative to its scale."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +38,7 @@ class Differences:
     """Describe how far one run is from the baseline, relative to it."""
 
     losses: list[float]
-    """Of each step."""
+    """Differences of the losses, one per step."""
     tensors: dict[str, Errors]
     """Norm of the difference over the scale, by kind, then by name in forward order."""
 

@@ -19,7 +19,7 @@ from megatron_fanformer.runtime.parallel import RankGrid
 
 TOKEN_LOSS = "token loss"
 OUTPUT_MAKERS = (FANProjection, ActivatedColumnParallelLinear)
-"""What gives the outputs of a FAN map: itself, or the layer that makes them of its p | g."""
+"""Modules whose forward returns a FAN map's outputs: the map itself, or the layer that computes them from its p | g."""
 
 
 class OutputRecorder:

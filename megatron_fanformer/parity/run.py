@@ -42,9 +42,9 @@ class LayoutResult:
     name: str
     ranks: int
     differences: Differences | None
-    """None where the layout did not run to its end."""
+    """Differences from the baseline; None where the layout did not run to its end."""
     findings: tuple[Finding, ...]
-    """In forward order; empty where the layout computes the same model."""
+    """Findings in forward order; empty where the layout computes the same model."""
     failure: str | None = None
     """Why it did not run to its end."""
 
@@ -70,7 +70,8 @@ class Calibration:
     trial: TrialConfig
     baseline: Baseline
     noise: list[Differences]
-    """Of the single-process runs that show what rounding explains: reordered ones, and below fp32 one in fp32."""
+    """Differences of the single-process runs that show what rounding explains: reordered ones, and below fp32 one in
+    fp32."""
     bounds: Bounds
 
 
@@ -81,7 +82,7 @@ class ParityResult:
     calibration: Calibration
     layouts: list[LayoutResult]
     communication: list[LayoutCommunication]
-    """Where it was asked for."""
+    """Communication of each layout, where requested."""
 
     def check(self) -> None:
         """Raise DivergenceError, a line for each layout that does not compute the same model."""

@@ -25,9 +25,9 @@ class TensorPart(NamedTuple):
 
     name: str
     shape: tuple[int, ...]
-    """Of the whole tensor."""
+    """Shape of the whole tensor."""
     where: tuple[Any, ...]
-    """Of the part: slices of every axis, or lists of samples and positions (the first two axes)."""
+    """Location of the part: slices of every axis, or lists of samples and positions (the first two axes)."""
     values: np.ndarray
 
 

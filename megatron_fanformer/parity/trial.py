@@ -62,15 +62,15 @@ class Trace:
     """Describe what one rank saw."""
 
     losses: list[float]
-    """Of each step."""
+    """Losses, one per step."""
     outputs: list[TensorPart]
-    """Of modules in the first step, in forward order."""
+    """Outputs of modules in the first step, in forward order."""
     gradients: list[TensorPart]
-    """Of the first step, before clipping."""
+    """Gradients of the first step, before clipping."""
     initial: list[TensorPart]
     """Weights before the first step."""
     weights: list[TensorPart]
-    """Weights after the last."""
+    """Weights after the last step."""
 
 
 class Preparation(NamedTuple):
@@ -80,10 +80,10 @@ class Preparation(NamedTuple):
     stages: list[Any]
     """The chunks of this rank's pipeline stage."""
     wrapped: list[Any]
-    """The same in megatron-core's data parallelism."""
+    """The same chunks in megatron-core's data parallelism."""
     optimizer: Any
     batches: Any
-    """Of this replica, endless."""
+    """Micro batches of this replica, without end."""
     num_micro_batches: int
     initial: list[TensorPart]
     """The weights at the start."""

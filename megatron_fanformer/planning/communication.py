@@ -35,16 +35,16 @@ class CommunicationLine:
     """Describe what one rank's collectives of one purpose add up to in a job."""
 
     group: str
-    """tp, cp, pp, dp_cp (replicas and context parallel ranks), mp (tp and pp), embd (first and last stage),
-    intra_dist_opt (all ranks, as the distributed optimizer knows them) or world (all ranks)."""
+    """Name of the group: tp, cp, pp, dp_cp (replicas and context parallel ranks), mp (tp and pp), embd (first and last
+    stage), intra_dist_opt (all ranks, as the distributed optimizer knows them) or world (all ranks)."""
     kind: str
-    """all-reduce, all-gather, reduce-scatter, all-to-all, broadcast or send."""
+    """Kind of collective: all-reduce, all-gather, reduce-scatter, all-to-all, broadcast or send."""
     purpose: str
     ranks: int
     """Ranks of the group."""
     calls: int
     message_bytes: int
-    """Of all calls."""
+    """Bytes of all calls together."""
 
 
 def communication(job: Job, stage: int) -> list[CommunicationLine]:
@@ -132,7 +132,7 @@ def _scalar_terms(job: Job) -> Iterator[Term]:
 
 
 Lines = Iterable[Any]
-"""Of the formula, or of a count (`runtime.collectives`): both have group, kind, calls and message_bytes."""
+"""Lines of the formula, or of a count (`runtime.collectives`): both have group, kind, calls and message_bytes."""
 
 
 class Total(NamedTuple):

@@ -25,17 +25,17 @@ class Job:
     parallel: ParallelConfig
     kernels: KernelsConfig
     precision: PrecisionConfig
-    """Its `dtype` is fp32 or bf16, not auto."""
+    """Number formats; `dtype` is fp32 or bf16, not auto."""
     optimizer: OptimizerStates
-    """For what it keeps of each weight."""
+    """The optimizer, for the states that it keeps of each weight."""
     data_parallel_size: int
     """Replicas, each of which context parallelism may spread further."""
     micro_batch_size: int
     """Samples per micro batch."""
     num_micro_batches: int
-    """Of one replica, per step."""
+    """Micro batches of one replica per step."""
     layers: Layers
-    """Whose layers: Transformer Engine's, or Megatron's and ours."""
+    """Implementation of the layers: Transformer Engine's, or Megatron's and ours."""
     on_cpu: bool = False
 
     @property

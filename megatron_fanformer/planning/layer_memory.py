@@ -24,22 +24,22 @@ class Operation(NamedTuple):
 
     name: str
     saved: int
-    """Kept from its forward to its backward."""
+    """Bytes kept from its forward to its backward."""
     backward: int
-    """There only while its backward runs: gradients that come in and go out, the weight's, temporaries."""
+    """Bytes that exist only while its backward runs: incoming and outgoing gradients, the weight's, temporaries."""
     remade: int = 0
-    """Not kept, but made again before its backward, for it and for those before it."""
+    """Bytes that are not kept, but recomputed before its backward, for it and for those before it."""
     freed: int = 0
-    """Of what was made again, let go after its backward."""
+    """Recomputed bytes that are freed after its backward."""
 
 
 class Rise(NamedTuple):
     """Describe what a run of operations holds, in bytes."""
 
     saved: int
-    """From forward to backward."""
+    """Bytes kept from forward to backward."""
     backward: int
-    """Beyond that, at the peak of its backward."""
+    """Bytes beyond those, at the peak of its backward."""
 
 
 def rise(operations: Iterable[Operation]) -> Rise:
@@ -190,15 +190,15 @@ class _FAN(NamedTuple):
     x_f: int
     """The first output, which QKV reads."""
     made: int
-    """All outputs."""
+    """All outputs together."""
     kept_g: int
     """g in front of a GELU, which its backward needs."""
     own_pre: int
     """p | g of this rank's rows."""
     gathered_pre: int
-    """Of all ranks' rows, where they are gathered."""
+    """p | g of all ranks' rows, where they are gathered."""
     temporaries: int
-    """Of backward, where torch computes it in passes."""
+    """Temporaries of backward, where torch computes it in passes."""
 
 
 def _fan_sizes(shapes: LayerShapes) -> _FAN:

@@ -22,7 +22,7 @@ class Term(NamedTuple):
     kind: str
     purpose: str
     message_bytes: int
-    """Of all calls."""
+    """Bytes of all calls together."""
     calls: int = 1
 
     def times(self, number: int) -> "Term":

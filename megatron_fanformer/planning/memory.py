@@ -37,7 +37,7 @@ FP8_COPIES = 2  # of a weight: as it is, and transposed, which Hopper's products
 SAMPLE_BYTES = 3 * ID_BYTES + FLOAT  # a token's id, label and position, and its weight in the loss
 
 BLOCK_OF_TEE = 57
-"""Micro batches that `itertools.tee`, which hands them to the chunks of a stage, lets go of at a time."""
+"""Number of micro batches that `itertools.tee`, which hands them to the chunks of a stage, frees at a time."""
 PREFETCHED = 3
 """Inputs and gradients that the interleaved schedule holds beside those of chunks in flight, while forward and backward
 take turns: one to five were seen."""
@@ -47,7 +47,7 @@ ALLOCATOR_BYTES = 4 * 2**30
 CONTEXT_BYTES = 2 * 2**30
 """The CUDA context and NCCL's buffers, which torch's allocator does not know: an assumption, not a measurement."""
 TENSORS_ERROR = 0.022
-"""How far off the tensors of published runs were at most (docs/planning.md)."""
+"""Largest relative error for the tensors of published runs (docs/planning.md)."""
 
 
 class MemoryLine(NamedTuple):
@@ -63,9 +63,9 @@ class RankMemory:
 
     stage: int
     layers: Layers
-    """Whose layers the figures describe."""
+    """Implementation of the layers that the figures describe."""
     moment: str
-    """What the rank is doing then."""
+    """The rank's work at the peak."""
     lines: tuple[MemoryLine, ...]
 
     @property
@@ -79,9 +79,9 @@ class MemorySnapshot(NamedTuple):
 
     name: str
     activations: int
-    """Of all micro batches in flight."""
+    """Activations of all micro batches in flight."""
     working: int
-    """What the computation of the moment needs on top."""
+    """Additional memory of the computation at that moment."""
 
 
 def rank_memory(job: Job, stage: int) -> RankMemory:

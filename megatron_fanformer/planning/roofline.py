@@ -49,9 +49,9 @@ class Operation(NamedTuple):
     forward: Work
     backward: Work
     module: RecomputeModule | None = None
-    """What recomputes it by itself, of `recompute_modules`."""
+    """The entry of `recompute_modules` that recomputes it by itself."""
     operands: int = 0
-    """Of a product: elements of its input and of its output's gradient, which FP8 casts."""
+    """Elements of a product's input and of its output's gradient, which FP8 casts."""
 
 
 @functools.lru_cache(maxsize=1 << 12)  # a search asks about the same layer in many layouts

@@ -59,13 +59,13 @@ class StepTime:
 
     seconds: float
     relative_error: float
-    """How far off `seconds` is, as the machine states it."""
+    """Relative error of `seconds`, as the machine states it."""
     parts: dict[str, float]
     """Seconds by purpose, which sum to `seconds`."""
     exposed: dict[str, float]
     """Seconds of communication beside which nothing is computed, by group: tp, cp, pp, dp_cp."""
     tokens_per_second: float
-    """Of all ranks together."""
+    """Tokens per second of all ranks together."""
     model_flops_utilization: float
     """Model FLOP/s, as a share of the data sheet's matrix rate in the weights' format."""
 

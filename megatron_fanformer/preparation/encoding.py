@@ -41,7 +41,7 @@ class Learned:
     mask: np.ndarray
     """[tokens] uint8: 1 where the token is learned."""
     counts: np.ndarray
-    """[documents] int32: the tokens of each that are."""
+    """[documents] int32: learned tokens of each document."""
     is_cut: np.ndarray
     """[documents] bool: whether it lost its end."""
 
@@ -62,9 +62,9 @@ class EncodedBlock:
     text_bytes: int
     """UTF-8 bytes of the documents' text."""
     refusals: list[tuple[int, str]]
-    """Line in the block, from 0, and reason."""
+    """Refused lines: the line in the block, from 0, and the reason."""
     learned: Learned | None = None
-    """Where the documents are conversations."""
+    """Learned tokens, where the documents are conversations."""
 
 
 def _encoded(outcomes: Sequence[Any], **tokens: Any) -> EncodedBlock:

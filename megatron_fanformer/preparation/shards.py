@@ -39,13 +39,13 @@ class ShardRecord(msgspec.Struct, frozen=True, kw_only=True):
     tokens: int
     text_bytes: int
     max_token_id: int
-    """-1 where there is no document."""
+    """The largest token id; -1 where there is no document."""
     refused: dict[str, int]
     refused_examples: list[RefusedLine]
     tokens_crc32: int
     documents_crc32: int
     mask_crc32: int | None = None
-    """None where the documents are no conversations."""
+    """CRC-32 of the mask; None where the documents are not conversations."""
 
 
 @dataclass(frozen=True)

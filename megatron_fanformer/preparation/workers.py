@@ -44,7 +44,7 @@ class WorkerSetup:
     settings: Settings
     vocab_size: int
     folder: Path
-    """Where shards are written."""
+    """Folder that shards are written into."""
     strict: bool
 
 

@@ -25,7 +25,7 @@ Kind = Literal[
 class _Method(NamedTuple):
     kind: Kind
     message: int | None
-    """Which argument is the message, or None where there is none."""
+    """Argument that holds the message; None where there is none."""
     is_shard: bool = False
     """Whether that argument is one rank's part of it."""
 
@@ -71,13 +71,15 @@ class CollectiveCount:
     """Describe what this rank's collectives of one kind over one group add up to."""
 
     group: str
-    """As in `RankGrid.groups` (dp_cp: the data parallel ranks, context parallel ones included), or `world`."""
+    """Name of the group in `RankGrid.groups` (dp_cp: the data parallel ranks, context parallel ones included), or
+    `world`."""
     kind: Kind
     ranks: int
     """Ranks of the group."""
     calls: int
     message_bytes: int
-    """Of the whole tensors: reduced, gathered (the output), scattered or exchanged (the input), broadcast or sent."""
+    """Bytes of the whole tensors: reduced, gathered (the output), scattered or exchanged (the input), broadcast or
+    sent."""
 
 
 class CollectiveCounts:

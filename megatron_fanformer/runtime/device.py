@@ -340,7 +340,7 @@ def share_cudnn() -> None:
 
 
 ATTENTION_SWITCHES = {"NVTE_FLASH_ATTN": "flash", "NVTE_FUSED_ATTN": "fused", "NVTE_UNFUSED_ATTN": "unfused"}
-"""Variables by which Transformer Engine's attentions are switched on or off, and which."""
+"""Environment variables that switch Transformer Engine's attentions on or off, and the attention of each."""
 
 
 def attention_switches() -> dict[str, str]:

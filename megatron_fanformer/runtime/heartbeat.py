@@ -47,9 +47,9 @@ class Activity:
     step: int = 0
     doing: str = "starting"
     in_step: bool = False
-    """Whether it is at something that a step's time is the measure of."""
+    """Whether it is in the part of a step whose time is measured."""
     progress: int = 0
-    """Grows with everything that is told."""
+    """A counter that grows with every report."""
     step_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=STEPS_SEEN))
 
     def limit(self, stated_seconds: float | None) -> float:
@@ -89,7 +89,7 @@ class _Beat:
     in_step: bool
     progress: int
     end: tuple[int, str] | None = None
-    """How it ended: exit code and message; None while it runs."""
+    """Exit code and message of its end; None while it runs."""
 
     @property
     def place(self) -> str:
@@ -101,7 +101,7 @@ class _Seen:
     """The last beat that was seen of a rank; the times are this process's own waking time, in seconds."""
 
     text: bytes
-    """The progress, and the beat as JSON: of thousands of ranks, only those that are late are read further."""
+    """The progress and the beat as JSON: with thousands of ranks, only the late ones are parsed further."""
     changed: float
     progressed: float
 
@@ -320,7 +320,7 @@ def watching_ranks(
 
 
 _beating: list[Heartbeat] = []
-"""This process's, while it is among ranks."""
+"""The heartbeat of this process, while it is among ranks."""
 
 
 def report_stopped(message: str) -> None:

@@ -38,7 +38,7 @@ MOVED_FIELDS = {
     "parallel.deterministic_mode": "runtime.deterministic_mode",
     "parallel.distributed_timeout_minutes": "runtime.distributed_timeout_minutes",
 }
-"""What was in this section up to version 0.1, and where it is now: configurations and checkpoints of that time have
+"""Fields of this section up to version 0.1, and where they are now: configurations and checkpoints of that time have
 the earlier names."""
 
 

@@ -49,7 +49,7 @@ class RankGrid:
     torch_device: torch.device
     """The device of this rank's tensors."""
     backend: str
-    """How the ranks communicate: `nccl` or `gloo`."""
+    """Communication backend of the ranks: `nccl` or `gloo`."""
     rank: int
     world_size: int
     data_parallel_rank: int
@@ -58,7 +58,7 @@ class RankGrid:
     is_last_stage: bool
     groups: "ProcessGroupCollection"
     is_deterministic: bool = False
-    """Whether the same numbers are asked for bit for bit (`runtime.deterministic_mode`)."""
+    """Whether results must be bitwise reproducible (`runtime.deterministic_mode`)."""
 
     @property
     def context_parallel_size(self) -> int:

@@ -12,14 +12,14 @@ import torch
 import torch.distributed as dist
 
 PIECE_BYTES = 2 * 2**20
-"""What a rank writes at a time: few enough that it is still in the processor's caches when the others read it."""
+"""Bytes that a rank writes at a time: few enough to be still in the processor's caches when the others read them."""
 
 PEER_HAS_ENDED = "Connection closed by peer: another rank of this machine has ended"
 _NAME = "fanformer-rank"
 
 
 Written = list[tuple[int, torch.Tensor]]
-"""Flat tensors, each with where it begins in a rank's buffer, in elements: up to PIECE_BYTES."""
+"""Flat tensors, each with its first element in a rank's buffer: up to PIECE_BYTES."""
 Buffers = list[torch.Tensor]
 """Bytes [PIECE_BYTES] of each rank."""
 
@@ -53,7 +53,7 @@ class GroupMemory:
             poll.register(pipe, select.POLLIN)
         self._turn = 0
         self.is_in_use = False
-        """Whether a collective is going on."""
+        """Whether a collective is in progress."""
         weakref.finalize(self, _close, [*outgoing, *incoming])
 
     @classmethod

@@ -25,8 +25,9 @@ from megatron_fanformer.training.schedule import build_scheduler
 from megatron_fanformer.training.step import train_step, wrap_stages
 
 SHORT_STEPS = 1
-"""Of a few micro batches, before the step that is looked at, whose memory and communication are then those of any later
-one: the first update makes the optimizer's moments, and megatron-core 0.19 has one more all-reduce in a run's first."""
+"""Steps of a few micro batches before the measured one, whose memory and communication are then those of any later
+step: the first update makes the optimizer's moments, and megatron-core 0.19 has one more all-reduce in a run's first
+step."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,18 +36,18 @@ class SimulatedRank:
 
     rank: int
     stage: int
-    """Its pipeline stage."""
+    """Number of its pipeline stage."""
     job: Job
-    """What it ran, every open field resolved: what a formula is to be asked about."""
+    """The job that it ran, every open field resolved: the input of the formulas to compare with."""
     peak_bytes: int
     """The most that live tensors take in a step. (A CPU's building takes more in places: it makes a weight whole, in
     float32, before it keeps a shard.)"""
     held_bytes: int
     """What they take between steps: weights, gradients, the optimizer's state, and a micro batch's samples."""
     collectives: list[CollectiveCount]
-    """Of the last step, by group and kind."""
+    """Collectives of the last step, by group and kind."""
     seconds: float
-    """That the simulation took."""
+    """Time that the simulation took."""
 
 
 def run_rank(config: RunConfig, *, world_size: int, rank: int, backend: str = "nccl") -> SimulatedRank:

@@ -15,8 +15,8 @@ from torch._C._distributed_c10d import FakeWork
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 INVENTED = 1
-"""What a tensor without content holds, where the program reads it: a loss, a gradient norm. All that it decides is
-whether to go on."""
+"""Value of a tensor without content where the program reads one: a loss, a gradient norm. It only decides whether to go
+on."""
 
 
 class ContentlessTensors(FakeTensorMode):

@@ -23,14 +23,14 @@ class Estimate:
     """A legal layout's memory and time."""
 
     name: str
-    """As `--layouts` reads it."""
+    """The layout's name, as `--layouts` reads it."""
     config: RunConfig
     job: Job
     machine: Machine
     stages: tuple[RankMemory, ...]
     """The memory of a rank of each pipeline stage."""
     reserve_bytes: int
-    """Held beside allocated tensors, on the heaviest stage."""
+    """Bytes held beside allocated tensors, on the heaviest stage."""
     time: StepTime
 
     @property
@@ -134,7 +134,7 @@ class Cost:
     days: float
     gpu_hours: float
     price: float | None
-    """In the currency of the price of a GPU hour; None without one."""
+    """Price in the currency of a GPU hour's; None without one."""
 
 
 def cost(estimate: Estimate, tokens: int, price_per_gpu_hour: float | None) -> Cost:

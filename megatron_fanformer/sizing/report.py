@@ -29,9 +29,9 @@ class Plan:
     request: PlanRequest
     findings: Findings
     cost: Cost | None
-    """Of the first candidate; None without one."""
+    """Cost of the first candidate; None without one."""
     simulated: tuple[SimulatedStage, ...] = ()
-    """Ranks of the first candidate."""
+    """Simulated ranks of the first candidate."""
 
     @property
     def shown(self) -> Estimate | None:

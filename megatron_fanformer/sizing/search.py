@@ -24,12 +24,12 @@ class RejectedClass:
     """Layouts that one rule keeps out. (A layout that breaks several is in as many classes.)"""
 
     rule: str
-    """What all of them are told, with N for the numbers."""
+    """Their common message, with N for the numbers."""
     count: int
     example: str
-    """One of them, as `--layouts` reads it; of those that do not fit, the one that needs least."""
+    """The name of one of them, as `--layouts` reads it; of those that do not fit, the one that needs least."""
     message: str
-    """What the example is told, by `train` too: the values, the rule, and the nearest legal value."""
+    """The example's message, also by `train`: the values, the rule, and the nearest legal value."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,13 +37,14 @@ class Findings:
     """The layouts that a search has judged."""
 
     candidates: tuple[Estimate, ...]
-    """Those that fit first, the fastest first; of a search the ten fastest that fit, or the one that lacks least."""
+    """The candidates: those that fit first, then by speed; of a search the ten fastest that fit, or the one that lacks
+    least."""
     judged: int
-    """Layouts looked at."""
+    """Number of layouts judged."""
     legal: int
-    """Those that break no rule."""
+    """Number of layouts that break no rule."""
     rejected: tuple[RejectedClass, ...]
-    """The largest class first. Of a search, what does not fit is counted among the layouts that would be faster than
+    """Rejected classes, the largest first. A search counts a layout that does not fit only if it would be faster than
     the last candidate."""
 
     @property
@@ -141,7 +142,7 @@ class _Waiting(NamedTuple):
     seconds: float
     number: int
     time: StepTime | None
-    """None: `seconds` is a bound."""
+    """The layout's time; None while `seconds` is only a bound."""
 
 
 @dataclass

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from megatron_fanformer.simulation.fake_rank import SimulatedRank
 
 PEAK_TOLERANCE = 0.02
-"""Of the memory formula, relative to the peak."""
+"""Tolerance of the memory formula, relative to the peak."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,16 +25,16 @@ class SimulatedStage:
     rank: int
     stage: int
     micro_batches: int
-    """That it took: no more than show its peak."""
+    """Micro batches that it took: no more than show its peak."""
     peak_bytes: int
     formula_peak_bytes: int
     counted: Total
-    """All its collectives of a step."""
+    """Counts of all its collectives in a step."""
     formula: Total
     seconds: float
-    """That the simulation took."""
+    """Time that the simulation took."""
     differences: tuple[str, ...]
-    """Where the two disagree, one line each."""
+    """Differences between the two, one line each."""
 
 
 def simulate_layout(estimate: Estimate, ranks: Sequence[int | str], *, processes: int) -> list[SimulatedStage]:

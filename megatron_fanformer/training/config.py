@@ -111,29 +111,29 @@ class RunConfig:
     model: FANformerConfig
     """The model's shape; `preset` names one of the paper's sizes to start from."""
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
-    """How it is spread over ranks."""
+    """The layout over ranks."""
     kernels: KernelsConfig = field(default_factory=KernelsConfig)
-    """What computes its layers."""
+    """Implementations of its layers."""
     runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
-    """What its ranks run on."""
+    """The device, threads and communication of its ranks."""
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     """Number formats."""
     data: DataConfig
     """Token files."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    """AdamW."""
+    """The optimizer: AdamW."""
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     """Learning rate over the steps."""
     training: TrainingConfig
     """Length and batches."""
     recovery: RecoveryConfig = field(default_factory=RecoveryConfig)
-    """What the run does by itself about damage and bad numbers."""
+    """Recovery from damage and bad numbers."""
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     """Tasks and perplexity sets."""
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     """Saving and starting points."""
     logging: LoggingConfig = field(default_factory=LoggingConfig)
-    """What is reported."""
+    """Loggers and the intervals of measurements."""
 
     def dtype(self, device: DeviceKind) -> "torch.dtype":
         """The type of weights and activations; `auto` resolved for the device."""

@@ -35,13 +35,13 @@ class Metric(NamedTuple):
 
     name: str
     group: Group
-    """Of a dashboard, which shows together what has the same first part."""
+    """Its group on a dashboard, which shows names with the same first part together."""
     unit: str
     text: str
-    """What it is, for docs/metrics.md; pages by their path from the root, as in docstrings of fields."""
+    """Its description in docs/metrics.md; pages are named by their paths from the root, as in docstrings of fields."""
     chart: Chart | None = None
     console: str | None = None
-    """How the progress line shows it."""
+    """Its format on the progress line."""
     by_tokens: bool = False
     """Whether TensorBoard shows it by tokens, too."""
 

@@ -65,7 +65,7 @@ class UpdateRule(OptimizerStates, ABC):
     """
 
     resumed_entries: ClassVar[tuple[str, ...]] = ("step",)
-    """What a resumed run takes over from a checkpoint's parameter groups; all else is of its configuration."""
+    """Entries that a resumed run takes from a checkpoint's parameter groups; its configuration sets the others."""
 
     @abstractmethod
     def megatron_settings(self, config: OptimizerConfig) -> dict[str, Any]:
@@ -153,4 +153,4 @@ class AdamW(UpdateRule):
 
 
 OPTIMIZERS: dict[str, UpdateRule] = {"adamw": AdamW()}
-"""By `optimizer.name`."""
+"""The optimizers by `optimizer.name`."""

@@ -35,12 +35,12 @@ LOWEST, HIGHEST = -10, 20
 BINS_PER_OCTAVE = 64
 BINS = (HIGHEST - LOWEST) * BINS_PER_OCTAVE
 DEAD_SPREAD = 2.0**-8
-"""The distance of bf16's numbers just below 1: of such a unit X_F holds little but a constant."""
+"""Spread of a dead unit: the distance of bf16's numbers just below 1; X_F holds little but a constant of it."""
 COARSE_PHASE = 16.0
-"""From here on bf16's numbers are 1/8 apart: rounding a phase moves it by 0.04 rad (root mean square), which is the
-noise that FP8 adds to a phase of any size (docs/fp8-phase.md)."""
+"""Smallest coarse phase: bf16's numbers are 1/8 apart from here on, and rounding moves a phase by 0.04 rad (root mean
+square), the noise that FP8 adds to a phase of any size (docs/fp8-phase.md)."""
 TOLD_SHARE = 0.05
-"""Of a layer's units: beyond it, the log tells of dead or coarse ones."""
+"""Share of a layer's units above which the log warns of dead or coarse ones."""
 _SHIFT = 23 - BINS_PER_OCTAVE.bit_length() + 1  # of a float32's mantissa, what is finer than a bin
 _FIRST_BIN = (127 + LOWEST) * BINS_PER_OCTAVE
 
@@ -134,16 +134,16 @@ class _LayerPhases:
 
     def __init__(self, attention: FANSelfAttention | FANValueAttention, units: int, grid: RankGrid) -> None:
         self.number = attention.layer_number - 1
-        """Of the whole model, from 0."""
+        """The layer's number in the whole model, from 0."""
         self.fan = attention.fan
         device = grid.torch_device
         self.counts = torch.zeros(BINS, dtype=torch.float64, device=device)
         self.resultant = torch.zeros(2, units, dtype=torch.float64, device=device)
         """Sums of cos p and of sin p by unit."""
         self.largest = torch.zeros(units, dtype=torch.float32, device=device)
-        """|p| by unit."""
+        """The largest |p| of each unit."""
         self.weight_squares = torch.zeros(2, dtype=torch.float64, device=device)
-        """Of the periodic and of the linear rows; 0 where another rank counts them."""
+        """Sums of squares of the periodic and of the linear rows; 0 where another rank counts them."""
         is_whole = self.fan.shard.ranks == 1  # the same rows on every tensor parallel rank, if there are several
         self._counts_weights = grid.groups.dp_cp.rank() == 0 and not (is_whole and grid.groups.tp.rank() > 0)
 

@@ -39,30 +39,30 @@ class RunStart:
     resumed: Path | None
     """The run's own checkpoint that it resumes from."""
     earlier: tuple[Path, ...] = ()
-    """Those before it, the newest first: its tensors are read later, and may turn out to be damaged."""
+    """Checkpoints before it, the newest first: its tensors are read later, and may turn out to be damaged."""
     damaged: tuple[tuple[Path, CorruptError], ...] = ()
-    """Those after it, and what is wrong with each."""
+    """Checkpoints after it, and the damage of each."""
     loaded: Path | None
     """The checkpoint whose weights a new run starts with."""
     data: DataSurvey
     """The token files."""
     identity: DataIdentity
-    """Which data they are."""
+    """The identity of that data."""
     train_iters: int
-    """Steps of the whole run; where `training.epochs` says them, computed."""
+    """Steps of the whole run, computed from `training.epochs` if that is given."""
     evaluation: EvaluationSurvey = field(default_factory=EvaluationSurvey)
-    """What it is evaluated on, besides its validation data."""
+    """Tasks and sets to evaluate on, besides its validation data."""
     events: tuple[dict[str, Any], ...] = ()
-    """What the run has done so far about damage and bad numbers."""
+    """The run's recovery events so far."""
     folder: tuple[int, int] | None = None
-    """Which folder the run's is, by `run_lock.file_of`; None where it does not exist yet."""
+    """The identity of the run's folder by `run_lock.file_of`; None where it does not exist yet."""
 
 
 class CheckedSettings(NamedTuple):
     """A run in which nothing is wrong, as far as that can be told without torch."""
 
     config: RunConfig
-    """With the number of its steps."""
+    """The configuration, with its number of steps filled in."""
     resuming: "_Resuming"
     loaded: Path | None
     evaluation: EvaluationSurvey

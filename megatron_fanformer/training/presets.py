@@ -15,7 +15,7 @@ from megatron_fanformer.model.config import PRESETS, FANformerConfig
 PRESET_KEY = "model.preset"
 FROM_CHECKPOINT = "from-checkpoint"
 OF_THE_RUN = ("seq_length",)
-"""What a run may state beside `from-checkpoint`: weights fit any length."""
+"""Fields that a run may state beside `from-checkpoint`: weights fit any length."""
 
 
 def with_preset(values: dict[str, Any]) -> dict[str, Any]:

@@ -32,7 +32,7 @@ TOTALS: dict[str, str] = {
     "rewound": "recovery/rewinds",
     "not_mirrored": "recovery/failed_mirror_copies",
 }
-"""By event: the number in a step's metrics that counts it over the whole run."""
+"""For each event, the metric of a step that counts it over the whole run."""
 
 
 @dataclass(frozen=True, kw_only=True)

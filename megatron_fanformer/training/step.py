@@ -42,7 +42,7 @@ class StepResult:
     tokens: int
     """Tokens that the loss was taken over."""
     interrupts: Interrupts
-    """What any rank was asked for before the step's numbers were summed."""
+    """Interrupts of any rank before the step's numbers were summed."""
     own: Tensor | None = None
     """[2] float64, on the device: losses and tokens of this rank's micro batches; None where another has the loss."""
 

@@ -37,11 +37,11 @@ class RankTime(NamedTuple):
     """A rank's share of a step, in seconds."""
 
     work: float
-    """Its own work: the step without `wait`."""
+    """Its own work, in seconds: the step without `wait`."""
     wait: float
-    """For other ranks and for their bytes, in collectives."""
+    """Its wait for other ranks and for their bytes, in collectives."""
     stage: float
-    """Its pipeline stage: those of other stages have other work to do."""
+    """Number of its pipeline stage: ranks of other stages have other work."""
 
 
 class Slowest(NamedTuple):
@@ -51,9 +51,9 @@ class Slowest(NamedTuple):
     usual: float
     """The median of its stage, in seconds of own work."""
     factor: float
-    """Its own work over that."""
+    """Its own work divided by that."""
     loss: float
-    """What it takes beyond that, as a share of a step: what the others wait for it."""
+    """Its work beyond that, as a share of a step: the time that the others wait for it."""
 
 
 def find_slowest(times: Sequence[RankTime]) -> Slowest:

@@ -44,12 +44,12 @@ class Cost:
     parameters: int
     counted_parameters: int
     flops: int
-    """Of a token's forward pass."""
+    """FLOPs of a token's forward pass."""
     counted_flops: float
     weight_bytes: int
-    """In half precision."""
+    """Bytes of the weights in half precision."""
     counted_bytes: int
-    """The peak of a forward pass without gradients, weights included."""
+    """Peak memory of a forward pass without gradients, weights included."""
 
 
 def measure(settings: CostSettings, _folder: Path, log: Log) -> Measured:

@@ -50,9 +50,9 @@ class Contestant:
     config: FANformerConfig
     model: FANformerForCausalLM
     prefill: list[float] = field(default_factory=list)
-    """Seconds, of every round."""
+    """Seconds of the prefill, one per round."""
     decode: list[float] = field(default_factory=list)
-    """Seconds a token."""
+    """Seconds per decoded token, one per round."""
     weight_bytes: int = 0
     cache_bytes: int = 0
     peak_bytes: int = 0

@@ -52,7 +52,7 @@ DTYPES = {"float32": torch.float32, "float64": torch.float64}
 PAPER = "FANformer above the Transformer, by 27.3% in deep configurations"
 
 Constants = dict[tuple[str, str], list[float]]
-"""By model and number format: a figure for each depth."""
+"""A constant for each depth, by model and number format."""
 
 
 def measure(settings: LipschitzSettings, _folder: Path, log: Log) -> Measured:

@@ -45,11 +45,11 @@ GRID = 4000  # points of an error's estimate
 FAN, MLP = "FAN network", "MLP"
 WITHOUT_NORM = "FANformer without the attention's norm"
 PAIRS = ((FAN, MLP), (SAME_PARAMETERS, TRANSFORMER), (WITHOUT_NORM, SAME_PARAMETERS))
-"""What is compared: the first one's error over the second's."""
+"""Compared pairs: the first model's error over the second's."""
 PAPER = "FANformer fits t mod 5 outside its range, a Transformer does not (curves alone)"
 
 Errors = dict[str, dict[str, list[float]]]
-"""By model: the errors `inside` and `outside`, one for each seed."""
+"""The errors `inside` and `outside` by model, one for each seed."""
 
 
 def measure(settings: ModSettings, _folder: Path, log: Log) -> Measured:

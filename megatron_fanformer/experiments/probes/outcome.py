@@ -8,7 +8,7 @@ from megatron_fanformer.experiments.intervals import mean_of
 from megatron_fanformer.experiments.result import Finding, Table
 
 Log = Callable[[str], None]
-"""Called with how far a probe has come."""
+"""Called with a line on a probe's progress."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,7 +20,7 @@ class Measured:
     pictures: dict[str, bytes] = field(default_factory=dict)
     """PNG files by their names."""
     seconds: float | None = None
-    """Of computing, where calls before this one did a part; None: all that this call took."""
+    """Computing time, if earlier calls did a part; None: this call's time is all."""
 
 
 def ratio_interval(values: Sequence[float]) -> tuple[float, float] | None:

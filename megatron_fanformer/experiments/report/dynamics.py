@@ -34,18 +34,18 @@ class Dynamics:
     """The losses of B less those of A, of runs with the same seed."""
 
     names: tuple[str, str]
-    """What tells A and B apart, such as `model.fan.placement none`."""
+    """The difference between A's and B's configurations, such as `model.fan.placement none`."""
     seeds: list[int]
     steps: np.ndarray
-    """[n], those that all runs have."""
+    """[n]: the steps that all runs have."""
     differences: np.ndarray
-    """[seeds, n], smoothed: nats per token."""
+    """[seeds, n]: smoothed differences in nats per token."""
     raw: np.ndarray
-    """[seeds, n]"""
+    """[seeds, n]: the differences before smoothing."""
     window: int
     """Steps that are averaged."""
     is_the_papers: bool
-    """Whether A is a Transformer and B has FAN layers, of which the paper says something."""
+    """Whether A is a Transformer and B has FAN layers, a comparison that the paper makes."""
 
     @property
     def crossings(self) -> list[int | None]:

@@ -26,17 +26,17 @@ class Outcome:
     cell: Cell
     state: State
     step: int
-    """The last that is in its metrics; 0 before the first."""
+    """The last step in its metrics; 0 before the first."""
     failure: str | None
     """The error that its last run ended with."""
     diverged: bool
-    """Whether that was a loss that diverged, which a rate that is too high gives again at every try."""
+    """Whether it ended by divergence, which a too high learning rate causes again at every try."""
     loss: float | None
-    """By the sweep's metric; None unless it is complete."""
+    """The loss by the sweep's metric; None unless it is complete."""
     seconds: float
-    """Of its training steps."""
+    """Time of its training steps."""
     flops_per_second: float | None
-    """The median of its steps."""
+    """Median FLOP/s over its steps."""
 
     def __str__(self) -> str:
         steps = f"step {self.step:,} of {self.cell.config.training.steps:,}"
@@ -141,11 +141,11 @@ class Group(NamedTuple):
     """The cells that differ in seed alone."""
 
     points: dict[str, str]
-    """Of each axis."""
+    """Its point on each axis."""
     cell: Cell
-    """One of them, for what they share."""
+    """One of its cells, for what they share."""
     losses: dict[int, float]
-    """By seed; of those that have one."""
+    """Losses by seed, of the cells that have one."""
 
 
 def groups_of(found: Sequence[Outcome]) -> list[Group]:

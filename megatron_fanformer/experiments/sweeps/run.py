@@ -80,7 +80,7 @@ class _Runs:
     def __init__(self, sweep: Sweep, log: Callable[[str], None], command: Sequence[str], jobs: int) -> None:
         self.received: deque[signal.Signals] = deque()
         self.codes: dict[str, int] = {}
-        """Exit codes by the names of cells that have ended; 1 of those that were killed."""
+        """Exit codes of ended cells, by name; 1 for a killed one."""
         self._sweep, self._log, self._command, self._jobs = sweep, log, command, jobs
         self._running: dict[str, tuple[Cell, subprocess.Popen[bytes], float]] = {}
         self._is_stopped = False

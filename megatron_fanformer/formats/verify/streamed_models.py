@@ -29,7 +29,7 @@ from megatron_fanformer.runtime.parallel import ParallelConfig, RankGrid
 from megatron_fanformer.runtime.seeding import seed_everything
 
 Logits = Callable[[Tensor], Tensor]
-"""From ids [b, s] to logits [b, s, v] in float32."""
+"""Maps ids [b, s] to logits [b, s, v] in float32."""
 Load = Callable[[str], Tensor]
 _LAYER_NUMBER = re.compile(r"\.\d+\.")
 

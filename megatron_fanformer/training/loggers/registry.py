@@ -33,7 +33,7 @@ LOGGERS: dict[str, type[Logger]] = {
     TABLE: Table,
     "Weights & Biases": WeightsAndBiases,
 }
-"""By the name that messages and pages give it. Their fields stand in this order in the section `logging`."""
+"""The loggers by their names in messages and pages. Their fields stand in this order in the section `logging`."""
 # Of a dataclass the last base comes first.
 _FIELDS = [kind.Fields for kind in reversed(LOGGERS.values()) if kind.Fields is not None]
 
