@@ -81,7 +81,7 @@ class Verb(Generic[Options]):
 
 @dataclass(frozen=True, kw_only=True)
 class _Shape:
-    """Describe what an option has that its field's name, type and default do not say."""
+    """Properties of an option that its field's name, type and default do not state."""
 
     source: Source = "option"
     name: str | None = None
@@ -183,7 +183,7 @@ def _keywords(each: "dataclasses.Field[Any]", hint: Any, shape: _Shape) -> dict[
 
 
 def _help(text: str, each: "dataclasses.Field[Any]") -> str:
-    """The docstring, with the default where that is a value to read."""
+    """Return the docstring, with the default where that is a value to read."""
     text = text.removesuffix(".")
     if each.default is True:
         return f"Do not {text[0].lower()}{text[1:]}"

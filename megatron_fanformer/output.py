@@ -42,7 +42,7 @@ def go_on_unread() -> None:
 
 
 def guarded(stream: Any, descriptor: int) -> io.TextIOWrapper:
-    """A guarded text stream to a descriptor, otherwise like the one that Python opened, or would have."""
+    """Return a guarded text stream to a descriptor, otherwise like the one that Python opened, or would have."""
     buffered = io.BufferedWriter(_Guarded(descriptor, "wb", closefd=False))
     return io.TextIOWrapper(
         buffered,

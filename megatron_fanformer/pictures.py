@@ -30,7 +30,7 @@ def drawn(
     title: str | None = None,
     grows: bool = False,
 ) -> bytes:
-    """A PNG of panels, which are drawn by a function that is given matplotlib's array of them, [rows, columns].
+    """Return a PNG of panels, which are drawn by a function that is given matplotlib's array of them, [rows, columns].
 
     Args:
         size: of a panel, in inches.
@@ -54,7 +54,7 @@ def drawn(
 
 
 def draw_heat_map(axes: Any, values: Any, **options: Any) -> None:
-    """Rows of values as colours, the first at the bottom, with a bar that says what each stands for.
+    """Draw rows of values as colours, the first at the bottom, with a bar that says what each stands for.
 
     Args:
         options: of matplotlib's `imshow`.

@@ -51,6 +51,6 @@ def with_attempts(
 
 
 def reason_of(error: Exception) -> str:
-    """A driver's error on one line, without credentials."""
+    """Return a driver's error on one line, without credentials."""
     text = " ".join(str(error).split()) or "no reason given"
     return redacted(f"{type(error).__name__}: {text}")[:300]

@@ -7,7 +7,7 @@ from megatron_fanformer.checkpoint.remote import is_url, url_problem
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
-    """Configure what is saved, and what a run starts from."""
+    """What a run saves, and what it starts from."""
 
     save_interval: int | None = None
     """Steps between checkpoints; null: at the end only."""

@@ -108,7 +108,7 @@ def _leave_out_what_is_unknown(table: Table) -> None:
 
 
 def _with_contiguous_data(sharded_state: dict[str, Any]) -> dict[str, Any]:
-    """The same, but what is a run of a weight's columns is read into a tensor of its own, not in place.
+    """Return the same, but what is a run of a weight's columns is read into a tensor of its own, not in place.
 
     megatron-core broadcasts what one rank has read for others, and over gloo a strided tensor arrives scrambled.
     """

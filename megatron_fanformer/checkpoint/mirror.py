@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 
 
 class UploadStatus(NamedTuple):
-    """Report what the copying process did with a checkpoint."""
+    """Progress of the copying process with one checkpoint."""
 
     what: Literal["copied", "failed", "given up", "alive"]
     """What happened; `failed` means that one attempt failed and another follows."""

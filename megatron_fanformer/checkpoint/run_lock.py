@@ -44,7 +44,7 @@ NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 
 
 class Holder(msgspec.Struct, frozen=True, kw_only=True):
-    """Who holds a lock."""
+    """The holder of a lock."""
 
     token: str
     host: str
@@ -178,7 +178,7 @@ def _holder(path: Path) -> Holder:
 
 
 def _read(path: Path) -> tuple[bytes, float]:
-    """Content and modification time of a file, which is opened for both: what NFS remembers of it may be old."""
+    """Return content and modification time of a file, which is opened for both: what NFS remembers of it may be old."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a FIFO by that name would not let go of it
     try:
         return os.read(descriptor, MOST_BYTES), os.fstat(descriptor).st_mtime

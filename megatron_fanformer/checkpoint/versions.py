@@ -19,11 +19,11 @@ FILE = "versions.json"
 
 
 class UnreadableError(CorruptError):
-    """The code that reads a checkpoint's file failed on it: it is damaged, unless its sums say otherwise."""
+    """A checkpoint's file made the code that reads it fail: it is damaged, unless its sums say otherwise."""
 
 
 class OtherVersions(FanformerError):
-    """A checkpoint is as it was written, and the versions installed here cannot read it."""
+    """An intact checkpoint that the versions installed here cannot read."""
 
 
 def versions() -> dict[str, str]:

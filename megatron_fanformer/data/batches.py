@@ -98,14 +98,14 @@ def sample_numbers(
 
 
 def _leave_signals_to_the_rank(_worker: int) -> None:
-    """A signal to stop reaches whole process groups; the rank needs its batches until it has saved."""
+    """Ignore signals to stop, which reach whole process groups: the rank needs its batches until it has saved."""
     os.setpgrp()  # SIGTERM keeps its effect: torch ends a worker with it
     for number in (signal.SIGINT, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
 
 
 def _stack(samples: list[Any]) -> dict[str, Tensor] | FanformerError:
-    """One batch of samples, or the first error among them; what a blend adds about their source is left out."""
+    """Return one batch of samples, or the first error among them; what a blend adds about their source is left out."""
     if error := next((sample for sample in samples if isinstance(sample, FanformerError)), None):
         return error
     names = [*BATCH_FIELDS, DOCUMENT_IDS] if DOCUMENT_IDS in samples[0] else BATCH_FIELDS

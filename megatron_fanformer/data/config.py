@@ -22,7 +22,7 @@ TRAINING, TOKENIZER = "train", "tokenizer"  # in `allow_change`, beside the name
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """Configure where the samples come from."""
+    """Where the samples come from."""
 
     format: Literal["pretraining", "sft"] = "pretraining"
     """`pretraining`: samples are cut out of the running text; `sft`: whole conversations are packed
@@ -54,7 +54,7 @@ class DataConfig:
     (docs/data.md#the-same-data-on-resuming)."""
 
     def problems(self) -> list[str]:
-        """Everything that is wrong with it, one line each; no token file is opened."""
+        """Return everything that is wrong with it, one line each; no token file is opened."""
         of_items = chat_problems if self.is_chats else blend_problems
         problems = of_items("data.train_data", self.train_data)
         for name, items in self.valid_data.items():

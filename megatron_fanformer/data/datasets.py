@@ -132,7 +132,8 @@ class _DatasetBuilder:
         self._eod_id = eod_id
 
     def of_blend(self, blend: Blend, part: int, size: int | None) -> Any:
-        """The dataset of all documents of a blend, of at least `size` samples (None: one epoch), as one of the parts.
+        """Return the dataset of all documents of a blend, of at least `size` samples (None: one epoch), as one of the
+        parts.
 
         Raises InputError and CorruptError as `build_datasets`.
         """

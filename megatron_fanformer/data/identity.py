@@ -149,7 +149,7 @@ def _sources(blend: Blend, files: dict[Source, list[FileIdentity]]) -> list[Sour
 
 
 def _surveyed(source: Source, survey: DataSurvey) -> Iterator[tuple[str, str, str, int, str]]:
-    """Path, prefix, suffix of the tokens, their number and the form of each file of a source."""
+    """Yield path, prefix, suffix of the tokens, their number and the form of each file of a source."""
     if chats := survey.chats.get(source.paths[0]):
         (prefix,) = source.paths
         for path, form in zip(chats.paths, (chats.identity, "mask"), strict=True):
@@ -178,7 +178,8 @@ def _identify(path: str, prefix: str, suffix: str, tokens: int, form: str) -> Fi
 
 
 def fingerprint(path: Path) -> str:
-    """Hexadecimal hash of a file's size and of blocks spread evenly over it; of a small file it is of every byte.
+    """Return the hexadecimal hash of a file's size and of blocks spread evenly over it; of a small file it is of every
+    byte.
 
     Raises:
         CorruptError: it cannot be read, or becomes shorter meanwhile.
@@ -198,7 +199,7 @@ def fingerprint(path: Path) -> str:
 
 
 def _blocks(size: int) -> Iterator[tuple[int, int]]:
-    """Offset and length of each block of a file."""
+    """Yield offset and length of each block of a file."""
     if size <= BLOCKS * BLOCK_BYTES:
         yield 0, size
         return

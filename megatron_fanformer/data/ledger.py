@@ -166,7 +166,7 @@ class Ledger:
         return found
 
     def spans(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """`first_token` and `length` of all rows, block by block; of refused conversations the length is 0."""
+        """Yield `first_token` and `length` of all rows, block by block; a refused conversation has length 0."""
         with _damage_reported(self.path):
             for block in self._file.iter_batches(columns=["first_token", "length"]):
                 yield tuple(block.column(name).to_numpy(zero_copy_only=False) for name in ("first_token", "length"))

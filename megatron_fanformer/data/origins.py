@@ -108,7 +108,9 @@ class DocumentSamples:
         return len(self.samples)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        """The sample's own tensors, [seq_length] each, and, under `reset_attention_mask`, `document_ids` (int32)."""
+        """Return the sample's own tensors, [seq_length] each, and, under `reset_attention_mask`, `document_ids`
+        (int32).
+        """
         item: dict[str, Tensor] = {**self.samples[index]}
         is_end = item["tokens"] == self.eod_id
         begins = is_end.roll(1).long()

@@ -67,7 +67,7 @@ def validation_conversations(config: DataConfig) -> dict[str, Conversations]:
 
 
 def first_fit(lengths: np.ndarray, capacity: int) -> np.ndarray:
-    """[n] int64: the bin of each item, where each goes into the first bin that has room for it.
+    """Return [n] int64: the bin of each item, which is the first one that has room for it.
 
     Args:
         lengths: [n] integers from 1 to `capacity`, in the order in which they are placed.

@@ -81,7 +81,9 @@ class SampleCounts:
         )
 
     def epoch_of(self, source: Source) -> float:
-        """The samples of an epoch; for a source too short for one, which is repeated, the fraction that it fills."""
+        """Return the samples of an epoch; for a source too short for one, which is repeated, the fraction that it
+        fills.
+        """
         if source.is_npy:
             return sum(file.tokens // self._seq_length for file in self._survey.files(source))
         tokens = self._survey.pair(source).tokens

@@ -60,7 +60,7 @@ def close_streams() -> None:
 
 
 def confine(memory_bytes: int, cpu_seconds: int, home: str) -> None:
-    """Take this process's rights, for good.
+    """Drop this process's rights for good.
 
     Raises:
         OSError, ValueError: they cannot be taken here.
@@ -133,7 +133,7 @@ class _Answers:
 
 
 class _Iterator:
-    """An iterator that is not plain, whatever it iterates over."""
+    """An iterator that is not a plain value, whatever it iterates over."""
 
     def __init__(self, items: Any) -> None:
         self._items = items

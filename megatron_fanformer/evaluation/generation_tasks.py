@@ -121,7 +121,9 @@ def program(document: dict[str, Any], text: str) -> Program:
 
 
 def pass_at(k: int, samples: int, passed: int) -> float:
-    """The unbiased estimate that at least one of k texts passes, from more samples: 1 - C(n - c, k) / C(n, k)."""
+    """Return the unbiased estimate that at least one of k texts passes, from more samples: 1 - C(n - c, k) / C(n,
+    k).
+    """
     return 1 - math.comb(samples - passed, k) / math.comb(samples, k)
 
 

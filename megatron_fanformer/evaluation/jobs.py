@@ -54,7 +54,7 @@ class EvaluationJob:
 
 @dataclass(frozen=True, kw_only=True)
 class Jobs:
-    """Hold all jobs of a command."""
+    """All jobs of a command."""
 
     jobs: list[EvaluationJob]
     """One job per checkpoint, in the order of the checkpoints."""
@@ -221,7 +221,7 @@ def _settings(request: EvaluationRequest, source: ModelSource, grid: RankGrid) -
 def _built(
     request: EvaluationRequest, jobs: Sequence[EvaluationJob], grid: RankGrid, log: Report
 ) -> Iterator[tuple[EvaluationJob, list[Any]]]:
-    """Each job with the stages that hold its weights; models of one shape are built once."""
+    """Yield each job with the stages that hold its weights; models of one shape are built once."""
     seed_everything(0)  # megatron-core builds layers on a GPU from random states that must exist
     shape: tuple[Any, ...] = ()
     stages: list[Any] = []
@@ -245,7 +245,9 @@ def _dtype(request: EvaluationRequest, source: ModelSource, grid: RankGrid) -> t
 
 
 def choice_result(task: TaskRequests, found: np.ndarray, unconditional: np.ndarray | None = None) -> TaskResult:
-    """A task's metrics and documents from the log-probabilities of its requests, and of its unconditional ones."""
+    """Return a task's metrics and documents from the log-probabilities of its requests, and of its unconditional
+    ones.
+    """
     sums = document_sums(task, found, unconditional)[task.metric]
     divisors = task.lengths[DIVISORS[task.metric]] if task.metric in DIVISORS else task.continuation_tokens
     begins = np.flatnonzero(np.diff(task.documents, prepend=-1))

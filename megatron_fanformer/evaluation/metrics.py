@@ -95,12 +95,12 @@ def document_sums(
 
 
 def _per(lengths: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """Values by length; of a continuation without length −inf: it is never chosen."""
+    """Return values by length; of a continuation without length −inf: it is never chosen."""
     return np.where(lengths > 0, values / np.maximum(lengths, 1), -np.inf)
 
 
 def _predictions(requests: TaskRequests, scores: np.ndarray) -> np.ndarray:
-    """[documents]: the choice with the highest score; documents may have different numbers of them."""
+    """Return [documents]: the choice with the highest score; documents may have different numbers of them."""
     rows = np.cumsum(np.diff(requests.documents, prepend=requests.documents[0]) > 0)
     table = np.full((rows[-1] + 1, requests.choices.max() + 1), -np.inf)
     table[rows, requests.choices] = scores

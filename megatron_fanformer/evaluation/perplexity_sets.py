@@ -69,7 +69,7 @@ class TokenFile:
         return self.index or npy_prefix(self.file.path)
 
     def document_starts(self) -> np.ndarray:
-        """[documents + 1] int64: the token at which each document begins, and the number of tokens.
+        """Return [documents + 1] int64: the token at which each document begins, and the number of tokens.
 
         Raises:
             InputError: it is not known what ends a document.
@@ -102,7 +102,8 @@ class PerplexitySet:
     """UTF-8 bytes of the original text per token; None if not known."""
 
     def pieces(self) -> np.ndarray:
-        """[n, 3] int64: file, first token and number of tokens of each piece, of which all but the first are scored.
+        """Return [n, 3] int64: file, first token and number of tokens of each piece. All but its first token are
+        scored.
 
         Raises:
             InputError: there is none, or it is not known where documents end.
@@ -121,7 +122,7 @@ class PerplexitySet:
         return pieces
 
     def read(self, piece: np.ndarray) -> np.ndarray:
-        """[tokens] int64 of one row of `pieces`.
+        """Return [tokens] int64 of one row of `pieces`.
 
         Raises:
             CorruptError: a file has become shorter since it was found, or holds an id outside the vocabulary.
@@ -140,7 +141,8 @@ def _chunks(number: int, file: TokenFile, size: int) -> np.ndarray:
 
 
 def _document_pieces(number: int, file: TokenFile, size: int) -> np.ndarray:
-    """Documents; a longer one in pieces that share one token, so that each of its tokens but the first is scored once.
+    """Return documents; a longer one in pieces that share one token, so that each of its tokens but the first is scored
+    once.
 
     A document of a single token has none that could be.
     """
@@ -285,7 +287,9 @@ def _opened(path: str, config: PerplexityConfig, tokenizer: Tokenizer | None) ->
 
 
 def _with_bytes(found: PerplexitySet, tokenizer: Tokenizer | None) -> PerplexitySet:
-    """The set with the bytes of a token: those of all its files by their manifests, else of what is scored, decoded."""
+    """Return the set with the bytes of a token: those of all its files by their manifests, else of what is scored,
+    decoded.
+    """
     pieces = found.pieces()  # raises for a set of which nothing can be scored
     ratio = _stated_bytes_per_token(found.files)
     if ratio is None and tokenizer is not None:
@@ -304,7 +308,9 @@ def _stated_bytes_per_token(files: Sequence[TokenFile]) -> float | None:
 
 
 def _decoded_bytes(found: PerplexitySet, pieces: np.ndarray, tokenizer: Tokenizer) -> int:
-    """UTF-8 bytes of the tokens that are scored; the end of a document has none, nor has an id without a piece."""
+    """Return UTF-8 bytes of the tokens that are scored; the end of a document has none, nor has an id without a
+    piece.
+    """
     total = 0
     for piece in pieces:
         ids = found.read(piece)[1:]

@@ -158,7 +158,7 @@ class Builder:
         return self._encoded(task, [row for row in rows if row.document in kept], context_length)
 
     def _texts(self, task: Task) -> Iterator["_Request"]:
-        """One for each continuation of the library's samples.
+        """Yield one for each continuation of the library's samples.
 
         A `_fast` task has one sample a document, with the tokens of all choices: each becomes the request that it
         stands for. Neutral contexts are in the samples of OLMo's own tasks; OLMES's have them among their requests, or
@@ -208,7 +208,9 @@ class Builder:
         return cut_to_context(requests, context_length)
 
     def _joined(self, contexts: Sequence[list[int]], continuations: Sequence[list[int]]) -> dict[str, Any]:
-        """Ids and offsets. An empty context becomes the end of text: a continuation's first token needs one before."""
+        """Return ids and offsets. An empty context becomes the end of text: a continuation's first token needs one
+        before.
+        """
         contexts = [context or [self._tokenizer.eod_id] for context in contexts]
         pairs = list(zip(contexts, continuations, strict=True))
         lengths = [len(context) + len(continuation) for context, continuation in pairs]

@@ -270,7 +270,9 @@ def read_requests(path: Path) -> RequestFile:
 
 
 def _texts(name: str, array: np.ndarray) -> list[dict[str, Any]]:
-    """A generation task's documents. Raises ValueError where they are not such; a forged file has the right SHA-256."""
+    """Return a generation task's documents. Raises ValueError where they are not such; a forged file has the right
+    SHA-256.
+    """
     if name not in FORMS:
         raise ValueError(f"{name:.80} is no task of texts")
     try:

@@ -64,7 +64,7 @@ class SetResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
-    """The settings of a measurement that its numbers depend on."""
+    """The settings that a measurement's numbers depend on."""
 
     chunking: str
     chunk_tokens: int
@@ -107,7 +107,9 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def names_of(results: Sequence[Result]) -> list[str]:
-    """The checkpoints in headings: their steps, if they are of one run, and else as much of their paths as differs."""
+    """Return the checkpoints in headings: their steps, if they are of one run, and else as much of their paths as
+    differs.
+    """
     parts = []
     for each in results:
         *folders, name = Path(each.checkpoint).parts

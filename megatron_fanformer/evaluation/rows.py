@@ -86,7 +86,7 @@ def length_multiple(stages: list[Any], grid: RankGrid) -> int:
 
 @contextmanager
 def evaluating(stages: list[Any]) -> Iterator[None]:
-    """The stages as for evaluation, which leaves nothing in them that training would take notice of.
+    """Put the stages into evaluation, leaving nothing in them that training would notice.
 
     FP8's `delayed` recipe notes the largest values of every forward; a training step would take its scales from those
     of the evaluation, too, which each rank has of its own, and a checkpoint of one rank alone.
@@ -117,7 +117,7 @@ def _fp8_histories(stage: Any) -> Iterator[Any]:
 
 
 class Stopped(Exception):
-    """An evaluation was stopped, as `shall_stop` said."""
+    """An evaluation that `shall_stop` has stopped."""
 
 
 def losses_of_rows(
@@ -173,7 +173,7 @@ def losses_of_rows(
 
 @dataclass(frozen=True, kw_only=True)
 class RowBatch:
-    """The rows that all replicas take at a time."""
+    """The rows that all replicas take in one batch."""
 
     rows: np.ndarray
     """[replicas, micro batches, b]: the numbers of the rows; EMPTY, in the end, where there is none."""
@@ -199,13 +199,17 @@ def batches_of_rows(lengths: np.ndarray, stages: list[Any], grid: RankGrid, batc
 
 
 def padded_length(length: int, unit: int) -> int:
-    """The length that rows of up to `length` tokens are padded to: a multiple of `unit`, of few different ones."""
+    """Return the length that rows of up to `length` tokens are padded to: a multiple of `unit`, of few different
+    ones.
+    """
     octave = 1 << (length.bit_length() - 1)
     return _rounded_up(length, math.lcm(unit, max(8, octave // LENGTHS_AN_OCTAVE)))
 
 
 def _micro_batch(rows: np.ndarray, read: ReadRow, scored: np.ndarray, seq_length: int) -> dict[str, Tensor]:
-    """Rows, by their numbers, as a micro batch [b, s]: each id but the last is a token, the one behind it its label."""
+    """Return rows, by their numbers, as a micro batch [b, s]: each id but the last is a token, the one behind it its
+    label.
+    """
     tokens = np.zeros((len(rows), seq_length), dtype=np.int64)
     labels, loss_mask = np.zeros_like(tokens), np.zeros(tokens.shape, dtype=np.float32)
     for number, row in enumerate(rows[rows != EMPTY]):

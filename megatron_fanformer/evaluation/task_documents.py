@@ -23,7 +23,7 @@ HUMANEVAL_STOP = ["\nclass", "\ndef", "\n#", "\nif", "\nprint"]
 
 
 class _Document(TypedDict):
-    """The fields of a document in a request file, whatever its task, which msgspec checks as it reads."""
+    """A document in a request file: the fields of every task's, which msgspec checks as it reads."""
 
     doc_id: int | str
     prompt: str

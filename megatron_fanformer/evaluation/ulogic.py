@@ -79,7 +79,9 @@ def _document(path: Path, number: int, stated: Any) -> dict[str, Any]:
 
 
 def negated(rule: str) -> str:
-    """The rule with its conclusion negated: by its `can`, `cannot` or `not`, else behind its first variable's verb."""
+    """Return the rule with its conclusion negated: by its `can`, `cannot` or `not`, else behind its first variable's
+    verb.
+    """
     premise, conclusion = rule.split(", then ")
     for pattern, other in ((r"\bcan ?not\b", "can"), (r"\bcan\b", "cannot"), (r"\bnot ", "")):
         if re.search(pattern, conclusion):
@@ -144,7 +146,7 @@ def evaluate(
 def _metrics(
     way: str, documents: Sequence[dict[str, Any]], pairs: Sequence[tuple[Any, Any]], right: Sequence[float]
 ) -> dict[str, Any]:
-    """One way's, from the verdicts on each rule and its negation, and which of these pairs are right."""
+    """Return one way's metrics, from the verdicts on each rule and its negation, and which of these pairs are right."""
     metrics = {way: mean_of(right)}
     metrics[f"{way}_alike"] = mean_of([float(rule is not None and rule == negation) for rule, negation in pairs])
     for length in sorted({document["length"] for document in documents}):

@@ -30,7 +30,7 @@ _id = partial(_count, least=0)
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluateOptions:
-    """Describe what `evaluate` takes."""
+    """Options of `evaluate`."""
 
     checkpoints: tuple[str, ...] = argument((), metavar="CHECKPOINT")
     """A run's folder (its latest checkpoint), its checkpoints/ folder (all of them) or a glob, one checkpoint, or an

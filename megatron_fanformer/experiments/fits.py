@@ -60,7 +60,7 @@ class Interval(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Fit:
-    """A curve through points."""
+    """A curve fitted through points."""
 
     curve: Curve
     draws: np.ndarray
@@ -76,7 +76,7 @@ class Fit:
 
 @dataclass(frozen=True, kw_only=True)
 class Saving:
-    """A curve's x for the loss that the baseline has at its largest x."""
+    """The share of the baseline's largest x at which a curve reaches the baseline's loss."""
 
     at: float
     """The baseline's largest x."""
@@ -136,7 +136,9 @@ def saving(baseline: Fit, other: Fit, largest: float) -> Saving:
 
 
 def _best_curves(x: np.ndarray, losses: np.ndarray) -> np.ndarray:
-    """[k, 3]: E, A and α of the curve nearest to each row of `losses` [k, n], by least squares with E and A ≥ 0."""
+    """Return [k, 3]: E, A and α of the curve nearest to each row of `losses` [k, n], by least squares with E and A ≥
+    0.
+    """
     scale = math.exp(np.mean(np.log(x)))  # about 1, for the arithmetic
     coarse = _linear_fits((x / scale) ** -EXPONENTS[:, None], losses).squares.argmin(axis=1)
     exponents = EXPONENTS[coarse, None] * FINER  # of each row, about its best

@@ -29,7 +29,7 @@ Cell = str | int | float | bool | None
 
 
 class Finding(msgspec.Struct, frozen=True, kw_only=True):
-    """One thing that the paper says, and what came out here."""
+    """One claim of the paper, and the result here."""
 
     name: str
     """What is measured, such as `error outside the range, FAN over MLP`."""

@@ -70,7 +70,8 @@ VARIANTS: dict[str, Variant] = {
 def variants(
     size: FANformerConfig, equal: Equal = "parameters", *, multiple: int = FFN_MULTIPLE
 ) -> dict[str, FANformerConfig]:
-    """The variants of a size, by name: those that the paper has at the same parameters, or at the same dimension.
+    """Return the variants of a size, by name: those that the paper has at the same parameters, or at the same
+    dimension.
 
     Width, layers and heads are the size's own. At the same dimension d_ff is, too; at the same parameters it is such
     that each variant has as many as the Transformer of the size.

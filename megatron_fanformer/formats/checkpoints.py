@@ -43,7 +43,7 @@ class Checkpoint(NamedTuple):
         return own_template(self.path)
 
     def weight_files(self) -> list[Path]:
-        """The files that hold the tensors."""
+        """Return the files that hold the tensors."""
         return sorted(self.path.glob("*.distcp")) if self.format == "megatron" else weight_files(self.path)
 
 

@@ -32,7 +32,7 @@ from megatron_fanformer.runtime.parallel import ParallelConfig, distributed
 
 
 class Conversion(NamedTuple):
-    """Describe what a conversion did."""
+    """The result of a conversion."""
 
     checks: Json | None
     """Results of the checks by name; None where verification was off."""
@@ -141,7 +141,7 @@ def _write_json(path: Path, content: Json) -> None:
 
 
 def _with_vocabulary(config: FANformerConfig, to: Format, rows: int | None) -> FANformerConfig:
-    """The model with that many rows in its embedding: padding, or token ids where the format has no padding."""
+    """Return the model with that many rows in its embedding: padding, or token ids where the format has no padding."""
     if rows is None:
         return config
     if rows < config.vocab_size:

@@ -29,7 +29,7 @@ class ForeignName(NamedTuple):
 
 
 def _table(text: str) -> tuple[ForeignName, ...]:
-    """Rows `NAMES = FIELD: NOTE`, or `NAMES: REASON` where there is no such setting; indented lines go on."""
+    """Return rows `NAMES = FIELD: NOTE`, or `NAMES: REASON` where there is no such setting; indented lines go on."""
     rows = []
     for line in text.strip().replace("\n    ", " ").splitlines():
         left, _, note = line.partition(": ")
@@ -359,12 +359,14 @@ def answer(plain_name: str) -> str | None:
 
 
 def row_of(plain_name: str) -> ForeignName | None:
-    """The row of a setting of another trainer; None for names of no other."""
+    """Return the row of a setting of another trainer; None for names of no other."""
     return _by_plain_name().get(plain_name)
 
 
 def plain(name: str) -> str:
-    """A name as somebody gave it (a key, dotted or not; a flag) as an identifier: `--num-layers` is num_layers."""
+    """Return a name as somebody gave it (a key, dotted or not; a flag) as an identifier: `--num-layers` is
+    num_layers.
+    """
     return name.rpartition(".")[2].lstrip("-").replace("-", "_")
 
 

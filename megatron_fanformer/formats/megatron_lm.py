@@ -84,7 +84,7 @@ DROPOUT = ("hidden_dropout", "attention_dropout")  # leaves no trace in a model 
 def open_megatron_lm(
     folder: Path, config: Path | None = None
 ) -> tuple[FANformerConfig, LazyTensors, tuple[str, ...], tuple[str, ...], Run | None]:
-    """The model in one iteration's checkpoint, its tensors, and what a `Checkpoint` has as what comes last.
+    """Return the model in one iteration's checkpoint, its tensors, and what a `Checkpoint` has as what comes last.
 
     The tensors have our own names, one for each layer, and are read on request.
 
@@ -113,7 +113,7 @@ def open_megatron_lm(
 
 
 def _one_for_each_layer(folder: Path, stored: StoredTensors, weights: list[str]) -> LazyTensors:
-    """The weights under our names, each read out of its stack."""
+    """Return the weights under our names, each read out of its stack."""
     places: dict[str, tuple[str, int | None]] = {}
     for name in weights:
         layer = LAYER.fullmatch(name)
@@ -151,7 +151,7 @@ def _arguments(common: Any) -> Arguments:
 
 
 def _stated(config: Path | None) -> dict[str, Any]:
-    """The section `model` of a configuration file."""
+    """Return the section `model` of a configuration file."""
     stated = read_values(config).get("model") if config else {}
     if not isinstance(stated, dict):
         raise InputError(f"{config} has no section model with fields; write those that the checkpoint lacks into it")
@@ -196,7 +196,7 @@ def _problem(name: str, value: Any, flag: str) -> str:
 
 
 def _fields(arguments: Arguments) -> dict[str, Any]:
-    """The model's fields, but for `fan`: under the same names, or those that `foreign_names` has for them."""
+    """Return the model's fields, but for `fan`: under the same names, or those that `foreign_names` has for them."""
     rows = [row for row in foreign_names.MEGATRON_LM["Model"] if row.field]
     others = {row.field: foreign_names.plain(row.names.split()[-1]) for row in reversed(rows)}
     values = {name: arguments.get(name, arguments.get(others[f"model.{name}"])) for name in FIELDS}

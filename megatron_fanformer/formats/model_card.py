@@ -20,7 +20,7 @@ TOLD_VERSIONS = ("megatron-fanformer", "megatron-core", "torch", "transformers")
 
 @dataclass(frozen=True, kw_only=True)
 class Extras:
-    """Describe what is written next to the tensors, and what a card says that the model's configuration does not."""
+    """Files and texts that go beside the tensors, and facts for the card that the model's configuration lacks."""
 
     name: str
     """The model's name on the card: its folder's name."""
@@ -40,7 +40,7 @@ class Extras:
 
 
 def model_card(config: FANformerConfig, extras: Extras) -> str:
-    """The card as Markdown; `receipt_section` follows it."""
+    """Return the card as Markdown; `receipt_section` follows it."""
     is_fanformer = config.placement.is_fanformer
     fan = f"FAN with p_ratio {config.fan.p_ratio:g}, placement {config.fan.placement}" if is_fanformer else "no FAN"
     kind = "FANformer" if is_fanformer else "Transformer"

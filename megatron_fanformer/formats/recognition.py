@@ -87,7 +87,7 @@ def recognise(path: str | Path, wanted: Sequence[Kind] = KINDS) -> Target:
 
 
 def checkpoint_of(target: Target) -> Path:
-    """The folder of the checkpoint that a target means: itself, or the latest of a run's folder.
+    """Return the folder of the checkpoint that a target means: itself, or the latest of a run's folder.
 
     Raises:
         InputError: the run has none yet.
@@ -102,7 +102,7 @@ def checkpoint_of(target: Target) -> Path:
 
 
 def iteration_of(target: Target) -> Path:
-    """The folder of the checkpoint of Megatron-LM that a target means: itself, or the latest of its folder.
+    """Return the folder of the checkpoint of Megatron-LM that a target means: itself, or the latest of its folder.
 
     Raises:
         InputError: it is in a format that is not read.
@@ -127,7 +127,7 @@ def iteration_of(target: Target) -> Path:
 
 
 def find_checkpoint(path: str | Path) -> Path:
-    """The folder of our checkpoint that a path means: itself, or the latest of a run's folder.
+    """Return the folder of our checkpoint that a path means: itself, or the latest of a run's folder.
 
     Raises:
         InputError: it is of another kind, or a run without one.
@@ -153,7 +153,7 @@ def refuse_other_kinds(run: Path) -> None:
 
 
 def prefix_of(path: str) -> str:
-    """The prefix that a path means: without a known ending."""
+    """Return the prefix that a path means: without a known ending."""
     return next((path[: -len(ending)] for ending in ENDINGS if path.endswith(ending)), path)
 
 
@@ -194,7 +194,9 @@ def _has_files(prefix: str) -> bool:
 
 
 def _recognise_file(file: Path, wanted: Sequence[Kind]) -> Target:
-    """A blend file; what is wrong with it as one is reported only where one is wanted: all other kinds are folders."""
+    """Return a blend file; what is wrong with it as one is reported only where one is wanted: all other kinds are
+    folders.
+    """
     try:
         return _recognise_blend(file)
     except InputError:
@@ -204,7 +206,7 @@ def _recognise_file(file: Path, wanted: Sequence[Kind]) -> Target:
 
 
 def _recognise_blend(file: Path) -> Target:
-    """A text file that names token files, as `@FILE` in a configuration."""
+    """Return a text file that names token files, as `@FILE` in a configuration."""
     if file.is_file() and file.stat().st_size > LARGEST_BLEND_BYTES:
         raise InputError(f"{file} is not a token file, and is too large for a blend file")
     try:
@@ -261,7 +263,7 @@ def _is_megatron_lm(folder: Path) -> bool:
 
 
 def _mapping(file: Path, damage: list[CorruptError]) -> dict[str, Any]:
-    """A configuration file's; empty where there is none, or where it cannot be read, which is added to `damage`."""
+    """Return a configuration file's values; empty without one, or if it cannot be read, which is added to `damage`."""
     try:
         return store.read_mapping(file) if file.is_file() else {}
     except CorruptError as error:

@@ -39,7 +39,7 @@ def _only_part(parts: Sequence[Tensor], _config: FANformerConfig) -> Tensor:
 
 
 def _group_heads(tensor: Tensor, config: FANformerConfig) -> Tensor:
-    """Rows by query group and head: [k * x * d, h] -> [k, x, d, h]."""
+    """Return rows by query group and head: [k * x * d, h] -> [k, x, d, h]."""
     return tensor.unflatten(0, (config.query_groups, -1, config.kv_channels))
 
 

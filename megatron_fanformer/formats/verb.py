@@ -16,7 +16,7 @@ MAX_SHARD_SIZE = "5GB"
 
 @dataclass(frozen=True, kw_only=True)
 class ConvertOptions:
-    """Describe what `convert` takes."""
+    """Options of `convert`."""
 
     source: str = argument()
     """A checkpoint of ours or its URL, a Hugging Face folder, a checkpoint of the authors or of Megatron-LM."""

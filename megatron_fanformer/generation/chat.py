@@ -127,7 +127,9 @@ class Chat:
 
 
 def _without_oldest_turn(messages: Sequence[Message]) -> list[Message] | None:
-    """The messages without the first of the user's and its answer; None where only the last one would be left out."""
+    """Return the messages without the first of the user's and its answer; None where only the last one would be left
+    out.
+    """
     starts = [number for number, message in enumerate(messages) if message["role"] == "user"]
     return None if len(starts) < 2 else [*messages[: starts[0]], *messages[starts[1] :]]
 

@@ -12,7 +12,7 @@ SAMPLING = "sampling"
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingConfig:
-    """Configure how the next token is chosen."""
+    """How the next token is chosen."""
 
     temperature: float = option(0.0, group=SAMPLING)
     """Divides the logits; 0 takes the most likely token, and the options below have no effect."""
@@ -53,7 +53,7 @@ class SamplingConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class _TextConfig(SamplingConfig):
-    """With which model, and where its texts end."""
+    """The model, and the strings that end its texts."""
 
     checkpoint: str = argument()
     """A run's folder, one checkpoint, the URL of one, or an exported Hugging Face folder."""
@@ -69,7 +69,7 @@ class _TextConfig(SamplingConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateConfig(_TextConfig):
-    """Configure what to continue, with which model, and how."""
+    """What to continue, with which model, and how."""
 
     prompts: tuple[str, ...] = option((), name="--prompt", repeated=True)
     """Text to continue; an empty one: a new document; may be repeated."""
@@ -92,7 +92,7 @@ class GenerateConfig(_TextConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class ChatConfig(_TextConfig):
-    """With which model to talk, and how it answers."""
+    """The model to chat with, and how it answers."""
 
     system: str | None = option(None, metavar="TEXT")
     """Instruction to the model, before the conversation."""

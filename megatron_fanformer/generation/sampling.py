@@ -35,7 +35,8 @@ class Sampler:
         self._generator = generator_for(config.seed, name)
 
     def __call__(self, logits_v: Tensor) -> int:
-        """The next token's id from logits [v] on any device; drawn on the CPU, so that all devices draw the same.
+        """Return the next token's id from logits [v] on any device; drawn on the CPU, so that all devices draw the
+        same.
 
         Raises:
             DivergenceError: a logit is not finite.

@@ -100,7 +100,9 @@ def _print_notice(line: str) -> None:
 
 
 class _Interrupts:
-    """Ctrl-C at a terminal: ends the wait for a line, is noted while an answer comes, and the second ends that, too."""
+    """Handles Ctrl-C at a terminal: ends the wait for a line; during an answer it is noted, and a second one ends that
+    too.
+    """
 
     def __init__(self) -> None:
         self.count = 0

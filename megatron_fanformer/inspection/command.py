@@ -79,7 +79,7 @@ def _actions(target: Target) -> _Actions:
 
 @contextmanager
 def _progress(total: int) -> Iterator[Advance]:
-    """A bar while the block reads `total` bytes; nothing where the output is not a terminal."""
+    """Yield a bar while the block reads `total` bytes; nothing where the output is not a terminal."""
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
 
@@ -122,7 +122,7 @@ def inspect_step(
 
 
 def _configuration_of(path: str, config: Path | None) -> tuple[Path, Target | None]:
-    """The configuration file, and the token files that the samples are restricted to."""
+    """Return the configuration file, and the token files that the samples are restricted to."""
     if Path(path).suffix in (".yaml", ".yml") and Path(path).is_file():
         return config or Path(path), None
     target = recognise(path)

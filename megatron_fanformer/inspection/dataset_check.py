@@ -30,7 +30,7 @@ THREADS = 8  # more only make the disk seek
 
 
 def bytes_to_check(target: Target) -> int:
-    """Bytes that `check_data` will hash with SHA-256."""
+    """Return bytes that `check_data` will hash with SHA-256."""
     manifests = [_manifest(prefix) for prefix in target.prefixes]
     return sum(file.bytes for manifest in manifests for output in _outputs(manifest) for file in output.files.values())
 

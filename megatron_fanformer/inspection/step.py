@@ -116,7 +116,7 @@ class StepSamples:
         return Sample(number, ids, passages)
 
     def _packed_sample(self, number: int, ids: list[int], learned: list[bool], spans: list[Span]) -> Sample:
-        """One of chats: a passage for each conversation, without the padding behind them.
+        """Return a sample of chats: a passage for each conversation, without the padding behind them.
 
         Args:
             learned: for each token whether the position before it has a loss.

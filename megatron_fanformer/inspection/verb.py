@@ -10,7 +10,7 @@ from megatron_fanformer.runtime import device
 
 @dataclass(frozen=True, kw_only=True)
 class InspectOptions:
-    """Describe what `inspect` takes."""
+    """Options of `inspect`."""
 
     path: str = argument(metavar="PATH")
     """Token files (a prefix, one of them, a blend file, a folder), a run or a checkpoint or the URL of one, or an

@@ -20,7 +20,7 @@ from megatron_fanformer.runtime.layout import FANForm
 
 @dataclass
 class FANSelfAttentionSubmodules(SelfAttentionSubmodules):
-    """Describe what a FAN self-attention is made of: Megatron's parts, and the FAN map's linear layer."""
+    """Submodules of a FAN self-attention: Megatron's, and the FAN map's linear layer."""
 
     fan_linear: Any = None
 

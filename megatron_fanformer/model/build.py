@@ -27,7 +27,7 @@ def transformer_config(
     precision: PrecisionConfig | None = None,
     kernels: KernelsConfig = DEFAULT_KERNELS,
 ) -> TransformerConfig:
-    """megatron-core's own configuration of the model's layers; only FP8 is read from `precision` here."""
+    """Return megatron-core's own configuration of the model's layers; only FP8 is read from `precision` here."""
     return TransformerConfig(
         num_layers=model.num_layers,
         hidden_size=model.hidden_size,
@@ -97,7 +97,7 @@ def _is_by_engine(kernels: KernelsConfig) -> bool:
 
 
 def _leave_as_it_is(_weight: torch.Tensor) -> None:
-    """An initialisation that does nothing."""
+    """Initialize nothing."""
 
 
 class _Stage(GPTModel):
@@ -211,5 +211,5 @@ def _build_chunk(
 
 
 def sharded_state(chunk: GPTModel, grid: RankGrid) -> dict[str, Any]:
-    """A chunk's parameters under their global names (one name per layer), as megatron-core's sharded tensors."""
+    """Return a chunk's parameters under their global names (one name per layer), as megatron-core's sharded tensors."""
     return chunk.sharded_state_dict(metadata=grid.sharding_metadata)

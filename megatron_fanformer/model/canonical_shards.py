@@ -39,7 +39,7 @@ def canonical_factory(
 
     @torch.no_grad()
     def build(key: str, tensor: Tensor, replica_id: Any, _flattened_range: Any) -> list[ShardedTensor]:
-        """The parameter, as the ranges that it is."""
+        """Return the parameter, as the ranges that it is."""
         prefix = key.removesuffix(name)  # by now with the layer's global number, or an optimizer state's name
         shards = []
         for range_ in ranges:

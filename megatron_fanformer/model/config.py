@@ -54,7 +54,9 @@ class FANConfig:
         return self.p_ratio if self.v_p_ratio is None else self.v_p_ratio
 
     def outputs(self, hidden_size: int, value_size: int) -> list[tuple[int, float]]:
-        """Width and p_ratio of the outputs of attention's FAN map: X_F, and the values where a FAN layer makes them."""
+        """Return width and p_ratio of the outputs of attention's FAN map: X_F, and the values where a FAN layer makes
+        them.
+        """
         return PLACEMENTS[self.placement].outputs(self, hidden_size, value_size)
 
     def problems(self) -> list[str]:
@@ -102,7 +104,7 @@ class FANformerConfig:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "FANformerConfig":
-        """The configuration that `dataclasses.asdict` turned into `values`, as checkpoints store it.
+        """Return the configuration that `dataclasses.asdict` turned into `values`, as checkpoints store it.
 
         Raises:
             InputError: they are not those of a model that can be built; every problem, one line each.
@@ -224,13 +226,17 @@ class FANformerConfig:
 
 
 def p_ratio_of(periodic_size: int, hidden_size: int) -> float:
-    """The p_ratio that gives `periodic_size` rows: the plain quotient, or its next float up where that truncates."""
+    """Return the p_ratio that gives `periodic_size` rows: the plain quotient, or its next float up where that
+    truncates.
+    """
     p_ratio = periodic_size / hidden_size
     return p_ratio if int(p_ratio * hidden_size) == periodic_size else math.nextafter(p_ratio, 1.0)
 
 
 def nearest_p_ratio(p_ratio: float, width: int, ranks: int) -> float | None:
-    """The p_ratio nearest to the given one whose p and g rows of that width divide over the ranks; None if none."""
+    """Return the p_ratio nearest to the given one whose p and g rows of that width divide over the ranks; None if
+    none.
+    """
     if width % ranks:
         return None
     largest = width // 2 // ranks * ranks
@@ -238,12 +244,12 @@ def nearest_p_ratio(p_ratio: float, width: int, ranks: int) -> float | None:
 
 
 def as_transformer(config: FANformerConfig) -> FANformerConfig:
-    """The Transformer of the same shape: no FAN projection."""
+    """Return the Transformer of the same shape: no FAN projection."""
     return dataclasses.replace(config, fan=dataclasses.replace(config.fan, placement=TRANSFORMER))
 
 
 def with_same_parameters(config: FANformerConfig, multiple: int = FFN_MULTIPLE) -> FANformerConfig:
-    """The model with as many parameters as its Transformer twin: what FAN adds is taken from d_ff.
+    """Return the model with as many parameters as its Transformer twin: what FAN adds is taken from d_ff.
 
     At p_ratio 0.25 the 1B model goes from 8192 to the paper's 7680. Two FAN layers in place of the SwiGLU have fewer
     weights than it at the same d_ff: at that p_ratio they get twice as wide.

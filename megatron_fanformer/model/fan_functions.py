@@ -84,7 +84,7 @@ class FANShard(NamedTuple):
         return [output.rows for output in self.outputs]
 
     def whole(self, output: int) -> FANOutput:
-        """The rows of an output on all ranks."""
+        """Return the rows of an output on all ranks."""
         return FANOutput(*(self.ranks * rows for rows in self.outputs[output]))
 
     def row_ranges(self) -> list[RowRange]:
@@ -114,20 +114,22 @@ class FANShard(NamedTuple):
 
 
 class Exchanged(NamedTuple):
-    """Describe what a collective writes, which may still be running."""
+    """The output of a collective that may still be running."""
 
     tensor: Tensor
     work: dist.Work | None = None
 
     def wait(self) -> Tensor:
-        """The tensor, once it is written."""
+        """Return the tensor, once it is written."""
         if self.work is not None:
             self.work.wait()
         return self.tensor
 
 
 class Activation(NamedTuple):
-    """Make [cos p, sin p, g] of each output, whole on each rank, of all ranks' p | g, and bring gradients back."""
+    """Computes [cos p, sin p, g] of each output, whole on each rank, from all ranks' p | g, and brings gradients
+    back.
+    """
 
     shard: FANShard
     group: dist.ProcessGroup | None
@@ -192,7 +194,7 @@ class FANActivation(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        """The gradient of this rank's p | g."""
+        """Return the gradient of this rank's p | g."""
         made, kept_g = ctx.saved_tensors[: len(grads)], ctx.saved_tensors[len(grads) :]
         grad_pre_tsbk = ctx.activation.differentiate(made, kept_g, grads)
         return ctx.activation.reduce_scatter(grad_pre_tsbk).wait(), None
@@ -222,7 +224,7 @@ class FANActivationAndProduct(torch.autograd.Function):
     def backward(
         ctx: Any, grad_sbo: Tensor, _grad_x_f: None, *grads: Tensor
     ) -> tuple[Tensor, Tensor | None, None, None]:
-        """The gradients of this rank's p | g, and of its weight; every output must have been used."""
+        """Return the gradients of this rank's p | g, and of its weight; every output must have been used."""
         activation: Activation = ctx.activation
         outputs = 1 + len(grads)
         weight_oh, *kept = ctx.saved_tensors

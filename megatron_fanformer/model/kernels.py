@@ -20,7 +20,7 @@ ALIGNED_TOKENS = 64  # a chunk is a multiple of it: matrix units prefer whole ti
 
 @dataclass(frozen=True, kw_only=True)
 class KernelsConfig:
-    """Configure what computes the layers."""
+    """Implementations that compute the layers."""
 
     transformer_impl: TransformerImpl = "auto"
     """Transformer Engine's layers, or megatron-core's and torch's; `auto`: the Engine on a GPU if it imports."""

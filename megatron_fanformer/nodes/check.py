@@ -95,7 +95,7 @@ def _check_nodes(config: CheckConfig) -> None:
 
 
 class _Unhealthy(FanformerError):
-    """A node is; without a message where the verdicts, or another node, report all of it."""
+    """A node is unhealthy; without a message where the verdicts, or another node, report all of it."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message)

@@ -74,7 +74,7 @@ def judge(found: dict[int, Facts], links: dict[int, Links], config: CheckConfig)
 
 
 class _Usual:
-    """The facts of most nodes, or their median; the first node's, where as many show another."""
+    """The facts of most nodes, or their median; with a tie, the first node's."""
 
     def __init__(self, found: Iterable[Facts]) -> None:
         nodes = list(found)

@@ -66,7 +66,7 @@ def _meet(store: Any, number: int, other: int, seconds: float) -> None:
 
 
 def _rate(store: Any, rank: int, gpu: int | None) -> float:
-    """Bytes per second that each of the two sends in an all-reduce, which is as many as it holds.
+    """Return bytes per second that each of the two sends in an all-reduce, which is as many as it holds.
 
     Args:
         gpu: None: between the processors.

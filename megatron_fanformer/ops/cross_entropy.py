@@ -68,7 +68,7 @@ def _over_vocabulary(
 
 
 def exponentials(logits_cv: Tensor) -> tuple[Tensor, Tensor]:
-    """The largest logit of each row, and the sum of exponentials relative to it, which replace the logits.
+    """Return the largest logit of each row, and the sum of exponentials relative to it, which replace the logits.
 
     In 16 bits they are divided by that sum, so that the greatest terms of a gradient, a label's and those that are
     multiplied by a token's factor, are rounded once: of a whole vocabulary the factor is 1. (Otherwise bf16 gradients

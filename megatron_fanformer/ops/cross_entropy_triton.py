@@ -18,7 +18,7 @@ WARPS = 8
 
 
 def exponentials(logits_cv: Tensor) -> tuple[Tensor, Tensor]:
-    """The largest logit of each row, and the sum of exponentials relative to it, which replace the logits.
+    """Return the largest logit of each row, and the sum of exponentials relative to it, which replace the logits.
 
     In 16 bits they are divided by that sum (see `cross_entropy.exponentials`).
 

@@ -78,7 +78,7 @@ def differentiate(x_f_nw: Tensor, grad_nw: Tensor, g_nv: Tensor | None, grad_pre
 
 
 def _with_rows(tensor: Tensor) -> Tensor:
-    """The tensor, or a copy of it whose columns are consecutive and whose rows are near each other."""
+    """Return the tensor, or a copy of it whose columns are consecutive and whose rows are near each other."""
     near = tensor.stride(-1) == 1 and tensor.stride(-2) <= LARGEST_ROW_STRIDE
     return tensor if near else tensor.contiguous()
 
@@ -94,7 +94,7 @@ def _tiling(pre_tnr: Tensor, periodic: int) -> tuple[tuple[int], dict[str, int]]
 
 @triton.jit
 def _cos_sin(phase):
-    """cos and sin of float32 phases up to LARGEST_REDUCED; NaN stays NaN."""
+    """Return cos and sin of float32 phases up to LARGEST_REDUCED; NaN stays NaN."""
     shifted = phase * QUARTERS + ROUNDER
     turns = shifted - ROUNDER
     r = ((phase - turns * QUARTER_A) - turns * QUARTER_B - turns * QUARTER_C) - turns * QUARTER_D

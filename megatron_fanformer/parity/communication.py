@@ -28,7 +28,7 @@ Variant = tuple[FANformerConfig, ParallelConfig]
 
 @dataclass(frozen=True, kw_only=True)
 class LayoutCommunication:
-    """Describe what a step of one layout communicates."""
+    """The communication of one layout's step."""
 
     name: str
     models: tuple[str, ...]
@@ -92,7 +92,9 @@ def count_step(trial: TrialConfig, layout: ParallelConfig) -> tuple[int, list[Co
 
 
 def _variants(small: FANformerConfig, full: FANformerConfig, layout: ParallelConfig) -> dict[str, Variant]:
-    """A Transformer and each FAN form, of the small model, as far as the layout is legal for them at full size."""
+    """Return a Transformer and each FAN form, of the small model, as far as the layout is legal for them at full
+    size.
+    """
     if not small.placement.is_fanformer:
         small = dataclasses.replace(small, fan=FANConfig())
     transformer = dataclasses.replace(small, fan=FANConfig(placement=TRANSFORMER))

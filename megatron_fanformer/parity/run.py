@@ -37,7 +37,7 @@ RANK_BYTES = 500 * 2**20  # a gloo rank of a small model has 380 MiB resident (t
 
 @dataclass(frozen=True, kw_only=True)
 class LayoutResult:
-    """Describe what became of one layout."""
+    """The result of one layout."""
 
     name: str
     ranks: int
@@ -63,7 +63,7 @@ class LayoutResult:
 
 @dataclass(frozen=True, kw_only=True)
 class Calibration:
-    """One process's run of the small form, and how far rounding alone takes a run from it."""
+    """A single process's run of the small form, and the differences that rounding alone causes."""
 
     run: RunConfig
     small: SmallRun
@@ -77,7 +77,7 @@ class Calibration:
 
 @dataclass(frozen=True, kw_only=True)
 class ParityResult:
-    """Hold all that a comparison showed."""
+    """All results of a comparison."""
 
     calibration: Calibration
     layouts: list[LayoutResult]
@@ -119,7 +119,7 @@ def run_layouts(
 
 
 def _started_pool(config: ParityConfig, run: RunConfig, named: dict[str, Layout]) -> RankPool:
-    """The ranks that the layouts ask for. Raises InputError where this machine has not what they need."""
+    """Return the ranks that the layouts ask for. Raises InputError where this machine has not what they need."""
     device = devices.resolve_device(run.runtime.device)
     backend = run.runtime.backend(device)
     found = [

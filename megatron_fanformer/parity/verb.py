@@ -11,7 +11,7 @@ from megatron_fanformer.runtime import device
 
 @dataclass(frozen=True, kw_only=True)
 class ParityConfig:
-    """Configure what to compare, and how long."""
+    """Options of `parity`."""
 
     file: Path = option(name="--config")
     """Configuration file (YAML)."""

@@ -26,7 +26,7 @@ EMBEDDING = "word_embeddings"
 
 
 class OptimizerStates(Protocol):
-    """Describe what an optimizer keeps of each weight, beside the main weight itself."""
+    """States that an optimizer keeps of each weight, beside the main weight itself."""
 
     def state_bytes(self, name: str, dimensions: int) -> int:
         """Return the bytes of each element.
@@ -66,7 +66,7 @@ class Chunk:
 
 
 def chunks(model: FANformerConfig, parallel: ParallelConfig, stage: int) -> list[Chunk]:
-    """The chunks of a pipeline stage.
+    """Return the chunks of a pipeline stage.
 
     Raises:
         ValueError: the layers do not divide evenly over the stages.

@@ -110,7 +110,9 @@ class Job:
         return self.model.has_fan and self.parallel.fan_form == "column"
 
     def group_sizes(self, stage: int) -> dict[str, int]:
-        """Ranks of each group that a rank of a pipeline stage is in; of tied embeddings the ends alone have one."""
+        """Return ranks of each group that a rank of a pipeline stage is in; of tied embeddings the ends alone have
+        one.
+        """
         return {
             "tp": self.tensor_ranks,
             "cp": self.parallel.context_parallel_size,

@@ -33,7 +33,7 @@ MAY_BE_ZERO = (
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """The way from one chip to others."""
+    """A link from one chip to others."""
 
     bytes_per_second: float
     """Bytes per second of one chip in one direction, by the data sheet."""
@@ -145,17 +145,17 @@ class Machine:
 
 @functools.cache
 def known_machines() -> dict[str, Machine]:
-    """The machines of this package by their short names."""
+    """Return the machines of this package by their short names."""
     return {name: machine_of(values, name) for name, values in _known_values().items()}
 
 
 def machine_of_device(name: str) -> Machine | None:
-    """The known machine whose chip torch calls so; None if there is none."""
+    """Return the known machine whose chip torch calls so; None if there is none."""
     return next((machine for machine in known_machines().values() if name in machine.devices), None)
 
 
 def load_machine(name_or_file: str) -> Machine:
-    """A known machine by its name, or the one that a YAML or JSON file describes.
+    """Return a known machine by its name, or the one that a YAML or JSON file describes.
 
     A file has the fields of `Machine`, or those that differ and `like: NAME`, of which it takes the others.
 
@@ -179,7 +179,7 @@ def load_machine(name_or_file: str) -> Machine:
 
 
 def machine_of(values: Mapping[str, Any], source: str) -> Machine:
-    """The machine that plain values describe; with `like`, the others are of that one.
+    """Return the machine that plain values describe; with `like`, the others are of that one.
 
     Args:
         source: what to call the values in errors.

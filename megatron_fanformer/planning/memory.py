@@ -51,7 +51,7 @@ TENSORS_ERROR = 0.022
 
 
 class MemoryLine(NamedTuple):
-    """Describe what one purpose takes of a rank's memory at the peak."""
+    """Memory of one purpose on a rank at the peak."""
 
     purpose: str
     bytes: int
@@ -75,7 +75,7 @@ class RankMemory:
 
 
 class MemorySnapshot(NamedTuple):
-    """A moment of the step: what it holds beside what stays from step to step."""
+    """Memory at one moment of the step, beside what stays from step to step."""
 
     name: str
     activations: int
@@ -117,7 +117,7 @@ def reserve_bytes(job: Job, tensor_bytes: int) -> int:
 
 
 def _states(job: Job, stage: int, held: list[Chunk]) -> Iterator[MemoryLine]:
-    """Weights and gradients with their buffers' padding, and this rank's part of the optimizer's state."""
+    """Yield weights and gradients with their buffers' padding, and this rank's part of the optimizer's state."""
     parallel, ranks = job.parallel, job.data_parallel_size * job.parallel.context_parallel_size
     buffered = weighed = updated = states = 0
     for chunk in held:
@@ -153,7 +153,7 @@ def _kept_by_layers(shapes: LayerShapes, held: list[Chunk], *, takes_turns: bool
 
 
 def _fp8_copies(job: Job, chunk: Chunk) -> int:
-    """8-bit weights of a chunk's linear maps, made once a step."""
+    """Return the bytes of a chunk's linear maps in 8-bit, made once a step."""
     precision = job.precision
     if precision.fp8 is None:
         return 0
@@ -201,7 +201,9 @@ def _moments(shapes: LayerShapes, stage: int, held: list[Chunk], in_flight: int)
 
 
 def chunks_in_flight(job: Job, stage: int) -> int:
-    """Chunks of layers whose activations a stage holds at most: those that go forward before the first comes back."""
+    """Return chunks of layers whose activations a stage holds at most: those that go forward before the first comes
+    back.
+    """
     stages, virtual = job.parallel.pipeline_model_parallel_size, job.parallel.virtual_stages
     later = stages - 1 - stage
     before_first = later if virtual == 1 else 2 * later + (virtual - 1) * stages
@@ -209,7 +211,7 @@ def chunks_in_flight(job: Job, stage: int) -> int:
 
 
 def _chunk_rise(shapes: LayerShapes, layer: Rise, layers: int) -> Rise:
-    """A chunk of layers, of which `full` recomputation keeps inputs alone and makes the rest again.
+    """Return a chunk of layers, of which `full` recomputation keeps inputs alone and makes the rest again.
 
     (Made again are all but the first layer's input, and the last one's output.)
     """

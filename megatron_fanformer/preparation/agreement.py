@@ -26,7 +26,7 @@ EncodeAll = Callable[[Sequence[str]], Sequence[Sequence[int]]]
 
 
 def trusted_characters(fast: EncodeAll, exact: EncodeAll) -> np.ndarray:
-    """[0x110000] bool: the characters that both tokenizers treat alike."""
+    """Return [0x110000] bool: the characters that both tokenizers treat alike."""
     blocks = [
         [code for code in range(start, min(start + BLOCK, part.stop)) if code not in SURROGATES]
         for part in PROBED

@@ -171,7 +171,7 @@ class _Counted(io.RawIOBase):
 
 @contextmanager
 def _decompressed(path: Path, raw: io.RawIOBase) -> Iterator[Any]:
-    """The uncompressed bytes of a file. Reading past damage raises CorruptError."""
+    """Yield the uncompressed bytes of a file. Reading past damage raises CorruptError."""
     kind = "gzip" if path.suffix == ".gz" else "zstd"
     try:
         match path.suffix:

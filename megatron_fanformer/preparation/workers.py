@@ -158,7 +158,7 @@ class _FileEncoder:
 
 
 class Refused(InputError):
-    """Under strict, a line that is not a document."""
+    """A line that is not a document, under `strict`."""
 
 
 # -- in the parent

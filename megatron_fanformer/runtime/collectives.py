@@ -68,7 +68,7 @@ WORLD = "world"
 
 @dataclass(frozen=True, kw_only=True)
 class CollectiveCount:
-    """Describe what this rank's collectives of one kind over one group add up to."""
+    """Sum of this rank's collectives of one kind over one group."""
 
     group: str
     """Name of the group in `RankGrid.groups` (dp_cp: the data parallel ranks, context parallel ones included), or
@@ -109,7 +109,7 @@ class CollectiveCounts:
             )
 
     def lines(self) -> list[CollectiveCount]:
-        """The counts, by group and kind."""
+        """Return the counts, by group and kind."""
         return [self._totals[key] for key in sorted(self._totals)]
 
 

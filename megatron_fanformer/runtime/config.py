@@ -8,7 +8,7 @@ DeviceKind = Literal["cuda", "cpu"]
 
 @dataclass(frozen=True, kw_only=True)
 class RuntimeConfig:
-    """Configure what the ranks run on."""
+    """Device, threads and communication of the ranks."""
 
     device: Literal["auto", "cuda", "cpu"] = "auto"
     """`auto`: a GPU if torch can use one, else the CPU. `cpu` beside a usable GPU is refused: set
@@ -32,7 +32,7 @@ class RuntimeConfig:
     minutes (docs/clusters.md#when-a-rank-fails)."""
 
     def backend(self, device: DeviceKind) -> str:
-        """`distributed_backend` resolved for a device."""
+        """Return `distributed_backend` resolved for a device."""
         return self.distributed_backend or {"cuda": "nccl", "cpu": "gloo"}[device]
 
     def problems(self) -> list[str]:

@@ -99,7 +99,7 @@ def _fit(lists: list[_Tensors], ranks: int, *, is_sum: bool) -> bool:
 
 
 class CollectiveThroughMemory(dist.Work):
-    """A collective of which this rank has written the first piece; the others follow where it is waited for.
+    """A collective whose first piece this rank has written; the others follow in `wait`.
 
     So all ranks must wait for those of all their groups in the same order, as ranks of one program do.
     """

@@ -27,7 +27,7 @@ NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 
 
 def resolve_device(wanted: Literal["auto", "cuda", "cpu"]) -> DeviceKind:
-    """The device to run on; `auto` uses a usable GPU, else the CPU.
+    """Return the device to run on; `auto` uses a usable GPU, else the CPU.
 
     Raises:
         InputError: CUDA is asked for and not usable, or a GPU's driver is loaded that this torch cannot use: a
@@ -58,7 +58,7 @@ def resolve_device(wanted: Literal["auto", "cuda", "cpu"]) -> DeviceKind:
 
 
 def torch_device(kind: DeviceKind) -> "torch.device":
-    """The device of this process's tensors: the GPU that `configure_process` selected, or the CPU."""
+    """Return the device of this process's tensors: the GPU that `configure_process` selected, or the CPU."""
     import torch
 
     # As megatron-core names it, too; a number alone is the GPU of that number.
@@ -114,7 +114,7 @@ def has_transformer_engine() -> bool:
 
 
 def fp8_problem(recipe: str) -> str | None:
-    """Why this machine's GPU does not support an FP8 recipe (by Megatron's name), or None.
+    """Return why this machine's GPU does not support an FP8 recipe (by Megatron's name), or None.
 
     By compute capability, as in Transformer Engine 2.20: FP8 came with 8.9, block scaling with 9.0 and CUDA 12.9,
     blocks of 32 in hardware with 10.0 (but not all of their products with 12.0).
@@ -142,7 +142,7 @@ def _cuda_version() -> tuple[int, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class RankAddress:
-    """Describe which rank this process is, as its launcher says, and where the ranks meet."""
+    """This process's rank as its launcher states it, and where the ranks meet."""
 
     rank: int
     world_size: int
@@ -224,7 +224,7 @@ ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 def rank_environment(
     rank: int, world_size: int, *, threads: int, store_port: int, found: Path, error: Path
 ) -> dict[str, str]:
-    """The environment of a rank that this process launches, by the names that torch and `rank_address` know.
+    """Return the environment of a rank that this process launches, by the names that torch and `rank_address` know.
 
     Ranks of one machine listen on its loopback alone, unless the environment names an interface.
 
@@ -257,7 +257,7 @@ def launched_here() -> bool:
 
 
 def launcher_process() -> int | None:
-    """The process id of this rank's launcher; None where another program launched it."""
+    """Return the process id of this rank's launcher; None where another program launched it."""
     return int(os.environ[LAUNCHER]) if launched_here() and LAUNCHER in os.environ else None
 
 
@@ -267,7 +267,7 @@ def launched_by_torchrun() -> bool:
 
 
 def found_by_launcher() -> Path | None:
-    """The file of what this rank's launcher found; None where another program launched it."""
+    """Return the file of what this rank's launcher found; None where another program launched it."""
     return Path(os.environ[LAUNCHED_HERE]) if launched_here() else None
 
 
@@ -344,7 +344,7 @@ ATTENTION_SWITCHES = {"NVTE_FLASH_ATTN": "flash", "NVTE_FUSED_ATTN": "fused", "N
 
 
 def attention_switches() -> dict[str, str]:
-    """Those of `ATTENTION_SWITCHES` that the environment sets, with their values."""
+    """Return those of `ATTENTION_SWITCHES` that the environment sets, with their values."""
     return {name: os.environ[name] for name in ATTENTION_SWITCHES if name in os.environ}
 
 

@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(kw_only=True)
 class Activity:
-    """Describe what this rank is doing. The training loop writes it, and the threads read it."""
+    """The current activity of this rank. The training loop writes it, and the threads read it."""
 
     step: int = 0
     doing: str = "starting"
@@ -53,7 +53,7 @@ class Activity:
     step_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=STEPS_SEEN))
 
     def limit(self, stated_seconds: float | None) -> float:
-        """Seconds that another rank may be silent."""
+        """Return seconds that another rank may be silent."""
         adapted = max(LEAST_SECONDS, STEPS_WITHIN_LIMIT * max(self.step_seconds, default=0.0))
         limit = adapted if stated_seconds is None else stated_seconds
         return limit if self.step_seconds else max(limit, START_SECONDS)
@@ -260,7 +260,7 @@ class Heartbeat:
         return None
 
     def _late(self, limit: float) -> dict[int, _Seen]:
-        """The ranks that have not beaten for longer than that, whether they are silent or have ended."""
+        """Return the ranks that have not beaten for longer than that, whether they are silent or have ended."""
         return {rank: seen for rank, seen in self._seen.items() if self._awake - seen.changed > limit}
 
     def _silent(self, limit: float) -> FanformerError | None:
@@ -302,7 +302,7 @@ def _peer_failed(what: str) -> PeerFailed:
 def watching_ranks(
     store: Any, rank: int, world_size: int, *, address: str, limit_seconds: float | None
 ) -> Iterator[None]:
-    """Around all that this rank does among others; nothing where there is but one rank."""
+    """Beat and watch the other ranks during all that this rank does; does nothing with one rank."""
     if world_size == 1:
         yield
         return

@@ -71,7 +71,7 @@ class RankFailed(FanformerError):
 
 
 class PeerFailed(FanformerError):
-    """Describe what is wrong with another rank, which the message names."""
+    """Another rank failed; the message names it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -231,7 +231,7 @@ def end_with_launcher() -> None:
 
 @contextmanager
 def report_failure() -> Iterator[None]:
-    """Around a rank's work: leaves its error where the launcher finds it, then lets it propagate."""
+    """Report the error of a rank's work to its launcher, then let it propagate."""
     try:
         yield
     except Exception as error:

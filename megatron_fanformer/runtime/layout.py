@@ -44,7 +44,7 @@ the earlier names."""
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
-    """Configure how the model and the data are spread over ranks."""
+    """How the model and the data are spread over ranks."""
 
     tensor_model_parallel_size: int = 1
     """Ranks that share each layer's matrices."""

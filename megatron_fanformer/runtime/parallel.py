@@ -156,7 +156,7 @@ def cpu_kernels_of(config: RuntimeConfig, kind: devices.DeviceKind) -> Iterator[
 def rank_grid(
     config: ParallelConfig, kind: devices.DeviceKind, runtime: RuntimeConfig = DEFAULT_RUNTIME
 ) -> Iterator[RankGrid]:
-    """Megatron's process groups over the ranks of the current process group."""
+    """Build Megatron's process groups over the ranks of the current process group."""
     from megatron.core import parallel_state
     from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
     from megatron.core.process_groups_config import ProcessGroupCollection
@@ -199,7 +199,7 @@ def distributed(
     address: devices.RankAddress | None = None,
     runtime: RuntimeConfig = DEFAULT_RUNTIME,
 ) -> Iterator[RankGrid]:
-    """A whole run's setting: the process group and the rank grid on it."""
+    """Set up the process group for a whole run, and yield the rank grid on it."""
     with process_group(runtime, address) as kind, rank_grid(config, kind, runtime) as grid:
         yield grid
 

@@ -91,7 +91,7 @@ def _forward_step(grid: RankGrid, of_losses: OfLosses, batches: Batches, stage: 
 
 
 def packed_documents(document_ids_bs: Tensor, device: torch.device | str) -> PackedSeqParams:
-    """The bounds of a micro batch's documents in its one row, for attention.
+    """Return the bounds of a micro batch's documents in its one row, for attention.
 
     Args:
         document_ids_bs: [b, s] on the CPU, where the longest document is found without waiting for the device; a

@@ -49,7 +49,7 @@ class _Setting(NamedTuple):
 
 
 class RankPool:
-    """Rank processes, started when first asked for and ended by `close`, or when a job fails.
+    """Rank processes, started on first use and ended by `close`, or when a job fails.
 
     Args:
         device: what the ranks run on; rank r takes GPU r.
@@ -153,7 +153,7 @@ class RankPool:
 
 
 def _fork_ranks(setting: _Setting, connection: Any) -> None:
-    """The fork server's whole life: it forks a rank whenever it is sent one, and ends after the last of them."""
+    """Run the fork server: it forks a rank whenever it is sent one, and ends after the last of them."""
     _begin(setting)
     fork_server = os.getpid()
     with suppress(EOFError, OSError):  # the pool is gone
@@ -170,7 +170,7 @@ def _fork_ranks(setting: _Setting, connection: Any) -> None:
 
 
 def _live(setting: _Setting, of_nursery: Any, connection: Any, rank: int, fork_server: int) -> NoReturn:
-    """A forked rank, which is never to return into what its fork server does."""
+    """Run a forked rank, which must never return into its fork server's code."""
     try:
         of_nursery.close()
         end_with_owner(fork_server)
@@ -196,7 +196,7 @@ def _begin(setting: _Setting) -> None:
 
 
 def _serve(setting: _Setting, connection: Any, rank: int) -> None:
-    """A rank's whole life: one job after the other, until the pool closes the connection or a job fails."""
+    """Run a rank's jobs one after the other, until the pool closes the connection or a job fails."""
     devices.configure_process(setting.device, rank, threads=1)
     devices.listen_on_loopback()
     with suppress(EOFError, OSError):  # the pool is gone

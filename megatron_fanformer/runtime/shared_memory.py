@@ -58,7 +58,7 @@ class GroupMemory:
 
     @classmethod
     def of(cls, group: dist.ProcessGroup) -> "GroupMemory | None":
-        """A group's; None where its ranks share none. The first call is a collective of the group."""
+        """Return a group's memory; None where its ranks share none. The first call is a collective of the group."""
         if group not in cls._of_group:
             backend = group._get_backend(torch.device("cpu"))
             cls._of_group[group] = _connect(backend) if isinstance(backend, dist.ProcessGroupGloo) else None
@@ -131,7 +131,7 @@ def _connect(gloo: Any) -> GroupMemory | None:
 
 
 def _map(process: int, descriptor: int, key: int) -> torch.Tensor:
-    """A rank's memory.
+    """Return a rank's memory.
 
     Raises:
         OSError: it is not a process of this machine.

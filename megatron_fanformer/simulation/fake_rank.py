@@ -113,7 +113,7 @@ def _resolved(config: RunConfig, grid: RankGrid) -> tuple[RunConfig, Job]:
 
 
 def _batches(*size: int) -> Batches:
-    """Micro batches of one token over and over, as the loader yields them."""
+    """Yield micro batches of one token over and over, as the loader yields them."""
     while True:
         tokens = torch.zeros(size, dtype=torch.int64)
         positions = torch.arange(size[1]).expand(size)

@@ -20,7 +20,7 @@ on."""
 
 
 class ContentlessTensors(FakeTensorMode):
-    """Torch's fake tensors, for a program that communicates and that reads a number now and then."""
+    """Torch's fake tensors, for a program that communicates and reads an occasional number."""
 
     def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True)  # the states of random generators are real

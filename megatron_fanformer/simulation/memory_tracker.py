@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class MemoryTracker(TorchDispatchMode):
-    """While entered, follows the storage of every tensor that an operation returns."""
+    """Tracks, while entered, the storage of every tensor that an operation returns."""
 
     def __init__(self) -> None:
         super().__init__()

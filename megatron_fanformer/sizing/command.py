@@ -70,7 +70,7 @@ def _check(answer: Plan) -> None:
 
 
 def _nothing_fits(answer: Plan) -> Iterator[str]:
-    """One line a named layout, and a search's largest class; of those that are legal, what the smallest lacks."""
+    """Yield one line a named layout, and a search's largest class; of those that are legal, what the smallest lacks."""
     findings, request = answer.findings, answer.request
     if request.named:
         yield from (f"layout {each.example!r}: {each.message}" for each in findings.rejected)

@@ -60,7 +60,9 @@ class Estimate:
 
 
 def for_machine(config: RunConfig, machine: Machine, *, on_cpu: bool) -> RunConfig:
-    """The configuration with what it leaves to the machine chosen for that one; but overlap depends on the layout."""
+    """Return the configuration with what it leaves to the machine chosen for that one; but overlap depends on the
+    layout.
+    """
     engine: Layers = "local" if on_cpu else "transformer_engine"
     kernels, precision = config.kernels, config.precision
     if kernels.transformer_impl == "auto":

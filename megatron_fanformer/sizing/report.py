@@ -203,7 +203,7 @@ def _simulation_row(each: SimulatedStage) -> Row:
 
 
 def as_values(plan: Plan) -> dict[str, Any]:
-    """Return the whole of it as plain values, for JSON; sizes in bytes, times in seconds."""
+    """Return the whole plan as plain values, for JSON; sizes in bytes, times in seconds."""
     request, shown, findings = plan.request, plan.shown, plan.findings
     model = request.config.model
     return {

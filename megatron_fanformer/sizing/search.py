@@ -21,7 +21,7 @@ NUMBERS = re.compile(r"\d+(?:\.\d+)?(?:, ?\d+(?:\.\d+)?)*")  # also several, wit
 
 @dataclass(frozen=True, kw_only=True)
 class RejectedClass:
-    """Layouts that one rule keeps out. (A layout that breaks several is in as many classes.)"""
+    """Layouts that one rule rejects. (A layout that breaks several is in as many classes.)"""
 
     rule: str
     """Their common message, with N for the numbers."""
@@ -137,7 +137,7 @@ def _bounds(legal: Iterable[RunConfig], gpus: int, machine: Machine) -> Iterator
 
 
 class _Waiting(NamedTuple):
-    """A legal layout by its number, and its time, or a bound of that."""
+    """A legal layout's number, and its time or a lower bound of it."""
 
     seconds: float
     number: int
@@ -147,7 +147,7 @@ class _Waiting(NamedTuple):
 
 @dataclass
 class _Rejections:
-    """Layouts by the rule that keeps them out, with the first example of each."""
+    """Rejected layouts by rule, with the first example of each."""
 
     base: RunConfig
     counts: dict[str, int] = field(default_factory=dict)

@@ -20,7 +20,7 @@ PEAK_TOLERANCE = 0.02
 
 @dataclass(frozen=True, kw_only=True)
 class SimulatedStage:
-    """One simulated rank, with local layers, and the formulas for the same."""
+    """One simulated rank with local layers, and the formulas' figures for it."""
 
     rank: int
     stage: int
@@ -116,7 +116,7 @@ def communication_differences(simulated: "SimulatedRank") -> list[str]:
 
 
 def peak_differences(simulated: "SimulatedRank", formula_bytes: int) -> list[str]:
-    """One line if the memory formula's peak is off by more than `PEAK_TOLERANCE`."""
+    """Return one line if the memory formula's peak is off by more than `PEAK_TOLERANCE`."""
     error = formula_bytes / simulated.peak_bytes - 1
     if abs(error) <= PEAK_TOLERANCE:
         return []

@@ -14,7 +14,7 @@ FACTORS = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
 
 def tokens(text: str) -> int:
-    """A number of tokens: 1T, 1.05T, 300B, 15M or all digits."""
+    """Return a number of tokens: 1T, 1.05T, 300B, 15M or all digits."""
     factor = FACTORS.get(text[-1:].upper(), 1)
     try:
         number = Decimal(text[:-1] if factor > 1 else text) * factor
@@ -51,7 +51,7 @@ def _price(text: str) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanOptions:
-    """Describe what `plan` takes."""
+    """Options of `plan`."""
 
     config: Path
     """Configuration file (YAML)."""

@@ -106,7 +106,7 @@ class TrainingConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """Hold all that determines a run."""
+    """The whole configuration of a run."""
 
     model: FANformerConfig
     """The model's shape; `preset` names one of the paper's sizes to start from."""
@@ -136,7 +136,7 @@ class RunConfig:
     """Loggers and the intervals of measurements."""
 
     def dtype(self, device: DeviceKind) -> "torch.dtype":
-        """The type of weights and activations; `auto` resolved for the device."""
+        """Return the type of weights and activations; `auto` resolved for the device."""
         from megatron_fanformer.model.dtypes import DTYPES
 
         if self.precision.dtype == "auto":
@@ -144,11 +144,11 @@ class RunConfig:
         return DTYPES[self.precision.dtype]
 
     def num_micro_batches(self, data_parallel_size: int) -> int:
-        """Micro batches of one replica in a step."""
+        """Return micro batches of one replica in a step."""
         return self.training.global_batch_size // (self.training.micro_batch_size * data_parallel_size)
 
     def job(self, data_parallel_size: int, *, layers: Layers, on_cpu: bool) -> Job:
-        """A step, as the formulas are asked about it; no field that they read is open."""
+        """Return a step as the input of the formulas, with no open field that they read."""
         return Job(
             model=self.model,
             parallel=self.parallel,
@@ -168,16 +168,16 @@ class RunConfig:
         return self.evaluation.batch_tokens or self.training.micro_batch_size * self.model.seq_length
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values, as config.yaml has them."""
+        """Return plain values, as config.yaml has them."""
         return dataclasses.asdict(self)
 
     def problems(self, data_parallel_size: int) -> list[str]:
-        """Everything that is wrong with this configuration at that number of replicas, one line each."""
+        """Return everything that is wrong with this configuration at that number of replicas, one line each."""
         # Rules between sections make sense only where each is valid by itself.
         return self.section_problems() or self.joint_problems(data_parallel_size)
 
     def section_problems(self, *, leaving: Sequence[str] = ()) -> list[str]:
-        """The rules that a section breaks by itself, one line each.
+        """Return the rules that a section breaks by itself, one line each.
 
         Args:
             leaving: sections to leave out, such as `data`, which looks at the token files.
@@ -187,11 +187,11 @@ class RunConfig:
         return [problem for section in sections if hasattr(section, "problems") for problem in section.problems()]
 
     def joint_problems(self, data_parallel_size: int) -> list[str]:
-        """The rules between sections that it breaks at that number of replicas, one line each."""
+        """Return the rules between sections that it breaks at that number of replicas, one line each."""
         return [*self.problems_of_layout(), *self.problems_of_steps(data_parallel_size)]
 
     def problems_of_layout(self) -> list[str]:
-        """The rules between sections that it breaks and that hold for any batch, one line each."""
+        """Return the rules between sections that it breaks and that hold for any batch, one line each."""
         found = [*layout_problems(self.model, self.parallel), *graph_problems(self.parallel, self.kernels)]
         if self.data.reset_attention_mask:
             found += document_problems(self.parallel, self.kernels)
@@ -203,7 +203,7 @@ class RunConfig:
         return found
 
     def problems_of_steps(self, data_parallel_size: int) -> list[str]:
-        """Those of batches and of their number."""
+        """Return those of batches and of their number."""
         training, found = self.training, []
         if training.epochs is not None and not self.data.is_chats:
             found.append(

@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 
 class Evaluation:
-    """Describe what is measured of a run's model, and at which steps; every rank has one.
+    """Evaluates a run's model at the steps that are due; every rank has one.
 
     Args:
         survey: the tasks and the perplexity sets.

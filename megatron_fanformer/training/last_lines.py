@@ -73,7 +73,7 @@ def _losses(metrics: dict[str, Any]) -> str:
 
 
 def _next_commands(run: Path, checkpoint: Path, config: dict[str, Any]) -> list[list[str]]:
-    """Those that this run's folder has all for."""
+    """Return those that this run's folder has all for."""
     commands = [["inspect", str(run)]]
     file = store.attached_tokenizer(checkpoint)
     tokenizer = None if file is None else collect_problems([], lambda: load_tokenizer(file))

@@ -33,7 +33,7 @@ class Choice(NamedTuple):
 
 
 def choose_for_machine(config: RunConfig, grid: RankGrid) -> tuple[RunConfig, list[Choice]]:
-    """The configuration with its open fields filled in for this machine, and what was chosen.
+    """Return the configuration with its open fields filled in for this machine, and what was chosen.
 
     Raises:
         InputError: Transformer Engine is asked for and cannot be used.

@@ -188,12 +188,16 @@ def numbers(metrics: dict[str, Any]) -> dict[str, float]:
 
 
 def read_metrics(run: Path) -> list[dict[str, Any]]:
-    """The metrics of every step in a run's metrics.jsonl, in their order; lines that are not a step's are left out."""
+    """Return the metrics of every step in a run's metrics.jsonl, in their order; lines that are not a step's are left
+    out.
+    """
     return [entry for line in (run / METRICS).read_bytes().splitlines() if (entry := metrics_entry(line)) is not None]
 
 
 def last_metrics(run: Path) -> dict[str, Any] | None:
-    """The metrics of the last step in a run's metrics.jsonl, of which only the end is read; None if there is none."""
+    """Return the metrics of the last step in a run's metrics.jsonl, of which only the end is read; None if there is
+    none.
+    """
     with regular_file(run / METRICS).open("rb") as stream:
         stream.seek(max(0, stream.seek(0, os.SEEK_END) - TAIL_BYTES))
         lines = stream.read().split(b"\n")

@@ -24,7 +24,7 @@ Group = Mapping[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """The defaults are the paper's recipe for 1B."""
+    """The optimizer's settings; the defaults are the paper's recipe for 1B."""
 
     name: str = "adamw"
     """What updates the weights: `adamw`. A run keeps its own."""
@@ -57,7 +57,7 @@ class OptimizerConfig:
 
 
 class UpdateRule(OptimizerStates, ABC):
-    """Describe how a run's weights are updated, what is kept of each for that, and how a checkpoint has it.
+    """How a run's weights are updated, which states that needs, and how a checkpoint stores them.
 
     megatron-core shards, clips and keeps main weights for any of them, with `torch_class` in the place of its Adam.
     The distributed optimizer cuts main weights into flat ranges: what an update has to know of a weight's shape or name

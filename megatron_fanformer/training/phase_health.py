@@ -48,7 +48,7 @@ logger = logging.getLogger(__name__)
 
 
 class PhaseHealth:
-    """The look at this rank's phases; every rank has one.
+    """Measures the FAN map's phases on this rank; every rank has one.
 
     Args:
         stages: this rank's chunks of the model.
@@ -73,7 +73,7 @@ class PhaseHealth:
 
     @contextmanager
     def reading(self, step: int) -> Iterator[None]:
-        """Around an attempt at a training step; costs nothing in those that are not read."""
+        """Record phases during an attempt at a training step; costs nothing in steps that are not due."""
         if not self._is_due(step):
             yield
             return
@@ -107,7 +107,7 @@ class PhaseHealth:
         return sums.cpu(), largest.cpu()
 
     def _log_findings(self, step: int, metrics: dict[str, list[float]]) -> None:
-        """Say which layers have passed a threshold since the last look."""
+        """Log the layers that have passed a threshold since the last look."""
         reasons = {
             "health/dead_units": "no longer change from token to token",
             "health/coarse_units": f"reach phases of {COARSE_PHASE:g} and more, which bf16 rounds by up to 1/16",
@@ -130,7 +130,7 @@ class PhaseHealth:
 
 
 class _LayerPhases:
-    """Describe what this rank has seen of one layer's phases in the step."""
+    """One layer's phases on this rank in one step."""
 
     def __init__(self, attention: FANSelfAttention | FANValueAttention, units: int, grid: RankGrid) -> None:
         self.number = attention.layer_number - 1

@@ -19,7 +19,7 @@ OF_THE_RUN = ("seq_length",)
 
 
 def with_preset(values: dict[str, Any]) -> dict[str, Any]:
-    """A configuration's plain values with all of the model's in the place of `model.preset`.
+    """Return a configuration's plain values with all of the model's in the place of `model.preset`.
 
     Raises:
         InputError: there is no such preset, no checkpoint, or one of another model than `model` states beside it.
@@ -45,7 +45,7 @@ def with_preset(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _disagreements(stated: dict[str, Any], shape: dict[str, Any], prefix: str, checkpoint: str) -> Iterator[str]:
-    """A line for each stated field that is not the checkpoint's. Keys that no model has are refused elsewhere."""
+    """Yield a line for each stated field that is not the checkpoint's. Keys that no model has are refused elsewhere."""
     for name, value in stated.items():
         if isinstance(value, dict) and isinstance(shape.get(name), dict):
             yield from _disagreements(value, shape[name], f"{prefix}{name}.", checkpoint)
@@ -92,7 +92,7 @@ def _model_on_another_store(url: str) -> FANformerConfig:
 
 
 def _text(values: dict[str, Any], section: str, name: str) -> str | None:
-    """A field that has not been checked yet; None where it is no text, which is refused elsewhere."""
+    """Return a field that has not been checked yet; None where it is no text, which is refused elsewhere."""
     fields = values.get(section)
     value = fields.get(name) if isinstance(fields, dict) else None
     return value if isinstance(value, str) and "\0" not in value else None

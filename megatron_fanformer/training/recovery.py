@@ -37,7 +37,7 @@ TOTALS: dict[str, str] = {
 
 @dataclass(frozen=True, kw_only=True)
 class RecoveryConfig:
-    """Configure what a run does by itself about damage, and about steps whose numbers are bad."""
+    """How a run recovers from damage, and from steps whose numbers are bad."""
 
     use_earlier_checkpoint: bool = True
     """If the newest checkpoint is damaged, resume from the newest sound one; false: end (exit code 3)."""
@@ -119,7 +119,7 @@ class EventLog:
 
 
 class BadSteps:
-    """Says which steps are bad, and which are to be skipped.
+    """Decides which steps are bad, and which to skip.
 
     Args:
         past: what `read_events` found when the run started.
@@ -139,7 +139,7 @@ class BadSteps:
         self._last_bad, self._last_good = 0, 0
 
     def reason_to_skip(self, step: int) -> str | None:
-        """Why a step is not to be computed; None if it is."""
+        """Return why a step is not to be computed; None if it is."""
         return self._to_skip.get(step)
 
     def skip_from_now_on(self, steps: dict[Any, Any]) -> None:
@@ -185,7 +185,7 @@ class BadSteps:
         return self._config.max_bad_steps_in_a_row > 0 and self._rewinds < self._config.max_rewinds
 
     def note_rewind(self) -> dict[int, str]:
-        """The run goes back, and will skip the bad steps, which are returned."""
+        """Note that the run goes back; returns the bad steps, which it will skip."""
         skipped = dict(self.in_a_row)
         self._rewinds += 1
         self.skip_from_now_on(skipped)

@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 
 def log_file(config: LoggingConfig, stated: Path | None, *, rank: int, world_size: int) -> Path | None:
-    """The log file of a rank; None if none is asked for.
+    """Return the log file of a rank; None if none is configured.
 
     Args:
         stated: what the command line says; with several ranks each puts its number before the suffix. It takes
@@ -83,7 +83,7 @@ class RunLog:
 
 @contextmanager
 def run_log(rank: int) -> Iterator[RunLog]:
-    """The log of a rank around all that it does; the error that ends it is logged, and propagates."""
+    """Set up the log of a rank around all that it does; the error that ends it is logged, and propagates."""
     package = logging.getLogger(PACKAGE)
     level = package.level
     log = RunLog(rank)
@@ -105,7 +105,7 @@ def run_log(rank: int) -> Iterator[RunLog]:
 
 @contextmanager
 def log_if_slow(doing: str) -> Iterator[None]:
-    """Around a part of a run's start: tells the user what it is, once it has taken a second."""
+    """Log what a part of a run's start does, once it has taken a second."""
     timer = threading.Timer(SLOW_SECONDS, logger.info, [doing])
     timer.daemon = True
     timer.start()

@@ -14,7 +14,7 @@ from megatron_fanformer.training.preflight import drawn_samples
 
 
 def run_datasets(config: RunConfig, survey: DataSurvey | None = None) -> Datasets:
-    """A run's training and validation samples; a collective call where torch.distributed is initialised.
+    """Return a run's training and validation samples; a collective call where torch.distributed is initialised.
 
     Args:
         survey: what was found about the token files; None: rank 0 surveys them now.
@@ -36,7 +36,7 @@ def run_datasets(config: RunConfig, survey: DataSurvey | None = None) -> Dataset
 
 
 def consumed_before(config: RunConfig, step: int) -> int:
-    """Samples that a run has taken when a step begins. Steps count from 1, as in metrics.jsonl."""
+    """Return samples that a run has taken when a step begins. Steps count from 1, as in metrics.jsonl."""
     return (step - 1) * config.training.global_batch_size
 
 

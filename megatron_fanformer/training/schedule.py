@@ -72,7 +72,7 @@ class ScheduleConfig:
 def build_scheduler(
     config: ScheduleConfig, optimizer: "MegatronOptimizer", recipe: OptimizerConfig, *, train_iters: int
 ) -> "OptimizerParamScheduler":
-    """The scheduler at step 0; `scheduler.step(1)` sets the rate of the next step.
+    """Return the scheduler at step 0; `scheduler.step(1)` sets the rate of the next step.
 
     Args:
         recipe: what `optimizer` was built by.

@@ -35,7 +35,7 @@ class StepMetrics:
     def of_step(
         self, result: StepResult, *, seconds: float, learning_rate: float, consumed_tokens: int
     ) -> dict[str, Any]:
-        """The metrics of every step, from what it showed and how long it took."""
+        """Return the metrics of every step, from what it showed and how long it took."""
         tokens_per_second = result.tokens / seconds
         flops_per_second = tokens_per_second * self._flops_per_token
         metrics = {
@@ -63,7 +63,9 @@ class StepMetrics:
         return {"params_norm": weights, "update_norm": update, "peak_memory_bytes": self._peak_memory_bytes()}
 
     def _peak_memory_bytes(self) -> int:
-        """The most that any rank has held so far: of a GPU what torch had allocated, of a CPU the whole process."""
+        """Return the most that any rank has held so far: of a GPU what torch had allocated, of a CPU the whole
+        process.
+        """
         if self._grid.device == "cuda":
             own = torch.cuda.max_memory_allocated()
         else:

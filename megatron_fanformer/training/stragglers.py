@@ -57,7 +57,9 @@ class Slowest(NamedTuple):
 
 
 def find_slowest(times: Sequence[RankTime]) -> Slowest:
-    """The slowest of all ranks, given in their order. Of two medians it takes the lower: of two ranks one is slow."""
+    """Return the slowest of all ranks, given in their order. Of two medians it takes the lower: of two ranks one is
+    slow.
+    """
     usual = {
         stage: statistics.median_low(time.work for time in times if time.stage == stage)
         for stage in {time.stage for time in times}
@@ -70,7 +72,7 @@ def find_slowest(times: Sequence[RankTime]) -> Slowest:
 
 
 class Stragglers:
-    """The measurement on this rank; every rank has one.
+    """Measures work and waiting of this rank; every rank has one.
 
     Args:
         interval: steps from one report to the next; None: nothing is measured.
@@ -100,7 +102,7 @@ class Stragglers:
         self._taken.pop(step, None)
 
     def report_if_due(self, step: int) -> dict[str, float]:
-        """The metrics of the steps measured before this one, if a report is due at it; a collective call then.
+        """Return the metrics of the steps measured before this one, if a report is due at it; a collective call then.
 
         None where fewer were measured than are to be: the first ones after a start are slow.
         """

@@ -41,7 +41,7 @@ OPTIONS = ("output", *SHORT, "write_data")
 
 @dataclass(frozen=True, kw_only=True)
 class ExperimentOptions:
-    """Describe what `experiment` takes."""
+    """Options of `experiment`."""
 
     name: str | None = argument(None, metavar="NAME")
     """lipschitz, mod, holes, cost, inference or logic; without one, they are listed with their minutes."""
@@ -112,7 +112,7 @@ def _list_probes(options: ExperimentOptions, log: "Log") -> None:
 
 
 def _result_of(folder: Path, name: str, stated: dict[str, Any]) -> Result:
-    """The result that a folder holds. Raises InputError if it is of another probe, or by other settings."""
+    """Return the result that a folder holds. Raises InputError if it is of another probe, or by other settings."""
     result = read_result(folder)
     if (result.experiment, result.settings) != (name, stated):
         raise InputError(
@@ -123,7 +123,7 @@ def _result_of(folder: Path, name: str, stated: dict[str, Any]) -> Result:
 
 
 def read_settings(options: ExperimentOptions) -> Any:
-    """The settings of the named probe: its defaults, the options, the fields.
+    """Return the settings of the named probe: its defaults, the options, the fields.
 
     Raises:
         InputError: as `experiment`.

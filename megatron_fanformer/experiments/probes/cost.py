@@ -93,7 +93,9 @@ def cost(preset: FANformerConfig, settings: CostSettings) -> Cost:
 
 
 def _peak_bytes(config: FANformerConfig, length: int) -> int:
-    """The most that is alive in a forward pass of one sequence in half precision, logits of all tokens included."""
+    """Return the most that is alive in a forward pass of one sequence in half precision, logits of all tokens
+    included.
+    """
     with FakeTensorMode(), torch.no_grad():
         model = _model(config, torch.float16, "sdpa")
         ids = torch.zeros(1, length, dtype=torch.long)

@@ -180,7 +180,7 @@ def train(
 
 
 def _batches(pairs: Pairs, settings: HolesSettings, seed: int) -> Iterator[Tensor]:
-    """Numbers of pairs outside the hole, as many batches as there are steps; every epoch in a new order."""
+    """Yield numbers of pairs outside the hole, as many batches as there are steps; every epoch in a new order."""
     outside = torch.nonzero(~pairs.in_hole_n)[:, 0]
     order = torch.Generator().manual_seed(seed)
     size = min(settings.batch_size, len(outside))

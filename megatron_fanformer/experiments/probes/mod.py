@@ -138,7 +138,7 @@ def target(t: Tensor) -> Tensor:
 
 
 def train(model: nn.Module, training: Training, seed: int) -> None:
-    """AdamW on the mean square error, over samples that the seed alone decides."""
+    """Minimize the mean square error by AdamW, over samples that the seed alone decides."""
     samples = torch.Generator().manual_seed(seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=training.rate)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: cosine(step, training.steps))

@@ -24,13 +24,15 @@ class Measured:
 
 
 def ratio_interval(values: Sequence[float]) -> tuple[float, float] | None:
-    """95% of the geometric mean of one ratio for each seed: of their logarithms; None for fewer than two."""
+    """Return the 95% interval of the geometric mean of one ratio per seed, from logarithms; None for fewer than two."""
     interval = mean_of([math.log(value) for value in values]).interval
     return None if interval is None else (math.exp(interval[0]), math.exp(interval[1]))
 
 
 def below(interval: tuple[float, float] | None, none: float) -> bool | None:
-    """The rule of every effect that is a decrease: the whole interval is below "no difference"; None without one."""
+    """Return the rule of every effect that is a decrease: the whole interval is below "no difference"; None without
+    one.
+    """
     return None if interval is None else interval[1] < none
 
 

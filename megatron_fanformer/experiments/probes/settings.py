@@ -114,7 +114,7 @@ class ModSettings(Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class HolesSettings(Settings):
-    """Leave-Square-Out: arithmetic on pairs of numbers, of which a square is never trained on."""
+    """Leave-Square-Out: arithmetic on pairs of numbers, with a square of them left out of the training."""
 
     OF_CHECKPOINTS = ("checkpoints", "tasks", "half_side", "temperature")
 

@@ -31,7 +31,7 @@ NOT_LEARNT = ("checkpoint", "logging", "runtime")  # sections that do not decide
 
 @dataclass(frozen=True, kw_only=True)
 class Dynamics:
-    """The losses of B less those of A, of runs with the same seed."""
+    """Losses of B minus those of A, from pairs of runs with the same seed."""
 
     names: tuple[str, str]
     """The difference between A's and B's configurations, such as `model.fan.placement none`."""
@@ -58,7 +58,9 @@ class Dynamics:
         return found
 
     def part(self, *, late: bool) -> Mean:
-        """The mean difference over the first, or the last, fifth of the steps, with its interval over the seeds."""
+        """Return the mean difference over the first, or the last, fifth of the steps, with its interval over the
+        seeds.
+        """
         count = max(1, round(PART * len(self.steps)))
         chosen = self.raw[:, -count:] if late else self.raw[:, :count]
         return mean_of(chosen.mean(axis=1).tolist())
@@ -155,7 +157,7 @@ def _names(a: dict[str, Any], b: dict[str, Any]) -> tuple[str, str]:
 
 
 def _losses(run: Path) -> dict[int, tuple[float, int]]:
-    """Loss and tokens so far, by step; skipped steps have none."""
+    """Return loss and tokens so far, by step; skipped steps have none."""
     try:
         metrics = read_metrics(run)
     except FileNotFoundError:

@@ -21,7 +21,7 @@ DETERMINING = ("model", "data", "optimizer", "schedule", "training")
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """A cell as its folder shows it."""
+    """The state of a cell, as its folder shows it."""
 
     cell: Cell
     state: State
@@ -173,7 +173,9 @@ def size_of(sweep: Sweep, cell: Cell) -> float:
 
 
 def parameters_of(cell: Cell) -> int:
-    """A cell's parameters outside the embedding and the head, as the paper counts its Transformers' (268M at 300M)."""
+    """Return a cell's parameters outside the embedding and the head, as the paper counts its Transformers' (268M at
+    300M).
+    """
     model = cell.config.model
     return model.num_parameters - model.padded_vocab_size * model.hidden_size * (
         1 + model.untie_embeddings_and_output_weights

@@ -65,7 +65,7 @@ def _status_lines(found: Sweep) -> Iterator[str]:
 
 
 def _plan_lines(found: Sweep, machine: Machine | None, gpus: int) -> Iterator[str]:
-    """A row for each point: what one cell of it has and takes, and what all of them take together."""
+    """Yield a row for each point: what one cell of it has and takes, and what all of them take together."""
     done = outcomes(found)
     rate = _measured_rate(done)
     rows: list[Row] = []

@@ -130,7 +130,7 @@ def read_sweep(file: Path, *, needs_data: bool) -> Sweep:
 
 
 def _cells(config: SweepConfig, base: dict[str, Any]) -> Iterator[tuple[str, dict[str, str], bool, dict[str, Any]]]:
-    """Name, points, whether it is for tuning, and configuration of every cell."""
+    """Yield name, points, whether it is for tuning, and configuration of every cell."""
     training = overlaid(base, nested(config.changes or {})).get("training")
     first_seed = training.get("seed", TrainingConfig.seed) if isinstance(training, Mapping) else TrainingConfig.seed
     if type(first_seed) is not int:

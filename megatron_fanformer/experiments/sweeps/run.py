@@ -75,7 +75,7 @@ def write_configuration(cell: Cell) -> None:
 
 
 class _Runs:
-    """The processes of cells, so many at once, each until its end or until a signal comes."""
+    """Processes of cells, at most `jobs` at a time, each until it ends or a signal stops it."""
 
     def __init__(self, sweep: Sweep, log: Callable[[str], None], command: Sequence[str], jobs: int) -> None:
         self.received: deque[signal.Signals] = deque()

@@ -14,7 +14,7 @@ from megatron_fanformer.experiments.sweeps.file import Cell, Sweep
 
 
 class Choice(NamedTuple):
-    """What was found on the tuned axis at one point of every other axis."""
+    """The tuned axis's result at one point of every other axis."""
 
     points: dict[str, str]
     """Its point on each of the other axes."""

@@ -11,7 +11,7 @@ from megatron_fanformer.runtime import device
 
 @dataclass(frozen=True, kw_only=True)
 class SweepOptions:
-    """Describe what `sweep` takes."""
+    """Options of `sweep`."""
 
     file: Path = argument(metavar="FILE")
     """The sweep (YAML), such as examples/sweeps/variants.yaml."""

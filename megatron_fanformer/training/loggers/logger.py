@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
-    """Describe where a run begins to log: at its start, where it resumes, or where it goes back to."""
+    """Where a run begins to log: at its start, where it resumes, or where it goes back to."""
 
     run: Path
     """The run's folder."""

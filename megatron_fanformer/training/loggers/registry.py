@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class LoggingConfig(*_FIELDS):  # type: ignore[misc]  # the table's, whichever they are
-    """Configure what is recorded, and how often it is shown."""
+    """What is recorded, and how often it is shown."""
 
     norm_interval: int | None = 100
     """Steps between norms of weights and updates, and peak memory; null: none."""
@@ -74,7 +74,7 @@ def logger_problems(config: LoggingConfig) -> list[str]:
 
 
 class Loggers:
-    """Hold all loggers of a run; every rank has one, and those of rank 0 write.
+    """All loggers of a run; every rank has one, and those of rank 0 write.
 
     What a logger that `is_needed` cannot take ends the run. Any other logger that fails is left out from then on, with
     a warning: a network that is gone is no reason to stop training.
