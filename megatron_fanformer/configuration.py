@@ -63,7 +63,7 @@ def build(values: Mapping[str, Any], owner: type[Config], prefix: str = "", *, a
 
     Args:
         prefix: what precedes the names in messages, such as `model.`.
-        advice: what to tell about a key that the dataclass does not have; else the key most like it is named.
+        advice: returns what to report about a key that the dataclass does not have; else the key most like it is named.
 
     Raises:
         InputError: keys are unknown or missing, or values have a wrong type; one line each, with the dotted name.
@@ -291,7 +291,7 @@ def read_overrides(arguments: Sequence[str], *, advice: Advice = no_advice) -> d
     counts.
 
     Args:
-        advice: what to tell about an argument that is neither.
+        advice: returns what to report about an argument that is neither.
 
     Raises:
         InputError: an argument is neither, or a value is not valid YAML.

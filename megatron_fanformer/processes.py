@@ -17,9 +17,9 @@ from typing import Any, BinaryIO
 from megatron_fanformer.errors import Interrupted
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
-"""The signals that ask a run to save and stop."""
+"""Signals on which a run saves and stops."""
 SAVE_SIGNAL = signal.SIGUSR2
-"""The signal that asks a run to save and go on."""
+"""Signal on which a run saves and goes on."""
 NOTHING_LOST = "with no step in progress; nothing is lost, run the same command to continue"
 PR_SET_PDEATHSIG = 1  # prctl(2)
 LENGTH = struct.Struct("<Q")
@@ -145,8 +145,8 @@ def signals_to(handler: Callable[[signal.Signals], None], *, is_last: bool = Fal
     """Pass the signals to stop and to save to a function, which only notes them; restores the earlier handlers after.
 
     Args:
-        is_last: after this block there is nothing to stop any more: what remains of an `ended_by_stop_signals` block
-            around it goes on, whatever signal comes.
+        is_last: nothing needs stopping after this block: the rest of an `ended_by_stop_signals` block around it
+            continues, whatever signal comes.
     """
 
     def handle(number: int, _frame: Any) -> None:

@@ -175,7 +175,7 @@ def phases(first: str) -> Iterator[Report]:
     """Shows what is under way: in a terminal on its last line, elsewhere by a line with its seconds once it has ended.
 
     Args:
-        first: what a terminal shows until something is told.
+        first: what a terminal shows until the first report.
     """
     from rich.console import Console
 

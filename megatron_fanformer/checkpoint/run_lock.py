@@ -168,7 +168,7 @@ def _links(entry: Path, path: Path) -> bool:
 
 
 def _holder(path: Path) -> Holder:
-    """Who holds a lock. Of one that is empty or damaged nobody is known, and its times decide."""
+    """Read the holder of a lock. An empty or damaged one has no known holder, and its times decide."""
     content, _ = _read(path)
     with suppress(msgspec.MsgspecError, UnicodeDecodeError):
         holder = msgspec.json.decode(content, type=Holder)

@@ -139,7 +139,7 @@ def remove(folder: Path) -> None:
                 folder.unlink()
             else:
                 shutil.rmtree(folder)
-        except OSError as error:  # another removes it, too, or the store is briefly unwell
+        except OSError as error:  # another process removes it too, or the store fails for a moment
             last = error
     if last is not None and os.path.lexists(folder):
         logger.warning("%s could not be removed (%s); remove it by hand", folder, last.strerror)

@@ -121,7 +121,7 @@ def identify_data(config: DataConfig, survey: DataSurvey, *, samples: int | None
     """Identify the data of a run by the files that `survey` found.
 
     Args:
-        samples: the number of training samples asked for, where their order depends on it.
+        samples: the number of training samples requested, where their order depends on it.
 
     Raises:
         InputError, CorruptError: a file, a manifest or the tokenizer cannot be read.

@@ -20,7 +20,7 @@ from megatron_fanformer.errors import InputError
 
 
 class Conversations:
-    """The conversations of a set of chats, numbered source after source; of a part of each where they are split.
+    """Conversations of a set of chats, numbered source after source; with a split, those of one part of each source.
 
     Raises:
         InputError: no such files, or a part without conversations.
@@ -41,7 +41,7 @@ class Conversations:
         """[n] int64, tokens of each."""
         if not self.lengths.any():
             of_part = "" if split is None else f" left for {PART_NAMES[part]} by data.split {split}"
-            raise InputError(f"{', '.join(prefixes)}: no conversation is{of_part or ' there'}; name more chats")
+            raise InputError(f"{', '.join(prefixes)}: no conversation is{of_part or ' in them'}; name more chats")
 
     def place(self, number: int) -> tuple[ChatFiles, int]:
         """Return the files of a conversation, and its number there."""

@@ -15,7 +15,7 @@ from megatron_fanformer.errors import InputError
 
 TRAIN, VALIDATION = 0, 1  # positions in PART_NAMES, and in megatron-core's lists
 
-MID_LEVEL_SURPLUS = 0.005  # by which megatron-core asks each source of a blend for more than its share
+MID_LEVEL_SURPLUS = 0.005  # by which megatron-core requests more of each source of a blend than its share
 
 Sizes = dict[int, int | None]
 """Samples by part; None: one epoch."""

@@ -136,7 +136,7 @@ def _run(request: EvaluationRequest, jobs: "Jobs", grid: "RankGrid") -> None:
         _print_results(request, results)
 
 
-# -- what is asked
+# -- options
 
 
 def read_options(options: EvaluateOptions, local: Local, *, world_size: int | None = None) -> EvaluationRequest:

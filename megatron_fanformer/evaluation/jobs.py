@@ -94,7 +94,7 @@ def find_jobs(request: EvaluationRequest) -> Jobs:
         key = (source.config.seq_length, source.config.vocab_size, source.end_of_text_id, digest)
         if key not in known:
             if texts and tokenizer is not None:
-                # where choice tasks are asked for, too, their survey checks the file against the tokenizer
+                # where choice tasks are requested, too, their survey checks the file against the tokenizer
                 file = None if choices or list(texts) == [ULOGIC] else request_file
                 found += _text_problems(request, source, tokenizer, texts, file)
             batch_tokens = request.options.batch_tokens
@@ -130,7 +130,7 @@ def _survey(
 def _text_problems(
     request: EvaluationRequest, source: ModelSource, tokenizer: Path, texts: Documents, file: RequestFile | None
 ) -> list[str]:
-    """List what keeps a model from writing the answers that are asked for."""
+    """List what keeps a model from writing the requested answers."""
     found: list[str] = []
     read = collect_problems(found, partial(load_tokenizer, tokenizer, eod_id=source.end_of_text_id))
     if read is not None:
@@ -145,7 +145,7 @@ def _text_problems(
 def _tasks(
     request: EvaluationRequest, request_file: RequestFile | None, problems: list[str]
 ) -> tuple[list[str], Documents]:
-    """Return the names of the choice tasks, and the documents of the generation tasks that are asked for."""
+    """Return the names of the requested choice tasks, and the documents of the generation tasks."""
     texts: Documents = {}
     choices: list[str] = []
     limit = request.evaluation.limit

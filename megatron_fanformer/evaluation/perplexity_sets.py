@@ -1,6 +1,6 @@
 """Perplexity sets: which files they are, and how their tokens are cut into pieces that are scored by themselves.
 
-The paper's two groups are OLMo's, of which there is no package: whoever has them has them as OLMo lays them out, in one
+The paper's two groups are OLMo's. There is no package of them: whoever has them has them as OLMo lays them out, in one
 of its ways (`PLACES`, `FORMS`). Nothing here imports torch.
 """
 

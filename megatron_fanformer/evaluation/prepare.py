@@ -94,7 +94,7 @@ def prepare_requests(
 
     Raises:
         InputError: a task is unknown, a continuation longer than the context, the library not installed, the tokenizer
-            unreadable, or `output` there already.
+            unreadable, or `output` already exists.
         OSError: it cannot be written.
     """
     began = time.monotonic()
@@ -102,7 +102,7 @@ def prepare_requests(
     if not named:
         raise InputError("no task is named; name some, or a group such as paper")
     if context_length < 1 or (limit is not None and limit < 1):
-        raise InputError(f"context length {context_length} and limit {limit} must be 1 at least; choose them so")
+        raise InputError(f"context length {context_length} and limit {limit} must be at least 1; raise what is below")
     if output.exists():
         raise InputError(f"{output} already exists; name another file, or remove it")
     encoder = load_tokenizer(tokenizer)

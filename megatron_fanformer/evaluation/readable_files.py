@@ -70,7 +70,7 @@ def refuse_files(home: str) -> None:
 
 
 def _of_python() -> list[Path]:
-    """Return the standard library and what is installed, but for the tasks."""
+    """Return the paths of the standard library and of installed packages, without those of the tasks."""
     folders = {Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "platstdlib", "purelib", "platlib")}
     folders |= {Path(name).resolve() for name in sys.path if Path(name).name in SITES}
     folders |= {folder / site for folder in folders for site in SITES}

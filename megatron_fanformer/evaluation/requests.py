@@ -1,4 +1,4 @@
-"""The request file: what a model is asked in each task, as token ids, with all that its scores need.
+"""The request file: the requests of each task as token ids, with all that their scores need.
 
 It is written once, where the tasks' data are (`evaluate --prepare`), and read wherever a model is scored, which needs
 neither the data nor their library. It is a safetensors file: the arrays of a task as `TASK/ids` and so on, the rest as
@@ -46,7 +46,7 @@ AGAIN = "write it again with `evaluate --prepare`"
 class TaskRequests:
     """The n requests of one task, sorted by document, then choice.
 
-    A request is a context and a continuation; what is asked is the log-probability of the continuation's tokens behind
+    A request is a context and a continuation; it asks for the log-probability of the continuation's tokens behind
     the context.
     """
 

@@ -138,7 +138,7 @@ def losses_of_rows(
         read: the ids of a row, by its number, [its length].
         batch_tokens: about how many tokens a micro batch has: one row at the least.
         scored: [n] of how many of a row's last ids the losses are summed; None: of all but its first.
-        shall_stop: asked before each batch, on every rank equally often; its answer must be the same on all.
+        shall_stop: called before each batch, on every rank equally often; it must return the same on all.
 
     Returns:
         [n] float64, in the rows' order, the same on every rank.

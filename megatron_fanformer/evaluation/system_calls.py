@@ -26,7 +26,7 @@ WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
 SOCKET_OF_DATAGRAMS = 2
 OWNER_OF_SIGNALS = 8  # in F_SETOWN, F_SETSIG and F_SETOWN_EX: which process a file's signals go to, and which ones
 # In FIOSETOWN and SIOCSPGRP, which do what F_SETOWN does, and in what gives the kernel a value (_IOW), as for a file's
-# attributes; not in the old ones that tell of terminals and pipes.
+# attributes; not in the old ones that report terminals and pipes.
 GIVING_OR_OF_SOCKETS = 0x40008000
 
 _Numbers = tuple[int | None, int | None]

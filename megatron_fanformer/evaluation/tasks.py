@@ -151,7 +151,7 @@ def resolve(names: Sequence[str]) -> list[Task]:
     """Return the tasks of names and groups, each once, in the order named.
 
     Raises:
-        InputError: a name is neither; one line for each, with what may be meant.
+        InputError: a name is neither; one line for each, with similar names.
     """
     unknown = [name for name in names if name not in GROUPS and name not in TASKS]
     if unknown:

@@ -99,11 +99,12 @@ def evaluate(
     *,
     log: Log = lambda line: None,
 ) -> dict[str, Any]:
-    """Judge rules and negations by the likelihood of True and False, and by the text that the model writes, greedy.
+    """Judge rules and negations by the likelihood of True and False, and by the model's greedy text.
 
     Returns:
-        As `generation_tasks.evaluate`. `likelihood` and `generation` are the shares of rules judged rightly with their
-        negations, also by the number of premises; `…_alike` those judged as their negations are, which contradicts.
+        As `generation_tasks.evaluate`. `likelihood` and `generation` are the shares of rules that are judged
+        correctly with their negations, also by the number of premises; `…_alike` the shares judged like their
+        negations, a contradiction.
 
     Raises:
         InputError, DivergenceError: as `generation_tasks.evaluate`.

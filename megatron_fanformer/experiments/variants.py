@@ -109,7 +109,7 @@ def recognised(shapes: Mapping[str, Shape], format: Format = "megatron") -> list
     """Return the variants that a model with these tensors can be, by their names and shapes alone.
 
     Transformer and FFN <- FAN are recognised for certain. ATM and ATL have the same tensors, as have original FAN and
-    FANformer: a GELU on g has no weights, and only a checkpoint's configuration tells of it.
+    FANformer: a GELU on g has no weights, and only a checkpoint's configuration shows it.
 
     Args:
         shapes: of all tensors, by their names in that format.

@@ -76,7 +76,7 @@ RULES: dict[str, tuple[str, tuple[Any, ...]]] = {
 }
 """By argument: its flag, whose reason `foreign_names` has, and what it must be, as every model here is built.
 
-No tensor would tell. The first is taken where a version of Megatron-LM has no such argument.
+No tensor would show it. The first is taken where a version of Megatron-LM has no such argument.
 """
 DROPOUT = ("hidden_dropout", "attention_dropout")  # leaves no trace in a model that does not train
 
@@ -89,7 +89,7 @@ def open_megatron_lm(
     The tensors have our own names, one for each layer, and are read on request.
 
     Args:
-        config: a configuration file; the fields in its section `model` come before what the checkpoint tells.
+        config: a configuration file; the fields in its section `model` come before what the checkpoint states.
 
     Raises:
         InputError: the model cannot be built here (all reasons at once), or a field of it is not known.
@@ -206,7 +206,7 @@ def _fields(arguments: Arguments) -> dict[str, Any]:
 
 
 def _fan(folder: Path, arguments: Arguments, stated: Mapping[str, Any], shapes: Mapping[str, Tensor]) -> Any:
-    """Return what the tensors tell of FAN, and what is stated of it."""
+    """Return the FAN that the tensors show, and what is stated of it."""
     seen = fan_of_tensors({name: tuple(tensor.shape) for name, tensor in shapes.items()})
     of_user = stated.get("fan") or {}
     if not isinstance(of_user, dict):

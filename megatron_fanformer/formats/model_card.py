@@ -15,7 +15,7 @@ from megatron_fanformer.markdown import as_text
 from megatron_fanformer.model.config import FANformerConfig
 
 RECEIPT = "receipt.json"
-TOLD_VERSIONS = ("megatron-fanformer", "megatron-core", "torch", "transformers")
+CARD_VERSIONS = ("megatron-fanformer", "megatron-core", "torch", "transformers")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,7 +116,7 @@ print(tokenizer.decode(answer, skip_special_tokens=True))
 def receipt_section(content: dict[str, Any] | None) -> str:
     """Return how the weights were converted, and what the receipt next to the card says; None: there is none."""
     known = versions()
-    made_with = ", ".join(f"{name} {known[name]}" for name in TOLD_VERSIONS)
+    made_with = ", ".join(f"{name} {known[name]}" for name in CARD_VERSIONS)
     if content is None:
         said = "The conversion was not verified: there is no receipt."
     else:

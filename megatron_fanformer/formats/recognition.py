@@ -75,7 +75,7 @@ def recognise(path: str | Path, wanted: Sequence[Kind] = KINDS) -> Target:
 
     Raises:
         InputError: it is none of them; says what it is, if known, and names all accepted kinds.
-        CorruptError: its configuration, the only way to tell, cannot be read.
+        CorruptError: its configuration, which alone shows the kind, cannot be read.
     """
     try:
         target = _recognise(str(path), wanted)
@@ -91,7 +91,7 @@ def checkpoint_of(target: Target) -> Path:
 
     Raises:
         InputError: the run has none yet.
-        CorruptError: the run's pointer to its latest names none.
+        CorruptError: the run's `latest` names no checkpoint.
     """
     found = target.path if target.kind == "checkpoint" else store.latest_checkpoint(target.path)
     if found is None:
@@ -131,7 +131,7 @@ def find_checkpoint(path: str | Path) -> Path:
 
     Raises:
         InputError: it is of another kind, or a run without one.
-        CorruptError: the run's pointer to its latest names none.
+        CorruptError: the run's `latest` names no checkpoint.
     """
     return checkpoint_of(recognise(path, OURS))
 

@@ -74,9 +74,9 @@ def _swap_halves(tensor: Tensor) -> Tensor:
 
 
 def vocabulary_multiple(vocab_size: int, rows: int) -> int:
-    """Return what Megatron pads `vocab_size` token ids to a multiple of, so that there are `rows`.
+    """Return the multiple to which Megatron pads `vocab_size` token ids, so that they make `rows` rows.
 
-    That is its usual multiple or, where that gives another number, the rows themselves.
+    That is its usual multiple, or `rows` itself where the usual one gives another number.
     """
     usual = FANformerConfig.make_vocab_size_divisible_by
     return usual if -(-vocab_size // usual) * usual == rows else rows

@@ -158,7 +158,7 @@ def _check_output(
             learned = count_learned(folder / output.files[end].path)
             _compare(path, f"learned_tokens and those of {prefix}{end}", output.learned_tokens, learned)
     if ".ledger.parquet" in output.files:
-        # a ledger of chats, which are never in parts, tells of refused lines too
+        # a ledger of chats, which are never in parts, has rows of refused lines too
         refused = manifest.refused if isinstance(manifest, Manifest) and manifest.settings.chat is not None else {}
         check_ledger(prefix, output, lengths, refused=sum(refused.values()))
 

@@ -55,7 +55,7 @@ class FANSelfAttention(SelfAttention):
         _connect(config, self.fan, self.linear_qkv)
 
     def set_for_recompute_input_layernorm(self) -> None:
-        """megatron-core asks for it in FP8, where the layer that reads the recomputed norm is FAN's here, not QKV."""
+        """Called by megatron-core in FP8; the layer that reads the recomputed norm is FAN's here, not QKV."""
         _keep_input_as_it_is(self.fan.linear)
 
     def get_query_key_value_tensors(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:

@@ -301,8 +301,8 @@ class PrecisionConfig:
     """Matrix products in FP8 (docs/gpu.md#fp8): `e4m3` throughout, or `hybrid`, with e5m2 gradients. Needs bf16
     weights."""
     fp8_recipe: Literal["delayed", "tensorwise", "blockwise", "mxfp8"] = "tensorwise"
-    """Scales are of the current tensor (`tensorwise`), past steps (`delayed`), blocks of 128 (`blockwise`), or blocks
-    of 32 in hardware (`mxfp8`, Blackwell)."""
+    """Scales come from the current tensor (`tensorwise`), past steps (`delayed`), each block of 128 (`blockwise`), or
+    each block of 32 in hardware (`mxfp8`, Blackwell)."""
     fp8_amax_history_len: int = 1024
     """With `delayed`: micro batches in the history."""
     fp8_amax_compute_algo: Literal["max", "most_recent"] = "max"

@@ -169,7 +169,7 @@ class Activation(NamedTuple):
         return grad_pre_tsbk
 
     def reduce_scatter(self, grad_pre_tsbk: Tensor) -> Exchanged:
-        """Start to sum the gradient over the ranks, of which each keeps that of its rows, [s, b, k]."""
+        """Start to sum the gradient over the ranks; each keeps that of its rows, [s, b, k]."""
         if self.shard.ranks == 1:
             return Exchanged(grad_pre_tsbk.squeeze(0))
         grad_pre_sbk = torch.empty_like(grad_pre_tsbk[0])

@@ -42,7 +42,7 @@ class KernelsConfig:
 
     @property
     def fuses_gradient_accumulation(self) -> bool:
-        """Return whether it was chosen or asked for: a model that is not trained has no buffer to add to."""
+        """Return whether it was chosen or configured: a model that is not trained has no buffer to add to."""
         return bool(self.gradient_accumulation_fusion)
 
     def loss_chunk_tokens(self, logit_columns: int, element_bytes: int, *, on_cpu: bool) -> int:

@@ -61,7 +61,7 @@ def resolve_transformer_impl(wanted: TransformerImpl) -> Literal["local", "trans
     """Resolve `auto` to Transformer Engine where it imports.
 
     Raises:
-        InputError: Transformer Engine is asked for and cannot be used.
+        InputError: Transformer Engine is requested and cannot be used.
     """
     if wanted == "local":
         return "local"

@@ -189,7 +189,7 @@ class TorchCoreAttention(MegatronModule):
 
 
 class RMSNorm(torch.nn.Module):
-    """RMSNorm that tells Megatron to sum its weight's gradient under sequence parallelism.
+    """RMSNorm whose weight's gradient Megatron sums under sequence parallelism.
 
     (megatron-core's wrapper of torch's own refuses to run there.)
     """

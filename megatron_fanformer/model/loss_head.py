@@ -171,7 +171,7 @@ def _whole_sequence(x_sbh: Tensor, head: LossHead) -> Tensor:
 
 
 class _Gradients:
-    """Gradients of the masked sum of losses by the hidden states and by the weight, chunk by chunk."""
+    """Gradients of the masked sum of losses with respect to the hidden states and the weight, chunk by chunk."""
 
     def __init__(self, x_sbh: Tensor, weight_vh: Any, head: LossHead) -> None:
         self.weight, self.head = weight_vh, head

@@ -111,7 +111,7 @@ def run_layouts(
         report: is called with what runs next.
 
     Raises:
-        InputError: this machine has not what a layout asks for.
+        InputError: this machine lacks what a layout needs.
     """
     with _started_pool(config, run, named) if pool is None else nullcontext(pool) as ranks:
         calibration = calibrate(config, run, list(named.values()), ranks, report)

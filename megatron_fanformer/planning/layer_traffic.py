@@ -168,9 +168,7 @@ def _gather_gradient(job: Job, reader: str) -> Iterator[Term]:
 
 
 def _sum(job: Job, purpose: str, message_bytes: int | None = None) -> Iterator[Term]:
-    """Yield a sum over the ranks, of [c, b, h] unless stated, of which sequence parallelism leaves each rank its
-    part.
-    """
+    """Yield a sum over the ranks, of [c, b, h] unless stated; under sequence parallelism each rank keeps its part."""
     kind = "reduce-scatter" if job.parallel.sequence_parallel else "all-reduce"
     yield Term("tp", kind, purpose, message_bytes or job.hidden_bytes)
 

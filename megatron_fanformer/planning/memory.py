@@ -211,7 +211,7 @@ def chunks_in_flight(job: Job, stage: int) -> int:
 
 
 def _chunk_rise(shapes: LayerShapes, layer: Rise, layers: int) -> Rise:
-    """Return a chunk of layers, of which `full` recomputation keeps inputs alone and makes the rest again.
+    """Return a chunk of layers; `full` recomputation keeps only its inputs and recomputes the rest.
 
     (Made again are all but the first layer's input, and the last one's output.)
     """

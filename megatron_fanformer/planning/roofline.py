@@ -54,7 +54,7 @@ class Operation(NamedTuple):
     """Elements of a product's input and of its output's gradient, which FP8 casts."""
 
 
-@functools.lru_cache(maxsize=1 << 12)  # a search asks about the same layer in many layouts
+@functools.lru_cache(maxsize=1 << 12)  # a search computes the same layer in many layouts
 def layer_operations(
     model: FANformerConfig,
     *,

@@ -79,7 +79,7 @@ def step_time(job: Job, machine: Machine, *, overlaps_tensor_parallel: bool = Fa
 
     Raises:
         ValueError: the layers do not divide evenly over the stages.
-        InputError: the machine has no FP8, which the job asks for.
+        InputError: the machine has no FP8, which the job uses.
     """
     seconds = _Seconds(job, machine, overlaps_tensor_parallel)
     stages = seconds.stages()

@@ -35,7 +35,7 @@ def shared_memory_collectives(*, enabled: bool) -> Iterator[None]:
 def install() -> None:
     """Replace the methods of process groups by which torch.distributed's functions sum and gather.
 
-    Where the ranks are not CPUs of one machine, or what is asked for is not a sum or a maximum of numbers, or is
+    Where the ranks are not CPUs of one machine, or the operation is not a sum or a maximum of numbers, or is
     refused by gloo, they do as before; so does everything where `shared_memory_collectives` turns them off.
     """
     for names, pieces_of in (

@@ -30,7 +30,7 @@ def resolve_device(wanted: Literal["auto", "cuda", "cpu"]) -> DeviceKind:
     """Return the device to run on; `auto` uses a usable GPU, else the CPU.
 
     Raises:
-        InputError: CUDA is asked for and not usable, or a GPU's driver is loaded that this torch cannot use: a
+        InputError: CUDA is configured and not usable, or a GPU's driver is loaded that this torch cannot use: a
             broken installation must not silently start a CPU run.
     """
     import torch

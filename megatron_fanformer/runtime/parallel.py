@@ -67,7 +67,7 @@ class RankGrid:
 
     @property
     def sharding_metadata(self) -> dict[str, Any]:
-        """Return what megatron-core asks when it names shards: one name per layer."""
+        """Return the metadata by which megatron-core names shards: one name per layer."""
         return {
             "non_homogeneous_layers": True,
             "dp_cp_group": self.groups.dp_cp,
@@ -134,7 +134,7 @@ def cpu_kernels_of(config: RuntimeConfig, kind: devices.DeviceKind) -> Iterator[
     Otherwise weights that ranks share would drift apart.
 
     Raises:
-        InputError: they are asked for, and a rank cannot have them.
+        InputError: they are configured, and a rank cannot build them.
     """
     wanted = kind == "cpu" and config.cpu_kernels != "torch"
     problem = cpu_kernels.load(devices.cache_folder()) if wanted else "they are not asked for"

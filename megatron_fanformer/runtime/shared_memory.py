@@ -65,7 +65,7 @@ class GroupMemory:
         return cls._of_group[group]
 
     def write(self, written: Written) -> Buffers:
-        """Write this rank's share, and tell the others; what to read once they told, too (see wait).
+        """Write this rank's share and notify the others; returns what to read after their notices (see wait).
 
         Raises:
             RuntimeError: one of them has ended.
@@ -95,15 +95,15 @@ class GroupMemory:
 
 
 def _connect(gloo: Any) -> GroupMemory | None:
-    """Memory with pipes, which all ranks have; None where one cannot.
+    """Return memory and pipes that all ranks of a group share; None if one rank cannot have them.
 
-    Neither has a name in a file system: they are gone with the last of their processes, however that ends.
+    Neither has a name in a file system, so both vanish with the last process that holds them, however it ends.
     """
     rank, size = gloo.rank(), gloo.size()
     key = secrets.randbits(62)
     own = [-1] * (1 + size)  # the memory, and where each rank is to write
     incoming = []
-    with contextlib.suppress(OSError, AttributeError):  # not allowed here, too many, not on this system
+    with contextlib.suppress(OSError, AttributeError):  # refused, too many open files, or another system
         own[0] = os.memfd_create(_NAME)
         os.write(own[0], key.to_bytes(8, "little"))
         os.ftruncate(own[0], 2 * PIECE_BYTES)
@@ -122,7 +122,7 @@ def _connect(gloo: Any) -> GroupMemory | None:
     is_connected = torch.tensor([len(buffers) == size and len(outgoing) == size - 1], dtype=torch.uint8)
     options = dist.AllreduceOptions()
     options.reduceOp = dist.ReduceOp(dist.ReduceOp.MIN)
-    gloo.allreduce([is_connected], options).wait()  # and no key is read any more
+    gloo.allreduce([is_connected], options).wait()  # from here on no rank reads a key
     _close([descriptor for descriptor in own if descriptor >= 0])
     if not is_connected:
         _close([*incoming, *outgoing])

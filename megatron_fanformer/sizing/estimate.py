@@ -100,7 +100,7 @@ def problems_of_layout(config: RunConfig) -> list[str]:
 
 
 def job_of(config: RunConfig, gpus: int) -> Job:
-    """Return a legal configuration of `for_machine`, as the formulas are asked about it."""
+    """Return a legal configuration of `for_machine` as the formulas take it."""
     replicas = config.parallel.resolve_data_parallel_size(gpus)
     on_cpu = config.runtime.device == "cpu"
     pays = not on_cpu and replicas * config.parallel.context_parallel_size > 1

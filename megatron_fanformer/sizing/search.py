@@ -76,7 +76,7 @@ def search(config: RunConfig, gpus: int, machine: Machine) -> Findings:
     """Search all layouts of a configuration on that many GPUs.
 
     Layouts are taken in the order of a lower bound of their time, which those share that differ in recomputation and in
-    the pipeline's schedule alone. So few are asked for their own time and memory before the fastest that fit are known.
+    the pipeline's schedule alone. So few need their own time and memory computed before the fastest that fit are known.
     """
     rejections = _Rejections(config)
     legal = list(_legal(config, gpus, rejections))
@@ -155,7 +155,7 @@ class _Rejections:
     layouts: int = 0
 
     def add(self, messages: list[str], example: RunConfig | str, *, count: int = 1) -> None:
-        """More that are told these."""
+        """Add layouts that these problems reject."""
         for message in messages:
             rule = NUMBERS.sub("N", message)
             self.counts[rule] = self.counts.get(rule, 0) + count

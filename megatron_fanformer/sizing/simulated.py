@@ -44,7 +44,7 @@ def simulate_layout(estimate: Estimate, ranks: Sequence[int | str], *, processes
         processes: at a time; each takes less than a gigabyte.
 
     Raises:
-        InputError: the configuration asks for what cannot be simulated.
+        InputError: the configuration sets what cannot be simulated.
     """
     from megatron_fanformer.simulation.rank import first_rank_of_each_stage, simulate_ranks, with_few_micro_batches
 

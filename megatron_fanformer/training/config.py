@@ -64,9 +64,9 @@ class TrainingConfig:
     eval_iters: int = 10
     """Global batches of each validation set, always the same ones."""
     exit_interval: int | None = None
-    """Save and end (exit code 0) after each step that this divides."""
+    """Save and end (exit code 0) after a step whose number is a multiple of this."""
     exit_duration_in_mins: float | None = None
-    """Save and end (exit code 0) after the first step that ends so long after the start."""
+    """Save and end (exit code 0) after the first step that ends at least this many minutes after the start."""
     max_restarts: int = 0
     """Restarts in a row, without a new checkpoint in between, where `train` was started directly
     (docs/clusters.md#restarts)."""
@@ -100,7 +100,7 @@ class TrainingConfig:
             )
         if (self.train_iters is None) == (self.epochs is None):
             stated = "neither is given" if self.epochs is None else "both are given"
-            found.append(f"training.train_iters, training.epochs: {stated}, which say how long the run is; give one")
+            found.append(f"training.train_iters, training.epochs: {stated}; give one, which sets the run's length")
         return found
 
 

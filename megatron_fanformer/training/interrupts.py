@@ -1,7 +1,7 @@
-"""What interrupts a run: it is asked to stop, to save, to end in time.
+"""Interrupts of a run: requests to stop, to save, or to end in time.
 
-One rank is asked, and all act: the interrupts are summed with the numbers of every training step, and once more after
-an evaluation or a save, which may take minutes.
+One rank gets a request, and all act on it: the interrupts are summed with the numbers of every training step, and once
+more after an evaluation or a save, which may take minutes.
 """
 
 import logging
@@ -36,7 +36,7 @@ class InterruptListener:
     """Collects this rank's requests to stop, end or save.
 
     Args:
-        save_file: the file that asks for a save, which is removed once it is saved; None: no file.
+        save_file: the file whose presence requests a save, and which is removed after it; None: no file.
         minutes: since the start of the run's command, after which to end; None: never.
     """
 
@@ -72,7 +72,7 @@ class InterruptListener:
         try:
             self._file.unlink(missing_ok=True)
         except OSError as error:
-            logger.warning("%s cannot be removed (%s), and asks for no further save", self._file, error.strerror)
+            logger.warning("%s cannot be removed (%s), and requests no further save", self._file, error.strerror)
             self._file = None
 
 

@@ -22,7 +22,7 @@ from megatron_fanformer.training.recovery import TOTALS
 
 COMMAND = "  megatron-fanformer "  # what the line of one begins with
 PROMPT = "The"
-NEW_TOKENS = 64  # that `generate` adds to a prompt unless told otherwise, if the model's context has room for them
+NEW_TOKENS = 64  # that `generate` adds to a prompt by default, if the model's context has room for them
 SKIPPED_STEPS = TOTALS["skipped"]
 VALIDATION_PREFIX = f"{store.VALIDATION_LOSS}/"
 

@@ -195,7 +195,7 @@ def read_metrics(run: Path) -> list[dict[str, Any]]:
 
 
 def last_metrics(run: Path) -> dict[str, Any] | None:
-    """Return the metrics of the last step in a run's metrics.jsonl, of which only the end is read; None if there is
+    """Return the metrics of the last step in a run's metrics.jsonl(only the end is read); None if there is
     none.
     """
     with regular_file(run / METRICS).open("rb") as stream:

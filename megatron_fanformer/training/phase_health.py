@@ -39,7 +39,7 @@ DEAD_SPREAD = 2.0**-8
 COARSE_PHASE = 16.0
 """Smallest coarse phase: bf16's numbers are 1/8 apart from here on, and rounding moves a phase by 0.04 rad (root mean
 square), the noise that FP8 adds to a phase of any size (docs/fp8-phase.md)."""
-TOLD_SHARE = 0.05
+WARNED_SHARE = 0.05
 """Share of a layer's units above which the log warns of dead or coarse ones."""
 _SHIFT = 23 - BINS_PER_OCTAVE.bit_length() + 1  # of a float32's mantissa, what is finer than a bin
 _FIRST_BIN = (127 + LOWEST) * BINS_PER_OCTAVE
@@ -52,7 +52,7 @@ class PhaseHealth:
 
     Args:
         stages: this rank's chunks of the model.
-        interval: steps from one look to the next; None: none is taken.
+        interval: steps between measurements; None: never measure.
     """
 
     def __init__(self, stages: list[Any], model: FANformerConfig, grid: RankGrid, *, interval: int | None) -> None:
@@ -84,7 +84,7 @@ class PhaseHealth:
             yield
 
     def report_if_due(self, step: int) -> dict[str, list[float]]:
-        """Return by metric a number for each layer, if this step was read; a collective call then."""
+        """Return one number per layer for each metric; empty, and no collective call, unless this step was measured."""
         if not self._is_due(step):
             return {}
         sums, largest = self._over_all_ranks()
@@ -113,15 +113,15 @@ class PhaseHealth:
             "health/coarse_units": f"reach phases of {COARSE_PHASE:g} and more, which bf16 rounds by up to 1/16",
         }
         for name, reason in reasons.items():
-            shares = {layer: share for layer, share in enumerate(metrics[name]) if share > TOLD_SHARE}
+            shares = {layer: share for layer, share in enumerate(metrics[name]) if share > WARNED_SHARE}
             if new := [layer for layer in shares if (name, layer) not in self._reported]:
                 worst = max(new, key=shares.__getitem__)
                 logger.warning(
-                    "step %d  of the periodic units of layer %s more than %.0f%% %s (%.3g%% in layer %d); see "
+                    "step %d  more than %.0f%% of the periodic units of layer %s %s (%.3g%% in layer %d); see "
                     "docs/metrics.md#phase-health",
                     step,
+                    100 * WARNED_SHARE,
                     ", ".join(map(str, new)),
-                    100 * TOLD_SHARE,
                     reason,
                     100 * shares[worst],
                     worst,

@@ -110,7 +110,7 @@ def check_settings(config: RunConfig, world_size: int | None) -> CheckedSettings
     of_tokenizer = _tokenizer_problems(config)
     found += of_tokenizer
     evaluation = None
-    if not (of_tokenizer or of_sections):  # else the same would be told twice
+    if not (of_tokenizer or of_sections):  # else the same would be reported twice
         evaluation = collect_problems(found, lambda: _evaluation(config))
     if found and (config.checkpoint.mirror or is_url(config.checkpoint.load or "")):
         raise InputError("\n".join(found))  # nothing is fetched for a run that cannot start

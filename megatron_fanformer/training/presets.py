@@ -63,7 +63,7 @@ def _checkpoint_and_model(values: dict[str, Any]) -> tuple[str, FANformerConfig]
         try:
             return str(checkpoint), store.saved_model(checkpoint)
         except CorruptError:
-            continue  # which the start of the run tells
+            continue  # which the start of the run reports
     if load is None:
         raise InputError(f"{PRESET_KEY} is {FROM_CHECKPOINT}, but checkpoint.load names none; name one")
     if is_url(load):

@@ -57,7 +57,7 @@ class RecoveryConfig:
     """After so many bad steps, go back to the last checkpoint before them and skip them; 0: the first ends the run
     (exit code 4)."""
     max_rewinds: int = 2
-    """How often a run goes back without progress before it ends (exit code 4)."""
+    """How many times a run may go back without progress before it ends (exit code 4)."""
     iterations_to_skip: list[int] = field(default_factory=list)
     """Steps whose samples are skipped."""
 

@@ -1,7 +1,7 @@
 """Where a run's log goes: the standard `logging` module, set up once per process.
 
 Modules log what they do with `logging.getLogger(__name__)`. INFO is for the user: rank 0 prints it, above the live
-line. DEBUG is for whoever looks into a run afterwards. Both are in the log file, if one is asked for: one file per
+line. DEBUG is for whoever looks into a run afterwards. Both are in the log file, if there is one: one file per
 rank, with Python's warnings and the traceback of the error that ended the rank. What other ranks log is nowhere else.
 """
 
@@ -21,7 +21,7 @@ from megatron_fanformer.training.loggers.registry import LoggingConfig
 
 PACKAGE = "megatron_fanformer"
 PYTHON_WARNINGS = "py.warnings"  # the logger that logging.captureWarnings writes to
-SLOW_SECONDS = 1.0  # from which on the user is told what a run's start is at
+SLOW_SECONDS = 1.0  # after which a part of a run's start is logged
 UNWRITTEN_RECORDS = 10_000  # kept for the file; there is none yet while a run is being checked
 
 logger = logging.getLogger(__name__)

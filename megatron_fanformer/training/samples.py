@@ -1,6 +1,6 @@
 """The samples of a run: which datasets they come from, and which of them each step, rank and micro batch takes.
 
-The trainer takes its datasets here, and `inspect` asks here what a step took of them.
+The trainer takes its datasets from here, and `inspect` finds here what a step took of them.
 """
 
 from collections.abc import Iterator

@@ -43,7 +43,7 @@ def start_run(file: Path, overrides: Sequence[str], arguments: Sequence[str], lo
         log: the log file, if the command names one.
 
     Returns:
-        The run's folder; None where the run was complete before, which is told.
+        The run's folder; None, with a log line, if the run was complete before.
 
     Raises:
         InputError: the configuration is wrong; nothing was written.

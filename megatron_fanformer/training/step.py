@@ -61,7 +61,7 @@ class StepBatches:
             yield self._taken[number]
 
     def skip(self) -> None:
-        """Take them, for nobody."""
+        """Take the step's micro batches and drop them."""
         for _ in itertools.islice(self._stream, self._count):
             pass
 
@@ -147,7 +147,7 @@ def attempt_step(
     by then.
 
     Args:
-        listen: says, after backward, what this rank was asked for; all ranks learn of it with the loss.
+        listen: returns, after backward, this rank's pending requests; all ranks learn of them with the loss.
     """
     for stage in stages:
         stage.zero_grad_buffer()

@@ -59,9 +59,9 @@ class ExperimentOptions:
 
 
 def experiment(options: ExperimentOptions, ready: Callable[[], None], log: "Log" = print) -> None:
-    """List the probes, or have one measure, write its folder and print its findings.
+    """List the probes, or run one: measure, write its folder, and print its findings.
 
-    A folder that holds this probe's result by the same settings is shown, and nothing is measured.
+    If the folder already holds this probe's result with the same settings, print that and measure nothing.
 
     Args:
         ready: prepares the process for torch and megatron-core, once nothing is wrong with the request.

@@ -15,7 +15,7 @@ from megatron_fanformer.terminal import Row, show, table, width
 
 
 def sweep(options: SweepOptions) -> None:
-    """Do what is asked.
+    """Run the requested action.
 
     Raises:
         InputError: the sweep's file or a cell is wrong; every problem, one line each.

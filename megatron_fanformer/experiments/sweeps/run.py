@@ -112,7 +112,7 @@ class _Runs:
         threads: list[str] = []
         if self._jobs > 1 and cell.config.runtime.threads_per_rank is None and device.threads_of_environment() is None:
             threads = ["--runtime.threads_per_rank", str(max(1, usable_cores() // self._jobs))]
-        with cell.log.open("ab") as log, signals_held():  # by the child, until it listens
+        with cell.log.open("ab") as log, signals_held():  # the child holds them until it listens
             process = subprocess.Popen(
                 [*self._command, *threads, "--config", str(cell.file)],
                 stdout=log,
@@ -131,7 +131,7 @@ class _Runs:
                 process.send_signal(number if number == SAVE_SIGNAL else signal.SIGTERM)
 
     def _end(self, cell: Cell, code: int, started: float) -> None:
-        if code == Interrupted.exit_code:  # by a signal to it alone: who stops a cell means the sweep
+        if code == Interrupted.exit_code:  # by a signal to this cell alone, which is meant for the sweep
             self.received.append(signal.SIGTERM)
             self._pass_on_signals()
             return

@@ -21,7 +21,7 @@ class SweepOptions:
     jobs: int = option(1, metavar="N")
     """With run: how many cells are trained at once, as several small models share a GPU."""
     slurm: Path | None = option(None, metavar="SCRIPT")
-    """With run: write a Slurm array by this script for one run; start none."""
+    """With run: write a Slurm array job from this script for single runs, and start nothing."""
     gpu: str | None = option(None, metavar="NAME_OR_FILE")
     """With dry-run: the machine whose time is estimated, as plan takes it."""
     gpus: int = option(1, metavar="N")
