@@ -15,7 +15,7 @@ from typing import Any
 logger = logging.getLogger(__name__)
 
 FILE_ONLY = {"file_only": True}
-"""As a log record's `extra`: not for the terminal."""
+"""A log record's `extra` that keeps it off the terminal."""
 NAMES = {1: "standard output", 2: "standard error"}
 
 _goes_on = False

@@ -1,4 +1,4 @@
-"""This program's own processes: what signals ask of them, and how none outlives the one that started it."""
+"""This program's own processes: their signals, and how none outlives the one that started it."""
 
 import ctypes
 import functools

@@ -1,4 +1,4 @@
-"""Repeats what failed at a store, and says on one line why it did."""
+"""Repeats operations that failed at a store, and states the cause on one line."""
 
 import errno
 import time

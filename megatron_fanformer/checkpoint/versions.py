@@ -1,4 +1,4 @@
-"""The versions that files are written with, and damaged checkpoints told from those of other versions."""
+"""Versions recorded with files, which distinguish a damaged checkpoint from one of other versions."""
 
 import functools
 import json

@@ -50,7 +50,7 @@ class DataConfig:
     num_workers: int = 0
     """Loader processes per rank; 0: its own."""
     allow_change: list[str] = field(default_factory=list)
-    """What may differ from the data used so far, for one start: `train`, `tokenizer`, or names of `valid_data`
+    """Changes of the data to allow for one start: `train`, `tokenizer`, or names of `valid_data`
     (docs/data.md#the-same-data-on-resuming)."""
 
     def problems(self) -> list[str]:

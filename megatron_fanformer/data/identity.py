@@ -1,4 +1,4 @@
-"""Which data a run is trained on: recorded in every checkpoint, and compared when the run resumes.
+"""Identity of a run's training data: recorded in every checkpoint, and compared when the run resumes.
 
 A set is identified by what its samples depend on: the sources in their order, their weights, the split, and of each
 file the lengths of its sequences and its content. Where the files are, and when they were written, is not part of it:

@@ -1,4 +1,4 @@
-"""How many samples a run draws from each of its sources, given a survey of them.
+"""Counts of the samples that a run draws from each of its sources, from a survey of them.
 
 Everything here is arithmetic: missing data are reported before a rank starts, and all ranks request the same.
 """

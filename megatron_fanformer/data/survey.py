@@ -1,4 +1,4 @@
-"""What a run must know about its token files, read once, by one process, before the run starts.
+"""Survey of a run's token files: the facts that it needs, read once by one process before it starts.
 
 A run of many ranks would otherwise read every index on every rank: gigabytes each for a billion documents. What is
 found here is small, and is sent to all of them; beyond it they only map the files. torch is not imported.

@@ -55,7 +55,7 @@ NEXT = {
     "experiment lipschitz --checkpoint {run} --output {output}": "how far near inputs spread in the model just trained",
     'experiment cost --cost.presets "[fanformer-300m]"': "what FAN costs, by formula and counted",
 }
-"""What to try after the demo, and what it shows: short forms of three of the paper's experiments."""
+"""Suggestions to try after the demo, and what each shows: short forms of three of the paper's experiments."""
 MODEL = FANformerConfig(
     num_layers=2, hidden_size=128, ffn_hidden_size=352, num_attention_heads=4, vocab_size=VOCAB_SIZE, seq_length=256
 )

@@ -1,4 +1,4 @@
-"""What `megatron-fanformer evaluate` does with its options: reads them, launches or joins ranks, prints, writes."""
+"""Runs `megatron-fanformer evaluate`: reads its options, launches or joins ranks, prints, writes."""
 
 import glob
 import re

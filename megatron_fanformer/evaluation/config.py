@@ -24,7 +24,7 @@ class PerplexityConfig:
     groups: list[Group] = field(default_factory=list)
     """The paper's groups of sets, in `folder`."""
     folder: str | None = None
-    """Where the sets of `groups` are, as OLMo lays them out (docs/evaluation.md#perplexity-sets)."""
+    """Folder of the sets of `groups`, as OLMo lays them out (docs/evaluation.md#perplexity-sets)."""
     chunking: Chunking = "tokens"
     """`tokens`: each file cut into chunks, across documents, as in the paper; `documents`: each by itself."""
     chunk_tokens: int | None = None

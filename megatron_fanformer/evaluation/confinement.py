@@ -1,4 +1,4 @@
-"""What a confined process does: it takes its rights from itself, then runs one program and answers its judge.
+"""A confined process: it drops its own rights, then runs one program and answers its judge.
 
 It reads nothing from the package but this file's neighbours, so that it starts in a fraction of a second. The judge,
 which knows the tests, is another process (`judging.py`): whatever the program finds in its own, the verdict is not

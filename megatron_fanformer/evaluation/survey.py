@@ -1,4 +1,4 @@
-"""What a run is evaluated on, found and checked by one process for all ranks before anything is loaded."""
+"""Survey of a run's evaluation, found and checked by one process for all ranks before anything is loaded."""
 
 import logging
 from collections.abc import Sequence

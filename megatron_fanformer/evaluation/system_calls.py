@@ -1,4 +1,4 @@
-"""A process refuses itself system calls, for good: the network, other processes, every change to a file.
+"""A filter of system calls, for good: no network, no access to other processes, no change to a file.
 
 By a filter that the kernel holds against each call of this process (seccomp(2)); it needs no privilege and cannot be
 taken back. Calls are known by number, some by an argument: a file may be opened for reading, a thread started,

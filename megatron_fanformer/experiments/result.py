@@ -32,7 +32,7 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     """One claim of the paper, and the result here."""
 
     name: str
-    """What is measured, such as `error outside the range, FAN over MLP`."""
+    """The measured quantity, such as `error outside the range, FAN over MLP`."""
     paper: str | None = None
     """The paper's own figure, or what it says; None where it says nothing."""
     ours: float | None

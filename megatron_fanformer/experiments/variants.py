@@ -36,7 +36,7 @@ class Variant:
     title: str
     """Its name in the paper."""
     fan: FANConfig
-    """Its fields of `model.fan`; the p_ratio of periodic ones is the size's own."""
+    """Its fields of `model.fan`; p_ratio, where FAN is periodic, is the size's own."""
     loss: Mapping[Equal, float]
     """The paper's training loss after 10B tokens, at 1B parameters."""
 

@@ -1,4 +1,4 @@
-"""Where a model's tensors say that there is FAN, and with which p_ratio: by names and shapes alone, in any format.
+"""The FAN that a model's tensors show, and its p_ratio: by names and shapes alone, in any format.
 
 p_ratio is never guessed, and refused where a stated one disagrees. What acts on the linear rows g (`activation`) has no
 weights, and no tensor shows it.

@@ -1,4 +1,4 @@
-"""What settings of other trainers are called here, or why they are not there: one table.
+"""Settings of other trainers: their names here, or why they have none; one table.
 
 It answers an unknown key of a configuration (`training/config.py`), gives the reasons for which a checkpoint of
 Megatron-LM is refused (`megatron_lm.py`), and is the page docs/from-megatron-lm.md. Names are those of Megatron-LM's

@@ -1,4 +1,4 @@
-"""What a path holds: the one answer for every command, decided from names and small files alone.
+"""Recognition of paths: one answer for every command, from names and small files alone.
 
     convert       a run, a checkpoint, a Hugging Face folder, a checkpoint of the authors or of Megatron-LM
     generate      the first three of these; chat, too

@@ -1,4 +1,4 @@
-"""What is known about the training that weights come from, for the model card of an export.
+"""The known facts about the training behind weights, for the model card of an export.
 
 It is read from a run's checkpoint, its saved configuration and the metrics in its run's folder, where available. What
 none of them says is left out or reported as unknown: nothing is inferred. Only the last part of a path is reported.

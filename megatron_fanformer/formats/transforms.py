@@ -1,4 +1,4 @@
-"""What happens to a tensor between the formats: named, invertible rearrangements of rows.
+"""Transforms of tensors between the formats: named, invertible rearrangements of rows.
 
 A transform goes from Megatron's tensor (the hub) to another format's tensors, and back. None changes a value, so that a
 round trip is exact, and gradients convert as weights do. Each is stated once, and both directions of every pair of

@@ -23,7 +23,7 @@ class ConvertOptions:
     destination: Path = argument()
     """A folder that does not exist yet."""
     to: Literal["megatron", "hf", "reference"] = option()
-    """What to make: a checkpoint of ours, a Hugging Face folder, or a checkpoint in the authors' format."""
+    """Target format: a checkpoint of ours, a Hugging Face folder, or a checkpoint in the authors' format."""
     config: Path | None = option(None, metavar="FILE", parse=path_or_none)
     """Configuration file with fields of model that a Megatron-LM checkpoint does not state."""
     tokenizer: Path | None = option(None, parse=path_or_none)

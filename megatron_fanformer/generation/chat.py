@@ -1,4 +1,4 @@
-"""`chat`: a conversation with a model, whose key/value cache is kept from turn to turn."""
+"""`chat`: a conversation with a model whose key/value cache is kept from turn to turn."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

@@ -1,4 +1,4 @@
-"""What `generate` and `chat` take; imports nothing that is slow."""
+"""Options of `generate` and `chat`; imports nothing that is slow."""
 
 import math
 from dataclasses import dataclass

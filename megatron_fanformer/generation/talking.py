@@ -1,4 +1,4 @@
-"""What `chat` reads and writes: messages from a terminal or a pipe, a line each, and answers as they come."""
+"""Input and output of `chat`: messages from a terminal or a pipe, a line each, and answers as they come."""
 
 import signal
 import sys

@@ -1,4 +1,4 @@
-"""What is reported about a path: rows for people and one object for programs, made side by side."""
+"""Reports on a path: rows for people and one object for programs, made side by side."""
 
 import json
 from collections.abc import Callable, Iterable, Iterator

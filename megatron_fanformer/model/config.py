@@ -306,13 +306,13 @@ class PrecisionConfig:
     fp8_amax_history_len: int = 1024
     """With `delayed`: micro batches in the history."""
     fp8_amax_compute_algo: Literal["max", "most_recent"] = "max"
-    """With `delayed`: the history's largest value, or its newest."""
+    """With `delayed`: whether the scale follows the history's largest value, or its newest."""
     first_last_layers_bf16: bool = False
     """Keep layers at both ends out of FP8 (not with `delayed`)."""
     num_layers_at_start_in_bf16: int = 1
-    """With `first_last_layers_bf16`: how many at the start."""
+    """With `first_last_layers_bf16`: number of layers at the start."""
     num_layers_at_end_in_bf16: int = 1
-    """With `first_last_layers_bf16`: how many at the end."""
+    """With `first_last_layers_bf16`: number of layers at the end."""
     fp8_fan: bool = False
     """The FAN map in FP8 too: phases are over ten times less exact (docs/fp8-phase.md)."""
 

@@ -1,4 +1,4 @@
-"""What the Transformer Engine spec needs beyond megatron-core's own wrappers; imports only where the Engine does."""
+"""Layers for the Transformer Engine spec beyond megatron-core's own wrappers; imports only where the Engine does."""
 
 from typing import Any
 

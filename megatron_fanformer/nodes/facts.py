@@ -1,4 +1,4 @@
-"""What this node shows by itself: its versions, its GPUs or cores, how fast they multiply, where it can write."""
+"""Facts about this node: its versions, its GPUs or cores, how fast they multiply, where it can write."""
 
 import importlib.metadata
 import os

@@ -1,4 +1,4 @@
-"""Which nodes are fit to join a run: each by itself, and beside the others."""
+"""Judgement of which nodes are fit to join a run: each by itself, and compared with the others."""
 
 import statistics
 from collections import Counter

@@ -1,4 +1,4 @@
-"""How fast two nodes communicate: an all-reduce between each node and its two neighbours in a ring.
+"""Speed of communication between nodes: an all-reduce between each node and its two neighbours in a ring.
 
 Each pair is a group of its own, so that a node that does not answer costs its neighbours one link, and the
 others nothing. With an even number of nodes all links are measured in two rounds, with an odd one in three; a node has

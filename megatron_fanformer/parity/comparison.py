@@ -1,4 +1,4 @@
-"""How far a layout's run is from the single process's, and whether the order of sums explains it."""
+"""Comparison of a layout's run with the single process's: whether the order of sums explains the difference."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field

@@ -1,4 +1,4 @@
-"""What `megatron-fanformer parity` is asked to compare, read and checked before torch is imported."""
+"""Configuration and layouts of `megatron-fanformer parity`, read and checked before torch is imported."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""What a comparison showed: as lines for the terminal, and as plain values for a file."""
+"""Reports of a comparison: lines for the terminal, and plain values for a file."""
 
 import dataclasses
 import platform

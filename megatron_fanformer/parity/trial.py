@@ -1,4 +1,4 @@
-"""What one rank does in a layout: train some steps from the common weights, and record what it saw."""
+"""One rank's trial of a layout: it trains some steps from the common weights, and records them."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,4 +1,4 @@
-"""A training step of a whole layout: what memory, time and communication by formula are asked about.
+"""A training step of a whole layout: the input of the formulas of memory, time and communication.
 
 Shapes, here and in `layer_traffic`: s tokens per sample, b samples per micro batch, T, C and P tensor, context and
 pipeline parallel ranks, D replicas, h hidden size, k rows of the FAN map ((1 - p_ratio) h), v width of all values;

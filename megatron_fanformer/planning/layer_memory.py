@@ -1,4 +1,4 @@
-"""What one layer keeps from forward to backward, and what its backward holds besides, operation by operation.
+"""Memory of one layer, operation by operation: kept from forward to backward, and needed during backward.
 
 Two implementations are described: the local layers, as torch runs them on a CPU (the simulation and the tests measure
 them there), and Transformer Engine's, whose kernels fuse what the CPU does in passes.

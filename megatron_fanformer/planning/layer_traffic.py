@@ -1,4 +1,4 @@
-"""What one micro batch makes a chunk of layers communicate, in forward, in backward and in what backward recomputes.
+"""Communication of one micro batch through a chunk of layers: forward, backward and recomputation.
 
 Column parallel maps read an input that all tensor parallel ranks need, row parallel maps make one that is a sum over
 them; sequence parallelism shards both along the sequence. Everything else is explained below.

@@ -1,4 +1,4 @@
-"""What a chip and the links between chips reach: data-sheet rates, and the shares of them that runs were seen to reach.
+"""Machines: data-sheet rates of chips and the links between them, and the shares of them that runs reached.
 
 `machines.yaml` holds the known ones, with the source of each figure. A file of the same form stands for any other
 machine; `tools/bench_train.py --json` writes one of what it measured.

@@ -1,4 +1,4 @@
-"""What the two ends of the model hold beside its layers: the embedding, and the loss head in its two forms.
+"""Memory of the model's two ends: the embedding, and the loss head in its two forms.
 
 Shapes: as in `layer_memory`; V columns of logits of one tensor parallel rank, c tokens of a chunk of the loss head.
 """

@@ -1,4 +1,4 @@
-"""Where a fast tokenizer gives exactly the ids of the exact one, determined by running both.
+"""Agreement of a fast tokenizer with the exact one: where their ids are the same, found by running both.
 
 Two libraries that implement one tokenizer differ where their Unicode tables differ in age: in the characters
 that later versions added, and in how those combine. So each character is given to both, in contexts that

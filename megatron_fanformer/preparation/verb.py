@@ -50,7 +50,7 @@ class PrepareConfig:
     ledger: bool = True
     """Write PREFIX.ledger.parquet, which says where each document came from."""
     backend: Backend = option("auto", parse=str)
-    """What computes the ids: auto, gigatoken, tokenizers, sentencepiece; they are the same for each."""
+    """Library that computes the ids: auto, gigatoken, tokenizers, sentencepiece; all give the same ids."""
     from_npy: bool = False
     """The inputs are headerless .npy token files, made by the same tokenizer."""
     npy_dtype: str = "uint16"

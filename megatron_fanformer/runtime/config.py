@@ -28,8 +28,8 @@ class RuntimeConfig:
     """null: NCCL on GPUs, gloo on CPUs. gloo also serves ranks that share a GPU, slowly, without pipeline stages or
     `cp_comm_type` p2p."""
     distributed_timeout_minutes: float | None = None
-    """How long a rank may be silent or hold up a step; null: ten times the longest of the last twenty steps, at least 2
-    minutes (docs/clusters.md#when-a-rank-fails)."""
+    """Time that a rank may be silent or hold up a step; null: ten times the longest of the last twenty steps, at least
+    2 minutes (docs/clusters.md#when-a-rank-fails)."""
 
     def backend(self, device: DeviceKind) -> str:
         """Return `distributed_backend` resolved for a device."""

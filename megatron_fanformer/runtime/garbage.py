@@ -1,4 +1,4 @@
-"""When Python collects its garbage: where that holds up nobody."""
+"""Garbage collection at moments when it delays no other rank."""
 
 import gc
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Memory that the ranks of a group on one machine share, and the word from each to each that something is in it."""
+"""Memory that the ranks of a group on one machine share, and the pipes by which each notifies the others."""
 
 import contextlib
 import mmap

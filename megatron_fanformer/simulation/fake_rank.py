@@ -1,4 +1,4 @@
-"""What one rank of a world does in a training step, found out by running it: for a process of its own.
+"""A training step of one rank of a world, run in a process of its own.
 
 `rank.simulate_ranks` starts that process. `take_steps` is what a rank does, simulated or real.
 """

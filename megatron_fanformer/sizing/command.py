@@ -1,4 +1,4 @@
-"""What `megatron-fanformer plan` does with its options: judges or searches, simulates, prints, writes."""
+"""Runs `megatron-fanformer plan`: judges or searches, simulates, prints, writes."""
 
 import json
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""What a plan found: as lines for the terminal, as plain values for a file, and as a picture."""
+"""Reports of a plan: lines for the terminal, plain values for a file, and a picture."""
 
 import dataclasses
 from collections.abc import Iterable, Iterator

@@ -1,4 +1,4 @@
-"""What `plan` is asked, read and checked before anything is judged; torch is not imported."""
+"""The request of `plan`, read and checked before anything is judged; torch is not imported."""
 
 import math
 from collections.abc import Iterator, Sequence

@@ -58,7 +58,7 @@ class PlanOptions:
     gpus: int = option(metavar="N", parse=_count)
     """GPUs of the whole run."""
     gpu: str = option(metavar="NAME")
-    """Which GPU: a100, h100, h200, b200, or a file with a machine's figures."""
+    """GPU type: a100, h100, h200, b200, or a file with a machine's figures."""
     layouts: tuple[str, ...] = option((), metavar="LAYOUT", exclusive="candidates")
     """Layouts to judge, such as tp=8,pp=4 or "cp=2,mbs=1,recompute=full", over the configuration's own."""
     search: bool = option(False, exclusive="candidates")
@@ -66,7 +66,7 @@ class PlanOptions:
     simulate: tuple[int | str, ...] = option((), metavar="RANK", parse=_rank)
     """Run a step of these ranks under fake tensors; all-stages: of one rank of each pipeline stage."""
     tokens: int | None = option(None, parse=tokens)
-    """How many to train on, e.g. 1T, 300B, 15M (default: those of the configuration's steps)"""
+    """Tokens to train on, e.g. 1T, 300B, 15M (default: those of the configuration's steps)"""
     price: float | None = option(None, metavar="P", parse=_price)
     """Price of a GPU hour, in any currency."""
     report: Path | None = option(None, metavar="FILE.json", parse=path_or_none)

@@ -1,4 +1,4 @@
-"""What fine-tuning on chats adds to a run: epochs, which become steps."""
+"""Fine-tuning on chats: turns epochs into steps."""
 
 import dataclasses
 import math

@@ -52,7 +52,7 @@ class TrainingConfig:
     train_iters: int | None = None
     """Steps of the whole run; it or `epochs` must be given."""
     epochs: float | None = None
-    """With `data.format` sft, in place of `train_iters`: how often each conversation is learned from."""
+    """With `data.format` sft, in place of `train_iters`: number of passes over the conversations."""
     global_batch_size: int
     """Samples per step, over all replicas."""
     micro_batch_size: int = 1

@@ -1,4 +1,4 @@
-"""What `train` says last: what a complete run has made, and the commands that work on it as they stand.
+"""The last lines of `train`: what a complete run has made, and commands that work on it as they stand.
 
 Decided from the run's folder alone, so that it holds for ranks that a launcher started, too.
 """

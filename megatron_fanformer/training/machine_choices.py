@@ -1,4 +1,4 @@
-"""What a configuration leaves to the machine: what each such field becomes here, and why; reported at a run's start."""
+"""Fields that a configuration leaves to the machine: what each becomes, and why; reported at a run's start."""
 
 import dataclasses
 import itertools

@@ -27,7 +27,7 @@ class OptimizerConfig:
     """The optimizer's settings; the defaults are the paper's recipe for 1B."""
 
     name: str = "adamw"
-    """What updates the weights: `adamw`. A run keeps its own."""
+    """The optimizer: `adamw`. A resumed run must keep the one that it began with."""
     lr: float = 4e-4
     """Peak learning rate."""
     weight_decay: float = 0.1

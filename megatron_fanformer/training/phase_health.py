@@ -1,4 +1,4 @@
-"""How the phases of the FAN map do: their sizes, and the units whose cos and sin say nothing, by layer.
+"""Health of the FAN map's phases: their sizes, and the units whose cos and sin carry no signal, by layer.
 
 Read by a hook on the map from the forward pass of a few training steps, of all tokens of the global batch. A unit is a
 periodic row of a layer's map (of both outputs at placement `qk_and_v`), and p its phase before cos and sin.

@@ -1,4 +1,4 @@
-"""What is checked before a run starts: its configuration, and every file that it is going to read.
+"""Checks before a run starts: of its configuration, and of every file that it is going to read.
 
 One process does it for all ranks (see start.py); what it found is a RunStart, which every rank uses.
 """

@@ -1,4 +1,4 @@
-"""What `model.preset` stands for: one of the paper's sizes, or the model of the checkpoint that a run starts from."""
+"""Presets of `model.preset`: one of the paper's sizes, or the model of the checkpoint that a run starts from."""
 
 import dataclasses
 import tempfile

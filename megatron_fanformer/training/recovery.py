@@ -1,4 +1,4 @@
-"""What a run does about steps whose numbers are bad: which they are, what has been done, and where that is kept.
+"""Recovery from steps whose numbers are bad: which they are, what has been done, and where that is kept.
 
     good                     the weights are updated
     bad, good when repeated  a machine was at fault: updated by the second attempt
@@ -57,7 +57,7 @@ class RecoveryConfig:
     """After so many bad steps, go back to the last checkpoint before them and skip them; 0: the first ends the run
     (exit code 4)."""
     max_rewinds: int = 2
-    """How many times a run may go back without progress before it ends (exit code 4)."""
+    """Times that a run may go back without progress before it ends (exit code 4)."""
     iterations_to_skip: list[int] = field(default_factory=list)
     """Steps whose samples are skipped."""
 

@@ -1,4 +1,4 @@
-"""Where a run's log goes: the standard `logging` module, set up once per process.
+"""The log of a run: the standard `logging` module, set up once per process.
 
 Modules log what they do with `logging.getLogger(__name__)`. INFO is for the user: rank 0 prints it, above the live
 line. DEBUG is for whoever looks into a run afterwards. Both are in the log file, if there is one: one file per

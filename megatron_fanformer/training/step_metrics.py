@@ -1,4 +1,4 @@
-"""What a step is reported by: its loss, its speed, and rarely what takes a look at every weight."""
+"""Metrics of a run's steps: loss, speed, and at intervals those that read every weight."""
 
 import resource
 from typing import Any

@@ -1,4 +1,4 @@
-"""What `megatron-fanformer experiment` does: reads the request, has the probe measure, and writes its folder.
+"""Runs `megatron-fanformer experiment`: reads the options, runs the probe, and writes its folder.
 
     FOLDER/*.png, README.md     what was found, to look at
     FOLDER/result.json          the same as data, written last: a folder that has it is whole

@@ -1,4 +1,4 @@
-"""What a FANformer costs beside its Transformer, by formula and counted, beside the paper's figures.
+"""Cost of a FANformer beside its Transformer, by formula and counted, next to the paper's figures.
 
 Counted means: of the model for transformers on torch's fake tensors, which have shapes and no content. Parameters are
 those of its tensors; FLOPs those that torch counts in its matrix products; memory the most that is alive in a forward

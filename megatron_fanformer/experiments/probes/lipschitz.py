@@ -1,4 +1,4 @@
-"""How far models spread two inputs that lie close together, by depth.
+"""Lipschitz constants by depth: how far models spread two inputs that lie close together.
 
 **At random weights**, as the authors' notebook measures it (Calculate_Lipschitz.ipynb in their repository): the largest
 of ‖f(x + e) − f(x)‖ / ‖e‖ over a few inputs x of normal numbers, e of normal numbers times `epsilon`. Its three models,

@@ -1,4 +1,4 @@
-"""What the probes measure, how long that takes, and what each is asked. Imports nothing that takes time.
+"""Settings of the probes, and how long they take. Imports nothing that takes time.
 
 The defaults are the laptop forms, whose minutes stand in `PROBES`; docs/experiments.md has their results. Fields
 are set on the command line as --NAME.FIELD VALUE.

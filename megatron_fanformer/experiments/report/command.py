@@ -1,4 +1,4 @@
-"""What `megatron-fanformer report` does with its options: a page of experiments, or two runs compared."""
+"""Runs `megatron-fanformer report`: a page of experiments, or two runs compared."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

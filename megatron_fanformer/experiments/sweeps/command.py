@@ -1,4 +1,4 @@
-"""What `megatron-fanformer sweep` does with its options: what it would run, running it, its state, its report."""
+"""Runs `megatron-fanformer sweep`: lists the cells, trains them, or shows their state or the report."""
 
 from collections.abc import Iterator, Sequence
 

@@ -72,7 +72,7 @@ class ReportConfig:
     """The metric of the last step that is the cell's loss, such as `eval/stdlib/CrossEntropyLoss`; `loss`: the training
     loss; null: the validation loss, of the only set."""
     average_steps: int = 1
-    """With the training loss: how many of the last steps it is the mean of."""
+    """With the training loss: number of last steps to average it over."""
     fewest_seeds: int = FEWEST_SEEDS
     """The fewest seeds with which a comparison can show anything."""
     fewest_steps: int = FEWEST_STEPS

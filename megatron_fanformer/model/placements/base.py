@@ -1,4 +1,4 @@
-"""What a placement of FAN in the layer decides: its tensors, its formulas, its modules, its rules.
+"""Base of FAN's placements in the layer: their tensors, formulas, modules and rules.
 
 `Placement` is an ordinary Transformer's layer; each placement of FAN is a class that overrides what differs, and
 `PLACEMENTS` holds one object of each by its name in `model.fan.placement`. Configuration is checked before torch is

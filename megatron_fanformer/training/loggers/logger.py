@@ -1,4 +1,4 @@
-"""What a logger is: how it is configured, what it needs, which files of a run it owns, and what it records."""
+"""Base of the loggers: their configuration, their needs, a run's files that they own, and what they record."""
 
 import importlib.util
 from abc import ABC, abstractmethod
