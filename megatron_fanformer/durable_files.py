@@ -205,7 +205,7 @@ def sync(path: Path) -> None:
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Have errors of a file that is open name its path, which the system's own do not."""
+    """Make errors of a file that is open name its path, which the system's own do not."""
     try:
         yield
     except OSError as error:

@@ -28,7 +28,7 @@ def row(cells: Iterable[object]) -> str:
 
 
 def as_text(text: str) -> str:
-    """Any text as one that stays text in Markdown, and on its line."""
+    """Escape any text so that it stays text in Markdown, and on its line."""
     plain = " ".join("".join(c if c.isprintable() else " " for c in text).split())
     return "".join(f"\\{c}" if c in SPECIAL else c for c in plain)
 

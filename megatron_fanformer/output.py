@@ -36,7 +36,7 @@ def guard_output() -> None:
 
 
 def go_on_unread() -> None:
-    """Have this process go on where its output fails."""
+    """Make this process go on where its output fails."""
     global _goes_on
     _goes_on = True
 

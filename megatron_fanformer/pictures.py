@@ -79,7 +79,7 @@ def set_logarithmic(*several: Any) -> None:
 
 
 def use_many_colours(axes: Any) -> None:
-    """More lines than the usual ten colours tell apart."""
+    """Use more colours than the usual ten, for many lines."""
     import matplotlib
 
     axes.set_prop_cycle(color=matplotlib.color_sequences["tab20"])

@@ -26,7 +26,7 @@ LENGTH = struct.Struct("<Q")
 
 
 def end_with_parent(number: signal.Signals = signal.SIGKILL) -> None:
-    """Have the kernel send this process a signal when its parent ends, however that ends; to be called by the child.
+    """Make the kernel send this process a signal when its parent ends, however that ends; to be called by the child.
 
     (The parent is the thread that started it: workers are started by a thread that lives as long as they work.)
     """
@@ -85,7 +85,7 @@ def read_message(stream: BinaryIO, *, most_bytes: int | None = None) -> list[byt
 
 
 def hold_signals() -> set[signal.Signals]:
-    """Have the kernel keep the signals to stop and to save until something here answers them; returns the mask before.
+    """Make the kernel keep the signals to stop and to save until something here answers them; returns the mask before.
 
     To be called first of all in a process whose verb answers them. They reach it when `ended_by_stop_signals`, or
     `signals_released`, begins. Children inherit it, and with it the care for signals until they have begun.
@@ -204,7 +204,7 @@ def _leave_pipe_in_forks() -> None:
 def usable_cores(system: Path = Path("/")) -> int:
     """Return how many cores this process may use at once: those it may run on, and no more than a container's quota.
 
-    Of a quota of 1.5 cores 1 is used: two threads would be stopped for a quarter of the time, together with whatever
+    With a quota of 1.5 cores 1 is used: two threads would be stopped for a quarter of the time, together with whatever
     waits for them.
 
     Args:

@@ -26,7 +26,7 @@ class CheckpointConfig:
     """Number of the newest checkpoints to keep on the mirror; null: all."""
 
     def problems(self) -> list[str]:
-        """Rules of single fields that this configuration breaks, one line each."""
+        """Return the rules of single fields that this configuration breaks, one line each."""
         found = [
             f"checkpoint.{name} is {value}; it must be at least 1, or null"
             for name in ("save_interval", "keep", "mirror_keep")

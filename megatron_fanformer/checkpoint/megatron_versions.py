@@ -1,5 +1,4 @@
 """Differences of saving between megatron-core 0.16 and 0.19, and the internals of it that are used; in one place.
-module.
 
 Reading: both, and torch under them, treat a checkpoint's files as pickles that may be executed: its table
 (`FileSystemReader.read_metadata`), `common.pt` (0.16's `TorchCommonLoadStrategy.load_common`, 0.19's `load_common`) and

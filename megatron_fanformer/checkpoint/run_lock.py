@@ -9,7 +9,7 @@ that find it, one succeeds, whose file then replaces `run.lock`. One that dies b
 way, by its own token.
 
 **Dead** is a holder in the same place (machine, boot and process namespace) whose process is gone, or another one by
-its start time, or whose entry was copied along with its folder. Of a holder in another place the file's modification
+its start time, or whose entry was copied along with its folder. For a holder in another place, the file's modification
 time is watched, which the holder renews: dead is who has not for `STALE_SECONDS`, or has not for some beats and is that
 late by the times of files that are written beside it (never by this machine's clock).
 """
@@ -224,7 +224,7 @@ def _beat(path: Path, token: str, ended: threading.Event) -> None:
 
 
 def _place() -> str:
-    """This machine, its boot and its process namespace: where a process number means the same process."""
+    """Return this machine, its boot and its process namespace: where a process number means the same process."""
     facts = [platform.node()]
     with suppress(OSError):
         facts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())

@@ -185,7 +185,7 @@ def _capture_random_state() -> dict[str, Any]:
 
 
 def _plain_states(states: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """Without those that CUDA graphs hold, which are not values; nothing in training draws from them."""
+    """Return the random states without CUDA graphs' own, which are not values; nothing in training draws from them."""
     return {name: state for name, state in states.items() if isinstance(state, torch.Tensor)}
 
 

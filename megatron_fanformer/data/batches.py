@@ -26,7 +26,7 @@ def micro_batches(
     data_parallel_size: int,
     num_workers: int = 0,
 ) -> Generator[dict[str, Tensor], None, None]:
-    """This data-parallel rank's micro batches, one after the other, without end.
+    """Yield this data-parallel rank's micro batches, one after the other, without end.
 
     Its `close` ends the loader processes; in the hands of the garbage collector, torch waits five seconds for each.
 

@@ -114,7 +114,7 @@ class OneOfBlend:
 
 
 def _read_unmapped(folder: Path, dataset: Any) -> None:
-    """Have a dataset of megatron-core read the sample indices in a complete folder as they were recorded."""
+    """Make a dataset of megatron-core read the sample indices in a complete folder as they were recorded."""
     for name in SAMPLE_INDICES:
         if hasattr(dataset, name):
             setattr(dataset, name, stored(folder, getattr(dataset, name)))

@@ -297,7 +297,7 @@ def _file_difference(old: FileIdentity, new: FileIdentity) -> str | None:
 
 
 def _weights(identity: SetIdentity) -> list[str]:
-    """Describe weights. That of a single source does not count: it is all there is."""
+    """Return the weights; that of a single source does not count: it is all there is."""
     is_alone = len(identity.sources) == 1
     return ["by size" if source.weight is None or is_alone else str(source.weight) for source in identity.sources]
 

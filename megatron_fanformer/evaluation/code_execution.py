@@ -69,7 +69,7 @@ class Result:
 
 
 def check_confinement() -> None:
-    """See whether programs can be confined here, by an empty one.
+    """Check that programs can be confined here, by running an empty one.
 
     Raises:
         InputError: they cannot.

@@ -42,7 +42,7 @@ class PerplexityConfig:
         return not (self.sets or self.groups)
 
     def problems(self) -> list[str]:
-        """Rules of single fields that this configuration breaks, one line each; no file is looked for."""
+        """Return the rules of single fields that this configuration breaks, one line each; no file is looked for."""
         section = "evaluation.perplexity"
         found = [
             f"{section}.sets: {name!r} is no name of a set; use letters, digits, '.', '_' and '-'"
@@ -84,7 +84,7 @@ class EvaluationConfig:
         return self.requests is None and self.perplexity.is_empty
 
     def problems(self) -> list[str]:
-        """Rules of single fields that this configuration breaks, one line each; no file is opened."""
+        """Return the rules of single fields that this configuration breaks, one line each; no file is opened."""
         found = [
             f"evaluation.{name} is {value}; it must be at least 1, or null"
             for name in ("limit", "interval", "batch_tokens")

@@ -33,7 +33,7 @@ class GenerationSettings(SamplingConfig):
     """Resource limits of each such program."""
 
     def problems(self) -> list[str]:
-        """Rules of single fields that these settings break, one line each."""
+        """Return the rules of single fields that these settings break, one line each."""
         return [*super().problems(), *self._below_one("max_new_tokens", "batch_size")]
 
     def length_problems(self, seq_length: int) -> list[str]:

@@ -38,7 +38,7 @@ def evaluate(
     *,
     log: Log = lambda line: None,
 ) -> dict[str, Any]:
-    """Have a model write the answers to a task's documents, and judge them.
+    """Make a model write the answers to a task's documents, and judge them.
 
     Args:
         documents: as `task_documents` gives them, or `ulogic.documents`; at least one.

@@ -130,7 +130,7 @@ def losses_of_rows(
     scored: np.ndarray | None = None,
     shall_stop: Callable[[], bool] | None = None,
 ) -> np.ndarray:
-    """Each row's sum of the losses of its last ids, in nats; a collective call.
+    """Return each row's sum of the losses of its last ids, in nats; a collective call.
 
     Args:
         stages: the chunks of this rank's stage, in megatron-core's data parallelism or without.

@@ -163,7 +163,7 @@ def _choice(kinds: Sequence[Kind]) -> str:
 
 
 def _recognise(path: str, wanted: Sequence[Kind]) -> Target:
-    """Any kind; an InputError says what the path is not, as far as it matters for the wanted kinds."""
+    """Recognise any kind; an InputError says what the path is not, as far as it matters for the wanted kinds."""
     if path.startswith("@"):  # as configurations name blend files
         return _recognise_blend(Path(path[1:]))
     place = Path(path)

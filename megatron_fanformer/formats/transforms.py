@@ -44,7 +44,7 @@ def _group_heads(tensor: Tensor, config: FANformerConfig) -> Tensor:
 
 
 def _split_heads(hub: Tensor, config: FANformerConfig) -> tuple[Tensor, ...]:
-    """Each group's queries, key and (without a FAN layer for values) value -> all queries, keys, values."""
+    """Split each group's queries, key and (without a FAN layer for values) value into all queries, keys, values."""
     grouped = _group_heads(hub, config)
     queries = config.num_attention_heads // config.query_groups
     singles = [1] * (grouped.shape[1] - queries)

@@ -26,7 +26,7 @@ class SamplingConfig:
     """Texts for each prompt; several need a temperature above 0."""
 
     def problems(self) -> list[str]:
-        """Rules of single fields that this configuration breaks, one line each."""
+        """Return the rules of single fields that this configuration breaks, one line each."""
         found = []
         if not (math.isfinite(self.temperature) and self.temperature >= 0):
             found.append(
@@ -63,7 +63,7 @@ class _TextConfig(SamplingConfig):
     """End before this string, which is not part of the text; may be repeated."""
 
     def problems(self) -> list[str]:
-        """Rules of single fields that this configuration breaks, one line each."""
+        """Return the rules of single fields that this configuration breaks, one line each."""
         return [*super().problems(), *(["a stop string is empty; leave it out"] if "" in self.stop else [])]
 
 
@@ -85,7 +85,7 @@ class GenerateConfig(_TextConfig):
     """Print a JSON object a line for each continuation."""
 
     def problems(self) -> list[str]:
-        """Rules of single fields that this configuration breaks, one line each."""
+        """Return the rules of single fields that this configuration breaks, one line each."""
         found = [*super().problems(), *self._below_one("max_new_tokens", "batch_size")]
         return found if self.prompts else [*found, "there is no prompt; name at least one"]
 
@@ -102,5 +102,5 @@ class ChatConfig(_TextConfig):
     """The most tokens of an answer (default: what the model's context holds)"""
 
     def problems(self) -> list[str]:
-        """Rules of single fields that this configuration breaks, one line each."""
+        """Return the rules of single fields that this configuration breaks, one line each."""
         return [*super().problems(), *self._below_one("max_new_tokens")]

@@ -14,7 +14,7 @@ from megatron_fanformer.runtime.seeding import generator_for
 def token_probabilities(logits_v: Tensor, config: SamplingConfig) -> Tensor:
     """Return the distribution [v] that is drawn from at a temperature above 0: float64, zero where a token is cut off.
 
-    Temperature comes first, then top-k, then top-p on what that leaves. Of equal logits the lower id ranks first.
+    Temperature comes first, then top-k, then top-p on what that leaves. Among equal logits the lower id ranks first.
     """
     # Shifted to a maximum of 0, so that no temperature, however low, makes the most likely token's logit infinite.
     scaled_v = (logits_v.double() - logits_v.max()) / config.temperature

@@ -68,7 +68,9 @@ class StepSamples:
         self._tokenizers: dict[str, Tokenizer | None] = {}
 
     def micro_batches(self) -> Iterator[tuple[MicroBatch, list[Sample]]]:
-        """Each micro batch with its samples, in the samples' order; those without tokens of `only` are left out."""
+        """Yield each micro batch with its samples, in the samples' order; those without tokens of `only` are left
+        out.
+        """
         for batch in step_micro_batches(self.config, len(self.dataset), self.step, self.data_parallel_size):
             shown = []
             for sample in map(self._sample, batch.samples):

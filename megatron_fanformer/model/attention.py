@@ -132,7 +132,7 @@ class FANValueAttention(Attention):
         return query.flatten(2, 3), key.squeeze(-2), own_values
 
     def _own_heads(self, values: Tensor) -> Tensor:
-        """This rank's heads of the values, over the whole sequence: [s, b, v / T]."""
+        """Return this rank's heads of the values, over the whole sequence: [s, b, v / T]."""
         group = self.pg_collection.tp
         if self.fan_form == "sequence" and group.size() > 1:
             own = all_to_all_sp2hp(values, group)  # from all heads of a part of the sequence

@@ -142,7 +142,7 @@ def build_stages(
     precision: PrecisionConfig | None = None,
     kernels: KernelsConfig = DEFAULT_KERNELS,
 ) -> list[GPTModel]:
-    """This rank's pipeline stage as its chunks (one, unless the schedule is interleaved).
+    """Build this rank's pipeline stage as its chunks (one, unless the schedule is interleaved).
 
     They have the initial weights of `seed`, or are uninitialised if that is None. Only FP8 is read from `precision`
     here; None means without.

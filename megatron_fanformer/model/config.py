@@ -60,7 +60,7 @@ class FANConfig:
         return PLACEMENTS[self.placement].outputs(self, hidden_size, value_size)
 
     def problems(self) -> list[str]:
-        """Rules of single fields that this configuration breaks, one line each."""
+        """Return the rules of single fields that this configuration breaks, one line each."""
         demand = (
             f"lie in [0, 0.5], since cos and sin of the periodic rows both enter X_F (the paper uses {PAPER_P_RATIO})"
         )
@@ -193,7 +193,7 @@ class FANformerConfig:
         return embeddings + self.num_layers * self.placement.parameters(self) + self.hidden_size
 
     def problems(self) -> list[str]:
-        """Rules of the shape that this configuration breaks, one line each; empty if it can be built."""
+        """Return the rules of the shape that this configuration breaks, one line each; empty if it can be built."""
         found = self._size_problems()
         if found:
             return found + self.fan.problems()
@@ -317,7 +317,7 @@ class PrecisionConfig:
     """The FAN map in FP8 too: phases are over ten times less exact (docs/fp8-phase.md)."""
 
     def problems(self) -> list[str]:
-        """Rules that this configuration breaks, one line each."""
+        """Return the rules that this configuration breaks, one line each."""
         in_bf16 = ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16")
         found = [
             *broken_fields("precision", self, "be at least 1", lambda value: value < 1, "fp8_amax_history_len"),

@@ -56,7 +56,7 @@ class KernelsConfig:
         return self.loss_head_chunk_tokens or max(1, tokens // ALIGNED_TOKENS * ALIGNED_TOKENS or tokens)
 
     def problems(self) -> list[str]:
-        """Rules of single fields that this configuration breaks, one line each."""
+        """Return the rules of single fields that this configuration breaks, one line each."""
         demand = "be at least 1, or null"
         return broken_fields("kernels", self, demand, lambda value: value < 1, "loss_head_chunk_tokens")
 

@@ -46,7 +46,7 @@ class Layout:
         return self.parallel.model_parallel_size * (self.parallel.data_parallel_size or 1)
 
     def problems(self) -> list[str]:
-        """Rules that it breaks for any model, one line each."""
+        """Return the rules that it breaks for any model, one line each."""
         return [*self.parallel.problems(), *self.kernels.problems(), *graph_problems(self.parallel, self.kernels)]
 
 

@@ -45,7 +45,7 @@ _problem: str | None = "nobody asked for them"
 
 
 def load(cache: Path) -> str | None:
-    """Have this process use them from now on.
+    """Make this process use them from now on.
 
     Args:
         cache: a folder of this user's alone, in which the library is, or is put.
@@ -60,7 +60,7 @@ def load(cache: Path) -> str | None:
 
 
 def unload(problem: str) -> None:
-    """Have this process compute by PyTorch's operations again, and say why."""
+    """Make this process compute by PyTorch's operations again, and say why."""
     global _library, _problem
     _library, _problem = None, problem
 

@@ -109,7 +109,9 @@ def _cos_sin(phase):
 
 @triton.jit
 def _place(tokens, RANKS: tl.constexpr, BLOCKS: tl.constexpr, TILE_TOKENS: tl.constexpr):
-    """This program's block of columns, its rank, its first token, the tile's rows, and which of them are tokens."""
+    """Return this program's block of columns, its rank, its first token, the tile's rows, and which of them are
+    tokens.
+    """
     program = tl.program_id(0)
     # 64 bits: a tensor may have more than 2^31 elements
     first = (program // (BLOCKS * RANKS)).to(tl.int64) * TILE_TOKENS

@@ -82,7 +82,7 @@ def compare_communication(
 
 
 def count_step(trial: TrialConfig, layout: ParallelConfig) -> tuple[int, list[CollectiveCount]]:
-    """This rank's pipeline stage, and what its collectives move in a step; runs on every rank."""
+    """Return this rank's pipeline stage, and what its collectives move in a step; runs on every rank."""
     order = Reordering(trial.model, trial.global_batch_size, 0)
     with prepared(trial, layout, order) as (grid, _, wrapped, optimizer, batches, number, _):
         train_step(wrapped, optimizer, batches, grid, number)

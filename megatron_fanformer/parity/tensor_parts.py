@@ -37,12 +37,12 @@ def part_of(whole: np.ndarray, where: tuple[Any, ...]) -> Any:
 
 
 def weight_parts(stages: list[Any], grid: RankGrid, order: Reordering) -> list[TensorPart]:
-    """This rank's parts of all weights."""
+    """Return this rank's parts of all weights."""
     return list(_parts([sharded_state(chunk, grid) for chunk in stages], order))
 
 
 def gradient_parts(stages: list[Any], grid: RankGrid, order: Reordering) -> list[TensorPart]:
-    """This rank's parts of all gradients, as the buffers hold them."""
+    """Return this rank's parts of all gradients, as the buffers hold them."""
     states = [sharded_state(chunk, grid) for chunk in stages]
     gradients = [
         # a layer of the Engine has a state besides its weights, whose data are bytes

@@ -110,7 +110,7 @@ class LayerShapes:
         return self.part_tokens * FLOAT
 
     def weight_gradient(self, rows: int, columns: int) -> int:
-        """Before it is added to the float32 one; nothing where the product adds it."""
+        """Return the bytes of a weight's gradient before it joins the float32 one; none where the product adds it."""
         return 0 if self.is_fused else rows * columns * self.element
 
     def column_parallel_backward(self, rows: int) -> int:

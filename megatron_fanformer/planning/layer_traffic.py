@@ -162,7 +162,7 @@ def _gather(job: Job, reader: str) -> Iterator[Term]:
 
 
 def _gather_gradient(job: Job, reader: str) -> Iterator[Term]:
-    """Its gradient is a sum over the ranks; and the input, of which a shard was kept, is gathered once more."""
+    """Yield the gradient's sum over the ranks, and the gather of the input, of which only a shard was kept."""
     yield from _gather(job, reader)
     yield from _sum(job, f"input gradient of {reader}")
 
@@ -174,6 +174,6 @@ def _sum(job: Job, purpose: str, message_bytes: int | None = None) -> Iterator[T
 
 
 def _sum_gradient(job: Job, purpose: str, message_bytes: int | None = None) -> Iterator[Term]:
-    """The gradient of a sum is the sum's, whole: each rank has it, or its part of the sequence."""
+    """Yield the gradient of a sum: the sum's own, whole; each rank has it, or its part of the sequence."""
     if job.parallel.sequence_parallel:
         yield Term("tp", "all-gather", f"{purpose}, gradient", message_bytes or job.hidden_bytes)

@@ -126,7 +126,7 @@ class Machine:
         return rate
 
     def problems(self) -> list[str]:
-        """Rules that these figures break, one line each."""
+        """Return the rules that these figures break, one line each."""
         named = {f"machine.{name}": value for name, value in vars(self).items()}
         named |= {
             f"machine.{link}.{name}": value for link in LINKS for name, value in vars(getattr(self, link)).items()

@@ -30,7 +30,9 @@ def _columns(shapes: LayerShapes) -> int:
 
 
 def _chunked_head(shapes: LayerShapes) -> int:
-    """Its gradients are taken in forward, in chunks; backward gets them, with a stand-in for the weight's."""
+    """Return the chunked head: its gradients are taken in forward; backward gets them, with a stand-in for the
+    weight's.
+    """
     job, columns, hidden, element = shapes.job, _columns(shapes), shapes.hidden, shapes.element
     chunk = min(shapes.tokens, job.kernels.loss_chunk_tokens(columns, element, on_cpu=job.on_cpu))
     scaled = chunk * hidden * (FLOAT + element if element < FLOAT else FLOAT)  # the hidden states, times a factor each

@@ -82,7 +82,7 @@ class ShardFiles:
     def batches(self) -> Iterator[Any]:
         """Yield the rows of its documents, as Arrow record batches with columns id, source, line and length.
 
-        Of conversations there are the columns learned and outcome too, and rows of length 0 of what is refused.
+        Conversations also have the columns learned and outcome, and rows of length 0 for refused ones.
         """
         import pyarrow
 

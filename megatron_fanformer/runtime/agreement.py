@@ -1,6 +1,4 @@
-"""Agreement of all ranks on the outcome of what one does, a value or an error that all raise, or on a value of each.
-each.
-"""
+"""Agreement of all ranks on the outcome of what one does, a value or an error that all raise, or on a value of each."""
 
 import threading
 from collections.abc import Callable

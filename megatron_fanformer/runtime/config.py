@@ -36,7 +36,7 @@ class RuntimeConfig:
         return self.distributed_backend or {"cuda": "nccl", "cpu": "gloo"}[device]
 
     def problems(self) -> list[str]:
-        """Rules of single fields that this configuration breaks, one line each."""
+        """Return the rules of single fields that this configuration breaks, one line each."""
         found = []
         if self.threads_per_rank is not None and self.threads_per_rank < 1:
             found.append(f"runtime.threads_per_rank is {self.threads_per_rank}; it must be at least 1, or null")

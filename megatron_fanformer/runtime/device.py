@@ -153,7 +153,7 @@ class RankAddress:
 
 
 def rank_address() -> RankAddress | None:
-    """This process's rank as torchrun or Slurm reports it; None if it was started without either."""
+    """Return this process's rank as torchrun or Slurm reports it; None if it was started without either."""
     env = os.environ
     if "RANK" in env and "WORLD_SIZE" in env:
         return RankAddress(
@@ -171,7 +171,7 @@ def rank_address() -> RankAddress | None:
 
 
 def rank_number() -> int:
-    """This process's rank among those of its launcher, whatever else that says; 0 where there is none."""
+    """Return this process's rank among those of its launcher, whatever else that states; 0 where there is none."""
     return int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")))
 
 
@@ -208,7 +208,7 @@ LOOPBACK_INTERFACE = "lo"
 
 
 def listen_on_loopback() -> None:
-    """Have this process's groups listen on the loopback, unless the environment names an interface.
+    """Make this process's groups listen on the loopback, unless the environment names an interface.
 
     For ranks of one machine; must be called before the first group is made.
     """
@@ -292,7 +292,7 @@ _is_kept = False
 
 
 def keep_freed_memory() -> None:
-    """Have the C library keep what a step frees for the next one, where else it returns large pieces to the kernel.
+    """Make the C library keep what a step frees for the next one, where else it returns large pieces to the kernel.
 
     A page that comes from the kernel is zeroed first: thousands of huge ones a step. The process stays as large as it
     has been at its peak, and grows where sizes change from step to step: see `return_freed_memory`. Only glibc can be
@@ -319,7 +319,7 @@ def return_freed_memory() -> None:
 
 
 def keep_launch_order() -> None:
-    """Have GPUs begin kernels in the order of their launches; must be called before torch is asked for a GPU.
+    """Make GPUs begin kernels in the order of their launches; must be called before torch first uses a GPU.
 
     Megatron's overlap of tensor-parallel communication relies on it. CUDA reads it once, when its context is made.
     """
@@ -327,7 +327,7 @@ def keep_launch_order() -> None:
 
 
 def share_cudnn() -> None:
-    """Have Transformer Engine load the cuDNN that came with torch; must be called before it is imported.
+    """Make Transformer Engine load the cuDNN that came with torch; must be called before it is imported.
 
     By itself it prefers the system's. Where that is another version, the two find each other's parts and refuse them,
     and the Engine's attention falls back to one that keeps every score, without a word.
@@ -371,7 +371,7 @@ def prepare_megatron(*, on_cpu: bool = False) -> None:
 
 
 def enable_collective_timeouts() -> None:
-    """Have a collective of NCCL that exceeds its group's limit raise where it is waited for; before any group is made.
+    """Make a collective of NCCL that exceeds its group's limit raise where it is waited for; before any group is made.
 
     Else torch's watchdog ends the whole process.
     """

@@ -218,7 +218,7 @@ def read_found() -> Any:
 
 
 def end_with_launcher() -> None:
-    """Have this rank end when the process that launched it does; to be called first.
+    """Make this rank end when the process that launched it does; to be called first.
 
     Ours is only ever killed without its ranks by SIGKILL: then they end at once, too. torchrun leaves its ranks behind
     on a second signal, while they save: they get the signal to stop once more. (Slurm ends its own steps.)

@@ -129,7 +129,9 @@ class ParallelConfig:
         return layers
 
     def problems(self) -> list[str]:
-        """Rules of single fields that this configuration breaks, one line each; if none, rules between its fields."""
+        """Return the rules of single fields that this configuration breaks, one line each; if none, those between
+        fields.
+        """
         found = [
             f"parallel.{name} is {value}; it must be at least 1"
             for name in COUNTS

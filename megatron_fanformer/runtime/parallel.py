@@ -205,7 +205,7 @@ def distributed(
 
 
 def reduce_one_bucket_a_call() -> None:
-    """Have megatron-core reduce gradients and gather weights one bucket a call, where the group is gloo's.
+    """Make megatron-core reduce gradients and gather weights one bucket a call, where the group is gloo's.
 
     Ranks that share a GPU use it, for NCCL wants one a rank. Its collectives take GPU tensors, but one a call, and its
     messages from rank to rank none at all (`training.machine_rules` refuses what would need more).

@@ -51,7 +51,7 @@ class SimulatedRank:
 
 
 def run_rank(config: RunConfig, *, world_size: int, rank: int, backend: str = "nccl") -> SimulatedRank:
-    """Be one rank of a world: build it, take a short step, and a whole one.
+    """Run one rank of a world: build it, take a short step, and a whole one.
 
     Args:
         backend: what the ranks of that world communicate over; some of megatron-core's settings follow from it.

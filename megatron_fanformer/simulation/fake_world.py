@@ -40,7 +40,7 @@ class ContentlessTensors(FakeTensorMode):
 
 @contextmanager
 def fake_world(world_size: int, rank: int) -> Iterator[None]:
-    """This process as that rank: torch.distributed's default group, and tensors without content from here on."""
+    """Make this process that rank: torch.distributed's default group, and tensors without content from here on."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:  # imports torch, which takes seconds
 def simulate_ranks(
     config: RunConfig, *, world_size: int, ranks: Sequence[int], processes: int = 1
 ) -> "list[SimulatedRank]":
-    """Be ranks of a world, as the trainer would, for a training step: see what each holds and communicates.
+    """Simulate ranks of a world for a training step, as the trainer runs it: what each holds and communicates.
 
     Fields that are left to the machine are as on GPUs over NCCL: bf16, communication overlapped.
 

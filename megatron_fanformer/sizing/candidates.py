@@ -83,9 +83,8 @@ def all_layouts(config: RunConfig, gpus: int) -> Iterator[list[RunConfig]]:
     """Yield the configuration in every layout of that many GPUs, legal or not; one list a layout, by rising micro
     batch.
 
-    Of two spellings of one layout there is one: sequence parallelism and the `sequence` form where there are tensor
-    parallel ranks, chunks where there are stages, of whose layers each has its share. All stages have equally many
-    layers.
+    Only one of two spellings of a layout is yielded: sequence parallelism and the `sequence` form where there are
+    tensor parallel ranks, chunks where there are stages whose layers they divide. All stages have equally many layers.
     """
     layers = config.model.num_layers
     for tensor in divisors(gpus):

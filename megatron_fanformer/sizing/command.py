@@ -18,7 +18,7 @@ PICTURE = ".png"
 
 
 def plan(options: PlanOptions) -> None:
-    """Answer a request, and write the report.
+    """Plan a run as requested, and write the report.
 
     Raises:
         InputError: the request is wrong, or nothing legal fits.

@@ -95,7 +95,7 @@ def _sum(cells: dict[tuple[str, str], Total]) -> Total:
 
 
 def communication_differences(simulated: "SimulatedRank") -> list[str]:
-    """Each kind of collective over each group of which the formula has another number or other bytes, one line each."""
+    """Return a line for each kind of collective and group for which the formula has another number or other bytes."""
     formula_lines = communication(simulated.job, simulated.stage)
     formula, counted = totals(formula_lines), totals(simulated.collectives)
     ranks_by_formula = {line.group: line.ranks for line in formula_lines}

@@ -78,7 +78,7 @@ class TrainingConfig:
         return self.train_iters
 
     def problems(self) -> list[str]:
-        """Rules of single fields that this configuration breaks, one line each."""
+        """Return the rules of single fields that this configuration breaks, one line each."""
         broken = partial(broken_fields, "training", self)
         counts = (
             "train_iters",

@@ -27,7 +27,7 @@ class OptimizerConfig:
     """The optimizer's settings; the defaults are the paper's recipe for 1B."""
 
     name: str = "adamw"
-    """The optimizer: `adamw`. A resumed run must keep the one that it began with."""
+    """The optimizer: `adamw`. A run keeps the one that it began with."""
     lr: float = 4e-4
     """Peak learning rate."""
     weight_decay: float = 0.1
@@ -42,7 +42,7 @@ class OptimizerConfig:
     """The global gradient norm is clipped to this; 0 does not clip."""
 
     def problems(self) -> list[str]:
-        """Rules of single fields that this configuration breaks, one line each."""
+        """Return the rules of single fields that this configuration breaks, one line each."""
         found = []
         if self.name not in OPTIMIZERS:
             remedy = did_you_mean(self.name.lower(), OPTIMIZERS, f"name {', '.join(OPTIMIZERS)}")

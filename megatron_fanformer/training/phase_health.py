@@ -149,7 +149,7 @@ class _LayerPhases:
 
     @torch.no_grad()
     def add(self, _linear: torch.nn.Module, _inputs: Any, output: tuple[Tensor, Any]) -> None:
-        """Take in the map's output p | g [s, b, k] of a micro batch; a forward hook."""
+        """Add the map's output p | g [s, b, k] of a micro batch; a forward hook."""
         if torch._C._current_graph_task_id() != -1:
             return  # computed again, for backward
         if self._counts_weights:  # not before the forward pass: the last update may be gathered in it

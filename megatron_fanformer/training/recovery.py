@@ -62,7 +62,7 @@ class RecoveryConfig:
     """Steps whose samples are skipped."""
 
     def problems(self) -> list[str]:
-        """Rules of single fields that this configuration breaks, one line each."""
+        """Return the rules of single fields that this configuration breaks, one line each."""
         broken = partial(broken_fields, "recovery", self)
         found = [
             *broken("be above 1", lambda value: not value > 1, "spiky_loss_factor", "spiky_grad_norm_factor"),
@@ -106,7 +106,7 @@ class EventLog:
                 file.write(json.dumps({"step": step, "event": event, "time": round(time.time(), 3), **facts}) + "\n")
 
     def _count(self, event: str, step: int) -> None:
-        """Each event; a step that is skipped again after the run went back was skipped before."""
+        """Count each event, except the repetition of a skipped step after the run went back."""
         if event == "skipped" and step in self._skipped:
             return
         self._counts[event] += 1

@@ -167,7 +167,7 @@ def attempt_step(
 
 
 def local_loss_and_grad_norm(stages: list[DistributedDataParallel], result: StepResult) -> tuple[float, float]:
-    """This rank's own mean loss (0 where another rank has it), and the norm of the gradients in its buffers.
+    """Return this rank's own mean loss (0 where another rank has it), and the norm of the gradients in its buffers.
 
     They are compared with those of another attempt at the same step, to find the rank that computed otherwise.
     """

@@ -57,7 +57,7 @@ class Slowest(NamedTuple):
 
 
 def find_slowest(times: Sequence[RankTime]) -> Slowest:
-    """Return the slowest of all ranks, given in their order. Of two medians it takes the lower: of two ranks one is
+    """Return the slowest of all ranks, given in their order. It takes the lower of two medians: with two ranks, one is
     slow.
     """
     usual = {
@@ -86,7 +86,7 @@ class Stragglers:
 
     @contextmanager
     def measuring(self, step: int) -> Iterator[None]:
-        """Around a training step; costs nothing in those that are not measured."""
+        """Measure a training step; costs nothing in steps that are not due."""
         if self._interval is None or -step % self._interval >= MEASURED_STEPS:
             yield
             return
@@ -158,7 +158,7 @@ class Waits:
 
     @contextmanager
     def one(self) -> Iterator[None]:
-        """Around a call that may wait."""
+        """Time a call that may wait."""
         if not self._on_gpu:
             began = time.perf_counter()
             yield

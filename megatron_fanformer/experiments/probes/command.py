@@ -150,7 +150,7 @@ def read_settings(options: ExperimentOptions) -> Any:
 
 @contextmanager
 def _alone_in(folder: Path) -> Iterator[None]:
-    """No other process measures into this folder meanwhile."""
+    """Keep other processes from measuring into this folder meanwhile."""
     folder.mkdir(parents=True, exist_ok=True)
     lock = take_lock(folder / ".lock", wait=False)
     if lock is None:

@@ -41,7 +41,7 @@ class Answers(NamedTuple):
 
 
 def measure_checkpoints(settings: HolesSettings, log: Log) -> Measured:
-    """Have every checkpoint answer the pairs of every task.
+    """Make every checkpoint answer the pairs of every task.
 
     Raises:
         InputError: one cannot be opened, or has no tokenizer or chat template; all problems, before any answers.

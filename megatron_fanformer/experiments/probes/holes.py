@@ -292,7 +292,7 @@ def _picture(settings: HolesSettings, task: Task, runs: Runs) -> bytes:
 
 
 def write_data(settings: HolesSettings, folder: Path) -> list[str]:
-    """Each task's conversations, outside and inside the hole, as JSON lines of messages; returns a line a file."""
+    """Write each task's conversations, outside and inside the hole, as JSON lines; returns a line a file."""
     folder.mkdir(parents=True, exist_ok=True)
     lines = []
     for task in settings.tasks:

@@ -25,7 +25,7 @@ class Settings:
         return values
 
     def problems(self) -> list[str]:
-        """Rules that it breaks, one line each: numbers are counts or rates, and lists name each thing once."""
+        """Return the rules that it breaks, one line each: numbers are counts or rates, lists name each thing once."""
         found = []
         for field in fields(self):  # type: ignore[arg-type]
             value = getattr(self, field.name)
@@ -36,7 +36,7 @@ class Settings:
         return [*found, *self._own_problems()]
 
     def _own_problems(self) -> Iterator[str]:
-        """Rules of this probe alone."""
+        """Return the problems that this probe alone can have."""
         yield from ()
 
 

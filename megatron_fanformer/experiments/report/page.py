@@ -173,7 +173,7 @@ def _interval(finding: Finding) -> str:
 
 
 def _settings(result: Result) -> str:
-    """Describe those that are values or lists of them; a sweep's whole configuration is in its result alone."""
+    """Return the settings that are values or lists of them; a sweep's whole configuration is in its result alone."""
     values = {
         name: ", ".join(str(shown(each)) for each in value) or "none" if isinstance(value, list) else shown(value)
         for name, value in result.settings.items()

@@ -86,7 +86,7 @@ class ReportConfig:
     """Whether model, data and length are the paper's."""
 
     def problems(self) -> list[str]:
-        """Rules of single fields that this section breaks, one line each."""
+        """Return the rules of single fields that this section breaks, one line each."""
         found = [
             f"report.{name} is {value}; it must be at least {least}"
             for name, value, least in (
