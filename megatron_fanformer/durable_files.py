@@ -161,9 +161,9 @@ def _lock(folder: Path) -> int | None:
 
 
 def refusal_of(folder: Path) -> OSError | None:
-    """Return what the system says to a small file that is written there now; None where it takes it.
+    """Try to write a small file there now, and return the system's error; None if it succeeds.
 
-    To be asked where writing has failed and before what was written is removed: libraries often do not pass it on.
+    To be called after a failed write and before what was written is removed: libraries often do not pass it on.
     """
     probe = folder / f".{uuid.uuid4().hex}.tmp"
     try:

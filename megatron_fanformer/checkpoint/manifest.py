@@ -21,7 +21,7 @@ from megatron_fanformer.errors import CorruptError
 MANIFEST = "manifest.json"
 BLOCK_BYTES = 1 << 26
 READ_BYTES = 1 << 20
-THREADS = 4  # of a rank; a disk is faster than one of them
+THREADS = 4  # per rank: a disk is faster than one thread
 WEIGHTS_SUFFIX = ".distcp"
 _RANK_SUMS = ".sums-{}.json"
 REMEDY = "copy it again, or use another checkpoint"

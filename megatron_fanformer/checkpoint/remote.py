@@ -40,13 +40,13 @@ from megatron_fanformer.runtime.device import cache_folder
 from megatron_fanformer.terminal import print_stderr
 
 THREADS = 2  # files at a time, where the driver takes several requests; s3fs holds up to 500 MB of each
-DRIVER_ATTEMPTS = 2  # of each request, within one of ours
+DRIVER_ATTEMPTS = 2  # tries of a driver per request, within one attempt of ours
 READ_BYTES = 1 << 24  # of one request
 MOST_MANIFEST_BYTES = 1 << 26
 MOST_RECORD_BYTES = 1 << 30
 RECORDS = (store.CONFIG, store.METRICS, store.RECOVERY)
 """The run's own files that accompany its checkpoints."""
-_WRONG = (FileNotFoundError, PermissionError)  # with the URL, not with the store
+_WRONG = (FileNotFoundError, PermissionError)  # errors that mean a wrong URL, not a failing store
 _SCHEME = re.compile(r"([a-z][a-z0-9+.-]*)://")
 _PASSWORD = re.compile(r"://[^\s/:@]*:[^\s@]*@")
 _NOT_A_STORE = ("memory",)  # gone with this process

@@ -8,10 +8,10 @@ where that exists. Who finds the entry of a dead holder links to `run.lock.TOKEN
 that find it, one succeeds, whose file then replaces `run.lock`. One that dies before it does is succeeded in the same
 way, by its own token.
 
-**Dead** is a holder in the same place (machine, boot and process namespace) whose process is gone, or another one by
-its start time, or whose entry was copied along with its folder. For a holder in another place, the file's modification
-time is watched, which the holder renews: dead is who has not for `STALE_SECONDS`, or has not for some beats and is that
-late by the times of files that are written beside it (never by this machine's clock).
+A holder in the same place (machine, boot and process namespace) is **dead** if its process is gone, or another one by
+its start time, or if its entry was copied along with its folder. For a holder in another place, the file's modification
+time is watched, which the holder renews: it is dead if it has not done so for `STALE_SECONDS`, or for some beats and is
+that late by the times of files that are written beside it (never by this machine's clock).
 """
 
 import errno

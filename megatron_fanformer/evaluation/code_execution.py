@@ -172,7 +172,7 @@ def _give(process: "subprocess.Popen[bytes]", content: bytes) -> None:
 def _wait(judge: "subprocess.Popen[bytes]", running: "subprocess.Popen[bytes]", seconds: float) -> bool:
     """Wait until a judge ends; False after so many seconds in which it or its program ran or slept.
 
-    Those in which either waited for a core do not count: other processes take them, which says nothing of the program.
+    Seconds in which either waited for a core do not count: other processes used them, not the program.
     """
     began = time.monotonic()
     left = seconds

@@ -16,7 +16,7 @@ from megatron_fanformer.evaluation.results import Result, TaskResult
 
 DRAWS = 10_000
 INTERVAL = (0.025, 0.975)
-KINDS = 256  # of documents, up to which all draws of a kind's number are cheaper than of each document
+KINDS = 256  # up to so many kinds of documents, drawing numbers of each kind is cheaper than drawing documents
 LOWER_IS_BETTER = {"bpb": "bits a byte", "bpb_with_space": "bits a byte", "ce_loss": "nats a character"}
 """The metrics that are not shares of documents, and their units."""
 BLOCK = 1 << 20  # documents that are drawn at a time

@@ -22,8 +22,10 @@ from megatron_fanformer.runtime.device import return_freed_memory
 from megatron_fanformer.runtime.parallel import RankGrid
 from megatron_fanformer.runtime.pipeline import Batches, run_schedule
 
-MICRO_BATCHES_A_STAGE = 4  # that a pipeline of several stages takes at a time: two stages then idle a ninth of it
-LENGTHS_AN_OCTAVE = 8  # that rows are padded to, an eighth at the most: a GPU's attention plans anew for every shape
+MICRO_BATCHES_A_STAGE = 4  # per pass of a pipeline: two stages then idle a ninth of it
+LENGTHS_AN_OCTAVE = (
+    8  # padded lengths of rows, an eighth of padding at most: a GPU's attention plans anew for every shape
+)
 TRIM_INTERVAL = 8  # batches, after which memory of other lengths' tensors is returned
 EMPTY = -1
 

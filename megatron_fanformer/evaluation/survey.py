@@ -76,7 +76,7 @@ def survey_evaluation(
 
 
 def _tokenizer(path: str, eod_id: int | None) -> Tokenizer:
-    """Load that of the perplexity sets, which say themselves whether they need the end-of-text id."""
+    """Load the tokenizer of the perplexity sets, which check themselves whether they need the end-of-text id."""
     try:
         return load_tokenizer(path, eod_id=eod_id, needs_eod=False)
     except InputError as error:

@@ -28,7 +28,7 @@ LARGEST_ROW_STRIDE = 2**20
 # cos and sin, within 3 units in the last place of float32: the largest error over 8 million phases was 2.5.
 LARGEST_REDUCED = tl.constexpr(12_000.0)
 """Phases up to here are less than 2^13 quarter turns from 0: their products with 11 bits are exact in float32."""
-QUARTERS = tl.constexpr(0.6366197723675814)  # of a turn, in a radian: 2/π
+QUARTERS = tl.constexpr(0.6366197723675814)  # quarter turns per radian: 2/π
 ROUNDER = tl.constexpr(12582912.0)  # 1.5 · 2^23: what is added to it loses its fraction
 # π/2 in pieces of 11, 11, 11 and 24 bits, from the top: exact with a fused multiply-add and without one.
 QUARTER_A, QUARTER_B = tl.constexpr(1.5703125), tl.constexpr(0.0004837512969970703)

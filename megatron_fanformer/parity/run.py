@@ -119,7 +119,7 @@ def run_layouts(
 
 
 def _started_pool(config: ParityConfig, run: RunConfig, named: dict[str, Layout]) -> RankPool:
-    """Return the ranks that the layouts ask for. Raises InputError where this machine has not what they need."""
+    """Return the ranks that the layouts ask for. Raises InputError if this machine lacks what they need."""
     device = devices.resolve_device(run.runtime.device)
     backend = run.runtime.backend(device)
     found = [

@@ -33,8 +33,8 @@ from megatron_fanformer.runtime.layout import ParallelConfig
 from megatron_fanformer.runtime.meeting import store_of_ranks
 
 MEETING_SECONDS = 600.0  # how long ranks that were started wait for those that were not yet
-# No rank waits for another one in vain: the heartbeat ends it, and says for whom. A collective's own limit would be
-# the same for a step and for an hour's loading, and blames whoever waits.
+# The heartbeat ends a rank that waits in vain, and names the one it waits for. A collective's own limit would be the
+# same for a step and for an hour's loading, and blame the rank that waits.
 GROUP_TIMEOUT = timedelta(days=1)
 
 if TYPE_CHECKING:

@@ -23,8 +23,8 @@ class StepMetrics:
     """
 
     def __init__(self, config: RunConfig, grid: RankGrid) -> None:
-        # Within documents the scores are as many as their lengths make them, which nobody counts: at least those of a
-        # token with itself, so that the metrics say no more than was computed.
+        # Within documents the number of attention scores depends on lengths that are not counted: take the least, each
+        # token with itself, so that the metrics never claim more than was computed.
         shortest = 1 if config.data.reset_attention_mask else None
         self._flops_per_token = training_flops_per_token(config.model, shortest)
         self._peak_flops_per_second = _peak_flops_per_second(config, grid)

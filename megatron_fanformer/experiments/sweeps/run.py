@@ -29,7 +29,7 @@ from megatron_fanformer.runtime import device
 
 TRAIN = (sys.executable, "-m", "megatron_fanformer", "train")
 POLL_SECONDS = 0.1
-LOG_TAIL_BYTES = 1 << 16  # of a cell's log, in which its error is looked for
+LOG_TAIL_BYTES = 1 << 16  # end of a cell's log that is searched for its error
 ERROR_MARK = "megatron-fanformer: "  # what the command's errors begin with
 SCRIPT = "array.sh"
 MOST_BYTES = 1 << 20  # of the user's script
