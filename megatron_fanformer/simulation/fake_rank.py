@@ -58,7 +58,7 @@ def run_rank(config: RunConfig, *, world_size: int, rank: int, backend: str = "n
     """
     started = time.monotonic()
     torch.set_num_threads(config.runtime.threads_per_rank or 1)  # the loss head takes as many logits as they can cache
-    adds_to_wider(torch.float32, torch.bfloat16, torch.device("cpu"))  # asked while there are numbers to try it on
+    adds_to_wider(torch.float32, torch.bfloat16, torch.device("cpu"))  # called while there are numbers to try it on
     tracker = MemoryTracker()
     with fake_world(world_size, rank), tracker, rank_grid(config.parallel, "cpu") as own:
         grid = dataclasses.replace(own, backend=backend)

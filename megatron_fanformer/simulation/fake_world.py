@@ -93,7 +93,7 @@ def _l2_norm(_chunk_size: int, _overflow: Any, tensor_lists: Any, _per_tensor: b
 
 
 class _Shards:
-    """The equal shards of a buffer, each made when it is asked for."""
+    """The equal shards of a buffer, each made on first use."""
 
     def __init__(self, buffer: torch.Tensor, number: int) -> None:
         self._buffer, self._size = buffer, buffer.numel() // number
