@@ -1,4 +1,4 @@
-"""The command's first moments: of `megatron-fanformer VERB`, and of `python -m megatron_fanformer VERB`, the same."""
+"""Entry point of `megatron-fanformer VERB` and `python -m megatron_fanformer VERB`: the command's first moments."""
 
 import gc
 import sys

@@ -124,7 +124,7 @@ def _in_words(error: Exception) -> tuple[str, int]:
     name = _cut(str(error.filename))
     if error.errno in _WRONG_PATH:
         return f"{name} cannot be used ({reason}); name another path, or change what is there", InputError.exit_code
-    return f"{name} cannot be used ({reason}); free what ran out, or mend the disk, and start again", 1
+    return f"{name} cannot be used ({reason}); free what ran out, or repair the disk, and start again", 1
 
 
 def _check_text(argument: str) -> None:
@@ -154,7 +154,7 @@ def _cut(text: str, most: int = MOST_SHOWN) -> str:
 
 
 def _parser(described: Collection[str] = VERBS) -> argparse.ArgumentParser:
-    """Return the parser of all verbs, of which the named ones have their options, too: these take time to read."""
+    """Return the parser of all verbs; only the named ones have their options, which take time to read."""
     parser = _Parser(prog=PROGRAM, description="Pretrain FANformer language models, on CPUs and GPUs.")
     parser.add_argument("--version", action="version", version=f"{PROGRAM} {__version__}")
     parser.add_argument("--debug", action="store_true", help="show tracebacks (anywhere on the line)")

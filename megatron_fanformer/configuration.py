@@ -47,8 +47,8 @@ NO_TEXT = frozenset(map(chr, (0, *range(0xD800, 0xE000))))  # characters that no
 NO_TEXT_IN_WORDS = "a zero character or half a surrogate pair"
 
 Advice = Callable[[str], str | None]
-"""What to tell about a name that is no field's, as a clause; None: nothing special. A key comes as its dotted name, an
-argument of the command line as it is."""
+"""Returns what to report about a name that is no field's, as a clause; None: nothing special. It gets a key as its
+dotted name, an argument of the command line as it is."""
 
 
 def no_advice(_name: str) -> None:
@@ -59,11 +59,11 @@ def no_advice(_name: str) -> None:
 
 
 def build(values: Mapping[str, Any], owner: type[Config], prefix: str = "", *, advice: Advice = no_advice) -> Config:
-    """The dataclass that nested plain values describe.
+    """Return the dataclass that nested plain values describe.
 
     Args:
         prefix: what precedes the names in messages, such as `model.`.
-        advice: what to tell about a key that the dataclass does not have; else the key most like it is named.
+        advice: returns what to report about a key that the dataclass does not have; else the key most like it is named.
 
     Raises:
         InputError: keys are unknown or missing, or values have a wrong type; one line each, with the dotted name.
@@ -76,7 +76,9 @@ def build(values: Mapping[str, Any], owner: type[Config], prefix: str = "", *, a
 def value_problems(
     values: Mapping[str, Any], owner: type, prefix: str = "", *, advice: Advice = no_advice
 ) -> list[str]:
-    """One line for each key that the dataclass does not have, each missing one, and each value of a wrong type."""
+    """Return one line for each key that the dataclass does not have, each missing one, and each value of a wrong
+    type.
+    """
     hints = get_type_hints(owner)
     found = []
     for key in values:
@@ -175,7 +177,7 @@ def _shown(value: Any) -> str:
 # Whoever wrote a file, reading it must end. PyYAML reads some 10,000 values a second. 10,000 token files fit.
 MOST_BYTES = 1 << 20
 MOST_VALUES = 1 << 16
-"""Values in a file, those that an alias repeats counted again: aliases of aliases make any number of few bytes."""
+"""The most values in a file, counting those that an alias repeats: aliases of aliases make any number of few bytes."""
 MOST_DEPTH = 64
 MOST_DIGITS = 400  # a number in base 60 (1:30:00) takes time with their square
 MERGE = "tag:yaml.org,2002:merge"  # of the key <<, which may stand several times
@@ -191,7 +193,7 @@ class _Loader(yaml.SafeLoader):
     values = 0
 
     def compose_node(self, parent: Any, index: Any) -> Any:
-        """One value, within the bounds."""
+        """Return one value, within the bounds."""
         self.depth += 1
         self.values += 1
         if self.depth > MOST_DEPTH:
@@ -203,7 +205,7 @@ class _Loader(yaml.SafeLoader):
         return node
 
     def get_single_node(self) -> Any:
-        """The document, within the bounds."""
+        """Return the document, within the bounds."""
         node = super().get_single_node()
         if node is not None and _count(node, {}) > MOST_VALUES:
             raise ValueError(f"its aliases make more than {MOST_VALUES} values of it")
@@ -211,7 +213,9 @@ class _Loader(yaml.SafeLoader):
 
 
 def _count(node: yaml.Node, known: dict[int, int]) -> int:
-    """The values that a node stands for; `known` has the nodes seen so far, 0 for those that are being counted."""
+    """Return the values that a node stands for; `known` has the nodes seen so far, 0 for those that are being
+    counted.
+    """
     if (count := known.get(id(node))) is not None:
         if not count:
             raise ValueError(f"a value contains itself{node.start_mark}")
@@ -237,7 +241,7 @@ _Loader.add_implicit_resolver(
 
 
 def yaml_value(text: str) -> Any:
-    """The plain value of a YAML text.
+    """Return the plain value of a YAML text.
 
     Raises:
         ValueError: it is not valid, or is beyond the bounds; says why, on one line.
@@ -250,7 +254,7 @@ def yaml_value(text: str) -> Any:
 
 
 def read_plain_values(file: Path) -> Any:
-    """The plain values in a YAML file, or in a JSON file by its name, whoever wrote it.
+    """Return the plain values in a YAML file, or in a JSON file by its name, whoever wrote it.
 
     Raises:
         OSError: it cannot be read, is not a file, or is too large.
@@ -266,7 +270,7 @@ def read_plain_values(file: Path) -> Any:
 
 
 def read_values(file: Path) -> dict[str, Any]:
-    """The plain values of a YAML file.
+    """Return the plain values of a YAML file.
 
     Raises:
         InputError: it cannot be read, or holds no sections.
@@ -283,10 +287,11 @@ def read_values(file: Path) -> dict[str, Any]:
 
 
 def read_overrides(arguments: Sequence[str], *, advice: Advice = no_advice) -> dict[str, Any]:
-    """The nested values that `--section.field VALUE` and `--section.field=VALUE` set; for one field the last counts.
+    """Return the nested values that `--section.field VALUE` and `--section.field=VALUE` set; for one field the last
+    counts.
 
     Args:
-        advice: what to tell about an argument that is neither.
+        advice: returns what to report about an argument that is neither.
 
     Raises:
         InputError: an argument is neither, or a value is not valid YAML.
@@ -313,7 +318,7 @@ def read_overrides(arguments: Sequence[str], *, advice: Advice = no_advice) -> d
 
 
 def overlaid(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """The values with the overrides applied."""
+    """Return the values with the overrides applied."""
     merged = dict(values)
     for key, value in overrides.items():
         below = merged.get(key)
@@ -323,7 +328,9 @@ def overlaid(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[st
 
 
 def nested(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The nested values that dotted names stand for, to be laid over others by `overlaid`; of two the later counts."""
+    """Return the nested values that dotted names stand for, to be laid over others by `overlaid`; of two the later
+    counts.
+    """
     found: dict[str, Any] = {}
     for name, value in values.items():
         _set_nested(found, name.split("."), copy.deepcopy(value))  # which a later name may reach into
@@ -351,7 +358,7 @@ def _set_nested(values: dict[str, Any], path: Sequence[str], value: Any) -> None
 
 
 def moved_names(values: Mapping[str, Any], moves: Mapping[str, str]) -> tuple[dict[str, Any], list[str]]:
-    """The values with fields under their current names, and the earlier names that were found.
+    """Return the values with fields under their current names, and the earlier names that were found.
 
     Args:
         moves: from a field's earlier name, `section.field`, to its current one.
@@ -385,11 +392,11 @@ class FieldDescription:
     """One field of a configuration, as it is documented."""
 
     name: str
-    """Dotted."""
+    """The field's dotted name."""
     type: str
-    """In words; choices are in backticks."""
+    """The type in words; choices are in backticks."""
     default: str | None
-    """As YAML writes it; None for a field that must be given."""
+    """The default as YAML writes it; None for a field that must be given."""
     text: str
     """Its docstring, on one line."""
 
@@ -446,7 +453,7 @@ def _written(value: Any) -> str:
 
 
 def json_schema(owner: type) -> dict[str, Any]:
-    """The JSON schema of a configuration: types and choices are msgspec's, descriptions the docstrings.
+    """Return the JSON schema of a configuration: types and choices are msgspec's, descriptions the docstrings.
 
     Keys that are not fields are not allowed; a section that has defaults may be null.
     """

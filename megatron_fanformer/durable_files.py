@@ -27,7 +27,7 @@ NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
 def regular_file(path: Path, *, most_bytes: int | None = None) -> Path:
-    """The path itself, once it is known to be a file that can be read to its end.
+    """Return the path itself, once it is known to be a file that can be read to its end.
 
     Args:
         most_bytes: what a file of its kind never exceeds; None: it may be of any size.
@@ -88,7 +88,7 @@ def publish(partial: Path, path: Path) -> None:
 
 
 def temporary_name(path: Path) -> Path:
-    """A hidden name beside a path, unique among the processes that run.
+    """Return a hidden name beside a path, unique among the processes that run.
 
     One that was killed may have left something there: in a container, all of them have the same few numbers.
     """
@@ -105,7 +105,7 @@ def _remove(left: Path) -> None:
 
 @contextmanager
 def new_folder(destination: Path) -> Iterator[Path]:
-    """A folder to fill, which takes the name `destination` when the block ends, and is removed if it fails.
+    """Yield a folder to fill, which takes the name `destination` when the block ends, and is removed if it fails.
 
     Raises:
         InputError: `destination` already exists.
@@ -145,7 +145,9 @@ def _remove_abandoned(destination: Path) -> None:
 
 
 def _lock(folder: Path) -> int | None:
-    """The descriptor of a folder that no other process has locked; None where one has, or there are no such locks."""
+    """Return the descriptor of a folder that no other process has locked; None where one has, or there are no such
+    locks.
+    """
     try:
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     except OSError:
@@ -159,9 +161,9 @@ def _lock(folder: Path) -> int | None:
 
 
 def refusal_of(folder: Path) -> OSError | None:
-    """Return what the system says to a small file that is written there now; None where it takes it.
+    """Try to write a small file there now, and return the system's error; None if it succeeds.
 
-    To be asked where writing has failed and before what was written is removed: libraries often do not pass it on.
+    To be called after a failed write and before what was written is removed: libraries often do not pass it on.
     """
     probe = folder / f".{uuid.uuid4().hex}.tmp"
     try:
@@ -203,7 +205,7 @@ def sync(path: Path) -> None:
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Have errors of a file that is open name its path, which the system's own do not."""
+    """Make errors of a file that is open name its path, which the system's own do not."""
     try:
         yield
     except OSError as error:
@@ -213,7 +215,7 @@ def naming(path: Path) -> Iterator[None]:
 
 
 def sha256_of(path: Path) -> str:
-    """Hexadecimal SHA-256 of a file."""
+    """Return the hexadecimal SHA-256 of a file."""
     digest = hashlib.sha256()
     with regular_file(path).open("rb") as stream:
         while block := stream.read(READ_BYTES):
@@ -222,7 +224,7 @@ def sha256_of(path: Path) -> str:
 
 
 def take_lock(path: Path, *, wait: bool) -> int | None:
-    """A descriptor that holds the lock of a file until it is closed; the file is created if missing.
+    """Return a descriptor that holds the lock of a file until it is closed; the file is created if missing.
 
     Returns None if another process holds it and `wait` is false.
 

@@ -17,7 +17,7 @@ _USERINFO = re.compile(r"://([^\s/@]*|[^\s/:@]*:[^\s@]*)@")
 
 
 def redacted(text: str) -> str:
-    """A text without the users and passwords in its URLs."""
+    """Return a text without the users and passwords in its URLs."""
     return _USERINFO.sub("://…@", text)
 
 
@@ -66,7 +66,7 @@ class Interrupted(FanformerError):
 
 
 def escaped(text: str) -> str:
-    """Untrusted text, safe for a terminal: control characters are escaped, line ends and tabs kept."""
+    """Return untrusted text, safe for a terminal: control characters are escaped, line ends and tabs kept."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
@@ -78,7 +78,9 @@ def holds_controls(text: str) -> bool:
 
 
 def not_installed(error: ModuleNotFoundError) -> str:
-    """The line for a package that cannot be imported, most likely because this is not the environment's Python."""
+    """Return the line for a package that cannot be imported, most likely because this is not the environment's
+    Python.
+    """
     return (
         f"package {error.name} is not installed for {sys.executable}; activate .venv (source .venv/bin/activate), or "
         "make it with make install"

@@ -23,14 +23,14 @@ from megatron_fanformer.configuration import field_texts
 
 Options = TypeVar("Options")
 Source = Literal["option", "argument", "overrides", "command_line", "caller"]
-"""Where a field's value comes from."""
+"""Origin of a field's value."""
 
 PROGRAM = "megatron-fanformer"
 ANY_FIELD = (
     "Any field of the configuration can be set as --section.field VALUE, e.g. --training.train_iters 100. "
     f"`{PROGRAM} config` lists every field."
 )
-"""The notes of a verb that takes a configuration whole."""
+"""Help notes of a verb that takes a whole configuration."""
 
 _SHAPE = "option"  # the key of a field's metadata
 
@@ -41,19 +41,19 @@ class Verb(Generic[Options]):
 
     name: str
     help: str
-    """What it does, in one sentence."""
+    """One sentence on what the verb does."""
     options: type[Options]
-    """What it takes."""
+    """The dataclass of its options."""
     run: Callable[[Options], None]
-    """Does it. What is slow to import is imported there."""
+    """The function that runs it; slow imports belong inside."""
     examples: tuple[str, str]
-    """At the end of its --help, without the program's name; a line end becomes one in the shell."""
+    """Commands at the end of its --help, without the program's name; a line end becomes one in the shell."""
     notes: str = ""
-    """What its --help says below the options."""
+    """Text of its --help below the options."""
     results_are_files: bool = False
-    """Whether it goes on when nobody reads what it prints."""
+    """Whether it continues when nobody reads its output."""
     takes_signals: bool = False
-    """Whether it takes over the signals by itself, and keeps them to the end."""
+    """Whether it handles signals itself until its end."""
 
     @property
     def takes_overrides(self) -> bool:
@@ -81,23 +81,23 @@ class Verb(Generic[Options]):
 
 @dataclass(frozen=True, kw_only=True)
 class _Shape:
-    """Describe what an option has that its field's name, type and default do not say."""
+    """Properties of an option that its field's name, type and default do not state."""
 
     source: Source = "option"
     name: str | None = None
-    """How it is written, with its dashes; None: as its field."""
+    """The option's name with its dashes; None: as its field."""
     metavar: str | tuple[str, ...] | None = None
-    """What its value is called; None: as the option."""
+    """The value's placeholder in --help; None: from the option's name."""
     parse: Callable[[str], Any] | None = None
-    """Reads one word, in place of the type; a `Literal` has no choices then, which its owner checks."""
+    """Parses one word, in place of the type; a `Literal` then has no choices, which its owner checks."""
     repeated: bool = False
-    """Whether a tuple is made of one word each time that the option is given."""
+    """Whether the option may be repeated, each time adding one word to a tuple."""
     nargs: int | None = None
-    """How many words a tuple takes; None: one or more."""
+    """Number of words of a tuple; None: one or more."""
     group: str | None = None
-    """The title that it stands under in --help."""
+    """Title of its group in --help."""
     exclusive: str | None = None
-    """At most one of the options that share this may be given."""
+    """Name of a group of options of which at most one may be given."""
 
 
 def option(default: Any = dataclasses.MISSING, **shape: Any) -> Any:
@@ -183,7 +183,7 @@ def _keywords(each: "dataclasses.Field[Any]", hint: Any, shape: _Shape) -> dict[
 
 
 def _help(text: str, each: "dataclasses.Field[Any]") -> str:
-    """The docstring, with the default where that is a value to read."""
+    """Return the docstring, with the default where that is a value to read."""
     text = text.removesuffix(".")
     if each.default is True:
         return f"Do not {text[0].lower()}{text[1:]}"

@@ -15,7 +15,7 @@ from typing import Any
 logger = logging.getLogger(__name__)
 
 FILE_ONLY = {"file_only": True}
-"""As a log record's `extra`: not for the terminal."""
+"""A log record's `extra` that keeps it off the terminal."""
 NAMES = {1: "standard output", 2: "standard error"}
 
 _goes_on = False
@@ -36,13 +36,13 @@ def guard_output() -> None:
 
 
 def go_on_unread() -> None:
-    """Have this process go on where its output fails."""
+    """Make this process go on where its output fails."""
     global _goes_on
     _goes_on = True
 
 
 def guarded(stream: Any, descriptor: int) -> io.TextIOWrapper:
-    """A guarded text stream to a descriptor, otherwise like the one that Python opened, or would have."""
+    """Return a guarded text stream to a descriptor, otherwise like the one that Python opened, or would have."""
     buffered = io.BufferedWriter(_Guarded(descriptor, "wb", closefd=False))
     return io.TextIOWrapper(
         buffered,

@@ -30,7 +30,7 @@ def drawn(
     title: str | None = None,
     grows: bool = False,
 ) -> bytes:
-    """A PNG of panels, which are drawn by a function that is given matplotlib's array of them, [rows, columns].
+    """Return a PNG of panels, which are drawn by a function that is given matplotlib's array of them, [rows, columns].
 
     Args:
         size: of a panel, in inches.
@@ -54,7 +54,7 @@ def drawn(
 
 
 def draw_heat_map(axes: Any, values: Any, **options: Any) -> None:
-    """Rows of values as colours, the first at the bottom, with a bar that says what each stands for.
+    """Draw rows of values as colours, the first at the bottom, with a bar that says what each stands for.
 
     Args:
         options: of matplotlib's `imshow`.
@@ -79,7 +79,7 @@ def set_logarithmic(*several: Any) -> None:
 
 
 def use_many_colours(axes: Any) -> None:
-    """More lines than the usual ten colours tell apart."""
+    """Use more colours than the usual ten, for many lines."""
     import matplotlib
 
     axes.set_prop_cycle(color=matplotlib.color_sequences["tab20"])

@@ -1,4 +1,4 @@
-"""This program's own processes: what signals ask of them, and how none outlives the one that started it."""
+"""This program's own processes: their signals, and how none outlives the one that started it."""
 
 import ctypes
 import functools
@@ -17,16 +17,16 @@ from typing import Any, BinaryIO
 from megatron_fanformer.errors import Interrupted
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
-"""The signals that ask a run to save and stop."""
+"""Signals on which a run saves and stops."""
 SAVE_SIGNAL = signal.SIGUSR2
-"""The signal that asks a run to save and go on."""
+"""Signal on which a run saves and goes on."""
 NOTHING_LOST = "with no step in progress; nothing is lost, run the same command to continue"
 PR_SET_PDEATHSIG = 1  # prctl(2)
 LENGTH = struct.Struct("<Q")
 
 
 def end_with_parent(number: signal.Signals = signal.SIGKILL) -> None:
-    """Have the kernel send this process a signal when its parent ends, however that ends; to be called by the child.
+    """Make the kernel send this process a signal when its parent ends, however that ends; to be called by the child.
 
     (The parent is the thread that started it: workers are started by a thread that lives as long as they work.)
     """
@@ -85,7 +85,7 @@ def read_message(stream: BinaryIO, *, most_bytes: int | None = None) -> list[byt
 
 
 def hold_signals() -> set[signal.Signals]:
-    """Have the kernel keep the signals to stop and to save until something here answers them; returns the mask before.
+    """Make the kernel keep the signals to stop and to save until something here answers them; returns the mask before.
 
     To be called first of all in a process whose verb answers them. They reach it when `ended_by_stop_signals`, or
     `signals_released`, begins. Children inherit it, and with it the care for signals until they have begun.
@@ -95,7 +95,7 @@ def hold_signals() -> set[signal.Signals]:
 
 @contextmanager
 def signals_held() -> Iterator[None]:
-    """Around the start of children that are to hold their signals, as `hold_signals`, from their first instruction."""
+    """Hold signals around the start of children, as `hold_signals`, from their first instruction."""
     before = hold_signals()
     try:
         yield
@@ -105,7 +105,7 @@ def signals_held() -> Iterator[None]:
 
 @contextmanager
 def signals_released() -> Iterator[None]:
-    """Signals that were held reach this process inside; at the end they are held again, if they were."""
+    """Let signals that were held reach this process inside; at the end they are held again, if they were."""
     before = signal.pthread_sigmask(signal.SIG_UNBLOCK, (*STOP_SIGNALS, SAVE_SIGNAL))
     try:
         yield
@@ -114,13 +114,13 @@ def signals_released() -> Iterator[None]:
 
 
 def _stop_signals() -> list[signal.Signals]:
-    """Those that this process does not ignore, as under `nohup`."""
+    """Return those that this process does not ignore, as under `nohup`."""
     return [number for number in STOP_SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
 
 
 @contextmanager
 def _handled(handlers: dict[signal.Signals, Any], wakeup: int, *, is_last: bool = False) -> Iterator[None]:
-    """Signals as given, and the file that Python writes them to (-1: none); what they did before is restored.
+    """Handle signals as given, with the file that Python writes them to (-1: none); restores what they did before.
 
     Inside, none is held; what was held before comes at once. At the end, those that were held are ignored: this
     thread holds them again, but the default action of one that reaches another thread would end the process.
@@ -142,11 +142,11 @@ def _handled(handlers: dict[signal.Signals, Any], wakeup: int, *, is_last: bool 
 
 @contextmanager
 def signals_to(handler: Callable[[signal.Signals], None], *, is_last: bool = False) -> Iterator[None]:
-    """Pass the signals to stop and to save to a function, which only notes them; what they did before is restored.
+    """Pass the signals to stop and to save to a function, which only notes them; restores the earlier handlers after.
 
     Args:
-        is_last: after this block there is nothing to stop any more: what remains of an `ended_by_stop_signals` block
-            around it goes on, whatever signal comes.
+        is_last: nothing needs stopping after this block: the rest of an `ended_by_stop_signals` block around it
+            continues, whatever signal comes.
     """
 
     def handle(number: int, _frame: Any) -> None:
@@ -159,7 +159,7 @@ def signals_to(handler: Callable[[signal.Signals], None], *, is_last: bool = Fal
 
 @contextmanager
 def ended_by_stop_signals(report: Callable[[str], None], *, outcome: str = NOTHING_LOST) -> Iterator[None]:
-    """Around work of which nothing needs saving: a signal to stop ends this process at once, with a line and code 5.
+    """End this process at once on a signal to stop, with a line and code 5, during work that needs no saving.
 
     A signal to save is ignored. Inside, `signals_to` takes over. A thread ends the process, since the main one may be
     waiting in a library for minutes, where Python runs no handler.
@@ -192,7 +192,7 @@ def ended_by_stop_signals(report: Callable[[str], None], *, outcome: str = NOTHI
 
 @functools.cache
 def _leave_pipe_in_forks() -> None:
-    """A signal that a forked child receives is not its parent's, whose pipe it inherits."""
+    """Keep a forked child's signals out of its parent's pipe, which it inherits."""
 
     def leave() -> None:
         if threading.current_thread() is threading.main_thread():
@@ -204,7 +204,7 @@ def _leave_pipe_in_forks() -> None:
 def usable_cores(system: Path = Path("/")) -> int:
     """Return how many cores this process may use at once: those it may run on, and no more than a container's quota.
 
-    Of a quota of 1.5 cores 1 is used: two threads would be stopped for a quarter of the time, together with whatever
+    With a quota of 1.5 cores 1 is used: two threads would be stopped for a quarter of the time, together with whatever
     waits for them.
 
     Args:

@@ -20,7 +20,7 @@ NARROWEST = 24  # columns of text that wraps: below it, what stands beside it mo
 
 Row: TypeAlias = Sequence[str]
 Report: TypeAlias = Callable[..., None]
-"""Takes what begins now and, for a terminal, how far it is."""
+"""Called with what begins now and, for a terminal, its progress."""
 
 
 def width(stream: TextIO | None = None) -> int | None:
@@ -52,7 +52,9 @@ def print_loading(what: str) -> None:
 
 
 def fitted(line: str, columns: int | None) -> list[str]:
-    """A line as lines of at most that many columns, as far as its words allow; all but the first are indented more."""
+    """Return a line as lines of at most that many columns, as far as its words allow; all but the first are indented
+    more.
+    """
     if columns is None or len(line) <= columns:
         return [line]
     indent = line[: len(line) - len(line.lstrip())]
@@ -60,7 +62,9 @@ def fitted(line: str, columns: int | None) -> list[str]:
 
 
 def wrapped(text: str, columns: int, first: str = "", rest: str = "") -> list[str]:
-    """A text as lines of at most that many columns, cut between words; `first` and `rest` stand in front of them."""
+    """Return a text as lines of at most that many columns, cut between words; `first` and `rest` stand in front of
+    them.
+    """
     lines = textwrap.wrap(
         text, columns, initial_indent=first, subsequent_indent=rest, break_long_words=False, break_on_hyphens=False
     )
@@ -71,7 +75,7 @@ def wrapped(text: str, columns: int, first: str = "", rest: str = "") -> list[st
 
 
 def table(columns: Row, rows: Iterable[Row], *, align: str, width: int | None) -> list[str]:
-    """A table, in the first form that the width has room for.
+    """Return a table, in the first form that the width has room for.
 
     Columns beside each other, in which text wraps; or the first column of text on lines of its own, numbers in columns
     below it, and other text below these; or a line for each cell.
@@ -140,7 +144,7 @@ def _listed(cells: list[Row], width: int | None) -> list[str]:
 def _labelled_cells(
     columns: Row, row: Row, numbers: Iterable[int], width: int | None, *, indent: str = GAP
 ) -> list[str]:
-    """Lines for the cells that are not empty, each behind its column's name."""
+    """Return lines for the cells that are not empty, each behind its column's name."""
     texts = [
         f"{columns[number]}: {row[number]}" if columns[number] else row[number] for number in numbers if row[number]
     ]
@@ -171,7 +175,7 @@ def phases(first: str) -> Iterator[Report]:
     """Shows what is under way: in a terminal on its last line, elsewhere by a line with its seconds once it has ended.
 
     Args:
-        first: what a terminal shows until something is told.
+        first: what a terminal shows until the first report.
     """
     from rich.console import Console
 

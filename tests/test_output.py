@@ -59,6 +59,6 @@ def test_a_result_that_cannot_be_kept_is_an_error() -> None:
     done = bash(f"{COMMAND} config --resolved --config examples/tiny-cpu.yaml > /dev/full")
     assert done.returncode == 1
     assert done.stderr == (
-        "megatron-fanformer: standard output cannot be used (No space left on device); free what ran out, or mend the "
-        "disk, and start again\n"
+        "megatron-fanformer: standard output cannot be used (No space left on device); free what ran out, or repair "
+        "the disk, and start again\n"
     )

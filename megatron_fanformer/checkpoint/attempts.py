@@ -1,4 +1,4 @@
-"""Repeats what failed at a store, and says on one line why it did."""
+"""Repeats operations that failed at a store, and states the cause on one line."""
 
 import errno
 import time
@@ -8,9 +8,9 @@ from typing import TypeVar
 from megatron_fanformer.errors import FanformerError, redacted
 
 PAUSES_SECONDS: tuple[float, ...] = (1, 2, 4, 8, 16, 32)
-"""Before each further attempt at what a store refused."""
+"""Pauses before each further attempt at what a store refused."""
 PATIENCE_SECONDS = 60.0
-"""After which a command that waits makes no further attempt: a driver may take minutes to say that nothing answers."""
+"""Time after which a waiting command stops trying: a driver may take minutes to report that nothing answers."""
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 Result = TypeVar("Result")
@@ -51,6 +51,6 @@ def with_attempts(
 
 
 def reason_of(error: Exception) -> str:
-    """A driver's error on one line, without credentials."""
+    """Return a driver's error on one line, without credentials."""
     text = " ".join(str(error).split()) or "no reason given"
     return redacted(f"{type(error).__name__}: {text}")[:300]

@@ -1,4 +1,4 @@
-"""The section `checkpoint` of a run's configuration: what is saved, and what a run starts from."""
+"""The section `checkpoint` of a run's configuration: what it saves, and what it starts from."""
 
 from dataclasses import dataclass
 
@@ -7,12 +7,12 @@ from megatron_fanformer.checkpoint.remote import is_url, url_problem
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
-    """Configure what is saved, and what a run starts from."""
+    """What a run saves, and what it starts from."""
 
     save_interval: int | None = None
     """Steps between checkpoints; null: at the end only."""
     keep: int | None = None
-    """How many of the newest to keep; null: all."""
+    """Number of the newest checkpoints to keep; null: all."""
     async_save: bool = False
     """Continue training during a save."""
     fully_parallel_save: bool = True
@@ -23,10 +23,10 @@ class CheckpointConfig:
     """URL of a folder on another store, such as s3://bucket/run, to which checkpoints are copied
     (docs/checkpoints-and-conversion.md#another-store)."""
     mirror_keep: int | None = None
-    """How many of the newest to keep on the mirror; null: all."""
+    """Number of the newest checkpoints to keep on the mirror; null: all."""
 
     def problems(self) -> list[str]:
-        """Rules of single fields that this configuration breaks, one line each."""
+        """Return the rules of single fields that this configuration breaks, one line each."""
         found = [
             f"checkpoint.{name} is {value}; it must be at least 1, or null"
             for name in ("save_interval", "keep", "mirror_keep")

@@ -84,7 +84,7 @@ def check_archive(path: Path, name: str, stream: Any) -> None:
 
 
 def read_entry(path: Path, offset: int, length: int) -> Any:
-    """The tensor, or the plain values, in a range of bytes of a file.
+    """Return the tensor, or the plain values, in a range of bytes of a file.
 
     Raises:
         CorruptError: it is damaged, or holds more than data.
@@ -136,7 +136,7 @@ def what_was_refused(error: pickle.UnpicklingError) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's message; the error's name if it has none."""
+    """Return the first line of an error's message; the error's name if it has none."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
@@ -155,7 +155,7 @@ class Section(io.RawIOBase):
         return True
 
     def tell(self) -> int:
-        """The position of the next byte."""
+        """Return the position of the next byte."""
         return self._position
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
@@ -179,9 +179,9 @@ class Record:
     """An object of a pickle. What a pickle would call to make it is not called, but makes another record."""
 
     class_name: ClassVar[str]
-    """With its module."""
+    """The class's name with its module."""
     arguments: tuple[Any, ...]
-    """What the class, or the function, would be called with."""
+    """Arguments that the class, or the function, would be called with."""
     state: Any = None
     """Its attributes, usually by name; None where it has none of its own."""
 
@@ -214,11 +214,11 @@ class _Recorder(pickle.Unpickler):
         return type("Record", (Record,), {"class_name": f"{module}.{name}"})
 
     def persistent_load(self, _identifier: Any) -> None:
-        """A tensor's bytes."""
+        """Return a tensor's bytes."""
 
 
 def read_records(stream: BinaryIO) -> Any:
-    """The plain values of a torch archive, with a `Record` in the place of everything else.
+    """Return the plain values of a torch archive, with a `Record` in the place of everything else.
 
     Raises:
         ValueError: it is not a torch archive, or is damaged.

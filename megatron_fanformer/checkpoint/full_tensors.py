@@ -62,7 +62,7 @@ class LazyTensors(Mapping[str, Tensor]):
 
 
 def meta_of(tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """Tensors that give shapes and types without loading any."""
+    """Return tensors that give shapes and types without loading any."""
     return tensors.meta if isinstance(tensors, LazyTensors) else tensors
 
 
@@ -75,7 +75,7 @@ class StoredTensors:
 
     def __init__(self, checkpoint: Path, table: Table) -> None:
         self.described = tensors_of(table)
-        """By name, those of the optimizer included."""
+        """Stored tensors by name, those of the optimizer included."""
         self._checkpoint = checkpoint
         self._places = {(index.fqn, tuple(index.offset or ())): info for index, info in table.storage_data.items()}
 
@@ -86,7 +86,7 @@ class StoredTensors:
         return torch.empty(shape, dtype=stored.properties.dtype, device="meta")
 
     def read(self, name: str, number: int | None = None) -> Tensor:
-        """A tensor, put together of the parts that ranks have written.
+        """Return a tensor, put together of the parts that ranks have written.
 
         Args:
             number: the place along the first axis of the part to read; None: all of the tensor.
@@ -130,7 +130,7 @@ class StoredTensors:
 
 
 def open_full_tensors(checkpoint: Path) -> LazyTensors:
-    """The weights of a checkpoint of any layout, whole, read one by one; the optimizer's state is left out.
+    """Return the weights of a checkpoint of any layout, whole, read one by one; the optimizer's state is left out.
 
     Nothing in a checkpoint is executed: its table is read as data alone, its tensors as weights only.
 

@@ -21,7 +21,7 @@ from megatron_fanformer.errors import CorruptError
 MANIFEST = "manifest.json"
 BLOCK_BYTES = 1 << 26
 READ_BYTES = 1 << 20
-THREADS = 4  # of a rank; a disk is faster than one of them
+THREADS = 4  # per rank: a disk is faster than one thread
 WEIGHTS_SUFFIX = ".distcp"
 _RANK_SUMS = ".sums-{}.json"
 REMEDY = "copy it again, or use another checkpoint"
@@ -32,18 +32,18 @@ class FileSums(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     bytes: int
     crc32: list[str]
-    """Of each block of `block_bytes`, in eight hexadecimal digits; an empty file has one of no bytes."""
+    """CRC-32 of each block of `block_bytes`, in eight hexadecimal digits; an empty file has one, of no bytes."""
 
 
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Describe what a checkpoint consists of."""
+    """The content of a checkpoint: its files, and what each must be."""
 
     step: int
     block_bytes: int
     files: dict[str, FileSums]
-    """By name: all files of the folder but the manifest."""
+    """All files of the folder but the manifest, by name."""
     crc32: str
-    """Of the fields above, as `_own_sum` takes it: a damaged name may be another file's."""
+    """CRC-32 of the fields above, as `_own_sum` computes it: a damaged name may be another file's."""
 
 
 # -- writing
@@ -79,7 +79,7 @@ def _sums_of(file: Path) -> FileSums:
 
 
 def _blocks_of(size: int, block_bytes: int) -> Iterator[tuple[int, int]]:
-    """Offset and length of each block; one of no bytes for an empty file."""
+    """Yield offset and length of each block; one of no bytes for an empty file."""
     for offset in range(0, max(size, 1), block_bytes):
         yield offset, min(block_bytes, size - offset)
 
@@ -98,7 +98,7 @@ def _crc32(file: Path, offset: int, length: int) -> str:
 
 
 def read_manifest(checkpoint: Path) -> Manifest | None:
-    """The manifest of a checkpoint; None for one that was written before there were manifests.
+    """Return the manifest of a checkpoint; None for one that was written before there were manifests.
 
     Raises:
         CorruptError: it cannot be read.
@@ -114,7 +114,7 @@ def read_manifest(checkpoint: Path) -> Manifest | None:
 
 
 def manifest_from(content: bytes, path: Path) -> Manifest:
-    """A manifest from its file's content; raises like `read_manifest`, and calls the file by its path."""
+    """Return a manifest from its file's content; raises like `read_manifest`, and calls the file by its path."""
     try:
         manifest = msgspec.json.decode(content, type=Manifest)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:

@@ -1,4 +1,4 @@
-"""The one place that knows how megatron-core 0.16 and 0.19 differ in saving, and which of its internals are used.
+"""Differences of saving between megatron-core 0.16 and 0.19, and the internals of it that are used; in one place.
 
 Reading: both, and torch under them, treat a checkpoint's files as pickles that may be executed: its table
 (`FileSystemReader.read_metadata`), `common.pt` (0.16's `TorchCommonLoadStrategy.load_common`, 0.19's `load_common`) and
@@ -108,7 +108,7 @@ def _leave_out_what_is_unknown(table: Table) -> None:
 
 
 def _with_contiguous_data(sharded_state: dict[str, Any]) -> dict[str, Any]:
-    """The same, but what is a run of a weight's columns is read into a tensor of its own, not in place.
+    """Return the same, but what is a run of a weight's columns is read into a tensor of its own, not in place.
 
     megatron-core broadcasts what one rank has read for others, and over gloo a strided tensor arrives scrambled.
     """

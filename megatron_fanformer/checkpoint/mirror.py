@@ -31,10 +31,10 @@ from megatron_fanformer.errors import CorruptError, FanformerError, redacted
 from megatron_fanformer.processes import SAVE_SIGNAL, STOP_SIGNALS, end_with_owner, signals_held
 
 STALLED_SECONDS = 600.0
-"""Without a part sent or read back: longer than drivers wait for an answer."""
+"""Time without progress after which a copy counts as stalled: longer than drivers wait for an answer."""
 ALIVE_SECONDS = 5.0  # between the process's signs of life
 FINISH_SECONDS = 180.0
-"""At the end of a run, without a part sent or read back: its machines wait."""
+"""The same limit at the end of a run, while its machines wait."""
 POLL_SECONDS = 0.05
 END_SECONDS = 5.0
 
@@ -42,10 +42,10 @@ logger = logging.getLogger(__name__)
 
 
 class UploadStatus(NamedTuple):
-    """Report what the copying process did with a checkpoint."""
+    """Progress of the copying process with one checkpoint."""
 
     what: Literal["copied", "failed", "given up", "alive"]
-    """failed: an attempt did, and another one follows."""
+    """What happened; `failed` means that one attempt failed and another follows."""
     name: str
     seconds: float = 0.0
     reason: str = ""

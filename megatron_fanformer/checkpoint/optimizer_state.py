@@ -25,22 +25,23 @@ from megatron_fanformer.runtime.local_shards import local_shards
 PREFIX = "optimizer.state."
 MAIN_WEIGHT = f"{PREFIX}param."
 EARLIER_MAIN_WEIGHT = f"{PREFIX}fp32_param."
-"""What checkpoints of megatron-core's plain optimizer for bf16 called it."""
+"""The main weight's name in checkpoints of megatron-core's plain optimizer for bf16."""
 
 
 class _Part(NamedTuple):
-    """Describe what an optimizer on this rank has of a weight, starting at one of its elements."""
+    """An optimizer's part of a weight on this rank, which starts at one of the weight's elements."""
 
     weight: torch.nn.Parameter
     start: int
     tensors: dict[str, Tensor]
-    """By name, of the same length each: states, and `param`, the main weight, where that is not the weight itself."""
+    """Tensors by name, all of the same length: states, and `param`, the main weight, where that is not the weight
+    itself."""
     is_shared_out: bool
     """Whether the other data parallel replicas have the rest of it, rather than the same."""
 
 
 def stored_state(optimizer: Any, weights: dict[str, Any]) -> dict[str, Any]:
-    """The form above, as a sharded state dict.
+    """Return the form above, as a sharded state dict.
 
     Args:
         weights: the sharded state dict of the weights, whose data are the parameters themselves.
@@ -50,7 +51,7 @@ def stored_state(optimizer: Any, weights: dict[str, Any]) -> dict[str, Any]:
 
 
 def requested_tensors(optimizer: Any, weights: dict[str, Any], stored: Collection[str]) -> dict[int, ShardedTensor]:
-    """The optimizer's own tensors, to be filled, under the names that a checkpoint has for them.
+    """Return the optimizer's own tensors, to be filled, under the names that a checkpoint has for them.
 
     Args:
         weights: as for `stored_state`.
@@ -63,7 +64,8 @@ def requested_tensors(optimizer: Any, weights: dict[str, Any], stored: Collectio
 
 
 def requested_weights(weights: dict[str, Any], stored: Collection[str]) -> dict[str, Any]:
-    """The weights under the names that a checkpoint has for them: those in float32 are the main ones of a bf16 run.
+    """Return the weights under the names that a checkpoint has for them: those in float32 are the main ones of a bf16
+    run.
 
     Args:
         weights: by chunk, as `model_state` has them.
@@ -85,7 +87,7 @@ def set_tensors(own: dict[int, Tensor], loaded: dict[int, Tensor]) -> None:
 
 
 def stored_groups(stored: dict[str, Any]) -> list[dict[str, Any]]:
-    """The groups in the plain values that a checkpoint has of the optimizer; earlier ones nest them deeper."""
+    """Return the groups in the plain values that a checkpoint has of the optimizer; earlier ones nest them deeper."""
     if "param_groups" in stored:
         return stored["param_groups"]
     return [group for value in stored.values() if isinstance(value, dict) for group in stored_groups(value)]

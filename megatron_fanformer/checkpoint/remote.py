@@ -40,13 +40,13 @@ from megatron_fanformer.runtime.device import cache_folder
 from megatron_fanformer.terminal import print_stderr
 
 THREADS = 2  # files at a time, where the driver takes several requests; s3fs holds up to 500 MB of each
-DRIVER_ATTEMPTS = 2  # of each request, within one of ours
+DRIVER_ATTEMPTS = 2  # tries of a driver per request, within one attempt of ours
 READ_BYTES = 1 << 24  # of one request
 MOST_MANIFEST_BYTES = 1 << 26
 MOST_RECORD_BYTES = 1 << 30
 RECORDS = (store.CONFIG, store.METRICS, store.RECOVERY)
 """The run's own files that accompany its checkpoints."""
-_WRONG = (FileNotFoundError, PermissionError)  # with the URL, not with the store
+_WRONG = (FileNotFoundError, PermissionError)  # errors that mean a wrong URL, not a failing store
 _SCHEME = re.compile(r"([a-z][a-z0-9+.-]*)://")
 _PASSWORD = re.compile(r"://[^\s/:@]*:[^\s@]*@")
 _NOT_A_STORE = ("memory",)  # gone with this process
@@ -93,7 +93,9 @@ class RemoteRun:
     # -- what is there
 
     def candidates(self) -> list[str]:
-        """The complete checkpoints that a run may go on from, the best first: `latest`'s, then those before it."""
+        """Return the complete checkpoints that a run may go on from, the best first: `latest`'s, then those before
+        it.
+        """
         newest_first = [name for name in self._steps()[::-1] if self._is_complete(name)]
         named = self._latest()
         return [name for name in newest_first if named is None or name <= named]
@@ -105,7 +107,7 @@ class RemoteRun:
         return False
 
     def manifest_of(self, name: str) -> bytes:
-        """The manifest of a checkpoint, as it is there, unchecked."""
+        """Return the manifest of a checkpoint, as it is there, unchecked."""
         return self._content(f"{self._checkpoints}/{name}/{MANIFEST}", MOST_MANIFEST_BYTES)
 
     def _steps(self) -> list[str]:
@@ -328,7 +330,7 @@ class RemoteRun:
         self._side_by_side(fetch, list(manifest.files))
 
     def fetch_record(self, name: str) -> bytes | None:
-        """The content of one of `RECORDS`; None if it is not there."""
+        """Return the content of one of `RECORDS`; None if it is not there."""
         try:
             return self._content(f"{self._root}/{name}", MOST_RECORD_BYTES)
         except FileNotFoundError:
@@ -343,7 +345,7 @@ def on_this_machine(path: str) -> str:
 
 
 def fetched(url: str, cache: Path, report: Callable[[str], None]) -> Path:
-    """A copy on this machine of the checkpoint that a URL names: one, or the newest sound one of a run.
+    """Return a copy on this machine of the checkpoint that a URL names: one, or the newest sound one of a run.
 
     Args:
         cache: the folder of such copies; one that has the manifest of the one there is not fetched again.
@@ -429,7 +431,7 @@ def query_remote(url: str, function: Callable[[RemoteRun], Result]) -> Result:
 
 @contextmanager
 def reported_as_local(path: Path) -> Iterator[None]:
-    """Around what is done on this machine's disk while a store is in use: its failures are not the store's.
+    """Report failures of this machine's disk as its own while a store is in use, not as the store's.
 
     Raises:
         InputError: it failed.
@@ -444,7 +446,7 @@ def reported_as_local(path: Path) -> Iterator[None]:
 
 
 def _driver(url: str) -> tuple[Any, str]:
-    """The filesystem of a URL, and the path in it."""
+    """Return the filesystem of a URL, and the path in it."""
     from fsspec.core import url_to_fs
 
     try:

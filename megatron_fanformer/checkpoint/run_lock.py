@@ -8,10 +8,10 @@ where that exists. Who finds the entry of a dead holder links to `run.lock.TOKEN
 that find it, one succeeds, whose file then replaces `run.lock`. One that dies before it does is succeeded in the same
 way, by its own token.
 
-**Dead** is a holder in the same place (machine, boot and process namespace) whose process is gone, or another one by
-its start time, or whose entry was copied along with its folder. Of a holder in another place the file's modification
-time is watched, which the holder renews: dead is who has not for `STALE_SECONDS`, or has not for some beats and is that
-late by the times of files that are written beside it (never by this machine's clock).
+A holder in the same place (machine, boot and process namespace) is **dead** if its process is gone, or another one by
+its start time, or if its entry was copied along with its folder. For a holder in another place, the file's modification
+time is watched, which the holder renews: it is dead if it has not done so for `STALE_SECONDS`, or for some beats and is
+that late by the times of files that are written beside it (never by this machine's clock).
 """
 
 import errno
@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 BEAT_SECONDS = 10.0
 STALE_SECONDS = 120.0
-"""Longer than a process is held up by one call into a library, and than file systems keep times to themselves."""
+"""Longer than one call into a library can hold up a process, and than file systems cache times."""
 LOOK_SECONDS = 1.0
 WATCHED_BEATS = 3  # at least, whatever the age of the last one: machines' clocks may differ
 MOST_BYTES = 1 << 16  # of an entry
@@ -44,16 +44,16 @@ NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 
 
 class Holder(msgspec.Struct, frozen=True, kw_only=True):
-    """Who holds a lock."""
+    """The holder of a lock."""
 
     token: str
     host: str
     pid: int
     since: str
     place: str = ""
-    """Where the process numbers are those of this holder."""
+    """The machine, boot and process namespace in which its process number is valid."""
     started: str = ""
-    """The process's start time, as its kernel counts; tells it from a later one of the same number."""
+    """The process's start time by its kernel's count, which distinguishes it from a later one of the same number."""
     folder: str = ""
     """The absolute path of the run's folder there."""
 
@@ -168,7 +168,7 @@ def _links(entry: Path, path: Path) -> bool:
 
 
 def _holder(path: Path) -> Holder:
-    """Who holds a lock. Of one that is empty or damaged nobody is known, and its times decide."""
+    """Read the holder of a lock. An empty or damaged one has no known holder, and its times decide."""
     content, _ = _read(path)
     with suppress(msgspec.MsgspecError, UnicodeDecodeError):
         holder = msgspec.json.decode(content, type=Holder)
@@ -178,7 +178,7 @@ def _holder(path: Path) -> Holder:
 
 
 def _read(path: Path) -> tuple[bytes, float]:
-    """Content and modification time of a file, which is opened for both: what NFS remembers of it may be old."""
+    """Return content and modification time of a file, which is opened for both: what NFS remembers of it may be old."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a FIFO by that name would not let go of it
     try:
         return os.read(descriptor, MOST_BYTES), os.fstat(descriptor).st_mtime
@@ -224,7 +224,7 @@ def _beat(path: Path, token: str, ended: threading.Event) -> None:
 
 
 def _place() -> str:
-    """This machine, its boot and its process namespace: where a process number means the same process."""
+    """Return this machine, its boot and its process namespace: where a process number means the same process."""
     facts = [platform.node()]
     with suppress(OSError):
         facts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())

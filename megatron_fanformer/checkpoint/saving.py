@@ -195,7 +195,7 @@ class CheckpointSaver:
 
 
 def _summed(write: Callable[..., None], folder: Path, rank: int) -> Callable[..., None]:
-    """A rank's writing, followed by taking the sums of what it wrote, in the same process."""
+    """Return a rank's writing, followed by taking the sums of what it wrote, in the same process."""
 
     @functools.wraps(write)
     def write_and_sum(*arguments: Any) -> None:
@@ -230,7 +230,7 @@ def check_finite(sharded_state: dict[str, Any], step: int) -> None:
 
 
 def bytes_of(sharded_state: dict[str, Any]) -> int:
-    """The bytes of a state's tensors over all ranks, each counted once; every rank calls it."""
+    """Return the bytes of a state's tensors over all ranks, each counted once; every rank calls it."""
     parts = _parts(sharded_state)
     return sum(of_every_rank(sum(part.data.nbytes for part in parts if is_main_replica(part.replica_id))))
 
@@ -248,7 +248,7 @@ def _extremes(named: list[tuple[str, Tensor]]) -> Iterator[tuple[str, float]]:
 
 
 def _parts(state: Any) -> Iterator[Any]:
-    """The parts of tensors that this rank holds: `key`, the tensor's global name, `data` and `replica_id`."""
+    """Yield the parts of tensors that this rank holds: `key`, the tensor's global name, `data` and `replica_id`."""
     if isinstance(state, ShardedTensor | ShardedTensorFactory):
         if isinstance(state.data, Tensor):
             yield state

@@ -45,7 +45,7 @@ CHECKPOINTS = "checkpoints"
 LATEST = "latest"
 LOCK = "run.lock"
 LOADED = "loaded"  # a checkpoint that was fetched to start from
-SAVE_FILE = "save"  # a file of this name in a run's folder asks the run to save
+SAVE_FILE = "save"  # a file of this name in a run's folder makes the run save
 VALIDATION_LOSS = "validation_loss"  # in the metrics, the first part of a validation loss's name, before its set's
 # An export's tokenizer.json is the .model rewritten: the original comes first.
 TOKENIZERS = (TOKENIZER_MODEL, TOKENIZER_JSON)
@@ -59,18 +59,19 @@ logger = logging.getLogger(__name__)
 
 
 def checkpoint_name(step: int) -> str:
-    """The folder's name of a step's checkpoint."""
+    """Return the folder's name of a step's checkpoint."""
     return f"step-{step:08d}"
 
 
 def step_of(checkpoint: Path) -> int | None:
-    """The step that a folder's name states; None if it is not a checkpoint's name."""
+    """Return the step that a folder's name states; None if it is not a checkpoint's name."""
     match = _CHECKPOINT_NAME.fullmatch(checkpoint.name)
     return int(match[1]) if match else None
 
 
 def temporary_folder(checkpoints: Path, step: int) -> Path:
-    """An empty folder to write a step's checkpoint into; what an interrupted save or removal left there is removed.
+    """Return an empty folder to write a step's checkpoint into; what an interrupted save or removal left there is
+    removed.
 
     Its name is unique: the writer of a killed run may outlive it, and must not write into the next run's folder.
     """
@@ -138,7 +139,7 @@ def remove(folder: Path) -> None:
                 folder.unlink()
             else:
                 shutil.rmtree(folder)
-        except OSError as error:  # another removes it, too, or the store is briefly unwell
+        except OSError as error:  # another process removes it too, or the store fails for a moment
             last = error
     if last is not None and os.path.lexists(folder):
         logger.warning("%s could not be removed (%s); remove it by hand", folder, last.strerror)
@@ -179,7 +180,7 @@ def _rename_aside(checkpoint: Path) -> Path | None:
 
 
 def _aside(checkpoints: Path, name: str) -> Path:
-    """A unique path that is not a checkpoint's; what is left there is removed by the next save."""
+    """Return a unique path that is not a checkpoint's; what is left there is removed by the next save."""
     return checkpoints / f".{name}.{uuid.uuid4().hex}.tmp"
 
 
@@ -189,7 +190,7 @@ def attachment_name(file: Path) -> str:
 
 
 def attached_tokenizer(checkpoint: Path) -> Path | None:
-    """The tokenizer's file in a checkpoint or an exported folder, if there is one.
+    """Return the tokenizer's file in a checkpoint or an exported folder, if there is one.
 
     Raises:
         CorruptError: in a checkpoint, it is a link to somewhere else. (In Hugging Face's cache, every file is a link.)
@@ -201,17 +202,17 @@ def attached_tokenizer(checkpoint: Path) -> Path | None:
 
 
 def complete_checkpoints(run: Path) -> list[Path]:
-    """The complete checkpoints of a run's folder, the oldest first."""
+    """Return the complete checkpoints of a run's folder, the oldest first."""
     return [folder for folder in _steps(run / CHECKPOINTS) if is_checkpoint(folder)]
 
 
 def newest_step(run: Path) -> int:
-    """The step of the newest checkpoint in a run's folder, complete or not; −1 where there is none."""
+    """Return the step of the newest checkpoint in a run's folder, complete or not; −1 where there is none."""
     return max((step_of(folder) or 0 for folder in _steps(run / CHECKPOINTS)), default=-1)
 
 
 def newest_sound_step(run: Path) -> int:
-    """The step of the newest checkpoint in a run's folder that passes `check_sound`; −1 where there is none."""
+    """Return the step of the newest checkpoint in a run's folder that passes `check_sound`; −1 where there is none."""
     for folder in reversed(_steps(run / CHECKPOINTS)):
         with suppress(CorruptError):
             check_sound(folder)
@@ -224,7 +225,7 @@ def _steps(checkpoints: Path) -> list[Path]:
 
 
 def latest_checkpoint(run: Path) -> Path | None:
-    """The newest checkpoint of a run's folder; None if it has none.
+    """Return the newest checkpoint of a run's folder; None if it has none.
 
     That is the one that `latest` names or, where there is no `latest`, the newest there is, which is logged.
 
@@ -244,7 +245,7 @@ def latest_checkpoint(run: Path) -> Path | None:
 
 
 def checkpoints_to_resume(run: Path) -> list[Path]:
-    """The checkpoints that a run may go on from, sound or not, in the order in which to try them.
+    """Return the checkpoints that a run may go on from, sound or not, in the order in which to try them.
 
     The one that `latest` names comes first, then those before it; all that there are, the newest first, where `latest`
     names none, which is logged.
@@ -267,7 +268,7 @@ def checkpoints_to_resume(run: Path) -> list[Path]:
 
 
 def _named_by(pointer: Path) -> Path:
-    """The checkpoint that a `latest` names."""
+    """Return the checkpoint that a `latest` names."""
     try:
         if not pointer.is_file():
             raise CorruptError(f"{pointer} is {'not a file' if os.path.lexists(pointer) else 'missing'}; {_POINT}")
@@ -301,7 +302,7 @@ def is_checkpoint(folder: Path) -> bool:
 
 
 def saved_config(checkpoint: Path) -> dict[str, Any]:
-    """The configuration of the run that wrote a checkpoint, under the names that its fields have now.
+    """Return the configuration of the run that wrote a checkpoint, under the names that its fields have now.
 
     Raises:
         CorruptError: it cannot be read, or states a field twice.
@@ -322,7 +323,7 @@ def metrics_entry(line: bytes) -> dict[str, Any] | None:
 
 
 def read_mapping(file: Path) -> dict[str, Any]:
-    """The mapping in a small, untrusted YAML or JSON file, as plain values.
+    """Return the mapping in a small, untrusted YAML or JSON file, as plain values.
 
     Raises:
         CorruptError: it cannot be read, or holds something else.
@@ -338,7 +339,7 @@ def read_mapping(file: Path) -> dict[str, Any]:
 
 
 def saved_model(checkpoint: Path) -> FANformerConfig:
-    """The shape of a checkpoint's model.
+    """Return the shape of a checkpoint's model.
 
     Raises:
         CorruptError: it is not stated, cannot be read, or cannot be built.

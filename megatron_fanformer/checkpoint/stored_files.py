@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 
 def read_checked(checkpoint: Path, *, share: int = 0, shares: int = 1) -> Table:
-    """The table of a checkpoint whose files are as they were written, and hold nothing but data.
+    """Return the table of a checkpoint whose files are as they were written, and hold nothing but data.
 
     Args:
         share, shares: every rank checks one of this many shares.
@@ -86,7 +86,7 @@ def check_stored(
 
 
 def bytes_stored(checkpoint: Path) -> int:
-    """Bytes that `check_stored` will read."""
+    """Return bytes that `check_stored` will read."""
     manifest = read_manifest(checkpoint)
     if manifest is not None:
         return sum(file.bytes for file in manifest.files.values())
@@ -122,17 +122,17 @@ def check_parts(
 
 
 class SavedProgress(NamedTuple):
-    """Describe the progress that a run resumes from."""
+    """The progress that a run resumes from."""
 
     step: int
     consumed_samples: int
     data: Any = None
-    """Which data it has been trained on (data/identity.py), as plain values; None in a checkpoint of an earlier version
-    of this package."""
+    """The data that it has been trained on (data/identity.py), as plain values; None in a checkpoint of an earlier
+    version of this package."""
 
 
 def saved_progress(checkpoint: Path, table: Table) -> SavedProgress | None:
-    """Step and samples of a checkpoint with its `table`; None for converted weights.
+    """Return step and samples of a checkpoint with its `table`; None for converted weights.
 
     Raises:
         CorruptError: it cannot be read as data alone, or is not progress.
@@ -149,7 +149,7 @@ def saved_progress(checkpoint: Path, table: Table) -> SavedProgress | None:
 
 
 def _common_values(checkpoint: Path, table: Table) -> tuple[str, Any]:
-    """The file that they are in, and the values."""
+    """Return the file that they are in, and the values."""
     place = common_state(table)
     if place is None:
         if not (checkpoint / COMMON).is_file():
@@ -166,7 +166,8 @@ def _read_common(checkpoint: Path) -> Any:
 
 
 def recorded_common(checkpoint: Path, table: Table) -> Any:
-    """The values that are the same on all ranks in a checkpoint of Megatron-LM, whose own objects come as records.
+    """Return the values that are the same on all ranks in a checkpoint of Megatron-LM, whose own objects come as
+    records.
 
     Raises:
         CorruptError: they cannot be read.

@@ -61,7 +61,9 @@ class _DataUnpickler(pickle.Unpickler):
 
 
 def _member(owner: Any, name: Any) -> enum.Enum:
-    """A member of an enumeration of `RECORDS`: Python 3.11.2, among others, pickles it as `getattr` of the two."""
+    """Return a member of an enumeration of `RECORDS`: Python 3.11.2, among others, pickles it as `getattr` of the
+    two.
+    """
     if isinstance(owner, type) and issubclass(owner, enum.Enum) and owner.__module__ in RECORDS:
         for member in owner:
             if member.name == name:
@@ -74,7 +76,7 @@ def _is_record(found: type, module: str) -> bool:
 
 
 def read_table(checkpoint: Path) -> Table:
-    """The table of a checkpoint's tensors.
+    """Return the table of a checkpoint's tensors.
 
     Raises:
         CorruptError: it cannot be read, holds more than a table, or names files outside the checkpoint's folder.
@@ -138,7 +140,7 @@ def _is_described(name: Any, value: Any) -> bool:
 
 
 class Stored(NamedTuple):
-    """Locate one part of a tensor, or an object."""
+    """The location of one part of a tensor, or of an object."""
 
     name: str
     file: str
@@ -155,7 +157,7 @@ def stored_parts(table: Table) -> Iterator[Stored]:
 
 
 def tensors_of(table: Table) -> dict[str, TensorStorageMetadata]:
-    """The tensors in a table, by name."""
+    """Return the tensors in a table, by name."""
     return {
         name: value for name, value in table.state_dict_metadata.items() if isinstance(value, TensorStorageMetadata)
     }

@@ -30,7 +30,7 @@ LAYOUT_FIELDS = (
     ("parallel", "data_parallel_size"),
     ("runtime", "device"),
 )
-"""What the random states of the ranks depend on."""
+"""The fields that the ranks' random states depend on."""
 
 EXTRA_STATE = "_extra_state"
 FP8_SCALES = "fp8_scales"
@@ -126,7 +126,7 @@ def load_weights(checkpoint: Path, stages: list[Any], grid: RankGrid) -> None:
 
 
 def model_state(stages: list[Any], grid: RankGrid) -> dict[str, dict[str, Any]]:
-    """The parameters of a stage's chunks as sharded tensors, by chunk: {"model0": {name: tensor}, ...}.
+    """Return the parameters of a stage's chunks as sharded tensors, by chunk: {"model0": {name: tensor}, ...}.
 
     Their global names are those of the layers, whichever chunk they are in. Layers' extra state (None here;
     Transformer Engine's FP8 scales, see below) is left out: local and Transformer Engine layers load each
@@ -145,7 +145,8 @@ def _set_weights(stages: list[Any], loaded: dict[str, Any]) -> None:
 
 
 def _read_checked(checkpoint: Path, grid: RankGrid) -> Table:
-    """The table of a checkpoint that is as it was written and holds nothing but data; each rank checks a share of it.
+    """Return the table of a checkpoint that is as it was written and holds nothing but data; each rank checks a share
+    of it.
 
     What one rank refuses, all do: none is left waiting in the load, which is collective.
     """
@@ -170,7 +171,7 @@ def _random_state(grid: RankGrid, *, capture: bool) -> ShardedObject:
 
 
 def _capture_random_state() -> dict[str, Any]:
-    """Plain values and tensors alone, so that they load without unpickling anything else."""
+    """Return plain values and tensors alone, so that they load without unpickling anything else."""
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
     name, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
@@ -184,7 +185,7 @@ def _capture_random_state() -> dict[str, Any]:
 
 
 def _plain_states(states: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """Without those that CUDA graphs hold, which are not values; nothing in training draws from them."""
+    """Return the random states without CUDA graphs' own, which are not values; nothing in training draws from them."""
     return {name: state for name, state in states.items() if isinstance(state, torch.Tensor)}
 
 
@@ -212,7 +213,7 @@ def _restore_random_state(state: dict[str, Any]) -> None:
 
 
 def scales_to_save(stages: list[Any], grid: RankGrid) -> dict[str, dict[str, ShardedObject]]:
-    """The part of a state dict that holds the scales of this rank's chunks; empty without the recipe."""
+    """Return the part of a state dict that holds the scales of this rank's chunks; empty without the recipe."""
     scales = {
         shard.unique_key: replace(shard, data=_captured(layer.fp8_meta))
         for shard, layer in _layers(stages, grid)
@@ -222,7 +223,9 @@ def scales_to_save(stages: list[Any], grid: RankGrid) -> dict[str, dict[str, Sha
 
 
 def scales_to_load(stages: list[Any], grid: RankGrid, table: Table) -> dict[str, dict[str, ShardedObject]]:
-    """The same part of a state dict, for the scales that a checkpoint with this table has; empty if it has none."""
+    """Return the same part of a state dict, for the scales that a checkpoint with this table has; empty if it has
+    none.
+    """
     wanted = {shard.unique_key: shard for shard, _ in _layers(stages, grid)}
     scales = {name: shard for name, shard in wanted.items() if name in table.state_dict_metadata}
     return {FP8_SCALES: scales} if scales else {}
@@ -237,7 +240,7 @@ def set_scales(stages: list[Any], grid: RankGrid, loaded: dict[str, Any]) -> Non
 
 
 def _layers(stages: list[Any], grid: RankGrid) -> Iterator[tuple[ShardedObject, Any]]:
-    """The layers that may be in FP8, each with a shard of its global name that holds nothing yet."""
+    """Yield the layers that may be in FP8, each with a shard of its global name that holds nothing yet."""
     config = stages[0].config
     if not config.fp8 or config.fp8_recipe != "delayed":
         return

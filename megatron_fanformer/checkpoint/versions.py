@@ -1,4 +1,4 @@
-"""The versions that files are written with, and damaged checkpoints told from those of other versions."""
+"""Versions recorded with files, which distinguish a damaged checkpoint from one of other versions."""
 
 import functools
 import json
@@ -15,15 +15,15 @@ from megatron_fanformer.errors import CorruptError, FanformerError
 
 PACKAGES = ("torch", "megatron-core", "transformers", "safetensors", "numpy")
 FILE = "versions.json"
-"""Of a checkpoint; those from before 2026-11-23 have none."""
+"""Name of the file of versions; checkpoints from before 2026-11-23 have none."""
 
 
 class UnreadableError(CorruptError):
-    """The code that reads a checkpoint's file failed on it: it is damaged, unless its sums say otherwise."""
+    """A checkpoint's file made the code that reads it fail: it is damaged, unless its sums say otherwise."""
 
 
 class OtherVersions(FanformerError):
-    """A checkpoint is as it was written, and the versions installed here cannot read it."""
+    """An intact checkpoint that the versions installed here cannot read."""
 
 
 def versions() -> dict[str, str]:

@@ -21,7 +21,7 @@ LOGGER = "megatron.core.dist_checkpointing.strategies.filesystem_async"
 
 
 class ResultsFile:
-    """Keep what a writer did for the rank to read after its end; has the two methods of a queue that are used.
+    """Keeps a writer's results for the rank to read after its end; has the two methods of a queue that are used.
 
     It is an unnamed file, which a fork inherits. megatron-core's own is a queue in a server process, which takes
     seconds to start, imports `__main__` again, and is killed by a signal sent to a run's whole process group:
@@ -39,7 +39,7 @@ class ResultsFile:
         self._file.flush()
 
     def get_nowait(self) -> Any:
-        """The results that were put; an exception if there are none, which megatron-core treats as a failure."""
+        """Return the results that were put; an exception if there are none, which megatron-core treats as a failure."""
         self._file.seek(0)
         try:
             return pickle.load(self._file)

@@ -14,7 +14,7 @@ from megatron_fanformer.errors import FanformerError
 
 BATCH_FIELDS = ("tokens", "labels", "loss_mask", "position_ids")
 DOCUMENT_IDS = "document_ids"
-"""One more, in samples whose attention stays within documents: 0, 1, 2 … by document, never falling."""
+"""One more key, of samples whose attention stays within documents: 0, 1, 2 … by document, never falling."""
 
 
 def micro_batches(
@@ -26,7 +26,7 @@ def micro_batches(
     data_parallel_size: int,
     num_workers: int = 0,
 ) -> Generator[dict[str, Tensor], None, None]:
-    """This data-parallel rank's micro batches, one after the other, without end.
+    """Yield this data-parallel rank's micro batches, one after the other, without end.
 
     Its `close` ends the loader processes; in the hands of the garbage collector, torch waits five seconds for each.
 
@@ -98,14 +98,14 @@ def sample_numbers(
 
 
 def _leave_signals_to_the_rank(_worker: int) -> None:
-    """A signal to stop reaches whole process groups; the rank needs its batches until it has saved."""
+    """Ignore signals to stop, which reach whole process groups: the rank needs its batches until it has saved."""
     os.setpgrp()  # SIGTERM keeps its effect: torch ends a worker with it
     for number in (signal.SIGINT, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
 
 
 def _stack(samples: list[Any]) -> dict[str, Tensor] | FanformerError:
-    """One batch of samples, or the first error among them; what a blend adds about their source is left out."""
+    """Return one batch of samples, or the first error among them; what a blend adds about their source is left out."""
     if error := next((sample for sample in samples if isinstance(sample, FanformerError)), None):
         return error
     names = [*BATCH_FIELDS, DOCUMENT_IDS] if DOCUMENT_IDS in samples[0] else BATCH_FIELDS

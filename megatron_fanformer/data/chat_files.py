@@ -112,7 +112,9 @@ def is_row_folder(path: str | Path) -> bool:
 
 
 def _open_rows(prefix: str) -> ChatFiles:
-    """A row's conversation ends with its last learned token: nothing later has a loss, or is seen by what has one."""
+    """Open rows, each a conversation that ends with its last learned token: nothing later has a loss, or affects
+    one.
+    """
     ids, mask = Path(prefix + IDS_NPY), Path(prefix + MASK_NPY)
     manifest = read_any_manifest(prefix)
     dtype, row = np.dtype(NPY_DTYPE), NPY_ROW_TOKENS

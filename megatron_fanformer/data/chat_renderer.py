@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import jinja2
 
 RENDERED, REFUSED, TOO_LARGE = b"rendered", b"refused", b"too large"
-# Of one request: for its share of input, and for whatever its length. The largest conversations known to us take
+# Limits of one request; the CPU time grows with its input. The largest conversations known to us take
 # hundredths of a second, and some ten times their size.
 CPU_SECONDS = 20
 CPU_BYTES_PER_SECOND = 1 << 20

@@ -57,7 +57,7 @@ OLMO_TEMPLATE = """\
 """
 
 Message = Mapping[str, str]
-"""`role` and `content`."""
+"""One message: its `role` and `content`."""
 
 
 class RenderedChat(NamedTuple):
@@ -74,7 +74,7 @@ class TemplateRefusal(InputError):
     def __init__(self, message: str, reason: str) -> None:
         super().__init__(message)
         self.reason = reason
-        """The same for all conversations that fail this way."""
+        """Why it failed, in the same words for all conversations that fail this way."""
 
 
 class TemplateTooLarge(InputError):
@@ -100,7 +100,7 @@ class ChatTemplate:
 
     source: str
     variables: Mapping[str, str] = field(default_factory=dict)
-    """bos_token, eos_token, pad_token, unk_token: as far as the tokenizer has them."""
+    """Special tokens that the tokenizer has, of bos_token, eos_token, pad_token and unk_token."""
 
     def __post_init__(self) -> None:
         try:
@@ -248,7 +248,7 @@ class _Renderer:
 
 
 _renderers: list[_Renderer] = []
-"""This process's own, once there is one; a fork has another."""
+"""The renderer of this process, once there is one; a fork gets another."""
 _one_at_a_time = threading.Lock()
 
 

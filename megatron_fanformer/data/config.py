@@ -22,7 +22,7 @@ TRAINING, TOKENIZER = "train", "tokenizer"  # in `allow_change`, beside the name
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """Configure where the samples come from."""
+    """Where the samples come from."""
 
     format: Literal["pretraining", "sft"] = "pretraining"
     """`pretraining`: samples are cut out of the running text; `sft`: whole conversations are packed
@@ -50,11 +50,11 @@ class DataConfig:
     num_workers: int = 0
     """Loader processes per rank; 0: its own."""
     allow_change: list[str] = field(default_factory=list)
-    """What may differ from the data used so far, for one start: `train`, `tokenizer`, or names of `valid_data`
+    """Changes of the data to allow for one start: `train`, `tokenizer`, or names of `valid_data`
     (docs/data.md#the-same-data-on-resuming)."""
 
     def problems(self) -> list[str]:
-        """Everything that is wrong with it, one line each; no token file is opened."""
+        """Return everything that is wrong with it, one line each; no token file is opened."""
         of_items = chat_problems if self.is_chats else blend_problems
         problems = of_items("data.train_data", self.train_data)
         for name, items in self.valid_data.items():

@@ -114,7 +114,7 @@ class OneOfBlend:
 
 
 def _read_unmapped(folder: Path, dataset: Any) -> None:
-    """Have a dataset of megatron-core read the sample indices in a complete folder as they were recorded."""
+    """Make a dataset of megatron-core read the sample indices in a complete folder as they were recorded."""
     for name in SAMPLE_INDICES:
         if hasattr(dataset, name):
             setattr(dataset, name, stored(folder, getattr(dataset, name)))
@@ -132,7 +132,8 @@ class _DatasetBuilder:
         self._eod_id = eod_id
 
     def of_blend(self, blend: Blend, part: int, size: int | None) -> Any:
-        """The dataset of all documents of a blend, of at least `size` samples (None: one epoch), as one of the parts.
+        """Return the dataset of all documents of a blend, of at least `size` samples (None: one epoch), as one of the
+        parts.
 
         Raises InputError and CorruptError as `build_datasets`.
         """

@@ -1,4 +1,4 @@
-"""Which data a run is trained on: recorded in every checkpoint, and compared when the run resumes.
+"""Identity of a run's training data: recorded in every checkpoint, and compared when the run resumes.
 
 A set is identified by what its samples depend on: the sources in their order, their weights, the split, and of each
 file the lengths of its sequences and its content. Where the files are, and when they were written, is not part of it:
@@ -43,14 +43,14 @@ class FileIdentity(_Part, frozen=True, kw_only=True):
     """A pair, or a .npy file."""
 
     path: str
-    """As it was named; a pair's prefix. Not compared."""
+    """The path as it was named; a pair's prefix. Not compared."""
     tokens: int
     form: str
-    """The type of the tokens; of a pair also the number of its sequences and a checksum of their lengths."""
+    """The type of the tokens; for a pair also the number of its sequences and a checksum of their lengths."""
     content: str
     """A fingerprint of the .bin or .npy file."""
     sha256: str | None = None
-    """Of that file, by its manifest; None: it has none."""
+    """SHA-256 of that file, by its manifest; None: it has none."""
     tokenizer: str | None = None
     """SHA-256 of the tokenizer that made the tokens, by the manifest."""
 
@@ -60,7 +60,7 @@ class SourceIdentity(_Part, frozen=True, kw_only=True):
 
     files: list[FileIdentity]
     weight: float | None = None
-    """Its part of all weights; None: the blend has none."""
+    """Its share of the sum of weights; None: the blend has none."""
 
 
 class SetIdentity(_Part, frozen=True, kw_only=True):
@@ -70,7 +70,7 @@ class SetIdentity(_Part, frozen=True, kw_only=True):
     split: str | None = None
     """How the documents are cut into training and validation, where they are."""
     samples: int | None = None
-    """The number of samples asked for, where their order depends on it."""
+    """The number of samples requested, where their order depends on it."""
 
     @property
     def files(self) -> list[FileIdentity]:
@@ -82,7 +82,7 @@ class DataChange(_Part, frozen=True, kw_only=True):
     """A change of data that `data.allow_change` allowed."""
 
     step: int
-    """After which it was made."""
+    """The step after which it was made."""
     name: str
     what: str
 
@@ -95,7 +95,7 @@ class DataIdentity(_Part, frozen=True, kw_only=True):
     tokenizer: str | None = None
     """SHA-256 of the file that `data.tokenizer` names."""
     changes: list[DataChange] = []
-    """What was allowed to change so far, the earliest first."""
+    """The changes allowed so far, the earliest first."""
 
     def as_plain(self) -> dict[str, Any]:
         """Return it as a checkpoint holds it."""
@@ -121,7 +121,7 @@ def identify_data(config: DataConfig, survey: DataSurvey, *, samples: int | None
     """Identify the data of a run by the files that `survey` found.
 
     Args:
-        samples: the number of training samples asked for, where their order depends on it.
+        samples: the number of training samples requested, where their order depends on it.
 
     Raises:
         InputError, CorruptError: a file, a manifest or the tokenizer cannot be read.
@@ -149,7 +149,7 @@ def _sources(blend: Blend, files: dict[Source, list[FileIdentity]]) -> list[Sour
 
 
 def _surveyed(source: Source, survey: DataSurvey) -> Iterator[tuple[str, str, str, int, str]]:
-    """Path, prefix, suffix of the tokens, their number and the form of each file of a source."""
+    """Yield path, prefix, suffix of the tokens, their number and the form of each file of a source."""
     if chats := survey.chats.get(source.paths[0]):
         (prefix,) = source.paths
         for path, form in zip(chats.paths, (chats.identity, "mask"), strict=True):
@@ -178,7 +178,8 @@ def _identify(path: str, prefix: str, suffix: str, tokens: int, form: str) -> Fi
 
 
 def fingerprint(path: Path) -> str:
-    """Hexadecimal hash of a file's size and of blocks spread evenly over it; of a small file it is of every byte.
+    """Return the hexadecimal hash of a file's size and of blocks spread evenly over it; of a small file it is of every
+    byte.
 
     Raises:
         CorruptError: it cannot be read, or becomes shorter meanwhile.
@@ -198,7 +199,7 @@ def fingerprint(path: Path) -> str:
 
 
 def _blocks(size: int) -> Iterator[tuple[int, int]]:
-    """Offset and length of each block of a file."""
+    """Yield offset and length of each block of a file."""
     if size <= BLOCKS * BLOCK_BYTES:
         yield 0, size
         return
@@ -296,7 +297,7 @@ def _file_difference(old: FileIdentity, new: FileIdentity) -> str | None:
 
 
 def _weights(identity: SetIdentity) -> list[str]:
-    """Describe weights. That of a single source does not count: it is all there is."""
+    """Return the weights; that of a single source does not count: it is all there is."""
     is_alone = len(identity.sources) == 1
     return ["by size" if source.weight is None or is_alone else str(source.weight) for source in identity.sources]
 

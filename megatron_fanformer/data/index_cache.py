@@ -37,7 +37,7 @@ Contents = dict[str, list[int]]
 
 @contextmanager
 def indices_in(cache: Path, identity: Any) -> Iterator[Path]:
-    """The folder for the indices of a dataset, while it is being built; to be entered by every rank.
+    """Yield the folder for the indices of a dataset, while it is being built; to be entered by every rank.
 
     `identity` is all that they depend on, as plain JSON values. Rank 0, the only one that writes, holds the cache's
     lock meanwhile. Raises InputError on every rank if the cache cannot be written, and on a rank that does not see
@@ -57,7 +57,9 @@ def indices_in(cache: Path, identity: Any) -> Iterator[Path]:
 
 
 def stored(folder: Path, array: Any) -> Any:
-    """An index array of a complete folder, read an entry at a time and held to its sums; one in memory as it is."""
+    """Return an index array of a complete folder, read an entry at a time and held to its sums; one in memory as it
+    is.
+    """
     if not isinstance(array, np.memmap):
         return array
     with np.load(folder / SUMS) as sums:
@@ -106,7 +108,7 @@ def _recorded(folder: Path) -> Contents | None:
 
 
 def _contents(folder: Path) -> Contents:
-    """Size and checksum of each file, by its name."""
+    """Return size and checksum of each file, by its name."""
     paths = [path for path in folder.iterdir() if path.is_file() and COMPLETE not in path.name]
     return {path.name: [path.stat().st_size, crc32_of(path)] for path in sorted(paths)}
 

@@ -40,15 +40,15 @@ class LedgerRow:
     shard: str
     """The input file."""
     line: int
-    """In that file, from 1."""
+    """Line in that file, from 1."""
     first_token: int
-    """Its position in the token file, in tokens."""
+    """Position of its first token in the token file, in tokens."""
     length: int
-    """Tokens, including the end of text; of chats in rows, including the padding."""
+    """Tokens, including the end of text, and for chats in rows the padding."""
     learned: int | None = None
-    """Of a conversation: the tokens that are learned."""
+    """Tokens that are learned, for a conversation."""
     outcome: str | None = None
-    """Of a conversation: WHOLE or CUT; of one that was refused, the reason."""
+    """WHOLE or CUT for a conversation; for one that was refused, the reason."""
 
 
 def ledger_path(prefix: str) -> Path:
@@ -166,7 +166,7 @@ class Ledger:
         return found
 
     def spans(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """`first_token` and `length` of all rows, block by block; of refused conversations the length is 0."""
+        """Yield `first_token` and `length` of all rows, block by block; a refused conversation has length 0."""
         with _damage_reported(self.path):
             for block in self._file.iter_batches(columns=["first_token", "length"]):
                 yield tuple(block.column(name).to_numpy(zero_copy_only=False) for name in ("first_token", "length"))

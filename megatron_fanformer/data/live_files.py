@@ -17,7 +17,7 @@ from isal import isal_zlib
 from megatron_fanformer.errors import CorruptError
 
 BLOCK_BYTES = 1024
-"""A small part of what a disk reads at once; its sum is 4 bytes in memory."""
+"""Size of a block with its own sum: a small part of what a disk reads at once; the sum is 4 bytes in memory."""
 READ_BYTES = 1 << 22
 
 
@@ -125,7 +125,7 @@ class StoredArray:
 
 
 def read_values(path: Path, dtype: np.dtype[Any], first: int, count: int) -> np.ndarray:
-    """[count] values of a file of nothing else, from number `first` on, for which it is opened.
+    """Return [count] values from number `first` on, out of a file that holds nothing else and is opened for this.
 
     Raises:
         CorruptError: the file has become shorter.
@@ -138,7 +138,7 @@ def read_values(path: Path, dtype: np.dtype[Any], first: int, count: int) -> np.
 
 
 def block_sums(content: bytes) -> np.ndarray:
-    """[blocks] uint32: the CRC-32 of each block of some bytes, which begin where a block does."""
+    """Return [blocks] uint32: the CRC-32 of each block of some bytes, which begin where a block does."""
     view = memoryview(content)
     return np.array(
         [isal_zlib.crc32(view[at : at + BLOCK_BYTES]) for at in range(0, len(view), BLOCK_BYTES)], np.uint32
@@ -146,7 +146,7 @@ def block_sums(content: bytes) -> np.ndarray:
 
 
 def crc32_of(path: Path) -> int:
-    """CRC-32 of a file."""
+    """Return the CRC-32 of a file."""
     value = 0
     with path.open("rb", buffering=0) as stream:
         while content := stream.read(READ_BYTES):
@@ -155,7 +155,7 @@ def crc32_of(path: Path) -> int:
 
 
 def block_sums_of_file(path: Path, *, blocks_at_once: int = 1024) -> np.ndarray:
-    """[blocks] uint32: those of a whole file, which is read once."""
+    """Return [blocks] uint32: the CRC-32 of each block of a whole file, which is read once."""
     sums = []
     with path.open("rb") as stream:
         while content := stream.read(blocks_at_once * BLOCK_BYTES):

@@ -55,9 +55,9 @@ class ChatSettings(_Part, frozen=True, kw_only=True):
     max_tokens: int | None
     """The most tokens of a conversation; with the format npy, those of each row."""
     too_long: TooLong
-    """What is done with a conversation of more tokens."""
+    """What happens to a conversation of more tokens: cut or drop."""
     pad_id: int | None
-    """What fills the rows of the format npy; None: the files are not padded."""
+    """The id that fills the rows of the format npy; None: the files are not padded."""
 
 
 class Settings(_Part, frozen=True, kw_only=True):
@@ -80,7 +80,7 @@ class Settings(_Part, frozen=True, kw_only=True):
     npy_dtype: str | None = None
     """The type of the tokens read, where the inputs were headerless .npy files and not documents."""
     chat: ChatSettings | None = None
-    """Where the inputs were conversations and not documents."""
+    """Further settings where the inputs were conversations and not documents."""
 
 
 class RefusedLine(_Part, frozen=True, kw_only=True):
@@ -98,7 +98,7 @@ class Encoding(_Part, frozen=True, kw_only=True):
     """The software that computed the ids. They are the same for every backend."""
 
     backend: str
-    """gigatoken, tokenizers or sentencepiece."""
+    """The library: gigatoken, tokenizers or sentencepiece."""
     reason: str | None = None
     """Why it is not the fastest one; None if it is, or if it was requested."""
 
@@ -112,19 +112,19 @@ class TokenFiles(_Part, frozen=True, kw_only=True):
     tokens: int
     max_token_id: int
     files: dict[str, FileRecord]
-    """By suffix: .bin and .idx, or .npy; .ledger.parquet where there is a ledger. Of chats .mask.bin beside .bin and
-    .idx, or /input_ids.npy and /label_mask.npy."""
+    """File records by suffix: .bin and .idx, or .npy; .ledger.parquet where there is a ledger. For chats .mask.bin
+    beside .bin and .idx, or /input_ids.npy and /label_mask.npy."""
     learned_tokens: int | None = None
-    """Of chats: tokens that are learned."""
+    """Tokens that are learned, for chats."""
     cut: int | None = None
-    """Of chats: conversations that lost their end."""
+    """Conversations that lost their end, for chats."""
 
 
 class PartManifest(_Part, frozen=True, kw_only=True, tag_field="kind", tag="part"):
     """The manifest of one part of several."""
 
     part: int
-    """From 0."""
+    """The part's number, from 0."""
     whole: str
     """The name of the whole preparation's manifest, in the same folder; it exists once that is complete."""
     first_input: int

@@ -16,7 +16,7 @@ from megatron_fanformer.data.npy_files import NpyFile, whole_samples
 
 
 def epoch_order(samples: int, *, seed: int, epoch: int) -> np.ndarray:
-    """[samples] uint32: the numbers of all samples in the order in which an epoch takes them. Epochs count from 0."""
+    """Return [samples] uint32: the numbers of all samples in an epoch's order. Epochs count from 0."""
     order = np.arange(samples, dtype=np.uint32)
     np.random.Generator(np.random.PCG64(seed + epoch)).shuffle(order)
     return order

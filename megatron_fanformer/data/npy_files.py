@@ -38,10 +38,10 @@ class NpyFile:
     dtype: np.dtype[Any]
     tokens: int
     max_token_id: int | None
-    """By its manifest; None where it has none."""
+    """The largest token id by its manifest; None where it has none."""
 
     def read(self, first: int, count: int) -> np.ndarray:
-        """[count] tokens from number `first` on. Raises CorruptError if the file has become shorter."""
+        """Return [count] tokens from number `first` on. Raises CorruptError if the file has become shorter."""
         return read_values(Path(self.path), self.dtype, first, count)
 
 
@@ -103,7 +103,9 @@ def check_npy_ids(files: Iterable[NpyFile], vocab_size: int, *, cache: Path | No
 
 
 def whole_samples(files: Sequence[NpyFile], seq_length: int) -> int:
-    """The samples of one epoch, each a run of tokens of one file. Raises InputError if there is none, or 2^32."""
+    """Return the samples of one epoch, each a run of tokens of one file. Raises InputError if there is none, or
+    2^32.
+    """
     samples = sum(file.tokens // seq_length for file in files)
     if not 0 < samples < MOST_SAMPLES:
         raise InputError(

@@ -1,4 +1,4 @@
-"""Where a sample's tokens are stored: the runs of tokens, in the token files, that a dataset makes it from.
+"""Origins of a sample's tokens: the runs of tokens in the token files that a dataset assembles it from.
 
 So it is known where documents end within a sample, for masks: with their end-of-text id, in .bin and .npy files alike,
 and in any case where another sequence of a .bin file begins: megatron-core shuffles those, also where a document has
@@ -108,7 +108,9 @@ class DocumentSamples:
         return len(self.samples)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        """The sample's own tensors, [seq_length] each, and, under `reset_attention_mask`, `document_ids` (int32)."""
+        """Return the sample's own tensors, [seq_length] each, and, under `reset_attention_mask`, `document_ids`
+        (int32).
+        """
         item: dict[str, Tensor] = {**self.samples[index]}
         is_end = item["tokens"] == self.eod_id
         begins = is_end.roll(1).long()

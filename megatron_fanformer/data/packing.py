@@ -20,7 +20,7 @@ from megatron_fanformer.errors import InputError
 
 
 class Conversations:
-    """The conversations of a set of chats, numbered source after source; of a part of each where they are split.
+    """Conversations of a set of chats, numbered source after source; with a split, those of one part of each source.
 
     Raises:
         InputError: no such files, or a part without conversations.
@@ -41,7 +41,7 @@ class Conversations:
         """[n] int64, tokens of each."""
         if not self.lengths.any():
             of_part = "" if split is None else f" left for {PART_NAMES[part]} by data.split {split}"
-            raise InputError(f"{', '.join(prefixes)}: no conversation is{of_part or ' there'}; name more chats")
+            raise InputError(f"{', '.join(prefixes)}: no conversation is{of_part or ' in them'}; name more chats")
 
     def place(self, number: int) -> tuple[ChatFiles, int]:
         """Return the files of a conversation, and its number there."""
@@ -67,7 +67,7 @@ def validation_conversations(config: DataConfig) -> dict[str, Conversations]:
 
 
 def first_fit(lengths: np.ndarray, capacity: int) -> np.ndarray:
-    """[n] int64: the bin of each item, where each goes into the first bin that has room for it.
+    """Return [n] int64: the bin of each item, which is the first one that has room for it.
 
     Args:
         lengths: [n] integers from 1 to `capacity`, in the order in which they are placed.
@@ -102,11 +102,12 @@ class Packing:
     members: np.ndarray
     """[conversations] int64: their numbers, sample after sample."""
     starts: np.ndarray
-    """[samples + 1] int64: where each sample's begin in `members`, and their number."""
+    """[samples + 1] int64: where each sample's conversations begin in `members`, and at the end the length of
+    `members`."""
     capacity: int
     """Tokens of a sample."""
     tokens: int
-    """Of all conversations, without what is cut off."""
+    """Tokens of all conversations, without what is cut off."""
     cut: int
     """Conversations that are longer than a sample, and end with it."""
 

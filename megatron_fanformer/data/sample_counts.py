@@ -1,4 +1,4 @@
-"""How many samples a run draws from each of its sources, given a survey of them.
+"""Counts of the samples that a run draws from each of its sources, from a survey of them.
 
 Everything here is arithmetic: missing data are reported before a rank starts, and all ranks request the same.
 """
@@ -15,7 +15,7 @@ from megatron_fanformer.errors import InputError
 
 TRAIN, VALIDATION = 0, 1  # positions in PART_NAMES, and in megatron-core's lists
 
-MID_LEVEL_SURPLUS = 0.005  # by which megatron-core asks each source of a blend for more than its share
+MID_LEVEL_SURPLUS = 0.005  # by which megatron-core requests more of each source of a blend than its share
 
 Sizes = dict[int, int | None]
 """Samples by part; None: one epoch."""
@@ -81,7 +81,9 @@ class SampleCounts:
         )
 
     def epoch_of(self, source: Source) -> float:
-        """The samples of an epoch; for a source too short for one, which is repeated, the fraction that it fills."""
+        """Return the samples of an epoch; for a source too short for one, which is repeated, the fraction that it
+        fills.
+        """
         if source.is_npy:
             return sum(file.tokens // self._seq_length for file in self._survey.files(source))
         tokens = self._survey.pair(source).tokens

@@ -1,4 +1,4 @@
-"""What a run must know about its token files, read once, by one process, before the run starts.
+"""Survey of a run's token files: the facts that it needs, read once by one process before it starts.
 
 A run of many ranks would otherwise read every index on every rank: gigabytes each for a billion documents. What is
 found here is small, and is sent to all of them; beyond it they only map the files. torch is not imported.
@@ -29,9 +29,9 @@ class ChatFacts:
 
     tokens: int
     identity: str
-    """Changes when the length of a conversation does."""
+    """A fingerprint that changes when the length of a conversation does."""
     paths: tuple[str, str]
-    """Of the ids, and of the mask."""
+    """The files of the ids and of the mask."""
 
 
 @dataclass(frozen=True)
@@ -43,15 +43,15 @@ class DataSurvey:
     train: Blend
     valid: dict[str, Blend]
     pairs: dict[str, TokenIndex]
-    """By prefix."""
+    """Index facts of each .bin and .idx pair, by prefix."""
     npy_files: dict[str, NpyFile]
-    """By path."""
+    """Each .npy file by its path."""
     chats: dict[str, ChatFacts] = field(default_factory=dict)
-    """By prefix, for fine-tuning, which reads no other files."""
+    """Chat files by prefix, for fine-tuning, which reads no other files."""
     chat_template: str | None = None
-    """What rendered the conversations, in Jinja, with its special tokens, where their manifests say it."""
+    """The template that rendered the conversations, in Jinja, with its special tokens, if their manifests state it."""
     eod_id: int | None = None
-    """The id that ends a document, where the run looks for it."""
+    """The id that ends a document, if the run needs to find document ends."""
 
     def pair(self, source: Source) -> TokenIndex:
         """Return the index of a source that is a pair."""

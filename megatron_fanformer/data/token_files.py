@@ -50,20 +50,20 @@ def token_dtype(vocab_size: int) -> str:
 
 @dataclass(frozen=True)
 class TokenIndex:
-    """The index of a pair, every entry of which has been checked; its arrays are mapped where they are asked for."""
+    """The index of a pair, with every entry checked; its arrays are mapped on first use."""
 
     prefix: str
     dtype: np.dtype[Any]
-    """Of the tokens."""
+    """Type of the tokens."""
     sequences: int
     documents: int
     tokens: int
     identity: str
-    """Changes when a length does: all that sample indices depend on."""
+    """A fingerprint that changes when a length does: all that sample indices depend on."""
     part_tokens: dict[int, int]
-    """The tokens of each part that was requested, by its number."""
+    """The tokens of each requested part, by its number."""
     pointer_sums: np.ndarray = field(compare=False)
-    """[blocks] uint32, 32 bytes for a thousand sequences: what is read of the byte pointers later is held to them."""
+    """[blocks] uint32, 32 bytes for a thousand sequences: later reads of the byte pointers are checked against them."""
 
     @property
     def lengths(self) -> np.ndarray:
@@ -162,7 +162,7 @@ class _Sums:
 
 
 def _read_header(path: Path) -> tuple[np.dtype[Any], _Array, _Array, _Array]:
-    """Token type, lengths, pointers and document bounds of an index whose header and size are valid."""
+    """Return token type, lengths, pointers and document bounds of an index whose header and size are valid."""
     size = path.stat().st_size
     with path.open("rb") as stream:
         header = stream.read(INDEX_HEADER.size)
@@ -248,7 +248,7 @@ def _disagreement(
 
 
 def _check_documents(bounds: _Array, sequences: int) -> None:
-    """The bounds run from 0 to the number of sequences and do not fall. An empty document repeats one.
+    """Check that the bounds rise from 0 to the number of sequences. An empty document repeats one.
 
     Where there are as many documents as sequences, each is one sequence.
     """
@@ -310,7 +310,7 @@ class PairReader:
         return begin // self._size, (end - begin) // self._size
 
     def get(self, idx: int, offset: int = 0, length: int | None = None) -> np.ndarray:
-        """[length] tokens of sequence `idx` from its token `offset` on; None: all that follow.
+        """Return [length] tokens of sequence `idx` from its token `offset` on; None: all that follow.
 
         Raises:
             CorruptError: a file has become shorter, was overwritten, or cannot be read; an id outside the vocabulary.

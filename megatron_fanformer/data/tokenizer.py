@@ -29,7 +29,7 @@ MOST_IDS = 2**31  # what token files hold
 ENCODE_SECONDS = 60.0
 ENCODE_CHARACTERS_PER_SECOND = 10_000
 WAIT_FACTOR = 60.0
-"""How many times as long as that CPU time may take: a thread that shares a core with ten others takes eleven times."""
+"""Wall time allowed per CPU time: a thread that shares a core with ten others takes eleven times as long."""
 POLL_SECONDS = 0.01
 
 
@@ -64,7 +64,7 @@ class SentencePieceTokenizer:
         return str(self._processor.id_to_piece(id))
 
     def cut_at_special(self, text: str) -> list[str | int]:
-        """`text` cut at its control pieces, which sentencepiece never finds in a text."""
+        """Cut `text` at its control pieces, which sentencepiece never finds in a text."""
         if self._control_pieces is None:
             model = self._processor
             self._control_pieces = {model.id_to_piece(id): id for id in range(self.vocab_size) if model.is_control(id)}
@@ -86,7 +86,7 @@ class SentencePieceTokenizer:
         return ids
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """`encode` of each text."""
+        """Encode each text."""
         return [self.encode(text) for text in texts]
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -129,7 +129,7 @@ class HuggingFaceTokenizer:
         return str(self._tokenizer.id_to_token(id))
 
     def cut_at_special(self, text: str) -> list[str | int]:
-        """`text` alone: the library finds special pieces itself."""
+        """Return `text` alone: the library finds special pieces itself."""
         return [text] if text else []
 
     def encode(self, text: str) -> list[int]:
@@ -137,7 +137,7 @@ class HuggingFaceTokenizer:
         return self.encode_batch([text])[0]
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """`encode` of each text.
+        """Encode each text.
 
         Raises:
             TokenizerTooSlow: the file's own regular expression takes more than a minute of CPU time, and the texts'

@@ -112,5 +112,5 @@ def _write_shard(path: Path, sources: Sequence[_Source], added: datetime) -> Non
 
 
 def _timestamp(moment: datetime) -> str:
-    """Dolma's form of a date, to the millisecond, in UTC."""
+    """Return a date in Dolma's form, to the millisecond, in UTC."""
     return moment.strftime("%Y-%m-%dT%H:%M:%S.000Z")

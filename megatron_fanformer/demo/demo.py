@@ -55,7 +55,7 @@ NEXT = {
     "experiment lipschitz --checkpoint {run} --output {output}": "how far near inputs spread in the model just trained",
     'experiment cost --cost.presets "[fanformer-300m]"': "what FAN costs, by formula and counted",
 }
-"""What to try after the demo, and what it shows: short forms of three of the paper's experiments."""
+"""Suggestions to try after the demo, and what each shows: short forms of three of the paper's experiments."""
 MODEL = FANformerConfig(
     num_layers=2, hidden_size=128, ffn_hidden_size=352, num_attention_heads=4, vocab_size=VOCAB_SIZE, seq_length=256
 )
@@ -74,7 +74,7 @@ class Places:
         self.loss_curve = root / "loss.png"
 
     def tokens(self, part: str) -> Path:
-        """Prefix of the token files of `train` or `held-out`."""
+        """Return the prefix of the token files of `train` or `held-out`."""
         return self.root / "tokens" / part
 
 
@@ -187,7 +187,7 @@ def _train(places: Places, console: Console) -> None:
 
 
 def compare_logits(places: Places, corpus: Corpus) -> float:
-    """Largest difference between the trainer's logits and the reloaded export's, on a held-out text.
+    """Return the largest difference between the trainer's logits and the reloaded export's, on a held-out text.
 
     Raises:
         FanformerError: it is above the tolerance of the precision.
@@ -230,7 +230,7 @@ def next_lines(places: Places) -> list[str]:
 
 
 def unigram_entropy(prefix: Path) -> float:
-    """Entropy of the token frequencies of a token file, in nats: the loss of knowing them and nothing else."""
+    """Return the entropy of a token file's frequencies, in nats: the loss of knowing them and nothing else."""
     from megatron.core.datasets.indexed_dataset import IndexedDataset
 
     dataset = IndexedDataset(str(prefix))

@@ -9,7 +9,7 @@ from megatron_fanformer.runtime import device
 
 @dataclass(frozen=True, kw_only=True)
 class DemoOptions:
-    """Describe what `demo` takes."""
+    """Options of `demo`."""
 
     output: Path = Path("runs/demo")
     """Folder for everything that it makes."""

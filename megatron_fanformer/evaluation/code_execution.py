@@ -39,11 +39,12 @@ class Program:
 
     source: str
     tests: str = ""
-    """Run by the judge, where the program's names stand for what they are in its process."""
+    """Tests that the judge runs; the program's names in them stand for its objects in its own process."""
     head: str = ""
-    """What the program begins with and the model did not write: an unfinished function, and what comes before it."""
+    """Code before the model's own: an unfinished function, and what comes before it."""
     own_names: tuple[str, ...] = ()
-    """Names of Python's own functions that the program is to define, such as `sum`: in the tests they are its."""
+    """Names of Python's own functions that the program must define, such as `sum`: in the tests they mean the
+    program's."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,10 +52,10 @@ class Limits:
     """The resources that a program may use; its judge as much."""
 
     memory_bytes: int = 2**30
-    """Of address space, Python's own of about 20 MB included."""
+    """Address space, including about 20 MB of Python's own."""
     cpu_seconds: int = 20
     wall_seconds: float = 120.0
-    """In which it runs or sleeps; what other processes keep it from running does not count."""
+    """Time that it may run or sleep; time when other processes keep it from running does not count."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +69,7 @@ class Result:
 
 
 def check_confinement() -> None:
-    """See whether programs can be confined here, by an empty one.
+    """Check that programs can be confined here, by running an empty one.
 
     Raises:
         InputError: they cannot.
@@ -171,7 +172,7 @@ def _give(process: "subprocess.Popen[bytes]", content: bytes) -> None:
 def _wait(judge: "subprocess.Popen[bytes]", running: "subprocess.Popen[bytes]", seconds: float) -> bool:
     """Wait until a judge ends; False after so many seconds in which it or its program ran or slept.
 
-    Those in which either waited for a core do not count: other processes take them, which says nothing of the program.
+    Seconds in which either waited for a core do not count: other processes used them, not the program.
     """
     began = time.monotonic()
     left = seconds

@@ -1,4 +1,4 @@
-"""What `megatron-fanformer evaluate` does with its options: reads them, launches or joins ranks, prints, writes."""
+"""Runs `megatron-fanformer evaluate`: reads its options, launches or joins ranks, prints, writes."""
 
 import glob
 import re
@@ -36,9 +36,9 @@ NEEDED = {
     **dict.fromkeys(("perplexity_folder", "chunk_tokens", "batches", "eod_id"), "perplexity"),
     "context_length": "prepare",
 }
-"""By option: the one without which it means nothing."""
+"""For each option, the option without which it has no effect."""
 OF_PREPARE = ("prepare", "tasks", "tokenizer", "context_length", "limit", "device", "command_line")
-"""What --prepare takes, and the device, on which nothing depends here."""
+"""The options of --prepare, and the device, which changes nothing here."""
 Local = Callable[[str], str]
 
 
@@ -136,11 +136,11 @@ def _run(request: EvaluationRequest, jobs: "Jobs", grid: "RankGrid") -> None:
         _print_results(request, results)
 
 
-# -- what is asked
+# -- options
 
 
 def read_options(options: EvaluateOptions, local: Local, *, world_size: int | None = None) -> EvaluationRequest:
-    """The options, checked before torch is imported.
+    """Return the options, checked before torch is imported.
 
     Args:
         world_size: of the ranks that a launcher started; None where they are yet to be started here.
@@ -188,7 +188,7 @@ def _without_effect(options: EvaluateOptions) -> list[str]:
 
 
 def _checkpoints(named: Sequence[str], local: Local, problems: list[str]) -> list[Path]:
-    """The folders of checkpoints and exports that are named, in order."""
+    """Return the folders of checkpoints and exports that are named, in order."""
     places = [place for name in named for place in _matches(name)]
     with_steps = {Path(place).parent for place in places if store.step_of(Path(place)) is not None}
     # what else lies among a run's checkpoints, `checkpoints/*` names, too
@@ -200,7 +200,7 @@ def _checkpoints(named: Sequence[str], local: Local, problems: list[str]) -> lis
 
 
 def _matches(name: str) -> list[str]:
-    """The checkpoints of a folder of them, or what a glob stands for; other names stand for themselves."""
+    """Return the checkpoints of a folder of them, or what a glob stands for; other names stand for themselves."""
     path = Path(name)
     if path.name == store.CHECKPOINTS and path.is_dir() and not store.is_checkpoint(path):
         return [str(checkpoint) for checkpoint in store.complete_checkpoints(path.parent)] or [name]
@@ -218,7 +218,7 @@ def _is_pointer(path: Path) -> bool:
 
 
 def _compared(name: str, local: Local) -> Path | Result:
-    """A file's only result, or the folder of a checkpoint."""
+    """Return a file's only result, or the folder of a checkpoint."""
     path = Path(name)
     if not path.is_file() or _is_pointer(path):
         return _checkpoint(name, local)
@@ -274,7 +274,7 @@ OPTIONS = {
     "evaluation.perplexity.folder": "perplexity_folder",
     **{name: name for name in ("num_samples", "top_k", "top_p", "max_new_tokens")},
 }
-"""Fields as problems name them, and the options that set them here."""
+"""Fields as problems name them, and the command-line options that set them."""
 NAMES = "|".join(sorted(map(re.escape, OPTIONS), key=len, reverse=True))
 # not within a path, whatever that is called; a set's own name may follow
 FIELD = re.compile(
@@ -283,7 +283,7 @@ FIELD = re.compile(
 
 
 def as_options(text: str) -> str:
-    """A text of one problem with fields named as the options that set them here."""
+    """Return a problem's text with its fields named as the options that set them here."""
 
     def option(match: re.Match[str]) -> str:
         if match[1]:

@@ -16,9 +16,9 @@ from megatron_fanformer.evaluation.results import Result, TaskResult
 
 DRAWS = 10_000
 INTERVAL = (0.025, 0.975)
-KINDS = 256  # of documents, up to which all draws of a kind's number are cheaper than of each document
+KINDS = 256  # up to so many kinds of documents, drawing numbers of each kind is cheaper than drawing documents
 LOWER_IS_BETTER = {"bpb": "bits a byte", "bpb_with_space": "bits a byte", "ce_loss": "nats a character"}
-"""The metrics that are no shares of documents, and their units."""
+"""The metrics that are not shares of documents, and their units."""
 BLOCK = 1 << 20  # documents that are drawn at a time
 
 
@@ -39,10 +39,10 @@ class Difference:
     a: float
     b: float
     low: float
-    """Of the 95% interval of b - a."""
+    """Lower end of the 95% interval of b - a."""
     high: float
     standard_error: float
-    """Of b - a, by the same draws."""
+    """Standard error of b - a, by the same draws."""
     documents: int
 
     @property
@@ -64,7 +64,7 @@ class Comparison:
     b: Result
     tasks: list[Difference]
     mean: Difference | None
-    """Over the tasks whose metric is a share of documents; None below two of them."""
+    """Mean difference over the tasks whose metric is a share of documents; None with fewer than two of them."""
 
     @property
     def differences(self) -> list[Difference]:
@@ -108,7 +108,7 @@ def compare(a: Result, b: Result, *, seed: int = 0, draws: int = DRAWS) -> Compa
 
 
 def _refuse_other_tokens(a: Result, b: Result, sets: list[str]) -> None:
-    """Perplexities are of tokens: those of other ones, or cut otherwise, say nothing about two models."""
+    """Refuse perplexities of other tokens, or of tokens cut otherwise: they say nothing about two models."""
     if a.tokenizer != b.tokenizer:
         in_a, in_b = (f"{each.tokenizer[:12]}…" if each.tokenizer else "none" for each in (a, b))
         raise InputError(
@@ -169,7 +169,8 @@ def _difference(name: str, metric: str, a: float, b: float, drawn: np.ndarray, d
 
 
 def resampled_sums(features_nf: np.ndarray, draws: int, generator: np.random.Generator) -> np.ndarray:
-    """[draws, f]: the sums of features over n documents that are drawn from the n with replacement, in each draw.
+    """Return [draws, f]: the sums of features over n documents that are drawn from the n with replacement, in each
+    draw.
 
     Documents with the same features are not distinguished: how often each kind of them is drawn is multinomial, so that
     the draws of a task of yes and no cost the same for any number of documents.
@@ -187,7 +188,7 @@ def resampled_sums(features_nf: np.ndarray, draws: int, generator: np.random.Gen
 
 
 def _quotient(sums: np.ndarray) -> np.ndarray:
-    """[..., 2] to [...]: 0, as is the custom for F1, where there is nothing to divide by."""
+    """Divide, [..., 2] to [...]; 0, as is the custom for F1, where there is nothing to divide by."""
     scores, weights = sums[..., 0], sums[..., 1]
     return np.divide(scores, weights, out=np.zeros_like(scores), where=weights > 0)
 

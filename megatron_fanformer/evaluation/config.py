@@ -24,7 +24,7 @@ class PerplexityConfig:
     groups: list[Group] = field(default_factory=list)
     """The paper's groups of sets, in `folder`."""
     folder: str | None = None
-    """Where the sets of `groups` are, as OLMo lays them out (docs/evaluation.md#perplexity-sets)."""
+    """Folder of the sets of `groups`, as OLMo lays them out (docs/evaluation.md#perplexity-sets)."""
     chunking: Chunking = "tokens"
     """`tokens`: each file cut into chunks, across documents, as in the paper; `documents`: each by itself."""
     chunk_tokens: int | None = None
@@ -42,7 +42,7 @@ class PerplexityConfig:
         return not (self.sets or self.groups)
 
     def problems(self) -> list[str]:
-        """Rules of single fields that this configuration breaks, one line each; no file is looked for."""
+        """Return the rules of single fields that this configuration breaks, one line each; no file is looked for."""
         section = "evaluation.perplexity"
         found = [
             f"{section}.sets: {name!r} is no name of a set; use letters, digits, '.', '_' and '-'"
@@ -84,7 +84,7 @@ class EvaluationConfig:
         return self.requests is None and self.perplexity.is_empty
 
     def problems(self) -> list[str]:
-        """Rules of single fields that this configuration breaks, one line each; no file is opened."""
+        """Return the rules of single fields that this configuration breaks, one line each; no file is opened."""
         found = [
             f"evaluation.{name} is {value}; it must be at least 1, or null"
             for name in ("limit", "interval", "batch_tokens")
@@ -122,11 +122,11 @@ class EvaluationRequest:
 
     options: EvaluateOptions
     checkpoints: tuple[Path, ...]
-    """To evaluate, each once, in the order of the table."""
+    """Checkpoints to evaluate, each once, in the order of the table."""
     compared: tuple[Path | Result, ...]
-    """Nothing, or two: what files of results hold, or checkpoints that are among `checkpoints`."""
+    """Nothing, or two: results read from files, or checkpoints that are among `checkpoints`."""
     evaluation: EvaluationConfig
-    """On what; `tasks` may have generation tasks, and is empty for all that the request file has."""
+    """Tasks and sets to evaluate on; `tasks` may have generation tasks, and is empty for all of the request file."""
     layout: Layout
 
     @property

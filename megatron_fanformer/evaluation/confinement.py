@@ -1,4 +1,4 @@
-"""What a confined process does: it takes its rights from itself, then runs one program and answers its judge.
+"""A confined process: it drops its own rights, then runs one program and answers its judge.
 
 It reads nothing from the package but this file's neighbours, so that it starts in a fraction of a second. The judge,
 which knows the tests, is another process (`judging.py`): whatever the program finds in its own, the verdict is not
@@ -60,7 +60,7 @@ def close_streams() -> None:
 
 
 def confine(memory_bytes: int, cpu_seconds: int, home: str) -> None:
-    """Take this process's rights, for good.
+    """Drop this process's rights for good.
 
     Raises:
         OSError, ValueError: they cannot be taken here.
@@ -133,7 +133,7 @@ class _Answers:
 
 
 class _Iterator:
-    """An iterator that is not plain, whatever it iterates over."""
+    """An iterator that is not a plain value, whatever it iterates over."""
 
     def __init__(self, items: Any) -> None:
         self._items = items

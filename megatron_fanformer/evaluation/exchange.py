@@ -1,4 +1,4 @@
-"""What a judge and the program that it judges exchange: plain values, and handles of what is not plain.
+"""Messages between a judge and the program that it judges: plain values, and handles of other objects.
 
 Values are copied as JSON, whose reader makes plain values alone, whatever the other side sends: a list or a number of
 the program's own class, which could compare as it likes, arrives as a list or a number. What cannot be copied stays
@@ -16,7 +16,7 @@ from typing import Any
 from megatron_fanformer.processes import read_message, write_message
 
 MOST_BYTES = 1 << 28
-"""Of a message: a judge must not run out of memory by what a program returns."""
+"""The most bytes of a message: what a program returns must not exhaust the judge's memory."""
 
 
 class Gone(Exception):

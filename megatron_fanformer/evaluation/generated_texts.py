@@ -24,16 +24,16 @@ class GenerationSettings(SamplingConfig):
     """The settings by which texts are written and judged."""
 
     max_new_tokens: int | None = None
-    """Of a text; None: the task's own number, at most half of the model's length."""
+    """The most tokens of a text; None: the task's own number, at most half of the model's length."""
     batch_size: int = 16
-    """Texts that are written together; it does not change them."""
+    """Texts written together; it does not change them."""
     run_code: bool = False
     """Whether programs that the model writes may be run (`code_execution` says how)."""
     limits: Limits = field(default_factory=Limits)
-    """Of such a program."""
+    """Resource limits of each such program."""
 
     def problems(self) -> list[str]:
-        """Rules of single fields that these settings break, one line each."""
+        """Return the rules of single fields that these settings break, one line each."""
         return [*super().problems(), *self._below_one("max_new_tokens", "batch_size")]
 
     def length_problems(self, seq_length: int) -> list[str]:
@@ -51,9 +51,9 @@ class Written:
     """The texts that were written for one document."""
 
     texts: list[Continuation]
-    """As many as samples are asked for."""
+    """One text for each sample."""
     prompt_cut: int
-    """Tokens that the prompt lost at its beginning, for want of room."""
+    """Tokens cut from the prompt's beginning for lack of room."""
 
     def as_dicts(self) -> list[dict[str, Any]]:
         """Return the texts as a result keeps them."""

@@ -22,7 +22,7 @@ from megatron_fanformer.generation.models import TrainedModel
 CODE = ("humaneval", "mbpp")
 """The tasks whose answers are programs."""
 PASS_AT = (1, 10, 100)
-"""The k of pass@k, as far as there are so many samples."""
+"""The values of k for pass@k; those above the number of samples are left out."""
 # With thousands separated by commas; a minus after a digit is a subtraction. (GSM8K has answers "is - 10".)
 NUMBER = re.compile(r"(?:(?<=is )- |(?<!\d)-)?\d[\d,]*(?:\.\d+)?")
 DEFINED = re.compile(r"^def (\w+)", re.MULTILINE)
@@ -38,7 +38,7 @@ def evaluate(
     *,
     log: Log = lambda line: None,
 ) -> dict[str, Any]:
-    """Have a model write the answers to a task's documents, and judge them.
+    """Make a model write the answers to a task's documents, and judge them.
 
     Args:
         documents: as `task_documents` gives them, or `ulogic.documents`; at least one.
@@ -121,7 +121,9 @@ def program(document: dict[str, Any], text: str) -> Program:
 
 
 def pass_at(k: int, samples: int, passed: int) -> float:
-    """The unbiased estimate that at least one of k texts passes, from more samples: 1 - C(n - c, k) / C(n, k)."""
+    """Return the unbiased estimate that at least one of k texts passes, from more samples: 1 - C(n - c, k) / C(n,
+    k).
+    """
     return 1 - math.comb(samples - passed, k) / math.comb(samples, k)
 
 

@@ -49,15 +49,15 @@ class EvaluationJob:
     tokenizer: Path | None
     tokenizer_sha256: str | None
     survey: EvaluationSurvey
-    """Of choice tasks and perplexity sets."""
+    """Survey of its choice tasks and perplexity sets."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Jobs:
-    """Hold all jobs of a command."""
+    """All jobs of a command."""
 
     jobs: list[EvaluationJob]
-    """In the order of the checkpoints."""
+    """One job per checkpoint, in the order of the checkpoints."""
     texts: Documents
     """The documents of generation tasks, by task."""
     requests: str | None
@@ -94,7 +94,7 @@ def find_jobs(request: EvaluationRequest) -> Jobs:
         key = (source.config.seq_length, source.config.vocab_size, source.end_of_text_id, digest)
         if key not in known:
             if texts and tokenizer is not None:
-                # where choice tasks are asked for, too, their survey checks the file against the tokenizer
+                # where choice tasks are requested, too, their survey checks the file against the tokenizer
                 file = None if choices or list(texts) == [ULOGIC] else request_file
                 found += _text_problems(request, source, tokenizer, texts, file)
             batch_tokens = request.options.batch_tokens
@@ -130,7 +130,7 @@ def _survey(
 def _text_problems(
     request: EvaluationRequest, source: ModelSource, tokenizer: Path, texts: Documents, file: RequestFile | None
 ) -> list[str]:
-    """List what keeps a model from writing the answers that are asked for."""
+    """List what keeps a model from writing the requested answers."""
     found: list[str] = []
     read = collect_problems(found, partial(load_tokenizer, tokenizer, eod_id=source.end_of_text_id))
     if read is not None:
@@ -145,7 +145,7 @@ def _text_problems(
 def _tasks(
     request: EvaluationRequest, request_file: RequestFile | None, problems: list[str]
 ) -> tuple[list[str], Documents]:
-    """Return the names of the choice tasks, and the documents of the generation tasks that are asked for."""
+    """Return the names of the requested choice tasks, and the documents of the generation tasks."""
     texts: Documents = {}
     choices: list[str] = []
     limit = request.evaluation.limit
@@ -221,7 +221,7 @@ def _settings(request: EvaluationRequest, source: ModelSource, grid: RankGrid) -
 def _built(
     request: EvaluationRequest, jobs: Sequence[EvaluationJob], grid: RankGrid, log: Report
 ) -> Iterator[tuple[EvaluationJob, list[Any]]]:
-    """Each job with the stages that hold its weights; models of one shape are built once."""
+    """Yield each job with the stages that hold its weights; models of one shape are built once."""
     seed_everything(0)  # megatron-core builds layers on a GPU from random states that must exist
     shape: tuple[Any, ...] = ()
     stages: list[Any] = []
@@ -245,7 +245,9 @@ def _dtype(request: EvaluationRequest, source: ModelSource, grid: RankGrid) -> t
 
 
 def choice_result(task: TaskRequests, found: np.ndarray, unconditional: np.ndarray | None = None) -> TaskResult:
-    """A task's metrics and documents from the log-probabilities of its requests, and of its unconditional ones."""
+    """Return a task's metrics and documents from the log-probabilities of its requests, and of its unconditional
+    ones.
+    """
     sums = document_sums(task, found, unconditional)[task.metric]
     divisors = task.lengths[DIVISORS[task.metric]] if task.metric in DIVISORS else task.continuation_tokens
     begins = np.flatnonzero(np.diff(task.documents, prepend=-1))

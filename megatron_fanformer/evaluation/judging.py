@@ -20,7 +20,7 @@ from megatron_fanformer.evaluation.exchange import Channel, Gone, decoded, encod
 from megatron_fanformer.processes import end_with_owner
 
 PASSED, FAILED, UNCONFINED, GONE = "passed", "failed", "unconfined", "gone"
-"""The reports: the verdict; that rights could not be taken, and nothing was run; that the program has ended itself."""
+"""The reports: two verdicts; confinement failed and nothing was run; the program ended itself."""
 
 
 def main() -> None:

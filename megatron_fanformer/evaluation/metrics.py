@@ -23,7 +23,7 @@ DIVISORS = {
     "bpb_with_space": "bytes",
     "ce_loss": "characters_no_space",
 }
-"""By metric: the length of a continuation that it divides by; the others divide by tokens, or by nothing."""
+"""For each metric, the length of the continuation that it divides by; the others divide by tokens, or by nothing."""
 
 POSITIVE = 0
 """The choice that F1 looks for: yes, which is the first one of mrpc."""
@@ -95,12 +95,12 @@ def document_sums(
 
 
 def _per(lengths: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """Values by length; of a continuation without length −inf: it is never chosen."""
+    """Return values by length; of a continuation without length −inf: it is never chosen."""
     return np.where(lengths > 0, values / np.maximum(lengths, 1), -np.inf)
 
 
 def _predictions(requests: TaskRequests, scores: np.ndarray) -> np.ndarray:
-    """[documents]: the choice with the highest score; documents may have different numbers of them."""
+    """Return [documents]: the choice with the highest score; documents may have different numbers of them."""
     rows = np.cumsum(np.diff(requests.documents, prepend=requests.documents[0]) > 0)
     table = np.full((rows[-1] + 1, requests.choices.max() + 1), -np.inf)
     table[rows, requests.choices] = scores

@@ -24,9 +24,9 @@ class SetLoss:
     loss: float
     """Mean cross entropy of a scored token, in nats."""
     tokens: int
-    """Scored ones."""
+    """Number of scored tokens."""
     bits_per_byte: float | None
-    """Of the text; None where its bytes are not known."""
+    """Bits per byte of the text; None if its bytes are not known."""
 
     @property
     def perplexity(self) -> float:

@@ -1,6 +1,6 @@
 """Perplexity sets: which files they are, and how their tokens are cut into pieces that are scored by themselves.
 
-The paper's two groups are OLMo's, of which there is no package: whoever has them has them as OLMo lays them out, in one
+The paper's two groups are OLMo's. There is no package of them: whoever has them has them as OLMo lays them out, in one
 of its ways (`PLACES`, `FORMS`). Nothing here imports torch.
 """
 
@@ -41,9 +41,9 @@ PLACES: dict[Group, tuple[str, ...]] = {
     )
     for group, version in VERSIONS.items()
 }
-"""Where below the folder a group may be; or the folder itself is it, where no other is asked for."""
+"""Subfolders where a group may be; if no other group is requested, the folder itself may be it."""
 FORMS = ("val.npy", "val/*.npy", "part-*.npy", "val.idx")
-"""What a set's folder holds; or the set is one file of its name."""
+"""Contents of a set's folder; a set may also be one file of its name."""
 SECTION = "evaluation.perplexity"
 
 
@@ -57,11 +57,11 @@ class TokenFile:
     """One file of a set, and where its documents begin."""
 
     file: NpyFile
-    """The `.npy` file, or the `.bin` file of a pair, which is ids alone, too."""
+    """The `.npy` file, or a pair's `.bin` file, which also holds nothing but ids."""
     index: str | None
-    """The prefix of the pair; None of a `.npy` file."""
+    """The prefix of the pair; None for a `.npy` file."""
     eod_id: int | None
-    """Ends its documents, where that is known."""
+    """The id that ends its documents, if that is known."""
 
     @property
     def prefix(self) -> str:
@@ -69,7 +69,7 @@ class TokenFile:
         return self.index or npy_prefix(self.file.path)
 
     def document_starts(self) -> np.ndarray:
-        """[documents + 1] int64: the token at which each document begins, and the number of tokens.
+        """Return [documents + 1] int64: the token at which each document begins, and the number of tokens.
 
         Raises:
             InputError: it is not known what ends a document.
@@ -95,14 +95,15 @@ class PerplexitySet:
     chunk_tokens: int
     """The most tokens of a piece."""
     vocab_size: int
-    """Of the model: ids are below it."""
+    """The model's vocabulary size: ids are below it."""
     most_tokens: int | None
-    """Where pieces are taken from its beginning alone, until there are so many tokens; None: all."""
+    """Take pieces from its beginning until there are so many tokens; None: take all."""
     bytes_per_token: float | None = None
-    """Of the text that the tokens were made of, in UTF-8; None where that is not known."""
+    """UTF-8 bytes of the original text per token; None if not known."""
 
     def pieces(self) -> np.ndarray:
-        """[n, 3] int64: file, first token and number of tokens of each piece, of which all but the first are scored.
+        """Return [n, 3] int64: file, first token and number of tokens of each piece. All but its first token are
+        scored.
 
         Raises:
             InputError: there is none, or it is not known where documents end.
@@ -121,7 +122,7 @@ class PerplexitySet:
         return pieces
 
     def read(self, piece: np.ndarray) -> np.ndarray:
-        """[tokens] int64 of one row of `pieces`.
+        """Return [tokens] int64 of one row of `pieces`.
 
         Raises:
             CorruptError: a file has become shorter since it was found, or holds an id outside the vocabulary.
@@ -140,7 +141,8 @@ def _chunks(number: int, file: TokenFile, size: int) -> np.ndarray:
 
 
 def _document_pieces(number: int, file: TokenFile, size: int) -> np.ndarray:
-    """Documents; a longer one in pieces that share one token, so that each of its tokens but the first is scored once.
+    """Return documents; a longer one in pieces that share one token, so that each of its tokens but the first is scored
+    once.
 
     A document of a single token has none that could be.
     """
@@ -285,7 +287,9 @@ def _opened(path: str, config: PerplexityConfig, tokenizer: Tokenizer | None) ->
 
 
 def _with_bytes(found: PerplexitySet, tokenizer: Tokenizer | None) -> PerplexitySet:
-    """The set with the bytes of a token: those of all its files by their manifests, else of what is scored, decoded."""
+    """Return the set with the bytes of a token: those of all its files by their manifests, else of what is scored,
+    decoded.
+    """
     pieces = found.pieces()  # raises for a set of which nothing can be scored
     ratio = _stated_bytes_per_token(found.files)
     if ratio is None and tokenizer is not None:
@@ -304,7 +308,9 @@ def _stated_bytes_per_token(files: Sequence[TokenFile]) -> float | None:
 
 
 def _decoded_bytes(found: PerplexitySet, pieces: np.ndarray, tokenizer: Tokenizer) -> int:
-    """UTF-8 bytes of the tokens that are scored; the end of a document has none, nor has an id without a piece."""
+    """Return UTF-8 bytes of the tokens that are scored; the end of a document has none, nor has an id without a
+    piece.
+    """
     total = 0
     for piece in pieces:
         ids = found.read(piece)[1:]

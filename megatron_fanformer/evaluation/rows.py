@@ -22,8 +22,10 @@ from megatron_fanformer.runtime.device import return_freed_memory
 from megatron_fanformer.runtime.parallel import RankGrid
 from megatron_fanformer.runtime.pipeline import Batches, run_schedule
 
-MICRO_BATCHES_A_STAGE = 4  # that a pipeline of several stages takes at a time: two stages then idle a ninth of it
-LENGTHS_AN_OCTAVE = 8  # that rows are padded to, an eighth at the most: a GPU's attention plans anew for every shape
+MICRO_BATCHES_A_STAGE = 4  # per pass of a pipeline: two stages then idle a ninth of it
+LENGTHS_AN_OCTAVE = (
+    8  # padded lengths of rows, an eighth of padding at most: a GPU's attention plans anew for every shape
+)
 TRIM_INTERVAL = 8  # batches, after which memory of other lengths' tensors is returned
 EMPTY = -1
 
@@ -86,7 +88,7 @@ def length_multiple(stages: list[Any], grid: RankGrid) -> int:
 
 @contextmanager
 def evaluating(stages: list[Any]) -> Iterator[None]:
-    """The stages as for evaluation, which leaves nothing in them that training would take notice of.
+    """Put the stages into evaluation, leaving nothing in them that training would notice.
 
     FP8's `delayed` recipe notes the largest values of every forward; a training step would take its scales from those
     of the evaluation, too, which each rank has of its own, and a checkpoint of one rank alone.
@@ -117,7 +119,7 @@ def _fp8_histories(stage: Any) -> Iterator[Any]:
 
 
 class Stopped(Exception):
-    """An evaluation was stopped, as `shall_stop` said."""
+    """An evaluation that `shall_stop` has stopped."""
 
 
 def losses_of_rows(
@@ -130,7 +132,7 @@ def losses_of_rows(
     scored: np.ndarray | None = None,
     shall_stop: Callable[[], bool] | None = None,
 ) -> np.ndarray:
-    """Each row's sum of the losses of its last ids, in nats; a collective call.
+    """Return each row's sum of the losses of its last ids, in nats; a collective call.
 
     Args:
         stages: the chunks of this rank's stage, in megatron-core's data parallelism or without.
@@ -138,7 +140,7 @@ def losses_of_rows(
         read: the ids of a row, by its number, [its length].
         batch_tokens: about how many tokens a micro batch has: one row at the least.
         scored: [n] of how many of a row's last ids the losses are summed; None: of all but its first.
-        shall_stop: asked before each batch, on every rank equally often; its answer must be the same on all.
+        shall_stop: called before each batch, on every rank equally often; it must return the same on all.
 
     Returns:
         [n] float64, in the rows' order, the same on every rank.
@@ -173,7 +175,7 @@ def losses_of_rows(
 
 @dataclass(frozen=True, kw_only=True)
 class RowBatch:
-    """The rows that all replicas take at a time."""
+    """The rows that all replicas take in one batch."""
 
     rows: np.ndarray
     """[replicas, micro batches, b]: the numbers of the rows; EMPTY, in the end, where there is none."""
@@ -199,13 +201,17 @@ def batches_of_rows(lengths: np.ndarray, stages: list[Any], grid: RankGrid, batc
 
 
 def padded_length(length: int, unit: int) -> int:
-    """The length that rows of up to `length` tokens are padded to: a multiple of `unit`, of few different ones."""
+    """Return the length that rows of up to `length` tokens are padded to: a multiple of `unit`, of few different
+    ones.
+    """
     octave = 1 << (length.bit_length() - 1)
     return _rounded_up(length, math.lcm(unit, max(8, octave // LENGTHS_AN_OCTAVE)))
 
 
 def _micro_batch(rows: np.ndarray, read: ReadRow, scored: np.ndarray, seq_length: int) -> dict[str, Tensor]:
-    """Rows, by their numbers, as a micro batch [b, s]: each id but the last is a token, the one behind it its label."""
+    """Return rows, by their numbers, as a micro batch [b, s]: each id but the last is a token, the one behind it its
+    label.
+    """
     tokens = np.zeros((len(rows), seq_length), dtype=np.int64)
     labels, loss_mask = np.zeros_like(tokens), np.zeros(tokens.shape, dtype=np.float32)
     for number, row in enumerate(rows[rows != EMPTY]):

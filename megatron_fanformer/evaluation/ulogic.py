@@ -79,7 +79,9 @@ def _document(path: Path, number: int, stated: Any) -> dict[str, Any]:
 
 
 def negated(rule: str) -> str:
-    """The rule with its conclusion negated: by its `can`, `cannot` or `not`, else behind its first variable's verb."""
+    """Return the rule with its conclusion negated: by its `can`, `cannot` or `not`, else behind its first variable's
+    verb.
+    """
     premise, conclusion = rule.split(", then ")
     for pattern, other in ((r"\bcan ?not\b", "can"), (r"\bcan\b", "cannot"), (r"\bnot ", "")):
         if re.search(pattern, conclusion):
@@ -97,11 +99,12 @@ def evaluate(
     *,
     log: Log = lambda line: None,
 ) -> dict[str, Any]:
-    """Judge rules and negations by the likelihood of True and False, and by the text that the model writes, greedy.
+    """Judge rules and negations by the likelihood of True and False, and by the model's greedy text.
 
     Returns:
-        As `generation_tasks.evaluate`. `likelihood` and `generation` are the shares of rules judged rightly with their
-        negations, also by the number of premises; `…_alike` those judged as their negations are, which contradicts.
+        As `generation_tasks.evaluate`. `likelihood` and `generation` are the shares of rules that are judged
+        correctly with their negations, also by the number of premises; `…_alike` the shares judged like their
+        negations, a contradiction.
 
     Raises:
         InputError, DivergenceError: as `generation_tasks.evaluate`.
@@ -144,7 +147,7 @@ def evaluate(
 def _metrics(
     way: str, documents: Sequence[dict[str, Any]], pairs: Sequence[tuple[Any, Any]], right: Sequence[float]
 ) -> dict[str, Any]:
-    """One way's, from the verdicts on each rule and its negation, and which of these pairs are right."""
+    """Return one way's metrics, from the verdicts on each rule and its negation, and which of these pairs are right."""
     metrics = {way: mean_of(right)}
     metrics[f"{way}_alike"] = mean_of([float(rule is not None and rule == negation) for rule, negation in pairs])
     for length in sorted({document["length"] for document in documents}):

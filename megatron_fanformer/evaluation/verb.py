@@ -30,7 +30,7 @@ _id = partial(_count, least=0)
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluateOptions:
-    """Describe what `evaluate` takes."""
+    """Options of `evaluate`."""
 
     checkpoints: tuple[str, ...] = argument((), metavar="CHECKPOINT")
     """A run's folder (its latest checkpoint), its checkpoints/ folder (all of them) or a glob, one checkpoint, or an
@@ -47,7 +47,7 @@ class EvaluateOptions:
     perplexity_folder: str | None = option(None, metavar="FOLDER", group=MEASURED)
     """Folder that holds the sets of the groups."""
     chunking: Literal["tokens", "documents"] = option("tokens", group=MEASURED)
-    """What sets are cut by; the paper's is tokens."""
+    """Unit that sets are cut into; the paper's is tokens."""
     chunk_tokens: int | None = option(None, metavar="N", parse=_count, group=MEASURED)
     """Tokens of a chunk (default: the model's seq_length)"""
     batches: int | None = option(None, metavar="N", parse=_count, group=MEASURED)
@@ -77,7 +77,7 @@ class EvaluateOptions:
     tokenizer: Path | None = option(None, group=RUNTIME)
     """Tokenizer to use instead of the checkpoint's own; with --prepare, the models'."""
     device: Literal["auto", "cuda", "cpu"] = option("auto", group=RUNTIME)
-    """What to run on."""
+    """Device to run on."""
     dtype: Literal["auto", "fp32", "bf16"] = option("auto", group=RUNTIME)
     """Number format; auto: the saved one, and fp32 on a CPU."""
     batch_tokens: int = option(BATCH_TOKENS, metavar="N", parse=_count, group=RUNTIME)

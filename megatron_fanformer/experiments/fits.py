@@ -37,9 +37,9 @@ class Curve(NamedTuple):
     """L(x) = E + A·x^(−α), in nats per token."""
 
     e: float
-    """What is left at any size."""
+    """The loss that remains at any size, E."""
     a: float
-    """Not negative."""
+    """The factor A, not negative."""
     alpha: float
 
     def loss(self, x: float) -> float:
@@ -60,13 +60,13 @@ class Interval(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Fit:
-    """A curve through points."""
+    """A curve fitted through points."""
 
     curve: Curve
     draws: np.ndarray
     """[draws, 3]: E, A and α of the bootstrap's curves; no rows where there are too few points for an interval."""
     residual: float
-    """Root mean square of what the points are off the curve, in nats per token."""
+    """Root mean square distance of the points from the curve, in nats per token."""
 
     @property
     def intervals(self) -> list[Interval] | None:
@@ -76,16 +76,16 @@ class Fit:
 
 @dataclass(frozen=True, kw_only=True)
 class Saving:
-    """A curve's x for the loss that the baseline has at its largest x."""
+    """The share of the baseline's largest x at which a curve reaches the baseline's loss."""
 
     at: float
-    """That x."""
+    """The baseline's largest x."""
     loss: float
-    """The baseline's there, by its curve."""
+    """The baseline's loss at that x, by its curve."""
     share: float
-    """Of that x; infinite where the curve does not reach that loss."""
+    """The curve's x for the same loss over that x; infinite where the curve does not reach that loss."""
     interval: Interval | None
-    """None where there are too few points."""
+    """95% interval of the share; None with too few points."""
 
 
 def fit_together(
@@ -136,7 +136,9 @@ def saving(baseline: Fit, other: Fit, largest: float) -> Saving:
 
 
 def _best_curves(x: np.ndarray, losses: np.ndarray) -> np.ndarray:
-    """[k, 3]: E, A and α of the curve nearest to each row of `losses` [k, n], by least squares with E and A ≥ 0."""
+    """Return [k, 3]: E, A and α of the curve nearest to each row of `losses` [k, n], by least squares with E and A ≥
+    0.
+    """
     scale = math.exp(np.mean(np.log(x)))  # about 1, for the arithmetic
     coarse = _linear_fits((x / scale) ** -EXPONENTS[:, None], losses).squares.argmin(axis=1)
     exponents = EXPONENTS[coarse, None] * FINER  # of each row, about its best
@@ -153,7 +155,7 @@ class _LinearFits(NamedTuple):
     e: np.ndarray
     a: np.ndarray
     squares: np.ndarray
-    """The sum of squares that they leave."""
+    """The sum of squared residuals."""
 
 
 def _linear_fits(powers: np.ndarray, losses: np.ndarray) -> _LinearFits:

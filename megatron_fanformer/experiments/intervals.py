@@ -14,9 +14,10 @@ import numpy as np
 
 LEVEL = 0.95
 FEWEST_SEEDS = 3
-"""Fewer give an interval that a fourth seed often leaves: with two, t is 12.7 standard errors on either side."""
+"""The fewest seeds that show anything: with two, t is 12.7 standard errors on either side, and a fourth seed often
+falls outside."""
 FEWEST_STEPS = 50
-"""Fewer are a warm-up: losses of such runs say nothing about trained models."""
+"""The fewest steps that show anything: shorter runs are a warm-up, whose losses say nothing about trained models."""
 STEPS = 200_001  # of the angle over which the density is summed; the quantiles are exact to six digits
 
 

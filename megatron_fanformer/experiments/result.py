@@ -25,30 +25,30 @@ VERSION = 1
 MOST_BYTES = 1 << 26
 
 Cell = str | int | float | bool | None
-"""Of a table."""
+"""A cell of a table."""
 
 
 class Finding(msgspec.Struct, frozen=True, kw_only=True):
-    """One thing that the paper says, and what came out here."""
+    """One claim of the paper, and the result here."""
 
     name: str
-    """What is measured, such as `error outside the range, FAN over MLP`."""
+    """The measured quantity, such as `error outside the range, FAN over MLP`."""
     paper: str | None = None
     """The paper's own figure, or what it says; None where it says nothing."""
     ours: float | None
-    """None where nothing could be measured."""
+    """Our figure; None if nothing could be measured."""
     interval: tuple[float | None, float | None] | None = None
-    """95%, low to high, None where it has no bound on that side; None where there is none, as of one seed."""
+    """95% interval, low to high, with None where it has no bound; None without one, as for one seed."""
     unit: str
-    """Such as `ratio`, `nats per token`, `%`."""
+    """Unit, such as `ratio`, `nats per token`, `%`."""
     same_settings: bool = False
     """Whether it was measured as the paper did: model, data and length."""
     shows: bool | None
     """Whether the effect shows, by a rule that was fixed beforehand; None: inconclusive."""
     exploratory: bool = False
-    """Whether it is no comparison that was stated beforehand, so that nothing shows by it."""
+    """Whether the comparison was not stated beforehand, so that it cannot show anything."""
     sentence: str
-    """In plain words, the rule and its outcome."""
+    """The rule and its outcome in plain words."""
 
 
 class Table(msgspec.Struct, frozen=True, kw_only=True):
@@ -65,11 +65,11 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     experiment: str
     version: int = VERSION
     settings: dict[str, Any]
-    """All that determines it."""
+    """All settings that determine it."""
     machine: dict[str, Any]
-    """What it was measured on, as `this_machine` says."""
+    """The machine that it was measured on, from `this_machine`."""
     seconds: float
-    """Of the measurement, on that machine."""
+    """Time of the measurement on that machine."""
     findings: list[Finding]
     tables: list[Table] = []
     pictures: list[str] = []

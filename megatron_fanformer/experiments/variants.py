@@ -34,9 +34,9 @@ class Variant:
     """A row of table 2."""
 
     title: str
-    """What the paper calls it."""
+    """Its name in the paper."""
     fan: FANConfig
-    """Its fields of `model.fan`; the p_ratio of periodic ones is the size's own."""
+    """Its fields of `model.fan`; p_ratio, where FAN is periodic, is the size's own."""
     loss: Mapping[Equal, float]
     """The paper's training loss after 10B tokens, at 1B parameters."""
 
@@ -64,13 +64,14 @@ VARIANTS: dict[str, Variant] = {
     ),
     "fanformer": Variant(title="FANformer", fan=FANConfig(), loss={"parameters": 2.863, "dimension": 2.856}),
 }
-"""By name, in the table's order."""
+"""The variants by name, in the table's order."""
 
 
 def variants(
     size: FANformerConfig, equal: Equal = "parameters", *, multiple: int = FFN_MULTIPLE
 ) -> dict[str, FANformerConfig]:
-    """The variants of a size, by name: those that the paper has at the same parameters, or at the same dimension.
+    """Return the variants of a size, by name: those that the paper has at the same parameters, or at the same
+    dimension.
 
     Width, layers and heads are the size's own. At the same dimension d_ff is, too; at the same parameters it is such
     that each variant has as many as the Transformer of the size.
@@ -108,7 +109,7 @@ def recognised(shapes: Mapping[str, Shape], format: Format = "megatron") -> list
     """Return the variants that a model with these tensors can be, by their names and shapes alone.
 
     Transformer and FFN <- FAN are recognised for certain. ATM and ATL have the same tensors, as have original FAN and
-    FANformer: a GELU on g has no weights, and only a checkpoint's configuration tells of it.
+    FANformer: a GELU on g has no weights, and only a checkpoint's configuration shows it.
 
     Args:
         shapes: of all tensors, by their names in that format.

@@ -27,15 +27,15 @@ class Checkpoint(NamedTuple):
     """The checkpoint or the exported folder itself."""
     config: FANformerConfig
     tensors: LazyTensors
-    """Under the format's own names."""
+    """Tensors under the format's own names."""
     tokenizer: Path | None
     """The tokenizer's file, if there is one."""
     not_converted: tuple[str, ...] = ()
-    """What there is of an optimizer's state next to the weights."""
+    """Files of an optimizer's state next to the weights."""
     notes: tuple[str, ...] = ()
-    """What there is to say of its conversion, a line each."""
+    """Notes on its conversion, one line each."""
     run: Run | None = None
-    """Configuration and progress of the run, where Megatron-LM's arguments tell them; our own have files for it."""
+    """Configuration and progress of the run, where Megatron-LM's arguments state them; our own have files for it."""
 
     @property
     def chat_template(self) -> str | None:
@@ -43,7 +43,7 @@ class Checkpoint(NamedTuple):
         return own_template(self.path)
 
     def weight_files(self) -> list[Path]:
-        """The files that hold the tensors."""
+        """Return the files that hold the tensors."""
         return sorted(self.path.glob("*.distcp")) if self.format == "megatron" else weight_files(self.path)
 
 

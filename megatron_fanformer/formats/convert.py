@@ -32,12 +32,12 @@ from megatron_fanformer.runtime.parallel import ParallelConfig, distributed
 
 
 class Conversion(NamedTuple):
-    """Describe what a conversion did."""
+    """The result of a conversion."""
 
     checks: Json | None
-    """By name; None where verification was off."""
+    """Results of the checks by name; None where verification was off."""
     notes: list[str]
-    """What was left out, one line each."""
+    """Notes on what was left out, one line each."""
 
     def lines(self, width: int | None) -> Iterator[str]:
         """Return the lines for a terminal of that width; None: any."""
@@ -141,7 +141,7 @@ def _write_json(path: Path, content: Json) -> None:
 
 
 def _with_vocabulary(config: FANformerConfig, to: Format, rows: int | None) -> FANformerConfig:
-    """The model with that many rows in its embedding: padding, or token ids where the format has no padding."""
+    """Return the model with that many rows in its embedding: padding, or token ids where the format has no padding."""
     if rows is None:
         return config
     if rows < config.vocab_size:

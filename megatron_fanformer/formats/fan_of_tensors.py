@@ -1,7 +1,7 @@
-"""Where a model's tensors say that there is FAN, and with which p_ratio: by names and shapes alone, in any format.
+"""The FAN that a model's tensors show, and its p_ratio: by names and shapes alone, in any format.
 
 p_ratio is never guessed, and refused where a stated one disagrees. What acts on the linear rows g (`activation`) has no
-weights, and no tensor tells of it.
+weights, and no tensor shows it.
 """
 
 from collections.abc import Mapping
@@ -19,19 +19,19 @@ NEEDED = {"input_layernorm", "mlp.linear_fc1", "mlp.linear_fc2"}
 
 
 class SeenFAN(NamedTuple):
-    """The fields of `model.fan` that tensors tell."""
+    """The fields of `model.fan` that tensors show."""
 
     placement: PlacementName
     p_ratio: float | None
-    """None without FAN."""
+    """The map's p_ratio; None without FAN."""
     v_p_ratio: float | None
-    """Of the values' own FAN layer (placement `qk_and_v`)."""
+    """p_ratio of the values' own FAN layer (placement `qk_and_v`)."""
     bias: bool | None
-    """None without FAN."""
+    """Whether the map has a bias; None without FAN."""
 
 
 def fan_of_tensors(shapes: Mapping[str, Shape], format: Format = "megatron") -> SeenFAN:
-    """The FAN of a model's first layer; the others are built like it.
+    """Return the FAN of a model's first layer; the others are built like it.
 
     Args:
         shapes: of all tensors, by their names in that format.
@@ -55,7 +55,8 @@ def fan_of_tensors(shapes: Mapping[str, Shape], format: Format = "megatron") -> 
 
 
 def inferred_p_ratio(fan_rows: int, width: int, stated: float | None, name: str = "p_ratio") -> float:
-    """The p_ratio of a FAN map of `fan_rows` rows whose output is `width` wide: w - P rows, since P + G = P + (w - 2P).
+    """Return the p_ratio of a FAN map of `fan_rows` rows whose output is `width` wide: w - P rows, since P + G = P + (w
+    - 2P).
 
     Returns `stated` where it gives that many rows, else P / w where nothing was stated.
 
@@ -82,7 +83,9 @@ def inferred_p_ratio(fan_rows: int, width: int, stated: float | None, name: str 
 
 
 def _first_layer(shapes: Mapping[str, Shape], format: Format) -> dict[str, Shape]:
-    """Shapes of layer 0 by Megatron's names (without .weight), those of a tensor in parts put together by rows."""
+    """Return shapes of layer 0 by Megatron's names (without .weight), those of a tensor in parts put together by
+    rows.
+    """
     layer: dict[str, Shape] = {}
     for row in map(layer_row, all_tensors()):
         (megatron,) = row.megatron.names

@@ -1,4 +1,4 @@
-"""What settings of other trainers are called here, or why they are not there: one table.
+"""Settings of other trainers: their names here, or why they have none; one table.
 
 It answers an unknown key of a configuration (`training/config.py`), gives the reasons for which a checkpoint of
 Megatron-LM is refused (`megatron_lm.py`), and is the page docs/from-megatron-lm.md. Names are those of Megatron-LM's
@@ -14,11 +14,11 @@ class ForeignName(NamedTuple):
     """Settings of another trainer that have one answer here."""
 
     names: str
-    """As they are written there, separated by spaces."""
+    """Names in the other trainer, separated by spaces."""
     field: str | None
-    """Dotted; None: there is no such setting."""
+    """Our field's dotted name; None: there is no such setting."""
     note: str = ""
-    """How the field differs, or is to be set; without a field, the reason: a clause that follows "because"."""
+    """How the field differs, or how to set it; without a field, the reason: a clause that follows "because"."""
 
     @property
     def answer(self) -> str:
@@ -29,7 +29,7 @@ class ForeignName(NamedTuple):
 
 
 def _table(text: str) -> tuple[ForeignName, ...]:
-    """Rows `NAMES = FIELD: NOTE`, or `NAMES: REASON` where there is no such setting; indented lines go on."""
+    """Return rows `NAMES = FIELD: NOTE`, or `NAMES: REASON` where there is no such setting; indented lines go on."""
     rows = []
     for line in text.strip().replace("\n    ", " ").splitlines():
         left, _, note = line.partition(": ")
@@ -249,7 +249,7 @@ _MEGATRON_LM = {
 """,
 }
 MEGATRON_LM = {section: _table(text) for section, text in _MEGATRON_LM.items()}
-"""By the sections of the page."""
+"""Megatron-LM's names, by the sections of the page."""
 
 MEGATRON_CORE = _table(
     f"""
@@ -264,7 +264,7 @@ overlap_p2p_comm batch_p2p_comm: the interleaved schedule always overlaps, 1F1B 
 bucket_size = parallel.ddp_bucket_size
 """
 )
-"""Names of megatron-core's own configuration classes, where its arguments have others."""
+"""Names in megatron-core's own configuration classes, where they differ from Megatron-LM's arguments."""
 
 HUGGING_FACE = _table(
     """
@@ -311,7 +311,7 @@ attention_bias mlp_bias include_bias = model.fan.bias: FAN's bias is the only on
 initializer_range init_fn init_std: weights are drawn by the authors' scheme
 """
 )
-"""transformers' names, and those that it shares with OLMo."""
+"""transformers' names, including those that it shares with OLMo."""
 
 OLMO = _table(
     f"""
@@ -359,12 +359,14 @@ def answer(plain_name: str) -> str | None:
 
 
 def row_of(plain_name: str) -> ForeignName | None:
-    """The row of a setting of another trainer; None for names of no other."""
+    """Return the row of a setting of another trainer; None for names of no other."""
     return _by_plain_name().get(plain_name)
 
 
 def plain(name: str) -> str:
-    """A name as somebody gave it (a key, dotted or not; a flag) as an identifier: `--num-layers` is num_layers."""
+    """Return a name as somebody gave it (a key, dotted or not; a flag) as an identifier: `--num-layers` is
+    num_layers.
+    """
     return name.rpartition(".")[2].lstrip("-").replace("-", "_")
 
 

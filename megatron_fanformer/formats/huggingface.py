@@ -40,7 +40,7 @@ SAME_FIELDS = {
     "max_position_embeddings": "seq_length",
     "rms_norm_eps": "layernorm_epsilon",
 }
-"""By transformers' names, the fields of ours that have the same value."""
+"""Fields of ours that have the same value in transformers, by transformers' names."""
 
 
 def write_huggingface(folder: Path, config: FANformerConfig, tensors: Mapping[str, Tensor], extras: Extras) -> None:
@@ -64,7 +64,7 @@ def write_huggingface(folder: Path, config: FANformerConfig, tensors: Mapping[st
 
 
 def open_huggingface(folder: Path) -> tuple[FANformerConfig, LazyTensors]:
-    """A folder's configuration and its tensors under transformers' names, read one by one.
+    """Return a folder's configuration and its tensors under transformers' names, read one by one.
 
     The vocabulary is padded to Megatron's usual multiple, whatever it was padded to before the export.
 
@@ -78,7 +78,7 @@ def open_huggingface(folder: Path) -> tuple[FANformerConfig, LazyTensors]:
 
 
 def stated_model(folder: Path) -> tuple[FANformerConfig, torch.dtype, int | None]:
-    """The model that a folder's configuration states, its weights' type, and the id that ends a text.
+    """Return the model that a folder's configuration states, its weights' type, and the id that ends a text.
 
     It is not checked against any weights, which need not exist. The type is float32 where none is stated.
 
@@ -114,7 +114,7 @@ def _checked_config(folder: Path, stated: HuggingFaceConfig, tensors: Mapping[st
 
 
 def to_huggingface_config(config: FANformerConfig, end_of_text_id: int | None = None) -> HuggingFaceConfig:
-    """transformers' configuration of the same model, without vocabulary padding."""
+    """Return transformers' configuration of the same model, without vocabulary padding."""
     values_own = {"v_p_ratio": config.fan.value_p_ratio} if config.placement.has_own_values else {}
     return HuggingFaceConfig(
         **{theirs: getattr(config, ours) for theirs, ours in SAME_FIELDS.items()},
@@ -132,7 +132,7 @@ def to_huggingface_config(config: FANformerConfig, end_of_text_id: int | None = 
 
 
 def from_huggingface_config(stated: HuggingFaceConfig) -> FANformerConfig:
-    """The model's configuration here; the vocabulary is padded to Megatron's usual multiple."""
+    """Return the model's configuration here; the vocabulary is padded to Megatron's usual multiple."""
     v_p_ratio = stated.value_p_ratio if PLACEMENTS[stated.fan_placement].has_own_values else None
     fan = FANConfig(
         p_ratio=stated.p_ratio,

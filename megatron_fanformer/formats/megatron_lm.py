@@ -47,11 +47,11 @@ RECORDED = (
     "schedule.lr_warmup_iters",
     "data.split",
 )
-"""Fields of our own runs, by Megatron's names, that a model card speaks of."""
+"""Fields of our own runs that a model card shows, by Megatron's names."""
 
 Arguments = Mapping[str, Any]
 Run = tuple[dict[str, Any], SavedProgress]
-"""A run's configuration, as far as a model card speaks of it, and its progress."""
+"""A run's configuration, as far as a model card shows it, and its progress."""
 
 RULES: dict[str, tuple[str, tuple[Any, ...]]] = {
     "swiglu": ("--swiglu", (True,)),
@@ -76,7 +76,7 @@ RULES: dict[str, tuple[str, tuple[Any, ...]]] = {
 }
 """By argument: its flag, whose reason `foreign_names` has, and what it must be, as every model here is built.
 
-No tensor would tell. The first is taken where a version of Megatron-LM has no such argument.
+No tensor would show it. The first is taken where a version of Megatron-LM has no such argument.
 """
 DROPOUT = ("hidden_dropout", "attention_dropout")  # leaves no trace in a model that does not train
 
@@ -84,12 +84,12 @@ DROPOUT = ("hidden_dropout", "attention_dropout")  # leaves no trace in a model 
 def open_megatron_lm(
     folder: Path, config: Path | None = None
 ) -> tuple[FANformerConfig, LazyTensors, tuple[str, ...], tuple[str, ...], Run | None]:
-    """The model in one iteration's checkpoint, its tensors, and what a `Checkpoint` has as what comes last.
+    """Return the model in one iteration's checkpoint, its tensors, and what a `Checkpoint` has as what comes last.
 
     The tensors have our own names, one for each layer, and are read on request.
 
     Args:
-        config: a configuration file; the fields in its section `model` come before what the checkpoint tells.
+        config: a configuration file; the fields in its section `model` come before what the checkpoint states.
 
     Raises:
         InputError: the model cannot be built here (all reasons at once), or a field of it is not known.
@@ -113,7 +113,7 @@ def open_megatron_lm(
 
 
 def _one_for_each_layer(folder: Path, stored: StoredTensors, weights: list[str]) -> LazyTensors:
-    """The weights under our names, each read out of its stack."""
+    """Return the weights under our names, each read out of its stack."""
     places: dict[str, tuple[str, int | None]] = {}
     for name in weights:
         layer = LAYER.fullmatch(name)
@@ -151,7 +151,7 @@ def _arguments(common: Any) -> Arguments:
 
 
 def _stated(config: Path | None) -> dict[str, Any]:
-    """The section `model` of a configuration file."""
+    """Return the section `model` of a configuration file."""
     stated = read_values(config).get("model") if config else {}
     if not isinstance(stated, dict):
         raise InputError(f"{config} has no section model with fields; write those that the checkpoint lacks into it")
@@ -196,7 +196,7 @@ def _problem(name: str, value: Any, flag: str) -> str:
 
 
 def _fields(arguments: Arguments) -> dict[str, Any]:
-    """The model's fields, but for `fan`: under the same names, or those that `foreign_names` has for them."""
+    """Return the model's fields, but for `fan`: under the same names, or those that `foreign_names` has for them."""
     rows = [row for row in foreign_names.MEGATRON_LM["Model"] if row.field]
     others = {row.field: foreign_names.plain(row.names.split()[-1]) for row in reversed(rows)}
     values = {name: arguments.get(name, arguments.get(others[f"model.{name}"])) for name in FIELDS}
@@ -206,7 +206,7 @@ def _fields(arguments: Arguments) -> dict[str, Any]:
 
 
 def _fan(folder: Path, arguments: Arguments, stated: Mapping[str, Any], shapes: Mapping[str, Tensor]) -> Any:
-    """Return what the tensors tell of FAN, and what is stated of it."""
+    """Return the FAN that the tensors show, and what is stated of it."""
     seen = fan_of_tensors({name: tuple(tensor.shape) for name, tensor in shapes.items()})
     of_user = stated.get("fan") or {}
     if not isinstance(of_user, dict):

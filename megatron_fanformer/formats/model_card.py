@@ -15,23 +15,23 @@ from megatron_fanformer.markdown import as_text
 from megatron_fanformer.model.config import FANformerConfig
 
 RECEIPT = "receipt.json"
-TOLD_VERSIONS = ("megatron-fanformer", "megatron-core", "torch", "transformers")
+CARD_VERSIONS = ("megatron-fanformer", "megatron-core", "torch", "transformers")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Extras:
-    """Describe what is written next to the tensors, and what a card says that the model's configuration does not."""
+    """Files and texts that go beside the tensors, and facts for the card that the model's configuration lacks."""
 
     name: str
-    """What a card calls the model: its folder's name."""
+    """The model's name on the card: its folder's name."""
     tokenizer: Path | None = None
     eod_id: int | None = None
     """The id that ends a document; None: the tokenizer's own."""
     max_shard_size: str = MAX_SHARD_SIZE
     training: str = "Not known."
-    """Markdown, about how the model was trained."""
+    """Markdown on how the model was trained."""
     chat_template: str | None = None
-    """In Jinja; left out where there is no tokenizer."""
+    """The chat template in Jinja; left out where there is no tokenizer."""
 
     @functools.cached_property
     def end_of_text_id(self) -> int | None:
@@ -40,7 +40,7 @@ class Extras:
 
 
 def model_card(config: FANformerConfig, extras: Extras) -> str:
-    """The card as Markdown; `receipt_section` follows it."""
+    """Return the card as Markdown; `receipt_section` follows it."""
     is_fanformer = config.placement.is_fanformer
     fan = f"FAN with p_ratio {config.fan.p_ratio:g}, placement {config.fan.placement}" if is_fanformer else "no FAN"
     kind = "FANformer" if is_fanformer else "Transformer"
@@ -116,7 +116,7 @@ print(tokenizer.decode(answer, skip_special_tokens=True))
 def receipt_section(content: dict[str, Any] | None) -> str:
     """Return how the weights were converted, and what the receipt next to the card says; None: there is none."""
     known = versions()
-    made_with = ", ".join(f"{name} {known[name]}" for name in TOLD_VERSIONS)
+    made_with = ", ".join(f"{name} {known[name]}" for name in CARD_VERSIONS)
     if content is None:
         said = "The conversion was not verified: there is no receipt."
     else:

@@ -41,14 +41,14 @@ class Row:
     """One tensor, or one per layer, in the three formats."""
 
     megatron: Naming
-    """Has one name. Its transform is the identity, except for the vocabulary's padding."""
+    """Megatron's naming: one name, whose transform is the identity except for the vocabulary's padding."""
     shape: tuple[Size, ...]
-    """Of Megatron's tensor."""
+    """Shape of Megatron's tensor."""
     reference: Naming
     hf: Naming
 
     def naming(self, format: Format) -> Naming:
-        """The row as a format has it."""
+        """Return the row as a format has it."""
         return {"megatron": self.megatron, "reference": self.reference, "hf": self.hf}[format]
 
     def hub(self, config: FANformerConfig, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -96,7 +96,7 @@ def layer_row(tensor: LayerTensor) -> Row:
 
 
 def expected_shapes(config: FANformerConfig, format: Format) -> dict[str, tuple[int, ...]]:
-    """The name and shape of every tensor that a model of `config` has in a format, in the table's order."""
+    """Return the name and shape of every tensor that a model of `config` has in a format, in the table's order."""
     shapes = {}
     for row, layer in rows_of(config):
         parts = row.naming(format).transform.split(row.hub(config), config)
@@ -114,7 +114,7 @@ def convert(
     target_config: FANformerConfig | None = None,
     dtype: torch.dtype | None = None,
 ) -> LazyTensors:
-    """The tensors of `source` as those of `target`, in the order of `expected_shapes`, each made on request.
+    """Return the tensors of `source` as those of `target`, in the order of `expected_shapes`, each computed on request.
 
     They may share the source's memory. A row's tensors are made together: requested in turn, each is made once.
 
@@ -153,7 +153,7 @@ def convert(
 
 
 def rows_of(config: FANformerConfig) -> Iterator[tuple[Row, int | None]]:
-    """The rows that a model has, each with the number of its layer (None where it belongs to none)."""
+    """Yield the rows that a model has, each with the number of its layer (None where it belongs to none)."""
     yield EMBEDDING, None
     for tensor in config.placement.tensors(config.fan):
         yield from ((layer_row(tensor), layer) for layer in range(config.num_layers))
@@ -163,7 +163,7 @@ def rows_of(config: FANformerConfig) -> Iterator[tuple[Row, int | None]]:
 
 
 def names_in(row: Row, layer: int | None, format: Format) -> list[str]:
-    """The names of a row's tensors in a format."""
+    """Return the names of a row's tensors in a format."""
     return [name.format(layer=layer) for name in row.naming(format).names]
 
 
@@ -190,6 +190,6 @@ def _check(known: Mapping[str, Tensor], config: FANformerConfig, source: Format)
 
 
 def listed(names: Sequence[str]) -> str:
-    """Some of the names, and how many more there are."""
+    """Return some of the names, and how many more there are."""
     more = f" and {len(names) - MOST_NAMES_SHOWN} more" if len(names) > MOST_NAMES_SHOWN else ""
     return ", ".join(names[:MOST_NAMES_SHOWN]) + more

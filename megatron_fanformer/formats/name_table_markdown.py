@@ -12,7 +12,7 @@ BEGIN, END = "<!-- the table of names: rendered, do not edit -->", "<!-- end of 
 
 
 def render() -> str:
-    """Rows of Markdown: the names in the three formats, and the transform where it moves rows."""
+    """Return rows of Markdown: the names in the three formats, and the transform where it moves rows."""
     return markdown.table(COLUMNS, [_cells(row, present) for row, present in rows()])
 
 

@@ -1,4 +1,4 @@
-"""What a path holds: the one answer for every command, decided from names and small files alone.
+"""Recognition of paths: one answer for every command, from names and small files alone.
 
     convert       a run, a checkpoint, a Hugging Face folder, a checkpoint of the authors or of Megatron-LM
     generate      the first three of these; chat, too
@@ -24,7 +24,7 @@ Kind = Literal["token files", "blend", "folder of token files", "run", "checkpoi
 KINDS: tuple[Kind, ...] = get_args(Kind)
 OURS: tuple[Kind, ...] = ("run", "checkpoint")
 RUNNABLE: tuple[Kind, ...] = (*OURS, "hf")
-"""What text can be generated from."""
+"""The kinds of targets that text can be generated from."""
 MODELS: tuple[Kind, ...] = (*RUNNABLE, "reference", "megatron-lm")
 DESCRIPTIONS: dict[Kind, str] = {
     "token files": "a prefix of token files (or one of them)",
@@ -57,9 +57,9 @@ class Target:
 
     kind: Kind
     path: Path
-    """A run's own folder where its `checkpoints/` was named."""
+    """The recognised path; a run's own folder where its `checkpoints/` was named."""
     prefixes: tuple[str, ...] = ()
-    """Of the token files that it names, where it is data."""
+    """Prefixes of the token files that it names, where it is data."""
 
     @property
     def is_data(self) -> bool:
@@ -75,7 +75,7 @@ def recognise(path: str | Path, wanted: Sequence[Kind] = KINDS) -> Target:
 
     Raises:
         InputError: it is none of them; says what it is, if known, and names all accepted kinds.
-        CorruptError: its configuration, the only way to tell, cannot be read.
+        CorruptError: its configuration, which alone shows the kind, cannot be read.
     """
     try:
         target = _recognise(str(path), wanted)
@@ -87,11 +87,11 @@ def recognise(path: str | Path, wanted: Sequence[Kind] = KINDS) -> Target:
 
 
 def checkpoint_of(target: Target) -> Path:
-    """The folder of the checkpoint that a target means: itself, or the latest of a run's folder.
+    """Return the folder of the checkpoint that a target means: itself, or the latest of a run's folder.
 
     Raises:
         InputError: the run has none yet.
-        CorruptError: the run's pointer to its latest names none.
+        CorruptError: the run's `latest` names no checkpoint.
     """
     found = target.path if target.kind == "checkpoint" else store.latest_checkpoint(target.path)
     if found is None:
@@ -102,7 +102,7 @@ def checkpoint_of(target: Target) -> Path:
 
 
 def iteration_of(target: Target) -> Path:
-    """The folder of the checkpoint of Megatron-LM that a target means: itself, or the latest of its folder.
+    """Return the folder of the checkpoint of Megatron-LM that a target means: itself, or the latest of its folder.
 
     Raises:
         InputError: it is in a format that is not read.
@@ -127,11 +127,11 @@ def iteration_of(target: Target) -> Path:
 
 
 def find_checkpoint(path: str | Path) -> Path:
-    """The folder of our checkpoint that a path means: itself, or the latest of a run's folder.
+    """Return the folder of our checkpoint that a path means: itself, or the latest of a run's folder.
 
     Raises:
         InputError: it is of another kind, or a run without one.
-        CorruptError: the run's pointer to its latest names none.
+        CorruptError: the run's `latest` names no checkpoint.
     """
     return checkpoint_of(recognise(path, OURS))
 
@@ -153,7 +153,7 @@ def refuse_other_kinds(run: Path) -> None:
 
 
 def prefix_of(path: str) -> str:
-    """The prefix that a path means: without a known ending."""
+    """Return the prefix that a path means: without a known ending."""
     return next((path[: -len(ending)] for ending in ENDINGS if path.endswith(ending)), path)
 
 
@@ -163,7 +163,7 @@ def _choice(kinds: Sequence[Kind]) -> str:
 
 
 def _recognise(path: str, wanted: Sequence[Kind]) -> Target:
-    """Any kind; an InputError says what the path is not, as far as it matters for the wanted kinds."""
+    """Recognise any kind; an InputError says what the path is not, as far as it matters for the wanted kinds."""
     if path.startswith("@"):  # as configurations name blend files
         return _recognise_blend(Path(path[1:]))
     place = Path(path)
@@ -194,7 +194,9 @@ def _has_files(prefix: str) -> bool:
 
 
 def _recognise_file(file: Path, wanted: Sequence[Kind]) -> Target:
-    """A blend file; what is wrong with it as one is reported only where one is wanted: all other kinds are folders."""
+    """Return a blend file; what is wrong with it as one is reported only where one is wanted: all other kinds are
+    folders.
+    """
     try:
         return _recognise_blend(file)
     except InputError:
@@ -204,7 +206,7 @@ def _recognise_file(file: Path, wanted: Sequence[Kind]) -> Target:
 
 
 def _recognise_blend(file: Path) -> Target:
-    """A text file that names token files, as `@FILE` in a configuration."""
+    """Return a text file that names token files, as `@FILE` in a configuration."""
     if file.is_file() and file.stat().st_size > LARGEST_BLEND_BYTES:
         raise InputError(f"{file} is not a token file, and is too large for a blend file")
     try:
@@ -261,7 +263,7 @@ def _is_megatron_lm(folder: Path) -> bool:
 
 
 def _mapping(file: Path, damage: list[CorruptError]) -> dict[str, Any]:
-    """A configuration file's; empty where there is none, or where it cannot be read, which is added to `damage`."""
+    """Return a configuration file's values; empty without one, or if it cannot be read, which is added to `damage`."""
     try:
         return store.read_mapping(file) if file.is_file() else {}
     except CorruptError as error:

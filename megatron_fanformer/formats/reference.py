@@ -45,11 +45,11 @@ _RULES: dict[str, tuple[Any, Any, str]] = {
     "clip_qkv": (None, None, "queries, keys and values are not clipped"),
     "scale_logits": (False, False, "logits are not scaled"),
 }
-"""By field: the reference's default, the one value that every FANformer here has, and why."""
+"""For each field: the reference's default, the one value that every FANformer here has, and why."""
 
 
 def open_reference(folder: Path) -> tuple[FANformerConfig, LazyTensors]:
-    """A checkpoint's configuration and its tensors under the reference's names, read one by one.
+    """Return a checkpoint's configuration and its tensors under the reference's names, read one by one.
 
     p_ratio comes from the weights' shapes; so does whether FAN has a bias.
 
@@ -69,7 +69,7 @@ def open_reference(folder: Path) -> tuple[FANformerConfig, LazyTensors]:
 
 
 def optimizer_files(folder: Path) -> list[str]:
-    """The reference trainer's files next to the weights; they are not converted."""
+    """Return the reference trainer's files next to the weights; they are not converted."""
     return [name for name in OPTIMIZER_FILES if (folder / name).exists()]
 
 
@@ -86,7 +86,7 @@ def write_reference(
 
 
 def _stated_fields(folder: Path) -> dict[str, Any]:
-    """The model's fields: a full training configuration has them in a section, the wrapper at the top level."""
+    """Return the model's fields: a full training configuration has them in a section, the wrapper at the top level."""
     path = next((folder / name for name in (store.CONFIG, CONFIG_JSON) if (folder / name).is_file()), None)
     if path is None:
         raise InputError(f"{folder} is not a reference checkpoint, which must hold {store.CONFIG} or {CONFIG_JSON}")

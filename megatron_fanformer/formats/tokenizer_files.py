@@ -118,7 +118,7 @@ def _check_model(model: Any, source: Path) -> None:
 
 
 def _tokenizer_json(model: Any) -> dict[str, Any]:
-    """The content of a `tokenizer.json` that encodes as the sentencepiece model does."""
+    """Return the content of a `tokenizer.json` that encodes as the sentencepiece model does."""
     pieces = [piece.piece.replace(SPACE_MARK, " ") for piece in model.pieces]
     special = [piece.type in (piece.CONTROL, piece.UNKNOWN) for piece in model.pieces]
     added = [

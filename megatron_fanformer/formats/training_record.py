@@ -1,4 +1,4 @@
-"""What is known about the training that weights come from, for the model card of an export.
+"""The known facts about the training behind weights, for the model card of an export.
 
 It is read from a run's checkpoint, its saved configuration and the metrics in its run's folder, where available. What
 none of them says is left out or reported as unknown: nothing is inferred. Only the last part of a path is reported.
@@ -34,7 +34,7 @@ Saved = dict[str, Any]
 
 
 def training_record(format: Format, checkpoint: Path, run: Run | None = None) -> str:
-    """Markdown: a table of a run's training, or that nothing is known about it.
+    """Return Markdown: a table of a run's training, or that nothing is known about it.
 
     Args:
         run: configuration and progress of a run that is not ours.
@@ -155,7 +155,7 @@ def _data_rows(data: Saved) -> Rows:
 
 
 def _names(words: Any) -> str:
-    """The names of a blend's files, each after its weight, if it has one."""
+    """Return the names of a blend's files, each after its weight, if it has one."""
     if not isinstance(words, list):
         return ""
     return listed(_with_weights([part for word in words for part in str(word).split()]))

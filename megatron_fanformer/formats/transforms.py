@@ -1,4 +1,4 @@
-"""What happens to a tensor between the formats: named, invertible rearrangements of rows.
+"""Transforms of tensors between the formats: named, invertible rearrangements of rows.
 
 A transform goes from Megatron's tensor (the hub) to another format's tensors, and back. None changes a value, so that a
 round trip is exact, and gradients convert as weights do. Each is stated once, and both directions of every pair of
@@ -22,9 +22,9 @@ class Transform:
 
     name: str
     split: Callable[[Tensor, FANformerConfig], tuple[Tensor, ...]]
-    """The configuration is that of the model that the parts are for."""
+    """Split Megatron's tensor; the configuration is that of the model that gets the parts."""
     join: Callable[[Sequence[Tensor], FANformerConfig], Tensor]
-    """The configuration is that of the model that the parts come from."""
+    """Join the parts; the configuration is that of the model that they come from."""
 
 
 def _as_it_is(hub: Tensor, _config: FANformerConfig) -> tuple[Tensor, ...]:
@@ -39,12 +39,12 @@ def _only_part(parts: Sequence[Tensor], _config: FANformerConfig) -> Tensor:
 
 
 def _group_heads(tensor: Tensor, config: FANformerConfig) -> Tensor:
-    """Rows by query group and head: [k * x * d, h] -> [k, x, d, h]."""
+    """Return rows by query group and head: [k * x * d, h] -> [k, x, d, h]."""
     return tensor.unflatten(0, (config.query_groups, -1, config.kv_channels))
 
 
 def _split_heads(hub: Tensor, config: FANformerConfig) -> tuple[Tensor, ...]:
-    """Each group's queries, key and (without a FAN layer for values) value -> all queries, keys, values."""
+    """Split each group's queries, key and (without a FAN layer for values) value into all queries, keys, values."""
     grouped = _group_heads(hub, config)
     queries = config.num_attention_heads // config.query_groups
     singles = [1] * (grouped.shape[1] - queries)
@@ -74,9 +74,9 @@ def _swap_halves(tensor: Tensor) -> Tensor:
 
 
 def vocabulary_multiple(vocab_size: int, rows: int) -> int:
-    """Return what Megatron pads `vocab_size` token ids to a multiple of, so that there are `rows`.
+    """Return the multiple to which Megatron pads `vocab_size` token ids, so that they make `rows` rows.
 
-    That is its usual multiple or, where that gives another number, the rows themselves.
+    That is its usual multiple, or `rows` itself where the usual one gives another number.
     """
     usual = FANformerConfig.make_vocab_size_divisible_by
     return usual if -(-vocab_size // usual) * usual == rows else rows

@@ -16,14 +16,14 @@ MAX_SHARD_SIZE = "5GB"
 
 @dataclass(frozen=True, kw_only=True)
 class ConvertOptions:
-    """Describe what `convert` takes."""
+    """Options of `convert`."""
 
     source: str = argument()
     """A checkpoint of ours or its URL, a Hugging Face folder, a checkpoint of the authors or of Megatron-LM."""
     destination: Path = argument()
     """A folder that does not exist yet."""
     to: Literal["megatron", "hf", "reference"] = option()
-    """What to make: a checkpoint of ours, a Hugging Face folder, or a checkpoint in the authors' format."""
+    """Target format: a checkpoint of ours, a Hugging Face folder, or a checkpoint in the authors' format."""
     config: Path | None = option(None, metavar="FILE", parse=path_or_none)
     """Configuration file with fields of model that a Megatron-LM checkpoint does not state."""
     tokenizer: Path | None = option(None, parse=path_or_none)

@@ -38,7 +38,7 @@ LARGEST_INDEX_BYTES = 1 << 26  # of the list of shards: a million tensors
 
 
 def open_weights(folder: Path) -> LazyTensors:
-    """The tensors of a folder: `model.safetensors`, whole or in shards, `model.pt` or `pytorch_model.bin`.
+    """Return the tensors of a folder: `model.safetensors`, whole or in shards, `model.pt` or `pytorch_model.bin`.
 
     Pickled files are mapped into memory, and loaded as weights only.
 
@@ -57,7 +57,7 @@ def open_weights(folder: Path) -> LazyTensors:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The files that hold a folder's weights; those that the index of shards names need not exist.
+    """Return the files that hold a folder's weights; those that the index of shards names need not exist.
 
     Raises:
         InputError: the folder has none.
@@ -162,7 +162,7 @@ def write_shards(folder: Path, tensors: Mapping[str, Tensor], *, max_shard_size:
 
 
 def shard_bytes(size: str) -> int:
-    """The bytes of a size such as 5GB or 1.5MB.
+    """Return the bytes of a size such as 5GB or 1.5MB.
 
     Raises:
         InputError: it is none, or less than one byte.

@@ -1,4 +1,4 @@
-"""`chat`: a conversation with a model, whose key/value cache is kept from turn to turn."""
+"""`chat`: a conversation with a model whose key/value cache is kept from turn to turn."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -21,7 +21,7 @@ from megatron_fanformer.generation.models import TrainedModel, find_model_and_to
 from megatron_fanformer.runtime.device import return_freed_memory
 
 FREE_SHARE = 4
-"""The part of the context, one in so many, that an answer of unstated length finds free."""
+"""One part in so many of the context is kept free for an answer of unstated length."""
 
 
 @contextmanager
@@ -64,16 +64,16 @@ class Chat:
         self.reset()
 
     def reset(self) -> None:
-        """Begin anew; what the model is told before the conversation stays."""
+        """Begin anew; the system message stays."""
         system = self._config.system
         self.forgotten = 0
-        """Turns that were left out, to make room."""
+        """Number of turns left out to make room."""
         self._messages: list[Message] = [] if system is None else [{"role": "system", "content": system}]
 
     def answer(self, text: str) -> Iterator[str]:
-        """Take a message, and give the answer as it comes: with each token its new text, which may be none.
+        """Add a message, and yield the answer as it is generated: for each token its new text, which may be empty.
 
-        The answer is part of the conversation as far as it came, even where the caller breaks off.
+        Whatever was generated joins the conversation, even if the caller breaks off.
 
         Raises:
             InputError: the message is too long for the model's context, or the template refuses it; the conversation
@@ -117,7 +117,7 @@ class Chat:
         return [int(token) for token in ids]
 
     def _logits_after(self, ids: list[int]) -> Tensor:
-        """Return the logits [v] of the token after `ids`, of which the model reads what the cache does not hold."""
+        """Return the logits [v] of the token after `ids`; the model reads only those that the cache does not hold."""
         known = min(_common(self._read, ids), len(ids) - 1)
         self._decoder.rewind(known)
         self._read = ids[:known]  # should the reading be broken off
@@ -127,7 +127,9 @@ class Chat:
 
 
 def _without_oldest_turn(messages: Sequence[Message]) -> list[Message] | None:
-    """The messages without the first of the user's and its answer; None where only the last one would be left out."""
+    """Return the messages without the first of the user's and its answer; None where only the last one would be left
+    out.
+    """
     starts = [number for number, message in enumerate(messages) if message["role"] == "user"]
     return None if len(starts) < 2 else [*messages[: starts[0]], *messages[starts[1] :]]
 

@@ -1,4 +1,4 @@
-"""What `generate` and `chat` take; imports nothing that is slow."""
+"""Options of `generate` and `chat`; imports nothing that is slow."""
 
 import math
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ SAMPLING = "sampling"
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingConfig:
-    """Configure how the next token is chosen."""
+    """How the next token is chosen."""
 
     temperature: float = option(0.0, group=SAMPLING)
     """Divides the logits; 0 takes the most likely token, and the options below have no effect."""
@@ -26,7 +26,7 @@ class SamplingConfig:
     """Texts for each prompt; several need a temperature above 0."""
 
     def problems(self) -> list[str]:
-        """Rules of single fields that this configuration breaks, one line each."""
+        """Return the rules of single fields that this configuration breaks, one line each."""
         found = []
         if not (math.isfinite(self.temperature) and self.temperature >= 0):
             found.append(
@@ -53,7 +53,7 @@ class SamplingConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class _TextConfig(SamplingConfig):
-    """With which model, and where its texts end."""
+    """The model, and the strings that end its texts."""
 
     checkpoint: str = argument()
     """A run's folder, one checkpoint, the URL of one, or an exported Hugging Face folder."""
@@ -63,13 +63,13 @@ class _TextConfig(SamplingConfig):
     """End before this string, which is not part of the text; may be repeated."""
 
     def problems(self) -> list[str]:
-        """Rules of single fields that this configuration breaks, one line each."""
+        """Return the rules of single fields that this configuration breaks, one line each."""
         return [*super().problems(), *(["a stop string is empty; leave it out"] if "" in self.stop else [])]
 
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateConfig(_TextConfig):
-    """Configure what to continue, with which model, and how."""
+    """What to continue, with which model, and how."""
 
     prompts: tuple[str, ...] = option((), name="--prompt", repeated=True)
     """Text to continue; an empty one: a new document; may be repeated."""
@@ -85,14 +85,14 @@ class GenerateConfig(_TextConfig):
     """Print a JSON object a line for each continuation."""
 
     def problems(self) -> list[str]:
-        """Rules of single fields that this configuration breaks, one line each."""
+        """Return the rules of single fields that this configuration breaks, one line each."""
         found = [*super().problems(), *self._below_one("max_new_tokens", "batch_size")]
         return found if self.prompts else [*found, "there is no prompt; name at least one"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChatConfig(_TextConfig):
-    """With which model to talk, and how it answers."""
+    """The model to chat with, and how it answers."""
 
     system: str | None = option(None, metavar="TEXT")
     """Instruction to the model, before the conversation."""
@@ -102,5 +102,5 @@ class ChatConfig(_TextConfig):
     """The most tokens of an answer (default: what the model's context holds)"""
 
     def problems(self) -> list[str]:
-        """Rules of single fields that this configuration breaks, one line each."""
+        """Return the rules of single fields that this configuration breaks, one line each."""
         return [*super().problems(), *self._below_one("max_new_tokens")]

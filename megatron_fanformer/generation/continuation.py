@@ -22,9 +22,10 @@ from megatron_fanformer.runtime.device import return_freed_memory
 
 EndedBy = Literal["end_of_text", "stop", "length"]
 CONTEXT_TOKENS = 8
-"""Of the prompt, decoded with the new tokens: a tokenizer may decode a text's first token otherwise."""
+"""Last tokens of the prompt that are decoded with the new ones: a tokenizer may decode a text's first token
+otherwise."""
 CUT_OFF = "\N{REPLACEMENT CHARACTER}"
-"""What a decoder gives for a character of which some bytes are missing."""
+"""What a decoder returns for a character with missing bytes."""
 
 
 class NewText:
@@ -88,7 +89,7 @@ class Continuation:
         self.prompt_ids = list(prompt_ids)
         self.max_new_tokens = max_new_tokens
         self.ids: list[int] = []
-        """New tokens; the last ones are the end of text, or of a stop string, if that was reached."""
+        """New tokens; they end with the end of text or a stop string once that is reached."""
         self.ended_by: EndedBy | None = None
         self._sampler = Sampler(sampling, f"sample {sample} of {' '.join(map(str, prompt_ids))}")
         self._end_of_text_id = tokenizer.eod_id

@@ -40,16 +40,16 @@ class ModelSource:
     config: FANformerConfig
     """The model's shape."""
     dtype: torch.dtype
-    """Of the saved weights."""
+    """Number format of the saved weights."""
     tokenizer: Path | None
     """The tokenizer next to the weights, if there is one."""
     end_of_text_id: int | None
-    """Ends a document, if it is stated next to the weights."""
+    """The id that ends a document, if it is stated next to the weights."""
     fill: Callable[[list[Any], RankGrid], None]
     """Reads the weights into a stage's chunks."""
 
     def tokenizer_problems(self, tokenizer: Tokenizer) -> list[str]:
-        """Why a tokenizer cannot be this model's: its ids would lead out of the vocabulary."""
+        """Return why a tokenizer cannot be this model's: its ids would lead out of the vocabulary."""
         if tokenizer.vocab_size <= self.config.vocab_size:
             return []
         return [
@@ -130,12 +130,12 @@ class TrainedModel:
     def __init__(self, stage: torch.nn.Module, config: FANformerConfig, device: torch.device) -> None:
         self.config = config
         self.reads_on = any(isinstance(module, TorchCoreAttention) for module in stage.modules())
-        """Whether its attention masks several tokens behind a filled cache."""
+        """Whether its attention can mask several tokens behind a filled cache."""
         self._stage = stage.eval()
         self._device = device
 
     def logits(self, ids_bs: Tensor) -> Tensor:
-        """Logits [b, s, v] of every position of token ids [b, s], in float32, without vocabulary padding."""
+        """Return logits [b, s, v] of every position of token ids [b, s], in float32, without vocabulary padding."""
         return self._forward(ids_bs, first_position=0, cache=None)
 
     def decoder(self, batch_size: int, max_length: int) -> "Decoder":
@@ -163,7 +163,7 @@ class Decoder:
         self._model, self._cache = model, cache
 
     def next_logits(self, ids_bs: Tensor) -> Tensor:
-        """Logits [b, v] of the token after `ids_bs` [b, s], which follow what was given so far."""
+        """Return logits [b, v] of the token after `ids_bs` [b, s], which follow what was given so far."""
         # A filled cache turns megatron-core's causal mask off. Where the attention does not put it back, several
         # queries would see each other's future.
         one_by_one = self._cache.sequence_len_offset > 0 and not self._model.reads_on
@@ -201,7 +201,7 @@ def build_model(source: ModelSource, grid: RankGrid) -> TrainedModel:
 
 @contextmanager
 def load_model(checkpoint: Path) -> Iterator[TrainedModel]:
-    """The model of a checkpoint as `find_model` finds it, in a process group of this process alone.
+    """Yield the model of a checkpoint as `find_model` finds it, in a process group of this process alone.
 
     There must be no process group yet.
 

@@ -14,7 +14,7 @@ from megatron_fanformer.runtime.seeding import generator_for
 def token_probabilities(logits_v: Tensor, config: SamplingConfig) -> Tensor:
     """Return the distribution [v] that is drawn from at a temperature above 0: float64, zero where a token is cut off.
 
-    Temperature comes first, then top-k, then top-p on what that leaves. Of equal logits the lower id ranks first.
+    Temperature comes first, then top-k, then top-p on what that leaves. Among equal logits the lower id ranks first.
     """
     # Shifted to a maximum of 0, so that no temperature, however low, makes the most likely token's logit infinite.
     scaled_v = (logits_v.double() - logits_v.max()) / config.temperature
@@ -35,7 +35,8 @@ class Sampler:
         self._generator = generator_for(config.seed, name)
 
     def __call__(self, logits_v: Tensor) -> int:
-        """The next token's id from logits [v] on any device; drawn on the CPU, so that all devices draw the same.
+        """Return the next token's id from logits [v] on any device; drawn on the CPU, so that all devices draw the
+        same.
 
         Raises:
             DivergenceError: a logit is not finite.

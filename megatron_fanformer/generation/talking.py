@@ -1,4 +1,4 @@
-"""What `chat` reads and writes: messages from a terminal or a pipe, a line each, and answers as they come."""
+"""Input and output of `chat`: messages from a terminal or a pipe, a line each, and answers as they come."""
 
 import signal
 import sys
@@ -100,11 +100,13 @@ def _print_notice(line: str) -> None:
 
 
 class _Interrupts:
-    """Ctrl-C at a terminal: ends the wait for a line, is noted while an answer comes, and the second ends that, too."""
+    """Handles Ctrl-C at a terminal: ends the wait for a line; during an answer it is noted, and a second one ends that
+    too.
+    """
 
     def __init__(self) -> None:
         self.count = 0
-        """Since the last line was read."""
+        """Number of signals since the last line was read."""
         self._awaits_line = False
 
     def read_line(self) -> str:

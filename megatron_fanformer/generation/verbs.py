@@ -40,7 +40,7 @@ def _chat(config: ChatConfig) -> None:
 
 
 def _runnable(checkpoint: str) -> str:
-    """The checkpoint on this machine; anything that cannot be run is reported before torch is imported."""
+    """Return the checkpoint on this machine; anything that cannot be run is reported before torch is imported."""
     from megatron_fanformer.checkpoint.remote import on_this_machine
     from megatron_fanformer.formats.recognition import RUNNABLE, recognise
 

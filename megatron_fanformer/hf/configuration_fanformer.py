@@ -43,7 +43,7 @@ FFN_TP_PLAN = {name: style for name, style in TP_PLAN.items() if ".mlp." not in 
 
 
 class Placement(NamedTuple):
-    """Describe what a placement of FAN decides of a configuration."""
+    """Properties of a configuration that follow from the placement of FAN."""
 
     tp_plan: dict[str, str] = TP_PLAN
     has_v_p_ratio: bool = False

@@ -174,7 +174,9 @@ class FANformerFANAttention(FANformerAttention):
 
 
 class FANformerFANValueAttention(FANformerFANAttention):
-    """The same, whose values are the output of a FAN of their own instead."""
+    """Self-attention whose queries and keys are projected from FAN's output, and whose values are a FAN output of their
+    own.
+    """
 
     def add_values(self, config: FANformerConfig, value_size: int) -> None:
         """Add the values' FAN map."""
@@ -188,7 +190,7 @@ class FANformerFANValueAttention(FANformerFANAttention):
 
 
 def residual_linear(in_features: int, out_features: int, layer_idx: int, *, bias: bool = False) -> nn.Linear:
-    """A linear map that writes into the residual stream; its initial weights shrink with depth.
+    """Return a linear map that writes into the residual stream; its initial weights shrink with depth.
 
     No class of its own: bitsandbytes replaces `nn.Linear` itself, and no subclass.
     """
@@ -256,7 +258,7 @@ class FANformerDecoderLayer(GradientCheckpointingLayer):
 
 
 class FANformerPreTrainedModel(PreTrainedModel):
-    """Describe what the two models share: loading, saving, initial weights, what they support."""
+    """Base of the two models: loading, saving, initial weights, and the features that they support."""
 
     config: FANformerConfig
     config_class = FANformerConfig
@@ -314,7 +316,7 @@ class FANformerModel(FANformerPreTrainedModel):
         use_cache: bool | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> BaseModelOutputWithPast:
-        """Ids [b, s], or their embeddings [b, s, h] -> hidden states [b, s, h] after the last norm.
+        """Return ids [b, s], or their embeddings [b, s, h] -> hidden states [b, s, h] after the last norm.
 
         Raises:
             ValueError: both or neither of `input_ids` and `inputs_embeds` were given.
@@ -375,7 +377,7 @@ class FANformerForCausalLM(FANformerPreTrainedModel, GenerationMixin):
         logits_to_keep: int | Tensor = 0,
         **kwargs: Unpack[TransformersKwargs],
     ) -> CausalLMOutputWithPast:
-        """Ids [b, s] -> logits [b, s, v], and the mean next-token loss where `labels` [b, s] are given.
+        """Return ids [b, s] -> logits [b, s, v], and the mean next-token loss where `labels` [b, s] are given.
 
         Args:
             labels: the ids again (they are shifted here), -100 for tokens that do not count.

@@ -1,1 +1,1 @@
-"""What a path holds, whether it is intact, and which documents a training step reads: the verb `inspect`."""
+"""The verb `inspect`: a path's content, whether it is intact, and which documents a training step reads."""

@@ -47,7 +47,7 @@ def describe_run(run: Path) -> Report:
 
 
 def describe_checkpoint(checkpoint: Path) -> Report:
-    """One checkpoint: step, model, layout, precision and what is stored.
+    """Return one checkpoint: step, model, layout, precision and what is stored.
 
     Raises:
         CorruptError: it cannot be read, or holds more than data.
@@ -176,7 +176,7 @@ def describe_megatron_lm(target: Target) -> Report:
 
 
 def bytes_to_check(target: Target) -> int:
-    """Bytes that `check_megatron_lm` will read."""
+    """Return bytes that `check_megatron_lm` will read."""
     return sum(part.length for part in stored_parts(read_table(iteration_of(target))))
 
 

@@ -12,7 +12,7 @@ from megatron_fanformer.inspection.report import Advance, Report, as_json
 from megatron_fanformer.terminal import show, width
 
 _Actions = tuple[Callable[[Target], Report], Callable[[Target], int], Callable[[Target, Advance], str]]
-"""Describes a target, says how many bytes are read to check it, and checks it."""
+"""Functions that describe a target, count the bytes that checking it reads, and check it."""
 
 
 def inspect_path(path: str, *, verify: bool, json: bool) -> None:
@@ -79,7 +79,7 @@ def _actions(target: Target) -> _Actions:
 
 @contextmanager
 def _progress(total: int) -> Iterator[Advance]:
-    """A bar while the block reads `total` bytes; nothing where the output is not a terminal."""
+    """Yield a bar while the block reads `total` bytes; nothing where the output is not a terminal."""
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
 
@@ -122,7 +122,7 @@ def inspect_step(
 
 
 def _configuration_of(path: str, config: Path | None) -> tuple[Path, Target | None]:
-    """The configuration file, and the token files that the samples are restricted to."""
+    """Return the configuration file, and the token files that the samples are restricted to."""
     if Path(path).suffix in (".yaml", ".yml") and Path(path).is_file():
         return config or Path(path), None
     target = recognise(path)

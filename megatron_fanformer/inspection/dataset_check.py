@@ -30,7 +30,7 @@ THREADS = 8  # more only make the disk seek
 
 
 def bytes_to_check(target: Target) -> int:
-    """Bytes that `check_data` will hash with SHA-256."""
+    """Return bytes that `check_data` will hash with SHA-256."""
     manifests = [_manifest(prefix) for prefix in target.prefixes]
     return sum(file.bytes for manifest in manifests for output in _outputs(manifest) for file in output.files.values())
 
@@ -98,7 +98,7 @@ class _File(NamedTuple):
     folder: Path
     record: FileRecord
     dtype: str | None
-    """Of its tokens; None where it holds something else."""
+    """Type of its tokens; None where it holds something else."""
 
     @property
     def path(self) -> Path:
@@ -158,7 +158,7 @@ def _check_output(
             learned = count_learned(folder / output.files[end].path)
             _compare(path, f"learned_tokens and those of {prefix}{end}", output.learned_tokens, learned)
     if ".ledger.parquet" in output.files:
-        # a ledger of chats, which are never in parts, tells of refused lines too
+        # a ledger of chats, which are never in parts, has rows of refused lines too
         refused = manifest.refused if isinstance(manifest, Manifest) and manifest.settings.chat is not None else {}
         check_ledger(prefix, output, lengths, refused=sum(refused.values()))
 

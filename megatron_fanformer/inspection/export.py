@@ -63,7 +63,7 @@ def _opened(target: Target) -> tuple[Format, FANformerConfig, Mapping[str, Tenso
 
 
 def bytes_to_check(target: Target) -> int:
-    """Bytes that `check_export` will read."""
+    """Return bytes that `check_export` will read."""
     return sum(file.stat().st_size for file in _archives(target))
 
 

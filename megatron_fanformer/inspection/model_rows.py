@@ -9,7 +9,7 @@ from megatron_fanformer.model.config import FANformerConfig
 
 
 def model_rows(config: FANformerConfig) -> list[tuple[str, str]]:
-    """Sizes, FAN and parameters, for people."""
+    """Return sizes, FAN and parameters, for people."""
     heads = f"{config.num_attention_heads} heads"
     if config.query_groups != config.num_attention_heads:
         heads += f", {config.query_groups} query groups"

@@ -57,7 +57,7 @@ def _looks(run: Path) -> list[dict[str, Any]]:
 
 
 def _draw(axes: Any, by_look: list[list[float]], steps: list[int], title: str) -> None:
-    """A heat map; shares always from 0 to 1, so that pictures of two runs can be compared."""
+    """Draw a heat map; shares always from 0 to 1, so that pictures of two runs can be compared."""
     limits: dict[str, Any] = {"vmin": 0.0, "vmax": 1.0} if title.startswith("share") else {}
     draw_heat_map(axes, list(zip(*by_look, strict=True)), aspect="auto", interpolation="nearest", **limits)
     shown = range(0, len(steps), -(-len(steps) // MOST_TICKS))

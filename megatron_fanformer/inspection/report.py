@@ -1,4 +1,4 @@
-"""What is reported about a path: rows for people and one object for programs, made side by side."""
+"""Reports on a path: rows for people and one object for programs, made side by side."""
 
 import json
 from collections.abc import Callable, Iterable, Iterator
@@ -17,13 +17,13 @@ Advance = Callable[[int], None]
 
 @dataclass(frozen=True)
 class Report:
-    """A description of one thing, and of what it is made of."""
+    """A description of a target and of its parts."""
 
     title: str
     facts: dict[str, Any]
-    """As `--json` prints them."""
+    """Facts as `--json` prints them."""
     rows: list[tuple[str, str]] = field(default_factory=list)
-    """A label and its text, in reading order."""
+    """Labels and their texts, in reading order."""
     parts: "list[Report]" = field(default_factory=list)
 
     def as_object(self) -> dict[str, Any]:
@@ -40,7 +40,7 @@ class Report:
 
 
 def as_json(value: Any) -> str:
-    """One JSON object, indented."""
+    """Return one JSON object, indented."""
     return json.dumps(value, indent=2, ensure_ascii=False)
 
 
@@ -53,7 +53,7 @@ def size(count: int) -> str:
 
 
 def plural(count: int, noun: str) -> str:
-    """`1 file`, `2,000 files`."""
+    """Return `1 file`, `2,000 files`."""
     return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
 
 

@@ -29,12 +29,12 @@ class Passage:
 
     prefix: str
     first_token: int
-    """Position in the token file, in tokens."""
+    """Position of its first token in the token file, in tokens."""
     ids: list[int]
     document: LedgerRow | None
-    """None where the token files have no ledger."""
+    """The ledger's row of its document; None where the token files have no ledger."""
     learned: list[bool] | None = None
-    """Of chats: which of the tokens have a loss where they are the label."""
+    """A mask, for chats, of the tokens that have a loss as labels."""
 
 
 @dataclass(frozen=True)
@@ -42,9 +42,9 @@ class Sample:
     """One sample of a step."""
 
     number: int
-    """In the run's order, from 0."""
+    """The sample's number in the run's order, from 0."""
     ids: list[int]
-    """All tokens that it reads: the inputs, and the last label."""
+    """All tokens that it reads: the inputs and the last label."""
     passages: list[Passage]
 
 
@@ -68,7 +68,9 @@ class StepSamples:
         self._tokenizers: dict[str, Tokenizer | None] = {}
 
     def micro_batches(self) -> Iterator[tuple[MicroBatch, list[Sample]]]:
-        """Each micro batch with its samples, in the samples' order; those without tokens of `only` are left out."""
+        """Yield each micro batch with its samples, in the samples' order; those without tokens of `only` are left
+        out.
+        """
         for batch in step_micro_batches(self.config, len(self.dataset), self.step, self.data_parallel_size):
             shown = []
             for sample in map(self._sample, batch.samples):
@@ -116,7 +118,7 @@ class StepSamples:
         return Sample(number, ids, passages)
 
     def _packed_sample(self, number: int, ids: list[int], learned: list[bool], spans: list[Span]) -> Sample:
-        """One of chats: a passage for each conversation, without the padding behind them.
+        """Return a sample of chats: a passage for each conversation, without the padding behind them.
 
         Args:
             learned: for each token whether the position before it has a loss.

@@ -18,7 +18,7 @@ BETWEEN = " … "
 
 
 def lines(samples: StepSamples, *, full: bool) -> Iterator[str]:
-    """Everything, for people; `full` shows whole texts."""
+    """Yield everything, for people; `full` shows whole texts."""
     yield from _heading(samples)
     for batch, own in samples.micro_batches():
         yield ""
@@ -47,7 +47,7 @@ def _heading(samples: StepSamples) -> Iterator[str]:
 
 
 def _skipped(samples: StepSamples) -> str | None:
-    """Why the run has skipped the step, if it has; the last time that it came to it."""
+    """Return why the run has skipped the step, if it has; the last time that it came to it."""
     events = read_events(Path(samples.config.training.run_dir))
     reasons = [event.get("reason") for event in events if event["event"] == "skipped" and event["step"] == samples.step]
     return str(reasons[-1]) if reasons else None
@@ -84,7 +84,7 @@ def _learned_text(samples: StepSamples, passage: Passage, begin: int, end: int, 
 
 
 def _origin(passage: Passage) -> str:
-    """Tokens are numbered from 0 and spans are half open, as Python's slices."""
+    """Return where a passage comes from: tokens count from 0 and spans are half open, as Python's slices."""
     end = passage.first_token + len(passage.ids)
     place = f"{passage.prefix} [{passage.first_token}:{end}]"
     document = passage.document
@@ -131,7 +131,7 @@ def _facts(samples: StepSamples, passage: Passage, *, full: bool) -> dict[str, A
 
 
 def as_object(samples: StepSamples, *, full: bool) -> dict[str, Any]:
-    """Everything, for programs; `full` adds the token ids and whole texts."""
+    """Return everything, for programs; `full` adds the token ids and whole texts."""
     training = samples.config.training
     batches = [
         {

@@ -10,7 +10,7 @@ from megatron_fanformer.runtime import device
 
 @dataclass(frozen=True, kw_only=True)
 class InspectOptions:
-    """Describe what `inspect` takes."""
+    """Options of `inspect`."""
 
     path: str = argument(metavar="PATH")
     """Token files (a prefix, one of them, a blend file, a folder), a run or a checkpoint or the URL of one, or an
@@ -36,8 +36,8 @@ def _inspect(options: InspectOptions) -> None:
 
     path, step, config = options.path, options.step, options.config
     if options.phases is not None:
-        asked = {"verify": options.verify, "json": options.json, "step": step, "config": config, "full": options.full}
-        given = [f"--{name}" for name, value in asked.items() if value is not None and value is not False]
+        chosen = {"verify": options.verify, "json": options.json, "step": step, "config": config, "full": options.full}
+        given = [f"--{name}" for name, value in chosen.items() if value is not None and value is not False]
         if stray := [*options.overrides, *given]:
             raise InputError(f"{stray[0]} has no effect with --phases; use one at a time")
         draw_phases(path, Path(options.phases))

@@ -20,7 +20,7 @@ from megatron_fanformer.runtime.layout import FANForm
 
 @dataclass
 class FANSelfAttentionSubmodules(SelfAttentionSubmodules):
-    """Describe what a FAN self-attention is made of: Megatron's parts, and the FAN map's linear layer."""
+    """Submodules of a FAN self-attention: Megatron's, and the FAN map's linear layer."""
 
     fan_linear: Any = None
 
@@ -55,7 +55,7 @@ class FANSelfAttention(SelfAttention):
         _connect(config, self.fan, self.linear_qkv)
 
     def set_for_recompute_input_layernorm(self) -> None:
-        """megatron-core asks for it in FP8, where the layer that reads the recomputed norm is FAN's here, not QKV."""
+        """Called by megatron-core in FP8; the layer that reads the recomputed norm is FAN's here, not QKV."""
         _keep_input_as_it_is(self.fan.linear)
 
     def get_query_key_value_tensors(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -132,7 +132,7 @@ class FANValueAttention(Attention):
         return query.flatten(2, 3), key.squeeze(-2), own_values
 
     def _own_heads(self, values: Tensor) -> Tensor:
-        """This rank's heads of the values, over the whole sequence: [s, b, v / T]."""
+        """Return this rank's heads of the values, over the whole sequence: [s, b, v / T]."""
         group = self.pg_collection.tp
         if self.fan_form == "sequence" and group.size() > 1:
             own = all_to_all_sp2hp(values, group)  # from all heads of a part of the sequence

@@ -27,7 +27,7 @@ def transformer_config(
     precision: PrecisionConfig | None = None,
     kernels: KernelsConfig = DEFAULT_KERNELS,
 ) -> TransformerConfig:
-    """megatron-core's own configuration of the model's layers; only FP8 is read from `precision` here."""
+    """Return megatron-core's own configuration of the model's layers; only FP8 is read from `precision` here."""
     return TransformerConfig(
         num_layers=model.num_layers,
         hidden_size=model.hidden_size,
@@ -97,7 +97,7 @@ def _is_by_engine(kernels: KernelsConfig) -> bool:
 
 
 def _leave_as_it_is(_weight: torch.Tensor) -> None:
-    """An initialisation that does nothing."""
+    """Initialize nothing."""
 
 
 class _Stage(GPTModel):
@@ -107,7 +107,7 @@ class _Stage(GPTModel):
     """
 
     own_tokens: int
-    """How many of this rank's rows of the output layer are tokens, its first ones."""
+    """Number of this rank's first rows of the output layer that are tokens, not padding."""
 
     def _postprocess(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         labels_bs, loss_mask_bs = kwargs.get("labels"), kwargs.get("loss_mask")
@@ -142,7 +142,7 @@ def build_stages(
     precision: PrecisionConfig | None = None,
     kernels: KernelsConfig = DEFAULT_KERNELS,
 ) -> list[GPTModel]:
-    """This rank's pipeline stage as its chunks (one, unless the schedule is interleaved).
+    """Build this rank's pipeline stage as its chunks (one, unless the schedule is interleaved).
 
     They have the initial weights of `seed`, or are uninitialised if that is None. Only FP8 is read from `precision`
     here; None means without.
@@ -211,5 +211,5 @@ def _build_chunk(
 
 
 def sharded_state(chunk: GPTModel, grid: RankGrid) -> dict[str, Any]:
-    """A chunk's parameters under their global names (one name per layer), as megatron-core's sharded tensors."""
+    """Return a chunk's parameters under their global names (one name per layer), as megatron-core's sharded tensors."""
     return chunk.sharded_state_dict(metadata=grid.sharding_metadata)

@@ -17,12 +17,12 @@ class CanonicalRange(NamedTuple):
     """A run of a parameter's rows, or columns, and where it belongs in a whole tensor."""
 
     name: str
-    """How the whole tensor's key ends."""
+    """Ending of the whole tensor's key."""
     start: int
     end: int
     canonical_start: int
     whole: int
-    """Rows, or columns, of the whole tensor."""
+    """Number of rows, or columns, of the whole tensor."""
 
 
 def canonical_factory(
@@ -39,7 +39,7 @@ def canonical_factory(
 
     @torch.no_grad()
     def build(key: str, tensor: Tensor, replica_id: Any, _flattened_range: Any) -> list[ShardedTensor]:
-        """The parameter, as the ranges that it is."""
+        """Return the parameter, as the ranges that it is."""
         prefix = key.removesuffix(name)  # by now with the layer's global number, or an optimizer state's name
         shards = []
         for range_ in ranges:

@@ -39,14 +39,14 @@ class FANConfig:
     p_ratio: float = PAPER_P_RATIO
     """Periodic share of the hidden size, in [0, 0.5]: int(p_ratio · hidden_size) rows are `p`."""
     activation: Literal["none", "gelu"] = "none"
-    """Of the linear rows `g`; `gelu` is the original FAN."""
+    """Activation of the linear rows `g`; `gelu` is the original FAN."""
     bias: bool = True
-    """Whether the FAN map has one."""
+    """Whether the FAN map has a bias."""
     placement: PlacementName = "qkv"
     """`qkv`: X_F gives Q, K and V (the paper's); `qk_and_v`: Q and K, and V comes from a FAN layer of its own; `ffn`:
     two FAN layers replace the feed-forward network (docs/experiments.md#variants); `none`: a Transformer."""
     v_p_ratio: float | None = None
-    """With `qk_and_v`: that of the values' FAN layer; null: `p_ratio`."""
+    """With `qk_and_v`: p_ratio of the values' FAN layer; null: `p_ratio`."""
 
     @property
     def value_p_ratio(self) -> float:
@@ -54,11 +54,13 @@ class FANConfig:
         return self.p_ratio if self.v_p_ratio is None else self.v_p_ratio
 
     def outputs(self, hidden_size: int, value_size: int) -> list[tuple[int, float]]:
-        """Width and p_ratio of the outputs of attention's FAN map: X_F, and the values where a FAN layer makes them."""
+        """Return width and p_ratio of the outputs of attention's FAN map: X_F, and the values where a FAN layer makes
+        them.
+        """
         return PLACEMENTS[self.placement].outputs(self, hidden_size, value_size)
 
     def problems(self) -> list[str]:
-        """Rules of single fields that this configuration breaks, one line each."""
+        """Return the rules of single fields that this configuration breaks, one line each."""
         demand = (
             f"lie in [0, 0.5], since cos and sin of the periodic rows both enter X_F (the paper uses {PAPER_P_RATIO})"
         )
@@ -92,9 +94,9 @@ class FANformerConfig:
     seq_length: int = 2048
     """Tokens per training sample."""
     rotary_base: int = 10_000
-    """Of the rotary positions."""
+    """Base of the rotary positions."""
     layernorm_epsilon: float = 1e-6
-    """Of every RMSNorm."""
+    """Epsilon of every RMSNorm."""
     untie_embeddings_and_output_weights: bool = False
     """Whether the output head has a weight of its own."""
     fan: FANConfig = field(default_factory=FANConfig)
@@ -102,7 +104,7 @@ class FANformerConfig:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "FANformerConfig":
-        """The configuration that `dataclasses.asdict` turned into `values`, as checkpoints store it.
+        """Return the configuration that `dataclasses.asdict` turned into `values`, as checkpoints store it.
 
         Raises:
             InputError: they are not those of a model that can be built; every problem, one line each.
@@ -191,7 +193,7 @@ class FANformerConfig:
         return embeddings + self.num_layers * self.placement.parameters(self) + self.hidden_size
 
     def problems(self) -> list[str]:
-        """Rules of the shape that this configuration breaks, one line each; empty if it can be built."""
+        """Return the rules of the shape that this configuration breaks, one line each; empty if it can be built."""
         found = self._size_problems()
         if found:
             return found + self.fan.problems()
@@ -224,13 +226,17 @@ class FANformerConfig:
 
 
 def p_ratio_of(periodic_size: int, hidden_size: int) -> float:
-    """The p_ratio that gives `periodic_size` rows: the plain quotient, or its next float up where that truncates."""
+    """Return the p_ratio that gives `periodic_size` rows: the plain quotient, or its next float up where that
+    truncates.
+    """
     p_ratio = periodic_size / hidden_size
     return p_ratio if int(p_ratio * hidden_size) == periodic_size else math.nextafter(p_ratio, 1.0)
 
 
 def nearest_p_ratio(p_ratio: float, width: int, ranks: int) -> float | None:
-    """The p_ratio nearest to the given one whose p and g rows of that width divide over the ranks; None if none."""
+    """Return the p_ratio nearest to the given one whose p and g rows of that width divide over the ranks; None if
+    none.
+    """
     if width % ranks:
         return None
     largest = width // 2 // ranks * ranks
@@ -238,12 +244,12 @@ def nearest_p_ratio(p_ratio: float, width: int, ranks: int) -> float | None:
 
 
 def as_transformer(config: FANformerConfig) -> FANformerConfig:
-    """The Transformer of the same shape: no FAN projection."""
+    """Return the Transformer of the same shape: no FAN projection."""
     return dataclasses.replace(config, fan=dataclasses.replace(config.fan, placement=TRANSFORMER))
 
 
 def with_same_parameters(config: FANformerConfig, multiple: int = FFN_MULTIPLE) -> FANformerConfig:
-    """The model with as many parameters as its Transformer twin: what FAN adds is taken from d_ff.
+    """Return the model with as many parameters as its Transformer twin: what FAN adds is taken from d_ff.
 
     At p_ratio 0.25 the 1B model goes from 8192 to the paper's 7680. Two FAN layers in place of the SwiGLU have fewer
     weights than it at the same d_ff: at that p_ratio they get twice as wide.
@@ -289,29 +295,29 @@ class PrecisionConfig:
     """The number formats of weights, activations and matrix products."""
 
     dtype: Literal["auto", "fp32", "bf16"] = "auto"
-    """Of weights and activations; `bf16` keeps float32 main weights and gradients; `auto`: `bf16` on GPUs and on CPUs
-    with AMX or AVX512-BF16, else `fp32`."""
+    """Number format of weights and activations; `bf16` keeps float32 main weights and gradients; `auto`: `bf16` on GPUs
+    and on CPUs with AMX or AVX512-BF16, else `fp32`."""
     fp8: Literal["e4m3", "hybrid"] | None = None
     """Matrix products in FP8 (docs/gpu.md#fp8): `e4m3` throughout, or `hybrid`, with e5m2 gradients. Needs bf16
     weights."""
     fp8_recipe: Literal["delayed", "tensorwise", "blockwise", "mxfp8"] = "tensorwise"
-    """Scales are of the current tensor (`tensorwise`), past steps (`delayed`), blocks of 128 (`blockwise`), or blocks
-    of 32 in hardware (`mxfp8`, Blackwell)."""
+    """Scales come from the current tensor (`tensorwise`), past steps (`delayed`), each block of 128 (`blockwise`), or
+    each block of 32 in hardware (`mxfp8`, Blackwell)."""
     fp8_amax_history_len: int = 1024
     """With `delayed`: micro batches in the history."""
     fp8_amax_compute_algo: Literal["max", "most_recent"] = "max"
-    """With `delayed`: the history's largest value, or its newest."""
+    """With `delayed`: whether the scale follows the history's largest value, or its newest."""
     first_last_layers_bf16: bool = False
     """Keep layers at both ends out of FP8 (not with `delayed`)."""
     num_layers_at_start_in_bf16: int = 1
-    """With `first_last_layers_bf16`: how many at the start."""
+    """With `first_last_layers_bf16`: number of layers at the start."""
     num_layers_at_end_in_bf16: int = 1
-    """With `first_last_layers_bf16`: how many at the end."""
+    """With `first_last_layers_bf16`: number of layers at the end."""
     fp8_fan: bool = False
     """The FAN map in FP8 too: phases are over ten times less exact (docs/fp8-phase.md)."""
 
     def problems(self) -> list[str]:
-        """Rules that this configuration breaks, one line each."""
+        """Return the rules that this configuration breaks, one line each."""
         in_bf16 = ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16")
         found = [
             *broken_fields("precision", self, "be at least 1", lambda value: value < 1, "fp8_amax_history_len"),

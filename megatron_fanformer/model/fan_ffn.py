@@ -42,11 +42,11 @@ class FANFeedForwardBackend(LocalSpecProvider):
         self._fan = fan
 
     def column_parallel_linear(self) -> Any:
-        """The first layer, with this model's FAN."""
+        """Return the first layer, with this model's FAN."""
         return ModuleSpec(module=FANColumnParallelLinear, params={"fan": self._fan})
 
     def row_parallel_linear(self) -> Any:
-        """The second layer."""
+        """Return the second layer."""
         return ModuleSpec(module=FANRowParallelLinear, params={"fan": self._fan})
 
 
@@ -59,7 +59,7 @@ class _FANLayer:
     """Makes a FAN layer of the linear map of megatron-core's that comes after it among the bases."""
 
     activation: Activation
-    """How features are made of this rank's p | g."""
+    """Makes the features from this rank's p | g."""
 
     def __init__(
         self, input_size: int, output_size: int, *, fan: FANConfig, bias: bool, skip_bias_add: bool, **kwargs: Any
@@ -73,7 +73,7 @@ class _FANLayer:
         super().__init__(input_size, rows, bias=fan.bias, skip_bias_add=False, **kwargs)  # type: ignore[call-arg]
 
     def forward(self, x: Tensor) -> tuple[Tensor, None]:
-        """The features of the linear map's output, and no bias left to add."""
+        """Return the features of the linear map's output, and no bias left to add."""
         pre_sbk, _ = super().forward(x)  # type: ignore[misc]
         (made,) = FANActivation.apply(pre_sbk, self.activation)
         return made, None
@@ -90,7 +90,7 @@ class FANColumnParallelLinear(_FANLayer, ColumnParallelLinear):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: ShardedOffsets = (), metadata: dict | None = None
     ) -> dict[str, Any]:
-        """The rows under their places in the canonical [p | g] map, whatever the layout."""
+        """Return the rows under their places in the canonical [p | g] map, whatever the layout."""
         state: dict[str, Any] = super().sharded_state_dict(prefix, sharded_offsets, metadata)
         for name in ("weight", "bias"):
             key = prefix + name
@@ -110,7 +110,9 @@ class FANRowParallelLinear(_FANLayer, RowParallelLinear):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: ShardedOffsets = (), metadata: dict | None = None
     ) -> dict[str, Any]:
-        """The columns under those of the canonical [cos p1, sin p1, g1], whatever the layout; the bias is whole."""
+        """Return the columns under those of the canonical [cos p1, sin p1, g1], whatever the layout; the bias is
+        whole.
+        """
         state: dict[str, Any] = super().sharded_state_dict(prefix, sharded_offsets, metadata)
         if self.shard.ranks > 1:
             columns = [
@@ -123,7 +125,7 @@ class FANRowParallelLinear(_FANLayer, RowParallelLinear):
 
 
 def _shard(width: int, fan: FANConfig, tp_group: dist.ProcessGroup) -> FANShard:
-    """One rank's part of the rows that make an output of that width, and so of the features that they make."""
+    """Return one rank's part of the rows that make an output of that width, and so of the features that they make."""
     return FANShard.of_rank(tp_group.rank(), tp_group.size(), [FANOutput.of_width(width, fan.p_ratio)])
 
 

@@ -61,7 +61,7 @@ class FANShard(NamedTuple):
     ranks: int
     rank: int
     outputs: tuple[FANOutput, ...]
-    """A rank's part of each output: P/T and G/T."""
+    """A rank's part of each output: P/T and G/T rows."""
 
     @classmethod
     def of_rank(cls, rank: int, ranks: int, whole: Sequence[FANOutput]) -> "FANShard":
@@ -84,7 +84,7 @@ class FANShard(NamedTuple):
         return [output.rows for output in self.outputs]
 
     def whole(self, output: int) -> FANOutput:
-        """The rows of an output on all ranks."""
+        """Return the rows of an output on all ranks."""
         return FANOutput(*(self.ranks * rows for rows in self.outputs[output]))
 
     def row_ranges(self) -> list[RowRange]:
@@ -114,27 +114,29 @@ class FANShard(NamedTuple):
 
 
 class Exchanged(NamedTuple):
-    """Describe what a collective writes, which may still be running."""
+    """The output of a collective that may still be running."""
 
     tensor: Tensor
     work: dist.Work | None = None
 
     def wait(self) -> Tensor:
-        """The tensor, once it is written."""
+        """Return the tensor, once it is written."""
         if self.work is not None:
             self.work.wait()
         return self.tensor
 
 
 class Activation(NamedTuple):
-    """Make [cos p, sin p, g] of each output, whole on each rank, of all ranks' p | g, and bring gradients back."""
+    """Computes [cos p, sin p, g] of each output, whole on each rank, from all ranks' p | g, and brings gradients
+    back.
+    """
 
     shard: FANShard
     group: dist.ProcessGroup | None
     """The ranks that share the map."""
     gelu: bool
     recompute: bool = False
-    """Whether backward computes the outputs again, of p | g, so that they are not kept for it."""
+    """Whether backward recomputes the outputs from p | g, so that they are not kept for it."""
 
     def gather(self, pre_sbk: Tensor) -> Exchanged:
         """Start to gather the pre-activation of all ranks, [t, s, b, k]."""
@@ -167,7 +169,7 @@ class Activation(NamedTuple):
         return grad_pre_tsbk
 
     def reduce_scatter(self, grad_pre_tsbk: Tensor) -> Exchanged:
-        """Start to sum the gradient over the ranks, of which each keeps that of its rows, [s, b, k]."""
+        """Start to sum the gradient over the ranks; each keeps that of its rows, [s, b, k]."""
         if self.shard.ranks == 1:
             return Exchanged(grad_pre_tsbk.squeeze(0))
         grad_pre_sbk = torch.empty_like(grad_pre_tsbk[0])
@@ -192,7 +194,7 @@ class FANActivation(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        """The gradient of this rank's p | g."""
+        """Return the gradient of this rank's p | g."""
         made, kept_g = ctx.saved_tensors[: len(grads)], ctx.saved_tensors[len(grads) :]
         grad_pre_tsbk = ctx.activation.differentiate(made, kept_g, grads)
         return ctx.activation.reduce_scatter(grad_pre_tsbk).wait(), None
@@ -222,7 +224,7 @@ class FANActivationAndProduct(torch.autograd.Function):
     def backward(
         ctx: Any, grad_sbo: Tensor, _grad_x_f: None, *grads: Tensor
     ) -> tuple[Tensor, Tensor | None, None, None]:
-        """The gradients of this rank's p | g, and of its weight; every output must have been used."""
+        """Return the gradients of this rank's p | g, and of its weight; every output must have been used."""
         activation: Activation = ctx.activation
         outputs = 1 + len(grads)
         weight_oh, *kept = ctx.saved_tensors

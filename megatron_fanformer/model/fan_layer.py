@@ -43,7 +43,7 @@ from megatron_fanformer.model.fan_functions import (
 from megatron_fanformer.runtime.layout import FANForm
 
 PARAMETERS = ("linear", "v_linear")
-"""What the rows of the outputs are called in checkpoints, in their order: of X_F, and of the values."""
+"""Names in checkpoints of the rows that make each output, in order: X_F, and the values."""
 
 
 class FANProjection(MegatronModule):
@@ -114,14 +114,16 @@ class FANProjection(MegatronModule):
             self._checkpoint = None
 
     def pre_activation(self, x_sbh: Tensor) -> Tensor:
-        """X [s, b, h] -> p | g of this rank's rows [s, b, k], for a layer that makes the outputs itself."""
+        """Map X [s, b, h] to p | g of this rank's rows [s, b, k], for a layer that computes the outputs itself."""
         pre_sbk, _ = self.linear(x_sbh)
         return pre_sbk
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Sequence[tuple[int, int, int]] = (), metadata: dict | None = None
     ) -> dict[str, Any]:
-        """The map's rows under their places in the canonical [p | g] maps, which neither layout nor form changes."""
+        """Return the map's rows under their places in the canonical [p | g] maps, which neither layout nor form
+        changes.
+        """
         linear: Any = self.linear  # a module whose class the layer spec chooses
         state = linear.sharded_state_dict(f"{prefix}linear.", sharded_offsets, metadata)
         for name in ("weight", "bias"):
@@ -144,7 +146,7 @@ def canonical_rows(shard: FANShard, names: Sequence[str]) -> list[CanonicalRange
 
 
 def without_sequence_parallel(config: TransformerConfig) -> TransformerConfig:
-    """A copy for the layer after FAN, whose input is whole on every rank: it must not be gathered again."""
+    """Return a copy for the layer after FAN, whose input is whole on every rank: it must not be gathered again."""
     config = copy.copy(config)
     config.sequence_parallel = False
     return config
@@ -158,7 +160,7 @@ class ActivatedColumnParallelLinear(ColumnParallelLinear):
     """
 
     activation: Activation
-    """How X_F is made: the FAN map's, set once there is one."""
+    """Makes X_F; the FAN map's, set once there is one."""
 
     def __init__(self, *args: Any, config: TransformerConfig, **kwargs: Any) -> None:
         super().__init__(*args, config=without_sequence_parallel(config), disable_grad_reduce=True, **kwargs)

@@ -24,7 +24,7 @@ def initialize(sharded_state: dict[str, Any], config: FANformerConfig, seed: int
 
 
 def draw_weight(config: FANformerConfig, name: str, shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
-    """The whole initial tensor of that global name, in float32."""
+    """Return the whole initial tensor of that global name, in float32."""
     if name.endswith(".bias"):
         return torch.zeros(shape)
     if "layernorm" in name:
@@ -33,7 +33,7 @@ def draw_weight(config: FANformerConfig, name: str, shape: tuple[int, ...], gene
 
 
 def initial_std(config: FANformerConfig, name: str) -> float:
-    """The standard deviation of the matrix of that global name."""
+    """Return the standard deviation of the matrix of that global name."""
     if name.endswith("linear_proj.weight"):
         variance = 1 / (2 * config.hidden_size * _depth(name))
     elif name.endswith("linear_fc2.weight"):

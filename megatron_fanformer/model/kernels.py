@@ -20,7 +20,7 @@ ALIGNED_TOKENS = 64  # a chunk is a multiple of it: matrix units prefer whole ti
 
 @dataclass(frozen=True, kw_only=True)
 class KernelsConfig:
-    """Configure what computes the layers."""
+    """Implementations that compute the layers."""
 
     transformer_impl: TransformerImpl = "auto"
     """Transformer Engine's layers, or megatron-core's and torch's; `auto`: the Engine on a GPU if it imports."""
@@ -42,7 +42,7 @@ class KernelsConfig:
 
     @property
     def fuses_gradient_accumulation(self) -> bool:
-        """Return whether it was chosen or asked for: a model that is not trained has no buffer to add to."""
+        """Return whether it was chosen or configured: a model that is not trained has no buffer to add to."""
         return bool(self.gradient_accumulation_fusion)
 
     def loss_chunk_tokens(self, logit_columns: int, element_bytes: int, *, on_cpu: bool) -> int:
@@ -56,7 +56,7 @@ class KernelsConfig:
         return self.loss_head_chunk_tokens or max(1, tokens // ALIGNED_TOKENS * ALIGNED_TOKENS or tokens)
 
     def problems(self) -> list[str]:
-        """Rules of single fields that this configuration breaks, one line each."""
+        """Return the rules of single fields that this configuration breaks, one line each."""
         demand = "be at least 1, or null"
         return broken_fields("kernels", self, demand, lambda value: value < 1, "loss_head_chunk_tokens")
 

@@ -37,7 +37,7 @@ from megatron_fanformer.runtime.layout import FANForm
 
 @functools.cache
 def transformer_engine_problem() -> str | None:
-    """Why Transformer Engine cannot be used here, or None."""
+    """Return why Transformer Engine cannot be used here, or None."""
     try:
         import megatron.core.extensions.transformer_engine as extension
     except Exception as error:  # a broken installation raises whatever its libraries raise
@@ -46,7 +46,7 @@ def transformer_engine_problem() -> str | None:
 
 
 def _import_problem() -> str:
-    """Why megatron-core sees no Transformer Engine: it mistakes a missing dependency for its absence."""
+    """Return why megatron-core sees no Transformer Engine: it mistakes a missing dependency for its absence."""
     try:
         importlib.import_module("transformer_engine.pytorch")
     except ModuleNotFoundError as error:
@@ -58,10 +58,10 @@ def _import_problem() -> str:
 
 
 def resolve_transformer_impl(wanted: TransformerImpl) -> Literal["local", "transformer_engine"]:
-    """`auto` uses Transformer Engine where it imports.
+    """Resolve `auto` to Transformer Engine where it imports.
 
     Raises:
-        InputError: Transformer Engine is asked for and cannot be used.
+        InputError: Transformer Engine is requested and cannot be used.
     """
     if wanted == "local":
         return "local"
@@ -95,7 +95,7 @@ def layer_spec(
     fp8_fan: bool = False,
     recompute_fan: bool = False,
 ) -> ModuleSpec:
-    """One FANformer layer (the paper's p_ratio where `fan` is not given).
+    """Return one FANformer layer (the paper's p_ratio where `fan` is not given).
 
     Args:
         recompute_fan: whether backward computes X_F again, of p | g, so that it is not kept.
@@ -115,7 +115,7 @@ def block_spec(
     fp8_fan: bool = False,
     recompute_fan: bool = False,
 ) -> TransformerBlockSubmodules:
-    """`num_layers` FANformer layers and the final norm: one chunk of a pipeline stage."""
+    """Return `num_layers` FANformer layers and the final norm: one chunk of a pipeline stage."""
     norm: type[torch.nn.Module] = RMSNorm
     if transformer_impl == "transformer_engine":
         from megatron.core.extensions.transformer_engine import TENorm

@@ -1,4 +1,4 @@
-"""Which layouts a model and a batch allow: each rule that is broken, with the nearest legal value."""
+"""Rules that a model and a batch set for layouts: each broken one with the nearest legal value."""
 
 import math
 from collections.abc import Iterator

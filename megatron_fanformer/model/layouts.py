@@ -35,7 +35,7 @@ MOVED_KERNELS = {old: new for old, new in MOVED_FIELDS.items() if new.startswith
 
 @dataclass(frozen=True)
 class Layout:
-    """Describe how a model is spread over ranks, and what computes its layers there."""
+    """A model's spread over ranks, and the implementation of its layers there."""
 
     parallel: ParallelConfig
     kernels: KernelsConfig
@@ -46,18 +46,18 @@ class Layout:
         return self.parallel.model_parallel_size * (self.parallel.data_parallel_size or 1)
 
     def problems(self) -> list[str]:
-        """Rules that it breaks for any model, one line each."""
+        """Return the rules that it breaks for any model, one line each."""
         return [*self.parallel.problems(), *self.kernels.problems(), *graph_problems(self.parallel, self.kernels)]
 
 
 def single_process(transformer_impl: TransformerImpl = "auto") -> Layout:
-    """One rank, with nothing spread, overlapped or recomputed."""
+    """Return one rank, with nothing spread, overlapped or recomputed."""
     parallel = ParallelConfig(use_distributed_optimizer=False, data_parallel_size=1)
     return Layout(parallel, KernelsConfig(transformer_impl=transformer_impl))
 
 
 def parse_layout(text: str, transformer_impl: TransformerImpl = "auto") -> Layout:
-    """The layout that `text` describes; what it does not mention is as in one process.
+    """Return the layout that `text` describes; what it does not mention is as in one process.
 
     Names are those of `parallel` and `kernels` in a configuration, those that `kernels` had before, and short ones
     (`SHORT_NAMES`, and `overlap` for both kinds).
@@ -72,7 +72,7 @@ def parse_layout(text: str, transformer_impl: TransformerImpl = "auto") -> Layou
 
 
 def laid_over(base: Layout, fields: Mapping[str, Any], text: str) -> Layout:
-    """A layout with other values of those fields.
+    """Return a layout with other values of those fields.
 
     Args:
         text: where they were read, for errors.
@@ -122,7 +122,7 @@ def _value(text: str, value: str) -> Any:
 
 
 def own_layout(parallel: ParallelConfig, kernels: KernelsConfig) -> tuple[str, Layout]:
-    """A configuration's own layout, and how it would be written."""
+    """Return a configuration's own layout, and how it would be written."""
     single = single_process(kernels.transformer_impl)
     sections: tuple[tuple[Any, Any], ...] = ((parallel, single.parallel), (kernels, single.kernels))
     said = {

@@ -74,7 +74,7 @@ class ReplicatedLinear(MegatronModule):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
     ) -> dict[str, Any]:
-        """Whole tensors, replicated over the tensor parallel ranks."""
+        """Return whole tensors, replicated over the tensor parallel ranks."""
         return make_sharded_tensors_for_checkpoint(
             self.state_dict(prefix="", keep_vars=True),
             prefix,
@@ -128,7 +128,7 @@ class TorchCoreAttention(MegatronModule):
         packed_seq_params: Any = None,
         **_ignored: Any,
     ) -> Tensor:
-        """Queries [s, b, n, d], keys and values [s, b, n or fewer, d] -> [s, b, n * d].
+        """Return queries [s, b, n, d], keys and values [s, b, n or fewer, d] -> [s, b, n * d].
 
         With `packed_seq_params` of format `thd`, [t, n, d] of the tokens of all sequences -> [t, n * d].
         """
@@ -189,7 +189,7 @@ class TorchCoreAttention(MegatronModule):
 
 
 class RMSNorm(torch.nn.Module):
-    """RMSNorm that tells Megatron to sum its weight's gradient under sequence parallelism.
+    """RMSNorm whose weight's gradient Megatron sums under sequence parallelism.
 
     (megatron-core's wrapper of torch's own refuses to run there.)
     """

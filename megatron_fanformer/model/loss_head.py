@@ -24,7 +24,7 @@ from megatron_fanformer.ops.cross_entropy import to_gradient
 from megatron_fanformer.ops.products import add_product
 
 SAME_WEIGHTS = 1e-6
-"""Relative: a multiple of the loss mask is one up to the rounding of a float32 product."""
+"""Relative tolerance: a loss mask's multiple has one factor up to the rounding of a float32 product."""
 
 
 class LossHead(ColumnParallelLinear):
@@ -53,7 +53,8 @@ class LossHead(ColumnParallelLinear):
         loss_mask_sb: Tensor | None = None,
         columns: int | None = None,
     ) -> Any:
-        """Logits [s, b, v] and no bias, as its base class returns them; with labels their losses [s, b], in float32.
+        """Return logits [s, b, v] and no bias, as its base class returns them; with labels their losses [s, b], in
+        float32.
 
         Args:
             input_: hidden states [s, b, h]; under sequence parallelism this rank's part of s.
@@ -123,7 +124,7 @@ class _LossHeadFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_sb: Tensor) -> Any:
-        """The gradients that forward took, scaled; they are given once."""
+        """Return the gradients that forward took, scaled; they are given once."""
         (mask_sb,) = ctx.saved_tensors
         gradients, ctx.gradients = ctx.gradients, None
         if gradients is None:
@@ -145,7 +146,7 @@ def _require(condition: Tensor, message: str) -> None:
 
 
 def _scale_of(grad_sb: Tensor, mask_sb: Tensor) -> Tensor:
-    """The factor between the loss mask and upstream gradients."""
+    """Return the factor between the loss mask and upstream gradients."""
     grad, mask = grad_sb.double(), mask_sb.double()
     scale = (grad * mask).sum() / (mask * mask).sum().clamp_min(torch.finfo(torch.float32).tiny)
     difference = (grad - scale * mask).abs().max()
@@ -170,7 +171,7 @@ def _whole_sequence(x_sbh: Tensor, head: LossHead) -> Tensor:
 
 
 class _Gradients:
-    """Gradients of the masked sum of losses by the hidden states and by the weight, chunk by chunk."""
+    """Gradients of the masked sum of losses with respect to the hidden states and the weight, chunk by chunk."""
 
     def __init__(self, x_sbh: Tensor, weight_vh: Any, head: LossHead) -> None:
         self.weight, self.head = weight_vh, head

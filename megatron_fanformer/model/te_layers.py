@@ -1,4 +1,4 @@
-"""What the Transformer Engine spec needs beyond megatron-core's own wrappers; imports only where the Engine does."""
+"""Layers for the Transformer Engine spec beyond megatron-core's own wrappers; imports only where the Engine does."""
 
 from typing import Any
 
@@ -49,7 +49,7 @@ class WholeInputTEColumnParallelLinear(TELinear):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
     ) -> dict[str, Any]:
-        """Shards along the output rows."""
+        """Return shards along the output rows."""
         return make_sharded_tensors_for_checkpoint(
             self.state_dict(prefix="", keep_vars=True),
             prefix,

@@ -1,1 +1,1 @@
-"""What a node must show before it joins a run: the command `check-node`."""
+"""The checks that a node must pass before it joins a run: the command `check-node`."""

@@ -44,7 +44,7 @@ def check_nodes(config: CheckConfig) -> None:
     except (FanformerError, OSError) as error:
         raised = error
     if any(thread.name == WORKER for thread in threading.enumerate()):
-        # What hangs would keep the interpreter from its end.
+        # A worker that hangs would keep the interpreter from exiting.
         sys.stdout.flush()
         if raised is not None:
             print_end(raised if isinstance(raised, FanformerError) else FanformerError(str(raised)))
@@ -95,7 +95,7 @@ def _check_nodes(config: CheckConfig) -> None:
 
 
 class _Unhealthy(FanformerError):
-    """A node is; without a message where the verdicts, or another node, report all of it."""
+    """A node is unhealthy; without a message where the verdicts, or another node, report all of it."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message)

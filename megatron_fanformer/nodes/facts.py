@@ -1,4 +1,4 @@
-"""What this node shows by itself: its versions, its GPUs or cores, how fast they multiply, where it can write."""
+"""Facts about this node: its versions, its GPUs or cores, how fast they multiply, where it can write."""
 
 import importlib.metadata
 import os
@@ -39,9 +39,9 @@ class Gpu:
 
     name: str
     flops_per_second: float
-    """Of bf16 products."""
+    """FLOP/s of bf16 products."""
     clock_mhz: float | None = None
-    """Of its multiprocessors, under that load; None where nvidia-smi does not report it."""
+    """Clock of its multiprocessors under that load; None where nvidia-smi does not report it."""
 
 
 @dataclass(kw_only=True)
@@ -50,16 +50,16 @@ class Facts:
 
     node: str = field(default_factory=devices.node_name)
     problems: list[str] = field(default_factory=list)
-    """What is wrong with it, whatever the others show."""
+    """Problems of this node, whatever the others show."""
     doing: str = STARTING
-    """What is being measured just now."""
+    """The measurement in progress."""
     versions: dict[str, str] = field(default_factory=dict)
     cores: int = field(default_factory=usable_cores)
     gpus: list[Gpu] = field(default_factory=list)
     flops_per_second: float | None = None
-    """Of products on its cores; None where it has GPUs."""
+    """FLOP/s of products on its cores; None where it has GPUs."""
     shared_file: str | None = None
-    """What it left in the shared folder for the judge to read."""
+    """Path of the file that it left in the shared folder, for the judge to read."""
     shared_text: str = ""
 
 

@@ -1,4 +1,4 @@
-"""Which nodes are fit to join a run: each by itself, and beside the others."""
+"""Judgement of which nodes are fit to join a run: each by itself, and compared with the others."""
 
 import statistics
 from collections import Counter
@@ -12,8 +12,8 @@ from megatron_fanformer.nodes.verb import CheckConfig
 LEAST_SHARE_OF_BANDWIDTH = 0.5  # of the nodes' median, where no bandwidth is stated: links share switches, chips do not
 
 Links = dict[int, list[float]]
-"""By the other node's number: bytes per second of a collective with it, by GPU (one number where there is none); 0 for
-one that did not come to its end."""
+"""Bytes per second of a collective with each other node, by its number, for each GPU (one number where there is none);
+0 for one that did not finish."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +24,7 @@ class Verdict:
     problems: list[str] = field(default_factory=list)
     facts: Facts | None = None
     bandwidth: list[float] = field(default_factory=list)
-    """Bytes per second of its better link, by GPU."""
+    """Bytes per second of its better link, for each GPU."""
 
     @property
     def is_healthy(self) -> bool:
@@ -74,7 +74,7 @@ def judge(found: dict[int, Facts], links: dict[int, Links], config: CheckConfig)
 
 
 class _Usual:
-    """The facts of most nodes, or their median; the first node's, where as many show another."""
+    """The facts of most nodes, or their median; with a tie, the first node's."""
 
     def __init__(self, found: Iterable[Facts]) -> None:
         nodes = list(found)

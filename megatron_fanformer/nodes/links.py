@@ -1,8 +1,8 @@
-"""How fast two nodes communicate: an all-reduce between each node and its two neighbours in a ring.
+"""Speed of communication between nodes: an all-reduce between each node and its two neighbours in a ring.
 
-Each pair is a group of its own, so that a node that does not answer costs its neighbours one link, and nobody else
-anything. Of an even number of nodes all links are measured in two rounds, of an odd one in three; a node has but one
-link at a time.
+Each pair is a group of its own, so that a node that does not answer costs its neighbours one link, and the
+others nothing. With an even number of nodes all links are measured in two rounds, with an odd one in three; a node has
+one link at a time.
 """
 
 import time
@@ -66,7 +66,7 @@ def _meet(store: Any, number: int, other: int, seconds: float) -> None:
 
 
 def _rate(store: Any, rank: int, gpu: int | None) -> float:
-    """Bytes per second that each of the two sends in an all-reduce, which is as many as it holds.
+    """Return bytes per second that each of the two sends in an all-reduce, which is as many as it holds.
 
     Args:
         gpu: None: between the processors.

@@ -10,7 +10,7 @@ from megatron_fanformer.runtime import device
 
 @dataclass(frozen=True, kw_only=True)
 class CheckConfig:
-    """Configure how nodes are checked."""
+    """Options of `check-node`."""
 
     folder: Path | None = None
     """A folder of the file system that all nodes share, such as the run's; it is written to."""

@@ -31,7 +31,7 @@ OPTIONS = (
     *("-fno-math-errno", "-fno-trapping-math", "-fPIC", "-fopenmp"),
 )
 CPU_LINES = ("flags", "Features", "CPU implementer", "CPU part")
-"""How those lines of /proc/cpuinfo begin that say what the compiler builds for here; ARM's are the last three."""
+"""Beginnings of the lines in /proc/cpuinfo that decide what the compiler builds for; ARM's are the last three."""
 TYPES = (torch.float32, torch.bfloat16)
 MOST_SECONDS = 120
 BYTES_OF_A_WORD = 4  # what a product's factors are made of
@@ -45,7 +45,7 @@ _problem: str | None = "nobody asked for them"
 
 
 def load(cache: Path) -> str | None:
-    """Have this process use them from now on.
+    """Make this process use them from now on.
 
     Args:
         cache: a folder of this user's alone, in which the library is, or is put.
@@ -60,18 +60,18 @@ def load(cache: Path) -> str | None:
 
 
 def unload(problem: str) -> None:
-    """Have this process compute by PyTorch's operations again, and say why."""
+    """Make this process compute by PyTorch's operations again, and say why."""
     global _library, _problem
     _library, _problem = None, problem
 
 
 def problem() -> str | None:
-    """Why this process does not use them; None: it does."""
+    """Return why this process does not use them; None: it does."""
     return _problem
 
 
 def _loaded(cache: Path) -> tuple[Any, str | None]:
-    """The library, or why there is none."""
+    """Return the library, or why there is none."""
     if platform.system() != "Linux" or platform.machine() not in OPTIONS_OF_MACHINES:
         machines = " and ".join(OPTIONS_OF_MACHINES)
         return None, f"they are for Linux on {machines}, and this is {platform.system()} on {platform.machine()}"
@@ -101,7 +101,9 @@ def in_memory(tensor: Tensor) -> bool:
 
 
 def _built(compiler: Path, cache: Path) -> Path:
-    """The library of these sources, compiler and CPU. Ranks that start together may all build it: the same file."""
+    """Return the library of these sources, compiler and CPU. Ranks that start together may all build it: the same
+    file.
+    """
     found = compiler.resolve()
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     flags = sorted({line for line in lines if line.startswith(CPU_LINES)})
@@ -138,7 +140,7 @@ def swiglu(gate_and_up: Tensor) -> Tensor:
 
 
 def swiglu_backward(gate_and_up: Tensor, grad: Tensor) -> Tensor:
-    """The gradient of [gate | up]."""
+    """Return the gradient of [gate | up]."""
     gate_and_up, grad = gate_and_up.contiguous(), grad.contiguous()
     grad_both = torch.empty_like(gate_and_up)
     _call("swiglu_backward", gate_and_up, grad, grad_both, grad.numel() // grad.shape[-1], grad.shape[-1])
@@ -146,7 +148,7 @@ def swiglu_backward(gate_and_up: Tensor, grad: Tensor) -> Tensor:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """The normalised [..., h], and the factors [..., 1] in float32 by which rows were multiplied."""
+    """Return the normalised [..., h], and the factors [..., 1] in float32 by which rows were multiplied."""
     x, out = x.contiguous(), torch.empty_like(x, memory_format=torch.contiguous_format)
     scale = x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
     _call("rms_norm", x, weight, float(eps), out, scale, scale.numel(), x.shape[-1])
@@ -154,7 +156,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 
 
 def rms_norm_backward(x: Tensor, weight: Tensor, scale: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradients of x and of the weight."""
+    """Return the gradients of x and of the weight."""
     x, grad = x.contiguous(), grad.contiguous()
     parts = max(LEAST_PARTS, scale.numel() // ROWS_OF_A_PART)
     grad_x, grad_weight = torch.empty_like(x), scale.new_empty(parts, x.shape[-1])
@@ -163,7 +165,9 @@ def rms_norm_backward(x: Tensor, weight: Tensor, scale: Tensor, grad: Tensor) ->
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
-    """Pairs (i, i + d / 2) of [s, b, n, d] rotated by angles whose cos and sin are [s, 1, 1, d / 2] in float32."""
+    """Return pairs (i, i + d / 2) of [s, b, n, d] rotated by angles whose cos and sin are [s, 1, 1, d / 2] in
+    float32.
+    """
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     positions, batch, heads, size = x.shape
     angles = (each.float().contiguous() for each in (cos, sin))
@@ -207,7 +211,7 @@ def causal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float) ->
 def causal_attention_backward(
     qkv: tuple[Tensor, Tensor, Tensor], out: Tensor, log_sums: Tensor, grad: Tensor, scale: float
 ) -> list[Tensor]:
-    """The gradients of queries, keys and values, all [b, n, s, d], contiguous as [s, b, n, d]."""
+    """Return the gradients of queries, keys and values, all [b, n, s, d], contiguous as [s, b, n, d]."""
     batch, heads, length, size = out.shape
     grad = grad if grad.stride(-1) == 1 else grad.contiguous()
     grads = [out.new_empty(length, batch, heads, size) for _ in qkv]

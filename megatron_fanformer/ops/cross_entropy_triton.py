@@ -13,12 +13,12 @@ import triton.language as tl
 from torch import Tensor
 
 BLOCK = 8192
-"""Logits at a time: four 16-byte loads of bfloat16 for each thread of eight warps."""
+"""Logits per block: four 16-byte loads of bfloat16 for each thread of eight warps."""
 WARPS = 8
 
 
 def exponentials(logits_cv: Tensor) -> tuple[Tensor, Tensor]:
-    """The largest logit of each row, and the sum of exponentials relative to it, which replace the logits.
+    """Return the largest logit of each row, and the sum of exponentials relative to it, which replace the logits.
 
     In 16 bits they are divided by that sum (see `cross_entropy.exponentials`).
 

@@ -104,7 +104,7 @@ class _Rotation(torch.autograd.Function):
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor, *, sign: float) -> Tensor:
-    """Each pair rotated by its angle; in the other direction at sign -1, which is the gradient of that."""
+    """Rotate each pair by its angle; at sign -1 in the other direction, which is the gradient of that."""
     if cpu_kernels.reach(x):
         return cpu_kernels.rotate(x, cos, sin, sign)
     cos, sin = cos.to(x.dtype), (sign * sin).to(x.dtype)

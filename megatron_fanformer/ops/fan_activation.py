@@ -27,7 +27,7 @@ class Implementation(NamedTuple):
 
 
 def implementation_for(tensor: Tensor) -> Implementation:
-    """The kernel where it can run on this tensor, else PyTorch."""
+    """Return the kernel where it can run on this tensor, else PyTorch."""
     return (_kernel() or EAGER) if triton_reaches(tensor) else EAGER
 
 
@@ -68,11 +68,11 @@ def differentiate(x_f_nw: Tensor, grad_nw: Tensor, g_nv: Tensor | None, grad_pre
 
 
 EAGER = Implementation(activate, differentiate)
-"""In PyTorch, on any device and in any float type."""
+"""The activation in PyTorch, on any device and in any float type."""
 
 
 def _high(tensor: Tensor) -> torch.dtype:
-    """float32 at least: a bf16 phase of 100 would be off by half a radian."""
+    """Return float32 at least: a bf16 phase of 100 would be off by half a radian."""
     return torch.promote_types(tensor.dtype, torch.float32)
 
 
@@ -81,7 +81,7 @@ def _high_copy(tensor: Tensor) -> Tensor:
 
 
 def _canonical_views(x_f_nw: Tensor, ranks: int, periodic: int) -> tuple[Tensor, Tensor, Tensor]:
-    """cos p [n, t, P], sin p [n, t, P] and g [n, t, G] as views of an output."""
+    """Return cos p [n, t, P], sin p [n, t, P] and g [n, t, G] as views of an output."""
     whole = ranks * periodic
     parts = x_f_nw.split([whole, whole, x_f_nw.shape[-1] - 2 * whole], dim=-1)
     cos, sin, g = (part.unflatten(-1, (ranks, part.shape[-1] // ranks)) for part in parts)

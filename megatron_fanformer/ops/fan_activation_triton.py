@@ -17,17 +17,18 @@ import triton.language as tl
 from torch import Tensor
 
 TILE_COLUMNS = 128
-"""At most: the paper's sizes have P and G in multiples of it, and a tile's rows are whole cache lines."""
+"""Most columns of a tile: the paper's sizes have P and G in multiples of it, and a tile's rows are whole cache
+lines."""
 TILE_BYTES = 8192
-"""Four 16-byte loads per thread."""
+"""Bytes of a tile: four 16-byte loads per thread."""
 WARPS = 4
 LARGEST_ROW_STRIDE = 2**20
-"""Elements: a tile's offsets are 32-bit numbers, and a tile has at most 2^11 rows."""
+"""Largest row stride, in elements: a tile's offsets are 32-bit numbers, and a tile has at most 2^11 rows."""
 
 # cos and sin, within 3 units in the last place of float32: the largest error over 8 million phases was 2.5.
 LARGEST_REDUCED = tl.constexpr(12_000.0)
 """Phases up to here are less than 2^13 quarter turns from 0: their products with 11 bits are exact in float32."""
-QUARTERS = tl.constexpr(0.6366197723675814)  # of a turn, in a radian: 2/π
+QUARTERS = tl.constexpr(0.6366197723675814)  # quarter turns per radian: 2/π
 ROUNDER = tl.constexpr(12582912.0)  # 1.5 · 2^23: what is added to it loses its fraction
 # π/2 in pieces of 11, 11, 11 and 24 bits, from the top: exact with a fused multiply-add and without one.
 QUARTER_A, QUARTER_B = tl.constexpr(1.5703125), tl.constexpr(0.0004837512969970703)
@@ -77,7 +78,7 @@ def differentiate(x_f_nw: Tensor, grad_nw: Tensor, g_nv: Tensor | None, grad_pre
 
 
 def _with_rows(tensor: Tensor) -> Tensor:
-    """The tensor, or a copy of it whose columns are consecutive and whose rows are near each other."""
+    """Return the tensor, or a copy of it whose columns are consecutive and whose rows are near each other."""
     near = tensor.stride(-1) == 1 and tensor.stride(-2) <= LARGEST_ROW_STRIDE
     return tensor if near else tensor.contiguous()
 
@@ -93,7 +94,7 @@ def _tiling(pre_tnr: Tensor, periodic: int) -> tuple[tuple[int], dict[str, int]]
 
 @triton.jit
 def _cos_sin(phase):
-    """cos and sin of float32 phases up to LARGEST_REDUCED; NaN stays NaN."""
+    """Return cos and sin of float32 phases up to LARGEST_REDUCED; NaN stays NaN."""
     shifted = phase * QUARTERS + ROUNDER
     turns = shifted - ROUNDER
     r = ((phase - turns * QUARTER_A) - turns * QUARTER_B - turns * QUARTER_C) - turns * QUARTER_D
@@ -108,7 +109,9 @@ def _cos_sin(phase):
 
 @triton.jit
 def _place(tokens, RANKS: tl.constexpr, BLOCKS: tl.constexpr, TILE_TOKENS: tl.constexpr):
-    """This program's block of columns, its rank, its first token, the tile's rows, and which of them are tokens."""
+    """Return this program's block of columns, its rank, its first token, the tile's rows, and which of them are
+    tokens.
+    """
     program = tl.program_id(0)
     # 64 bits: a tensor may have more than 2^31 elements
     first = (program // (BLOCKS * RANKS)).to(tl.int64) * TILE_TOKENS

@@ -1,4 +1,4 @@
-"""Which tensors this project's Triton kernels accept, and whether Triton can run them."""
+"""Support for this project's Triton kernels: which tensors they accept, and whether Triton can run them."""
 
 import functools
 import subprocess

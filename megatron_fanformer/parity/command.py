@@ -1,4 +1,4 @@
-"""What `megatron-fanformer parity` does with its options: compares, prints, writes, and says what differs."""
+"""Runs `megatron-fanformer parity`: compares, prints, writes, and reports the differences."""
 
 import json
 

@@ -28,15 +28,15 @@ Variant = tuple[FANformerConfig, ParallelConfig]
 
 @dataclass(frozen=True, kw_only=True)
 class LayoutCommunication:
-    """Describe what a step of one layout communicates."""
+    """The communication of one layout's step."""
 
     name: str
     models: tuple[str, ...]
-    """Those that the layout is legal for."""
+    """Models that the layout is legal for."""
     rows: tuple[ComparedRow, ...]
-    """Counted and by formula, at the small size, of all ranks together; one cell per model."""
+    """Counts and formulas at the small size, over all ranks together; one cell per model."""
     sent_bytes: dict[str, dict[str, float]]
-    """By the formula at full size: what a rank of the busiest stage sends in a step, by model and group."""
+    """Bytes that a rank of the busiest stage sends in a step, by the formula at full size, by model and group."""
 
     @property
     def agrees(self) -> bool:
@@ -82,7 +82,7 @@ def compare_communication(
 
 
 def count_step(trial: TrialConfig, layout: ParallelConfig) -> tuple[int, list[CollectiveCount]]:
-    """This rank's pipeline stage, and what its collectives move in a step; runs on every rank."""
+    """Return this rank's pipeline stage, and what its collectives move in a step; runs on every rank."""
     order = Reordering(trial.model, trial.global_batch_size, 0)
     with prepared(trial, layout, order) as (grid, _, wrapped, optimizer, batches, number, _):
         train_step(wrapped, optimizer, batches, grid, number)
@@ -92,7 +92,9 @@ def count_step(trial: TrialConfig, layout: ParallelConfig) -> tuple[int, list[Co
 
 
 def _variants(small: FANformerConfig, full: FANformerConfig, layout: ParallelConfig) -> dict[str, Variant]:
-    """A Transformer and each FAN form, of the small model, as far as the layout is legal for them at full size."""
+    """Return a Transformer and each FAN form, of the small model, as far as the layout is legal for them at full
+    size.
+    """
     if not small.placement.is_fanformer:
         small = dataclasses.replace(small, fan=FANConfig())
     transformer = dataclasses.replace(small, fan=FANConfig(placement=TRANSFORMER))

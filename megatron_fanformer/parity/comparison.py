@@ -1,4 +1,4 @@
-"""How far a layout's run is from the single process's, and whether the order of sums explains it."""
+"""Comparison of a layout's run with the single process's: whether the order of sums explains the difference."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -26,19 +26,19 @@ class Baseline:
 
     losses: list[float]
     tensors: dict[str, dict[str, np.ndarray]]
-    """By kind, then by name."""
+    """Tensors by kind, then by name."""
     scales: dict[str, Errors]
-    """The norm of each tensor; of a weight, of how far it moved, or could at least have moved."""
+    """The norm of each tensor; for a weight, the distance that it moved, or could at least have moved."""
     last_places: Errors
-    """Of each weight: a unit in the last place of its largest element, relative to its scale."""
+    """For each weight, a unit in the last place of its largest element, relative to its scale."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Differences:
-    """Describe how far one run is from the baseline, relative to it."""
+    """A run's differences from the baseline, relative to it."""
 
     losses: list[float]
-    """Of each step."""
+    """Differences of the losses, one per step."""
     tensors: dict[str, Errors]
     """Norm of the difference over the scale, by kind, then by name in forward order."""
 
@@ -59,7 +59,7 @@ class Finding:
 
 @dataclass(frozen=True, kw_only=True)
 class Bounds:
-    """Describe what is still explained by the order of sums: `FACTOR` times what reordered runs showed."""
+    """Largest differences that the order of sums explains: `FACTOR` times those of reordered runs."""
 
     losses: list[float]
     tensors: dict[str, Errors] = field(default_factory=dict)
@@ -83,7 +83,7 @@ class Bounds:
 
 
 def baseline_of(trace: Trace, epsilon: float = FLOAT32_EPSILON) -> Baseline:
-    """The whole of what one process saw; `epsilon` is that of the type in which weights are held."""
+    """Return all that one process recorded as a baseline; `epsilon` is that of the type in which weights are held."""
     tensors = {kind: _assembled(getattr(trace, kind)) for kind in KINDS}
     initial = _assembled(trace.initial)
     moved = {name: weight - initial[name] for name, weight in tensors["weights"].items()}
@@ -110,7 +110,7 @@ def differences(baseline: Baseline, traces: list[Trace]) -> Differences:
 
 
 def bounds_from(noise: list[Differences], last_places: Errors) -> Bounds:
-    """The bounds that reordered runs give.
+    """Return the bounds that reordered runs give.
 
     A tensor's is taken from its own noise or the median tensor's, whichever is larger: with few runs some tensor is
     always lucky. A weight's is taken from a unit in its last place where that is more: updates that are a millionth
@@ -146,7 +146,7 @@ def _scales(tensors: Mapping[str, np.ndarray]) -> Errors:
 
 
 def _errors(whole: dict[str, np.ndarray], scales: Errors, ranks: list[list[TensorPart]]) -> Errors:
-    """Norm of the difference over the scale; infinite where a part is missing or not finite."""
+    """Return the norm of the difference over the scale; infinite where a part is missing or not finite."""
     unseen = -1.0
     furthest = {name: np.full(tensor.shape, unseen, dtype=np.float32) for name, tensor in whole.items()}
     for part in (part for parts in ranks for part in parts):

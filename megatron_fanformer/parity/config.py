@@ -1,4 +1,4 @@
-"""What `megatron-fanformer parity` is asked to compare, read and checked before torch is imported."""
+"""Configuration and layouts of `megatron-fanformer parity`, read and checked before torch is imported."""
 
 import dataclasses
 
@@ -10,7 +10,7 @@ from megatron_fanformer.training.config import RunConfig, load_config
 
 
 def read_layouts(config: ParityConfig) -> tuple[RunConfig, dict[str, Layout]]:
-    """The configuration, and the layouts by their names, each checked on the configuration at its full size.
+    """Return the configuration, and the layouts by their names, each checked on the configuration at its full size.
 
     Raises:
         InputError: the configuration or a layout is wrong; every problem, one line each.

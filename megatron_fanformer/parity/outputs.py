@@ -19,7 +19,7 @@ from megatron_fanformer.runtime.parallel import RankGrid
 
 TOKEN_LOSS = "token loss"
 OUTPUT_MAKERS = (FANProjection, ActivatedColumnParallelLinear)
-"""What gives the outputs of a FAN map: itself, or the layer that makes them of its p | g."""
+"""Modules whose forward returns a FAN map's outputs: the map itself, or the layer that computes them from its p | g."""
 
 
 class OutputRecorder:
@@ -95,7 +95,9 @@ class OutputRecorder:
         self.parts.append(TensorPart(name, whole, (samples, self._positions(output_sbw.shape[0])), values))
 
     def _of_one_row(self, values: np.ndarray, samples: list[int]) -> Iterator[tuple[Any, np.ndarray]]:
-        """The parts that the samples have in the one row of them, or in this tensor parallel rank's part of it."""
+        """Yield the parts that the samples have in the one row of them, or in this tensor parallel rank's part of
+        it.
+        """
         tokens, length = len(samples) * self._seq_length, values.shape[1]
         first = 0 if length == tokens else self._grid.groups.tp.rank() * length
         places, positions = divmod(np.arange(first, first + length), self._seq_length)

@@ -28,21 +28,21 @@ class Reordering:
     number: int
 
     def tensor(self, name: str, tensor: Tensor) -> Tensor:
-        """A whole weight, by its global name, in this order."""
+        """Return a whole weight, by its global name, in this order."""
         for axis, order in enumerate(self._axes(name)):
             if order is not None:
                 tensor = tensor.index_select(axis, order)
         return tensor
 
     def restored(self, name: str, tensor: Tensor) -> Tensor:
-        """A whole weight or its gradient, of this order, in the original order."""
+        """Return a whole weight or its gradient, of this order, in the original order."""
         for axis, order in enumerate(self._axes(name)):
             if order is not None:
                 tensor = tensor.index_select(axis, order.argsort())
         return tensor
 
     def tokens(self, tokens: Tensor) -> Tensor:
-        """Token ids as this order's vocabulary has them."""
+        """Return token ids as this order's vocabulary has them."""
         order = self.vocabulary
         return tokens if order is None else order.argsort()[tokens]
 
@@ -68,14 +68,14 @@ class Reordering:
         return self.features("x_f", self.model.hidden_size)
 
     def features(self, what: str, width: int) -> Tensor | None:
-        """The order of what a FAN layer makes, so wide: cos and sin move together."""
+        """Return the order of what a FAN layer makes, so wide: cos and sin move together."""
         periodic, linear = self._units(what, width)
         if periodic is None or linear is None:
             return None
         return torch.cat([periodic, len(periodic) + periodic, 2 * len(periodic) + linear])
 
     def fan_rows(self, what: str, width: int) -> Tensor | None:
-        """The order of the rows [p | g] that make it."""
+        """Return the order of the rows [p | g] that make it."""
         periodic, linear = self._units(what, width)
         return None if periodic is None or linear is None else torch.cat([periodic, len(periodic) + linear])
 
@@ -100,7 +100,7 @@ class Reordering:
         return self._of_groups(self.model.qkv_rows)
 
     def _of_groups(self, rows: int) -> Tensor | None:
-        """The order of `rows` rows, of which each query group has an equal number."""
+        """Return the order of `rows` rows, of which each query group has an equal number."""
         order: Tensor | None = self.model.placement.group_order(self)
         return None if order is None else torch.arange(rows).view(len(order), -1)[order].flatten()
 

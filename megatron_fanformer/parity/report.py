@@ -1,4 +1,4 @@
-"""What a comparison showed: as lines for the terminal, and as plain values for a file."""
+"""Reports of a comparison: lines for the terminal, and plain values for a file."""
 
 import dataclasses
 import platform
@@ -20,7 +20,7 @@ COLUMNS = ("first loss", "outputs", "gradients", "losses", "weights")
 
 
 def report_lines(result: ParityResult, width: int | None) -> Iterator[str]:
-    """The table: one row per layout, and what reordered sums alone showed.
+    """Yield the table: one row per layout, and what reordered sums alone showed.
 
     Args:
         width: of the terminal; None: any.
@@ -87,7 +87,7 @@ def _largest(differences: Differences) -> list[float]:
 
 
 def _closest(differences: Differences, bounds: Bounds) -> str:
-    """The tensor that comes closest to its bound, or goes furthest beyond it."""
+    """Return the tensor that comes closest to its bound, or goes furthest beyond it."""
     share, kind, name = max(
         (difference / bounds.tensors[kind][name], kind, name)
         for kind in KINDS
@@ -98,7 +98,7 @@ def _closest(differences: Differences, bounds: Bounds) -> str:
 
 
 def as_values(result: ParityResult, config_file: str) -> dict[str, Any]:
-    """The whole of it as plain values, for JSON."""
+    """Return the whole result as plain values, for JSON."""
     small, trial, bounds = result.calibration.small, result.calibration.trial, result.calibration.bounds
     return {
         "megatron_fanformer": __version__,

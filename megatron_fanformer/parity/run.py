@@ -37,14 +37,14 @@ RANK_BYTES = 500 * 2**20  # a gloo rank of a small model has 380 MiB resident (t
 
 @dataclass(frozen=True, kw_only=True)
 class LayoutResult:
-    """Describe what became of one layout."""
+    """The result of one layout."""
 
     name: str
     ranks: int
     differences: Differences | None
-    """None where the layout did not run to its end."""
+    """Differences from the baseline; None where the layout did not run to its end."""
     findings: tuple[Finding, ...]
-    """In forward order; empty where the layout computes the same model."""
+    """Findings in forward order; empty where the layout computes the same model."""
     failure: str | None = None
     """Why it did not run to its end."""
 
@@ -63,25 +63,26 @@ class LayoutResult:
 
 @dataclass(frozen=True, kw_only=True)
 class Calibration:
-    """One process's run of the small form, and how far rounding alone takes a run from it."""
+    """A single process's run of the small form, and the differences that rounding alone causes."""
 
     run: RunConfig
     small: SmallRun
     trial: TrialConfig
     baseline: Baseline
     noise: list[Differences]
-    """Of the single-process runs that show what rounding explains: reordered ones, and below fp32 one in fp32."""
+    """Differences of the single-process runs that show what rounding explains: reordered ones, and below fp32 one in
+    fp32."""
     bounds: Bounds
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParityResult:
-    """Hold all that a comparison showed."""
+    """All results of a comparison."""
 
     calibration: Calibration
     layouts: list[LayoutResult]
     communication: list[LayoutCommunication]
-    """Where it was asked for."""
+    """Communication of each layout, where requested."""
 
     def check(self) -> None:
         """Raise DivergenceError, a line for each layout that does not compute the same model."""
@@ -110,7 +111,7 @@ def run_layouts(
         report: is called with what runs next.
 
     Raises:
-        InputError: this machine has not what a layout asks for.
+        InputError: this machine lacks what a layout needs.
     """
     with _started_pool(config, run, named) if pool is None else nullcontext(pool) as ranks:
         calibration = calibrate(config, run, list(named.values()), ranks, report)
@@ -118,7 +119,7 @@ def run_layouts(
 
 
 def _started_pool(config: ParityConfig, run: RunConfig, named: dict[str, Layout]) -> RankPool:
-    """The ranks that the layouts ask for. Raises InputError where this machine has not what they need."""
+    """Return the ranks that the layouts ask for. Raises InputError if this machine lacks what they need."""
     device = devices.resolve_device(run.runtime.device)
     backend = run.runtime.backend(device)
     found = [

@@ -24,7 +24,7 @@ BUCKETS = 4  # so that overlapped communication has several buckets, as a large 
 
 @dataclass(frozen=True, kw_only=True)
 class SmallRun:
-    """Describe what all layouts train, and what was changed to get there."""
+    """The small run that all layouts train, and its changes from the original."""
 
     model: FANformerConfig
     global_batch_size: int
@@ -34,7 +34,7 @@ class SmallRun:
 
 
 def shrink(model: FANformerConfig, micro_batch_size: int, layouts: list[ParallelConfig]) -> SmallRun:
-    """The small form of a run, on which each of the layouts is legal if it is on the run itself."""
+    """Return the small form of a run, on which each of the layouts is legal if it is on the run itself."""
     tensors = [layout.tensor_model_parallel_size for layout in layouts]
     unit = math.lcm(*tensors)
     groups = _groups(model.query_groups, tensors)
@@ -82,12 +82,14 @@ def _sequence(seq_length: int, layouts: list[ParallelConfig]) -> int:
 
 
 def _rounds(layout: ParallelConfig) -> int:
-    """The unit of micro batches that a replica's schedule takes."""
+    """Return the unit of micro batches that a replica's schedule takes."""
     return layout.pipeline_model_parallel_size if layout.virtual_stages > 1 else 1
 
 
 def _with_rows_that_divide(model: FANformerConfig, small: FANformerConfig, unit: int) -> FANformerConfig:
-    """p_ratios for which the small FAN maps' rows divide as the large ones' do, and are not 0 where those are not."""
+    """Return p_ratios for which the small FAN maps' rows divide as the large ones' do, and are not 0 where those are
+    not.
+    """
     replaced: dict[str, Any] = {}
     names = ("p_ratio", "v_p_ratio")
     sizes = zip(names, small.sharded_fan_outputs, model.sharded_fan_outputs, strict=False)

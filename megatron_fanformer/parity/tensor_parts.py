@@ -25,9 +25,9 @@ class TensorPart(NamedTuple):
 
     name: str
     shape: tuple[int, ...]
-    """Of the whole tensor."""
+    """Shape of the whole tensor."""
     where: tuple[Any, ...]
-    """Of the part: slices of every axis, or lists of samples and positions (the first two axes)."""
+    """Location of the part: slices of every axis, or lists of samples and positions (the first two axes)."""
     values: np.ndarray
 
 
@@ -37,12 +37,12 @@ def part_of(whole: np.ndarray, where: tuple[Any, ...]) -> Any:
 
 
 def weight_parts(stages: list[Any], grid: RankGrid, order: Reordering) -> list[TensorPart]:
-    """This rank's parts of all weights."""
+    """Return this rank's parts of all weights."""
     return list(_parts([sharded_state(chunk, grid) for chunk in stages], order))
 
 
 def gradient_parts(stages: list[Any], grid: RankGrid, order: Reordering) -> list[TensorPart]:
-    """This rank's parts of all gradients, as the buffers hold them."""
+    """Return this rank's parts of all gradients, as the buffers hold them."""
     states = [sharded_state(chunk, grid) for chunk in stages]
     gradients = [
         # a layer of the Engine has a state besides its weights, whose data are bytes
@@ -59,7 +59,7 @@ def _gradient_of(sharded: Any) -> Any:
 
 
 def _parts(states: list[dict[str, Any]], order: Reordering) -> Iterator[TensorPart]:
-    """A reordered run has one rank, whose parts are put together into whole tensors, in the original order."""
+    """Yield the parts; a reordered run's one rank has whole tensors, which are put into the original order."""
     by_name: dict[str, list[TensorPart]] = {}
     for state in states:
         for shard in local_shards(state):
@@ -79,7 +79,7 @@ def _restored(parts: list[TensorPart], order: Reordering) -> TensorPart:
 
 
 def restored_output(part: TensorPart, order: Reordering) -> TensorPart:
-    """An output of a reordered run under the samples and coordinates of the original order."""
+    """Return an output of a reordered run under the samples and coordinates of the original order."""
     if not order.number:
         return part
     samples, positions = part.where
@@ -89,7 +89,7 @@ def restored_output(part: TensorPart, order: Reordering) -> TensorPart:
 
 
 def as_array(tensor: Tensor) -> np.ndarray:
-    """A copy in float32, made by torch: a storage that NumPy has shared cannot be freed by recomputation."""
+    """Return a copy in float32, made by torch: a storage that NumPy has shared cannot be freed by recomputation."""
     return tensor.detach().to("cpu", torch.float32, copy=True, memory_format=torch.contiguous_format).numpy()
 
 

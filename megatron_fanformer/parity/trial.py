@@ -1,4 +1,4 @@
-"""What one rank does in a layout: train some steps from the common weights, and record what it saw."""
+"""One rank's trial of a layout: it trains some steps from the common weights, and records them."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -40,7 +40,7 @@ SHAKE = 0.1
 
 @dataclass(frozen=True, kw_only=True)
 class TrialConfig:
-    """Configure what every layout trains."""
+    """The training of every layout."""
 
     model: FANformerConfig
     optimizer: OptimizerConfig
@@ -59,31 +59,31 @@ class TrialConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Trace:
-    """Describe what one rank saw."""
+    """Everything that one rank recorded."""
 
     losses: list[float]
-    """Of each step."""
+    """Losses, one per step."""
     outputs: list[TensorPart]
-    """Of modules in the first step, in forward order."""
+    """Outputs of modules in the first step, in forward order."""
     gradients: list[TensorPart]
-    """Of the first step, before clipping."""
+    """Gradients of the first step, before clipping."""
     initial: list[TensorPart]
     """Weights before the first step."""
     weights: list[TensorPart]
-    """Weights after the last."""
+    """Weights after the last step."""
 
 
 class Preparation(NamedTuple):
-    """Hold all that a rank trains with."""
+    """Everything that a rank trains with."""
 
     grid: RankGrid
     stages: list[Any]
     """The chunks of this rank's pipeline stage."""
     wrapped: list[Any]
-    """The same in megatron-core's data parallelism."""
+    """The same chunks in megatron-core's data parallelism."""
     optimizer: Any
     batches: Any
-    """Of this replica, endless."""
+    """Micro batches of this replica, without end."""
     num_micro_batches: int
     initial: list[TensorPart]
     """The weights at the start."""
@@ -91,7 +91,7 @@ class Preparation(NamedTuple):
 
 @contextmanager
 def prepared(trial: TrialConfig, layout: ParallelConfig, order: Reordering) -> Iterator[Preparation]:
-    """A rank of a layout, ready for its first step."""
+    """Yield a rank of a layout, ready for its first step."""
     with cpu_kernels_of(trial.runtime, trial.device), rank_grid(layout, trial.device, trial.runtime) as grid:
         seed_everything(SEED)
         dtype = DTYPES[trial.dtype]
@@ -150,7 +150,7 @@ def _initial(
 
 
 class Samples:
-    """Arithmetic progressions modulo the vocabulary, with some noise: something to learn, and nothing to read."""
+    """Arithmetic progressions modulo the vocabulary, with some noise: learnable, and with no files to read."""
 
     def __init__(self, trial: TrialConfig, order: Reordering) -> None:
         self._trial = trial
@@ -183,7 +183,9 @@ class Samples:
 
 
 def _answers(document_ids_s: Tensor, generator: torch.Generator) -> Tensor:
-    """The loss mask of packed conversations, [s]: each ends with an answer, whose last token predicts nothing."""
+    """Return the loss mask of packed conversations, [s]: each ends with an answer, whose last token predicts
+    nothing.
+    """
     lengths = document_ids_s.unique_consecutive(return_counts=True)[1].tolist()
     first_learned = [int(torch.randint(length, (), generator=generator)) for length in lengths]
     places = [torch.arange(length) for length in lengths]

@@ -11,21 +11,22 @@ from megatron_fanformer.runtime import device
 
 @dataclass(frozen=True, kw_only=True)
 class ParityConfig:
-    """Configure what to compare, and how long."""
+    """Options of `parity`."""
 
     file: Path = option(name="--config")
     """Configuration file (YAML)."""
     layouts: tuple[str, ...] = option((), metavar="LAYOUT")
-    """Such as tp=2,sp=true or "dp=2,distributed_optimizer=true,cp=2" (default: the configuration's own)"""
+    """Layouts to compare, such as tp=2,sp=true or "dp=2,distributed_optimizer=true,cp=2" (default: the configuration's
+    own)"""
     steps: int = 20
     """Steps to train."""
     dtype: Literal["fp32", "bf16"] = "fp32"
     """Number format of weights and activations."""
     device: Literal["auto", "cuda", "cpu"] = "auto"
-    """What to run on, whatever the configuration says: a cluster's can be compared on a laptop, too."""
+    """Device to run on, whatever the configuration says: a cluster's can be compared on a laptop, too."""
     transformer_impl: TransformerImpl = option("auto", metavar="LAYERS")
-    """Whose layers: local (megatron-core's and torch's), transformer_engine, or auto: Transformer Engine's if it can be
-    imported."""
+    """Implementation of the layers: local (megatron-core's and torch's), transformer_engine, or auto: Transformer
+    Engine's if it can be imported."""
     communication: bool = False
     """Count the bytes that a step's collectives move, too."""
     report: Path | None = option(None, metavar="FILE", parse=path_or_none)

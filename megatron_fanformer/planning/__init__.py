@@ -1,1 +1,1 @@
-"""What a configuration costs, by formula: FLOPs, memory, memory traffic and communication."""
+"""Costs of a configuration by formula: FLOPs, memory, memory traffic and communication."""

@@ -32,19 +32,19 @@ TOKEN_COUNT_BYTES = 4  # one int32
 
 @dataclass(frozen=True, kw_only=True)
 class CommunicationLine:
-    """Describe what one rank's collectives of one purpose add up to in a job."""
+    """Sum of one rank's collectives of one purpose in a job."""
 
     group: str
-    """tp, cp, pp, dp_cp (replicas and context parallel ranks), mp (tp and pp), embd (first and last stage),
-    intra_dist_opt (all ranks, as the distributed optimizer knows them) or world (all ranks)."""
+    """Name of the group: tp, cp, pp, dp_cp (replicas and context parallel ranks), mp (tp and pp), embd (first and last
+    stage), intra_dist_opt (all ranks, as the distributed optimizer knows them) or world (all ranks)."""
     kind: str
-    """all-reduce, all-gather, reduce-scatter, all-to-all, broadcast or send."""
+    """Kind of collective: all-reduce, all-gather, reduce-scatter, all-to-all, broadcast or send."""
     purpose: str
     ranks: int
     """Ranks of the group."""
     calls: int
     message_bytes: int
-    """Of all calls."""
+    """Bytes of all calls together."""
 
 
 def communication(job: Job, stage: int) -> list[CommunicationLine]:
@@ -98,7 +98,8 @@ def _pipeline_terms(job: Job, stage: int) -> Iterator[Term]:
 
 
 def _replica_terms(job: Job, stage: int, chunk: Chunk, own: list[Weight]) -> Iterator[Term]:
-    """Gradients summed over the replicas; with the distributed optimizer each keeps a part, and weights are gathered.
+    """Yield gradients summed over the replicas; with the distributed optimizer each keeps a part, and weights are
+    gathered.
 
     (When they are gathered, after the update or in the next forward, makes no difference to the bytes.)
     """
@@ -113,7 +114,7 @@ def _replica_terms(job: Job, stage: int, chunk: Chunk, own: list[Weight]) -> Ite
 
 
 def _replicated_weight_terms(job: Job, own: list[Weight]) -> Iterator[Term]:
-    """Gradients of weights that more ranks than the replicas hold."""
+    """Yield gradients of weights that more ranks than the replicas hold."""
     if job.parallel.sequence_parallel:
         # Norms, and the FAN map of the `sequence` form: each rank saw its own part of the sequence.
         elements = sum(weight.elements for weight in own if weight.is_of_own_tokens)
@@ -132,7 +133,7 @@ def _scalar_terms(job: Job) -> Iterator[Term]:
 
 
 Lines = Iterable[Any]
-"""Of the formula, or of a count (`runtime.collectives`): both have group, kind, calls and message_bytes."""
+"""Lines of the formula, or of a count (`runtime.collectives`): both have group, kind, calls and message_bytes."""
 
 
 class Total(NamedTuple):
@@ -165,7 +166,7 @@ class ComparedRow:
 
 
 def totals(lines: Lines) -> dict[tuple[str, str], Total]:
-    """The totals by group and kind."""
+    """Return the totals by group and kind."""
     sums: dict[tuple[str, str], Total] = {}
     for line in lines:
         calls, message_bytes = sums.get((line.group, line.kind), Total(0, 0))
@@ -174,7 +175,7 @@ def totals(lines: Lines) -> dict[tuple[str, str], Total]:
 
 
 def side_by_side(models: Mapping[str, tuple[Lines, Lines]]) -> list[ComparedRow]:
-    """One row per group and kind, with one cell per model in the order given.
+    """Return one row per group and kind, with one cell per model in the order given.
 
     Args:
         models: name -> (counted lines, formula lines), of one rank or of several together.

@@ -10,7 +10,7 @@ BACKWARD_AND_FORWARD = 3
 
 
 def forward_flops_per_token(config: FANformerConfig, seq_length: int | None = None) -> int:
-    """FLOPs of one token's forward pass, at the mean context of a sample of `seq_length` tokens."""
+    """Return FLOPs of one token's forward pass, at the mean context of a sample of `seq_length` tokens."""
     h = config.hidden_size
     heads = config.num_attention_heads * config.kv_channels
     qkv, fan = h * config.qkv_rows, h * config.fan_rows
@@ -21,5 +21,5 @@ def forward_flops_per_token(config: FANformerConfig, seq_length: int | None = No
 
 
 def training_flops_per_token(config: FANformerConfig, seq_length: int | None = None) -> int:
-    """FLOPs of one token's forward and backward pass."""
+    """Return FLOPs of one token's forward and backward pass."""
     return BACKWARD_AND_FORWARD * forward_flops_per_token(config, seq_length)

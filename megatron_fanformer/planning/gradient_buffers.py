@@ -22,11 +22,11 @@ LEAST_BUCKET = 40_000_000  # elements; if the layout names no bucket size
 BUCKET_PER_REPLICA = 1_000_000  # elements; the same, at many replicas
 
 EMBEDDING = "word_embeddings"
-"""In the name of an embedding, and of a tied one's second copy."""
+"""Part of the name of an embedding, and of a tied one's second copy."""
 
 
 class OptimizerStates(Protocol):
-    """Describe what an optimizer keeps of each weight, beside the main weight itself."""
+    """States that an optimizer keeps of each weight, beside the main weight itself."""
 
     def state_bytes(self, name: str, dimensions: int) -> int:
         """Return the bytes of each element.
@@ -41,10 +41,11 @@ class Weight(NamedTuple):
     """One parameter of one rank."""
 
     name: str
-    """As Megatron's module names it; a layer's without the layer number."""
+    """Name of the parameter in Megatron; a layer's has no layer number."""
     elements: int
     is_of_own_tokens: bool = False
-    """Whether its gradient is of this rank's part of the sequence, to be summed over the tensor parallel ranks."""
+    """Whether its gradient covers this rank's part of the sequence alone, and is summed over the tensor parallel
+    ranks."""
     is_shared: bool = False
     """Whether it is one of two copies of a tied embedding, on the first and the last stage."""
 
@@ -65,7 +66,7 @@ class Chunk:
 
 
 def chunks(model: FANformerConfig, parallel: ParallelConfig, stage: int) -> list[Chunk]:
-    """The chunks of a pipeline stage.
+    """Return the chunks of a pipeline stage.
 
     Raises:
         ValueError: the layers do not divide evenly over the stages.
@@ -115,11 +116,11 @@ class GradientBuffer(NamedTuple):
     """The gradients of a chunk, last weight first, in elements."""
 
     starts: list[int]
-    """Of each weight."""
+    """First element of each weight."""
     elements: list[int]
-    """Of each weight."""
+    """Number of elements of each weight."""
     ends: list[int]
-    """Of each bucket, padding included, after a 0."""
+    """A 0, then the end of each bucket, padding included."""
 
     @property
     def buckets(self) -> list[int]:

@@ -1,4 +1,4 @@
-"""A training step of a whole layout: what memory, time and communication by formula are asked about.
+"""A training step of a whole layout: the input of the formulas of memory, time and communication.
 
 Shapes, here and in `layer_traffic`: s tokens per sample, b samples per micro batch, T, C and P tensor, context and
 pipeline parallel ranks, D replicas, h hidden size, k rows of the FAN map ((1 - p_ratio) h), v width of all values;
@@ -25,17 +25,17 @@ class Job:
     parallel: ParallelConfig
     kernels: KernelsConfig
     precision: PrecisionConfig
-    """Its `dtype` is fp32 or bf16, not auto."""
+    """Number formats; `dtype` is fp32 or bf16, not auto."""
     optimizer: OptimizerStates
-    """For what it keeps of each weight."""
+    """The optimizer, for the states that it keeps of each weight."""
     data_parallel_size: int
     """Replicas, each of which context parallelism may spread further."""
     micro_batch_size: int
     """Samples per micro batch."""
     num_micro_batches: int
-    """Of one replica, per step."""
+    """Micro batches of one replica per step."""
     layers: Layers
-    """Whose layers: Transformer Engine's, or Megatron's and ours."""
+    """Implementation of the layers: Transformer Engine's, or Megatron's and ours."""
     on_cpu: bool = False
 
     @property
@@ -110,7 +110,9 @@ class Job:
         return self.model.has_fan and self.parallel.fan_form == "column"
 
     def group_sizes(self, stage: int) -> dict[str, int]:
-        """Ranks of each group that a rank of a pipeline stage is in; of tied embeddings the ends alone have one."""
+        """Return ranks of each group that a rank of a pipeline stage is in; of tied embeddings the ends alone have
+        one.
+        """
         return {
             "tp": self.tensor_ranks,
             "cp": self.parallel.context_parallel_size,

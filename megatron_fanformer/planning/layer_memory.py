@@ -1,4 +1,4 @@
-"""What one layer keeps from forward to backward, and what its backward holds besides, operation by operation.
+"""Memory of one layer, operation by operation: kept from forward to backward, and needed during backward.
 
 Two implementations are described: the local layers, as torch runs them on a CPU (the simulation and the tests measure
 them there), and Transformer Engine's, whose kernels fuse what the CPU does in passes.
@@ -24,22 +24,22 @@ class Operation(NamedTuple):
 
     name: str
     saved: int
-    """Kept from its forward to its backward."""
+    """Bytes kept from its forward to its backward."""
     backward: int
-    """There only while its backward runs: gradients that come in and go out, the weight's, temporaries."""
+    """Bytes that exist only while its backward runs: incoming and outgoing gradients, the weight's, temporaries."""
     remade: int = 0
-    """Not kept, but made again before its backward, for it and for those before it."""
+    """Bytes that are not kept, but recomputed before its backward, for it and for those before it."""
     freed: int = 0
-    """Of what was made again, let go after its backward."""
+    """Recomputed bytes that are freed after its backward."""
 
 
 class Rise(NamedTuple):
-    """Describe what a run of operations holds, in bytes."""
+    """Memory of a run of operations, in bytes."""
 
     saved: int
-    """From forward to backward."""
+    """Bytes kept from forward to backward."""
     backward: int
-    """Beyond that, at the peak of its backward."""
+    """Bytes beyond those, at the peak of its backward."""
 
 
 def rise(operations: Iterable[Operation]) -> Rise:
@@ -77,11 +77,11 @@ class LayerShapes:
         self.is_fp8 = self.is_engine and job.precision.fp8 is not None
 
     def whole(self, width: int) -> int:
-        """[n, width] in the type of activations."""
+        """Return the bytes of [n, width] in the type of activations."""
         return self.tokens * width * self.element
 
     def part(self, width: int) -> int:
-        """[n / T, width]: this rank's part of the sequence, under sequence parallelism."""
+        """Return the bytes of [n / T, width]: this rank's part of the sequence, under sequence parallelism."""
         return self.part_tokens * width * self.element
 
     def of_fan(self, width: int) -> int:
@@ -106,11 +106,11 @@ class LayerShapes:
         return (3 if self.element < FLOAT else 1) * FLOAT
 
     def statistics(self) -> int:
-        """A norm's, one number a token."""
+        """Return the bytes of a norm's statistics, one number a token."""
         return self.part_tokens * FLOAT
 
     def weight_gradient(self, rows: int, columns: int) -> int:
-        """Before it is added to the float32 one; nothing where the product adds it."""
+        """Return the bytes of a weight's gradient before it joins the float32 one; none where the product adds it."""
         return 0 if self.is_fused else rows * columns * self.element
 
     def column_parallel_backward(self, rows: int) -> int:
@@ -124,18 +124,18 @@ class LayerShapes:
         return gradients
 
     def quantised(self, tokens: int, width: int) -> int:
-        """One 8-bit copy, with its scales."""
+        """Return one 8-bit copy, with its scales."""
         numbers = tokens * width
         has_blocks = self.job.precision.fp8_recipe in ("blockwise", "mxfp8")
         return numbers + (numbers // FP8_BLOCK if has_blocks else 0)
 
     def kept_input(self, tokens: int, width: int, *, is_fp8: bool) -> int:
-        """The input that a linear map keeps for its weight's gradient."""
+        """Return the input that a linear map keeps for its weight's gradient."""
         return self.quantised(tokens, width) if is_fp8 else tokens * width * self.element
 
 
 def layer_operations(job: Job) -> list[Operation]:
-    """The operations of a layer, in the order of forward, as selective recomputation leaves them."""
+    """Return the operations of a layer, in the order of forward, as selective recomputation leaves them."""
     shapes = LayerShapes(job)
     return [*_before_attention(shapes), *_attention(shapes), *_mlp(shapes)]
 
@@ -190,15 +190,15 @@ class _FAN(NamedTuple):
     x_f: int
     """The first output, which QKV reads."""
     made: int
-    """All outputs."""
+    """All outputs together."""
     kept_g: int
     """g in front of a GELU, which its backward needs."""
     own_pre: int
     """p | g of this rank's rows."""
     gathered_pre: int
-    """Of all ranks' rows, where they are gathered."""
+    """p | g of all ranks' rows, where they are gathered."""
     temporaries: int
-    """Of backward, where torch computes it in passes."""
+    """Temporaries of backward, where torch computes it in passes."""
 
 
 def _fan_sizes(shapes: LayerShapes) -> _FAN:
@@ -218,7 +218,7 @@ def _fan_sizes(shapes: LayerShapes) -> _FAN:
 
 
 def _fan_with_product(shapes: LayerShapes) -> Operation:
-    """X_F and its product in one function, the local layers' in the `column` form: `FANActivationAndProduct`."""
+    """Return X_F and its product as one function, the local layers' in the `column` form: `FANActivationAndProduct`."""
     fan, is_recomputed = _fan_sizes(shapes), shapes.job.parallel.recomputes("fan")
     incoming = shapes.whole(shapes.qkv) + fan.made - fan.x_f  # X_F's is the product's, made below
     grad_pre = fan.gathered_pre or fan.own_pre
@@ -233,7 +233,7 @@ def _fan_with_product(shapes: LayerShapes) -> Operation:
 
 
 def _fan_then_product(shapes: LayerShapes) -> Iterator[Operation]:
-    """X_F, and after it the product, which keeps the same X_F.
+    """Return X_F, and after it the product, which keeps the same X_F.
 
     megatron-core holds what it computes again twice: as it is made, and where the first output was.
     """
@@ -259,7 +259,9 @@ def _fan_then_product(shapes: LayerShapes) -> Iterator[Operation]:
 
 
 def _delayed_copy(shapes: LayerShapes, tokens: int, width: int) -> int:
-    """The 8-bit copy of an input that is kept anyway: one whose scale comes from the past cannot be made again."""
+    """Return the 8-bit copy of an input that is kept anyway: one whose scale comes from the past cannot be made
+    again.
+    """
     has_copy = shapes.is_fp8 and shapes.job.precision.fp8_recipe == "delayed"
     return shapes.quantised(tokens, width) if has_copy else 0
 
@@ -330,7 +332,7 @@ def _whole_sequence(shapes: LayerShapes) -> int:
 
 
 def _mlp(shapes: LayerShapes) -> list[Operation]:
-    """Norm, first map, and what follows. (The Engine's norm is inside the first map, and its statistics with it.)"""
+    """Return norm, first map, and the rest. (The Engine's norm is inside the first map, and its statistics with it.)"""
     parallel, stream, placement = shapes.job.parallel, shapes.stream, shapes.job.model.placement
     (rows, _), _ = shapes.job.model.ffn_maps
     statistics = shapes.statistics()
@@ -364,5 +366,5 @@ def _mlp(shapes: LayerShapes) -> list[Operation]:
 
 
 def _made_again(operation: Operation) -> Operation:
-    """The same, where what it kept is made again before its backward."""
+    """Return the same, where what it kept is made again before its backward."""
     return operation._replace(saved=0, freed=operation.freed + operation.saved)

@@ -1,4 +1,4 @@
-"""What one micro batch makes a chunk of layers communicate, in forward, in backward and in what backward recomputes.
+"""Communication of one micro batch through a chunk of layers: forward, backward and recomputation.
 
 Column parallel maps read an input that all tensor parallel ranks need, row parallel maps make one that is a sum over
 them; sequence parallelism shards both along the sequence. Everything else is explained below.
@@ -22,20 +22,20 @@ class Term(NamedTuple):
     kind: str
     purpose: str
     message_bytes: int
-    """Of all calls."""
+    """Bytes of all calls together."""
     calls: int = 1
 
     def times(self, number: int) -> "Term":
-        """The same, that many times over."""
+        """Return the same, that many times over."""
         return self._replace(message_bytes=self.message_bytes * number, calls=self.calls * number)
 
     def again(self) -> "Term":
-        """The same, because backward runs a part of forward again."""
+        """Return the same, because backward runs a part of forward again."""
         return self._replace(purpose=f"{self.purpose}, recomputed")
 
 
 def chunk_terms(job: Job, chunk: Chunk) -> Iterator[Term]:
-    """The terms of one micro batch through one chunk, both ways."""
+    """Yield the terms of one micro batch through one chunk, both ways."""
     if chunk.has_embedding:
         yield from embedding_terms(job)
     for term in (*layer_forward(job), *layer_backward(job)):
@@ -47,12 +47,14 @@ def chunk_terms(job: Job, chunk: Chunk) -> Iterator[Term]:
 
 
 def embedding_terms(job: Job) -> Iterator[Term]:
-    """The terms of the embedding, both ways: each rank looks up its part of the vocabulary; the parts are summed."""
+    """Yield the terms of the embedding, both ways: each rank looks up its part of the vocabulary; the parts are
+    summed.
+    """
     yield from (*_sum(job, "embedding"), *_sum_gradient(job, "embedding"))
 
 
 def head_terms(job: Job) -> Iterator[Term]:
-    """The terms of the loss head, both ways."""
+    """Yield the terms of the loss head, both ways."""
     yield from _gather(job, "the head")
     # Of each token: its largest logit, its label's and the sum of exponentials, each of a shard of the vocabulary.
     statistics = Term("tp", "all-reduce", "vocabulary cross entropy", job.tokens * LOGIT_STATISTIC_BYTES).times(3)
@@ -67,7 +69,7 @@ def head_terms(job: Job) -> Iterator[Term]:
 
 
 def layer_forward(job: Job) -> Iterator[Term]:
-    """The terms of one layer's forward."""
+    """Yield the terms of one layer's forward."""
     yield from _gather(job, _first_map(job))
     for kind, _, purpose, message_bytes in _before_heads(job):
         yield Term("tp", kind, purpose, message_bytes)
@@ -86,7 +88,7 @@ def _core_attention_forward(job: Job) -> Iterator[Term]:
 
 
 def layer_backward(job: Job) -> Iterator[Term]:
-    """The terms of one layer's backward, without what it recomputes."""
+    """Yield the terms of one layer's backward, without what it recomputes."""
     yield from _gather_gradient(job, _first_map(job))
     for _, kind, purpose, message_bytes in _before_heads(job):
         yield Term("tp", kind, purpose, message_bytes)
@@ -114,7 +116,7 @@ def recomputed_layers(job: Job, layers: int) -> int:
 
 
 def _first_map(job: Job) -> str:
-    """The map that reads the layer's input and needs it on all ranks (of X_F, in the `sequence` form)."""
+    """Return the map that reads the layer's input and needs it on all ranks (of X_F, in the `sequence` form)."""
     return "FAN" if job.has_column_fan else "QKV"
 
 
@@ -134,42 +136,44 @@ def _before_heads(job: Job) -> Iterator[tuple[str, str, str, int]]:
 
 
 def _pre_activation_bytes(job: Job) -> int:
-    """Bytes of p | g of all ranks, [c, b, k]."""
+    """Return bytes of p | g of all ranks, [c, b, k]."""
     return job.activation_bytes * job.model.fan_rows
 
 
 def _ffn_output_bytes(job: Job) -> int:
-    """Bytes of what the MLP's second map makes, [c, b, h]; of its p | g, where it is a FAN layer's."""
+    """Return bytes of what the MLP's second map makes, [c, b, h]; of its p | g, where it is a FAN layer's."""
     _, (rows, _) = job.model.ffn_maps
     return job.activation_bytes * rows
 
 
 def _keys_and_values_bytes(job: Job) -> int:
-    """Bytes of the whole sequence's, of one rank's heads: [s, b, heads, 2 d], which context parallel ranks gather."""
+    """Return bytes of the whole sequence's, of one rank's heads: [s, b, heads, 2 d], which context parallel ranks
+    gather.
+    """
     model = job.model
     heads = max(1, model.query_groups // job.tensor_ranks)
     return job.micro_batch_size * model.seq_length * heads * 2 * model.kv_channels * job.element_bytes
 
 
 def _gather(job: Job, reader: str) -> Iterator[Term]:
-    """The input of a column parallel map: [c / T, b, h] of each rank to [c, b, h]."""
+    """Yield the input of a column parallel map: [c / T, b, h] of each rank to [c, b, h]."""
     if job.parallel.sequence_parallel:
         yield Term("tp", "all-gather", f"sequence gather in front of {reader}", job.hidden_bytes)
 
 
 def _gather_gradient(job: Job, reader: str) -> Iterator[Term]:
-    """Its gradient is a sum over the ranks; and the input, of which a shard was kept, is gathered once more."""
+    """Yield the gradient's sum over the ranks, and the gather of the input, of which only a shard was kept."""
     yield from _gather(job, reader)
     yield from _sum(job, f"input gradient of {reader}")
 
 
 def _sum(job: Job, purpose: str, message_bytes: int | None = None) -> Iterator[Term]:
-    """A sum over the ranks, of [c, b, h] unless stated, of which sequence parallelism leaves each rank its part."""
+    """Yield a sum over the ranks, of [c, b, h] unless stated; under sequence parallelism each rank keeps its part."""
     kind = "reduce-scatter" if job.parallel.sequence_parallel else "all-reduce"
     yield Term("tp", kind, purpose, message_bytes or job.hidden_bytes)
 
 
 def _sum_gradient(job: Job, purpose: str, message_bytes: int | None = None) -> Iterator[Term]:
-    """The gradient of a sum is the sum's, whole: each rank has it, or its part of the sequence."""
+    """Yield the gradient of a sum: the sum's own, whole; each rank has it, or its part of the sequence."""
     if job.parallel.sequence_parallel:
         yield Term("tp", "all-gather", f"{purpose}, gradient", message_bytes or job.hidden_bytes)

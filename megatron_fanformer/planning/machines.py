@@ -1,4 +1,4 @@
-"""What a chip and the links between chips reach: data-sheet rates, and the shares of them that runs were seen to reach.
+"""Machines: data-sheet rates of chips and the links between them, and the shares of them that runs reached.
 
 `machines.yaml` holds the known ones, with the source of each figure. A file of the same form stands for any other
 machine; `tools/bench_train.py --json` writes one of what it measured.
@@ -18,7 +18,7 @@ KNOWN_MACHINES = Path(__file__).with_name("machines.yaml")
 LIKE = "like"
 LINKS = ("domain", "network")
 DRIVERS_SHARE = 0.01
-"""Of a chip's memory, what CUDA does not give out to programs: an assumption."""
+"""Share of a chip's memory that CUDA does not give to programs: an assumption."""
 MEASURED = "machine"  # where a report of tools/bench_train.py has it
 MAY_BE_ZERO = (
     "latency_seconds",
@@ -33,14 +33,14 @@ MAY_BE_ZERO = (
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """The way from one chip to others."""
+    """A link from one chip to others."""
 
     bytes_per_second: float
-    """Of one chip, in one direction, by the data sheet."""
+    """Bytes per second of one chip in one direction, by the data sheet."""
     efficiency: float
-    """The share of it that collectives reach, in (0, 1]."""
+    """Share of that rate that collectives reach, in (0, 1]."""
     latency_seconds: float
-    """Of a hop."""
+    """Latency of a hop."""
 
     @property
     def rate(self) -> float:
@@ -53,52 +53,53 @@ class Machine:
     """One chip of many equal ones, and how they are connected."""
 
     name: str
-    """What it is called in reports."""
+    """Name in reports."""
     memory_bytes: int
-    """Of one chip, as its driver reports the whole; programs get `usable_bytes`."""
+    """Memory of one chip in total, as its driver reports it; programs get `usable_bytes`."""
     fp32_flops_per_second: float | None = None
-    """Of dense matrix products, by the data sheet; null: not known, or none."""
+    """FLOP/s of dense matrix products in fp32, by the data sheet; null: not known, or none."""
     bf16_flops_per_second: float | None = None
-    """Likewise."""
+    """The same in bf16."""
     fp8_flops_per_second: float | None = None
-    """Likewise."""
+    """The same in FP8."""
     product_efficiency: float
-    """The share of it that large matrix products reach, in (0, 1]; what small ones lose is their bytes' time."""
+    """Share of that rate that large matrix products reach, in (0, 1]; what small ones lose is the time for their
+    bytes."""
     fp8_product_efficiency: float = 1.0
-    """Likewise, of products in FP8."""
+    """The same for products in FP8."""
     attention_efficiency: float
-    """The share that flash attention's kernels reach, of the rate in the activations' format."""
+    """Share of the rate in the activations' format that flash attention's kernels reach."""
     memory_bytes_per_second: float
-    """By the data sheet."""
+    """Memory bandwidth by the data sheet."""
     memory_efficiency: float
-    """The share of it that element-wise kernels reach, in (0, 1]."""
+    """Share of that bandwidth that element-wise kernels reach, in (0, 1]."""
     unhidden: float
-    """Of the shorter of a kernel's computing and moving, the share that adds to the longer, in [0, 1]: first loads and
-    last stores wait. 0 where `product_efficiency` was measured of the products themselves."""
+    """Share, in [0, 1], of the shorter of a kernel's compute and memory time that adds to the longer: first loads and
+    last stores wait. 0 where `product_efficiency` was measured on the products themselves."""
     launch_seconds: float
-    """Of the host, an operation of a layer: its Python, autograd and launches."""
+    """Host time per operation of a layer: its Python, autograd and launches."""
     step_seconds: float
-    """Of the host, a step: what runs between the last kernel of one and the first of the next."""
+    """Host time per step: what runs between the last kernel of one step and the first of the next."""
     collective_seconds: float
-    """To start a collective, whatever its size."""
+    """Time to start a collective, whatever its size."""
     domain_size: int
-    """Chips that `domain` connects: those of a node, usually."""
+    """Chips that `domain` connects, usually those of a node."""
     domain: Link
-    """Within the domain: NVLink."""
+    """The link within a domain: NVLink."""
     network: Link
-    """Between domains; its rate is that of one chip's own adapter."""
+    """The link between domains; its rate is that of one chip's own adapter."""
     overlap: float
-    """The share of a communication beside computation that is hidden, in [0, 1]: both slow each other."""
+    """Share of a communication that is hidden beside computation, in [0, 1]: both slow each other."""
     relative_error: float
-    """How far off a step's time is, as a share of it: nine of ten published runs are within, each predicted without any
-    of its own source; 0 if nobody has compared."""
+    """Relative error of a step's time: nine of ten published runs are within it, each predicted without any data of its
+    own source; 0 without a comparison."""
     sources: list[str]
-    """Where the figures are from, one a line."""
+    """Sources of the figures, one a line."""
     launches_ahead: bool = True
     """Whether the host launches operations while the chip computes earlier ones, so that a layer lasts as long as the
     slower of the two; a CPU is its own host, and takes the time of both."""
     devices: list[str] = field(default_factory=list)
-    """What torch calls such a chip, where that says which one it is."""
+    """Torch's names of such a chip, where they identify it."""
 
     @property
     def memory_rate(self) -> float:
@@ -125,7 +126,7 @@ class Machine:
         return rate
 
     def problems(self) -> list[str]:
-        """Rules that these figures break, one line each."""
+        """Return the rules that these figures break, one line each."""
         named = {f"machine.{name}": value for name, value in vars(self).items()}
         named |= {
             f"machine.{link}.{name}": value for link in LINKS for name, value in vars(getattr(self, link)).items()
@@ -144,17 +145,17 @@ class Machine:
 
 @functools.cache
 def known_machines() -> dict[str, Machine]:
-    """The machines of this package by their short names."""
+    """Return the machines of this package by their short names."""
     return {name: machine_of(values, name) for name, values in _known_values().items()}
 
 
 def machine_of_device(name: str) -> Machine | None:
-    """The known machine whose chip torch calls so; None if there is none."""
+    """Return the known machine whose chip torch calls so; None if there is none."""
     return next((machine for machine in known_machines().values() if name in machine.devices), None)
 
 
 def load_machine(name_or_file: str) -> Machine:
-    """A known machine by its name, or the one that a YAML or JSON file describes.
+    """Return a known machine by its name, or the one that a YAML or JSON file describes.
 
     A file has the fields of `Machine`, or those that differ and `like: NAME`, of which it takes the others.
 
@@ -178,7 +179,7 @@ def load_machine(name_or_file: str) -> Machine:
 
 
 def machine_of(values: Mapping[str, Any], source: str) -> Machine:
-    """The machine that plain values describe; with `like`, the others are of that one.
+    """Return the machine that plain values describe; with `like`, the others are of that one.
 
     Args:
         source: what to call the values in errors.

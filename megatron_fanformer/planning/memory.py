@@ -37,7 +37,7 @@ FP8_COPIES = 2  # of a weight: as it is, and transposed, which Hopper's products
 SAMPLE_BYTES = 3 * ID_BYTES + FLOAT  # a token's id, label and position, and its weight in the loss
 
 BLOCK_OF_TEE = 57
-"""Micro batches that `itertools.tee`, which hands them to the chunks of a stage, lets go of at a time."""
+"""Number of micro batches that `itertools.tee`, which hands them to the chunks of a stage, frees at a time."""
 PREFETCHED = 3
 """Inputs and gradients that the interleaved schedule holds beside those of chunks in flight, while forward and backward
 take turns: one to five were seen."""
@@ -47,11 +47,11 @@ ALLOCATOR_BYTES = 4 * 2**30
 CONTEXT_BYTES = 2 * 2**30
 """The CUDA context and NCCL's buffers, which torch's allocator does not know: an assumption, not a measurement."""
 TENSORS_ERROR = 0.022
-"""How far off the tensors of published runs were at most (docs/planning.md)."""
+"""Largest relative error for the tensors of published runs (docs/planning.md)."""
 
 
 class MemoryLine(NamedTuple):
-    """Describe what one purpose takes of a rank's memory at the peak."""
+    """Memory of one purpose on a rank at the peak."""
 
     purpose: str
     bytes: int
@@ -63,9 +63,9 @@ class RankMemory:
 
     stage: int
     layers: Layers
-    """Whose layers the figures describe."""
+    """Implementation of the layers that the figures describe."""
     moment: str
-    """What the rank is doing then."""
+    """The rank's work at the peak."""
     lines: tuple[MemoryLine, ...]
 
     @property
@@ -75,13 +75,13 @@ class RankMemory:
 
 
 class MemorySnapshot(NamedTuple):
-    """A moment of the step: what it holds beside what stays from step to step."""
+    """Memory at one moment of the step, beside what stays from step to step."""
 
     name: str
     activations: int
-    """Of all micro batches in flight."""
+    """Activations of all micro batches in flight."""
     working: int
-    """What the computation of the moment needs on top."""
+    """Additional memory of the computation at that moment."""
 
 
 def rank_memory(job: Job, stage: int) -> RankMemory:
@@ -117,7 +117,7 @@ def reserve_bytes(job: Job, tensor_bytes: int) -> int:
 
 
 def _states(job: Job, stage: int, held: list[Chunk]) -> Iterator[MemoryLine]:
-    """Weights and gradients with their buffers' padding, and this rank's part of the optimizer's state."""
+    """Yield weights and gradients with their buffers' padding, and this rank's part of the optimizer's state."""
     parallel, ranks = job.parallel, job.data_parallel_size * job.parallel.context_parallel_size
     buffered = weighed = updated = states = 0
     for chunk in held:
@@ -153,7 +153,7 @@ def _kept_by_layers(shapes: LayerShapes, held: list[Chunk], *, takes_turns: bool
 
 
 def _fp8_copies(job: Job, chunk: Chunk) -> int:
-    """8-bit weights of a chunk's linear maps, made once a step."""
+    """Return the bytes of a chunk's linear maps in 8-bit, made once a step."""
     precision = job.precision
     if precision.fp8 is None:
         return 0
@@ -201,7 +201,9 @@ def _moments(shapes: LayerShapes, stage: int, held: list[Chunk], in_flight: int)
 
 
 def chunks_in_flight(job: Job, stage: int) -> int:
-    """Chunks of layers whose activations a stage holds at most: those that go forward before the first comes back."""
+    """Return chunks of layers whose activations a stage holds at most: those that go forward before the first comes
+    back.
+    """
     stages, virtual = job.parallel.pipeline_model_parallel_size, job.parallel.virtual_stages
     later = stages - 1 - stage
     before_first = later if virtual == 1 else 2 * later + (virtual - 1) * stages
@@ -209,7 +211,7 @@ def chunks_in_flight(job: Job, stage: int) -> int:
 
 
 def _chunk_rise(shapes: LayerShapes, layer: Rise, layers: int) -> Rise:
-    """A chunk of layers, of which `full` recomputation keeps inputs alone and makes the rest again.
+    """Return a chunk of layers; `full` recomputation keeps only its inputs and recomputes the rest.
 
     (Made again are all but the first layer's input, and the last one's output.)
     """

@@ -34,7 +34,7 @@ Kind = Literal["matrix products", "attention", "element-wise"]
 
 
 class Work(NamedTuple):
-    """Describe the work of one direction of an operation."""
+    """The work of one direction of an operation."""
 
     flops: int
     bytes: int
@@ -42,19 +42,19 @@ class Work(NamedTuple):
 
 
 class Operation(NamedTuple):
-    """Describe what one rank does of one kind of work for one micro batch."""
+    """One rank's work of one kind for one micro batch."""
 
     name: str
     kind: Kind
     forward: Work
     backward: Work
     module: RecomputeModule | None = None
-    """What recomputes it by itself, of `recompute_modules`."""
+    """The entry of `recompute_modules` that recomputes it by itself."""
     operands: int = 0
-    """Of a product: elements of its input and of its output's gradient, which FP8 casts."""
+    """Elements of a product's input and of its output's gradient, which FP8 casts."""
 
 
-@functools.lru_cache(maxsize=1 << 12)  # a search asks about the same layer in many layouts
+@functools.lru_cache(maxsize=1 << 12)  # a search computes the same layer in many layouts
 def layer_operations(
     model: FANformerConfig,
     *,
@@ -65,7 +65,7 @@ def layer_operations(
     fan_form: FANForm = "column",
     has_plain_attention: bool = False,
 ) -> tuple[Operation, ...]:
-    """The operations of a layer on one tensor parallel rank.
+    """Return the operations of a layer on one tensor parallel rank.
 
     Args:
         tokens: of the micro batch, on one context parallel rank.
@@ -100,7 +100,7 @@ def layer_operations(
 def head_operation(
     model: FANformerConfig, *, tokens: int, element_bytes: int, ranks: int = 1, is_chunked: bool = True
 ) -> Operation:
-    """The loss head on one tensor parallel rank: logits, their cross entropy and its gradient.
+    """Return the loss head on one tensor parallel rank: logits, their cross entropy and its gradient.
 
     Args:
         is_chunked: whether it is the project's own, or Megatron's.
@@ -119,7 +119,7 @@ def head_operation(
 
 
 def _fan(model: FANformerConfig, m: int, e: int, ranks: int) -> Iterator[Operation]:
-    """The FAN map, sharded over so many ranks, and its activation."""
+    """Yield the FAN map, sharded over so many ranks, and its activation."""
     yield _product("FAN map", m, model.hidden_size, model.fan_rows // ranks, e)
     made = sum(width for width, _ in model.fan.outputs(model.hidden_size, model.value_size))
     # Forward reads p | g and writes X_F; backward reads its gradient and the cos and sin in it, and writes p | g's.
@@ -128,7 +128,7 @@ def _fan(model: FANformerConfig, m: int, e: int, ranks: int) -> Iterator[Operati
 
 
 def _ffn_products(model: FANformerConfig, m: int, e: int, ranks: int) -> Iterator[Operation]:
-    """The MLP's two maps: ranks share the rows of the first, the columns of the second."""
+    """Yield the MLP's two maps: ranks share the rows of the first, the columns of the second."""
     (rows, columns), (rows_2, columns_2) = model.ffn_maps
     yield _product("MLP", m, columns, rows // ranks, e, module="mlp")
     yield _product("MLP", m, columns_2 // ranks, rows_2, e, module="mlp")
@@ -148,7 +148,9 @@ def _attention(model: FANformerConfig, m: int, e: int, heads: int, values: int, 
 
 
 def _product(name: str, m: int, inner: int, rows: int, e: int, module: RecomputeModule | None = None) -> Operation:
-    """One weight [rows, inner]: forward, the input's gradient and the weight's own, which is added up in float32."""
+    """Return the product with a weight [rows, inner]: forward, the input's gradient and the weight's, added up in
+    float32.
+    """
     flops = 2 * m * inner * rows
     moved = (m * inner + rows * inner + m * rows) * e
     weight_gradient = (m * inner + m * rows) * e + 2 * rows * inner * GRADIENT_BYTES
@@ -165,6 +167,6 @@ def _product(name: str, m: int, inner: int, rows: int, e: int, module: Recompute
 def _element_wise(
     name: str, *, m: int, widths: tuple[int, int], e: int, kernels: int = 1, module: RecomputeModule | None = None
 ) -> Operation:
-    """Numbers read and written of each token, forward and backward."""
+    """Return numbers read and written of each token, forward and backward."""
     forward, backward = (Work(0, m * width * e, kernels) for width in widths)
     return Operation(name=name, kind="element-wise", module=module, forward=forward, backward=backward)

@@ -55,17 +55,17 @@ EXPOSED = {
 
 @dataclass(frozen=True, kw_only=True)
 class StepTime:
-    """A step's time, and where it goes, on the rank that the others wait for."""
+    """The time of a step and its parts, on the rank that the others wait for."""
 
     seconds: float
     relative_error: float
-    """How far off `seconds` is, as the machine states it."""
+    """Relative error of `seconds`, as the machine states it."""
     parts: dict[str, float]
     """Seconds by purpose, which sum to `seconds`."""
     exposed: dict[str, float]
     """Seconds of communication beside which nothing is computed, by group: tp, cp, pp, dp_cp."""
     tokens_per_second: float
-    """Of all ranks together."""
+    """Tokens per second of all ranks together."""
     model_flops_utilization: float
     """Model FLOP/s, as a share of the data sheet's matrix rate in the weights' format."""
 
@@ -79,7 +79,7 @@ def step_time(job: Job, machine: Machine, *, overlaps_tensor_parallel: bool = Fa
 
     Raises:
         ValueError: the layers do not divide evenly over the stages.
-        InputError: the machine has no FP8, which the job asks for.
+        InputError: the machine has no FP8, which the job uses.
     """
     seconds = _Seconds(job, machine, overlaps_tensor_parallel)
     stages = seconds.stages()
@@ -159,7 +159,7 @@ class _Seconds:
     # -- a micro batch
 
     def stages(self) -> list[_Parts]:
-        """Seconds of a micro batch by purpose, of each pipeline stage."""
+        """Return seconds of a micro batch by purpose, of each pipeline stage."""
         job = self._job
         layers = job.parallel.layers_per_stage(job.model.num_layers)
         if layers is None:
@@ -180,7 +180,7 @@ class _Seconds:
         return stage
 
     def _layer(self) -> tuple[_Parts, float]:
-        """Seconds of a layer by purpose; and of what of it is recomputed."""
+        """Return seconds of a layer by purpose; and of what of it is recomputed."""
         job = self._job
         operations = roofline.layer_operations(
             job.model,
@@ -209,7 +209,7 @@ class _Seconds:
         return forward, again
 
     def _recomputed(self, operation: Operation) -> float:
-        """The share of an operation's forward that selective recomputation runs again."""
+        """Return the share of an operation's forward that selective recomputation runs again."""
         job = self._job
         if not operation.module or not job.parallel.recomputes(operation.module):
             return 0.0
@@ -241,7 +241,7 @@ class _Seconds:
             direction.add({"host": max(0.0, launches * machine.launch_seconds - beside)})
 
     def _sent_round(self, terms: Iterable[Term]) -> list[Term]:
-        """The terms with the Engine's ring in place of its collectives over context parallel ranks.
+        """Return the terms with the Engine's ring in place of its collectives over context parallel ranks.
 
         n - 1 times a rank sends keys and values on; in backward their gradients too, n - 1 times of n exchanges.
         """
@@ -278,7 +278,7 @@ class _Seconds:
         }
 
     def _work(self, operation: Operation, work: Work, *, is_backward: bool = False) -> float:
-        """An operation in one direction: its FLOPs' time and its bytes'."""
+        """Return an operation in one direction: its FLOPs' time and its bytes'."""
         job, machine = self._job, self._machine
         moved, flops = float(work.bytes), float(work.flops)
         dtype: str = job.precision.dtype
@@ -346,7 +346,7 @@ class _Seconds:
         return once
 
     def _beside(self, term: Term, buckets: int, window: float, overlaps: bool | None) -> float:
-        """The exposed seconds of a collective in buckets, beside a computation of `window` seconds."""
+        """Return the exposed seconds of a collective in buckets, beside a computation of `window` seconds."""
         if not overlaps:
             return self._collective(term)
         seconds = self._collective(term._replace(calls=buckets))

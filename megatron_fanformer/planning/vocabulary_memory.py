@@ -1,4 +1,4 @@
-"""What the two ends of the model hold beside its layers: the embedding, and the loss head in its two forms.
+"""Memory of the model's two ends: the embedding, and the loss head in its two forms.
 
 Shapes: as in `layer_memory`; V columns of logits of one tensor parallel rank, c tokens of a chunk of the loss head.
 """
@@ -11,7 +11,7 @@ ID_BYTES = 8
 
 
 def loss_head(shapes: LayerShapes) -> Rise:
-    """The final norm and the head.
+    """Return the final norm and the head.
 
     `saved` is what the final norm keeps, `backward` the most that is held beside that, in forward or in backward.
     """
@@ -21,7 +21,7 @@ def loss_head(shapes: LayerShapes) -> Rise:
 
 
 def vocabulary_weight(shapes: LayerShapes) -> int:
-    """[V, h], of the embedding or of the head, in the type of weights."""
+    """Return the bytes of the embedding or of the head, [V, h], in the type of weights."""
     return _columns(shapes) * shapes.hidden * shapes.element
 
 
@@ -30,7 +30,9 @@ def _columns(shapes: LayerShapes) -> int:
 
 
 def _chunked_head(shapes: LayerShapes) -> int:
-    """Its gradients are taken in forward, in chunks; backward gets them, with a stand-in for the weight's."""
+    """Return the chunked head: its gradients are taken in forward; backward gets them, with a stand-in for the
+    weight's.
+    """
     job, columns, hidden, element = shapes.job, _columns(shapes), shapes.hidden, shapes.element
     chunk = min(shapes.tokens, job.kernels.loss_chunk_tokens(columns, element, on_cpu=job.on_cpu))
     scaled = chunk * hidden * (FLOAT + element if element < FLOAT else FLOAT)  # the hidden states, times a factor each
@@ -45,7 +47,9 @@ def _chunked_head(shapes: LayerShapes) -> int:
 
 
 def _whole_head(shapes: LayerShapes) -> int:
-    """Megatron's: logits of all tokens, a float32 copy that becomes the softmax and its gradient, and that in bf16."""
+    """Return Megatron's head: logits of all tokens, a float32 copy that becomes softmax and gradient, and that in
+    bf16.
+    """
     columns, element = _columns(shapes), shapes.element
     logits = shapes.tokens * columns * element if element < FLOAT else 0
     softmax = shapes.tokens * columns * FLOAT
@@ -60,6 +64,6 @@ def embedding_ids(shapes: LayerShapes) -> int:
 
 
 def embedding_backward(shapes: LayerShapes) -> int:
-    """The gradient of the rank's rows, in the type of weights, beside the tokens' of it."""
+    """Return the gradient of the rank's rows, in the type of weights, beside the tokens' of it."""
     passes = 1 if shapes.tensor == 1 else 2  # those of other ranks' tokens are zeroed in a copy
     return shapes.stream + passes * shapes.whole(shapes.hidden) + vocabulary_weight(shapes)

@@ -1,4 +1,4 @@
-"""Where a fast tokenizer gives exactly the ids of the exact one, determined by running both.
+"""Agreement of a fast tokenizer with the exact one: where their ids are the same, found by running both.
 
 Two libraries that implement one tokenizer differ where their Unicode tables differ in age: in the characters
 that later versions added, and in how those combine. So each character is given to both, in contexts that
@@ -26,7 +26,7 @@ EncodeAll = Callable[[Sequence[str]], Sequence[Sequence[int]]]
 
 
 def trusted_characters(fast: EncodeAll, exact: EncodeAll) -> np.ndarray:
-    """[0x110000] bool: the characters that both tokenizers treat alike."""
+    """Return [0x110000] bool: the characters that both tokenizers treat alike."""
     blocks = [
         [code for code in range(start, min(start + BLOCK, part.stop)) if code not in SURROGATES]
         for part in PROBED

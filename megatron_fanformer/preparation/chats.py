@@ -40,7 +40,7 @@ ROLES = {
     "human": "user",
     "gpt": ASSISTANT,
 }
-"""What the roles of a data set are called in a template."""
+"""The templates' names for the roles of a data set."""
 FIELDS = ("messages", "conversations", "prompt", "completion")
 
 

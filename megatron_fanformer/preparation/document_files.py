@@ -171,7 +171,7 @@ class _Counted(io.RawIOBase):
 
 @contextmanager
 def _decompressed(path: Path, raw: io.RawIOBase) -> Iterator[Any]:
-    """The uncompressed bytes of a file. Reading past damage raises CorruptError."""
+    """Yield the uncompressed bytes of a file. Reading past damage raises CorruptError."""
     kind = "gzip" if path.suffix == ".gz" else "zstd"
     try:
         match path.suffix:
@@ -249,7 +249,7 @@ def _page_header(data: bytes) -> tuple[int, int]:
         number |= (data[at] if at < len(data) else 0) << shift
         values.append((number >> 1) ^ -(number & 1))
         at += 1
-    return (values[0], values[1]) if len(values) == 2 else (0, 0)  # whatever it is, reading it will tell
+    return (values[0], values[1]) if len(values) == 2 else (0, 0)  # whatever it is, reading it will show
 
 
 def read_documents(path: Path, text_field: str = "text") -> Iterator[str | Refusal]:

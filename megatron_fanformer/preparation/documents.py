@@ -182,7 +182,9 @@ def has_surrogate(text: str) -> bool:
 
 
 def _integer(digits: str) -> int | float:
-    """An integer; as a float where it has too many digits for Python to parse: the text beside it is still good."""
+    """Return an integer; as a float where it has too many digits for Python to parse: the text beside it is still
+    good.
+    """
     return int(digits) if len(digits) <= MAX_DIGITS else float(digits)
 
 

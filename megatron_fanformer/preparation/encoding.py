@@ -41,7 +41,7 @@ class Learned:
     mask: np.ndarray
     """[tokens] uint8: 1 where the token is learned."""
     counts: np.ndarray
-    """[documents] int32: the tokens of each that are."""
+    """[documents] int32: learned tokens of each document."""
     is_cut: np.ndarray
     """[documents] bool: whether it lost its end."""
 
@@ -62,13 +62,13 @@ class EncodedBlock:
     text_bytes: int
     """UTF-8 bytes of the documents' text."""
     refusals: list[tuple[int, str]]
-    """Line in the block, from 0, and reason."""
+    """Refused lines: the line in the block, from 0, and the reason."""
     learned: Learned | None = None
-    """Where the documents are conversations."""
+    """Learned tokens, where the documents are conversations."""
 
 
 def _encoded(outcomes: Sequence[Any], **tokens: Any) -> EncodedBlock:
-    """The result of a block: what has become of each of its lines, and what is told of the tokens."""
+    """Return the result of a block: the outcome of each of its lines, and the facts about its tokens."""
     kept = [(number, one) for number, one in enumerate(outcomes) if not isinstance(one, Refusal)]
     return EncodedBlock(
         lines=len(outcomes),
@@ -130,7 +130,7 @@ class BlockEncoder:
         )
 
     def _with_ends(self, ids: np.ndarray, counts: np.ndarray) -> np.ndarray:
-        """`ids` with an end-of-text id after each document's."""
+        """Return `ids` with an end-of-text id after each document's."""
         tokens = np.empty(len(ids) + len(counts), self._dtype)
         start = 0
         for number, end in enumerate(np.cumsum(counts).tolist()):
@@ -193,7 +193,7 @@ class ChatEncoder:
     def _ids_and_masks(
         self, number: int, name: str, rendered: Collection[RenderedChat]
     ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Ids and mask of each conversation; all texts of the block are encoded together."""
+        """Yield ids and mask of each conversation; all texts of the block are encoded together."""
         cut = [list(chat_pieces(self._tokenizer, text)) for text in rendered]
         texts = [piece.encode() for pieces in cut for piece, _ in pieces if isinstance(piece, str)]
         ids, counts = self._encoder.encode(number, texts, name)

@@ -127,7 +127,7 @@ class Trust:
     """The texts that gigatoken is trusted with."""
 
     characters: np.ndarray
-    """[0x110000] bool."""
+    """[0x110000] bool: the trusted characters."""
     doubtful_pieces: list[str]
     """Special pieces that it encodes differently where a text contains them literally."""
 
@@ -176,7 +176,7 @@ class EncoderChoice:
     eod_id: int
     encoding: Encoding
     trust: Trust | None
-    """What gigatoken is trusted with; None where it is not used."""
+    """Texts that gigatoken is trusted with; None where it is not used."""
 
     def make(self) -> IdEncoder:
         """Return an encoder for the calling thread alone."""

@@ -1,4 +1,4 @@
-"""Which files a preparation reads: files, folders, glob patterns and lists of them, in one fixed order."""
+"""Input files of a preparation: files, folders, glob patterns and lists of them, in one fixed order."""
 
 import glob
 from collections.abc import Iterable, Iterator, Sequence

@@ -182,7 +182,7 @@ class _Run:
             self._assembler.append(record)
 
     def _all_failures(self) -> FanformerError:
-        """One error for all files that failed, of the first one's kind."""
+        """Return one error for all files that failed, of the first one's kind."""
         first = self._failures[0]
         kept = f"; what is done stays in {self._work.path}, and the same command continues from there"
         more = "".join(f"; {error}" for error in self._failures[1:FAILURES_NAMED])

@@ -44,7 +44,7 @@ OF_DOCUMENTS = {
     **{name: name for name in ("text_field", "min_length", "max_length", "sources", "part_bytes")},
     "npy_dtype": "from_npy",
 }
-"""What conversations do not take, as errors name it, and the field that sets it."""
+"""Settings that conversations do not take: their names in errors, and the fields that set them."""
 OF_CHATS = ("chat_template", "learn", "max_tokens", "too_long")
 # What pads the rows of chats, the most likely first; without one, the end of text does.
 PADDING_NAMES = ("<|padding|>", "<|pad|>", "<pad>", "[PAD]")
@@ -56,7 +56,7 @@ class PrepareReport:
 
     prefix: str
     already_there: bool
-    """The same preparation had been done before: nothing was written."""
+    """Whether the same preparation had been done before, and nothing was written."""
     manifest: Manifest
 
     def lines(self) -> list[str]:

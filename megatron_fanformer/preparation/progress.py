@@ -1,4 +1,4 @@
-"""What is seen of a preparation as it goes on: documents, speed, time left."""
+"""Progress of a preparation: documents, speed, time left."""
 
 import time
 from collections.abc import Iterator

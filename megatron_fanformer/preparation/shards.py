@@ -39,13 +39,13 @@ class ShardRecord(msgspec.Struct, frozen=True, kw_only=True):
     tokens: int
     text_bytes: int
     max_token_id: int
-    """-1 where there is no document."""
+    """The largest token id; -1 where there is no document."""
     refused: dict[str, int]
     refused_examples: list[RefusedLine]
     tokens_crc32: int
     documents_crc32: int
     mask_crc32: int | None = None
-    """None where the documents are no conversations."""
+    """CRC-32 of the mask; None where the documents are not conversations."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class ShardFiles:
     def batches(self) -> Iterator[Any]:
         """Yield the rows of its documents, as Arrow record batches with columns id, source, line and length.
 
-        Of conversations there are the columns learned and outcome too, and rows of length 0 of what is refused.
+        Conversations also have the columns learned and outcome, and rows of length 0 for refused ones.
         """
         import pyarrow
 

@@ -59,7 +59,7 @@ class TokenWriter:
     def add(self, tokens: bytes, rows: Any, shard: str, mask: bytes = b"") -> None:
         """Add documents: their tokens, and their rows of `ShardFiles.batches`; `shard` is the input's path.
 
-        Of conversations `mask` has a byte for each token, and a row of length 0 tells of one that is refused.
+        For conversations `mask` has a byte per token, and a row of length 0 stands for a refused one.
         """
         lengths = rows.column("length").to_numpy()
         if self._ledger is not None:

@@ -13,7 +13,7 @@ Backend = Literal["auto", "gigatoken", "tokenizers", "sentencepiece"]
 
 
 def _size(text: str) -> int:
-    """A number of bytes: digits, then K, M, G or T for powers of 1000."""
+    """Return a number of bytes: digits, then K, M, G or T for powers of 1000."""
     factors = {"K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
     digits = text[:-1] if text[-1:].upper() in factors else text
     if not digits.isdecimal():
@@ -23,7 +23,7 @@ def _size(text: str) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class PrepareConfig:
-    """Configure what to tokenize, and how."""
+    """Options of `prepare`."""
 
     inputs: tuple[str, ...] = argument(metavar="INPUT")
     """Files (.jsonl, .json, .ndjson, also .gz or .zst; .parquet), folders of them, glob patterns, @LIST files."""
@@ -50,7 +50,7 @@ class PrepareConfig:
     ledger: bool = True
     """Write PREFIX.ledger.parquet, which says where each document came from."""
     backend: Backend = option("auto", parse=str)
-    """What computes the ids: auto, gigatoken, tokenizers, sentencepiece; they are the same for each."""
+    """Library that computes the ids: auto, gigatoken, tokenizers, sentencepiece; all give the same ids."""
     from_npy: bool = False
     """The inputs are headerless .npy token files, made by the same tokenizer."""
     npy_dtype: str = "uint16"

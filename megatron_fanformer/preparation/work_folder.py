@@ -114,7 +114,7 @@ def folder_path(prefix: str) -> Path:
 
 @contextmanager
 def work_folder(prefix: str) -> Iterator[WorkFolder]:
-    """The locked work folder of a prefix, created if missing.
+    """Yield the locked work folder of a prefix, created if missing.
 
     Kept if shards are done and not yet published; otherwise removed, with the folders created for it.
     Raises InputError if another process holds it.

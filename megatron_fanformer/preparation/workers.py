@@ -44,7 +44,7 @@ class WorkerSetup:
     settings: Settings
     vocab_size: int
     folder: Path
-    """Where shards are written."""
+    """Folder that shards are written into."""
     strict: bool
 
 
@@ -158,7 +158,7 @@ class _FileEncoder:
 
 
 class Refused(InputError):
-    """Under strict, a line that is not a document."""
+    """A line that is not a document, under `strict`."""
 
 
 # -- in the parent

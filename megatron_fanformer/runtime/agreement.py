@@ -1,4 +1,4 @@
-"""What all ranks know: the outcome of what one does, a value or the error that all then raise, or a value of each."""
+"""Agreement of all ranks on the outcome of what one does, a value or an error that all raise, or on a value of each."""
 
 import threading
 from collections.abc import Callable

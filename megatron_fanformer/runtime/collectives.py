@@ -25,7 +25,7 @@ Kind = Literal[
 class _Method(NamedTuple):
     kind: Kind
     message: int | None
-    """Which argument is the message, or None where there is none."""
+    """Argument that holds the message; None where there is none."""
     is_shard: bool = False
     """Whether that argument is one rank's part of it."""
 
@@ -68,16 +68,18 @@ WORLD = "world"
 
 @dataclass(frozen=True, kw_only=True)
 class CollectiveCount:
-    """Describe what this rank's collectives of one kind over one group add up to."""
+    """Sum of this rank's collectives of one kind over one group."""
 
     group: str
-    """As in `RankGrid.groups` (dp_cp: the data parallel ranks, context parallel ones included), or `world`."""
+    """Name of the group in `RankGrid.groups` (dp_cp: the data parallel ranks, context parallel ones included), or
+    `world`."""
     kind: Kind
     ranks: int
     """Ranks of the group."""
     calls: int
     message_bytes: int
-    """Of the whole tensors: reduced, gathered (the output), scattered or exchanged (the input), broadcast or sent."""
+    """Bytes of the whole tensors: reduced, gathered (the output), scattered or exchanged (the input), broadcast or
+    sent."""
 
 
 class CollectiveCounts:
@@ -107,7 +109,7 @@ class CollectiveCounts:
             )
 
     def lines(self) -> list[CollectiveCount]:
-        """The counts, by group and kind."""
+        """Return the counts, by group and kind."""
         return [self._totals[key] for key in sorted(self._totals)]
 
 

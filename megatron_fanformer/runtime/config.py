@@ -8,7 +8,7 @@ DeviceKind = Literal["cuda", "cpu"]
 
 @dataclass(frozen=True, kw_only=True)
 class RuntimeConfig:
-    """Configure what the ranks run on."""
+    """Device, threads and communication of the ranks."""
 
     device: Literal["auto", "cuda", "cpu"] = "auto"
     """`auto`: a GPU if torch can use one, else the CPU. `cpu` beside a usable GPU is refused: set
@@ -28,15 +28,15 @@ class RuntimeConfig:
     """null: NCCL on GPUs, gloo on CPUs. gloo also serves ranks that share a GPU, slowly, without pipeline stages or
     `cp_comm_type` p2p."""
     distributed_timeout_minutes: float | None = None
-    """How long a rank may be silent or hold up a step; null: ten times the longest of the last twenty steps, at least 2
-    minutes (docs/clusters.md#when-a-rank-fails)."""
+    """Time that a rank may be silent or hold up a step; null: ten times the longest of the last twenty steps, at least
+    2 minutes (docs/clusters.md#when-a-rank-fails)."""
 
     def backend(self, device: DeviceKind) -> str:
-        """`distributed_backend` resolved for a device."""
+        """Return `distributed_backend` resolved for a device."""
         return self.distributed_backend or {"cuda": "nccl", "cpu": "gloo"}[device]
 
     def problems(self) -> list[str]:
-        """Rules of single fields that this configuration breaks, one line each."""
+        """Return the rules of single fields that this configuration breaks, one line each."""
         found = []
         if self.threads_per_rank is not None and self.threads_per_rank < 1:
             found.append(f"runtime.threads_per_rank is {self.threads_per_rank}; it must be at least 1, or null")

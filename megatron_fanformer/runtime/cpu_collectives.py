@@ -35,7 +35,7 @@ def shared_memory_collectives(*, enabled: bool) -> Iterator[None]:
 def install() -> None:
     """Replace the methods of process groups by which torch.distributed's functions sum and gather.
 
-    Where the ranks are not CPUs of one machine, or what is asked for is not a sum or a maximum of numbers, or is
+    Where the ranks are not CPUs of one machine, or the operation is not a sum or a maximum of numbers, or is
     refused by gloo, they do as before; so does everything where `shared_memory_collectives` turns them off.
     """
     for names, pieces_of in (
@@ -99,7 +99,7 @@ def _fit(lists: list[_Tensors], ranks: int, *, is_sum: bool) -> bool:
 
 
 class CollectiveThroughMemory(dist.Work):
-    """A collective of which this rank has written the first piece; the others follow where it is waited for.
+    """A collective whose first piece this rank has written; the others follow in `wait`.
 
     So all ranks must wait for those of all their groups in the same order, as ranks of one program do.
     """
@@ -155,7 +155,7 @@ def _all_gather(memory: GroupMemory, _operation: None, outputs: _Tensors, inputs
 
 
 def _sum(tensor: torch.Tensor, operation: _Operation) -> _Pieces:
-    """Each rank joins the whole tensors of all, in the ranks' order."""
+    """Sum the whole tensors of all ranks in each, in the ranks' order."""
     buffers = yield [(0, tensor)]
     first, second, *others = (buffer.view(tensor.dtype)[: len(tensor)] for buffer in buffers)
     operation(first, second, out=tensor)
@@ -164,7 +164,7 @@ def _sum(tensor: torch.Tensor, operation: _Operation) -> _Pieces:
 
 
 def _sum_of_part(memory: GroupMemory, operation: _Operation, output: torch.Tensor, parts: _Tensors) -> _Pieces:
-    """Each rank joins its part of all ranks' tensors; it may lie where the sum is to go."""
+    """Sum its part of all ranks' tensors in each rank; the part may lie where the sum is to go."""
     length = PIECE_BYTES // memory.size // output.element_size()
     others = [rank for rank in range(memory.size) if rank != memory.rank]
     for begin in range(0, max(map(len, parts)), length):
@@ -177,7 +177,7 @@ def _sum_of_part(memory: GroupMemory, operation: _Operation, output: torch.Tenso
 
 
 def _gathered_parts(memory: GroupMemory, parts: _Tensors) -> _Pieces:
-    """Each rank takes the others' parts of a tensor."""
+    """Gather the other ranks' parts of a tensor in each rank."""
     length = PIECE_BYTES // parts[0].element_size()
     for begin in range(0, max(map(len, parts)), length):
         pieces = [part[begin : begin + length] for part in parts]

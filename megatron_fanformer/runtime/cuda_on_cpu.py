@@ -1,4 +1,4 @@
-"""torch's part of `megatron_cpu`: what megatron-core asks of CUDA is done on the CPU.
+"""torch's part of `megatron_cpu`: does on the CPU what megatron-core expects of CUDA.
 
 torch is imported where it is used: whoever patches it as it is imported can import this module.
 """

@@ -27,10 +27,10 @@ NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 
 
 def resolve_device(wanted: Literal["auto", "cuda", "cpu"]) -> DeviceKind:
-    """The device to run on; `auto` uses a usable GPU, else the CPU.
+    """Return the device to run on; `auto` uses a usable GPU, else the CPU.
 
     Raises:
-        InputError: CUDA is asked for and not usable, or a GPU's driver is loaded that this torch cannot use: a
+        InputError: CUDA is configured and not usable, or a GPU's driver is loaded that this torch cannot use: a
             broken installation must not silently start a CPU run.
     """
     import torch
@@ -58,7 +58,7 @@ def resolve_device(wanted: Literal["auto", "cuda", "cpu"]) -> DeviceKind:
 
 
 def torch_device(kind: DeviceKind) -> "torch.device":
-    """The device of this process's tensors: the GPU that `configure_process` selected, or the CPU."""
+    """Return the device of this process's tensors: the GPU that `configure_process` selected, or the CPU."""
     import torch
 
     # As megatron-core names it, too; a number alone is the GPU of that number.
@@ -114,7 +114,7 @@ def has_transformer_engine() -> bool:
 
 
 def fp8_problem(recipe: str) -> str | None:
-    """Why this machine's GPU does not support an FP8 recipe (by Megatron's name), or None.
+    """Return why this machine's GPU does not support an FP8 recipe (by Megatron's name), or None.
 
     By compute capability, as in Transformer Engine 2.20: FP8 came with 8.9, block scaling with 9.0 and CUDA 12.9,
     blocks of 32 in hardware with 10.0 (but not all of their products with 12.0).
@@ -142,7 +142,7 @@ def _cuda_version() -> tuple[int, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class RankAddress:
-    """Describe which rank this process is, as its launcher says, and where the ranks meet."""
+    """This process's rank as its launcher states it, and where the ranks meet."""
 
     rank: int
     world_size: int
@@ -153,7 +153,7 @@ class RankAddress:
 
 
 def rank_address() -> RankAddress | None:
-    """This process's rank as torchrun or Slurm reports it; None if it was started without either."""
+    """Return this process's rank as torchrun or Slurm reports it; None if it was started without either."""
     env = os.environ
     if "RANK" in env and "WORLD_SIZE" in env:
         return RankAddress(
@@ -171,7 +171,7 @@ def rank_address() -> RankAddress | None:
 
 
 def rank_number() -> int:
-    """This process's rank among those of its launcher, whatever else that says; 0 where there is none."""
+    """Return this process's rank among those of its launcher, whatever else that states; 0 where there is none."""
     return int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")))
 
 
@@ -208,7 +208,7 @@ LOOPBACK_INTERFACE = "lo"
 
 
 def listen_on_loopback() -> None:
-    """Have this process's groups listen on the loopback, unless the environment names an interface.
+    """Make this process's groups listen on the loopback, unless the environment names an interface.
 
     For ranks of one machine; must be called before the first group is made.
     """
@@ -224,7 +224,7 @@ ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 def rank_environment(
     rank: int, world_size: int, *, threads: int, store_port: int, found: Path, error: Path
 ) -> dict[str, str]:
-    """The environment of a rank that this process launches, by the names that torch and `rank_address` know.
+    """Return the environment of a rank that this process launches, by the names that torch and `rank_address` know.
 
     Ranks of one machine listen on its loopback alone, unless the environment names an interface.
 
@@ -257,7 +257,7 @@ def launched_here() -> bool:
 
 
 def launcher_process() -> int | None:
-    """The process id of this rank's launcher; None where another program launched it."""
+    """Return the process id of this rank's launcher; None where another program launched it."""
     return int(os.environ[LAUNCHER]) if launched_here() and LAUNCHER in os.environ else None
 
 
@@ -267,7 +267,7 @@ def launched_by_torchrun() -> bool:
 
 
 def found_by_launcher() -> Path | None:
-    """The file of what this rank's launcher found; None where another program launched it."""
+    """Return the file of what this rank's launcher found; None where another program launched it."""
     return Path(os.environ[LAUNCHED_HERE]) if launched_here() else None
 
 
@@ -292,7 +292,7 @@ _is_kept = False
 
 
 def keep_freed_memory() -> None:
-    """Have the C library keep what a step frees for the next one, where else it returns large pieces to the kernel.
+    """Make the C library keep what a step frees for the next one, where else it returns large pieces to the kernel.
 
     A page that comes from the kernel is zeroed first: thousands of huge ones a step. The process stays as large as it
     has been at its peak, and grows where sizes change from step to step: see `return_freed_memory`. Only glibc can be
@@ -319,7 +319,7 @@ def return_freed_memory() -> None:
 
 
 def keep_launch_order() -> None:
-    """Have GPUs begin kernels in the order of their launches; must be called before torch is asked for a GPU.
+    """Make GPUs begin kernels in the order of their launches; must be called before torch first uses a GPU.
 
     Megatron's overlap of tensor-parallel communication relies on it. CUDA reads it once, when its context is made.
     """
@@ -327,7 +327,7 @@ def keep_launch_order() -> None:
 
 
 def share_cudnn() -> None:
-    """Have Transformer Engine load the cuDNN that came with torch; must be called before it is imported.
+    """Make Transformer Engine load the cuDNN that came with torch; must be called before it is imported.
 
     By itself it prefers the system's. Where that is another version, the two find each other's parts and refuse them,
     and the Engine's attention falls back to one that keeps every score, without a word.
@@ -340,11 +340,11 @@ def share_cudnn() -> None:
 
 
 ATTENTION_SWITCHES = {"NVTE_FLASH_ATTN": "flash", "NVTE_FUSED_ATTN": "fused", "NVTE_UNFUSED_ATTN": "unfused"}
-"""Variables by which Transformer Engine's attentions are switched on or off, and which."""
+"""Environment variables that switch Transformer Engine's attentions on or off, and the attention of each."""
 
 
 def attention_switches() -> dict[str, str]:
-    """Those of `ATTENTION_SWITCHES` that the environment sets, with their values."""
+    """Return those of `ATTENTION_SWITCHES` that the environment sets, with their values."""
     return {name: os.environ[name] for name in ATTENTION_SWITCHES if name in os.environ}
 
 
@@ -371,7 +371,7 @@ def prepare_megatron(*, on_cpu: bool = False) -> None:
 
 
 def enable_collective_timeouts() -> None:
-    """Have a collective of NCCL that exceeds its group's limit raise where it is waited for; before any group is made.
+    """Make a collective of NCCL that exceeds its group's limit raise where it is waited for; before any group is made.
 
     Else torch's watchdog ends the whole process.
     """

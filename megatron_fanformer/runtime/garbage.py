@@ -1,4 +1,4 @@
-"""When Python collects its garbage: where that holds up nobody."""
+"""Garbage collection at moments when it delays no other rank."""
 
 import gc
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ def freeze_gc() -> None:
 
 @contextmanager
 def manual_gc() -> Iterator[None]:
-    """No automatic garbage collection: ranks would each pause at a different moment, and wait for each other."""
+    """Turn automatic garbage collection off: ranks would each pause at a different moment, and wait for each other."""
     gc.collect()
     if not _is_kept:  # by whoever does several runs, and is not to have it undone
         gc.freeze()  # what exists now stays: not to be scanned each time

@@ -9,7 +9,7 @@ A collective waits for all of its ranks, and cannot say for which. So each rank 
 
 A rank is *silent* if it no longer beats: its process is stopped, or its machine is gone. It is *stuck* if it beats, but
 no rank makes progress: the one that is furthest behind is named. Time in which this process was itself stopped does
-not count. The training loop pays nothing for it but an assignment for each thing that it tells.
+not count. It costs the training loop one assignment per report.
 """
 
 import json
@@ -34,7 +34,7 @@ LEAST_SECONDS = 120.0
 STEPS_WITHIN_LIMIT, STEPS_SEEN = 10, 20  # the limit is ten times the longest of the last twenty steps
 START_SECONDS = 600.0  # silence until a step was taken: building sample indices holds up a process's other threads
 LONG_SECONDS = 3600.0  # without progress outside steps: loading, compiling, saving
-TOLD_SECONDS = 10.0  # a rank that failed ends the others through the collective that all of them are in, mostly
+FAILURE_SECONDS = 10.0  # a rank that failed ends the others through the collective that all of them are in, mostly
 LATE_BEATS = 3  # a rank that has not beaten for so many is late
 
 logger = logging.getLogger(__name__)
@@ -42,18 +42,18 @@ logger = logging.getLogger(__name__)
 
 @dataclass(kw_only=True)
 class Activity:
-    """Describe what this rank is doing. The training loop writes it, and the threads read it."""
+    """The current activity of this rank. The training loop writes it, and the threads read it."""
 
     step: int = 0
     doing: str = "starting"
     in_step: bool = False
-    """Whether it is at something that a step's time is the measure of."""
+    """Whether it is in the part of a step whose time is measured."""
     progress: int = 0
-    """Grows with everything that is told."""
+    """A counter that grows with every report."""
     step_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=STEPS_SEEN))
 
     def limit(self, stated_seconds: float | None) -> float:
-        """Seconds that another rank may be silent."""
+        """Return seconds that another rank may be silent."""
         adapted = max(LEAST_SECONDS, STEPS_WITHIN_LIMIT * max(self.step_seconds, default=0.0))
         limit = adapted if stated_seconds is None else stated_seconds
         return limit if self.step_seconds else max(limit, START_SECONDS)
@@ -63,7 +63,7 @@ _activity = Activity()
 
 
 def mark(doing: str, *, step: int | None = None, in_step: bool = True) -> None:
-    """Note what this rank begins to do, in the step that it was told last; costs an assignment or two."""
+    """Note what this rank begins to do, in the step noted last; costs an assignment or two."""
     _activity.doing, _activity.in_step = doing, in_step
     if step is not None:
         _activity.step = step
@@ -71,7 +71,7 @@ def mark(doing: str, *, step: int | None = None, in_step: bool = True) -> None:
 
 
 def mark_progress() -> None:
-    """Note that this rank still gets on with what it told last."""
+    """Note that this rank still makes progress with what it noted last."""
     _activity.progress += 1
 
 
@@ -89,7 +89,7 @@ class _Beat:
     in_step: bool
     progress: int
     end: tuple[int, str] | None = None
-    """How it ended: exit code and message; None while it runs."""
+    """Exit code and message of its end; None while it runs."""
 
     @property
     def place(self) -> str:
@@ -101,7 +101,7 @@ class _Seen:
     """The last beat that was seen of a rank; the times are this process's own waking time, in seconds."""
 
     text: bytes
-    """The progress, and the beat as JSON: of thousands of ranks, only those that are late are read further."""
+    """The progress and the beat as JSON: with thousands of ranks, only the late ones are parsed further."""
     changed: float
     progressed: float
 
@@ -168,7 +168,7 @@ class Heartbeat:
         self._threads[0].join(2 * self._interval)  # longer only if the store does not answer
 
     def wait_until_read(self) -> None:
-        """After `stop`, let the others hear of it: the store may end with this process."""
+        """Wait after `stop` until the others have read it: the store may end with this process."""
         time.sleep((LATE_BEATS + 2) * self._interval if self._rank == MAIN_RANK else 0.0)
 
     # -- the thread `beats`, which may wait for the store for ever
@@ -248,19 +248,19 @@ class Heartbeat:
 
     def _failed(self) -> FanformerError | None:
         # Until a step is over there may be no such collective: a rank that a signal ended is just gone.
-        after = TOLD_SECONDS if self._activity.step_seconds else min(TOLD_SECONDS, LATE_BEATS * self._interval)
+        after = FAILURE_SECONDS if self._activity.step_seconds else min(FAILURE_SECONDS, LATE_BEATS * self._interval)
         for seen in self._late(after).values():
             end = seen.beat.end
             if end is not None and end[0]:
                 error = PeerFailed(end[1])  # which names the rank
                 error.exit_code = end[0]
-                # Of all ranks that a signal reached, rank 0 alone tells the user of it.
+                # A signal may reach all ranks; rank 0 alone reports it to the user.
                 error.already_reported = self._rank != MAIN_RANK or end[0] != Interrupted.exit_code
                 return error
         return None
 
     def _late(self, limit: float) -> dict[int, _Seen]:
-        """The ranks that have not beaten for longer than that, whether they are silent or have ended."""
+        """Return the ranks that have not beaten for longer than that, whether they are silent or have ended."""
         return {rank: seen for rank, seen in self._seen.items() if self._awake - seen.changed > limit}
 
     def _silent(self, limit: float) -> FanformerError | None:
@@ -302,7 +302,7 @@ def _peer_failed(what: str) -> PeerFailed:
 def watching_ranks(
     store: Any, rank: int, world_size: int, *, address: str, limit_seconds: float | None
 ) -> Iterator[None]:
-    """Around all that this rank does among others; nothing where there is but one rank."""
+    """Beat and watch the other ranks during all that this rank does; does nothing with one rank."""
     if world_size == 1:
         yield
         return
@@ -320,11 +320,11 @@ def watching_ranks(
 
 
 _beating: list[Heartbeat] = []
-"""This process's, while it is among ranks."""
+"""The heartbeat of this process, while it is among ranks."""
 
 
 def report_stopped(message: str) -> None:
-    """Before a signal ends this process with no step in progress: tell the user, and the other ranks, which end too."""
+    """Report to the user, and to the other ranks, which end too, that a signal ends this process between steps."""
     stopped = Interrupted(message)
     stopped.already_reported = devices.rank_number() != MAIN_RANK  # a launcher sends it to all
     print_end(stopped)

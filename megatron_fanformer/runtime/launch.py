@@ -47,7 +47,7 @@ def refuse_ranks_without_gpu(ranks: int, runtime: RuntimeConfig, *, origin: str,
     """Raise InputError where ranks on this machine are to have a GPU each, and it has fewer.
 
     Args:
-        origin: what asks for that many.
+        origin: the setting that requires so many.
     """
     import torch  # after errors are reported
 
@@ -60,7 +60,7 @@ class RankFailed(FanformerError):
     """A local rank failed; the message and `exit_code` are that rank's own.
 
     Args:
-        was_stopping: whether the ranks had been told to stop.
+        was_stopping: whether the ranks had been sent a signal to stop.
     """
 
     def __init__(self, message: str, exit_code: int, traceback: str = "", *, was_stopping: bool = False) -> None:
@@ -71,7 +71,7 @@ class RankFailed(FanformerError):
 
 
 class PeerFailed(FanformerError):
-    """Describe what is wrong with another rank, which the message names."""
+    """Another rank failed; the message names it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,7 +162,7 @@ def _wait_for(ranks: list[_Rank], signals: "deque[signal.Signals]") -> None:
         while signals:
             number = signals.popleft()
             if number == SAVE_SIGNAL:
-                ranks[0].process.send_signal(SAVE_SIGNAL)  # which tells the others
+                ranks[0].process.send_signal(SAVE_SIGNAL)  # which passes it to the others
             elif stop is None:
                 stop, stopped = number, time.monotonic()
                 for rank in ranks:
@@ -218,10 +218,10 @@ def read_found() -> Any:
 
 
 def end_with_launcher() -> None:
-    """Have this rank end when the process that launched it does; to be called first.
+    """Make this rank end when the process that launched it does; to be called first.
 
     Ours is only ever killed without its ranks by SIGKILL: then they end at once, too. torchrun leaves its ranks behind
-    on a second signal, while they save: they are asked to stop, once more. (Slurm ends its own steps.)
+    on a second signal, while they save: they get the signal to stop once more. (Slurm ends its own steps.)
     """
     if (launcher := devices.launcher_process()) is not None:
         end_with_owner(launcher)
@@ -231,7 +231,7 @@ def end_with_launcher() -> None:
 
 @contextmanager
 def report_failure() -> Iterator[None]:
-    """Around a rank's work: leaves its error where the launcher finds it, then lets it propagate."""
+    """Report the error of a rank's work to its launcher, then let it propagate."""
     try:
         yield
     except Exception as error:
@@ -260,7 +260,7 @@ def print_end(error: FanformerError) -> None:
 
 
 def _leave_for_launcher(error: Exception) -> None:
-    """Write an error as torch's launchers read it; ours are told without their class."""
+    """Write an error as torch's launchers read it; ours are written without their class."""
     file = devices.error_file()
     if file is None:
         return

@@ -38,13 +38,13 @@ MOVED_FIELDS = {
     "parallel.deterministic_mode": "runtime.deterministic_mode",
     "parallel.distributed_timeout_minutes": "runtime.distributed_timeout_minutes",
 }
-"""What was in this section up to version 0.1, and where it is now: configurations and checkpoints of that time have
+"""Fields of this section up to version 0.1, and where they are now: configurations and checkpoints of that time have
 the earlier names."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
-    """Configure how the model and the data are spread over ranks."""
+    """How the model and the data are spread over ranks."""
 
     tensor_model_parallel_size: int = 1
     """Ranks that share each layer's matrices."""
@@ -129,7 +129,9 @@ class ParallelConfig:
         return layers
 
     def problems(self) -> list[str]:
-        """Rules of single fields that this configuration breaks, one line each; if none, rules between its fields."""
+        """Return the rules of single fields that this configuration breaks, one line each; if none, those between
+        fields.
+        """
         found = [
             f"parallel.{name} is {value}; it must be at least 1"
             for name in COUNTS

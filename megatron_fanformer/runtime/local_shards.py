@@ -1,4 +1,4 @@
-"""What this rank holds of a model: the shards of a sharded state dict, one by one."""
+"""This rank's shards in a sharded state dict, one by one."""
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any

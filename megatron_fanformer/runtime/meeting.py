@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 
 def hosted_store(address: str, port: int, **options: Any) -> dist.TCPStore:
-    """A store of this process that listens at an address alone.
+    """Return a store of this process that listens at an address alone.
 
     Args:
         address: a name or number of this machine.
@@ -39,7 +39,7 @@ def hosted_store(address: str, port: int, **options: Any) -> dist.TCPStore:
 
 
 def store_of_ranks(address: devices.RankAddress, timeout: timedelta) -> Any:
-    """The c10d store of the ranks, once all of them are there.
+    """Return the c10d store of the ranks, once all of them are there.
 
     Raises:
         FanformerError: a rank did not come; the first one's port is taken.
@@ -62,7 +62,9 @@ def store_of_ranks(address: devices.RankAddress, timeout: timedelta) -> Any:
 
 
 def _listener(address: str, port: int) -> socket.socket:
-    """A socket that listens at an address; on every interface where the address is not one of this machine's own."""
+    """Return a socket that listens at an address; on every interface where the address is not one of this machine's
+    own.
+    """
     try:
         found = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)
     except OSError:

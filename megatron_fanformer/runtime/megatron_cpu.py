@@ -120,7 +120,7 @@ def _imported_when_called(name: str) -> types.ModuleType:
 
 
 def _adapt_random_state() -> None:
-    """The tracker's setter queues its work for CUDA's lazy initialisation, which never comes without CUDA."""
+    """Set the tracker's states at once, not queued for CUDA's lazy initialisation, which never comes without CUDA."""
     from megatron.core.tensor_parallel import random
 
     random._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
@@ -162,7 +162,7 @@ def _adapt_inference() -> None:
 
 
 def _sum_gradient_norms_exactly() -> None:
-    """Without a GPU's kernel it takes torch's norm of each gradient, which of a large one is too small: see `norm`."""
+    """Replace torch's norm of each gradient, which without a GPU's kernel is too small for large ones: see `norm`."""
     from megatron.core.optimizer import clip_grads
 
     def l2_norm(_chunk_size: int, _overflow: Any, tensor_lists: Any, _per_tensor: bool) -> tuple[torch.Tensor, None]:
@@ -176,7 +176,7 @@ def _sum_gradient_norms_exactly() -> None:
 
 
 def _write_out_rotary_embedding() -> None:
-    """Without Transformer Engine's kernel it takes a dozen passes over memory, and as many in backward."""
+    """Replace the rotary embedding, which without Transformer Engine's kernel takes a dozen passes each way."""
     from megatron.core.models.common.embeddings import rope_utils
 
     plain, plain_packed = rope_utils._apply_rotary_pos_emb_bshd, rope_utils._apply_rotary_pos_emb_thd
@@ -200,7 +200,7 @@ def _write_out_rotary_embedding() -> None:
 
 
 def _skip_collectives_of_one_rank() -> None:
-    """gloo copies the whole gradient buffer to reduce it over one rank, and all weights to gather them from one."""
+    """Skip collectives of one rank, for which gloo copies the whole gradient buffer, or all weights."""
     from megatron.core.distributed import param_and_grad_buffer as buffers
 
     for name in ("dist_reduce_scatter_func", "dist_all_gather_func"):
@@ -240,7 +240,7 @@ def _add_weight_gradients_inside_products() -> None:
 
 
 def _leave_the_compiler_out() -> None:
-    """torch's optimizer imports torch's compiler, over a second's work, to keep it from tracing some methods.
+    """Leave out torch's compiler, which its optimizer imports, over a second's work, to keep it from tracing methods.
 
     Each of them remembers here, as it does after its first call, what to call instead: itself, for nothing compiles it.
     """

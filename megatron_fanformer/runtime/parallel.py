@@ -33,8 +33,8 @@ from megatron_fanformer.runtime.layout import ParallelConfig
 from megatron_fanformer.runtime.meeting import store_of_ranks
 
 MEETING_SECONDS = 600.0  # how long ranks that were started wait for those that were not yet
-# No rank waits for another one in vain: the heartbeat ends it, and says for whom. A collective's own limit would be
-# the same for a step and for an hour's loading, and blames whoever waits.
+# The heartbeat ends a rank that waits in vain, and names the one it waits for. A collective's own limit would be the
+# same for a step and for an hour's loading, and blame the rank that waits.
 GROUP_TIMEOUT = timedelta(days=1)
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ class RankGrid:
     torch_device: torch.device
     """The device of this rank's tensors."""
     backend: str
-    """How the ranks communicate: `nccl` or `gloo`."""
+    """Communication backend of the ranks: `nccl` or `gloo`."""
     rank: int
     world_size: int
     data_parallel_rank: int
@@ -58,7 +58,7 @@ class RankGrid:
     is_last_stage: bool
     groups: "ProcessGroupCollection"
     is_deterministic: bool = False
-    """Whether the same numbers are asked for bit for bit (`runtime.deterministic_mode`)."""
+    """Whether results must be bitwise reproducible (`runtime.deterministic_mode`)."""
 
     @property
     def context_parallel_size(self) -> int:
@@ -67,7 +67,7 @@ class RankGrid:
 
     @property
     def sharding_metadata(self) -> dict[str, Any]:
-        """Return what megatron-core asks when it names shards: one name per layer."""
+        """Return the metadata by which megatron-core names shards: one name per layer."""
         return {
             "non_homogeneous_layers": True,
             "dp_cp_group": self.groups.dp_cp,
@@ -134,7 +134,7 @@ def cpu_kernels_of(config: RuntimeConfig, kind: devices.DeviceKind) -> Iterator[
     Otherwise weights that ranks share would drift apart.
 
     Raises:
-        InputError: they are asked for, and a rank cannot have them.
+        InputError: they are configured, and a rank cannot build them.
     """
     wanted = kind == "cpu" and config.cpu_kernels != "torch"
     problem = cpu_kernels.load(devices.cache_folder()) if wanted else "they are not asked for"
@@ -156,7 +156,7 @@ def cpu_kernels_of(config: RuntimeConfig, kind: devices.DeviceKind) -> Iterator[
 def rank_grid(
     config: ParallelConfig, kind: devices.DeviceKind, runtime: RuntimeConfig = DEFAULT_RUNTIME
 ) -> Iterator[RankGrid]:
-    """Megatron's process groups over the ranks of the current process group."""
+    """Build Megatron's process groups over the ranks of the current process group."""
     from megatron.core import parallel_state
     from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
     from megatron.core.process_groups_config import ProcessGroupCollection
@@ -199,13 +199,13 @@ def distributed(
     address: devices.RankAddress | None = None,
     runtime: RuntimeConfig = DEFAULT_RUNTIME,
 ) -> Iterator[RankGrid]:
-    """A whole run's setting: the process group and the rank grid on it."""
+    """Set up the process group for a whole run, and yield the rank grid on it."""
     with process_group(runtime, address) as kind, rank_grid(config, kind, runtime) as grid:
         yield grid
 
 
 def reduce_one_bucket_a_call() -> None:
-    """Have megatron-core reduce gradients and gather weights one bucket a call, where the group is gloo's.
+    """Make megatron-core reduce gradients and gather weights one bucket a call, where the group is gloo's.
 
     Ranks that share a GPU use it, for NCCL wants one a rank. Its collectives take GPU tensors, but one a call, and its
     messages from rank to rank none at all (`training.machine_rules` refuses what would need more).

@@ -33,7 +33,7 @@ def run_schedule(
     num_micro_batches: int,
     forward_only: bool,
 ) -> list[Any]:
-    """Take the next micro batches through the stages of this rank's replica; every rank of it takes the same ones.
+    """Run the next micro batches through the stages of this rank's replica; every rank of it takes the same ones.
 
     Args:
         stages: the chunks of this rank's stage, in megatron-core's data parallelism or without.
@@ -91,7 +91,7 @@ def _forward_step(grid: RankGrid, of_losses: OfLosses, batches: Batches, stage: 
 
 
 def packed_documents(document_ids_bs: Tensor, device: torch.device | str) -> PackedSeqParams:
-    """The bounds of a micro batch's documents in its one row, for attention.
+    """Return the bounds of a micro batch's documents in its one row, for attention.
 
     Args:
         document_ids_bs: [b, s] on the CPU, where the longest document is found without waiting for the device; a
@@ -108,7 +108,7 @@ def packed_documents(document_ids_bs: Tensor, device: torch.device | str) -> Pac
 
 
 def own_positions(tensor_bs: Tensor, grid: RankGrid) -> Tensor:
-    """This context parallel rank's two chunks of [b, s]: [b, s / cp]."""
+    """Return this context parallel rank's two chunks of [b, s]: [b, s / cp]."""
     size = grid.context_parallel_size
     if size == 1:
         return tensor_bs

@@ -49,7 +49,7 @@ class _Setting(NamedTuple):
 
 
 class RankPool:
-    """Rank processes, started when first asked for and ended by `close`, or when a job fails.
+    """Rank processes, started on first use and ended by `close`, or when a job fails.
 
     Args:
         device: what the ranks run on; rank r takes GPU r.
@@ -69,10 +69,10 @@ class RankPool:
         self.device = device
         communication = backend or DEFAULT_RUNTIME.backend(device)
         self._setting = _Setting(device, communication, prepare or devices.prepare_megatron)
-        self._has_nursery = device == "cpu" or prepare is not None  # else on real GPUs
+        self._has_fork_server = device == "cpu" or prepare is not None  # else on real GPUs
         self._job_seconds = job_seconds
         self._processes: list[Any] = []  # the fork server, or the ranks
-        self._nursery: Any = None  # the connection to it
+        self._fork_server: Any = None  # the connection to it
         self._ranks: list[Any] = []  # the connections to them
         self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
         self._jobs = 0
@@ -120,30 +120,30 @@ class RankPool:
 
     def close(self) -> None:
         """End all ranks."""
-        for connection in (*self._ranks, *filter(None, [self._nursery])):
+        for connection in (*self._ranks, *filter(None, [self._fork_server])):
             connection.close()
         for process in self._processes:
             process.join(END_SECONDS)  # a rank that ends by itself ends its checkpoint writer's processes too
             process.kill()
             process.join()
-        self._processes, self._nursery, self._ranks = [], None, []
+        self._processes, self._fork_server, self._ranks = [], None, []
 
     def _start_rank(self, function: Callable[..., Any]) -> None:
         """Start one more; `function` is its first job's."""
         rank = len(self._ranks)
         ours, theirs = CONTEXT.Pipe()
         with theirs:
-            if not self._has_nursery:
+            if not self._has_fork_server:
                 self._start_process(_serve_alone, theirs, rank)
             else:
-                if self._nursery is None:
-                    self._nursery, nurses = CONTEXT.Pipe()
-                    with nurses:
-                        self._start_process(_fork_ranks, nurses)
-                    self._nursery.send(function)
+                if self._fork_server is None:
+                    self._fork_server, server_end = CONTEXT.Pipe()
+                    with server_end:
+                        self._start_process(_fork_ranks, server_end)
+                    self._fork_server.send(function)
                 with suppress(OSError):  # it has ended: the rank will not answer
-                    self._nursery.send(rank)
-                    reduction.send_handle(self._nursery, theirs.fileno(), self._processes[0].pid)
+                    self._fork_server.send(rank)
+                    reduction.send_handle(self._fork_server, theirs.fileno(), self._processes[0].pid)
         self._ranks.append(ours)
 
     def _start_process(self, target: Callable[..., None], *arguments: Any) -> None:
@@ -153,7 +153,7 @@ class RankPool:
 
 
 def _fork_ranks(setting: _Setting, connection: Any) -> None:
-    """The fork server's whole life: it forks a rank whenever it is sent one, and ends after the last of them."""
+    """Run the fork server: it forks a rank whenever it is sent one, and ends after the last of them."""
     _begin(setting)
     fork_server = os.getpid()
     with suppress(EOFError, OSError):  # the pool is gone
@@ -169,10 +169,10 @@ def _fork_ranks(setting: _Setting, connection: Any) -> None:
             os.wait()
 
 
-def _live(setting: _Setting, of_nursery: Any, connection: Any, rank: int, fork_server: int) -> NoReturn:
-    """A forked rank, which is never to return into what its fork server does."""
+def _live(setting: _Setting, server_connection: Any, connection: Any, rank: int, fork_server: int) -> NoReturn:
+    """Run a forked rank, which must never return into its fork server's code."""
     try:
-        of_nursery.close()
+        server_connection.close()
         end_with_owner(fork_server)
         _serve(setting, connection, rank)
     except BaseException:
@@ -196,7 +196,7 @@ def _begin(setting: _Setting) -> None:
 
 
 def _serve(setting: _Setting, connection: Any, rank: int) -> None:
-    """A rank's whole life: one job after the other, until the pool closes the connection or a job fails."""
+    """Run a rank's jobs one after the other, until the pool closes the connection or a job fails."""
     devices.configure_process(setting.device, rank, threads=1)
     devices.listen_on_loopback()
     with suppress(EOFError, OSError):  # the pool is gone

@@ -45,13 +45,13 @@ def initialize_by_name(sharded_state: dict[str, Any], seed: int, draw: Callable[
 
 
 def generator_for(seed: int, name: str) -> torch.Generator:
-    """A CPU random generator of its own for each name."""
+    """Return a separate CPU random generator for each name."""
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
 
 
 def truncated_normal(shape: tuple[int, ...], std: float, generator: torch.Generator) -> torch.Tensor:
-    """A float32 normal of mean 0, truncated at three standard deviations, by the inverse of its distribution.
+    """Return a float32 normal of mean 0, truncated at three standard deviations, by the inverse of its distribution.
 
     (torch's own draws differently in 2.13 than in 2.11: the same seed would give other weights.)
     """

@@ -1,4 +1,4 @@
-"""Memory that the ranks of a group on one machine share, and the word from each to each that something is in it."""
+"""Memory that the ranks of a group on one machine share, and the pipes by which each notifies the others."""
 
 import contextlib
 import mmap
@@ -12,14 +12,14 @@ import torch
 import torch.distributed as dist
 
 PIECE_BYTES = 2 * 2**20
-"""What a rank writes at a time: few enough that it is still in the processor's caches when the others read it."""
+"""Bytes that a rank writes at a time: few enough to be still in the processor's caches when the others read them."""
 
 PEER_HAS_ENDED = "Connection closed by peer: another rank of this machine has ended"
 _NAME = "fanformer-rank"
 
 
 Written = list[tuple[int, torch.Tensor]]
-"""Flat tensors, each with where it begins in a rank's buffer, in elements: up to PIECE_BYTES."""
+"""Flat tensors, each with its first element in a rank's buffer: up to PIECE_BYTES."""
 Buffers = list[torch.Tensor]
 """Bytes [PIECE_BYTES] of each rank."""
 
@@ -53,19 +53,19 @@ class GroupMemory:
             poll.register(pipe, select.POLLIN)
         self._turn = 0
         self.is_in_use = False
-        """Whether a collective is going on."""
+        """Whether a collective is in progress."""
         weakref.finalize(self, _close, [*outgoing, *incoming])
 
     @classmethod
     def of(cls, group: dist.ProcessGroup) -> "GroupMemory | None":
-        """A group's; None where its ranks share none. The first call is a collective of the group."""
+        """Return a group's memory; None where its ranks share none. The first call is a collective of the group."""
         if group not in cls._of_group:
             backend = group._get_backend(torch.device("cpu"))
             cls._of_group[group] = _connect(backend) if isinstance(backend, dist.ProcessGroupGloo) else None
         return cls._of_group[group]
 
     def write(self, written: Written) -> Buffers:
-        """Write this rank's share, and tell the others; what to read once they told, too (see wait).
+        """Write this rank's share and notify the others; returns what to read after their notices (see wait).
 
         Raises:
             RuntimeError: one of them has ended.
@@ -95,15 +95,15 @@ class GroupMemory:
 
 
 def _connect(gloo: Any) -> GroupMemory | None:
-    """Memory with pipes, which all ranks have; None where one cannot.
+    """Return memory and pipes that all ranks of a group share; None if one rank cannot have them.
 
-    Neither has a name in a file system: they are gone with the last of their processes, however that ends.
+    Neither has a name in a file system, so both vanish with the last process that holds them, however it ends.
     """
     rank, size = gloo.rank(), gloo.size()
     key = secrets.randbits(62)
     own = [-1] * (1 + size)  # the memory, and where each rank is to write
     incoming = []
-    with contextlib.suppress(OSError, AttributeError):  # not allowed here, too many, not on this system
+    with contextlib.suppress(OSError, AttributeError):  # refused, too many open files, or another system
         own[0] = os.memfd_create(_NAME)
         os.write(own[0], key.to_bytes(8, "little"))
         os.ftruncate(own[0], 2 * PIECE_BYTES)
@@ -122,7 +122,7 @@ def _connect(gloo: Any) -> GroupMemory | None:
     is_connected = torch.tensor([len(buffers) == size and len(outgoing) == size - 1], dtype=torch.uint8)
     options = dist.AllreduceOptions()
     options.reduceOp = dist.ReduceOp(dist.ReduceOp.MIN)
-    gloo.allreduce([is_connected], options).wait()  # and no key is read any more
+    gloo.allreduce([is_connected], options).wait()  # from here on no rank reads a key
     _close([descriptor for descriptor in own if descriptor >= 0])
     if not is_connected:
         _close([*incoming, *outgoing])
@@ -131,7 +131,7 @@ def _connect(gloo: Any) -> GroupMemory | None:
 
 
 def _map(process: int, descriptor: int, key: int) -> torch.Tensor:
-    """A rank's memory.
+    """Return a rank's memory.
 
     Raises:
         OSError: it is not a process of this machine.

@@ -1,4 +1,4 @@
-"""What one rank of a world does in a training step, found out by running it: for a process of its own.
+"""A training step of one rank of a world, run in a process of its own.
 
 `rank.simulate_ranks` starts that process. `take_steps` is what a rank does, simulated or real.
 """
@@ -25,8 +25,9 @@ from megatron_fanformer.training.schedule import build_scheduler
 from megatron_fanformer.training.step import train_step, wrap_stages
 
 SHORT_STEPS = 1
-"""Of a few micro batches, before the step that is looked at, whose memory and communication are then those of any later
-one: the first update makes the optimizer's moments, and megatron-core 0.19 has one more all-reduce in a run's first."""
+"""Steps of a few micro batches before the measured one, whose memory and communication are then those of any later
+step: the first update makes the optimizer's moments, and megatron-core 0.19 has one more all-reduce in a run's first
+step."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,29 +36,29 @@ class SimulatedRank:
 
     rank: int
     stage: int
-    """Its pipeline stage."""
+    """Number of its pipeline stage."""
     job: Job
-    """What it ran, every open field resolved: what a formula is to be asked about."""
+    """The job that it ran, every open field resolved: the input of the formulas to compare with."""
     peak_bytes: int
     """The most that live tensors take in a step. (A CPU's building takes more in places: it makes a weight whole, in
     float32, before it keeps a shard.)"""
     held_bytes: int
     """What they take between steps: weights, gradients, the optimizer's state, and a micro batch's samples."""
     collectives: list[CollectiveCount]
-    """Of the last step, by group and kind."""
+    """Collectives of the last step, by group and kind."""
     seconds: float
-    """That the simulation took."""
+    """Time that the simulation took."""
 
 
 def run_rank(config: RunConfig, *, world_size: int, rank: int, backend: str = "nccl") -> SimulatedRank:
-    """Be one rank of a world: build it, take a short step, and a whole one.
+    """Run one rank of a world: build it, take a short step, and a whole one.
 
     Args:
         backend: what the ranks of that world communicate over; some of megatron-core's settings follow from it.
     """
     started = time.monotonic()
     torch.set_num_threads(config.runtime.threads_per_rank or 1)  # the loss head takes as many logits as they can cache
-    adds_to_wider(torch.float32, torch.bfloat16, torch.device("cpu"))  # asked while there are numbers to try it on
+    adds_to_wider(torch.float32, torch.bfloat16, torch.device("cpu"))  # called while there are numbers to try it on
     tracker = MemoryTracker()
     with fake_world(world_size, rank), tracker, rank_grid(config.parallel, "cpu") as own:
         grid = dataclasses.replace(own, backend=backend)
@@ -112,7 +113,7 @@ def _resolved(config: RunConfig, grid: RankGrid) -> tuple[RunConfig, Job]:
 
 
 def _batches(*size: int) -> Batches:
-    """Micro batches of one token over and over, as the loader yields them."""
+    """Yield micro batches of one token over and over, as the loader yields them."""
     while True:
         tokens = torch.zeros(size, dtype=torch.int64)
         positions = torch.arange(size[1]).expand(size)

@@ -15,12 +15,12 @@ from torch._C._distributed_c10d import FakeWork
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 INVENTED = 1
-"""What a tensor without content holds, where the program reads it: a loss, a gradient norm. All that it decides is
-whether to go on."""
+"""Value of a tensor without content where the program reads one: a loss, a gradient norm. It only decides whether to go
+on."""
 
 
 class ContentlessTensors(FakeTensorMode):
-    """Torch's fake tensors, for a program that communicates and that reads a number now and then."""
+    """Torch's fake tensors, for a program that communicates and reads an occasional number."""
 
     def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True)  # the states of random generators are real
@@ -40,7 +40,7 @@ class ContentlessTensors(FakeTensorMode):
 
 @contextmanager
 def fake_world(world_size: int, rank: int) -> Iterator[None]:
-    """This process as that rank: torch.distributed's default group, and tensors without content from here on."""
+    """Make this process that rank: torch.distributed's default group, and tensors without content from here on."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
@@ -93,7 +93,7 @@ def _l2_norm(_chunk_size: int, _overflow: Any, tensor_lists: Any, _per_tensor: b
 
 
 class _Shards:
-    """The equal shards of a buffer, each made when it is asked for."""
+    """The equal shards of a buffer, each made on first use."""
 
     def __init__(self, buffer: torch.Tensor, number: int) -> None:
         self._buffer, self._size = buffer, buffer.numel() // number

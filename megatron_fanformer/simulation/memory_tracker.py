@@ -12,14 +12,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class MemoryTracker(TorchDispatchMode):
-    """While entered, follows the storage of every tensor that an operation returns."""
+    """Tracks, while entered, the storage of every tensor that an operation returns."""
 
     def __init__(self) -> None:
         super().__init__()
         self.held_bytes = 0
-        """Of the storages that are alive."""
+        """Bytes of the storages that are alive."""
         self.peak_bytes = 0
-        """The most that `held_bytes` has been."""
+        """The largest value of `held_bytes` so far."""
         self._sizes: dict[int, int] = {}  # by the storage's address in C++
         self._references: dict[int, Any] = {}
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:  # imports torch, which takes seconds
 def simulate_ranks(
     config: RunConfig, *, world_size: int, ranks: Sequence[int], processes: int = 1
 ) -> "list[SimulatedRank]":
-    """Be ranks of a world, as the trainer would, for a training step: see what each holds and communicates.
+    """Simulate ranks of a world for a training step, as the trainer runs it: what each holds and communicates.
 
     Fields that are left to the machine are as on GPUs over NCCL: bf16, communication overlapped.
 
@@ -51,7 +51,9 @@ def simulate_ranks(
 
 
 def first_rank_of_each_stage(parallel: ParallelConfig, world_size: int) -> list[int]:
-    """One rank of every pipeline stage, by the rank grid of `runtime.parallel`; all ranks of a stage do alike."""
+    """Return one rank of every pipeline stage, by the rank grid of `runtime.parallel`; all ranks of a stage do
+    alike.
+    """
     stages = parallel.pipeline_model_parallel_size
     return [stage * (world_size // stages) for stage in range(stages)]
 
@@ -86,7 +88,7 @@ def check(config: RunConfig, *, world_size: int, ranks: Sequence[int]) -> None:
 
 
 def problems(config: RunConfig, data_parallel_size: int) -> list[str]:
-    """Why a layout cannot be simulated, one line each: what is for GPUs alone, or else `train`'s own rules.
+    """Return why a layout cannot be simulated, one line each: what is for GPUs alone, or else `train`'s own rules.
 
     The run's data and folder need not be there.
     """

@@ -80,11 +80,11 @@ def layout_name(config: RunConfig, base: RunConfig) -> str:
 
 
 def all_layouts(config: RunConfig, gpus: int) -> Iterator[list[RunConfig]]:
-    """The configuration in every layout of that many GPUs, legal or not; one list a layout, by rising micro batch.
+    """Yield the configuration in every layout of that many GPUs, legal or not; one list a layout, by rising micro
+    batch.
 
-    Of two spellings of one layout there is one: sequence parallelism and the `sequence` form where there are tensor
-    parallel ranks, chunks where there are stages, of whose layers each has its share. All stages have equally many
-    layers.
+    Only one of two spellings of a layout is yielded: sequence parallelism and the `sequence` form where there are
+    tensor parallel ranks, chunks where there are stages whose layers they divide. All stages have equally many layers.
     """
     layers = config.model.num_layers
     for tensor in divisors(gpus):
@@ -129,7 +129,8 @@ def _other_fields(config: RunConfig, degrees: ParallelConfig) -> Iterator[dict[s
 
 
 def _bucket_sizes(config: RunConfig, parallel: ParallelConfig, layers: int) -> list[int | None]:
-    """The configuration's own; and where it leaves that open and would have few buckets, a size that gives about eight.
+    """Return the configuration's own; and where it leaves that open and would have few buckets, a size that gives about
+    eight.
 
     All buckets but one are communicated beside the computation; their default size grows with the replicas.
     """

@@ -1,4 +1,4 @@
-"""What `megatron-fanformer plan` does with its options: judges or searches, simulates, prints, writes."""
+"""Runs `megatron-fanformer plan`: judges or searches, simulates, prints, writes."""
 
 import json
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ PICTURE = ".png"
 
 
 def plan(options: PlanOptions) -> None:
-    """Answer what was asked, and write the report.
+    """Plan a run as requested, and write the report.
 
     Raises:
         InputError: the request is wrong, or nothing legal fits.
@@ -70,7 +70,7 @@ def _check(answer: Plan) -> None:
 
 
 def _nothing_fits(answer: Plan) -> Iterator[str]:
-    """One line a named layout, and a search's largest class; of those that are legal, what the smallest lacks."""
+    """Yield one line a named layout, and a search's largest class; of those that are legal, what the smallest lacks."""
     findings, request = answer.findings, answer.request
     if request.named:
         yield from (f"layout {each.example!r}: {each.message}" for each in findings.rejected)

@@ -23,14 +23,14 @@ class Estimate:
     """A legal layout's memory and time."""
 
     name: str
-    """As `--layouts` reads it."""
+    """The layout's name, as `--layouts` reads it."""
     config: RunConfig
     job: Job
     machine: Machine
     stages: tuple[RankMemory, ...]
     """The memory of a rank of each pipeline stage."""
     reserve_bytes: int
-    """Held beside allocated tensors, on the heaviest stage."""
+    """Bytes held beside allocated tensors, on the heaviest stage."""
     time: StepTime
 
     @property
@@ -60,7 +60,9 @@ class Estimate:
 
 
 def for_machine(config: RunConfig, machine: Machine, *, on_cpu: bool) -> RunConfig:
-    """The configuration with what it leaves to the machine chosen for that one; but overlap depends on the layout."""
+    """Return the configuration with what it leaves to the machine chosen for that one; but overlap depends on the
+    layout.
+    """
     engine: Layers = "local" if on_cpu else "transformer_engine"
     kernels, precision = config.kernels, config.precision
     if kernels.transformer_impl == "auto":
@@ -98,7 +100,7 @@ def problems_of_layout(config: RunConfig) -> list[str]:
 
 
 def job_of(config: RunConfig, gpus: int) -> Job:
-    """Return a legal configuration of `for_machine`, as the formulas are asked about it."""
+    """Return a legal configuration of `for_machine` as the formulas take it."""
     replicas = config.parallel.resolve_data_parallel_size(gpus)
     on_cpu = config.runtime.device == "cpu"
     pays = not on_cpu and replicas * config.parallel.context_parallel_size > 1
@@ -134,7 +136,7 @@ class Cost:
     days: float
     gpu_hours: float
     price: float | None
-    """In the currency of the price of a GPU hour; None without one."""
+    """Price in the currency of a GPU hour's; None without one."""
 
 
 def cost(estimate: Estimate, tokens: int, price_per_gpu_hour: float | None) -> Cost:

@@ -1,4 +1,4 @@
-"""What a plan found: as lines for the terminal, as plain values for a file, and as a picture."""
+"""Reports of a plan: lines for the terminal, plain values for a file, and a picture."""
 
 import dataclasses
 from collections.abc import Iterable, Iterator
@@ -29,9 +29,9 @@ class Plan:
     request: PlanRequest
     findings: Findings
     cost: Cost | None
-    """Of the first candidate; None without one."""
+    """Cost of the first candidate; None without one."""
     simulated: tuple[SimulatedStage, ...] = ()
-    """Ranks of the first candidate."""
+    """Simulated ranks of the first candidate."""
 
     @property
     def shown(self) -> Estimate | None:
@@ -203,7 +203,7 @@ def _simulation_row(each: SimulatedStage) -> Row:
 
 
 def as_values(plan: Plan) -> dict[str, Any]:
-    """Return the whole of it as plain values, for JSON; sizes in bytes, times in seconds."""
+    """Return the whole plan as plain values, for JSON; sizes in bytes, times in seconds."""
     request, shown, findings = plan.request, plan.shown, plan.findings
     model = request.config.model
     return {

@@ -1,4 +1,4 @@
-"""What `plan` is asked, read and checked before anything is judged; torch is not imported."""
+"""The request of `plan`, read and checked before anything is judged; torch is not imported."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -20,16 +20,16 @@ class PlanRequest:
 
     file: Path
     config: RunConfig
-    """With what it leaves to the machine chosen for the one asked about."""
+    """The configuration, with fields left to the machine chosen for the requested one."""
     gpus: int
     machine: Machine
     named: tuple[tuple[str, RunConfig], ...]
     """The layouts to judge, by their names; none: search all."""
     simulated_ranks: tuple[int | str, ...]
-    """Numbers, or `ALL_STAGES`."""
+    """Numbers of the ranks to simulate, or `ALL_STAGES`."""
     tokens: int
     price: float | None
-    """Of a GPU hour."""
+    """Price of a GPU hour."""
 
 
 def read_request(options: PlanOptions) -> PlanRequest:

@@ -21,15 +21,15 @@ NUMBERS = re.compile(r"\d+(?:\.\d+)?(?:, ?\d+(?:\.\d+)?)*")  # also several, wit
 
 @dataclass(frozen=True, kw_only=True)
 class RejectedClass:
-    """Layouts that one rule keeps out. (A layout that breaks several is in as many classes.)"""
+    """Layouts that one rule rejects. (A layout that breaks several is in as many classes.)"""
 
     rule: str
-    """What all of them are told, with N for the numbers."""
+    """Their common message, with N for the numbers."""
     count: int
     example: str
-    """One of them, as `--layouts` reads it; of those that do not fit, the one that needs least."""
+    """The name of one of them, as `--layouts` reads it; of those that do not fit, the one that needs least."""
     message: str
-    """What the example is told, by `train` too: the values, the rule, and the nearest legal value."""
+    """The example's message, also by `train`: the values, the rule, and the nearest legal value."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,13 +37,14 @@ class Findings:
     """The layouts that a search has judged."""
 
     candidates: tuple[Estimate, ...]
-    """Those that fit first, the fastest first; of a search the ten fastest that fit, or the one that lacks least."""
+    """The candidates: those that fit first, then by speed; of a search the ten fastest that fit, or the one that lacks
+    least."""
     judged: int
-    """Layouts looked at."""
+    """Number of layouts judged."""
     legal: int
-    """Those that break no rule."""
+    """Number of layouts that break no rule."""
     rejected: tuple[RejectedClass, ...]
-    """The largest class first. Of a search, what does not fit is counted among the layouts that would be faster than
+    """Rejected classes, the largest first. A search counts a layout that does not fit only if it would be faster than
     the last candidate."""
 
     @property
@@ -75,7 +76,7 @@ def search(config: RunConfig, gpus: int, machine: Machine) -> Findings:
     """Search all layouts of a configuration on that many GPUs.
 
     Layouts are taken in the order of a lower bound of their time, which those share that differ in recomputation and in
-    the pipeline's schedule alone. So few are asked for their own time and memory before the fastest that fit are known.
+    the pipeline's schedule alone. So few need their own time and memory computed before the fastest that fit are known.
     """
     rejections = _Rejections(config)
     legal = list(_legal(config, gpus, rejections))
@@ -136,17 +137,17 @@ def _bounds(legal: Iterable[RunConfig], gpus: int, machine: Machine) -> Iterator
 
 
 class _Waiting(NamedTuple):
-    """A legal layout by its number, and its time, or a bound of that."""
+    """A legal layout's number, and its time or a lower bound of it."""
 
     seconds: float
     number: int
     time: StepTime | None
-    """None: `seconds` is a bound."""
+    """The layout's time; None while `seconds` is only a bound."""
 
 
 @dataclass
 class _Rejections:
-    """Layouts by the rule that keeps them out, with the first example of each."""
+    """Rejected layouts by rule, with the first example of each."""
 
     base: RunConfig
     counts: dict[str, int] = field(default_factory=dict)
@@ -154,7 +155,7 @@ class _Rejections:
     layouts: int = 0
 
     def add(self, messages: list[str], example: RunConfig | str, *, count: int = 1) -> None:
-        """More that are told these."""
+        """Add layouts that these problems reject."""
         for message in messages:
             rule = NUMBERS.sub("N", message)
             self.counts[rule] = self.counts.get(rule, 0) + count

@@ -15,26 +15,26 @@ if TYPE_CHECKING:
     from megatron_fanformer.simulation.fake_rank import SimulatedRank
 
 PEAK_TOLERANCE = 0.02
-"""Of the memory formula, relative to the peak."""
+"""Tolerance of the memory formula, relative to the peak."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SimulatedStage:
-    """One simulated rank, with local layers, and the formulas for the same."""
+    """One simulated rank with local layers, and the formulas' figures for it."""
 
     rank: int
     stage: int
     micro_batches: int
-    """That it took: no more than show its peak."""
+    """Micro batches that it took: no more than show its peak."""
     peak_bytes: int
     formula_peak_bytes: int
     counted: Total
-    """All its collectives of a step."""
+    """Counts of all its collectives in a step."""
     formula: Total
     seconds: float
-    """That the simulation took."""
+    """Time that the simulation took."""
     differences: tuple[str, ...]
-    """Where the two disagree, one line each."""
+    """Differences between the two, one line each."""
 
 
 def simulate_layout(estimate: Estimate, ranks: Sequence[int | str], *, processes: int) -> list[SimulatedStage]:
@@ -44,7 +44,7 @@ def simulate_layout(estimate: Estimate, ranks: Sequence[int | str], *, processes
         processes: at a time; each takes less than a gigabyte.
 
     Raises:
-        InputError: the configuration asks for what cannot be simulated.
+        InputError: the configuration sets what cannot be simulated.
     """
     from megatron_fanformer.simulation.rank import first_rank_of_each_stage, simulate_ranks, with_few_micro_batches
 
@@ -95,7 +95,7 @@ def _sum(cells: dict[tuple[str, str], Total]) -> Total:
 
 
 def communication_differences(simulated: "SimulatedRank") -> list[str]:
-    """Each kind of collective over each group of which the formula has another number or other bytes, one line each."""
+    """Return a line for each kind of collective and group for which the formula has another number or other bytes."""
     formula_lines = communication(simulated.job, simulated.stage)
     formula, counted = totals(formula_lines), totals(simulated.collectives)
     ranks_by_formula = {line.group: line.ranks for line in formula_lines}
@@ -116,7 +116,7 @@ def communication_differences(simulated: "SimulatedRank") -> list[str]:
 
 
 def peak_differences(simulated: "SimulatedRank", formula_bytes: int) -> list[str]:
-    """One line if the memory formula's peak is off by more than `PEAK_TOLERANCE`."""
+    """Return one line if the memory formula's peak is off by more than `PEAK_TOLERANCE`."""
     error = formula_bytes / simulated.peak_bytes - 1
     if abs(error) <= PEAK_TOLERANCE:
         return []

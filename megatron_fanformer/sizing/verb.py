@@ -14,7 +14,7 @@ FACTORS = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
 
 def tokens(text: str) -> int:
-    """A number of tokens: 1T, 1.05T, 300B, 15M or all digits."""
+    """Return a number of tokens: 1T, 1.05T, 300B, 15M or all digits."""
     factor = FACTORS.get(text[-1:].upper(), 1)
     try:
         number = Decimal(text[:-1] if factor > 1 else text) * factor
@@ -51,14 +51,14 @@ def _price(text: str) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanOptions:
-    """Describe what `plan` takes."""
+    """Options of `plan`."""
 
     config: Path
     """Configuration file (YAML)."""
     gpus: int = option(metavar="N", parse=_count)
     """GPUs of the whole run."""
     gpu: str = option(metavar="NAME")
-    """Which GPU: a100, h100, h200, b200, or a file with a machine's figures."""
+    """GPU type: a100, h100, h200, b200, or a file with a machine's figures."""
     layouts: tuple[str, ...] = option((), metavar="LAYOUT", exclusive="candidates")
     """Layouts to judge, such as tp=8,pp=4 or "cp=2,mbs=1,recompute=full", over the configuration's own."""
     search: bool = option(False, exclusive="candidates")
@@ -66,7 +66,7 @@ class PlanOptions:
     simulate: tuple[int | str, ...] = option((), metavar="RANK", parse=_rank)
     """Run a step of these ranks under fake tensors; all-stages: of one rank of each pipeline stage."""
     tokens: int | None = option(None, parse=tokens)
-    """How many to train on, e.g. 1T, 300B, 15M (default: those of the configuration's steps)"""
+    """Tokens to train on, e.g. 1T, 300B, 15M (default: those of the configuration's steps)"""
     price: float | None = option(None, metavar="P", parse=_price)
     """Price of a GPU hour, in any currency."""
     report: Path | None = option(None, metavar="FILE.json", parse=path_or_none)

@@ -1,4 +1,4 @@
-"""What fine-tuning on chats adds to a run: epochs, which become steps."""
+"""Fine-tuning on chats: turns epochs into steps."""
 
 import dataclasses
 import math
@@ -9,7 +9,7 @@ from megatron_fanformer.training.config import RunConfig
 
 
 def with_steps(config: RunConfig, *, report: Callable[[str], None] = lambda _: None) -> RunConfig:
-    """The configuration with `training.epochs` as `train_iters`, where it is of chats; else as it is.
+    """Return the configuration with `training.epochs` as `train_iters`, where it is of chats; else as it is.
 
     Args:
         report: is called with a line about the samples that the conversations make, and one about the steps.
@@ -32,5 +32,5 @@ def with_steps(config: RunConfig, *, report: Callable[[str], None] = lambda _: N
 
 
 def with_train_iters(config: RunConfig, steps: int) -> RunConfig:
-    """The configuration of a run of so many steps, however it says its length itself."""
+    """Return the configuration of a run of so many steps, however it says its length itself."""
     return dataclasses.replace(config, training=dataclasses.replace(config.training, train_iters=steps, epochs=None))

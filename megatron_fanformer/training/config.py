@@ -52,7 +52,7 @@ class TrainingConfig:
     train_iters: int | None = None
     """Steps of the whole run; it or `epochs` must be given."""
     epochs: float | None = None
-    """With `data.format` sft, in place of `train_iters`: how often each conversation is learned from."""
+    """With `data.format` sft, in place of `train_iters`: number of passes over the conversations."""
     global_batch_size: int
     """Samples per step, over all replicas."""
     micro_batch_size: int = 1
@@ -64,9 +64,9 @@ class TrainingConfig:
     eval_iters: int = 10
     """Global batches of each validation set, always the same ones."""
     exit_interval: int | None = None
-    """Save and end (exit code 0) after each step that this divides."""
+    """Save and end (exit code 0) after a step whose number is a multiple of this."""
     exit_duration_in_mins: float | None = None
-    """Save and end (exit code 0) after the first step that ends so long after the start."""
+    """Save and end (exit code 0) after the first step that ends at least this many minutes after the start."""
     max_restarts: int = 0
     """Restarts in a row, without a new checkpoint in between, where `train` was started directly
     (docs/clusters.md#restarts)."""
@@ -78,7 +78,7 @@ class TrainingConfig:
         return self.train_iters
 
     def problems(self) -> list[str]:
-        """Rules of single fields that this configuration breaks, one line each."""
+        """Return the rules of single fields that this configuration breaks, one line each."""
         broken = partial(broken_fields, "training", self)
         counts = (
             "train_iters",
@@ -100,43 +100,43 @@ class TrainingConfig:
             )
         if (self.train_iters is None) == (self.epochs is None):
             stated = "neither is given" if self.epochs is None else "both are given"
-            found.append(f"training.train_iters, training.epochs: {stated}, which say how long the run is; give one")
+            found.append(f"training.train_iters, training.epochs: {stated}; give one, which sets the run's length")
         return found
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """Hold all that determines a run."""
+    """The whole configuration of a run."""
 
     model: FANformerConfig
     """The model's shape; `preset` names one of the paper's sizes to start from."""
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
-    """How it is spread over ranks."""
+    """The layout over ranks."""
     kernels: KernelsConfig = field(default_factory=KernelsConfig)
-    """What computes its layers."""
+    """Implementations of its layers."""
     runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
-    """What its ranks run on."""
+    """The device, threads and communication of its ranks."""
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     """Number formats."""
     data: DataConfig
     """Token files."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    """AdamW."""
+    """The optimizer: AdamW."""
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     """Learning rate over the steps."""
     training: TrainingConfig
     """Length and batches."""
     recovery: RecoveryConfig = field(default_factory=RecoveryConfig)
-    """What the run does by itself about damage and bad numbers."""
+    """Recovery from damage and bad numbers."""
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     """Tasks and perplexity sets."""
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     """Saving and starting points."""
     logging: LoggingConfig = field(default_factory=LoggingConfig)
-    """What is reported."""
+    """Loggers and the intervals of measurements."""
 
     def dtype(self, device: DeviceKind) -> "torch.dtype":
-        """The type of weights and activations; `auto` resolved for the device."""
+        """Return the type of weights and activations; `auto` resolved for the device."""
         from megatron_fanformer.model.dtypes import DTYPES
 
         if self.precision.dtype == "auto":
@@ -144,11 +144,11 @@ class RunConfig:
         return DTYPES[self.precision.dtype]
 
     def num_micro_batches(self, data_parallel_size: int) -> int:
-        """Micro batches of one replica in a step."""
+        """Return micro batches of one replica in a step."""
         return self.training.global_batch_size // (self.training.micro_batch_size * data_parallel_size)
 
     def job(self, data_parallel_size: int, *, layers: Layers, on_cpu: bool) -> Job:
-        """A step, as the formulas are asked about it; no field that they read is open."""
+        """Return a step as the input of the formulas, with no open field that they read."""
         return Job(
             model=self.model,
             parallel=self.parallel,
@@ -168,16 +168,16 @@ class RunConfig:
         return self.evaluation.batch_tokens or self.training.micro_batch_size * self.model.seq_length
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values, as config.yaml has them."""
+        """Return plain values, as config.yaml has them."""
         return dataclasses.asdict(self)
 
     def problems(self, data_parallel_size: int) -> list[str]:
-        """Everything that is wrong with this configuration at that number of replicas, one line each."""
+        """Return everything that is wrong with this configuration at that number of replicas, one line each."""
         # Rules between sections make sense only where each is valid by itself.
         return self.section_problems() or self.joint_problems(data_parallel_size)
 
     def section_problems(self, *, leaving: Sequence[str] = ()) -> list[str]:
-        """The rules that a section breaks by itself, one line each.
+        """Return the rules that a section breaks by itself, one line each.
 
         Args:
             leaving: sections to leave out, such as `data`, which looks at the token files.
@@ -187,11 +187,11 @@ class RunConfig:
         return [problem for section in sections if hasattr(section, "problems") for problem in section.problems()]
 
     def joint_problems(self, data_parallel_size: int) -> list[str]:
-        """The rules between sections that it breaks at that number of replicas, one line each."""
+        """Return the rules between sections that it breaks at that number of replicas, one line each."""
         return [*self.problems_of_layout(), *self.problems_of_steps(data_parallel_size)]
 
     def problems_of_layout(self) -> list[str]:
-        """The rules between sections that it breaks and that hold for any batch, one line each."""
+        """Return the rules between sections that it breaks and that hold for any batch, one line each."""
         found = [*layout_problems(self.model, self.parallel), *graph_problems(self.parallel, self.kernels)]
         if self.data.reset_attention_mask:
             found += document_problems(self.parallel, self.kernels)
@@ -203,7 +203,7 @@ class RunConfig:
         return found
 
     def problems_of_steps(self, data_parallel_size: int) -> list[str]:
-        """Those of batches and of their number."""
+        """Return those of batches and of their number."""
         training, found = self.training, []
         if training.epochs is not None and not self.data.is_chats:
             found.append(

@@ -26,7 +26,7 @@ PRESET = FieldDescription(
 
 
 def run_sections() -> Iterator[tuple[str, str, list[FieldDescription]]]:
-    """Name, docstring and fields of each section; `model.preset` comes first in its own."""
+    """Yield name, docstring and fields of each section; `model.preset` comes first in its own."""
     texts = field_texts(RunConfig)
     for name, owner in get_type_hints(RunConfig).items():
         fields = list(described_fields(owner, f"{name}."))
@@ -47,7 +47,7 @@ def field_list(width: int = WIDTH) -> str:
 
 
 def run_schema() -> dict[str, Any]:
-    """The JSON schema of a configuration file: `RunConfig`, with presets and the earlier names of fields."""
+    """Return the JSON schema of a configuration file: `RunConfig`, with presets and the earlier names of fields."""
     schema = json_schema(RunConfig)
     model = schema["$defs"][FANformerConfig.__name__]
     preset = {"description": PRESET.text, "enum": [*PRESETS, FROM_CHECKPOINT, None], "default": None}
@@ -63,12 +63,12 @@ def run_schema() -> dict[str, Any]:
 
 
 def schema_text() -> str:
-    """The JSON schema as a file has it."""
+    """Return the JSON schema as a file has it."""
     return json.dumps(run_schema(), indent=1, ensure_ascii=False)
 
 
 def resolved_text(file: Path, overrides: Sequence[str]) -> str:
-    """The whole configuration as YAML, after presets and overrides; fields left to the machine stay open.
+    """Return the whole configuration as YAML, after presets and overrides; fields left to the machine stay open.
 
     Raises:
         InputError: the file cannot be read, a key is unknown, or a value has the wrong type.

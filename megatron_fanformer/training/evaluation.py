@@ -34,11 +34,11 @@ logger = logging.getLogger(__name__)
 
 
 class Evaluation:
-    """Describe what is measured of a run's model, and at which steps; every rank has one.
+    """Evaluates a run's model at the steps that are due; every rank has one.
 
     Args:
         survey: the tasks and the perplexity sets.
-        shall_stop: whether any rank is asked to stop, the same on all; a collective call.
+        shall_stop: returns whether any rank has a request to stop, the same on all; a collective call.
     """
 
     def __init__(
@@ -173,7 +173,7 @@ def evaluate_loss(
     """Mean cross entropy per token, in nats, over the first `eval_iters` global batches of a dataset.
 
     Raises:
-        Stopped: as `shall_stop` said, which is asked before each global batch.
+        Stopped: `shall_stop`, which is called before each global batch, returned true.
     """
     size, number = config.training.micro_batch_size, config.num_micro_batches(grid.data_parallel_size)
     batches = micro_batches(

@@ -1,4 +1,4 @@
-"""Which models, batches and machines FP8 products allow: each rule that is broken, with its remedy."""
+"""Rules that FP8 products set for models, batches and machines: each broken one with its remedy."""
 
 from collections.abc import Iterator
 

@@ -1,7 +1,7 @@
-"""What interrupts a run: it is asked to stop, to save, to end in time.
+"""Interrupts of a run: requests to stop, to save, or to end in time.
 
-One rank is asked, and all act: the interrupts are summed with the numbers of every training step, and once more after
-an evaluation or a save, which may take minutes.
+One rank gets a request, and all act on it: the interrupts are summed with the numbers of every training step, and once
+more after an evaluation or a save, which may take minutes.
 """
 
 import logging
@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 
 class Interrupts(NamedTuple):
-    """Describe what this rank, or any rank, is asked for."""
+    """Pending requests to stop, end or save, of this rank or of any rank."""
 
     stop: bool = False
     """Save and end, with exit code 5: a signal."""
@@ -33,10 +33,10 @@ class Interrupts(NamedTuple):
 
 
 class InterruptListener:
-    """Describe what this rank is asked for.
+    """Collects this rank's requests to stop, end or save.
 
     Args:
-        save_file: the file that asks for a save, which is removed once it is saved; None: no file.
+        save_file: the file whose presence requests a save, and which is removed after it; None: no file.
         minutes: since the start of the run's command, after which to end; None: never.
     """
 
@@ -54,30 +54,30 @@ class InterruptListener:
             self._stop = True
 
     def now(self) -> Interrupts:
-        """Return what this rank is asked for so far."""
+        """Return this rank's pending requests."""
         if self._file is not None and not self._file_granted:
             self._file_seen = os.path.lexists(self._file)
         return Interrupts(stop=self._stop, end=time.monotonic() > self._end, save=self._save or self._file_seen)
 
     def begin_save(self) -> None:
-        """A state is about to be saved that is as new as all interrupts so far."""
+        """Note that a state is about to be saved that includes all interrupts so far."""
         self._save = False
         self._file_granted, self._file_seen = self._file_seen, False
 
     def end_save(self) -> None:
-        """The save is published: the file that asked for it is removed."""
+        """Note that the save is published, and remove the file that requested it."""
         if self._file is None or not self._file_granted:
             return
         self._file_granted = False
         try:
             self._file.unlink(missing_ok=True)
         except OSError as error:
-            logger.warning("%s cannot be removed (%s), and asks for no further save", self._file, error.strerror)
+            logger.warning("%s cannot be removed (%s), and requests no further save", self._file, error.strerror)
             self._file = None
 
 
 def share(interrupts: Interrupts, grid: RankGrid) -> Interrupts:
-    """Return what any rank is asked for; a collective call."""
+    """Return the pending requests of any rank; a collective call."""
     counts = torch.tensor(interrupts, dtype=torch.float64, device=grid.torch_device)
     dist.all_reduce(counts)
     return Interrupts(*(count > 0 for count in counts.tolist()))

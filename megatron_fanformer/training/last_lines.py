@@ -1,4 +1,4 @@
-"""What `train` says last: what a complete run has made, and the commands that work on it as they stand.
+"""The last lines of `train`: what a complete run has made, and commands that work on it as they stand.
 
 Decided from the run's folder alone, so that it holds for ranks that a launcher started, too.
 """
@@ -22,7 +22,7 @@ from megatron_fanformer.training.recovery import TOTALS
 
 COMMAND = "  megatron-fanformer "  # what the line of one begins with
 PROMPT = "The"
-NEW_TOKENS = 64  # that `generate` adds to a prompt unless told otherwise, if the model's context has room for them
+NEW_TOKENS = 64  # that `generate` adds to a prompt by default, if the model's context has room for them
 SKIPPED_STEPS = TOTALS["skipped"]
 VALIDATION_PREFIX = f"{store.VALIDATION_LOSS}/"
 
@@ -73,7 +73,7 @@ def _losses(metrics: dict[str, Any]) -> str:
 
 
 def _next_commands(run: Path, checkpoint: Path, config: dict[str, Any]) -> list[list[str]]:
-    """Those that this run's folder has all for."""
+    """Return those that this run's folder has all for."""
     commands = [["inspect", str(run)]]
     file = store.attached_tokenizer(checkpoint)
     tokenizer = None if file is None else collect_problems([], lambda: load_tokenizer(file))

@@ -1,4 +1,4 @@
-"""What a configuration leaves to the machine: what each such field becomes here, and why; reported at a run's start."""
+"""Fields that a configuration leaves to the machine: what each becomes, and why; reported at a run's start."""
 
 import dataclasses
 import itertools
@@ -33,10 +33,10 @@ class Choice(NamedTuple):
 
 
 def choose_for_machine(config: RunConfig, grid: RankGrid) -> tuple[RunConfig, list[Choice]]:
-    """The configuration with its open fields filled in for this machine, and what was chosen.
+    """Return the configuration with its open fields filled in for this machine, and what was chosen.
 
     Raises:
-        InputError: Transformer Engine is asked for and cannot be used.
+        InputError: Transformer Engine is requested and cannot be used.
     """
     choices = list(_choices(config, grid))
     for section in ("parallel", "kernels", "runtime", "precision"):
@@ -62,7 +62,7 @@ def attention_notice(config: RunConfig, grid: RankGrid) -> str | None:
     if grid.device != "cuda" or chosen_engine_attention() != "unfused":
         return None
     if config.kernels.attention_backend != "auto" or config.dtype(grid.device).itemsize != 2:
-        return None  # asked for, or the only one for float32
+        return None  # configured, or the only one for float32
     return (
         "Transformer Engine has no fused attention for this run, and keeps every score: slower, and memory grows with "
         "the square of the sequence (docs/gpu.md#attention; NVTE_DEBUG=1 NVTE_DEBUG_LEVEL=2 say why)"

@@ -1,4 +1,4 @@
-"""What a configuration asks of this machine that it does not have: each rule that is broken, with its remedy.
+"""Rules that a configuration breaks on this machine, each with its remedy.
 
 The rules that need no machine are checked before: they need no torch, which takes seconds to import.
 """

@@ -35,13 +35,13 @@ class Metric(NamedTuple):
 
     name: str
     group: Group
-    """Of a dashboard, which shows together what has the same first part."""
+    """Its group on a dashboard, which shows names with the same first part together."""
     unit: str
     text: str
-    """What it is, for docs/metrics.md; pages by their path from the root, as in docstrings of fields."""
+    """Its description in docs/metrics.md; pages are named by their paths from the root, as in docstrings of fields."""
     chart: Chart | None = None
     console: str | None = None
-    """How the progress line shows it."""
+    """Its format on the progress line."""
     by_tokens: bool = False
     """Whether TensorBoard shows it by tokens, too."""
 
@@ -55,15 +55,15 @@ METRIC_TABLE = (
     ),
     Metric("grad_norm", "train", "", "norm of the gradient before clipping", chart=NORMS),
     Metric("params_norm", "train", "", "every `logging.norm_interval` steps: norm of all weights", chart=NORMS),
-    Metric("update_norm", "train", "", "with it: norm of what the step has added to the weights", chart=NORMS),
-    Metric("learning_rate", "train", "", "of the step"),
+    Metric("update_norm", "train", "", "at the same steps: norm of the step's change of the weights", chart=NORMS),
+    Metric("learning_rate", "train", "", "learning rate of the step"),
     Metric("skipped", "train", "", "the reason, in place of the loss, where a step was not taken (docs/recovery.md)"),
-    Metric("step_seconds", "speed", "s", "of computing and updating; evaluation and saving are not in it"),
+    Metric("step_seconds", "speed", "s", "time of computing and updating, without evaluation and saving"),
     Metric(
         "tokens_per_second",
         "speed",
         "tokens/s",
-        "of the same time; tokens are those with a loss, in fine-tuning the learned ones",
+        "over the same time; only tokens with a loss count, in fine-tuning the learned ones",
         console="{:,.0f} tokens/s",
     ),
     Metric(
@@ -77,26 +77,26 @@ METRIC_TABLE = (
         "model_flops_utilization",
         "speed",
         "share",
-        "that over what the chips could do by their data sheet, in the format of the products (that of FP8 in an "
+        "that rate over the chips' rate by their data sheet, in the format of the products (that of FP8 in an "
         "FP8 run); left out where `planning/machines.yaml` does not know the chip",
     ),
     Metric(
         "peak_memory_bytes",
         "speed",
         "bytes",
-        "every `logging.norm_interval` steps: the most that any rank has held since its start; of a GPU what torch"
-        " had allocated, of a CPU the whole process",
+        "every `logging.norm_interval` steps: the most that any rank has held since its start; on a GPU what torch"
+        " had allocated, on a CPU the whole process",
     ),
     Metric("work_seconds/median", "speed", "s", f"a rank's own work, {STRAGGLERS}"),
     Metric("work_seconds/slowest", "speed", "s", "the same of the slowest rank"),
-    Metric("wait_seconds/median", "speed", "s", "a rank's waiting for others, likewise"),
+    Metric("wait_seconds/median", "speed", "s", "a rank's waiting for others, over the same steps"),
     Metric("wait_seconds/slowest", "speed", "s", "the same of the slowest rank"),
     Metric("slowest_rank", "speed", "", "its number"),
     Metric(
         "validation_loss/NAME",
         "evaluation",
         "nats per token",
-        "of a validation set, where the step evaluated (docs/evaluation.md#in-the-loop)",
+        "loss on a validation set, if the step evaluated (docs/evaluation.md#in-the-loop)",
         chart=LOSSES,
         by_tokens=True,
     ),
@@ -104,24 +104,24 @@ METRIC_TABLE = (
         "eval/NAME/CrossEntropyLoss",
         "evaluation",
         "nats per token",
-        "of a perplexity set, by OLMo's name, likewise",
+        "loss on a perplexity set, by OLMo's name, if the step evaluated",
         chart=LOSSES,
         by_tokens=True,
     ),
     Metric(
-        "eval/NAME/Perplexity", "evaluation", "", "of a perplexity set, or the mean of a group of them", by_tokens=True
+        "eval/NAME/Perplexity", "evaluation", "", "perplexity of a set, or the mean of a group of sets", by_tokens=True
     ),
-    Metric("eval/NAME/BitsPerByte", "evaluation", "bits per byte", "of a perplexity set", by_tokens=True),
+    Metric("eval/NAME/BitsPerByte", "evaluation", "bits per byte", "bits per byte of a perplexity set", by_tokens=True),
     Metric("eval/downstream/NAME", "evaluation", "", "a task's own metric, by OLMo's name", by_tokens=True),
     Metric(
         "eval/downstream_bpb/NAME",
         "evaluation",
         "bits per byte",
-        "of a task's right answers, by OLMo's name",
+        "bits per byte of a task's right answers, by OLMo's name",
         by_tokens=True,
     ),
-    Metric("evaluation_seconds", "evaluation", "s", "of the evaluation after this step"),
-    Metric("evaluation_share", "evaluation", "share", "of this start's time that evaluations have taken so far"),
+    Metric("evaluation_seconds", "evaluation", "s", "time of the evaluation after this step"),
+    Metric("evaluation_share", "evaluation", "share", "share of the time since this start that evaluations have taken"),
     Metric(
         "recovery/NAME", "recovery", "", "totals, once a run has recovered from something (docs/recovery.md#the-record)"
     ),
@@ -188,12 +188,16 @@ def numbers(metrics: dict[str, Any]) -> dict[str, float]:
 
 
 def read_metrics(run: Path) -> list[dict[str, Any]]:
-    """The metrics of every step in a run's metrics.jsonl, in their order; lines that are not a step's are left out."""
+    """Return the metrics of every step in a run's metrics.jsonl, in their order; lines that are not a step's are left
+    out.
+    """
     return [entry for line in (run / METRICS).read_bytes().splitlines() if (entry := metrics_entry(line)) is not None]
 
 
 def last_metrics(run: Path) -> dict[str, Any] | None:
-    """The metrics of the last step in a run's metrics.jsonl, of which only the end is read; None if there is none."""
+    """Return the metrics of the last step in a run's metrics.jsonl(only the end is read); None if there is
+    none.
+    """
     with regular_file(run / METRICS).open("rb") as stream:
         stream.seek(max(0, stream.seek(0, os.SEEK_END) - TAIL_BYTES))
         lines = stream.read().split(b"\n")

@@ -102,7 +102,7 @@ def _make_states(rule: UpdateRule, torch_optimizer: torch.optim.Optimizer) -> No
 
 @contextmanager
 def _in_place_of_adam(torch_class: type[torch.optim.Optimizer] | None) -> Iterator[None]:
-    """Have megatron-core make a torch optimizer where it would make Adam, the one that it shards.
+    """Make megatron-core build a torch optimizer where it would build Adam, the one that it shards.
 
     None leaves its own.
     """

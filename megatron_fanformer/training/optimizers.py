@@ -24,10 +24,10 @@ Group = Mapping[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """The defaults are the paper's recipe for 1B."""
+    """The optimizer's settings; the defaults are the paper's recipe for 1B."""
 
     name: str = "adamw"
-    """What updates the weights: `adamw`. A run keeps its own."""
+    """The optimizer: `adamw`. A run keeps the one that it began with."""
     lr: float = 4e-4
     """Peak learning rate."""
     weight_decay: float = 0.1
@@ -42,7 +42,7 @@ class OptimizerConfig:
     """The global gradient norm is clipped to this; 0 does not clip."""
 
     def problems(self) -> list[str]:
-        """Rules of single fields that this configuration breaks, one line each."""
+        """Return the rules of single fields that this configuration breaks, one line each."""
         found = []
         if self.name not in OPTIMIZERS:
             remedy = did_you_mean(self.name.lower(), OPTIMIZERS, f"name {', '.join(OPTIMIZERS)}")
@@ -57,7 +57,7 @@ class OptimizerConfig:
 
 
 class UpdateRule(OptimizerStates, ABC):
-    """Describe how a run's weights are updated, what is kept of each for that, and how a checkpoint has it.
+    """How a run's weights are updated, which states that needs, and how a checkpoint stores them.
 
     megatron-core shards, clips and keeps main weights for any of them, with `torch_class` in the place of its Adam.
     The distributed optimizer cuts main weights into flat ranges: what an update has to know of a weight's shape or name
@@ -65,7 +65,7 @@ class UpdateRule(OptimizerStates, ABC):
     """
 
     resumed_entries: ClassVar[tuple[str, ...]] = ("step",)
-    """What a resumed run takes over from a checkpoint's parameter groups; all else is of its configuration."""
+    """Entries that a resumed run takes from a checkpoint's parameter groups; its configuration sets the others."""
 
     @abstractmethod
     def megatron_settings(self, config: OptimizerConfig) -> dict[str, Any]:
@@ -153,4 +153,4 @@ class AdamW(UpdateRule):
 
 
 OPTIMIZERS: dict[str, UpdateRule] = {"adamw": AdamW()}
-"""By `optimizer.name`."""
+"""The optimizers by `optimizer.name`."""

@@ -1,4 +1,4 @@
-"""How the phases of the FAN map do: their sizes, and the units whose cos and sin say nothing, by layer.
+"""Health of the FAN map's phases: their sizes, and the units whose cos and sin carry no signal, by layer.
 
 Read by a hook on the map from the forward pass of a few training steps, of all tokens of the global batch. A unit is a
 periodic row of a layer's map (of both outputs at placement `qk_and_v`), and p its phase before cos and sin.
@@ -35,12 +35,12 @@ LOWEST, HIGHEST = -10, 20
 BINS_PER_OCTAVE = 64
 BINS = (HIGHEST - LOWEST) * BINS_PER_OCTAVE
 DEAD_SPREAD = 2.0**-8
-"""The distance of bf16's numbers just below 1: of such a unit X_F holds little but a constant."""
+"""Spread of a dead unit: the distance of bf16's numbers just below 1; X_F holds little but a constant of it."""
 COARSE_PHASE = 16.0
-"""From here on bf16's numbers are 1/8 apart: rounding a phase moves it by 0.04 rad (root mean square), which is the
-noise that FP8 adds to a phase of any size (docs/fp8-phase.md)."""
-TOLD_SHARE = 0.05
-"""Of a layer's units: beyond it, the log tells of dead or coarse ones."""
+"""Smallest coarse phase: bf16's numbers are 1/8 apart from here on, and rounding moves a phase by 0.04 rad (root mean
+square), the noise that FP8 adds to a phase of any size (docs/fp8-phase.md)."""
+WARNED_SHARE = 0.05
+"""Share of a layer's units above which the log warns of dead or coarse ones."""
 _SHIFT = 23 - BINS_PER_OCTAVE.bit_length() + 1  # of a float32's mantissa, what is finer than a bin
 _FIRST_BIN = (127 + LOWEST) * BINS_PER_OCTAVE
 
@@ -48,11 +48,11 @@ logger = logging.getLogger(__name__)
 
 
 class PhaseHealth:
-    """The look at this rank's phases; every rank has one.
+    """Measures the FAN map's phases on this rank; every rank has one.
 
     Args:
         stages: this rank's chunks of the model.
-        interval: steps from one look to the next; None: none is taken.
+        interval: steps between measurements; None: never measure.
     """
 
     def __init__(self, stages: list[Any], model: FANformerConfig, grid: RankGrid, *, interval: int | None) -> None:
@@ -73,7 +73,7 @@ class PhaseHealth:
 
     @contextmanager
     def reading(self, step: int) -> Iterator[None]:
-        """Around an attempt at a training step; costs nothing in those that are not read."""
+        """Record phases during an attempt at a training step; costs nothing in steps that are not due."""
         if not self._is_due(step):
             yield
             return
@@ -84,7 +84,7 @@ class PhaseHealth:
             yield
 
     def report_if_due(self, step: int) -> dict[str, list[float]]:
-        """Return by metric a number for each layer, if this step was read; a collective call then."""
+        """Return one number per layer for each metric; empty, and no collective call, unless this step was measured."""
         if not self._is_due(step):
             return {}
         sums, largest = self._over_all_ranks()
@@ -107,21 +107,21 @@ class PhaseHealth:
         return sums.cpu(), largest.cpu()
 
     def _log_findings(self, step: int, metrics: dict[str, list[float]]) -> None:
-        """Say which layers have passed a threshold since the last look."""
+        """Log the layers that have passed a threshold since the last look."""
         reasons = {
             "health/dead_units": "no longer change from token to token",
             "health/coarse_units": f"reach phases of {COARSE_PHASE:g} and more, which bf16 rounds by up to 1/16",
         }
         for name, reason in reasons.items():
-            shares = {layer: share for layer, share in enumerate(metrics[name]) if share > TOLD_SHARE}
+            shares = {layer: share for layer, share in enumerate(metrics[name]) if share > WARNED_SHARE}
             if new := [layer for layer in shares if (name, layer) not in self._reported]:
                 worst = max(new, key=shares.__getitem__)
                 logger.warning(
-                    "step %d  of the periodic units of layer %s more than %.0f%% %s (%.3g%% in layer %d); see "
+                    "step %d  more than %.0f%% of the periodic units of layer %s %s (%.3g%% in layer %d); see "
                     "docs/metrics.md#phase-health",
                     step,
+                    100 * WARNED_SHARE,
                     ", ".join(map(str, new)),
-                    100 * TOLD_SHARE,
                     reason,
                     100 * shares[worst],
                     worst,
@@ -130,26 +130,26 @@ class PhaseHealth:
 
 
 class _LayerPhases:
-    """Describe what this rank has seen of one layer's phases in the step."""
+    """One layer's phases on this rank in one step."""
 
     def __init__(self, attention: FANSelfAttention | FANValueAttention, units: int, grid: RankGrid) -> None:
         self.number = attention.layer_number - 1
-        """Of the whole model, from 0."""
+        """The layer's number in the whole model, from 0."""
         self.fan = attention.fan
         device = grid.torch_device
         self.counts = torch.zeros(BINS, dtype=torch.float64, device=device)
         self.resultant = torch.zeros(2, units, dtype=torch.float64, device=device)
         """Sums of cos p and of sin p by unit."""
         self.largest = torch.zeros(units, dtype=torch.float32, device=device)
-        """|p| by unit."""
+        """The largest |p| of each unit."""
         self.weight_squares = torch.zeros(2, dtype=torch.float64, device=device)
-        """Of the periodic and of the linear rows; 0 where another rank counts them."""
+        """Sums of squares of the periodic and of the linear rows; 0 where another rank counts them."""
         is_whole = self.fan.shard.ranks == 1  # the same rows on every tensor parallel rank, if there are several
         self._counts_weights = grid.groups.dp_cp.rank() == 0 and not (is_whole and grid.groups.tp.rank() > 0)
 
     @torch.no_grad()
     def add(self, _linear: torch.nn.Module, _inputs: Any, output: tuple[Tensor, Any]) -> None:
-        """Take in the map's output p | g [s, b, k] of a micro batch; a forward hook."""
+        """Add the map's output p | g [s, b, k] of a micro batch; a forward hook."""
         if torch._C._current_graph_task_id() != -1:
             return  # computed again, for backward
         if self._counts_weights:  # not before the forward pass: the last update may be gathered in it

@@ -1,4 +1,4 @@
-"""What is checked before a run starts: its configuration, and every file that it is going to read.
+"""Checks before a run starts: of its configuration, and of every file that it is going to read.
 
 One process does it for all ranks (see start.py); what it found is a RunStart, which every rank uses.
 """
@@ -34,35 +34,35 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class RunStart:
-    """Describe what a run starts from: decided once, for all its ranks."""
+    """A run's starting point, decided once for all its ranks."""
 
     resumed: Path | None
     """The run's own checkpoint that it resumes from."""
     earlier: tuple[Path, ...] = ()
-    """Those before it, the newest first: its tensors are read later, and may turn out to be damaged."""
+    """Checkpoints before it, the newest first: its tensors are read later, and may turn out to be damaged."""
     damaged: tuple[tuple[Path, CorruptError], ...] = ()
-    """Those after it, and what is wrong with each."""
+    """Checkpoints after it, and the damage of each."""
     loaded: Path | None
     """The checkpoint whose weights a new run starts with."""
     data: DataSurvey
     """The token files."""
     identity: DataIdentity
-    """Which data they are."""
+    """The identity of that data."""
     train_iters: int
-    """Steps of the whole run; where `training.epochs` says them, computed."""
+    """Steps of the whole run, computed from `training.epochs` if that is given."""
     evaluation: EvaluationSurvey = field(default_factory=EvaluationSurvey)
-    """What it is evaluated on, besides its validation data."""
+    """Tasks and sets to evaluate on, besides its validation data."""
     events: tuple[dict[str, Any], ...] = ()
-    """What the run has done so far about damage and bad numbers."""
+    """The run's recovery events so far."""
     folder: tuple[int, int] | None = None
-    """Which folder the run's is, by `run_lock.file_of`; None where it does not exist yet."""
+    """The identity of the run's folder by `run_lock.file_of`; None where it does not exist yet."""
 
 
 class CheckedSettings(NamedTuple):
-    """A run in which nothing is wrong, as far as that can be told without torch."""
+    """A run without problems, as far as that can be checked without torch."""
 
     config: RunConfig
-    """With the number of its steps."""
+    """The configuration, with its number of steps filled in."""
     resuming: "_Resuming"
     loaded: Path | None
     evaluation: EvaluationSurvey
@@ -91,7 +91,8 @@ def check_run(config: RunConfig, world_size: int | None) -> RunStart:
 
 
 def check_settings(config: RunConfig, world_size: int | None) -> CheckedSettings:
-    """The part of `check_run` that needs no torch, which takes seconds to import: all but the machine and the data.
+    """Check all of a run but the machine and the data, as `check_run` does, without torch, which takes seconds to
+    import.
 
     Raises:
         InputError: every problem, one line each.
@@ -109,7 +110,7 @@ def check_settings(config: RunConfig, world_size: int | None) -> CheckedSettings
     of_tokenizer = _tokenizer_problems(config)
     found += of_tokenizer
     evaluation = None
-    if not (of_tokenizer or of_sections):  # else the same would be told twice
+    if not (of_tokenizer or of_sections):  # else the same would be reported twice
         evaluation = collect_problems(found, lambda: _evaluation(config))
     if found and (config.checkpoint.mirror or is_url(config.checkpoint.load or "")):
         raise InputError("\n".join(found))  # nothing is fetched for a run that cannot start
@@ -121,7 +122,7 @@ def check_settings(config: RunConfig, world_size: int | None) -> CheckedSettings
 
 
 def check_machine_and_data(checked: CheckedSettings) -> RunStart:
-    """The rest of `check_run`, which imports torch.
+    """Check the machine and the data, the rest of `check_run`, which imports torch.
 
     Raises:
         InputError: what this machine lacks; data that are not what the run has used so far.
@@ -192,13 +193,13 @@ def _identity(
 
 
 def drawn_samples(config: RunConfig) -> tuple[int, int]:
-    """Samples that a run draws from its training data, and from each validation set."""
+    """Return samples that a run draws from its training data, and from each validation set."""
     training = config.training
     return training.steps * training.global_batch_size, training.eval_iters * training.global_batch_size
 
 
 class _Resuming(NamedTuple):
-    """A run's own checkpoint to go on from, those before it, and those after it, which are damaged."""
+    """A run's own checkpoint to resume from, those before it, and the damaged ones after it."""
 
     checkpoint: Path | None = None
     earlier: tuple[Path, ...] = ()
@@ -222,7 +223,7 @@ def _start(checked: CheckedSettings, data: DataSurvey, *, allowed: Sequence[str]
 
 
 def _starting_points(config: RunConfig) -> tuple[_Resuming, Path | None]:
-    """The checkpoint that a run resumes from, or the one whose weights it starts with.
+    """Find the checkpoint that a run resumes from, or the one whose weights it starts with.
 
     Raises:
         InputError: what is named is not what it should be.
@@ -251,7 +252,7 @@ def _starting_points(config: RunConfig) -> tuple[_Resuming, Path | None]:
 
 
 def _resuming(candidates: list[Path], recovery: RecoveryConfig) -> _Resuming:
-    """The first checkpoint whose small files are sound; those of tensors are checked when the ranks load them."""
+    """Find the first checkpoint whose small files are sound; the ranks check tensor files when they load them."""
     damaged: list[tuple[Path, CorruptError]] = []
     for number, checkpoint in enumerate(candidates):
         try:
@@ -291,7 +292,7 @@ def _tokenizer_problems(config: RunConfig) -> list[str]:
 
 
 def _resume_problems(checkpoint: Path, config: RunConfig) -> list[str]:
-    """A run goes on with its own model, seed, batch size and optimizer: samples would repeat, states be missing."""
+    """List what keeps a run from resuming: its model, seed, batch size and optimizer stay, or samples would repeat."""
     saved = store.saved_config(checkpoint)
     if "training" not in saved:
         return [
@@ -325,7 +326,7 @@ def _model_problems(checkpoint: Path, config: RunConfig, ignoring: tuple[str, ..
 
 
 def _shape(model: FANformerConfig) -> dict[str, Any]:
-    """A model's fields by their dotted names, those that say the same in different words resolved."""
+    """Return a model's fields by their dotted names, those that say the same in different words resolved."""
     fields = by_dotted_names(dataclasses.asdict(dataclasses.replace(model, num_query_groups=model.query_groups)))
     del fields["make_vocab_size_divisible_by"]
     return {**fields, "padded_vocab_size": model.padded_vocab_size}

@@ -1,4 +1,4 @@
-"""What `model.preset` stands for: one of the paper's sizes, or the model of the checkpoint that a run starts from."""
+"""Presets of `model.preset`: one of the paper's sizes, or the model of the checkpoint that a run starts from."""
 
 import dataclasses
 import tempfile
@@ -15,11 +15,11 @@ from megatron_fanformer.model.config import PRESETS, FANformerConfig
 PRESET_KEY = "model.preset"
 FROM_CHECKPOINT = "from-checkpoint"
 OF_THE_RUN = ("seq_length",)
-"""What a run may state beside `from-checkpoint`: weights fit any length."""
+"""Fields that a run may state beside `from-checkpoint`: weights fit any length."""
 
 
 def with_preset(values: dict[str, Any]) -> dict[str, Any]:
-    """A configuration's plain values with all of the model's in the place of `model.preset`.
+    """Return a configuration's plain values with all of the model's in the place of `model.preset`.
 
     Raises:
         InputError: there is no such preset, no checkpoint, or one of another model than `model` states beside it.
@@ -45,7 +45,7 @@ def with_preset(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _disagreements(stated: dict[str, Any], shape: dict[str, Any], prefix: str, checkpoint: str) -> Iterator[str]:
-    """A line for each stated field that is not the checkpoint's. Keys that no model has are refused elsewhere."""
+    """Yield a line for each stated field that is not the checkpoint's. Keys that no model has are refused elsewhere."""
     for name, value in stated.items():
         if isinstance(value, dict) and isinstance(shape.get(name), dict):
             yield from _disagreements(value, shape[name], f"{prefix}{name}.", checkpoint)
@@ -63,7 +63,7 @@ def _checkpoint_and_model(values: dict[str, Any]) -> tuple[str, FANformerConfig]
         try:
             return str(checkpoint), store.saved_model(checkpoint)
         except CorruptError:
-            continue  # which the start of the run tells
+            continue  # which the start of the run reports
     if load is None:
         raise InputError(f"{PRESET_KEY} is {FROM_CHECKPOINT}, but checkpoint.load names none; name one")
     if is_url(load):
@@ -92,7 +92,7 @@ def _model_on_another_store(url: str) -> FANformerConfig:
 
 
 def _text(values: dict[str, Any], section: str, name: str) -> str | None:
-    """A field that has not been checked yet; None where it is no text, which is refused elsewhere."""
+    """Return a field that has not been checked yet; None where it is no text, which is refused elsewhere."""
     fields = values.get(section)
     value = fields.get(name) if isinstance(fields, dict) else None
     return value if isinstance(value, str) and "\0" not in value else None

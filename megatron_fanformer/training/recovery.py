@@ -1,4 +1,4 @@
-"""What a run does about steps whose numbers are bad: which they are, what has been done, and where that is kept.
+"""Recovery from steps whose numbers are bad: which they are, what has been done, and where that is kept.
 
     good                     the weights are updated
     bad, good when repeated  a machine was at fault: updated by the second attempt
@@ -32,12 +32,12 @@ TOTALS: dict[str, str] = {
     "rewound": "recovery/rewinds",
     "not_mirrored": "recovery/failed_mirror_copies",
 }
-"""By event: the number in a step's metrics that counts it over the whole run."""
+"""For each event, the metric of a step that counts it over the whole run."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RecoveryConfig:
-    """Configure what a run does by itself about damage, and about steps whose numbers are bad."""
+    """How a run recovers from damage, and from steps whose numbers are bad."""
 
     use_earlier_checkpoint: bool = True
     """If the newest checkpoint is damaged, resume from the newest sound one; false: end (exit code 3)."""
@@ -57,12 +57,12 @@ class RecoveryConfig:
     """After so many bad steps, go back to the last checkpoint before them and skip them; 0: the first ends the run
     (exit code 4)."""
     max_rewinds: int = 2
-    """How often a run goes back without progress before it ends (exit code 4)."""
+    """Times that a run may go back without progress before it ends (exit code 4)."""
     iterations_to_skip: list[int] = field(default_factory=list)
     """Steps whose samples are skipped."""
 
     def problems(self) -> list[str]:
-        """Rules of single fields that this configuration breaks, one line each."""
+        """Return the rules of single fields that this configuration breaks, one line each."""
         broken = partial(broken_fields, "recovery", self)
         found = [
             *broken("be above 1", lambda value: not value > 1, "spiky_loss_factor", "spiky_grad_norm_factor"),
@@ -106,7 +106,7 @@ class EventLog:
                 file.write(json.dumps({"step": step, "event": event, "time": round(time.time(), 3), **facts}) + "\n")
 
     def _count(self, event: str, step: int) -> None:
-        """Each event; a step that is skipped again after the run went back was skipped before."""
+        """Count each event, except the repetition of a skipped step after the run went back."""
         if event == "skipped" and step in self._skipped:
             return
         self._counts[event] += 1
@@ -119,7 +119,7 @@ class EventLog:
 
 
 class BadSteps:
-    """Says which steps are bad, and which are to be skipped.
+    """Decides which steps are bad, and which to skip.
 
     Args:
         past: what `read_events` found when the run started.
@@ -139,7 +139,7 @@ class BadSteps:
         self._last_bad, self._last_good = 0, 0
 
     def reason_to_skip(self, step: int) -> str | None:
-        """Why a step is not to be computed; None if it is."""
+        """Return why a step is not to be computed; None if it is."""
         return self._to_skip.get(step)
 
     def skip_from_now_on(self, steps: dict[Any, Any]) -> None:
@@ -185,7 +185,7 @@ class BadSteps:
         return self._config.max_bad_steps_in_a_row > 0 and self._rewinds < self._config.max_rewinds
 
     def note_rewind(self) -> dict[int, str]:
-        """The run goes back, and will skip the bad steps, which are returned."""
+        """Note that the run goes back; returns the bad steps, which it will skip."""
         skipped = dict(self.in_a_row)
         self._rewinds += 1
         self.skip_from_now_on(skipped)

@@ -1,7 +1,7 @@
-"""Where a run's log goes: the standard `logging` module, set up once per process.
+"""The log of a run: the standard `logging` module, set up once per process.
 
 Modules log what they do with `logging.getLogger(__name__)`. INFO is for the user: rank 0 prints it, above the live
-line. DEBUG is for whoever looks into a run afterwards. Both are in the log file, if one is asked for: one file per
+line. DEBUG is for whoever looks into a run afterwards. Both are in the log file, if there is one: one file per
 rank, with Python's warnings and the traceback of the error that ended the rank. What other ranks log is nowhere else.
 """
 
@@ -21,14 +21,14 @@ from megatron_fanformer.training.loggers.registry import LoggingConfig
 
 PACKAGE = "megatron_fanformer"
 PYTHON_WARNINGS = "py.warnings"  # the logger that logging.captureWarnings writes to
-SLOW_SECONDS = 1.0  # from which on the user is told what a run's start is at
+SLOW_SECONDS = 1.0  # after which a part of a run's start is logged
 UNWRITTEN_RECORDS = 10_000  # kept for the file; there is none yet while a run is being checked
 
 logger = logging.getLogger(__name__)
 
 
 def log_file(config: LoggingConfig, stated: Path | None, *, rank: int, world_size: int) -> Path | None:
-    """The log file of a rank; None if none is asked for.
+    """Return the log file of a rank; None if none is configured.
 
     Args:
         stated: what the command line says; with several ranks each puts its number before the suffix. It takes
@@ -83,7 +83,7 @@ class RunLog:
 
 @contextmanager
 def run_log(rank: int) -> Iterator[RunLog]:
-    """The log of a rank around all that it does; the error that ends it is logged, and propagates."""
+    """Set up the log of a rank around all that it does; the error that ends it is logged, and propagates."""
     package = logging.getLogger(PACKAGE)
     level = package.level
     log = RunLog(rank)
@@ -105,7 +105,7 @@ def run_log(rank: int) -> Iterator[RunLog]:
 
 @contextmanager
 def log_if_slow(doing: str) -> Iterator[None]:
-    """Around a part of a run's start: tells the user what it is, once it has taken a second."""
+    """Log what a part of a run's start does, once it has taken a second."""
     timer = threading.Timer(SLOW_SECONDS, logger.info, [doing])
     timer.daemon = True
     timer.start()

@@ -1,6 +1,6 @@
 """The samples of a run: which datasets they come from, and which of them each step, rank and micro batch takes.
 
-The trainer takes its datasets here, and `inspect` asks here what a step took of them.
+The trainer takes its datasets from here, and `inspect` finds here what a step took of them.
 """
 
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ from megatron_fanformer.training.preflight import drawn_samples
 
 
 def run_datasets(config: RunConfig, survey: DataSurvey | None = None) -> Datasets:
-    """A run's training and validation samples; a collective call where torch.distributed is initialised.
+    """Return a run's training and validation samples; a collective call where torch.distributed is initialised.
 
     Args:
         survey: what was found about the token files; None: rank 0 surveys them now.
@@ -36,7 +36,7 @@ def run_datasets(config: RunConfig, survey: DataSurvey | None = None) -> Dataset
 
 
 def consumed_before(config: RunConfig, step: int) -> int:
-    """Samples that a run has taken when a step begins. Steps count from 1, as in metrics.jsonl."""
+    """Return samples that a run has taken when a step begins. Steps count from 1, as in metrics.jsonl."""
     return (step - 1) * config.training.global_batch_size
 
 

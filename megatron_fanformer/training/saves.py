@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 class Checkpointer:
-    """Writes a run's checkpoints one at a time, and copies them to the mirror if the run has one.
+    """Saves a run's checkpoints one at a time, and copies them to the mirror if the run has one.
 
     Every rank makes one, and makes the same calls in the same order.
 

@@ -35,7 +35,7 @@ class ScheduleConfig:
     """Form of WSD's decay."""
 
     def problems(self) -> list[str]:
-        """Rules of single fields that this configuration breaks, one line each."""
+        """Return the rules of single fields that this configuration breaks, one line each."""
         broken = partial(broken_fields, "schedule", self)
         found = [
             *broken("not be negative", lambda value: value < 0, "lr_warmup_iters", "min_lr"),
@@ -55,7 +55,7 @@ class ScheduleConfig:
         return self.lr_warmup_iters if fraction is None else round(fraction * decay_steps)
 
     def joint_problems(self, *, lr: float, train_iters: int | None) -> list[str]:
-        """Rules between this configuration, the peak rate and the length of the run (None: open) that are broken."""
+        """Return the broken rules between this configuration, the peak rate and the length of the run (None: open)."""
         found = []
         decay = self.lr_decay_iters or train_iters
         if decay is not None and (warmup := self.warmup_steps(decay)) >= decay:
@@ -72,7 +72,7 @@ class ScheduleConfig:
 def build_scheduler(
     config: ScheduleConfig, optimizer: "MegatronOptimizer", recipe: OptimizerConfig, *, train_iters: int
 ) -> "OptimizerParamScheduler":
-    """The scheduler at step 0; `scheduler.step(1)` sets the rate of the next step.
+    """Return the scheduler at step 0; `scheduler.step(1)` sets the rate of the next step.
 
     Args:
         recipe: what `optimizer` was built by.

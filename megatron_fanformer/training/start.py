@@ -43,7 +43,7 @@ def start_run(file: Path, overrides: Sequence[str], arguments: Sequence[str], lo
         log: the log file, if the command names one.
 
     Returns:
-        The run's folder; None where the run was complete before, which is told.
+        The run's folder; None, with a log line, if the run was complete before.
 
     Raises:
         InputError: the configuration is wrong; nothing was written.
@@ -78,7 +78,7 @@ def start_run(file: Path, overrides: Sequence[str], arguments: Sequence[str], lo
 
 
 def _unless_complete(config: RunConfig, world_size: int | None) -> CheckedSettings | None:
-    """A run's checked settings; None where its last step is saved already, which is told.
+    """Return a run's checked settings; None, with a log line, if its last step is saved already.
 
     Raises:
         InputError, CorruptError: like `check_settings`.
@@ -95,7 +95,7 @@ def _unless_complete(config: RunConfig, world_size: int | None) -> CheckedSettin
 
 
 def _log_start(parallel: ParallelConfig, ranks: int, place: str = "") -> None:
-    """The first sign of life, before torch is imported."""
+    """Log the first sign of life, before torch is imported."""
     sizes = {name: getattr(parallel, name) for name in DEGREES}
     sizes["data_parallel_size"] = ranks // parallel.model_parallel_size
     layout = layout_text({name: size for name, size in sizes.items() if size > 1})

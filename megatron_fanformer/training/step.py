@@ -33,7 +33,7 @@ from megatron_fanformer.training.optimizer import single_optimizers
 
 @dataclass(frozen=True, kw_only=True)
 class StepResult:
-    """Describe what one step showed; all but the last the same on every rank."""
+    """Results of one step; all but the last the same on every rank."""
 
     loss: float
     """Mean cross entropy per token, in nats."""
@@ -42,13 +42,13 @@ class StepResult:
     tokens: int
     """Tokens that the loss was taken over."""
     interrupts: Interrupts
-    """What any rank was asked for before the step's numbers were summed."""
+    """Interrupts of any rank before the step's numbers were summed."""
     own: Tensor | None = None
     """[2] float64, on the device: losses and tokens of this rank's micro batches; None where another has the loss."""
 
 
 class StepBatches:
-    """The micro batches of one step, taken from a stream as they are asked for, and kept to be taken again."""
+    """The micro batches of one step, taken from a stream on first use, and kept to be taken again."""
 
     def __init__(self, stream: Batches, count: int) -> None:
         self._stream, self._count = stream, count
@@ -61,13 +61,13 @@ class StepBatches:
             yield self._taken[number]
 
     def skip(self) -> None:
-        """Take them, for nobody."""
+        """Take the step's micro batches and drop them."""
         for _ in itertools.islice(self._stream, self._count):
             pass
 
 
 def wrap_stages(chunks: list[Any], parallel: ParallelConfig) -> list[DistributedDataParallel]:
-    """A stage's chunks in megatron-core's data parallelism: float32 gradients, summed over the replicas."""
+    """Return a stage's chunks in megatron-core's data parallelism: float32 gradients, summed over the replicas."""
     config = chunks[0].config
     config.finalize_model_grads_func = finalize_model_grads
     # Read when the wrapper is made: without it gradients are averaged over replicas, and then divided by all tokens.
@@ -101,7 +101,7 @@ def release(wrapped: list[DistributedDataParallel]) -> None:
 
 @contextmanager
 def weights_in_step(stages: list[DistributedDataParallel]) -> Iterator[None]:
-    """Around whatever reads weights outside a training step: with overlap, the last update may not be gathered yet."""
+    """Let code outside a training step read weights: with overlap, the last update may not be gathered yet."""
     overlapping = [stage for stage in stages if stage.ddp_config.overlap_param_gather]
     for stage in overlapping:
         stage.disable_forward_pre_hook(param_sync=True)
@@ -147,7 +147,7 @@ def attempt_step(
     by then.
 
     Args:
-        listen: says, after backward, what this rank was asked for; all ranks learn of it with the loss.
+        listen: returns, after backward, this rank's pending requests; all ranks learn of them with the loss.
     """
     for stage in stages:
         stage.zero_grad_buffer()
@@ -167,7 +167,7 @@ def attempt_step(
 
 
 def local_loss_and_grad_norm(stages: list[DistributedDataParallel], result: StepResult) -> tuple[float, float]:
-    """This rank's own mean loss (0 where another rank has it), and the norm of the gradients in its buffers.
+    """Return this rank's own mean loss (0 where another rank has it), and the norm of the gradients in its buffers.
 
     They are compared with those of another attempt at the same step, to find the rank that computed otherwise.
     """
@@ -196,7 +196,7 @@ def compare_attempts(own: list[tuple[float, float]], grid: RankGrid, *, is_good:
 
 
 def gradient_norm(optimizer: MegatronOptimizer) -> float:
-    """The global norm of the gradients in the buffers, before clipping; waits for the device."""
+    """Return the global norm of the gradients in the buffers, before clipping; waits for the device."""
     heartbeat.mark("gradient norm")
     optimizer.prepare_grads()
     return float(optimizer.get_grad_norm())
@@ -216,7 +216,7 @@ def update_weights(optimizer: MegatronOptimizer, grad_norm: float) -> None:
 
 
 def _sum_loss(losses_bs: Tensor, loss_mask_bs: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """The sum to differentiate, the number of tokens that it is over, and both for the report."""
+    """Return the sum to differentiate, the number of tokens that it is over, and both for the report."""
     loss = (losses_bs.float() * loss_mask_bs).sum()
     tokens = loss_mask_bs.sum()
     report = torch.stack([loss.detach().double(), tokens.double()])
@@ -224,7 +224,7 @@ def _sum_loss(losses_bs: Tensor, loss_mask_bs: Tensor) -> tuple[Tensor, Tensor, 
 
 
 def _sum_over_ranks(own: Tensor | None, grid: RankGrid, interrupts: Interrupts) -> Tensor:
-    """[5] float64, on the device: losses, tokens, and how many ranks have each of `Interrupts`, over all ranks.
+    """Return [5] float64, on the device: losses, tokens, and how many ranks have each of `Interrupts`, over all ranks.
 
     Only the last stage knows the loss, and each of its tensor parallel ranks knows the same one.
     """

@@ -1,4 +1,4 @@
-"""What a step is reported by: its loss, its speed, and rarely what takes a look at every weight."""
+"""Metrics of a run's steps: loss, speed, and at intervals those that read every weight."""
 
 import resource
 from typing import Any
@@ -23,8 +23,8 @@ class StepMetrics:
     """
 
     def __init__(self, config: RunConfig, grid: RankGrid) -> None:
-        # Within documents the scores are as many as their lengths make them, which nobody counts: at least those of a
-        # token with itself, so that the metrics say no more than was computed.
+        # Within documents the number of attention scores depends on lengths that are not counted: take the least, each
+        # token with itself, so that the metrics never claim more than was computed.
         shortest = 1 if config.data.reset_attention_mask else None
         self._flops_per_token = training_flops_per_token(config.model, shortest)
         self._peak_flops_per_second = _peak_flops_per_second(config, grid)
@@ -35,7 +35,7 @@ class StepMetrics:
     def of_step(
         self, result: StepResult, *, seconds: float, learning_rate: float, consumed_tokens: int
     ) -> dict[str, Any]:
-        """The metrics of every step, from what it showed and how long it took."""
+        """Return the metrics of every step, from what it showed and how long it took."""
         tokens_per_second = result.tokens / seconds
         flops_per_second = tokens_per_second * self._flops_per_token
         metrics = {
@@ -63,7 +63,9 @@ class StepMetrics:
         return {"params_norm": weights, "update_norm": update, "peak_memory_bytes": self._peak_memory_bytes()}
 
     def _peak_memory_bytes(self) -> int:
-        """The most that any rank has held so far: of a GPU what torch had allocated, of a CPU the whole process."""
+        """Return the most that any rank has held so far: of a GPU what torch had allocated, of a CPU the whole
+        process.
+        """
         if self._grid.device == "cuda":
             own = torch.cuda.max_memory_allocated()
         else:

@@ -37,11 +37,11 @@ class RankTime(NamedTuple):
     """A rank's share of a step, in seconds."""
 
     work: float
-    """Its own work: the step without `wait`."""
+    """Its own work, in seconds: the step without `wait`."""
     wait: float
-    """For other ranks and for their bytes, in collectives."""
+    """Its wait for other ranks and for their bytes, in collectives."""
     stage: float
-    """Its pipeline stage: those of other stages have other work to do."""
+    """Number of its pipeline stage: ranks of other stages have other work."""
 
 
 class Slowest(NamedTuple):
@@ -51,13 +51,15 @@ class Slowest(NamedTuple):
     usual: float
     """The median of its stage, in seconds of own work."""
     factor: float
-    """Its own work over that."""
+    """Its own work divided by that."""
     loss: float
-    """What it takes beyond that, as a share of a step: what the others wait for it."""
+    """Its work beyond that, as a share of a step: the time that the others wait for it."""
 
 
 def find_slowest(times: Sequence[RankTime]) -> Slowest:
-    """The slowest of all ranks, given in their order. Of two medians it takes the lower: of two ranks one is slow."""
+    """Return the slowest of all ranks, given in their order. It takes the lower of two medians: with two ranks, one is
+    slow.
+    """
     usual = {
         stage: statistics.median_low(time.work for time in times if time.stage == stage)
         for stage in {time.stage for time in times}
@@ -70,7 +72,7 @@ def find_slowest(times: Sequence[RankTime]) -> Slowest:
 
 
 class Stragglers:
-    """The measurement on this rank; every rank has one.
+    """Measures work and waiting of this rank; every rank has one.
 
     Args:
         interval: steps from one report to the next; None: nothing is measured.
@@ -84,7 +86,7 @@ class Stragglers:
 
     @contextmanager
     def measuring(self, step: int) -> Iterator[None]:
-        """Around a training step; costs nothing in those that are not measured."""
+        """Measure a training step; costs nothing in steps that are not due."""
         if self._interval is None or -step % self._interval >= MEASURED_STEPS:
             yield
             return
@@ -100,7 +102,7 @@ class Stragglers:
         self._taken.pop(step, None)
 
     def report_if_due(self, step: int) -> dict[str, float]:
-        """The metrics of the steps measured before this one, if a report is due at it; a collective call then.
+        """Return the metrics of the steps measured before this one, if a report is due at it; a collective call then.
 
         None where fewer were measured than are to be: the first ones after a start are slow.
         """
@@ -156,7 +158,7 @@ class Waits:
 
     @contextmanager
     def one(self) -> Iterator[None]:
-        """Around a call that may wait."""
+        """Time a call that may wait."""
         if not self._on_gpu:
             began = time.perf_counter()
             yield

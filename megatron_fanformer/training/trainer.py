@@ -277,7 +277,7 @@ class Trainer:
         return metrics
 
     def _save_if_due(self, *, force: bool) -> bool:
-        """Save, if this step is to be saved; returns whether it was."""
+        """Save if this step is due; returns whether it was."""
         interval = self.config.checkpoint.save_interval
         due = interval is not None and self.step % interval == 0
         if self._bad_steps.in_a_row:
@@ -318,7 +318,7 @@ class Trainer:
         return self.step >= self.config.training.steps
 
     def _shall_stop(self) -> Stopping | None:
-        """Why to end after this step, the same on all ranks; None to continue."""
+        """Return why to end after this step, the same on all ranks; None to continue."""
         if self._is_over:
             return "signal" if self._evaluation.was_stopped else None  # else there is nothing left to stop
         if self._interrupts.stop:

@@ -12,7 +12,7 @@ from megatron_fanformer.terminal import show, width
 
 @dataclass(frozen=True, kw_only=True)
 class TrainOptions:
-    """Describe what `train` takes."""
+    """Options of `train`."""
 
     config: Path
     """Configuration file (YAML)."""
@@ -24,7 +24,7 @@ class TrainOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ConfigOptions:
-    """Describe what `config` takes."""
+    """Options of `config`."""
 
     schema: bool = option(False, exclusive="shown")
     """Print the JSON schema of configuration files."""

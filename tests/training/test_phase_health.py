@@ -205,8 +205,8 @@ def test_a_dead_unit_and_a_large_phase_are_found_and_told_once(
         assert found["phase_max"][2] == pytest.approx(40, abs=8) and max(found["phase_p99"]) > COARSE_PHASE
     told = [line for line in steps["said"] if "periodic units" in line]
     assert [line.partition("; see")[0] for line in told] == [
-        "step 1  of the periodic units of layer 1 more than 5% no longer change from token to token (12.5% in layer 1)",
-        "step 1  of the periodic units of layer 2 more than 5% reach phases of 16 and more, which bf16 rounds by up to "
+        "step 1  more than 5% of the periodic units of layer 1 no longer change from token to token (12.5% in layer 1)",
+        "step 1  more than 5% of the periodic units of layer 2 reach phases of 16 and more, which bf16 rounds by up to "
         "1/16 (12.5% in layer 2)",
     ]
 

@@ -1,4 +1,4 @@
-"""What `megatron-fanformer experiment` does: reads the request, has the probe measure, and writes its folder.
+"""Runs `megatron-fanformer experiment`: reads the options, runs the probe, and writes its folder.
 
     FOLDER/*.png, README.md     what was found, to look at
     FOLDER/result.json          the same as data, written last: a folder that has it is whole
@@ -41,7 +41,7 @@ OPTIONS = ("output", *SHORT, "write_data")
 
 @dataclass(frozen=True, kw_only=True)
 class ExperimentOptions:
-    """Describe what `experiment` takes."""
+    """Options of `experiment`."""
 
     name: str | None = argument(None, metavar="NAME")
     """lipschitz, mod, holes, cost, inference or logic; without one, they are listed with their minutes."""
@@ -59,9 +59,9 @@ class ExperimentOptions:
 
 
 def experiment(options: ExperimentOptions, ready: Callable[[], None], log: "Log" = print) -> None:
-    """List the probes, or have one measure, write its folder and print its findings.
+    """List the probes, or run one: measure, write its folder, and print its findings.
 
-    A folder that holds this probe's result by the same settings is shown, and nothing is measured.
+    If the folder already holds this probe's result with the same settings, print that and measure nothing.
 
     Args:
         ready: prepares the process for torch and megatron-core, once nothing is wrong with the request.
@@ -112,7 +112,7 @@ def _list_probes(options: ExperimentOptions, log: "Log") -> None:
 
 
 def _result_of(folder: Path, name: str, stated: dict[str, Any]) -> Result:
-    """The result that a folder holds. Raises InputError if it is of another probe, or by other settings."""
+    """Return the result that a folder holds. Raises InputError if it is of another probe, or by other settings."""
     result = read_result(folder)
     if (result.experiment, result.settings) != (name, stated):
         raise InputError(
@@ -123,7 +123,7 @@ def _result_of(folder: Path, name: str, stated: dict[str, Any]) -> Result:
 
 
 def read_settings(options: ExperimentOptions) -> Any:
-    """The settings of the named probe: its defaults, the options, the fields.
+    """Return the settings of the named probe: its defaults, the options, the fields.
 
     Raises:
         InputError: as `experiment`.
@@ -150,7 +150,7 @@ def read_settings(options: ExperimentOptions) -> Any:
 
 @contextmanager
 def _alone_in(folder: Path) -> Iterator[None]:
-    """No other process measures into this folder meanwhile."""
+    """Keep other processes from measuring into this folder meanwhile."""
     folder.mkdir(parents=True, exist_ok=True)
     lock = take_lock(folder / ".lock", wait=False)
     if lock is None:

@@ -1,4 +1,4 @@
-"""What a FANformer costs beside its Transformer, by formula and counted, beside the paper's figures.
+"""Cost of a FANformer beside its Transformer, by formula and counted, next to the paper's figures.
 
 Counted means: of the model for transformers on torch's fake tensors, which have shapes and no content. Parameters are
 those of its tensors; FLOPs those that torch counts in its matrix products; memory the most that is alive in a forward
@@ -44,12 +44,12 @@ class Cost:
     parameters: int
     counted_parameters: int
     flops: int
-    """Of a token's forward pass."""
+    """FLOPs of a token's forward pass."""
     counted_flops: float
     weight_bytes: int
-    """In half precision."""
+    """Bytes of the weights in half precision."""
     counted_bytes: int
-    """The peak of a forward pass without gradients, weights included."""
+    """Peak memory of a forward pass without gradients, weights included."""
 
 
 def measure(settings: CostSettings, _folder: Path, log: Log) -> Measured:
@@ -93,7 +93,9 @@ def cost(preset: FANformerConfig, settings: CostSettings) -> Cost:
 
 
 def _peak_bytes(config: FANformerConfig, length: int) -> int:
-    """The most that is alive in a forward pass of one sequence in half precision, logits of all tokens included."""
+    """Return the most that is alive in a forward pass of one sequence in half precision, logits of all tokens
+    included.
+    """
     with FakeTensorMode(), torch.no_grad():
         model = _model(config, torch.float16, "sdpa")
         ids = torch.zeros(1, length, dtype=torch.long)

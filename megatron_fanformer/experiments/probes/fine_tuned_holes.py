@@ -41,7 +41,7 @@ class Answers(NamedTuple):
 
 
 def measure_checkpoints(settings: HolesSettings, log: Log) -> Measured:
-    """Have every checkpoint answer the pairs of every task.
+    """Make every checkpoint answer the pairs of every task.
 
     Raises:
         InputError: one cannot be opened, or has no tokenizer or chat template; all problems, before any answers.
@@ -71,7 +71,7 @@ def measure_checkpoints(settings: HolesSettings, log: Log) -> Measured:
 
 
 Row = tuple[np.ndarray, np.ndarray]
-"""A conversation's ids, [s], and which of them are its answer, [s]."""
+"""A conversation's ids, [s], and a mask of its answer, [s]."""
 
 
 def _formed(name: str, settings: HolesSettings, problems: list[str]) -> dict[Task, list[Row]]:

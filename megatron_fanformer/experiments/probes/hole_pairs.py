@@ -83,7 +83,7 @@ def map_around(task: Task, half_side: int, probability_n: Tensor) -> Tensor:
 
 
 def draw_hole(axes: Any, task: Task, half_side: int, map_ab: Tensor, *, title: str) -> None:
-    """Probabilities on and around the hole, whose edge is drawn."""
+    """Draw the probabilities on and around the hole, and its edge."""
     low, high = centre(task) - half_side - MARGIN, centre(task) + half_side + MARGIN
     draw_heat_map(axes, map_ab.numpy(), vmin=0, vmax=1, extent=(low - 0.5, high + 0.5, low - 0.5, high + 0.5))
     near, far = centre(task) - half_side - 0.5, centre(task) + half_side + 0.5

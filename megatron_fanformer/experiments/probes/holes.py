@@ -56,19 +56,19 @@ MOST_BYTES = 1 << 20  # of a finished run
 LEAST_TRAINED = 0.99
 ARCHITECTURES = (TRANSFORMER, SAME_PARAMETERS)
 AXES = ("seeds", "tasks", "weight_decays", "checkpoints")
-"""Settings that a run is one point of, or has nothing to do with."""
+"""Settings with several values, of which a run has one, or none if the setting does not apply to it."""
 
 
 class Run(msgspec.Struct, frozen=True, kw_only=True):
     """The result of one trained model, as its file has it."""
 
     asked: dict[str, Any]
-    """All that determines it."""
+    """All settings that determine it."""
     trained: Scores
-    """On all pairs that it was trained on."""
+    """Scores on all pairs that it was trained on."""
     hole: Scores
     curve: list[tuple[int, float, float]]
-    """Step, and the greedy shares of the trained pairs and of the hole, ten times in the training."""
+    """Step, and the greedy shares of the trained pairs and of the hole, at ten points of the training."""
     map: list[list[float]]
     """The probability of the right answer on and around the hole, by a and b."""
     parameters: int
@@ -180,7 +180,7 @@ def train(
 
 
 def _batches(pairs: Pairs, settings: HolesSettings, seed: int) -> Iterator[Tensor]:
-    """Numbers of pairs outside the hole, as many batches as there are steps; every epoch in a new order."""
+    """Yield numbers of pairs outside the hole, as many batches as there are steps; every epoch in a new order."""
     outside = torch.nonzero(~pairs.in_hole_n)[:, 0]
     order = torch.Generator().manual_seed(seed)
     size = min(settings.batch_size, len(outside))
@@ -292,7 +292,7 @@ def _picture(settings: HolesSettings, task: Task, runs: Runs) -> bytes:
 
 
 def write_data(settings: HolesSettings, folder: Path) -> list[str]:
-    """Each task's conversations, outside and inside the hole, as JSON lines of messages; returns a line a file."""
+    """Write each task's conversations, outside and inside the hole, as JSON lines; returns a line a file."""
     folder.mkdir(parents=True, exist_ok=True)
     lines = []
     for task in settings.tasks:

@@ -45,21 +45,21 @@ PAPER = "141.49 to 142.88 ms (A100, fp16, 4,096 tokens, 20 iterations): 1.01"
 
 @dataclass(kw_only=True)
 class Contestant:
-    """One of the three."""
+    """One of the three models that are measured in turns."""
 
     config: FANformerConfig
     model: FANformerForCausalLM
     prefill: list[float] = field(default_factory=list)
-    """Seconds, of every round."""
+    """Seconds of the prefill, one per round."""
     decode: list[float] = field(default_factory=list)
-    """Seconds a token."""
+    """Seconds per decoded token, one per round."""
     weight_bytes: int = 0
     cache_bytes: int = 0
     peak_bytes: int = 0
 
 
 def measure(settings: InferenceSettings, _folder: Path, log: Log) -> Measured:
-    """Let the three take turns.
+    """Measure the three models in turns.
 
     Raises:
         InputError: the preset does not exist.
@@ -105,7 +105,7 @@ def _config(settings: InferenceSettings) -> FANformerConfig:
 
 @torch.no_grad()
 def continuation_seconds(model: FANformerForCausalLM, prompt_bs: Tensor, new_tokens: int) -> tuple[float, float]:
-    """Seconds of the prefill, up to the first new token, and of each further one, all greedy."""
+    """Return seconds of the prefill, up to the first new token, and of each further one, all greedy."""
     cache = DynamicCache(config=model.config)
     start = _now(prompt_bs)
     token = _next_token(model, prompt_bs, cache)
@@ -131,13 +131,13 @@ def _now(on: Tensor) -> float:
 
 
 def cache_bytes(config: FANformerConfig, tokens: int, element_bytes: int) -> int:
-    """Keys and values of so many tokens, of one sequence or several, by formula."""
+    """Return the bytes of keys and values of so many tokens, of one sequence or several, by formula."""
     return 2 * config.num_layers * tokens * config.value_size * element_bytes
 
 
 @torch.no_grad()
 def _measure_memory(each: Contestant, prompt_bs: Tensor, new_tokens: int, dtype: torch.dtype, kind: str) -> None:
-    """A continuation that is not timed; fills in the bytes."""
+    """Run a continuation without timing it, and fill in the bytes."""
     each.weight_bytes = sum(weight.numel() * weight.element_size() for weight in each.model.parameters())
     cache = DynamicCache(config=each.model.config)
     with MemoryTracker() as tracker:

@@ -62,7 +62,9 @@ def measure_checkpoints(settings: LipschitzSettings, log: Log) -> Measured:
 
 
 def load_model(checkpoint: Checkpoint) -> FANformerForCausalLM:
-    """The checkpoint of any format as the model for transformers, in float32, with attention that can be derived."""
+    """Return the checkpoint of any format as the model for transformers, in float32, with attention that can be
+    derived.
+    """
     stated = to_huggingface_config(checkpoint.config)
     model = FANformerForCausalLM._from_config(stated, attn_implementation="eager").float().eval()
     unpadded = dataclasses.replace(checkpoint.config, make_vocab_size_divisible_by=1)
@@ -74,7 +76,7 @@ def load_model(checkpoint: Checkpoint) -> FANformerForCausalLM:
 
 
 def _input(settings: LipschitzSettings, checkpoint: Checkpoint) -> Tensor:
-    """Token ids [b, s]: the text's first ones, or random ones by seed 0."""
+    """Return token ids [b, s]: the text's first ones, or random ones by seed 0."""
     shape = (settings.sequences, min(settings.sequence_length, checkpoint.config.seq_length))
     if settings.text is None:
         return torch.randint(checkpoint.config.vocab_size, shape, generator=torch.Generator().manual_seed(0))
@@ -93,7 +95,7 @@ def _input(settings: LipschitzSettings, checkpoint: Checkpoint) -> Tensor:
 
 
 def jacobian_norms(model: FANformerForCausalLM, ids_bs: Tensor, iterations: int) -> Norms:
-    """Largest singular values of every layer's Jacobian, and of those from the embeddings to its output.
+    """Return the largest singular values of every layer's Jacobian, and of those from the embeddings to its output.
 
     Args:
         iterations: of the power iteration, which approaches the value from below.

@@ -1,4 +1,4 @@
-"""How far models spread two inputs that lie close together, by depth.
+"""Lipschitz constants by depth: how far models spread two inputs that lie close together.
 
 **At random weights**, as the authors' notebook measures it (Calculate_Lipschitz.ipynb in their repository): the largest
 of ‖f(x + e) − f(x)‖ / ‖e‖ over a few inputs x of normal numbers, e of normal numbers times `epsilon`. Its three models,
@@ -52,7 +52,7 @@ DTYPES = {"float32": torch.float32, "float64": torch.float64}
 PAPER = "FANformer above the Transformer, by 27.3% in deep configurations"
 
 Constants = dict[tuple[str, str], list[float]]
-"""By model and number format: a figure for each depth."""
+"""A constant for each depth, by model and number format."""
 
 
 def measure(settings: LipschitzSettings, _folder: Path, log: Log) -> Measured:

@@ -65,7 +65,7 @@ RULES = (
         "X can climb Roof Y.",
     ),
 )
-"""Premises, and the rule; all are true."""
+"""Premises and rule; all rules are true."""
 
 
 def measure(settings: LogicSettings, folder: Path, log: Log) -> Measured:

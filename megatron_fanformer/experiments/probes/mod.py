@@ -45,11 +45,11 @@ GRID = 4000  # points of an error's estimate
 FAN, MLP = "FAN network", "MLP"
 WITHOUT_NORM = "FANformer without the attention's norm"
 PAIRS = ((FAN, MLP), (SAME_PARAMETERS, TRANSFORMER), (WITHOUT_NORM, SAME_PARAMETERS))
-"""What is compared: the first one's error over the second's."""
+"""Compared pairs: the first model's error over the second's."""
 PAPER = "FANformer fits t mod 5 outside its range, a Transformer does not (curves alone)"
 
 Errors = dict[str, dict[str, list[float]]]
-"""By model: the errors `inside` and `outside`, one for each seed."""
+"""The errors `inside` and `outside` by model, one for each seed."""
 
 
 def measure(settings: ModSettings, _folder: Path, log: Log) -> Measured:
@@ -138,7 +138,7 @@ def target(t: Tensor) -> Tensor:
 
 
 def train(model: nn.Module, training: Training, seed: int) -> None:
-    """AdamW on the mean square error, over samples that the seed alone decides."""
+    """Minimize the mean square error by AdamW, over samples that the seed alone decides."""
     samples = torch.Generator().manual_seed(seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=training.rate)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: cosine(step, training.steps))

@@ -8,7 +8,7 @@ from megatron_fanformer.experiments.intervals import mean_of
 from megatron_fanformer.experiments.result import Finding, Table
 
 Log = Callable[[str], None]
-"""Called with how far a probe has come."""
+"""Called with a line on a probe's progress."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,17 +20,19 @@ class Measured:
     pictures: dict[str, bytes] = field(default_factory=dict)
     """PNG files by their names."""
     seconds: float | None = None
-    """Of computing, where calls before this one did a part; None: all that this call took."""
+    """Computing time, if earlier calls did a part; None: this call's time is all."""
 
 
 def ratio_interval(values: Sequence[float]) -> tuple[float, float] | None:
-    """95% of the geometric mean of one ratio for each seed: of their logarithms; None for fewer than two."""
+    """Return the 95% interval of the geometric mean of one ratio per seed, from logarithms; None for fewer than two."""
     interval = mean_of([math.log(value) for value in values]).interval
     return None if interval is None else (math.exp(interval[0]), math.exp(interval[1]))
 
 
 def below(interval: tuple[float, float] | None, none: float) -> bool | None:
-    """The rule of every effect that is a decrease: the whole interval is below "no difference"; None without one."""
+    """Return the rule of every effect that is a decrease: the whole interval is below "no difference"; None without
+    one.
+    """
     return None if interval is None else interval[1] < none
 
 

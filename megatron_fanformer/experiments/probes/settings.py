@@ -1,4 +1,4 @@
-"""What the probes measure, how long that takes, and what each is asked. Imports nothing that takes time.
+"""Settings of the probes, and how long they take. Imports nothing that takes time.
 
 The defaults are the laptop forms, whose minutes stand in `PROBES`; docs/experiments.md has their results. Fields
 are set on the command line as --NAME.FIELD VALUE.
@@ -25,7 +25,7 @@ class Settings:
         return values
 
     def problems(self) -> list[str]:
-        """Rules that it breaks, one line each: numbers are counts or rates, and lists name each thing once."""
+        """Return the rules that it breaks, one line each: numbers are counts or rates, lists name each thing once."""
         found = []
         for field in fields(self):  # type: ignore[arg-type]
             value = getattr(self, field.name)
@@ -36,7 +36,7 @@ class Settings:
         return [*found, *self._own_problems()]
 
     def _own_problems(self) -> Iterator[str]:
-        """Rules of this probe alone."""
+        """Return the problems that this probe alone can have."""
         yield from ()
 
 
@@ -59,19 +59,19 @@ class LipschitzSettings(Settings):
     grid: int = 32
     """Each input is a grid of this many points a side."""
     attention: Literal["heads", "points"] = "heads"
-    """Among what: the heads of one point, as the notebook has it, or all points."""
+    """What attention runs over: the heads of one point, as in the notebook, or all points."""
     epsilon: float = 1e-7
     """Standard deviation of the difference of the two inputs."""
     checkpoints: tuple[str, ...] = ()
     """Trained models, whose Jacobians are measured instead."""
     text: str | None = None
-    """Of such a model's input: a file of text; null: random token ids."""
+    """Input of such a model: a file of text; null: random token ids."""
     sequences: int = 2
-    """Of such a model's input."""
+    """Sequences in such a model's input."""
     sequence_length: int = 64
-    """Their tokens."""
+    """Tokens of each sequence."""
     iterations: int = 20
-    """Of the power iteration that finds a Jacobian's largest singular value."""
+    """Steps of the power iteration that finds a Jacobian's largest singular value."""
 
     def _own_problems(self) -> Iterator[str]:
         if not self.depths or min(self.depths) < 1 or list(self.depths) != sorted(self.depths):
@@ -87,43 +87,43 @@ class ModSettings(Settings):
     """The fit of t mod 5 (fig. 1a): controls on t as it is, and language models' layers on it."""
 
     seeds: int = 3
-    """Of weights and of the samples; every model has the same ones."""
+    """Seeds of the weights and the samples; every model has the same ones."""
     half_range: float = 100.0
     """Controls train on t within ± this; as far again on both sides is outside."""
     control_size: int = 128
     """Width of the FAN network; the MLP has as many parameters."""
     control_steps: int = 4000
-    """Of AdamW, each on `batch_size` new samples."""
+    """AdamW steps of the controls, each on `batch_size` new samples."""
     control_rate: float = 3e-3
     """The learning rate of the controls at the start; it falls to 0 by a cosine."""
     model_half_range: float = 20.0
-    """The same of the Transformer and the FANformer."""
+    """The same range for the Transformer and the FANformer."""
     model_scale: float = 0.25
-    """What t is multiplied by before it enters them."""
+    """Factor that multiplies t before it enters them."""
     model_layers: int = 2
-    """Of the Transformer and the FANformer."""
+    """Layers of the Transformer and the FANformer."""
     model_size: int = 64
     """Their hidden size; the FANformer has the Transformer's number of parameters."""
     model_steps: int = 1000
-    """Of AdamW."""
+    """Their AdamW steps."""
     model_rate: float = 1e-3
     """Their learning rate at the start."""
     batch_size: int = 256
-    """Samples a step."""
+    """Samples per step."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class HolesSettings(Settings):
-    """Leave-Square-Out: arithmetic on pairs of numbers, of which a square is never trained on."""
+    """Leave-Square-Out: arithmetic on pairs of numbers, with a square of them left out of the training."""
 
     OF_CHECKPOINTS = ("checkpoints", "tasks", "half_side", "temperature")
 
     seeds: int = 5
-    """Of weights and of the order of samples; both architectures have the same ones."""
+    """Seeds of the weights and of the order of samples; both architectures have the same ones."""
     tasks: tuple[Task, ...] = ("modular", "linear")
     """`modular`: (a + b) mod 113, the hole centred at (56, 56); `linear`: a + 2 b + 3, centred at (50, 50)."""
     weight_decays: tuple[float, ...] = (0.0, 1.0)
-    """Of AdamW, on all weights."""
+    """AdamW's weight decays to try, each on all weights."""
     half_side: int = 10
     """The hole has 2 · half_side + 1 numbers a side: 441 pairs, which leaves 12,328."""
     num_layers: int = 1
@@ -133,18 +133,18 @@ class HolesSettings(Settings):
     num_heads: int = 4
     """Attention heads."""
     batch_size: int = 512
-    """Pairs a step."""
+    """Pairs per step."""
     steps: int = 4000
-    """Of AdamW: 500 epochs are 12,000."""
+    """AdamW steps: 500 epochs are 12,000."""
     learning_rate: float = 1e-3
-    """After a warm-up over the first hundredth of the steps."""
+    """Learning rate after a warm-up over the first hundredth of the steps."""
     cooldown: float = 0.25
     """Share of the steps, at the end, over which the learning rate falls to 0. With weight decay FANformers do not
     settle without it."""
     temperature: float = 0.5
-    """At which the probability of the right answer is computed."""
+    """Temperature at which the probability of the right answer is computed."""
     checkpoints: tuple[str, ...] = ()
-    """Models that were fine-tuned on the conversations of --write-data, which are asked; none is trained then."""
+    """Models fine-tuned on the conversations of --write-data, to be evaluated; none is trained then."""
 
     def _own_problems(self) -> Iterator[str]:
         if not self.tasks:
@@ -186,15 +186,15 @@ class InferenceSettings(Settings):
     vocab_size: int = 8192
     """Token ids."""
     dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
-    """Of weights and activations: bf16 on a GPU, fp32 on a CPU; the paper has fp16."""
+    """Number format of weights and activations: bf16 on a GPU, fp32 on a CPU; the paper has fp16."""
     prompt_tokens: int = 512
-    """Of the prefill (the paper: 4096)."""
+    """Tokens of the prefill (the paper: 4096)."""
     new_tokens: int = 32
-    """That are decoded, one at a time."""
+    """Tokens to decode, one at a time."""
     batch_size: int = 1
     """Sequences at once (the paper: 1)."""
     rounds: int = 10
-    """In each of which all three take their turn, in another order."""
+    """Rounds of measurement; in each, all three models take a turn, in another order."""
 
     def _own_problems(self) -> Iterator[str]:
         if self.hidden_size % (2 * self.num_heads):
@@ -220,8 +220,8 @@ class Probe(NamedTuple):
 
     about: str
     minutes: str
-    """That the defaults take: measured on one core of a machine that others used, too (lipschitz, mod, cost); of the
-    others an estimate."""
+    """Minutes with the defaults: measured on one core of a machine in use (lipschitz, mod, cost), estimated for the
+    others."""
     settings: type[Any]
 
 

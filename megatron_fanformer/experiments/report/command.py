@@ -1,4 +1,4 @@
-"""What `megatron-fanformer report` does with its options: a page of experiments, or two runs compared."""
+"""Runs `megatron-fanformer report`: a page of experiments, or two runs compared."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ MOST_DEPTH = 3  # of folders below a named one
 
 @dataclass(frozen=True, kw_only=True)
 class ReportOptions:
-    """Describe what `report` takes."""
+    """Options of `report`."""
 
     paths: tuple[str, ...] = argument((), metavar="FOLDER")
     """Experiments, or folders of them (default: runs); or the word compare, and the folders of runs of two

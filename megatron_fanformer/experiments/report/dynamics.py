@@ -31,21 +31,21 @@ NOT_LEARNT = ("checkpoint", "logging", "runtime")  # sections that do not decide
 
 @dataclass(frozen=True, kw_only=True)
 class Dynamics:
-    """The losses of B less those of A, of runs with the same seed."""
+    """Losses of B minus those of A, from pairs of runs with the same seed."""
 
     names: tuple[str, str]
-    """What tells A and B apart, such as `model.fan.placement none`."""
+    """The difference between A's and B's configurations, such as `model.fan.placement none`."""
     seeds: list[int]
     steps: np.ndarray
-    """[n], those that all runs have."""
+    """[n]: the steps that all runs have."""
     differences: np.ndarray
-    """[seeds, n], smoothed: nats per token."""
+    """[seeds, n]: smoothed differences in nats per token."""
     raw: np.ndarray
-    """[seeds, n]"""
+    """[seeds, n]: the differences before smoothing."""
     window: int
     """Steps that are averaged."""
     is_the_papers: bool
-    """Whether A is a Transformer and B has FAN layers, of which the paper says something."""
+    """Whether A is a Transformer and B has FAN layers, a comparison that the paper makes."""
 
     @property
     def crossings(self) -> list[int | None]:
@@ -58,7 +58,9 @@ class Dynamics:
         return found
 
     def part(self, *, late: bool) -> Mean:
-        """The mean difference over the first, or the last, fifth of the steps, with its interval over the seeds."""
+        """Return the mean difference over the first, or the last, fifth of the steps, with its interval over the
+        seeds.
+        """
         count = max(1, round(PART * len(self.steps)))
         chosen = self.raw[:, -count:] if late else self.raw[:, :count]
         return mean_of(chosen.mean(axis=1).tolist())
@@ -155,7 +157,7 @@ def _names(a: dict[str, Any], b: dict[str, Any]) -> tuple[str, str]:
 
 
 def _losses(run: Path) -> dict[int, tuple[float, int]]:
-    """Loss and tokens so far, by step; skipped steps have none."""
+    """Return loss and tokens so far, by step; skipped steps have none."""
     try:
         metrics = read_metrics(run)
     except FileNotFoundError:

@@ -18,7 +18,7 @@ from megatron_fanformer.experiments.result import Cell, Finding, Result, Table, 
 from megatron_fanformer.markdown import as_text
 
 Experiments = Sequence[tuple[Path, Result]]
-"""Folders and what they have."""
+"""Experiments' folders and their results."""
 
 README = "README.md"
 FINDING_COLUMNS = ("finding", "paper", "ours", "95% interval", "settings", "the effect")
@@ -34,7 +34,7 @@ CAVEATS = (
     "The paper's mean perplexity is the mean of the sets' perplexities (30.20), not the exponential of their mean loss "
     "(27.84).",
 )
-"""What a report must not leave out."""
+"""Caveats that every report must state."""
 _STYLE = (
     "body{font:16px/1.5 sans-serif;max-width:60em;margin:2em auto;padding:0 1em}"
     "table{border-collapse:collapse;font-size:85%;display:block;overflow-x:auto}"
@@ -173,7 +173,7 @@ def _interval(finding: Finding) -> str:
 
 
 def _settings(result: Result) -> str:
-    """Describe those that are values or lists of them; a sweep's whole configuration is in its result alone."""
+    """Return the settings that are values or lists of them; a sweep's whole configuration is in its result alone."""
     values = {
         name: ", ".join(str(shown(each)) for each in value) or "none" if isinstance(value, list) else shown(value)
         for name, value in result.settings.items()

@@ -21,22 +21,22 @@ DETERMINING = ("model", "data", "optimizer", "schedule", "training")
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """A cell as its folder shows it."""
+    """The state of a cell, as its folder shows it."""
 
     cell: Cell
     state: State
     step: int
-    """The last that is in its metrics; 0 before the first."""
+    """The last step in its metrics; 0 before the first."""
     failure: str | None
     """The error that its last run ended with."""
     diverged: bool
-    """Whether that was a loss that diverged, which a rate that is too high gives again at every try."""
+    """Whether it ended by divergence, which a too high learning rate causes again at every try."""
     loss: float | None
-    """By the sweep's metric; None unless it is complete."""
+    """The loss by the sweep's metric; None unless it is complete."""
     seconds: float
-    """Of its training steps."""
+    """Time of its training steps."""
     flops_per_second: float | None
-    """The median of its steps."""
+    """Median FLOP/s over its steps."""
 
     def __str__(self) -> str:
         steps = f"step {self.step:,} of {self.cell.config.training.steps:,}"
@@ -141,11 +141,11 @@ class Group(NamedTuple):
     """The cells that differ in seed alone."""
 
     points: dict[str, str]
-    """Of each axis."""
+    """Its point on each axis."""
     cell: Cell
-    """One of them, for what they share."""
+    """One of its cells, for what they share."""
     losses: dict[int, float]
-    """By seed; of those that have one."""
+    """Losses by seed, of the cells that have one."""
 
 
 def groups_of(found: Sequence[Outcome]) -> list[Group]:
@@ -173,7 +173,9 @@ def size_of(sweep: Sweep, cell: Cell) -> float:
 
 
 def parameters_of(cell: Cell) -> int:
-    """A cell's parameters outside the embedding and the head, as the paper counts its Transformers' (268M at 300M)."""
+    """Return a cell's parameters outside the embedding and the head, as the paper counts its Transformers' (268M at
+    300M).
+    """
     model = cell.config.model
     return model.num_parameters - model.padded_vocab_size * model.hidden_size * (
         1 + model.untie_embeddings_and_output_weights

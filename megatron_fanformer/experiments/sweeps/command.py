@@ -1,4 +1,4 @@
-"""What `megatron-fanformer sweep` does with its options: what it would run, running it, its state, its report."""
+"""Runs `megatron-fanformer sweep`: lists the cells, trains them, or shows their state or the report."""
 
 from collections.abc import Iterator, Sequence
 
@@ -15,7 +15,7 @@ from megatron_fanformer.terminal import Row, show, table, width
 
 
 def sweep(options: SweepOptions) -> None:
-    """Do what is asked.
+    """Run the requested action.
 
     Raises:
         InputError: the sweep's file or a cell is wrong; every problem, one line each.
@@ -65,7 +65,7 @@ def _status_lines(found: Sweep) -> Iterator[str]:
 
 
 def _plan_lines(found: Sweep, machine: Machine | None, gpus: int) -> Iterator[str]:
-    """A row for each point: what one cell of it has and takes, and what all of them take together."""
+    """Yield a row for each point: what one cell of it has and takes, and what all of them take together."""
     done = outcomes(found)
     rate = _measured_rate(done)
     rows: list[Row] = []

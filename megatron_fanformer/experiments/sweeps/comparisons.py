@@ -24,13 +24,13 @@ class Comparison(NamedTuple):
     point: str
     baseline: str
     at: dict[str, str]
-    """The point of each axis of `report.by`."""
+    """Its point on each axis of `report.by`."""
     mean: Mean
     seeds: int
     pairs: int
-    """Of runs; more than the seeds where other axes are averaged over."""
+    """Number of pairs of runs; more than the seeds where other axes are averaged over."""
     p: float | None
-    """Two-sided, by Student's t; None with one seed."""
+    """Two-sided p-value of Student's t; None with one seed."""
     adjusted: float | None
     """p corrected for the number of primary comparisons; None if it is exploratory or has no p."""
     is_primary: bool

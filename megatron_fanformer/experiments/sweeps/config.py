@@ -35,7 +35,7 @@ from megatron_fanformer.experiments.intervals import FEWEST_SEEDS, FEWEST_STEPS
 LOSS = "loss"  # the training loss
 FITTED = ("parameters", "tokens")  # what a power law is fitted over
 OVERRIDDEN = ("training.run_dir", "training.seed")
-"""Fields that each cell has its own of."""
+"""Fields that every cell sets for itself."""
 _POINT_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+=-]*")
 
 
@@ -44,7 +44,7 @@ class TuneConfig:
     """An axis whose best point is taken, for each combination of the other axes' points."""
 
     axis: str
-    """Such as the learning rates."""
+    """The axis to tune, such as the learning rates."""
     seeds: int = 1
     """Runs at each of its points, by whose mean loss the best one is chosen. They are of the first seeds; the
     comparisons are of the seeds after them, which the choice has not seen."""
@@ -59,7 +59,7 @@ class ReportConfig:
     baseline: str
     """The point of it that the others are compared with."""
     other_baselines: list[str] = field(default_factory=list)
-    """Points that the others are compared with, too."""
+    """Further points that the others are also compared with."""
     primary: list[list[str]] = field(default_factory=list)
     """Pairs [POINT, BASELINE], stated before the runs: POINT's loss is lower. Only these can show, corrected for their
     number (Holm); all other comparisons are exploratory. Without any, a sweep's single comparison is primary."""
@@ -72,11 +72,11 @@ class ReportConfig:
     """The metric of the last step that is the cell's loss, such as `eval/stdlib/CrossEntropyLoss`; `loss`: the training
     loss; null: the validation loss, of the only set."""
     average_steps: int = 1
-    """With the training loss: how many of the last steps it is the mean of."""
+    """With the training loss: number of last steps to average it over."""
     fewest_seeds: int = FEWEST_SEEDS
-    """With fewer nothing shows."""
+    """The fewest seeds with which a comparison can show anything."""
     fewest_steps: int = FEWEST_STEPS
-    """In shorter runs nothing shows."""
+    """The fewest steps with which a comparison can show anything."""
     paper: Any = field(default_factory=dict)
     """The paper's losses by the points of `compare`, in nats per token."""
     paper_saving: float | None = None
@@ -86,7 +86,7 @@ class ReportConfig:
     """Whether model, data and length are the paper's."""
 
     def problems(self) -> list[str]:
-        """Rules of single fields that this section breaks, one line each."""
+        """Return the rules of single fields that this section breaks, one line each."""
         found = [
             f"report.{name} is {value}; it must be at least {least}"
             for name, value, least in (
@@ -128,15 +128,15 @@ class SweepConfig:
     """A sweep's file."""
 
     experiment: str
-    """What the report calls it."""
+    """The experiment's name in the report."""
     folder: str
-    """The sweep's folder, which has those of the runs."""
+    """The sweep's folder, which holds the runs' folders."""
     base: str
     """The configuration file that all cells start from, beside the sweep's file unless absolute."""
     changes: Any = field(default_factory=dict)
     """Fields that all cells change, by their dotted names."""
     axes: Any
-    """By an axis's name its points, by a point's name the fields that it changes."""
+    """Axes by name; each maps its points' names to the fields that the point changes."""
     tune: TuneConfig | None = None
     """An axis whose best point is chosen first; null: all points are compared."""
     seeds: int = 1
@@ -144,7 +144,7 @@ class SweepConfig:
     limit: int = 200
     """The most cells that the axes and seeds may make."""
     report: ReportConfig
-    """What is compared."""
+    """The comparisons of the report."""
 
     def problems(self) -> list[str]:
         """List what is wrong with the file by itself, one line each."""

@@ -22,9 +22,9 @@ class Cell:
 
     name: str
     points: dict[str, str]
-    """Its point of each axis."""
+    """Its point on each axis."""
     tunes: bool
-    """Whether it is for the choice of the best point of `tune`, not for the comparisons."""
+    """Whether it serves to choose the best point of `tune`, not the comparisons."""
     config: RunConfig
 
     @property
@@ -73,7 +73,7 @@ class Sweep:
     file: Path
     config: SweepConfig
     cells: list[Cell]
-    """All that may run; of those with a tuned axis, the comparisons take the ones at its best points (`tuning`)."""
+    """All cells that may run; with a tuned axis, the comparisons use those at its best points (`tuning`)."""
 
     @property
     def folder(self) -> Path:
@@ -130,7 +130,7 @@ def read_sweep(file: Path, *, needs_data: bool) -> Sweep:
 
 
 def _cells(config: SweepConfig, base: dict[str, Any]) -> Iterator[tuple[str, dict[str, str], bool, dict[str, Any]]]:
-    """Name, points, whether it is for tuning, and configuration of every cell."""
+    """Yield name, points, whether it is for tuning, and configuration of every cell."""
     training = overlaid(base, nested(config.changes or {})).get("training")
     first_seed = training.get("seed", TrainingConfig.seed) if isinstance(training, Mapping) else TrainingConfig.seed
     if type(first_seed) is not int:

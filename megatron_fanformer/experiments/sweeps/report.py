@@ -209,7 +209,7 @@ def _csv(sweep: Sweep, found: Sequence[Outcome]) -> str:
 
 
 def summary(folder: Path, result: Result) -> Iterator[str]:
-    """Lines for the terminal."""
+    """Yield lines for the terminal."""
     for finding in result.findings:
         yield finding.sentence
     for table in result.tables:

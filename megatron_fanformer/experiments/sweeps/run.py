@@ -29,7 +29,7 @@ from megatron_fanformer.runtime import device
 
 TRAIN = (sys.executable, "-m", "megatron_fanformer", "train")
 POLL_SECONDS = 0.1
-LOG_TAIL_BYTES = 1 << 16  # of a cell's log, in which its error is looked for
+LOG_TAIL_BYTES = 1 << 16  # end of a cell's log that is searched for its error
 ERROR_MARK = "megatron-fanformer: "  # what the command's errors begin with
 SCRIPT = "array.sh"
 MOST_BYTES = 1 << 20  # of the user's script
@@ -75,12 +75,12 @@ def write_configuration(cell: Cell) -> None:
 
 
 class _Runs:
-    """The processes of cells, so many at once, each until its end or until a signal comes."""
+    """Processes of cells, at most `jobs` at a time, each until it ends or a signal stops it."""
 
     def __init__(self, sweep: Sweep, log: Callable[[str], None], command: Sequence[str], jobs: int) -> None:
         self.received: deque[signal.Signals] = deque()
         self.codes: dict[str, int] = {}
-        """Exit codes by the names of cells that have ended; 1 of those that were killed."""
+        """Exit codes of ended cells, by name; 1 for a killed one."""
         self._sweep, self._log, self._command, self._jobs = sweep, log, command, jobs
         self._running: dict[str, tuple[Cell, subprocess.Popen[bytes], float]] = {}
         self._is_stopped = False
@@ -112,7 +112,7 @@ class _Runs:
         threads: list[str] = []
         if self._jobs > 1 and cell.config.runtime.threads_per_rank is None and device.threads_of_environment() is None:
             threads = ["--runtime.threads_per_rank", str(max(1, usable_cores() // self._jobs))]
-        with cell.log.open("ab") as log, signals_held():  # by the child, until it listens
+        with cell.log.open("ab") as log, signals_held():  # the child holds them until it listens
             process = subprocess.Popen(
                 [*self._command, *threads, "--config", str(cell.file)],
                 stdout=log,
@@ -131,7 +131,7 @@ class _Runs:
                 process.send_signal(number if number == SAVE_SIGNAL else signal.SIGTERM)
 
     def _end(self, cell: Cell, code: int, started: float) -> None:
-        if code == Interrupted.exit_code:  # by a signal to it alone: who stops a cell means the sweep
+        if code == Interrupted.exit_code:  # by a signal to this cell alone, which is meant for the sweep
             self.received.append(signal.SIGTERM)
             self._pass_on_signals()
             return

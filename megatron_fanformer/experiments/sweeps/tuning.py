@@ -14,14 +14,14 @@ from megatron_fanformer.experiments.sweeps.file import Cell, Sweep
 
 
 class Choice(NamedTuple):
-    """What was found on the tuned axis at one point of every other axis."""
+    """The tuned axis's result at one point of every other axis."""
 
     points: dict[str, str]
-    """Of the other axes."""
+    """Its point on each of the other axes."""
     losses: dict[str, float | None]
-    """By the tuned axis's point, the mean over its seeds; None where a run has none (yet, or since it diverged)."""
+    """Mean loss over the seeds by the tuned axis's point; None while a run has none, or since one diverged."""
     best: str | None
-    """The point of the lowest loss; None until every run there has ended, or where all of them diverged."""
+    """The point of the lowest loss; None until every run there has ended, or if all of them diverged."""
 
     @property
     def is_at_the_edge(self) -> bool:

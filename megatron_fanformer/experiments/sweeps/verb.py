@@ -11,7 +11,7 @@ from megatron_fanformer.runtime import device
 
 @dataclass(frozen=True, kw_only=True)
 class SweepOptions:
-    """Describe what `sweep` takes."""
+    """Options of `sweep`."""
 
     file: Path = argument(metavar="FILE")
     """The sweep (YAML), such as examples/sweeps/variants.yaml."""
@@ -19,13 +19,13 @@ class SweepOptions:
     """dry-run: list the cells and what they cost; run: train those that are not complete; status: how far each is;
     report: tables, intervals, pictures, result.json in the sweep's folder."""
     jobs: int = option(1, metavar="N")
-    """With run: how many cells are trained at once, as several small models share a GPU."""
+    """With run: number of cells to train at once, as several small models can share a GPU."""
     slurm: Path | None = option(None, metavar="SCRIPT")
-    """With run: write a Slurm array by this script for one run; start none."""
+    """With run: write a Slurm array job from this script for single runs, and start nothing."""
     gpu: str | None = option(None, metavar="NAME_OR_FILE")
     """With dry-run: the machine whose time is estimated, as plan takes it."""
     gpus: int = option(1, metavar="N")
-    """With --gpu: how many train a cell."""
+    """With --gpu: number of GPUs that train a cell."""
 
 
 def _sweep(options: SweepOptions) -> None:

@@ -1,1 +1,1 @@
-"""How a conversion is verified: its receipt, and the models of all formats, run one layer at a time."""
+"""Verification of a conversion: its receipt, and the models of all formats, run one layer at a time."""

@@ -138,7 +138,9 @@ def _vocabulary_rows(checkpoint: Checkpoint) -> int:
 
 
 def vocabulary(source: Checkpoint, destination: Checkpoint) -> Json:
-    """The embedding's rows on both sides, how many were left out or added, and whether what was left out was zero."""
+    """Return the embedding's rows on both sides, how many were left out or added, and whether what was left out was
+    zero.
+    """
     before, after = _vocabulary_rows(source), _vocabulary_rows(destination)
     dropped = {}
     for row, layer in rows_of(source.config) if after < before else ():
@@ -159,7 +161,7 @@ def vocabulary(source: Checkpoint, destination: Checkpoint) -> Json:
 
 
 class _Run:
-    """A side's model."""
+    """One side's model."""
 
     def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype | None, grid: RankGrid) -> None:
         self.checkpoint, self._load, self._grid = checkpoint, UsedTensors(checkpoint.tensors, dtype), grid
@@ -185,7 +187,7 @@ class _Run:
 
 
 def prompts(vocab_size: int) -> Tensor:
-    """The fixed prompts [b, s]: drawn ids, among them the first and the last of the vocabulary."""
+    """Return the fixed prompts [b, s]: drawn ids, among them the first and the last of the vocabulary."""
     generator = torch.Generator().manual_seed(PROMPT_SEED)
     ids_bs = torch.randint(vocab_size, (PROMPTS, PROMPT_TOKENS), generator=generator)
     ids_bs[0, 0], ids_bs[1, 1] = 0, vocab_size - 1
@@ -193,7 +195,7 @@ def prompts(vocab_size: int) -> Tensor:
 
 
 def _logits(source: _Run, destination: _Run) -> Json:
-    """The source continues the prompts; the destination runs once, over prompts and continuations.
+    """Continue the prompts with the source; run the destination once, over prompts and continuations.
 
     If at each position of a continuation the destination's most likely token is the one there, then it would have
     continued in the same way: each next token depends only on those before it.
@@ -226,7 +228,7 @@ def _logits(source: _Run, destination: _Run) -> Json:
 
 
 def _greedy(expected: Tensor, logits: Tensor, allowed: float) -> Json:
-    """Continuations [b, new] against the logits [b, new, v] at the positions before their tokens.
+    """Return continuations [b, new] against the logits [b, new, v] at the positions before their tokens.
 
     A token whose logit is as high as the highest, up to the logits' tolerance, counts: it is a tie.
     """
@@ -247,7 +249,7 @@ def _reason(error: BaseException) -> str:
 def report(
     source: Checkpoint, destination: Checkpoint, checks: Json | None, rows: Json, published: Path, *, hashed: bool
 ) -> Json:
-    """The receipt as JSON: checks (None where none were requested), hashes, shapes, versions.
+    """Return the receipt as JSON: checks (None where none were requested), hashes, shapes, versions.
 
     Args:
         rows: what `vocabulary` returns.

@@ -19,7 +19,7 @@ Load = Callable[[str], Tensor]
 
 @torch.no_grad()
 def reference_logits(config: FANformerConfig, load: Load, ids_bs: Tensor) -> Tensor:
-    """Logits [b, s, v] of ids [b, s].
+    """Return logits [b, s, v] of ids [b, s].
 
     Args:
         load: returns the tensor of one of the reference's names, in float32.

@@ -29,7 +29,7 @@ from megatron_fanformer.runtime.parallel import ParallelConfig, RankGrid
 from megatron_fanformer.runtime.seeding import seed_everything
 
 Logits = Callable[[Tensor], Tensor]
-"""From ids [b, s] to logits [b, s, v] in float32."""
+"""Maps ids [b, s] to logits [b, s, v] in float32."""
 Load = Callable[[str], Tensor]
 _LAYER_NUMBER = re.compile(r"\.\d+\.")
 
@@ -48,7 +48,7 @@ class UsedTensors:
         self._room: dict[str, Tensor] = {}
 
     def __call__(self, name: str) -> Tensor:
-        """The tensor of a name; raises CorruptError where there is none."""
+        """Return the tensor of a name; raises CorruptError where there is none."""
         if name not in self._tensors:
             raise CorruptError(f"the model asks for {name}, which was not written")
         self.used.add(name)
@@ -69,7 +69,7 @@ class UsedTensors:
 
 
 def logits_of(format: Format, config: FANformerConfig, load: Load, grid: RankGrid) -> Logits:
-    """The model of a format: `load` returns its tensors in float32, each time one is needed.
+    """Return the model of a format: `load` returns its tensors in float32, each time one is needed.
 
     Raises:
         CorruptError: later, where a tensor is missing or has another shape than the model's.
@@ -128,7 +128,7 @@ class _Part(NamedTuple):
 
 
 class _Counter:
-    """The number of the layer that runs."""
+    """Counts the layers as they run."""
 
     def __init__(self, layers: int) -> None:
         self._layers, self.value = layers, -1
@@ -157,7 +157,9 @@ def _fill_all_while_running(model: nn.Module, parts: Mapping[str, list[_Part]], 
 
 
 def _assembled(load: Load, parts: list[_Part], number: _Counter) -> Tensor:
-    """A parameter from its parts; each tensor is loaded once, and copied only where the parts are not all of it."""
+    """Return a parameter from its parts; each tensor is loaded once, and copied only where the parts are not all of
+    it.
+    """
     names = dict.fromkeys(part.name for part in parts)
     tensors = {name: load(name.replace("layers.0.", f"layers.{number.value}.")) for name in names}
     pieces = [tensors[name][part] for name, part in parts]
@@ -176,7 +178,7 @@ def _make_up(tensor: Tensor, parts: list[Tensor]) -> bool:
 
 
 def _hand_over_embedding(stage: Any, load: Load) -> None:
-    """A tied head is given the embedding's weight, which by then has been dropped."""
+    """Give a tied head the embedding's weight, which by then has been dropped."""
 
     def give(_module: nn.Module, arguments: Any, options: dict[str, Any]) -> Any:
         return arguments, {**options, "weight": load("embedding.word_embeddings.weight")}

@@ -1,4 +1,4 @@
-"""What a placement of FAN in the layer decides: its tensors, its formulas, its modules, its rules.
+"""Base of FAN's placements in the layer: their tensors, formulas, modules and rules.
 
 `Placement` is an ordinary Transformer's layer; each placement of FAN is a class that overrides what differs, and
 `PLACEMENTS` holds one object of each by its name in `model.fan.placement`. Configuration is checked before torch is
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 
 Shape = tuple[int, ...]
 Rows = tuple[int, int]
-"""Rows of a FAN map, and the width of what they make."""
+"""Number of rows of a FAN map, and the width of their output."""
 
 
 class Size(NamedTuple):
     """One size in the shape of a tensor."""
 
     symbol: str
-    """In the table of names (docs/conversion.md)."""
+    """Symbol in the table of names (docs/conversion.md)."""
     of: Callable[["FANformerConfig"], int]
 
 
@@ -33,28 +33,28 @@ class LayerTensor(NamedTuple):
     """A tensor of every layer, by its names within the layer in the three formats."""
 
     name: str
-    """In Megatron."""
+    """Name in Megatron."""
     shape: tuple[Size, ...]
-    """Of Megatron's tensor."""
+    """Shape of Megatron's tensor."""
     reference: tuple[str, ...]
-    """In the authors' format; empty where that cannot express it."""
+    """Names in the authors' format; empty where that cannot express it."""
     hf: tuple[str, ...]
     reference_transform: str = "as it is"
-    """How it becomes those; a name in `formats.transforms`."""
+    """Transform to those tensors, by its name in `formats.transforms`."""
     hf_transform: str = "as it is"
     is_bias: bool = False
-    """Whether it is there only if FAN maps have a bias."""
+    """Whether it exists only if FAN maps have a bias."""
 
 
 class FANMap(NamedTuple):
     """The rows of a FAN output that tensor parallel ranks share (in the `column` form)."""
 
     tensor: str
-    """Megatron's name of the weight whose rows they are."""
+    """Megatron's name of the weight that holds the rows."""
     field: str
-    """Of `model.fan`, for its p_ratio."""
+    """Field of `model.fan` that sets its p_ratio."""
     width: int
-    """Of the output."""
+    """Width of the output."""
     p_ratio: float
 
 
@@ -107,14 +107,14 @@ class Placement:
     is_in_attention: ClassVar[bool] = False
     """Whether there is a FAN map in front of attention."""
     attention_tensors: ClassVar[tuple[LayerTensor, ...]] = (linear_qkv("att_proj.weight"),)
-    """Of what comes before core attention."""
+    """Tensors before core attention."""
     mlp_tensors: ClassVar[tuple[LayerTensor, ...]] = SWIGLU
     own_tensors: ClassVar[frozenset[str]] = frozenset()
     """FAN maps of names that no other tensor has, by which a model's tensors show the placement."""
     in_words: ClassVar[str] = title
-    """What the layer has, in a sentence."""
+    """The layer's structure in one sentence."""
     reference_fields: ClassVar[Mapping[str, Any] | None] = {"block_type": "sequential", "use_ATF": False}
-    """What the authors' configuration says of it; None: they have no such model."""
+    """Fields of the authors' configuration that state it; None: they have no such model."""
     fan_forms: ClassVar[Mapping[FANForm, str]] = {}
     """The tensor parallel forms of its FAN maps, `column` first, and what a comparison of layouts calls each."""
     has_own_values: ClassVar[bool] = False
@@ -122,11 +122,12 @@ class Placement:
     has_engine_layers: ClassVar[bool] = True
     """Whether Transformer Engine's layers can compute it."""
     keeps_mlp_output: ClassVar[bool] = False
-    """Whether the MLP's backward reads what the MLP made."""
+    """Whether the MLP's backward reads the MLP's output."""
     rows_are_of: ClassVar[str] = ""
-    """Which layer's rows `maps` has, where there are several; for people."""
+    """A phrase for people that says which layer's rows `maps` has, where there are several."""
     ffn_unit: ClassVar[int] = 1
-    """What d_ff is rounded to, in units of a SwiGLU's, so that the ranks which divide that divide its rows, too."""
+    """Multiple that d_ff is rounded to, in units of a SwiGLU's, so that ranks which divide the one divide its rows
+    too."""
 
     # -- tensors
 

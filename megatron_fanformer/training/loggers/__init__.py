@@ -1,1 +1,1 @@
-"""Where a run's metrics go: a module for each logger, and the table of them in `registry`."""
+"""Loggers of a run's metrics: a module for each, and the table of them in `registry`."""

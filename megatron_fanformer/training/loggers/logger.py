@@ -1,4 +1,4 @@
-"""What a logger is: how it is configured, what it needs, which files of a run it owns, and what it records."""
+"""Base of the loggers: their configuration, their needs, a run's files that they own, and what they record."""
 
 import importlib.util
 from abc import ABC, abstractmethod
@@ -12,16 +12,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
-    """Describe where a run begins to log: at its start, where it resumes, or where it goes back to."""
+    """Where a run begins to log: at its start, where it resumes, or where it goes back to."""
 
     run: Path
-    """Its folder."""
+    """The run's folder."""
     step: int
     """The last step that is kept of what was logged before."""
     tokens: int
-    """Of all steps up to that one."""
+    """Tokens of all steps up to that one."""
     steps: int
-    """That the run is to take."""
+    """Number of steps of the whole run."""
     values: dict[str, Any]
     """The resolved configuration."""
     logging: Any
@@ -40,15 +40,15 @@ class Logger(ABC):
     setting: ClassVar[str | None] = None
     """The field of the section `logging` that turns it on, unless that is null or false; None: it is always on."""
     package: ClassVar[str | None] = None
-    """What must be installed for it, which is also the name of the extra that brings it."""
+    """The package that it needs, which is also the name of the extra that brings it."""
     is_needed: ClassVar[bool] = False
     """Whether the run ends where it fails; else it is left out from then on."""
     files: ClassVar[tuple[str, ...]] = ()
-    """What it writes in the run's folder."""
+    """Its files in the run's folder."""
     where: ClassVar[str]
-    """What it writes, for docs/metrics.md."""
+    """The description of its output for docs/metrics.md."""
     resumed: ClassVar[str]
-    """What becomes of later steps in a run that resumes or goes back, likewise."""
+    """The description, for the same page, of what happens to later steps when a run resumes or goes back."""
 
     @abstractmethod
     def __init__(self, start: Start) -> None:

@@ -33,7 +33,7 @@ LOGGERS: dict[str, type[Logger]] = {
     TABLE: Table,
     "Weights & Biases": WeightsAndBiases,
 }
-"""By the name that messages and pages give it. Their fields stand in this order in the section `logging`."""
+"""The loggers by their names in messages and pages. Their fields stand in this order in the section `logging`."""
 # Of a dataclass the last base comes first.
 _FIELDS = [kind.Fields for kind in reversed(LOGGERS.values()) if kind.Fields is not None]
 
@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class LoggingConfig(*_FIELDS):  # type: ignore[misc]  # the table's, whichever they are
-    """Configure what is recorded, and how often it is shown."""
+    """What is recorded, and how often it is shown."""
 
     norm_interval: int | None = 100
     """Steps between norms of weights and updates, and peak memory; null: none."""
@@ -74,7 +74,7 @@ def logger_problems(config: LoggingConfig) -> list[str]:
 
 
 class Loggers:
-    """Hold all loggers of a run; every rank has one, and those of rank 0 write.
+    """All loggers of a run; every rank has one, and those of rank 0 write.
 
     What a logger that `is_needed` cannot take ends the run. Any other logger that fails is left out from then on, with
     a warning: a network that is gone is no reason to stop training.

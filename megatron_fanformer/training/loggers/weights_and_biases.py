@@ -16,7 +16,7 @@ from megatron_fanformer.training.metrics import dashboard_name, numbers
 FOLDER = "wandb"
 RUN_ID = f"{FOLDER}/run-id"
 LAST_STEP = f"{FOLDER}/last-step"
-SECONDS = 60  # that a run waits for its server, at its start and at its end, and for a key to be looked for
+SECONDS = 60  # a run's longest wait for its server, at its start and end, and for the check of its key
 LOGIN = """
 import os, sys
 os.environ.update(setting.split("=", 1) for setting in sys.argv[1:])
