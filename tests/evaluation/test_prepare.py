@@ -149,7 +149,7 @@ def test_wrong_requests_are_refused_before_anything_is_read(small_tokenizer_file
     for output, change, said in [
         ("new", {"tasks": ["hellaswagg"]}, "did you mean hellaswag"),
         ("new", {"tasks": []}, "no task is named"),
-        ("new", {"limit": 0}, "must be 1 at least"),
+        ("new", {"limit": 0}, "must be at least 1; raise what is below"),
         ("there", {}, "there already exists; name another file"),
         ("new", {"tokenizer": tmp_path / "missing.model"}, "missing.model does not exist"),
     ]:
