@@ -102,8 +102,13 @@ FP8_WEIGHTS = "not there, because weights stored in FP8 would load in no other l
         ("--training.seed [", "--training.seed '[' is not a valid YAML value; quote it"),
         ("--modle.hidden_size 3", "unknown configuration key modle; did you mean model?"),
         ("--model.fan.pratio 0.25", "unknown configuration key model.fan.pratio; did you mean model.fan.p_ratio?"),
-        ("--precision.fp8_param_gather true", f"unknown configuration key precision.fp8_param_gather; {FP8_WEIGHTS}"),
+        (
+            "--precision.fp8_param_gather true",
+            f"unknown configuration key precision.fp8_param_gather; {FP8_WEIGHTS}; leave it out",
+        ),
         ("--model.hidden_size many", 'model.hidden_size is "many"; it must be an integer'),
+        ("--model.hidden_size null", "model.hidden_size is null; it must be an integer"),
+        ("--model.hidden_size true", "model.hidden_size is true; it must be an integer"),
         ("--model.hidden_size 2.5", "model.hidden_size is 2.5; it must be an integer"),
         ("--optimizer.lr fast", 'optimizer.lr is "fast"; it must be a finite number'),
         ("--optimizer.lr .nan", "optimizer.lr is NaN; it must be a finite number"),
@@ -113,11 +118,23 @@ FP8_WEIGHTS = "not there, because weights stored in FP8 would load in no other l
         ("--data.train_data a", 'data.train_data is "a"; it must be a list of text, such as [a, b]'),
         ("--model.fan 5", "model.fan is 5; it must be a section with keys such as p_ratio"),
         ("--runtime.device tpu", 'runtime.device is "tpu"; it must be one of auto, cuda, cpu'),
-        ("--runtime.device cuda", "runtime.device is cuda"),
         ("--training.train_iters 0", "training.train_iters is 0; it must be at least 1"),
+    ],
+)
+def test_a_value_of_the_wrong_kind(refused: Refused, config: str, overrides: str, said: str) -> None:
+    assert refused("train", "--config", config, *overrides.split()) == [said]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        ("--runtime.device cuda", "runtime.device is cuda"),
         ("--model.preset fanformer-2b", NO_PRESET),
         ("--model.preset [a]", NO_PRESET),
-        *((f"--model.fan.p_ratio {value}", "it must lie in [0, 0.5]") for value in ("-0.1", "0.51", "1")),
+        *(
+            (f"--model.fan.p_ratio {value}", f"model.fan.p_ratio is {float(value)}; it must lie in [0, 0.5]")
+            for value in ("-0.1", "0.51", "1")
+        ),
         ("--optimizer.name Adam", "optimizer.name is 'Adam', which is no optimizer here; did you mean adamw?"),
         (
             "--training.global_batch_size 7 --parallel.data_parallel_size 2",

@@ -60,7 +60,7 @@ def measure(settings: CostSettings, _folder: Path, log: Log) -> Measured:
     """
     if stray := [name for name in settings.presets if f"{name}-same-params" not in PRESETS]:
         sizes = [name for name in PRESETS if f"{name}-same-params" in PRESETS]
-        raise InputError(f"cost.presets has {stray[0]!r}, which is no size; choose from {', '.join(sizes)}")
+        raise InputError(f"cost.presets has {stray[0]!r}, which is not a size; choose from {', '.join(sizes)}")
     costs = {}
     for name in settings.presets:
         for twin in TWINS:

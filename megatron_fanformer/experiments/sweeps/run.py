@@ -21,7 +21,7 @@ import yaml
 from megatron_fanformer.checkpoint.run_lock import run_lock
 from megatron_fanformer.durable_files import regular_file, write_atomically
 from megatron_fanformer.errors import FanformerError, InputError, Interrupted
-from megatron_fanformer.experiments.sweeps.cells import outcome
+from megatron_fanformer.experiments.sweeps.cells import is_complete, outcome
 from megatron_fanformer.experiments.sweeps.file import Cell, Sweep
 from megatron_fanformer.experiments.sweeps.tuning import due
 from megatron_fanformer.processes import SAVE_SIGNAL, end_with_owner, signals_held, signals_to, usable_cores
@@ -84,6 +84,7 @@ class _Runs:
         self._sweep, self._log, self._command, self._jobs = sweep, log, command, jobs
         self._running: dict[str, tuple[Cell, subprocess.Popen[bytes], float]] = {}
         self._is_stopped = False
+        self._complete_before = sum(is_complete(cell) for cell in sweep.cells)
 
     def run(self, cells: Sequence[Cell]) -> None:
         """Run cells to their ends. Raises Interrupted once a signal has stopped them."""
@@ -106,7 +107,8 @@ class _Runs:
             raise Interrupted("stopped; cells that had begun go on where they were: run the same command to continue")
 
     def _start(self, cell: Cell) -> None:
-        self._log(f"[{len(self.codes) + len(self._running) + 1}/{self._sweep.config.num_cells}] {cell.name}")
+        number = self._complete_before + len(self.codes) + len(self._running) + 1
+        self._log(f"[{number}/{self._sweep.config.num_cells}] {cell.name}")
         write_configuration(cell)
         cell.failure.unlink(missing_ok=True)
         threads: list[str] = []

@@ -85,7 +85,7 @@ def test_a_folder_has_all_of_a_result_and_is_measured_into_once(tmp_path, monkey
         (["holes", "--holes.cooldown", "2"], "cooldown is 2.0; it must lie in [0, 1]"),
         (["holes", "--holes.weight_decays", "[-1.0]"], "name numbers from 0 on"),
         (["logic"], "name trained models, as --checkpoint"),
-        (["cost", "--cost.presets", "[fanformer-2b]"], "'fanformer-2b', which is no size"),
+        (["cost", "--cost.presets", "[fanformer-2b]"], "'fanformer-2b', which is not a size"),
         (["--seeds", "3"], "name one of"),
     ],
 )
