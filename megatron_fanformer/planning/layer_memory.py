@@ -54,6 +54,23 @@ def rise(operations: Iterable[Operation]) -> Rise:
     return Rise(saved, peak - saved)
 
 
+class FANSizes(NamedTuple):
+    """Sizes of a FAN layer's tensors, in bytes."""
+
+    x_f: int
+    """The first output, which QKV reads."""
+    made: int
+    """All outputs together."""
+    kept_g: int
+    """g in front of a GELU, which its backward needs."""
+    own_pre: int
+    """p | g of this rank's rows."""
+    gathered_pre: int
+    """p | g of all ranks' rows, where they are gathered."""
+    temporaries: int
+    """Temporaries of backward, where torch computes it in passes."""
+
+
 class LayerShapes:
     """Sizes of a layer of one rank that its operations share."""
 
@@ -123,6 +140,37 @@ class LayerShapes:
             gradients += self.stream + (self.gathered if self.is_engine else 0)  # the local layers have a buffer for it
         return gradients
 
+    @cached_property
+    def fan(self) -> FANSizes:
+        """Sizes of what the FAN map and its activation make."""
+        model = self.job.model
+        outputs = model.fan.outputs(model.hidden_size, model.value_size)
+        periodic = [int(p_ratio * width) for width, p_ratio in outputs]
+        linear = sum(width for width, _ in outputs) - 2 * sum(periodic)
+        tokens = self.tokens if self.is_column else self.part_tokens
+        return FANSizes(
+            x_f=self.of_fan(model.hidden_size),
+            made=sum(self.of_fan(width) for width, _ in outputs),
+            kept_g=self.of_fan(linear) if model.fan.activation == "gelu" else 0,
+            own_pre=self.of_fan(self.fan_rows),
+            gathered_pre=self.of_fan(model.fan_rows) if self.is_column and self.tensor > 1 else 0,
+            temporaries=tokens * max(periodic) * self.product_bytes,
+        )
+
+    def fan_and_product(self, rows: int, *, is_recomputed: bool = False) -> tuple[int, int]:
+        """Return what X_F and its product with so many rows of this rank keep, and what their backward holds besides.
+
+        They are one function, the local layers' in the `column` form: `FANActivationAndProduct`.
+        """
+        fan = self.fan
+        incoming = self.whole(rows) + fan.made - fan.x_f  # X_F's is the product's, made below
+        grad_pre = fan.gathered_pre or fan.own_pre
+        again = fan.made + fan.kept_g if is_recomputed else 0
+        differentiated = fan.x_f + grad_pre + fan.temporaries + (fan.gathered_pre if is_recomputed else 0)
+        summed = fan.own_pre + self.weight_gradient(rows, self.hidden)
+        saved = fan.own_pre if is_recomputed else fan.made + fan.kept_g
+        return saved, self.stream + incoming + again + max(differentiated, summed)
+
     def quantised(self, tokens: int, width: int) -> int:
         """Return one 8-bit copy, with its scales."""
         numbers = tokens * width
@@ -175,7 +223,8 @@ def _before_attention(shapes: LayerShapes) -> Iterator[Operation]:
     if not has_fan:
         return
     if shapes.is_column and not shapes.is_engine:
-        yield _fan_with_product(shapes)
+        both = shapes.fan_and_product(shapes.qkv, is_recomputed=shapes.job.parallel.recomputes("fan"))
+        yield Operation("FAN and QKV", *both)
     else:
         yield from _fan_then_product(shapes)
 
@@ -184,60 +233,12 @@ def _recomputes_input_norm(shapes: LayerShapes) -> bool:
     return shapes.job.parallel.recomputes("layernorm") and not shapes.job.fuses_input_norm
 
 
-class _FAN(NamedTuple):
-    """Sizes of a FAN layer's tensors, in bytes."""
-
-    x_f: int
-    """The first output, which QKV reads."""
-    made: int
-    """All outputs together."""
-    kept_g: int
-    """g in front of a GELU, which its backward needs."""
-    own_pre: int
-    """p | g of this rank's rows."""
-    gathered_pre: int
-    """p | g of all ranks' rows, where they are gathered."""
-    temporaries: int
-    """Temporaries of backward, where torch computes it in passes."""
-
-
-def _fan_sizes(shapes: LayerShapes) -> _FAN:
-    model = shapes.job.model
-    outputs = model.fan.outputs(model.hidden_size, model.value_size)
-    periodic = [int(p_ratio * width) for width, p_ratio in outputs]
-    linear = sum(width for width, _ in outputs) - 2 * sum(periodic)
-    tokens = shapes.tokens if shapes.is_column else shapes.part_tokens
-    return _FAN(
-        x_f=shapes.of_fan(model.hidden_size),
-        made=sum(shapes.of_fan(width) for width, _ in outputs),
-        kept_g=shapes.of_fan(linear) if model.fan.activation == "gelu" else 0,
-        own_pre=shapes.of_fan(shapes.fan_rows),
-        gathered_pre=shapes.of_fan(model.fan_rows) if shapes.is_column and shapes.tensor > 1 else 0,
-        temporaries=tokens * max(periodic) * shapes.product_bytes,
-    )
-
-
-def _fan_with_product(shapes: LayerShapes) -> Operation:
-    """Return X_F and its product as one function, the local layers' in the `column` form: `FANActivationAndProduct`."""
-    fan, is_recomputed = _fan_sizes(shapes), shapes.job.parallel.recomputes("fan")
-    incoming = shapes.whole(shapes.qkv) + fan.made - fan.x_f  # X_F's is the product's, made below
-    grad_pre = fan.gathered_pre or fan.own_pre
-    again = fan.made + fan.kept_g if is_recomputed else 0
-    differentiated = fan.x_f + grad_pre + fan.temporaries + (fan.gathered_pre if is_recomputed else 0)
-    summed = fan.own_pre + shapes.weight_gradient(shapes.qkv, shapes.hidden)
-    return Operation(
-        "FAN and QKV",
-        saved=fan.own_pre if is_recomputed else fan.made + fan.kept_g,
-        backward=shapes.stream + incoming + again + max(differentiated, summed),
-    )
-
-
 def _fan_then_product(shapes: LayerShapes) -> Iterator[Operation]:
     """Return X_F, and after it the product, which keeps the same X_F.
 
     megatron-core holds what it computes again twice: as it is made, and where the first output was.
     """
-    fan, is_recomputed = _fan_sizes(shapes), shapes.job.parallel.recomputes("fan")
+    fan, is_recomputed = shapes.fan, shapes.job.parallel.recomputes("fan")
     again = fan.made + fan.kept_g if is_recomputed else 0
     grad_pre = fan.own_pre + fan.gathered_pre
     yield Operation(
@@ -332,23 +333,14 @@ def _whole_sequence(shapes: LayerShapes) -> int:
 
 
 def _mlp(shapes: LayerShapes) -> list[Operation]:
-    """Return norm, first map, and the rest. (The Engine's norm is inside the first map, and its statistics with it.)"""
+    """Return norm, the map that reads it, and the rest. (The Engine's norm and its statistics are inside that map.)"""
     parallel, stream, placement = shapes.job.parallel, shapes.stream, shapes.job.model.placement
-    (rows, _), _ = shapes.job.model.ffn_maps
-    statistics = shapes.statistics()
-    normed = shapes.kept_input(shapes.part_tokens, shapes.hidden, is_fp8=shapes.is_fp8)
     norm = Operation(
         "pre-MLP norm",
-        saved=stream + (0 if shapes.is_engine else statistics),
+        saved=stream + (0 if shapes.is_engine else shapes.statistics()),
         backward=stream + norm_backward(shapes),
     )
-    first = Operation(
-        "first map of the MLP",
-        saved=normed + (statistics if shapes.is_engine else 0),
-        backward=shapes.column_parallel_backward(rows // shapes.tensor)
-        + (2 * shapes.quantised(shapes.tokens, rows // shapes.tensor) if shapes.is_fp8 else 0),
-    )
-    *between, last = itertools.starmap(Operation, placement.after_first_map(shapes))
+    first, *between, last = itertools.starmap(Operation, placement.mlp_operations(shapes))
     if parallel.recomputes("layernorm") and not shapes.is_engine:  # held twice again
         norm, first, last = (
             norm._replace(saved=stream, freed=stream),

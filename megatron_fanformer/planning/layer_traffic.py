@@ -80,7 +80,13 @@ def layer_forward(job: Job) -> Iterator[Term]:
 
 def _mlp_forward(job: Job) -> Iterator[Term]:
     yield from _gather(job, "the MLP")
+    yield from _mlp_pre_activation(job, "all-gather")
     yield from _sum(job, ROW_OUTPUT, _ffn_output_bytes(job))
+
+
+def _mlp_pre_activation(job: Job, kind: str) -> Iterator[Term]:
+    if rows := job.model.placement.exchanged_mlp_rows(job.model):
+        yield Term("tp", kind, PRE_ACTIVATION, job.activation_bytes * rows)
 
 
 def _core_attention_forward(job: Job) -> Iterator[Term]:
@@ -95,6 +101,7 @@ def layer_backward(job: Job) -> Iterator[Term]:
     yield Term("cp", "reduce-scatter", "keys and values", _keys_and_values_bytes(job))
     yield from _sum_gradient(job, ROW_OUTPUT)
     yield from _gather_gradient(job, "the MLP")
+    yield from _mlp_pre_activation(job, "reduce-scatter")
     yield from _sum_gradient(job, ROW_OUTPUT, _ffn_output_bytes(job))
 
 

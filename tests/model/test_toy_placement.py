@@ -1,5 +1,6 @@
 """A placement of one file trains, is counted, exported and read back."""
 
+import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,14 @@ from megatron_fanformer.model.layout_rules import layout_problems
 from megatron_fanformer.planning import roofline
 from megatron_fanformer.planning.flops import forward_flops_per_token
 from megatron_fanformer.planning.gradient_buffers import first_stage_weights
+from megatron_fanformer.planning.memory import rank_memory
 from megatron_fanformer.runtime.parallel import ParallelConfig
 from megatron_fanformer.runtime.seeding import generator_for
-from tests.model.toy_placement import NAME, built_shapes, registered, train
+from megatron_fanformer.simulation.fake_rank import run_rank
+from tests.model.toy_placement import NAME, built_shapes, count, registered, train
+from tests.planning.test_communication import assert_formula_is_the_count, job_of_case
+from tests.planning.test_memory import large
+from tests.simulation.runs import run_config
 from tests.tiny import tiny_model
 from tests.training.layouts import gather
 from tests.whole_models import export_huggingface, hf_to_megatron, read_huggingface
@@ -68,6 +74,33 @@ def test_its_formula_counts_what_is_built(run_on_ranks: Any) -> None:
     head = roofline.head_operation(MODEL, tokens=1, element_bytes=4)
     layers = MODEL.num_layers * sum(operation.forward.flops for operation in operations)
     assert layers + head.forward.flops == forward_flops_per_token(MODEL)
+
+
+@pytest.mark.parametrize("is_sharded", [False, True])
+def test_its_formula_counts_what_is_sent(is_sharded: bool, run_on_ranks: Any) -> None:
+    degrees = dict(tensor_model_parallel_size=2, sequence_parallel=is_sharded)
+    if is_sharded:
+        degrees |= dict(recompute_granularity="selective", recompute_modules=["mlp"])
+    case = ({"fan": MODEL.fan}, degrees)
+    assert_formula_is_the_count(case, run_on_ranks(2, count, job_of_case(case)))
+
+
+@pytest.mark.parametrize(("modules", "moment"), [([], "loss head"), (["mlp"], "backward of a layer")])
+def test_its_formula_is_near_the_simulated_memory(modules: list[str], moment: str) -> None:
+    """To a part in a thousand of layers that hold nearly all: their map with X_F is 2% of it."""
+    config = run_config(
+        dict(fan=dict(placement=NAME, activation="gelu")),
+        samples=4,
+        micro_batch_size=1,
+        dtype="fp32",
+        tensor_model_parallel_size=2,
+        sequence_parallel=bool(modules),
+        **(dict(recompute_granularity="selective", recompute_modules=modules) if modules else {}),
+    )
+    config = dataclasses.replace(large(config), model=dataclasses.replace(large(config).model, vocab_size=512))
+    simulated = run_rank(config, world_size=2, rank=0)
+    formula = rank_memory(simulated.job, 0)
+    assert (formula.moment, formula.total_bytes) == (moment, pytest.approx(simulated.peak_bytes, rel=1e-3))
 
 
 def test_an_export_comes_back_equal_to_the_bit(tmp_path: Path) -> None:

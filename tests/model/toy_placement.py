@@ -54,6 +54,15 @@ class MLPInput(Placement):
         biases = [(f"{FAN}.bias", rows, False)] if model.fan.bias else []
         yield from (first, (f"{FAN}.weight", rows * model.hidden_size, False), *biases, second)
 
+    def exchanged_mlp_rows(self, model: FANformerConfig) -> int:
+        return model.fan_rows
+
+    def mlp_operations(self, shapes: Any) -> Iterator[tuple[str, int, int]]:
+        yield self.first_map(shapes, "FAN map", shapes.fan_rows)
+        _, *after = super().mlp_operations(shapes)
+        yield ("FAN and first map of the MLP", *shapes.fan_and_product(2 * shapes.inner))
+        yield from after
+
     def local_mlp(self, fan: FANConfig) -> Any:
         return get_mlp_module_spec_for_backend(backend=_Backend(fan), use_te_activation_func=True)
 
@@ -128,3 +137,11 @@ def train(*arguments: Any) -> Any:
 
     with registered():
         return train_stream(*arguments)
+
+
+def count(*arguments: Any) -> Any:
+    """Count a step as `count_step` does, where there is the placement."""
+    from tests.planning.test_communication import count_step
+
+    with registered():
+        return count_step(*arguments)

@@ -214,6 +214,10 @@ class Placement:
         """Return the width of values that each rank makes of its tokens (`sequence` form) for the heads of others."""
         return 0
 
+    def exchanged_mlp_rows(self, model: "FANformerConfig") -> int:
+        """Return the rows of a FAN map in front of the MLP's first map, which tensor parallel ranks gather."""
+        return 0
+
     def mlp_activations(
         self, model: "FANformerConfig", tokens: int, own_tokens: int, ranks: int
     ) -> Iterator[tuple[str, int, tuple[int, int]]]:
@@ -237,9 +241,14 @@ class Placement:
         ranks = shapes.tensor if shapes.job.model.query_groups < shapes.tensor else 1
         return shapes.whole(shapes.qkv) * ranks, True
 
-    def after_first_map(self, shapes: Any) -> Iterator[tuple[str, int, int]]:
-        """Yield the MLP's operations after its first map: name, bytes kept for backward, bytes held by it besides."""
+    def mlp_operations(self, shapes: Any) -> Iterator[tuple[str, int, int]]:
+        """Yield the MLP's operations after its norm: name, bytes kept for backward, bytes that it holds besides.
+
+        The first one reads the norm's output, and keeps it.
+        """
         stream, inner = shapes.stream, shapes.inner
+        (rows, _), _ = shapes.job.model.ffn_maps
+        yield self.first_map(shapes, "first map of the MLP", rows // shapes.tensor)
         yield "SwiGLU", shapes.whole(2 * inner), stream + shapes.whole(3 * inner)
         gradient_copies = 2 * shapes.quantised(shapes.tokens, shapes.hidden) if shapes.is_fp8 else 0
         yield (
@@ -250,6 +259,17 @@ class Placement:
             + shapes.whole(inner)
             + shapes.weight_gradient(shapes.hidden, inner)
             + gradient_copies,
+        )
+
+    @staticmethod
+    def first_map(shapes: Any, name: str, rows: int) -> tuple[str, int, int]:
+        """Return the operation that reads the norm's output: a column parallel map of so many rows of this rank."""
+        saved = shapes.kept_input(shapes.part_tokens, shapes.hidden, is_fp8=shapes.is_fp8)
+        gradient_copies = 2 * shapes.quantised(shapes.tokens, rows) if shapes.is_fp8 else 0
+        return (
+            name,
+            saved + (shapes.statistics() if shapes.is_engine else 0),
+            shapes.column_parallel_backward(rows) + gradient_copies,
         )
 
     # -- modules

@@ -77,14 +77,15 @@ class FFN(Placement):
             both = 2 * width - periodic
             yield "FAN activation", number, (both, both + 2 * periodic)
 
-    def after_first_map(self, shapes: Any) -> Iterator[tuple[str, int, int]]:
-        """Yield the features of the first layer, the second map, its features.
+    def mlp_operations(self, shapes: Any) -> Iterator[tuple[str, int, int]]:
+        """Yield the first map and its features, the second map and its features.
 
         Each layer keeps its features alone, which the second map reads, and g in front of a GELU.
         """
         stream, inner = shapes.stream, shapes.inner
         (rows, _), (rows_2, _) = shapes.job.model.ffn_maps
         rows //= shapes.tensor
+        yield self.first_map(shapes, "first map of the MLP", rows)
         yield (
             "features of the first FAN layer",
             shapes.whole(inner) + self._kept_g(shapes, shapes.whole, inner),
