@@ -301,15 +301,16 @@ def model_chooses_no_device(root: Path) -> list[str]:
     return found
 
 
-def build_alone_names_gpt_model(root: Path) -> list[str]:
+MODEL_CLASSES = {"GPTModel": Path("model/stages/gpt.py"), "HybridModel": Path("model/stages/hybrid.py")}
+
+
+def stages_alone_name_megatrons_models(root: Path) -> list[str]:
     found = []
     for path, tree in sources(root):
-        if path == Path("model/build.py"):
-            continue
         for node in ast.walk(tree):
-            name = node.name if isinstance(node, ast.alias) else _last_name(node)
-            if name == "GPTModel":
-                found.append(f"{path}:{node.lineno}: names GPTModel")
+            name = str(node.name if isinstance(node, ast.alias) else _last_name(node))
+            if name in MODEL_CLASSES and path != MODEL_CLASSES[name]:
+                found.append(f"{path}:{node.lineno}: names {name}")
     return found
 
 
@@ -376,8 +377,12 @@ PLANTED: list[tuple[Rule, str, str]] = [
         "formats/a.py",
         'match model.fan.placement:\n    case "ffn":\n        pass',
     ),
-    (build_alone_names_gpt_model, "training/a.py", "from megatron.core.models.gpt import GPTModel as Model"),
-    (build_alone_names_gpt_model, "model/a.py", "from megatron.core.models import gpt\ngpt.GPTModel"),
+    (stages_alone_name_megatrons_models, "training/a.py", "from megatron.core.models.gpt import GPTModel as Model"),
+    (
+        stages_alone_name_megatrons_models,
+        "model/stages/hybrid.py",
+        "from megatron.core.models import gpt\ngpt.GPTModel",
+    ),
 ]
 RULES = list(dict.fromkeys(rule for rule, _, _ in PLANTED))
 
@@ -392,7 +397,8 @@ INNOCENT = [
         "data/prepare.py",
         "from megatron_fanformer import __version__\nfrom megatron_fanformer.errors import InputError",
     ),
-    ("model/build.py", '"""Runs on cuda or cpu."""\nfrom megatron.core.models.gpt import GPTModel'),
+    ("model/build.py", '"""Runs on cuda or cpu."""'),
+    ("model/stages/gpt.py", "from megatron.core.models.gpt import GPTModel"),
     ("model/attention.py", "from ..runtime.parallel import ParallelConfig"),
     ("runtime/device.py", "import os\nrank = os.environ.get('RANK')"),
     ("runtime/parallel.py", "import os\nos.environ['OMP_NUM_THREADS'] = '1'"),

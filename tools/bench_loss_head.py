@@ -159,7 +159,7 @@ def _turn(size: HeadSize, grid: Any, chunk_tokens: int | None) -> tuple[Callable
         if chunk_tokens is None:
             losses = stage.compute_language_model_loss(labels.t(), head(hidden)[0])
         else:
-            losses = head(hidden, labels_sb=labels)
+            losses = head.losses(hidden, labels_sb=labels)
         losses.sum().backward()
 
     return turn, size.tokens if chunk_tokens is None else head.chunk_tokens

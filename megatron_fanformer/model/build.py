@@ -1,21 +1,22 @@
-"""Builds one pipeline stage of a FANformer; the only module that names GPTModel."""
+"""Builds one pipeline stage of a FANformer, of the model class that the installed megatron-core goes on with."""
 
 import dataclasses
+import importlib.util
 from typing import Any
 
 import torch
-from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.enums import AttnBackend
-from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_fanformer.model.config import FANformerConfig, PrecisionConfig
 from megatron_fanformer.model.initialization import initialize
 from megatron_fanformer.model.kernels import DEFAULT_KERNELS, KernelsConfig
-from megatron_fanformer.model.layer_spec import block_spec, resolve_transformer_impl
-from megatron_fanformer.model.loss_head import LossHead, rule_out_padding
+from megatron_fanformer.model.layer_spec import final_norm, layer_spec, resolve_transformer_impl
+from megatron_fanformer.model.loss_head import LossHead
+from megatron_fanformer.model.stages.base import Stage
 from megatron_fanformer.runtime.parallel import ParallelConfig, RankGrid
 
+HAS_HYBRID_MODEL = importlib.util.find_spec("megatron.core.models.hybrid") is not None  # from 0.19 on
 OWN_PRECISION_FIELDS = ("dtype", "fp8_fan")  # the others are megatron-core's, by the same names
 
 
@@ -26,8 +27,14 @@ def transformer_config(
     dtype: torch.dtype,
     precision: PrecisionConfig | None = None,
     kernels: KernelsConfig = DEFAULT_KERNELS,
+    *,
+    has_boundaries: bool = True,
 ) -> TransformerConfig:
-    """Return megatron-core's own configuration of the model's layers; only FP8 is read from `precision` here."""
+    """Return megatron-core's own configuration of the model's layers; only FP8 is read from `precision` here.
+
+    Args:
+        has_boundaries: whether it states how many layers the first and the last stage have.
+    """
     return TransformerConfig(
         num_layers=model.num_layers,
         hidden_size=model.hidden_size,
@@ -46,6 +53,7 @@ def transformer_config(
         pipeline_dtype=dtype,
         tensor_model_parallel_size=parallel.tensor_model_parallel_size,
         **_pipeline_fields(parallel, grid),
+        **(_boundaries(parallel) if has_boundaries else {}),
         context_parallel_size=parallel.context_parallel_size,
         cp_comm_type=parallel.cp_comm_type,
         sequence_parallel=parallel.sequence_parallel,
@@ -76,14 +84,19 @@ def _pipeline_fields(parallel: ParallelConfig, grid: RankGrid) -> dict[str, Any]
     return {
         "pipeline_model_parallel_size": parallel.pipeline_model_parallel_size,
         "virtual_pipeline_model_parallel_size": parallel.virtual_stages if is_interleaved else None,
-        "num_layers_in_first_pipeline_stage": parallel.num_layers_in_first_pipeline_stage,
-        "num_layers_in_last_pipeline_stage": parallel.num_layers_in_last_pipeline_stage,
         # Two ways in which the interleaved schedule gives wrong numbers without an error, both seen over gloo at two
         # stages: outputs are freed while they are still being sent (NCCL holds on to what it sends, gloo does not), and
         # a batched exchange mispairs the messages that wrap around from the last stage to the first.
         "deallocate_pipeline_outputs": not is_interleaved or grid.backend != "gloo",
         "overlap_p2p_comm": is_interleaved,
         "batch_p2p_comm": not is_interleaved,
+    }
+
+
+def _boundaries(parallel: ParallelConfig) -> dict[str, Any]:
+    return {
+        "num_layers_in_first_pipeline_stage": parallel.num_layers_in_first_pipeline_stage,
+        "num_layers_in_last_pipeline_stage": parallel.num_layers_in_last_pipeline_stage,
     }
 
 
@@ -100,36 +113,15 @@ def _leave_as_it_is(_weight: torch.Tensor) -> None:
     """Initialize nothing."""
 
 
-class _Stage(GPTModel):
-    """A GPTModel that returns the losses of its labels through the chunked loss head, where it has one.
+def stage_class() -> type[Stage]:
+    """Return the stage made of the model class that the installed megatron-core goes on with."""
+    if HAS_HYBRID_MODEL:
+        from megatron_fanformer.model.stages.hybrid import HybridStage
 
-    In evaluation the vocabulary's padding has no probability, as in exports, which have no padding.
-    """
+        return HybridStage
+    from megatron_fanformer.model.stages.gpt import GPTStage
 
-    own_tokens: int
-    """Number of this rank's first rows of the output layer that are tokens, not padding."""
-
-    def _postprocess(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        labels_bs, loss_mask_bs = kwargs.get("labels"), kwargs.get("loss_mask")
-        if labels_bs is None or not (self.post_process and isinstance(self.output_layer, LossHead)):
-            return super()._postprocess(hidden_states, *args, **kwargs)
-        losses_sb: torch.Tensor = self.output_layer(
-            hidden_states,
-            weight=self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None,
-            labels_sb=labels_bs.t(),
-            loss_mask_sb=None if loss_mask_bs is None else loss_mask_bs.t(),
-            columns=self._scored_columns,
-        )
-        return losses_sb.t().contiguous()
-
-    def compute_language_model_loss(self, labels: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-        rule_out_padding(logits, self._scored_columns)
-        losses_bs: torch.Tensor = super().compute_language_model_loss(labels, logits)
-        return losses_bs
-
-    @property
-    def _scored_columns(self) -> int | None:
-        return None if self.training else self.own_tokens
+    return GPTStage
 
 
 def build_stages(
@@ -141,22 +133,28 @@ def build_stages(
     seed: int | None,
     precision: PrecisionConfig | None = None,
     kernels: KernelsConfig = DEFAULT_KERNELS,
-) -> list[GPTModel]:
+    made_of: type[Stage] | None = None,
+) -> list[Stage]:
     """Build this rank's pipeline stage as its chunks (one, unless the schedule is interleaved).
 
     They have the initial weights of `seed`, or are uninitialised if that is None. Only FP8 is read from `precision`
     here; None means without.
+
+    Args:
+        made_of: None: `stage_class()`.
     """
-    precision = precision or PrecisionConfig()
+    precision, made_of = precision or PrecisionConfig(), made_of or stage_class()
     by_engine = resolve_transformer_impl(kernels.transformer_impl) == "transformer_engine"
     if by_engine:
         from megatron_fanformer.model import te_layers
 
         if precision.fp8:  # the Engine's scales to update are those of an earlier model here, and its dead groups'
             te_layers.FP8GlobalStateManager.reset()
-    config = transformer_config(model, parallel, grid, dtype, precision, kernels)
+    config = transformer_config(
+        model, parallel, grid, dtype, precision, kernels, has_boundaries=made_of.has_boundaries_in_config
+    )
     chunks = [
-        _build_chunk(model, parallel, grid, config, number, kernels, fp8_fan=precision.fp8_fan)
+        _build_chunk(made_of, model, parallel, grid, config, number, kernels, fp8_fan=precision.fp8_fan)
         for number in range(parallel.virtual_stages)
     ]
     for chunk in chunks:
@@ -170,6 +168,7 @@ def build_stages(
 
 
 def _build_chunk(
+    made_of: type[Stage],
     model: FANformerConfig,
     parallel: ParallelConfig,
     grid: RankGrid,
@@ -178,20 +177,22 @@ def _build_chunk(
     kernels: KernelsConfig,
     *,
     fp8_fan: bool,
-) -> GPTModel:
-    virtual_stage = number if parallel.virtual_stages > 1 else None
-    layers = get_num_layers_to_build(config, virtual_stage, grid.groups.pp.rank())
+) -> Stage:
+    layers = parallel.layers_per_stage(model.num_layers)
+    assert layers is not None, "model.layout_rules refuses layers that do not divide"
     implementation = resolve_transformer_impl(kernels.transformer_impl)
-    chunk = _Stage(
-        config=config,
-        transformer_layer_spec=block_spec(
+    chunk = made_of.build(
+        config,
+        layer_spec(
             model.fan,
-            layers,
             implementation,
             parallel.fan_form,
             fp8_fan=fp8_fan,
             recompute_fan=parallel.recomputes("fan"),
         ),
+        final_norm(implementation),
+        [[of_stage // parallel.virtual_stages for of_stage in layers]] * parallel.virtual_stages,
+        (number, grid.groups.pp.rank()),
         vocab_size=model.padded_vocab_size,
         max_sequence_length=model.seq_length,
         pre_process=grid.is_first_stage and number == 0,
@@ -200,7 +201,7 @@ def _build_chunk(
         position_embedding_type="rope",
         rotary_base=model.rotary_base,
         pg_collection=grid.groups,
-        vp_stage=virtual_stage,
+        vp_stage=number if parallel.virtual_stages > 1 else None,
     )
     columns = model.padded_vocab_size // parallel.tensor_model_parallel_size
     chunk.own_tokens = min(max(model.vocab_size - grid.groups.tp.rank() * columns, 0), columns)
@@ -210,6 +211,6 @@ def _build_chunk(
     return chunk
 
 
-def sharded_state(chunk: GPTModel, grid: RankGrid) -> dict[str, Any]:
+def sharded_state(chunk: Any, grid: RankGrid) -> dict[str, Any]:
     """Return a chunk's parameters under their global names (one name per layer), as megatron-core's sharded tensors."""
     return chunk.sharded_state_dict(metadata=grid.sharding_metadata)

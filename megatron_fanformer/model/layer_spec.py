@@ -19,7 +19,6 @@ from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinea
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
 from megatron_fanformer.errors import InputError
@@ -106,24 +105,14 @@ def layer_spec(
     return _local_layer(fan, fan_form, recompute_fan)
 
 
-def block_spec(
-    fan: FANConfig,
-    num_layers: int,
-    transformer_impl: Literal["local", "transformer_engine"],
-    fan_form: FANForm = "column",
-    *,
-    fp8_fan: bool = False,
-    recompute_fan: bool = False,
-) -> TransformerBlockSubmodules:
-    """Return `num_layers` FANformer layers and the final norm: one chunk of a pipeline stage."""
-    norm: type[torch.nn.Module] = RMSNorm
-    if transformer_impl == "transformer_engine":
-        from megatron.core.extensions.transformer_engine import TENorm
+def final_norm(transformer_impl: Literal["local", "transformer_engine"]) -> type[torch.nn.Module]:
+    """Return the class of the norm in front of the head."""
+    if transformer_impl == "local":
+        return RMSNorm
+    from megatron.core.extensions.transformer_engine import TENorm
 
-        norm = TENorm
-    layer = layer_spec(fan, transformer_impl, fan_form, fp8_fan=fp8_fan, recompute_fan=recompute_fan)
-    layers = [layer] * num_layers
-    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=norm)
+    norm: type[torch.nn.Module] = TENorm
+    return norm
 
 
 def _attention(fan: FANConfig, fan_form: FANForm, recompute_fan: bool, **parts: type[torch.nn.Module]) -> ModuleSpec:

@@ -1,6 +1,6 @@
 """The loss head: logits, cross entropy and the gradient of both, for some tokens at a time.
 
-GPTModel's own head keeps the logits of all tokens of a micro batch from forward to backward, in float32. Here a chunk
+megatron-core's head keeps the logits of all tokens of a micro batch from forward to backward, in float32. Here a chunk
 of tokens is carried through: its logits are made, turned into their own gradient in place, and multiplied into
 the gradients of the hidden states and of the weight, in forward already. So there is no fourth matrix product, and
 never more than a chunk's logits.
@@ -12,6 +12,8 @@ Shapes: s sequence, b micro batch, h hidden size, n = s b tokens, c tokens of a 
 rows of the vocabulary.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -28,13 +30,14 @@ SAME_WEIGHTS = 1e-6
 
 
 class LossHead(ColumnParallelLinear):
-    """GPTModel's output layer, which gives logits, or the losses of given labels."""
+    """megatron-core's output layer, which gives logits, or the losses of given labels."""
 
     chunk_tokens: int
+    _scored: dict[str, Any] | None = None
 
     @classmethod
     def take_over(cls, output_layer: ColumnParallelLinear, chunk_tokens: int) -> None:
-        """Turn a plain output layer, whose class GPTModel fixes, into one of these.
+        """Turn a plain output layer, whose class megatron-core's model fixes, into one of these.
 
         Args:
             chunk_tokens: how many tokens' logits there are at a time.
@@ -43,34 +46,52 @@ class LossHead(ColumnParallelLinear):
             output_layer.__class__ = cls
             output_layer.chunk_tokens = chunk_tokens
 
-    def forward(
-        self,
-        input_: Tensor,
-        weight: Tensor | None = None,
-        runtime_gather_output: bool | None = None,
-        *,
-        labels_sb: Tensor | None = None,
-        loss_mask_sb: Tensor | None = None,
-        columns: int | None = None,
-    ) -> Any:
-        """Return logits [s, b, v] and no bias, as its base class returns them; with labels their losses [s, b], in
-        float32.
+    @contextmanager
+    def scoring(self, labels_sb: Tensor, loss_mask_sb: Tensor | None, *, columns: int | None) -> Iterator[None]:
+        """Make `forward` give the losses of these labels, where megatron-core's model expects logits."""
+        self._scored = {"labels_sb": labels_sb, "loss_mask_sb": loss_mask_sb, "columns": columns}
+        try:
+            yield
+        finally:
+            self._scored = None
+
+    def forward(self, input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None) -> Any:
+        """Return logits [s, b, v] and no bias, as its base class returns them, or within `scoring` losses [s, b].
 
         Args:
             input_: hidden states [s, b, h]; under sequence parallelism this rank's part of s.
             weight: [v, h], if it is the embedding's.
+        """
+        if self._scored is None:
+            return super().forward(input_, weight, runtime_gather_output)
+        return self.losses(input_, weight, **self._scored), None
+
+    def losses(
+        self,
+        input_: Tensor,
+        weight: Tensor | None = None,
+        *,
+        labels_sb: Tensor,
+        loss_mask_sb: Tensor | None = None,
+        columns: int | None = None,
+    ) -> Tensor:
+        """Return the losses [s, b] of labels, in float32.
+
+        Args:
+            input_, weight: as of `forward`.
             loss_mask_sb: what losses will be multiplied by before they are summed; None: ones. Without gradients, those
                 that it multiplies by 0 are 0, and not computed. The gradient is that of the sum. Backward raises a
                 RuntimeError where the losses were weighted in another proportion, and, where the weight has a
                 `main_grad` and so has its gradient already, in another scale.
             columns: how many of this rank's v have a probability, its first ones; None: all.
         """
-        if labels_sb is None:
-            return super().forward(input_, weight, runtime_gather_output)
         weight = self.weight if weight is None else weight
         mask_sb = torch.ones_like(labels_sb, dtype=torch.float32) if loss_mask_sb is None else loss_mask_sb.float()
         is_differentiated = torch.is_grad_enabled() and (input_.requires_grad or weight.requires_grad)
-        return _LossHeadFunction.apply(input_, weight, labels_sb, mask_sb, self, is_differentiated, columns)
+        losses_sb: Tensor = _LossHeadFunction.apply(
+            input_, weight, labels_sb, mask_sb, self, is_differentiated, columns
+        )
+        return losses_sb
 
 
 def rule_out_padding(logits: Tensor, columns: int | None) -> None:

@@ -78,7 +78,7 @@ def outcome(grid: Any, dtype: torch.dtype, is_fused: bool) -> tuple[Tensor, Tens
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         if is_fused:
-            losses_sb = head(x_sbh, labels_sb=labels_sb, loss_mask_sb=mask_sb)
+            losses_sb = head.losses(x_sbh, labels_sb=labels_sb, loss_mask_sb=mask_sb)
         else:
             losses_sb = stage.compute_language_model_loss(labels_sb.t(), head(x_sbh)[0]).t()
         (losses_sb * mask_sb).sum().backward()

@@ -107,7 +107,7 @@ def head_weight(stage: Any) -> Any:
 def head_losses(stage: Any, x_sbh: Tensor, problem: Problem) -> Tensor:
     weight = head_weight(stage)
     if isinstance(stage.output_layer, LossHead):
-        return stage.output_layer(x_sbh, weight, labels_sb=problem.labels_sb, loss_mask_sb=problem.mask_sb)
+        return stage.output_layer.losses(x_sbh, weight, labels_sb=problem.labels_sb, loss_mask_sb=problem.mask_sb)
     logits, _ = stage.output_layer(x_sbh, weight)
     return stage.compute_language_model_loss(problem.labels_sb.t(), logits).t()
 

@@ -20,6 +20,7 @@ from megatron_fanformer.checkpoint.tensor_table import read_table
 from megatron_fanformer.model.build import build_stages, transformer_config
 from megatron_fanformer.model.config import FANConfig, FANformerConfig
 from megatron_fanformer.model.local_layers import RMSNorm
+from megatron_fanformer.model.stages.gpt import GPTStage
 from megatron_fanformer.runtime.config import DeviceKind
 from megatron_fanformer.runtime.parallel import ParallelConfig, rank_grid
 from megatron_fanformer.runtime.seeding import seed_everything
@@ -179,7 +180,7 @@ def losses_of_loaded(folder: str, kind: str) -> tuple[torch.Tensor, set[str]]:
         if kind == "stock":
             model = stock_model(MODEL, parallel, SPEC)
         else:
-            (model,) = build_stages(MODEL, parallel, grid, dtype=torch.float32, seed=None)
+            (model,) = build_stages(MODEL, parallel, grid, dtype=torch.float32, seed=None, made_of=GPTStage)
         sharded = {"model": model.sharded_state_dict(metadata=stock_metadata())}
         model.load_state_dict(megatron_versions.load(sharded, Path(folder), read_table(Path(folder)))["model"])
         from megatron.core.dist_checkpointing import load_tensors_metadata

@@ -1,6 +1,6 @@
 """Logits of a model of any format, from its own tensors, each in memory only while its layer runs.
 
-A checkpoint of ours runs through megatron-core's GPTModel, a Hugging Face folder through its model class: the code that
+A checkpoint of ours runs through megatron-core's model class, a Hugging Face folder through its own: the code that
 their users run. Their weights are filled in when a layer is about to run, and dropped after it. A reference checkpoint
 runs through `reference_model`, since the authors' code is not available.
 

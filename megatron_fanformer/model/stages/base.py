@@ -1,0 +1,90 @@
+"""What a pipeline stage is, whichever of megatron-core's model classes it is made of.
+
+The rest of the package relies on this alone: a stage is called with tokens, positions and a mask, and gives logits
+[b, s, v], or the losses [b, s] of labels; it has the parts below, and its weights the same names in every class, in
+`named_parameters()` and, global over the stages, in `sharded_state_dict()`.
+
+- `embedding` where `pre_process` is set, `output_layer` where `post_process` is;
+- `decoder.layers`: megatron-core's TransformerLayers, each with its `layer_number` over all stages, from 1;
+- `decoder.final_layernorm`: the norm in front of the head, on the last stage; else None.
+
+Shapes: b micro batch, s sequence, v this tensor parallel rank's rows of the vocabulary.
+"""
+
+from typing import Any
+
+import torch
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from megatron_fanformer.model.loss_head import LossHead, rule_out_padding
+
+Segments = list[list[int]]
+"""Layers of each chunk, by chunk and stage: those of chunk 0 over all stages come first in the model."""
+
+
+class Stage(torch.nn.Module):
+    """One chunk of a pipeline stage; a subclass inherits also from megatron-core's model.
+
+    It returns the losses of its labels through the chunked loss head, where it has one. In evaluation the vocabulary's
+    padding has no probability, as in exports, which have no padding.
+    """
+
+    own_tokens: int
+    """Number of this rank's first rows of the output layer that are tokens, not padding."""
+    has_boundaries_in_config = True
+    """Whether megatron-core reads uneven stages from its configuration."""
+
+    @classmethod
+    def build(
+        cls,
+        config: TransformerConfig,
+        layer: ModuleSpec,
+        final_norm: Any,
+        segments: Segments,
+        place: tuple[int, int],
+        **shared: Any,
+    ) -> "Stage":
+        """Build one chunk of a stage.
+
+        Args:
+            layer: of all layers; final_norm: the class of the norm in front of the head.
+            place: chunk and stage.
+            shared: arguments that megatron-core's models have in common.
+        """
+        raise NotImplementedError
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        attention_mask: Tensor | None,
+        *,
+        labels: Tensor | None = None,
+        loss_mask: Tensor | None = None,
+        **inputs: Any,
+    ) -> Tensor:
+        """Return hidden states [s, b, h], or on the last stage logits [b, s, v], or losses [b, s] if there are labels.
+
+        Args:
+            loss_mask: what the losses will be multiplied by before they are summed; see `LossHead`.
+        """
+        head = getattr(self, "output_layer", None)
+        given: tuple[Any, ...] = (input_ids, position_ids, attention_mask)
+        if labels is None or not isinstance(head, LossHead):
+            out: Tensor = super().forward(*given, labels=labels, loss_mask=loss_mask, **inputs)
+            return out
+        with head.scoring(labels.t(), None if loss_mask is None else loss_mask.t(), columns=self._scored_columns):
+            losses: Tensor = super().forward(*given, **inputs)  # transposed as logits [s, b, v] would be
+        return losses
+
+    def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
+        """Return the losses [b, s] of logits [s, b, v], by megatron-core's own cross entropy."""
+        rule_out_padding(logits, self._scored_columns)
+        losses: Tensor = super().compute_language_model_loss(labels, logits)  # type: ignore[misc]
+        return losses
+
+    @property
+    def _scored_columns(self) -> int | None:
+        return None if self.training else self.own_tokens
