@@ -1,4 +1,4 @@
-"""Stock Megatron-LM's way from its command line to a GPTModel, for tests of our layer spec in it.
+"""Stock Megatron-LM's way from its command line to a model, for tests of our specs in it.
 
 megatron-core 0.19 brings `megatron.training`: there the flags go through Megatron's own parser and model builder, as
 in its `pretrain_gpt.py`. 0.16 comes without; there the arguments are put together by hand, as `pretrain_gpt.py` and
@@ -34,6 +34,7 @@ from megatron_fanformer.runtime.parallel import ParallelConfig
 HAS_TRAINING = importlib.util.find_spec("megatron.training") is not None
 
 SPEC = ["megatron_fanformer.model.layer_spec", "fanformer_layer_spec"]
+STACK_SPEC = ["megatron_fanformer.model.hybrid_spec", "fanformer_stack_spec"]  # of a HybridModel
 # What goes with the spec, as the documentation says: a FANformer is more than its attention.
 ARCHITECTURE = [
     *("--normalization", "RMSNorm"),
@@ -57,7 +58,7 @@ def command_line(
 ) -> list[str]:
     """The flags of `pretrain_gpt.py` for a model in a layout, on a machine without apex (and Transformer Engine)."""
     sizes = {
-        "num-layers": model.num_layers,
+        "num-layers": model.num_layers,  # a pattern's length comes before it
         "hidden-size": model.hidden_size,
         "ffn-hidden-size": model.ffn_hidden_size,
         "num-attention-heads": model.num_attention_heads,
@@ -69,6 +70,8 @@ def command_line(
         "micro-batch-size": 1,
     }
     flags = [text for name, value in sizes.items() for text in (f"--{name}", str(value))]
+    if spec == STACK_SPEC:
+        flags += ["--hybrid-layer-pattern", "*-" * model.num_layers]
     if model.num_query_groups:
         flags += ["--group-query-attention", "--num-query-groups", str(model.num_query_groups)]
     if model.untie_embeddings_and_output_weights:
@@ -135,20 +138,28 @@ def pretrain(flags: list[str], environment: Mapping[str, str], *, ranks: int = 1
     return losses
 
 
-def stock_model(
-    model: FANformerConfig, parallel: ParallelConfig, spec: list[str], *, has_engine: bool = False
-) -> GPTModel:
-    """Stock Megatron-LM's model in Megatron's present process groups, with Megatron's own initial weights."""
+def stock_model(model: FANformerConfig, parallel: ParallelConfig, spec: list[str], *, has_engine: bool = False) -> Any:
+    """Stock Megatron-LM's GPTModel, or of a stack HybridModel, in the present process groups, with its own weights."""
     if not HAS_TRAINING:
         return _model_by_hand(model, parallel, spec)
-    from megatron.training.argument_utils import gpt_config_from_args
+    from megatron.training.argument_utils import gpt_config_from_args, hybrid_config_from_args
     from megatron.training.models.gpt import GPTModelBuilder
+    from megatron.training.models.hybrid import HybridModelBuilder
 
     args = parsed_arguments(
         command_line(model, parallel, spec, has_engine=has_engine), torch.distributed.get_world_size()
     )
     with contextlib.redirect_stdout(io.StringIO()):  # it tells how it pads the vocabulary
-        return GPTModelBuilder(gpt_config_from_args(args)).build_model(ProcessGroupCollection.use_mpu_process_groups())
+        groups = ProcessGroupCollection.use_mpu_process_groups()
+        if args.hybrid_layer_pattern:
+            return HybridModelBuilder(hybrid_config_from_args(args)).build_model(groups)
+        return GPTModelBuilder(gpt_config_from_args(args)).build_model(groups)
+
+
+def own_name(name: str) -> str:
+    """Our name of a hybrid stack's weight, whose `*` and `-` are layers of their own."""
+    name = re.sub(r"(?<=layers\.)\d+", lambda number: str(int(number[0]) // 2), name)
+    return name.replace("final_norm", "final_layernorm")
 
 
 def configuration_by_hand(model: FANformerConfig, parallel: ParallelConfig) -> dict[str, Any]:

@@ -8,7 +8,9 @@
 Its tensors differ from ours in three ways. The layers are stacked along a first axis, in one tensor of each kind (apart
 only where Megatron-LM was set to do so). A norm that Transformer Engine fuses into the map behind it has that map's
 name, where the layers are Megatron-LM's own. And no file states the model: its fields are among the arguments, or in
-the weights' shapes; the activation of FAN's linear rows is in neither, but in the spec, which is code.
+the weights' shapes; the activation of FAN's linear rows is in neither, but in the spec, which is code. Of a HybridModel
+each layer is two, the attention and the MLP (`*-` repeated in --hybrid-layer-pattern), and the final norm has another
+name.
 """
 
 import dataclasses
@@ -30,11 +32,17 @@ from megatron_fanformer.formats.fan_of_tensors import fan_of_tensors
 from megatron_fanformer.formats.transforms import vocabulary_multiple
 from megatron_fanformer.model.config import FANformerConfig
 
-SPEC = ["megatron_fanformer.model.layer_spec", "fanformer_layer_spec"]
+SPECS = (
+    ["megatron_fanformer.model.layer_spec", "fanformer_layer_spec"],
+    ["megatron_fanformer.model.hybrid_spec", "fanformer_stack_spec"],
+)
 LAYER = re.compile(r"decoder\.layers\.(?:(\d{1,9})\.)?(.+)", re.ASCII)
 OPTIMIZER = re.compile(r"(chained_\d+\.)?optimizer\.", re.ASCII)
 EMBEDDING = "embedding.word_embeddings.weight"
 FUSED_NORM = ".layer_norm_weight"
+HYBRID_NORM, OWN_NORM = "decoder.final_norm.weight", "decoder.final_layernorm.weight"
+HALVES = (("input_layernorm.", "self_attention."), ("pre_mlp_layernorm.", "mlp."))
+"""What tensors of a hybrid stack's even and odd layers begin with, where `*` and `-` take turns."""
 MOST_SHOWN = 80  # characters of a wrong value
 FIELDS = tuple(field.name for field in dataclasses.fields(FANformerConfig) if field.name != "fan")
 RECORDED = (
@@ -102,6 +110,8 @@ def open_megatron_lm(
     tensors = _one_for_each_layer(folder, stored, weights)
     common = recorded_common(folder, table)
     arguments, stated = _arguments(common), _stated(config)
+    if HYBRID_NORM in weights and type(layers := arguments.get("num_layers")) is int:
+        arguments = {**arguments, "num_layers": layers // 2}
     model = _model(folder, arguments, stated, tensors.meta)
     wanted = set(weights)
     check_parts(folder, (part for part in stored_parts(table) if part.name in wanted))
@@ -115,12 +125,19 @@ def open_megatron_lm(
 def _one_for_each_layer(folder: Path, stored: StoredTensors, weights: list[str]) -> LazyTensors:
     """Return the weights under our names, each read out of its stack."""
     places: dict[str, tuple[str, int | None]] = {}
+    is_hybrid = HYBRID_NORM in weights
     for name in weights:
         layer = LAYER.fullmatch(name)
         if layer is None:
-            places[name] = name, None
+            places[OWN_NORM if name == HYBRID_NORM else name] = name, None
         elif layer[1] is not None:
-            places[_own_name(int(layer[1]), layer[2])] = name, None
+            number = int(layer[1])
+            if is_hybrid and not layer[2].startswith(HALVES[number % 2]):
+                raise InputError(
+                    f"the model in {folder} has {name}: its layers are not attention and MLP in turn (`*-` repeated in "
+                    "--hybrid-layer-pattern), as a FANformer's are; it runs in Megatron-LM alone"
+                )
+            places[_own_name(number // 2 if is_hybrid else number, layer[2])] = name, None
         else:
             described = stored.described[name]
             layers, parts = described.size[0] if described.size else 0, len(described.chunks)
@@ -211,7 +228,7 @@ def _fan(folder: Path, arguments: Arguments, stated: Mapping[str, Any], shapes: 
     of_user = stated.get("fan") or {}
     if not isinstance(of_user, dict):
         return of_user  # refused with the rest
-    if seen.p_ratio is not None and arguments.get("spec") != SPEC and "activation" not in of_user:
+    if seen.p_ratio is not None and arguments.get("spec") not in SPECS and "activation" not in of_user:
         spec = arguments.get("spec")
         named = " ".join(map(str, spec)) if isinstance(spec, list) else "not known"
         raise InputError(

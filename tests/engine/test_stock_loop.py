@@ -17,7 +17,7 @@ from megatron_fanformer.training.config import RunConfig, config_from_dict
 from megatron_fanformer.training.metrics import read_metrics
 from tests.engine.test_whole_processes import STAND_IN
 from tests.small_runs import small_run, write_tokens
-from tests.stock_megatron import HAS_TRAINING, SPEC, command_line, pretrain
+from tests.stock_megatron import HAS_TRAINING, SPEC, STACK_SPEC, command_line, pretrain
 from tests.training.test_trainer import train
 from tests.whole_models import convert_checkpoint, read_full_tensors
 
@@ -29,7 +29,9 @@ SAME_WEIGHTS = 1e-3  # of a weight's norm; two weights drawn anew differ by 1.4 
 SAME = 1e-5  # nats, in float32: seven digits are logged of a loss of 4.6, and layers are the Engine's and local ones
 
 
-def run_by_stock(run: RunConfig, parallel: ParallelConfig, *flags_of_its_own: str) -> dict[int, float]:
+def run_by_stock(
+    run: RunConfig, parallel: ParallelConfig, *flags_of_its_own: str, spec: list[str] = SPEC
+) -> dict[int, float]:
     """Losses by step of our run, by Megatron's loop in another layout: its flags, data, and our initial weights."""
     optimizer, training = run.optimizer, run.training
     values = {
@@ -52,7 +54,7 @@ def run_by_stock(run: RunConfig, parallel: ParallelConfig, *flags_of_its_own: st
     flags = [text for name, value in values.items() for text in (f"--{name}", str(value))]
     environment = {**os.environ, **STAND_IN}
     return pretrain(
-        [*command_line(run.model, parallel, SPEC, has_engine=True), *flags, *flags_of_its_own],
+        [*command_line(run.model, parallel, spec, has_engine=True), *flags, *flags_of_its_own],
         environment,
         ranks=parallel.tensor_model_parallel_size,
     )
@@ -74,15 +76,22 @@ def our_run(run_on_ranks: Callable[..., list[Any]], tmp_path_factory: pytest.Tem
 
 
 @pytest.mark.parametrize(
-    ("tensor_parallel", "sequence_parallel"), [(1, False), (2, True), pytest.param(2, False, marks=pytest.mark.full)]
+    ("spec", "tensor_parallel", "sequence_parallel"),
+    [
+        (SPEC, 1, False),
+        (STACK_SPEC, 2, True),
+        pytest.param(SPEC, 2, True, marks=pytest.mark.full),
+        pytest.param(SPEC, 2, False, marks=pytest.mark.full),
+        pytest.param(STACK_SPEC, 1, False, marks=pytest.mark.full),
+    ],
 )
 def test_stock_megatron_trains_as_we_do(
-    our_run: RunConfig, tensor_parallel: int, sequence_parallel: bool, tmp_path: Path
+    our_run: RunConfig, spec: list[str], tensor_parallel: int, sequence_parallel: bool, tmp_path: Path
 ) -> None:
     """What it saves at the end, `convert` reads: weights that are ours but for what five steps make of rounding."""
     parallel = ParallelConfig(tensor_model_parallel_size=tensor_parallel, sequence_parallel=sequence_parallel)
     saving = ("--save", str(tmp_path / "stock"), "--save-interval", str(STEPS), "--ckpt-format", "torch_dist")
-    losses = run_by_stock(our_run, parallel, *saving)
+    losses = run_by_stock(our_run, parallel, *saving, spec=spec)
     expected = {metrics["step"]: metrics["loss"] for metrics in read_metrics(Path(our_run.training.run_dir))}
     assert list(expected) == list(range(1, STEPS + 1))
     assert losses == pytest.approx(expected, abs=SAME, rel=0)

@@ -1,4 +1,4 @@
-"""Stock Megatron-LM's GPTModel from our layer spec, with Transformer Engine's layers: it computes what ours does."""
+"""Stock Megatron-LM's models from our specs, with Transformer Engine's layers: it computes what ours does."""
 
 from collections.abc import Callable
 from typing import Any
@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.model.test_stock_megatron import MODEL, MY_MODEL, MY_SPEC, stock_and_ours
-from tests.stock_megatron import SPEC
+from tests.model.test_stock_megatron import MODEL, MY_MODEL, MY_SPEC, NEEDS_TRAINING, stock_and_ours
+from tests.stock_megatron import SPEC, STACK_SPEC
 from tests.training.layouts import layout
 
 SAME = 2e-5  # norm of the difference over the norm: the rotary embedding and SwiGLU are other kernels there
@@ -16,7 +16,11 @@ SAME = 2e-5  # norm of the difference over the norm: the rotary embedding and Sw
 @pytest.mark.parametrize(
     ("tensor_parallel", "sequence_parallel"), [(1, False), (2, True), pytest.param(2, False, marks=pytest.mark.full)]
 )
-@pytest.mark.parametrize(("model", "spec"), [(MODEL, SPEC), (MY_MODEL, MY_SPEC)], ids=["paper", "own-module"])
+@pytest.mark.parametrize(
+    ("model", "spec"),
+    [(MODEL, SPEC), (MY_MODEL, MY_SPEC), pytest.param(MODEL, STACK_SPEC, marks=NEEDS_TRAINING)],
+    ids=["paper", "own-module", "hybrid"],
+)
 def test_stock_megatron_computes_what_we_do(
     run_on_engine_ranks: Callable[..., list[Any]],
     model: Any,

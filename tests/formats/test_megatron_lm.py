@@ -18,10 +18,12 @@ from megatron_fanformer.checkpoint.full_tensors import write_full_tensors
 from megatron_fanformer.checkpoint.manifest import MANIFEST
 from megatron_fanformer.checkpoint.stored_files import COMMON
 from megatron_fanformer.cli import PROGRAM, main
-from megatron_fanformer.errors import CorruptError
+from megatron_fanformer.errors import CorruptError, InputError
 from megatron_fanformer.formats import foreign_names
 from megatron_fanformer.formats.megatron_lm import (
     FIELDS,
+    HYBRID_NORM,
+    OWN_NORM,
     RULES,
     _fields,
     _one_for_each_layer,
@@ -347,3 +349,23 @@ def test_no_more_layers_are_named_than_are_stored(tmp_path: Path) -> None:
     assert list(_one_for_each_layer(tmp_path, stack(3, 3), [name])) == own
     with pytest.raises(CorruptError, match="of 4 layers in 3 parts"):
         _one_for_each_layer(tmp_path, stack(4, 3), [name])
+
+
+def test_a_hybrid_stack_is_attention_and_mlp_in_turn(tmp_path: Path) -> None:
+    """Two of its layers are one of ours."""
+
+    def stack(*layers: str) -> tuple[Any, list[str]]:
+        names = [f"decoder.layers.{number}.{rest}" for number, rest in enumerate(layers)] + [HYBRID_NORM]
+        described = SimpleNamespace(size=torch.Size([4]), chunks=[None])
+        meta = lambda *_: torch.empty(4, device="meta")  # noqa: E731
+        return SimpleNamespace(described=dict.fromkeys(names, described), meta=meta), names
+
+    attention, mlp = "self_attention.linear_proj.weight", "mlp.linear_fc1.layer_norm_weight"
+    own = [
+        "decoder.layers.0." + attention,
+        "decoder.layers.0.pre_mlp_layernorm.weight",
+        "decoder.layers.1." + attention,
+    ]
+    assert list(_one_for_each_layer(tmp_path, *stack(attention, mlp, attention))) == [*own, OWN_NORM]
+    with pytest.raises(InputError, match=r"has decoder\.layers\.1\.mixer\.D: its layers are not attention and MLP"):
+        _one_for_each_layer(tmp_path, *stack(attention, "mixer.D"))

@@ -1,4 +1,4 @@
-"""Stock Megatron-LM's training loop: what `pretrain_gpt.py`, which no package brings, asks of it.
+"""Stock Megatron-LM's training loop, called as `pretrain_gpt.py` and `pretrain_hybrid.py` do, which no package brings.
 
 Takes Megatron-LM's flags, and two of its own.
 """
@@ -13,13 +13,19 @@ from megatron.core import parallel_state
 from megatron.core.datasets import utils
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
+from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.enums import ModelType
 from megatron.training import get_args, get_tokenizer, pretrain
-from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
+from megatron.training.argument_utils import (
+    gpt_config_from_args,
+    hybrid_config_from_args,
+    pretrain_cfg_container_from_args,
+)
 from megatron.training.arguments import parse_and_validate_args
 
 from megatron_fanformer.model.config import FANformerConfig
 from megatron_fanformer.model.initialization import initialize
+from tests.stock_megatron import own_name
 
 SIZES = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "vocab_size")
 
@@ -31,12 +37,18 @@ def own_flags(parser: ArgumentParser) -> ArgumentParser:
     return parser
 
 
-def give_our_weights(stages: list[torch.nn.Module], model: FANformerConfig, seed: int) -> list[torch.nn.Module]:
+def give_our_weights(
+    stages: list[torch.nn.Module], model: FANformerConfig, seed: int, *, is_hybrid: bool
+) -> list[torch.nn.Module]:
     """Put our initial weights in the place of Megatron's own, by their global names."""
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     for stage in stages:
         names = {"non_homogeneous_layers": True, "dp_cp_group": group}  # one name a layer, as in our own checkpoints
-        initialize(stage.sharded_state_dict(metadata=names), model, seed)  # type: ignore[operator]
+        state = stage.sharded_state_dict(metadata=names)  # type: ignore[operator]
+        if is_hybrid:
+            for value in nested_values(state):
+                value.key = own_name(value.key)
+        initialize(state, model, seed)
     return stages
 
 
@@ -86,10 +98,16 @@ if __name__ == "__main__":
     # Makefile.
     utils.compile_helpers = lambda: None
     arguments = parse_and_validate_args(own_flags)
-    configuration = pretrain_cfg_container_from_args(arguments, gpt_config_from_args(arguments))
+    is_hybrid = arguments.hybrid_layer_pattern is not None
+    model_of = hybrid_config_from_args if is_hybrid else gpt_config_from_args
+    configuration = pretrain_cfg_container_from_args(arguments, model_of(arguments))
     if arguments.fanformer_seed is not None:
         sizes = {name: getattr(arguments, name) for name in SIZES}
-        ours = partial(give_our_weights, model=FANformerConfig(**sizes), seed=arguments.fanformer_seed)
+        if is_hybrid:
+            sizes["num_layers"] //= 2  # a `*` and a `-` are one of ours
+        ours = partial(
+            give_our_weights, model=FANformerConfig(**sizes), seed=arguments.fanformer_seed, is_hybrid=is_hybrid
+        )
         configuration.model.pre_wrap_hooks.append(ours)
     store = torch.distributed.FileStore(arguments.meet_at, arguments.world_size)
     pretrain(configuration, datasets, ModelType.encoder_or_decoder, forward_step, store=store)

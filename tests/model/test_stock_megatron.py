@@ -1,4 +1,4 @@
-"""Stock Megatron-LM's GPTModel, built from our layer spec as `--spec` makes its pretrain_gpt.py build it, against ours.
+"""Stock Megatron-LM's models, built from our specs as `--spec` makes its training scripts build them, against ours.
 
 Both have the same weights, and must compute the same numbers: losses, logits and gradients, up to float32's last
 places. What differs is SwiGLU, the final norm and the loss head, whose gradients our own model writes out itself.
@@ -28,10 +28,12 @@ from tests.stock_megatron import (
     ARCHITECTURE,
     HAS_TRAINING,
     SPEC,
+    STACK_SPEC,
     WITHOUT_APEX,
     WITHOUT_ENGINE,
     command_line,
     configuration_by_hand,
+    own_name,
     parsed_arguments,
     stock_model,
 )
@@ -45,6 +47,9 @@ MY_MODEL = dataclasses.replace(MODEL, fan=FANConfig(p_ratio=0.125))
 DOCUMENTATION = Path(__file__).parents[2] / "docs" / "parallelism.md"
 SECTION = "## From stock Megatron-LM"
 SAME = 2e-6  # of the greatest element: sums of some hundred float32 products
+
+
+NEEDS_TRAINING = pytest.mark.skipif(not HAS_TRAINING, reason="megatron.training comes with megatron-core 0.19")
 
 
 def batch() -> dict[str, torch.Tensor]:
@@ -89,8 +94,13 @@ def stock_and_ours(
         seed_everything(0)
         (ours,) = build_stages(model, parallel, grid, dtype=torch.float32, seed=3)
         stock = stock_model(model, parallel, spec, has_engine=device == "cuda")
-        stock.load_state_dict(ours.state_dict())
-        return numbers_of(stock), numbers_of(ours), [m.decoder.final_layernorm.eps for m in (stock, ours)]
+        of_stock = {own_name(name): name for name in stock.state_dict()} if spec == STACK_SPEC else {}
+        stock.load_state_dict({of_stock.get(name, name): value for name, value in ours.state_dict().items()})
+        numbers = numbers_of(stock)
+        if of_stock:
+            numbers = {own_name(name): value for name, value in numbers.items()}
+        norms = [getattr(m.decoder, "final_norm", None) or m.decoder.final_layernorm for m in (stock, ours)]
+        return numbers, numbers_of(ours), [norm.eps for norm in norms]
 
 
 def assert_same(stock: dict[str, torch.Tensor], ours: dict[str, torch.Tensor]) -> None:
@@ -109,8 +119,9 @@ def assert_same(stock: dict[str, torch.Tensor], ours: dict[str, torch.Tensor]) -
         (MODEL, SPEC),
         (dataclasses.replace(MODEL, num_query_groups=2, untie_embeddings_and_output_weights=True), SPEC),
         (MY_MODEL, MY_SPEC),
+        pytest.param(MODEL, STACK_SPEC, marks=NEEDS_TRAINING),
     ],
-    ids=["paper", "paper-grouped-untied", "own-module"],
+    ids=["paper", "paper-grouped-untied", "own-module", "hybrid"],
 )
 @pytest.mark.parametrize("tensor_parallel", [1, 2])
 def test_stock_megatron_computes_what_we_do(
@@ -225,7 +236,7 @@ FREE_FIELDS = {
 }
 
 
-@pytest.mark.skipif(not HAS_TRAINING, reason="megatron.training comes with megatron-core 0.19")
+@NEEDS_TRAINING
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_megatrons_parser_makes_our_configuration_of_the_flags(run_on_ranks: Any, sequence_parallel: bool) -> None:
     parallel = layout("tp=2", sequence_parallel=sequence_parallel)

@@ -1,0 +1,71 @@
+"""FAN attention and its MLP as layers of a hybrid stack, for stock Megatron-LM's HybridModel (megatron-core 0.19 on).
+
+    --spec megatron_fanformer.model.hybrid_spec fanformer_stack_spec --hybrid-layer-pattern '*-*-|*-*-'
+
+A `*` of the pattern is attention behind FAN, a `-` the MLP; `*-` repeated is a FANformer. The other symbols are
+Megatron's own layers (`M` Mamba, `G` gated delta net, `E` experts), so that FAN attention also serves hybrid stacks.
+(p_ratio 0.25; for another, a module of your own that calls `stack_spec(FANConfig(...))`.)
+"""
+
+import dataclasses
+from typing import Any
+
+from megatron.core.models.hybrid.hybrid_block import HybridStack
+from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
+from megatron.core.ssm.mlp_layer import MLPLayer
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+
+from megatron_fanformer.model.config import FANConfig
+from megatron_fanformer.model.kernels import TransformerImpl
+from megatron_fanformer.model.layer_spec import final_norm, layer_spec, resolve_transformer_impl
+from megatron_fanformer.runtime.layout import FANForm
+
+
+def stack_spec(
+    fan: FANConfig | None = None,
+    transformer_impl: TransformerImpl = "auto",
+    fan_form: FANForm = "column",
+    *,
+    fp8_fan: bool = False,
+    recompute_fan: bool = False,
+) -> ModuleSpec:
+    """Return a stack whose `*` and `-` are the two halves of `layer_spec`'s layer, with the same arguments."""
+    layer = layer_spec(fan, transformer_impl, fan_form, fp8_fan=fp8_fan, recompute_fan=recompute_fan).submodules
+    renamed = layer.sharded_state_dict_keys_map
+    attention = TransformerLayerSubmodules(
+        input_layernorm=layer.input_layernorm,
+        self_attention=layer.self_attention,
+        self_attn_bda=layer.self_attn_bda,
+        sharded_state_dict_keys_map={old: new for old, new in renamed.items() if old.startswith("self_attention.")},
+    )
+    mlp = TransformerLayerSubmodules(
+        pre_mlp_layernorm=layer.pre_mlp_layernorm,
+        mlp=layer.mlp,
+        mlp_bda=layer.mlp_bda,
+        sharded_state_dict_keys_map={old: new for old, new in renamed.items() if old.startswith("mlp.")},
+    )
+    is_local = resolve_transformer_impl(transformer_impl) == "local"
+    return ModuleSpec(
+        module=_LocalStack if is_local else HybridStack,
+        submodules=dataclasses.replace(
+            hybrid_stack_spec.submodules,
+            attention_layer=ModuleSpec(module=TransformerLayer, submodules=attention),
+            mlp_layer=ModuleSpec(module=MLPLayer, submodules=mlp),
+        ),
+    )
+
+
+class _LocalStack(HybridStack):
+    """A HybridStack whose final norm is not the Engine's."""
+
+    def __init__(self, config: TransformerConfig, *arguments: Any, **options: Any) -> None:
+        super().__init__(config, *arguments, post_layer_norm=False, **options)
+        self.post_layer_norm = True
+        if self.post_process:
+            self.final_norm = final_norm("local")(config, config.hidden_size, config.layernorm_epsilon)
+
+
+fanformer_stack_spec = stack_spec()
+"""The paper's layers, for `--spec` of stock Megatron-LM with `--hybrid-layer-pattern`."""
