@@ -42,8 +42,9 @@ faults: $(INSTALLED) ## plant each fault of tests/faults/planted/ in a copy, and
 	$(BIN)/python -m tests.faults.planted $(ROOMS)
 
 smoke: $(INSTALLED) ## the part of the tests that shows whether another Python and megatron-core serve
-	$(PYTEST) tests/parity/test_parity.py tests/training/test_trainer.py tests/golden tests/engine/test_layers.py \
-		tests/engine/test_stock_loop.py tests/checkpoint/test_versions.py
+	$(PYTEST) tests/test_megatron_seam.py tests/parity/test_parity.py tests/training/test_trainer.py tests/golden \
+		tests/engine/test_layers.py tests/engine/test_stock_loop.py tests/engine/test_hybrid_stack.py \
+		tests/model/test_stages.py tests/checkpoint/test_versions.py
 
 newest: ## smoke and the demo with the newest of everything that resolves, in .venv-newest (PYTHON=python3.12 or later)
 	rm -rf .venv-newest runs/newest

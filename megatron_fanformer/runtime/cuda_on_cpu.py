@@ -73,7 +73,7 @@ def _map_cuda_module() -> None:
     cuda.current_stream = lambda *_: _InertStream()  # overlap of gradient reduction
     cuda.Stream = cuda.Event = _InertStream
     cuda.stream = lambda *_: nullcontext()
-    cuda.get_rng_state = lambda *_: torch.get_rng_state()  # the tensor-parallel random tracker
+    cuda.get_rng_state = cuda.random.get_rng_state = lambda *_, **__: torch.get_rng_state()  # the random tracker
     cuda.set_rng_state = lambda state, *_: torch.set_rng_state(state)
     cuda.manual_seed = torch.manual_seed
     cuda.FloatTensor, cuda.HalfTensor = torch.FloatTensor, torch.HalfTensor  # bound by transformer.module

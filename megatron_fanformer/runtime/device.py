@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     import torch
 
 VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
+FUSED_GRADIENT_KERNEL = "fused_weight_gradient_mlp_cuda"
+"""Module of apex's kernel, which adds a weight's gradient into its buffer inside the product."""
 NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 
 
@@ -96,7 +98,7 @@ def has_fused_gradient_kernel() -> bool:
     """
     import torch
 
-    return not torch.cuda.is_available() or importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None
+    return not torch.cuda.is_available() or importlib.util.find_spec(FUSED_GRADIENT_KERNEL) is not None
 
 
 def has_gpu() -> bool:

@@ -12,6 +12,7 @@ import sys
 import types
 from collections.abc import Callable
 from importlib import metadata
+from importlib.machinery import ModuleSpec
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from megatron_fanformer.ops.element_wise import rotate
 from megatron_fanformer.ops.norms import norm
 from megatron_fanformer.ops.products import add_product
 from megatron_fanformer.runtime import cpu_collectives, cuda_on_cpu
+from megatron_fanformer.runtime.device import FUSED_GRADIENT_KERNEL
 
 _installed = False
 
@@ -49,16 +51,15 @@ def adapt(*, with_engine: bool = False) -> None:
         raise RuntimeError("megatron.core was imported before runtime.megatron_cpu.install(); call install() first")
     _hide_cuda_extensions(("apex",) if with_engine else ("transformer_engine", "apex"))
     cuda_on_cpu.map_cuda()
+    _add_weight_gradients_inside_products()
     _import_megatron(with_engine)
     _adapt_random_state()
     _adapt_recomputation(with_engine)
-    _adapt_inference()
     if not with_engine:
         _sum_gradient_norms_exactly()
     _write_out_rotary_embedding()
     _skip_collectives_of_one_rank()
     cpu_collectives.install()
-    _add_weight_gradients_inside_products()
     _leave_the_compiler_out()
     _installed = True
 
@@ -123,7 +124,6 @@ def _adapt_random_state() -> None:
     """Set the tracker's states at once, not queued for CUDA's lazy initialisation, which never comes without CUDA."""
     from megatron.core.tensor_parallel import random
 
-    random._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
     random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
 
 
@@ -152,13 +152,6 @@ def _recompute_without_engine(random: Any) -> None:
     for module in list(sys.modules.values()):
         if getattr(module, "__name__", "").startswith("megatron.core") and hasattr(module, "CheckpointWithoutOutput"):
             module.CheckpointWithoutOutput = CheckpointWithoutOutput  # type: ignore[attr-defined]
-
-
-def _adapt_inference() -> None:
-    """Generation across pipeline stages asserts that what it sends is on a GPU."""
-    from megatron.core.inference import communication_utils
-
-    communication_utils._is_cuda = lambda _tensor: None
 
 
 def _sum_gradient_norms_exactly() -> None:
@@ -224,19 +217,18 @@ def _place(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def _add_weight_gradients_inside_products() -> None:
-    """A CPU has no apex, whose kernel megatron-core's layers call for it (`gradient_accumulation_fusion`).
+    """Take the place of apex's kernel, which megatron-core's layers call for it (`gradient_accumulation_fusion`).
 
     Otherwise a gradient is made, rounded to the weights' type, and read again to be added.
     """
-    from megatron.core.tensor_parallel import layers
 
     def accumulate(x_nh: torch.Tensor, grad_no: torch.Tensor, sum_oh: torch.Tensor) -> None:
         add_product(sum_oh, grad_no, x_nh)
 
-    layers.fused_weight_gradient_mlp_cuda = types.SimpleNamespace(
-        wgrad_gemm_accum_fp32=accumulate, wgrad_gemm_accum_fp16=accumulate
-    )
-    layers._grad_accum_fusion_available = True
+    kernel: Any = types.ModuleType(FUSED_GRADIENT_KERNEL)
+    kernel.__spec__ = ModuleSpec(FUSED_GRADIENT_KERNEL, None)
+    kernel.wgrad_gemm_accum_fp32 = kernel.wgrad_gemm_accum_fp16 = accumulate
+    sys.modules[FUSED_GRADIENT_KERNEL] = kernel
 
 
 def _leave_the_compiler_out() -> None:

@@ -1,0 +1,253 @@
+"""What of megatron-core the package uses beyond its interface: every private name, and every name that it replaces.
+
+Both lists are complete (the sources are searched), and each entry is there, with the parameters that are relied on, in
+the megatron-core that is installed: a new version that renamed one fails here, by name, and not in a run.
+"""
+
+import ast
+import functools
+import importlib
+import inspect
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import megatron.core
+import pytest
+from packaging.version import Version
+
+ROOT = Path(__file__).parents[1] / "megatron_fanformer"
+INSTALLED = Version(megatron.core.__version__)
+STANDARD = {"_replace", "_asdict", "_exit"}  # methods of named tuples and os, whatever megatron-core calls so
+
+
+class Seam(NamedTuple):
+    """A name, and why there is no way around it."""
+
+    reason: str
+    parameters: tuple[str, ...] = ()
+    """Of a function: the names of its first ones."""
+    since: str = "0.16"
+
+
+PRIVATE = {
+    "distributed.param_and_grad_buffer._coalescing_manager": Seam(
+        "over gloo, GPU tensors go one bucket a call; torch's, by that name"
+    ),
+    "dist_checkpointing.strategies.filesystem_async._results_queue": Seam(
+        "the writer's results come by a file; megatron-core starts a server process"
+    ),
+    "models.common.embeddings.rope_utils._apply_rotary_pos_emb_bshd": Seam(
+        "a CPU turns pairs in one pass", ("t", "freqs", "rotary_interleaved")
+    ),
+    "models.common.embeddings.rope_utils._apply_rotary_pos_emb_thd": Seam(
+        "the same for packed sequences, all at once", ("t", "cu_seqlens", "freqs", "rotary_interleaved")
+    ),
+    "optimizer.distrib_optimizer.DistributedOptimizer._get_main_param_and_optimizer_states": Seam(
+        "main weights and states by weight, for checkpoints by global names", ("self", "model_param")
+    ),
+    "tensor_parallel.random._get_share_storage": Seam(
+        "it compiles an extension to put recomputed outputs in place", (), since="0.19"
+    ),
+    "tensor_parallel.random._set_cuda_rng_state": Seam(
+        "it queues the state for CUDA's start, which never comes on a CPU", ("new_state", "device", "graph_safe")
+    ),
+}
+REPLACED = {
+    "distributed.param_and_grad_buffer.dist_all_gather_func": Seam("a group of one rank copies nothing"),
+    "distributed.param_and_grad_buffer.dist_reduce_scatter_func": Seam("the same"),
+    "distributed.param_and_grad_buffer.shard_buffer": Seam(
+        "a simulated rank makes its own shard, not those of a thousand", ("buffer", "data_parallel_world_size")
+    ),
+    "optimizer.Adam": Seam("an optimizer of ours takes its place"),
+    "optimizer.USING_PYTORCH_OPTIMIZER": Seam("and is called as torch's are"),
+    "optimizer.clip_grads.l2_norm_impl": Seam("norms of large gradients are exact on a CPU"),
+    "optimizer.distrib_optimizer.Adam": Seam("as optimizer.Adam"),
+    "tensor_parallel.random.CheckpointWithoutOutput": Seam("without the Engine its `fp8` must be False, not None"),
+}
+
+
+def here(seams: dict[str, Seam]) -> list[Any]:
+    """The entries that the installed version has."""
+    return [pytest.param(name, seam, id=name) for name, seam in seams.items() if Version(seam.since) <= INSTALLED]
+
+
+@pytest.mark.parametrize(("name", "seam"), here({**PRIVATE, **REPLACED}))
+def test_each_is_what_it_was(name: str, seam: Seam) -> None:
+    assert seam.reason
+    original = source_of(name)
+    if seam.parameters:
+        assert original is not None, f"megatron-core {INSTALLED} has no function {name}: {seam.reason}"
+        names = [argument.arg for argument in (*original.args.posonlyargs, *original.args.args)]
+        assert tuple(names[: len(seam.parameters)]) == seam.parameters, (
+            f"{name} of megatron-core {INSTALLED} is another"
+        )
+    else:
+        assert has(name), f"megatron-core {INSTALLED} has no {name}: {seam.reason}"
+
+
+def has(name: str) -> bool:
+    owner, _, last = name.rpartition(".")
+    return hasattr(resolved(owner), last)
+
+
+def resolved(name: str) -> Any:
+    """A module, or a class in one."""
+    try:
+        return importlib.import_module(f"megatron.core.{name}")
+    except ModuleNotFoundError:
+        owner, _, last = name.rpartition(".")
+        return getattr(resolved(owner), last)
+
+
+def source_of(name: str) -> ast.FunctionDef | None:
+    """A function as megatron-core's source has it, whatever stands in its place here."""
+    owner, _, last = name.rpartition(".")
+    tree = ast.parse(Path(inspect.getsourcefile(resolved(owner)) or "").read_text())
+    return next((node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name == last), None)
+
+
+# -- the search
+
+
+def dotted(node: ast.AST, imported: dict[str, str]) -> str | None:
+    """The full name of an expression that begins with something imported."""
+    if isinstance(node, ast.Name):
+        return imported.get(node.id)
+    if isinstance(node, ast.Attribute) and (owner := dotted(node.value, imported)):
+        return f"{owner}.{node.attr}"
+    return None
+
+
+def imports_of(tree: ast.AST) -> dict[str, str]:
+    found = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            found |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.Import):
+            found |= {alias.asname: alias.name for alias in node.names if alias.asname}
+    return found
+
+
+@functools.cache
+def sources(root: Path = ROOT) -> list[ast.Module]:
+    return [ast.parse(path.read_text()) for path in sorted(root.rglob("*.py"))]
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
+
+
+@functools.cache
+def names_in_megatron() -> set[str]:
+    """All private functions and attributes of megatron-core."""
+    (folder,) = megatron.core.__path__
+    text = "\n".join(path.read_text() for path in Path(folder).rglob("*.py"))
+    return set(re.findall(r"(?:def |self\.)(_[a-z]\w*)", text)) - STANDARD
+
+
+def used_privates(root: Path = ROOT) -> Iterator[str]:
+    """Private names of megatron-core's modules, those that an object of its may have, and overridden methods."""
+    own = {name for tree in sources(root) for name in assigned(tree)}
+    for tree in sources(root):
+        imported = imports_of(tree)
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef) and is_of_megatron(node, imported):
+                methods = {
+                    each.name for each in node.body if isinstance(each, ast.FunctionDef) and is_private(each.name)
+                }
+                yield from (f"megatron.core.{name}" for name in methods & names_in_megatron())
+            if not isinstance(node, ast.Attribute | ast.Name | ast.ImportFrom):
+                continue
+            if isinstance(node, ast.ImportFrom):
+                names = [f"{node.module}.{alias.name}" for alias in node.names if is_private(alias.name)]
+                yield from (name for name in names if name.startswith("megatron.core"))
+                continue
+            name = dotted(node, imported)
+            if name and name.startswith("megatron.core") and is_private(name.rpartition(".")[2]):
+                yield name
+            elif not name and isinstance(node, ast.Attribute) and node.attr in names_in_megatron() - own:
+                yield f"megatron.core.{node.attr}"
+
+
+def is_of_megatron(node: ast.ClassDef, imported: dict[str, str]) -> bool:
+    bases = [dotted(base, imported) or "" for base in node.bases]
+    return node.name == "Stage" or any(base.startswith("megatron.core") for base in bases)
+
+
+def assigned(tree: ast.AST) -> Iterator[str]:
+    """Names of functions and of attributes that a file gives its own objects."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef):
+            yield node.name
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield node.attr
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            yield node.target.id
+
+
+def replaced_names(root: Path = ROOT) -> Iterator[str]:
+    """Names of megatron-core's modules that are assigned to, by statement, `setattr` or a patch."""
+    for tree in sources(root):
+        imported = imports_of(tree)
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+                name = dotted(node, imported)
+            elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("setattr", "mock.patch.object"):
+                owner, what = dotted(node.args[0], imported), node.args[1]
+                name = f"{owner}.{what.value}" if owner and isinstance(what, ast.Constant) else owner
+            else:
+                continue
+            if name and name.startswith("megatron.core"):
+                yield name
+
+
+def shortened(names: Iterator[str]) -> set[str]:
+    return {name.removeprefix("megatron.core.") for name in names}
+
+
+def test_no_other_private_name_is_used() -> None:
+    listed = {*PRIVATE, *(name.rpartition(".")[2] for name in PRIVATE)}  # of an object the last name is seen
+    used = shortened(used_privates())
+    assert used <= listed
+    assert {name.rpartition(".")[2] for name in used} == {name.rpartition(".")[2] for name in PRIVATE}
+
+
+def test_no_other_name_is_replaced() -> None:
+    in_a_loop = {"distributed.param_and_grad_buffer"}  # its two collectives
+    every_module_has_it = {"tensor_parallel.random.CheckpointWithoutOutput"}
+    found = shortened(replaced_names()) - in_a_loop - set(PRIVATE)
+    assert found == {name for name in REPLACED if not name.endswith(("_func", *every_module_has_it))}
+
+
+PLANTED = """
+from unittest import mock
+from megatron.core.optimizer import clip_grads
+from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel import layers
+from megatron.core.tensor_parallel.random import _get_cuda_rng_state
+
+class Model(GPTModel):
+    def _postprocess(self):
+        pass
+
+layers._initialize_affine_weight_gpu()
+optimizer._copy_main_params_to_model_params()
+clip_grads.multi_tensor_applier = None
+mock.patch.object(layers, "divide")
+"""
+
+
+def test_the_search_finds_what_is_planted(tmp_path: Path) -> None:
+    (tmp_path / "planted.py").write_text(PLANTED)
+    assert shortened(used_privates(tmp_path)) == {
+        "_postprocess",
+        "tensor_parallel.layers._initialize_affine_weight_gpu",
+        "_copy_main_params_to_model_params",
+        "tensor_parallel.random._get_cuda_rng_state",
+    }
+    assert shortened(replaced_names(tmp_path)) == {
+        "optimizer.clip_grads.multi_tensor_applier",
+        "tensor_parallel.layers.divide",
+    }
