@@ -11,7 +11,7 @@ import importlib
 import sys
 import types
 from collections.abc import Callable
-from importlib import metadata
+from contextlib import suppress
 from importlib.machinery import ModuleSpec
 from typing import Any
 
@@ -75,16 +75,26 @@ def _hide_cuda_extensions(extensions: tuple[str, ...]) -> None:
         sys.modules[extension] = None  # type: ignore[assignment]  # the import system's own mark for "not found"
 
 
-# What megatron-core 0.16 imports where it is there, and nothing here uses on a CPU: three quarters of its time, by FSDP
-# above all, which asks for torch's distributed tensors. (0.19 needs them all.)
+# What megatron-core imports where it is there, and nothing here uses on a CPU: most of its time, by FSDP above all,
+# which asks for torch's distributed tensors.
 _OPTIONAL = (
     "megatron.core.distributed.fsdp.src.megatron_fsdp",
     "torch.distributed._tensor",
     "torch.distributed.fsdp",
     "triton",
 )
-# Of these it has functions in any case, which it calls for FSDP's checkpoints and for NCCL's memory.
-_CALLED_SELDOM = ("megatron.core.transformer.fsdp_dtensor_checkpoint", "torch.utils.cpp_extension")
+# Of these it has functions and classes in any case, which it calls when it saves, and for FSDP, NCCL's memory, experts.
+_CALLED_SELDOM = (
+    "megatron.core.dist_checkpointing.strategies.torch",
+    "megatron.core.distributed.fsdp.src.megatron_fsdp.utils",
+    "megatron.core.transformer.fsdp_dtensor_checkpoint",
+    "megatron.core.transformer.moe.ops.paged_stash",
+    "torch.utils.cpp_extension",
+)
+
+
+# All of megatron-core that a model is built from; the second is there from 0.19 on.
+_BUILT_FROM = ("megatron.core.models.gpt.gpt_layer_specs", "megatron.core.models.hybrid.hybrid_model")
 
 
 def _import_megatron(with_engine: bool) -> None:
@@ -95,12 +105,14 @@ def _import_megatron(with_engine: bool) -> None:
     compile_ = torch.compile
     torch.compile = lambda function=None, **_: function if function else (lambda f: f)  # type: ignore
     hidden: dict[str, Any] = {"wandb": None}
-    if not with_engine and metadata.version("megatron-core").startswith("0.16."):
+    if not with_engine:
         hidden |= dict.fromkeys(_OPTIONAL) | {name: _imported_when_called(name) for name in _CALLED_SELDOM}
     hidden = {name: module for name, module in hidden.items() if name not in sys.modules}
     sys.modules.update(hidden)
     try:
-        importlib.import_module("megatron.core.models.gpt")  # with all of megatron-core that a model is built from
+        for name in _BUILT_FROM:
+            with suppress(ModuleNotFoundError):
+                importlib.import_module(name)
     finally:
         torch.compile = compile_
         for name in hidden:
@@ -108,15 +120,23 @@ def _import_megatron(with_engine: bool) -> None:
 
 
 def _imported_when_called(name: str) -> types.ModuleType:
-    """Stands for a module of which functions are imported, until one of them is called."""
+    """Return a stand-in for a module of which functions and classes are imported, until one of them is called."""
 
-    def function(attribute: str) -> Callable[..., Any]:
+    def attribute_of(attribute: str) -> Any:
         if attribute.startswith("__"):
             raise AttributeError(attribute)
-        return lambda *args, **kwargs: getattr(importlib.import_module(name), attribute)(*args, **kwargs)
+
+        class Kind(type):
+            def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+                return getattr(importlib.import_module(name), attribute)(*args, **kwargs)
+
+            def __instancecheck__(cls, instance: Any) -> bool:
+                return isinstance(instance, getattr(importlib.import_module(name), attribute))
+
+        return Kind(attribute, (), {})
 
     stand_in = types.ModuleType(name)
-    stand_in.__getattr__ = function  # type: ignore[method-assign]
+    stand_in.__getattr__ = attribute_of  # type: ignore[method-assign]
     return stand_in
 
 

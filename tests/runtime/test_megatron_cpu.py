@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-from importlib.metadata import version
 
 import pytest
 import torch
@@ -73,10 +72,6 @@ assert "torch._dynamo" not in sys.modules
     assert done.returncode == 0, done.stderr
 
 
-ON_0_16 = pytest.mark.skipif(not version("megatron-core").startswith("0.16."), reason="megatron-core 0.19 needs them")
-
-
-@ON_0_16
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("module", "needless", "later"),
@@ -101,7 +96,6 @@ import torch.distributed.fsdp, torch.utils.cpp_extension, megatron_fanformer.{la
     assert done.returncode == 0, done.stderr
 
 
-@ON_0_16
 def test_what_was_left_out_is_imported_when_it_is_called() -> None:
     from megatron.core import optimizer
 
