@@ -31,6 +31,7 @@ from torch.distributed.checkpoint.metadata import StorageMeta
 from torch.futures import Future
 
 from megatron_fanformer.checkpoint.data_files import EARLIER, Section, first_line, refuse_compressed, reporting_damage
+from megatron_fanformer.checkpoint.stored_files import common_values
 from megatron_fanformer.checkpoint.tensor_table import Table, tensors_of
 from megatron_fanformer.checkpoint.versions import UnreadableError
 from megatron_fanformer.checkpoint.writer import ResultsFile
@@ -44,6 +45,9 @@ if TYPE_CHECKING:
 _WRITER = (
     {"async_strategy": "mcore"} if "async_strategy" in inspect.signature(dist_checkpointing.save).parameters else {}
 )
+
+# 0.16 looks for `common.pt` alone, which 0.19 does not write.
+_HAS_COMMON_STRATEGY = "common_strategy" in inspect.signature(dist_checkpointing.load).parameters
 
 
 def prepare_save(sharded_state: dict[str, Any], folder: Path, strategy: Any, *, validate: bool) -> "AsyncRequest":
@@ -91,7 +95,21 @@ def load(
     _leave_out_what_is_unknown(table)
     with reporting_damage(folder, also=(CheckpointingException,)), _reporting_cause(folder), _reading_data_alone(table):
         wanted = _with_contiguous_data(sharded_state)
-        return dist_checkpointing.load(wanted, str(folder), sharded_strategy=strategy, strict="raise_unexpected")
+        common = {"common_strategy": _common_strategy(table)} if _HAS_COMMON_STRATEGY else {}
+        return dist_checkpointing.load(
+            wanted, str(folder), sharded_strategy=strategy, strict="raise_unexpected", **common
+        )
+
+
+def _common_strategy(table: Table) -> Any:
+    """Return how 0.16 loads what is the same on all ranks, wherever it is stored."""
+    from megatron.core.dist_checkpointing.strategies.common import TorchCommonLoadStrategy
+
+    class CommonValues(TorchCommonLoadStrategy):
+        def load_common(self, checkpoint_dir: str | Path) -> Any:
+            return common_values(Path(checkpoint_dir), table)[1]
+
+    return CommonValues()
 
 
 _PROPERTIES = {"dtype", "layout", "requires_grad", "memory_format", "pin_memory"}

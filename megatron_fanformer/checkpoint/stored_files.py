@@ -137,7 +137,7 @@ def saved_progress(checkpoint: Path, table: Table) -> SavedProgress | None:
     Raises:
         CorruptError: it cannot be read as data alone, or is not progress.
     """
-    file, common = _common_values(checkpoint, table)
+    file, common = common_values(checkpoint, table)
     progress = common.get("progress") if isinstance(common, dict) else common
     if isinstance(common, dict) and not progress:
         return None
@@ -148,8 +148,14 @@ def saved_progress(checkpoint: Path, table: Table) -> SavedProgress | None:
     return SavedProgress(step, samples, found.get("data"))
 
 
-def _common_values(checkpoint: Path, table: Table) -> tuple[str, Any]:
-    """Return the file that they are in, and the values."""
+def common_values(checkpoint: Path, table: Table) -> tuple[str, Any]:
+    """Return the file that the values which are the same on all ranks are in, and the values, as data alone.
+
+    megatron-core has them in `common.pt`, from 0.19 on among the tensors.
+
+    Raises:
+        CorruptError: they are missing, damaged, or more than data.
+    """
     place = common_state(table)
     if place is None:
         if not (checkpoint / COMMON).is_file():

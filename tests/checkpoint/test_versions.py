@@ -1,6 +1,7 @@
 """Checkpoints of other versions: what later ones add is left out, and what cannot be read is not called damaged."""
 
 import importlib.metadata
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,13 @@ from megatron_fanformer.checkpoint.tensor_table import Table, read_table, tensor
 from megatron_fanformer.checkpoint.versions import FILE, OtherVersions, UnreadableError, versions
 from megatron_fanformer.configuration import read_plain_values
 from megatron_fanformer.errors import CorruptError
+from megatron_fanformer.training.metrics import read_metrics
+from tests.checkpoint.version_samples import SAMPLES, STEP, run_values
 from tests.small_runs import small_run, write_tokens
 from tests.training.test_trainer import train
 
 RunOnRanks = Callable[..., list[Any]]
+SAME = 1e-5  # of a loss: the samples were written on a CPU with AVX-512, whose sums may be in another order
 
 
 @pytest.fixture
@@ -86,3 +90,21 @@ def test_without_a_manifest_it_may_be_damage(run_on_ranks: RunOnRanks, values: d
     (checkpoints(values) / store.checkpoint_name(2) / MANIFEST).unlink()
     for said, code in run_on_ranks(2, error_of_a_library_that_fails, values, UnreadableError):
         assert code == CorruptError.exit_code and "cannot be read: empty() got" in said
+
+
+@pytest.mark.parametrize("sample", [path.name for path in sorted(SAMPLES.iterdir())])
+def test_a_run_of_either_megatron_core_goes_on(sample: str, run_on_ranks: RunOnRanks, tmp_path: Path) -> None:
+    """From its weights, optimizer and place in the data, as a run does that never stopped."""
+    for name in ("whole", "resumed"):
+        (tmp_path / name).mkdir()
+    whole, resumed = (run_values(tmp_path / name, 2 * STEP) for name in ("whole", "resumed"))
+    run_on_ranks(1, train, whole)
+    shutil.copytree(SAMPLES / sample, checkpoints(resumed) / store.checkpoint_name(STEP))
+    run_on_ranks(1, train, resumed)
+    expected, found = ({m["step"]: m["loss"] for m in read_metrics(run_dir(values))} for values in (whole, resumed))
+    assert list(found) == [STEP + 1, 2 * STEP]
+    assert found == pytest.approx({step: expected[step] for step in found}, rel=SAME)
+
+
+def run_dir(values: dict[str, Any]) -> Path:
+    return Path(values["training"]["run_dir"])
