@@ -1,6 +1,9 @@
 # Everything a checkout needs; `make help` lists it. PYTHON names the interpreter that .venv is made from.
 
-PYTHON ?= python3
+# By default Python 3.12, which gets the newer megatron-core, where there is one.
+ifeq ($(origin PYTHON), undefined)
+PYTHON := $(shell python3.12 -c '' 2>/dev/null && echo python3.12 || echo python3)
+endif
 VENV := .venv
 BIN := $(VENV)/bin
 
