@@ -147,6 +147,7 @@ class _DatasetBuilder:
             seed=self._seed,
             vocab_size=self._vocab_size,
             samples=size,
+            cache=self._survey.cache,
         )
 
     def _of_both(self, blend: Blend, part: int, size: int | None) -> Any:

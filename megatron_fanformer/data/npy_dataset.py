@@ -1,10 +1,10 @@
 """Samples of the paper's .npy files, in the order in which the authors' own loader takes them.
 
 A sample is a run of seq_length tokens of one file, cut from its beginning on; a file's tail that is shorter than a
-sample is not used. Each epoch takes all samples of all files once, their numbers shuffled by NumPy's PCG64 seeded with
-seed + epoch.
+sample is not used. Each epoch takes all samples of all files once (`sample_order`).
 """
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,26 +13,17 @@ from torch import Tensor
 
 from megatron_fanformer.data.id_bounds import refuse_ids_read
 from megatron_fanformer.data.npy_files import NpyFile, whole_samples
-
-
-def epoch_order(samples: int, *, seed: int, epoch: int) -> np.ndarray:
-    """Return [samples] uint32: the numbers of all samples in an epoch's order. Epochs count from 0."""
-    order = np.arange(samples, dtype=np.uint32)
-    np.random.Generator(np.random.PCG64(seed + epoch)).shuffle(order)
-    return order
+from megatron_fanformer.data.sample_order import epoch_order
 
 
 class Epochs:
-    """The samples of a set, epoch after epoch: base of map-style datasets for a DataLoader.
+    """The samples of a set, epoch after epoch: base of map-style datasets for a DataLoader."""
 
-    An epoch's order is held in memory, 4 bytes per sample; forked loader processes share the first epoch's.
-    """
-
-    def __init__(self, epoch_samples: int, *, seed: int, samples: int | None) -> None:
-        """`samples` is the length, over as many epochs as it takes; None: one epoch."""
-        self.epoch_samples, self._seed = epoch_samples, seed
+    def __init__(self, epoch_samples: int, *, seed: int, samples: int | None, cache: Path | None = None) -> None:
+        """`samples` is the length, over as many epochs as it takes; None: one epoch. `cache`: see `epoch_order`."""
+        self.epoch_samples, self._seed, self._cache = epoch_samples, seed, cache
         self._length = epoch_samples if samples is None else samples
-        self._order: tuple[int, np.ndarray] | None = None
+        self._order: tuple[int, Any] | None = None
         self._order_of(0)
 
     def __len__(self) -> int:
@@ -48,10 +39,10 @@ class Epochs:
         epoch, position = divmod(int(index), self.epoch_samples)
         return int(self._order_of(epoch)[position])
 
-    def _order_of(self, epoch: int) -> np.ndarray:
+    def _order_of(self, epoch: int) -> Any:
         if self._order is None or self._order[0] != epoch:
             self._order = None  # before the next is computed: one at a time in memory
-            self._order = (epoch, epoch_order(self.epoch_samples, seed=self._seed, epoch=epoch))
+            self._order = (epoch, epoch_order(self.epoch_samples, seed=self._seed, epoch=epoch, cache=self._cache))
         return self._order[1]
 
 
@@ -59,13 +50,20 @@ class NpyDataset(Epochs):
     """Samples of .npy files in their order; sample n depends on them, seq_length and the seed alone."""
 
     def __init__(
-        self, files: list[NpyFile], *, seq_length: int, seed: int, vocab_size: int, samples: int | None = None
+        self,
+        files: list[NpyFile],
+        *,
+        seq_length: int,
+        seed: int,
+        vocab_size: int,
+        samples: int | None = None,
+        cache: Path | None = None,
     ) -> None:
         """See Epochs; ids are below `vocab_size`.
 
-        Raises InputError if the files hold no whole sample, or 2^32 of them or more.
+        Raises InputError if the files hold no whole sample, or `cache` cannot be written.
         """
-        super().__init__(whole_samples(files, seq_length), seed=seed, samples=samples)
+        super().__init__(whole_samples(files, seq_length), seed=seed, samples=samples, cache=cache)
         self.files, self.seq_length = files, seq_length
         self._vocab_size = vocab_size
         self._ends = np.cumsum([file.tokens // seq_length for file in files], dtype=np.int64)

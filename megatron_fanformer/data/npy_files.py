@@ -21,8 +21,6 @@ SUFFIX = ".npy"
 NUMPY_MAGIC = b"\x93NUMPY"
 # The types of files with a manifest; what `prepare` writes.
 MANIFEST_TYPES = ("uint16", "uint32", "int32")
-# Samples of one epoch: their numbers are shuffled as uint32, which the order depends on.
-MOST_SAMPLES = 1 << 32
 
 
 def npy_prefix(path: str) -> str:
@@ -103,13 +101,10 @@ def check_npy_ids(files: Iterable[NpyFile], vocab_size: int, *, cache: Path | No
 
 
 def whole_samples(files: Sequence[NpyFile], seq_length: int) -> int:
-    """Return the samples of one epoch, each a run of tokens of one file. Raises InputError if there is none, or
-    2^32.
-    """
+    """Return the samples of one epoch, each a run of tokens of one file. Raises InputError if there is none."""
     samples = sum(file.tokens // seq_length for file in files)
-    if not 0 < samples < MOST_SAMPLES:
+    if not samples:
         raise InputError(
-            f"{len(files)} .npy files hold {samples} whole samples of {seq_length} tokens, there must be"
-            " at least 1 and fewer than 2^32; change the files or model.seq_length"
+            f"{len(files)} .npy files hold no whole sample of {seq_length} tokens; change the files or model.seq_length"
         )
     return samples

@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from megatron_fanformer.data.batches import micro_batches
-from megatron_fanformer.data.npy_dataset import NpyDataset, epoch_order
+from megatron_fanformer.data.npy_dataset import NpyDataset
 from megatron_fanformer.data.npy_files import open_npy_files
+from megatron_fanformer.data.sample_order import epoch_order
 from tests.data.token_making import VOCAB_SIZE, write_npy
 
 SEQ_LENGTH = 8

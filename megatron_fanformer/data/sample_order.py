@@ -1,0 +1,133 @@
+"""The order in which an epoch takes the samples of a set: all of them once.
+
+Up to 2^32 samples it is NumPy's PCG64 shuffle of their numbers, seeded with seed + epoch, which is the order of the
+authors' own loader. A large one is stored once, in the folder of the index cache, and read an entry at a time: all
+ranks of a node have it in the same pages of the system's cache, and not in memory of their own. Beyond 2^32, where a
+shuffle would take tens of minutes and 40 GB, each entry is computed when it is needed, by a keyed permutation.
+"""
+
+import logging
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron_fanformer.data.live_files import StoredArray, block_sums_of_file
+from megatron_fanformer.durable_files import publish, take_lock, temporary_name
+from megatron_fanformer.errors import InputError
+
+logger = logging.getLogger(__name__)
+
+MOST_SHUFFLED = 1 << 32
+LEAST_STORED = 1 << 24  # samples: 64 MiB a rank
+ROUNDS = 6
+MASK_64 = (1 << 64) - 1
+
+
+def shuffled(samples: int, *, seed: int, epoch: int) -> np.ndarray:
+    """Return [samples] uint32: the numbers of all samples in an epoch's order. Epochs count from 0."""
+    order = np.arange(samples, dtype=np.uint32)
+    np.random.Generator(np.random.PCG64(seed + epoch)).shuffle(order)
+    return order
+
+
+def epoch_order(samples: int, *, seed: int, epoch: int, cache: Path | None = None) -> Any:
+    """Return the numbers of all samples in an epoch's order. Epochs count from 0.
+
+    Args:
+        cache: folder in which a large one is stored; None: it is made in memory.
+
+    Raises:
+        InputError: the folder cannot be written.
+        CorruptError: the stored one cannot be read.
+    """
+    if samples > MOST_SHUFFLED:
+        return KeyedPermutation(samples, seed=seed + epoch)
+    if cache is None or samples < LEAST_STORED:
+        return shuffled(samples, seed=seed, epoch=epoch)
+    return _stored(samples, seed=seed, epoch=epoch, cache=cache)
+
+
+def _stored(samples: int, *, seed: int, epoch: int, cache: Path) -> StoredArray:
+    """Return the shuffle in its folder, which is named by all that decides it."""
+    folder = cache / "orders" / f"{samples}-{seed + epoch}"
+    path, sums_path = folder / "order.npy", folder / "sums.npy"
+    try:
+        if not sums_path.exists():  # the last to be written
+            folder.mkdir(parents=True, exist_ok=True)
+            with _lock(folder):
+                if not sums_path.exists():
+                    logger.info("storing the order of %d samples in %s", samples, folder)
+                    _write(path, shuffled(samples, seed=seed, epoch=epoch))
+                    _write(sums_path, block_sums_of_file(path))
+        return StoredArray(np.load(path, mmap_mode="r"), np.load(sums_path))
+    except OSError as error:
+        raise InputError(
+            f"the order of samples cannot be stored in {folder} ({error.strerror}); set data.cache_path to a folder "
+            f"with {4 * samples / 1e9:.2g} GB"
+        ) from error
+
+
+@contextmanager
+def _lock(folder: Path) -> Iterator[None]:
+    """Let one process of a node make it, while the others wait. (Where there are no locks, several make the same.)"""
+    lock = take_lock(folder / ".lock", wait=True)
+    assert lock is not None
+    try:
+        yield
+    finally:
+        os.close(lock)
+
+
+def _write(path: Path, array: np.ndarray) -> None:
+    """Write an array without a copy of it in memory; it has its name when it is whole."""
+    partial = temporary_name(path)
+    try:
+        partial.unlink(missing_ok=True)
+        with partial.open("xb") as stream:
+            np.save(stream, array)
+        publish(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+class KeyedPermutation(Sequence[int]):
+    """The numbers 0 to samples - 1 in an order that a seed decides, each computed by itself.
+
+    It is a Feistel network over the smallest even number of bits that holds them, whose values beyond the last sample
+    are permuted on until one is below it (cycle walking): at most four times on average. Source: Black and Rogaway,
+    "Ciphers with Arbitrary Finite Domains", 2002.
+    """
+
+    def __init__(self, samples: int, *, seed: int) -> None:
+        self._samples = samples
+        self._half = max(1, ((samples - 1).bit_length() + 1) // 2)
+        self._keys = [int(key) for key in np.random.PCG64(seed).random_raw(ROUNDS)]
+
+    def __len__(self) -> int:
+        return self._samples
+
+    def __getitem__(self, position: int) -> int:  # type: ignore[override]  # no slices
+        if not 0 <= position < self._samples:
+            raise IndexError(position)
+        value = self._permuted(int(position))
+        while value >= self._samples:
+            value = self._permuted(value)
+        return value
+
+    def _permuted(self, value: int) -> int:
+        half, mask = self._half, (1 << self._half) - 1
+        left, right = value >> half, value & mask
+        for key in self._keys:
+            left, right = right, left ^ (_mixed(right ^ key) & mask)
+        return left << half | right
+
+
+def _mixed(value: int) -> int:
+    """Return 64 bits that depend on all bits of a value: the finalizer of splitmix64 (Steele, Lea and Flood, 2014)."""
+    value = (value ^ value >> 30) * 0xBF58476D1CE4E5B9 & MASK_64
+    value = (value ^ value >> 27) * 0x94D049BB133111EB & MASK_64
+    return value ^ value >> 31
