@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
+FUSED_GRADIENT_KERNEL = "fused_weight_gradient_mlp_cuda"
+"""Module of apex's kernel, which adds a weight's gradient into its buffer inside the product."""
 # Factories that megatron-core calls with device="cuda", device=torch.cuda.current_device() or pin_memory=True:
 # optimizer scales, gradient norms, schedules, inference buffers, the exchange of loaded tensors.
 FACTORIES = ("arange", "empty", "empty_like", "full", "ones", "rand", "randn", "tensor", "zeros", "zeros_like")

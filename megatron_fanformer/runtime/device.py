@@ -18,13 +18,12 @@ from typing import TYPE_CHECKING, Literal
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.processes import usable_cores
 from megatron_fanformer.runtime.config import DeviceKind
+from megatron_fanformer.runtime.cuda_on_cpu import FUSED_GRADIENT_KERNEL
 
 if TYPE_CHECKING:
     import torch
 
 VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
-FUSED_GRADIENT_KERNEL = "fused_weight_gradient_mlp_cuda"
-"""Module of apex's kernel, which adds a weight's gradient into its buffer inside the product."""
 NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 
 

@@ -21,7 +21,7 @@ from megatron_fanformer.ops.element_wise import rotate
 from megatron_fanformer.ops.norms import norm
 from megatron_fanformer.ops.products import add_product
 from megatron_fanformer.runtime import cpu_collectives, cuda_on_cpu
-from megatron_fanformer.runtime.device import FUSED_GRADIENT_KERNEL
+from megatron_fanformer.runtime.cuda_on_cpu import FUSED_GRADIENT_KERNEL
 
 _installed = False
 
