@@ -213,7 +213,22 @@ class RemoteRun:
             raise OSError(str(error)) from error
         for name in RECORDS:
             if (record := checkpoint.parent.parent / name).is_file():
-                self._send(record, f"{self._root}/{name}", advance)
+                self._send_record(record, f"{self._root}/{name}", advance)
+
+    def _send_record(self, record: Path, path: str, advance: Callable[[], None]) -> None:
+        """Replace one of `RECORDS` as a whole: earlier checkpoints need it until then."""
+        size, found = record.stat().st_size, 0  # a run goes on writing
+        self._send(record, f"{path}.tmp", advance)
+        with self._files.open(f"{path}.tmp", "rb", block_size=READ_BYTES) as stream, record.open("rb") as own:
+            for piece in _pieces(stream, advance):
+                found += len(piece)
+                if own.read(len(piece)) != piece:
+                    break
+            else:
+                if found >= size:
+                    self._files.mv(f"{path}.tmp", path)
+                    return
+        raise OSError(f"{record.name} was written, and another one read back")
 
     def _send(self, file: Path, path: str, advance: Callable[[], None]) -> None:
         from fsspec.callbacks import Callback

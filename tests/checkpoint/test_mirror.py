@@ -58,8 +58,10 @@ def test_whatever_call_fails_nothing_looks_whole_that_is_not(kind: str, failing:
     """Each call of a copy that replaces one of the same name, with other contents, and then removes the one before."""
     run, folder = tmp_path / "run", tmp_path / "there"
     before, replaced = save(run, 1), save(run, 2, b"of a run that was rewound")
+    (run / store.METRICS).write_text("one\n" * 1000)
     for checkpoint in (before, replaced):
         RemoteRun(failing).copy(checkpoint, keep=None)
+    (run / store.METRICS).write_text("one\n" * 1001)
     shutil.copytree(folder, tmp_path / "as before")
     newest, failed = save(run, 2), 0
     FailingFiles.kind = kind
@@ -74,6 +76,7 @@ def test_whatever_call_fails_nothing_looks_whole_that_is_not(kind: str, failing:
             failed += 1
         FailingFiles.target = 0
         assert there(folder)
+        assert (folder / store.METRICS).read_text() in ("one\n" * 1000, "one\n" * 1001)
         RemoteRun(failing).copy(newest, keep=1)
         assert there(folder) == step_names(2)
         assert RemoteRun(failing).holds(newest.name, (newest / MANIFEST).read_bytes())
