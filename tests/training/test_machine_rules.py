@@ -1,5 +1,6 @@
 """What a configuration asks of a machine that has no GPU: refused with the rule and the remedy."""
 
+import sys
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from megatron_fanformer.model.dtypes import DTYPES
 from megatron_fanformer.model.kernels import KernelsConfig
 from megatron_fanformer.model.layout_rules import graph_problems
 from megatron_fanformer.runtime import device
+from megatron_fanformer.runtime.cuda_on_cpu import FUSED_GRADIENT_KERNEL
 from megatron_fanformer.runtime.layout import ParallelConfig
 from megatron_fanformer.training.machine_rules import backend_problems, engine_problems, kernel_problems
 from tests.tiny import tiny_model
@@ -40,6 +42,7 @@ def test_fused_gradients_are_the_engines_or_apexs(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(device, "has_transformer_engine", lambda: True)
+    monkeypatch.delitem(sys.modules, FUSED_GRADIENT_KERNEL)  # what stands in for apex's on a CPU
     kernels = KernelsConfig(gradient_accumulation_fusion=True, transformer_impl=transformer_impl)
     assert len(list(kernel_problems(kernels))) == count
 

@@ -250,7 +250,7 @@ def test_a_launched_rank_goes_by_what_its_launcher_found(tmp_path: Path, monkeyp
 
 @pytest.mark.parametrize(
     ("name", "split", "said"),
-    [("few.npy", None, "hold 0 whole samples of 16"), ("tokens", "99,1,0", "none is left for validation")],
+    [("few.npy", None, "hold no whole sample of 16"), ("tokens", "99,1,0", "none is left for validation")],
 )
 def test_data_too_few_are_refused_before_anything_starts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, split: str | None, said: str
