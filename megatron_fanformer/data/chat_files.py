@@ -9,6 +9,7 @@ A mask has 1 where a token is learned: where it is a label with a loss, whatever
 has NumPy's header. Files are read, not mapped: one that is cut off during a run is an error with a name.
 """
 
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from megatron_fanformer.data.id_bounds import refuse_ids_outside
-from megatron_fanformer.data.live_files import read_values
+from megatron_fanformer.data.live_files import LiveFile
 from megatron_fanformer.data.manifest import manifest_path, read_any_manifest, token_files_record
 from megatron_fanformer.data.token_files import bin_path, idx_path, read_index
 from megatron_fanformer.errors import CorruptError, InputError
@@ -53,12 +54,20 @@ class ChatFiles:
                 nothing is learned, which `prepare --chat` never writes.
         """
         start, count = int(self.starts[number]), int(self.lengths[number])
-        ids = read_values(self.ids_path, self.dtype, start, count)
-        mask = read_values(self.mask_path, np.dtype(np.uint8), start, count)
+        ids = self._ids.values(self.dtype, start, count)
+        mask = self._mask.values(np.dtype(np.uint8), start, count)
         if not count or mask.max() != 1:
             what = f"holds {mask.max()}, not 0 or 1," if mask.any() else "has no learned token"
             raise CorruptError(f"{self.mask_path} {what} in conversation {number}; copy or prepare it again")
         return ids.astype(np.int64), mask.astype(bool)
+
+    @functools.cached_property
+    def _ids(self) -> LiveFile:
+        return LiveFile(self.ids_path)
+
+    @functools.cached_property
+    def _mask(self) -> LiveFile:
+        return LiveFile(self.mask_path)
 
     def check_ids(self, vocab_size: int, *, cache: Path | None = None) -> None:
         """Raise InputError if an id is outside [0, vocab_size); `cache`: see `data/id_bounds.py`."""

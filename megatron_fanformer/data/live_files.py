@@ -6,6 +6,7 @@ noticed. Here files are read, and whatever says where tokens are is held against
 file was checked, a sum for each block.
 """
 
+import itertools
 import os
 import weakref
 from pathlib import Path
@@ -14,28 +15,32 @@ from typing import Any
 import numpy as np
 from isal import isal_zlib
 
+from megatron_fanformer.data.open_files import OPEN
 from megatron_fanformer.errors import CorruptError
 
+_NUMBERS = itertools.count()
 BLOCK_BYTES = 1024
 """Size of a block with its own sum: a small part of what a disk reads at once; the sum is 4 bytes in memory."""
 READ_BYTES = 1 << 22
 
 
 class LiveFile:
-    """A file that is kept open, also in the loader processes that a rank forks: they share no position in it.
+    """A file that stays the one it was when this was made: kept open while there are descriptors, and known again.
 
     Raises:
         CorruptError: it cannot be opened.
+        InputError: there is no descriptor left.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._key = next(_NUMBERS)
         try:
-            self._descriptor = os.open(path, os.O_RDONLY)
-            self.size = os.fstat(self._descriptor).st_size
+            found = os.fstat(OPEN.of(self._key, path)[0])
         except OSError as error:
             raise self._unreadable(error) from error
-        weakref.finalize(self, os.close, self._descriptor)
+        self.size, self._place = found.st_size, (found.st_dev, found.st_ino)
+        weakref.finalize(self, OPEN.close, self._key)
 
     def read(self, count: int, offset: int) -> bytes:
         """Read `count` bytes from byte `offset` on.
@@ -44,14 +49,30 @@ class LiveFile:
             CorruptError: the file has become shorter, or cannot be read.
         """
         try:
-            content = os.pread(self._descriptor, count, offset)
+            descriptor, is_new = OPEN.of(self._key, self.path)
+            if is_new:
+                found = os.fstat(descriptor)
+                if (found.st_dev, found.st_ino) != self._place:
+                    raise CorruptError(f"{self.path} is another file than when the run began; put it back and resume")
+            content = os.pread(descriptor, count, offset)
             while len(content) < count:  # the end of the file, or of what a file system returns at a time
-                if not (more := os.pread(self._descriptor, count - len(content), offset + len(content))):
+                if not (more := os.pread(descriptor, count - len(content), offset + len(content))):
                     raise CorruptError(f"{self.path} has become shorter since the run began; copy it again and resume")
                 content += more
         except OSError as error:
             raise self._unreadable(error) from error
         return content
+
+    def values(self, dtype: np.dtype[Any], first: int, count: int) -> np.ndarray:
+        """Return [count] values from number `first` on, of a file that holds nothing else.
+
+        Raises:
+            CorruptError: as `read`.
+        """
+        return np.frombuffer(self.read(count * dtype.itemsize, first * dtype.itemsize), dtype)
+
+    def __reduce__(self) -> Any:
+        return LiveFile, (self.path,)
 
     def _unreadable(self, error: OSError) -> CorruptError:
         return CorruptError(f"{self.path} cannot be read ({error.strerror}); copy it again and resume")
@@ -122,19 +143,6 @@ class StoredArray:
             raise IndexError(number)
         content = self._file.read(self._entry_bytes, self._first + int(number) * self._entry_bytes)
         return np.frombuffer(content, self.dtype).reshape(self.shape[1:])[()]
-
-
-def read_values(path: Path, dtype: np.dtype[Any], first: int, count: int) -> np.ndarray:
-    """Return [count] values from number `first` on, out of a file that holds nothing else and is opened for this.
-
-    Raises:
-        CorruptError: the file has become shorter.
-    """
-    # Not a memory map: it would keep thousands of files open, and the process would not survive a truncated file.
-    values = np.fromfile(path, dtype, count, offset=first * dtype.itemsize)
-    if len(values) < count:
-        raise CorruptError(f"{path} has become shorter since the run began; copy it again and resume")
-    return values
 
 
 def block_sums(content: bytes) -> np.ndarray:

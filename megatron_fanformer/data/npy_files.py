@@ -3,6 +3,7 @@
 They are read in place, without a copy.
 """
 
+import functools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any, Literal
 import numpy as np
 
 from megatron_fanformer.data.id_bounds import refuse_ids_outside
-from megatron_fanformer.data.live_files import read_values
+from megatron_fanformer.data.live_files import LiveFile
 from megatron_fanformer.data.manifest import manifest_path, read_any_manifest, token_files_record
 from megatron_fanformer.errors import CorruptError, InputError
 
@@ -40,7 +41,11 @@ class NpyFile:
 
     def read(self, first: int, count: int) -> np.ndarray:
         """Return [count] tokens from number `first` on. Raises CorruptError if the file has become shorter."""
-        return read_values(Path(self.path), self.dtype, first, count)
+        return self._live.values(self.dtype, first, count)
+
+    @functools.cached_property
+    def _live(self) -> LiveFile:
+        return LiveFile(Path(self.path))
 
 
 def open_npy_files(paths: Iterable[str], dtype: NpyType) -> list[NpyFile]:
