@@ -1,15 +1,20 @@
 """The ids of token files, checked against the vocabulary: the file's smallest and largest, and those that are read.
 
-A manifest records the largest one. Without a manifest, a file is read from end to end; since that may take an hour
-for the tokens of a large run, what was found in a large file is remembered in the index cache, as long as its size and
-modification time stay the same. Neither a manifest nor such a note notices a file that was overwritten since; so the
-ids of each sample are checked again where they are read, and still in the processor's cache.
+A manifest records the largest one. Without a manifest, a file is read from end to end, several files at once; since
+that may take an hour for the tokens of a large run, it is logged how far it is, and what was found in a large file is
+remembered in the index cache, as long as its size and modification time stay the same. Neither a manifest nor such a
+note notices a file that was overwritten since; so the ids of each sample are checked again where they are read, and
+still in the processor's cache.
 """
 
 import hashlib
 import json
 import logging
-from collections.abc import Callable
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -17,28 +22,41 @@ import numpy as np
 
 from megatron_fanformer.durable_files import write_atomically
 from megatron_fanformer.errors import CorruptError, InputError
+from megatron_fanformer.processes import usable_cores
+
+Advance = Callable[[int], None]
 
 logger = logging.getLogger(__name__)
 
 UNSIGNED = {size: np.dtype(f"u{size}") for size in (2, 4, 8)}
-SCAN_TOKENS = 1 << 24
+SCAN_TOKENS = 1 << 22
+MOST_THREADS = 8
+SAID_SECONDS = 15.0
 # Smaller files are read in a fraction of a second: not worth a note.
 REMEMBERED_BYTES = 1 << 28
 
 
 def refuse_ids_outside(
-    vocab_size: int, name: str, file: Path, dtype: np.dtype[Any], *, largest: int | None, cache: Path | None
+    vocab_size: int,
+    name: str,
+    file: Path,
+    dtype: np.dtype[Any],
+    *,
+    largest: int | None,
+    cache: Path | None,
+    advance: Advance = lambda _bytes: None,
 ) -> None:
     """Raise InputError, naming `name`, if a file of token ids holds one outside [0, vocab_size).
 
-    `largest` is what a manifest says; if it is None, the file is read, unless its type can hold no such id.
+    `largest` is what a manifest says; if it is None, the file is read, unless its type can hold no such id. `advance`
+    is called with the bytes of each part that was read.
     """
     smallest = 0
     if largest is None:
         limits = np.iinfo(dtype)
         smallest, largest = int(limits.min), int(limits.max)
         if smallest < 0 or largest >= vocab_size:
-            smallest, largest = _remembered_bounds(file, dtype, cache)
+            smallest, largest = _remembered_bounds(file, dtype, cache, advance)
     wrong = smallest if smallest < 0 else largest
     if not 0 <= wrong < vocab_size:
         raise InputError(
@@ -73,26 +91,72 @@ def refuse_ids_read(
     )
 
 
-def _remembered_bounds(file: Path, dtype: np.dtype[Any], cache: Path | None) -> tuple[int, int]:
+def _remembered_bounds(file: Path, dtype: np.dtype[Any], cache: Path | None, advance: Advance) -> tuple[int, int]:
     stat = file.stat()
     if cache is None or stat.st_size < REMEMBERED_BYTES:
-        return _read_bounds(file, dtype)
+        return _read_bounds(file, dtype, advance)
     identity = f"{file.absolute()} {stat.st_size} {stat.st_mtime_ns} {dtype.str}"
     note = cache / "ids" / (hashlib.sha256(identity.encode()).hexdigest()[:32] + ".json")
     bounds = _read_note(note, identity)
     if bounds is None:
-        logger.info("%s has no manifest: reading its %.1f GB for the largest token id", file, stat.st_size / 1e9)
-        bounds = _read_bounds(file, dtype)
+        bounds = _read_bounds(file, dtype, advance)
         _write_note(note, {"file": identity, "smallest": bounds[0], "largest": bounds[1]})
+    else:
+        advance(stat.st_size)
     return bounds
 
 
-def _read_bounds(file: Path, dtype: np.dtype[Any]) -> tuple[int, int]:
+def _read_bounds(file: Path, dtype: np.dtype[Any], advance: Advance) -> tuple[int, int]:
     smallest, largest = 0, 0
     with file.open("rb") as stream:
         while len(block := np.fromfile(stream, dtype=dtype, count=SCAN_TOKENS)):
-            smallest, largest = min(smallest, int(block.min())), max(largest, int(block.max()))
+            largest = max(largest, int(block.max()))
+            if dtype.kind == "i":
+                smallest = min(smallest, int(block.min()))
+            advance(block.nbytes)
     return smallest, largest
+
+
+# -- many files
+
+
+class Scan:
+    """Checks of files, several at once, with a line now and then that says how far they are.
+
+    Args:
+        total_bytes: that they may read.
+    """
+
+    def __init__(self, total_bytes: int) -> None:
+        self._total, self._done = total_bytes, 0
+        self._started = self._said = time.monotonic()
+        self._lock = threading.Lock()
+
+    def run(self, checks: Sequence[Callable[..., None]]) -> None:
+        """Run all of them, each given an `advance`; raises what the first one raises that fails."""
+        with ThreadPoolExecutor(min(usable_cores(), MOST_THREADS)) as threads:  # NumPy lets others run
+            waiting = [threads.submit(check, advance=self._advance) for check in checks]
+            try:
+                for done in waiting:
+                    done.result()
+            finally:
+                for left in waiting:
+                    left.cancel()
+
+    def _advance(self, read_bytes: int) -> None:
+        with self._lock:
+            self._done += read_bytes
+            now = time.monotonic()
+            if now - self._said < SAID_SECONDS:
+                return
+            self._said = now
+            left = (now - self._started) * max(0, self._total - self._done) / self._done
+            logger.info(
+                "reading token files without a manifest for their largest id: %.0f%% of %.0f GB, %s left",
+                100 * self._done / self._total,
+                self._total / 1e9,
+                timedelta(seconds=int(left)),
+            )
 
 
 def _read_note(note: Path, identity: str) -> tuple[int, int] | None:

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from megatron_fanformer.data.id_bounds import refuse_ids_outside
+from megatron_fanformer.data.id_bounds import Advance, refuse_ids_outside
 from megatron_fanformer.data.live_files import LiveFile
 from megatron_fanformer.data.manifest import manifest_path, read_any_manifest, token_files_record
 from megatron_fanformer.errors import CorruptError, InputError
@@ -96,13 +96,22 @@ def _by_manifest(path: str, size: int) -> tuple[str, int] | None:
     return dtype, record.max_token_id
 
 
-def check_npy_ids(files: Iterable[NpyFile], vocab_size: int, *, cache: Path | None = None) -> None:
+def check_npy_ids(
+    file: NpyFile, vocab_size: int, *, cache: Path | None = None, advance: Advance = lambda _bytes: None
+) -> None:
     """Raise InputError for a file that holds an id outside [0, vocab_size).
 
     One without a manifest is read completely, and what is found in a large one is remembered in the folder `cache`.
     """
-    for file in files:
-        refuse_ids_outside(vocab_size, file.path, Path(file.path), file.dtype, largest=file.max_token_id, cache=cache)
+    refuse_ids_outside(
+        vocab_size,
+        file.path,
+        Path(file.path),
+        file.dtype,
+        largest=file.max_token_id,
+        cache=cache,
+        advance=advance,
+    )
 
 
 def whole_samples(files: Sequence[NpyFile], seq_length: int) -> int:

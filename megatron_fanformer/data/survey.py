@@ -7,13 +7,16 @@ found here is small, and is sent to all of them; beyond it they only map the fil
 import logging
 import time
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from megatron_fanformer.data.blends import Blend, Source, split_bounds
 from megatron_fanformer.data.chat_files import open_chats
 from megatron_fanformer.data.chat_template import ChatTemplate
 from megatron_fanformer.data.config import DataConfig
+from megatron_fanformer.data.id_bounds import Scan
 from megatron_fanformer.data.manifest import manifest_path, read_any_manifest
 from megatron_fanformer.data.npy_files import NpyFile, check_npy_ids, open_npy_files
 from megatron_fanformer.data.token_files import TokenIndex, check_index_ids, read_index
@@ -89,15 +92,23 @@ def survey_data(config: DataConfig, vocab_size: int | None = None) -> DataSurvey
         if source.is_npy:
             files = open_npy_files(source.paths, config.npy_dtype)
             survey.npy_files.update({file.path: file for file in files})
-            if vocab_size is not None:
-                check_npy_ids(files, vocab_size, cache=cache)
             continue
         (prefix,) = source.paths
         survey.pairs[prefix] = read_index(prefix, bounds)
-        if vocab_size is not None:
-            check_index_ids(survey.pairs[prefix], vocab_size, cache=cache)
+    if vocab_size is not None:
+        _check_ids(survey, vocab_size)
     _log_survey(survey, time.monotonic() - started)
     return survey
+
+
+def _check_ids(survey: DataSurvey, vocab_size: int) -> None:
+    pairs, files = survey.pairs.values(), survey.npy_files.values()
+    checks: list[Callable[..., None]] = [
+        *(partial(check_index_ids, pair, vocab_size, cache=survey.cache) for pair in pairs),
+        *(partial(check_npy_ids, file, vocab_size, cache=survey.cache) for file in files),
+    ]
+    unsaid = [file.tokens * file.dtype.itemsize for file in files if file.max_token_id is None]
+    Scan(sum(unsaid, sum(pair.tokens * pair.dtype.itemsize for pair in pairs))).run(checks)
 
 
 def _end_of_text_id(config: DataConfig) -> int:

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_fanformer.data.id_bounds import refuse_ids_outside, refuse_ids_read
+from megatron_fanformer.data.id_bounds import Advance, refuse_ids_outside, refuse_ids_read
 from megatron_fanformer.data.live_files import LiveFile, SummedFile, block_sums
 from megatron_fanformer.data.manifest import token_files_record
 from megatron_fanformer.errors import CorruptError, InputError
@@ -263,7 +263,9 @@ def _check_documents(bounds: _Array, sequences: int) -> None:
             raise _corrupt(bounds.path, f"document bound {number} is {bounds[number]}, after {bounds[number - 1]}")
 
 
-def check_index_ids(index: TokenIndex, vocab_size: int, *, cache: Path | None = None) -> None:
+def check_index_ids(
+    index: TokenIndex, vocab_size: int, *, cache: Path | None = None, advance: Advance = lambda _bytes: None
+) -> None:
     """Raise InputError for a pair that holds an id outside [0, vocab_size).
 
     The manifest is trusted if it records this .bin file's size; otherwise all tokens are read, and what is found in a
@@ -273,7 +275,8 @@ def check_index_ids(index: TokenIndex, vocab_size: int, *, cache: Path | None = 
     said = record.files.get(".bin") if record is not None else None
     is_of_this = said is not None and said.bytes == index.tokens * index.dtype.itemsize
     largest = record.max_token_id if record is not None and is_of_this else None
-    refuse_ids_outside(vocab_size, index.prefix, bin_path(index.prefix), index.dtype, largest=largest, cache=cache)
+    path = bin_path(index.prefix)
+    refuse_ids_outside(vocab_size, index.prefix, path, index.dtype, largest=largest, cache=cache, advance=advance)
 
 
 # -- reading while a run goes on

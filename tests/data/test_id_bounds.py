@@ -1,3 +1,5 @@
+import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -5,7 +7,7 @@ import numpy as np
 import pytest
 
 from megatron_fanformer.data import id_bounds
-from megatron_fanformer.data.id_bounds import refuse_ids_outside
+from megatron_fanformer.data.id_bounds import Scan, refuse_ids_outside
 from megatron_fanformer.errors import InputError
 
 UINT16 = np.dtype("<u2")
@@ -19,9 +21,9 @@ def read_files(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     monkeypatch.setattr(id_bounds, "REMEMBERED_BYTES", 0)
     monkeypatch.setattr(id_bounds, "SCAN_TOKENS", 4)
 
-    def noted(file: Path, dtype: np.dtype[Any]) -> tuple[int, int]:
+    def noted(file: Path, *others: Any) -> tuple[int, int]:
         read.append(file)
-        return original(file, dtype)
+        return original(file, *others)
 
     monkeypatch.setattr(id_bounds, "_read_bounds", noted)
     return read
@@ -69,3 +71,27 @@ def test_a_manifests_word_and_a_type_without_such_ids_spare_the_reading(file: Pa
     check(file, 100, largest=70)
     check(file, 65_536)
     assert read_files == []
+
+
+def test_several_files_are_read_and_the_first_that_is_wrong_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(id_bounds, "SAID_SECONDS", 0.0)
+    caplog.set_level("INFO")
+    files = [tmp_path / f"{number}.npy" for number in range(12)]
+    for number, file in enumerate(files):
+        np.full(6, 100 + number, UINT16).tofile(file)
+
+    def scan(vocab_size: int) -> None:
+        options = {"largest": None, "cache": None}
+        Scan(12 * 12).run(
+            [partial(refuse_ids_outside, vocab_size, file.name, file, UINT16, **options) for file in files]
+        )
+
+    scan(112)
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == 24  # two parts of each
+    shares = [int(re.search(r"id: (\d+)% of 0 GB, 0:00:00 left$", line)[1]) for line in said]  # type: ignore[index]
+    assert shares == sorted(shares) and shares[-1] == 100
+    with pytest.raises(InputError, match=r"^7\.npy holds token id 107"):
+        scan(107)

@@ -74,4 +74,4 @@ def test_the_manifests_largest_id_is_believed(tmp_path: Path) -> None:
     path = write_npy(tmp_path / "a.npy", 10)
     write_manifest(str(tmp_path / "a"), dtype="uint16", max_token_id=5_000)
     with pytest.raises(InputError, match="token id 5000"):
-        check_npy_ids(open_npy_files([path], "uint16"), 600)
+        check_npy_ids(open_npy_files([path], "uint16")[0], 600)
