@@ -13,6 +13,7 @@ checkpoint's name.
 torch is not imported here.
 """
 
+import errno
 import hashlib
 import logging
 import re
@@ -226,7 +227,7 @@ class RemoteRun:
                     break
             else:
                 if found >= size:
-                    self._files.mv(f"{path}.tmp", path)
+                    self._replace(f"{path}.tmp", path, found)
                     return
         raise OSError(f"{record.name} was written, and another one read back")
 
@@ -239,6 +240,28 @@ class RemoteRun:
         with file.open("rb") as stream, self._files.open(path, "wb") as out:  # these drivers' `put_file` says nothing
             for piece in _pieces(stream, advance):
                 out.write(piece)
+
+    def _replace(self, new: str, path: str, size: int) -> None:
+        """Move a file over another, which some stores' drivers refuse, or leave undone without a word."""
+        try:
+            self._files.mv(new, path)
+        except OSError as error:
+            if error.errno != errno.EEXIST:
+                raise
+        self._files.invalidate_cache()
+        if self._size(new) is not None:
+            with suppress(FileNotFoundError):
+                self._files.rm_file(path)
+            self._files.mv(new, path)
+            self._files.invalidate_cache()
+        if self._size(path) != size:
+            raise OSError(f"{path} could not be replaced")
+
+    def _size(self, path: str) -> int | None:
+        try:
+            return int(self._files.info(path)["size"])
+        except FileNotFoundError:
+            return None
 
     def _side_by_side(self, function: Callable[[str], None], names: list[str]) -> None:
         with ThreadPoolExecutor(THREADS if self._files.async_impl else 1) as threads:

@@ -46,7 +46,8 @@ class DataConfig:
     eod_mask_loss: bool = False
     """No loss where an end of text is read."""
     cache_path: str | None = None
-    """Folder for the sample indices, shared by all nodes; null: `.index_cache` beside `train_data`."""
+    """Folder for sample indices and large orders of samples, shared by all nodes; null: `.index_cache` beside
+    `train_data`."""
     num_workers: int = 0
     """Loader processes per rank; 0: its own."""
     allow_change: list[str] = field(default_factory=list)

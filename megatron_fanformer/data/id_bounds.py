@@ -55,7 +55,7 @@ def refuse_ids_outside(
     if largest is None:
         limits = np.iinfo(dtype)
         smallest, largest = int(limits.min), int(limits.max)
-        if smallest < 0 or largest >= vocab_size:
+        if is_read(dtype, vocab_size):
             smallest, largest = _remembered_bounds(file, dtype, cache, advance)
     wrong = smallest if smallest < 0 else largest
     if not 0 <= wrong < vocab_size:
@@ -63,6 +63,11 @@ def refuse_ids_outside(
             f"{name} holds token id {wrong}, outside the vocabulary of {vocab_size};"
             " train with the tokenizer that made the tokens, or raise model.vocab_size"
         )
+
+
+def is_read(dtype: np.dtype[Any], vocab_size: int) -> bool:
+    """Return whether a file of that type without a manifest is read: whether it can hold an id outside."""
+    return dtype.kind == "i" or bool(np.iinfo(dtype).max >= vocab_size)
 
 
 def refuse_ids_read(
@@ -130,20 +135,23 @@ class Scan:
     def __init__(self, total_bytes: int) -> None:
         self._total, self._done = total_bytes, 0
         self._started = self._said = time.monotonic()
-        self._lock = threading.Lock()
+        self._lock, self._is_over = threading.Lock(), False
 
     def run(self, checks: Sequence[Callable[..., None]]) -> None:
-        """Run all of them, each given an `advance`; raises what the first one raises that fails."""
+        """Run all of them, each given an `advance`; raises what the first of the list raises that fails."""
         with ThreadPoolExecutor(min(usable_cores(), MOST_THREADS)) as threads:  # NumPy lets others run
             waiting = [threads.submit(check, advance=self._advance) for check in checks]
             try:
                 for done in waiting:
                     done.result()
             finally:
+                self._is_over = True  # those that still read end with the next part
                 for left in waiting:
                     left.cancel()
 
     def _advance(self, read_bytes: int) -> None:
+        if self._is_over:
+            raise InterruptedError("another file is refused")
         with self._lock:
             self._done += read_bytes
             now = time.monotonic()

@@ -53,6 +53,7 @@ class LiveFile:
             if is_new:
                 found = os.fstat(descriptor)
                 if (found.st_dev, found.st_ino) != self._place:
+                    OPEN.close(self._key)  # or the next read would take it for the one that it was
                     raise CorruptError(f"{self.path} is another file than when the run began; put it back and resume")
             content = os.pread(descriptor, count, offset)
             while len(content) < count:  # the end of the file, or of what a file system returns at a time

@@ -48,10 +48,10 @@ class OpenFiles:
                     raise
                 if not self._descriptors:
                     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-                    raise InputError(
-                        f"{path} cannot be opened: this process may have {limit} files open, and has; raise the limit "
-                        "(ulimit -Hn, LimitNOFILE of a service)"
-                    ) from error
+                    of_process = f"this process may have {limit} files open, and no more; raise the limit (ulimit -Hn)"
+                    of_system = "all processes together have too many files open; raise fs.file-max"
+                    reason = of_system if error.errno == errno.ENFILE else of_process
+                    raise InputError(f"{path} cannot be opened: {reason}") from error
                 self._close_oldest()
         self._descriptors[key] = descriptor
         return descriptor, True
@@ -69,15 +69,17 @@ class OpenFiles:
 
 
 def raised_limit() -> int:
-    """Raise the number of files that this process may have open to what the system allows, and return it."""
+    """Raise the number of files that this process may have open as far as it is of use, and return it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != hard:
-        try:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-            soft = hard
-        except (OSError, ValueError):  # some systems allow less than they say
-            pass
-    return MOST_OPEN * 2 if soft == resource.RLIM_INFINITY else soft
+    unlimited, wanted = resource.RLIM_INFINITY, 2 * MOST_OPEN
+    if soft == unlimited or soft >= wanted:
+        return wanted
+    wanted = wanted if hard == unlimited else min(wanted, hard)  # children inherit it; some go through all descriptors
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    except (OSError, ValueError):  # some systems allow less than they say
+        return soft
+    return wanted
 
 
 OPEN = OpenFiles()

@@ -8,6 +8,9 @@ shuffle would take tens of minutes and 40 GB, each entry is computed when it is 
 
 import logging
 import os
+import shutil
+import time
+import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,13 +19,15 @@ from typing import Any
 import numpy as np
 
 from megatron_fanformer.data.live_files import StoredArray, block_sums_of_file
-from megatron_fanformer.durable_files import publish, take_lock, temporary_name
-from megatron_fanformer.errors import InputError
+from megatron_fanformer.durable_files import publish, take_lock
+from megatron_fanformer.errors import CorruptError, InputError
 
 logger = logging.getLogger(__name__)
 
 MOST_SHUFFLED = 1 << 32
 LEAST_STORED = 1 << 24  # samples: 64 MiB a rank
+LEFT_SECONDS = 86_400.0
+ORDER, SUMS = "order.npy", "sums.npy"
 ROUNDS = 6
 MASK_64 = (1 << 64) - 1
 
@@ -52,29 +57,33 @@ def epoch_order(samples: int, *, seed: int, epoch: int, cache: Path | None = Non
 
 
 def _stored(samples: int, *, seed: int, epoch: int, cache: Path) -> StoredArray:
-    """Return the shuffle in its folder, which is named by all that decides it."""
+    """Return the shuffle in its folder, which is named by all that decides it, and appears when it is whole."""
     folder = cache / "orders" / f"{samples}-{seed + epoch}"
-    path, sums_path = folder / "order.npy", folder / "sums.npy"
     try:
-        if not sums_path.exists():  # the last to be written
-            folder.mkdir(parents=True, exist_ok=True)
-            with _lock(folder):
-                if not sums_path.exists():
+        if not folder.is_dir():
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            with _lock(folder.with_name(f".{folder.name}.lock")):
+                if not folder.is_dir():
                     logger.info("storing the order of %d samples in %s", samples, folder)
-                    _write(path, shuffled(samples, seed=seed, epoch=epoch))
-                    _write(sums_path, block_sums_of_file(path))
-        return StoredArray(np.load(path, mmap_mode="r"), np.load(sums_path))
+                    _make(folder, shuffled(samples, seed=seed, epoch=epoch))
     except OSError as error:
         raise InputError(
             f"the order of samples cannot be stored in {folder} ({error.strerror}); set data.cache_path to a folder "
             f"with {4 * samples / 1e9:.2g} GB"
         ) from error
+    try:
+        order = np.load(folder / ORDER, mmap_mode="r")
+        if order.shape != (samples,):
+            raise ValueError(f"it has {order.shape}")
+        return StoredArray(order, np.load(folder / SUMS))
+    except (OSError, ValueError, EOFError) as error:
+        raise CorruptError(f"{folder} does not hold the order of {samples} samples; remove it and resume") from error
 
 
 @contextmanager
-def _lock(folder: Path) -> Iterator[None]:
-    """Let one process of a node make it, while the others wait. (Where there are no locks, several make the same.)"""
-    lock = take_lock(folder / ".lock", wait=True)
+def _lock(path: Path) -> Iterator[None]:
+    """Let one process of a node make it, while the others wait."""
+    lock = take_lock(path, wait=True)
     assert lock is not None
     try:
         yield
@@ -82,16 +91,23 @@ def _lock(folder: Path) -> Iterator[None]:
         os.close(lock)
 
 
-def _write(path: Path, array: np.ndarray) -> None:
-    """Write an array without a copy of it in memory; it has its name when it is whole."""
-    partial = temporary_name(path)
+def _make(folder: Path, order: np.ndarray) -> None:
+    """Write a folder under another name, and give it its own, unless another node was first."""
+    for left in folder.parent.glob(f".{folder.name}.*.tmp"):  # of a process that was killed
+        if time.time() - left.stat().st_mtime > LEFT_SECONDS:
+            shutil.rmtree(left, ignore_errors=True)
+    partial = folder.with_name(f".{folder.name}.{uuid.uuid4().hex}.tmp")
+    partial.mkdir()
     try:
-        partial.unlink(missing_ok=True)
-        with partial.open("xb") as stream:
-            np.save(stream, array)
-        publish(partial, path)
+        np.save(partial / ORDER, order)
+        np.save(partial / SUMS, block_sums_of_file(partial / ORDER))
+        try:
+            publish(partial, folder)
+        except OSError:
+            if not folder.is_dir():
+                raise
     finally:
-        partial.unlink(missing_ok=True)
+        shutil.rmtree(partial, ignore_errors=True)
 
 
 class KeyedPermutation(Sequence[int]):

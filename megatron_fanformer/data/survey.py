@@ -16,10 +16,10 @@ from megatron_fanformer.data.blends import Blend, Source, split_bounds
 from megatron_fanformer.data.chat_files import open_chats
 from megatron_fanformer.data.chat_template import ChatTemplate
 from megatron_fanformer.data.config import DataConfig
-from megatron_fanformer.data.id_bounds import Scan
+from megatron_fanformer.data.id_bounds import Scan, is_read
 from megatron_fanformer.data.manifest import manifest_path, read_any_manifest
 from megatron_fanformer.data.npy_files import NpyFile, check_npy_ids, open_npy_files
-from megatron_fanformer.data.token_files import TokenIndex, check_index_ids, read_index
+from megatron_fanformer.data.token_files import TokenIndex, check_index_ids, read_index, reads_ids
 from megatron_fanformer.data.tokenizer import load_tokenizer
 from megatron_fanformer.errors import InputError
 
@@ -107,8 +107,10 @@ def _check_ids(survey: DataSurvey, vocab_size: int) -> None:
         *(partial(check_index_ids, pair, vocab_size, cache=survey.cache) for pair in pairs),
         *(partial(check_npy_ids, file, vocab_size, cache=survey.cache) for file in files),
     ]
-    unsaid = [file.tokens * file.dtype.itemsize for file in files if file.max_token_id is None]
-    Scan(sum(unsaid, sum(pair.tokens * pair.dtype.itemsize for pair in pairs))).run(checks)
+    read = [file for file in files if file.max_token_id is None and is_read(file.dtype, vocab_size)]
+    total = sum(file.tokens * file.dtype.itemsize for file in read)
+    total += sum(pair.tokens * pair.dtype.itemsize for pair in pairs if reads_ids(pair, vocab_size))
+    Scan(total).run(checks)
 
 
 def _end_of_text_id(config: DataConfig) -> int:

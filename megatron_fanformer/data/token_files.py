@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_fanformer.data.id_bounds import Advance, refuse_ids_outside, refuse_ids_read
+from megatron_fanformer.data.id_bounds import Advance, is_read, refuse_ids_outside, refuse_ids_read
 from megatron_fanformer.data.live_files import LiveFile, SummedFile, block_sums
 from megatron_fanformer.data.manifest import token_files_record
 from megatron_fanformer.errors import CorruptError, InputError
@@ -271,12 +271,21 @@ def check_index_ids(
     The manifest is trusted if it records this .bin file's size; otherwise all tokens are read, and what is found in a
     large file is remembered in the folder `cache`.
     """
+    largest = _recorded_largest(index)
+    path = bin_path(index.prefix)
+    refuse_ids_outside(vocab_size, index.prefix, path, index.dtype, largest=largest, cache=cache, advance=advance)
+
+
+def reads_ids(index: TokenIndex, vocab_size: int) -> bool:
+    """Return whether `check_index_ids` reads the tokens."""
+    return _recorded_largest(index) is None and is_read(index.dtype, vocab_size)
+
+
+def _recorded_largest(index: TokenIndex) -> int | None:
     record = token_files_record(index.prefix)
     said = record.files.get(".bin") if record is not None else None
     is_of_this = said is not None and said.bytes == index.tokens * index.dtype.itemsize
-    largest = record.max_token_id if record is not None and is_of_this else None
-    path = bin_path(index.prefix)
-    refuse_ids_outside(vocab_size, index.prefix, path, index.dtype, largest=largest, cache=cache, advance=advance)
+    return record.max_token_id if record is not None and is_of_this else None
 
 
 # -- reading while a run goes on

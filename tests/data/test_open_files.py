@@ -14,7 +14,7 @@ import pytest
 
 from megatron_fanformer.data import live_files
 from megatron_fanformer.data.live_files import LiveFile
-from megatron_fanformer.data.open_files import OpenFiles
+from megatron_fanformer.data.open_files import MOST_OPEN, OpenFiles
 from megatron_fanformer.errors import CorruptError
 from tests.patience import PATIENCE_SECONDS
 
@@ -51,8 +51,9 @@ def test_one_that_was_replaced_meanwhile_is_noticed(few: OpenFiles, paths: list[
     other = paths[0].with_name("other")
     other.write_bytes(paths[0].read_bytes())
     os.replace(other, paths[0])
-    with pytest.raises(CorruptError, match=r"0\.npy is another file than when the run began"):
-        files[0].read(2, 0)
+    for _ in range(2):
+        with pytest.raises(CorruptError, match=r"0\.npy is another file than when the run began"):
+            files[0].read(2, 0)
     assert files[1].read(2, 0) == b"\1\0"
 
 
@@ -106,11 +107,11 @@ except InputError as error:
     print(error)
 """
     done = subprocess.run([sys.executable, "-c", code, str(paths[0])], capture_output=True, text=True, check=False)
-    assert "may have 30 files open, and has; raise the limit" in done.stdout, done.stderr
+    assert "may have 30 files open, and no more; raise the limit" in done.stdout, done.stderr
 
 
 def test_this_process_may_have_as_many_as_the_system_allows(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"1")
     LiveFile(tmp_path / "file")
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    assert soft == hard
+    assert soft >= min(hard, 2 * MOST_OPEN) or hard == resource.RLIM_INFINITY

@@ -1,6 +1,7 @@
 """Orders of samples: stored ones equal those in memory, computed ones take every sample once."""
 
 import multiprocessing
+import os
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -53,12 +54,17 @@ def test_one_process_makes_it_and_all_read_it(tmp_path: Path) -> None:
     assert sum(made for _, made in found) == 1
 
 
-def test_what_was_left_half_written_is_made_again(store_all: None, tmp_path: Path) -> None:
-    whole = epoch_order(SAMPLES, seed=SEED, epoch=0, cache=tmp_path)[0]
+def test_what_was_left_half_written_goes_and_what_is_damaged_is_named(store_all: None, tmp_path: Path) -> None:
+    left = tmp_path / "orders" / f".{SAMPLES}-{SEED}.of-a-killed-one.tmp"
+    left.mkdir(parents=True)
+    os.utime(left, (0, 0))
+    whole = epoch_order(SAMPLES, seed=SEED, epoch=0, cache=tmp_path)
+    assert len(whole) == SAMPLES and not left.exists()
     (order,) = tmp_path.rglob("order.npy")
-    order.write_bytes(b"")
-    (order.parent / "sums.npy").unlink()
-    assert epoch_order(SAMPLES, seed=SEED, epoch=0, cache=tmp_path)[0] == whole
+    for content in (order.read_bytes()[:-4], b""):
+        order.write_bytes(content)
+        with pytest.raises(CorruptError, match=rf"orders/{SAMPLES}-{SEED} does not hold .*; remove it and resume"):
+            epoch_order(SAMPLES, seed=SEED, epoch=0, cache=tmp_path)
 
 
 def test_one_that_is_overwritten_meanwhile_is_noticed(store_all: None, tmp_path: Path) -> None:
@@ -73,7 +79,7 @@ def test_one_that_is_overwritten_meanwhile_is_noticed(store_all: None, tmp_path:
 
 def test_a_folder_that_cannot_be_written(store_all: None, tmp_path: Path) -> None:
     (tmp_path / "orders").write_text("")
-    with pytest.raises(InputError, match=r"cannot be stored in .* \(Not a directory\); set data\.cache_path"):
+    with pytest.raises(InputError, match=r"cannot be stored in .* \(File exists\); set data\.cache_path"):
         epoch_order(SAMPLES, seed=SEED, epoch=0, cache=tmp_path)
 
 

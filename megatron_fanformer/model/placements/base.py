@@ -215,7 +215,9 @@ class Placement:
         return 0
 
     def exchanged_mlp_rows(self, model: "FANformerConfig") -> int:
-        """Return the rows of a FAN map in front of the MLP's first map, which tensor parallel ranks gather."""
+        """Return the rows of a FAN map in front of the MLP's first map, whose outputs tensor parallel ranks gather; 0
+        without one.
+        """
         return 0
 
     def mlp_activations(

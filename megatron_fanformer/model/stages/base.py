@@ -49,8 +49,11 @@ class Stage(torch.nn.Module):
         """Build one chunk of a stage.
 
         Args:
-            layer: of all layers; final_norm: the class of the norm in front of the head.
-            place: chunk and stage.
+            config: megatron-core's own.
+            layer: the one spec of all layers.
+            final_norm: the class of the norm in front of the head.
+            segments: the layers of every chunk of the model.
+            place: chunk and stage of this one.
             shared: arguments that megatron-core's models have in common.
         """
         raise NotImplementedError
