@@ -227,7 +227,7 @@ class RemoteRun:
                     break
             else:
                 if found >= size:
-                    self._replace(f"{path}.tmp", path, found)
+                    self._replace(f"{path}.tmp", path)
                     return
         raise OSError(f"{record.name} was written, and another one read back")
 
@@ -241,27 +241,17 @@ class RemoteRun:
             for piece in _pieces(stream, advance):
                 out.write(piece)
 
-    def _replace(self, new: str, path: str, size: int) -> None:
+    def _replace(self, new: str, path: str) -> None:
         """Move a file over another, which some stores' drivers refuse, or leave undone without a word."""
         try:
             self._files.mv(new, path)
         except OSError as error:
             if error.errno != errno.EEXIST:
                 raise
-        self._files.invalidate_cache()
-        if self._size(new) is not None:
-            with suppress(FileNotFoundError):
-                self._files.rm_file(path)
+        folder, _, name = new.rpartition("/")
+        if name in self._names(folder):
+            self._files.rm_file(path)
             self._files.mv(new, path)
-            self._files.invalidate_cache()
-        if self._size(path) != size:
-            raise OSError(f"{path} could not be replaced")
-
-    def _size(self, path: str) -> int | None:
-        try:
-            return int(self._files.info(path)["size"])
-        except FileNotFoundError:
-            return None
 
     def _side_by_side(self, function: Callable[[str], None], names: list[str]) -> None:
         with ThreadPoolExecutor(THREADS if self._files.async_impl else 1) as threads:
