@@ -13,7 +13,7 @@ from megatron_fanformer.model.initialization import initialize
 from megatron_fanformer.model.kernels import DEFAULT_KERNELS, KernelsConfig
 from megatron_fanformer.model.layer_spec import final_norm, layer_spec, resolve_transformer_impl
 from megatron_fanformer.model.loss_head import LossHead
-from megatron_fanformer.model.stages.base import Stage
+from megatron_fanformer.model.stages.base import Layers, Stage
 from megatron_fanformer.runtime.parallel import ParallelConfig, RankGrid
 
 HAS_HYBRID_MODEL = importlib.util.find_spec("megatron.core.models.hybrid") is not None  # from 0.19 on
@@ -181,18 +181,14 @@ def _build_chunk(
     layers = parallel.layers_per_stage(model.num_layers)
     assert layers is not None, "model.layout_rules refuses layers that do not divide"
     implementation = resolve_transformer_impl(kernels.transformer_impl)
-    chunk = made_of.build(
-        config,
-        layer_spec(
-            model.fan,
-            implementation,
-            parallel.fan_form,
-            fp8_fan=fp8_fan,
-            recompute_fan=parallel.recomputes("fan"),
-        ),
-        final_norm(implementation),
-        [[of_stage // parallel.virtual_stages for of_stage in layers]] * parallel.virtual_stages,
-        (number, grid.groups.pp.rank()),
+    spec = layer_spec(
+        model.fan, implementation, parallel.fan_form, fp8_fan=fp8_fan, recompute_fan=parallel.recomputes("fan")
+    )
+    segments = [[of_stage // parallel.virtual_stages for of_stage in layers]] * parallel.virtual_stages
+    own = Layers(spec, final_norm(implementation), segments, number, grid.groups.pp.rank())
+    chunk: Any = made_of(
+        config=config,
+        **made_of.arguments(own),
         vocab_size=model.padded_vocab_size,
         max_sequence_length=model.seq_length,
         pre_process=grid.is_first_stage and number == 0,

@@ -11,17 +11,26 @@ The rest of the package relies on this alone: a stage is called with tokens, pos
 Shapes: b micro batch, s sequence, v this tensor parallel rank's rows of the vocabulary.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from megatron_fanformer.model.loss_head import LossHead, rule_out_padding
 
-Segments = list[list[int]]
-"""Layers of each chunk, by chunk and stage: those of chunk 0 over all stages come first in the model."""
+
+class Layers(NamedTuple):
+    """The layers of a model, and the chunk of them that is built."""
+
+    spec: ModuleSpec
+    """Of each layer."""
+    final_norm: Any
+    """Class of the norm in front of the head."""
+    segments: list[list[int]]
+    """Layers of each chunk, by chunk and stage: those of chunk 0 over all stages come first in the model."""
+    chunk: int
+    stage: int
 
 
 class Stage(torch.nn.Module):
@@ -36,26 +45,9 @@ class Stage(torch.nn.Module):
     has_boundaries_in_config = True
     """Whether megatron-core reads uneven stages from its configuration."""
 
-    @classmethod
-    def build(
-        cls,
-        config: TransformerConfig,
-        layer: ModuleSpec,
-        final_norm: Any,
-        segments: Segments,
-        place: tuple[int, int],
-        **shared: Any,
-    ) -> "Stage":
-        """Build one chunk of a stage.
-
-        Args:
-            config: megatron-core's own.
-            layer: the one spec of all layers.
-            final_norm: the class of the norm in front of the head.
-            segments: the layers of every chunk of the model.
-            place: chunk and stage of this one.
-            shared: arguments that megatron-core's models have in common.
-        """
+    @staticmethod
+    def arguments(layers: Layers) -> dict[str, Any]:
+        """Return the arguments by which megatron-core's model gets its layers."""
         raise NotImplementedError
 
     def forward(

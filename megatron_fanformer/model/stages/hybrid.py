@@ -14,7 +14,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from megatron_fanformer.model.stages.base import Segments, Stage
+from megatron_fanformer.model.stages.base import Layers, Stage
 
 
 class HybridStage(Stage, HybridModel):
@@ -22,21 +22,13 @@ class HybridStage(Stage, HybridModel):
 
     has_boundaries_in_config = False  # they are in the pattern
 
-    @classmethod
-    def build(
-        cls,
-        config: TransformerConfig,
-        layer: ModuleSpec,
-        final_norm: Any,
-        segments: Segments,
-        place: tuple[int, int],
-        **shared: Any,
-    ) -> "HybridStage":
-        """Build the pattern's segment of this place, which megatron-core finds by itself."""
-        pattern = Symbols.PIPE.join(Symbols.ATTENTION * layers for chunk in segments for layers in chunk)
-        submodules = HybridStackSubmodules(attention_layer=layer)
-        stack = ModuleSpec(module=Stack, submodules=submodules, params={"final_norm": final_norm})
-        return cls(config=config, hybrid_stack_spec=stack, hybrid_layer_pattern=pattern, **shared)
+    @staticmethod
+    def arguments(layers: Layers) -> dict[str, Any]:
+        """Return the whole pattern, in which megatron-core finds the segment of this chunk by itself."""
+        pattern = Symbols.PIPE.join(Symbols.ATTENTION * number for chunk in layers.segments for number in chunk)
+        submodules = HybridStackSubmodules(attention_layer=layers.spec)
+        stack = ModuleSpec(module=Stack, submodules=submodules, params={"final_norm": layers.final_norm})
+        return {"hybrid_stack_spec": stack, "hybrid_layer_pattern": pattern}
 
 
 class Stack(HybridStack):
