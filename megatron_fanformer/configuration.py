@@ -159,6 +159,8 @@ def _demand(hint: Any) -> str:
         return ", or ".join(_demand(choice) for choice in get_args(hint))
     if get_origin(hint) is list and get_origin(element := get_args(hint)[0]) is Literal:
         return "a list of " + ", ".join(map(str, get_args(element)))
+    if get_origin(hint) is dict and get_args(hint)[1] is float:
+        return "a mapping to numbers, such as {name: 4}"
     if get_origin(hint) is tuple and get_args(hint)[0] in (int, float):
         return "a list of numbers, such as [1, 2]"
     return IN_WORDS[get_origin(hint) or hint][1]

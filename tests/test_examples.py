@@ -49,6 +49,7 @@ def on_data_that_exists(config: RunConfig, tokens: str) -> RunConfig:
     data = dataclasses.replace(
         config.data,
         train_data=[tokens],
+        stages={name: [tokens] for name in config.data.stages},
         valid_data={name: [tokens] for name in config.data.valid_data},
         tokenizer=None,
     )
@@ -56,7 +57,7 @@ def on_data_that_exists(config: RunConfig, tokens: str) -> RunConfig:
 
 
 def test_there_is_one_for_each_of_the_papers_sizes_and_a_tiny_one() -> None:
-    assert sorted(file.stem for file in CONFIGS) == sorted([*PAPER_SIZES, "tiny-cpu"])
+    assert sorted(file.stem for file in CONFIGS) == sorted([*PAPER_SIZES, "tiny-cpu", "fanformer-1b-stages"])
     assert {file.stem for file in FINE_TUNING} == FINE_TUNED.keys()
 
 

@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
+
 from megatron_fanformer.checkpoint import store
 from megatron_fanformer.checkpoint.data_files import (
     EARLIER,
@@ -129,6 +131,8 @@ class SavedProgress(NamedTuple):
     data: Any = None
     """The data that it has been trained on (data/identity.py), as plain values; None in a checkpoint of an earlier
     version of this package."""
+    sources: dict[str, dict[str, float]] | None = None
+    """`tokens` and `epochs` of each source that were trained on, by name; None as above."""
 
 
 def saved_progress(checkpoint: Path, table: Table) -> SavedProgress | None:
@@ -145,7 +149,13 @@ def saved_progress(checkpoint: Path, table: Table) -> SavedProgress | None:
     step, samples = found.get("step"), found.get("consumed_samples")
     if not isinstance(step, int) or not isinstance(samples, int):
         raise CorruptError(f"{checkpoint / file} holds no step and samples ({progress!r}); use another checkpoint")
-    return SavedProgress(step, samples, found.get("data"))
+    try:
+        sources = msgspec.convert(found.get("sources"), dict[str, dict[str, float]] | None)
+    except msgspec.ValidationError as error:
+        raise CorruptError(
+            f"{checkpoint / file} holds no counts of its sources ({error}); use another checkpoint"
+        ) from None
+    return SavedProgress(step, samples, found.get("data"), sources)
 
 
 def common_values(checkpoint: Path, table: Table) -> tuple[str, Any]:

@@ -7,6 +7,7 @@ stands for the words of a file.
 import glob
 import itertools
 import math
+import os.path
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -25,6 +26,8 @@ Bounds = tuple[float, float]
 PART_NAMES = ("training", "validation", "test")
 SPLIT_PATTERN = re.compile(r"\d*\.?\d+(,\d*\.?\d+){1,2}")
 COMMENT = re.compile(r"(^|\s)#.*")
+LABELLED = re.compile(r"\s*[^\s,]+\s*,\s*(?P<path>\S+)\s*")  # a line of a mix as OLMo-core has them
+TOKENIZER = "{TOKENIZER}"
 LARGEST_BLEND_BYTES = 1 << 26  # weights named by mistake are larger; a blend of a hundred thousand shards is smaller
 
 
@@ -33,6 +36,11 @@ class Source:
     """A source of samples: the prefix of a .bin and .idx pair, or the paths of .npy files in their order."""
 
     paths: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        """Return what it is called in tables and messages: its path, of several files the first and their number."""
+        return self.paths[0] if len(self.paths) == 1 else f"{self.paths[0]} and {len(self.paths) - 1} more"
 
     @property
     def is_npy(self) -> bool:
@@ -50,6 +58,17 @@ class Source:
         if self.is_npy:
             return [Path(path) for path in self.paths]
         return [bin_path(self.paths[0]), idx_path(self.paths[0])]
+
+
+def source_labels(sources: Sequence[Source]) -> list[str]:
+    """Return a short name for each source: its path below the folder of all, or its whole name where that is no other.
+
+    Several files of one source go by the folder that they are in.
+    """
+    paths = [source.paths[0] if len(source.paths) == 1 else os.path.commonpath(source.paths) for source in sources]
+    folder = os.path.dirname(paths[0]) if len(paths) == 1 else os.path.commonpath([os.path.dirname(p) for p in paths])
+    labels = [npy_prefix(os.path.relpath(path, folder)) for path in paths]
+    return labels if len(set(labels)) == len(labels) else [source.name for source in sources]
 
 
 @dataclass(frozen=True)
@@ -125,13 +144,43 @@ def _words(item: str) -> list[str]:
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "it is not text"
         raise InputError(f"blend file {file} cannot be read ({reason}); name a text file of prefixes") from None
-    words = [word for line in lines for word in COMMENT.sub("", line).split()]
+    lines = [COMMENT.sub("", line) for line in lines]
+    if any(map(LABELLED.fullmatch, lines)):
+        return _of_mix(file, lines)
+    words = [word for line in lines for word in line.split()]
     if any(word.startswith("@") for word in words):
         raise InputError(f"blend file {file} names another by @; list both where the first is named")
     step = 1 if not words or _number(words[0]) is None else 2
     for position in range(step - 1, len(words), step):
         words[position] = str(file.parent / words[position])
     return words
+
+
+def _of_mix(file: Path, lines: Sequence[str]) -> list[str]:
+    """Return the paths of a mix in OLMo-core's form, a line "label,path" each, relative to the folder of its file.
+
+    Where a path has {TOKENIZER}, the one folder that is there is meant.
+    """
+    paths = []
+    tokenizers: dict[Path, str] = {}
+    for line in filter(str.strip, lines):
+        if not (found := LABELLED.fullmatch(line)):
+            raise InputError(f"mix {file}: {line.strip()!r} is not of the form label,path; write all lines so")
+        path = str(file.parent / found["path"])
+        if TOKENIZER in path:
+            base = Path(path.partition(TOKENIZER)[0])
+            if base not in tokenizers:
+                names = sorted(each.name for each in base.glob("*/"))
+                if len(names) != 1:
+                    held = ", ".join(names) or "no folder"
+                    raise InputError(
+                        f"mix {file}: {base} holds {held}, and {TOKENIZER} stands for the one that is there; "
+                        "write a tokenizer's folder in its place"
+                    )
+                tokenizers[base] = names[0]
+            path = path.replace(TOKENIZER, tokenizers[base])
+        paths.append(path)
+    return paths
 
 
 def _source(word: str) -> Source:

@@ -1,5 +1,6 @@
 """The section `data` of a run's configuration: where the samples come from."""
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +16,7 @@ from megatron_fanformer.data.blends import (
     split_problems,
 )
 from megatron_fanformer.data.npy_files import NpyType
+from megatron_fanformer.data.stages import overlap_problems, stage_problems
 
 SPLIT_VALIDATION = "validation"  # the name of the validation set that a split cuts off
 TRAINING, TOKENIZER = "train", "tokenizer"  # in `allow_change`, beside the names of validation sets
@@ -29,6 +31,12 @@ class DataConfig:
     (docs/fine-tuning.md#training)."""
     train_data: list[str] = field(default_factory=list)
     """Token files, globs, folders, `@FILE`, or weight file weight file … (docs/data.md#what-a-run-reads); not empty."""
+    stages: dict[str, list[str]] = field(default_factory=dict)
+    """Other mixes later in the run, by where they begin, such as `from step 9001` or `from token 3.9T`, each like
+    `train_data` (docs/data.md#stages)."""
+    max_repetition: dict[str, float] = field(default_factory=dict)
+    """Most epochs that the run may take of a source, by its path, its folder or a pattern, such as `{"*": 4,
+    tokens/books: 0.5}`; of several that fit the last counts."""
     valid_data: dict[str, list[str]] = field(default_factory=dict)
     """Validation sets by name, each like `train_data`."""
     split: str | None = None
@@ -45,6 +53,9 @@ class DataConfig:
     """`position_ids` begin at 0 in every document; changes no result."""
     eod_mask_loss: bool = False
     """No loss where an end of text is read."""
+    mask_repeated_ngrams: bool = False
+    """No loss in training samples in which 1 to 13 tokens stand 32 times in a row or more, which is OLMo-core's
+    filter."""
     cache_path: str | None = None
     """Folder for sample indices and large orders of samples, shared by all nodes; null: `.index_cache` beside
     `train_data`."""
@@ -60,6 +71,8 @@ class DataConfig:
         problems = of_items("data.train_data", self.train_data)
         for name, items in self.valid_data.items():
             problems += of_items(f"data.valid_data.{name}", items)
+        if self.stages:
+            problems += self._stage_problems(problems)
         if self.is_chats:
             problems += self._chat_problems()
         if self.split is not None:
@@ -78,6 +91,13 @@ class DataConfig:
                 "data.reset_position_ids: true without data.reset_attention_mask, where one text's positions run on; "
                 "set data.reset_attention_mask, too"
             )
+        problems += [
+            f"data.max_repetition: {name!r} is {most:g}, which must be a number above 0"
+            for name, most in self.max_repetition.items()
+            if not 0 < most < math.inf
+        ]
+        if self.max_repetition and self.is_chats:
+            problems.append("data.max_repetition: chats are repeated by training.epochs; leave it out")
         if self.num_workers < 0:
             problems.append(f"data.num_workers: {self.num_workers} is negative; 0 loads in the rank's own process")
         names = (TRAINING, TOKENIZER, *self.valid_data)
@@ -88,12 +108,22 @@ class DataConfig:
         ]
         return problems
 
+    def _stage_problems(self, others: list[str]) -> list[str]:
+        if self.is_chats:
+            return ["data.stages: chats have none: an epoch takes every conversation once; leave it out"]
+        if self.split is not None:
+            return ["data.stages: cannot be combined with data.split; name validation files as data.valid_data"]
+        found = stage_problems(self.stages)
+        return found or ([] if others else overlap_problems([self.train_data, *self.stages.values()]))
+
     def _chat_problems(self) -> list[str]:
         problems = [
             f"data.{name}: false, but conversations that are packed must not see one another; leave it out"
             for name in ("reset_attention_mask", "reset_position_ids")
             if not getattr(self, name)
         ]
+        if self.mask_repeated_ngrams:
+            problems.append("data.mask_repeated_ngrams: chats state themselves what is learned; leave it out")
         if self.eod_mask_loss:
             problems.append("data.eod_mask_loss: chats state themselves which ends of text are learned; leave it out")
         return problems
@@ -115,7 +145,7 @@ class DataConfig:
 
     def sources(self) -> Iterator[Source]:
         """Yield every source named, training first. Raises InputError for a blend that cannot be read."""
-        for items in (self.train_data, *self.valid_data.values()):
+        for items in (self.train_data, *self.stages.values(), *self.valid_data.values()):
             yield from self.blend(items).sources
 
     def blend(self, items: Sequence[str]) -> Blend:

@@ -13,6 +13,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
+
 from megatron_fanformer.data.blends import PART_NAMES, Blend, Source
 from megatron_fanformer.data.chat_dataset import ChatDataset
 from megatron_fanformer.data.config import SPLIT_VALIDATION, DataConfig
@@ -20,7 +22,10 @@ from megatron_fanformer.data.index_cache import indices_in, stored
 from megatron_fanformer.data.npy_dataset import NpyDataset
 from megatron_fanformer.data.origins import DocumentSamples
 from megatron_fanformer.data.packing import training_conversations, validation_conversations
+from megatron_fanformer.data.repeated_ngrams import UnrepeatedSamples
 from megatron_fanformer.data.sample_counts import TRAIN, VALIDATION, SampleCounts, Sizes, refuse_npy
+from megatron_fanformer.data.staged_dataset import MixOrder, PairEpochs, StagedDataset, StageOrder
+from megatron_fanformer.data.stages import Stage, ordered
 from megatron_fanformer.data.survey import DataSurvey, survey_data
 from megatron_fanformer.data.token_files import PairReader
 from megatron_fanformer.runtime.agreement import on_main
@@ -46,11 +51,13 @@ def build_datasets(
     seed: int,
     vocab_size: int,
     eod_id: int,
+    global_batch_size: int = 1,
     survey: DataSurvey | None = None,
 ) -> Datasets:
     """Build the datasets; a collective call where torch.distributed is initialised.
 
-    `survey` is what was found in the token files before the run; None: rank 0 surveys them now.
+    `global_batch_size` is what the steps of `config.stages` count. `survey` is what was found in the token files before
+    the run; None: rank 0 surveys them now.
     `valid_samples` is the number of samples of each validation set, None for one epoch of it. A set is
     repeated, reshuffled each time, until it has that many samples. With more than one epoch of .bin and
     .idx pairs, megatron-core's shuffle depends on that number: a resumed run must keep its
@@ -63,18 +70,26 @@ def build_datasets(
     """
     if config.is_chats:
         sizes = {"seq_length": seq_length, "seed": seed, "vocab_size": vocab_size}
-        train = ChatDataset(training_conversations(config), samples=train_samples, **sizes)
-        valid = validation_conversations(config)
-        return Datasets(train, {name: ChatDataset(own, samples=valid_samples, **sizes) for name, own in valid.items()})
+        chats = ChatDataset(training_conversations(config), samples=train_samples, **sizes)
+        own = validation_conversations(config).items()
+        return Datasets(chats, {name: ChatDataset(each, samples=valid_samples, **sizes) for name, each in own})
     if survey is None:
         survey = on_main(functools.partial(survey_data, config))
     sets = _DatasetBuilder(survey=survey, seq_length=seq_length, seed=seed, vocab_size=vocab_size, eod_id=eod_id)
     if config.applied_split is not None:
         refuse_npy(survey.train)
         parts = sets.of_pairs(survey.train, {TRAIN: train_samples, VALIDATION: valid_samples}, config.applied_split)
-        return _marked(Datasets(parts[TRAIN], {SPLIT_VALIDATION: parts[VALIDATION]}), config, survey)
-    valid = {name: sets.of_blend(blend, VALIDATION, valid_samples) for name, blend in survey.valid.items()}
-    return _marked(Datasets(sets.of_blend(survey.train, TRAIN, train_samples), valid), config, survey)
+        train, valid = parts[TRAIN], {SPLIT_VALIDATION: parts[VALIDATION]}
+    else:
+        valid = {name: sets.of_blend(blend, VALIDATION, valid_samples) for name, blend in survey.valid.items()}
+        if survey.stages:
+            counts = {"global_batch_size": global_batch_size, "seq_length": seq_length}
+            train = sets.of_stages(ordered(survey.train, survey.stages, **counts), train_samples)
+        else:
+            train = sets.of_blend(survey.train, TRAIN, train_samples)
+    if config.mask_repeated_ngrams:
+        train = UnrepeatedSamples(train)
+    return _marked(Datasets(train, valid), config, survey)
 
 
 def _marked(datasets: Datasets, config: DataConfig, survey: DataSurvey) -> Datasets:
@@ -141,8 +156,11 @@ class _DatasetBuilder:
             return self.of_pairs(blend, {part: size}, None)[part]
         if len(blend.sources) > 1:
             return self._of_both(blend, part, size)
+        return self._of_npy(blend.sources[0], size)
+
+    def _of_npy(self, source: Source, size: int | None) -> NpyDataset:
         return NpyDataset(
-            self._survey.files(blend.sources[0]),
+            self._survey.files(source),
             seq_length=self._seq_length,
             seed=self._seed,
             vocab_size=self._vocab_size,
@@ -150,21 +168,61 @@ class _DatasetBuilder:
             cache=self._survey.cache,
         )
 
+    def of_stages(self, stages: Sequence[Stage], samples: int) -> StagedDataset:
+        """Return the training samples of a run in stages; raises as `build_datasets`."""
+        sources = list(dict.fromkeys(source for stage in stages for source in stage.blend.sources))
+        drawn = np.zeros(len(sources), np.int64)
+        orders = []
+        for stage, end in zip(stages, [*(stage.first_sample for stage in stages[1:]), samples], strict=True):
+            own = [sources.index(source) for source in stage.blend.sources]
+            size = end - stage.first_sample
+            mix = self._mix_order(stage.blend, size)
+            orders.append(StageOrder(stage.first_sample, own, drawn[own].tolist(), mix))
+            drawn[own] += on_main(lambda mix=mix, size=size, own=own: mix.counts(0, size, len(own)))  # type: ignore[misc]
+        return StagedDataset(
+            [self._of_stages_source(source, int(number)) for source, number in zip(sources, drawn, strict=True)],
+            orders,
+            samples=samples,
+        )
+
+    def _of_stages_source(self, source: Source, length: int) -> Any:
+        if source.is_npy:
+            return self._of_npy(source, length)
+        (epoch,) = filter(None, self.of_pairs(Blend([source], None), {TRAIN: None}, None))
+        return PairEpochs(epoch, seed=self._seed, cache=self._survey.cache, length=length)
+
+    def _mix_order(self, blend: Blend, size: int) -> MixOrder:
+        """Return the order in which megatron-core draws so many samples of a blend."""
+        if len(blend.sources) == 1:
+            return MixOrder(None, None)
+        weights = self._counts.of_stage(blend)
+        identity = {"weights": weights, "size": size, "stage": True}
+        blended = self._blended([range(size)] * len(weights), blend, TRAIN, weights, identity)
+        return MixOrder(blended.dataset_index, blended.dataset_sample_index)
+
     def _of_both(self, blend: Blend, part: int, size: int | None) -> Any:
+        weights, total, shares = self._counts.of_mixed(blend, size)
+        samples = [
+            self.of_blend(Blend([source], None), part, share)
+            for source, share in zip(blend.sources, shares, strict=True)
+        ]
+        return self._blended(samples, blend, part, weights, {"weights": weights, "size": total, "part": part})
+
+    def _blended(
+        self, samples: Sequence[Any], blend: Blend, part: int, weights: list[float], identity: dict[str, Any]
+    ) -> Any:
+        """Return megatron-core's blend of the samples of all sources, `identity["size"]` of them, with its index in the
+        cache.
+        """
         from megatron.core.datasets.blended_dataset import BlendedDataset
         from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
         from megatron.core.datasets.utils import Split
 
-        weights, total, shares = self._counts.of_mixed(blend, size)
-        datasets = [
-            OneOfBlend(self.of_blend(Blend([source], None), part, share), Split(part))
-            for source, share in zip(blend.sources, shares, strict=True)
-        ]
-        identity = {"weights": weights, "size": total, "part": part}
+        datasets = [OneOfBlend(own, Split(part)) for own in samples]
         with indices_in(self._survey.cache, identity) as folder:
             config = self._config(folder, blend.sources, None, part, None)
             blended = BlendedMegatronDatasetBuilder.build_generic_dataset(
-                BlendedDataset, lambda: True, True, datasets, weights, total, config
+                BlendedDataset, lambda: True, True, datasets, weights, identity["size"], config
             )
         _read_unmapped(folder, blended)
         return blended

@@ -21,6 +21,7 @@ from megatron_fanformer.data.blends import Blend, Source
 from megatron_fanformer.data.config import TOKENIZER, TRAINING, DataConfig
 from megatron_fanformer.data.manifest import read_any_manifest, token_files_record
 from megatron_fanformer.data.npy_files import SUFFIX, npy_prefix
+from megatron_fanformer.data.stages import Stage
 from megatron_fanformer.data.survey import DataSurvey
 from megatron_fanformer.data.tokenizer import tokenizer_file
 from megatron_fanformer.durable_files import sha256_of
@@ -63,6 +64,18 @@ class SourceIdentity(_Part, frozen=True, kw_only=True):
     """Its share of the sum of weights; None: the blend has none."""
 
 
+class StageIdentity(_Part, frozen=True, kw_only=True):
+    """A later stage of a run, with a mix of its own."""
+
+    first_step: int
+    sources: list[SourceIdentity]
+
+    @property
+    def files(self) -> list[FileIdentity]:
+        """Return the files of all sources, in their order."""
+        return [file for source in self.sources for file in source.files]
+
+
 class SetIdentity(_Part, frozen=True, kw_only=True):
     """A training or validation set."""
 
@@ -71,11 +84,16 @@ class SetIdentity(_Part, frozen=True, kw_only=True):
     """How the documents are cut into training and validation, where they are."""
     samples: int | None = None
     """The number of samples requested, where their order depends on it."""
+    stages: list[StageIdentity] = []
+    """The later stages of training, in their order."""
 
     @property
     def files(self) -> list[FileIdentity]:
         """Return the files of all sources, in their order."""
         return [file for source in self.sources for file in source.files]
+
+
+Mix = SetIdentity | StageIdentity
 
 
 class DataChange(_Part, frozen=True, kw_only=True):
@@ -117,23 +135,32 @@ def identity_from_plain(values: Any, where: Path) -> DataIdentity | None:
         raise CorruptError(f"{where} holds no identity of data ({error}); use another checkpoint") from None
 
 
-def identify_data(config: DataConfig, survey: DataSurvey, *, samples: int | None = None) -> DataIdentity:
+def identify_data(
+    config: DataConfig, survey: DataSurvey, *, samples: int | None = None, stages: Sequence[Stage] = ()
+) -> DataIdentity:
     """Identify the data of a run by the files that `survey` found.
 
     Args:
+        stages: of the run, in their order; none: it has one.
         samples: the number of training samples requested, where their order depends on it.
 
     Raises:
         InputError, CorruptError: a file, a manifest or the tokenizer cannot be read.
     """
-    blends = [survey.train, *survey.valid.values()]
-    sources = list(dict.fromkeys(source for blend in blends for source in blend.sources))
+    sources = survey.sources()
     with ThreadPoolExecutor(THREADS) as threads:
         surveyed = {source: list(_surveyed(source, survey)) for source in sources}
         identified = threads.map(lambda file: _identify(*file), itertools.chain(*surveyed.values()))
         files = {source: [next(identified) for _ in own] for source, own in surveyed.items()}
     return DataIdentity(
-        train=SetIdentity(sources=_sources(survey.train, files), split=config.applied_split, samples=samples),
+        train=SetIdentity(
+            sources=_sources(survey.train, files),
+            split=config.applied_split,
+            samples=samples,
+            stages=[
+                StageIdentity(first_step=stage.first_step, sources=_sources(stage.blend, files)) for stage in stages[1:]
+            ],
+        ),
         valid={name: SetIdentity(sources=_sources(blend, files)) for name, blend in survey.valid.items()},
         tokenizer=sha256_of(tokenizer_file(Path(config.tokenizer))) if config.tokenizer else None,
     )
@@ -215,7 +242,8 @@ def resumed_identity(
 ) -> DataIdentity:
     """Return the identity of a run that resumes: the present one, with all changes so far.
 
-    Sets that are added or left out are no change: what a set's name stands for stays the same.
+    Sets that are added or left out are no change: what a set's name stands for stays the same. Nor are stages that
+    the run has not come to.
 
     Args:
         before: what the checkpoint has.
@@ -226,7 +254,7 @@ def resumed_identity(
     Raises:
         InputError: other sets have changed, one line each.
     """
-    changed = list(_differences(before, present))
+    changed = list(_differences(before, present, step))
     refused = [
         f"{field} is not what the run in {run} has used so far: {what}; change it back, or name it in"
         f" data.allow_change, as [{name}]"
@@ -239,7 +267,7 @@ def resumed_identity(
     return msgspec.structs.replace(present, changes=[*before.changes, *made])
 
 
-def _differences(before: DataIdentity, present: DataIdentity) -> Iterator[tuple[str, str, str]]:
+def _differences(before: DataIdentity, present: DataIdentity, step: int) -> Iterator[tuple[str, str, str]]:
     """Yield the name of each set in both that differs, its field in the configuration, and what differs in words."""
     sets = [(TRAINING, "data.train_data", before.train, present.train)]
     for name in before.valid.keys() & present.valid.keys():
@@ -247,13 +275,42 @@ def _differences(before: DataIdentity, present: DataIdentity) -> Iterator[tuple[
     for name, field, old, new in sorted(sets, key=lambda each: each[1]):
         if found := list(_set_differences(old, new)):
             yield name, field, "; ".join(found)
+    if found := list(_stage_differences(*(_begun(each.train, step) for each in (before, present)))):
+        yield TRAINING, "data.stages", "; ".join(found)
     if before.tokenizer and present.tokenizer and before.tokenizer != present.tokenizer:
         yield TOKENIZER, "data.tokenizer", f"SHA-256 {_short(present.tokenizer)} for {_short(before.tokenizer)}"
+
+
+def _begun(identity: SetIdentity, step: int) -> list[StageIdentity]:
+    """Return the stages that samples of the steps up to `step` are from."""
+    return [stage for stage in identity.stages if stage.first_step <= step]
+
+
+def _stage_differences(old: list[StageIdentity], new: list[StageIdentity]) -> Iterator[str]:
+    before, now = ([f"{stage.first_step:,}" for stage in stages] for stages in (old, new))
+    if before != now:
+        yield f"stages from {_steps(now)} for {_steps(before)}"
+        return
+    for was, stage in zip(old, new, strict=True):
+        yield from (f"from step {stage.first_step:,}: {what}" for what in _source_differences(was, stage))
+
+
+def _steps(numbers: list[str]) -> str:
+    return f"step {' and '.join(numbers)}" if numbers else "no step"
 
 
 def _set_differences(old: SetIdentity, new: SetIdentity) -> Iterator[str]:
     if old.split != new.split:
         yield f"split {new.split} for {old.split}"
+    yield from _source_differences(old, new)
+    if old.samples != new.samples:
+        yield (
+            f"the order for {_wanted(new)} in the place of that for {_wanted(old)} (past one epoch it depends on"
+            " training.train_iters × training.global_batch_size)"
+        )
+
+
+def _source_differences(old: Mix, new: Mix) -> Iterator[str]:
     if [len(source.files) for source in old.sources] != [len(source.files) for source in new.sources]:
         yield f"{_counted(new)} for {_counted(old)}"
     elif _is_reordered(old.files, new.files):
@@ -264,11 +321,6 @@ def _set_differences(old: SetIdentity, new: SetIdentity) -> Iterator[str]:
         weights = zip(new.sources, _weights(old), _weights(new), strict=True)
         yield from _first_of(
             [f"weight {now} for {was} of {of.files[0].path}" for of, was, now in weights if was != now]
-        )
-    if old.samples != new.samples:
-        yield (
-            f"the order for {_wanted(new)} in the place of that for {_wanted(old)} (past one epoch it depends on"
-            " training.train_iters × training.global_batch_size)"
         )
 
 
@@ -296,7 +348,7 @@ def _file_difference(old: FileIdentity, new: FileIdentity) -> str | None:
     return None
 
 
-def _weights(identity: SetIdentity) -> list[str]:
+def _weights(identity: Mix) -> list[str]:
     """Return the weights; that of a single source does not count: it is all there is."""
     is_alone = len(identity.sources) == 1
     return ["by size" if source.weight is None or is_alone else str(source.weight) for source in identity.sources]
@@ -306,7 +358,7 @@ def _wanted(identity: SetIdentity) -> str:
     return "one epoch" if identity.samples is None else f"{identity.samples:,} samples"
 
 
-def _counted(identity: SetIdentity) -> str:
+def _counted(identity: Mix) -> str:
     return f"{len(identity.sources)} sources of {len(identity.files)} files"
 
 

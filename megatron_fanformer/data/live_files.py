@@ -142,8 +142,12 @@ class StoredArray:
         """Entry `number`, counted from 0: a number, or an array of the further dimensions."""
         if not 0 <= number < len(self):
             raise IndexError(number)
-        content = self._file.read(self._entry_bytes, self._first + int(number) * self._entry_bytes)
-        return np.frombuffer(content, self.dtype).reshape(self.shape[1:])[()]
+        return self.entries(int(number), 1)[0]
+
+    def entries(self, first: int, count: int) -> np.ndarray:
+        """Return [count] entries from number `first` on, all of which it must have; raises as `__getitem__`."""
+        content = self._file.read(count * self._entry_bytes, self._first + first * self._entry_bytes)
+        return np.frombuffer(content, self.dtype).reshape(-1, *self.shape[1:])
 
 
 def block_sums(content: bytes) -> np.ndarray:

@@ -18,6 +18,7 @@ from megatron_fanformer.data.batches import DOCUMENT_IDS
 from megatron_fanformer.data.chat_dataset import ChatDataset
 from megatron_fanformer.data.npy_dataset import NpyDataset
 from megatron_fanformer.data.npy_files import npy_prefix
+from megatron_fanformer.data.staged_dataset import PairEpochs, StagedDataset, unwrapped
 
 
 @dataclass(frozen=True)
@@ -43,12 +44,15 @@ def sample_spans(dataset: Any, index: int) -> list[Span]:
 
 def sequence_spans(dataset: Any, index: int) -> list[Span]:
     """`sample_spans` with the sequences of a pair one by one: where two meet, they need not be of one document."""
-    # A blend keeps what it draws from in `datasets`, a source of a mixed one and marked documents in `samples`.
-    dataset = getattr(dataset, "samples", dataset)
-    while hasattr(dataset, "datasets"):
-        number, index = int(dataset.dataset_index[index]), int(dataset.dataset_sample_index[index])
+    dataset = unwrapped(dataset)
+    if isinstance(dataset, StagedDataset):
+        number, index = dataset.place(index)
         dataset = dataset.datasets[number]
-    dataset = getattr(dataset, "samples", dataset)
+        if isinstance(dataset, PairEpochs):
+            index, dataset = dataset.number(index), dataset.samples
+    while hasattr(dataset, "datasets"):  # of a blend, of two levels where sources are pairs and .npy files
+        number, index = int(dataset.dataset_index[index]), int(dataset.dataset_sample_index[index])
+        dataset = unwrapped(dataset.datasets[number])
     if isinstance(dataset, NpyDataset):
         file, first = dataset.place(index)
         return [Span(npy_prefix(file.path), first, dataset.seq_length)]

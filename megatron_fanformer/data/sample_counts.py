@@ -3,6 +3,7 @@
 Everything here is arithmetic: missing data are reported before a rank starts, and all ranks request the same.
 """
 
+import fnmatch
 from collections.abc import Sequence
 
 import numpy as np
@@ -10,11 +11,14 @@ import numpy as np
 from megatron_fanformer.data.blends import PART_NAMES, Blend, Source
 from megatron_fanformer.data.config import DataConfig
 from megatron_fanformer.data.npy_files import whole_samples
+from megatron_fanformer.data.stages import FIRST_STAGE, Stage
 from megatron_fanformer.data.survey import DataSurvey
 from megatron_fanformer.errors import InputError
 
 TRAIN, VALIDATION = 0, 1  # positions in PART_NAMES, and in megatron-core's lists
 
+LEAST_BEYOND = 1e-6  # relative: a run of exactly so many epochs is within its limit
+MOST_SHOWN = 20  # sources of a table
 MID_LEVEL_SURPLUS = 0.005  # by which megatron-core requests more of each source of a blend than its share
 
 Sizes = dict[int, int | None]
@@ -27,19 +31,65 @@ class SampleCounts:
     def __init__(self, survey: DataSurvey, seq_length: int) -> None:
         self._survey, self._seq_length = survey, seq_length
 
-    def check(self, config: DataConfig, *, train_samples: int, valid_samples: int | None) -> None:
+    def check(
+        self, config: DataConfig, *, train_samples: int, valid_samples: int | None, stages: Sequence[Stage] = ()
+    ) -> None:
         """Check what a run requests against what there is.
 
+        Args:
+            stages: of the run, in their order; none: it has one.
+
         Raises:
-            InputError: a set with no whole sample, a split that leaves a part without documents, or one of .npy files.
+            InputError: a set with no whole sample, a split that leaves a part without documents, or one of .npy files;
+                a source of which the run would take more than `config.max_repetition` allows.
         """
         if config.applied_split is not None:
             refuse_npy(self._survey.train)
             self.of_pairs(self._survey.train, {TRAIN: train_samples, VALIDATION: valid_samples}, is_split=True)
-            return
-        self._check_blend(self._survey.train, TRAIN, train_samples)
+        elif len(stages) > 1:
+            for stage in stages:
+                self.of_stage(stage.blend)
+        else:
+            self._check_blend(self._survey.train, TRAIN, train_samples)
         for blend in self._survey.valid.values():
             self._check_blend(blend, VALIDATION, valid_samples)
+        stages = stages or [Stage(FIRST_STAGE, 1, 0, self._survey.train)]
+        if config.max_repetition:
+            self._check_repetition(config, self.epochs_taken(config, stages, train_samples))
+
+    def epochs_taken(self, config: DataConfig, stages: Sequence[Stage], train_samples: int) -> dict[Source, float]:
+        """Return how many epochs of each source a run takes; less than 1 where it does not come to the end of it."""
+        taken: dict[Source, float] = {}
+        for stage, end in zip(stages, [*(stage.first_sample for stage in stages[1:]), train_samples], strict=True):
+            tokens = (
+                self._tokens_of(stage.blend, TRAIN, is_split=True)
+                if config.applied_split is not None
+                else [self.epoch_of(source) * self._seq_length for source in stage.blend.sources]
+            )
+            weights = np.array(stage.blend.weights or tokens) / sum(stage.blend.weights or tokens)
+            for source, weight, own in zip(stage.blend.sources, weights, tokens, strict=True):
+                samples = weight * (end - stage.first_sample)
+                taken[source] = taken.get(source, 0.0) + float(samples * self._seq_length / own)
+        return taken
+
+    def _check_repetition(self, config: DataConfig, taken: dict[Source, float]) -> None:
+        beyond = []
+        for source, epochs in taken.items():
+            rules = [(name, most) for name, most in config.max_repetition.items() if _matches(source, name)]
+            if rules and epochs > rules[-1][1] * (1 + LEAST_BEYOND):
+                name, most = rules[-1]
+                beyond.append(
+                    f"{source.name}: the run takes {epochs:,.3g} epochs of it, more than data.max_repetition {name!r} "
+                    f"allows ({most:g}); lower its weight, shorten the run, or raise the limit"
+                )
+        unknown = [name for name in config.max_repetition if not any(_matches(source, name) for source in taken)]
+        beyond += [f"data.max_repetition: {name!r} is no source's path; name one, or a pattern" for name in unknown]
+        if beyond:
+            table = [
+                f"  {source.name}: {int(self.epoch_of(source)) * self._seq_length:,} tokens, {epochs:,.3g} epochs"
+                for source, epochs in list(taken.items())[:MOST_SHOWN]
+            ]
+            raise InputError("\n".join([*beyond, "what the run takes of each source:", *table]))
 
     def _check_blend(self, blend: Blend, part: int, size: int | None) -> None:
         if not any(source.is_npy for source in blend.sources):
@@ -100,6 +150,25 @@ class SampleCounts:
         # The blend always draws from the source furthest behind its share, so never more than one sample beyond it.
         return weights.tolist(), total, [int(weight * total) + 1 for weight in weights]
 
+    def of_stage(self, blend: Blend) -> list[float]:
+        """Return the weights of a stage's mix as megatron-core has them where it is the only one of a run.
+
+        Raises:
+            InputError: a source has no whole sample.
+        """
+        epochs = [self.epoch_of(source) for source in blend.sources]
+        for source, epoch in zip(blend.sources, epochs, strict=True):
+            if epoch < 1 or not (source.is_npy or self._survey.pair(source).tokens > self._seq_length):
+                raise InputError(
+                    f"{source.name} holds no whole sample of {self._seq_length} tokens, as every source of a run in "
+                    "stages must; join it with others, or leave it out"
+                )
+        if any(source.is_npy for source in blend.sources):
+            return self.of_mixed(blend, None)[0]
+        if blend.weights is None:
+            return [float(epoch) for epoch in epochs]
+        return (np.array(blend.weights) / sum(blend.weights)).tolist()
+
     def of_pairs(self, blend: Blend, sizes: Sizes, *, is_split: bool) -> tuple[list[float] | None, list[int | None]]:
         """Return weights and samples by part, as megatron-core's builder takes them, for `sizes` of pairs.
 
@@ -154,6 +223,12 @@ class SampleCounts:
             if min(tokens) <= self._seq_length or (size is not None and size > self._samples(tokens)):
                 return [float(self._survey.pair(source).tokens) for source in blend.sources]
         return None
+
+
+def _matches(source: Source, name: str) -> bool:
+    """Return whether a source is what a limit names: a path as it stands, a folder of files, or a pattern."""
+    folder = name.rstrip("/") + "/"
+    return any(path == name or path.startswith(folder) or fnmatch.fnmatchcase(path, name) for path in source.paths)
 
 
 def refuse_npy(blend: Blend) -> None:

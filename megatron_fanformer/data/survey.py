@@ -55,6 +55,13 @@ class DataSurvey:
     """The template that rendered the conversations, in Jinja, with its special tokens, if their manifests state it."""
     eod_id: int | None = None
     """The id that ends a document, if the run needs to find document ends."""
+    stages: dict[str, Blend] = field(default_factory=dict)
+    """The mixes of later stages by their names, as the configuration has them."""
+
+    def sources(self) -> list[Source]:
+        """Return every source once, those of training first."""
+        blends = (self.train, *self.stages.values(), *self.valid.values())
+        return list(dict.fromkeys(source for blend in blends for source in blend.sources))
 
     def pair(self, source: Source) -> TokenIndex:
         """Return the index of a source that is a pair."""
@@ -82,10 +89,11 @@ def survey_data(config: DataConfig, vocab_size: int | None = None) -> DataSurvey
     cache = config.index_cache()
     eod_id = _end_of_text_id(config) if config.marks_documents else None
     chat_template = _chat_template(train) if config.is_chats else None
-    survey = DataSurvey(cache, train, valid, {}, {}, eod_id=eod_id, chat_template=chat_template)
+    stages = {name: config.blend(items) for name, items in config.stages.items()}
+    survey = DataSurvey(cache, train, valid, {}, {}, eod_id=eod_id, chat_template=chat_template, stages=stages)
     parts = [] if config.applied_split is None else split_bounds(config.applied_split)
     bounds = {number: part for number, part in enumerate(parts) if part is not None}
-    for source in dict.fromkeys(source for blend in (train, *valid.values()) for source in blend.sources):
+    for source in survey.sources():
         if config.is_chats:
             survey.chats[source.paths[0]] = _chat_facts(source.paths[0], vocab_size, cache)
             continue

@@ -20,7 +20,7 @@ from megatron_fanformer.checkpoint.stored_files import (
 )
 from megatron_fanformer.checkpoint.tensor_table import METADATA, Table, read_table, stored_parts, tensors_of
 from megatron_fanformer.data.config import TRAINING
-from megatron_fanformer.data.identity import SHOWN_DIGITS, DataIdentity, SetIdentity, identity_from_plain
+from megatron_fanformer.data.identity import SHOWN_DIGITS, DataIdentity, SetIdentity, StageIdentity, identity_from_plain
 from megatron_fanformer.errors import CorruptError
 from megatron_fanformer.formats.name_table import expected_shapes
 from megatron_fanformer.formats.recognition import Target, iteration_of
@@ -28,6 +28,8 @@ from megatron_fanformer.formats.training_record import layout
 from megatron_fanformer.inspection.model_rows import model_facts, model_rows, text_facts, text_row
 from megatron_fanformer.inspection.report import Advance, Report, plural, size, some
 from megatron_fanformer.training.metrics import last_metrics
+
+SHOWN_SOURCES = 20
 
 
 def describe_run(run: Path) -> Report:
@@ -73,6 +75,7 @@ def describe_checkpoint(checkpoint: Path) -> Report:
         "model": {**dataclasses.asdict(config), **model_facts(config)},
         "layout": saved.get("parallel"),
         "data": data.as_plain() if data else None,
+        "sources": progress.sources if progress else None,
         "dtype": saved.get("precision", {}).get("dtype"),
         "format": "torch_dist",
         "tensors": len(weights),
@@ -84,6 +87,7 @@ def describe_checkpoint(checkpoint: Path) -> Report:
     rows = [
         ("step", _progress(progress, config.seq_length)),
         *(_data_rows(data) if data else []),
+        *_source_rows(progress),
         *model_rows(config),
         *([("layout", layout(saved))] if "parallel" in saved else []),
         ("stored", f"{plural(len(weights), 'tensor')}, {states:,} of the optimizer; torch_dist, {', '.join(types)}"),
@@ -103,11 +107,20 @@ def _progress(progress: SavedProgress | None, seq_length: int) -> str:
 def _data_rows(data: DataIdentity) -> list[tuple[str, str]]:
     return [
         *(("data", f"{name}: {_files(own)}") for name, own in [(TRAINING, data.train), *data.valid.items()]),
+        *(("stage", f"from step {each.first_step:,}: {_files(each)}") for each in data.train.stages),
         *(("changed", f"after step {each.step:,}, {each.name}: {each.what}") for each in data.changes),
     ]
 
 
-def _files(data: SetIdentity) -> str:
+def _source_rows(progress: SavedProgress | None) -> list[tuple[str, str]]:
+    sources = progress.sources or {} if progress else {}
+    rows = [f"{name}: {own['tokens']:,.0f} tokens, {own['epochs']:.3g} epochs" for name, own in sources.items()]
+    return [("trained on", row) for row in rows[:SHOWN_SOURCES]] + (
+        [("", f"and {len(rows) - SHOWN_SOURCES} more; --json has all")] if len(rows) > SHOWN_SOURCES else []
+    )
+
+
+def _files(data: SetIdentity | StageIdentity) -> str:
     named = some(f"{file.path} ({file.content[:SHOWN_DIGITS]})" for file in data.files)
     return f"{plural(sum(file.tokens for file in data.files), 'token')} of {named}"
 

@@ -14,6 +14,7 @@ from megatron_fanformer.data.chat_dataset import ChatDataset
 from megatron_fanformer.data.ledger import Ledger, LedgerRow, ledger_path
 from megatron_fanformer.data.manifest import Manifest, read_any_manifest
 from megatron_fanformer.data.origins import Span, sample_spans
+from megatron_fanformer.data.stages import FIRST_STAGE
 from megatron_fanformer.data.tokenizer import Tokenizer, load_tokenizer
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.formats.recognition import Target
@@ -64,6 +65,7 @@ class StepSamples:
         self.dataset = run_datasets(config).train
         self.first = consumed_before(config, step)
         self.end = self.first + config.training.global_batch_size
+        self.stage = _stage_of(config, step)
         self._ledgers: dict[str, Ledger | None] = {}
         self._tokenizers: dict[str, Tokenizer | None] = {}
 
@@ -173,6 +175,8 @@ def _checked(config: RunConfig, step: int, data_parallel_size: int) -> RunConfig
             config.parallel, data_parallel_size, training.global_batch_size, training.micro_batch_size
         )
     if not found:
+        found = config.problems_of_steps(data_parallel_size) if config.data.stages else []
+    if not found:
         config = with_steps(config)
         if not 1 <= step <= config.training.steps:
             found.append(f"--step is {step}; the run has steps 1 to {config.training.steps} (training.train_iters)")
@@ -181,9 +185,16 @@ def _checked(config: RunConfig, step: int, data_parallel_size: int) -> RunConfig
     return config
 
 
+def _stage_of(config: RunConfig, step: int) -> str | None:
+    """Return the name of the stage that a step's samples are from; None for a run without stages."""
+    begins = config.stage_steps()
+    return [FIRST_STAGE, *(name for name, first in begins.items() if first <= step)][-1] if begins else None
+
+
 def _checked_prefixes(config: RunConfig, only: Target) -> set[str]:
     wanted = {os.path.abspath(part) for prefix in only.prefixes for part in _parts(prefix)}
-    sources = config.data.blend(config.data.train_data).sources
+    blends = map(config.data.blend, (config.data.train_data, *config.data.stages.values()))
+    sources = [source for blend in blends for source in blend.sources]
     training = {os.path.abspath(prefix): prefix for source in sources for prefix in source.prefixes}
     if not wanted & training.keys():
         raise InputError(

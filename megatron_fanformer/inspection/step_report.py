@@ -42,6 +42,8 @@ def _heading(samples: StepSamples) -> Iterator[str]:
         f"{plural(samples.data_parallel_size, 'data parallel rank')} x {batches} micro batches"
         f" x {plural(config.training.micro_batch_size, 'sample')}"
     )
+    if samples.stage:
+        yield f"mix: {escaped(samples.stage)}"
     if reason := _skipped(samples):
         yield f"skipped: {escaped(reason)}"
 
@@ -147,6 +149,7 @@ def as_object(samples: StepSamples, *, full: bool) -> dict[str, Any]:
     return {
         "kind": "training step",
         "step": samples.step,
+        "stage": samples.stage,
         "skipped": _skipped(samples),
         "first_sample": samples.first,
         "end_sample": samples.end,

@@ -1,6 +1,7 @@
 """Reports of a plan: lines for the terminal, plain values for a file, and a picture."""
 
 import dataclasses
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from operator import itemgetter
@@ -16,6 +17,7 @@ from megatron_fanformer.sizing.request import PlanRequest
 from megatron_fanformer.sizing.search import Findings
 from megatron_fanformer.sizing.simulated import SimulatedStage
 from megatron_fanformer.terminal import Row, table
+from megatron_fanformer.training.config import RunConfig
 
 MOST_STAGES = 4  # columns; the file has all
 LAYERS = {"local": "the local layers", "transformer_engine": "Transformer Engine's layers"}
@@ -112,6 +114,8 @@ def plan_lines(plan: Plan, width: int | None) -> Iterator[str]:
         yield from titled(title, columns, _memory_rows(shown, stages), "l" + "r" * len(stages))
         yield from titled("a training step", ["", "seconds", "share"], _time_rows(shown), "lrr")
         yield from ["", _cost_line(shown, plan.cost)]
+        if rows := list(_stage_rows(request.config, plan.cost)):
+            yield from titled("stages of the data", ["", "from step", "steps", "tokens", "days"], rows, "lrrrr")
     findings = plan.findings
     if len(findings.candidates) > 1:
         columns = ["layout", "seconds", "MFU", "GiB", ""]
@@ -175,6 +179,18 @@ def _cost_line(shown: Estimate, cost: Cost) -> str:
     )
 
 
+def _stage_rows(config: RunConfig, cost: Cost) -> Iterator[Row]:
+    """Yield the length of each stage of `data.stages`, and that of the first mix before them."""
+    if not config.data.stages:
+        return
+    begins = {"train_data": 1, **config.stage_steps()}
+    ends = [*list(begins.values())[1:], math.ceil(cost.tokens / config.batch_tokens) + 1]
+    for (name, first), end in zip(begins.items(), ends, strict=True):
+        steps = max(0, end - first)
+        tokens = steps * config.batch_tokens
+        yield name, f"{first:,}", f"{steps:,}", f"{tokens:,}", f"{cost.days * tokens / cost.tokens:,.2f}"
+
+
 def _candidate_row(each: Estimate) -> Row:
     time = each.time
     fits = "fits" if each.fits else "too large"
@@ -214,6 +230,7 @@ def as_values(plan: Plan) -> dict[str, Any]:
         "layout": None if shown is None else _layout(shown),
         "memory": None if shown is None else _memory(shown),
         "time": None if shown is None else dataclasses.asdict(shown.time),
+        "stages": request.config.stage_steps(),
         "cost": None if plan.cost is None else {**dataclasses.asdict(plan.cost), "gpu_hour_price": request.price},
         "communication": None if shown is None else list(_communication(shown)),
         "candidates": [_candidate(each) for each in findings.candidates],

@@ -7,6 +7,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,7 @@ from megatron_fanformer import terminal
 from megatron_fanformer.checkpoint.config import CheckpointConfig
 from megatron_fanformer.configuration import build, described_fields, moved_names, overlaid, read_overrides, read_values
 from megatron_fanformer.data.config import DataConfig
+from megatron_fanformer.data.stages import first_step, step_problems
 from megatron_fanformer.errors import broken_fields, holds_controls
 from megatron_fanformer.evaluation.config import EvaluationConfig
 from megatron_fanformer.formats import foreign_names
@@ -163,6 +165,20 @@ class RunConfig:
         )
 
     @property
+    def batch_tokens(self) -> int:
+        """Tokens of a step's samples."""
+        return self.training.global_batch_size * self.model.seq_length
+
+    def stage_steps(self) -> dict[str, int]:
+        """Return the step that each of `data.stages` begins with, in the order of the steps.
+
+        Raises:
+            InputError: a name does not say.
+        """
+        steps = {name: first_step(name, batch_tokens=self.batch_tokens) for name in self.data.stages}
+        return dict(sorted(steps.items(), key=itemgetter(1)))
+
+    @property
     def evaluation_batch_tokens(self) -> int:
         """About how many tokens a micro batch has on tasks and perplexity sets."""
         return self.evaluation.batch_tokens or self.training.micro_batch_size * self.model.seq_length
@@ -210,6 +226,9 @@ class RunConfig:
                 f"training.epochs is {training.epochs}, which counts conversations (data.format sft) alone; state "
                 "training.train_iters"
             )
+        if training.train_iters is not None:
+            names = list(self.data.stages)
+            found += step_problems(names, train_iters=training.train_iters, batch_tokens=self.batch_tokens)
         return [
             *found,
             *fp8_problems(self.model, self.parallel, self.precision, training.micro_batch_size, self.kernels),

@@ -14,7 +14,7 @@ from megatron_fanformer.durable_files import regular_file
 
 TAIL_BYTES = 1 << 20  # of metrics.jsonl: more than one step's metrics of any model
 
-Group = Literal["train", "speed", "evaluation", "recovery", "health"]
+Group = Literal["train", "data", "speed", "evaluation", "recovery", "health"]
 
 
 class Chart(NamedTuple):
@@ -58,6 +58,21 @@ METRIC_TABLE = (
     Metric("update_norm", "train", "", "at the same steps: norm of the step's change of the weights", chart=NORMS),
     Metric("learning_rate", "train", "", "learning rate of the step"),
     Metric("skipped", "train", "", "the reason, in place of the loss, where a step was not taken (docs/recovery.md)"),
+    Metric(
+        "masked_share",
+        "data",
+        "share",
+        "with `data.mask_repeated_ngrams`: labels of the step without a loss; of `.npy` files the last of each sample,"
+        " too",
+    ),
+    Metric(
+        "data/NAME/tokens",
+        "data",
+        "",
+        "every `logging.source_interval` steps and after the last: tokens of a source that were trained on so far, "
+        "without those of skipped steps; NAME is its path, below the folder of all sources",
+    ),
+    Metric("data/NAME/epochs", "data", "", "the same in epochs of that source"),
     Metric("step_seconds", "speed", "s", "time of computing and updating, without evaluation and saving"),
     Metric(
         "tokens_per_second",

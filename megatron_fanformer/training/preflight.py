@@ -17,6 +17,7 @@ from megatron_fanformer.checkpoint.run_lock import file_of
 from megatron_fanformer.configuration import by_dotted_names
 from megatron_fanformer.data.identity import DataIdentity, identify_data, identity_from_plain, resumed_identity
 from megatron_fanformer.data.sample_counts import SampleCounts
+from megatron_fanformer.data.stages import Stage, ordered
 from megatron_fanformer.data.survey import DataSurvey, survey_data
 from megatron_fanformer.data.tokenizer import load_tokenizer
 from megatron_fanformer.errors import CorruptError, InputError, collect_problems, redacted
@@ -136,7 +137,8 @@ def check_machine_and_data(checked: CheckedSettings) -> RunStart:
     if not config.data.is_chats:  # those have been packed
         train_samples, valid_samples = drawn_samples(config)
         counts = SampleCounts(data, config.model.seq_length)
-        counts.check(config.data, train_samples=train_samples, valid_samples=valid_samples)
+        sizes = {"train_samples": train_samples, "valid_samples": valid_samples}
+        counts.check(config.data, **sizes, stages=run_stages(config, data))
     return _start(checked, data, allowed=config.data.allow_change)
 
 
@@ -167,10 +169,12 @@ def _identity(
 ) -> DataIdentity:
     """Return which data a run has from here on, and what of them has changed; raises like `resumed_identity`."""
     train_samples, valid_samples = drawn_samples(config)
-    is_repeated = not config.data.is_chats and SampleCounts(data, config.model.seq_length).repeats_pairs(
-        config.data, train_samples=train_samples, valid_samples=valid_samples
-    )
-    present = identify_data(config.data, data, samples=train_samples if is_repeated else None)
+    # Where there are stages, a source's order does not depend on the number of samples.
+    is_repeated = not (config.data.is_chats or config.data.stages) and SampleCounts(
+        data, config.model.seq_length
+    ).repeats_pairs(config.data, train_samples=train_samples, valid_samples=valid_samples)
+    stages = run_stages(config, data)
+    present = identify_data(config.data, data, samples=train_samples if is_repeated else None, stages=stages)
     if resumed is None:
         return present
     from megatron_fanformer.checkpoint.stored_files import saved_progress  # imports torch
@@ -196,6 +200,12 @@ def drawn_samples(config: RunConfig) -> tuple[int, int]:
     """Return samples that a run draws from its training data, and from each validation set."""
     training = config.training
     return training.steps * training.global_batch_size, training.eval_iters * training.global_batch_size
+
+
+def run_stages(config: RunConfig, data: DataSurvey) -> list[Stage]:
+    """Return the stages of a run, one where it has no others."""
+    sizes = {"global_batch_size": config.training.global_batch_size, "seq_length": config.model.seq_length}
+    return ordered(data.train, data.stages, **sizes)
 
 
 class _Resuming(NamedTuple):

@@ -30,6 +30,7 @@ def run_datasets(config: RunConfig, survey: DataSurvey | None = None) -> Dataset
         valid_samples=valid_samples,
         seed=config.training.seed,
         vocab_size=config.model.vocab_size,
+        global_batch_size=config.training.global_batch_size,
         eod_id=config.model.vocab_size - 1,  # any: GPTDataset looks for no document boundary (`document_masks` does)
         survey=survey,
     )

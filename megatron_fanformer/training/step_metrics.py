@@ -31,6 +31,8 @@ class StepMetrics:
         self._norm_interval = config.logging.norm_interval
         self._update_rule = OPTIMIZERS[config.optimizer.name]
         self._grid = grid
+        batch_tokens = config.training.global_batch_size * config.model.seq_length
+        self._maskable_labels = batch_tokens if config.data.mask_repeated_ngrams else None
 
     def of_step(
         self, result: StepResult, *, seconds: float, learning_rate: float, consumed_tokens: int
@@ -47,6 +49,8 @@ class StepMetrics:
             "tokens_per_second": tokens_per_second,
             "model_flops_per_second": flops_per_second,
         }
+        if self._maskable_labels is not None:
+            metrics["masked_share"] = 1 - result.tokens / self._maskable_labels
         if self._peak_flops_per_second is not None:
             metrics["model_flops_utilization"] = flops_per_second / self._peak_flops_per_second
         return metrics

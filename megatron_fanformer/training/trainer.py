@@ -38,6 +38,7 @@ from megatron_fanformer.training.run_log import log_if_slow
 from megatron_fanformer.training.samples import run_datasets
 from megatron_fanformer.training.saves import Checkpointer
 from megatron_fanformer.training.schedule import build_scheduler
+from megatron_fanformer.training.seen_sources import SeenSources
 from megatron_fanformer.training.step import (
     StepBatches,
     StepResult,
@@ -144,6 +145,7 @@ class Trainer:
             self._go_back()
             return "signal" if self._interrupts.stop else None
         metrics.update(self._stragglers.report_if_due(self.step))
+        metrics.update(self._seen.metrics_if_due(self.step, is_last=self._is_over))
         try:
             metrics.update(self._evaluate_if_due())
         finally:  # where its evaluation ends the run, too
@@ -172,6 +174,7 @@ class Trainer:
         started = time.monotonic()
         self.step += 1
         heartbeat.mark("learning rate", step=self.step)
+        self._seen.log_if_stage_begins(self.step)
         self._scheduler.step(1)
         batches = StepBatches(self._batches, self._num_micro_batches)
         self.consumed_samples += self.config.training.global_batch_size
@@ -222,6 +225,7 @@ class Trainer:
 
     def _skipped(self, reason: str) -> dict[str, Any]:
         logger.info("step %d  skipped: %s", self.step, reason)
+        self._skipped_steps.add(self.step)
         self._events.add("skipped", self.step, reason=reason)
         return {
             "skipped": reason,
@@ -293,6 +297,8 @@ class Trainer:
                     "step": self.step,
                     "consumed_samples": self.consumed_samples,
                     "medians": self._bad_steps.medians(),
+                    "skipped": sorted(self._skipped_steps),
+                    "sources": self._seen.after(self.step),
                     "data": self._start.identity.as_plain(),
                 },
                 config=self._resolved_config(),
@@ -394,6 +400,7 @@ class Trainer:
         past = list(self._start.events)
         self._events = EventLog(self.run, past, writes=self.grid.is_main)
         self._bad_steps = BadSteps(self.config.recovery, past)
+        self._skipped_steps: set[int] = set()  # of this run as it stands, without what it went back over
         if self._start.resumed is not None:
             self._resume([self._start.resumed, *self._start.earlier], list(self._start.damaged))
             self._saves.copy(self.step)
@@ -441,6 +448,7 @@ class Trainer:
             )
         self.step, self.consumed_samples = progress["step"], progress["consumed_samples"]
         self._bad_steps.set_medians(progress.get("medians", {}))
+        self._skipped_steps = set(progress.get("skipped", self._events.skipped_until(self.step)))
         self._scheduler = self._build_scheduler()
         self._scheduler.step(self.step)
 
@@ -449,6 +457,7 @@ class Trainer:
         with log_if_slow("finding the order of the samples"):
             self._data = run_datasets(self.config, self._start.data)
         logger.debug("built the datasets in %.1f s", time.monotonic() - started)
+        self._seen = SeenSources(self.config, self._start.data, self._data, self._skipped_steps)
         self._batches = micro_batches(
             self._data.train,
             consumed_samples=self.consumed_samples,

@@ -64,6 +64,20 @@ def test_several_blend_files_are_joined(folder: Path) -> None:
     assert paths("@one.blend", "@two.blend") == [("a",), ("b",), ("npy/1.npy", "npy/2.npy")]
 
 
+def test_a_mix_of_olmo_core_is_read_as_it_is(folder: Path) -> None:
+    """Its labels only report; all files are one source, in the order of its lines."""
+    for path in ("web/dolma2/000.npy", "web/dolma2/001.npy", "code/gpt-neox/0.npy"):
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        (folder / path).write_bytes(b"")
+    lines = ["# a mix", "", "web,web/{TOKENIZER}/001.npy", "web,web/{TOKENIZER}/000.npy", "code,code/{TOKENIZER}/0.npy"]
+    (folder / "mix.txt").write_text("\n".join(lines))
+    assert paths("@mix.txt") == [("web/dolma2/001.npy", "web/dolma2/000.npy", "code/gpt-neox/0.npy")]
+    (folder / "web/other").mkdir()
+    assert "web holds dolma2, other, and {TOKENIZER} stands for" in blend_problems("data.train_data", ["@mix.txt"])[0]
+    (folder / "mix.txt").write_text("a,npy/1.npy\nnpy/2.npy\n")
+    assert "'npy/2.npy' is not of the form label,path" in blend_problems("data.train_data", ["@mix.txt"])[0]
+
+
 @pytest.mark.parametrize(
     ("text", "items", "said"),
     [

@@ -35,6 +35,23 @@ def plan(config: str, *arguments: str, gpus: int = 8, gpu: str = "h100") -> int:
     return main(["plan", "--config", config, "--gpus", str(gpus), "--gpu", gpu, *arguments])
 
 
+def test_the_stages_of_the_data_are_listed(config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of 20 steps of 256 tokens, in the order in which they begin."""
+    report = tmp_path / "plan.json"
+    stages = "{from token 3.072K: [b], from step 6: [c]}"  # 12 steps
+    assert plan(config, "--layouts", "pp=4", "--report", str(report), "--data.stages", stages) == 0
+    found = json.loads(report.read_text())
+    assert list(found["stages"].items()) == [("from step 6", 6), ("from token 3.072K", 13)]
+    _, _, table = capsys.readouterr().out.partition("stages of the data")
+    rows = [line.rsplit(maxsplit=4) for line in table.splitlines()[1:5]]
+    assert [row[:-1] for row in rows[1:]] == [
+        ["train_data", "1", "5", "1,280"],
+        ["from step 6", "6", "7", "1,792"],
+        ["from token 3.072K", "13", "8", "2,048"],
+    ]
+    assert sum(float(row[-1]) for row in rows[1:]) <= found["cost"]["days"] + 0.015
+
+
 def test_the_report_holds_all_of_it(config: str, tmp_path: Path) -> None:
     report = tmp_path / "plan.json"
     arguments = ["--layouts", "tp=2,pp=2", "pp=4", "tp=3", "--tokens", "3M", "--price", "2.5", "--report", str(report)]

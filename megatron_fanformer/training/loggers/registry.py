@@ -51,6 +51,8 @@ class LoggingConfig(*_FIELDS):  # type: ignore[misc]  # the table's, whichever t
     null: none."""
     folder: str | None = None
     """Folder for a log file of each rank (`rank-00000.log` and so on); `train --log-file` takes precedence."""
+    source_interval: int | None = 100
+    """Steps between counts of what was read of each source of `data.train_data` and its stages; null: none."""
     straggler_interval: int | None = 100
     """Steps between checks for a slow rank (docs/clusters.md#slow-ranks); null: none."""
     straggler_factor: float = 1.4
@@ -60,7 +62,7 @@ class LoggingConfig(*_FIELDS):  # type: ignore[misc]  # the table's, whichever t
     def problems(self) -> list[str]:
         """Return the rules of single fields that this configuration breaks, one line each."""
         found = [problem for kind in LOGGERS.values() for problem in kind.problems(self)]
-        intervals = ("norm_interval", "phase_interval", "straggler_interval")
+        intervals = ("norm_interval", "phase_interval", "source_interval", "straggler_interval")
         return [
             *found,
             *broken_fields("logging", self, "be at least 1, or null", lambda value: value < 1, *intervals),

@@ -1,0 +1,233 @@
+"""Stages of a run: another mix from a step on, every source going on from its own place."""
+
+import re
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_fanformer.data.config import DataConfig
+from megatron_fanformer.data.origins import sample_spans
+from megatron_fanformer.data.repeated_ngrams import is_repetitive
+from megatron_fanformer.data.sample_counts import SampleCounts
+from megatron_fanformer.data.sample_order import shuffled
+from megatron_fanformer.data.staged_dataset import source_counts
+from megatron_fanformer.data.stages import first_step, ordered, step_problems
+from megatron_fanformer.data.survey import survey_data
+from megatron_fanformer.errors import InputError
+from tests.data.token_making import VOCAB_SIZE, build, drawn, raw_tokens, write_npy, write_pair
+
+SEQ_LENGTH = 64
+SEED = 1  # of `build`
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> dict[str, str]:
+    """Two pairs of 208 and 123 samples, and two .npy files of 140 and 15."""
+    return {
+        "a": write_pair(tmp_path / "a", [[300 + 10 * number] for number in range(30)]),
+        "b": write_pair(tmp_path / "b", [[300 + 10 * number] for number in range(20)], seed=500),
+        "c": write_npy(tmp_path / "c.npy", 9_000, seed=2000),
+        "d": write_npy(tmp_path / "d.npy", 1_000, seed=3000),
+    }
+
+
+def named(data: dict[str, str], mix: str) -> list[str]:
+    return [data.get(word, word) for word in mix.split()]
+
+
+def config(data: dict[str, str], first: str, **later: str) -> DataConfig:
+    stages = {f"from step {name[1:]}": named(data, mix) for name, mix in later.items()}
+    return DataConfig(train_data=named(data, first), stages=stages)
+
+
+@pytest.mark.parametrize("first", ["a", "c", "a b", "1 a 3 b", "a b c", "1 a 2 c 3 b", "c d"])
+def test_the_first_stage_is_drawn_as_a_run_without_others(data: dict[str, str], first: str) -> None:
+    """So that a run may get a stage when it has begun."""
+    plain = build(config(data, first), 120).train
+    staged = build(config(data, first, s101="1 b 1 a"), 200).train
+    assert torch.equal(drawn(plain, 100), drawn(staged, 100))
+
+
+def test_every_source_goes_on_from_its_place_epoch_after_epoch(data: dict[str, str]) -> None:
+    """Each sample's tokens, cut from the raw files by a formula of the test's own."""
+    train = build(config(data, "1 a 1 c", s101="1 c 1 d 1 a", s161="1 a 9 b"), 700).train
+    order: dict[str, list[tuple[int, ...]]] = defaultdict(list)
+    for index in range(700):
+        spans = sample_spans(train, index)
+        tokens = [token for span in spans for token in raw_tokens(span.prefix, span.first_token, span.length)]
+        assert train[index]["tokens"].tolist() == tokens[:SEQ_LENGTH]
+        order[Path(spans[0].prefix).name].append(tuple(tokens[:SEQ_LENGTH]))
+    assert order.keys() == data.keys()
+    # .npy files: an epoch is their samples in PCG64's order, and the next follows where it ends.
+    for name, samples in (("c", 140), ("d", 15)):
+        ids = np.fromfile(data[name], "<u2")
+        expected = [
+            tuple(ids[number * SEQ_LENGTH :][:SEQ_LENGTH].tolist())
+            for epoch in range(9)
+            for number in shuffled(samples, seed=SEED, epoch=epoch)
+        ]
+        assert order[name] == expected[: len(order[name])]
+    assert len(order["d"]) > 15  # which it has read to its end
+    # Pairs: the first epoch as that of the pair alone, the next the same samples shuffled anew.
+    for name, samples in (("a", 208), ("b", 123)):
+        alone = [tuple(row) for row in drawn(build(config(data, name), samples).train, samples).tolist()]
+        again = [alone[number] for epoch in (1, 2, 3) for number in shuffled(samples, seed=SEED, epoch=epoch)]
+        assert order[name] == [*alone, *again][: len(order[name])]
+    assert len(order["b"]) > 2 * 123
+
+
+def test_a_later_stage_changes_nothing_before_it(data: dict[str, str]) -> None:
+    first = {"s51": "1 c 1 b"}
+    short = build(config(data, "1 a 1 c", **first), 150).train
+    other = build(config(data, "1 a 1 c", **first, s101="1 d 5 a"), 900).train
+    assert torch.equal(drawn(short, 100), drawn(other, 100))
+
+
+def test_counts_by_source_are_those_of_the_samples(data: dict[str, str]) -> None:
+    stages = config(data, "1 a 1 c", s101="2 c 1 d 1 a")
+    sources = [Path(data[name]).with_suffix("").name for name in "acd"]
+    for settings in (stages, config(data, "1 a 3 b 2 c")):
+        train: Any = build(settings, 300).train
+        sources = ["a", "c", "d"] if settings is stages else ["a", "b", "c"]
+        drawn_from = [sources.index(Path(sample_spans(train, index)[0].prefix).name) for index in range(300)]
+        for first, end in ((0, 300), (0, 0), (90, 130), (101, 300)):
+            expected = np.bincount(drawn_from[first:end], minlength=3).tolist()
+            assert source_counts(train, first, end, 3).tolist() == expected
+
+
+# -- what is refused
+
+
+@pytest.mark.parametrize(
+    ("name", "step"),
+    [("from step 9001", 9001), ("from step 9_001", 9001), ("from token 1000", 11), ("from token 1.5K", 16)],
+)
+def test_where_a_stage_begins(name: str, step: int) -> None:
+    assert first_step(name, batch_tokens=100) == step
+
+
+@pytest.mark.parametrize("name", ["9001", "from step 0", "step 5", "from step 1.5", "from token 3.9T ", "from epoch 2"])
+def test_a_name_that_says_no_beginning_is_refused(name: str) -> None:
+    with pytest.raises(InputError, match=r"does not say where the stage begins; write it as 'from step 9001'"):
+        first_step(name, batch_tokens=100)
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"stages": {"from step 5": ["nowhere"]}}, r"data\.stages\.from step 5: nowhere\.bin does not exist"),
+        ({"stages": {"at step 5": ["{a}"]}}, "'at step 5' does not say where"),
+        ({"stages": {"from step 5": ["1", "{a}", "1", "{c}", "2", "{a}"]}}, "names .*a twice; give it one weight"),
+        ({"train_data": ["{c}", "{d}"], "stages": {"from step 5": ["{c}"]}}, "c.npy is in two sources, .*c.npy and 1"),
+        ({"stages": {"from step 5": ["{a}"]}, "split": "9,1"}, "cannot be combined with data.split"),
+        ({"max_repetition": {"*": 0.0}}, r"data\.max_repetition: '\*' is 0, which must be a number above 0"),
+    ],
+)  # fmt: skip
+def test_each_problem_is_named(data: dict[str, str], fields: dict[str, Any], said: str) -> None:
+    def filled(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {name: filled(own) for name, own in value.items()}
+        return [word.format(**data) for word in value] if isinstance(value, list) else value
+
+    problem, *_ = DataConfig(**filled({"train_data": ["{a}"], **fields})).problems()
+    assert re.search(said, problem)
+
+
+def test_stages_begin_one_after_the_other_within_the_run() -> None:
+    names = ["from step 5", "from token 400", "from step 1", "from step 900"]
+    found = step_problems(names, train_iters=100, batch_tokens=100)
+    assert [line.split(";")[0] for line in found] == [
+        "data.stages: 'from token 400' begins with step 5, as from step 5 does",
+        "data.stages: 'from step 1' begins with step 1, as data.train_data does",
+        "data.stages: 'from step 900' begins with step 900, after the last of 100",
+    ]
+
+
+def checked(settings: DataConfig, samples: int) -> None:
+    survey = survey_data(settings)
+    stages = ordered(survey.train, survey.stages, global_batch_size=1, seq_length=SEQ_LENGTH)
+    sizes = {"train_samples": samples, "valid_samples": 1}
+    SampleCounts(survey, SEQ_LENGTH).check(settings, **sizes, stages=stages)
+
+
+def test_a_source_without_a_whole_sample_is_refused(data: dict[str, str], tmp_path: Path) -> None:
+    data["e"] = write_pair(tmp_path / "e", [[SEQ_LENGTH]])
+    with pytest.raises(InputError, match=r"e holds no whole sample of 64 tokens"):
+        checked(config(data, "a", s11="1 a 1 e"), 20)
+
+
+@pytest.mark.parametrize(
+    ("limits", "most"),
+    [({"*": 0.5}, 104), ({"*": 3, "{a}": 0.25}, 52), ({"{a}": 0.25, "*": 2.0}, 415), ({"{folder}": 1}, 207)],
+)
+def test_a_run_that_takes_more_of_a_source_than_it_may_is_refused(
+    data: dict[str, str], tmp_path: Path, limits: dict[str, float], most: int
+) -> None:
+    """Of 207 samples: the last limit that fits counts."""
+    of_paths = {name.format(**data, folder=tmp_path): value for name, value in limits.items()}
+    settings = DataConfig(train_data=[data["a"]], max_repetition=of_paths)
+    epoch = int(SampleCounts(survey_data(settings), SEQ_LENGTH).epoch_of(survey_data(settings).train.sources[0]))
+    allowed = int(epoch * [value for name, value in limits.items()][-1])
+    checked(settings, allowed)
+    with pytest.raises(InputError, match=r"epochs of it, more than data\.max_repetition .* allows") as error:
+        checked(settings, allowed + 1)
+    assert f"a: {epoch * SEQ_LENGTH:,} tokens, " in str(error.value).splitlines()[-1]
+
+
+def test_repetition_is_counted_over_all_stages(data: dict[str, str]) -> None:
+    """57 + 13 of d's 15 samples: 4.67 epochs."""
+    stages = {"from step 115": named(data, "9 c 1 d")}
+    train_data = named(data, "1 c 1 d")
+    for most in (4.7, 4.6):
+        settings = DataConfig(train_data=train_data, stages=stages, max_repetition={data["d"]: most})
+        if most == 4.7:
+            checked(settings, 244)
+        else:
+            with pytest.raises(InputError, match=r"d\.npy: the run takes 4\.67 epochs of it"):
+                checked(settings, 244)
+    with pytest.raises(InputError, match="'nothing' is no source's path"):
+        checked(DataConfig(train_data=train_data, max_repetition={"nothing": 1}), 10)
+
+
+# -- repeated n-grams
+
+
+def repeats_by_hand(tokens: list[int]) -> bool:
+    """By trying every place and period, as the rule reads."""
+    return any(
+        tokens[first : first + 32 * period] == tokens[first : first + period] * 32
+        for period in range(1, 14)
+        for first in range(len(tokens) - 32 * period + 1)
+    )
+
+
+@pytest.mark.parametrize("period", [1, 2, 7, 13, 14])
+@pytest.mark.parametrize("times", [31, 32, 40])
+def test_repeated_ngrams_are_found_where_the_rule_has_them(period: int, times: int) -> None:
+    generator = np.random.default_rng(period * times)
+    gram = generator.permutation(VOCAB_SIZE)[:period]
+    for first in (0, 3, 100):
+        tokens = generator.integers(VOCAB_SIZE, size=700)
+        run = np.tile(gram, times)
+        tokens[first : first + len(run)] = run[: len(tokens) - first]
+        assert is_repetitive(tokens) == repeats_by_hand(tokens.tolist()) == (times >= 32 and period <= 13)
+    tokens = np.tile(gram, times)  # as a whole sample
+    assert is_repetitive(tokens) == repeats_by_hand(tokens.tolist())
+
+
+def test_repetitive_samples_have_no_loss_and_others_all_of_it(tmp_path: Path) -> None:
+    ids = np.random.default_rng(0).integers(VOCAB_SIZE, size=10 * SEQ_LENGTH).astype("<u2")
+    ids[3 * SEQ_LENGTH + 20 : 3 * SEQ_LENGTH + 60] = 7
+    ids.tofile(tmp_path / "a.npy")
+    settings = DataConfig(
+        train_data=[str(tmp_path / "a.npy")], valid_data={"v": [str(tmp_path / "a.npy")]}, mask_repeated_ngrams=True
+    )
+    datasets = build(settings, 10, 10)
+    for train, valid in zip(datasets.train, datasets.valid["v"], strict=False):
+        is_masked = bool((train["tokens"] == 7).sum() >= 32)
+        assert torch.equal(train["loss_mask"], valid["loss_mask"] * (not is_masked))
+        assert all(torch.equal(train[name], valid[name]) for name in ("tokens", "labels", "position_ids"))
