@@ -59,8 +59,8 @@ class DataConfig:
     cache_path: str | None = None
     """Folder for sample indices and large orders of samples, shared by all nodes; null: `.index_cache` beside
     `train_data`."""
-    num_workers: int = 0
-    """Loader processes per rank; 0: its own."""
+    num_workers: int | None = None
+    """Loader processes per rank; 0: its own; null: 2 on a GPU, whose step need not wait for reads, else 0."""
     allow_change: list[str] = field(default_factory=list)
     """Changes of the data to allow for one start: `train`, `tokenizer`, or names of `valid_data`
     (docs/data.md#the-same-data-on-resuming)."""
@@ -98,7 +98,7 @@ class DataConfig:
         ]
         if self.max_repetition and self.is_chats:
             problems.append("data.max_repetition: chats are repeated by training.epochs; leave it out")
-        if self.num_workers < 0:
+        if self.num_workers is not None and self.num_workers < 0:
             problems.append(f"data.num_workers: {self.num_workers} is negative; 0 loads in the rank's own process")
         names = (TRAINING, TOKENIZER, *self.valid_data)
         problems += [

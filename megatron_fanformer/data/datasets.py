@@ -258,6 +258,7 @@ class _DatasetBuilder:
                 if path not in readers:
                     readers[path] = PairReader(self._survey.pairs[path], self._vocab_size)
                 dataset.dataset = readers[path]
+                dataset.indices = None  # of 4 bytes a document, which its samples are not drawn from
         return built
 
     def _identities(self, sources: Sequence[Source]) -> list[str]:

@@ -51,9 +51,14 @@ def epoch_order(samples: int, *, seed: int, epoch: int, cache: Path | None = Non
     """
     if samples > MOST_SHUFFLED:
         return KeyedPermutation(samples, seed=seed + epoch)
-    if cache is None or samples < LEAST_STORED:
+    if cache is None or not is_stored(samples, cache):
         return shuffled(samples, seed=seed, epoch=epoch)
     return _stored(samples, seed=seed, epoch=epoch, cache=cache)
+
+
+def is_stored(samples: int, cache: Path | None) -> bool:
+    """Return whether an order of so many samples is stored in `cache`, not made in memory or entry by entry."""
+    return cache is not None and LEAST_STORED <= samples <= MOST_SHUFFLED
 
 
 def _stored(samples: int, *, seed: int, epoch: int, cache: Path) -> StoredArray:

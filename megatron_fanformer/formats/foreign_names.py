@@ -204,7 +204,7 @@ _MEGATRON_LM = {
 --split = data.split
 --data-cache-path = data.cache_path
 --sft = data.format: sft, on what prepare --chat has written
---num-workers = data.num_workers: 0 by default, not 2
+--num-workers = data.num_workers: on a CPU 0 by default, not 2
 --dataloader-type: there is one order of samples
 --reset-attention-mask --dataloader-inter-document-masking = data.reset_attention_mask: by the end-of-text id
 --reset-position-ids = data.reset_position_ids: needs data.reset_attention_mask

@@ -90,6 +90,38 @@ def _progress(total: int) -> Iterator[Advance]:
         yield lambda count: bar.advance(task, count)
 
 
+def index_data(path: str, overrides: Sequence[str]) -> None:
+    """Make what a start of a run looks up of its data, in the folder of the index cache, and log how far it is.
+
+    Args:
+        path: a configuration file.
+        overrides: `--section.field VALUE`, as for `train`.
+
+    Raises:
+        InputError: the configuration is wrong, or its data are not what it needs.
+        CorruptError: token files are damaged.
+    """
+    from megatron_fanformer.training.config import load_config
+
+    if Path(path).suffix not in (".yaml", ".yml"):
+        raise InputError(f"{path} is no configuration file (.yaml), as --index takes it; name one that trains on it")
+    run = load_config(Path(path), overrides)
+    if found := [*run.model.problems(), *run.data.problems(), *run.training.problems()] or run.problems_of_steps(1):
+        raise InputError("\n".join(found))
+    from megatron_fanformer.runtime import megatron_cpu  # imports torch: after errors in the input were reported
+
+    megatron_cpu.install()
+    from megatron_fanformer.training.chats import with_steps
+    from megatron_fanformer.training.preflight import check_data
+    from megatron_fanformer.training.run_log import run_log
+    from megatron_fanformer.training.samples import run_datasets
+
+    with run_log(rank=0):
+        run = with_steps(run)
+        run_datasets(run, check_data(run))
+    show([f"{run.data.index_cache()}: ready for {path}"])
+
+
 def inspect_step(
     path: str, step: int, config: Path | None, overrides: Sequence[str], *, full: bool, json: bool
 ) -> None:

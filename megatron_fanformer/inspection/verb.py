@@ -14,11 +14,14 @@ class InspectOptions:
 
     path: str = argument(metavar="PATH")
     """Token files (a prefix, one of them, a blend file, a folder), a run or a checkpoint or the URL of one, or an
-    exported folder."""
+    exported folder; with --step and --index a configuration file."""
     verify: bool = False
     """Check that all of it is present and undamaged."""
     json: bool = False
     """Print one JSON object."""
+    index: bool = False
+    """Make what a run of the configuration file PATH looks up at its start, on a login node beforehand: the largest
+    ids of token files without a manifest, sample indices, orders."""
     phases: str | None = option(None, metavar="FILE")
     """Draw the phase health that a run has logged into this PNG."""
     step: int | None = None
@@ -32,15 +35,29 @@ class InspectOptions:
 
 def _inspect(options: InspectOptions) -> None:
     from megatron_fanformer.checkpoint.remote import on_this_machine
-    from megatron_fanformer.inspection.command import draw_phases, inspect_path, inspect_step
+    from megatron_fanformer.inspection.command import draw_phases, index_data, inspect_path, inspect_step
 
     path, step, config = options.path, options.step, options.config
     if options.phases is not None:
-        chosen = {"verify": options.verify, "json": options.json, "step": step, "config": config, "full": options.full}
+        chosen = {
+            "verify": options.verify,
+            "index": options.index,
+            "json": options.json,
+            "step": step,
+            "config": config,
+            "full": options.full,
+        }
         given = [f"--{name}" for name, value in chosen.items() if value is not None and value is not False]
         if stray := [*options.overrides, *given]:
             raise InputError(f"{stray[0]} has no effect with --phases; use one at a time")
         draw_phases(path, Path(options.phases))
+    elif options.index:
+        others = {"verify": options.verify, "json": options.json, "step": step, "config": config, "full": options.full}
+        if stray := [f"--{name}" for name, value in others.items() if value is not None and value is not False]:
+            raise InputError(f"{stray[0]} has no effect with --index; use one at a time")
+        device.hide_gpus()
+        device.prepare_libraries()
+        index_data(path, options.overrides)
     elif step is None:
         if stray := [*options.overrides, *(["--config"] if config else []), *(["--full"] if options.full else [])]:
             raise InputError(f"{stray[0]} has no effect without --step; {PROGRAM} inspect --help lists the options")

@@ -39,7 +39,7 @@ def choose_for_machine(config: RunConfig, grid: RankGrid) -> tuple[RunConfig, li
         InputError: Transformer Engine is requested and cannot be used.
     """
     choices = list(_choices(config, grid))
-    for section in ("parallel", "kernels", "runtime", "precision"):
+    for section in ("parallel", "kernels", "runtime", "precision", "data"):
         chosen = {choice.field: choice.value for choice in choices if choice.section == section}
         config = dataclasses.replace(config, **{section: dataclasses.replace(getattr(config, section), **chosen)})
     return config, choices
@@ -97,6 +97,8 @@ def _choices(config: RunConfig, grid: RankGrid) -> Iterator[Choice]:
     if kernels.gradient_accumulation_fusion is None:
         value, reason = _fusion(implementation)
         yield Choice("kernels", "gradient_accumulation_fusion", value, reason, on_gpu)
+    if config.data.num_workers is None:
+        yield Choice("data", "num_workers", *((2, "the GPU") if on_gpu else (0, "the CPU computes")), on_gpu)
     yield from _overlap(config.parallel, grid)
 
 

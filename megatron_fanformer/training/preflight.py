@@ -132,6 +132,16 @@ def check_machine_and_data(checked: CheckedSettings) -> RunStart:
     config = checked.config
     if found := machine_problems(config):
         raise InputError("\n".join(found))
+    data = check_data(config)
+    return _start(checked, data, allowed=config.data.allow_change)
+
+
+def check_data(config: RunConfig) -> DataSurvey:
+    """Survey the token files of a run whose number of steps is known, and check that they suffice.
+
+    Raises:
+        InputError, CorruptError: as `check_machine_and_data`.
+    """
     with log_if_slow("reading the indices of the token files"):
         data = survey_data(config.data, config.model.vocab_size)
     if not config.data.is_chats:  # those have been packed
@@ -139,7 +149,7 @@ def check_machine_and_data(checked: CheckedSettings) -> RunStart:
         counts = SampleCounts(data, config.model.seq_length)
         sizes = {"train_samples": train_samples, "valid_samples": valid_samples}
         counts.check(config.data, **sizes, stages=run_stages(config, data))
-    return _start(checked, data, allowed=config.data.allow_change)
+    return data
 
 
 def find_start(config: RunConfig) -> RunStart:

@@ -464,7 +464,7 @@ class Trainer:
             micro_batch_size=self.config.training.micro_batch_size,
             data_parallel_rank=self.grid.data_parallel_rank,
             data_parallel_size=self.grid.data_parallel_size,
-            num_workers=self.config.data.num_workers,
+            num_workers=self.config.data.num_workers or 0,
         )
 
     def _open_logs(self) -> None:

@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import threading
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,24 @@ def test_one_process_makes_it_and_all_read_it(tmp_path: Path) -> None:
         process.join()
     assert {entry for entry, _ in found} == {shuffled(SAMPLES, seed=SEED, epoch=0)[17]}
     assert sum(made for _, made in found) == 1
+
+
+def test_the_next_epochs_order_is_made_while_one_is_read(store_all: None, tmp_path: Path) -> None:
+    """From its half on, once, and not beyond the last epoch."""
+    np.arange(4000, dtype="<u2").tofile(tmp_path / "a.npy")
+    file = NpyFile(str(tmp_path / "a.npy"), np.dtype("<u2"), 4000, None)
+    sizes: dict[str, Any] = {"seq_length": 4, "seed": SEED, "vocab_size": 4000}
+    dataset = NpyDataset([file], samples=2000, cache=tmp_path, **sizes)
+
+    def orders_after(index: int) -> list[str]:
+        dataset[index]
+        for thread in (thread for thread in threading.enumerate() if thread is not threading.main_thread()):
+            thread.join()
+        return sorted(path.name for path in (tmp_path / "orders").iterdir() if not path.name.startswith("."))
+
+    first, second = (f"1000-{SEED + epoch}" for epoch in (0, 1))
+    assert orders_after(0) == orders_after(499) == [first]
+    assert orders_after(500) == orders_after(1001) == orders_after(1999) == [first, second]
 
 
 def test_what_was_left_half_written_goes_and_what_is_damaged_is_named(store_all: None, tmp_path: Path) -> None:

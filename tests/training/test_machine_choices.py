@@ -87,6 +87,7 @@ def test_a_cpu_chooses_every_open_field() -> None:
         "cpu_kernels": "torch",
         "overlap_grad_reduce": False,
         "overlap_param_gather": False,
+        "num_workers": 0,
     }
 
 
@@ -95,6 +96,7 @@ def test_what_the_user_set_stays() -> None:
         "parallel": {"overlap_grad_reduce": True, "overlap_param_gather": False},
         "kernels": {"transformer_impl": "local", "gradient_accumulation_fusion": False},
         "runtime": {"device": "cpu", "threads_per_rank": 1, "cpu_kernels": "torch"},
+        "data": {"num_workers": 1},
     }
     assert chosen("cpu", 2, **sections) == {}
     assert choice_lines([]) == []
@@ -114,7 +116,7 @@ def test_a_gpu_overlaps_where_there_are_replicas(
     replicas: int, fields: dict[str, Any], expected: dict[str, Any]
 ) -> None:
     made = chosen("cuda", replicas, **{**OPEN, "parallel": fields})
-    rest = {"device": "cuda", "dtype": "bf16", "transformer_impl": "transformer_engine"}
+    rest = {"device": "cuda", "dtype": "bf16", "transformer_impl": "transformer_engine", "num_workers": 2}
     assert made == {**rest, "gradient_accumulation_fusion": True, **expected}
 
 
