@@ -11,7 +11,7 @@ import torch
 from rich.console import Console
 
 from megatron_fanformer.checkpoint import store
-from megatron_fanformer.data.batches import micro_batches
+from megatron_fanformer.data.batches import micro_batches, unread_batches
 from megatron_fanformer.data.chat_template import CHAT_TEMPLATE_JINJA
 from megatron_fanformer.data.tokenizer import tokenizer_file
 from megatron_fanformer.errors import CorruptError, DivergenceError, Interrupted
@@ -458,10 +458,16 @@ class Trainer:
             self._data = run_datasets(self.config, self._start.data)
         logger.debug("built the datasets in %.1f s", time.monotonic() - started)
         self._seen = SeenSources(self.config, self._start.data, self._data, self._skipped_steps)
+        micro_batch_size = self.config.training.micro_batch_size
+        is_between = not (self.grid.is_first_stage or self.grid.is_last_stage)
+        if is_between and not self.config.data.reset_attention_mask:  # else it needs the documents' bounds
+            size = {"micro_batch_size": micro_batch_size, "seq_length": self.config.model.seq_length}
+            self._batches = unread_batches(**size)
+            return
         self._batches = micro_batches(
             self._data.train,
             consumed_samples=self.consumed_samples,
-            micro_batch_size=self.config.training.micro_batch_size,
+            micro_batch_size=micro_batch_size,
             data_parallel_rank=self.grid.data_parallel_rank,
             data_parallel_size=self.grid.data_parallel_size,
             num_workers=self.config.data.num_workers or 0,

@@ -77,3 +77,21 @@ def test_a_layout_does_not_change_the_loss(
     values["parallel"].update(LAYOUTS[layout])
     for found in run_on_ranks(2, losses, values):
         assert found == pytest.approx(alone, rel=SAME_LOSS)
+
+
+def middle_reads(values: dict[str, Any]) -> tuple[float, bool]:
+    """The loss of the first step, and whether this rank's batches hold any token but 0. On every rank."""
+    with trainer_of(values) as trainer:
+        loss = first_step(trainer).loss
+        return loss, bool(next(trainer._batches)["tokens"].any())
+
+
+def test_a_stage_between_the_first_and_the_last_reads_no_samples(
+    values: dict[str, Any], run_on_ranks: Callable[..., list[Any]]
+) -> None:
+    values["model"]["num_layers"] = 3
+    ((alone, _),) = run_on_ranks(1, middle_reads, values)
+    values["parallel"]["pipeline_model_parallel_size"] = 3
+    found = run_on_ranks(3, middle_reads, values)
+    assert [reads for _, reads in found] == [True, False, True]
+    assert [loss for loss, _ in found] == pytest.approx([alone] * 3, rel=SAME_LOSS)
