@@ -149,9 +149,13 @@ class Scan:
                 for left in waiting:
                     left.cancel()
 
+    def stop(self) -> None:
+        """Let `run` end with the parts that are being read; it raises InterruptedError."""
+        self._is_over = True
+
     def _advance(self, read_bytes: int) -> None:
         if self._is_over:
-            raise InterruptedError("another file is refused")
+            raise InterruptedError("another file is refused, or nobody waits for it")
         with self._lock:
             self._done += read_bytes
             now = time.monotonic()

@@ -4,7 +4,9 @@ A run of many ranks would otherwise read every index on every rank: gigabytes ea
 found here is small, and is sent to all of them; beyond it they only map the files. torch is not imported.
 """
 
+import dataclasses
 import logging
+import threading
 import time
 import zlib
 from collections.abc import Callable
@@ -21,9 +23,11 @@ from megatron_fanformer.data.manifest import manifest_path, read_any_manifest
 from megatron_fanformer.data.npy_files import NpyFile, check_npy_ids, open_npy_files
 from megatron_fanformer.data.token_files import TokenIndex, check_index_ids, read_index, reads_ids
 from megatron_fanformer.data.tokenizer import load_tokenizer
-from megatron_fanformer.errors import InputError
+from megatron_fanformer.errors import FanformerError, InputError
 
 logger = logging.getLogger(__name__)
+
+DEFERRED_BYTES = 1 << 33  # some seconds of reading
 
 
 @dataclass(frozen=True)
@@ -57,6 +61,8 @@ class DataSurvey:
     """The id that ends a document, if the run needs to find document ends."""
     stages: dict[str, Blend] = field(default_factory=dict)
     """The mixes of later stages by their names, as the configuration has them."""
+    has_unread_ids: bool = False
+    """Whether files without a manifest are still to be read for their largest id (`DeferredScan`)."""
 
     def sources(self) -> list[Source]:
         """Return every source once, those of training first."""
@@ -72,11 +78,12 @@ class DataSurvey:
         return [self.npy_files[path] for path in source.paths]
 
 
-def survey_data(config: DataConfig, vocab_size: int | None = None) -> DataSurvey:
+def survey_data(config: DataConfig, vocab_size: int | None = None, *, may_defer: bool = False) -> DataSurvey:
     """Check every token file of a run: each index is read once, from end to end.
 
     Args:
         vocab_size: check all ids against it; a file without a manifest may be read completely for that. None: do not.
+        may_defer: leave that to a `DeferredScan` where it takes long.
 
     Raises:
         InputError: a blend that cannot be read, missing files, a .npy file with NumPy's own header, or an id outside
@@ -104,21 +111,60 @@ def survey_data(config: DataConfig, vocab_size: int | None = None) -> DataSurvey
         (prefix,) = source.paths
         survey.pairs[prefix] = read_index(prefix, bounds)
     if vocab_size is not None:
-        _check_ids(survey, vocab_size)
+        if may_defer and _bytes_to_read(survey, vocab_size) >= DEFERRED_BYTES:
+            survey = dataclasses.replace(survey, has_unread_ids=True)
+        else:
+            Scan(_bytes_to_read(survey, vocab_size)).run(_id_checks(survey, vocab_size))
     _log_survey(survey, time.monotonic() - started)
     return survey
 
 
-def _check_ids(survey: DataSurvey, vocab_size: int) -> None:
-    pairs, files = survey.pairs.values(), survey.npy_files.values()
-    checks: list[Callable[..., None]] = [
-        *(partial(check_index_ids, pair, vocab_size, cache=survey.cache) for pair in pairs),
-        *(partial(check_npy_ids, file, vocab_size, cache=survey.cache) for file in files),
+def _id_checks(survey: DataSurvey, vocab_size: int) -> list[Callable[..., None]]:
+    return [
+        *(partial(check_index_ids, pair, vocab_size, cache=survey.cache) for pair in survey.pairs.values()),
+        *(partial(check_npy_ids, file, vocab_size, cache=survey.cache) for file in survey.npy_files.values()),
     ]
-    read = [file for file in files if file.max_token_id is None and is_read(file.dtype, vocab_size)]
-    total = sum(file.tokens * file.dtype.itemsize for file in read)
-    total += sum(pair.tokens * pair.dtype.itemsize for pair in pairs if reads_ids(pair, vocab_size))
-    Scan(total).run(checks)
+
+
+def _bytes_to_read(survey: DataSurvey, vocab_size: int) -> int:
+    files = (file for file in survey.npy_files.values() if file.max_token_id is None)
+    total = sum(file.tokens * file.dtype.itemsize for file in files if is_read(file.dtype, vocab_size))
+    pairs = (pair for pair in survey.pairs.values() if reads_ids(pair, vocab_size))
+    return total + sum(pair.tokens * pair.dtype.itemsize for pair in pairs)
+
+
+class DeferredScan:
+    """Checks the ids of files without a manifest while a run goes on, whose samples are checked as they are read.
+
+    Args:
+        survey: whose `has_unread_ids` says whether there are any.
+        is_main: whether this rank does it.
+    """
+
+    def __init__(self, survey: DataSurvey, vocab_size: int, *, is_main: bool) -> None:
+        self._error: FanformerError | None = None
+        self._scan = Scan(_bytes_to_read(survey, vocab_size))
+        if survey.has_unread_ids and is_main:
+            logger.info("reading token files without a manifest for their largest id while the run goes on")
+            threading.Thread(target=self._check, args=[_id_checks(survey, vocab_size)], daemon=True).start()
+
+    def _check(self, checks: list[Callable[..., None]]) -> None:
+        try:
+            self._scan.run(checks)
+            logger.info("all ids of the token files are within the vocabulary")
+        except FanformerError as error:
+            self._error = error
+        except InterruptedError:
+            pass  # stopped
+
+    def raise_failure(self) -> None:
+        """Raise the InputError or CorruptError of a file that was refused meanwhile."""
+        if self._error is not None:
+            raise self._error
+
+    def stop(self) -> None:
+        """End soon; what has been read of whole files is remembered."""
+        self._scan.stop()
 
 
 def _end_of_text_id(config: DataConfig) -> int:

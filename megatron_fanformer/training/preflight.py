@@ -132,18 +132,21 @@ def check_machine_and_data(checked: CheckedSettings) -> RunStart:
     config = checked.config
     if found := machine_problems(config):
         raise InputError("\n".join(found))
-    data = check_data(config)
+    data = check_data(config, may_defer=True)
     return _start(checked, data, allowed=config.data.allow_change)
 
 
-def check_data(config: RunConfig) -> DataSurvey:
+def check_data(config: RunConfig, *, may_defer: bool = False) -> DataSurvey:
     """Survey the token files of a run whose number of steps is known, and check that they suffice.
+
+    Args:
+        may_defer: see `survey_data`.
 
     Raises:
         InputError, CorruptError: as `check_machine_and_data`.
     """
     with log_if_slow("reading the indices of the token files"):
-        data = survey_data(config.data, config.model.vocab_size)
+        data = survey_data(config.data, config.model.vocab_size, may_defer=may_defer)
     if not config.data.is_chats:  # those have been packed
         train_samples, valid_samples = drawn_samples(config)
         counts = SampleCounts(data, config.model.seq_length)

@@ -13,6 +13,7 @@ from rich.console import Console
 from megatron_fanformer.checkpoint import store
 from megatron_fanformer.data.batches import micro_batches, unread_batches
 from megatron_fanformer.data.chat_template import CHAT_TEMPLATE_JINJA
+from megatron_fanformer.data.survey import DeferredScan
 from megatron_fanformer.data.tokenizer import tokenizer_file
 from megatron_fanformer.errors import CorruptError, DivergenceError, Interrupted
 from megatron_fanformer.model.build import build_stages
@@ -94,6 +95,7 @@ class Trainer:
         self._measure_steps()
         self._start_or_resume()
         self._load_data()
+        self._id_scan = DeferredScan(self._start.data, self.config.model.vocab_size, is_main=grid.is_main)
         self._logs = Loggers(
             self.config.logging,
             console or Console(markup=False),
@@ -163,6 +165,7 @@ class Trainer:
     def close(self, *, failed: bool = False) -> None:
         """Close logs and progress (`failed`: as an error's), free the model; abort the writing of a checkpoint."""
         self._saves.close()
+        self._id_scan.stop()
         self._batches.close()
         release(self._wrapped)
         self._logs.close(failed=failed)
@@ -174,6 +177,7 @@ class Trainer:
         started = time.monotonic()
         self.step += 1
         heartbeat.mark("learning rate", step=self.step)
+        self._id_scan.raise_failure()
         self._seen.log_if_stage_begins(self.step)
         self._scheduler.step(1)
         batches = StepBatches(self._batches, self._num_micro_batches)
