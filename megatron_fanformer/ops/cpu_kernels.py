@@ -7,12 +7,8 @@ Shapes: as in `element_wise`; of attention as in `attention`.
 """
 
 import ctypes
-import functools
-import hashlib
 import platform
-import shutil
 import subprocess
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -20,20 +16,16 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from megatron_fanformer.durable_files import publish, temporary_name
+from megatron_fanformer.ops.libraries import COMPILERS, build_library, find_compiler
 
 SOURCES = [Path(__file__).with_name(name) for name in ("cpu_kernels.cpp", "cpu_attention.cpp")]
 HEADER = Path(__file__).with_name("cpu_kernels.h")
-COMPILERS = ("c++", "g++", "clang++")
 OPTIONS_OF_MACHINES = {"x86_64": ("-march=native", "-mprefer-vector-width=512"), "aarch64": ("-mcpu=native",)}
 OPTIONS = (
     *("-std=c++17", "-O3", *OPTIONS_OF_MACHINES.get(platform.machine(), ())),
     *("-fno-math-errno", "-fno-trapping-math", "-fPIC", "-fopenmp"),
 )
-CPU_LINES = ("flags", "Features", "CPU implementer", "CPU part")
-"""Beginnings of the lines in /proc/cpuinfo that decide what the compiler builds for; ARM's are the last three."""
 TYPES = (torch.float32, torch.bfloat16)
-MOST_SECONDS = 120
 BYTES_OF_A_WORD = 4  # what a product's factors are made of
 MOST_BYTES_OF_A_VECTOR = 64
 LEAST_PARTS, ROWS_OF_A_PART = 32, 256
@@ -75,11 +67,11 @@ def _loaded(cache: Path) -> tuple[Any, str | None]:
     if platform.system() != "Linux" or platform.machine() not in OPTIONS_OF_MACHINES:
         machines = " and ".join(OPTIONS_OF_MACHINES)
         return None, f"they are for Linux on {machines}, and this is {platform.system()} on {platform.machine()}"
-    compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
+    compiler = find_compiler()
     if compiler is None:
         return None, f"no C++ compiler is found ({', '.join(COMPILERS)})"
     try:
-        return ctypes.CDLL(str(_built(Path(compiler), cache))), None
+        return ctypes.CDLL(str(_built(compiler, cache))), None
     except (OSError, subprocess.SubprocessError) as error:
         said = (getattr(error, "stderr", None) or str(error)).strip().splitlines()[0]
         return None, f"they cannot be built by {compiler} in {cache} ({said})"
@@ -101,31 +93,8 @@ def in_memory(tensor: Tensor) -> bool:
 
 
 def _built(compiler: Path, cache: Path) -> Path:
-    """Return the library of these sources, compiler and CPU. Ranks that start together may all build it: the same
-    file.
-    """
-    found = compiler.resolve()
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    flags = sorted({line for line in lines if line.startswith(CPU_LINES)})
-    texts = [each.read_text() for each in (HEADER, *SOURCES)]
-    named = f"{OPTIONS} {found} {found.stat().st_mtime_ns} {flags} {texts}"
-    library = cache / f"cpu-kernels-{hashlib.sha256(named.encode()).hexdigest()[:16]}.so"
-    if not library.exists():
-        cache.mkdir(parents=True, exist_ok=True)
-        partial = temporary_name(library)
-        parts = [partial.with_name(f"{partial.name}-{source.stem}.o") for source in SOURCES]
-        run = functools.partial(subprocess.run, check=True, capture_output=True, text=True, timeout=MOST_SECONDS)
-        try:
-            with ThreadPoolExecutor() as pool:
-                pairs = zip(SOURCES, parts, strict=True)
-                list(pool.map(run, ([str(compiler), *OPTIONS, "-c", f"{cpp}", "-o", f"{o}"] for cpp, o in pairs)))
-            # Without -fopenmp, so that no second OpenMP is linked: torch's is the process's.
-            run([str(compiler), "-shared", *map(str, parts), "-o", str(partial)])
-            publish(partial, library)
-        finally:
-            for each in (*parts, partial):
-                each.unlink(missing_ok=True)
-    return library
+    # Without -fopenmp at linking, so that no second OpenMP is linked: torch's is the process's.
+    return build_library("cpu-kernels", SOURCES, OPTIONS, headers=[HEADER], compiler=compiler, cache=cache)
 
 
 # -- the kernels, on tensors that they reach

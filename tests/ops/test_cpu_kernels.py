@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_fanformer.ops import cpu_kernels
+from megatron_fanformer.ops import cpu_kernels, libraries
 from megatron_fanformer.ops.attention import attention
 from megatron_fanformer.ops.cross_entropy import exponentials
 from megatron_fanformer.ops.element_wise import rms_norm, rotate, swiglu
@@ -214,7 +214,7 @@ def test_what_they_cannot_take_is_left_to_pytorch(kernels: None) -> None:
 def test_they_are_built_once(library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (built,) = library.iterdir()
     assert built.suffix == ".so"  # and nothing of its making is left
-    monkeypatch.setattr(cpu_kernels.subprocess, "run", lambda *_, **__: pytest.fail("a compiler was started"))
+    monkeypatch.setattr(libraries.subprocess, "run", lambda *_, **__: pytest.fail("a compiler was started"))
     assert cpu_kernels.load(library) is None
     cpu_kernels.unload("the test is over")
 
