@@ -87,10 +87,18 @@ class _ErrorsAsSamples(Dataset[Any]):
 
 
 def _raised(batches: Iterator[Any]) -> Generator[dict[str, Tensor], None, None]:
-    for batch in batches:
-        if isinstance(batch, FanformerError):
-            raise batch
-        yield batch
+    try:
+        for batch in batches:
+            if isinstance(batch, FanformerError):
+                raise batch
+            yield batch
+    except RuntimeError as error:
+        if "DataLoader worker" not in str(error):
+            raise
+        raise FanformerError(
+            "a loader process ended, for lack of memory or of shared memory (/dev/shm); give the machine or container "
+            f"more, or set data.num_workers to 0 ({' '.join(str(error).split())})"
+        ) from error
 
 
 def sample_numbers(

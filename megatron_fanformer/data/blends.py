@@ -65,7 +65,8 @@ def source_labels(sources: Sequence[Source]) -> list[str]:
 
     Several files of one source go by the folder that they are in.
     """
-    paths = [source.paths[0] if len(source.paths) == 1 else os.path.commonpath(source.paths) for source in sources]
+    own_paths = [[os.path.abspath(path) for path in source.paths] for source in sources]
+    paths = [own[0] if len(own) == 1 else os.path.commonpath(own) for own in own_paths]
     folder = os.path.dirname(paths[0]) if len(paths) == 1 else os.path.commonpath([os.path.dirname(p) for p in paths])
     labels = [npy_prefix(os.path.relpath(path, folder)) for path in paths]
     return labels if len(set(labels)) == len(labels) else [source.name for source in sources]

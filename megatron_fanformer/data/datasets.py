@@ -203,7 +203,10 @@ class _DatasetBuilder:
             size = end - stage.first_sample
             mix = self._mix_order(stage.blend, size)
             orders.append(StageOrder(stage.first_sample, own, drawn[own].tolist(), mix))
-            drawn[own] += on_main(lambda mix=mix, size=size, own=own: mix.counts(0, size, len(own)))  # type: ignore[misc]
+            if stage is stages[-1]:
+                drawn[own] += size  # as many at the most, which nobody need count
+            else:
+                drawn[own] += on_main(functools.partial(mix.counts, 0, size, len(own)))
         return StagedDataset(
             [self._of_stages_source(source, int(number)) for source, number in zip(sources, drawn, strict=True)],
             orders,

@@ -96,12 +96,23 @@ def refuse_ids_read(
     )
 
 
+def is_remembered(file: Path, dtype: np.dtype[Any], cache: Path) -> bool:
+    """Return whether a file has been read for its largest id before, and need not be again."""
+    note, identity = _note_of(file, dtype, cache)
+    return _read_note(note, identity) is not None
+
+
+def _note_of(file: Path, dtype: np.dtype[Any], cache: Path) -> tuple[Path, str]:
+    stat = file.stat()
+    identity = f"{file.absolute()} {stat.st_size} {stat.st_mtime_ns} {dtype.str}"
+    return cache / "ids" / (hashlib.sha256(identity.encode()).hexdigest()[:32] + ".json"), identity
+
+
 def _remembered_bounds(file: Path, dtype: np.dtype[Any], cache: Path | None, advance: Advance) -> tuple[int, int]:
     stat = file.stat()
     if cache is None or stat.st_size < REMEMBERED_BYTES:
         return _read_bounds(file, dtype, advance)
-    identity = f"{file.absolute()} {stat.st_size} {stat.st_mtime_ns} {dtype.str}"
-    note = cache / "ids" / (hashlib.sha256(identity.encode()).hexdigest()[:32] + ".json")
+    note, identity = _note_of(file, dtype, cache)
     bounds = _read_note(note, identity)
     if bounds is None:
         bounds = _read_bounds(file, dtype, advance)

@@ -61,7 +61,7 @@ class Epochs:
 
 def _store(samples: int, **of_epoch: Any) -> None:
     """Store an epoch's order; a failure is reported when the order is read."""
-    with suppress(FanformerError):
+    with suppress(FanformerError, MemoryError):
         epoch_order(samples, **of_epoch)
 
 

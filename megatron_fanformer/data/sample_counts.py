@@ -61,16 +61,17 @@ class SampleCounts:
         """Return how many epochs of each source a run takes; less than 1 where it does not come to the end of it."""
         taken: dict[Source, float] = {}
         for stage, end in zip(stages, [*(stage.first_sample for stage in stages[1:]), train_samples], strict=True):
-            tokens = (
-                self._tokens_of(stage.blend, TRAIN, is_split=True)
-                if config.applied_split is not None
-                else [self.epoch_of(source) * self._seq_length for source in stage.blend.sources]
-            )
-            weights = np.array(stage.blend.weights or tokens) / sum(stage.blend.weights or tokens)
-            for source, weight, own in zip(stage.blend.sources, weights, tokens, strict=True):
-                samples = weight * (end - stage.first_sample)
-                taken[source] = taken.get(source, 0.0) + float(samples * self._seq_length / own)
+            epochs = self.epoch_samples(config, stage.blend)
+            weights = np.array(stage.blend.weights or epochs) / sum(stage.blend.weights or epochs)
+            for source, weight, own in zip(stage.blend.sources, weights, epochs, strict=True):
+                taken[source] = taken.get(source, 0.0) + float(weight * (end - stage.first_sample) / own)
         return taken
+
+    def epoch_samples(self, config: DataConfig, blend: Blend) -> list[float]:
+        """Return the samples of an epoch of each source of a training mix: of a split, those of its training part."""
+        if config.applied_split is None:
+            return [self.epoch_of(source) for source in blend.sources]
+        return [tokens / self._seq_length for tokens in self._tokens_of(blend, TRAIN, is_split=True)]
 
     def _check_repetition(self, config: DataConfig, taken: dict[Source, float]) -> None:
         beyond = []
@@ -85,9 +86,10 @@ class SampleCounts:
         unknown = [name for name in config.max_repetition if not any(_matches(source, name) for source in taken)]
         beyond += [f"data.max_repetition: {name!r} is no source's path; name one, or a pattern" for name in unknown]
         if beyond:
+            (owns, shown) = (self.epoch_samples(config, Blend(list(taken), None)), list(taken.items())[:MOST_SHOWN])
             table = [
-                f"  {source.name}: {int(self.epoch_of(source)) * self._seq_length:,} tokens, {epochs:,.3g} epochs"
-                for source, epochs in list(taken.items())[:MOST_SHOWN]
+                f"  {source.name}: {own * self._seq_length:,.0f} tokens, {epochs:,.3g} epochs"
+                for own, (source, epochs) in zip(owns, shown, strict=False)
             ]
             raise InputError("\n".join([*beyond, "what the run takes of each source:", *table]))
 
@@ -167,7 +169,8 @@ class SampleCounts:
             return self.of_mixed(blend, None)[0]
         if blend.weights is None:
             return [float(epoch) for epoch in epochs]
-        return (np.array(blend.weights) / sum(blend.weights)).tolist()
+        stated = np.array(blend.weights, np.float64)
+        return (stated / np.sum(stated)).tolist()  # megatron-core's arithmetic: the last bits decide between equal ones
 
     def of_pairs(self, blend: Blend, sizes: Sizes, *, is_split: bool) -> tuple[list[float] | None, list[int | None]]:
         """Return weights and samples by part, as megatron-core's builder takes them, for `sizes` of pairs.

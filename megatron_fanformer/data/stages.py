@@ -4,6 +4,7 @@ Each source goes on from its own place: what one stage has read of it, the next 
 ends.
 """
 
+import os.path
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -89,13 +90,13 @@ def overlap_problems(mixes: Sequence[Sequence[str]]) -> list[str]:
         if len(set(sources)) < len(sources):
             (twice, _), *_ = Counter(sources).most_common()
             return [f"data.stages: a mix names {twice.name} twice; give it one weight"]
-        of_paths = [(path, each) for each in sources for path in each.paths]
-        for path, source in of_paths:
-            if (owner := owners.setdefault(path, source)) != source:
+        of_files = [(os.path.realpath(file), each) for each in sources for file in each.files]
+        for file, source in of_files:
+            if (owner := owners.setdefault(file, source)) != source:
                 return [
-                    f"data.stages: {path} is in two sources, {owner.name} and {source.name}, so that no stage could go "
-                    "on where the other was; name the same files as one source in all stages (files without weights "
-                    "are one)"
+                    f"data.stages: {file} is in two sources, {owner.name} and {source.name}, so that no stage could go "
+                    "on where the other was; name the same files as one source, in the same words, in all stages "
+                    "(files without weights are one)"
                 ]
     return []
 

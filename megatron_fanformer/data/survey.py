@@ -18,12 +18,12 @@ from megatron_fanformer.data.blends import Blend, Source, split_bounds
 from megatron_fanformer.data.chat_files import open_chats
 from megatron_fanformer.data.chat_template import ChatTemplate
 from megatron_fanformer.data.config import DataConfig
-from megatron_fanformer.data.id_bounds import Scan, is_read
+from megatron_fanformer.data.id_bounds import Scan, is_read, is_remembered
 from megatron_fanformer.data.manifest import manifest_path, read_any_manifest
 from megatron_fanformer.data.npy_files import NpyFile, check_npy_ids, open_npy_files
-from megatron_fanformer.data.token_files import TokenIndex, check_index_ids, read_index, reads_ids
+from megatron_fanformer.data.token_files import TokenIndex, bin_path, check_index_ids, read_index, reads_ids
 from megatron_fanformer.data.tokenizer import load_tokenizer
-from megatron_fanformer.errors import FanformerError, InputError
+from megatron_fanformer.errors import CorruptError, FanformerError, InputError
 
 logger = logging.getLogger(__name__)
 
@@ -127,10 +127,11 @@ def _id_checks(survey: DataSurvey, vocab_size: int) -> list[Callable[..., None]]
 
 
 def _bytes_to_read(survey: DataSurvey, vocab_size: int) -> int:
-    files = (file for file in survey.npy_files.values() if file.max_token_id is None)
-    total = sum(file.tokens * file.dtype.itemsize for file in files if is_read(file.dtype, vocab_size))
-    pairs = (pair for pair in survey.pairs.values() if reads_ids(pair, vocab_size))
-    return total + sum(pair.tokens * pair.dtype.itemsize for pair in pairs)
+    """Return the bytes of the files that must be read for their largest id, and have not been before."""
+    npy = (file for file in survey.npy_files.values() if file.max_token_id is None and is_read(file.dtype, vocab_size))
+    files = [(Path(file.path), file.dtype) for file in npy]
+    files += [(bin_path(pair.prefix), pair.dtype) for pair in survey.pairs.values() if reads_ids(pair, vocab_size)]
+    return sum(file.stat().st_size for file, dtype in files if not is_remembered(file, dtype, survey.cache))
 
 
 class DeferredScan:
@@ -138,33 +139,40 @@ class DeferredScan:
 
     Args:
         survey: whose `has_unread_ids` says whether there are any.
-        is_main: whether this rank does it.
     """
 
-    def __init__(self, survey: DataSurvey, vocab_size: int, *, is_main: bool) -> None:
-        self._error: FanformerError | None = None
-        self._scan = Scan(_bytes_to_read(survey, vocab_size))
-        if survey.has_unread_ids and is_main:
-            logger.info("reading token files without a manifest for their largest id while the run goes on")
-            threading.Thread(target=self._check, args=[_id_checks(survey, vocab_size)], daemon=True).start()
+    def __init__(self, survey: DataSurvey, vocab_size: int) -> None:
+        self._survey, self._vocab_size = survey, vocab_size
+        self._error: CorruptError | None = None
+        self._scan: Scan | None = None
 
-    def _check(self, checks: list[Callable[..., None]]) -> None:
+    def start(self) -> None:
+        """Begin, on the one rank that does it."""
+        if self._survey.has_unread_ids:
+            logger.info("reading token files without a manifest for their largest id while the run goes on")
+            self._scan = Scan(_bytes_to_read(self._survey, self._vocab_size))
+            threading.Thread(target=self._check, args=[self._scan], daemon=True).start()
+
+    def _check(self, scan: Scan) -> None:
         try:
-            self._scan.run(checks)
+            scan.run(_id_checks(self._survey, self._vocab_size))
             logger.info("all ids of the token files are within the vocabulary")
-        except FanformerError as error:
-            self._error = error
         except InterruptedError:
             pass  # stopped
+        except FanformerError as error:
+            self._error = CorruptError(str(error))  # which the run has read by now, or might
+        except OSError as error:
+            self._error = CorruptError(f"{error.filename} cannot be read ({error.strerror}); put it back and resume")
 
     def raise_failure(self) -> None:
-        """Raise the InputError or CorruptError of a file that was refused meanwhile."""
+        """Raise the CorruptError of a file that was refused meanwhile."""
         if self._error is not None:
             raise self._error
 
     def stop(self) -> None:
         """End soon; what has been read of whole files is remembered."""
-        self._scan.stop()
+        if self._scan is not None:
+            self._scan.stop()
 
 
 def _end_of_text_id(config: DataConfig) -> int:

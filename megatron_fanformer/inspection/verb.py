@@ -21,7 +21,7 @@ class InspectOptions:
     """Print one JSON object."""
     index: bool = False
     """Make what a run of the configuration file PATH looks up at its start, on a login node beforehand: the largest
-    ids of token files without a manifest, sample indices, orders."""
+    ids of token files without a manifest, sample indices, the order of the first epoch."""
     phases: str | None = option(None, metavar="FILE")
     """Draw the phase health that a run has logged into this PNG."""
     step: int | None = None

@@ -3,12 +3,15 @@
 The trainer takes its datasets from here, and `inspect` finds here what a step took of them.
 """
 
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Generator, Iterator
+from typing import Any, NamedTuple
 
-from megatron_fanformer.data.batches import sample_numbers
+from torch import Tensor
+
+from megatron_fanformer.data.batches import micro_batches, sample_numbers, unread_batches
 from megatron_fanformer.data.datasets import Datasets, build_datasets
 from megatron_fanformer.data.survey import DataSurvey
+from megatron_fanformer.runtime.parallel import RankGrid
 from megatron_fanformer.training.config import RunConfig
 from megatron_fanformer.training.preflight import drawn_samples
 
@@ -33,6 +36,26 @@ def run_datasets(config: RunConfig, survey: DataSurvey | None = None) -> Dataset
         global_batch_size=config.training.global_batch_size,
         eod_id=config.model.vocab_size - 1,  # any: GPTDataset looks for no document boundary (`document_masks` does)
         survey=survey,
+    )
+
+
+def replica_batches(
+    config: RunConfig, grid: RankGrid, dataset: Any, *, consumed_samples: int
+) -> Generator[dict[str, Tensor], None, None]:
+    """Yield the micro batches of this rank's replica from a number of samples on, as `micro_batches` does.
+
+    A pipeline stage between the first and the last has no use for samples, unless for the bounds of their documents.
+    """
+    size = config.training.micro_batch_size
+    if not (grid.is_first_stage or grid.is_last_stage or config.data.reset_attention_mask):
+        return unread_batches(micro_batch_size=size, seq_length=config.model.seq_length)
+    return micro_batches(
+        dataset,
+        consumed_samples=consumed_samples,
+        micro_batch_size=size,
+        data_parallel_rank=grid.data_parallel_rank,
+        data_parallel_size=grid.data_parallel_size,
+        num_workers=config.data.num_workers or 0,
     )
 
 

@@ -1,11 +1,11 @@
 """What a run has trained on so far: the tokens and epochs of each of its sources."""
 
 import logging
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
 import numpy as np
 
-from megatron_fanformer.data.blends import source_labels
+from megatron_fanformer.data.blends import Source, source_labels
 from megatron_fanformer.data.datasets import Datasets
 from megatron_fanformer.data.sample_counts import SampleCounts
 from megatron_fanformer.data.staged_dataset import source_counts
@@ -17,6 +17,9 @@ from megatron_fanformer.training.samples import consumed_before
 
 logger = logging.getLogger(__name__)
 
+Seen = dict[str, dict[str, float]]
+"""`tokens` and `epochs` of each source, by its path."""
+
 
 class SeenSources:
     """Counts the samples of each source by the run's order, steps that were skipped left out; none of chats.
@@ -24,49 +27,73 @@ class SeenSources:
     Args:
         data: of the run.
         skipped: the steps so far whose samples were not trained on; it may grow.
+        step: that the run is at.
+        seen: what `after` returned after that step; None: unknown, to be counted from the first step on.
     """
 
-    def __init__(self, config: RunConfig, survey: DataSurvey, data: Datasets, skipped: Collection[int]) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        survey: DataSurvey,
+        data: Datasets,
+        skipped: Collection[int],
+        *,
+        step: int = 0,
+        seen: Mapping[str, Mapping[str, float]] | None = None,
+    ) -> None:
         self._config, self._train, self._skipped = config, data.train, skipped
+        self._names: list[str] = []
         if config.data.is_chats:
-            self._labels: list[str] = []
             return
-        sources = list(dict.fromkeys(source for stage in run_stages(config, survey) for source in stage.blend.sources))
         counts = SampleCounts(survey, config.model.seq_length)
-        self._labels = source_labels(sources)
-        self._epoch_samples = np.array([counts.epoch_of(source) for source in sources])
-        self._step, self._samples = 0, np.zeros(len(sources), np.int64)
+        epochs: dict[Source, float] = {}
+        # A mix of a run without stages may name a source twice, each of which draws from its beginning on.
+        self._drawn: list[str] = [] if config.data.stages else [source.name for source in survey.train.sources]
+        for stage in run_stages(config, survey):
+            own = counts.epoch_samples(config.data, stage.blend)
+            epochs |= dict(zip(stage.blend.sources, own, strict=True))
+        self._names = [source.name for source in epochs]
+        self._drawn = self._drawn or self._names
+        self._labels = source_labels(list(epochs))
+        self._epoch_samples = np.array(list(epochs.values()))
+        is_known = seen is not None and seen.keys() <= set(self._names)
+        self._step = step if is_known else 0
+        tokens = [(seen or {}).get(name, {}).get("tokens", 0) if is_known else 0 for name in self._names]
+        self._samples = np.array(tokens, np.int64) // config.model.seq_length
 
     def log_if_stage_begins(self, step: int) -> None:
         """Log that a step is the first one of a stage."""
         for name in (name for name, first in self._config.stage_steps().items() if first == step):
             logger.info("step %d  its samples and those after it are of data.stages, %r", step, name)
 
-    def after(self, step: int) -> dict[str, dict[str, float]]:
-        """Return `tokens` and `epochs` of each source by its short name, after a step; a collective call.
+    def after(self, step: int) -> Seen:
+        """Return what the run has been trained on after a step; a collective call.
 
         Raises:
             CorruptError: the order of samples cannot be read.
         """
-        return on_main(lambda: self._after(step)) if self._labels else {}
+        return on_main(lambda: self._after(step)) if self._names else {}
 
     def metrics_if_due(self, step: int, *, is_last: bool) -> dict[str, float]:
         """Return the same as metrics on rank 0, every `logging.source_interval` steps and after the last; else none."""
         interval = self._config.logging.source_interval
-        if not self._labels or interval is None or not is_main() or (step % interval and not is_last):
+        if not self._names or interval is None or not is_main() or (step % interval and not is_last):
             return {}
-        return {f"data/{name}/{what}": n for name, own in self._after(step).items() for what, n in own.items()}
+        found = zip(self._labels, self._after(step).values(), strict=True)
+        return {f"data/{label}/{what}": number for label, own in found for what, number in own.items()}
 
-    def _after(self, step: int) -> dict[str, dict[str, float]]:
+    def _after(self, step: int) -> Seen:
         self._samples += self._of_steps(self._step + 1, step)
         for skipped in self._skipped:
             if self._step < skipped <= step:
                 self._samples -= self._of_steps(skipped, skipped)
         self._step = step
         tokens, epochs = self._samples * self._config.model.seq_length, self._samples / self._epoch_samples
-        numbers = zip(self._labels, tokens.tolist(), epochs.tolist(), strict=True)
+        numbers = zip(self._names, tokens.tolist(), epochs.tolist(), strict=True)
         return {name: {"tokens": own, "epochs": share} for name, own, share in numbers}
 
     def _of_steps(self, first: int, last: int) -> np.ndarray:
         begin, end = consumed_before(self._config, first), consumed_before(self._config, last + 1)
-        return source_counts(self._train, begin, end, len(self._labels))
+        counts = source_counts(self._train, begin, end, len(self._drawn))
+        places = [self._names.index(name) for name in self._drawn]
+        return np.bincount(places, counts, minlength=len(self._names)).astype(np.int64)

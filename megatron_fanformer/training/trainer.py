@@ -11,7 +11,6 @@ import torch
 from rich.console import Console
 
 from megatron_fanformer.checkpoint import store
-from megatron_fanformer.data.batches import micro_batches, unread_batches
 from megatron_fanformer.data.chat_template import CHAT_TEMPLATE_JINJA
 from megatron_fanformer.data.survey import DeferredScan
 from megatron_fanformer.data.tokenizer import tokenizer_file
@@ -36,7 +35,7 @@ from megatron_fanformer.training.phase_health import PhaseHealth
 from megatron_fanformer.training.preflight import RunStart, find_start
 from megatron_fanformer.training.recovery import BadSteps, EventLog
 from megatron_fanformer.training.run_log import log_if_slow
-from megatron_fanformer.training.samples import run_datasets
+from megatron_fanformer.training.samples import replica_batches, run_datasets
 from megatron_fanformer.training.saves import Checkpointer
 from megatron_fanformer.training.schedule import build_scheduler
 from megatron_fanformer.training.seen_sources import SeenSources
@@ -95,7 +94,7 @@ class Trainer:
         self._measure_steps()
         self._start_or_resume()
         self._load_data()
-        self._id_scan = DeferredScan(self._start.data, self.config.model.vocab_size, is_main=grid.is_main)
+        self._id_scan = DeferredScan(self._start.data, self.config.model.vocab_size)
         self._logs = Loggers(
             self.config.logging,
             console or Console(markup=False),
@@ -116,12 +115,15 @@ class Trainer:
             DivergenceError: the loss or the gradient norm is not finite.
         """
         with signals_to(self._listener.note_signal, is_last=True), manual_gc():
+            if self.grid.is_main:
+                self._id_scan.start()
             stopping: Stopping | None = None
             notice: str | None = None
             while not (stopping or self._is_over):
                 stopping = self.take_step()
                 if notice is None and (notice := attention_notice(self.config, self.grid)):
                     logger.warning("%s", notice)
+            self._id_scan.raise_failure()
             self._saves.finish_copies(was_stopped=stopping == "signal")
             if stopping == "signal" and self._is_over:
                 raise Interrupted(
@@ -164,8 +166,8 @@ class Trainer:
 
     def close(self, *, failed: bool = False) -> None:
         """Close logs and progress (`failed`: as an error's), free the model; abort the writing of a checkpoint."""
-        self._saves.close()
         self._id_scan.stop()
+        self._saves.close()
         self._batches.close()
         release(self._wrapped)
         self._logs.close(failed=failed)
@@ -405,6 +407,7 @@ class Trainer:
         self._events = EventLog(self.run, past, writes=self.grid.is_main)
         self._bad_steps = BadSteps(self.config.recovery, past)
         self._skipped_steps: set[int] = set()  # of this run as it stands, without what it went back over
+        self._resumed_sources: dict[str, dict[str, float]] | None = None
         if self._start.resumed is not None:
             self._resume([self._start.resumed, *self._start.earlier], list(self._start.damaged))
             self._saves.copy(self.step)
@@ -453,6 +456,7 @@ class Trainer:
         self.step, self.consumed_samples = progress["step"], progress["consumed_samples"]
         self._bad_steps.set_medians(progress.get("medians", {}))
         self._skipped_steps = set(progress.get("skipped", self._events.skipped_until(self.step)))
+        self._resumed_sources = progress.get("sources")
         self._scheduler = self._build_scheduler()
         self._scheduler.step(self.step)
 
@@ -461,20 +465,16 @@ class Trainer:
         with log_if_slow("finding the order of the samples"):
             self._data = run_datasets(self.config, self._start.data)
         logger.debug("built the datasets in %.1f s", time.monotonic() - started)
-        self._seen = SeenSources(self.config, self._start.data, self._data, self._skipped_steps)
-        micro_batch_size = self.config.training.micro_batch_size
-        is_between = not (self.grid.is_first_stage or self.grid.is_last_stage)
-        if is_between and not self.config.data.reset_attention_mask:  # else it needs the documents' bounds
-            size = {"micro_batch_size": micro_batch_size, "seq_length": self.config.model.seq_length}
-            self._batches = unread_batches(**size)
-            return
-        self._batches = micro_batches(
-            self._data.train,
-            consumed_samples=self.consumed_samples,
-            micro_batch_size=micro_batch_size,
-            data_parallel_rank=self.grid.data_parallel_rank,
-            data_parallel_size=self.grid.data_parallel_size,
-            num_workers=self.config.data.num_workers or 0,
+        self._seen = SeenSources(
+            self.config,
+            self._start.data,
+            self._data,
+            self._skipped_steps,
+            step=self.step,
+            seen=self._resumed_sources,
+        )
+        self._batches = replica_batches(
+            self.config, self.grid, self._data.train, consumed_samples=self.consumed_samples
         )
 
     def _open_logs(self) -> None:

@@ -1,6 +1,6 @@
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_fanformer.data.batches import micro_batches
+from megatron_fanformer.data.batches import _raised, micro_batches
+from megatron_fanformer.errors import FanformerError
 
 SEQ_LENGTH = 4
 
@@ -76,6 +77,17 @@ def test_a_batch_holds_what_a_step_needs_and_no_more() -> None:
         "loss_mask": ((3, SEQ_LENGTH), torch.float32),
         "position_ids": ((3, SEQ_LENGTH), torch.int64),
     }
+
+
+def test_a_loader_process_that_is_killed_is_named() -> None:
+    def batches() -> Iterator[Any]:
+        yield {}
+        raise RuntimeError("DataLoader worker (pid 7) is killed by signal: Bus error.\nIt is possible that …")
+
+    taken = _raised(batches())
+    assert next(taken) == {}
+    with pytest.raises(FanformerError, match=r"/dev/shm\); give .* set data\.num_workers to 0 \(DataLoader worker"):
+        next(taken)
 
 
 def leaves_random_state(num_workers: int) -> bool:

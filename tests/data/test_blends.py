@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_fanformer.data.blends import Blend, Source, blend_problems, parse_blend, split_bounds
+from megatron_fanformer.data.blends import Blend, Source, blend_problems, parse_blend, source_labels, split_bounds
 from megatron_fanformer.errors import InputError
 
 SPLITS = ["99,1,0", "969,30,1", "8,2", ".7,.2,.1", "1,1,1", "999.9,.1", "33.3,33.3,33.4", "50,50,0"]
@@ -62,6 +62,18 @@ def test_several_blend_files_are_joined(folder: Path) -> None:
     (folder / "one.blend").write_text("a")
     (folder / "two.blend").write_text("b npy/*.npy")
     assert paths("@one.blend", "@two.blend") == [("a",), ("b",), ("npy/1.npy", "npy/2.npy")]
+
+
+def test_the_short_names_of_sources(folder: Path) -> None:
+    """Below the folder of all, however each path is written; whole names where two would be the same."""
+    for names, labels in (
+        (["tokens/web", "tokens/code/all"], ["web", "code/all"]),
+        ([f"{folder}/tokens/web", "tokens/code"], ["web", "code"]),
+        (["tokens/web"], ["web"]),
+        (["a", "./a"], ["a", "./a"]),
+    ):
+        assert source_labels([Source((name,)) for name in names]) == labels
+    assert source_labels([Source(("x/y/1.npy", "x/z/2.npy")), Source(("x/3.npy",))]) == ["x", "x/3"]
 
 
 def test_a_mix_of_olmo_core_is_read_as_it_is(folder: Path) -> None:

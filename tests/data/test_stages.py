@@ -44,6 +44,16 @@ def config(data: dict[str, str], first: str, **later: str) -> DataConfig:
     return DataConfig(train_data=named(data, first), stages=stages)
 
 
+def test_many_weights_are_drawn_alike_to_the_last_bit(tmp_path: Path) -> None:
+    """Of 22 sources whose weights have two decimals: sums in another order decide between equal errors."""
+    pairs = [write_pair(tmp_path / f"{number:02d}", [[2100]], seed=number) for number in range(22)]
+    weights = np.round(np.random.default_rng(4).random(22) + 0.1, 2)
+    mix = [word for weight, pair in zip(weights, pairs, strict=True) for word in (str(weight), pair)]
+    plain = build(DataConfig(train_data=mix), 400).train
+    staged = build(DataConfig(train_data=mix, stages={"from step 401": pairs[:1]}), 401).train
+    assert [staged.place(sample)[0] for sample in range(400)] == plain.dataset_index[:400].tolist()
+
+
 @pytest.mark.parametrize("first", ["a", "c", "a b", "1 a 3 b", "a b c", "1 a 2 c 3 b", "c d"])
 def test_the_first_stage_is_drawn_as_a_run_without_others(data: dict[str, str], first: str) -> None:
     """So that a run may get a stage when it has begun."""
@@ -123,6 +133,7 @@ def test_a_name_that_says_no_beginning_is_refused(name: str) -> None:
         ({"stages": {"at step 5": ["{a}"]}}, "'at step 5' does not say where"),
         ({"stages": {"from step 5": ["1", "{a}", "1", "{c}", "2", "{a}"]}}, "names .*a twice; give it one weight"),
         ({"train_data": ["{c}", "{d}"], "stages": {"from step 5": ["{c}"]}}, "c.npy is in two sources, .*c.npy and 1"),
+        ({"stages": {"from step 5": ["{folder}/../{name}/a"]}}, "a.bin is in two sources, .* in the same words"),
         ({"stages": {"from step 5": ["{a}"]}, "split": "9,1"}, "cannot be combined with data.split"),
         ({"max_repetition": {"*": 0.0}}, r"data\.max_repetition: '\*' is 0, which must be a number above 0"),
     ],
@@ -131,8 +142,10 @@ def test_each_problem_is_named(data: dict[str, str], fields: dict[str, Any], sai
     def filled(value: Any) -> Any:
         if isinstance(value, dict):
             return {name: filled(own) for name, own in value.items()}
-        return [word.format(**data) for word in value] if isinstance(value, list) else value
+        words = {**data, "folder": folder, "name": folder.name}
+        return [word.format(**words) for word in value] if isinstance(value, list) else value
 
+    folder = Path(data["a"]).parent
     problem, *_ = DataConfig(**filled({"train_data": ["{a}"], **fields})).problems()
     assert re.search(said, problem)
 

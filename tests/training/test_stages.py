@@ -124,7 +124,8 @@ def test_skipped_samples_are_not_counted_and_a_run_says_what_it_was_trained_on(
     assert last["data/1/epochs"] == last["data/1/tokens"] / (12 * SEQ_LENGTH)
     (checkpoint,) = describe_run(Path(values["training"]["run_dir"])).parts
     rows = [text for label, text in checkpoint.rows if label == "trained on"]
-    assert rows[0] == f"long: {tokens['data/long/tokens']:,} tokens, {last['data/long/epochs']:.3g} epochs"
+    long = f"{tmp_path}/long: {tokens['data/long/tokens']:,} tokens, {last['data/long/epochs']:.3g} epochs"
+    assert rows[0] == long
     assert [text.split(":")[0] for label, text in checkpoint.rows if label == "stage"] == [
         "from step 9",
         "from step 17",
@@ -160,3 +161,24 @@ def test_only_stages_to_come_may_be_changed(values: dict[str, Any], run_on_ranks
         values["data"]["allow_change"] = ["train"]
         assert [change.name for change in check_run(config_from_dict(values), None).identity.changes] == ["train"]
         del values["data"]["allow_change"]
+
+
+@pytest.mark.parametrize("fields", [{"train_data": ["1", "{long}", "2", "{long}"]}, {"split": "50,50,0"}])
+def test_plain_runs_are_counted_too(
+    values: dict[str, Any], run_on_ranks: RunOnRanks, tmp_path: Path, fields: dict[str, Any]
+) -> None:
+    """A source that is named twice once, and epochs of a split by its part; a resume goes on from what is saved."""
+    long = str(tmp_path / "long")
+    changed = {
+        name: [word.format(long=long) for word in own] if name == "train_data" else own for name, own in fields.items()
+    }
+    values["data"] = {"train_data": [long], **changed}
+    (tmp_path / "rows").mkdir()
+    for stop in (7, STEPS):
+        values["training"]["exit_interval"] = stop
+        run_on_ranks(1, train_recorded, values, tmp_path / "rows")
+    last = read_metrics(Path(values["training"]["run_dir"]))[-1]
+    assert last["data/long/tokens"] == STEPS * BATCH * SEQ_LENGTH
+    lengths = [40 + number for number in range(60)]  # of its documents
+    epoch = sum(lengths[:30]) / SEQ_LENGTH if "split" in fields else (sum(lengths) - 1) // SEQ_LENGTH
+    assert last["data/long/epochs"] == pytest.approx(STEPS * BATCH / epoch, rel=1e-12)

@@ -12,6 +12,7 @@ import pytest
 from megatron_fanformer.cli import main
 from megatron_fanformer.data import survey
 from megatron_fanformer.data.config import DataConfig
+from megatron_fanformer.errors import CorruptError
 from tests.small_runs import VOCAB_SIZE, small_run, write_config, write_tokens
 
 SEQUENCES = 60
@@ -79,7 +80,7 @@ def test_files_that_take_long_to_check_are_checked_while_the_run_goes_on(
         content.tofile(tmp_path / f"{name}.npy")
         values = small_run(str(tmp_path / f"{name}.npy"), tmp_path / name, training={"train_iters": 2})
         config = write_config(tmp_path / "config.yaml", {**values, "schedule": {"lr_warmup_iters": 1}})
-        assert main(["train", "--config", str(config)]) == (2 if name == "a" else 0)
+        assert main(["train", "--config", str(config)]) == (3 if name == "a" else 0)
         out, errors = capsys.readouterr()
         assert "for their largest id while the run goes on" in out
         assert (f"a.npy holds token id {VOCAB_SIZE}, outside the vocabulary" in errors) == (name == "a")
@@ -101,11 +102,27 @@ def test_a_scan_that_is_stopped_ends(tmp_path: Path, monkeypatch: pytest.MonkeyP
         np.zeros(1000, "<u2").tofile(file)
     found = survey.survey_data(DataConfig(train_data=files), VOCAB_SIZE, may_defer=True)
     assert found.has_unread_ids
-    scan = survey.DeferredScan(found, VOCAB_SIZE, is_main=False)
+    monkeypatch.setattr(survey, "threading", SimpleNamespace(Thread=lambda **_: SimpleNamespace(start=lambda: None)))
+    scan = survey.DeferredScan(found, VOCAB_SIZE)
+    scan.start()
     scan.stop()
+    assert scan._scan is not None
     with pytest.raises(InterruptedError):
         scan._scan.run(survey._id_checks(found, VOCAB_SIZE))
     scan.raise_failure()
+
+
+def test_a_file_that_goes_away_meanwhile_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(survey, "DEFERRED_BYTES", 1)
+    np.zeros(1000, "<u2").tofile(tmp_path / "a.npy")
+    scan = survey.DeferredScan(
+        survey.survey_data(DataConfig(train_data=[str(tmp_path / "a.npy")]), VOCAB_SIZE, may_defer=True), VOCAB_SIZE
+    )
+    monkeypatch.setattr(survey, "_bytes_to_read", lambda *_: (tmp_path / "a.npy").unlink())
+    monkeypatch.setattr(survey, "threading", SimpleNamespace(Thread=AtOnce))
+    scan.start()
+    with pytest.raises(CorruptError, match=r"a\.npy cannot be read \(No such file or directory\); put it back"):
+        scan.raise_failure()
 
 
 def test_half_a_token_in_a_npy_file(tmp_path: Path, refused: Refused) -> None:
