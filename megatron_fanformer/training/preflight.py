@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from megatron_fanformer.checkpoint import store
 from megatron_fanformer.checkpoint.mirror import fetch_newer
-from megatron_fanformer.checkpoint.remote import fetched, is_url
+from megatron_fanformer.checkpoint.remote import fetched
 from megatron_fanformer.checkpoint.run_lock import file_of
 from megatron_fanformer.configuration import by_dotted_names
 from megatron_fanformer.data.identity import DataIdentity, identify_data, identity_from_plain, resumed_identity
@@ -23,6 +23,7 @@ from megatron_fanformer.errors import CorruptError, InputError, collect_problems
 from megatron_fanformer.evaluation.survey import EvaluationSurvey, survey_evaluation
 from megatron_fanformer.formats.recognition import find_checkpoint, refuse_other_kinds
 from megatron_fanformer.model.config import FANformerConfig
+from megatron_fanformer.stores import is_url
 from megatron_fanformer.training.chats import with_steps
 from megatron_fanformer.training.config import UNSTATED, RunConfig
 from megatron_fanformer.training.machine_rules import machine_problems
