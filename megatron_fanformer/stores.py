@@ -120,7 +120,7 @@ def with_attempts(
     raise AssertionError("the last attempt returns or raises")
 
 
-def reason_of(error: Exception) -> str:
+def reason_of(error: BaseException) -> str:
     """Return a driver's error on one line, without credentials."""
     text = " ".join(str(error).split()) or "no reason given"
     return redacted(f"{type(error).__name__}: {text}")[:300]

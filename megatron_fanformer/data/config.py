@@ -15,6 +15,7 @@ from megatron_fanformer.data.blends import (
     split_problems,
 )
 from megatron_fanformer.data.npy_files import NpyType
+from megatron_fanformer.errors import InputError, collect_problems
 
 SPLIT_VALIDATION = "validation"  # the name of the validation set that a split cuts off
 TRAINING, TOKENIZER = "train", "tokenizer"  # in `allow_change`, beside the names of validation sets
@@ -71,6 +72,8 @@ class DataConfig:
                     " data.valid_data"
                 )
             problems += split_problems(self.split)
+        if not problems:
+            collect_problems(problems, self.index_cache)
         if self.tokenizer is not None and not Path(self.tokenizer).exists():
             problems.append(f"data.tokenizer: {self.tokenizer} does not exist; name a .model or tokenizer.json")
         if self.reset_position_ids and not self.reset_attention_mask:
@@ -130,4 +133,10 @@ class DataConfig:
         """Return the folder for sample indices. Raises InputError as `sources`."""
         if self.cache_path:
             return Path(self.cache_path)
-        return next(self.sources()).files[0].absolute().parent / ".index_cache"
+        first = next(self.sources())
+        if not first.files:
+            raise InputError(
+                "data.cache_path is null, and there is no folder beside token files on another store; name a folder of"
+                " this machine that all nodes see"
+            )
+        return first.files[0].absolute().parent / ".index_cache"

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from megatron_fanformer.data.batches import FetchedTogether
 from megatron_fanformer.data.blends import PART_NAMES, Blend, Source
 from megatron_fanformer.data.chat_dataset import ChatDataset
 from megatron_fanformer.data.config import SPLIT_VALIDATION, DataConfig
@@ -78,6 +79,14 @@ def build_datasets(
 
 
 def _marked(datasets: Datasets, config: DataConfig, survey: DataSurvey) -> Datasets:
+    """Return datasets that mark documents where the configuration asks for it, and fetch together what is elsewhere."""
+    if survey.remote_files:
+        marked = _marked_documents(datasets, config, survey)
+        return Datasets(FetchedTogether(marked.train), {n: FetchedTogether(own) for n, own in marked.valid.items()})
+    return _marked_documents(datasets, config, survey)
+
+
+def _marked_documents(datasets: Datasets, config: DataConfig, survey: DataSurvey) -> Datasets:
     if not config.marks_documents:
         return datasets
     assert survey.eod_id is not None, "a survey of this configuration has found it"
@@ -182,6 +191,7 @@ class _DatasetBuilder:
         identity = {
             "megatron": __version__,
             "documents": self._identities(blend.sources),
+            **self._copies(blend.sources),
             "weights": weights,
             "requested": requested,
             "split": split,
@@ -191,16 +201,26 @@ class _DatasetBuilder:
         with indices_in(self._survey.cache, identity) as folder:
             config = self._config(folder, blend.sources, weights, min(sizes), split)
             built = list(BlendedMegatronDatasetBuilder(GPTDataset, requested, lambda: True, config).build())
+        pairs = {pair.copy or pair.prefix: pair for pair in map(self._survey.pair, blend.sources)}
         readers: dict[str, PairReader] = {}  # the parts of a split share one
         for top in filter(None, built):
             for dataset in (top, *getattr(top, "datasets", ())):
                 _read_unmapped(folder, dataset)
                 if (path := getattr(dataset, "dataset_path", None)) is None:
                     continue  # a blend reads no pair itself
+                pair = pairs[path]
                 if path not in readers:
-                    readers[path] = PairReader(self._survey.pairs[path], self._vocab_size)
-                dataset.dataset = readers[path]
+                    readers[path] = PairReader(pair, self._vocab_size)
+                dataset.dataset, dataset.dataset_path = readers[path], pair.prefix
         return built
+
+    def _copies(self, sources: Sequence[Source]) -> dict[str, list[str]]:
+        """Return where the indices of pairs on other stores are: megatron-core's names in its cache depend on it."""
+        copies = [self._survey.pair(source).copy for source in sources if not source.is_npy]
+        return {"copies": [copy for copy in copies if copy]} if any(copies) else {}
+
+    def _prefix_here(self, source: Source) -> str:
+        return source.paths[0] if source.is_npy else self._survey.pair(source).copy or source.paths[0]
 
     def _identities(self, sources: Sequence[Source]) -> list[str]:
         return [self._survey.pair(source).identity for source in sources if not source.is_npy]
@@ -213,7 +233,7 @@ class _DatasetBuilder:
         # In the place of a tokenizer; `unique_identifiers` goes into names of cached indices.
         documents = {"documents": self._identities(sources)}
         ids = SimpleNamespace(eod=self._eod_id, vocab_size=self._vocab_size, unique_identifiers=documents)
-        blend = ([source.paths[0] for source in sources], weights)
+        blend = ([self._prefix_here(source) for source in sources], weights)
         per_split = [blend if position == part else None for position in range(len(PART_NAMES))]
         return GPTDatasetConfig(
             random_seed=self._seed,

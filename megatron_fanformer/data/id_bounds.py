@@ -7,8 +7,6 @@ note notices a file that was overwritten since; so the ids of each sample are ch
 still in the processor's cache.
 """
 
-import hashlib
-import json
 import logging
 import threading
 import time
@@ -20,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_fanformer.durable_files import write_atomically
+from megatron_fanformer.data.notes import note_path, read_note, write_note
 from megatron_fanformer.errors import CorruptError, InputError
 from megatron_fanformer.processes import usable_cores
 
@@ -101,14 +99,14 @@ def _remembered_bounds(file: Path, dtype: np.dtype[Any], cache: Path | None, adv
     if cache is None or stat.st_size < REMEMBERED_BYTES:
         return _read_bounds(file, dtype, advance)
     identity = f"{file.absolute()} {stat.st_size} {stat.st_mtime_ns} {dtype.str}"
-    note = cache / "ids" / (hashlib.sha256(identity.encode()).hexdigest()[:32] + ".json")
-    bounds = _read_note(note, identity)
-    if bounds is None:
+    note = note_path(cache / "ids", identity)
+    found = read_note(note, identity) or {}
+    if not isinstance(found.get("smallest"), int) or not isinstance(found.get("largest"), int):
         bounds = _read_bounds(file, dtype, advance)
-        _write_note(note, {"file": identity, "smallest": bounds[0], "largest": bounds[1]})
-    else:
-        advance(stat.st_size)
-    return bounds
+        write_note(note, identity, {"smallest": bounds[0], "largest": bounds[1]})
+        return bounds
+    advance(stat.st_size)
+    return found["smallest"], found["largest"]
 
 
 def _read_bounds(file: Path, dtype: np.dtype[Any], advance: Advance) -> tuple[int, int]:
@@ -165,19 +163,3 @@ class Scan:
                 self._total / 1e9,
                 timedelta(seconds=int(left)),
             )
-
-
-def _read_note(note: Path, identity: str) -> tuple[int, int] | None:
-    try:
-        found = json.loads(note.read_bytes())
-        return (int(found["smallest"]), int(found["largest"])) if found["file"] == identity else None
-    except (OSError, ValueError, KeyError, TypeError):  # none, or torn
-        return None
-
-
-def _write_note(note: Path, found: dict[str, Any]) -> None:
-    try:
-        note.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(note, json.dumps(found))
-    except OSError as error:  # read again next time
-        logger.warning("%s cannot be written (%s); the next start reads the token file again", note, error.strerror)

@@ -7,7 +7,7 @@ found here is small, and is sent to all of them; beyond it they only map the fil
 import logging
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -17,11 +17,13 @@ from megatron_fanformer.data.chat_files import open_chats
 from megatron_fanformer.data.chat_template import ChatTemplate
 from megatron_fanformer.data.config import DataConfig
 from megatron_fanformer.data.id_bounds import Scan, is_read
-from megatron_fanformer.data.manifest import manifest_path, read_any_manifest
+from megatron_fanformer.data.manifest import MANIFEST_SUFFIX, read_any_manifest
 from megatron_fanformer.data.npy_files import NpyFile, check_npy_ids, open_npy_files
+from megatron_fanformer.data.remote_files import RemoteFile, forget, look_up, look_up_contents
 from megatron_fanformer.data.token_files import TokenIndex, check_index_ids, read_index, reads_ids
 from megatron_fanformer.data.tokenizer import load_tokenizer
-from megatron_fanformer.errors import InputError
+from megatron_fanformer.errors import InputError, redacted
+from megatron_fanformer.stores import is_url
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +58,12 @@ class DataSurvey:
     eod_id: int | None = None
     """The id that ends a document, if the run needs to find document ends."""
 
+    @property
+    def remote_files(self) -> list[RemoteFile]:
+        """Return the files on other stores that samples are read from."""
+        found = [pair.remote for pair in self.pairs.values()] + [file.remote for file in self.npy_files.values()]
+        return [file for file in found if file is not None]
+
     def pair(self, source: Source) -> TokenIndex:
         """Return the index of a source that is a pair."""
         return self.pairs[source.paths[0]]
@@ -77,6 +85,7 @@ def survey_data(config: DataConfig, vocab_size: int | None = None) -> DataSurvey
         CorruptError: token files that disagree with their index or their manifest.
     """
     started = time.monotonic()
+    forget()
     train = config.blend(config.train_data)
     valid = {name: config.blend(items) for name, items in config.valid_data.items()}
     cache = config.index_cache()
@@ -85,20 +94,30 @@ def survey_data(config: DataConfig, vocab_size: int | None = None) -> DataSurvey
     survey = DataSurvey(cache, train, valid, {}, {}, eod_id=eod_id, chat_template=chat_template)
     parts = [] if config.applied_split is None else split_bounds(config.applied_split)
     bounds = {number: part for number, part in enumerate(parts) if part is not None}
-    for source in dict.fromkeys(source for blend in (train, *valid.values()) for source in blend.sources):
+    sources = list(dict.fromkeys(source for blend in (train, *valid.values()) for source in blend.sources))
+    _look_up_all(sources)
+    for source in sources:
         if config.is_chats:
             survey.chats[source.paths[0]] = _chat_facts(source.paths[0], vocab_size, cache)
             continue
         if source.is_npy:
-            files = open_npy_files(source.paths, config.npy_dtype)
+            files = open_npy_files(source.paths, config.npy_dtype, cache=cache)
             survey.npy_files.update({file.path: file for file in files})
             continue
         (prefix,) = source.paths
-        survey.pairs[prefix] = read_index(prefix, bounds)
+        survey.pairs[prefix] = read_index(prefix, bounds, cache=cache)
     if vocab_size is not None:
         _check_ids(survey, vocab_size)
     _log_survey(survey, time.monotonic() - started)
     return survey
+
+
+def _look_up_all(sources: Sequence[Source]) -> None:
+    """Look up at once what will be read of files on other stores."""
+    if urls := [url for source in sources for url in source.urls]:
+        logger.info("looking up %d token files on other stores", len(urls))
+        look_up(urls)
+        look_up_contents(prefix + MANIFEST_SUFFIX for source in sources for prefix in source.prefixes if is_url(prefix))
 
 
 def _check_ids(survey: DataSurvey, vocab_size: int) -> None:
@@ -107,7 +126,8 @@ def _check_ids(survey: DataSurvey, vocab_size: int) -> None:
         *(partial(check_index_ids, pair, vocab_size, cache=survey.cache) for pair in pairs),
         *(partial(check_npy_ids, file, vocab_size, cache=survey.cache) for file in files),
     ]
-    read = [file for file in files if file.max_token_id is None and is_read(file.dtype, vocab_size)]
+    unread = [file for file in files if file.max_token_id is None and is_read(file.dtype, vocab_size)]
+    read = [file for file in unread if file.remote is None]
     total = sum(file.tokens * file.dtype.itemsize for file in read)
     total += sum(pair.tokens * pair.dtype.itemsize for pair in pairs if reads_ids(pair, vocab_size))
     Scan(total).run(checks)
@@ -118,7 +138,7 @@ def _end_of_text_id(config: DataConfig) -> int:
     ends: dict[int, str] = {}
     for prefix in config.prefixes():
         if manifest := read_any_manifest(prefix):
-            ends.setdefault(manifest.tokenizer.eod_id, str(manifest_path(prefix)))
+            ends.setdefault(manifest.tokenizer.eod_id, redacted(prefix) + MANIFEST_SUFFIX)
         elif config.tokenizer:
             ends.setdefault(load_tokenizer(config.tokenizer).eod_id, config.tokenizer)
         else:
