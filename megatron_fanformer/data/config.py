@@ -15,7 +15,9 @@ from megatron_fanformer.data.blends import (
     split_problems,
 )
 from megatron_fanformer.data.npy_files import NpyType
-from megatron_fanformer.errors import InputError, collect_problems
+from megatron_fanformer.errors import InputError, broken_fields, collect_problems
+
+Remote = Literal["auto", "ranged", "staged"]
 
 SPLIT_VALIDATION = "validation"  # the name of the validation set that a split cuts off
 TRAINING, TOKENIZER = "train", "tokenizer"  # in `allow_change`, beside the names of validation sets
@@ -51,6 +53,13 @@ class DataConfig:
     `train_data`."""
     num_workers: int = 0
     """Loader processes per rank; 0: its own."""
+    remote: Remote = "auto"
+    """Token files at URLs: `ranged`: each sample is requested; `staged`: whole files are copied before the run; `auto`:
+    staged where `staging_path` has room for them (docs/data.md#token-files-on-another-store)."""
+    staging_path: str | None = None
+    """Folder of each node's own disk for copies of token files at URLs."""
+    staging_bytes: int | None = None
+    """The most bytes of all copies in `staging_path`; null: what its disk takes."""
     allow_change: list[str] = field(default_factory=list)
     """Changes of the data to allow for one start: `train`, `tokenizer`, or names of `valid_data`
     (docs/data.md#the-same-data-on-resuming)."""
@@ -83,6 +92,9 @@ class DataConfig:
             )
         if self.num_workers < 0:
             problems.append(f"data.num_workers: {self.num_workers} is negative; 0 loads in the rank's own process")
+        if self.remote == "staged" and self.staging_path is None:
+            problems.append("data.remote: staged, and data.staging_path is null; name a folder of each node's own disk")
+        problems += broken_fields("data", self, "be at least 1", lambda number: number < 1, "staging_bytes")
         names = (TRAINING, TOKENIZER, *self.valid_data)
         problems += [
             f"data.allow_change: {name} is no set of data; name one of {', '.join(names)}"

@@ -69,6 +69,8 @@ def build_datasets(
         return Datasets(train, {name: ChatDataset(own, samples=valid_samples, **sizes) for name, own in valid.items()})
     if survey is None:
         survey = on_main(functools.partial(survey_data, config))
+    if survey.staging is not None:
+        survey.staging.fill()  # on this rank's node
     sets = _DatasetBuilder(survey=survey, seq_length=seq_length, seed=seed, vocab_size=vocab_size, eod_id=eod_id)
     if config.applied_split is not None:
         refuse_npy(survey.train)

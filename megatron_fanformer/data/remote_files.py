@@ -378,15 +378,23 @@ def parts_of(file: RemoteFile, *, first: int = 0, end: int | None = None) -> Ite
         yield from read_ranges([Range(file, at, min(PART_BYTES, last - at)) for at in range(begin, last, PART_BYTES)])
 
 
-def copy_to(file: RemoteFile, path: Path, *, advance: Callable[[int], None] = lambda _bytes: None) -> str:
+def copy_to(
+    file: RemoteFile,
+    path: Path,
+    *,
+    advance: Callable[[int], None] = lambda _bytes: None,
+    sha256: str | None = None,
+) -> str:
     """Copy a whole file to this machine, where it appears when it is complete; returns its hexadecimal SHA-256.
 
     Args:
         advance: is called with the bytes of each part.
+        sha256: what it must have.
 
     Raises:
         InputError: this machine's disk does not take it.
-        CorruptError, FanformerError: like `read_ranges`.
+        CorruptError: it has another SHA-256; or like `read_ranges`.
+        FanformerError: like `read_ranges`.
     """
     digest, partial = hashlib.sha256(), temporary_name(path)
     try:
@@ -399,6 +407,8 @@ def copy_to(file: RemoteFile, path: Path, *, advance: Callable[[int], None] = la
                 out.write(part)
             digest.update(part)
             advance(len(part))
+        if sha256 not in (None, digest.hexdigest()):
+            raise CorruptError(f"{file.path} has another SHA-256 than its manifest states; copy it there again")
         with reported_as_local(path):
             publish(partial, path)
     finally:

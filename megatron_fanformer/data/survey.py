@@ -20,6 +20,7 @@ from megatron_fanformer.data.id_bounds import Scan, is_read
 from megatron_fanformer.data.manifest import MANIFEST_SUFFIX, read_any_manifest
 from megatron_fanformer.data.npy_files import NpyFile, check_npy_ids, open_npy_files
 from megatron_fanformer.data.remote_files import RemoteFile, forget, look_up, look_up_contents
+from megatron_fanformer.data.staging import Staging, staging_of
 from megatron_fanformer.data.token_files import TokenIndex, check_index_ids, read_index, reads_ids
 from megatron_fanformer.data.tokenizer import load_tokenizer
 from megatron_fanformer.errors import InputError, redacted
@@ -55,6 +56,8 @@ class DataSurvey:
     """Chat files by prefix, for fine-tuning, which reads no other files."""
     chat_template: str | None = None
     """The template that rendered the conversations, in Jinja, with its special tokens, if their manifests state it."""
+    staging: Staging | None = None
+    """The copies that every node of the run needs, where token files on other stores are copied."""
     eod_id: int | None = None
     """The id that ends a document, if the run needs to find document ends."""
 
@@ -73,11 +76,12 @@ class DataSurvey:
         return [self.npy_files[path] for path in source.paths]
 
 
-def survey_data(config: DataConfig, vocab_size: int | None = None) -> DataSurvey:
+def survey_data(config: DataConfig, vocab_size: int | None = None, *, may_stage: bool = False) -> DataSurvey:
     """Check every token file of a run: each index is read once, from end to end.
 
     Args:
         vocab_size: check all ids against it; a file without a manifest may be read completely for that. None: do not.
+        may_stage: copy files on other stores to this machine, if `config` says so: for a run.
 
     Raises:
         InputError: a blend that cannot be read, missing files, a .npy file with NumPy's own header, or an id outside
@@ -91,11 +95,18 @@ def survey_data(config: DataConfig, vocab_size: int | None = None) -> DataSurvey
     cache = config.index_cache()
     eod_id = _end_of_text_id(config) if config.marks_documents else None
     chat_template = _chat_template(train) if config.is_chats else None
-    survey = DataSurvey(cache, train, valid, {}, {}, eod_id=eod_id, chat_template=chat_template)
+    sources = list(dict.fromkeys(source for blend in (train, *valid.values()) for source in blend.sources))
+    staging = None
+    if any(source.urls for source in sources):
+        _look_up_all(sources)
+        staging = _staging(config, sources) if may_stage else None
+    if staging is not None:
+        staging.fill()
+        train, valid = staging.local(train), {name: staging.local(blend) for name, blend in valid.items()}
+        sources = list(dict.fromkeys(source for blend in (train, *valid.values()) for source in blend.sources))
+    survey = DataSurvey(cache, train, valid, {}, {}, eod_id=eod_id, chat_template=chat_template, staging=staging)
     parts = [] if config.applied_split is None else split_bounds(config.applied_split)
     bounds = {number: part for number, part in enumerate(parts) if part is not None}
-    sources = list(dict.fromkeys(source for blend in (train, *valid.values()) for source in blend.sources))
-    _look_up_all(sources)
     for source in sources:
         if config.is_chats:
             survey.chats[source.paths[0]] = _chat_facts(source.paths[0], vocab_size, cache)
@@ -114,10 +125,26 @@ def survey_data(config: DataConfig, vocab_size: int | None = None) -> DataSurvey
 
 def _look_up_all(sources: Sequence[Source]) -> None:
     """Look up at once what will be read of files on other stores."""
-    if urls := [url for source in sources for url in source.urls]:
-        logger.info("looking up %d token files on other stores", len(urls))
-        look_up(urls)
-        look_up_contents(prefix + MANIFEST_SUFFIX for source in sources for prefix in source.prefixes if is_url(prefix))
+    urls = [url for source in sources for url in source.urls]
+    logger.info("looking up %d token files on other stores", len(urls))
+    look_up(urls)
+    look_up_contents(prefix + MANIFEST_SUFFIX for source in sources for prefix in source.prefixes if is_url(prefix))
+
+
+def _staging(config: DataConfig, sources: Sequence[Source]) -> Staging | None:
+    """Return the copies of files on other stores that a run makes; None: it reads them there. The reason is logged."""
+    reason = "data.remote is ranged" if config.remote == "ranged" else "data.staging_path is null"
+    if config.staging_path is not None and config.remote != "ranged":
+        staging = staging_of(sources, Path(config.staging_path), config.staging_bytes)
+        refusal = staging.refusal() if config.remote == "auto" else None
+        if refusal is None:
+            logger.info("token files on other stores are copied to %s first", staging.folder)
+            return staging
+        reason = refusal
+    logger.info("token files on other stores are read there by ranges, not copied: %s", reason)
+    if config.num_workers == 0:
+        logger.info("data.num_workers is 0, so that steps wait for requests; 2 processes read ahead")
+    return None
 
 
 def _check_ids(survey: DataSurvey, vocab_size: int) -> None:

@@ -133,7 +133,7 @@ def check_machine_and_data(checked: CheckedSettings) -> RunStart:
     if found := machine_problems(config):
         raise InputError("\n".join(found))
     with log_if_slow("reading the indices of the token files"):
-        data = survey_data(config.data, config.model.vocab_size)
+        data = survey_data(config.data, config.model.vocab_size, may_stage=True)
     if not config.data.is_chats:  # those have been packed
         train_samples, valid_samples = drawn_samples(config)
         counts = SampleCounts(data, config.model.seq_length)
