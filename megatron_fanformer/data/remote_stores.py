@@ -189,7 +189,7 @@ def is_refused(error: Any) -> bool:
 
 def is_other_version(error: Any) -> bool:
     """Return whether a store has the file in another version than the one stated."""
-    return status_of(error) == 412 or "precondition" in str(error).lower()
+    return status_of(error) == 412 or "precondition" in str(error).replace("-", "").lower()
 
 
 class Failed(Exception):

@@ -119,26 +119,28 @@ class _Handler(BaseHTTPRequestHandler):
         if not path.is_file():
             self._end(404)
             return
-        content, found = path.read_bytes(), path.stat()
+        found = path.stat()
         tag = f'"{found.st_mtime_ns}-{found.st_ino}"'
         if self.takes_conditions and (wanted := self.headers.get("If-Match")) and wanted != tag:
             self._end(412)
             return
-        status, span = 200, (0, len(content))
+        status, span, size = 200, (0, found.st_size), found.st_size
         if self.serves_ranges and (stated := self.headers.get("Range")):
             first, _, last = stated.removeprefix("bytes=").partition("-")
-            span = (int(first), min(len(content), int(last) + 1))
-            if span[0] >= len(content):
+            span = (int(first), min(size, int(last) + 1))
+            if span[0] >= size:
                 self._end(416)
                 return
             status = 206
-        body = content[span[0] : span[1]]
+        with path.open("rb") as stream:
+            stream.seek(span[0])
+            body = stream.read(span[1] - span[0])
         self.send_response(status)
         self.send_header("Content-Length", str(len(body)))
         self.send_header("ETag", tag)
         self.send_header("Last-Modified", email.utils.formatdate(found.st_mtime, usegmt=True))
         if status == 206:
-            self.send_header("Content-Range", f"bytes {span[0]}-{span[1] - 1}/{len(content)}")
+            self.send_header("Content-Range", f"bytes {span[0]}-{span[1] - 1}/{size}")
         self.end_headers()
         if not is_head:
             self.wfile.write(body[: len(body) // 2] if fault == SHORT else body)

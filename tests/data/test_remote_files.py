@@ -24,6 +24,7 @@ from megatron_fanformer.data.survey import survey_data
 from megatron_fanformer.errors import CorruptError, FanformerError, InputError
 from tests.data.failing_stores import FORBIDDEN, REFUSED, Plan, http_server, planned
 from tests.data.token_making import VOCAB_SIZE, write_manifest, write_npy, write_pair
+from tests.faults.mirror_kills import needs_server, s3_server
 
 SEQ_LENGTH, SAMPLES = 64, 40
 needs_http = pytest.mark.skipif(importlib.util.find_spec("aiohttp") is None, reason="needs aiohttp: the extra http")
@@ -347,3 +348,23 @@ def test_an_id_outside_the_vocabulary_is_found_when_it_is_read(folder: Path, tmp
                 refused += 1
                 assert f"{url}/two.npy holds token id 60000 (token 5" in str(error)
         assert refused == 1
+
+
+@needs_server
+def test_files_on_s3_are_read_in_their_version(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote_stores, "REQUEST_SECONDS", 30.0)
+    here = items(config_of(folder, tmp_path / "cache", "mixed"))
+    with s3_server(tmp_path) as url:
+        import s3fs
+
+        s3fs.S3FileSystem().put(f"{folder}/", f"{url}/tokens/", recursive=True)
+        assert_equal(items(config_of(f"{url}/tokens", tmp_path / "cache", "mixed")), here)
+        listed = survey_data(DataConfig(train_data=[f"{url}/tokens/"], cache_path=str(tmp_path / "cache")))
+        assert [file.url for file in listed.remote_files] == [f"{url}/tokens/{name}.npy" for name in ("one", "two")]
+        assert all(file.is_conditional for file in listed.remote_files)
+        train = train_set(config_of(f"{url}/tokens", tmp_path / "cache"))
+        train[0]
+        for name in ("one", "two"):
+            s3fs.S3FileSystem().put(str(folder / "first.bin"), f"{url}/tokens/{name}.npy")
+        with pytest.raises(CorruptError, match=r"tokens/(one|two).npy is another file than when the run began"):
+            train[0]
