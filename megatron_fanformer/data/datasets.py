@@ -193,7 +193,7 @@ class _DatasetBuilder:
         identity = {
             "megatron": __version__,
             "documents": self._identities(blend.sources),
-            **self._copies(blend.sources),
+            "paths": [self._prefix_here(source) for source in blend.sources],  # megatron-core's names depend on them
             "weights": weights,
             "requested": requested,
             "split": split,
@@ -215,11 +215,6 @@ class _DatasetBuilder:
                     readers[path] = PairReader(pair, self._vocab_size)
                 dataset.dataset, dataset.dataset_path = readers[path], pair.prefix
         return built
-
-    def _copies(self, sources: Sequence[Source]) -> dict[str, list[str]]:
-        """Return where the indices of pairs on other stores are: megatron-core's names in its cache depend on it."""
-        copies = [self._survey.pair(source).copy for source in sources if not source.is_npy]
-        return {"copies": [copy for copy in copies if copy]} if any(copies) else {}
 
     def _prefix_here(self, source: Source) -> str:
         return source.paths[0] if source.is_npy else self._survey.pair(source).copy or source.paths[0]
