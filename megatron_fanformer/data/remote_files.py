@@ -69,6 +69,8 @@ class RemoteFile:
 
     def read(self, count: int, offset: int) -> bytes:
         """Read `count` bytes from byte `offset` on; raises like `read_ranges`."""
+        if count > PART_BYTES:
+            return b"".join(parts_of(self, first=offset, end=offset + count))
         return _PREFETCH.read(Range(self, offset, count))
 
     def values(self, dtype: np.dtype[Any], first: int, count: int) -> np.ndarray:
@@ -88,7 +90,7 @@ class Range(NamedTuple):
 
 _found: dict[str, RemoteFile | None] = {}
 _contents: dict[str, bytes | None] = {}
-_listings: dict[str, list[str]] = {}
+_listings: dict[tuple[str, str | tuple[str, ...]], list[str]] = {}
 
 
 def forget() -> None:
@@ -131,15 +133,17 @@ def find(url: str) -> RemoteFile | None:
     return _found[url]
 
 
-def listed(url: str, suffix: str) -> list[str]:
+def listed(url: str, suffix: str | tuple[str, ...]) -> list[str]:
     """Return the URLs of the files of a folder (a URL that ends in /) or of a glob pattern, sorted.
+
+    Those whose names end in `suffix`, or one of them.
 
     Raises:
         InputError: the store cannot be listed, or gives no right to.
         FanformerError: it does not answer.
     """
-    if url in _listings:
-        return _listings[url]
+    if (url, suffix) in _listings:
+        return _listings[url, suffix]
     store = store_of(url)
 
     def attempt() -> list[str]:
@@ -162,8 +166,8 @@ def listed(url: str, suffix: str) -> list[str]:
                 _found.setdefault(name, _file_from(store, name, info))
         return sorted(found)
 
-    _listings[url] = until_done(attempt, url)
-    return _listings[url]
+    _listings[url, suffix] = until_done(attempt, url)
+    return _listings[url, suffix]
 
 
 def look_up_contents(urls: Iterable[str]) -> None:

@@ -1,6 +1,7 @@
 """Token files on other stores: a run reads what it reads of local ones, bit for bit, or ends with one line."""
 
 import importlib.util
+import json
 import os
 import pickle
 import re
@@ -20,8 +21,12 @@ from megatron_fanformer.data.config import DataConfig
 from megatron_fanformer.data.datasets import build_datasets
 from megatron_fanformer.data.identity import identify_data
 from megatron_fanformer.data.origins import sample_spans
+from megatron_fanformer.data.remote_files import read_together
 from megatron_fanformer.data.survey import survey_data
 from megatron_fanformer.errors import CorruptError, FanformerError, InputError
+from megatron_fanformer.evaluation.config import PerplexityConfig
+from megatron_fanformer.evaluation.perplexity_sets import find_sets
+from megatron_fanformer.inspection.command import inspect_path
 from tests.data.failing_stores import FORBIDDEN, REFUSED, Plan, http_server, planned
 from tests.data.token_making import VOCAB_SIZE, write_manifest, write_npy, write_pair
 from tests.faults.mirror_kills import needs_server, s3_server
@@ -54,6 +59,7 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture(autouse=True)
 def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    remote_files.forget()
     monkeypatch.setattr(remote_stores, "_stores", {})
     monkeypatch.setattr(remote_stores, "PAUSES_SECONDS", (0.01,) * 12)
     monkeypatch.setattr(remote_stores, "REQUEST_SECONDS", 5.0)
@@ -368,3 +374,41 @@ def test_files_on_s3_are_read_in_their_version(folder: Path, tmp_path: Path, mon
             s3fs.S3FileSystem().put(str(folder / "first.bin"), f"{url}/tokens/{name}.npy")
         with pytest.raises(CorruptError, match=r"tokens/(one|two).npy is another file than when the run began"):
             train[0]
+
+
+# -- commands that read them
+
+
+def test_perplexity_sets_are_those_of_the_local_files(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+
+    def read(place: Path | str, **fields: Any) -> list[list[int]]:
+        sets = {"own": [f"{place}/one.npy", f"{place}/first"]}
+        stated = {"seq_length": SEQ_LENGTH, "vocab_size": VOCAB_SIZE, "batch_tokens": SEQ_LENGTH}
+        (found,) = find_sets(PerplexityConfig(sets=sets, **fields), **stated)
+        return read_together(lambda: [found.read(piece).tolist() for piece in found.pieces()])
+
+    with planned(folder) as url:
+        for fields in ({}, {"chunking": "documents", "eod_id": 5}):
+            assert read(url, **fields) == read(folder, **fields)
+        with pytest.raises(InputError, match=r"none.npy holds no token files; name a .npy file, a pair's prefix"):
+            stated = {"seq_length": SEQ_LENGTH, "vocab_size": VOCAB_SIZE, "batch_tokens": SEQ_LENGTH}
+            find_sets(PerplexityConfig(sets={"own": [f"{url}/none.npy"]}), **stated)
+
+
+def test_inspect_describes_a_file_as_the_local_one(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+
+    def described(place: Path | str, name: str) -> Any:
+        inspect_path(f"{place}/{name}", verify=False, json=True)
+        return json.loads(capsys.readouterr().out.replace(str(place), ""))
+
+    with planned(folder) as url:
+        for name in ("one.npy", "second.idx", "first.bin"):
+            assert described(url, name) == described(folder, name)
+        with pytest.raises(InputError, match="--verify reads files of this machine; copy planned://"):
+            inspect_path(f"{url}/one.npy", verify=True, json=False)
