@@ -9,7 +9,6 @@ from typing import Literal
 
 import msgspec
 
-from megatron_fanformer.data.remote_files import optional_content
 from megatron_fanformer.durable_files import regular_file
 from megatron_fanformer.errors import CorruptError
 from megatron_fanformer.stores import is_url
@@ -173,12 +172,18 @@ def read_any_manifest(prefix: str) -> Manifest | PartManifest | None:
     """
     path = prefix + MANIFEST_SUFFIX
     try:
-        content = optional_content(path) if is_url(path) else regular_file(Path(path)).read_bytes()
+        content = _remote_content(path) if is_url(path) else regular_file(Path(path)).read_bytes()
         return None if content is None else msgspec.json.decode(content, type=Manifest | PartManifest)
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (msgspec.MsgspecError, UnicodeDecodeError, OSError, RecursionError) as error:
         raise CorruptError(f"{path} is not a manifest ({error}); remove its prefix's files, prepare again") from error
+
+
+def _remote_content(url: str) -> bytes | None:
+    from megatron_fanformer.data.remote_files import optional_content  # a help text needs none of its imports
+
+    return optional_content(url)
 
 
 def token_files_record(prefix: str) -> TokenFiles | None:

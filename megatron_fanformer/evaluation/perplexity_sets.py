@@ -190,9 +190,7 @@ def _missing(path: str) -> str | None:
     if _files_of(path):
         return None
     if is_url(path):
-        return (
-            f"{redacted(path)} holds no token files; name a .npy file, a pair's prefix, or a folder with / at its end"
-        )
+        return f"{redacted(path)} holds no token files; name a .npy file, a pair's prefix, or a folder ending in /"
     if glob.has_magic(path):
         return f"{path} matches no .npy file and no .idx file; name token files"
     if Path(path).is_dir():
