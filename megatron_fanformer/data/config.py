@@ -16,6 +16,7 @@ from megatron_fanformer.data.blends import (
 )
 from megatron_fanformer.data.npy_files import NpyType
 from megatron_fanformer.errors import InputError, broken_fields, collect_problems
+from megatron_fanformer.stores import is_url, password_problem
 
 Remote = Literal["auto", "ranged", "staged"]
 
@@ -40,7 +41,7 @@ class DataConfig:
     npy_dtype: NpyType = "uint16"
     """Type of the token ids in `.npy` files without a manifest."""
     tokenizer: str | None = None
-    """A `.model`, a `tokenizer.json`, or a folder with one; copied into every checkpoint."""
+    """A `.model` or a `tokenizer.json`, the URL of one, or a folder with one; copied into every checkpoint."""
     reset_attention_mask: bool = False
     """Attention stays within documents (docs/fine-tuning.md#attention-within-documents), not across them as in the
     paper."""
@@ -83,7 +84,9 @@ class DataConfig:
             problems += split_problems(self.split)
         if not problems:
             collect_problems(problems, self.index_cache)
-        if self.tokenizer is not None and not Path(self.tokenizer).exists():
+        if self.tokenizer is not None and is_url(self.tokenizer):
+            problems += filter(None, [password_problem("data.tokenizer", self.tokenizer)])
+        elif self.tokenizer is not None and not Path(self.tokenizer).exists():
             problems.append(f"data.tokenizer: {self.tokenizer} does not exist; name a .model or tokenizer.json")
         if self.reset_position_ids and not self.reset_attention_mask:
             problems.append(

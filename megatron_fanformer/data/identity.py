@@ -138,7 +138,7 @@ def identify_data(config: DataConfig, survey: DataSurvey, *, samples: int | None
     return DataIdentity(
         train=SetIdentity(sources=_sources(survey.train, files), split=config.applied_split, samples=samples),
         valid={name: SetIdentity(sources=_sources(blend, files)) for name, blend in survey.valid.items()},
-        tokenizer=sha256_of(tokenizer_file(Path(config.tokenizer))) if config.tokenizer else None,
+        tokenizer=sha256_of(tokenizer_file(config.tokenizer)) if config.tokenizer else None,
     )
 
 

@@ -3,7 +3,7 @@
 This module decides what is to be done, whether it can be done, and whether it is already done; `pipeline` does it.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import get_args
 
@@ -22,7 +22,7 @@ from megatron_fanformer.data.manifest import (
     read_any_manifest,
 )
 from megatron_fanformer.data.token_files import token_dtype
-from megatron_fanformer.data.tokenizer import Tokenizer, load_tokenizer
+from megatron_fanformer.data.tokenizer import Tokenizer, load_tokenizer, tokenizer_file
 from megatron_fanformer.durable_files import sha256_of
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.preparation.documents import DocumentParser
@@ -38,6 +38,7 @@ from megatron_fanformer.preparation.work_folder import (
     tokenizer_difference,
     work_folder,
 )
+from megatron_fanformer.stores import is_url
 
 NPY_DTYPES = ("uint16", "uint32")
 OF_DOCUMENTS = {
@@ -102,6 +103,8 @@ def prepare(config: PrepareConfig, progress: ProgressListener | None = None) -> 
     files = expand_inputs(config.inputs, NPY_SUFFIXES if config.from_npy else DOCUMENT_SUFFIXES)
     if config.from_npy and (remote := next((file for file in files if isinstance(file, RemoteInput)), None)):
         raise InputError(f"{remote} is on another store, from which from_npy does not read; copy it to this machine")
+    if is_url(config.tokenizer):
+        config = replace(config, tokenizer=str(tokenizer_file(config.tokenizer)))
     tokenizer = load_tokenizer(config.tokenizer, eod_id=config.eod_id)
     record = tokenizer_record(tokenizer)
     settings = _settings(config, tokenizer)

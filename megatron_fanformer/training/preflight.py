@@ -278,7 +278,7 @@ def _checkpoint_problems(resumed: Path | None, loaded: Path | None, config: RunC
 def _tokenizer_problems(config: RunConfig) -> list[str]:
     """It goes into every checkpoint: better to find a problem now than when the first is saved."""
     path = config.data.tokenizer
-    if path is None or not Path(path).exists():  # the latter is reported with the data's own problems
+    if path is None or not (is_url(path) or Path(path).exists()):  # the latter is reported with the data's own problems
         return []
     try:
         tokenizer = load_tokenizer(path, needs_eod=False)  # the token files hold it

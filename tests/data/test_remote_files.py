@@ -5,6 +5,7 @@ import json
 import os
 import pickle
 import re
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import islice
@@ -23,6 +24,7 @@ from megatron_fanformer.data.identity import identify_data
 from megatron_fanformer.data.origins import sample_spans
 from megatron_fanformer.data.remote_files import read_together
 from megatron_fanformer.data.survey import survey_data
+from megatron_fanformer.data.tokenizer import load_tokenizer
 from megatron_fanformer.errors import CorruptError, FanformerError, InputError
 from megatron_fanformer.evaluation.config import PerplexityConfig
 from megatron_fanformer.evaluation.perplexity_sets import find_sets
@@ -412,3 +414,27 @@ def test_inspect_describes_a_file_as_the_local_one(
             assert described(url, name) == described(folder, name)
         with pytest.raises(InputError, match="--verify reads files of this machine; copy planned://"):
             inspect_path(f"{url}/one.npy", verify=True, json=False)
+
+
+def test_a_tokenizer_is_fetched_once(
+    folder: Path, tmp_path: Path, small_tokenizer_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+    shutil.copy(small_tokenizer_file, folder / "own.model")
+    (folder / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
+    plan = Plan()
+    with planned(folder, plan) as url:
+        there = load_tokenizer(f"{url}/own.model")
+        assert there.encode("a text") == load_tokenizer(small_tokenizer_file).encode("a text")
+        assert there.path.read_bytes() == small_tokenizer_file.read_bytes() and there.path.name == "own.model"
+        assert (there.path.parent / "tokenizer_config.json").exists()
+        remote_files.forget()
+        before, config = plan.requests, config_of(url, tmp_path / "cache", tokenizer=f"{url}/own.model")
+        assert load_tokenizer(f"{url}/own.model").path == there.path and plan.requests == before + 1
+        wanted = config_of(folder, tmp_path / "cache", tokenizer=str(small_tokenizer_file))
+        assert not config.problems()
+        found = identify_data(config, survey_data(config, VOCAB_SIZE)).tokenizer
+        assert found == identify_data(wanted, survey_data(wanted, VOCAB_SIZE)).tokenizer
+        for name, line in {"none.model": "does not exist", "": "is no file's URL"}.items():
+            with pytest.raises(InputError, match=line):
+                load_tokenizer(f"{url}/{name}")
