@@ -1,6 +1,5 @@
 import os
 import pickle
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
@@ -128,13 +127,3 @@ def test_of_two_jobs_one_waits_until_the_other_has_built(cache: Path, monkeypatc
     monkeypatch.setattr(index_cache.logger, "info", lambda *_: os.close(other))  # it has, once this one waits
     with indices_in(cache, "samples"):
         assert take_lock(cache / ".lock", wait=False) is None
-
-
-def test_a_copy_of_the_data_elsewhere_may_share_the_cache(config: DataConfig, cache: Path, tmp_path: Path) -> None:
-    """megatron-core's names of the indices depend on where the files are, which is no part of what they depend on."""
-    (tmp_path / "moved").mkdir()
-    for file in tmp_path.glob("samples.*"):
-        shutil.copy(file, tmp_path / "moved")
-    moved = DataConfig(train_data=[str(tmp_path / "moved" / "samples")], cache_path=str(cache))
-    assert torch.equal(samples_of(config), samples_of(moved))
-    assert torch.equal(samples_of(config), samples_of(moved))
