@@ -20,8 +20,9 @@ import msgspec
 from megatron_fanformer.data.blends import Blend, Source
 from megatron_fanformer.data.config import TOKENIZER, TRAINING, DataConfig
 from megatron_fanformer.data.manifest import read_any_manifest, token_files_record
+from megatron_fanformer.data.notes import remembered
 from megatron_fanformer.data.npy_files import SUFFIX, npy_prefix
-from megatron_fanformer.data.remote_files import Range, RemoteFile, read_ranges, remembered
+from megatron_fanformer.data.remote_files import Range, RemoteFile, read_ranges
 from megatron_fanformer.data.survey import DataSurvey
 from megatron_fanformer.data.tokenizer import tokenizer_file
 from megatron_fanformer.durable_files import sha256_of

@@ -3,9 +3,11 @@
 import hashlib
 import json
 import logging
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron_fanformer.data.remote_files import Range, RemoteFile, read_ranges
 from megatron_fanformer.durable_files import write_atomically
 
 logger = logging.getLogger(__name__)
@@ -32,3 +34,46 @@ def write_note(note: Path, identity: str, found: dict[str, Any]) -> None:
         write_atomically(note, json.dumps({"file": identity, **found}))
     except OSError as error:
         logger.warning("%s cannot be written (%s); the next start reads the token file again", note, error.strerror)
+
+
+# -- files on other stores
+
+
+def first_bytes(files: Sequence[RemoteFile], count: int, cache: Path | None) -> dict[str, bytes]:
+    """Return the first bytes of files by URL, at most `count`; remembered in the folder `cache`."""
+    return {
+        file.url: bytes.fromhex(found)
+        for file, found in zip(
+            files, remembered(files, "begins", lambda left: _begins(left, count), cache), strict=True
+        )
+    }
+
+
+def _begins(files: Sequence[RemoteFile], count: int) -> list[str]:
+    return [content.hex() for content in read_ranges([Range(file, 0, min(count, file.size)) for file in files])]
+
+
+def remembered(
+    files: Sequence[RemoteFile], name: str, compute: Callable[[Sequence[RemoteFile]], list[str]], cache: Path | None
+) -> list[str]:
+    """Return a text for each file: from its note in the folder `cache`, else computed, and noted there.
+
+    A file of no stated version is not remembered.
+    """
+    found: dict[RemoteFile, str] = {}
+    for file in files if cache is not None else ():
+        noted = (read_note(_note_of(file, cache), file.identity) or {}).get(name) if file.version else None
+        if isinstance(noted, str):
+            found[file] = noted
+    left = [file for file in dict.fromkeys(files) if file not in found]
+    for file, text in zip(left, compute(left) if left else [], strict=True):
+        found[file] = text
+        if cache is not None and file.version:
+            note = _note_of(file, cache)
+            write_note(note, file.identity, {**(read_note(note, file.identity) or {}), name: text})
+    return [found[file] for file in files]
+
+
+def _note_of(file: RemoteFile, cache: Path | None) -> Path:
+    assert cache is not None
+    return note_path(cache / "remote", file.identity)

@@ -14,7 +14,8 @@ import numpy as np
 from megatron_fanformer.data.id_bounds import Advance, refuse_ids_outside
 from megatron_fanformer.data.live_files import LiveFile
 from megatron_fanformer.data.manifest import MANIFEST_SUFFIX, read_any_manifest, token_files_record
-from megatron_fanformer.data.remote_files import RemoteFile, find, first_bytes, look_up, look_up_contents
+from megatron_fanformer.data.notes import first_bytes
+from megatron_fanformer.data.remote_files import RemoteFile, find, look_up, look_up_contents
 from megatron_fanformer.errors import CorruptError, InputError, redacted
 from megatron_fanformer.stores import is_url
 

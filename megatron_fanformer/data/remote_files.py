@@ -18,13 +18,13 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from megatron_fanformer.data.notes import note_path, read_note, write_note
 from megatron_fanformer.data.remote_stores import (
     CONDITIONAL,
     NO_SUCH_VERSION,
     Call,
     Failed,
     Store,
+    is_late,
     is_missing,
     is_other_version,
     is_refused,
@@ -181,16 +181,20 @@ def look_up_contents(urls: Iterable[str]) -> None:
 
         def attempt(store: Store = store, own: list[str] = own) -> None:
             left = [url for url in own if url not in _contents]
-            failed = []
+            failed, refused = [], []
             for url, answer in zip(left, store.run([Call(url) for url in left]), strict=True):
                 if not isinstance(answer, BaseException):
                     _contents[url] = bytes(answer)
                 elif is_missing(answer) or is_refused(answer):
                     _contents[url] = None
-                    level = logging.DEBUG if is_missing(answer) else logging.INFO
-                    logger.log(level, "%s: taken as not there (%s)", redacted(url), reason_of(answer))
+                    refused += [] if is_missing(answer) else [url]
                 else:
                     failed.append(Failed(url, answer))
+            if refused:
+                logger.info(
+                    "%s and %d more manifests are taken as not there: the store gives no right to read them",
+                    *(redacted(refused[0]), len(refused) - 1),
+                )
             if failed:
                 raise failed[0]
 
@@ -226,7 +230,8 @@ def _file_from(store: Store, url: str, info: dict[str, Any]) -> RemoteFile | Non
     size, version = info.get("size"), _version_of(info)
     if not isinstance(size, int):
         raise InputError(f"{redacted(url)}: its store states no size; serve it by one that does")
-    if version is None:
+    if version is None and not store.has_said_versionless:
+        store.has_said_versionless = True
         logger.warning("%s: its store states no version, so that a change of the file goes unnoticed", redacted(url))
     return RemoteFile(url, size, version, bool(size and version) and _refuses_others(store, url, str(version)))
 
@@ -274,7 +279,7 @@ def read_ranges(ranges: Sequence[Range]) -> list[bytes]:
         def attempt(store: Store = store, own: list[int] = own) -> None:
             left = {number: ranges[number] for number in own if contents[number] is None}
             came, failed = _requested(store, left)
-            doubtful = {left[number].file for number in failed}
+            doubtful = {left[number].file for number, error in failed.items() if not is_late(error)}
             doubtful |= {each.file for number in came if not (each := left[number]).file.is_conditional}
             unknown = _refuse_changed(store, doubtful)
             for number, content in came.items():
@@ -419,46 +424,6 @@ def copy_to(
         with suppress(OSError):
             partial.unlink(missing_ok=True)
     return digest.hexdigest()
-
-
-def first_bytes(files: Sequence[RemoteFile], count: int, cache: Path | None) -> dict[str, bytes]:
-    """Return the first bytes of files by URL, at most `count`; remembered in the folder `cache`."""
-    return {
-        file.url: bytes.fromhex(found)
-        for file, found in zip(
-            files, remembered(files, "begins", lambda left: _begins(left, count), cache), strict=True
-        )
-    }
-
-
-def _begins(files: Sequence[RemoteFile], count: int) -> list[str]:
-    return [content.hex() for content in read_ranges([Range(file, 0, min(count, file.size)) for file in files])]
-
-
-def remembered(
-    files: Sequence[RemoteFile], name: str, compute: Callable[[Sequence[RemoteFile]], list[str]], cache: Path | None
-) -> list[str]:
-    """Return a text for each file: from its note in the folder `cache`, else computed, and noted there.
-
-    A file of no stated version is not remembered.
-    """
-    found: dict[RemoteFile, str] = {}
-    for file in files if cache is not None else ():
-        noted = (read_note(_note_of(file, cache), file.identity) or {}).get(name) if file.version else None
-        if isinstance(noted, str):
-            found[file] = noted
-    left = [file for file in dict.fromkeys(files) if file not in found]
-    for file, text in zip(left, compute(left) if left else [], strict=True):
-        found[file] = text
-        if cache is not None and file.version:
-            note = _note_of(file, cache)
-            write_note(note, file.identity, {**(read_note(note, file.identity) or {}), name: text})
-    return [found[file] for file in files]
-
-
-def _note_of(file: RemoteFile, cache: Path | None) -> Path:
-    assert cache is not None
-    return note_path(cache / "remote", file.identity)
 
 
 def small_file(url: str, *, most_bytes: int) -> bytes:

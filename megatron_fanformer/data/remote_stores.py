@@ -20,7 +20,9 @@ from megatron_fanformer.stores import driver_of, reason_of, scheme_of, with_atte
 
 REQUEST_SECONDS = 20.0
 PAUSES_SECONDS = (0.5, 1.0, 2.0, 4.0, 8.0, *[16.0] * 6)
-PATIENCE_SECONDS = 80.0  # with the last request less than the least that a rank may be silent (runtime/heartbeat.py)
+PATIENCE_SECONDS = (
+    70.0  # with the last pause and request less than the least that a rank may be silent (runtime/heartbeat.py)
+)
 JITTER = 0.5
 MOST_REQUESTS = 64  # at a time, of a process to a store
 THREADS = 16  # where a driver takes one request at a time
@@ -42,6 +44,7 @@ class Store:
         self.refuses_others: bool | None = None
         """Whether it refuses to read another version than the one stated; None: not tried yet."""
         self.said = -SAID_SECONDS
+        self.has_said_versionless = False
 
     @property
     def files(self) -> Any:
@@ -187,6 +190,11 @@ def is_refused(error: Any) -> bool:
     return status_of(error) in (401, 403) or isinstance(error, PermissionError)
 
 
+def is_late(error: Any) -> bool:
+    """Return whether nothing came in time."""
+    return isinstance(error, TimeoutError | asyncio.TimeoutError)
+
+
 def is_other_version(error: Any) -> bool:
     """Return whether a store has the file in another version than the one stated."""
     return status_of(error) == 412 or "precondition" in str(error).replace("-", "").lower()
@@ -232,6 +240,6 @@ def until_done(attempt: Callable[[], Result], url: str) -> Result:
     except Failed as failed:
         remedy = "renew its credentials, and start again" if is_refused(failed.error) else "check it, and start again"
         raise FanformerError(
-            f"{redacted(failed.url)} cannot be read: {attempts} requests in {time.monotonic() - started:.0f} s failed, "
+            f"{redacted(failed.url)} cannot be read: {attempts} attempts in {time.monotonic() - started:.0f} s failed, "
             f"the last with {failed}; its store does not serve it: {remedy}"
         ) from failed.error

@@ -29,7 +29,7 @@ from megatron_fanformer.errors import CorruptError, FanformerError, InputError
 from megatron_fanformer.evaluation.config import PerplexityConfig
 from megatron_fanformer.evaluation.perplexity_sets import find_sets
 from megatron_fanformer.inspection.command import inspect_path
-from tests.data.failing_stores import FORBIDDEN, REFUSED, Plan, http_server, planned
+from tests.data.failing_stores import FORBIDDEN, REFUSED, Plan, PlannedFiles, http_server, planned
 from tests.data.token_making import VOCAB_SIZE, write_manifest, write_npy, write_pair
 from tests.faults.mirror_kills import needs_server, s3_server
 
@@ -283,7 +283,7 @@ def test_credentials_that_end_are_an_error_with_one_line(
             train[1]
     assert type(raised.value) is FanformerError and raised.value.exit_code == 1
     text = str(raised.value)
-    assert url in text and "13 requests" in text and "\n" not in text
+    assert url in text and "13 attempts" in text and "\n" not in text
     assert len([record for record in caplog.records if record.levelname == "WARNING"]) == 1
 
 
@@ -438,3 +438,23 @@ def test_a_tokenizer_is_fetched_once(
         for name, line in {"none.model": "does not exist", "": "is no file's URL"}.items():
             with pytest.raises(InputError, match=line):
                 load_tokenizer(f"{url}/{name}")
+
+
+def test_manifests_that_may_not_be_read_count_as_none_and_are_logged_once(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A store that gives no right to list says of a file that is not there that there is no right to it."""
+    read = PlannedFiles.cat_file
+
+    def cat_file(self: PlannedFiles, path: str, *arguments: Any, **named: Any) -> bytes:
+        if path.endswith(".manifest.json"):
+            raise PermissionError("403")
+        return read(self, path, *arguments, **named)
+
+    monkeypatch.setattr(PlannedFiles, "cat_file", cat_file)
+    with planned(folder) as url, caplog.at_level("INFO"):
+        survey = survey_data(config_of(url, tmp_path / "cache"), VOCAB_SIZE)
+    assert [file.max_token_id for file in survey.npy_files.values()] == [None, None]
+    assert [record.message for record in caplog.records if "manifest" in record.message] == [
+        f"{url}/one.manifest.json and 1 more manifests are taken as not there: the store gives no right to read them"
+    ]
