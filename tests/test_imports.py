@@ -24,7 +24,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "ops": (),
     "runtime": ("ops",),
     "hf": (),
-    # all ranks build a dataset together: what rank 0 refuses, every one must
+    # All ranks build a dataset together: what rank 0 refuses, every one must. `device` says where copies are kept.
     "data": ("runtime.agreement", "runtime.device", "ops.blend_order"),
     "model": ("ops", "runtime.layout", "runtime.parallel", "runtime.seeding"),
     "preparation": ("data", "runtime.device"),
@@ -96,6 +96,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "options": ("configuration",),
     "processes": (),
     "durable_files": (),
+    "stores": (),
     "pictures": (),
     "markdown": (),
     "output": (),
@@ -108,6 +109,7 @@ GROUND = (
     "options",
     "processes",
     "durable_files",
+    "stores",
     "output",
     "terminal",
     "pictures",
@@ -337,7 +339,7 @@ def placements_are_asked_and_not_compared(root: Path) -> list[str]:
 PLANTED: list[tuple[Rule, str, str]] = [
     (rooms_are_in_the_table, "attic/box.py", ""),
     (rooms_are_in_the_table, "loose.py", ""),
-    (imports_follow_the_table, "data/a.py", "from megatron_fanformer.runtime import launch"),
+    (imports_follow_the_table, "data/a.py", "from megatron_fanformer.runtime import parallel"),
     (imports_follow_the_table, "data/a.py", "import megatron_fanformer.training.trainer"),
     (imports_follow_the_table, "data/a.py", "from ..model import config"),
     (imports_follow_the_table, "data/a.py", "def f():\n    from megatron_fanformer import model"),

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from megatron_fanformer.checkpoint.remote import is_url, url_problem
+from megatron_fanformer.stores import is_url, url_problem
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,12 +23,12 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from megatron_fanformer.checkpoint import store
-from megatron_fanformer.checkpoint.attempts import reason_of, with_attempts
 from megatron_fanformer.checkpoint.manifest import FileSums
-from megatron_fanformer.checkpoint.remote import RemoteRun, query_remote, reported_as_local
+from megatron_fanformer.checkpoint.remote import RemoteRun, query_remote
 from megatron_fanformer.durable_files import publish, write_atomically
 from megatron_fanformer.errors import CorruptError, FanformerError, redacted
 from megatron_fanformer.processes import SAVE_SIGNAL, STOP_SIGNALS, end_with_owner, signals_held
+from megatron_fanformer.stores import reason_of, reported_as_local, with_attempts
 
 STALLED_SECONDS = 600.0
 """Time without progress after which a copy counts as stalled: longer than drivers wait for an answer."""

@@ -16,16 +16,14 @@ torch is not imported here.
 import errno
 import hashlib
 import logging
-import re
 import shutil
 from collections.abc import Callable, Container, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
 from megatron_fanformer.checkpoint import store
-from megatron_fanformer.checkpoint.attempts import PATIENCE_SECONDS, PAUSES_SECONDS, reason_of, with_attempts
 from megatron_fanformer.checkpoint.manifest import (
     MANIFEST,
     FileSums,
@@ -38,43 +36,28 @@ from megatron_fanformer.durable_files import new_folder, regular_file
 from megatron_fanformer.errors import CorruptError, FanformerError, InputError, redacted
 from megatron_fanformer.options import PROGRAM
 from megatron_fanformer.runtime.device import cache_folder
+from megatron_fanformer.stores import (
+    PATIENCE_SECONDS,
+    PAUSES_SECONDS,
+    WRONG_URL,
+    driver_of,
+    is_url,
+    reason_of,
+    reported_as_local,
+    with_attempts,
+)
 from megatron_fanformer.terminal import print_stderr
 
 THREADS = 2  # files at a time, where the driver takes several requests; s3fs holds up to 500 MB of each
-DRIVER_ATTEMPTS = 2  # tries of a driver per request, within one attempt of ours
 READ_BYTES = 1 << 24  # of one request
 MOST_MANIFEST_BYTES = 1 << 26
 MOST_RECORD_BYTES = 1 << 30
 RECORDS = (store.CONFIG, store.METRICS, store.RECOVERY)
 """The run's own files that accompany its checkpoints."""
-_WRONG = (FileNotFoundError, PermissionError)  # errors that mean a wrong URL, not a failing store
-_SCHEME = re.compile(r"([a-z][a-z0-9+.-]*)://")
-_PASSWORD = re.compile(r"://[^\s/:@]*:[^\s@]*@")
-_NOT_A_STORE = ("memory",)  # gone with this process
 
 logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
-
-
-def is_url(path: str | Path) -> bool:
-    """Return whether a path is on another store."""
-    return _SCHEME.match(str(path)) is not None
-
-
-def url_problem(name: str, url: str | None) -> str | None:
-    """Return what is wrong with the URL in a field of the configuration, which becomes part of every checkpoint."""
-    if url is None:
-        return None
-    scheme = _SCHEME.match(url)
-    if scheme is None or scheme[1] in _NOT_A_STORE or "::" in url:
-        return f"{name} is {redacted(url)}; it must be a folder's URL, such as s3://bucket/run or file:///disk/run"
-    if _PASSWORD.search(url):
-        return (
-            f"{name} is {redacted(url)} and holds a password, which every checkpoint would show; leave it out, and give"
-            " it to the store's driver in its own way (its environment variables or files)"
-        )
-    return None
 
 
 class RemoteRun:
@@ -88,7 +71,7 @@ class RemoteRun:
 
     def __init__(self, url: str) -> None:
         self.url = redacted(url).rstrip("/")
-        self._files, self._root = _driver(url)
+        self._files, self._root = driver_of(url)
         self._checkpoints = f"{self._root}/{store.CHECKPOINTS}"
 
     # -- what is there
@@ -445,49 +428,16 @@ def query_remote(url: str, function: Callable[[RemoteRun], Result]) -> Result:
             lambda: function(RemoteRun(url)),
             report,
             PAUSES_SECONDS[:3],
-            final=(FanformerError, *_WRONG),
+            final=(FanformerError, *WRONG_URL),
             patience=PATIENCE_SECONDS,
         )
     except FanformerError:
         raise
-    except _WRONG as error:
+    except WRONG_URL as error:
         raise InputError(f"{shown} cannot be used ({reason_of(error)}); check its name and rights") from error
     except Exception as error:
         reason = f"{shown} cannot be reached ({reason_of(error)})"
         raise FanformerError(f"{reason}; check the store and the driver's settings, and start again") from error
-
-
-@contextmanager
-def reported_as_local(path: Path) -> Iterator[None]:
-    """Report failures of this machine's disk as its own while a store is in use, not as the store's.
-
-    Raises:
-        InputError: it failed.
-    """
-    try:
-        yield
-    except OSError as error:
-        reason = error.strerror or str(error)
-        raise InputError(
-            f"{path} cannot be written ({reason}); free space, check its rights, or name another"
-        ) from error
-
-
-def _driver(url: str) -> tuple[Any, str]:
-    """Return the filesystem of a URL, and the path in it."""
-    from fsspec.core import url_to_fs
-
-    try:
-        # A driver may connect when it is made: one that is kept for the next caller may have lost its connection.
-        files, path = url_to_fs(url, skip_instance_cache=True)
-    except (ImportError, ValueError) as error:
-        raise InputError(
-            f"{redacted(url)} needs a driver that is not installed ({reason_of(error)}); install it (for s3:// the "
-            "extra `store`), or name another URL"
-        ) from None
-    if hasattr(files, "retries"):
-        files.retries = DRIVER_ATTEMPTS  # s3fs has five, and botocore five of each: minutes where nothing answers
-    return files, str(path).rstrip("/")
 
 
 def _pieces(stream: Any, advance: Callable[[], None]) -> Iterator[bytes]:

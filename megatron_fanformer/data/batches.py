@@ -1,8 +1,10 @@
 """Micro batches from a dataset of samples, in an order that depends on neither the layout nor the process count."""
 
+import functools
+import itertools
 import os
 import signal
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from itertools import count
 from typing import Any
 
@@ -10,9 +12,11 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from megatron_fanformer.data.remote_files import read_together
 from megatron_fanformer.errors import FanformerError
 
 BATCH_FIELDS = ("tokens", "labels", "loss_mask", "position_ids")
+READ_AHEAD_SAMPLES = 8  # of a loader's task, where samples come from other stores: requests wait side by side
 DOCUMENT_IDS = "document_ids"
 """One more key, of samples whose attention stays within documents: 0, 1, 2 … by document, never falling."""
 
@@ -47,13 +51,14 @@ def micro_batches(
         data_parallel_rank=data_parallel_rank,
         data_parallel_size=data_parallel_size,
     )
+    ahead = max(1, -(-READ_AHEAD_SAMPLES // micro_batch_size)) if isinstance(dataset, FetchedTogether) else 1
     loader = DataLoader(
         _ErrorsAsSamples(dataset),
-        batch_sampler=numbers,
+        batch_sampler=_joined(numbers, ahead),
         num_workers=num_workers,
         # Forked workers start at once; a spawned worker first imports megatron-core, which takes seconds.
         multiprocessing_context="fork" if num_workers else None,
-        collate_fn=_stack,
+        collate_fn=functools.partial(_stack_each, micro_batch_size),
         pin_memory=torch.cuda.is_available(),  # so that copies to the GPU overlap with its work
         # The loader draws a seed when it starts: not from the training's own generator, whose state a
         # resumed run must find unchanged.
@@ -85,10 +90,43 @@ class _ErrorsAsSamples(Dataset[Any]):
         except FanformerError as error:
             return error
 
+    def __getitems__(self, samples: list[int]) -> list[Any]:
+        """Return many, fetched together where they are on other stores; torch calls this with a loader's task."""
+        if not isinstance(self._dataset, FetchedTogether):
+            return [self[sample] for sample in samples]
+        try:
+            return self._dataset.many(samples)
+        except FanformerError as error:
+            return [error] * len(samples)
 
-def _raised(batches: Iterator[Any]) -> Generator[dict[str, Tensor], None, None]:
+
+class FetchedTogether(Dataset[Any]):
+    """A dataset that reads from other stores, all at once what a list of its samples needs."""
+
+    def __init__(self, samples: Any) -> None:
+        self.samples = samples
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, sample: int) -> Any:
+        (item,) = self.many([sample])
+        return item
+
+    def many(self, samples: Sequence[int]) -> list[Any]:
+        """Return samples of the dataset; raises what they raise, and like `read_ranges`."""
+        return read_together(lambda: [self.samples[sample] for sample in samples])
+
+
+def _joined(numbers: Iterator[list[int]], ahead: int) -> Iterator[list[int]]:
+    """Yield the samples of `ahead` micro batches together: a loader's task."""
+    while joined := [number for batch in itertools.islice(numbers, ahead) for number in batch]:
+        yield joined
+
+
+def _raised(batches: Iterator[list[Any]]) -> Generator[dict[str, Tensor], None, None]:
     try:
-        for batch in batches:
+        for batch in itertools.chain.from_iterable(batches):
             if isinstance(batch, FanformerError):
                 raise batch
             yield batch
@@ -120,6 +158,10 @@ def _leave_signals_to_the_rank(_worker: int) -> None:
     os.setpgrp()  # SIGTERM keeps its effect: torch ends a worker with it
     for number in (signal.SIGINT, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
+
+
+def _stack_each(size: int, samples: list[Any]) -> list[dict[str, Tensor] | FanformerError]:
+    return [_stack(samples[first : first + size]) for first in range(0, len(samples), size)]
 
 
 def _stack(samples: list[Any]) -> dict[str, Tensor] | FanformerError:

@@ -17,9 +17,11 @@ import numpy as np
 
 from megatron_fanformer.data.chat_files import MASK_SUFFIX, is_row_folder
 from megatron_fanformer.data.npy_files import SUFFIX, npy_prefix
+from megatron_fanformer.data.remote_files import listed, small_file
 from megatron_fanformer.data.token_files import bin_path, idx_path
 from megatron_fanformer.durable_files import regular_file
-from megatron_fanformer.errors import InputError
+from megatron_fanformer.errors import InputError, redacted
+from megatron_fanformer.stores import is_url, password_problem
 
 Bounds = tuple[float, float]
 
@@ -54,10 +56,15 @@ class Source:
 
     @property
     def files(self) -> list[Path]:
-        """Return all files that it is read from."""
-        if self.is_npy:
-            return [Path(path) for path in self.paths]
-        return [bin_path(self.paths[0]), idx_path(self.paths[0])]
+        """Return all files on this machine that it is read from."""
+        here = [path for path in self.paths if not is_url(path)]
+        return [file for path in here for file in ([Path(path)] if self.is_npy else [bin_path(path), idx_path(path)])]
+
+    @property
+    def urls(self) -> list[str]:
+        """Return the URLs of all files on other stores that it is read from."""
+        there = [path for path in self.paths if is_url(path)]
+        return [url for path in there for url in ([path] if self.is_npy else [path + ".bin", path + ".idx"])]
 
 
 def source_labels(sources: Sequence[Source]) -> list[str]:
@@ -139,44 +146,59 @@ def _words(item: str) -> list[str]:
     """Return the item itself, or the words of the blend file that it names, whose paths are relative to its folder."""
     if not item.startswith("@"):
         return [item]
-    file = Path(item[1:])
+    file, folder = item[1:], str(Path(item[1:]).parent)
     try:
-        lines = regular_file(file, most_bytes=LARGEST_BLEND_BYTES).read_text(encoding="utf-8").splitlines()
+        if is_url(file):
+            folder = file.rpartition("/")[0]
+            lines = small_file(file, most_bytes=LARGEST_BLEND_BYTES).decode().splitlines()
+        else:
+            path = regular_file(Path(file), most_bytes=LARGEST_BLEND_BYTES)
+            lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "it is not text"
+        file = redacted(file) if is_url(file) else str(Path(file))
         raise InputError(f"blend file {file} cannot be read ({reason}); name a text file of prefixes") from None
     lines = [COMMENT.sub("", line) for line in lines]
     if any(map(LABELLED.fullmatch, lines)):
-        return _of_mix(file, lines)
+        return _of_mix(file, folder, lines)
     words = [word for line in lines for word in line.split()]
     if any(word.startswith("@") for word in words):
         raise InputError(f"blend file {file} names another by @; list both where the first is named")
     step = 1 if not words or _number(words[0]) is None else 2
     for position in range(step - 1, len(words), step):
-        words[position] = str(file.parent / words[position])
+        words[position] = _below(folder, words[position])
     return words
 
 
-def _of_mix(file: Path, lines: Sequence[str]) -> list[str]:
+def _below(folder: str, path: str) -> str:
+    """Return a path that a blend file in a folder, or at a URL, has; one that is whole as it is."""
+    if is_url(path):
+        return path
+    return f"{folder}/{path}" if is_url(folder) and not path.startswith("/") else str(Path(folder) / path)
+
+
+def _of_mix(file: str, folder: str, lines: Sequence[str]) -> list[str]:
     """Return the paths of a mix in OLMo-core's form, a line "label,path" each, relative to the folder of its file.
 
     Where a path has {TOKENIZER}, the one folder that is there is meant.
     """
     paths = []
-    tokenizers: dict[Path, str] = {}
+    tokenizers: dict[str, str] = {}
     for line in filter(str.strip, lines):
         if not (found := LABELLED.fullmatch(line)):
-            raise InputError(f"mix {file}: {line.strip()!r} is not of the form label,path; write all lines so")
-        path = str(file.parent / found["path"])
+            raise InputError(
+                f"mix {redacted(file)}: {line.strip()!r} is not of the form label,path; write all lines so"
+            )
+        path = _below(folder, found["path"])
         if TOKENIZER in path:
-            base = Path(path.partition(TOKENIZER)[0])
+            base = path.partition(TOKENIZER)[0]
             if base not in tokenizers:
-                names = sorted(each.name for each in base.glob("*/"))
+                names = [] if is_url(base) else sorted(each.name for each in Path(base).glob("*/"))
                 if len(names) != 1:
-                    held = ", ".join(names) or "no folder"
+                    held = "is not looked into" if is_url(base) else f"holds {', '.join(names) or 'no folder'}"
                     raise InputError(
-                        f"mix {file}: {base} holds {held}, and {TOKENIZER} stands for the one that is there; "
-                        "write a tokenizer's folder in its place"
+                        f"mix {redacted(file)}: {redacted(base)} {held}, and {TOKENIZER} stands for the one folder "
+                        "there; write a tokenizer's in its place"
                     )
                 tokenizers[base] = names[0]
             path = path.replace(TOKENIZER, tokenizers[base])
@@ -185,6 +207,10 @@ def _of_mix(file: Path, lines: Sequence[str]) -> list[str]:
 
 
 def _source(word: str) -> Source:
+    """Return the source that a word names. At a URL, a folder's name ends in /, so that nothing need be looked up."""
+    if is_url(word):
+        is_many = word.endswith("/") or (word.endswith(SUFFIX) and glob.has_magic(word))
+        return Source(_some(word, listed(word, SUFFIX)) if is_many else (word,))
     if Path(word).is_dir() and not idx_path(word).exists():
         return Source(_some(word, sorted(str(path) for path in Path(word).glob("*" + SUFFIX))))
     if word.endswith(SUFFIX) and glob.has_magic(word) and not Path(word).exists():
@@ -211,12 +237,19 @@ def _npy_as_one(sources: Iterable[Source]) -> list[Source]:
 
 
 def blend_problems(name: str, items: Sequence[str]) -> list[str]:
-    """List what is wrong with a blend; `name` is the setting that holds it. No file is opened except a blend file."""
+    """List what is wrong with a blend; `name` is the setting that holds it. No file is opened except a blend file.
+
+    Whether files on other stores exist, their survey finds.
+    """
     try:
         blend = parse_blend(items)
     except InputError as error:
         return [f"{name}: {error}"]
-    return [
+    paths = [path for source in blend.sources for path in source.paths]
+    if chains := [path for path in paths if "::" in path and "://" in path]:
+        return [f"{name}: {redacted(chain)} is a chain of URLs; name the store's own" for chain in chains]
+    problems = [problem for path in paths if is_url(path) and (problem := password_problem(name, path))]
+    return problems + [
         f"{name}: {path} does not exist; {_remedy(source)}"
         for source in blend.sources
         for path in source.files
@@ -230,6 +263,8 @@ def chat_problems(name: str, items: Sequence[str]) -> list[str]:
         blend = parse_chats(items)
     except InputError as error:
         return [f"{name}: {error}"]
+    if url := next((path for source in blend.sources for path in source.paths if is_url(path)), None):
+        return [f"{name}: {redacted(url)} is on another store, where chats are not read; copy them to this machine"]
     return [
         f"{name}: {prefix}{MASK_SUFFIX} does not exist; name what prepare --chat has written"
         for (prefix,) in (source.paths for source in blend.sources)

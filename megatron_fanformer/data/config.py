@@ -17,6 +17,10 @@ from megatron_fanformer.data.blends import (
 )
 from megatron_fanformer.data.npy_files import NpyType
 from megatron_fanformer.data.stages import overlap_problems, stage_problems
+from megatron_fanformer.errors import InputError, broken_fields, collect_problems
+from megatron_fanformer.stores import is_url, password_problem
+
+Remote = Literal["auto", "ranged", "staged"]
 
 SPLIT_VALIDATION = "validation"  # the name of the validation set that a split cuts off
 TRAINING, TOKENIZER = "train", "tokenizer"  # in `allow_change`, beside the names of validation sets
@@ -45,7 +49,7 @@ class DataConfig:
     npy_dtype: NpyType = "uint16"
     """Type of the token ids in `.npy` files without a manifest."""
     tokenizer: str | None = None
-    """A `.model`, a `tokenizer.json`, or a folder with one; copied into every checkpoint."""
+    """A `.model` or a `tokenizer.json`, the URL of one, or a folder with one; copied into every checkpoint."""
     reset_attention_mask: bool = False
     """Attention stays within documents (docs/fine-tuning.md#attention-within-documents), not across them as in the
     paper."""
@@ -61,6 +65,13 @@ class DataConfig:
     `train_data`."""
     num_workers: int | None = None
     """Loader processes per rank; 0: its own; null: 2 on a GPU, whose step need not wait for reads, else 0."""
+    remote: Remote = "auto"
+    """Token files at URLs: `ranged`: each sample is requested; `staged`: whole files are copied before the run; `auto`:
+    staged where `staging_path` has room for them (docs/data.md#token-files-on-another-store)."""
+    staging_path: str | None = None
+    """Folder of each node's own disk for copies of token files at URLs."""
+    staging_bytes: int | None = None
+    """The most bytes of all copies in `staging_path`; null: what its disk takes."""
     allow_change: list[str] = field(default_factory=list)
     """Changes of the data to allow for one start: `train`, `tokenizer`, or names of `valid_data`
     (docs/data.md#the-same-data-on-resuming)."""
@@ -84,7 +95,11 @@ class DataConfig:
                     " data.valid_data"
                 )
             problems += split_problems(self.split)
-        if self.tokenizer is not None and not Path(self.tokenizer).exists():
+        if not problems:
+            collect_problems(problems, self.index_cache)
+        if self.tokenizer is not None and is_url(self.tokenizer):
+            problems += filter(None, [password_problem("data.tokenizer", self.tokenizer)])
+        elif self.tokenizer is not None and not Path(self.tokenizer).exists():
             problems.append(f"data.tokenizer: {self.tokenizer} does not exist; name a .model or tokenizer.json")
         if self.reset_position_ids and not self.reset_attention_mask:
             problems.append(
@@ -100,6 +115,9 @@ class DataConfig:
             problems.append("data.max_repetition: chats are repeated by training.epochs; leave it out")
         if self.num_workers is not None and self.num_workers < 0:
             problems.append(f"data.num_workers: {self.num_workers} is negative; 0 loads in the rank's own process")
+        if self.remote == "staged" and self.staging_path is None:
+            problems.append("data.remote: staged, and data.staging_path is null; name a folder of each node's own disk")
+        problems += broken_fields("data", self, "be at least 1", lambda number: number < 1, "staging_bytes")
         names = (TRAINING, TOKENIZER, *self.valid_data)
         problems += [
             f"data.allow_change: {name} is no set of data; name one of {', '.join(names)}"
@@ -160,4 +178,10 @@ class DataConfig:
         """Return the folder for sample indices. Raises InputError as `sources`."""
         if self.cache_path:
             return Path(self.cache_path)
-        return next(self.sources()).files[0].absolute().parent / ".index_cache"
+        first = next(self.sources())
+        if not first.files:
+            raise InputError(
+                "data.cache_path is null, and there is no folder beside token files on another store; name a folder of"
+                " this machine that all nodes see"
+            )
+        return first.files[0].absolute().parent / ".index_cache"

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from megatron_fanformer.data.batches import FetchedTogether
 from megatron_fanformer.data.blends import PART_NAMES, Blend, Source
 from megatron_fanformer.data.chat_dataset import ChatDataset
 from megatron_fanformer.data.config import SPLIT_VALIDATION, DataConfig
@@ -79,6 +80,8 @@ def build_datasets(
         return Datasets(chats, {name: ChatDataset(each, samples=valid_samples, **sizes) for name, each in own})
     if survey is None:
         survey = on_main(functools.partial(survey_data, config))
+    if survey.staging is not None:
+        survey.staging.fill()  # on this rank's node
     sets = _DatasetBuilder(survey=survey, seq_length=seq_length, seed=seed, vocab_size=vocab_size, eod_id=eod_id)
     if config.applied_split is not None:
         refuse_npy(survey.train)
@@ -97,6 +100,14 @@ def build_datasets(
 
 
 def _marked(datasets: Datasets, config: DataConfig, survey: DataSurvey) -> Datasets:
+    """Return datasets that mark documents where the configuration asks for it, and fetch together what is elsewhere."""
+    if survey.remote_files:
+        marked = _marked_documents(datasets, config, survey)
+        return Datasets(FetchedTogether(marked.train), {n: FetchedTogether(own) for n, own in marked.valid.items()})
+    return _marked_documents(datasets, config, survey)
+
+
+def _marked_documents(datasets: Datasets, config: DataConfig, survey: DataSurvey) -> Datasets:
     if not config.marks_documents:
         return datasets
     assert survey.eod_id is not None, "a survey of this configuration has found it"
@@ -268,6 +279,7 @@ class _DatasetBuilder:
         identity = {
             "megatron": __version__,
             "documents": self._identities(blend.sources),
+            "paths": [self._prefix_here(source) for source in blend.sources],  # megatron-core's names depend on them
             "weights": weights,
             "requested": requested,
             "split": split,
@@ -277,17 +289,22 @@ class _DatasetBuilder:
         with indices_in(self._survey.cache, identity) as folder, _many_sources_blended():
             config = self._config(folder, blend.sources, weights, min(sizes), split)
             built = list(BlendedMegatronDatasetBuilder(GPTDataset, requested, lambda: True, config).build())
+        pairs = {pair.copy or pair.prefix: pair for pair in map(self._survey.pair, blend.sources)}
         readers: dict[str, PairReader] = {}  # the parts of a split share one
         for top in filter(None, built):
             for dataset in (top, *getattr(top, "datasets", ())):
                 _read_unmapped(folder, dataset)
                 if (path := getattr(dataset, "dataset_path", None)) is None:
                     continue  # a blend reads no pair itself
+                pair = pairs[path]
                 if path not in readers:
-                    readers[path] = PairReader(self._survey.pairs[path], self._vocab_size)
-                dataset.dataset = readers[path]
+                    readers[path] = PairReader(pair, self._vocab_size)
+                dataset.dataset, dataset.dataset_path = readers[path], pair.prefix
                 dataset.indices = None  # of 4 bytes a document, which its samples are not drawn from
         return built
+
+    def _prefix_here(self, source: Source) -> str:
+        return source.paths[0] if source.is_npy else self._survey.pair(source).copy or source.paths[0]
 
     def _identities(self, sources: Sequence[Source]) -> list[str]:
         return [self._survey.pair(source).identity for source in sources if not source.is_npy]
@@ -300,7 +317,7 @@ class _DatasetBuilder:
         # In the place of a tokenizer; `unique_identifiers` goes into names of cached indices.
         documents = {"documents": self._identities(sources)}
         ids = SimpleNamespace(eod=self._eod_id, vocab_size=self._vocab_size, unique_identifiers=documents)
-        blend = ([source.paths[0] for source in sources], weights)
+        blend = ([self._prefix_here(source) for source in sources], weights)
         per_split = [blend if position == part else None for position in range(len(PART_NAMES))]
         return GPTDatasetConfig(
             random_seed=self._seed,

@@ -7,8 +7,6 @@ note notices a file that was overwritten since; so the ids of each sample are ch
 still in the processor's cache.
 """
 
-import hashlib
-import json
 import logging
 import threading
 import time
@@ -20,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_fanformer.durable_files import write_atomically
+from megatron_fanformer.data.notes import note_path, read_note, write_note
 from megatron_fanformer.errors import CorruptError, InputError
 from megatron_fanformer.processes import usable_cores
 
@@ -98,28 +96,32 @@ def refuse_ids_read(
 
 def is_remembered(file: Path, dtype: np.dtype[Any], cache: Path) -> bool:
     """Return whether a file has been read for its largest id before, and need not be again."""
+    return _noted_bounds(*_note_of(file, dtype, cache)) is not None
+
+
+def _remembered_bounds(file: Path, dtype: np.dtype[Any], cache: Path | None, advance: Advance) -> tuple[int, int]:
+    size = file.stat().st_size
+    if cache is None or size < REMEMBERED_BYTES:
+        return _read_bounds(file, dtype, advance)
     note, identity = _note_of(file, dtype, cache)
-    return _read_note(note, identity) is not None
+    if (bounds := _noted_bounds(note, identity)) is not None:
+        advance(size)
+        return bounds
+    bounds = _read_bounds(file, dtype, advance)
+    write_note(note, identity, {"smallest": bounds[0], "largest": bounds[1]})
+    return bounds
 
 
 def _note_of(file: Path, dtype: np.dtype[Any], cache: Path) -> tuple[Path, str]:
     stat = file.stat()
     identity = f"{file.absolute()} {stat.st_size} {stat.st_mtime_ns} {dtype.str}"
-    return cache / "ids" / (hashlib.sha256(identity.encode()).hexdigest()[:32] + ".json"), identity
+    return note_path(cache / "ids", identity), identity
 
 
-def _remembered_bounds(file: Path, dtype: np.dtype[Any], cache: Path | None, advance: Advance) -> tuple[int, int]:
-    stat = file.stat()
-    if cache is None or stat.st_size < REMEMBERED_BYTES:
-        return _read_bounds(file, dtype, advance)
-    note, identity = _note_of(file, dtype, cache)
-    bounds = _read_note(note, identity)
-    if bounds is None:
-        bounds = _read_bounds(file, dtype, advance)
-        _write_note(note, {"file": identity, "smallest": bounds[0], "largest": bounds[1]})
-    else:
-        advance(stat.st_size)
-    return bounds
+def _noted_bounds(note: Path, identity: str) -> tuple[int, int] | None:
+    found = read_note(note, identity) or {}
+    bounds = found.get("smallest"), found.get("largest")
+    return bounds if isinstance(bounds[0], int) and isinstance(bounds[1], int) else None  # type: ignore[return-value]
 
 
 def _read_bounds(file: Path, dtype: np.dtype[Any], advance: Advance) -> tuple[int, int]:
@@ -180,19 +182,3 @@ class Scan:
                 self._total / 1e9,
                 timedelta(seconds=int(left)),
             )
-
-
-def _read_note(note: Path, identity: str) -> tuple[int, int] | None:
-    try:
-        found = json.loads(note.read_bytes())
-        return (int(found["smallest"]), int(found["largest"])) if found["file"] == identity else None
-    except (OSError, ValueError, KeyError, TypeError):  # none, or torn
-        return None
-
-
-def _write_note(note: Path, found: dict[str, Any]) -> None:
-    try:
-        note.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(note, json.dumps(found))
-    except OSError as error:  # read again next time
-        logger.warning("%s cannot be written (%s); the next start reads the token file again", note, error.strerror)

@@ -20,18 +20,21 @@ import msgspec
 from megatron_fanformer.data.blends import Blend, Source
 from megatron_fanformer.data.config import TOKENIZER, TRAINING, DataConfig
 from megatron_fanformer.data.manifest import read_any_manifest, token_files_record
+from megatron_fanformer.data.notes import remembered
 from megatron_fanformer.data.npy_files import SUFFIX, npy_prefix
+from megatron_fanformer.data.remote_files import Range, RemoteFile, read_ranges
 from megatron_fanformer.data.stages import Stage
 from megatron_fanformer.data.survey import DataSurvey
 from megatron_fanformer.data.tokenizer import tokenizer_file
 from megatron_fanformer.durable_files import sha256_of
-from megatron_fanformer.errors import CorruptError, InputError
+from megatron_fanformer.errors import CorruptError, InputError, redacted
 
 # 256 KiB in all of each file. What is replaced in one piece is noticed from 1/31 of the file on.
 BLOCKS = 32
 BLOCK_BYTES = 1 << 13
 # Blocks of a cold file on a shared file system take milliseconds each, in which others can be waited for.
 THREADS = 16
+FILES_AT_ONCE = 64  # on other stores: 16 MiB of blocks
 BIN_SUFFIX = ".bin"
 SHOWN_DIGITS = 12  # of a fingerprint
 
@@ -148,9 +151,10 @@ def identify_data(
         InputError, CorruptError: a file, a manifest or the tokenizer cannot be read.
     """
     sources = survey.sources()
+    surveyed = {source: list(_surveyed(source, survey)) for source in sources}
+    remote = _remote_fingerprints(survey)
     with ThreadPoolExecutor(THREADS) as threads:
-        surveyed = {source: list(_surveyed(source, survey)) for source in sources}
-        identified = threads.map(lambda file: _identify(*file), itertools.chain(*surveyed.values()))
+        identified = threads.map(lambda file: _identify(remote, *file), itertools.chain(*surveyed.values()))
         files = {source: [next(identified) for _ in own] for source, own in surveyed.items()}
     return DataIdentity(
         train=SetIdentity(
@@ -162,7 +166,7 @@ def identify_data(
             ],
         ),
         valid={name: SetIdentity(sources=_sources(blend, files)) for name, blend in survey.valid.items()},
-        tokenizer=sha256_of(tokenizer_file(Path(config.tokenizer))) if config.tokenizer else None,
+        tokenizer=sha256_of(tokenizer_file(config.tokenizer)) if config.tokenizer else None,
     )
 
 
@@ -190,18 +194,48 @@ def _surveyed(source: Source, survey: DataSurvey) -> Iterator[tuple[str, str, st
         yield file.path, npy_prefix(file.path), SUFFIX, file.tokens, file.dtype.str
 
 
-def _identify(path: str, prefix: str, suffix: str, tokens: int, form: str) -> FileIdentity:
-    file, manifest, record = Path(prefix + suffix), read_any_manifest(prefix), token_files_record(prefix)
+def _identify(
+    remote: dict[str, tuple[int, str]], path: str, prefix: str, suffix: str, tokens: int, form: str
+) -> FileIdentity:
+    """Identify a file; `remote` has size and fingerprint of those on other stores, by URL."""
+    manifest, record = read_any_manifest(prefix), token_files_record(prefix)
     said = record.files.get(suffix) if record else None
-    is_of_this = said is not None and said.bytes == file.stat().st_size
+    if (there := remote.get(prefix + suffix)) is not None:
+        size, content = there
+    else:
+        file = Path(prefix + suffix)
+        size, content = file.stat().st_size, fingerprint(file)
+    is_of_this = said is not None and said.bytes == size
     return FileIdentity(
-        path=path,
+        path=redacted(path),
         tokens=tokens,
         form=form,
-        content=fingerprint(file),
+        content=content,
         sha256=said.sha256 or None if said and is_of_this else None,
         tokenizer=manifest.tokenizer.sha256 or None if manifest and is_of_this else None,
     )
+
+
+def _remote_fingerprints(survey: DataSurvey) -> dict[str, tuple[int, str]]:
+    """Return size and fingerprint of each file on another store, by URL; remembered in the index cache."""
+    files = survey.remote_files
+    found = remembered(files, "fingerprint", _read_fingerprints, survey.cache)
+    return {file.url: (file.size, content) for file, content in zip(files, found, strict=True)}
+
+
+def _read_fingerprints(files: Sequence[RemoteFile]) -> list[str]:
+    """Return the `fingerprint` of each file, from the blocks of some files at a time."""
+    found = []
+    for first in range(0, len(files), FILES_AT_ONCE):
+        some = files[first : first + FILES_AT_ONCE]
+        ranges = [[Range(file, *block) for block in _blocks(file.size)] for file in some]
+        contents = iter(read_ranges(list(itertools.chain(*ranges))))
+        for file, own in zip(some, ranges, strict=True):
+            digest = hashlib.blake2b(file.size.to_bytes(8, "little"), digest_size=16)
+            for _ in own:
+                digest.update(next(contents))
+            found.append(digest.hexdigest())
+    return found
 
 
 def fingerprint(path: Path) -> str:

@@ -11,7 +11,9 @@ import msgspec
 
 from megatron_fanformer.durable_files import regular_file
 from megatron_fanformer.errors import CorruptError
+from megatron_fanformer.stores import is_url
 
+MANIFEST_SUFFIX = ".manifest.json"
 Format = Literal["megatron", "npy"]
 Learn = Literal["all", "last"]
 TooLong = Literal["cut", "drop"]
@@ -157,19 +159,31 @@ class Manifest(_Part, frozen=True, kw_only=True, tag_field="kind", tag="preparat
 
 
 def manifest_path(prefix: str) -> Path:
-    """Return the path of a prefix's manifest."""
-    return Path(prefix + ".manifest.json")
+    """Return the path of the manifest of a prefix on this machine."""
+    return Path(prefix + MANIFEST_SUFFIX)
 
 
 def read_any_manifest(prefix: str) -> Manifest | PartManifest | None:
-    """Return the manifest of a prefix, or None where there is none. Raises CorruptError for an unreadable one."""
-    path = manifest_path(prefix)
+    """Return the manifest of a prefix, which may be a URL, or None where there is none.
+
+    Raises:
+        CorruptError: it is unreadable.
+        InputError, FanformerError: its store does not serve it.
+    """
+    path = prefix + MANIFEST_SUFFIX
     try:
-        return msgspec.json.decode(regular_file(path).read_bytes(), type=Manifest | PartManifest)
+        content = _remote_content(path) if is_url(path) else regular_file(Path(path)).read_bytes()
+        return None if content is None else msgspec.json.decode(content, type=Manifest | PartManifest)
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (msgspec.MsgspecError, UnicodeDecodeError, OSError, RecursionError) as error:
         raise CorruptError(f"{path} is not a manifest ({error}); remove its prefix's files, prepare again") from error
+
+
+def _remote_content(url: str) -> bytes | None:
+    from megatron_fanformer.data.remote_files import optional_content  # a help text needs none of its imports
+
+    return optional_content(url)
 
 
 def token_files_record(prefix: str) -> TokenFiles | None:

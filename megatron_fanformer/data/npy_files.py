@@ -13,8 +13,11 @@ import numpy as np
 
 from megatron_fanformer.data.id_bounds import Advance, refuse_ids_outside
 from megatron_fanformer.data.live_files import LiveFile
-from megatron_fanformer.data.manifest import manifest_path, read_any_manifest, token_files_record
-from megatron_fanformer.errors import CorruptError, InputError
+from megatron_fanformer.data.manifest import MANIFEST_SUFFIX, read_any_manifest, token_files_record
+from megatron_fanformer.data.notes import first_bytes
+from megatron_fanformer.data.remote_files import RemoteFile, find, look_up, look_up_contents
+from megatron_fanformer.errors import CorruptError, InputError, redacted
+from megatron_fanformer.stores import is_url
 
 NpyType = Literal["uint16", "uint32"]
 
@@ -38,36 +41,51 @@ class NpyFile:
     tokens: int
     max_token_id: int | None
     """The largest token id by its manifest; None where it has none."""
+    remote: RemoteFile | None = None
+    """The file, if it is on another store and `path` a URL."""
 
     def read(self, first: int, count: int) -> np.ndarray:
         """Return [count] tokens from number `first` on. Raises CorruptError if the file has become shorter."""
         return self._live.values(self.dtype, first, count)
 
     @functools.cached_property
-    def _live(self) -> LiveFile:
-        return LiveFile(Path(self.path))
+    def _live(self) -> LiveFile | RemoteFile:
+        return self.remote or LiveFile(Path(self.path))
 
 
-def open_npy_files(paths: Iterable[str], dtype: NpyType) -> list[NpyFile]:
+def open_npy_files(paths: Iterable[str], dtype: NpyType, *, cache: Path | None = None) -> list[NpyFile]:
     """Check each file; `dtype` is the type of those that have no manifest beside them.
+
+    How those on other stores begin is remembered in the folder `cache`.
 
     Raises:
         InputError: a file that is missing, or that has NumPy's own header.
         CorruptError: a file that ends within a token, or of another size than its manifest says.
     """
-    return [_open(path, dtype) for path in paths]
+    paths = list(paths)
+    urls = [path for path in paths if is_url(path)]
+    look_up(urls)
+    look_up_contents(npy_prefix(url) + MANIFEST_SUFFIX for url in urls)
+    begins = first_bytes([file for file in map(find, urls) if file is not None], len(NUMPY_MAGIC), cache)
+    return [_open(path, dtype, begins) for path in paths]
 
 
-def _open(path: str, stated: NpyType) -> NpyFile:
-    if not Path(path).is_file():
-        raise InputError(f"{path} does not exist; name .npy files of token ids")
-    with open(path, "rb") as stream:
-        if stream.read(len(NUMPY_MAGIC)) == NUMPY_MAGIC:
-            raise InputError(
-                f"{path} has NumPy's own header, token files are ids alone; write it again with"
-                " numpy.load(FILE).astype('<u2').tofile(FILE)"
-            )
-    size = Path(path).stat().st_size
+def _open(path: str, stated: NpyType, begins: dict[str, bytes]) -> NpyFile:
+    """Check a file; `begins` has the first bytes of those on other stores."""
+    remote = find(path) if is_url(path) else None
+    if remote is None and not Path(path).is_file():
+        raise InputError(f"{redacted(path)} does not exist; name .npy files of token ids")
+    if remote is not None:
+        size, begin = remote.size, begins[path]
+    else:
+        size = Path(path).stat().st_size
+        with open(path, "rb") as stream:
+            begin = stream.read(len(NUMPY_MAGIC))
+    if begin == NUMPY_MAGIC:
+        raise InputError(
+            f"{path} has NumPy's own header, token files are ids alone; write it again with"
+            " numpy.load(FILE).astype('<u2').tofile(FILE)"
+        )
     dtype, largest = _by_manifest(path, size) or (stated, None)
     kind = np.dtype(dtype).newbyteorder("<")
     if size % kind.itemsize:
@@ -75,7 +93,7 @@ def _open(path: str, stated: NpyType) -> NpyFile:
             f"{path} holds {size} bytes, not a multiple of {kind.itemsize}, a token of {dtype}; copy it again, or"
             " set data.npy_dtype to its type"
         )
-    return NpyFile(path, kind, size // kind.itemsize, largest)
+    return NpyFile(path, kind, size // kind.itemsize, largest, remote)
 
 
 def _by_manifest(path: str, size: int) -> tuple[str, int] | None:
@@ -87,10 +105,10 @@ def _by_manifest(path: str, size: int) -> tuple[str, int] | None:
     dtype, said = manifest.settings.dtype, record.files[SUFFIX].bytes
     if dtype not in MANIFEST_TYPES:
         known = ", ".join(MANIFEST_TYPES)
-        raise CorruptError(f"{manifest_path(prefix)}: dtype is {dtype}, not one of {known}; prepare again")
+        raise CorruptError(f"{prefix}{MANIFEST_SUFFIX}: dtype is {dtype}, not one of {known}; prepare again")
     if size != said:
         raise CorruptError(
-            f"{path} holds {size} bytes, but {manifest_path(prefix)} says {said}; copy or prepare it again, or"
+            f"{path} holds {size} bytes, but {prefix}{MANIFEST_SUFFIX} says {said}; copy or prepare it again, or"
             " remove the manifest if it is another file's"
         )
     return dtype, record.max_token_id
@@ -101,8 +119,11 @@ def check_npy_ids(
 ) -> None:
     """Raise InputError for a file that holds an id outside [0, vocab_size).
 
-    One without a manifest is read completely, and what is found in a large one is remembered in the folder `cache`.
+    One without a manifest is read completely, and what is found in a large one is remembered in the folder `cache`;
+    of one on another store, ids are checked as they are read.
     """
+    if file.remote is not None and file.max_token_id is None:
+        return
     refuse_ids_outside(
         vocab_size,
         file.path,

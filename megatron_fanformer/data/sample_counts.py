@@ -76,14 +76,16 @@ class SampleCounts:
     def _check_repetition(self, config: DataConfig, taken: dict[Source, float]) -> None:
         beyond = []
         for source, epochs in taken.items():
-            rules = [(name, most) for name, most in config.max_repetition.items() if _matches(source, name)]
+            stated = self._survey.stated(source)
+            rules = [(name, most) for name, most in config.max_repetition.items() if _matches(stated, name)]
             if rules and epochs > rules[-1][1] * (1 + LEAST_BEYOND):
                 name, most = rules[-1]
                 beyond.append(
-                    f"{source.name}: the run takes {epochs:,.3g} epochs of it, more than data.max_repetition {name!r} "
+                    f"{stated.name}: the run takes {epochs:,.3g} epochs of it, more than data.max_repetition {name!r} "
                     f"allows ({most:g}); lower its weight, shorten the run, or raise the limit"
                 )
-        unknown = [name for name in config.max_repetition if not any(_matches(source, name) for source in taken)]
+        named = [self._survey.stated(source) for source in taken]
+        unknown = [name for name in config.max_repetition if not any(_matches(source, name) for source in named)]
         beyond += [f"data.max_repetition: {name!r} is no source's path; name one, or a pattern" for name in unknown]
         if beyond:
             (owns, shown) = (self.epoch_samples(config, Blend(list(taken), None)), list(taken.items())[:MOST_SHOWN])

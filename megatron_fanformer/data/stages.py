@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from decimal import Decimal
 
 from megatron_fanformer.data.blends import Blend, Source, blend_problems, parse_blend
-from megatron_fanformer.errors import InputError
+from megatron_fanformer.errors import InputError, redacted
 
 START = re.compile(r"from (?P<unit>step|token) (?P<number>\d[\d_]*(\.\d+)?)(?P<factor>[KMBT]?)")
 FACTORS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
@@ -90,13 +90,13 @@ def overlap_problems(mixes: Sequence[Sequence[str]]) -> list[str]:
         if len(set(sources)) < len(sources):
             (twice, _), *_ = Counter(sources).most_common()
             return [f"data.stages: a mix names {twice.name} twice; give it one weight"]
-        of_files = [(os.path.realpath(file), each) for each in sources for file in each.files]
+        of_files = [(name, each) for each in sources for name in (*map(os.path.realpath, each.files), *each.urls)]
         for file, source in of_files:
             if (owner := owners.setdefault(file, source)) != source:
                 return [
-                    f"data.stages: {file} is in two sources, {owner.name} and {source.name}, so that no stage could go "
-                    "on where the other was; name the same files as one source, in the same words, in all stages "
-                    "(files without weights are one)"
+                    f"data.stages: {redacted(file)} is in two sources, {owner.name} and {source.name}, so that no "
+                    "stage could go on where the other was; name the same files as one source, in the same words, in all "
+                    "stages (files without weights are one)"
                 ]
     return []
 

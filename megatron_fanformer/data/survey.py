@@ -9,7 +9,7 @@ import logging
 import threading
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -19,11 +19,14 @@ from megatron_fanformer.data.chat_files import open_chats
 from megatron_fanformer.data.chat_template import ChatTemplate
 from megatron_fanformer.data.config import DataConfig
 from megatron_fanformer.data.id_bounds import Scan, is_read, is_remembered
-from megatron_fanformer.data.manifest import manifest_path, read_any_manifest
+from megatron_fanformer.data.manifest import MANIFEST_SUFFIX, read_any_manifest
 from megatron_fanformer.data.npy_files import NpyFile, check_npy_ids, open_npy_files
+from megatron_fanformer.data.remote_files import RemoteFile, forget, look_up, look_up_contents
+from megatron_fanformer.data.staging import Staging, staging_of
 from megatron_fanformer.data.token_files import TokenIndex, bin_path, check_index_ids, read_index, reads_ids
 from megatron_fanformer.data.tokenizer import load_tokenizer
-from megatron_fanformer.errors import CorruptError, FanformerError, InputError
+from megatron_fanformer.errors import CorruptError, FanformerError, InputError, redacted
+from megatron_fanformer.stores import is_url
 
 logger = logging.getLogger(__name__)
 
@@ -57,6 +60,8 @@ class DataSurvey:
     """Chat files by prefix, for fine-tuning, which reads no other files."""
     chat_template: str | None = None
     """The template that rendered the conversations, in Jinja, with its special tokens, if their manifests state it."""
+    staging: Staging | None = None
+    """The copies that every node of the run needs, where token files on other stores are copied."""
     eod_id: int | None = None
     """The id that ends a document, if the run needs to find document ends."""
     stages: dict[str, Blend] = field(default_factory=dict)
@@ -69,6 +74,16 @@ class DataSurvey:
         blends = (self.train, *self.stages.values(), *self.valid.values())
         return list(dict.fromkeys(source for blend in blends for source in blend.sources))
 
+    @property
+    def remote_files(self) -> list[RemoteFile]:
+        """Return the files on other stores that samples are read from."""
+        found = [pair.remote for pair in self.pairs.values()] + [file.remote for file in self.npy_files.values()]
+        return [file for file in found if file is not None]
+
+    def stated(self, source: Source) -> Source:
+        """Return a source as the configuration names it, of which this may be a copy."""
+        return source if self.staging is None else self.staging.stated(source)
+
     def pair(self, source: Source) -> TokenIndex:
         """Return the index of a source that is a pair."""
         return self.pairs[source.paths[0]]
@@ -78,12 +93,13 @@ class DataSurvey:
         return [self.npy_files[path] for path in source.paths]
 
 
-def survey_data(config: DataConfig, vocab_size: int | None = None, *, may_defer: bool = False) -> DataSurvey:
+def survey_data(config: DataConfig, vocab_size: int | None = None, *, for_run: bool = False) -> DataSurvey:
     """Check every token file of a run: each index is read once, from end to end.
 
     Args:
         vocab_size: check all ids against it; a file without a manifest may be read completely for that. None: do not.
-        may_defer: leave that to a `DeferredScan` where it takes long.
+        for_run: leave what takes long of that to a `DeferredScan`, and copy files on other stores to this machine if
+            `config` says so.
 
     Raises:
         InputError: a blend that cannot be read, missing files, a .npy file with NumPy's own header, or an id outside
@@ -91,6 +107,7 @@ def survey_data(config: DataConfig, vocab_size: int | None = None, *, may_defer:
         CorruptError: token files that disagree with their index or their manifest.
     """
     started = time.monotonic()
+    forget()
     train = config.blend(config.train_data)
     valid = {name: config.blend(items) for name, items in config.valid_data.items()}
     cache = config.index_cache()
@@ -98,6 +115,18 @@ def survey_data(config: DataConfig, vocab_size: int | None = None, *, may_defer:
     chat_template = _chat_template(train) if config.is_chats else None
     stages = {name: config.blend(items) for name, items in config.stages.items()}
     survey = DataSurvey(cache, train, valid, {}, {}, eod_id=eod_id, chat_template=chat_template, stages=stages)
+    if any(source.urls for source in survey.sources()):
+        _look_up_all(survey.sources())
+        staging = _staging(config, survey.sources()) if for_run else None
+        if staging is not None:
+            staging.fill()
+            survey = dataclasses.replace(
+                survey,
+                train=staging.local(train),
+                valid={name: staging.local(blend) for name, blend in valid.items()},
+                stages={name: staging.local(blend) for name, blend in stages.items()},
+                staging=staging,
+            )
     parts = [] if config.applied_split is None else split_bounds(config.applied_split)
     bounds = {number: part for number, part in enumerate(parts) if part is not None}
     for source in survey.sources():
@@ -105,13 +134,13 @@ def survey_data(config: DataConfig, vocab_size: int | None = None, *, may_defer:
             survey.chats[source.paths[0]] = _chat_facts(source.paths[0], vocab_size, cache)
             continue
         if source.is_npy:
-            files = open_npy_files(source.paths, config.npy_dtype)
+            files = open_npy_files(source.paths, config.npy_dtype, cache=cache)
             survey.npy_files.update({file.path: file for file in files})
             continue
         (prefix,) = source.paths
-        survey.pairs[prefix] = read_index(prefix, bounds)
+        survey.pairs[prefix] = read_index(prefix, bounds, cache=cache)
     if vocab_size is not None:
-        if may_defer and _bytes_to_read(survey, vocab_size) >= DEFERRED_BYTES:
+        if for_run and _bytes_to_read(survey, vocab_size) >= DEFERRED_BYTES:
             survey = dataclasses.replace(survey, has_unread_ids=True)
         else:
             Scan(_bytes_to_read(survey, vocab_size)).run(_id_checks(survey, vocab_size))
@@ -128,8 +157,8 @@ def _id_checks(survey: DataSurvey, vocab_size: int) -> list[Callable[..., None]]
 
 def _bytes_to_read(survey: DataSurvey, vocab_size: int) -> int:
     """Return the bytes of the files that must be read for their largest id, and have not been before."""
-    npy = (file for file in survey.npy_files.values() if file.max_token_id is None and is_read(file.dtype, vocab_size))
-    files = [(Path(file.path), file.dtype) for file in npy]
+    unread = (file for file in survey.npy_files.values() if file.max_token_id is None and file.remote is None)
+    files = [(Path(file.path), file.dtype) for file in unread if is_read(file.dtype, vocab_size)]
     files += [(bin_path(pair.prefix), pair.dtype) for pair in survey.pairs.values() if reads_ids(pair, vocab_size)]
     return sum(file.stat().st_size for file, dtype in files if not is_remembered(file, dtype, survey.cache))
 
@@ -175,12 +204,36 @@ class DeferredScan:
             self._scan.stop()
 
 
+def _look_up_all(sources: Sequence[Source]) -> None:
+    """Look up at once what will be read of files on other stores."""
+    urls = [url for source in sources for url in source.urls]
+    logger.info("looking up %d token files on other stores", len(urls))
+    look_up(urls)
+    look_up_contents(prefix + MANIFEST_SUFFIX for source in sources for prefix in source.prefixes if is_url(prefix))
+
+
+def _staging(config: DataConfig, sources: Sequence[Source]) -> Staging | None:
+    """Return the copies of files on other stores that a run makes; None: it reads them there. The reason is logged."""
+    reason = "data.remote is ranged" if config.remote == "ranged" else "data.staging_path is null"
+    if config.staging_path is not None and config.remote != "ranged":
+        staging = staging_of(sources, Path(config.staging_path), config.staging_bytes)
+        refusal = staging.refusal() if config.remote == "auto" else None
+        if refusal is None:
+            logger.info("token files on other stores are copied to %s first", staging.folder)
+            return staging
+        reason = refusal
+    logger.info("token files on other stores are read there by ranges, not copied: %s", reason)
+    if config.num_workers == 0:
+        logger.info("data.num_workers is 0, so that steps wait for requests; 2 processes read ahead")
+    return None
+
+
 def _end_of_text_id(config: DataConfig) -> int:
     """Return the id that ends the documents of all token files of a run: by their manifests, else by the tokenizer."""
     ends: dict[int, str] = {}
     for prefix in config.prefixes():
         if manifest := read_any_manifest(prefix):
-            ends.setdefault(manifest.tokenizer.eod_id, str(manifest_path(prefix)))
+            ends.setdefault(manifest.tokenizer.eod_id, redacted(prefix) + MANIFEST_SUFFIX)
         elif config.tokenizer:
             ends.setdefault(load_tokenizer(config.tokenizer).eod_id, config.tokenizer)
         else:

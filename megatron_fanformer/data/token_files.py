@@ -9,7 +9,7 @@ import functools
 import struct
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,10 @@ import numpy as np
 from megatron_fanformer.data.id_bounds import Advance, is_read, refuse_ids_outside, refuse_ids_read
 from megatron_fanformer.data.live_files import LiveFile, SummedFile, block_sums
 from megatron_fanformer.data.manifest import token_files_record
-from megatron_fanformer.errors import CorruptError, InputError
+from megatron_fanformer.data.notes import note_path
+from megatron_fanformer.data.remote_files import RemoteFile, copy_to, find, look_up, only_one_at_a_time
+from megatron_fanformer.errors import CorruptError, InputError, redacted
+from megatron_fanformer.stores import is_url, reported_as_local
 
 INDEX_MAGIC = b"MMIDIDX\x00\x00"
 INDEX_HEADER = struct.Struct("<9sQBQQ")
@@ -64,17 +67,26 @@ class TokenIndex:
     """The tokens of each requested part, by its number."""
     pointer_sums: np.ndarray = field(compare=False)
     """[blocks] uint32, 32 bytes for a thousand sequences: later reads of the byte pointers are checked against them."""
+    copy: str | None = None
+    """Of a pair on another store, whose prefix is a URL: the prefix of the copy of its index on this machine."""
+    remote: RemoteFile | None = None
+    """The .bin file of such a pair."""
+
+    @property
+    def idx(self) -> Path:
+        """Return the path of the index, or of its copy."""
+        return idx_path(self.copy or self.prefix)
 
     @property
     def lengths(self) -> np.ndarray:
         """[sequences] int32, tokens of each sequence."""
-        return _Array(idx_path(self.prefix), np.int32, INDEX_HEADER.size, self.sequences).map()
+        return _Array(self.idx, np.int32, INDEX_HEADER.size, self.sequences).map()
 
     @property
     def bounds(self) -> np.ndarray:
         """[documents + 1] int64, the sequence at which each document begins, and the number of sequences."""
         first = INDEX_HEADER.size + (4 + 8) * self.sequences  # after the lengths and the pointers
-        return _Array(idx_path(self.prefix), np.int64, first, self.documents + 1).map()
+        return _Array(self.idx, np.int64, first, self.documents + 1).map()
 
 
 @dataclass(frozen=True)
@@ -105,19 +117,57 @@ class _Array:
         return np.memmap(self.path, self.dtype, mode="r", offset=self.first_byte, shape=(self.count,))
 
 
-def read_index(prefix: str, parts: Mapping[int, tuple[float, float]] | None = None) -> TokenIndex:
+def read_index(
+    prefix: str, parts: Mapping[int, tuple[float, float]] | None = None, *, cache: Path | None = None
+) -> TokenIndex:
     """Read the index of a prefix, and check every entry of it against the others and the .bin file's size.
 
     The whole index is read once, in blocks; on the way, the tokens of `parts` are counted, by number, each between two
     fractions of the sequences, which are rounded as megatron-core does. Raises InputError for missing files, and
     CorruptError, which names the file and the field, for an index of another format, with wrong entries, or of another
     .bin file.
+
+    Args:
+        cache: the folder to which the index of a pair on another store is copied, once for each version of it.
     """
+    if is_url(prefix):
+        return _read_remote_index(prefix, parts, cache)
     for path in (bin_path(prefix), idx_path(prefix)):
         if not path.is_file():
             raise InputError(f"{path} does not exist; name the prefix of a .bin and .idx pair")
-    dtype, lengths, pointers, bounds = _read_header(idx_path(prefix))
-    bin_bytes = bin_path(prefix).stat().st_size
+    return _read_checked(prefix, idx_path(prefix), bin_path(prefix).stat().st_size, parts)
+
+
+def _read_remote_index(prefix: str, parts: Mapping[int, tuple[float, float]] | None, cache: Path | None) -> TokenIndex:
+    """Copy the index of a pair on another store, and read it. megatron-core finds a .bin file of one byte beside it."""
+    look_up([prefix + ".bin", prefix + ".idx"])
+    tokens, index = find(prefix + ".bin"), find(prefix + ".idx")
+    if tokens is None or index is None:
+        path = redacted(prefix + (".bin" if tokens is None else ".idx"))
+        raise InputError(f"{path} does not exist; name the prefix of a .bin and .idx pair, or a folder, ending in /")
+    if cache is None:
+        raise InputError(f"{redacted(prefix)} is on another store, and its index is copied; set data.cache_path")
+    folder = note_path(cache / "remote", index.identity).with_suffix("")
+    copy = str(folder / prefix.rpartition("/")[2])
+    index_copy, stand_in = idx_path(copy), bin_path(copy)
+    with only_one_at_a_time(folder):
+        if index.version is None or not index_copy.is_file() or index_copy.stat().st_size != index.size:
+            copy_to(index, index_copy)
+        if not stand_in.is_file():
+            with reported_as_local(folder):
+                stand_in.write_bytes(b"0")  # not of the size that it has there: reading it must fail
+    try:
+        found = _read_checked(prefix, index_copy, tokens.size, parts)
+    except CorruptError as error:
+        index_copy.unlink(missing_ok=True)  # should only the copy be damaged
+        raise CorruptError(str(error).replace(str(index_copy), index.path)) from None
+    return replace(found, copy=copy, remote=tokens)
+
+
+def _read_checked(
+    prefix: str, idx: Path, bin_bytes: int, parts: Mapping[int, tuple[float, float]] | None
+) -> TokenIndex:
+    dtype, lengths, pointers, bounds = _read_header(idx)
     sums = _Sums({part: [round(bound * lengths.count) for bound in own] for part, own in (parts or {}).items()})
     _check_sequences(prefix, dtype, lengths, pointers, bin_bytes, sums)
     _check_documents(bounds, lengths.count)
@@ -134,9 +184,9 @@ def read_index(prefix: str, parts: Mapping[int, tuple[float, float]] | None = No
     )
 
 
-def document_of(prefix: str, sequence: int) -> int:
-    """Return the number of the document, from 0, that a sequence is in."""
-    *_, bounds = _read_header(idx_path(prefix))
+def document_of(idx: Path, sequence: int) -> int:
+    """Return the number of the document, from 0, that a sequence is in, by the path of its index."""
+    *_, bounds = _read_header(idx)
     return int(np.searchsorted(bounds.read(0, bounds.count), sequence, side="right")) - 1
 
 
@@ -187,7 +237,7 @@ def _read_header(path: Path) -> tuple[np.dtype[Any], _Array, _Array, _Array]:
     return DTYPES[code], lengths, pointers, bounds
 
 
-def _corrupt(path: Path, what: str) -> CorruptError:
+def _corrupt(path: Path | str, what: str) -> CorruptError:
     return CorruptError(f"{path}: {what}; {REMEDY}")
 
 
@@ -198,11 +248,11 @@ def _check_sequences(
 
     `sums` gets all lengths and pointers.
     """
-    path = idx_path(prefix)
+    path = lengths.path
     if pointers.count and pointers[0]:
         raise _corrupt(path, f"sequence pointer 0 is {pointers[0]}, not 0")
     if not pointers.count and bin_bytes:
-        raise _corrupt(bin_path(prefix), f"it holds {bin_bytes} bytes, but its index has a sequence count of 0")
+        raise _corrupt(f"{prefix}.bin", f"it holds {bin_bytes} bytes, but its index has a sequence count of 0")
     for begin in range(0, lengths.count, CHECKED_ENTRIES):
         block = lengths.read(begin, CHECKED_ENTRIES)
         if block.min() < 0:
@@ -222,14 +272,14 @@ def _disagreement(
     prefix: str, number: int, dtype: np.dtype[Any], lengths: _Array, pointers: _Array, bin_bytes: int
 ) -> CorruptError:
     """Says which field is wrong, where sequence `number` is the first that does not end where the next begins."""
-    path = idx_path(prefix)
+    path = lengths.path
 
     def end(sequence: int) -> int:
         return pointers[sequence] + lengths[sequence] * dtype.itemsize
 
     if number + 1 == lengths.count:
         return _corrupt(
-            bin_path(prefix),
+            f"{prefix}.bin",
             f"it is {'truncated' if bin_bytes < end(number) else 'extended'}, or not of this index: it holds"
             f" {bin_bytes} bytes, but by sequence length {number} ({lengths[number]}) of {path} ends at {end(number)}",
         )
@@ -269,16 +319,18 @@ def check_index_ids(
     """Raise InputError for a pair that holds an id outside [0, vocab_size).
 
     The manifest is trusted if it records this .bin file's size; otherwise all tokens are read, and what is found in a
-    large file is remembered in the folder `cache`.
+    large file is remembered in the folder `cache`; of one on another store, ids are checked as they are read.
     """
     largest = _recorded_largest(index)
+    if index.remote is not None and largest is None:
+        return
     path = bin_path(index.prefix)
     refuse_ids_outside(vocab_size, index.prefix, path, index.dtype, largest=largest, cache=cache, advance=advance)
 
 
 def reads_ids(index: TokenIndex, vocab_size: int) -> bool:
     """Return whether `check_index_ids` reads the tokens."""
-    return _recorded_largest(index) is None and is_read(index.dtype, vocab_size)
+    return index.remote is None and _recorded_largest(index) is None and is_read(index.dtype, vocab_size)
 
 
 def _recorded_largest(index: TokenIndex) -> int | None:
@@ -301,11 +353,11 @@ class PairReader:
     """
 
     def __init__(self, index: TokenIndex, vocab_size: int) -> None:
-        self._prefix, self._vocab_size = index.prefix, vocab_size
+        self._idx, self._vocab_size = index.idx, vocab_size
         self._size, self._dtype = index.dtype.itemsize, index.dtype
-        self._tokens = LiveFile(bin_path(index.prefix))
+        self._tokens = index.remote or LiveFile(bin_path(index.prefix))
         place = {"first": INDEX_HEADER.size + 4 * index.sequences, "size": 8 * index.sequences}  # after the lengths
-        self._pointers = SummedFile(idx_path(index.prefix), index.pointer_sums, **place)
+        self._pointers = SummedFile(index.idx, index.pointer_sums, **place)
         self._last, self._end = index.sequences - 1, self._tokens.size
 
     def place(self, sequence: int) -> tuple[int, int]:
@@ -331,6 +383,6 @@ class PairReader:
         count = whole - offset if length is None else int(length)
         content = self._tokens.read(count * self._size, (first + offset) * self._size)
         ids = np.frombuffer(content, self._dtype)
-        document = functools.partial(document_of, self._prefix, int(idx))
+        document = functools.partial(document_of, self._idx, int(idx))
         refuse_ids_read(ids, self._vocab_size, self._tokens.path, first + offset, document=document)
         return ids

@@ -9,10 +9,15 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from megatron_fanformer.durable_files import publish, temporary_name
-from megatron_fanformer.errors import InputError, MachineTooSlow
+from megatron_fanformer.data.notes import note_path
+from megatron_fanformer.data.remote_files import copy_to, find, only_one_at_a_time, optional_content
+from megatron_fanformer.durable_files import publish, temporary_name, write_atomically
+from megatron_fanformer.errors import InputError, MachineTooSlow, redacted
+from megatron_fanformer.runtime.device import cache_folder
+from megatron_fanformer.stores import is_url, reported_as_local
 
 TOKENIZER_JSON, TOKENIZER_MODEL = "tokenizer.json", "tokenizer.model"  # their usual names in a folder
+BESIDE = ("tokenizer_config.json", "chat_template.jinja")  # what a chat template needs
 END_OF_TEXT = "<|endoftext|>"
 # Names of the piece that ends a document, the most likely first.
 END_OF_TEXT_NAMES = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "[EOS]")
@@ -205,7 +210,7 @@ Tokenizer = SentencePieceTokenizer | HuggingFaceTokenizer
 
 
 def load_tokenizer(path: str | Path, *, eod_id: int | None = None, needs_eod: bool = True) -> Tokenizer:
-    """Read a sentencepiece `.model`, a Hugging Face `tokenizer.json` (by any name), or a folder.
+    """Read a sentencepiece `.model`, a Hugging Face `tokenizer.json` (by any name), the URL of one, or a folder.
 
     In a folder, `tokenizer.json` is taken, else `tokenizer.model`, else its only `.model` file. `eod_id` sets
     the id that ends a document; by default it is that of `<|endoftext|>`, or of `</s>` and similar names. A
@@ -215,7 +220,7 @@ def load_tokenizer(path: str | Path, *, eod_id: int | None = None, needs_eod: bo
         InputError: no such file, another format, no end-of-text piece that is needed, or an `eod_id` outside the
             vocabulary.
     """
-    file = tokenizer_file(Path(path))
+    file = tokenizer_file(path)
     try:
         kind = HuggingFaceTokenizer if file.suffix == ".json" else SentencePieceTokenizer
         tokenizer = kind(file, eod_id=eod_id, needs_eod=needs_eod)
@@ -234,12 +239,14 @@ def load_tokenizer(path: str | Path, *, eod_id: int | None = None, needs_eod: bo
         raise InputError(f"tokenizer {file} cannot be read as {said}: {reason}") from error
 
 
-def tokenizer_file(path: Path) -> Path:
-    """Return the file that `load_tokenizer` reads for a path.
+def tokenizer_file(path: str | Path) -> Path:
+    """Return the file that `load_tokenizer` reads for a path; for a URL its copy on this machine.
 
     Raises:
         InputError: there is none, or it is of an unknown kind.
+        FanformerError: its store does not serve it.
     """
+    path = _fetched(str(path)) if is_url(path) else Path(path)
     if path.is_dir():
         models = sorted(path.glob("*.model"))
         named = [path / TOKENIZER_JSON, path / TOKENIZER_MODEL, *(models if len(models) == 1 else [])]
@@ -251,6 +258,24 @@ def tokenizer_file(path: Path) -> Path:
     if path.suffix not in (".json", ".model"):
         raise InputError(f"tokenizer {path} is of an unknown kind; its name must end in .model or .json")
     return path
+
+
+def _fetched(url: str) -> Path:
+    """Return the copy of a tokenizer on another store, fetched once for each version, with its chat template."""
+    if not url.endswith((".json", ".model")):
+        raise InputError(f"tokenizer {redacted(url)} is no file's URL; name one that ends in .model or .json")
+    if (file := find(url)) is None:
+        raise InputError(f"tokenizer {redacted(url)} does not exist; name a .model file or a tokenizer.json")
+    folder = note_path(cache_folder() / "tokenizers", file.identity).with_suffix("")
+    parent, _, name = url.rpartition("/")
+    with only_one_at_a_time(folder):
+        if not (folder / name).is_file():
+            for beside in BESIDE:
+                if (content := optional_content(f"{parent}/{beside}")) is not None:
+                    with reported_as_local(folder):
+                        write_atomically(folder / beside, content)
+            copy_to(file, folder / name)
+    return folder / name
 
 
 def _end_of_text_id(path: Path, stated: int | None, vocab_size: int, found: int | None, *, is_needed: bool) -> int:

@@ -15,10 +15,13 @@ import numpy as np
 from megatron_fanformer.data.id_bounds import refuse_ids_outside, refuse_ids_read
 from megatron_fanformer.data.manifest import Manifest, read_any_manifest, token_files_record
 from megatron_fanformer.data.npy_files import SUFFIX, NpyFile, npy_prefix, open_npy_files
+from megatron_fanformer.data.remote_files import find, listed, read_together
 from megatron_fanformer.data.token_files import bin_path, idx_path, read_index
 from megatron_fanformer.data.tokenizer import NO_ID, Tokenizer
-from megatron_fanformer.errors import InputError
+from megatron_fanformer.errors import InputError, redacted
 from megatron_fanformer.evaluation.config import Group, PerplexityConfig
+from megatron_fanformer.runtime.device import cache_folder
+from megatron_fanformer.stores import is_url
 
 SETS: dict[Group, tuple[str, ...]] = {
     "v2-small": (
@@ -45,6 +48,7 @@ PLACES: dict[Group, tuple[str, ...]] = {
 FORMS = ("val.npy", "val/*.npy", "part-*.npy", "val.idx")
 """Contents of a set's folder; a set may also be one file of its name."""
 SECTION = "evaluation.perplexity"
+PIECES_AT_ONCE = 64  # requested from another store
 
 
 def set_name(group: Group, name: str) -> str:
@@ -75,7 +79,7 @@ class TokenFile:
             InputError: it is not known what ends a document.
         """
         if self.index is not None:
-            index = read_index(self.index)
+            index = read_index(self.index, cache=cache_folder())
             return np.concatenate([[0], np.cumsum(index.lengths, dtype=np.int64)])[index.bounds]
         if self.eod_id is None:
             raise InputError(
@@ -185,6 +189,8 @@ def _places(config: PerplexityConfig, group: Group) -> tuple[str, ...]:
 def _missing(path: str) -> str | None:
     if _files_of(path):
         return None
+    if is_url(path):
+        return f"{redacted(path)} holds no token files; name a .npy file, a pair's prefix, or a folder ending in /"
     if glob.has_magic(path):
         return f"{path} matches no .npy file and no .idx file; name token files"
     if Path(path).is_dir():
@@ -194,6 +200,10 @@ def _missing(path: str) -> str | None:
 
 def _files_of(path: str) -> list[str]:
     """Return the .npy files and the prefixes of pairs that a path means: a file, a prefix, a folder or a glob."""
+    if is_url(path):
+        if path.endswith("/") or (path.endswith(SUFFIX) and glob.has_magic(path)):
+            return listed(path, SUFFIX)
+        return [path] if find(path if path.endswith(SUFFIX) else f"{path}.idx") is not None else []
     place = Path(path)
     if place.is_dir() and not idx_path(path).exists():
         matches = [str(found) for suffix in (SUFFIX, ".idx") for found in place.glob(f"*{suffix}")]
@@ -254,7 +264,7 @@ def find_sets(
     sets = []
     for name, paths in _named_files(config):
         files = tuple(_opened(path, config, tokenizer) for path in paths)
-        for file in (each.file for each in files):
+        for file in (each.file for each in files if each.file.remote is None or each.file.max_token_id is not None):
             refuse_ids_outside(
                 vocab_size, file.path, Path(file.path), file.dtype, largest=file.max_token_id, cache=None
             )
@@ -272,11 +282,13 @@ def find_sets(
 
 def _opened(path: str, config: PerplexityConfig, tokenizer: Tokenizer | None) -> TokenFile:
     if not path.endswith(SUFFIX):
-        index = read_index(path)
+        index = read_index(path, cache=cache_folder())
         record = token_files_record(path)
         largest = record.max_token_id if record is not None else None
-        return TokenFile(file=NpyFile(str(bin_path(path)), index.dtype, index.tokens, largest), index=path, eod_id=None)
-    (file,) = open_npy_files([path], config.npy_dtype)
+        name = f"{path}.bin" if is_url(path) else str(bin_path(path))
+        tokens = NpyFile(name, index.dtype, index.tokens, largest, index.remote)
+        return TokenFile(file=tokens, index=path, eod_id=None)
+    (file,) = open_npy_files([path], config.npy_dtype, cache=cache_folder())
     eod_id, manifest = config.eod_id, read_any_manifest(npy_prefix(path))
     if eod_id is None and (source := manifest.tokenizer if manifest else tokenizer) is not None:
         eod_id = None if source.eod_id == NO_ID else source.eod_id
@@ -312,8 +324,10 @@ def _decoded_bytes(found: PerplexitySet, pieces: np.ndarray, tokenizer: Tokenize
     piece.
     """
     total = 0
-    for piece in pieces:
-        ids = found.read(piece)[1:]
-        ids = ids[(ids != tokenizer.eod_id) & (ids < tokenizer.vocab_size)]
-        total += len(tokenizer.decode(ids.tolist()).encode(errors="replace"))
+    for first in range(0, len(pieces), PIECES_AT_ONCE):
+        some = pieces[first : first + PIECES_AT_ONCE]
+        for piece in read_together(lambda some=some: [found.read(each) for each in some]):  # type: ignore[misc]
+            ids = piece[1:]
+            ids = ids[(ids != tokenizer.eod_id) & (ids < tokenizer.vocab_size)]
+            total += len(tokenizer.decode(ids.tolist()).encode(errors="replace"))
     return total

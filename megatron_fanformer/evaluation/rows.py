@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_fanformer.data.remote_files import read_together
 from megatron_fanformer.runtime import heartbeat
 from megatron_fanformer.runtime.device import return_freed_memory
 from megatron_fanformer.runtime.parallel import RankGrid
@@ -159,7 +161,7 @@ def losses_of_rows(
             own_mb = batch.rows[grid.data_parallel_rank]
             found = row_losses(
                 stages,
-                (_micro_batch(rows, read, scored, batch.seq_length) for rows in own_mb),
+                (read_together(partial(_micro_batch, rows, read, scored, batch.seq_length)) for rows in own_mb),
                 grid,
                 num_micro_batches=own_mb.shape[0],
                 micro_batch_size=own_mb.shape[1],

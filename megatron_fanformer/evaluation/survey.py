@@ -71,7 +71,7 @@ def survey_evaluation(
     if found:
         raise InputError("\n".join(found))
     if tokenizer is not None and sets:
-        _warn_of_other_tokenizers(sets, sha256_of(tokenizer_file(Path(tokenizer))))
+        _warn_of_other_tokenizers(sets, sha256_of(tokenizer_file(tokenizer)))
     return EvaluationSurvey(tasks=tasks, sets=tuple(sets))
 
 
@@ -106,7 +106,7 @@ def _tasks(
             f"{requests.path} was made with a tokenizer, and data.tokenizer, which it must be the same as, is null; "
             "name the one that the run's tokens were made with"
         )
-    requests.refuse_other_tokenizer(tokenizer_file(Path(tokenizer)))
+    requests.refuse_other_tokenizer(tokenizer_file(tokenizer))
     names = [task.name for task in resolve(config.tasks)] or list(requests.tasks)
     if not names:
         raise InputError(

@@ -1,14 +1,16 @@
 """The verb `inspect`: says what a path is, verifies it, or shows the samples of a training step."""
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 from megatron_fanformer.checkpoint import store
 from megatron_fanformer.durable_files import write_atomically
-from megatron_fanformer.errors import InputError
+from megatron_fanformer.errors import InputError, redacted
 from megatron_fanformer.formats.recognition import DESCRIPTIONS, OURS, Target, checkpoint_of, recognise
 from megatron_fanformer.inspection.report import Advance, Report, as_json
+from megatron_fanformer.stores import is_url
 from megatron_fanformer.terminal import show, width
 
 _Actions = tuple[Callable[[Target], Report], Callable[[Target], int], Callable[[Target, Advance], str]]
@@ -22,15 +24,27 @@ def inspect_path(path: str, *, verify: bool, json: bool) -> None:
         InputError: it is none of these, or there is nothing to verify it against.
         CorruptError: it cannot be read, or fails its verification; names the file, and what differs.
     """
+    if is_url(path):  # of a token file
+        if verify:
+            raise InputError(f"--verify reads files of this machine; copy {redacted(path)} here, with its manifest")
+        from megatron_fanformer.inspection.dataset import describe_prefix
+
+        _show(describe_prefix(re.sub(r"\.(npy|bin|idx)$", "", path)), None, json=json)
+        return
     target = recognise(path)
     describe, bytes_to_check, check = _actions(target)
     agrees = None
     if verify:
         with _progress(bytes_to_check(target)) as advance:
             agrees = check(target, advance)
-    report = describe(target)
+    _show(describe(target), agrees, json=json)
+
+
+def _show(report: Report, agrees: str | None, *, json: bool) -> None:
+    """Print a report; `agrees` is what a verification found, where there was one."""
     if json:
-        show([as_json({**report.as_object(), **({"verified": agrees} if verify else {})})], as_they_are=True)
+        verified = {} if agrees is None else {"verified": agrees}
+        show([as_json({**report.as_object(), **verified})], as_they_are=True)
     else:
         show([*report.lines(width()), *([f"verified: {agrees}"] if agrees else [])])
 

@@ -11,18 +11,21 @@ from megatron_fanformer.data.chat_files import MASK_SUFFIX, count_learned, is_ro
 from megatron_fanformer.data.identity import SHOWN_DIGITS
 from megatron_fanformer.data.ledger import Ledger, ledger_path
 from megatron_fanformer.data.manifest import (
+    MANIFEST_SUFFIX,
     Manifest,
     PartManifest,
     Settings,
-    manifest_path,
     read_any_manifest,
     token_files_record,
 )
 from megatron_fanformer.data.npy_files import SUFFIX, NpyType, open_npy_files
-from megatron_fanformer.data.token_files import bin_path, idx_path, read_index
+from megatron_fanformer.data.remote_files import find
+from megatron_fanformer.data.token_files import read_index
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.formats.recognition import Target
 from megatron_fanformer.inspection.report import Report, plural, size, some
+from megatron_fanformer.runtime.device import cache_folder
+from megatron_fanformer.stores import is_url
 
 NPY_DTYPE: NpyType = "uint16"  # of the paper's files, which do not state it
 TITLES = {
@@ -86,7 +89,9 @@ def describe_prefix(prefix: str) -> Report:
         form, facts, rows = _of_parts(manifest)
     else:
         form, facts, rows = _of_files(prefix)
-        if (path := ledger_path(prefix)).exists():
+        if is_url(prefix):
+            facts["ledger"] = None
+        elif (path := ledger_path(prefix)).exists():
             ledger = Ledger(path)
             facts["ledger"] = {"path": str(path), "rows": ledger.rows}
             rows.append(("ledger", plural(ledger.rows, "row")))
@@ -97,7 +102,7 @@ def describe_prefix(prefix: str) -> Report:
         stated = None
         rows.append(("manifest", "none: these files were not written by prepare"))
     else:
-        stated = {"path": str(manifest_path(prefix)), **msgspec.to_builtins(manifest)}
+        stated = {"path": prefix + MANIFEST_SUFFIX, **msgspec.to_builtins(manifest)}
         rows += _manifest_rows(manifest)
     facts = {"kind": "token files", "format": form, "prefix": prefix, **facts, "manifest": stated}
     return Report(f"{prefix}: {TITLES[form]}", facts, rows)
@@ -124,9 +129,9 @@ def _of_files(prefix: str) -> tuple[str, dict[str, Any], Rows]:
     largest = f"; largest id {stated.max_token_id}" if stated else ""
     if is_row_folder(prefix) or Path(prefix + MASK_SUFFIX).exists():
         return _of_chats(prefix, largest)
-    if bin_path(prefix).exists() or idx_path(prefix).exists():
+    if _is_there(prefix, ".bin") or _is_there(prefix, ".idx"):
         form, facts, lengths = "megatron", *_of_megatron(prefix)
-    elif Path(prefix + SUFFIX).exists():
+    elif _is_there(prefix, SUFFIX):
         (file,) = open_npy_files([prefix + SUFFIX], NPY_DTYPE)
         total = file.tokens * file.dtype.itemsize
         form, lengths = "npy", ""
@@ -172,8 +177,12 @@ def _of_chats(prefix: str, largest: str) -> tuple[str, dict[str, Any], Rows]:
     return "chat rows" if is_row_folder(prefix) else "chats", facts, rows
 
 
+def _is_there(prefix: str, suffix: str) -> bool:
+    return find(prefix + suffix) is not None if is_url(prefix) else Path(prefix + suffix).exists()
+
+
 def _of_megatron(prefix: str) -> tuple[dict[str, Any], str]:
-    index = read_index(prefix)
+    index = read_index(prefix, cache=cache_folder())
     documents, sequences = index.documents, index.sequences
     facts = {
         "documents": documents,

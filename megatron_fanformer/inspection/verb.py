@@ -6,6 +6,7 @@ from pathlib import Path
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.options import PROGRAM, Verb, argument, option, overrides, path_or_none
 from megatron_fanformer.runtime import device
+from megatron_fanformer.stores import is_url
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -13,8 +14,8 @@ class InspectOptions:
     """Options of `inspect`."""
 
     path: str = argument(metavar="PATH")
-    """Token files (a prefix, one of them, a blend file, a folder), a run or a checkpoint or the URL of one, or an
-    exported folder; with --step and --index a configuration file."""
+    """Token files (a prefix, one of them, a blend file, a folder), a run or a checkpoint, or an exported folder; the
+    URL of a token file, a run or a checkpoint; with --step and --index a configuration file."""
     verify: bool = False
     """Check that all of it is present and undamaged."""
     json: bool = False
@@ -61,7 +62,8 @@ def _inspect(options: InspectOptions) -> None:
     elif step is None:
         if stray := [*options.overrides, *(["--config"] if config else []), *(["--full"] if options.full else [])]:
             raise InputError(f"{stray[0]} has no effect without --step; {PROGRAM} inspect --help lists the options")
-        inspect_path(on_this_machine(path), verify=options.verify, json=options.json)
+        is_remote_data = is_url(path) and path.endswith((".npy", ".bin", ".idx"))
+        inspect_path(path if is_remote_data else on_this_machine(path), verify=options.verify, json=options.json)
     elif options.verify:
         raise InputError("--verify checks files and --step shows samples; use one at a time")
     else:

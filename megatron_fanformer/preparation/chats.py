@@ -8,7 +8,6 @@ As with documents, a line (in a Parquet file, a row) is either a conversation or
 """
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
@@ -26,6 +25,7 @@ from megatron_fanformer.preparation.documents import (
     decoded_again,
     has_surrogate,
 )
+from megatron_fanformer.preparation.remote_inputs import InputFile
 
 NO_MESSAGES_FIELD = "no messages, conversations, or prompt and completion"
 NOT_MESSAGES = "messages are not a list of objects with a role and a content"
@@ -139,7 +139,7 @@ def _message(stated: Any) -> Message | Refusal:
     return Refusal(UNPAIRED_SURROGATE) if has_surrogate(content) else {"role": role, "content": content}
 
 
-def chat_columns(path: Path, schema: Any) -> list[str]:
+def chat_columns(path: InputFile, schema: Any) -> list[str]:
     """Return the columns of a Parquet file to read. Raises InputError if none holds messages."""
     names = schema.names
     if not ({"messages", "conversations"} & set(names) or {"prompt", "completion"} <= set(names)):

@@ -26,6 +26,7 @@ from megatron_fanformer.preparation.documents import (
     text_columns,
 )
 from megatron_fanformer.preparation.inputs import PARQUET_SUFFIX
+from megatron_fanformer.preparation.remote_inputs import InputFile, RemoteInput
 
 if sys.version_info >= (3, 14):
     from compression import zstd
@@ -76,7 +77,7 @@ class DocumentFile:
         columns: which columns of a Parquet file to read, by its path and its schema.
     """
 
-    def __init__(self, path: Path, columns: Callable[[Path, Any], list[str]] = text_columns) -> None:
+    def __init__(self, path: InputFile, columns: Callable[[InputFile, Any], list[str]] = text_columns) -> None:
         self.path = path
         self.bytes_read = 0
         self._columns = columns
@@ -141,7 +142,9 @@ class DocumentFile:
             while data := raw.read(BLOCK_BYTES):
                 self.count(memoryview(data))
 
-    def _open(self) -> io.FileIO:
+    def _open(self) -> io.RawIOBase:
+        if isinstance(self.path, RemoteInput):
+            return self.path.open()
         try:
             return regular_file(self.path).open("rb", buffering=0)
         except OSError as error:
@@ -156,7 +159,7 @@ class DocumentFile:
 class _Counted(io.RawIOBase):
     """The file under a decompressor; reports every byte that passes to the DocumentFile."""
 
-    def __init__(self, raw: io.FileIO, owner: DocumentFile) -> None:
+    def __init__(self, raw: Any, owner: DocumentFile) -> None:
         self._raw = raw
         self._owner = owner
 
@@ -164,13 +167,13 @@ class _Counted(io.RawIOBase):
         return True
 
     def readinto(self, buffer: Any) -> int:
-        size = self._raw.readinto(buffer)
+        size: int = self._raw.readinto(buffer)
         self._owner.count(memoryview(buffer)[:size])
         return size
 
 
 @contextmanager
-def _decompressed(path: Path, raw: io.RawIOBase) -> Iterator[Any]:
+def _decompressed(path: InputFile, raw: io.RawIOBase) -> Iterator[Any]:
     """Yield the uncompressed bytes of a file. Reading past damage raises CorruptError."""
     kind = "gzip" if path.suffix == ".gz" else "zstd"
     try:
@@ -193,7 +196,7 @@ def _decompressed(path: Path, raw: io.RawIOBase) -> Iterator[Any]:
 
 
 @contextmanager
-def _naming_parquet(path: Path, kind: type[Exception]) -> Iterator[None]:
+def _naming_parquet(path: InputFile, kind: type[Exception]) -> Iterator[None]:
     try:
         yield
     except (kind, OSError) as error:
@@ -201,7 +204,7 @@ def _naming_parquet(path: Path, kind: type[Exception]) -> Iterator[None]:
         raise CorruptError(f"{path} is damaged ({reason}), not a complete Parquet file; fetch it again") from error
 
 
-def _rows_a_block(path: Path, raw: io.FileIO, metadata: Any, names: Sequence[str]) -> int:
+def _rows_a_block(path: InputFile, raw: Any, metadata: Any, names: Sequence[str]) -> int:
     """Return how many rows of these columns fit in a block where they are longest: memory must not depend on them.
 
     Raises InputError for a dictionary that no sound writer makes.
@@ -221,7 +224,7 @@ def _rows_a_block(path: Path, raw: io.FileIO, metadata: Any, names: Sequence[str
     return max(1, min(ROWS_A_BLOCK, int(BLOCK_BYTES / longest), repeated))
 
 
-def _dictionary_bytes(raw: io.FileIO, column: Any) -> int:
+def _dictionary_bytes(raw: Any, column: Any) -> int:
     starts = (column.dictionary_page_offset, column.data_page_offset)
     raw.seek(min(start for start in starts if start is not None))
     kind, size = _page_header(raw.read(PAGE_HEADER_BYTES))

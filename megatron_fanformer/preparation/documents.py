@@ -6,12 +6,12 @@ A line (in a Parquet file, a row) is either a document or refused with a reason;
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
 
 from megatron_fanformer.errors import InputError
+from megatron_fanformer.preparation.remote_inputs import InputFile
 
 NOT_JSON = "not JSON"
 NOT_AN_OBJECT = "not a JSON object"
@@ -133,7 +133,7 @@ class DocumentParser:
         return self.judge(text, fields.get("id"), fields.get("source"))
 
 
-def text_columns(path: Path, schema: Any, text_field: str = "text") -> list[str]:
+def text_columns(path: InputFile, schema: Any, text_field: str = "text") -> list[str]:
     """Return the columns of a Parquet file to read. Raises InputError if there is no text column of that name."""
     import pyarrow
 

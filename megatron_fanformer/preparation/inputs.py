@@ -1,11 +1,15 @@
 """Input files of a preparation: files, folders, glob patterns and lists of them, in one fixed order."""
 
 import glob
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
+from megatron_fanformer.data.remote_files import find, listed, look_up, small_file
 from megatron_fanformer.durable_files import regular_file
 from megatron_fanformer.errors import InputError
+from megatron_fanformer.preparation.remote_inputs import InputFile, RemoteInput
+from megatron_fanformer.stores import is_url, password_problem
 
 LINE_SUFFIXES = tuple(
     kind + compression for kind in (".jsonl", ".json", ".ndjson") for compression in ("", ".gz", ".zst")
@@ -18,19 +22,54 @@ LARGEST_LIST_BYTES = 1 << 28  # of @LIST: a million paths are smaller, and a fil
 NOT_SEARCHED_FOR = (".json", ".ledger.parquet")
 
 
-def expand_inputs(inputs: Iterable[str | Path], suffixes: Sequence[str] = DOCUMENT_SUFFIXES) -> list[Path]:
+def expand_inputs(inputs: Iterable[str | Path], suffixes: Sequence[str] = DOCUMENT_SUFFIXES) -> list[InputFile]:
     """Return the files that `inputs` name, sorted by path, so that their order does not depend on how they were named.
 
     An input is a file, a folder (searched through), a glob pattern, or `@FILE`, a list of these, one per line
-    (empty lines and those that begin with # are skipped). Plain `.json` files are taken only if named.
+    (empty lines and those that begin with # are skipped). Plain `.json` files are taken only if named. Each may be a
+    URL, that of a folder with / at its end; those come last.
 
     Raises:
         InputError: no input, a path that does not exist, a file of another kind, a folder or a pattern
             without files, or a file named twice.
+        FanformerError: a store does not answer.
     """
-    files = [file for name in _with_lists(inputs) for file in _expand(name, tuple(suffixes))]
-    if not files:
+    names = list(_with_lists(inputs))
+    remote = _remote_inputs([name for name in names if is_url(name)], tuple(suffixes))
+    files = _local_inputs([name for name in names if not is_url(name)], suffixes)
+    if not (files or remote):
         raise InputError("no input; name at least one document file or a folder of them")
+    return [*files, *remote]
+
+
+def _remote_inputs(urls: Sequence[str], suffixes: tuple[str, ...]) -> list[RemoteInput]:
+    """Return the files that URLs name, sorted."""
+    found: list[str] = []
+    for url in urls:
+        if problem := password_problem("an input", url):
+            raise InputError(problem)
+        if not (url.endswith("/") or glob.has_magic(url)):
+            if not url.endswith(suffixes):
+                raise InputError(f"{url} is not a document file; its name must end in one of {_kinds(suffixes)}")
+            found.append(url)
+            continue
+        matches = listed(f"{url}**/*" if url.endswith("/") else url, suffixes)
+        of_folder = [match for match in matches if not match.endswith(NOT_SEARCHED_FOR)]
+        if not (chosen := of_folder if url.endswith("/") else matches):
+            raise InputError(f"{url} holds no document file; it must hold or match {_kinds(suffixes)} files")
+        found += chosen
+    twice = next((one for one, other in itertools.pairwise(sorted(found)) if one == other), None)
+    if twice:
+        raise InputError(f"{twice} is named twice among the inputs, its documents would count double; name it once")
+    look_up(found)
+    files = {url: find(url) for url in sorted(found)}
+    if missing := next((url for url, file in files.items() if file is None), None):
+        raise InputError(f"{missing} does not exist; name an existing document file, or a folder with / at its end")
+    return [RemoteInput(file) for file in files.values() if file is not None]
+
+
+def _local_inputs(names: Iterable[str], suffixes: Sequence[str]) -> list[Path]:
+    files = [file for name in names for file in _expand(name, tuple(suffixes))]
     seen: set[Path] = set()
     for file in files:
         if file.resolve() in seen:
@@ -45,7 +84,11 @@ def _with_lists(inputs: Iterable[str | Path]) -> Iterator[str]:
             yield name
             continue
         try:
-            lines = regular_file(Path(name[1:]), most_bytes=LARGEST_LIST_BYTES).read_text(encoding="utf-8").splitlines()
+            if is_url(name[1:]):
+                lines = small_file(name[1:], most_bytes=LARGEST_LIST_BYTES).decode().splitlines()
+            else:
+                file = regular_file(Path(name[1:]), most_bytes=LARGEST_LIST_BYTES)
+                lines = file.read_text(encoding="utf-8").splitlines()
         except (OSError, UnicodeDecodeError) as error:
             reason = f"cannot be read ({error}); name a text file with one path per line"
             raise InputError(f"the list {name[1:]} {reason}") from error

@@ -22,6 +22,7 @@ from megatron_fanformer.errors import FanformerError, InputError, MachineTooSlow
 from megatron_fanformer.preparation.assembly import Assembler, part_prefix, remove_parts
 from megatron_fanformer.preparation.encoding import TokenizersDisagree
 from megatron_fanformer.preparation.id_encoders import EncoderChoice
+from megatron_fanformer.preparation.remote_inputs import InputFile, recorded_path
 from megatron_fanformer.preparation.shards import REFUSED_EXAMPLES, ShardRecord, is_unchanged
 from megatron_fanformer.preparation.token_writer import SUFFIXES, writing_to
 from megatron_fanformer.preparation.work_folder import Assignment, WorkFolder, work_folder
@@ -50,7 +51,7 @@ ProgressListener = Callable[[PrepareProgress], None]
 class PreparationJob:
     """A preparation that has been checked: its files exist, its tokenizer loads."""
 
-    files: list[Path]
+    files: list[InputFile]
     output: str
     tokenizer: TokenizerRecord
     settings: Settings
@@ -62,7 +63,7 @@ class PreparationJob:
     def assignment(self) -> Assignment:
         """Return what the work folder is compared with."""
         return Assignment(
-            inputs=[str(file.absolute()) for file in self.files],
+            inputs=[recorded_path(file) for file in self.files],
             settings=self.settings,
             tokenizer=self.tokenizer,
             encoding=self.encoder.encoding,

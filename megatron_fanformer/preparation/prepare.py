@@ -3,8 +3,7 @@
 This module decides what is to be done, whether it can be done, and whether it is already done; `pipeline` does it.
 """
 
-import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import get_args
 
@@ -23,13 +22,14 @@ from megatron_fanformer.data.manifest import (
     read_any_manifest,
 )
 from megatron_fanformer.data.token_files import token_dtype
-from megatron_fanformer.data.tokenizer import Tokenizer, load_tokenizer
+from megatron_fanformer.data.tokenizer import Tokenizer, load_tokenizer, tokenizer_file
 from megatron_fanformer.durable_files import sha256_of
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.preparation.documents import DocumentParser
 from megatron_fanformer.preparation.id_encoders import SMALL_INPUT, EncoderChoice, choose_encoder
 from megatron_fanformer.preparation.inputs import DOCUMENT_SUFFIXES, NPY_SUFFIXES, expand_inputs
 from megatron_fanformer.preparation.pipeline import PreparationJob, ProgressListener, run
+from megatron_fanformer.preparation.remote_inputs import InputFile, RemoteInput, input_sha256, recorded_path
 from megatron_fanformer.preparation.shards import is_unchanged
 from megatron_fanformer.preparation.verb import Backend, PrepareConfig
 from megatron_fanformer.preparation.work_folder import (
@@ -38,6 +38,7 @@ from megatron_fanformer.preparation.work_folder import (
     tokenizer_difference,
     work_folder,
 )
+from megatron_fanformer.stores import is_url
 
 NPY_DTYPES = ("uint16", "uint32")
 OF_DOCUMENTS = {
@@ -100,6 +101,10 @@ def prepare(config: PrepareConfig, progress: ProgressListener | None = None) -> 
     """
     _check(config)
     files = expand_inputs(config.inputs, NPY_SUFFIXES if config.from_npy else DOCUMENT_SUFFIXES)
+    if config.from_npy and (remote := next((file for file in files if isinstance(file, RemoteInput)), None)):
+        raise InputError(f"{remote} is on another store, from which from_npy does not read; copy it to this machine")
+    if is_url(config.tokenizer):
+        config = replace(config, tokenizer=str(tokenizer_file(config.tokenizer)))
     tokenizer = load_tokenizer(config.tokenizer, eod_id=config.eod_id)
     record = tokenizer_record(tokenizer)
     settings = _settings(config, tokenizer)
@@ -209,7 +214,7 @@ def _pad_id(tokenizer: Tokenizer) -> int:
 
 
 def _existing(
-    config: PrepareConfig, files: list[Path], settings: Settings, tokenizer: TokenizerRecord
+    config: PrepareConfig, files: list[InputFile], settings: Settings, tokenizer: TokenizerRecord
 ) -> Manifest | None:
     """Return the manifest of the same preparation, already complete; None where the prefix is free or unfinished."""
     prefix = config.output
@@ -240,14 +245,14 @@ def _outputs_stand(prefix: str, manifest: Manifest) -> bool:
     return all((path := folder / record.path).is_file() and path.stat().st_size == record.bytes for record in records)
 
 
-def _inputs_difference(files: list[Path], records: list[InputRecord]) -> str | None:
+def _inputs_difference(files: list[InputFile], records: list[InputRecord]) -> str | None:
     if len(files) == len(records) and all(map(_same_input, files, records)):
         return None
     return f"other inputs ({len(records)} files, {records[0].path} first)"
 
 
-def _same_input(file: Path, record: InputRecord) -> bool:
+def _same_input(file: InputFile, record: InputRecord) -> bool:
     """Return whether a file has the recorded content, wherever it is now."""
-    if os.path.abspath(file) == record.path:
+    if recorded_path(file) == record.path:
         return is_unchanged(record)
-    return file.stat().st_size == record.bytes and sha256_of(file) == record.sha256
+    return file.stat().st_size == record.bytes and input_sha256(file) == record.sha256

@@ -24,8 +24,11 @@ from isal import isal_zlib
 from megatron_fanformer.data import ledger
 from megatron_fanformer.data.live_files import crc32_of
 from megatron_fanformer.data.manifest import InputRecord, RefusedLine
+from megatron_fanformer.data.remote_files import find
 from megatron_fanformer.durable_files import sha256_of, write_atomically
 from megatron_fanformer.preparation.encoding import EncodedBlock, Learned
+from megatron_fanformer.preparation.remote_inputs import InputFile, RemoteInput, input_sha256, recorded_path
+from megatron_fanformer.stores import is_url
 
 REFUSED_EXAMPLES = 10
 
@@ -92,6 +95,12 @@ class ShardFiles:
 
 def is_unchanged(record: InputRecord) -> bool:
     """Return whether an input still has the recorded content; it is read only if its modification time has changed."""
+    if is_url(record.path):
+        file = find(record.path)
+        found = None if file is None else RemoteInput(file)
+        if found is None or found.file.size != record.bytes:
+            return False
+        return found.stat().st_mtime_ns == record.modified_ns or input_sha256(found) == record.sha256
     with suppress(OSError):
         status = os.stat(record.path)
         if status.st_size == record.bytes:
@@ -102,7 +111,7 @@ def is_unchanged(record: InputRecord) -> bool:
 class ShardWriter:
     """Writes one shard; only `finish` completes it."""
 
-    def __init__(self, files: ShardFiles, input_path: Path, *, is_chats: bool = False) -> None:
+    def __init__(self, files: ShardFiles, input_path: InputFile, *, is_chats: bool = False) -> None:
         import pyarrow
 
         self._files = files
@@ -168,7 +177,7 @@ class ShardWriter:
             self._mask.close()
         record = ShardRecord(
             input=InputRecord(
-                path=os.path.abspath(self._input_path), bytes=input_bytes, sha256=sha256, modified_ns=self._modified_ns
+                path=recorded_path(self._input_path), bytes=input_bytes, sha256=sha256, modified_ns=self._modified_ns
             ),
             **self._counts,
             max_token_id=self._max_token_id,

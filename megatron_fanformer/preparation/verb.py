@@ -26,7 +26,7 @@ class PrepareConfig:
     """Options of `prepare`."""
 
     inputs: tuple[str, ...] = argument(metavar="INPUT")
-    """Files (.jsonl, .json, .ndjson, also .gz or .zst; .parquet), folders of them, glob patterns, @LIST files."""
+    """Files (.jsonl, .json, .ndjson, also .gz or .zst; .parquet), folders, glob patterns, URLs, @LIST files."""
     output: str = option(metavar="PREFIX")
     """Prefix of the token files: PREFIX.bin, PREFIX.idx, PREFIX.ledger.parquet, PREFIX.manifest.json."""
     tokenizer: str

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 from megatron_fanformer.data.manifest import Settings
-from megatron_fanformer.durable_files import sha256_of
 from megatron_fanformer.errors import FanformerError, InputError
 from megatron_fanformer.preparation.chats import chat_columns
 from megatron_fanformer.preparation.document_files import DocumentFile
@@ -26,6 +25,7 @@ from megatron_fanformer.preparation.documents import text_columns
 from megatron_fanformer.preparation.encoding import BlockEncoder, ChatEncoder, EncodingThreads, TokenizersDisagree
 from megatron_fanformer.preparation.id_encoders import EncoderChoice
 from megatron_fanformer.preparation.npy_documents import npy_blocks
+from megatron_fanformer.preparation.remote_inputs import InputFile, input_sha256
 from megatron_fanformer.preparation.shards import ShardFiles, ShardRecord, ShardWriter
 from megatron_fanformer.processes import end_with_owner
 
@@ -53,7 +53,7 @@ class Task:
     """One input file, and its number among them."""
 
     number: int
-    path: Path
+    path: InputFile
 
 
 @dataclass(frozen=True)
@@ -142,10 +142,11 @@ class _FileEncoder:
         assert settings.npy_dtype is not None
         size = task.path.stat().st_size
         ids = {"eod_id": setup.encoder.eod_id, "vocab_size": setup.vocab_size}
+        assert isinstance(task.path, Path), "prepare refuses others"
         for block in npy_blocks(task.path, dtype=settings.npy_dtype, output_dtype=settings.dtype, **ids):
             writer.add(block)
         self._connection.send(WorkDone(size, 0, 0))
-        return writer.finish(size, sha256_of(task.path))
+        return writer.finish(size, input_sha256(task.path))
 
     def _report(self, unsent: "Counter[str]", bytes_read: int, *, now: bool = False) -> None:
         """Report what has been done, now and then; `unsent` keeps the counts not sent yet, and the bytes that are."""

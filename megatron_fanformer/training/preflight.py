@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from megatron_fanformer.checkpoint import store
 from megatron_fanformer.checkpoint.mirror import fetch_newer
-from megatron_fanformer.checkpoint.remote import fetched, is_url
+from megatron_fanformer.checkpoint.remote import fetched
 from megatron_fanformer.checkpoint.run_lock import file_of
 from megatron_fanformer.configuration import by_dotted_names
 from megatron_fanformer.data.identity import DataIdentity, identify_data, identity_from_plain, resumed_identity
@@ -24,6 +24,7 @@ from megatron_fanformer.errors import CorruptError, InputError, collect_problems
 from megatron_fanformer.evaluation.survey import EvaluationSurvey, survey_evaluation
 from megatron_fanformer.formats.recognition import find_checkpoint, refuse_other_kinds
 from megatron_fanformer.model.config import FANformerConfig
+from megatron_fanformer.stores import is_url
 from megatron_fanformer.training.chats import with_steps
 from megatron_fanformer.training.config import UNSTATED, RunConfig
 from megatron_fanformer.training.machine_rules import machine_problems
@@ -132,21 +133,21 @@ def check_machine_and_data(checked: CheckedSettings) -> RunStart:
     config = checked.config
     if found := machine_problems(config):
         raise InputError("\n".join(found))
-    data = check_data(config, may_defer=True)
+    data = check_data(config, for_run=True)
     return _start(checked, data, allowed=config.data.allow_change)
 
 
-def check_data(config: RunConfig, *, may_defer: bool = False) -> DataSurvey:
+def check_data(config: RunConfig, *, for_run: bool = False) -> DataSurvey:
     """Survey the token files of a run whose number of steps is known, and check that they suffice.
 
     Args:
-        may_defer: see `survey_data`.
+        for_run: see `survey_data`.
 
     Raises:
         InputError, CorruptError: as `check_machine_and_data`.
     """
     with log_if_slow("reading the indices of the token files"):
-        data = survey_data(config.data, config.model.vocab_size, may_defer=may_defer)
+        data = survey_data(config.data, config.model.vocab_size, for_run=for_run)
     if not config.data.is_chats:  # those have been packed
         train_samples, valid_samples = drawn_samples(config)
         counts = SampleCounts(data, config.model.seq_length)
@@ -300,7 +301,7 @@ def _checkpoint_problems(resumed: Path | None, loaded: Path | None, config: RunC
 def _tokenizer_problems(config: RunConfig) -> list[str]:
     """It goes into every checkpoint: better to find a problem now than when the first is saved."""
     path = config.data.tokenizer
-    if path is None or not Path(path).exists():  # the latter is reported with the data's own problems
+    if path is None or not (is_url(path) or Path(path).exists()):  # the latter is reported with the data's own problems
         return []
     try:
         tokenizer = load_tokenizer(path, needs_eod=False)  # the token files hold it

@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from megatron_fanformer.checkpoint import store
-from megatron_fanformer.checkpoint.remote import is_url, query_remote, url_problem
+from megatron_fanformer.checkpoint.remote import query_remote
 from megatron_fanformer.errors import CorruptError, InputError, redacted
 from megatron_fanformer.formats.recognition import find_checkpoint
 from megatron_fanformer.model.config import PRESETS, FANformerConfig
+from megatron_fanformer.stores import is_url, url_problem
 
 PRESET_KEY = "model.preset"
 FROM_CHECKPOINT = "from-checkpoint"

@@ -48,13 +48,15 @@ class SeenSources:
         counts = SampleCounts(survey, config.model.seq_length)
         epochs: dict[Source, float] = {}
         # A mix of a run without stages may name a source twice, each of which draws from its beginning on.
-        self._drawn: list[str] = [] if config.data.stages else [source.name for source in survey.train.sources]
+        twice = [] if config.data.stages else survey.train.sources
+        self._drawn = [survey.stated(source).name for source in twice]
         for stage in run_stages(config, survey):
             own = counts.epoch_samples(config.data, stage.blend)
             epochs |= dict(zip(stage.blend.sources, own, strict=True))
-        self._names = [source.name for source in epochs]
+        stated = [survey.stated(source) for source in epochs]
+        self._names = [source.name for source in stated]
         self._drawn = self._drawn or self._names
-        self._labels = source_labels(list(epochs))
+        self._labels = source_labels(stated)
         self._epoch_samples = np.array(list(epochs.values()))
         is_known = seen is not None and seen.keys() <= set(self._names)
         self._step = step if is_known else 0

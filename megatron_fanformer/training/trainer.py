@@ -492,4 +492,4 @@ class Trainer:
     def _attachments(self) -> list[Path]:
         tokenizer = self.config.data.tokenizer
         template = [self.run / CHAT_TEMPLATE_JINJA] if self._start.data.chat_template else []
-        return [*([tokenizer_file(Path(tokenizer))] if tokenizer else []), *template]
+        return [*([tokenizer_file(tokenizer)] if tokenizer else []), *template]

@@ -6,7 +6,7 @@ from pathlib import Path
 import fsspec
 import pytest
 
-from megatron_fanformer.checkpoint import attempts
+from megatron_fanformer import stores
 from tests.checkpoint.stores import FailingFiles, Host, save
 
 
@@ -23,7 +23,7 @@ def failing(tmp_path: Path) -> Iterator[str]:
 def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The seconds that would have been waited before further attempts."""
     waited: list[float] = []
-    monkeypatch.setattr(attempts.time, "sleep", waited.append)
+    monkeypatch.setattr(stores.time, "sleep", waited.append)
     return waited
 
 

@@ -17,7 +17,8 @@ from unittest import mock
 
 import pytest
 
-from megatron_fanformer.checkpoint import attempts, mirror, remote, store
+from megatron_fanformer import stores
+from megatron_fanformer.checkpoint import mirror, remote, store
 from megatron_fanformer.checkpoint.manifest import MANIFEST, read_manifest
 from megatron_fanformer.checkpoint.mirror import Mirror, UploadStatus
 from megatron_fanformer.checkpoint.remote import RemoteRun
@@ -177,7 +178,7 @@ def test_attempts_follow_one_another_at_growing_distances(failing: str, tmp_path
     pauses.clear()
     *failed, last = told_of_copy(failing, save(tmp_path / "run", 2))
     assert [told.what for told in (*failed, last)] == ["failed"] * 7 + ["given up"]
-    assert pauses == list(attempts.PAUSES_SECONDS)
+    assert pauses == list(stores.PAUSES_SECONDS)
     assert "secret" not in last.reason and "the store does not answer" in last.reason
 
 

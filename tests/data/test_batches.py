@@ -81,7 +81,7 @@ def test_a_batch_holds_what_a_step_needs_and_no_more() -> None:
 
 def test_a_loader_process_that_is_killed_is_named() -> None:
     def batches() -> Iterator[Any]:
-        yield {}
+        yield [{}]
         raise RuntimeError("DataLoader worker (pid 7) is killed by signal: Bus error.\nIt is possible that …")
 
     taken = _raised(batches())

@@ -85,7 +85,7 @@ def test_a_mix_of_olmo_core_is_read_as_it_is(folder: Path) -> None:
     (folder / "mix.txt").write_text("\n".join(lines))
     assert paths("@mix.txt") == [("web/dolma2/001.npy", "web/dolma2/000.npy", "code/gpt-neox/0.npy")]
     (folder / "web/other").mkdir()
-    assert "web holds dolma2, other, and {TOKENIZER} stands for" in blend_problems("data.train_data", ["@mix.txt"])[0]
+    assert "web/ holds dolma2, other, and {TOKENIZER} stands for" in blend_problems("data.train_data", ["@mix.txt"])[0]
     (folder / "mix.txt").write_text("a,npy/1.npy\nnpy/2.npy\n")
     assert "'npy/2.npy' is not of the form label,path" in blend_problems("data.train_data", ["@mix.txt"])[0]
 

@@ -1,3 +1,4 @@
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -130,8 +131,8 @@ def test_a_cache_that_cannot_be_written_is_an_input_error(prefix: str, tmp_path:
         build(DataConfig(train_data=[prefix], cache_path=str(tmp_path / "file" / "cache")))
 
 
-def first_samples(prefix: str, other_prefix: str) -> list[list[int]]:
-    config = DataConfig(train_data=["1", prefix, "1", other_prefix])
+def first_samples(prefix: str, other_prefix: str, cache: str | None = None) -> list[list[int]]:
+    config = DataConfig(train_data=["1", prefix, "1", other_prefix], cache_path=cache)
     return drawn(build(config).train, 20).tolist()
 
 
@@ -142,6 +143,18 @@ def test_two_ranks_build_the_same_samples_at_once(
     other = other_prefix if kind == "pairs" else npy_files[0]
     first, second = run_on_ranks(2, first_samples, prefix, other)
     assert first == second == first_samples(prefix, other)
+
+
+def test_two_ranks_share_a_cache_with_a_run_on_a_copy_elsewhere(
+    prefix: str, other_prefix: str, tmp_path: Path, run_on_ranks: Callable[..., list[Any]]
+) -> None:
+    """megatron-core's names of the indices depend on where the files are, which is no part of what they depend on."""
+    (tmp_path / "moved").mkdir()
+    for file in (path for each in (prefix, other_prefix) for path in Path(each).parent.glob(f"{Path(each).name}.*")):
+        shutil.copy(file, tmp_path / "moved")
+    wanted = first_samples(prefix, other_prefix, str(tmp_path / "cache"))
+    moved = [str(tmp_path / "moved" / Path(each).name) for each in (prefix, other_prefix)]
+    assert run_on_ranks(2, first_samples, *moved, str(tmp_path / "cache")) == [wanted, wanted]
 
 
 # -- .npy files

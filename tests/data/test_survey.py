@@ -37,7 +37,7 @@ def test_each_file_is_looked_at_once_however_often_it_is_named(tmp_path: Path, m
     npy = write_npy(tmp_path / "a.npy", 100)
     seen: list[str] = []
 
-    def read(prefix: str, parts: dict[int, tuple[float, float]]) -> object:
+    def read(prefix: str, parts: dict[int, tuple[float, float]], **named: object) -> object:
         seen.append(prefix)
         return read_index(prefix, parts)
 

@@ -100,7 +100,7 @@ def test_a_scan_that_is_stopped_ends(tmp_path: Path, monkeypatch: pytest.MonkeyP
     files = [str(tmp_path / f"{name}.npy") for name in "abc"]
     for file in files:
         np.zeros(1000, "<u2").tofile(file)
-    found = survey.survey_data(DataConfig(train_data=files), VOCAB_SIZE, may_defer=True)
+    found = survey.survey_data(DataConfig(train_data=files), VOCAB_SIZE, for_run=True)
     assert found.has_unread_ids
     monkeypatch.setattr(survey, "threading", SimpleNamespace(Thread=lambda **_: SimpleNamespace(start=lambda: None)))
     scan = survey.DeferredScan(found, VOCAB_SIZE)
@@ -116,7 +116,7 @@ def test_a_file_that_goes_away_meanwhile_ends_the_run(tmp_path: Path, monkeypatc
     monkeypatch.setattr(survey, "DEFERRED_BYTES", 1)
     np.zeros(1000, "<u2").tofile(tmp_path / "a.npy")
     scan = survey.DeferredScan(
-        survey.survey_data(DataConfig(train_data=[str(tmp_path / "a.npy")]), VOCAB_SIZE, may_defer=True), VOCAB_SIZE
+        survey.survey_data(DataConfig(train_data=[str(tmp_path / "a.npy")]), VOCAB_SIZE, for_run=True), VOCAB_SIZE
     )
     monkeypatch.setattr(survey, "_bytes_to_read", lambda *_: (tmp_path / "a.npy").unlink())
     monkeypatch.setattr(survey, "threading", SimpleNamespace(Thread=AtOnce))

@@ -1,0 +1,142 @@
+"""Other stores, by fsspec: which paths are on one, their drivers, and the repetition of what failed there.
+
+torch is not imported here, and fsspec where it is used: it takes a tenth of a second.
+"""
+
+import errno
+import random
+import re
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+from megatron_fanformer.errors import FanformerError, InputError, redacted
+
+PAUSES_SECONDS: tuple[float, ...] = (1, 2, 4, 8, 16, 32)
+"""Pauses before each further attempt at what a store refused."""
+PATIENCE_SECONDS = 60.0
+"""Time after which a waiting command stops trying: a driver may take minutes to report that nothing answers."""
+DRIVER_ATTEMPTS = 2  # tries of a driver per request, within one attempt of ours
+WRONG_URL = (FileNotFoundError, PermissionError)
+"""Errors that mean a wrong URL or missing rights, not a failing store."""
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+_SCHEME = re.compile(r"([a-z][a-z0-9+.-]*)://")
+_PASSWORD = re.compile(r"://[^\s/:@]*:[^\s@]*@")
+_NOT_A_STORE = ("memory",)  # gone with this process
+_EXTRAS = {"s3": "the extra `store`", "http": "the extra `http`", "https": "the extra `http`", "gs": "gcsfs"}
+
+Result = TypeVar("Result")
+
+
+def is_url(path: str | Path) -> bool:
+    """Return whether a path is on another store."""
+    return _SCHEME.match(str(path)) is not None
+
+
+def scheme_of(url: str) -> str:
+    """Return the scheme of a URL, such as s3."""
+    found = _SCHEME.match(url)
+    return found[1] if found else ""
+
+
+def url_problem(name: str, url: str | None, *, what: str = "a folder's URL, such as s3://bucket/run") -> str | None:
+    """Return what is wrong with the URL in a field of the configuration, which becomes part of every checkpoint."""
+    if url is None:
+        return None
+    scheme = _SCHEME.match(url)
+    if scheme is None or scheme[1] in _NOT_A_STORE or "::" in url:
+        return f"{name} is {redacted(url)}; it must be {what} or file:///disk/run"
+    return password_problem(name, url)
+
+
+def password_problem(name: str, url: str) -> str | None:
+    """Return the line for a URL with a password, or None."""
+    if not _PASSWORD.search(url):
+        return None
+    return (
+        f"{name} is {redacted(url)} and holds a password, which every checkpoint would show; leave it out, and give"
+        " it to the store's driver in its own way (its environment variables or files)"
+    )
+
+
+def driver_of(url: str) -> tuple[Any, str]:
+    """Return a new filesystem of fsspec for a URL, and the path in it.
+
+    Raises:
+        InputError: its driver is not installed.
+    """
+    from fsspec.core import url_to_fs
+
+    try:
+        # A driver may connect when it is made: one that is kept for the next caller may have lost its connection.
+        files, path = url_to_fs(url, skip_instance_cache=True)
+    except (ImportError, ValueError) as error:
+        needed = _EXTRAS.get(scheme_of(url))
+        raise InputError(
+            f"{redacted(url)} needs a driver that is not installed ({reason_of(error)}); install "
+            f"{needed or 'it (for s3:// the extra `store`)'}, or name another URL"
+        ) from None
+    if hasattr(files, "retries"):
+        files.retries = DRIVER_ATTEMPTS  # s3fs has five, and botocore five of each: minutes where nothing answers
+    return files, str(path).rstrip("/")
+
+
+def with_attempts(
+    function: Callable[[], Result],
+    report: Callable[[int, str], None],
+    pauses: Sequence[float] = PAUSES_SECONDS,
+    final: tuple[type[Exception], ...] = (FanformerError,),
+    patience: float = float("inf"),
+    jitter: float = 0.0,
+) -> Result:
+    """Call a function that uses a store, and call it again after each of the pauses where it fails.
+
+    A store that is full is not tried again: it fills nothing but the log.
+
+    Args:
+        report: is called with the number of each attempt that failed, and why.
+        final: the errors that would come again, and are not waited for.
+        patience: in seconds since the first attempt began; after it, none follows.
+        jitter: the part of a pause that is drawn: of many ranks that a store refused at once, not all come again at
+            once.
+
+    Raises:
+        Exception: the driver's own, of the last attempt.
+    """
+    end = time.monotonic() + patience
+    for attempt, pause in enumerate((*pauses, None), 1):
+        try:
+            return function()
+        except final:
+            raise
+        except Exception as error:  # drivers raise what they like
+            report(attempt, reason_of(error))
+            is_full = isinstance(error, OSError) and error.errno in _FULL
+            if pause is None or is_full or time.monotonic() > end:
+                raise
+            time.sleep(pause * (1 - jitter * random.random()) if jitter else pause)
+    raise AssertionError("the last attempt returns or raises")
+
+
+def reason_of(error: BaseException) -> str:
+    """Return a driver's error on one line, without credentials."""
+    text = " ".join(str(error).split()) or "no reason given"
+    return redacted(f"{type(error).__name__}: {text}")[:300]
+
+
+@contextmanager
+def reported_as_local(path: Path) -> Iterator[None]:
+    """Report failures of this machine's disk as its own while a store is in use, not as the store's.
+
+    Raises:
+        InputError: it failed.
+    """
+    try:
+        yield
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise InputError(
+            f"{path} cannot be written ({reason}); free space, check its rights, or name another"
+        ) from error

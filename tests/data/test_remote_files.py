@@ -1,0 +1,460 @@
+"""Token files on other stores: a run reads what it reads of local ones, bit for bit, or ends with one line."""
+
+import importlib.util
+import json
+import os
+import pickle
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_fanformer.data import remote_files, remote_stores
+from megatron_fanformer.data.batches import micro_batches
+from megatron_fanformer.data.config import DataConfig
+from megatron_fanformer.data.datasets import build_datasets
+from megatron_fanformer.data.identity import identify_data
+from megatron_fanformer.data.origins import sample_spans
+from megatron_fanformer.data.remote_files import read_together
+from megatron_fanformer.data.survey import survey_data
+from megatron_fanformer.data.tokenizer import load_tokenizer
+from megatron_fanformer.errors import CorruptError, FanformerError, InputError
+from megatron_fanformer.evaluation.config import PerplexityConfig
+from megatron_fanformer.evaluation.perplexity_sets import find_sets
+from megatron_fanformer.inspection.command import inspect_path
+from tests.data.failing_stores import FORBIDDEN, REFUSED, Plan, PlannedFiles, http_server, planned
+from tests.data.token_making import VOCAB_SIZE, write_manifest, write_npy, write_pair
+from tests.faults.mirror_kills import needs_server, s3_server
+
+SEQ_LENGTH, SAMPLES = 64, 40
+needs_http = pytest.mark.skipif(importlib.util.find_spec("aiohttp") is None, reason="needs aiohttp: the extra http")
+STORES = ["planned", pytest.param("http", marks=needs_http)]
+BLENDS = {
+    "npy": ["{}/one.npy", "{}/two.npy"],
+    "pair": ["{}/first"],
+    "weights": ["0.7", "{}/first", "0.3", "{}/second"],
+    "mixed": ["0.5", "{}/first", "0.5", "{}/one.npy"],
+    "blend": ["@{}/own.blend"],
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Token files of every kind; one pair and one .npy file with a manifest."""
+    (made := tmp_path / "there").mkdir()
+    write_pair(made / "first", [[200 + number] for number in range(30)])
+    write_pair(made / "second", [[50, 60], [700]], seed=50)
+    write_npy(made / "one.npy", 3000, seed=1)
+    write_npy(made / "two.npy", 2077, seed=2)
+    write_manifest(str(made / "first"), dtype="uint16", max_token_id=VOCAB_SIZE - 1)
+    write_manifest(str(made / "one"), dtype="uint16", max_token_id=VOCAB_SIZE - 1)
+    (made / "own.blend").write_text("first # its folder's\nsecond\n")
+    return made
+
+
+@pytest.fixture(autouse=True)
+def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    remote_files.forget()
+    monkeypatch.setattr(remote_stores, "_stores", {})
+    monkeypatch.setattr(remote_stores, "PAUSES_SECONDS", (0.01,) * 12)
+    monkeypatch.setattr(remote_stores, "REQUEST_SECONDS", 5.0)
+
+
+@contextmanager
+def served(kind: str, folder: Path, plan: Plan | None = None) -> Iterator[str]:
+    with (planned if kind == "planned" else http_server)(folder, plan) as url:
+        yield url
+
+
+def config_of(place: Path | str, cache: Path, blend: str = "npy", **fields: Any) -> DataConfig:
+    return DataConfig(train_data=[word.format(place) for word in BLENDS[blend]], cache_path=str(cache), **fields)
+
+
+def train_set(config: DataConfig, samples: int = SAMPLES) -> Any:
+    sizes = {"train_samples": samples, "valid_samples": 4}
+    return build_datasets(config, seq_length=SEQ_LENGTH, seed=1, vocab_size=VOCAB_SIZE, eod_id=0, **sizes).train
+
+
+def items(config: DataConfig, samples: int = SAMPLES) -> list[dict[str, torch.Tensor]]:
+    train = train_set(config, samples)
+    return [train[number] for number in range(samples)]
+
+
+def assert_equal(found: list[dict[str, torch.Tensor]], wanted: list[dict[str, torch.Tensor]]) -> None:
+    assert len(found) == len(wanted)
+    for one, other in zip(found, wanted, strict=True):
+        assert one.keys() == other.keys()
+        assert all(np.array_equal(np.asarray(one[name]), np.asarray(other[name])) for name in one)
+
+
+# -- the same samples
+
+
+@pytest.mark.parametrize("kind", STORES)
+@pytest.mark.parametrize("blend", BLENDS)
+def test_samples_are_those_of_the_local_files(kind: str, blend: str, folder: Path, tmp_path: Path) -> None:
+    here = items(config_of(folder, tmp_path / "cache", blend))
+    with served(kind, folder) as url:
+        for _ in range(2):  # the second time indices and notes are there
+            assert_equal(items(config_of(url, tmp_path / "cache", blend)), here)
+    assert_equal(items(config_of(folder, tmp_path / "cache", blend)), here)
+
+
+def test_a_split_and_marked_documents_are_those_of_the_local_files(folder: Path, tmp_path: Path) -> None:
+    stated: dict[str, Any] = {"split": "70,30,0", "reset_attention_mask": True, "blend": "pair"}
+    here = items(config_of(folder, tmp_path / "cache", **stated))
+    local = train_set(config_of(folder, tmp_path / "cache", **stated))
+    with planned(folder) as url:
+        assert_equal(items(config_of(url, tmp_path / "cache", **stated)), here)
+        remote = train_set(config_of(url, tmp_path / "cache", **stated))
+        for number in range(SAMPLES):
+            spans = [(span.prefix, span.first_token, span.length) for span in sample_spans(remote, number)]
+            assert spans == [
+                (span.prefix.replace(str(folder), url), span.first_token, span.length)
+                for span in sample_spans(local, number)
+            ]
+
+
+def test_folders_and_patterns_are_listed_in_the_order_of_local_ones(folder: Path, tmp_path: Path) -> None:
+    def named(place: str, *words: str) -> list[str]:
+        config = DataConfig(train_data=[word.format(place) for word in words], cache_path=str(tmp_path / "cache"))
+        return [path.replace(place, "") for source in survey_data(config).train.sources for path in source.paths]
+
+    (folder / "deep").mkdir()
+    write_npy(folder / "deep" / "three.npy", 100)
+    with planned(folder) as url:
+        assert named(url, "{}/") == named(str(folder), "{}") == ["/one.npy", "/two.npy"]
+        assert named(url, "{}/**/*.npy") == named(str(folder), "{}/**/*.npy")
+        with pytest.raises(InputError, match=re.escape(f"{url}/none*.npy holds no .npy file")):
+            named(url, "{}/none*.npy")
+
+
+@pytest.mark.parametrize("kind", STORES)
+@pytest.mark.parametrize("workers", [0, 2])
+def test_micro_batches_come_in_the_local_order(kind: str, workers: int, folder: Path, tmp_path: Path) -> None:
+    """From loaders that are forked off a process that has used the store."""
+
+    def drawn(place: Path | str, num_workers: int) -> list[dict[str, torch.Tensor]]:
+        batches = micro_batches(
+            train_set(config_of(place, tmp_path / "cache", "mixed")),
+            consumed_samples=3,
+            micro_batch_size=3,
+            data_parallel_rank=1,
+            data_parallel_size=2,
+            num_workers=num_workers,
+        )
+        taken = list(islice(batches, 7))
+        batches.close()
+        return taken
+
+    here = drawn(folder, 0)
+    with served(kind, folder) as url:
+        assert_equal(drawn(url, workers), here)
+
+
+def test_what_a_micro_batch_needs_is_requested_at_once(folder: Path, tmp_path: Path) -> None:
+    with planned(folder) as url:
+        train = train_set(config_of(url, tmp_path / "cache", "pair"))
+        asked: list[int] = []
+        read = remote_files.read_ranges
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(remote_files, "read_ranges", lambda ranges: asked.append(len(ranges)) or read(ranges))
+            train.many(list(range(8)))
+        assert len(asked) == 1 and asked[0] >= 8
+
+
+# -- the same identity
+
+
+@pytest.mark.parametrize("blend", ["npy", "weights", "mixed"])
+def test_the_identity_is_that_of_the_local_files(blend: str, folder: Path, tmp_path: Path) -> None:
+    def identity(place: Path | str) -> Any:
+        config = config_of(place, tmp_path / "cache", blend)
+        plain = identify_data(config, survey_data(config, VOCAB_SIZE)).as_plain()
+        return re.sub(r"'path': '[^']*'", "", str(plain))
+
+    (np.arange(1 << 20) % VOCAB_SIZE).astype("<u2").tofile(folder / "two.npy")  # beyond 32 blocks
+    here = identity(folder)
+    plan = Plan()
+    with planned(folder, plan) as url:
+        assert identity(url) == here
+        before, plan.requests = plan.requests, 0
+        assert identity(url) == here
+        assert plan.requests < before
+        if blend == "npy":
+            assert plan.requests == 2 * 2, "a look-up and the manifest of each file: its blocks are remembered"
+
+
+def test_a_survey_that_is_sent_to_other_ranks_reads_there(folder: Path, tmp_path: Path) -> None:
+    with planned(folder) as url:
+        config = config_of(url, tmp_path / "cache", "mixed")
+        survey = pickle.loads(pickle.dumps(survey_data(config, VOCAB_SIZE)))
+        sizes = {"seq_length": SEQ_LENGTH, "train_samples": SAMPLES, "valid_samples": 4, "seed": 1}
+        built = build_datasets(config, **sizes, vocab_size=VOCAB_SIZE, eod_id=0, survey=survey)
+        assert_equal([built.train[n] for n in range(4)], items(config_of(folder, tmp_path / "cache", "mixed"))[:4])
+
+
+# -- faults
+
+
+def heal(kind: str, folder: Path, tmp_path: Path, *, least: int, samples: int) -> None:
+    """Read samples from a store of which every third request fails, until so many have."""
+    here = items(config_of(folder, tmp_path / "cache", "mixed"), samples)
+    faults = seed = 0
+    while faults < least:
+        plan = Plan(0.3, seed=seed)
+        with served(kind, folder, plan) as url:
+            assert_equal(items(config_of(url, tmp_path / f"cache{seed}", "mixed"), samples), here)
+        assert plan.faults
+        faults, seed = faults + plan.faults, seed + 1
+
+
+@pytest.mark.parametrize("kind", STORES)
+def test_faults_are_healed(kind: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote_stores, "REQUEST_SECONDS", 0.15)
+    monkeypatch.setattr(remote_stores, "PAUSES_SECONDS", (0.01,) * 40)
+    heal(kind, folder, tmp_path, least=30, samples=20)
+
+
+@pytest.mark.full
+@needs_http
+def test_five_hundred_faults_are_healed(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote_stores, "REQUEST_SECONDS", 0.15)
+    monkeypatch.setattr(remote_stores, "PAUSES_SECONDS", (0.01,) * 40)
+    heal("http", folder, tmp_path, least=500, samples=SAMPLES)
+
+
+@pytest.mark.parametrize("kind", STORES)
+@pytest.mark.parametrize("is_gone", [False, True], ids=["replaced", "removed"])
+def test_a_file_that_changes_during_a_run_is_an_error(kind: str, is_gone: bool, folder: Path, tmp_path: Path) -> None:
+    """Replaced by one of the same size, whose samples would look right."""
+    with served(kind, folder) as url:
+        train = train_set(config_of(url, tmp_path / "cache"))
+        train[0]
+        for name, seed in (("one.npy", 7), ("two.npy", 8)):
+            os.rename(folder / name, folder / f"{name}.old")
+            if not is_gone:
+                write_npy(folder / name, (folder / f"{name}.old").stat().st_size // 2, seed=seed)
+        what = "is no longer there" if is_gone else "is another file than when the run began"
+        for number in range(SAMPLES):
+            with pytest.raises(CorruptError, match=rf"{url}/(one|two).npy {what}; put it back and resume"):
+                train[number]
+        for name in ("one.npy", "two.npy"):
+            os.replace(folder / f"{name}.old", folder / name)
+        train[0]
+
+
+@needs_http
+def test_a_server_without_ranges_is_an_error_at_once(folder: Path, tmp_path: Path) -> None:
+    with http_server(folder, serves_ranges=False) as url, pytest.raises(InputError, match="it does not serve ranges"):
+        survey_data(config_of(url, tmp_path / "cache"))
+
+
+@needs_http
+def test_a_server_that_ignores_conditions_is_asked_again_after_each_read(folder: Path, tmp_path: Path) -> None:
+    with http_server(folder, takes_conditions=False) as url:
+        train = train_set(config_of(url, tmp_path / "cache"))
+        here = items(config_of(folder, tmp_path / "cache"))
+        assert_equal([train[number] for number in range(SAMPLES)], here)
+        write_npy(folder / "one.npy", 3000, seed=7)
+        write_npy(folder / "two.npy", 2077, seed=8)
+        with pytest.raises(CorruptError, match="is another file than when the run began"):
+            train[0]
+
+
+@pytest.mark.parametrize("kind", STORES)
+def test_credentials_that_end_are_an_error_with_one_line(
+    kind: str, folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    plan = Plan()
+    with served(kind, folder, plan) as url:
+        train = train_set(config_of(url, tmp_path / "cache"))
+        train[0]
+        caplog.clear()
+        plan._share, plan._kinds = 1.0, (FORBIDDEN,)
+        with pytest.raises(FanformerError, match="renew its credentials, and start again") as raised:
+            train[1]
+    assert type(raised.value) is FanformerError and raised.value.exit_code == 1
+    text = str(raised.value)
+    assert url in text and "13 attempts" in text and "\n" not in text
+    assert len([record for record in caplog.records if record.levelname == "WARNING"]) == 1
+
+
+def test_no_right_at_the_start_is_an_input_error_and_shows_no_secret(folder: Path, tmp_path: Path) -> None:
+    refused = pytest.raises(InputError, match="check its name, rights and credentials")
+    with planned(folder, Plan(1.0, kinds=(FORBIDDEN,))) as url, refused:
+        survey_data(config_of(url, tmp_path / "cache"))
+    with planned(folder, Plan(1.0, kinds=(REFUSED,))) as url, pytest.raises(FanformerError) as raised:
+        survey_data(config_of(url, tmp_path / "cache"))
+    assert "secret" not in str(raised.value) and "503 SlowDown: https://…@host" in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "word, line",
+    [
+        ("{}/none.npy", "none.npy does not exist; name .npy files of token ids"),
+        ("{}/none", "none.bin does not exist; name the prefix of a .bin and .idx pair, or a folder, ending in /"),
+        ("@{}/none.blend", "none.blend cannot be read"),
+        ("{}/header.npy", "has NumPy's own header"),
+    ],
+)
+def test_what_is_not_there_is_an_input_error(word: str, line: str, folder: Path, tmp_path: Path) -> None:
+    np.save(folder / "header.npy", np.arange(9, dtype="<u2"))
+    with planned(folder) as url, pytest.raises(InputError, match=line):
+        survey_data(DataConfig(train_data=[word.format(url)], cache_path=str(tmp_path / "cache")))
+
+
+def test_what_a_configuration_itself_shows_needs_no_store(tmp_path: Path) -> None:
+    def problems(*words: str, **fields: Any) -> str:
+        return "\n".join(DataConfig(train_data=list(words), **fields).problems())
+
+    assert not problems("s3://bucket/a", "s3://bucket/b.npy", cache_path=str(tmp_path))
+    assert "holds a password" in problems("s3://user:secret@bucket/a", cache_path=str(tmp_path))
+    assert "secret" not in problems("s3://user:secret@bucket/a", cache_path=str(tmp_path))
+    assert "is a chain of URLs" in problems("simplecache::s3://bucket/a", cache_path=str(tmp_path))
+    assert "data.cache_path is null" in problems("s3://bucket/a")
+    assert "where chats are not read" in problems("s3://bucket/a", format="sft")
+
+
+@pytest.mark.skipif(importlib.util.find_spec("aiohttp") is not None, reason="aiohttp is installed")
+def test_a_driver_that_is_missing_is_named(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="install the extra `http`, or name another URL"):
+        survey_data(config_of("https://host/folder", tmp_path / "cache"))
+
+
+def test_an_index_that_is_damaged_there_is_named_there(folder: Path, tmp_path: Path) -> None:
+    content = (folder / "first.idx").read_bytes()
+    (folder / "first.idx").write_bytes(content[:-8])
+    with planned(folder) as url:
+        with pytest.raises(CorruptError, match=re.escape(f"{url}/first.idx: it is truncated")):
+            survey_data(config_of(url, tmp_path / "cache", "pair"))
+        (folder / "first.idx").write_bytes(content)
+        assert_equal(
+            items(config_of(url, tmp_path / "cache", "pair")), items(config_of(folder, tmp_path / "cache", "pair"))
+        )
+
+
+def test_an_id_outside_the_vocabulary_is_found_when_it_is_read(folder: Path, tmp_path: Path) -> None:
+    ids = np.fromfile(folder / "two.npy", "<u2")
+    ids[5] = 60_000
+    ids.tofile(folder / "two.npy")
+    with planned(folder) as url:
+        config = DataConfig(train_data=[f"{url}/two.npy"], cache_path=str(tmp_path / "cache"))
+        survey_data(config, VOCAB_SIZE)  # of a file without a manifest, not all ids are read
+        train, refused = train_set(config, len(ids) // SEQ_LENGTH), 0
+        for number in range(len(train)):
+            try:
+                train[number]
+            except CorruptError as error:
+                refused += 1
+                assert f"{url}/two.npy holds token id 60000 (token 5" in str(error)
+        assert refused == 1
+
+
+@needs_server
+def test_files_on_s3_are_read_in_their_version(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote_stores, "REQUEST_SECONDS", 30.0)
+    here = items(config_of(folder, tmp_path / "cache", "mixed"))
+    with s3_server(tmp_path) as url:
+        import s3fs
+
+        s3fs.S3FileSystem().put(f"{folder}/", f"{url}/tokens/", recursive=True)
+        assert_equal(items(config_of(f"{url}/tokens", tmp_path / "cache", "mixed")), here)
+        listed = survey_data(DataConfig(train_data=[f"{url}/tokens/"], cache_path=str(tmp_path / "cache")))
+        assert [file.url for file in listed.remote_files] == [f"{url}/tokens/{name}.npy" for name in ("one", "two")]
+        assert all(file.is_conditional for file in listed.remote_files)
+        train = train_set(config_of(f"{url}/tokens", tmp_path / "cache"))
+        train[0]
+        for name in ("one", "two"):
+            s3fs.S3FileSystem().put(str(folder / "first.bin"), f"{url}/tokens/{name}.npy")
+        with pytest.raises(CorruptError, match=r"tokens/(one|two).npy is another file than when the run began"):
+            train[0]
+
+
+# -- commands that read them
+
+
+def test_perplexity_sets_are_those_of_the_local_files(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+
+    def read(place: Path | str, **fields: Any) -> list[list[int]]:
+        sets = {"own": [f"{place}/one.npy", f"{place}/first"]}
+        stated = {"seq_length": SEQ_LENGTH, "vocab_size": VOCAB_SIZE, "batch_tokens": SEQ_LENGTH}
+        (found,) = find_sets(PerplexityConfig(sets=sets, **fields), **stated)
+        return read_together(lambda: [found.read(piece).tolist() for piece in found.pieces()])
+
+    with planned(folder) as url:
+        for fields in ({}, {"chunking": "documents", "eod_id": 5}):
+            assert read(url, **fields) == read(folder, **fields)
+        with pytest.raises(InputError, match=r"none.npy holds no token files; name a .npy file, a pair's prefix"):
+            stated = {"seq_length": SEQ_LENGTH, "vocab_size": VOCAB_SIZE, "batch_tokens": SEQ_LENGTH}
+            find_sets(PerplexityConfig(sets={"own": [f"{url}/none.npy"]}), **stated)
+
+
+def test_inspect_describes_a_file_as_the_local_one(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+
+    def described(place: Path | str, name: str) -> Any:
+        inspect_path(f"{place}/{name}", verify=False, json=True)
+        return json.loads(capsys.readouterr().out.replace(str(place), ""))
+
+    with planned(folder) as url:
+        for name in ("one.npy", "second.idx", "first.bin"):
+            assert described(url, name) == described(folder, name)
+        with pytest.raises(InputError, match="--verify reads files of this machine; copy planned://"):
+            inspect_path(f"{url}/one.npy", verify=True, json=False)
+
+
+def test_a_tokenizer_is_fetched_once(
+    folder: Path, tmp_path: Path, small_tokenizer_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+    shutil.copy(small_tokenizer_file, folder / "own.model")
+    (folder / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
+    plan = Plan()
+    with planned(folder, plan) as url:
+        there = load_tokenizer(f"{url}/own.model")
+        assert there.encode("a text") == load_tokenizer(small_tokenizer_file).encode("a text")
+        assert there.path.read_bytes() == small_tokenizer_file.read_bytes() and there.path.name == "own.model"
+        assert (there.path.parent / "tokenizer_config.json").exists()
+        remote_files.forget()
+        before, config = plan.requests, config_of(url, tmp_path / "cache", tokenizer=f"{url}/own.model")
+        assert load_tokenizer(f"{url}/own.model").path == there.path and plan.requests == before + 1
+        wanted = config_of(folder, tmp_path / "cache", tokenizer=str(small_tokenizer_file))
+        assert not config.problems()
+        found = identify_data(config, survey_data(config, VOCAB_SIZE)).tokenizer
+        assert found == identify_data(wanted, survey_data(wanted, VOCAB_SIZE)).tokenizer
+        for name, line in {"none.model": "does not exist", "": "is no file's URL"}.items():
+            with pytest.raises(InputError, match=line):
+                load_tokenizer(f"{url}/{name}")
+
+
+def test_manifests_that_may_not_be_read_count_as_none_and_are_logged_once(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A store that gives no right to list says of a file that is not there that there is no right to it."""
+    read = PlannedFiles.cat_file
+
+    def cat_file(self: PlannedFiles, path: str, *arguments: Any, **named: Any) -> bytes:
+        if path.endswith(".manifest.json"):
+            raise PermissionError("403")
+        return read(self, path, *arguments, **named)
+
+    monkeypatch.setattr(PlannedFiles, "cat_file", cat_file)
+    with planned(folder) as url, caplog.at_level("INFO"):
+        survey = survey_data(config_of(url, tmp_path / "cache"), VOCAB_SIZE)
+    assert [file.max_token_id for file in survey.npy_files.values()] == [None, None]
+    assert [record.message for record in caplog.records if "manifest" in record.message] == [
+        f"{url}/one.manifest.json and 1 more manifests are taken as not there: the store gives no right to read them"
+    ]
