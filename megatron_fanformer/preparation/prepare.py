@@ -28,7 +28,7 @@ from megatron_fanformer.durable_files import sha256_of
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.preparation.documents import DocumentParser
 from megatron_fanformer.preparation.id_encoders import SMALL_INPUT, EncoderChoice, choose_encoder
-from megatron_fanformer.preparation.inputs import DOCUMENT_SUFFIXES, NPY_SUFFIXES, expand_inputs
+from megatron_fanformer.preparation.inputs import CHAT_SUFFIXES, DOCUMENT_SUFFIXES, NPY_SUFFIXES, expand_inputs
 from megatron_fanformer.preparation.pipeline import PreparationJob, ProgressListener, run
 from megatron_fanformer.preparation.shards import is_unchanged
 from megatron_fanformer.preparation.verb import Backend, PrepareConfig
@@ -99,7 +99,7 @@ def prepare(config: PrepareConfig, progress: ProgressListener | None = None) -> 
     On any of these, no output is left that looks complete; finished shards stay in PREFIX.parts for the next run.
     """
     _check(config)
-    files = expand_inputs(config.inputs, NPY_SUFFIXES if config.from_npy else DOCUMENT_SUFFIXES)
+    files = input_files(config)
     tokenizer = load_tokenizer(config.tokenizer, eod_id=config.eod_id)
     record = tokenizer_record(tokenizer)
     settings = _settings(config, tokenizer)
@@ -120,6 +120,12 @@ def prepare(config: PrepareConfig, progress: ProgressListener | None = None) -> 
         strict=config.strict,
     )
     return PrepareReport(prefix=config.output, already_there=False, manifest=run(job, progress))
+
+
+def input_files(config: PrepareConfig) -> list[Path]:
+    """Return the files that the inputs name, of the kind that is read. Raises InputError as `expand_inputs`."""
+    suffixes = NPY_SUFFIXES if config.from_npy else CHAT_SUFFIXES if config.chat else DOCUMENT_SUFFIXES
+    return expand_inputs(config.inputs, suffixes)
 
 
 def _check(config: PrepareConfig) -> None:

@@ -26,7 +26,8 @@ class PrepareConfig:
     """Options of `prepare`."""
 
     inputs: tuple[str, ...] = argument(metavar="INPUT")
-    """Files (.jsonl, .json, .ndjson, also .gz or .zst; .parquet), folders of them, glob patterns, @LIST files."""
+    """Files (.jsonl, .json, .ndjson, .txt, .md, also .gz or .zst; .parquet), folders of them, glob patterns, @LIST
+    files."""
     output: str = option(metavar="PREFIX")
     """Prefix of the token files: PREFIX.bin, PREFIX.idx, PREFIX.ledger.parquet, PREFIX.manifest.json."""
     tokenizer: str
@@ -56,7 +57,7 @@ class PrepareConfig:
     npy_dtype: str = "uint16"
     """With --from-npy: the type of the tokens in them, uint16 or uint32."""
     strict: bool = False
-    """Stop at the first line that is not a document, instead of counting it."""
+    """Stop at the first line or text file that is not a document, instead of counting it."""
     chat: bool = False
     """The inputs are conversations; writes PREFIX.mask.bin, too (docs/fine-tuning.md)"""
     chat_template: str | None = option(None, metavar="FILE")

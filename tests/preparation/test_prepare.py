@@ -350,6 +350,24 @@ def test_the_ledger_says_where_each_document_came_from(
     assert [row["first_token"] for row in rows] == [0, lengths[0], lengths[0] + lengths[1]]
 
 
+def test_text_files_are_documents_named_by_their_paths_beside_lines(
+    tmp_path: Path, write_lines: WriteLines, prepare: Prepare
+) -> None:
+    folder = tmp_path / "texts"
+    (folder / "b").mkdir(parents=True)
+    for name, data in (("a.md", b"one\ntwo"), ("b/c.txt", b"three"), ("b/empty.txt", b""), ("latin.txt", b"caf\xe9")):
+        (folder / name).write_bytes(data)
+    write_lines("texts/z.jsonl", [as_line("four")])
+    manifest = prepare(tmp_path / "out", folder).manifest
+    rows = parquet.read_table(str(tmp_path / "out.ledger.parquet")).to_pylist()
+    assert [(row["id"], row["line"]) for row in rows] == [(f"{folder}/a.md", 1), (f"{folder}/b/c.txt", 1), ("1", 1)]
+    assert (manifest.lines_read, manifest.refused) == (5, {"empty text": 1, "invalid UTF-8": 1})
+    with pytest.raises(InputError, match=r"latin\.txt:1: invalid UTF-8"):
+        prepare(tmp_path / "strict", folder / "a.md", folder / "latin.txt", strict=True)
+    with pytest.raises(InputError, match=r"a\.md is plain text, which holds no conversation"):
+        prepare(tmp_path / "chat", folder / "a.md", chat=True)
+
+
 def test_without_a_ledger_the_tokens_are_the_same(tmp_path: Path, mixed: Path, prepare: Prepare) -> None:
     prepare(tmp_path / "with" / "out", mixed)
     prepare(tmp_path / "without" / "out", mixed, ledger=False)
