@@ -55,10 +55,6 @@ NOT_OURS = {
     "tensorboard": "a server",
     "pip": "the package registry, for what other tools need",
     "curl": "a server",
-    **dict.fromkeys(
-        ("mkdir", "find", "sort", "split", "printf", "sed"),
-        "the shell's own: tests/test_examples.py runs those of the lists of documents",
-    ),
 }
 """Programs that stand alone in a command, and why no test runs them from the page."""
 

@@ -20,8 +20,9 @@ from megatron_fanformer.data.manifest import (
 from megatron_fanformer.data.token_files import read_index
 from megatron_fanformer.errors import CorruptError, InputError
 from megatron_fanformer.formats.recognition import Target
-from megatron_fanformer.inspection.report import Advance, plural, size
+from megatron_fanformer.inspection.report import Advance
 from megatron_fanformer.processes import usable_cores
+from megatron_fanformer.terminal import plural, size
 
 TOKEN_ENDINGS = (".bin", ".npy", IDS_NPY)
 MASK_ENDINGS = (MASK_SUFFIX, MASK_NPY)

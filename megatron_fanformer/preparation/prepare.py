@@ -67,13 +67,13 @@ class PrepareReport:
             lines.append(f"{self.prefix} already exists, made from the same input with the same settings")
         counts = f"{manifest.documents:,} documents, {manifest.tokens:,} tokens"
         if (chat := manifest.settings.chat) is not None:
-            (output,) = manifest.outputs
+            learned = sum(output.learned_tokens or 0 for output in manifest.outputs)
             padded = "" if chat.pad_id is None else " with padding"
             counts = f"{manifest.documents:,} conversations, {manifest.tokens:,} tokens{padded}"
-            counts += f", {output.learned_tokens:,} of them learned"
+            counts += f", {learned:,} of them learned"
         lines.append(f"{manifest.lines_read:,} lines read: {counts}")
-        if chat is not None and output.cut:
-            lines.append(f"{output.cut:,} conversations cut to {chat.max_tokens:,} tokens")
+        if chat is not None and (cut := sum(output.cut or 0 for output in manifest.outputs)):
+            lines.append(f"{cut:,} conversations cut to {chat.max_tokens:,} tokens")
         lines += [f"{number:,} lines refused: {reason}" for reason, number in manifest.refused.items()]
         lines += [f"  {example}" for example in manifest.refused_examples]
         if len(manifest.outputs) > 1:
@@ -100,9 +100,7 @@ def prepare(config: PrepareConfig, progress: ProgressListener | None = None) -> 
     """
     _check(config)
     files = input_files(config)
-    tokenizer = load_tokenizer(config.tokenizer, eod_id=config.eod_id)
-    record = tokenizer_record(tokenizer)
-    settings = _settings(config, tokenizer)
+    tokenizer, settings, record = _described(config)
     existing = _existing(config, files, settings, record)
     if existing is not None:
         return PrepareReport(prefix=config.output, already_there=True, manifest=existing)
@@ -120,6 +118,20 @@ def prepare(config: PrepareConfig, progress: ProgressListener | None = None) -> 
         strict=config.strict,
     )
     return PrepareReport(prefix=config.output, already_there=False, manifest=run(job, progress))
+
+
+def settings_and_tokenizer(config: PrepareConfig) -> tuple[Settings, TokenizerRecord]:
+    """Return what a preparation's manifest will say of its settings and its tokenizer.
+
+    Raises InputError as `prepare`; the inputs are not looked at.
+    """
+    _check(config)
+    return _described(config)[1:]
+
+
+def _described(config: PrepareConfig) -> tuple[Tokenizer, Settings, TokenizerRecord]:
+    tokenizer = load_tokenizer(config.tokenizer, eod_id=config.eod_id)
+    return tokenizer, _settings(config, tokenizer), tokenizer_record(tokenizer)
 
 
 def input_files(config: PrepareConfig) -> list[Path]:
@@ -155,7 +167,7 @@ def _check(config: PrepareConfig) -> None:
 
 
 def _check_chat(config: PrepareConfig) -> None:
-    default = PrepareConfig(inputs=(), output="", tokenizer="")
+    default = PrepareConfig()
     changed = (getattr(config, name) != getattr(default, name) for name in OF_DOCUMENTS.values())
     for name, is_set in zip(OF_DOCUMENTS, changed, strict=True):
         if is_set:
@@ -223,7 +235,7 @@ def _existing(
     if manifest is None:
         return None
     remedy = "choose another output prefix, or remove its files"
-    if not isinstance(manifest, Manifest) or not _outputs_stand(prefix, manifest):
+    if not isinstance(manifest, Manifest) or missing_output(prefix, manifest) is not None:
         raise InputError(f"{prefix}.manifest.json exists, but not all files that it lists; {remedy}")
     difference = (
         settings_difference(settings, manifest.settings)
@@ -240,10 +252,11 @@ def _existing(
     return manifest
 
 
-def _outputs_stand(prefix: str, manifest: Manifest) -> bool:
-    folder = Path(prefix).parent
+def missing_output(prefix: str, manifest: Manifest) -> Path | None:
+    """Return the first file of a prefix that does not stand with its size; None if all do."""
     records = [record for output in manifest.outputs for record in output.files.values()]
-    return all((path := folder / record.path).is_file() and path.stat().st_size == record.bytes for record in records)
+    files = ((Path(prefix).parent / record.path, record.bytes) for record in records)
+    return next((path for path, size in files if not path.is_file() or path.stat().st_size != size), None)
 
 
 def _inputs_difference(files: list[Path], records: list[InputRecord]) -> str | None:
