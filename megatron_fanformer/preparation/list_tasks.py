@@ -114,8 +114,8 @@ class _Task:
             with progress_line(f"list {name}") as show_line:
                 report = prepare(replace(self._config, inputs=inputs, output=output), listen)
         except (FanformerError, OSError) as error:
-            with suppress(FanformerError):
-                record(str(error))
+            with suppress(FanformerError):  # where another process writes the output, the list has not failed
+                record(None if isinstance(error, InUseError) else str(error))
             if not isinstance(error, FanformerError) or isinstance(error, OF_EVERY_LIST):
                 raise
             self._failures[name] = error
