@@ -10,7 +10,7 @@ import pytest
 
 from megatron_fanformer.checkpoint.run_lock import run_lock
 from megatron_fanformer.cli import main
-from megatron_fanformer.data.blends import parse_blend
+from megatron_fanformer.data.blends import parse_blend, parse_chats
 from megatron_fanformer.data.manifest import Manifest, read_any_manifest
 from megatron_fanformer.errors import CorruptError, InputError
 from megatron_fanformer.preparation import lists as lists_module
@@ -19,6 +19,7 @@ from megatron_fanformer.preparation.list_status import show_status, status_of
 from megatron_fanformer.preparation.list_tasks import prepare_lists
 from megatron_fanformer.preparation.lists import read_lists, write_lists
 from megatron_fanformer.preparation.verb import PrepareConfig
+from tests.data.chat_making import made_up_chats
 from tests.patience import PATIENCE_SECONDS, wait_until
 from tests.preparation import commands
 from tests.preparation.making import Prepare, as_line
@@ -206,24 +207,34 @@ def test_a_list_that_another_task_has_is_left_to_it(lists: Path, run_task: RunTa
     assert stages(lists) == ["done"] * 3
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"min_length": 3}, "min_length 0 and not 3"),
-        ({"eod_id": 5}, "eod_id"),
-        ({"output": "/y"}, "output /.*x and not /y"),
-    ],
-    ids=str,
-)
-def test_a_task_with_other_options_than_the_first_is_refused(
-    lists: Path, run_task: RunTask, settings: dict[str, Any], message: str
-) -> None:
+def test_a_task_with_other_options_than_the_first_is_refused(lists: Path, run_task: RunTask) -> None:
     run_task()
-    with pytest.raises(InputError, match=f"{lists} was begun with {message}"):
-        run_task(0, **settings)
+    others = {"min_length 0 and not 3": {"min_length": 3}, "eod_id": {"eod_id": 5}, "output /.*x and": {"output": "/y"}}
+    for message, settings in others.items():
+        with pytest.raises(InputError, match=f"{lists} was begun with {message}"):
+            run_task(0, **settings)
 
 
-# -- merging what is not whole
+# -- merging
+
+
+@pytest.mark.parametrize("format", ["megatron", pytest.param("npy", marks=pytest.mark.full)])
+def test_lists_of_chats_are_merged_and_verified_as_a_whole(
+    tmp_path: Path, olmo_tokenizer_file: Path, format: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    chats = [json.dumps({"messages": messages}) for messages in made_up_chats(30)]
+    for number in range(2):
+        (tmp_path / f"{number}.jsonl").write_text("\n".join([*chats[number::2], "{", "{"]))
+    common, lists = ["--output", str(tmp_path / "x"), "--tokenizer", str(olmo_tokenizer_file)], str(tmp_path / "lists")
+    chat = ["--chat", "--chat-template", "olmo", "--max-tokens", "300", "--format", format, "--workers", "1"]
+    assert main(["prepare", str(tmp_path), "--chat", "--lists", "2", "--output", lists]) == 0
+    assert main(["prepare", "--from-lists", lists, *common, *chat]) == 0
+    assert main(["prepare", "--merge", lists]) == 0
+    assert "34 lines read: 30 conversations" in capsys.readouterr().out
+    assert [source.paths for source in parse_chats([f"@{tmp_path}/x.blend"]).sources] == [
+        (f"{tmp_path}/x-00{number}",) for number in range(2)
+    ]
+    assert main(["inspect", str(tmp_path / "x"), "--verify"]) == 0
 
 
 def test_what_is_not_whole_is_named_and_not_merged(
