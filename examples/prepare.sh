@@ -1,16 +1,15 @@
 #!/usr/bin/env bash
-# Prepares many document files under Slurm, with one task of a job array per list of files. Split the list of all files
-# into lists, then run one task for each:
+# Prepares many document files under Slurm: a job array, whose tasks share lists of the files.
 #
-#   mkdir lists && find "$PWD/dolma" -name '*.json.gz' | sort | split --number=r/100 --numeric-suffixes --suffix-length=3 - lists/
+#   megatron-fanformer prepare dolma --lists 100 --output lists
 #   sbatch --array=0-99 examples/prepare.sh lists data/dolma tokenizer.json
+#   megatron-fanformer prepare --status lists
+#   megatron-fanformer prepare --merge lists
 #
-# Task 7 reads lists/007 and writes data/dolma-007.bin, .idx, .ledger.parquet and .manifest.json. Further arguments are
-# options of `prepare`. A task that was killed resumes when it is started again. When all are done,
-#
-#   printf '%s\n' data/dolma-*.manifest.json | sed 's|.*/||; s|\.manifest\.json$||' > data/dolma.blend
-#
-# writes the list that data.train_data accepts as "@data/dolma.blend".
+# Task 7 begins with lists/007, which it prepares to data/dolma-007.bin, .idx, .ledger.parquet and .manifest.json, and
+# goes on with lists that no other task has done or works on: what a lost task had begun is taken up where it was, and an
+# array may have fewer tasks than there are lists. Submit it again for what is left. Further arguments are options of
+# `prepare`. --merge checks that all is done, and writes what data.train_data reads as "@data/dolma.blend".
 #
 #SBATCH --job-name=prepare
 #SBATCH --nodes=1
@@ -27,9 +26,9 @@ if (($# < 3)); then
     echo "usage: prepare.sh FOLDER_OF_LISTS PREFIX TOKENIZER [OPTION…], as a task of a job array" >&2
     exit 2
 fi
-number=$(printf '%03d' "${SLURM_ARRAY_TASK_ID:?start it as a task of a job array}")
+task=${SLURM_ARRAY_TASK_ID:?start it as a task of a job array}
 lists=$1 prefix=$2 tokenizer=$3
 shift 3
 
-exec "${PYTHON:-python3}" -m megatron_fanformer prepare "@$lists/$number" --output "$prefix-$number" \
+exec "${PYTHON:-python3}" -m megatron_fanformer prepare --from-lists "$lists" --task "$task" --output "$prefix" \
     --tokenizer "$tokenizer" --workers "${SLURM_CPUS_PER_TASK:-1}" "$@"

@@ -39,6 +39,10 @@ class InputError(FanformerError, ValueError):
     exit_code = 2
 
 
+class InUseError(InputError):
+    """Another process that lives holds what this one needs: a run's folder, an output."""
+
+
 class CorruptError(FanformerError):
     """Data or a checkpoint is damaged, or fails its verification."""
 

@@ -17,6 +17,8 @@ from typing import TextIO, TypeAlias
 
 GAP = "  "
 NARROWEST = 24  # columns of text that wraps: below it, what stands beside it moves elsewhere
+UNITS = ("bytes", "kB", "MB", "GB", "TB")
+SHOWN_NAMES = 4  # of a long list: the first ones, and the last
 
 Row: TypeAlias = Sequence[str]
 Report: TypeAlias = Callable[..., None]
@@ -69,6 +71,27 @@ def wrapped(text: str, columns: int, first: str = "", rest: str = "") -> list[st
         text, columns, initial_indent=first, subsequent_indent=rest, break_long_words=False, break_on_hyphens=False
     )
     return lines or [""]
+
+
+def size(count: int) -> str:
+    """Return a number of bytes in three or four digits, by powers of a thousand."""
+    unit, value = 0, float(count)
+    while value >= 999.5 and unit < len(UNITS) - 1:
+        unit, value = unit + 1, value / 1000
+    return f"{value:.3g} {UNITS[unit]}" if unit else f"{count} {UNITS[0]}"
+
+
+def plural(count: int, noun: str) -> str:
+    """Return `1 file`, `2,000 files`."""
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+
+
+def some(names: Iterable[str]) -> str:
+    """Return a list of names on one line; of a long one the first and the last."""
+    listed = list(names)
+    if len(listed) <= SHOWN_NAMES + 1:
+        return ", ".join(listed)
+    return f"{', '.join(listed[:SHOWN_NAMES])} … {listed[-1]}"
 
 
 # -- tables

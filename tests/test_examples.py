@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_fanformer.cli import main
 from megatron_fanformer.data.blends import parse_blend
 from megatron_fanformer.data.token_files import read_index
 from megatron_fanformer.demo.demo import MODEL as DEMO_MODEL
@@ -251,26 +252,24 @@ def test_the_slurm_script_requeues_a_check_that_its_signal_ended(tmp_path: Path)
 
 
 @pytest.mark.full
-def test_the_tasks_of_an_array_prepare_a_list_each_and_their_outputs_are_one_blend(
-    tmp_path: Path, olmo_tokenizer_file: Path
+def test_a_task_of_an_array_prepares_its_list_and_those_that_nobody_else_has(
+    tmp_path: Path, olmo_tokenizer_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.chdir(tmp_path)
     for shard in range(3):
         line = json.dumps({"id": str(shard), "text": f"shard {shard} " * 20})
         (tmp_path / f"{shard}.jsonl").write_text(line + "\n")
-    shards = "\n".join(str(tmp_path / f"{shard}.jsonl") for shard in range(3)) + "\n"
-    (tmp_path / "lists").mkdir()
-    cut = ["split", "--number=r/2", "--numeric-suffixes", "--suffix-length=3", "-", f"{tmp_path}/lists/"]
-    subprocess.run(cut, input=shards, text=True, check=True)
-    for task in range(2):
-        environment = {**os.environ, "SLURM_ARRAY_TASK_ID": str(task), "PYTHON": sys.executable}
-        words = [tmp_path / "lists", tmp_path / "dolma", olmo_tokenizer_file, "--no-ledger"]
-        script = subprocess.run(["bash", EXAMPLES / "prepare.sh", *words], env=environment, check=False, cwd=tmp_path)
-        assert script.returncode == 0
-    listed = "printf '%s\\n' dolma-*.manifest.json | sed 's|.*/||; s|\\.manifest\\.json$||' > dolma.blend"
-    assert listed.replace("dolma", "data/dolma") in (EXAMPLES / "prepare.sh").read_text()
-    subprocess.run(["bash", "-c", listed], cwd=tmp_path, check=True)
-    blend = parse_blend([f"@{tmp_path}/dolma.blend"])
-    assert [source.paths for source in blend.sources] == [(f"{tmp_path}/dolma-{task:03d}",) for task in range(2)]
+    lines = (EXAMPLES / "prepare.sh").read_text().splitlines()
+    before, job, *after = [line.removeprefix("#   ") for line in lines if line.startswith("#   ")]
+    assert job == "sbatch --array=0-99 examples/prepare.sh lists data/dolma tokenizer.json"
+    assert main(before.replace("dolma --lists 100", f"{tmp_path} --lists 2").split()[1:]) == 0
+    environment = {**os.environ, "SLURM_ARRAY_TASK_ID": "1", "PYTHON": sys.executable}
+    words = [*job.split()[3:5], olmo_tokenizer_file, "--no-ledger"]
+    script = subprocess.run(["bash", EXAMPLES / "prepare.sh", *words], env=environment, check=False, cwd=tmp_path)
+    assert script.returncode == 0
+    assert [main(command.split()[1:]) for command in after] == [0, 0]
+    blend = parse_blend([f"@{tmp_path}/data/dolma.blend"])
+    assert [source.paths for source in blend.sources] == [(f"{tmp_path}/data/dolma-00{task}",) for task in range(2)]
     assert sum(len(read_index(source.paths[0]).lengths) for source in blend.sources) == 3
 
 

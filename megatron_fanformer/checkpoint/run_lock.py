@@ -29,7 +29,7 @@ from pathlib import Path
 import msgspec
 
 from megatron_fanformer.checkpoint.store import LOCK
-from megatron_fanformer.errors import FanformerError, InputError
+from megatron_fanformer.errors import FanformerError, InputError, InUseError
 
 logger = logging.getLogger(__name__)
 
@@ -59,11 +59,15 @@ class Holder(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @contextmanager
-def run_lock(run: Path) -> Iterator[None]:
+def run_lock(run: Path, *, option: str = "training.run_dir") -> Iterator[None]:
     """Hold the lock of a run's folder, which is made if missing, and removed again if nothing is put into it.
 
+    Args:
+        option: what names the folder, for errors.
+
     Raises:
-        InputError: another run holds it, or the folder cannot be written.
+        InUseError: another run holds it.
+        InputError: the folder cannot be written.
     """
     with ExitStack() as ending:
         ending.callback(_remove_empty, [folder for folder in (run, *run.absolute().parents) if not folder.exists()])
@@ -74,7 +78,7 @@ def run_lock(run: Path) -> Iterator[None]:
             what = (
                 "is a file; name a folder" if run.is_file() else f"cannot be written ({error.strerror}); name another"
             )
-            raise InputError(f"training.run_dir {run} {what}") from error
+            raise InputError(f"{option} {run} {what}") from error
         ending.callback(_give_back, run, token)
         ended = threading.Event()
         beats = threading.Thread(target=_beat, args=(run / LOCK, token, ended), name="run_lock", daemon=True)
@@ -97,7 +101,7 @@ def _give_back(run: Path, token: str) -> None:
 
 
 def _take(run: Path) -> str:
-    """Take the lock; returns the token. Raises InputError as `_has_taken`."""
+    """Take the lock; returns the token. Raises as `_has_taken`."""
     own = Holder(
         token=uuid.uuid4().hex,
         host=platform.node(),
@@ -120,7 +124,7 @@ def _take(run: Path) -> str:
 def _has_taken(run: Path, entry: Path) -> bool:
     """Try to take the lock; False if it has changed meanwhile.
 
-    Raises InputError if another process holds it, or what is there is not a file.
+    Raises InUseError if another process holds it, InputError if what is there is not a file.
     """
     path, dead = run / LOCK, dict[Path, str]()
     while not _links(entry, path):
@@ -132,7 +136,7 @@ def _has_taken(run: Path, entry: Path) -> bool:
         except FileNotFoundError:
             return False
         if _is_alive(run, path, holder, entry):
-            raise InputError(
+            raise InUseError(
                 f"{run} is in use by a run on {holder.host} (process {holder.pid}) since {holder.since}; wait for its"
                 " end, stop it, or name another folder"
             )
@@ -189,9 +193,35 @@ def _read(path: Path) -> tuple[bytes, float]:
 # -- whether a holder lives
 
 
+def holder_of(run: Path) -> Holder | None:
+    """Return who holds the lock of a folder, without waiting; None where nobody seems to.
+
+    A holder elsewhere seems to while its entry, by the times of files written beside it, is not older than
+    `STALE_SECONDS`: one that died is taken for a holder so long, and what `run_lock` finds out by waiting is exact.
+    """
+    try:
+        _, renewed = _read(run / LOCK)
+        holder = _holder(run / LOCK)
+    except OSError:
+        return None
+    if holder.place == _place():
+        return holder if _lives_here(run, holder) else None
+    beside = run / f".{LOCK}.{uuid.uuid4().hex}.tmp"
+    try:
+        beside.touch()
+        now = beside.stat().st_mtime
+        beside.unlink()
+    except OSError:  # a reader who may not write: this machine's clock has to do
+        now = time.time()
+    return holder if now - renewed <= STALE_SECONDS else None
+
+
 def _is_alive(run: Path, path: Path, holder: Holder, entry: Path) -> bool:
-    if holder.place != _place():
-        return _is_renewed(path, holder, entry)
+    return _lives_here(run, holder) if holder.place == _place() else _is_renewed(path, holder, entry)
+
+
+def _lives_here(run: Path, holder: Holder) -> bool:
+    """Return whether a holder in this place lives, and holds this folder and not a copy of it."""
     try:
         is_its_folder = os.path.samefile(holder.folder, run)
     except OSError:  # it was moved: its run ends

@@ -95,8 +95,8 @@ def overlap_problems(mixes: Sequence[Sequence[str]]) -> list[str]:
             if (owner := owners.setdefault(file, source)) != source:
                 return [
                     f"data.stages: {redacted(file)} is in two sources, {owner.name} and {source.name}, so that no "
-                    "stage could go on where the other was; name the same files as one source, in the same words, in all "
-                    "stages (files without weights are one)"
+                    "stage could go on where the other was; name the same files as one source, in the same words, in "
+                    "all stages (files without weights are one)"
                 ]
     return []
 

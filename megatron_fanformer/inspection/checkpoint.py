@@ -26,7 +26,8 @@ from megatron_fanformer.formats.name_table import expected_shapes
 from megatron_fanformer.formats.recognition import Target, iteration_of
 from megatron_fanformer.formats.training_record import layout
 from megatron_fanformer.inspection.model_rows import model_facts, model_rows, text_facts, text_row
-from megatron_fanformer.inspection.report import Advance, Report, plural, size, some
+from megatron_fanformer.inspection.report import Advance, Report
+from megatron_fanformer.terminal import plural, size, some
 from megatron_fanformer.training.metrics import last_metrics
 
 SHOWN_SOURCES = 20

@@ -1,6 +1,7 @@
 """Describes token files: from their manifest if there is one, and from the files themselves; torch is not imported."""
 
 import hashlib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from megatron_fanformer.data.manifest import (
     Manifest,
     PartManifest,
     Settings,
+    SourceCounts,
     read_any_manifest,
     token_files_record,
 )
@@ -23,9 +25,10 @@ from megatron_fanformer.data.remote_files import find
 from megatron_fanformer.data.token_files import read_index
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.formats.recognition import Target
-from megatron_fanformer.inspection.report import Report, plural, size, some
+from megatron_fanformer.inspection.report import Report
 from megatron_fanformer.runtime.device import cache_folder
 from megatron_fanformer.stores import is_url
+from megatron_fanformer.terminal import plural, size, some
 
 NPY_DTYPE: NpyType = "uint16"  # of the paper's files, which do not state it
 TITLES = {
@@ -219,11 +222,19 @@ def _manifest_rows(manifest: Manifest | PartManifest) -> Rows:
         *rows,
         ("inputs", f"{plural(len(inputs), 'file')}, {size(sum(file.bytes for file in inputs))}: {named}"),
         ("text", f"{size(manifest.text_bytes)} in {plural(manifest.lines_read, 'line')}"),
+        *([("sources", _sources(manifest.by_source or {}))] if set(manifest.by_source or ()) - {""} else []),
         ("refused", f"{plural(refused, 'line')}{f': {reasons}' if reasons else ''}"),
         *(("", str(example)) for example in manifest.refused_examples),
         ("encoded by", encoding.backend + (f" ({encoding.reason})" if encoding.reason else "")),
         ("made with", ", ".join(f"{name} {version}" for name, version in manifest.versions.items())),
     ]
+
+
+def _sources(counts: Mapping[str, SourceCounts]) -> str:
+    return some(
+        f"{name or 'none'} {plural(count.documents, 'document')}, {plural(count.tokens, 'token')}"
+        for name, count in counts.items()
+    )
 
 
 def _settings(settings: Settings) -> str:

@@ -20,8 +20,9 @@ from megatron_fanformer.data.manifest import (
 from megatron_fanformer.data.token_files import read_index
 from megatron_fanformer.errors import CorruptError, InputError
 from megatron_fanformer.formats.recognition import Target
-from megatron_fanformer.inspection.report import Advance, plural, size
+from megatron_fanformer.inspection.report import Advance
 from megatron_fanformer.processes import usable_cores
+from megatron_fanformer.terminal import plural, size
 
 TOKEN_ENDINGS = (".bin", ".npy", IDS_NPY)
 MASK_ENDINGS = (MASK_SUFFIX, MASK_NPY)
@@ -90,7 +91,7 @@ def _check_counts(prefix: str, manifest: Manifest | PartManifest) -> None:
     for output in manifest.outputs:
         part = str(path.parent / output.prefix)
         record = read_any_manifest(part)
-        if isinstance(record, PartManifest) and record.output != output:
+        if record is not None and output not in _outputs(record):
             raise CorruptError(f"{manifest_path(part)} and {path} describe its files differently; prepare it again")
 
 
@@ -158,8 +159,9 @@ def _check_output(
             learned = count_learned(folder / output.files[end].path)
             _compare(path, f"learned_tokens and those of {prefix}{end}", output.learned_tokens, learned)
     if ".ledger.parquet" in output.files:
-        # a ledger of chats, which are never in parts, has rows of refused lines too
-        refused = manifest.refused if isinstance(manifest, Manifest) and manifest.settings.chat is not None else {}
+        # A ledger of chats has rows of refused lines, too; of a whole that was merged, each list's own.
+        own = read_any_manifest(prefix)
+        refused = own.refused if isinstance(own, Manifest) and own.settings.chat is not None else {}
         check_ledger(prefix, output, lengths, refused=sum(refused.values()))
 
 

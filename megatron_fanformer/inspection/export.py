@@ -14,8 +14,9 @@ from megatron_fanformer.formats.recognition import Target
 from megatron_fanformer.formats.reference import open_reference
 from megatron_fanformer.formats.weight_files import weight_files
 from megatron_fanformer.inspection.model_rows import model_facts, model_rows, text_facts, text_row
-from megatron_fanformer.inspection.report import Advance, Report, plural, size, some
+from megatron_fanformer.inspection.report import Advance, Report
 from megatron_fanformer.model.config import FANformerConfig
+from megatron_fanformer.terminal import plural, size, some
 
 TITLES: dict[Format, str] = {"hf": "Hugging Face folder", "reference": "reference checkpoint"}
 # A torch archive's records are checked by their CRC-32; safetensors have none.

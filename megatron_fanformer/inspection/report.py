@@ -1,15 +1,12 @@
 """Reports on a path: rows for people and one object for programs, made side by side."""
 
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_fanformer.errors import escaped
 from megatron_fanformer.terminal import labelled
-
-UNITS = ("bytes", "kB", "MB", "GB", "TB")
-SHOWN_NAMES = 4  # of a long list: the first ones, and the last
 
 Advance = Callable[[int], None]
 """Called with each number of bytes that a verification has read."""
@@ -42,24 +39,3 @@ class Report:
 def as_json(value: Any) -> str:
     """Return one JSON object, indented."""
     return json.dumps(value, indent=2, ensure_ascii=False)
-
-
-def size(count: int) -> str:
-    """Return a number of bytes in three or four digits, by powers of a thousand."""
-    unit, value = 0, float(count)
-    while value >= 999.5 and unit < len(UNITS) - 1:
-        unit, value = unit + 1, value / 1000
-    return f"{value:.3g} {UNITS[unit]}" if unit else f"{count} {UNITS[0]}"
-
-
-def plural(count: int, noun: str) -> str:
-    """Return `1 file`, `2,000 files`."""
-    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
-
-
-def some(names: Iterable[str]) -> str:
-    """Return a list of names on one line; of a long one the first and the last."""
-    listed = list(names)
-    if len(listed) <= SHOWN_NAMES + 1:
-        return ", ".join(listed)
-    return f"{', '.join(listed[:SHOWN_NAMES])} … {listed[-1]}"

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_fanformer.errors import escaped
-from megatron_fanformer.inspection.report import plural
 from megatron_fanformer.inspection.step import Passage, Sample, StepSamples
+from megatron_fanformer.terminal import plural
 from megatron_fanformer.training.recovery import read_events
 
 HEAD_CHARACTERS, TAIL_CHARACTERS = 100, 40  # of a shortened text

@@ -1,4 +1,4 @@
-"""Document files, read once from start to end in blocks: JSON lines, plain or compressed, and Parquet.
+"""Document files, read once from start to end in blocks: JSON lines and text, plain or compressed, and Parquet.
 
 A block can be parsed on its own, by another thread. Memory is bounded by the block size, or by the longest
 line that is accepted, whatever the file contains and however well it is compressed.
@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from isal import igzip
 from isal.igzip_lib import IsalError
@@ -25,7 +25,7 @@ from megatron_fanformer.preparation.documents import (
     Refusal,
     text_columns,
 )
-from megatron_fanformer.preparation.inputs import PARQUET_SUFFIX
+from megatron_fanformer.preparation.inputs import PARQUET_SUFFIX, TEXT_SUFFIXES
 from megatron_fanformer.preparation.remote_inputs import InputFile, RemoteInput
 
 if sys.version_info >= (3, 14):
@@ -43,9 +43,16 @@ DICTIONARY_PAGE = 2
 PAGE_HEADER_BYTES = 32  # the fields that are read take 18 at most
 
 
-Block = bytes | dict[str, Any] | None
-"""Some consecutive lines of a file: whole lines of JSON; rows of Parquet, as pyarrow arrays by column; or None, for one
-that was skipped for its length."""
+class WholeText(NamedTuple):
+    """A text file's bytes, uncompressed, and its path as it was named, which is the document's id."""
+
+    data: bytes
+    id: str
+
+
+Block = bytes | dict[str, Any] | WholeText | None
+"""Some consecutive lines of a file: whole lines of JSON; rows of Parquet, as pyarrow arrays by column; a text file, as
+one line; or None, for one that was skipped for its length."""
 
 
 class Parser(Protocol):
@@ -64,6 +71,9 @@ def parse_block(block: Block, parser: Parser) -> list[Any]:
         return [Refusal(TOO_LONG_A_LINE)]
     if isinstance(block, dict):
         return list(parser.parse_rows(block))
+    if isinstance(block, WholeText):
+        assert isinstance(parser, DocumentParser)  # no text file is an input of conversations
+        return [parser.parse_text(*block)]
     lines = block.split(b"\n")
     if not lines[-1]:
         lines.pop()
@@ -97,7 +107,20 @@ class DocumentFile:
         """
         if self.path.name.endswith(PARQUET_SUFFIX):
             return self._row_blocks()
+        if self.path.name.endswith(TEXT_SUFFIXES):
+            return self._whole_text(block_bytes)
         return self._line_blocks(block_bytes)
+
+    def _whole_text(self, block_bytes: int) -> Iterator[Block]:
+        pieces: list[bytes] = []
+        read = 0
+        with self._open() as raw, _decompressed(self.path, _Counted(raw, self)) as stream:
+            while piece := stream.read(block_bytes):
+                read += len(piece)
+                pieces.append(piece)
+                if read > MAX_LINE_BYTES:  # the rest is read for its hash alone
+                    pieces.clear()
+        yield None if read > MAX_LINE_BYTES else WholeText(b"".join(pieces), str(self.path))
 
     def _line_blocks(self, block_bytes: int) -> Iterator[Block]:
         with self._open() as raw, _decompressed(self.path, _Counted(raw, self)) as stream:

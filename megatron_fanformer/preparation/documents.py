@@ -1,6 +1,7 @@
 """Documents in Dolma's format: JSON objects with a text, an id and a source.
 
-A line (in a Parquet file, a row) is either a document or refused with a reason; none is dropped silently.
+A line (in a Parquet file, a row; a text file as a whole) is either a document or refused with a reason; none is
+dropped silently.
 """
 
 import json
@@ -21,14 +22,14 @@ EMPTY_TEXT = "empty text"
 EMPTY_LINE = "empty line"
 INVALID_UTF8 = "invalid UTF-8"
 UNPAIRED_SURROGATE = "unpaired surrogate in the text"
-TOO_LONG_A_LINE = "line too long"
 TOO_LONG_TO_LOOK_AGAIN = "irregular, and too long to be looked at again"
 SHORTER = "shorter than min_length"
 LONGER = "longer than max_length"
 OTHER_SOURCE = "source left out"
 
-# A longer line is refused. The text of one line may take four times its bytes, and its ids as much again.
+# A longer line or text file is refused. Its text may take four times its bytes, and its ids as much again.
 MAX_LINE_BYTES = 128 << 20
+TOO_LONG_A_LINE = f"above {MAX_LINE_BYTES >> 20} MiB"
 # The first parse of a line builds only what is needed; a second one everything in it, up to 25 times its bytes.
 LOOK_AGAIN_BYTES = 8 << 20
 # The most digits of an integer that Python parses (sys.int_info.default_max_str_digits).
@@ -93,6 +94,13 @@ class DocumentParser:
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
             return self._look_again(line)
         return self.judge(fields.text, fields.id, fields.source)
+
+    def parse_text(self, data: bytes, id: str) -> Document | Refusal:
+        """Return the document that a text file is, without a byte order mark, or why it is none."""
+        try:
+            return self.judge(data.decode("utf-8-sig"), id, None)
+        except UnicodeDecodeError:
+            return Refusal(INVALID_UTF8)
 
     def parse_rows(self, columns: Mapping[str, Any]) -> list[Document | Refusal]:
         """Return the document in each row of a Parquet file, or why there is none; `columns` are pyarrow arrays."""

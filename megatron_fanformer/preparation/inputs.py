@@ -11,11 +11,14 @@ from megatron_fanformer.errors import InputError
 from megatron_fanformer.preparation.remote_inputs import InputFile, RemoteInput
 from megatron_fanformer.stores import is_url, password_problem
 
-LINE_SUFFIXES = tuple(
-    kind + compression for kind in (".jsonl", ".json", ".ndjson") for compression in ("", ".gz", ".zst")
+LINE_KINDS, TEXT_KINDS = (".jsonl", ".json", ".ndjson"), (".txt", ".md")
+LINE_SUFFIXES, TEXT_SUFFIXES = (
+    tuple(kind + compression for kind in kinds for compression in ("", ".gz", ".zst"))
+    for kinds in (LINE_KINDS, TEXT_KINDS)
 )
 PARQUET_SUFFIX = ".parquet"
-DOCUMENT_SUFFIXES = (*LINE_SUFFIXES, PARQUET_SUFFIX)
+CHAT_SUFFIXES = (*LINE_SUFFIXES, PARQUET_SUFFIX)
+DOCUMENT_SUFFIXES = (*CHAT_SUFFIXES, *TEXT_SUFFIXES)
 NPY_SUFFIXES = (".npy",)
 LARGEST_LIST_BYTES = 1 << 28  # of @LIST: a million paths are smaller, and a file of documents named by mistake is not
 # Found in a folder, these are a preparation's own: manifests and ledgers, not documents.
@@ -106,6 +109,8 @@ def _expand(name: str, suffixes: tuple[str, ...]) -> list[Path]:
         return _search(path, suffixes)
     if not path.exists():
         raise InputError(f"{path} does not exist; name an existing document file or folder")
+    if suffixes == CHAT_SUFFIXES and path.name.endswith(TEXT_SUFFIXES):
+        raise InputError(f"{path} is plain text, which holds no conversation; leave it out, or prepare without --chat")
     if not path.name.endswith(suffixes):
         raise InputError(f"{path} is not a document file; its name must end in one of {_kinds(suffixes)}")
     return [path]

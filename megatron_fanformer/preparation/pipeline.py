@@ -16,6 +16,7 @@ from megatron_fanformer.data.manifest import (
     TokenizerRecord,
     encode_manifest,
     manifest_path,
+    sum_by_source,
 )
 from megatron_fanformer.data.tokenizer import TokenizerTooSlow
 from megatron_fanformer.errors import FanformerError, InputError, MachineTooSlow
@@ -201,7 +202,7 @@ class _Run:
             raise InputError(_nothing_found(records, job.settings))
         manifest = _manifest(job, records, self._assembler.finish())
         if job.settings.part_bytes is not None:
-            self._work.publish(_blend(job, manifest.outputs), Path(job.output + ".blend"))
+            self._work.publish(blend_of(job.settings, manifest.outputs), Path(job.output + ".blend"))
         self._work.publish(encode_manifest(manifest), manifest_path(job.output))
         self._work.remove()
         return manifest
@@ -242,10 +243,11 @@ def _manifest(job: PreparationJob, records: list[ShardRecord], outputs: list[Tok
             "python": platform.python_version(),
             **{tool: version(tool) for tool in TOOLS if find_spec(tool)},
         },
+        by_source=sum_by_source(record.by_source for record in records),
     )
 
 
-def _blend(job: PreparationJob, outputs: list[TokenFiles]) -> bytes:
-    """Return the list of the parts, as `data.train_data` takes it (@FILE): each counts by its size."""
-    suffix = ".npy" if job.settings.format == "npy" else ""
+def blend_of(settings: Settings, outputs: list[TokenFiles]) -> bytes:
+    """Return a list of token files in one folder, as `data.train_data` takes it (@FILE): each counts by its size."""
+    suffix = ".npy" if settings.format == "npy" and settings.chat is None else ""  # chats in rows are a folder
     return "".join(f"{output.prefix}{suffix}\n" for output in outputs).encode()

@@ -27,7 +27,7 @@ from megatron_fanformer.durable_files import sha256_of
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.preparation.documents import DocumentParser
 from megatron_fanformer.preparation.id_encoders import SMALL_INPUT, EncoderChoice, choose_encoder
-from megatron_fanformer.preparation.inputs import DOCUMENT_SUFFIXES, NPY_SUFFIXES, expand_inputs
+from megatron_fanformer.preparation.inputs import CHAT_SUFFIXES, DOCUMENT_SUFFIXES, NPY_SUFFIXES, expand_inputs
 from megatron_fanformer.preparation.pipeline import PreparationJob, ProgressListener, run
 from megatron_fanformer.preparation.remote_inputs import InputFile, RemoteInput, input_sha256, recorded_path
 from megatron_fanformer.preparation.shards import is_unchanged
@@ -68,13 +68,13 @@ class PrepareReport:
             lines.append(f"{self.prefix} already exists, made from the same input with the same settings")
         counts = f"{manifest.documents:,} documents, {manifest.tokens:,} tokens"
         if (chat := manifest.settings.chat) is not None:
-            (output,) = manifest.outputs
+            learned = sum(output.learned_tokens or 0 for output in manifest.outputs)
             padded = "" if chat.pad_id is None else " with padding"
             counts = f"{manifest.documents:,} conversations, {manifest.tokens:,} tokens{padded}"
-            counts += f", {output.learned_tokens:,} of them learned"
+            counts += f", {learned:,} of them learned"
         lines.append(f"{manifest.lines_read:,} lines read: {counts}")
-        if chat is not None and output.cut:
-            lines.append(f"{output.cut:,} conversations cut to {chat.max_tokens:,} tokens")
+        if chat is not None and (cut := sum(output.cut or 0 for output in manifest.outputs)):
+            lines.append(f"{cut:,} conversations cut to {chat.max_tokens:,} tokens")
         lines += [f"{number:,} lines refused: {reason}" for reason, number in manifest.refused.items()]
         lines += [f"  {example}" for example in manifest.refused_examples]
         if len(manifest.outputs) > 1:
@@ -100,14 +100,9 @@ def prepare(config: PrepareConfig, progress: ProgressListener | None = None) -> 
     On any of these, no output is left that looks complete; finished shards stay in PREFIX.parts for the next run.
     """
     _check(config)
-    files = expand_inputs(config.inputs, NPY_SUFFIXES if config.from_npy else DOCUMENT_SUFFIXES)
-    if config.from_npy and (remote := next((file for file in files if isinstance(file, RemoteInput)), None)):
-        raise InputError(f"{remote} is on another store, from which from_npy does not read; copy it to this machine")
-    if is_url(config.tokenizer):
-        config = replace(config, tokenizer=str(tokenizer_file(config.tokenizer)))
-    tokenizer = load_tokenizer(config.tokenizer, eod_id=config.eod_id)
-    record = tokenizer_record(tokenizer)
-    settings = _settings(config, tokenizer)
+    config = _with_tokenizer_here(config)
+    files = input_files(config)
+    tokenizer, settings, record = _described(config)
     existing = _existing(config, files, settings, record)
     if existing is not None:
         return PrepareReport(prefix=config.output, already_there=True, manifest=existing)
@@ -125,6 +120,34 @@ def prepare(config: PrepareConfig, progress: ProgressListener | None = None) -> 
         strict=config.strict,
     )
     return PrepareReport(prefix=config.output, already_there=False, manifest=run(job, progress))
+
+
+def settings_and_tokenizer(config: PrepareConfig) -> tuple[Settings, TokenizerRecord]:
+    """Return what a preparation's manifest will say of its settings and its tokenizer.
+
+    Raises InputError as `prepare`; the inputs are not looked at.
+    """
+    _check(config)
+    return _described(_with_tokenizer_here(config))[1:]
+
+
+def _with_tokenizer_here(config: PrepareConfig) -> PrepareConfig:
+    """Return options whose tokenizer is on this machine: one at a URL is fetched once."""
+    return replace(config, tokenizer=str(tokenizer_file(config.tokenizer))) if is_url(config.tokenizer) else config
+
+
+def _described(config: PrepareConfig) -> tuple[Tokenizer, Settings, TokenizerRecord]:
+    tokenizer = load_tokenizer(config.tokenizer, eod_id=config.eod_id)
+    return tokenizer, _settings(config, tokenizer), tokenizer_record(tokenizer)
+
+
+def input_files(config: PrepareConfig) -> list[InputFile]:
+    """Return the files that the inputs name, of the kind that is read. Raises InputError as `expand_inputs`."""
+    suffixes = NPY_SUFFIXES if config.from_npy else CHAT_SUFFIXES if config.chat else DOCUMENT_SUFFIXES
+    files = expand_inputs(config.inputs, suffixes)
+    if config.from_npy and (remote := next((file for file in files if isinstance(file, RemoteInput)), None)):
+        raise InputError(f"{remote} is on another store, from which from_npy does not read; copy it to this machine")
+    return files
 
 
 def _check(config: PrepareConfig) -> None:
@@ -154,7 +177,7 @@ def _check(config: PrepareConfig) -> None:
 
 
 def _check_chat(config: PrepareConfig) -> None:
-    default = PrepareConfig(inputs=(), output="", tokenizer="")
+    default = PrepareConfig()
     changed = (getattr(config, name) != getattr(default, name) for name in OF_DOCUMENTS.values())
     for name, is_set in zip(OF_DOCUMENTS, changed, strict=True):
         if is_set:
@@ -222,7 +245,7 @@ def _existing(
     if manifest is None:
         return None
     remedy = "choose another output prefix, or remove its files"
-    if not isinstance(manifest, Manifest) or not _outputs_stand(prefix, manifest):
+    if not isinstance(manifest, Manifest) or missing_output(prefix, manifest) is not None:
         raise InputError(f"{prefix}.manifest.json exists, but not all files that it lists; {remedy}")
     difference = (
         settings_difference(settings, manifest.settings)
@@ -239,10 +262,11 @@ def _existing(
     return manifest
 
 
-def _outputs_stand(prefix: str, manifest: Manifest) -> bool:
-    folder = Path(prefix).parent
+def missing_output(prefix: str, manifest: Manifest) -> Path | None:
+    """Return the first file of a prefix that does not stand with its size; None if all do."""
     records = [record for output in manifest.outputs for record in output.files.values()]
-    return all((path := folder / record.path).is_file() and path.stat().st_size == record.bytes for record in records)
+    files = ((Path(prefix).parent / record.path, record.bytes) for record in records)
+    return next((path for path, size in files if not path.is_file() or path.stat().st_size != size), None)
 
 
 def _inputs_difference(files: list[InputFile], records: list[InputRecord]) -> str | None:

@@ -23,7 +23,7 @@ from isal import isal_zlib
 
 from megatron_fanformer.data import ledger
 from megatron_fanformer.data.live_files import crc32_of
-from megatron_fanformer.data.manifest import InputRecord, RefusedLine
+from megatron_fanformer.data.manifest import MOST_SOURCES, InputRecord, RefusedLine, SourceCounts
 from megatron_fanformer.data.remote_files import find
 from megatron_fanformer.durable_files import sha256_of, write_atomically
 from megatron_fanformer.preparation.encoding import EncodedBlock, Learned
@@ -49,6 +49,8 @@ class ShardRecord(msgspec.Struct, frozen=True, kw_only=True):
     documents_crc32: int
     mask_crc32: int | None = None
     """CRC-32 of the mask; None where the documents are not conversations."""
+    by_source: dict[str, SourceCounts] | None = None
+    """As in the manifest."""
 
 
 @dataclass(frozen=True)
@@ -124,6 +126,8 @@ class ShardWriter:
         self._mask = _SummedFile(files.path("mask")) if is_chats else None
         self._rows = pyarrow.ipc.new_stream(self._documents, self._schema)
         self._counts: Counter[str] = Counter(lines=0, documents=0, tokens=0, text_bytes=0)
+        self._documents_by_source: Counter[str] = Counter()
+        self._tokens_by_source: Counter[str] = Counter()
         self._refused: Counter[str] = Counter()
         self._examples: list[RefusedLine] = []
         self._max_token_id = -1
@@ -143,6 +147,7 @@ class ShardWriter:
             self._add_chats(block, block.learned, lines_before + 1)
         elif len(block.lengths):
             self._write_rows(block.ids, block.sources, np.array(block.numbers) + (lines_before + 1), block.lengths)
+        self._count_by_source(block)
         self._refused.update(reason for _, reason in block.refusals)
         for number, reason in block.refusals[: REFUSED_EXAMPLES - len(self._examples)]:
             line = lines_before + number + 1
@@ -150,6 +155,17 @@ class ShardWriter:
         self._counts.update(
             lines=block.lines, documents=len(block.lengths), tokens=len(block.tokens), text_bytes=block.text_bytes
         )
+
+    def _count_by_source(self, block: EncodedBlock) -> None:
+        if len(self._documents_by_source) > MOST_SOURCES:
+            return
+        names = [source or "" for source in block.sources]
+        self._documents_by_source.update(names)
+        if len(set(names)) == 1:
+            self._tokens_by_source[names[0]] += len(block.tokens)
+            return
+        for name, length in zip(names, block.lengths.tolist(), strict=True):
+            self._tokens_by_source[name] += length
 
     def _add_chats(self, block: EncodedBlock, learned: Learned, first_line: int) -> None:
         """Write the masks, and a row for every line: what became of it."""
@@ -186,9 +202,18 @@ class ShardWriter:
             tokens_crc32=self._tokens.crc32,
             documents_crc32=self._documents.crc32,
             mask_crc32=None if self._mask is None else self._mask.crc32,
+            by_source=self._by_source(),
         )
         write_atomically(self._files.path("json"), msgspec.json.encode(record))
         return record
+
+    def _by_source(self) -> dict[str, SourceCounts] | None:
+        if len(self._documents_by_source) > MOST_SOURCES:
+            return None
+        return {
+            name: SourceCounts(documents=documents, tokens=self._tokens_by_source[name])
+            for name, documents in sorted(self._documents_by_source.items())
+        }
 
 
 class _SummedFile(io.RawIOBase):

@@ -1,14 +1,17 @@
 """The verb `prepare`, and its options; imports nothing that is slow."""
 
 from argparse import ArgumentTypeError
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Literal
 
 from megatron_fanformer.data.manifest import Format, Learn, TooLong
-from megatron_fanformer.options import Verb, argument, option
+from megatron_fanformer.errors import InputError
+from megatron_fanformer.options import PROGRAM, Verb, argument, option, path_or_none
 from megatron_fanformer.processes import usable_cores
 from megatron_fanformer.terminal import show
 
+MANY = "many machines"
 Backend = Literal["auto", "gigatoken", "tokenizers", "sentencepiece"]
 
 
@@ -25,11 +28,11 @@ def _size(text: str) -> int:
 class PrepareConfig:
     """Options of `prepare`."""
 
-    inputs: tuple[str, ...] = argument(metavar="INPUT")
-    """Files (.jsonl, .json, .ndjson, also .gz or .zst; .parquet), folders, glob patterns, URLs, @LIST files."""
-    output: str = option(metavar="PREFIX")
+    inputs: tuple[str, ...] = argument((), metavar="INPUT")
+    """Files (.jsonl, .json, .ndjson, .txt, .md, also .gz or .zst; .parquet), folders, patterns, URLs, @LIST files."""
+    output: str = option("", metavar="PREFIX")
     """Prefix of the token files: PREFIX.bin, PREFIX.idx, PREFIX.ledger.parquet, PREFIX.manifest.json."""
-    tokenizer: str
+    tokenizer: str = ""
     """A sentencepiece .model, a Hugging Face tokenizer.json, or a folder that holds one."""
     workers: int = field(default_factory=usable_cores)
     """Worker processes, at least 1; they do not change the output (default: one for each core)"""
@@ -56,7 +59,7 @@ class PrepareConfig:
     npy_dtype: str = "uint16"
     """With --from-npy: the type of the tokens in them, uint16 or uint32."""
     strict: bool = False
-    """Stop at the first line that is not a document, instead of counting it."""
+    """Stop at the first line or text file that is not a document, instead of counting it."""
     chat: bool = False
     """The inputs are conversations; writes PREFIX.mask.bin, too (docs/fine-tuning.md)"""
     chat_template: str | None = option(None, metavar="FILE")
@@ -67,14 +70,76 @@ class PrepareConfig:
     """With --chat: the most tokens of a conversation, with npy those of each row (default: any; 2048 with npy)"""
     too_long: TooLong | None = option(None, parse=str)
     """With --chat: cut or drop a conversation of more tokens (default: cut)"""
+    lists: int | None = option(None, metavar="N", group=MANY)
+    """Write N lists of the inputs, about equal in bytes, into the new folder --output, and end."""
+    from_lists: Path | None = option(None, metavar="FOLDER", parse=path_or_none, group=MANY)
+    """In place of INPUT: prepare each list of FOLDER that no other task has done or is at, to PREFIX-000, …"""
+    task: int | None = option(None, metavar="N", group=MANY)
+    """With --from-lists: the list to begin with, from 0."""
+    status: Path | None = option(None, metavar="FOLDER", parse=path_or_none, group=MANY)
+    """Show which lists of FOLDER are done, running, failed or left, and end."""
+    json: bool = option(False, group=MANY)
+    """With --status: print one JSON object."""
+    merge: Path | None = option(None, metavar="FOLDER", parse=path_or_none, group=MANY)
+    """Check that all lists of FOLDER are done alike; write PREFIX.manifest.json and PREFIX.blend of the whole."""
+
+
+MODES: dict[str, tuple[str, ...]] = {
+    "lists": ("inputs", "output", "from_npy", "chat"),
+    "status": ("json",),
+    "merge": (),
+}
+"""Options that do not prepare, and those that each goes with."""
+
+
+def _check_options(config: PrepareConfig) -> None:
+    """Raise InputError for options that do not go together, or are missing."""
+    default = PrepareConfig()
+    changed = [each.name for each in fields(config) if getattr(config, each.name) != getattr(default, each.name)]
+    mode = next((name for name in MODES if name in changed), None)
+    if mode is not None and (stray := [name for name in changed if name not in (mode, *MODES[mode])]):
+        raise InputError(f"{stray[0]} is set, which has no effect with --{mode}; leave one of them out")
+    if mode is None and config.json:
+        raise InputError("json is set, which has no effect without --status; leave it out")
+    if config.from_lists is None and config.task is not None:
+        raise InputError("task is set, which has no effect without --from-lists; leave it out")
+    if config.from_lists is not None and config.inputs:
+        raise InputError(f"{config.inputs[0]} is an input beside those of --from-lists; leave one of them out")
+    needed = {None: ("output", "tokenizer"), "lists": ("output",)}.get(mode, ())
+    if missing := [f"--{name}" for name in needed if not getattr(config, name)]:
+        raise InputError(f"{' and '.join(missing)} is missing; {PROGRAM} prepare --help lists the options")
 
 
 def _prepare(config: PrepareConfig) -> None:
-    from megatron_fanformer.preparation.prepare import prepare
-    from megatron_fanformer.preparation.progress import progress_line
     from megatron_fanformer.runtime.device import quieten_libraries
 
+    _check_options(config)
     quieten_libraries()
+    if config.status is not None:
+        from megatron_fanformer.preparation.list_status import show_status
+
+        show_status(config.status, as_json=config.json)
+    elif config.merge is not None:
+        from megatron_fanformer.preparation.list_merge import merge_lists
+
+        merge_lists(config.merge)
+    elif config.lists is not None:
+        from megatron_fanformer.preparation.lists import write_lists
+        from megatron_fanformer.preparation.prepare import input_files
+
+        show([write_lists(input_files(config), config.lists, Path(config.output))])
+    elif config.from_lists is not None:
+        from megatron_fanformer.preparation.list_tasks import prepare_lists
+
+        prepare_lists(config)
+    else:
+        _prepare_one(config)
+
+
+def _prepare_one(config: PrepareConfig) -> None:
+    from megatron_fanformer.preparation.prepare import prepare
+    from megatron_fanformer.preparation.progress import progress_line
+
     with progress_line("preparing") as listener:
         report = prepare(config, listener)
     show(report.lines())

@@ -14,7 +14,7 @@ import msgspec
 
 from megatron_fanformer.data.manifest import ChatSettings, Encoding, Settings, TokenizerRecord
 from megatron_fanformer.durable_files import take_lock, write_atomically
-from megatron_fanformer.errors import InputError
+from megatron_fanformer.errors import InputError, InUseError
 from megatron_fanformer.preparation.shards import ShardFiles
 
 LOCK = "lock"
@@ -117,14 +117,14 @@ def work_folder(prefix: str) -> Iterator[WorkFolder]:
     """Yield the locked work folder of a prefix, created if missing.
 
     Kept if shards are done and not yet published; otherwise removed, with the folders created for it.
-    Raises InputError if another process holds it.
+    Raises InUseError if another process holds it.
     """
     work = WorkFolder(prefix)
     parents = [folder for folder in work.path.absolute().parents if not folder.exists()]
     work.path.mkdir(parents=True, exist_ok=True)
     lock = take_lock(work.path / LOCK, wait=False)
     if lock is None:
-        raise InputError(f"{prefix} is being written by another process; wait for it, or choose another prefix")
+        raise InUseError(f"{prefix} is being written by another process; wait for it, or choose another prefix")
     try:
         yield work
     finally:

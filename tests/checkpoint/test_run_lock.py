@@ -16,7 +16,7 @@ import msgspec
 import pytest
 
 from megatron_fanformer.checkpoint import run_lock as locks
-from megatron_fanformer.checkpoint.run_lock import FolderWatch, Holder, run_lock
+from megatron_fanformer.checkpoint.run_lock import FolderWatch, Holder, holder_of, run_lock
 from megatron_fanformer.checkpoint.store import LOCK
 from megatron_fanformer.errors import FanformerError, InputError
 from tests.patience import PATIENCE_SECONDS
@@ -90,6 +90,24 @@ def test_a_later_process_of_the_same_number_is_not_the_holder(run: Path) -> None
     assert not is_free(run)
     leave(run, pid=os.getpid(), started=started + "0")
     assert is_free(run)
+
+
+def test_the_holder_is_known_without_waiting(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert holder_of(run / "nowhere") is holder_of(run) is None
+    with run_lock(run):
+        holder = holder_of(run)
+        assert holder is not None and holder.pid == os.getpid()
+    leave(run)
+    assert holder_of(run) is None  # its process is dead
+    elsewhere = leave(run, place="elsewhere")
+    assert holder_of(run) == elsewhere
+    os.utime(run / LOCK, (1, 1))
+    assert holder_of(run) is None
+    assert [path.name for path in run.iterdir()] == [LOCK]
+    monkeypatch.setattr(Path, "touch", lambda *_: (_ for _ in ()).throw(PermissionError()))
+    assert holder_of(run) is None
+    os.utime(run / LOCK)
+    assert holder_of(run) == elsewhere
 
 
 def test_a_lock_that_was_taken_over_is_not_given_back(run: Path) -> None:

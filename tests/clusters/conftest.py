@@ -2,11 +2,14 @@
 
 import os
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.clusters import namespaces, slurm_here
+from tests.clusters.slurm_here import SlurmCluster
 from tests.small_runs import ROOT
 
 
@@ -28,6 +31,16 @@ def slurm_packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if reason := namespaces.missing() or slurm_here.unpack(folder):
         pytest.skip(reason)
     return folder
+
+
+@pytest.fixture
+def cluster(slurm_packages: Path, program_environment: dict[str, str]) -> Iterator[SlurmCluster]:
+    # Not in pytest's folder: the path of a socket has 108 bytes at most, and Slurm ends no job whose socket has more.
+    with (
+        tempfile.TemporaryDirectory(prefix="slurm-", ignore_cleanup_errors=True) as folder,
+        SlurmCluster(slurm_packages, Path(folder), program_environment) as cluster,
+    ):
+        yield cluster
 
 
 @pytest.fixture

@@ -1,8 +1,7 @@
 """`examples/slurm.sh` on a real Slurm: stopped and requeued three times, and with a node that is lost or unhealthy."""
 
-import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -74,16 +73,6 @@ class Job:
     def wait_for_end(self) -> None:
         self.wait_until(lambda: self.state() in ("COMPLETED", "FAILED", "NODE_FAIL", "TIMEOUT"), "end")
         assert (self.state(), self.state("ExitCode")) == ("COMPLETED", "0:0"), self.told()
-
-
-@pytest.fixture
-def cluster(slurm_packages: Path, program_environment: dict[str, str]) -> Iterator[SlurmCluster]:
-    # Not in pytest's folder: the path of a socket has 108 bytes at most, and Slurm ends no job whose socket has more.
-    with (
-        tempfile.TemporaryDirectory(prefix="slurm-", ignore_cleanup_errors=True) as folder,
-        SlurmCluster(slurm_packages, Path(folder), program_environment) as cluster,
-    ):
-        yield cluster
 
 
 @pytest.fixture

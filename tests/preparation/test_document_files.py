@@ -74,6 +74,26 @@ def test_a_line_over_the_limit_is_refused_and_the_next_one_read(
     assert (a.text, first, b.text, second) == ("a", [refused], "b", [refused])
 
 
+def test_a_text_file_is_one_document_of_any_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(document_files, "MAX_LINE_BYTES", 10_000)
+    text = "\n{\r\n\n\x00 é\n"
+    contents = {
+        "a.txt": (text.encode(), text),
+        "b.md": (b"\xef\xbb\xbf" + text.encode(), text),  # a byte order mark
+        "c.md.gz": (gzip.compress(b"x" * 10_000), "x" * 10_000),
+        "d.txt.zst": (compress_zstd(b"x" * 10_001), Refusal(documents.TOO_LONG_A_LINE)),
+        "e.txt": (b"", Refusal(documents.EMPTY_TEXT)),
+        "f.txt": (text.encode("utf-16"), Refusal(documents.INVALID_UTF8)),
+    }
+    for name, (data, expected) in contents.items():
+        (tmp_path / name).write_bytes(data)
+        file = DocumentFile(tmp_path / name)
+        [[found]] = [parse_block(block, DocumentParser()) for block in file.blocks(64)]
+        assert (found if isinstance(found, Refusal) else found.text) == expected
+        assert isinstance(found, Refusal) or (found.id, found.source) == (str(tmp_path / name), None)
+        assert (file.bytes_read, file.sha256) == (len(data), sha256_of(tmp_path / name))
+
+
 def test_a_compressed_bomb_is_refused_within_bounded_memory(tmp_path: Path) -> None:
     size = 3 * document_files.MAX_LINE_BYTES
     path = tmp_path / "bomb.jsonl.gz"

@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 
 from megatron_fanformer.errors import InputError
-from megatron_fanformer.preparation.inputs import NPY_SUFFIXES, expand_inputs
+from megatron_fanformer.preparation.inputs import CHAT_SUFFIXES, NPY_SUFFIXES, expand_inputs
 
 
 def names(found: list[Path], folder: Path) -> list[str]:
@@ -17,9 +17,21 @@ def touch(folder: Path, *files: str) -> None:
 
 
 def test_folders_stand_for_their_document_files_sorted(tmp_path: Path) -> None:
-    touch(tmp_path, "b/2.jsonl", "a/1.json.gz", "b/1.jsonl.zst", "b/notes.txt", "c.json", "d.parquet")
+    touch(
+        tmp_path,
+        "b/2.jsonl",
+        "a/1.json.gz",
+        "b/1.jsonl.zst",
+        "b/notes.pdf",
+        "c.json",
+        "d.parquet",
+        "e/f.md",
+        "g.txt.gz",
+    )
     touch(tmp_path, "b/tokens.ledger.parquet", "b/tokens.manifest.json")
-    assert names(expand_inputs([tmp_path]), tmp_path) == ["a/1.json.gz", "b/1.jsonl.zst", "b/2.jsonl", "d.parquet"]
+    found = ["a/1.json.gz", "b/1.jsonl.zst", "b/2.jsonl", "d.parquet"]
+    assert names(expand_inputs([tmp_path], CHAT_SUFFIXES), tmp_path) == found
+    assert names(expand_inputs([tmp_path]), tmp_path) == [*found, "e/f.md", "g.txt.gz"]
 
 
 def test_the_order_does_not_depend_on_how_files_are_named(tmp_path: Path) -> None:
@@ -29,7 +41,7 @@ def test_the_order_does_not_depend_on_how_files_are_named(tmp_path: Path) -> Non
 
 
 def test_patterns_take_what_they_match_of_document_files(tmp_path: Path) -> None:
-    touch(tmp_path, "a/1.jsonl", "a/2.txt", "b/1.jsonl", "[x].jsonl")
+    touch(tmp_path, "a/1.jsonl", "a/2.pdf", "b/1.jsonl", "[x].jsonl")
     assert names(expand_inputs([f"{tmp_path}/*/*"]), tmp_path) == ["a/1.jsonl", "b/1.jsonl"]
     assert names(expand_inputs([f"{tmp_path}/**/1.jsonl"]), tmp_path) == ["a/1.jsonl", "b/1.jsonl"]
     assert names(expand_inputs([f"{tmp_path}/[x].jsonl"]), tmp_path) == ["[x].jsonl"]
@@ -47,10 +59,10 @@ def test_token_files_are_found_by_their_own_suffix(tmp_path: Path) -> None:
     assert names(expand_inputs([tmp_path], NPY_SUFFIXES), tmp_path) == ["a.npy"]
 
 
-@pytest.mark.parametrize("name", ["missing.jsonl", "empty folder", "notes.txt", "no*match.jsonl", "@missing list"])
+@pytest.mark.parametrize("name", ["missing.jsonl", "empty folder", "notes.pdf", "no*match.jsonl", "@missing list"])
 def test_an_input_that_cannot_serve_is_an_input_error(tmp_path: Path, name: str) -> None:
     (tmp_path / "empty folder").mkdir()
-    (tmp_path / "notes.txt").touch()
+    (tmp_path / "notes.pdf").touch()
     path = f"@{tmp_path}/{name[1:]}" if name.startswith("@") else f"{tmp_path}/{name}"
     with pytest.raises(InputError, match=name.lstrip("@").replace("*", r"\*")):
         expand_inputs([path])

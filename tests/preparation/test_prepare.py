@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from pyarrow import parquet
 
+from megatron_fanformer.data import manifest as manifest_module
 from megatron_fanformer.data.manifest import Manifest, read_any_manifest
 from megatron_fanformer.data.token_files import read_index
 from megatron_fanformer.data.tokenizer import load_tokenizer
@@ -348,6 +349,42 @@ def test_the_ledger_says_where_each_document_came_from(
     lengths = read_index(prefix).lengths.tolist()
     assert [row["length"] for row in rows] == lengths
     assert [row["first_token"] for row in rows] == [0, lengths[0], lengths[0] + lengths[1]]
+
+
+def test_documents_and_tokens_are_counted_by_source_unless_there_are_too_many(
+    tmp_path: Path, write_lines: WriteLines, prepare: Prepare, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    of = [b'{"text": "one", "source": "a"}', b'{"text": "two two", "source": "b"}', b'{"text": "three"}']
+    first = write_lines("a.jsonl", [*of, *of, b"{", of[0]])
+    second = write_lines("b.jsonl", [of[1], b'{"text": "four", "source": ""}'])
+    counts = prepare(tmp_path / "out", first, second).manifest.by_source
+    rows = parquet.read_table(str(tmp_path / "out.ledger.parquet")).to_pylist()
+    expected: dict[str, tuple[int, int]] = {}
+    for row in rows:
+        documents, tokens = expected.get(row["source"] or "", (0, 0))
+        expected[row["source"] or ""] = (documents + 1, tokens + row["length"])
+    assert counts is not None and set(expected) == {"", "a", "b"}
+    assert {name: (count.documents, count.tokens) for name, count in counts.items()} == expected
+    monkeypatch.setattr(manifest_module, "MOST_SOURCES", 2)
+    assert prepare(tmp_path / "many", first, second).manifest.by_source is None
+
+
+def test_text_files_are_documents_named_by_their_paths_beside_lines(
+    tmp_path: Path, write_lines: WriteLines, prepare: Prepare
+) -> None:
+    folder = tmp_path / "texts"
+    (folder / "b").mkdir(parents=True)
+    for name, data in (("a.md", b"one\ntwo"), ("b/c.txt", b"three"), ("b/empty.txt", b""), ("latin.txt", b"caf\xe9")):
+        (folder / name).write_bytes(data)
+    write_lines("texts/z.jsonl", [as_line("four")])
+    manifest = prepare(tmp_path / "out", folder).manifest
+    rows = parquet.read_table(str(tmp_path / "out.ledger.parquet")).to_pylist()
+    assert [(row["id"], row["line"]) for row in rows] == [(f"{folder}/a.md", 1), (f"{folder}/b/c.txt", 1), ("1", 1)]
+    assert (manifest.lines_read, manifest.refused) == (5, {"empty text": 1, "invalid UTF-8": 1})
+    with pytest.raises(InputError, match=r"latin\.txt:1: invalid UTF-8"):
+        prepare(tmp_path / "strict", folder / "a.md", folder / "latin.txt", strict=True)
+    with pytest.raises(InputError, match=r"a\.md is plain text, which holds no conversation"):
+        prepare(tmp_path / "chat", folder / "a.md", chat=True)
 
 
 def test_without_a_ledger_the_tokens_are_the_same(tmp_path: Path, mixed: Path, prepare: Prepare) -> None:

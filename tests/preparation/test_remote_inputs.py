@@ -84,7 +84,7 @@ def test_files_are_named_as_those_here_are(documents: Path, tmp_path: Path) -> N
         for words, line in {
             f"{url}/none.jsonl": "does not exist; name an existing document file, or a folder with / at its end",
             f"{url}/none/": "holds no document file",
-            f"{url}/own.txt": "is not a document file",
+            f"{url}/own.csv": "is not a document file",
             "s3://user:secret@bucket/a.jsonl": "an input is s3://…@bucket/a.jsonl and holds a password",
         }.items():
             with pytest.raises(InputError, match=re.escape(line)):

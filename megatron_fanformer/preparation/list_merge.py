@@ -1,0 +1,145 @@
+"""The end of a preparation by many tasks: proof that they have done all of it alike, and one manifest of the whole."""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+from megatron_fanformer.data.manifest import (
+    Encoding,
+    Manifest,
+    encode_manifest,
+    manifest_path,
+    read_any_manifest,
+    sum_by_source,
+)
+from megatron_fanformer.durable_files import write_atomically
+from megatron_fanformer.errors import CorruptError, InputError, escaped
+from megatron_fanformer.preparation.list_status import status_of
+from megatron_fanformer.preparation.lists import (
+    Agreement,
+    InputLists,
+    ListRecord,
+    difference_of,
+    list_prefix,
+    read_lists,
+)
+from megatron_fanformer.preparation.pipeline import FAILURES_NAMED, blend_of
+from megatron_fanformer.preparation.prepare import PrepareReport, missing_output
+from megatron_fanformer.preparation.shards import REFUSED_EXAMPLES
+from megatron_fanformer.terminal import show, table, width
+
+
+def merge_lists(folder: Path) -> None:
+    """Write PREFIX.manifest.json and PREFIX.blend of all lists, and print what they hold; the same again does nothing.
+
+    The manifests of the lists are compared with the lists and with one another; the token files by their sizes alone
+    (`inspect PREFIX --verify` reads them).
+
+    Raises:
+        CorruptError: a list is not done, or differs; nothing is written.
+        InputError: the folder holds no lists, or PREFIX is another preparation's.
+    """
+    lists = read_lists(folder)
+    agreement = lists.read_agreement()
+    problems: list[str] = []
+    manifests: list[Manifest] = []
+    if agreement is None:
+        problems.append("no list has been begun")
+    else:
+        problems += _not_done(lists)
+        manifests = [found for each in lists.records if (found := _read(agreement, lists, each, problems))]
+        named = Counter(path for manifest in manifests for path in (record.path for record in manifest.inputs))
+        problems += [f"{path} is in {count} lists" for path, count in named.items() if count > 1]
+    if problems or agreement is None:
+        more = f"; and {len(problems) - FAILURES_NAMED} more" if len(problems) > FAILURES_NAMED else ""
+        raise CorruptError(
+            f"{folder} cannot be merged: {'; '.join(problems[:FAILURES_NAMED])}{more}; "
+            "prepare what is named (again), and merge then"
+        )
+    merged = _merged(manifests)
+    content = {
+        Path(agreement.output + ".blend"): blend_of(merged.settings, merged.outputs),
+        manifest_path(agreement.output): encode_manifest(merged),
+    }
+    for path, data in content.items():
+        if path.exists() and path.read_bytes() != data:
+            raise InputError(f"{path} exists, and is not of these lists; remove it, and merge again")
+    for path, data in content.items():  # the manifest last
+        write_atomically(path, data)
+    show(_report(agreement.output, merged))
+
+
+def _not_done(lists: InputLists) -> Iterator[str]:
+    for each in status_of(lists):
+        if each.stage == "running":
+            yield f"list {each.record.name} is not done: a task on {each.host} works on it"
+        elif each.stage == "failed":
+            yield f"list {each.record.name} has failed: {each.state.error}"
+        elif each.stage == "left":
+            yield f"list {each.record.name} is not done"
+
+
+def _read(agreement: Agreement, lists: InputLists, record: ListRecord, problems: list[str]) -> Manifest | None:
+    """Return the manifest of a list that is done, and note what is wrong with it."""
+    prefix, name = list_prefix(agreement.output, record.name), f"list {record.name}"
+    try:
+        manifest = read_any_manifest(prefix)
+        listed = Counter(lists.paths(record.name))
+    except (CorruptError, OSError, UnicodeDecodeError) as error:
+        problems.append(f"{name}: {error}")
+        return None
+    if not isinstance(manifest, Manifest):
+        return None  # it is not done, as has been noted
+    ours = Agreement(output=agreement.output, settings=manifest.settings, tokenizer=manifest.tokenizer)
+    if difference := difference_of(agreement, ours):
+        problems.append(f"{name} was prepared with {difference}")
+    if listed.total() != record.files:
+        problems.append(f"{name} names {listed.total()} files, and not the {record.files} with which it was written")
+    read = Counter(each.path for each in manifest.inputs)
+    for what, paths in (("lacks", listed - read), ("has, though it is not in the list,", read - listed)):
+        if paths:
+            others = f" and {len(paths) - 1} more" if len(paths) > 1 else ""
+            problems.append(f"{prefix} {what} {min(paths)}{others}")
+    if (missing := missing_output(prefix, manifest)) is not None:
+        problems.append(f"{missing} is missing, or not of the size that its manifest states")
+    return manifest
+
+
+def _merged(manifests: Sequence[Manifest]) -> Manifest:
+    first = manifests[0]
+    tools = dict.fromkeys(tool for each in manifests for tool in each.versions)
+    return Manifest(
+        lines_read=sum(each.lines_read for each in manifests),
+        documents=sum(each.documents for each in manifests),
+        tokens=sum(each.tokens for each in manifests),
+        text_bytes=sum(each.text_bytes for each in manifests),
+        max_token_id=max(each.max_token_id for each in manifests),
+        refused=dict(sorted(sum((Counter(each.refused) for each in manifests), Counter[str]()).items())),
+        refused_examples=[example for each in manifests for example in each.refused_examples][:REFUSED_EXAMPLES],
+        settings=first.settings,
+        tokenizer=first.tokenizer,
+        encoding=Encoding(
+            backend=_joined(each.encoding.backend for each in manifests),
+            reason=_joined(each.encoding.reason for each in manifests if each.encoding.reason) or None,
+        ),
+        inputs=[record for each in manifests for record in each.inputs],
+        outputs=[output for each in manifests for output in each.outputs],
+        versions={tool: _joined(each.versions[tool] for each in manifests if tool in each.versions) for tool in tools},
+        by_source=sum_by_source(each.by_source for each in manifests),
+    )
+
+
+def _joined(values: Iterable[str]) -> str:
+    return ", ".join(sorted(set(values)))
+
+
+def _report(prefix: str, merged: Manifest) -> Iterator[str]:
+    yield from PrepareReport(prefix=prefix, already_there=False, manifest=merged).lines()
+    if merged.by_source is None:
+        yield "sources: not counted, as there are too many, or an earlier version has prepared a list"
+        return
+    rows = [
+        (escaped(name) or "none", f"{counts.documents:,}", f"{counts.tokens:,}")
+        for name, counts in merged.by_source.items()
+    ]
+    yield from table(("source", "documents", "tokens"), rows, align="lrr", width=width())

@@ -1,0 +1,198 @@
+"""A folder of lists of a preparation's inputs, for tasks on many machines.
+
+000, 001, …     the lists: a path a line, which `prepare` takes as @FOLDER/000
+lists.json      how many lists there are, and what each holds
+tasks.json      what all tasks must agree on; written by the first
+000.task/       of a list that a task has taken: run.lock, while it works on it (checkpoint/run_lock.py), and
+                state.json, how far it came, or its error
+"""
+
+import heapq
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from megatron_fanformer.data.manifest import Settings, TokenizerRecord, manifest_path
+from megatron_fanformer.durable_files import new_folder, regular_file, take_lock, write_atomically
+from megatron_fanformer.errors import InputError
+from megatron_fanformer.preparation.inputs import LARGEST_LIST_BYTES
+from megatron_fanformer.preparation.remote_inputs import InputFile, RemoteInput
+from megatron_fanformer.preparation.work_folder import settings_difference, tokenizer_difference
+from megatron_fanformer.terminal import plural, size
+
+RECORD, AGREEMENT, STATE = "lists.json", "tasks.json", "state.json"
+DIGITS = 3  # at least, of a list's name
+COMPRESSED_WEIGHT = 2.5
+"""Bytes of text in a byte of a .gz or .zst file: 2.3 to 2.9 of Dolma's sample documents and of this project's pages."""
+
+
+class ListRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """One list."""
+
+    name: str
+    files: int
+    bytes: int
+    """Of its files, as they are on disk."""
+
+
+class ListsRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """All lists of a folder."""
+
+    lists: list[ListRecord]
+
+
+class Agreement(msgspec.Struct, frozen=True, kw_only=True):
+    """What all tasks have in common."""
+
+    output: str
+    """Absolute prefix, to which each list's name is added."""
+    settings: Settings
+    tokenizer: TokenizerRecord
+
+
+class ListState(msgspec.Struct, frozen=True, kw_only=True):
+    """How far the last task on a list came."""
+
+    documents: int = 0
+    text_bytes: int = 0
+    """UTF-8 bytes of text that it has encoded itself."""
+    input_bytes: int = 0
+    """Bytes of the list's files that are done, by whichever task."""
+    seconds: float = 0.0
+    error: str | None = None
+    """Why it failed; None if it did not."""
+
+
+@dataclass(frozen=True)
+class InputLists:
+    """An existing folder of lists."""
+
+    folder: Path
+    records: list[ListRecord]
+
+    def paths(self, name: str) -> list[str]:
+        """Return the input files of a list. Raises OSError or UnicodeDecodeError if it cannot be read."""
+        file = regular_file(self.folder / name, most_bytes=LARGEST_LIST_BYTES)
+        return file.read_text(encoding="utf-8").splitlines()
+
+    def task_folder(self, name: str) -> Path:
+        """Return the folder of the task on a list, which need not exist."""
+        return self.folder / f"{name}.task"
+
+    def read_state(self, name: str) -> ListState | None:
+        """Return how far the last task on a list came; None where there was none."""
+        try:
+            return msgspec.json.decode((self.task_folder(name) / STATE).read_bytes(), type=ListState)
+        except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
+            return None
+
+    def write_state(self, name: str, state: ListState) -> None:
+        """Record how far this task has come; to be called while it holds the list."""
+        write_atomically(self.task_folder(name) / STATE, msgspec.json.encode(state))
+
+    def read_agreement(self) -> Agreement | None:
+        """Return what the tasks have agreed on; None before the first. Raises InputError if it cannot be read."""
+        path = self.folder / AGREEMENT
+        try:
+            return msgspec.json.decode(regular_file(path).read_bytes(), type=Agreement)
+        except FileNotFoundError:
+            return None
+        except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
+            raise InputError(f"{path} cannot be read ({error}); remove it, and start a task again") from error
+
+    def agree(self, ours: Agreement) -> None:
+        """Write down what this task's preparations are, or compare it with what the first task has written.
+
+        Raises InputError for a difference.
+        """
+        lock = take_lock(self.folder / ".lock", wait=True)
+        try:
+            theirs = self.read_agreement()
+            if theirs is None:
+                write_atomically(self.folder / AGREEMENT, msgspec.json.encode(ours))
+                return
+        finally:
+            os.close(lock)  # type: ignore[arg-type]  # it waits until it has one
+        difference = difference_of(ours, theirs)
+        if ours.output != theirs.output:
+            difference = f"output {theirs.output} and not {ours.output}"
+        if difference:
+            raise InputError(
+                f"{self.folder} was begun with {difference}; give this task the others' options, or write new lists"
+            )
+
+
+def difference_of(ours: Agreement, theirs: Agreement) -> str | None:
+    """Describe how settings or tokenizers of two tasks differ; None if they do not."""
+    return settings_difference(ours.settings, theirs.settings) or tokenizer_difference(ours.tokenizer, theirs.tokenizer)
+
+
+def list_prefix(output: str, name: str) -> str:
+    """Return the prefix of a list's token files."""
+    return f"{output}-{name}"
+
+
+def is_done(output: str, name: str) -> bool:
+    """Return whether a list's preparation is complete: its manifest comes last."""
+    return manifest_path(list_prefix(output, name)).exists()
+
+
+def read_lists(folder: Path) -> InputLists:
+    """Open a folder of lists. Raises InputError if it is none."""
+    path = folder / RECORD
+    try:
+        record = msgspec.json.decode(regular_file(path).read_bytes(), type=ListsRecord)
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise InputError(f"{path} cannot be read ({reason}); name a folder that prepare --lists has written") from error
+    return InputLists(folder, record.lists)
+
+
+def write_lists(files: Sequence[InputFile], number: int, folder: Path) -> str:
+    """Write lists of files with about the same bytes of text each into a new folder; returns what to report.
+
+    The largest file goes first, each to the list that has the fewest bytes yet; of equal ones the order of paths and of
+    lists decides, so that the same files give the same lists. With fewer files than `number`, each is a list.
+
+    Raises InputError for a folder that exists, or a path that no list can hold.
+    """
+    if number < 1:
+        raise InputError(f"--lists is {number}; it must be at least 1")
+    weighed: list[tuple[float, str, int]] = []
+    for file in files:
+        path = str(file) if isinstance(file, RemoteInput) else os.path.abspath(file)
+        # A list is UTF-8 text, some of whose characters end a line, and its lines are stripped.
+        if path.splitlines() != [path.strip()] or path.encode("utf-8", "replace").decode() != path:
+            raise InputError(f"{path!r} cannot stand on a line of a list; rename the file")
+        size_bytes = file.stat().st_size
+        weight = size_bytes * (COMPRESSED_WEIGHT if path.endswith((".gz", ".zst")) else 1.0)
+        weighed.append((-weight, path, size_bytes))
+    count = min(number, len(weighed))
+    lists: list[list[str]] = [[] for _ in range(count)]
+    sizes, weights = [0] * count, [0.0] * count
+    lightest = [(0.0, 0, place) for place in range(count)]  # weight, files, list
+    for minus_weight, path, size_bytes in sorted(weighed):
+        weight, held, place = heapq.heappop(lightest)
+        lists[place].append(path)
+        sizes[place] += size_bytes
+        weights[place] = weight - minus_weight
+        heapq.heappush(lightest, (weights[place], held + 1, place))
+    digits = max(DIGITS, len(str(count - 1)))
+    names = [f"{place:0{digits}d}" for place in range(count)]
+    records = [
+        ListRecord(name=name, files=len(each), bytes=total)
+        for name, each, total in zip(names, lists, sizes, strict=True)
+    ]
+    with new_folder(folder) as partial:
+        for name, each in zip(names, lists, strict=True):
+            (partial / name).write_text("".join(f"{path}\n" for path in sorted(each)), encoding="utf-8")
+        (partial / RECORD).write_bytes(msgspec.json.format(msgspec.json.encode(ListsRecord(lists=records)), indent=2))
+    fewer = f", not {number}: no file is cut" if count < number else ""
+    spread = f"the largest is {max(weights) / min(weights):.2f} times the smallest" if min(weights) else "one is empty"
+    return (
+        f"{folder}: {plural(count, 'list')}{fewer}, of {plural(len(weighed), 'file')} with {size(sum(sizes))};"
+        f" by bytes of text {spread}"
+    )
