@@ -143,12 +143,13 @@ def test_a_difference_seen_under_way_starts_the_whole_run_anew(
 ) -> None:
     """The worker is told to trust gigatoken with a character that it takes otherwise: its sample shows it.
 
-    The first file has that where no sample is taken: its documents are published by then, and made anew.
+    The first file has that where no sample is taken: its documents are published by then, and made anew. The second is
+    long enough for a sample.
     """
     assert load_tokenizer(olmo_tokenizer_file).encode("\u0eba\u0323") is not None
     files = []
     wrong = "x\u0eba\u0323\u0334 " * 3
-    for number, texts in enumerate([["plain text", wrong], [wrong], ["more plain text"]]):
+    for number, texts in enumerate([["plain text", wrong], [wrong * 2_500], ["more plain text"]]):
         files.append(tmp_path / f"{number}.jsonl")
         files[-1].write_bytes(b"".join(as_line(text) + b"\n" for text in texts))
     prepare_files(str(tmp_path / "expected"), files, olmo_tokenizer_file, backend="tokenizers")
