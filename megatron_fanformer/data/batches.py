@@ -96,8 +96,8 @@ class _ErrorsAsSamples(Dataset[Any]):
             return [self[sample] for sample in samples]
         try:
             return self._dataset.many(samples)
-        except FanformerError as error:
-            return [error] * len(samples)
+        except FanformerError:  # of one of them: others may be of earlier steps
+            return [self[sample] for sample in samples]
 
 
 class FetchedTogether(Dataset[Any]):

@@ -72,11 +72,17 @@ def source_labels(sources: Sequence[Source]) -> list[str]:
 
     Several files of one source go by the folder that they are in.
     """
-    own_paths = [[os.path.abspath(path) for path in source.paths] for source in sources]
-    paths = [own[0] if len(own) == 1 else os.path.commonpath(own) for own in own_paths]
-    folder = os.path.dirname(paths[0]) if len(paths) == 1 else os.path.commonpath([os.path.dirname(p) for p in paths])
-    labels = [npy_prefix(os.path.relpath(path, folder)) for path in paths]
-    return labels if len(set(labels)) == len(labels) else [source.name for source in sources]
+    own_paths = [[path if is_url(path) else os.path.abspath(path) for path in source.paths] for source in sources]
+    paths = [own[0] if len(own) == 1 else _common_folder(own) for own in own_paths]
+    folder = _common_folder([os.path.dirname(path) for path in paths])
+    labels = [npy_prefix(path.removeprefix(folder).lstrip("/")) for path in map(redacted, paths)]
+    return labels if len(set(labels)) == len(labels) else [redacted(source.name) for source in sources]
+
+
+def _common_folder(paths: Sequence[str]) -> str:
+    """Return the longest beginning of paths and URLs, in whole parts."""
+    parts = zip(*(path.split("/") for path in paths), strict=False)
+    return "/".join(each[0] for each in itertools.takewhile(lambda each: len(set(each)) == 1, parts))
 
 
 @dataclass(frozen=True)

@@ -82,9 +82,17 @@ class Store:
             self._limit = asyncio.Semaphore(MOST_REQUESTS)
         limit = self._limit
 
+        end = time.monotonic() + PATIENCE_SECONDS
+        answered = False
+
         async def one(call: "Call") -> Any:
+            nonlocal answered
             async with limit:
-                return await asyncio.wait_for(call.awaitable(files), REQUEST_SECONDS)
+                if not answered and time.monotonic() > end:
+                    raise TimeoutError("nothing came of the requests before it")
+                found = await asyncio.wait_for(call.awaitable(files), REQUEST_SECONDS)
+                answered = True
+                return found
 
         return await asyncio.gather(*map(one, calls), return_exceptions=True)
 
@@ -152,6 +160,14 @@ NO_SUCH_VERSION = '"0"'
 _stores: dict[tuple[str, str], "Store"] = {}
 _owner = os.getpid()
 _owner_lock = threading.Lock()
+
+
+def _new_lock() -> None:
+    global _owner_lock
+    _owner_lock = threading.Lock()  # a thread may have held it at the fork
+
+
+os.register_at_fork(after_in_child=_new_lock)
 
 
 def store_of(url: str) -> "Store":

@@ -13,7 +13,7 @@ from megatron_fanformer.data.config import DataConfig
 from megatron_fanformer.data.npy_files import whole_samples
 from megatron_fanformer.data.stages import FIRST_STAGE, Stage
 from megatron_fanformer.data.survey import DataSurvey
-from megatron_fanformer.errors import InputError
+from megatron_fanformer.errors import InputError, redacted
 
 TRAIN, VALIDATION = 0, 1  # positions in PART_NAMES, and in megatron-core's lists
 
@@ -81,8 +81,8 @@ class SampleCounts:
             if rules and epochs > rules[-1][1] * (1 + LEAST_BEYOND):
                 name, most = rules[-1]
                 beyond.append(
-                    f"{stated.name}: the run takes {epochs:,.3g} epochs of it, more than data.max_repetition {name!r} "
-                    f"allows ({most:g}); lower its weight, shorten the run, or raise the limit"
+                    f"{self._name(source)}: the run takes {epochs:,.3g} epochs of it, more than data.max_repetition "
+                    f"{name!r} allows ({most:g}); lower its weight, shorten the run, or raise the limit"
                 )
         named = [self._survey.stated(source) for source in taken]
         unknown = [name for name in config.max_repetition if not any(_matches(source, name) for source in named)]
@@ -90,7 +90,7 @@ class SampleCounts:
         if beyond:
             (owns, shown) = (self.epoch_samples(config, Blend(list(taken), None)), list(taken.items())[:MOST_SHOWN])
             table = [
-                f"  {source.name}: {own * self._seq_length:,.0f} tokens, {epochs:,.3g} epochs"
+                f"  {self._name(source)}: {own * self._seq_length:,.0f} tokens, {epochs:,.3g} epochs"
                 for own, (source, epochs) in zip(owns, shown, strict=False)
             ]
             raise InputError("\n".join([*beyond, "what the run takes of each source:", *table]))
@@ -134,6 +134,9 @@ class SampleCounts:
             if own is not None
         )
 
+    def _name(self, source: Source) -> str:
+        return redacted(self._survey.stated(source).name)
+
     def epoch_of(self, source: Source) -> float:
         """Return the samples of an epoch; for a source too short for one, which is repeated, the fraction that it
         fills.
@@ -164,8 +167,8 @@ class SampleCounts:
         for source, epoch in zip(blend.sources, epochs, strict=True):
             if epoch < 1 or not (source.is_npy or self._survey.pair(source).tokens > self._seq_length):
                 raise InputError(
-                    f"{source.name} holds no whole sample of {self._seq_length} tokens, as every source of a run in "
-                    "stages must; join it with others, or leave it out"
+                    f"{self._name(source)} holds no whole sample of {self._seq_length} tokens, as every source of a "
+                    "run in stages must; join it with others, or leave it out"
                 )
         if any(source.is_npy for source in blend.sources):
             return self.of_mixed(blend, None)[0]

@@ -9,10 +9,12 @@ What is cut off is copied again, file by file. Copies that no process uses make 
 used first.
 """
 
+import functools
 import hashlib
 import json
 import logging
 import os
+import re
 import shutil
 import threading
 import time
@@ -28,10 +30,13 @@ from megatron_fanformer.data.blends import Blend, Source
 from megatron_fanformer.data.manifest import MANIFEST_SUFFIX, token_files_record
 from megatron_fanformer.data.npy_files import SUFFIX
 from megatron_fanformer.data.remote_files import RemoteFile, copy_to, find, look_up_contents, optional_content
-from megatron_fanformer.durable_files import take_lock
+from megatron_fanformer.durable_files import take_lock, write_atomically
 from megatron_fanformer.errors import InputError, redacted
+from megatron_fanformer.runtime import heartbeat
 from megatron_fanformer.stores import is_url, reported_as_local
 
+KEY = re.compile(r"[0-9a-f]{32}")  # the name of a folder of copies
+POLL_SECONDS = 1.0
 THREADS = 4  # files at a time, each in parts
 SAID_SECONDS = 15.0
 USES, LOCK = ".uses", ".lock"
@@ -46,7 +51,7 @@ class Entry:
     prefix: str
     files: dict[str, RemoteFile]
 
-    @property
+    @functools.cached_property
     def key(self) -> str:
         """Return the name of its folder, which another version does not have."""
         known = " ".join([self.prefix, *(file.identity for file in self.files.values())])
@@ -80,13 +85,18 @@ class Staging:
 
     def stated(self, source: Source) -> Source:
         """Return a source of `local`'s blends with the URLs that its copies are of."""
-        urls = {str(self._path(entry, "")): entry.prefix for entry in self.entries}
 
         def there(path: str) -> str:
             prefix = path.removesuffix(SUFFIX)
-            return urls[prefix] + path.removeprefix(prefix) if prefix in urls else path
+            url = self._urls.get(prefix)
+            return path if url is None else url + path.removeprefix(prefix)
 
         return Source(tuple(map(there, source.paths)))
+
+    @functools.cached_property
+    def _urls(self) -> dict[str, str]:
+        """The URLs that copies are of, both without a suffix."""
+        return {str(self._path(entry, "")): entry.prefix for entry in self.entries}
 
     def refusal(self) -> str | None:
         """Return why the copies do not fit into the folder, all that is not in use removed; None: they do."""
@@ -96,8 +106,11 @@ class Staging:
         except InputError as error:
             return str(error)
 
-    def fill(self) -> None:
+    def fill(self, *, is_first: bool = False) -> None:
         """Copy what is missing on this node; the copies are this process's to use until it ends.
+
+        Args:
+            is_first: whether this is the process that surveys the run's data, and reads the manifests beside them.
 
         Raises:
             InputError: there is no room for them, or the folder cannot be written.
@@ -106,11 +119,15 @@ class Staging:
         """
         with self._held() as kept:
             missing = [entry for entry in self.entries if not self._is_whole(entry)]
+            manifests = self.entries if is_first else missing
+            look_up_contents(entry.prefix + MANIFEST_SUFFIX for entry in manifests)
             if missing and (refusal := self._refusal(kept)):
                 raise InputError(f"{refusal}; free space, raise data.staging_bytes, or set data.remote to ranged")
             with reported_as_local(self.folder):
                 self._make_room(missing, kept)
                 self._note_use()
+                for entry in manifests:
+                    self._copy_manifest(entry)
             self._copy(missing)
             with reported_as_local(self.folder):
                 for entry in self.entries:
@@ -131,7 +148,9 @@ class Staging:
             lock = take_lock(self.folder / LOCK, wait=False)
             if lock is None:
                 logger.info("%s: waiting for another process that copies token files to it", self.folder)
-                lock = take_lock(self.folder / LOCK, wait=True)
+                while (lock := take_lock(self.folder / LOCK, wait=False)) is None:
+                    time.sleep(POLL_SECONDS)
+                    heartbeat.mark_progress()  # while others copy, for hours perhaps
         assert lock is not None
         try:
             with reported_as_local(self.folder):
@@ -161,9 +180,9 @@ class Staging:
         _uses[str(use)] = lock
 
     def _sizes(self) -> dict[Path, int]:
-        """Return the bytes of each folder of copies, the least recently used first."""
+        """Return the bytes of each folder of copies, the least recently used first; other folders are not ours."""
         folders = sorted(
-            (path for path in self.folder.iterdir() if path.is_dir() and path.name != USES),
+            (path for path in self.folder.iterdir() if KEY.fullmatch(path.name) and path.is_dir()),
             key=lambda path: path.stat().st_mtime,
         )
         return {path: sum(file.stat().st_size for file in path.iterdir()) for path in folders}
@@ -186,11 +205,13 @@ class Staging:
         return None
 
     def _make_room(self, missing: Sequence[Entry], kept: set[str]) -> None:
-        for left in self.folder.glob("[!.]*/.*.tmp"):  # of a process that was killed: this one holds the folder
-            left.unlink()
+        for folder in self._sizes():
+            for left in folder.glob(".*.tmp"):  # of a process that was killed: this one holds the folder
+                left.unlink()
         own, sizes = {entry.key for entry in self.entries}, self._sizes()
+        begun = {entry.key for entry in missing}
         needed = sum(entry.size for entry in missing)
-        total = sum(size for path, size in sizes.items() if path.name not in {entry.key for entry in missing})
+        total = sum(size for path, size in sizes.items() if path.name not in begun)
         for path, size in sizes.items():
             is_within = self.most_bytes is None or total + needed <= self.most_bytes
             if is_within and shutil.disk_usage(self.folder).free >= needed:
@@ -204,7 +225,6 @@ class Staging:
         if not missing:
             return
         progress = _Progress(sum(entry.size for entry in missing), self.folder)
-        look_up_contents(entry.prefix + MANIFEST_SUFFIX for entry in missing)
         with ThreadPoolExecutor(THREADS) as threads:
             waiting = [threads.submit(self._copy_entry, entry, progress) for entry in missing]
             try:
@@ -225,9 +245,15 @@ class Staging:
             stated = record.files[suffix].sha256 if record and suffix in record.files else ""
             found = copy_to(file, path, advance=progress.advance, sha256=stated or None)
             logger.debug("copied %s to %s, SHA-256 %s", file.path, path, found)
-        if (content := optional_content(entry.prefix + MANIFEST_SUFFIX)) is not None:
-            with reported_as_local(self.folder):
-                self._path(entry, MANIFEST_SUFFIX).write_bytes(content)
+
+    def _copy_manifest(self, entry: Entry) -> None:
+        """Let the manifest beside a copy be the one on the store, or none: it comes before the files that it is of."""
+        content, path = optional_content(entry.prefix + MANIFEST_SUFFIX), self._path(entry, MANIFEST_SUFFIX)
+        if content is None:
+            path.unlink(missing_ok=True)
+        elif not (path.is_file() and path.read_bytes() == content):
+            path.parent.mkdir(exist_ok=True)
+            write_atomically(path, content)
 
 
 _uses: dict[str, int] = {}
@@ -246,6 +272,7 @@ class _Progress:
         """Count the bytes of a part."""
         if self.is_over:
             raise InterruptedError("another file cannot be copied")
+        heartbeat.mark_progress()
         with self._lock:
             self._done += part
             now = time.monotonic()

@@ -111,6 +111,8 @@ def survey_data(config: DataConfig, vocab_size: int | None = None, *, for_run: b
     train = config.blend(config.train_data)
     valid = {name: config.blend(items) for name, items in config.valid_data.items()}
     cache = config.index_cache()
+    if urls := [prefix for prefix in config.prefixes() if is_url(prefix)]:
+        look_up_contents(prefix + MANIFEST_SUFFIX for prefix in urls)  # at once, and not one by one below
     eod_id = _end_of_text_id(config) if config.marks_documents else None
     chat_template = _chat_template(train) if config.is_chats else None
     stages = {name: config.blend(items) for name, items in config.stages.items()}
@@ -119,7 +121,7 @@ def survey_data(config: DataConfig, vocab_size: int | None = None, *, for_run: b
         _look_up_all(survey.sources())
         staging = _staging(config, survey.sources()) if for_run else None
         if staging is not None:
-            staging.fill()
+            staging.fill(is_first=True)
             survey = dataclasses.replace(
                 survey,
                 train=staging.local(train),
@@ -148,10 +150,13 @@ def survey_data(config: DataConfig, vocab_size: int | None = None, *, for_run: b
     return survey
 
 
-def _id_checks(survey: DataSurvey, vocab_size: int) -> list[Callable[..., None]]:
+def _id_checks(survey: DataSurvey, vocab_size: int, *, of_stores: bool = True) -> list[Callable[..., None]]:
+    """Return the checks of all files, or of those on this machine alone."""
+    pairs = [pair for pair in survey.pairs.values() if of_stores or pair.remote is None]
+    files = [file for file in survey.npy_files.values() if of_stores or file.remote is None]
     return [
-        *(partial(check_index_ids, pair, vocab_size, cache=survey.cache) for pair in survey.pairs.values()),
-        *(partial(check_npy_ids, file, vocab_size, cache=survey.cache) for file in survey.npy_files.values()),
+        *(partial(check_index_ids, pair, vocab_size, cache=survey.cache) for pair in pairs),
+        *(partial(check_npy_ids, file, vocab_size, cache=survey.cache) for file in files),
     ]
 
 
@@ -184,7 +189,7 @@ class DeferredScan:
 
     def _check(self, scan: Scan) -> None:
         try:
-            scan.run(_id_checks(self._survey, self._vocab_size))
+            scan.run(_id_checks(self._survey, self._vocab_size, of_stores=False))
             logger.info("all ids of the token files are within the vocabulary")
         except InterruptedError:
             pass  # stopped

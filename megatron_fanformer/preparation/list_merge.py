@@ -17,6 +17,7 @@ from megatron_fanformer.errors import CorruptError, InputError, escaped
 from megatron_fanformer.preparation.list_status import status_of
 from megatron_fanformer.preparation.lists import (
     Agreement,
+    EmptyList,
     InputLists,
     ListRecord,
     difference_of,
@@ -47,16 +48,23 @@ def merge_lists(folder: Path) -> None:
         problems.append("no list has been begun")
     else:
         problems += _not_done(lists)
-        manifests = [found for each in lists.records if (found := _read(agreement, lists, each, problems))]
+        for each in lists.records:
+            found, wrong = checked_manifest(agreement, lists, each)
+            problems += wrong
+            manifests += [found] if found else []
+        if not (manifests or problems):
+            problems.append("no list holds a document")
         named = Counter(path for manifest in manifests for path in (record.path for record in manifest.inputs))
         problems += [f"{path} is in {count} lists" for path, count in named.items() if count > 1]
     if problems or agreement is None:
         more = f"; and {len(problems) - FAILURES_NAMED} more" if len(problems) > FAILURES_NAMED else ""
         raise CorruptError(
             f"{folder} cannot be merged: {'; '.join(problems[:FAILURES_NAMED])}{more}; "
-            "prepare what is named (again), and merge then"
+            "prepare what is not done; of what differs, remove the token files, and prepare it again; merge then"
         )
-    merged = _merged(manifests)
+    merged = _merged(
+        manifests, [state.empty for each in lists.records if (state := lists.read_state(each.name)) and state.empty]
+    )
     content = {
         Path(agreement.output + ".blend"): blend_of(merged.settings, merged.outputs),
         manifest_path(agreement.output): encode_manifest(merged),
@@ -79,17 +87,17 @@ def _not_done(lists: InputLists) -> Iterator[str]:
             yield f"list {each.record.name} is not done"
 
 
-def _read(agreement: Agreement, lists: InputLists, record: ListRecord, problems: list[str]) -> Manifest | None:
-    """Return the manifest of a list that is done, and note what is wrong with it."""
+def checked_manifest(agreement: Agreement, lists: InputLists, record: ListRecord) -> tuple[Manifest | None, list[str]]:
+    """Return the manifest of a list that is done, and what is wrong with it, in words."""
     prefix, name = list_prefix(agreement.output, record.name), f"list {record.name}"
+    problems: list[str] = []
     try:
         manifest = read_any_manifest(prefix)
         listed = Counter(lists.paths(record.name))
     except (CorruptError, OSError, UnicodeDecodeError) as error:
-        problems.append(f"{name}: {error}")
-        return None
+        return None, [f"{name}: {error}"]
     if not isinstance(manifest, Manifest):
-        return None  # it is not done, as has been noted
+        return None, []  # it is not done, as has been noted, or holds no document
     ours = Agreement(output=agreement.output, settings=manifest.settings, tokenizer=manifest.tokenizer)
     if difference := difference_of(agreement, ours):
         problems.append(f"{name} was prepared with {difference}")
@@ -102,19 +110,20 @@ def _read(agreement: Agreement, lists: InputLists, record: ListRecord, problems:
             problems.append(f"{prefix} {what} {min(paths)}{others}")
     if (missing := missing_output(prefix, manifest)) is not None:
         problems.append(f"{missing} is missing, or not of the size that its manifest states")
-    return manifest
+    return manifest, problems
 
 
-def _merged(manifests: Sequence[Manifest]) -> Manifest:
+def _merged(manifests: Sequence[Manifest], empty: Sequence[EmptyList]) -> Manifest:
     first = manifests[0]
+    read: list[Manifest | EmptyList] = [*manifests, *empty]
     tools = dict.fromkeys(tool for each in manifests for tool in each.versions)
     return Manifest(
-        lines_read=sum(each.lines_read for each in manifests),
+        lines_read=sum(each.lines_read for each in read),
         documents=sum(each.documents for each in manifests),
         tokens=sum(each.tokens for each in manifests),
         text_bytes=sum(each.text_bytes for each in manifests),
         max_token_id=max(each.max_token_id for each in manifests),
-        refused=dict(sorted(sum((Counter(each.refused) for each in manifests), Counter[str]()).items())),
+        refused=dict(sorted(sum((Counter(each.refused) for each in read), Counter[str]()).items())),
         refused_examples=[example for each in manifests for example in each.refused_examples][:REFUSED_EXAMPLES],
         settings=first.settings,
         tokenizer=first.tokenizer,
@@ -122,7 +131,7 @@ def _merged(manifests: Sequence[Manifest]) -> Manifest:
             backend=_joined(each.encoding.backend for each in manifests),
             reason=_joined(each.encoding.reason for each in manifests if each.encoding.reason) or None,
         ),
-        inputs=[record for each in manifests for record in each.inputs],
+        inputs=[record for each in read for record in each.inputs],
         outputs=[output for each in manifests for output in each.outputs],
         versions={tool: _joined(each.versions[tool] for each in manifests if tool in each.versions) for tool in tools},
         by_source=sum_by_source(each.by_source for each in manifests),

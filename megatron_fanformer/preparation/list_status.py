@@ -38,12 +38,12 @@ def status_of(lists: InputLists) -> list[ListStatus]:
         holder = None
         stage: Stage = "left"
         state = lists.read_state(record.name) or ListState()
-        if agreement is not None and is_done(agreement.output, record.name):
-            stage = "done"
-        elif (holder := holder_of(lists.task_folder(record.name))) is not None:
+        if (holder := holder_of(lists.task_folder(record.name))) is not None:
             stage = "running"
         elif state.error is not None:
             stage = "failed"
+        elif state.empty is not None or (agreement is not None and is_done(agreement.output, record.name)):
+            stage = "done"
         found.append(ListStatus(record, stage, state, None if holder is None else holder.host))
     return found
 
@@ -70,7 +70,8 @@ def _lines(found: list[ListStatus]) -> Iterator[str]:
     total = sum(each.record.bytes for each in found)
     share = sum(each.bytes_done for each in found) / max(1, total)
     number = sum(each.stage == "done" for each in found)
-    yield f"{number:,} of {len(found):,} lists done; {share:.0%} of {size(total)}"
+    percent = 100 if number == len(found) else min(99, int(100 * share))
+    yield f"{number:,} of {len(found):,} lists done; {percent}% of {size(total)}"
 
 
 def _rate(found: list[ListStatus]) -> float | None:

@@ -5,23 +5,37 @@ keep: whoever comes next takes the list up, and its preparation continues where 
 """
 
 import os
+import platform
 import time
+from collections import Counter
 from contextlib import suppress
 from dataclasses import replace
 
 import msgspec
 
-from megatron_fanformer.checkpoint.run_lock import FolderWatch, holder_of, run_lock
+from megatron_fanformer.checkpoint.run_lock import STALE_SECONDS, FolderWatch, holder_of, run_lock
 from megatron_fanformer.data.tokenizer import TokenizerTooSlow
 from megatron_fanformer.errors import FanformerError, InputError, InUseError, MachineTooSlow
-from megatron_fanformer.preparation.lists import Agreement, InputLists, ListState, is_done, list_prefix, read_lists
-from megatron_fanformer.preparation.pipeline import FAILURES_NAMED, PrepareProgress
+from megatron_fanformer.preparation.list_merge import checked_manifest
+from megatron_fanformer.preparation.lists import (
+    Agreement,
+    EmptyList,
+    InputLists,
+    ListState,
+    is_done,
+    list_prefix,
+    read_lists,
+)
+from megatron_fanformer.preparation.pipeline import FAILURES_NAMED, NothingFound, PrepareProgress
 from megatron_fanformer.preparation.prepare import prepare, settings_and_tokenizer
 from megatron_fanformer.preparation.progress import progress_line
 from megatron_fanformer.preparation.verb import PrepareConfig
 from megatron_fanformer.preparation.workers import Refused
-from megatron_fanformer.terminal import show
+from megatron_fanformer.terminal import plural, show
 
+LOOK_SECONDS = 10.0
+LOST_SECONDS = STALE_SECONDS + 60.0
+"""How long a task without lists waits for those of another machine, which may be lost: longer than its lock holds."""
 STATE_SECONDS = 5.0  # between two records of how far a list is
 OF_EVERY_LIST = (Refused, TokenizerTooSlow, MachineTooSlow)
 """Errors that end a task at once: --strict, or what the next list would meet, too."""
@@ -43,13 +57,16 @@ def prepare_lists(config: PrepareConfig) -> None:
         raise InputError(f"--task is {config.task}; it must be at least 0, as the first list is")
     output = os.path.abspath(config.output)
     settings, tokenizer = settings_and_tokenizer(config)
-    lists.agree(Agreement(output=output, settings=settings, tokenizer=tokenizer))
-    _Task(replace(config, output=output, from_lists=None, task=None), lists, config.task).run()
+    agreement = Agreement(output=output, settings=settings, tokenizer=tokenizer, strict=config.strict)
+    lists.agree(agreement)
+    _Task(replace(config, output=output, from_lists=None, task=None), lists, config.task, agreement).run()
 
 
 class _Task:
-    def __init__(self, config: PrepareConfig, lists: InputLists, number: int | None) -> None:
-        self._config, self._lists = config, lists
+    def __init__(self, config: PrepareConfig, lists: InputLists, number: int | None, agreement: Agreement) -> None:
+        self._config, self._lists, self._agreement = config, lists, agreement
+        self._records = {record.name: record for record in lists.records}
+        self._done: set[str] = set()
         names = [record.name for record in lists.records]
         first = (number or 0) % len(names)  # of an array with more tasks than lists, the others help where they can
         self._names = names[first:] + names[:first]
@@ -57,32 +74,52 @@ class _Task:
         self._failures: dict[str, FanformerError] = {}
 
     def run(self) -> None:
-        has_taken = True
-        while has_taken:  # a list that another task had may be left by now
-            has_taken = False
-            for name in self._names:
-                if self._is_due(name):
-                    has_taken |= self._take(name)
+        waited = 0.0
+        while True:
+            taken = [name for name in self._names if self._is_due(name) and self._take(name)]
+            if taken:  # a list that another task had may be left by now
+                waited = 0.0
+            elif self._are_held_elsewhere() and waited < LOST_SECONDS:  # by a task that may be lost
+                time.sleep(LOOK_SECONDS)
+                waited += LOOK_SECONDS
+            else:
+                break
         if self._failures:
             first = next(iter(self._failures.values()))
             named = [f"list {name}: {error}" for name, error in self._failures.items()]
             more = f"; and {len(named) - FAILURES_NAMED} more lists" if len(named) > FAILURES_NAMED else ""
             raise type(first)("; ".join(named[:FAILURES_NAMED]) + more)
-        show([f"nothing is left for this task; prepare --status {self._lists.folder} shows all"])
+        held = sum(holder_of(self._lists.task_folder(name)) is not None for name in self._names)
+        others = f", and other tasks have {plural(held, 'list')}" if held else ""
+        show([f"nothing is left for this task{others}; prepare --status {self._lists.folder} shows all"])
+
+    def _are_held_elsewhere(self) -> bool:
+        holders = (holder_of(self._lists.task_folder(name)) for name in self._names)
+        return any(holder is not None and holder.host != platform.node() for holder in holders)
+
+    def _is_whole(self, name: str) -> bool:
+        """Return whether a list is done as these tasks do it: with these options, all of its files, and all outputs."""
+        if name not in self._done and is_done(self._config.output, name):
+            manifest, problems = checked_manifest(self._agreement, self._lists, self._records[name])
+            if manifest is not None and not problems:
+                self._done.add(name)
+        return name in self._done
 
     def _is_due(self, name: str) -> bool:
-        if name in self._failures or is_done(self._config.output, name):
+        if name in self._failures or self._is_whole(name):
             return False
         if holder_of(self._lists.task_folder(name)) is not None:
             return False
         state = self._lists.read_state(name)
+        if state is not None and state.empty is not None:
+            return False
         return state is None or state.error is None or name in self._tried_again
 
     def _take(self, name: str) -> bool:
         """Prepare a list; returns whether it was free."""
         try:
             with run_lock(self._lists.task_folder(name), option="the task's folder"):
-                if not is_done(self._config.output, name):
+                if not self._is_whole(name):
                     self._prepare(name)
         except InUseError:  # another task was faster
             return False
@@ -97,7 +134,8 @@ class _Task:
             nonlocal recorded
             watch.check()  # this process may have been stopped for so long that another took the list
             recorded = time.monotonic()
-            self._lists.write_state(name, msgspec.structs.replace(state, seconds=recorded - began, error=error))
+            with suppress(OSError):  # it only shows how far the list is
+                self._lists.write_state(name, msgspec.structs.replace(state, seconds=recorded - began, error=error))
 
         def listen(progress: PrepareProgress) -> None:
             nonlocal state
@@ -109,10 +147,20 @@ class _Task:
                 record()
 
         inputs, output = (f"@{self._lists.folder / name}",), list_prefix(self._config.output, name)
+        if (before := self._lists.read_state(name)) is not None:
+            state = ListState(input_bytes=before.input_bytes)
         record()
         try:
             with progress_line(f"list {name}") as show_line:
                 report = prepare(replace(self._config, inputs=inputs, output=output), listen)
+        except NothingFound as nothing:
+            refused = sum((Counter(each.refused) for each in nothing.records), Counter[str]())
+            lines, inputs_read = sum(each.lines for each in nothing.records), [each.input for each in nothing.records]
+            state = ListState(empty=EmptyList(lines_read=lines, refused=dict(refused), inputs=inputs_read))
+            watch.check()
+            self._lists.write_state(name, state)
+            show([f"list {name}: no document in {lines:,} lines read, which is no error while other lists hold some"])
+            return
         except (FanformerError, OSError) as error:
             with suppress(FanformerError):  # where another process writes the output, the list has not failed
                 record(None if isinstance(error, InUseError) else str(error))
@@ -120,5 +168,7 @@ class _Task:
                 raise
             self._failures[name] = error
             return
-        record()
+        self._done.add(name)
+        with suppress(FanformerError):  # another task took a list that was slow to end, and finds it done
+            record()
         show(f"list {name}: {line}" for line in report.lines())

@@ -15,12 +15,13 @@ from pathlib import Path
 
 import msgspec
 
-from megatron_fanformer.data.manifest import Settings, TokenizerRecord, manifest_path
+from megatron_fanformer.checkpoint.run_lock import holder_of
+from megatron_fanformer.data.manifest import InputRecord, Settings, TokenizerRecord, manifest_path
 from megatron_fanformer.durable_files import new_folder, regular_file, take_lock, write_atomically
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.preparation.inputs import LARGEST_LIST_BYTES
 from megatron_fanformer.preparation.remote_inputs import InputFile, RemoteInput
-from megatron_fanformer.preparation.work_folder import settings_difference, tokenizer_difference
+from megatron_fanformer.preparation.work_folder import folder_path, settings_difference, tokenizer_difference
 from megatron_fanformer.terminal import plural, size
 
 RECORD, AGREEMENT, STATE = "lists.json", "tasks.json", "state.json"
@@ -51,10 +52,22 @@ class Agreement(msgspec.Struct, frozen=True, kw_only=True):
     """Absolute prefix, to which each list's name is added."""
     settings: Settings
     tokenizer: TokenizerRecord
+    strict: bool = False
+
+
+class EmptyList(msgspec.Struct, frozen=True, kw_only=True):
+    """What was read of a list that holds no document, and so has no token files."""
+
+    lines_read: int
+    refused: dict[str, int]
+    inputs: list[InputRecord]
 
 
 class ListState(msgspec.Struct, frozen=True, kw_only=True):
     """How far the last task on a list came."""
+
+    empty: EmptyList | None = None
+    """Of a list that is done and holds no document."""
 
     documents: int = 0
     text_bytes: int = 0
@@ -111,7 +124,9 @@ class InputLists:
         lock = take_lock(self.folder / ".lock", wait=True)
         try:
             theirs = self.read_agreement()
-            if theirs is None:
+            if theirs is None or (ours != theirs and not self._is_begun(theirs)):
+                for record in self.records:  # of tasks with other options, which left nothing behind
+                    (self.task_folder(record.name) / STATE).unlink(missing_ok=True)
                 write_atomically(self.folder / AGREEMENT, msgspec.json.encode(ours))
                 return
         finally:
@@ -119,10 +134,20 @@ class InputLists:
         difference = difference_of(ours, theirs)
         if ours.output != theirs.output:
             difference = f"output {theirs.output} and not {ours.output}"
+        elif ours.strict != theirs.strict:
+            difference = f"strict {theirs.strict} and not {ours.strict}"
         if difference:
             raise InputError(
                 f"{self.folder} was begun with {difference}; give this task the others' options, or write new lists"
             )
+
+    def _is_begun(self, agreement: Agreement) -> bool:
+        """Return whether a list is done, or a task has begun it and may go on."""
+        names = [record.name for record in self.records]
+        prefixes = [list_prefix(agreement.output, name) for name in names]
+        return any(holder_of(self.task_folder(name)) is not None for name in names) or any(
+            manifest_path(prefix).exists() or folder_path(prefix).exists() for prefix in prefixes
+        )
 
 
 def difference_of(ours: Agreement, theirs: Agreement) -> str | None:

@@ -199,13 +199,21 @@ class _Run:
         records = [self._records[number] for number in range(len(job.files))]
         if not any(record.documents for record in records):
             self._work.clear()
-            raise InputError(_nothing_found(records, job.settings))
+            raise NothingFound(_nothing_found(records, job.settings), records)
         manifest = _manifest(job, records, self._assembler.finish())
         if job.settings.part_bytes is not None:
             self._work.publish(blend_of(job.settings, manifest.outputs), Path(job.output + ".blend"))
         self._work.publish(encode_manifest(manifest), manifest_path(job.output))
         self._work.remove()
         return manifest
+
+
+class NothingFound(InputError):
+    """The inputs hold no document; what was read of them is in `records`."""
+
+    def __init__(self, message: str, records: list[ShardRecord]) -> None:
+        super().__init__(message)
+        self.records = records
 
 
 def _nothing_found(records: list[ShardRecord], settings: Settings) -> str:

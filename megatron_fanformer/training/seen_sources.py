@@ -10,6 +10,7 @@ from megatron_fanformer.data.datasets import Datasets
 from megatron_fanformer.data.sample_counts import SampleCounts
 from megatron_fanformer.data.staged_dataset import source_counts
 from megatron_fanformer.data.survey import DataSurvey
+from megatron_fanformer.errors import redacted
 from megatron_fanformer.runtime.agreement import is_main, on_main
 from megatron_fanformer.training.config import RunConfig
 from megatron_fanformer.training.preflight import run_stages
@@ -49,12 +50,12 @@ class SeenSources:
         epochs: dict[Source, float] = {}
         # A mix of a run without stages may name a source twice, each of which draws from its beginning on.
         twice = [] if config.data.stages else survey.train.sources
-        self._drawn = [survey.stated(source).name for source in twice]
+        self._drawn = [redacted(survey.stated(source).name) for source in twice]
         for stage in run_stages(config, survey):
             own = counts.epoch_samples(config.data, stage.blend)
             epochs |= dict(zip(stage.blend.sources, own, strict=True))
         stated = [survey.stated(source) for source in epochs]
-        self._names = [source.name for source in stated]
+        self._names = [redacted(source.name) for source in stated]
         self._drawn = self._drawn or self._names
         self._labels = source_labels(stated)
         self._epoch_samples = np.array(list(epochs.values()))

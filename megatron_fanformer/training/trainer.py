@@ -92,6 +92,8 @@ class Trainer:
         with log_if_slow("building the model"):
             self._build()
         self._measure_steps()
+        tokenizer = config.data.tokenizer if grid.is_main else None  # which publishes checkpoints
+        self._tokenizer = tokenizer_file(tokenizer) if tokenizer else None
         self._start_or_resume()
         self._load_data()
         self._id_scan = DeferredScan(self._start.data, self.config.model.vocab_size)
@@ -490,6 +492,5 @@ class Trainer:
         return values
 
     def _attachments(self) -> list[Path]:
-        tokenizer = self.config.data.tokenizer
         template = [self.run / CHAT_TEMPLATE_JINJA] if self._start.data.chat_template else []
-        return [*([tokenizer_file(tokenizer)] if tokenizer else []), *template]
+        return [*([self._tokenizer] if self._tokenizer else []), *template]
