@@ -166,6 +166,39 @@ def test_room_is_made_of_what_no_process_uses(
         assert copies(tmp_path) == ["b.npy", "c.npy"]
 
 
+def test_what_else_is_in_the_folder_stays(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever names a folder of theirs loses nothing of it, though there be no room."""
+    mine = tmp_path / "copies" / "mine"
+    mine.mkdir(parents=True)
+    (mine / "precious").write_bytes(bytes(10_000))
+    (mine / ".left.tmp").touch()
+    os.utime(mine, (1, 1))
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(10, 9, 1))
+    with planned(folder) as url, pytest.raises(InputError, match="has room for 1 bytes"):
+        surveyed(url, tmp_path)
+    monkeypatch.undo()
+    with planned(folder) as url:
+        surveyed(url, tmp_path)
+    assert sorted(path.name for path in mine.iterdir()) == [".left.tmp", "precious"]
+
+
+def test_the_manifest_beside_a_copy_is_the_stores(folder: Path, tmp_path: Path, uses: dict[str, int]) -> None:
+    """One that was lost, or changed there since: it says of which type the ids are."""
+    with planned(folder) as url:
+        surveyed(url, tmp_path)
+        (copy,) = (tmp_path / "copies").glob("*/one.manifest.json")
+        for content in (None, b"torn"):
+            end(uses)
+            copy.unlink() if content is None else copy.write_bytes(content)
+            surveyed(url, tmp_path)
+            assert copy.read_bytes() == (folder / "one.manifest.json").read_bytes()
+        end(uses)
+        (folder / "one.manifest.json").unlink()
+        surveyed(url, tmp_path)
+        assert not copy.exists()
+
+
 def test_a_disk_without_room_is_an_input_error(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(10, 9, 1))

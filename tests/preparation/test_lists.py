@@ -261,7 +261,9 @@ def test_a_list_whose_files_are_others_is_not_taken_for_done(
     run_task()
     write_lists(sorted(documents.iterdir()), 2, tmp_path / "others")
     options = {"output": str(tmp_path / "data" / "x"), "tokenizer": run_task_tokenizer(lists), "workers": 1}
-    with pytest.raises(InputError, match=r"list 00[01]: output prefix .*x-00[01] already exists with other inputs.*; choose another"):
+    with pytest.raises(
+        InputError, match=r"list 00[01]: output prefix .*x-00[01] already exists with other inputs.*; choose another"
+    ):
         prepare_lists(PrepareConfig(from_lists=tmp_path / "others", **options))
 
 
