@@ -121,6 +121,9 @@ def test_skipped_samples_are_not_counted_and_a_run_says_what_it_was_trained_on(
     last = read_metrics(Path(values["training"]["run_dir"]))[-1]
     tokens = {name: value for name, value in last.items() if name.startswith("data/") and name.endswith("/tokens")}
     assert sum(tokens.values()) == (STEPS - 3) * BATCH * SEQ_LENGTH
+    tenth = read_metrics(Path(values["training"]["run_dir"]))[9]  # skipped itself
+    counted = sum(number for name, number in tenth.items() if name.startswith("data/") and name.endswith("/tokens"))
+    assert counted == (10 - 2) * BATCH * SEQ_LENGTH
     assert last["data/1/epochs"] == last["data/1/tokens"] / (12 * SEQ_LENGTH)
     (checkpoint,) = describe_run(Path(values["training"]["run_dir"])).parts
     rows = [text for label, text in checkpoint.rows if label == "trained on"]
