@@ -18,6 +18,8 @@ from megatron_fanformer.data.npy_files import NpyFile, whole_samples
 from megatron_fanformer.data.sample_order import epoch_order, is_stored
 from megatron_fanformer.errors import FanformerError
 
+NEXT_ORDER = "next order"  # the name of a thread
+
 
 class Epochs:
     """The samples of a set, epoch after epoch: base of map-style datasets for a DataLoader."""
@@ -50,7 +52,7 @@ class Epochs:
         self._ahead = epoch
         if epoch * self.epoch_samples < self._length and is_stored(self.epoch_samples, self._cache):
             of_epoch = {"seed": self._seed, "epoch": epoch, "cache": self._cache}
-            Thread(target=_store, args=(self.epoch_samples,), kwargs=of_epoch, daemon=True).start()
+            Thread(target=_store, name=NEXT_ORDER, args=(self.epoch_samples,), kwargs=of_epoch, daemon=True).start()
 
     def _order_of(self, epoch: int) -> Any:
         if self._order is None or self._order[0] != epoch:

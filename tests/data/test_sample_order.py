@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from megatron_fanformer.data import sample_order
-from megatron_fanformer.data.npy_dataset import NpyDataset
+from megatron_fanformer.data.npy_dataset import NEXT_ORDER, NpyDataset
 from megatron_fanformer.data.npy_files import NpyFile
 from megatron_fanformer.data.sample_order import MOST_SHUFFLED, KeyedPermutation, epoch_order, shuffled
 from megatron_fanformer.errors import CorruptError, InputError
@@ -64,8 +64,9 @@ def test_the_next_epochs_order_is_made_while_one_is_read(store_all: None, tmp_pa
 
     def orders_after(index: int) -> list[str]:
         dataset[index]
-        for thread in (thread for thread in threading.enumerate() if thread is not threading.main_thread()):
-            thread.join()
+        for thread in threading.enumerate():
+            if thread.name == NEXT_ORDER:
+                thread.join()
         return sorted(path.name for path in (tmp_path / "orders").iterdir() if not path.name.startswith("."))
 
     first, second = (f"1000-{SEED + epoch}" for epoch in (0, 1))
