@@ -2,7 +2,7 @@
 
 import platform
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -211,7 +211,7 @@ class _Run:
 class NothingFound(InputError):
     """The inputs hold no document; what was read of them is in `records`."""
 
-    def __init__(self, message: str, records: list[ShardRecord]) -> None:
+    def __init__(self, message: str, records: Sequence[ShardRecord] = ()) -> None:
         super().__init__(message)
         self.records = records
 

@@ -193,7 +193,7 @@ def test_a_run_in_progress_keeps_ranks_that_another_program_started_out(
     file = write_config(tmp_path / "config.yaml", values)
     with run_lock(tmp_path / "run"):
         errors = [rank["error"] for rank in run_on_ranks(2, start_here, file)]
-    assert [(kind, code, told) for kind, _, code, told in errors] == [("InputError", 2, False), ("InputError", 2, True)]
+    assert [(kind, code, told) for kind, _, code, told in errors] == [("InUseError", 2, False), ("InUseError", 2, True)]
     assert f"is in use by a run on {os.uname().nodename} (process {os.getpid()})" in errors[0][1]
     assert all("samples" in rank for rank in run_on_ranks(2, start_here, file))
     assert not (tmp_path / "run").exists()  # rank 0 let it go again
