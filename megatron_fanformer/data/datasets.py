@@ -100,7 +100,7 @@ def build_datasets(
 
 
 def _marked(datasets: Datasets, config: DataConfig, survey: DataSurvey) -> Datasets:
-    """Return datasets that mark documents where the configuration asks for it, and fetch together what is elsewhere."""
+    """Return datasets that mark documents where the configuration says so, and fetch together what is elsewhere."""
     if survey.remote_files:
         marked = _marked_documents(datasets, config, survey)
         return Datasets(FetchedTogether(marked.train), {n: FetchedTogether(own) for n, own in marked.valid.items()})

@@ -324,8 +324,8 @@ def _refuse_changed(store: Store, files: Iterable[RemoteFile]) -> dict[RemoteFil
         CorruptError: one is no longer there, or has changed.
     """
     unknown: dict[RemoteFile, BaseException] = {}
-    asked = [file for file in files if file.version is not None]
-    for file, answer in zip(asked, _lookups(store, [file.url for file in asked]), strict=True):
+    versioned = [file for file in files if file.version is not None]
+    for file, answer in zip(versioned, _lookups(store, [file.url for file in versioned]), strict=True):
         if isinstance(answer, BaseException) and not is_missing(answer):
             unknown[file] = answer
         elif isinstance(answer, BaseException):

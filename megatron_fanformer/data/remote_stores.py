@@ -20,9 +20,8 @@ from megatron_fanformer.stores import driver_of, reason_of, scheme_of, with_atte
 
 REQUEST_SECONDS = 20.0
 PAUSES_SECONDS = (0.5, 1.0, 2.0, 4.0, 8.0, *[16.0] * 6)
-PATIENCE_SECONDS = (
-    70.0  # with the last pause and request less than the least that a rank may be silent (runtime/heartbeat.py)
-)
+# With the last pause and request less than the least that a rank may be silent (runtime/heartbeat.py).
+PATIENCE_SECONDS = 70.0
 JITTER = 0.5
 MOST_REQUESTS = 64  # at a time, of a process to a store
 THREADS = 16  # where a driver takes one request at a time
@@ -192,7 +191,7 @@ def status_of(error: BaseException) -> int | None:
 
 def is_missing(error: Any) -> bool:
     """Return whether a file is not there. Looking up by HTTP ends in FileNotFoundError, whatever failed: its cause
-    tells.
+    decides.
     """
     if (status := status_of(error)) is not None:
         return status in (404, 410)

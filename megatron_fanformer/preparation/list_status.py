@@ -1,4 +1,4 @@
-"""How far the tasks on a folder of lists are, by what they leave behind; nothing is asked of them."""
+"""How far the tasks on a folder of lists are, by what they leave behind; they are not queried."""
 
 import json
 from collections.abc import Iterator
