@@ -27,7 +27,7 @@ from megatron_fanformer.data.packing import training_conversations, validation_c
 from megatron_fanformer.data.repeated_ngrams import UnrepeatedSamples
 from megatron_fanformer.data.sample_counts import TRAIN, VALIDATION, SampleCounts, Sizes, refuse_npy
 from megatron_fanformer.data.staged_dataset import MixOrder, PairEpochs, StagedDataset, StageOrder
-from megatron_fanformer.data.stages import Stage, ordered
+from megatron_fanformer.data.stages import Stage, ordered, with_ends
 from megatron_fanformer.data.survey import DataSurvey, survey_data
 from megatron_fanformer.data.token_files import PairReader
 from megatron_fanformer.ops.blend_order import fill_blend_order
@@ -209,8 +209,9 @@ class _DatasetBuilder:
         sources = list(dict.fromkeys(source for stage in stages for source in stage.blend.sources))
         drawn = np.zeros(len(sources), np.int64)
         orders = []
-        for stage, end in zip(stages, [*(stage.first_sample for stage in stages[1:]), samples], strict=True):
-            own = [sources.index(source) for source in stage.blend.sources]
+        numbers = {source: number for number, source in enumerate(sources)}
+        for stage, end in with_ends(stages, samples):
+            own = [numbers[source] for source in stage.blend.sources]
             size = end - stage.first_sample
             mix = self._mix_order(stage.blend, size)
             orders.append(StageOrder(stage.first_sample, own, drawn[own].tolist(), mix))

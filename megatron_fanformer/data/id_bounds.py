@@ -7,29 +7,20 @@ note notices a file that was overwritten since; so the ids of each sample are ch
 still in the processor's cache.
 """
 
-import logging
-import threading
-import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from megatron_fanformer.data.file_tasks import Advance, FileTasks
 from megatron_fanformer.data.notes import note_path, read_note, write_note
 from megatron_fanformer.errors import CorruptError, InputError
 from megatron_fanformer.processes import usable_cores
 
-Advance = Callable[[int], None]
-
-logger = logging.getLogger(__name__)
-
 UNSIGNED = {size: np.dtype(f"u{size}") for size in (2, 4, 8)}
 SCAN_TOKENS = 1 << 22
 MOST_THREADS = 8
-SAID_SECONDS = 15.0
 # Smaller files are read in a fraction of a second: not worth a note.
 REMEMBERED_BYTES = 1 << 28
 
@@ -135,50 +126,7 @@ def _read_bounds(file: Path, dtype: np.dtype[Any], advance: Advance) -> tuple[in
     return smallest, largest
 
 
-# -- many files
-
-
-class Scan:
-    """Checks of files, several at once, with a line now and then that says how far they are.
-
-    Args:
-        total_bytes: that they may read.
-    """
-
-    def __init__(self, total_bytes: int) -> None:
-        self._total, self._done = total_bytes, 0
-        self._started = self._said = time.monotonic()
-        self._lock, self._is_over = threading.Lock(), False
-
-    def run(self, checks: Sequence[Callable[..., None]]) -> None:
-        """Run all of them, each given an `advance`; raises what the first of the list raises that fails."""
-        with ThreadPoolExecutor(min(usable_cores(), MOST_THREADS)) as threads:  # NumPy lets others run
-            waiting = [threads.submit(check, advance=self._advance) for check in checks]
-            try:
-                for done in waiting:
-                    done.result()
-            finally:
-                self._is_over = True  # those that still read end with the next part
-                for left in waiting:
-                    left.cancel()
-
-    def stop(self) -> None:
-        """Let `run` end with the parts that are being read; it raises InterruptedError."""
-        self._is_over = True
-
-    def _advance(self, read_bytes: int) -> None:
-        if self._is_over:
-            raise InterruptedError("another file is refused, or nobody waits for it")
-        with self._lock:
-            self._done += read_bytes
-            now = time.monotonic()
-            if now - self._said < SAID_SECONDS:
-                return
-            self._said = now
-            left = (now - self._started) * max(0, self._total - self._done) / self._done
-            logger.info(
-                "reading token files without a manifest for their largest id: %.0f%% of %.0f GB, %s left",
-                100 * self._done / self._total,
-                self._total / 1e9,
-                timedelta(seconds=int(left)),
-            )
+def scan_of(total_bytes: int) -> FileTasks:
+    """Return what runs checks that may read so many bytes; NumPy lets several threads read at once."""
+    message = "reading token files without a manifest for their largest id: %.0f%% of %.0f GB, %s left"
+    return FileTasks(total_bytes, message, threads=min(usable_cores(), MOST_THREADS))

@@ -11,7 +11,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from megatron_fanformer.data.id_bounds import Advance, refuse_ids_outside
+from megatron_fanformer.data.file_tasks import Advance
+from megatron_fanformer.data.id_bounds import refuse_ids_outside
 from megatron_fanformer.data.live_files import LiveFile
 from megatron_fanformer.data.manifest import MANIFEST_SUFFIX, read_any_manifest, token_files_record
 from megatron_fanformer.data.notes import first_bytes

@@ -11,7 +11,7 @@ import numpy as np
 from megatron_fanformer.data.blends import PART_NAMES, Blend, Source
 from megatron_fanformer.data.config import DataConfig
 from megatron_fanformer.data.npy_files import whole_samples
-from megatron_fanformer.data.stages import FIRST_STAGE, Stage
+from megatron_fanformer.data.stages import FIRST_STAGE, Stage, with_ends
 from megatron_fanformer.data.survey import DataSurvey
 from megatron_fanformer.errors import InputError, redacted
 
@@ -60,7 +60,7 @@ class SampleCounts:
     def epochs_taken(self, config: DataConfig, stages: Sequence[Stage], train_samples: int) -> dict[Source, float]:
         """Return how many epochs of each source a run takes; less than 1 where it does not come to the end of it."""
         taken: dict[Source, float] = {}
-        for stage, end in zip(stages, [*(stage.first_sample for stage in stages[1:]), train_samples], strict=True):
+        for stage, end in with_ends(stages, train_samples):
             epochs = self.epoch_samples(config, stage.blend)
             weights = np.array(stage.blend.weights or epochs) / sum(stage.blend.weights or epochs)
             for source, weight, own in zip(stage.blend.sources, weights, epochs, strict=True):

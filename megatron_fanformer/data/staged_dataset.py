@@ -10,6 +10,7 @@ import numpy as np
 
 from megatron_fanformer.data.live_files import StoredArray
 from megatron_fanformer.data.npy_dataset import Epochs
+from megatron_fanformer.data.stages import with_ends
 
 COUNTED_ENTRIES = 1 << 22  # of an index, at a time
 
@@ -130,8 +131,7 @@ def source_counts(dataset: Any, first: int, end: int, sources: int) -> np.ndarra
 
 def _parts(dataset: StagedDataset, first: int, end: int) -> Iterator[tuple[StageOrder, int, int]]:
     """Yield each stage that has some of these samples, and from where to where they are in it."""
-    ends = [*(stage.first_sample for stage in dataset.stages[1:]), len(dataset)]
-    for stage, own_end in zip(dataset.stages, ends, strict=True):
+    for stage, own_end in with_ends(dataset.stages, len(dataset)):
         begin, stop = max(first, stage.first_sample), min(end, own_end)
         if begin < stop:
             yield stage, begin - stage.first_sample, stop - stage.first_sample

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
+from typing import Protocol, TypeVar
 
 from megatron_fanformer.data.blends import Blend, Source, blend_problems, parse_blend
 from megatron_fanformer.errors import InputError, redacted
@@ -18,6 +19,14 @@ START = re.compile(r"from (?P<unit>step|token) (?P<number>\d[\d_]*(\.\d+)?)(?P<f
 FACTORS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 FIRST_STAGE = "train_data"
 """The name of the stage that `data.train_data` is."""
+
+
+class _Begins(Protocol):
+    @property
+    def first_sample(self) -> int: ...
+
+
+Begun = TypeVar("Begun", bound=_Begins)
 
 
 @dataclass(frozen=True)
@@ -68,6 +77,11 @@ def ordered(first: Blend, later: Mapping[str, Blend], *, global_batch_size: int,
         step = first_step(name, batch_tokens=global_batch_size * seq_length)
         stages.append(Stage(name, step, (step - 1) * global_batch_size, blend))
     return sorted(stages, key=lambda stage: stage.first_step)
+
+
+def with_ends(stages: Sequence[Begun], samples: int) -> list[tuple[Begun, int]]:
+    """Return each stage with the sample that it ends before, of a run of so many."""
+    return list(zip(stages, [*(stage.first_sample for stage in stages[1:]), samples], strict=True))
 
 
 def stage_problems(stages: Mapping[str, Sequence[str]]) -> list[str]:

@@ -16,17 +16,15 @@ import logging
 import os
 import re
 import shutil
-import threading
 import time
 import uuid
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 
 from megatron_fanformer.data.blends import Blend, Source
+from megatron_fanformer.data.file_tasks import Advance, FileTasks
 from megatron_fanformer.data.manifest import MANIFEST_SUFFIX, token_files_record
 from megatron_fanformer.data.npy_files import SUFFIX
 from megatron_fanformer.data.remote_files import RemoteFile, copy_to, find, look_up_contents, optional_content
@@ -38,7 +36,6 @@ from megatron_fanformer.stores import is_url, reported_as_local
 KEY = re.compile(r"[0-9a-f]{32}")  # the name of a folder of copies
 POLL_SECONDS = 1.0
 THREADS = 4  # files at a time, each in parts
-SAID_SECONDS = 15.0
 USES, LOCK = ".uses", ".lock"
 
 logger = logging.getLogger(__name__)
@@ -224,26 +221,23 @@ class Staging:
     def _copy(self, missing: Sequence[Entry]) -> None:
         if not missing:
             return
-        progress = _Progress(sum(entry.size for entry in missing), self.folder)
-        with ThreadPoolExecutor(THREADS) as threads:
-            waiting = [threads.submit(self._copy_entry, entry, progress) for entry in missing]
-            try:
-                for done in waiting:
-                    done.result()
-            finally:
-                progress.is_over = True  # those that still copy end with the next part
-                for left in waiting:
-                    left.cancel()
+        message = f"copying token files to {str(self.folder).replace('%', '%%')}: %.0f%% of %.1f GB, %s left"
+        tasks = FileTasks(sum(entry.size for entry in missing), message, threads=THREADS)
+        tasks.run([functools.partial(self._copy_entry, entry) for entry in missing])
 
-    def _copy_entry(self, entry: Entry, progress: "_Progress") -> None:
+    def _copy_entry(self, entry: Entry, *, advance: Advance) -> None:
+        def copied(part_bytes: int) -> None:
+            heartbeat.mark_progress()
+            advance(part_bytes)
+
         record = token_files_record(entry.prefix)
         for suffix, file in entry.files.items():
             path = self._path(entry, suffix)
             if path.is_file() and path.stat().st_size == file.size:
-                progress.advance(file.size)
+                copied(file.size)
                 continue
             stated = record.files[suffix].sha256 if record and suffix in record.files else ""
-            found = copy_to(file, path, advance=progress.advance, sha256=stated or None)
+            found = copy_to(file, path, advance=copied, sha256=stated or None)
             logger.debug("copied %s to %s, SHA-256 %s", file.path, path, found)
 
     def _copy_manifest(self, entry: Entry) -> None:
@@ -258,32 +252,6 @@ class Staging:
 
 _uses: dict[str, int] = {}
 """The locks of this process's uses, by the path of their file; a forked process holds them, too."""
-
-
-class _Progress:
-    """What is copied of a run's files, with a line now and then."""
-
-    def __init__(self, total: int, folder: Path) -> None:
-        self._total, self._folder, self._done = total, folder, 0
-        self._started = self._said = time.monotonic()
-        self._lock, self.is_over = threading.Lock(), False
-
-    def advance(self, part: int) -> None:
-        """Count the bytes of a part."""
-        if self.is_over:
-            raise InterruptedError("another file cannot be copied")
-        heartbeat.mark_progress()
-        with self._lock:
-            self._done += part
-            now = time.monotonic()
-            if now - self._said < SAID_SECONDS:
-                return
-            self._said = now
-            left = (now - self._started) * max(0, self._total - self._done) / self._done
-        logger.info(
-            "copying token files to %s: %.0f%% of %.1f GB, %s left",
-            *(self._folder, 100 * self._done / self._total, self._total / 1e9, timedelta(seconds=int(left))),
-        )
 
 
 def staging_of(sources: Sequence[Source], folder: Path, most_bytes: int | None) -> Staging:

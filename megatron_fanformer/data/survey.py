@@ -18,7 +18,8 @@ from megatron_fanformer.data.blends import Blend, Source, split_bounds
 from megatron_fanformer.data.chat_files import open_chats
 from megatron_fanformer.data.chat_template import ChatTemplate
 from megatron_fanformer.data.config import DataConfig
-from megatron_fanformer.data.id_bounds import Scan, is_read, is_remembered
+from megatron_fanformer.data.file_tasks import FileTasks
+from megatron_fanformer.data.id_bounds import is_read, is_remembered, scan_of
 from megatron_fanformer.data.manifest import MANIFEST_SUFFIX, read_any_manifest
 from megatron_fanformer.data.npy_files import NpyFile, check_npy_ids, open_npy_files
 from megatron_fanformer.data.remote_files import RemoteFile, forget, look_up, look_up_contents
@@ -142,10 +143,11 @@ def survey_data(config: DataConfig, vocab_size: int | None = None, *, for_run: b
         (prefix,) = source.paths
         survey.pairs[prefix] = read_index(prefix, bounds, cache=cache)
     if vocab_size is not None:
-        if for_run and _bytes_to_read(survey, vocab_size) >= DEFERRED_BYTES:
+        to_read = _bytes_to_read(survey, vocab_size)
+        if for_run and to_read >= DEFERRED_BYTES:
             survey = dataclasses.replace(survey, has_unread_ids=True)
         else:
-            Scan(_bytes_to_read(survey, vocab_size)).run(_id_checks(survey, vocab_size))
+            scan_of(to_read).run(_id_checks(survey, vocab_size))
     _log_survey(survey, time.monotonic() - started)
     return survey
 
@@ -178,16 +180,16 @@ class DeferredScan:
     def __init__(self, survey: DataSurvey, vocab_size: int) -> None:
         self._survey, self._vocab_size = survey, vocab_size
         self._error: CorruptError | None = None
-        self._scan: Scan | None = None
+        self._scan: FileTasks | None = None
 
     def start(self) -> None:
         """Begin, on the one rank that does it."""
         if self._survey.has_unread_ids:
             logger.info("reading token files without a manifest for their largest id while the run goes on")
-            self._scan = Scan(_bytes_to_read(self._survey, self._vocab_size))
+            self._scan = scan_of(_bytes_to_read(self._survey, self._vocab_size))
             threading.Thread(target=self._check, args=[self._scan], daemon=True).start()
 
-    def _check(self, scan: Scan) -> None:
+    def _check(self, scan: FileTasks) -> None:
         try:
             scan.run(_id_checks(self._survey, self._vocab_size, of_stores=False))
             logger.info("all ids of the token files are within the vocabulary")

@@ -15,7 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from megatron_fanformer.data.id_bounds import Advance, is_read, refuse_ids_outside, refuse_ids_read
+from megatron_fanformer.data.file_tasks import Advance
+from megatron_fanformer.data.id_bounds import is_read, refuse_ids_outside, refuse_ids_read
 from megatron_fanformer.data.live_files import LiveFile, SummedFile, block_sums
 from megatron_fanformer.data.manifest import token_files_record
 from megatron_fanformer.data.notes import note_path

@@ -44,19 +44,21 @@ class SeenSources:
     ) -> None:
         self._config, self._train, self._skipped = config, data.train, skipped
         self._names: list[str] = []
+        self._begins = {step: name for name, step in config.stage_steps().items()}
         if config.data.is_chats:
             return
         counts = SampleCounts(survey, config.model.seq_length)
         epochs: dict[Source, float] = {}
         # A mix of a run without stages may name a source twice, each of which draws from its beginning on.
         twice = [] if config.data.stages else survey.train.sources
-        self._drawn = [redacted(survey.stated(source).name) for source in twice]
+        drawn = [redacted(survey.stated(source).name) for source in twice]
         for stage in run_stages(config, survey):
             own = counts.epoch_samples(config.data, stage.blend)
             epochs |= dict(zip(stage.blend.sources, own, strict=True))
         stated = [survey.stated(source) for source in epochs]
         self._names = [redacted(source.name) for source in stated]
-        self._drawn = self._drawn or self._names
+        numbers = {name: number for number, name in enumerate(self._names)}
+        self._drawn = [numbers[name] for name in drawn or self._names]
         self._labels = source_labels(stated)
         self._epoch_samples = np.array(list(epochs.values()))
         is_known = seen is not None and seen.keys() <= set(self._names)
@@ -66,8 +68,8 @@ class SeenSources:
 
     def log_if_stage_begins(self, step: int) -> None:
         """Log that a step is the first one of a stage."""
-        for name in (name for name, first in self._config.stage_steps().items() if first == step):
-            logger.info("step %d  its samples and those after it are of data.stages, %r", step, name)
+        if step in self._begins:
+            logger.info("step %d  its samples and those after it are of data.stages, %r", step, self._begins[step])
 
     def after(self, step: int) -> Seen:
         """Return what the run has been trained on after a step; a collective call.
@@ -98,5 +100,4 @@ class SeenSources:
     def _of_steps(self, first: int, last: int) -> np.ndarray:
         begin, end = consumed_before(self._config, first), consumed_before(self._config, last + 1)
         counts = source_counts(self._train, begin, end, len(self._drawn))
-        places = [self._names.index(name) for name in self._drawn]
-        return np.bincount(places, counts, minlength=len(self._names)).astype(np.int64)
+        return np.bincount(self._drawn, counts, minlength=len(self._names)).astype(np.int64)

@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron_fanformer.data import id_bounds
-from megatron_fanformer.data.id_bounds import Scan, refuse_ids_outside
+from megatron_fanformer.data import file_tasks, id_bounds
+from megatron_fanformer.data.id_bounds import refuse_ids_outside, scan_of
 from megatron_fanformer.errors import InputError
 
 UINT16 = np.dtype("<u2")
@@ -76,7 +76,7 @@ def test_a_manifests_word_and_a_type_without_such_ids_spare_the_reading(file: Pa
 def test_several_files_are_read_and_the_first_that_is_wrong_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(id_bounds, "SAID_SECONDS", 0.0)
+    monkeypatch.setattr(file_tasks, "SAID_SECONDS", 0.0)
     caplog.set_level("INFO")
     files = [tmp_path / f"{number}.npy" for number in range(12)]
     for number, file in enumerate(files):
@@ -84,7 +84,7 @@ def test_several_files_are_read_and_the_first_that_is_wrong_is_named(
 
     def scan(vocab_size: int) -> None:
         options = {"largest": None, "cache": None}
-        Scan(12 * 12).run(
+        scan_of(12 * 12).run(
             [partial(refuse_ids_outside, vocab_size, file.name, file, UINT16, **options) for file in files]
         )
 
