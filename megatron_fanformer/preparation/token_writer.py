@@ -7,6 +7,7 @@ Everything is streamed: the index of a billion documents is written from a file 
 
 import hashlib
 import os
+import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -116,6 +117,9 @@ class TokenWriter:
         return self._folder / (self._prefix + suffix.replace("/", "."))  # files alone are in that folder
 
 
+_own = threading.local()
+
+
 class _HashedFile:
     """A file and the SHA-256 of what is written to it, computed on a thread since it takes longer than writing."""
 
@@ -127,10 +131,16 @@ class _HashedFile:
         self.bytes = 0
 
     def write(self, data: Any) -> int:
+        if getattr(_own, "is_submitting", False):  # the collector closes a writer that was left, within `submit`
+            return len(data)
         data = bytes(data)  # a copy if the buffer is the caller's, which may change once this returns
         if self._hashed is not None:
             self._hashed.result()  # one piece at a time is held
-        self._hashed = self._thread.submit(self._digest.update, data)
+        _own.is_submitting = True  # whose lock is not to be taken twice by one thread
+        try:
+            self._hashed = self._thread.submit(self._digest.update, data)
+        finally:
+            _own.is_submitting = False
         self.bytes += len(data)
         return self._file.write(data)
 
