@@ -27,13 +27,15 @@ TP_PLAN = {
     "layers.*.self_attn.k_proj": "colwise",
     "layers.*.self_attn.v_proj": "colwise",
     "layers.*.self_attn.o_proj": "rowwise",
+    "layers.*.self_attn.q_norm": "replicated_with_grad_allreduce",
+    "layers.*.self_attn.k_norm": "replicated_with_grad_allreduce",
     "layers.*.mlp.gate_proj": "colwise",
     "layers.*.mlp.up_proj": "colwise",
     "layers.*.mlp.down_proj": "rowwise",
 }
 # Values straight out of FAN are whole on every rank, so all attention heads are too: only the matrices are split.
 OWN_VALUES_TP_PLAN = {
-    **{name: style for name, style in TP_PLAN.items() if not name.endswith("v_proj")},
+    **{name: style for name, style in TP_PLAN.items() if not name.endswith(("v_proj", "_norm"))},
     "layers.*.self_attn.q_proj": "colwise_gather_output",
     "layers.*.self_attn.k_proj": "colwise_gather_output",
     "layers.*.self_attn.o_proj": "rowwise_split_input",
@@ -108,6 +110,8 @@ class FANformerConfig(transformers.PreTrainedConfig):
     Transformer's; `none`: an ordinary Transformer."""
     v_p_ratio: float | None = None
     """p_ratio of the values' own FAN projection (placement `qk_and_v`), a share of their width; None for p_ratio."""
+    use_qk_norm: bool = False
+    """Whether each head of queries and keys passes through an RMSNorm, in front of its rotary positions."""
     tie_word_embeddings: bool = True
     """Whether the output head is the embedding."""
     use_cache: bool = True

@@ -46,6 +46,7 @@ def transformer_config(
         **model.placement.mlp_fields(on_cpu=grid.device == "cpu"),
         normalization="RMSNorm",
         layernorm_epsilon=model.layernorm_epsilon,
+        qk_layernorm=model.qk_layernorm,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         bf16=dtype == torch.bfloat16,
@@ -182,7 +183,12 @@ def _build_chunk(
     assert layers is not None, "model.layout_rules refuses layers that do not divide"
     implementation = resolve_transformer_impl(kernels.transformer_impl)
     spec = layer_spec(
-        model.fan, implementation, parallel.fan_form, fp8_fan=fp8_fan, recompute_fan=parallel.recomputes("fan")
+        model.fan,
+        implementation,
+        parallel.fan_form,
+        fp8_fan=fp8_fan,
+        recompute_fan=parallel.recomputes("fan"),
+        qk_layernorm=model.qk_layernorm,
     )
     segments = [[of_stage // parallel.virtual_stages for of_stage in layers]] * parallel.virtual_stages
     own = Layers(spec, final_norm(implementation), segments, number, grid.groups.pp.rank())

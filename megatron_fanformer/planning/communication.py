@@ -115,9 +115,9 @@ def _replica_terms(job: Job, stage: int, chunk: Chunk, own: list[Weight]) -> Ite
 
 def _replicated_weight_terms(job: Job, own: list[Weight]) -> Iterator[Term]:
     """Yield gradients of weights that more ranks than the replicas hold."""
-    if job.parallel.sequence_parallel:
-        # Norms, and the FAN map of the `sequence` form: each rank saw its own part of the sequence.
-        elements = sum(weight.elements for weight in own if weight.is_of_own_tokens)
+    # Of norms and the FAN map of the `sequence` form each rank saw its own part of the sequence; of norms of heads, its
+    # own heads.
+    if elements := sum(weight.elements for weight in own if weight.is_partial):
         yield Term("tp", "all-reduce", "gradients of replicated weights", elements * GRADIENT_BYTES)
     for weight in own:
         if weight.is_shared:

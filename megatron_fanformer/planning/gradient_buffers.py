@@ -43,9 +43,9 @@ class Weight(NamedTuple):
     name: str
     """Name of the parameter in Megatron; a layer's has no layer number."""
     elements: int
-    is_of_own_tokens: bool = False
-    """Whether its gradient covers this rank's part of the sequence alone, and is summed over the tensor parallel
-    ranks."""
+    is_partial: bool = False
+    """Whether its gradient covers this rank's part of the sequence, or its heads, alone, and is summed over the tensor
+    parallel ranks."""
     is_shared: bool = False
     """Whether it is one of two copies of a tied embedding, on the first and the last stage."""
 

@@ -111,6 +111,18 @@ def test_fan_recomputed_for_two_steps(rank_pool: RankPool, tmp_path: Path, place
     assert_close(compare(rank_pool, file, *FAN_RECOMPUTED, steps=2))
 
 
+@pytest.mark.parametrize(
+    "layouts",
+    [("tp=2",), pytest.param(("tp=2,sp=true,fan=sequence", "pp=2", "cp=2", "dp=2", *COMBINED), marks=pytest.mark.full)],
+    ids=" ".join,
+)
+def test_norms_of_heads_for_two_steps(long_pool: RankPool, tmp_path: Path, layouts: tuple[str, ...]) -> None:
+    """Their gradients are sums over the heads of all ranks; bytes as by formula."""
+    model = {"preset": "fanformer-1b", "qk_layernorm": True, "num_query_groups": 8}
+    file = write_config(tmp_path, model=model)
+    assert_close(compare(long_pool, file, *layouts, steps=2, communication=True))
+
+
 @pytest.mark.full
 def test_fan_layers_for_the_mlp(rank_pool: RankPool, tmp_path: Path) -> None:
     """Sharded, summed before cos and sin along a sharded sequence, and recomputed; bytes as by formula."""
