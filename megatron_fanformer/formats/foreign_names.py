@@ -330,6 +330,8 @@ layer_norm_type: every norm is an RMSNorm
 rope alibi: positions are always rotary
 attention_layer_norm qk_norm = model.qk_layernorm: a norm of each head, not of all together
 residual_dropout embedding_dropout: there is no dropout
+softmax_auxiliary_loss = training.z_loss_coefficient: a number turns it on
+auxiliary_loss_multiplier z_loss_multiplier = training.z_loss_coefficient
 device_train_microbatch_size = training.micro_batch_size
 rank_microbatch_size = training.micro_batch_size: in samples, not in tokens
 global_train_batch_size = training.global_batch_size

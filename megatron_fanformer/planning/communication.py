@@ -26,7 +26,7 @@ from megatron_fanformer.planning.job import Job
 from megatron_fanformer.planning.layer_traffic import Term, chunk_terms
 
 NORM_BYTES = 4  # one float32
-REPORT_BYTES = 5 * 8  # the sum of losses, the number of tokens, and of ranks with each of three interrupts, in float64
+REPORT_BYTES = 6 * 8  # sums of losses, tokens and z-losses, and of ranks with each of three interrupts, in float64
 TOKEN_COUNT_BYTES = 4  # one int32
 
 

@@ -116,10 +116,11 @@ def test_fan_recomputed_for_two_steps(rank_pool: RankPool, tmp_path: Path, place
     [("tp=2",), pytest.param(("tp=2,sp=true,fan=sequence", "pp=2", "cp=2", "dp=2", *COMBINED), marks=pytest.mark.full)],
     ids=" ".join,
 )
-def test_norms_of_heads_for_two_steps(long_pool: RankPool, tmp_path: Path, layouts: tuple[str, ...]) -> None:
-    """Their gradients are sums over the heads of all ranks; bytes as by formula."""
+def test_norms_of_heads_and_z_loss_for_two_steps(long_pool: RankPool, tmp_path: Path, layouts: tuple[str, ...]) -> None:
+    """The norms' gradients are sums over the heads of all ranks; bytes as by formula."""
     model = {"preset": "fanformer-1b", "qk_layernorm": True, "num_query_groups": 8}
-    file = write_config(tmp_path, model=model)
+    training = {"run_dir": str(tmp_path), "train_iters": 10, "global_batch_size": 32, "z_loss_coefficient": 1e-2}
+    file = write_config(tmp_path, model=model, training=training)
     assert_close(compare(long_pool, file, *layouts, steps=2, communication=True))
 
 
