@@ -27,15 +27,15 @@ TP_PLAN = {
     "layers.*.self_attn.k_proj": "colwise",
     "layers.*.self_attn.v_proj": "colwise",
     "layers.*.self_attn.o_proj": "rowwise",
-    "layers.*.self_attn.q_norm": "replicated_with_grad_allreduce",
-    "layers.*.self_attn.k_norm": "replicated_with_grad_allreduce",
     "layers.*.mlp.gate_proj": "colwise",
     "layers.*.mlp.up_proj": "colwise",
     "layers.*.mlp.down_proj": "rowwise",
 }
+# Weights of the heads' norms are whole on every rank, and their gradients are of its own heads.
+HEAD_NORMS_TP_PLAN = {f"layers.*.self_attn.{part}_norm": "replicated_with_grad_allreduce" for part in "qk"}
 # Values straight out of FAN are whole on every rank, so all attention heads are too: only the matrices are split.
 OWN_VALUES_TP_PLAN = {
-    **{name: style for name, style in TP_PLAN.items() if not name.endswith(("v_proj", "_norm"))},
+    **{name: style for name, style in TP_PLAN.items() if not name.endswith("v_proj")},
     "layers.*.self_attn.q_proj": "colwise_gather_output",
     "layers.*.self_attn.k_proj": "colwise_gather_output",
     "layers.*.self_attn.o_proj": "rowwise_split_input",
@@ -124,7 +124,9 @@ class FANformerConfig(transformers.PreTrainedConfig):
         if self.num_key_value_heads is None:
             self.num_key_value_heads = self.num_attention_heads
         if self.fan_placement in tuple(FAN_PLACEMENTS):
-            self.base_model_tp_plan = FAN_PLACEMENTS[self.fan_placement].tp_plan
+            placement = FAN_PLACEMENTS[self.fan_placement]
+            has_split_norms = self.use_qk_norm and not placement.has_v_p_ratio
+            self.base_model_tp_plan = {**placement.tp_plan, **(HEAD_NORMS_TP_PLAN if has_split_norms else {})}
         super().__post_init__(**kwargs)
         problems = self._problems()
         if problems:
