@@ -28,6 +28,9 @@ from megatron_fanformer.planning.layer_traffic import Term, chunk_terms
 NORM_BYTES = 4  # one float32
 REPORT_BYTES = 5 * 8  # the sum of losses, the number of tokens, and of ranks with each of three interrupts, in float64
 TOKEN_COUNT_BYTES = 4  # one int32
+# Of samples, in int64: whether they could be read; a token's id, label and position. Its weight in the loss, and its
+# document's number, take half a word each.
+WORD_BYTES, SAMPLE_STATUS_WORDS, SAMPLE_WORDS = 8, 1, 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,8 +38,8 @@ class CommunicationLine:
     """Sum of one rank's collectives of one purpose in a job."""
 
     group: str
-    """Name of the group: tp, cp, pp, dp_cp (replicas and context parallel ranks), mp (tp and pp), embd (first and last
-    stage), intra_dist_opt (all ranks, as the distributed optimizer knows them) or world (all ranks)."""
+    """Name of the group: tp, cp, tp_cp (both), pp, dp_cp (replicas and context parallel ranks), mp (tp and pp), embd
+    (first and last stage), intra_dist_opt (all ranks, as the distributed optimizer knows them) or world (all ranks)."""
     kind: str
     """Kind of collective: all-reduce, all-gather, reduce-scatter, all-to-all, broadcast or send."""
     purpose: str
@@ -71,6 +74,7 @@ def communication(job: Job, stage: int) -> list[CommunicationLine]:
 def _terms(job: Job, stage: int) -> Iterator[Term]:
     model, parallel = job.model, job.parallel
     held = [(chunk, weights(model, parallel, chunk)) for chunk in chunks(model, parallel, stage)]
+    yield from _sample_terms(job, stage)
     for chunk, _ in held:
         for term in chunk_terms(job, chunk):
             yield term.times(job.num_micro_batches)
@@ -79,6 +83,16 @@ def _terms(job: Job, stage: int) -> Iterator[Term]:
         yield from _replica_terms(job, stage, chunk, own)
     yield from _replicated_weight_terms(job, [weight for _, own in held for weight in own])
     yield from _scalar_terms(job)
+
+
+def _sample_terms(job: Job, stage: int) -> Iterator[Term]:
+    """Yield the broadcasts of micro batches from the rank that reads them; stages between the ends read none, unless
+    for the bounds of documents.
+    """
+    if stage in (0, job.stages - 1) or job.has_document_ids:
+        tokens = job.micro_batch_size * job.model.seq_length
+        words = SAMPLE_STATUS_WORDS + SAMPLE_WORDS * tokens + -(-(1 + job.has_document_ids) * tokens // 2)
+        yield Term("tp_cp", "broadcast", "samples", words * WORD_BYTES).times(job.num_micro_batches)
 
 
 def _pipeline_terms(job: Job, stage: int) -> Iterator[Term]:

@@ -161,6 +161,7 @@ class RunConfig:
             micro_batch_size=self.training.micro_batch_size,
             num_micro_batches=self.num_micro_batches(data_parallel_size),
             layers=layers,
+            has_document_ids=self.data.reset_attention_mask,
             on_cpu=on_cpu,
         )
 
