@@ -86,8 +86,9 @@ def _terms(job: Job, stage: int) -> Iterator[Term]:
 
 
 def _sample_terms(job: Job, stage: int) -> Iterator[Term]:
-    """Yield the broadcasts of micro batches from the rank that reads them; stages between the ends read none, unless
-    for the bounds of documents.
+    """Yield the broadcasts of micro batches from the rank that reads them, between hosts where the ranks have GPUs.
+
+    Stages between the ends read none, unless for the bounds of documents.
     """
     if stage in (0, job.stages - 1) or job.has_document_ids:
         tokens = job.micro_batch_size * job.model.seq_length

@@ -209,7 +209,7 @@ class RunConfig:
         if self.schedule.lr_decay_style != "WSD" or not self.data.stages:
             return None
         end = self.schedule.lr_decay_iters or self.training.steps
-        first = end - self.schedule.wsd_steps(end) + 1
+        first = max(1, end - self.schedule.wsd_steps(end) + 1)
         begins = self.stage_steps()
         if first in begins.values():
             return None

@@ -104,12 +104,11 @@ def reads_of_two_steps(values: dict[str, Any], file: str) -> tuple[int, str, boo
         return reads, str(caught.value), caught.value.already_reported
 
 
-@pytest.mark.parametrize("layout", ["tensor", "context"])
+@pytest.mark.parametrize("shared_by", ["tensor_model_parallel_size", "context_parallel_size"])
 def test_one_rank_of_a_group_reads_and_all_raise_its_error(
-    values: dict[str, Any], tmp_path: Path, run_on_ranks: Callable[..., list[Any]], layout: str
+    values: dict[str, Any], tmp_path: Path, run_on_ranks: Callable[..., list[Any]], shared_by: str
 ) -> None:
-    key = f"{layout}_{'model_' if layout == 'tensor' else ''}parallel_size"
-    values["parallel"][key] = 2
+    values["parallel"][shared_by] = 2
     first, second = run_on_ranks(2, reads_of_two_steps, values, str(tmp_path / "a.npy"))
     assert (first[0], second[0]) == (2 * values["training"]["global_batch_size"], 0)
     assert "a.npy holds token id" in first[1] and first[1] == second[1]
