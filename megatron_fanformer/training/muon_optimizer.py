@@ -169,12 +169,13 @@ def exchanged(settings: Settings, matrices: dict[int, Matrix], directions: dict[
     parts = _all_to_all(given, sent, received, settings)
     del given  # of each of these there is as much as of the matrix
     returned = [held(own, by, is_sender=False) for by in range(ranks)]
-    results = settings.nothing.new_empty(sum(returned))
+    results = settings.nothing
     if own is not None:
         whole = _joined(own, parts, tensor)
         del parts
         update = own.update(whole, settings.scale, dtype)
         del whole
+        results = results.new_empty(sum(returned))
         shards = update.chunk(own.shards, dim=own.dimension)
         for by, result in enumerate(results.split(returned)):
             first, last = own.ranges[by // tensor]
