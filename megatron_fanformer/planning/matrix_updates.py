@@ -18,6 +18,7 @@ from megatron_fanformer.planning.job import Job
 from megatron_fanformer.planning.layer_traffic import Term
 
 CPU_BYTES, GPU_BYTES = 4, 2  # of an element that is exchanged: float32 on CPUs, bf16 on GPUs, as the products are
+MAIN_BYTES = 4  # of an element of a momentum, and of what is made of it
 NEWTON_SCHULZ_STEPS = 5
 
 
@@ -83,6 +84,7 @@ class MatrixUpdates:
         parallel = job.parallel
         replicas = job.data_parallel_size * parallel.context_parallel_size
         self._job, self._stage, self._tensor = job, stage, job.tensor_ranks
+        self._element_bytes = CPU_BYTES if job.on_cpu else GPU_BYTES
         self._replicas = replicas if parallel.use_distributed_optimizer else 1
         self._group, self._ranks = "tp" if self._replicas == 1 else "tp_dp_cp", self._tensor * self._replicas
         self._chunks = [(chunk, weights(job.model, parallel, chunk)) for chunk in chunks(job.model, parallel, stage)]
@@ -112,9 +114,24 @@ class MatrixUpdates:
         sent = sum(elements for matrix, elements in pieces if tensor == 0 or not matrix.is_replicated)
         own = [matrix for matrix, owner in zip(self.matrices, self._owner, strict=True) if owner == rank]
         returned = sum(each.rows * each.columns * (self._tensor if each.is_replicated else 1) for each in own)
-        element_bytes, calls = CPU_BYTES if self._job.on_cpu else GPU_BYTES, len(rounds(self._owner))
-        yield Term(self._group, "all-to-all", "gradients of matrices", sent * element_bytes, calls)
-        yield Term(self._group, "all-to-all", "updates of matrices", returned * element_bytes, calls)
+        calls = len(rounds(self._owner))
+        yield Term(self._group, "all-to-all", "gradients of matrices", sent * self._element_bytes, calls)
+        yield Term(self._group, "all-to-all", "updates of matrices", returned * self._element_bytes, calls)
+
+    def working_bytes(self) -> int:
+        """Return what the first rank holds at most beside states: of a round's matrices what it has of the momenta's
+        sums, and of its own the whole, two steps of it, and two products with itself.
+        """
+        pieces, most = list(self._pieces(0)), 0
+        for numbers in rounds(self._owner):
+            held = MAIN_BYTES * sum(pieces[number] for number in numbers)
+            own = [self.matrices[number] for number in numbers if self._owner[number] == 0]
+            for matrix in own:
+                copies = 2 + (self._ranks > 1)
+                short = max(min(rows, matrix.columns) for rows in matrix.part_rows)
+                held += self._element_bytes * (copies * matrix.rows * matrix.columns + 2 * short * short)
+            most = max(most, held)
+        return most
 
     def _pieces(self, replica: int) -> Iterator[int]:
         """Yield the elements that a data parallel rank holds of a tensor parallel rank's part of each matrix."""

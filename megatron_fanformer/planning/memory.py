@@ -24,6 +24,7 @@ from megatron_fanformer.planning.gradient_buffers import (
 )
 from megatron_fanformer.planning.job import Job, Layers
 from megatron_fanformer.planning.layer_memory import FLOAT, LayerShapes, Rise, layer_operations, rise
+from megatron_fanformer.planning.matrix_updates import MatrixUpdates
 from megatron_fanformer.planning.vocabulary_memory import (
     ID_BYTES,
     embedding_backward,
@@ -198,6 +199,7 @@ def _moments(shapes: LayerShapes, stage: int, held: list[Chunk], in_flight: int)
         yield MemorySnapshot("loss head", others + kept + head.saved, head.backward + 2 * sent)
     if held[0].has_embedding:
         yield MemorySnapshot("gradient of the embedding", others + embedding_ids(shapes), embedding_backward(shapes))
+    yield MemorySnapshot("update of a matrix", 0, MatrixUpdates(shapes.job, stage).working_bytes())
 
 
 def chunks_in_flight(job: Job, stage: int) -> int:

@@ -11,7 +11,9 @@ from torch import Tensor
 
 from megatron_fanformer.model.config import FANConfig
 from megatron_fanformer.planning.matrix_updates import MatrixUpdates, owners, rounds
+from megatron_fanformer.planning.memory import rank_memory
 from megatron_fanformer.simulation.fake_rank import run_rank
+from megatron_fanformer.sizing.simulated import PEAK_TOLERANCE
 from megatron_fanformer.training.muon_optimizer import MuonAndAdam
 from megatron_fanformer.training.optimizer import single_optimizers
 from megatron_fanformer.training.optimizers import OPTIMIZERS, OptimizerConfig
@@ -130,14 +132,21 @@ def test_ranks_share_momenta_and_products(run_on_ranks: RunOnRanks, layout: str)
     assert set(ranks[0][1]) == set(range(len(ranks)))
 
 
-def test_a_simulated_rank_steps_and_sends_as_by_formula() -> None:
-    """Of a world that no test could start."""
+@pytest.mark.parametrize("fan_form", ["column", pytest.param("sequence", marks=pytest.mark.full)])
+def test_a_simulated_rank_sends_and_holds_what_the_formulas_say(fan_form: str) -> None:
+    """Of a world that no test could start, and a model of which an update takes more than a layer's backward."""
     config = run_config(
-        dict(num_layers=4, hidden_size=256, ffn_hidden_size=512), samples=32, tensor_model_parallel_size=4
+        dict(hidden_size=256, ffn_hidden_size=1024),
+        samples=32,
+        micro_batch_size=1,
+        tensor_model_parallel_size=4,
+        sequence_parallel=True,
+        fan_form=fan_form,
     )
     config = dataclasses.replace(config, optimizer=dataclasses.replace(config.optimizer, name="muon"))
     simulated = run_rank(config, world_size=32, rank=0)
-    (expected,) = [
-        sum(term.message_bytes for term in MatrixUpdates(simulated.job, 0).terms(0)),
-    ]
-    assert [line.message_bytes for line in simulated.collectives if line.kind == "all-to-all"] == [expected]
+    sent = sum(term.message_bytes for term in MatrixUpdates(simulated.job, 0).terms(0))
+    assert [line.message_bytes for line in simulated.collectives if line.kind == "all-to-all"] == [sent]
+    memory = rank_memory(simulated.job, 0)
+    assert memory.moment == "update of a matrix"
+    assert memory.total_bytes == pytest.approx(simulated.peak_bytes, rel=PEAK_TOLERANCE)
