@@ -98,7 +98,8 @@ class FANformerConfig:
     layernorm_epsilon: float = 1e-6
     """Epsilon of every RMSNorm."""
     qk_layernorm: bool = False
-    """Whether each head of queries and keys passes through an RMSNorm, in front of its rotary positions."""
+    """Whether each head of queries and keys passes through an RMSNorm, in front of its rotary positions
+    (docs/recipe.md#norms-of-queries-and-keys)."""
     untie_embeddings_and_output_weights: bool = False
     """Whether the output head has a weight of its own."""
     fan: FANConfig = field(default_factory=FANConfig)

@@ -17,7 +17,7 @@ class OptimizerConfig:
 
     name: str = "adamw"
     """The optimizer: `adamw`, or `muon` for the matrices of layers and AdamW for all other weights
-    (docs/optimizers.md). A run keeps the one that it began with."""
+    (docs/recipe.md#muon). A run keeps the one that it began with."""
     lr: float = 4e-4
     """Peak learning rate."""
     weight_decay: float = 0.1
