@@ -115,6 +115,17 @@ def settings(setting: Setting) -> list[Command]:
     return [_steps(setting, "step.json", cases)]
 
 
+def recipe(setting: Setting) -> list[Command]:
+    """Time a step by what goes beyond the paper's recipe, four micro batches each."""
+    cases = {
+        "AdamW": ("fanformer", GRAPHS, FOUR),
+        "Muon": ("fanformer", GRAPHS, FOUR, 'optimizer.name="muon"'),
+        "norms of heads": ("fanformer", GRAPHS, FOUR, "model.qk_layernorm=true"),
+        "z-loss": ("fanformer", GRAPHS, FOUR, "training.z_loss_coefficient=1e-5"),
+    }
+    return [_steps(setting, "step.json", cases)]
+
+
 def trace(setting: Setting) -> list[Command]:
     """Profile one micro batch a step, and four."""
     cases = {"one": ("fanformer", GRAPHS), "four": ("fanformer", GRAPHS, FOUR)}

@@ -165,6 +165,19 @@ PARTS = (
         ),
     ),
     Part(
+        name="recipe",
+        decides="what Muon, norms of heads and a z-loss cost, four micro batches a step",
+        minutes=3,
+        commands=commands.recipe,
+        writes=("step.json",),
+        figures=cases,
+        goals=(
+            _at_most("Muon over AdamW", "Muon", "AdamW", 1.15),
+            _at_most("norms of heads over none", "norms of heads", "AdamW", 1.03),
+            _at_most("z-loss over none", "z-loss", "AdamW", 1.01),
+        ),
+    ),
+    Part(
         name="trace",
         decides="where the GPU waits in the steps with CUDA graphs, of one micro batch and of four",
         minutes=2,
