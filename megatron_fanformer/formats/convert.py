@@ -74,7 +74,7 @@ def convert_checkpoint(options: ConvertOptions) -> Conversion:
         max_shard_size=options.max_shard_size,
         training=training_record(opened.format, opened.path, opened.run) if to == "hf" else "",
     )
-    with _lock_of_run(destination), new_folder(destination) as folder:
+    with lock_of_run(destination), new_folder(destination) as folder:
         used = _write(options, folder, opened, extras)
         written = open_checkpoint(folder)
         checks = _verified(opened, used, written) if options.verified else None
@@ -92,7 +92,7 @@ def convert_checkpoint(options: ConvertOptions) -> Conversion:
     return Conversion(checks, _notes(opened, rows))
 
 
-def _lock_of_run(destination: Path) -> AbstractContextManager[None]:
+def lock_of_run(destination: Path) -> AbstractContextManager[None]:
     """Lock the run that a checkpoint is put into: while it goes on, it would remove the checkpoint, or resume it."""
     checkpoints = destination.absolute().parent
     return run_lock(checkpoints.parent) if checkpoints.name == CHECKPOINTS else nullcontext()

@@ -192,6 +192,14 @@ class FANformerConfig:
         embeddings = self.padded_vocab_size * self.hidden_size * (1 + self.untie_embeddings_and_output_weights)
         return embeddings + self.num_layers * self.placement.parameters(self) + self.hidden_size
 
+    def resolved_fields(self) -> dict[str, Any]:
+        """Return the fields by their dotted names, those that say the same in different words resolved."""
+        from megatron_fanformer.configuration import by_dotted_names  # as in `from_dict`
+
+        fields = by_dotted_names(dataclasses.asdict(dataclasses.replace(self, num_query_groups=self.query_groups)))
+        del fields["make_vocab_size_divisible_by"]
+        return {**fields, "padded_vocab_size": self.padded_vocab_size}
+
     def problems(self) -> list[str]:
         """Return the rules of the shape that this configuration breaks, one line each; empty if it can be built."""
         found = self._size_problems()

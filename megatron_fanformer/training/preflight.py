@@ -3,7 +3,6 @@
 One process does it for all ranks (see start.py); what it found is a RunStart, which every rank uses.
 """
 
-import dataclasses
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -23,7 +22,6 @@ from megatron_fanformer.data.tokenizer import load_tokenizer
 from megatron_fanformer.errors import CorruptError, InputError, collect_problems, redacted
 from megatron_fanformer.evaluation.survey import EvaluationSurvey, survey_evaluation
 from megatron_fanformer.formats.recognition import find_checkpoint, refuse_other_kinds
-from megatron_fanformer.model.config import FANformerConfig
 from megatron_fanformer.stores import is_url
 from megatron_fanformer.training.chats import with_steps
 from megatron_fanformer.training.config import UNSTATED, RunConfig
@@ -341,16 +339,9 @@ def _resume_problems(checkpoint: Path, config: RunConfig) -> list[str]:
 
 
 def _model_problems(checkpoint: Path, config: RunConfig, ignoring: tuple[str, ...] = ()) -> list[str]:
-    saved = _shape(store.saved_model(checkpoint))
+    saved = store.saved_model(checkpoint).resolved_fields()
     return [
         f"model.{name} is {value}, but the checkpoint {checkpoint} was saved with {saved[name]}; set it to that"
-        for name, value in _shape(config.model).items()
+        for name, value in config.model.resolved_fields().items()
         if value != saved[name] and name not in ignoring
     ]
-
-
-def _shape(model: FANformerConfig) -> dict[str, Any]:
-    """Return a model's fields by their dotted names, those that say the same in different words resolved."""
-    fields = by_dotted_names(dataclasses.asdict(dataclasses.replace(model, num_query_groups=model.query_groups)))
-    del fields["make_vocab_size_divisible_by"]
-    return {**fields, "padded_vocab_size": model.padded_vocab_size}
