@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from megatron_fanformer.errors import InputError, broken_fields
 from megatron_fanformer.model.placements import PLACEMENTS, TRANSFORMER, Placement, PlacementName
+from megatron_fanformer.model.rope_scaling import RopeScalingConfig
 
 PAPER_VOCAB_SIZE = 50_280  # allenai/gpt-neox-olmo-dolma-v1_5
 PAPER_P_RATIO = 0.25
@@ -95,6 +96,8 @@ class FANformerConfig:
     """Tokens per training sample."""
     rotary_base: int = 10_000
     """Base of the rotary positions."""
+    rope_scaling: RopeScalingConfig = field(default_factory=RopeScalingConfig)
+    """Rotary positions beyond the length of the first training."""
     layernorm_epsilon: float = 1e-6
     """Epsilon of every RMSNorm."""
     untie_embeddings_and_output_weights: bool = False
@@ -221,7 +224,9 @@ class FANformerConfig:
                 f"{self.num_attention_heads}; choose a divisor"
             )
         found += broken_fields("model", self, "lie in [0, 1]", lambda value: not 0 <= value <= 1, "layernorm_epsilon")
-        return found + self.fan.problems()
+        if self.rope_scaling.rope_type == "yarn" and self.rotary_base == 1:
+            found.append("model.rotary_base is 1, by which yarn cannot tell frequencies apart; raise it")
+        return found + self.rope_scaling.problems() + self.fan.problems()
 
     def _size_problems(self) -> list[str]:
         broken = partial(broken_fields, "model", self)

@@ -26,6 +26,7 @@ from megatron_fanformer.stores import is_url
 from megatron_fanformer.training.chats import with_steps
 from megatron_fanformer.training.config import UNSTATED, RunConfig
 from megatron_fanformer.training.machine_rules import machine_problems
+from megatron_fanformer.training.presets import OF_THE_RUN
 from megatron_fanformer.training.recovery import RecoveryConfig, read_events
 from megatron_fanformer.training.run_log import log_if_slow
 
@@ -293,7 +294,7 @@ def _resuming(candidates: list[Path], recovery: RecoveryConfig) -> _Resuming:
 def _checkpoint_problems(resumed: Path | None, loaded: Path | None, config: RunConfig) -> list[str]:
     if resumed:
         return _resume_problems(resumed, config)
-    return _model_problems(loaded, config, ignoring=("seq_length",)) if loaded else []  # weights fit any length
+    return _model_problems(loaded, config, ignoring=OF_THE_RUN) if loaded else []
 
 
 def _tokenizer_problems(config: RunConfig) -> list[str]:
@@ -343,5 +344,5 @@ def _model_problems(checkpoint: Path, config: RunConfig, ignoring: tuple[str, ..
     return [
         f"model.{name} is {value}, but the checkpoint {checkpoint} was saved with {saved[name]}; set it to that"
         for name, value in config.model.resolved_fields().items()
-        if value != saved[name] and name not in ignoring
+        if value != saved[name] and name.partition(".")[0] not in ignoring
     ]
