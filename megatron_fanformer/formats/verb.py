@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Literal
 
 from megatron_fanformer.durable_files import file_problems
-from megatron_fanformer.errors import InputError
+from megatron_fanformer.errors import InputError, redacted
 from megatron_fanformer.options import Verb, argument, option, path_or_none
 from megatron_fanformer.runtime import device
+from megatron_fanformer.stores import is_url
 from megatron_fanformer.terminal import show, width
 
 MAX_SHARD_SIZE = "5GB"
@@ -122,14 +123,18 @@ def _chosen(options: MergeOptions) -> list[Path]:
     from megatron_fanformer.checkpoint.store import complete_checkpoints
     from megatron_fanformer.formats.recognition import checkpoint_of, find_checkpoint, recognise
 
-    sources = [on_this_machine(source) for source in options.sources]
     if options.last is None:
-        return [find_checkpoint(source) for source in sources]
-    if len(sources) > 1:
-        raise InputError(f"--last is of one run, but {len(sources)} are named; name one, or the checkpoints themselves")
+        return [find_checkpoint(on_this_machine(source)) for source in options.sources]
+    source, *others = options.sources
+    if others:
+        raise InputError(
+            f"--last is of one run, but {len(options.sources)} are named; name one, or the checkpoints themselves"
+        )
+    if is_url(source):
+        raise InputError(f"--last is of a run on this machine, and {redacted(source)} is not; name its checkpoints")
     if options.last < FEWEST_MERGED:
         raise InputError(f"--last is {options.last}, and must be at least {FEWEST_MERGED}; raise it")
-    run = recognise(sources[0], ("run",))
+    run = recognise(source, ("run",))
     latest = checkpoint_of(run)  # what is beyond it belongs to a run that was taken back
     found = [folder for folder in complete_checkpoints(run.path) if folder.name <= latest.name]
     if len(found) < options.last:
@@ -147,7 +152,7 @@ MERGE = Verb(
     run=_merge,
     examples=(
         "merge runs/demo/run --last 2 --output runs/demo/merged",
-        "merge runs/decay-a runs/decay-b --weights 2 1 --output runs/merged",
+        "merge runs/decay-a runs/decay-b --weights 2 1\n--output runs/merged",
     ),
     results_are_files=True,
 )

@@ -41,7 +41,8 @@ class RopeScalingConfig:
     attention_factor: float | None = None
     """With `yarn`: what multiplies cos and sin; null: from `factor` and the next two."""
     mscale: float | None = None
-    """With `yarn`: with `mscale_all_dim`, the ratio of (0.1 m ln `factor` + 1) for the two; null: m = 1 alone."""
+    """With `yarn`, if both are given: the attention factor is the ratio of 0.1 m ln `factor` + 1 for this m and for
+    `mscale_all_dim`; else it is 0.1 ln `factor` + 1."""
     mscale_all_dim: float | None = None
     """See `mscale`."""
     truncate: bool = True
@@ -73,7 +74,7 @@ class RopeScalingConfig:
         return None if factor == 1 else factor**2 / math.sqrt(size)
 
     def frequencies(self, base: float, size: int) -> "Tensor":
-        """Return the angle per position of each pair of a head, [size / 2] in float32, computed as transformers does.
+        """Return the scaled angle per position of each pair of a head, [size / 2] in float32, as transformers does.
 
         Args:
             base: of the rotary positions.
@@ -82,9 +83,7 @@ class RopeScalingConfig:
         import torch
 
         powers = base ** (torch.arange(0, size, 2, dtype=torch.float32) / size)
-        if not self.is_scaled:
-            return 1.0 / powers
-        assert self.factor is not None, "problems() demands it"
+        assert self.factor is not None, "problems() demands it of scaled positions"
         if self.rope_type == "linear":
             return 1.0 / powers / self.factor
         low, high = self._bounds(base, size)
@@ -131,7 +130,7 @@ class RopeScalingConfig:
         return [
             *found,
             *broken("be at least 1", lambda value: value < 1, "factor", "original_max_position_embeddings"),
-            *broken("be above 0", lambda value: value <= 0, "attention_factor", "mscale", "mscale_all_dim"),
-            *broken("be above 0", lambda value: value <= 0, "beta_slow"),
+            *broken("be above 0", lambda value: value <= 0, "attention_factor", "beta_slow"),
+            *broken("not be negative", lambda value: value < 0, "mscale", "mscale_all_dim"),
             *broken("be above beta_slow", lambda value: value <= self.beta_slow, "beta_fast"),
         ]

@@ -23,6 +23,7 @@ from megatron_fanformer.durable_files import sha256_of
 from megatron_fanformer.formats import merge
 from megatron_fanformer.formats.name_table import expected_shapes
 from megatron_fanformer.formats.recognition import find_checkpoint
+from megatron_fanformer.formats.training_record import training_record
 from megatron_fanformer.model.config import FANformerConfig
 from tests.checkpoint.states import small_model, training, world_size
 from tests.generation.making import write_tokenizer
@@ -77,6 +78,9 @@ def test_main_weights_are_averaged_as_numpy_does(run: Path, tmp_path: Path, caps
     assert sums["sha256"] == sha256_of(average / file)
     assert receipt["crc32"].keys() == tensors.keys()
     assert "the optimizer's state" in capsys.readouterr().out
+    assert training_record("megatron", average) == (
+        "The weights are an average of the checkpoints run step 2 (weight 0.25) and run step 3 (weight 0.75)."
+    )
 
 
 def loaded(layout: str, checkpoint: Path) -> Any:
@@ -181,6 +185,7 @@ def others(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("a --last 1", "--last is 1, and must be at least 2", 2),
         ("a --last 2", "a has 1 up to its latest; lower it", 2),
         ("a b --last 2", "--last is of one run, but 2 are named", 2),
+        ("s3://bucket/a --last 2", "--last is of a run on this machine, and s3://bucket/a is not", 2),
         ("a/checkpoints/step-00000000 --last 2", "is one checkpoint of a run (checkpoints/step-…); name a run's", 2),
         ("a b --weights 1", "--weights states 1, but there are 2 checkpoints; state one for each", 2),
         ("a b --weights 1 0", "--weights: 0 is not a finite number above 0; leave that checkpoint out", 2),

@@ -34,8 +34,8 @@ SCALINGS: dict[str, dict[str, Any]] = {
     },
     "linear": {"rope_type": "linear", "factor": 3.0},
 }
-SAME_LOGITS = 1e-6
-"""Of the largest logit: the attention factor is in the softmax's scale here, in cos and sin there (4e-7 measured)."""
+SAME_LOGITS = 2e-6
+"""Of the largest logit: the attention factor is in the softmax's scale here, in cos and sin there (6e-7 measured)."""
 
 
 @pytest.mark.parametrize("size", [8, 64, 128])
