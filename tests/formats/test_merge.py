@@ -83,6 +83,14 @@ def test_main_weights_are_averaged_as_numpy_does(run: Path, tmp_path: Path, caps
     )
 
 
+def test_what_a_run_was_taken_back_from_is_left_out(run: Path, tmp_path: Path) -> None:
+    shutil.copytree(run, tmp_path / "run")
+    (tmp_path / "run" / store.CHECKPOINTS / store.LATEST).write_text(f"{store.checkpoint_name(2)}\n")
+    merged(tmp_path / "run", "--last", 2, tmp_path / "out")
+    receipt = json.loads((tmp_path / "out" / "receipt.json").read_text())
+    assert [source["step"] for source in receipt["sources"]] == [1, 2]
+
+
 def loaded(layout: str, checkpoint: Path) -> Any:
     """This rank's pieces after loading an average, and the loss of a step with it."""
     with training(layout, small_model(num_layers=2), seed=5) as other:
