@@ -296,7 +296,15 @@ def test_positions_are_scaled_anew_from_a_checkpoint_and_not_on_the_way(
     fields = ("seq_length is 32", "rope_scaling.rope_type is linear", "rope_scaling.factor is 2.0")
     assert [line.split(", but the checkpoint")[0] for line in lines] == [f"model.{field}" for field in fields]
     anew = [*longer, "--checkpoint.load", str(started_run), "--training.run_dir", str(tmp_path / "longer")]
-    assert check_run(load_config(Path(config), anew), None).loaded == started_run / "checkpoints" / "step-00000001"
+    loaded = started_run / "checkpoints" / "step-00000001"
+    assert check_run(load_config(Path(config), anew), None).loaded == loaded
+    write_config(loaded / "config.yaml", load_config(Path(config), longer).as_dict())
+    assert check_run(load_config(Path(config), anew), None).loaded == loaded
+    forgotten = refused("train", "--config", config, *anew[4:])
+    assert [line.split(", but the checkpoint")[0] for line in forgotten] == [
+        "model.rope_scaling.rope_type is default",
+        "model.rope_scaling.factor is None",
+    ]
 
 
 @pytest.mark.parametrize("verb", [["convert", "none", "out", "--to", "hf"], ["generate", "none", "--prompt", "a"]])

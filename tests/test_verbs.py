@@ -123,6 +123,7 @@ def test_options_of_merge(monkeypatch: pytest.MonkeyPatch) -> None:
         assert main(["merge", "a", "b", "--output", "o", "--weights", "1", "3", "--dtype", "bf16"]) == 0
     assert called.call_args == mock.call([Path("a"), Path("b")], [0.25, 0.75], Path("o"), "bf16")
     assert MergeOptions(sources=("a", "b"), output=Path("o")).shares(2) == [0.5, 0.5]
+    assert MergeOptions(sources=("a", "b"), output=Path("o"), weights=(1e308, 1e308)).shares(2) == [0.5, 0.5]
 
 
 @pytest.mark.usefixtures("recognised")

@@ -83,7 +83,7 @@ class MergeOptions:
     """A folder that does not exist yet, for the averaged checkpoint."""
     last: int | None = option(None, metavar="N")
     """Average the N newest checkpoints of the run."""
-    weights: tuple[float, ...] = option(None, metavar="WEIGHT")
+    weights: tuple[float, ...] = option((), metavar="WEIGHT")
     """A weight above 0 for each checkpoint, in their order (--last: the oldest first); each is divided by their sum
     (default: all the same)"""
     dtype: Literal["fp32", "bf16"] | None = None
@@ -102,8 +102,9 @@ class MergeOptions:
             raise InputError(f"--weights states {len(weights)}, but there are {count} checkpoints; state one for each")
         if wrong := [weight for weight in weights if not (weight > 0 and math.isfinite(weight))]:
             raise InputError(f"--weights: {wrong[0]:g} is not a finite number above 0; leave that checkpoint out")
-        whole = math.fsum(weights)
-        return [weight / whole for weight in weights]
+        parts = [weight / max(weights) for weight in weights]  # whose sum does not overflow
+        whole = math.fsum(parts)
+        return [part / whole for part in parts]
 
 
 def _merge(options: MergeOptions) -> None:

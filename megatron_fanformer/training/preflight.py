@@ -294,7 +294,11 @@ def _resuming(candidates: list[Path], recovery: RecoveryConfig) -> _Resuming:
 def _checkpoint_problems(resumed: Path | None, loaded: Path | None, config: RunConfig) -> list[str]:
     if resumed:
         return _resume_problems(resumed, config)
-    return _model_problems(loaded, config, ignoring=OF_THE_RUN) if loaded else []
+    if loaded is None:
+        return []
+    # Positions that are no longer scaled, where the checkpoint's are, were rather forgotten than meant.
+    ignoring = OF_THE_RUN if config.model.rope_scaling.is_scaled else ("seq_length",)
+    return _model_problems(loaded, config, ignoring=ignoring)
 
 
 def _tokenizer_problems(config: RunConfig) -> list[str]:
