@@ -19,7 +19,7 @@ def plain_logits(
     x = weights["transformer.wte.weight"][tokens_bs]
     for layer in range(1 + max(int(name.split(".")[2]) for name in weights if ".blocks." in name)):
         block = {name.split(".", 3)[3]: w for name, w in weights.items() if f".blocks.{layer}." in name}
-        x = x + _attention(block, _norm(x, block["attn_norm.weight"], epsilon), heads, gelu)
+        x = x + _attention(block, _norm(x, block["attn_norm.weight"], epsilon), heads, gelu, epsilon)
         x = x + _mlp(block, _norm(x, block["ff_norm.weight"], epsilon), gelu)
     head = weights.get("transformer.ff_out.weight", weights["transformer.wte.weight"])
     return _norm(x, weights["transformer.ln_f.weight"], epsilon) @ head.T
@@ -50,6 +50,9 @@ def from_transformers(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
             for kind in ("weight", "bias"):
                 if f"self_attn.{old}.{kind}" in theirs:
                     block[f"{new}.{kind}"] = theirs[f"self_attn.{old}.{kind}"]
+        block |= {
+            f"{part}_norm.weight": w for part in "qk" if (w := theirs.get(f"self_attn.{part}_norm.weight")) is not None
+        }
         own |= {f"transformer.blocks.{layer}.{name}": weight for name, weight in block.items()}
     return own
 
@@ -68,7 +71,7 @@ def _fan(block: Mapping[str, Tensor], name: str, x: Tensor, width: int, gelu: bo
     return torch.cat([phase.cos(), phase.sin(), F.gelu(linear) if gelu else linear], -1)
 
 
-def _attention(block: Mapping[str, Tensor], x: Tensor, heads: int, gelu: bool) -> Tensor:
+def _attention(block: Mapping[str, Tensor], x: Tensor, heads: int, gelu: bool, epsilon: float) -> Tensor:
     width = x.shape[-1]
     is_fan = "att_proj.fanlayer.input_linear.weight" in block
     x_f = _fan(block, "att_proj.fanlayer", x, width, gelu) if is_fan else x
@@ -80,6 +83,8 @@ def _attention(block: Mapping[str, Tensor], x: Tensor, heads: int, gelu: bool) -
         shared = (projected.shape[-1] - width) // 2
         query, key, value = projected.split([width, shared, shared], -1)
     q, k, v = (part.unflatten(-1, (-1, width // heads)).transpose(1, 2) for part in (query, key, value))
+    if "q_norm.weight" in block:  # of each head, for which the authors have no names
+        q, k = (_norm(part, block[f"{name}_norm.weight"], epsilon) for name, part in (("q", q), ("k", k)))
     k, v = (part.repeat_interleave(heads // part.shape[1], dim=1) for part in (_rotate(k), v))
     scores = _rotate(q) @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])
     future = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)

@@ -76,6 +76,8 @@ def command_line(
         flags += ["--group-query-attention", "--num-query-groups", str(model.num_query_groups)]
     if model.untie_embeddings_and_output_weights:
         flags.append("--untie-embeddings-and-output-weights")
+    if model.qk_layernorm:
+        flags.append("--qk-layernorm")
     if parallel.sequence_parallel:
         flags.append("--sequence-parallel")
     if not has_engine:
@@ -182,6 +184,7 @@ def configuration_by_hand(model: FANformerConfig, parallel: ParallelConfig) -> d
         "activation_func": F.silu,
         "bias_activation_fusion": True,
         "add_bias_linear": False,
+        "qk_layernorm": model.qk_layernorm,
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
         "rotary_interleaved": False,
@@ -214,6 +217,7 @@ def arguments_by_hand(model: FANformerConfig, parallel: ParallelConfig, spec: li
         apply_residual_connection_post_layernorm=False,
         add_bias_linear=False,
         add_qkv_bias=False,
+        qk_layernorm=model.qk_layernorm,
         position_embedding_type="rope",
         rotary_base=model.rotary_base,
         rotary_percent=1.0,

@@ -35,6 +35,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "evaluation": ("runtime", "data", "model", "checkpoint", "formats", "generation", "hf"),
     "training": (
         "ops.norms",
+        "ops.newton_schulz",
         "runtime",
         "data",
         "model",

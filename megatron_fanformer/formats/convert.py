@@ -20,6 +20,7 @@ from megatron_fanformer.formats.checkpoints import Checkpoint, open_checkpoint, 
 from megatron_fanformer.formats.huggingface import MODEL_CARD
 from megatron_fanformer.formats.model_card import RECEIPT, Extras, receipt_section
 from megatron_fanformer.formats.name_table import Format, convert
+from megatron_fanformer.formats.reference import beyond_reference
 from megatron_fanformer.formats.training_record import training_record
 from megatron_fanformer.formats.transforms import vocabulary_multiple
 from megatron_fanformer.formats.verb import ConvertOptions
@@ -60,10 +61,9 @@ def convert_checkpoint(options: ConvertOptions) -> Conversion:
         raise InputError(f"{destination} already exists; name a folder that does not, or remove it")
     shard_bytes(options.max_shard_size)  # refused before anything is read
     opened = open_checkpoint(source, options.config)
-    if to == "reference" and opened.config.placement.reference_fields is None:
+    if to == "reference" and (foreign := beyond_reference(opened.config)):
         raise InputError(
-            f"the model in {source} has {opened.config.placement.in_words} (placement {opened.config.fan.placement}), "
-            "which the authors' format has not; convert it to hf or megatron"
+            f"the model in {source} has {foreign}, which the authors' format has not; convert it to hf or megatron"
         )
     if to == "reference" and opened.config.rope_scaling.is_scaled:
         raise InputError(

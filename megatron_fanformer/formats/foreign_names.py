@@ -60,7 +60,7 @@ _MEGATRON_LM = {
 --norm-epsilon = model.layernorm_epsilon: 1e-6 by default, not 1e-5
 --apply-layernorm-1p: norms store their weights as they are
 --apply-residual-connection-post-layernorm: norms stay out of the residual stream
---qk-layernorm: the paper's model has none
+--qk-layernorm = model.qk_layernorm: also by the spec, `layer_spec(..., qk_layernorm=True)`
 --softmax-type: the softmax has no further term
 --swiglu --squared-relu --openai-gelu --quick-geglu --glu-linear-offset --activation-func-clamp-value:
     every MLP is a SwiGLU
@@ -306,6 +306,7 @@ max_seq_length max_length block_size n_positions n_ctx = model.seq_length
 rms_norm_eps = model.layernorm_epsilon
 rope_theta = model.rotary_base
 rope_parameters = model.rope_scaling.rope_type: and the other keys of model.rope_scaling; rope_theta is rotary_base
+use_qk_norm = model.qk_layernorm
 tie_word_embeddings = model.untie_embeddings_and_output_weights: the opposite
 head_dim: the head size is hidden_size / num_attention_heads
 hidden_act activation_type: every MLP is a SwiGLU
@@ -329,8 +330,10 @@ embedding_size = model.make_vocab_size_divisible_by: the padded size follows fro
 layer_norm_eps = model.layernorm_epsilon
 layer_norm_type: every norm is an RMSNorm
 rope alibi: positions are always rotary
-attention_layer_norm qk_norm: the paper's model has none
+attention_layer_norm qk_norm = model.qk_layernorm: a norm of each head, not of all together
 residual_dropout embedding_dropout: there is no dropout
+softmax_auxiliary_loss = training.z_loss_coefficient: a number turns it on
+auxiliary_loss_multiplier z_loss_multiplier = training.z_loss_coefficient
 device_train_microbatch_size = training.micro_batch_size
 rank_microbatch_size = training.micro_batch_size: in samples, not in tokens
 global_train_batch_size = training.global_batch_size

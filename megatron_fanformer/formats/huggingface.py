@@ -42,6 +42,7 @@ SAME_FIELDS = {
     "num_attention_heads": "num_attention_heads",
     "max_position_embeddings": "seq_length",
     "rms_norm_eps": "layernorm_epsilon",
+    "use_qk_norm": "qk_layernorm",
 }
 """Fields of ours that have the same value in transformers, by transformers' names."""
 

@@ -155,7 +155,7 @@ def convert(
 def rows_of(config: FANformerConfig) -> Iterator[tuple[Row, int | None]]:
     """Yield the rows that a model has, each with the number of its layer (None where it belongs to none)."""
     yield EMBEDDING, None
-    for tensor in config.placement.tensors(config.fan):
+    for tensor in config.placement.tensors(config):
         yield from ((layer_row(tensor), layer) for layer in range(config.num_layers))
     yield FINAL_NORM, None
     if config.untie_embeddings_and_output_weights:

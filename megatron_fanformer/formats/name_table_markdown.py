@@ -6,6 +6,7 @@
 from megatron_fanformer import markdown
 from megatron_fanformer.formats.name_table import EMBEDDING, FINAL_NORM, HEAD, Naming, Row, layer_row
 from megatron_fanformer.model.placements import PLACEMENTS, all_tensors
+from megatron_fanformer.model.placements.base import HEAD_NORMS, LayerTensor
 
 COLUMNS = ("Megatron", "shape", "placements", "reference", "Hugging Face")
 BEGIN, END = "<!-- the table of names: rendered, do not edit -->", "<!-- end of the table of names -->"
@@ -18,14 +19,16 @@ def render() -> str:
 
 def rows() -> list[tuple[Row, str]]:
     """Return the rows of all models, each with the placements at which a model has its tensor."""
-    of_layers = [(layer_row(tensor), _present(names)) for tensor, names in all_tensors().items()]
+    of_layers = [(layer_row(tensor), _present(tensor, names)) for tensor, names in all_tensors().items()]
     return [(EMBEDDING, "all"), *of_layers, (FINAL_NORM, "all"), (HEAD, "all, untied")]
 
 
-def _present(names: list[str]) -> str:
+def _present(tensor: LayerTensor, names: list[str]) -> str:
     others = [name for name in PLACEMENTS if name not in names]
     if len(others) > 1:
         return ", ".join(names)
+    if tensor in HEAD_NORMS:
+        return "with `qk_layernorm`"
     return f"all but {others[0]}" if others else "all"
 
 

@@ -68,6 +68,13 @@ def open_reference(folder: Path) -> tuple[FANformerConfig, LazyTensors]:
     return config, tensors
 
 
+def beyond_reference(config: FANformerConfig) -> str | None:
+    """Return what a model has that the format cannot express, as a phrase; None: nothing."""
+    if config.placement.reference_fields is None:
+        return f"{config.placement.in_words} (placement {config.fan.placement})"
+    return "norms of queries and keys (qk_layernorm)" if config.qk_layernorm else None
+
+
 def optimizer_files(folder: Path) -> list[str]:
     """Return the reference trainer's files next to the weights; they are not converted."""
     return [name for name in OPTIMIZER_FILES if (folder / name).exists()]

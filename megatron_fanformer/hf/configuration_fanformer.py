@@ -34,6 +34,8 @@ TP_PLAN = {
     "layers.*.mlp.up_proj": "colwise",
     "layers.*.mlp.down_proj": "rowwise",
 }
+# Weights of the heads' norms are whole on every rank, and their gradients are of its own heads.
+HEAD_NORMS_TP_PLAN = {f"layers.*.self_attn.{part}_norm": "replicated_with_grad_allreduce" for part in "qk"}
 # Values straight out of FAN are whole on every rank, so all attention heads are too: only the matrices are split.
 OWN_VALUES_TP_PLAN = {
     **{name: style for name, style in TP_PLAN.items() if not name.endswith("v_proj")},
@@ -114,6 +116,8 @@ class FANformerConfig(transformers.PreTrainedConfig):
     Transformer's; `none`: an ordinary Transformer."""
     v_p_ratio: float | None = None
     """p_ratio of the values' own FAN projection (placement `qk_and_v`), a share of their width; None for p_ratio."""
+    use_qk_norm: bool = False
+    """Whether each head of queries and keys passes through an RMSNorm, in front of its rotary positions."""
     tie_word_embeddings: bool = True
     """Whether the output head is the embedding."""
     use_cache: bool = True
@@ -126,7 +130,9 @@ class FANformerConfig(transformers.PreTrainedConfig):
         if self.num_key_value_heads is None:
             self.num_key_value_heads = self.num_attention_heads
         if self.fan_placement in tuple(FAN_PLACEMENTS):
-            self.base_model_tp_plan = FAN_PLACEMENTS[self.fan_placement].tp_plan
+            placement = FAN_PLACEMENTS[self.fan_placement]
+            has_split_norms = self.use_qk_norm and not placement.has_v_p_ratio
+            self.base_model_tp_plan = {**placement.tp_plan, **(HEAD_NORMS_TP_PLAN if has_split_norms else {})}
         super().__post_init__(**kwargs)
         problems = self._problems()
         if problems:

@@ -139,6 +139,9 @@ class FANformerAttention(nn.Module):
         self.q_proj = nn.Linear(config.hidden_size, heads * self.head_dim, bias=False)
         self.k_proj = nn.Linear(config.hidden_size, groups * self.head_dim, bias=False)
         self.add_values(config, groups * self.head_dim)
+        if config.use_qk_norm:
+            self.q_norm = FANformerRMSNorm(self.head_dim, config.rms_norm_eps)
+            self.k_norm = FANformerRMSNorm(self.head_dim, config.rms_norm_eps)
         self.o_proj = residual_linear(heads * self.head_dim, config.hidden_size, layer_idx)
 
     def add_inputs(self, config: FANformerConfig) -> None:
@@ -165,6 +168,8 @@ class FANformerAttention(nn.Module):
         query, key, value = (
             heads.view(*shape, -1, self.head_dim).transpose(1, 2) for heads in self.queries_keys_values(hidden_states)
         )
+        if self.config.use_qk_norm:
+            query, key = self.q_norm(query), self.k_norm(key)
         query, key = rotate(query, *position_embeddings), rotate(key, *position_embeddings)
         if past_key_values is not None:
             key, value = past_key_values.update(key, value, self.layer_idx)

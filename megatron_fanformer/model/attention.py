@@ -44,6 +44,12 @@ class FANSelfAttention(SelfAttention):
         **kwargs: Any,
     ) -> None:
         super().__init__(config, submodules, layer_number, *args, **kwargs)
+        if config.qk_layernorm != (self.q_layernorm is not None):  # their gradients would not be summed, or be missed
+            raise ValueError(
+                f"qk_layernorm is {config.qk_layernorm}, but the layer spec has "
+                f"{'no norms' if config.qk_layernorm else 'norms'} of queries and keys; make it by "
+                f"layer_spec(..., qk_layernorm={config.qk_layernorm})"
+            )
         self.fan = FANProjection(
             config,
             fan=fan,
@@ -109,7 +115,10 @@ class FANValueAttention(Attention):
             tp_group=self.pg_collection.tp,
         )
         _connect(config, self.fan, self.linear_qk)
-        self.q_layernorm = self.k_layernorm = None  # Megatron's attention looks for them
+        self.q_layernorm, self.k_layernorm = (
+            norm and norm(config=config, hidden_size=self.hidden_size_per_attention_head, eps=config.layernorm_epsilon)
+            for norm in (submodules.q_layernorm, submodules.k_layernorm)
+        )
 
     def set_for_recompute_input_layernorm(self) -> None:
         """As in `FANSelfAttention`."""
@@ -127,9 +136,12 @@ class FANValueAttention(Attention):
         groups, size = self.num_query_groups_per_partition, self.hidden_size_per_attention_head
         qk = qk.unflatten(-1, (groups, -1, size))
         query, key = qk.split([qk.shape[-2] - 1, 1], dim=-2)
+        query, key = query.flatten(2, 3), key.squeeze(-2)
         own_values = self._own_heads(values).unflatten(-1, (groups, size))
         self.fan.discard(qk)
-        return query.flatten(2, 3), key.squeeze(-2), own_values
+        if self.q_layernorm is not None:
+            query, key = self.q_layernorm(query), self.k_layernorm(key)
+        return query, key, own_values
 
     def _own_heads(self, values: Tensor) -> Tensor:
         """Return this rank's heads of the values, over the whole sequence: [s, b, v / T]."""

@@ -8,6 +8,7 @@ import torch
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from megatron_fanformer.errors import InputError
 from megatron_fanformer.model.config import FANformerConfig, PrecisionConfig
 from megatron_fanformer.model.initialization import initialize
 from megatron_fanformer.model.kernels import DEFAULT_KERNELS, KernelsConfig
@@ -46,6 +47,7 @@ def transformer_config(
         **model.placement.mlp_fields(on_cpu=grid.device == "cpu"),
         normalization="RMSNorm",
         layernorm_epsilon=model.layernorm_epsilon,
+        qk_layernorm=model.qk_layernorm,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         bf16=dtype == torch.bfloat16,
@@ -135,6 +137,7 @@ def build_stages(
     precision: PrecisionConfig | None = None,
     kernels: KernelsConfig = DEFAULT_KERNELS,
     made_of: type[Stage] | None = None,
+    z_loss_coefficient: float = 0.0,
 ) -> list[Stage]:
     """Build this rank's pipeline stage as its chunks (one, unless the schedule is interleaved).
 
@@ -142,6 +145,7 @@ def build_stages(
     here; None means without.
 
     Args:
+        z_loss_coefficient: see `LossHead.take_over`; the last stage must have that head.
         made_of: None: `stage_class()`.
     """
     precision, made_of = precision or PrecisionConfig(), made_of or stage_class()
@@ -155,7 +159,11 @@ def build_stages(
         model, parallel, grid, dtype, precision, kernels, has_boundaries=made_of.has_boundaries_in_config
     )
     chunks = [
-        _build_chunk(made_of, model, parallel, grid, config, number, kernels, fp8_fan=precision.fp8_fan)
+        _build_chunk(
+            *(made_of, model, parallel, grid, config, number, kernels),
+            fp8_fan=precision.fp8_fan,
+            z_loss_coefficient=z_loss_coefficient,
+        )
         for number in range(parallel.virtual_stages)
     ]
     for chunk in chunks:
@@ -178,12 +186,18 @@ def _build_chunk(
     kernels: KernelsConfig,
     *,
     fp8_fan: bool,
+    z_loss_coefficient: float,
 ) -> Stage:
     layers = parallel.layers_per_stage(model.num_layers)
     assert layers is not None, "model.layout_rules refuses layers that do not divide"
     implementation = resolve_transformer_impl(kernels.transformer_impl)
     spec = layer_spec(
-        model.fan, implementation, parallel.fan_form, fp8_fan=fp8_fan, recompute_fan=parallel.recomputes("fan")
+        model.fan,
+        implementation,
+        parallel.fan_form,
+        fp8_fan=fp8_fan,
+        recompute_fan=parallel.recomputes("fan"),
+        qk_layernorm=model.qk_layernorm,
     )
     segments = [[of_stage // parallel.virtual_stages for of_stage in layers]] * parallel.virtual_stages
     own = Layers(spec, final_norm(implementation), segments, number, grid.groups.pp.rank())
@@ -207,7 +221,12 @@ def _build_chunk(
     chunk.own_tokens = min(max(model.vocab_size - grid.groups.tp.rank() * columns, 0), columns)
     if chunk.post_process and kernels.chunked_loss_head:
         tokens = kernels.loss_chunk_tokens(columns, config.params_dtype.itemsize, on_cpu=grid.device == "cpu")
-        LossHead.take_over(chunk.output_layer, tokens)
+        LossHead.take_over(chunk.output_layer, tokens, z_loss_coefficient)
+    if z_loss_coefficient and chunk.post_process and not isinstance(chunk.output_layer, LossHead):
+        raise InputError(
+            f"training.z_loss_coefficient is {z_loss_coefficient}, but megatron-core's "
+            f"{type(chunk.output_layer).__name__} has no z-loss; set it to 0, or kernels.chunked_loss_head to true"
+        )
     return chunk
 
 

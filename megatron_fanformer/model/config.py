@@ -100,6 +100,8 @@ class FANformerConfig:
     """Rotary positions beyond the length of the first training."""
     layernorm_epsilon: float = 1e-6
     """Epsilon of every RMSNorm."""
+    qk_layernorm: bool = False
+    """Whether each head of queries and keys passes through an RMSNorm, in front of its rotary positions."""
     untie_embeddings_and_output_weights: bool = False
     """Whether the output head has a weight of its own."""
     fan: FANConfig = field(default_factory=FANConfig)

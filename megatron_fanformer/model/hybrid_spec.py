@@ -30,9 +30,11 @@ def stack_spec(
     *,
     fp8_fan: bool = False,
     recompute_fan: bool = False,
+    qk_layernorm: bool = False,
 ) -> ModuleSpec:
     """Return a stack whose `*` and `-` are the two halves of `layer_spec`'s layer, with the same arguments."""
-    layer = layer_spec(fan, transformer_impl, fan_form, fp8_fan=fp8_fan, recompute_fan=recompute_fan).submodules
+    options = {"fp8_fan": fp8_fan, "recompute_fan": recompute_fan, "qk_layernorm": qk_layernorm}
+    layer = layer_spec(fan, transformer_impl, fan_form, **options).submodules
     renamed = layer.sharded_state_dict_keys_map
     attention = TransformerLayerSubmodules(
         input_layernorm=layer.input_layernorm,

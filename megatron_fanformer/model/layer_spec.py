@@ -93,16 +93,18 @@ def layer_spec(
     *,
     fp8_fan: bool = False,
     recompute_fan: bool = False,
+    qk_layernorm: bool = False,
 ) -> ModuleSpec:
     """Return one FANformer layer (the paper's p_ratio where `fan` is not given).
 
     Args:
         recompute_fan: whether backward computes X_F again, of p | g, so that it is not kept.
+        qk_layernorm: whether queries and keys are normed, as megatron-core's configuration must say, too.
     """
     fan = fan or FANConfig()
     if resolve_transformer_impl(transformer_impl) == "transformer_engine":
-        return _transformer_engine_layer(fan, fan_form, fp8_fan, recompute_fan)
-    return _local_layer(fan, fan_form, recompute_fan)
+        return _transformer_engine_layer(fan, fan_form, fp8_fan, recompute_fan, qk_layernorm)
+    return _local_layer(fan, fan_form, recompute_fan, qk_layernorm)
 
 
 def final_norm(transformer_impl: Literal["local", "transformer_engine"]) -> type[torch.nn.Module]:
@@ -115,7 +117,13 @@ def final_norm(transformer_impl: Literal["local", "transformer_engine"]) -> type
     return norm
 
 
-def _attention(fan: FANConfig, fan_form: FANForm, recompute_fan: bool, **parts: type[torch.nn.Module]) -> ModuleSpec:
+def _attention(
+    fan: FANConfig,
+    fan_form: FANForm,
+    recompute_fan: bool,
+    head_norm: type[torch.nn.Module] | None,
+    **parts: type[torch.nn.Module],
+) -> ModuleSpec:
     """Return the self-attention of a placement, out of these layers."""
     placement = PLACEMENTS[fan.placement]
     module, submodules = placement.attention()
@@ -124,16 +132,18 @@ def _attention(fan: FANConfig, fan_form: FANForm, recompute_fan: bool, **parts: 
         params |= {"fan": fan, "fan_form": fan_form, "recompute_fan": recompute_fan}
     else:
         del parts["fan_linear"]
-    return ModuleSpec(module=module, params=params, submodules=submodules(**parts))
+    submodules = submodules(q_layernorm=head_norm, k_layernorm=head_norm, **parts)
+    return ModuleSpec(module=module, params=params, submodules=submodules)
 
 
-def _local_layer(fan: FANConfig, fan_form: FANForm, recompute_fan: bool) -> ModuleSpec:
+def _local_layer(fan: FANConfig, fan_form: FANForm, recompute_fan: bool, qk_layernorm: bool) -> ModuleSpec:
     placement = PLACEMENTS[fan.placement]
     is_column = placement.is_in_attention and fan_form == "column"  # what follows FAN has its whole input on every rank
     attention = _attention(
         fan,
         fan_form,
         recompute_fan,
+        RMSNorm if qk_layernorm else None,
         linear_qkv=ActivatedColumnParallelLinear if is_column else ColumnParallelLinear,
         fan_linear=ColumnParallelLinear if is_column else ReplicatedLinear,
         core_attention=TorchCoreAttention,
@@ -152,7 +162,9 @@ def _local_layer(fan: FANConfig, fan_form: FANForm, recompute_fan: bool) -> Modu
     )
 
 
-def _transformer_engine_layer(fan: FANConfig, fan_form: FANForm, fp8_fan: bool, recompute_fan: bool) -> ModuleSpec:
+def _transformer_engine_layer(
+    fan: FANConfig, fan_form: FANForm, fp8_fan: bool, recompute_fan: bool, qk_layernorm: bool
+) -> ModuleSpec:
     placement = PLACEMENTS[fan.placement]
     if not placement.has_engine_layers:
         raise InputError(
@@ -183,6 +195,7 @@ def _transformer_engine_layer(fan: FANConfig, fan_form: FANForm, fp8_fan: bool, 
         fan,
         fan_form,
         recompute_fan,
+        TENorm if qk_layernorm else None,
         linear_qkv=TEColumnParallelLinear if is_sequence else linear_qkv,
         fan_linear=fan_replicated if is_sequence else fan_column,
         core_attention=TEDotProductAttention,

@@ -33,18 +33,35 @@ class LossHead(ColumnParallelLinear):
     """megatron-core's output layer, which gives logits, or the losses of given labels."""
 
     chunk_tokens: int
+    z_loss_coefficient: float
+    _z_losses: Tensor | None = None
     _scored: dict[str, Any] | None = None
 
     @classmethod
-    def take_over(cls, output_layer: ColumnParallelLinear, chunk_tokens: int) -> None:
+    def take_over(cls, output_layer: ColumnParallelLinear, chunk_tokens: int, z_loss_coefficient: float = 0.0) -> None:
         """Turn a plain output layer, whose class megatron-core's model fixes, into one of these.
 
         Args:
             chunk_tokens: how many tokens' logits there are at a time.
+            z_loss_coefficient: of (log Z)² of each token, added to what is differentiated; Z is the sum of the
+                exponentials of its logits.
         """
         if type(output_layer) is ColumnParallelLinear:  # another one, of FP8, stays as it is
             output_layer.__class__ = cls
             output_layer.chunk_tokens = chunk_tokens
+            output_layer.z_loss_coefficient = z_loss_coefficient
+
+    def take_z_losses(self) -> Tensor | None:
+        """Return the masked sum of z-losses since the last call, a float64 on the device; None without any."""
+        taken, self._z_losses = self._z_losses, None
+        return taken
+
+    def note_z_losses(self, log_sum_c: Tensor, mask_c: Tensor) -> None:
+        """Add a chunk's to that sum."""
+        if self.z_loss_coefficient:
+            sum_of_squares = (log_sum_c.double().square() * mask_c).sum()
+            before = 0.0 if self._z_losses is None else self._z_losses
+            self._z_losses = before + self.z_loss_coefficient * sum_of_squares
 
     @contextmanager
     def scoring(self, labels_sb: Tensor, loss_mask_sb: Tensor | None, *, columns: int | None) -> Iterator[None]:
@@ -132,9 +149,11 @@ class _LossHeadFunction(torch.autograd.Function):
         for x_ch, labels_c, mask_c, losses_c in chunks:
             logits_cv = torch.mm(x_ch, weight_vh.t(), out=buffer_cv[: len(x_ch)])
             rule_out_padding(logits_cv, columns)
-            share_c = to_gradient(logits_cv, labels_c - first_row, losses_c, head.tp_group, is_differentiated)
+            own_labels_c, z_loss = labels_c - first_row, head.z_loss_coefficient
+            factors = to_gradient(logits_cv, own_labels_c, losses_c, head.tp_group, is_differentiated, z_loss)
             if gradients is not None:
-                gradients.add(logits_cv, x_ch, share_c * mask_c)
+                gradients.add(logits_cv, x_ch, factors.gradient * mask_c)
+                head.note_z_losses(factors.log_sum, mask_c)
         if gradients is not None:
             ctx.gradients = gradients
             ctx.save_for_backward(mask_sb)

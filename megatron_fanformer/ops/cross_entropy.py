@@ -4,6 +4,7 @@ Shapes: c tokens of the chunk, v this tensor parallel rank's rows of the vocabul
 """
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -20,12 +21,31 @@ CACHED_BYTES_ELSEWHERE = 2**25
 SMALLEST_SHARE = 2.0**-64
 """Smallest share of a rank's exponentials in the whole sum: a smaller one changes no float32 gradient, and has no
 reciprocal."""
+SMALLEST_SCALE = 2.0**-20
+"""Smallest magnitude of what a z-loss multiplies a token's probabilities by: for the same reason."""
+
+
+class ChunkFactors(NamedTuple):
+    """Numbers of each token of a chunk, [c] in float32."""
+
+    gradient: Tensor
+    """Factor that is left to multiply into the gradient of the logits."""
+    log_sum: Tensor
+    """log Z: of the sum of the exponentials of all logits."""
 
 
 def to_gradient(
-    logits_cv: Tensor, own_labels_c: Tensor, losses_c: Tensor, group: dist.ProcessGroup, is_differentiated: bool
-) -> Tensor:
-    """Write the losses, and turn the logits into their gradient up to a factor per token, which is returned.
+    logits_cv: Tensor,
+    own_labels_c: Tensor,
+    losses_c: Tensor,
+    group: dist.ProcessGroup,
+    is_differentiated: bool,
+    z_loss_coefficient: float = 0.0,
+) -> ChunkFactors:
+    """Write the losses, and turn the logits into their gradient up to a factor per token.
+
+    With a z-loss the gradient is of losses + z_loss_coefficient · (log Z)², the losses stay cross entropies. Of any
+    logit that only multiplies the probability in its gradient, by 1 + 2 · z_loss_coefficient · log Z.
 
     The factors are not applied here because they are cheaper to multiply into matrices narrower than the vocabulary.
 
@@ -34,37 +54,43 @@ def to_gradient(
         own_labels_c: the labels, counted from this rank's first row: others' lie outside [0, v).
         losses_c: float32, written.
         group: the ranks that share the vocabulary.
-
-    Returns:
-        [c], in float32.
     """
     rows = torch.arange(len(own_labels_c), device=own_labels_c.device)
     is_own = (own_labels_c >= 0) & (own_labels_c < logits_cv.shape[1])
     columns = own_labels_c.where(is_own, 0)
     label_c = logits_cv[rows, columns].float()
     greatest_c, sum_c = exponentials(logits_cv)
-    (total_c, label_c), factor_c = _over_vocabulary(greatest_c, sum_c, label_c, is_own, group)
-    torch.sub(total_c.log(), label_c, out=losses_c)
+    (total_c, label_c), factor_c, greatest_c = _over_vocabulary(greatest_c, sum_c, label_c, is_own, group)
+    log_total_c = total_c.log()
+    torch.sub(log_total_c, label_c, out=losses_c)
     unit_c = sum_c if logits_cv.dtype != torch.float32 else 1.0  # what the exponentials were divided by
     share_c = (unit_c * factor_c / total_c).clamp_min(SMALLEST_SHARE)
+    log_sum_c = log_total_c + greatest_c
     if is_differentiated:
-        below_one_c = label_c.exp() / total_c - 1  # the label's probability less 1, rounded once
+        probability_c = label_c.exp() / total_c
+        if z_loss_coefficient:
+            scale_c = 1 + 2 * z_loss_coefficient * log_sum_c
+            scale_c = scale_c.where(scale_c.abs() >= SMALLEST_SCALE, SMALLEST_SCALE)
+            probability_c, share_c = probability_c * scale_c, share_c * scale_c
+        below_one_c = probability_c - 1  # the label's, rounded once
         logits_cv[rows, columns] = (below_one_c / share_c).to(logits_cv.dtype).where(is_own, logits_cv[rows, columns])
-    return share_c
+    return ChunkFactors(share_c, log_sum_c)
 
 
 def _over_vocabulary(
     greatest_c: Tensor, sum_c: Tensor, label_c: Tensor, is_own: Tensor, group: dist.ProcessGroup
-) -> tuple[Tensor, Tensor]:
-    """Return [sum of exponentials, label's logit] of the vocabulary, less the largest one, and this rank's factor."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return [sum of exponentials, label's logit] of the vocabulary, less the largest one; this rank's factor; and the
+    largest logit.
+    """
     if group.size() == 1:
-        return torch.stack([sum_c, label_c - greatest_c]), torch.ones_like(sum_c)
+        return torch.stack([sum_c, label_c - greatest_c]), torch.ones_like(sum_c), greatest_c
     whole_c = greatest_c.clone()
     dist.all_reduce(whole_c, op=dist.ReduceOp.MAX, group=group)
     factor_c = (greatest_c - whole_c).exp()
     both = torch.stack([sum_c * factor_c, (label_c - whole_c).where(is_own, 0)])
     dist.all_reduce(both, group=group)
-    return both, factor_c
+    return both, factor_c, whole_c
 
 
 def exponentials(logits_cv: Tensor) -> tuple[Tensor, Tensor]:

@@ -71,8 +71,8 @@ def compare_communication(
         counted = run_on_ranks(ranks, count_step, own_trial, own_layout)
         job = _job(own_trial, own_layout)
         compared[model] = (
-            [line for _, lines in counted for line in lines],
-            [line for stage, _ in counted for line in communication(job, stage)],
+            [line for *_, lines in counted for line in lines],
+            [line for stage, rank, _ in counted for line in communication(job, stage, rank)],
         )
         # The full model's own FAN, unless the variant or the model has none.
         fan = run.model.fan if run.model.fan.placement == small.fan.placement else small.fan
@@ -81,14 +81,16 @@ def compare_communication(
     return LayoutCommunication(name=name, models=tuple(variants), rows=tuple(side_by_side(compared)), sent_bytes=sent)
 
 
-def count_step(trial: TrialConfig, layout: ParallelConfig) -> tuple[int, list[CollectiveCount]]:
-    """Return this rank's pipeline stage, and what its collectives move in a step; runs on every rank."""
+def count_step(trial: TrialConfig, layout: ParallelConfig) -> tuple[int, int, list[CollectiveCount]]:
+    """Return this rank's pipeline stage, its number among the stage's ranks, and what its collectives move in a step;
+    runs on every rank.
+    """
     order = Reordering(trial.model, trial.global_batch_size, 0)
     with prepared(trial, layout, order) as (grid, _, wrapped, optimizer, batches, number, _):
         train_step(wrapped, optimizer, batches, grid, number)
         with count_collectives(grid) as counts:
             train_step(wrapped, optimizer, batches, grid, number)
-        return grid.groups.pp.rank(), counts.lines()
+        return grid.groups.pp.rank(), grid.groups.tp_dp_cp.rank(), counts.lines()
 
 
 def _variants(small: FANformerConfig, full: FANformerConfig, layout: ParallelConfig) -> dict[str, Variant]:

@@ -184,6 +184,7 @@ def trial_of(config: ParityConfig, run: RunConfig, small: SmallRun, device: devi
         device=device,
         within_documents=run.data.reset_attention_mask,
         chats=run.data.is_chats,
+        z_loss_coefficient=run.training.z_loss_coefficient,
         kernels=single_process(config.transformer_impl).kernels,
         runtime=run.runtime,
     )

@@ -53,6 +53,7 @@ class TrialConfig:
     """Whether attention stays within documents, as `data.reset_attention_mask` has it."""
     chats: bool = False
     """Whether the documents are conversations, of which parts are learned: `data.format` is sft."""
+    z_loss_coefficient: float = 0.0
     kernels: KernelsConfig = DEFAULT_KERNELS
     runtime: RuntimeConfig = DEFAULT_RUNTIME
 
@@ -95,7 +96,10 @@ def prepared(trial: TrialConfig, layout: ParallelConfig, order: Reordering) -> I
     with cpu_kernels_of(trial.runtime, trial.device), rank_grid(layout, trial.device, trial.runtime) as grid:
         seed_everything(SEED)
         dtype = DTYPES[trial.dtype]
-        stages = build_stages(trial.model, layout, grid, dtype=dtype, seed=None, kernels=trial.kernels)
+        z_loss, kernels = trial.z_loss_coefficient, trial.kernels
+        stages = build_stages(
+            trial.model, layout, grid, dtype=dtype, seed=None, kernels=kernels, z_loss_coefficient=z_loss
+        )
         for chunk in stages:
             initialize_by_name(sharded_state(chunk, grid), SEED, lambda *named: _initial(trial.model, order, *named))
         initial = weight_parts(stages, grid, order)

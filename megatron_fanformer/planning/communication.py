@@ -24,9 +24,10 @@ from megatron_fanformer.planning.gradient_buffers import (
 )
 from megatron_fanformer.planning.job import Job
 from megatron_fanformer.planning.layer_traffic import Term, chunk_terms
+from megatron_fanformer.planning.matrix_updates import MatrixUpdates
 
 NORM_BYTES = 4  # one float32
-REPORT_BYTES = 5 * 8  # the sum of losses, the number of tokens, and of ranks with each of three interrupts, in float64
+REPORT_BYTES = 6 * 8  # sums of losses, tokens and z-losses, and of ranks with each of three interrupts, in float64
 TOKEN_COUNT_BYTES = 4  # one int32
 
 
@@ -35,8 +36,9 @@ class CommunicationLine:
     """Sum of one rank's collectives of one purpose in a job."""
 
     group: str
-    """Name of the group: tp, cp, pp, dp_cp (replicas and context parallel ranks), mp (tp and pp), embd (first and last
-    stage), intra_dist_opt (all ranks, as the distributed optimizer knows them) or world (all ranks)."""
+    """Name of the group: tp, cp, pp, dp_cp (replicas and context parallel ranks), tp_dp_cp (these and tp), mp (tp and
+    pp), embd (first and last stage), intra_dist_opt (all ranks, as the distributed optimizer knows them) or world (all
+    ranks)."""
     kind: str
     """Kind of collective: all-reduce, all-gather, reduce-scatter, all-to-all, broadcast or send."""
     purpose: str
@@ -47,17 +49,21 @@ class CommunicationLine:
     """Bytes of all calls together."""
 
 
-def communication(job: Job, stage: int) -> list[CommunicationLine]:
-    """Return what a rank of a pipeline stage communicates in one training step, by purpose; all of its ranks do alike.
+def communication(job: Job, stage: int, rank: int = 0) -> list[CommunicationLine]:
+    """Return what a rank of a pipeline stage communicates in one training step, by purpose.
 
-    A group of one rank moves nothing.
+    All of its ranks do alike, but for the matrices that each owns (`matrix_updates`). A group of one rank moves
+    nothing.
+
+    Args:
+        rank: the number among the stage's ranks.
 
     Raises:
         ValueError: the layers do not divide evenly over the stages.
     """
     sizes = job.group_sizes(stage)
     lines: dict[tuple[str, str, str], CommunicationLine] = {}
-    for group, kind, purpose, message_bytes, calls in _terms(job, stage):
+    for group, kind, purpose, message_bytes, calls in _terms(job, stage, rank):
         if sizes[group] == 1 or calls == 0:
             continue
         empty = CommunicationLine(group=group, kind=kind, purpose=purpose, ranks=sizes[group], calls=0, message_bytes=0)
@@ -68,7 +74,7 @@ def communication(job: Job, stage: int) -> list[CommunicationLine]:
     return list(lines.values())
 
 
-def _terms(job: Job, stage: int) -> Iterator[Term]:
+def _terms(job: Job, stage: int, rank: int) -> Iterator[Term]:
     model, parallel = job.model, job.parallel
     held = [(chunk, weights(model, parallel, chunk)) for chunk in chunks(model, parallel, stage)]
     for chunk, _ in held:
@@ -78,6 +84,7 @@ def _terms(job: Job, stage: int) -> Iterator[Term]:
     for chunk, own in held:
         yield from _replica_terms(job, stage, chunk, own)
     yield from _replicated_weight_terms(job, [weight for _, own in held for weight in own])
+    yield from MatrixUpdates(job, stage).terms(rank)
     yield from _scalar_terms(job)
 
 
@@ -115,9 +122,9 @@ def _replica_terms(job: Job, stage: int, chunk: Chunk, own: list[Weight]) -> Ite
 
 def _replicated_weight_terms(job: Job, own: list[Weight]) -> Iterator[Term]:
     """Yield gradients of weights that more ranks than the replicas hold."""
-    if job.parallel.sequence_parallel:
-        # Norms, and the FAN map of the `sequence` form: each rank saw its own part of the sequence.
-        elements = sum(weight.elements for weight in own if weight.is_of_own_tokens)
+    # Of norms and the FAN map of the `sequence` form each rank saw its own part of the sequence; of norms of heads, its
+    # own heads.
+    if elements := sum(weight.elements for weight in own if weight.is_partial):
         yield Term("tp", "all-reduce", "gradients of replicated weights", elements * GRADIENT_BYTES)
     for weight in own:
         if weight.is_shared:

@@ -36,6 +36,11 @@ class OptimizerStates(Protocol):
             dimensions: 1 of norms and biases, 2 of matrices.
         """
 
+    def takes_whole(self, name: str, dimensions: int) -> bool:
+        """Return whether the update of a weight depends on all of it, so that ranks exchange their parts; arguments as
+        above.
+        """
+
 
 class Weight(NamedTuple):
     """One parameter of one rank."""
@@ -43,9 +48,9 @@ class Weight(NamedTuple):
     name: str
     """Name of the parameter in Megatron; a layer's has no layer number."""
     elements: int
-    is_of_own_tokens: bool = False
-    """Whether its gradient covers this rank's part of the sequence alone, and is summed over the tensor parallel
-    ranks."""
+    is_partial: bool = False
+    """Whether its gradient covers this rank's part of the sequence, or its heads, alone, and is summed over the tensor
+    parallel ranks."""
     is_shared: bool = False
     """Whether it is one of two copies of a tied embedding, on the first and the last stage."""
 
@@ -127,14 +132,16 @@ class GradientBuffer(NamedTuple):
         """Elements of each bucket, padding included, in the order of backward."""
         return [end - before for before, end in itertools.pairwise(self.ends)]
 
-    def shard_elements(self, ranks: int) -> list[int]:
-        """Return what of each weight the first of so many ranks updates: its part of every bucket."""
+    def shard_elements(self, ranks: int, rank: int = 0) -> list[int]:
+        """Return what of each weight one of so many ranks updates: its part of every bucket."""
         held, weight = [], 0
         for start, end in itertools.pairwise(self.ends):
-            shard_end = start + (end - start) // ranks
+            size = (end - start) // ranks
+            shard_start = start + rank * size
             while weight < len(self.starts) and self.starts[weight] < end:
                 weight_start = self.starts[weight]
-                held.append(max(0, min(weight_start + self.elements[weight], shard_end) - weight_start))
+                last = min(weight_start + self.elements[weight], shard_start + size)
+                held.append(max(0, last - max(weight_start, shard_start)))
                 weight += 1
         return held
 

@@ -118,6 +118,7 @@ class Job:
             "cp": self.parallel.context_parallel_size,
             "pp": self.stages,
             "dp_cp": self.data_parallel_size * self.parallel.context_parallel_size,
+            "tp_dp_cp": self.tensor_ranks * self.data_parallel_size * self.parallel.context_parallel_size,
             "mp": self.tensor_ranks * self.stages,
             "embd": min(self.stages, 2) if stage in (0, self.stages - 1) else 1,
             "intra_dist_opt": self.world_size,

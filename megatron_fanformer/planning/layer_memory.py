@@ -116,6 +116,11 @@ class LayerShapes:
         return self.whole(self.hidden) if self.is_sharded else 0
 
     @property
+    def product(self) -> int:
+        """Return the bytes that QKV makes: of all ranks, where query groups are fewer than they."""
+        return self.whole(self.qkv) * (self.tensor if self.job.model.query_groups < self.tensor else 1)
+
+    @property
     def product_bytes(self) -> int:
         """Return the bytes of a number that torch sums: float32, with the gradient and cos or sin copied for it."""
         if not self.job.on_cpu:
@@ -271,8 +276,10 @@ def _delayed_copy(shapes: LayerShapes, tokens: int, width: int) -> int:
 
 
 def _attention(shapes: LayerShapes) -> Iterator[Operation]:
-    """Rotary embedding, core attention, and the map behind it."""
+    """Norms of heads, rotary embedding, core attention, and the map behind it."""
     job, stream, context = shapes.job, shapes.stream, shapes.whole(shapes.queries)
+    if job.model.qk_layernorm:
+        yield _head_norms(shapes)
     if not shapes.is_engine:  # cos and sin of each position, of queries and of keys
         positions = shapes.tokens // job.micro_batch_size
         yield Operation("rotary embedding", 2 * positions * job.model.kv_channels * shapes.element, 0)
@@ -296,6 +303,27 @@ def _attention(shapes: LayerShapes) -> Iterator[Operation]:
         backward=stream + shapes.gathered + context + turned + shapes.weight_gradient(shapes.hidden, shapes.queries),
         remade=2 * stream if _recomputes_input_norm(shapes) else 0,
     )
+
+
+def _head_norms(shapes: LayerShapes) -> Operation:
+    """Return the norms of queries and keys.
+
+    The Engine's keep a copy of both. The local ones keep them where the product left them: all that it made, which
+    attention may keep anyway, for the values in it; queries of several groups were copied out of it.
+    """
+    model, both = shapes.job.model, shapes.queries + shapes.values
+    groups = shapes.values // model.kv_channels
+    kept = shapes.tokens * (shapes.heads + groups) * FLOAT
+    if shapes.is_engine:
+        kept += shapes.whole(both)
+    else:
+        given, read, _ = _attention_inputs(shapes)
+        is_product_kept = read == given or shapes.job.parallel.recomputes("core_attn")
+        if model.placement.has_own_values or not is_product_kept:
+            kept += shapes.product
+        if shapes.heads > groups > 1:
+            kept += shapes.whole(shapes.queries)
+    return Operation("norms of heads", saved=kept, backward=shapes.stream + shapes.whole(2 * both))
 
 
 def _attention_inputs(shapes: LayerShapes) -> tuple[int, int, int]:

@@ -87,6 +87,7 @@ def layer_operations(
         _attention(model, m, e, heads, values, has_scores=has_plain_attention),
         # Norms: x read, y written; x, its gradient and y's.
         _element_wise("norms", m=own_tokens, widths=(2 * 2 * h, 2 * 3 * h), e=e, kernels=2, module="layernorm"),
+        *_head_norms(model, m, e, heads + values),
         _element_wise("rotary embedding", m=m, widths=(rotated, rotated), e=e),
         *(
             _element_wise(name, m=number, widths=widths, e=e, module="mlp")
@@ -125,6 +126,12 @@ def _fan(model: FANformerConfig, m: int, e: int, ranks: int) -> Iterator[Operati
     # Forward reads p | g and writes X_F; backward reads its gradient and the cos and sin in it, and writes p | g's.
     both = (model.fan_rows + made, model.fan_rows + made + 2 * model.periodic_units)
     yield _element_wise("FAN activation", m=m, widths=both, e=e, module="fan")
+
+
+def _head_norms(model: FANformerConfig, m: int, e: int, widths: int) -> Iterator[Operation]:
+    """Yield the norms of queries and keys, which are so wide together."""
+    if model.qk_layernorm:
+        yield _element_wise("norms of heads", m=m, widths=(2 * widths, 3 * widths), e=e, kernels=2)
 
 
 def _ffn_products(model: FANformerConfig, m: int, e: int, ranks: int) -> Iterator[Operation]:

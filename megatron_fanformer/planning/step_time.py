@@ -36,6 +36,7 @@ from megatron_fanformer.planning.layer_traffic import (
     recomputed_layers,
 )
 from megatron_fanformer.planning.machines import Machine
+from megatron_fanformer.planning.matrix_updates import MatrixUpdates
 from megatron_fanformer.planning.roofline import Operation, Work
 
 FLASH_BACKWARD = 5 / 4  # flash attention's backward computes the scores again: five products in place of four
@@ -152,6 +153,7 @@ class _Seconds:
         parallel = job.parallel
         nearest = parallel.tensor_model_parallel_size
         self._strides = {TENSOR: 1, CONTEXT: nearest, REPLICAS: nearest}
+        self._strides["tp_dp_cp"] = 1
         self._strides[PIPELINE] = nearest * parallel.context_parallel_size * job.data_parallel_size
         self._has_plain_attention = job.kernels.attention_backend == "unfused"
         self._layer_backward = 0.0  # of one layer, without what it recomputes
@@ -343,6 +345,10 @@ class _Seconds:
         if parallel.use_distributed_optimizer:
             gather = Term(REPLICAS, "all-gather", "weights", elements * job.element_bytes)
             once["weight gathering"] = self._beside(gather, buckets, backward / 2, parallel.overlap_param_gather)
+        if (matrices := MatrixUpdates(job, 0)).matrices:
+            rate = self._machine.flops_per_second(job.precision.dtype) * self._machine.product_efficiency
+            exchanging = sum(map(self._collective, matrices.terms(0)))
+            once["orthogonalization"] = matrices.busiest_flops / rate + exchanging
         return once
 
     def _beside(self, term: Term, buckets: int, window: float, overlaps: bool | None) -> float:

@@ -89,7 +89,10 @@ def take_steps(
     config, job = _resolved(config, grid)
     dtype = config.dtype(grid.device)
     seed_everything(config.training.seed)
-    stages = build_stages(config.model, config.parallel, grid, dtype=dtype, seed=seed, kernels=config.kernels)
+    z_loss, kernels = config.training.z_loss_coefficient, config.kernels
+    stages = build_stages(
+        config.model, config.parallel, grid, dtype=dtype, seed=seed, kernels=kernels, z_loss_coefficient=z_loss
+    )
     wrapped = wrap_stages(stages, config.parallel)
     optimizer = build_optimizer(config.optimizer, wrapped)
     scheduler = build_scheduler(config.schedule, optimizer, config.optimizer, train_iters=config.training.steps)

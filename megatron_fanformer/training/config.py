@@ -61,6 +61,9 @@ class TrainingConfig:
     """Samples in one forward pass of a replica."""
     seed: int = 1234
     """Seed of the initial weights and the order of samples."""
+    z_loss_coefficient: float = 0.0
+    """This times (log Z)² is added to each token's loss in training, where Z is the sum of the exponentials of its
+    logits; PaLM and OLMo 2 have 1e-4 and 1e-5. It is logged as `z_loss`, apart from `loss`."""
     eval_interval: int | None = None
     """Steps between evaluations of `valid_data`; null: at the end only."""
     eval_iters: int = 10
@@ -94,7 +97,7 @@ class TrainingConfig:
             *broken("be at least 1", lambda value: value < 1, *counts),
             *broken("be above 0", lambda value: value <= 0, "epochs"),
             *broken("be above 0, or null", lambda value: not value > 0, "exit_duration_in_mins"),
-            *broken("not be negative", lambda value: value < 0, "max_restarts", "seed"),
+            *broken("not be negative", lambda value: value < 0, "max_restarts", "seed", "z_loss_coefficient"),
         ]
         if holds_controls(self.run_dir):
             found.append(
@@ -209,6 +212,11 @@ class RunConfig:
     def problems_of_layout(self) -> list[str]:
         """Return the rules between sections that it breaks and that hold for any batch, one line each."""
         found = [*layout_problems(self.model, self.parallel), *graph_problems(self.parallel, self.kernels)]
+        if self.training.z_loss_coefficient and not self.kernels.chunked_loss_head:
+            found.append(
+                f"training.z_loss_coefficient is {self.training.z_loss_coefficient} with kernels.chunked_loss_head "
+                "false, and megatron-core's loss head has no z-loss; set the former to 0, or the latter to true"
+            )
         if self.data.reset_attention_mask:
             found += document_problems(self.parallel, self.kernels)
         if self.kernels.cuda_graph_impl == "local" and not self.evaluation.is_empty:

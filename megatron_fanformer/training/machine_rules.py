@@ -140,3 +140,8 @@ def _engine_problems(
             f"kernels.fused_single_qkv_rope is true at model.fan.placement {model.fan.placement}, whose values are in "
             "another tensor than queries and keys; set it to false"
         )
+    if kernels.fused_single_qkv_rope and model.qk_layernorm:
+        yield (
+            "kernels.fused_single_qkv_rope is true with model.qk_layernorm, but its kernel has no norm between QKV and "
+            "rotary positions; set one of them to false"
+        )

@@ -53,6 +53,12 @@ METRIC_TABLE = (
     Metric(
         "loss", "train", "nats per token", "mean cross entropy", chart=LOSSES, console="loss {:.4f}", by_tokens=True
     ),
+    Metric(
+        "z_loss",
+        "train",
+        "nats per token",
+        "with `training.z_loss_coefficient`: mean of the z-loss, which `loss` does not count",
+    ),
     Metric("grad_norm", "train", "", "norm of the gradient before clipping", chart=NORMS),
     Metric("params_norm", "train", "", "every `logging.norm_interval` steps: norm of all weights", chart=NORMS),
     Metric("update_norm", "train", "", "at the same steps: norm of the step's change of the weights", chart=NORMS),

@@ -10,7 +10,8 @@ import torch
 
 from megatron_fanformer.ops.norms import norm
 from megatron_fanformer.planning.gradient_buffers import EMBEDDING
-from megatron_fanformer.training.optimizers import OPTIMIZERS, OptimizerConfig, UpdateRule
+from megatron_fanformer.training.optimizers import OPTIMIZERS, OptimizerConfig
+from megatron_fanformer.training.update_rule import UpdateRule
 
 if TYPE_CHECKING:  # megatron-core takes seconds to import, and a configuration is checked before
     from megatron.core.distributed import DistributedDataParallel
@@ -37,6 +38,7 @@ def build_optimizer(config: OptimizerConfig, stages: "list[DistributedDataParall
         optimizer = get_megatron_optimizer(megatron_config, stages, config_overrides=_overrides(rule, stages))
     for part in single_optimizers(optimizer):
         part.init_state_fn = lambda torch_optimizer, _config=None: _make_states(rule, torch_optimizer)
+        rule.connect(config, part, stages)
     return optimizer
 
 
@@ -63,9 +65,8 @@ def weight_and_update_norms(optimizer: "MegatronOptimizer", rule: UpdateRule) ->
             for weight in group["params"]:
                 is_own = param_is_not_tensor_parallel_duplicate(weight, getattr(part, "tp_group", None))
                 if is_own and param_is_not_shared(weight):
-                    update = rule.last_update(weight, part.optimizer.state[weight], group)
                     norms[0].append(norm(weight).float())
-                    norms[1].append(norm(update).float())
+                    norms[1].append(rule.last_update_norm(weight, part.optimizer, group).float())
         for number, own in enumerate(norms):
             total = get_grad_norm_fp32(own, grad_stats_parallel_group=part.get_grad_stats_parallel_group())
             squares[number] += total**2

@@ -23,6 +23,7 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from torch import Tensor
 
 from megatron_fanformer.errors import DivergenceError
+from megatron_fanformer.model.loss_head import LossHead
 from megatron_fanformer.ops.norms import norm
 from megatron_fanformer.runtime import heartbeat
 from megatron_fanformer.runtime.parallel import ParallelConfig, RankGrid
@@ -37,6 +38,8 @@ class StepResult:
 
     loss: float
     """Mean cross entropy per token, in nats."""
+    z_loss: float
+    """Mean z-loss per token, which the gradient is of besides; 0 without `training.z_loss_coefficient`."""
     grad_norm: float
     """Global gradient norm before clipping."""
     tokens: int
@@ -44,7 +47,8 @@ class StepResult:
     interrupts: Interrupts
     """Interrupts of any rank before the step's numbers were summed."""
     own: Tensor | None = None
-    """[2] float64, on the device: losses and tokens of this rank's micro batches; None where another has the loss."""
+    """[3] float64, on the device: losses, tokens and z-losses of this rank's micro batches; None where another has the
+    loss."""
 
 
 class StepBatches:
@@ -153,12 +157,16 @@ def attempt_step(
         stage.zero_grad_buffer()
     optimizer.zero_grad()
     reports = run_schedule(stages, batches, grid, _sum_loss, num_micro_batches=num_micro_batches, forward_only=False)
-    own = torch.stack([report["loss_and_tokens"] for report in reports]).sum(0) if reports else None
+    own = None
+    if reports:
+        own = torch.stack([report["loss_and_tokens"] for report in reports]).sum(0)
+        own = torch.cat([own, _z_losses(stages, own)])
     sums = _sum_over_ranks(own, grid, listen())
     grad_norm = gradient_norm(optimizer)
-    loss, tokens, *interrupts = sums.tolist()
+    loss, tokens, z_loss, *interrupts = sums.tolist()
     return StepResult(
         loss=loss / max(tokens, 1.0),
+        z_loss=z_loss / max(tokens, 1.0),
         grad_norm=grad_norm,
         tokens=int(tokens),
         interrupts=Interrupts(*(count > 0 for count in interrupts)),
@@ -171,7 +179,7 @@ def local_loss_and_grad_norm(stages: list[DistributedDataParallel], result: Step
 
     They are compared with those of another attempt at the same step, to find the rank that computed otherwise.
     """
-    loss, tokens = (0.0, 1.0) if result.own is None else result.own.tolist()
+    loss, tokens, _ = (0.0, 1.0, 0.0) if result.own is None else result.own.tolist()
     buffers = [buffer for stage in stages for buffer in (*stage.buffers, *stage.expert_parallel_buffers)]
     return loss / max(tokens, 1.0), math.hypot(*(norm(buffer.grad_data).item() for buffer in buffers))
 
@@ -223,16 +231,24 @@ def _sum_loss(losses_bs: Tensor, loss_mask_bs: Tensor) -> tuple[Tensor, Tensor, 
     return loss, tokens.to(torch.int), {"loss_and_tokens": report}
 
 
+def _z_losses(stages: list[DistributedDataParallel], like: Tensor) -> Tensor:
+    """Return [1], of the type and on the device of `like`: this step's z-losses in the head of the last stage."""
+    head = getattr(stages[-1].module, "output_layer", None)
+    taken = head.take_z_losses() if isinstance(head, LossHead) else None
+    return like.new_zeros(1) if taken is None else taken.view(1)
+
+
 def _sum_over_ranks(own: Tensor | None, grid: RankGrid, interrupts: Interrupts) -> Tensor:
-    """Return [5] float64, on the device: losses, tokens, and how many ranks have each of `Interrupts`, over all ranks.
+    """Return [6] float64, on the device: losses, tokens, z-losses, and how many ranks have each of `Interrupts`, over
+    all ranks.
 
     Only the last stage knows the loss, and each of its tensor parallel ranks knows the same one.
     """
-    sums = torch.zeros(2 + len(interrupts), dtype=torch.float64, device=grid.torch_device)
+    sums = torch.zeros(3 + len(interrupts), dtype=torch.float64, device=grid.torch_device)
     if own is not None and grid.is_last_stage and grid.groups.tp.rank() == 0:
-        sums[:2] = own
+        sums[:3] = own
     if any(interrupts):  # else there is nothing to copy to the device
-        sums[2:] = torch.tensor(interrupts)
+        sums[3:] = torch.tensor(interrupts)
     heartbeat.mark("summing the loss")
     dist.all_reduce(sums)
     return sums

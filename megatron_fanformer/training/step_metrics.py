@@ -30,6 +30,7 @@ class StepMetrics:
         self._peak_flops_per_second = _peak_flops_per_second(config, grid)
         self._norm_interval = config.logging.norm_interval
         self._update_rule = OPTIMIZERS[config.optimizer.name]
+        self._has_z_loss = config.training.z_loss_coefficient > 0
         self._grid = grid
         batch_tokens = config.training.global_batch_size * config.model.seq_length
         self._maskable_labels = batch_tokens if config.data.mask_repeated_ngrams else None
@@ -49,6 +50,8 @@ class StepMetrics:
             "tokens_per_second": tokens_per_second,
             "model_flops_per_second": flops_per_second,
         }
+        if self._has_z_loss:
+            metrics["z_loss"] = result.z_loss
         if self._maskable_labels is not None:
             metrics["masked_share"] = 1 - result.tokens / self._maskable_labels
         if self._peak_flops_per_second is not None:

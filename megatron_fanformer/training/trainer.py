@@ -366,6 +366,7 @@ class Trainer:
             seed=seed,
             precision=config.precision,
             kernels=config.kernels,
+            z_loss_coefficient=config.training.z_loss_coefficient,
         )
         if loaded:
             from megatron_fanformer.checkpoint.training_state import load_weights  # as in `Saves._saver`

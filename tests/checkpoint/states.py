@@ -59,8 +59,9 @@ Pieces = list[tuple[str, Any, Any, torch.Tensor]]
 
 
 def small_model(**fields: Any) -> FANformerConfig:
-    """A model of four layers with grouped queries and an odd vocabulary, with other fields."""
-    return tiny_model(**{"num_layers": 4, "ffn_hidden_size": 64, "num_query_groups": 2, "seq_length": 16, **fields})
+    """A model of four layers with grouped queries, norms of heads and an odd vocabulary, with other fields."""
+    sizes = {"num_layers": 4, "ffn_hidden_size": 64, "num_query_groups": 2, "seq_length": 16}
+    return tiny_model(**{**sizes, "qk_layernorm": True, **fields})
 
 
 def layers_for(*layouts: str) -> int:

@@ -29,10 +29,11 @@ MODEL = FANformerConfig(
     num_layers=2, hidden_size=256, ffn_hidden_size=512, num_attention_heads=4, vocab_size=256, seq_length=128
 )
 VARIANTS = {
-    "paper": FANConfig(),
-    "gelu, no bias": FANConfig(p_ratio=0.125, activation="gelu", bias=False),
-    "qk_and_v": FANConfig(placement="qk_and_v"),
-    "Transformer": FANConfig(placement="none"),
+    "paper": MODEL,
+    "gelu, no bias": dataclasses.replace(MODEL, fan=FANConfig(p_ratio=0.125, activation="gelu", bias=False)),
+    "qk_and_v": dataclasses.replace(MODEL, fan=FANConfig(placement="qk_and_v")),
+    "Transformer": dataclasses.replace(MODEL, fan=FANConfig(placement="none")),
+    "norms of heads, grouped": dataclasses.replace(MODEL, qk_layernorm=True, num_query_groups=2),
 }
 
 
@@ -67,7 +68,7 @@ class Pass(NamedTuple):
 @contextmanager
 def model_on_rank(
     implementation: str,
-    fan: FANConfig,
+    model: FANformerConfig,
     layout: str,
     precision: PrecisionConfig | None = None,
     dtype: torch.dtype = torch.bfloat16,
@@ -80,8 +81,7 @@ def model_on_rank(
     )
     with rank_grid(parallel, "cuda") as grid:
         seed_everything(0)
-        config = dataclasses.replace(MODEL, fan=fan)
-        (stage,) = build_stages(config, parallel, grid, dtype=dtype, seed=3, precision=precision, kernels=kernels)
+        (stage,) = build_stages(model, parallel, grid, dtype=dtype, seed=3, precision=precision, kernels=kernels)
         yield stage, grid
 
 

@@ -1,5 +1,6 @@
 """FP8 by Transformer Engine's layers, emulated: which products are in FP8, in every recipe and layout, and how near."""
 
+import dataclasses
 import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -94,8 +95,8 @@ def test_products_in_mxfp8(blackwell_pool: RankPool, layout: str, fp8_fan: bool)
 def saved_in_attention(recipe: str | None, placement: str) -> list[tuple[str, int, bool]]:
     """Type, numbers and whether it is X_F, of all that a self-attention's forward pass keeps."""
     given = precision(recipe) if recipe else None
-    fan = FANConfig(placement=placement)
-    with model_on_rank("transformer_engine", fan, "one rank", given) as (stage, _):
+    model = dataclasses.replace(MODEL, fan=FANConfig(placement=placement))
+    with model_on_rank("transformer_engine", model, "one rank", given) as (stage, _):
         attention = stage.decoder.layers[0].self_attention
         forward = attention.forward
         x_f: list[int] = []
@@ -147,9 +148,8 @@ def builds(placement: str) -> bool:
     """Norms recomputed in FP8 before a replicated FAN map: megatron-core asks attention to keep what the norm made."""
     given = precision("tensorwise", fp8_fan=True)
     layout = {"recompute_granularity": "selective", "recompute_modules": ("layernorm",)}
-    with model_on_rank(
-        "transformer_engine", FANConfig(placement=placement), "tp2 sp, FAN sequence", given, **layout
-    ) as (stage, _):
+    model = dataclasses.replace(MODEL, fan=FANConfig(placement=placement))
+    with model_on_rank("transformer_engine", model, "tp2 sp, FAN sequence", given, **layout) as (stage, _):
         tokens, positions = batch()
         stage(tokens, positions, None, labels=tokens.roll(-1, 1)).float().mean().backward()
         return bool(stage.decoder.layers[0].self_attention.fan.linear.save_original_input)

@@ -1,6 +1,5 @@
 """What a layer of the Engine keeps from forward to backward, counted by storage, against the memory formula."""
 
-import dataclasses
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -8,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_fanformer.model.config import FANConfig, PrecisionConfig
+from megatron_fanformer.model.config import FANformerConfig, PrecisionConfig
 from megatron_fanformer.model.kernels import KernelsConfig
 from megatron_fanformer.planning.job import Job
 from megatron_fanformer.planning.layer_memory import layer_operations, rise
@@ -24,10 +23,10 @@ RECIPES = (None, "tensorwise", "delayed", "blockwise")
 SCALARS = 64  # bytes; scales, seeds and offsets
 
 
-def kept_by_layer(fan: FANConfig, layout: str, precision: PrecisionConfig, modules: list[str]) -> int:
+def kept_by_layer(model: FANformerConfig, layout: str, precision: PrecisionConfig, modules: list[str]) -> int:
     """Bytes of all storages that a layer's forward keeps: without weights, scalars, and the angles of all layers."""
     recomputed = dict(recompute_granularity="selective", recompute_modules=modules) if modules else {}
-    with model_on_rank("transformer_engine", fan, layout, precision, **recomputed) as (stage, _):
+    with model_on_rank("transformer_engine", model, layout, precision, **recomputed) as (stage, _):
         layer = stage.decoder.layers[0]
         storages: dict[int, torch.UntypedStorage] = {}
 
@@ -52,10 +51,10 @@ def kept_by_layer(fan: FANConfig, layout: str, precision: PrecisionConfig, modul
         return sum(number for number in kept if number > SCALARS)
 
 
-def by_formula(fan: FANConfig, layout: str, precision: PrecisionConfig, modules: list[str]) -> int:
+def by_formula(model: FANformerConfig, layout: str, precision: PrecisionConfig, modules: list[str]) -> int:
     recomputed = dict(recompute_granularity="selective", recompute_modules=modules) if modules else {}
     job = Job(
-        model=dataclasses.replace(MODEL, fan=fan),
+        model=model,
         parallel=ParallelConfig(**{**FIELDS[layout], **recomputed}),
         kernels=KernelsConfig(gradient_accumulation_fusion=True),
         precision=precision,
@@ -68,7 +67,11 @@ def by_formula(fan: FANConfig, layout: str, precision: PrecisionConfig, modules:
     return rise(layer_operations(job)).saved
 
 
-ALWAYS = (("delayed", "tp2 sp", "qk_and_v"), (None, "tp2 sp, FAN sequence", "paper"))
+ALWAYS = (
+    ("delayed", "tp2 sp", "qk_and_v"),
+    (None, "tp2 sp, FAN sequence", "paper"),
+    (None, "tp2", "norms of heads, grouped"),
+)
 CASES = [
     pytest.param(*case, marks=() if case in ALWAYS else pytest.mark.full)
     for case in itertools.product(RECIPES, LAYOUTS, VARIANTS)
@@ -92,6 +95,6 @@ def test_a_layer_keeps_what_the_formula_says(
     "modules", [["core_attn"], ["layernorm"], ["mlp"], ["fan"], ["core_attn", "layernorm", "mlp", "fan"]], ids="+".join
 )
 def test_what_is_recomputed_is_not_kept(run_on_engine_ranks: RunOnRanks, layout: str, modules: list[str]) -> None:
-    given = (FANConfig(), layout, PrecisionConfig(dtype="bf16"), modules)
+    given = (MODEL, layout, PrecisionConfig(dtype="bf16"), modules)
     for kept in run_on_engine_ranks(ranks_of(layout), kept_by_layer, *given):
         assert kept == by_formula(*given)

@@ -44,6 +44,7 @@ SHAPES = {
     "qk and v": dataclasses.replace(GROUPED, fan=FANConfig(placement="qk_and_v", v_p_ratio=0.125)),
 }
 WITH_REFERENCE = dict(SHAPES)  # for the next one the reference has no names
+SHAPES["norms of heads"] = dataclasses.replace(GROUPED, qk_layernorm=True)
 SHAPES["FAN layers for the MLP"] = dataclasses.replace(GROUPED, fan=FANConfig(placement="ffn"))
 
 

@@ -41,12 +41,16 @@ def train(spec: list[str], *flags: str) -> dict[int, float]:
     )
 
 
-@pytest.mark.parametrize("spec", [SPEC, ["tests.model.my_fanformer", "my_layer_spec"]], ids=["paper", "own-module"])
-def test_stock_megatron_trains_saves_and_goes_on(spec: list[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("spec", "flags"),
+    [(SPEC, []), (["tests.model.my_fanformer", "my_layer_spec"], ["--qk-layernorm"])],
+    ids=["paper", "own-module"],
+)
+def test_stock_megatron_trains_saves_and_goes_on(spec: list[str], flags: list[str], tmp_path: Path) -> None:
     save = ["--save", str(tmp_path), "--save-interval", str(STOP), "--exit-interval", str(STOP)]
-    losses = train(spec, *save)
+    losses = train(spec, *flags, *save)
     assert max(losses) == STOP
     assert losses[STOP] < losses[1] - LEARNED
-    further = train(spec, "--load", str(tmp_path))
+    further = train(spec, *flags, "--load", str(tmp_path))
     assert min(further) == STOP + 1
     assert max(further.values()) < losses[1] - LEARNED

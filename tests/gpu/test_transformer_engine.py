@@ -23,10 +23,11 @@ pytestmark = needs_gpu
 
 CONFIG = FANformerConfig(**MODEL)
 VARIANTS = {
-    "paper": FANConfig(),
-    "gelu-without-bias": FANConfig(p_ratio=0.125, activation="gelu", bias=False),
-    "own-values": FANConfig(placement="qk_and_v"),
-    "transformer": FANConfig(placement="none"),
+    "paper": CONFIG,
+    "gelu-without-bias": dataclasses.replace(CONFIG, fan=FANConfig(p_ratio=0.125, activation="gelu", bias=False)),
+    "own-values": dataclasses.replace(CONFIG, fan=FANConfig(placement="qk_and_v")),
+    "transformer": dataclasses.replace(CONFIG, fan=FANConfig(placement="none")),
+    "norms-of-heads": dataclasses.replace(CONFIG, qk_layernorm=True, num_query_groups=2),
 }
 RECIPES = ("delayed", "tensorwise", "blockwise", "mxfp8")
 
@@ -64,21 +65,20 @@ def _transformer_engine() -> None:
 
 
 @contextmanager
-def stage_of(implementation: str, fan: FANConfig, precision: PrecisionConfig | None = None) -> Iterator[Any]:
+def stage_of(implementation: str, model: FANformerConfig, precision: PrecisionConfig | None = None) -> Iterator[Any]:
     """A whole model with its weights of one seed, and the grid that it is in."""
     parallel, kernels = ParallelConfig(), KernelsConfig(transformer_impl=implementation)
     with distributed(parallel, runtime=ON_GPU) as grid:
         seed_everything(0)
-        config = dataclasses.replace(CONFIG, fan=fan)
         (stage,) = build_stages(
-            config, parallel, grid, dtype=torch.bfloat16, seed=3, precision=precision, kernels=kernels
+            model, parallel, grid, dtype=torch.bfloat16, seed=3, precision=precision, kernels=kernels
         )
         yield stage, grid
 
 
 def run(
     implementation: str,
-    fan: FANConfig,
+    model: FANformerConfig,
     *,
     precision: PrecisionConfig | None = None,
     scaled_norm: str | None = None,
@@ -91,7 +91,7 @@ def run(
         scaled_norm: names a norm whose weight is taken times 1.5 before.
         documents: lengths of those that attention stays within, as one row.
     """
-    with stage_of(implementation, fan, precision) as (stage, grid):
+    with stage_of(implementation, model, precision) as (stage, grid):
         state = model_state([stage], grid)["model0"]
         if scaled_norm:
             norm = next(value for value in state.values() if value.key.endswith(scaled_norm))

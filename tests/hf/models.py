@@ -57,6 +57,7 @@ def variants() -> dict[str, dict[str, Any]]:
     found["transformer"] = {"fan_placement": "none"}
     found["FAN layers for the MLP"] = {"fan_placement": "ffn", "fan_activation": "gelu"}
     found["FAN layers for the MLP, no bias"] = {"fan_placement": "ffn", "fan_bias": False, "p_ratio": 0.3}
+    found |= {f"norms of heads, {place}": {"use_qk_norm": True, "fan_placement": place} for place in PLACES}
     found["own p for the values"] = {"fan_placement": "qk_and_v", "p_ratio": 0.3, "v_p_ratio": 0.2}
     found |= {
         f"{name}, {tied}, {place}": fields | {"tie_word_embeddings": tied == "tied", "fan_placement": place}

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megatron_fanformer.errors import InputError
 from megatron_fanformer.model.build import build_stages
 from megatron_fanformer.model.config import FANformerConfig
 from megatron_fanformer.model.kernels import KernelsConfig
@@ -62,16 +63,23 @@ class Outcome(NamedTuple):
     losses_sb: Tensor
     x_sbh: Tensor
     weight_vh: Tensor
+    z_loss: float = 0.0
+    """The masked sum of z-losses, which is part of what is differentiated."""
 
 
-def exact(problem: Problem) -> Outcome:
+TENSORS = Outcome._fields[:3]
+
+
+def exact(problem: Problem, z_loss_coefficient: float = 0.0) -> Outcome:
     """In float64, by torch's own cross entropy."""
     x_sbh, weight_vh = (tensor.detach().double().requires_grad_() for tensor in problem[:2])
     logits = (x_sbh @ weight_vh.t()).flatten(0, 1)
     losses = torch.nn.functional.cross_entropy(logits, problem.labels_sb.flatten(), reduction="none")
     losses_sb = losses.view_as(problem.labels_sb)
-    (losses_sb * problem.mask_sb).sum().backward()
-    return Outcome(losses_sb.detach(), x_sbh.grad, weight_vh.grad)
+    z_losses = z_loss_coefficient * logits.logsumexp(-1).square()
+    z_loss = (z_losses * problem.mask_sb.flatten()).sum()
+    ((losses_sb * problem.mask_sb).sum() + z_loss).backward()
+    return Outcome(losses_sb.detach(), x_sbh.grad, weight_vh.grad, z_loss.item())
 
 
 class Way(NamedTuple):
@@ -79,10 +87,12 @@ class Way(NamedTuple):
 
     parallel: ParallelConfig
     kernels: KernelsConfig
+    z_loss_coefficient: float = 0.0
 
 
 def last_stage(way: Way, grid: RankGrid, config: FANformerConfig, dtype: torch.dtype) -> Any:
-    return build_stages(config, way.parallel, grid, dtype=dtype, seed=0, kernels=way.kernels)[-1]
+    options: dict[str, Any] = {"kernels": way.kernels, "z_loss_coefficient": way.z_loss_coefficient}
+    return build_stages(config, way.parallel, grid, dtype=dtype, seed=0, **options)[-1]
 
 
 def head_outcome(problem: Problem, way: Way, config: FANformerConfig = UNTIED) -> Outcome:
@@ -96,7 +106,8 @@ def head_outcome(problem: Problem, way: Way, config: FANformerConfig = UNTIED) -
         x_sbh = x_sbh.clone().requires_grad_()
         losses_sb = head_losses(stage, x_sbh, problem)
         (losses_sb * problem.mask_sb).sum().backward()
-        return Outcome(losses_sb.detach(), x_sbh.grad, weight.grad)
+        z_loss = stage.output_layer.take_z_losses() if way.z_loss_coefficient else None
+        return Outcome(losses_sb.detach(), x_sbh.grad, weight.grad, 0.0 if z_loss is None else z_loss.item())
 
 
 def head_weight(stage: Any) -> Any:
@@ -144,7 +155,7 @@ def test_losses_and_gradients_are_the_plain_heads(
     problem = Problem.drawn()
     (found,) = run_on_ranks(1, head_outcome, problem, fused(chunk_tokens), config)
     (expected,) = run_on_ranks(1, head_outcome, problem, plain(), config)
-    for name, truth in zip(Outcome._fields, exact(problem), strict=True):
+    for name, truth in zip(TENSORS, exact(problem), strict=False):
         assert error(getattr(found, name), getattr(expected, name)) < SAME_FP32, name
         assert error(getattr(found, name), truth) < SAME_FP32, name
     assert (found.x_sbh[problem.mask_sb == 0] == 0).all()
@@ -165,6 +176,32 @@ def test_tensor_parallel_parts_are_the_whole(
     for rank in ranks:
         assert error(rank.losses_sb, truth.losses_sb) < SAME_FP32
         assert sequence_parallel or torch.equal(rank.x_sbh, x_sbh)
+
+
+@pytest.mark.parametrize(("ranks", "sequence_parallel"), [(1, False), (2, False), (2, True)])
+@pytest.mark.parametrize(
+    ("dtype", "coefficient", "bound"),
+    [
+        (torch.float32, 0.05, SAME_FP32),
+        (torch.float32, -0.08, SAME_FP32),  # which takes some tokens' probabilities below 0
+        (torch.bfloat16, 0.05, 2**-6),  # three bf16 roundings, one of them of the logits
+    ],
+    ids=str,
+)
+def test_z_loss_is_in_the_gradient_and_apart_from_the_losses(
+    run_on_ranks: RunOnRanks, ranks: int, sequence_parallel: bool, dtype: torch.dtype, coefficient: float, bound: float
+) -> None:
+    problem = Problem.drawn(scale=3, dtype=dtype)
+    way = fused(7, tensor_model_parallel_size=ranks, sequence_parallel=sequence_parallel)
+    found: list[Outcome] = run_on_ranks(ranks, head_outcome, problem, way._replace(z_loss_coefficient=coefficient))
+    truth, without = exact(problem, coefficient), exact(problem)
+    assert distance(truth.weight_vh, without.weight_vh) > 0.1
+    x_sbh = torch.cat([rank.x_sbh for rank in found]) if sequence_parallel else found[0].x_sbh
+    assert error(x_sbh, truth.x_sbh) < bound
+    assert error(torch.cat([rank.weight_vh for rank in found]), truth.weight_vh) < bound
+    for rank in found:
+        assert error(rank.losses_sb, truth.losses_sb) < bound
+        assert rank.z_loss == pytest.approx(truth.z_loss, rel=bound)
 
 
 @pytest.mark.parametrize(("ranks", "scale", "as_good"), [(1, 1, 1.02), (2, 3, 1.3)])
@@ -237,6 +274,17 @@ def test_no_tensor_is_larger_than_a_chunks_logits_or_the_weight(
     assert elements == (weight_elements if is_differentiated else max(weight_elements, 24 * 256))
     (plains,) = run_on_ranks(1, largest_tensor, problem, plain(), is_differentiated)
     assert plains == TOKENS * 256 > 2 * elements
+
+
+def test_another_head_than_ours_refuses_a_z_loss(run_on_ranks: RunOnRanks) -> None:
+    assert run_on_ranks(1, refused_z_loss) == ["training.z_loss_coefficient is 0.1"]
+
+
+def refused_z_loss() -> str:
+    way = plain()._replace(z_loss_coefficient=0.1)
+    with rank_grid(way.parallel, "cpu") as grid, pytest.raises(InputError) as refused:
+        last_stage(way, grid, CONFIG, torch.float32)
+    return str(refused.value).partition(",")[0]
 
 
 def test_the_default_chunk_has_a_fixed_size_of_logits() -> None:

@@ -43,7 +43,7 @@ from tests.whole_models import save_state
 
 MODEL = tiny_model(hidden_size=64, ffn_hidden_size=128, vocab_size=256, seq_length=32)
 MY_SPEC = ["tests.model.my_fanformer", "my_layer_spec"]
-MY_MODEL = dataclasses.replace(MODEL, fan=FANConfig(p_ratio=0.125))
+MY_MODEL = dataclasses.replace(MODEL, fan=FANConfig(p_ratio=0.125), qk_layernorm=True)
 DOCUMENTATION = Path(__file__).parents[2] / "docs" / "parallelism.md"
 SECTION = "## From stock Megatron-LM"
 SAME = 2e-6  # of the greatest element: sums of some hundred float32 products

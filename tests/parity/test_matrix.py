@@ -119,6 +119,32 @@ def test_scaled_positions_for_two_steps(long_pool: RankPool, tmp_path: Path) -> 
     assert_close(compare(long_pool, file, *SCALED_POSITIONS, steps=2))
 
 
+@pytest.mark.parametrize(
+    "layouts",
+    [
+        ("tp=2", "dp=2,distributed_optimizer=true"),
+        pytest.param(
+            ("tp=2,sp=true,fan=sequence", "pp=2", "cp=2,distributed_optimizer=true", "dp=2", "pp=2,vpp=2", *COMBINED),
+            marks=pytest.mark.full,
+        ),
+        pytest.param(
+            ("tp=2,dp=2,distributed_optimizer=true", "tp=2,sp=true,dp=2,fan=sequence,distributed_optimizer=true"),
+            marks=pytest.mark.full,
+        ),
+    ],
+    ids=" ".join,
+)
+def test_muon_norms_of_heads_and_z_loss_for_two_steps(
+    long_pool: RankPool, tmp_path: Path, layouts: tuple[str, ...]
+) -> None:
+    """The norms' gradients are sums over the heads of all ranks; bytes as by formula."""
+    optimizer = {"name": "muon", "lr": 1e-3, "clip_grad": 0.1}
+    model = {"preset": "fanformer-1b", "qk_layernorm": True, "num_query_groups": 8}
+    training = {"run_dir": str(tmp_path), "train_iters": 10, "global_batch_size": 32, "z_loss_coefficient": 1e-2}
+    file = write_config(tmp_path, model=model, training=training, optimizer=optimizer)
+    assert_close(compare(long_pool, file, *layouts, steps=2, communication=True))
+
+
 @pytest.mark.full
 def test_fan_layers_for_the_mlp(rank_pool: RankPool, tmp_path: Path) -> None:
     """Sharded, summed before cos and sin along a sharded sequence, and recomputed; bytes as by formula."""

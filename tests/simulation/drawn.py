@@ -24,7 +24,7 @@ def describe(config: RunConfig) -> str:
     """What is not the default, for a log."""
     default = ParallelConfig()
     parallel = {name: value for name, value in vars(config.parallel).items() if value != getattr(default, name)}
-    model = {name: getattr(config.model, name) for name in ("num_layers", "num_query_groups", "fan")}
+    model = {name: getattr(config.model, name) for name in ("num_layers", "num_query_groups", "qk_layernorm", "fan")}
     return f"{parallel} {model} {config.precision.dtype}, {config.training.global_batch_size} samples"
 
 
@@ -49,6 +49,7 @@ def _candidate(generator: random.Random, world_size: int) -> RunConfig:
             num_query_groups=pick([None, 1, 2, 4]),
             seq_length=64,
             untie_embeddings_and_output_weights=pick([False, True]),
+            qk_layernorm=pick([False, True]),
             fan=dict(placement=pick(["qkv", "qkv", "qk_and_v", "none"]), bias=pick([False, True])),
         ),
         samples=replicas * micro_batch_size * stages * pick([1, 2]),

@@ -49,6 +49,7 @@ CONFIGS: dict[str, RunConfig] = {
     ),
     "sequence, pp, FAN recomputed": run_config(**SP, **PP, fan_form="sequence", **selective("fan", "mlp")),
     "cp, dp, grouped, selective": run_config(dict(num_query_groups=2), **CP, **selective("core_attn", "layernorm")),
+    "tp 4, norms of heads": run_config(dict(qk_layernorm=True, num_query_groups=2), tensor_model_parallel_size=4),
     "pp, cp, untied, uneven": run_config(
         dict(untie_embeddings_and_output_weights=True, num_layers=3),
         **PP,

@@ -12,7 +12,8 @@ from unittest import mock
 import torch
 
 from megatron_fanformer.training.adam import Adam
-from megatron_fanformer.training.optimizers import OPTIMIZERS, AdamW, Group
+from megatron_fanformer.training.optimizers import OPTIMIZERS
+from megatron_fanformer.training.update_rule import AdamW, Group
 
 NAME = "momentum"
 MATRICES_OF_LAYERS = {"momentum": 0.8, "lr_mult": 0.5}

@@ -1,4 +1,4 @@
-"""A second optimizer, made of one file and one entry, does all that AdamW does."""
+"""Optimizers beside AdamW do all that it does: Muon, and one that is made of one file and one entry."""
 
 import dataclasses
 from collections.abc import Callable
@@ -9,12 +9,13 @@ import pytest
 import torch
 
 from megatron_fanformer.checkpoint.tensor_table import MAIN_WEIGHT, STATE_PREFIX
+from megatron_fanformer.model.config import FANformerConfig
 from megatron_fanformer.planning.memory import rank_memory
 from megatron_fanformer.training.config import config_from_dict
 from megatron_fanformer.training.optimizer import single_optimizers
 from megatron_fanformer.training.optimizers import OPTIMIZERS, OptimizerConfig
 from tests.checkpoint import states
-from tests.checkpoint.states import MICRO_BATCH, Shown, parallel_config, small_model, training, world_size
+from tests.checkpoint.states import MICRO_BATCH, Shown, layers_for, parallel_config, small_model, training, world_size
 from tests.planning.making import job_of
 from tests.small_runs import small_run, write_tokens
 from tests.training.layouts import gather
@@ -23,7 +24,9 @@ from tests.training.test_resume import STEPS, resumed_after
 from tests.training.test_step_metrics import LAYOUTS, check_norms, take_three_steps
 from tests.training.test_trainer import train
 
-RECIPE = OptimizerConfig(name=NAME, lr=2e-2, weight_decay=0.2)
+NAMES = (NAME, "muon")
+BUFFER = "momentum_buffer"
+LR = {NAME: 2e-2, "muon": 1e-2}
 MODEL = small_model(num_layers=2)
 SAME_LOSS = 1e-6  # relative, between layouts
 
@@ -39,19 +42,23 @@ def with_it(function: Callable[..., Any], *arguments: Any) -> Any:
         return function(*arguments)
 
 
-def losses_of(layout: str, recipe: OptimizerConfig = RECIPE) -> list[float]:
-    with training(layout, MODEL, recipe=recipe) as run:
+def recipe_of(name: str) -> OptimizerConfig:
+    return OptimizerConfig(name=name, lr=LR[name], weight_decay=0.2)
+
+
+def losses_of(layout: str, recipe: OptimizerConfig, model: FANformerConfig = MODEL) -> list[float]:
+    with training(layout, model, recipe=recipe) as run:
         return run.take_steps(6)
 
 
-def held_and_planned(layout: str, dtype: str) -> tuple[int, int]:
+def held_and_planned(name: str, layout: str, dtype: str) -> tuple[int, int]:
     """The bytes of this rank's states, and those by formula."""
     kinds = {"fp32": torch.float32, "bf16": torch.bfloat16}
-    with training(layout, MODEL, dtype=kinds[dtype], recipe=RECIPE) as run:
+    with training(layout, MODEL, dtype=kinds[dtype], recipe=recipe_of(name)) as run:
         run.take_steps(1)
         parts = [part.optimizer.state.values() for part in single_optimizers(run.optimizer)]
         parallel = parallel_config(layout)
-        job = job_of(MODEL, parallel, dtype, optimizer=OPTIMIZERS[NAME], micro_batch_size=MICRO_BATCH)
+        job = job_of(MODEL, parallel, dtype, optimizer=OPTIMIZERS[name], micro_batch_size=MICRO_BATCH)
         lines = {line.purpose: line.bytes for line in rank_memory(job, run.grid.groups.pp.rank()).lines}
         return sum(tensor.nbytes for held in parts for state in held for tensor in state.values()), lines["moments"]
 
@@ -59,44 +66,61 @@ def held_and_planned(layout: str, dtype: str) -> tuple[int, int]:
 # -- tests
 
 
-def test_layouts_have_equal_losses(run_on_ranks: RunOnRanks) -> None:
-    alone, *others = (run_on_ranks(world_size(name), with_it, losses_of, name) for name in ("tp1-plain", "dp2", "tp2"))
-    of_adamw = run_on_ranks(1, with_it, losses_of, "tp1-plain", dataclasses.replace(RECIPE, name="adamw"))
+@pytest.mark.parametrize(
+    ("name", "layouts"),
+    [
+        (NAME, ("dp2", "tp2")),
+        ("muon", ("dp2", "tp2", "fan-sequence-plain", "cp2")),
+        pytest.param(
+            "muon", ("pp2", "vpp2", "dp2-overlap", "dp2-plain", "tp2-sp-plain", "tp2-dp2"), marks=pytest.mark.full
+        ),
+    ],
+)
+def test_layouts_have_equal_losses(run_on_ranks: RunOnRanks, name: str, layouts: tuple[str, ...]) -> None:
+    recipe, model = recipe_of(name), small_model(num_layers=layers_for(*layouts))
+    alone, *others = (
+        run_on_ranks(world_size(layout), with_it, losses_of, layout, recipe, model)
+        for layout in ("tp1-plain", *layouts)
+    )
+    of_adamw = run_on_ranks(1, with_it, losses_of, "tp1-plain", dataclasses.replace(recipe, name="adamw"), model)
     assert alone[0][0] == of_adamw[0][0] and alone[0][1] != of_adamw[0][1]
     for losses in others:
         assert losses[0] == pytest.approx(alone[0], rel=SAME_LOSS)
 
 
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(
     ("saved", "loaded", "dtype"),
     [("dp2", "tp2", torch.bfloat16), ("tp2", "tp1-plain", torch.float32)],
     ids=["dp2-tp2", "tp2-plain"],
 )
 def test_a_checkpoint_loads_in_another_layout(
-    run_on_ranks: RunOnRanks, tmp_path: Path, saved: str, loaded: str, dtype: torch.dtype
+    run_on_ranks: RunOnRanks, tmp_path: Path, saved: str, loaded: str, dtype: torch.dtype, name: str
 ) -> None:
+    recipe = recipe_of(name)
     ranks: list[Shown] = run_on_ranks(
-        world_size(saved), with_it, states.train_and_save, saved, MODEL, dtype, tmp_path, RECIPE
+        world_size(saved), with_it, states.train_and_save, saved, MODEL, dtype, tmp_path, recipe
     )
     checkpoint = tmp_path / "checkpoints" / "step-00000002"
     others: list[Shown] = run_on_ranks(
-        world_size(loaded), with_it, states.load_and_train, loaded, MODEL, dtype, checkpoint, RECIPE
+        world_size(loaded), with_it, states.load_and_train, loaded, MODEL, dtype, checkpoint, recipe
     )
     before, after = (gather([rank.pieces for rank in each]) for each in (ranks, others))
     assert [name for name in before if not torch.equal(before[name], after[name])] == []
     by_state = {name.removeprefix(STATE_PREFIX).split(".")[0] for name in before if name.startswith(STATE_PREFIX)}
-    assert by_state - {MAIN_WEIGHT.removeprefix(STATE_PREFIX)[:-1]} == {"momentum_buffer", "exp_avg", "exp_avg_sq"}
+    assert by_state - {MAIN_WEIGHT.removeprefix(STATE_PREFIX)[:-1]} == {BUFFER, "exp_avg", "exp_avg_sq"}
     assert f"{STATE_PREFIX}exp_avg.decoder.layers.0.mlp.linear_fc1.weight" not in before
     assert others[0].next_losses == pytest.approx(
         ranks[0].next_losses, rel=SAME_LOSS if dtype == torch.float32 else 1e-2
     )
 
 
-def test_a_stop_leaves_no_trace(run_on_ranks: RunOnRanks, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", NAMES)
+def test_a_stop_leaves_no_trace(run_on_ranks: RunOnRanks, tmp_path: Path, name: str) -> None:
     values = small_run(
         write_tokens(tmp_path / "tokens"),
         tmp_path / "straight",
-        optimizer={"name": NAME},
+        optimizer={"name": name},
         training={"train_iters": STEPS},
         checkpoint={"save_interval": 4},
     )
@@ -105,22 +129,24 @@ def test_a_stop_leaves_no_trace(run_on_ranks: RunOnRanks, tmp_path: Path) -> Non
     assert run_on_ranks(1, with_it, resumed_after, [8], resuming, tmp_path / "straight", tmp_path) == [[]]
 
 
-@pytest.mark.parametrize("name", ["alone", "dp2", "tp2-sequence"])
-def test_norms_are_those_of_the_whole_model(run_on_ranks: RunOnRanks, tmp_path: Path, name: str) -> None:
-    ranks, parallel = LAYOUTS[name]
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("layout", ["alone", "dp2", "tp2-sequence"])
+def test_norms_are_those_of_the_whole_model(run_on_ranks: RunOnRanks, tmp_path: Path, name: str, layout: str) -> None:
+    ranks, parallel = LAYOUTS[layout]
     values = small_run(
         write_tokens(tmp_path / "tokens"),
         tmp_path / "run",
         parallel=parallel,
-        optimizer={"name": NAME, "lr": 1e-2, "weight_decay": 0.5},
+        optimizer={"name": name, "lr": 1e-2, "weight_decay": 0.5},
         logging={"norm_interval": 3, "phase_interval": None, "straggler_interval": None},
     )
     check_norms(run_on_ranks(ranks, with_it, take_three_steps, values))
 
 
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(("layout", "dtype"), [("dp2", "bf16"), ("tp2", "fp32"), ("pp2", "fp32")])
-def test_its_states_are_counted_to_the_byte(run_on_ranks: RunOnRanks, layout: str, dtype: str) -> None:
-    found = run_on_ranks(world_size(layout), with_it, held_and_planned, layout, dtype)
+def test_its_states_are_counted_to_the_byte(run_on_ranks: RunOnRanks, layout: str, dtype: str, name: str) -> None:
+    found = run_on_ranks(world_size(layout), with_it, held_and_planned, name, layout, dtype)
     held, planned = found[0]
     assert held == planned
     assert all(held == planned for held, planned in found) or layout == "dp2"  # whose parts differ by padding
@@ -132,4 +158,4 @@ def test_a_job_has_the_optimizer_of_the_configuration(tmp_path: Path) -> None:
         config = config_from_dict(values)
         assert config.optimizer.problems() == []
         assert config.job(1, layers="local", on_cpu=True).optimizer == OPTIMIZERS[NAME]
-    assert config.optimizer.problems() == [f"optimizer.name is '{NAME}', which is no optimizer here; name adamw"]
+    assert config.optimizer.problems() == [f"optimizer.name is '{NAME}', which is no optimizer here; name adamw, muon"]

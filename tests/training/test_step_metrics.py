@@ -97,7 +97,7 @@ def test_the_share_of_the_chips_rate(
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: chip)
     config = config_from_dict(small_run("tokens", Path("run"), precision=precision))
     grid: Any = SimpleNamespace(device="cuda", world_size=4)
-    result = StepResult(loss=2.0, grad_norm=1.0, tokens=1000, interrupts=Interrupts())
+    result = StepResult(loss=2.0, z_loss=0.0, grad_norm=1.0, tokens=1000, interrupts=Interrupts())
     metrics = StepMetrics(config, grid).of_step(result, seconds=0.5, learning_rate=1e-3, consumed_tokens=5000)
     flops = 2000 * training_flops_per_token(config.model)
     assert metrics["tokens_per_second"] == 2000 and metrics["model_flops_per_second"] == flops

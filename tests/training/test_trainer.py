@@ -30,7 +30,11 @@ STEPS, HALF = 12, 6  # of the runs that are resumed: beyond the five of the warm
 LAYOUTS: dict[str, dict[str, dict[str, Any]]] = {
     "tp1-plain": {"parallel": {"use_distributed_optimizer": False}},
     "tp2": {"parallel": {"tensor_model_parallel_size": 2}},
-    "dp2": {"parallel": {"data_parallel_size": 2}},
+    "dp2": {
+        "parallel": {"data_parallel_size": 2},
+        "model": {"qk_layernorm": True},
+        "training": {"z_loss_coefficient": 1e-3},
+    },
     "tp2-bf16": {"parallel": {"tensor_model_parallel_size": 2}, "precision": {"dtype": "bf16"}},
     "tp2-sp-dp2, FAN layers for the MLP": {
         "parallel": {"tensor_model_parallel_size": 2, "sequence_parallel": True, "data_parallel_size": 2},
@@ -123,8 +127,9 @@ def test_a_resume_takes_the_present_learning_rate(
     assert rates[HALF] > 4e-3
 
 
-def numbers(run: Path) -> list[tuple[int, float, float, float]]:
-    return [(m["step"], m["loss"], m["grad_norm"], m["learning_rate"]) for m in read_metrics(run)]
+def numbers(run: Path) -> list[tuple[Any, ...]]:
+    names = ("step", "loss", "z_loss", "grad_norm", "learning_rate")
+    return [tuple(metrics.get(name) for name in names) for metrics in read_metrics(run)]
 
 
 @pytest.mark.parametrize("layout", SOME_LAYOUTS)

@@ -32,7 +32,9 @@ def fan_tensors(name: str, shape: tuple[Size, ...], reference: str | None, hf: s
     rows = "rows [p | g]"
     return (
         LayerTensor(f"{name}.weight", shape, of_reference[0], (f"{hf}.weight",), rows, rows),
-        LayerTensor(f"{name}.bias", shape[:1], of_reference[1], (f"{hf}.bias",), rows, rows, is_bias=True),
+        LayerTensor(
+            f"{name}.bias", shape[:1], of_reference[1], (f"{hf}.bias",), rows, rows, lambda model: model.fan.bias
+        ),
     )
 
 
@@ -96,6 +98,7 @@ class QKV(Placement):
         """Return the rows of the FAN map, and X_F's coordinates for what reads it."""
         rows = order.fan_rows("x_f", order.model.hidden_size)
         return {
+            **super().attention_orders(order),
             "fan.linear.weight": [rows, order.hidden],
             "fan.linear.bias": [rows],
             "linear_qkv.weight": [order.qkv_rows(), order.x_f],
@@ -141,10 +144,11 @@ class QKAndV(QKV):
 
     def attention_weights(self, model: "FANformerConfig", parallel: Any) -> Iterator[tuple[str, int, bool]]:
         """Yield the FAN map before the matrix of queries and keys, as its attention makes them."""
-        projection, (_, elements, is_own) = Placement.attention_weights(self, model, parallel)
+        projection, (_, elements, is_own), *head_norms = Placement.attention_weights(self, model, parallel)
         yield projection
         yield from self._fan_weights(model, parallel)
         yield f"{QK}.weight", elements, is_own
+        yield from head_norms
 
     def exchanged_values(self, model: "FANformerConfig") -> int:
         """Return the width of all values."""

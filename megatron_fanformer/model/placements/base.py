@@ -42,8 +42,8 @@ class LayerTensor(NamedTuple):
     reference_transform: str = "as it is"
     """Transform to those tensors, by its name in `formats.transforms`."""
     hf_transform: str = "as it is"
-    is_bias: bool = False
-    """Whether it exists only if FAN maps have a bias."""
+    is_there: Callable[["FANformerConfig"], bool] = lambda model: True
+    """Whether a model of that placement has it."""
 
 
 class FANMap(NamedTuple):
@@ -61,6 +61,7 @@ class FANMap(NamedTuple):
 H = Size("h", lambda model: model.hidden_size)
 F = Size("f", lambda model: model.ffn_hidden_size)
 GATE_AND_UP = Size("2f", lambda model: 2 * model.ffn_hidden_size)
+HEAD = Size("d", lambda model: model.kv_channels)
 QUERIES = Size("n d", lambda model: model.num_attention_heads * model.kv_channels)
 QKV_ROWS = Size("(n + 2k) d", lambda model: model.qkv_rows)
 
@@ -79,6 +80,17 @@ def linear_qkv(reference: str) -> LayerTensor:
     )
 
 
+def _head_norm(part: str) -> LayerTensor:
+    return LayerTensor(
+        f"self_attention.{part}_layernorm.weight",
+        (HEAD,),
+        (),
+        (f"self_attn.{part}_norm.weight",),
+        is_there=lambda model: model.qk_layernorm,
+    )
+
+
+HEAD_NORMS = (_head_norm("q"), _head_norm("k"))
 INPUT_NORM = LayerTensor("input_layernorm.weight", (H,), ("attn_norm.weight",), ("input_layernorm.weight",))
 PROJECTION = LayerTensor(
     "self_attention.linear_proj.weight", (H, QUERIES), ("attn_out.weight",), ("self_attn.o_proj.weight",)
@@ -131,13 +143,13 @@ class Placement:
 
     # -- tensors
 
-    def tensors(self, fan: "FANConfig") -> list[LayerTensor]:
+    def tensors(self, model: "FANformerConfig") -> list[LayerTensor]:
         """Return a layer's tensors, in the order of conversions."""
-        return [tensor for tensor in self.all_tensors() if fan.bias or not tensor.is_bias]
+        return [tensor for tensor in self.all_tensors() if tensor.is_there(model)]
 
     def all_tensors(self) -> list[LayerTensor]:
-        """Return these and all biases."""
-        return [INPUT_NORM, *self.attention_tensors, PROJECTION, MLP_NORM, *self.mlp_tensors]
+        """Return these and those that only some models have: biases, norms of heads."""
+        return [INPUT_NORM, *self.attention_tensors, *HEAD_NORMS, PROJECTION, MLP_NORM, *self.mlp_tensors]
 
     def tensor(self, name: str) -> LayerTensor:
         """Return the tensor of a layer that Megatron calls so."""
@@ -180,7 +192,7 @@ class Placement:
 
     def parameters(self, model: "FANformerConfig") -> int:
         """Return the weights of a layer."""
-        return sum(math.prod(size.of(model) for size in tensor.shape) for tensor in self.tensors(model.fan))
+        return sum(math.prod(size.of(model) for size in tensor.shape) for tensor in self.tensors(model))
 
     def qkv_rows(self, model: "FANformerConfig") -> int:
         """Return the rows of the matrix that makes queries, keys and values (those that FAN does not make)."""
@@ -203,6 +215,12 @@ class Placement:
         h, ranks = model.hidden_size, parallel.tensor_model_parallel_size
         yield "self_attention.linear_proj.weight", model.num_attention_heads // ranks * model.kv_channels * h, False
         yield "self_attention.linear_qkv.weight", model.qkv_rows // ranks * h, False
+        yield from self._head_norm_weights(model)
+
+    @staticmethod
+    def _head_norm_weights(model: "FANformerConfig") -> Iterator[tuple[str, int, bool]]:
+        """Yield the norms of queries and keys, whose gradients are of the rank's own heads."""
+        yield from ((norm.name, model.kv_channels, True) for norm in HEAD_NORMS if norm.is_there(model))
 
     def mlp_weights(self, model: "FANformerConfig", parallel: Any) -> Iterator[tuple[str, int, bool]]:
         """Yield the same of the MLP."""
@@ -239,9 +257,7 @@ class Placement:
         Args:
             shapes: the rank's `planning.layer_memory.LayerShapes`.
         """
-        # QKV's output: of all ranks, where query groups are fewer than they.
-        ranks = shapes.tensor if shapes.job.model.query_groups < shapes.tensor else 1
-        return shapes.whole(shapes.qkv) * ranks, True
+        return shapes.product, True
 
     def mlp_operations(self, shapes: Any) -> Iterator[tuple[str, int, int]]:
         """Yield the MLP's operations after its norm: name, bytes kept for backward, bytes that it holds besides.
@@ -326,8 +342,15 @@ class Placement:
         return order.order("groups", order.model.query_groups)
 
     def attention_orders(self, order: Any) -> dict[str, list[Any]]:
-        """Return the order of each axis of the tensors in front of core attention."""
-        return {"linear_qkv.weight": [order.qkv_rows(), order.hidden]}
+        """Return the order of each axis of the tensors in front of core attention.
+
+        The channels of a head stay: rotary positions turn each by an angle of its own.
+        """
+        return {
+            "q_layernorm.weight": [None],
+            "k_layernorm.weight": [None],
+            "linear_qkv.weight": [order.qkv_rows(), order.hidden],
+        }
 
     def mlp_orders(self, order: Any) -> dict[str, list[Any]]:
         """Return the order of each axis of the MLP's tensors."""

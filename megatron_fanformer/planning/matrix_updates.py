@@ -1,0 +1,135 @@
+"""Updates of whole matrices, as Muon's are: which rank computes which, and what that takes.
+
+A stage's tensor parallel and data parallel ranks hold a matrix in parts. Each matrix has one rank that owns it: it gets
+the parts of the others, computes the update of the whole, and sends their parts back. So ranks share the work, and the
+update is that of the whole matrix in every layout. Without the distributed optimizer replicas have the same parts, and
+the tensor parallel ranks alone share the work.
+
+Ranks are numbered as in megatron-core's group of both, tensor parallel ones first.
+"""
+
+import heapq
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from megatron_fanformer.model.config import FANformerConfig
+from megatron_fanformer.planning.gradient_buffers import Weight, chunks, gradient_buffer, limits_buckets, weights
+from megatron_fanformer.planning.job import Job
+from megatron_fanformer.planning.layer_traffic import Term
+
+CPU_BYTES, GPU_BYTES = 4, 2  # of an element that is exchanged: float32 on CPUs, bf16 on GPUs, as the products are
+NEWTON_SCHULZ_STEPS = 5
+
+
+class Matrix(NamedTuple):
+    """One matrix of a stage."""
+
+    rows: int
+    columns: int
+    part_rows: tuple[int, ...]
+    """Rows of the parts that are orthogonalized each by itself."""
+    is_replicated: bool
+    """Whether every tensor parallel rank holds it whole."""
+
+    @property
+    def flops(self) -> int:
+        """Return the FLOPs of its Newton-Schulz steps."""
+        return sum(newton_schulz_flops(rows, self.columns) for rows in self.part_rows)
+
+
+def newton_schulz_flops(rows: int, columns: int) -> int:
+    """Return the FLOPs of the three products of each step."""
+    short, long = sorted((rows, columns))
+    return NEWTON_SCHULZ_STEPS * 2 * (2 * short * short * long + short**3)
+
+
+def rows_of_group(name: str, heads_of_group: int, head_size: int) -> tuple[int, ...]:
+    """Return the rows of queries, keys and values in each query group, of a matrix that has them interleaved; none of
+    others.
+
+    Queries of all groups are one matrix, and so are keys and values, as in Megatron-LM.
+    """
+    queries = heads_of_group * head_size
+    if name.endswith("linear_qkv.weight"):
+        return queries, head_size, head_size
+    return (queries, head_size) if name.endswith("linear_qk.weight") else ()
+
+
+def owners(flops: Sequence[int], ranks: int) -> list[int]:
+    """Return the rank that owns each matrix: the largest first, each to the rank with the least."""
+    loads, owner = [(0, rank) for rank in range(ranks)], [0] * len(flops)
+    for matrix in sorted(range(len(flops)), key=lambda matrix: (-flops[matrix], matrix)):
+        load, owner[matrix] = loads[0]
+        heapq.heapreplace(loads, (load + flops[matrix], owner[matrix]))
+    return owner
+
+
+def rounds(owner: Sequence[int]) -> list[list[int]]:
+    """Return the matrices by round, of which each rank owns one at most: what is held at a time."""
+    found: list[list[int]] = []
+    seen: dict[int, int] = {}
+    for matrix, rank in enumerate(owner):
+        number = seen[rank] = seen.get(rank, -1) + 1
+        if number == len(found):
+            found.append([])
+        found[number].append(matrix)
+    return found
+
+
+class MatrixUpdates:
+    """The matrices of a stage, in the order of its modules, and who owns them."""
+
+    def __init__(self, job: Job, stage: int) -> None:
+        parallel = job.parallel
+        replicas = job.data_parallel_size * parallel.context_parallel_size
+        self._job, self._stage, self._tensor = job, stage, job.tensor_ranks
+        self._replicas = replicas if parallel.use_distributed_optimizer else 1
+        self._group, self._ranks = "tp" if self._replicas == 1 else "tp_dp_cp", self._tensor * self._replicas
+        self._chunks = [(chunk, weights(job.model, parallel, chunk)) for chunk in chunks(job.model, parallel, stage)]
+        self.matrices = [
+            _matrix(job.model, weight)
+            for _, held in self._chunks
+            for weight in held
+            if job.optimizer.takes_whole(weight.name, weight.dimensions)
+        ]
+        self._owner = owners([matrix.flops for matrix in self.matrices], self._ranks)
+
+    @property
+    def busiest_flops(self) -> int:
+        """Return the FLOPs of the rank that has most to compute."""
+        loads: dict[int, int] = {}
+        for matrix, rank in zip(self.matrices, self._owner, strict=True):
+            loads[rank] = loads.get(rank, 0) + matrix.flops
+        return max(loads.values(), default=0)
+
+    def terms(self, rank: int) -> Iterator[Term]:
+        """Yield what a rank of the stage sends: its parts of matrices to their owners, and others' parts of its own."""
+        if not self.matrices or self._ranks == 1:
+            return
+        rank %= self._ranks  # replicas that share nothing do alike
+        tensor, replica = rank % self._tensor, rank // self._tensor
+        pieces = zip(self.matrices, self._pieces(replica), strict=True)
+        sent = sum(elements for matrix, elements in pieces if tensor == 0 or not matrix.is_replicated)
+        own = [matrix for matrix, owner in zip(self.matrices, self._owner, strict=True) if owner == rank]
+        returned = sum(each.rows * each.columns * (self._tensor if each.is_replicated else 1) for each in own)
+        element_bytes, calls = CPU_BYTES if self._job.on_cpu else GPU_BYTES, len(rounds(self._owner))
+        yield Term(self._group, "all-to-all", "gradients of matrices", sent * element_bytes, calls)
+        yield Term(self._group, "all-to-all", "updates of matrices", returned * element_bytes, calls)
+
+    def _pieces(self, replica: int) -> Iterator[int]:
+        """Yield the elements that a data parallel rank holds of a tensor parallel rank's part of each matrix."""
+        job = self._job
+        for chunk, held in self._chunks:
+            is_limited = limits_buckets(job.parallel, self._stage, chunk)
+            buffer = gradient_buffer(held, job.parallel, job.data_parallel_size, is_limited=is_limited)
+            shares = buffer.shard_elements(self._replicas, replica) if self._replicas > 1 else buffer.elements
+            for weight, elements in zip(held, reversed(shares), strict=True):
+                if job.optimizer.takes_whole(weight.name, weight.dimensions):
+                    yield elements
+
+
+def _matrix(model: FANformerConfig, weight: Weight) -> Matrix:
+    rows, columns = (size.of(model) for size in model.placement.tensor(weight.name).shape)
+    heads_of_group = model.num_attention_heads // model.query_groups
+    of_group = rows_of_group(weight.name, heads_of_group, model.kv_channels)
+    return Matrix(rows, columns, tuple(model.query_groups * part for part in of_group) or (rows,), weight.is_partial)

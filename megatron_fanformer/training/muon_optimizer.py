@@ -1,0 +1,260 @@
+"""Muon's step on the ranks that hold a stage's matrices in parts; which matrix is whose says `matrix_updates`.
+
+In each round a rank owns one matrix at most. It gets the parts of the others by an all-to-all, orthogonalizes the
+whole, and sends their parts back by another: no rank ever holds more than one whole matrix of others. Products and what
+is exchanged are float32 on CPUs, bf16 on GPUs.
+"""
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_fanformer.ops.newton_schulz import orthogonalize
+from megatron_fanformer.ops.norms import norm
+from megatron_fanformer.planning.matrix_updates import (
+    NEWTON_SCHULZ_STEPS,
+    newton_schulz_flops,
+    owners,
+    rounds,
+    rows_of_group,
+)
+from megatron_fanformer.training.adam import Adam
+from megatron_fanformer.training.muon import BY_MUON, Muon
+
+if TYPE_CHECKING:
+    from megatron_fanformer.training.optimizers import OptimizerConfig
+
+MUON = Muon()
+Range = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A matrix of a stage, and the parts of it that ranks hold."""
+
+    shard: torch.Size
+    """Shape of a tensor parallel rank's shard."""
+    shards: int
+    """Number of shards; 1 where every tensor parallel rank holds it whole."""
+    dimension: int
+    """Axis along which shards are joined."""
+    rows_of_group: tuple[int, ...]
+    """Rows of the parts of each query group that are orthogonalized apart; none: all together."""
+    ranges: list[Range]
+    """First and last (exclusive) element of the shard that each data parallel rank holds."""
+    main: Tensor | None
+    """This rank's part of the float32 main weight, in any shape; None where it holds nothing."""
+
+    @property
+    def part_shapes(self) -> list[tuple[int, int]]:
+        """Return the shapes of the whole matrices that are orthogonalized."""
+        rows, columns = (size * (self.shards if axis == self.dimension else 1) for axis, size in enumerate(self.shard))
+        groups = rows // sum(self.rows_of_group) if self.rows_of_group else 1
+        return [(groups * part, columns) for part in self.rows_of_group or (rows,)]
+
+    def update(self, whole: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
+        """Return the orthogonalized matrix [m, n], times `scale` and the root of its longer side."""
+
+        def of_part(part: Tensor) -> Tensor:
+            factor = scale * math.sqrt(max(part.shape))
+            return orthogonalize(part, NEWTON_SCHULZ_STEPS, dtype).mul(factor)
+
+        if not self.rows_of_group:
+            return of_part(whole)
+        by_group = whole.unflatten(0, (-1, sum(self.rows_of_group))).split(self.rows_of_group, dim=1)
+        parts = [of_part(part.flatten(0, 1)).unflatten(0, (part.shape[0], -1)) for part in by_group]
+        return torch.cat(parts, dim=1).flatten(0, 1)
+
+
+@dataclass
+class Settings:
+    """Settings of a step, and what it needs of the ranks."""
+
+    momentum: float
+    scale: float
+    dtype: torch.dtype
+    """Type of products, and of what is exchanged."""
+    device: torch.device
+    group: dist.ProcessGroup
+    """The ranks that hold the matrices together: tensor parallel ones first."""
+    tensor: int
+    """Tensor parallel ranks of it."""
+    matrices: list[Matrix]
+    rounds: list[list[int]] = field(default_factory=list)
+    owner: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        flops = [sum(newton_schulz_flops(*shape) for shape in matrix.part_shapes) for matrix in self.matrices]
+        self.owner = owners(flops, self.group.size())
+        self.rounds = rounds(self.owner)
+
+
+class MuonAndAdam(Adam):
+    """Muon for groups of matrices, else AdamW."""
+
+    settings: Settings
+    update_norms: dict[Tensor, Tensor]
+    """The norm of each matrix's last update, of this rank's part."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.update_norms = {}
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Update every parameter that has a gradient; a collective call."""
+        super().step(closure)
+        groups = {main: group for group in self.param_groups if BY_MUON in group for main in group["params"]}
+        for matrices in self.settings.rounds:
+            self._step_round(matrices, groups)
+
+    def _step_group(self, group: dict[str, Any]) -> None:
+        if BY_MUON not in group:  # matrices follow, all of a round together
+            super()._step_group(group)
+
+    def _step_round(self, numbers: list[int], groups: dict[Tensor, dict[str, Any]]) -> None:
+        settings = self.settings
+        matrices = {settings.owner[number]: settings.matrices[number] for number in numbers}
+        gradients = {rank: self._direction(matrix.main) for rank, matrix in matrices.items() if matrix.main is not None}
+        for rank, update in exchanged(settings, matrices, gradients).items():
+            main = matrices[rank].main
+            assert main is not None
+            group = groups[main]
+            change = update.reshape(main.shape).to(main.dtype)
+            change = change.add(main, alpha=group["weight_decay"]) if group["weight_decay"] else change
+            main.add_(change, alpha=-group["lr"])
+            self.update_norms[main] = norm(change) * group["lr"]
+
+    def _direction(self, main: Tensor) -> Tensor:
+        """Advance the momentum of a part, and return what is orthogonalized: Nesterov's look ahead."""
+        if not self.state[main]:
+            self.state[main] = {"momentum_buffer": torch.zeros_like(main)}
+        buffer: Tensor = self.state[main]["momentum_buffer"]
+        assert main.grad is not None
+        momentum = self.settings.momentum
+        buffer.lerp_(main.grad, 1 - momentum)
+        return main.grad.lerp(buffer, momentum)
+
+
+def exchanged(settings: Settings, matrices: dict[int, Matrix], directions: dict[int, Tensor]) -> dict[int, Tensor]:
+    """Return this rank's parts of the updates of a round's matrices, flat, by the rank that owns each.
+
+    Args:
+        matrices: by the rank that owns each.
+        directions: this rank's parts of what is orthogonalized, likewise.
+    """
+    group, tensor, dtype = settings.group, settings.tensor, settings.dtype
+    ranks, rank = group.size(), group.rank()
+    own = matrices.get(rank)
+    if ranks == 1:
+        assert own is not None
+        return {0: own.update(directions[0].view(own.shard), settings.scale, dtype)}
+
+    def held(matrix: Matrix | None, by: int, *, is_sender: bool) -> int:
+        """Return how many elements of a matrix a rank sends, or is sent back."""
+        if matrix is None or (is_sender and matrix.shards == 1 and by % tensor):  # one sends what all hold
+            return 0
+        first, last = matrix.ranges[by // tensor]
+        return last - first
+
+    sent = [held(matrices.get(to), rank, is_sender=True) for to in range(ranks)]
+    received = [held(own, by, is_sender=True) for by in range(ranks)]
+    parts = _all_to_all([directions[to].flatten() for to in range(ranks) if sent[to]], sent, received, settings)
+    results: list[Tensor] = []
+    if own is not None:
+        whole = _joined(own, parts, tensor)
+        update = own.update(whole, settings.scale, dtype)
+        shards = [shard.flatten() for shard in update.chunk(own.shards, dim=own.dimension)]
+        for by in range(ranks):
+            first, last = own.ranges[by // tensor]
+            results.append(shards[by % tensor if own.shards > 1 else 0][first:last])
+    returned = [held(own, by, is_sender=False) for by in range(ranks)]
+    back = [held(matrices.get(of), rank, is_sender=False) for of in range(ranks)]
+    updates = _all_to_all(results, returned, back, settings)
+    return {of: update for of, update in enumerate(updates) if back[of]}
+
+
+def _joined(matrix: Matrix, parts: Sequence[Tensor], tensor: int) -> Tensor:
+    """Return the whole matrix, of all ranks' parts."""
+    step = tensor if matrix.shards > 1 else 1
+    senders = parts if matrix.shards > 1 else parts[::tensor]
+    shards = [torch.cat(list(senders[shard::step])).view(matrix.shard) for shard in range(matrix.shards)]
+    return torch.cat(shards, dim=matrix.dimension)
+
+
+def _all_to_all(
+    tensors: Sequence[Tensor], sent: list[int], received: list[int], settings: Settings
+) -> tuple[Tensor, ...]:
+    """Return what each rank sent, flat, of so many elements.
+
+    Args:
+        tensors: for the ranks that are sent something, in their order.
+    """
+    none = torch.empty(0, dtype=settings.dtype, device=settings.device)
+    given = torch.cat([none, *(each.to(settings.dtype) for each in tensors)])
+    taken = none.new_empty(sum(received))
+    dist.all_to_all_single(taken, given, received, sent, group=settings.group)
+    return taken.split(received)
+
+
+def connect(config: "OptimizerConfig", optimizer: Any, stages: list[Any]) -> None:
+    """Give the torch optimizer in megatron-core's `optimizer` its settings, and the matrices of a rank's stages."""
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
+    groups = ProcessGroupCollection.use_mpu_process_groups(["tp", "dp_cp", "tp_dp_cp"])
+    is_sharded, tensor = stages[0].ddp_config.use_distributed_optimizer, groups.tp.size()
+    replicas = groups.dp_cp.size() if is_sharded else 1
+    group = groups.tp if replicas == 1 else groups.tp_dp_cp
+    assert group.rank() == groups.tp.rank() + (tensor * groups.dp_cp.rank() if replicas > 1 else 0)
+    matrices = [
+        _matrix(optimizer, stage, name, weight, tensor, replicas)
+        for stage in stages
+        for name, weight in stage.named_parameters()
+        if MUON.takes_whole(name, weight.ndim)
+    ]
+    device = next((weight.device for stage in stages for weight in stage.parameters()), torch.device("cpu"))
+    optimizer.optimizer.settings = Settings(
+        momentum=config.muon_momentum,
+        scale=config.muon_extra_scale_factor,
+        dtype=torch.float32 if device.type == "cpu" else torch.bfloat16,
+        device=device,
+        group=group,
+        tensor=tensor,
+        matrices=matrices,
+    )
+
+
+def _matrix(optimizer: Any, stage: Any, name: str, weight: Any, tensor: int, replicas: int) -> Matrix:
+    is_shard, config = getattr(weight, "tensor_model_parallel", False), stage.config
+    heads_of_group = config.num_attention_heads // config.num_query_groups
+    if isinstance(places := getattr(optimizer, "model_param_group_index_map", None), dict):
+        group, number = places.get(weight, (None, None))
+        main = None if group is None else optimizer.optimizer.param_groups[group]["params"][number]
+        ranges = _ranges(stage, weight, replicas)
+    else:
+        main, ranges = getattr(weight, "main_param", weight), [(0, weight.numel())]
+    return Matrix(
+        shard=weight.shape,
+        shards=tensor if is_shard else 1,
+        dimension=weight.partition_dim if is_shard else 0,
+        rows_of_group=rows_of_group(name, heads_of_group, config.kv_channels),
+        ranges=ranges,
+        main=main,
+    )
+
+
+def _ranges(stage: Any, weight: Any, replicas: int) -> list[Range]:
+    """Return what each data parallel rank has of a weight: of its bucket they have equal parts."""
+    buffer = next(buffer for buffer in stage.buffers if weight in buffer.param_index_map)
+    start, end, number = buffer.param_index_map[weight][:3]
+    bucket = buffer.buckets[number]
+    size = bucket.grad_data.numel() // replicas
+    bounds = [bucket.offset + size * rank for rank in range(replicas + 1)]
+    clipped = [min(max(bound, start), end) - start for bound in bounds]
+    return list(itertools.pairwise(clipped))
