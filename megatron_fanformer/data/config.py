@@ -64,7 +64,7 @@ class DataConfig:
     """Folder for sample indices and large orders of samples, shared by all nodes; null: `.index_cache` beside
     `train_data`."""
     num_workers: int | None = None
-    """Loader processes per rank; 0: its own; null: 2 on a GPU, whose step need not wait for reads, else 0."""
+    """Loader processes of each rank that reads; 0: its own; null: 2 on a GPU, whose step need not wait, else 0."""
     remote: Remote = "auto"
     """Token files at URLs: `ranged`: each sample is requested; `staged`: whole files are copied before the run; `auto`:
     staged where `staging_path` has room for them (docs/data.md#token-files-on-another-store)."""

@@ -21,6 +21,7 @@ import numpy as np
 from megatron_fanformer.data.live_files import StoredArray, block_sums_of_file
 from megatron_fanformer.durable_files import publish, take_lock
 from megatron_fanformer.errors import CorruptError, InputError
+from megatron_fanformer.runtime.device import return_freed_memory
 
 logger = logging.getLogger(__name__)
 
@@ -71,6 +72,7 @@ def _stored(samples: int, *, seed: int, epoch: int, cache: Path) -> StoredArray:
                 if not folder.is_dir():
                     logger.info("storing the order of %d samples in %s", samples, folder)
                     _make(folder, shuffled(samples, seed=seed, epoch=epoch))
+                    return_freed_memory()
     except OSError as error:
         raise InputError(
             f"the order of samples cannot be stored in {folder} ({error.strerror}); set data.cache_path to a folder "

@@ -7,7 +7,7 @@ Shapes: b micro batch, s sequence.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_fanformer.data.remote_files import read_together
+from megatron_fanformer.data.shared_batches import shared_batches
 from megatron_fanformer.runtime import heartbeat
 from megatron_fanformer.runtime.device import return_freed_memory
 from megatron_fanformer.runtime.parallel import RankGrid
@@ -161,7 +162,12 @@ def losses_of_rows(
             own_mb = batch.rows[grid.data_parallel_rank]
             found = row_losses(
                 stages,
-                (read_together(partial(_micro_batch, rows, read, scored, batch.seq_length)) for rows in own_mb),
+                shared_batches(
+                    partial(_micro_batches, own_mb, read, scored, batch.seq_length),
+                    grid.samples_group,
+                    micro_batch_size=own_mb.shape[1],
+                    seq_length=batch.seq_length,
+                ),
                 grid,
                 num_micro_batches=own_mb.shape[0],
                 micro_batch_size=own_mb.shape[1],
@@ -208,6 +214,13 @@ def padded_length(length: int, unit: int) -> int:
     """
     octave = 1 << (length.bit_length() - 1)
     return _rounded_up(length, math.lcm(unit, max(8, octave // LENGTHS_AN_OCTAVE)))
+
+
+def _micro_batches(
+    rows_mb: np.ndarray, read: ReadRow, scored: np.ndarray, seq_length: int
+) -> Generator[dict[str, Tensor], None, None]:
+    for rows in rows_mb:
+        yield read_together(partial(_micro_batch, rows, read, scored, seq_length))
 
 
 def _micro_batch(rows: np.ndarray, read: ReadRow, scored: np.ndarray, seq_length: int) -> dict[str, Tensor]:

@@ -172,8 +172,17 @@ _MEGATRON_LM = {
 --iterations-to-skip = recovery.iterations_to_skip
 """,
     "Optimizer": """
---optimizer = optimizer.name: adamw, which is Megatron's adam
+--optimizer = optimizer.name: adamw, which is Megatron's adam, or muon
 --sgd-momentum: there is no SGD
+--muon-momentum = optimizer.muon_momentum
+--muon-extra-scale-factor = optimizer.muon_extra_scale_factor: 0.2 by default, not 1; the scale is always spectral
+--muon-scale-mode: an update is always scaled by the root of the matrix's longer side
+--muon-num-ns-steps --muon-coefficient-type: Newton-Schulz always takes five steps with Muon's own coefficients
+--muon-nesterov: momentum is always Nesterov's
+--muon-no-split-qkv: queries, keys and values are always orthogonalized apart
+--muon-tp-mode: matrices are orthogonalized whole, at any tensor parallel size
+--muon-scalar-optimizer: AdamW updates all other weights
+--muon-fp32-matmul-prec: products are in bf16 on GPUs, in float32 on CPUs
 --lr = optimizer.lr
 --weight-decay = optimizer.weight_decay: 0.1 by default; of linear weights only
 --start-weight-decay --end-weight-decay --weight-decay-incr-style: weight decay is constant

@@ -122,6 +122,7 @@ def _job(trial: TrialConfig, layout: ParallelConfig) -> Job:
         micro_batch_size=trial.micro_batch_size,
         num_micro_batches=trial.global_batch_size // (trial.micro_batch_size * replicas),
         layers="local",
+        has_document_ids=trial.within_documents,
         on_cpu=trial.device == "cpu",
     )
 

@@ -8,7 +8,8 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_fanformer.data.batches import DOCUMENT_IDS, micro_batches
+from megatron_fanformer.data.batches import DOCUMENT_IDS, micro_batches, unread_batches
+from megatron_fanformer.data.shared_batches import shared_batches
 from megatron_fanformer.model.build import build_stages, sharded_state
 from megatron_fanformer.model.config import FANformerConfig
 from megatron_fanformer.model.dtypes import DTYPES
@@ -106,13 +107,7 @@ def prepared(trial: TrialConfig, layout: ParallelConfig, order: Reordering) -> I
         wrapped = wrap_stages(stages, layout)
         optimizer = _optimizer(trial, wrapped)
         number = trial.global_batch_size // (trial.micro_batch_size * grid.data_parallel_size)
-        batches = micro_batches(
-            Samples(trial, order),
-            consumed_samples=0,
-            micro_batch_size=trial.micro_batch_size,
-            data_parallel_rank=grid.data_parallel_rank,
-            data_parallel_size=grid.data_parallel_size,
-        )
+        batches = _batches(trial, order, grid)
         yield Preparation(grid, stages, wrapped, optimizer, batches, number, initial)
 
 
@@ -151,6 +146,26 @@ def _initial(
 
 
 # -- data
+
+
+def _batches(trial: TrialConfig, order: Reordering, grid: RankGrid) -> Iterator[dict[str, Tensor]]:
+    """Return the micro batches of this rank's replica, shared among its ranks as a run's are."""
+    size, length = trial.micro_batch_size, trial.model.seq_length
+    if not (grid.is_first_stage or grid.is_last_stage or trial.within_documents):
+        return unread_batches(micro_batch_size=size, seq_length=length)
+    return shared_batches(
+        lambda: micro_batches(
+            Samples(trial, order),
+            consumed_samples=0,
+            micro_batch_size=size,
+            data_parallel_rank=grid.data_parallel_rank,
+            data_parallel_size=grid.data_parallel_size,
+        ),
+        grid.samples_group,
+        micro_batch_size=size,
+        seq_length=length,
+        has_document_ids=trial.within_documents,
+    )
 
 
 class Samples:

@@ -29,6 +29,9 @@ from megatron_fanformer.planning.matrix_updates import MatrixUpdates
 NORM_BYTES = 4  # one float32
 REPORT_BYTES = 6 * 8  # sums of losses, tokens and z-losses, and of ranks with each of three interrupts, in float64
 TOKEN_COUNT_BYTES = 4  # one int32
+# Of samples, in int64: whether they could be read; a token's id, label and position. Its weight in the loss, and its
+# document's number, take half a word each.
+WORD_BYTES, SAMPLE_STATUS_WORDS, SAMPLE_WORDS = 8, 1, 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,9 +39,9 @@ class CommunicationLine:
     """Sum of one rank's collectives of one purpose in a job."""
 
     group: str
-    """Name of the group: tp, cp, pp, dp_cp (replicas and context parallel ranks), tp_dp_cp (these and tp), mp (tp and
-    pp), embd (first and last stage), intra_dist_opt (all ranks, as the distributed optimizer knows them) or world (all
-    ranks)."""
+    """Name of the group: tp, cp, tp_cp (both), pp, dp_cp (replicas and context parallel ranks), tp_dp_cp (these and
+    tp), mp (tp and pp), embd (first and last stage), intra_dist_opt (all ranks, as the distributed optimizer knows
+    them) or world (all ranks)."""
     kind: str
     """Kind of collective: all-reduce, all-gather, reduce-scatter, all-to-all, broadcast or send."""
     purpose: str
@@ -77,6 +80,7 @@ def communication(job: Job, stage: int, rank: int = 0) -> list[CommunicationLine
 def _terms(job: Job, stage: int, rank: int) -> Iterator[Term]:
     model, parallel = job.model, job.parallel
     held = [(chunk, weights(model, parallel, chunk)) for chunk in chunks(model, parallel, stage)]
+    yield from _sample_terms(job, stage)
     for chunk, _ in held:
         for term in chunk_terms(job, chunk):
             yield term.times(job.num_micro_batches)
@@ -86,6 +90,17 @@ def _terms(job: Job, stage: int, rank: int) -> Iterator[Term]:
     yield from _replicated_weight_terms(job, [weight for _, own in held for weight in own])
     yield from MatrixUpdates(job, stage).terms(rank)
     yield from _scalar_terms(job)
+
+
+def _sample_terms(job: Job, stage: int) -> Iterator[Term]:
+    """Yield the broadcasts of micro batches from the rank that reads them, between hosts where the ranks have GPUs.
+
+    Stages between the ends read none, unless for the bounds of documents.
+    """
+    if stage in (0, job.stages - 1) or job.has_document_ids:
+        tokens = job.micro_batch_size * job.model.seq_length
+        words = SAMPLE_STATUS_WORDS + SAMPLE_WORDS * tokens + -(-(1 + job.has_document_ids) * tokens // 2)
+        yield Term("tp_cp", "broadcast", "samples", words * WORD_BYTES).times(job.num_micro_batches)
 
 
 def _pipeline_terms(job: Job, stage: int) -> Iterator[Term]:

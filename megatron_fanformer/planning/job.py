@@ -36,6 +36,8 @@ class Job:
     """Micro batches of one replica per step."""
     layers: Layers
     """Implementation of the layers: Transformer Engine's, or Megatron's and ours."""
+    has_document_ids: bool = False
+    """Whether samples have the numbers of their documents, which every stage reads: `data.reset_attention_mask`."""
     on_cpu: bool = False
 
     @property
@@ -116,6 +118,7 @@ class Job:
         return {
             "tp": self.tensor_ranks,
             "cp": self.parallel.context_parallel_size,
+            "tp_cp": self.tensor_ranks * self.parallel.context_parallel_size,
             "pp": self.stages,
             "dp_cp": self.data_parallel_size * self.parallel.context_parallel_size,
             "tp_dp_cp": self.tensor_ranks * self.data_parallel_size * self.parallel.context_parallel_size,

@@ -87,7 +87,7 @@ class MatrixUpdates:
         self._group, self._ranks = "tp" if self._replicas == 1 else "tp_dp_cp", self._tensor * self._replicas
         self._chunks = [(chunk, weights(job.model, parallel, chunk)) for chunk in chunks(job.model, parallel, stage)]
         self.matrices = [
-            _matrix(job.model, weight)
+            _matrix(job.model, weight, self._tensor)
             for _, held in self._chunks
             for weight in held
             if job.optimizer.takes_whole(weight.name, weight.dimensions)
@@ -128,8 +128,9 @@ class MatrixUpdates:
                     yield elements
 
 
-def _matrix(model: FANformerConfig, weight: Weight) -> Matrix:
-    rows, columns = (size.of(model) for size in model.placement.tensor(weight.name).shape)
+def _matrix(model: FANformerConfig, weight: Weight, tensor: int) -> Matrix:
+    *_, columns = (size.of(model) for size in model.placement.tensor(weight.name).shape)
+    rows = weight.elements * (1 if weight.is_partial else tensor) // columns  # of both FAN maps, where there are two
     heads_of_group = model.num_attention_heads // model.query_groups
     of_group = rows_of_group(weight.name, heads_of_group, model.kv_channels)
     return Matrix(rows, columns, tuple(model.query_groups * part for part in of_group) or (rows,), weight.is_partial)

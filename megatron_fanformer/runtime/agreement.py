@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from typing import Any, NoReturn, TypeVar, cast
 
 import torch.distributed as dist
 
@@ -46,6 +46,22 @@ def on_main(function: Callable[[], Result]) -> Result:
     raise failure
 
 
+def raise_on_all(failure: Exception | None, group: dist.ProcessGroup) -> NoReturn:
+    """Raise on all ranks of a group what its first one failed with, once each knows that it did; a collective call.
+
+    Args:
+        failure: on the first rank; None on the others.
+        group: whose tensors are on the CPU.
+
+    Raises:
+        FanformerError: on the other ranks as `on_main` does; the first one raises its own, unchanged.
+    """
+    box = [None if failure is None else _for_others(failure)]
+    dist.broadcast_object_list(box, group=group, group_src=0)
+    dist.barrier(group)  # as in `on_main`
+    raise cast(Exception, failure or box[0])
+
+
 def of_every_rank(value: Result) -> list[Result]:
     """Return the value of each rank, in their order, on all of them; a collective call, unless there is one rank."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
@@ -80,7 +96,7 @@ def _for_others(error: Exception) -> FanformerError:
     if isinstance(error, FanformerError):
         copy = type(error)(str(error))
     else:
-        copy = FanformerError(f"rank {heartbeat.MAIN_RANK}: {type(error).__name__}: {error}")
+        copy = FanformerError(f"rank {dist.get_rank()}: {type(error).__name__}: {error}")
     copy.already_reported = True
     return copy
 

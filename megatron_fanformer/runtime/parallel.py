@@ -57,6 +57,9 @@ class RankGrid:
     is_first_stage: bool
     is_last_stage: bool
     groups: "ProcessGroupCollection"
+    samples_group: dist.ProcessGroup
+    """The tensor and context parallel ranks of a replica's stage, which take the same samples; for tensors on the CPU:
+    hosts share samples among themselves, and no device waits for that."""
     is_deterministic: bool = False
     """Whether results must be bitwise reproducible (`runtime.deterministic_mode`)."""
 
@@ -172,6 +175,7 @@ def rank_grid(
         distributed_timeout_minutes=GROUP_TIMEOUT // timedelta(minutes=1),
         create_gloo_process_groups=True,  # the distributed optimizer asks for them when it saves
     )
+    groups = ProcessGroupCollection.use_mpu_process_groups()
     grid = RankGrid(
         device=kind,
         torch_device=devices.torch_device(kind),
@@ -182,7 +186,8 @@ def rank_grid(
         data_parallel_size=parallel_state.get_data_parallel_world_size(),
         is_first_stage=parallel_state.is_pipeline_first_stage(),
         is_last_stage=parallel_state.is_pipeline_last_stage(),
-        groups=ProcessGroupCollection.use_mpu_process_groups(),
+        groups=groups,
+        samples_group=for_host_tensors(groups.tp_cp),
         is_deterministic=runtime.deterministic_mode,
     )
     try:
@@ -202,6 +207,17 @@ def distributed(
     """Set up the process group for a whole run, and yield the rank grid on it."""
     with process_group(runtime, address) as kind, rank_grid(config, kind, runtime) as grid:
         yield grid
+
+
+def for_host_tensors(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """Return a group of the same ranks that takes tensors on the CPU; a collective call of theirs, where it is new."""
+    if group.size() == 1 or dist.get_backend(group) != "nccl":
+        return group
+    ranks = dist.get_process_group_ranks(group)
+    # No other rank need know of it: with thousands of groups, each would make them all.
+    own = dist.new_group(ranks, timeout=GROUP_TIMEOUT, backend="gloo", use_local_synchronization=True)
+    assert isinstance(own, dist.ProcessGroup)
+    return own
 
 
 def reduce_one_bucket_a_call() -> None:

@@ -4,11 +4,15 @@
 """
 
 import dataclasses
+import functools
 import time
+from collections.abc import Generator
 from dataclasses import dataclass
 
 import torch
 
+from megatron_fanformer.data.batches import unread_batches
+from megatron_fanformer.data.shared_batches import shared_batches
 from megatron_fanformer.model.build import build_stages
 from megatron_fanformer.ops.products import adds_to_wider
 from megatron_fanformer.planning.job import Job
@@ -96,7 +100,7 @@ def take_steps(
     wrapped = wrap_stages(stages, config.parallel)
     optimizer = build_optimizer(config.optimizer, wrapped)
     scheduler = build_scheduler(config.schedule, optimizer, config.optimizer, train_iters=config.training.steps)
-    batches = _batches(job.micro_batch_size, job.model.seq_length)
+    batches = _batches(job, grid)
     fewest = min(job.num_micro_batches, config.parallel.pipeline_model_parallel_size)
     if tracker is not None:
         tracker.forget_peak()
@@ -108,15 +112,27 @@ def take_steps(
 
 
 def _resolved(config: RunConfig, grid: RankGrid) -> tuple[RunConfig, Job]:
-    """Return the configuration without open fields, and the same as a job."""
+    """Return the configuration without open fields, and the same as a job.
+
+    Attention is over whole samples: the bounds of documents are numbers, which simulated samples have none of.
+    """
     if config.precision.dtype == "auto":  # every supported GPU has bf16
         config = dataclasses.replace(config, precision=dataclasses.replace(config.precision, dtype="bf16"))
     config, _ = choose_for_machine(config, grid)
-    return config, config.job(grid.data_parallel_size, layers="local", on_cpu=True)
+    job = config.job(grid.data_parallel_size, layers="local", on_cpu=True)
+    return config, dataclasses.replace(job, has_document_ids=False)
 
 
-def _batches(*size: int) -> Batches:
-    """Yield micro batches of one token over and over, as the loader yields them."""
+def _batches(job: Job, grid: RankGrid) -> Batches:
+    """Return micro batches of one token over and over, shared among ranks as the loader's are."""
+    size, length = job.micro_batch_size, job.model.seq_length
+    if not (grid.is_first_stage or grid.is_last_stage):
+        return unread_batches(micro_batch_size=size, seq_length=length)
+    read = functools.partial(_repeated, size, length)
+    return shared_batches(read, grid.samples_group, micro_batch_size=size, seq_length=length)
+
+
+def _repeated(*size: int) -> Generator[dict[str, torch.Tensor], None, None]:
     while True:
         tokens = torch.zeros(size, dtype=torch.int64)
         positions = torch.arange(size[1]).expand(size)

@@ -115,7 +115,10 @@ def plan_lines(plan: Plan, width: int | None) -> Iterator[str]:
         yield from titled("a training step", ["", "seconds", "share"], _time_rows(shown), "lrr")
         yield from ["", _cost_line(shown, plan.cost)]
         if rows := list(_stage_rows(request.config, plan.cost)):
-            yield from titled("stages of the data", ["", "from step", "steps", "tokens", "days"], rows, "lrrrr")
+            columns = ["", "from step", "steps", "tokens", "days", "learning rate"]
+            yield from titled("stages of the data", columns, rows, "lrrrrr")
+        if notice := request.config.decay_notice():
+            yield from ["", notice]
     findings = plan.findings
     if len(findings.candidates) > 1:
         columns = ["layout", "seconds", "MFU", "GiB", ""]
@@ -180,15 +183,15 @@ def _cost_line(shown: Estimate, cost: Cost) -> str:
 
 
 def _stage_rows(config: RunConfig, cost: Cost) -> Iterator[Row]:
-    """Yield the length of each stage of `data.stages`, and that of the first mix before them."""
-    if not config.data.stages:
-        return
-    begins = {"train_data": 1, **config.stage_steps()}
-    ends = [*list(begins.values())[1:], math.ceil(cost.tokens / config.batch_tokens) + 1]
-    for (name, first), end in zip(begins.items(), ends, strict=True):
-        steps = max(0, end - first)
+    """Yield the length and the learning rates of each stage of `data.stages`, and of the first mix before them."""
+    last_step = math.ceil(cost.tokens / config.batch_tokens)
+    spans = config.stage_spans()
+    for name, (first, last) in spans.items():
+        steps = max(0, (last_step if name == [*spans][-1] else last) + 1 - first)
         tokens = steps * config.batch_tokens
-        yield name, f"{first:,}", f"{steps:,}", f"{tokens:,}", f"{cost.days * tokens / cost.tokens:,.2f}"
+        days = f"{cost.days * tokens / cost.tokens:,.2f}"
+        rates = f"{config.learning_rate(first):.3g} to {config.learning_rate(last):.3g}"
+        yield name, f"{first:,}", f"{steps:,}", f"{tokens:,}", days, rates
 
 
 def _candidate_row(each: Estimate) -> Row:
@@ -231,6 +234,10 @@ def as_values(plan: Plan) -> dict[str, Any]:
         "memory": None if shown is None else _memory(shown),
         "time": None if shown is None else dataclasses.asdict(shown.time),
         "stages": request.config.stage_steps(),
+        "stage_learning_rates": {
+            name: [request.config.learning_rate(step) for step in span]
+            for name, span in request.config.stage_spans().items()
+        },
         "cost": None if plan.cost is None else {**dataclasses.asdict(plan.cost), "gpu_hour_price": request.price},
         "communication": None if shown is None else list(_communication(shown)),
         "candidates": [_candidate(each) for each in findings.candidates],

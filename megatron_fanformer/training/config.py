@@ -15,7 +15,7 @@ from megatron_fanformer import terminal
 from megatron_fanformer.checkpoint.config import CheckpointConfig
 from megatron_fanformer.configuration import build, described_fields, moved_names, overlaid, read_overrides, read_values
 from megatron_fanformer.data.config import DataConfig
-from megatron_fanformer.data.stages import first_step, step_problems
+from megatron_fanformer.data.stages import FIRST_STAGE, first_step, step_problems
 from megatron_fanformer.errors import broken_fields, holds_controls
 from megatron_fanformer.evaluation.config import EvaluationConfig
 from megatron_fanformer.formats import foreign_names
@@ -164,6 +164,7 @@ class RunConfig:
             micro_batch_size=self.training.micro_batch_size,
             num_micro_batches=self.num_micro_batches(data_parallel_size),
             layers=layers,
+            has_document_ids=self.data.reset_attention_mask,
             on_cpu=on_cpu,
         )
 
@@ -180,6 +181,48 @@ class RunConfig:
         """
         steps = {name: first_step(name, batch_tokens=self.batch_tokens) for name in self.data.stages}
         return dict(sorted(steps.items(), key=itemgetter(1)))
+
+    def stage_spans(self) -> dict[str, tuple[int, int]]:
+        """Return the first and the last step of each part of a run with stages; nothing for one without.
+
+        Raises:
+            InputError: a name does not say where its stage begins.
+        """
+        if not self.data.stages:
+            return {}
+        begins = {FIRST_STAGE: 1, **self.stage_steps()}
+        ends = [*(step - 1 for step in list(begins.values())[1:]), self.training.steps]
+        return {name: (first, end) for (name, first), end in zip(begins.items(), ends, strict=True)}
+
+    def learning_rate(self, step: int) -> float:
+        """Return the learning rate of a step, from 1."""
+        return self.schedule.rate(step, lr=self.optimizer.lr, train_iters=self.training.steps)
+
+    def stage_lines(self) -> list[str]:
+        """Return a line for each part of a run with stages, with its learning rates, and `decay_notice`."""
+        lines = [
+            f"{name}: steps {first:,} to {last:,}, learning rate {self.learning_rate(first):.3g} to "
+            f"{self.learning_rate(last):.3g}"
+            for name, (first, last) in self.stage_spans().items()
+        ]
+        return [*lines, *filter(None, [self.decay_notice()])]
+
+    def decay_notice(self) -> str | None:
+        """Return a line where WSD's decay begins with none of the run's stages: one may have been meant for it."""
+        if self.schedule.lr_decay_style != "WSD" or not self.data.stages:
+            return None
+        end = self.schedule.lr_decay_iters or self.training.steps
+        first = max(1, end - self.schedule.wsd_steps(end) + 1)
+        begins = self.stage_steps()
+        if first in begins.values():
+            return None
+        nearest = min(begins, key=lambda name: abs(begins[name] - first))
+        own = end - begins[nearest] + 1
+        remedy = f"set schedule.lr_wsd_decay_iters to {own}" if own > 0 else "raise schedule.lr_decay_iters"
+        return (
+            f"the learning rate's decay (WSD) begins with step {first:,}, and no stage does; {remedy} to have it begin "
+            f"with {nearest!r}, step {begins[nearest]:,}"
+        )
 
     @property
     def evaluation_batch_tokens(self) -> int:

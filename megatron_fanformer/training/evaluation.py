@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 
 from megatron_fanformer.checkpoint.store import VALIDATION_LOSS
-from megatron_fanformer.data.batches import micro_batches
 from megatron_fanformer.errors import DivergenceError
 from megatron_fanformer.evaluation.metrics import task_metrics
 from megatron_fanformer.evaluation.perplexity import SetLoss, perplexity_metrics, perplexity_of_sets
@@ -27,6 +26,7 @@ from megatron_fanformer.evaluation.scoring import scores_of_tasks
 from megatron_fanformer.evaluation.survey import EvaluationSurvey
 from megatron_fanformer.runtime.parallel import RankGrid
 from megatron_fanformer.training.config import RunConfig
+from megatron_fanformer.training.samples import read_batches
 
 BITS_PER_BYTE = "bpb"  # by its name in `evaluation.metrics`
 
@@ -176,13 +176,7 @@ def evaluate_loss(
         Stopped: `shall_stop`, which is called before each global batch, returned true.
     """
     size, number = config.training.micro_batch_size, config.num_micro_batches(grid.data_parallel_size)
-    batches = micro_batches(
-        dataset,
-        consumed_samples=0,
-        micro_batch_size=size,
-        data_parallel_rank=grid.data_parallel_rank,
-        data_parallel_size=grid.data_parallel_size,
-    )
+    batches = read_batches(config, grid, dataset, consumed_samples=0)
     sums = torch.zeros(2, dtype=torch.float64)  # of losses, of tokens
     with evaluating(stages):
         for _ in range(eval_iters):

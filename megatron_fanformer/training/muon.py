@@ -1,8 +1,8 @@
 """Muon: the momentum of each matrix of a layer, orthogonalized; AdamW for embeddings, head, norms and biases.
 
 The whole matrix is orthogonalized, whatever ranks hold it, so every layout trains the same model (megatron-core's
-default, `blockwise`, is another model for each tensor parallel size). [p | g] of a FAN map is one matrix, and so are
-gate and up; of QKV the queries of all groups are one, the keys and the values, as in Megatron-LM.
+default, `blockwise`, is another model for each tensor parallel size). [p | g] of a layer's FAN maps is one matrix, and
+so are gate and up; of QKV the queries of all groups are one, the keys and the values, as in Megatron-LM.
 """
 
 from collections.abc import Mapping

@@ -63,7 +63,7 @@ class Matrix:
 
         def of_part(part: Tensor) -> Tensor:
             factor = scale * math.sqrt(max(part.shape))
-            return orthogonalize(part, NEWTON_SCHULZ_STEPS, dtype).mul(factor)
+            return orthogonalize(part, NEWTON_SCHULZ_STEPS, dtype).mul_(factor)
 
         if not self.rows_of_group:
             return of_part(whole)
@@ -80,7 +80,8 @@ class Settings:
     scale: float
     dtype: torch.dtype
     """Type of products, and of what is exchanged."""
-    device: torch.device
+    nothing: Tensor
+    """An empty tensor of that type, on the device."""
     group: dist.ProcessGroup
     """The ranks that hold the matrices together: tensor parallel ones first."""
     tensor: int
@@ -126,8 +127,7 @@ class MuonAndAdam(Adam):
             main = matrices[rank].main
             assert main is not None
             group = groups[main]
-            change = update.reshape(main.shape).to(main.dtype)
-            change = change.add(main, alpha=group["weight_decay"]) if group["weight_decay"] else change
+            change = update.reshape(main.shape).to(main.dtype).add_(main, alpha=group["weight_decay"])
             main.add_(change, alpha=-group["lr"])
             self.update_norms[main] = norm(change) * group["lr"]
 
@@ -165,16 +165,22 @@ def exchanged(settings: Settings, matrices: dict[int, Matrix], directions: dict[
 
     sent = [held(matrices.get(to), rank, is_sender=True) for to in range(ranks)]
     received = [held(own, by, is_sender=True) for by in range(ranks)]
-    parts = _all_to_all([directions[to].flatten() for to in range(ranks) if sent[to]], sent, received, settings)
-    results: list[Tensor] = []
+    given = torch.cat([settings.nothing, *(directions[to].flatten().to(dtype) for to in range(ranks) if sent[to])])
+    parts = _all_to_all(given, sent, received, settings)
+    del given  # of each of these there is as much as of the matrix
+    returned = [held(own, by, is_sender=False) for by in range(ranks)]
+    results = settings.nothing
     if own is not None:
         whole = _joined(own, parts, tensor)
+        del parts
         update = own.update(whole, settings.scale, dtype)
-        shards = [shard.flatten() for shard in update.chunk(own.shards, dim=own.dimension)]
-        for by in range(ranks):
+        del whole
+        results = results.new_empty(sum(returned))
+        shards = update.chunk(own.shards, dim=own.dimension)
+        for by, result in enumerate(results.split(returned)):
             first, last = own.ranges[by // tensor]
-            results.append(shards[by % tensor if own.shards > 1 else 0][first:last])
-    returned = [held(own, by, is_sender=False) for by in range(ranks)]
+            result.copy_(shards[by % tensor if own.shards > 1 else 0].flatten()[first:last])
+        del shards, update
     back = [held(matrices.get(of), rank, is_sender=False) for of in range(ranks)]
     updates = _all_to_all(results, returned, back, settings)
     return {of: update for of, update in enumerate(updates) if back[of]}
@@ -185,20 +191,12 @@ def _joined(matrix: Matrix, parts: Sequence[Tensor], tensor: int) -> Tensor:
     step = tensor if matrix.shards > 1 else 1
     senders = parts if matrix.shards > 1 else parts[::tensor]
     shards = [torch.cat(list(senders[shard::step])).view(matrix.shard) for shard in range(matrix.shards)]
-    return torch.cat(shards, dim=matrix.dimension)
+    return torch.cat(shards, dim=matrix.dimension) if len(shards) > 1 else shards[0]
 
 
-def _all_to_all(
-    tensors: Sequence[Tensor], sent: list[int], received: list[int], settings: Settings
-) -> tuple[Tensor, ...]:
-    """Return what each rank sent, flat, of so many elements.
-
-    Args:
-        tensors: for the ranks that are sent something, in their order.
-    """
-    none = torch.empty(0, dtype=settings.dtype, device=settings.device)
-    given = torch.cat([none, *(each.to(settings.dtype) for each in tensors)])
-    taken = none.new_empty(sum(received))
+def _all_to_all(given: Tensor, sent: list[int], received: list[int], settings: Settings) -> tuple[Tensor, ...]:
+    """Return what each rank sent, flat, of so many elements."""
+    taken = given.new_empty(sum(received))
     dist.all_to_all_single(taken, given, received, sent, group=settings.group)
     return taken.split(received)
 
@@ -219,11 +217,12 @@ def connect(config: "OptimizerConfig", optimizer: Any, stages: list[Any]) -> Non
         if MUON.takes_whole(name, weight.ndim)
     ]
     device = next((weight.device for stage in stages for weight in stage.parameters()), torch.device("cpu"))
+    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     optimizer.optimizer.settings = Settings(
         momentum=config.muon_momentum,
         scale=config.muon_extra_scale_factor,
-        dtype=torch.float32 if device.type == "cpu" else torch.bfloat16,
-        device=device,
+        dtype=dtype,
+        nothing=torch.empty(0, dtype=dtype, device=device),
         group=group,
         tensor=tensor,
         matrices=matrices,

@@ -337,7 +337,7 @@ def _resume_problems(checkpoint: Path, config: RunConfig) -> list[str]:
     present, before = by_dotted_names(config.as_dict()), UNSTATED | by_dotted_names(saved)
     return found + [
         f"{name} is {present[name]}, but the run in {config.training.run_dir} has {before.get(name)}; change it back, "
-        "or name another training.run_dir"
+        "or name another training.run_dir, which checkpoint.load starts from this one's weights"
         for name in ("training.seed", "training.global_batch_size", "optimizer.name")
         if present[name] != before.get(name)
     ]

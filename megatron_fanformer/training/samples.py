@@ -10,6 +10,7 @@ from torch import Tensor
 
 from megatron_fanformer.data.batches import micro_batches, sample_numbers, unread_batches
 from megatron_fanformer.data.datasets import Datasets, build_datasets
+from megatron_fanformer.data.shared_batches import shared_batches
 from megatron_fanformer.data.survey import DataSurvey
 from megatron_fanformer.runtime.parallel import RankGrid
 from megatron_fanformer.training.config import RunConfig
@@ -42,20 +43,34 @@ def run_datasets(config: RunConfig, survey: DataSurvey | None = None) -> Dataset
 def replica_batches(
     config: RunConfig, grid: RankGrid, dataset: Any, *, consumed_samples: int
 ) -> Generator[dict[str, Tensor], None, None]:
-    """Yield the micro batches of this rank's replica from a number of samples on, as `micro_batches` does.
+    """Return the micro batches of this rank's replica from a number of samples on, as `read_batches` does.
 
     A pipeline stage between the first and the last has no use for samples, unless for the bounds of their documents.
     """
-    size = config.training.micro_batch_size
     if not (grid.is_first_stage or grid.is_last_stage or config.data.reset_attention_mask):
-        return unread_batches(micro_batch_size=size, seq_length=config.model.seq_length)
-    return micro_batches(
-        dataset,
-        consumed_samples=consumed_samples,
+        return unread_batches(micro_batch_size=config.training.micro_batch_size, seq_length=config.model.seq_length)
+    workers = config.data.num_workers or 0
+    return read_batches(config, grid, dataset, consumed_samples=consumed_samples, num_workers=workers)
+
+
+def read_batches(
+    config: RunConfig, grid: RankGrid, dataset: Any, *, consumed_samples: int, num_workers: int = 0
+) -> Generator[dict[str, Tensor], None, None]:
+    """Return `micro_batches` of this rank's replica, which one rank of each tensor and context parallel group reads."""
+    size = config.training.micro_batch_size
+    return shared_batches(
+        lambda: micro_batches(
+            dataset,
+            consumed_samples=consumed_samples,
+            micro_batch_size=size,
+            data_parallel_rank=grid.data_parallel_rank,
+            data_parallel_size=grid.data_parallel_size,
+            num_workers=num_workers,
+        ),
+        grid.samples_group,
         micro_batch_size=size,
-        data_parallel_rank=grid.data_parallel_rank,
-        data_parallel_size=grid.data_parallel_size,
-        num_workers=config.data.num_workers or 0,
+        seq_length=config.model.seq_length,
+        has_document_ids=config.data.reset_attention_mask,
     )
 
 

@@ -3,6 +3,8 @@
 Step n (from 1) runs at the rate of n: the first step of a warm-up of W steps at peak / W, as in the reference.
 """
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Literal
@@ -13,6 +15,15 @@ from megatron_fanformer.training.optimizers import OptimizerConfig
 if TYPE_CHECKING:  # megatron-core takes seconds to import, and a configuration is checked before
     from megatron.core.optimizer import MegatronOptimizer
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+
+# What is left of a decay when a share of its steps is done.
+_LEFT: dict[str, Callable[[float], float]] = {
+    "linear": lambda done: 1 - done,
+    "cosine": lambda done: 0.5 * (1 + math.cos(math.pi * done)),
+    "exponential": lambda done: 2 * 0.5**done - 1,
+    "minus_sqrt": lambda done: 1 - math.sqrt(done),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +65,33 @@ class ScheduleConfig:
         fraction = self.lr_warmup_fraction
         return self.lr_warmup_iters if fraction is None else round(fraction * decay_steps)
 
+    def lowest_rate(self, lr: float) -> float:
+        """Return the rate after the decay from a peak."""
+        return lr / 10 if self.min_lr is None else self.min_lr
+
+    def wsd_steps(self, decay_steps: int) -> int:
+        """Return the steps of WSD's decay, which ends at a step."""
+        return self.lr_wsd_decay_iters or max(1, decay_steps // 10)
+
+    def rate(self, step: int, *, lr: float, train_iters: int) -> float:
+        """Return the rate of a step (from 1) of a run of so many, as the scheduler sets it, without megatron-core.
+
+        Args:
+            lr: the peak.
+        """
+        end, low = self.lr_decay_iters or train_iters, self.lowest_rate(lr)
+        warmup = self.warmup_steps(end)
+        if step <= warmup:
+            return lr * step / warmup
+        if self.lr_decay_style == "constant":
+            return lr
+        if step > end:
+            return low
+        if self.lr_decay_style != "WSD":
+            return low + (lr - low) * _LEFT[self.lr_decay_style]((step - warmup) / (end - warmup))
+        steps = self.wsd_steps(end)
+        return low + (lr - low) * _LEFT[self.lr_wsd_decay_style](max(0, step - (end - steps)) / steps)
+
     def joint_problems(self, *, lr: float, train_iters: int | None) -> list[str]:
         """Return the broken rules between this configuration, the peak rate and the length of the run (None: open)."""
         found = []
@@ -80,7 +118,7 @@ def build_scheduler(
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
     lr, decay_steps = recipe.lr, config.lr_decay_iters or train_iters
-    min_lr = lr / 10 if config.min_lr is None else config.min_lr
+    min_lr = config.lowest_rate(lr)
     for group in optimizer.param_groups:
         share = group.get("lr_mult", 1.0)
         group["max_lr"], group["min_lr"] = share * lr, share * min_lr
@@ -97,6 +135,6 @@ def build_scheduler(
         wd_incr_steps=train_iters,
         wd_incr_style="constant",
         use_checkpoint_opt_param_scheduler=False,
-        wsd_decay_steps=config.lr_wsd_decay_iters or max(1, decay_steps // 10),
+        wsd_decay_steps=config.wsd_steps(decay_steps),
         lr_wsd_decay_style=config.lr_wsd_decay_style,
     )

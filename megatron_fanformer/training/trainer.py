@@ -347,7 +347,7 @@ class Trainer:
     def _log_startup(self) -> None:
         parameters, steps = self.config.model.num_parameters, self.config.training.steps
         logger.info("a model of %s parameters, %s steps, in %s", f"{parameters:,}", f"{steps:,}", self.run)
-        for line in choice_lines(self._choices):
+        for line in [*choice_lines(self._choices), *self.config.stage_lines()]:
             logger.info("%s", line)
         for choice in self._choices:
             logger.debug("%s.%s is %s: %s", *choice[:4])

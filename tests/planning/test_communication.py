@@ -1,8 +1,9 @@
 """The formula of a step's communication against the count of it, which it must equal exactly, on every rank."""
 
 import dataclasses
+import functools
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from typing import Any
 from unittest import mock
 
@@ -10,6 +11,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megatron_fanformer.data.batches import unread_batches
+from megatron_fanformer.data.shared_batches import shared_batches
 from megatron_fanformer.model.build import build_stages
 from megatron_fanformer.model.config import FANConfig
 from megatron_fanformer.model.dtypes import DTYPES
@@ -25,7 +28,7 @@ from megatron_fanformer.planning.communication import (
 from megatron_fanformer.planning.gradient_buffers import Chunk, Weight, chunks, gradient_buffer, limits_buckets, weights
 from megatron_fanformer.planning.job import Job
 from megatron_fanformer.runtime.collectives import CollectiveCount, count_collectives
-from megatron_fanformer.runtime.parallel import rank_grid
+from megatron_fanformer.runtime.parallel import RankGrid, rank_grid
 from megatron_fanformer.runtime.seeding import seed_everything
 from megatron_fanformer.runtime.shared_memory import GroupMemory
 from megatron_fanformer.training.optimizer import OptimizerConfig, build_optimizer
@@ -97,6 +100,7 @@ CASES: dict[str, Case] = {
     "tp, loss in chunks": ({}, dict(**TP, loss_head_chunk_tokens=27)),
     "sp, loss in chunks": (UNTIED, dict(**SP, loss_head_chunk_tokens=32)),
     "sp, Megatron's loss head": ({}, dict(**SP, chunked_loss_head=False)),
+    "tp, within documents": ({}, dict(**TP, has_document_ids=True)),
 }
 FULL_CASES: dict[str, Case] = {
     "pp 4": (DEEP, dict(pipeline_model_parallel_size=4)),
@@ -115,6 +119,7 @@ FULL_CASES: dict[str, Case] = {
     "sequence, cp, own values": (OWN_VALUES, dict(**SEQUENCE, **CP)),
     "sp of 4, one group": (dict(num_query_groups=1), {**SP, "tensor_model_parallel_size": 4}),
     "tp, transformer, vpp": ({**DEEP, **TRANSFORMER}, dict(**TP, **VPP)),
+    "tp, pp 3, within documents": (UNEVEN, dict(**TP, pipeline_model_parallel_size=3, has_document_ids=True)),
 }
 
 
@@ -126,10 +131,12 @@ def job_of_case(case: Case) -> Job:
     degrees = {**degrees}
     dtype = degrees.pop("dtype", "fp32")
     kernels = {name: degrees.pop(name) for name in KERNELS if name in degrees}
+    has_document_ids = degrees.pop("has_document_ids", False)
     parallel = layout(**degrees)
     micro_batches = max(2, parallel.pipeline_model_parallel_size)
     whole = dataclasses.replace(MODEL, **model)
-    return job_of(whole, parallel, dtype, kernels=KernelsConfig(**kernels), num_micro_batches=micro_batches)
+    fields = dict(num_micro_batches=micro_batches, has_document_ids=has_document_ids)
+    return job_of(whole, parallel, dtype, kernels=KernelsConfig(**kernels), **fields)
 
 
 @dataclasses.dataclass
@@ -165,10 +172,10 @@ def count_step(job: Job, clip_grad: float = 1.0) -> CountedRank:
         optimizer = build_optimizer(OptimizerConfig(clip_grad=clip_grad), wrapped)
         for group in optimizer.param_groups:
             group["lr"], group["weight_decay"] = 1e-4, 0.1
-        train_step(wrapped, optimizer, batches(job), grid, job.num_micro_batches)
+        train_step(wrapped, optimizer, shared(job, grid), grid, job.num_micro_batches)
         all_by_gloo = mock.patch.object(GroupMemory, "of", lambda _group: None)  # torch dispatches no others
         with all_by_gloo, Dispatched() as dispatched, count_collectives(grid) as counts:
-            train_step(wrapped, optimizer, batches(job), grid, job.num_micro_batches)
+            train_step(wrapped, optimizer, shared(job, grid), grid, job.num_micro_batches)
         return CountedRank(
             stage=grid.groups.pp.rank(),
             lines=counts.lines(),
@@ -179,12 +186,22 @@ def count_step(job: Job, clip_grad: float = 1.0) -> CountedRank:
         )
 
 
-def batches(job: Job) -> Iterator[dict[str, torch.Tensor]]:
+def shared(job: Job, grid: RankGrid) -> Iterator[dict[str, torch.Tensor]]:
+    """As a run shares its samples: a stage between the first and the last takes none, unless for their documents."""
+    shape = {"micro_batch_size": job.micro_batch_size, "seq_length": job.model.seq_length}
+    if not (grid.is_first_stage or grid.is_last_stage or job.has_document_ids):
+        return unread_batches(**shape)
+    read = functools.partial(batches, job)
+    return shared_batches(read, grid.samples_group, **shape, has_document_ids=job.has_document_ids)
+
+
+def batches(job: Job) -> Generator[dict[str, torch.Tensor], None, None]:
     shape = (job.micro_batch_size, job.model.seq_length)
     while True:
         tokens = torch.randint(job.model.vocab_size, shape)
         positions = torch.arange(job.model.seq_length).expand(shape)
-        yield {"tokens": tokens, "labels": tokens, "loss_mask": torch.ones(shape), "position_ids": positions}
+        batch = {"tokens": tokens, "labels": tokens, "loss_mask": torch.ones(shape), "position_ids": positions}
+        yield {**batch, "document_ids": (positions // 9).int()} if job.has_document_ids else batch
 
 
 def held_weights(chunk: torch.nn.Module, is_sequence_parallel: bool) -> list[Weight]:
@@ -227,6 +244,7 @@ ALWAYS = (
     "tp, loss in chunks",
     "sp, loss in chunks",
     "sp, Megatron's loss head",
+    "tp, within documents",
 )
 ALL = [pytest.param(name, marks=() if name in ALWAYS else pytest.mark.full) for name in (*CASES, *FULL_CASES)]
 
@@ -302,6 +320,7 @@ def test_bf16_halves_activations_and_weights_but_no_gradients() -> None:
         "gradients of replicated weights",
         "gradient norm",
         "loss report",
+        "samples",
         "token count",
         "vocabulary cross entropy",
     }

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -36,20 +37,28 @@ def plan(config: str, *arguments: str, gpus: int = 8, gpu: str = "h100") -> int:
 
 
 def test_the_stages_of_the_data_are_listed(config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Of 20 steps of 256 tokens, in the order in which they begin."""
+    """Of 20 steps of 256 tokens, in the order in which they begin, with the rates of their first and last steps."""
     report = tmp_path / "plan.json"
     stages = "{from token 3.072K: [b], from step 6: [c]}"  # 12 steps
-    assert plan(config, "--layouts", "pp=4", "--report", str(report), "--data.stages", stages) == 0
+    wsd = ["--schedule.lr_decay_style", "WSD", "--schedule.lr_wsd_decay_iters", "15", "--schedule.min_lr", "0"]
+    wsd += ["--schedule.lr_wsd_decay_style", "linear", "--optimizer.lr", "0.003", "--schedule.lr_warmup_iters", "3"]
+    assert plan(config, "--layouts", "pp=4", "--report", str(report), "--data.stages", stages, *wsd) == 0
     found = json.loads(report.read_text())
+    rates = {"train_data": [1e-3, 3e-3], "from step 6": [2.8e-3, 1.6e-3], "from token 3.072K": [1.4e-3, 0]}
+    assert found["stage_learning_rates"] == {name: pytest.approx(own) for name, own in rates.items()}
     assert list(found["stages"].items()) == [("from step 6", 6), ("from token 3.072K", 13)]
     _, _, table = capsys.readouterr().out.partition("stages of the data")
-    rows = [line.rsplit(maxsplit=4) for line in table.splitlines()[1:5]]
-    assert [row[:-1] for row in rows[1:]] == [
-        ["train_data", "1", "5", "1,280"],
-        ["from step 6", "6", "7", "1,792"],
-        ["from token 3.072K", "13", "8", "2,048"],
+    rows = [re.split(r"  +", line) for line in table.splitlines()[1:5]]
+    assert [row[:-2] + row[-1:] for row in rows[1:]] == [
+        ["train_data", "1", "5", "1,280", "0.001 to 0.003"],
+        ["from step 6", "6", "7", "1,792", "0.0028 to 0.0016"],
+        ["from token 3.072K", "13", "8", "2,048", "0.0014 to 0"],
     ]
-    assert sum(float(row[-1]) for row in rows[1:]) <= found["cost"]["days"] + 0.015
+    assert sum(float(row[-2]) for row in rows[1:]) <= found["cost"]["days"] + 0.015
+    assert "decay (WSD)" not in table
+    assert plan(config, "--layouts", "pp=4", "--data.stages", stages, *wsd, "--schedule.lr_wsd_decay_iters", "9") == 0
+    said = "decay (WSD) begins with step 12, and no stage does; set schedule.lr_wsd_decay_iters to 8 to have it begin"
+    assert f"{said} with 'from token 3.072K', step 13" in capsys.readouterr().out
 
 
 def test_the_report_holds_all_of_it(config: str, tmp_path: Path) -> None:

@@ -61,3 +61,16 @@ def test_checkpoints() -> None:
     assert (saving["operation"], loading["operation"]) == ("save", "load")
     assert saving["bytes"] == loading["bytes"] > 12 * 64 * 512
     assert min(saving["checked"], saving["unchecked"], loading["checked"], loading["unchecked"]) > 0
+
+
+def test_starts() -> None:
+    """On two tensor parallel ranks: the first one reads the step's one sample."""
+    size = {"files": 2, "file_bytes": 200_000, "seq_length": 64, "ranks": 2, "tensor_ranks": 2}
+    results = objects("bench_start", size)
+    cases = ("small file", "first start", "later start")
+    assert [(result["case"], result["rank"]) for result in results] == [
+        (case, rank) for case in cases for rank in (0, 1)
+    ]
+    assert [result["reads"] for result in results] == [1, 0] * 3
+    for result in results:
+        assert result["processor_seconds"] > 0 and result["private_mib"] > 0 and result["order_bytes"] == 0

@@ -3,11 +3,15 @@
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
+from megatron_fanformer.data.live_files import LiveFile
+from megatron_fanformer.errors import CorruptError
 from megatron_fanformer.training.config import TrainingConfig
 from tests.small_runs import SEQ_LENGTH, VOCAB_SIZE, first_step, small_run, trainer_of
 
@@ -77,6 +81,38 @@ def test_a_layout_does_not_change_the_loss(
     values["parallel"].update(LAYOUTS[layout])
     for found in run_on_ranks(2, losses, values):
         assert found == pytest.approx(alone, rel=SAME_LOSS)
+
+
+def reads_of_two_steps(values: dict[str, Any], file: str) -> tuple[int, str, bool]:
+    """How often this rank reads a token file in a step and an evaluation, and the error of a step on damaged samples.
+
+    With it whether another rank reports that error. On every rank.
+    """
+    from megatron_fanformer.training.evaluation import evaluate_loss
+
+    with trainer_of(values) as trainer, mock.patch.object(LiveFile, "read", autospec=True, side_effect=LiveFile.read):
+        first_step(trainer)
+        valid = trainer._data.valid["same"]
+        evaluate_loss(trainer._wrapped, valid, trainer.grid, trainer.config, eval_iters=1)
+        reads = LiveFile.read.call_count  # type: ignore[attr-defined]
+        dist.barrier()
+        if trainer.grid.is_main:
+            (np.fromfile(file, "<u2") + VOCAB_SIZE).tofile(file)
+        dist.barrier()
+        with pytest.raises(CorruptError) as caught:
+            first_step(trainer)
+        return reads, str(caught.value), caught.value.already_reported
+
+
+@pytest.mark.parametrize("shared_by", ["tensor_model_parallel_size", "context_parallel_size"])
+def test_one_rank_of_a_group_reads_and_all_raise_its_error(
+    values: dict[str, Any], tmp_path: Path, run_on_ranks: Callable[..., list[Any]], shared_by: str
+) -> None:
+    values["parallel"][shared_by] = 2
+    first, second = run_on_ranks(2, reads_of_two_steps, values, str(tmp_path / "a.npy"))
+    assert (first[0], second[0]) == (2 * values["training"]["global_batch_size"], 0)
+    assert "a.npy holds token id" in first[1] and first[1] == second[1]
+    assert (first[2], second[2]) == (False, True)
 
 
 def middle_reads(values: dict[str, Any]) -> tuple[float, bool]:

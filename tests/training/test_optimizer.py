@@ -60,7 +60,7 @@ def test_a_run_goes_on_with_its_own(tmp_path: Path, saved: str | None) -> None:
     write_config(checkpoint / store.CONFIG, values)
     refused = [
         f"optimizer.name is adamw, but the run in {tmp_path / 'run'} has {saved}; change it back, or name another "
-        "training.run_dir"
+        "training.run_dir, which checkpoint.load starts from this one's weights"
     ]
     assert _resume_problems(checkpoint, config) == (refused if saved == "momentum" else [])
 

@@ -1,0 +1,117 @@
+"""Micro batches that one rank of a group reads for all of it, on gloo ranks."""
+
+import functools
+from collections.abc import Callable, Generator
+from itertools import islice
+from typing import Any
+from unittest import mock
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_fanformer.data.batches import micro_batches
+from megatron_fanformer.data.shared_batches import shared_batches
+from megatron_fanformer.errors import CorruptError
+from megatron_fanformer.runtime import heartbeat
+from megatron_fanformer.runtime.layout import ParallelConfig
+from megatron_fanformer.runtime.parallel import for_host_tensors, rank_grid
+
+RunOnRanks = Callable[..., list[Any]]
+
+SIZE, LENGTH, SAMPLES = 3, 5, 7  # odd: four-byte fields end within a word
+
+
+class Drawn:
+    """Samples of any numbers, each field's of its own; the last one cannot be read."""
+
+    def __init__(self, has_document_ids: bool) -> None:
+        self.has_document_ids = has_document_ids
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, number: int) -> dict[str, Tensor]:
+        if number == SAMPLES - 1:
+            raise CorruptError("the last sample is damaged")
+        draw = torch.Generator().manual_seed(number)
+        tokens, labels, position_ids = torch.randint(2**62, (3, LENGTH), generator=draw)
+        sample = {"tokens": tokens, "labels": labels, "position_ids": position_ids}
+        sample["loss_mask"] = torch.rand(LENGTH, generator=draw)
+        ids = torch.randint(2**31, (LENGTH,), generator=draw, dtype=torch.int32)
+        return {**sample, "document_ids": ids} if self.has_document_ids else sample
+
+
+def stream(has_document_ids: bool, num_workers: int = 0) -> Generator[dict[str, Tensor], None, None]:
+    return micro_batches(
+        Drawn(has_document_ids),
+        consumed_samples=0,
+        micro_batch_size=SIZE,
+        data_parallel_rank=0,
+        data_parallel_size=1,
+        num_workers=num_workers,
+    )
+
+
+def shared(has_document_ids: bool, *, num_workers: int) -> Generator[dict[str, Tensor], None, None]:
+    group = dist.group.WORLD
+    assert group is not None
+    read = functools.partial(stream, has_document_ids, num_workers)
+    return shared_batches(read, group, micro_batch_size=SIZE, seq_length=LENGTH, has_document_ids=has_document_ids)
+
+
+def taken_by_a_rank(has_document_ids: bool) -> tuple[list[dict[str, Tensor]], list[int], tuple[str, str, bool]]:
+    """What it takes, how many marks it has left with each micro batch, and how it ends."""
+    batches, before = shared(has_document_ids, num_workers=0), heartbeat._activity.progress
+    taken, marks = [], []
+    for _ in range(SAMPLES // SIZE):
+        taken.append({name: tensor.clone() for name, tensor in next(batches).items()})
+        marks.append(heartbeat._activity.progress - before)
+    with pytest.raises(CorruptError) as caught:
+        next(batches)
+    return taken, marks, (type(caught.value).__name__, str(caught.value), caught.value.already_reported)
+
+
+@pytest.mark.parametrize("has_document_ids", [False, True])
+def test_all_ranks_take_what_the_first_one_reads(has_document_ids: bool, run_on_ranks: RunOnRanks) -> None:
+    """To the bit, and its error; a rank with fewer marks than others would be blamed for what holds a run up."""
+    expected = list(islice(stream(has_document_ids), SAMPLES // SIZE))
+    first, *others = run_on_ranks(3, taken_by_a_rank, has_document_ids)
+    for taken, *_ in (first, *others):
+        for own, truth in zip(taken, expected, strict=True):
+            assert own.keys() == truth.keys()
+            assert all(own[name].dtype == truth[name].dtype and torch.equal(own[name], truth[name]) for name in own)
+    said = ("CorruptError", "the last sample is damaged")
+    assert first[1:] == ([1, 2], (*said, False))
+    assert [other[1:] for other in others] == [([1, 2], (*said, True))] * 2
+
+
+def loaders() -> int:
+    """How many processes a rank starts for its micro batches."""
+    before = len(psutil.Process().children())
+    batches = shared(False, num_workers=1)
+    next(batches)
+    started = len(psutil.Process().children()) - before
+    batches.close()
+    return started
+
+
+def test_the_first_rank_alone_has_loader_processes(run_on_ranks: RunOnRanks) -> None:
+    assert run_on_ranks(2, loaders) == [1, 0]
+
+
+def by_hosts() -> list[int]:
+    """The first batch's first number, that of the group's first rank, over a group that is made as beside NCCL's."""
+    with rank_grid(ParallelConfig(tensor_model_parallel_size=2, data_parallel_size=2), "cpu") as grid:
+        with mock.patch.object(dist, "get_backend", lambda _group: "nccl"):
+            group = for_host_tensors(grid.groups.tp_cp)
+        found = torch.tensor([grid.rank])
+        dist.broadcast(found, group=group, group_src=0)
+        assert group is not grid.groups.tp_cp and grid.samples_group is grid.groups.tp_cp
+        return [group.rank(), int(found)]
+
+
+def test_beside_nccl_a_group_has_one_for_its_hosts(run_on_ranks: RunOnRanks) -> None:
+    assert run_on_ranks(4, by_hosts) == [[0, 0], [1, 0], [0, 2], [1, 2]]
