@@ -11,7 +11,7 @@ from megatron_fanformer.evaluation.verb import EVALUATE
 from megatron_fanformer.experiments.probes.command import EXPERIMENT
 from megatron_fanformer.experiments.report.command import REPORT
 from megatron_fanformer.experiments.sweeps.verb import SWEEP
-from megatron_fanformer.formats.verb import CONVERT
+from megatron_fanformer.formats.verb import CONVERT, MERGE
 from megatron_fanformer.generation.verbs import CHAT, GENERATE
 from megatron_fanformer.inspection.verb import INSPECT
 from megatron_fanformer.nodes.verb import CHECK_NODE
@@ -23,6 +23,6 @@ from megatron_fanformer.training.verbs import CONFIG, TRAIN
 
 ALL: tuple[Verb[Any], ...] = (
     *(DEMO, PREPARE, TRAIN, CHECK_NODE, CONFIG, PARITY, PLAN, EVALUATE),
-    *(SWEEP, REPORT, GENERATE, CHAT, EXPERIMENT, INSPECT, CONVERT),
+    *(SWEEP, REPORT, GENERATE, CHAT, EXPERIMENT, INSPECT, CONVERT, MERGE),
 )
 VERBS = {verb.name: verb for verb in ALL}

@@ -24,6 +24,10 @@ NOT_RUN = {
     "sbatch": "Slurm",
     "srun": "Slurm",
     f"{PROGRAM} train --config {READERS_OWN}": "a configuration of the reader's own",
+    f"{PROGRAM} train --config examples/tiny-cpu.yaml --training.run_dir runs/trunk": "twice the demo's time",
+    f"{PROGRAM} train --config examples/tiny-cpu.yaml --training.run_dir runs/decay": "a checkpoint of runs/trunk",
+    f"{PROGRAM} merge runs/trunk": "runs/trunk",
+    f"{PROGRAM} merge runs/decay": "runs/decay",
     f"{PROGRAM} prepare chats/": "chats",
     f"{PROGRAM} prepare --chat runs/holes": "the conversations of an experiment of hours",
     f"{PROGRAM} chat": "a model that was fine-tuned on chats",
@@ -46,6 +50,8 @@ NOT_RUN = {
 """How a command begins, and what it needs that no test has."""
 
 NOT_OURS = {
+    "mkdir": "makes the folder of a copied checkpoint",
+    "cp": "copies a checkpoint of a run that the page has trained",
     "make": "starts the tests, and the demo, which the documentation starts without it, too",
     ".venv/bin/python": "pytest on a part of the tests",
     "python": "a tool of some hours: tests/tools has its tests",

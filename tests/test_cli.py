@@ -288,6 +288,25 @@ def test_a_runs_folder_whose_run_is_another(
     one_line(refused("train", "--config", config, f"--{name}", value), said, str(started_run))
 
 
+def test_positions_are_scaled_anew_from_a_checkpoint_and_not_on_the_way(
+    refused: Refused, config: str, started_run: Path, tmp_path: Path
+) -> None:
+    longer = ["--model.seq_length", "32", "--model.rope_scaling", "{rope_type: linear, factor: 2}"]
+    lines = refused("train", "--config", config, *longer)
+    fields = ("seq_length is 32", "rope_scaling.rope_type is linear", "rope_scaling.factor is 2.0")
+    assert [line.split(", but the checkpoint")[0] for line in lines] == [f"model.{field}" for field in fields]
+    anew = [*longer, "--checkpoint.load", str(started_run), "--training.run_dir", str(tmp_path / "longer")]
+    loaded = started_run / "checkpoints" / "step-00000001"
+    assert check_run(load_config(Path(config), anew), None).loaded == loaded
+    write_config(loaded / "config.yaml", load_config(Path(config), longer).as_dict())
+    assert check_run(load_config(Path(config), anew), None).loaded == loaded
+    forgotten = refused("train", "--config", config, *anew[4:])
+    assert [line.split(", but the checkpoint")[0] for line in forgotten] == [
+        "model.rope_scaling.rope_type is default",
+        "model.rope_scaling.factor is None",
+    ]
+
+
 @pytest.mark.parametrize("verb", [["convert", "none", "out", "--to", "hf"], ["generate", "none", "--prompt", "a"]])
 def test_a_checkpoint_that_is_none(refused: Refused, verb: list[str]) -> None:
     one_line(refused(*verb), "none does not exist; name a run's folder, one checkpoint of a run")

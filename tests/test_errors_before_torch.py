@@ -68,6 +68,7 @@ NO_CHECKPOINT = "none does not exist; name a run's folder"
         ("generate none --prompt y", NO_CHECKPOINT),
         ("chat none", NO_CHECKPOINT),
         ("convert none out --to hf", NO_CHECKPOINT),
+        ("merge none --last 2 --output out", "none does not exist; name a run's folder"),
         ("evaluate none --perplexity own=none --layout tp=2", NO_CHECKPOINT),
         ("inspect none", "none does not exist"),
         ("inspect none --step 3", "none does not exist"),

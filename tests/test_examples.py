@@ -58,7 +58,9 @@ def on_data_that_exists(config: RunConfig, tokens: str) -> RunConfig:
 
 
 def test_there_is_one_for_each_of_the_papers_sizes_and_a_tiny_one() -> None:
-    assert sorted(file.stem for file in CONFIGS) == sorted([*PAPER_SIZES, "tiny-cpu", "fanformer-1b-stages"])
+    assert sorted(file.stem for file in CONFIGS) == sorted(
+        [*PAPER_SIZES, "tiny-cpu", "fanformer-1b-stages", "long-1b-32k"]
+    )
     assert {file.stem for file in FINE_TUNING} == FINE_TUNED.keys()
 
 

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.planner import WriteItem
 from megatron_fanformer.checkpoint import store
 from megatron_fanformer.checkpoint.data_files import read_entry
 from megatron_fanformer.checkpoint.stored_files import COMMON, read_checked
-from megatron_fanformer.checkpoint.tensor_table import METADATA, Table, tensors_of
+from megatron_fanformer.checkpoint.tensor_table import METADATA, Table, main_weight_name, tensors_of
 from megatron_fanformer.checkpoint.versions import blaming_other_versions
 from megatron_fanformer.errors import CorruptError
 
@@ -129,21 +129,25 @@ class StoredTensors:
         return CorruptError(f"{self._checkpoint / METADATA} does not hold all of {name}; use another checkpoint")
 
 
-def open_full_tensors(checkpoint: Path) -> LazyTensors:
+def open_full_tensors(checkpoint: Path, *, main: bool = False) -> LazyTensors:
     """Return the weights of a checkpoint of any layout, whole, read one by one; the optimizer's state is left out.
 
     Nothing in a checkpoint is executed: its table is read as data alone, its tensors as weights only.
 
+    Args:
+        main: whether a weight that has a float32 main weight is that, under its own name.
+
     Raises: as `read_checked`; a tensor that cannot be read does so later.
     """
     stored = StoredTensors(checkpoint, read_checked(checkpoint))
+    weights = [name for name in stored.described if not name.startswith(OPTIMIZER_PREFIX)]
+    sources = {name: main_weight_name(name, stored.described) if main else name for name in weights}
 
     def read(name: str) -> Tensor:
         with blaming_other_versions(checkpoint):
-            return stored.read(name)
+            return stored.read(sources[name])
 
-    weights = [name for name in stored.described if not name.startswith(OPTIMIZER_PREFIX)]
-    return LazyTensors({name: stored.meta(name) for name in weights}, read)
+    return LazyTensors({name: stored.meta(source) for name, source in sources.items()}, read)
 
 
 def write_full_tensors(

@@ -20,12 +20,8 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
+from megatron_fanformer.checkpoint.tensor_table import MAIN_WEIGHT, STATE_PREFIX, main_weight_name
 from megatron_fanformer.runtime.local_shards import local_shards
-
-PREFIX = "optimizer.state."
-MAIN_WEIGHT = f"{PREFIX}param."
-EARLIER_MAIN_WEIGHT = f"{PREFIX}fp32_param."
-"""The main weight's name in checkpoints of megatron-core's plain optimizer for bf16."""
 
 
 class _Part(NamedTuple):
@@ -72,9 +68,8 @@ def requested_weights(weights: dict[str, Any], stored: Collection[str]) -> dict[
     """
 
     def named(leaf: Any) -> Any:
-        main = MAIN_WEIGHT + leaf.key
-        is_main = leaf.data.dtype == torch.float32 and _stored_name(main, stored) != leaf.key
-        return dataclasses.replace(leaf, key=_stored_name(main, stored)) if is_main else leaf
+        is_main = leaf.data.dtype == torch.float32
+        return dataclasses.replace(leaf, key=main_weight_name(leaf.key, stored)) if is_main else leaf
 
     return {chunk: {name: named(leaf) for name, leaf in leaves.items()} for chunk, leaves in weights.items()}
 
@@ -107,10 +102,7 @@ def _stored_groups(optimizer: Any) -> list[dict[str, Any]]:
 
 
 def _stored_name(key: str, stored: Collection[str]) -> str:
-    if not key.startswith(MAIN_WEIGHT):
-        return key
-    weight = key.removeprefix(MAIN_WEIGHT)
-    return next((name for name in (key, EARLIER_MAIN_WEIGHT + weight) if name in stored), weight)
+    return main_weight_name(key.removeprefix(MAIN_WEIGHT), stored) if key.startswith(MAIN_WEIGHT) else key
 
 
 # -- an optimizer's tensors
@@ -157,7 +149,7 @@ def _shards(optimizer: Any, weights: dict[str, Any]) -> Iterator[ShardedTensor]:
     for part in _parts(optimizer, list(pieces)):
         for piece in pieces[part.weight]:
             for name, tensor in part.tensors.items():
-                yield from _rectangles_of(piece, part, f"{PREFIX}{name}.{piece.key}", tensor.detach().view(-1))
+                yield from _rectangles_of(piece, part, f"{STATE_PREFIX}{name}.{piece.key}", tensor.detach().view(-1))
 
 
 def _rectangles_of(piece: ShardedTensor, part: _Part, key: str, flat: Tensor) -> Iterator[ShardedTensor]:

@@ -8,7 +8,7 @@ import dataclasses
 import enum
 import importlib
 import pickle
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
@@ -26,6 +26,10 @@ from megatron_fanformer.durable_files import regular_file
 from megatron_fanformer.errors import CorruptError
 
 METADATA = ".metadata"
+STATE_PREFIX = "optimizer.state."  # of the optimizer's tensors, by their weights' names
+MAIN_WEIGHT = f"{STATE_PREFIX}param."
+EARLIER_MAIN_WEIGHT = f"{STATE_PREFIX}fp32_param."
+"""The main weight's name in checkpoints of megatron-core's plain optimizer for bf16."""
 Table: TypeAlias = Metadata
 
 # Modules whose plain records (data classes, enumerations) a table may hold. The last is megatron-core's.
@@ -161,3 +165,8 @@ def tensors_of(table: Table) -> dict[str, TensorStorageMetadata]:
     return {
         name: value for name, value in table.state_dict_metadata.items() if isinstance(value, TensorStorageMetadata)
     }
+
+
+def main_weight_name(weight: str, stored: Collection[str]) -> str:
+    """Return the name of a weight's float32 main weight among those stored; the weight's own where there is none."""
+    return next((name for name in (MAIN_WEIGHT + weight, EARLIER_MAIN_WEIGHT + weight) if name in stored), weight)

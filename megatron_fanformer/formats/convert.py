@@ -65,6 +65,11 @@ def convert_checkpoint(options: ConvertOptions) -> Conversion:
         raise InputError(
             f"the model in {source} has {foreign}, which the authors' format has not; convert it to hf or megatron"
         )
+    if to == "reference" and opened.config.rope_scaling.is_scaled:
+        raise InputError(
+            f"the model in {source} has model.rope_scaling {opened.config.rope_scaling.rope_type}, which the authors' "
+            "format has not; convert it to hf or megatron"
+        )
     own = tokenizer_file(options.tokenizer) if options.tokenizer else None
     extras = Extras(
         name=destination.name,
@@ -74,7 +79,7 @@ def convert_checkpoint(options: ConvertOptions) -> Conversion:
         max_shard_size=options.max_shard_size,
         training=training_record(opened.format, opened.path, opened.run) if to == "hf" else "",
     )
-    with _lock_of_run(destination), new_folder(destination) as folder:
+    with lock_of_run(destination), new_folder(destination) as folder:
         used = _write(options, folder, opened, extras)
         written = open_checkpoint(folder)
         checks = _verified(opened, used, written) if options.verified else None
@@ -92,7 +97,7 @@ def convert_checkpoint(options: ConvertOptions) -> Conversion:
     return Conversion(checks, _notes(opened, rows))
 
 
-def _lock_of_run(destination: Path) -> AbstractContextManager[None]:
+def lock_of_run(destination: Path) -> AbstractContextManager[None]:
     """Lock the run that a checkpoint is put into: while it goes on, it would remove the checkpoint, or resume it."""
     checkpoints = destination.absolute().parent
     return run_lock(checkpoints.parent) if checkpoints.name == CHECKPOINTS else nullcontext()

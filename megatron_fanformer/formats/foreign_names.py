@@ -54,7 +54,8 @@ _MEGATRON_LM = {
 --position-embedding-type --use-rotary-position-embeddings --no-rope-freq: positions are always rotary
 --rotary-base = model.rotary_base
 --rotary-percent --rotary-interleaved: the halves of whole heads are rotated
---rotary-seq-len-interpolation-factor --use-rope-scaling: a model is not extended beyond its length
+--rotary-seq-len-interpolation-factor = model.rope_scaling.factor: with rope_type linear
+--use-rope-scaling: of scaled positions there are transformers' linear and yarn (model.rope_scaling), not Llama 3's
 --normalization: every norm is an RMSNorm
 --norm-epsilon = model.layernorm_epsilon: 1e-6 by default, not 1e-5
 --apply-layernorm-1p: norms store their weights as they are
@@ -313,6 +314,7 @@ num_key_value_heads = model.num_query_groups
 max_seq_length max_length block_size n_positions n_ctx = model.seq_length
 rms_norm_eps = model.layernorm_epsilon
 rope_theta = model.rotary_base
+rope_parameters = model.rope_scaling.rope_type: and the other keys of model.rope_scaling; rope_theta is rotary_base
 use_qk_norm = model.qk_layernorm
 tie_word_embeddings = model.untie_embeddings_and_output_weights: the opposite
 head_dim: the head size is hidden_size / num_attention_heads

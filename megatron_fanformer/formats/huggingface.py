@@ -4,9 +4,11 @@ An export is self-contained. It holds the model's code, that of `megatron_fanfor
 that `trust_remote_code=True` opens it where this package is not installed.
 """
 
+import dataclasses
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,6 +26,7 @@ from megatron_fanformer.hf import FANformerConfig as HuggingFaceConfig
 from megatron_fanformer.hf import configuration_fanformer, modeling_fanformer
 from megatron_fanformer.model.config import FANConfig, FANformerConfig
 from megatron_fanformer.model.placements import PLACEMENTS
+from megatron_fanformer.model.rope_scaling import RopeScalingConfig
 
 MODEL_CARD = "README.md"
 AUTO_MAP = {
@@ -121,6 +124,7 @@ def to_huggingface_config(config: FANformerConfig, end_of_text_id: int | None = 
         **{theirs: getattr(config, ours) for theirs, ours in SAME_FIELDS.items()},
         num_key_value_heads=config.query_groups,
         rope_theta=float(config.rotary_base),
+        rope_scaling=_to_rope_scaling(config.rope_scaling),
         p_ratio=config.fan.p_ratio,
         fan_activation=config.fan.activation,
         fan_bias=config.fan.bias,
@@ -130,6 +134,14 @@ def to_huggingface_config(config: FANformerConfig, end_of_text_id: int | None = 
         eos_token_id=end_of_text_id,
         pad_token_id=end_of_text_id,
     )
+
+
+def _to_rope_scaling(scaling: RopeScalingConfig) -> dict[str, Any] | None:
+    """Return what transformers reads of scaled positions: the fields that differ from its own defaults."""
+    if not scaling.is_scaled:
+        return None
+    stated = {field.name: getattr(scaling, field.name) for field in dataclasses.fields(scaling)}
+    return {name: value for name, value in stated.items() if value != getattr(RopeScalingConfig(), name)}
 
 
 def from_huggingface_config(stated: HuggingFaceConfig) -> FANformerConfig:
@@ -146,6 +158,7 @@ def from_huggingface_config(stated: HuggingFaceConfig) -> FANformerConfig:
         **{ours: getattr(stated, theirs) for theirs, ours in SAME_FIELDS.items()},
         num_query_groups=stated.num_key_value_heads,
         rotary_base=int(stated.rope_theta),
+        rope_scaling=RopeScalingConfig(**(stated.rope_scaling or {})),
         untie_embeddings_and_output_weights=not stated.tie_word_embeddings,
         fan=fan,
     )

@@ -44,7 +44,8 @@ HYBRID_NORM, OWN_NORM = "decoder.final_norm.weight", "decoder.final_layernorm.we
 HALVES = (("input_layernorm.", "self_attention."), ("pre_mlp_layernorm.", "mlp."))
 """What tensors of a hybrid stack's even and odd layers begin with, where `*` and `-` take turns."""
 MOST_SHOWN = 80  # characters of a wrong value
-FIELDS = tuple(field.name for field in dataclasses.fields(FANformerConfig) if field.name != "fan")
+SECTIONS = ("fan", "rope_scaling")
+FIELDS = tuple(field.name for field in dataclasses.fields(FANformerConfig) if field.name not in SECTIONS)
 RECORDED = (
     "model.seq_length",
     "training.train_iters",
@@ -73,7 +74,6 @@ RULES: dict[str, tuple[str, tuple[Any, ...]]] = {
     "no_rope_freq": ("--no-rope-freq", (None,)),
     "rotary_percent": ("--rotary-percent", (1.0,)),
     "rotary_interleaved": ("--rotary-interleaved", (False,)),
-    "rotary_seq_len_interpolation_factor": ("--rotary-seq-len-interpolation-factor", (None, 1)),
     "use_rope_scaling": ("--use-rope-scaling", (False,)),
     "softmax_type": ("--softmax-type", ("vanilla",)),
     "window_size": ("--window-size", (None,)),
@@ -219,6 +219,8 @@ def _fields(arguments: Arguments) -> dict[str, Any]:
     values = {name: arguments.get(name, arguments.get(others[f"model.{name}"])) for name in FIELDS}
     if not arguments.get("group_query_attention"):
         values["num_query_groups"] = None  # Megatron-LM's own default of 1 has no effect then
+    if (factor := arguments.get("rotary_seq_len_interpolation_factor")) not in (None, 1):
+        values["rope_scaling"] = {"rope_type": "linear", "factor": factor}
     return {name: value for name, value in values.items() if value is not None}
 
 

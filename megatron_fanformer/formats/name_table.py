@@ -128,7 +128,7 @@ def convert(
         CorruptError: tensors are missing, unknown or of another shape than `config` says; lists their names.
     """
     known = meta_of(tensors)
-    _check(known, config, source)
+    check_tensors(known, config, source)
     goal = target_config or config
     places: dict[str, tuple[Row, int | None]] = {}
     meta: dict[str, Tensor] = {}
@@ -167,7 +167,12 @@ def names_in(row: Row, layer: int | None, format: Format) -> list[str]:
     return [name.format(layer=layer) for name in row.naming(format).names]
 
 
-def _check(known: Mapping[str, Tensor], config: FANformerConfig, source: Format) -> None:
+def check_tensors(known: Mapping[str, Tensor], config: FANformerConfig, source: Format) -> None:
+    """Check names and shapes of a model's tensors in a format.
+
+    Raises:
+        CorruptError: tensors are missing, unknown or of another shape than `config` says; lists their names.
+    """
     if config.num_layers > len(known):  # checked before a hostile number of names is generated
         raise CorruptError(
             f"the {source} weights do not match their configuration; it states {config.num_layers} layers, and "

@@ -15,6 +15,7 @@ from megatron_fanformer.checkpoint.stored_files import SavedProgress, saved_prog
 from megatron_fanformer.checkpoint.tensor_table import read_table
 from megatron_fanformer.durable_files import regular_file
 from megatron_fanformer.formats.megatron_lm import Run
+from megatron_fanformer.formats.model_card import RECEIPT
 from megatron_fanformer.formats.name_table import Format, listed
 
 DEGREES = {
@@ -47,12 +48,26 @@ def training_record(format: Format, checkpoint: Path, run: Run | None = None) ->
         rows = _rows(*run, [])
     elif format == "megatron" and (progress := saved_progress(checkpoint, read_table(checkpoint))) is not None:
         rows = _rows(store.saved_config(checkpoint), progress, _loss_rows(checkpoint, progress.step))
+    if not rows and format == "megatron" and (averaged := _averaged(checkpoint)):
+        return markdown.as_text(f"The weights are an average of the checkpoints {' and '.join(averaged)}.")
     if not rows:
         return (
             f"Not known: the weights were converted from {ORIGINS[format]}, which holds no record of the steps, the "
             "data and the losses of their training."
         )
     return markdown.table(["", ""], ((markdown.as_text(name), markdown.as_text(text)) for name, text in rows))
+
+
+def _averaged(checkpoint: Path) -> list[str]:
+    """Return each checkpoint that `merge` has averaged into this one, in words; none where it was not made by that."""
+    receipt = checkpoint.parent.parent / RECEIPT
+    sources = store.read_mapping(receipt).get("sources") if receipt.is_file() else None
+    stated = [source for source in sources if isinstance(source, dict)] if isinstance(sources, list) else []
+    return [
+        f"{Path(str(source.get('path'))).absolute().parent.parent.name} step {source.get('step')} "
+        f"(weight {source.get('weight')})"
+        for source in stated
+    ]
 
 
 def _rows(saved: Saved, progress: SavedProgress, losses: Rows) -> Rows:

@@ -1,17 +1,20 @@
-"""The verb `convert`, and its options; imports nothing that is slow."""
+"""The verbs `convert` and `merge`, and their options; imports nothing that is slow."""
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from megatron_fanformer.durable_files import file_problems
-from megatron_fanformer.errors import InputError
+from megatron_fanformer.errors import InputError, redacted
 from megatron_fanformer.options import Verb, argument, option, path_or_none
 from megatron_fanformer.runtime import device
+from megatron_fanformer.stores import is_url
 from megatron_fanformer.terminal import show, width
 
 MAX_SHARD_SIZE = "5GB"
+FEWEST_MERGED = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +68,92 @@ CONVERT = Verb(
     examples=(
         "convert runs/demo/run exported-folder --to hf",
         "convert FANformer-1B runs/released --to megatron\n--tokenizer tokenizer.json",
+    ),
+    results_are_files=True,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MergeOptions:
+    """Options of `merge`."""
+
+    sources: tuple[str, ...] = argument()
+    """Checkpoints of ours of one model, or their URLs (a run: its latest); with --last one run."""
+    output: Path = option(metavar="FOLDER")
+    """A folder that does not exist yet, for the averaged checkpoint."""
+    last: int | None = option(None, metavar="N")
+    """Average the N newest checkpoints of the run."""
+    weights: tuple[float, ...] = option((), metavar="WEIGHT")
+    """A weight above 0 for each checkpoint, in their order (--last: the oldest first); each is divided by their sum
+    (default: all the same)"""
+    dtype: Literal["fp32", "bf16"] | None = None
+    """Number format of the averaged weights (default: the sources' own; fp32 of runs in bf16 with main weights)"""
+
+    def shares(self, count: int) -> list[float]:
+        """Return what part of the average each of that many checkpoints is.
+
+        Raises:
+            InputError: there are too few checkpoints, or the weights are not one above 0 for each.
+        """
+        if count < FEWEST_MERGED:
+            raise InputError(f"one checkpoint is not an average; name {FEWEST_MERGED} or more, or a run with --last N")
+        weights = self.weights or (1.0,) * count
+        if len(weights) != count:
+            raise InputError(f"--weights states {len(weights)}, but there are {count} checkpoints; state one for each")
+        if wrong := [weight for weight in weights if not (weight > 0 and math.isfinite(weight))]:
+            raise InputError(f"--weights: {wrong[0]:g} is not a finite number above 0; leave that checkpoint out")
+        parts = [weight / max(weights) for weight in weights]  # whose sum does not overflow
+        whole = math.fsum(parts)
+        return [part / whole for part in parts]
+
+
+def _merge(options: MergeOptions) -> None:
+    checkpoints = _chosen(options)
+    shares = options.shares(len(checkpoints))
+    if options.output.exists():
+        raise InputError(f"{options.output} already exists; name a folder that does not, or remove it")
+    device.prepare_megatron(on_cpu=True)
+    from megatron_fanformer.formats.merge import merge_checkpoints
+
+    show(merge_checkpoints(checkpoints, shares, options.output, options.dtype))
+
+
+def _chosen(options: MergeOptions) -> list[Path]:
+    """Return the folders of the checkpoints to average."""
+    from megatron_fanformer.checkpoint.remote import on_this_machine
+    from megatron_fanformer.checkpoint.store import complete_checkpoints
+    from megatron_fanformer.formats.recognition import checkpoint_of, find_checkpoint, recognise
+
+    if options.last is None:
+        return [find_checkpoint(on_this_machine(source)) for source in options.sources]
+    source, *others = options.sources
+    if others:
+        raise InputError(
+            f"--last is of one run, but {len(options.sources)} are named; name one, or the checkpoints themselves"
+        )
+    if is_url(source):
+        raise InputError(f"--last is of a run on this machine, and {redacted(source)} is not; name its checkpoints")
+    if options.last < FEWEST_MERGED:
+        raise InputError(f"--last is {options.last}, and must be at least {FEWEST_MERGED}; raise it")
+    run = recognise(source, ("run",))
+    latest = checkpoint_of(run)  # what is beyond it belongs to a run that was taken back
+    found = [folder for folder in complete_checkpoints(run.path) if folder.name <= latest.name]
+    if len(found) < options.last:
+        raise InputError(
+            f"--last is {options.last}, but {run.path} has {len(found)} up to its latest; lower it, or have the run "
+            "keep more (checkpoint.keep)"
+        )
+    return found[-options.last :]
+
+
+MERGE = Verb(
+    name="merge",
+    help="Average the weights of checkpoints, such as a run's last ones.",
+    options=MergeOptions,
+    run=_merge,
+    examples=(
+        "merge runs/demo/run --last 2 --output runs/demo/merged",
+        "merge runs/decay-a runs/decay-b --weights 2 1\n--output runs/merged",
     ),
     results_are_files=True,
 )

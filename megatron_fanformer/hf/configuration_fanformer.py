@@ -20,6 +20,9 @@ if _installed < _oldest:  # of an export this file is read first: before anythin
     )
 
 FAN_ACTIVATIONS = ("none", "gelu")
+ROPE_SCALINGS = {"linear": ("factor",), "yarn": ("factor", "original_max_position_embeddings")}
+"""Kinds of scaled positions, each with the keys that it needs."""
+YARN_OPTIONS = ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "truncate")
 # For attention and SwiGLU only: FAN's rows are [p | g], and a plain split would give one rank p and another g, so every
 # rank keeps the whole map.
 TP_PLAN = {
@@ -97,6 +100,9 @@ class FANformerConfig(transformers.PreTrainedConfig):
     """Epsilon of every RMSNorm."""
     rope_theta: float = 10_000.0
     """Base of the rotary position embedding."""
+    rope_scaling: dict[str, Any] | None = None
+    """How positions beyond the original length are scaled, as transformers' models have it: `rope_type` linear or yarn,
+    `factor` and the other keys of that type; None: not."""
     p_ratio: float = 0.25
     """Share of the hidden size that is periodic, in [0, 0.5]; int(p_ratio * hidden_size) rows of W are p. (At
     `fan_placement` ffn it is the share of each FAN layer's output.)"""
@@ -170,6 +176,18 @@ class FANformerConfig(transformers.PreTrainedConfig):
             )
         if getattr(self, "rope_parameters", None):
             found.append(
-                f"rope_parameters {self.rope_parameters} are not supported: positions are not scaled; set rope_theta"
+                f"rope_parameters {self.rope_parameters} are not supported; set rope_theta, and rope_scaling where "
+                "positions are scaled"
             )
-        return found
+        return found + self._scaling_problems()
+
+    def _scaling_problems(self) -> list[str]:
+        if self.rope_scaling is None:
+            return []
+        kind = self.rope_scaling.get("rope_type", "default")
+        if kind not in ROPE_SCALINGS:
+            return [f"rope_scaling has rope_type {kind!r}, which must be one of {tuple(ROPE_SCALINGS)}"]
+        needed = {"rope_type", *ROPE_SCALINGS[kind]}
+        known = {*needed, *(YARN_OPTIONS if kind == "yarn" else ())}
+        found = [f"rope_scaling of rope_type {kind} lacks {name}" for name in sorted(needed - self.rope_scaling.keys())]
+        return found + [f"rope_scaling has an unknown key {name!r}" for name in self.rope_scaling if name not in known]

@@ -12,11 +12,12 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import Cache, DynamicCache, GenerationMixin, PreTrainedModel
+from transformers import Cache, DynamicCache, GenerationMixin, LlamaConfig, PreTrainedModel
 from transformers import initialization as init
 from transformers.masking_utils import create_causal_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.processing_utils import Unpack
 from transformers.utils.generic import TransformersKwargs, can_return_tuple, merge_with_config_defaults
@@ -62,7 +63,7 @@ class FANActivation(nn.Module):
 
 
 class FANformerRotaryEmbedding(nn.Module):
-    """cos and sin of the rotary positions.
+    """cos and sin of the rotary positions; scaled ones by transformers' own formulas.
 
     The frequencies are not a buffer: they are as cheap to compute as to keep, and so stay in float32 when the
     model is cast.
@@ -72,15 +73,29 @@ class FANformerRotaryEmbedding(nn.Module):
         super().__init__()
         self.theta = config.rope_theta
         self.head_dim = config.head_dim
+        self.scaled: LlamaConfig | None = None
+        """What transformers' formulas read of a configuration."""
+        if config.rope_scaling is not None:
+            self.scaled = LlamaConfig(
+                hidden_size=config.head_dim,
+                num_attention_heads=1,
+                max_position_embeddings=config.max_position_embeddings,
+                rope_parameters={"rope_theta": config.rope_theta, **config.rope_scaling},
+            )
 
     @torch.no_grad()
     def forward(self, position_ids: Tensor) -> tuple[Tensor, Tensor]:
         """[b, s] -> cos and sin, each [b, 1, s, d] in float32."""
-        exponents = torch.arange(0, self.head_dim, 2, dtype=torch.float32, device=position_ids.device)
-        frequencies = 1.0 / self.theta ** (exponents / self.head_dim)
+        factor = 1.0
+        if self.scaled is None:
+            exponents = torch.arange(0, self.head_dim, 2, dtype=torch.float32, device=position_ids.device)
+            frequencies = 1.0 / self.theta ** (exponents / self.head_dim)
+        else:
+            compute = ROPE_INIT_FUNCTIONS[self.scaled.rope_parameters["rope_type"]]
+            frequencies, factor = compute(self.scaled, position_ids.device)
         half = position_ids[:, None, :, None].float() * frequencies
         angles = torch.cat([half, half], dim=-1)
-        return angles.cos(), angles.sin()
+        return angles.cos() * factor, angles.sin() * factor
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ def model_rows(config: FANformerConfig) -> list[tuple[str, str]]:
         ("model", f"{config.placement.title}: {config.num_layers} layers, h {config.hidden_size}, {heads}"),
         ("", f"d_ff {config.ffn_hidden_size}, sequences of {config.seq_length} tokens, {head}"),
         ("", f"vocabulary {config.vocab_size:,}, padded to {config.padded_vocab_size:,}"),
+        *([("positions", _positions(config))] if config.rope_scaling.is_scaled else []),
         ("FAN", _fan(config)),
         ("parameters", f"{config.num_parameters:,}"),
     ]
@@ -46,6 +47,12 @@ def text_row(facts: dict[str, Any]) -> tuple[str, str]:
     """Return what `text_facts` says, for people."""
     template = ", with a chat template" if facts["chat_template"] else ""
     return "tokenizer", f"{facts['tokenizer'] or 'none'}{template}"
+
+
+def _positions(config: FANformerConfig) -> str:
+    scaling = config.rope_scaling
+    of_yarn = f", from sequences of {scaling.original_max_position_embeddings}" if scaling.rope_type == "yarn" else ""
+    return f"scaled: {scaling.rope_type}, factor {scaling.factor:g}{of_yarn}"
 
 
 def _fan(config: FANformerConfig) -> str:

@@ -68,6 +68,7 @@ def transformer_config(
         # model does not have: its own softmax, apex's norms, bias and dropout after a layer without either.
         apply_rope_fusion=grid.device != "cpu" and _is_by_engine(kernels),
         fused_single_qkv_rope=kernels.fused_single_qkv_rope,
+        softmax_scale=model.rope_scaling.softmax_scale(model.kv_channels),
         attention_backend=AttnBackend[kernels.attention_backend],
         cuda_graph_impl=kernels.cuda_graph_impl,
         deterministic_mode=grid.is_deterministic,
@@ -213,6 +214,9 @@ def _build_chunk(
         pg_collection=grid.groups,
         vp_stage=number if parallel.virtual_stages > 1 else None,
     )
+    if model.rope_scaling.is_scaled:  # megatron-core computes angles of these, in every layout and of every cache
+        rotary = chunk.rotary_pos_emb
+        rotary.inv_freq = model.rope_scaling.frequencies(model.rotary_base, model.kv_channels).to(rotary.inv_freq)
     columns = model.padded_vocab_size // parallel.tensor_model_parallel_size
     chunk.own_tokens = min(max(model.vocab_size - grid.groups.tp.rank() * columns, 0), columns)
     if chunk.post_process and kernels.chunked_loss_head:

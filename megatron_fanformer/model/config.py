@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from megatron_fanformer.errors import InputError, broken_fields
 from megatron_fanformer.model.placements import PLACEMENTS, TRANSFORMER, Placement, PlacementName
+from megatron_fanformer.model.rope_scaling import RopeScalingConfig
 
 PAPER_VOCAB_SIZE = 50_280  # allenai/gpt-neox-olmo-dolma-v1_5
 PAPER_P_RATIO = 0.25
@@ -95,6 +96,8 @@ class FANformerConfig:
     """Tokens per training sample."""
     rotary_base: int = 10_000
     """Base of the rotary positions."""
+    rope_scaling: RopeScalingConfig = field(default_factory=RopeScalingConfig)
+    """Rotary positions beyond the length of the first training."""
     layernorm_epsilon: float = 1e-6
     """Epsilon of every RMSNorm."""
     qk_layernorm: bool = False
@@ -195,6 +198,14 @@ class FANformerConfig:
         embeddings = self.padded_vocab_size * self.hidden_size * (1 + self.untie_embeddings_and_output_weights)
         return embeddings + self.num_layers * self.placement.parameters(self) + self.hidden_size
 
+    def resolved_fields(self) -> dict[str, Any]:
+        """Return the fields by their dotted names, those that say the same in different words resolved."""
+        from megatron_fanformer.configuration import by_dotted_names  # as in `from_dict`
+
+        fields = by_dotted_names(dataclasses.asdict(dataclasses.replace(self, num_query_groups=self.query_groups)))
+        del fields["make_vocab_size_divisible_by"]
+        return {**fields, "padded_vocab_size": self.padded_vocab_size}
+
     def problems(self) -> list[str]:
         """Return the rules of the shape that this configuration breaks, one line each; empty if it can be built."""
         found = self._size_problems()
@@ -216,7 +227,9 @@ class FANformerConfig:
                 f"{self.num_attention_heads}; choose a divisor"
             )
         found += broken_fields("model", self, "lie in [0, 1]", lambda value: not 0 <= value <= 1, "layernorm_epsilon")
-        return found + self.fan.problems()
+        if self.rope_scaling.rope_type == "yarn" and self.rotary_base == 1:
+            found.append("model.rotary_base is 1, by which yarn cannot tell frequencies apart; raise it")
+        return found + self.rope_scaling.problems() + self.fan.problems()
 
     def _size_problems(self) -> list[str]:
         broken = partial(broken_fields, "model", self)

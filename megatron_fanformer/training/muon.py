@@ -9,15 +9,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from megatron_fanformer.training.update_rule import AdamW, Group
+from megatron_fanformer.training.update_rule import BY_MUON, AdamW, Group
 
 if TYPE_CHECKING:
     import torch
 
     from megatron_fanformer.training.optimizers import OptimizerConfig
-
-BY_MUON = "is_orthogonalized"
-"""Entry of the parameter groups of matrices of layers."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +31,7 @@ class Muon(AdamW):
         """Give the torch optimizer its settings, and the matrices with the ranks that hold their parts."""
         from megatron_fanformer.training.muon_optimizer import connect
 
-        connect(config, optimizer, stages)
+        connect(config, optimizer, stages, self.takes_whole)
 
     def group_of(self, name: str, dimensions: int) -> Group:
         """Return what marks the matrices of layers."""

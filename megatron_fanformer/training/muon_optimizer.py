@@ -7,7 +7,7 @@ is exchanged are float32 on CPUs, bf16 on GPUs.
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -25,12 +25,11 @@ from megatron_fanformer.planning.matrix_updates import (
     rows_of_group,
 )
 from megatron_fanformer.training.adam import Adam
-from megatron_fanformer.training.muon import BY_MUON, Muon
+from megatron_fanformer.training.update_rule import BY_MUON
 
 if TYPE_CHECKING:
     from megatron_fanformer.training.optimizers import OptimizerConfig
 
-MUON = Muon()
 Range = tuple[int, int]
 
 
@@ -201,8 +200,14 @@ def _all_to_all(given: Tensor, sent: list[int], received: list[int], settings: S
     return taken.split(received)
 
 
-def connect(config: "OptimizerConfig", optimizer: Any, stages: list[Any]) -> None:
-    """Give the torch optimizer in megatron-core's `optimizer` its settings, and the matrices of a rank's stages."""
+def connect(
+    config: "OptimizerConfig", optimizer: Any, stages: list[Any], takes_whole: Callable[[str, int], bool]
+) -> None:
+    """Give the torch optimizer in megatron-core's `optimizer` its settings, and the matrices of a rank's stages.
+
+    Args:
+        takes_whole: whether a weight of that name and so many dimensions is one of them.
+    """
     from megatron.core.process_groups_config import ProcessGroupCollection
 
     groups = ProcessGroupCollection.use_mpu_process_groups(["tp", "dp_cp", "tp_dp_cp"])
@@ -214,7 +219,7 @@ def connect(config: "OptimizerConfig", optimizer: Any, stages: list[Any]) -> Non
         _matrix(optimizer, stage, name, weight, tensor, replicas)
         for stage in stages
         for name, weight in stage.named_parameters()
-        if MUON.takes_whole(name, weight.ndim)
+        if takes_whole(name, weight.ndim)
     ]
     device = next((weight.device for stage in stages for weight in stage.parameters()), torch.device("cpu"))
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16

@@ -3,7 +3,6 @@
 One process does it for all ranks (see start.py); what it found is a RunStart, which every rank uses.
 """
 
-import dataclasses
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -23,11 +22,11 @@ from megatron_fanformer.data.tokenizer import load_tokenizer
 from megatron_fanformer.errors import CorruptError, InputError, collect_problems, redacted
 from megatron_fanformer.evaluation.survey import EvaluationSurvey, survey_evaluation
 from megatron_fanformer.formats.recognition import find_checkpoint, refuse_other_kinds
-from megatron_fanformer.model.config import FANformerConfig
 from megatron_fanformer.stores import is_url
 from megatron_fanformer.training.chats import with_steps
 from megatron_fanformer.training.config import UNSTATED, RunConfig
 from megatron_fanformer.training.machine_rules import machine_problems
+from megatron_fanformer.training.presets import OF_THE_RUN
 from megatron_fanformer.training.recovery import RecoveryConfig, read_events
 from megatron_fanformer.training.run_log import log_if_slow
 
@@ -295,7 +294,11 @@ def _resuming(candidates: list[Path], recovery: RecoveryConfig) -> _Resuming:
 def _checkpoint_problems(resumed: Path | None, loaded: Path | None, config: RunConfig) -> list[str]:
     if resumed:
         return _resume_problems(resumed, config)
-    return _model_problems(loaded, config, ignoring=("seq_length",)) if loaded else []  # weights fit any length
+    if loaded is None:
+        return []
+    # Positions that are no longer scaled, where the checkpoint's are, were rather forgotten than meant.
+    ignoring = OF_THE_RUN if config.model.rope_scaling.is_scaled else ("seq_length",)
+    return _model_problems(loaded, config, ignoring=ignoring)
 
 
 def _tokenizer_problems(config: RunConfig) -> list[str]:
@@ -341,16 +344,9 @@ def _resume_problems(checkpoint: Path, config: RunConfig) -> list[str]:
 
 
 def _model_problems(checkpoint: Path, config: RunConfig, ignoring: tuple[str, ...] = ()) -> list[str]:
-    saved = _shape(store.saved_model(checkpoint))
+    saved = store.saved_model(checkpoint).resolved_fields()
     return [
         f"model.{name} is {value}, but the checkpoint {checkpoint} was saved with {saved[name]}; set it to that"
-        for name, value in _shape(config.model).items()
-        if value != saved[name] and name not in ignoring
+        for name, value in config.model.resolved_fields().items()
+        if value != saved[name] and name.partition(".")[0] not in ignoring
     ]
-
-
-def _shape(model: FANformerConfig) -> dict[str, Any]:
-    """Return a model's fields by their dotted names, those that say the same in different words resolved."""
-    fields = by_dotted_names(dataclasses.asdict(dataclasses.replace(model, num_query_groups=model.query_groups)))
-    del fields["make_vocab_size_divisible_by"]
-    return {**fields, "padded_vocab_size": model.padded_vocab_size}

@@ -15,8 +15,8 @@ from megatron_fanformer.stores import is_url, url_problem
 
 PRESET_KEY = "model.preset"
 FROM_CHECKPOINT = "from-checkpoint"
-OF_THE_RUN = ("seq_length",)
-"""Fields that a run may state beside `from-checkpoint`: weights fit any length."""
+OF_THE_RUN = ("seq_length", "rope_scaling")
+"""Fields that a run may state beside `from-checkpoint`, or `checkpoint.load`: weights fit any length."""
 
 
 def with_preset(values: dict[str, Any]) -> dict[str, Any]:
@@ -48,9 +48,11 @@ def with_preset(values: dict[str, Any]) -> dict[str, Any]:
 def _disagreements(stated: dict[str, Any], shape: dict[str, Any], prefix: str, checkpoint: str) -> Iterator[str]:
     """Yield a line for each stated field that is not the checkpoint's. Keys that no model has are refused elsewhere."""
     for name, value in stated.items():
+        if f"{prefix}{name}" in (f"model.{own}" for own in OF_THE_RUN):
+            continue
         if isinstance(value, dict) and isinstance(shape.get(name), dict):
             yield from _disagreements(value, shape[name], f"{prefix}{name}.", checkpoint)
-        elif name in shape and name not in OF_THE_RUN and value != shape[name]:
+        elif name in shape and value != shape[name]:
             yield (
                 f"{prefix}{name} is {value}, but {PRESET_KEY} is {FROM_CHECKPOINT}, and {checkpoint} was saved with "
                 f"{shape[name]}; leave it out"

@@ -15,6 +15,9 @@ if TYPE_CHECKING:  # torch takes seconds to import, and a configuration is check
 STATE_ELEMENT_BYTES = 4
 """States are float32, as the main weights are."""
 
+BY_MUON = "is_orthogonalized"
+"""Entry of the parameter groups of matrices that Muon updates."""
+
 Group = Mapping[str, Any]
 """A parameter group, or what `UpdateRule.group_of` says of one."""
 

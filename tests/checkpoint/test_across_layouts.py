@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from megatron_fanformer.checkpoint import store
-from megatron_fanformer.checkpoint.optimizer_state import MAIN_WEIGHT, rectangles
+from megatron_fanformer.checkpoint.optimizer_state import rectangles
+from megatron_fanformer.checkpoint.tensor_table import MAIN_WEIGHT
 from megatron_fanformer.checkpoint.training_state import model_state
 from megatron_fanformer.model.config import FANConfig
 from tests.checkpoint.states import (

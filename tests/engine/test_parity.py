@@ -89,6 +89,12 @@ def test_layouts_of_the_other_faults_are_the_same(comparison: Comparison) -> Non
     assert_close(comparison.of(*sorted({ENGINE_FAULTS[name].layout for name in OUTSIDE_LAYERS})))
 
 
+def test_scaled_positions_are_the_same(engine_pool: RankPool, tmp_path: Path) -> None:
+    """By the Engine's own rotation, which knows no factor of cos and sin, of queries and keys apart and in one."""
+    file = write_config(tmp_path, model={"preset": "fanformer-1b", "rope_scaling": test_matrix.YARN})
+    assert_close(compare_on_engine(engine_pool, file, ("tp=2,sp=true", "fused_single_qkv_rope=true"), steps=2))
+
+
 def test_context_parallelism_and_a_fault_in_it(bf16_comparison: Comparison) -> None:
     bf16_comparison.of(*bf16_comparison.layouts).check()
     bf16_comparison.assert_caught(CONTEXT)

@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_fanformer.checkpoint.optimizer_state import PREFIX
 from megatron_fanformer.checkpoint.saving import CheckpointSaver
-from megatron_fanformer.checkpoint.tensor_table import read_table
+from megatron_fanformer.checkpoint.tensor_table import STATE_PREFIX, read_table
 from megatron_fanformer.model.kernels import KernelsConfig
 from megatron_fanformer.training.metrics import read_metrics
 from megatron_fanformer.training.optimizers import OptimizerConfig
@@ -137,7 +136,9 @@ def states_of_the_second() -> set[str]:
         ) as run,
     ):
         run.take_steps(2)
-        return {name.removeprefix(PREFIX).split(".")[0] for name, *_ in run.pieces() if name.startswith(PREFIX)}
+        return {
+            name.removeprefix(STATE_PREFIX).split(".")[0] for name, *_ in run.pieces() if name.startswith(STATE_PREFIX)
+        }
 
 
 def test_a_second_optimizer_takes_the_place_of_the_engines_adam(run_on_engine_ranks: RunOnRanks) -> None:

@@ -14,6 +14,7 @@ from megatron_fanformer.errors import InputError
 from megatron_fanformer.formats.huggingface import from_huggingface_config, to_huggingface_config
 from megatron_fanformer.formats.recognition import find_checkpoint
 from megatron_fanformer.model.config import FANConfig, FANformerConfig
+from megatron_fanformer.model.rope_scaling import RopeScalingConfig
 from tests.disk_steps import small_files
 from tests.formats.plain_fanformer import VARIANTS, write
 from tests.generation.making import write_tokenizer
@@ -85,6 +86,7 @@ def test_every_field_of_a_model_comes_back_from_transformers_configuration() -> 
         vocab_size=256,
         seq_length=40,
         rotary_base=500_000,
+        rope_scaling=RopeScalingConfig(rope_type="yarn", factor=8, original_max_position_embeddings=5, mscale=0.7),
         layernorm_epsilon=3e-5,
         untie_embeddings_and_output_weights=True,
         fan=FANConfig(p_ratio=0.125, activation="gelu", bias=False, placement="qk_and_v", v_p_ratio=0.375),

@@ -35,6 +35,7 @@ from megatron_fanformer.formats.recognition import TRACKER, find_checkpoint
 from megatron_fanformer.hf import FANformerForCausalLM
 from megatron_fanformer.model.build import build_stages, sharded_state
 from megatron_fanformer.model.config import FANConfig, FANformerConfig, as_transformer
+from megatron_fanformer.model.rope_scaling import RopeScalingConfig
 from megatron_fanformer.runtime.parallel import ParallelConfig, rank_grid
 from megatron_fanformer.runtime.seeding import seed_everything
 from tests.formats.test_hostile import Bomb
@@ -223,7 +224,6 @@ OTHER_MODELS: dict[str, Any] = {
     "no_rope_freq": [0, 0, 0, 1],
     "rotary_percent": 0.5,
     "rotary_interleaved": True,
-    "rotary_seq_len_interpolation_factor": 4,
     "use_rope_scaling": True,
     "softmax_type": "off-by-one",
     "window_size": (128, 0),
@@ -243,6 +243,12 @@ def test_every_argument_that_makes_another_model_is_refused(tmp_path: Path, conv
         row = foreign_names.row_of(foreign_names.plain(flag))
         assert row is not None and f"({flag}) is {value!r}, but {row.note}" in said
     assert said.count(", but ") == len(OTHER_MODELS) == len(RULES) + 1
+
+
+def test_interpolated_positions_are_linearly_scaled_ones(tmp_path: Path) -> None:
+    folder = saved(tmp_path / "saved", tiny_model(), rotary_seq_len_interpolation_factor=4)
+    found, *_ = open_megatron_lm(folder / f"iter_{STEP:07d}")
+    assert found.rope_scaling == RopeScalingConfig(rope_type="linear", factor=4.0)
 
 
 def test_arguments_that_are_not_there_can_be_stated(tmp_path: Path, convert: Any) -> None:

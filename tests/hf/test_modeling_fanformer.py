@@ -170,7 +170,10 @@ def test_initial_weights_are_mitchells():
         ({"fan_placement": "qk"}, "fan_placement 'qk'"),
         ({"fan_placement": "qk_and_v", "v_p_ratio": -0.1}, r"v_p_ratio -0\.1 must lie in \[0, 0\.5\]"),
         ({"v_p_ratio": 0.25}, r"v_p_ratio 0\.25 applies only to fan_placement 'qk_and_v', not 'qkv'"),
-        ({"rope_parameters": {"rope_type": "linear", "factor": 2.0}}, "positions are not scaled; set rope_theta"),
+        ({"rope_parameters": {"rope_type": "linear", "factor": 2.0}}, "set rope_theta, and rope_scaling where"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, "rope_type 'llama3', which must be one of"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "yarn lacks original_max_position_embeddings"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 2.0, "beta_fast": 8}}, "unknown key 'beta_fast'"),
     ],
 )
 def test_impossible_configurations_are_refused(fields, message):

@@ -60,7 +60,9 @@ MORE_LAYOUTS = (
     "tp=2,cp=2,pp=2,sp=true,recompute=full",
     "tp=2,dp=2,distributed_optimizer=true,overlap=true,recompute=selective",
 )
+SCALED_POSITIONS = ("tp=2", "tp=2,sp=true,fan=sequence", "pp=2", "pp=2,vpp=2,recompute=full", "cp=2", "tp=2,cp=2")
 WITHIN_DOCUMENTS = ("tp=2", "tp=2,sp=true,fan=sequence", "pp=2", "pp=2,vpp=2,recompute=full", "dp=2")
+YARN = {"rope_type": "yarn", "factor": 16.0, "original_max_position_embeddings": 8, "beta_fast": 2.0}
 PLACEMENTS: dict[str, dict[str, object]] = {
     "qkv": {},
     "qk_and_v": {"placement": "qk_and_v", "v_p_ratio": 0.125},
@@ -109,6 +111,12 @@ def test_fan_recomputed_for_two_steps(rank_pool: RankPool, tmp_path: Path, place
     fan = {"placement": placement, "activation": activation}
     file = write_config(tmp_path, model={"preset": "fanformer-1b", "fan": fan})
     assert_close(compare(rank_pool, file, *FAN_RECOMPUTED, steps=2))
+
+
+def test_scaled_positions_for_two_steps(long_pool: RankPool, tmp_path: Path) -> None:
+    """Frequencies and the softmax's scale are those of YaRN on every stage, and its positions on every chunk."""
+    file = write_config(tmp_path, model={"preset": "fanformer-1b", "rope_scaling": YARN})
+    assert_close(compare(long_pool, file, *SCALED_POSITIONS, steps=2))
 
 
 @pytest.mark.parametrize(

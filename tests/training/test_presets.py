@@ -10,6 +10,7 @@ import yaml
 from megatron_fanformer.checkpoint import store
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.model.config import FANConfig, FANformerConfig
+from megatron_fanformer.model.rope_scaling import RopeScalingConfig
 from megatron_fanformer.training.config import RunConfig, load_config
 from megatron_fanformer.training.config_reference import resolved_text
 from tests.small_runs import write_config
@@ -51,6 +52,15 @@ def test_a_run_that_has_begun_goes_on_without_what_it_started_from(tmp_path: Pat
     own = dataclasses.replace(MODEL, seq_length=128)
     write_saved_model(tmp_path / "run", own)
     assert loaded(tmp_path, str(tmp_path / "removed"), seq_length=128).model == own
+
+
+def test_a_longer_context_states_its_positions_anew(tmp_path: Path) -> None:
+    scaled = RopeScalingConfig(rope_type="linear", factor=2)
+    write_saved_model(tmp_path / "base", dataclasses.replace(MODEL, rope_scaling=scaled))
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+    longer = loaded(tmp_path, str(tmp_path / "base"), seq_length=256, rope_scaling=yarn).model
+    assert longer == dataclasses.replace(MODEL, seq_length=256, rope_scaling=RopeScalingConfig(**yarn))  # type: ignore[arg-type]
+    assert loaded(tmp_path, str(tmp_path / "base")).model.rope_scaling == scaled
 
 
 @pytest.mark.parametrize(

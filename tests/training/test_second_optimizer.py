@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_fanformer.checkpoint.optimizer_state import MAIN_WEIGHT, PREFIX
+from megatron_fanformer.checkpoint.tensor_table import MAIN_WEIGHT, STATE_PREFIX
 from megatron_fanformer.model.config import FANformerConfig
 from megatron_fanformer.planning.memory import rank_memory
 from megatron_fanformer.training.config import config_from_dict
@@ -107,9 +107,9 @@ def test_a_checkpoint_loads_in_another_layout(
     )
     before, after = (gather([rank.pieces for rank in each]) for each in (ranks, others))
     assert [name for name in before if not torch.equal(before[name], after[name])] == []
-    by_state = {name.removeprefix(PREFIX).split(".")[0] for name in before if name.startswith(PREFIX)}
-    assert by_state - {MAIN_WEIGHT.removeprefix(PREFIX)[:-1]} == {BUFFER, "exp_avg", "exp_avg_sq"}
-    assert f"{PREFIX}exp_avg.decoder.layers.0.mlp.linear_fc1.weight" not in before
+    by_state = {name.removeprefix(STATE_PREFIX).split(".")[0] for name in before if name.startswith(STATE_PREFIX)}
+    assert by_state - {MAIN_WEIGHT.removeprefix(STATE_PREFIX)[:-1]} == {BUFFER, "exp_avg", "exp_avg_sq"}
+    assert f"{STATE_PREFIX}exp_avg.decoder.layers.0.mlp.linear_fc1.weight" not in before
     assert others[0].next_losses == pytest.approx(
         ranks[0].next_losses, rel=SAME_LOSS if dtype == torch.float32 else 1e-2
     )

@@ -260,13 +260,14 @@ def report(
         "passed": None if checks is None else not failures(checks),
         "checks": checks,
         "vocabulary": rows,
-        "source": _side(source, source.path, hashed),
-        "destination": _side(destination, published, hashed),
+        "source": side(source, source.path, hashed),
+        "destination": side(destination, published, hashed),
         "versions": versions(),
     }
 
 
-def _side(checkpoint: Checkpoint, path: Path, hashed: bool) -> Json:
+def side(checkpoint: Checkpoint, path: Path, hashed: bool) -> Json:
+    """Return what a receipt says of one of its checkpoints: its model, files and tensors."""
     files = checkpoint.weight_files()
     with ThreadPoolExecutor(2) as pool:
         hashes = list(pool.map(sha256_of, files)) if hashed else [None] * len(files)
