@@ -14,8 +14,6 @@ from megatron_fanformer.training.update_rule import BY_MUON, AdamW, Group
 if TYPE_CHECKING:
     import torch
 
-    from megatron_fanformer.training.optimizers import OptimizerConfig
-
 
 @dataclass(frozen=True)
 class Muon(AdamW):
@@ -27,7 +25,7 @@ class Muon(AdamW):
 
         return MuonAndAdam
 
-    def connect(self, config: "OptimizerConfig", optimizer: Any, stages: list[Any]) -> None:
+    def connect(self, config: Any, optimizer: Any, stages: list[Any]) -> None:
         """Give the torch optimizer its settings, and the matrices with the ranks that hold their parts."""
         from megatron_fanformer.training.muon_optimizer import connect
 

@@ -9,7 +9,7 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,9 +26,6 @@ from megatron_fanformer.planning.matrix_updates import (
 )
 from megatron_fanformer.training.adam import Adam
 from megatron_fanformer.training.update_rule import BY_MUON
-
-if TYPE_CHECKING:
-    from megatron_fanformer.training.optimizers import OptimizerConfig
 
 Range = tuple[int, int]
 
@@ -200,12 +197,11 @@ def _all_to_all(given: Tensor, sent: list[int], received: list[int], settings: S
     return taken.split(received)
 
 
-def connect(
-    config: "OptimizerConfig", optimizer: Any, stages: list[Any], takes_whole: Callable[[str, int], bool]
-) -> None:
+def connect(config: Any, optimizer: Any, stages: list[Any], takes_whole: Callable[[str, int], bool]) -> None:
     """Give the torch optimizer in megatron-core's `optimizer` its settings, and the matrices of a rank's stages.
 
     Args:
+        config: the section `optimizer` of the run's configuration.
         takes_whole: whether a weight of that name and so many dimensions is one of them.
     """
     from megatron.core.process_groups_config import ProcessGroupCollection

@@ -10,8 +10,6 @@ from megatron_fanformer.planning.gradient_buffers import EMBEDDING, OptimizerSta
 if TYPE_CHECKING:  # torch takes seconds to import, and a configuration is checked before
     import torch
 
-    from megatron_fanformer.training.optimizers import OptimizerConfig
-
 STATE_ELEMENT_BYTES = 4
 """States are float32, as the main weights are."""
 
@@ -34,8 +32,9 @@ class UpdateRule(OptimizerStates, ABC):
     """Entries that a resumed run takes from a checkpoint's parameter groups; its configuration sets the others."""
 
     @abstractmethod
-    def megatron_settings(self, config: "OptimizerConfig") -> dict[str, Any]:
-        """Return fields of megatron-core's OptimizerConfig, beside those of all optimizers (rate, decay, clipping).
+    def megatron_settings(self, config: Any) -> dict[str, Any]:
+        """Return fields of megatron-core's OptimizerConfig, beside those of all optimizers (rate, decay, clipping), by
+        the section `optimizer` of a run's configuration.
 
         The torch optimizer is made with `lr` and `weight_decay`, and with `betas` and `eps` from `adam_beta1`,
         `adam_beta2` and `adam_eps`.
@@ -63,7 +62,7 @@ class UpdateRule(OptimizerStates, ABC):
     def states(self, group: Group) -> tuple[str, ...]:
         """Return the names of what is kept of each weight of a parameter group, as checkpoints have them."""
 
-    def connect(self, config: "OptimizerConfig", optimizer: Any, stages: list[Any]) -> None:
+    def connect(self, config: Any, optimizer: Any, stages: list[Any]) -> None:
         """Give the torch optimizer of megatron-core's `optimizer` what it must know of ranks and weights: nothing."""
 
     @abstractmethod
@@ -94,7 +93,7 @@ class AdamW(UpdateRule):
     Norms, biases and embeddings are not decayed (a tied head is the embedding).
     """
 
-    def megatron_settings(self, config: "OptimizerConfig") -> dict[str, Any]:
+    def megatron_settings(self, config: Any) -> dict[str, Any]:
         """Return Adam's own fields."""
         return {
             "optimizer": "adam",
