@@ -11,7 +11,7 @@ pyarrow is imported where it is used: it takes a fifth of a second, which not ev
 
 import bisect
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -110,6 +110,13 @@ class LedgerWriter:
         """Write what is left, and the end of the file."""
         self._write_groups(rest=True)
         self._writer.close()
+
+    def abandon(self) -> None:
+        """Close the writer of a ledger that will not be finished, once its file takes no more."""
+        import pyarrow
+
+        with suppress(pyarrow.ArrowException, OSError):  # of a write that failed before
+            self._writer.close()
 
     def _write_groups(self, *, rest: bool) -> None:
         import pyarrow

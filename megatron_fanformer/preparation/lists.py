@@ -20,7 +20,7 @@ from megatron_fanformer.data.manifest import InputRecord, Settings, TokenizerRec
 from megatron_fanformer.durable_files import new_folder, regular_file, take_lock, write_atomically
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.preparation.inputs import LARGEST_LIST_BYTES
-from megatron_fanformer.preparation.remote_inputs import InputFile, RemoteInput
+from megatron_fanformer.preparation.remote_inputs import InputFile, recorded_path
 from megatron_fanformer.preparation.work_folder import folder_path, settings_difference, tokenizer_difference
 from megatron_fanformer.terminal import plural, size
 
@@ -188,7 +188,7 @@ def write_lists(files: Sequence[InputFile], number: int, folder: Path) -> str:
         raise InputError(f"--lists is {number}; it must be at least 1")
     weighed: list[tuple[float, str, int]] = []
     for file in files:
-        path = str(file) if isinstance(file, RemoteInput) else os.path.abspath(file)
+        path = recorded_path(file)
         # A list is UTF-8 text, some of whose characters end a line, and its lines are stripped.
         if path.splitlines() != [path.strip()] or path.encode("utf-8", "replace").decode() != path:
             raise InputError(f"{path!r} cannot stand on a line of a list; rename the file")

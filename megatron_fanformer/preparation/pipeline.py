@@ -3,6 +3,7 @@
 import platform
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -122,6 +123,10 @@ class _Run:
         self._sums: Counter[str] = Counter(documents=0, text_bytes=0, input_bytes=0, input_bytes_total=total)
 
     def run(self) -> Manifest:
+        with closing(self._assembler):
+            return self._prepare()
+
+    def _prepare(self) -> Manifest:
         self._assembler.resume(self._job.workers)
         self._find_done()
         tasks = [Task(number, file) for number, file in enumerate(self._job.files) if number not in self._records]

@@ -46,8 +46,15 @@ InputFile = Path | RemoteInput
 
 
 def recorded_path(file: InputFile) -> str:
-    """Return the path of an input in a manifest."""
-    return str(file) if isinstance(file, RemoteInput) else str(file.absolute())
+    """Return the path of an input in manifests, ledgers and lists: its URL, or its absolute path, however it was named.
+
+    Links are kept, as other machines may have them lead elsewhere, but where `..` follows one, it is what the system
+    takes it for.
+    """
+    if isinstance(file, RemoteInput):
+        return str(file)
+    folder = file.parent.resolve() if ".." in file.parent.parts else file.parent.absolute()
+    return str(folder / file.name)
 
 
 def input_sha256(file: InputFile) -> str:
