@@ -26,7 +26,7 @@ from megatron_fanformer.preparation.encoding import TokenizersDisagree
 from megatron_fanformer.preparation.id_encoders import EncoderChoice
 from megatron_fanformer.preparation.remote_inputs import InputFile, recorded_path
 from megatron_fanformer.preparation.shards import REFUSED_EXAMPLES, ShardRecord, is_unchanged
-from megatron_fanformer.preparation.token_writer import SUFFIXES, writing_to
+from megatron_fanformer.preparation.token_writer import standing_suffixes, writing_to
 from megatron_fanformer.preparation.work_folder import Assignment, WorkFolder, work_folder
 from megatron_fanformer.preparation.workers import Done, Failed, Refused, Task, WorkDone, WorkerPool, WorkerSetup
 
@@ -101,7 +101,7 @@ def run(job: PreparationJob, progress: ProgressListener | None) -> Manifest:
 def _refuse_standing_files(prefix: str) -> None:
     """Raise InputError if there are files under the output names of a prefix, or of its first part."""
     names = (prefix, part_prefix(prefix, 0))
-    for path in (Path(name + suffix) for name in names for suffix in (*SUFFIXES, ".blend", ".manifest.json")):
+    for path in (Path(name + suffix) for name in names for suffix in standing_suffixes()):
         if path.exists():
             raise InputError(
                 f"{path} exists, and there is no manifest of a complete preparation; choose another output prefix,"

@@ -17,7 +17,7 @@ import numpy as np
 
 from megatron_fanformer.data.chat_files import IDS_NPY, MASK_NPY, MASK_SUFFIX
 from megatron_fanformer.data.ledger import CUT, LEDGER_SUFFIX, LedgerWriter
-from megatron_fanformer.data.manifest import FileRecord, Format, Settings, TokenFiles
+from megatron_fanformer.data.manifest import MANIFEST_SUFFIX, FileRecord, Format, Settings, TokenFiles
 from megatron_fanformer.data.token_files import DTYPES, INDEX_HEADER, INDEX_MAGIC
 from megatron_fanformer.durable_files import naming, sync
 from megatron_fanformer.errors import FanformerError, InputError
@@ -27,6 +27,11 @@ TOKEN_SUFFIXES: dict[Format, str] = {"megatron": ".bin", "npy": ".npy"}
 CHAT_SUFFIXES: dict[Format, tuple[str, str]] = {"megatron": (".bin", MASK_SUFFIX), "npy": (IDS_NPY, MASK_NPY)}
 SUFFIXES = (*TOKEN_SUFFIXES.values(), ".idx", MASK_SUFFIX, IDS_NPY, MASK_NPY, LEDGER_SUFFIX)
 INDEX_CHUNK = 1 << 20
+
+
+def standing_suffixes() -> tuple[str, ...]:
+    """Return the ends of names that an output may have, the manifest's last."""
+    return (*SUFFIXES, ".blend", MANIFEST_SUFFIX)
 
 
 class TokenWriter:

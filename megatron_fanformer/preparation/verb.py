@@ -8,6 +8,7 @@ from megatron_fanformer.data.manifest import Format, Learn, TooLong
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.options import PROGRAM, Verb, argument, count, option, path_or_none
 from megatron_fanformer.processes import unwound_by_stop_signals, usable_cores
+from megatron_fanformer.stores import is_url
 from megatron_fanformer.terminal import show
 
 MANY = "many machines"
@@ -22,7 +23,9 @@ class PrepareConfig:
     inputs: tuple[str, ...] = argument((), metavar="INPUT")
     """Files (.jsonl, .json, .ndjson, .txt, .md, also .gz or .zst; .parquet), folders, patterns, URLs, @LIST files."""
     output: str = option("", metavar="PREFIX")
-    """Prefix of the token files: PREFIX.bin, PREFIX.idx, PREFIX.ledger.parquet, PREFIX.manifest.json."""
+    """Prefix of the token files: PREFIX.bin, PREFIX.idx, PREFIX.ledger.parquet, PREFIX.manifest.json; or its URL."""
+    scratch: Path | None = option(None, metavar="FOLDER", parse=path_or_none)
+    """With --output at a URL: where they are prepared before they are copied (default: in this user's cache)"""
     tokenizer: str = ""
     """A sentencepiece .model, a Hugging Face tokenizer.json, or a folder that holds one."""
     workers: int = field(default_factory=usable_cores)
@@ -92,6 +95,10 @@ def _check_options(config: PrepareConfig) -> None:
         raise InputError(f"{stray[0]} is set, which has no effect with --{mode}; leave one of them out")
     if mode is None and config.json:
         raise InputError("json is set, which has no effect without --status; leave it out")
+    if config.lists is not None and is_url(config.output):
+        raise InputError(f"output {config.output} is on another store, and lists are files of a disk; name a folder")
+    if config.scratch is not None and not is_url(config.output):
+        raise InputError("scratch is set, which has no effect without --output at a URL; leave it out")
     if config.from_lists is None and config.task is not None:
         raise InputError("task is set, which has no effect without --from-lists; leave it out")
     if config.from_lists is not None and config.inputs:
