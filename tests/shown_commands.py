@@ -24,6 +24,7 @@ NOT_RUN = {
     "sbatch": "Slurm",
     "srun": "Slurm",
     f"{PROGRAM} train --config {READERS_OWN}": "a configuration of the reader's own",
+    f"{PROGRAM} prepare s3://": "another store",
     f"{PROGRAM} prepare chats/": "chats",
     f"{PROGRAM} prepare --chat runs/holes": "the conversations of an experiment of hours",
     f"{PROGRAM} chat": "a model that was fine-tuned on chats",
