@@ -1,4 +1,4 @@
-"""Other stores, by fsspec: which paths are on one, their drivers, and the repetition of what failed there.
+"""Other stores, by fsspec: which paths are on one, their drivers, copies to them, the repetition of what failed there.
 
 torch is not imported here, and fsspec where it is used: it takes a tenth of a second.
 """
@@ -128,7 +128,7 @@ def with_attempts(
 def query(
     url: str, function: Callable[[], Result], *, pauses: Sequence[float] | None = None, patience: float | None = None
 ) -> Result:
-    """`with_attempts` for a command that waits: each failure is logged, and the last is an error of ours.
+    """Call a function as `with_attempts` does, for a command that waits: failures are logged, the last is ours.
 
     Args:
         function: connects anew each time.

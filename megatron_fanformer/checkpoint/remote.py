@@ -379,5 +379,5 @@ def _cached(remote: RemoteRun, name: str, cache: Path, report: Callable[[str], N
 
 
 def query_remote(url: str, function: Callable[[RemoteRun], Result]) -> Result:
-    """`stores.query` with a new connection for each attempt. Raises like it."""
+    """Call a function as `stores.query` does, with a new connection for each attempt. Raises like it."""
     return query(url, lambda: function(RemoteRun(url)))

@@ -76,7 +76,7 @@ def _has_manifest(url: str) -> bool:
     """Return whether a URL is that of a prefix which `prepare` has written."""
     from megatron_fanformer.data.manifest import read_any_manifest
 
-    return read_any_manifest(url) is not None
+    return "::" not in url and read_any_manifest(url) is not None
 
 
 INSPECT = Verb(

@@ -16,12 +16,12 @@ from pathlib import Path
 import msgspec
 
 from megatron_fanformer.checkpoint.run_lock import holder_of
-from megatron_fanformer.data.manifest import MANIFEST_SUFFIX, InputRecord, Settings, TokenizerRecord
+from megatron_fanformer.data.manifest import InputRecord, Settings, TokenizerRecord
 from megatron_fanformer.durable_files import new_folder, regular_file, take_lock, write_atomically
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.preparation.inputs import LARGEST_LIST_BYTES
 from megatron_fanformer.preparation.remote_inputs import InputFile, recorded_path
-from megatron_fanformer.preparation.remote_outputs import output_content
+from megatron_fanformer.preparation.remote_outputs import is_complete
 from megatron_fanformer.preparation.work_folder import folder_path, settings_difference, tokenizer_difference
 from megatron_fanformer.terminal import plural, size
 
@@ -147,7 +147,7 @@ class InputLists:
         names = [record.name for record in self.records]
         prefixes = [list_prefix(agreement.output, name) for name in names]
         return any(holder_of(self.task_folder(name)) is not None for name in names) or any(
-            output_content(prefix, MANIFEST_SUFFIX) is not None or folder_path(prefix).exists() for prefix in prefixes
+            is_complete(prefix) or folder_path(prefix).exists() for prefix in prefixes
         )
 
 
@@ -163,7 +163,7 @@ def list_prefix(output: str, name: str) -> str:
 
 def is_done(output: str, name: str) -> bool:
     """Return whether a list's preparation is complete: its manifest comes last."""
-    return output_content(list_prefix(output, name), MANIFEST_SUFFIX) is not None
+    return is_complete(list_prefix(output, name))
 
 
 def read_lists(folder: Path) -> InputLists:

@@ -86,6 +86,10 @@ class RemoteOutput:
         content = self.content(MANIFEST_SUFFIX)
         return None if content is None else manifest_from(content, self.url + MANIFEST_SUFFIX)
 
+    def has_manifest(self) -> bool:
+        """Return whether there is a manifest."""
+        return self._query(lambda files, root: _size(files, root + MANIFEST_SUFFIX)) is not None
+
     def missing(self, records: list[FileRecord]) -> str | None:
         """Return the URL of the first file that is not there with its size; None if all are."""
 
@@ -152,7 +156,9 @@ class RemoteOutput:
         sums = {record.path: record.sha256 for output in manifest.outputs for record in output.files.values()}
         beside = [Path(prefix + ".blend"), *(manifest_path(str(folder / each.prefix)) for each in manifest.outputs)]
         sums |= {path.name: sha256_of(path) for path in beside if path.exists() and path != manifest_path(prefix)}
-        done = msgspec.json.decode(self.content(UPLOAD_SUFFIX) or b"{}", type=dict[str, str])
+        done: dict[str, str] = {}
+        with suppress(msgspec.MsgspecError, UnicodeDecodeError):  # else all is copied
+            done = msgspec.json.decode(self.content(UPLOAD_SUFFIX) or b"{}", type=dict[str, str])
         left = [
             path
             for path, digest in sums.items()
@@ -209,6 +215,11 @@ class RemoteOutput:
 def output_manifest(prefix: str) -> Manifest | PartManifest | None:
     """Return the manifest of an output as it is now, here or on another store. Raises like `read_any_manifest`."""
     return RemoteOutput(prefix).manifest() if is_url(prefix) else read_any_manifest(prefix)
+
+
+def is_complete(prefix: str) -> bool:
+    """Return whether an output has its manifest, which comes last."""
+    return RemoteOutput(prefix).has_manifest() if is_url(prefix) else manifest_path(prefix).exists()
 
 
 def missing_output(prefix: str, manifest: Manifest) -> str | None:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 
 from megatron_fanformer import stores
@@ -20,7 +21,6 @@ from megatron_fanformer.preparation.list_tasks import prepare_lists
 from megatron_fanformer.preparation.lists import write_lists
 from megatron_fanformer.preparation.remote_outputs import RemoteOutput
 from megatron_fanformer.preparation.verb import PrepareConfig
-from tests.checkpoint.conftest import failing  # noqa: F401
 from tests.checkpoint.stores import FailingFiles
 from tests.data.chat_making import made_up_chats
 from tests.data.failing_stores import FORBIDDEN, Plan, planned
@@ -88,16 +88,17 @@ def test_whatever_call_fails_nothing_looks_whole_that_is_not(
     tmp_path: Path,
     documents: Path,
     prepare: Prepare,
-    failing: str,  # noqa: F811
     kind: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Each call of a copy that is not attempted again, and goes on when it is started again."""
+    fsspec.register_implementation("failing", FailingFiles, clobber=True)
+    monkeypatch.setattr(FailingFiles, "target", 0)
     for module in (stores, remote_outputs):
         monkeypatch.setattr(module, "PAUSES_SECONDS", ())
     here, there = tmp_path / "here", tmp_path / "there"
     manifest = prepare(here / "web", documents).manifest
-    output = RemoteOutput(f"{failing}/web")
+    output = RemoteOutput(f"failing://{there}/web")
     monkeypatch.setattr(FailingFiles, "kind", kind)
     failed, target = 0, 0
     while failed == target:
