@@ -103,20 +103,27 @@ def prepare(config: PrepareConfig, progress: ProgressListener | None = None) -> 
     _check(config)
     config = _with_tokenizer_here(config)
     files = input_files(config)
+    tokenizer, settings, record = _described(config)
     if not is_url(config.output):
-        return _prepare_here(config, files, progress)
-    _, settings, record = _described(config)
-    if (existing := _existing(config, files, settings, record)) is not None:
-        return PrepareReport(prefix=config.output, already_there=True, manifest=existing)
+        return _prepare_here(config, files, tokenizer, settings, record, progress)
     output = RemoteOutput(config.output)
+    if (existing := _existing(config, files, settings, record)) is not None:
+        output.discard_scratch(config.scratch)
+        return PrepareReport(prefix=config.output, already_there=True, manifest=existing)
     with output.scratch(config.scratch) as prefix:
-        report = _prepare_here(replace(config, output=prefix), files, progress)
+        report = _prepare_here(replace(config, output=prefix), files, tokenizer, settings, record, progress)
         output.upload(prefix, report.manifest)
     return replace(report, prefix=config.output, already_there=False)
 
 
-def _prepare_here(config: PrepareConfig, files: list[InputFile], progress: ProgressListener | None) -> PrepareReport:
-    tokenizer, settings, record = _described(config)
+def _prepare_here(
+    config: PrepareConfig,
+    files: list[InputFile],
+    tokenizer: Tokenizer,
+    settings: Settings,
+    record: TokenizerRecord,
+    progress: ProgressListener | None,
+) -> PrepareReport:
     existing = _existing(config, files, settings, record)
     if existing is not None:
         return PrepareReport(prefix=config.output, already_there=True, manifest=existing)

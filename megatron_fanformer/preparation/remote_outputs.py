@@ -102,6 +102,17 @@ class RemoteOutput:
 
     # -- before and while it is prepared
 
+    def place(self, folder: Path | None) -> Path:
+        """Return the folder of this machine in which it is prepared; `folder` as for `scratch`."""
+        return (folder or cache_folder() / "prepare") / hashlib.sha256(self.url.encode()).hexdigest()[:16]
+
+    def discard_scratch(self, folder: Path | None) -> None:
+        """Remove what a process left that was killed after its very last step; `folder` as for `scratch`."""
+        place = self.place(folder)
+        if place.exists() and (lock := take_lock(place / "lock", wait=False)) is not None:
+            shutil.rmtree(place)
+            os.close(lock)
+
     @contextmanager
     def scratch(self, folder: Path | None) -> Iterator[str]:
         """Yield the prefix on this machine that is prepared; its folder stays where the block fails, to go on from.
@@ -112,7 +123,7 @@ class RemoteOutput:
         Raises:
             InUseError: another process of this machine prepares the same.
         """
-        place = (folder or cache_folder() / "prepare") / hashlib.sha256(self.url.encode()).hexdigest()[:16]
+        place = self.place(folder)
         place.mkdir(parents=True, exist_ok=True)
         lock = take_lock(place / "lock", wait=False)
         if lock is None:
@@ -133,7 +144,7 @@ class RemoteOutput:
         def probe(files: Any, root: str) -> str | None:
             make_folder(files, root.rpartition("/")[0])
             files.pipe_file(f"{root}.probe", b"")
-            files.rm_file(f"{root}.probe")
+            _remove(files, f"{root}.probe")
             if _size(files, root + UPLOAD_SUFFIX) is not None:
                 return None
             return next((each for each in standing_suffixes() if _size(files, root + each) is not None), None)
@@ -173,7 +184,7 @@ class RemoteOutput:
             done[path] = sums[path]
         self.write(UPLOAD_SUFFIX, msgspec.json.encode(done))
         self.write(MANIFEST_SUFFIX, manifest_path(prefix).read_bytes())
-        self._query(lambda files, root: files.rm_file(root + UPLOAD_SUFFIX))
+        self._query(lambda files, root: _remove(files, root + UPLOAD_SUFFIX))
 
     def write(self, suffix: str, content: bytes) -> None:
         """Write a small file, which appears as a whole."""
@@ -253,6 +264,11 @@ def _content(files: Any, path: str) -> bytes | None:
         return bytes(files.cat_file(path))
     except FileNotFoundError:
         return None
+
+
+def _remove(files: Any, path: str) -> None:
+    with suppress(FileNotFoundError):  # an attempt before may have removed it
+        files.rm_file(path)
 
 
 def _size(files: Any, path: str) -> int | None:

@@ -70,7 +70,10 @@ def test_token_files_there_are_those_here(
     url = f"file://{there}/tokens/web"
     inputs = f"file://{chats if kind == 'rows of chats' else documents}"
     prepare(tmp_path / "here" / "web", f"{inputs}/", **SETTINGS[kind])
-    first, again = (prepare(url, f"{inputs}/", **options) for _ in range(2))
+    first = prepare(url, f"{inputs}/", **options)
+    (left := RemoteOutput(url).place(tmp_path / "scratch")).mkdir()  # by a process that was killed after its last step
+    (left / "web.bin").touch()
+    again = prepare(url, f"{inputs}/", **options)
     assert hashes(there / "tokens") == hashes(tmp_path / "here")
     assert (first.already_there, again.already_there, first.prefix) == (False, True, url)
     assert first.manifest == again.manifest == read_any_manifest(str(tmp_path / "here" / "web"))
