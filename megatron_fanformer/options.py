@@ -13,13 +13,16 @@ type cannot.
 
 import argparse
 import dataclasses
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from decimal import Decimal
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Generic, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from megatron_fanformer.configuration import field_texts
+from megatron_fanformer.errors import InputError
 
 Options = TypeVar("Options")
 Source = Literal["option", "argument", "overrides", "command_line", "caller"]
@@ -31,6 +34,10 @@ ANY_FIELD = (
     f"`{PROGRAM} config` lists every field."
 )
 """Help notes of a verb that takes a whole configuration."""
+
+_COUNT = re.compile(r"(\d[\d_]*(?:\.\d+)?)([KMGBT]?)", re.ASCII | re.IGNORECASE)
+_FACTORS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "B": 10**9, "T": 10**12}
+_MOST_COUNTED = 10**18
 
 _SHAPE = "option"  # the key of a field's metadata
 
@@ -128,6 +135,27 @@ def not_an_option(default: Any) -> Any:
 def path_or_none(text: str) -> Path | None:
     """Read a path; an empty word, such as a script's unset variable, is as if the option were left out."""
     return Path(text) if text else None
+
+
+def count_of(text: str) -> int:
+    """Return a number of tokens, bytes or steps: digits, which may have a factor, as in 3.9T, 300B, 10G, 15M or 20K.
+
+    Raises:
+        InputError: it is none, has a fraction, or is not from 1 to 10^18.
+    """
+    found = _COUNT.fullmatch(text)
+    number = Decimal(found[1]) * _FACTORS[found[2].upper()] if found else Decimal(0)
+    if not 1 <= number <= _MOST_COUNTED or number != number.to_integral_value():
+        raise InputError(f"{text!r} is not a number from 1 to 1000000T; write it as in 1.05T, 300B, 10G, 15M or 20K")
+    return int(number)
+
+
+def count(text: str) -> int:
+    """Read an option as `count_of` does."""
+    try:
+        return count_of(text)
+    except InputError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def option_name(name: str) -> str:

@@ -190,6 +190,34 @@ def ended_by_stop_signals(report: Callable[[str], None], *, outcome: str = NOTHI
         os.close(writer)  # which ends the thread
 
 
+@contextmanager
+def unwound_by_stop_signals(*, outcome: str) -> Iterator[None]:
+    """End work that gives something back (a lock, other processes) on a signal to stop, as Ctrl-C would: by an error.
+
+    The first signal ends it, and later ones are ignored meanwhile. A signal to save is ignored.
+
+    Args:
+        outcome: what the line says after the signal's name: what is there, and how to go on.
+
+    Raises:
+        Interrupted: a signal came, and the work has ended.
+    """
+    came: list[signal.Signals] = []
+
+    def stop(number: int, _frame: Any) -> None:
+        if not came:
+            came.append(signal.Signals(number))
+            raise KeyboardInterrupt  # which no work takes for a failure of its own
+
+    try:
+        with _handled({**dict.fromkeys(_stop_signals(), stop), SAVE_SIGNAL: signal.SIG_IGN}, wakeup=-1):
+            yield
+    except KeyboardInterrupt:
+        if not came:
+            raise
+        raise Interrupted(f"stopped on {came[0].name} {outcome}") from None
+
+
 @functools.cache
 def _leave_pipe_in_forks() -> None:
     """Keep a forked child's signals out of its parent's pipe, which it inherits."""

@@ -1,14 +1,15 @@
-"""Other stores, by fsspec: which paths are on one, their drivers, and the repetition of what failed there.
+"""Other stores, by fsspec: which paths are on one, their drivers, copies to them, the repetition of what failed there.
 
 torch is not imported here, and fsspec where it is used: it takes a tenth of a second.
 """
 
 import errno
+import logging
 import random
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,11 +22,15 @@ PATIENCE_SECONDS = 60.0
 DRIVER_ATTEMPTS = 2  # tries of a driver per request, within one attempt of ours
 WRONG_URL = (FileNotFoundError, PermissionError)
 """Errors that mean a wrong URL or missing rights, not a failing store."""
+READ_BYTES = 1 << 24
+"""Bytes of one request, of a file that is read from start to end."""
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _SCHEME = re.compile(r"([a-z][a-z0-9+.-]*)://")
 _PASSWORD = re.compile(r"://[^\s/:@]*:[^\s@]*@")
 _NOT_A_STORE = ("memory",)  # gone with this process
 _EXTRAS = {"s3": "the extra `store`", "http": "the extra `http`", "https": "the extra `http`", "gs": "gcsfs"}
+
+logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
@@ -118,6 +123,93 @@ def with_attempts(
                 raise
             time.sleep(pause * (1 - jitter * random.random()) if jitter else pause)
     raise AssertionError("the last attempt returns or raises")
+
+
+def query(
+    url: str, function: Callable[[], Result], *, pauses: Sequence[float] | None = None, patience: float | None = None
+) -> Result:
+    """Call a function as `with_attempts` does, for a command that waits: failures are logged, the last is ours.
+
+    Args:
+        function: connects anew each time.
+        pauses, patience: as for `with_attempts`; None: the first three pauses, and `PATIENCE_SECONDS`.
+
+    Raises:
+        InputError: there is no driver for the URL, nothing of its name, or no right to use it.
+        FanformerError: the store cannot be reached.
+    """
+    shown = redacted(url).rstrip("/")
+
+    def report(attempt: int, reason: str) -> None:
+        logger.warning("%s, attempt %d: %s", shown, attempt, reason)
+
+    try:
+        return with_attempts(
+            function,
+            report,
+            PAUSES_SECONDS[:3] if pauses is None else pauses,
+            final=(FanformerError, *WRONG_URL),
+            patience=PATIENCE_SECONDS if patience is None else patience,
+        )
+    except FanformerError:
+        raise
+    except WRONG_URL as error:
+        raise InputError(f"{shown} cannot be used ({reason_of(error)}); check its name and rights") from error
+    except Exception as error:
+        reason = f"{shown} cannot be reached ({reason_of(error)})"
+        raise FanformerError(f"{reason}; check the store and the driver's settings, and start again") from error
+
+
+# -- files of a driver, as `driver_of` returns it
+
+
+def pieces(stream: Any, advance: Callable[[], None] = lambda: None) -> Iterator[bytes]:
+    """Yield what is left of an open file, some megabytes at a time; `advance` is called for each."""
+    while piece := stream.read(READ_BYTES):
+        advance()
+        yield piece
+
+
+def names_in(files: Any, folder: str) -> list[str]:
+    """Return the names in a folder; none where there is no folder."""
+    files.invalidate_cache()
+    try:
+        found = files.ls(folder, detail=False)
+    except FileNotFoundError:
+        return []
+    return [path.rstrip("/").rpartition("/")[2] for path in found if path.rstrip("/") != folder]
+
+
+def make_folder(files: Any, folder: str) -> None:
+    """Make a folder, where there are folders. Its parent must exist: neither a bucket nor a mount point is made."""
+    if "/" in folder:
+        with suppress(FileExistsError):
+            files.mkdir(folder, create_parents=False)
+
+
+def send_file(files: Any, file: Path, path: str, advance: Callable[[], None] = lambda: None) -> None:
+    """Copy a file of this machine there; `advance` is called after each part."""
+    from fsspec.callbacks import Callback
+
+    if files.async_impl:  # in parts, several at a time
+        files.put_file(str(file), path, callback=Callback(hooks={"sent": lambda *_, **__: advance()}))
+        return
+    with file.open("rb") as stream, files.open(path, "wb") as out:  # these drivers' `put_file` says nothing
+        for piece in pieces(stream, advance):
+            out.write(piece)
+
+
+def replace_file(files: Any, new: str, path: str) -> None:
+    """Move a file over another, which some stores' drivers refuse, or leave undone without a word."""
+    try:
+        files.mv(new, path)
+    except OSError as error:
+        if error.errno != errno.EEXIST:
+            raise
+    folder, _, name = new.rpartition("/")
+    if name in names_in(files, folder):
+        files.rm_file(path)
+        files.mv(new, path)
 
 
 def reason_of(error: BaseException) -> str:

@@ -25,6 +25,7 @@ from megatron_fanformer.options import (
     add_options,
     argument,
     command_line,
+    count_of,
     not_an_option,
     option,
     overrides,
@@ -301,6 +302,27 @@ def test_every_record_is_whole(verb: Verb[Any]) -> None:
     assert dataclasses.fields(verb.options)
     assert verb.options.__dataclass_params__.frozen  # type: ignore[attr-defined]
     assert verb.help.endswith(".") and all(example.split()[0] == verb.name for example in verb.examples)
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("1T", 10**12),
+        ("1.05t", 1_050_000_000_000),
+        ("300B", 3 * 10**11),
+        ("10g", 10**10),
+        ("1.5K", 1500),
+        ("9_001", 9001),
+    ],
+)
+def test_counts(text: str, number: int) -> None:
+    assert count_of(text) == number
+
+
+@pytest.mark.parametrize("text", ["", "T", "0", "1.0001K", "-1", " 1", "1e9", "inf", "\u0661", "1KK", "1000001T"])
+def test_what_is_no_count_is_refused(text: str) -> None:
+    with pytest.raises(InputError, match="is not a number from 1 to 1000000T; write it as in 1"):
+        count_of(text)
 
 
 def test_help_imports_nothing_that_is_slow() -> None:

@@ -229,14 +229,14 @@ def measure_command(files: Sequence[Path], size: int, tokenizer: str, backend: s
     prefix = folder / f"{backend}-{workers}"
     command = [sys.executable, "-m", "megatron_fanformer", "prepare", *map(str, files), "--output", str(prefix)]
     command += ["--tokenizer", tokenizer, "--backend", backend, "--workers", str(workers)]
-    before, began = _children_seconds(), time.monotonic()
+    before, began = children_seconds(), time.monotonic()
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, start_new_session=True)
     peaks: dict[int, int] = {}
     watch = threading.Thread(target=_watch, args=(process, peaks))
     watch.start()
     if process.wait():
         raise SystemExit(f"prepare ended with exit code {process.returncode}")
-    result.wall_seconds, result.cpu_seconds = time.monotonic() - began, _children_seconds() - before
+    result.wall_seconds, result.cpu_seconds = time.monotonic() - began, children_seconds() - before
     watch.join()
     result.peak_bytes = sorted(peaks.values(), reverse=True)
     manifest = json.loads(Path(f"{prefix}.manifest.json").read_text())
@@ -246,7 +246,8 @@ def measure_command(files: Sequence[Path], size: int, tokenizer: str, backend: s
     return result
 
 
-def _children_seconds() -> float:
+def children_seconds() -> float:
+    """User and system seconds of the processes that have ended."""
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     return usage.ru_utime + usage.ru_stime
 

@@ -13,15 +13,14 @@ checkpoint's name.
 torch is not imported here.
 """
 
-import errno
 import hashlib
 import logging
 import shutil
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from megatron_fanformer.checkpoint import store
 from megatron_fanformer.checkpoint.manifest import (
@@ -33,23 +32,24 @@ from megatron_fanformer.checkpoint.manifest import (
     manifest_from,
 )
 from megatron_fanformer.durable_files import new_folder, regular_file
-from megatron_fanformer.errors import CorruptError, FanformerError, InputError, redacted
+from megatron_fanformer.errors import CorruptError, InputError, redacted
 from megatron_fanformer.options import PROGRAM
 from megatron_fanformer.runtime.device import cache_folder
 from megatron_fanformer.stores import (
-    PATIENCE_SECONDS,
-    PAUSES_SECONDS,
-    WRONG_URL,
+    READ_BYTES,
     driver_of,
     is_url,
-    reason_of,
+    make_folder,
+    names_in,
+    pieces,
+    query,
+    replace_file,
     reported_as_local,
-    with_attempts,
+    send_file,
 )
 from megatron_fanformer.terminal import print_stderr
 
 THREADS = 2  # files at a time, where the driver takes several requests; s3fs holds up to 500 MB of each
-READ_BYTES = 1 << 24  # of one request
 MOST_MANIFEST_BYTES = 1 << 26
 MOST_RECORD_BYTES = 1 << 30
 RECORDS = (store.CONFIG, store.METRICS, store.RECOVERY)
@@ -63,7 +63,7 @@ Result = TypeVar("Result")
 class RemoteRun:
     """A run's folder on another store, or one checkpoint of it.
 
-    Every method raises what the driver does, where it fails; see `with_attempts`.
+    Every method raises what the driver does, where it fails; see `stores.query`.
 
     Raises:
         InputError: there is no driver for the URL.
@@ -96,15 +96,9 @@ class RemoteRun:
 
     def _steps(self) -> list[str]:
         """Return all folders with a checkpoint's name, the oldest first."""
-        return sorted(name for name in self._names(self._checkpoints) if store.step_of(Path(name)) is not None)
-
-    def _names(self, folder: str) -> list[str]:
-        self._files.invalidate_cache()
-        try:
-            found = self._files.ls(folder, detail=False)
-        except FileNotFoundError:
-            return []
-        return [path.rstrip("/").rpartition("/")[2] for path in found if path.rstrip("/") != folder]
+        return sorted(
+            name for name in names_in(self._files, self._checkpoints) if store.step_of(Path(name)) is not None
+        )
 
     def _is_complete(self, name: str) -> bool:
         try:
@@ -132,7 +126,7 @@ class RemoteRun:
     def make_ready(self) -> None:
         """Make the folder, in one that exists, and write and remove a file."""
         for folder in (self._root, self._checkpoints):
-            self._make_folder(folder)
+            make_folder(self._files, folder)
         probe = f"{self._checkpoints}/.probe"
         self._files.pipe_file(probe, b"")
         self._files.rm_file(probe)
@@ -178,14 +172,14 @@ class RemoteRun:
         self.make_ready()
         folder = f"{self._checkpoints}/{checkpoint.name}"
         left = self._remove(checkpoint.name, except_for=manifest.files, advance=advance)
-        self._make_folder(folder)
+        make_folder(self._files, folder)
 
         def send(name: str) -> None:
             verified.pop(name, None)
             self._send(checkpoint / name, f"{folder}/{name}", advance)
             with self._files.open(f"{folder}/{name}", "rb", block_size=READ_BYTES) as stream:
                 place = f"{self.url}/{store.CHECKPOINTS}/{checkpoint.name}/{name}"
-                check_stream(place, _pieces(stream, advance), manifest.files[name], manifest.block_bytes)
+                check_stream(place, pieces(stream, advance), manifest.files[name], manifest.block_bytes)
             verified[name] = manifest.files[name]
 
         try:
@@ -204,37 +198,18 @@ class RemoteRun:
         size, found = record.stat().st_size, 0  # a run goes on writing
         self._send(record, f"{path}.tmp", advance)
         with self._files.open(f"{path}.tmp", "rb", block_size=READ_BYTES) as stream, record.open("rb") as own:
-            for piece in _pieces(stream, advance):
+            for piece in pieces(stream, advance):
                 found += len(piece)
                 if own.read(len(piece)) != piece:
                     break
             else:
                 if found >= size:
-                    self._replace(f"{path}.tmp", path)
+                    replace_file(self._files, f"{path}.tmp", path)
                     return
         raise OSError(f"{record.name} was written, and another one read back")
 
     def _send(self, file: Path, path: str, advance: Callable[[], None]) -> None:
-        from fsspec.callbacks import Callback
-
-        if self._files.async_impl:  # in parts, several at a time
-            self._files.put_file(str(file), path, callback=Callback(hooks={"sent": lambda *_, **__: advance()}))
-            return
-        with file.open("rb") as stream, self._files.open(path, "wb") as out:  # these drivers' `put_file` says nothing
-            for piece in _pieces(stream, advance):
-                out.write(piece)
-
-    def _replace(self, new: str, path: str) -> None:
-        """Move a file over another, which some stores' drivers refuse, or leave undone without a word."""
-        try:
-            self._files.mv(new, path)
-        except OSError as error:
-            if error.errno != errno.EEXIST:
-                raise
-        folder, _, name = new.rpartition("/")
-        if name in self._names(folder):
-            self._files.rm_file(path)
-            self._files.mv(new, path)
+        send_file(self._files, file, path, advance)
 
     def _side_by_side(self, function: Callable[[str], None], names: list[str]) -> None:
         with ThreadPoolExecutor(THREADS if self._files.async_impl else 1) as threads:
@@ -245,12 +220,6 @@ class RemoteRun:
             finally:
                 for left in waiting:
                     left.cancel()
-
-    def _make_folder(self, folder: str) -> None:
-        """Make a folder, where there are folders. Its parent must exist: neither a bucket nor a mount point is made."""
-        if "/" in folder:
-            with suppress(FileExistsError):
-                self._files.mkdir(folder, create_parents=False)
 
     def _remove_old(self, newest: str, keep: int | None, advance: Callable[[], None]) -> None:
         """Remove what is older than the `keep` newest, and what a copy that was cut off left."""
@@ -267,7 +236,7 @@ class RemoteRun:
     def _remove(self, name: str, *, except_for: Container[str] = (), advance: Callable[[], None]) -> list[str]:
         """Remove a checkpoint's files, the manifest first, and its folder where nothing is left; returns what is."""
         folder = f"{self._checkpoints}/{name}"
-        found = self._names(folder)
+        found = names_in(self._files, folder)
 
         def remove(file: str) -> None:
             with suppress(FileNotFoundError, IsADirectoryError):
@@ -410,37 +379,5 @@ def _cached(remote: RemoteRun, name: str, cache: Path, report: Callable[[str], N
 
 
 def query_remote(url: str, function: Callable[[RemoteRun], Result]) -> Result:
-    """`with_attempts` for a command that waits: each failure is logged, and the last is an error of ours.
-
-    Each attempt connects anew.
-
-    Raises:
-        InputError: there is no driver for the URL, nothing of its name, or no right to use it.
-        FanformerError: the store cannot be reached.
-    """
-    shown = redacted(url).rstrip("/")
-
-    def report(attempt: int, reason: str) -> None:
-        logger.warning("%s, attempt %d: %s", shown, attempt, reason)
-
-    try:
-        return with_attempts(
-            lambda: function(RemoteRun(url)),
-            report,
-            PAUSES_SECONDS[:3],
-            final=(FanformerError, *WRONG_URL),
-            patience=PATIENCE_SECONDS,
-        )
-    except FanformerError:
-        raise
-    except WRONG_URL as error:
-        raise InputError(f"{shown} cannot be used ({reason_of(error)}); check its name and rights") from error
-    except Exception as error:
-        reason = f"{shown} cannot be reached ({reason_of(error)})"
-        raise FanformerError(f"{reason}; check the store and the driver's settings, and start again") from error
-
-
-def _pieces(stream: Any, advance: Callable[[], None]) -> Iterator[bytes]:
-    while piece := stream.read(READ_BYTES):
-        advance()
-        yield piece
+    """Call a function as `stores.query` does, with a new connection for each attempt. Raises like it."""
+    return query(url, lambda: function(RemoteRun(url)))

@@ -11,7 +11,7 @@ pyarrow is imported where it is used: it takes a fifth of a second, which not ev
 
 import bisect
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -19,8 +19,11 @@ from typing import Any
 
 import numpy as np
 
+from megatron_fanformer.data.remote_files import RemoteFile, find
+from megatron_fanformer.data.remote_streams import open_stream
 from megatron_fanformer.durable_files import regular_file
 from megatron_fanformer.errors import CorruptError
+from megatron_fanformer.stores import is_url
 
 LEDGER_SUFFIX = ".ledger.parquet"
 COLUMNS = ("id", "source", "shard", "line", "first_token", "length")
@@ -49,11 +52,6 @@ class LedgerRow:
     """Tokens that are learned, for a conversation."""
     outcome: str | None = None
     """WHOLE or CUT for a conversation; for one that was refused, the reason."""
-
-
-def ledger_path(prefix: str) -> Path:
-    """Return the path of a prefix's ledger."""
-    return Path(prefix + LEDGER_SUFFIX)
 
 
 def schema(*, is_chats: bool) -> Any:
@@ -111,6 +109,13 @@ class LedgerWriter:
         self._write_groups(rest=True)
         self._writer.close()
 
+    def abandon(self) -> None:
+        """Close the writer of a ledger that will not be finished, once its file takes no more."""
+        import pyarrow
+
+        with suppress(pyarrow.ArrowException, OSError):  # of a write that failed before
+            self._writer.close()
+
     def _write_groups(self, *, rest: bool) -> None:
         import pyarrow
 
@@ -122,22 +127,32 @@ class LedgerWriter:
         self._pending_rows = table.num_rows - whole
 
 
+def open_ledger(prefix: str) -> "Ledger | None":
+    """Return the ledger of a prefix, which may be a URL; None where there is none. Raises like `Ledger`."""
+    path = prefix + LEDGER_SUFFIX
+    if is_url(path):
+        file = find(path)
+        return None if file is None else Ledger(file)
+    return Ledger(Path(path)) if Path(path).exists() else None
+
+
 class Ledger:
     """An opened ledger.
 
     Raises:
-        CorruptError: it cannot be read as one.
+        CorruptError: it cannot be read as one; or, on another store, like `read_ranges`.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path | RemoteFile) -> None:
         from pyarrow import parquet
 
-        self.path = path
-        with _damage_reported(path):
-            self._file: Any = parquet.ParquetFile(regular_file(path), page_checksum_verification=True)
+        self.path = path.path if isinstance(path, RemoteFile) else path
+        with _damage_reported(self.path):
+            source = open_stream(path) if isinstance(path, RemoteFile) else regular_file(path)
+            self._file: Any = parquet.ParquetFile(source, page_checksum_verification=True)
             missing = [name for name in COLUMNS if name not in self._file.schema_arrow.names]
             if missing:
-                raise CorruptError(f"{path} has no column {', '.join(missing)}, it is not a ledger; prepare again")
+                raise CorruptError(f"{self.path} has no column {', '.join(missing)}, it is not a ledger; prepare again")
             self.rows: int = self._file.metadata.num_rows
             self._columns = [name for name in (*COLUMNS, *CHAT_COLUMNS) if name in self._file.schema_arrow.names]
             metadata = self._file.metadata
@@ -192,7 +207,7 @@ class Ledger:
 
 
 @contextmanager
-def _damage_reported(path: Path) -> Iterator[None]:
+def _damage_reported(path: Path | str) -> Iterator[None]:
     import pyarrow
 
     try:

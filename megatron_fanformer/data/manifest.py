@@ -199,10 +199,18 @@ def read_any_manifest(prefix: str) -> Manifest | PartManifest | None:
     path = prefix + MANIFEST_SUFFIX
     try:
         content = _remote_content(path) if is_url(path) else regular_file(Path(path)).read_bytes()
-        return None if content is None else msgspec.json.decode(content, type=Manifest | PartManifest)
     except (FileNotFoundError, NotADirectoryError):
         return None
-    except (msgspec.MsgspecError, UnicodeDecodeError, OSError, RecursionError) as error:
+    except OSError as error:
+        raise CorruptError(f"{path} is not a manifest ({error}); remove its prefix's files, prepare again") from error
+    return None if content is None else manifest_from(content, path)
+
+
+def manifest_from(content: bytes, path: str) -> Manifest | PartManifest:
+    """Return the manifest that a file holds. Raises CorruptError if it holds none."""
+    try:
+        return msgspec.json.decode(content, type=Manifest | PartManifest)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise CorruptError(f"{path} is not a manifest ({error}); remove its prefix's files, prepare again") from error
 
 

@@ -9,14 +9,13 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from decimal import Decimal
 from typing import Protocol, TypeVar
 
 from megatron_fanformer.data.blends import Blend, Source, blend_problems, parse_blend
 from megatron_fanformer.errors import InputError, redacted
+from megatron_fanformer.options import count_of
 
-START = re.compile(r"from (?P<unit>step|token) (?P<number>\d[\d_]*(\.\d+)?)(?P<factor>[KMBT]?)")
-FACTORS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
+START = re.compile(r"from (?P<unit>step|token) (?P<number>\S+)")
 FIRST_STAGE = "train_data"
 """The name of the stage that `data.train_data` is."""
 
@@ -52,14 +51,16 @@ def first_step(name: str, *, batch_tokens: int) -> int:
     Raises:
         InputError: it names neither.
     """
-    found = START.fullmatch(name)
-    number = Decimal(found["number"]) * FACTORS[found["factor"]] if found else Decimal(0)
-    if found is None or number != number.to_integral_value() or number < 1:
+    if (found := START.fullmatch(name)) is None:
         raise InputError(
             f"data.stages: {name!r} does not say where the stage begins; write it as 'from step 9001' or "
             "'from token 3.9T'"
         )
-    return int(number) if found["unit"] == "step" else -(-int(number) // batch_tokens) + 1
+    try:
+        number = count_of(found["number"])
+    except InputError as error:
+        raise InputError(f"data.stages: {name!r} does not say where the stage begins: {error}") from None
+    return number if found["unit"] == "step" else -(-number // batch_tokens) + 1
 
 
 def ordered(first: Blend, later: Mapping[str, Blend], *, global_batch_size: int, seq_length: int) -> list[Stage]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from megatron_fanformer.checkpoint import store
 from megatron_fanformer.durable_files import write_atomically
-from megatron_fanformer.errors import InputError, redacted
+from megatron_fanformer.errors import InputError
 from megatron_fanformer.formats.recognition import DESCRIPTIONS, OURS, Target, checkpoint_of, recognise
 from megatron_fanformer.inspection.report import Advance, Report, as_json
 from megatron_fanformer.stores import is_url
@@ -25,13 +25,9 @@ def inspect_path(path: str, *, verify: bool, json: bool) -> None:
         CorruptError: it cannot be read, or fails its verification; names the file, and what differs.
     """
     if is_url(path):  # of a token file
-        if verify:
-            raise InputError(f"--verify reads files of this machine; copy {redacted(path)} here, with its manifest")
-        from megatron_fanformer.inspection.dataset import describe_prefix
-
-        _show(describe_prefix(re.sub(r"\.(npy|bin|idx)$", "", path)), None, json=json)
-        return
-    target = recognise(path)
+        target = Target("token files", Path(path), (re.sub(r"\.(npy|bin|idx)$", "", path),))
+    else:
+        target = recognise(path)
     describe, bytes_to_check, check = _actions(target)
     agrees = None
     if verify:

@@ -10,7 +10,7 @@ import msgspec
 from megatron_fanformer.data.blends import parse_blend
 from megatron_fanformer.data.chat_files import MASK_SUFFIX, count_learned, is_row_folder, open_chats
 from megatron_fanformer.data.identity import SHOWN_DIGITS
-from megatron_fanformer.data.ledger import Ledger, ledger_path
+from megatron_fanformer.data.ledger import open_ledger
 from megatron_fanformer.data.manifest import (
     MANIFEST_SUFFIX,
     Manifest,
@@ -92,11 +92,8 @@ def describe_prefix(prefix: str) -> Report:
         form, facts, rows = _of_parts(manifest)
     else:
         form, facts, rows = _of_files(prefix)
-        if is_url(prefix):
-            facts["ledger"] = None
-        elif (path := ledger_path(prefix)).exists():
-            ledger = Ledger(path)
-            facts["ledger"] = {"path": str(path), "rows": ledger.rows}
+        if (ledger := open_ledger(prefix)) is not None:
+            facts["ledger"] = {"path": str(ledger.path), "rows": ledger.rows}
             rows.append(("ledger", plural(ledger.rows, "row")))
         else:
             facts["ledger"] = None

@@ -3,25 +3,29 @@
 import hashlib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from megatron_fanformer.data.chat_files import IDS_NPY, MASK_NPY, MASK_SUFFIX, count_learned
-from megatron_fanformer.data.ledger import Ledger, ledger_path
+from megatron_fanformer.data.ledger import LEDGER_SUFFIX, open_ledger
 from megatron_fanformer.data.manifest import (
+    MANIFEST_SUFFIX,
     FileRecord,
     Manifest,
     PartManifest,
     TokenFiles,
-    manifest_path,
     read_any_manifest,
 )
+from megatron_fanformer.data.remote_files import find
+from megatron_fanformer.data.remote_streams import open_stream
 from megatron_fanformer.data.token_files import read_index
 from megatron_fanformer.errors import CorruptError, InputError
 from megatron_fanformer.formats.recognition import Target
 from megatron_fanformer.inspection.report import Advance
 from megatron_fanformer.processes import usable_cores
+from megatron_fanformer.runtime.device import cache_folder
+from megatron_fanformer.stores import is_url
 from megatron_fanformer.terminal import plural, size
 
 TOKEN_ENDINGS = (".bin", ".npy", IDS_NPY)
@@ -47,7 +51,7 @@ def check_data(target: Target, advance: Advance) -> str:
     for prefix, manifest in manifests.items():
         _check_counts(prefix, manifest)
     files = [
-        _File(Path(prefix).parent, record, manifest.settings.dtype if ending in TOKEN_ENDINGS else None)
+        _File(beside(prefix, record.path), record, manifest.settings.dtype if ending in TOKEN_ENDINGS else None)
         for prefix, manifest in manifests.items()
         for output in _outputs(manifest)
         for ending, record in output.files.items()
@@ -57,7 +61,7 @@ def check_data(target: Target, advance: Advance) -> str:
         largest = {file.path: value for file, value in zip(files, found, strict=True) if file.dtype}
     for prefix, manifest in manifests.items():
         for output in _outputs(manifest):
-            _check_output(Path(prefix).parent, output, manifest, largest)
+            _check_output(prefix, output, manifest, largest)
     outputs = [output for manifest in manifests.values() for output in _outputs(manifest)]
     return (
         f"SHA-256 of {plural(len(files), 'file')}, {size(sum(file.record.bytes for file in files))}; index, ledger and"
@@ -70,9 +74,17 @@ def _manifest(prefix: str) -> Manifest | PartManifest:
     manifest = read_any_manifest(prefix)
     if manifest is None:
         raise InputError(
-            f"{manifest_path(prefix)} does not exist, and without it there is nothing to verify {prefix} against"
+            f"{prefix}{MANIFEST_SUFFIX} does not exist, and without it there is nothing to verify {prefix} against"
         )
+    if is_url(prefix) and manifest.settings.chat is not None:
+        raise InputError(f"{prefix} holds conversations, which are verified on this machine; copy them here")
     return manifest
+
+
+def beside(prefix: str, name: str) -> str:
+    """Return the path or URL of a file that a manifest names."""
+    folder, slash, _ = prefix.rpartition("/")
+    return folder + slash + name
 
 
 def _outputs(manifest: Manifest | PartManifest) -> list[TokenFiles]:
@@ -82,35 +94,31 @@ def _outputs(manifest: Manifest | PartManifest) -> list[TokenFiles]:
 def _check_counts(prefix: str, manifest: Manifest | PartManifest) -> None:
     if isinstance(manifest, PartManifest):
         return
-    path = manifest_path(prefix)
+    path = prefix + MANIFEST_SUFFIX
     for name in ("documents", "tokens"):
         of_outputs = sum(getattr(output, name) for output in manifest.outputs)
         _compare(path, f"{name} and those of its outputs", getattr(manifest, name), of_outputs)
     accounted = manifest.documents + sum(manifest.refused.values())
     _compare(path, "lines_read and its documents and refused lines", manifest.lines_read, accounted)
     for output in manifest.outputs:
-        part = str(path.parent / output.prefix)
+        part = beside(prefix, output.prefix)
         record = read_any_manifest(part)
         if record is not None and output not in _outputs(record):
-            raise CorruptError(f"{manifest_path(part)} and {path} describe its files differently; prepare it again")
+            raise CorruptError(f"{part}{MANIFEST_SUFFIX} and {path} describe its files differently; prepare it again")
 
 
 class _File(NamedTuple):
-    folder: Path
+    path: str
     record: FileRecord
     dtype: str | None
     """Type of its tokens; None where it holds something else."""
-
-    @property
-    def path(self) -> Path:
-        return self.folder / self.record.path
 
 
 def _check_file(file: _File, advance: Advance) -> int:
     """Compare a file's bytes with its manifest; returns its largest token id, -1 if it holds none."""
     path, record = file.path, file.record
     try:
-        found = path.stat().st_size
+        found = _size(path)
         if found != record.bytes:
             raise CorruptError(
                 f"{path} holds {found} bytes where its manifest says {record.bytes}; copy or prepare it again"
@@ -125,9 +133,22 @@ def _check_file(file: _File, advance: Advance) -> int:
     return largest
 
 
-def _read_through(path: Path, dtype: str | None, advance: Advance) -> tuple[str, int]:
+def _size(path: str) -> int:
+    if not is_url(path):
+        return Path(path).stat().st_size
+    if (file := find(path)) is None:
+        raise CorruptError(f"{path}, which its manifest lists, is not there; copy or prepare it again")
+    return file.size
+
+
+def _opened(path: str) -> Any:
+    file = find(path) if is_url(path) else None
+    return Path(path).open("rb") if file is None else open_stream(file)
+
+
+def _read_through(path: str, dtype: str | None, advance: Advance) -> tuple[str, int]:
     digest, largest = hashlib.sha256(), -1
-    with path.open("rb") as stream:
+    with _opened(path) as stream:
         while block := stream.read(BLOCK_BYTES):
             digest.update(block)
             if dtype is not None and len(block) % np.dtype(dtype).itemsize == 0:
@@ -136,14 +157,12 @@ def _read_through(path: Path, dtype: str | None, advance: Advance) -> tuple[str,
     return digest.hexdigest(), largest
 
 
-def _check_output(
-    folder: Path, output: TokenFiles, manifest: Manifest | PartManifest, largest: dict[Path, int]
-) -> None:
-    prefix = str(folder / output.prefix)
-    path, lengths = manifest_path(prefix), None
+def _check_output(whole: str, output: TokenFiles, manifest: Manifest | PartManifest, largest: dict[str, int]) -> None:
+    prefix = beside(whole, output.prefix)
+    path, lengths = prefix + MANIFEST_SUFFIX, None
     ending, tokens_file = next((end, record) for end, record in output.files.items() if end in TOKEN_ENDINGS)
     if ".idx" in output.files:
-        index = read_index(prefix)
+        index = read_index(prefix, cache=cache_folder())
         lengths = index.lengths
         _compare(path, f"documents and those of {prefix}.idx", output.documents, len(lengths))
         _compare(path, f"tokens and those of {prefix}.idx", output.tokens, index.tokens)
@@ -151,12 +170,12 @@ def _check_output(
         tokens = tokens_file.bytes // np.dtype(manifest.settings.dtype).itemsize
         _compare(path, f"tokens and those of {prefix}{ending}", output.tokens, tokens)
     if output.tokens:
-        found = largest[folder / tokens_file.path]
+        found = largest[beside(whole, tokens_file.path)]
         _compare(path, "max_token_id and the largest in the token file", output.max_token_id, found)
     for end in MASK_ENDINGS:
         if end in output.files:
             _compare(path, f"tokens and bytes of {prefix}{end}", output.tokens, output.files[end].bytes)
-            learned = count_learned(folder / output.files[end].path)
+            learned = count_learned(Path(beside(whole, output.files[end].path)))
             _compare(path, f"learned_tokens and those of {prefix}{end}", output.learned_tokens, learned)
     if ".ledger.parquet" in output.files:
         # A ledger of chats has rows of refused lines, too; of a whole that was merged, each list's own.
@@ -174,9 +193,10 @@ def check_ledger(prefix: str, output: TokenFiles, lengths: np.ndarray | None, *,
     Raises:
         CorruptError: a row differs.
     """
-    path = ledger_path(prefix)
-    ledger = Ledger(path)
-    _compare(path, f"rows and the documents of {manifest_path(prefix)}", ledger.rows - refused, output.documents)
+    path = prefix + LEDGER_SUFFIX
+    if (ledger := open_ledger(prefix)) is None:
+        raise CorruptError(f"{path} is not there; copy or prepare it again")
+    _compare(path, f"rows and the documents of {prefix}{MANIFEST_SUFFIX}", ledger.rows - refused, output.documents)
     row, token = 0, 0
     for first_tokens, own_lengths in ledger.spans():
         if refused:
@@ -189,7 +209,7 @@ def check_ledger(prefix: str, output: TokenFiles, lengths: np.ndarray | None, *,
     _compare(path, "the end of its last document and the token file's", token, output.tokens)
 
 
-def _compare_rows(path: Path, row: int, name: str, found: np.ndarray, expected: np.ndarray) -> None:
+def _compare_rows(path: str, row: int, name: str, found: np.ndarray, expected: np.ndarray) -> None:
     wrong = np.flatnonzero(found != expected)
     if len(wrong):
         at = int(wrong[0])
@@ -199,6 +219,6 @@ def _compare_rows(path: Path, row: int, name: str, found: np.ndarray, expected: 
         )
 
 
-def _compare(path: Path, what: str, found: object, expected: object) -> None:
+def _compare(path: str, what: str, found: object, expected: object) -> None:
     if found != expected:
         raise CorruptError(f"{path}: {what} differ ({found} and {expected}); copy or prepare it again")

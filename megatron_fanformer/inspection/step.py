@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_fanformer.data.chat_dataset import ChatDataset
-from megatron_fanformer.data.ledger import Ledger, LedgerRow, ledger_path
+from megatron_fanformer.data.ledger import Ledger, LedgerRow, open_ledger
 from megatron_fanformer.data.manifest import Manifest, read_any_manifest
 from megatron_fanformer.data.origins import Span, sample_spans
 from megatron_fanformer.data.stages import FIRST_STAGE
@@ -146,8 +146,7 @@ class StepSamples:
 
     def _ledger(self, prefix: str) -> Ledger | None:
         if prefix not in self._ledgers:
-            path = ledger_path(prefix)
-            self._ledgers[prefix] = Ledger(path) if path.exists() else None
+            self._ledgers[prefix] = open_ledger(prefix)
         return self._ledgers[prefix]
 
     def _tokenizer(self, prefix: str) -> Tokenizer | None:

@@ -15,7 +15,7 @@ class InspectOptions:
 
     path: str = argument(metavar="PATH")
     """Token files (a prefix, one of them, a blend file, a folder), a run or a checkpoint, or an exported folder; the
-    URL of a token file, a run or a checkpoint; with --step and --index a configuration file."""
+    URL of a prefix, a token file, a run or a checkpoint; with --step and --index a configuration file."""
     verify: bool = False
     """Check that all of it is present and undamaged."""
     json: bool = False
@@ -62,7 +62,7 @@ def _inspect(options: InspectOptions) -> None:
     elif step is None:
         if stray := [*options.overrides, *(["--config"] if config else []), *(["--full"] if options.full else [])]:
             raise InputError(f"{stray[0]} has no effect without --step; {PROGRAM} inspect --help lists the options")
-        is_remote_data = is_url(path) and path.endswith((".npy", ".bin", ".idx"))
+        is_remote_data = is_url(path) and (path.endswith((".npy", ".bin", ".idx")) or _has_manifest(path))
         inspect_path(path if is_remote_data else on_this_machine(path), verify=options.verify, json=options.json)
     elif options.verify:
         raise InputError("--verify checks files and --step shows samples; use one at a time")
@@ -70,6 +70,13 @@ def _inspect(options: InspectOptions) -> None:
         device.hide_gpus()
         device.prepare_libraries()
         inspect_step(on_this_machine(path), step, config, options.overrides, full=options.full, json=options.json)
+
+
+def _has_manifest(url: str) -> bool:
+    """Return whether a URL is that of a prefix which `prepare` has written."""
+    from megatron_fanformer.data.manifest import read_any_manifest
+
+    return "::" not in url and read_any_manifest(url) is not None
 
 
 INSPECT = Verb(

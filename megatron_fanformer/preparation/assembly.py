@@ -109,6 +109,12 @@ class Assembler:
             self._publish(self.next_input, 0)
         return self.published
 
+    def close(self) -> None:
+        """Leave what is not finished; the next run begins it again."""
+        if self._writer is not None:
+            self._writer.abandon()
+            self._writer = None
+
     def _append_rows(self, tokens: IO[bytes], mask: IO[bytes] | None, rows: Any, shard: str, document: int) -> None:
         """Append documents of one shard; `document` is the number of the first one in it."""
         while rows.num_rows:

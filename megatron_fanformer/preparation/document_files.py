@@ -26,7 +26,7 @@ from megatron_fanformer.preparation.documents import (
     text_columns,
 )
 from megatron_fanformer.preparation.inputs import PARQUET_SUFFIX, TEXT_SUFFIXES
-from megatron_fanformer.preparation.remote_inputs import InputFile, RemoteInput
+from megatron_fanformer.preparation.remote_inputs import InputFile, RemoteInput, recorded_path
 
 if sys.version_info >= (3, 14):
     from compression import zstd
@@ -44,7 +44,7 @@ PAGE_HEADER_BYTES = 32  # the fields that are read take 18 at most
 
 
 class WholeText(NamedTuple):
-    """A text file's bytes, uncompressed, and its path as it was named, which is the document's id."""
+    """A text file's bytes, uncompressed, and its path in the manifest, which is the document's id."""
 
     data: bytes
     id: str
@@ -120,7 +120,7 @@ class DocumentFile:
                 pieces.append(piece)
                 if read > MAX_LINE_BYTES:  # the rest is read for its hash alone
                     pieces.clear()
-        yield None if read > MAX_LINE_BYTES else WholeText(b"".join(pieces), str(self.path))
+        yield None if read > MAX_LINE_BYTES else WholeText(b"".join(pieces), recorded_path(self.path))
 
     def _line_blocks(self, block_bytes: int) -> Iterator[Block]:
         with self._open() as raw, _decompressed(self.path, _Counted(raw, self)) as stream:

@@ -3,28 +3,37 @@
 Texts are UTF-8 bytes here: gigatoken takes them as they are; Python strings cost as much again to join and convert.
 """
 
+import hashlib
 import os
+import platform
 import re
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
+from importlib.metadata import version
 from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol
 
+import msgspec
 import numpy as np
 
 from megatron_fanformer.data.manifest import Encoding
 from megatron_fanformer.data.tokenizer import Tokenizer, TokenizerTooSlow, load_tokenizer
+from megatron_fanformer.durable_files import regular_file, sha256_of, write_atomically
 from megatron_fanformer.errors import InputError, MachineTooSlow
+from megatron_fanformer.preparation import agreement
 from megatron_fanformer.preparation.agreement import (
+    CODE_POINTS,
     doubtful_pieces,
     first_difference,
     hard_texts,
     trusted_characters,
 )
 from megatron_fanformer.preparation.verb import Backend
+from megatron_fanformer.runtime.device import cache_folder
 
 GIGATOKEN = "gigatoken"
 
@@ -40,6 +49,7 @@ SMALL_INPUT_BYTES = 4 << 20
 SMALL_INPUT = "the input is small"
 # Each is searched for in every text.
 MAX_DOUBTFUL_PIECES = 8
+MOST_TRUST_BYTES = 1 << 20  # of a remembered one, which has a bit for each character
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 # A text of more characters is cut, at these places: no library joins a word to the space that follows it.
 PIECE_CHARACTERS = 1 << 18
@@ -231,9 +241,20 @@ def choose_encoder(tokenizer: Tokenizer, backend: Backend, input_bytes: int) -> 
 
 @lru_cache(maxsize=8)
 def trust_or_reason(path: Path, eod_id: int, _modified_ns: int) -> Trust | str:
-    """Return what gigatoken is trusted with, or why it must not be used; takes seconds."""
+    """Return what gigatoken is trusted with, or why it must not be used.
+
+    Takes seconds, but for a tokenizer that this user has had checked by the same versions, on such a processor.
+    """
     if find_spec(GIGATOKEN) is None:
         return "gigatoken is not installed; pip install 'megatron_fanformer[fast]'"
+    remembered = _remembered_trust_file(path, eod_id)
+    trust = _read_trust(remembered) or _checked(path, eod_id)
+    if isinstance(trust, Trust) and not remembered.exists():
+        _write_trust(remembered, trust)
+    return trust
+
+
+def _checked(path: Path, eod_id: int) -> Trust | str:
     exact = load_tokenizer(path, eod_id=eod_id)
     pieces = exact.special_pieces
     try:
@@ -250,6 +271,39 @@ def trust_or_reason(path: Path, eod_id: int, _modified_ns: int) -> Trust | str:
     except BaseException as error:  # its panics are not subclasses of Exception
         return f"gigatoken cannot read it: {' '.join(str(error).split())}"
     return trust if difference is None else f"gigatoken's ids differ on {difference[:40]!a}"
+
+
+class _TrustRecord(msgspec.Struct, frozen=True):
+    characters: bytes
+    """A bit for each."""
+    doubtful_pieces: list[str]
+
+
+def _remembered_trust_file(path: Path, eod_id: int) -> Path:
+    """Return the file for a tokenizer's trust; all that decides it is in the name."""
+    decides = [sha256_of(path), str(eod_id), platform.machine()]
+    decides += [version(name) for name in (GIGATOKEN, "tokenizers", "sentencepiece")]
+    decides += [sha256_of(source) for source in (Path(__file__), Path(agreement.__file__))]
+    with suppress(OSError):  # gigatoken takes another way on another processor
+        decides += [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("flags")][:1]
+    return cache_folder() / GIGATOKEN / f"{hashlib.sha256(' '.join(decides).encode()).hexdigest()[:32]}.json"
+
+
+def _read_trust(file: Path) -> Trust | None:
+    try:
+        content = regular_file(file, most_bytes=MOST_TRUST_BYTES).read_bytes()
+        record = msgspec.json.decode(content, type=_TrustRecord)
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
+        return None
+    characters = np.unpackbits(np.frombuffer(record.characters, np.uint8)).astype(bool)
+    return Trust(characters, record.doubtful_pieces) if len(characters) == CODE_POINTS else None
+
+
+def _write_trust(file: Path, trust: Trust) -> None:
+    record = _TrustRecord(np.packbits(trust.characters).tobytes(), trust.doubtful_pieces)
+    with suppress(OSError):  # then the next command checks it again
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(file, msgspec.json.encode(record))
 
 
 def _rows(encoder: IdEncoder) -> Callable[[Sequence[str]], list[list[int]]]:

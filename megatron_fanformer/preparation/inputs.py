@@ -8,7 +8,7 @@ from pathlib import Path
 from megatron_fanformer.data.remote_files import find, listed, look_up, small_file
 from megatron_fanformer.durable_files import regular_file
 from megatron_fanformer.errors import InputError
-from megatron_fanformer.preparation.remote_inputs import InputFile, RemoteInput
+from megatron_fanformer.preparation.remote_inputs import InputFile, RemoteInput, recorded_path
 from megatron_fanformer.stores import is_url, password_problem
 
 LINE_KINDS, TEXT_KINDS = (".jsonl", ".json", ".ndjson"), (".txt", ".md")
@@ -78,7 +78,7 @@ def _local_inputs(names: Iterable[str], suffixes: Sequence[str]) -> list[Path]:
         if file.resolve() in seen:
             raise InputError(f"{file} is named twice among the inputs, its documents would count double; name it once")
         seen.add(file.resolve())
-    return sorted(files)
+    return sorted(files, key=lambda file: Path(recorded_path(file)))
 
 
 def _with_lists(inputs: Iterable[str | Path]) -> Iterator[str]:

@@ -4,15 +4,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from megatron_fanformer.data.manifest import (
-    Encoding,
-    Manifest,
-    encode_manifest,
-    manifest_path,
-    read_any_manifest,
-    sum_by_source,
-)
-from megatron_fanformer.durable_files import write_atomically
+from megatron_fanformer.data.manifest import MANIFEST_SUFFIX, Encoding, Manifest, encode_manifest, sum_by_source
 from megatron_fanformer.errors import CorruptError, InputError, escaped
 from megatron_fanformer.preparation.list_status import status_of
 from megatron_fanformer.preparation.lists import (
@@ -25,7 +17,13 @@ from megatron_fanformer.preparation.lists import (
     read_lists,
 )
 from megatron_fanformer.preparation.pipeline import FAILURES_NAMED, blend_of
-from megatron_fanformer.preparation.prepare import PrepareReport, missing_output
+from megatron_fanformer.preparation.prepare import PrepareReport
+from megatron_fanformer.preparation.remote_outputs import (
+    missing_output,
+    output_content,
+    output_manifest,
+    write_output,
+)
 from megatron_fanformer.preparation.shards import REFUSED_EXAMPLES
 from megatron_fanformer.terminal import show, table, width
 
@@ -65,15 +63,14 @@ def merge_lists(folder: Path) -> None:
     merged = _merged(
         manifests, [state.empty for each in lists.records if (state := lists.read_state(each.name)) and state.empty]
     )
-    content = {
-        Path(agreement.output + ".blend"): blend_of(merged.settings, merged.outputs),
-        manifest_path(agreement.output): encode_manifest(merged),
-    }
-    for path, data in content.items():
-        if path.exists() and path.read_bytes() != data:
-            raise InputError(f"{path} exists, and is not of these lists; remove it, and merge again")
-    for path, data in content.items():  # the manifest last
-        write_atomically(path, data)
+    content = {".blend": blend_of(merged.settings, merged.outputs), MANIFEST_SUFFIX: encode_manifest(merged)}
+    for suffix, data in content.items():
+        if output_content(agreement.output, suffix) not in (None, data):
+            raise InputError(
+                f"{agreement.output}{suffix} exists, and is not of these lists; remove it, and merge again"
+            )
+    for suffix, data in content.items():  # the manifest last
+        write_output(agreement.output, suffix, data)
     show(_report(agreement.output, merged))
 
 
@@ -92,7 +89,7 @@ def checked_manifest(agreement: Agreement, lists: InputLists, record: ListRecord
     prefix, name = list_prefix(agreement.output, record.name), f"list {record.name}"
     problems: list[str] = []
     try:
-        manifest = read_any_manifest(prefix)
+        manifest = output_manifest(prefix)
         listed = Counter(lists.paths(record.name))
     except (CorruptError, OSError, UnicodeDecodeError) as error:
         return None, [f"{name}: {error}"]

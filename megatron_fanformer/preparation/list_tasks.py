@@ -31,6 +31,7 @@ from megatron_fanformer.preparation.prepare import prepare, settings_and_tokeniz
 from megatron_fanformer.preparation.progress import progress_line
 from megatron_fanformer.preparation.verb import PrepareConfig
 from megatron_fanformer.preparation.workers import Refused
+from megatron_fanformer.stores import is_url
 from megatron_fanformer.terminal import plural, show
 
 LOOK_SECONDS = 10.0
@@ -55,7 +56,7 @@ def prepare_lists(config: PrepareConfig) -> None:
     lists = read_lists(config.from_lists)
     if config.task is not None and config.task < 0:
         raise InputError(f"--task is {config.task}; it must be at least 0, as the first list is")
-    output = os.path.abspath(config.output)
+    output = config.output if is_url(config.output) else os.path.abspath(config.output)
     settings, tokenizer = settings_and_tokenizer(config)
     agreement = Agreement(output=output, settings=settings, tokenizer=tokenizer, strict=config.strict)
     lists.agree(agreement)

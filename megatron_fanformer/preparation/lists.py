@@ -16,11 +16,12 @@ from pathlib import Path
 import msgspec
 
 from megatron_fanformer.checkpoint.run_lock import holder_of
-from megatron_fanformer.data.manifest import InputRecord, Settings, TokenizerRecord, manifest_path
+from megatron_fanformer.data.manifest import InputRecord, Settings, TokenizerRecord
 from megatron_fanformer.durable_files import new_folder, regular_file, take_lock, write_atomically
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.preparation.inputs import LARGEST_LIST_BYTES
-from megatron_fanformer.preparation.remote_inputs import InputFile, RemoteInput
+from megatron_fanformer.preparation.remote_inputs import InputFile, recorded_path
+from megatron_fanformer.preparation.remote_outputs import is_complete
 from megatron_fanformer.preparation.work_folder import folder_path, settings_difference, tokenizer_difference
 from megatron_fanformer.terminal import plural, size
 
@@ -49,7 +50,7 @@ class Agreement(msgspec.Struct, frozen=True, kw_only=True):
     """What all tasks have in common."""
 
     output: str
-    """Absolute prefix, to which each list's name is added."""
+    """Absolute prefix, or its URL, to which each list's name is added."""
     settings: Settings
     tokenizer: TokenizerRecord
     strict: bool = False
@@ -146,7 +147,7 @@ class InputLists:
         names = [record.name for record in self.records]
         prefixes = [list_prefix(agreement.output, name) for name in names]
         return any(holder_of(self.task_folder(name)) is not None for name in names) or any(
-            manifest_path(prefix).exists() or folder_path(prefix).exists() for prefix in prefixes
+            is_complete(prefix) or folder_path(prefix).exists() for prefix in prefixes
         )
 
 
@@ -162,7 +163,7 @@ def list_prefix(output: str, name: str) -> str:
 
 def is_done(output: str, name: str) -> bool:
     """Return whether a list's preparation is complete: its manifest comes last."""
-    return manifest_path(list_prefix(output, name)).exists()
+    return is_complete(list_prefix(output, name))
 
 
 def read_lists(folder: Path) -> InputLists:
@@ -188,7 +189,7 @@ def write_lists(files: Sequence[InputFile], number: int, folder: Path) -> str:
         raise InputError(f"--lists is {number}; it must be at least 1")
     weighed: list[tuple[float, str, int]] = []
     for file in files:
-        path = str(file) if isinstance(file, RemoteInput) else os.path.abspath(file)
+        path = recorded_path(file)
         # A list is UTF-8 text, some of whose characters end a line, and its lines are stripped.
         if path.splitlines() != [path.strip()] or path.encode("utf-8", "replace").decode() != path:
             raise InputError(f"{path!r} cannot stand on a line of a list; rename the file")

@@ -3,6 +3,7 @@
 import platform
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -25,7 +26,7 @@ from megatron_fanformer.preparation.encoding import TokenizersDisagree
 from megatron_fanformer.preparation.id_encoders import EncoderChoice
 from megatron_fanformer.preparation.remote_inputs import InputFile, recorded_path
 from megatron_fanformer.preparation.shards import REFUSED_EXAMPLES, ShardRecord, is_unchanged
-from megatron_fanformer.preparation.token_writer import SUFFIXES, writing_to
+from megatron_fanformer.preparation.token_writer import standing_suffixes, writing_to
 from megatron_fanformer.preparation.work_folder import Assignment, WorkFolder, work_folder
 from megatron_fanformer.preparation.workers import Done, Failed, Refused, Task, WorkDone, WorkerPool, WorkerSetup
 
@@ -100,7 +101,7 @@ def run(job: PreparationJob, progress: ProgressListener | None) -> Manifest:
 def _refuse_standing_files(prefix: str) -> None:
     """Raise InputError if there are files under the output names of a prefix, or of its first part."""
     names = (prefix, part_prefix(prefix, 0))
-    for path in (Path(name + suffix) for name in names for suffix in (*SUFFIXES, ".blend", ".manifest.json")):
+    for path in (Path(name + suffix) for name in names for suffix in standing_suffixes()):
         if path.exists():
             raise InputError(
                 f"{path} exists, and there is no manifest of a complete preparation; choose another output prefix,"
@@ -122,6 +123,10 @@ class _Run:
         self._sums: Counter[str] = Counter(documents=0, text_bytes=0, input_bytes=0, input_bytes_total=total)
 
     def run(self) -> Manifest:
+        with closing(self._assembler):
+            return self._prepare()
+
+    def _prepare(self) -> Manifest:
         self._assembler.resume(self._job.workers)
         self._find_done()
         tasks = [Task(number, file) for number, file in enumerate(self._job.files) if number not in self._records]

@@ -4,7 +4,6 @@ This module decides what is to be done, whether it can be done, and whether it i
 """
 
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import get_args
 
 from megatron_fanformer.data.chat_files import NPY_ROW_TOKENS
@@ -19,7 +18,6 @@ from megatron_fanformer.data.manifest import (
     Settings,
     TokenizerRecord,
     TooLong,
-    read_any_manifest,
 )
 from megatron_fanformer.data.token_files import token_dtype
 from megatron_fanformer.data.tokenizer import Tokenizer, load_tokenizer, tokenizer_file
@@ -30,6 +28,7 @@ from megatron_fanformer.preparation.id_encoders import SMALL_INPUT, EncoderChoic
 from megatron_fanformer.preparation.inputs import CHAT_SUFFIXES, DOCUMENT_SUFFIXES, NPY_SUFFIXES, expand_inputs
 from megatron_fanformer.preparation.pipeline import PreparationJob, ProgressListener, run
 from megatron_fanformer.preparation.remote_inputs import InputFile, RemoteInput, input_sha256, recorded_path
+from megatron_fanformer.preparation.remote_outputs import RemoteOutput, missing_output, output_manifest
 from megatron_fanformer.preparation.shards import is_unchanged
 from megatron_fanformer.preparation.verb import Backend, PrepareConfig
 from megatron_fanformer.preparation.work_folder import (
@@ -87,6 +86,8 @@ class PrepareReport:
 def prepare(config: PrepareConfig, progress: ProgressListener | None = None) -> PrepareReport:
     """Tokenize all documents or conversations of the inputs into token files, their ledger and their manifest.
 
+    With an output on another store, they are prepared here, and then copied.
+
     Each document becomes one sequence, ended by the end-of-text id, in the order of the inputs (sorted) and of
     their lines. Lines that are not documents are counted by reason. If the same preparation is already
     complete, nothing is done; if it was interrupted, it continues, to the same bytes. `progress` is called as
@@ -103,6 +104,26 @@ def prepare(config: PrepareConfig, progress: ProgressListener | None = None) -> 
     config = _with_tokenizer_here(config)
     files = input_files(config)
     tokenizer, settings, record = _described(config)
+    if not is_url(config.output):
+        return _prepare_here(config, files, tokenizer, settings, record, progress)
+    output = RemoteOutput(config.output)
+    if (existing := _existing(config, files, settings, record)) is not None:
+        output.discard_scratch(config.scratch)
+        return PrepareReport(prefix=config.output, already_there=True, manifest=existing)
+    with output.scratch(config.scratch) as prefix:
+        report = _prepare_here(replace(config, output=prefix), files, tokenizer, settings, record, progress)
+        output.upload(prefix, report.manifest)
+    return replace(report, prefix=config.output, already_there=False)
+
+
+def _prepare_here(
+    config: PrepareConfig,
+    files: list[InputFile],
+    tokenizer: Tokenizer,
+    settings: Settings,
+    record: TokenizerRecord,
+    progress: ProgressListener | None,
+) -> PrepareReport:
     existing = _existing(config, files, settings, record)
     if existing is not None:
         return PrepareReport(prefix=config.output, already_there=True, manifest=existing)
@@ -241,7 +262,7 @@ def _existing(
 ) -> Manifest | None:
     """Return the manifest of the same preparation, already complete; None where the prefix is free or unfinished."""
     prefix = config.output
-    manifest = read_any_manifest(prefix)
+    manifest = output_manifest(prefix)
     if manifest is None:
         return None
     remedy = "choose another output prefix, or remove its files"
@@ -256,17 +277,10 @@ def _existing(
         raise InputError(f"output prefix {prefix} already exists with {difference}; {remedy}")
     if config.strict and manifest.refused:
         raise InputError(f"{manifest.refused_examples[0]}, and the prefix {prefix} already exists without it; {remedy}")
-    if folder_path(prefix).exists():  # a run that was killed after its very last step
+    if not is_url(prefix) and folder_path(prefix).exists():  # a run that was killed after its very last step
         with work_folder(prefix) as work:
             work.remove()
     return manifest
-
-
-def missing_output(prefix: str, manifest: Manifest) -> Path | None:
-    """Return the first file of a prefix that does not stand with its size; None if all do."""
-    records = [record for output in manifest.outputs for record in output.files.values()]
-    files = ((Path(prefix).parent / record.path, record.bytes) for record in records)
-    return next((path for path, size in files if not path.is_file() or path.stat().st_size != size), None)
 
 
 def _inputs_difference(files: list[InputFile], records: list[InputRecord]) -> str | None:

@@ -151,7 +151,7 @@ class ShardWriter:
         self._refused.update(reason for _, reason in block.refusals)
         for number, reason in block.refusals[: REFUSED_EXAMPLES - len(self._examples)]:
             line = lines_before + number + 1
-            self._examples.append(RefusedLine(file=str(self._input_path), line=line, reason=reason))
+            self._examples.append(RefusedLine(file=recorded_path(self._input_path), line=line, reason=reason))
         self._counts.update(
             lines=block.lines, documents=len(block.lengths), tokens=len(block.tokens), text_bytes=block.text_bytes
         )

@@ -7,10 +7,9 @@ Everything is streamed: the index of a billion documents is written from a file 
 
 import hashlib
 import os
-import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ import numpy as np
 
 from megatron_fanformer.data.chat_files import IDS_NPY, MASK_NPY, MASK_SUFFIX
 from megatron_fanformer.data.ledger import CUT, LEDGER_SUFFIX, LedgerWriter
-from megatron_fanformer.data.manifest import FileRecord, Format, Settings, TokenFiles
+from megatron_fanformer.data.manifest import MANIFEST_SUFFIX, FileRecord, Format, Settings, TokenFiles
 from megatron_fanformer.data.token_files import DTYPES, INDEX_HEADER, INDEX_MAGIC
 from megatron_fanformer.durable_files import naming, sync
 from megatron_fanformer.errors import FanformerError, InputError
@@ -28,6 +27,11 @@ TOKEN_SUFFIXES: dict[Format, str] = {"megatron": ".bin", "npy": ".npy"}
 CHAT_SUFFIXES: dict[Format, tuple[str, str]] = {"megatron": (".bin", MASK_SUFFIX), "npy": (IDS_NPY, MASK_NPY)}
 SUFFIXES = (*TOKEN_SUFFIXES.values(), ".idx", MASK_SUFFIX, IDS_NPY, MASK_NPY, LEDGER_SUFFIX)
 INDEX_CHUNK = 1 << 20
+
+
+def standing_suffixes() -> tuple[str, ...]:
+    """Return the ends of names that an output may have, the manifest's last."""
+    return (*SUFFIXES, ".blend", MANIFEST_SUFFIX)
 
 
 class TokenWriter:
@@ -105,6 +109,21 @@ class TokenWriter:
             cut=None if self._mask is None else self._cut,
         )
 
+    def abandon(self) -> None:
+        """Close files that will not be finished.
+
+        pyarrow's writer, if the collector found it open, would write the end of a ledger: at any moment of this
+        process's next work, which may hold the very lock that a hash takes.
+        """
+        with suppress(OSError):  # of what it still held
+            self._lengths.close()
+        for file in (self._tokens, self._mask):
+            if file is not None:
+                file.abandon()
+        if self._ledger is not None:
+            self._ledger.file.abandon()
+            self._ledger.abandon()
+
     def publish(self, files: TokenFiles, folder: Path) -> None:
         """Give the finished files their names in `folder`."""
         for suffix, record in files.files.items():
@@ -115,9 +134,6 @@ class TokenWriter:
 
     def _partial(self, suffix: str) -> Path:
         return self._folder / (self._prefix + suffix.replace("/", "."))  # files alone are in that folder
-
-
-_own = threading.local()
 
 
 class _HashedFile:
@@ -131,16 +147,12 @@ class _HashedFile:
         self.bytes = 0
 
     def write(self, data: Any) -> int:
-        if getattr(_own, "is_submitting", False):  # the collector closes a writer that was left, within `submit`
+        if self._file.closed:  # by `abandon`
             return len(data)
         data = bytes(data)  # a copy if the buffer is the caller's, which may change once this returns
         if self._hashed is not None:
             self._hashed.result()  # one piece at a time is held
-        _own.is_submitting = True  # whose lock is not to be taken twice by one thread
-        try:
-            self._hashed = self._thread.submit(self._digest.update, data)
-        finally:
-            _own.is_submitting = False
+        self._hashed = self._thread.submit(self._digest.update, data)
         self.bytes += len(data)
         return self._file.write(data)
 
@@ -152,6 +164,12 @@ class _HashedFile:
             os.fsync(self._file.fileno())
             self._file.close()
         return self._digest.hexdigest()
+
+    def abandon(self) -> None:
+        """Take no more: what is written from now on is dropped."""
+        self._thread.shutdown()
+        with suppress(OSError):
+            self._file.close()
 
     # What pyarrow needs from a file besides `write`.
     closed = False

@@ -1,27 +1,19 @@
 """The verb `prepare`, and its options; imports nothing that is slow."""
 
-from argparse import ArgumentTypeError
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Literal
 
 from megatron_fanformer.data.manifest import Format, Learn, TooLong
 from megatron_fanformer.errors import InputError
-from megatron_fanformer.options import PROGRAM, Verb, argument, option, path_or_none
-from megatron_fanformer.processes import usable_cores
+from megatron_fanformer.options import PROGRAM, Verb, argument, count, option, path_or_none
+from megatron_fanformer.processes import unwound_by_stop_signals, usable_cores
+from megatron_fanformer.stores import is_url
 from megatron_fanformer.terminal import show
 
 MANY = "many machines"
+STOPPED = "before the end; what is done is kept, run the same command to continue"
 Backend = Literal["auto", "gigatoken", "tokenizers", "sentencepiece"]
-
-
-def _size(text: str) -> int:
-    """Return a number of bytes: digits, then K, M, G or T for powers of 1000."""
-    factors = {"K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
-    digits = text[:-1] if text[-1:].upper() in factors else text
-    if not digits.isdecimal():
-        raise ArgumentTypeError(f"{text!r} is not a size; write bytes, such as 500M or 10G")
-    return int(digits) * factors.get(text[-1:].upper(), 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +23,9 @@ class PrepareConfig:
     inputs: tuple[str, ...] = argument((), metavar="INPUT")
     """Files (.jsonl, .json, .ndjson, .txt, .md, also .gz or .zst; .parquet), folders, patterns, URLs, @LIST files."""
     output: str = option("", metavar="PREFIX")
-    """Prefix of the token files: PREFIX.bin, PREFIX.idx, PREFIX.ledger.parquet, PREFIX.manifest.json."""
+    """Prefix of the token files: PREFIX.bin, PREFIX.idx, PREFIX.ledger.parquet, PREFIX.manifest.json; or its URL."""
+    scratch: Path | None = option(None, metavar="FOLDER", parse=path_or_none)
+    """With --output at a URL: where they are prepared before they are copied (default: in this user's cache)"""
     tokenizer: str = ""
     """A sentencepiece .model, a Hugging Face tokenizer.json, or a folder that holds one."""
     workers: int = field(default_factory=usable_cores)
@@ -42,7 +36,7 @@ class PrepareConfig:
     """The id that ends a document (default: the tokenizer's end of text)"""
     format: Format = option("megatron", parse=str)
     """megatron: .bin and .idx; npy: the headerless .npy files of the reference."""
-    part_bytes: int | None = option(None, name="--part-size", metavar="SIZE", parse=_size)
+    part_bytes: int | None = option(None, name="--part-size", metavar="SIZE", parse=count)
     """Publish parts PREFIX-00000, PREFIX-00001, … of about SIZE bytes of tokens, e.g. 500M, 10G (default: one)"""
     min_length: int = option(0, metavar="N")
     """Leave out documents with fewer characters."""
@@ -101,6 +95,10 @@ def _check_options(config: PrepareConfig) -> None:
         raise InputError(f"{stray[0]} is set, which has no effect with --{mode}; leave one of them out")
     if mode is None and config.json:
         raise InputError("json is set, which has no effect without --status; leave it out")
+    if config.lists is not None and is_url(config.output):
+        raise InputError(f"output {config.output} is on another store, and lists are files of a disk; name a folder")
+    if config.scratch is not None and not is_url(config.output):
+        raise InputError("scratch is set, which has no effect without --output at a URL; leave it out")
     if config.from_lists is None and config.task is not None:
         raise InputError("task is set, which has no effect without --from-lists; leave it out")
     if config.from_lists is not None and config.inputs:
@@ -131,9 +129,11 @@ def _prepare(config: PrepareConfig) -> None:
     elif config.from_lists is not None:
         from megatron_fanformer.preparation.list_tasks import prepare_lists
 
-        prepare_lists(config)
+        with unwound_by_stop_signals(outcome=STOPPED):  # which gives its list back
+            prepare_lists(config)
     else:
-        _prepare_one(config)
+        with unwound_by_stop_signals(outcome=STOPPED):
+            _prepare_one(config)
 
 
 def _prepare_one(config: PrepareConfig) -> None:

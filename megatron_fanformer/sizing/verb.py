@@ -3,28 +3,11 @@
 import argparse
 import math
 from dataclasses import dataclass
-from decimal import Decimal
 from pathlib import Path
 
-from megatron_fanformer.options import ANY_FIELD, Verb, option, overrides, path_or_none
+from megatron_fanformer.options import ANY_FIELD, Verb, count, option, overrides, path_or_none
 
 ALL_STAGES = "all-stages"
-MOST_TOKENS = 10**18
-FACTORS = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
-
-
-def tokens(text: str) -> int:
-    """Return a number of tokens: 1T, 1.05T, 300B, 15M or all digits."""
-    factor = FACTORS.get(text[-1:].upper(), 1)
-    try:
-        number = Decimal(text[:-1] if factor > 1 else text) * factor
-    except ArithmeticError:  # no number, or beyond any exponent
-        number = Decimal(0)
-    if not number.is_finite() or not 1 <= number <= MOST_TOKENS or number != number.to_integral_value():
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is not a number of tokens from 1 to 1000000T; write it as in 1T, 300B or 15M"
-        )
-    return int(number)
 
 
 def _count(text: str) -> int:
@@ -65,7 +48,7 @@ class PlanOptions:
     """Find the fastest of all layouts that are legal and fit."""
     simulate: tuple[int | str, ...] = option((), metavar="RANK", parse=_rank)
     """Run a step of these ranks under fake tensors; all-stages: of one rank of each pipeline stage."""
-    tokens: int | None = option(None, parse=tokens)
+    tokens: int | None = option(None, parse=count)
     """Tokens to train on, e.g. 1T, 300B, 15M (default: those of the configuration's steps)"""
     price: float | None = option(None, metavar="P", parse=_price)
     """Price of a GPU hour, in any currency."""

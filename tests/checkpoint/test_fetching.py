@@ -13,7 +13,7 @@ from unittest import mock
 import msgspec
 import pytest
 
-from megatron_fanformer import durable_files
+from megatron_fanformer import durable_files, stores
 from megatron_fanformer.checkpoint import remote, store
 from megatron_fanformer.checkpoint.config import CheckpointConfig
 from megatron_fanformer.checkpoint.manifest import MANIFEST, FileSums, read_manifest
@@ -289,7 +289,7 @@ def test_no_attempt_follows_one_that_took_longer_than_a_command_waits(
 ) -> None:
     """A driver may need minutes to say that nothing answers."""
     FailingFiles.target = -1
-    monkeypatch.setattr(remote, "PATIENCE_SECONDS", -1.0)
+    monkeypatch.setattr(stores, "PATIENCE_SECONDS", -1.0)
     with pytest.raises(FanformerError, match="cannot be reached"):
         fetched(failing, tmp_path / "cache", lambda _: None)
     assert pauses == []

@@ -18,7 +18,7 @@ from unittest import mock
 import pytest
 
 from megatron_fanformer import stores
-from megatron_fanformer.checkpoint import mirror, remote, store
+from megatron_fanformer.checkpoint import mirror, store
 from megatron_fanformer.checkpoint.manifest import MANIFEST, read_manifest
 from megatron_fanformer.checkpoint.mirror import Mirror, UploadStatus
 from megatron_fanformer.checkpoint.remote import RemoteRun
@@ -104,7 +104,7 @@ def test_a_good_one_is_not_removed_because_the_store_did_not_answer(failing: str
 def test_a_sign_of_life_comes_with_every_part_and_every_file_removed(
     failing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(remote, "READ_BYTES", 1 << 10)
+    monkeypatch.setattr(stores, "READ_BYTES", 1 << 10)
     calls = [0]
     silent = 0  # most calls to the store between two signs of life
 

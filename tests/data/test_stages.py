@@ -130,7 +130,7 @@ def test_where_a_stage_begins(name: str, step: int) -> None:
 
 @pytest.mark.parametrize("name", ["9001", "from step 0", "step 5", "from step 1.5", "from token 3.9T ", "from epoch 2"])
 def test_a_name_that_says_no_beginning_is_refused(name: str) -> None:
-    with pytest.raises(InputError, match=r"does not say where the stage begins; write it as 'from step 9001'"):
+    with pytest.raises(InputError, match="does not say where the stage begins"):
         first_step(name, batch_tokens=100)
 
 

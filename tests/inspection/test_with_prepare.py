@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 
 from megatron_fanformer.cli import main
+from megatron_fanformer.data import remote_files
 from tests.conftest import SAMPLES
+from tests.data.failing_stores import planned
 from tests.inspection.conftest import TOKENIZER, Inspect
 from tests.small_runs import small_run, write_config
 
@@ -60,3 +62,32 @@ def test_a_step_leads_back_to_the_documents(inspect: Inspect, tmp_path: Path, op
         assert passage["text"].strip("\ufffd") in line["text"] + END
         if document["first_token"] == 0:
             assert line["text"].startswith(passage["text"].removesuffix(END).rstrip("\ufffd"))
+
+
+def test_token_files_on_another_store_are_shown_and_verified_as_here(
+    inspect: Inspect, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+    prefix = prepared(tmp_path, "--part-size", "8000")
+
+    def said(place: str, *options: str) -> str:
+        remote_files.forget()
+        found = inspect(place, *options)
+        assert found.error == ""
+        return found.out.replace(url, str(tmp_path))
+
+    with planned(tmp_path) as url:
+        for name in ("docs", "docs-00001"):  # the whole, and a part with its ledger
+            assert said(f"{url}/{name}", "--verify") == said(f"{tmp_path}/{name}", "--verify")
+        ledger, tokens = (prefix.with_name(f"docs-00001{suffix}") for suffix in (".ledger.parquet", ".bin"))
+        for file in (ledger, tokens):
+            sound = file.read_bytes()
+            file.write_bytes(sound[:-9] + b"\xee" + sound[-8:])
+            remote_files.forget()
+            found = inspect(f"{url}/docs", "--verify")
+            assert (found.code, found.error.split(" ")[0]) == (3, f"{url}/{file.name}")
+            file.write_bytes(sound)
+        tokens.unlink()
+        remote_files.forget()
+        found = inspect(f"{url}/docs", "--verify")
+        assert found.code == 3 and f"{url}/docs-00001.bin, which its manifest lists, is not there" in found.error

@@ -14,6 +14,12 @@ def quick_workers(forked_workers: None) -> None:
     """Of preparations in this process."""
 
 
+@pytest.fixture(autouse=True)
+def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One for all tests, which is not this user's."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache"))
+
+
 @pytest.fixture
 def prepare(small_tokenizer_file: Path) -> Prepare:
     """`prepare_files` with the small tokenizer: the prefix, then each file."""

@@ -122,8 +122,9 @@ class Faulty(Gigatoken):
 
 
 @pytest.fixture
-def faulty(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Any]]:
+def faulty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Any]]:
     id_encoders.trust_or_reason.cache_clear()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(id_encoders, "Gigatoken", Faulty)
     yield Faulty
     id_encoders.trust_or_reason.cache_clear()
@@ -136,6 +137,33 @@ def test_wrong_ids_on_a_hard_text_make_the_exact_library_take_over(
     encoding = choose_encoder(load_tokenizer(small_tokenizer_file), "auto", MUCH).encoding
     assert encoding.backend == "sentencepiece"
     assert encoding.reason == r"gigatoken's ids differ on 'a\r\nb\r\n\r\n c\r'"
+
+
+def test_trust_is_remembered_until_what_decides_it_is_another(
+    tmp_path: Path, small_tokenizer_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    checked: list[int] = []
+    found = id_encoders.Trust(np.arange(0x110000) % 7 > 0, ["<s>"])
+    monkeypatch.setattr(id_encoders, "_checked", lambda _, eod_id: checked.append(eod_id) or found)
+
+    def trusted(eod_id: int = 0) -> Any:
+        id_encoders.trust_or_reason.cache_clear()
+        return id_encoders.trust_or_reason(small_tokenizer_file, eod_id, 0)
+
+    for _ in range(2):
+        trust = trusted()
+        assert (trust.characters == found.characters).all() and trust.doubtful_pieces == ["<s>"]
+    assert checked == [0]
+    trusted(eod_id=1)
+    assert checked == [0, 1]
+    monkeypatch.setattr(id_encoders, "version", lambda name: f"another {name}")
+    trusted()
+    assert checked == [0, 1, 0]
+    for remembered in (tmp_path / "megatron-fanformer" / "gigatoken").iterdir():
+        remembered.write_bytes(remembered.read_bytes()[:-1])
+    trusted()
+    assert checked == [0, 1, 0, 0]
 
 
 def test_a_difference_seen_under_way_starts_the_whole_run_anew(

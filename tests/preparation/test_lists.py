@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 
+from megatron_fanformer.checkpoint import run_lock as run_lock_module
 from megatron_fanformer.checkpoint.run_lock import run_lock
 from megatron_fanformer.cli import main
 from megatron_fanformer.data.blends import parse_blend, parse_chats
 from megatron_fanformer.data.manifest import Manifest, read_any_manifest
-from megatron_fanformer.errors import CorruptError, InputError
+from megatron_fanformer.errors import CorruptError, InputError, Interrupted
 from megatron_fanformer.preparation import list_tasks
 from megatron_fanformer.preparation import lists as lists_module
 from megatron_fanformer.preparation.list_merge import merge_lists
@@ -169,6 +170,32 @@ def test_a_lost_tasks_list_is_taken_up_and_the_merged_whole_is_that_of_one_prepa
     before = hashes(data)
     merge_lists(lists)
     assert hashes(data) == before
+
+
+def test_a_list_of_a_task_that_a_signal_ends_is_free_at_once_elsewhere(
+    tmp_path: Path, documents: Path, small_tokenizer_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    long = documents / "0.jsonl"
+    long.write_bytes(long.read_bytes() * 30)
+    lists, output = tmp_path / "lists", tmp_path / "data" / "x"
+    write_lists([long], 1, lists)
+    words = ["--from-lists", str(lists), "--output", str(output), "--tokenizer", str(small_tokenizer_file)]
+    task = start_command("prepare", *words, "--workers", "1")
+    tokens = tmp_path / "data" / "x-000.parts" / "000000.tokens"
+    wait_until(lambda: tokens.exists() and tokens.stat().st_size, task)
+    task.terminate()
+    errors = task.communicate(timeout=PATIENCE_SECONDS)[1]
+    assert task.returncode == Interrupted.exit_code
+    assert errors.splitlines()[-1].startswith("megatron-fanformer: stopped on SIGTERM before the end; what is done is")
+
+    def is_renewed(*_: object) -> bool:
+        raise AssertionError("it waits for a sign of life")
+
+    monkeypatch.setattr(run_lock_module, "_place", lambda: "another machine")
+    monkeypatch.setattr(run_lock_module, "_is_renewed", is_renewed)
+    assert stages(lists) == ["left"]
+    prepare_lists(PrepareConfig(from_lists=lists, output=str(output), tokenizer=str(small_tokenizer_file), workers=1))
+    assert stages(lists) == ["done"]
 
 
 def test_a_list_that_fails_is_passed_over_and_tried_again_by_its_own_task(

@@ -1,6 +1,9 @@
+import gc
+import gzip
 import multiprocessing
 import os
 from collections.abc import Callable
+from concurrent.futures import thread as executor
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -385,6 +388,56 @@ def test_text_files_are_documents_named_by_their_paths_beside_lines(
         prepare(tmp_path / "strict", folder / "a.md", folder / "latin.txt", strict=True)
     with pytest.raises(InputError, match=r"a\.md is plain text, which holds no conversation"):
         prepare(tmp_path / "chat", folder / "a.md", chat=True)
+
+
+def test_inputs_may_be_named_otherwise_by_a_run_that_goes_on(
+    tmp_path: Path, prepare: Prepare, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder := tmp_path / "texts").mkdir()
+    (folder / "a.md").write_text("a text")
+    (folder / "b.txt").write_text("")
+    whole = gzip.compress(as_line("a line"))
+    (folder / "c.jsonl.gz").write_bytes(whole[:-4])
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "link").symlink_to(folder)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(CorruptError, match="is truncated"):
+        prepare(tmp_path / "out", "texts")
+    (folder / "c.jsonl.gz").write_bytes(whole)
+    with pytest.raises(InputError, match=r"an unfinished preparation of .*out with other inputs"):
+        prepare(tmp_path / "out", "elsewhere/link")  # which may lead elsewhere on another machine
+    monkeypatch.chdir(folder)
+    prepare(tmp_path / "out", folder / "c.jsonl.gz", "../elsewhere/link/../texts/b.txt", "./a.md")
+    prepare(tmp_path / "once", folder)
+    assert parquet.read_table(str(tmp_path / "out.ledger.parquet"))["id"].to_pylist() == [f"{folder}/a.md", "1"]
+    for suffix in (".bin", ".idx", ".ledger.parquet"):
+        assert (tmp_path / f"out{suffix}").read_bytes() == (tmp_path / f"once{suffix}").read_bytes()
+
+
+@pytest.mark.timeout(60)  # where it fails, it hangs
+def test_a_failed_preparation_leaves_no_writer_that_the_collector_would_close(
+    tmp_path: Path, write_lines: WriteLines, prepare: Prepare, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = write_lines("a.jsonl", [as_line("one")]), write_lines("b.jsonl", [as_line("two"), b"{"])
+    submitted = executor._WorkItem
+
+    def submit(*arguments: Any) -> Any:
+        """Make what an executor queues, while it holds its lock."""
+        gc.collect()
+        return submitted(*arguments)
+
+    gc.collect()
+    gc.disable()
+    try:
+        with pytest.raises(InputError, match=r"b\.jsonl:2: not JSON") as failed:
+            prepare(tmp_path / "strict", *files, strict=True)
+        garbage: list[Any] = [failed.value]  # with the frames that it came through, and what they have
+        garbage.append(garbage)
+        del failed, garbage
+        monkeypatch.setattr(executor, "_WorkItem", submit)
+        assert prepare(tmp_path / "out", *files).manifest.documents == 2
+    finally:
+        gc.enable()
 
 
 def test_without_a_ledger_the_tokens_are_the_same(tmp_path: Path, mixed: Path, prepare: Prepare) -> None:

@@ -9,10 +9,9 @@ import pytest
 from isal import igzip
 from pyarrow import parquet
 
-from megatron_fanformer.data import remote_files, remote_stores
+from megatron_fanformer.data import remote_files, remote_stores, remote_streams
 from megatron_fanformer.data.manifest import Manifest, read_any_manifest
 from megatron_fanformer.errors import CorruptError, InputError
-from megatron_fanformer.preparation import remote_inputs
 from megatron_fanformer.preparation.document_files import DocumentFile, parse_block
 from megatron_fanformer.preparation.documents import DocumentParser
 from megatron_fanformer.preparation.inputs import expand_inputs
@@ -94,7 +93,7 @@ def test_files_are_named_as_those_here_are(documents: Path, tmp_path: Path) -> N
 
 
 def test_a_file_that_is_replaced_while_it_is_read_is_an_error(documents: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote_inputs, "PART_BYTES", 1024)
+    monkeypatch.setattr(remote_streams, "PART_BYTES", 1024)
     with planned(documents / "below") as url:
         (file,) = expand_inputs([f"{url}/c.jsonl"])
         blocks = DocumentFile(file).blocks(1000)
