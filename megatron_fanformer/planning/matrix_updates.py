@@ -13,7 +13,14 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from megatron_fanformer.model.config import FANformerConfig
-from megatron_fanformer.planning.gradient_buffers import Weight, chunks, gradient_buffer, limits_buckets, weights
+from megatron_fanformer.planning.gradient_buffers import (
+    Weight,
+    chunks,
+    gradient_buffer,
+    layer_weights,
+    limits_buckets,
+    weights,
+)
 from megatron_fanformer.planning.job import Job
 from megatron_fanformer.planning.layer_traffic import Term
 
@@ -87,13 +94,13 @@ class MatrixUpdates:
         self._element_bytes = CPU_BYTES if job.on_cpu else GPU_BYTES
         self._replicas = replicas if parallel.use_distributed_optimizer else 1
         self._group, self._ranks = "tp" if self._replicas == 1 else "tp_dp_cp", self._tensor * self._replicas
-        self._chunks = [(chunk, weights(job.model, parallel, chunk)) for chunk in chunks(job.model, parallel, stage)]
-        self.matrices = [
+        of_layer = [
             _matrix(job.model, weight, self._tensor)
-            for _, held in self._chunks
-            for weight in held
+            for weight in layer_weights(job.model, parallel)
             if job.optimizer.takes_whole(weight.name, weight.dimensions)
         ]
+        self._chunks = chunks(job.model, parallel, stage) if of_layer else []
+        self.matrices = of_layer * sum(chunk.layers for chunk in self._chunks)
         self._owner = owners([matrix.flops for matrix in self.matrices], self._ranks)
 
     @property
@@ -136,7 +143,8 @@ class MatrixUpdates:
     def _pieces(self, replica: int) -> Iterator[int]:
         """Yield the elements that a data parallel rank holds of a tensor parallel rank's part of each matrix."""
         job = self._job
-        for chunk, held in self._chunks:
+        for chunk in self._chunks:
+            held = weights(job.model, job.parallel, chunk)
             is_limited = limits_buckets(job.parallel, self._stage, chunk)
             buffer = gradient_buffer(held, job.parallel, job.data_parallel_size, is_limited=is_limited)
             shares = buffer.shard_elements(self._replicas, replica) if self._replicas > 1 else buffer.elements

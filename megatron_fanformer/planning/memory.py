@@ -199,7 +199,8 @@ def _moments(shapes: LayerShapes, stage: int, held: list[Chunk], in_flight: int)
         yield MemorySnapshot("loss head", others + kept + head.saved, head.backward + 2 * sent)
     if held[0].has_embedding:
         yield MemorySnapshot("gradient of the embedding", others + embedding_ids(shapes), embedding_backward(shapes))
-    yield MemorySnapshot("update of a matrix", 0, MatrixUpdates(shapes.job, stage).working_bytes())
+    if (updates := MatrixUpdates(shapes.job, stage)).matrices:
+        yield MemorySnapshot("update of a matrix", 0, updates.working_bytes())
 
 
 def chunks_in_flight(job: Job, stage: int) -> int:
