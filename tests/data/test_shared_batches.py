@@ -55,11 +55,12 @@ def stream(has_document_ids: bool, num_workers: int = 0) -> Generator[dict[str, 
     )
 
 
-def shared(has_document_ids: bool, *, num_workers: int) -> Generator[dict[str, Tensor], None, None]:
+def shared(has_document_ids: bool, *, num_workers: int, **options: bool) -> Generator[dict[str, Tensor], None, None]:
     group = dist.group.WORLD
     assert group is not None
     read = functools.partial(stream, has_document_ids, num_workers)
-    return shared_batches(read, group, micro_batch_size=SIZE, seq_length=LENGTH, has_document_ids=has_document_ids)
+    shape = {"micro_batch_size": SIZE, "seq_length": LENGTH}
+    return shared_batches(read, group, **shape, has_document_ids=has_document_ids, **options)
 
 
 def taken_by_a_rank(has_document_ids: bool) -> tuple[list[dict[str, Tensor]], list[int], tuple[str, str, bool]]:
@@ -88,18 +89,34 @@ def test_all_ranks_take_what_the_first_one_reads(has_document_ids: bool, run_on_
     assert [other[1:] for other in others] == [([1, 2], (*said, True))] * 2
 
 
-def loaders() -> int:
-    """How many processes a rank starts for its micro batches."""
+def marks_without_use() -> list[int]:
+    """How many marks a rank of a stage that needs no samples has left with each micro batch, all of zeros."""
+    batches, before = shared(False, num_workers=0, is_used=False), heartbeat._activity.progress
+    marks = []
+    for batch in islice(batches, SAMPLES // SIZE):
+        assert not any(tensor.any() for tensor in batch.values()) and batch["tokens"].shape == (SIZE, LENGTH)
+        marks.append(heartbeat._activity.progress - before)
+    return marks
+
+
+def test_a_rank_without_use_for_samples_leaves_as_many_marks(run_on_ranks: RunOnRanks) -> None:
+    """As those that share them; in a group of one rank nothing is shared, and none leaves any."""
+    assert run_on_ranks(2, marks_without_use) == [[1, 2]] * 2
+    assert run_on_ranks(1, marks_without_use) == [[0, 0]]
+
+
+def loaders() -> list[int]:
+    """How many processes a rank has for its micro batches, and how many after their end."""
     before = len(psutil.Process().children())
     batches = shared(False, num_workers=1)
     next(batches)
     started = len(psutil.Process().children()) - before
     batches.close()
-    return started
+    return [started, len(psutil.Process().children()) - before]
 
 
 def test_the_first_rank_alone_has_loader_processes(run_on_ranks: RunOnRanks) -> None:
-    assert run_on_ranks(2, loaders) == [1, 0]
+    assert run_on_ranks(2, loaders) == [[1, 0], [0, 0]]
 
 
 def by_hosts() -> list[int]:
