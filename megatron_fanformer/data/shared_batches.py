@@ -73,7 +73,7 @@ def _shared(
             except Exception as error:
                 failure = error
             buffer[0] = FAILED if failure else READ
-        # As many marks as on the reading rank; one ahead of it while it reads: it is the one that others wait for.
+        # As many marks on every rank, but while one reads the others are one ahead: the heartbeat names it then.
         heartbeat.mark("sharing samples" if own is not None else "waiting for samples")
         dist.broadcast(buffer, group=group, group_src=0)
         if int(buffer[0]) == FAILED:

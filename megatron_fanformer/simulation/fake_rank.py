@@ -110,7 +110,7 @@ def take_steps(
 def _resolved(config: RunConfig, grid: RankGrid) -> tuple[RunConfig, Job]:
     """Return the configuration without open fields, and the same as a job.
 
-    Attention is over whole samples: the bounds of documents are numbers, which simulated samples have none of.
+    Attention is over whole samples: simulated tensors hold no numbers, and so no bounds of documents.
     """
     if config.precision.dtype == "auto":  # every supported GPU has bf16
         config = dataclasses.replace(config, precision=dataclasses.replace(config.precision, dtype="bf16"))

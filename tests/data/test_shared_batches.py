@@ -1,5 +1,6 @@
 """Micro batches that one rank of a group reads for all of it, on gloo ranks."""
 
+import dataclasses
 import functools
 from collections.abc import Callable, Generator
 from itertools import islice
@@ -16,6 +17,7 @@ from megatron_fanformer.data.batches import micro_batches
 from megatron_fanformer.data.shared_batches import shared_batches
 from megatron_fanformer.errors import CorruptError
 from megatron_fanformer.runtime import heartbeat
+from megatron_fanformer.runtime.collectives import count_collectives
 from megatron_fanformer.runtime.layout import ParallelConfig
 from megatron_fanformer.runtime.parallel import for_host_tensors, rank_grid
 
@@ -119,16 +121,18 @@ def test_the_first_rank_alone_has_loader_processes(run_on_ranks: RunOnRanks) -> 
     assert run_on_ranks(2, loaders) == [[1, 0], [0, 0]]
 
 
-def by_hosts() -> list[int]:
-    """The first batch's first number, that of the group's first rank, over a group that is made as beside NCCL's."""
+def by_hosts() -> tuple[list[int], list[str]]:
+    """Over a group that is made as beside NCCL's: this rank's place, and the first one's number; what is counted."""
     with rank_grid(ParallelConfig(tensor_model_parallel_size=2, data_parallel_size=2), "cpu") as grid:
         with mock.patch.object(dist, "get_backend", lambda _group: "nccl"):
             group = for_host_tensors(grid.groups.tp_cp)
-        found = torch.tensor([grid.rank])
-        dist.broadcast(found, group=group, group_src=0)
         assert group is not grid.groups.tp_cp and grid.samples_group is grid.groups.tp_cp
-        return [group.rank(), int(found)]
+        found = torch.tensor([grid.rank])
+        with count_collectives(dataclasses.replace(grid, samples_group=group)) as counts:
+            dist.broadcast(found, group=group, group_src=0)
+        return [group.rank(), int(found)], [f"{line.group} {line.kind}" for line in counts.lines()]
 
 
 def test_beside_nccl_a_group_has_one_for_its_hosts(run_on_ranks: RunOnRanks) -> None:
-    assert run_on_ranks(4, by_hosts) == [[0, 0], [1, 0], [0, 2], [1, 2]]
+    counted = ["tp_cp broadcast"]  # as `planning.communication` calls it
+    assert run_on_ranks(4, by_hosts) == [(place, counted) for place in ([0, 0], [1, 0], [0, 2], [1, 2])]
