@@ -68,16 +68,6 @@ def micro_batches(
     return _raised(iter(loader))  # whose processes have begun
 
 
-def unread_batches(*, micro_batch_size: int, seq_length: int) -> Generator[dict[str, Tensor], None, None]:
-    """Yield micro batches of zeros, for a pipeline stage between the first, which reads tokens, and the last, which
-    reads labels.
-    """
-    tokens = torch.zeros(micro_batch_size, seq_length, dtype=torch.int64)
-    batch = {**dict.fromkeys(BATCH_FIELDS, tokens), "loss_mask": tokens.float()}
-    while True:
-        yield batch
-
-
 class _ErrorsAsSamples(Dataset[Any]):
     """A dataset that returns its errors for the user: torch turns those raised in its processes into tracebacks."""
 

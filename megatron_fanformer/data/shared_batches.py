@@ -27,23 +27,38 @@ def shared_batches(
     micro_batch_size: int,
     seq_length: int,
     has_document_ids: bool = False,
+    is_used: bool = True,
 ) -> Generator[dict[str, Tensor], None, None]:
     """Return the micro batches of a stream that the group's first rank opens, on all ranks of the group.
 
-    Taking one is a collective call; all ranks take as many. In a group of one rank they are the stream itself.
+    Taking one is a collective call; all ranks take as many, and no more than the stream has. In a group of one rank
+    they are the stream itself.
 
     Args:
         read: opens the stream, of `data.batches.BATCH_FIELDS` (and `document_ids`, where `has_document_ids` says so),
             [b, s] on the CPU; called on the first rank alone.
         group: whose tensors are on the CPU: `RankGrid.samples_group`.
+        is_used: False where a step needs none (`RankGrid.takes_samples`): micro batches of zeros, which nobody reads.
 
     Raises:
         FanformerError: the stream's own error, as in `runtime.agreement.raise_on_all`.
     """
+    shape = (micro_batch_size, seq_length)
+    if not is_used:
+        return _unread(shape, leaves_marks=group.size() > 1)
     if group.size() == 1:
         return read()
     own = read() if group.rank() == 0 else None  # whose loader processes begin now
-    return _shared(own, group, (micro_batch_size, seq_length), has_document_ids)
+    return _shared(own, group, shape, has_document_ids)
+
+
+def _unread(shape: tuple[int, int], *, leaves_marks: bool) -> Generator[dict[str, Tensor], None, None]:
+    tokens = torch.zeros(shape, dtype=torch.int64)
+    batch = {**dict.fromkeys(BATCH_FIELDS, tokens), "loss_mask": tokens.float()}
+    while True:
+        if leaves_marks:  # as many as `_shared`: over the steps, a rank with fewer would seem to hold up the others
+            heartbeat.mark_progress()
+        yield batch
 
 
 def _shared(
@@ -58,7 +73,7 @@ def _shared(
             except Exception as error:
                 failure = error
             buffer[0] = FAILED if failure else READ
-        # As many marks as on the reading rank; one ahead of it while it reads: it is the one that others wait for.
+        # As many marks on every rank, but while one reads the others are one ahead: the heartbeat names it then.
         heartbeat.mark("sharing samples" if own is not None else "waiting for samples")
         dist.broadcast(buffer, group=group, group_src=0)
         if int(buffer[0]) == FAILED:

@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_fanformer.data.batches import DOCUMENT_IDS, micro_batches, unread_batches
+from megatron_fanformer.data.batches import DOCUMENT_IDS, micro_batches
 from megatron_fanformer.data.shared_batches import shared_batches
 from megatron_fanformer.model.build import build_stages, sharded_state
 from megatron_fanformer.model.config import FANformerConfig
@@ -150,21 +150,19 @@ def _initial(
 
 def _batches(trial: TrialConfig, order: Reordering, grid: RankGrid) -> Iterator[dict[str, Tensor]]:
     """Return the micro batches of this rank's replica, shared among its ranks as a run's are."""
-    size, length = trial.micro_batch_size, trial.model.seq_length
-    if not (grid.is_first_stage or grid.is_last_stage or trial.within_documents):
-        return unread_batches(micro_batch_size=size, seq_length=length)
     return shared_batches(
         lambda: micro_batches(
             Samples(trial, order),
             consumed_samples=0,
-            micro_batch_size=size,
+            micro_batch_size=trial.micro_batch_size,
             data_parallel_rank=grid.data_parallel_rank,
             data_parallel_size=grid.data_parallel_size,
         ),
         grid.samples_group,
-        micro_batch_size=size,
-        seq_length=length,
+        micro_batch_size=trial.micro_batch_size,
+        seq_length=trial.model.seq_length,
         has_document_ids=trial.within_documents,
+        is_used=grid.takes_samples(has_document_ids=trial.within_documents),
     )
 
 

@@ -183,4 +183,5 @@ def _labels(grid: RankGrid) -> dict[str, str]:
         group = getattr(grid.groups, label, None)
         if isinstance(group, dist.ProcessGroup):
             labels.setdefault(group.group_name, label)
+    labels.setdefault(grid.samples_group.group_name, "tp_cp")  # on GPUs, one of its own for the same ranks
     return labels

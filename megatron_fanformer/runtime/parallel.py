@@ -68,6 +68,12 @@ class RankGrid:
         """Ranks that share a sample's sequence."""
         return self.groups.cp.size()
 
+    def takes_samples(self, *, has_document_ids: bool) -> bool:
+        """Return whether this stage needs a step's samples: the first reads tokens, the last labels, and all stages
+        the bounds of documents, where attention stays within them.
+        """
+        return self.is_first_stage or self.is_last_stage or has_document_ids
+
     @property
     def sharding_metadata(self) -> dict[str, Any]:
         """Return the metadata by which megatron-core names shards: one name per layer."""

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_fanformer.data.batches import unread_batches
 from megatron_fanformer.data.shared_batches import shared_batches
 from megatron_fanformer.model.build import build_stages
 from megatron_fanformer.ops.products import adds_to_wider
@@ -114,7 +113,7 @@ def take_steps(
 def _resolved(config: RunConfig, grid: RankGrid) -> tuple[RunConfig, Job]:
     """Return the configuration without open fields, and the same as a job.
 
-    Attention is over whole samples: the bounds of documents are numbers, which simulated samples have none of.
+    Attention is over whole samples: simulated tensors hold no numbers, and so no bounds of documents.
     """
     if config.precision.dtype == "auto":  # every supported GPU has bf16
         config = dataclasses.replace(config, precision=dataclasses.replace(config.precision, dtype="bf16"))
@@ -126,10 +125,13 @@ def _resolved(config: RunConfig, grid: RankGrid) -> tuple[RunConfig, Job]:
 def _batches(job: Job, grid: RankGrid) -> Batches:
     """Return micro batches of one token over and over, shared among ranks as the loader's are."""
     size, length = job.micro_batch_size, job.model.seq_length
-    if not (grid.is_first_stage or grid.is_last_stage):
-        return unread_batches(micro_batch_size=size, seq_length=length)
-    read = functools.partial(_repeated, size, length)
-    return shared_batches(read, grid.samples_group, micro_batch_size=size, seq_length=length)
+    return shared_batches(
+        functools.partial(_repeated, size, length),
+        grid.samples_group,
+        micro_batch_size=size,
+        seq_length=length,
+        is_used=grid.takes_samples(has_document_ids=False),
+    )
 
 
 def _repeated(*size: int) -> Generator[dict[str, torch.Tensor], None, None]:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from megatron_fanformer.data.batches import micro_batches, sample_numbers, unread_batches
+from megatron_fanformer.data.batches import micro_batches, sample_numbers
 from megatron_fanformer.data.datasets import Datasets, build_datasets
 from megatron_fanformer.data.shared_batches import shared_batches
 from megatron_fanformer.data.survey import DataSurvey
@@ -43,20 +43,31 @@ def run_datasets(config: RunConfig, survey: DataSurvey | None = None) -> Dataset
 def replica_batches(
     config: RunConfig, grid: RankGrid, dataset: Any, *, consumed_samples: int
 ) -> Generator[dict[str, Tensor], None, None]:
-    """Return the micro batches of this rank's replica from a number of samples on, as `read_batches` does.
-
-    A pipeline stage between the first and the last has no use for samples, unless for the bounds of their documents.
-    """
-    if not (grid.is_first_stage or grid.is_last_stage or config.data.reset_attention_mask):
-        return unread_batches(micro_batch_size=config.training.micro_batch_size, seq_length=config.model.seq_length)
-    workers = config.data.num_workers or 0
-    return read_batches(config, grid, dataset, consumed_samples=consumed_samples, num_workers=workers)
+    """Return the micro batches of this rank's replica from a number of samples on, for training: see `read_batches`."""
+    return read_batches(
+        config,
+        grid,
+        dataset,
+        consumed_samples=consumed_samples,
+        num_workers=config.data.num_workers or 0,
+        is_used=grid.takes_samples(has_document_ids=config.data.reset_attention_mask),
+    )
 
 
 def read_batches(
-    config: RunConfig, grid: RankGrid, dataset: Any, *, consumed_samples: int, num_workers: int = 0
+    config: RunConfig,
+    grid: RankGrid,
+    dataset: Any,
+    *,
+    consumed_samples: int,
+    num_workers: int = 0,
+    is_used: bool = True,
 ) -> Generator[dict[str, Tensor], None, None]:
-    """Return `micro_batches` of this rank's replica, which one rank of each tensor and context parallel group reads."""
+    """Return `micro_batches` of this rank's replica, which one rank of each tensor and context parallel group reads.
+
+    Args:
+        is_used: as in `shared_batches`.
+    """
     size = config.training.micro_batch_size
     return shared_batches(
         lambda: micro_batches(
@@ -71,6 +82,7 @@ def read_batches(
         micro_batch_size=size,
         seq_length=config.model.seq_length,
         has_document_ids=config.data.reset_attention_mask,
+        is_used=is_used,
     )
 
 

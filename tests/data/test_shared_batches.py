@@ -1,5 +1,6 @@
 """Micro batches that one rank of a group reads for all of it, on gloo ranks."""
 
+import dataclasses
 import functools
 from collections.abc import Callable, Generator
 from itertools import islice
@@ -16,6 +17,7 @@ from megatron_fanformer.data.batches import micro_batches
 from megatron_fanformer.data.shared_batches import shared_batches
 from megatron_fanformer.errors import CorruptError
 from megatron_fanformer.runtime import heartbeat
+from megatron_fanformer.runtime.collectives import count_collectives
 from megatron_fanformer.runtime.layout import ParallelConfig
 from megatron_fanformer.runtime.parallel import for_host_tensors, rank_grid
 
@@ -55,11 +57,12 @@ def stream(has_document_ids: bool, num_workers: int = 0) -> Generator[dict[str, 
     )
 
 
-def shared(has_document_ids: bool, *, num_workers: int) -> Generator[dict[str, Tensor], None, None]:
+def shared(has_document_ids: bool, *, num_workers: int, **options: bool) -> Generator[dict[str, Tensor], None, None]:
     group = dist.group.WORLD
     assert group is not None
     read = functools.partial(stream, has_document_ids, num_workers)
-    return shared_batches(read, group, micro_batch_size=SIZE, seq_length=LENGTH, has_document_ids=has_document_ids)
+    shape = {"micro_batch_size": SIZE, "seq_length": LENGTH}
+    return shared_batches(read, group, **shape, has_document_ids=has_document_ids, **options)
 
 
 def taken_by_a_rank(has_document_ids: bool) -> tuple[list[dict[str, Tensor]], list[int], tuple[str, str, bool]]:
@@ -88,30 +91,48 @@ def test_all_ranks_take_what_the_first_one_reads(has_document_ids: bool, run_on_
     assert [other[1:] for other in others] == [([1, 2], (*said, True))] * 2
 
 
-def loaders() -> int:
-    """How many processes a rank starts for its micro batches."""
+def marks_without_use() -> list[int]:
+    """How many marks a rank of a stage that needs no samples has left with each micro batch, all of zeros."""
+    batches, before = shared(False, num_workers=0, is_used=False), heartbeat._activity.progress
+    marks = []
+    for batch in islice(batches, SAMPLES // SIZE):
+        assert not any(tensor.any() for tensor in batch.values()) and batch["tokens"].shape == (SIZE, LENGTH)
+        marks.append(heartbeat._activity.progress - before)
+    return marks
+
+
+def test_a_rank_without_use_for_samples_leaves_as_many_marks(run_on_ranks: RunOnRanks) -> None:
+    """As those that share them; in a group of one rank nothing is shared, and none leaves any."""
+    assert run_on_ranks(2, marks_without_use) == [[1, 2]] * 2
+    assert run_on_ranks(1, marks_without_use) == [[0, 0]]
+
+
+def loaders() -> list[int]:
+    """How many processes a rank has for its micro batches, and how many after their end."""
     before = len(psutil.Process().children())
     batches = shared(False, num_workers=1)
     next(batches)
     started = len(psutil.Process().children()) - before
     batches.close()
-    return started
+    return [started, len(psutil.Process().children()) - before]
 
 
 def test_the_first_rank_alone_has_loader_processes(run_on_ranks: RunOnRanks) -> None:
-    assert run_on_ranks(2, loaders) == [1, 0]
+    assert run_on_ranks(2, loaders) == [[1, 0], [0, 0]]
 
 
-def by_hosts() -> list[int]:
-    """The first batch's first number, that of the group's first rank, over a group that is made as beside NCCL's."""
+def by_hosts() -> tuple[list[int], list[str]]:
+    """Over a group that is made as beside NCCL's: this rank's place, and the first one's number; what is counted."""
     with rank_grid(ParallelConfig(tensor_model_parallel_size=2, data_parallel_size=2), "cpu") as grid:
         with mock.patch.object(dist, "get_backend", lambda _group: "nccl"):
             group = for_host_tensors(grid.groups.tp_cp)
-        found = torch.tensor([grid.rank])
-        dist.broadcast(found, group=group, group_src=0)
         assert group is not grid.groups.tp_cp and grid.samples_group is grid.groups.tp_cp
-        return [group.rank(), int(found)]
+        found = torch.tensor([grid.rank])
+        with count_collectives(dataclasses.replace(grid, samples_group=group)) as counts:
+            dist.broadcast(found, group=group, group_src=0)
+        return [group.rank(), int(found)], [f"{line.group} {line.kind}" for line in counts.lines()]
 
 
 def test_beside_nccl_a_group_has_one_for_its_hosts(run_on_ranks: RunOnRanks) -> None:
-    assert run_on_ranks(4, by_hosts) == [[0, 0], [1, 0], [0, 2], [1, 2]]
+    counted = ["tp_cp broadcast"]  # as `planning.communication` calls it
+    assert run_on_ranks(4, by_hosts) == [(place, counted) for place in ([0, 0], [1, 0], [0, 2], [1, 2])]

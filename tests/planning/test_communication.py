@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_fanformer.data.batches import unread_batches
 from megatron_fanformer.data.shared_batches import shared_batches
 from megatron_fanformer.model.build import build_stages
 from megatron_fanformer.model.config import FANConfig
@@ -188,11 +187,14 @@ def count_step(job: Job, clip_grad: float = 1.0) -> CountedRank:
 
 def shared(job: Job, grid: RankGrid) -> Iterator[dict[str, torch.Tensor]]:
     """As a run shares its samples: a stage between the first and the last takes none, unless for their documents."""
-    shape = {"micro_batch_size": job.micro_batch_size, "seq_length": job.model.seq_length}
-    if not (grid.is_first_stage or grid.is_last_stage or job.has_document_ids):
-        return unread_batches(**shape)
-    read = functools.partial(batches, job)
-    return shared_batches(read, grid.samples_group, **shape, has_document_ids=job.has_document_ids)
+    return shared_batches(
+        functools.partial(batches, job),
+        grid.samples_group,
+        micro_batch_size=job.micro_batch_size,
+        seq_length=job.model.seq_length,
+        has_document_ids=job.has_document_ids,
+        is_used=grid.takes_samples(has_document_ids=job.has_document_ids),
+    )
 
 
 def batches(job: Job) -> Generator[dict[str, torch.Tensor], None, None]:
