@@ -158,7 +158,7 @@ def write_full_tensors(
     Lazy tensors are requested one at a time.
 
     Raises:
-        FanformerError: what a lazy tensor raised when it was requested.
+        FanformerError, KeyboardInterrupt: what a lazy tensor raised when it was requested.
         RuntimeError: it could not be written.
     """
     checkpoints = run / store.CHECKPOINTS
@@ -171,8 +171,8 @@ def write_full_tensors(
             save(meta, storage_writer=writer, planner=_OneByOne(tensors), no_dist=True)
         except CheckpointException as error:  # not an Exception
             ((reason, _), *_) = error.failures.values()
-            if isinstance(reason, FanformerError):
-                raise reason from None  # of a tensor that could not be read: nothing is wrong with the writing
+            if isinstance(reason, FanformerError | KeyboardInterrupt):  # nothing is wrong with the writing
+                raise reason from None
             raise RuntimeError(f"{folder} was not written ({reason})") from error
     torch.save({}, folder / COMMON)
     (folder / store.MEGATRON_METADATA).write_text(json.dumps(LAYOUT))

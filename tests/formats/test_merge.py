@@ -277,6 +277,18 @@ def test_a_checkpoint_that_its_run_removes_meanwhile_is_named(
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
 
 
+def test_the_keyboard_stops_it_without_an_output(
+    others: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*_: Any) -> Tensor:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(merge, "_average", interrupted)
+    assert main(["merge", str(others / "a"), str(others / "b"), "--output", str(tmp_path / "out")]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.endswith("stopped by the keyboard") and not list(tmp_path.iterdir())
+
+
 def test_what_was_not_written_as_computed_is_not_published(
     others: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
