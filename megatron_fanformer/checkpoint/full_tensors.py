@@ -23,7 +23,7 @@ from megatron_fanformer.checkpoint.data_files import read_entry
 from megatron_fanformer.checkpoint.stored_files import COMMON, read_checked
 from megatron_fanformer.checkpoint.tensor_table import METADATA, Table, main_weight_name, tensors_of
 from megatron_fanformer.checkpoint.versions import blaming_other_versions
-from megatron_fanformer.errors import CorruptError
+from megatron_fanformer.errors import CorruptError, FanformerError
 
 OPTIMIZER_PREFIX = "optimizer."
 # What megatron-core 0.16 writes, and 0.19 still reads: plain values are in a file of their own.
@@ -156,6 +156,10 @@ def write_full_tensors(
     """Publish whole tensors as the checkpoint of step 0 of a run's folder, for any layout to load.
 
     Lazy tensors are requested one at a time.
+
+    Raises:
+        FanformerError, KeyboardInterrupt: what a lazy tensor raised when it was requested.
+        RuntimeError: it could not be written.
     """
     checkpoints = run / store.CHECKPOINTS
     folder = store.temporary_folder(checkpoints, 0)
@@ -167,6 +171,8 @@ def write_full_tensors(
             save(meta, storage_writer=writer, planner=_OneByOne(tensors), no_dist=True)
         except CheckpointException as error:  # not an Exception
             ((reason, _), *_) = error.failures.values()
+            if isinstance(reason, FanformerError | KeyboardInterrupt):  # nothing is wrong with the writing
+                raise reason from None
             raise RuntimeError(f"{folder} was not written ({reason})") from error
     torch.save({}, folder / COMMON)
     (folder / store.MEGATRON_METADATA).write_text(json.dumps(LAYOUT))

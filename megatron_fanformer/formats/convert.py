@@ -65,11 +65,6 @@ def convert_checkpoint(options: ConvertOptions) -> Conversion:
         raise InputError(
             f"the model in {source} has {foreign}, which the authors' format has not; convert it to hf or megatron"
         )
-    if to == "reference" and opened.config.rope_scaling.is_scaled:
-        raise InputError(
-            f"the model in {source} has model.rope_scaling {opened.config.rope_scaling.rope_type}, which the authors' "
-            "format has not; convert it to hf or megatron"
-        )
     own = tokenizer_file(options.tokenizer) if options.tokenizer else None
     extras = Extras(
         name=destination.name,

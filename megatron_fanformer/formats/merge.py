@@ -6,7 +6,9 @@ checkpoint with itself is that checkpoint, bit for bit.
 """
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import reduce
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,11 +22,12 @@ from megatron_fanformer.checkpoint.manifest import MANIFEST
 from megatron_fanformer.checkpoint.versions import versions
 from megatron_fanformer.data.chat_template import CHAT_TEMPLATE_JINJA, own_template
 from megatron_fanformer.durable_files import new_folder, sha256_of
-from megatron_fanformer.errors import CorruptError, InputError
+from megatron_fanformer.errors import CorruptError, FanformerError, InputError
 from megatron_fanformer.formats.checkpoints import open_checkpoint, write_checkpoint
 from megatron_fanformer.formats.convert import lock_of_run
 from megatron_fanformer.formats.model_card import RECEIPT, Extras
 from megatron_fanformer.formats.name_table import check_tensors, listed
+from megatron_fanformer.formats.verb import Averaged
 from megatron_fanformer.formats.verify.receipt import side
 from megatron_fanformer.model.dtypes import DTYPES
 from megatron_fanformer.terminal import table, width
@@ -34,6 +37,7 @@ class _Source(NamedTuple):
     """A checkpoint that enters the average."""
 
     path: Path
+    origin: str
     share: float
     tensors: LazyTensors
     """Weights under their global names: the main weights, where there are any."""
@@ -45,30 +49,39 @@ class _Source(NamedTuple):
 
 
 def merge_checkpoints(
-    checkpoints: Sequence[Path], shares: Sequence[float], output: Path, dtype: str | None = None
+    averaged: Sequence[Averaged], shares: Sequence[float], output: Path, dtype: str | None = None
 ) -> list[str]:
     """Write the average of checkpoints into a new folder, as its checkpoint of step 0; returns lines about it.
 
     Args:
         shares: what part of the average each is; their sum is 1.
-        dtype: number format of the average, by its name in `DTYPES`; None: the widest of the sources'.
+        dtype: number format of the average, by its name in `DTYPES`; None: the narrowest that holds the sources'.
 
     Raises:
-        InputError: they are of different models, tokenizers or chat templates, or the folder exists.
+        InputError: they are of different models, tokenizers or chat templates, the folder exists, or a checkpoint was
+            removed meanwhile; there is no new folder then.
         CorruptError: one is damaged, or what was written is not what was computed; there is no folder then.
     """
+    with _blaming_removal([each.path for each in averaged]):
+        return _merge(averaged, shares, output, dtype)
+
+
+def _merge(averaged: Sequence[Averaged], shares: Sequence[float], output: Path, dtype: str | None) -> list[str]:
+    checkpoints = [each.path for each in averaged]
+    for checkpoint in checkpoints:
+        store.check_sound(checkpoint)  # a damaged tokenizer is damaged, rather than another one
     _check_models(checkpoints)
     model = store.saved_model(checkpoints[0])
     tokenizer = _same_file("tokenizer", {each: store.attached_tokenizer(each) for each in checkpoints})
     template = _same_file("chat template", {each: _template(each) for each in checkpoints})
     sources = [
-        _Source(checkpoint, share, open_full_tensors(checkpoint, main=True))
-        for checkpoint, share in zip(checkpoints, shares, strict=True)
+        _Source(*each, share, open_full_tensors(each.path, main=True))
+        for each, share in zip(averaged, shares, strict=True)
     ]
     for source in sources:
         check_tensors(source.tensors.meta, model, "megatron")
     stored = {tensor.dtype for source in sources for tensor in source.tensors.meta.values()}
-    number_format = DTYPES[dtype] if dtype else max(stored, key=lambda each: torch.finfo(each).bits)
+    number_format = DTYPES[dtype] if dtype else reduce(torch.promote_types, stored)
     extras = Extras(
         name=output.name, tokenizer=tokenizer, chat_template=own_template(template.parent) if template else None
     )
@@ -88,7 +101,7 @@ def merge_checkpoints(
         receipt = {
             "sources": [
                 {
-                    "path": str(source.path),
+                    "path": source.origin,
                     "step": store.step_of(source.path),
                     "weight": source.share,
                     "read_in": source.number_format,
@@ -102,7 +115,7 @@ def merge_checkpoints(
             "versions": versions(),
         }
         (folder / RECEIPT).write_text(json.dumps(receipt, indent=1) + "\n")
-    rows = [(str(source.path), f"{source.share:.4g}", source.number_format) for source in sources]
+    rows = [(source.origin, f"{source.share:.4g}", source.number_format) for source in sources]
     return [
         f"wrote {output}",
         *table(("averaged", "weight", "read in"), rows, align="lrl", width=width()),
@@ -131,6 +144,20 @@ def _name(dtype: torch.dtype) -> str:
 
 
 # -- whether they can be averaged
+
+
+@contextmanager
+def _blaming_removal(checkpoints: Sequence[Path]) -> Iterator[None]:
+    """Report a checkpoint that is gone as that: a run that goes on removes its oldest."""
+    try:
+        yield
+    except (FanformerError, OSError) as error:
+        if gone := [checkpoint for checkpoint in checkpoints if not checkpoint.is_dir()]:
+            raise InputError(
+                f"{gone[0]} was removed while it was read, as a run that goes on removes its oldest "
+                "(checkpoint.keep); name newer ones"
+            ) from error
+        raise
 
 
 def _check_models(checkpoints: Sequence[Path]) -> None:

@@ -72,6 +72,8 @@ def beyond_reference(config: FANformerConfig) -> str | None:
     """Return what a model has that the format cannot express, as a phrase; None: nothing."""
     if config.placement.reference_fields is None:
         return f"{config.placement.in_words} (placement {config.fan.placement})"
+    if config.rope_scaling.is_scaled:
+        return f"scaled positions (rope_scaling {config.rope_scaling.rope_type})"
     return "norms of queries and keys (qk_layernorm)" if config.qk_layernorm else None
 
 

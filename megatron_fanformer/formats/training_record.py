@@ -64,10 +64,15 @@ def _averaged(checkpoint: Path) -> list[str]:
     sources = store.read_mapping(receipt).get("sources") if receipt.is_file() else None
     stated = [source for source in sources if isinstance(source, dict)] if isinstance(sources, list) else []
     return [
-        f"{Path(str(source.get('path'))).absolute().parent.parent.name} step {source.get('step')} "
-        f"(weight {source.get('weight')})"
+        f"{_run_name(str(source.get('path')))} step {source.get('step')} (weight {source.get('weight')})"
         for source in stated
     ]
+
+
+def _run_name(checkpoint: str) -> str:
+    """Return the last part of the path or URL of the run that a checkpoint is of."""
+    path = Path(checkpoint)
+    return path.parent.parent.name if path.parent.name == store.CHECKPOINTS else path.name
 
 
 def _rows(saved: Saved, progress: SavedProgress, losses: Rows) -> Rows:

@@ -4,7 +4,7 @@ import dataclasses
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from megatron_fanformer.durable_files import file_problems
 from megatron_fanformer.errors import InputError, redacted
@@ -107,25 +107,33 @@ class MergeOptions:
         return [part / whole for part in parts]
 
 
+class Averaged(NamedTuple):
+    """A checkpoint to average."""
+
+    path: Path
+    """On this machine."""
+    origin: str
+    """The URL that it was fetched from, without credentials, or its absolute path."""
+
+
 def _merge(options: MergeOptions) -> None:
-    checkpoints = _chosen(options)
-    shares = options.shares(len(checkpoints))
+    averaged = _chosen(options)
+    shares = options.shares(len(averaged))
     if options.output.exists():
         raise InputError(f"{options.output} already exists; name a folder that does not, or remove it")
     device.prepare_megatron(on_cpu=True)
     from megatron_fanformer.formats.merge import merge_checkpoints
 
-    show(merge_checkpoints(checkpoints, shares, options.output, options.dtype))
+    show(merge_checkpoints(averaged, shares, options.output, options.dtype))
 
 
-def _chosen(options: MergeOptions) -> list[Path]:
-    """Return the folders of the checkpoints to average."""
-    from megatron_fanformer.checkpoint.remote import on_this_machine
+def _chosen(options: MergeOptions) -> list[Averaged]:
+    """Return the checkpoints to average."""
     from megatron_fanformer.checkpoint.store import complete_checkpoints
-    from megatron_fanformer.formats.recognition import checkpoint_of, find_checkpoint, recognise
+    from megatron_fanformer.formats.recognition import checkpoint_of, recognise
 
     if options.last is None:
-        return [find_checkpoint(on_this_machine(source)) for source in options.sources]
+        return [_found(source) for source in options.sources]
     source, *others = options.sources
     if others:
         raise InputError(
@@ -143,7 +151,21 @@ def _chosen(options: MergeOptions) -> list[Path]:
             f"--last is {options.last}, but {run.path} has {len(found)} up to its latest; lower it, or have the run "
             "keep more (checkpoint.keep)"
         )
-    return found[-options.last :]
+    return [Averaged(folder, str(folder.absolute())) for folder in found[-options.last :]]
+
+
+def _found(source: str) -> Averaged:
+    """Return the checkpoint that a path or a URL names; one at a URL is fetched."""
+    from megatron_fanformer.checkpoint.remote import on_this_machine
+    from megatron_fanformer.checkpoint.store import CHECKPOINTS
+    from megatron_fanformer.formats.recognition import find_checkpoint
+
+    path = find_checkpoint(on_this_machine(source))
+    if not is_url(source):
+        return Averaged(path, str(path.absolute()))
+    url = redacted(source).rstrip("/")
+    is_named = url.endswith(f"/{path.name}")
+    return Averaged(path, url if is_named else f"{url.removesuffix(f'/{CHECKPOINTS}')}/{CHECKPOINTS}/{path.name}")
 
 
 MERGE = Verb(

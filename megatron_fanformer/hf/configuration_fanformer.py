@@ -184,8 +184,10 @@ class FANformerConfig(transformers.PreTrainedConfig):
     def _scaling_problems(self) -> list[str]:
         if self.rope_scaling is None:
             return []
-        kind = self.rope_scaling.get("rope_type", "default")
-        if kind not in ROPE_SCALINGS:
+        if not isinstance(self.rope_scaling, dict) or "rope_type" not in self.rope_scaling:
+            return [f"rope_scaling is {self.rope_scaling!r}, which must be null or have a rope_type and its keys"]
+        kind = self.rope_scaling["rope_type"]
+        if kind not in tuple(ROPE_SCALINGS):
             return [f"rope_scaling has rope_type {kind!r}, which must be one of {tuple(ROPE_SCALINGS)}"]
         needed = {"rope_type", *ROPE_SCALINGS[kind]}
         known = {*needed, *(YARN_OPTIONS if kind == "yarn" else ())}

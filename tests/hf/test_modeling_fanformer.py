@@ -172,6 +172,8 @@ def test_initial_weights_are_mitchells():
         ({"v_p_ratio": 0.25}, r"v_p_ratio 0\.25 applies only to fan_placement 'qk_and_v', not 'qkv'"),
         ({"rope_parameters": {"rope_type": "linear", "factor": 2.0}}, "set rope_theta, and rope_scaling where"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, "rope_type 'llama3', which must be one of"),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "must be null or have a rope_type and its keys"),
+        ({"rope_scaling": {"rope_type": ["linear"]}}, r"rope_type \['linear'\], which must be one of"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "yarn lacks original_max_position_embeddings"),
         ({"rope_scaling": {"rope_type": "linear", "factor": 2.0, "beta_fast": 8}}, "unknown key 'beta_fast'"),
     ],

@@ -114,4 +114,7 @@ def test_the_authors_format_has_no_scaled_positions(tmp_path: Path, capsys: pyte
     export_huggingface(model, tensors, tmp_path / "hf", dtype=torch.float32)
     assert main(["convert", str(tmp_path / "hf"), str(tmp_path / "out"), "--to", "reference"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert "has model.rope_scaling linear, which the authors' format has not; convert it to hf or megatron" in line
+    assert (
+        "has scaled positions (rope_scaling linear), which the authors' format has not; convert it to hf or megatron"
+        in line
+    )
