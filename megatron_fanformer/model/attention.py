@@ -44,12 +44,7 @@ class FANSelfAttention(SelfAttention):
         **kwargs: Any,
     ) -> None:
         super().__init__(config, submodules, layer_number, *args, **kwargs)
-        if config.qk_layernorm != (self.q_layernorm is not None):  # their gradients would not be summed, or be missed
-            raise ValueError(
-                f"qk_layernorm is {config.qk_layernorm}, but the layer spec has "
-                f"{'no norms' if config.qk_layernorm else 'norms'} of queries and keys; make it by "
-                f"layer_spec(..., qk_layernorm={config.qk_layernorm})"
-            )
+        _check_head_norms(config, self.q_layernorm)
         self.fan = FANProjection(
             config,
             fan=fan,
@@ -119,6 +114,7 @@ class FANValueAttention(Attention):
             norm and norm(config=config, hidden_size=self.hidden_size_per_attention_head, eps=config.layernorm_epsilon)
             for norm in (submodules.q_layernorm, submodules.k_layernorm)
         )
+        _check_head_norms(config, self.q_layernorm)
 
     def set_for_recompute_input_layernorm(self) -> None:
         """As in `FANSelfAttention`."""
@@ -151,6 +147,19 @@ class FANValueAttention(Attention):
             return own.unflatten(0, (-1, values.shape[1]))
         own = values.chunk(group.size(), dim=-1)[group.rank()]  # of what is whole on every rank
         return own.clone() if self.fan.activation.recompute else own  # so that attention does not keep the whole
+
+
+def _check_head_norms(config: TransformerConfig, norm: torch.nn.Module | None) -> None:
+    """Raise a ValueError where the configuration and the layer disagree on norms of heads.
+
+    By the configuration megatron-core sums their gradients over the tensor parallel ranks.
+    """
+    if config.qk_layernorm != (norm is not None):
+        raise ValueError(
+            f"qk_layernorm is {config.qk_layernorm}, but the layer spec has "
+            f"{'no norms' if config.qk_layernorm else 'norms'} of queries and keys; make it by "
+            f"layer_spec(..., qk_layernorm={config.qk_layernorm})"
+        )
 
 
 def _connect(config: TransformerConfig, fan: FANProjection, linear: torch.nn.Module) -> None:

@@ -14,8 +14,9 @@ EPSILON = 1e-7
 def orthogonalize(matrix: Tensor, steps: int, dtype: torch.dtype) -> Tensor:
     """Return U V^T of U S V^T, of a matrix [m, n] of any type; in `dtype`, of which its products are, too."""
     is_tall = matrix.shape[0] > matrix.shape[1]
+    matrix = matrix.to(dtype)  # as it is where ranks exchange it: one rank's numbers are those of many
     norm = torch.linalg.vector_norm(matrix, dtype=torch.float32).clamp_min(EPSILON)
-    x = ((matrix.t() if is_tall else matrix) / norm).to(dtype)  # no singular value above 1
+    x = (matrix.t() if is_tall else matrix) / norm  # no singular value above 1
     first, third, fifth = COEFFICIENTS
     for _ in range(steps):
         gram = x @ x.t()

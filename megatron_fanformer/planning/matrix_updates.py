@@ -9,6 +9,7 @@ Ranks are numbered as in megatron-core's group of both, tensor parallel ones fir
 """
 
 import heapq
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -17,7 +18,6 @@ from megatron_fanformer.planning.gradient_buffers import (
     Weight,
     chunks,
     gradient_buffer,
-    layer_weights,
     limits_buckets,
     weights,
 )
@@ -94,21 +94,24 @@ class MatrixUpdates:
         self._element_bytes = CPU_BYTES if job.on_cpu else GPU_BYTES
         self._replicas = replicas if parallel.use_distributed_optimizer else 1
         self._group, self._ranks = "tp" if self._replicas == 1 else "tp_dp_cp", self._tensor * self._replicas
-        of_layer = [
-            _matrix(job.model, weight, self._tensor)
-            for weight in layer_weights(job.model, parallel)
+        self._chunks = [(chunk, weights(job.model, parallel, chunk)) for chunk in chunks(job.model, parallel, stage)]
+        self._matrix_of = {
+            weight: _matrix(job.model, weight, self._tensor)
+            for weight in {weight for _, held in self._chunks for weight in held}  # layers have the same
             if job.optimizer.takes_whole(weight.name, weight.dimensions)
-        ]
-        self._chunks = chunks(job.model, parallel, stage) if of_layer else []
-        self.matrices = of_layer * sum(chunk.layers for chunk in self._chunks)
-        self._owner = owners([matrix.flops for matrix in self.matrices], self._ranks)
+        }
+        found = (map(self._matrix_of.get, held) for _, held in self._chunks if self._matrix_of)
+        self.matrices = [matrix for matrix in itertools.chain.from_iterable(found) if matrix is not None]
+        flops = {matrix: matrix.flops for matrix in set(self.matrices)}
+        self._flops = [flops[matrix] for matrix in self.matrices]
+        self._owner = owners(self._flops, self._ranks)
 
     @property
     def busiest_flops(self) -> int:
         """Return the FLOPs of the rank that has most to compute."""
         loads: dict[int, int] = {}
-        for matrix, rank in zip(self.matrices, self._owner, strict=True):
-            loads[rank] = loads.get(rank, 0) + matrix.flops
+        for flops, rank in zip(self._flops, self._owner, strict=True):
+            loads[rank] = loads.get(rank, 0) + flops
         return max(loads.values(), default=0)
 
     def terms(self, rank: int) -> Iterator[Term]:
@@ -129,6 +132,8 @@ class MatrixUpdates:
         """Return what the first rank holds at most beside states: of a round's matrices what it has of the momenta's
         sums, and of its own the whole, two steps of it, and two products with itself.
         """
+        if not self.matrices:
+            return 0
         pieces, most = list(self._pieces(0)), 0
         for numbers in rounds(self._owner):
             held = MAIN_BYTES * sum(pieces[number] for number in numbers)
@@ -143,13 +148,12 @@ class MatrixUpdates:
     def _pieces(self, replica: int) -> Iterator[int]:
         """Yield the elements that a data parallel rank holds of a tensor parallel rank's part of each matrix."""
         job = self._job
-        for chunk in self._chunks:
-            held = weights(job.model, job.parallel, chunk)
+        for chunk, held in self._chunks:
             is_limited = limits_buckets(job.parallel, self._stage, chunk)
             buffer = gradient_buffer(held, job.parallel, job.data_parallel_size, is_limited=is_limited)
             shares = buffer.shard_elements(self._replicas, replica) if self._replicas > 1 else buffer.elements
             for weight, elements in zip(held, reversed(shares), strict=True):
-                if job.optimizer.takes_whole(weight.name, weight.dimensions):
+                if weight in self._matrix_of:
                     yield elements
 
 

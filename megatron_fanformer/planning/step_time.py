@@ -3,7 +3,7 @@
 A step of a pipeline of P stages with v chunks each, where a micro batch takes stage i t_i seconds (forward, backward
 and what is recomputed), and M micro batches:
 
-    seconds = M max(t) + (sum(t) - max(t)) / v + sends + gradients + optimizer + weights
+    seconds = M max(t) + (sum(t) - max(t)) / v + sends + gradients + optimizer + weights + orthogonalization
 
 The first two are 1F1B's time, and the interleaved schedule's: one micro batch fills and drains the pipeline, in steps
 of a chunk. t_i adds up operations (`roofline`): FLOPs at the rate that large products reach, bytes at the memory's, and
@@ -346,7 +346,7 @@ class _Seconds:
             gather = Term(REPLICAS, "all-gather", "weights", elements * job.element_bytes)
             once["weight gathering"] = self._beside(gather, buckets, backward / 2, parallel.overlap_param_gather)
         if (matrices := MatrixUpdates(job, 0)).matrices:
-            rate = self._machine.flops_per_second(job.precision.dtype) * self._machine.product_efficiency
+            rate = self._machine.flops_per_second("bf16") * self._machine.product_efficiency  # whatever weights are in
             exchanging = sum(map(self._collective, matrices.terms(0)))
             once["orthogonalization"] = matrices.busiest_flops / rate + exchanging
         return once

@@ -35,13 +35,14 @@ class Adam(torch.optim.Optimizer):
             if not self.state[p]:
                 self.state[p] = {"exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
         beta1, beta2 = group["betas"]
+        step = torch.full((), float(group["step"]), device=group["params"][0].device)  # made there, and only read
         torch._fused_adamw_(
             parameters,
             [p.grad for p in parameters],
             [self.state[p]["exp_avg"] for p in parameters],
             [self.state[p]["exp_avg_sq"] for p in parameters],
             [],
-            [torch.tensor(float(group["step"]), device=p.device) for p in parameters],
+            [step] * len(parameters),
             lr=group["lr"],
             beta1=beta1,
             beta2=beta2,

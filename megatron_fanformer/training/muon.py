@@ -2,7 +2,7 @@
 
 The whole matrix is orthogonalized, whatever ranks hold it, so every layout trains the same model (megatron-core's
 default, `blockwise`, is another model for each tensor parallel size). [p | g] of a layer's FAN maps is one matrix, and
-so are gate and up; of QKV the queries of all groups are one, the keys and the values, as in Megatron-LM.
+so are gate and up together; QKV is three, as in Megatron-LM: the queries of all groups, the keys, and the values.
 """
 
 from collections.abc import Mapping
@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Muon(AdamW):
-    """As AdamW, but for matrices of layers."""
+    """Updates matrices of layers by Muon, all else as AdamW does."""
 
     def torch_class(self) -> "type[torch.optim.Optimizer]":
-        """Return ours, whatever brings another Adam."""
+        """Return Muon's, with an Adam of ours, also where Transformer Engine or apex brings one."""
         from megatron_fanformer.training.muon_optimizer import MuonAndAdam
 
         return MuonAndAdam

@@ -83,8 +83,10 @@ class Settings:
     tensor: int
     """Tensor parallel ranks of it."""
     matrices: list[Matrix]
-    rounds: list[list[int]] = field(default_factory=list)
-    owner: list[int] = field(default_factory=list)
+    rounds: list[list[int]] = field(init=False)
+    """Numbers of the matrices of each round."""
+    owner: list[int] = field(init=False)
+    """The rank of `group` that owns each matrix."""
 
     def __post_init__(self) -> None:
         flops = [sum(newton_schulz_flops(*shape) for shape in matrix.part_shapes) for matrix in self.matrices]
@@ -172,11 +174,12 @@ def exchanged(settings: Settings, matrices: dict[int, Matrix], directions: dict[
         update = own.update(whole, settings.scale, dtype)
         del whole
         results = results.new_empty(sum(returned))
-        shards = update.chunk(own.shards, dim=own.dimension)
+        shards = [shard.flatten() for shard in update.chunk(own.shards, dim=own.dimension)]  # once for all replicas
+        del update
         for by, result in enumerate(results.split(returned)):
             first, last = own.ranges[by // tensor]
-            result.copy_(shards[by % tensor if own.shards > 1 else 0].flatten()[first:last])
-        del shards, update
+            result.copy_(shards[by % tensor if own.shards > 1 else 0][first:last])
+        del shards
     back = [held(matrices.get(of), rank, is_sender=False) for of in range(ranks)]
     updates = _all_to_all(results, returned, back, settings)
     return {of: update for of, update in enumerate(updates) if back[of]}

@@ -82,7 +82,7 @@ class UpdateRule(OptimizerStates, ABC):
         return STATE_ELEMENT_BYTES * len(self.states(self.group_of(name, dimensions)))
 
     def takes_whole(self, name: str, dimensions: int) -> bool:
-        """Return that an element's update depends on that element alone."""
+        """Return False: the update of an element depends on that element alone."""
         return False
 
 

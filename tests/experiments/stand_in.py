@@ -54,7 +54,8 @@ def train(values: dict[str, Any], *, pause: float = 0.0, stop: Sequence[int] = (
     """
     run = Path(values["training"]["run_dir"])
     run.mkdir(parents=True, exist_ok=True)
-    (run / CONFIG).write_text(yaml.safe_dump(values))
+    data = {**values["data"], "num_workers": 0}  # as the trainer fills in what is left to the machine
+    (run / CONFIG).write_text(yaml.safe_dump({**values, "data": data}))
     first = newest(run)
     metrics = run / METRICS
     kept = metrics.read_text().splitlines()[:first] if metrics.exists() else []

@@ -29,3 +29,12 @@ def test_it_is_the_polynomial_of_the_singular_values(shape: tuple[int, int], sca
 
 def test_nothing_stays_nothing() -> None:
     assert not orthogonalize(torch.zeros(8, 5), 5, torch.float32).any()
+
+
+@pytest.mark.parametrize("shape", [(96, 32), (24, 80)], ids=str)
+def test_in_bf16_it_is_that_of_the_matrix_in_bf16(shape: tuple[int, int]) -> None:
+    """Which is what ranks exchange; one rank alone has the matrix in float32."""
+    matrix = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    found = orthogonalize(matrix, 5, torch.bfloat16)
+    assert found.dtype == torch.bfloat16
+    assert torch.equal(found, orthogonalize(matrix.bfloat16(), 5, torch.bfloat16))

@@ -17,6 +17,11 @@ State = Literal["complete", "failed", "begun", "to come"]
 DIVERGED = f"exit code {DivergenceError.exit_code}"  # a line of a cell's .failed
 DETERMINING = ("model", "data", "optimizer", "schedule", "training")
 """The sections of a configuration that decide what a run learns, up to rounding."""
+OF_MACHINE = {
+    "training.run_dir",
+    *(f"data.{name}" for name in ("num_workers", "cache_path", "remote", "staging_path", "staging_bytes")),
+}
+"""Fields of these that do not: where a run lies, and how its machine reads; a run fills in what is left to that."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,7 +131,7 @@ def _difference(cell: Cell) -> str | None:
     for section in DETERMINING:
         for name, value in here[section].items():
             before = (there.get(section) or {}).get(name, UNSTATED.get(f"{section}.{name}"))
-            if name != "run_dir" and before != value:
+            if f"{section}.{name}" not in OF_MACHINE and before != value:
                 return (
                     f"{cell.run} has a run with {section}.{name} {before}, and the sweep's file makes it {value}; name "
                     "another folder, or remove that one"
