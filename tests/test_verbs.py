@@ -18,7 +18,7 @@ from megatron_fanformer.cli import main
 from megatron_fanformer.configuration import field_texts
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.experiments.probes.settings import PROBES
-from megatron_fanformer.formats.verb import ConvertOptions, MergeOptions
+from megatron_fanformer.formats.verb import Averaged, ConvertOptions, MergeOptions
 from megatron_fanformer.generation.config import GenerateConfig
 from megatron_fanformer.options import (
     Verb,
@@ -122,7 +122,8 @@ def test_options_of_merge(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megatron_fanformer.formats.recognition.find_checkpoint", Path)
     with mock.patch("megatron_fanformer.formats.merge.merge_checkpoints", return_value=[]) as called:
         assert main(["merge", "a", "b", "--output", "o", "--weights", "1", "3", "--dtype", "bf16"]) == 0
-    assert called.call_args == mock.call([Path("a"), Path("b")], [0.25, 0.75], Path("o"), "bf16")
+    averaged = [Averaged(Path(name), str(Path(name).absolute())) for name in ("a", "b")]
+    assert called.call_args == mock.call(averaged, [0.25, 0.75], Path("o"), "bf16")
     assert MergeOptions(sources=("a", "b"), output=Path("o")).shares(2) == [0.5, 0.5]
     assert MergeOptions(sources=("a", "b"), output=Path("o"), weights=(1e308, 1e308)).shares(2) == [0.5, 0.5]
 

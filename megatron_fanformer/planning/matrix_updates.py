@@ -18,6 +18,7 @@ from megatron_fanformer.planning.gradient_buffers import (
     Weight,
     chunks,
     gradient_buffer,
+    layer_weights,
     limits_buckets,
     weights,
 )
@@ -94,13 +95,14 @@ class MatrixUpdates:
         self._element_bytes = CPU_BYTES if job.on_cpu else GPU_BYTES
         self._replicas = replicas if parallel.use_distributed_optimizer else 1
         self._group, self._ranks = "tp" if self._replicas == 1 else "tp_dp_cp", self._tensor * self._replicas
-        self._chunks = [(chunk, weights(job.model, parallel, chunk)) for chunk in chunks(job.model, parallel, stage)]
         self._matrix_of = {
             weight: _matrix(job.model, weight, self._tensor)
-            for weight in {weight for _, held in self._chunks for weight in held}  # layers have the same
+            for weight in layer_weights(job.model, parallel)
             if job.optimizer.takes_whole(weight.name, weight.dimensions)
         }
-        found = (map(self._matrix_of.get, held) for _, held in self._chunks if self._matrix_of)
+        held = chunks(job.model, parallel, stage) if self._matrix_of else []
+        self._chunks = [(chunk, weights(job.model, parallel, chunk)) for chunk in held]
+        found = (map(self._matrix_of.get, weights_of_chunk) for _, weights_of_chunk in self._chunks)
         self.matrices = [matrix for matrix in itertools.chain.from_iterable(found) if matrix is not None]
         flops = {matrix: matrix.flops for matrix in set(self.matrices)}
         self._flops = [flops[matrix] for matrix in self.matrices]

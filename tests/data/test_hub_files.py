@@ -95,6 +95,7 @@ def ranges(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]
         thread.join()
 
 
+@pytest.mark.full
 def test_samples_are_those_of_the_local_files(folder: Path, tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     assert_equal(items(config_of(URL, cache, "mixed")), items(config_of(folder, cache, "mixed")))

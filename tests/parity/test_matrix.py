@@ -113,6 +113,7 @@ def test_fan_recomputed_for_two_steps(rank_pool: RankPool, tmp_path: Path, place
     assert_close(compare(rank_pool, file, *FAN_RECOMPUTED, steps=2))
 
 
+@pytest.mark.full  # angles are made in one place, which tests/model/test_rope_scaling.py holds in each run
 def test_scaled_positions_for_two_steps(long_pool: RankPool, tmp_path: Path) -> None:
     """Frequencies and the softmax's scale are those of YaRN on every stage, and its positions on every chunk."""
     file = write_config(tmp_path, model={"preset": "fanformer-1b", "rope_scaling": YARN})

@@ -24,7 +24,7 @@ from tests.training.test_resume import STEPS, resumed_after
 from tests.training.test_step_metrics import LAYOUTS, check_norms, take_three_steps
 from tests.training.test_trainer import train
 
-NAMES = (NAME, "muon")
+NAMES = (pytest.param(NAME, marks=pytest.mark.full), "muon")  # Muon shows in each run what both do
 BUFFER = "momentum_buffer"
 LR = {NAME: 2e-2, "muon": 1e-2}
 MODEL = small_model(num_layers=2)
