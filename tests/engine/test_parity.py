@@ -89,6 +89,7 @@ def test_layouts_of_the_other_faults_are_the_same(comparison: Comparison) -> Non
     assert_close(comparison.of(*sorted({ENGINE_FAULTS[name].layout for name in OUTSIDE_LAYERS})))
 
 
+@pytest.mark.full  # angles are made in one place
 def test_scaled_positions_are_the_same(engine_pool: RankPool, tmp_path: Path) -> None:
     """By the Engine's own rotation, which knows no factor of cos and sin, of queries and keys apart and in one."""
     file = write_config(tmp_path, model={"preset": "fanformer-1b", "rope_scaling": test_matrix.YARN})

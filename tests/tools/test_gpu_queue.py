@@ -100,6 +100,7 @@ def test_of_commands_side_by_side_each_is_run(queue: Any, make: Callable[..., An
     assert "0 ended with exit code 1" in status and "2 ended with exit code 2" in status
 
 
+@pytest.mark.full  # it waits for limits
 def test_a_part_past_its_limit_is_ended_with_all_that_it_started_and_keeps_its_result(
     queue: Any, make: Callable[..., Any], tmp_path: Path
 ) -> None:

@@ -69,7 +69,7 @@ def held_and_planned(name: str, layout: str, dtype: str) -> tuple[int, int]:
 @pytest.mark.parametrize(
     ("name", "layouts"),
     [
-        (NAME, ("dp2", "tp2")),
+        pytest.param(NAME, ("dp2", "tp2"), marks=pytest.mark.full),
         ("muon", ("dp2", "tp2", "fan-sequence-plain", "cp2")),
         pytest.param(
             "muon", ("pp2", "vpp2", "dp2-overlap", "dp2-plain", "tp2-sp-plain", "tp2-dp2"), marks=pytest.mark.full
