@@ -14,7 +14,7 @@ import os
 import shutil
 import stat
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -216,10 +216,15 @@ def naming(path: Path) -> Iterator[None]:
 
 def sha256_of(path: Path) -> str:
     """Return the hexadecimal SHA-256 of a file."""
-    digest = hashlib.sha256()
     with regular_file(path).open("rb") as stream:
-        while block := stream.read(READ_BYTES):
-            digest.update(block)
+        return sha256_of_pieces(iter(lambda: stream.read(READ_BYTES), b""))
+
+
+def sha256_of_pieces(pieces: Iterable[bytes]) -> str:
+    """Return the hexadecimal SHA-256 of bytes that come in pieces, from wherever they are read."""
+    digest = hashlib.sha256()
+    for piece in pieces:
+        digest.update(piece)
     return digest.hexdigest()
 
 

@@ -134,8 +134,6 @@ class MatrixUpdates:
         """Return what the first rank holds at most beside states: of a round's matrices what it has of the momenta's
         sums, and of its own the whole, two steps of it, and two products with itself.
         """
-        if not self.matrices:
-            return 0
         pieces, most = list(self._pieces(0)), 0
         for numbers in rounds(self._owner):
             held = MAIN_BYTES * sum(pieces[number] for number in numbers)

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 from megatron_fanformer.data.remote_files import RemoteFile, parts_of
 from megatron_fanformer.data.remote_streams import open_stream
-from megatron_fanformer.durable_files import sha256_of
+from megatron_fanformer.durable_files import sha256_of, sha256_of_pieces
 
 
 @dataclass(frozen=True)
@@ -57,9 +57,4 @@ def recorded_path(file: InputFile) -> str:
 
 def input_sha256(file: InputFile) -> str:
     """Return the hexadecimal SHA-256 of an input."""
-    if not isinstance(file, RemoteInput):
-        return sha256_of(file)
-    digest = hashlib.sha256()
-    for part in parts_of(file.file):
-        digest.update(part)
-    return digest.hexdigest()
+    return sha256_of_pieces(parts_of(file.file)) if isinstance(file, RemoteInput) else sha256_of(file)

@@ -27,7 +27,7 @@ from megatron_fanformer.data.manifest import (
     manifest_path,
     read_any_manifest,
 )
-from megatron_fanformer.durable_files import sha256_of, take_lock, write_atomically
+from megatron_fanformer.durable_files import sha256_of, sha256_of_pieces, take_lock, write_atomically
 from megatron_fanformer.errors import CorruptError, InputError, InUseError
 from megatron_fanformer.options import PROGRAM
 from megatron_fanformer.preparation.token_writer import standing_suffixes
@@ -206,11 +206,9 @@ class RemoteOutput:
             # An object appears when it is whole, a file of a folder with its first byte.
             new = path if files.async_impl else f"{path}.tmp"
             send_file(files, file, new)
-            digest = hashlib.sha256()
             with files.open(new, "rb", block_size=READ_BYTES) as stream:
-                for piece in pieces(stream):
-                    digest.update(piece)
-            if digest.hexdigest() != sha256:
+                found = sha256_of_pieces(pieces(stream))
+            if found != sha256:
                 if sha256_of(file) != sha256:
                     raise CorruptError(f"{file} has another SHA-256 than its manifest states; remove it, prepare again")
                 raise OSError(f"{name} was written, and another one read back")

@@ -215,11 +215,7 @@ class Placement:
         h, ranks = model.hidden_size, parallel.tensor_model_parallel_size
         yield "self_attention.linear_proj.weight", model.num_attention_heads // ranks * model.kv_channels * h, False
         yield "self_attention.linear_qkv.weight", model.qkv_rows // ranks * h, False
-        yield from self._head_norm_weights(model)
-
-    @staticmethod
-    def _head_norm_weights(model: "FANformerConfig") -> Iterator[tuple[str, int, bool]]:
-        """Yield the norms of queries and keys, whose gradients are of the rank's own heads."""
+        # gradients of the rank's own heads
         yield from ((norm.name, model.kv_channels, True) for norm in HEAD_NORMS if norm.is_there(model))
 
     def mlp_weights(self, model: "FANformerConfig", parallel: Any) -> Iterator[tuple[str, int, bool]]:
