@@ -38,7 +38,6 @@ def _table(text: str) -> tuple[ForeignName, ...]:
     return tuple(rows)
 
 
-_FLOAT32_SUMS = "gradients are always summed in float32"
 _WEIGHTS_ALONE = "weights alone; a run resumes from its run_dir by itself"
 
 _MEGATRON_LM = {
@@ -96,7 +95,7 @@ _MEGATRON_LM = {
 --enable-cuda-graph = kernels.cuda_graph_impl: local
 --deterministic-mode = runtime.deterministic_mode
 """,
-    "Layout": f"""
+    "Layout": """
 --tensor-model-parallel-size = parallel.tensor_model_parallel_size
 --pipeline-model-parallel-size = parallel.pipeline_model_parallel_size
 --num-layers-per-virtual-pipeline-stage = parallel.virtual_pipeline_model_parallel_size:
@@ -119,7 +118,8 @@ _MEGATRON_LM = {
 --overlap-param-gather = parallel.overlap_param_gather: on by itself on GPUs
 --ddp-bucket-size = parallel.ddp_bucket_size
 --ddp-num-buckets = parallel.ddp_bucket_size: parameters per bucket, not their number
---accumulate-allreduce-grads-in-fp32 --grad-reduce-in-bf16: {_FLOAT32_SUMS}
+--accumulate-allreduce-grads-in-fp32 = precision.grad_reduce_in_fp32
+--grad-reduce-in-bf16 = precision.grad_reduce_in_fp32: false, where that is given
 --calculate-per-token-loss --ddp-average-in-collective: gradients are divided once, by the global batch's tokens
 --use-megatron-fsdp --use-torch-fsdp2 --data-parallel-sharding-strategy:
     replicas share the optimizer's state, not weights
@@ -262,8 +262,8 @@ MEGATRON_LM = {section: _table(text) for section, text in _MEGATRON_LM.items()}
 """Megatron-LM's names, by the sections of the page."""
 
 MEGATRON_CORE = _table(
-    f"""
-grad_reduce_in_fp32: {_FLOAT32_SUMS}
+    """
+grad_reduce_in_fp32 = precision.grad_reduce_in_fp32
 params_dtype pipeline_dtype = precision.dtype
 fp8_param: weights stored in FP8 would load in no other layers
 num_moe_experts: layers are dense

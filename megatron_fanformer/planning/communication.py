@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from megatron_fanformer.planning.gradient_buffers import (
-    GRADIENT_BYTES,
     Chunk,
     Weight,
     chunks,
@@ -130,7 +129,7 @@ def _replica_terms(job: Job, stage: int, chunk: Chunk, own: list[Weight]) -> Ite
     buckets = gradient_buffer(own, parallel, job.data_parallel_size, is_limited=is_limited).buckets
     calls = len(buckets) if chunk.number == 0 else 1  # the buckets of a later chunk go together
     kind = "reduce-scatter" if parallel.use_distributed_optimizer else "all-reduce"
-    yield Term("dp_cp", kind, "gradients", sum(buckets) * GRADIENT_BYTES, calls)
+    yield Term("dp_cp", kind, "gradients", sum(buckets) * job.gradient_bytes, calls)
     if parallel.use_distributed_optimizer:
         yield Term("dp_cp", "all-gather", "weights", sum(buckets) * job.element_bytes, calls)
 
@@ -140,10 +139,10 @@ def _replicated_weight_terms(job: Job, own: list[Weight]) -> Iterator[Term]:
     # Of norms and the FAN map of the `sequence` form each rank saw its own part of the sequence; of norms of heads, its
     # own heads.
     if elements := sum(weight.elements for weight in own if weight.is_partial):
-        yield Term("tp", "all-reduce", "gradients of replicated weights", elements * GRADIENT_BYTES)
+        yield Term("tp", "all-reduce", "gradients of replicated weights", elements * job.gradient_bytes)
     for weight in own:
         if weight.is_shared:
-            yield Term("embd", "all-reduce", "tied embedding gradients", weight.elements * GRADIENT_BYTES)
+            yield Term("embd", "all-reduce", "tied embedding gradients", weight.elements * job.gradient_bytes)
 
 
 def _scalar_terms(job: Job) -> Iterator[Term]:

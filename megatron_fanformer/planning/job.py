@@ -56,6 +56,11 @@ class Job:
         return ELEMENT_BYTES[self.precision.dtype]
 
     @property
+    def gradient_bytes(self) -> int:
+        """Return the bytes of an element of a gradient, as it is added up and reduced."""
+        return ELEMENT_BYTES["fp32"] if self.precision.grad_reduce_in_fp32 else self.element_bytes
+
+    @property
     def fuses_input_norm(self) -> bool:
         """Return whether the input norm is inside the map that reads it, which recomputes it anyway.
 

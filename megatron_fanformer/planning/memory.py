@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from megatron_fanformer.planning.gradient_buffers import (
-    GRADIENT_BYTES,
     Chunk,
+    GradientBuffer,
     chunks,
     gradient_buffer,
     layer_weights,
@@ -119,22 +119,35 @@ def reserve_bytes(job: Job, tensor_bytes: int) -> int:
 
 def _states(job: Job, stage: int, held: list[Chunk]) -> Iterator[MemoryLine]:
     """Yield weights and gradients with their buffers' padding, and this rank's part of the optimizer's state."""
-    parallel, ranks = job.parallel, job.data_parallel_size * job.parallel.context_parallel_size
     buffered = weighed = updated = states = 0
     for chunk in held:
-        own = weights(job.model, parallel, chunk)
-        is_limited = limits_buckets(parallel, stage, chunk)
-        buffer = gradient_buffer(own, parallel, job.data_parallel_size, is_limited=is_limited)
+        own, buffer = weights(job.model, job.parallel, chunk), _buffer(job, stage, chunk)
+        shares = _updated(job, buffer)
         buffered += buffer.ends[-1]
         weighed += sum(buffer.elements)
-        shares = buffer.shard_elements(ranks) if parallel.use_distributed_optimizer else buffer.elements
         updated += sum(shares)
         states += state_bytes(own[::-1], shares, job.optimizer)
     # The distributed optimizer gathers weights in a buffer that is laid out as the gradients' is.
-    yield MemoryLine("weights", (buffered if parallel.use_distributed_optimizer else weighed) * job.element_bytes)
-    yield MemoryLine("gradients", buffered * GRADIENT_BYTES)
+    yield MemoryLine("weights", (buffered if job.parallel.use_distributed_optimizer else weighed) * job.element_bytes)
+    yield MemoryLine("gradients", buffered * job.gradient_bytes)
     yield MemoryLine("main weights", updated * MAIN_WEIGHT_BYTES if job.element_bytes < FLOAT else 0)
     yield MemoryLine("moments", states)
+
+
+def _updated(job: Job, buffer: GradientBuffer) -> list[int]:
+    """Return the elements of each of a chunk's weights that the rank updates, in the buffer's order."""
+    if not job.parallel.use_distributed_optimizer:
+        return buffer.elements
+    return buffer.shard_elements(job.data_parallel_size * job.parallel.context_parallel_size)
+
+
+def _buffer(job: Job, stage: int, chunk: Chunk) -> GradientBuffer:
+    return gradient_buffer(
+        weights(job.model, job.parallel, chunk),
+        job.parallel,
+        job.data_parallel_size,
+        is_limited=limits_buckets(job.parallel, stage, chunk),
+    )
 
 
 def _kept_by_layers(shapes: LayerShapes, held: list[Chunk], *, takes_turns: bool) -> Iterator[MemoryLine]:
@@ -199,8 +212,20 @@ def _moments(shapes: LayerShapes, stage: int, held: list[Chunk], in_flight: int)
         yield MemorySnapshot("loss head", others + kept + head.saved, head.backward + 2 * sent)
     if held[0].has_embedding:
         yield MemorySnapshot("gradient of the embedding", others + embedding_ids(shapes), embedding_backward(shapes))
-    if (updates := MatrixUpdates(shapes.job, stage)).matrices:
-        yield MemorySnapshot("update of a matrix", 0, updates.working_bytes())
+    yield _update(shapes.job, stage, held)
+
+
+def _update(job: Job, stage: int, held: list[Chunk]) -> MemorySnapshot:
+    """Return the update: float32 copies of gradients that are not, and the fullest of its operations.
+
+    On a CPU megatron-core clips out of place, one gradient at a time.
+    """
+    updated = [elements for chunk in held for elements in _updated(job, _buffer(job, stage, chunk))]
+    copied = FLOAT * sum(updated) if job.gradient_bytes < FLOAT else 0
+    clipped = FLOAT * max(updated) if job.on_cpu else 0
+    updates = MatrixUpdates(job, stage)
+    name = "update of a matrix" if updates.working_bytes() > clipped else "update"
+    return MemorySnapshot(name, 0, copied + max(clipped, updates.working_bytes()))
 
 
 def chunks_in_flight(job: Job, stage: int) -> int:

@@ -336,7 +336,7 @@ class _Seconds:
         buckets = first_stage_buckets(job.model, parallel, job.data_parallel_size, layers)
         backward = layers * self._layer_backward
         kind = "reduce-scatter" if parallel.use_distributed_optimizer else "all-reduce"
-        reduce = Term(REPLICAS, kind, "gradients", elements * GRADIENT_BYTES)
+        reduce = Term(REPLICAS, kind, "gradients", elements * job.gradient_bytes)
         once = {
             "between steps": self._machine.step_seconds,
             "optimizer": self._optimizer(elements, states),
@@ -364,6 +364,8 @@ class _Seconds:
         job, parallel = self._job, self._job.parallel
         shards = self._groups[REPLICAS] if parallel.use_distributed_optimizer else 1
         copied = job.element_bytes if job.element_bytes < GRADIENT_BYTES else 0
+        if job.gradient_bytes < GRADIENT_BYTES:  # they are read once more, and a float32 copy is written
+            copied += job.gradient_bytes + GRADIENT_BYTES
         updated = elements * (roofline.UPDATED + copied) + 2 * states  # which are read and written
-        moved = elements * roofline.ZEROED + updated / shards
+        moved = elements * job.gradient_bytes + updated / shards
         return moved / self._machine.memory_rate

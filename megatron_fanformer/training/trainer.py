@@ -374,7 +374,8 @@ class Trainer:
             with log_if_slow(f"loading the weights of {loaded}"):
                 load_weights(loaded, self._stages, grid)
             logger.debug("starts with the weights of %s", loaded)
-        self._wrapped = wrap_stages(self._stages, config.parallel)
+        in_fp32 = config.precision.grad_reduce_in_fp32
+        self._wrapped = wrap_stages(self._stages, config.parallel, grad_reduce_in_fp32=in_fp32)
         self._optimizer = build_optimizer(config.optimizer, self._wrapped)
         self._scheduler = self._build_scheduler()
         self._saves = Checkpointer(

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_fanformer.data.shared_batches import shared_batches
 from megatron_fanformer.model.build import build_stages
-from megatron_fanformer.model.config import FANConfig
+from megatron_fanformer.model.config import FANConfig, PrecisionConfig
 from megatron_fanformer.model.dtypes import DTYPES
 from megatron_fanformer.model.kernels import KernelsConfig
 from megatron_fanformer.planning.communication import (
@@ -88,6 +88,7 @@ CASES: dict[str, Case] = {
     "dp": ({}, DP),
     "dp, bf16": ({}, dict(**DP, dtype="bf16")),
     "dp, overlap": ({}, dict(**DP, **OVERLAP)),
+    "sp, pp, bf16 gradients": ({}, dict(**SP, **PP, dtype="bf16", grad_reduce_in_fp32=False)),
     "pp": ({}, PP),
     "pp, uneven": (UNEVEN, dict(**PP, num_layers_in_first_pipeline_stage=1)),
     "vpp": (DEEP, VPP),
@@ -128,14 +129,16 @@ KERNELS = ("loss_head_chunk_tokens", "chunked_loss_head")
 def job_of_case(case: Case) -> Job:
     model, degrees = case
     degrees = {**degrees}
-    dtype = degrees.pop("dtype", "fp32")
+    precision = PrecisionConfig(
+        dtype=degrees.pop("dtype", "fp32"), grad_reduce_in_fp32=degrees.pop("grad_reduce_in_fp32", True)
+    )
     kernels = {name: degrees.pop(name) for name in KERNELS if name in degrees}
     has_document_ids = degrees.pop("has_document_ids", False)
     parallel = layout(**degrees)
     micro_batches = max(2, parallel.pipeline_model_parallel_size)
     whole = dataclasses.replace(MODEL, **model)
     fields = dict(num_micro_batches=micro_batches, has_document_ids=has_document_ids)
-    return job_of(whole, parallel, dtype, kernels=KernelsConfig(**kernels), **fields)
+    return job_of(whole, parallel, precision=precision, kernels=KernelsConfig(**kernels), **fields)
 
 
 @dataclasses.dataclass
@@ -167,7 +170,7 @@ def count_step(job: Job, clip_grad: float = 1.0) -> CountedRank:
     with rank_grid(parallel, "cpu") as grid:
         seed_everything(0)
         stages = build_stages(job.model, parallel, grid, dtype=dtype, seed=0, kernels=job.kernels)
-        wrapped = wrap_stages(stages, parallel)
+        wrapped = wrap_stages(stages, parallel, grad_reduce_in_fp32=job.precision.grad_reduce_in_fp32)
         optimizer = build_optimizer(OptimizerConfig(clip_grad=clip_grad), wrapped)
         for group in optimizer.param_groups:
             group["lr"], group["weight_decay"] = 1e-4, 0.1
