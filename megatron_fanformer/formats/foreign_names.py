@@ -123,7 +123,7 @@ _MEGATRON_LM = {
 --calculate-per-token-loss --ddp-average-in-collective: gradients are divided once, by the global batch's tokens
 --use-megatron-fsdp --use-torch-fsdp2 --data-parallel-sharding-strategy:
     replicas share the optimizer's state, not weights
---num-distributed-optimizer-instances: all replicas share one state
+--num-distributed-optimizer-instances = parallel.num_distributed_optimizer_instances
 --tp-comm-overlap: the Engine's buffers for it do not know the FAN map
 --recompute-granularity = parallel.recompute_granularity
 --recompute-activations = parallel.recompute_granularity: selective

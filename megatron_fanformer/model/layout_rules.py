@@ -161,7 +161,17 @@ def document_problems(parallel: ParallelConfig, kernels: KernelsConfig) -> list[
 def batch_problems(
     parallel: ParallelConfig, data_parallel_size: int, global_batch_size: int, micro_batch_size: int
 ) -> list[str]:
-    """Return what keeps a global batch from being divided, one line each."""
+    """Return what keeps replicas from sharing a global batch, or the optimizer's state, one line each."""
+    replicas, instances = (
+        data_parallel_size * parallel.context_parallel_size,
+        parallel.num_distributed_optimizer_instances,
+    )
+    if replicas % instances:
+        return [
+            f"parallel.num_distributed_optimizer_instances is {instances}, which does not divide data x context "
+            f"parallel size, {data_parallel_size} x {parallel.context_parallel_size} = {replicas}; set it to one of "
+            f"{_divisors_of(replicas)}"
+        ]
     unit = micro_batch_size * data_parallel_size
     if global_batch_size % unit:
         nearest = max(unit, round(global_batch_size / unit) * unit)

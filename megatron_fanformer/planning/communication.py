@@ -39,8 +39,8 @@ class CommunicationLine:
 
     group: str
     """Name of the group: tp, cp, tp_cp (both), pp, dp_cp (replicas and context parallel ranks), tp_dp_cp (these and
-    tp), mp (tp and pp), embd (first and last stage), intra_dist_opt (all ranks, as the distributed optimizer knows
-    them) or world (all ranks)."""
+    tp), mp (tp and pp), embd (first and last stage), intra_dp_cp and intra_dist_opt (of dp_cp and of all ranks,
+    those that share the optimizer's state), inter_dist_opt (those with the same part of it) or world (all ranks)."""
     kind: str
     """Kind of collective: all-reduce, all-gather, reduce-scatter, all-to-all, broadcast or send."""
     purpose: str
@@ -128,10 +128,13 @@ def _replica_terms(job: Job, stage: int, chunk: Chunk, own: list[Weight]) -> Ite
     is_limited = limits_buckets(parallel, stage, chunk)
     buckets = gradient_buffer(own, parallel, job.data_parallel_size, is_limited=is_limited).buckets
     calls = len(buckets) if chunk.number == 0 else 1  # the buckets of a later chunk go together
+    elements = sum(buckets)
     kind = "reduce-scatter" if parallel.use_distributed_optimizer else "all-reduce"
-    yield Term("dp_cp", kind, "gradients", sum(buckets) * job.gradient_bytes, calls)
+    yield Term(job.state_group, kind, "gradients", elements * job.gradient_bytes, calls)
     if parallel.use_distributed_optimizer:
-        yield Term("dp_cp", "all-gather", "weights", sum(buckets) * job.element_bytes, calls)
+        part = elements // job.state_ranks
+        yield Term("inter_dist_opt", "all-reduce", "gradients", part * job.gradient_bytes, calls)
+        yield Term(job.state_group, "all-gather", "weights", elements * job.element_bytes, calls)
 
 
 def _replicated_weight_terms(job: Job, own: list[Weight]) -> Iterator[Term]:

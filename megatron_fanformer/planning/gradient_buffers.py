@@ -173,8 +173,8 @@ def gradient_buffer(
 ) -> GradientBuffer:
     """Return how a chunk's gradients are laid out.
 
-    Without the distributed optimizer nothing is padded. With it each bucket divides over the replicas (context parallel
-    ranks included), and a shared embedding has a bucket of its own, so that both copies are sharded alike.
+    Without the distributed optimizer nothing is padded. With it each bucket divides over the ranks that share its
+    state, and a shared embedding has a bucket of its own, so that both copies are sharded alike.
 
     Args:
         is_limited: whether buckets are limited in size (`limits_buckets`), or all of the chunk is one.
@@ -182,7 +182,7 @@ def gradient_buffer(
     limit = parallel.ddp_bucket_size or max(LEAST_BUCKET, BUCKET_PER_REPLICA * data_parallel_size)
     size = limit if is_limited else math.inf  # elements at which a bucket ends
     is_sharded = parallel.use_distributed_optimizer
-    unit = math.lcm(data_parallel_size * parallel.context_parallel_size, BUCKET_END) if is_sharded else 1
+    unit = math.lcm(parallel.state_ranks(data_parallel_size), BUCKET_END) if is_sharded else 1
     alignment = WEIGHT_START if is_sharded else 1
     starts, ends, start, bucket_start = [], [0], 0, 0
     for weight in reversed(held):

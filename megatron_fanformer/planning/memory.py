@@ -136,9 +136,7 @@ def _states(job: Job, stage: int, held: list[Chunk]) -> Iterator[MemoryLine]:
 
 def _updated(job: Job, buffer: GradientBuffer) -> list[int]:
     """Return the elements of each of a chunk's weights that the rank updates, in the buffer's order."""
-    if not job.parallel.use_distributed_optimizer:
-        return buffer.elements
-    return buffer.shard_elements(job.data_parallel_size * job.parallel.context_parallel_size)
+    return buffer.shard_elements(job.state_ranks) if job.parallel.use_distributed_optimizer else buffer.elements
 
 
 def _buffer(job: Job, stage: int, chunk: Chunk) -> GradientBuffer:

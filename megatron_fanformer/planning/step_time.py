@@ -153,7 +153,7 @@ class _Seconds:
         parallel = job.parallel
         nearest = parallel.tensor_model_parallel_size
         self._strides = {TENSOR: 1, CONTEXT: nearest, REPLICAS: nearest}
-        self._strides["tp_dp_cp"] = 1
+        self._strides |= {"tp_dp_cp": 1, "intra_dp_cp": nearest, "inter_dist_opt": nearest * job.state_ranks}
         self._strides[PIPELINE] = nearest * parallel.context_parallel_size * job.data_parallel_size
         self._has_plain_attention = job.kernels.attention_backend == "unfused"
         self._layer_backward = 0.0  # of one layer, without what it recomputes
@@ -336,14 +336,17 @@ class _Seconds:
         buckets = first_stage_buckets(job.model, parallel, job.data_parallel_size, layers)
         backward = layers * self._layer_backward
         kind = "reduce-scatter" if parallel.use_distributed_optimizer else "all-reduce"
-        reduce = Term(REPLICAS, kind, "gradients", elements * job.gradient_bytes)
+        reduce = Term(job.state_group, kind, "gradients", elements * job.gradient_bytes)
+        between = Term("inter_dist_opt", "all-reduce", "gradients", reduce.message_bytes // job.state_ranks)
         once = {
             "between steps": self._machine.step_seconds,
             "optimizer": self._optimizer(elements, states),
-            "gradient reduction": self._beside(reduce, buckets, backward, parallel.overlap_grad_reduce),
+            "gradient reduction": sum(
+                self._beside(term, buckets, backward, parallel.overlap_grad_reduce) for term in (reduce, between)
+            ),
         }
         if parallel.use_distributed_optimizer:
-            gather = Term(REPLICAS, "all-gather", "weights", elements * job.element_bytes)
+            gather = Term(job.state_group, "all-gather", "weights", elements * job.element_bytes)
             once["weight gathering"] = self._beside(gather, buckets, backward / 2, parallel.overlap_param_gather)
         if (matrices := MatrixUpdates(job, 0)).matrices:
             rate = self._machine.flops_per_second("bf16") * self._machine.product_efficiency  # whatever weights are in
@@ -361,11 +364,10 @@ class _Seconds:
 
     def _optimizer(self, elements: int, states: int) -> float:
         """Return the seconds of the update of the rank's share of the weights, and of its gradients zeroed."""
-        job, parallel = self._job, self._job.parallel
-        shards = self._groups[REPLICAS] if parallel.use_distributed_optimizer else 1
+        job = self._job
         copied = job.element_bytes if job.element_bytes < GRADIENT_BYTES else 0
         if job.gradient_bytes < GRADIENT_BYTES:  # they are read once more, and a float32 copy is written
             copied += job.gradient_bytes + GRADIENT_BYTES
         updated = elements * (roofline.UPDATED + copied) + 2 * states  # which are read and written
-        moved = elements * job.gradient_bytes + updated / shards
+        moved = elements * job.gradient_bytes + updated / job.state_ranks
         return moved / self._machine.memory_rate

@@ -62,7 +62,10 @@ COLLECTIVES = tuple(_METHODS)
 """The methods of ProcessGroup that are collectives, in any torch; each has some of them."""
 
 # Names of megatron-core's groups, as its ProcessGroupCollection calls them; the first match names a group.
-_GROUPS = ("tp", "cp", "pp", "dp_cp", "dp", "mp", "embd", "intra_dist_opt", "pos_embd", "tp_cp", "tp_dp_cp")
+_GROUPS = (
+    "tp", "cp", "pp", "dp_cp", "dp", "mp", "embd", "intra_dist_opt", "pos_embd", "tp_cp", "tp_dp_cp", "intra_dp_cp",
+    "inter_dist_opt",
+)  # fmt: skip
 WORLD = "world"
 
 

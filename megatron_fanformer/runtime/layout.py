@@ -21,6 +21,7 @@ COUNTS = (
     "num_layers_in_last_pipeline_stage",
     "context_parallel_size",
     "data_parallel_size",
+    "num_distributed_optimizer_instances",
     "ddp_bucket_size",
     "recompute_num_layers",
 )
@@ -70,6 +71,9 @@ class ParallelConfig:
     (docs/parallelism.md#the-fan-map)."""
     use_distributed_optimizer: bool = True
     """Shard the optimizer's state over the data-parallel ranks."""
+    num_distributed_optimizer_instances: int = 1
+    """Groups of data-parallel ranks that each have all of the optimizer's state, and shard it among themselves: weights
+    are gathered within a group, and gradients summed between groups too."""
     overlap_grad_reduce: bool | None = None
     """Sum gradients during backward; null: on GPUs with replicas."""
     overlap_param_gather: bool | None = None
@@ -96,6 +100,12 @@ class ParallelConfig:
     def virtual_stages(self) -> int:
         """Chunks of layers per stage, `virtual_pipeline_model_parallel_size` resolved."""
         return self.virtual_pipeline_model_parallel_size or 1
+
+    def state_ranks(self, data_parallel_size: int) -> int:
+        """Return how many ranks share an optimizer's state: data and context parallel ones."""
+        if not self.use_distributed_optimizer:
+            return 1
+        return data_parallel_size * self.context_parallel_size // self.num_distributed_optimizer_instances
 
     def recomputes(self, module: RecomputeModule) -> bool:
         """Return whether that part of a layer is recomputed by itself."""
@@ -171,6 +181,11 @@ class ParallelConfig:
             yield (
                 "overlap_param_gather is true without use_distributed_optimizer, which alone gathers weights; set "
                 "that to true, or this to false"
+            )
+        if self.num_distributed_optimizer_instances > 1 and not self.use_distributed_optimizer:
+            yield (
+                f"num_distributed_optimizer_instances is {self.num_distributed_optimizer_instances} without "
+                "use_distributed_optimizer, which alone shards the state; set that to true, or this to 1"
             )
         if self.overlap_param_gather and not self.overlap_grad_reduce:
             yield "overlap_param_gather is true without overlap_grad_reduce, which it needs; set that to true too"

@@ -178,6 +178,7 @@ def rank_grid(
         pipeline_model_parallel_size=config.pipeline_model_parallel_size,
         virtual_pipeline_model_parallel_size=config.virtual_stages if config.virtual_stages > 1 else None,
         context_parallel_size=config.context_parallel_size,
+        num_distributed_optimizer_instances=config.num_distributed_optimizer_instances,
         distributed_timeout_minutes=GROUP_TIMEOUT // timedelta(minutes=1),
         create_gloo_process_groups=True,  # the distributed optimizer asks for them when it saves
     )

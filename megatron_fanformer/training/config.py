@@ -254,7 +254,11 @@ class RunConfig:
 
     def problems_of_layout(self) -> list[str]:
         """Return the rules between sections that it breaks and that hold for any batch, one line each."""
-        found = [*layout_problems(self.model, self.parallel), *graph_problems(self.parallel, self.kernels)]
+        found = [
+            *layout_problems(self.model, self.parallel),
+            *graph_problems(self.parallel, self.kernels),
+            *self.optimizer.joint_problems(self.parallel),
+        ]
         if self.training.z_loss_coefficient and not self.kernels.chunked_loss_head:
             found.append(
                 f"training.z_loss_coefficient is {self.training.z_loss_coefficient} with kernels.chunked_loss_head "

@@ -85,6 +85,7 @@ def wrap_stages(
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=grad_reduce_in_fp32,
         use_distributed_optimizer=parallel.use_distributed_optimizer,
+        num_distributed_optimizer_instances=parallel.num_distributed_optimizer_instances,
         overlap_grad_reduce=parallel.overlap_grad_reduce,
         overlap_param_gather=parallel.overlap_param_gather,
         bucket_size=parallel.ddp_bucket_size,

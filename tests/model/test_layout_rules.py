@@ -27,6 +27,10 @@ OWN_VALUES, FAN_FFN = FANConfig(placement="qk_and_v"), FANConfig(placement="ffn"
             {"overlap_param_gather": True, "overlap_grad_reduce": True, "use_distributed_optimizer": False},
             "without use_distributed_optimizer",
         ),
+        (
+            {"num_distributed_optimizer_instances": 2, "use_distributed_optimizer": False},
+            "num_distributed_optimizer_instances is 2 without use_distributed_optimizer",
+        ),
         ({"recompute_granularity": "full"}, "set them to uniform and 1"),
         ({"recompute_granularity": "full", "recompute_method": "block"}, "set them to uniform and 1"),
         ({"recompute_granularity": "full", "recompute_num_layers": 1}, "set them to uniform and 1"),

@@ -88,6 +88,10 @@ CASES: dict[str, Case] = {
     "dp": ({}, DP),
     "dp, bf16": ({}, dict(**DP, dtype="bf16")),
     "dp, overlap": ({}, dict(**DP, **OVERLAP)),
+    "pp, dp in two instances, overlap": (
+        DEEP,
+        dict(**PP, **OVERLAP, data_parallel_size=4, num_distributed_optimizer_instances=2),
+    ),
     "sp, pp, bf16 gradients": ({}, dict(**SP, **PP, dtype="bf16", grad_reduce_in_fp32=False)),
     "pp": ({}, PP),
     "pp, uneven": (UNEVEN, dict(**PP, num_layers_in_first_pipeline_stage=1)),

@@ -76,6 +76,7 @@ STATE_JOBS = {
     "dp, plain, fp32": job_of(FAR_FROM_PADDED, layout("dp=2,distributed_optimizer=false")),
     "dp, buckets": job_of(FAR_FROM_PADDED, layout("dp=2,overlap=true,ddp_bucket_size=6000"), "bf16"),
     "pp, tied": job_of(FAR_FROM_PADDED, layout("pp=2"), "bf16"),
+    "dp in two instances": job_of(FAR_FROM_PADDED, layout("dp=2,num_distributed_optimizer_instances=2"), "bf16"),
     "dp, bf16 gradients": job_of(
         FAR_FROM_PADDED, layout("dp=2"), precision=PrecisionConfig(dtype="bf16", grad_reduce_in_fp32=False)
     ),
