@@ -105,7 +105,7 @@ _MEGATRON_LM = {
 --decoder-last-pipeline-num-layers = parallel.num_layers_in_last_pipeline_stage
 --account-for-embedding-in-pipeline-split = parallel.num_layers_in_first_pipeline_stage: as a number of layers
 --account-for-loss-in-pipeline-split = parallel.num_layers_in_last_pipeline_stage: as a number of layers
---pipeline-model-parallel-layout: only the first and last stages can be unequal
+--pipeline-model-parallel-layout = parallel.pipeline_model_parallel_layout: of E, t and L
 --no-overlap-p2p-communication --overlap-p2p-communication-warmup-flush:
     the interleaved schedule always overlaps, 1F1B never
 --microbatch-group-size-per-virtual-pipeline-stage: megatron-core chooses it

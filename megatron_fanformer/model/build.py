@@ -93,11 +93,14 @@ def _pipeline_fields(parallel: ParallelConfig, grid: RankGrid) -> dict[str, Any]
         "deallocate_pipeline_outputs": not is_interleaved or grid.backend != "gloo",
         "overlap_p2p_comm": is_interleaved,
         "batch_p2p_comm": not is_interleaved,
+        # A wait for the device after every exchange, for a race in torch of before August 2022 (pytorch/pytorch#82450).
+        "batch_p2p_sync": False,
     }
 
 
 def _boundaries(parallel: ParallelConfig) -> dict[str, Any]:
     return {
+        "pipeline_model_parallel_layout": parallel.pipeline_model_parallel_layout,
         "num_layers_in_first_pipeline_stage": parallel.num_layers_in_first_pipeline_stage,
         "num_layers_in_last_pipeline_stage": parallel.num_layers_in_last_pipeline_stage,
     }
@@ -188,8 +191,8 @@ def _build_chunk(
     fp8_fan: bool,
     z_loss_coefficient: float,
 ) -> Stage:
-    layers = parallel.layers_per_stage(model.num_layers)
-    assert layers is not None, "model.layout_rules refuses layers that do not divide"
+    segments = parallel.segments(model.num_layers)
+    assert segments is not None, "model.layout_rules refuses layers that do not divide"
     implementation = resolve_transformer_impl(kernels.transformer_impl)
     spec = layer_spec(
         model.fan,
@@ -199,7 +202,6 @@ def _build_chunk(
         recompute_fan=parallel.recomputes("fan"),
         qk_layernorm=model.qk_layernorm,
     )
-    segments = [[of_stage // parallel.virtual_stages for of_stage in layers]] * parallel.virtual_stages
     own = Layers(spec, final_norm(implementation), segments, number, grid.groups.pp.rank())
     chunk: Any = made_of(
         config=config,

@@ -69,6 +69,9 @@ def _fan_problems(model: FANformerConfig, parallel: ParallelConfig) -> Iterator[
 
 
 def _pipeline_problems(model: FANformerConfig, parallel: ParallelConfig) -> Iterator[str]:
+    if parallel.pipeline_model_parallel_layout is not None:
+        yield from _own_layout_problems(model, parallel)
+        return
     stages, chunks = parallel.pipeline_model_parallel_size, parallel.virtual_stages
     first, last = parallel.num_layers_in_first_pipeline_stage, parallel.num_layers_in_last_pipeline_stage
     layers = parallel.layers_per_stage(model.num_layers)
@@ -98,6 +101,22 @@ def _pipeline_problems(model: FANformerConfig, parallel: ParallelConfig) -> Iter
         )
     elif 0 in layers:
         yield f"the pipeline stages have {', '.join(map(str, layers))} layers; each must have at least 1"
+
+
+def _own_layout_problems(model: FANformerConfig, parallel: ParallelConfig) -> Iterator[str]:
+    segments = parallel.segments(model.num_layers) or []
+    layers = sum(map(sum, segments))
+    if layers != model.num_layers:
+        yield (
+            f"parallel.pipeline_model_parallel_layout has {layers} layers t, and model.num_layers is "
+            f"{model.num_layers}; change one of them"
+        )
+    unit = parallel.recompute_num_layers or 1
+    if parallel.recompute_method == "uniform" and any(number % unit for chunk in segments for number in chunk):
+        yield (
+            f"parallel.recompute_num_layers {unit} does not divide the layers of every chunk of "
+            "parallel.pipeline_model_parallel_layout, as method uniform needs; set it to 1, or the method to block"
+        )
 
 
 def _uneven(num_layers: int, stages: int) -> str:

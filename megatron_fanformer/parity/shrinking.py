@@ -66,7 +66,12 @@ def _groups(groups: int, tensors: list[int]) -> int:
 
 
 def _layers(num_layers: int, layouts: list[ParallelConfig]) -> int:
-    if any(x.num_layers_in_first_pipeline_stage or x.num_layers_in_last_pipeline_stage for x in layouts):
+    uneven = (
+        "num_layers_in_first_pipeline_stage",
+        "num_layers_in_last_pipeline_stage",
+        "pipeline_model_parallel_layout",
+    )
+    if any(getattr(layout, name) is not None for layout in layouts for name in uneven):
         return num_layers  # they name layers of the whole model
     unit = math.lcm(*(layout.pipeline_model_parallel_size * layout.virtual_stages for layout in layouts))
     return min(num_layers, -(-MIN_LAYERS // unit) * unit)

@@ -76,8 +76,8 @@ def chunks(model: FANformerConfig, parallel: ParallelConfig, stage: int) -> list
     Raises:
         ValueError: the layers do not divide evenly over the stages.
     """
-    layers = parallel.layers_per_stage(model.num_layers)
-    if layers is None or layers[stage] % parallel.virtual_stages:
+    segments = parallel.segments(model.num_layers)
+    if segments is None:
         raise ValueError(
             f"{model.num_layers} layers do not divide over {parallel.pipeline_model_parallel_size} stages of "
             f"{parallel.virtual_stages} chunks; see model.layout_rules"
@@ -86,7 +86,7 @@ def chunks(model: FANformerConfig, parallel: ParallelConfig, stage: int) -> list
     return [
         Chunk(
             number=number,
-            layers=layers[stage] // parallel.virtual_stages,
+            layers=segments[number][stage],
             has_embedding=stage == 0 and number == 0,
             has_head=stage == last_stage and number == last_chunk,
         )

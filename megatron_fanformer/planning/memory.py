@@ -8,6 +8,7 @@ The local layers are described as torch runs them on a CPU, where tests measure 
 the formula is); the Engine's as its fused kernels run on a GPU.
 """
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -198,18 +199,19 @@ def _dummy_gradients(shapes: LayerShapes, held: list[Chunk]) -> int:
 
 
 def _moments(shapes: LayerShapes, stage: int, held: list[Chunk], in_flight: int) -> Iterator[MemorySnapshot]:
-    layer = rise(layer_operations(shapes.job))
-    of_chunk = _chunk_rise(shapes, layer, held[0].layers)
-    kept = of_chunk.saved + (embedding_ids(shapes) if held[0].has_embedding else 0)
-    others = kept * (in_flight - 1)
+    layer, ids = rise(layer_operations(shapes.job)), embedding_ids(shapes) if held[0].has_embedding else 0
+    of_chunks = [_chunk_rise(shapes, layer, chunk.layers) for chunk in held]
+    # The interleaved schedule takes as many micro batches through a chunk, before the next, as there are stages.
+    order = itertools.cycle(chunk for chunk in of_chunks for _ in range(shapes.job.stages))
+    kept = sum(chunk.saved + ids for chunk in itertools.islice(order, in_flight))
     # The schedule holds on to the last gradient that it sent back, and in forward also to the input that it is of.
     sent = shapes.stream if stage > 0 and len(held) == 1 else 0
-    yield MemorySnapshot("backward of a layer", others + kept, of_chunk.backward + sent)
+    yield MemorySnapshot("backward of a layer", kept, max(chunk.backward for chunk in of_chunks) + sent)
     if held[-1].has_head:
         head = loss_head(shapes)
-        yield MemorySnapshot("loss head", others + kept + head.saved, head.backward + 2 * sent)
+        yield MemorySnapshot("loss head", kept + head.saved, head.backward + 2 * sent)
     if held[0].has_embedding:
-        yield MemorySnapshot("gradient of the embedding", others + embedding_ids(shapes), embedding_backward(shapes))
+        yield MemorySnapshot("gradient of the embedding", kept - of_chunks[0].saved, embedding_backward(shapes))
     yield _update(shapes.job, stage, held)
 
 

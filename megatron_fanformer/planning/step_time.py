@@ -163,22 +163,25 @@ class _Seconds:
     def stages(self) -> list[_Parts]:
         """Return seconds of a micro batch by purpose, of each pipeline stage."""
         job = self._job
-        layers = job.parallel.layers_per_stage(job.model.num_layers)
-        if layers is None:
+        segments = job.parallel.segments(job.model.num_layers)
+        if segments is None:
             raise ValueError(f"{job.model.num_layers} layers do not divide over {job.stages} stages")
         layer, again = self._layer()
-        alike = {number: self._stage(number, layer, again) for number in dict.fromkeys(layers)}
-        stages = [alike[number] for number in layers]
+        of_stages = list(zip(*segments, strict=True))
+        alike = {chunks: self._stage(chunks, layer, again) for chunks in dict.fromkeys(of_stages)}
+        stages = [alike[chunks] for chunks in of_stages]
         for end, more in ((0, self._embedding()), (-1, self._head())):
             stages[end] = _Parts(stages[end])
             stages[end].add(more)
         return stages
 
-    def _stage(self, layers: int, layer: _Parts, again: float) -> _Parts:
-        stage, chunks = _Parts(), self._job.parallel.virtual_stages
-        stage.add(layer, layers)
+    def _stage(self, layers_of_chunks: tuple[int, ...], layer: _Parts, again: float) -> _Parts:
+        stage = _Parts()
+        stage.add(layer, sum(layers_of_chunks))
         if again:
-            stage.add({"recomputation": again}, chunks * recomputed_layers(self._job, layers // chunks))
+            stage.add(
+                {"recomputation": again}, sum(recomputed_layers(self._job, number) for number in layers_of_chunks)
+            )
         return stage
 
     def _layer(self) -> tuple[_Parts, float]:

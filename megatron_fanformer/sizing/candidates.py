@@ -30,6 +30,7 @@ NAMED = (
     *DEGREES,
     "num_layers_in_first_pipeline_stage",
     "num_layers_in_last_pipeline_stage",
+    "pipeline_model_parallel_layout",
     "cp_comm_type",
     "ddp_bucket_size",
     "recompute_granularity",
@@ -100,6 +101,7 @@ def all_layouts(config: RunConfig, gpus: int) -> Iterator[list[RunConfig]]:
                     "pipeline_model_parallel_size": pipeline,
                     "num_layers_in_first_pipeline_stage": None,
                     "num_layers_in_last_pipeline_stage": None,
+                    "pipeline_model_parallel_layout": None,
                     "data_parallel_size": replicas,
                 }
                 micro_batches = _micro_batches(config, replicas)

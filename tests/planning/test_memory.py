@@ -163,6 +163,18 @@ def test_fan_layers_for_the_mlp_are_near_the_simulated_ones(modules: list[str], 
     assert_formula_is_near(large(config), 2, [0])
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("text", ["Ettt|tL", "E|tt|tt|L", "Ett|ttt|t|L"])
+def test_stages_of_ones_own_are_near_the_simulated_ones(text: str) -> None:
+    config = run_config(
+        dict(num_layers=text.count("t")),
+        micro_batch_size=1,
+        pipeline_model_parallel_size=2,
+        pipeline_model_parallel_layout=text,
+    )
+    assert_formula_is_near(large(config), 2, [0, 1])
+
+
 SEED, LAYOUTS, WORLD = 4177, 10, 64
 
 
