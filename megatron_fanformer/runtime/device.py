@@ -377,6 +377,13 @@ def enable_collective_timeouts() -> None:
     os.environ["TORCH_NCCL_BLOCKING_WAIT"] = "1"
 
 
+def log_nccl_to(file: Path) -> None:
+    """Have NCCL log its start into a file, unless the user has it log elsewhere; before this process's first group."""
+    logged = {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,NET", "NCCL_DEBUG_FILE": str(file)}
+    if not logged.keys() & os.environ.keys():
+        os.environ.update(logged)
+
+
 def threads_of_environment() -> int | None:
     """Return the threads that OMP_NUM_THREADS gives each process, as OpenMP reads it; None where it is not set.
 
