@@ -11,6 +11,7 @@ dp 1 cp 0    4     5           12    13
      cp 1    6     7           14    15
 """
 
+import logging
 import os.path
 import tempfile
 from collections.abc import Iterator
@@ -39,6 +40,8 @@ GROUP_TIMEOUT = timedelta(days=1)
 
 if TYPE_CHECKING:
     from megatron.core.process_groups_config import ProcessGroupCollection
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,6 +115,8 @@ def process_group(config: RuntimeConfig, address: devices.RankAddress | None) ->
     devices.configure_process(
         kind, address.local_rank if address else 0, threads, deterministic=config.deterministic_mode
     )
+    if kind == "cuda" and config.numa_binding and (binding := devices.bind_near_gpu()) is not None:
+        logger.log(logging.WARNING if binding.is_problem else logging.INFO, "%s", binding.text)
     backend = config.backend(kind)
     if address is None:
         devices.listen_on_loopback()

@@ -28,8 +28,10 @@ from megatron_fanformer.model.layout_rules import (
     layout_problems,
 )
 from megatron_fanformer.planning.job import Job, Layers
+from megatron_fanformer.runtime import topology
 from megatron_fanformer.runtime.config import DeviceKind, RuntimeConfig
 from megatron_fanformer.runtime.device import has_bf16_matrix_units
+from megatron_fanformer.runtime.environment import RunShape
 from megatron_fanformer.runtime.layout import MOVED_FIELDS, ParallelConfig
 from megatron_fanformer.training.fp8_rules import fp8_problems
 from megatron_fanformer.training.loggers.registry import LoggingConfig
@@ -222,6 +224,24 @@ class RunConfig:
         return (
             f"the learning rate's decay (WSD) begins with step {first:,}, and no stage does; {remedy} to have it begin "
             f"with {nearest!r}, step {begins[nearest]:,}"
+        )
+
+    def run_shape(self, ranks: int, *, threads: int | None = None) -> RunShape:
+        """Return what the environment of a process of this run depends on (`runtime.environment`).
+
+        Args:
+            ranks: of the run.
+            threads: as in `RunShape`.
+        """
+        runtime, parallel = self.runtime, self.parallel
+        return RunShape(
+            parallel=parallel,
+            replicas=ranks // (parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size),
+            over_nccl=runtime.device != "cpu" and runtime.distributed_backend != "gloo",
+            cuda_graphs=self.kernels.cuda_graph_impl != "none",
+            deterministic=runtime.deterministic_mode,
+            is_after_hopper=any(gpu.is_after_hopper for gpu in topology.gpus()),
+            threads=threads,
         )
 
     @property

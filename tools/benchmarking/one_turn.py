@@ -18,6 +18,7 @@ from benchmarking.gaps import gaps
 from benchmarking.ranks import Rank
 from megatron_fanformer.processes import end_with_parent
 from megatron_fanformer.runtime import device as devices
+from megatron_fanformer.training.config import config_from_dict
 
 
 def main() -> None:
@@ -26,17 +27,16 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what a run reports to its user
     request = json.loads(Path(sys.argv[1]).read_text())
-    devices.prepare_megatron(on_cpu=request["values"]["runtime"]["device"] == "cpu")
+    config = config_from_dict(request["values"])
+    devices.prepare_megatron(config.run_shape(1), on_cpu=config.runtime.device == "cpu")  # as `train` does
     from megatron_fanformer.model.layer_spec import transformer_engine_problem
     from megatron_fanformer.runtime.parallel import distributed
     from megatron_fanformer.training import trainer  # noqa: F401  takes seconds
-    from megatron_fanformer.training.config import config_from_dict
 
     transformer_engine_problem()  # imports the Engine
     print("ready", file=answers, flush=True)
     if not sys.stdin.readline():
         return
-    config = config_from_dict(request["values"])
     with distributed(config.parallel, None, config.runtime) as grid:
         rank = Rank(config, grid)
         rank.steps(request["warm_up"])

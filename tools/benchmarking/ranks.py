@@ -98,11 +98,12 @@ def ranks_of(values: dict[str, Any], world_size: int) -> CaseProcesses:
 
 
 def _serve_rank(connection: Any, values: dict[str, Any], rank: int, world_size: int, port: int) -> None:
-    devices.prepare_libraries()
-    from megatron_fanformer.runtime.parallel import distributed
     from megatron_fanformer.training.config import config_from_dict
 
     config = config_from_dict(values)
+    devices.prepare_libraries(config.run_shape(world_size))  # as `train` does
+    from megatron_fanformer.runtime.parallel import distributed
+
     address = devices.RankAddress(
         rank=rank,
         world_size=world_size,
