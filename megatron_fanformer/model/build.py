@@ -1,5 +1,6 @@
 """Builds one pipeline stage of a FANformer, of the model class that the installed megatron-core goes on with."""
 
+import copy
 import dataclasses
 import importlib.util
 from typing import Any
@@ -201,7 +202,12 @@ def _build_chunk(
         fp8_fan=fp8_fan,
         recompute_fan=parallel.recomputes("fan"),
         qk_layernorm=model.qk_layernorm,
+        heads_over=grid.groups.cp if grid.exchanges_heads else None,
     )
+    groups = grid.groups
+    if grid.exchanges_heads:  # nothing else in the stage is to know of context parallelism
+        groups = copy.copy(groups)
+        groups.cp = groups.ep  # of experts, which the model has not: this rank alone
     own = Layers(spec, final_norm(implementation), segments, number, grid.groups.pp.rank())
     chunk: Any = made_of(
         config=config,
@@ -213,7 +219,7 @@ def _build_chunk(
         share_embeddings_and_output_weights=not model.untie_embeddings_and_output_weights,
         position_embedding_type="rope",
         rotary_base=model.rotary_base,
-        pg_collection=grid.groups,
+        pg_collection=groups,
         vp_stage=number if parallel.virtual_stages > 1 else None,
     )
     if model.rope_scaling.is_scaled:  # megatron-core computes angles of these, in every layout and of every cache

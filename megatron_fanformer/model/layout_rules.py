@@ -158,11 +158,11 @@ def graph_problems(parallel: ParallelConfig, kernels: KernelsConfig) -> list[str
 def document_problems(parallel: ParallelConfig, kernels: KernelsConfig) -> list[str]:
     """Return what keeps attention within documents (`data.reset_attention_mask`), one line each."""
     found = []
-    if parallel.context_parallel_size > 1:
+    if parallel.context_parallel_size > 1 and not parallel.exchanges_heads:
         found.append(
-            f"data.reset_attention_mask with parallel.context_parallel_size {parallel.context_parallel_size}, whose "
-            "ranks would split every document in equal chunks, into which documents of any length do not divide; set "
-            "one of them to false or 1"
+            f"data.reset_attention_mask with parallel.context_parallel_size {parallel.context_parallel_size} and "
+            f"cp_comm_type {parallel.cp_comm_type or 'null'}, whose chunks of a sequence may end within documents; set "
+            "parallel.cp_comm_type to a2a, by which ranks attend over whole sequences"
         )
     if kernels.cuda_graph_impl == "local":
         found.append(

@@ -69,8 +69,9 @@ class ParallelConfig:
     context_parallel_size: int = 1
     """Ranks that share each sample's sequence."""
     cp_comm_type: Literal["p2p", "all_gather", "a2a"] | None = None
-    """How Transformer Engine's attention exchanges keys and values: in a ring (`p2p`), all at once, or heads against
-    parts of the sequence (`a2a`); null: `p2p`. The local layers gather them."""
+    """What attention exchanges: keys and values, in a ring (`p2p`, by Transformer Engine alone) or all at once
+    (`all_gather`), or heads against parts of the sequence (`a2a`, which attention within documents needs); null: the
+    Engine's ring, and the local layers gather."""
     data_parallel_size: int | None = None
     """Replicas of the model; null: what the world size leaves, or 1 where it is started directly."""
     sequence_parallel: bool = False
@@ -104,6 +105,11 @@ class ParallelConfig:
     def model_parallel_size(self) -> int:
         """Ranks that hold one replica of the model."""
         return self.tensor_model_parallel_size * self.context_parallel_size * self.pipeline_model_parallel_size
+
+    @property
+    def exchanges_heads(self) -> bool:
+        """Return whether each context parallel rank attends over whole sequences, with its part of the heads."""
+        return self.cp_comm_type == "a2a" and self.context_parallel_size > 1
 
     @property
     def virtual_stages(self) -> int:

@@ -63,6 +63,9 @@ class RankGrid:
     samples_group: dist.ProcessGroup
     """The tensor and context parallel ranks of a replica's stage, which take the same samples; for tensors on the CPU:
     hosts share samples among themselves, and no device waits for that."""
+    exchanges_heads: bool = False
+    """Whether attention is of whole sequences, and each context parallel rank has a part of the heads there: see
+    `ParallelConfig`."""
     is_deterministic: bool = False
     """Whether results must be bitwise reproducible (`runtime.deterministic_mode`)."""
 
@@ -200,6 +203,7 @@ def rank_grid(
         is_last_stage=parallel_state.is_pipeline_last_stage(),
         groups=groups,
         samples_group=for_host_tensors(groups.tp_cp),
+        exchanges_heads=config.exchanges_heads,
         is_deterministic=runtime.deterministic_mode,
     )
     try:

@@ -97,7 +97,7 @@ def all_layouts(config: RunConfig, gpus: int) -> Iterator[list[RunConfig]]:
                 degrees: dict[str, Any] = {
                     "tensor_model_parallel_size": tensor,
                     "context_parallel_size": context,
-                    "cp_comm_type": config.parallel.cp_comm_type if context > 1 else None,
+                    "cp_comm_type": _exchange(config) if context > 1 else None,
                     "pipeline_model_parallel_size": pipeline,
                     "num_layers_in_first_pipeline_stage": None,
                     "num_layers_in_last_pipeline_stage": None,
@@ -108,6 +108,11 @@ def all_layouts(config: RunConfig, gpus: int) -> Iterator[list[RunConfig]]:
                 for rest in _other_fields(config, dataclasses.replace(config.parallel, **degrees)):
                     parallel = dataclasses.replace(config.parallel, **degrees, **rest)
                     yield [dataclasses.replace(config, parallel=parallel, training=each) for each in micro_batches]
+
+
+def _exchange(config: RunConfig) -> str | None:
+    """Return the only exchange that attention within documents can have, else the configuration's own."""
+    return "a2a" if config.data.reset_attention_mask else config.parallel.cp_comm_type
 
 
 def _micro_batches(config: RunConfig, replicas: int) -> list[TrainingConfig]:

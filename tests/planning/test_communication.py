@@ -47,6 +47,7 @@ SEQUENCE = dict(**SP, fan_form="sequence")
 PP = dict(pipeline_model_parallel_size=2)
 VPP = dict(**PP, virtual_pipeline_model_parallel_size=2)
 CP = dict(context_parallel_size=2)
+HEADS = dict(**CP, cp_comm_type="a2a")
 DP = dict(data_parallel_size=2)
 PLAIN = dict(use_distributed_optimizer=False)
 OVERLAP = dict(overlap_grad_reduce=True, overlap_param_gather=True, ddp_bucket_size=6000)
@@ -84,6 +85,7 @@ CASES: dict[str, Case] = {
     "sequence, recomputed": (GROUPED, dict(**SEQUENCE, **FULL)),
     "cp, grouped": (GROUPED, CP),
     "cp, selective": ({}, dict(**CP, **SELECTIVE)),
+    "cp, by heads, within documents": ({}, dict(**HEADS, **SELECTIVE, has_document_ids=True)),
     "dp plain": ({}, dict(**DP, **PLAIN)),
     "dp": ({}, DP),
     "dp, bf16": ({}, dict(**DP, dtype="bf16")),
@@ -119,6 +121,8 @@ FULL_CASES: dict[str, Case] = {
     "sp, pp, full": ({}, dict(**SP, **PP, **FULL)),
     "sp, dp, overlap, bf16": (UNTIED, dict(**SP, **DP, **OVERLAP, dtype="bf16")),
     "cp, dp": ({}, dict(**CP, **DP)),
+    "cp, by heads, grouped, own values, bf16": ({**OWN_VALUES, **GROUPED}, dict(**HEADS, dtype="bf16")),
+    "sequence, cp, pp, by heads": (UNTIED, dict(**SEQUENCE, **HEADS, **PP, **FULL)),
     "tp 4, two groups": (GROUPED, dict(tensor_model_parallel_size=4)),
     "sequence of 4": ({}, dict(tensor_model_parallel_size=4, sequence_parallel=True, fan_form="sequence")),
     "sequence, cp, own values": (OWN_VALUES, dict(**SEQUENCE, **CP)),
@@ -246,6 +250,7 @@ ALWAYS = (
     "sp, FAN layers for the MLP",
     "sequence, recomputed",
     "cp, selective",
+    "cp, by heads, within documents",
     "dp plain",
     "dp, bf16",
     "dp, overlap",
