@@ -252,10 +252,14 @@ _MEGATRON_LM = {
 --wandb-entity = logging.wandb_entity
 --log-params-norm = logging.norm_interval: in steps
 --log-throughput: metrics.jsonl always has it
---log-timers-to-tensorboard --timing-log-level: tools/bench_train.py measures the parts of a step, outside of runs
+--log-timers-to-tensorboard --timing-log-level = logging.profile_steps: `inspect RUN --trace` has the parts of a step
 --logging-level = logging.folder: a log file of each rank, at level DEBUG
 --log-straggler = logging.straggler_interval: on by default
---profile --use-pytorch-profiler: tools/bench_train.py profiles steps, outside of runs
+--profile --use-pytorch-profiler = logging.profile_steps: torch's profiler, for the steps that it names
+--profile-step-start --profile-step-end = logging.profile_steps: [FIRST, LAST], and the last is profiled, too
+--profile-ranks = logging.profile_ranks
+--record-memory-history = logging.record_memory_history: of the profiled steps
+--memory-snapshot-path: the snapshot is beside the profile, in the run's folder
 """,
 }
 MEGATRON_LM = {section: _table(text) for section, text in _MEGATRON_LM.items()}

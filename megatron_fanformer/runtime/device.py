@@ -470,6 +470,7 @@ def quieten_libraries() -> None:
     """Silence exactly `NOTICES`, here and in child processes (checkpoint writers import them again); idempotent."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # or the profiler reports its start and its stop on the terminal
     for notice in NOTICES:
         warnings.filterwarnings("ignore", message=r"\s*" + re.escape(notice))
     filters = os.environ.get("PYTHONWARNINGS", "").split(",")

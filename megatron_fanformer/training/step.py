@@ -246,7 +246,7 @@ def _z_losses(stages: list[DistributedDataParallel], like: Tensor) -> Tensor:
 
 
 def _sum_over_ranks(own: Tensor | None, grid: RankGrid, interrupts: Interrupts) -> Tensor:
-    """Return [6] float64, on the device: losses, tokens, z-losses, and how many ranks have each of `Interrupts`, over
+    """Return [7] float64, on the device: losses, tokens, z-losses, and how many ranks have each of `Interrupts`, over
     all ranks.
 
     Only the last stage knows the loss, and each of its tensor parallel ranks knows the same one.

@@ -8,14 +8,14 @@ measured as one line of JSON. Until it is let go, it has nothing on the GPU: man
 
 import json
 import os
+import shutil
 import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from benchmarking.breakdown import breakdown
-from benchmarking.gaps import gaps
 from benchmarking.ranks import Rank
+from megatron_fanformer.inspection.trace import rank_times
 from megatron_fanformer.processes import end_with_parent
 from megatron_fanformer.runtime import device as devices
 from megatron_fanformer.training.config import config_from_dict
@@ -49,9 +49,17 @@ def main() -> None:
 
 
 def _traced(rank: Rank, steps: int, file: Path) -> dict[str, Any]:
-    profile, seconds = rank.profile(steps)
-    profile.export_chrome_trace(str(file))
-    return {"breakdown_seconds": breakdown(profile.events(), steps, seconds / steps), **gaps(profile)}
+    trace = rank.profile(steps)
+    times = rank_times(trace)
+    shutil.copyfile(trace, file)
+    return {
+        "breakdown_seconds": times.seconds,
+        "idle_share": times.idle / times.step_seconds,
+        "gaps": [
+            {"after": gap.after, "before": gap.before, "share": gap.seconds / times.step_seconds, "times": gap.times}
+            for gap in times.gaps
+        ],
+    }
 
 
 if __name__ == "__main__":
