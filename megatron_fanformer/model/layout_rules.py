@@ -181,10 +181,8 @@ def batch_problems(
     parallel: ParallelConfig, data_parallel_size: int, global_batch_size: int, micro_batch_size: int
 ) -> list[str]:
     """Return what keeps replicas from sharing a global batch, or the optimizer's state, one line each."""
-    replicas, instances = (
-        data_parallel_size * parallel.context_parallel_size,
-        parallel.num_distributed_optimizer_instances,
-    )
+    replicas = data_parallel_size * parallel.context_parallel_size
+    instances = parallel.num_distributed_optimizer_instances
     if replicas % instances:
         return [
             f"parallel.num_distributed_optimizer_instances is {instances}, which does not divide data x context "

@@ -78,7 +78,8 @@ def _forward_step(grid: RankGrid, of_losses: OfLosses, batches: Batches, stage: 
     if (document_ids := batch.pop("document_ids", None)) is not None:
         packed = packed_documents(document_ids, device)
     rows = batch if packed is None else {name: tensor.reshape(1, -1) for name, tensor in batch.items()}
-    own = {name: own_positions(tensor, grid).to(device, non_blocking=True) for name, tensor in rows.items()}
+    # Whole, from pinned memory: a part that is cut on the host lies in pageable memory, whose copy would be waited for.
+    own = {name: own_positions(tensor.to(device, non_blocking=True), grid) for name, tensor in rows.items()}
     heartbeat.mark("forward")
     output = stage(
         own["tokens"],
