@@ -74,8 +74,8 @@ address_of() {
         echo "$1"
         return
     fi
-    local listed
-    listed=$(srun --nodes=1 --nodelist="$1" --ntasks=1 ip -oneline -4 address show dev "$INTERFACE" scope global) || return
+    local listed show=(ip -oneline -4 address show dev "$INTERFACE" scope global)
+    listed=$(srun --nodes=1 --nodelist="$1" --ntasks=1 "${show[@]}") || return
     if [[ ! $listed =~ inet\ ([0-9.]+) ]]; then
         echo "$1 has no IPv4 address on INTERFACE $INTERFACE; name another" >&2
         return 2
