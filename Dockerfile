@@ -1,8 +1,10 @@
 # An image for NVIDIA GPUs: CUDA 13.0, Python 3.12, the pinned versions of constraints/, Transformer Engine among them.
-# It has been linted (hadolint), and its steps of apt-get were run on Ubuntu 24.04; the image itself has not been built.
+# It has not been built yet: its steps of apt-get were run on Ubuntu 24.04, those of pip resolved there, but for the
+# Engine's.
 #
 #   docker build --tag megatron-fanformer .
-#   docker run --gpus all --shm-size 16g --device /dev/infiniband --cap-add IPC_LOCK --ulimit memlock=-1 --volume "$PWD/runs:/work/runs" --volume "$PWD/tokens:/work/tokens" \
+#   docker run --gpus all --shm-size 16g --device /dev/infiniband --cap-add IPC_LOCK --ulimit memlock=-1 \
+#       --volume "$PWD/runs:/work/runs" --volume "$PWD/tokens:/work/tokens" \
 #       megatron-fanformer train --config examples/fanformer-1b.yaml
 #
 # NVTE_CUDA_ARCHS names the GPUs that the Engine's PyTorch extension is compiled for: 80 (A100), 90 (H100, H200), 100

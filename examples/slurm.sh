@@ -15,8 +15,7 @@
 #
 # Variables, with their defaults:
 #   NODES (all of the job)   how many nodes to train on
-#   GPUS_PER_NODE (--ntasks-per-node)   ranks on each; nodes with GB200 have four: sbatch --gpus-per-node=4
-#                            --ntasks-per-node=4
+#   GPUS_PER_NODE (--ntasks-per-node)   ranks on each: with GB200 four, by sbatch --gpus-per-node=4 --ntasks-per-node=4
 #   INTERFACE (none)         the network interface that the ranks meet by, such as ib0; else the nodes' names lead there
 #   FOLDER (where sbatch was called)   a folder that all nodes share, for the check to write to
 #   CHECK_OPTIONS (none)     further options of `check-node`, such as "--minimum-bandwidth 40"
@@ -75,8 +74,8 @@ address_of() {
         echo "$1"
         return
     fi
-    local listed
-    listed=$(srun --nodes=1 --nodelist="$1" --ntasks=1 ip -oneline -4 address show dev "$INTERFACE" scope global) || return
+    local listed show=(ip -oneline -4 address show dev "$INTERFACE" scope global)
+    listed=$(srun --nodes=1 --nodelist="$1" --ntasks=1 "${show[@]}") || return
     if [[ ! $listed =~ inet\ ([0-9.]+) ]]; then
         echo "$1 has no IPv4 address on INTERFACE $INTERFACE; name another" >&2
         return 2
@@ -96,8 +95,8 @@ on() {
     MASTER_ADDR=$(address_of "${nodes[0]}") || return
     export MASTER_ADDR
     # Slurm would bind tasks to cores of its own choice, and not to those near their GPUs.
-    srun --cpu-bind=none "${container[@]}" --nodes="${#nodes[@]}" --nodelist="$(IFS=,; echo "${nodes[*]}")" --ntasks="$((tasks * ${#nodes[@]}))" \
-        --ntasks-per-node="$tasks" --kill-on-bad-exit=0 --wait="$wait" "$@"
+    srun --cpu-bind=none "${container[@]}" --nodes="${#nodes[@]}" --nodelist="$(IFS=,; echo "${nodes[*]}")" \
+        --ntasks="$((tasks * ${#nodes[@]}))" --ntasks-per-node="$tasks" --kill-on-bad-exit=0 --wait="$wait" "$@"
 }
 
 # The job goes back to the queue, and is resumed from its checkpoint. Without this, submit it again by hand.

@@ -29,15 +29,13 @@ class NodeRate:
     source: str
 
 
-# What Azure's checks demand of nccl-tests at 16 GB. (NVSwitch adds up on the way, so that the bus bandwidth of an H100
-# may be above its NVLink's 450 GB/s.)
+# What Azure's checks demand of nccl-tests at 16 GB; the last is of four GPUs. (NVSwitch adds up on the way, so that the
+# bus bandwidth of an H100 may be above its NVLink's 450 GB/s.)
 WITHIN_NODE = (
     NodeRate(gpus=r"\bH100 80GB HBM3", bytes_per_second=460e9, source=AZURE + "nd96isr_h100_v5.conf"),
     NodeRate(gpus=r"\bH200$", bytes_per_second=431e9, source=AZURE + "nd96isr_h200_v5.conf"),
     NodeRate(gpus=r"\bA100-SXM", bytes_per_second=228e9, source=AZURE + "nd96amsr_a100_v4.conf"),
-    NodeRate(
-        gpus=r"\bG?B[23]00\b", bytes_per_second=432e9, source=AZURE + "nd128isr_ndr_gb200_v6.conf"
-    ),  # of four GPUs
+    NodeRate(gpus=r"\bG?B[23]00\b", bytes_per_second=432e9, source=AZURE + "nd128isr_ndr_gb200_v6.conf"),
 )
 
 

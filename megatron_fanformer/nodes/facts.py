@@ -1,7 +1,6 @@
 """Facts about this node: its versions, its GPUs or cores, how fast they multiply and talk, where it can write."""
 
 import importlib.metadata
-import itertools
 import os
 import platform
 import secrets
@@ -253,8 +252,9 @@ def _query_gpu(number: int, what: str, meanwhile: Callable[[], None] | None = No
 
     uuid = torch.cuda.get_device_properties(number).uuid
     lines = query_nvidia_smi(what, f"--id=GPU-{uuid}", meanwhile=meanwhile) or [""]
-    cells = lines[0].split(",") if lines else []
-    return [_number(cell) for _, cell in itertools.zip_longest(what.split(","), cells, fillvalue="")]
+    cells = lines[0].split(",")
+    wanted = what.split(",")
+    return [_number(cell) for cell in cells] if len(cells) == len(wanted) else [None for _ in wanted]
 
 
 def _number(cell: str) -> float | None:

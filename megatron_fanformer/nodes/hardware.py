@@ -20,8 +20,9 @@ XID_HOURS = 24
 XIDS_OF_PROGRAMS = {13, 31, 32, 43, 45, 63, 68, 69}
 XID = re.compile(r"^(?P<when>\S+) .*?NVRM: Xid \((?:PCI:)?(?P<gpu>[0-9a-fA-F:.]+)\): (?P<number>\d+)", re.MULTILINE)
 ISO_TIME = re.compile(r"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)(?:[.,]\d+)?([+-]\d\d):?(\d\d)")
-HEALTH = "index,pcie.link.width.current,pcie.link.width.max,ecc.errors.uncorrected.volatile.total"
+HEALTH = "index,name,pcie.link.width.current,pcie.link.width.max,ecc.errors.uncorrected.volatile.total"
 REMAPPED = "gpu_bus_id,remapped_rows.pending,remapped_rows.failure"
+BESIDE_GRACE = re.compile(r"\bG[HB]\d{3}\b")  # whose way to the host is NVLink, not PCIe
 NETWORK = re.compile(r"NCCL INFO (?:Using network|Assigned NET plugin) (\S+)")
 SOCKET = "Socket"  # NCCL's name of TCP
 
@@ -89,9 +90,9 @@ def find_faults() -> tuple[list[str], list[str]]:
 
 def health_problems(lines: Iterable[str]) -> Iterator[str]:
     """Yield what `HEALTH` shows to be wrong; a value in brackets, such as `[N/A]`, is none."""
-    for line in lines:
-        gpu, width, widest, errors = (cell.strip() for cell in line.split(","))
-        if width.isdecimal() and widest.isdecimal() and int(width) < int(widest):
+    for gpu, name, width, widest, errors in _rows(lines, HEALTH):
+        has_width = width.isdecimal() and widest.isdecimal() and not BESIDE_GRACE.search(name)
+        if has_width and int(width) < int(widest):
             yield (
                 f"GPU {gpu} has a PCIe link of {width} lanes, and may have {widest}: copies to and from it, and to the "
                 "network, are as much slower; have it seated anew"
@@ -102,12 +103,17 @@ def health_problems(lines: Iterable[str]) -> Iterator[str]:
 
 def remapping_problems(lines: Iterable[str]) -> Iterator[str]:
     """Yield what `REMAPPED` shows to be wrong."""
-    for line in lines:
-        gpu, pending, failure = (cell.strip().lower() for cell in line.split(","))
-        if failure in ("yes", "1"):
+    for gpu, pending, failure in _rows(lines, REMAPPED):
+        if failure.lower() in ("yes", "1"):
             yield f"GPU {gpu} could not replace a broken row of its memory; replace it"
-        elif pending in ("yes", "1"):
+        elif pending.lower() in ("yes", "1"):
             yield f"GPU {gpu} replaces a broken row of its memory when it is reset; reset it"
+
+
+def _rows(lines: Iterable[str], query: str) -> Iterator[list[str]]:
+    """Yield the cells of the lines that answer a query; another one, such as `No devices were found`, does not."""
+    rows = ([cell.strip() for cell in line.split(",")] for line in lines)
+    return (row for row in rows if len(row) == len(query.split(",")))
 
 
 def xid_problems(log: str, now: datetime) -> Iterator[str]:

@@ -5,6 +5,7 @@ for what would make a run wrong. `config --environment` prints the table for a r
 """
 
 import importlib.util
+import json
 import os
 from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass, replace
@@ -20,6 +21,8 @@ ALLOCATOR, ALLOCATOR_OLD = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"
 EXPANDABLE = "expandable_segments:True"
 GRAPH_REGISTER = "NCCL_GRAPH_REGISTER"
 OMP_THREADS = "OMP_NUM_THREADS"
+SET_HERE = "FANFORMER_ENVIRONMENT"
+"""What this program has set, as JSON: for its later runs, and the processes that it starts, that is not the user's."""
 DETERMINISTIC = {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0", "CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "Ring"}
 
 
@@ -241,8 +244,10 @@ def settings_of(shape: RunShape | None, env: MutableMapping[str, str] = os.envir
         InputError: the environment has a value that would make the run wrong.
     """
     found = []
+    here = _set_here(env)
+    users = {name: value for name, value in env.items() if here.get(name) != value}
     for setting in SETTINGS:
-        theirs = next((env[name] for name in (setting.variable, *setting.others) if name in env), None)
+        theirs = next((users[name] for name in (setting.variable, *setting.others) if name in users), None)
         found.append(Applied(setting, setting.value(shape), theirs))
     for each in found:
         if each.setting.is_required and each.differs:
@@ -288,10 +293,23 @@ def make_deterministic(env: MutableMapping[str, str] = os.environ) -> None:
 
 
 def _set(found: list[Applied], env: MutableMapping[str, str]) -> list[Applied]:
+    here = _set_here(env)
     for each in found:
-        if each.ours is not None and each.theirs is None:
-            env[each.setting.variable] = each.ours
+        if each.theirs is not None:
+            continue
+        if each.ours is not None:
+            here[each.setting.variable] = env[each.setting.variable] = each.ours
+        elif here.pop(each.setting.variable, None) is not None:
+            env.pop(each.setting.variable, None)  # of a run before this one
+    env[SET_HERE] = json.dumps(here)
     return found
+
+
+def _set_here(env: MutableMapping[str, str]) -> dict[str, str]:
+    try:
+        return dict(json.loads(env.get(SET_HERE, "{}")))
+    except (ValueError, TypeError):  # somebody else's
+        return {}
 
 
 def kept_line(found: list[Applied]) -> str | None:

@@ -94,7 +94,12 @@ def report_a_gpu(capability: tuple[int, int] = HOPPER) -> None:
     cuda_on_cpu.map_cuda()
     cuda: Any = torch.cuda
     properties = SimpleNamespace(
-        name=NAME, major=capability[0], minor=capability[1], multi_processor_count=132, total_memory=80 * GIB
+        name=NAME,
+        uuid=NAME,  # by which no driver lists it
+        major=capability[0],
+        minor=capability[1],
+        multi_processor_count=132,
+        total_memory=80 * GIB,
     )
     # Every check of the Engine, of megatron-core and of this project. What runs on the CPU hides GPUs, this one too.
     cuda.is_available = lambda: os.environ.get("CUDA_VISIBLE_DEVICES") != ""

@@ -8,6 +8,7 @@ import torch
 from torch import distributed as dist
 
 from megatron_fanformer.cli import main
+from megatron_fanformer.runtime import topology
 from megatron_fanformer.training.stragglers import timed_waits
 from tests.gpu.making import needs_gpu, needs_real_gpu
 
@@ -26,6 +27,17 @@ def test_each_gpu_is_described(capsys: pytest.CaptureFixture[str]) -> None:
     for gpu in node["facts"]["gpus"]:
         assert 1e12 < gpu["flops_per_second"] < 1e16 and 100 < gpu["clock_mhz"] < 10_000
     assert not [problem for problem in node["problems"] if "a second time" in problem]
+    assert node["facts"]["network"]  # by NCCL's log
+    assert not [what for what in node["facts"]["unseen"] if "nvidia-smi" in what]
+
+
+def test_the_driver_lists_the_gpu_and_the_kernel_its_cores() -> None:
+    if not (listed := topology.gpus()):
+        pytest.skip("this container does not see /proc/driver/nvidia/gpus")
+    [gpu] = [gpu for gpu in listed if gpu.uuid == f"GPU-{torch.cuda.get_device_properties(0).uuid}"]
+    assert gpu.model == torch.cuda.get_device_name(0)
+    assert gpu.is_after_hopper == (torch.cuda.get_device_capability(0) >= (10, 0))
+    assert topology.near_cores(gpu.address)
 
 
 def test_the_stream_that_stands_still_is_measured_and_its_computation_is_not(tmp_path: Path) -> None:

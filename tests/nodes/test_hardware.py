@@ -37,15 +37,16 @@ def test_xids_of_the_hardware_within_a_day() -> None:
 
 
 def test_counters_of_gpus() -> None:
-    lines = ["0, 16, 16, 0", "1, 8, 16, 0", "2, 16, 16, 3", "3, [N/A], [N/A], [N/A]"]
+    lines = ["0, H100, 16, 16, 0", "1, H100, 8, 16, 0", "2, H100, 16, 16, 3", "3, H100, [N/A], [N/A], [N/A]"]
+    lines += ["4, NVIDIA GB200, 1, 16, 0", "No devices were found"]
     assert [problem.split(";")[0].split(":")[0] for problem in hardware.health_problems(lines)] == [
         "GPU 1 has a PCIe link of 8 lanes, and may have 16",
         "GPU 2 has counted 3 uncorrectable memory errors since its driver was loaded",
     ]
-    lines = ["00000000:1B:00.0, No, No", "00000000:8A:00.0, Yes, No", "00000000:9D:00.0, 0, 1", "x, [N/A], [N/A]"]
+    lines = ["00000000:1B:00.0, No, No", "00000000:8A:00.0, Yes, No", "00000000:9D:00.0, 0, 1", "x, [N/A], [N/A]", "?"]
     assert [problem.split(" of its")[0] for problem in hardware.remapping_problems(lines)] == [
-        "GPU 00000000:8a:00.0 replaces a broken row",
-        "GPU 00000000:9d:00.0 could not replace a broken row",
+        "GPU 00000000:8A:00.0 replaces a broken row",
+        "GPU 00000000:9D:00.0 could not replace a broken row",
     ]
 
 
@@ -93,7 +94,7 @@ def test_what_cannot_be_looked_at_is_said(tmp_path: Path, monkeypatch: pytest.Mo
     assert problems == [] and [what.split(" (")[0] for what in unseen] == ["PCIe links and ECC errors", "Xid errors"]
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.defpath}")
     write_program(tmp_path / "journalctl", "exit 0")
-    write_program(tmp_path / "nvidia-smi", '[[ $1 == --query-gpu* ]] && echo "0, 8, 16, 0" || exit 2')
+    write_program(tmp_path / "nvidia-smi", '[[ $1 == --query-gpu* ]] && echo "0, H100, 8, 16, 0" || exit 2')
     write_program(tmp_path / "dmesg", f"for _ in {{1..20000}}; do echo noise; done; echo '{DMESG}'")
     monkeypatch.setattr(hardware, "XID_HOURS", 24 * 365 * 100)
     problems, unseen = hardware.find_faults()

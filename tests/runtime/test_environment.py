@@ -29,7 +29,8 @@ def set_for(run: RunShape | None, **given: str) -> dict[str, str]:
     """What is set besides what the environment has, in one that has no cuDNN to find."""
     env = dict(given)
     environment.prepare(run, env)
-    return {name: value for name, value in env.items() if name not in given and name != "CUDNN_HOME"}
+    ours = env.keys() - given.keys() - {"CUDNN_HOME", environment.SET_HERE}
+    return {name: env[name] for name in ours}
 
 
 @pytest.mark.parametrize(
@@ -73,6 +74,22 @@ def test_the_users_own_wins_and_is_reported_where_it_differs() -> None:
     )
     assert environment.kept_line(environment.prepare(shape(replicas=2), {})) is None
     assert ALLOCATOR not in set_for(shape(), **{ALLOCATOR_OLD: "max_split_size_mb:512"})
+
+
+def test_what_one_run_sets_is_no_users_value_for_the_next() -> None:
+    """In the same process, or in one that inherits it; what the user changes in between is."""
+    env: dict[str, str] = {}
+    environment.prepare(None, env)
+    environment.prepare(shape(replicas=8), env)
+    assert (env[CONNECTIONS], env[MARGINS[0]]) == ("32", "20")
+    assert environment.kept_line(environment.prepare(shape(), env)) is None
+    assert env[CONNECTIONS] == "1" and MARGINS[0] not in env
+    env[CONNECTIONS] = "8"
+    assert str(environment.kept_line(environment.prepare(shape(), env))).startswith(
+        f"kept from the environment: {CONNECTIONS} 8 "
+    )
+    env[environment.SET_HERE] = "no JSON"
+    assert environment.prepare(shape(), env)[0].theirs == "8"
 
 
 def test_segments_that_expand_are_not_registered_by_nccl() -> None:
@@ -132,7 +149,8 @@ LAUNCHED = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE
 )
 def test_it_is_set_before_torch_is_imported(verb: str, given: dict[str, str], seen: str, tmp_path: Path) -> None:
     config = write_config(tmp_path / "run.yaml", small_run(write_tokens(tmp_path / "tokens"), tmp_path / "run"))
-    others = {name: value for name, value in os.environ.items() if name not in (CONNECTIONS, ALLOCATOR, ALLOCATOR_OLD)}
+    ours = (CONNECTIONS, ALLOCATOR, ALLOCATOR_OLD, environment.SET_HERE)
+    others = {name: value for name, value in os.environ.items() if name not in ours}
     command = [sys.executable, "-c", AT_TORCH, verb, "--config", str(config)]
     output = subprocess.check_output(command, env={**others, **given}, cwd=ROOT, text=True)
     assert output.splitlines()[-1] == seen
@@ -141,8 +159,8 @@ def test_it_is_set_before_torch_is_imported(verb: str, given: dict[str, str], se
 def test_the_verb_prints_the_table_of_a_run(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    for setting in environment.SETTINGS:
-        monkeypatch.delenv(setting.variable, raising=False)
+    for name in (environment.SET_HERE, *(setting.variable for setting in environment.SETTINGS)):
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv(CONNECTIONS, "8")
     config = write_config(tmp_path / "run.yaml", small_run("tokens", tmp_path / "run", runtime={"device": "auto"}))
     command = ["config", "--environment", "--config", str(config), "--parallel.tensor_model_parallel_size", "2"]
