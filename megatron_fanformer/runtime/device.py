@@ -371,6 +371,16 @@ def prepare_megatron(*, on_cpu: bool = False) -> None:
     megatron_cpu.install()
 
 
+FLIGHT_RECORDER = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")  # the latter is the name of earlier torches
+FLIGHT_RECORDS = "2000"  # of a process, the last ones
+
+
+def keep_flight_records() -> None:
+    """Have torch record what NCCL does, for the report of a hang; before any group is made, and unless it is set."""
+    if not any(name in os.environ for name in FLIGHT_RECORDER):
+        os.environ[FLIGHT_RECORDER[0]] = FLIGHT_RECORDS
+
+
 def enable_collective_timeouts() -> None:
     """Make a collective of NCCL that exceeds its group's limit raise where it is waited for; before any group is made.
 
@@ -414,6 +424,7 @@ def configure_process(device: DeviceKind, local_rank: int, threads: int, *, dete
     if device == "cuda":
         if deterministic:
             _make_deterministic()
+        keep_flight_records()
         torch.cuda.set_device(local_rank % torch.cuda.device_count())  # over gloo, ranks may share one
     else:
         torch.set_num_threads(threads)

@@ -96,15 +96,17 @@ def test_deterministic_algorithms_and_an_environment_that_asks_for_others(monkey
     asked = []
     monkeypatch.setattr(torch, "use_deterministic_algorithms", asked.append)
     monkeypatch.setattr(torch.cuda, "set_device", lambda _number: None)
-    for name in ("NCCL_ALGO", *device.DETERMINISTIC):
+    for name in ("NCCL_ALGO", *device.DETERMINISTIC, *device.FLIGHT_RECORDER):
         monkeypatch.setenv(name, "")  # put back at the end
         monkeypatch.delenv(name)
     device.configure_process("cuda", 0, 1)
     assert asked == [] and "NCCL_ALGO" not in os.environ
+    assert os.environ.pop("TORCH_FR_BUFFER_SIZE") == device.FLIGHT_RECORDS
+    os.environ["TORCH_NCCL_TRACE_BUFFER_SIZE"] = "7"  # of the user's own
     device.configure_process("cuda", 0, 1, deterministic=True)
     assert asked == [True]
     assert {name: os.environ[name] for name in device.DETERMINISTIC} == device.DETERMINISTIC
-    assert os.environ["NCCL_ALGO"] == "Ring"
+    assert os.environ["NCCL_ALGO"] == "Ring" and "TORCH_FR_BUFFER_SIZE" not in os.environ
     monkeypatch.setenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "1")
     with pytest.raises(InputError, match="NVTE_ALLOW_NONDETERMINISTIC_ALGO is 1 in the environment; unset it"):
         device.configure_process("cuda", 0, 1, deterministic=True)
