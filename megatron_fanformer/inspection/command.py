@@ -80,7 +80,7 @@ def show_trace(path: str, *, json: bool) -> None:
     if json:
         show([as_json(trace_table.as_object(folders[-1], times))], as_they_are=True)
         return
-    show(trace_table.lines(folders[-1], times, width()), as_they_are=True)
+    show(trace_table.lines(folders[-1], times, width()))
     _show_earlier(folders, "profile", "trace")
 
 

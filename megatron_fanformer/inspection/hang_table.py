@@ -17,18 +17,18 @@ NCCL_ENTRIES = 3
 
 
 def hang_folders(run: Path) -> list[Path]:
-    """Return the folders of a run's hangs, in the order of their steps.
+    """Return the folders of a run's hangs, in the order of their times.
 
     Raises:
         InputError: there is none.
     """
-    folders = sorted(path for path in (run / HANGS).glob("step-*") if any(path.glob("rank-*.json")))
+    folders = [path for path in (run / HANGS).glob("step-*") if any(path.glob("rank-*.json"))]
     if not folders:
         raise InputError(
             f"{run} has no report of a hang in {HANGS}/; a run of several ranks writes one when it is ended because "
             "a rank is silent or makes no progress"
         )
-    return folders
+    return sorted(folders, key=lambda path: path.name.rpartition("-")[2])  # a later one may be of an earlier step
 
 
 def as_object(folder: Path, reports: dict[int, RankReport]) -> dict[str, Any]:

@@ -6,6 +6,7 @@ read as data, by rank 0 for the line that ends the run, and by `inspect RUN --ha
 none.
 """
 
+import faulthandler
 import json
 import logging
 import os
@@ -17,7 +18,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import msgspec
 
@@ -28,11 +29,16 @@ HANGS = "hangs"
 """The folder of the reports in a run's folder: a folder for each hang, with a file for each rank."""
 MOST_BYTES = 64 << 20
 MOST_FRAMES = 200
+MOST_RANKS = 1 << 20
+MAIN_THREAD = "MainThread"  # as Python names it
 WAITING_FILES = ("runtime/shared_memory.py", "runtime/cpu_collectives.py", "runtime/last_collectives.py")
 SHOWN_FINDINGS = 2  # on the line that ends the run
 PACKAGE = Path(__file__).resolve().parents[1]
 ENTERED_ALIKE = ("all-reduce", "all-gather", "reduce-scatter", "broadcast", "reduce", "barrier")
 """The kinds whose messages are as large on every rank."""
+
+Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e11)]
+"""Since 1970, within what a calendar has."""
 
 logger = logging.getLogger(__name__)
 
@@ -92,7 +98,7 @@ class EnteredCollective(msgspec.Struct, frozen=True):
     number: int
     kind: str
     message_bytes: int
-    at: float
+    at: Seconds
 
 
 class Group(msgspec.Struct, frozen=True):
@@ -119,10 +125,10 @@ class RankReport(msgspec.Struct, frozen=True, kw_only=True):
     """What a rank was doing."""
 
     rank: int
-    world_size: int
+    world_size: Annotated[int, msgspec.Meta(ge=1, le=MOST_RANKS)]
     host: str
     pid: int
-    at: float
+    at: Seconds
     step: int
     doing: str
     threads: list[Thread]
@@ -132,7 +138,7 @@ class RankReport(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def frame(self) -> Frame | None:
         """The innermost call of this package in the main thread."""
-        main = next((thread for thread in self.threads if thread.name == threading.main_thread().name), None)
+        main = next((thread for thread in self.threads if thread.name == MAIN_THREAD), None)
         return None if main is None else next((frame for frame in main.frames if frame.is_ours), None)
 
     @property
@@ -165,7 +171,7 @@ def write_report(name: str, *, rank: int, world_size: int, step: int, doing: str
             groups=_groups(),
         )
         _write(file, report)
-        if entries := _nccl_entries():  # afterwards: a driver that hangs may keep this from returning
+        if entries := _nccl_entries(2 * seconds):
             _write(file, msgspec.structs.replace(report, nccl=entries))
 
     within(seconds, write)
@@ -229,12 +235,23 @@ def _groups() -> list[Group]:
     ]
 
 
-def _nccl_entries() -> list[NCCLEntry]:
-    """Return the entries of NCCL's flight recorder that are not complete; none without NCCL."""
+def _nccl_entries(seconds: float) -> list[NCCLEntry]:
+    """Return the entries of NCCL's flight recorder that are not complete; none without NCCL.
+
+    It looks at the GPU's events, and a driver that hangs may keep it from returning, and this process from running any
+    Python: then the process ends after those seconds.
+    """
     import torch._C._distributed_c10d as c10d
 
     dump = getattr(c10d, "_dump_nccl_trace_json", None)
-    return [] if dump is None else incomplete_entries(dump(True, True))
+    if dump is None:
+        return []
+    with open(os.devnull, "w") as nowhere:
+        faulthandler.dump_traceback_later(seconds, exit=True, file=nowhere)
+        try:
+            return incomplete_entries(dump(True, True))
+        finally:
+            faulthandler.cancel_dump_traceback_later()
 
 
 def incomplete_entries(content: bytes) -> list[NCCLEntry]:
@@ -304,12 +321,13 @@ def missing_ranks(reports: dict[int, RankReport]) -> list[Missing]:
     for members in _by_group(reports):
         least = min(group.count for group in members.values())
         waiting = {rank: group for rank, group in members.items() if group.count > least}
-        entries = [entry for group in waiting.values() for entry in group.last if entry.number == least + 1]
-        if waiting and entries:
-            first = min(entries, key=lambda entry: entry.at)
+        # The next one, unless it lies further back than what is remembered.
+        entries = [entry for group in waiting.values() for entry in group.last if entry.number > least]
+        if entries:
+            first = min(entries, key=lambda entry: (entry.number, entry.at))
             behind = [rank for rank, group in members.items() if group.count == least]
             label = next(iter(members.values())).label
-            found.append(Missing(label, first.kind, least + 1, list(waiting), behind, first.at))
+            found.append(Missing(label, first.kind, first.number, list(waiting), behind, first.at))
     waiting_ranks = {rank for each in found for rank in each.waiting}
     return sorted(found, key=lambda each: (waiting_ranks.issuperset(each.missing), each.since))
 

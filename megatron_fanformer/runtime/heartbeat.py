@@ -243,6 +243,8 @@ class Heartbeat:
             elif not self._over.is_set():
                 if isinstance(error, RankHangs):
                     error = self._reported(error)
+                if self._over.is_set():  # it was slow, and is done
+                    return
                 self.stop(error.exit_code, str(error))
                 if error.already_reported:
                     self.wait_until_read()
