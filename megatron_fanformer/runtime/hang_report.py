@@ -191,7 +191,8 @@ def report_file(folder: Path, rank: int) -> Path:
 
 def _write(file: Path, report: RankReport) -> None:
     try:
-        file.parent.mkdir(parents=True, exist_ok=True)
+        for folder in (file.parent.parent, file.parent):  # never the run's own, which somebody may have removed
+            folder.mkdir(exist_ok=True)
         write_atomically(file, msgspec.json.format(msgspec.json.encode(report), indent=1))
     except OSError as error:  # the run ends all the same, and its line says why
         logger.warning("the report of the hang, %s, cannot be written: %s", file, error)
@@ -215,7 +216,9 @@ def _frames(frame: FrameType | None) -> Iterator[Frame]:
             path = path.removeprefix(f"{PACKAGE.parent}/")
         else:
             path = path.rpartition("/site-packages/")[2]
-        yield Frame(path, frame.f_lineno, getattr(frame.f_code, "co_qualname", frame.f_code.co_name))  # from 3.11 on
+        yield Frame(
+            path, frame.f_lineno or 0, getattr(frame.f_code, "co_qualname", frame.f_code.co_name)
+        )  # from 3.11 on
         frame = frame.f_back
 
 

@@ -202,6 +202,7 @@ def two_ranks(tmp_path: Path) -> Iterator[tuple[Path, list[Any]]]:
     """A run whose two ranks beat in this process and make no progress in a step; what they end with."""
     store, ended = dist.HashStore(), []
     activities = [Activity(step=12, in_step=True, doing=doing) for doing in ("forward", "loading samples")]
+    (tmp_path / "run").mkdir()
     with reporting_hangs(tmp_path / "run"), mock.patch.object(heartbeat, "LATE_BEATS", 1e9):
         ranks = [
             Heartbeat(store, rank, 2, address="a:1", limit_seconds=0.4, activity=activity, end=ended.append)
