@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import Annotated, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 
@@ -332,7 +332,12 @@ def missing_ranks(reports: dict[int, RankReport]) -> list[Missing]:
             label = next(iter(members.values())).label
             found.append(Missing(label, first.kind, first.number, list(waiting), behind, first.at))
     waiting_ranks = {rank for each in found for rank in each.waiting}
-    return sorted(found, key=lambda each: (waiting_ranks.issuperset(each.missing), each.since))
+    found.sort(key=lambda each: (waiting_ranks.issuperset(each.missing), each.since))
+    # Ranks that wait for others in one collective have begun further ones with them: messages both ways, for example.
+    first: dict[tuple[Any, Any], Missing] = {}
+    for each in found:
+        first.setdefault((tuple(each.waiting), tuple(each.missing)), each)
+    return list(first.values())
 
 
 def mismatches(reports: dict[int, RankReport]) -> list[Mismatch]:

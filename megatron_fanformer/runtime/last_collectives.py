@@ -112,7 +112,7 @@ def _record(group: dist.ProcessGroup, pair: tuple[int, int] | None = None) -> Gr
         label = LABELS.get(group.group_desc, group.group_desc)
         if pair is not None:
             ranks = [ranks[place] for place in pair]
-            label = f"{label}, rank {ranks[0]} to {ranks[1]}"
+            label = f"{label} from rank {ranks[0]} to {ranks[1]}"
         name = f"{group.group_name} {direction}".strip()
         found = _records.setdefault((group, direction), GroupRecord(name, label, ranks))
     return found

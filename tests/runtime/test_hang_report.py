@@ -97,6 +97,15 @@ def test_a_rank_without_a_report_and_ranks_that_are_equally_far() -> None:
     assert "ranks 0 to 1 wait in all-reduce 1 of world" in line and "which rank 2 has not entered" in line
 
 
+def test_of_what_the_same_ranks_wait_for_the_first_is_said() -> None:
+    both = group("pp from rank 0 to 1", [0, 1], "message", "message", at=5), group("pp", [0, 1], "barrier", at=3)
+    later = group("dp", [1, 0], at=8), group("dp", [1, 0], "broadcast", at=8)
+    lines = said(report(0, *both, later[0], world_size=2), report(1, later[1], world_size=2))
+    assert len(lines) == 2
+    assert lines[0].startswith("rank 0 waits in barrier 1 of pp since 12:00:04 UTC, which rank 1 has not entered")
+    assert lines[1].startswith("rank 1 waits in broadcast 1 of dp since 12:00:09 UTC, which rank 0 has not entered")
+
+
 def test_what_lies_further_back_than_is_remembered_still_shows_who_is_behind() -> None:
     ahead, behind = group("tp", [0, 1], "barrier", skipped=90), group("tp", [0, 1], "barrier", skipped=89)
     [line] = said(report(0, ahead, world_size=2), report(1, behind, world_size=2))
@@ -129,8 +138,8 @@ def test_ranks_remember_the_same_collectives_and_messages_by_direction(run_on_ra
     for found in run_on_ranks(2, enter_some):
         assert found == {
             "world": [(1, "all-reduce", 16), (2, "broadcast", 8), (3, "barrier", 0)],
-            "world, rank 0 to 1": [(1, "message", 16), (2, "message", 16)],
-            "world, rank 1 to 0": [(1, "message", 16)],
+            "world from rank 0 to 1": [(1, "message", 16), (2, "message", 16)],
+            "world from rank 1 to 0": [(1, "message", 16)],
         }
 
 
