@@ -334,10 +334,10 @@ def missing_ranks(reports: dict[int, RankReport]) -> list[Missing]:
     waiting_ranks = {rank for each in found for rank in each.waiting}
     found.sort(key=lambda each: (waiting_ranks.issuperset(each.missing), each.since))
     # Ranks that wait for others in one collective have begun further ones with them: messages both ways, for example.
-    first: dict[tuple[Any, Any], Missing] = {}
+    kept: dict[tuple[Any, Any], Missing] = {}
     for each in found:
-        first.setdefault((tuple(each.waiting), tuple(each.missing)), each)
-    return list(first.values())
+        kept.setdefault((tuple(each.waiting), tuple(each.missing)), each)
+    return list(kept.values())
 
 
 def mismatches(reports: dict[int, RankReport]) -> list[Mismatch]:
