@@ -80,8 +80,29 @@ def show_trace(path: str, *, json: bool) -> None:
     if json:
         show([as_json(trace_table.as_object(folders[-1], times))], as_they_are=True)
         return
-    show(trace_table.lines(folders[-1], times, width()), as_they_are=True)
+    show(trace_table.lines(folders[-1], times, width()))
     _show_earlier(folders, "profile", "trace")
+
+
+def show_hang(path: str, *, full: bool, json: bool) -> None:
+    """Print what the ranks of a run did when it hung: the last time, or by the reports of a folder.
+
+    Raises:
+        InputError: the path is neither, or the run has none.
+        CorruptError: a report cannot be read.
+    """
+    from megatron_fanformer.inspection import hang_table
+    from megatron_fanformer.runtime.hang_report import HANGS, read_reports
+
+    folders = _folders(path, "hang", HANGS, hang_table.hang_folders)
+    reports = read_reports(folders[-1])
+    if not reports:
+        raise InputError(f"{path} has no report of a rank (rank-00000.json and so on); name a run's folder")
+    if json:
+        show([as_json(hang_table.as_object(folders[-1], reports))], as_they_are=True)
+        return
+    show(hang_table.lines(folders[-1], reports, width(), full=full))
+    _show_earlier(folders, "hang", "hang")
 
 
 def _folders(path: str, option: str, name: str, of_run: Callable[[Path], list[Path]]) -> list[Path]:

@@ -172,7 +172,7 @@ def times_of(events: list[Event]) -> RankTimes:
         LookupError: none of them is a step.
     """
     steps = sorted(filter(_is_step, events), key=lambda event: event.ts)
-    if not steps:
+    if not steps or steps[-1].end <= steps[0].ts:
         raise LookupError
     main, start, end = steps[0].tid, steps[0].ts, steps[-1].end
     kernels = [event for event in events if event.cat in KERNELS]

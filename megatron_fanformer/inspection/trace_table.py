@@ -90,10 +90,10 @@ def lines(folder: Path, times: Mapping[int, RankTimes], width: int | None) -> It
     if first.on_gpu:
         yield ""
         idle = statistics.mean(each.idle for each in times.values()) / total
-        yield f"without a kernel {idle:.1%} of the time; on rank {next(iter(times))} the most after"
+        yield f"no kernel runs {idle:.1%} of the time; the largest gaps of rank {next(iter(times))}:"
         for gap in first.gaps:
             share = gap.seconds / first.step_seconds
-            yield f"  {gap.after}, before {gap.before}: {share:.1%}, {gap.times:.0f} times a step"
+            yield f"  {share:.1%} after {gap.after}, before {gap.before}, {gap.times:.3g} times a step"
 
 
 def _labels(times: RankTimes) -> dict[str, str]:

@@ -27,18 +27,27 @@ class InspectOptions:
     """Draw the phase health that a run has logged into this PNG."""
     trace: bool = False
     """Show where the time of a run's profiled steps went: the last ones, or those in the folder PATH."""
+    hang: bool = False
+    """Show which ranks the others waited for when a run hung: the last time, or that in the folder PATH."""
     step: int | None = None
     """Show the samples of this training step, of a run or of --config."""
     config: Path | None = option(None, metavar="FILE", parse=path_or_none)
     """With --step: the configuration that trains on PATH."""
     full: bool = False
-    """With --step: show whole texts."""
+    """With --step: show whole texts; with --hang: the stacks of all threads."""
     overrides: tuple[str, ...] = overrides()
 
 
 def _inspect(options: InspectOptions) -> None:
     from megatron_fanformer.checkpoint.remote import on_this_machine
-    from megatron_fanformer.inspection.command import draw_phases, index_data, inspect_path, inspect_step, show_trace
+    from megatron_fanformer.inspection.command import (
+        draw_phases,
+        index_data,
+        inspect_path,
+        inspect_step,
+        show_hang,
+        show_trace,
+    )
 
     path, step, config = options.path, options.step, options.config
     if options.phases is not None:
@@ -47,6 +56,9 @@ def _inspect(options: InspectOptions) -> None:
     elif options.trace:
         _refuse_others(options, "trace", "json")
         show_trace(path, json=options.json)
+    elif options.hang:
+        _refuse_others(options, "hang", "json", "full")
+        show_hang(path, full=options.full, json=options.json)
     elif options.index:
         _refuse_others(options, "index", "overrides")
         device.hide_gpus()
@@ -84,7 +96,7 @@ def _has_manifest(url: str) -> bool:
 
 INSPECT = Verb(
     name="inspect",
-    help="Describe or verify data, a checkpoint or an export; show the samples of a step, or its time.",
+    help="Describe or verify data, a checkpoint or an export; show the samples of a step, or its time; explain a hang.",
     options=InspectOptions,
     run=_inspect,
     examples=("inspect runs/demo/tokens/train --verify", "inspect runs/demo/run --step 200"),

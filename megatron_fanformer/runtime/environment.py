@@ -17,6 +17,7 @@ from megatron_fanformer.runtime.layout import ParallelConfig
 BRIDGE_RECIPES = "Megatron-Bridge `perf_recipes/environment.py` and recipes"
 BRIDGE_GUIDE = "Megatron-Bridge's performance guide"
 NORM_MARGIN = "20"  # multiprocessors that NCCL's kernels find free: Bridge's recipes have 20, its guide 16
+FLIGHT_RECORDS = "2000"  # of a process, the last ones
 ALLOCATOR, ALLOCATOR_OLD = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"
 EXPANDABLE = "expandable_segments:True"
 GRAPH_REGISTER = "NCCL_GRAPH_REGISTER"
@@ -120,6 +121,16 @@ SETTINGS = (
         source=BRIDGE_RECIPES,
         proved=_TABLE_TEST,
         to_measure="nothing: it takes several GPUs",
+    ),
+    Setting(
+        variable="TORCH_FR_BUFFER_SIZE",
+        value=_in_runs(FLIGHT_RECORDS, lambda shape: shape.over_nccl and shape.ranks > 1),
+        when=f"{FLIGHT_RECORDS} with several ranks over NCCL",
+        reason="torch records what NCCL was last called for: the report of a hang has what is not complete",
+        source="PyTorch, flight recorder",
+        proved=_TABLE_TEST,
+        to_measure="nothing: it takes several GPUs",
+        others=("TORCH_NCCL_TRACE_BUFFER_SIZE",),  # its name in earlier torches
     ),
     *(
         Setting(

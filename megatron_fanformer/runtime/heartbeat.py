@@ -10,6 +10,9 @@ A collective waits for all of its ranks, and cannot say for which. So each rank 
 A rank is *silent* if it no longer beats: its process is stopped, or its machine is gone. It is *stuck* if it beats, but
 no rank makes progress: the one that is furthest behind is named. Time in which this process was itself stopped does
 not count. It costs the training loop one assignment per report.
+
+Before a silent or a stuck rank ends the run, all ranks that beat report what they are doing (`hang_report.py`): rank 0
+requests it in its beat, and the others note in theirs that they have done it.
 """
 
 import json
@@ -25,6 +28,7 @@ from typing import Any
 
 from megatron_fanformer.errors import FanformerError, Interrupted
 from megatron_fanformer.runtime import device as devices
+from megatron_fanformer.runtime import hang_report
 from megatron_fanformer.runtime.launch import PeerFailed, end_now, print_end
 
 MAIN_RANK = 0
@@ -35,6 +39,8 @@ STEPS_WITHIN_LIMIT, STEPS_SEEN = 10, 20  # the limit is ten times the longest of
 START_SECONDS = 600.0  # silence until a step was taken: building sample indices holds up a process's other threads
 LONG_SECONDS = 3600.0  # without progress outside steps: loading, compiling, saving
 FAILURE_SECONDS = 10.0  # a rank that failed ends the others through the collective that all of them are in, mostly
+REPORT_SECONDS = 20.0  # at most, for writing the report of a hang, for the other ranks' and for reading them
+REMEDY = "check that machine, and run the same command to continue from the last checkpoint"
 LATE_BEATS = 3  # a rank that has not beaten for so many is late
 
 logger = logging.getLogger(__name__)
@@ -88,6 +94,10 @@ class _Beat:
     doing: str
     in_step: bool
     progress: int
+    at: float
+    """Seconds since 1970, by its own clock."""
+    report: str | None = None
+    """The report of a hang that the main rank has begun, or another has written."""
     end: tuple[int, str] | None = None
     """Exit code and message of its end; None while it runs."""
 
@@ -135,7 +145,7 @@ class Heartbeat:
         activity: Activity = _activity,
         end: Callable[[FanformerError], Any] = end_now,
     ) -> None:
-        self._store, self._rank, self._address = store, rank, address
+        self._store, self._rank, self._world_size, self._address = store, rank, world_size, address
         self._activity, self._end = activity, end
         self._watched = [other for other in range(world_size) if other != rank] if rank == MAIN_RANK else [MAIN_RANK]
         self._stated = limit_seconds
@@ -144,6 +154,7 @@ class Heartbeat:
         self._host = socket.gethostname()
         self._number = 0
         self._ending: tuple[int, str] | None = None
+        self._report: str | None = None
         # All in seconds that this process was awake: if it was stopped, the others may have been, too.
         self._awake, self._judged = 0.0, time.monotonic()
         self._answered = 0.0  # by the store
@@ -198,6 +209,8 @@ class Heartbeat:
             doing=now.doing,
             in_step=now.in_step,
             progress=now.progress,
+            at=time.time(),
+            report=self._report,
             end=self._ending,
         )
 
@@ -225,11 +238,57 @@ class Heartbeat:
     def _judge(self) -> None:
         while not self._over.wait(self._interval / 2):
             error = self.judge(time.monotonic())
-            if error is not None and not self._over.is_set():
+            if error is None:
+                self._report_if_requested()
+            elif not self._over.is_set():
+                if isinstance(error, RankHangs):
+                    error = self._reported(error)
+                if self._over.is_set():  # it was slow, and is done
+                    return
                 self.stop(error.exit_code, str(error))
                 if error.already_reported:
                     self.wait_until_read()
                 self._end(error)
+
+    def _report_if_requested(self) -> None:
+        """Write this rank's report of the hang that the main one has found."""
+        main = self._seen.get(MAIN_RANK)
+        if main is not None and hang_report.is_reported():
+            name = main.beat.report
+            if name is not None and name != self._report:
+                self._write_report(name)
+                self._report = name
+
+    def _reported(self, error: "RankHangs") -> "RankHangs":
+        """Report a hang that this rank has found, with the others if it is the main one; returns what is known then."""
+        if not hang_report.is_reported():
+            return error
+        # Those that find the main rank silent know nothing of each other, and all have seen its last beat.
+        found_by = self._own_beat() if self._rank == MAIN_RANK else self._seen[MAIN_RANK].beat
+        self._report = name = hang_report.report_name(found_by.step, found_by.at)
+        self._write_report(name)
+        if self._rank == MAIN_RANK:
+            end = time.monotonic() + REPORT_SECONDS
+            while time.monotonic() < end and not self._have_reported(name):
+                time.sleep(self._interval / 4)
+        return error.with_findings(name)
+
+    def _have_reported(self, name: str) -> bool:
+        """Return whether all ranks have reported a hang that can."""
+        silent = self._late(LATE_BEATS * self._interval)
+        beats = (seen.beat for rank, seen in self._seen.items() if rank not in silent)
+        return all(beat.report == name or beat.end is not None for beat in beats)
+
+    def _write_report(self, name: str) -> None:
+        now = self._activity
+        hang_report.write_report(
+            name,
+            rank=self._rank,
+            world_size=self._world_size,
+            step=now.step,
+            doing=now.doing,
+            seconds=REPORT_SECONDS,
+        )
 
     def judge(self, now: float) -> FanformerError | None:
         """Return what is wrong with another rank, if anything is, at a time in seconds."""
@@ -241,7 +300,9 @@ class Heartbeat:
         limit = self._activity.limit(self._stated)
         unanswered = self._awake - self._answered
         if unanswered > limit and idle > limit:  # if it makes progress, it needs no store
-            return _peer_failed(f"the store of the ranks at {self._address} has not answered for {unanswered:.0f} s")
+            return PeerFailed(
+                f"the store of the ranks at {self._address} has not answered for {unanswered:.0f} s; {REMEDY}"
+            )
         if unanswered > LATE_BEATS * self._interval or not self._seen:
             return None
         return self._failed() or self._silent(limit) or (self._stuck(limit, idle) if self._rank == MAIN_RANK else None)
@@ -270,7 +331,7 @@ class Heartbeat:
         rank = min(silent, key=lambda rank: silent[rank].changed)
         beat, seconds = silent[rank].beat, self._awake - silent[rank].changed
         have = f" and {len(silent) - 1} other ranks have" if len(silent) > 1 else " has"
-        return _peer_failed(f"rank {rank} on {beat.host}{have} been silent for {seconds:.0f} s, last seen {beat.place}")
+        return RankHangs(f"rank {rank} on {beat.host}{have} been silent for {seconds:.0f} s, last seen {beat.place}")
 
     def _stuck(self, limit: float, idle: float) -> FanformerError | None:
         waited = min([idle, *(self._awake - seen.progressed for seen in self._seen.values())])
@@ -284,18 +345,30 @@ class Heartbeat:
         rank = min(others, key=lambda rank: others[rank].progress)
         beat = others[rank]
         if beat.progress < now.progress:
-            return _peer_failed(
+            return RankHangs(
                 f"rank {rank} on {beat.host} has made no progress for {waited:.0f} s, {beat.place}, "
                 "and others wait for it"
             )
         own = self._own_beat()  # this one holds up the others, or all are equally far
-        return _peer_failed(
+        return RankHangs(
             f"no rank has made progress for {waited:.0f} s, rank {self._rank} on {own.host} is {own.place}"
         )
 
 
-def _peer_failed(what: str) -> PeerFailed:
-    return PeerFailed(f"{what}; check that machine, and run the same command to continue from the last checkpoint")
+class RankHangs(PeerFailed):
+    """A rank is silent, or holds up the others.
+
+    Args:
+        found: what the ranks' reports say, as a clause with its end; nothing without them.
+    """
+
+    def __init__(self, what: str, found: str = "") -> None:
+        super().__init__(f"{what}; {found}{REMEDY}")
+        self._what = what
+
+    def with_findings(self, report: str) -> "RankHangs":
+        """Return the error with what the ranks' reports say."""
+        return RankHangs(self._what, hang_report.clause(report, REPORT_SECONDS))
 
 
 @contextmanager

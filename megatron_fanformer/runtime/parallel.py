@@ -30,6 +30,7 @@ from megatron_fanformer.runtime import megatron_cpu
 from megatron_fanformer.runtime.config import DEFAULT_RUNTIME, RuntimeConfig
 from megatron_fanformer.runtime.cpu_collectives import shared_memory_collectives
 from megatron_fanformer.runtime.heartbeat import watching_ranks
+from megatron_fanformer.runtime.last_collectives import remembering_collectives
 from megatron_fanformer.runtime.layout import ParallelConfig
 from megatron_fanformer.runtime.meeting import store_of_ranks
 
@@ -139,7 +140,7 @@ def process_group(config: RuntimeConfig, address: devices.RankAddress | None) ->
         dist.init_process_group(
             backend, store=store, rank=address.rank, world_size=address.world_size, timeout=GROUP_TIMEOUT
         )
-        with cpu_kernels_of(config, kind):
+        with remembering_collectives(), cpu_kernels_of(config, kind):
             yield kind
         dist.destroy_process_group()
 

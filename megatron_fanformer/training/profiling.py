@@ -8,6 +8,7 @@ steps (`step 100`), what the heartbeat is told of (`phase forward`), and waiting
 """
 
 import logging
+import os
 import shutil
 import threading
 from collections.abc import Callable, Iterator
@@ -20,7 +21,7 @@ import torch.distributed as dist
 from isal import igzip
 from torch.profiler import ProfilerActivity, record_function, supported_activities
 
-from megatron_fanformer.durable_files import publish, temporary_name
+from megatron_fanformer.durable_files import publish, refusal_of, temporary_name
 from megatron_fanformer.runtime import heartbeat
 from megatron_fanformer.runtime.collective_methods import methods_replaced
 from megatron_fanformer.runtime.cpu_collectives import CollectiveThroughMemory
@@ -30,6 +31,7 @@ from megatron_fanformer.training.loggers.registry import LoggingConfig
 from megatron_fanformer.training.traces import PHASE, STEP, WAIT, memory_file, trace_file, trace_folder
 
 REQUESTED_STEPS = 3
+TAIL_BYTES = 100
 
 logger = logging.getLogger(__name__)
 
@@ -48,8 +50,10 @@ class Profiler:
         self._grid, self._run, self._request = grid, run, request
         self._records_memory = config.record_memory_history
         self._ranks = range(grid.world_size) if config.profile_ranks is None else config.profile_ranks
-        self._due = range(0) if config.profile_steps is None else _steps(*config.profile_steps)
-        self._first = self._last = 0  # of the profile that is going on; 0: none is
+        self._configured = range(0) if config.profile_steps is None else _steps(*config.profile_steps)
+        self._requested = range(0)
+        self._due = range(0)  # of these, the steps that are being profiled
+        self._first = self._last = 0  # of those, that have been; 0: none is being profiled
         self._profile: torch.profiler.profile | None = None  # None on ranks without one
         self._held = ExitStack()  # all that is on while this rank is profiled
         self._phases = _Phases()
@@ -57,17 +61,18 @@ class Profiler:
     def profile_next(self, step: int, count: int = REQUESTED_STEPS) -> None:
         """Profile the steps after this one; does nothing where a profile is going on."""
         if not self._first:
-            self._due = _steps(step + 1, step + count)
+            self._requested = _steps(step + 1, step + count)
 
     @contextmanager
     def recording(self, step: int) -> Iterator[bool]:
         """Profile a training step if it is due, with what follows it unless it is the last; yields whether it is."""
-        if step not in self._due:
-            yield False
-            return
         if self._first and step != self._last + 1:  # the run went back
             self._stop()
         if not self._first:
+            self._due = next((steps for steps in (self._requested, self._configured) if step in steps), range(0))
+            if not self._due:
+                yield False
+                return
             self._begin(step)
         self._last = step
         with record_function(f"{STEP}{step}"):
@@ -109,11 +114,11 @@ class Profiler:
                 self._write(profile, trace_file(folder, self._grid.rank))
             if profile is not None or self._grid.rank not in self._ranks:
                 logger.info("profiled steps %d to %d, in %s", first, last, folder)
-        except OSError as error:
+        except (OSError, RuntimeError) as error:  # the latter is torch's
             logger.warning("the profile of steps %d to %d cannot be written: %s", first, last, error)
         finally:
             self._stop()
-            self._due = range(0)
+            self._requested = range(0)
             self._request.end()
 
     def _write(self, profile: torch.profiler.profile, file: Path) -> None:
@@ -129,6 +134,7 @@ class Profiler:
         plain = temporary_name(file.with_suffix(""))
         try:
             profile.export_chrome_trace(str(plain))
+            _check_whole(plain)
             _written(file, lambda path: _compress(plain, path))
         finally:
             plain.unlink(missing_ok=True)
@@ -224,6 +230,14 @@ def _written(file: Path, write: Callable[[Path], None]) -> None:
         publish(partial, file)
     finally:
         partial.unlink(missing_ok=True)
+
+
+def _check_whole(trace: Path) -> None:
+    """Raise OSError where torch has not written a trace to its end, of which it says nothing itself."""
+    with trace.open("rb") as stream:
+        stream.seek(-min(TAIL_BYTES, trace.stat().st_size), os.SEEK_END)
+        if not stream.read().rstrip().endswith(b"}"):
+            raise refusal_of(trace.parent) or OSError(f"torch has not written the end of {trace}")
 
 
 def _compress(plain: Path, compressed: Path) -> None:

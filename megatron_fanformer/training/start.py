@@ -15,6 +15,7 @@ from megatron_fanformer.errors import FanformerError, InputError, Interrupted
 from megatron_fanformer.model.layouts import layout_text
 from megatron_fanformer.runtime import device as devices
 from megatron_fanformer.runtime import environment
+from megatron_fanformer.runtime.hang_report import reporting_hangs
 from megatron_fanformer.runtime.launch import RankFailed, launch_ranks, read_found, refuse_ranks_without_gpu
 from megatron_fanformer.runtime.layout import ParallelConfig
 from megatron_fanformer.training.config import RunConfig, load_config, print_on_stderr
@@ -166,7 +167,7 @@ def run_rank(
 
         started.write_to(log_file(config.logging, log, rank=address.rank, world_size=address.world_size))
         run = Path(config.training.run_dir)
-        with ExitStack() as held, process_group(config.runtime, address) as kind:
+        with ExitStack() as held, reporting_hangs(run), process_group(config.runtime, address) as kind:
 
             def find() -> tuple[RunStart, str | None] | None:
                 if (found := read_found()) is not None:

@@ -26,8 +26,26 @@ from tests.small_runs import ROOT, small_run, start_command, write_config, write
 
 LIMIT_SECONDS = 6.0
 HANG = signal.SIGALRM
-HANGS = f"import signal, time\nsignal.signal({int(HANG)}, lambda *_: time.sleep(600))\n"
-"""As `sitecustomize`: a signal on which a process's main thread does nothing any more, and all others go on."""
+SKIP = signal.SIGVTALRM
+HANGS = f"""
+import signal, time
+
+def skip(*_):
+    import torch.distributed as dist
+    original = dist.all_reduce
+
+    def skipped(*arguments, **named):
+        if named.get("async_op"):  # whoever calls it waits for what it returns
+            return original(*arguments, **named)
+        dist.all_reduce = original
+
+    dist.all_reduce = skipped
+
+signal.signal({int(HANG)}, lambda *_: time.sleep(600))
+signal.signal({int(SKIP)}, skip)
+"""
+"""As `sitecustomize`: a signal on which a process's main thread does nothing any more, and all others go on; and one on
+which it leaves out its next all-reduce."""
 SAVED = "saved; run the same command to continue"
 NO_STEP = "with no step in progress; nothing is lost, run the same command to continue"
 
@@ -129,6 +147,11 @@ def stop_rank(rank: int) -> Callable[[Run], None]:
 def hang_rank(run: Run) -> None:
     """Its process lives and beats, as one that waits for a file system."""
     run.kill(1, HANG)
+
+
+def skip_collective(run: Run) -> None:
+    """It goes on as if it had been in it; the others wait."""
+    run.kill(1, SKIP)
 
 
 def pause_rank(run: Run) -> None:
@@ -238,7 +261,15 @@ FAULTS: dict[str, Fault] = {
         do=hang_rank,
         code=1,
         line=r"(rank 1 on \S+ has made no progress for \d+ s, in step \d+, .*, and others wait for it"
-        r"|no rank has made progress for \d+ s, rank 0 on \S+ is in step \d+, .*); check that machine, ",
+        r"|no rank has made progress for \d+ s, rank 0 on \S+ is in step \d+, .*); "
+        r"rank 0 waits in .* since \S+ UTC, which rank 1 has not entered: it is in step .*; check that machine, ",
+        seconds=LIMIT_SECONDS + 5,
+    ),
+    "skipped collective": Fault(
+        do=skip_collective,
+        code=1,
+        line=r"progress for .*; .*rank . waits in \S+ \d+ of \S+ since \S+ UTC, which rank . has not entered: .*"
+        r"; `inspect \S+ --hang` has the stacks; check that machine, ",
         seconds=LIMIT_SECONDS + 5,
     ),
     "paused rank": Fault(do=pause_rank, code=5, line=SAVED, seconds=30),

@@ -52,7 +52,8 @@ def _pytest(file: Path, *options: str) -> Command:
 
 def new_tests(_setting: Setting) -> list[Command]:
     """Run the tests that no GPU has seen."""
-    return [_pytest(TESTS / "test_transformer_engine.py", "-k", "attention_is_fused or attention_within_documents")]
+    attention = _pytest(TESTS / "test_transformer_engine.py", "-k", "attention_is_fused or attention_within_documents")
+    return [attention, _pytest(TESTS / "test_profiling.py")]
 
 
 def tests(_setting: Setting) -> list[Command]:

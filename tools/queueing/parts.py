@@ -50,11 +50,14 @@ PARTS = (
     ),
     Part(
         name="new-tests",
-        decides="whether the tests hold that no GPU has seen: attention is fused, and within documents",
-        minutes=2,
+        decides="whether the tests hold that no GPU has seen: fused attention, also within documents; a profile",
+        minutes=2.5,
         commands=commands.new_tests,
         writes=(),
-        goals=(Goal(name="passed", read=passed("test_transformer_engine.log"), at_least=2, everywhere=True),),
+        goals=(
+            Goal(name="passed", read=passed("test_transformer_engine.log"), at_least=2, everywhere=True),
+            Goal(name="passed, profiles", read=passed("test_profiling.log"), at_least=1),
+        ),
     ),
     Part(
         name="step",
