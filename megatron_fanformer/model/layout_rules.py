@@ -141,7 +141,8 @@ def _sequence_problems(model: FANformerConfig, parallel: ParallelConfig) -> Iter
     if parallel.cp_comm_type == "a2a" and heads % context:
         yield (
             f"parallel.cp_comm_type is a2a, which deals a rank's {heads} heads of keys out to {context} context "
-            "parallel ranks; choose p2p, or a context parallel size that divides them"
+            "parallel ranks; choose a context parallel size that divides them, or set cp_comm_type to null (not with "
+            "data.reset_attention_mask, which needs a2a)"
         )
 
 

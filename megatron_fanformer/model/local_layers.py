@@ -94,8 +94,8 @@ class TorchCoreAttention(MegatronModule):
     Packed sequences (documents) are attended to one after the other, those that follow one another with the same length
     at once: the work is the sum of their lengths' squares.
 
-    Takes what Megatron passes to any core attention; masks other than causal and none, packed sequences under context
-    parallelism and dropout are refused.
+    Takes what Megatron passes to any core attention; masks other than causal and none, packed sequences over gathered
+    keys and dropout are refused.
     """
 
     def __init__(

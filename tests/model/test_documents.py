@@ -19,6 +19,7 @@ from megatron_fanformer.model.local_layers import TorchCoreAttention
 from megatron_fanformer.parity.reordering import Reordering
 from megatron_fanformer.parity.tensor_parts import gather_gradients, gradient_parts
 from megatron_fanformer.parity.trial import TrialConfig, prepared
+from megatron_fanformer.runtime import pipeline
 from megatron_fanformer.runtime.layout import ParallelConfig
 from megatron_fanformer.runtime.parallel import rank_grid
 from megatron_fanformer.runtime.pipeline import packed_documents
@@ -259,6 +260,17 @@ def test_rotary_positions_begin_anew_in_every_document() -> None:
         for own in x.split(lengths)
     ]
     assert torch.equal(packed, torch.cat(alone))
+
+
+def test_parts_of_a_row_go_back_to_its_samples() -> None:
+    whole = 1 + torch.arange(24).view(3, 8)  # ranks' parts are of 6
+    parts = []
+    for rank in range(4):
+        cp = mock.Mock(rank=lambda rank=rank: rank)
+        grid = mock.Mock(context_parallel_size=4, exchanges_heads=True, groups=mock.Mock(cp=cp))
+        parts.append(pipeline._among_samples(whole.shape, grid, pipeline.own_positions(whole.view(1, -1), grid)))
+    assert torch.equal(sum(parts), whole)
+    assert [int(part.count_nonzero()) for part in parts] == [6, 6, 6, 6]
 
 
 def test_documents_end_where_samples_do() -> None:
