@@ -54,8 +54,9 @@ def assumptions(plan: Plan) -> list[str]:
     fp8 = f", products in FP8 ({config.precision.fp8_recipe})" if config.precision.fp8 else ""
     found = [
         "Everything is predicted by formula, not measured.",
-        f"{request.gpus:,} chips {machine.name}, {machine.domain_size} in a domain of fast links; ranks in the order "
-        "tensor, context, data, pipeline parallel.",
+        f"{request.gpus:,} chips {machine.name}, {machine.domain_size} in a domain of fast links, "
+        f"{machine.node_size or machine.domain_size} a node; ranks in the order tensor, context, data, pipeline "
+        "parallel.",
         f"Numbers in {config.precision.dtype}{fp8}; communication of gradients and weights overlapped where the "
         "configuration leaves it open.",
         f"A run's time is that of its steps{', unless said otherwise' if plan.goodput else ''}: no evaluations, saves, "
@@ -72,10 +73,10 @@ def assumptions(plan: Plan) -> list[str]:
             "parallel ranks; the Engine's ring sends them round, with their gradients in backward. The time has "
             "the ring, as its code has it."
         )
-    if machine.relative_error:
+    if error := machine.error_in("fp8" if config.precision.fp8 else config.precision.dtype):
         found.append(
-            f"± {machine.relative_error:.0%}: nine of ten published steps of these chips are within it of the formula, "
-            "each predicted without any run of its own source."
+            f"± {error:.0%}: nine of ten published steps of such chips and numbers are within it of the formula, each "
+            "predicted without any run of its own source."
         )
     else:
         found.append(f"Nobody has compared steps of {machine.name} with the formula: its error is unknown.")

@@ -54,7 +54,7 @@ class PlanOptions:
     gpus: int = option(metavar="N", parse=_count)
     """GPUs of the whole run."""
     gpu: str = option(metavar="NAME")
-    """GPU type: a100, h100, h200, b200, or a file with a machine's figures."""
+    """GPU type: a100, h100, h200, b200, gb200, gb300, or a file with a machine's figures."""
     layouts: tuple[str, ...] = option((), metavar="LAYOUT", exclusive="candidates")
     """Layouts to judge, such as tp=8,pp=4 or "cp=2,mbs=1,recompute=full", over the configuration's own."""
     search: bool = option(False, exclusive="candidates")
