@@ -146,25 +146,26 @@ def _summary(scores: Sequence[Score]) -> dict[str, float]:
 def _interval(scores: Sequence[Score]) -> dict[str, Any]:
     """How many of the runs are within the interval that `plan` prints, and within one that did not know their source.
 
-    The latter holds nine of ten runs of the other sources.
+    An interval holds nine of ten runs of each source that it knows.
     """
-    held, asked = 0, 0
-    for family in {score.row.family for score in scores}:
-        own = [score for score in scores if score.row.family == family]
-        others = [score for score in scores if score.row.family != family]
-        if others:
-            width, asked = _width(others), asked + len(own)
-            held += sum(abs(score.error) <= width for score in own)
+    families = dict(_grouped(scores, lambda score: score.row.family))
+    widths = {family: _width(own) for family, own in families.items()}
+    held = [
+        abs(score.error) <= max(width for other, width in widths.items() if other != family)
+        for family, own in families.items()
+        for score in own
+        if len(families) > 1
+    ]
     stated = {known_machines()[score.row.gpu].error_in(score.row.format[1]) for score in scores}
     return {
         "runs": len(scores),
-        "sources": len({score.row.family for score in scores}),
+        "sources": len(families),
         "mean_error": statistics.mean(abs(score.error) for score in scores),
         "worst_error": max((score.error for score in scores), key=abs),
-        "width": _width(scores),
+        "width": max(widths.values()),
         "stated": max(stated),
         "within_stated": sum(abs(score.error) <= min(stated) for score in scores) / len(scores),
-        "within_others": held / asked if asked else None,
+        "within_others": statistics.mean(held) if held else None,
     }
 
 

@@ -93,8 +93,8 @@ class Machine:
     overlap: float
     """Share of a communication that is hidden beside computation, in [0, 1]: both slow each other."""
     relative_error: float
-    """Relative error of a step's time: nine of ten published runs are within it, each predicted without any data of its
-    own source; 0 without a comparison."""
+    """Relative error of a step's time: nine of ten published runs of each source are within it, predicted without any
+    run of that source; 0 without a comparison."""
     fp8_relative_error: float | None = None
     """The same of steps in FP8; null: as `relative_error`."""
     sources: list[str]

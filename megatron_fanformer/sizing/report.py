@@ -75,8 +75,8 @@ def assumptions(plan: Plan) -> list[str]:
         )
     if error := machine.error_in("fp8" if config.precision.fp8 else config.precision.dtype):
         found.append(
-            f"± {error:.0%}: nine of ten published steps of such chips and numbers are within it of the formula, each "
-            "predicted without any run of its own source."
+            f"± {error:.0%}: nine of ten steps that a source published of such chips and numbers are within it of the "
+            "formula, predicted without any run of that source."
         )
     else:
         found.append(f"Nobody has compared steps of {machine.name} with the formula: its error is unknown.")

@@ -43,8 +43,9 @@ def test_each_source_predicted_without_its_own_runs(score: Score) -> None:
     assert report["all"]["mean_error"] < report["all"]["mean_error_of_constant_utilization"] / 2
     for kind, interval in report["intervals"].items():
         assert interval["within_stated"] >= 0.9, kind
-        # What is stated is what these errors give, on the cautious side.
-        assert interval["width"] <= interval["stated"] < interval["width"] + 0.02, kind
+        # What is stated is what these errors give, in whole percent; and so for a source that it does not know.
+        assert interval["width"] <= interval["stated"] < interval["width"] + 0.011, kind
+        assert interval["within_others"] is None or interval["within_others"] >= 0.9, kind
 
 
 def test_columns_of_the_software_default_to_what_is_known_of_the_source(score: Score, tmp_path: Path) -> None:
