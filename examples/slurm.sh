@@ -9,21 +9,31 @@
 #
 #   NODES=8 sbatch --nodes=10 examples/slurm.sh --config examples/fanformer-1b.yaml
 #
+# In a container, where the cluster has Pyxis and Enroot:
+#
+#   CONTAINER_IMAGE=$PWD/megatron-fanformer.sqsh sbatch --nodes=8 examples/slurm.sh --config examples/fanformer-1b.yaml
+#
 # Variables, with their defaults:
 #   NODES (all of the job)   how many nodes to train on
+#   GPUS_PER_NODE (--ntasks-per-node)   ranks on each; nodes with GB200 have four: sbatch --gpus-per-node=4
+#                            --ntasks-per-node=4
+#   INTERFACE (none)         the network interface that the ranks meet by, such as ib0; else the nodes' names lead there
 #   FOLDER (where sbatch was called)   a folder that all nodes share, for the check to write to
 #   CHECK_OPTIONS (none)     further options of `check-node`, such as "--minimum-bandwidth 40"
 #   MAX_RESTARTS (3)         how often the ranks are started again in this job, after a failure
 #   PYTHON (python3)         the interpreter that has megatron_fanformer
+#   CONTAINER_IMAGE (none), CONTAINER_MOUNTS (this folder and FOLDER)   a container for the ranks: an image as Enroot
+#                            names it, or a .sqsh file, and its mounts, FROM:TO,…
 #
-# Adapt the lines below to the cluster, and load its modules or activate the environment before sbatch.
+# Adapt the lines below to the cluster, and load its modules or activate the environment before sbatch. All of a node's
+# memory and cores are the job's; each rank keeps to those near its GPU.
 #
 #SBATCH --job-name=fanformer
 #SBATCH --nodes=8
 #SBATCH --ntasks-per-node=8
 #SBATCH --gpus-per-node=8
-#SBATCH --cpus-per-task=8
 #SBATCH --exclusive
+#SBATCH --mem=0
 #SBATCH --time=24:00:00
 #SBATCH --output=%x-%j.log
 #SBATCH --open-mode=append
@@ -39,7 +49,15 @@ python=${PYTHON:-python3}
 folder=${FOLDER:-$PWD}
 wanted=${NODES:-$SLURM_JOB_NUM_NODES}
 MASTER_PORT=${MASTER_PORT:-$((20000 + SLURM_JOB_ID % 10000))}
-export MASTER_PORT SRUN_CPUS_PER_TASK=${SLURM_CPUS_PER_TASK:-1}
+export MASTER_PORT
+if [[ -n ${SLURM_CPUS_PER_TASK:-} ]]; then export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK; fi # else all cores
+tasks_per_node=${GPUS_PER_NODE:-${SLURM_NTASKS_PER_NODE:-1}}
+container=()
+if [[ -n ${CONTAINER_IMAGE:-} ]]; then
+    container=(--container-image="$CONTAINER_IMAGE" --container-workdir="$PWD" --no-container-entrypoint
+        --container-mounts="${CONTAINER_MOUNTS:-$PWD:$PWD,$folder:$folder}")
+fi
+if [[ -n ${INTERFACE:-} ]]; then export NCCL_SOCKET_IFNAME=$INTERFACE GLOO_SOCKET_IFNAME=$INTERFACE; fi
 STOPPED=5                 # the exit code of ranks that a signal stopped
 SIGNALLED=$((128 + 10))   # that of a check which SIGUSR1 ended
 CHECK_SECONDS=900         # the check has limits of its own
@@ -48,8 +66,23 @@ LOST_NODE_TRIES=40
 LEAST_SECONDS=240         # of the job, for a step to be started: Slurm signals the steps that are there, and no later one
 
 # Ranks are born with their signals held, until Python listens (coreutils before 8.31 cannot do it).
-hold=(env --block-signal=TERM,INT,HUP,USR1,USR2)
+hold=(env "--block-signal=TERM,INT,HUP,USR1,USR2")
 "${hold[@]}" true 2> /dev/null || hold=()
+
+# address_of NODE: where the ranks meet on it, its name or the address of its INTERFACE.
+address_of() {
+    if [[ -z ${INTERFACE:-} ]]; then
+        echo "$1"
+        return
+    fi
+    local listed
+    listed=$(srun --nodes=1 --nodelist="$1" --ntasks=1 ip -oneline -4 address show dev "$INTERFACE" scope global) || return
+    if [[ ! $listed =~ inet\ ([0-9.]+) ]]; then
+        echo "$1 has no IPv4 address on INTERFACE $INTERFACE; name another" >&2
+        return 2
+    fi
+    echo "${BASH_REMATCH[1]}"
+}
 
 # on TASKS_PER_NODE WAIT NODE… -- COMMAND…: run it on nodes, of which the first is where the processes meet. After the
 # first has ended, the others have WAIT seconds: those that stop after saving end seconds apart.
@@ -60,8 +93,10 @@ on() {
     while [[ $1 != -- ]]; do nodes+=("$1"); shift; done
     shift
     if [[ -n ${SLURM_JOB_END_TIME:-} ]] && ((SLURM_JOB_END_TIME - $(date +%s) < LEAST_SECONDS)); then requeue; fi
-    export MASTER_ADDR=${nodes[0]}
-    srun --nodes="${#nodes[@]}" --nodelist="$(IFS=,; echo "${nodes[*]}")" --ntasks="$((tasks * ${#nodes[@]}))" \
+    MASTER_ADDR=$(address_of "${nodes[0]}") || return
+    export MASTER_ADDR
+    # Slurm would bind tasks to cores of its own choice, and not to those near their GPUs.
+    srun --cpu-bind=none "${container[@]}" --nodes="${#nodes[@]}" --nodelist="$(IFS=,; echo "${nodes[*]}")" --ntasks="$((tasks * ${#nodes[@]}))" \
         --ntasks-per-node="$tasks" --kill-on-bad-exit=0 --wait="$wait" "$@"
 }
 
@@ -111,7 +146,7 @@ for ((start = 0; start <= ${MAX_RESTARTS:-3}; start++)); do
     fi
     code=0
     # Ranks hear of each other's end by heartbeats, which are the rarer the more ranks there are.
-    on "${SLURM_NTASKS_PER_NODE:-1}" "$((30 + ${SLURM_NTASKS_PER_NODE:-1} * wanted / 100))" "${healthy[@]:0:wanted}" -- \
+    on "$tasks_per_node" "$((30 + tasks_per_node * wanted / 100))" "${healthy[@]:0:wanted}" -- \
         "${hold[@]}" "$python" -m megatron_fanformer train "$@" || code=$?
     case $code in
         "$STOPPED") requeue ;;

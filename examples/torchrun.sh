@@ -10,7 +10,7 @@
 # Variables, with their defaults:
 #   NNODES (1), NODE_RANK (0)                  how many nodes, and which of them this is
 #   MASTER_ADDR (localhost), MASTER_PORT (29500)  where the nodes meet: node 0, and a free port there
-#   GPUS_PER_NODE (8)                          ranks per node; NPROC_PER_NODE is another name for it
+#   GPUS_PER_NODE (8)                          ranks per node (4 with GB200); NPROC_PER_NODE is another name for it
 #   MAX_RESTARTS (0)                           how often torchrun starts its ranks again after a failure
 #   PYTHON (python3)                           the interpreter that has megatron_fanformer
 #

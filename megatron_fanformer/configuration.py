@@ -161,7 +161,7 @@ def _demand(hint: Any) -> str:
         return "a list of " + ", ".join(map(str, get_args(element)))
     if get_origin(hint) is dict and get_args(hint)[1] is float:
         return "a mapping to numbers, such as {name: 4}"
-    if get_origin(hint) is tuple and get_args(hint)[0] in (int, float):
+    if get_origin(hint) in (list, tuple) and get_args(hint)[0] in (int, float):
         return "a list of numbers, such as [1, 2]"
     return IN_WORDS[get_origin(hint) or hint][1]
 

@@ -172,6 +172,7 @@ if [[ "$*" == *check-node* ]]; then
     printf "%s\\n" $HEALTHY > "${@: -1}"
     exit 1  # some node is unhealthy
 fi
+if [[ "$*" == *" ip "* ]]; then echo "$SHOWN"; exit; fi
 echo "$MASTER_ADDR $MASTER_PORT $*" >> $FOLDER/srun.told
 exit $(sed -n "$(wc -l < $FOLDER/srun.told)p" $FOLDER/codes)
 """
@@ -221,7 +222,7 @@ def test_the_slurm_script_joins_the_ranks_requeues_what_stopped_and_restarts_wha
     code, srun, scontrol = run_slurm_script(tmp_path, codes)
     assert code == end and len(srun) == len(codes)
     for line in srun:
-        assert line.startswith("node-7 22345 --nodes=3 --nodelist=node-7,node-8,node-9 --ntasks=24 ")
+        assert line.startswith("node-7 22345 --cpu-bind=none --nodes=3 --nodelist=node-7,node-8,node-9 --ntasks=24 ")
         assert line.endswith("python -m megatron_fanformer train --config a file.yaml")
     assert scontrol == ["show hostnames node-[7-9]"] * len(codes) + ["requeue 12345"] * is_requeued
 
@@ -229,7 +230,7 @@ def test_the_slurm_script_joins_the_ranks_requeues_what_stopped_and_restarts_wha
 def test_the_slurm_script_leaves_unhealthy_nodes_out(tmp_path: Path) -> None:
     code, srun, _ = run_slurm_script(tmp_path, [0], healthy="node-8 node-9", NODES="2")
     assert code == 0
-    assert srun[0].startswith("node-8 22345 --nodes=2 --nodelist=node-8,node-9 --ntasks=16 ")
+    assert srun[0].startswith("node-8 22345 --cpu-bind=none --nodes=2 --nodelist=node-8,node-9 --ntasks=16 ")
     (tmp_path / "srun.told").unlink()
     code, srun, _ = run_slurm_script(tmp_path, [0], healthy="node-8", NODES="2")
     assert (code, srun) == (1, [])
@@ -238,7 +239,7 @@ def test_the_slurm_script_leaves_unhealthy_nodes_out(tmp_path: Path) -> None:
 def test_the_slurm_script_checks_again_without_a_first_node_that_finds_all_others_sick(tmp_path: Path) -> None:
     code, srun, _ = run_slurm_script(tmp_path, [0], healthy="node-8 node-9", NODES="2", SICK_JUDGE="node-7")
     assert code == 0
-    assert srun[0].startswith("node-8 22345 --nodes=2 --nodelist=node-8,node-9 --ntasks=16 ")
+    assert srun[0].startswith("node-8 22345 --cpu-bind=none --nodes=2 --nodelist=node-8,node-9 --ntasks=16 ")
 
 
 @pytest.mark.parametrize(("left", "end"), [(200, 5), (300, 0)])
@@ -254,6 +255,31 @@ def test_the_slurm_script_gives_more_ranks_more_time_to_hear_of_an_end(tmp_path:
         (tmp_path / "srun.told").unlink(missing_ok=True)
         _, srun, _ = run_slurm_script(tmp_path, [0], SLURM_NTASKS_PER_NODE=tasks)
         assert f" --wait={seconds} " in srun[0]
+
+
+def test_the_slurm_script_starts_as_many_ranks_as_a_node_has_gpus_in_a_container(tmp_path: Path) -> None:
+    """As Pyxis takes them: the check and the ranks, and not what looks at a node itself."""
+    image = f"{tmp_path}/an image.sqsh"
+    _, srun, _ = run_slurm_script(tmp_path, [0], GPUS_PER_NODE="4", CONTAINER_IMAGE=image)
+    mounts = f"{os.getcwd()}:{os.getcwd()},{tmp_path}:{tmp_path}"
+    in_container = f"--container-image={image} --container-workdir={os.getcwd()} --no-container-entrypoint"
+    begins = f"node-7 22345 --cpu-bind=none {in_container} --container-mounts={mounts} --nodes=3 "
+    assert srun[0].startswith(begins) and "--ntasks=12 --ntasks-per-node=4 " in srun[0]
+    (tmp_path / "srun.told").unlink()
+    _, srun, _ = run_slurm_script(tmp_path, [0], CONTAINER_IMAGE=image, CONTAINER_MOUNTS="/data:/data:ro")
+    assert "--container-mounts=/data:/data:ro --nodes=3 " in srun[0]
+
+
+@pytest.mark.parametrize(("shown", "address"), [("inet 10.1.2.3/16 brd 10.1.255.255", "10.1.2.3"), ("", None)])
+def test_the_slurm_script_finds_the_address_of_an_interface(
+    tmp_path: Path, shown: str, address: str | None, capfd: pytest.CaptureFixture[str]
+) -> None:
+    code, srun, _ = run_slurm_script(
+        tmp_path, [0], INTERFACE="ib0", SHOWN=shown and f"4: ib0    {shown} scope global ib0"
+    )
+    assert (code, len(srun)) == ((0, 1) if address else (2, 0))
+    assert all(line.startswith(f"{address} 22345 ") for line in srun)
+    assert ("node-7 has no IPv4 address on INTERFACE ib0; name another" in capfd.readouterr().err) == (address is None)
 
 
 def test_the_slurm_script_requeues_a_check_that_its_signal_ended(tmp_path: Path) -> None:

@@ -258,11 +258,14 @@ def _is_relative(tree: ast.Module, line: int) -> bool:
     return any(isinstance(node, ast.ImportFrom) and node.lineno == line and node.level for node in ast.walk(tree))
 
 
-def environment_is_read_in_device(root: Path) -> list[str]:
+READ_THE_ENVIRONMENT = (Path("runtime/device.py"), Path("runtime/environment.py"))
+
+
+def environment_is_read_in_two_modules(root: Path) -> list[str]:
     """Setting or deleting one variable is no reading."""
     found = []
     for path, tree in sources(root):
-        if path == Path("runtime/device.py"):
+        if path in READ_THE_ENVIRONMENT:
             continue
         written = {
             id(node.value)
@@ -365,9 +368,9 @@ PLANTED: list[tuple[Rule, str, str]] = [
     (files_import_in_no_circle, "data/a.py", "from megatron_fanformer.data.a import a"),
     (hf_stands_alone, "hf/a.py", "import safetensors"),
     (hf_stands_alone, "hf/a.py", "from megatron_fanformer.hf.configuration_fanformer import FANformerConfig"),
-    (environment_is_read_in_device, "training/a.py", "import os\nrank = os.environ['RANK']"),
-    (environment_is_read_in_device, "training/a.py", "import os\nrank = os.getenv('RANK')"),
-    (environment_is_read_in_device, "training/a.py", "from os import environ"),
+    (environment_is_read_in_two_modules, "training/a.py", "import os\nrank = os.environ['RANK']"),
+    (environment_is_read_in_two_modules, "training/a.py", "import os\nrank = os.getenv('RANK')"),
+    (environment_is_read_in_two_modules, "training/a.py", "from os import environ"),
     (names_say_something, "data/utils.py", ""),
     (names_say_something, "helpers/a.py", ""),
     (files_are_short, "data/a.py", "x = 1\n" * (MAX_LINES + 1)),

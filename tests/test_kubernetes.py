@@ -38,7 +38,8 @@ CONTAINER = {
     "command": [TEXT],
     "args": [TEXT],
     "env": [{"name": TEXT, "value": TEXT}],
-    "resources": {"limits": {"nvidia.com/gpu": WHOLE}},
+    "resources": {"limits": {"nvidia.com/gpu": WHOLE, "rdma/rdma_shared_device_a": WHOLE}},
+    "securityContext": {"capabilities": {"add": [one_of("IPC_LOCK")]}},
     "volumeMounts": MOUNT,
     "workingDir": TEXT,
 }
@@ -56,7 +57,7 @@ POD = {
         {
             "name": TEXT,
             "persistentVolumeClaim": {"claimName": TEXT},
-            "emptyDir": {"medium": one_of("", "Memory")},
+            "emptyDir": {"medium": one_of("", "Memory"), "sizeLimit": TEXT},
         }
     ],
     "initContainers": [CONTAINER],

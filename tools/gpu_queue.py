@@ -32,7 +32,7 @@ from queueing.running import DONE, Result, environment_of, read_result, run_part
 from megatron_fanformer import markdown
 from megatron_fanformer.durable_files import write_atomically
 from megatron_fanformer.errors import Interrupted
-from megatron_fanformer.processes import signals_to
+from megatron_fanformer.processes import STOP_SIGNALS, signals_to
 
 PATIENCE = 10  # a rehearsal's limits are so many times as long
 STAND_IN = (Path(sys.prefix) / "engine", ROOT / "tests" / "engine_on_cpu" / "site")
@@ -48,7 +48,7 @@ def main(arguments: Sequence[str] | None = None, parts: Sequence[Part] = PARTS) 
     output.mkdir(parents=True, exist_ok=True)
     signals: list[signal.Signals] = []
     queue = Queue(parts, options, output.resolve(), signals)
-    with signals_to(signals.append):
+    with signals_to(lambda number: signals.append(number) if number in STOP_SIGNALS else None):
         for part in queue.chosen:
             if not signals:
                 queue.take(part)

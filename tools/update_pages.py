@@ -5,7 +5,8 @@
 
 What is rendered stands between `<!-- commands -->` and `<!-- end of commands -->`, `<!-- fields of SECTION -->` and
 `<!-- end of fields -->`, `<!-- arguments: GROUP -->` and `<!-- end of arguments -->`, `<!-- metrics of GROUPS -->` and
-`<!-- end of metrics -->`, or `<!-- loggers -->` and `<!-- end of loggers -->`; everything else is written by hand.
+`<!-- end of metrics -->`, `<!-- loggers -->` and `<!-- end of loggers -->`, or `<!-- environment -->` and
+`<!-- end of environment -->`; everything else is written by hand.
 """
 
 import argparse
@@ -17,6 +18,7 @@ from pathlib import Path
 from megatron_fanformer import cli, markdown
 from megatron_fanformer.configuration import FieldDescription
 from megatron_fanformer.formats.foreign_names import MEGATRON_LM, ForeignName
+from megatron_fanformer.runtime.environment import SETTINGS
 from megatron_fanformer.training.config_reference import run_sections, schema_text
 from megatron_fanformer.training.loggers.registry import LOGGERS
 from megatron_fanformer.training.metrics import METRIC_TABLE
@@ -24,6 +26,7 @@ from megatron_fanformer.training.metrics import METRIC_TABLE
 ROOT = Path(__file__).parents[1]
 COMMANDS_PAGE = ROOT / "docs" / "commands.md"
 PAGE = ROOT / "docs" / "configuration.md"
+GPU_PAGE = ROOT / "docs" / "gpu.md"
 METRICS_PAGE = ROOT / "docs" / "metrics.md"
 MEGATRON_PAGE = ROOT / "docs" / "from-megatron-lm.md"
 SCHEMA = ROOT / "examples" / "config.schema.json"
@@ -32,6 +35,7 @@ TABLE = re.compile(r"(<!-- fields of (\S+) -->\n).*?(<!-- end of fields -->)", r
 ARGUMENTS = re.compile(r"(<!-- arguments: ([\w ]+) -->\n).*?(<!-- end of arguments -->)", re.DOTALL)
 METRICS = re.compile(r"(<!-- metrics of ([\w, ]+) -->\n).*?(<!-- end of metrics -->)", re.DOTALL)
 LOGGER_TABLE = re.compile(r"(<!-- loggers -->\n).*?(<!-- end of loggers -->)", re.DOTALL)
+ENVIRONMENT = re.compile(r"(<!-- environment -->\n).*?(<!-- end of environment -->)", re.DOTALL)
 LINK = re.compile(r"docs/([\w-]+\.md)(#[\w-]+)?")
 
 
@@ -55,6 +59,7 @@ def rendered() -> dict[Path, str]:
     return {
         COMMANDS_PAGE: commands_page(COMMANDS_PAGE.read_text()),
         PAGE: page(PAGE.read_text()),
+        GPU_PAGE: gpu_page(GPU_PAGE.read_text()),
         METRICS_PAGE: metrics_page(METRICS_PAGE.read_text()),
         MEGATRON_PAGE: megatron_page(MEGATRON_PAGE.read_text()),
         SCHEMA: schema_text() + "\n",
@@ -123,6 +128,21 @@ def metrics_page(text: str) -> str:
     )
     table = markdown.table(["logger", "set", "where", "a resumed run"], rows) + "\n"
     return LOGGER_TABLE.sub(lambda found: found[1] + table + found[2], text)
+
+
+def gpu_page(text: str) -> str:
+    """The page of GPUs with the table of the environment; settings that differ by name alone share a row."""
+    names: dict[str, list[str]] = {}
+    for setting in SETTINGS:
+        names.setdefault(setting.reason, []).append(f"`{setting.variable}`")
+    rows = [
+        [", ".join(names.pop(each.reason)), each.when, each.reason, each.source, each.proved, each.to_measure]
+        for each in SETTINGS
+        if each.reason in names
+    ]
+    columns = ["setting", "value", "why", "source", "proved by", "the GPU queue measures"]
+    table = markdown.table(columns, rows) + "\n"
+    return ENVIRONMENT.sub(lambda found: found[1] + table + found[2], text)
 
 
 def _metrics(groups: list[str]) -> str:

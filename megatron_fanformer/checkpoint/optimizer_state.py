@@ -32,8 +32,9 @@ class _Part(NamedTuple):
     tensors: dict[str, Tensor]
     """Tensors by name, all of the same length: states, and `param`, the main weight, where that is not the weight
     itself."""
-    is_shared_out: bool
-    """Whether the other data parallel replicas have the rest of it, rather than the same."""
+    instance: int | None
+    """Number of the group of ranks that have the rest of it (`num_distributed_optimizer_instances`); None: each data
+    parallel rank has the same."""
 
 
 def stored_state(optimizer: Any, weights: dict[str, Any]) -> dict[str, Any]:
@@ -116,7 +117,7 @@ def _parts(optimizer: Any, weights: list[torch.nn.Parameter]) -> Iterator[_Part]
             updated = {main for group in each.param_groups for main in group["params"]}
             mains = ((weight, getattr(weight, "main_param", weight)) for weight in weights)
             state = each.optimizer.state
-            yield from (_part(weight, 0, main, state[main], False) for weight, main in mains if main in updated)
+            yield from (_part(weight, 0, main, state[main], None) for weight, main in mains if main in updated)
 
 
 def _distributed_parts(optimizer: Any) -> Iterator[_Part]:
@@ -125,15 +126,15 @@ def _distributed_parts(optimizer: Any) -> Iterator[_Part]:
             for weight, ranges in bucket["param_map"].items():
                 state = dict(optimizer._get_main_param_and_optimizer_states(weight))
                 main = state.pop("param")
-                yield _part(weight, ranges["param"].start, main, state, True)
+                yield _part(weight, ranges["param"].start, main, state, optimizer.distributed_optimizer_instance_id)
 
 
 def _part(
-    weight: torch.nn.Parameter, start: int, main: Tensor, state: Mapping[str, Tensor], is_shared_out: bool
+    weight: torch.nn.Parameter, start: int, main: Tensor, state: Mapping[str, Tensor], instance: int | None
 ) -> _Part:
     assert all(tensor.shape == main.shape for tensor in state.values()), f"states of other shapes: {list(state)}"
     tensors = {**state, **({} if weight.dtype == torch.float32 else {"param": main})}
-    return _Part(weight, start, tensors, is_shared_out)
+    return _Part(weight, start, tensors, instance)
 
 
 def _single(optimizer: Any) -> list[Any]:
@@ -186,10 +187,10 @@ def _rectangles_of(piece: ShardedTensor, part: _Part, key: str, flat: Tensor) ->
 
 
 def _replica_id(piece: ShardedTensor, part: _Part) -> Any:
-    if not part.is_shared_out:
+    if part.instance is None:
         return piece.replica_id
     pipeline, tensor, _data = piece.replica_id
-    return pipeline, tensor, 0
+    return pipeline, tensor, part.instance
 
 
 def rectangles(shape: tuple[int, ...], start: int, end: int) -> Iterator[tuple[int, tuple[int, ...], tuple[int, ...]]]:

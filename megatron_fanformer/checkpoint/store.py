@@ -46,6 +46,8 @@ LATEST = "latest"
 LOCK = "run.lock"
 LOADED = "loaded"  # a checkpoint that was fetched to start from
 SAVE_FILE = "save"  # a file of this name in a run's folder makes the run save
+PROFILE_FILE = "profile"  # and one of this name makes it profile its next steps
+TRACES = "traces"  # of profiled steps
 VALIDATION_LOSS = "validation_loss"  # in the metrics, the first part of a validation loss's name, before its set's
 # An export's tokenizer.json is the .model rewritten: the original comes first.
 TOKENIZERS = (TOKENIZER_MODEL, TOKENIZER_JSON)

@@ -38,7 +38,6 @@ def _table(text: str) -> tuple[ForeignName, ...]:
     return tuple(rows)
 
 
-_FLOAT32_SUMS = "gradients are always summed in float32"
 _WEIGHTS_ALONE = "weights alone; a run resumes from its run_dir by itself"
 
 _MEGATRON_LM = {
@@ -96,7 +95,7 @@ _MEGATRON_LM = {
 --enable-cuda-graph = kernels.cuda_graph_impl: local
 --deterministic-mode = runtime.deterministic_mode
 """,
-    "Layout": f"""
+    "Layout": """
 --tensor-model-parallel-size = parallel.tensor_model_parallel_size
 --pipeline-model-parallel-size = parallel.pipeline_model_parallel_size
 --num-layers-per-virtual-pipeline-stage = parallel.virtual_pipeline_model_parallel_size:
@@ -106,7 +105,7 @@ _MEGATRON_LM = {
 --decoder-last-pipeline-num-layers = parallel.num_layers_in_last_pipeline_stage
 --account-for-embedding-in-pipeline-split = parallel.num_layers_in_first_pipeline_stage: as a number of layers
 --account-for-loss-in-pipeline-split = parallel.num_layers_in_last_pipeline_stage: as a number of layers
---pipeline-model-parallel-layout: only the first and last stages can be unequal
+--pipeline-model-parallel-layout = parallel.pipeline_model_parallel_layout: of E, t and L
 --no-overlap-p2p-communication --overlap-p2p-communication-warmup-flush:
     the interleaved schedule always overlaps, 1F1B never
 --microbatch-group-size-per-virtual-pipeline-stage: megatron-core chooses it
@@ -119,11 +118,12 @@ _MEGATRON_LM = {
 --overlap-param-gather = parallel.overlap_param_gather: on by itself on GPUs
 --ddp-bucket-size = parallel.ddp_bucket_size
 --ddp-num-buckets = parallel.ddp_bucket_size: parameters per bucket, not their number
---accumulate-allreduce-grads-in-fp32 --grad-reduce-in-bf16: {_FLOAT32_SUMS}
+--accumulate-allreduce-grads-in-fp32 = precision.grad_reduce_in_fp32
+--grad-reduce-in-bf16 = precision.grad_reduce_in_fp32: false, where that is given
 --calculate-per-token-loss --ddp-average-in-collective: gradients are divided once, by the global batch's tokens
 --use-megatron-fsdp --use-torch-fsdp2 --data-parallel-sharding-strategy:
     replicas share the optimizer's state, not weights
---num-distributed-optimizer-instances: all replicas share one state
+--num-distributed-optimizer-instances = parallel.num_distributed_optimizer_instances
 --tp-comm-overlap: the Engine's buffers for it do not know the FAN map
 --recompute-granularity = parallel.recompute_granularity
 --recompute-activations = parallel.recompute_granularity: selective
@@ -252,18 +252,22 @@ _MEGATRON_LM = {
 --wandb-entity = logging.wandb_entity
 --log-params-norm = logging.norm_interval: in steps
 --log-throughput: metrics.jsonl always has it
---log-timers-to-tensorboard --timing-log-level: tools/bench_train.py measures the parts of a step, outside of runs
+--log-timers-to-tensorboard --timing-log-level = logging.profile_steps: `inspect RUN --trace` has the parts of a step
 --logging-level = logging.folder: a log file of each rank, at level DEBUG
 --log-straggler = logging.straggler_interval: on by default
---profile --use-pytorch-profiler: tools/bench_train.py profiles steps, outside of runs
+--profile --use-pytorch-profiler = logging.profile_steps: torch's profiler, for the steps that it names
+--profile-step-start --profile-step-end = logging.profile_steps: [FIRST, LAST], and the last is profiled, too
+--profile-ranks = logging.profile_ranks
+--record-memory-history = logging.record_memory_history: of the profiled steps
+--memory-snapshot-path: the snapshot is beside the profile, in the run's folder
 """,
 }
 MEGATRON_LM = {section: _table(text) for section, text in _MEGATRON_LM.items()}
 """Megatron-LM's names, by the sections of the page."""
 
 MEGATRON_CORE = _table(
-    f"""
-grad_reduce_in_fp32: {_FLOAT32_SUMS}
+    """
+grad_reduce_in_fp32 = precision.grad_reduce_in_fp32
 params_dtype pipeline_dtype = precision.dtype
 fp8_param: weights stored in FP8 would load in no other layers
 num_moe_experts: layers are dense

@@ -11,7 +11,7 @@ from megatron_fanformer.errors import InputError
 from megatron_fanformer.formats.recognition import DESCRIPTIONS, OURS, Target, checkpoint_of, recognise
 from megatron_fanformer.inspection.report import Advance, Report, as_json
 from megatron_fanformer.stores import is_url
-from megatron_fanformer.terminal import show, width
+from megatron_fanformer.terminal import plural, show, some, width
 
 _Actions = tuple[Callable[[Target], Report], Callable[[Target], int], Callable[[Target, Advance], str]]
 """Functions that describe a target, count the bytes that checking it reads, and check it."""
@@ -62,6 +62,50 @@ def draw_phases(path: str, picture: Path) -> None:
     except OSError as error:
         raise InputError(f"--phases {picture} cannot be written ({error.strerror}); name another file") from error
     show([f"{picture}: the phases of {path}"])
+
+
+def show_trace(path: str, *, json: bool) -> None:
+    """Print where the time of profiled steps went: a run's last ones, or those of a folder of traces.
+
+    Raises:
+        InputError: the path is neither, or the run has none.
+        CorruptError: a trace cannot be read.
+    """
+    from megatron_fanformer.inspection import trace_table
+
+    folders = _folders(path, "trace", store.TRACES, trace_table.trace_folders)
+    times = trace_table.times_by_rank(folders[-1])
+    if not times:
+        raise InputError(f"{path} has no trace of a rank (rank-00000.json.gz and so on); name a run's folder")
+    if json:
+        show([as_json(trace_table.as_object(folders[-1], times))], as_they_are=True)
+        return
+    show(trace_table.lines(folders[-1], times, width()), as_they_are=True)
+    _show_earlier(folders, "profile", "trace")
+
+
+def _folders(path: str, option: str, name: str, of_run: Callable[[Path], list[Path]]) -> list[Path]:
+    """Return the folders of a run that an option shows the last of, or the one that the path names.
+
+    Args:
+        name: of the folder that holds them in a run's.
+        of_run: finds those of a run.
+
+    Raises:
+        InputError: the path is neither, or the run has none.
+    """
+    if Path(path).parent.name == name and Path(path).is_dir():
+        return [Path(path)]
+    target = recognise(path)
+    if target.kind != "run":
+        raise InputError(f"--{option} shows what a run has written, but {path} is not a run's folder; name that")
+    return of_run(target.path)
+
+
+def _show_earlier(folders: list[Path], noun: str, option: str) -> None:
+    if earlier := folders[:-1]:
+        names = some(map(str, earlier))
+        show(["", f"{plural(len(earlier), f'earlier {noun}')}, which --{option} shows by the folder: {names}"])
 
 
 def _actions(target: Target) -> _Actions:

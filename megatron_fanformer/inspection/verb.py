@@ -1,6 +1,6 @@
 """The verb `inspect`, and its options; imports nothing that is slow."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 from megatron_fanformer.errors import InputError
@@ -25,6 +25,8 @@ class InspectOptions:
     ids of token files without a manifest, sample indices, the order of the first epoch."""
     phases: str | None = option(None, metavar="FILE")
     """Draw the phase health that a run has logged into this PNG."""
+    trace: bool = False
+    """Show where the time of a run's profiled steps went: the last ones, or those in the folder PATH."""
     step: int | None = None
     """Show the samples of this training step, of a run or of --config."""
     config: Path | None = option(None, metavar="FILE", parse=path_or_none)
@@ -36,26 +38,17 @@ class InspectOptions:
 
 def _inspect(options: InspectOptions) -> None:
     from megatron_fanformer.checkpoint.remote import on_this_machine
-    from megatron_fanformer.inspection.command import draw_phases, index_data, inspect_path, inspect_step
+    from megatron_fanformer.inspection.command import draw_phases, index_data, inspect_path, inspect_step, show_trace
 
     path, step, config = options.path, options.step, options.config
     if options.phases is not None:
-        chosen = {
-            "verify": options.verify,
-            "index": options.index,
-            "json": options.json,
-            "step": step,
-            "config": config,
-            "full": options.full,
-        }
-        given = [f"--{name}" for name, value in chosen.items() if value is not None and value is not False]
-        if stray := [*options.overrides, *given]:
-            raise InputError(f"{stray[0]} has no effect with --phases; use one at a time")
+        _refuse_others(options, "phases")
         draw_phases(path, Path(options.phases))
+    elif options.trace:
+        _refuse_others(options, "trace", "json")
+        show_trace(path, json=options.json)
     elif options.index:
-        others = {"verify": options.verify, "json": options.json, "step": step, "config": config, "full": options.full}
-        if stray := [f"--{name}" for name, value in others.items() if value is not None and value is not False]:
-            raise InputError(f"{stray[0]} has no effect with --index; use one at a time")
+        _refuse_others(options, "index", "overrides")
         device.hide_gpus()
         device.prepare_libraries()
         index_data(path, options.overrides)
@@ -72,6 +65,16 @@ def _inspect(options: InspectOptions) -> None:
         inspect_step(on_this_machine(path), step, config, options.overrides, full=options.full, json=options.json)
 
 
+def _refuse_others(options: InspectOptions, chosen: str, *beside: str) -> None:
+    """Raise InputError where an option is given that has no effect with the chosen one."""
+    for field in fields(options):
+        value = getattr(options, field.name)
+        is_given = value is not None and value is not False and value != ()
+        if is_given and field.name not in ("path", chosen, *beside):
+            given = value[0] if field.name == "overrides" else f"--{field.name}"
+            raise InputError(f"{given} has no effect with --{chosen}; use one at a time")
+
+
 def _has_manifest(url: str) -> bool:
     """Return whether a URL is that of a prefix which `prepare` has written."""
     from megatron_fanformer.data.manifest import read_any_manifest
@@ -81,7 +84,7 @@ def _has_manifest(url: str) -> bool:
 
 INSPECT = Verb(
     name="inspect",
-    help="Describe or verify data, a checkpoint or an export; show the samples of a step.",
+    help="Describe or verify data, a checkpoint or an export; show the samples of a step, or its time.",
     options=InspectOptions,
     run=_inspect,
     examples=("inspect runs/demo/tokens/train --verify", "inspect runs/demo/run --step 200"),

@@ -1,13 +1,16 @@
-"""Self-attention whose input passes through FAN.
+"""Self-attention whose input passes through FAN; and any that context parallel ranks share by heads.
 
-Shapes: s sequence, b micro batch, h hidden size, v width of all values, n heads of this rank, d head size.
+Shapes: s sequence, b micro batch, h hidden size, v width of all values, n heads of this rank, d head size; C context
+parallel ranks, g query groups of this rank, w width of a group's queries, key and value.
 """
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from megatron.core.tensor_parallel.mappings import all_to_all_sp2hp
+import torch.distributed as dist
+from megatron.core.tensor_parallel.mappings import all_to_all_hp2sp, all_to_all_sp2hp
 from megatron.core.transformer.attention import Attention, SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -147,6 +150,52 @@ class FANValueAttention(Attention):
             return own.unflatten(0, (-1, values.shape[1]))
         own = values.chunk(group.size(), dim=-1)[group.rank()]  # of what is whole on every rank
         return own.clone() if self.fan.activation.recompute else own  # so that attention does not keep the whole
+
+
+class HeadExchange:
+    """Comes before a class of attention: context parallel ranks exchange parts of the sequence for parts of the heads.
+
+    They hold equal parts of the sequence, in their order. Between the projections each has the whole sequence, and of
+    the heads its part. So rotary positions, masks and bounds of documents are those of one rank; the attention itself
+    is to be built without context parallelism, and the core attention with a part of the heads.
+    """
+
+    def __init__(self, *args: Any, context_group: dist.ProcessGroup, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.context_group = context_group
+        self.core_attention.register_forward_hook(self._own_part)  # type: ignore[attr-defined]
+
+    def get_query_key_value_tensors(self, *args: Any, split_qkv: bool = True, **kwargs: Any) -> Any:
+        """Return what the class after this one does, [s / C, b, n, d] of it as [s, b, n / C, d].
+
+        Not split: all three by groups, as one tensor, and the parts of w.
+        """
+        made = super().get_query_key_value_tensors(*args, split_qkv=split_qkv, **kwargs)  # type: ignore[misc]
+        if not split_qkv:
+            qkv, widths = made
+            return self._whole_sequence(qkv), widths
+        query, key, value = made
+        groups, size = key.shape[2:]
+        qkv = torch.cat([query.unflatten(2, (groups, -1)).flatten(3), key, value], -1)
+        query, key, value = self._whole_sequence(qkv).split([qkv.shape[-1] - 2 * size, size, size], -1)
+        return query.unflatten(3, (-1, size)).flatten(2, 3), key, value
+
+    def _whole_sequence(self, qkv_sbgw: Tensor) -> Tensor:
+        """[s / C, b, g, w] -> [s, b, g / C, w]."""
+        _, samples, groups, width = qkv_sbgw.shape
+        exchanged = all_to_all_sp2hp(qkv_sbgw.flatten(2), self.context_group)
+        return exchanged.view(-1, samples, groups // self.context_group.size(), width)
+
+    def _own_part(self, _core: Any, _inputs: Any, context: Tensor) -> Tensor:
+        """[s, b, n / C * d] -> [s / C, b, n * d]; packed, without b."""
+        own = all_to_all_hp2sp(context, self.context_group)
+        return own.view(-1, *context.shape[1:-1], own.shape[-1])
+
+
+@functools.cache
+def exchanging_heads(attention: type[Attention]) -> type[Attention]:
+    """Return a class of attention with `HeadExchange` before it."""
+    return type(f"HeadExchange{attention.__name__}", (HeadExchange, attention), {})
 
 
 def _check_head_norms(config: TransformerConfig, norm: torch.nn.Module | None) -> None:

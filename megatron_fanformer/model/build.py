@@ -1,5 +1,6 @@
 """Builds one pipeline stage of a FANformer, of the model class that the installed megatron-core goes on with."""
 
+import copy
 import dataclasses
 import importlib.util
 from typing import Any
@@ -93,11 +94,14 @@ def _pipeline_fields(parallel: ParallelConfig, grid: RankGrid) -> dict[str, Any]
         "deallocate_pipeline_outputs": not is_interleaved or grid.backend != "gloo",
         "overlap_p2p_comm": is_interleaved,
         "batch_p2p_comm": not is_interleaved,
+        # A wait for the device after every exchange, for a race in torch of before August 2022 (pytorch/pytorch#82450).
+        "batch_p2p_sync": False,
     }
 
 
 def _boundaries(parallel: ParallelConfig) -> dict[str, Any]:
     return {
+        "pipeline_model_parallel_layout": parallel.pipeline_model_parallel_layout,
         "num_layers_in_first_pipeline_stage": parallel.num_layers_in_first_pipeline_stage,
         "num_layers_in_last_pipeline_stage": parallel.num_layers_in_last_pipeline_stage,
     }
@@ -188,8 +192,8 @@ def _build_chunk(
     fp8_fan: bool,
     z_loss_coefficient: float,
 ) -> Stage:
-    layers = parallel.layers_per_stage(model.num_layers)
-    assert layers is not None, "model.layout_rules refuses layers that do not divide"
+    segments = parallel.segments(model.num_layers)
+    assert segments is not None, "model.layout_rules refuses layers that do not divide"
     implementation = resolve_transformer_impl(kernels.transformer_impl)
     spec = layer_spec(
         model.fan,
@@ -198,8 +202,12 @@ def _build_chunk(
         fp8_fan=fp8_fan,
         recompute_fan=parallel.recomputes("fan"),
         qk_layernorm=model.qk_layernorm,
+        heads_over=grid.groups.cp if grid.exchanges_heads else None,
     )
-    segments = [[of_stage // parallel.virtual_stages for of_stage in layers]] * parallel.virtual_stages
+    groups = grid.groups
+    if grid.exchanges_heads:  # nothing else in the stage is to know of context parallelism
+        groups = copy.copy(groups)
+        groups.cp = groups.ep  # of experts, which the model has not: this rank alone
     own = Layers(spec, final_norm(implementation), segments, number, grid.groups.pp.rank())
     chunk: Any = made_of(
         config=config,
@@ -211,7 +219,7 @@ def _build_chunk(
         share_embeddings_and_output_weights=not model.untie_embeddings_and_output_weights,
         position_embedding_type="rope",
         rotary_base=model.rotary_base,
-        pg_collection=grid.groups,
+        pg_collection=groups,
         vp_stage=number if parallel.virtual_stages > 1 else None,
     )
     if model.rope_scaling.is_scaled:  # megatron-core computes angles of these, in every layout and of every cache

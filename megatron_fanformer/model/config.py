@@ -311,8 +311,12 @@ class PrecisionConfig:
     """The number formats of weights, activations and matrix products."""
 
     dtype: Literal["auto", "fp32", "bf16"] = "auto"
-    """Number format of weights and activations; `bf16` keeps float32 main weights and gradients; `auto`: `bf16` on GPUs
-    and on CPUs with AMX or AVX512-BF16, else `fp32`."""
+    """Number format of weights and activations; `bf16` keeps float32 main weights; `auto`: `bf16` on GPUs and on CPUs
+    with AMX or AVX512-BF16, else `fp32`."""
+    grad_reduce_in_fp32: bool = True
+    """Gradients are added up over micro batches, and reduced over replicas, in float32; false: in the format of
+    weights. In bf16 that saves 2 bytes a parameter and half of the reduction's traffic
+    (docs/parallelism.md#gradients-in-bf16)."""
     fp8: Literal["e4m3", "hybrid"] | None = None
     """Matrix products in FP8 (docs/gpu.md#fp8): `e4m3` throughout, or `hybrid`, with e5m2 gradients. Needs bf16
     weights."""

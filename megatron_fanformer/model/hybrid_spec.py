@@ -33,8 +33,9 @@ def stack_spec(
     qk_layernorm: bool = False,
 ) -> ModuleSpec:
     """Return a stack whose `*` and `-` are the two halves of `layer_spec`'s layer, with the same arguments."""
-    options = {"fp8_fan": fp8_fan, "recompute_fan": recompute_fan, "qk_layernorm": qk_layernorm}
-    layer = layer_spec(fan, transformer_impl, fan_form, **options).submodules
+    layer = layer_spec(
+        fan, transformer_impl, fan_form, fp8_fan=fp8_fan, recompute_fan=recompute_fan, qk_layernorm=qk_layernorm
+    ).submodules
     renamed = layer.sharded_state_dict_keys_map
     attention = TransformerLayerSubmodules(
         input_layernorm=layer.input_layernorm,

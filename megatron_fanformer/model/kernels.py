@@ -37,7 +37,7 @@ class KernelsConfig:
     cuda_graph_impl: Literal["none", "local"] = "none"
     """`local`: replay each layer as a CUDA graph (docs/gpu.md#cuda-graphs)."""
     gradient_accumulation_fusion: bool | None = None
-    """Add weight gradients to the float32 buffer inside the matrix product; null: in training, on a GPU only with
+    """Add weight gradients to their buffer inside the matrix product; null: in training, on a GPU only with
     Transformer Engine's layers or apex's `fused_weight_gradient_mlp_cuda`."""
 
     @property

@@ -13,6 +13,7 @@ import sys
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt.gpt_layer_specs import get_mlp_module_spec_for_backend
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
@@ -22,6 +23,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
 from megatron_fanformer.errors import InputError
+from megatron_fanformer.model.attention import exchanging_heads
 from megatron_fanformer.model.config import FANConfig
 from megatron_fanformer.model.fan_layer import ActivatedColumnParallelLinear
 from megatron_fanformer.model.kernels import TransformerImpl
@@ -94,17 +96,20 @@ def layer_spec(
     fp8_fan: bool = False,
     recompute_fan: bool = False,
     qk_layernorm: bool = False,
+    heads_over: dist.ProcessGroup | None = None,
 ) -> ModuleSpec:
     """Return one FANformer layer (the paper's p_ratio where `fan` is not given).
 
     Args:
         recompute_fan: whether backward computes X_F again, of p | g, so that it is not kept.
         qk_layernorm: whether queries and keys are normed, as megatron-core's configuration must say, too.
+        heads_over: context parallel ranks that exchange heads (`attention.HeadExchange`), where the model's own groups
+            know of no context parallelism.
     """
     fan = fan or FANConfig()
     if resolve_transformer_impl(transformer_impl) == "transformer_engine":
-        return _transformer_engine_layer(fan, fan_form, fp8_fan, recompute_fan, qk_layernorm)
-    return _local_layer(fan, fan_form, recompute_fan, qk_layernorm)
+        return _transformer_engine_layer(fan, fan_form, fp8_fan, recompute_fan, qk_layernorm, heads_over)
+    return _local_layer(fan, fan_form, recompute_fan, qk_layernorm, heads_over)
 
 
 def final_norm(transformer_impl: Literal["local", "transformer_engine"]) -> type[torch.nn.Module]:
@@ -122,6 +127,7 @@ def _attention(
     fan_form: FANForm,
     recompute_fan: bool,
     head_norm: type[torch.nn.Module] | None,
+    heads_over: dist.ProcessGroup | None,
     **parts: type[torch.nn.Module],
 ) -> ModuleSpec:
     """Return the self-attention of a placement, out of these layers."""
@@ -132,11 +138,15 @@ def _attention(
         params |= {"fan": fan, "fan_form": fan_form, "recompute_fan": recompute_fan}
     else:
         del parts["fan_linear"]
+    if heads_over is not None:
+        module, params = exchanging_heads(module), {**params, "context_group": heads_over}
     submodules = submodules(q_layernorm=head_norm, k_layernorm=head_norm, **parts)
     return ModuleSpec(module=module, params=params, submodules=submodules)
 
 
-def _local_layer(fan: FANConfig, fan_form: FANForm, recompute_fan: bool, qk_layernorm: bool) -> ModuleSpec:
+def _local_layer(
+    fan: FANConfig, fan_form: FANForm, recompute_fan: bool, qk_layernorm: bool, heads_over: dist.ProcessGroup | None
+) -> ModuleSpec:
     placement = PLACEMENTS[fan.placement]
     is_column = placement.is_in_attention and fan_form == "column"  # what follows FAN has its whole input on every rank
     attention = _attention(
@@ -144,6 +154,7 @@ def _local_layer(fan: FANConfig, fan_form: FANForm, recompute_fan: bool, qk_laye
         fan_form,
         recompute_fan,
         RMSNorm if qk_layernorm else None,
+        heads_over,
         linear_qkv=ActivatedColumnParallelLinear if is_column else ColumnParallelLinear,
         fan_linear=ColumnParallelLinear if is_column else ReplicatedLinear,
         core_attention=TorchCoreAttention,
@@ -163,7 +174,12 @@ def _local_layer(fan: FANConfig, fan_form: FANForm, recompute_fan: bool, qk_laye
 
 
 def _transformer_engine_layer(
-    fan: FANConfig, fan_form: FANForm, fp8_fan: bool, recompute_fan: bool, qk_layernorm: bool
+    fan: FANConfig,
+    fan_form: FANForm,
+    fp8_fan: bool,
+    recompute_fan: bool,
+    qk_layernorm: bool,
+    heads_over: dist.ProcessGroup | None,
 ) -> ModuleSpec:
     placement = PLACEMENTS[fan.placement]
     if not placement.has_engine_layers:
@@ -196,9 +212,10 @@ def _transformer_engine_layer(
         fan_form,
         recompute_fan,
         TENorm if qk_layernorm else None,
+        heads_over,
         linear_qkv=TEColumnParallelLinear if is_sequence else linear_qkv,
         fan_linear=fan_replicated if is_sequence else fan_column,
-        core_attention=TEDotProductAttention,
+        core_attention=TEDotProductAttention if heads_over is None else te_layers.PartOfHeadsTEDotProductAttention,
         linear_proj=TERowParallelLinear,
     )
     # The norm is inside the column parallel map that reads it; checkpoints name it as the local layer does.

@@ -69,6 +69,9 @@ def _fan_problems(model: FANformerConfig, parallel: ParallelConfig) -> Iterator[
 
 
 def _pipeline_problems(model: FANformerConfig, parallel: ParallelConfig) -> Iterator[str]:
+    if parallel.pipeline_model_parallel_layout is not None:
+        yield from _own_layout_problems(model, parallel)
+        return
     stages, chunks = parallel.pipeline_model_parallel_size, parallel.virtual_stages
     first, last = parallel.num_layers_in_first_pipeline_stage, parallel.num_layers_in_last_pipeline_stage
     layers = parallel.layers_per_stage(model.num_layers)
@@ -98,6 +101,22 @@ def _pipeline_problems(model: FANformerConfig, parallel: ParallelConfig) -> Iter
         )
     elif 0 in layers:
         yield f"the pipeline stages have {', '.join(map(str, layers))} layers; each must have at least 1"
+
+
+def _own_layout_problems(model: FANformerConfig, parallel: ParallelConfig) -> Iterator[str]:
+    segments = parallel.segments(model.num_layers) or []
+    layers = sum(map(sum, segments))
+    if layers != model.num_layers:
+        yield (
+            f"parallel.pipeline_model_parallel_layout has {layers} layers t, and model.num_layers is "
+            f"{model.num_layers}; change one of them"
+        )
+    unit = parallel.recompute_num_layers or 1
+    if parallel.recompute_method == "uniform" and any(number % unit for chunk in segments for number in chunk):
+        yield (
+            f"parallel.recompute_num_layers {unit} does not divide the layers of every chunk of "
+            "parallel.pipeline_model_parallel_layout, as method uniform needs; set it to 1, or the method to block"
+        )
 
 
 def _uneven(num_layers: int, stages: int) -> str:
@@ -139,11 +158,11 @@ def graph_problems(parallel: ParallelConfig, kernels: KernelsConfig) -> list[str
 def document_problems(parallel: ParallelConfig, kernels: KernelsConfig) -> list[str]:
     """Return what keeps attention within documents (`data.reset_attention_mask`), one line each."""
     found = []
-    if parallel.context_parallel_size > 1:
+    if parallel.context_parallel_size > 1 and not parallel.exchanges_heads:
         found.append(
-            f"data.reset_attention_mask with parallel.context_parallel_size {parallel.context_parallel_size}, whose "
-            "ranks would split every document in equal chunks, into which documents of any length do not divide; set "
-            "one of them to false or 1"
+            f"data.reset_attention_mask with parallel.context_parallel_size {parallel.context_parallel_size} and "
+            f"cp_comm_type {parallel.cp_comm_type or 'null'}, whose chunks of a sequence may end within documents; set "
+            "parallel.cp_comm_type to a2a, by which ranks attend over whole sequences"
         )
     if kernels.cuda_graph_impl == "local":
         found.append(
@@ -161,7 +180,15 @@ def document_problems(parallel: ParallelConfig, kernels: KernelsConfig) -> list[
 def batch_problems(
     parallel: ParallelConfig, data_parallel_size: int, global_batch_size: int, micro_batch_size: int
 ) -> list[str]:
-    """Return what keeps a global batch from being divided, one line each."""
+    """Return what keeps replicas from sharing a global batch, or the optimizer's state, one line each."""
+    replicas = data_parallel_size * parallel.context_parallel_size
+    instances = parallel.num_distributed_optimizer_instances
+    if replicas % instances:
+        return [
+            f"parallel.num_distributed_optimizer_instances is {instances}, which does not divide data x context "
+            f"parallel size, {data_parallel_size} x {parallel.context_parallel_size} = {replicas}; set it to one of "
+            f"{_divisors_of(replicas)}"
+        ]
     unit = micro_batch_size * data_parallel_size
     if global_batch_size % unit:
         nearest = max(unit, round(global_batch_size / unit) * unit)

@@ -1,10 +1,16 @@
 """Layers for the Transformer Engine spec beyond megatron-core's own wrappers; imports only where the Engine does."""
 
+import copy
 from typing import Any
 
 import torch
 import transformer_engine.pytorch as engine
-from megatron.core.extensions.transformer_engine import FP8GlobalStateManager, TELayerNormColumnParallelLinear, TELinear
+from megatron.core.extensions.transformer_engine import (
+    FP8GlobalStateManager,
+    TEDotProductAttention,
+    TELayerNormColumnParallelLinear,
+    TELinear,
+)
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from megatron.core.utils import divide
@@ -96,6 +102,21 @@ class ReplicatedTELinear(TELinear):
         for parameter in self.parameters():
             # The Engine marks every weight as a shard: the gradient norm would count this one on each rank.
             parameter.tensor_model_parallel = False
+
+
+class PartOfHeadsTEDotProductAttention(TEDotProductAttention):
+    """Core attention of whole sequences, with a context parallel rank's part of the heads (`attention.HeadExchange`).
+
+    The Engine's own exchange of heads (`cp_comm_type` a2a) takes documents whose lengths are multiples of twice the
+    ranks, and no float32.
+    """
+
+    def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
+        own, ranks = copy.copy(config), config.context_parallel_size
+        own.num_attention_heads = divide(config.num_attention_heads, ranks)
+        own.num_query_groups = divide(config.num_query_groups, ranks)
+        own.context_parallel_size = 1
+        super().__init__(own, *args, **kwargs)
 
 
 # Enabled or not, calibrating or not, recipe: the same positions under the Engine's older name for it.

@@ -19,7 +19,7 @@ from typing import Any
 from megatron_fanformer.durable_files import file_problems, write_atomically
 from megatron_fanformer.errors import FanformerError, InputError
 from megatron_fanformer.nodes.facts import STARTING, Facts, facts_from_plain, find_facts
-from megatron_fanformer.nodes.judgement import Links, Verdict, judge
+from megatron_fanformer.nodes.judgement import Links, Rates, Verdict, judge
 from megatron_fanformer.nodes.verb import CheckConfig
 from megatron_fanformer.runtime import device as devices
 from megatron_fanformer.runtime.launch import print_end
@@ -172,7 +172,8 @@ def _verdicts(meeting: _Meeting, own: Facts, links: Links, config: CheckConfig) 
                 "and see whether it is up"
             )
     rates = {
-        number: {int(other): values for other, values in own_rates.items()} for number, own_rates in answers.items()
+        number: {int(other): Rates(**values) for other, values in own_rates.items()}
+        for number, own_rates in answers.items()
     }
     judged = judge(found, {JUDGE: links, **rates}, config)
     missing = f"it did not answer within {meeting.seconds:g} s; leave it out, and see whether it is up"
@@ -209,7 +210,7 @@ def _judged(meeting: _Meeting, facts: Facts, links: Links) -> list[Verdict]:
         taking_part, gpus = answers[JUDGE]
         if meeting.number in taking_part:
             _measure(facts, links, meeting, taking_part, gpus)
-            meeting.publish("rates", links)
+            meeting.publish("rates", {other: asdict(rates) for other, rates in links.items()})
         answers = meeting.collect("verdicts", [JUDGE], 2 * LINKS_SECONDS)
     if JUDGE not in answers:
         raise FanformerError(f"{facts.node}: the first node has not judged in time; see whether it is up")

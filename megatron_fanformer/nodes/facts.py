@@ -1,21 +1,21 @@
-"""Facts about this node: its versions, its GPUs or cores, how fast they multiply, where it can write."""
+"""Facts about this node: its versions, its GPUs or cores, how fast they multiply and talk, where it can write."""
 
 import importlib.metadata
+import itertools
 import os
 import platform
 import secrets
 import shutil
-import subprocess
 import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from megatron_fanformer import __version__
 from megatron_fanformer.errors import InputError
+from megatron_fanformer.nodes.hardware import Adapter, adapters, find_faults, network_of_log, query_nvidia_smi
 from megatron_fanformer.processes import usable_cores
 from megatron_fanformer.runtime import device as devices
 
@@ -26,8 +26,6 @@ PROBE_BYTES = 1 << 20  # written and read back
 GPU_MATRIX, CPU_MATRIX = 8192, 2048  # rows and columns of the square products
 CPU_SECONDS = 0.5  # of products on a CPU; the fastest counts
 GPU_REPETITIONS = 100
-NVIDIA_SMI_SECONDS = 30.0
-POLL_SECONDS = 0.05
 STARTING = "importing torch"  # without which it cannot report to the others
 DRIVER = "the driver"  # among the versions; nvidia-smi alone reports it
 SHARED_MEMORY = Path("/dev/shm")  # data loaders and NCCL pass messages there
@@ -42,6 +40,8 @@ class Gpu:
     """FLOP/s of bf16 products."""
     clock_mhz: float | None = None
     """Clock of its multiprocessors under that load; None where nvidia-smi does not report it."""
+    most_mhz: float | None = None
+    """The highest that it has."""
 
 
 @dataclass(kw_only=True)
@@ -58,6 +58,13 @@ class Facts:
     gpus: list[Gpu] = field(default_factory=list)
     flops_per_second: float | None = None
     """FLOP/s of products on its cores; None where it has GPUs."""
+    bus_bytes_per_second: float | None = None
+    """Bytes that each of its GPUs sends per second in an all-reduce among them; None of fewer than two."""
+    adapters: list[Adapter] = field(default_factory=list)
+    network: str | None = None
+    """The network that NCCL chose, by its own log; None where that is not known."""
+    unseen: list[str] = field(default_factory=list)
+    """What could not be looked at."""
     shared_file: str | None = None
     """Path of the file that it left in the shared folder, for the judge to read."""
     shared_text: str = ""
@@ -65,7 +72,8 @@ class Facts:
 
 def facts_from_plain(values: dict[str, Any]) -> Facts:
     """Return the facts that a node has sent, as plain values."""
-    return Facts(**{**values, "gpus": [Gpu(**gpu) for gpu in values["gpus"]]})
+    gpus, ports = [Gpu(**gpu) for gpu in values["gpus"]], [Adapter(**port) for port in values["adapters"]]
+    return Facts(**{**values, "gpus": gpus, "adapters": ports})
 
 
 def find_facts(facts: Facts, folder: Path | None) -> None:
@@ -88,7 +96,14 @@ def find_facts(facts: Facts, folder: Path | None) -> None:
         parts.append((f"writing to {SHARED_MEMORY}", lambda facts: _write_to(facts, SHARED_MEMORY)))
     if folder is not None:
         parts.append((f"writing to {folder}", lambda facts: _share(facts, folder)))
-    parts.append(("its GPUs", _find_gpus) if _has_gpus(facts) else ("its matrix rate", _find_processor_rate))
+    if _has_gpus(facts):
+        parts += [
+            ("its GPUs", _find_gpus),
+            ("an all-reduce among its GPUs", _find_collective),
+            ("the counters of its GPUs", _find_faults),
+        ]
+    else:
+        parts.append(("its matrix rate", _find_processor_rate))
     for doing, find in parts:
         facts.doing = doing
         try:
@@ -126,8 +141,8 @@ def _find_versions(facts: Facts) -> None:
     if torch.cuda.is_available():
         facts.versions["CUDA"] = str(torch.version.cuda)
         facts.versions["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
-        if (driver := _query_nvidia_smi("driver_version")) is not None:
-            facts.versions[DRIVER] = driver
+        if lines := query_nvidia_smi("driver_version"):
+            facts.versions[DRIVER] = lines[0]
 
 
 def _write_to(facts: Facts, place: Path) -> None:
@@ -171,7 +186,7 @@ def _find_gpus(facts: Facts) -> None:
 
     for number in range(torch.cuda.device_count()):
         facts.doing = f"GPU {number}"
-        busy = _query_gpu(number, "utilization.gpu")  # before it is given any work
+        [busy] = _query_gpu(number, "utilization.gpu")  # before it is given any work
         free, total = torch.cuda.mem_get_info(number)
         if free < LEAST_FREE_SHARE * total:
             facts.problems.append(
@@ -205,43 +220,45 @@ def _work_of(number: int, facts: Facts) -> Gpu:
                 torch.mm(factor, factor, out=product)
             torch.cuda.synchronize()
 
-        clock = _query_gpu(number, "clocks.sm", keep_busy)
+        clock, most = _query_gpu(number, "clocks.sm,clocks.max.sm", keep_busy)
         torch.cuda.synchronize()
         if not torch.equal(product, torch.mm(factor, factor)):
             facts.problems.append(f"GPU {number} computes the same product otherwise a second time; replace it")
         seconds = began.elapsed_time(ended) / 1000 / GPU_REPETITIONS
     name = torch.cuda.get_device_name(number)
-    return Gpu(name=name, flops_per_second=2 * GPU_MATRIX**3 / seconds, clock_mhz=clock)
+    return Gpu(name=name, flops_per_second=2 * GPU_MATRIX**3 / seconds, clock_mhz=clock, most_mhz=most)
 
 
-_wait = partial(time.sleep, POLL_SECONDS)
+def _find_collective(facts: Facts) -> None:
+    """Measure an all-reduce among the GPUs; one alone shows the network that NCCL would use, too."""
+    from megatron_fanformer.nodes.collectives import rate_within_node
+
+    with tempfile.NamedTemporaryFile("r", prefix="nccl-", errors="replace") as log:
+        devices.log_nccl_to(Path(log.name))
+        rate = rate_within_node(len(facts.gpus))
+        facts.network = network_of_log(log.read())
+    if len(facts.gpus) > 1:
+        facts.bus_bytes_per_second = rate
 
 
-def _query_gpu(number: int, what: str, meanwhile: Callable[[], None] = _wait) -> float | None:
-    """Return a number that nvidia-smi reports of a GPU; None if it does not."""
+def _find_faults(facts: Facts) -> None:
+    facts.adapters = adapters()
+    problems, facts.unseen = find_faults()
+    facts.problems += problems
+
+
+def _query_gpu(number: int, what: str, meanwhile: Callable[[], None] | None = None) -> list[float | None]:
+    """Return numbers that nvidia-smi reports of a GPU, None for each that it does not."""
     import torch
 
-    said = _query_nvidia_smi(what, f"--id=GPU-{torch.cuda.get_device_properties(number).uuid}", meanwhile=meanwhile)
+    uuid = torch.cuda.get_device_properties(number).uuid
+    lines = query_nvidia_smi(what, f"--id=GPU-{uuid}", meanwhile=meanwhile) or [""]
+    cells = lines[0].split(",") if lines else []
+    return [_number(cell) for _, cell in itertools.zip_longest(what.split(","), cells, fillvalue="")]
+
+
+def _number(cell: str) -> float | None:
     try:
-        return None if said is None else float(said)
+        return float(cell)
     except ValueError:
         return None
-
-
-def _query_nvidia_smi(what: str, *options: str, meanwhile: Callable[[], None] = _wait) -> str | None:
-    """Return what nvidia-smi says of the first GPU; None if it does not, or is not there.
-
-    Args:
-        meanwhile: is called again and again until it has ended.
-    """
-    command = ["nvidia-smi", f"--query-gpu={what}", "--format=csv,noheader,nounits", *options]
-    try:
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
-    except OSError:
-        return None
-    end = time.monotonic() + NVIDIA_SMI_SECONDS
-    while process.poll() is None and time.monotonic() < end:
-        meanwhile()
-    process.kill()
-    said = process.communicate()[0].splitlines()
-    return said[0] if process.returncode == 0 and said else None

@@ -1,8 +1,8 @@
 """Speed of communication between nodes: an all-reduce between each node and its two neighbours in a ring.
 
-Each pair is a group of its own, so that a node that does not answer costs its neighbours one link, and the
-others nothing. With an even number of nodes all links are measured in two rounds, with an odd one in three; a node has
-one link at a time.
+Each GPU is measured by itself, and then all at once, which takes all of a node's adapters. Each pair is a group of its
+own, so that a node that does not answer costs its neighbours one link, and the others nothing. With an even number of
+nodes all links are measured in two rounds, with an odd one in three; a node has one link at a time.
 """
 
 import time
@@ -10,14 +10,11 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
-from megatron_fanformer.nodes.judgement import Links
+from megatron_fanformer.nodes.collectives import LINK_SECONDS, rate_between
+from megatron_fanformer.nodes.judgement import Links, Rates
 
-GPU_BYTES, CPU_BYTES = 256 << 20, 16 << 20  # of a message: enough for the rate of large ones
-REPETITIONS = 5  # after one that does not count; the median of them counts
-LINK_SECONDS = 30.0  # for a pair to meet, for its group to be made, and for a collective
 ROUND_SECONDS = 3 * LINK_SECONDS  # how late a link may end
 ROUNDS = 3  # at most
 
@@ -46,14 +43,17 @@ def measure_links(links: Links, store: Any, number: int, nodes: Sequence[int], g
     for turn, pairs in enumerate(rounds(nodes)):
         for pair in (pair for pair in pairs if number in pair):
             other = pair[0] if pair[1] == number else pair[1]
-            links[other] = [0.0] * max(1, gpus)
+            rates = links[other] = Rates(alone=[0.0] * max(1, gpus))
             own = dist.PrefixStore(f"link-{pair[0]}-{pair[1]}", store)
             # The other one may come late from a link that was given up.
             latest = began + turn * ROUND_SECONDS + LINK_SECONDS
             try:
                 _meet(own, number, other, max(LINK_SECONDS, latest - time.monotonic()))
                 for device in range(max(1, gpus)):
-                    links[other][device] = _rate(own, pair.index(number), device if gpus else None)
+                    rates.alone[device] = rate_between(own, str(device), pair.index(number), [device] if gpus else [])
+                if gpus > 1:
+                    rates.together = 0.0
+                    rates.together = rate_between(own, "together", pair.index(number), range(gpus))
             except RuntimeError:  # torch's for a peer that is gone, or late: what is left of the link stays at 0
                 continue
 
@@ -63,39 +63,3 @@ def _meet(store: Any, number: int, other: int, seconds: float) -> None:
     meeting = dist.PrefixStore("meeting", store)
     meeting.set(str(number), "")
     meeting.wait([str(other)], timedelta(seconds=seconds))
-
-
-def _rate(store: Any, rank: int, gpu: int | None) -> float:
-    """Return bytes per second that each of the two sends in an all-reduce, which is as many as it holds.
-
-    Args:
-        gpu: None: between the processors.
-
-    Raises:
-        RuntimeError: the other one does not answer; over NCCL only with `devices.enable_collective_timeouts`.
-    """
-    on_gpu = gpu is not None
-    device = torch.device("cpu") if gpu is None else torch.device("cuda", gpu)
-    if on_gpu:
-        torch.cuda.set_device(device)
-    message = torch.ones((GPU_BYTES if on_gpu else CPU_BYTES) // 4, device=device)
-    seconds = []
-    dist.init_process_group(
-        "nccl" if on_gpu else "gloo",
-        store=dist.PrefixStore(str(gpu), store),
-        rank=rank,
-        world_size=2,
-        timeout=timedelta(seconds=LINK_SECONDS),
-    )
-    try:
-        for _ in range(1 + REPETITIONS):
-            if on_gpu:
-                torch.cuda.synchronize(device)
-            began = time.perf_counter()
-            dist.all_reduce(message, op=dist.ReduceOp.MAX, async_op=True).wait()  # which has the limit
-            if on_gpu:
-                torch.cuda.synchronize(device)
-            seconds.append(time.perf_counter() - began)
-    finally:
-        dist.destroy_process_group()
-    return message.nbytes / sorted(seconds[1:])[REPETITIONS // 2]

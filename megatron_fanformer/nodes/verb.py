@@ -15,7 +15,8 @@ class CheckConfig:
     folder: Path | None = None
     """A folder of the file system that all nodes share, such as the run's; it is written to."""
     minimum_bandwidth: float | None = option(None, metavar="GB/S")
-    """The least bandwidth between two nodes, in each direction and for each GPU (default: half of the nodes' median)"""
+    """The least bandwidth between two nodes, in each direction and for each GPU (default: half of what its
+    adapters carry, and of the nodes' median)"""
     tolerance: float = 0.85
     """The least share of the median over all nodes that a matrix rate or a clock may be."""
     gpus: int | None = option(None, metavar="N")
@@ -37,7 +38,7 @@ class CheckConfig:
         if not 0 < self.tolerance <= 1:
             found.append(f"--tolerance is {self.tolerance:g}; it must be above 0, and at most 1")
         if self.minimum_bandwidth is not None and not self.minimum_bandwidth > 0:
-            found.append("--minimum-bandwidth must be above 0 GB/s; leave it out for half of the nodes' median")
+            found.append("--minimum-bandwidth must be above 0 GB/s; leave it out for what the adapters carry")
         if self.gpus is not None and self.gpus < 0:
             found.append(f"--gpus is {self.gpus}; it must be 0 or more")
         if not self.time_limit > 0:

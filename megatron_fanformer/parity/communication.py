@@ -116,7 +116,7 @@ def _job(trial: TrialConfig, layout: ParallelConfig) -> Job:
         model=trial.model,
         parallel=layout,
         kernels=trial.kernels,
-        precision=PrecisionConfig(dtype=trial.dtype),
+        precision=PrecisionConfig(dtype=trial.dtype, grad_reduce_in_fp32=trial.grad_reduce_in_fp32),
         optimizer=OPTIMIZERS[trial.optimizer.name],
         data_parallel_size=replicas,
         micro_batch_size=trial.micro_batch_size,

@@ -47,6 +47,7 @@ def _problems(run: RunConfig, layout: Layout) -> list[str]:
     return [
         *layout.problems(),
         *layout_problems(run.model, layout.parallel),
+        *run.optimizer.joint_problems(layout.parallel),
         *(document_problems(layout.parallel, layout.kernels) if run.data.reset_attention_mask else ()),
         *batch_problems(layout.parallel, layout.parallel.data_parallel_size or 1, batch, micro),
     ]

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from megatron_fanformer.model.fan_layer import ActivatedColumnParallelLinear, FANProjection
 from megatron_fanformer.parity.tensor_parts import TensorPart, as_array
-from megatron_fanformer.runtime.layout import context_chunks
 from megatron_fanformer.runtime.parallel import RankGrid
+from megatron_fanformer.runtime.pipeline import own_positions
 
 TOKEN_LOSS = "token loss"
 OUTPUT_MAKERS = (FANProjection, ActivatedColumnParallelLinear)
@@ -92,25 +92,20 @@ class OutputRecorder:
         if len(values) < size:
             self.parts += [TensorPart(name, whole, *part) for part in self._of_one_row(values, samples)]
             return
-        self.parts.append(TensorPart(name, whole, (samples, self._positions(output_sbw.shape[0])), values))
+        self.parts.append(
+            TensorPart(name, whole, (samples, self._positions(self._seq_length, output_sbw.shape[0])), values)
+        )
 
     def _of_one_row(self, values: np.ndarray, samples: list[int]) -> Iterator[tuple[Any, np.ndarray]]:
-        """Yield the parts that the samples have in the one row of them, or in this tensor parallel rank's part of
-        it.
-        """
-        tokens, length = len(samples) * self._seq_length, values.shape[1]
-        first = 0 if length == tokens else self._grid.groups.tp.rank() * length
-        places, positions = divmod(np.arange(first, first + length), self._seq_length)
+        """Yield the parts that the samples have in the one row of them, or in this rank's part of it."""
+        places, positions = divmod(self._positions(len(samples) * self._seq_length, values.shape[1]), self._seq_length)
         for place in np.unique(places):
             own = places == place
             yield ([samples[place]], positions[own]), values[:, own]
 
-    def _positions(self, length: int) -> np.ndarray:
-        """Return which positions of the sequence an output of `length` has, by its length alone."""
-        size = self._grid.context_parallel_size
-        chunks = torch.arange(self._seq_length).chunk(2 * size if size > 1 else 1)
-        own = context_chunks(self._grid.groups.cp.rank(), size) if size > 1 else (0,)
-        positions = torch.cat([chunks[number] for number in own])
+    def _positions(self, whole: int, length: int) -> np.ndarray:
+        """Return which positions of a whole sequence an output of `length` has, by its length alone."""
+        positions = own_positions(torch.arange(whole).unsqueeze(0), self._grid).squeeze(0)
         if length != len(positions):  # this tensor parallel rank's part of them
             positions = positions.chunk(len(positions) // length)[self._grid.groups.tp.rank()]
         return positions.numpy()

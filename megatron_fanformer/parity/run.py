@@ -185,6 +185,7 @@ def trial_of(config: ParityConfig, run: RunConfig, small: SmallRun, device: devi
         within_documents=run.data.reset_attention_mask,
         chats=run.data.is_chats,
         z_loss_coefficient=run.training.z_loss_coefficient,
+        grad_reduce_in_fp32=run.precision.grad_reduce_in_fp32,
         kernels=single_process(config.transformer_impl).kernels,
         runtime=run.runtime,
     )

@@ -37,7 +37,7 @@ def shrink(model: FANformerConfig, micro_batch_size: int, layouts: list[Parallel
     """Return the small form of a run, on which each of the layouts is legal if it is on the run itself."""
     tensors = [layout.tensor_model_parallel_size for layout in layouts]
     unit = math.lcm(*tensors)
-    groups = _groups(model.query_groups, tensors)
+    groups = _groups(model.query_groups, [_ranks_of_heads(layout) for layout in layouts])
     heads = groups * model.num_attention_heads // model.query_groups
     hidden = heads * min(HEAD_SIZE, model.kv_channels)
     ffn_unit = 4 * unit
@@ -59,14 +59,28 @@ def shrink(model: FANformerConfig, micro_batch_size: int, layouts: list[Parallel
     return SmallRun(model=small, global_batch_size=batch, micro_batch_size=micro, changes=_changes(model, small))
 
 
-def _groups(groups: int, tensors: list[int]) -> int:
-    """Key and value heads: as few as still divide, or are divided by, what they did."""
-    fewest = math.lcm(*(math.gcd(groups, tensor) for tensor in tensors))
+def _ranks_of_heads(layout: ParallelConfig) -> int:
+    """Return how many ranks share the heads in attention."""
+    return layout.tensor_model_parallel_size * (layout.context_parallel_size if layout.exchanges_heads else 1)
+
+
+def _groups(groups: int, ranks: list[int]) -> int:
+    """Key and value heads: as few as still divide, or are divided by, what they did.
+
+    Args:
+        ranks: that share the heads, in each layout.
+    """
+    fewest = math.lcm(*(math.gcd(groups, each) for each in ranks))
     return math.lcm(fewest, 2) if groups % math.lcm(fewest, 2) == 0 else fewest
 
 
 def _layers(num_layers: int, layouts: list[ParallelConfig]) -> int:
-    if any(x.num_layers_in_first_pipeline_stage or x.num_layers_in_last_pipeline_stage for x in layouts):
+    uneven = (
+        "num_layers_in_first_pipeline_stage",
+        "num_layers_in_last_pipeline_stage",
+        "pipeline_model_parallel_layout",
+    )
+    if any(getattr(layout, name) is not None for layout in layouts for name in uneven):
         return num_layers  # they name layers of the whole model
     unit = math.lcm(*(layout.pipeline_model_parallel_size * layout.virtual_stages for layout in layouts))
     return min(num_layers, -(-MIN_LAYERS // unit) * unit)

@@ -55,6 +55,7 @@ class TrialConfig:
     chats: bool = False
     """Whether the documents are conversations, of which parts are learned: `data.format` is sft."""
     z_loss_coefficient: float = 0.0
+    grad_reduce_in_fp32: bool = True
     kernels: KernelsConfig = DEFAULT_KERNELS
     runtime: RuntimeConfig = DEFAULT_RUNTIME
 
@@ -104,7 +105,7 @@ def prepared(trial: TrialConfig, layout: ParallelConfig, order: Reordering) -> I
         for chunk in stages:
             initialize_by_name(sharded_state(chunk, grid), SEED, lambda *named: _initial(trial.model, order, *named))
         initial = weight_parts(stages, grid, order)
-        wrapped = wrap_stages(stages, layout)
+        wrapped = wrap_stages(stages, layout, grad_reduce_in_fp32=trial.grad_reduce_in_fp32)
         optimizer = _optimizer(trial, wrapped)
         number = trial.global_batch_size // (trial.micro_batch_size * grid.data_parallel_size)
         batches = _batches(trial, order, grid)

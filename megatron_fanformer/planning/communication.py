@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from megatron_fanformer.planning.gradient_buffers import (
-    GRADIENT_BYTES,
     Chunk,
     Weight,
     chunks,
@@ -27,7 +26,7 @@ from megatron_fanformer.planning.layer_traffic import Term, chunk_terms
 from megatron_fanformer.planning.matrix_updates import MatrixUpdates
 
 NORM_BYTES = 4  # one float32
-REPORT_BYTES = 6 * 8  # sums of losses, tokens and z-losses, and of ranks with each of three interrupts, in float64
+REPORT_BYTES = 7 * 8  # sums of losses, tokens and z-losses, and of ranks with each of four interrupts, in float64
 TOKEN_COUNT_BYTES = 4  # one int32
 # Of samples, in int64: whether they could be read; a token's id, label and position. Its weight in the loss, and its
 # document's number, take half a word each.
@@ -40,8 +39,8 @@ class CommunicationLine:
 
     group: str
     """Name of the group: tp, cp, tp_cp (both), pp, dp_cp (replicas and context parallel ranks), tp_dp_cp (these and
-    tp), mp (tp and pp), embd (first and last stage), intra_dist_opt (all ranks, as the distributed optimizer knows
-    them) or world (all ranks)."""
+    tp), mp (tp and pp), embd (first and last stage), intra_dp_cp and intra_dist_opt (of dp_cp and of all ranks,
+    those that share the optimizer's state), inter_dist_opt (those with the same part of it) or world (all ranks)."""
     kind: str
     """Kind of collective: all-reduce, all-gather, reduce-scatter, all-to-all, broadcast or send."""
     purpose: str
@@ -129,10 +128,13 @@ def _replica_terms(job: Job, stage: int, chunk: Chunk, own: list[Weight]) -> Ite
     is_limited = limits_buckets(parallel, stage, chunk)
     buckets = gradient_buffer(own, parallel, job.data_parallel_size, is_limited=is_limited).buckets
     calls = len(buckets) if chunk.number == 0 else 1  # the buckets of a later chunk go together
+    elements = sum(buckets)
     kind = "reduce-scatter" if parallel.use_distributed_optimizer else "all-reduce"
-    yield Term("dp_cp", kind, "gradients", sum(buckets) * GRADIENT_BYTES, calls)
+    yield Term(job.state_group, kind, "gradients", elements * job.gradient_bytes, calls)
     if parallel.use_distributed_optimizer:
-        yield Term("dp_cp", "all-gather", "weights", sum(buckets) * job.element_bytes, calls)
+        part = elements // job.state_ranks
+        yield Term("inter_dist_opt", "all-reduce", "gradients", part * job.gradient_bytes, calls)
+        yield Term(job.state_group, "all-gather", "weights", elements * job.element_bytes, calls)
 
 
 def _replicated_weight_terms(job: Job, own: list[Weight]) -> Iterator[Term]:
@@ -140,10 +142,10 @@ def _replicated_weight_terms(job: Job, own: list[Weight]) -> Iterator[Term]:
     # Of norms and the FAN map of the `sequence` form each rank saw its own part of the sequence; of norms of heads, its
     # own heads.
     if elements := sum(weight.elements for weight in own if weight.is_partial):
-        yield Term("tp", "all-reduce", "gradients of replicated weights", elements * GRADIENT_BYTES)
+        yield Term("tp", "all-reduce", "gradients of replicated weights", elements * job.gradient_bytes)
     for weight in own:
         if weight.is_shared:
-            yield Term("embd", "all-reduce", "tied embedding gradients", weight.elements * GRADIENT_BYTES)
+            yield Term("embd", "all-reduce", "tied embedding gradients", weight.elements * job.gradient_bytes)
 
 
 def _scalar_terms(job: Job) -> Iterator[Term]:

@@ -15,7 +15,7 @@ from typing import NamedTuple, Protocol
 from megatron_fanformer.model.config import FANformerConfig
 from megatron_fanformer.runtime.layout import ParallelConfig
 
-GRADIENT_BYTES = 4  # gradients are kept and summed in float32
+GRADIENT_BYTES = 4  # in float32, as they are unless `precision.grad_reduce_in_fp32` is false
 WEIGHT_START = 64  # elements; with the distributed optimizer a weight starts at a multiple of it
 BUCKET_END = 128  # elements; and a bucket ends at a multiple of this and of the replicas
 LEAST_BUCKET = 40_000_000  # elements; if the layout names no bucket size
@@ -76,8 +76,8 @@ def chunks(model: FANformerConfig, parallel: ParallelConfig, stage: int) -> list
     Raises:
         ValueError: the layers do not divide evenly over the stages.
     """
-    layers = parallel.layers_per_stage(model.num_layers)
-    if layers is None or layers[stage] % parallel.virtual_stages:
+    segments = parallel.segments(model.num_layers)
+    if segments is None:
         raise ValueError(
             f"{model.num_layers} layers do not divide over {parallel.pipeline_model_parallel_size} stages of "
             f"{parallel.virtual_stages} chunks; see model.layout_rules"
@@ -86,7 +86,7 @@ def chunks(model: FANformerConfig, parallel: ParallelConfig, stage: int) -> list
     return [
         Chunk(
             number=number,
-            layers=layers[stage] // parallel.virtual_stages,
+            layers=segments[number][stage],
             has_embedding=stage == 0 and number == 0,
             has_head=stage == last_stage and number == last_chunk,
         )
@@ -173,8 +173,8 @@ def gradient_buffer(
 ) -> GradientBuffer:
     """Return how a chunk's gradients are laid out.
 
-    Without the distributed optimizer nothing is padded. With it each bucket divides over the replicas (context parallel
-    ranks included), and a shared embedding has a bucket of its own, so that both copies are sharded alike.
+    Without the distributed optimizer nothing is padded. With it each bucket divides over the ranks that share its
+    state, and a shared embedding has a bucket of its own, so that both copies are sharded alike.
 
     Args:
         is_limited: whether buckets are limited in size (`limits_buckets`), or all of the chunk is one.
@@ -182,7 +182,7 @@ def gradient_buffer(
     limit = parallel.ddp_bucket_size or max(LEAST_BUCKET, BUCKET_PER_REPLICA * data_parallel_size)
     size = limit if is_limited else math.inf  # elements at which a bucket ends
     is_sharded = parallel.use_distributed_optimizer
-    unit = math.lcm(data_parallel_size * parallel.context_parallel_size, BUCKET_END) if is_sharded else 1
+    unit = math.lcm(parallel.state_ranks(data_parallel_size), BUCKET_END) if is_sharded else 1
     alignment = WEIGHT_START if is_sharded else 1
     starts, ends, start, bucket_start = [], [0], 0, 0
     for weight in reversed(held):

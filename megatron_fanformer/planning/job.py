@@ -56,6 +56,11 @@ class Job:
         return ELEMENT_BYTES[self.precision.dtype]
 
     @property
+    def gradient_bytes(self) -> int:
+        """Return the bytes of an element of a gradient, as it is added up and reduced."""
+        return ELEMENT_BYTES["fp32"] if self.precision.grad_reduce_in_fp32 else self.element_bytes
+
+    @property
     def fuses_input_norm(self) -> bool:
         """Return whether the input norm is inside the map that reads it, which recomputes it anyway.
 
@@ -111,6 +116,16 @@ class Job:
         """Return whether there is a FAN map, and its rows are sharded over the tensor parallel ranks."""
         return self.model.has_fan and self.parallel.fan_form == "column"
 
+    @property
+    def state_ranks(self) -> int:
+        """Return how many ranks share the optimizer's state, as "dp_cp", or as a part of that."""
+        return self.parallel.state_ranks(self.data_parallel_size)
+
+    @property
+    def state_group(self) -> str:
+        """Return the group that they are."""
+        return "dp_cp" if self.parallel.num_distributed_optimizer_instances == 1 else "intra_dp_cp"
+
     def group_sizes(self, stage: int) -> dict[str, int]:
         """Return ranks of each group that a rank of a pipeline stage is in; of tied embeddings the ends alone have
         one.
@@ -124,6 +139,8 @@ class Job:
             "tp_dp_cp": self.tensor_ranks * self.data_parallel_size * self.parallel.context_parallel_size,
             "mp": self.tensor_ranks * self.stages,
             "embd": min(self.stages, 2) if stage in (0, self.stages - 1) else 1,
-            "intra_dist_opt": self.world_size,
+            "intra_dp_cp": self.state_ranks,
+            "inter_dist_opt": self.parallel.num_distributed_optimizer_instances,
+            "intra_dist_opt": self.world_size // self.parallel.num_distributed_optimizer_instances,
             "world": self.world_size,
         }

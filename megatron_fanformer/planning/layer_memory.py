@@ -121,6 +121,11 @@ class LayerShapes:
         return self.whole(self.qkv) * (self.tensor if self.job.model.query_groups < self.tensor else 1)
 
     @property
+    def exchanged(self) -> int:
+        """Return the bytes of queries, keys and values that context parallel ranks exchange the heads of."""
+        return self.whole(self.queries + 2 * self.values)
+
+    @property
     def product_bytes(self) -> int:
         """Return the bytes of a number that torch sums: float32, with the gradient and cos or sin copied for it."""
         if not self.job.on_cpu:
@@ -280,8 +285,12 @@ def _attention(shapes: LayerShapes) -> Iterator[Operation]:
     job, stream, context = shapes.job, shapes.stream, shapes.whole(shapes.queries)
     if job.model.qk_layernorm:
         yield _head_norms(shapes)
+    if job.parallel.exchanges_heads:  # backward: gradients of both sides, and a copy in the order of ranks
+        yield Operation("exchange of heads", saved=0, backward=stream + 3 * shapes.exchanged)
     if not shapes.is_engine:  # cos and sin of each position, of queries and of keys
         positions = shapes.tokens // job.micro_batch_size
+        if job.parallel.exchanges_heads:
+            positions *= job.parallel.context_parallel_size
         yield Operation("rotary embedding", 2 * positions * job.model.kv_channels * shapes.element, 0)
     given, read, copies = _attention_inputs(shapes)
     exponents = shapes.tokens * shapes.heads * FLOAT
@@ -290,6 +299,8 @@ def _attention(shapes: LayerShapes) -> Iterator[Operation]:
         # Two buffers, each of keys and values with their gradients, and the queries' gradient that steps add to. (In
         # forward there are less: a second buffer of keys and values, and two steps' outputs.)
         gradients += context + 2 * 2 * shapes.whole(2 * shapes.values)
+    if job.parallel.exchanges_heads:
+        copies += context  # of the heads: the map behind it keeps that of this rank's part of the sequence
     is_recomputed = job.parallel.recomputes("core_attn")
     yield Operation(
         "core attention",
@@ -319,6 +330,7 @@ def _head_norms(shapes: LayerShapes) -> Operation:
     else:
         given, read, _ = _attention_inputs(shapes)
         is_product_kept = read == given or shapes.job.parallel.recomputes("core_attn")
+        is_product_kept &= not shapes.job.parallel.exchanges_heads
         if model.placement.has_own_values or not is_product_kept:
             kept += shapes.product
         if shapes.heads > groups > 1:
@@ -330,12 +342,14 @@ def _attention_inputs(shapes: LayerShapes) -> tuple[int, int, int]:
     """Return what attention is given; what it keeps of that; and what it keeps of its own copies."""
     queries, keys = shapes.whole(shapes.queries), shapes.whole(shapes.values)
     values, is_view = shapes.job.model.placement.kept_values(shapes)
+    if shapes.job.parallel.exchanges_heads:
+        values, is_view = shapes.exchanged, True
     given = queries + keys + values
     if shapes.job.has_ring:  # whose first buffer is a copy of keys and values
         return given, queries, 2 * keys
     if shapes.is_engine:  # it copies values that are a view
         return (given, queries + keys, keys) if is_view else (given, given, 0)
-    if shapes.job.parallel.context_parallel_size > 1:
+    if shapes.job.parallel.context_parallel_size > 1 and not shapes.job.parallel.exchanges_heads:
         return given, queries, _whole_sequence(shapes)
     if shapes.queries > shapes.values:  # keys and values are repeated for the queries that share them
         return given, queries, 2 * queries

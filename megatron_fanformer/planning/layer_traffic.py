@@ -73,6 +73,7 @@ def layer_forward(job: Job) -> Iterator[Term]:
     yield from _gather(job, _first_map(job))
     for kind, _, purpose, message_bytes in _before_heads(job):
         yield Term("tp", kind, purpose, message_bytes)
+    yield from _heads_of_own_part(job)
     yield from _core_attention_forward(job)
     yield from _sum(job, ROW_OUTPUT)
     yield from _mlp_forward(job)
@@ -89,8 +90,27 @@ def _mlp_pre_activation(job: Job, kind: str) -> Iterator[Term]:
         yield Term("tp", kind, PRE_ACTIVATION, job.activation_bytes * rows)
 
 
+def _heads_of_own_part(job: Job) -> Iterator[Term]:
+    """Yield what becomes of queries, keys and values of a part of the sequence, [c, b, (n + 2 g) / T, d]: where ranks
+    exchange heads, those of the whole, with a part of the heads. Their gradients go back.
+    """
+    if job.parallel.exchanges_heads:
+        heads = job.model.num_attention_heads + 2 * job.model.query_groups
+        yield Term("cp", "all-to-all", "heads of queries, keys and values", _heads_bytes(job, heads))
+
+
 def _core_attention_forward(job: Job) -> Iterator[Term]:
-    yield Term("cp", "all-gather", "keys and values", _keys_and_values_bytes(job))
+    if job.parallel.exchanges_heads:
+        yield Term("cp", "all-to-all", "heads of the context", _heads_bytes(job, job.model.num_attention_heads))
+    else:
+        yield Term("cp", "all-gather", "keys and values", _keys_and_values_bytes(job))
+
+
+def _core_attention_backward(job: Job) -> Iterator[Term]:
+    if job.parallel.exchanges_heads:
+        yield from _core_attention_forward(job)
+    else:
+        yield Term("cp", "reduce-scatter", "keys and values", _keys_and_values_bytes(job))
 
 
 def layer_backward(job: Job) -> Iterator[Term]:
@@ -98,7 +118,8 @@ def layer_backward(job: Job) -> Iterator[Term]:
     yield from _gather_gradient(job, _first_map(job))
     for _, kind, purpose, message_bytes in _before_heads(job):
         yield Term("tp", kind, purpose, message_bytes)
-    yield Term("cp", "reduce-scatter", "keys and values", _keys_and_values_bytes(job))
+    yield from _heads_of_own_part(job)
+    yield from _core_attention_backward(job)
     yield from _sum_gradient(job, ROW_OUTPUT)
     yield from _gather_gradient(job, "the MLP")
     yield from _mlp_pre_activation(job, "reduce-scatter")
@@ -151,6 +172,11 @@ def _ffn_output_bytes(job: Job) -> int:
     """Return bytes of what the MLP's second map makes, [c, b, h]; of its p | g, where it is a FAN layer's."""
     _, (rows, _) = job.model.ffn_maps
     return job.activation_bytes * rows
+
+
+def _heads_bytes(job: Job, heads: int) -> int:
+    """Return bytes of so many heads of all tensor parallel ranks, of one rank's: [c, b, heads / T, d]."""
+    return job.activation_bytes * heads // job.tensor_ranks * job.model.kv_channels
 
 
 def _keys_and_values_bytes(job: Job) -> int:

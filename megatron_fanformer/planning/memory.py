@@ -8,13 +8,14 @@ The local layers are described as torch runs them on a CPU, where tests measure 
 the formula is); the Engine's as its fused kernels run on a GPU.
 """
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from megatron_fanformer.planning.gradient_buffers import (
-    GRADIENT_BYTES,
     Chunk,
+    GradientBuffer,
     chunks,
     gradient_buffer,
     layer_weights,
@@ -119,22 +120,33 @@ def reserve_bytes(job: Job, tensor_bytes: int) -> int:
 
 def _states(job: Job, stage: int, held: list[Chunk]) -> Iterator[MemoryLine]:
     """Yield weights and gradients with their buffers' padding, and this rank's part of the optimizer's state."""
-    parallel, ranks = job.parallel, job.data_parallel_size * job.parallel.context_parallel_size
     buffered = weighed = updated = states = 0
     for chunk in held:
-        own = weights(job.model, parallel, chunk)
-        is_limited = limits_buckets(parallel, stage, chunk)
-        buffer = gradient_buffer(own, parallel, job.data_parallel_size, is_limited=is_limited)
+        own, buffer = weights(job.model, job.parallel, chunk), _buffer(job, stage, chunk)
+        shares = _updated(job, buffer)
         buffered += buffer.ends[-1]
         weighed += sum(buffer.elements)
-        shares = buffer.shard_elements(ranks) if parallel.use_distributed_optimizer else buffer.elements
         updated += sum(shares)
         states += state_bytes(own[::-1], shares, job.optimizer)
     # The distributed optimizer gathers weights in a buffer that is laid out as the gradients' is.
-    yield MemoryLine("weights", (buffered if parallel.use_distributed_optimizer else weighed) * job.element_bytes)
-    yield MemoryLine("gradients", buffered * GRADIENT_BYTES)
+    yield MemoryLine("weights", (buffered if job.parallel.use_distributed_optimizer else weighed) * job.element_bytes)
+    yield MemoryLine("gradients", buffered * job.gradient_bytes)
     yield MemoryLine("main weights", updated * MAIN_WEIGHT_BYTES if job.element_bytes < FLOAT else 0)
     yield MemoryLine("moments", states)
+
+
+def _updated(job: Job, buffer: GradientBuffer) -> list[int]:
+    """Return the elements of each of a chunk's weights that the rank updates, in the buffer's order."""
+    return buffer.shard_elements(job.state_ranks) if job.parallel.use_distributed_optimizer else buffer.elements
+
+
+def _buffer(job: Job, stage: int, chunk: Chunk) -> GradientBuffer:
+    return gradient_buffer(
+        weights(job.model, job.parallel, chunk),
+        job.parallel,
+        job.data_parallel_size,
+        is_limited=limits_buckets(job.parallel, stage, chunk),
+    )
 
 
 def _kept_by_layers(shapes: LayerShapes, held: list[Chunk], *, takes_turns: bool) -> Iterator[MemoryLine]:
@@ -187,20 +199,33 @@ def _dummy_gradients(shapes: LayerShapes, held: list[Chunk]) -> int:
 
 
 def _moments(shapes: LayerShapes, stage: int, held: list[Chunk], in_flight: int) -> Iterator[MemorySnapshot]:
-    layer = rise(layer_operations(shapes.job))
-    of_chunk = _chunk_rise(shapes, layer, held[0].layers)
-    kept = of_chunk.saved + (embedding_ids(shapes) if held[0].has_embedding else 0)
-    others = kept * (in_flight - 1)
+    layer, ids = rise(layer_operations(shapes.job)), embedding_ids(shapes) if held[0].has_embedding else 0
+    of_chunks = [_chunk_rise(shapes, layer, chunk.layers) for chunk in held]
+    # The interleaved schedule takes as many micro batches through a chunk, before the next, as there are stages.
+    order = itertools.cycle(chunk for chunk in of_chunks for _ in range(shapes.job.stages))
+    kept = sum(chunk.saved + ids for chunk in itertools.islice(order, in_flight))
     # The schedule holds on to the last gradient that it sent back, and in forward also to the input that it is of.
     sent = shapes.stream if stage > 0 and len(held) == 1 else 0
-    yield MemorySnapshot("backward of a layer", others + kept, of_chunk.backward + sent)
+    yield MemorySnapshot("backward of a layer", kept, max(chunk.backward for chunk in of_chunks) + sent)
     if held[-1].has_head:
         head = loss_head(shapes)
-        yield MemorySnapshot("loss head", others + kept + head.saved, head.backward + 2 * sent)
+        yield MemorySnapshot("loss head", kept + head.saved, head.backward + 2 * sent)
     if held[0].has_embedding:
-        yield MemorySnapshot("gradient of the embedding", others + embedding_ids(shapes), embedding_backward(shapes))
-    if (updates := MatrixUpdates(shapes.job, stage)).matrices:
-        yield MemorySnapshot("update of a matrix", 0, updates.working_bytes())
+        yield MemorySnapshot("gradient of the embedding", kept - of_chunks[0].saved, embedding_backward(shapes))
+    yield _update(shapes.job, stage, held)
+
+
+def _update(job: Job, stage: int, held: list[Chunk]) -> MemorySnapshot:
+    """Return the update: float32 copies of gradients that are not, and the fullest of its operations.
+
+    On a CPU megatron-core clips out of place, one gradient at a time.
+    """
+    updated = [elements for chunk in held for elements in _updated(job, _buffer(job, stage, chunk))]
+    copied = FLOAT * sum(updated) if job.gradient_bytes < FLOAT else 0
+    clipped = FLOAT * max(updated) if job.on_cpu else 0
+    updates = MatrixUpdates(job, stage)
+    name = "update of a matrix" if updates.working_bytes() > clipped else "update"
+    return MemorySnapshot(name, 0, copied + max(clipped, updates.working_bytes()))
 
 
 def chunks_in_flight(job: Job, stage: int) -> int:

@@ -65,8 +65,6 @@ class Software:
     overlaps_tensor_parallel: bool = False
     """Whether collectives of tensor parallel ranks run beside products throughout, as Transformer Engine's user buffers
     let them."""
-    gradient_bytes: int = GRADIENT_BYTES
-    """Bytes of a gradient that replicas sum."""
     is_fully_sharded: bool = False
     """FSDP: each micro batch gathers a layer's weights before its forward and before its backward, and reduces and
     scatters its gradients."""
@@ -181,7 +179,7 @@ class _Seconds:
         parallel = job.parallel
         nearest = parallel.tensor_model_parallel_size
         self._strides = {TENSOR: 1, CONTEXT: nearest, REPLICAS: nearest}
-        self._strides["tp_dp_cp"] = 1
+        self._strides |= {"tp_dp_cp": 1, "intra_dp_cp": nearest, "inter_dist_opt": nearest * job.state_ranks}
         self._strides[PIPELINE] = nearest * parallel.context_parallel_size * job.data_parallel_size
         self._has_plain_attention = job.kernels.attention_backend == "unfused"
         self._layer_forward = self._layer_backward = 0.0  # of one layer, without what it recomputes
@@ -191,22 +189,25 @@ class _Seconds:
     def stages(self) -> list[_Parts]:
         """Return seconds of a micro batch by purpose, of each pipeline stage."""
         job = self._job
-        layers = job.parallel.layers_per_stage(job.model.num_layers)
-        if layers is None:
+        segments = job.parallel.segments(job.model.num_layers)
+        if segments is None:
             raise ValueError(f"{job.model.num_layers} layers do not divide over {job.stages} stages")
         layer, again = self._layer()
-        alike = {number: self._stage(number, layer, again) for number in dict.fromkeys(layers)}
-        stages = [alike[number] for number in layers]
+        of_stages = list(zip(*segments, strict=True))
+        alike = {chunks: self._stage(chunks, layer, again) for chunks in dict.fromkeys(of_stages)}
+        stages = [alike[chunks] for chunks in of_stages]
         for end, more in ((0, self._embedding()), (-1, self._head())):
             stages[end] = _Parts(stages[end])
             stages[end].add(more)
         return stages
 
-    def _stage(self, layers: int, layer: _Parts, again: float) -> _Parts:
-        stage, chunks = _Parts(), self._job.parallel.virtual_stages
-        stage.add(layer, layers)
+    def _stage(self, layers_of_chunks: tuple[int, ...], layer: _Parts, again: float) -> _Parts:
+        stage = _Parts()
+        stage.add(layer, sum(layers_of_chunks))
         if again:
-            stage.add({"recomputation": again}, chunks * recomputed_layers(self._job, layers // chunks))
+            stage.add(
+                {"recomputation": again}, sum(recomputed_layers(self._job, number) for number in layers_of_chunks)
+            )
         return stage
 
     def _layer(self) -> tuple[_Parts, float]:
@@ -370,8 +371,9 @@ class _Seconds:
         if parallel.virtual_stages > 1:  # each chunk's last backward is of as many micro batches as there are stages
             backward *= min(job.stages, job.num_micro_batches)
         kind = "reduce-scatter" if parallel.use_distributed_optimizer else "all-reduce"
-        reduce = Term(REPLICAS, kind, "gradients", elements * self._software.gradient_bytes)
-        gather = Term(REPLICAS, "all-gather", "weights", elements * job.element_bytes)
+        reduce = Term(job.state_group, kind, "gradients", elements * job.gradient_bytes)
+        between = Term("inter_dist_opt", "all-reduce", "gradients", reduce.message_bytes // job.state_ranks)
+        gather = Term(job.state_group, "all-gather", "weights", elements * job.element_bytes)
         once = {
             "between steps": self._machine.step_seconds,
             "optimizer": self._optimizer(elements, states),
@@ -379,7 +381,9 @@ class _Seconds:
         if self._software.is_fully_sharded:
             once |= self._sharded(gather, reduce, layers)
         else:
-            once["gradient reduction"] = self._beside(reduce, buckets, backward, parallel.overlap_grad_reduce)
+            once["gradient reduction"] = sum(
+                self._beside(term, buckets, backward, parallel.overlap_grad_reduce) for term in (reduce, between)
+            )
             if parallel.use_distributed_optimizer:
                 once["weight gathering"] = self._beside(gather, buckets, backward / 2, parallel.overlap_param_gather)
         if (matrices := MatrixUpdates(job, 0)).matrices:
@@ -411,9 +415,10 @@ class _Seconds:
 
     def _optimizer(self, elements: int, states: int) -> float:
         """Return the seconds of the update of the rank's share of the weights, and of its gradients zeroed."""
-        job, parallel = self._job, self._job.parallel
-        shards = self._groups[REPLICAS] if parallel.use_distributed_optimizer else 1
+        job = self._job
         copied = job.element_bytes if job.element_bytes < GRADIENT_BYTES else 0
+        if job.gradient_bytes < GRADIENT_BYTES:  # they are read once more, and a float32 copy is written
+            copied += job.gradient_bytes + GRADIENT_BYTES
         updated = elements * (roofline.UPDATED + copied) + 2 * states  # which are read and written
-        moved = elements * roofline.ZEROED + updated / shards
+        moved = elements * job.gradient_bytes + updated / job.state_ranks
         return moved / self._machine.memory_rate

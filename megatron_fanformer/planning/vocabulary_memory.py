@@ -39,7 +39,8 @@ def _chunked_head(shapes: LayerShapes) -> int:
     in_passes = 0
     if job.on_cpu and element < FLOAT:
         in_passes = min(FLOAT_LOGITS_BYTES, chunk * columns * FLOAT)
-        scaled = max(scaled, (chunk + min(ROWS_A_BLOCK, columns)) * hidden * element)
+        rows = min(ROWS_A_BLOCK, columns) if element < job.gradient_bytes else 0
+        scaled = max(scaled, (chunk + rows) * hidden * element)
     normed_and_gradient = shapes.stream + shapes.gathered + shapes.whole(hidden)
     forward = normed_and_gradient + chunk * columns * element + max(in_passes, scaled)
     is_tied_here = not job.model.untie_embeddings_and_output_weights and job.parallel.pipeline_model_parallel_size == 1

@@ -6,63 +6,21 @@ collectives, which DTensor uses and megatron-core's training step does not, bypa
 """
 
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
-import torch
 import torch.distributed as dist
 
+from megatron_fanformer.runtime.collective_methods import METHODS, Kind, Method, bytes_of, methods_replaced
 from megatron_fanformer.runtime.parallel import RankGrid
 
-Kind = Literal[
-    "all-reduce", "all-gather", "reduce-scatter", "all-to-all", "broadcast", "reduce", "gather", "scatter", "send",
-    "barrier",
-]  # fmt: skip
-
-
-class _Method(NamedTuple):
-    kind: Kind
-    message: int | None
-    """Argument that holds the message; None where there is none."""
-    is_shard: bool = False
-    """Whether that argument is one rank's part of it."""
-
-
-# The methods that torch.distributed's functions call, in torch 2.10 to 2.13 (which renamed four of them). Receives are
-# excluded: what is received was sent.
-_METHODS: dict[str, _Method] = {
-    "allreduce": _Method("all-reduce", 0),
-    "allreduce_coalesced": _Method("all-reduce", 0),
-    "allgather": _Method("all-gather", 0),
-    "allgather_coalesced": _Method("all-gather", 0),
-    "_allgather_base": _Method("all-gather", 0),
-    "all_gather_single": _Method("all-gather", 0),
-    "allgather_into_tensor_coalesced": _Method("all-gather", 0),
-    "all_gather_single_coalesced": _Method("all-gather", 0),
-    "reduce_scatter": _Method("reduce-scatter", 1),
-    "_reduce_scatter_base": _Method("reduce-scatter", 1),
-    "reduce_scatter_single": _Method("reduce-scatter", 1),
-    "reduce_scatter_tensor_coalesced": _Method("reduce-scatter", 1),
-    "reduce_scatter_single_coalesced": _Method("reduce-scatter", 1),
-    "alltoall": _Method("all-to-all", 1),
-    "alltoall_base": _Method("all-to-all", 1),
-    "all_to_all_single": _Method("all-to-all", 1),
-    "broadcast": _Method("broadcast", 0),
-    "reduce": _Method("reduce", 0),
-    "gather": _Method("gather", 1, is_shard=True),
-    "scatter": _Method("scatter", 0, is_shard=True),
-    "send": _Method("send", 0),
-    "barrier": _Method("barrier", None),
-    "monitored_barrier": _Method("barrier", None),
-}
-
-COLLECTIVES = tuple(_METHODS)
-"""The methods of ProcessGroup that are collectives, in any torch; each has some of them."""
-
 # Names of megatron-core's groups, as its ProcessGroupCollection calls them; the first match names a group.
-_GROUPS = ("tp", "cp", "pp", "dp_cp", "dp", "mp", "embd", "intra_dist_opt", "pos_embd", "tp_cp", "tp_dp_cp")
+_GROUPS = (
+    "tp", "cp", "pp", "dp_cp", "dp", "mp", "embd", "intra_dist_opt", "pos_embd", "tp_cp", "tp_dp_cp", "intra_dp_cp",
+    "inter_dist_opt",
+)  # fmt: skip
 WORLD = "world"
 
 
@@ -120,28 +78,8 @@ def count_collectives(grid: RankGrid) -> Iterator[CollectiveCounts]:
     Must not be nested.
     """
     counts = CollectiveCounts(_labels(grid))
-    with methods_replaced(dist.ProcessGroup, _METHODS, lambda name, method: _counted(method, _METHODS[name], counts)):
+    with methods_replaced(dist.ProcessGroup, METHODS, lambda name, method: _counted(method, METHODS[name], counts)):
         yield counts
-
-
-@contextmanager
-def methods_replaced(
-    owner: Any, names: Iterable[str], replacement: Callable[[str, Callable[..., Any]], Callable[..., Any]]
-) -> Iterator[None]:
-    """Replace methods of a class while the block runs.
-
-    Args:
-        names: those that the class itself does not have are left out.
-        replacement: a method's, by its name and itself.
-    """
-    before = {name: vars(owner)[name] for name in names if name in vars(owner)}
-    for name in before:
-        setattr(owner, name, replacement(name, getattr(owner, name)))
-    try:
-        yield
-    finally:
-        for name, method in before.items():
-            setattr(owner, name, method)  # the class's own: one that was looked up no longer binds to an object
 
 
 def moved_bytes(kind: str, message_bytes: float, ranks: int) -> float:
@@ -159,20 +97,16 @@ def moved_bytes(kind: str, message_bytes: float, ranks: int) -> float:
     return (factors | {"all-reduce": 2 * share}).get(kind, 1.0) * message_bytes
 
 
-def _counted(method: Callable[..., Any], description: _Method, counts: CollectiveCounts) -> Callable[..., Any]:
+def _counted(method: Callable[..., Any], description: Method, counts: CollectiveCounts) -> Callable[..., Any]:
     def counted(self: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
         size = 0
         if description.message is not None:
-            size = _bytes_of((*args, *kwargs.values())[description.message])
+            size = bytes_of((*args, *kwargs.values())[description.message])
             size *= self.size() if description.is_shard else 1
         counts.add(self, description.kind, size)
         return method(self, *args, **kwargs)
 
     return counted
-
-
-def _bytes_of(message: Any) -> int:
-    return message.nbytes if isinstance(message, torch.Tensor) else sum(_bytes_of(part) for part in message)
 
 
 def _labels(grid: RankGrid) -> dict[str, str]:

@@ -14,13 +14,15 @@ class RuntimeConfig:
     """`auto`: a GPU if torch can use one, else the CPU. `cpu` beside a usable GPU is refused: set
     `CUDA_VISIBLE_DEVICES` to nothing."""
     threads_per_rank: int | None = None
-    """CPU threads per rank; null: `OMP_NUM_THREADS`, else the cores divided by the ranks."""
+    """CPU threads per rank; null: `OMP_NUM_THREADS`, else the cores divided by the ranks of a machine."""
     cpu_kernels: Literal["auto", "compiled", "torch"] = "auto"
     """This project's CPU kernels, built by the machine's C++ compiler, or PyTorch's operations; `auto`: `compiled` if
     every rank finds a compiler."""
     cpu_shared_memory_collectives: bool = True
     """CPU ranks of one machine sum and gather through shared memory; false: over gloo's sockets. Only the order of sums
     may differ."""
+    numa_binding: bool = True
+    """Keep a rank on the cores near its GPU, unless its launcher has bound it (docs/gpu.md#cores-near-a-gpu)."""
     deterministic_mode: bool = False
     """Bitwise the same numbers every time, more slowly on a GPU; a CPU run always has them
     (docs/gpu.md#the-same-numbers-every-time)."""

@@ -72,7 +72,8 @@ def _map_cuda_module() -> None:
     cuda.set_device = lambda *_: None  # asynchronous save, schedules
     cuda.device_count = lambda: 1  # the checkpoint writer divides by it
     cuda.synchronize = lambda *_: None  # asynchronous save, timers
-    cuda.current_stream = lambda *_: _InertStream()  # overlap of gradient reduction
+    # Overlap of gradient reduction; the second where several groups of replicas have the optimizer's state.
+    cuda.current_stream = cuda.default_stream = lambda *_: _InertStream()
     cuda.Stream = cuda.Event = _InertStream
     cuda.stream = lambda *_: nullcontext()
     cuda.get_rng_state = cuda.random.get_rng_state = lambda *_, **__: torch.get_rng_state()  # the random tracker

@@ -1,7 +1,7 @@
 """The device of this process, and everything that the environment says about it.
 
-The only module of the package that reads environment variables. torch, which takes seconds to import, is imported by
-the functions that need it.
+With `environment`, which has what libraries read, the only module of the package that reads environment variables.
+torch, which takes seconds to import, is imported by the functions that need it.
 """
 
 import ctypes
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Literal
 
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.processes import usable_cores
+from megatron_fanformer.runtime import environment, topology
 from megatron_fanformer.runtime.config import DeviceKind
 from megatron_fanformer.runtime.cuda_on_cpu import FUSED_GRADIENT_KERNEL
 
@@ -181,6 +182,28 @@ def store_is_hosted() -> bool:
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
+def is_bound_by_launcher() -> bool:
+    """Return whether Slurm has bound this rank to cores of its own.
+
+    It names what it binds tasks to and how, such as `cores,mask_cpu:`, and `none` where it leaves them alone.
+    """
+    kind = os.environ.get("SLURM_CPU_BIND_TYPE", "")
+    return bool(kind.strip(":, ")) and "none" not in kind
+
+
+def bind_near_gpu() -> topology.Binding | None:
+    """Keep this rank on the cores near the GPU that it has selected; returns what there is to report."""
+    import torch
+
+    uuid = torch.cuda.get_device_properties(torch.cuda.current_device()).uuid
+    return topology.bind_near(f"GPU-{uuid}", is_bound=is_bound_by_launcher())
+
+
+def sees_gpus() -> bool:
+    """Return whether this process could use a GPU, without torch: the driver lists one, and it is not hidden."""
+    return os.environ.get(VISIBLE_GPUS) != "" and bool(topology.gpus())
+
+
 def node_name() -> str:
     """Return what the launcher of the ranks calls this machine: Slurm's own name for it, else the host's."""
     return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
@@ -245,7 +268,6 @@ def rank_environment(
         "MASTER_PORT": str(store_port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",  # torch's rank 0 hosts none of its own
         "OMP_NUM_THREADS": str(threads),  # OpenMP reads it when a process starts
-        "CUDA_DEVICE_MAX_CONNECTIONS": os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "1"),  # see keep_launch_order
         ERROR_FILE: str(error),
         LAUNCHED_HERE: str(found),
         LAUNCHER: str(os.getpid()),
@@ -275,15 +297,6 @@ def found_by_launcher() -> Path | None:
 def error_file() -> Path | None:
     """Return where this rank's launcher, ours or torchrun, expects its error; None if nowhere."""
     return Path(os.environ[ERROR_FILE]) if os.environ.get(ERROR_FILE) else None
-
-
-def use_huge_pages() -> None:
-    """Let torch allocate large CPU tensors from huge pages; must be called before it makes its first tensor.
-
-    A training step makes and frees gigabytes of temporaries, whose pages the kernel zeroes one by one: at 4 KiB each,
-    that takes longer than most element-wise operations on them.
-    """
-    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 
 # glibc's mallopt: never trim the heap, grow it by 256 MiB, and take nothing from outside it. By the variables that set
@@ -319,27 +332,6 @@ def return_freed_memory() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
-def keep_launch_order() -> None:
-    """Make GPUs begin kernels in the order of their launches; must be called before torch first uses a GPU.
-
-    Megatron's overlap of tensor-parallel communication relies on it. CUDA reads it once, when its context is made.
-    """
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-
-
-def share_cudnn() -> None:
-    """Make Transformer Engine load the cuDNN that came with torch; must be called before it is imported.
-
-    By itself it prefers the system's. Where that is another version, the two find each other's parts and refuse them,
-    and the Engine's attention falls back to one that keeps every score, without a word.
-    """
-    nvidia = importlib.util.find_spec("nvidia")
-    for folder in (nvidia and nvidia.submodule_search_locations) or ():
-        cudnn = Path(folder, "cudnn")
-        if (cudnn / "lib").is_dir() and "CUDNN_PATH" not in os.environ:
-            os.environ.setdefault("CUDNN_HOME", str(cudnn))
-
-
 ATTENTION_SWITCHES = {"NVTE_FLASH_ATTN": "flash", "NVTE_FUSED_ATTN": "fused", "NVTE_UNFUSED_ATTN": "unfused"}
 """Environment variables that switch Transformer Engine's attentions on or off, and the attention of each."""
 
@@ -349,23 +341,29 @@ def attention_switches() -> dict[str, str]:
     return {name: os.environ[name] for name in ATTENTION_SWITCHES if name in os.environ}
 
 
-def prepare_libraries() -> None:
-    """Set all that libraries read when they are imported; every process that trains begins with it."""
+def prepare_libraries(shape: environment.RunShape | None = None) -> list[environment.Applied]:
+    """Set all that libraries read when they are imported; every process that computes begins with it.
+
+    Args:
+        shape: of the run; None: the process may take any layout, as those of `parity` do.
+
+    Raises:
+        InputError: the environment has a value that would make the run wrong.
+    """
     quieten_libraries()
-    use_huge_pages()
-    keep_launch_order()
-    share_cudnn()
+    return environment.prepare(shape)
 
 
-def prepare_megatron(*, on_cpu: bool = False) -> None:
+def prepare_megatron(shape: environment.RunShape | None = None, *, on_cpu: bool = False) -> None:
     """Prepare for the first import of megatron-core: quiet it, and adapt it to a machine without CUDA.
 
     Args:
+        shape: as for `prepare_libraries`.
         on_cpu: for what runs on the CPU on every machine.
     """
     if on_cpu:
         hide_gpus()
-    prepare_libraries()
+    prepare_libraries(shape)
     from megatron_fanformer.runtime import megatron_cpu
 
     megatron_cpu.install()
@@ -377,6 +375,13 @@ def enable_collective_timeouts() -> None:
     Else torch's watchdog ends the whole process.
     """
     os.environ["TORCH_NCCL_BLOCKING_WAIT"] = "1"
+
+
+def log_nccl_to(file: Path) -> None:
+    """Have NCCL log its start into a file, unless the user has it log elsewhere; before this process's first group."""
+    logged = {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,NET", "NCCL_DEBUG_FILE": str(file)}
+    if not logged.keys() & os.environ.keys():
+        os.environ.update(logged)
 
 
 def threads_of_environment() -> int | None:
@@ -396,7 +401,8 @@ def threads_of_environment() -> int | None:
 
 def threads_per_rank(local_ranks: int) -> int:
     """Return the CPU threads of each rank on this machine: the environment's, else its usable cores, shared evenly."""
-    return threads_of_environment() or max(1, usable_cores() // local_ranks)
+    # A rank that is bound sees its own cores alone.
+    return threads_of_environment() or max(1, usable_cores() // (1 if is_bound_by_launcher() else local_ranks))
 
 
 def configure_process(device: DeviceKind, local_rank: int, threads: int, *, deterministic: bool = False) -> None:
@@ -420,21 +426,10 @@ def configure_process(device: DeviceKind, local_rank: int, threads: int, *, dete
         keep_freed_memory()
 
 
-DETERMINISTIC = {
-    "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",  # else attention's backward adds in any order; megatron-core checks it
-    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # else cuBLAS may split a product differently on another stream
-}
-
-
 def _make_deterministic() -> None:
     import torch
 
-    for name, value in DETERMINISTIC.items():
-        if os.environ.setdefault(name, value) != value:
-            raise InputError(
-                f"runtime.deterministic_mode is true, but {name} is {os.environ[name]} in the environment; unset it"
-            )
-    os.environ.setdefault("NCCL_ALGO", "Ring")  # else NCCL decides by measuring at startup; any fixed one will do
+    environment.make_deterministic()
     torch.use_deterministic_algorithms(True)
     # Nothing here reads what it did not write.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
@@ -475,6 +470,7 @@ def quieten_libraries() -> None:
     """Silence exactly `NOTICES`, here and in child processes (checkpoint writers import them again); idempotent."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # or the profiler reports its start and its stop on the terminal
     for notice in NOTICES:
         warnings.filterwarnings("ignore", message=r"\s*" + re.escape(notice))
     filters = os.environ.get("PYTHONWARNINGS", "").split(",")

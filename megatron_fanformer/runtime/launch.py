@@ -26,7 +26,14 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from megatron_fanformer.errors import FanformerError, InputError, Interrupted
-from megatron_fanformer.processes import SAVE_SIGNAL, end_with_owner, end_with_parent, signals_held, signals_to
+from megatron_fanformer.processes import (
+    PROFILE_SIGNAL,
+    SAVE_SIGNAL,
+    end_with_owner,
+    end_with_parent,
+    signals_held,
+    signals_to,
+)
 from megatron_fanformer.runtime import device as devices
 from megatron_fanformer.runtime.config import RuntimeConfig
 from megatron_fanformer.terminal import print_stderr
@@ -161,8 +168,8 @@ def _wait_for(ranks: list[_Rank], signals: "deque[signal.Signals]") -> None:
     while any(rank.code is None for rank in ranks):
         while signals:
             number = signals.popleft()
-            if number == SAVE_SIGNAL:
-                ranks[0].process.send_signal(SAVE_SIGNAL)  # which passes it to the others
+            if number in (SAVE_SIGNAL, PROFILE_SIGNAL):
+                ranks[0].process.send_signal(number)  # which passes it to the others
             elif stop is None:
                 stop, stopped = number, time.monotonic()
                 for rank in ranks:

@@ -3,6 +3,8 @@
 Rules that need the model's shape are in `model/layout_rules.py`.
 """
 
+import functools
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
@@ -21,10 +23,14 @@ COUNTS = (
     "num_layers_in_last_pipeline_stage",
     "context_parallel_size",
     "data_parallel_size",
+    "num_distributed_optimizer_instances",
     "ddp_bucket_size",
     "recompute_num_layers",
 )
 
+EMBEDDING, LAYER, LOSS = "E", "t", "L"
+MOST_LAYERS = 10_000
+"""That a `pipeline_model_parallel_layout` may have."""
 
 MOVED_FIELDS = {
     "parallel.transformer_impl": "kernels.transformer_impl",
@@ -56,11 +62,16 @@ class ParallelConfig:
     """Layers of the first stage; null: as many as the middle ones."""
     num_layers_in_last_pipeline_stage: int | None = None
     """Layers of the last stage; null: as many as the middle ones."""
+    pipeline_model_parallel_layout: str | None = None
+    """Layers of every chunk, as Megatron-LM writes them: E embedding, t layer, L loss head, and | between chunks, chunk
+    0 of all stages first; t*4 and (tt|)*3 repeat. null: layers divide evenly
+    (docs/parallelism.md#stages-of-your-own)."""
     context_parallel_size: int = 1
     """Ranks that share each sample's sequence."""
     cp_comm_type: Literal["p2p", "all_gather", "a2a"] | None = None
-    """How Transformer Engine's attention exchanges keys and values: in a ring (`p2p`), all at once, or heads against
-    parts of the sequence (`a2a`); null: `p2p`. The local layers gather them."""
+    """What attention exchanges: keys and values, in a ring (`p2p`, by Transformer Engine alone) or all at once
+    (`all_gather`), or heads against parts of the sequence (`a2a`, which attention within documents needs); null: the
+    Engine's ring, and the local layers gather."""
     data_parallel_size: int | None = None
     """Replicas of the model; null: what the world size leaves, or 1 where it is started directly."""
     sequence_parallel: bool = False
@@ -70,6 +81,9 @@ class ParallelConfig:
     (docs/parallelism.md#the-fan-map)."""
     use_distributed_optimizer: bool = True
     """Shard the optimizer's state over the data-parallel ranks."""
+    num_distributed_optimizer_instances: int = 1
+    """Groups of data-parallel ranks that each have all of the optimizer's state, and shard it among themselves: weights
+    are gathered within a group, and gradients summed between groups too."""
     overlap_grad_reduce: bool | None = None
     """Sum gradients during backward; null: on GPUs with replicas."""
     overlap_param_gather: bool | None = None
@@ -93,9 +107,22 @@ class ParallelConfig:
         return self.tensor_model_parallel_size * self.context_parallel_size * self.pipeline_model_parallel_size
 
     @property
+    def exchanges_heads(self) -> bool:
+        """Return whether each context parallel rank attends over whole sequences, with its part of the heads."""
+        return self.cp_comm_type == "a2a" and self.context_parallel_size > 1
+
+    @property
     def virtual_stages(self) -> int:
         """Chunks of layers per stage, `virtual_pipeline_model_parallel_size` resolved."""
+        if self.pipeline_model_parallel_layout is not None and self.virtual_pipeline_model_parallel_size is None:
+            return len(layout_chunks(self.pipeline_model_parallel_layout)) // self.pipeline_model_parallel_size or 1
         return self.virtual_pipeline_model_parallel_size or 1
+
+    def state_ranks(self, data_parallel_size: int) -> int:
+        """Return how many ranks share an optimizer's state: data and context parallel ones."""
+        if not self.use_distributed_optimizer:
+            return 1
+        return data_parallel_size * self.context_parallel_size // self.num_distributed_optimizer_instances
 
     def recomputes(self, module: RecomputeModule) -> bool:
         """Return whether that part of a layer is recomputed by itself."""
@@ -114,8 +141,23 @@ class ParallelConfig:
             gathers = pays and reduces and self.use_distributed_optimizer
         return reduces, gathers
 
+    def segments(self, num_layers: int) -> list[list[int]] | None:
+        """Layers of each chunk, by chunk and stage: those of chunk 0 over all stages come first in the model; None if
+        they do not divide evenly.
+        """
+        stages, chunks = self.pipeline_model_parallel_size, self.virtual_stages
+        if self.pipeline_model_parallel_layout is not None:
+            layers = [chunk.count(LAYER) for chunk in layout_chunks(self.pipeline_model_parallel_layout)]
+            return [layers[start : start + stages] for start in range(0, len(layers), stages)]
+        of_stages = self.layers_per_stage(num_layers)
+        if of_stages is None or any(layers % chunks for layers in of_stages):
+            return None
+        return [[layers // chunks for layers in of_stages]] * chunks
+
     def layers_per_stage(self, num_layers: int) -> list[int] | None:
         """Layers of each pipeline stage, its chunks together; None if they do not divide evenly."""
+        if self.pipeline_model_parallel_layout is not None:
+            return list(map(sum, zip(*(self.segments(num_layers) or []), strict=True)))
         stages = self.pipeline_model_parallel_size
         first, last = self.num_layers_in_first_pipeline_stage, self.num_layers_in_last_pipeline_stage
         others = stages - (first is not None) - (last is not None)
@@ -157,7 +199,9 @@ class ParallelConfig:
                 "to null, or raise the context parallel size"
             )
         pipeline = self.pipeline_model_parallel_size
-        if self.virtual_stages > 1 and pipeline == 1:
+        if self.pipeline_model_parallel_layout is not None:
+            yield from self._layout_problems(self.pipeline_model_parallel_layout)
+        elif self.virtual_stages > 1 and pipeline == 1:
             yield (
                 f"virtual_pipeline_model_parallel_size is {self.virtual_stages} at pipeline_model_parallel_size 1, "
                 "where there is no schedule to interleave; set it to null, or raise the pipeline parallel size"
@@ -166,11 +210,36 @@ class ParallelConfig:
             if getattr(self, name) is not None and pipeline == 1:
                 yield f"{name} is {getattr(self, name)} at pipeline_model_parallel_size 1; set it to null"
 
+    def _layout_problems(self, text: str) -> Iterator[str]:
+        own = f"pipeline_model_parallel_layout is {text!a}"
+        stages, chunks = self.pipeline_model_parallel_size, layout_chunks(text)
+        virtual, said = len(chunks) // stages, self.virtual_pipeline_model_parallel_size
+        whole = "".join(chunks)
+        if len(whole) > MOST_LAYERS or whole != f"{EMBEDDING}{LAYER * (len(whole) - 2)}{LOSS}":
+            yield (
+                f"{own}; it must begin with E, end with L, and have at most {MOST_LAYERS:,} layers t between, with | "
+                "between chunks, as in Et*3|(t*4|)*6t*3|L"
+            )
+        elif len(chunks) % stages or virtual != (said or virtual):
+            yield (
+                f"{own}, of {len(chunks)} chunks, and pipeline_model_parallel_size {stages} x "
+                f"virtual_pipeline_model_parallel_size {said or 'any'} has others; write as many, or change those"
+            )
+        elif stages == 1:
+            yield f"{own} at pipeline_model_parallel_size 1; set it to null"
+        if self.num_layers_in_first_pipeline_stage or self.num_layers_in_last_pipeline_stage:
+            yield f"{own}, and so are num_layers_in_first_pipeline_stage or …_last_… given; set those to null"
+
     def _overlap_problems(self) -> Iterator[str]:
         if self.overlap_param_gather and not self.use_distributed_optimizer:
             yield (
                 "overlap_param_gather is true without use_distributed_optimizer, which alone gathers weights; set "
                 "that to true, or this to false"
+            )
+        if self.num_distributed_optimizer_instances > 1 and not self.use_distributed_optimizer:
+            yield (
+                f"num_distributed_optimizer_instances is {self.num_distributed_optimizer_instances} without "
+                "use_distributed_optimizer, which alone shards the state; set that to true, or this to 1"
             )
         if self.overlap_param_gather and not self.overlap_grad_reduce:
             yield "overlap_param_gather is true without overlap_grad_reduce, which it needs; set that to true too"
@@ -216,6 +285,19 @@ class ParallelConfig:
                 f"{self.data_parallel_size * self.model_parallel_size} ranks"
             )
         return data_parallel_size
+
+
+@functools.cache
+def layout_chunks(text: str) -> tuple[str, ...]:
+    """Return the chunks of a `pipeline_model_parallel_layout`, each without repetitions, such as ("Ett", "ttL").
+
+    What cannot be read, or is longer than any model, stays as it is, and is refused by `ParallelConfig.problems`.
+    """
+    whole = re.sub(r"[,\s]", "", text)
+    for repeated in (r"\(([^()]*)\)\*(\d{1,4})", r"([^()*])\*(\d{1,4})"):
+        unrolled = re.sub(repeated, lambda found: found[1] * int(found[2]), whole)
+        whole = unrolled if len(unrolled) <= 2 * MOST_LAYERS else whole
+    return tuple(whole.split("|"))
 
 
 def context_chunks(rank: int, size: int) -> tuple[int, int]:

@@ -11,6 +11,7 @@ dp 1 cp 0    4     5           12    13
      cp 1    6     7           14    15
 """
 
+import logging
 import os.path
 import tempfile
 from collections.abc import Iterator
@@ -40,6 +41,8 @@ GROUP_TIMEOUT = timedelta(days=1)
 if TYPE_CHECKING:
     from megatron.core.process_groups_config import ProcessGroupCollection
 
+logger = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True, kw_only=True)
 class RankGrid:
@@ -60,6 +63,9 @@ class RankGrid:
     samples_group: dist.ProcessGroup
     """The tensor and context parallel ranks of a replica's stage, which take the same samples; for tensors on the CPU:
     hosts share samples among themselves, and no device waits for that."""
+    exchanges_heads: bool = False
+    """Whether attention is of whole sequences, and each context parallel rank has a part of the heads there: see
+    `ParallelConfig`."""
     is_deterministic: bool = False
     """Whether results must be bitwise reproducible (`runtime.deterministic_mode`)."""
 
@@ -112,6 +118,8 @@ def process_group(config: RuntimeConfig, address: devices.RankAddress | None) ->
     devices.configure_process(
         kind, address.local_rank if address else 0, threads, deterministic=config.deterministic_mode
     )
+    if kind == "cuda" and config.numa_binding and (binding := devices.bind_near_gpu()) is not None:
+        logger.log(logging.WARNING if binding.is_problem else logging.INFO, "%s", binding.text)
     backend = config.backend(kind)
     if address is None:
         devices.listen_on_loopback()
@@ -178,6 +186,7 @@ def rank_grid(
         pipeline_model_parallel_size=config.pipeline_model_parallel_size,
         virtual_pipeline_model_parallel_size=config.virtual_stages if config.virtual_stages > 1 else None,
         context_parallel_size=config.context_parallel_size,
+        num_distributed_optimizer_instances=config.num_distributed_optimizer_instances,
         distributed_timeout_minutes=GROUP_TIMEOUT // timedelta(minutes=1),
         create_gloo_process_groups=True,  # the distributed optimizer asks for them when it saves
     )
@@ -194,6 +203,7 @@ def rank_grid(
         is_last_stage=parallel_state.is_pipeline_last_stage(),
         groups=groups,
         samples_group=for_host_tensors(groups.tp_cp),
+        exchanges_heads=config.exchanges_heads,
         is_deterministic=runtime.deterministic_mode,
     )
     try:

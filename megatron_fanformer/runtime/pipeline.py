@@ -2,6 +2,7 @@
 
 Where attention stays within documents, a micro batch is one row of its samples one after the other, [1, b * s], as
 megatron-core's packed sequences (`thd`) are: attention reads the bounds of the documents, and nothing else differs.
+Context parallel ranks then hold parts of that row, which may end anywhere in a sample.
 
 Shapes: b micro batch, s sequence.
 """
@@ -12,6 +13,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
@@ -39,9 +41,10 @@ def run_schedule(
         stages: the chunks of this rank's stage, in megatron-core's data parallelism or without.
         batches: `tokens`, `labels`, `loss_mask` and `position_ids` of whole samples, each [b, s] (`data/batches.py`);
             attention stays within documents where all of them have `document_ids`, too.
-        of_losses: called with this rank's losses and loss mask, [b, s / context parallel size], of each micro batch;
-            returns what is reported, or, where there is a backward, megatron-core's triple: the sum to differentiate,
-            the number of tokens, and what is reported.
+        of_losses: called with this rank's losses and loss mask, [b, s / context parallel size], of each micro batch
+            ([b, s] with zeros in other ranks' parts, where attention stays within documents); returns what is
+            reported, or, where there is a backward, megatron-core's triple: the sum to differentiate, the number of
+            tokens, and what is reported.
 
     Returns:
         What was reported of each micro batch, in order; nothing on ranks that do not have the last stage.
@@ -74,20 +77,31 @@ def _forward_step(grid: RankGrid, of_losses: OfLosses, batches: Batches, stage: 
     packed = None
     if (document_ids := batch.pop("document_ids", None)) is not None:
         packed = packed_documents(document_ids, device)
-    batch = {name: own_positions(tensor, grid).to(device, non_blocking=True) for name, tensor in batch.items()}
-    loss_mask = batch["loss_mask"]
     rows = batch if packed is None else {name: tensor.reshape(1, -1) for name, tensor in batch.items()}
+    # Whole, from pinned memory: a part that is cut on the host lies in pageable memory, whose copy would be waited for.
+    own = {name: own_positions(tensor.to(device, non_blocking=True), grid) for name, tensor in rows.items()}
     heartbeat.mark("forward")
     output = stage(
-        rows["tokens"],
-        rows["position_ids"],
+        own["tokens"],
+        own["position_ids"],
         None,
-        labels=rows["labels"],
-        loss_mask=rows["loss_mask"],  # the loss head takes the gradient of the losses' sum over it
+        labels=own["labels"],
+        loss_mask=own["loss_mask"],  # the loss head takes the gradient of the losses' sum over it
         packed_seq_params=packed,
     )
     heartbeat.mark("backward" if torch.is_grad_enabled() else "forward")
-    return output, lambda losses, **_: of_losses(losses.view_as(loss_mask), loss_mask)
+    if packed is None:
+        return output, lambda losses, **_: of_losses(losses, own["loss_mask"])
+    samples = partial(_among_samples, batch["tokens"].shape, grid)
+    return output, lambda losses, **_: of_losses(samples(losses), samples(own["loss_mask"]))
+
+
+def _among_samples(shape: torch.Size, grid: RankGrid, part_1n: Tensor) -> Tensor:
+    """Return a context parallel rank's part of the row of samples in its place among them: [b, s], zeros around it."""
+    tokens = part_1n.numel()
+    before = grid.groups.cp.rank() * tokens
+    after = shape.numel() - before - tokens
+    return (F.pad(part_1n, (before, after)) if before or after else part_1n).view(shape)
 
 
 def packed_documents(document_ids_bs: Tensor, device: torch.device | str) -> PackedSeqParams:
@@ -108,9 +122,14 @@ def packed_documents(document_ids_bs: Tensor, device: torch.device | str) -> Pac
 
 
 def own_positions(tensor_bs: Tensor, grid: RankGrid) -> Tensor:
-    """Return this context parallel rank's two chunks of [b, s]: [b, s / cp]."""
+    """Return what this context parallel rank holds of [b, s]: [b, s / cp].
+
+    Two chunks, one from either end; where ranks exchange heads, and so have as much work anyway, a single one.
+    """
     size = grid.context_parallel_size
     if size == 1:
         return tensor_bs
+    if grid.exchanges_heads:
+        return tensor_bs.chunk(size, dim=1)[grid.groups.cp.rank()]
     chunks = tensor_bs.chunk(2 * size, dim=1)
     return torch.cat([chunks[number] for number in context_chunks(grid.groups.cp.rank(), size)], dim=1)

@@ -96,7 +96,7 @@ def take_steps(
     stages = build_stages(
         config.model, config.parallel, grid, dtype=dtype, seed=seed, kernels=kernels, z_loss_coefficient=z_loss
     )
-    wrapped = wrap_stages(stages, config.parallel)
+    wrapped = wrap_stages(stages, config.parallel, grad_reduce_in_fp32=config.precision.grad_reduce_in_fp32)
     optimizer = build_optimizer(config.optimizer, wrapped)
     scheduler = build_scheduler(config.schedule, optimizer, config.optimizer, train_iters=config.training.steps)
     batches = _batches(job, grid)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from megatron_fanformer.errors import FanformerError, InputError
 from megatron_fanformer.processes import end_with_owner
+from megatron_fanformer.runtime.device import quieten_libraries
 from megatron_fanformer.runtime.layout import ParallelConfig
 from megatron_fanformer.training.config import RunConfig
 
@@ -38,6 +39,7 @@ def simulate_ranks(
         FanformerError: a rank's process died.
     """
     check(config, world_size=world_size, ranks=ranks)
+    quieten_libraries()  # this process, too, imports them, with what the others return
     with ProcessPoolExecutor(processes, mp_context=get_context("spawn"), initializer=_prepare_process) as pool:
         futures = [pool.submit(_run_rank, config, world_size, rank) for rank in ranks]
         try:

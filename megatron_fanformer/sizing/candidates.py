@@ -4,8 +4,11 @@ What a layout does not name is the configuration's own, as if its fields had bee
 """
 
 import dataclasses
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
+
+import yaml
 
 from megatron_fanformer.configuration import build
 from megatron_fanformer.errors import InputError
@@ -14,6 +17,7 @@ from megatron_fanformer.model.layout_rules import divisors
 from megatron_fanformer.model.layouts import Layout, laid_over, layout_fields, layout_text
 from megatron_fanformer.planning.gradient_buffers import first_stage_buckets, first_stage_weights
 from megatron_fanformer.runtime.layout import FANForm, ParallelConfig, RecomputeModule
+from megatron_fanformer.sizing.balanced_stages import balanced_layouts
 from megatron_fanformer.training.config import RunConfig, TrainingConfig
 
 MICRO_BATCH = "mbs"
@@ -30,6 +34,7 @@ NAMED = (
     *DEGREES,
     "num_layers_in_first_pipeline_stage",
     "num_layers_in_last_pipeline_stage",
+    "pipeline_model_parallel_layout",
     "cp_comm_type",
     "ddp_bucket_size",
     "recompute_granularity",
@@ -102,11 +107,7 @@ def layout_lines(config: RunConfig, base: RunConfig) -> Iterator[str]:
 
 
 def _yaml(value: Any) -> str:
-    if value is None:
-        return "null"
-    if isinstance(value, list):
-        return f"[{', '.join(value)}]"
-    return str(value).lower() if isinstance(value, bool) else str(value)
+    return yaml.safe_dump(value, default_flow_style=True, width=math.inf).splitlines()[0]
 
 
 def all_layouts(config: RunConfig, gpus: int) -> Iterator[list[RunConfig]]:
@@ -114,7 +115,8 @@ def all_layouts(config: RunConfig, gpus: int) -> Iterator[list[RunConfig]]:
     batch.
 
     Only one of two spellings of a layout is yielded: sequence parallelism and the `sequence` form where there are
-    tensor parallel ranks, chunks where there are stages whose layers they divide. All stages have equally many layers.
+    tensor parallel ranks, chunks where there are stages whose layers they divide. Stages have equally many layers, or
+    take equally long (`balanced_stages`).
     """
     layers = config.model.num_layers
     for tensor in divisors(gpus):
@@ -126,7 +128,7 @@ def all_layouts(config: RunConfig, gpus: int) -> Iterator[list[RunConfig]]:
                 degrees: dict[str, Any] = {
                     "tensor_model_parallel_size": tensor,
                     "context_parallel_size": context,
-                    "cp_comm_type": config.parallel.cp_comm_type if context > 1 else None,
+                    "cp_comm_type": _exchange(config) if context > 1 else None,
                     "pipeline_model_parallel_size": pipeline,
                     "num_layers_in_first_pipeline_stage": None,
                     "num_layers_in_last_pipeline_stage": None,
@@ -138,6 +140,11 @@ def all_layouts(config: RunConfig, gpus: int) -> Iterator[list[RunConfig]]:
                     yield [dataclasses.replace(config, parallel=parallel, training=each) for each in micro_batches]
 
 
+def _exchange(config: RunConfig) -> str | None:
+    """Return the only exchange that attention within documents can have, else the configuration's own."""
+    return "a2a" if config.data.reset_attention_mask else config.parallel.cp_comm_type
+
+
 def _micro_batches(config: RunConfig, replicas: int) -> list[TrainingConfig]:
     """Return the section `training` for every size that a replica's samples divide into; 1 if they do not."""
     samples, rest = divmod(config.training.global_batch_size, replicas)
@@ -146,19 +153,25 @@ def _micro_batches(config: RunConfig, replicas: int) -> list[TrainingConfig]:
 
 
 def _other_fields(config: RunConfig, degrees: ParallelConfig) -> Iterator[dict[str, Any]]:
-    pipeline = degrees.pipeline_model_parallel_size
-    layers, rest = divmod(config.model.num_layers, pipeline)
-    chunks = [None, *divisors(layers)[1:]] if pipeline > 1 and not rest else [None]
-    for number in chunks:
+    for stages in _stages(config.model, degrees.pipeline_model_parallel_size):
         for form in _fan_forms(config.model, degrees.tensor_model_parallel_size):
-            fields = {"virtual_pipeline_model_parallel_size": number, **form}
-            sizes = _bucket_sizes(config, dataclasses.replace(degrees, **fields), layers)
-            for size in sizes:
+            fields = {**stages, **form}
+            for size in _bucket_sizes(config, dataclasses.replace(degrees, **fields)):
                 for recomputation in recomputations(config, form["fan_form"]):
                     yield {**fields, "ddp_bucket_size": size, **recomputation}
 
 
-def _bucket_sizes(config: RunConfig, parallel: ParallelConfig, layers: int) -> list[int | None]:
+def _stages(model: FANformerConfig, pipeline: int) -> Iterator[dict[str, Any]]:
+    """Yield how the layers are shared out: evenly, where they divide, in every number of chunks; and by time."""
+    layers, rest = divmod(model.num_layers, pipeline)
+    for number in divisors(layers) if pipeline > 1 and not rest else [1]:
+        chunks = number if number > 1 else None
+        yield {"virtual_pipeline_model_parallel_size": chunks, "pipeline_model_parallel_layout": None}
+    for text in balanced_layouts(model, pipeline) if pipeline > 1 else ():
+        yield {"virtual_pipeline_model_parallel_size": None, "pipeline_model_parallel_layout": text}
+
+
+def _bucket_sizes(config: RunConfig, parallel: ParallelConfig) -> list[int | None]:
     """Return the configuration's own; and where it leaves that open and would have few buckets, a size that gives about
     eight.
 
@@ -170,6 +183,7 @@ def _bucket_sizes(config: RunConfig, parallel: ParallelConfig, layers: int) -> l
     own = parallel.ddp_bucket_size
     if own is not None or not reduces:
         return [own]
+    layers = (parallel.layers_per_stage(config.model.num_layers) or [0])[0]
     elements = sum(weight.elements for weight in first_stage_weights(config.model, parallel, layers))
     size = round(elements / MANY_BUCKETS / MILLION) * MILLION
     resolved = dataclasses.replace(parallel, overlap_grad_reduce=True)

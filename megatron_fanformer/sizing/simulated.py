@@ -69,7 +69,7 @@ def as_simulated(config: RunConfig) -> RunConfig:
     return dataclasses.replace(
         config,
         kernels=kernels,
-        parallel=dataclasses.replace(config.parallel, cp_comm_type=None),
+        parallel=dataclasses.replace(config.parallel, cp_comm_type="a2a" if config.parallel.exchanges_heads else None),
         precision=dataclasses.replace(config.precision, fp8=None, fp8_fan=False, first_last_layers_bf16=False),
         runtime=dataclasses.replace(config.runtime, device="auto"),
     )

@@ -28,8 +28,10 @@ from megatron_fanformer.model.layout_rules import (
     layout_problems,
 )
 from megatron_fanformer.planning.job import Job, Layers
+from megatron_fanformer.runtime import topology
 from megatron_fanformer.runtime.config import DeviceKind, RuntimeConfig
 from megatron_fanformer.runtime.device import has_bf16_matrix_units
+from megatron_fanformer.runtime.environment import RunShape
 from megatron_fanformer.runtime.layout import MOVED_FIELDS, ParallelConfig
 from megatron_fanformer.training.fp8_rules import fp8_problems
 from megatron_fanformer.training.loggers.registry import LoggingConfig
@@ -224,6 +226,24 @@ class RunConfig:
             f"with {nearest!r}, step {begins[nearest]:,}"
         )
 
+    def run_shape(self, ranks: int, *, threads: int | None = None) -> RunShape:
+        """Return what the environment of a process of this run depends on (`runtime.environment`).
+
+        Args:
+            ranks: of the run.
+            threads: as in `RunShape`.
+        """
+        runtime, parallel = self.runtime, self.parallel
+        return RunShape(
+            parallel=parallel,
+            replicas=ranks // (parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size),
+            over_nccl=runtime.device != "cpu" and runtime.distributed_backend != "gloo",
+            cuda_graphs=self.kernels.cuda_graph_impl != "none",
+            deterministic=runtime.deterministic_mode,
+            is_after_hopper=any(gpu.is_after_hopper for gpu in topology.gpus()),
+            threads=threads,
+        )
+
     @property
     def evaluation_batch_tokens(self) -> int:
         """About how many tokens a micro batch has on tasks and perplexity sets."""
@@ -250,11 +270,17 @@ class RunConfig:
 
     def joint_problems(self, data_parallel_size: int) -> list[str]:
         """Return the rules between sections that it breaks at that number of replicas, one line each."""
-        return [*self.problems_of_layout(), *self.problems_of_steps(data_parallel_size)]
+        ranks = data_parallel_size * self.parallel.model_parallel_size
+        profile_problems = self.logging.profile_problems(ranks, self.training.train_iters)
+        return [*self.problems_of_layout(), *self.problems_of_steps(data_parallel_size), *profile_problems]
 
     def problems_of_layout(self) -> list[str]:
         """Return the rules between sections that it breaks and that hold for any batch, one line each."""
-        found = [*layout_problems(self.model, self.parallel), *graph_problems(self.parallel, self.kernels)]
+        found = [
+            *layout_problems(self.model, self.parallel),
+            *graph_problems(self.parallel, self.kernels),
+            *self.optimizer.joint_problems(self.parallel),
+        ]
         if self.training.z_loss_coefficient and not self.kernels.chunked_loss_head:
             found.append(
                 f"training.z_loss_coefficient is {self.training.z_loss_coefficient} with kernels.chunked_loss_head "

@@ -1,4 +1,4 @@
-"""`megatron-fanformer config`: every field of a run's configuration, the JSON schema, the resolved configuration."""
+"""`megatron-fanformer config`: fields of a run's configuration, JSON schema, resolved configuration, environment."""
 
 import dataclasses
 import json
@@ -9,9 +9,11 @@ from typing import Any, get_type_hints
 import yaml
 
 from megatron_fanformer.configuration import FieldDescription, described_fields, field_texts, json_schema
+from megatron_fanformer.errors import InputError
 from megatron_fanformer.model.config import PRESETS, FANformerConfig
+from megatron_fanformer.runtime import environment, topology
 from megatron_fanformer.runtime.layout import MOVED_FIELDS
-from megatron_fanformer.terminal import wrapped
+from megatron_fanformer.terminal import plural, table, wrapped
 from megatron_fanformer.training.config import RunConfig, load_config
 from megatron_fanformer.training.presets import FROM_CHECKPOINT, PRESET_KEY
 
@@ -75,3 +77,44 @@ def resolved_text(file: Path, overrides: Sequence[str]) -> str:
     """
     values = dataclasses.asdict(load_config(file, overrides))
     return yaml.safe_dump(values, sort_keys=False, allow_unicode=True).rstrip()
+
+
+def environment_lines(file: Path, overrides: Sequence[str], gpus: int | None, width: int | None) -> list[str]:
+    """Return what a run sets in the environment of its ranks, what the user has set there already, and why.
+
+    Args:
+        gpus: ranks of the run; None: as many as `train` starts by itself.
+
+    Raises:
+        InputError: as `resolved_text`; the layout does not divide the ranks; the environment contradicts the run.
+    """
+    config = load_config(file, overrides)
+    if found := [*config.parallel.problems(), *config.runtime.problems()]:
+        raise InputError("\n".join(found))
+    replicas = config.parallel.resolve_data_parallel_size(gpus)
+    shape = config.run_shape(replicas * config.parallel.model_parallel_size)
+    here = topology.gpus()
+    machine = (
+        f"{len(here)} × {here[0].model} here" if here else "no GPU here, so that what GPUs alone read has no effect"
+    )
+    rows = [_environment_row(each) for each in environment.settings_of(shape)]
+    places = [
+        f"GPU {gpu.address}: near the cores {topology.cores_text(topology.near_cores(gpu.address))}" for gpu in here
+    ]
+    return [
+        f"{plural(shape.ranks, 'rank')}, {plural(shape.replicas, 'replica')} of the weights; {machine}",
+        "",
+        *table(["variable", "value", "whose", "why"], rows, align="llll", width=width),
+        *([""] if places else []),
+        *places,
+    ]
+
+
+def _environment_row(each: environment.Applied) -> list[str]:
+    setting = each.setting
+    if each.value is None:
+        return [setting.variable, "not set", "", setting.when]
+    if each.theirs is None:
+        return [setting.variable, each.value, "this program's", setting.reason]
+    whose = f"yours; else {each.ours}" if each.differs else "yours"
+    return [setting.variable, each.value, whose, setting.reason]

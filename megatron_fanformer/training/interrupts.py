@@ -1,4 +1,4 @@
-"""Interrupts of a run: requests to stop, to save, or to end in time.
+"""Interrupts of a run: requests to stop, to save, to end in time, or to profile.
 
 One rank gets a request, and all act on it: the interrupts are summed with the numbers of every training step, and once
 more after an evaluation or a save, which may take minutes.
@@ -14,7 +14,8 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from megatron_fanformer.processes import SAVE_SIGNAL, seconds_since_start
+from megatron_fanformer.checkpoint import store
+from megatron_fanformer.processes import PROFILE_SIGNAL, SAVE_SIGNAL, seconds_since_start
 from megatron_fanformer.runtime import device as devices
 from megatron_fanformer.runtime.parallel import RankGrid
 
@@ -22,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 class Interrupts(NamedTuple):
-    """Pending requests to stop, end or save, of this rank or of any rank."""
+    """Pending requests to stop, end, save or profile, of this rank or of any rank."""
 
     stop: bool = False
     """Save and end, with exit code 5: a signal."""
@@ -30,50 +31,83 @@ class Interrupts(NamedTuple):
     """Save and end, with exit code 0: `training.exit_duration_in_mins` are over."""
     save: bool = False
     """Save and go on: a signal, or a file."""
+    profile: bool = False
+    """Profile the next steps: a signal, or a file."""
 
 
-class InterruptListener:
-    """Collects this rank's requests to stop, end or save.
+class Request:
+    """A request by a signal or by a file, which is removed once it has been granted.
 
     Args:
-        save_file: the file whose presence requests a save, and which is removed after it; None: no file.
-        minutes: since the start of the run's command, after which to end; None: never.
+        file: the file; None: no file.
+        what: what it requests, in words.
     """
 
-    def __init__(self, save_file: Path | None = None, minutes: float | None = None) -> None:
-        self._stop = self._save = False
-        self._file, self._file_seen, self._file_granted = save_file, False, False
-        started = time.monotonic() - seconds_since_start(devices.launcher_process() or os.getpid())
-        self._end = started + 60 * (float("inf") if minutes is None else minutes)
+    def __init__(self, file: Path | None, what: str) -> None:
+        self._file, self._what = file, what
+        self._signaled = self._file_seen = self._file_granted = False
 
-    def note_signal(self, number: signal.Signals) -> None:
+    def note_signal(self) -> None:
         """Note a signal."""
-        if number == SAVE_SIGNAL:
-            self._save = True
-        else:
-            self._stop = True
+        self._signaled = True
 
-    def now(self) -> Interrupts:
-        """Return this rank's pending requests."""
+    def is_pending(self) -> bool:
+        """Return whether there is a request that nothing has begun to grant."""
         if self._file is not None and not self._file_granted:
             self._file_seen = os.path.lexists(self._file)
-        return Interrupts(stop=self._stop, end=time.monotonic() > self._end, save=self._save or self._file_seen)
+        return self._signaled or self._file_seen
 
-    def begin_save(self) -> None:
-        """Note that a state is about to be saved that includes all interrupts so far."""
-        self._save = False
+    def begin(self) -> None:
+        """Note that what now begins grants all requests so far."""
+        self._signaled = False
         self._file_granted, self._file_seen = self._file_seen, False
 
-    def end_save(self) -> None:
-        """Note that the save is published, and remove the file that requested it."""
+    def end(self) -> None:
+        """Note that the result is published, and remove the file that requested it."""
         if self._file is None or not self._file_granted:
             return
         self._file_granted = False
         try:
             self._file.unlink(missing_ok=True)
         except OSError as error:
-            logger.warning("%s cannot be removed (%s), and requests no further save", self._file, error.strerror)
+            logger.warning(
+                "%s cannot be removed (%s), and requests no further %s", self._file, error.strerror, self._what
+            )
             self._file = None
+
+
+class InterruptListener:
+    """Collects this rank's requests to stop, end, save or profile.
+
+    Args:
+        run: the folder in which files request a save or a profile; None: none do.
+        minutes: since the start of the run's command, after which to end; None: never.
+    """
+
+    def __init__(self, run: Path | None = None, minutes: float | None = None) -> None:
+        self._stop = False
+        self.save = Request(run and run / store.SAVE_FILE, "save")
+        self.profile = Request(run and run / store.PROFILE_FILE, "profile")
+        started = time.monotonic() - seconds_since_start(devices.launcher_process() or os.getpid())
+        self._end = started + 60 * (float("inf") if minutes is None else minutes)
+
+    def note_signal(self, number: signal.Signals) -> None:
+        """Note a signal."""
+        if number == SAVE_SIGNAL:
+            self.save.note_signal()
+        elif number == PROFILE_SIGNAL:
+            self.profile.note_signal()
+        else:
+            self._stop = True
+
+    def now(self) -> Interrupts:
+        """Return this rank's pending requests."""
+        return Interrupts(
+            stop=self._stop,
+            end=time.monotonic() > self._end,
+            save=self.save.is_pending(),
+            profile=self.profile.is_pending(),
+        )
 
 
 def share(interrupts: Interrupts, grid: RankGrid) -> Interrupts:

@@ -13,7 +13,7 @@ from megatron_fanformer.runtime import device as devices
 from megatron_fanformer.runtime.layout import ParallelConfig
 from megatron_fanformer.training.config import RunConfig
 from megatron_fanformer.training.fp8_rules import fp8_machine_problems
-from megatron_fanformer.training.loggers.registry import logger_problems
+from megatron_fanformer.training.loggers.registry import LoggingConfig, logger_problems
 
 if TYPE_CHECKING:
     import torch
@@ -31,7 +31,15 @@ def machine_problems(config: RunConfig) -> list[str]:
         *backend_problems(config.parallel, config.kernels, config.runtime.backend(device), device),
         *fp8_machine_problems(config.precision, device),
         *logger_problems(config.logging),
+        *memory_history_problems(config.logging, device),
     ]
+
+
+def memory_history_problems(logging: LoggingConfig, device: devices.DeviceKind) -> list[str]:
+    """Return what keeps a run on that device from recording its memory's history, one line each."""
+    if not logging.record_memory_history or device == "cuda":
+        return []
+    return ["logging.record_memory_history is true, and only a GPU's memory has a history; set it to false"]
 
 
 def backend_problems(
@@ -109,10 +117,10 @@ def layer_problems(
 
 
 def _local_problems(parallel: ParallelConfig, kernels: KernelsConfig) -> Iterator[str]:
-    if parallel.cp_comm_type not in (None, "all_gather"):
+    if parallel.cp_comm_type == "p2p":
         yield (
-            f"parallel.cp_comm_type is {parallel.cp_comm_type}, which Transformer Engine's attention has, and the "
-            "local layers, which gather keys and values, have not; set it to null"
+            "parallel.cp_comm_type is p2p, which is Transformer Engine's, but the layers here are local ones, which "
+            "gather keys and values; set it to null"
         )
     if kernels.fused_single_qkv_rope:
         yield (
@@ -130,10 +138,11 @@ def _engine_problems(
             "are Transformer Engine's; set kernels.transformer_impl to local"
         )
     size = parallel.context_parallel_size
-    if size > 1 and in_fp32:
+    if size > 1 and in_fp32 and not parallel.exchanges_heads:
         yield (
             f"parallel.context_parallel_size is {size} in float32, but Transformer Engine's attention over context "
-            "parallel ranks is of 16 bits alone; set the dtype to bf16, or kernels.transformer_impl to local"
+            "parallel ranks is of 16 bits alone; set the dtype to bf16, parallel.cp_comm_type to a2a, or "
+            "kernels.transformer_impl to local"
         )
     if kernels.fused_single_qkv_rope and model.placement.has_own_values:
         yield (

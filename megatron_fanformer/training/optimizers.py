@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from megatron_fanformer.errors import broken_fields, did_you_mean
+from megatron_fanformer.runtime.layout import ParallelConfig
 from megatron_fanformer.training.muon import Muon
 from megatron_fanformer.training.update_rule import AdamW, UpdateRule
 
@@ -48,6 +49,16 @@ class OptimizerConfig:
             *broken("not be negative", lambda value: value < 0, "lr", "weight_decay", "clip_grad"),
             *broken("lie in [0, 1)", lambda value: not 0 <= value < 1, "adam_beta1", "adam_beta2", "muon_momentum"),
             *broken("be above 0", lambda value: value <= 0, "adam_eps", "muon_extra_scale_factor"),
+        ]
+
+    def joint_problems(self, parallel: ParallelConfig) -> list[str]:
+        """Return the rules that it breaks in a layout, one line each."""
+        instances = parallel.num_distributed_optimizer_instances
+        if self.name != "muon" or instances == 1:
+            return []
+        return [
+            f"parallel.num_distributed_optimizer_instances is {instances} with optimizer.name muon, whose matrices all "
+            "data-parallel ranks share; set the former to 1, or the latter to adamw"
         ]
 
 

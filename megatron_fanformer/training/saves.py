@@ -70,7 +70,7 @@ class Checkpointer:
         """Save the state of a step, after an earlier one is published: see `CheckpointSaver.save`."""
         self.publish_if_written(step, blocking=True)
         heartbeat.mark("saving", in_step=False)
-        self._listener.begin_save()
+        self._listener.save.begin()
         self._log_saved(step, self._saver.save(step=step, **state))
 
     def publish_if_written(self, step: int, *, blocking: bool) -> None:
@@ -105,5 +105,5 @@ class Checkpointer:
         if published is not None:
             self._note_saved()
             logger.info("step %d  saved %s", step, published)  # possibly of an earlier step
-            self._listener.end_save()
+            self._listener.save.end()
             self._mirror.offer(published)

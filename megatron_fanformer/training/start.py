@@ -14,6 +14,7 @@ from megatron_fanformer.checkpoint.run_lock import run_lock
 from megatron_fanformer.errors import FanformerError, InputError, Interrupted
 from megatron_fanformer.model.layouts import layout_text
 from megatron_fanformer.runtime import device as devices
+from megatron_fanformer.runtime import environment
 from megatron_fanformer.runtime.launch import RankFailed, launch_ranks, read_found, refuse_ranks_without_gpu
 from megatron_fanformer.runtime.layout import ParallelConfig
 from megatron_fanformer.training.config import RunConfig, load_config, print_on_stderr
@@ -58,6 +59,7 @@ def start_run(file: Path, overrides: Sequence[str], arguments: Sequence[str], lo
             return None
         ranks = config.parallel.resolve_data_parallel_size(None) * config.parallel.model_parallel_size
         _log_start(config.parallel, ranks, " on this machine")
+        _prepare(config.run_shape(ranks))
         start = check_machine_and_data(checked)
         refuse_ranks_without_gpu(
             ranks,
@@ -100,6 +102,12 @@ def _log_start(parallel: ParallelConfig, ranks: int, place: str = "") -> None:
     sizes["data_parallel_size"] = ranks // parallel.model_parallel_size
     layout = layout_text({name: size for name, size in sizes.items() if size > 1})
     logger.info("starting %d rank%s%s%s", ranks, "s" * (ranks > 1), place, f" ({layout})" * bool(layout))
+
+
+def _prepare(shape: environment.RunShape) -> None:
+    """Set what libraries read, before torch is imported; log what the user has set otherwise."""
+    if (line := environment.kept_line(devices.prepare_libraries(shape))) and not devices.launched_here():
+        logger.info("%s", line)
 
 
 def _launch(config: RunConfig, ranks: int, arguments: Sequence[str], start: RunStart) -> None:
@@ -150,6 +158,9 @@ def run_rank(
         config.parallel.resolve_data_parallel_size(address.world_size)
         if not is_launched_here:
             _log_start(config.parallel, address.world_size)
+        own_threads = devices.sees_gpus() and not is_launched_here  # a CPU's ranks set theirs through torch
+        local_threads = config.runtime.threads_per_rank or devices.threads_per_rank(address.local_world_size)
+        _prepare(config.run_shape(address.world_size, threads=local_threads if own_threads else None))
         from megatron_fanformer.runtime.agreement import on_main
         from megatron_fanformer.runtime.parallel import process_group, rank_grid
 

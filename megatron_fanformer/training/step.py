@@ -70,15 +70,22 @@ class StepBatches:
             pass
 
 
-def wrap_stages(chunks: list[Any], parallel: ParallelConfig) -> list[DistributedDataParallel]:
-    """Return a stage's chunks in megatron-core's data parallelism: float32 gradients, summed over the replicas."""
+def wrap_stages(
+    chunks: list[Any], parallel: ParallelConfig, *, grad_reduce_in_fp32: bool = True
+) -> list[DistributedDataParallel]:
+    """Return a stage's chunks in megatron-core's data parallelism, which sums gradients over the replicas.
+
+    Args:
+        grad_reduce_in_fp32: whether gradients are float32, or of the weights' type.
+    """
     config = chunks[0].config
     config.finalize_model_grads_func = finalize_model_grads
     # Read when the wrapper is made: without it gradients are averaged over replicas, and then divided by all tokens.
     config.calculate_per_token_loss = True
     ddp_config = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=True,
+        grad_reduce_in_fp32=grad_reduce_in_fp32,
         use_distributed_optimizer=parallel.use_distributed_optimizer,
+        num_distributed_optimizer_instances=parallel.num_distributed_optimizer_instances,
         overlap_grad_reduce=parallel.overlap_grad_reduce,
         overlap_param_gather=parallel.overlap_param_gather,
         bucket_size=parallel.ddp_bucket_size,
@@ -239,7 +246,7 @@ def _z_losses(stages: list[DistributedDataParallel], like: Tensor) -> Tensor:
 
 
 def _sum_over_ranks(own: Tensor | None, grid: RankGrid, interrupts: Interrupts) -> Tensor:
-    """Return [6] float64, on the device: losses, tokens, z-losses, and how many ranks have each of `Interrupts`, over
+    """Return [7] float64, on the device: losses, tokens, z-losses, and how many ranks have each of `Interrupts`, over
     all ranks.
 
     Only the last stage knows the loss, and each of its tensor parallel ranks knows the same one.

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_fanformer.runtime import device as devices
-from megatron_fanformer.runtime.collectives import COLLECTIVES, methods_replaced
+from megatron_fanformer.runtime.collective_methods import COLLECTIVES, methods_replaced
 from megatron_fanformer.runtime.config import DeviceKind
 from megatron_fanformer.runtime.cpu_collectives import CollectiveThroughMemory
 from megatron_fanformer.runtime.parallel import RankGrid

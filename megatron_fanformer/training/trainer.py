@@ -33,6 +33,7 @@ from megatron_fanformer.training.optimizer import build_optimizer
 from megatron_fanformer.training.optimizers import OPTIMIZERS
 from megatron_fanformer.training.phase_health import PhaseHealth
 from megatron_fanformer.training.preflight import RunStart, find_start
+from megatron_fanformer.training.profiling import Profiler
 from megatron_fanformer.training.recovery import BadSteps, EventLog
 from megatron_fanformer.training.run_log import log_if_slow
 from megatron_fanformer.training.samples import replica_batches, run_datasets
@@ -85,7 +86,7 @@ class Trainer:
             "rank %d of %d, replica %d, on %s", grid.rank, grid.world_size, grid.data_parallel_rank, grid.device
         )
         minutes = config.training.exit_duration_in_mins
-        self._listener = InterruptListener(self.run / store.SAVE_FILE, minutes) if grid.is_main else InterruptListener()
+        self._listener = InterruptListener(self.run, minutes) if grid.is_main else InterruptListener()
         self._interrupts = Interrupts()  # of any rank, at the end of the current step
         self._log_startup()
         seed_everything(config.training.seed, graphable=config.kernels.cuda_graph_impl != "none")
@@ -140,11 +141,13 @@ class Trainer:
 
     def take_step(self) -> Stopping | None:
         """Train one step and do all that is due after it; returns why to end now, or None."""
-        with self._stragglers.measuring(self.step + 1):
+        with self.profiler.recording(self.step + 1) as is_profiled, self._stragglers.measuring(self.step + 1):
             metrics = self._train_one_step()
-        if "skipped" in metrics:
+        if self._interrupts.profile:
+            self.profiler.profile_next(self.step)
+        if is_profiled or "skipped" in metrics:
             self._stragglers.forget(self.step)
-        else:
+        if "skipped" not in metrics:
             metrics.update(self._phases.report_if_due(self.step))
             metrics.update(self._step_metrics.of_weights_if_due(self.step, self._optimizer))
         if self._bad_steps.limit_reached:
@@ -155,7 +158,7 @@ class Trainer:
         try:
             metrics.update(self._evaluate_if_due())
         finally:  # where its evaluation ends the run, too
-            self._log(metrics)
+            self._logs.write(self.step, metrics)
         stopping = self._shall_stop()
         if self._save_if_due(force=stopping is not None or self._interrupts.save):
             stopping = stopping or self._shall_stop()
@@ -169,6 +172,7 @@ class Trainer:
     def close(self, *, failed: bool = False) -> None:
         """Close logs and progress (`failed`: as an error's), free the model; abort the writing of a checkpoint."""
         self._id_scan.stop()
+        self.profiler.close(failed=failed)
         self._saves.close()
         self._batches.close()
         release(self._wrapped)
@@ -266,12 +270,6 @@ class Trainer:
         self._load_data()
         self._open_logs()
         logger.info("%s: %s; went back to step %d, and will skip them", steps, skipped[last], self.step)
-
-    def _log(self, metrics: dict[str, Any]) -> None:
-        self._logs.write(self.step, metrics)
-        if self.step % self.config.logging.log_interval == 0 or self._is_over:
-            numbers = {name: value for name, value in metrics.items() if isinstance(value, int | float)}
-            logger.debug("step %d  %s", self.step, "  ".join(f"{name} {value:g}" for name, value in numbers.items()))
 
     # -- what is periodic
 
@@ -374,7 +372,8 @@ class Trainer:
             with log_if_slow(f"loading the weights of {loaded}"):
                 load_weights(loaded, self._stages, grid)
             logger.debug("starts with the weights of %s", loaded)
-        self._wrapped = wrap_stages(self._stages, config.parallel)
+        in_fp32 = config.precision.grad_reduce_in_fp32
+        self._wrapped = wrap_stages(self._stages, config.parallel, grad_reduce_in_fp32=in_fp32)
         self._optimizer = build_optimizer(config.optimizer, self._wrapped)
         self._scheduler = self._build_scheduler()
         self._saves = Checkpointer(
@@ -392,6 +391,7 @@ class Trainer:
     def _measure_steps(self) -> None:
         config, logged = self.config, self.config.logging
         self._step_metrics = StepMetrics(config, self.grid)
+        self.profiler = Profiler(logged, self.grid, self.run, self._listener.profile)
         # What a CUDA graph runs is called from Python when it is captured, and never again.
         is_called = config.kernels.cuda_graph_impl == "none"
         self._stragglers = Stragglers(

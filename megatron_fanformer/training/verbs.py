@@ -30,8 +30,12 @@ class ConfigOptions:
     """Print the JSON schema of configuration files."""
     resolved: bool = option(False, exclusive="shown")
     """Print all of --config, with presets and overrides applied, as YAML."""
+    environment: bool = option(False, exclusive="shown")
+    """Print what a run by --config sets in the environment of its ranks, and why."""
     config: Path | None = option(None, metavar="FILE", parse=path_or_none)
-    """With --resolved: configuration file (YAML)."""
+    """With --resolved and --environment: configuration file (YAML)."""
+    gpus: int | None = option(None, metavar="N")
+    """With --environment: ranks of the run (default: one replica's)"""
     overrides: tuple[str, ...] = overrides()
 
 
@@ -41,7 +45,7 @@ def _train(options: TrainOptions) -> None:
 
     with ended_by_stop_signals(report_stopped):  # from before what takes seconds to import
         end_with_launcher()
-        device.prepare_libraries()
+        device.quieten_libraries()  # the rest once the configuration is read
         from megatron_fanformer.training.last_lines import print_summary
         from megatron_fanformer.training.start import run_rank, start_run
 
@@ -56,14 +60,27 @@ def _train(options: TrainOptions) -> None:
 
 
 def _config(options: ConfigOptions) -> None:
-    from megatron_fanformer.training.config_reference import WIDTH, field_list, resolved_text, schema_text
+    from megatron_fanformer.training.config_reference import (
+        WIDTH,
+        environment_lines,
+        field_list,
+        resolved_text,
+        schema_text,
+    )
 
     stray = [*options.overrides, *(["--config"] if options.config else [])]
-    if stray and not options.resolved:
-        raise InputError(f"{stray[0]} has no effect without --resolved; {PROGRAM} config --help lists the options")
-    if options.resolved and not options.config:
-        raise InputError("--resolved needs --config FILE; name a configuration file")
-    if options.config:
+    shown = "--resolved" if options.resolved else "--environment" if options.environment else None
+    if stray and not shown:
+        raise InputError(
+            f"{stray[0]} has no effect without --resolved or --environment; {PROGRAM} config --help lists the options"
+        )
+    if options.gpus is not None and not options.environment:
+        raise InputError(f"--gpus has no effect without --environment; {PROGRAM} config --help lists the options")
+    if shown and not options.config:
+        raise InputError(f"{shown} needs --config FILE; name a configuration file")
+    if options.environment and options.config:
+        show(environment_lines(options.config, options.overrides, options.gpus, width()))
+    elif options.config:
         show([resolved_text(options.config, options.overrides)], as_they_are=True)
     elif options.schema:
         show([schema_text()], as_they_are=True)
@@ -88,9 +105,9 @@ TRAIN = Verb(
 
 CONFIG = Verb(
     name="config",
-    help="List the configuration's fields; print its JSON schema or a resolved configuration.",
+    help="List the configuration's fields; print its JSON schema, a resolved configuration, or a run's environment.",
     options=ConfigOptions,
     run=_config,
-    examples=("config", "config --resolved --config examples/tiny-cpu.yaml"),
-    notes="With --resolved, fields of the configuration can be set as --section.field VALUE.",
+    examples=("config --resolved --config examples/tiny-cpu.yaml", "config --environment --config run.yaml --gpus 64"),
+    notes="With --resolved and --environment, fields of the configuration can be set as --section.field VALUE.",
 )

@@ -53,6 +53,11 @@ LAYOUTS: dict[str, dict[str, Any]] = {
         "ddp_bucket_size": 10_000,
     },
     "tp2-dp2": {"tensor_model_parallel_size": 2, "data_parallel_size": 2},
+    "cp2-dp2-instances": {
+        "context_parallel_size": 2,
+        "data_parallel_size": 2,
+        "num_distributed_optimizer_instances": 2,
+    },
 }
 
 Pieces = list[tuple[str, Any, Any, torch.Tensor]]

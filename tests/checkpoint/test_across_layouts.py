@@ -41,13 +41,14 @@ def pair(saved: str, loaded: str, dtype: str = "fp32", *, full: bool = False, **
     return pytest.param(saved, loaded, dtype, fields, marks=pytest.mark.full if full else ())
 
 
-# Every layout of two ranks is saved or loaded once, every kind of optimizer both.
+# Every layout of two ranks is saved or loaded once, every kind of optimizer both but that of several instances.
 PAIRS = [
     ("tp2", "dp2-plain"),
     ("vpp2", "tp2-sp-plain"),
     ("dp2-overlap", "cp2"),
     ("fan-sequence-plain", "pp2"),
     ("dp2", "tp1-plain"),
+    ("cp2-dp2-instances", "dp2"),
 ]
 CASES = [
     *(pair(*each) for each in PAIRS),

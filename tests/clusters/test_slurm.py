@@ -20,9 +20,10 @@ STEPS = 300
 TWO_RANKS = {"tensor_model_parallel_size": 2}
 CANNOT_WRITE = """#!/usr/bin/env bash
 [[ $SLURMD_NODENAME != node1 || $3 != check-node ]] || ulimit -f 0
+[[ $3 != train ]] || echo "$MASTER_ADDR" > {folder}/met-at-$SLURM_PROCID
 exec {python} "$@"
 """
-"""As the interpreter: on node1 the check finds no disk to write to."""
+"""As the interpreter: on node1 the check finds no disk to write to; ranks note where they meet."""
 
 
 class Job:
@@ -128,11 +129,13 @@ def test_a_lost_node_is_replaced_by_a_spare_one(
 
 
 def test_an_unhealthy_node_is_left_out(cluster: SlurmCluster, values: dict[str, Any], tmp_path: Path) -> None:
+    """And the ranks meet at the first node's address on the interface that is named."""
     python = tmp_path / "python"
-    python.write_text(CANNOT_WRITE.format(python=cluster.environment["PYTHON"]))
+    python.write_text(CANNOT_WRITE.format(python=cluster.environment["PYTHON"], folder=tmp_path))
     python.chmod(0o755)
     values["training"]["train_iters"] = 10
-    job = Job(cluster, tmp_path, values, NODES="2", PYTHON=str(python))
+    job = Job(cluster, tmp_path, values, NODES="2", PYTHON=str(python), INTERFACE="lo")
     job.wait_for_end()
     assert "node1: unhealthy: writing to " in job.told() and "1 of 3 nodes are unhealthy" in job.told()
     assert job.steps == 10
+    assert [(tmp_path / f"met-at-{rank}").read_text() for rank in range(2)] == ["10.99.0.10\n"] * 2

@@ -34,6 +34,13 @@ MORE_LAYOUTS = (
     "tp=2,sp=true,fan=sequence,recompute=selective,gradient_accumulation_fusion=true",
 )
 BF16_LAYOUTS = ("tp=2,sp=true,fan=sequence", "dp=2,distributed_optimizer=true", "cp=2,cp_comm_type=a2a")
+BY_HEADS = (
+    "cp=4,cp_comm_type=a2a",
+    "cp=2,cp_comm_type=a2a,recompute=selective",
+    "tp=2,sp=true,cp=2,cp_comm_type=a2a,fan=sequence",
+    "cp=2,pp=2,vpp=2,cp_comm_type=a2a,recompute=full",
+    "cp=2,dp=2,cp_comm_type=a2a,distributed_optimizer=true",
+)
 MORE_BF16_LAYOUTS = (
     "tp=2",
     "cp=2,cp_comm_type=all_gather",
@@ -99,6 +106,29 @@ def test_scaled_positions_are_the_same(engine_pool: RankPool, tmp_path: Path) ->
 def test_context_parallelism_and_a_fault_in_it(bf16_comparison: Comparison) -> None:
     bf16_comparison.of(*bf16_comparison.layouts).check()
     bf16_comparison.assert_caught(CONTEXT)
+
+
+@pytest.mark.parametrize("layouts", [BY_HEADS[:1], pytest.param(BY_HEADS[1:], marks=pytest.mark.full)], ids=" ".join)
+def test_context_parallelism_by_heads_within_documents(
+    engine_pool: RankPool, tmp_path: Path, layouts: tuple[str, ...]
+) -> None:
+    """By the Engine's variable-length attention, without its context parallelism; a document is on several ranks."""
+    assert_close(compare_on_engine(engine_pool, test_matrix.within_documents(tmp_path), layouts, steps=2))
+
+
+@pytest.mark.full  # in bf16 by the fused kernel, which tests/engine/test_layers.py holds in each run
+def test_context_parallelism_by_heads_in_bf16(engine_pool: RankPool, tmp_path: Path) -> None:
+    file = test_matrix.within_documents(tmp_path, "chats")
+    compare_on_engine(engine_pool, file, BY_HEADS[:3], steps=2, dtype="bf16").check()
+
+
+@pytest.mark.full
+def test_context_parallelism_by_heads(engine_pool: RankPool, tmp_path: Path) -> None:
+    """Of whole samples, where query, key and value may stay in one tensor until they are rotated."""
+    layouts = (*BY_HEADS, "cp=2,cp_comm_type=a2a,fused_single_qkv_rope=true")
+    assert_close(compare_on_engine(engine_pool, write_config(tmp_path), layouts, steps=2))
+    grouped = write_config(tmp_path, model={"preset": "fanformer-1b", "num_query_groups": 8, "qk_layernorm": True})
+    assert_close(compare_on_engine(engine_pool, grouped, BY_HEADS[:3], steps=2))
 
 
 @pytest.mark.full  # each variant's pass is compared in bf16 in every run

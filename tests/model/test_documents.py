@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_fanformer.model.build import build_stages
+from megatron_fanformer.model.config import FANformerConfig
 from megatron_fanformer.model.kernels import KernelsConfig
 from megatron_fanformer.model.layout_rules import document_problems
 from megatron_fanformer.model.local_layers import TorchCoreAttention
@@ -31,8 +32,9 @@ SAME = 1e-6  # a loss, or the norm of a gradient's difference, relative: float32
 SEQ_LENGTH, SAMPLES, MICRO_BATCH = 32, 4, 2
 # Of each sample; documents of one token, of equal length side by side, and a sample that is one document.
 LENGTHS = ([7, 1, 12, 12], [32], [1, 1, 1, 9, 20], [5, 8, 8, 11])
+GROUPED, PLAIN = tiny_model(seq_length=SEQ_LENGTH, num_query_groups=2), tiny_model(seq_length=SEQ_LENGTH)
 TRIAL = TrialConfig(
-    model=tiny_model(seq_length=SEQ_LENGTH, num_query_groups=2),
+    model=GROUPED,
     optimizer=OptimizerConfig(lr=1e-3),
     global_batch_size=SAMPLES,
     micro_batch_size=MICRO_BATCH,
@@ -59,10 +61,10 @@ def samples() -> dict[str, Tensor]:
     }
 
 
-def packed(rank: int, replicas: int) -> Iterator[dict[str, Tensor]]:
-    """A replica's micro batches of whole samples."""
-    for first in range(rank * MICRO_BATCH, SAMPLES, replicas * MICRO_BATCH):
-        yield {name: tensor[first : first + MICRO_BATCH] for name, tensor in samples().items()}
+def packed(size: int, rank: int, replicas: int) -> Iterator[dict[str, Tensor]]:
+    """A replica's micro batches of so many whole samples."""
+    for first in range(rank * size, SAMPLES, replicas * size):
+        yield {name: tensor[first : first + size] for name, tensor in samples().items()}
 
 
 def unpacked() -> list[dict[str, Tensor]]:
@@ -76,16 +78,22 @@ def unpacked() -> list[dict[str, Tensor]]:
     return alone
 
 
-def one_step(parallel: ParallelConfig, placement: str, alone: bool = False) -> tuple[float, int, list[Any]]:
-    """A step's mean loss, its tokens, and this rank's parts of the gradients."""
-    fan = dataclasses.replace(TRIAL.model.fan, placement=placement)
-    trial = dataclasses.replace(TRIAL, model=dataclasses.replace(TRIAL.model, fan=fan))
+def one_step(
+    parallel: ParallelConfig, placement: str, model: FANformerConfig, micro_batch: int | None
+) -> tuple[float, int, list[Any]]:
+    """A step's mean loss, its tokens, and this rank's parts of the gradients; without a micro batch each document is
+    one of its own.
+    """
+    fan = dataclasses.replace(model.fan, placement=placement)
+    trial = dataclasses.replace(
+        TRIAL, model=dataclasses.replace(model, fan=fan), micro_batch_size=micro_batch or MICRO_BATCH
+    )
     order = Reordering(trial.model, SAMPLES, 0)
     with prepared(trial, parallel, order) as (grid, stages, wrapped, optimizer, _, number, _):
-        if alone:
+        if micro_batch is None:
             batches, number = iter(unpacked()), len(unpacked())
         else:
-            batches = packed(grid.data_parallel_rank, grid.data_parallel_size)
+            batches = packed(micro_batch, grid.data_parallel_rank, grid.data_parallel_size)
         result = attempt_step(wrapped, optimizer, batches, grid, number)
         gather_gradients(wrapped)
         return result.loss, result.tokens, gradient_parts(stages, grid, order)
@@ -116,8 +124,44 @@ def test_packed_equals_unpacked(run_on_ranks: RunOnRanks, text: str, placement: 
     # TP 2 alone rounds differently than one process, by 1.3e-6 of a gradient of `qk_and_v`: packing is what is asked
     # here. The other layouts take no micro batches of documents of any length.
     alone = parallel if text == "tp=2" else layout()
-    one_by_one = run_on_ranks(alone.model_parallel_size, one_step, alone, placement, True)
-    together = run_on_ranks(ranks_of(parallel), one_step, parallel, placement)
+    one_by_one = run_on_ranks(alone.model_parallel_size, one_step, alone, placement, GROUPED, None)
+    together = run_on_ranks(ranks_of(parallel), one_step, parallel, placement, GROUPED, MICRO_BATCH)
+    assert_same(together, one_by_one)
+
+
+# By heads. Of one sample a row, ranks' parts end within documents; one document is on all ranks, and many are on one.
+HEADS = "cp_comm_type=a2a"
+SPREAD = (
+    ("cp=2", "qkv", GROUPED, 1),
+    ("cp=2", "qkv", GROUPED, MICRO_BATCH),
+    ("cp=4", "qkv", PLAIN, 1),
+    ("cp=4", "qkv", PLAIN, MICRO_BATCH),
+    ("cp=4,recompute=selective", "qk_and_v", PLAIN, 1),
+    ("cp=2,recompute=full", "none", GROUPED, 1),
+    ("tp=2,sp=true,cp=2", "qkv", PLAIN, 1),
+    ("tp=2,sp=true,cp=2,fan=sequence", "qk_and_v", PLAIN, MICRO_BATCH),
+    ("cp=2,pp=2", "qkv", GROUPED, 1),
+    ("cp=2,dp=2", "qkv", GROUPED, 1),
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "placement", "model", "micro_batch"),
+    [
+        pytest.param(*case, id=" ".join(map(str, (*case[:2], case[3]))), marks=pytest.mark.full if number else ())
+        for number, case in enumerate(SPREAD)
+    ],
+)
+def test_context_parallel_ranks_compute_as_one(
+    run_on_ranks: RunOnRanks, text: str, placement: str, model: FANformerConfig, micro_batch: int
+) -> None:
+    parallel = layout(f"{text},{HEADS}")
+    alone = layout("tp=2" if "tp=2" in text else "")  # whose products are rounded as these
+    one_by_one = run_on_ranks(ranks_of(alone), one_step, alone, placement, model, None)
+    assert_same(run_on_ranks(ranks_of(parallel), one_step, parallel, placement, model, micro_batch), one_by_one)
+
+
+def assert_same(together: list[tuple[float, int, list[Any]]], one_by_one: list[tuple[float, int, list[Any]]]) -> None:
     (loss, tokens, _), expected, found = one_by_one[0], whole(one_by_one), whole(together)
     assert {rank[1] for rank in together} == {tokens}
     assert together[0][0] == pytest.approx(loss, rel=SAME, abs=0)
@@ -227,7 +271,8 @@ def test_documents_end_where_samples_do() -> None:
 @pytest.mark.parametrize(
     ("parallel", "kernels", "part"),
     [
-        ({"context_parallel_size": 2}, {}, "parallel.context_parallel_size 2"),
+        ({"context_parallel_size": 2}, {}, "parallel.context_parallel_size 2 and cp_comm_type null"),
+        ({"context_parallel_size": 2, "cp_comm_type": "p2p"}, {}, "set parallel.cp_comm_type to a2a"),
         ({}, {"cuda_graph_impl": "local"}, "kernels.cuda_graph_impl local"),
         ({}, {"fused_single_qkv_rope": True}, "kernels.fused_single_qkv_rope"),
     ],

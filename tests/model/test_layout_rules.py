@@ -14,6 +14,18 @@ MODEL = PRESETS["fanformer-1b"]  # 16 layers, 16 heads, h 2048
 OWN_VALUES, FAN_FFN = FANConfig(placement="qk_and_v"), FANConfig(placement="ffn")
 
 
+def test_chunks_of_a_layout_of_ones_own() -> None:
+    """As megatron-core reads it: repetitions of groups, then of letters."""
+    parallel = ParallelConfig(pipeline_model_parallel_size=4, pipeline_model_parallel_layout="E, t*2 | (tt|)*5 t, | L")
+    assert parallel.problems() == []
+    assert parallel.virtual_stages == 2
+    assert parallel.segments(13) == [[2, 2, 2, 2], [2, 2, 1, 0]]
+    assert parallel.layers_per_stage(13) == [4, 4, 3, 2]
+
+
+OWN_STAGES = {"pipeline_model_parallel_size": 2}
+
+
 @pytest.mark.parametrize(
     ("fields", "part"),
     [
@@ -26,6 +38,23 @@ OWN_VALUES, FAN_FFN = FANConfig(placement="qk_and_v"), FANConfig(placement="ffn"
         (
             {"overlap_param_gather": True, "overlap_grad_reduce": True, "use_distributed_optimizer": False},
             "without use_distributed_optimizer",
+        ),
+        (
+            {"num_distributed_optimizer_instances": 2, "use_distributed_optimizer": False},
+            "num_distributed_optimizer_instances is 2 without use_distributed_optimizer",
+        ),
+        ({**OWN_STAGES, "pipeline_model_parallel_layout": "Ett|tt"}, "is 'Ett|tt'; it must begin with E, end with L"),
+        ({**OWN_STAGES, "pipeline_model_parallel_layout": "E|tmt|L|"}, "at most 10,000 layers t between"),
+        ({**OWN_STAGES, "pipeline_model_parallel_layout": "E(t*9999)*9999|L"}, "at most 10,000 layers t between"),
+        ({**OWN_STAGES, "pipeline_model_parallel_layout": "Et|t|L"}, "of 3 chunks, and pipeline_model_parallel_size 2"),
+        (
+            {**OWN_STAGES, "pipeline_model_parallel_layout": "E|L", "virtual_pipeline_model_parallel_size": 2},
+            "of 2 chunks, and pipeline_model_parallel_size 2 x virtual_pipeline_model_parallel_size 2 has others",
+        ),
+        ({"pipeline_model_parallel_layout": "EttL"}, "at pipeline_model_parallel_size 1; set it to null"),
+        (
+            {**OWN_STAGES, "pipeline_model_parallel_layout": "Et|tL", "num_layers_in_last_pipeline_stage": 1},
+            "num_layers_in_first_pipeline_stage or …_last_… given",
         ),
         ({"recompute_granularity": "full"}, "set them to uniform and 1"),
         ({"recompute_granularity": "full", "recompute_method": "block"}, "set them to uniform and 1"),
@@ -62,6 +91,13 @@ FAN_AGAIN = "recompute=selective,recompute_modules=[fan]"
             "the pipeline stages have 8, 0, 0, 8 layers; each must have at least 1",
         ),
         ({}, "pp=4,num_layers_in_first_pipeline_stage=5", "less the 5 that"),
+        ({}, "pp=2,pipeline_model_parallel_layout=Et*6|(t*5|)*2L", None),
+        ({}, "pp=2,pipeline_model_parallel_layout=Et*8|t*7L", "has 15 layers t, and model.num_layers is 16"),
+        (
+            {},
+            "pp=2,recompute=full,recompute_num_layers=2,pipeline_model_parallel_layout=Et*7|t*9L",
+            "recompute_num_layers 2 does not divide the layers of every chunk",
+        ),
         ({}, "pp=2,vpp=3", "does not divide the layers of each stage, 8, 8; choose one of 1, 2, 4, 8"),
         ({}, "pp=2,recompute=full,recompute_num_layers=3", "choose one of 1, 2, 4, 8"),
         ({"fan": FANConfig(placement="none")}, FAN_AGAIN, "recompute_modules has fan, but model.fan.placement is none"),

@@ -16,6 +16,7 @@ from megatron_fanformer.nodes import check as check_module
 from megatron_fanformer.nodes.facts import Facts
 from megatron_fanformer.runtime import device as devices
 from megatron_fanformer.runtime.device import RankAddress
+from tests.nodes.test_hardware import write_port
 from tests.patience import PATIENCE_SECONDS
 from tests.small_runs import ROOT, start_program
 
@@ -41,9 +42,23 @@ if planted == "other folder":
     def read_text(file, **options):
         return "of another file system" if file.name.startswith(".check-node") else read(file, **options)
     facts.Path.read_text = read_text
+if planted == "tcp":  # a node with two H100s and two adapters that NCCL does not use: over gloo
+    from pathlib import Path
+    from megatron_fanformer.nodes import hardware, links
+    rate, system = links.rate_between, Path(os.environ["FAKE_SYSTEM"])
+    def find_gpus(own):
+        own.gpus = [facts.Gpu(name="NVIDIA H100 80GB HBM3", flops_per_second=7e14, clock_mhz=1500)] * 2
+    def find_collective(own):
+        own.network = hardware.network_of_log("node:1:2 [0] NCCL INFO Using network Socket")
+        own.bus_bytes_per_second = 3.5e11
+    facts._has_gpus, facts._find_gpus, facts._find_collective = lambda _: True, find_gpus, find_collective
+    facts.adapters = lambda: hardware.adapters(system)
+    links.rate_between = lambda store, name, rank, gpus: rate(store, name, rank, [])
 from megatron_fanformer.__main__ import entry_point
 entry_point()
 """
+NO_RATES = ("--tolerance", "0.001", "--minimum-bandwidth", "1e-6")
+"""Two nodes on one machine disturb one another: their rates are not what is tested."""
 
 
 def start_node(number: int, count: int, port: int, planted: str, *options: str) -> "subprocess.Popen[str]":
@@ -52,18 +67,23 @@ def start_node(number: int, count: int, port: int, planted: str, *options: str) 
         **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "SLURMD_NODENAME": f"node-{number}"},
         **{"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
     }
-    # Two nodes on one machine disturb one another: their rates are not what is tested.
-    words = ("check-node", "--tolerance", "0.001", "--minimum-bandwidth", "1e-6", *options)
-    return start_program(sys.executable, "-c", AS_PLANTED, planted, *words, environment=environment)
+    return start_program(sys.executable, "-c", AS_PLANTED, planted, "check-node", *options, environment=environment)
 
 
-def check(tmp_path: Path, planted: list[str], *, missing: int = 0, limit: float = LIMIT) -> tuple[list[int], Any, str]:
+def check(
+    tmp_path: Path,
+    planted: list[str],
+    *,
+    missing: int = 0,
+    limit: float = LIMIT,
+    rules: tuple[str, ...] = NO_RATES,
+) -> tuple[list[int], Any, str]:
     """Check nodes with planted faults; their exit codes, node 0's report, and the healthy ones."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     output = tmp_path / "healthy"
-    options = ("--json", "--folder", str(tmp_path), "--output", str(output), "--time-limit", str(limit))
+    options = ("--json", "--folder", str(tmp_path), "--output", str(output), "--time-limit", str(limit), *rules)
     count = len(planted) + missing
     nodes = [start_node(number, count, port, fault, *options) for number, fault in enumerate(planted)]
     said = [node.communicate(timeout=PATIENCE_SECONDS) for node in nodes]
@@ -132,6 +152,25 @@ def test_a_node_that_cannot_import_torch_gets_its_verdict(torch: str, limit: str
     assert (node.returncode, errors) == (1, "")
     [line] = said.splitlines()
     assert line == f"{socket.gethostname()}: unhealthy: {problem}, and have it looked at"
+
+
+@pytest.mark.full
+def test_a_fallback_to_tcp_is_named_with_what_it_costs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The collectives are real, over gloo's sockets; what the nodes show of themselves is not."""
+    for adapter in ("mlx5_0", "mlx5_1"):
+        write_port(tmp_path, adapter)
+    monkeypatch.setenv("FAKE_SYSTEM", str(tmp_path))
+    codes, report, healthy = check(tmp_path, ["tcp", "tcp"], rules=())
+    assert codes == [1, 1] and healthy == ""
+    for node in report["nodes"]:
+        tcp, *slow = node["problems"]
+        assert tcp.startswith("NCCL sends by TCP, and its adapters (2 × 400 Gb/s) could by RDMA: in a container")
+        assert [problem.partition(" moves ")[0].rpartition("another node")[2] for problem in slow] == [
+            " from each GPU, the fastest too,",
+            " for each GPU, all sending at once,",
+        ]
+        assert all(problem.endswith("below half of its adapters' 50 GB/s (25); by TCP, as it is") for problem in slow)
+        assert all(1e6 < rate < 25e9 for rate in node["bandwidth"])
 
 
 @pytest.mark.full

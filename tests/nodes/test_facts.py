@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_fanformer.nodes.facts import _query_nvidia_smi
+from megatron_fanformer.nodes.hardware import query_nvidia_smi
 
 
 def test_nvidia_smi_is_asked_while_the_load_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -19,8 +19,8 @@ def test_nvidia_smi_is_asked_while_the_load_runs(tmp_path: Path, monkeypatch: py
         with load.open("a") as file:
             file.write("x")
 
-    said = _query_nvidia_smi("clocks.sm", "--id=GPU-1", meanwhile=work)
-    assert said == "1500 --query-gpu=clocks.sm --format=csv,noheader,nounits --id=GPU-1"
+    said = query_nvidia_smi("clocks.sm", "--id=GPU-1", meanwhile=work)
+    assert said == ["1500 --query-gpu=clocks.sm --format=csv,noheader,nounits --id=GPU-1"]
 
 
 @pytest.mark.parametrize("program", [None, "exit 9", ":"])
@@ -31,4 +31,4 @@ def test_a_node_without_a_working_nvidia_smi_goes_without_its_answer(
         (tmp_path / "nvidia-smi").write_text(f"#!/bin/bash\n{program}\n")
         (tmp_path / "nvidia-smi").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert _query_nvidia_smi("driver_version") is None
+    assert not query_nvidia_smi("driver_version")

@@ -61,7 +61,17 @@ MORE_LAYOUTS = (
     "tp=2,dp=2,distributed_optimizer=true,overlap=true,recompute=selective",
 )
 SCALED_POSITIONS = ("tp=2", "tp=2,sp=true,fan=sequence", "pp=2", "pp=2,vpp=2,recompute=full", "cp=2", "tp=2,cp=2")
-WITHIN_DOCUMENTS = ("tp=2", "tp=2,sp=true,fan=sequence", "pp=2", "pp=2,vpp=2,recompute=full", "dp=2")
+WITHIN_DOCUMENTS = (
+    "tp=2",
+    "tp=2,sp=true,fan=sequence",
+    "pp=2",
+    "pp=2,vpp=2,recompute=full",
+    "dp=2",
+    "cp=4,cp_comm_type=a2a",
+    "tp=2,sp=true,cp=2,cp_comm_type=a2a,recompute=selective",
+    "cp=2,pp=2,vpp=2,cp_comm_type=a2a",
+)
+BY_HEADS = ("cp=2,cp_comm_type=a2a", "cp=2,cp_comm_type=a2a,recompute=full", "tp=2,cp=2,cp_comm_type=a2a")
 YARN = {"rope_type": "yarn", "factor": 16.0, "original_max_position_embeddings": 8, "beta_fast": 2.0}
 PLACEMENTS: dict[str, dict[str, object]] = {
     "qkv": {},
@@ -171,6 +181,11 @@ def test_fan_recomputed_in_more_layouts(long_pool: RankPool, tmp_path: Path) -> 
     assert_close(compare(long_pool, write_config(tmp_path), *MORE_FAN_RECOMPUTED, steps=2))
 
 
+@pytest.mark.full  # within documents each run has one
+def test_heads_for_parts_of_the_sequence(long_pool: RankPool, tmp_path: Path) -> None:
+    assert_close(compare(long_pool, write_config(tmp_path), *BY_HEADS, steps=2, communication=True))
+
+
 @pytest.mark.full
 def test_more_combinations(long_pool: RankPool, config_file: Path, placement: str) -> None:
     assert_close(compare(long_pool, config_file, *legal(MORE_LAYOUTS, placement), steps=5))
@@ -213,7 +228,7 @@ def test_of_chats_answers_are_learned_and_micro_batches_have_unequal_numbers_of_
 
 
 def test_a_layout_that_cannot_keep_attention_within_documents(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"layout 'cp=2': data\.reset_attention_mask with parallel\.context"):
+    with pytest.raises(InputError, match=r"layout 'cp=2': data\.reset_attention_mask with .*cp_comm_type to a2a"):
         read_layouts(ParityConfig(file=within_documents(tmp_path), layouts=("cp=2",)))
 
 

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_fanformer.data.shared_batches import shared_batches
 from megatron_fanformer.model.build import build_stages
-from megatron_fanformer.model.config import FANConfig
+from megatron_fanformer.model.config import FANConfig, PrecisionConfig
 from megatron_fanformer.model.dtypes import DTYPES
 from megatron_fanformer.model.kernels import KernelsConfig
 from megatron_fanformer.planning.communication import (
@@ -47,6 +47,7 @@ SEQUENCE = dict(**SP, fan_form="sequence")
 PP = dict(pipeline_model_parallel_size=2)
 VPP = dict(**PP, virtual_pipeline_model_parallel_size=2)
 CP = dict(context_parallel_size=2)
+HEADS = dict(**CP, cp_comm_type="a2a")
 DP = dict(data_parallel_size=2)
 PLAIN = dict(use_distributed_optimizer=False)
 OVERLAP = dict(overlap_grad_reduce=True, overlap_param_gather=True, ddp_bucket_size=6000)
@@ -84,13 +85,20 @@ CASES: dict[str, Case] = {
     "sequence, recomputed": (GROUPED, dict(**SEQUENCE, **FULL)),
     "cp, grouped": (GROUPED, CP),
     "cp, selective": ({}, dict(**CP, **SELECTIVE)),
+    "cp, by heads, within documents": ({}, dict(**HEADS, **SELECTIVE, has_document_ids=True)),
     "dp plain": ({}, dict(**DP, **PLAIN)),
     "dp": ({}, DP),
     "dp, bf16": ({}, dict(**DP, dtype="bf16")),
     "dp, overlap": ({}, dict(**DP, **OVERLAP)),
+    "pp, dp in two instances, overlap": (
+        DEEP,
+        dict(**PP, **OVERLAP, data_parallel_size=4, num_distributed_optimizer_instances=2),
+    ),
+    "sp, pp, bf16 gradients": ({}, dict(**SP, **PP, dtype="bf16", grad_reduce_in_fp32=False)),
     "pp": ({}, PP),
     "pp, uneven": (UNEVEN, dict(**PP, num_layers_in_first_pipeline_stage=1)),
     "vpp": (DEEP, VPP),
+    "pp, embedding and head apart": (UNEVEN, dict(**PP, pipeline_model_parallel_layout="E|tt|t|L")),
     "cp, pp, untied, block": ({**UNTIED, **DEEP}, dict(**CP, **PP, **BLOCK)),
     "tp, cp, one group": (dict(num_query_groups=1), dict(**TP, **CP)),
     "sp, cp, selective": (GROUPED, dict(**SP, **CP, **SELECTIVE)),
@@ -113,6 +121,8 @@ FULL_CASES: dict[str, Case] = {
     "sp, pp, full": ({}, dict(**SP, **PP, **FULL)),
     "sp, dp, overlap, bf16": (UNTIED, dict(**SP, **DP, **OVERLAP, dtype="bf16")),
     "cp, dp": ({}, dict(**CP, **DP)),
+    "cp, by heads, grouped, own values, bf16": ({**OWN_VALUES, **GROUPED}, dict(**HEADS, dtype="bf16")),
+    "sequence, cp, pp, by heads": (UNTIED, dict(**SEQUENCE, **HEADS, **PP, **FULL)),
     "tp 4, two groups": (GROUPED, dict(tensor_model_parallel_size=4)),
     "sequence of 4": ({}, dict(tensor_model_parallel_size=4, sequence_parallel=True, fan_form="sequence")),
     "sequence, cp, own values": (OWN_VALUES, dict(**SEQUENCE, **CP)),
@@ -128,14 +138,16 @@ KERNELS = ("loss_head_chunk_tokens", "chunked_loss_head")
 def job_of_case(case: Case) -> Job:
     model, degrees = case
     degrees = {**degrees}
-    dtype = degrees.pop("dtype", "fp32")
+    precision = PrecisionConfig(
+        dtype=degrees.pop("dtype", "fp32"), grad_reduce_in_fp32=degrees.pop("grad_reduce_in_fp32", True)
+    )
     kernels = {name: degrees.pop(name) for name in KERNELS if name in degrees}
     has_document_ids = degrees.pop("has_document_ids", False)
     parallel = layout(**degrees)
     micro_batches = max(2, parallel.pipeline_model_parallel_size)
     whole = dataclasses.replace(MODEL, **model)
     fields = dict(num_micro_batches=micro_batches, has_document_ids=has_document_ids)
-    return job_of(whole, parallel, dtype, kernels=KernelsConfig(**kernels), **fields)
+    return job_of(whole, parallel, precision=precision, kernels=KernelsConfig(**kernels), **fields)
 
 
 @dataclasses.dataclass
@@ -167,7 +179,7 @@ def count_step(job: Job, clip_grad: float = 1.0) -> CountedRank:
     with rank_grid(parallel, "cpu") as grid:
         seed_everything(0)
         stages = build_stages(job.model, parallel, grid, dtype=dtype, seed=0, kernels=job.kernels)
-        wrapped = wrap_stages(stages, parallel)
+        wrapped = wrap_stages(stages, parallel, grad_reduce_in_fp32=job.precision.grad_reduce_in_fp32)
         optimizer = build_optimizer(OptimizerConfig(clip_grad=clip_grad), wrapped)
         for group in optimizer.param_groups:
             group["lr"], group["weight_decay"] = 1e-4, 0.1
@@ -238,6 +250,7 @@ ALWAYS = (
     "sp, FAN layers for the MLP",
     "sequence, recomputed",
     "cp, selective",
+    "cp, by heads, within documents",
     "dp plain",
     "dp, bf16",
     "dp, overlap",

@@ -50,7 +50,11 @@ def held_states(job: Job) -> tuple[int, dict[str, int]]:
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[job.precision.dtype]
     with rank_grid(job.parallel, "cpu") as grid:
         seed_everything(0)
-        stages = wrap_stages(build_stages(job.model, job.parallel, grid, dtype=dtype, seed=None), job.parallel)
+        stages = wrap_stages(
+            build_stages(job.model, job.parallel, grid, dtype=dtype, seed=None),
+            job.parallel,
+            grad_reduce_in_fp32=job.precision.grad_reduce_in_fp32,
+        )
         is_sharded = job.parallel.use_distributed_optimizer
         optimizer: Any = build_optimizer(OptimizerConfig(), stages)
         updated = [weight for group in optimizer.param_groups for weight in group["params"]]
@@ -72,6 +76,10 @@ STATE_JOBS = {
     "dp, plain, fp32": job_of(FAR_FROM_PADDED, layout("dp=2,distributed_optimizer=false")),
     "dp, buckets": job_of(FAR_FROM_PADDED, layout("dp=2,overlap=true,ddp_bucket_size=6000"), "bf16"),
     "pp, tied": job_of(FAR_FROM_PADDED, layout("pp=2"), "bf16"),
+    "dp in two instances": job_of(FAR_FROM_PADDED, layout("dp=2,num_distributed_optimizer_instances=2"), "bf16"),
+    "dp, bf16 gradients": job_of(
+        FAR_FROM_PADDED, layout("dp=2"), precision=PrecisionConfig(dtype="bf16", grad_reduce_in_fp32=False)
+    ),
 }
 
 
@@ -130,6 +138,14 @@ def test_a_step_is_near_the_simulated_one() -> None:
     assert_formula_is_near(large(config), 4, [1])
 
 
+def test_an_update_with_bf16_gradients_is_near_the_simulated_one() -> None:
+    """Its float32 copies of gradients are the peak of a step of few tokens."""
+    config = large(run_config(dict(num_layers=1), samples=2, micro_batch_size=1, data_parallel_size=2))
+    precision = dataclasses.replace(config.precision, grad_reduce_in_fp32=False)
+    short = dataclasses.replace(config.model, seq_length=128)
+    assert_formula_is_near(dataclasses.replace(config, model=short, precision=precision), 2, [0])
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 @pytest.mark.parametrize("modules", [[], ["mlp"], ["layernorm", "mlp"], ["layernorm"]], ids="-".join)
@@ -145,6 +161,18 @@ def test_fan_layers_for_the_mlp_are_near_the_simulated_ones(modules: list[str], 
         **selective,
     )
     assert_formula_is_near(large(config), 2, [0])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("text", ["Ettt|tL", "E|tt|tt|L", "Ett|ttt|t|L"])
+def test_stages_of_ones_own_are_near_the_simulated_ones(text: str) -> None:
+    config = run_config(
+        dict(num_layers=text.count("t")),
+        micro_batch_size=1,
+        pipeline_model_parallel_size=2,
+        pipeline_model_parallel_layout=text,
+    )
+    assert_formula_is_near(large(config), 2, [0, 1])
 
 
 SEED, LAYOUTS, WORLD = 4177, 10, 64

@@ -246,13 +246,6 @@ def test_fsdp_gathers_and_reduces_in_every_micro_batch() -> None:
     assert hidden == pytest.approx(0.5 * layers, rel=1e-3)
 
 
-def test_replicas_may_sum_smaller_gradients() -> None:
-    machine = dataclasses.replace(PLAIN, domain=Link(bytes_per_second=1e12, efficiency=1.0, latency_seconds=0.0))
-    own, half = (step_time(job(dp=2), machine, software=Software(gradient_bytes=size)) for size in (4, 2))
-    assert own == step_time(job(dp=2), machine)
-    assert half.parts["gradient reduction"] == pytest.approx(own.parts["gradient reduction"] / 2)
-
-
 def test_recomputation_by_operations() -> None:
     """Of seven products of a Transformer's layer the second, fourth and sixth (keys, output, up) are computed again; in
     FP8 all of them; element-wise operations always, attention never."""

@@ -11,8 +11,8 @@ import torch
 
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.runtime import device
+from megatron_fanformer.runtime.environment import DETERMINISTIC
 from megatron_fanformer.runtime.parallel import ParallelConfig
-from tests.small_runs import ROOT, small_run, write_config, write_tokens
 
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "MASTER_ADDR")
 
@@ -96,73 +96,25 @@ def test_deterministic_algorithms_and_an_environment_that_asks_for_others(monkey
     asked = []
     monkeypatch.setattr(torch, "use_deterministic_algorithms", asked.append)
     monkeypatch.setattr(torch.cuda, "set_device", lambda _number: None)
-    for name in ("NCCL_ALGO", *device.DETERMINISTIC):
+    for name in DETERMINISTIC:
         monkeypatch.setenv(name, "")  # put back at the end
         monkeypatch.delenv(name)
     device.configure_process("cuda", 0, 1)
     assert asked == [] and "NCCL_ALGO" not in os.environ
     device.configure_process("cuda", 0, 1, deterministic=True)
     assert asked == [True]
-    assert {name: os.environ[name] for name in device.DETERMINISTIC} == device.DETERMINISTIC
-    assert os.environ["NCCL_ALGO"] == "Ring"
+    assert {name: os.environ[name] for name in DETERMINISTIC} == DETERMINISTIC
     monkeypatch.setenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "1")
     with pytest.raises(InputError, match="NVTE_ALLOW_NONDETERMINISTIC_ALGO is 1 in the environment; unset it"):
         device.configure_process("cuda", 0, 1, deterministic=True)
 
 
-@pytest.mark.parametrize(
-    ("given", "home"),
-    [({}, "{}/nvidia/cudnn"), ({"CUDNN_HOME": "mine"}, "mine"), ({"CUDNN_PATH": "mine"}, None)],
-    ids=["none", "home", "path"],
-)
-def test_the_cudnn_beside_torch_unless_another_is_named(
-    given: dict[str, str], home: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "nvidia" / "cudnn" / "lib").mkdir(parents=True)
-    monkeypatch.setattr(sys, "path", [str(tmp_path)])
-    monkeypatch.delitem(sys.modules, "nvidia", raising=False)
-    monkeypatch.setattr(os, "environ", dict(given))
-    device.share_cudnn()
-    assert os.environ.get("CUDNN_HOME") == (home and home.format(tmp_path))
-
-
-AT_TORCH = """
-import os, sys
-class Stop:
-    def find_spec(self, name, *_):
-        if name == "torch":
-            print(os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS"), flush=True)
-            os._exit(0)
-sys.meta_path.insert(0, Stop())
-from megatron_fanformer.cli import main
-main(sys.argv[1:])
-"""
-
-
-@pytest.mark.parametrize(("given", "kept"), [({}, "1"), ({"CUDA_DEVICE_MAX_CONNECTIONS": "8"}, "8")])
-def test_the_order_of_launches_is_set_before_torch_is_imported(
-    given: dict[str, str], kept: str, tmp_path: Path
-) -> None:
-    config = write_config(tmp_path / "run.yaml", small_run(write_tokens(tmp_path / "tokens"), tmp_path / "run"))
-    environment = {name: value for name, value in os.environ.items() if name != "CUDA_DEVICE_MAX_CONNECTIONS"}
-    for verb in ("train", "parity"):
-        command = [sys.executable, "-c", AT_TORCH, verb, "--config", str(config)]
-        output = subprocess.check_output(command, env={**environment, **given}, cwd=ROOT, text=True)
-        assert output.splitlines()[-1] == kept
-
-
-def test_launched_ranks_keep_the_order_of_launches(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(os, "environ", {})
-    environment = device.rank_environment(0, 1, threads=1, store_port=1, found=tmp_path, error=tmp_path)
-    assert environment["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
-
-
 HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage")
 ADVICE_FOR_A_LARGE_TENSOR = """
 import sys
-from megatron_fanformer.runtime import device
+from megatron_fanformer.runtime import environment
 if sys.argv[1] == "huge":
-    device.use_huge_pages()
+    environment.prepare()
 import torch
 tensor = torch.ones(64 * 2**20 // 4)
 middle = tensor.data_ptr() + 32 * 2**20
@@ -228,6 +180,10 @@ def test_threads_of_the_environment_are_kept(monkeypatch: pytest.MonkeyPatch) ->
             monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
         else:
             monkeypatch.setenv("OMP_NUM_THREADS", stated)
+        assert device.threads_per_rank(2) == threads
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    for binding, threads in (("none", 4), ("cores,none", 4), ("cores,mask_cpu:", 8)):  # which gives each its own
+        monkeypatch.setenv("SLURM_CPU_BIND_TYPE", binding)
         assert device.threads_per_rank(2) == threads
     for wrong in ("0", "-1", "all"):
         monkeypatch.setenv("OMP_NUM_THREADS", wrong)

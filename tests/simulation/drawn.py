@@ -58,6 +58,7 @@ def _candidate(generator: random.Random, world_size: int) -> RunConfig:
         kernels=dict(chunked_loss_head=pick([True, True, False]), loss_head_chunk_tokens=pick([None, 24])),
         tensor_model_parallel_size=tensor,
         context_parallel_size=context,
+        cp_comm_type=pick([None, "a2a"]) if context > 1 else None,
         pipeline_model_parallel_size=stages,
         virtual_pipeline_model_parallel_size=chunks,
         data_parallel_size=replicas,

@@ -65,6 +65,13 @@ def test_every_form_of_a_layout_is_tried() -> None:
     assert forms(dataclasses.replace(config, model=transformer)) == {each for each in expected if each[-1] == "column"}
 
 
+def test_attention_within_documents_is_tried_with_the_exchange_that_it_needs() -> None:
+    config = run_config()
+    config = dataclasses.replace(config, data=dataclasses.replace(config.data, reset_attention_mask=True))
+    parallels = [micro_batches[0].parallel for micro_batches in all_layouts(config, 4)]
+    assert {(each.context_parallel_size > 1, each.cp_comm_type) for each in parallels} == {(False, None), (True, "a2a")}
+
+
 def test_what_a_layout_does_not_name_is_the_configurations() -> None:
     config = run_config(parallel={"context_parallel_size": 2, "ddp_bucket_size": 7})
     other = laid_out(config, "tp=2,mbs=4")

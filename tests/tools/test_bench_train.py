@@ -4,12 +4,8 @@ import json
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
-from torch.autograd import DeviceType
-from torch.profiler import ProfilerActivity
 
 from megatron_fanformer.ops import cpu_kernels
 from megatron_fanformer.planning.machines import load_machine
@@ -84,30 +80,3 @@ def test_nothing_is_measured_in_no_steps(
         bench(option, "0")
     assert refused.value.code == 2
     assert "'0' must be an integer of at least 1" in capsys.readouterr().err
-
-
-@pytest.mark.usefixtures("run_tool")  # what tools import can be imported
-def test_a_kernel_counts_once_also_where_no_operator_launched_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    from benchmarking import breakdown
-
-    monkeypatch.setattr(breakdown, "activities", lambda: [ProfilerActivity.CUDA])
-
-    def event(name: str, *kernels: tuple[str, float], seen: float | None = None, annotation: bool = False) -> Any:
-        return SimpleNamespace(
-            name=name,
-            device_type=DeviceType.CPU if seen is None else DeviceType.CUDA,
-            kernels=[SimpleNamespace(name=kernel, duration=duration) for kernel, duration in kernels],
-            cpu_parent=None,
-            is_user_annotation=annotation,
-            time_range=SimpleNamespace(elapsed_us=lambda: seen),
-        )
-
-    events = [
-        event("_Linear", ("nvjet", 300.0)),
-        event("nvjet", seen=300.0),
-        event("multi_tensor_adam", seen=200.0),  # by the Engine
-        event("_fan_activate", seen=50.0),  # by a CUDA graph
-        event("Optimizer.step", seen=250.0, annotation=True),  # spans it
-    ]
-    found = breakdown.breakdown(events, 1, 1e-3)
-    assert found == pytest.approx({"matrix products": 3e-4, "optimizer": 2e-4, "FAN activation": 5e-5, "host": 4.5e-4})

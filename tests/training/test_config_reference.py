@@ -27,7 +27,7 @@ def fits(value: Any, schema: dict[str, Any], whole: dict[str, Any]) -> bool:
     if not _is_kind(value, schema.get("type")):
         return False
     if isinstance(value, list):
-        return all(fits(item, schema["items"], whole) for item in value)
+        return all(fits(item, schema.get("items", {}), whole) for item in value)  # of a choice above, or here
     if isinstance(value, dict):
         known, others = schema.get("properties", {}), schema.get("additionalProperties", True)
         rules = [(item, known.get(name, others)) for name, item in value.items()]

@@ -16,6 +16,7 @@ from tests.token_pairs import write_token_pair
 from tests.training.test_trainer import train
 
 RunOnRanks = Callable[..., list[Any]]
+SAME = 1e-6  # float32 sums in another order
 
 
 def test_training_and_evaluation_are_within_documents(run_on_ranks: RunOnRanks, tmp_path: Path) -> None:
@@ -25,15 +26,16 @@ def test_training_and_evaluation_are_within_documents(run_on_ranks: RunOnRanks, 
     prefix = write_token_pair(tmp_path / "tokens", [[document] for document in documents])
     write_manifest(prefix, dtype="uint16", max_token_id=VOCAB_SIZE - 1)
 
-    def metrics_of(name: str, **data: Any) -> list[dict[str, Any]]:
+    def metrics_of(name: str, parallel: dict[str, Any] | None = None, **data: Any) -> list[dict[str, Any]]:
         values = small_run(
             prefix,
             tmp_path / name,
             data={"train_data": [prefix], "valid_data": {"v": [prefix]}, "num_workers": 1, **data},
             schedule={"lr_warmup_iters": 1},
             training={"train_iters": 2, "eval_interval": 2, "eval_iters": 1},
+            parallel=parallel or {},
         )
-        run_on_ranks(1, train, values)
+        run_on_ranks((parallel or {}).get("context_parallel_size", 1), train, values)
         return read_metrics(tmp_path / name)
 
     (first, last), (other_first, other_last) = metrics_of("across"), metrics_of("within", reset_attention_mask=True)
@@ -41,6 +43,10 @@ def test_training_and_evaluation_are_within_documents(run_on_ranks: RunOnRanks, 
     assert first["loss"] == pytest.approx(other_first["loss"], rel=0.05)  # the same tokens, and weights
     assert first["loss"] != other_first["loss"]
     assert last["validation_loss/v"] != other_last["validation_loss/v"]
+    by_heads = {"context_parallel_size": 2, "cp_comm_type": "a2a"}
+    spread = metrics_of("spread", by_heads, reset_attention_mask=True)
+    for name, before in (("loss", other_first), ("loss", other_last), ("validation_loss/v", other_last)):
+        assert spread[before["step"] - 1][name] == pytest.approx(before[name], rel=SAME)
     model = config_from_dict(small_run(prefix, tmp_path)).model
     for entry, flops in ((first, training_flops_per_token(model)), (other_first, training_flops_per_token(model, 1))):
         assert entry["model_flops_per_second"] / entry["tokens_per_second"] == pytest.approx(flops)
@@ -50,4 +56,4 @@ def test_a_layout_that_cannot_is_refused(tmp_path: Path) -> None:
     data = {"train_data": ["tokens"], "reset_attention_mask": True}
     values = small_run("tokens", tmp_path, data=data, parallel={"context_parallel_size": 2})
     (problem,) = config_from_dict(values).problems_of_layout()
-    assert problem.startswith("data.reset_attention_mask with parallel.context_parallel_size 2")
+    assert problem.startswith("data.reset_attention_mask with parallel.context_parallel_size 2 and cp_comm_type null")

@@ -96,23 +96,23 @@ def test_a_run_ends_after_its_minutes_and_goes_on_by_the_same_command(
 
 
 def test_a_file_that_is_written_while_an_earlier_state_is_saved_is_not_answered_by_it(tmp_path: Path) -> None:
-    asked, file = InterruptListener(tmp_path / "save"), tmp_path / "save"
-    asked.begin_save()
+    asked, file = InterruptListener(tmp_path), tmp_path / "save"
+    asked.save.begin()
     file.touch()
-    asked.end_save()
+    asked.save.end()
     assert file.exists() and asked.now() == Interrupts(save=True)
-    asked.begin_save()
+    asked.save.begin()
     assert asked.now() == Interrupts()
-    asked.end_save()
+    asked.save.end()
     assert not file.exists()
 
 
 def test_a_file_that_cannot_be_removed_is_answered_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "save").mkdir()  # a folder, say
-    asked = InterruptListener(tmp_path / "save")
+    asked = InterruptListener(tmp_path)
     assert asked.now().save
-    asked.begin_save()
-    asked.end_save()
+    asked.save.begin()
+    asked.save.end()
     assert not asked.now().save
     assert "cannot be removed" in caplog.text
 

@@ -15,10 +15,10 @@ def test_a_save_begins_once_the_one_before_is_published() -> None:
     saves.save(3, progress={})
     assert order.mock_calls == [
         call.saver.finish_due(blocking=True),
-        call.listener.end_save(),
+        call.listener.save.end(),
         call.mirror.offer("step-00000002"),
-        call.listener.begin_save(),
+        call.listener.save.begin(),
         call.saver.save(step=3, progress={}),
-        call.listener.end_save(),
+        call.listener.save.end(),
         call.mirror.offer("step-00000002"),
     ]

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import distributed as dist
 
-from megatron_fanformer.runtime.collectives import methods_replaced
+from megatron_fanformer.runtime.collective_methods import methods_replaced
 from megatron_fanformer.runtime.cpu_collectives import CollectiveThroughMemory
 from megatron_fanformer.runtime.layout import ParallelConfig
 from megatron_fanformer.runtime.parallel import rank_grid

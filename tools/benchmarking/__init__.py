@@ -1,1 +1,1 @@
-"""What the benchmarks share: the ranks that train, matrix rates, breakdowns; of single layers, turns."""
+"""What the benchmarks share: the ranks that train, matrix rates; of single layers, turns."""

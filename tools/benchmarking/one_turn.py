@@ -8,16 +8,17 @@ measured as one line of JSON. Until it is let go, it has nothing on the GPU: man
 
 import json
 import os
+import shutil
 import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from benchmarking.breakdown import breakdown
-from benchmarking.gaps import gaps
 from benchmarking.ranks import Rank
+from megatron_fanformer.inspection.trace import rank_times
 from megatron_fanformer.processes import end_with_parent
 from megatron_fanformer.runtime import device as devices
+from megatron_fanformer.training.config import config_from_dict
 
 
 def main() -> None:
@@ -26,17 +27,16 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what a run reports to its user
     request = json.loads(Path(sys.argv[1]).read_text())
-    devices.prepare_megatron(on_cpu=request["values"]["runtime"]["device"] == "cpu")
+    config = config_from_dict(request["values"])
+    devices.prepare_megatron(config.run_shape(1), on_cpu=config.runtime.device == "cpu")  # as `train` does
     from megatron_fanformer.model.layer_spec import transformer_engine_problem
     from megatron_fanformer.runtime.parallel import distributed
     from megatron_fanformer.training import trainer  # noqa: F401  takes seconds
-    from megatron_fanformer.training.config import config_from_dict
 
     transformer_engine_problem()  # imports the Engine
     print("ready", file=answers, flush=True)
     if not sys.stdin.readline():
         return
-    config = config_from_dict(request["values"])
     with distributed(config.parallel, None, config.runtime) as grid:
         rank = Rank(config, grid)
         rank.steps(request["warm_up"])
@@ -49,9 +49,17 @@ def main() -> None:
 
 
 def _traced(rank: Rank, steps: int, file: Path) -> dict[str, Any]:
-    profile, seconds = rank.profile(steps)
-    profile.export_chrome_trace(str(file))
-    return {"breakdown_seconds": breakdown(profile.events(), steps, seconds / steps), **gaps(profile)}
+    trace = rank.profile(steps)
+    times = rank_times(trace)
+    shutil.copyfile(trace, file)
+    return {
+        "breakdown_seconds": times.seconds,
+        "idle_share": times.idle / times.step_seconds,
+        "gaps": [
+            {"after": gap.after, "before": gap.before, "share": gap.seconds / times.step_seconds, "times": gap.times}
+            for gap in times.gaps
+        ],
+    }
 
 
 if __name__ == "__main__":

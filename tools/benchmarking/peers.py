@@ -35,7 +35,7 @@ PEERS = (
     Peer(name="plain, memory kept", keeps_memory=True),
     Peer(name="plain, memory kept, compiled", keeps_memory=True, compiles=True),
 )
-HUGE_PAGES = "THP_MEM_ALLOC_ENABLE"  # what `use_huge_pages` sets
+HUGE_PAGES = "THP_MEM_ALLOC_ENABLE"  # what `environment.prepare` sets
 
 
 def runnable_peers() -> tuple[Peer, ...]:
@@ -51,7 +51,7 @@ def start_peer(peer: Peer, model: FANformerConfig, is_bf16: bool, samples: int) 
     with patch.dict(os.environ):
         os.environ.pop(HUGE_PAGES, None)
         if peer.keeps_memory:
-            devices.use_huge_pages()
+            os.environ[HUGE_PAGES] = "1"
         return CaseProcesses(_serve_peer, [(peer, model, is_bf16, samples)])
 
 

@@ -9,15 +9,15 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass
-from functools import wraps
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarking.breakdown import activities, breakdown
+from megatron_fanformer.inspection.trace import rank_times
 from megatron_fanformer.model.config import FANformerConfig
 from megatron_fanformer.runtime import device as devices
+from megatron_fanformer.training.traces import trace_file, trace_folder
 
 END_SECONDS = 20
 MANY_STEPS = 100_000  # more than any benchmark takes
@@ -98,11 +98,12 @@ def ranks_of(values: dict[str, Any], world_size: int) -> CaseProcesses:
 
 
 def _serve_rank(connection: Any, values: dict[str, Any], rank: int, world_size: int, port: int) -> None:
-    devices.prepare_libraries()
-    from megatron_fanformer.runtime.parallel import distributed
     from megatron_fanformer.training.config import config_from_dict
 
     config = config_from_dict(values)
+    devices.prepare_libraries(config.run_shape(world_size))  # as `train` does
+    from megatron_fanformer.runtime.parallel import distributed
+
     address = devices.RankAddress(
         rank=rank,
         world_size=world_size,
@@ -127,10 +128,8 @@ class Rank:
     """A whole Trainer on one rank, whose steps are timed or profiled."""
 
     def __init__(self, config: Any, grid: Any) -> None:
-        from megatron_fanformer.training import step, trainer
+        from megatron_fanformer.training import trainer
 
-        for module, name in ((step, "gradient_norm"), (trainer, "update_weights")):  # for the breakdown
-            setattr(module, name, _labelled("optimizer", getattr(module, name)))
         self.trainer = trainer.Trainer(config, grid)
         self._config = config
         self._is_cuda = grid.device == "cuda"
@@ -148,20 +147,16 @@ class Rank:
         return Timing(seconds / number, (seconds - within) / number)
 
     def breakdown(self, number: int) -> dict[str, float]:
-        """Profile some steps; seconds of one by category."""
-        profile, seconds = self.profile(number)
-        return breakdown(profile.events(), number, seconds / number)
+        """Profile some steps; on rank 0, seconds of one by category."""
+        trace = self.profile(number)
+        return rank_times(trace).seconds if self.trainer.grid.is_main else {}
 
-    def profile(self, number: int) -> tuple[torch.profiler.profile, float]:
-        """Profile some steps; the profile, and the seconds of all of them."""
-        self._wait()
-        with torch.profiler.profile(activities=activities()) as profile:
-            started = time.perf_counter()
-            for _ in range(number):
-                self.trainer.take_step()
-            self._wait()
-            seconds = time.perf_counter() - started
-        return profile, seconds
+    def profile(self, number: int) -> Path:
+        """Profile some steps; the file of rank 0's trace."""
+        first = self.trainer.step + 1
+        self.trainer.profiler.profile_next(self.trainer.step, number)
+        self.steps(number)
+        return trace_file(trace_folder(self.trainer.run, first, self.trainer.step), rank=0)
 
     def peak_memory(self) -> int:
         """Bytes at the most so far: resident on a CPU, allocated on a GPU."""
@@ -172,15 +167,6 @@ class Rank:
     def _wait(self) -> None:
         if self._is_cuda:
             torch.cuda.synchronize()
-
-
-def _labelled(label: str, function: Any) -> Any:
-    @wraps(function)
-    def labelled(*args: Any, **kwargs: Any) -> Any:
-        with torch.profiler.record_function(label):
-            return function(*args, **kwargs)
-
-    return labelled
 
 
 def _free_port() -> int:

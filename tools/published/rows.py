@@ -22,7 +22,7 @@ from megatron_fanformer.planning.flops import training_flops_per_token
 from megatron_fanformer.planning.job import Job
 from megatron_fanformer.planning.machines import Machine, known_machines
 from megatron_fanformer.planning.step_time import step_time
-from megatron_fanformer.runtime.layout import ParallelConfig
+from megatron_fanformer.runtime.layout import LAYER, ParallelConfig
 from megatron_fanformer.training.optimizers import OPTIMIZERS
 from published.software import Practice, practice_of
 
@@ -199,10 +199,10 @@ def _job(values: dict[str, str], n: dict[str, int], practice: Practice, recomput
 
 
 def _precision(name: str, practice: Practice) -> PrecisionConfig:
-    if name == "bf16":
-        return PrecisionConfig(dtype="bf16")
-    recipe: Any = practice.fp8_recipe if name == "fp8" else name
-    return PrecisionConfig(dtype="bf16", fp8="hybrid", fp8_recipe=recipe)
+    fields: dict[str, Any] = {"dtype": "bf16", "grad_reduce_in_fp32": practice.sums_in_fp32}
+    if name != "bf16":
+        fields |= {"fp8": "hybrid", "fp8_recipe": practice.fp8_recipe if name == "fp8" else name}
+    return PrecisionConfig(**fields)
 
 
 def _parallel(recompute: str, n: dict[str, int], practice: Practice) -> ParallelConfig:
@@ -211,16 +211,25 @@ def _parallel(recompute: str, n: dict[str, int], practice: Practice) -> Parallel
         fields = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     elif recompute == "sel":
         fields = {"recompute_granularity": "selective"}
-    if n["L"] % n["pp"]:  # the ends, which have the embedding and the head too, share what is left
-        ends = n["L"] - -(-n["L"] // n["pp"]) * (n["pp"] - 2)
-        fields |= {"num_layers_in_first_pipeline_stage": ends // 2, "num_layers_in_last_pipeline_stage": -(-ends // 2)}
+    chunks = n["vp"] if n["vp"] > 1 and n["pp"] > 1 else None
+    if n["L"] % n["pp"]:
+        chunks, fields["pipeline_model_parallel_layout"] = None, _uneven(n["L"], n["pp"] * n["vp"])
     return ParallelConfig(
         tensor_model_parallel_size=n["tp"],
         pipeline_model_parallel_size=n["pp"],
-        virtual_pipeline_model_parallel_size=n["vp"] if n["vp"] > 1 and n["pp"] > 1 else None,
+        virtual_pipeline_model_parallel_size=chunks,
         context_parallel_size=n["cp"],
         sequence_parallel=n["tp"] > 1 and practice.sp,
         overlap_grad_reduce=practice.dp_overlap,
         overlap_param_gather=practice.dp_overlap,
         **fields,
     )
+
+
+def _uneven(layers: int, chunks: int) -> str:
+    """Layers over chunks where they do not divide: the embedding and the head count as one each."""
+    each, more = divmod(layers + 2, chunks)
+    alike = [each + (place < more) for place in range(chunks)]
+    first, *middle, last = alike[0] - 1, *alike[1:-1], alike[-1] - 1
+    parts = [f"E{LAYER * first}", *(LAYER * number for number in middle), f"{LAYER * last}L"]
+    return "|".join(parts)

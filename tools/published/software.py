@@ -39,8 +39,8 @@ class Practice:
     """Weights sharded over the replicas, and gathered a layer at a time."""
     fp8_recipe: str = "tensorwise"
     """Recipe of the row's `fp8`."""
-    gradient_bytes: int = 4
-    """Bytes of a gradient that replicas sum."""
+    sums_in_fp32: bool = True
+    """Whether replicas sum gradients in float32, or in bf16."""
     selects_operations: bool = False
     """Whether `sel` is torchtitan's selective checkpointing by operations, and not Megatron's of core attention."""
     states_batches: bool = True
@@ -66,7 +66,6 @@ class Practice:
         """Return it as the formula takes it; `recomputation` is the row's."""
         return Software(
             overlaps_tensor_parallel=self.tp_overlap,
-            gradient_bytes=self.gradient_bytes,
             is_fully_sharded=self.fsdp,
             recomputes_operations=recomputation == "op",
         )
@@ -93,13 +92,13 @@ SOURCES = {  # by the beginning of their names; the longest that fits
     # docs.nvidia.com/nemo-framework, performance summaries of 24.07, 24.12, 25.02, 25.04, 25.07: recipes for throughput
     # turn user buffers on; gradients are reduced in bf16. From 25.02 on scales are of the present step.
     "nemo24": Practice(tp_overlap=True, fp8_recipe="delayed"),
-    "nemo": Practice(tp_overlap=True, fused_loss=True, gradient_bytes=2),
+    "nemo": Practice(tp_overlap=True, fused_loss=True, sums_in_fp32=False),
     # docs.nvidia.com/nemo/megatron-bridge, performance summary and its archive; github.com/NVIDIA-NeMo/Megatron-Bridge,
     # scripts/performance (grad_reduce_in_fp32 is off) and pull request 3107 (fine-tuning).
-    "bridge": Practice(tp_overlap=True, fused_loss=True, gradient_bytes=2),
+    "bridge": Practice(tp_overlap=True, fused_loss=True, sums_in_fp32=False),
     # github.com/NVIDIA/dgxc-benchmarking, llama3.1 and nemotron: NeMo 24.09 and 25.04.
-    "dgxc24": Practice(tp_overlap=True, fused_loss=True, fp8_recipe="delayed", gradient_bytes=2),
-    "dgxc": Practice(tp_overlap=True, fused_loss=True, gradient_bytes=2),
+    "dgxc24": Practice(tp_overlap=True, fused_loss=True, fp8_recipe="delayed", sums_in_fp32=False),
+    "dgxc": Practice(tp_overlap=True, fused_loss=True, sums_in_fp32=False),
     # SimuMax v1.2, its guide to the B200's runs: everything that overlaps is off, the cross entropy is fused.
     "simumax": Practice(dp_overlap=False, fused_loss=True),
     # github.com/pytorch/torchtitan, benchmarks/: H100 with 2.4 TB/s, limited to 500 of 700 W.

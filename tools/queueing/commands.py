@@ -104,13 +104,14 @@ def layers_of_7b(setting: Setting) -> list[Command]:
 def settings(setting: Setting) -> list[Command]:
     """Time a step by settings of the machine."""
     margins = ("NVTE_FWD_LAYERNORM_SM_MARGIN=20", "NVTE_BWD_LAYERNORM_SM_MARGIN=20")
-    expandable = ("PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True", "NCCL_GRAPH_REGISTER=0")
+    fixed = "PYTORCH_ALLOC_CONF=expandable_segments:False"
     cases = {
-        "as usual": ("fanformer", "CUDA_DEVICE_MAX_CONNECTIONS=1"),
+        "as usual": ("fanformer",),  # one connection, segments that expand
         "32 connections": ("fanformer", "CUDA_DEVICE_MAX_CONNECTIONS=32"),
         "margins of 20": ("fanformer", *margins),
+        "fixed segments": ("fanformer", fixed),
         "graphs": ("fanformer", GRAPHS),
-        "graphs, expandable": ("fanformer", GRAPHS, *expandable),
+        "graphs, fixed segments": ("fanformer", GRAPHS, fixed),
     }
     return [_steps(setting, "step.json", cases)]
 

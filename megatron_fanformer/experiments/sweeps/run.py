@@ -24,7 +24,14 @@ from megatron_fanformer.errors import FanformerError, InputError, Interrupted
 from megatron_fanformer.experiments.sweeps.cells import is_complete, outcome
 from megatron_fanformer.experiments.sweeps.file import Cell, Sweep
 from megatron_fanformer.experiments.sweeps.tuning import due
-from megatron_fanformer.processes import SAVE_SIGNAL, end_with_owner, signals_held, signals_to, usable_cores
+from megatron_fanformer.processes import (
+    PROFILE_SIGNAL,
+    SAVE_SIGNAL,
+    end_with_owner,
+    signals_held,
+    signals_to,
+    usable_cores,
+)
 from megatron_fanformer.runtime import device
 
 TRAIN = (sys.executable, "-m", "megatron_fanformer", "train")
@@ -128,9 +135,10 @@ class _Runs:
     def _pass_on_signals(self) -> None:
         while self.received:
             number = self.received.popleft()
-            self._is_stopped |= number != SAVE_SIGNAL
+            goes_on = number in (SAVE_SIGNAL, PROFILE_SIGNAL)
+            self._is_stopped |= not goes_on
             for _, process, _ in self._running.values():
-                process.send_signal(number if number == SAVE_SIGNAL else signal.SIGTERM)
+                process.send_signal(number if goes_on else signal.SIGTERM)
 
     def _end(self, cell: Cell, code: int, started: float) -> None:
         if code == Interrupted.exit_code:  # by a signal to this cell alone, which is meant for the sweep

@@ -6,7 +6,7 @@ A resumed run takes away what was logged after the checkpoint that it resumes fr
 import logging
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -58,6 +58,13 @@ class LoggingConfig(*_FIELDS):  # type: ignore[misc]  # the table's, whichever t
     straggler_factor: float = 1.4
     """A rank is named above this many times its pipeline stage's median work, if the others wait more than a tenth of a
     step."""
+    profile_steps: list[int] | None = None
+    """The first and the last step to profile, into the run's folder (docs/debugging.md#where-the-time-goes); null:
+    none but those that are requested while the run is going on."""
+    profile_ranks: list[int] | None = field(default_factory=lambda: [0])
+    """Ranks that are profiled; null: all."""
+    record_memory_history: bool = False
+    """Beside each rank's profile write a snapshot of the GPU's memory, with the history of those steps."""
 
     def problems(self) -> list[str]:
         """Return the rules of single fields that this configuration breaks, one line each."""
@@ -67,7 +74,32 @@ class LoggingConfig(*_FIELDS):  # type: ignore[misc]  # the table's, whichever t
             *found,
             *broken_fields("logging", self, "be at least 1, or null", lambda value: value < 1, *intervals),
             *broken_fields("logging", self, "be above 1", lambda value: not value > 1, "straggler_factor"),
+            *broken_fields("logging", self, "be [FIRST, LAST] with 1 <= FIRST <= LAST", _is_no_span, "profile_steps"),
+            *broken_fields("logging", self, "be ranks, from 0 on, or null", _are_no_ranks, "profile_ranks"),
         ]
+
+    def profile_problems(self, ranks: int, steps: int | None) -> list[str]:
+        """Return what a run of so many ranks and steps (None: not known yet) never profiles, one line each."""
+        found = []
+        if steps is not None and self.profile_steps is not None and self.profile_steps[1] > steps:
+            found.append(
+                f"logging.profile_steps is {self.profile_steps}, and the run ends with step {steps}; name steps "
+                "that it takes, or set it to null"
+            )
+        if self.profile_ranks is not None and (missing := [rank for rank in self.profile_ranks if rank >= ranks]):
+            found.append(
+                f"logging.profile_ranks has rank {missing[0]}, and the run has ranks 0 to {ranks - 1}; name those that "
+                "it has, or set it to null for all"
+            )
+        return found
+
+
+def _is_no_span(steps: list[int]) -> bool:
+    return len(steps) != 2 or not 1 <= steps[0] <= steps[1]
+
+
+def _are_no_ranks(ranks: list[int]) -> bool:
+    return not ranks or min(ranks) < 0
 
 
 def logger_problems(config: LoggingConfig) -> list[str]:
@@ -147,11 +179,14 @@ class Loggers:
             _warn_of_failure(name, error)
 
     def write(self, step: int, metrics: dict[str, Any]) -> None:
-        """Record a step's metrics everywhere.
+        """Record a step's metrics everywhere; every `log_interval` steps in this rank's log, too.
 
         Raises:
             FanformerError: the run's folder is gone, or another run's by now.
         """
+        if step % self._config.log_interval == 0 or step >= self._steps:
+            numbers = {name: value for name, value in metrics.items() if isinstance(value, int | float)}
+            logger.debug("step %d  %s", step, "  ".join(f"{name} {value:g}" for name, value in numbers.items()))
         for name, each in list(self._open.items()):
             try:
                 each.write(step, metrics)

@@ -1,0 +1,159 @@
+"""What a run sets in the environment: the value of each setting by layout, before torch, and the user's own first."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_fanformer.cli import main
+from megatron_fanformer.errors import InputError
+from megatron_fanformer.runtime import environment
+from megatron_fanformer.runtime.environment import ALLOCATOR, ALLOCATOR_OLD, EXPANDABLE, GRAPH_REGISTER, RunShape
+from megatron_fanformer.runtime.layout import ParallelConfig
+from tests.small_runs import ROOT, small_run, write_config, write_tokens
+
+CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
+MARGINS = ("NVTE_FWD_LAYERNORM_SM_MARGIN", "NVTE_BWD_LAYERNORM_SM_MARGIN")
+TP_2 = {"tensor_model_parallel_size": 2}
+INTERLEAVED = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}
+
+
+def shape(parallel: dict[str, Any] | None = None, *, replicas: int = 1, **rest: Any) -> RunShape:
+    return RunShape(parallel=ParallelConfig(**(parallel or {})), replicas=replicas, **rest)
+
+
+def set_for(run: RunShape | None, **given: str) -> dict[str, str]:
+    """What is set besides what the environment has, in one that has no cuDNN to find."""
+    env = dict(given)
+    environment.prepare(run, env)
+    return {name: value for name, value in env.items() if name not in given and name != "CUDNN_HOME"}
+
+
+@pytest.mark.parametrize(
+    ("run", "connections", "priority", "margin"),
+    [
+        (None, "1", None, None),  # a process that may take any layout
+        (shape(), "1", None, None),
+        (shape(replicas=8), "32", "1", "20"),
+        (shape(TP_2), "1", "1", None),
+        (shape(TP_2, replicas=4), "1", "1", "20"),
+        (shape({"context_parallel_size": 2}, replicas=2), "1", "1", "20"),
+        (shape(TP_2, replicas=4, is_after_hopper=True), "32", "1", "20"),
+        (shape({"pipeline_model_parallel_size": 2}), "32", "1", None),
+        (shape(INTERLEAVED), "32", "1", "20"),
+        (shape({"overlap_grad_reduce": False}, replicas=8), "32", "1", None),
+        (shape(replicas=8, over_nccl=False), "32", None, None),
+    ],
+)
+def test_what_communication_needs(run: RunShape | None, connections: str, priority: str, margin: str) -> None:
+    found = set_for(run)
+    assert found[CONNECTIONS] == connections
+    assert found.get("TORCH_NCCL_HIGH_PRIORITY") == priority
+    assert [found.get(name) for name in MARGINS] == [margin, margin]
+
+
+def test_what_memory_graphs_threads_and_reproducibility_need() -> None:
+    alone = set_for(shape())
+    assert alone == {CONNECTIONS: "1", ALLOCATOR: EXPANDABLE, "THP_MEM_ALLOC_ENABLE": "1"}
+    assert set_for(shape(cuda_graphs=True)) == alone | {GRAPH_REGISTER: "0"}
+    assert set_for(shape(threads=12)) == alone | {"OMP_NUM_THREADS": "12"}
+    assert set_for(shape(deterministic=True)) == alone | environment.DETERMINISTIC
+    assert set_for(None) == {CONNECTIONS: "1", "THP_MEM_ALLOC_ENABLE": "1"}
+
+
+def test_the_users_own_wins_and_is_reported_where_it_differs() -> None:
+    env = {CONNECTIONS: "8", "TORCH_NCCL_HIGH_PRIORITY": "1", "OMP_NUM_THREADS": "3"}
+    found = environment.prepare(shape(replicas=2, threads=4), env)
+    assert (env[CONNECTIONS], env["OMP_NUM_THREADS"]) == ("8", "3")
+    assert environment.kept_line(found) == (
+        f"kept from the environment: {CONNECTIONS} 8 (this run would set 32); `config --environment` has the reasons"
+    )
+    assert environment.kept_line(environment.prepare(shape(replicas=2), {})) is None
+    assert ALLOCATOR not in set_for(shape(), **{ALLOCATOR_OLD: "max_split_size_mb:512"})
+
+
+def test_segments_that_expand_are_not_registered_by_nccl() -> None:
+    """megatron-core asserts the same of its own kind of graphs."""
+    run = shape(cuda_graphs=True)
+    assert ALLOCATOR not in set_for(run, **{GRAPH_REGISTER: "1"})  # the user's choice stands, without them
+    assert set_for(run, **{ALLOCATOR: EXPANDABLE})[GRAPH_REGISTER] == "0"
+    with pytest.raises(InputError, match=f"both {EXPANDABLE} and {GRAPH_REGISTER} 1, .* unset one of them"):
+        environment.prepare(run, {ALLOCATOR_OLD: EXPANDABLE, GRAPH_REGISTER: "1"})
+
+
+def test_a_value_that_contradicts_the_run_is_refused_and_nothing_is_set() -> None:
+    env = {"CUBLAS_WORKSPACE_CONFIG": ":16:8"}
+    with pytest.raises(InputError, match="CUBLAS_WORKSPACE_CONFIG is :16:8 in the environment; unset it"):
+        environment.prepare(shape(deterministic=True), env)
+    assert env == {"CUBLAS_WORKSPACE_CONFIG": ":16:8"}
+
+
+@pytest.mark.parametrize(
+    ("given", "home"),
+    [({}, "{}/nvidia/cudnn"), ({"CUDNN_HOME": "mine"}, "mine"), ({"CUDNN_PATH": "mine"}, None)],
+    ids=["none", "home", "path"],
+)
+def test_the_cudnn_beside_torch_unless_another_is_named(
+    given: dict[str, str], home: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "nvidia" / "cudnn" / "lib").mkdir(parents=True)
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    monkeypatch.delitem(sys.modules, "nvidia", raising=False)
+    env = dict(given)
+    environment.prepare(None, env)
+    assert env.get("CUDNN_HOME") == (home and home.format(tmp_path))
+
+
+AT_TORCH = """
+import os, sys
+class Stop:
+    def find_spec(self, name, *_):
+        if name == "torch":
+            print(os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS"), os.environ.get("PYTORCH_ALLOC_CONF"), flush=True)
+            os._exit(0)
+sys.meta_path.insert(0, Stop())
+from megatron_fanformer.cli import main
+main(sys.argv[1:])
+"""
+LAUNCHED = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
+
+
+@pytest.mark.parametrize(
+    ("verb", "given", "seen"),
+    [
+        ("train", {}, f"1 {EXPANDABLE}"),
+        ("train", {CONNECTIONS: "8"}, f"8 {EXPANDABLE}"),
+        ("train", LAUNCHED, f"32 {EXPANDABLE}"),  # two replicas
+        ("parity", {}, "1 None"),
+    ],
+)
+def test_it_is_set_before_torch_is_imported(verb: str, given: dict[str, str], seen: str, tmp_path: Path) -> None:
+    config = write_config(tmp_path / "run.yaml", small_run(write_tokens(tmp_path / "tokens"), tmp_path / "run"))
+    others = {name: value for name, value in os.environ.items() if name not in (CONNECTIONS, ALLOCATOR, ALLOCATOR_OLD)}
+    command = [sys.executable, "-c", AT_TORCH, verb, "--config", str(config)]
+    output = subprocess.check_output(command, env={**others, **given}, cwd=ROOT, text=True)
+    assert output.splitlines()[-1] == seen
+
+
+def test_the_verb_prints_the_table_of_a_run(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for setting in environment.SETTINGS:
+        monkeypatch.delenv(setting.variable, raising=False)
+    monkeypatch.setenv(CONNECTIONS, "8")
+    config = write_config(tmp_path / "run.yaml", small_run("tokens", tmp_path / "run", runtime={"device": "auto"}))
+    command = ["config", "--environment", "--config", str(config), "--parallel.tensor_model_parallel_size", "2"]
+    assert main([*command, "--gpus", "8"]) == 0
+    first, _, *rows = capsys.readouterr().out.splitlines()
+    assert first.startswith("8 ranks, 4 replicas of the weights; ")
+    assert [row.split()[0] for row in rows[1 : 1 + len(environment.SETTINGS)]] == [
+        setting.variable for setting in environment.SETTINGS
+    ]
+    by_name = {row.split()[0]: row.split("  ") for row in rows if row}
+    assert [cell.strip() for cell in by_name[CONNECTIONS] if cell][1:3] == ["8", "yours; else 1"]
+    assert by_name[MARGINS[0]][-1] == environment.SETTINGS[2].reason
+    assert main([*command, "--gpus", "3"]) == 2
+    assert "the world size is 3" in capsys.readouterr().err
