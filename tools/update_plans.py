@@ -10,16 +10,16 @@ Everything else is written by hand.
 
 import argparse
 import dataclasses
+import itertools
 import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from megatron_fanformer import markdown
 from megatron_fanformer.planning.machines import load_machine
 from megatron_fanformer.runtime.layout import ParallelConfig
-from megatron_fanformer.sizing.candidates import NAMED, layout_name
+from megatron_fanformer.sizing.candidates import layout_lines, layout_name
 from megatron_fanformer.sizing.estimate import GIB, Estimate, cost, for_machine
 from megatron_fanformer.sizing.search import search
 from megatron_fanformer.training.config import RunConfig, load_config
@@ -70,7 +70,8 @@ def planned(file: Path) -> str:
     base = dataclasses.replace(own.config, parallel=dataclasses.replace(own.config.parallel, data_parallel_size=None))
     rows = [f"# {line}".rstrip() for line in _rows(found, base)]
     text = BLOCK.sub(lambda _: "\n".join([*rows, "# -- end of layouts\n"]), text)
-    text = PARALLEL.sub(lambda _: "".join(f"  {name}: {_yaml(value)}\n" for name, value in _fields(own)), text)
+    _, *fields = itertools.takewhile(lambda line: line != "training:", layout_lines(own.config, own.config))
+    text = PARALLEL.sub(lambda _: "".join(f"{line}\n" for line in fields), text)
     size, number = own.job.micro_batch_size, own.job.num_micro_batches
     per_step = f"{number} micro batch{'es' if number > 1 else ''} per step at {ranks} ranks"
     return MICRO_BATCH.sub(f"  micro_batch_size: {size}  # as the layout: {per_step}", text)
@@ -121,24 +122,6 @@ def _rows(found: dict[int, Estimate | None], base: RunConfig) -> Iterator[str]:
             f"{gpus:>5} {time.seconds:>8.3f} {time.model_flops_utilization:>6.1%} {memory:>5.1f} {days:>7.1f}  "
             f"{layout_name(best.config, base)}"
         )
-
-
-def _fields(own: Estimate) -> Iterator[tuple[str, Any]]:
-    """The fields of `parallel` to write: the degrees that everybody looks for, and what differs from its default."""
-    parallel, plain = own.config.parallel, ParallelConfig()
-    always = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "sequence_parallel")
-    names = [*NAMED, "recompute_method", "recompute_num_layers"]
-    for name in names:
-        value = getattr(parallel, name)
-        if name != "data_parallel_size" and (name in always or value != getattr(plain, name)):
-            yield name, value
-    yield "use_distributed_optimizer", parallel.use_distributed_optimizer
-
-
-def _yaml(value: Any) -> str:
-    if isinstance(value, list):
-        return f"[{', '.join(value)}]"
-    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 if __name__ == "__main__":

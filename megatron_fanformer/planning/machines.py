@@ -84,6 +84,8 @@ class Machine:
     """Time to start a collective, whatever its size."""
     domain_size: int
     """Chips that `domain` connects, usually those of a node."""
+    node_size: int | None = None
+    """Chips of a node; null: those of a domain."""
     domain: Link
     """The link within a domain: NVLink."""
     network: Link
@@ -91,8 +93,10 @@ class Machine:
     overlap: float
     """Share of a communication that is hidden beside computation, in [0, 1]: both slow each other."""
     relative_error: float
-    """Relative error of a step's time: nine of ten published runs are within it, each predicted without any data of its
-    own source; 0 without a comparison."""
+    """Relative error of a step's time: nine of ten published runs of each source are within it, predicted without any
+    run of that source; 0 without a comparison."""
+    fp8_relative_error: float | None = None
+    """The same of steps in FP8; null: as `relative_error`."""
     sources: list[str]
     """Sources of the figures, one a line."""
     launches_ahead: bool = True
@@ -110,6 +114,10 @@ class Machine:
     def usable_bytes(self) -> int:
         """Return what a program can have of the memory."""
         return int((1 - DRIVERS_SHARE) * self.memory_bytes)
+
+    def error_in(self, dtype: str) -> float:
+        """Return the relative error of a step's time; `dtype` is fp32, bf16 or fp8."""
+        return self.relative_error if dtype != "fp8" or self.fp8_relative_error is None else self.fp8_relative_error
 
     def flops_per_second(self, dtype: str) -> float:
         """Return the data sheet's rate of dense products; `dtype` is fp32, bf16 or fp8.

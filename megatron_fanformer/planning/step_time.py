@@ -17,6 +17,7 @@ gradients between stages, collectives of a few bytes, evaluation, checkpoints an
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from megatron_fanformer.model.config import FANformerConfig
 from megatron_fanformer.planning import roofline
 from megatron_fanformer.planning.flops import training_flops_per_token
 from megatron_fanformer.planning.gradient_buffers import (
@@ -55,6 +56,27 @@ EXPOSED = {
 
 
 @dataclass(frozen=True, kw_only=True)
+class Software:
+    """What other trainers do in a step that this one does not, or does otherwise; the defaults are this project's.
+
+    Published runs are compared with the formula in their own software's way.
+    """
+
+    overlaps_tensor_parallel: bool = False
+    """Whether collectives of tensor parallel ranks run beside products throughout, as Transformer Engine's user buffers
+    let them."""
+    is_fully_sharded: bool = False
+    """FSDP: each micro batch gathers a layer's weights before its forward and before its backward, and reduces and
+    scatters its gradients."""
+    recomputes_operations: bool = False
+    """torchtitan's selective checkpointing by operations: attention and every second product are kept (in FP8 no
+    product, which its list does not name), all else is computed again."""
+
+
+OWN = Software()
+
+
+@dataclass(frozen=True, kw_only=True)
 class StepTime:
     """The time of a step and its parts, on the rank that the others wait for."""
 
@@ -71,18 +93,14 @@ class StepTime:
     """Model FLOP/s, as a share of the data sheet's matrix rate in the weights' format."""
 
 
-def step_time(job: Job, machine: Machine, *, overlaps_tensor_parallel: bool = False) -> StepTime:
+def step_time(job: Job, machine: Machine, *, software: Software = OWN) -> StepTime:
     """Return what a step takes.
-
-    Args:
-        overlaps_tensor_parallel: whether collectives of tensor parallel ranks run beside products throughout, as
-            Transformer Engine's user buffers let them. This project does not use them; published runs do.
 
     Raises:
         ValueError: the layers do not divide evenly over the stages.
         InputError: the machine has no FP8, which the job uses.
     """
-    seconds = _Seconds(job, machine, overlaps_tensor_parallel)
+    seconds = _Seconds(job, machine, software)
     stages = seconds.stages()
     longest = max(stages, key=_Parts.total)
     spent = _Parts()
@@ -97,7 +115,7 @@ def step_time(job: Job, machine: Machine, *, overlaps_tensor_parallel: bool = Fa
     peak = machine.flops_per_second(job.precision.dtype) * job.world_size
     return StepTime(
         seconds=total,
-        relative_error=machine.relative_error,
+        relative_error=machine.error_in("fp8" if job.precision.fp8 else job.precision.dtype),
         parts=parts,
         exposed={
             group: value for group, names in EXPOSED.items() if (value := sum(parts.get(name, 0.0) for name in names))
@@ -130,6 +148,15 @@ def collective_seconds(term: Term, ranks: int, stride: int, machine: Machine) ->
     return term.calls * (machine.collective_seconds + rounds * hops) + rounds * share * term.message_bytes / rate
 
 
+def _every_second_product(model: FANformerConfig) -> float:
+    """Return the share of FLOPs of keys, attention output and the second half of the gated MLP's first map: the second,
+    fourth and sixth of a Transformer layer's products in the order queries, keys, values, output, gate, up, down.
+    """
+    queries, keys = model.num_attention_heads * model.kv_channels, model.query_groups * model.kv_channels
+    inner = model.ffn_hidden_size
+    return (keys + queries + inner) / (2 * queries + 2 * keys + 3 * inner)
+
+
 class _Parts(dict[str, float]):
     """Seconds by purpose."""
 
@@ -146,9 +173,8 @@ class _Parts(dict[str, float]):
 class _Seconds:
     """The seconds of the parts of a job on a machine."""
 
-    def __init__(self, job: Job, machine: Machine, overlaps_tensor_parallel: bool) -> None:
-        self._job, self._machine = job, machine
-        self._overlaps_tensor_parallel = overlaps_tensor_parallel
+    def __init__(self, job: Job, machine: Machine, software: Software) -> None:
+        self._job, self._machine, self._software = job, machine, software
         self._groups = job.group_sizes(0)
         parallel = job.parallel
         nearest = parallel.tensor_model_parallel_size
@@ -156,7 +182,7 @@ class _Seconds:
         self._strides |= {"tp_dp_cp": 1, "intra_dp_cp": nearest, "inter_dist_opt": nearest * job.state_ranks}
         self._strides[PIPELINE] = nearest * parallel.context_parallel_size * job.data_parallel_size
         self._has_plain_attention = job.kernels.attention_backend == "unfused"
-        self._layer_backward = 0.0  # of one layer, without what it recomputes
+        self._layer_forward = self._layer_backward = 0.0  # of one layer, without what it recomputes
 
     # -- a micro batch
 
@@ -202,9 +228,9 @@ class _Seconds:
             backward.add({operation.kind: self._work(operation, operation.backward, is_backward=True)})
         self._communicate(forward, list(layer_forward(job)), sum(each.forward.kernels for each in operations))
         self._communicate(backward, list(layer_backward(job)), sum(each.backward.kernels for each in operations))
-        self._layer_backward = backward.total()
+        self._layer_forward, self._layer_backward = forward.total(), backward.total()
         again = forward.total() if job.parallel.recompute_granularity == "full" else 0.0
-        if job.parallel.recompute_granularity == "selective":
+        if job.parallel.recompute_granularity == "selective" or self._software.recomputes_operations:
             again = sum(
                 self._recomputed(operation) * self._work(operation, operation.forward) for operation in operations
             )
@@ -216,6 +242,10 @@ class _Seconds:
     def _recomputed(self, operation: Operation) -> float:
         """Return the share of an operation's forward that selective recomputation runs again."""
         job = self._job
+        if self._software.recomputes_operations:
+            if operation.kind == "matrix products":
+                return 1.0 if self._is_in_fp8(operation) else _every_second_product(job.model)
+            return float(operation.kind == "element-wise")
         if not operation.module or not job.parallel.recomputes(operation.module):
             return 0.0
         if operation.module == "layernorm" and job.layers == "transformer_engine":
@@ -235,7 +265,7 @@ class _Seconds:
             kernels += RING_OPERATIONS * (self._groups[CONTEXT] - 1)
         for term in terms:
             spent[term.group] += self._collective(term)
-        if self._overlaps_tensor_parallel:
+        if self._software.overlaps_tensor_parallel:
             spent[TENSOR] -= machine.overlap * min(spent[TENSOR], direction["matrix products"])
         if self._job.has_ring:
             spent[CONTEXT] -= machine.overlap * min(spent[CONTEXT], direction["attention"])  # a ring beside it
@@ -338,24 +368,42 @@ class _Seconds:
         elements, states = sum(of_each), state_bytes(held, of_each, job.optimizer)
         buckets = first_stage_buckets(job.model, parallel, job.data_parallel_size, layers)
         backward = layers * self._layer_backward
+        if parallel.virtual_stages > 1:  # each chunk's last backward is of as many micro batches as there are stages
+            backward *= min(job.stages, job.num_micro_batches)
         kind = "reduce-scatter" if parallel.use_distributed_optimizer else "all-reduce"
         reduce = Term(job.state_group, kind, "gradients", elements * job.gradient_bytes)
         between = Term("inter_dist_opt", "all-reduce", "gradients", reduce.message_bytes // job.state_ranks)
+        gather = Term(job.state_group, "all-gather", "weights", elements * job.element_bytes)
         once = {
             "between steps": self._machine.step_seconds,
             "optimizer": self._optimizer(elements, states),
-            "gradient reduction": sum(
-                self._beside(term, buckets, backward, parallel.overlap_grad_reduce) for term in (reduce, between)
-            ),
         }
-        if parallel.use_distributed_optimizer:
-            gather = Term(job.state_group, "all-gather", "weights", elements * job.element_bytes)
-            once["weight gathering"] = self._beside(gather, buckets, backward / 2, parallel.overlap_param_gather)
+        if self._software.is_fully_sharded:
+            once |= self._sharded(gather, reduce, layers)
+        else:
+            once["gradient reduction"] = sum(
+                self._beside(term, buckets, backward, parallel.overlap_grad_reduce) for term in (reduce, between)
+            )
+            if parallel.use_distributed_optimizer:
+                once["weight gathering"] = self._beside(gather, buckets, backward / 2, parallel.overlap_param_gather)
         if (matrices := MatrixUpdates(job, 0)).matrices:
             rate = self._machine.flops_per_second("bf16") * self._machine.product_efficiency  # whatever weights are in
             exchanging = sum(map(self._collective, matrices.terms(0)))
             once["orthogonalization"] = matrices.busiest_flops / rate + exchanging
         return once
+
+    def _sharded(self, gather: Term, reduce: Term, layers: int) -> dict[str, float]:
+        """Return the exposed seconds of FSDP in a step: a layer's weights are gathered beside the one before it."""
+        gathering, reducing = (self._collective(term._replace(calls=layers)) for term in (gather, reduce))
+        forward, backward = layers * self._layer_forward, layers * self._layer_backward
+        hidden_in_forward = self._machine.overlap * min(gathering, forward)
+        hidden_in_backward = self._machine.overlap * min(gathering + reducing, backward)
+        of_reduction = reducing / (gathering + reducing) if reducing else 0.0
+        times = self._job.num_micro_batches
+        return {
+            "gradient reduction": times * (reducing - of_reduction * hidden_in_backward),
+            "weight gathering": times * (2 * gathering - hidden_in_forward - (1 - of_reduction) * hidden_in_backward),
+        }
 
     def _beside(self, term: Term, buckets: int, window: float, overlaps: bool | None) -> float:
         """Return the exposed seconds of a collective in buckets, beside a computation of `window` seconds."""

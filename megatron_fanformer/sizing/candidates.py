@@ -4,8 +4,11 @@ What a layout does not name is the configuration's own, as if its fields had bee
 """
 
 import dataclasses
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
+
+import yaml
 
 from megatron_fanformer.configuration import build
 from megatron_fanformer.errors import InputError
@@ -38,6 +41,12 @@ NAMED = (
     "recompute_modules",
 )
 """The fields of `parallel` that a search sets, and a layout's name shows."""
+ALWAYS_WRITTEN = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "sequence_parallel",
+    "use_distributed_optimizer",
+)
 FEW_BUCKETS, MANY_BUCKETS, MILLION = 4, 8, 10**6
 NOT_RECOMPUTED: dict[str, Any] = {
     "recompute_granularity": None,
@@ -79,6 +88,26 @@ def layout_name(config: RunConfig, base: RunConfig) -> str:
         if not value == getattr(plain, name) == getattr(base.parallel, name):
             said[name] = value
     return layout_text({**said, MICRO_BATCH: config.training.micro_batch_size})
+
+
+def layout_lines(config: RunConfig, base: RunConfig) -> Iterator[str]:
+    """Yield a layout as lines of a configuration: the section `parallel`, and what else differs from `base`.
+
+    The number of replicas follows from the GPUs, and is left out.
+    """
+    plain = type(config.parallel)()
+    yield "parallel:"
+    for name, value in vars(config.parallel).items():
+        if name != "data_parallel_size" and (name in ALWAYS_WRITTEN or value != getattr(plain, name)):
+            yield f"  {name}: {_yaml(value)}"
+    of_base = vars(base.kernels)
+    if kernels := {name: value for name, value in vars(config.kernels).items() if value != of_base[name]}:
+        yield from ("kernels:", *(f"  {name}: {_yaml(value)}" for name, value in kernels.items()))
+    yield from ("training:", f"  micro_batch_size: {config.training.micro_batch_size}")
+
+
+def _yaml(value: Any) -> str:
+    return yaml.safe_dump(value, default_flow_style=True, width=math.inf).splitlines()[0]
 
 
 def all_layouts(config: RunConfig, gpus: int) -> Iterator[list[RunConfig]]:

@@ -7,7 +7,8 @@ from megatron_fanformer.durable_files import file_problems, write_atomically
 from megatron_fanformer.errors import DivergenceError, InputError
 from megatron_fanformer.processes import usable_cores
 from megatron_fanformer.sizing.estimate import cost
-from megatron_fanformer.sizing.report import Plan, as_values, plan_lines, plan_picture
+from megatron_fanformer.sizing.goodput import goodput, storage
+from megatron_fanformer.sizing.report import Plan, as_values, layout_file, plan_lines, plan_picture
 from megatron_fanformer.sizing.request import PlanRequest, read_request
 from megatron_fanformer.sizing.search import Findings, judge, search
 from megatron_fanformer.sizing.simulated import SimulatedStage, simulate_layout
@@ -25,8 +26,10 @@ def plan(options: PlanOptions) -> None:
         DivergenceError: a simulated rank and the formulas disagree.
     """
     report = options.report
-    if found := file_problems(report=report):
+    if found := file_problems(report=report, write=options.write):
         raise InputError("\n".join(found))
+    if options.write is not None and options.write.exists():
+        raise InputError(f"--write {options.write} already exists; name another file, or remove it")
     if report is not None and report.suffix == PICTURE:
         raise InputError(f"--report {report} has the name of its picture; name it .json")
     request = read_request(options)
@@ -37,6 +40,8 @@ def plan(options: PlanOptions) -> None:
             write_atomically(report, json.dumps(as_values(answer), indent=1) + "\n")
             write_atomically(report.with_suffix(PICTURE), plan_picture(answer.shown))
     _check(answer)
+    if options.write is not None:
+        write_atomically(options.write, "\n".join(layout_file(answer)) + "\n")
 
 
 def _answer(request: PlanRequest) -> Plan:
@@ -45,10 +50,13 @@ def _answer(request: PlanRequest) -> Plan:
     else:
         findings = search(request.config, request.gpus, request.machine)
     shown = findings.candidates[0] if findings.candidates else None
+    rate = request.save_bytes_per_second
     return Plan(
         request=request,
         findings=findings,
         cost=cost(shown, request.tokens, request.price) if shown else None,
+        storage=storage(shown, request.steps) if shown else None,
+        goodput=goodput(shown, request.steps, rate, request.failures) if shown and rate else None,
         simulated=_simulated(findings, request),
     )
 

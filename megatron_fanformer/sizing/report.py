@@ -12,7 +12,9 @@ from megatron_fanformer.pictures import drawn, use_many_colours
 from megatron_fanformer.planning.communication import communication
 from megatron_fanformer.planning.machines import DRIVERS_SHARE
 from megatron_fanformer.planning.memory import RankMemory
-from megatron_fanformer.sizing.estimate import GIB, Cost, Estimate
+from megatron_fanformer.sizing.candidates import layout_lines
+from megatron_fanformer.sizing.estimate import GIB, HOURS_PER_DAY, SECONDS_PER_HOUR, Cost, Estimate
+from megatron_fanformer.sizing.goodput import GB, SECONDS_PER_MINUTE, Goodput, Storage
 from megatron_fanformer.sizing.request import PlanRequest
 from megatron_fanformer.sizing.search import Findings
 from megatron_fanformer.sizing.simulated import SimulatedStage
@@ -32,6 +34,10 @@ class Plan:
     findings: Findings
     cost: Cost | None
     """Cost of the first candidate; None without one."""
+    storage: Storage | None
+    """Its checkpoints; None without one."""
+    goodput: Goodput | None
+    """Its time with saves and failures; None without a rate of saves."""
     simulated: tuple[SimulatedStage, ...] = ()
     """Simulated ranks of the first candidate."""
 
@@ -48,11 +54,13 @@ def assumptions(plan: Plan) -> list[str]:
     fp8 = f", products in FP8 ({config.precision.fp8_recipe})" if config.precision.fp8 else ""
     found = [
         "Everything is predicted by formula, not measured.",
-        f"{request.gpus:,} chips {machine.name}, {machine.domain_size} in a domain of fast links; ranks in the order "
-        "tensor, context, data, pipeline parallel.",
+        f"{request.gpus:,} chips {machine.name}, {machine.domain_size} in a domain of fast links, "
+        f"{machine.node_size or machine.domain_size} a node; ranks in the order tensor, context, data, pipeline "
+        "parallel.",
         f"Numbers in {config.precision.dtype}{fp8}; communication of gradients and weights overlapped where the "
         "configuration leaves it open.",
-        "A run's time is that of its steps: no evaluations, saves, restarts or idle nodes.",
+        f"A run's time is that of its steps{', unless said otherwise' if plan.goodput else ''}: no evaluations, saves, "
+        "restarts or idle nodes.",
     ]
     if shown:
         found.append(
@@ -65,10 +73,10 @@ def assumptions(plan: Plan) -> list[str]:
             "parallel ranks; the Engine's ring sends them round, with their gradients in backward. The time has "
             "the ring, as its code has it."
         )
-    if machine.relative_error:
+    if error := machine.error_in("fp8" if config.precision.fp8 else config.precision.dtype):
         found.append(
-            f"± {machine.relative_error:.0%}: nine of ten published steps of these chips are within it of the formula, "
-            "each predicted without any run of its own source."
+            f"± {error:.0%}: nine of ten steps that a source published of such chips and numbers are within it of the "
+            "formula, predicted without any run of that source."
         )
     else:
         found.append(f"Nobody has compared steps of {machine.name} with the formula: its error is unknown.")
@@ -119,6 +127,8 @@ def plan_lines(plan: Plan, width: int | None) -> Iterator[str]:
             yield from titled("stages of the data", columns, rows, "lrrrrr")
         if notice := request.config.decay_notice():
             yield from ["", notice]
+        yield from ["", *table(["beyond the steps", ""], list(_beyond_steps(plan, shown)), align="ll", width=width)]
+        yield from ["", "the layout, as lines of a configuration", *layout_lines(shown.config, request.config)]
     findings = plan.findings
     if len(findings.candidates) > 1:
         columns = ["layout", "seconds", "MFU", "GiB", ""]
@@ -194,6 +204,52 @@ def _stage_rows(config: RunConfig, cost: Cost) -> Iterator[Row]:
         yield name, f"{first:,}", f"{steps:,}", f"{tokens:,}", days, rates
 
 
+def _beyond_steps(plan: Plan, shown: Estimate) -> Iterator[Row]:
+    """Yield checkpoints, saves, failures, and the run's time with them."""
+    held, spent, request = plan.storage, plan.goodput, plan.request
+    assert held is not None, "what is shown has checkpoints"
+    saves = f"{held.saves:,} save{'s' * (held.saves != 1)}"
+    yield "checkpoint", f"{_gb(held.checkpoint_bytes)}; {saves}, {held.kept:,} kept: up to {_gb(held.disk_bytes)}"
+    if spent is None:
+        yield "time of saves", "not known: give --save-rate, in GB/s; then failures and goodput are reckoned, too"
+        return
+    interval = spent.steps_seconds / held.saves
+    background = ", in the background" if shown.config.checkpoint.async_save else ""
+    yield (
+        "save",
+        f"{spent.save_seconds:,.1f} s{background}, every {interval / SECONDS_PER_MINUTE:,.1f} min; "
+        f"every {spent.best_interval_steps:,} steps would cost least",
+    )
+    failures = request.failures
+    yield (
+        "failures",
+        f"{spent.failures:,.2f}, one in {failures.gpu_hours:,.6g} hours of a GPU; "
+        f"{failures.restart_minutes:g} min and the loading of a checkpoint until training goes on",
+    )
+    days = [
+        (name, seconds / SECONDS_PER_HOUR / HOURS_PER_DAY)
+        for name, seconds in (
+            ("of steps", spent.steps_seconds),
+            ("waiting for saves", spent.saves_seconds),
+            ("restarting", spent.restarts_seconds),
+            ("undone by failures", spent.lost_seconds),
+        )
+    ]
+    yield "goodput", f"{spent.share:.1%}: {', '.join(f'{value:,.3f} days {name}' for name, value in days)}"
+    hours, error = spent.total_seconds / SECONDS_PER_HOUR, shown.time.relative_error
+    gpu_hours = hours * shown.job.world_size
+    price = "" if request.price is None else f", price {_with_error(gpu_hours * request.price, error, ',.0f')}"
+    yield (
+        "in all",
+        f"{_with_error(hours / HOURS_PER_DAY, error, ',.2f')} days, "
+        f"{_with_error(gpu_hours, error, ',.0f')} GPU hours{price}",
+    )
+
+
+def _gb(count: int) -> str:
+    return f"{count / GB:,.3g} GB" if count < 100 * GB else f"{count / GB:,.0f} GB"
+
+
 def _candidate_row(each: Estimate) -> Row:
     time = each.time
     fits = "fits" if each.fits else "too large"
@@ -239,6 +295,8 @@ def as_values(plan: Plan) -> dict[str, Any]:
             for name, span in request.config.stage_spans().items()
         },
         "cost": None if plan.cost is None else {**dataclasses.asdict(plan.cost), "gpu_hour_price": request.price},
+        "checkpoints": None if plan.storage is None else dataclasses.asdict(plan.storage),
+        "goodput": None if plan.goodput is None else _goodput(plan.goodput),
         "communication": None if shown is None else list(_communication(shown)),
         "candidates": [_candidate(each) for each in findings.candidates],
         "judged": findings.judged,
@@ -247,6 +305,22 @@ def as_values(plan: Plan) -> dict[str, Any]:
         "simulated": [_simulated(each) for each in plan.simulated],
         "assumptions": assumptions(plan),
     }
+
+
+def layout_file(plan: Plan) -> Iterator[str]:
+    """Yield the lines of a file with the shown layout, to be pasted into a configuration."""
+    request, shown = plan.request, plan.shown
+    assert shown is not None, "only what fits is written"
+    yield (
+        f"# plan: {shown.name} on {request.gpus:,} x {request.machine.name}; predicted {shown.time.seconds:.3f} s a "
+        f"step, {shown.needed_bytes / GIB:.1f} of {request.machine.usable_bytes / GIB:.1f} GiB"
+    )
+    yield "# parallel takes the place of the whole section; the other lines, of those of their names."
+    yield from layout_lines(shown.config, request.config)
+
+
+def _goodput(spent: Goodput) -> dict[str, Any]:
+    return {**dataclasses.asdict(spent), "total_seconds": spent.total_seconds, "share": spent.share}
 
 
 def _layout(shown: Estimate) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from megatron_fanformer.errors import InputError
 from megatron_fanformer.planning.machines import Machine, known_machines, load_machine
 from megatron_fanformer.sizing.candidates import laid_out, layout_name
 from megatron_fanformer.sizing.estimate import for_machine
+from megatron_fanformer.sizing.goodput import GB, Failures
 from megatron_fanformer.sizing.verb import ALL_STAGES, PlanOptions
 from megatron_fanformer.training.chats import with_steps, with_train_iters
 from megatron_fanformer.training.config import RunConfig, load_config
@@ -30,6 +31,14 @@ class PlanRequest:
     tokens: int
     price: float | None
     """Price of a GPU hour."""
+    save_bytes_per_second: float | None
+    """At which all GPUs together write checkpoints; None: not known."""
+    failures: Failures
+
+    @property
+    def steps(self) -> int:
+        """Return the steps of a run over its tokens."""
+        return math.ceil(self.tokens / self.config.batch_tokens)
 
 
 def read_request(options: PlanOptions) -> PlanRequest:
@@ -72,6 +81,8 @@ def read_request(options: PlanOptions) -> PlanRequest:
         simulated_ranks=options.simulate,
         tokens=options.tokens or training.steps * training.global_batch_size * config.model.seq_length,
         price=options.price,
+        save_bytes_per_second=options.save_rate and options.save_rate * GB,
+        failures=Failures(gpu_hours=options.failure_hours, restart_minutes=options.restart_minutes),
     )
 
 

@@ -8,6 +8,8 @@ from pathlib import Path
 from megatron_fanformer.options import ANY_FIELD, Verb, count, option, overrides, path_or_none
 
 ALL_STAGES = "all-stages"
+GPU_HOURS_PER_FAILURE = 50_700.0  # 419 unexpected interruptions in 54 days on 16,384 H100 (Llama 3, section 3.3.4)
+RESTART_MINUTES = 10.0  # an assumption: a silent rank is noticed after minutes, and a new job waits for its nodes
 
 
 def _count(text: str) -> int:
@@ -23,13 +25,24 @@ def _rank(text: str) -> int | str:
 
 
 def _price(text: str) -> float:
-    try:
-        price = float(text)
-    except ValueError:
-        price = -1.0
-    if not (math.isfinite(price) and price >= 0):
+    if (price := _number(text)) < 0:
         raise argparse.ArgumentTypeError(f"{text!r} is not a price; write a GPU hour's as in 2.5")
     return price
+
+
+def _above_zero(text: str) -> float:
+    if (number := _number(text)) <= 0:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a number above 0, as in 2.5")
+    return number
+
+
+def _number(text: str) -> float:
+    """Return a finite number; -1 for any other text."""
+    try:
+        number = float(text)
+    except ValueError:
+        return -1.0
+    return number if math.isfinite(number) else -1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +54,7 @@ class PlanOptions:
     gpus: int = option(metavar="N", parse=_count)
     """GPUs of the whole run."""
     gpu: str = option(metavar="NAME")
-    """GPU type: a100, h100, h200, b200, or a file with a machine's figures."""
+    """GPU type: a100, h100, h200, b200, gb200, gb300, or a file with a machine's figures."""
     layouts: tuple[str, ...] = option((), metavar="LAYOUT", exclusive="candidates")
     """Layouts to judge, such as tp=8,pp=4 or "cp=2,mbs=1,recompute=full", over the configuration's own."""
     search: bool = option(False, exclusive="candidates")
@@ -52,8 +65,16 @@ class PlanOptions:
     """Tokens to train on, e.g. 1T, 300B, 15M (default: those of the configuration's steps)"""
     price: float | None = option(None, metavar="P", parse=_price)
     """Price of a GPU hour, in any currency."""
+    save_rate: float | None = option(None, metavar="GB/S", parse=_above_zero)
+    """Rate at which all GPUs together write checkpoints; then saves and failures are part of the run's time."""
+    failure_hours: float = option(GPU_HOURS_PER_FAILURE, metavar="H", parse=_above_zero)
+    """Hours of one GPU between two failures, each of which ends the run; Llama 3 405B's unless stated."""
+    restart_minutes: float = option(RESTART_MINUTES, metavar="M", parse=_above_zero)
+    """Minutes from a failure to the next step, without loading the checkpoint."""
     report: Path | None = option(None, metavar="FILE.json", parse=path_or_none)
     """Write everything as JSON, and a picture beside it as PNG."""
+    write: Path | None = option(None, metavar="FILE.yaml", parse=path_or_none)
+    """Write the layout as lines of a configuration; the file must not exist."""
     overrides: tuple[str, ...] = overrides()
 
 

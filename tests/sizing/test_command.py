@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from megatron_fanformer.cli import main
 from megatron_fanformer.planning.communication import communication
@@ -86,6 +87,58 @@ def test_the_report_holds_all_of_it(config: str, tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
+def test_saves_and_failures_are_part_of_the_run(
+    config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report = tmp_path / "plan.json"
+    arguments = ["--tokens", "3M", "--price", "2.5", "--report", str(report), "--checkpoint.save_interval", "1000"]
+    assert plan(config, *arguments) == 0
+    found = json.loads(report.read_text())
+    assert found["goodput"] is None and found["checkpoints"]["saves"] == 12  # 11,719 steps of 256 tokens
+    assert "give --save-rate" in capsys.readouterr().out
+    assert plan(config, *arguments, "--save-rate", "2", "--failure-hours", "0.1", "--restart-minutes", "1") == 0
+    found = json.loads(report.read_text())
+    spent = found["goodput"]
+    parts = [spent[f"{name}_seconds"] for name in ("steps", "saves", "restarts", "lost")]
+    assert spent["total_seconds"] == pytest.approx(sum(parts)) and 0 < spent["share"] < 1
+    assert spent["save_seconds"] == found["checkpoints"]["checkpoint_bytes"] / 2e9
+    output = capsys.readouterr().out
+    assert f"{spent['share']:.1%}: " in output and "one in 0.1 hours of a GPU; 1 min" in output
+    assert f"price {spent['total_seconds'] / 3600 * 8 * 2.5:,.0f}" in output
+
+
+def test_the_layout_is_written_as_lines_to_paste(
+    config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They make the configuration that was judged; an existing file is left alone, and nothing is judged."""
+    file = tmp_path / "layout.yaml"
+    own = ["--parallel.ddp_bucket_size", "5000", "--parallel.overlap_grad_reduce", "true"]
+    layout = "tp=2,pp=2,sp=true,fan=sequence,recompute=selective,recompute_modules=[fan,mlp],loss_head_chunk_tokens=8"
+    report = tmp_path / "plan.json"
+    assert plan(config, "--layouts", f"{layout},mbs=2", "--write", str(file), "--report", str(report), *own) == 0
+    written = yaml.safe_load(file.read_text())
+    assert written["training"] == {"micro_batch_size": 2} and written["kernels"] == {"loss_head_chunk_tokens": 8}
+    pasted = tmp_path / "pasted.yaml"
+    values = yaml.safe_load(Path(config).read_text())
+    pasted.write_text(
+        yaml.safe_dump({name: {**values.get(name, {}), **written.get(name, {})} for name in {*values, *written}})
+    )
+    before = json.loads(report.read_text())
+    output = capsys.readouterr().out
+    assert "\n".join(file.read_text().splitlines()[2:]) in output
+    assert plan(str(pasted), "--report", str(report)) == 0
+    after = json.loads(report.read_text())
+    assert after["layout"]["parallel"] == before["layout"]["parallel"]
+    assert after["time"] == before["time"] and after["memory"] == before["memory"]
+    capsys.readouterr()
+    assert plan(config, "--layouts", "pp=4", "--write", str(file)) == 2
+    output = capsys.readouterr()
+    assert "layout.yaml already exists; name another file" in output.err and not output.out
+    assert yaml.safe_load(file.read_text()) == written
+    assert plan(config, "--layouts", "pp=3", "--write", str(tmp_path / "none.yaml")) == 2
+    assert not (tmp_path / "none.yaml").exists()
+
+
 def test_what_is_evaluated_may_be_on_the_cluster_alone(config: str) -> None:
     arguments = ["--evaluation.perplexity.folder", "/cluster/eval", "--evaluation.perplexity.groups", "[v2-small]"]
     assert plan(config, *arguments, "--evaluation.requests", "/cluster/requests") == 0
@@ -115,6 +168,8 @@ def test_the_table_names_every_part(config: str, capsys: pytest.CaptureFixture[s
         (["--layouts", "tp"], 8, "h100", "write it as in tp=2,sp=true"),
         (["--tokens", "1.5"], 8, "h100", "'1.5' is not a number from 1 to 1000000T; write it as in 1.05T, 300B"),
         (["--price", "nan"], 8, "h100", "is not a price"),
+        (["--save-rate", "0"], 8, "h100", "'0' must be a number above 0"),
+        (["--write", "none/layout.yaml"], 8, "h100", "--write none/layout.yaml is not a file in a folder that exists"),
         (["--simulate", "8"], 8, "h100", "has the ranks 0 to 7"),
         (["--report", "none/plan.json"], 8, "h100", "--report none/plan.json is not a file in a folder that exists"),
         (["--model.hidden_size", "33"], 8, "h100", "model.hidden_size 33 is not a multiple"),

@@ -14,12 +14,13 @@ from typing import NamedTuple
 
 import numpy as np
 
+from megatron_fanformer.errors import InputError
 from megatron_fanformer.planning.machines import Machine, known_machines
 from published.rows import Row
 
 ROW_DEVIATION = 0.05  # what log(predicted / measured) of a run is off by anyhow
 RUNS_A_SOURCE = 4  # what the runs of a source count as together, since they share software and assumptions
-STEP, LARGEST_STEP, CONVERGED = 1e-3, 0.3, 1e-4  # in the logarithms
+STEP, LARGEST_STEP, CONVERGED = 1e-3, 0.3, 1e-3  # in the logarithms
 ITERATIONS = 20
 
 
@@ -34,11 +35,20 @@ class Factor(NamedTuple):
     """Those that it applies to; none: all alike."""
 
 
+AMPERE, HOPPER, BLACKWELL, ULTRA = ("a100",), ("h100", "h200"), ("b200", "gb200", "gb300"), ("gb300",)
+ARCHITECTURES = {
+    **dict.fromkeys(AMPERE, "A100"),
+    **dict.fromkeys(HOPPER, "Hopper"),
+    **dict.fromkeys(BLACKWELL, "Blackwell"),
+    **dict.fromkeys(ULTRA, "Blackwell Ultra"),
+}
+
 FACTORS = (
     Factor("product_efficiency", 0.10),
-    *(Factor("product_efficiency", 0.10, names) for names in (("a100",), ("h100", "h200"), ("b200",))),
-    Factor("fp8_product_efficiency", 0.15),
+    *(Factor("product_efficiency", 0.10, names) for names in (AMPERE, HOPPER, BLACKWELL)),
+    *(Factor("fp8_product_efficiency", 0.15, names) for names in (HOPPER, BLACKWELL, ULTRA)),
     Factor("attention_efficiency", 0.20),
+    *(Factor("attention_efficiency", 0.20, names) for names in (BLACKWELL, ULTRA)),
     Factor("memory_efficiency", 0.10),
     Factor("domain.efficiency", 0.15),
     Factor("network.efficiency", 0.20),
@@ -77,8 +87,8 @@ PRIORS: dict[str, dict[str, float]] = {
         "memory_efficiency": 0.70,
     },
 }
-PRIORS["h200"] = PRIORS["h100"]
-NVLINK = {"a100": 0.75, "h100": 0.75, "h200": 0.75, "b200": 0.70}
+PRIORS |= {"h200": PRIORS["h100"], "gb200": PRIORS["b200"], "gb300": PRIORS["b200"]}
+NVLINK = {"a100": 0.75, "h100": 0.75, "h200": 0.75, "b200": 0.70, "gb200": 0.70, "gb300": 0.70}
 
 
 def prior_machines() -> dict[str, Machine]:
@@ -94,25 +104,57 @@ def prior_machines() -> dict[str, Machine]:
 
 def fit(rows: Sequence[Row]) -> dict[str, Machine]:
     """The machines with their constants fitted to the runs."""
+    return _scaled(prior_machines(), fitted_logs(rows, np.zeros(len(FACTORS))))
+
+
+def leave_one_out(rows: Sequence[Row]) -> dict[str, dict[str, Machine]]:
+    """The machines fitted to the runs of all but one family, by that family."""
+    families = dict.fromkeys(row.family for row in rows)
+    if len(families) == 1:
+        raise InputError(f"all runs are of {rows[0].family}; to leave it out, another source is needed")
+    priors, start = prior_machines(), fitted_logs(rows, np.zeros(len(FACTORS)))
+    return {
+        family: _scaled(priors, fitted_logs([row for row in rows if row.family != family], start))
+        for family in families
+    }
+
+
+def fitted_logs(rows: Sequence[Row], start: np.ndarray) -> np.ndarray:
+    """Logarithms of the fitted factors.
+
+    Args:
+        start: where to begin, such as with the solution for nearly the same runs.
+    """
+    rows = [row for row in rows if row.has_usual_chip]
     priors = prior_machines()
-    counts = Counter(row.source for row in rows)
-    weights = np.array([math.sqrt(RUNS_A_SOURCE / counts[row.source]) / ROW_DEVIATION for row in rows])
+    counts = Counter(row.family for row in rows)
+    weights = np.array([math.sqrt(RUNS_A_SOURCE / counts[row.family]) / ROW_DEVIATION for row in rows])
     pull = np.array([1 / factor.deviation for factor in FACTORS])
-    logs = np.zeros(len(FACTORS))
+    logs = start
 
     def residuals(at: np.ndarray) -> np.ndarray:
         machines = _scaled(priors, at)
         return weights * np.array([log_error(row, machines) for row in rows])
 
+    def derivatives(at: np.ndarray, now: np.ndarray, number: int) -> np.ndarray:
+        """Of all residuals by one logarithm; that of another chip changes none."""
+        further = at.copy()
+        further[number] += STEP
+        machines, column = _scaled(priors, further), np.zeros(len(rows))
+        for index, row in enumerate(rows):
+            if not FACTORS[number].machines or row.gpu in FACTORS[number].machines:
+                column[index] = (weights[index] * log_error(row, machines) - now[index]) / STEP
+        return column
+
     for _ in range(ITERATIONS):
         now = residuals(logs)
-        columns = [(residuals(logs + STEP * unit) - now) / STEP for unit in np.eye(len(FACTORS))]
+        columns = [derivatives(logs, now, number) for number in range(len(FACTORS))]
         jacobian = np.vstack([np.column_stack(columns), np.diag(pull)])
         step, *_ = np.linalg.lstsq(jacobian, -np.concatenate([now, pull * logs]), rcond=None)
         logs = logs + np.clip(step, -LARGEST_STEP, LARGEST_STEP)
         if np.abs(step).max() < CONVERGED:
             break
-    return _scaled(priors, logs)
+    return logs
 
 
 def log_error(row: Row, machines: Mapping[str, Machine]) -> float:

@@ -1,12 +1,14 @@
 """Rows of published runs as jobs: what a source states, and what it does not, which is assumed here by source.
 
-The columns: src, name, gpu, prec (bf16, fp8), gpus, tp, pp, cp, vp (chunks a stage), gbs, mbs (samples of a global and
-of a micro batch), seq, L, h, f, heads, kv (empty: as many as heads), V, glu (True, or empty), rec (full, sel, none),
-step_seconds, alloc_gib (of memory, or empty).
+The columns: src, name, gpu, prec (bf16, fp8, mxfp8), gpus, tp, pp, cp, vp (chunks a stage), gbs, mbs (samples of a
+global and of a micro batch), seq, L, h, f, heads, kv (empty: as many as heads), V, glu (True, or empty), rec (full,
+sel, op: selective by operations, none), step_seconds, alloc_gib (of memory, or empty); and of the software, True, False
+or empty: tp_overlap, dp_overlap, flash, sp, fused_loss, fsdp (`software.Practice`).
 """
 
 import csv
 import math
+import re
 import statistics
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,14 +20,19 @@ from megatron_fanformer.model.config import FANConfig, FANformerConfig, Precisio
 from megatron_fanformer.model.kernels import KernelsConfig
 from megatron_fanformer.planning.flops import training_flops_per_token
 from megatron_fanformer.planning.job import Job
-from megatron_fanformer.planning.machines import Machine
+from megatron_fanformer.planning.machines import Machine, known_machines
 from megatron_fanformer.planning.step_time import step_time
-from megatron_fanformer.runtime.layout import ParallelConfig
+from megatron_fanformer.runtime.layout import LAYER, ParallelConfig
 from megatron_fanformer.training.optimizers import OPTIMIZERS
+from published.software import Practice, practice_of
 
 NUMBERS = ("gpus", "tp", "pp", "cp", "vp", "gbs", "mbs", "seq", "L", "h", "f", "heads", "V")
 NEEDED = ("src", "name", "gpu", "prec", *NUMBERS, "rec", "step_seconds")
-CHOICES = {"gpu": ("A100", "H100", "H200", "B200"), "prec": ("bf16", "fp8"), "rec": ("full", "sel", "none")}
+CHOICES = {
+    "gpu": tuple(name.upper() for name in known_machines()),
+    "prec": ("bf16", "fp8", "mxfp8"),
+    "rec": ("full", "sel", "op", "none"),
+}
 # A gated MLP of two thirds the inner size has the weights and FLOPs of one without a gate.
 UNGATED_SHARE = 2 / 3
 
@@ -33,37 +40,6 @@ MICRO_BATCHES = (1, 2, 4)  # samples, where a source does not say
 # What a layer keeps for backward without attention scores, a token and unit of the hidden size (Korthikanti et al.
 # 2022, equation 4). What a rank keeps of a weight: bf16, float32 gradient, its share of 12 bytes of optimizer state.
 KEPT_BYTES, WEIGHT_BYTES, OPTIMIZER_BYTES = 34, 6, 12
-
-
-@dataclass(frozen=True)
-class Software:
-    """How a source's runs differ from what this project does on GPUs."""
-
-    overlaps_tensor_parallel: bool = False
-    """User buffers: collectives of tensor parallel ranks beside the products."""
-    overlaps_replicas: bool = True
-    """Gradients summed, and weights gathered, beside backward and forward."""
-    has_plain_attention: bool = False
-    """Scores kept in memory, before flash attention."""
-    has_fused_loss: bool = False
-    """Cross entropy in one kernel, not in float32 operations."""
-    shards_sequence: bool = True
-    """Sequence parallelism wherever there is tensor parallelism; else only where activations are kept."""
-    states_batches: bool = True
-    """Whether micro batch and interleaving are the source's, or were filled in by 1."""
-
-
-SOURCES = {  # by the beginning of their names
-    # Table 5 compares full recomputation without sequence parallelism with selective recomputation and it.
-    "korthikanti": Software(has_plain_attention=True, shards_sequence=False, overlaps_replicas=False),
-    # Its README: --tp-comm-overlap, --overlap-grad-reduce, --overlap-param-gather.
-    "megatron-r0.8": Software(overlaps_tensor_parallel=True, states_batches=False),
-    # NeMo's recipes for throughput turn user buffers on.
-    "nemo": Software(overlaps_tensor_parallel=True),
-    # docs/b200/b200_real_repro_guide.md there: everything that overlaps is off, and the cross entropy is fused.
-    "simumax": Software(overlaps_replicas=False, has_fused_loss=True),
-}
-OTHERS = Software()
 
 
 @dataclass(frozen=True)
@@ -75,8 +51,22 @@ class Row:
     gpu: str
     jobs: tuple[tuple[Job, ...], ...]
     """One; or if the source does not state them, all micro batches that may be meant, each with all interleavings."""
-    software: Software
+    precision: str
+    """As the file has it: bf16, fp8 or mxfp8."""
+    practice: Practice
+    recomputation: str
+    """full, sel, op or none."""
     step_seconds: float
+
+    @property
+    def has_usual_chip(self) -> bool:
+        """Whether the chip runs at its usual power; else its run says little of the constants of others."""
+        return "power" not in self.practice.other_machine.get(self.gpu, {})
+
+    @property
+    def family(self) -> str:
+        """Return whose run it is, without the release: those of one trainer are no witnesses of each other."""
+        return re.split(r"[^a-z]", self.source)[0]
 
     def predict(self, machine: Machine) -> float:
         """Seconds of its step by formula.
@@ -88,7 +78,8 @@ class Row:
         )
 
     def _seconds(self, job: Job, machine: Machine) -> float:
-        return step_time(job, machine, overlaps_tensor_parallel=self.software.overlaps_tensor_parallel).seconds
+        own = self.practice.machine(self.gpu, machine)
+        return step_time(job, own, software=self.practice.software(self.recomputation)).seconds
 
     @property
     def format(self) -> tuple[str, str]:
@@ -137,18 +128,30 @@ def _row(values: dict[str, str], where: str) -> Row:
     for name, allowed in CHOICES.items():
         if values[name] not in allowed:
             raise InputError(f"{where}: {name} is {values[name]!r}; it must be one of {', '.join(allowed)}")
-    software = next((known for name, known in SOURCES.items() if values["src"].startswith(name)), OTHERS)
-    jobs = [tuple(_job(values, each, software) for each in group) for group in _batches(numbers, software)]
+    practice = practice_of(values["src"]).of_row(values, where)
+    recomputation = "op" if values["rec"] == "sel" and practice.selects_operations else values["rec"]
+    jobs = [
+        tuple(_job(values, each, practice, recomputation) for each in group) for group in _batches(numbers, practice)
+    ]
     if found := [problem for job in sum(jobs, ()) for problem in (*job.model.problems(), *job.parallel.problems())]:
         raise InputError(f"{where}: {found[0]}")
     if jobs[0][0].parallel.layers_per_stage(numbers["L"]) is None:
         raise InputError(f"{where}: {numbers['L']} layers do not divide over pp {numbers['pp']}")
-    return Row(values["src"], values["name"], values["gpu"].lower(), tuple(jobs), software, seconds)
+    return Row(
+        source=values["src"],
+        name=values["name"],
+        gpu=values["gpu"].lower(),
+        jobs=tuple(jobs),
+        precision=values["prec"],
+        practice=practice,
+        recomputation=recomputation,
+        step_seconds=seconds,
+    )
 
 
-def _batches(n: dict[str, int], software: Software) -> list[list[dict[str, int]]]:
+def _batches(n: dict[str, int], practice: Practice) -> list[list[dict[str, int]]]:
     """The row's own micro batch and interleaving; or each micro batch that divides with each interleaving that does."""
-    if software.states_batches:
+    if practice.states_batches:
         return [[n]]
     samples, layers = n["gbs"] * n["tp"] * n["pp"] * n["cp"] // n["gpus"], n["L"] // n["pp"]
     chunks = [v for v in range(1, layers + 1) if layers % v == 0] if n["pp"] > 1 else [1]
@@ -165,7 +168,7 @@ def _fits(n: dict[str, int], micro_batch: int) -> bool:
     return kept + weights * (WEIGHT_BYTES + OPTIMIZER_BYTES * ranks / n["gpus"]) < 80e9
 
 
-def _job(values: dict[str, str], n: dict[str, int], software: Software) -> Job:
+def _job(values: dict[str, str], n: dict[str, int], practice: Practice, recomputation: str) -> Job:
     is_gated = values.get("glu") == "True"
     model = FANformerConfig(
         num_layers=n["L"],
@@ -181,14 +184,12 @@ def _job(values: dict[str, str], n: dict[str, int], software: Software) -> Job:
     replicas = n["gpus"] // (n["tp"] * n["pp"] * n["cp"])
     return Job(
         model=model,
-        parallel=_parallel(values["rec"], n, software),
+        parallel=_parallel(recomputation, n, practice),
         kernels=KernelsConfig(
-            attention_backend="unfused" if software.has_plain_attention else "flash",
-            chunked_loss_head=software.has_fused_loss,
+            attention_backend="flash" if practice.flash else "unfused",
+            chunked_loss_head=practice.fused_loss,
         ),
-        precision=PrecisionConfig(
-            dtype="bf16", fp8="hybrid" if values["prec"] == "fp8" else None, fp8_recipe="delayed"
-        ),
+        precision=_precision(values["prec"], practice),
         optimizer=OPTIMIZERS["adamw"],
         data_parallel_size=replicas,
         micro_batch_size=n["mbs"],
@@ -197,22 +198,38 @@ def _job(values: dict[str, str], n: dict[str, int], software: Software) -> Job:
     )
 
 
-def _parallel(recompute: str, n: dict[str, int], software: Software) -> ParallelConfig:
+def _precision(name: str, practice: Practice) -> PrecisionConfig:
+    fields: dict[str, Any] = {"dtype": "bf16", "grad_reduce_in_fp32": practice.sums_in_fp32}
+    if name != "bf16":
+        fields |= {"fp8": "hybrid", "fp8_recipe": practice.fp8_recipe if name == "fp8" else name}
+    return PrecisionConfig(**fields)
+
+
+def _parallel(recompute: str, n: dict[str, int], practice: Practice) -> ParallelConfig:
     fields: dict[str, Any] = {}
     if recompute == "full":
         fields = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     elif recompute == "sel":
         fields = {"recompute_granularity": "selective"}
-    if n["L"] % n["pp"]:  # the ends, which have the embedding and the head too, share what is left
-        ends = n["L"] - -(-n["L"] // n["pp"]) * (n["pp"] - 2)
-        fields |= {"num_layers_in_first_pipeline_stage": ends // 2, "num_layers_in_last_pipeline_stage": -(-ends // 2)}
+    chunks = n["vp"] if n["vp"] > 1 and n["pp"] > 1 else None
+    if n["L"] % n["pp"]:
+        chunks, fields["pipeline_model_parallel_layout"] = None, _uneven(n["L"], n["pp"] * n["vp"])
     return ParallelConfig(
         tensor_model_parallel_size=n["tp"],
         pipeline_model_parallel_size=n["pp"],
-        virtual_pipeline_model_parallel_size=n["vp"] if n["vp"] > 1 and n["pp"] > 1 else None,
+        virtual_pipeline_model_parallel_size=chunks,
         context_parallel_size=n["cp"],
-        sequence_parallel=n["tp"] > 1 and (software.shards_sequence or recompute != "full"),
-        overlap_grad_reduce=software.overlaps_replicas,
-        overlap_param_gather=software.overlaps_replicas,
+        sequence_parallel=n["tp"] > 1 and practice.sp,
+        overlap_grad_reduce=practice.dp_overlap,
+        overlap_param_gather=practice.dp_overlap,
         **fields,
     )
+
+
+def _uneven(layers: int, chunks: int) -> str:
+    """Layers over chunks where they do not divide: the embedding and the head count as one each."""
+    each, more = divmod(layers + 2, chunks)
+    alike = [each + (place < more) for place in range(chunks)]
+    first, *middle, last = alike[0] - 1, *alike[1:-1], alike[-1] - 1
+    parts = [f"E{LAYER * first}", *(LAYER * number for number in middle), f"{LAYER * last}L"]
+    return "|".join(parts)

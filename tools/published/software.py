@@ -1,0 +1,118 @@
+"""How the software and the machines of published runs differ from what this project does on GPUs, by source.
+
+A column of the file states it for a row. Where a file lacks the column, or a row leaves it empty, the source's software
+is taken to do as its documentation or its recipes say, which is written down here; a source that is not here does as
+this project does.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_fanformer.errors import InputError
+from megatron_fanformer.planning.machines import Machine
+from megatron_fanformer.planning.step_time import Software
+
+TRUTHS = {"True": True, "False": False}
+# Watts to rate: power grows with the cube of the clock, which sets the rate of products.
+POWER_EXPONENT = 1 / 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Practice:
+    """How a source's runs are carried out."""
+
+    tp_overlap: bool = False
+    """User buffers: collectives of tensor parallel ranks beside the products."""
+    dp_overlap: bool = True
+    """Gradients summed, and weights gathered, beside backward and forward."""
+    flash: bool = True
+    """Flash attention; else scores are kept in memory."""
+    sp: bool = True
+    """Sequence parallelism wherever there is tensor parallelism."""
+    sp_in_full: bool = True
+    """Whether that holds where whole layers are recomputed, too."""
+    fused_loss: bool = False
+    """Cross entropy in one kernel, not in float32 operations."""
+    fsdp: bool = False
+    """Weights sharded over the replicas, and gathered a layer at a time."""
+    fp8_recipe: str = "tensorwise"
+    """Recipe of the row's `fp8`."""
+    sums_in_fp32: bool = True
+    """Whether replicas sum gradients in float32, or in bf16."""
+    selects_operations: bool = False
+    """Whether `sel` is torchtitan's selective checkpointing by operations, and not Megatron's of core attention."""
+    states_batches: bool = True
+    """Whether micro batch and interleaving are the source's, or were filled in by 1."""
+    other_machine: Mapping[str, Mapping[str, float]] = dataclasses.field(default_factory=dict)
+    """By chip, what the source says of its own: fields of `Machine`, and `power`, its limit over the usual one."""
+
+    def of_row(self, values: Mapping[str, str], where: str) -> "Practice":
+        """Return the same, as a row's columns have it.
+
+        Raises:
+            InputError: a column is neither True, False nor empty.
+        """
+        stated = {name: values[name] for name in COLUMNS if values.get(name)}
+        if values["rec"] == "full" and not self.sp_in_full:
+            stated = {"sp": "False", **stated}
+        for name, value in stated.items():
+            if value not in TRUTHS:
+                raise InputError(f"{where}: {name} is {value!r}; it must be True, False or empty")
+        return dataclasses.replace(self, **{name: TRUTHS[value] for name, value in stated.items()})
+
+    def software(self, recomputation: str) -> Software:
+        """Return it as the formula takes it; `recomputation` is the row's."""
+        return Software(
+            overlaps_tensor_parallel=self.tp_overlap,
+            is_fully_sharded=self.fsdp,
+            recomputes_operations=recomputation == "op",
+        )
+
+    def machine(self, gpu: str, machine: Machine) -> Machine:
+        """Return the chip as the source has it."""
+        changes: dict[str, Any] = dict(self.other_machine.get(gpu, {}))
+        slower = changes.pop("power", 1.0) ** POWER_EXPONENT
+        for name in ("product_efficiency", "fp8_product_efficiency", "attention_efficiency"):
+            changes[name] = slower * changes.get(name, getattr(machine, name))
+        return dataclasses.replace(machine, **changes)
+
+
+# FlashAttention-2, which PyTorch has, reaches 35% of an H100's rate (Shah et al. 2024, FlashAttention-3, abstract).
+FLASH_2 = {"attention_efficiency": 0.35}
+COLUMNS = ("tp_overlap", "dp_overlap", "flash", "sp", "fused_loss", "fsdp")
+
+SOURCES = {  # by the beginning of their names; the longest that fits
+    # Korthikanti et al. 2022, table 5: full recomputation without sequence parallelism, selective with it.
+    "korthikanti": Practice(flash=False, dp_overlap=False, sp_in_full=False),
+    # github.com/NVIDIA/Megatron-LM, README of core_r0.8.0: --tp-comm-overlap, --overlap-grad-reduce,
+    # --overlap-param-gather; gradients accumulated and reduced in float32.
+    "megatron": Practice(tp_overlap=True, states_batches=False),
+    # docs.nvidia.com/nemo-framework, performance summaries of 24.07, 24.12, 25.02, 25.04, 25.07: recipes for throughput
+    # turn user buffers on; gradients are reduced in bf16. From 25.02 on scales are of the present step.
+    "nemo24": Practice(tp_overlap=True, fp8_recipe="delayed"),
+    "nemo": Practice(tp_overlap=True, fused_loss=True, sums_in_fp32=False),
+    # docs.nvidia.com/nemo/megatron-bridge, performance summary and its archive; github.com/NVIDIA-NeMo/Megatron-Bridge,
+    # scripts/performance (grad_reduce_in_fp32 is off) and pull request 3107 (fine-tuning).
+    "bridge": Practice(tp_overlap=True, fused_loss=True, sums_in_fp32=False),
+    # github.com/NVIDIA/dgxc-benchmarking, llama3.1 and nemotron: NeMo 24.09 and 25.04.
+    "dgxc24": Practice(tp_overlap=True, fused_loss=True, fp8_recipe="delayed", sums_in_fp32=False),
+    "dgxc": Practice(tp_overlap=True, fused_loss=True, sums_in_fp32=False),
+    # SimuMax v1.2, its guide to the B200's runs: everything that overlaps is off, the cross entropy is fused.
+    "simumax": Practice(dp_overlap=False, fused_loss=True),
+    # github.com/pytorch/torchtitan, benchmarks/: H100 with 2.4 TB/s, limited to 500 of 700 W.
+    "titan": Practice(
+        fsdp=True,
+        selects_operations=True,
+        other_machine={"h100": {**FLASH_2, "memory_bytes_per_second": 2.4e12, "power": 500 / 700}, "h200": FLASH_2},
+    ),
+    # github.com/huggingface/nanotron: ZeRO-1, gradients in float32.
+    "nanotron": Practice(other_machine={"h100": FLASH_2}),
+}
+
+
+def practice_of(source: str) -> Practice:
+    """Return what is known of a source's software and machines."""
+    known = max((name for name in SOURCES if source.startswith(name)), key=len, default=None)
+    return SOURCES[known] if known else Practice()
