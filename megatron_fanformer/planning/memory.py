@@ -16,6 +16,7 @@ from typing import NamedTuple
 from megatron_fanformer.planning.gradient_buffers import (
     Chunk,
     GradientBuffer,
+    Weight,
     chunks,
     gradient_buffer,
     layer_weights,
@@ -94,10 +95,11 @@ def rank_memory(job: Job, stage: int) -> RankMemory:
     """
     shapes = LayerShapes(job)
     held = chunks(job.model, job.parallel, stage)
-    in_flight = chunks_in_flight(job, stage)
-    moment = max(_moments(shapes, stage, held, in_flight), key=lambda moment: moment.activations + moment.working)
+    in_flight, of_chunks = chunks_in_flight(job, stage), [_weights_of(job, stage, chunk) for chunk in held]
+    moments = [*_moments(shapes, stage, held, in_flight), _update(job, stage, of_chunks)]
+    moment = max(moments, key=lambda moment: moment.activations + moment.working)
     lines = [
-        *_states(job, stage, held),
+        *_states(job, of_chunks),
         *_kept_by_layers(shapes, held, takes_turns=in_flight < len(held) * job.num_micro_batches),
         MemoryLine("activations", moment.activations),
         MemoryLine(f"working memory: {moment.name}", moment.working),
@@ -118,12 +120,26 @@ def reserve_bytes(job: Job, tensor_bytes: int) -> int:
 # -- what stays from step to step
 
 
-def _states(job: Job, stage: int, held: list[Chunk]) -> Iterator[MemoryLine]:
+class _ChunkWeights(NamedTuple):
+    """The weights of a chunk on a rank."""
+
+    weights: list[Weight]
+    buffer: GradientBuffer
+    updated: list[int]
+    """Elements of each that the rank updates, in the buffer's order."""
+
+
+def _weights_of(job: Job, stage: int, chunk: Chunk) -> _ChunkWeights:
+    own, is_limited = weights(job.model, job.parallel, chunk), limits_buckets(job.parallel, stage, chunk)
+    buffer = gradient_buffer(own, job.parallel, job.data_parallel_size, is_limited=is_limited)
+    is_sharded = job.parallel.use_distributed_optimizer
+    return _ChunkWeights(own, buffer, buffer.shard_elements(job.state_ranks) if is_sharded else buffer.elements)
+
+
+def _states(job: Job, of_chunks: list[_ChunkWeights]) -> Iterator[MemoryLine]:
     """Yield weights and gradients with their buffers' padding, and this rank's part of the optimizer's state."""
     buffered = weighed = updated = states = 0
-    for chunk in held:
-        own, buffer = weights(job.model, job.parallel, chunk), _buffer(job, stage, chunk)
-        shares = _updated(job, buffer)
+    for own, buffer, shares in of_chunks:
         buffered += buffer.ends[-1]
         weighed += sum(buffer.elements)
         updated += sum(shares)
@@ -133,20 +149,6 @@ def _states(job: Job, stage: int, held: list[Chunk]) -> Iterator[MemoryLine]:
     yield MemoryLine("gradients", buffered * job.gradient_bytes)
     yield MemoryLine("main weights", updated * MAIN_WEIGHT_BYTES if job.element_bytes < FLOAT else 0)
     yield MemoryLine("moments", states)
-
-
-def _updated(job: Job, buffer: GradientBuffer) -> list[int]:
-    """Return the elements of each of a chunk's weights that the rank updates, in the buffer's order."""
-    return buffer.shard_elements(job.state_ranks) if job.parallel.use_distributed_optimizer else buffer.elements
-
-
-def _buffer(job: Job, stage: int, chunk: Chunk) -> GradientBuffer:
-    return gradient_buffer(
-        weights(job.model, job.parallel, chunk),
-        job.parallel,
-        job.data_parallel_size,
-        is_limited=limits_buckets(job.parallel, stage, chunk),
-    )
 
 
 def _kept_by_layers(shapes: LayerShapes, held: list[Chunk], *, takes_turns: bool) -> Iterator[MemoryLine]:
@@ -212,20 +214,19 @@ def _moments(shapes: LayerShapes, stage: int, held: list[Chunk], in_flight: int)
         yield MemorySnapshot("loss head", kept + head.saved, head.backward + 2 * sent)
     if held[0].has_embedding:
         yield MemorySnapshot("gradient of the embedding", kept - of_chunks[0].saved, embedding_backward(shapes))
-    yield _update(shapes.job, stage, held)
 
 
-def _update(job: Job, stage: int, held: list[Chunk]) -> MemorySnapshot:
+def _update(job: Job, stage: int, of_chunks: list[_ChunkWeights]) -> MemorySnapshot:
     """Return the update: float32 copies of gradients that are not, and the fullest of its operations.
 
     On a CPU megatron-core clips out of place, one gradient at a time.
     """
-    updated = [elements for chunk in held for elements in _updated(job, _buffer(job, stage, chunk))]
+    updated = list(itertools.chain.from_iterable(chunk.updated for chunk in of_chunks))
     copied = FLOAT * sum(updated) if job.gradient_bytes < FLOAT else 0
     clipped = FLOAT * max(updated) if job.on_cpu else 0
-    updates = MatrixUpdates(job, stage)
-    name = "update of a matrix" if updates.working_bytes() > clipped else "update"
-    return MemorySnapshot(name, 0, copied + max(clipped, updates.working_bytes()))
+    of_matrices = MatrixUpdates(job, stage).working_bytes()
+    name = "update of a matrix" if of_matrices > clipped else "update"
+    return MemorySnapshot(name, 0, copied + max(clipped, of_matrices))
 
 
 def chunks_in_flight(job: Job, stage: int) -> int:

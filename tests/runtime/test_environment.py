@@ -172,6 +172,7 @@ def test_the_verb_prints_the_table_of_a_run(
     ]
     by_name = {row.split()[0]: row.split("  ") for row in rows if row}
     assert [cell.strip() for cell in by_name[CONNECTIONS] if cell][1:3] == ["8", "yours; else 1"]
-    assert by_name[MARGINS[0]][-1] == environment.SETTINGS[2].reason
+    (margin,) = (setting for setting in environment.SETTINGS if setting.variable == MARGINS[0])
+    assert by_name[MARGINS[0]][-1] == margin.reason
     assert main([*command, "--gpus", "3"]) == 2
     assert "the world size is 3" in capsys.readouterr().err
