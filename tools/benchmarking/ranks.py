@@ -188,7 +188,8 @@ def run_values(
     """The configuration of a run that a benchmark takes steps of, as plain values."""
     return {
         "model": dataclasses.asdict(model),
-        "runtime": {"device": device},
+        # Cases take turns: ranks that wait for theirs are not stuck.
+        "runtime": {"device": device, "distributed_timeout_minutes": 60.0},
         "precision": {"dtype": dtype},
         "data": {"train_data": [tokens]},
         "training": {
