@@ -2,7 +2,8 @@
 
 Least squares of log(predicted / measured) by Gauss-Newton with a numerical Jacobian. A constant is a prior times a
 factor, whose logarithm is pulled towards 0: one factor for all chips where they have no reason to differ, and one more
-a chip for the rate of its products. All runs of a source together weigh as much as those of any other.
+an architecture for the rates of its products and attention. All runs of a source together weigh as much as those of any
+other; those of a chip whose power was limited are left out.
 """
 
 import dataclasses
