@@ -19,7 +19,7 @@ from megatron_fanformer.model.stages.base import Layers, Stage
 from megatron_fanformer.runtime.parallel import ParallelConfig, RankGrid
 
 HAS_HYBRID_MODEL = importlib.util.find_spec("megatron.core.models.hybrid") is not None  # from 0.19 on
-OWN_PRECISION_FIELDS = ("dtype", "fp8_fan")  # the others are megatron-core's, by the same names
+OWN_PRECISION_FIELDS = ("dtype", "grad_reduce_in_fp32", "fp8_fan")  # the others are megatron-core's, by the same names
 
 
 def transformer_config(
