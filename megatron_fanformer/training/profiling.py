@@ -75,6 +75,7 @@ class Profiler:
                 return
             self._begin(step)
         self._last = step
+        self._phases.end()  # of an evaluation or a save since the last one: the step is no part of it
         with record_function(f"{STEP}{step}"):
             yield True
             self._phases.end()

@@ -85,6 +85,18 @@ def test_profiled_steps_compute_the_same_bits_and_their_times_add_up(
         assert all(update.end <= step.end for update, step in zip(updates, steps, strict=True))
 
 
+def test_a_save_between_profiled_steps_is_no_part_of_them(
+    run_on_ranks: RunOnRanks, tmp_path: Path, tokens: str
+) -> None:
+    logged = {"tensorboard": False, "profile_steps": [5, 7]}
+    run_on_ranks(1, train, small_run(tokens, tmp_path, logging=logged, checkpoint={"save_interval": 6}))
+    file = trace_file(trace_folder(tmp_path, 5, 7), 0)
+    spans = {event.name: event for event in read_events(file) if event.cat == "user_annotation"}
+    assert spans["step 6"].end < spans[f"{PHASE}saving"].ts < spans[f"{PHASE}saving"].end <= spans["step 7"].ts
+    between = spans["step 6"].ts - spans["step 5"].end + spans["step 7"].ts - spans["step 6"].end
+    assert 3e6 * rank_times(file).seconds["between steps"] == pytest.approx(between)
+
+
 def test_a_signal_to_one_rank_profiles_the_same_next_steps_on_all_and_once(
     run_on_ranks: RunOnRanks, tmp_path: Path, tokens: str
 ) -> None:
