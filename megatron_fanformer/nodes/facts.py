@@ -236,14 +236,17 @@ def _find_collective(facts: Facts) -> None:
         devices.log_nccl_to(Path(log.name))
         rate = rate_within_node(len(facts.gpus))
         facts.network = network_of_log(log.read())
+    if facts.network is None:
+        facts.unseen.append("the network that NCCL uses (its log does not say, or NCCL_DEBUG has it go elsewhere)")
     if len(facts.gpus) > 1:
         facts.bus_bytes_per_second = rate
 
 
 def _find_faults(facts: Facts) -> None:
     facts.adapters = adapters()
-    problems, facts.unseen = find_faults()
+    problems, unseen = find_faults()
     facts.problems += problems
+    facts.unseen += unseen
 
 
 def _query_gpu(number: int, what: str, meanwhile: Callable[[], None] | None = None) -> list[float | None]:

@@ -148,7 +148,9 @@ def output_of(*command: str, meanwhile: Callable[[], None] | None = None) -> lis
         meanwhile: is called again and again until it has ended.
     """
     try:
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, errors="replace"
+        )
     except OSError:
         return None
     end = time.monotonic() + PROGRAM_SECONDS

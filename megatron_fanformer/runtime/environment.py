@@ -233,6 +233,13 @@ class Applied:
     setting: Setting
     ours: str | None
     theirs: str | None = None
+    stated_as: str = ""
+    """The name by which the user has set it."""
+
+    @property
+    def variable(self) -> str:
+        """The name to call it by."""
+        return self.stated_as or self.setting.variable
 
     @property
     def value(self) -> str | None:
@@ -258,8 +265,8 @@ def settings_of(shape: RunShape | None, env: MutableMapping[str, str] = os.envir
     here = _set_here(env)
     users = {name: value for name, value in env.items() if here.get(name) != value}
     for setting in SETTINGS:
-        theirs = next((users[name] for name in (setting.variable, *setting.others) if name in users), None)
-        found.append(Applied(setting, setting.value(shape), theirs))
+        name = next((name for name in (setting.variable, *setting.others) if name in users), "")
+        found.append(Applied(setting, setting.value(shape), users.get(name), stated_as=name))
     for each in found:
         if each.setting.is_required and each.differs:
             raise InputError(
@@ -326,7 +333,7 @@ def _set_here(env: MutableMapping[str, str]) -> dict[str, str]:
 def kept_line(found: list[Applied]) -> str | None:
     """Return the notice about values of the user's that a run would have set otherwise, None if there are none."""
     kept = [
-        f"{each.setting.variable} {each.theirs} (this run would set {each.ours})"
+        f"{each.variable} {each.theirs} (this run would set {each.ours})"
         for each in found
         if each.differs and each.setting.variable != OMP_THREADS
     ]

@@ -106,7 +106,14 @@ def bind_near(uuid: str, *, is_bound: bool, system: Path = ROOT) -> Binding | No
             "rank",
             is_problem=True,
         )
-    for thread in Path("/proc/self/task").iterdir():  # those that libraries have started, too
-        with suppress(ProcessLookupError):
-            os.sched_setaffinity(int(thread.name), common)
+    try:
+        for thread in Path("/proc/self/task").iterdir():  # those that libraries have started, too
+            with suppress(ProcessLookupError):
+                os.sched_setaffinity(int(thread.name), common)
+    except OSError as error:  # a sandbox may refuse it: the run is as right without
+        return Binding(
+            f"this rank cannot be bound to the cores {cores_text(common)}, near its GPU ({address}): {error.strerror}; "
+            "set runtime.numa_binding to false",
+            is_problem=True,
+        )
     return Binding(f"bound to the cores {cores_text(common)}, near its GPU ({address})")

@@ -117,4 +117,4 @@ def _environment_row(each: environment.Applied) -> list[str]:
     if each.theirs is None:
         return [setting.variable, each.value, "this program's", setting.reason]
     whose = f"yours; else {each.ours}" if each.differs else "yours"
-    return [setting.variable, each.value, whose, setting.reason]
+    return [each.variable, each.value, whose, setting.reason]

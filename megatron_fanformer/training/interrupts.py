@@ -60,7 +60,7 @@ class Request:
     def begin(self) -> None:
         """Note that what now begins grants all requests so far."""
         self._signaled = False
-        self._file_granted, self._file_seen = self._file_seen, False
+        self._file_granted, self._file_seen = self._file_granted or self._file_seen, False
 
     def end(self) -> None:
         """Note that the result is published, and remove the file that requested it."""

@@ -55,7 +55,7 @@ class Profiler:
         self._due = range(0)  # of these, the steps that are being profiled
         self._first = self._last = 0  # of those, that have been; 0: none is being profiled
         self._profile: torch.profiler.profile | None = None  # None on ranks without one
-        self._held = ExitStack()  # all that is on while this rank is profiled
+        self._held, self._ranges = ExitStack(), ExitStack()  # all that is on while this rank is profiled
         self._phases = _Phases()
 
     def profile_next(self, step: int, count: int = REQUESTED_STEPS) -> None:
@@ -75,6 +75,7 @@ class Profiler:
                 return
             self._begin(step)
         self._last = step
+        self._phases.end()  # of an evaluation or a save since the last one: the step is no part of it
         with record_function(f"{STEP}{step}"):
             yield True
             self._phases.end()
@@ -85,6 +86,8 @@ class Profiler:
         """End the profile that is going on, if one is, and write it unless the run has failed."""
         if self._first and not failed:
             self._finish()
+        if failed and self._profile_is_of_gpu:
+            self._held.pop_all()  # torch's end of it waits for kernels, which may wait for other ranks
         self._stop()
 
     def _begin(self, step: int) -> None:
@@ -100,8 +103,8 @@ class Profiler:
         if self._records_memory:
             self._held.enter_context(_recorded_memory())
         self._profile = self._held.enter_context(torch.profiler.profile(activities=activities()))
-        self._held.enter_context(self._phases.named())
-        self._held.enter_context(_named_waits())
+        self._ranges.enter_context(self._phases.named())
+        self._ranges.enter_context(_named_waits())
 
     def _finish(self) -> None:
         """Write the profile, as that of the steps taken so far."""
@@ -129,7 +132,7 @@ class Profiler:
         """
         if self._records_memory:  # before the recording of it ends
             _written(memory_file(file), lambda path: torch.cuda.memory._dump_snapshot(str(path)))
-        self._held.close()
+        self._end()
         heartbeat.mark("writing a profile", in_step=False)
         plain = temporary_name(file.with_suffix(""))
         try:
@@ -139,8 +142,12 @@ class Profiler:
         finally:
             plain.unlink(missing_ok=True)
 
-    def _stop(self) -> None:
+    def _end(self) -> None:
+        self._ranges.close()
         self._held.close()
+
+    def _stop(self) -> None:
+        self._end()
         self._profile, self._first, self._last = None, 0, 0
 
     def _wait_for_device(self) -> None:

@@ -73,7 +73,9 @@ def test_the_users_own_wins_and_is_reported_where_it_differs() -> None:
         f"kept from the environment: {CONNECTIONS} 8 (this run would set 32); `config --environment` has the reasons"
     )
     assert environment.kept_line(environment.prepare(shape(replicas=2), {})) is None
-    assert ALLOCATOR not in set_for(shape(), **{ALLOCATOR_OLD: "max_split_size_mb:512"})
+    env = {ALLOCATOR_OLD: "max_split_size_mb:512"}
+    line = environment.kept_line(environment.prepare(shape(), env))
+    assert ALLOCATOR not in env and str(line).startswith(f"kept from the environment: {ALLOCATOR_OLD} max_split_size")
 
 
 def test_what_one_run_sets_is_no_users_value_for_the_next() -> None:

@@ -28,7 +28,7 @@ from megatron_fanformer.runtime.hang_report import (
     reporting_hangs,
     write_report,
 )
-from megatron_fanformer.runtime.heartbeat import Activity, Heartbeat
+from megatron_fanformer.runtime.heartbeat import Activity, Heartbeat, RankHangs
 from megatron_fanformer.runtime.last_collectives import records, remembering_collectives
 from tests.patience import PATIENCE_SECONDS, wait_until
 
@@ -248,6 +248,21 @@ def test_the_main_rank_has_all_report_before_it_ends(
     assert "heartbeat-_beats, innermost call first" in capsys.readouterr().out
     assert main(["inspect", str(folder), "--hang", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["ranks"]["1"]["doing"] == "loading samples"
+
+
+def test_ranks_that_find_the_main_one_silent_have_the_reports_of_each_other(tmp_path: Path) -> None:
+    store, activity = dist.HashStore(), Activity(step=12, in_step=True, doing="forward")
+    ranks = [Heartbeat(store, rank, 3, address="a:1", limit_seconds=0.04, activity=activity) for rank in range(3)]
+    ranks[0].beat()
+    for beats in ranks[1:]:
+        beats.look()
+    error = RankHangs("rank 0 on a has been silent for 1 s")
+    later = mock.patch.object(ranks[1]._over, "wait", lambda _seconds: ranks[2]._reported(error))
+    with reporting_hangs(tmp_path), later:  # rank 2 finds it a little later
+        said = str(ranks[1]._reported(error))
+    [folder] = (tmp_path / "hangs").iterdir()
+    assert sorted(read_reports(folder)) == [1, 2]
+    assert said.startswith("rank 0 on a has been silent for 1 s; rank 0 has written no report: its process is stopped")
 
 
 def test_a_run_that_never_hung_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

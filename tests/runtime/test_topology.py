@@ -96,6 +96,18 @@ def test_a_rank_keeps_to_the_cores_near_its_gpu(
     assert topology.bind_near("GPU-c", is_bound=False, system=system) is None
 
 
+def test_a_rank_that_may_not_be_bound_says_so_and_goes_on(
+    affinity: dict[int, set[int]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def refuse(_thread: int, _cores: set[int]) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "sched_setaffinity", refuse)
+    binding = topology.bind_near("GPU-a", is_bound=False, system=machine(tmp_path, {"0000:1b:00.0": ("GPU-a", "8-15")}))
+    assert binding is not None and binding.is_problem and affinity == {}
+    assert binding.text.startswith("this rank cannot be bound to the cores 8-15") and "not permitted" in binding.text
+
+
 def test_a_rank_knows_its_gpu_and_whether_slurm_has_bound_it(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[tuple[str, bool]] = []
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)

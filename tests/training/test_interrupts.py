@@ -107,6 +107,18 @@ def test_a_file_that_is_written_while_an_earlier_state_is_saved_is_not_answered_
     assert not file.exists()
 
 
+def test_a_file_whose_answer_never_ended_is_answered_by_the_next_one(tmp_path: Path) -> None:
+    """A profile whose run went back, for example."""
+    asked, file = InterruptListener(tmp_path), tmp_path / "profile"
+    file.touch()
+    assert asked.now().profile
+    asked.profile.begin()
+    asked.profile.begin()
+    assert not asked.now().profile
+    asked.profile.end()
+    assert not file.exists()
+
+
 def test_a_file_that_cannot_be_removed_is_answered_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "save").mkdir()  # a folder, say
     asked = InterruptListener(tmp_path)

@@ -3,7 +3,8 @@
 import json
 import signal
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 from unittest import mock
 
 import pytest
@@ -11,8 +12,12 @@ import torch
 
 from megatron_fanformer.checkpoint import store
 from megatron_fanformer.inspection.trace import rank_times, read_events
+from megatron_fanformer.runtime import heartbeat
+from megatron_fanformer.runtime.parallel import RankGrid
 from megatron_fanformer.training import profiling
 from megatron_fanformer.training.config import config_from_dict
+from megatron_fanformer.training.interrupts import Request
+from megatron_fanformer.training.loggers.registry import LoggingConfig
 from megatron_fanformer.training.machine_rules import memory_history_problems
 from megatron_fanformer.training.traces import PHASE, trace_file, trace_folder
 from tests.small_runs import RunOnRanks, small_run, trainer_of
@@ -85,6 +90,18 @@ def test_profiled_steps_compute_the_same_bits_and_their_times_add_up(
         assert all(update.end <= step.end for update, step in zip(updates, steps, strict=True))
 
 
+def test_a_save_between_profiled_steps_is_no_part_of_them(
+    run_on_ranks: RunOnRanks, tmp_path: Path, tokens: str
+) -> None:
+    logged = {"tensorboard": False, "profile_steps": [5, 7]}
+    run_on_ranks(1, train, small_run(tokens, tmp_path, logging=logged, checkpoint={"save_interval": 6}))
+    file = trace_file(trace_folder(tmp_path, 5, 7), 0)
+    spans = {event.name: event for event in read_events(file) if event.cat == "user_annotation"}
+    assert spans["step 6"].end < spans[f"{PHASE}saving"].ts < spans[f"{PHASE}saving"].end <= spans["step 7"].ts
+    between = spans["step 6"].ts - spans["step 5"].end + spans["step 7"].ts - spans["step 6"].end
+    assert 3e6 * rank_times(file).seconds["between steps"] == pytest.approx(between)
+
+
 def test_a_signal_to_one_rank_profiles_the_same_next_steps_on_all_and_once(
     run_on_ranks: RunOnRanks, tmp_path: Path, tokens: str
 ) -> None:
@@ -152,6 +169,20 @@ def test_a_profile_that_cannot_be_written_ends_no_run(
     assert ("torch has not written the end" if library_is_silent else "No space left") in warning
     assert len(taken) == 5
     assert traces(tmp_path) == []  # nothing half-written
+
+
+def test_a_run_that_fails_does_not_wait_for_its_gpu(tmp_path: Path) -> None:
+    """Its kernels may wait for other ranks, and torch's end of a profile waits for them."""
+    config = LoggingConfig(tensorboard=False, profile_steps=[3, 4])
+    grid = cast(RankGrid, SimpleNamespace(rank=0, world_size=2, device="cuda"))
+    before = heartbeat.mark, vars(torch.distributed.Work)["wait"]
+    with mock.patch.object(torch.cuda, "synchronize"), mock.patch.object(torch.profiler, "profile") as profile:
+        profiler = profiling.Profiler(config, grid, tmp_path, Request(None, "profile"))
+        with pytest.raises(InterruptedError), profiler.recording(3):
+            raise InterruptedError
+        profiler.close(failed=True)
+    assert profile.return_value.__enter__.called and not profile.return_value.__exit__.called
+    assert (heartbeat.mark, vars(torch.distributed.Work)["wait"]) == before
 
 
 @pytest.mark.parametrize(
