@@ -167,8 +167,10 @@ def _checked(config: RunConfig, step: int, data_parallel_size: int) -> RunConfig
 
     The layout is not checked against this machine, which need not train.
     """
-    training = config.training
-    found = [*config.model.problems(), *config.data.problems(), *training.problems()]
+    # Samples are the same however many replicas share the optimizer's state; and one stands in for those of a launcher.
+    parallel = dataclasses.replace(config.parallel, num_distributed_optimizer_instances=1)
+    config, training = dataclasses.replace(config, parallel=parallel), config.training
+    found = [*config.model.problems(), *parallel.problems(), *config.data.problems(), *training.problems()]
     if not found:
         found = batch_problems(
             config.parallel, data_parallel_size, training.global_batch_size, training.micro_batch_size

@@ -16,7 +16,8 @@ from megatron_fanformer.model.kernels import DEFAULT_KERNELS, KernelsConfig
 from megatron_fanformer.model.layer_spec import final_norm, layer_spec, resolve_transformer_impl
 from megatron_fanformer.model.loss_head import LossHead
 from megatron_fanformer.model.stages.base import Layers, Stage
-from megatron_fanformer.runtime.parallel import ParallelConfig, RankGrid
+from megatron_fanformer.runtime.layout import ParallelConfig, layout_chunks
+from megatron_fanformer.runtime.parallel import RankGrid
 
 HAS_HYBRID_MODEL = importlib.util.find_spec("megatron.core.models.hybrid") is not None  # from 0.19 on
 OWN_PRECISION_FIELDS = ("dtype", "grad_reduce_in_fp32", "fp8_fan")  # the others are megatron-core's, by the same names
@@ -100,8 +101,10 @@ def _pipeline_fields(parallel: ParallelConfig, grid: RankGrid) -> dict[str, Any]
 
 
 def _boundaries(parallel: ParallelConfig) -> dict[str, Any]:
+    text = parallel.pipeline_model_parallel_layout
     return {
-        "pipeline_model_parallel_layout": parallel.pipeline_model_parallel_layout,
+        # As this project has read it: megatron-core's own reading stops at spaces.
+        "pipeline_model_parallel_layout": None if text is None else "|".join(layout_chunks(text)),
         "num_layers_in_first_pipeline_stage": parallel.num_layers_in_first_pipeline_stage,
         "num_layers_in_last_pipeline_stage": parallel.num_layers_in_last_pipeline_stage,
     }

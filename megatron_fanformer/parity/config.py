@@ -44,8 +44,9 @@ def read_layouts(config: ParityConfig) -> tuple[RunConfig, dict[str, Layout]]:
 
 def _problems(run: RunConfig, layout: Layout) -> list[str]:
     batch, micro = run.training.global_batch_size, run.training.micro_batch_size
+    if found := layout.problems():  # the rules of a model and a batch take a layout that is valid by itself
+        return found
     return [
-        *layout.problems(),
         *layout_problems(run.model, layout.parallel),
         *run.optimizer.joint_problems(layout.parallel),
         *(document_problems(layout.parallel, layout.kernels) if run.data.reset_attention_mask else ()),

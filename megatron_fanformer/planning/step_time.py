@@ -381,11 +381,11 @@ class _Seconds:
         if self._software.is_fully_sharded:
             once |= self._sharded(gather, reduce, layers)
         else:
-            once["gradient reduction"] = sum(
-                self._beside(term, buckets, backward, parallel.overlap_grad_reduce) for term in (reduce, between)
+            once["gradient reduction"] = self._beside(
+                [reduce, between], buckets, backward, parallel.overlap_grad_reduce
             )
             if parallel.use_distributed_optimizer:
-                once["weight gathering"] = self._beside(gather, buckets, backward / 2, parallel.overlap_param_gather)
+                once["weight gathering"] = self._beside([gather], buckets, backward / 2, parallel.overlap_param_gather)
         if (matrices := MatrixUpdates(job, 0)).matrices:
             rate = self._machine.flops_per_second("bf16") * self._machine.product_efficiency  # whatever weights are in
             exchanging = sum(map(self._collective, matrices.terms(0)))
@@ -405,11 +405,13 @@ class _Seconds:
             "weight gathering": times * (2 * gathering - hidden_in_forward - (1 - of_reduction) * hidden_in_backward),
         }
 
-    def _beside(self, term: Term, buckets: int, window: float, overlaps: bool | None) -> float:
-        """Return the exposed seconds of a collective in buckets, beside a computation of `window` seconds."""
+    def _beside(self, terms: list[Term], buckets: int, window: float, overlaps: bool | None) -> float:
+        """Return the exposed seconds of collectives one after the other, in buckets, beside a computation of `window`
+        seconds.
+        """
         if not overlaps:
-            return self._collective(term)
-        seconds = self._collective(term._replace(calls=buckets))
+            return sum(map(self._collective, terms))
+        seconds = sum(self._collective(term._replace(calls=buckets)) for term in terms)
         hidden = min(seconds * (buckets - 1) / buckets, window)
         return seconds - self._machine.overlap * hidden
 

@@ -122,7 +122,8 @@ class ParallelConfig:
         """Return how many ranks share an optimizer's state: data and context parallel ones."""
         if not self.use_distributed_optimizer:
             return 1
-        return data_parallel_size * self.context_parallel_size // self.num_distributed_optimizer_instances
+        # At least one: a search also sizes layouts of fewer replicas than instances, before rules refuse them.
+        return max(1, data_parallel_size * self.context_parallel_size // self.num_distributed_optimizer_instances)
 
     def recomputes(self, module: RecomputeModule) -> bool:
         """Return whether that part of a layer is recomputed by itself."""
@@ -179,8 +180,10 @@ class ParallelConfig:
             for name in COUNTS
             if (value := getattr(self, name)) is not None and value < 1
         ]
+        if found:  # what is between fields divides by some of them
+            return found
         between = (*self._model_parallel_problems(), *self._overlap_problems(), *self._recompute_problems())
-        return found or [f"parallel.{problem}" for problem in between]
+        return [f"parallel.{problem}" for problem in between]
 
     def _model_parallel_problems(self) -> Iterator[str]:
         if self.sequence_parallel and self.tensor_model_parallel_size == 1:
@@ -220,6 +223,8 @@ class ParallelConfig:
                 f"{own}; it must begin with E, end with L, and have at most {MOST_LAYERS:,} layers t between, with | "
                 "between chunks, as in Et*3|(t*4|)*6t*3|L"
             )
+        elif not all(chunks):  # one would pass on its very input, which the schedule frees as its output
+            yield f"{own}, in which chunk {chunks.index('')} is empty; give it a layer t, or remove a |"
         elif len(chunks) % stages or virtual != (said or virtual):
             yield (
                 f"{own}, of {len(chunks)} chunks, and pipeline_model_parallel_size {stages} x "

@@ -19,7 +19,7 @@ def balanced_layouts(model: FANformerConfig, stages: int) -> Iterator[str]:
         each, more = divmod(units, stages * chunks)
         layers = [each + (1 <= place <= more) for place in range(stages * chunks)]
         layers[-1] -= head
-        if layers[-1] >= 0 and len(set(layers)) > 1:
+        if layers[-1] >= 0 and all(layers[1:-1]) and len(set(layers)) > 1:
             yield _text(layers)
 
 

@@ -15,7 +15,11 @@ from megatron_fanformer.training.config import RunConfig
 
 MOST_SHOWN = 10
 OF_SCHEDULE = ("pipeline bubble", "pipeline sends")  # the parts of a step that the number of chunks changes
-BOUNDING = (*(name for name in DEGREES if name != "virtual_pipeline_model_parallel_size"), "ddp_bucket_size")
+BOUNDING = (
+    *(name for name in DEGREES if name != "virtual_pipeline_model_parallel_size"),
+    "pipeline_model_parallel_layout",  # by which the longest stage is shorter than that of even ones
+    "ddp_bucket_size",
+)
 NUMBERS = re.compile(r"\d+(?:\.\d+)?(?:, ?\d+(?:\.\d+)?)*")  # also several, with commas between
 
 

@@ -111,9 +111,9 @@ def _layers_reason(on_gpu: bool) -> str:
 
 def _fusion(implementation: str) -> tuple[bool, str]:
     if not torch.cuda.is_available():
-        return True, "the products add to the float32 gradients"
+        return True, "the products add to the gradients' buffer"
     if implementation == "transformer_engine":
-        return True, "the Engine's products add to the float32 gradients"
+        return True, "the Engine's products add to the gradients' buffer"
     if devices.has_fused_gradient_kernel():
         return True, "apex's kernel is installed"
     return False, "neither the Engine's layers nor apex's kernel"

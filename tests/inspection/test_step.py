@@ -195,6 +195,12 @@ def test_a_step_as_text(inspect: Inspect, texts: Texts) -> None:
     assert "no ledger" not in said.out
 
 
+def test_samples_do_not_depend_on_instances_of_the_optimizers_state(inspect: Inspect, texts: Texts) -> None:
+    """A launcher may start several replicas where the configuration names none."""
+    said = inspect(texts[0], "--step", 1, "--parallel.num_distributed_optimizer_instances", "2")
+    assert (said.code, said.out) == (0, inspect(texts[0], "--step", 1).out)
+
+
 def test_full_texts_have_their_own_lines(inspect: Inspect, texts: Texts) -> None:
     said = inspect(texts[0], "--step", 1, "--full")
     assert "\n      all work and no play\n" in said.out
@@ -275,6 +281,10 @@ def test_the_manifest_names_the_tokenizer(inspect: Inspect, tmp_path: Path) -> N
         (["{config}", "--step", "1", "--verify"], "use one at a time"),
         (["{config}", "--step", "1", "--training.micro_batch_size", "3"], "is not a multiple of micro batch size"),
         (["{config}", "--step", "1", "--data.speed", "3"], "unknown configuration key data.speed"),
+        (
+            ["{config}", "--step", "1", "--parallel.pipeline_model_parallel_size", "0"],
+            "size is 0; it must be at least 1",
+        ),
         (["{docs}", "--config", "{config}"], "--config has no effect without --step"),
         (["{docs}", "--speed", "3"], "--speed has no effect without --step"),
     ],

@@ -52,6 +52,12 @@ OWN_STAGES = {"pipeline_model_parallel_size": 2}
             "of 2 chunks, and pipeline_model_parallel_size 2 x virtual_pipeline_model_parallel_size 2 has others",
         ),
         ({"pipeline_model_parallel_layout": "EttL"}, "at pipeline_model_parallel_size 1; set it to null"),
+        ({**OWN_STAGES, "pipeline_model_parallel_layout": "Et||t|L"}, "in which chunk 1 is empty; give it a layer t"),
+        ({**OWN_STAGES, "pipeline_model_parallel_layout": "|EttL"}, "in which chunk 0 is empty"),
+        (
+            {"pipeline_model_parallel_size": 0, "pipeline_model_parallel_layout": "Et|tL"},
+            "pipeline_model_parallel_size is 0; it must be at least 1",
+        ),
         (
             {**OWN_STAGES, "pipeline_model_parallel_layout": "Et|tL", "num_layers_in_last_pipeline_stage": 1},
             "num_layers_in_first_pipeline_stage or …_last_… given",

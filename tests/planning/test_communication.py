@@ -98,7 +98,7 @@ CASES: dict[str, Case] = {
     "pp": ({}, PP),
     "pp, uneven": (UNEVEN, dict(**PP, num_layers_in_first_pipeline_stage=1)),
     "vpp": (DEEP, VPP),
-    "pp, embedding and head apart": (UNEVEN, dict(**PP, pipeline_model_parallel_layout="E|tt|t|L")),
+    "pp, embedding and head apart": (UNEVEN, dict(**PP, pipeline_model_parallel_layout="E | t t, | t | L")),
     "cp, pp, untied, block": ({**UNTIED, **DEEP}, dict(**CP, **PP, **BLOCK)),
     "tp, cp, one group": (dict(num_query_groups=1), dict(**TP, **CP)),
     "sp, cp, selective": (GROUPED, dict(**SP, **CP, **SELECTIVE)),

@@ -215,6 +215,23 @@ def test_replicas_communicate_beside_the_last_backward() -> None:
     assert hidden.exposed["dp_cp"] == pytest.approx(left * plain.exposed["dp_cp"], rel=1e-3)
 
 
+def test_sums_within_and_between_instances_are_beside_the_same_backward() -> None:
+    """What is hidden of both together is no longer than the backward that hides what one instance's sum is long."""
+    slow = Link(bytes_per_second=1e6, efficiency=1.0, latency_seconds=0.0)
+    machine = dataclasses.replace(PLAIN, domain=slow)
+
+    def hidden(instances: int) -> float:
+        layouts = [
+            {"num_distributed_optimizer_instances": instances, "overlap_grad_reduce": overlaps}
+            for overlaps in (False, True)
+        ]
+        plain, beside = (step_time(job(dp=4, micro_batches=1, **layout), machine) for layout in layouts)
+        return plain.parts["gradient reduction"] - beside.parts["gradient reduction"]
+
+    assert hidden(2) == pytest.approx(hidden(1), rel=1e-6)
+    assert hidden(1) > 0
+
+
 def test_interleaved_replicas_communicate_beside_several_micro_batches() -> None:
     """The last backward of a chunk is that of as many micro batches as there are stages."""
     machine = dataclasses.replace(PLAIN, network=Link(bytes_per_second=1e6, efficiency=1.0, latency_seconds=0.0))

@@ -69,6 +69,34 @@ def test_it_finds_what_looking_at_every_layout_finds(
     assert found.legal == len(legal)
 
 
+def test_stages_of_equal_time_are_not_bound_by_even_ones(h100: Machine) -> None:
+    """With a head that takes as long as several layers, on heads and a length that nothing but stages divides."""
+    sizes = {"hidden_size": 2048, "ffn_hidden_size": 8192, "num_attention_heads": 1, "seq_length": 1023}
+    model = {"num_layers": 12, "vocab_size": 256_000, "fan": {"p_ratio": 0.25}, **sizes}
+    training = {"run_dir": "no-run", "global_batch_size": 16}
+    heavy = for_machine(run_config(model=model, training=training), h100, on_cpu=False)
+    legal = [
+        estimate(layout_name(each, heavy), each, job_of(each, 2), h100)
+        for each in every_layout(heavy, 2)
+        if not problems(each, 2)
+    ]
+    fastest = sorted(legal, key=lambda each: each.time.seconds)[:MOST_SHOWN]
+    assert any(each.config.parallel.pipeline_model_parallel_layout for each in fastest)
+    assert [each.name for each in search(heavy, 2, h100).candidates] == [each.name for each in fastest]
+
+
+def test_more_instances_than_replicas_are_refused_by_rule(h100: Machine) -> None:
+    parallel = {"num_distributed_optimizer_instances": 4}
+    large = {"num_layers": 6, "hidden_size": 4096, "ffn_hidden_size": 16_384, "num_attention_heads": 32}
+    training = {"run_dir": "no-run", "global_batch_size": 8}
+    several = for_machine(run_config(parallel=parallel, model=large, training=training), h100, on_cpu=False)
+    found = search(several, GPUS, h100)
+    assert found.best
+    assert any(
+        "num_distributed_optimizer_instances is N, which does not divide" in each.rule for each in found.rejected
+    )
+
+
 def test_it_counts_what_each_rule_rejects(config: RunConfig, h100: Machine) -> None:
     counts = Counter(
         NUMBERS.sub("N", message) for each in every_layout(config, GPUS) for message in problems(each, GPUS)

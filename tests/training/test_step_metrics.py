@@ -24,6 +24,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp2-sequence": (2, {"tensor_model_parallel_size": 2, "sequence_parallel": True, "fan_form": "sequence"}),
     "tp2-plain": (2, {"tensor_model_parallel_size": 2, "use_distributed_optimizer": False}),
     "dp2": (2, {"data_parallel_size": 2, "overlap_grad_reduce": True, "overlap_param_gather": True}),
+    "dp2-instances": (2, {"data_parallel_size": 2, "num_distributed_optimizer_instances": 2}),
     "cp2": (2, {"context_parallel_size": 2}),
     "pp2": (2, {"pipeline_model_parallel_size": 2}),
 }
