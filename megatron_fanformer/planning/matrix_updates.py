@@ -90,10 +90,9 @@ class MatrixUpdates:
 
     def __init__(self, job: Job, stage: int) -> None:
         parallel = job.parallel
-        replicas = job.data_parallel_size * parallel.context_parallel_size
         self._job, self._stage, self._tensor = job, stage, job.tensor_ranks
         self._element_bytes = CPU_BYTES if job.on_cpu else GPU_BYTES
-        self._replicas = replicas if parallel.use_distributed_optimizer else 1
+        self._replicas = job.state_ranks
         self._group, self._ranks = "tp" if self._replicas == 1 else "tp_dp_cp", self._tensor * self._replicas
         self._matrix_of = {
             weight: _matrix(job.model, weight, self._tensor)

@@ -25,10 +25,12 @@ LABELS = {
     "PIPELINE_MODEL_PARALLEL_GROUP": "pp",
     "DATA_PARALLEL_GROUP": "dp",
     "DATA_PARALLEL_GROUP_WITH_CP": "dp_cp",
+    "INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP": "intra_dp_cp",
     "MODEL_PARALLEL_GROUP": "mp",
     "EMBEDDING_GROUP": "embd",
     "POSITION_EMBEDDING_GROUP": "pos_embd",
     "INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP": "intra_dist_opt",
+    "HIERARCHICAL_EXPERT_DATA_PARALLEL_GROUP_L1": "inter_dist_opt",  # without experts, that group serves
     "TENSOR_AND_CONTEXT_PARALLEL_GROUP": "tp_cp",
     "TENSOR_AND_DATA_PARALLEL_GROUP_WITH_CP": "tp_dp_cp",
 }

@@ -18,7 +18,7 @@ from megatron_fanformer.sizing.goodput import GB, SECONDS_PER_MINUTE, Goodput, S
 from megatron_fanformer.sizing.request import PlanRequest
 from megatron_fanformer.sizing.search import Findings
 from megatron_fanformer.sizing.simulated import SimulatedStage
-from megatron_fanformer.terminal import Row, table
+from megatron_fanformer.terminal import Row, plural, table
 from megatron_fanformer.training.config import RunConfig
 
 MOST_STAGES = 4  # columns; the file has all
@@ -208,7 +208,7 @@ def _beyond_steps(plan: Plan, shown: Estimate) -> Iterator[Row]:
     """Yield checkpoints, saves, failures, and the run's time with them."""
     held, spent, request = plan.storage, plan.goodput, plan.request
     assert held is not None, "what is shown has checkpoints"
-    saves = f"{held.saves:,} save{'s' * (held.saves != 1)}"
+    saves = plural(held.saves, "save")
     yield "checkpoint", f"{_gb(held.checkpoint_bytes)}; {saves}, {held.kept:,} kept: up to {_gb(held.disk_bytes)}"
     if spent is None:
         yield "time of saves", "not known: give --save-rate, in GB/s; then failures and goodput are reckoned, too"
