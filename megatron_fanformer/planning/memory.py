@@ -8,7 +8,9 @@ The local layers are described as torch runs them on a CPU, where tests measure 
 the formula is); the Engine's as its fused kernels run on a GPU.
 """
 
+import functools
 import itertools
+import operator
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -95,12 +97,12 @@ def rank_memory(job: Job, stage: int) -> RankMemory:
     """
     shapes = LayerShapes(job)
     held = chunks(job.model, job.parallel, stage)
-    in_flight, of_chunks = chunks_in_flight(job, stage), [_weights_of(job, stage, chunk) for chunk in held]
-    moments = [*_moments(shapes, stage, held, in_flight), _update(job, stage, of_chunks)]
+    of_chunks = [_weights_of(job, stage, chunk) for chunk in held]
+    moments = [*_moments(shapes, stage, held), _update(job, stage, of_chunks)]
     moment = max(moments, key=lambda moment: moment.activations + moment.working)
     lines = [
         *_states(job, of_chunks),
-        *_kept_by_layers(shapes, held, takes_turns=in_flight < len(held) * job.num_micro_batches),
+        *_kept_by_layers(shapes, held, takes_turns=_passes_ahead(job, stage) < len(held) * job.num_micro_batches - 1),
         MemoryLine("activations", moment.activations),
         MemoryLine(f"working memory: {moment.name}", moment.working),
     ]
@@ -200,20 +202,31 @@ def _dummy_gradients(shapes: LayerShapes, held: list[Chunk]) -> int:
 # -- the moments of a step
 
 
-def _moments(shapes: LayerShapes, stage: int, held: list[Chunk], in_flight: int) -> Iterator[MemorySnapshot]:
-    layer, ids = rise(layer_operations(shapes.job)), embedding_ids(shapes) if held[0].has_embedding else 0
+def _moments(shapes: LayerShapes, stage: int, held: list[Chunk]) -> Iterator[MemorySnapshot]:
+    job, layer = shapes.job, rise(layer_operations(shapes.job))
     of_chunks = [_chunk_rise(shapes, layer, chunk.layers) for chunk in held]
-    # The interleaved schedule takes as many micro batches through a chunk, before the next, as there are stages.
-    order = itertools.cycle(chunk for chunk in of_chunks for _ in range(shapes.job.stages))
-    kept = sum(chunk.saved + ids for chunk in itertools.islice(order, in_flight))
+    saved = [chunk.saved for chunk in of_chunks]
+    saved[0] += embedding_ids(shapes) if held[0].has_embedding else 0
+    passes = [
+        (chunk, sum(map(operator.mul, alive, saved)))
+        for chunk, alive in _backward_passes(
+            job.stages,
+            len(held),
+            min(job.num_micro_batches, (len(held) + 3) * job.stages),  # one more has the same again
+            _passes_ahead(job, stage),
+        )
+    ]
     # The schedule holds on to the last gradient that it sent back, and in forward also to the input that it is of.
     sent = shapes.stream if stage > 0 and len(held) == 1 else 0
-    yield MemorySnapshot("backward of a layer", kept, max(chunk.backward for chunk in of_chunks) + sent)
-    if held[-1].has_head:
-        head = loss_head(shapes)
-        yield MemorySnapshot("loss head", kept + head.saved, head.backward + 2 * sent)
-    if held[0].has_embedding:
-        yield MemorySnapshot("gradient of the embedding", kept - of_chunks[0].saved, embedding_backward(shapes))
+    for number, rise_of_chunk in enumerate(of_chunks):
+        kept = max(kept for chunk, kept in passes if chunk == number)
+        yield MemorySnapshot("backward of a layer", kept, rise_of_chunk.backward + sent)
+        if held[number].has_head:
+            head = loss_head(shapes)
+            yield MemorySnapshot("loss head", kept + head.saved, head.backward + 2 * sent)
+        if held[number].has_embedding:
+            gradient = embedding_backward(shapes, has_heads=held[number].has_head)
+            yield MemorySnapshot("gradient of the embedding", kept - rise_of_chunk.saved, gradient)
 
 
 def _update(job: Job, stage: int, of_chunks: list[_ChunkWeights]) -> MemorySnapshot:
@@ -229,14 +242,30 @@ def _update(job: Job, stage: int, of_chunks: list[_ChunkWeights]) -> MemorySnaps
     return MemorySnapshot(name, 0, copied + max(clipped, of_matrices))
 
 
-def chunks_in_flight(job: Job, stage: int) -> int:
-    """Return chunks of layers whose activations a stage holds at most: those that go forward before the first comes
-    back.
+def _passes_ahead(job: Job, stage: int) -> int:
+    """Return the forward passes of chunks that a stage takes before one goes forward and one back in turns."""
+    later, virtual = job.stages - 1 - stage, job.parallel.virtual_stages
+    ahead = later if virtual == 1 else 2 * later + (virtual - 1) * job.stages
+    return min(ahead, virtual * job.num_micro_batches)
+
+
+@functools.cache
+def _backward_passes(stages: int, chunks: int, micro_batches: int, ahead: int) -> set[tuple[int, tuple[int, ...]]]:
+    """Return a stage's backward passes: each one's chunk, and how many passes of each chunk are alive then, with it.
+
+    The interleaved schedule takes as many micro batches through a chunk, before the next, as there are stages.
     """
-    stages, virtual = job.parallel.pipeline_model_parallel_size, job.parallel.virtual_stages
-    later = stages - 1 - stage
-    before_first = later if virtual == 1 else 2 * later + (virtual - 1) * stages
-    return min(before_first + 1, virtual * job.num_micro_batches)
+    groups = range(0, micro_batches, stages)
+    order = [chunk for first in groups for chunk in range(chunks) for _ in range(min(stages, micro_batches - first))]
+    forward, alive, found = iter(order), [0] * chunks, set()
+    for chunk in itertools.islice(forward, ahead):
+        alive[chunk] += 1
+    for back in order:
+        if (chunk := next(forward, -1)) >= 0:
+            alive[chunk] += 1
+        found.add((chunks - 1 - back, tuple(alive)))
+        alive[chunks - 1 - back] -= 1
+    return found
 
 
 def _chunk_rise(shapes: LayerShapes, layer: Rise, layers: int) -> Rise:
@@ -245,6 +274,8 @@ def _chunk_rise(shapes: LayerShapes, layer: Rise, layers: int) -> Rise:
     (Made again are all but the first layer's input, and the last one's output.)
     """
     parallel = shapes.job.parallel
+    if not layers:
+        return Rise(0, 0)
     if parallel.recompute_granularity != "full":
         return Rise(layers * layer.saved, layer.backward)
     number = parallel.recompute_num_layers or 1

@@ -64,7 +64,15 @@ def embedding_ids(shapes: LayerShapes) -> int:
     return shapes.tokens * (ID_BYTES if shapes.tensor == 1 else 2 * ID_BYTES)
 
 
-def embedding_backward(shapes: LayerShapes) -> int:
-    """Return the gradient of the rank's rows, in the type of weights, beside the tokens' of it."""
+def embedding_backward(shapes: LayerShapes, *, has_heads: bool) -> int:
+    """Return the gradient of the rank's rows, in the type of weights, beside the tokens' of it.
+
+    Args:
+        has_heads: whether the head is here, too. If it is tied, autograd adds its gradient to the embedding's (out of
+            place, where tensors are tracked), or what stands for it; the chunked head gives autograd none.
+    """
     passes = 1 if shapes.tensor == 1 else 2  # those of other ranks' tokens are zeroed in a copy
-    return shapes.stream + passes * shapes.whole(shapes.hidden) + vocabulary_weight(shapes)
+    tokens, rows = shapes.stream + passes * shapes.whole(shapes.hidden), vocabulary_weight(shapes)
+    job = shapes.job
+    is_added = has_heads and not (job.model.untie_embeddings_and_output_weights or job.kernels.chunked_loss_head)
+    return max(tokens + 2 * rows, 3 * rows) if is_added else tokens + rows

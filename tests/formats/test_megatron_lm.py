@@ -39,7 +39,7 @@ from megatron_fanformer.model.rope_scaling import RopeScalingConfig
 from megatron_fanformer.runtime.parallel import ParallelConfig, rank_grid
 from megatron_fanformer.runtime.seeding import seed_everything
 from tests.formats.test_hostile import Bomb
-from tests.model.test_stock_megatron import MODEL, MY_SPEC, stock_metadata
+from tests.model.test_stock_megatron import MODEL, MY_MODEL, MY_SPEC, stock_metadata
 from tests.stock_megatron import (
     HAS_TRAINING,
     SPEC,
@@ -113,7 +113,7 @@ SAME_LOGITS = 1e-5
     ("model", "spec", "apart"),
     [
         (GROUPED, SPEC, False),
-        pytest.param(dataclasses.replace(MODEL, fan=FANConfig(p_ratio=0.125)), MY_SPEC, True, marks=pytest.mark.full),
+        pytest.param(MY_MODEL, MY_SPEC, True, marks=pytest.mark.full),
     ],
     ids=["stacked", "apart-own-spec"],
 )
