@@ -62,7 +62,7 @@ PARTS = (
     Part(
         name="step",
         decides="FANformer-1B and its Transformer in bf16, micro batch 8, with CUDA graphs and without",
-        minutes=2.5,
+        minutes=3,
         commands=commands.step,
         writes=("step.json",),
         figures=cases,
@@ -87,7 +87,7 @@ PARTS = (
     Part(
         name="fp8",
         decides="FP8 with CUDA graphs, micro batch 8: the recipes, and the FAN map in FP8",
-        minutes=3,
+        minutes=4,
         commands=commands.fp8,
         writes=("step.json",),
         figures=cases,
@@ -128,7 +128,7 @@ PARTS = (
     Part(
         name="layers-7b",
         decides="the rates that 7B's plan uses: four of its layers, micro batch 2",
-        minutes=2,
+        minutes=1.8,
         commands=commands.layers_of_7b,
         writes=("step.json",),
         figures=cases,
@@ -184,7 +184,7 @@ PARTS = (
     Part(
         name="trace",
         decides="where the GPU waits in the steps with CUDA graphs, of one micro batch and of four",
-        minutes=2,
+        minutes=1.5,
         commands=commands.trace,
         writes=("step.json", "one.json.gz", "four.json.gz"),
         figures=cases,
