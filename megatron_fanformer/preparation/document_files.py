@@ -28,11 +28,6 @@ from megatron_fanformer.preparation.documents import (
 from megatron_fanformer.preparation.inputs import PARQUET_SUFFIX, TEXT_SUFFIXES
 from megatron_fanformer.preparation.remote_inputs import InputFile, RemoteInput, recorded_path
 
-if sys.version_info >= (3, 14):
-    from compression import zstd
-else:
-    from backports import zstd
-
 BLOCK_BYTES = 1 << 20
 ROWS_A_BLOCK = 256
 # A page of Parquet repeats a value of its column's dictionary in a few bits: a file of 1.8 kB can hold 120 GB of text.
@@ -198,24 +193,43 @@ class _Counted(io.RawIOBase):
 @contextmanager
 def _decompressed(path: InputFile, raw: io.RawIOBase) -> Iterator[Any]:
     """Yield the uncompressed bytes of a file. Reading past damage raises CorruptError."""
-    kind = "gzip" if path.suffix == ".gz" else "zstd"
+    read = {".gz": _gzip, ".zst": _zstd}.get(path.suffix)
+    if read is None:
+        yield raw
+        return
+    kind = read.__name__.removeprefix("_")
     try:
-        match path.suffix:
-            case ".gz":
-                yield igzip.IGzipFile(fileobj=raw)
-            case ".zst":
-                yield zstd.ZstdFile(raw)
-            case _:
-                yield raw
+        with read(path, raw) as stream:
+            yield stream
     except EOFError as error:
         raise CorruptError(f"{path} is truncated, its {kind} stream has no end; fetch it again") from error
+
+
+@contextmanager
+def _gzip(path: InputFile, raw: io.RawIOBase) -> Iterator[Any]:
+    try:
+        yield igzip.IGzipFile(fileobj=raw)
+    except (igzip.BadGzipFile, IsalError) as error:  # type: ignore[misc]  # IsalError's stub
+        raise _damaged(path, "gzip", error) from error
+
+
+@contextmanager
+def _zstd(path: InputFile, raw: io.RawIOBase) -> Iterator[Any]:
+    if sys.version_info >= (3, 14):  # no other documents need it
+        from compression import zstd
+    else:
+        from backports import zstd
+    try:
+        yield zstd.ZstdFile(raw)
     except zstd.ZstdError as error:
         if "memory" in str(error):
             reason = "its zstd window is above 128 MB; compress it again without --long or --ultra"
             raise InputError(f"{path} cannot be read, {reason}") from error
-        raise CorruptError(f"{path} is damaged ({error}), not a complete {kind} file; fetch it again") from error
-    except (igzip.BadGzipFile, IsalError) as error:  # type: ignore[misc]  # IsalError's stub
-        raise CorruptError(f"{path} is damaged ({error}), not a complete {kind} file; fetch it again") from error
+        raise _damaged(path, "zstd", error) from error
+
+
+def _damaged(path: InputFile, kind: str, error: Exception) -> CorruptError:
+    return CorruptError(f"{path} is damaged ({error}), not a complete {kind} file; fetch it again")
 
 
 @contextmanager

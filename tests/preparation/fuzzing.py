@@ -7,6 +7,7 @@ which it is refused. The same seed makes the same files.
 import gzip
 import json
 import random
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -14,7 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from megatron_fanformer.preparation import documents
-from megatron_fanformer.preparation.document_files import zstd
+
+if sys.version_info >= (3, 14):
+    from compression import zstd
+else:
+    from backports import zstd
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,8 +12,9 @@ from pyarrow import parquet
 from megatron_fanformer.durable_files import sha256_of
 from megatron_fanformer.errors import CorruptError, InputError
 from megatron_fanformer.preparation import document_files, documents
-from megatron_fanformer.preparation.document_files import DocumentFile, parse_block, read_documents, zstd
+from megatron_fanformer.preparation.document_files import DocumentFile, parse_block, read_documents
 from megatron_fanformer.preparation.documents import DocumentParser, Refusal
+from tests.preparation.fuzzing import zstd
 from tests.preparation.making import WriteLines, as_line
 
 

@@ -110,7 +110,7 @@ def numbers(file: str) -> Callable[[Setting], list[Figure]]:
 
 
 def judged_findings(setting: Setting) -> list[Figure]:
-    """All findings of a sweep's report that it judges, by its own rule, which was stated beforehand."""
+    """Return what a sweep's report judges by its own rule: the comparisons that were stated beforehand."""
     return [
         Figure(
             name=each["name"],
@@ -120,7 +120,7 @@ def judged_findings(setting: Setting) -> list[Figure]:
             met=None if setting.rehearses else each["shows"],
         )
         for each in _findings(setting.folder / "result.json")
-        if each["interval"] is not None
+        if each["interval"] is not None and not each.get("exploratory")
     ]
 
 

@@ -19,7 +19,7 @@ MODULES = (
     "pydantic pytest pytest_timeout transformers"
 )
 # What the text and tokens of the claim need besides; without them only those parts fail.
-OF_TEXT = "sentencepiece pyarrow backports.zstd"
+OF_TEXT = "sentencepiece pyarrow"
 VERSIONS = "torch megatron-core transformer-engine triton numpy transformers"
 
 
