@@ -19,14 +19,13 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory, is_main_replica
-from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
 from torch import Tensor
 from torch.distributed.checkpoint import CheckpointException
 
 from megatron_fanformer.checkpoint import megatron_versions, store
 from megatron_fanformer.checkpoint.manifest import write_rank_sums
 from megatron_fanformer.checkpoint.training_state import training_state
-from megatron_fanformer.checkpoint.writer import watched
+from megatron_fanformer.checkpoint.writer import WriterQueue, watched
 from megatron_fanformer.durable_files import refusal_of
 from megatron_fanformer.errors import DivergenceError, FanformerError
 from megatron_fanformer.runtime.agreement import of_every_rank, on_main
@@ -73,7 +72,7 @@ class CheckpointSaver:
         self._checkpoints = run / store.CHECKPOINTS
         self._grid, self._keep, self._async_save, self._spared = grid, keep, async_save, in_use
         self._strategy = megatron_versions.save_strategy(grid.groups.dp_cp if fully_parallel else None)
-        self._calls = AsyncCallsQueue(persistent=False)  # a persistent one's writer needs CUDA
+        self._calls = WriterQueue()
         self._unpublished: _Unpublished | None = None
         self._is_validated = False
         self._needed_bytes = 0
