@@ -23,6 +23,7 @@ from tests.planning.making import job_of
 from tests.small_runs import small_run, train, write_tokens
 from tests.training.layouts import gather
 from tests.training.test_resume import STEPS, resumed_after
+from tests.training.test_step_metrics import check_norms, take_three_steps
 
 RunOnRanks = Callable[..., list[Any]]
 
@@ -102,6 +103,19 @@ def test_other_formats_are_refused(tmp_path: Path, dtype: str) -> None:
     with pytest.raises(InputError) as refused:
         config_from_dict(values)
     assert str(refused.value).splitlines() == [f'optimizer.exp_avg_dtype is "{dtype}"; it must be one of fp32, bf16']
+
+
+@pytest.mark.parametrize("name", ["adamw", pytest.param("muon", marks=pytest.mark.full)])
+def test_norms_are_those_of_rounded_moments(run_on_ranks: RunOnRanks, tmp_path: Path, name: str) -> None:
+    """Each number of the update is made again from moments up to 2^-8 off, half of them more and half of them less."""
+    values = small_run(
+        write_tokens(tmp_path / "tokens"),
+        tmp_path / "run",
+        parallel={"data_parallel_size": 2},
+        optimizer={"name": name, "lr": 1e-2, "weight_decay": 0.5, **BOTH},
+        logging={"norm_interval": 3, "phase_interval": None, "straggler_interval": None},
+    )
+    check_norms(run_on_ranks(2, take_three_steps, values), update_error=1e-4)
 
 
 # -- checkpoints
