@@ -150,8 +150,11 @@ _MEGATRON_LM = {
 --fp8-param-gather: weights stored in FP8 would load in no other layers
 --fp4-format: FP8 (precision.fp8) is the narrowest format
 --fp32-residual-connection: the residual stream has the type of the weights
---use-precision-aware-optimizer --main-grads-dtype --main-params-dtype --exp-avg-dtype --exp-avg-sq-dtype:
-    all of these are float32
+--exp-avg-dtype = optimizer.exp_avg_dtype: fp32 or bf16
+--exp-avg-sq-dtype = optimizer.exp_avg_sq_dtype: fp32 or bf16
+--use-precision-aware-optimizer = optimizer.exp_avg_dtype: bf16, and exp_avg_sq_dtype likewise
+--main-grads-dtype = precision.grad_reduce_in_fp32: false, for those of bf16
+--main-params-dtype: main weights are float32
 """,
     "Batches and length": """
 --micro-batch-size = training.micro_batch_size

@@ -20,7 +20,6 @@ from megatron_fanformer.planning.job import Job
 from megatron_fanformer.runtime.collectives import CollectiveCount, count_collectives, moved_bytes
 from megatron_fanformer.runtime.layout import FANForm, ParallelConfig
 from megatron_fanformer.training.config import RunConfig
-from megatron_fanformer.training.optimizers import OPTIMIZERS
 from megatron_fanformer.training.step import train_step
 
 Variant = tuple[FANformerConfig, ParallelConfig]
@@ -117,7 +116,7 @@ def _job(trial: TrialConfig, layout: ParallelConfig) -> Job:
         parallel=layout,
         kernels=trial.kernels,
         precision=PrecisionConfig(dtype=trial.dtype, grad_reduce_in_fp32=trial.grad_reduce_in_fp32),
-        optimizer=OPTIMIZERS[trial.optimizer.name],
+        optimizer=trial.optimizer.rule,
         data_parallel_size=replicas,
         micro_batch_size=trial.micro_batch_size,
         num_micro_batches=trial.global_batch_size // (trial.micro_batch_size * replicas),

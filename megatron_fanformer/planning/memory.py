@@ -20,6 +20,7 @@ from megatron_fanformer.planning.gradient_buffers import (
     GradientBuffer,
     Weight,
     chunks,
+    copied_elements,
     gradient_buffer,
     layer_weights,
     limits_buckets,
@@ -232,14 +233,18 @@ def _moments(shapes: LayerShapes, stage: int, held: list[Chunk]) -> Iterator[Mem
 def _update(job: Job, stage: int, of_chunks: list[_ChunkWeights]) -> MemorySnapshot:
     """Return the update: float32 copies of gradients that are not, and the fullest of its operations.
 
-    On a CPU megatron-core clips out of place, one gradient at a time.
+    On a CPU megatron-core clips out of place, one gradient at a time, and states that are not float32 are copied, a
+    block of a weight at a time.
     """
     updated = list(itertools.chain.from_iterable(chunk.updated for chunk in of_chunks))
     copied = FLOAT * sum(updated) if job.gradient_bytes < FLOAT else 0
-    clipped = FLOAT * max(updated) if job.on_cpu else 0
+    most = FLOAT * max(updated) if job.on_cpu else 0
+    if job.on_cpu and job.optimizer.rounds_states:
+        rounded = (copied_elements(own[::-1], shares, job.optimizer) for own, _, shares in of_chunks)
+        most = max(most, FLOAT * max(rounded))
     of_matrices = MatrixUpdates(job, stage).working_bytes()
-    name = "update of a matrix" if of_matrices > clipped else "update"
-    return MemorySnapshot(name, 0, copied + max(clipped, of_matrices))
+    name = "update of a matrix" if of_matrices > most else "update"
+    return MemorySnapshot(name, 0, copied + max(most, of_matrices))
 
 
 def _passes_ahead(job: Job, stage: int) -> int:

@@ -35,7 +35,7 @@ from megatron_fanformer.runtime.environment import RunShape
 from megatron_fanformer.runtime.layout import MOVED_FIELDS, ParallelConfig
 from megatron_fanformer.training.fp8_rules import fp8_problems
 from megatron_fanformer.training.loggers.registry import LoggingConfig
-from megatron_fanformer.training.optimizers import OPTIMIZERS, OptimizerConfig
+from megatron_fanformer.training.optimizers import OptimizerConfig
 from megatron_fanformer.training.presets import with_preset
 from megatron_fanformer.training.recovery import RecoveryConfig
 from megatron_fanformer.training.schedule import ScheduleConfig
@@ -161,7 +161,7 @@ class RunConfig:
             parallel=self.parallel,
             kernels=self.kernels,
             precision=self.precision,
-            optimizer=OPTIMIZERS[self.optimizer.name],
+            optimizer=self.optimizer.rule,
             data_parallel_size=data_parallel_size,
             micro_batch_size=self.training.micro_batch_size,
             num_micro_batches=self.num_micro_batches(data_parallel_size),

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from megatron_fanformer.training.update_rule import BY_MUON, AdamW, Group
+from megatron_fanformer.training.update_rule import BY_MUON, AdamW, Group, StateDtype
 
 if TYPE_CHECKING:
     import torch
@@ -26,9 +26,10 @@ class Muon(AdamW):
         return MuonAndAdam
 
     def connect(self, config: Any, optimizer: Any, stages: list[Any]) -> None:
-        """Give the torch optimizer its settings, and the matrices with the ranks that hold their parts."""
+        """Give the torch optimizer its settings and formats, and the matrices with the ranks that hold their parts."""
         from megatron_fanformer.training.muon_optimizer import connect
 
+        super().connect(config, optimizer, stages)
         connect(config, optimizer, stages, self.takes_whole)
 
     def group_of(self, name: str, dimensions: int) -> Group:
@@ -38,6 +39,10 @@ class Muon(AdamW):
     def states(self, group: Group) -> tuple[str, ...]:
         """Return the momentum, or Adam's moments."""
         return ("momentum_buffer",) if BY_MUON in group else super().states(group)
+
+    def state_dtype(self, name: str) -> StateDtype:
+        """Return the first moment's number format of the momentum, which is one; or Adam's."""
+        return self.exp_avg_dtype if name == "momentum_buffer" else super().state_dtype(name)
 
     def last_update(self, weight: "torch.Tensor", state: Mapping[str, "torch.Tensor"], group: Group) -> "torch.Tensor":
         """Return Adam's; that of a matrix cannot be made again from its part (`last_update_norm`)."""

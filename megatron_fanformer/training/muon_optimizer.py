@@ -24,7 +24,7 @@ from megatron_fanformer.planning.matrix_updates import (
     rounds,
     rows_of_group,
 )
-from megatron_fanformer.training.adam import Adam
+from megatron_fanformer.training.adam import Adam, store
 from megatron_fanformer.training.update_rule import BY_MUON
 
 Range = tuple[int, int]
@@ -131,13 +131,13 @@ class MuonAndAdam(Adam):
 
     def _direction(self, main: Tensor) -> Tensor:
         """Advance the momentum of a part, and return what is orthogonalized: Nesterov's look ahead."""
-        if not self.state[main]:
-            self.state[main] = {"momentum_buffer": torch.zeros_like(main)}
-        buffer: Tensor = self.state[main]["momentum_buffer"]
+        kept = self._state_of(main, "momentum_buffer")["momentum_buffer"]
         assert main.grad is not None
         momentum = self.settings.momentum
+        buffer = kept.float()  # itself, where it is
         buffer.lerp_(main.grad, 1 - momentum)
-        return main.grad.lerp(buffer, momentum)
+        store([kept], [buffer])
+        return torch.lerp(main.grad, buffer, momentum, out=None if buffer is kept else buffer)
 
 
 def exchanged(settings: Settings, matrices: dict[int, Matrix], directions: dict[int, Tensor]) -> dict[int, Tensor]:

@@ -8,9 +8,10 @@ from unittest import mock
 
 import torch
 
+from megatron_fanformer.model.dtypes import DTYPES
 from megatron_fanformer.ops.norms import norm
 from megatron_fanformer.planning.gradient_buffers import EMBEDDING
-from megatron_fanformer.training.optimizers import OPTIMIZERS, OptimizerConfig
+from megatron_fanformer.training.optimizers import OptimizerConfig
 from megatron_fanformer.training.update_rule import UpdateRule
 
 if TYPE_CHECKING:  # megatron-core takes seconds to import, and a configuration is checked before
@@ -23,7 +24,7 @@ def build_optimizer(config: OptimizerConfig, stages: "list[DistributedDataParall
     from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
     from megatron.core.optimizer import get_megatron_optimizer
 
-    rule, dtype = OPTIMIZERS[config.name], stages[0].config.params_dtype
+    rule, dtype = config.rule, stages[0].config.params_dtype
     megatron_config = MegatronOptimizerConfig(
         lr=config.lr,
         min_lr=0.0,
@@ -97,8 +98,14 @@ def _make_states(rule: UpdateRule, torch_optimizer: torch.optim.Optimizer) -> No
     """Make the tensors that the first step would make."""
     for group in torch_optimizer.param_groups:
         for weight in group["params"]:
-            if not torch_optimizer.state[weight]:
-                torch_optimizer.state[weight] = {name: torch.zeros_like(weight) for name in rule.states(group)}
+            if torch_optimizer.state[weight]:
+                continue
+            if (initialize := getattr(torch_optimizer, "initialize_state", None)) is not None:
+                initialize(weight, False)  # the Engine's Adam, which notes more of a moment in bf16 than its tensor
+                continue
+            torch_optimizer.state[weight] = {
+                name: torch.zeros_like(weight, dtype=DTYPES[rule.state_dtype(name)]) for name in rule.states(group)
+            }
 
 
 @contextmanager

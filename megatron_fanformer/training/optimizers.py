@@ -3,13 +3,17 @@
 A new one is a file with a subclass of `UpdateRule`, and an entry of `OPTIMIZERS`.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 
 from megatron_fanformer.errors import broken_fields, did_you_mean
 from megatron_fanformer.runtime.layout import ParallelConfig
 from megatron_fanformer.training.muon import Muon
-from megatron_fanformer.training.update_rule import AdamW, UpdateRule
+from megatron_fanformer.training.update_rule import AdamW, StateDtype, UpdateRule
+
+LARGEST_BF16_DECAY = 1 - 2**-8
+"""Of a state in bf16, whose neighbors are up to 2^-7 apart: nearer to 1, some values round back to what they were."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +33,11 @@ class OptimizerConfig:
     """Decay of the second moment."""
     adam_eps: float = 1e-5
     """Added to the root of the second moment."""
+    exp_avg_dtype: StateDtype = "fp32"
+    """Number format in which the first moment is kept, and Muon's momentum. In `bf16` each takes 2 bytes a weight
+    less; steps are still computed in float32 (docs/parallelism.md#moments-in-bf16)."""
+    exp_avg_sq_dtype: StateDtype = "fp32"
+    """The same of the second moment."""
     muon_momentum: float = 0.95
     """Decay of Muon's momentum, which is Nesterov's."""
     muon_extra_scale_factor: float = 0.2
@@ -51,8 +60,27 @@ class OptimizerConfig:
             *broken("be above 0", lambda value: value <= 0, "adam_eps", "muon_extra_scale_factor"),
         ]
 
+    @property
+    def rule(self) -> UpdateRule:
+        """Return how weights are updated, with these settings."""
+        return OPTIMIZERS[self.name].configured(self)
+
     def joint_problems(self, parallel: ParallelConfig) -> list[str]:
-        """Return the rules that it breaks in a layout, one line each."""
+        """Return the rules that its fields break together, and in a layout, one line each."""
+        return [*self._rounding_problems(), *self._instance_problems(parallel)]
+
+    def _rounding_problems(self) -> Iterator[str]:
+        decays = [("adam_beta1", "exp_avg_dtype"), ("adam_beta2", "exp_avg_sq_dtype")]
+        if self.name == "muon":
+            decays.append(("muon_momentum", "exp_avg_dtype"))
+        for decay, dtype in decays:
+            if getattr(self, dtype) == "bf16" and getattr(self, decay) > LARGEST_BF16_DECAY:
+                yield (
+                    f"optimizer.{decay} is {getattr(self, decay)} with optimizer.{dtype} bf16, in which a step's decay "
+                    f"above {LARGEST_BF16_DECAY} is rounded away; set the former to less, or the latter to fp32"
+                )
+
+    def _instance_problems(self, parallel: ParallelConfig) -> list[str]:
         instances = parallel.num_distributed_optimizer_instances
         if self.name != "muon" or instances == 1:
             return []

@@ -11,7 +11,6 @@ from megatron_fanformer.planning.machines import machine_of_device
 from megatron_fanformer.runtime.parallel import RankGrid
 from megatron_fanformer.training.config import RunConfig
 from megatron_fanformer.training.optimizer import weight_and_update_norms
-from megatron_fanformer.training.optimizers import OPTIMIZERS
 from megatron_fanformer.training.step import StepResult
 
 
@@ -29,7 +28,7 @@ class StepMetrics:
         self._flops_per_token = training_flops_per_token(config.model, shortest)
         self._peak_flops_per_second = _peak_flops_per_second(config, grid)
         self._norm_interval = config.logging.norm_interval
-        self._update_rule = OPTIMIZERS[config.optimizer.name]
+        self._update_rule = config.optimizer.rule
         self._has_z_loss = config.training.z_loss_coefficient > 0
         self._grid = grid
         batch_tokens = config.training.global_batch_size * config.model.seq_length

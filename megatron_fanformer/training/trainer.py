@@ -30,7 +30,6 @@ from megatron_fanformer.training.interrupts import InterruptListener, Interrupts
 from megatron_fanformer.training.loggers.registry import Loggers
 from megatron_fanformer.training.machine_choices import attention_notice, choice_lines, choose_for_machine
 from megatron_fanformer.training.optimizer import build_optimizer
-from megatron_fanformer.training.optimizers import OPTIMIZERS
 from megatron_fanformer.training.phase_health import PhaseHealth
 from megatron_fanformer.training.preflight import RunStart, find_start
 from megatron_fanformer.training.profiling import Profiler
@@ -453,7 +452,7 @@ class Trainer:
                 optimizer=self._optimizer,
                 config=self._resolved_config(),
                 grid=self.grid,
-                resumed_entries=OPTIMIZERS[self.config.optimizer.name].resumed_entries,
+                resumed_entries=self.config.optimizer.rule.resumed_entries,
                 fully_parallel=self.config.checkpoint.fully_parallel_save,
             )
         self.step, self.consumed_samples = progress["step"], progress["consumed_samples"]

@@ -2,16 +2,16 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from megatron_fanformer.planning.gradient_buffers import EMBEDDING, OptimizerStates
 
 if TYPE_CHECKING:  # torch takes seconds to import, and a configuration is checked before
     import torch
 
-STATE_ELEMENT_BYTES = 4
-"""States are float32, as the main weights are."""
+StateDtype = Literal["fp32", "bf16"]
+STATE_ELEMENT_BYTES: Mapping[str, int] = {"fp32": 4, "bf16": 2}
 
 BY_MUON = "is_orthogonalized"
 """Entry of the parameter groups of matrices that Muon updates."""
@@ -40,6 +40,10 @@ class UpdateRule(OptimizerStates, ABC):
         `adam_beta2` and `adam_eps`.
         """
 
+    def configured(self, config: Any) -> "UpdateRule":
+        """Return it as the section `optimizer` of a run's configuration has it: unchanged."""
+        return self
+
     @abstractmethod
     def torch_class(self) -> "type[torch.optim.Optimizer] | None":
         """Return the torch optimizer that takes the place of megatron-core's Adam; None: that one is it.
@@ -62,8 +66,14 @@ class UpdateRule(OptimizerStates, ABC):
     def states(self, group: Group) -> tuple[str, ...]:
         """Return the names of what is kept of each weight of a parameter group, as checkpoints have them."""
 
+    def state_dtype(self, name: str) -> StateDtype:
+        """Return the number format of a state: float32, as the main weights are."""
+        return "fp32"
+
     def connect(self, config: Any, optimizer: Any, stages: list[Any]) -> None:
-        """Give the torch optimizer of megatron-core's `optimizer` what it must know of ranks and weights: nothing."""
+        """Give the torch optimizer of megatron-core's `optimizer` what it must know of states, ranks and weights:
+        nothing.
+        """
 
     @abstractmethod
     def last_update(self, weight: "torch.Tensor", state: Mapping[str, "torch.Tensor"], group: Group) -> "torch.Tensor":
@@ -79,7 +89,19 @@ class UpdateRule(OptimizerStates, ABC):
 
     def state_bytes(self, name: str, dimensions: int) -> int:
         """Return the bytes of state of each element of a weight; arguments as for `group_of`."""
-        return STATE_ELEMENT_BYTES * len(self.states(self.group_of(name, dimensions)))
+        number = 0
+        for state in self.states(self.group_of(name, dimensions)):  # a search asks tens of thousands of times
+            number += STATE_ELEMENT_BYTES[self.state_dtype(state)]
+        return number
+
+    @property
+    def rounds_states(self) -> bool:
+        """Whether any state is not float32."""
+        return False
+
+    def rounded_states(self, name: str, dimensions: int) -> int:
+        """Return the number of states of a weight that are not float32."""
+        return sum(self.state_dtype(state) != "fp32" for state in self.states(self.group_of(name, dimensions)))
 
     def takes_whole(self, name: str, dimensions: int) -> bool:
         """Return False: the update of an element depends on that element alone."""
@@ -93,6 +115,9 @@ class AdamW(UpdateRule):
     Norms, biases and embeddings are not decayed (a tied head is the embedding).
     """
 
+    exp_avg_dtype: StateDtype = "fp32"
+    exp_avg_sq_dtype: StateDtype = "fp32"
+
     def megatron_settings(self, config: Any) -> dict[str, Any]:
         """Return Adam's own fields."""
         return {
@@ -102,17 +127,36 @@ class AdamW(UpdateRule):
             "adam_eps": config.adam_eps,
         }
 
+    def configured(self, config: Any) -> "UpdateRule":
+        """Return it with the moments' number formats."""
+        return replace(self, exp_avg_dtype=config.exp_avg_dtype, exp_avg_sq_dtype=config.exp_avg_sq_dtype)
+
     def torch_class(self) -> "type[torch.optim.Optimizer] | None":
-        """Return ours where neither Transformer Engine nor apex brings a fused one.
+        """Return ours where neither Transformer Engine nor apex brings a fused one for these moments.
 
         With torch's AdamW, megatron-core's distributed optimizer loads the *same* step tensor into every parameter's
         state; it then advances once per parameter, and a resumed run silently goes wrong.
         """
         import megatron.core.optimizer as megatron_optimizer
 
+        from megatron_fanformer.training.adam import Adam, with_bf16_moments
+
+        if megatron_optimizer.USING_PYTORCH_OPTIMIZER:
+            return Adam
+        formats = {self.exp_avg_dtype, self.exp_avg_sq_dtype}
+        if formats == {"fp32"}:
+            return None
+        # Of one moment in bf16 the Engine's step makes float32 copies of all weights' at once; ours of a block.
+        return with_bf16_moments(megatron_optimizer.Adam) if formats == {"bf16"} else Adam
+
+    def connect(self, config: Any, optimizer: Any, stages: list[Any]) -> None:
+        """Give our Adam the number formats of its states."""
+        from megatron_fanformer.model.dtypes import DTYPES
         from megatron_fanformer.training.adam import Adam
 
-        return Adam if megatron_optimizer.USING_PYTORCH_OPTIMIZER else None
+        if isinstance(own := optimizer.optimizer, Adam):
+            names = {name for group in own.param_groups for name in self.states(group)}
+            own.state_dtypes = {name: DTYPES[self.state_dtype(name)] for name in names}
 
     def group_of(self, name: str, dimensions: int) -> Group:
         """Return the multiplier of the decay, where there is none."""
@@ -122,11 +166,22 @@ class AdamW(UpdateRule):
         """Return both moments."""
         return ("exp_avg", "exp_avg_sq")
 
+    @property
+    def rounds_states(self) -> bool:
+        """Whether a moment is not float32."""
+        return self.exp_avg_dtype != "fp32" or self.exp_avg_sq_dtype != "fp32"
+
+    def state_dtype(self, name: str) -> StateDtype:
+        """Return a moment's number format."""
+        return {"exp_avg": self.exp_avg_dtype, "exp_avg_sq": self.exp_avg_sq_dtype}.get(name, "fp32")
+
     def last_update(self, weight: "torch.Tensor", state: Mapping[str, "torch.Tensor"], group: Group) -> "torch.Tensor":
-        """Return -lr (m' / (sqrt v' + eps) + decay * the weight before)."""
+        """Return -lr (m' / (sqrt v' + eps) + decay * the weight before); of moments in bf16 by what they are rounded
+        to.
+        """
         lr, steps, (beta1, beta2) = group["lr"], group["step"], group["betas"]
-        size = (state["exp_avg_sq"] / (1 - beta2**steps)).sqrt_().add_(group["eps"])
-        rate = (state["exp_avg"] / (1 - beta1**steps)).div_(size)
+        size = (state["exp_avg_sq"].float() / (1 - beta2**steps)).sqrt_().add_(group["eps"])
+        rate = (state["exp_avg"].float() / (1 - beta1**steps)).div_(size)
         decay = group["weight_decay"]
         before = (weight + lr * rate).div_(1 - lr * decay)
         return rate.add_(before, alpha=decay).mul_(-lr)

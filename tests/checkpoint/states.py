@@ -19,7 +19,6 @@ from megatron_fanformer.runtime.local_shards import local_shards
 from megatron_fanformer.runtime.parallel import ParallelConfig, RankGrid, rank_grid
 from megatron_fanformer.runtime.seeding import seed_everything
 from megatron_fanformer.training.optimizer import OptimizerConfig, build_optimizer
-from megatron_fanformer.training.optimizers import OPTIMIZERS
 from megatron_fanformer.training.schedule import ScheduleConfig, build_scheduler
 from megatron_fanformer.training.step import train_step, weights_in_step, wrap_stages
 from tests.tiny import tiny_model
@@ -141,7 +140,7 @@ class Training:
             optimizer=self.optimizer,
             config=self.config(),
             grid=self.grid,
-            resumed_entries=OPTIMIZERS[self.optimizer_config.name].resumed_entries,
+            resumed_entries=self.optimizer_config.rule.resumed_entries,
         )
         self.step = progress["step"]
         self.scheduler.step(self.step)

@@ -136,6 +136,13 @@ def test_bf16_layouts_are_the_same(engine_pool: RankPool, tmp_path: Path) -> Non
     compare_on_engine(engine_pool, write_config(tmp_path), BF16_LAYOUTS, dtype="bf16").check()
 
 
+@pytest.mark.full  # a run's steps are compared in tests/engine/test_runs.py
+def test_moments_in_bf16_are_the_same(engine_pool: RankPool, tmp_path: Path) -> None:
+    optimizer = {"lr": 1e-3, "clip_grad": 0.1, "exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"}
+    layouts = ("tp=2,sp=true", "dp=2,distributed_optimizer=true", "dp=2,distributed_optimizer=false", "pp=2")
+    assert_close(compare_on_engine(engine_pool, write_config(tmp_path, optimizer=optimizer), layouts, steps=4))
+
+
 @pytest.mark.full  # ffn's FAN layers are local ones alone
 @pytest.mark.parametrize("placement", [p for p in test_matrix.PLACEMENTS if p != "ffn"])
 def test_more_layouts_of_every_placement(engine_pool: RankPool, tmp_path: Path, placement: str) -> None:

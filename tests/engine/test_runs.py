@@ -12,8 +12,9 @@ from megatron_fanformer.checkpoint.saving import CheckpointSaver
 from megatron_fanformer.checkpoint.tensor_table import STATE_PREFIX, read_table
 from megatron_fanformer.model.kernels import KernelsConfig
 from megatron_fanformer.training.metrics import read_metrics
+from megatron_fanformer.training.optimizer import single_optimizers
 from megatron_fanformer.training.optimizers import OptimizerConfig
-from tests.checkpoint.states import Pieces, layers_for, small_model, training
+from tests.checkpoint.states import Pieces, layers_for, load_and_train, small_model, training
 from tests.generation.making import all_logits, cached_logits, with_model, write_checkpoint, write_tokenizer
 from tests.small_runs import write_tokens
 from tests.training.layouts import gather
@@ -34,6 +35,11 @@ RUNS: dict[str, dict[str, dict[str, Any]]] = {
         "precision": BF16,
     },
     "delayed": {"precision": DELAYED},
+    "dp2, moments in bf16": {
+        "parallel": {"data_parallel_size": 2},
+        "precision": BF16,
+        "optimizer": {"exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"},
+    },
     "dp2, delayed, fp8_fan": {"parallel": {"data_parallel_size": 2}, "precision": {**DELAYED, "fp8_fan": True}},
     "tp2 sp, FAN sequence, tensorwise": {
         "parallel": {"tensor_model_parallel_size": 2, "sequence_parallel": True, "fan_form": "sequence"},
@@ -144,6 +150,62 @@ def states_of_the_second() -> set[str]:
 def test_a_second_optimizer_takes_the_place_of_the_engines_adam(run_on_engine_ranks: RunOnRanks) -> None:
     found = run_on_engine_ranks(2, states_of_the_second)
     assert set.union(*found) == {"param", "momentum_buffer", "exp_avg", "exp_avg_sq"}
+
+
+# -- moments in bf16
+
+
+def adam_and_moments(
+    recipe: OptimizerConfig, folder: Path, is_loading: bool
+) -> tuple[list[str], set[torch.dtype], Pieces, list[float]]:
+    """The optimizer's bases, its states' formats, the states saved after two steps or loaded, and two losses more."""
+    with training(
+        "dp2",
+        small_model(num_layers=2),
+        dtype=torch.bfloat16,
+        seed=2 if is_loading else 1,
+        device="cuda",
+        kernels=ENGINE,
+        recipe=recipe,
+    ) as run:
+        if is_loading:
+            run.load(folder / "checkpoints" / "step-00000002")
+        else:
+            run.take_steps(2)
+            run.save(CheckpointSaver(folder, run.grid, keep=None))
+        (part,) = single_optimizers(run.optimizer)
+        formats = {tensor.dtype for state in part.optimizer.state.values() for tensor in state.values()}
+        bases = [f"{base.__module__}.{base.__name__}" for base in type(part.optimizer).__mro__]
+        return bases, formats, run.pieces(), run.take_steps(2)
+
+
+def test_moments_in_bf16_are_in_the_engines_adam(
+    run_on_engine_ranks: RunOnRanks, run_on_ranks: RunOnRanks, tmp_path: Path
+) -> None:
+    """Which goes on as it was, and as ours does without the Engine."""
+    recipe = OptimizerConfig(lr=1e-2, exp_avg_dtype="bf16", exp_avg_sq_dtype="bf16")
+    saved = run_on_engine_ranks(2, adam_and_moments, recipe, tmp_path, False)
+    gone_on = run_on_engine_ranks(2, adam_and_moments, recipe, tmp_path, True)
+    checkpoint = tmp_path / "checkpoints" / "step-00000002"
+    without = run_on_ranks(2, load_and_train, "dp2", small_model(num_layers=2), torch.bfloat16, checkpoint, recipe)
+    for bases, formats, _, losses in (*saved, *gone_on):
+        assert "transformer_engine.pytorch.optimizers.fused_adam.FusedAdam" in bases
+        assert formats == {torch.bfloat16}
+        assert losses == saved[0][3]
+    before, after = (gather([pieces for _, _, pieces, _ in ranks]) for ranks in (saved, gone_on))
+    ours = gather([shown.pieces for shown in without])
+    assert [name for name in before if not torch.equal(before[name], after[name])] == []
+    assert [name for name in before if not torch.equal(before[name], ours[name])] == []
+    assert without[0].next_losses == pytest.approx(saved[0][3], abs=5e-3, rel=0)
+
+
+def test_one_moment_in_bf16_is_in_our_adam(run_on_engine_ranks: RunOnRanks, tmp_path: Path) -> None:
+    """The Engine's would make float32 copies of all weights' moments at once."""
+    for bases, formats, *_ in run_on_engine_ranks(
+        2, adam_and_moments, OptimizerConfig(exp_avg_dtype="bf16"), tmp_path, False
+    ):
+        assert "megatron_fanformer.training.adam.Adam" in bases
+        assert formats == {torch.bfloat16, torch.float32}
 
 
 # -- generation

@@ -156,6 +156,28 @@ def test_muon_norms_of_heads_and_z_loss_for_two_steps(
     assert_close(compare(long_pool, file, *layouts, steps=2, communication=True))
 
 
+@pytest.mark.parametrize(
+    ("name", "layouts"),
+    [
+        ("adamw", ("tp=2", "dp=2,distributed_optimizer=true")),
+        pytest.param(
+            "adamw",
+            ("pp=2", "dp=2,distributed_optimizer=false", "cp=2", "tp=2,sp=true,fan=sequence", "pp=2,vpp=2", *COMBINED),
+            marks=pytest.mark.full,
+        ),
+        pytest.param("muon", ("tp=2", "dp=2,distributed_optimizer=true", "pp=2,dp=2"), marks=pytest.mark.full),
+    ],
+    ids=lambda value: value if isinstance(value, str) else " ".join(value),
+)
+def test_moments_in_bf16_for_four_steps(
+    long_pool: RankPool, tmp_path: Path, name: str, layouts: tuple[str, ...]
+) -> None:
+    """What the second step rounds otherwise shows in the third's weights."""
+    optimizer = {"name": name, "lr": 1e-3, "clip_grad": 0.1, "exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"}
+    result = compare(long_pool, write_config(tmp_path, optimizer=optimizer), *layouts, steps=4)
+    assert_close(result)
+
+
 @pytest.mark.full
 def test_fan_layers_for_the_mlp(rank_pool: RankPool, tmp_path: Path) -> None:
     """Sharded, summed before cos and sin along a sharded sequence, and recomputed; bytes as by formula."""

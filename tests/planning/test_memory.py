@@ -146,6 +146,28 @@ def test_an_update_with_bf16_gradients_is_near_the_simulated_one() -> None:
     assert_formula_is_near(dataclasses.replace(config, model=short, precision=precision), 2, [0])
 
 
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        {"exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"},
+        pytest.param({"exp_avg_sq_dtype": "bf16"}, marks=pytest.mark.full),
+        pytest.param({"name": "muon", "exp_avg_dtype": "bf16"}, marks=pytest.mark.full),
+    ],
+    ids=["both", "one", "muon"],
+)
+def test_moments_in_bf16_are_those_that_a_simulated_rank_holds(optimizer: dict[str, Any]) -> None:
+    """Beside one with moments in float32, to the byte: its peak is that much lower."""
+    parallel = dict(tensor_model_parallel_size=2, pipeline_model_parallel_size=2)
+    kept = {"name": optimizer.get("name", "adamw")}
+    for rank in (0, 4):  # of each stage
+        short, exact = (
+            run_rank(run_config(**parallel, dtype="fp32", optimizer=each), world_size=8, rank=rank)
+            for each in (optimizer, kept)
+        )
+        lines, exact_lines = (by_purpose(rank_memory(found.job, found.stage)) for found in (short, exact))
+        assert exact.peak_bytes - short.peak_bytes == exact_lines["moments"] - lines["moments"] > 0
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 @pytest.mark.parametrize("modules", [[], ["mlp"], ["layernorm", "mlp"], ["layernorm"]], ids="-".join)

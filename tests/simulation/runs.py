@@ -23,6 +23,7 @@ def run_config(
     micro_batch_size: int = 2,
     dtype: str = "bf16",
     kernels: dict[str, Any] | None = None,
+    optimizer: dict[str, Any] | None = None,
     **parallel: Any,
 ) -> RunConfig:
     """A run of the tiny model; `samples` are those of a step."""
@@ -33,6 +34,7 @@ def run_config(
             "kernels": {"transformer_impl": "local", **(kernels or {})},
             "precision": {"dtype": dtype},
             "data": {"train_data": ["none"]},
+            "optimizer": optimizer or {},
             "schedule": {"lr_warmup_iters": 1},
             "training": {
                 "run_dir": "none",

@@ -60,6 +60,12 @@ CONFIGS: dict[str, RunConfig] = {
     "dp, overlap, no FAN, Megatron's loss head": run_config(
         dict(fan=dict(placement="none")), **OVERLAP, samples=16, kernels=dict(chunked_loss_head=False)
     ),
+    "dp, moments in bf16": run_config(
+        **PP, optimizer=dict(exp_avg_dtype="bf16", exp_avg_sq_dtype="bf16"), samples=16, use_distributed_optimizer=True
+    ),
+    "Muon, tp, dp, moments in bf16": run_config(
+        **TP, optimizer=dict(name="muon", exp_avg_dtype="bf16", exp_avg_sq_dtype="bf16")
+    ),
     "sp, pp, all modules": run_config(**SP, **PP, **selective("core_attn", "layernorm", "mlp", "fan"), dtype="fp32"),
 }
 RANKS = 4

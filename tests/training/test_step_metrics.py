@@ -70,14 +70,18 @@ def test_norms_are_those_of_the_whole_model(
     check_norms(run_on_ranks(ranks, take_three_steps, values))
 
 
-def check_norms(found: list[Any]) -> None:
-    """Hold the metrics of all ranks against their weights before and after the step."""
+def check_norms(found: list[Any], update_error: float = 1e-5) -> None:
+    """Hold the metrics of all ranks against their weights before and after the step.
+
+    Args:
+        update_error: bound of the update's norm, relative.
+    """
     before, after = (gather([weights[number] for _, weights, _ in found]) for number in (0, 1))
     whole = torch.stack([weight.double().norm() for weight in after.values()]).norm()
     update = torch.stack([(weight.double() - before[key]).norm() for key, weight in after.items()]).norm()
     for metrics, _, _ in found:
         assert metrics["params_norm"] == pytest.approx(whole.item(), rel=1e-6)
-        assert metrics["update_norm"] == pytest.approx(update.item(), rel=1e-5)
+        assert metrics["update_norm"] == pytest.approx(update.item(), rel=update_error)
         least, most = (max(held) for held in zip(*(own for _, _, own in found), strict=True))
         assert least <= metrics["peak_memory_bytes"] <= most
     assert len({metrics["peak_memory_bytes"] for metrics, _, _ in found}) == 1
