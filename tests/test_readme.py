@@ -12,6 +12,7 @@ import pytest
 from megatron_fanformer import cli
 from megatron_fanformer.experiments.probes.command import read_settings
 from megatron_fanformer.experiments.sweeps.file import read_sweep
+from megatron_fanformer.experiments.variants import VARIANTS
 from megatron_fanformer.model.config import PRESETS
 from megatron_fanformer.parity.config import read_layouts
 from megatron_fanformer.sizing.request import read_request
@@ -20,6 +21,7 @@ from tests.shown_commands import COMMANDS, NOT_OURS, NOT_RUN, PYTHON, PYTHON_NOT
 from tests.small_runs import ROOT
 
 EXAMPLE = "examples/tiny-cpu.yaml"
+INITIATED = {Path(words[1]) for command in COMMANDS for words in command.ours if words[::2][:2] == ["sweep", "init"]}
 
 
 def check(arguments: list[str]) -> None:
@@ -32,8 +34,12 @@ def check(arguments: list[str]) -> None:
             read_layouts(options)
         case "plan":
             read_request(options)
-        case "sweep":
+        case "sweep" if options.action == "init":
+            assert {*options.compare} <= VARIANTS.keys()
+        case "sweep" if not options.file.is_relative_to("runs"):  # where init writes them
             read_sweep(options.file, needs_data=False)
+        case "sweep":
+            assert options.file in INITIATED
         case "experiment" if options.name is not None:
             read_settings(options)
         case _:
