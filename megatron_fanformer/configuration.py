@@ -347,6 +347,14 @@ def by_dotted_names(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return found
 
 
+def dotted(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Undo `nested`: a mapping that was given as one value stays one."""
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        found |= dotted(value, f"{prefix}{name}.") if isinstance(value, _Section) else {f"{prefix}{name}": value}
+    return found
+
+
 class _Section(dict[str, Any]):
     """Values that dotted names were split into; a mapping that was given as one value is a plain dict."""
 

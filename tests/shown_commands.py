@@ -1,7 +1,8 @@
-"""The commands in the shell blocks of the documentation, and what becomes of each in the tests.
+"""The commands and the Python that the documentation shows, and what becomes of each in the tests.
 
 A command of ours is run as it is written, unless `NOT_RUN` says what it needs: then it is checked, as far as its words
-go. A line without one is of the programs in `NOT_OURS`. What is in none of these fails a test.
+go. A line without one is of the programs in `NOT_OURS`. What is in none of these fails a test. A block of Python is
+run, unless `PYTHON_NOT_RUN` says what it needs.
 """
 
 import re
@@ -50,6 +51,14 @@ NOT_RUN = {
 }
 """How a command begins, and what it needs that no test has."""
 
+PYTHON_NOT_RUN = {
+    "class MLPInput(Placement)": "the rest of a placement: tests/model/toy_placement.py is one",
+    "class Momentum(AdamW)": "the rest of an optimizer: tests/training/test_second_optimizer.py has one",
+    "import torch\nfrom peft": "peft: tests/hf/test_adapters.py does the same",
+    "BitsAndBytesConfig(": "three libraries: tests/hf/test_tools.py does the same",
+}
+"""How a block of Python begins, and what it needs that not every test has."""
+
 NOT_OURS = {
     "mkdir": "makes the folder of a copied checkpoint",
     "cp": "copies a checkpoint of a run that the page has trained",
@@ -68,10 +77,11 @@ NOT_OURS = {
 
 @dataclass(frozen=True)
 class Shown:
-    """A command of a page, on one line and without its comment."""
+    """A command of a page, on one line and without its comment; or a block of Python."""
 
     page: str
     text: str
+    is_python: bool = False
 
     def __str__(self) -> str:
         return f"{self.page}: {self.text[:60]}"
@@ -100,7 +110,8 @@ class Shown:
     @property
     def needs(self) -> str | None:
         """What keeps it from being run; None where nothing does."""
-        return next((reason for beginning, reason in NOT_RUN.items() if self.text.startswith(beginning)), None)
+        reasons = PYTHON_NOT_RUN if self.is_python else NOT_RUN
+        return next((reason for beginning, reason in reasons.items() if self.text.startswith(beginning)), None)
 
 
 def _ours(words: list[str]) -> list[str] | None:
@@ -113,11 +124,19 @@ def _ours(words: list[str]) -> list[str] | None:
 
 
 def _of_page(page: Path) -> list[Shown]:
-    blocks = re.findall(r"^```(?:bash|sh)\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
-    lines = [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
-    commands = [" ".join(re.sub(r"(^|\s+)#\s.*", "", line).split()) for line in lines]
-    return [Shown(str(page.relative_to(ROOT)), command) for command in commands if command]
+    name = str(page.relative_to(ROOT))
+    found: list[Shown] = []
+    for language, block in re.findall(r"^```(bash|sh|python)\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE):
+        if language == "python":
+            found.append(Shown(name, block, is_python=True))
+            continue
+        lines = block.replace("\\\n", " ").splitlines()
+        commands = [" ".join(re.sub(r"(^|\s+)#\s.*", "", line).split()) for line in lines]
+        found += [Shown(name, command) for command in commands if command]
+    return found
 
 
-COMMANDS = [command for page in PAGES for command in _of_page(page)]
-TO_RUN = [command for command in COMMANDS if command.ours and command.needs is None]
+SHOWN = [shown for page in PAGES for shown in _of_page(page)]
+COMMANDS = [shown for shown in SHOWN if not shown.is_python]
+PYTHON = [shown for shown in SHOWN if shown.is_python]
+TO_RUN = [shown for shown in SHOWN if (shown.is_python or shown.ours) and shown.needs is None]

@@ -13,8 +13,10 @@ from megatron_fanformer.configuration import (
     LARGEST_INTEGER,
     build,
     described_fields,
+    dotted,
     json_schema,
     moved_names,
+    nested,
     overlaid,
     read_overrides,
     value_problems,
@@ -136,6 +138,12 @@ def test_a_mapping_given_as_one_value_takes_the_place_of_all() -> None:
 def told_by(values: dict[str, Any], **rest: Any) -> tuple[Any, list[str]]:
     told: list[str] = []
     return config_from_dict(values, report=told.append, **rest), told
+
+
+def test_overrides_have_their_dotted_names_again() -> None:
+    given = {"data.valid_data": {"a": ["x"]}, "model.fan.p_ratio": 0.5, "model.num_layers": 2}
+    line = ["--data.valid_data", "{a: [x]}", "--model.fan.p_ratio", "0.5", "--model.num_layers=2"]
+    assert dotted(read_overrides(line)) == dotted(nested(given)) == given
 
 
 def test_earlier_names_are_read_with_one_line_of_notice(tmp_path: Path) -> None:

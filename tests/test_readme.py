@@ -1,5 +1,6 @@
-"""The commands that the documentation shows: each parses, and names what exists. (tests/demo runs them.)"""
+"""The commands and the Python that the documentation shows parse, and name what exists. (tests/demo runs them.)"""
 
+import ast
 import shlex
 import subprocess
 from collections.abc import Iterator
@@ -11,14 +12,16 @@ import pytest
 from megatron_fanformer import cli
 from megatron_fanformer.experiments.probes.command import read_settings
 from megatron_fanformer.experiments.sweeps.file import read_sweep
+from megatron_fanformer.experiments.variants import VARIANTS
 from megatron_fanformer.model.config import PRESETS
 from megatron_fanformer.parity.config import read_layouts
 from megatron_fanformer.sizing.request import read_request
 from megatron_fanformer.training.config import config_from_dict, load_config
-from tests.shown_commands import COMMANDS, NOT_OURS, NOT_RUN, READERS_OWN, Shown
+from tests.shown_commands import COMMANDS, NOT_OURS, NOT_RUN, PYTHON, PYTHON_NOT_RUN, READERS_OWN, Shown
 from tests.small_runs import ROOT
 
 EXAMPLE = "examples/tiny-cpu.yaml"
+INITIATED = {Path(words[1]) for command in COMMANDS for words in command.ours if words[::2][:2] == ["sweep", "init"]}
 
 
 def check(arguments: list[str]) -> None:
@@ -31,8 +34,12 @@ def check(arguments: list[str]) -> None:
             read_layouts(options)
         case "plan":
             read_request(options)
-        case "sweep":
+        case "sweep" if options.action == "init":
+            assert {*options.compare} <= VARIANTS.keys()
+        case "sweep" if not options.file.is_relative_to("runs"):  # where init writes them
             read_sweep(options.file, needs_data=False)
+        case "sweep":
+            assert options.file in INITIATED
         case "experiment" if options.name is not None:
             read_settings(options)
         case _:
@@ -55,6 +62,17 @@ def test_every_reason_is_of_a_command() -> None:
     assert [start for start in NOT_RUN if not any(each.text.startswith(start) and each.ours for each in COMMANDS)] == []
     others = {words[0] for command in COMMANDS if not command.ours for words in command.programs}
     assert others == NOT_OURS.keys()
+    assert [start for start in PYTHON_NOT_RUN if not any(each.text.startswith(start) for each in PYTHON)] == []
+
+
+@pytest.mark.parametrize("block", PYTHON, ids=str)
+def test_shown_python_parses_and_no_folder_asks_whether_to_run_its_code(block: Shown) -> None:
+    """transformers asks for the tokenizer, too: it reads the model's configuration first."""
+    calls = [node for node in ast.walk(ast.parse(block.text)) if isinstance(node, ast.Call)]
+    opening = [call for call in calls if isinstance(call.func, ast.Attribute) and call.func.attr == "from_pretrained"]
+    assert [
+        ast.unparse(call) for call in opening if "trust_remote_code" not in {word.arg for word in call.keywords}
+    ] == []
 
 
 def test_commands_of_every_verb_are_shown() -> None:

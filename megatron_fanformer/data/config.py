@@ -157,6 +157,11 @@ class DataConfig:
         return None if self.valid_data else self.split
 
     @property
+    def validation_sets(self) -> list[str]:
+        """Return the names of the validation sets, that of a split among them."""
+        return list(self.valid_data) if self.applied_split is None else [SPLIT_VALIDATION]
+
+    @property
     def marks_documents(self) -> bool:
         """Return whether a setting needs the ends of documents to be found. Those of chats are known."""
         return not self.is_chats and (self.reset_attention_mask or self.eod_mask_loss)

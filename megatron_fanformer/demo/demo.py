@@ -9,7 +9,7 @@ import math
 import shlex
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,6 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_fanformer.checkpoint.run_lock import run_lock
-from megatron_fanformer.checkpoint.store import VALIDATION_LOSS
 from megatron_fanformer.data.tokenizer import TOKENIZER_MODEL, load_tokenizer, train_sentencepiece
 from megatron_fanformer.demo.corpus import Corpus, pack_standard_library
 from megatron_fanformer.durable_files import write_atomically
@@ -31,12 +30,12 @@ from megatron_fanformer.formats.verb import ConvertOptions
 from megatron_fanformer.generation.config import GenerateConfig
 from megatron_fanformer.generation.generate import generate
 from megatron_fanformer.model.config import FANformerConfig
-from megatron_fanformer.pictures import drawn
 from megatron_fanformer.preparation.document_files import read_documents
 from megatron_fanformer.preparation.prepare import prepare
 from megatron_fanformer.preparation.verb import PrepareConfig
 from megatron_fanformer.processes import usable_cores
 from megatron_fanformer.training.config import config_from_dict
+from megatron_fanformer.training.loss_picture import VALIDATION_PREFIX, loss_picture
 from megatron_fanformer.training.metrics import read_metrics
 from megatron_fanformer.training.start import start_run
 
@@ -44,8 +43,6 @@ VOCAB_SIZE = 8192
 STEPS = 330
 MARK = ".fanformer-demo"  # a folder that contains it is the demo's own, and may be replaced
 VALIDATION = "held-out"
-VALIDATION_PREFIX = f"{VALIDATION_LOSS}/"
-SMOOTHED_SHARE = 20  # the thick line averages over the last one of so many parts of the steps, about
 LOGITS_TOLERANCE = 1e-4  # the trainer's own against transformers', absolute; both in float32
 PROMPT = "def read_lines(path):\n"
 NEW_TOKENS = 64
@@ -115,7 +112,7 @@ def run_demo(output: Path) -> None:
             console.print(_continued(places, sampling), markup=False, highlight=False, style="cyan")
     entropy = unigram_entropy(places.tokens(VALIDATION))
     metrics = read_metrics(places.run)
-    write_atomically(places.loss_curve, loss_picture(metrics, entropy=entropy))
+    write_atomically(places.loss_curve, loss_picture(metrics, title="FANformer", entropy=entropy))
     seconds = time.monotonic() - started
     console.print(_summary(places, corpus, tokens, metrics, entropy=entropy, difference=difference, seconds=seconds))
     console.print("\n".join(next_lines(places)), markup=False, highlight=False, soft_wrap=True)
@@ -251,7 +248,7 @@ def _summary(
     difference: float,
     seconds: float,
 ) -> Table:
-    validation = steps[-1][f"{VALIDATION_LOSS}/{VALIDATION}"]
+    validation = steps[-1][f"{VALIDATION_PREFIX}{VALIDATION}"]
     speeds = [entry["tokens_per_second"] for entry in steps]
     table = Table(title="Demo summary", show_header=False)
     for name, value in {
@@ -271,47 +268,3 @@ def _summary(
     }.items():
         table.add_row(name, value)
     return table
-
-
-# -- the picture
-
-
-def loss_picture(metrics: list[dict[str, Any]], *, entropy: float | None = None) -> bytes:
-    """Return a PNG of the training and validation losses over the steps; the training loss as it is and smoothed.
-
-    Args:
-        metrics: the objects of metrics.jsonl.
-        entropy: of the tokens, in nats; drawn as the line that a model without context cannot pass.
-    """
-
-    def draw(panels: Any) -> None:
-        axes = panels[0, 0]
-        steps, losses = zip(*[(entry["step"], entry["loss"]) for entry in metrics if "loss" in entry], strict=True)
-        axes.plot(steps, losses, linewidth=0.6, alpha=0.4, color="C0", label="training, each step")
-        smooth = smoothed(losses, max(1.0, len(losses) / SMOOTHED_SHARE))
-        axes.plot(steps, smooth, linewidth=2, color="C0", label="training, smoothed")
-        names = sorted({name for entry in metrics for name in entry if name.startswith(VALIDATION_PREFIX)})
-        for number, name in enumerate(names, start=1):
-            points = [(entry["step"], entry[name]) for entry in metrics if name in entry]
-            label = f"validation: {name.removeprefix(VALIDATION_PREFIX)}"
-            axes.plot(*zip(*points, strict=True), "o-", color=f"C{number}", label=label)
-        if entropy is not None:
-            axes.axhline(entropy, linestyle="--", color="gray", label="unigram entropy of the tokens")
-        axes.set(xlabel="step", ylabel="loss, nats per token", title="FANformer")
-        axes.legend()
-
-    return drawn(draw)
-
-
-def smoothed(values: Sequence[float], span: float) -> list[float]:
-    """Average each value with those before it, by weights that fall by 1/e over `span` values.
-
-    The weights are those of the values that there are: the first is itself, and no start is assumed.
-    """
-    kept = math.exp(-1 / span)
-    total = weight = 0.0
-    means = []
-    for value in values:
-        total, weight = kept * total + value, kept * weight + 1
-        means.append(total / weight)
-    return means

@@ -11,6 +11,7 @@
 """
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -27,6 +28,9 @@ FFN_MULTIPLE = 4
 """What d_ff is rounded to. It gives the d_ff of the authors' configurations at 1B: 7508 of ATM and ATL, 7680 of
 FANformer; and is fine enough for models of a laptop's size. For two FAN layers it is four times that, so that tensor
 parallel ranks which divide the others' d_ff divide their periodic rows at p_ratio 0.25, too."""
+
+MULTIPLES = (64, 32, 16, 8, 4, 2, 1)  # what d_ff may be one of
+NEAR_ENOUGH = 1e-3  # of a layer's parameters
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,6 +107,39 @@ def _variant(size: FANformerConfig, variant: Variant, equal: Equal, multiple: in
     if equal == "dimension" or not model.placement.is_fanformer:
         return model
     return with_same_parameters(model, model.placement.ffn_unit * multiple)
+
+
+def variant_like(base: FANformerConfig, name: str, *, divided_by: int = 1) -> FANformerConfig:
+    """Return a variant with the parameters of another model, its width, layers and heads; the model itself if it is
+    that.
+
+    d_ff is a multiple of 64, as the paper's, where that is near enough, else of the largest smaller power of 2.
+
+    Args:
+        divided_by: a number that divides d_ff, such as the tensor parallel size.
+
+    Raises:
+        InputError: the variant is periodic, and the model's p_ratio has no periodic row.
+    """
+    variant = VARIANTS[name]
+    if variant.is_periodic and int(base.fan.p_ratio * base.hidden_size) == 0:
+        raise InputError(
+            f"model.fan.p_ratio is {base.fan.p_ratio:g}, without a periodic row of {base.hidden_size}, which {name} "
+            "has; set one such as 0.25"
+        )
+    fan = dataclasses.replace(base.fan, placement=variant.fan.placement)
+    if dataclasses.replace(base, fan=fan).placement.is_fanformer:
+        p_ratio = base.fan.p_ratio if variant.is_periodic else variant.fan.p_ratio
+        fan = dataclasses.replace(fan, p_ratio=p_ratio, activation=variant.fan.activation)
+    if fan == base.fan:
+        return base
+    model = dataclasses.replace(base, fan=fan)
+    for multiple in MULTIPLES:
+        matched = with_same_parameters(model, model.placement.ffn_unit * math.lcm(multiple, divided_by), like=base)
+        own, others = (each.placement.parameters(each) for each in (matched, base))
+        if abs(own / others - 1) <= NEAR_ENOUGH:
+            break
+    return matched
 
 
 def recognised(shapes: Mapping[str, Shape], format: Format = "megatron") -> list[str]:

@@ -59,13 +59,19 @@ vocabulary {config.vocab_size}, sequences of {config.seq_length} tokens.
 
 ## Use
 
-It needs transformers {OLDEST_TRANSFORMERS} or later. The model's code is in this folder; `trust_remote_code` runs it.
+It needs transformers {OLDEST_TRANSFORMERS} or later. The model's code is in this folder; `trust_remote_code` runs it.\
+{_ASKED if extras.tokenizer else ""}
 
 {_usage(extras)}
 ## Training
 
 {extras.training}
 """
+
+
+_ASKED = """ \
+The tokenizer has no code, and is passed the same: transformers reads `config.json` before any tokenizer, finds there \
+that the model has code, and asks whether to run it."""
 
 
 def _usage(extras: Extras) -> str:

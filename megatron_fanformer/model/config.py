@@ -264,7 +264,9 @@ def as_transformer(config: FANformerConfig) -> FANformerConfig:
     return dataclasses.replace(config, fan=dataclasses.replace(config.fan, placement=TRANSFORMER))
 
 
-def with_same_parameters(config: FANformerConfig, multiple: int = FFN_MULTIPLE) -> FANformerConfig:
+def with_same_parameters(
+    config: FANformerConfig, multiple: int = FFN_MULTIPLE, *, like: FANformerConfig | None = None
+) -> FANformerConfig:
     """Return the model with as many parameters as its Transformer twin: what FAN adds is taken from d_ff.
 
     At p_ratio 0.25 the 1B model goes from 8192 to the paper's 7680. Two FAN layers in place of the SwiGLU have fewer
@@ -272,9 +274,10 @@ def with_same_parameters(config: FANformerConfig, multiple: int = FFN_MULTIPLE) 
 
     Args:
         multiple: what d_ff is rounded to.
+        like: another model of the same layers and width, in place of the twin.
     """
-    twin, own = as_transformer(config), config.placement
-    missing = twin.placement.parameters(twin) - own.parameters(config)
+    other, own = like or as_transformer(config), config.placement
+    missing = other.placement.parameters(other) - own.parameters(config)
     exact = config.ffn_hidden_size + missing / own.parameters_of_ffn_unit(config)
     return dataclasses.replace(config, ffn_hidden_size=max(1, round(exact / multiple)) * multiple)
 

@@ -1,4 +1,4 @@
-"""Every command that the documentation shows, and that needs no more than this machine, runs as it is written.
+"""Every command and block of Python that the documentation shows, and that needs no more than this machine, runs.
 
 Those of a page run one after the other in a folder in which the demo has run, with `examples/` and `docs/` beside it,
 as a reader has them. Where a test writes to a terminal (`pytest -s` or not), each command is listed with its exit code
@@ -24,6 +24,7 @@ pytestmark = [pytest.mark.full, pytest.mark.timeout(3600)]
 
 DEMO = f"{PROGRAM} demo --output runs/demo"
 LONGEST_SECONDS = 900  # of a command, where others share the cores; what takes longer is not for a test
+QUESTION = "[y/N]"  # by which transformers asks whether to run a folder's code; here nobody answers
 TOLD_CHARACTERS = 2000  # the end of what a command that failed has printed
 
 
@@ -37,12 +38,17 @@ class Ran(NamedTuple):
         return f"exit {self.code}  {self.seconds:6.1f} s  {self.text}"
 
 
-def run(text: str, folder: Path) -> Ran:
-    """Run a line of the shell in a folder; whatever it has started ends with it."""
-    environment = {**os.environ, "PATH": f"{folder / 'bin'}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
+def run(text: str, folder: Path, *, is_python: bool = False) -> Ran:
+    """Run a line of the shell, or a block of Python, in a folder; whatever it has started ends with it."""
+    environment = {
+        **os.environ,
+        "PATH": f"{folder / 'bin'}:{os.environ['PATH']}",
+        "PYTHONPATH": str(ROOT),
+        "HF_MODULES_CACHE": str(folder / "modules"),
+    }
     began = time.monotonic()
     process = subprocess.Popen(
-        ["bash", "-o", "pipefail", "-c", text],
+        [sys.executable, "-c", text] if is_python else ["bash", "-o", "pipefail", "-c", text],
         cwd=folder,
         env=environment,
         stdin=subprocess.DEVNULL,
@@ -77,9 +83,11 @@ def test_the_commands_of_a_page_run(
 ) -> None:
     after_demo, first = demo
     here = Path(shutil.copytree(after_demo, tmp_path / "here", symlinks=True))
-    texts = [command.text for command in TO_RUN if command.page == page]
-    ran = [first if text == DEMO else run(text, here) for text in texts]
+    shown = [each for each in TO_RUN if each.page == page]
+    ran = [first if each.text == DEMO else run(each.text, here, is_python=each.is_python) for each in shown]
     with capsys.disabled():
         print(f"\n{page}", *ran, sep="\n")
     assert [f"{each}\n{each.output[-TOLD_CHARACTERS:]}" for each in ran if each.code] == []
-    assert [each.text for each in ran if {"\r", "\x1b"} & set(each.output)] == []  # into a pipe: lines alone, no colour
+    assert [each.text for each in ran if QUESTION in each.output] == []
+    ours = [each for each, text in zip(ran, shown, strict=True) if not text.is_python]
+    assert [each.text for each in ours if {"\r", "\x1b"} & set(each.output)] == []  # into a pipe: lines, no colour

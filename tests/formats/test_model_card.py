@@ -167,6 +167,7 @@ def test_use_is_told_as_the_folder_can_be_used() -> None:
         model_card(MODEL, Extras(name="name")),
     )
     assert "transformers 5.4 or later" in whole and "padded on the left" in whole
+    assert "reads `config.json` before any tokenizer" in whole and "any tokenizer" not in bare
     assert "lm_eval --model hf --model_args pretrained=name,trust_remote_code=True --tasks" in whole
     assert "AutoTokenizer" not in bare and "lm_eval" not in bare and "no tokenizer in this folder" in bare
 

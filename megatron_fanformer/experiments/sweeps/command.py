@@ -1,5 +1,6 @@
-"""Runs `megatron-fanformer sweep`: lists the cells, trains them, or shows their state or the report."""
+"""Runs `megatron-fanformer sweep`: writes its file, lists or trains the cells, or shows their state or the report."""
 
+import shlex
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -7,11 +8,13 @@ import numpy as np
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.experiments.sweeps.cells import Group, Outcome, groups_of, outcomes, parameters_of
 from megatron_fanformer.experiments.sweeps.file import Cell, Sweep, read_sweep
+from megatron_fanformer.experiments.sweeps.init import write_sweep
 from megatron_fanformer.experiments.sweeps.tuning import choices, in_play
 from megatron_fanformer.experiments.sweeps.verb import SweepOptions
+from megatron_fanformer.options import PROGRAM
 from megatron_fanformer.planning.flops import training_flops_per_token
 from megatron_fanformer.planning.machines import Machine, load_machine
-from megatron_fanformer.terminal import Row, show, table, width
+from megatron_fanformer.terminal import Row, plural, show, table, width
 
 
 def sweep(options: SweepOptions) -> None:
@@ -30,6 +33,10 @@ def sweep(options: SweepOptions) -> None:
         raise InputError(f"--slurm has no effect with {options.action}; use it with run")
     if options.gpu is not None and options.action != "dry-run":
         raise InputError(f"--gpu has no effect with {options.action}; use it with dry-run")
+    _refuse_options_of_init(options)
+    if options.action == "init":
+        show(_written_lines(write_sweep(options)))
+        return
     machine = None if options.gpu is None else load_machine(options.gpu)
     found = read_sweep(options.file, needs_data=options.action == "run")
     match options.action:
@@ -50,6 +57,22 @@ def sweep(options: SweepOptions) -> None:
             from megatron_fanformer.experiments.sweeps.report import summary, write_report
 
             show(summary(found.folder, write_report(found)))
+
+
+def _refuse_options_of_init(options: SweepOptions) -> None:
+    """Raise InputError where another action has what is for init alone."""
+    given = {"--config": options.config, "--compare": options.compare, "--seeds": options.seeds}
+    stray = [*(name for name, value in given.items() if value is not None), *options.overrides[:1]]
+    if options.action != "init" and stray:
+        raise InputError(f"{stray[0]} has no effect with {options.action}; use it with init")
+
+
+def _written_lines(found: Sweep) -> Iterator[str]:
+    config = found.config
+    points, seeds = plural(len(config.axes[config.report.compare]), "point"), plural(config.seeds, "seed")
+    yield f"{found.file}: {points} of {seeds} each, from {config.base}, compared by {found.metric}"
+    yield from difference_lines(found)
+    yield from (f"  {PROGRAM} sweep {shlex.quote(str(found.file))} {action}" for action in ("dry-run", "run", "report"))
 
 
 def _status_lines(found: Sweep) -> Iterator[str]:
@@ -80,6 +103,7 @@ def _plan_lines(found: Sweep, machine: Machine | None, gpus: int) -> Iterator[st
     numbers = ("seeds", "parameters", "tokens", "FLOPs", "time")
     align = "l" * len(found.config.axes) + "r" * len(numbers)
     yield from table((*found.config.axes, *numbers), rows, align=align, width=width())
+    yield from difference_lines(found)
     complete = sum(each.state == "complete" for each in in_play(found, done))
     time = _duration(None if None in whole else sum(filter(None, whole)))
     cells = found.config.num_cells
@@ -90,6 +114,23 @@ def _plan_lines(found: Sweep, machine: Machine | None, gpus: int) -> Iterator[st
         yield f"time: by the {rate:.2e} FLOP/s of the steps in {found.folder}, without starts and evaluations"
     else:
         yield "time: not known before a cell has begun; --gpu estimates it for a machine"
+
+
+def difference_lines(found: Sweep) -> Iterator[str]:
+    """Yield how far the parameters of the compared points are from the baseline's, where other axes are the same."""
+    report = found.config.report
+    by_others: dict[tuple[str, ...], dict[str, int]] = {}
+    for cell in found.cells:
+        others = tuple(point for axis, point in cell.points.items() if axis != report.compare)
+        by_others.setdefault(others, {})[cell.points[report.compare]] = parameters_of(cell)
+    texts: list[str] = []
+    for point in found.config.axes[report.compare]:
+        if point != report.baseline:
+            shares = [each[point] / each[report.baseline] - 1 for each in by_others.values()]
+            low, high = f"{min(shares):+.2%}", f"{max(shares):+.2%}"
+            texts.append(f"{point} {low}" if low == high else f"{point} {low} to {high}")
+    if texts:
+        yield f"parameters, without embedding and head, against {report.baseline}'s: {', '.join(texts)}"
 
 
 def _planned(found: Sweep, groups: Sequence[Group]) -> Iterator[tuple[list[str], Cell, int]]:

@@ -10,6 +10,7 @@ from megatron_fanformer.checkpoint.store import VALIDATION_LOSS
 from megatron_fanformer.configuration import build, nested, overlaid, read_values
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.experiments.sweeps.config import FITTED, LOSS, SweepConfig
+from megatron_fanformer.terminal import plural
 from megatron_fanformer.training.config import RunConfig, TrainingConfig, advice, config_from_dict, print_on_stderr
 
 BETWEEN = ","  # the names of a cell's points
@@ -85,7 +86,7 @@ class Sweep:
         """Return the name of the cells' loss in the metrics of a run."""
         if self.config.report.metric is not None:
             return self.config.report.metric
-        (name,) = self.cells[0].config.data.valid_data
+        (name,) = self.cells[0].config.data.validation_sets
         return f"{VALIDATION_LOSS}/{name}"
 
 
@@ -98,7 +99,12 @@ def read_sweep(file: Path, *, needs_data: bool) -> Sweep:
     Raises:
         InputError: everything that is wrong with it, one line each.
     """
-    config = build(read_values(file), SweepConfig)
+    return sweep_of(file, read_values(file), needs_data=needs_data)
+
+
+def sweep_of(file: Path, values: dict[str, Any], *, needs_data: bool) -> Sweep:
+    """Return the sweep that a file with these values is. Raises like `read_sweep`."""
+    config = build(values, SweepConfig)
     if found := config.problems():
         raise InputError("\n".join(found))
     base_file = file.parent / config.base
@@ -165,15 +171,21 @@ def _in_cells(problem: str, names: list[str], cells: int) -> str:
     return f"cell {names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''}: {problem}"
 
 
+def metrics_of(config: RunConfig) -> list[str]:
+    """Return the names of the losses that a run measures, but those of groups of perplexity sets: validation first."""
+    validation = [f"{VALIDATION_LOSS}/{name}" for name in config.data.validation_sets]
+    return [*validation, *(f"eval/{name}/{CROSS_ENTROPY}" for name in config.evaluation.perplexity.sets), LOSS]
+
+
 def _report_problems(sweep: Sweep) -> Iterator[str]:
     report, config = sweep.config.report, sweep.cells[0].config
-    sets = config.data.valid_data
+    sets = config.data.validation_sets
     if report.metric is None:
         if len(sets) != 1:
-            yield f"report.metric is not set, and data.valid_data has {len(sets)} sets; name the loss to compare"
+            own, named = plural(len(sets), "validation set"), ", ".join(metrics_of(config))
+            yield f"report.metric is not set, and the runs have {own}; name one of {named}"
     elif not (config.evaluation.perplexity.groups and report.metric.endswith(f"/{CROSS_ENTROPY}")):
-        known = [LOSS, *(f"{VALIDATION_LOSS}/{name}" for name in sets)]
-        known += [f"eval/{name}/{CROSS_ENTROPY}" for name in config.evaluation.perplexity.sets]
+        known = metrics_of(config)
         if report.metric not in known:
             yield f"report.metric is {report.metric}, no loss that the runs measure; they have {', '.join(known)}"
     if report.over not in (None, *FITTED):

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from megatron_fanformer.options import Verb, argument, option
+from megatron_fanformer.options import Verb, argument, option, overrides, path_or_none
 from megatron_fanformer.processes import ended_by_stop_signals
 from megatron_fanformer.runtime import device
 
@@ -14,10 +14,18 @@ class SweepOptions:
     """Options of `sweep`."""
 
     file: Path = argument(metavar="FILE")
-    """The sweep (YAML), such as examples/sweeps/variants.yaml."""
-    action: Literal["dry-run", "run", "status", "report"] = argument()
-    """dry-run: list the cells and what they cost; run: train those that are not complete; status: how far each is;
-    report: tables, intervals, pictures, result.json in the sweep's folder."""
+    """The sweep (YAML), such as examples/sweeps/variants.yaml; with init, a file to be written."""
+    action: Literal["init", "dry-run", "run", "status", "report"] = argument()
+    """init: write FILE, which compares a run's model with others of as many parameters; dry-run: list the cells and
+    what they cost; run: train those that are not complete; status: how far each is; report: tables, intervals,
+    pictures, result.json in the sweep's folder."""
+    config: Path | None = option(None, metavar="RUN_YAML", parse=path_or_none)
+    """With init: the configuration of a run, which every cell starts from."""
+    compare: tuple[str, ...] | None = option(None, metavar="VARIANT")
+    """With init: what is compared, the baseline first; transformer, fanformer, ffn-fan, atm, atl or original-fan
+    (transformer fanformer)."""
+    seeds: int | None = option(None, metavar="N")
+    """With init: number of runs of each (3, the fewest that can show anything)."""
     jobs: int = option(1, metavar="N")
     """With run: number of cells to train at once, as several small models can share a GPU."""
     slurm: Path | None = option(None, metavar="SCRIPT")
@@ -26,6 +34,7 @@ class SweepOptions:
     """With dry-run: the machine whose time is estimated, as plan takes it."""
     gpus: int = option(1, metavar="N")
     """With --gpu: number of GPUs that train a cell."""
+    overrides: tuple[str, ...] = overrides()
 
 
 def _sweep(options: SweepOptions) -> None:
@@ -43,7 +52,11 @@ SWEEP = Verb(
     help="Train one configuration at many points and seeds, and report what they show.",
     options=SweepOptions,
     run=_sweep,
-    examples=("sweep examples/sweeps/variants.yaml dry-run", "sweep examples/sweeps/variants.yaml run"),
+    examples=(
+        "sweep runs/compare.yaml init\n--config examples/tiny-cpu.yaml --compare transformer fanformer",
+        "sweep runs/compare.yaml run",
+    ),
+    notes="With init, fields that all cells change can be set as --section.field VALUE.",
     results_are_files=True,
     takes_signals=True,
 )

@@ -1,0 +1,140 @@
+"""`sweep FILE init`: a sweep's file that compares a run's model with others of as many parameters."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from megatron_fanformer import cli
+from megatron_fanformer.errors import InputError
+from megatron_fanformer.experiments.sweeps.cells import parameters_of
+from megatron_fanformer.experiments.sweeps.file import read_sweep
+from megatron_fanformer.experiments.variants import NEAR_ENOUGH, VARIANTS, variant_like
+from megatron_fanformer.model.config import PRESETS
+from tests.experiments.making import changed, write_sweep
+from tests.small_runs import ROOT, small_run, write_config, write_tokens
+
+EXAMPLE = str(ROOT / "examples" / "tiny-cpu.yaml")
+
+
+def init(file: Path, *words: str) -> int:
+    return cli.main(["sweep", str(file), "init", *words])
+
+
+@pytest.fixture
+def tokens(tmp_path: Path) -> str:
+    return write_tokens(tmp_path / "tokens")
+
+
+def run_of(place: Path, tokens: str, **data: Any) -> str:
+    return str(
+        write_config(place / "run.yaml", small_run(tokens, place / "run", data={"train_data": [tokens], **data}))
+    )
+
+
+def test_a_run_is_compared_with_its_twin_of_as_many_parameters(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "compare.yaml"
+    assert init(file, "--config", EXAMPLE, "--compare", "transformer", "fanformer", "--seeds", "4") == 0
+    shown = capsys.readouterr().out.splitlines()
+    sweep = read_sweep(file, needs_data=False)
+    by_point = {cell.points["model"]: cell.config.model for cell in sweep.cells}
+    assert {point: (model.fan.placement, model.ffn_hidden_size) for point, model in by_point.items()} == {
+        "transformer": ("none", 352),
+        "fanformer": ("qkv", 320),
+    }
+    assert len(sweep.cells) == 8 and sweep.metric == "validation_loss/stdlib"
+    assert sweep.config.report.baseline == "transformer"
+    assert sweep.config.report.primary == [["fanformer", "transformer"]]
+    assert sweep.folder == tmp_path / "compare"
+    assert shown[1] == "parameters, without embedding and head, against transformer's: fanformer +0.05%"
+    for line in shown[2:]:
+        cli.read_command(line.split()[1:])
+    assert cli.main(["sweep", str(file), "dry-run"]) == 0
+    assert shown[1] in capsys.readouterr().out.splitlines()
+
+
+def test_fields_on_the_line_are_those_of_every_cell(tmp_path: Path) -> None:
+    file, data = tmp_path / "compare.yaml", "{a: [x], b: [y]}"
+    line = ["--training.train_iters", "60", "--data.valid_data", data, "--model.ffn_hidden_size", "512"]
+    assert init(file, "--config", EXAMPLE, "--compare", "fanformer", "transformer", *line) == 0
+    sweep = read_sweep(file, needs_data=False)
+    assert {tuple(cell.config.data.valid_data) for cell in sweep.cells} == {("a", "b")}
+    assert {cell.config.training.train_iters for cell in sweep.cells} == {60}
+    assert sweep.metric == "validation_loss/a"
+    assert {cell.config.model.ffn_hidden_size for cell in sweep.cells} == {512, 544}
+
+
+@pytest.mark.parametrize("base", [PRESETS["fanformer-1b"], PRESETS["fanformer-1b-transformer"]])
+@pytest.mark.parametrize("name", VARIANTS)
+def test_every_variant_has_the_parameters_of_the_run(name: str, base: Any) -> None:
+    found, other = variant_like(base, name, divided_by=8), base.num_parameters
+    assert found.problems() == [] and found.fan.placement == VARIANTS[name].fan.placement
+    assert abs(found.num_parameters / other - 1) <= NEAR_ENOUGH and found.ffn_hidden_size % 8 == 0
+    assert (found is base) == (name == ("fanformer" if base.placement.is_fanformer else "transformer"))
+
+
+def test_the_validation_of_a_split_is_compared(tmp_path: Path, tokens: str) -> None:
+    assert init(tmp_path / "compare.yaml", "--config", run_of(tmp_path, tokens, split="80,20,0")) == 0
+    assert read_sweep(tmp_path / "compare.yaml", needs_data=True).metric == "validation_loss/validation"
+    report = {"compare": "size", "baseline": "d16"}
+    own = write_sweep(tmp_path, tokens, axes={"size": {"d16": {}}}, report=report)
+    changed(own, base="run.yaml", changes={})
+    assert read_sweep(own, needs_data=True).metric == "validation_loss/validation"
+    changed(own, base="run.yaml", changes={"data.split": None})
+    with pytest.raises(InputError, match=r"^report.metric is not set, and the runs have 0 validation sets; name one"):
+        read_sweep(own, needs_data=True)
+
+
+REFUSED = {
+    "without a run": (["--seeds", "3"], "init needs the configuration of a run; add --config"),
+    "without validation": (["--config", "RUN"], "has no validation, by which models are compared; set data.valid_data"),
+    "one alone": (["--config", EXAMPLE, "--compare", "atl"], "name two or more of transformer, ffn-fan"),
+    "twice the same": (["--config", EXAMPLE, "--compare", "atl", "atl"], "each once"),
+    "unknown": (["--config", EXAMPLE, "--compare", "atl", "mamba"], "--compare is atl mamba; name two or more of"),
+    "no periods": (["--config", EXAMPLE, "--model.fan.p_ratio", "0"], "p_ratio is 0, without a periodic row"),
+    "a cell's own": (["--config", EXAMPLE, "--training.seed", "1"], "--training.seed has no effect with init"),
+    "no seeds": (["--config", EXAMPLE, "--seeds", "0"], "seeds is 0; it must be at least 1"),
+    "a wrong field": (["--config", EXAMPLE, "--training.train_iters", "0"], "in every cell: training.train_iters"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_nothing_is_written_where_it_would_not_run(
+    case: str, tmp_path: Path, tokens: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words, said = REFUSED[case]
+    run = run_of(tmp_path, tokens)
+    assert init(tmp_path / "compare.yaml", *[run if word == "RUN" else word for word in words]) == 2
+    assert said in capsys.readouterr().err and not (tmp_path / "compare.yaml").exists()
+
+
+def test_a_file_is_not_replaced_and_other_actions_take_nothing_of_init(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "compare.yaml"
+    assert init(file, "--config", EXAMPLE) == 0
+    before = file.read_text()
+    assert yaml.safe_load(before)["base"] != EXAMPLE  # but the way there
+    assert init(file, "--config", EXAMPLE, "--seeds", "5") == 2 and file.read_text() == before
+    assert init(tmp_path / "compare", "--config", EXAMPLE) == 2
+    for words in (["--config", EXAMPLE], ["--compare", "atl", "atm"], ["--seeds", "3"], ["--optimizer.lr", "1"]):
+        capsys.readouterr()
+        assert cli.main(["sweep", str(file), "dry-run", *words]) == 2
+        assert re.search(rf"{words[0]} has no effect with dry-run; use it with init", capsys.readouterr().err)
+
+
+def test_parameters_that_differ_are_told_by_the_points_of_other_axes(
+    tmp_path: Path, tokens: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = write_sweep(tmp_path, tokens)
+    cells = read_sweep(file, needs_data=False).cells
+    assert cli.main(["sweep", str(file), "dry-run"]) == 0
+    counts = {tuple(cell.points.values()): parameters_of(cell) for cell in cells}
+    sizes = ("d16", "d24", "d32", "d48")
+    shares = [counts["fanformer", size] / counts["transformer", size] - 1 for size in sizes]
+    line = f"against transformer's: fanformer {min(shares):+.2%} to {max(shares):+.2%}"
+    assert line in capsys.readouterr().out
