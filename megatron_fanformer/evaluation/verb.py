@@ -46,8 +46,8 @@ class EvaluateOptions:
     """NAME=PATH of token files (a prefix, .npy, a folder, a glob), or the groups v2-small and v3-small."""
     perplexity_folder: str | None = option(None, metavar="FOLDER", group=MEASURED)
     """Folder that holds the sets of the groups."""
-    chunking: Literal["tokens", "documents"] = option("tokens", group=MEASURED)
-    """Unit that sets are cut into; the paper's is tokens."""
+    chunking: Literal["tokens", "documents", "rolling"] = option("tokens", group=MEASURED)
+    """How sets are cut: tokens as the paper, documents by themselves, rolling as lm-eval, every byte scored."""
     chunk_tokens: int | None = option(None, metavar="N", parse=_count, group=MEASURED)
     """Tokens of a chunk (default: the model's seq_length)"""
     batches: int | None = option(None, metavar="N", parse=_count, group=MEASURED)
@@ -55,7 +55,7 @@ class EvaluateOptions:
     npy_dtype: Literal["uint16", "uint32"] = option("uint16", group=MEASURED)
     """Type of the tokens in .npy files."""
     eod_id: int | None = option(None, metavar="ID", parse=_id, group=MEASURED)
-    """The id that ends a document in .npy files (default: the tokenizer's)"""
+    """The id that ends a document, in .npy files and for rolling (default: the tokenizer's)"""
 
     ulogic: Path | None = option(None, metavar="FILE", group=ANSWERS)
     """ULogic's rules, its probing_subset.json."""

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import sys
 from functools import partial
@@ -114,6 +115,7 @@ def test_a_run_is_evaluated_on_tasks_and_sets(made: Made, tmp_path: Path, capsys
     assert own["perplexity"] == pytest.approx(np.exp(own["loss"]))
     # a character, of one byte or two, for every token
     assert own["bits_per_byte"] == pytest.approx(own["loss"] / np.log(2) * 279 / bytes_of(made.tokens), rel=1e-9)
+    assert any(line.startswith("set (tokens)  ") for line in printed)
     hellaswag = found["tasks"]["hellaswag"]
     assert hellaswag["metric"] == "len_norm"
     assert [document["doc_id"] for document in hellaswag["documents"]] == list(range(9))
@@ -133,6 +135,29 @@ def test_a_run_is_evaluated_on_tasks_and_sets(made: Made, tmp_path: Path, capsys
 def bytes_of(tokens: Path) -> int:
     ids = np.fromfile(tokens, "<u2")[: 9 * 32].reshape(9, 32)[:, 1:]
     return len("".join(map(chr, ids.flatten().tolist())).encode())
+
+
+def test_rolling_windows_are_named_and_have_words(
+    made: Made, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ids = np.fromfile(made.tokens, "<u2")
+    ids[100] = ids[-1] = 0  # the ends of two documents
+    ids.tofile(tmp_path / "tokens.npy")
+    output = tmp_path / "result.json"
+    options = ["--perplexity", f"own={tmp_path / 'tokens.npy'}", "--chunking", "rolling", "--output", output]
+    assert evaluate(made.export, *options) == 0
+    heading, _ = capsys.readouterr().out.splitlines()[1:3]
+    assert re.split(" {2,}", heading) == [
+        *("set (rolling)", "loss", "perplexity", "bits/byte", "per byte", "per word", "tokens")
+    ]
+    own = json.loads(output.read_text())["perplexity"]["own"]
+    texts = ["".join(map(chr, part)) for part in (ids[:100], ids[101:-1])]
+    nats = own["loss"] * own["tokens"]
+    assert own["tokens"] == 298
+    assert own["byte_perplexity"] == pytest.approx(np.exp(nats / len("".join(texts).encode())))
+    assert own["bits_per_byte"] == pytest.approx(np.log2(own["byte_perplexity"]))
+    words = sum(len(re.split(r"\s+", text)) for text in texts)
+    assert own["word_perplexity"] == pytest.approx(np.exp(nats / words))
 
 
 def test_an_export_comes_to_the_same_and_is_compared_with_it(
