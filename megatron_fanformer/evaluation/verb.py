@@ -37,9 +37,9 @@ class EvaluateOptions:
     exported Hugging Face folder."""
 
     tasks: tuple[str, ...] = option((), metavar="TASK", group=MEASURED)
-    """Tasks or groups of tasks (default: those of --requests)"""
+    """Tasks, groups of tasks, or files of your own (.jsonl, lm-eval's .yaml) (default: those of --requests)"""
     requests: Path | None = option(None, metavar="FILE", group=MEASURED)
-    """Request file, as --prepare writes it."""
+    """Request file, as --prepare writes it (default: --tasks are prepared, and kept in the cache)"""
     limit: int | None = option(None, metavar="N", parse=_count, group=MEASURED)
     """Take the first N documents of each task (default: all)"""
     perplexity: tuple[str, ...] = option((), metavar="SET", group=MEASURED)
@@ -95,7 +95,11 @@ class EvaluateOptions:
     prepare: Path | None = option(None, metavar="FILE", group=REQUEST_FILE)
     """Write the requests of --tasks, and end."""
     context_length: int | None = option(None, metavar="N", parse=_count, group=REQUEST_FILE)
-    """With --prepare: the longest request, in tokens (default: 2048)"""
+    """The longest request that is prepared, in tokens (default: 2048)"""
+    fewshot: int | None = option(None, metavar="N", parse=_id, group=REQUEST_FILE)
+    """Examples before each question of your own tasks (default: 0, or the YAML's)"""
+    fewshot_seed: int | None = option(None, metavar="SEED", parse=_id, group=REQUEST_FILE)
+    """Seed of the draw of these examples (default: 1234, lm-eval's)"""
 
     command_line: tuple[str, ...] = command_line()
 

