@@ -18,7 +18,7 @@ from megatron_fanformer.evaluation.comparison import Comparison, compare
 from megatron_fanformer.evaluation.config import EvaluationConfig, EvaluationRequest, PerplexityConfig
 from megatron_fanformer.evaluation.perplexity_sets import SETS, set_problems
 from megatron_fanformer.evaluation.results import Result
-from megatron_fanformer.evaluation.tasks import resolve
+from megatron_fanformer.evaluation.tasks import OWN, is_own, resolve
 from megatron_fanformer.evaluation.verb import EvaluateOptions
 from megatron_fanformer.formats.recognition import RUNNABLE, checkpoint_of, recognise
 from megatron_fanformer.model.layouts import Layout, layout_fields, parse_layout
@@ -30,14 +30,14 @@ from megatron_fanformer.terminal import phases, print_loading, show, width
 
 if TYPE_CHECKING:
     from megatron_fanformer.evaluation.jobs import Jobs
+    from megatron_fanformer.evaluation.prepare import PreparedTask
     from megatron_fanformer.runtime.parallel import RankGrid
 
-NEEDED = {
-    **dict.fromkeys(("perplexity_folder", "chunk_tokens", "batches", "eod_id"), "perplexity"),
-    "context_length": "prepare",
-}
+NEEDED = dict.fromkeys(("perplexity_folder", "chunk_tokens", "batches", "eod_id"), "perplexity")
 """For each option, the option without which it has no effect."""
-OF_PREPARE = ("prepare", "tasks", "tokenizer", "context_length", "limit", "device", "command_line")
+OF_REQUESTS = ("context_length", "fewshot", "fewshot_seed")
+"""The options of what is prepared, by --prepare or where no --requests are given."""
+OF_PREPARE = ("prepare", "tasks", "tokenizer", *OF_REQUESTS, "limit", "device", "command_line")
 """The options of --prepare, and the device, which changes nothing here."""
 Local = Callable[[str], str]
 
@@ -113,9 +113,42 @@ def _find_jobs(request: EvaluationRequest) -> "Jobs":
     from megatron_fanformer.evaluation.jobs import find_jobs
 
     try:
-        return find_jobs(request)
+        return find_jobs(_with_requests(request))
     except InputError as error:
         raise InputError("\n".join(map(as_options, str(error).splitlines()))) from None
+
+
+def _with_requests(request: EvaluationRequest) -> EvaluationRequest:
+    """Return the request with a request file of its tasks, where it names none: from the cache, or prepared now."""
+    options = request.options
+    if not options.tasks or options.requests is not None:
+        return request
+    from megatron_fanformer.data.tokenizer import tokenizer_file
+    from megatron_fanformer.durable_files import sha256_of
+    from megatron_fanformer.evaluation.request_cache import cached_requests
+    from megatron_fanformer.generation.models import find_model
+
+    found: dict[str, Path] = {}
+    for checkpoint in request.checkpoints:
+        if (tokenizer := options.tokenizer or find_model(checkpoint).tokenizer) is None:
+            raise InputError(f"{checkpoint} holds no tokenizer; name the one that it was trained with as --tokenizer")
+        found.setdefault(sha256_of(tokenizer_file(tokenizer)), tokenizer)
+    if len(found) > 1:
+        raise InputError(
+            f"the checkpoints have {len(found)} tokenizers ({', '.join(map(str, found.values()))}), requests are of "
+            "one; evaluate those of each by itself"
+        )
+    (tokenizer,) = found.values()
+    path = cached_requests(
+        options.tasks,
+        tokenizer,
+        context_length=options.context_length,
+        limit=options.limit,
+        shots=options.fewshot,
+        seed=options.fewshot_seed,
+        on_task=_print_task,
+    )
+    return replace(request, evaluation=replace(request.evaluation, requests=str(path), tasks=[]))
 
 
 def _run(request: EvaluationRequest, jobs: "Jobs", grid: "RankGrid") -> None:
@@ -155,8 +188,8 @@ def read_options(options: EvaluateOptions, local: Local, *, world_size: int | No
     checkpoints = tuple(dict.fromkeys(named))
     evaluation = _evaluation(options, found)
     layout = collect_problems(found, lambda: _layout(options.layout, world_size))
-    if checkpoints and evaluation.is_empty and options.ulogic is None:
-        found.append("nothing is asked for; add --requests FILE, or --perplexity NAME=PATH")
+    if checkpoints and evaluation.is_empty and not options.tasks and options.ulogic is None:
+        found.append("nothing is asked for; add --tasks TASK, --requests FILE, or --perplexity NAME=PATH")
     if options.picture is not None and not checkpoints:
         found.append("--picture draws what checkpoints come to; name some")
     if not (checkpoints or options.compare or found):
@@ -178,6 +211,12 @@ def _without_effect(options: EvaluateOptions) -> list[str]:
         for name, other in NEEDED.items()
         if getattr(options, name) is not None and not getattr(options, other)
     ]
+    if options.prepare is None and (options.requests is not None or not options.tasks):
+        found += [
+            f"{option_name(name)} has no effect where nothing is prepared; leave it out"
+            for name in OF_REQUESTS
+            if getattr(options, name) is not None
+        ]
     if options.prepare is not None:
         found += [
             f"{option_name(each.name)} has no effect with --prepare; leave it out"
@@ -250,21 +289,36 @@ def _evaluation(options: EvaluateOptions, problems: list[str]) -> EvaluationConf
         npy_dtype=options.npy_dtype,
         eod_id=options.eod_id,
     )
-    tasks = collect_problems(problems, lambda: [task.name for task in resolve(options.tasks)]) or []
+    tasks = collect_problems(problems, partial(_task_names, options)) or []
     evaluation = EvaluationConfig(
         requests=None if options.requests is None else str(options.requests),
         tasks=tasks,
         limit=options.limit,
         perplexity=perplexity,
     )
-    # generation tasks, which a run's configuration may not have, are for the command to see to; so is ULogic's limit
-    checked = replace(evaluation, tasks=[], limit=None if options.ulogic else options.limit)
+    # generation tasks, which a run's configuration may not have, are for the command to see to; so is the limit of
+    # ULogic and of what is prepared
+    checked = replace(evaluation, tasks=[], limit=None if options.ulogic or options.tasks else options.limit)
     problems += map(as_options, [*checked.problems(), *set_problems(perplexity)])
-    if tasks and options.requests is None:
-        problems.append("--tasks needs --requests FILE; write one with --prepare")
     if options.requests is not None and not options.requests.is_file():
         problems.append(f"--requests {options.requests} does not exist; write it with --prepare")
     return evaluation
+
+
+def _task_names(options: EvaluateOptions) -> list[str]:
+    """Return the tasks of --tasks by name; where they are to be prepared, once it is known that they can be."""
+    if not options.tasks:
+        return []
+    if options.requests is None:
+        from megatron_fanformer.evaluation.request_cache import check_tasks
+
+        check_tasks(options.tasks, options.fewshot)
+    elif files := [name for name in options.tasks if is_own(name)]:
+        raise InputError(
+            f"--tasks {' '.join(files)} is prepared, and --requests has been; leave that out, or name a task of it as "
+            f"{OWN}{Path(files[0]).stem}"
+        )
+    return [task.name for task in resolve([name for name in options.tasks if not is_own(name)])]
 
 
 OPTIONS = {
@@ -333,12 +387,14 @@ def _write(options: EvaluateOptions, results: Sequence[Result], comparison: Comp
         result_files.write_results(options.output, results, values)
 
 
+def _print_task(task: "PreparedTask") -> None:
+    print(f"{task.name}: {task.documents:,} documents, {task.requests:,} requests", file=sys.stderr)
+
+
 def _prepare(options: EvaluateOptions, file: Path) -> None:
     """Write a request file; its tasks are printed to standard error as they are done."""
-    from megatron_fanformer.evaluation.prepare import CONTEXT_LENGTH, PreparedTask, prepare_requests
-
-    def print_task(task: PreparedTask) -> None:
-        print(f"{task.name}: {task.documents:,} documents, {task.requests:,} requests", file=sys.stderr)
+    from megatron_fanformer.evaluation.own_tasks import FEWSHOT_SEED
+    from megatron_fanformer.evaluation.prepare import CONTEXT_LENGTH, prepare_requests
 
     if options.checkpoints or options.compare:
         raise InputError("--prepare writes a request file and reads no model; evaluate checkpoints by another command")
@@ -352,6 +408,8 @@ def _prepare(options: EvaluateOptions, file: Path) -> None:
         tokenizer=options.tokenizer,
         context_length=options.context_length or CONTEXT_LENGTH,
         limit=options.limit,
-        on_task=print_task,
+        shots=options.fewshot,
+        seed=FEWSHOT_SEED if options.fewshot_seed is None else options.fewshot_seed,
+        on_task=_print_task,
     )
     show(report.lines(width()))

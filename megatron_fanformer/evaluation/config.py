@@ -12,7 +12,7 @@ from megatron_fanformer.evaluation.verb import EvaluateOptions
 from megatron_fanformer.model.layouts import Layout
 
 Group = Literal["v2-small", "v3-small"]
-Chunking = Literal["tokens", "documents"]
+Chunking = Literal["tokens", "documents", "rolling"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,15 +26,17 @@ class PerplexityConfig:
     folder: str | None = None
     """Folder of the sets of `groups`, as OLMo lays them out (docs/evaluation.md#perplexity-sets)."""
     chunking: Chunking = "tokens"
-    """`tokens`: each file cut into chunks, across documents, as in the paper; `documents`: each by itself."""
+    """`tokens`: each file cut into chunks, across documents, as in the paper; `documents`: each by itself; `rolling`:
+    every token of each, as lm-eval (docs/evaluation.md#chunks)."""
     chunk_tokens: int | None = None
-    """Tokens of a chunk, all but the first scored; null: `seq_length`."""
+    """Tokens of a chunk, all but the first scored; with `rolling` of a window, all scored; null: `seq_length`."""
     batches: int | None = None
     """Batches of `evaluation.batch_tokens` from the beginning of each set; null: whole sets."""
     npy_dtype: NpyType = "uint16"
     """Type of the token ids in `.npy` files without a manifest."""
     eod_id: int | None = None
-    """With `documents`: the id that ends one in `.npy` files; null: the manifest's or the tokenizer's."""
+    """The id that ends a document: with `documents` in `.npy` files, with `rolling` in all; null: the manifest's or the
+    tokenizer's."""
 
     @property
     def is_empty(self) -> bool:

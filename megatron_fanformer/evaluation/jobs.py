@@ -295,5 +295,10 @@ def _set_result(name: str, found: SetLoss) -> SetResult:
             f"set {name}: the loss is {found.loss}; the model diverged: evaluate an earlier checkpoint"
         )
     return SetResult(
-        loss=found.loss, perplexity=found.perplexity, bits_per_byte=found.bits_per_byte, tokens=found.tokens
+        loss=found.loss,
+        perplexity=found.perplexity,
+        bits_per_byte=found.bits_per_byte,
+        tokens=found.tokens,
+        byte_perplexity=found.byte_perplexity,
+        word_perplexity=found.word_perplexity,
     )

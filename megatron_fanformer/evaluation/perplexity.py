@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from megatron_fanformer.evaluation.config import Group
-from megatron_fanformer.evaluation.perplexity_sets import SETS, PerplexitySet, set_name
+from megatron_fanformer.evaluation.perplexity_sets import SETS, PerplexitySet, lengths_of, set_name
 from megatron_fanformer.evaluation.rows import losses_of_rows
 from megatron_fanformer.runtime.parallel import RankGrid
 
@@ -27,11 +27,27 @@ class SetLoss:
     """Number of scored tokens."""
     bits_per_byte: float | None
     """Bits per byte of the text; None if its bytes are not known."""
+    nats_per_word: float | None = None
+    """Loss of a word of the text; None if its words are not known, and but for rolling windows."""
 
     @property
     def perplexity(self) -> float:
         """exp(loss); infinite where that is beyond a float."""
-        return math.exp(self.loss) if self.loss < 700 else math.inf
+        return _exp(self.loss)
+
+    @property
+    def byte_perplexity(self) -> float | None:
+        """2 to the bits per byte."""
+        return None if self.bits_per_byte is None else _exp(self.bits_per_byte * math.log(2))
+
+    @property
+    def word_perplexity(self) -> float | None:
+        """exp of the loss of a word; infinite where that is beyond a float."""
+        return None if self.nats_per_word is None else _exp(self.nats_per_word)
+
+
+def _exp(nats: float) -> float:
+    return math.exp(nats) if nats < 700 else math.inf
 
 
 def perplexity_of_sets(
@@ -81,13 +97,15 @@ def _loss_of(
     pieces = found.pieces()
     losses = losses_of_rows(
         stages,
-        pieces[:, 2],
+        lengths_of(pieces),
         lambda row: found.read(pieces[row]),
         grid,
         batch_tokens=batch_tokens,
+        scored=pieces[:, 3],
         shall_stop=shall_stop,
     )
-    tokens = int((pieces[:, 2] - 1).sum())
+    tokens = int(pieces[:, 3].sum())
     loss = float(losses.sum()) / tokens
     bits = None if found.bytes_per_token is None else loss / math.log(2) / found.bytes_per_token
-    return SetLoss(loss=loss, tokens=tokens, bits_per_byte=bits)
+    of_word = None if found.words_per_token is None else loss / found.words_per_token
+    return SetLoss(loss=loss, tokens=tokens, bits_per_byte=bits, nats_per_word=of_word)

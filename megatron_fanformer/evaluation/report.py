@@ -42,19 +42,32 @@ def _one(result: Result, width: int | None) -> Iterator[str]:
         if (mean := _mean(result)) is not None:
             yield f"mean of the tasks' own metrics: {100 * mean:.2f}"
     if result.perplexity:
-        rows = [
-            (
-                name,
-                f"{each.loss:.4f}",
-                _perplexity(each.perplexity),
-                "-" if each.bits_per_byte is None else f"{each.bits_per_byte:.4f}",
-                f"{each.tokens:,}",
-            )
-            for name, each in result.perplexity.items()
-        ]
-        yield from table(("set", "loss", "perplexity", "bits/byte", "tokens"), rows, align="lrrrr", width=width)
+        yield from _set_lines(result, width)
     for group, mean in result.groups.items():
         yield f"{group}: mean perplexity {_perplexity(mean)}"
+
+
+def _set_lines(result: Result, width: int | None) -> Iterator[str]:
+    """Yield the table of sets, headed by how they were cut: the same model's bits per byte differ by it."""
+    chunking = f" ({result.settings.chunking})" if result.settings else ""
+    with_words = any(each.word_perplexity is not None for each in result.perplexity.values())
+    rows = [
+        (
+            name,
+            f"{each.loss:.4f}",
+            _perplexity(each.perplexity),
+            "-" if each.bits_per_byte is None else f"{each.bits_per_byte:.4f}",
+            *(_known(each.byte_perplexity, "{:,.4f}"), _known(each.word_perplexity, "{:,.6g}")) * with_words,
+            f"{each.tokens:,}",
+        )
+        for name, each in result.perplexity.items()
+    ]
+    heading = ("loss", "perplexity", "bits/byte", *("per byte", "per word") * with_words, "tokens")
+    yield from table((f"set{chunking}", *heading), rows, align="l" + "r" * len(heading), width=width)
+
+
+def _known(value: float | None, form: str) -> str:
+    return "-" if value is None else form.format(value)
 
 
 def _metric_rows(name: str, task: TaskResult) -> Iterator[tuple[str, ...]]:

@@ -10,7 +10,7 @@
                       "documents": [{"doc_id", "label", "log_probabilities": [one of each choice], "lengths": […],
                                      "score", "weight"}],
                       "cut": requests, or prompts, that lost their beginning}},
-     "perplexity": {SET: {"loss", "perplexity", "bits_per_byte", "tokens"}},
+     "perplexity": {SET: {"loss", "perplexity", "bits_per_byte", "tokens", "byte_perplexity", "word_perplexity"}},
      "groups": {GROUP: the mean of its sets' perplexities}}
 
 A file of several checkpoints is a list of these, and one with a comparison {"results": such a list, "comparison": …}.
@@ -61,6 +61,9 @@ class SetResult(msgspec.Struct, frozen=True, kw_only=True):
     """Perplexity; None if it overflows a float."""
     bits_per_byte: float | None
     tokens: int
+    byte_perplexity: float | None = None
+    word_perplexity: float | None = None
+    """Perplexity of a word, by rolling windows; None otherwise, or if it overflows a float."""
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):

@@ -84,6 +84,11 @@ GENERATED: Mapping[str, str] = {"exact_match": "gsm8k", "pass@1": "humaneval mbp
 ULOGIC = "ulogic"
 """The generated task that needs a file of its own, and so cannot be requested by name."""
 
+OWN = "own:"
+"""What the names of tasks of one's own begin with, in a request file and wherever that is named."""
+
+OWN_SUFFIXES = (".jsonl", ".yaml", ".yml")
+
 GROUPS: Mapping[str, str] = {
     "paper": """
         piqa hellaswag winogrande openbook_qa boolq sciq arc_easy arc_challenge copa rte commitment_bank mrpc sst2""",
@@ -147,14 +152,20 @@ def _meant(name: str) -> str:
     return did_you_mean(name, [*GROUPS, *TASKS], f"the groups are {', '.join(GROUPS)}")
 
 
+def is_own(name: str) -> bool:
+    """Return whether a name is that of a file with a task of one's own."""
+    return name.endswith(OWN_SUFFIXES)
+
+
 def resolve(names: Sequence[str]) -> list[Task]:
-    """Return the tasks of names and groups, each once, in the order named.
+    """Return the tasks of names and groups, each once, in the order named; a task of one's own by its name in the
+    request file, which alone knows whether there is one.
 
     Raises:
         InputError: a name is neither; one line for each, with similar names.
     """
-    unknown = [name for name in names if name not in GROUPS and name not in TASKS]
+    unknown = [name for name in names if name not in GROUPS and name not in TASKS and not name.startswith(OWN)]
     if unknown:
         raise InputError("\n".join(f"unknown task {name:.80}; {_meant(name)}" for name in unknown))
     expanded = (task for name in names for task in (_expanded(GROUPS[name]) if name in GROUPS else [name]))
-    return [TASKS[name] for name in dict.fromkeys(expanded)]
+    return [TASKS.get(name) or Task(name=name, metric="acc") for name in dict.fromkeys(expanded)]

