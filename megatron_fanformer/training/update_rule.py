@@ -90,7 +90,7 @@ class UpdateRule(OptimizerStates, ABC):
     def state_bytes(self, name: str, dimensions: int) -> int:
         """Return the bytes of state of each element of a weight; arguments as for `group_of`."""
         number = 0
-        for state in self.states(self.group_of(name, dimensions)):  # a search asks tens of thousands of times
+        for state in self.states(self.group_of(name, dimensions)):  # a search calls it tens of thousands of times
             number += STATE_ELEMENT_BYTES[self.state_dtype(state)]
         return number
 
