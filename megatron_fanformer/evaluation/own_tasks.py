@@ -88,7 +88,7 @@ def read_task(path: Path, shots: int | None = None) -> OwnTask:
     if task.shots > len(task.examples) - task.of_same_split:
         raise InputError(
             f"{path} has {len(task.examples)} examples to draw {task.shots} from"
-            f"{', without the question itself' if task.of_same_split else ''}; ask for fewer"
+            f"{', without the question itself' if task.of_same_split else ''}; take fewer"
         )
     return task
 
@@ -149,7 +149,7 @@ def _examples(task: OwnTask, question: Question, drawn: random.Random) -> Sequen
     if len(others) < task.shots:
         raise InputError(
             f"task {task.name} has {len(others)} examples that differ from {question.text[:40]!r}, of which "
-            f"{task.shots} are to be drawn; ask for fewer"
+            f"{task.shots} are to be drawn; take fewer"
         )
     return drawn.sample(others, task.shots)
 
