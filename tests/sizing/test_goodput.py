@@ -34,10 +34,11 @@ def planned(*, seconds: float = 1.0, **checkpoint: Any) -> Estimate:
     "sections",
     [
         {"precision": {"dtype": "bf16"}},
+        pytest.param({"optimizer": {"exp_avg_sq_dtype": "bf16"}}, marks=pytest.mark.full),
         pytest.param({"optimizer": {"name": "muon"}}, marks=pytest.mark.full),
         pytest.param({"model": {"untie_embeddings_and_output_weights": True}}, marks=pytest.mark.full),
     ],
-    ids=["bf16", "muon", "untied"],
+    ids=["bf16", "a moment in bf16", "muon", "untied"],
 )
 def test_a_checkpoint_that_the_trainer_wrote(
     sections: dict[str, Any], run_on_ranks: RunOnRanks, tmp_path: Path

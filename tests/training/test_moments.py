@@ -179,14 +179,15 @@ def test_a_stop_leaves_no_trace(run_on_ranks: RunOnRanks, tmp_path: Path, optimi
 # -- memory
 
 
-def held_and_planned(recipe: OptimizerConfig, layout: str, dtype: str) -> tuple[int, int]:
-    """The bytes of this rank's states, and those by formula."""
+def held_and_planned(recipe: OptimizerConfig, layout: str, dtype: str) -> tuple[int, int, set[torch.dtype]]:
+    """The bytes of this rank's states, those by formula, and the states' formats."""
     with training(layout, MODEL, dtype=FORMATS[dtype], recipe=recipe) as run:
         run.take_steps(1)
         parts = [part.optimizer.state.values() for part in single_optimizers(run.optimizer)]
         job = job_of(MODEL, parallel_config(layout), dtype, optimizer=recipe.rule, micro_batch_size=MICRO_BATCH)
         lines = {line.purpose: line.bytes for line in rank_memory(job, run.grid.groups.pp.rank()).lines}
-        return sum(tensor.nbytes for held in parts for state in held for tensor in state.values()), lines["moments"]
+        tensors = [tensor for held in parts for state in held for tensor in state.values()]
+        return sum(tensor.nbytes for tensor in tensors), lines["moments"], {tensor.dtype for tensor in tensors}
 
 
 @pytest.mark.parametrize("recipe", [SHORT, OptimizerConfig(exp_avg_dtype="bf16"), OF_MUON], ids=["2", "1", "muon"])
@@ -196,4 +197,6 @@ def test_states_are_counted_to_the_byte(
 ) -> None:
     found = run_on_ranks(world_size(layout), held_and_planned, recipe, layout, dtype)
     assert found[0][0] == found[0][1]
-    assert all(held == planned for held, planned in found) or layout == "dp2"  # whose parts differ by padding
+    assert all(held == planned for held, planned, _ in found) or layout == "dp2"  # whose parts differ by padding
+    expected = {torch.bfloat16} if recipe.exp_avg_sq_dtype == "bf16" else set(FORMATS.values())
+    assert all(formats == expected for *_, formats in found)
