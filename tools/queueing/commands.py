@@ -128,6 +128,17 @@ def recipe(setting: Setting) -> list[Command]:
     return [_steps(setting, "step.json", cases)]
 
 
+def formats(setting: Setting) -> list[Command]:
+    """Time a step by the number formats of moments and of gradients' sums."""
+    moments = ('optimizer.exp_avg_dtype="bf16"', 'optimizer.exp_avg_sq_dtype="bf16"')
+    cases = {
+        "fp32": ("fanformer", GRAPHS),
+        "moments in bf16": ("fanformer", GRAPHS, *moments),
+        "moments and gradients in bf16": ("fanformer", GRAPHS, *moments, "precision.grad_reduce_in_fp32=false"),
+    }
+    return [_steps(setting, "step.json", cases)]
+
+
 def trace(setting: Setting) -> list[Command]:
     """Profile one micro batch a step, and four."""
     cases = {"one": ("fanformer", GRAPHS), "four": ("fanformer", GRAPHS, FOUR)}

@@ -155,6 +155,15 @@ PARTS = (
         ),
     ),
     Part(
+        name="formats",
+        decides="what moments, and sums of gradients, in bf16 save",
+        minutes=2,
+        commands=commands.formats,
+        writes=("step.json",),
+        figures=cases,
+        goals=(_at_most("moments and gradients in bf16 over float32", "moments and gradients in bf16", "fp32", 0.953),),
+    ),
+    Part(
         name="settings",
         decides="what settings of the machine cost on one GPU",
         minutes=3.5,
