@@ -27,6 +27,7 @@ from megatron_fanformer.formats.recognition import Target, iteration_of
 from megatron_fanformer.formats.training_record import layout
 from megatron_fanformer.inspection.model_rows import model_facts, model_rows, text_facts, text_row
 from megatron_fanformer.inspection.report import Advance, Report
+from megatron_fanformer.inspection.run_progress import read_progress
 from megatron_fanformer.terminal import plural, size, some
 from megatron_fanformer.training.metrics import last_metrics
 
@@ -34,18 +35,22 @@ SHOWN_SOURCES = 20
 
 
 def describe_run(run: Path) -> Report:
-    """Describe a run's folder: its checkpoints, its last step, and the newest checkpoint in full.
+    """Describe a run's folder: how far it has come, its checkpoints, and the newest checkpoint in full.
 
     Raises:
         CorruptError: its newest checkpoint cannot be read.
     """
     names = [checkpoint.name for checkpoint in store.complete_checkpoints(run)]
     latest = store.latest_checkpoint(run)
-    last = last_numbers(run)
-    rows = [("checkpoints", f"{len(names)}: {some(names)}" if names else "none")]
-    if last:
-        rows.append((store.METRICS, ", ".join(f"{name} {last[name]:g}" for name in ("step", "loss") if name in last)))
-    facts = {"kind": "run", "path": str(run), "checkpoints": names, "last_metrics": last}
+    progress = read_progress(run)
+    rows = [*progress.rows(), ("checkpoints", f"{len(names)}: {some(names)}" if names else "none")]
+    facts = {
+        "kind": "run",
+        "path": str(run),
+        "checkpoints": names,
+        "progress": progress.as_object(),
+        "last_metrics": last_numbers(run),
+    }
     return Report(f"{run}: run", facts, rows, [describe_checkpoint(latest)] if latest else [])
 
 

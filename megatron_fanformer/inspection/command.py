@@ -7,7 +7,7 @@ from pathlib import Path
 
 from megatron_fanformer.checkpoint import store
 from megatron_fanformer.durable_files import write_atomically
-from megatron_fanformer.errors import InputError
+from megatron_fanformer.errors import InputError, escaped
 from megatron_fanformer.formats.recognition import DESCRIPTIONS, OURS, Target, checkpoint_of, recognise
 from megatron_fanformer.inspection.report import Advance, Report, as_json
 from megatron_fanformer.stores import is_url
@@ -53,15 +53,53 @@ def draw_phases(path: str, picture: Path) -> None:
     """
     from megatron_fanformer.inspection.phase_picture import phase_picture
 
+    content = phase_picture(_run_of(path, "phases", "draws what a run has logged"))
+    _write_picture(picture, content, "phases")
+    show([f"{picture}: the phases of {path}"])
+
+
+def draw_losses(path: str, picture: Path) -> None:
+    """Draw the training and validation losses of a run into a PNG.
+
+    Raises:
+        InputError: the path is not a run's folder, or it has logged no loss; the picture cannot be written.
+    """
+    from megatron_fanformer.training.loss_picture import loss_picture
+    from megatron_fanformer.training.metrics import read_metrics
+
+    run = _run_of(path, "picture", "draws what a run has logged")
+    metrics = read_metrics(run) if (run / store.METRICS).is_file() else []
+    if not any("loss" in entry for entry in metrics):
+        raise InputError(f"{run / store.METRICS} has no loss: the run has not taken a step; draw it later")
+    _write_picture(picture, loss_picture(metrics, title=str(run)), "picture")
+    show([f"{picture}: the losses of {path}"])
+
+
+def follow_run(path: str) -> None:
+    """Print how far a run is, and lines about it until it ends.
+
+    Raises:
+        InputError: the path is not a run's folder, or nothing runs there.
+    """
+    from megatron_fanformer.inspection.run_progress import follow
+
+    for line in follow(_run_of(path, "follow", "waits for what a run writes")):
+        print(escaped(line), flush=True)
+
+
+def _run_of(path: str, option: str, does: str) -> Path:
+    """Return a run's folder. Raises InputError where the path is something else."""
     target = recognise(path)
     if target.kind != "run":
-        raise InputError(f"--phases draws what a run has logged, but {path} is not a run's folder; name that")
-    content = phase_picture(target.path)
+        raise InputError(f"--{option} {does}, but {path} is not a run's folder; name that")
+    return target.path
+
+
+def _write_picture(picture: Path, content: bytes, option: str) -> None:
     try:
         write_atomically(picture, content)
     except OSError as error:
-        raise InputError(f"--phases {picture} cannot be written ({error.strerror}); name another file") from error
-    show([f"{picture}: the phases of {path}"])
+        raise InputError(f"--{option} {picture} cannot be written ({error.strerror}); name another file") from error
 
 
 def show_trace(path: str, *, json: bool) -> None:
@@ -117,10 +155,7 @@ def _folders(path: str, option: str, name: str, of_run: Callable[[Path], list[Pa
     """
     if Path(path).parent.name == name and Path(path).is_dir():
         return [Path(path)]
-    target = recognise(path)
-    if target.kind != "run":
-        raise InputError(f"--{option} shows what a run has written, but {path} is not a run's folder; name that")
-    return of_run(target.path)
+    return of_run(_run_of(path, option, "shows what a run has written"))
 
 
 def _show_earlier(folders: list[Path], noun: str, option: str) -> None:

@@ -23,6 +23,10 @@ class InspectOptions:
     index: bool = False
     """Make what a run of the configuration file PATH looks up at its start, on a login node beforehand: the largest
     ids of token files without a manifest, sample indices, the order of the first epoch."""
+    follow: bool = False
+    """Print the steps, evaluations and checkpoints of the run PATH while it goes on."""
+    picture: str | None = option(None, metavar="FILE")
+    """Draw the training and validation losses of the run PATH into this PNG."""
     phases: str | None = option(None, metavar="FILE")
     """Draw the phase health that a run has logged into this PNG."""
     trace: bool = False
@@ -41,7 +45,9 @@ class InspectOptions:
 def _inspect(options: InspectOptions) -> None:
     from megatron_fanformer.checkpoint.remote import on_this_machine
     from megatron_fanformer.inspection.command import (
+        draw_losses,
         draw_phases,
+        follow_run,
         index_data,
         inspect_path,
         inspect_step,
@@ -53,6 +59,12 @@ def _inspect(options: InspectOptions) -> None:
     if options.phases is not None:
         _refuse_others(options, "phases")
         draw_phases(path, Path(options.phases))
+    elif options.picture is not None:
+        _refuse_others(options, "picture")
+        draw_losses(path, Path(options.picture))
+    elif options.follow:
+        _refuse_others(options, "follow")
+        follow_run(path)
     elif options.trace:
         _refuse_others(options, "trace", "json")
         show_trace(path, json=options.json)
@@ -96,7 +108,8 @@ def _has_manifest(url: str) -> bool:
 
 INSPECT = Verb(
     name="inspect",
-    help="Describe or verify data, a checkpoint or an export; show the samples of a step, or its time; explain a hang.",
+    help="Describe or verify data, a run, a checkpoint or an export; follow a run; show the samples of a step, or its "
+    "time; explain a hang.",
     options=InspectOptions,
     run=_inspect,
     examples=("inspect runs/demo/tokens/train --verify", "inspect runs/demo/run --step 200"),

@@ -123,6 +123,13 @@ def write_run(folder: Path, *, placement: str, seed: int, losses: list[float], t
     return folder
 
 
+def test_runs_that_are_no_two_are_told_what_draws_one(capsys: pytest.CaptureFixture[str]) -> None:
+    for runs, said in (([], "compare has 0 runs,"), (["a run"], "`megatron-fanformer inspect 'a run' --picture FILE`")):
+        assert cli.main(["report", "compare", *runs]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert said in line
+
+
 def test_a_planted_crossing_is_found_where_it_is_and_runs_are_paired_by_seed(tmp_path: Path) -> None:
     """B is above A by a straight line that passes 0 at step 121; noise is common to both runs of a seed."""
     runs = []

@@ -68,8 +68,8 @@ def test_what_is_said_of_a_run_and_a_checkpoint(inspect: Inspect, trained: Path,
 def test_a_run_as_text(inspect: Inspect, trained: Path) -> None:
     said = inspect(trained)
     for expected in (
-        f"{trained}: run\n  checkpoints    2: step-00000002, step-00000004\n",
-        "metrics.jsonl  step 4, loss ",
+        f"{trained}: run\n  steps        4 of 4, complete\n  tokens       256\n  loss         ",
+        "  checkpoints  2: step-00000002, step-00000004\n",
         "step        4, after 16 samples, 256 tokens\n",
         "model       FANformer: 2 layers, h 32, 4 heads\n",
         "FAN         p_ratio 0.25, placement qkv: 8 periodic and 16 linear rows\n",
@@ -83,7 +83,7 @@ def test_a_run_without_checkpoints(inspect: Inspect, run: Path) -> None:
     shutil.rmtree(run / "checkpoints")
     said = inspect(run)
     assert (said.code, said.error) == (0, "")
-    assert "checkpoints    none\n" in said.out
+    assert "checkpoints  none\n" in said.out
     assert inspect(run, "--verify").code == 2
 
 

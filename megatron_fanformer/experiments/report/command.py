@@ -1,5 +1,6 @@
 """Runs `megatron-fanformer report`: a page of experiments, or two runs compared."""
 
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,9 +9,9 @@ from megatron_fanformer.durable_files import write_atomically
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.experiments.report.page import README, as_html, as_markdown
 from megatron_fanformer.experiments.result import RESULT, read_result
-from megatron_fanformer.options import Verb, argument, option
+from megatron_fanformer.options import PROGRAM, Verb, argument, option
 from megatron_fanformer.runtime import device
-from megatron_fanformer.terminal import show
+from megatron_fanformer.terminal import plural, show
 
 COMPARE = "compare"
 PAGE, COMPARISON = Path("runs/report.html"), Path("runs/dynamics")  # where nothing else is named
@@ -68,7 +69,8 @@ def _folders(named: Sequence[str]) -> list[Path]:
 
 def _compare(runs: Sequence[Path], output: Path) -> None:
     if len(runs) < 2:
-        raise InputError(f"{COMPARE} needs two runs at least; name their folders")
+        named = f"; `{PROGRAM} inspect {shlex.quote(str(runs[0]))} --picture FILE` draws its losses" if runs else ""
+        raise InputError(f"{COMPARE} has {plural(len(runs), 'run')}, and compares those of two configurations{named}")
     device.prepare_libraries()
     from megatron_fanformer.experiments.report.dynamics import compare_runs
 

@@ -1,0 +1,247 @@
+"""How far a run has come, by the files in its folder: steps, losses, pace, events; of a run that goes on, too."""
+
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megatron_fanformer.checkpoint import store
+from megatron_fanformer.checkpoint.run_lock import Holder, file_of, holder_of
+from megatron_fanformer.checkpoint.store import metrics_entry
+from megatron_fanformer.durable_files import regular_file
+from megatron_fanformer.errors import CorruptError, InputError
+from megatron_fanformer.runtime.hang_report import HANGS
+from megatron_fanformer.terminal import plural, some
+from megatron_fanformer.training.loggers.progress_line import clock
+from megatron_fanformer.training.loss_picture import SMOOTHED_SHARE, VALIDATION_PREFIX
+from megatron_fanformer.training.metrics import console_text
+from megatron_fanformer.training.recovery import read_events
+
+CROSS_ENTROPY = "/CrossEntropyLoss"  # ends the name of a perplexity set's loss
+FEWEST_AVERAGED = 10  # steps, where there are so many; else a twentieth of them
+LOOK_SECONDS = 2.0
+"""Between looks at a run that is followed."""
+MOST = 1e15  # more is no loss, time or speed of a run, and no count of its steps; nor is nan, which is not below it
+EVENTS = {
+    "computed_again": "computed again",
+    "skipped": "skipped",
+    "rewound": "gone back to",
+    "earlier_checkpoint": "gone on from, where a newer checkpoint was damaged",
+    "not_mirrored": "not copied to the mirror",
+}
+"""What is said of the steps of recovery.jsonl."""
+
+
+@dataclass(kw_only=True)
+class Progress:
+    """A run's progress, as `--json` has it."""
+
+    step: int = 0
+    steps: int | None = None
+    """The steps that it is to have; None where its configuration does not say."""
+    tokens: int | None = None
+    first_loss: float | None = None
+    last_loss: float | None = None
+    smoothed_loss: float | None = None
+    """The mean over the last `window` losses."""
+    window: int = 0
+    validation: dict[str, dict[int, float]] = field(default_factory=dict)
+    """The losses of validation and perplexity sets, by step."""
+    tokens_per_second: float | None = None
+    """The median of the last `window` steps, as is the next."""
+    step_seconds: float | None = None
+    running: str | None = None
+    """Who holds the folder's lock; None where nobody does."""
+    events: dict[str, list[int]] = field(default_factory=dict)
+    """The steps of recovery.jsonl, by event."""
+    hangs: int = 0
+    profiles: int = 0
+
+    @property
+    def seconds_left(self) -> float | None:
+        """Return what the other steps take at this pace, without evaluating and saving; None unless it runs."""
+        if self.running is None or self.step_seconds is None or self.steps is None:
+            return None
+        return self.step_seconds * max(0, self.steps - self.step)
+
+    def as_object(self) -> dict[str, Any]:
+        """Return it as plain values."""
+        return {**asdict(self), "seconds_left": self.seconds_left}
+
+    def rows(self) -> Iterator[tuple[str, str]]:
+        """Yield labels and texts; nothing of what is not known."""
+        yield "steps", self._steps()
+        if self.tokens is not None:
+            yield "tokens", f"{self.tokens:,}"
+        if self.first_loss is not None:
+            mean = f", {self.smoothed_loss:.4f} over the last {plural(self.window, 'step')}" if self.window > 1 else ""
+            yield "loss", f"{self.first_loss:.4f} first, {self.last_loss:.4f} last{mean}"
+        for name, losses in self.validation.items():
+            last, best = max(losses), min(losses, key=losses.__getitem__)
+            lowest = "" if best == last else f", lowest {losses[best]:.4f} at step {best:,}"
+            yield "validation", f"{name}: {losses[last]:.4f} at step {last:,}{lowest}"
+        if self.tokens_per_second is not None and self.step_seconds is not None:
+            over = f"medians of the last {plural(self.window, 'step')}" if self.window > 1 else "the last step"
+            yield "speed", f"{self.tokens_per_second:,.0f} tokens/s, {self.step_seconds:.3g} s a step ({over})"
+        if self.seconds_left is not None:
+            yield "left", f"{clock(self.seconds_left)} at that pace, without evaluating and saving"
+        for event, steps in self.events.items():
+            yield "events", f"{plural(len(steps), 'step')} {EVENTS[event]}: {some(f'{step:,}' for step in steps)}"
+        if self.hangs:
+            yield "events", f"{plural(self.hangs, 'hang')}, which --hang explains"
+        if self.profiles:
+            yield "events", f"{plural(self.profiles, 'profile')}, which --trace shows"
+
+    def _steps(self) -> str:
+        of = "" if self.steps is None else f" of {self.steps:,}"
+        if self.running is not None:
+            return f"{self.step:,}{of}; {self.running}"
+        if self.steps is None:
+            return f"{self.step:,}; nothing runs"
+        left = ", complete" if self.step >= self.steps else "; nothing runs: train goes on from here"
+        return f"{self.step:,}{of}{left}"
+
+
+def read_progress(run: Path) -> Progress:
+    """Return how far a run has come, by what can be read of its folder."""
+    found = Progress(steps=_planned(run), running=_said_of(holder_of(run)))
+    losses: list[float] = []
+    speeds: list[tuple[float, float]] = []
+    for entry in _entries(run):
+        found.step = max(found.step, entry["step"])
+        tokens, loss = entry.get("tokens"), _number(entry.get("loss"))
+        found.tokens = tokens if type(tokens) is int else found.tokens
+        if loss is not None:
+            losses.append(loss)
+        pace = _number(entry.get("tokens_per_second")), _number(entry.get("step_seconds"))
+        if pace[0] is not None and pace[1] is not None:
+            speeds.append((pace[0], pace[1]))
+        for name, value in _evaluated(entry):
+            found.validation.setdefault(name, {})[entry["step"]] = value
+    if losses:
+        found.window = min(len(losses), max(FEWEST_AVERAGED, len(losses) // SMOOTHED_SHARE))
+        found.first_loss, found.last_loss = losses[0], losses[-1]
+        found.smoothed_loss = statistics.fmean(losses[-found.window :])
+    if speeds:
+        of_tokens, of_steps = zip(*speeds[-max(1, found.window) :], strict=True)
+        found.tokens_per_second, found.step_seconds = statistics.median(of_tokens), statistics.median(of_steps)
+    for event in read_events(run):
+        steps = found.events.setdefault(event["event"], [])
+        if event["step"] not in steps:  # a run that went back skips a step again
+            steps.append(event["step"])
+    found.hangs, found.profiles = (len([*(run / name).glob("step-*")]) for name in (HANGS, store.TRACES))
+    return found
+
+
+def _planned(run: Path) -> int | None:
+    try:
+        training = store.read_mapping(run / store.CONFIG).get("training")
+    except CorruptError:
+        return None
+    steps = training.get("train_iters") if isinstance(training, dict) else None
+    return steps if type(steps) is int and _number(steps) is not None else None
+
+
+def _said_of(holder: Holder | None) -> str | None:
+    return None if holder is None else f"runs on {holder.host} (process {holder.pid}) since {holder.since}"
+
+
+def _entries(run: Path) -> Iterator[dict[str, Any]]:
+    """Yield the metrics of every step, one line in memory at a time; nothing where there is no file."""
+    try:
+        with regular_file(run / store.METRICS).open("rb") as stream:
+            yield from (entry for line in stream if line.endswith(b"\n") and (entry := metrics_entry(line)) is not None)
+    except OSError:
+        return
+
+
+def _number(value: Any) -> float | None:
+    return float(value) if type(value) in (int, float) and abs(value) < MOST else None
+
+
+def _evaluated(entry: dict[str, Any]) -> Iterator[tuple[str, float]]:
+    """Yield the losses that a step has evaluated, by the names of their sets."""
+    for name, value in entry.items():
+        if (number := _number(value)) is None:
+            continue
+        if name.startswith(VALIDATION_PREFIX):
+            yield name.removeprefix(VALIDATION_PREFIX), number
+        elif name.startswith("eval/") and name.endswith(CROSS_ENTROPY):
+            yield name.removeprefix("eval/").removesuffix(CROSS_ENTROPY), number
+
+
+# -- a run that goes on
+
+
+def follow(run: Path, *, wait: Callable[[], None] = lambda: time.sleep(LOOK_SECONDS)) -> Iterator[str]:
+    """Yield lines while a run goes on: its newest step at each look, evaluations, checkpoints; how it was left.
+
+    Args:
+        wait: called between looks.
+
+    Raises:
+        InputError: nothing runs in the folder.
+    """
+    if holder_of(run) is None:
+        raise InputError(f"nothing runs in {run}, so that --follow has nothing to wait for; leave it out")
+    lines = _NewLines(run / store.METRICS)
+    known = {checkpoint.name for checkpoint in store.complete_checkpoints(run)}
+    steps = _planned(run)
+    is_running = True
+    while is_running:
+        wait()
+        is_running = holder_of(run) is not None  # before the last look, which then sees all
+        entries = [entry for line in lines.read() if (entry := metrics_entry(line)) is not None]
+        if entries:
+            yield _step_line(entries, steps)
+        for entry in entries:
+            for name, loss in _evaluated(entry):
+                yield f"step {entry['step']}  validation loss ({name}) {loss:.4f}"
+        for checkpoint in store.complete_checkpoints(run):
+            if checkpoint.name not in known:
+                known.add(checkpoint.name)
+                yield f"saved {checkpoint}"
+    left = read_progress(run)
+    yield next(f"the run has ended: {text}" for label, text in left.rows() if label == "steps")
+
+
+def _step_line(entries: list[dict[str, Any]], steps: int | None) -> str:
+    """Return the newest step as `train` prints it, with what is left at the pace of all new ones."""
+    step, status = entries[-1]["step"], _status(entries[-1])
+    if steps is None:
+        return f"step {step}  {status}"
+    paces = [seconds for entry in entries if (seconds := _number(entry.get("step_seconds"))) is not None]
+    left = f"  left {clock(statistics.median(paces) * max(0, steps - step))}" if paces else ""
+    return f"step {step}/{steps}  {status}{left}"
+
+
+def _status(entry: dict[str, Any]) -> str:
+    return console_text({name: value for name, value in entry.items() if _number(value) is not None}) or "skipped"
+
+
+class _NewLines:
+    """The whole lines that are added to a file from now on; where another file takes its place, those added to that."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._file, self._place = path, file_of(str(path)), self._size(path)
+
+    @staticmethod
+    def _size(path: Path) -> int:
+        return path.stat().st_size if path.is_file() else 0
+
+    def read(self) -> list[bytes]:
+        """Return the lines that have come since the last call."""
+        if (now := file_of(str(self._path))) != self._file:  # steps were taken back, to be logged again
+            is_first = self._file is None
+            self._file, self._place = now, 0 if is_first else self._size(self._path)
+        try:
+            with regular_file(self._path).open("rb") as stream:
+                stream.seek(self._place)
+                content = stream.read()
+        except OSError:
+            return []
+        whole = content[: content.rfind(b"\n") + 1]
+        self._place += len(whole)
+        return whole.splitlines()
