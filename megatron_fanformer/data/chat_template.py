@@ -283,7 +283,7 @@ def find_template(
         if source is None:
             raise InputError(
                 f"tokenizer {path} has no chat template ({CHAT_TEMPLATE_JINJA}, or one in {TOKENIZER_CONFIG}); name a"
-                f" Jinja file as the chat template, or {OLMO} for the paper's form"
+                f" Jinja file as --chat-template, or {OLMO} for the paper's form"
             )
     else:
         source = OLMO_TEMPLATE if str(named) == OLMO else _read(Path(named), "a Jinja file")
@@ -316,7 +316,9 @@ def _tokenizer_config(file: Path) -> dict[str, Any]:
     try:
         config = json.loads(_read(file, "a tokenizer's configuration"))
     except (ValueError, RecursionError) as error:
-        raise InputError(f"{file} is not valid JSON ({error}); fix it, or name the chat template") from error
+        raise InputError(
+            f"{file} is not valid JSON ({error}); fix it, or name another file as --chat-template"
+        ) from error
     return config if isinstance(config, dict) else {}
 
 
