@@ -116,13 +116,14 @@ def _rendered(
     templates: "dict[str, jinja2.Template]",
     source: str,
     variables: Mapping[str, str],
-    messages: Sequence[Mapping[str, str]],
+    messages: Sequence[Mapping[str, Any]],
     renderings: Sequence[tuple[int, bool]],
+    tools: Sequence[Mapping[str, Any]] | None,
 ) -> list[str]:
     if source not in templates:
         templates[source] = compiled(source)
     return [
-        templates[source].render(messages=messages[:count], add_generation_prompt=opens, **variables)
+        templates[source].render(messages=messages[:count], add_generation_prompt=opens, tools=tools, **variables)
         for count, opens in renderings
     ]
 

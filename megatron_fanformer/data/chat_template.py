@@ -27,6 +27,7 @@ import numpy as np
 
 from megatron_fanformer.data import chat_renderer
 from megatron_fanformer.data.chat_renderer import BEGIN, END
+from megatron_fanformer.data.chat_tools import Tools, has_escaped_arguments, left_out, with_objects
 from megatron_fanformer.data.tokenizer import Tokenizer, load_tokenizer
 from megatron_fanformer.durable_files import regular_file
 from megatron_fanformer.errors import FanformerError, InputError
@@ -56,8 +57,9 @@ OLMO_TEMPLATE = """\
 {% endif -%}
 """
 
-Message = Mapping[str, str]
-"""One message: its `role` and `content`."""
+Message = Mapping[str, Any]
+"""One message: its `role`, and its `content`, a text, or None beside `tool_calls`; a tool's may have `name` and
+`tool_call_id`."""
 
 
 class RenderedChat(NamedTuple):
@@ -89,6 +91,7 @@ class TemplateTooLarge(InputError):
 
 REFUSED = "refused by the template"
 BEGINS_OTHERWISE = "the template renders its beginning otherwise"
+LEAVES_OUT = "the template leaves out"
 
 
 @dataclass(frozen=True)
@@ -108,18 +111,41 @@ class ChatTemplate:
         except _Refused as error:
             raise InputError(f"the chat template is not valid Jinja, {error}; fix it") from error
 
-    def render(self, messages: Sequence[Message], add_generation_prompt: bool = False) -> RenderedChat:
+    def render(
+        self, messages: Sequence[Message], add_generation_prompt: bool = False, tools: Tools | None = None
+    ) -> RenderedChat:
         """Return the text of a conversation, with what opens the assistant's next turn where `add_generation_prompt`.
 
+        Arguments of tool calls are given as stated; those that are JSON text as objects where the template cannot
+        render the text, or would escape it.
+
         Raises:
-            TemplateRefusal: it cannot render this one.
+            TemplateRefusal: it cannot render this one, or leaves out tools or a message of a role that it does not
+                know.
             TemplateTooLarge: it takes too much time or memory.
         """
+        others = with_objects(messages)
+        try:
+            chat = self._rendered(messages, add_generation_prompt, tools)
+        except TemplateRefusal:
+            if others is None:
+                raise
+            chat = self._rendered(others, add_generation_prompt, tools)
+        else:
+            if others is not None and has_escaped_arguments(messages, chat.text):
+                chat = self._rendered(others, add_generation_prompt, tools)
+        if (what := left_out(messages, tools, chat.text)) is not None:
+            raise TemplateRefusal(
+                f"the chat template leaves out {what}; use one that knows them", f"{LEAVES_OUT} {what}"
+            )
+        return chat
+
+    def _rendered(self, messages: Sequence[Message], add_generation_prompt: bool, tools: Tools | None) -> RenderedChat:
         is_marked = GENERATION.search(self.source) is not None
         turns = [] if is_marked else _assistant_turns(messages)
         # Without marks, of each turn: what comes before it, with the opening of an answer, and with it.
         renderings = [(turn + ahead, not ahead) for turn in turns for ahead in (0, 1)]
-        marked, *parts = self._texts(messages, [(len(messages), add_generation_prompt), *renderings])
+        marked, *parts = self._texts(messages, [(len(messages), add_generation_prompt), *renderings], tools)
         try:
             marked.replace(BEGIN, "").replace(END, "").encode()
         except UnicodeEncodeError as error:
@@ -138,9 +164,11 @@ class ChatTemplate:
             "".join(f"{{% set {name} = {json.dumps(text)} %}}\n" for name, text in self.variables.items()) + self.source
         )
 
-    def _texts(self, messages: Sequence[Message], renderings: Sequence[tuple[int, bool]]) -> list[str]:
+    def _texts(
+        self, messages: Sequence[Message], renderings: Sequence[tuple[int, bool]], tools: Tools | None
+    ) -> list[str]:
         try:
-            return _rendered(self, messages, renderings)
+            return _rendered(self, messages, renderings, tools)
         except _Refused as error:
             raise TemplateRefusal(
                 f"the chat template cannot render the conversation ({error}); change it, or use another template",
@@ -159,7 +187,7 @@ def _turn(messages: Sequence[Message], turn: int, text: str, before: str, after:
             " so that what is learned is unknown; mark it in the template by {% generation %} blocks",
             BEGINS_OTHERWISE,
         )
-    span, content = after[len(before) :], messages[turn]["content"].strip()
+    span, content = after[len(before) :], (messages[turn]["content"] or "").strip()
     closing = span.partition(content)[2] if content else span
     return len(before), len(before) + len(span.rstrip() if closing.strip() else span)
 
@@ -204,6 +232,7 @@ class _Renderer:
         template: ChatTemplate,
         messages: Sequence[Message],
         renderings: Sequence[tuple[int, bool]],
+        tools: Tools | None,
     ) -> list[str]:
         """Return a text of the first so many messages, with an opening of an answer or without, for each rendering.
 
@@ -217,6 +246,7 @@ class _Renderer:
             "variables": dict(template.variables),
             "messages": [dict(message) for message in messages],
             "renderings": renderings,
+            "tools": tools,
         }
         content = json.dumps(request).encode()
         assert self._process.stdin is not None and self._process.stdout is not None
@@ -252,12 +282,17 @@ _renderers: list[_Renderer] = []
 _one_at_a_time = threading.Lock()
 
 
-def _rendered(template: ChatTemplate, messages: Sequence[Message], renderings: Sequence[tuple[int, bool]]) -> list[str]:
+def _rendered(
+    template: ChatTemplate,
+    messages: Sequence[Message],
+    renderings: Sequence[tuple[int, bool]],
+    tools: Tools | None = None,
+) -> list[str]:
     with _one_at_a_time:
         if not _renderers or _renderers[0].owner != os.getpid():
             _renderers[:] = [_Renderer()]
             atexit.register(_renderers[0].close)
-        return _renderers[0].render(template, messages, renderings)
+        return _renderers[0].render(template, messages, renderings, tools)
 
 
 # -- found
@@ -283,7 +318,7 @@ def find_template(
         if source is None:
             raise InputError(
                 f"tokenizer {path} has no chat template ({CHAT_TEMPLATE_JINJA}, or one in {TOKENIZER_CONFIG}); name a"
-                f" Jinja file as the chat template, or {OLMO} for the paper's form"
+                f" Jinja file as --chat-template, or {OLMO} for the paper's form"
             )
     else:
         source = OLMO_TEMPLATE if str(named) == OLMO else _read(Path(named), "a Jinja file")
@@ -316,7 +351,9 @@ def _tokenizer_config(file: Path) -> dict[str, Any]:
     try:
         config = json.loads(_read(file, "a tokenizer's configuration"))
     except (ValueError, RecursionError) as error:
-        raise InputError(f"{file} is not valid JSON ({error}); fix it, or name the chat template") from error
+        raise InputError(
+            f"{file} is not valid JSON ({error}); fix it, or name another file as --chat-template"
+        ) from error
     return config if isinstance(config, dict) else {}
 
 

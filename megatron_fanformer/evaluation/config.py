@@ -70,7 +70,8 @@ class EvaluationConfig:
     requests: str | None = None
     """Request file of `evaluate --prepare`, made with `data.tokenizer`."""
     tasks: list[str] = field(default_factory=list)
-    """Tasks or groups (`paper`, `olmo-core-8`, `easy`, `mmlu`) of the request file; empty: all of its choice tasks."""
+    """Tasks or groups (`paper`, `olmo-core-8`, `easy`, `mmlu`) of the request file, your own as `own:NAME`; empty: all
+    of its choice tasks."""
     limit: int | None = None
     """Take the first so many documents of each task; null: all."""
     interval: int | None = None

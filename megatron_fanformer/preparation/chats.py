@@ -1,6 +1,6 @@
 """Conversations: JSON objects with messages, in the forms that data sets of chats have.
 
-    messages        a list of objects with `role` and `content`
+    messages        a list of objects with `role` and `content`; beside it, `tools` that may be called
     conversations   a list of objects with `from` (human, gpt, system) and `value`
     prompt          with `completion`: two texts, or two lists of messages
 
@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from megatron_fanformer.data.chat_template import ASSISTANT, Message
+from megatron_fanformer.data.chat_tools import function_of
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.preparation.documents import (
     INVALID_UTF8,
@@ -29,19 +30,24 @@ from megatron_fanformer.preparation.remote_inputs import InputFile
 
 NO_MESSAGES_FIELD = "no messages, conversations, or prompt and completion"
 NOT_MESSAGES = "messages are not a list of objects with a role and a content"
-CONTENT_NOT_A_STRING = "content is not a string"
+CONTENT_NOT_A_STRING = "content is not a string, or parts of text"
+PART_NOT_TEXT = "content has a part that is not text"
+NO_CONTENT = "no content, and no tool calls"
 NO_MESSAGE = "no message"
 UNKNOWN_ROLE = "unknown role"
-TOOL_CALLS = "tool calls"
+TOOL_CALLS = "tool calls are not a list of functions with a name, of the assistant"
+TOOLS = "tools are not a list of functions with a name"
 NO_ASSISTANT_TURN = "no assistant turn"
 
 ROLES = {
-    **{role: role for role in ("system", "user", ASSISTANT, "tool")},
+    **{role: role for role in ("system", "developer", "user", ASSISTANT, "tool")},
     "human": "user",
     "gpt": ASSISTANT,
 }
 """The templates' names for the roles of a data set."""
-FIELDS = ("messages", "conversations", "prompt", "completion")
+FIELDS = ("messages", "conversations", "prompt", "completion", "tools")
+OF_RESULTS = ("name", "tool_call_id")
+"""Further fields of a tool's message, which templates write."""
 
 
 class Chat(NamedTuple):
@@ -50,6 +56,7 @@ class Chat(NamedTuple):
     messages: list[Message]
     id: str | None
     source: str | None
+    tools: list[dict[str, Any]] | None = None
 
 
 class _Line(msgspec.Struct):
@@ -59,6 +66,7 @@ class _Line(msgspec.Struct):
     conversations: Any = None
     prompt: Any = None
     completion: Any = None
+    tools: Any = None
     id: Scalar = None
     source: Scalar = None
 
@@ -85,7 +93,7 @@ class ChatParser:
 
     def _parse_row(self, columns: Mapping[str, Any], row: int) -> Chat | Refusal:
         try:
-            return self.judge({name: column[row].as_py() for name, column in columns.items()})
+            return self.judge({name: _without_nulls(column[row].as_py()) for name, column in columns.items()})
         except UnicodeDecodeError:
             return Refusal(INVALID_UTF8)
 
@@ -104,7 +112,10 @@ class ChatParser:
             return Refusal(NO_MESSAGE)
         if all(message["role"] != ASSISTANT for message in messages):
             return Refusal(NO_ASSISTANT_TURN)
-        return Chat(messages, as_text(fields.get("id")), as_text(fields.get("source")))
+        tools = _tools(fields.get("tools"))
+        if isinstance(tools, Refusal):
+            return tools
+        return Chat(messages, as_text(fields.get("id")), as_text(fields.get("source")), tools)
 
 
 def _stated_messages(fields: Mapping[str, Any]) -> Sequence[Any] | Refusal:
@@ -132,11 +143,62 @@ def _message(stated: Any) -> Message | Refusal:
     role = ROLES.get(said)
     if role is None:
         return Refusal(UNKNOWN_ROLE)
-    if stated.get("tool_calls"):  # a template would write them out, or leave them out: here they would be lost
+    calls = stated.get("tool_calls")
+    if calls and (role != ASSISTANT or not isinstance(calls, list) or None in map(function_of, calls)):
         return Refusal(TOOL_CALLS)
-    if not isinstance(content, str):
+    if content is None and not calls:
+        return Refusal(NO_CONTENT)
+    text = None if content is None else _text(content)
+    if isinstance(text, Refusal):
+        return text
+    message: dict[str, Any] = {"role": role, "content": text}
+    if calls:
+        message["tool_calls"] = calls
+    if role == "tool":
+        message |= {name: stated[name] for name in OF_RESULTS if isinstance(stated.get(name), str)}
+    return Refusal(UNPAIRED_SURROGATE) if _has_surrogate(message) else message
+
+
+def _text(content: Any) -> str | Refusal:
+    """Return a content that is a text, or parts of text, one behind the other."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list) or not all(isinstance(part, str | dict) for part in content):
         return Refusal(CONTENT_NOT_A_STRING)
-    return Refusal(UNPAIRED_SURROGATE) if has_surrogate(content) else {"role": role, "content": content}
+    parts = [part if isinstance(part, str) else part.get("text") for part in content]
+    kinds = [part.get("type", "text") for part in content if isinstance(part, dict)]
+    if any(kind != "text" for kind in kinds) or not all(isinstance(part, str) for part in parts):
+        return Refusal(PART_NOT_TEXT)
+    return "".join(part for part in parts if isinstance(part, str))
+
+
+def _tools(stated: Any) -> list[dict[str, Any]] | Refusal | None:
+    """Return the functions that may be called: a list, or its JSON text, as data sets in columns have it."""
+    if isinstance(stated, str) and stated.strip():
+        try:
+            stated = msgspec.json.decode(stated)
+        except (msgspec.MsgspecError, RecursionError):
+            return Refusal(TOOLS)
+    if not stated:
+        return None
+    if not isinstance(stated, list) or None in map(function_of, stated):
+        return Refusal(TOOLS)
+    return Refusal(UNPAIRED_SURROGATE) if _has_surrogate(stated) else stated
+
+
+def _without_nulls(value: Any) -> Any:
+    """Return a value without the fields that are null: rows of a Parquet file have the fields of all rows."""
+    if isinstance(value, dict):
+        return {name: _without_nulls(each) for name, each in value.items() if each is not None}
+    return [_without_nulls(each) for each in value] if isinstance(value, list) else value
+
+
+def _has_surrogate(value: Any) -> bool:
+    if isinstance(value, str):
+        return has_surrogate(value)
+    if isinstance(value, dict):
+        return any(_has_surrogate(name) or _has_surrogate(each) for name, each in value.items())
+    return isinstance(value, list) and any(map(_has_surrogate, value))
 
 
 def chat_columns(path: InputFile, schema: Any) -> list[str]:

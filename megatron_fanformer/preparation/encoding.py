@@ -195,7 +195,7 @@ class ChatEncoder:
         )
 
     def _rendered(self, chat: Chat) -> RenderedChat:
-        rendered = self._template.render(chat.messages)
+        rendered = self._template.render(chat.messages, tools=chat.tools)
         return rendered if self._settings.learn == "all" else rendered._replace(learned=rendered.learned[-1:])
 
     def _ids_and_masks(

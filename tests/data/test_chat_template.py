@@ -102,6 +102,71 @@ def test_white_space_after_a_turn_is_learned_where_nothing_else_ends_it() -> Non
         assert [chat.text[begin:stop] for begin, stop in chat.learned] == [learned]
 
 
+# -- with tools
+
+ARGUMENTS = {"city": "Köln", "days": 2}
+CALLS = (
+    "{% for m in messages %}<{{ m.role }}>{% if m.content %}{{ m.content }}{% endif %}"
+    "{% for call in m.tool_calls or [] %}{% set f = call.function %}{{ f.name }}(WRITTEN){% endfor %}"
+    "{{ '\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def calling(arguments: object) -> list[dict[str, object]]:
+    call = {"type": "function", "function": {"name": "weather", "arguments": arguments}}
+    return [{"role": "user", "content": "Rain?"}, {"role": "assistant", "content": None, "tool_calls": [call]}]
+
+
+@pytest.mark.parametrize(
+    ("written", "stated", "expected"),
+    [
+        ("{{ f.arguments | tojson }}", ARGUMENTS, '{"city": "Köln", "days": 2}'),
+        ("{{ f.arguments | tojson }}", json.dumps(ARGUMENTS), '{"city": "Köln", "days": 2}'),
+        ("{{ f.arguments }}", '{"city":"Köln"}', '{"city":"Köln"}'),
+        (
+            "{% for n, v in f.arguments.items() %}{{ n }}={{ v }};{% endfor %}",
+            json.dumps(ARGUMENTS),
+            "city=Köln;days=2;",
+        ),
+        ("{{ f.arguments | tojson }}", "no object", '"no object"'),
+    ],
+)
+def test_arguments_are_written_as_the_template_takes_them(written: str, stated: object, expected: str) -> None:
+    chat = ChatTemplate(CALLS.replace("WRITTEN", written)).render(calling(stated))
+    assert chat.text == f"<user>Rain?\n<assistant>weather({expected})\n"
+    assert [chat.text[begin:end] for begin, end in chat.learned] == [f"weather({expected})"]
+
+
+def test_tools_are_rendered_as_by_transformers() -> None:
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    source = "{% if tools is not none %}{{ tools | tojson }}\n{% endif %}" + CALLS.replace(
+        "WRITTEN", "{{ f.arguments }}"
+    )
+    tools = [{"type": "function", "function": {"name": "weather", "description": "Of a 'city'."}}]
+    messages = [*calling(ARGUMENTS), {"role": "tool", "content": "dry", "name": "weather"}]
+    for given in (tools, None):
+        [expected], _ = render_jinja_template([messages], chat_template=source, tools=given)
+        assert ChatTemplate(source).render(messages, tools=given).text == expected
+
+
+@pytest.mark.parametrize(
+    ("messages", "tools", "what"),
+    [
+        (calling(ARGUMENTS), None, "tool calls"),
+        ([*HELLO, {"role": "tool", "content": "dry"}], None, "a tool message"),
+        ([{"role": "developer", "content": "Brief."}, *HELLO], None, "a developer message"),
+        (HELLO, [{"name": "weather"}], "tools"),
+    ],
+)
+def test_what_a_template_leaves_out_is_refused(messages: Messages, tools: object, what: str) -> None:
+    source = "{% for m in messages if m.role in ('user', 'assistant') %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    with pytest.raises(TemplateRefusal, match=f"leaves out {what}; use one that knows") as refusal:
+        ChatTemplate(source).render(messages, tools=tools)
+    assert refusal.value.reason == f"the template leaves out {what}"
+
+
 # -- refused
 
 

@@ -168,7 +168,7 @@ def test_a_model_without_a_template_asks_for_one(run_folder, capsys):
     assert main(["chat", str(run_folder)]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert f"{find_checkpoint(run_folder) / 'tokenizer.json'} has no chat template" in line
-    assert "name a Jinja file as the chat template, or olmo" in line
+    assert "name a Jinja file as --chat-template, or olmo" in line
 
 
 class Endless:

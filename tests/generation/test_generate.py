@@ -1,6 +1,7 @@
 """The verb `generate`: text from a checkpoint and from an export, where it stops, and what it refuses."""
 
 import os
+import re
 import subprocess
 import sys
 
@@ -139,7 +140,12 @@ def test_a_prompt_that_leaves_no_room_is_refused_with_what_there_is(run_folder):
 def test_a_prompt_beyond_the_sequence_length_is_refused(run_folder):
     (problem,) = problems_of(run_folder, prompts=("x", "x" * 130, "xx"))
     assert problem.startswith("prompt 2's 130 tokens")
-    assert problem.endswith("shorten it to 127 or less")
+    stated = int(re.search(r"max_new_tokens (\d+)", problem)[1])
+    most = 128 - stated
+    assert problem.endswith(f"shorten it to {most} or less")
+    assert problems_of(run_folder, prompts=("x", "x" * (most + 1), "xx")) != []
+    (problem,) = problems_of(run_folder, prompts=("x" * 130,), max_new_tokens=128)
+    assert problem.endswith("shorten it, and set max_new_tokens below 128")
 
 
 def test_samples_that_would_be_equal_are_refused(run_folder):

@@ -54,6 +54,8 @@ def as_lines(conversations: list[Messages]) -> list[bytes]:
         {"prompt": "1+1=", "completion": "2"},
         {"prompt": [USER], "completion": [ANSWER]},
         {"messages": None, "conversations": [USER, ANSWER]},
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "1+"}, {"text": "1="}]}, ANSWER]},
+        {"messages": [USER, {**ANSWER, "tool_calls": None, "name": "nobody"}], "tools": []},
     ],
 )
 def test_each_form_gives_the_same_messages(fields: dict[str, Any]) -> None:
@@ -74,7 +76,15 @@ def test_each_form_gives_the_same_messages(fields: dict[str, Any]) -> None:
         (b'{"messages": ["text"]}', chats.NOT_MESSAGES),
         (b'{"messages": [{"content": "nobody\'s"}]}', chats.NOT_MESSAGES),
         (b'{"messages": []}', chats.NO_MESSAGE),
-        (b'{"messages": [{"role": "assistant", "content": null}]}', chats.CONTENT_NOT_A_STRING),
+        (b'{"messages": [{"role": "assistant", "content": null}]}', chats.NO_CONTENT),
+        (b'{"messages": [{"role": "assistant", "content": {"a": 1}}]}', chats.CONTENT_NOT_A_STRING),
+        (b'{"messages": [{"role": "user", "content": [{"type": "image", "url": "x"}]}]}', chats.PART_NOT_TEXT),
+        (b'{"messages": [{"role": "user", "content": [{"type": "text"}]}]}', chats.PART_NOT_TEXT),
+        (b'{"messages": [{"role": "user", "content": "", "tool_calls": [{"name": "f"}]}]}', chats.TOOL_CALLS),
+        (b'{"messages": [{"role": "assistant", "content": "", "tool_calls": "f()"}]}', chats.TOOL_CALLS),
+        (b'{"messages": [{"role": "assistant", "tool_calls": [{"name": "\\ud800"}]}]}', documents.UNPAIRED_SURROGATE),
+        (b'{"messages": [{"role": "assistant", "content": ""}], "tools": [{"type": "function"}]}', chats.TOOLS),
+        (b'{"messages": [{"role": "assistant", "content": ""}], "tools": "none"}', chats.TOOLS),
         (b'{"prompt": "x", "completion": [1]}', chats.CONTENT_NOT_A_STRING),
         (b'{"messages": [{"role": "narrator", "content": ""}]}', chats.UNKNOWN_ROLE),
         (b'{"messages": [{"role": "assistant", "content": "", "tool_calls": [{}]}]}', chats.TOOL_CALLS),
@@ -104,6 +114,66 @@ def test_rows_of_parquet_are_what_the_same_lines_are(tmp_path: Path, write_lines
     found = parsed(tmp_path / "chats.parquet")
     assert found == parsed(lines) and len(found) == len(rows)
     assert found[-2:] == [Refusal(chats.NO_MESSAGES_FIELD), Refusal(chats.UNKNOWN_ROLE)]
+
+
+CALL = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": None}}}
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+WITH_TOOLS: list[dict[str, Any]] = [
+    {"role": "developer", "content": "Be brief."},
+    USER,
+    {"role": "assistant", "content": None, "tool_calls": [CALL]},
+    {"role": "tool", "content": [{"type": "text", "text": "2"}], "tool_call_id": "c1", "name": "add"},
+    ANSWER,
+]
+TOOL_TEMPLATE = (
+    "{% for tool in tools or [] %}<tool>{{ tool | tojson }}{% endfor %}"
+    "{% for m in messages %}<{{ m.role }}>{{ m.content or '' }}"
+    "{% for call in m.tool_calls or [] %}<call>{{ call.function | tojson }}{% endfor %}<end>{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def test_tools_stay_as_stated() -> None:
+    line = {"messages": WITH_TOOLS, "tools": json.dumps([TOOL])}
+    found = ChatParser().parse(json.dumps(line).encode())
+    assert isinstance(found, Chat)
+    result = {"role": "tool", "content": "2", "tool_call_id": "c1", "name": "add"}
+    assert found.messages == [*WITH_TOOLS[:3], result, ANSWER]
+    assert found.tools == [TOOL]
+
+
+def test_tools_are_prepared_by_templates_that_know_them(
+    tmp_path: Path, write_lines: WriteLines, small_tokenizer_file: Path
+) -> None:
+    (tmp_path / "tools.jinja").write_text(TOOL_TEMPLATE)
+    lines = [
+        {"messages": WITH_TOOLS, "tools": [TOOL]},
+        {"messages": [USER, ANSWER], "tools": [TOOL]},
+        {"messages": [WITH_TOOLS[0], USER, ANSWER]},
+        {"messages": WITH_TOOLS[1:3]},
+    ]
+    file = write_lines("chats.jsonl", (json.dumps(line).encode() for line in lines))
+    made = {"chat": True, "chat_template": str(tmp_path / "tools.jinja")}
+    prepare_files(str(tmp_path / "chats"), [file], small_tokenizer_file, **made)
+    tokenizer, found = load_tokenizer(small_tokenizer_file), open_chats(str(tmp_path / "chats"))
+    assert len(found) == 4
+    ids, learned = found[0]
+    assert tokenizer.decode(ids.tolist()).startswith('<tool>{"type": "function"')
+    call = '<call>{"name": "add", "arguments": {"a": 1, "b": null}}<end>'
+    assert tokenizer.decode(ids[learned].tolist()) == f"{call}2<end>"
+    # of a template that does not know them, each is refused, with its line
+    unaware = TOOL_TEMPLATE.replace("tools or []", "[]").replace("m.tool_calls or []", "[]")
+    unaware = unaware.replace("{% for m in messages %}", "{% for m in messages if m.role != 'developer' %}")
+    (tmp_path / "tools.jinja").write_text(unaware)
+    file = write_lines("more.jsonl", (json.dumps(line).encode() for line in [*lines, {"messages": [USER, ANSWER]}]))
+    report = prepare_files(str(tmp_path / "unaware"), [file], small_tokenizer_file, **made)
+    told = [str(each).partition("more.jsonl:")[2] for each in report.manifest.refused_examples]
+    assert told == [
+        "1: the template leaves out a developer message",
+        "2: the template leaves out tools",
+        "3: the template leaves out a developer message",
+        "4: the template leaves out tool calls",
+    ]
 
 
 # -- prepared
