@@ -88,7 +88,11 @@ def read_command(arguments: Sequence[str]) -> tuple[Verb[Any], Any]:
         InputError: an argument is unknown, missing or wrong.
     """
     named = [argument for argument in arguments if argument in VERBS][:1]  # no option before it takes such a word
-    given, rest = _parser(named).parse_known_args([argument for argument in arguments if argument != "--debug"])
+    try:
+        given, rest = _parser(named).parse_known_args([argument for argument in arguments if argument != "--debug"])
+    except InputError as error:
+        more = [line for name in named for line in VERBS[name].advice(arguments)]
+        raise InputError("\n".join([str(error), *more])) from None
     verb = VERBS[given.verb]
     if rest and not verb.takes_overrides:
         raise InputError(f"unknown argument {rest[0]}; {PROGRAM} {verb.name} --help lists the options")

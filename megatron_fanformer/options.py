@@ -61,6 +61,8 @@ class Verb(Generic[Options]):
     """Whether it continues when nobody reads its output."""
     takes_signals: bool = False
     """Whether it handles signals itself until its end."""
+    advice: Callable[[Sequence[str]], list[str]] = field(default=lambda _command_line: [])
+    """Returns what else to report about a command line that the parser refuses, a line each."""
 
     @property
     def takes_overrides(self) -> bool:

@@ -43,6 +43,8 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         "checkpoint",
         "formats.recognition",
         "formats.foreign_names",
+        "formats.launch_scripts",
+        "formats.megatron_arguments",
         "evaluation",
     ),
     "simulation": ("ops.products", "runtime", "data", "model", "planning", "checkpoint", "training"),

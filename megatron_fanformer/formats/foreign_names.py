@@ -7,6 +7,7 @@ configurations of OLMo and OLMo-core.
 """
 
 import functools
+from collections.abc import Sequence
 from typing import NamedTuple
 
 
@@ -382,6 +383,18 @@ def answer(plain_name: str) -> str | None:
 def row_of(plain_name: str) -> ForeignName | None:
     """Return the row of a setting of another trainer; None for names of no other."""
     return _by_plain_name().get(plain_name)
+
+
+def answers(arguments: Sequence[str]) -> list[str]:
+    """Return a line for each argument of a command line that is another trainer's: its field here, or why there is
+    none.
+    """
+    found = {}
+    for argument in arguments:
+        flag = argument.partition("=")[0]
+        if flag.startswith("--") and "." not in flag and (row := row_of(plain(flag))) is not None:
+            found[flag] = f"is {row.field}{f' ({row.note})' if row.note else ''}" if row.field else f"is {row.answer}"
+    return [f"{flag} {said}" for flag, said in found.items()]
 
 
 def plain(name: str) -> str:

@@ -13,7 +13,6 @@ each layer is two, the attention and the MLP (`*-` repeated in --hybrid-layer-pa
 name.
 """
 
-import dataclasses
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -27,8 +26,8 @@ from megatron_fanformer.checkpoint.stored_files import SavedProgress, check_form
 from megatron_fanformer.checkpoint.tensor_table import METADATA, read_table, stored_parts
 from megatron_fanformer.configuration import read_values
 from megatron_fanformer.errors import CorruptError, InputError
-from megatron_fanformer.formats import foreign_names
 from megatron_fanformer.formats.fan_of_tensors import fan_of_tensors
+from megatron_fanformer.formats.megatron_arguments import DROPOUT, Arguments, model_fields, problems
 from megatron_fanformer.formats.transforms import vocabulary_multiple
 from megatron_fanformer.model.config import FANformerConfig
 
@@ -43,9 +42,6 @@ FUSED_NORM = ".layer_norm_weight"
 HYBRID_NORM, OWN_NORM = "decoder.final_norm.weight", "decoder.final_layernorm.weight"
 HALVES = (("input_layernorm.", "self_attention."), ("pre_mlp_layernorm.", "mlp."))
 """What tensors of a hybrid stack's even and odd layers begin with, where `*` and `-` take turns."""
-MOST_SHOWN = 80  # characters of a wrong value
-SECTIONS = ("fan", "rope_scaling")
-FIELDS = tuple(field.name for field in dataclasses.fields(FANformerConfig) if field.name not in SECTIONS)
 RECORDED = (
     "model.seq_length",
     "training.train_iters",
@@ -58,35 +54,8 @@ RECORDED = (
 )
 """Fields of our own runs that a model card shows, by Megatron's names."""
 
-Arguments = Mapping[str, Any]
 Run = tuple[dict[str, Any], SavedProgress]
 """A run's configuration, as far as a model card shows it, and its progress."""
-
-RULES: dict[str, tuple[str, tuple[Any, ...]]] = {
-    "swiglu": ("--swiglu", (True,)),
-    "glu_linear_offset": ("--glu-linear-offset", (0.0, None)),
-    "activation_func_clamp_value": ("--activation-func-clamp-value", (None,)),
-    "normalization": ("--normalization", ("RMSNorm",)),
-    "apply_layernorm_1p": ("--apply-layernorm-1p", (False,)),
-    "layernorm_zero_centered_gamma": ("--apply-layernorm-1p", (False,)),
-    "apply_residual_connection_post_layernorm": ("--apply-residual-connection-post-layernorm", (False,)),
-    "position_embedding_type": ("--position-embedding-type", ("rope",)),
-    "no_rope_freq": ("--no-rope-freq", (None,)),
-    "rotary_percent": ("--rotary-percent", (1.0,)),
-    "rotary_interleaved": ("--rotary-interleaved", (False,)),
-    "use_rope_scaling": ("--use-rope-scaling", (False,)),
-    "softmax_type": ("--softmax-type", ("vanilla",)),
-    "window_size": ("--window-size", (None,)),
-    "add_bias_linear": ("--disable-bias-linear", (False,)),
-    "add_qkv_bias": ("--add-qkv-bias", (False,)),
-    "mtp_num_layers": ("--mtp-num-layers", (None, 0)),
-    "use_mup": ("--use-mup", (False,)),
-}
-"""By argument: its flag, whose reason `foreign_names` has, and what it must be, as every model here is built.
-
-No tensor would show it. The first is taken where a version of Megatron-LM has no such argument.
-"""
-DROPOUT = ("hidden_dropout", "attention_dropout")  # leaves no trace in a model that does not train
 
 
 def open_megatron_lm(
@@ -178,11 +147,9 @@ def _stated(config: Path | None) -> dict[str, Any]:
 def _model(
     folder: Path, arguments: Arguments, stated: Mapping[str, Any], shapes: Mapping[str, Tensor]
 ) -> FANformerConfig:
-    if problems := _problems(arguments):
-        raise InputError(
-            f"the model in {folder} cannot be converted: {'; '.join(problems)}; it runs in Megatron-LM alone"
-        )
-    values = {**_fields(arguments), **stated, "fan": _fan(folder, arguments, stated, shapes)}
+    if found := problems(arguments):
+        raise InputError(f"the model in {folder} cannot be converted: {'; '.join(found)}; it runs in Megatron-LM alone")
+    values = {**model_fields(arguments), **stated, "fan": _fan(folder, arguments, stated, shapes)}
     rows = shapes[EMBEDDING].shape[0] if EMBEDDING in shapes else 0
     vocab_size = values.setdefault("vocab_size", rows)
     if type(vocab_size) is int and 0 < vocab_size <= rows:
@@ -192,36 +159,6 @@ def _model(
     except InputError as error:
         reasons = "; ".join(str(error).splitlines())
         raise InputError(f"the model in {folder} cannot be built: {reasons}; state it by --config FILE") from None
-
-
-def _problems(arguments: Arguments) -> list[str]:
-    found = [
-        _problem(name, arguments[name], flag)
-        for name, (flag, required) in RULES.items()
-        if arguments.get(name, required[0]) not in required
-    ]
-    width, heads, size = (arguments.get(name) for name in ("hidden_size", "num_attention_heads", "kv_channels"))
-    if type(width) is type(heads) is type(size) is int and width != heads * size:
-        found.append(_problem("kv_channels", size, "--kv-channels"))
-    return found
-
-
-def _problem(name: str, value: Any, flag: str) -> str:
-    row = foreign_names.row_of(foreign_names.plain(flag))
-    assert row is not None, flag
-    return f"{name} ({flag}) is {value!r:.{MOST_SHOWN}}, but {row.note}"
-
-
-def _fields(arguments: Arguments) -> dict[str, Any]:
-    """Return the model's fields, but for `fan`: under the same names, or those that `foreign_names` has for them."""
-    rows = [row for row in foreign_names.MEGATRON_LM["Model"] if row.field]
-    others = {row.field: foreign_names.plain(row.names.split()[-1]) for row in reversed(rows)}
-    values = {name: arguments.get(name, arguments.get(others[f"model.{name}"])) for name in FIELDS}
-    if not arguments.get("group_query_attention"):
-        values["num_query_groups"] = None  # Megatron-LM's own default of 1 has no effect then
-    if (factor := arguments.get("rotary_seq_len_interpolation_factor")) not in (None, 1):
-        values["rope_scaling"] = {"rope_type": "linear", "factor": factor}
-    return {name: value for name, value in values.items() if value is not None}
 
 
 def _fan(folder: Path, arguments: Arguments, stated: Mapping[str, Any], shapes: Mapping[str, Tensor]) -> Any:

@@ -1,8 +1,10 @@
 """The verbs `train` and `config`; imports nothing that is slow."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron_fanformer.durable_files import file_problems, write_atomically
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.options import ANY_FIELD, PROGRAM, Verb, command_line, option, overrides, path_or_none
 from megatron_fanformer.processes import ended_by_stop_signals
@@ -32,8 +34,13 @@ class ConfigOptions:
     """Print all of --config, with presets and overrides applied, as YAML."""
     environment: bool = option(False, exclusive="shown")
     """Print what a run by --config sets in the environment of its ranks, and why."""
+    from_megatron: str | None = option(None, metavar="ARGS")
+    """Print the configuration that arguments of Megatron-LM's pretrain_gpt.py are, and what it does not hold. ARGS: a
+    command line in quotes, or the name of a launch script, which is read and not run."""
     config: Path | None = option(None, metavar="FILE", parse=path_or_none)
     """With --resolved and --environment: configuration file (YAML)."""
+    output: Path | None = option(None, metavar="FILE", parse=path_or_none)
+    """With --from-megatron: new file for the configuration; only what it does not hold is printed."""
     gpus: int | None = option(None, metavar="N")
     """With --environment: ranks of the run (default: one replica's)"""
     overrides: tuple[str, ...] = overrides()
@@ -59,6 +66,18 @@ def _train(options: TrainOptions) -> None:
             print_summary(run)
 
 
+def _without_config(command_line: Sequence[str]) -> list[str]:
+    """Return what another trainer's arguments are here, where they stand in place of a configuration."""
+    from megatron_fanformer.formats.foreign_names import answers
+
+    found = [] if any(word.startswith("--config") for word in command_line) else answers(command_line)
+    remedy = (
+        f'a run is a YAML file here, and --section.field VALUE over it; {PROGRAM} config --from-megatron "ARGUMENTS" '
+        "--output run.yaml writes it from those of Megatron-LM"
+    )
+    return [*found, remedy] if found else []
+
+
 def _config(options: ConfigOptions) -> None:
     from megatron_fanformer.training.config_reference import (
         WIDTH,
@@ -68,6 +87,15 @@ def _config(options: ConfigOptions) -> None:
         schema_text,
     )
 
+    if options.output is not None and options.from_megatron is None:
+        raise InputError(f"--output has no effect without --from-megatron; {PROGRAM} config --help lists the options")
+    if options.from_megatron is not None:
+        others = {"schema": options.schema, "resolved": options.resolved, "environment": options.environment}
+        others |= {"config": options.config is not None, "gpus": options.gpus is not None}
+        if given := [name for name, is_given in others.items() if is_given]:
+            raise InputError(f"--{given[0]} has no effect with --from-megatron; leave one of them out")
+        _from_megatron(options.from_megatron, options.output, options.overrides)
+        return
     stray = [*options.overrides, *(["--config"] if options.config else [])]
     shown = "--resolved" if options.resolved else "--environment" if options.environment else None
     if stray and not shown:
@@ -88,6 +116,21 @@ def _config(options: ConfigOptions) -> None:
         show(field_list(width() or WIDTH).splitlines())
 
 
+def _from_megatron(source: str, output: Path | None, overrides: tuple[str, ...]) -> None:
+    from megatron_fanformer.training.megatron_arguments import convert
+
+    if output is not None and (found := file_problems(output=output)):
+        raise InputError("\n".join(found))
+    if output is not None and output.exists():
+        raise InputError(f"{output} exists already; name another file, or remove it")
+    converted = convert(source, overrides)
+    if output is None:
+        show([converted.text().rstrip()], as_they_are=True)
+    else:
+        write_atomically(output, converted.text())
+        show([f"wrote {output}", *converted.lines()])
+
+
 TRAIN = Verb(
     name="train",
     help="Train, or continue a run.",
@@ -100,14 +143,20 @@ TRAIN = Verb(
     notes=ANY_FIELD,
     results_are_files=True,
     takes_signals=True,
+    advice=_without_config,
 )
 
 
 CONFIG = Verb(
     name="config",
-    help="List the configuration's fields; print its JSON schema, a resolved configuration, or a run's environment.",
+    help="List the configuration's fields; print its JSON schema, a resolved configuration, or a run's environment; "
+    "or turn arguments of Megatron-LM into a configuration.",
     options=ConfigOptions,
     run=_config,
-    examples=("config --resolved --config examples/tiny-cpu.yaml", "config --environment --config run.yaml --gpus 64"),
-    notes="With --resolved and --environment, fields of the configuration can be set as --section.field VALUE.",
+    examples=(
+        "config --resolved --config examples/tiny-cpu.yaml",
+        "config --from-megatron pretrain_llama.sh\n--output run.yaml --model.vocab_size 128256",
+    ),
+    notes="With --resolved, --environment and --from-megatron, fields of the configuration can be set as "
+    "--section.field VALUE.",
 )

@@ -20,16 +20,8 @@ from megatron_fanformer.checkpoint.stored_files import COMMON
 from megatron_fanformer.cli import PROGRAM, main
 from megatron_fanformer.errors import CorruptError, InputError
 from megatron_fanformer.formats import foreign_names
-from megatron_fanformer.formats.megatron_lm import (
-    FIELDS,
-    HYBRID_NORM,
-    OWN_NORM,
-    RULES,
-    _fields,
-    _one_for_each_layer,
-    _problems,
-    open_megatron_lm,
-)
+from megatron_fanformer.formats.megatron_arguments import FIELDS, RULES, model_fields, problems
+from megatron_fanformer.formats.megatron_lm import HYBRID_NORM, OWN_NORM, _one_for_each_layer, open_megatron_lm
 from megatron_fanformer.formats.name_table import expected_shapes
 from megatron_fanformer.formats.recognition import TRACKER, find_checkpoint
 from megatron_fanformer.hf import FANformerForCausalLM
@@ -332,15 +324,19 @@ def test_what_is_no_archive(content: bytes, tmp_path: Path, convert: Any) -> Non
 @pytest.mark.parametrize("kv_channels", [4, 16])
 def test_heads_of_another_width_are_refused(kv_channels: int) -> None:
     arguments = {"hidden_size": 32, "num_attention_heads": 4}
-    assert _problems({**arguments, "kv_channels": 8}) == []
-    (found,) = _problems({**arguments, "kv_channels": kv_channels})
+    assert problems({**arguments, "kv_channels": 8}) == []
+    (found,) = problems({**arguments, "kv_channels": kv_channels})
     assert found.startswith(f"kv_channels (--kv-channels) is {kv_channels}, but ")
 
 
 def test_query_groups_count_where_they_are_switched_on() -> None:
     """Megatron-LM's own default is 1, which has no effect by itself."""
-    assert _fields({"num_query_groups": 1}) == _fields({"num_query_groups": 1, "group_query_attention": False}) == {}
-    assert _fields({"num_query_groups": 2, "group_query_attention": True}) == {"num_query_groups": 2}
+    assert (
+        model_fields({"num_query_groups": 1})
+        == model_fields({"num_query_groups": 1, "group_query_attention": False})
+        == {}
+    )
+    assert model_fields({"num_query_groups": 2, "group_query_attention": True}) == {"num_query_groups": 2}
 
 
 def test_no_more_layers_are_named_than_are_stored(tmp_path: Path) -> None:

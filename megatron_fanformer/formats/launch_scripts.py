@@ -1,0 +1,337 @@
+"""The arguments that a launch script gives to Megatron-LM's `pretrain_….py`, read without running anything.
+
+Of the shell there is what such scripts are written in: quotes, comments, continued lines, variables and arrays of plain
+assignments (`A=1`, `A=(--x 1)`, `A+=…`), `${A:-default}`. Whatever only a shell could tell stays as it is written, and
+is named: `$1`, `$(nproc)`, and a variable that is assigned under a condition, in a loop or in a function.
+"""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from megatron_fanformer.durable_files import regular_file
+from megatron_fanformer.errors import InputError
+
+MOST_BYTES = 1 << 20  # of a script, and of all that its variables expand to: a few doublings make any length
+MOST_DEPTH = 16  # of defaults within defaults
+PROGRAM = re.compile(r"(?:^|.*/)pretrain\w{0,40}\.py$")
+ASSIGNED = re.compile(r"([A-Za-z_]\w*)(\+?)=")
+NAME = re.compile(r"[A-Za-z_]\w*|[0-9@*#?!$-]")
+BRACED = re.compile(r"([A-Za-z_]\w*|[0-9]+|[@*#?])(\[[@*]\])?(?:(:?)[-=](.*))?", re.DOTALL)
+SEPARATOR = re.compile(r"\n|;;|&&|\|\||[;|()]|&(?![>])")
+REDIRECTION = re.compile(r"(?:\d*(?:>>|>&|>|<<-?|<<<|<)|&>>?)&?[ \t]*")
+DECLARES = ("export", "declare", "local", "readonly", "typeset")
+OPENS, CLOSES = ("if", "for", "while", "until", "case", "select", "{"), ("fi", "done", "esac", "}")
+CONTINUES = ("then", "else", "elif", "do", "!", "time")
+
+
+class Word(NamedTuple):
+    """A word of a command."""
+
+    text: str
+    """It, with what could not be resolved as the script writes it."""
+    unresolved: tuple[str, ...] = ()
+    """What could not be resolved."""
+
+
+def read_arguments(source: str) -> list[Word]:
+    """Return the arguments of `pretrain_….py`: of a script, if a file has that name, else of a command line.
+
+    A command line may begin with the launcher, or with the first argument.
+
+    Raises:
+        InputError: the file cannot be read, or there are no arguments, or those of several commands.
+    """
+    if source.lstrip().startswith("-") or len(source.split()) != 1:
+        return _arguments(source, "the command line")
+    try:
+        text = regular_file(Path(source), most_bytes=MOST_BYTES).read_text(encoding="utf-8")
+    except OSError as error:
+        raise InputError(f"{source} cannot be read ({error.strerror}); name a script, or quote arguments") from None
+    except UnicodeDecodeError:
+        raise InputError(f"{source} is no text in UTF-8; name a script that starts pretrain_gpt.py") from None
+    return _arguments(text, source)
+
+
+def _arguments(text: str, where: str) -> list[Word]:
+    reader = _Reader(text, {}, where)
+    commands = list(reader.commands())
+    if commands and commands[0][0].text.startswith("--"):
+        if len(commands) > 1:
+            raise InputError(f"{where} goes on with {commands[1][0].text!r} after a separator; quote what holds | or ;")
+        return commands[0]
+    found = [words[place + 1 :] for words in commands for place in _programs(words)][:2]
+    if not found:  # the whole command is one word, as in srun bash -c "…"
+        inner = [word.text for words in commands for word in words if re.search(r"pretrain\w{0,40}\.py\s", word.text)]
+        again = [_Reader(each, reader.values, where) for each in inner]
+        found = [words[place + 1 :] for each in again for words in each.commands() for place in _programs(words)][:2]
+    if not found:
+        raise InputError(f"{where} starts no pretrain_….py with arguments; name the script that does, or quote them")
+    if len(found) > 1 and found[0] != found[1]:
+        raise InputError(f"{where} starts pretrain_….py more than once; quote the arguments of one")
+    return found[0]
+
+
+def _programs(words: list[Word]) -> list[int]:
+    """Return the place of the program; none where it has no arguments, as in `[ -f pretrain_gpt.py ]`."""
+    return [
+        place
+        for place, word in enumerate(words)
+        if PROGRAM.match(word.text)
+        and any(each.text.startswith("--") or each.unresolved for each in words[place + 1 :])
+    ][:1]
+
+
+class _Reader:
+    """A pass through a script, from its first character to its last."""
+
+    def __init__(self, text: str, values: dict[str, list[Word] | None], where: str) -> None:
+        self.text, self.where = text.replace("\r\n", "\n"), where
+        self.values = values  # None: not of plain assignments alone
+        self.at = self.made = self.depth = self.nested = 0
+
+    def commands(self) -> Iterator[list[Word]]:
+        """Yield the words of each command, with the variables that precede it resolved."""
+        is_conditional = False
+        while self.at < len(self.text):
+            words = self._command(is_conditional)
+            separator = SEPARATOR.match(self.text, self.at)
+            if separator:
+                self.at = separator.end()
+                is_conditional = separator[0] in ("&&", "||")
+            if words:
+                yield words
+
+    def _command(self, is_conditional: bool) -> list[Word]:
+        words: list[Word] = []
+        assigned: list[tuple[str, bool, list[Word]]] = []
+        first = True
+        while not self._at_end_of_command():
+            if found := ASSIGNED.match(self.text, self.at) if not words or words[0].text in DECLARES else None:
+                self.at = found.end()
+                assigned.append((found[1], bool(found[2]), self._assigned()))
+                first = False
+            elif found := REDIRECTION.match(self.text, self.at):
+                self.at = found.end()
+                if not self._at_end_of_command():
+                    self._word()
+            else:
+                new = self._word()
+                if first and len(new) == 1 and new[0].text in (*OPENS, *CLOSES, *CONTINUES):
+                    self.depth += (new[0].text in OPENS) - (new[0].text in CLOSES)
+                    first = new[0].text in (*CONTINUES, "{")
+                    continue
+                words, first = [*words, *new], False
+        if not words or words[0].text in DECLARES:
+            for name, is_added, value in assigned:
+                self._assign(name, value, is_added=is_added, is_plain=self.depth <= 0 and not is_conditional)
+        return words
+
+    def _at_end_of_command(self) -> bool:
+        """Skip blanks and a comment; return whether a command ends here."""
+        while self.at < len(self.text):
+            if self.text[self.at] in " \t":
+                self.at += 1
+            elif self.text.startswith("\\\n", self.at):
+                self.at += 2
+            elif self.text[self.at] == "#":
+                end = self.text.find("\n", self.at)
+                self.at = len(self.text) if end < 0 else end
+            else:
+                return SEPARATOR.match(self.text, self.at) is not None
+        return True
+
+    def _assigned(self) -> list[Word]:
+        if not self.text.startswith("(", self.at):
+            if self.at >= len(self.text) or self.text[self.at].isspace() or SEPARATOR.match(self.text, self.at):
+                return [Word("")]
+            parts = self._word(splits=False)
+            unresolved = tuple(name for part in parts for name in part.unresolved)
+            return [Word(" ".join(part.text for part in parts), unresolved)]
+        self.at += 1
+        words: list[Word] = []
+        while self.at < len(self.text) and self.text[self.at] != ")":
+            if not self._at_end_of_command():
+                words += self._word()
+            elif self.at < len(self.text) and self.text[self.at] != ")":
+                self.at += 1
+        self.at += 1
+        return words
+
+    def _assign(self, name: str, value: list[Word], *, is_added: bool, is_plain: bool) -> None:
+        before = self.values.get(name, [])
+        if not is_plain or (is_added and before is None):
+            self.values[name] = None
+        elif is_added and before and len(before) == len(value) == 1:
+            joined = before[0].text + value[0].text
+            self.values[name] = [Word(joined, before[0].unresolved + value[0].unresolved)]
+        else:
+            self.values[name] = [*(before or []), *value] if is_added else value
+
+    # -- words
+
+    def _word(self, *, splits: bool = True) -> list[Word]:
+        """Return what the word here expands to: none, one or several."""
+        made = _Made()
+        while self.at < len(self.text):
+            char = self.text[self.at]
+            if char.isspace() or SEPARATOR.match(self.text, self.at):
+                break
+            self.at += 1
+            if char == "'":
+                made.add(self._until("'"))
+            elif char == '"':
+                self._quoted(made)
+            elif char == "\\":
+                following = self.text[self.at : self.at + 1]
+                self.at += 1
+                made.add("" if following == "\n" else following)
+            elif char == "`":
+                made.add(written := f"`{self._until('`')}`", (written,))
+            elif char == "$":
+                self._expand(made, splits=splits, is_quoted=False)
+            else:
+                made.add(char)
+        return made.words()
+
+    def _quoted(self, made: "_Made") -> None:
+        made.add("")
+        while self.at < len(self.text):
+            char = self.text[self.at]
+            self.at += 1
+            if char == '"':
+                return
+            if char == "$":
+                self._expand(made, splits=False, is_quoted=True)
+            elif char == "`":
+                made.add(written := f"`{self._until('`')}`", (written,))
+            elif char == "\\" and self.text[self.at : self.at + 1] in ("$", "`", '"', "\\", "\n"):
+                made.add("" if self.text[self.at] == "\n" else self.text[self.at])
+                self.at += 1
+            else:
+                made.add(char)
+        raise self._unclosed('"')
+
+    def _expand(self, made: "_Made", *, splits: bool, is_quoted: bool) -> None:
+        begin = self.at - 1
+        if self.text.startswith("(", self.at):
+            self._skip("(", ")")
+            value, is_array = None, False
+        elif self.text.startswith("{", self.at):
+            self._skip("{", "}")
+            value, is_array = self._braced(self.text[begin + 2 : self.at - 1])
+        elif found := NAME.match(self.text, self.at):
+            self.at = found.end()
+            value, is_array = self.values.get(found[0]), False
+            value = value[:1] if value else value  # of an array, the first
+        else:
+            made.add("$")
+            return
+        if value is None:
+            written = self.text[begin : self.at]
+            made.add(written, (written,))
+            return
+        self.made += sum(len(word.text) for word in value) + 1
+        if self.made > MOST_BYTES:
+            raise InputError(
+                f"the variables of {self.where} expand to more than {MOST_BYTES} bytes; quote the arguments"
+            )
+        for number, word in enumerate(value):
+            if number and (is_array or not is_quoted):
+                made.cut()
+            if splits and not is_quoted:
+                made.add_split(word)
+            else:
+                made.add(*word)
+
+    def _braced(self, body: str) -> tuple[list[Word] | None, bool]:
+        found = BRACED.fullmatch(body)
+        if not found:
+            return None, False
+        name, index, colon, default = found.groups()
+        value = self.values.get(name)
+        if default is not None and (name not in self.values or (colon and value is not None and not _text(value))):
+            if self.nested >= MOST_DEPTH:
+                raise InputError(f"{self.where} nests defaults more than {MOST_DEPTH} deep; quote the arguments")
+            inner = _Reader(default, self.values, self.where)
+            inner.made, inner.nested = self.made, self.nested + 1
+            value = inner._all_as_one()
+            self.made = inner.made
+            return value, False
+        return (value, True) if index or value is None else (value[:1], False)
+
+    def _all_as_one(self) -> list[Word]:
+        """Return the whole text as one word: quotes are removed, spaces kept."""
+        made = _Made()
+        made.add("")
+        while self.at < len(self.text):
+            begin = self.at
+            for word in self._word(splits=False):
+                made.add(*word)
+            if self.at == begin:
+                made.add(self.text[self.at])
+                self.at += 1
+        return made.words()
+
+    def _until(self, end: str) -> str:
+        found = self.text.find(end, self.at)
+        if found < 0:
+            raise self._unclosed(end)
+        text, self.at = self.text[self.at : found], found + 1
+        return text
+
+    def _skip(self, opening: str, closing: str) -> None:
+        depth = 0
+        for place in range(self.at, len(self.text)):
+            depth += (self.text[place] == opening) - (self.text[place] == closing)
+            if not depth:
+                self.at = place + 1
+                return
+        raise self._unclosed(opening)
+
+    def _unclosed(self, char: str) -> InputError:
+        return InputError(f"{self.where} has a {char} that nothing closes; close it, or quote the arguments")
+
+
+def _text(value: list[Word]) -> str:
+    return "".join(word.text for word in value)
+
+
+class _Made:
+    """Words that come about piece by piece."""
+
+    def __init__(self) -> None:
+        self.done: list[Word] = []
+        self.pieces: list[str] | None = None  # None: no word has begun
+        self.unresolved: list[str] = []
+
+    def add(self, text: str, unresolved: tuple[str, ...] = ()) -> None:
+        """Go on with the last word, or begin one."""
+        if self.pieces is None:
+            self.pieces = []
+        self.pieces.append(text)
+        self.unresolved += unresolved
+
+    def add_split(self, word: Word) -> None:
+        """Go on with a value whose blanks separate words."""
+        whole = "|".join([*map(re.escape, word.unresolved), r"\S"])  # what is not resolved may hold blanks
+        if word.text[:1].isspace():
+            self.cut()
+        for number, part in enumerate(re.findall(f"(?:{whole})+", word.text)):
+            if number:
+                self.cut()
+            self.add(part, tuple(name for name in word.unresolved if name in part))
+        if word.text[-1:].isspace():
+            self.cut()
+
+    def cut(self) -> None:
+        """End the word."""
+        if self.pieces is not None:
+            self.done.append(Word("".join(self.pieces), tuple(self.unresolved)))
+        self.pieces, self.unresolved = None, []
+
+    def words(self) -> list[Word]:
+        """Return all, each ended."""
+        self.cut()
+        return self.done

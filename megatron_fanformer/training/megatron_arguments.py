@@ -1,0 +1,424 @@
+"""A configuration from the arguments of Megatron-LM's `pretrain_gpt.py`, and a list of what it does not hold.
+
+What is the same, has another name or has none is `formats/foreign_names.py`'s to say; the model's fields, and what
+makes another model, are read as a checkpoint's arguments are (`formats/megatron_arguments.py`). Here is what else a
+value needs: another unit, another form, or Megatron-LM's default where ours is another.
+"""
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, get_args, get_origin, get_type_hints
+
+import yaml
+
+from megatron_fanformer.configuration import nested, overlaid, read_overrides, value_problems, yaml_value
+from megatron_fanformer.errors import InputError, escaped
+from megatron_fanformer.formats import foreign_names
+from megatron_fanformer.formats.launch_scripts import Word, read_arguments
+from megatron_fanformer.formats.megatron_arguments import DROPOUT, RULES, model_fields, problems
+from megatron_fanformer.training.config import RunConfig, advice, config_from_dict
+
+OUR_SPEC = "megatron_fanformer.model.layer_spec"
+GPT2_VOCABULARY = 50257  # of --tokenizer-type GPT2BPETokenizer
+DEFAULT_SPLIT = "969,30,1"
+VALIDATION = "data.valid_data"
+TRANSFORMER = "model.fan.placement none is that Transformer; without it, it is the FANformer of the same size"
+
+MODEL_DEFAULTS: dict[str, Any] = {
+    "swiglu": False,
+    "normalization": "LayerNorm",
+    "position_embedding_type": "learned_absolute",
+    "add_bias_linear": True,
+    "norm_epsilon": 1e-5,
+    "hidden_dropout": 0.1,
+    "attention_dropout": 0.1,
+}
+"""Megatron-LM's defaults of the model, where no field or rule of ours has the same."""
+DEFAULTS: dict[str, tuple[str, Any]] = {
+    "--weight-decay": ("optimizer.weight_decay", 0.01),
+    "--adam-beta2": ("optimizer.adam_beta2", 0.999),
+    "--adam-eps": ("optimizer.adam_eps", 1e-8),
+    "--min-lr": ("schedule.min_lr", 0.0),
+    "--lr-decay-style": ("schedule.lr_decay_style", "linear"),
+    "--eval-iters": ("training.eval_iters", 100),
+    "--bf16": ("precision.dtype", "fp32"),
+}
+"""By argument: the field, and Megatron-LM's default where ours is another, taken where the argument is not given."""
+DEFAULTS_WITH: dict[tuple[str, ...], dict[str, tuple[str, Any]]] = {
+    ("--fp8-format",): {
+        "--fp8-recipe": ("precision.fp8_recipe", "delayed"),
+        "--fp8-amax-history-len": ("precision.fp8_amax_history_len", 1),
+        "--fp8-amax-compute-algo": ("precision.fp8_amax_compute_algo", "most_recent"),
+    },
+    ("--optimizer", "muon"): {
+        "--muon-momentum": ("optimizer.muon_momentum", 0.9),
+        "--muon-extra-scale-factor": ("optimizer.muon_extra_scale_factor", 1.0),
+    },
+    ("--lr-decay-style", "WSD"): {"--lr-wsd-decay-style": ("schedule.lr_wsd_decay_style", "exponential")},
+}
+"""The same of arguments that have an effect with another alone: that one, and its value where it matters."""
+SET: dict[str, dict[str, Any]] = {
+    "--bf16": {"precision.dtype": "bf16"},
+    "--fp16": {"precision.dtype": "bf16"},
+    "--grad-reduce-in-bf16": {"precision.grad_reduce_in_fp32": False},
+    "--recompute-activations": {"parallel.recompute_granularity": "selective"},
+    "--use-flash-attn": {"kernels.attention_backend": "flash"},
+    "--no-gradient-accumulation-fusion": {"kernels.gradient_accumulation_fusion": False},
+    "--cross-entropy-loss-fusion": {"kernels.chunked_loss_head": True},
+    "--enable-cuda-graph": {"kernels.cuda_graph_impl": "local"},
+    "--no-check-for-nan-in-loss-and-grad": {"recovery.check_for_nan_in_loss_and_grad": False},
+    "--check-for-large-grads": {"recovery.check_for_spiky_loss": True},
+    "--sft": {"data.format": "sft"},
+    "--dataloader-inter-document-masking": {"data.reset_attention_mask": True},
+    "--no-ckpt-fully-parallel-save": {"checkpoint.fully_parallel_save": False},
+    "--ckpt-fully-parallel-load": {},
+    "--use-precision-aware-optimizer": {},  # by --exp-avg-dtype and --exp-avg-sq-dtype
+    "--log-straggler": {},
+}
+"""What arguments set that are no field's value: switches above all."""
+BY_HAND = frozenset(
+    """
+--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split --ddp-num-buckets
+--distribute-saved-activations --per-split-data-args-path --multiple-validation-sets --vocab-file --merge-file
+--save-retain-interval --finetune --pretrained-checkpoint --ckpt-step --no-load-optim --no-load-rng
+--log-params-norm --log-timers-to-tensorboard --timing-log-level --logging-level --profile
+--use-pytorch-profiler --profile-step-start --profile-step-end --padded-vocab-size
+""".split()  # noqa: SIM905 - by lines, as the names stand in the table
+)
+"""Arguments with a field whose value does not follow from theirs."""
+SWITCHES = frozenset(
+    """
+--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split --apply-layernorm-1p
+--apply-residual-connection-post-layernorm --attention-softmax-in-fp32 --auto-detect-ckpt-format --bf16
+--calculate-per-token-loss --check-for-large-grads --ckpt-fully-parallel-load --cross-entropy-loss-fusion
+--data-parallel-random-init --dataloader-inter-document-masking --ddp-average-in-collective --disable-bias-linear
+--add-qkv-bias --dist-ckpt-optim-fully-reshardable --enable-cuda-graph --exit-on-missing-checkpoint
+--exit-signal-handler --finetune --fp16 --fp16-lm-cross-entropy --fp32-residual-connection --fp8-param-gather
+--grad-reduce-in-bf16 --group-query-attention --init-method-xavier-uniform --log-params-norm --log-straggler
+--log-throughput --log-timers-to-tensorboard --manual-gc --mock-data --moe-grouped-gemm --multi-latent-attention
+--multiple-validation-sets --muon-nesterov --muon-no-split-qkv --no-bias-dropout-fusion --no-bias-gelu-fusion
+--no-bias-swiglu-fusion --no-check-for-nan-in-loss-and-grad --no-ckpt-fully-parallel-save
+--no-create-attention-mask-in-dataloader --no-gradient-accumulation-fusion --no-load-optim --no-load-rng
+--no-masked-softmax-fusion --no-overlap-p2p-communication --no-persist-layer-norm --no-rope-fusion --no-save-optim
+--no-save-rng --openai-gelu --optimizer-cpu-offload --overlap-p2p-communication-warmup-flush
+--override-opt-param-scheduler --profile --quick-geglu --recompute-activations --rotary-interleaved --sft
+--squared-relu --swiglu --tp-comm-overlap --use-checkpoint-args --use-checkpoint-opt-param-scheduler
+--use-cpu-initialization --use-flash-attn --use-mcore-models --use-megatron-fsdp --use-mup
+--use-precision-aware-optimizer --use-pytorch-profiler --use-rope-scaling --use-rotary-position-embeddings
+--use-torch-fsdp2 --use-tp-pp-dp-mapping --distribute-saved-activations
+""".split()  # noqa: SIM905 - as above
+)
+"""Arguments that take no value, beside those of fields that are true or false."""
+LISTS = frozenset(
+    """
+--cp-comm-type --data-path --hierarchical-context-parallel-sizes --iterations-to-skip --profile-ranks
+--rampup-batch-size --recompute-modules --spec --test-data-path --train-data-path --valid-data-path
+""".split()  # noqa: SIM905 - as above
+)
+"""Arguments that take several words."""
+RULED = {flag: name for name, (flag, _) in RULES.items()} | {f"--{name.replace('_', '-')}": name for name in DROPOUT}
+
+Given = dict[str, list[Word]]
+
+
+class Converted(NamedTuple):
+    """What arguments of Megatron-LM are here."""
+
+    values: dict[str, Any]
+    """The configuration's plain values, in sections."""
+    notes: dict[str, list[str]]
+    """What the configuration does not hold, under titles; only those that have any."""
+
+    def text(self) -> str:
+        """Return the YAML file, which begins with the notes."""
+        lines = ["# From arguments of Megatron-LM's pretrain_gpt.py, by docs/from-megatron-lm.md."]
+        lines += [f"# {line}".rstrip() for line in self.lines()]
+        sections = {name: _plain(self.values[name]) for name in get_type_hints(RunConfig) if name in self.values}
+        return "\n".join([*lines, "", yaml.safe_dump(sections, sort_keys=False, allow_unicode=True)])
+
+    def lines(self) -> list[str]:
+        """Return the notes, a line each, under their titles."""
+        return [line for title, found in self.notes.items() for line in ("", f"{title}:", *(f"- {n}" for n in found))]
+
+
+def _plain(value: Any) -> Any:
+    """Return dicts of their plain type, which alone YAML writes."""
+    return {name: _plain(part) for name, part in value.items()} if isinstance(value, Mapping) else value
+
+
+class _NotCarried(Exception):
+    """A value that has no counterpart; says why, as a clause."""
+
+
+def convert(source: str, overrides: Sequence[str] = ()) -> Converted:
+    """Return the configuration of a command line or launch script, with overrides applied.
+
+    Raises:
+        InputError: there are no arguments of `pretrain_….py` in it, or an override is none.
+    """
+    given, loose = _grouped(read_arguments(source))
+    unresolved = [f"{name}: set neither plainly nor by default; write what it holds" for name in loose]
+    known = dict(_resolved(given, unresolved))
+    others, not_set, unknown, fields = [], [], [], dict[str, Any]()
+    rows = {name: row for table in foreign_names.MEGATRON_LM.values() for row in table for name in row.names.split()}
+    for flag, words in known.items():
+        row, written = rows.get(flag), " ".join([flag, *words])
+        if row is None:
+            unknown.append(f"{written}: not known here; `config` lists what there is")
+        elif flag in SET:
+            fields |= SET[flag]
+            if row.field is None:
+                not_set.append(f"{written}: {row.note}")
+        elif flag in RULED:
+            pass  # whatever makes another model is in `of_model`
+        elif row.field is None:
+            not_set.append(f"{written}: {row.note}")
+        elif flag == "--load":
+            if words != known.get("--save"):  # else a run resumes by itself
+                others.append(f"{written}: `convert` it, and state {row.field} ({row.note})")
+        elif flag in BY_HAND:
+            others.append(f"{written}: {row.field}{f' ({row.note})' if row.note else ''} is for you to state")
+        elif not row.field.startswith("model."):  # those are `_model`'s
+            try:
+                found = _carried(flag, row.field, words, known)
+                sets = {**fields.get(VALIDATION, {}), **found.get(VALIDATION, {})}
+                fields |= {**found, VALIDATION: sets} if sets else found
+            except _NotCarried as reason:
+                others.append(f"{written}: {reason}")
+    open_flags = given.keys() - known.keys()
+    model, of_model, wrong = _model(known, open_flags)
+    fields = {**_defaults(known, open_flags), **model, **fields}
+    if "--data-path" in known and not {"data.split", VALIDATION} & fields.keys() and "--split" not in open_flags:
+        fields["data.split"] = DEFAULT_SPLIT
+    values = overlaid(nested(fields), read_overrides(overrides, advice=advice))
+    fan = values.get("model", {}).get("fan", {})
+    is_transformer = isinstance(fan, Mapping) and fan.get("placement") == "none"
+    notes = {
+        "FAN layers": [TRANSFORMER] if is_transformer else [],
+        "Another model than there": of_model,
+        "Not carried over": [*wrong, *others],
+        "No setting here": not_set,
+        "Unknown": unknown,
+        "Not resolved": unresolved,
+        "To do before it trains": list(_to_do(values)),
+    }
+    lines = {title: [" ".join(escaped(line).split()) for line in found] for title, found in notes.items() if found}
+    return Converted(values, lines)
+
+
+def _grouped(words: Sequence[Word]) -> tuple[Given, list[str]]:
+    """Return the values of each argument (of one that is repeated the last), and what is no argument's."""
+    found: Given = {}
+    loose: list[str] = []
+    last = ""
+    for word in words:
+        if word.text.startswith("--"):
+            name, has_value, value = word.text.partition("=")
+            last = f"--{name[2:].replace('_', '-')}"
+            found[last] = [Word(value, word.unresolved)] if has_value else []
+        elif not last or (word.unresolved and _holds_others(word.text, last, has_one=bool(found[last]))):
+            loose += word.unresolved or [word.text]
+        else:
+            found[last].append(word)
+    return found, list(dict.fromkeys(loose))
+
+
+def _holds_others(text: str, flag: str, *, has_one: bool) -> bool:
+    """Return whether a variable after an argument is not its value, but holds arguments of its own, as far as it
+    shows: it is a whole array, or the argument takes no more words.
+    """
+    return text.endswith(("[@]}", "[*]}")) or is_switch(flag) or (has_one and flag not in LISTS)
+
+
+def is_switch(flag: str) -> bool:
+    """Return whether an argument that the table has takes no value."""
+    if flag in SWITCHES or flag in CONVERSIONS or flag in LISTS:
+        return flag in SWITCHES
+    row = foreign_names.row_of(foreign_names.plain(flag))
+    return row is not None and row.field is not None and bool in _kinds(row.field)
+
+
+def _resolved(given: Given, unresolved: list[str]) -> Iterator[tuple[str, list[str]]]:
+    for flag, words in given.items():
+        names = [name for word in words for name in word.unresolved]
+        if names:
+            row = foreign_names.row_of(foreign_names.plain(flag))
+            field = f"; state {row.field}" if row is not None and row.field else ""
+            unresolved.append(f"{flag} {' '.join(word.text for word in words)}: the script does not say{field}")
+        else:
+            yield flag, [word.text for word in words]
+
+
+# -- values
+
+
+def _kinds(field: str) -> set[Any]:
+    """Return the types that a field may have, `list` beside its elements'."""
+    hint: Any = RunConfig
+    for name in field.split("."):
+        hint = get_type_hints(hint)[name]
+    kinds, left = set(), [hint]
+    while left:
+        each = left.pop()
+        kinds.add(get_origin(each) or each)
+        left += [part for part in get_args(each) if isinstance(part, type) or get_args(part)]
+    return kinds
+
+
+def _typed(field: str, words: list[str]) -> Any:
+    kinds = _kinds(field)
+    if not words and bool in kinds:
+        return True
+    if list in kinds:
+        return [_number(word) for word in words] if int in kinds else words
+    if len(words) != 1:
+        raise _NotCarried(f"{field} takes one value")
+    return _number(words[0]) if kinds & {int, float, bool} else words[0]
+
+
+def _number(text: str) -> Any:
+    try:
+        return yaml_value(text)
+    except ValueError:
+        return text
+
+
+def _carried(flag: str, field: str, words: list[str], known: Mapping[str, list[str]]) -> dict[str, Any]:
+    """Return the fields that an argument sets.
+
+    Raises:
+        _NotCarried: the value has no counterpart.
+    """
+    values = CONVERSIONS[flag](words, known) if flag in CONVERSIONS else {field: _typed(field, words)}
+    if wrong := [problem for name, value in values.items() for problem in _wrong(name, value)]:
+        raise _NotCarried(wrong[0])
+    return values
+
+
+def _wrong(name: str, value: Any) -> list[str]:
+    """Return why a value cannot be that of a field, if it cannot."""
+    return [line for line in value_problems(nested({name: value}), RunConfig) if line.startswith(f"{name} is ")]
+
+
+def _one_integer(flag: str, known: Mapping[str, list[str]]) -> int:
+    words = known.get(flag, [])
+    if len(words) != 1 or type(value := _number(words[0])) is not int or value < 1:
+        raise _NotCarried(f"in what it would be depends on {flag}, which is not a number above 0")
+    return value
+
+
+def _in_steps(flag: str, field: str) -> Callable[[list[str], Mapping[str, list[str]]], dict[str, Any]]:
+    def convert_samples(_words: list[str], known: Mapping[str, list[str]]) -> dict[str, Any]:
+        if "--rampup-batch-size" in known:
+            raise _NotCarried(f"{field} is in steps, of which --rampup-batch-size has no one size")
+        samples, batch = _number(known[flag][0]) if known[flag] else None, _one_integer("--global-batch-size", known)
+        if type(samples) is not int:
+            raise _NotCarried(f"{field} is a number of steps")
+        return {field: samples // batch}
+
+    return convert_samples
+
+
+def _chunks(words: list[str], known: Mapping[str, list[str]]) -> dict[str, Any]:
+    field = "parallel.virtual_pipeline_model_parallel_size"
+    layers, stages = _one_integer("--num-layers", known), _one_integer("--pipeline-model-parallel-size", known)
+    each = _one_integer("--num-layers-per-virtual-pipeline-stage", known)
+    if layers % (stages * each):
+        raise _NotCarried(f"{layers} layers are not {stages} stages of whole chunks of {each}; state {field}")
+    return {field: layers // stages // each}
+
+
+def _blend(words: list[str], _known: Mapping[str, list[str]]) -> list[str]:
+    return [part for word in words for part in word.split()]
+
+
+def _choice(field: str, **choices: Any) -> Callable[[list[str], Mapping[str, list[str]]], dict[str, Any]]:
+    def convert_choice(words: list[str], _known: Mapping[str, list[str]]) -> dict[str, Any]:
+        if len(words) != 1 or words[0] not in choices:
+            raise _NotCarried(f"{field} has no such value")
+        return {field: choices[words[0]]}
+
+    return convert_choice
+
+
+CONVERSIONS: dict[str, Callable[[list[str], Mapping[str, list[str]]], dict[str, Any]]] = {
+    "--train-samples": _in_steps("--train-samples", "training.train_iters"),
+    "--lr-decay-samples": _in_steps("--lr-decay-samples", "schedule.lr_decay_iters"),
+    "--lr-warmup-samples": _in_steps("--lr-warmup-samples", "schedule.lr_warmup_iters"),
+    "--lr-wsd-decay-samples": _in_steps("--lr-wsd-decay-samples", "schedule.lr_wsd_decay_iters"),
+    "--num-layers-per-virtual-pipeline-stage": _chunks,
+    "--data-path": lambda words, known: {"data.train_data": _blend(words, known)},
+    "--train-data-path": lambda words, known: {"data.train_data": _blend(words, known)},
+    "--data-args-path": lambda words, _known: {"data.train_data": [f"@{word}" for word in words]},
+    "--valid-data-path": lambda words, known: {VALIDATION: {"valid": _blend(words, known)}},
+    "--test-data-path": lambda words, known: {VALIDATION: {"test": _blend(words, known)}},
+    "--split": lambda words, _known: {"data.split": "".join(words).replace(" ", "")},
+    "--optimizer": _choice("optimizer.name", adam="adamw", muon="muon"),
+    "--rerun-mode": _choice("recovery.compute_again", disabled=False, validate_results=True),
+    "--tensorboard-dir": lambda _words, _known: {"logging.tensorboard": True},
+    "--main-grads-dtype": _choice("precision.grad_reduce_in_fp32", fp32=True, bf16=False),
+}
+"""By argument: how its values become those of fields."""
+
+
+def _defaults(known: Mapping[str, list[str]], open_flags: Collection[str]) -> dict[str, Any]:
+    """Return what Megatron-LM does where an argument is not given, and we do not.
+
+    Args:
+        open_flags: arguments that are given, with values that are not known.
+    """
+    tables = [DEFAULTS]
+    for (with_flag, *with_value), table in DEFAULTS_WITH.items():
+        if with_flag in known and known[with_flag][: len(with_value)] == with_value:
+            tables.append(table)
+    rows = [(flag, row) for table in tables for flag, row in table.items()]
+    return {field: value for flag, (field, value) in rows if flag not in known and flag not in open_flags}
+
+
+# -- the model
+
+
+def _model(known: Mapping[str, list[str]], open_flags: Collection[str]) -> tuple[dict[str, Any], list[str], list[str]]:
+    """Return the model's fields, in what it is another than Megatron-LM's, and which values no field can have."""
+    open_names = {RULED.get(flag, foreign_names.plain(flag)) for flag in open_flags}
+    arguments = {name: value for name, value in MODEL_DEFAULTS.items() if name not in open_names}
+    for flag, words in known.items():
+        values = [_number(word) for word in words]
+        value: Any = True if not values else values[0] if len(values) == 1 else values
+        arguments[RULED.get(flag, foreign_names.plain(flag))] = value
+    arguments["add_bias_linear"] = "--disable-bias-linear" not in known
+    if "--use-rotary-position-embeddings" in known:
+        arguments["position_embedding_type"] = "rope"
+    width = arguments.get("hidden_size")
+    if not {"ffn_hidden_size"} & {*arguments, *open_names} and type(width) is int:  # as validate_args computes it
+        arguments["ffn_hidden_size"] = int(4 * width * 2 / 3 / 64) * 64 if arguments.get("swiglu") else 4 * width
+    if known.get("--tokenizer-type") == ["GPT2BPETokenizer"]:
+        arguments.setdefault("vocab_size", GPT2_VOCABULARY)
+    found = problems(arguments)
+    found += [f"{name} is {arguments[name]}, but there is no dropout" for name in DROPOUT if arguments.get(name)]
+    if arguments.get("spec") and OUR_SPEC not in known["--spec"]:
+        found.append(f"--spec {' '.join(known['--spec'])} is code, and not read: state model.fan, if it has FAN layers")
+    fields = {f"model.{name}": value for name, value in model_fields(arguments).items()}
+    if OUR_SPEC not in known.get("--spec", []):
+        fields["model.fan.placement"] = "none"
+    wrong = {name: problem for name, value in fields.items() for problem in _wrong(name, value)}
+    return {name: value for name, value in fields.items() if name not in wrong}, found, [*wrong.values()]
+
+
+# -- what is left
+
+
+def _to_do(values: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what is missing, and the rules that the configuration breaks here."""
+    missing = value_problems(values, RunConfig, advice=advice)
+    if not values.get("data", {}).get("train_data"):
+        missing.append("data.train_data is empty; name token files")
+    if "seq_length" not in values.get("model", {}):
+        missing.append("model.seq_length is missing; else it is 2048")
+    yield from missing
+    if not missing:
+        try:
+            config = config_from_dict(dict(values))
+        except InputError as error:
+            yield from str(error).splitlines()
+        else:
+            yield from config.section_problems() or config.problems_of_layout()

@@ -1,0 +1,118 @@
+"""Launch scripts: their arguments are those that bash passes on, and nothing of them runs."""
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from megatron_fanformer.errors import InputError
+from megatron_fanformer.formats.launch_scripts import Word, read_arguments
+
+
+def texts(source: str) -> list[str]:
+    return [word.text for word in read_arguments(source)]
+
+
+SCRIPT = r"""#!/bin/bash
+# A comment with 'half a quote
+export CUDA_DEVICE_MAX_CONNECTIONS=1 PREFIX="a b"
+NAME=run; LAYERS=4 # and a comment
+SAVE=${SAVE_UNSET:-"checkpoints/${NAME}_x"}
+MODEL_ARGS=(
+    --num-layers $LAYERS   # deep
+    # --hidden-size 1
+    --hidden-size 64 --title "two words" --quoted '$LAYERS'
+)
+MODEL_ARGS+=(--swiglu "--split 9,1")
+OLD=" --lr 1e-4 \
+   --bf16 "
+OLD+="--seed 3"
+LAYERS=5
+PROGRAM="scripts/pretrain_gpt.py"
+if [ -f "$PROGRAM" ]; then echo "there is pretrain_gpt.py here"; fi
+mkdir -p "$SAVE" && echo "made $SAVE" > /dev/null
+TORCH=(echo --nnodes 1)
+FOO=bar ${TORCH[@]} \
+    "$PROGRAM" \
+    ${MODEL_ARGS[@]} $OLD --save=$SAVE --one "$PREFIX" --two $PREFIX "${MODEL_ARGS[@]}" --x a\ b ${EMPTY:-} \
+    --dollar \$1 --last "${NAME}"/x 2>&1 | cat
+set +x
+"""
+
+
+def test_a_script_gives_the_arguments_that_bash_does(tmp_path: Path) -> None:
+    (script := tmp_path / "run.sh").write_text(SCRIPT.replace("cat\n", "tr '\\n' '\\n'\n"))
+    words = read_arguments(str(script))
+    assert not any(word.unresolved for word in words)
+    (said := tmp_path / "said.sh").write_text(SCRIPT.replace("(echo --nnodes 1)", "(printf '%s\\n')"))
+    bash = subprocess.run(["bash", said], cwd=tmp_path, capture_output=True, text=True, check=True).stdout
+    assert ["scripts/pretrain_gpt.py", *(word.text for word in words)] == bash.splitlines()
+
+
+CONDITIONAL = """
+if [ -z "$SEQ" ]; then SEQ=4096; fi
+[ -n "$X" ] && WIDTH=8
+HERE=$(pwd)
+CORES=$((2 * 4))
+for i in 1 2; do LIST+=(--a); done
+change() {
+    RATE=3
+}
+RATE=1
+RATE=2
+torchrun pretrain_gpt.py --seq-length $SEQ --hidden-size $WIDTH --save $HERE/x --n ${CORES} --load $1 "${LIST[@]}" \\
+    --lr $RATE --data-path ${OTHER%.bin} `echo y`
+"""
+
+
+def test_what_only_a_shell_could_tell_is_named(tmp_path: Path) -> None:
+    (script := tmp_path / "run.sh").write_text(CONDITIONAL)
+    unresolved = [word for word in read_arguments(str(script)) if word.unresolved]
+    assert unresolved == [
+        Word("$SEQ", ("$SEQ",)),
+        Word("$WIDTH", ("$WIDTH",)),
+        Word("$(pwd)/x", ("$(pwd)",)),
+        Word("$((2 * 4))", ("$((2 * 4))",)),
+        Word("$1", ("$1",)),
+        Word("${LIST[@]}", ("${LIST[@]}",)),
+        Word("${OTHER%.bin}", ("${OTHER%.bin}",)),
+        Word("`echo y`", ("`echo y`",)),
+    ]
+    assert not list(tmp_path.glob("x*"))
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "--num-layers 4 --title 'a b'",
+        "torchrun --nproc-per-node 8 pretrain_gpt.py --num-layers 4 --title 'a b'",
+        "python -u /opt/megatron/pretrain_mamba.py --num-layers 4 \\\n --title 'a b' > log",
+        "srun -l bash -c \"torchrun pretrain_gpt.py --num-layers 4 --title 'a b'\"",
+        "A='pretrain_gpt.py --num-layers 4'\nsrun sh -c \"torchrun $A --title 'a b'\"",
+        "for i in 1; do\npretrain_gpt.py --num-layers 4 --title 'a b' &\ndone",
+    ],
+)
+def test_a_command_line_may_begin_anywhere(source: str) -> None:
+    assert texts(source) == ["--num-layers", "4", "--title", "a b"]
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ("none.sh", "none.sh cannot be read (No such file or directory)"),
+        ("", "starts no pretrain_"),
+        ("torchrun train.py --num-layers 4", "starts no pretrain_"),
+        ("pretrain_gpt.py --a 1\npretrain_gpt.py --a 2", "more than once"),
+        ("--pipeline-model-parallel-layout Et|tL", "goes on with 'tL' after a separator; quote"),
+        ("--a 'b", "has a ' that nothing closes"),
+        ('--a "b', 'has a " that nothing closes'),
+        ("--a ${b", "has a { that nothing closes"),
+        ("--a $(b", "has a ( that nothing closes"),
+        ("A=aaaaaaaaaa\n" + "A=$A$A$A$A\n" * 20 + "pretrain_gpt.py $A", "expand to more than"),
+        ("--a " + "${x:-" * 40 + "}" * 40, "nests defaults"),
+    ],
+)
+def test_what_holds_no_arguments_is_refused(source: str, said: str, tmp_path: Path) -> None:
+    with pytest.raises(InputError) as refused:
+        read_arguments(source)
+    assert said in str(refused.value) and len(str(refused.value).splitlines()) == 1

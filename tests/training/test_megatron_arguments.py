@@ -1,0 +1,349 @@
+"""`config --from-megatron`: a launch script of Megatron-LM as a configuration, and what it does not hold."""
+
+import argparse
+import contextlib
+import dataclasses
+import io
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from megatron_fanformer.cli import PROGRAM, main
+from megatron_fanformer.configuration import yaml_value
+from megatron_fanformer.formats.foreign_names import MEGATRON_LM
+from megatron_fanformer.training.config import config_from_dict, load_config
+from megatron_fanformer.training.megatron_arguments import (
+    BY_HAND,
+    CONVERSIONS,
+    DEFAULTS,
+    DEFAULTS_WITH,
+    LISTS,
+    MODEL_DEFAULTS,
+    RULED,
+    SET,
+    SWITCHES,
+    convert,
+    is_switch,
+)
+from tests.small_runs import ROOT, write_tokens
+from tests.stock_megatron import HAS_TRAINING
+
+ONLY_WITH_ANOTHER = ("--num-query-groups", "--group-query-attention", "--max-position-embeddings", "--spec")
+NAMES = {name: row.field for rows in MEGATRON_LM.values() for row in rows for name in row.names.split()}
+
+LLAMA = """#!/bin/bash
+#SBATCH --nodes=4
+export CUDA_DEVICE_MAX_CONNECTIONS=1
+GPUS_PER_NODE=8
+CHECKPOINT_PATH=${1:-"checkpoints/llama"}
+DATA_ARG=$2
+WORLD_SIZE=$(($GPUS_PER_NODE*4))
+TP_SIZE=2
+SEQ_LENGTH=8192
+DATA_CACHE_PATH="${PWD}/cache"
+mkdir -p "$(dirname "$CHECKPOINT_PATH")"
+
+DISTRIBUTED_ARGS=(--nproc_per_node $GPUS_PER_NODE --nnodes 4)
+
+MODEL_ARGS=(
+    --use-mcore-models
+    --num-layers 32
+    --hidden-size 4096
+    --ffn-hidden-size 14336
+    --num-attention-heads 32
+    --group-query-attention
+    --num-query-groups 8
+    --kv-channels 128
+    --seq-length $SEQ_LENGTH
+    --max-position-embeddings $SEQ_LENGTH
+    --position-embedding-type rope
+    --rotary-base 500000
+    --rotary-percent 1.0
+    --attention-dropout 0.0
+    --hidden-dropout 0.0
+    --swiglu
+    --normalization RMSNorm
+    --init-method-std 0.0134
+    --attention-backend fused
+    --untie-embeddings-and-output-weights
+    --disable-bias-linear
+)
+TRAINING_ARGS=(
+    --micro-batch-size 1
+    --global-batch-size 128
+    --train-samples 1953125
+    --lr-decay-samples 1949218
+    --lr-warmup-samples 3906
+    --lr 0.00015
+    --min-lr 1.0e-5
+    --lr-decay-style cosine
+    --clip-grad 1.0
+    --weight-decay 0.1
+    --adam-beta2 0.95
+    --bf16
+    --grad-reduce-in-bf16
+    --exit-duration-in-mins 235
+    --empty-unused-memory-level 1
+)
+DTYPE_ARGS=()
+if [[ "$DTYPE" == "fp8" ]]; then
+    DTYPE_ARGS+=("--fp8-format hybrid")
+fi
+LAYOUT="--tensor-model-parallel-size $TP_SIZE --sequence-parallel --pipeline-model-parallel-size 4 \\
+    --num-layers-per-virtual-pipeline-stage 2"
+TRAINING_ARGS+=(--use-distributed-optimizer --overlap-grad-reduce)
+DATA_ARGS=(
+    --data-path 0.7 $DATA 0.3 $DATA
+    --split 99,1,0
+    --data-cache-path ${DATA_CACHE_PATH}
+    --tokenizer-type HuggingFaceTokenizer
+    --tokenizer-model $3
+)
+torchrun ${DISTRIBUTED_ARGS[@]} pretrain_gpt.py \\
+    ${MODEL_ARGS[@]} ${TRAINING_ARGS[@]} ${DTYPE_ARGS[@]} $LAYOUT ${DATA_ARGS[@]} \\
+    --log-interval 1 --eval-iters 32 --eval-interval 100 --save-interval 1000 --ckpt-format torch_dist \\
+    --save "$CHECKPOINT_PATH" --load "$CHECKPOINT_PATH" --tensorboard-dir logs 2>&1 | tee log
+"""
+LLAMAS_CONFIGURATION: dict[str, Any] = {
+    "model": {
+        "num_layers": 32,
+        "hidden_size": 4096,
+        "ffn_hidden_size": 14336,
+        "num_attention_heads": 32,
+        "num_query_groups": 8,
+        "seq_length": 8192,
+        "rotary_base": 500000,
+        "layernorm_epsilon": 1e-5,
+        "untie_embeddings_and_output_weights": True,
+        "fan": {"placement": "none"},
+    },
+    "parallel": {
+        "tensor_model_parallel_size": 2,
+        "sequence_parallel": True,
+        "pipeline_model_parallel_size": 4,
+        "virtual_pipeline_model_parallel_size": 4,
+        "use_distributed_optimizer": True,
+        "overlap_grad_reduce": True,
+    },
+    "kernels": {"attention_backend": "fused"},
+    "precision": {"dtype": "bf16", "grad_reduce_in_fp32": False},
+    "data": {"train_data": ["0.7", "tokens", "0.3", "tokens"], "split": "99,1,0"},
+    "optimizer": {"lr": 0.00015, "weight_decay": 0.1, "adam_beta2": 0.95, "adam_eps": 1e-8, "clip_grad": 1.0},
+    "schedule": {
+        "lr_decay_style": "cosine",
+        "min_lr": 1e-5,
+        "lr_decay_iters": 15228,
+        "lr_warmup_iters": 30,
+    },
+    "training": {
+        "run_dir": "checkpoints/llama",
+        "micro_batch_size": 1,
+        "global_batch_size": 128,
+        "train_iters": 15258,
+        "exit_duration_in_mins": 235,
+        "eval_iters": 32,
+        "eval_interval": 100,
+    },
+    "checkpoint": {"save_interval": 1000},
+    "logging": {"log_interval": 1, "tensorboard": True},
+}
+LLAMAS_NOTES = {
+    "FAN layers": ["model.fan.placement none is that Transformer; without it, it is the FANformer of the same size"],
+    "No setting here": [
+        "--use-mcore-models: the model is always megatron-core's",
+        "--kv-channels 128: the head size is hidden_size / num_attention_heads",
+        "--init-method-std 0.0134: weights are drawn by the authors' scheme",
+        "--tokenizer-type HuggingFaceTokenizer: its file (data.tokenizer) shows it",
+        "--ckpt-format torch_dist: checkpoints are megatron-core's torch_dist",
+    ],
+    "Unknown": ["--empty-unused-memory-level 1: not known here; `config` lists what there is"],
+    "Not resolved": [
+        "${DTYPE_ARGS[@]}: set neither plainly nor by default; write what it holds",
+        "--data-cache-path ${PWD}/cache: the script does not say; state data.cache_path",
+        "--tokenizer-model $3: the script does not say; state data.tokenizer",
+    ],
+    "To do before it trains": ["model.vocab_size is missing; it must be an integer"],
+}
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    file = tmp_path / "pretrain_llama.sh"
+    file.write_text(LLAMA.replace("DATA_ARG=$2", "DATA=tokens"))
+    return file
+
+
+def test_a_script_of_a_llama(script: Path) -> None:
+    found = convert(str(script))
+    assert yaml_value(found.text()) == LLAMAS_CONFIGURATION
+    assert found.notes == LLAMAS_NOTES
+
+
+def test_what_is_written_loads(script: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Once what is missing has been stated; nothing but the file is written, and never over another."""
+    tokens, output = write_tokens(tmp_path / "tokens"), tmp_path / "run.yaml"
+    script.write_text(LLAMA.replace("DATA_ARG=$2", f"DATA={tokens}"))
+    command = ["config", "--from-megatron", str(script), "--output", str(output), "--model.vocab_size", "128256"]
+    assert main(command) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert (
+        lines[0] == f"wrote {output}"
+        and "- --tokenizer-model $3: the script does not say; state data.tokenizer" in lines
+    )
+    assert not any("is missing" in line for line in lines)
+    assert main(["config", "--resolved", "--config", str(output)]) == 0
+    config = load_config(output)
+    assert config.model.vocab_size == 128256 and config.data.train_data == ["0.7", str(tokens), "0.3", str(tokens)]
+    assert config.section_problems() == []
+    capsys.readouterr()
+    before = output.read_text()
+    assert main(command) == 2
+    assert capsys.readouterr().err == f"{PROGRAM}: {output} exists already; name another file, or remove it\n"
+    assert output.read_text() == before
+    assert main([*command[:3], *command[5:]]) == 0
+    assert capsys.readouterr().out == before
+
+
+def test_the_pages_command_line_is_its_file() -> None:
+    page = (ROOT / "docs" / "from-megatron-lm.md").read_text()
+    (line,) = re.findall(r"```\n(torchrun .*?)\n```", page, re.DOTALL)
+    (file,) = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
+    theirs = config_from_dict(convert(line, ["--model.vocab_size", "50280"]).values)
+    ours = config_from_dict(yaml_value(file))
+    on = dataclasses.replace(ours.parallel, overlap_grad_reduce=True, overlap_param_gather=True)
+    assert theirs == dataclasses.replace(ours, parallel=on)  # which null turns on by itself, on GPUs
+
+
+def values_of(arguments: str) -> dict[str, Any]:
+    found: dict[str, Any] = yaml_value(convert(arguments).text())
+    return found
+
+
+@pytest.mark.parametrize(
+    ("arguments", "section", "expected"),
+    [
+        ("--num-query-groups 2", "model", {"num_query_groups": None}),  # 1, Megatron's default, would have no effect
+        ("--hidden-size 1024 --swiglu", "model", {"ffn_hidden_size": 2688}),
+        ("--hidden-size 1024", "model", {"ffn_hidden_size": 4096}),
+        ("--tokenizer-type GPT2BPETokenizer", "model", {"vocab_size": 50257}),
+        ("--spec megatron_fanformer.model.layer_spec fanformer_layer_spec", "model", {"fan": None}),
+        ("--rotary-seq-len-interpolation-factor 4", "model", {"rope_scaling": {"rope_type": "linear", "factor": 4}}),
+        ("--bf16", "precision", {"dtype": "bf16"}),
+        ("--seed 3", "precision", {"dtype": "fp32"}),
+        ("--fp8-format e4m3", "precision", {"fp8": "e4m3", "fp8_recipe": "delayed", "fp8_amax_history_len": 1}),
+        ("--main-grads-dtype bf16", "precision", {"grad_reduce_in_fp32": False}),
+        ("--seed 3", "optimizer", {"adam_beta2": 0.999, "adam_eps": 1e-8, "weight_decay": 0.01}),
+        ("--optimizer adam", "optimizer", {"name": "adamw"}),
+        ("--optimizer muon", "optimizer", {"name": "muon", "muon_momentum": 0.9, "muon_extra_scale_factor": 1.0}),
+        ("--seed 3", "schedule", {"lr_decay_style": "linear", "min_lr": 0.0}),
+        ("--lr-decay-style WSD", "schedule", {"lr_decay_style": "WSD", "lr_wsd_decay_style": "exponential"}),
+        ("--data-path '0.5 a 0.5 b'", "data", {"train_data": ["0.5", "a", "0.5", "b"], "split": "969,30,1"}),
+        ("--data-args-path blend.txt", "data", {"train_data": ["@blend.txt"]}),
+        ("--train-data-path a --valid-data-path b", "data", {"valid_data": {"valid": ["b"]}, "split": None}),
+        ("--valid-data-path a --test-data-path b", "data", {"valid_data": {"valid": ["a"], "test": ["b"]}}),
+        ("--recompute-activations", "parallel", {"recompute_granularity": "selective"}),
+        ("--recompute-modules core_attn mlp", "parallel", {"recompute_modules": ["core_attn", "mlp"]}),
+        ("--iterations-to-skip 3 4", "recovery", {"iterations_to_skip": [3, 4]}),
+        ("--rerun-mode disabled", "recovery", {"compute_again": False}),
+        ("--seed=3 --seed 4", "training", {"seed": 4}),
+        ("--seed 3 $MORE", "training", {"seed": 3}),
+        ("--lr-decay-style $STYLE --min-lr $LOW --lr 1", "schedule", {"lr_decay_style": None, "min_lr": None}),
+        ("--hidden-size 64 --ffn-hidden-size $F", "model", {"hidden_size": 64, "ffn_hidden_size": None}),
+        ("--norm-epsilon $E --lr 1", "model", {"layernorm_epsilon": None}),
+        ("--data-path a --split $SPLIT", "data", {"train_data": ["a"], "split": None}),
+    ],
+)
+def test_values_that_need_converting(arguments: str, section: str, expected: dict[str, Any]) -> None:
+    found = values_of(arguments).get(section, {})
+    assert {name: found.get(name) for name in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("arguments", "title", "note"),
+    [
+        ("--disable-bias-linear", "Another model than there", "swiglu (--swiglu) is False, but every MLP is a SwiGLU"),
+        ("--normalization LayerNorm", "Another model than there", "'LayerNorm', but every norm is an RMSNorm"),
+        ("--hidden-dropout 0.1", "Another model than there", "hidden_dropout is 0.1, but there is no dropout"),
+        ("--spec mine layers", "Another model than there", "--spec mine layers is code, and not read"),
+        ("--num-layers few", "Not carried over", 'model.num_layers is "few"; it must be an integer'),
+        ("--optimizer sgd", "Not carried over", "--optimizer sgd: optimizer.name has no such value"),
+        ("--lr-decay-style inverse-square-root", "Not carried over", "it must be one of cosine, linear, constant, WSD"),
+        ("--train-samples 80", "Not carried over", "depends on --global-batch-size"),
+        ("--train-samples 80 --rampup-batch-size 1 1 8 --global-batch-size 8", "Not carried over", "has no one size"),
+        ("--seed 3 4", "Not carried over", "--seed 3 4: training.seed takes one value"),
+        ("--load there --save here", "Not carried over", "--load there: `convert` it, and state checkpoint.load"),
+        ("--ddp-num-buckets 4", "Not carried over", "parallel.ddp_bucket_size (parameters per bucket"),
+        ("--fp16", "No setting here", "16-bit numbers are bf16"),
+        ("--num-expert 8", "Unknown", "--num-expert 8: not known here"),
+        ("--save $RUN", "Not resolved", "--save $RUN: the script does not say; state training.run_dir"),
+        ("--bf16 $MORE", "Not resolved", "$MORE: set neither plainly nor by default"),
+        ("--lr 1e-4", "To do before it trains", "data.train_data is empty; name token files"),
+        ("--title 'a\nseed: 3'", "Unknown", "--title a seed: 3: not known here"),
+    ],
+)
+def test_what_does_not_carry_over_is_listed(arguments: str, title: str, note: str) -> None:
+    found = convert(arguments)
+    assert any(note in line for line in found.notes[title]), found.notes
+    assert yaml_value(found.text()) == yaml.safe_load(yaml.safe_dump(yaml_value(found.text())))
+    assert all(line.startswith("#") for line in found.text().partition("\n\n")[0].splitlines())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--output", "x.yaml"], "--output has no effect without --from-megatron"),
+        (["--from-megatron=--swiglu", "--config", "x.yaml"], "--config has no effect with --from-megatron"),
+        (["--from-megatron=--swiglu", "--gpus", "2"], "--gpus has no effect with --from-megatron"),
+        (["--from-megatron=--swiglu", "--schema"], "--schema has no effect with --from-megatron; leave one"),
+        (["--from-megatron", "none.sh"], "none.sh cannot be read"),
+        (["--from-megatron=--swiglu", "--output", "none/x.yaml"], "--output none/x.yaml is not a file in a folder"),
+    ],
+)
+def test_options_that_do_not_go_together(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config", *arguments]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_an_argument_whose_value_is_not_known_is_no_difference() -> None:
+    assert "normalization" in str(convert("--swiglu").notes["Another model than there"])
+    assert "normalization" not in str(convert("--swiglu --normalization $NORM").notes["Another model than there"])
+
+
+# -- the tables
+
+
+def test_every_argument_of_the_tables_is_in_the_table_of_names() -> None:
+    with_others = {name for flags, found in DEFAULTS_WITH.items() for name in (flags[0], *found)}
+    assert {*BY_HAND, *SET, *SWITCHES, *LISTS, *DEFAULTS, *CONVERSIONS, *with_others} <= NAMES.keys()
+    assert all(NAMES[name] for name in (*BY_HAND, *DEFAULTS, *CONVERSIONS))
+
+
+def test_every_argument_with_a_field_is_converted() -> None:
+    """As none is left out by oversight: a value of its field's type comes out, or it is listed."""
+    for name, field in NAMES.items():
+        found = convert(name if is_switch(name) else f"{name} 2")
+        listed = [line for title, lines in found.notes.items() if title != "To do before it trains" for line in lines]
+        section, _, rest = (field or "").partition(".")
+        is_set = field is not None and rest.split(".")[0] in found.values.get(section, {})
+        assert is_set or any(name in line for line in listed) or name in (*SET, *RULED, *ONLY_WITH_ANOTHER), name
+
+
+@pytest.mark.full
+@pytest.mark.skipif(not HAS_TRAINING, reason="megatron.training comes with megatron-core 0.19")
+def test_defaults_and_switches_are_megatrons_own() -> None:
+    from megatron.training.arguments import add_megatron_arguments
+
+    with contextlib.redirect_stdout(io.StringIO()):
+        parser = add_megatron_arguments(argparse.ArgumentParser())
+    default = {name: parser.get_default(name[2:].replace("-", "_")) for name in NAMES}
+    tables = [DEFAULTS, *DEFAULTS_WITH.values()]
+    defaults = {name: value for table in tables for name, (_, value) in table.items() if name != "--bf16"}
+    assert {name: default[name] for name in defaults} == defaults and default["--bf16"] is False
+    of_model = {name: parser.get_default(name) for name in MODEL_DEFAULTS}
+    assert {**of_model, "norm_epsilon": 1e-5} == MODEL_DEFAULTS and of_model["norm_epsilon"] in (None, 1e-5)
+    options = parser._option_string_actions
+    assert [name for name in NAMES if is_switch(name) != (options[name].nargs == 0)] == []
+    assert {name for name in NAMES if options[name].nargs not in (None, 0)} == LISTS
