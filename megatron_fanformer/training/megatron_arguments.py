@@ -5,6 +5,7 @@ makes another model, are read as a checkpoint's arguments are (`formats/megatron
 value needs: another unit, another form, or Megatron-LM's default where ours is another.
 """
 
+import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, get_args, get_origin, get_type_hints
 
@@ -351,7 +352,7 @@ CONVERSIONS: dict[str, Callable[[list[str], Mapping[str, list[str]]], dict[str, 
     "--data-args-path": lambda words, _known: {"data.train_data": [f"@{word}" for word in words]},
     "--valid-data-path": lambda words, known: {VALIDATION: {"valid": _blend(words, known)}},
     "--test-data-path": lambda words, known: {VALIDATION: {"test": _blend(words, known)}},
-    "--split": lambda words, _known: {"data.split": "".join(words).replace(" ", "")},
+    "--split": lambda words, _known: {"data.split": ",".join(re.findall(r"[.0-9]+", " ".join(words)))},  # as there
     "--optimizer": _choice("optimizer.name", adam="adamw", muon="muon"),
     "--rerun-mode": _choice("recovery.compute_again", disabled=False, validate_results=True),
     "--tensorboard-dir": lambda _words, _known: {"logging.tensorboard": True},

@@ -241,6 +241,11 @@ def values_of(arguments: str) -> dict[str, Any]:
         ("--seed 3", "schedule", {"lr_decay_style": "linear", "min_lr": 0.0}),
         ("--lr-decay-style WSD", "schedule", {"lr_decay_style": "WSD", "lr_wsd_decay_style": "exponential"}),
         ("--data-path '0.5 a 0.5 b'", "data", {"train_data": ["0.5", "a", "0.5", "b"], "split": "969,30,1"}),
+        (
+            "--data-path a --split \"'99, 1, 0'\"",
+            "data",
+            {"split": "99,1,0"},
+        ),  # quotes in an array, as in its own scripts
         ("--data-args-path blend.txt", "data", {"train_data": ["@blend.txt"]}),
         ("--train-data-path a --valid-data-path b", "data", {"valid_data": {"valid": ["b"]}, "split": None}),
         ("--valid-data-path a --test-data-path b", "data", {"valid_data": {"valid": ["a"], "test": ["b"]}}),
