@@ -194,10 +194,23 @@ def _lines(path: Path) -> tuple[list[dict[str, Any]], bytes]:
             raise InputError(f"{path}:{number}: it is not JSON ({error}); write one object on each line") from None
         if not isinstance(value, dict):
             raise InputError(f"{path}:{number}: it is no JSON object; write one on each line")
+        if b"\\u" in line:
+            _refuse_surrogates(f"{path}:{number}", value)
         found.append({**value, LINE: number})
     if not found:
         raise InputError(f"{path} has no lines; write one object on each")
     return found, content
+
+
+def _refuse_surrogates(place: str, value: Any) -> None:
+    if isinstance(value, dict):
+        for each in value.items():
+            _refuse_surrogates(place, list(each))
+    elif isinstance(value, list):
+        for each in value:
+            _refuse_surrogates(place, each)
+    elif isinstance(value, str) and any("\ud800" <= character <= "\udfff" for character in value):
+        raise InputError(f"{place}: it has an unpaired surrogate, which no tokenizer takes; remove it")
 
 
 LINE = "\0line"  # no field of a JSON line that anybody wrote
@@ -242,6 +255,7 @@ def _of_yaml(path: Path, shots: int | None) -> OwnTask:
         raise InputError(f"{path} is not a task of plain values ({error}); write its texts as fields") from None
     if not isinstance(values, dict):
         raise InputError(f"{path} is no task of lm-eval; it must have fields such as task and doc_to_text")
+    _refuse_surrogates(str(path), values)
     if shots is not None:
         values["num_fewshot"] = shots
     if problems := _problems(values):
@@ -249,7 +263,7 @@ def _of_yaml(path: Path, shots: int | None) -> OwnTask:
     evaluated = values.get("test_split") or values["validation_split"]
     count = values.get("num_fewshot") or 0
     files = {name: [path.parent / each for each in paths] for name, paths in _data_files(values).items()}
-    digest = hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode())
+    digest = hashlib.sha256(repr(values).encode())  # in its order, which is that of choices by name
     read: dict[str, tuple[Question, ...]] = {}
     for split in dict.fromkeys([evaluated, *([values["fewshot_split"]] if count else [])]):
         if split not in files:
@@ -257,7 +271,7 @@ def _of_yaml(path: Path, shots: int | None) -> OwnTask:
         read[split] = ()
         for file in files[split]:
             lines, content = _lines(file)
-            digest.update(content)
+            digest.update(hashlib.sha256(content).digest())  # a line that moves to another file changes it
             read[split] += _questions(file, lines, values)
     metrics = [METRICS[each["metric"]] for each in values.get("metric_list") or [{"metric": "acc"}]]
     examples = values["fewshot_split"] if count else evaluated
@@ -288,6 +302,9 @@ def _problems(values: Mapping[str, Any]) -> list[str]:
         for name in values
         if name not in READ and name not in NO_MATTER
     ]
+    for name in ("test_split", "validation_split", "fewshot_split"):
+        if not isinstance(values.get(name), str | None):
+            found.append(f"{name} is {values[name]}; it must be the name of a split")
     for name in ("task", "doc_to_text", "doc_to_choice", "doc_to_target"):
         if values.get(name) is None:
             found.append(f"{name} is missing; state it")
@@ -318,7 +335,7 @@ def _problems(values: Mapping[str, Any]) -> list[str]:
     found += [
         f"metric_list has {each['metric']}; {' and '.join(METRICS)} are read here"
         for each in metrics
-        if each["metric"] not in METRICS
+        if not isinstance(each["metric"], str) or each["metric"] not in METRICS
     ]
     return found
 

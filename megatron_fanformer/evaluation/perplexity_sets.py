@@ -145,9 +145,11 @@ class PerplexitySet:
             found = [self._cut(number, file) for number, file in enumerate(self.files)]
             pieces = self._first(np.concatenate([np.zeros((0, COLUMNS), np.int64), *found]))
         if not len(pieces):
-            tokens = sum(file.file.tokens for file in self.files)
+            held = f"{self.name} holds {sum(file.file.tokens for file in self.files)} tokens in {len(self.files)} files"
+            if self.chunking == "rolling":
+                raise InputError(f"{held} and no text between ends of documents; name files that hold one")
             raise InputError(
-                f"{self.name} holds {tokens} tokens in {len(self.files)} files and no piece of {self.chunk_tokens}; "
+                f"{held} and no piece of {self.chunk_tokens}; "
                 f"set {SECTION}.chunk_tokens lower, or chunking to documents"
             )
         return pieces

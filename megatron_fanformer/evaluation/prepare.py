@@ -160,8 +160,9 @@ def read_own_tasks(names: Sequence[str], shots: int | None = None) -> list[OwnTa
     if known := [name for name in names if name.startswith(OWN)]:
         raise InputError(f"{', '.join(known)} is a task in a request file; name its file of questions to prepare it")
     own = [read_task(Path(name), shots) for name in dict.fromkeys(names) if is_own(name)]
-    if len({task.name for task in own}) < len(own):
-        raise InputError(f"two tasks of {', '.join(task.name for task in own)} have one name; name one otherwise")
+    names_of_own = [task.name for task in own]
+    if twice := next((name for name in names_of_own if names_of_own.count(name) > 1), None):
+        raise InputError(f"two files of --tasks have a task named {twice}; give one another name")
     if shots is not None and not own:
         raise InputError("--fewshot is of questions of your own, and --tasks names no file; leave it out")
     return own

@@ -14,6 +14,7 @@ NAME = re.compile(r"[A-Za-z_]\w*")
 PART = re.compile(
     r"\.strip\(\)|\s*\|\s*trim\b|\.([A-Za-z_]\w*)(?!\w*\()|\[(-?\d+)\]|\['([^'\\]*)'\]|\[\"([^\"\\]*)\"\]"
 )
+DIGITS = re.compile(r"[0-9]{1,9}")  # more are no choice's number
 QUOTED = re.compile(r"'([^'\\]*)'|\"([^\"\\]*)\"")
 
 
@@ -49,6 +50,8 @@ def as_choices(template: Any, document: Mapping[str, Any], columns: Set[str]) ->
         raise ValueError("its choices are no list of texts; write one")
     if len(found) < 2:
         raise ValueError(f"it has {len(found)} choices; a question needs two or more")
+    if "" in found:  # a score by its length would be infinite
+        raise ValueError(f"its choice {found.index('')} (from 0) is empty; write a text")
     return found
 
 
@@ -60,7 +63,7 @@ def as_target(template: Any, document: Mapping[str, Any], columns: Set[str], cho
             found = _value(template, document)
         else:
             found = _rendered("doc_to_target", template, document)
-            found = int(found) if found.isdigit() else found
+            found = int(found) if DIGITS.fullmatch(found) else found
     if type(found) is int and 0 <= found < len(choices):
         return found
     if isinstance(found, str) and found in choices:

@@ -64,12 +64,12 @@ def draw_losses(path: str, picture: Path) -> None:
     Raises:
         InputError: the path is not a run's folder, or it has logged no loss; the picture cannot be written.
     """
-    from megatron_fanformer.training.loss_picture import loss_picture
+    from megatron_fanformer.training.loss_picture import loss_picture, points_of
     from megatron_fanformer.training.metrics import read_metrics
 
     run = _run_of(path, "picture", "draws what a run has logged")
     metrics = read_metrics(run) if (run / store.METRICS).is_file() else []
-    if not any("loss" in entry for entry in metrics):
+    if not points_of(metrics, "loss"):
         raise InputError(f"{run / store.METRICS} has no loss: the run has not taken a step; draw it later")
     _write_picture(picture, loss_picture(metrics, title=str(run)), "picture")
     show([f"{picture}: the losses of {path}"])

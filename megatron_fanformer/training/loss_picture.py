@@ -1,5 +1,6 @@
 """The losses of a run over its steps, as a picture: in training, as they are and smoothed, and in validation."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,17 +23,16 @@ def loss_picture(metrics: Sequence[dict[str, Any]], *, title: str, entropy: floa
 
     def draw(panels: Any) -> None:
         axes = panels[0, 0]
-        points = [(entry["step"], entry["loss"]) for entry in metrics if "loss" in entry]
-        if points:
+        if points := points_of(metrics, "loss"):
             steps, losses = zip(*points, strict=True)
             axes.plot(steps, losses, linewidth=0.6, alpha=0.4, color="C0", label="training, each step")
             smooth = smoothed(losses, smoothing_window(len(losses)))
             axes.plot(steps, smooth, linewidth=2, color="C0", label="training, smoothed")
         names = sorted({name for entry in metrics for name in entry if name.startswith(VALIDATION_PREFIX)})
         for number, name in enumerate(names, start=1):
-            points = [(entry["step"], entry[name]) for entry in metrics if name in entry]
-            label = f"validation: {name.removeprefix(VALIDATION_PREFIX)}"
-            axes.plot(*zip(*points, strict=True), "o-", color=f"C{number}", label=label)
+            if points := points_of(metrics, name):
+                label = f"validation: {name.removeprefix(VALIDATION_PREFIX)}"
+                axes.plot(*zip(*points, strict=True), "o-", color=f"C{number}", label=label)
         if entropy is not None:
             axes.axhline(entropy, linestyle="--", color="gray", label="unigram entropy of the tokens")
         axes.set(xlabel="step", ylabel="loss, nats per token", title=title)
@@ -40,6 +40,15 @@ def loss_picture(metrics: Sequence[dict[str, Any]], *, title: str, entropy: floa
             axes.legend()
 
     return drawn(draw)
+
+
+def points_of(metrics: Sequence[dict[str, Any]], name: str) -> list[tuple[int, float]]:
+    """Return steps and values, but those that are no finite number: in running sums, one would spoil all after it."""
+    return [
+        (entry["step"], entry[name])
+        for entry in metrics
+        if type(entry.get(name)) in (int, float) and math.isfinite(entry[name])
+    ]
 
 
 def smoothing_window(steps: int) -> int:

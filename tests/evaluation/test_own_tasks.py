@@ -127,6 +127,12 @@ def test_a_yaml_of_lm_eval_is_read(
         ({"doc_to_text": "{{ nothing }}"}, r"q\.jsonl:1: it has no field nothing"),
         ({"doc_to_target": 3}, r"q\.jsonl:1: its answer is 3, neither one of the choices nor a number from 0 to 2"),
         ({"doc_to_choice": "context"}, r"its choices are no list of texts"),
+        ({"doc_to_choice": ["", "b", "c"]}, r"q\.jsonl:1: its choice 0 \(from 0\) is empty; write a text"),
+        ({"doc_to_target": "{{'²'}}"}, r"q\.jsonl:1: its answer is '²', neither one of the choices"),
+        ({"test_split": ["test"]}, r"test_split is \['test'\]; it must be the name of a split"),
+        ({"fewshot_split": {"a": 1}, "num_fewshot": 1}, r"fewshot_split is \{'a': 1\}; it must be the name"),
+        ({"metric_list": [{"metric": ["acc"]}]}, r"metric_list has \['acc'\]; acc and acc_norm are read"),
+        ({"description": "\ud800"}, r"task\.yaml: it has an unpaired surrogate"),
     ],
 )
 def test_what_is_not_plain_is_refused_by_name(tmp_path: Path, fields: dict[str, Any], said: str) -> None:
@@ -144,6 +150,7 @@ def test_what_is_not_plain_is_refused_by_name(tmp_path: Path, fields: dict[str, 
         ('{"context": "a", "choices": ["b"], "answer": 0}', r"q\.jsonl:2: it has 1 choices"),
         ('{"context": "a", "choices": ["b", "c"], "answer": "d"}', r"q\.jsonl:2: its answer is 'd'"),
         ('{"context": 1, "choices": ["b", "c"], "answer": 0}', r"q\.jsonl:2: context is no text"),
+        ('{"context": "\\ud800", "choices": ["b", "c"], "answer": 0}', r"q\.jsonl:2: it has an unpaired surrogate"),
     ],
 )
 def test_a_line_that_is_no_question_is_named(tmp_path: Path, line: str, said: str) -> None:
@@ -151,6 +158,29 @@ def test_a_line_that_is_no_question_is_named(tmp_path: Path, line: str, said: st
     file.write_text(file.read_text() + line)
     with pytest.raises(InputError, match=said):
         read_task(file)
+
+
+def test_what_changes_a_figure_changes_the_sum_of_a_task(tmp_path: Path) -> None:
+    """By which requests are kept in the cache."""
+
+    def changed(**fields: Any) -> str:
+        return read_task(write_yaml(tmp_path, **fields)).sha256
+
+    first, second = ({"doc_to_choice": choices} for choices in ({"a": "yes", "b": "no"}, {"b": "no", "a": "yes"}))
+    assert changed(**first, doc_to_target=0) != changed(**second, doc_to_target=0)
+    path = write_yaml(tmp_path, num_fewshot=1)
+    before = read_task(path)
+    write_lines(tmp_path / "q.jsonl", QUESTIONS[:5])
+    shots = (tmp_path / "shots.jsonl").read_text()
+    (tmp_path / "shots.jsonl").write_text(json.dumps(QUESTIONS[5]) + "\n" + shots)
+    assert before.sha256 != read_task(path).sha256
+
+
+def test_two_files_of_one_task_are_refused(tmp_path: Path, small_tokenizer_file: Path) -> None:
+    (tmp_path / "other").mkdir()
+    files = [str(write_lines(folder / "trivia.jsonl", QUESTIONS)) for folder in (tmp_path, tmp_path / "other")]
+    with pytest.raises(InputError, match=r"^two files of --tasks have a task named trivia; give one another name$"):
+        prepare_requests(tmp_path / "a", tasks=files, tokenizer=small_tokenizer_file)
 
 
 def test_a_function_in_a_yaml_is_not_run(tmp_path: Path) -> None:

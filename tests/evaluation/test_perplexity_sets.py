@@ -297,6 +297,12 @@ def test_a_set_of_less_than_a_chunk_is_refused(tmp_path: Path) -> None:
         found(own(tmp_path))
 
 
+def test_rolling_windows_need_a_text(tmp_path: Path) -> None:
+    (tmp_path / "a.npy").write_bytes(b"")
+    with pytest.raises(InputError, match="own holds 0 tokens in 1 files and no text between ends of documents; name"):
+        found(own(tmp_path, chunking="rolling", eod_id=1))
+
+
 def test_tokens_of_another_vocabulary_are_refused(tmp_path: Path) -> None:
     write_npy(tmp_path / "a.npy", 100)
     with pytest.raises(InputError, match="outside the vocabulary of 50"):

@@ -127,6 +127,22 @@ def test_a_file_is_not_replaced_and_other_actions_take_nothing_of_init(
         assert re.search(rf"{words[0]} has no effect with dry-run; use it with init", capsys.readouterr().err)
 
 
+@pytest.mark.parametrize("place", ["new/folder", "link"])
+def test_the_base_is_found_from_a_new_folder_and_through_a_link(place: str, tmp_path: Path, tokens: str) -> None:
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    (tmp_path / "link").symlink_to(tmp_path / "a" / "b")
+    assert init(tmp_path / place / "compare.yaml", "--config", run_of(tmp_path, tokens, split="80,20,0")) == 0
+    assert read_sweep(tmp_path / place / "compare.yaml", needs_data=False).cells
+
+
+def test_a_file_that_cannot_be_written_is_named(
+    tmp_path: Path, tokens: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = run_of(tmp_path, tokens, split="80,20,0")
+    assert init(Path(run) / "compare.yaml", "--config", run) == 2
+    assert "run.yaml/compare.yaml cannot be written (" in capsys.readouterr().err
+
+
 def test_parameters_that_differ_are_told_by_the_points_of_other_axes(
     tmp_path: Path, tokens: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

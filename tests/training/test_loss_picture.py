@@ -1,5 +1,8 @@
 """The smoothed loss of a picture: the mean around each step, without a lag where the loss falls."""
 
+import math
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -28,6 +31,16 @@ def test_a_loss_that_falls_steadily_is_its_own_smoothed_loss() -> None:
 def test_the_window_is_a_twentieth_of_the_steps_and_has_a_middle(steps: int, window: int) -> None:
     assert smoothing_window(steps) == window
     assert len(smoothed([1.0] * steps, window)) == steps
+
+
+def test_losses_that_are_no_numbers_are_left_out() -> None:
+    metrics: list[dict[str, Any]] = [
+        {"step": step, "loss": 5 - step / 60, "validation_loss/web": 3.0} for step in range(60)
+    ]
+    without = [*metrics[:20], *metrics[24:]]
+    for entry, odd in zip(metrics[20:24], (math.nan, math.inf, None, "abc"), strict=True):
+        entry |= {"loss": odd, "validation_loss/web": odd}
+    assert loss_picture(metrics, title="a run") == loss_picture(without, title="a run")
 
 
 def test_a_run_with_a_skipped_step_is_drawn() -> None:

@@ -102,13 +102,16 @@ def read_sweep(file: Path, *, needs_data: bool) -> Sweep:
     return sweep_of(file, read_values(file), needs_data=needs_data)
 
 
-def sweep_of(file: Path, values: dict[str, Any], *, needs_data: bool) -> Sweep:
-    """Return the sweep that a file with these values is. Raises like `read_sweep`."""
+def sweep_of(file: Path, values: dict[str, Any], *, needs_data: bool, base_file: Path | None = None) -> Sweep:
+    """Return the sweep that a file with these values is. Raises like `read_sweep`.
+
+    Args:
+        base_file: the base, where the file's folder may not be there yet; None: as the values have it.
+    """
     config = build(values, SweepConfig)
     if found := config.problems():
         raise InputError("\n".join(found))
-    base_file = file.parent / config.base
-    base = read_values(base_file)
+    base = read_values(file.parent / config.base if base_file is None else base_file)
     cells: list[Cell] = []
     all_names: list[str] = []
     problems: dict[str, list[str]] = {}

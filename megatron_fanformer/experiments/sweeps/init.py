@@ -60,7 +60,7 @@ def write_sweep(options: SweepOptions) -> Sweep:
     values = {
         "experiment": f"{names[0]} and {', '.join(names[1:])}",
         "folder": str(file.with_suffix("")),
-        "base": os.path.relpath(options.config, file.parent),
+        "base": os.path.relpath(os.path.realpath(options.config), os.path.realpath(file.parent)),  # through links, too
         **({"changes": changes} if changes else {}),
         "axes": {AXIS: {name: _changes(base, name) for name in names}},
         "seeds": FEWEST_SEEDS if options.seeds is None else options.seeds,
@@ -71,9 +71,13 @@ def write_sweep(options: SweepOptions) -> Sweep:
             "metric": metric,
         },
     }
-    sweep = sweep_of(file, values, needs_data=False)
+    sweep = sweep_of(file, values, needs_data=False, base_file=options.config)
     header = HEADER.format(points=values["experiment"].capitalize(), base=values["base"], file=file)
-    write_atomically(file, header + _as_yaml(values))
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(file, header + _as_yaml(values))
+    except OSError as error:
+        raise InputError(f"{file} cannot be written ({error.strerror}); name another file") from None
     return sweep
 
 
