@@ -121,9 +121,8 @@ def prepare_requests(
     prepared: list[PreparedTask] = []
     for task in named:
         if builder and not task.is_generated:
-            requests = choices[task.name] = builder.requests(task, context_length, limit)
-            documents = len(np.unique(requests.documents))
-            prepared.append(PreparedTask(task.name, documents, len(requests), len(requests.ids), requests.cut))
+            choices[task.name] = builder.requests(task, context_length, limit)
+            prepared.append(_counted(choices[task.name]))
         else:
             texts[task.name] = task_documents.documents(task.name, data_folder())[:limit]
             prepared.append(PreparedTask(task.name, len(texts[task.name])))
@@ -131,8 +130,7 @@ def prepare_requests(
             on_task(prepared[-1])
     for each in own:
         requests = choices[OWN + each.name] = own_requests(each, encoder, context_length, limit=limit, seed=seed)
-        documents = len(np.unique(requests.documents))
-        prepared.append(PreparedTask(requests.name, documents, len(requests), len(requests.ids), requests.cut))
+        prepared.append(_counted(requests))
         versions[requests.name] = f"SHA-256 {each.sha256}, {each.shots} examples of seed {seed}"
         if on_task:
             on_task(prepared[-1])
@@ -149,6 +147,11 @@ def prepare_requests(
     return RequestsReport(
         path=output, sha256=sha256, seconds=seconds, context_length=context_length, tasks=tuple(prepared)
     )
+
+
+def _counted(requests: TaskRequests) -> PreparedTask:
+    documents = len(np.unique(requests.documents))
+    return PreparedTask(requests.name, documents, len(requests), len(requests.ids), requests.cut)
 
 
 def read_own_tasks(names: Sequence[str], shots: int | None = None) -> list[OwnTask]:
