@@ -230,6 +230,8 @@ def _run_job(
         timeout=timedelta(seconds=job_seconds),  # a rank that dies is noticed by its connection
     )
     result = function(*arguments)
+    if "gloo" in backend:  # a rank that closes its end of the mesh fails those that are still connecting theirs
+        dist.barrier()
     dist.destroy_process_group()
     # A trainer holds on to its groups by reference cycles, and each gloo group to three threads: after a few dozen
     # jobs a rank would have over a thousand, and slow down.

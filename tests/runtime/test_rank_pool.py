@@ -55,6 +55,8 @@ def test_a_failed_job_names_its_rank_and_the_pool_goes_on() -> None:
             pool.run(2, fail_on, 1)
         assert failure.value.rank == 1
         assert pool.run(2, sum_of_ranks) == [1, 1]
+        for _ in range(40):  # one in a hundred used to end its group before another rank had joined it
+            assert pool.run(3, dist.get_world_size) == [3] * 3
         with pytest.raises(JobFailed, match="rank 0 of 2: it died"):
             pool.run(2, die_on, 0)
 
