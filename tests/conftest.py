@@ -68,6 +68,16 @@ def pytest_unconfigure() -> None:
 
 
 @pytest.fixture(autouse=True)
+def environment_restored() -> Iterator[None]:
+    """A run in this process sets what its libraries read, and what starts later would inherit that."""
+    before = dict(os.environ)
+    yield
+    for name in os.environ.keys() - before.keys():
+        del os.environ[name]
+    os.environ.update(before)
+
+
+@pytest.fixture(autouse=True)
 def groups_let_go() -> Iterator[None]:
     """A run in this process leaves process groups in cycles, and a gloo group's thread wakes up every 10 ms."""
     modules = len(sys.modules)
