@@ -3,6 +3,7 @@
 Nor does a command that computes nothing import them.
 """
 
+import json
 import os
 import re
 import subprocess
@@ -24,6 +25,15 @@ code = main(sys.argv[1:])
 print(*sorted({name.split(".")[0] for name in sys.modules} & {"torch", "megatron", "transformers"}))
 sys.exit(code)
 """
+MANY_COMMANDS = """
+import contextlib, io, json, sys
+from megatron_fanformer.cli import main
+for arguments in json.loads(sys.argv[1]):
+    with contextlib.redirect_stdout(io.StringIO()) as output, contextlib.redirect_stderr(io.StringIO()) as errors:
+        code = main(arguments)
+    imported = sorted({name.split(".")[0] for name in sys.modules} & {"torch", "megatron", "transformers"})
+    print(json.dumps([code, output.getvalue(), errors.getvalue(), imported]))
+"""
 
 
 def told(*arguments: str) -> str:
@@ -43,40 +53,47 @@ def run_without_torch(*arguments: str, **environment: str) -> "subprocess.Comple
     return done
 
 
-@pytest.fixture
-def config(tmp_path: Path) -> str:
-    """A configuration in which the token files alone are missing."""
-    values: dict[str, Any] = small_run(str(tmp_path / "no-tokens"), tmp_path / "run")
-    return str(write_config(tmp_path / "config.yaml", values))
-
-
 NO_CHECKPOINT = "none does not exist; name a run's folder"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        ("train --config CONFIG --model.hiden_size 64", "did you mean model.hidden_size?"),
-        ("parity --config CONFIG --model.hiden_size 64", "did you mean model.hidden_size?"),
-        ("train --config none.yaml", "none.yaml cannot be read"),
-        ("parity --config none.yaml", "none.yaml cannot be read"),
-        ("train --config CONFIG", "no-tokens.bin does not exist"),
-        ("train --config CONFIG --checkpoint.load none", "checkpoint.load: none does not exist"),
-        ("parity --config CONFIG --layouts tp=3", "layout 'tp=3': "),
-        ("generate x --prompt y --speed 9", "unknown argument --speed"),
-        ("convert x y --to hf --speed 9", "unknown argument --speed"),
-        ("generate none --prompt y", NO_CHECKPOINT),
-        ("chat none", NO_CHECKPOINT),
-        ("convert none out --to hf", NO_CHECKPOINT),
-        ("merge none --last 2 --output out", "none does not exist; name a run's folder"),
-        ("evaluate none --perplexity own=none --layout tp=2", NO_CHECKPOINT),
-        ("inspect none", "none does not exist"),
-        ("inspect none --step 3", "none does not exist"),
-        ("inspect examples/tiny-cpu.yaml --step 3 --modle.x 1", "did you mean model?"),
-    ],
-)
-def test_a_command_that_is_refused(arguments: str, said: str, config: str) -> None:
-    assert said in told(*(config if word == "CONFIG" else word for word in arguments.split()))
+REFUSED = [
+    ("train --config CONFIG --model.hiden_size 64", "did you mean model.hidden_size?"),
+    ("parity --config CONFIG --model.hiden_size 64", "did you mean model.hidden_size?"),
+    ("train --config none.yaml", "none.yaml cannot be read"),
+    ("parity --config none.yaml", "none.yaml cannot be read"),
+    ("train --config CONFIG", "no-tokens.bin does not exist"),
+    ("train --config CONFIG --checkpoint.load none", "checkpoint.load: none does not exist"),
+    ("parity --config CONFIG --layouts tp=3", "layout 'tp=3': "),
+    ("generate x --prompt y --speed 9", "unknown argument --speed"),
+    ("convert x y --to hf --speed 9", "unknown argument --speed"),
+    ("generate none --prompt y", NO_CHECKPOINT),
+    ("chat none", NO_CHECKPOINT),
+    ("convert none out --to hf", NO_CHECKPOINT),
+    ("merge none --last 2 --output out", "none does not exist; name a run's folder"),
+    ("evaluate none --perplexity own=none --layout tp=2", NO_CHECKPOINT),
+    ("inspect none", "none does not exist"),
+    ("inspect none --step 3", "none does not exist"),
+    ("inspect examples/tiny-cpu.yaml --step 3 --modle.x 1", "did you mean model?"),
+]
+
+
+@pytest.fixture(scope="module")
+def refusals(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
+    """How commands end, one after the other in one process, whose start takes as long as all of them."""
+    folder = tmp_path_factory.mktemp("refused")
+    config = str(write_config(folder / "config.yaml", small_run(str(folder / "no-tokens"), folder / "run")))
+    commands = [[config if word == "CONFIG" else word for word in arguments.split()] for arguments, _ in REFUSED]
+    program = [sys.executable, "-c", MANY_COMMANDS, json.dumps(commands)]
+    done = subprocess.run(program, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    return {arguments: json.loads(line) for (arguments, _), line in zip(REFUSED, done.stdout.splitlines(), strict=True)}
+
+
+@pytest.mark.parametrize(("arguments", "said"), REFUSED)
+def test_a_command_that_is_refused(arguments: str, said: str, refusals: dict[str, list[Any]]) -> None:
+    code, output, errors, imported = refusals[arguments]
+    assert (code, output, imported) == (2, "", [])
+    assert said in errors
 
 
 def test_a_receipt_that_could_not_be_written(tmp_path: Path) -> None:

@@ -70,9 +70,11 @@ def held_and_planned(name: str, layout: str, dtype: str) -> tuple[int, int]:
     ("name", "layouts"),
     [
         pytest.param(NAME, ("dp2", "tp2"), marks=pytest.mark.full),
-        ("muon", ("dp2", "tp2", "fan-sequence-plain", "cp2")),
+        ("muon", ("dp2", "fan-sequence-plain")),
         pytest.param(
-            "muon", ("pp2", "vpp2", "dp2-overlap", "dp2-plain", "tp2-sp-plain", "tp2-dp2"), marks=pytest.mark.full
+            "muon",
+            ("tp2", "cp2", "pp2", "vpp2", "dp2-overlap", "dp2-plain", "tp2-sp-plain", "tp2-dp2"),
+            marks=pytest.mark.full,
         ),
     ],
 )
