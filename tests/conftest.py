@@ -19,8 +19,8 @@ from megatron_fanformer.processes import SAVE_SIGNAL, STOP_SIGNALS
 from megatron_fanformer.runtime import device
 from megatron_fanformer.runtime.garbage import freeze_gc
 from megatron_fanformer.runtime.rank_pool import RankPool
+from tests.small_runs import collect_groups
 
-MANY_THREADS = 40
 MANY_MODULES = 50
 POOLS = {"rank_pool", "engine_pool"}
 
@@ -59,8 +59,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    freeze_gc()
+    freeze()
     gc.enable()
+
+
+frozen_modules = 0
+
+
+def freeze() -> None:
+    """What is imported stays: no collection is to look through it again."""
+    global frozen_modules
+    freeze_gc()
+    frozen_modules = len(sys.modules)
 
 
 def pytest_unconfigure() -> None:
@@ -79,13 +89,10 @@ def environment_restored() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def groups_let_go() -> Iterator[None]:
-    """A run in this process leaves process groups in cycles, and a gloo group's thread wakes up every 10 ms."""
-    modules = len(sys.modules)
     yield
-    if len(os.listdir("/proc/self/task")) > MANY_THREADS:
-        gc.collect()
-    if len(sys.modules) > modules + MANY_MODULES:
-        freeze_gc()
+    collect_groups()
+    if len(sys.modules) > frozen_modules + MANY_MODULES:
+        freeze()
 
 
 @pytest.fixture(autouse=True)

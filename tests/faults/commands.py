@@ -1,7 +1,6 @@
 """Runs commands in this process, as many as a fuzzer wants: what each said, and whether it ended in time."""
 
 import contextlib
-import gc
 import io
 import logging
 import os
@@ -13,6 +12,7 @@ from types import FrameType
 from megatron_fanformer.cli import PROGRAM, main
 from megatron_fanformer.errors import FanformerError
 from tests.patience import PATIENCE_SECONDS
+from tests.small_runs import collect_groups
 
 
 class Hang(BaseException):
@@ -88,6 +88,5 @@ def run(arguments: Sequence[str], seconds: float = PATIENCE_SECONDS) -> Ended:
         except SystemExit as exit:  # of --help and --version
             code = int(exit.code or 0)
     assert os.getcwd() == folder
-    if arguments[:1] == ["train"]:
-        gc.collect()  # a run's process groups are in cycles, and each that is left wakes up a hundred times a second
+    collect_groups()
     return Ended(code, output.getvalue(), errors.getvalue())
