@@ -60,6 +60,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_collection_finish() -> None:
     freeze()
+    # A child that collects a process group which its parent left would wait for threads that a fork does not have.
+    os.register_at_fork(after_in_child=gc.freeze)
     gc.enable()
 
 
