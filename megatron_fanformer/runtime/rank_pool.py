@@ -13,14 +13,13 @@ import multiprocessing.connection
 import os
 import signal
 import sys
-import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import timedelta
 from multiprocessing import reduction
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from megatron_fanformer.errors import FanformerError
@@ -74,7 +73,7 @@ class RankPool:
         self._processes: list[Any] = []  # the fork server, or the ranks
         self._fork_server: Any = None  # the connection to it
         self._ranks: list[Any] = []  # the connections to them
-        self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
+        self._port = 0  # of the store at which they meet, which the first one hosts
         self._jobs = 0
 
     def __enter__(self) -> "RankPool":
@@ -91,22 +90,25 @@ class RankPool:
         """
         while len(self._ranks) < world_size:
             self._start_rank(function)
-        self._jobs += 1
-        store = str(Path(self._folder.name) / f"store-{self._jobs}")
         connections = self._ranks[:world_size]
+        self._port = self._port or self._answers(connections[:1], world_size)[0]
+        self._jobs += 1
         for connection in connections:
-            connection.send((function, arguments, world_size, store, self._job_seconds))
-        results: dict[int, Any] = {}
-        while len(results) < world_size:
-            waiting = [connection for rank, connection in enumerate(connections) if rank not in results]
+            connection.send((function, arguments, world_size, self._port, f"job {self._jobs}", self._job_seconds))
+        return self._answers(connections, world_size)
+
+    def _answers(self, connections: Sequence[Any], world_size: int) -> list[Any]:
+        answers: dict[int, Any] = {}
+        while len(answers) < len(connections):
+            waiting = [connection for rank, connection in enumerate(connections) if rank not in answers]
             ready = multiprocessing.connection.wait(waiting, timeout=self._job_seconds)
             if not ready:
                 self.close()
                 raise JobFailed(f"took longer than {self._job_seconds:g} s on {world_size} ranks")
             for connection in ready:
                 rank = connections.index(connection)
-                results[rank] = self._answer(connection, rank, world_size)
-        return [results[rank] for rank in range(world_size)]
+                answers[rank] = self._answer(connection, rank, world_size)
+        return [answers[rank] for rank in range(len(connections))]
 
     def _answer(self, connection: Any, rank: int, world_size: int) -> Any:
         try:
@@ -126,7 +128,7 @@ class RankPool:
             process.join(END_SECONDS)  # a rank that ends by itself ends its checkpoint writer's processes too
             process.kill()
             process.join()
-        self._processes, self._fork_server, self._ranks = [], None, []
+        self._processes, self._fork_server, self._ranks, self._port = [], None, [], 0
 
     def _start_rank(self, function: Callable[..., Any]) -> None:
         """Start one more; `function` is its first job's."""
@@ -196,10 +198,18 @@ def _begin(setting: _Setting) -> None:
 
 
 def _serve(setting: _Setting, connection: Any, rank: int) -> None:
-    """Run a rank's jobs one after the other, until the pool closes the connection or a job fails."""
+    """Run a rank's jobs one after the other, until the pool closes the connection or a job fails.
+
+    The first rank hosts the store at which they meet, and first of all answers with its port.
+    """
     devices.configure_process(setting.device, rank, threads=1)
     devices.listen_on_loopback()
     with suppress(EOFError, OSError):  # the pool is gone
+        if rank == 0:
+            from megatron_fanformer.runtime import meeting
+
+            store = meeting.hosted_store(meeting.LOOPBACK, 0, wait_for_workers=False)
+            connection.send((True, store.port))
         while True:
             job, modules = connection.recv(), len(sys.modules)
             try:
@@ -217,23 +227,35 @@ def _run_job(
     function: Callable[..., Any],
     arguments: Any,
     world_size: int,
-    store: str,
+    port: int,
+    name: str,
     job_seconds: float,
 ) -> Any:
     import torch.distributed as dist
 
+    timeout = timedelta(seconds=job_seconds)  # a rank that dies is noticed by its connection
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=timeout)
     dist.init_process_group(
-        backend,
-        store=dist.FileStore(store, world_size),
-        rank=rank,
-        world_size=world_size,
-        timeout=timedelta(seconds=job_seconds),  # a rank that dies is noticed by its connection
+        backend, store=dist.PrefixStore(name, store), rank=rank, world_size=world_size, timeout=timeout
     )
     result = function(*arguments)
     if "gloo" in backend:  # a rank that closes its end of the mesh fails those that are still connecting theirs
         dist.barrier()
-    dist.destroy_process_group()
-    # A trainer holds on to its groups by reference cycles, and each gloo group to three threads: after a few dozen
-    # jobs a rank would have over a thousand, and slow down.
-    gc.collect()
+    _end_groups()
     return result
+
+
+def _end_groups() -> None:
+    """End a job's process groups, all at once: of each, a gloo thread looks up every 10 ms whether it is to end.
+
+    A trainer holds on to its groups by reference cycles. If they were left, a rank would have over a thousand threads
+    after a few dozen jobs, and slow down.
+    """
+    from torch.distributed import distributed_c10d as c10d
+
+    groups = [[group] for group in c10d._world.pg_map]
+    c10d.destroy_process_group()
+    gc.collect()
+    with ThreadPoolExecutor(len(groups)) as threads:
+        for holder in groups:
+            threads.submit(holder.clear)  # of the last reference; the group's end releases Python's lock
