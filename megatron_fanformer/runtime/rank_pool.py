@@ -251,10 +251,10 @@ def _end_groups() -> None:
     A trainer holds on to its groups by reference cycles. If they were left, a rank would have over a thousand threads
     after a few dozen jobs, and slow down.
     """
-    from torch.distributed import distributed_c10d as c10d
+    import torch.distributed
 
-    groups = [[group] for group in c10d._world.pg_map]
-    c10d.destroy_process_group()
+    groups = [[group] for group in torch.distributed.distributed_c10d._world.pg_map]
+    torch.distributed.destroy_process_group()
     gc.collect()
     with ThreadPoolExecutor(len(groups)) as threads:
         for holder in groups:
