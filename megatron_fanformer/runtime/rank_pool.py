@@ -233,8 +233,10 @@ def _run_job(
 ) -> Any:
     import torch.distributed as dist
 
+    from megatron_fanformer.runtime.meeting import LOOPBACK
+
     timeout = timedelta(seconds=job_seconds)  # a rank that dies is noticed by its connection
-    store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=timeout)
+    store = dist.TCPStore(LOOPBACK, port, is_master=False, wait_for_workers=False, timeout=timeout)
     dist.init_process_group(
         backend, store=dist.PrefixStore(name, store), rank=rank, world_size=world_size, timeout=timeout
     )
