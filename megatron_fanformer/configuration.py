@@ -289,33 +289,35 @@ def read_values(file: Path) -> dict[str, Any]:
 
 
 def read_overrides(arguments: Sequence[str], *, advice: Advice = no_advice) -> dict[str, Any]:
-    """Return the nested values that `--section.field VALUE` and `--section.field=VALUE` set; for one field the last
-    counts.
+    """Return the nested values that `--section.field VALUE` and `--section.field=VALUE` set; of a field, the last.
 
     Args:
         advice: returns what to report about an argument that is neither.
 
     Raises:
-        InputError: an argument is neither, or a value is not valid YAML.
+        InputError: arguments are neither, a line each; a value is missing, or not valid YAML.
     """
     values: dict[str, Any] = {}
-    left = list(arguments)
+    left, wrong = list(arguments), list[str]()
     while left:
         key = left.pop(0)
-        if not key.startswith("--") or "." not in key:
-            advised = advice(key.partition("=")[0]) if key.startswith("--") else None
+        if not (is_flag := key.startswith("--")) or "." not in key:
+            advised = advice(key.partition("=")[0]) if is_flag else None
             rule = f" (--section.field VALUE); {advised}" if advised else "; write --section.field VALUE"
-            raise InputError(f"{key!r} is not an override{rule}")
+            if is_flag or not wrong:  # a word is a value of such a flag
+                wrong.append(f"{key!r} is not an override{rule}")
+            continue
         key, has_value, text = key[2:].partition("=")
-        if not has_value:
-            if not left:
-                raise InputError(f"--{key} has no value; write --section.field VALUE")
-            text = left.pop(0)
+        if not has_value and not left:
+            raise InputError(f"--{key} has no value; write --section.field VALUE")
+        text = text if has_value else left.pop(0)
         try:
             value = yaml_value(text)
         except ValueError:
             raise InputError(f"--{key} {text!r} is not a valid YAML value; quote it") from None
         _set_nested(values, key.split("."), value)
+    if wrong:
+        raise InputError("\n".join(wrong))
     return values
 
 
@@ -330,9 +332,7 @@ def overlaid(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[st
 
 
 def nested(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the nested values that dotted names stand for, to be laid over others by `overlaid`; of two the later
-    counts.
-    """
+    """Return the nested values that dotted names stand for, to be laid over others by `overlaid`; of two, the later."""
     found: dict[str, Any] = {}
     for name, value in values.items():
         _set_nested(found, name.split("."), copy.deepcopy(value))  # which a later name may reach into

@@ -115,7 +115,10 @@ def _find_jobs(request: EvaluationRequest) -> "Jobs":
     try:
         return find_jobs(_with_requests(request))
     except InputError as error:
-        raise InputError("\n".join(map(as_options, str(error).splitlines()))) from None
+        lines = str(error).splitlines()
+        if request.options.requests is None:  # the file is the cache's, which nobody has named
+            lines = [line.removeprefix("evaluation.requests: ") for line in lines]
+        raise InputError("\n".join(map(as_options, lines))) from None
 
 
 def _with_requests(request: EvaluationRequest) -> EvaluationRequest:

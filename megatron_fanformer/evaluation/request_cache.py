@@ -69,16 +69,20 @@ def cached_requests(
     path = cache_folder() / "requests" / f"{key}.safetensors"
     if path.is_file() and _is_whole(path):
         return path
-    prepare_requests(
-        path,
-        tasks=tasks,
-        tokenizer=tokenizer,
-        context_length=context_length,
-        limit=limit,
-        shots=shots,
-        seed=seed,
-        on_task=on_task,
-    )
+    try:
+        prepare_requests(
+            path,
+            tasks=tasks,
+            tokenizer=tokenizer,
+            context_length=context_length,
+            limit=limit,
+            shots=shots,
+            seed=seed,
+            on_task=on_task,
+        )
+    except InputError:
+        if not path.is_file():  # else another process has written it meanwhile
+            raise
     return path
 
 

@@ -134,23 +134,30 @@ def first_documents(requests: TaskRequests, limit: int | None) -> TaskRequests:
     )
 
 
-def cut_to_context(requests: TaskRequests, context_length: int) -> TaskRequests:
+def cut_to_context(requests: TaskRequests, context_length: int, *, is_models: bool = False) -> TaskRequests:
     """Return the requests, each of at most `context_length` ids and one more: a model is given all but the last id.
 
     Contexts lose their beginning, as in ai2-olmo-eval; `cut_tokens` counts all that they have lost so far.
+
+    Args:
+        is_models: the length is that of a model's sequences, which nobody can choose.
 
     Raises:
         InputError: a continuation alone is longer than the context length.
     """
     longest = int(requests.continuation_tokens.max(initial=0))
     if longest > context_length:
+        said = f"task {requests.name} has a continuation of {longest} tokens, more than the"
+        if is_models:
+            raise InputError(f"{said} {context_length} of the model's sequences; leave the task out")
         raise InputError(
-            f"task {requests.name} has a continuation of {longest} tokens, more than the context length "
-            f"{context_length}; choose one of {longest} or more, or leave the task out"
+            f"{said} context length {context_length}; choose one of {longest} or more, or leave the task out"
         )
     lengths = np.diff(requests.offsets)
     kept = np.minimum(lengths, context_length + 1)
-    unconditional = requests.unconditional and cut_to_context(requests.unconditional, context_length)
+    unconditional = requests.unconditional and cut_to_context(
+        requests.unconditional, context_length, is_models=is_models
+    )
     if (kept == lengths).all():
         return replace(requests, unconditional=unconditional)
     from_end = np.repeat(requests.offsets[1:], lengths) - np.arange(len(requests.ids))

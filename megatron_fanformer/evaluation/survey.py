@@ -113,7 +113,8 @@ def _tasks(
             f"{requests.path} has no task with right answers to choose from; prepare some, or leave it out"
         )
     tasks = {
-        name: cut_to_context(task, seq_length) for name, task in requests.selected(names, limit=config.limit).items()
+        name: cut_to_context(task, seq_length, is_models=True)
+        for name, task in requests.selected(names, limit=config.limit).items()
     }
     for name, task in tasks.items():
         largest = max(int(each.ids.max()) for each in (task, task.unconditional) if each is not None)

@@ -7,6 +7,7 @@ import shutil
 import sys
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,10 +17,11 @@ from megatron_fanformer.checkpoint.manifest import write_manifest
 from megatron_fanformer.cli import main, read_command
 from megatron_fanformer.durable_files import sha256_of
 from megatron_fanformer.errors import InputError
-from megatron_fanformer.evaluation import command
+from megatron_fanformer.evaluation import command, request_cache
 from megatron_fanformer.evaluation.command import read_options
 from megatron_fanformer.evaluation.config import EvaluationRequest
 from megatron_fanformer.evaluation.jobs import find_jobs
+from megatron_fanformer.evaluation.prepare import prepare_requests
 from megatron_fanformer.evaluation.requests import read_requests, write_requests
 from megatron_fanformer.formats.recognition import find_checkpoint
 from megatron_fanformer.output import guarded
@@ -201,9 +203,33 @@ def test_tasks_without_requests_are_prepared_once(
     capsys.readouterr()
     assert evaluate(made.export, "--requests", kept, "--tasks", file) == 2
     assert f"--tasks {file} is prepared, and --requests has been" in capsys.readouterr().err
+    file.write_text(json.dumps({**stated, "choices": ["4" * 200, "5"]}))
+    assert evaluate(made.export, "--tasks", file) == 2
+    *_, line = capsys.readouterr().err.splitlines()
+    assert re.fullmatch(
+        r"megatron-fanformer: task own:q has a continuation of \d+ tokens, more than the 128 of the model's sequences; "
+        "leave the task out",
+        line,
+    )
     file.write_text("[]")
     assert evaluate(*task) == 2
     assert capsys.readouterr().err.count("q.jsonl:1: it is no JSON object") == 1
+
+
+def test_requests_that_another_process_has_prepared_meanwhile_are_taken(
+    tmp_path: Path, small_tokenizer_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    file = tmp_path / "q.jsonl"
+    file.write_text(json.dumps({"context": "2 + 2 =", "choices": ["4", "5"], "answer": 0}))
+
+    def both(path: Path, **arguments: Any) -> None:
+        for _ in range(2):
+            prepare_requests(path, **arguments)
+
+    monkeypatch.setattr(request_cache, "prepare_requests", both)
+    path = request_cache.cached_requests([str(file)], small_tokenizer_file)
+    assert list(read_requests(path).tasks) == ["own:q"]
 
 
 def test_tasks_whose_data_are_not_here_are_one_line(

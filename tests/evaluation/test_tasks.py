@@ -33,12 +33,17 @@ def test_names_and_groups_give_each_task_once_in_their_order():
 
 def test_unknown_names_are_told_together_with_what_may_be_meant():
     with pytest.raises(InputError) as refused:
-        resolve(["hellaswagg", "sst2", "papers", "xyzzy", "ulogic"])
+        resolve(["hellaswagg", "sst2", "papers", "xyzzy", "ulogic", "q.json", "Q.JSONL"])
     assert str(refused.value).splitlines() == [
         "unknown task hellaswagg; did you mean hellaswag?",
         "unknown task papers; did you mean paper?",
         "unknown task xyzzy; the groups are paper, olmo-core-8, mmlu, easy, generation",
         "unknown task ulogic; request it from `evaluate` by --ulogic FILE",
+        *(
+            f"unknown task {name}; a file of questions, one on each line, is named .jsonl, one of lm-eval .yaml or "
+            ".yml; rename it"
+            for name in ("q.json", "Q.JSONL")
+        ),
     ]
 
 

@@ -57,6 +57,24 @@ def test_a_run_is_compared_with_its_twin_of_as_many_parameters(
     assert shown[1] in capsys.readouterr().out.splitlines()
 
 
+@pytest.mark.parametrize(
+    ("words", "advised"),
+    [
+        ("init", "the sweep's file comes first: megatron-fanformer sweep FILE init"),
+        ("init --config a.yaml", "the sweep's file comes first: megatron-fanformer sweep FILE init"),
+        ("run a.yaml", "the sweep's file comes first: megatron-fanformer sweep a.yaml run"),
+        ("a.yaml", "after the sweep's file comes what to do: init, dry-run, run, status or report"),
+        ("a.yaml run --jobs x", None),
+    ],
+)
+def test_a_line_without_file_or_action_is_answered(
+    words: str, advised: str | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["sweep", *words.split()]) == 2
+    _, *lines = capsys.readouterr().err.splitlines()
+    assert lines == ([f"megatron-fanformer: {advised}"] if advised else [])
+
+
 def test_fields_on_the_line_are_those_of_every_cell(tmp_path: Path) -> None:
     file, data = tmp_path / "compare.yaml", "{a: [x], b: [y]}"
     line = ["--training.train_iters", "60", "--data.valid_data", data, "--model.ffn_hidden_size", "512"]

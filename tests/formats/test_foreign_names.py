@@ -12,7 +12,7 @@ import pytest
 
 from megatron_fanformer.configuration import described_fields, yaml_value
 from megatron_fanformer.errors import InputError
-from megatron_fanformer.formats.foreign_names import HUGGING_FACE, MEGATRON_CORE, MEGATRON_LM, OLMO, plain
+from megatron_fanformer.formats.foreign_names import HUGGING_FACE, MEGATRON_CORE, MEGATRON_LM, OLMO, answer, plain
 from megatron_fanformer.training.config import RunConfig, config_from_dict, load_config
 from tests.small_runs import ROOT
 
@@ -59,6 +59,16 @@ def test_a_flag_of_another_trainer_is_answered(argument: str) -> None:
     assert told(argument, "24") == (
         f"'{argument}' is not an override (--section.field VALUE); did you mean model.num_layers?"
     )
+
+
+def test_all_flags_of_another_trainer_are_answered_at_once() -> None:
+    line = ["--num-layers", "4", "--training.seed", "1", "--data-path", "0.3", "a", "--micro-batch-size=2", "--zip"]
+    assert told(*line).splitlines() == [
+        "'--num-layers' is not an override (--section.field VALUE); did you mean model.num_layers?",
+        f"'--data-path' is not an override (--section.field VALUE); {answer('data_path')}",
+        "'--micro-batch-size=2' is not an override (--section.field VALUE); did you mean training.micro_batch_size?",
+        "'--zip' is not an override; write --section.field VALUE",
+    ]
 
 
 # -- the table

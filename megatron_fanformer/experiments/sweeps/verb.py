@@ -1,12 +1,15 @@
 """The verb `sweep`, and its options; imports nothing that is slow."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
-from megatron_fanformer.options import Verb, argument, option, overrides, path_or_none
+from megatron_fanformer.options import PROGRAM, Verb, argument, option, overrides, path_or_none
 from megatron_fanformer.processes import ended_by_stop_signals
 from megatron_fanformer.runtime import device
+
+Action = Literal["init", "dry-run", "run", "status", "report"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,7 +18,7 @@ class SweepOptions:
 
     file: Path = argument(metavar="FILE")
     """The sweep (YAML), such as examples/sweeps/variants.yaml; with init, a file to be written."""
-    action: Literal["init", "dry-run", "run", "status", "report"] = argument()
+    action: Action = argument()
     """init: write FILE, which compares a run's model with others of as many parameters; dry-run: list the cells and
     what they cost; run: train those that are not complete; status: how far each is; report: tables, intervals,
     pictures, result.json in the sweep's folder."""
@@ -47,6 +50,17 @@ def _sweep(options: SweepOptions) -> None:
         sweep(options)
 
 
+def _in_order(command_line: Sequence[str]) -> list[str]:
+    """Return how a line is written in which the action stands before the file, or for it, or is missing."""
+    given = [*command_line[command_line.index("sweep") + 1 :], "", ""]
+    if given[0] in get_args(Action):
+        file = "FILE" if given[1][:1] in ("", "-") else given[1]
+        return [f"the sweep's file comes first: {PROGRAM} sweep {file} {given[0]}"]
+    *others, last = get_args(Action)
+    is_missing = not {*given} & {*get_args(Action)}
+    return [f"after the sweep's file comes what to do: {', '.join(others)} or {last}"] if is_missing else []
+
+
 SWEEP = Verb(
     name="sweep",
     help="Train one configuration at many points and seeds, and report what they show.",
@@ -59,4 +73,5 @@ SWEEP = Verb(
     notes="With init, fields that all cells change can be set as --section.field VALUE.",
     results_are_files=True,
     takes_signals=True,
+    advice=_in_order,
 )
