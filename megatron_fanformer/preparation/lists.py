@@ -10,7 +10,7 @@ tasks.json      what all tasks must agree on; written by the first
 import heapq
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
@@ -146,9 +146,7 @@ class InputLists:
         """Return whether a list is done, or a task has begun it and may go on."""
         names = [record.name for record in self.records]
         prefixes = [list_prefix(agreement.output, name) for name in names]
-        return any(holder_of(self.task_folder(name)) is not None for name in names) or any(
-            is_complete(prefix) or folder_path(prefix).exists() for prefix in prefixes
-        )
+        return any(holder_of(self.task_folder(name)) is not None for name in names) or any(map(is_begun, prefixes))
 
 
 def difference_of(ours: Agreement, theirs: Agreement) -> str | None:
@@ -159,6 +157,11 @@ def difference_of(ours: Agreement, theirs: Agreement) -> str | None:
 def list_prefix(output: str, name: str) -> str:
     """Return the prefix of a list's token files."""
     return f"{output}-{name}"
+
+
+def is_begun(prefix: str) -> bool:
+    """Return whether a preparation to a prefix is complete, or may go on here."""
+    return is_complete(prefix) or folder_path(prefix).exists()
 
 
 def is_done(output: str, name: str) -> bool:
@@ -177,48 +180,67 @@ def read_lists(folder: Path) -> InputLists:
     return InputLists(folder, record.lists)
 
 
-def write_lists(files: Sequence[InputFile], number: int, folder: Path) -> str:
-    """Write lists of files with about the same bytes of text each into a new folder; returns what to report.
+@dataclass
+class Share:
+    """One of the shares of a preparation's inputs."""
 
-    The largest file goes first, each to the list that has the fewest bytes yet; of equal ones the order of paths and of
-    lists decides, so that the same files give the same lists. With fewer files than `number`, each is a list.
+    files: list[InputFile] = field(default_factory=list)
+    bytes: int = 0
+    weight: float = 0.0
+    """Bytes of text, about."""
+
+
+def share_files(files: Sequence[InputFile], number: int) -> list[Share]:
+    """Share files, about equally by bytes of text; of fewer files than `number`, each is a share.
+
+    The largest file goes first, each to the share that has the fewest bytes yet; of equal ones the order of paths and
+    of shares decides, so that the same files give the same shares.
+    """
+    weighed: list[tuple[float, str, int, InputFile]] = []
+    for file in files:
+        path, size_bytes = recorded_path(file), file.stat().st_size
+        weight = size_bytes * (COMPRESSED_WEIGHT if path.endswith((".gz", ".zst")) else 1.0)
+        weighed.append((-weight, path, size_bytes, file))
+    shares = [Share() for _ in range(min(number, len(weighed)))]
+    lightest = [(0.0, 0, place) for place in range(len(shares))]  # weight, files, share
+    for minus_weight, _, size_bytes, file in sorted(weighed, key=lambda each: each[:2]):
+        weight, held, place = heapq.heappop(lightest)
+        share = shares[place]
+        share.files.append(file)
+        share.bytes += size_bytes
+        share.weight = weight - minus_weight
+        heapq.heappush(lightest, (share.weight, held + 1, place))
+    return shares
+
+
+def write_lists(files: Sequence[InputFile], number: int, folder: Path) -> str:
+    """Write lists of files, a list for each of their shares, into a new folder; returns what to report.
 
     Raises InputError for a folder that exists, or a path that no list can hold.
     """
     if number < 1:
         raise InputError(f"--lists is {number}; it must be at least 1")
-    weighed: list[tuple[float, str, int]] = []
-    for file in files:
-        path = recorded_path(file)
+    for path in map(recorded_path, files):
         # A list is UTF-8 text, some of whose characters end a line, and its lines are stripped.
         if path.splitlines() != [path.strip()] or path.encode("utf-8", "replace").decode() != path:
             raise InputError(f"{path!r} cannot stand on a line of a list; rename the file")
-        size_bytes = file.stat().st_size
-        weight = size_bytes * (COMPRESSED_WEIGHT if path.endswith((".gz", ".zst")) else 1.0)
-        weighed.append((-weight, path, size_bytes))
-    count = min(number, len(weighed))
-    lists: list[list[str]] = [[] for _ in range(count)]
-    sizes, weights = [0] * count, [0.0] * count
-    lightest = [(0.0, 0, place) for place in range(count)]  # weight, files, list
-    for minus_weight, path, size_bytes in sorted(weighed):
-        weight, held, place = heapq.heappop(lightest)
-        lists[place].append(path)
-        sizes[place] += size_bytes
-        weights[place] = weight - minus_weight
-        heapq.heappush(lightest, (weights[place], held + 1, place))
+    shares = share_files(files, number)
+    count = len(shares)
     digits = max(DIGITS, len(str(count - 1)))
     names = [f"{place:0{digits}d}" for place in range(count)]
     records = [
-        ListRecord(name=name, files=len(each), bytes=total)
-        for name, each, total in zip(names, lists, sizes, strict=True)
+        ListRecord(name=name, files=len(share.files), bytes=share.bytes)
+        for name, share in zip(names, shares, strict=True)
     ]
     with new_folder(folder) as partial:
-        for name, each in zip(names, lists, strict=True):
-            (partial / name).write_text("".join(f"{path}\n" for path in sorted(each)), encoding="utf-8")
+        for name, share in zip(names, shares, strict=True):
+            paths = sorted(map(recorded_path, share.files))
+            (partial / name).write_text("".join(f"{path}\n" for path in paths), encoding="utf-8")
         (partial / RECORD).write_bytes(msgspec.json.format(msgspec.json.encode(ListsRecord(lists=records)), indent=2))
     fewer = f", not {number}: no file is cut" if count < number else ""
+    weights, total = [share.weight for share in shares], sum(share.bytes for share in shares)
     spread = f"the largest is {max(weights) / min(weights):.2f} times the smallest" if min(weights) else "one is empty"
     return (
-        f"{folder}: {plural(count, 'list')}{fewer}, of {plural(len(weighed), 'file')} with {size(sum(sizes))};"
+        f"{folder}: {plural(count, 'list')}{fewer}, of {plural(len(files), 'file')} with {size(total)};"
         f" by bytes of text {spread}"
     )

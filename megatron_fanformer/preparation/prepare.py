@@ -77,13 +77,17 @@ class PrepareReport:
         lines += [f"{number:,} lines refused: {reason}" for reason, number in manifest.refused.items()]
         lines += [f"  {example}" for example in manifest.refused_examples]
         if len(manifest.outputs) > 1:
-            lines.append(f"{len(manifest.outputs)} parts; data.train_data takes them as '@{self.prefix}.blend'")
+            lines.append(
+                f"{len(manifest.outputs)} parts; train_data or valid_data takes them as '@{self.prefix}.blend'"
+            )
         if manifest.encoding.reason not in (None, SMALL_INPUT):
             lines.append(f"ids by {manifest.encoding.backend}: {manifest.encoding.reason}")
         return lines
 
 
-def prepare(config: PrepareConfig, progress: ProgressListener | None = None) -> PrepareReport:
+def prepare(
+    config: PrepareConfig, progress: ProgressListener | None = None, *, files: list[InputFile] | None = None
+) -> PrepareReport:
     """Tokenize all documents or conversations of the inputs into token files, their ledger and their manifest.
 
     With an output on another store, they are prepared here, and then copied.
@@ -91,7 +95,7 @@ def prepare(config: PrepareConfig, progress: ProgressListener | None = None) -> 
     Each document becomes one sequence, ended by the end-of-text id, in the order of the inputs (sorted) and of
     their lines. Lines that are not documents are counted by reason. If the same preparation is already
     complete, nothing is done; if it was interrupted, it continues, to the same bytes. `progress` is called as
-    the work proceeds.
+    the work proceeds. `files` are some of what `input_files` finds, in that order, for a preparation of these alone.
 
     Raises:
         InputError: missing or unusable input, tokenizer or output; an output prefix that exists with other
@@ -102,7 +106,7 @@ def prepare(config: PrepareConfig, progress: ProgressListener | None = None) -> 
     """
     _check(config)
     config = _with_tokenizer_here(config)
-    files = input_files(config)
+    files = input_files(config) if files is None else files
     tokenizer, settings, record = _described(config)
     if not is_url(config.output):
         return _prepare_here(config, files, tokenizer, settings, record, progress)

@@ -24,6 +24,8 @@ class PrepareConfig:
     """Files (.jsonl, .json, .ndjson, .txt, .md, also .gz or .zst; .parquet), folders, patterns, URLs, @LIST files."""
     output: str = option("", metavar="PREFIX")
     """Prefix of the token files: PREFIX.bin, PREFIX.idx, PREFIX.ledger.parquet, PREFIX.manifest.json; or its URL."""
+    hold_out: int | None = option(None, metavar="N")
+    """Share the files in N parts, which are not cut: the last goes to PREFIX-validation, all others to PREFIX."""
     scratch: Path | None = option(None, metavar="FOLDER", parse=path_or_none)
     """With --output at a URL: where they are prepared before they are copied (default: in this user's cache)"""
     tokenizer: str = ""
@@ -101,6 +103,8 @@ def _check_options(config: PrepareConfig) -> None:
         raise InputError("scratch is set, which has no effect without --output at a URL; leave it out")
     if config.from_lists is None and config.task is not None:
         raise InputError("task is set, which has no effect without --from-lists; leave it out")
+    if config.from_lists is not None and config.hold_out is not None:
+        raise InputError("hold_out is set, which has no effect with --from-lists; leave one of them out")
     if config.from_lists is not None and config.inputs:
         raise InputError(f"{config.inputs[0]} is an input beside those of --from-lists; leave one of them out")
     needed = {None: ("output", "tokenizer"), "lists": ("output",)}.get(mode, ())
@@ -131,6 +135,11 @@ def _prepare(config: PrepareConfig) -> None:
 
         with unwound_by_stop_signals(outcome=STOPPED):  # which gives its list back
             prepare_lists(config)
+    elif config.hold_out is not None:
+        from megatron_fanformer.preparation.hold_out import prepare_both
+
+        with unwound_by_stop_signals(outcome=STOPPED):
+            prepare_both(config, config.hold_out)
     else:
         with unwound_by_stop_signals(outcome=STOPPED):
             _prepare_one(config)
