@@ -6,6 +6,7 @@ on a signal, 1 anything else. Errors are one line each, without a traceback unle
 
 import argparse
 import errno
+import os
 import sys
 import traceback
 from collections.abc import Collection, Sequence
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_fanformer import __version__
+from megatron_fanformer.durable_files import write_refusal
 from megatron_fanformer.errors import FanformerError, InputError, escaped, holds_controls, not_installed, redacted
 from megatron_fanformer.options import PROGRAM, Verb, add_options, path_or_none
 from megatron_fanformer.output import go_on_unread
@@ -128,6 +130,8 @@ def _in_words(error: Exception) -> tuple[str, int]:
     name = _cut(str(error.filename))
     if error.errno in _WRONG_PATH:
         return f"{name} cannot be used ({reason}); name another path, or change what is there", InputError.exit_code
+    if os.sep in str(error.filename):  # standard output is called so, and is on no disk
+        reason = write_refusal(error, str(error.filename))
     return f"{name} cannot be used ({reason}); free what ran out, or repair the disk, and start again", 1
 
 

@@ -24,6 +24,22 @@ READ_BYTES = 1 << 20
 PROBE_BYTES = 1 << 16
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 """The errors of a file system without locks; there, locking is skipped."""
+NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
+"""The errors of a full file system, or of a user's full share of it."""
+
+
+def write_refusal(error: OSError, path: Path | str) -> str:
+    """Return the system's reason for refusing a write to a path; of a full file system, also what is free there."""
+    reason = error.strerror or str(error)
+    if error.errno not in NO_SPACE:
+        return reason
+    folder = Path(path)
+    while not folder.is_dir() and folder != folder.parent:
+        folder = folder.parent
+    try:
+        return f"{reason}, {shutil.disk_usage(folder).free / 1e9:.2g} GB free"
+    except OSError:
+        return reason
 
 
 def regular_file(path: Path, *, most_bytes: int | None = None) -> Path:

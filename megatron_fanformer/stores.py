@@ -13,6 +13,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
+from megatron_fanformer.durable_files import NO_SPACE, write_refusal
 from megatron_fanformer.errors import FanformerError, InputError, redacted
 
 PAUSES_SECONDS: tuple[float, ...] = (1, 2, 4, 8, 16, 32)
@@ -24,7 +25,6 @@ WRONG_URL = (FileNotFoundError, PermissionError)
 """Errors that mean a wrong URL or missing rights, not a failing store."""
 READ_BYTES = 1 << 24
 """Bytes of one request, of a file that is read from start to end."""
-_FULL = (errno.ENOSPC, errno.EDQUOT)
 _SCHEME = re.compile(r"([a-z][a-z0-9+.-]*)://")
 _PASSWORD = re.compile(r"://[^\s/:@]*:[^\s@]*@")
 _NOT_A_STORE = ("memory",)  # gone with this process
@@ -118,7 +118,7 @@ def with_attempts(
             raise
         except Exception as error:  # drivers raise what they like
             report(attempt, reason_of(error))
-            is_full = isinstance(error, OSError) and error.errno in _FULL
+            is_full = isinstance(error, OSError) and error.errno in NO_SPACE
             if pause is None or is_full or time.monotonic() > end:
                 raise
             time.sleep(pause * (1 - jitter * random.random()) if jitter else pause)
@@ -228,7 +228,6 @@ def reported_as_local(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        reason = error.strerror or str(error)
         raise InputError(
-            f"{path} cannot be written ({reason}); free space, check its rights, or name another"
+            f"{path} cannot be written ({write_refusal(error, path)}); free space, check its rights, or name another"
         ) from error

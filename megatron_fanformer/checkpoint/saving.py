@@ -7,7 +7,6 @@ A synchronous save waits for the second inside the first; with an asynchronous o
 what is worth going on from is saved: a state whose values are all finite.
 """
 
-import errno
 import functools
 import logging
 import math
@@ -26,7 +25,7 @@ from megatron_fanformer.checkpoint import megatron_versions, store
 from megatron_fanformer.checkpoint.manifest import write_rank_sums
 from megatron_fanformer.checkpoint.training_state import training_state
 from megatron_fanformer.checkpoint.writer import WriterQueue, watched
-from megatron_fanformer.durable_files import refusal_of
+from megatron_fanformer.durable_files import NO_SPACE, refusal_of, write_refusal
 from megatron_fanformer.errors import DivergenceError, FanformerError
 from megatron_fanformer.runtime.agreement import of_every_rank, on_main
 from megatron_fanformer.runtime.parallel import RankGrid
@@ -34,8 +33,7 @@ from megatron_fanformer.runtime.parallel import RankGrid
 logger = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.02
-NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
-REMEDY = "free space or memory, and start again to resume from the last checkpoint"
+REMEDY = "free space or memory, and run the same command to continue"
 
 Result = TypeVar("Result")
 
@@ -186,7 +184,7 @@ class CheckpointSaver:
             refused = refusal_of(unfinished) if unfinished.is_dir() else None
             if refused is not None:  # what torch's writer says of a full disk is where in its code it noticed
                 needed = f", {self._needed_bytes / 1e9:.2g} GB needed" if refused.errno in NO_SPACE else ""
-                reason = f"{refused.strerror}{needed}"
+                reason = f"{write_refusal(refused, unfinished)}{needed}"
             shutil.rmtree(unfinished, ignore_errors=True)  # its space may be what was missing
         return FanformerError(
             f"the checkpoint of step {step} was not written to {self._checkpoints} ({reason}); {REMEDY}"

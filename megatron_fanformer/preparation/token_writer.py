@@ -19,7 +19,7 @@ from megatron_fanformer.data.chat_files import IDS_NPY, MASK_NPY, MASK_SUFFIX
 from megatron_fanformer.data.ledger import CUT, LEDGER_SUFFIX, LedgerWriter
 from megatron_fanformer.data.manifest import MANIFEST_SUFFIX, FileRecord, Format, Settings, TokenFiles
 from megatron_fanformer.data.token_files import DTYPES, INDEX_HEADER, INDEX_MAGIC
-from megatron_fanformer.durable_files import naming, sync
+from megatron_fanformer.durable_files import NO_SPACE, naming, sync, write_refusal
 from megatron_fanformer.errors import FanformerError, InputError
 
 TOKEN_SUFFIXES: dict[Format, str] = {"megatron": ".bin", "npy": ".npy"}
@@ -210,4 +210,7 @@ def writing_to(prefix: str) -> Iterator[None]:
         path = error.filename or prefix
         raise InputError(f"{path} cannot be written ({error.strerror}); choose another output prefix") from error
     except OSError as error:
-        raise FanformerError(f"writing {prefix} failed ({error.strerror or error})") from error
+        remedy = "free space" if error.errno in NO_SPACE else "repair the disk"
+        raise FanformerError(
+            f"writing {prefix} failed ({write_refusal(error, prefix)}); {remedy}, and run the same command to continue"
+        ) from error

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_fanformer.data.manifest import Settings
+from megatron_fanformer.durable_files import write_refusal
 from megatron_fanformer.errors import FanformerError, InputError
 from megatron_fanformer.preparation.chats import chat_columns
 from megatron_fanformer.preparation.document_files import DocumentFile
@@ -97,7 +98,7 @@ def run_worker(setup: WorkerSetup, threads: int, connection: Connection) -> None
         except OSError as error:
             # What is read has its name in the error; what is written, by libraries, seldom.
             name = error.filename or setup.folder
-            message = f"{name}: {error.strerror or error}; free the resource that ran out and start again"
+            message = f"{name}: {write_refusal(error, name)}; free what ran out, and run the same command to continue"
             connection.send(Failed(task, FanformerError(message)))
         except Exception as error:
             failure = FanformerError(f"{task.path} could not be prepared ({type(error).__name__}: {error})")

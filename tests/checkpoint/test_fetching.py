@@ -158,7 +158,9 @@ def test_a_disk_that_fails_here_is_not_the_store_s_fault(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(durable_files, "sync_all", full)
-    with pytest.raises(InputError, match=rf"^{here}\S* cannot be written \(No space left on device\)") as error:
+    with pytest.raises(
+        InputError, match=rf"^{here}\S* cannot be written \(No space left on device, \S+ GB free\)"
+    ) as error:
         fetch_newer(url, here) if is_a_run_s else fetched(url, here, print)
     assert url not in str(error.value) and not pauses and not list(here.rglob(WEIGHTS))
 

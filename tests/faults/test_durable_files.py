@@ -4,6 +4,7 @@ import errno
 import fcntl
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from megatron_fanformer.durable_files import (
     take_lock,
     temporary_name,
     write_atomically,
+    write_refusal,
 )
 from megatron_fanformer.errors import FanformerError
 from tests.disk_steps import recorded_steps, small_files
@@ -143,3 +145,18 @@ def test_a_file_that_the_disk_did_not_take_is_named(tmp_path: Path, monkeypatch:
     with pytest.raises(FileNotFoundError) as caught, naming(tmp_path):
         sync(tmp_path / "missing")
     assert caught.value.filename == str(tmp_path / "missing")
+
+
+def test_a_full_disk_is_refused_with_what_is_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the nearest folder that exists; any other refusal has no such figure."""
+    asked: list[Path] = []
+
+    def usage(folder: Path) -> Any:
+        asked.append(folder)
+        return SimpleNamespace(free=12_300_000)
+
+    monkeypatch.setattr(durable_files.shutil, "disk_usage", usage)
+    full = OSError(errno.ENOSPC, "No space left on device")
+    assert write_refusal(full, tmp_path / "to" / "come") == "No space left on device, 0.012 GB free"
+    assert write_refusal(PermissionError(errno.EACCES, "Permission denied"), tmp_path) == "Permission denied"
+    assert asked == [tmp_path]

@@ -2,6 +2,7 @@
 
 import os
 import random
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -84,6 +85,7 @@ def assert_nothing_is_left(run: Path) -> None:
 def assert_told(said: str) -> None:
     assert "\n" not in said
     assert "was not written" in said and "; free space" in said, said
+    assert " GB needed" not in said or re.search(r"\(No space left on device, \S+ GB free, \S+ GB needed\)", said), said
 
 
 class Checkpointer:

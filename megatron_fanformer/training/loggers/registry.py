@@ -14,7 +14,7 @@ import yaml
 
 from megatron_fanformer.checkpoint.run_lock import FolderWatch
 from megatron_fanformer.checkpoint.store import CONFIG, METRICS
-from megatron_fanformer.durable_files import write_atomically
+from megatron_fanformer.durable_files import write_atomically, write_refusal
 from megatron_fanformer.errors import InputError, broken_fields
 from megatron_fanformer.training.loggers.json_lines import JSONLines
 from megatron_fanformer.training.loggers.logger import Logger, Start
@@ -167,7 +167,7 @@ class Loggers:
                 if kind.is_on(self._config):
                     self._open_one(name, kind, start)
         except OSError as error:
-            reason = f"cannot be written ({error.strerror}); free space, or name another"
+            reason = f"cannot be written ({write_refusal(error, self._run)}); free space, or name another"
             raise InputError(f"training.run_dir {self._run} {reason}") from error
 
     def _open_one(self, name: str, kind: type[Logger], start: Start) -> None:
