@@ -51,7 +51,8 @@ def report(options: ReportOptions) -> None:
     write_atomically(page.with_suffix(".md"), as_markdown(experiments, at=page.parent))
     write_atomically(page.with_suffix(".html"), as_html(experiments))
     show(finding.sentence for _, result in experiments for finding in result.findings)
-    show([f"wrote {page.with_suffix('.html')} and {page.with_suffix('.md').name}, of {len(experiments)} experiments"])
+    written = f"{page.with_suffix('.html')} and {page.with_suffix('.md').name}"
+    show([f"wrote {written}, of {plural(len(experiments), 'experiment')}"])
 
 
 def _folders(named: Sequence[str]) -> list[Path]:
