@@ -125,21 +125,23 @@ def findings(config: SweepConfig, compared: Sequence[Comparison], *, steps: int)
             exploratory=not each.is_primary,
             sentence=(
                 f"{each.point} ends {abs(each.mean.value):.4f} nats per token {direction} than {each.baseline}{at} "
-                f"over {each.pairs} pairs of runs with the same seed; {_outcome(each, short)}. " + _rule(each, number)
+                f"over {each.pairs} pairs of runs with the same seed; {_outcome(each, short, number)}. " + _rule(each)
             ),
         )
 
 
-def _outcome(each: Comparison, short: str) -> str:
+def _outcome(each: Comparison, short: str, number: int) -> str:
     if short or each.mean.interval is None:
         return short
     low, high = each.mean.interval
     interval = f"the 95% interval, {low:+.4f} to {high:+.4f}, {'has 0 in it' if low <= 0 <= high else 'leaves 0 out'}"
-    return interval if each.adjusted is None else f"{interval}, p {each.adjusted:.2g}"
+    if each.adjusted is None:
+        return interval
+    corrected = f", corrected for {number} primary comparisons (Holm)" if number > 1 else ""
+    return f"{interval}, p {each.adjusted:.2g}{corrected}"
 
 
-def _rule(each: Comparison, number: int) -> str:
+def _rule(each: Comparison) -> str:
     if not each.is_primary:
         return "It is exploratory: not among the comparisons stated before the runs."
-    corrected = f", corrected for {number} primary comparisons (Holm)," if number > 1 else ""
-    return f"Stated before the runs: {each.point} is lower. It shows if p{corrected} is below {CALLED:.0%}."
+    return f"Stated before the runs: {each.point} is lower. It shows if p is below {CALLED:.0%}."
