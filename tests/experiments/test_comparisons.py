@@ -15,7 +15,7 @@ from megatron_fanformer.experiments.sweeps.comparisons import Comparison, compar
 from megatron_fanformer.experiments.sweeps.config import ReportConfig, SweepConfig, TuneConfig
 from megatron_fanformer.experiments.sweeps.file import Sweep, read_sweep
 from megatron_fanformer.experiments.sweeps.run import run_sweep
-from megatron_fanformer.experiments.sweeps.tuning import choices, compared, due
+from megatron_fanformer.experiments.sweeps.tuning import choices, compared, due, in_play
 from tests.experiments.making import STAND_IN, changed, write_sweep
 from tests.experiments.stand_in import BASE_THAT_FAILS, PLANTED, train
 from tests.small_runs import write_tokens
@@ -150,7 +150,7 @@ RATES = {f"{rate:g}": {"optimizer.lr": rate} for rate in (0.005, 0.01, 0.02, 0.0
 def finished(sweep: Sweep) -> list[str]:
     """Train what is due, until nothing is; return the names in their order."""
     names = []
-    while cells := due(sweep):
+    while cells := due(in_play(sweep, outcomes(sweep))):
         for cell in cells:
             train(cell.config.as_dict())
             names.append(cell.name)
@@ -190,10 +190,14 @@ def test_a_rate_that_diverges_is_not_tried_again_and_one_at_the_edge_is_named(
     sweep = read_sweep(file, needs_data=True)
     with pytest.raises(Exception, match=r"2 of 12 cells failed: .*,diverges,seed=1234, .*,diverges,seed=1234;"):
         run_sweep(sweep, lambda line: None, jobs=3, command=STAND_IN)
-    assert due(sweep) == []
+    assert due(in_play(sweep, outcomes(sweep))) == []
     assert cli.main(["sweep", str(file), "status"]) == 0
     shown = capsys.readouterr().out
     assert "transformer: 0.01 is best\n" in shown and "fanformer: 0.01 is best" in shown
     changed(file, axes={**sweep.config.axes, "lr": dict(list(RATES.items())[:3])})
     assert cli.main(["sweep", str(file), "dry-run"]) == 0
     assert "the best" in capsys.readouterr().out
+    lines: list[str] = []  # with 0.02 FANformer's best changes, and its runs at 0.01 are in no comparison
+    run_sweep(read_sweep(file, needs_data=True), lines.append, jobs=3, command=STAND_IN)
+    numbers = [line.split()[0] for line in lines if line.startswith("[")]
+    assert numbers == [f"[{number}/12]" for number in range(5, 7)] + [f"[{number}/12]" for number in range(10, 13)]

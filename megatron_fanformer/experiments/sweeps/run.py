@@ -21,9 +21,9 @@ import yaml
 from megatron_fanformer.checkpoint.run_lock import run_lock
 from megatron_fanformer.durable_files import regular_file, write_atomically
 from megatron_fanformer.errors import FanformerError, InputError, Interrupted
-from megatron_fanformer.experiments.sweeps.cells import is_complete, outcome
+from megatron_fanformer.experiments.sweeps.cells import outcome, outcomes
 from megatron_fanformer.experiments.sweeps.file import Cell, Sweep
-from megatron_fanformer.experiments.sweeps.tuning import due
+from megatron_fanformer.experiments.sweeps.tuning import due, in_play
 from megatron_fanformer.processes import (
     PROFILE_SIGNAL,
     SAVE_SIGNAL,
@@ -67,8 +67,12 @@ def run_sweep(sweep: Sweep, log: Callable[[str], None], *, jobs: int = 1, comman
     with run_lock(sweep.folder):
         runs = _Runs(sweep, log, command, jobs)
         with signals_to(runs.received.append):
-            while cells := [cell for cell in due(sweep) if cell.name not in runs.codes]:
-                runs.run(cells)
+            while True:
+                playing = in_play(sweep, outcomes(sweep))
+                cells = [cell for cell in due(playing) if cell.name not in runs.codes]
+                if not cells:
+                    break
+                runs.run(cells, first=len(playing) - len(cells) + 1)
     failed = {name: code for name, code in runs.codes.items() if code}
     if failed:
         total = sweep.config.num_cells
@@ -91,15 +95,14 @@ class _Runs:
         self._sweep, self._log, self._command, self._jobs = sweep, log, command, jobs
         self._running: dict[str, tuple[Cell, subprocess.Popen[bytes], float]] = {}
         self._is_stopped = False
-        self._complete_before = sum(is_complete(cell) for cell in sweep.cells)
 
-    def run(self, cells: Sequence[Cell]) -> None:
-        """Run cells to their ends. Raises Interrupted once a signal has stopped them."""
-        waiting = deque(cells)
+    def run(self, cells: Sequence[Cell], *, first: int) -> None:
+        """Run cells, numbered from `first`, to their ends. Raises Interrupted once a signal has stopped them."""
+        waiting = deque(enumerate(cells, first))
         try:
             while (waiting and not self._is_stopped) or self._running:
                 while waiting and len(self._running) < self._jobs and not self._is_stopped:
-                    self._start(waiting.popleft())
+                    self._start(*waiting.popleft())
                 self._pass_on_signals()
                 for cell, process, started in list(self._running.values()):
                     if process.poll() is not None:
@@ -113,8 +116,7 @@ class _Runs:
         if self._is_stopped:
             raise Interrupted("stopped; cells that had begun go on where they were: run the same command to continue")
 
-    def _start(self, cell: Cell) -> None:
-        number = self._complete_before + len(self.codes) + len(self._running) + 1
+    def _start(self, number: int, cell: Cell) -> None:
         self._log(f"[{number}/{self._sweep.config.num_cells}] {cell.name}")
         write_configuration(cell)
         cell.failure.unlink(missing_ok=True)
@@ -183,7 +185,7 @@ def write_array(sweep: Sweep, script: Path) -> Path:
     directives = [number for number, line in enumerate(lines) if line.startswith(DIRECTIVE)]
     if not directives:
         raise InputError(f"--slurm {script} has no line {DIRECTIVE}; name a script such as slurm.sh")
-    cells = due(sweep)
+    cells = due(in_play(sweep, outcomes(sweep)))
     if not cells:
         raise InputError(f"all cells of {sweep.folder} are complete; use report")
     sweep.folder.mkdir(parents=True, exist_ok=True)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatron_fanformer.experiments.sweeps.cells import Outcome, outcomes
+from megatron_fanformer.experiments.sweeps.cells import Outcome
 from megatron_fanformer.experiments.sweeps.file import Cell, Sweep
 
 
@@ -67,15 +67,7 @@ def in_play(sweep: Sweep, found: Sequence[Outcome]) -> list[Outcome]:
     return [*(each for each in found if each.cell.tunes), *compared(sweep, found)]
 
 
-def due(sweep: Sweep) -> list[Cell]:
-    """Return what can run now and is not complete; a choice that is made then brings more.
-
-    Raises:
-        InputError: runs in the folder are of other configurations than the file's.
-    """
+def due(playing: Sequence[Outcome]) -> list[Cell]:
+    """Return what, of the cells in play, can run now and is not complete; a choice that is made then brings more."""
     # A tuning run that diverged would again: it has said what it was to say.
-    return [
-        each.cell
-        for each in in_play(sweep, outcomes(sweep))
-        if each.state != "complete" and not (each.cell.tunes and each.diverged)
-    ]
+    return [each.cell for each in playing if each.state != "complete" and not (each.cell.tunes and each.diverged)]
