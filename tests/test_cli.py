@@ -36,11 +36,11 @@ def refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pyt
         before = contents(tmp_path)
         capsys.readouterr()
         assert main(arguments) == 2
-        said = capsys.readouterr()
+        message = capsys.readouterr()
         # what machine and data are refused for comes after the second
-        assert said.out in ("", "starting 1 rank on this machine\n")
+        assert message.out in ("", "starting 1 rank on this machine\n")
         assert contents(tmp_path) == before
-        lines = said.err.splitlines()
+        lines = message.err.splitlines()
         assert all(line.startswith(f"{PROGRAM}: ") for line in lines), lines
         return [line.removeprefix(f"{PROGRAM}: ") for line in lines]
 
@@ -75,7 +75,7 @@ def test_megatrons_arguments_in_place_of_a_configuration_are_answered(refused: R
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         ([], "required: VERB"),
         (["tran"], "invalid choice: 'tran'"),
@@ -86,8 +86,8 @@ def test_megatrons_arguments_in_place_of_a_configuration_are_answered(refused: R
         (["train", "--config", "none.yaml"], "none.yaml cannot be read"),
     ],
 )
-def test_a_command_line_that_is_no_command(refused: Refused, arguments: list[str], said: str) -> None:
-    one_line(refused(*arguments), said)
+def test_a_command_line_that_is_no_command(refused: Refused, arguments: list[str], message: str) -> None:
+    one_line(refused(*arguments), message)
 
 
 def test_the_installed_command_exits_with_the_same_code_and_line(tmp_path: Path, config: str) -> None:
@@ -107,7 +107,7 @@ FP8_WEIGHTS = "not there, because weights stored in FP8 would load in no other l
 
 
 @pytest.mark.parametrize(
-    ("overrides", "said"),
+    ("overrides", "message"),
     [
         ("--nonsense", "'--nonsense' is not an override; write --section.field VALUE"),
         ("--training.seed", "--training.seed has no value; write --section.field VALUE"),
@@ -133,12 +133,12 @@ FP8_WEIGHTS = "not there, because weights stored in FP8 would load in no other l
         ("--training.train_iters 0", "training.train_iters is 0; it must be at least 1"),
     ],
 )
-def test_a_value_of_the_wrong_kind(refused: Refused, config: str, overrides: str, said: str) -> None:
-    assert refused("train", "--config", config, *overrides.split()) == [said]
+def test_a_value_of_the_wrong_kind(refused: Refused, config: str, overrides: str, message: str) -> None:
+    assert refused("train", "--config", config, *overrides.split()) == [message]
 
 
 @pytest.mark.parametrize(
-    ("overrides", "said"),
+    ("overrides", "message"),
     [
         ("--runtime.device cuda", "runtime.device is cuda"),
         ("--model.preset fanformer-2b", NO_PRESET),
@@ -158,8 +158,8 @@ def test_a_value_of_the_wrong_kind(refused: Refused, config: str, overrides: str
         ("--model.vocab_size 50", "holds token id 99, outside the vocabulary of 50"),
     ],
 )
-def test_a_value_that_is_refused(refused: Refused, config: str, overrides: str, said: str) -> None:
-    one_line(refused("train", "--config", config, *overrides.split()), *said.split(" … "))
+def test_a_value_that_is_refused(refused: Refused, config: str, overrides: str, message: str) -> None:
+    one_line(refused("train", "--config", config, *overrides.split()), *message.split(" … "))
 
 
 def test_an_empty_section_has_its_defaults(tmp_path: Path, config: str) -> None:
@@ -176,10 +176,10 @@ def test_missing_values_are_named(refused: Refused, tmp_path: Path) -> None:
     assert missing == ["model.vocab_size", "training.run_dir", "training.global_batch_size"]
 
 
-@pytest.mark.parametrize(("text", "said"), [("- a\n- b\n", "holds no configuration"), ("a: [", "is not valid YAML")])
-def test_a_file_that_is_no_configuration(refused: Refused, tmp_path: Path, text: str, said: str) -> None:
+@pytest.mark.parametrize(("text", "message"), [("- a\n- b\n", "holds no configuration"), ("a: [", "is not valid YAML")])
+def test_a_file_that_is_no_configuration(refused: Refused, tmp_path: Path, text: str, message: str) -> None:
     (tmp_path / "config.yaml").write_text(text)
-    one_line(refused("train", "--config", "config.yaml"), said)
+    one_line(refused("train", "--config", "config.yaml"), message)
 
 
 def test_problems_of_sound_values_and_missing_files_are_reported_together(refused: Refused, config: str) -> None:
@@ -225,7 +225,7 @@ def test_a_world_that_the_layout_does_not_fill(
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 @pytest.mark.parametrize(
-    ("layout", "said"),
+    ("layout", "message"),
     [
         ("tp=3", "parallel.tensor_model_parallel_size 3 does not divide model.num_attention_heads 4; choose one of"),
         ("tp", "'tp' has no value; write it as in tp=2,sp=true"),
@@ -237,10 +237,10 @@ def test_a_world_that_the_layout_does_not_fill(
         ("recompute=some", 'recompute_granularity is "some"; it must be one of full, selective, or null'),
     ],
 )
-def test_a_layout_that_cannot_be_compared(refused: Refused, config: str, layout: str, said: str) -> None:
+def test_a_layout_that_cannot_be_compared(refused: Refused, config: str, layout: str, message: str) -> None:
     lines = refused("parity", "--config", config, "--layouts", "tp=2", layout)
     assert lines[0].startswith(f"layout {layout!r}: ")
-    assert said in lines[0]
+    assert message in lines[0]
 
 
 def test_all_layouts_that_cannot_be_compared_are_named(refused: Refused, config: str) -> None:
@@ -285,7 +285,7 @@ def started_run(tmp_path: Path, config: str) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("override", "said"),
+    ("override", "message"),
     [
         (("model.num_layers", "4"), "model.num_layers is 4, but the checkpoint"),
         (("model.fan.p_ratio", "0.125"), "model.fan.p_ratio is 0.125, but the checkpoint"),
@@ -294,10 +294,10 @@ def started_run(tmp_path: Path, config: str) -> Path:
     ],
 )
 def test_a_runs_folder_whose_run_is_another(
-    refused: Refused, config: str, started_run: Path, override: tuple[str, str], said: str
+    refused: Refused, config: str, started_run: Path, override: tuple[str, str], message: str
 ) -> None:
     name, value = override
-    one_line(refused("train", "--config", config, f"--{name}", value), said, str(started_run))
+    one_line(refused("train", "--config", config, f"--{name}", value), message, str(started_run))
 
 
 def test_positions_are_scaled_anew_from_a_checkpoint_and_not_on_the_way(
@@ -391,8 +391,8 @@ def test_a_line_that_is_no_document_is_counted_otherwise(
 ) -> None:
     """A prefix that stands is not prepared again with other settings."""
     assert main(prepare(documents)) == 0
-    assert "3 lines read: 2 documents" in (told := capsys.readouterr().out)
-    assert "1 lines refused: not JSON" in told
+    assert "3 lines read: 2 documents" in (expected := capsys.readouterr().out)
+    assert "1 lines refused: not JSON" in expected
     one_line(
         refused(*prepare(documents, "--eod-id", "0")), "output prefix out already exists with eod_id 50279 and not 0"
     )

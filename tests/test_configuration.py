@@ -59,7 +59,7 @@ def test_values_become_the_dataclass() -> None:
 
 
 @pytest.mark.parametrize(
-    ("values", "said"),
+    ("values", "message"),
     [
         ({"count": "1"}, 'count is "1"; it must be an integer'),
         ({"count": 1.0}, "count is 1.0; it must be an integer"),
@@ -89,8 +89,8 @@ def test_values_become_the_dataclass() -> None:
         ({"count": "x" * 500}, f'count is "{"x" * 79}…; it must be an integer'),
     ],
 )
-def test_what_is_wrong_is_told_in_words(values: Any, said: str) -> None:
-    assert value_problems(values, Outer)[:1] == [said]
+def test_what_is_wrong_is_told_in_words(values: Any, message: str) -> None:
+    assert value_problems(values, Outer)[:1] == [message]
     with pytest.raises(InputError):
         build(values, Outer)
 
@@ -136,8 +136,8 @@ def test_a_mapping_given_as_one_value_takes_the_place_of_all() -> None:
 
 
 def told_by(values: dict[str, Any], **rest: Any) -> tuple[Any, list[str]]:
-    told: list[str] = []
-    return config_from_dict(values, report=told.append, **rest), told
+    notices: list[str] = []
+    return config_from_dict(values, report=notices.append, **rest), notices
 
 
 def test_overrides_have_their_dotted_names_again() -> None:
@@ -148,10 +148,10 @@ def test_overrides_have_their_dotted_names_again() -> None:
 
 def test_earlier_names_are_read_with_one_line_of_notice(tmp_path: Path) -> None:
     parallel = {"cross_entropy_loss_fusion": False, "distributed_timeout_minutes": 3}
-    config, told = told_by(small_run("x", tmp_path, parallel=parallel))
+    config, notices = told_by(small_run("x", tmp_path, parallel=parallel))
     assert config.kernels.chunked_loss_head is False
     assert config.runtime.distributed_timeout_minutes == 3.0
-    (notice,) = told
+    (notice,) = notices
     assert "parallel.cross_entropy_loss_fusion is now kernels.chunked_loss_head, " in notice
 
 
@@ -161,9 +161,9 @@ def test_every_earlier_name_is_of_a_field(tmp_path: Path) -> None:
         (_, earlier), (section, name) = old.split("."), new.split(".")
         values = {**small_run("x", tmp_path), "kernels": {}, "runtime": {}}
         values["parallel"] = {earlier: defaults[section][name]}
-        config, told = told_by(values)
+        config, notices = told_by(values)
         assert config.as_dict() == defaults
-        assert len(told) == 1
+        assert len(notices) == 1
 
 
 def test_a_field_under_both_names_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

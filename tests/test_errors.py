@@ -42,8 +42,8 @@ def test_untrusted_text_moves_no_cursor() -> None:
     + [(number, 1) for number in (errno.ENOSPC, errno.EIO, errno.EMFILE, errno.EDQUOT)],
 )
 def test_a_path_that_the_system_refuses_is_the_users_error_and_a_failing_disk_is_not(number: int, code: int) -> None:
-    said, found = _in_words(OSError(number, "the reason", "the path"))
-    assert found == code and said.startswith("the path cannot be used (the reason); ")
+    message, found = _in_words(OSError(number, "the reason", "the path"))
+    assert found == code and message.startswith("the path cannot be used (the reason); ")
 
 
 @pytest.mark.parametrize("name", ["a\x1b[31mred", "a\nb", "a\u2028b", "\x7f"])
@@ -57,6 +57,6 @@ def test_no_output_has_a_name_that_a_terminal_or_a_page_would_obey(
         ["train", "--config", str(config)],
     ):
         assert main(command) == 2
-        said = capsys.readouterr().err
-        assert f"{name!a} holds control characters or line ends; name another" in said
-        assert said.replace("\n", "").isprintable()
+        message = capsys.readouterr().err
+        assert f"{name!a} holds control characters or line ends; name another" in message
+        assert message.replace("\n", "").isprintable()

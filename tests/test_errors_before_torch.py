@@ -36,7 +36,7 @@ for arguments in json.loads(sys.argv[1]):
 """
 
 
-def told(*arguments: str) -> str:
+def output_of(*arguments: str) -> str:
     """What a command that is refused says, in a process that must not have imported what takes seconds."""
     done = run_without_torch(*arguments)
     assert done.returncode == 2, done.stderr
@@ -89,17 +89,17 @@ def refusals(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
     return {arguments: json.loads(line) for (arguments, _), line in zip(REFUSED, done.stdout.splitlines(), strict=True)}
 
 
-@pytest.mark.parametrize(("arguments", "said"), REFUSED)
-def test_a_command_that_is_refused(arguments: str, said: str, refusals: dict[str, list[Any]]) -> None:
+@pytest.mark.parametrize(("arguments", "message"), REFUSED)
+def test_a_command_that_is_refused(arguments: str, message: str, refusals: dict[str, list[Any]]) -> None:
     code, output, errors, imported = refusals[arguments]
     assert (code, output, imported) == (2, "", [])
-    assert said in errors
+    assert message in errors
 
 
 def test_a_receipt_that_could_not_be_written(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "fanformer"}')
     asked = ["convert", str(tmp_path), str(tmp_path / "out"), "--to", "hf", "--report", "none/receipt.json"]
-    assert "--report none/receipt.json is not a file in a folder that exists" in told(*asked)
+    assert "--report none/receipt.json is not a file in a folder that exists" in output_of(*asked)
 
 
 def test_a_run_that_is_complete(tmp_path: Path) -> None:

@@ -318,13 +318,13 @@ def test_the_scripts_pass_shellcheck(script: Path) -> None:
 
 def test_olmes_gets_the_export_as_a_local_model_and_the_papers_suite(tmp_path: Path) -> None:
     """By a stand-in for the command, which needs the network."""
-    told = tmp_path / "told"
-    olmes = write_program(tmp_path / "olmes", f'printf "%s\\n" "$@" > {told}')
+    message = tmp_path / "message"
+    olmes = write_program(tmp_path / "olmes", f'printf "%s\\n" "$@" > {message}')
     (tmp_path / "an export").mkdir()
     command = ["bash", str(EXAMPLES / "olmes.sh"), "an export", "results", "--limit", "10"]
     subprocess.run(command, cwd=tmp_path, env={**os.environ, "OLMES": str(olmes), "MAX_LENGTH": "512"}, check=True)
     model, results = str(tmp_path / "an export"), str(tmp_path / "results")
-    arguments = told.read_text().splitlines()
+    arguments = message.read_text().splitlines()
     assert json.loads(arguments[3]) == {"trust_remote_code": True, "max_length": 512}
     assert arguments[:3] + arguments[4:] == [
         *("--model", model, "--model-args", "--task", "main_suite::olmo1", "--output-dir", results, "--limit", "10")

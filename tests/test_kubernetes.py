@@ -189,15 +189,15 @@ def test_a_pod_starts_its_ranks_and_ends_with_their_highest_code(
 ) -> None:
     pod = start_pod(manifest, tmp_path, ends)
     assert pod.wait(timeout=PATIENCE_SECONDS) == code
-    told = sorted((tmp_path / "told").read_text().splitlines())
+    message = sorted((tmp_path / "message").read_text().splitlines())
     command = "-m megatron_fanformer train --config /runs/fanformer-1b.yaml"
-    assert told == [f"{24 + gpu}/64 {gpu}/8 {command}" for gpu in range(8)]
+    assert message == [f"{24 + gpu}/64 {gpu}/8 {command}" for gpu in range(8)]
 
 
 def test_a_pod_passes_its_end_on_and_tells_that_the_ranks_stopped(manifest: dict[str, Any], tmp_path: Path) -> None:
     pod = start_pod(manifest, tmp_path, ["waits"] * 8)
-    (tmp_path / "told").touch()
-    wait_until(lambda: (tmp_path / "told").read_text().count("\n") == 8)
+    (tmp_path / "message").touch()
+    wait_until(lambda: (tmp_path / "message").read_text().count("\n") == 8)
     time.sleep(0.2)
     pod.terminate()
     assert pod.wait(timeout=PATIENCE_SECONDS) == 5
@@ -211,7 +211,7 @@ def test_after_a_failed_check_there_is_time_to_cordon_the_node(
     check = start_check(manifest, tmp_path, code)
     assert check.wait(timeout=PATIENCE_SECONDS) == code
     command = "-m megatron_fanformer check-node --folder /runs --gpus 8 --time-limit 1800"
-    assert (tmp_path / "told").read_text() == f"3 {command}\n"
+    assert (tmp_path / "message").read_text() == f"3 {command}\n"
     assert (tmp_path / "slept").read_text() == slept
 
 

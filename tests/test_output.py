@@ -45,8 +45,10 @@ def test_a_run_goes_on_unread(
     assert [entry["step"] for entry in read_metrics(run)] == list(range(1, 21))
     assert (run / "checkpoints" / "latest").read_text() == "step-00000020\n"
     log = (tmp_path / "logs" / "rank-00000.log").read_text()
-    said = re.findall(r"WARNING rank 0 \S+: (standard \w+) cannot be written \((.*)\); what is printed is dropped", log)
-    assert said[:1] == ([(stream, reason)] if stream else []) and len(said) == len(set(said))
+    message = re.findall(
+        r"WARNING rank 0 \S+: (standard \w+) cannot be written \((.*)\); what is printed is dropped", log
+    )
+    assert message[:1] == ([(stream, reason)] if stream else []) and len(message) == len(set(message))
 
 
 @pytest.mark.parametrize("options", ["--resolved --config examples/tiny-cpu.yaml", "--help"])

@@ -121,8 +121,8 @@ def test_a_signal_at_the_start_ends_a_process_at_once_with_a_line(number: signal
     assert line_of(process) == "ready"
     process.send_signal(signal.SIGUSR2)  # there is nothing to save yet
     process.send_signal(number)
-    said, _ = process.communicate(timeout=PATIENCE_SECONDS)
-    assert (process.returncode, said) == (5, f"stopped on {number.name} {NOTHING_LOST}\n")
+    message, _ = process.communicate(timeout=PATIENCE_SECONDS)
+    assert (process.returncode, message) == (5, f"stopped on {number.name} {NOTHING_LOST}\n")
 
 
 @pytest.mark.parametrize(
@@ -134,9 +134,9 @@ def test_a_signal_while_a_run_is_imported_ends_it_with_a_line(module: str, tmp_p
     file = write_config(tmp_path / "config.yaml", small_run(write_tokens(tmp_path / "tokens"), tmp_path / "run"))
     environment = {"PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}", "SIGNAL_AT": module}
     process = start_command("train", "--config", str(file), environment=environment)
-    said, errors = process.communicate(timeout=PATIENCE_SECONDS)
+    message, errors = process.communicate(timeout=PATIENCE_SECONDS)
     begun = "starting 1 rank on this machine\n" if module in LATE_MOMENTS else ""
-    assert (process.returncode, said, errors) == (5, begun, f"megatron-fanformer: {STOPPED}\n")
+    assert (process.returncode, message, errors) == (5, begun, f"megatron-fanformer: {STOPPED}\n")
 
 
 def test_a_signal_before_python_runs_is_held_where_the_parent_saw_to_it(tmp_path: Path) -> None:
@@ -161,8 +161,8 @@ def test_verbs_that_answer_no_signal_end_by_it_as_ever(tmp_path: Path) -> None:
 )
 def test_the_loop_takes_signals_over_until_it_ends_and_a_child_keeps_its_own(code: str, heard: str) -> None:
     process = start(code)
-    said, _ = process.communicate(timeout=PATIENCE_SECONDS)
-    assert (process.returncode, said) == (0, f"{heard}\n")
+    message, _ = process.communicate(timeout=PATIENCE_SECONDS)
+    assert (process.returncode, message) == (0, f"{heard}\n")
 
 
 @pytest.mark.parametrize(("who", "code"), [("watch", 7), ("signal", 5)])

@@ -282,5 +282,5 @@ def test_the_screens_of_a_run(tmp_path: Path) -> None:
             shown = ESCAPES.sub("", in_terminal(arguments, columns)).replace("\r\n", "\n")
             assert too_wide([part for line in shown.splitlines() for part in line.split("\r")], columns) == []
             assert words(piped.stdout) <= words(shown)
-    told = [line.split(": ")[1] for line in piped.stderr.splitlines()]  # of parity, a line a run
-    assert told[0] == "one process" and told[-2:] == ["tp=2", "dp=2,distributed_optimizer=true"]
+    message = [line.split(": ")[1] for line in piped.stderr.splitlines()]  # of parity, a line a run
+    assert message[0] == "one process" and message[-2:] == ["tp=2", "dp=2,distributed_optimizer=true"]

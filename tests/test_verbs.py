@@ -237,7 +237,7 @@ def test_a_new_verb_runs_with_its_options(played: list[ToyOptions]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "said"),
+    ("line", "message"),
     [
         ("toy", "the following arguments are required: FILE; megatron-fanformer toy --help lists the options"),
         ("toy a --speed fast", "argument --speed: invalid float value: 'fast'"),
@@ -248,11 +248,11 @@ def test_a_new_verb_runs_with_its_options(played: list[ToyOptions]) -> None:
     ],
 )
 def test_wrong_options_of_a_new_verb_are_one_line(
-    played: list[ToyOptions], capsys: pytest.CaptureFixture[str], line: str, said: str
+    played: list[ToyOptions], capsys: pytest.CaptureFixture[str], line: str, message: str
 ) -> None:
     assert main(line.split(" ")) == 2
     (error,) = capsys.readouterr().err.splitlines()
-    assert error.startswith(f"{cli.PROGRAM}: {said}")
+    assert error.startswith(f"{cli.PROGRAM}: {message}")
     assert played == []
 
 

@@ -67,14 +67,14 @@ def run_copies(url: str, keep: int | None, connection: Connection) -> None:
 
 
 def _copy(url: str, keep: int | None, checkpoint: Path, connection: Connection) -> None:
-    started = said = time.monotonic()
+    started = shown_at = time.monotonic()
     saying = threading.Lock()  # files are copied by several threads
 
     def advance() -> None:
-        nonlocal said
+        nonlocal shown_at
         with saying:
-            if time.monotonic() - said > ALIVE_SECONDS:
-                said = time.monotonic()
+            if time.monotonic() - shown_at > ALIVE_SECONDS:
+                shown_at = time.monotonic()
                 connection.send(UploadStatus("alive", checkpoint.name))
 
     def failed(attempt: int, reason: str) -> None:

@@ -158,8 +158,10 @@ class CheckpointSaver:
                     return False
                 time.sleep(POLL_SECONDS)
         except CheckpointException as error:  # on every rank, but only the main one knows why
-            said = {rank: str(reason).removeprefix("Worker failure: ") for rank, (reason, _) in error.failures.items()}
-            reasons = [f"rank {rank}: {reason}" for rank, reason in said.items()]
+            by_rank = {
+                rank: str(reason).removeprefix("Worker failure: ") for rank, (reason, _) in error.failures.items()
+            }
+            reasons = [f"rank {rank}: {reason}" for rank, reason in by_rank.items()]
             self._unpublished = None
             raise on_main(lambda: self._failure(due.step, "; ".join(reasons), due.folder)) from None
         except OSError as error:  # of the main rank, which writes what concerns all; the others end with it

@@ -12,7 +12,7 @@ Advance = Callable[[int], None]
 
 logger = logging.getLogger(__name__)
 
-SAID_SECONDS = 15.0
+SECONDS_BETWEEN_LINES = 15.0
 
 
 class FileTasks:
@@ -27,7 +27,7 @@ class FileTasks:
     def __init__(self, total_bytes: int, message: str, *, threads: int) -> None:
         self._total, self._message, self._threads = total_bytes, message, threads
         self._done = 0
-        self._started = self._said = time.monotonic()
+        self._started = self._logged_at = time.monotonic()
         self._lock, self._is_over = threading.Lock(), False
 
     def run(self, tasks: Sequence[Callable[..., object]]) -> None:
@@ -52,8 +52,8 @@ class FileTasks:
         with self._lock:
             self._done += part_bytes
             now = time.monotonic()
-            if now - self._said < SAID_SECONDS:
+            if now - self._logged_at < SECONDS_BETWEEN_LINES:
                 return
-            self._said = now
+            self._logged_at = now
             left = timedelta(seconds=int((now - self._started) * max(0, self._total - self._done) / self._done))
             logger.info(self._message, 100 * self._done / self._total, self._total / 1e9, left)

@@ -199,19 +199,19 @@ def _identify(
 ) -> FileIdentity:
     """Identify a file; `remote` has size and fingerprint of those on other stores, by URL."""
     manifest, record = read_any_manifest(prefix), token_files_record(prefix)
-    said = record.files.get(suffix) if record else None
+    recorded = record.files.get(suffix) if record else None
     if (there := remote.get(prefix + suffix)) is not None:
         size, content = there
     else:
         file = Path(prefix + suffix)
         size, content = file.stat().st_size, fingerprint(file)
-    is_of_this = said is not None and said.bytes == size
+    is_of_this = recorded is not None and recorded.bytes == size
     return FileIdentity(
         path=redacted(path),
         tokens=tokens,
         form=form,
         content=content,
-        sha256=said.sha256 or None if said and is_of_this else None,
+        sha256=recorded.sha256 or None if recorded and is_of_this else None,
         tokenizer=manifest.tokenizer.sha256 or None if manifest and is_of_this else None,
     )
 

@@ -103,13 +103,13 @@ def _by_manifest(path: str, size: int) -> tuple[str, int] | None:
     record, manifest = token_files_record(prefix), read_any_manifest(prefix)
     if record is None or manifest is None or SUFFIX not in record.files:
         return None
-    dtype, said = manifest.settings.dtype, record.files[SUFFIX].bytes
+    dtype, recorded = manifest.settings.dtype, record.files[SUFFIX].bytes
     if dtype not in MANIFEST_TYPES:
         known = ", ".join(MANIFEST_TYPES)
         raise CorruptError(f"{prefix}{MANIFEST_SUFFIX}: dtype is {dtype}, not one of {known}; prepare again")
-    if size != said:
+    if size != recorded:
         raise CorruptError(
-            f"{path} holds {size} bytes, but {prefix}{MANIFEST_SUFFIX} says {said}; copy or prepare it again, or"
+            f"{path} holds {size} bytes, but {prefix}{MANIFEST_SUFFIX} says {recorded}; copy or prepare it again, or"
             " remove the manifest if it is another file's"
         )
     return dtype, record.max_token_id

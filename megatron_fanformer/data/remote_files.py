@@ -230,8 +230,8 @@ def _file_from(store: Store, url: str, info: dict[str, Any]) -> RemoteFile | Non
     size, version = info.get("size"), _version_of(info)
     if not isinstance(size, int):
         raise InputError(f"{redacted(url)}: its store states no size; serve it by one that does")
-    if version is None and not store.has_said_versionless:
-        store.has_said_versionless = True
+    if version is None and not store.has_warned_versionless:
+        store.has_warned_versionless = True
         logger.warning("%s: its store states no version, so that a change of the file goes unnoticed", redacted(url))
     return RemoteFile(url, size, version, bool(size and version) and _refuses_others(store, url, str(version)))
 

@@ -25,7 +25,7 @@ PATIENCE_SECONDS = 70.0
 JITTER = 0.5
 MOST_REQUESTS = 64  # at a time, of a process to a store
 THREADS = 16  # where a driver takes one request at a time
-SAID_SECONDS = 600.0  # between lines about a store that fails
+SECONDS_BETWEEN_WARNINGS = 600.0  # between lines about a store that fails
 
 logger = logging.getLogger(__name__)
 
@@ -42,8 +42,8 @@ class Store:
         self._limit: asyncio.Semaphore | None = None
         self.refuses_others: bool | None = None
         """Whether it refuses to read another version than the one stated; None: not tried yet."""
-        self.said = -SAID_SECONDS
-        self.has_said_versionless = False
+        self.warned_at = -SECONDS_BETWEEN_WARNINGS
+        self.has_warned_versionless = False
 
     @property
     def files(self) -> Any:
@@ -240,9 +240,9 @@ def until_done(attempt: Callable[[], Result], url: str) -> Result:
         nonlocal attempts
         attempts, store = number, store_of(url)
         now = time.monotonic()
-        is_first = now - store.said > SAID_SECONDS
+        is_first = now - store.warned_at > SECONDS_BETWEEN_WARNINGS
         if is_first:
-            store.said = now
+            store.warned_at = now
         logger.log(
             logging.WARNING if is_first else logging.DEBUG,
             "%s: a request failed (%s); failed requests are made again, for up to %.0f s",

@@ -336,8 +336,8 @@ def reads_ids(index: TokenIndex, vocab_size: int) -> bool:
 
 def _recorded_largest(index: TokenIndex) -> int | None:
     record = token_files_record(index.prefix)
-    said = record.files.get(".bin") if record is not None else None
-    is_of_this = said is not None and said.bytes == index.tokens * index.dtype.itemsize
+    recorded = record.files.get(".bin") if record is not None else None
+    is_of_this = recorded is not None and recorded.bytes == index.tokens * index.dtype.itemsize
     return record.max_token_id if record is not None and is_of_this else None
 
 

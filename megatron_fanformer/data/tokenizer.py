@@ -234,9 +234,9 @@ def load_tokenizer(path: str | Path, *, eod_id: int | None = None, needs_eod: bo
     except (
         BaseException
     ) as error:  # what the libraries raise for another format; panics are not subclasses of Exception
-        said = "a Hugging Face tokenizer.json" if file.suffix == ".json" else "a sentencepiece model"
+        format_name = "a Hugging Face tokenizer.json" if file.suffix == ".json" else "a sentencepiece model"
         reason = " ".join(str(error).split())
-        raise InputError(f"tokenizer {file} cannot be read as {said}: {reason}") from error
+        raise InputError(f"tokenizer {file} cannot be read as {format_name}: {reason}") from error
 
 
 def tokenizer_file(path: str | Path) -> Path:
@@ -263,7 +263,7 @@ def tokenizer_file(path: str | Path) -> Path:
 def _fetched(url: str) -> Path:
     """Return the copy of a tokenizer on another store, fetched once for each version, with its chat template."""
     if not url.endswith((".json", ".model")):
-        raise InputError(f"tokenizer {redacted(url)} is no file's URL; name one that ends in .model or .json")
+        raise InputError(f"tokenizer {redacted(url)} does not name a file; name one that ends in .model or .json")
     if (file := find(url)) is None:
         raise InputError(f"tokenizer {redacted(url)} does not exist; name a .model file or a tokenizer.json")
     folder = note_path(cache_folder() / "tokenizers", file.identity).with_suffix("")

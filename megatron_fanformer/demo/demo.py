@@ -35,8 +35,8 @@ from megatron_fanformer.preparation.prepare import prepare
 from megatron_fanformer.preparation.verb import PrepareConfig
 from megatron_fanformer.processes import usable_cores
 from megatron_fanformer.training.config import config_from_dict
-from megatron_fanformer.training.loss_picture import VALIDATION_PREFIX, loss_picture
-from megatron_fanformer.training.metrics import read_metrics
+from megatron_fanformer.training.loss_picture import loss_picture
+from megatron_fanformer.training.metrics import VALIDATION_PREFIX, read_metrics
 from megatron_fanformer.training.start import start_run
 
 VOCAB_SIZE = 8192

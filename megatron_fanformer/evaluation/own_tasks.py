@@ -193,7 +193,7 @@ def _lines(path: Path) -> tuple[list[dict[str, Any]], bytes]:
         except (ValueError, RecursionError) as error:
             raise InputError(f"{path}:{number}: it is not JSON ({error}); write one object on each line") from None
         if not isinstance(value, dict):
-            raise InputError(f"{path}:{number}: it is no JSON object; write one on each line")
+            raise InputError(f"{path}:{number}: it is not a JSON object; write one on each line")
         if b"\\u" in line:
             _refuse_surrogates(f"{path}:{number}", value)
         found.append({**value, LINE: number})

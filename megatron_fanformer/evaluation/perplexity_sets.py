@@ -277,7 +277,7 @@ def find_sets(
         seq_length: of the model: the longest piece that it may be given.
         vocab_size: of the model.
         batch_tokens: what `batches` counts in.
-        tokenizer: tells, where a set has no manifest, how many bytes its tokens are, and what ends a document, if it
+        tokenizer: gives, where a set has no manifest, how many bytes its tokens are, and what ends a document, if it
             has an id for that.
 
     Raises:

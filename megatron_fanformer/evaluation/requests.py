@@ -147,11 +147,11 @@ def cut_to_context(requests: TaskRequests, context_length: int, *, is_models: bo
     """
     longest = int(requests.continuation_tokens.max(initial=0))
     if longest > context_length:
-        said = f"task {requests.name} has a continuation of {longest} tokens, more than the"
+        problem = f"task {requests.name} has a continuation of {longest} tokens, more than the"
         if is_models:
-            raise InputError(f"{said} {context_length} of the model's sequences; leave the task out")
+            raise InputError(f"{problem} {context_length} of the model's sequences; leave the task out")
         raise InputError(
-            f"{said} context length {context_length}; choose one of {longest} or more, or leave the task out"
+            f"{problem} context length {context_length}; choose one of {longest} or more, or leave the task out"
         )
     lengths = np.diff(requests.offsets)
     kept = np.minimum(lengths, context_length + 1)

@@ -394,7 +394,7 @@ def answers(arguments: Sequence[str]) -> list[str]:
         flag = argument.partition("=")[0]
         if flag.startswith("--") and "." not in flag and (row := row_of(plain(flag))) is not None:
             found[flag] = f"is {row.field}{f' ({row.note})' if row.note else ''}" if row.field else f"is {row.answer}"
-    return [f"{flag} {said}" for flag, said in found.items()]
+    return [f"{flag} {answer}" for flag, answer in found.items()]
 
 
 def plain(name: str) -> str:

@@ -1,7 +1,7 @@
 """The arguments that a launch script gives to Megatron-LM's `pretrain_….py`, read without running anything.
 
 Of the shell there is what such scripts are written in: quotes, comments, continued lines, variables and arrays of plain
-assignments (`A=1`, `A=(--x 1)`, `A+=…`), `${A:-default}`. Whatever only a shell could tell stays as it is written, and
+assignments (`A=1`, `A=(--x 1)`, `A+=…`), `${A:-default}`. Whatever only a shell resolves stays as it is written, and
 is named: `$1`, `$(nproc)`, and a variable that is assigned under a condition, in a loop or in a function.
 """
 

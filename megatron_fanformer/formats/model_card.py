@@ -124,13 +124,13 @@ def receipt_section(content: dict[str, Any] | None) -> str:
     known = versions()
     made_with = ", ".join(f"{name} {known[name]}" for name in CARD_VERSIONS)
     if content is None:
-        said = "The conversion was not verified: there is no receipt."
+        verification = "The conversion was not verified: there is no receipt."
     else:
         rounded = content["checks"]["round_trip"]["rounded_to"]
         same = f"the same when rounded to {rounded.removeprefix('torch.')}" if rounded else "the same bit for bit"
-        said = (
+        verification = (
             f"The weights were converted from a {content['source']['format']} checkpoint and compared with it: {same}, "
             f"and their logits in float32 differ by at most {content['checks']['logits']['max_abs_error']:.1e}. The "
             f"receipt, [{RECEIPT}]({RECEIPT}), is in this folder."
         )
-    return f"\n## Conversion\n\n{said} Converted with {made_with}.\n"
+    return f"\n## Conversion\n\n{verification} Converted with {made_with}.\n"

@@ -170,8 +170,8 @@ def _unwrapped(tensors: LazyTensors) -> LazyTensors:
 
 def _fan(fields: Mapping[str, Any], shapes: Mapping[str, Tensor]) -> FANConfig:
     block_type = fields.get("block_type", SEQUENTIAL)
-    said = {"block_type": block_type, "use_ATF": bool(fields.get("use_ATF")) or block_type == FANFORMER}
-    placement = next(each for each in PLACEMENTS.values() if each.reference_fields == said)
+    own_fields = {"block_type": block_type, "use_ATF": bool(fields.get("use_ATF")) or block_type == FANFORMER}
+    placement = next(each for each in PLACEMENTS.values() if each.reference_fields == own_fields)
     model = _config(fields, FANConfig(placement=placement.name))
     if model.stated_problems() or not placement.is_fanformer:  # the caller refuses problems
         return model.fan

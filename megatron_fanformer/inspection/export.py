@@ -92,5 +92,5 @@ def check_export(target: Target, advance: Advance) -> str:
         with file.open("rb") as stream:
             check_archive(file, "its weights", stream)
         advance(file.stat().st_size)
-    bytes_said = "the CRC-32 of their bytes" if archives else "safetensors have no checksum of their bytes"
-    return f"{plural(len(expected), 'tensor')} by name, shape and place; {bytes_said}"
+    sums = "the CRC-32 of their bytes" if archives else "safetensors have no checksum of their bytes"
+    return f"{plural(len(expected), 'tensor')} by name, shape and place; {sums}"

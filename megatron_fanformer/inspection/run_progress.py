@@ -15,11 +15,10 @@ from megatron_fanformer.errors import CorruptError, InputError
 from megatron_fanformer.runtime.hang_report import HANGS
 from megatron_fanformer.terminal import plural, some
 from megatron_fanformer.training.loggers.progress_line import clock
-from megatron_fanformer.training.loss_picture import SMOOTHED_SHARE, VALIDATION_PREFIX
-from megatron_fanformer.training.metrics import console_text
+from megatron_fanformer.training.loss_picture import SMOOTHED_SHARE
+from megatron_fanformer.training.metrics import PERPLEXITY_LOSS_SUFFIX, VALIDATION_PREFIX, console_text
 from megatron_fanformer.training.recovery import read_events
 
-CROSS_ENTROPY = "/CrossEntropyLoss"  # ends the name of a perplexity set's loss
 FEWEST_AVERAGED = 10  # steps, where there are so many; else a twentieth of them
 LOOK_SECONDS = 2.0
 """Between looks at a run that is followed."""
@@ -106,7 +105,7 @@ class Progress:
 
 def read_progress(run: Path) -> Progress:
     """Return how far a run has come, by what can be read of its folder."""
-    found = Progress(steps=_planned(run), running=_said_of(holder_of(run)))
+    found = Progress(steps=_planned(run), running=_holder_text(holder_of(run)))
     losses: list[float] = []
     speeds: list[tuple[float, float]] = []
     for entry in _entries(run):
@@ -144,7 +143,7 @@ def _planned(run: Path) -> int | None:
     return steps if type(steps) is int and _number(steps) is not None else None
 
 
-def _said_of(holder: Holder | None) -> str | None:
+def _holder_text(holder: Holder | None) -> str | None:
     return None if holder is None else f"runs on {holder.host} (process {holder.pid}) since {holder.since}"
 
 
@@ -168,8 +167,8 @@ def _evaluated(entry: dict[str, Any]) -> Iterator[tuple[str, float]]:
             continue
         if name.startswith(VALIDATION_PREFIX):
             yield name.removeprefix(VALIDATION_PREFIX), number
-        elif name.startswith("eval/") and name.endswith(CROSS_ENTROPY):
-            yield name.removeprefix("eval/").removesuffix(CROSS_ENTROPY), number
+        elif name.startswith("eval/") and name.endswith(PERPLEXITY_LOSS_SUFFIX):
+            yield name.removeprefix("eval/").removesuffix(PERPLEXITY_LOSS_SUFFIX), number
 
 
 # -- a run that goes on

@@ -125,14 +125,14 @@ def own_layout(parallel: ParallelConfig, kernels: KernelsConfig) -> tuple[str, L
     """Return a configuration's own layout, and how it would be written."""
     single = single_process(kernels.transformer_impl)
     sections: tuple[tuple[Any, Any], ...] = ((parallel, single.parallel), (kernels, single.kernels))
-    said = {
+    stated = {
         field.name: getattr(own, field.name)
         for own, plain in sections
         for field in dataclasses.fields(own)
         if getattr(own, field.name) not in (None, getattr(plain, field.name))
     }
     resolved = dataclasses.replace(parallel, data_parallel_size=parallel.data_parallel_size or 1)
-    return layout_text(said) or SINGLE, Layout(resolved, kernels)
+    return layout_text(stated) or SINGLE, Layout(resolved, kernels)
 
 
 def layout_text(fields: Mapping[str, Any]) -> str:

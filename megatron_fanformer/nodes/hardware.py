@@ -158,8 +158,8 @@ def output_of(*command: str, meanwhile: Callable[[], None] | None = None) -> lis
         if meanwhile is not None:
             meanwhile()
         with suppress(subprocess.TimeoutExpired):
-            said = process.communicate(timeout=BUSY_POLL_SECONDS if meanwhile else POLL_SECONDS)[0]
-            return said.splitlines() if process.returncode == 0 else None
+            output = process.communicate(timeout=BUSY_POLL_SECONDS if meanwhile else POLL_SECONDS)[0]
+            return output.splitlines() if process.returncode == 0 else None
     process.kill()
     process.communicate()
     return None

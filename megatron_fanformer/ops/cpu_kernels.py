@@ -73,8 +73,8 @@ def _loaded(cache: Path) -> tuple[Any, str | None]:
     try:
         return ctypes.CDLL(str(_built(compiler, cache))), None
     except (OSError, subprocess.SubprocessError) as error:
-        said = (getattr(error, "stderr", None) or str(error)).strip().splitlines()[0]
-        return None, f"they cannot be built by {compiler} in {cache} ({said})"
+        reason = (getattr(error, "stderr", None) or str(error)).strip().splitlines()[0]
+        return None, f"they cannot be built by {compiler} in {cache} ({reason})"
 
 
 def reach(*tensors: Tensor) -> bool:

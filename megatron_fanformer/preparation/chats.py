@@ -134,13 +134,13 @@ def _stated_messages(fields: Mapping[str, Any]) -> Sequence[Any] | Refusal:
 def _message(stated: Any) -> Message | Refusal:
     if not isinstance(stated, dict):
         return Refusal(NOT_MESSAGES)
-    said, content = (
+    speaker, content = (
         stated.get(name) if stated.get(name) is not None else stated.get(other)
         for name, other in (("role", "from"), ("content", "value"))
     )
-    if not isinstance(said, str):
+    if not isinstance(speaker, str):
         return Refusal(NOT_MESSAGES)
-    role = ROLES.get(said)
+    role = ROLES.get(speaker)
     if role is None:
         return Refusal(UNKNOWN_ROLE)
     calls = stated.get("tool_calls")

@@ -56,9 +56,9 @@ def _live_line(title: str, console: Console) -> Iterator[ProgressListener]:
 @contextmanager
 def _lines(title: str, console: Console) -> Iterator[ProgressListener]:
     last: PrepareProgress | None = None
-    began = said = time.monotonic()
+    began = shown_at = time.monotonic()
 
-    def say(progress: PrepareProgress) -> None:
+    def print_line(progress: PrepareProgress) -> None:
         seconds = time.monotonic() - began
         share = progress.input_bytes / max(1, progress.input_bytes_total)
         speed = f"{_rate(progress, seconds):.1f} MB/s, {seconds:.0f} s"
@@ -66,17 +66,17 @@ def _lines(title: str, console: Console) -> Iterator[ProgressListener]:
         console.print(line, highlight=False, soft_wrap=True)
 
     def show(progress: PrepareProgress) -> None:
-        nonlocal last, said
+        nonlocal last, shown_at
         last = progress
-        if time.monotonic() - said >= SECONDS_BETWEEN_LINES:
-            said = time.monotonic()
-            say(progress)
+        if time.monotonic() - shown_at >= SECONDS_BETWEEN_LINES:
+            shown_at = time.monotonic()
+            print_line(progress)
 
     try:
         yield show
     finally:
         if last is not None:
-            say(last)
+            print_line(last)
 
 
 def _rate(progress: PrepareProgress, seconds: float) -> float:

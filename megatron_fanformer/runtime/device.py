@@ -309,8 +309,8 @@ def keep_freed_memory() -> None:
     """Make the C library keep what a step frees for the next one, where else it returns large pieces to the kernel.
 
     A page that comes from the kernel is zeroed first: thousands of huge ones a step. The process stays as large as it
-    has been at its peak, and grows where sizes change from step to step: see `return_freed_memory`. Only glibc can be
-    told so; what the environment says of the same takes precedence.
+    has been at its peak, and grows where sizes change from step to step: see `return_freed_memory`. Only glibc has
+    such a setting; what the environment says of the same takes precedence.
     """
     global _is_kept
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)

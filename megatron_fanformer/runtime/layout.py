@@ -216,7 +216,7 @@ class ParallelConfig:
     def _layout_problems(self, text: str) -> Iterator[str]:
         own = f"pipeline_model_parallel_layout is {text!a}"
         stages, chunks = self.pipeline_model_parallel_size, layout_chunks(text)
-        virtual, said = len(chunks) // stages, self.virtual_pipeline_model_parallel_size
+        virtual, stated = len(chunks) // stages, self.virtual_pipeline_model_parallel_size
         whole = "".join(chunks)
         if len(whole) > MOST_LAYERS or whole != f"{EMBEDDING}{LAYER * (len(whole) - 2)}{LOSS}":
             yield (
@@ -225,10 +225,10 @@ class ParallelConfig:
             )
         elif not all(chunks):  # one would pass on its very input, which the schedule frees as its output
             yield f"{own}, in which chunk {chunks.index('')} is empty; give it a layer t, or remove a |"
-        elif len(chunks) % stages or virtual != (said or virtual):
+        elif len(chunks) % stages or virtual != (stated or virtual):
             yield (
                 f"{own}, of {len(chunks)} chunks, and pipeline_model_parallel_size {stages} x "
-                f"virtual_pipeline_model_parallel_size {said or 'any'} has others; write as many, or change those"
+                f"virtual_pipeline_model_parallel_size {stated or 'any'} has others; write as many, or change those"
             )
         elif stages == 1:
             yield f"{own} at pipeline_model_parallel_size 1; set it to null"

@@ -80,14 +80,14 @@ def _with_micro_batch(training: TrainingConfig, size: Any, text: str) -> Trainin
 def layout_name(config: RunConfig, base: RunConfig) -> str:
     """Return the text that `laid_out` reads as this configuration, if it differs from `base` in its layout alone."""
     plain = type(config.parallel)()
-    said: dict[str, Any] = {}
+    named: dict[str, Any] = {}
     for name in NAMED:
         value = getattr(config.parallel, name)
         if name == "recompute_modules" and config.parallel.recompute_granularity != "selective":
             continue
         if not value == getattr(plain, name) == getattr(base.parallel, name):
-            said[name] = value
-    return layout_text({**said, MICRO_BATCH: config.training.micro_batch_size})
+            named[name] = value
+    return layout_text({**named, MICRO_BATCH: config.training.micro_batch_size})
 
 
 def layout_lines(config: RunConfig, base: RunConfig) -> Iterator[str]:

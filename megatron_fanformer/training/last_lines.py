@@ -17,14 +17,13 @@ from megatron_fanformer.processes import seconds_since_start
 from megatron_fanformer.terminal import fitted, width
 from megatron_fanformer.training.loggers.progress_line import clock
 from megatron_fanformer.training.loggers.registry import LOGGERS
-from megatron_fanformer.training.metrics import last_metrics
+from megatron_fanformer.training.metrics import VALIDATION_PREFIX, last_metrics
 from megatron_fanformer.training.recovery import TOTALS
 
 COMMAND = "  megatron-fanformer "  # what the line of one begins with
 PROMPT = "The"
 NEW_TOKENS = 64  # that `generate` adds to a prompt by default, if the model's context has room for them
 SKIPPED_STEPS = TOTALS["skipped"]
-VALIDATION_PREFIX = f"{store.VALIDATION_LOSS}/"
 
 
 def print_summary(run: Path) -> None:

@@ -6,10 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from megatron_fanformer.checkpoint.store import VALIDATION_LOSS
 from megatron_fanformer.pictures import drawn
+from megatron_fanformer.training.metrics import VALIDATION_PREFIX
 
-VALIDATION_PREFIX = f"{VALIDATION_LOSS}/"
 SMOOTHED_SHARE = 20  # smoothed over the window of one of so many parts of the steps
 
 

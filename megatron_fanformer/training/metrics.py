@@ -9,9 +9,11 @@ import re
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from megatron_fanformer.checkpoint.store import METRICS, metrics_entry
+from megatron_fanformer.checkpoint.store import METRICS, VALIDATION_LOSS, metrics_entry
 from megatron_fanformer.durable_files import regular_file
 
+VALIDATION_PREFIX = f"{VALIDATION_LOSS}/"  # begins the name of a validation set's loss
+PERPLEXITY_LOSS_SUFFIX = "/CrossEntropyLoss"  # ends the name of a perplexity set's loss
 TAIL_BYTES = 1 << 20  # of metrics.jsonl: more than one step's metrics of any model
 
 Group = Literal["train", "data", "speed", "evaluation", "recovery", "health"]

@@ -258,7 +258,7 @@ class Trainer:
         candidates = on_main(lambda: [path.name for path in store.checkpoints_to_resume(self.run)])
         before = [self.run / store.CHECKPOINTS / name for name in candidates if name < store.checkpoint_name(first)]
         if not before or not self._bad_steps.may_rewind:
-            why = "the run may not go back again" if before else "there is no checkpoint to go back to"
+            why = "recovery.max_rewinds is reached" if before else "there is no checkpoint to go back to"
             raise DivergenceError(
                 f"{steps}: {bad[last]}, and {why}; lower optimizer.lr, or inspect the steps' documents"
             )

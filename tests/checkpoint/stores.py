@@ -129,6 +129,6 @@ def step_names(*steps: int) -> list[str]:
 
 def told_of_copy(url: str, checkpoint: Path) -> list[UploadStatus]:
     """What the copying process says of a copy."""
-    told = list[UploadStatus]()
-    mirror._copy(url, None, checkpoint, SimpleNamespace(send=told.append))  # type: ignore[arg-type]
-    return told
+    message = list[UploadStatus]()
+    mirror._copy(url, None, checkpoint, SimpleNamespace(send=message.append))  # type: ignore[arg-type]
+    return message

@@ -233,7 +233,7 @@ def test_only_the_newest_are_kept(run_on_ranks: RunOnRanks, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    ("fail", "arguments", "said"),
+    ("fail", "arguments", "message"),
     [
         (lose_the_folder, (), "No such file or directory"),
         (kill_a_writer, (), "(rank 1: its writer was killed"),
@@ -242,10 +242,10 @@ def test_only_the_newest_are_kept(run_on_ranks: RunOnRanks, tmp_path: Path) -> N
     ],
 )
 def test_a_writer_that_fails_ends_the_run_and_publishes_nothing(
-    run_on_ranks: RunOnRanks, tmp_path: Path, fail: Callable[..., str], arguments: tuple[bool, ...], said: str
+    run_on_ranks: RunOnRanks, tmp_path: Path, fail: Callable[..., str], arguments: tuple[bool, ...], message: str
 ) -> None:
     error, same = run_on_ranks(2, fail, "dp2", tmp_path, *arguments)
-    assert error == same and said in error and "\n" not in error
+    assert error == same and message in error and "\n" not in error
     assert error.startswith(f"the checkpoint of step 2 was not written to {tmp_path / store.CHECKPOINTS} (rank ")
     assert list((tmp_path / store.CHECKPOINTS).iterdir()) == []
 

@@ -235,7 +235,7 @@ def test_a_host_that_is_down_is_asked_again_and_told_in_one_line(
     fetch_newer(host, tmp_path / "run")
     assert "going on with what is in" in caplog.messages[-1]
     Host.refusals = 2
-    assert [told.what for told in told_of_copy(host, save(tmp_path / "run", 6))] == ["failed", "failed", "copied"]
+    assert [message.what for message in told_of_copy(host, save(tmp_path / "run", 6))] == ["failed", "failed", "copied"]
 
 
 def test_one_that_cannot_be_written_is_found_at_the_start(tmp_path: Path) -> None:
@@ -244,21 +244,21 @@ def test_one_that_cannot_be_written_is_found_at_the_start(tmp_path: Path) -> Non
 
 
 def test_a_url_names_a_run_or_one_of_its_checkpoints_and_is_fetched_once(tmp_path: Path) -> None:
-    source, told = tmp_path / "source", list[str]()
+    source, message = tmp_path / "source", list[str]()
     for step in (4, 5):
         save(source, step)
     url = f"file://{source}"
     cache = tmp_path / "cache"
-    newest = fetched(f"{url}/", cache, told.append)
+    newest = fetched(f"{url}/", cache, message.append)
     assert newest.name == store.checkpoint_name(5)
-    assert fetched(f"{url}/{store.CHECKPOINTS}/{newest.name}", cache, told.append) == newest
-    assert len(told) == 1
+    assert fetched(f"{url}/{store.CHECKPOINTS}/{newest.name}", cache, message.append) == newest
+    assert len(message) == 1
     save(source, 5, b"another one")
-    assert (fetched(url, cache, told.append) / WEIGHTS).read_bytes() == b"another one"
-    assert fetched(f"{url}/{store.CHECKPOINTS}/{store.checkpoint_name(4)}", cache, told.append).name.endswith("4")
+    assert (fetched(url, cache, message.append) / WEIGHTS).read_bytes() == b"another one"
+    assert fetched(f"{url}/{store.CHECKPOINTS}/{store.checkpoint_name(4)}", cache, message.append).name.endswith("4")
     for missing in (f"file://{tmp_path}/none", f"{url}/{store.CHECKPOINTS}/{store.checkpoint_name(6)}"):
         with pytest.raises(InputError):
-            fetched(missing, cache, told.append)
+            fetched(missing, cache, message.append)
 
 
 # -- names

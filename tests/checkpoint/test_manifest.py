@@ -63,8 +63,8 @@ def test_ranks_share_the_check_and_one_of_them_finds_the_damage(checkpoint: Path
         file, at = checkpoint / name, generator.randrange(size)
         content = file.read_bytes()
         file.write_bytes(content[:at] + bytes([content[at] ^ 1 << generator.randrange(8)]) + content[at + 1 :])
-        (told,) = check(checkpoint, shares)
-        assert told.startswith(f"{file} is damaged (CRC-32 of bytes {at // BLOCK_BYTES * BLOCK_BYTES} to ")
+        (message,) = check(checkpoint, shares)
+        assert message.startswith(f"{file} is damaged (CRC-32 of bytes {at // BLOCK_BYTES * BLOCK_BYTES} to ")
         file.write_bytes(content)
 
 

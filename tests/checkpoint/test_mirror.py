@@ -138,7 +138,7 @@ def test_an_attempt_goes_on_where_the_one_before_failed(
         send(self, file, *arguments)
 
     monkeypatch.setattr(RemoteRun, "_send", noted)
-    assert [told.what for told in told_of_copy(failing, checkpoint)] == ["failed", "failed", "copied"]
+    assert [event.what for event in told_of_copy(failing, checkpoint)] == ["failed", "failed", "copied"]
     assert there(tmp_path / "there") == step_names(1)
     manifest = read_manifest(checkpoint)
     assert manifest is not None
@@ -173,11 +173,11 @@ def test_a_damaged_original_is_not_published(tmp_path: Path) -> None:
 
 def test_attempts_follow_one_another_at_growing_distances(failing: str, tmp_path: Path, pauses: list[float]) -> None:
     FailingFiles.target, FailingFiles.kind = 2, "refused"
-    assert [told.what for told in told_of_copy(failing, save(tmp_path / "run", 1))] == ["failed", "copied"]
+    assert [event.what for event in told_of_copy(failing, save(tmp_path / "run", 1))] == ["failed", "copied"]
     FailingFiles.target = -1
     pauses.clear()
     *failed, last = told_of_copy(failing, save(tmp_path / "run", 2))
-    assert [told.what for told in (*failed, last)] == ["failed"] * 7 + ["given up"]
+    assert [event.what for event in (*failed, last)] == ["failed"] * 7 + ["given up"]
     assert pauses == list(stores.PAUSES_SECONDS)
     assert "secret" not in last.reason and "the store does not answer" in last.reason
 
@@ -185,8 +185,8 @@ def test_attempts_follow_one_another_at_growing_distances(failing: str, tmp_path
 def test_a_store_that_is_full_is_tried_once(failing: str, tmp_path: Path, pauses: list[float]) -> None:
     full = OSError(errno.ENOSPC, "No space left on device")
     with mock.patch.object(FailingFiles, "pipe_file", side_effect=full):
-        said = told_of_copy(failing, save(tmp_path / "run", 1))
-    assert [told.what for told in said] == ["failed", "given up"] and pauses == []
+        events = told_of_copy(failing, save(tmp_path / "run", 1))
+    assert [event.what for event in events] == ["failed", "given up"] and pauses == []
 
 
 # -- the process that copies

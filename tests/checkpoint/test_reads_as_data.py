@@ -244,7 +244,7 @@ def test_megatron_core_and_torch_load_data_alone(
     file = plant(checkpoint, Bomb(tmp_path / "marker"))
     assert main(resume(run, tmp_path)) == 3
     assert not (tmp_path / "marker").exists()
-    assert f"{file}" in (said := capsys.readouterr().err) and "holds more than data" in said
+    assert f"{file}" in (message := capsys.readouterr().err) and "holds more than data" in message
 
 
 def test_megatron_core_and_torch_do_not_read_the_table_again(
@@ -275,8 +275,8 @@ def test_what_one_rank_refuses_all_do(run_on_ranks: RunOnRanks, run: Values, tmp
     checkpoint = find_checkpoint(tmp_path / "two")
     plant_entries(checkpoint, Bomb(tmp_path / "marker"), {f"random/shard_{rank}_2"})
     write_manifest(checkpoint, 3)
-    said, others = run_on_ranks(2, refusal, values)
-    assert said == others and "holds more than data" in said
+    message, others = run_on_ranks(2, refusal, values)
+    assert message == others and "holds more than data" in message
     assert not (tmp_path / "marker").exists()
 
 

@@ -245,7 +245,7 @@ def take_over(run: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         (shutil.rmtree, "was removed or renamed"),
         (lambda run: run.rename(run.parent / "new"), "was removed or renamed"),
@@ -255,15 +255,15 @@ def take_over(run: Path) -> None:
     ],
     ids=["removed", "renamed", "another of its name", "taken over", "lock removed"],
 )
-def test_a_folder_that_is_lost_is_noticed(run: Path, change: Any, said: str | None) -> None:
+def test_a_folder_that_is_lost_is_noticed(run: Path, change: Any, message: str | None) -> None:
     with run_lock(run):
         watch = FolderWatch(run)
         watch.check()
         change(run)
-        if said is None:
+        if message is None:
             watch.check()
         else:
-            with pytest.raises(FanformerError, match=said):
+            with pytest.raises(FanformerError, match=message):
                 watch.check()
 
 

@@ -78,9 +78,9 @@ def test_a_library_that_fails_on_sound_files_is_not_damage(run_on_ranks: RunOnRa
     assert read_plain_values(newest / FILE) == versions()
     before = sorted(path.name for path in checkpoints(values).iterdir())
     torch = f"torch {importlib.metadata.version('torch')}"
-    for said, code in run_on_ranks(2, error_of_a_library_that_fails, values, OtherVersions):
-        assert code == 1 and said.startswith(f"{newest} is as it was written, with {torch}, megatron-core ")
-        assert f"cannot be read with {torch}" in said and "TypeError: empty() got an unexpected" in said
+    for message, code in run_on_ranks(2, error_of_a_library_that_fails, values, OtherVersions):
+        assert code == 1 and message.startswith(f"{newest} is as it was written, with {torch}, megatron-core ")
+        assert f"cannot be read with {torch}" in message and "TypeError: empty() got an unexpected" in message
     assert sorted(path.name for path in checkpoints(values).iterdir()) == before
     assert store.latest_checkpoint(checkpoints(values).parent) == newest
 
@@ -88,8 +88,8 @@ def test_a_library_that_fails_on_sound_files_is_not_damage(run_on_ranks: RunOnRa
 def test_without_a_manifest_it_may_be_damage(run_on_ranks: RunOnRanks, values: dict[str, Any]) -> None:
     values["recovery"] = {"use_earlier_checkpoint": False}
     (checkpoints(values) / store.checkpoint_name(2) / MANIFEST).unlink()
-    for said, code in run_on_ranks(2, error_of_a_library_that_fails, values, UnreadableError):
-        assert code == CorruptError.exit_code and "cannot be read: empty() got" in said
+    for message, code in run_on_ranks(2, error_of_a_library_that_fails, values, UnreadableError):
+        assert code == CorruptError.exit_code and "cannot be read: empty() got" in message
 
 
 @pytest.mark.parametrize("sample", [path.name for path in sorted(SAMPLES.iterdir())])

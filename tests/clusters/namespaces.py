@@ -72,9 +72,9 @@ class Namespaces:
     def run(self, *command: str) -> str:
         """What a program there prints."""
         process = self.start(*command)
-        said, errors = process.communicate(timeout=PATIENCE_SECONDS)
-        assert process.returncode == 0, (command, said, errors)
-        return said.strip()
+        printed, errors = process.communicate(timeout=PATIENCE_SECONDS)
+        assert process.returncode == 0, (command, printed, errors)
+        return printed.strip()
 
     def processes(self, words: Sequence[str]) -> list[int]:
         """Those there with all of some words in their command line or their environment, by their numbers outside."""
@@ -84,10 +84,13 @@ class Namespaces:
             try:
                 if not entry.name.isdecimal() or os.readlink(entry / "ns/pid") != inside:
                     continue
-                told = [*(entry / "cmdline").read_bytes().split(b"\0"), *(entry / "environ").read_bytes().split(b"\0")]
+                parts = [
+                    *(entry / "cmdline").read_bytes().split(b"\0"),
+                    *(entry / "environ").read_bytes().split(b"\0"),
+                ]
             except OSError:  # it has just ended
                 continue
-            if all(word.encode() in told for word in words):
+            if all(word.encode() in parts for word in words):
                 found.append(int(entry.name))
         return found
 

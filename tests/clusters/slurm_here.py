@@ -115,8 +115,8 @@ class SlurmCluster(Namespaces):
 
     def job(self, number: str) -> dict[str, str]:
         """What Slurm says of a job."""
-        told = self.run("scontrol", "--oneliner", "show", "job", number)
-        return dict(word.partition("=")[::2] for word in told.split() if "=" in word)
+        message = self.run("scontrol", "--oneliner", "show", "job", number)
+        return dict(word.partition("=")[::2] for word in message.split() if "=" in word)
 
     def signal(self, number: str) -> None:
         """To all ranks of a job, as `#SBATCH --signal` does before the time limit."""

@@ -57,7 +57,7 @@ class Job:
         self.wait_until(lambda: self.steps >= number, f"{number} steps")
 
     def wait_until(self, condition: Callable[[], bool], what: str) -> None:
-        wait_until(condition, SECONDS, f"no {what}: {self.told()}")
+        wait_until(condition, SECONDS, f"no {what}: {self.log_text()}")
 
     def wait_for_turn(self, number: int) -> None:
         """Until it has been requeued so often; Slurm would let it wait for two minutes, and is told not to."""
@@ -68,12 +68,12 @@ class Job:
     def state(self, name: str = "JobState") -> str:
         return self.cluster.job(self.number)[name]
 
-    def told(self) -> str:
+    def log_text(self) -> str:
         return self.log.read_text() if self.log.is_file() else ""
 
     def wait_for_end(self) -> None:
         self.wait_until(lambda: self.state() in ("COMPLETED", "FAILED", "NODE_FAIL", "TIMEOUT"), "end")
-        assert (self.state(), self.state("ExitCode")) == ("COMPLETED", "0:0"), self.told()
+        assert (self.state(), self.state("ExitCode")) == ("COMPLETED", "0:0"), self.log_text()
 
 
 @pytest.fixture
@@ -106,7 +106,7 @@ def test_a_job_that_is_stopped_again_and_again_ends_as_if_it_had_not_been(
     job.wait_until(job.is_loading, "ranks that load")
     cluster.signal(job.number)
     job.wait_for_turn(2)
-    assert job.steps == saved and "with no step in progress; nothing is lost" in job.told()
+    assert job.steps == saved and "with no step in progress; nothing is lost" in job.log_text()
     job.wait_for_steps(saved + 5)
     cluster.signal(job.number)
     job.wait_for_turn(3)
@@ -124,7 +124,7 @@ def test_a_lost_node_is_replaced_by_a_spare_one(
     cluster.lose("node1")
     job.wait_for_end()
     assert job.state("Restarts") == "0"
-    assert "node2: healthy" in job.told().rpartition("node0: healthy")[2]
+    assert "node2: healthy" in job.log_text().rpartition("node0: healthy")[2]
     assert_as_undisturbed(run_on_ranks, values, tmp_path)
 
 
@@ -136,6 +136,6 @@ def test_an_unhealthy_node_is_left_out(cluster: SlurmCluster, values: dict[str, 
     values["training"]["train_iters"] = 10
     job = Job(cluster, tmp_path, values, NODES="2", PYTHON=str(python), INTERFACE="lo")
     job.wait_for_end()
-    assert "node1: unhealthy: writing to " in job.told() and "1 of 3 nodes are unhealthy" in job.told()
+    assert "node1: unhealthy: writing to " in job.log_text() and "1 of 3 nodes are unhealthy" in job.log_text()
     assert job.steps == 10
     assert [(tmp_path / f"met-at-{rank}").read_text() for rank in range(2)] == ["10.99.0.10\n"] * 2

@@ -91,7 +91,7 @@ def test_a_mix_of_olmo_core_is_read_as_it_is(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "items", "said"),
+    ("text", "items", "message"),
     [
         ("", ["@x.blend"], "the list is empty"),
         ("a 0.5", ["@x.blend"], "'./0.5' does not exist|0.5"),
@@ -105,12 +105,12 @@ def test_a_mix_of_olmo_core_is_read_as_it_is(folder: Path) -> None:
         ("", ["x"], "x.bin does not exist; name @x.blend"),
     ],
 )
-def test_each_problem_is_named(folder: Path, text: str, items: list[str], said: str) -> None:
+def test_each_problem_is_named(folder: Path, text: str, items: list[str], message: str) -> None:
     (folder / "empty").mkdir()
     (folder / "x.blend").write_text(text)
     problems = blend_problems("data.train_data", items)
     assert all(line.startswith("data.train_data: ") for line in problems)
-    with pytest.raises(InputError, match=said):
+    with pytest.raises(InputError, match=message):
         raise InputError("\n".join(problems))
 
 

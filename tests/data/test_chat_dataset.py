@@ -110,7 +110,7 @@ def test_a_split_cuts_each_source_by_conversations(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("config", "said"),
+    ("config", "message"),
     [
         ({"train_data": ["0.5", "{a}"]}, "'0.5' is a weight, and chats have none"),
         ({"train_data": ["{a}.none"]}, "a.none.mask.bin does not exist; name what prepare --chat has written"),
@@ -119,11 +119,11 @@ def test_a_split_cuts_each_source_by_conversations(tmp_path: Path) -> None:
         ({"train_data": ["{a}"], "eod_mask_loss": True}, "data.eod_mask_loss: chats state themselves"),
     ],
 )
-def test_bad_input_is_a_line(tmp_path: Path, config: dict[str, Any], said: str) -> None:
+def test_bad_input_is_a_line(tmp_path: Path, config: dict[str, Any], message: str) -> None:
     prefix = write_chats(tmp_path / "a", random_chats(3, vocab_size=VOCAB_SIZE))
     config["train_data"] = [word.format(a=prefix) for word in config["train_data"]]
     (problem,) = DataConfig(**{**APART, **config}).problems()
-    assert said in problem
+    assert message in problem
 
 
 def test_a_split_that_leaves_no_conversation_is_refused(tmp_path: Path) -> None:

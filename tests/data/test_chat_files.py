@@ -58,7 +58,7 @@ def test_ids_are_held_against_the_vocabulary(rows: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "kind", "said"),
+    ("name", "content", "kind", "message"),
     [
         ("chats.mask.bin", None, InputError, "these are token files of documents"),
         ("chats.mask.bin", bytes(8), CorruptError, "holds 8 bytes for 9 tokens"),
@@ -71,12 +71,12 @@ def test_ids_are_held_against_the_vocabulary(rows: Path) -> None:
     ],
 )
 def test_files_that_disagree_are_named(
-    pair: str, rows: Path, name: str, content: bytes | None, kind: type[FanformerError], said: str
+    pair: str, rows: Path, name: str, content: bytes | None, kind: type[FanformerError], message: str
 ) -> None:
     file = rows.parent / name
     if content is None:
         file.unlink()
     else:
         file.write_bytes(content)
-    with pytest.raises(kind, match=said):
+    with pytest.raises(kind, match=message):
         read(pair if name.startswith("chats") else str(rows))

@@ -100,11 +100,11 @@ def test_data_of_exactly_one_sample_are_enough(tmp_path: Path) -> None:
         whole = np.fromfile(written, "<u2")[:SEQ_LENGTH].tolist()
         assert datasets.valid["v"][0]["tokens"].tolist() == whole == datasets.train[2]["tokens"].tolist()
     short = write_npy(tmp_path / "short.npy", SEQ_LENGTH - 1)
-    for source, said in (
+    for source, message in (
         (write_pair(tmp_path / "tokens", [[SEQ_LENGTH]]), "do not make a whole"),
         (short, "hold no whole"),
     ):
-        with pytest.raises(InputError, match=said):
+        with pytest.raises(InputError, match=message):
             build(DataConfig(train_data=[pair], valid_data={"v": [source]}), 3, None)
 
 

@@ -76,7 +76,7 @@ def test_a_manifests_word_and_a_type_without_such_ids_spare_the_reading(file: Pa
 def test_several_files_are_read_and_the_first_that_is_wrong_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(file_tasks, "SAID_SECONDS", 0.0)
+    monkeypatch.setattr(file_tasks, "SECONDS_BETWEEN_LINES", 0.0)
     caplog.set_level("INFO")
     files = [tmp_path / f"{number}.npy" for number in range(12)]
     for number, file in enumerate(files):
@@ -89,9 +89,9 @@ def test_several_files_are_read_and_the_first_that_is_wrong_is_named(
         )
 
     scan(112)
-    said = [record.getMessage() for record in caplog.records]
-    assert len(said) == 24  # two parts of each
-    shares = [int(re.search(r"id: (\d+)% of 0 GB, \d+:\d\d:\d\d left$", line)[1]) for line in said]  # type: ignore[index]
+    message = [record.getMessage() for record in caplog.records]
+    assert len(message) == 24  # two parts of each
+    shares = [int(re.search(r"id: (\d+)% of 0 GB, \d+:\d\d:\d\d left$", line)[1]) for line in message]  # type: ignore[index]
     assert shares == sorted(shares) and shares[-1] == 100
     with pytest.raises(InputError, match=r"^7\.npy holds token id 107"):
         scan(107)

@@ -109,12 +109,12 @@ CHANGES: dict[str, tuple[Change, str]] = {
 
 @pytest.mark.parametrize("name", CHANGES)
 def test_each_change_is_refused_in_one_line_and_allowed_by_name(data: Path, name: str) -> None:
-    change, said = CHANGES[name]
+    change, message = CHANGES[name]
     before = identify(data, v="c.npy")
     present = change(data)
     line = refusal(before, present)
-    assert said in line and len(line.splitlines()) == 1
-    changed = "v" if "valid_data" in said else "train"
+    assert message in line and len(line.splitlines()) == 1
+    changed = "v" if "valid_data" in message else "train"
     assert f"data.allow_change, as [{changed}]" in line
     assert refusal(before, present, allowed=(changed,)) == ""
     assert refusal(before, present, allowed=("v" if changed == "train" else "train",)) == line

@@ -134,8 +134,8 @@ def foreign(path: Path, token: int, dtype: str = "<u2") -> None:
 
 
 def refused(path: Path | str, place: str, id_: int = FOREIGN) -> Any:
-    said = f"{path} holds token id {id_} ({place}, counted from 0), outside the vocabulary of {VOCAB_SIZE}; it is "
-    return pytest.raises(CorruptError, match=re.escape(said))
+    message = f"{path} holds token id {id_} ({place}, counted from 0), outside the vocabulary of {VOCAB_SIZE}; it is "
+    return pytest.raises(CorruptError, match=re.escape(message))
 
 
 @pytest.mark.parametrize("is_late", [False, True], ids=["before the run", "during the run"])

@@ -37,18 +37,18 @@ def test_numpys_own_header_is_refused_with_the_remedy(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "kind", "said"),
+    ("content", "kind", "message"),
     [
         (None, InputError, r"a\.npy does not exist"),
         (b"abc", CorruptError, r"a\.npy holds 3 bytes, not a multiple of 2, a token of uint16"),
     ],
 )
 def test_what_is_no_file_of_tokens_is_named(
-    tmp_path: Path, content: bytes | None, kind: type[Exception], said: str
+    tmp_path: Path, content: bytes | None, kind: type[Exception], message: str
 ) -> None:
     if content is not None:
         (tmp_path / "a.npy").write_bytes(content)
-    with pytest.raises(kind, match=said):
+    with pytest.raises(kind, match=message):
         open_npy_files([str(tmp_path / "a.npy")], "uint16")
 
 

@@ -69,13 +69,13 @@ print(sum(file.read(1, 0)[0] for file in files), resource.getrlimit(resource.RLI
 
 
 @pytest.mark.parametrize(
-    ("soft", "hard", "held", "said"),
+    ("soft", "hard", "held", "message"),
     [
         (24, 4096, 0, f"{FILES * (FILES - 1) // 2} 4096"),  # raised
         (48, 48, 30, f"{FILES * (FILES - 1) // 2} 48"),  # others took theirs: fewer are kept open
     ],
 )
-def test_the_limit_is_raised_and_kept(soft: int, hard: int, held: int, said: str, paths: list[Path]) -> None:
+def test_the_limit_is_raised_and_kept(soft: int, hard: int, held: int, message: str, paths: list[Path]) -> None:
     code = LIMITED.format(soft=soft, hard=hard, held=held)
     done = subprocess.run(
         [sys.executable, "-c", code, str(paths[0].parent)],
@@ -84,7 +84,7 @@ def test_the_limit_is_raised_and_kept(soft: int, hard: int, held: int, said: str
         timeout=PATIENCE_SECONDS,
         check=False,
     )
-    assert done.stdout.strip() == said, done.stderr
+    assert done.stdout.strip() == message, done.stderr
 
 
 def test_none_left_is_one_line(paths: list[Path]) -> None:

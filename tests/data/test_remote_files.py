@@ -433,7 +433,7 @@ def test_a_tokenizer_is_fetched_once(
         assert not config.problems()
         found = identify_data(config, survey_data(config, VOCAB_SIZE)).tokenizer
         assert found == identify_data(wanted, survey_data(wanted, VOCAB_SIZE)).tokenizer
-        for name, line in {"none.model": "does not exist", "": "is no file's URL"}.items():
+        for name, line in {"none.model": "does not exist", "": "does not name a file"}.items():
             with pytest.raises(InputError, match=line):
                 load_tokenizer(f"{url}/{name}")
 

@@ -86,9 +86,9 @@ def test_all_ranks_take_what_the_first_one_reads(has_document_ids: bool, run_on_
         for own, truth in zip(taken, expected, strict=True):
             assert own.keys() == truth.keys()
             assert all(own[name].dtype == truth[name].dtype and torch.equal(own[name], truth[name]) for name in own)
-    said = ("CorruptError", "the last sample is damaged")
-    assert first[1:] == ([1, 2], (*said, False))
-    assert [other[1:] for other in others] == [([1, 2], (*said, True))] * 2
+    message = ("CorruptError", "the last sample is damaged")
+    assert first[1:] == ([1, 2], (*message, False))
+    assert [other[1:] for other in others] == [([1, 2], (*message, True))] * 2
 
 
 def marks_without_use() -> list[int]:

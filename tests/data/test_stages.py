@@ -135,7 +135,7 @@ def test_a_name_that_says_no_beginning_is_refused(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "said"),
+    ("fields", "message"),
     [
         ({"stages": {"from step 5": ["nowhere"]}}, r"data\.stages\.from step 5: nowhere\.bin does not exist"),
         ({"stages": {"at step 5": ["{a}"]}}, "'at step 5' does not say where"),
@@ -146,7 +146,7 @@ def test_a_name_that_says_no_beginning_is_refused(name: str) -> None:
         ({"max_repetition": {"*": 0.0}}, r"data\.max_repetition: '\*' is 0, which must be a number above 0"),
     ],
 )  # fmt: skip
-def test_each_problem_is_named(data: dict[str, str], fields: dict[str, Any], said: str) -> None:
+def test_each_problem_is_named(data: dict[str, str], fields: dict[str, Any], message: str) -> None:
     def filled(value: Any) -> Any:
         if isinstance(value, dict):
             return {name: filled(own) for name, own in value.items()}
@@ -155,7 +155,7 @@ def test_each_problem_is_named(data: dict[str, str], fields: dict[str, Any], sai
 
     folder = Path(data["a"]).parent
     problem, *_ = DataConfig(**filled({"train_data": ["{a}"], **fields})).problems()
-    assert re.search(said, problem)
+    assert re.search(message, problem)
 
 
 def test_stages_begin_one_after_the_other_within_the_run() -> None:

@@ -76,15 +76,15 @@ def test_a_file_of_another_length_is_corrupt(pair: str, suffix: str, change: int
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "expected"),
     [
         *((bytes(size), "the header is truncated") for size in (0, 1, INDEX_HEADER.size - 1)),
         (b"something else" * 100, r"the magic is b'something', .* not a Megatron index"),
     ],
 )
-def test_a_file_of_another_format_is_corrupt(pair: str, content: bytes, said: str) -> None:
+def test_a_file_of_another_format_is_corrupt(pair: str, content: bytes, expected: str) -> None:
     Path(pair + ".idx").write_bytes(content)
-    with pytest.raises(CorruptError, match=said):
+    with pytest.raises(CorruptError, match=expected):
         read_index(pair)
 
 

@@ -188,9 +188,9 @@ def test_tasks_without_requests_are_prepared_once(
     task = [made.export, "--tasks", file, "--fewshot", 1, "--limit", 3, "--output", output]
     for prepared in (True, False):
         assert evaluate(*task) == 0
-        told = capsys.readouterr()
-        assert ("own:q: 3 documents, 6 requests" in told.err) == prepared
-        assert told.out.splitlines()[2].startswith("own:q  acc")
+        shown = capsys.readouterr()
+        assert ("own:q: 3 documents, 6 requests" in shown.err) == prepared
+        assert shown.out.splitlines()[2].startswith("own:q  acc")
     (kept,) = (tmp_path / "cache" / "megatron-fanformer" / "requests").iterdir()
     first = json.loads(output.read_text())
     assert (first["requests"], len(first["tasks"]["own:q"]["documents"])) == (read_requests(kept).sha256, 3)
@@ -213,7 +213,7 @@ def test_tasks_without_requests_are_prepared_once(
     )
     file.write_text("[]")
     assert evaluate(*task) == 2
-    assert capsys.readouterr().err.count("q.jsonl:1: it is no JSON object") == 1
+    assert capsys.readouterr().err.count("q.jsonl:1: it is not a JSON object") == 1
 
 
 def test_requests_that_another_process_has_prepared_meanwhile_are_taken(
@@ -250,9 +250,9 @@ def test_results_outlive_a_comparison_that_fails(
     capsys.readouterr()
     output = tmp_path / "kept.json"
     assert evaluate("--compare", cut, *own, "--output", output) == 2
-    told = capsys.readouterr()
-    assert "--batches is 1 in A and None in B, so that the perplexities of own are of different tokens" in told.err
-    assert told.out.startswith(str(made.export))  # printed, too
+    shown = capsys.readouterr()
+    assert "--batches is 1 in A and None in B, so that the perplexities of own are of different tokens" in shown.err
+    assert shown.out.startswith(str(made.export))  # printed, too
     kept = json.loads(output.read_text())
     assert kept["perplexity"]["own"]["tokens"] == 9 * 31
     assert kept["tokenizer"] == sha256_of(made.tokenizer)
@@ -297,11 +297,11 @@ def test_several_checkpoints_are_a_table_and_a_picture_over_steps(
     first, second = json.loads(output.read_text())
     assert (first["step"], second["step"]) == (0, 40)
     assert first["tasks"] == second["tasks"]
-    told = capsys.readouterr()
-    phases = [line.rpartition(": ")[0] for line in told.err.splitlines()]
+    shown = capsys.readouterr()
+    phases = [line.rpartition(": ")[0] for line in shown.err.splitlines()]
     steps = [made.run / "checkpoints" / f"step-{step:08d}" for step in (0, 40)]
     assert phases == [f"{step}: {phase}" for step in steps for phase in ("weights", "perplexity", "tasks")]
-    heading, *rows = told.out.splitlines()
+    heading, *rows = shown.out.splitlines()
     assert heading.split() == ["step", "0", "40"]
     assert [row.split()[0] for row in rows] == ["hellaswag", "mrpc", "mean", "own"]
     assert picture.read_bytes().startswith(b"\x89PNG")
@@ -362,7 +362,7 @@ GSM8K = ("--requests", REQUESTS, "--tasks", "gsm8k")
 
 
 @pytest.mark.parametrize(
-    ("arguments", "code", "said"),
+    ("arguments", "code", "message"),
     [
         ([], 2, "no checkpoint is named"),
         (["nowhere"], 2, "nowhere does not exist; name a run's folder"),
@@ -403,10 +403,10 @@ GSM8K = ("--requests", REQUESTS, "--tasks", "gsm8k")
     ],
 )
 def test_what_cannot_be_evaluated_is_one_line(
-    made: Made, capsys: pytest.CaptureFixture[str], arguments: list[str], code: int, said: str
+    made: Made, capsys: pytest.CaptureFixture[str], arguments: list[str], code: int, message: str
 ) -> None:
     assert evaluate(*(made.places.get(argument, argument) for argument in arguments)) == code
-    (line,) = [line for line in capsys.readouterr().err.splitlines() if said in line]
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if message in line]
     assert line.startswith("megatron-fanformer: ")
 
 
@@ -438,11 +438,16 @@ def test_a_model_that_diverged_has_bad_numbers(
 
 def test_all_that_is_wrong_is_told_at_once(made: Made, capsys: pytest.CaptureFixture[str]) -> None:
     assert evaluate(made.export, "--requests", made.requests, "--num-samples", 2, "--layout", "dp=2,tp=3") == 2
-    told = capsys.readouterr().err
-    for said in ("answers in one process", "--num-samples is 2", "does not divide model.num_attention_heads"):
-        assert said in told
+    shown = capsys.readouterr().err
+    for message in ("answers in one process", "--num-samples is 2", "does not divide model.num_attention_heads"):
+        assert message in shown
     assert evaluate("nowhere", "--perplexity", "a=b", "--tasks", "x", "--layout", "tp") == 2
-    told = capsys.readouterr().err
-    assert len(told.splitlines()) == 4
-    for said in ("nowhere does not exist", "--perplexity a: b does not exist", "unknown task x", "'tp' has no value"):
-        assert said in told
+    shown = capsys.readouterr().err
+    assert len(shown.splitlines()) == 4
+    for message in (
+        "nowhere does not exist",
+        "--perplexity a: b does not exist",
+        "unknown task x",
+        "'tp' has no value",
+    ):
+        assert message in shown

@@ -133,7 +133,7 @@ def with_set(*, tokens: int = 100, tokenizer: str = "a" * 64, **settings: Any) -
 
 
 @pytest.mark.parametrize(
-    ("other", "said"),
+    ("other", "message"),
     [
         ({"tokens": 99}, "ptb has 100 scored tokens in A and 99 in B"),
         ({"chunking": "documents"}, "--chunking is tokens in A and documents in B"),
@@ -141,9 +141,9 @@ def with_set(*, tokens: int = 100, tokenizer: str = "a" * 64, **settings: Any) -
         ({"tokenizer": "b" * 64}, "the tokenizer has SHA-256 aaaaaaaaaaaa… in A and bbbbbbbbbbbb… in B"),
     ],
 )
-def test_perplexities_of_other_tokens_are_not_compared(other: dict[str, Any], said: str) -> None:
+def test_perplexities_of_other_tokens_are_not_compared(other: dict[str, Any], message: str) -> None:
     compare(with_set(), with_set(dtype="bfloat16"))
-    with pytest.raises(InputError, match=said):
+    with pytest.raises(InputError, match=message):
         compare(with_set(), with_set(**other))
 
 

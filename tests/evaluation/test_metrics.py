@@ -144,8 +144,8 @@ def test_the_librarys_two_forms_of_len_norm_are_one_and_ours_are_two(task_librar
     }
     theirs = task_library.ICLMetric("len_norm")
     theirs.update(batch, logits)
-    said = theirs.compute()
-    assert said["len_norm_v1"] == said["len_norm_v2"] == 0
+    message = theirs.compute()
+    assert message["len_norm_v1"] == message["len_norm_v2"] == 0
 
     requests = made_up_requests([2])
     requests.labels[:] = 0

@@ -110,7 +110,7 @@ def test_a_yaml_of_lm_eval_is_read(
 
 
 @pytest.mark.parametrize(
-    ("fields", "said"),
+    ("fields", "message"),
     [
         ({"process_docs": "f"}, r"task\.yaml: process_docs is not read here"),
         ({"include": "x"}, r"include is not read here"),
@@ -135,17 +135,17 @@ def test_a_yaml_of_lm_eval_is_read(
         ({"description": "\ud800"}, r"task\.yaml: it has an unpaired surrogate"),
     ],
 )
-def test_what_is_not_plain_is_refused_by_name(tmp_path: Path, fields: dict[str, Any], said: str) -> None:
-    with pytest.raises(InputError, match=said) as error:
+def test_what_is_not_plain_is_refused_by_name(tmp_path: Path, fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message) as error:
         read_task(write_yaml(tmp_path, **fields))
     assert len(str(error.value).splitlines()) <= 2
 
 
 @pytest.mark.parametrize(
-    ("line", "said"),
+    ("line", "message"),
     [
         ("{", r"q\.jsonl:2: it is not JSON"),
-        ("[]", r"q\.jsonl:2: it is no JSON object"),
+        ("[]", r"q\.jsonl:2: it is not a JSON object"),
         ('{"context": "a"}', r"q\.jsonl:2: it lacks choices, answer"),
         ('{"context": "a", "choices": ["b"], "answer": 0}', r"q\.jsonl:2: it has 1 choices"),
         ('{"context": "a", "choices": ["b", "c"], "answer": "d"}', r"q\.jsonl:2: its answer is 'd'"),
@@ -153,10 +153,10 @@ def test_what_is_not_plain_is_refused_by_name(tmp_path: Path, fields: dict[str, 
         ('{"context": "\\ud800", "choices": ["b", "c"], "answer": 0}', r"q\.jsonl:2: it has an unpaired surrogate"),
     ],
 )
-def test_a_line_that_is_no_question_is_named(tmp_path: Path, line: str, said: str) -> None:
+def test_a_line_that_is_no_question_is_named(tmp_path: Path, line: str, message: str) -> None:
     file = write_lines(tmp_path / "q.jsonl", QUESTIONS[:1])
     file.write_text(file.read_text() + line)
-    with pytest.raises(InputError, match=said):
+    with pytest.raises(InputError, match=message):
         read_task(file)
 
 

@@ -242,7 +242,10 @@ def test_a_set_of_another_tokenizer_is_told(
     manifest = tmp_path / "tokens.manifest.json"
     text = manifest.read_text()
     manifest.write_text(text.replace(json.loads(text)["tokenizer"]["sha256"], "f" * 64))
-    for prefix, told in ((prepared, ""), (tmp_path / "tokens", "set own was made with another tokenizer (SHA-256 fff")):
+    for prefix, expected in (
+        (prepared, ""),
+        (tmp_path / "tokens", "set own was made with another tokenizer (SHA-256 fff"),
+    ):
         survey_evaluation(
             EvaluationConfig(perplexity=own(prefix, chunking="documents")),
             seq_length=64,
@@ -250,7 +253,7 @@ def test_a_set_of_another_tokenizer_is_told(
             batch_tokens=64,
             tokenizer=str(small_tokenizer_file),
         )
-        assert told in caplog.text and bool(told) == bool(caplog.text)
+        assert expected in caplog.text and bool(expected) == bool(caplog.text)
 
 
 def test_an_end_of_text_is_asked_of_a_tokenizer_only_where_documents_end_by_it(tmp_path: Path) -> None:
@@ -274,7 +277,7 @@ def test_an_end_of_text_is_asked_of_a_tokenizer_only_where_documents_end_by_it(t
 
 
 @pytest.mark.parametrize(
-    ("fields", "said"),
+    ("fields", "message"),
     [
         ({"chunk_tokens": 9}, "chunk_tokens is 9, longer than the 8 tokens that the model was trained on"),
         ({"chunk_tokens": 1}, "chunk_tokens is 1; it must be at least 2"),
@@ -282,9 +285,9 @@ def test_an_end_of_text_is_asked_of_a_tokenizer_only_where_documents_end_by_it(t
         ({"folder": "nowhere"}, "folder: nowhere is not a folder"),
     ],
 )
-def test_what_cannot_be_is_refused(tmp_path: Path, fields: dict[str, Any], said: str) -> None:
+def test_what_cannot_be_is_refused(tmp_path: Path, fields: dict[str, Any], message: str) -> None:
     write_npy(tmp_path / "a.npy", 100)
-    with pytest.raises(InputError, match=said):
+    with pytest.raises(InputError, match=message):
         found(dataclasses.replace(own(tmp_path), **fields))
 
 

@@ -146,14 +146,14 @@ def test_a_continuation_that_no_context_holds_is_told_with_what_it_needs(builder
 
 def test_wrong_requests_are_refused_before_anything_is_read(small_tokenizer_file, tmp_path, monkeypatch):
     (tmp_path / "there").touch()
-    for output, change, said in [
+    for output, change, message in [
         ("new", {"tasks": ["hellaswagg"]}, "did you mean hellaswag"),
         ("new", {"tasks": []}, "no task is named"),
         ("new", {"limit": 0}, "must be at least 1; raise what is below"),
         ("there", {}, "there already exists; name another file"),
         ("new", {"tokenizer": tmp_path / "missing.model"}, "missing.model does not exist"),
     ]:
-        with pytest.raises(InputError, match=said):
+        with pytest.raises(InputError, match=message):
             prepare_requests(tmp_path / output, **{"tasks": ["copa"], "tokenizer": small_tokenizer_file, **change})
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     monkeypatch.setattr(prepare, "FOLDER", tmp_path)

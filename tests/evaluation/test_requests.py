@@ -130,7 +130,7 @@ def test_a_forged_file_whose_arrays_do_not_fit_is_refused(tmp_path, field, value
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         ({"context_length": 10**400}, "context_length"),
         ({"tokenizer_sha256": 5}, "tokenizer_sha256"),
@@ -141,23 +141,23 @@ def test_a_forged_file_whose_arrays_do_not_fit_is_refused(tmp_path, field, value
         ({"tasks": {"made_up": "acc", "one": "len_norm"}}, "one has the metric len_norm and no choices"),
     ],
 )
-def test_a_forged_file_whose_words_do_not_fit_is_refused(tmp_path, change, said):
+def test_a_forged_file_whose_words_do_not_fit_is_refused(tmp_path, change, message):
     path = tmp_path / "requests"
     tasks = [made_up_requests([2, 3], neutral=False), made_up_requests([1, 1], name="one", metric="bpb", neutral=False)]
     write(path, tasks)
     with safetensors.safe_open(path, framework="numpy") as stream:
-        told = stream.metadata()[module.FORMAT].partition(" ")[2]
+        stated = stream.metadata()[module.FORMAT].partition(" ")[2]
         arrays = {name: stream.get_tensor(name) for name in stream.keys()}  # noqa: SIM118 - not a mapping
-    changed = json.dumps(json.loads(told) | change).replace(str(10**400), "1e400")
+    changed = json.dumps(json.loads(stated) | change).replace(str(10**400), "1e400")
     content = {module.FORMAT: f"{module._digest(changed, arrays)} {changed}"}
     safetensors.numpy.save_file(arrays, path, content)
-    with pytest.raises(CorruptError, match=said) as refused:
+    with pytest.raises(CorruptError, match=message) as refused:
         read_requests(path)
     assert "\n" not in str(refused.value)
 
 
 @pytest.mark.parametrize(
-    ("name", "forged", "said"),
+    ("name", "forged", "message"),
     [
         ("gsm8k", 5, "documents of gsm8k: Expected `array`"),
         ("gsm8k", [], "gsm8k has no documents"),
@@ -169,10 +169,10 @@ def test_a_forged_file_whose_words_do_not_fit_is_refused(tmp_path, change, said)
         ("poems", [QUESTION], "poems is no task of texts"),
     ],
 )
-def test_a_forged_file_whose_documents_do_not_fit_is_refused(tmp_path, monkeypatch, name, forged, said):
+def test_a_forged_file_whose_documents_do_not_fit_is_refused(tmp_path, monkeypatch, name, forged, message):
     monkeypatch.setitem(TEXTS, name, forged)
     write(tmp_path / "requests")
-    with pytest.raises(CorruptError, match=f"not as `evaluate --prepare` writes it .*{said}") as refused:
+    with pytest.raises(CorruptError, match=f"not as `evaluate --prepare` writes it .*{message}") as refused:
         read_requests(tmp_path / "requests")
     assert "\n" not in str(refused.value)
 

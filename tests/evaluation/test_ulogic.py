@@ -59,8 +59,8 @@ class Judge(Oracle):
     def __init__(self, tokenizer, rules, verdict):
         asked = [rule[which] for rule in rules for which in ("rule", "negation")]
         self._verdicts = {tuple(tokenizer.encode(QUESTION.format(rule=rule))): verdict(rule) for rule in asked}
-        said = {QUESTION.format(rule=rule): [f" {verdict(rule)}\nRule: ..."] for rule in asked}
-        super().__init__(tokenizer, said)
+        message = {QUESTION.format(rule=rule): [f" {verdict(rule)}\nRule: ..."] for rule in asked}
+        super().__init__(tokenizer, message)
 
     def logits(self, ids_bs):
         logits = torch.zeros(*ids_bs.shape, self._vocab_size)
@@ -147,7 +147,7 @@ def test_equal_likelihoods_are_no_verdict(tokenizer):
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "message"),
     [
         ("{", "is not JSON"),
         ("{}", "holds no list of rules"),
@@ -161,9 +161,9 @@ def test_equal_likelihoods_are_no_verdict(tokenizer):
         (None, "cannot be read (No such file or directory); name ULogic's"),
     ],
 )
-def test_a_file_of_another_form_or_none_is_refused(tmp_path, content, said):
+def test_a_file_of_another_form_or_none_is_refused(tmp_path, content, message):
     if content is not None:
         (tmp_path / "rules.json").write_text(content)
     with pytest.raises(InputError) as caught:
         documents(tmp_path / "rules.json")
-    assert said in str(caught.value)
+    assert message in str(caught.value)

@@ -76,7 +76,7 @@ def test_a_page_has_every_finding_its_picture_and_what_must_not_be_left_out(
     assert "&lt;b&gt;less" in text and "<b>less" not in text and 'src="data:image/png;base64,' in text
     row = r"| error, FAN \| MLP | \<b\>less\</b\> | 0.45 ratio | 0.31 to ∞ | our own | inconclusive |"
     assert row in text_md and "](runs/probes/mod/fit.png)" in text_md
-    assert all(told in page for page in (text, text_md) for told in ("0.89 points", "Settings: seeds 3."))
+    assert all(part in page for page in (text, text_md) for part in ("0.89 points", "Settings: seeds 3."))
     assert cli.main(["report", str(tmp_path / "nothing")]) == 2
     assert "has no result.json" in capsys.readouterr().err
 
@@ -124,10 +124,13 @@ def write_run(folder: Path, *, placement: str, seed: int, losses: list[float], t
 
 
 def test_runs_that_are_no_two_are_told_what_draws_one(capsys: pytest.CaptureFixture[str]) -> None:
-    for runs, said in (([], "compare has 0 runs,"), (["a run"], "`megatron-fanformer inspect 'a run' --picture FILE`")):
+    for runs, message in (
+        ([], "compare has 0 runs,"),
+        (["a run"], "`megatron-fanformer inspect 'a run' --picture FILE`"),
+    ):
         assert cli.main(["report", "compare", *runs]) == 2
         (line,) = capsys.readouterr().err.splitlines()
-        assert said in line
+        assert message in line
 
 
 def test_a_planted_crossing_is_found_where_it_is_and_runs_are_paired_by_seed(tmp_path: Path) -> None:

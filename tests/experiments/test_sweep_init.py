@@ -124,10 +124,10 @@ REFUSED = {
 def test_nothing_is_written_where_it_would_not_run(
     case: str, tmp_path: Path, tokens: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words, said = REFUSED[case]
+    words, message = REFUSED[case]
     run = run_of(tmp_path, tokens)
     assert init(tmp_path / "compare.yaml", *[run if word == "RUN" else word for word in words]) == 2
-    assert said in capsys.readouterr().err and not (tmp_path / "compare.yaml").exists()
+    assert message in capsys.readouterr().err and not (tmp_path / "compare.yaml").exists()
 
 
 def test_a_file_is_not_replaced_and_other_actions_take_nothing_of_init(

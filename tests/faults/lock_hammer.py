@@ -27,8 +27,8 @@ def work(run: Path, notes: Path) -> None:
         try:
             with run_lock(run):
                 (notes / f"taken-{os.getpid()}-{time.monotonic_ns()}").touch()
-                said = inside.read_text() if inside.exists() else ""
-                if said and _start_time(int(said)) is not None:
+                message = inside.read_text() if inside.exists() else ""
+                if message and _start_time(int(message)) is not None:
                     (notes / f"violated-{os.getpid()}-{time.monotonic_ns()}").touch()
                 partial = notes / f"{os.getpid()}"
                 partial.write_text(str(os.getpid()))

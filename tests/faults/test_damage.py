@@ -80,9 +80,9 @@ def unseen_damage(values: dict[str, Any], damage: Damage, count: int) -> list[st
         if spoiled == sound:
             continue
         file.write_bytes(spoiled)
-        said = refusal(values)
-        if said is None or str(file) not in said or "\n" in said:
-            unseen.append(f"{file.name}: {said}")
+        message = refusal(values)
+        if message is None or str(file) not in message or "\n" in message:
+            unseen.append(f"{file.name}: {message}")
         file.write_bytes(sound)
     return unseen
 

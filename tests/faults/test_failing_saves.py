@@ -82,10 +82,12 @@ def assert_nothing_is_left(run: Path) -> None:
     wait_until(lambda: not list((run / store.CHECKPOINTS).glob("*.tmp")))
 
 
-def assert_told(said: str) -> None:
-    assert "\n" not in said
-    assert "was not written" in said and "; free space" in said, said
-    assert " GB needed" not in said or re.search(r"\(No space left on device, \S+ GB free, \S+ GB needed\)", said), said
+def assert_told(message: str) -> None:
+    assert "\n" not in message
+    assert "was not written" in message and "; free space" in message, message
+    assert " GB needed" not in message or re.search(
+        r"\(No space left on device, \S+ GB free, \S+ GB needed\)", message
+    ), message
 
 
 class Checkpointer:
@@ -169,10 +171,10 @@ def test_calls_of_two_ranks_saves_fail(
         run = tmp_path / f"{case}"
         values["training"]["run_dir"] = str(run)
         target, kind = chance.randrange(count // STEPS + 1, count), chance.choice(KINDS)
-        told = [said for said, _ in run_on_ranks(2, train, values, run / store.CHECKPOINTS, target, kind)]
-        if any(told):
-            assert all(told)
-            assert_told(told[0])
+        messages = [message for message, _ in run_on_ranks(2, train, values, run / store.CHECKPOINTS, target, kind)]
+        if any(messages):
+            assert all(messages)
+            assert_told(messages[0])
         assert_nothing_is_lost(run)
         run_on_ranks(2, train, values, run / store.CHECKPOINTS)
         assert losses(run) == losses(tmp_path / "sound")

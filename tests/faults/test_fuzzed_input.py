@@ -114,7 +114,7 @@ def test_mutated_command_lines(number: int, things: Things, tmp_path: Path, monk
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["inspect", "a\0b"], "holds a zero character"),
         (["inspect", "\udcff"], "is not valid UTF-8"),
@@ -127,11 +127,11 @@ def test_mutated_command_lines(number: int, things: Things, tmp_path: Path, monk
     ],
 )
 def test_a_command_line_that_python_would_answer(
-    arguments: list[str], said: str, things: Things, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    arguments: list[str], message: str, things: Things, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     fill: Callable[[str], str] = lambda word: word.replace("RUN", str(things.run)).replace("PIPE", str(things.pipe))  # noqa: E731
     ended = commands.run([fill(word) for word in arguments])
     assert (ended.code, ended.errors.count("\n")) == (2, 1)
-    assert said in ended.errors
+    assert message in ended.errors
     assert not list(tmp_path.iterdir())

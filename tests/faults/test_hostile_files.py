@@ -182,9 +182,9 @@ def test_a_tokenizer_that_takes_too_long_is_left_behind(
     shutil.copy(things.tokenizer, file)
     hostile_files.tokenizer("(a|aa)+$")(file)
     text = ("a" * 26 + "!") * 1_000
-    said = assert_refused(
+    message = assert_refused(
         ["generate", str(things.run), "--prompt", text, "--max-new-tokens", "1", "--tokenizer", str(file)],
         tmp_path,
         (2,),
     )
-    assert "takes more than" in said
+    assert "takes more than" in message

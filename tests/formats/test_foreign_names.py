@@ -22,7 +22,7 @@ ROWS = [row for table in (*MEGATRON_LM.values(), MEGATRON_CORE, HUGGING_FACE, OL
 FIELDS = [field.name for field in described_fields(RunConfig)]
 
 
-def told(*overrides: str) -> str:
+def message(*overrides: str) -> str:
     with pytest.raises(InputError) as refused:
         load_config(EXAMPLE, overrides)
     return str(refused.value)
@@ -43,7 +43,7 @@ def told(*overrides: str) -> str:
     ],
 )
 def test_an_unknown_key_is_answered(name: str, answer: str) -> None:
-    assert told(f"--{name}", "1").startswith(f"unknown configuration key {name}; {answer}")
+    assert message(f"--{name}", "1").startswith(f"unknown configuration key {name}; {answer}")
 
 
 def test_keys_outside_of_all_sections_are_answered() -> None:
@@ -56,14 +56,14 @@ def test_keys_outside_of_all_sections_are_answered() -> None:
 
 @pytest.mark.parametrize("argument", ["--num-layers", "--num_layers=24", "--num_hidden_layers"])
 def test_a_flag_of_another_trainer_is_answered(argument: str) -> None:
-    assert told(argument, "24") == (
+    assert message(argument, "24") == (
         f"'{argument}' is not an override (--section.field VALUE); did you mean model.num_layers?"
     )
 
 
 def test_all_flags_of_another_trainer_are_answered_at_once() -> None:
     line = ["--num-layers", "4", "--training.seed", "1", "--data-path", "0.3", "a", "--micro-batch-size=2", "--zip"]
-    assert told(*line).splitlines() == [
+    assert message(*line).splitlines() == [
         "'--num-layers' is not an override (--section.field VALUE); did you mean model.num_layers?",
         f"'--data-path' is not an override (--section.field VALUE); {answer('data_path')}",
         "'--micro-batch-size=2' is not an override (--section.field VALUE); did you mean training.micro_batch_size?",

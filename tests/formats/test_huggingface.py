@@ -202,8 +202,8 @@ def test_a_stranger_opens_it_and_generates_what_we_do(exported, sentencepiece_mo
     prompt = load_tokenizer(sentencepiece_model).encode("def f(x):\n    return")
     model = FANformerForCausalLM.from_pretrained(exported)
     ours = model.generate(torch.tensor([prompt]), max_new_tokens=6, do_sample=False)[0].tolist()
-    said = run_python(STRANGER + CARD_READER + FRIEND, exported, copy, tmp_path=tmp_path)
-    *lines, text = said.split("\n", 2)
+    shown = run_python(STRANGER + CARD_READER + FRIEND, exported, copy, tmp_path=tmp_path)
+    *lines, text = shown.split("\n", 2)
     expected = f"FANformerForCausalLM|{[prompt]}|{ours}"
     assert lines == [expected, expected] and text.startswith("Once upon a time")
     assert text.splitlines()[-2:] == ["megatron_fanformer.hf.modeling_fanformer"] * 2

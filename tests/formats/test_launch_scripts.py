@@ -44,8 +44,8 @@ def test_a_script_gives_the_arguments_that_bash_does(tmp_path: Path) -> None:
     (script := tmp_path / "run.sh").write_text(SCRIPT.replace("cat\n", "tr '\\n' '\\n'\n"))
     words = read_arguments(str(script))
     assert not any(word.unresolved for word in words)
-    (said := tmp_path / "said.sh").write_text(SCRIPT.replace("(echo --nnodes 1)", "(printf '%s\\n')"))
-    bash = subprocess.run(["bash", said], cwd=tmp_path, capture_output=True, text=True, check=True).stdout
+    (message := tmp_path / "said.sh").write_text(SCRIPT.replace("(echo --nnodes 1)", "(printf '%s\\n')"))
+    bash = subprocess.run(["bash", message], cwd=tmp_path, capture_output=True, text=True, check=True).stdout
     assert ["scripts/pretrain_gpt.py", *(word.text for word in words)] == bash.splitlines()
 
 
@@ -97,7 +97,7 @@ def test_a_command_line_may_begin_anywhere(source: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("source", "said"),
+    ("source", "message"),
     [
         ("none.sh", "none.sh cannot be read (No such file or directory)"),
         ("", "starts no pretrain_"),
@@ -112,7 +112,7 @@ def test_a_command_line_may_begin_anywhere(source: str) -> None:
         ("--a " + "${x:-" * 40 + "}" * 40, "nests defaults"),
     ],
 )
-def test_what_holds_no_arguments_is_refused(source: str, said: str, tmp_path: Path) -> None:
+def test_what_holds_no_arguments_is_refused(source: str, message: str, tmp_path: Path) -> None:
     with pytest.raises(InputError) as refused:
         read_arguments(source)
-    assert said in str(refused.value) and len(str(refused.value).splitlines()) == 1
+    assert message in str(refused.value) and len(str(refused.value).splitlines()) == 1

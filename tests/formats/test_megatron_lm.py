@@ -57,8 +57,8 @@ def convert(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[...,
     def run(source: Path, *options: str, to: str = "megatron") -> tuple[int, str]:
         capsys.readouterr()
         code = main(["convert", str(source), str(tmp_path / "out"), "--to", to, *options])
-        said = capsys.readouterr()
-        return code, (said.out if code == 0 else said.err.removeprefix(f"{PROGRAM}: ")).strip()
+        printed = capsys.readouterr()
+        return code, (printed.out if code == 0 else printed.err.removeprefix(f"{PROGRAM}: ")).strip()
 
     return run
 
@@ -123,8 +123,8 @@ def test_ranks_of_megatron_lm(
     weights = read_full_tensors(own)
     assert found == model and tensors.keys() == weights.keys()
     assert all(torch.equal(tensors[name], tensor) for name, tensor in weights.items())
-    code, said = convert(tmp_path / "saved", *options, to="hf")
-    assert code == 0, said
+    code, printed = convert(tmp_path / "saved", *options, to="hf")
+    assert code == 0, printed
     exported = FANformerForCausalLM.from_pretrained(tmp_path / "out").eval()
     with torch.no_grad():
         own_logits = exported(prompt(model)).logits
@@ -174,9 +174,9 @@ def stock_name(name: str, model: FANformerConfig) -> str:
 
 def test_a_transformer_of_megatron_lms_own_layers(tmp_path: Path, convert: Any) -> None:
     model = as_transformer(tiny_model())
-    code, said = convert(saved(tmp_path / "saved", model, spec=None, hidden_dropout=0.1, vocab_size=None))
-    assert code == 0, said
-    first, *others = said.splitlines()
+    code, printed = convert(saved(tmp_path / "saved", model, spec=None, hidden_dropout=0.1, vocab_size=None))
+    assert code == 0, printed
+    first, *others = printed.splitlines()
     assert first == f"wrote {tmp_path / 'out'}"
     for note in (
         "trained with hidden_dropout 0.1; there is no dropout here",
@@ -194,11 +194,11 @@ def test_a_transformer_of_megatron_lms_own_layers(tmp_path: Path, convert: Any) 
 
 def test_an_own_spec_does_not_tell_the_activation(tmp_path: Path, convert: Any) -> None:
     folder = saved(tmp_path / "saved", tiny_model(), spec=["my_fanformer", "my_layer_spec"])
-    code, said = convert(folder)
-    assert code == 2 and "(my_fanformer my_layer_spec)" in said and "--config FILE" in said
+    code, printed = convert(folder)
+    assert code == 2 and "(my_fanformer my_layer_spec)" in printed and "--config FILE" in printed
     (config := tmp_path / "config.yaml").write_text("model: {fan: {activation: gelu}, vocab_size: 99}\n")
-    code, said = convert(folder, "--config", str(config), "--no-verify")
-    assert code == 0, said
+    code, printed = convert(folder, "--config", str(config), "--no-verify")
+    assert code == 0, printed
     expected = tiny_model(vocab_size=99, fan=FANConfig(activation="gelu"))
     assert store.saved_model(find_checkpoint(tmp_path / "out")) == expected
 
@@ -228,13 +228,13 @@ OTHER_MODELS: dict[str, Any] = {
 
 
 def test_every_argument_that_makes_another_model_is_refused(tmp_path: Path, convert: Any) -> None:
-    code, said = convert(saved(tmp_path / "saved", tiny_model(), **OTHER_MODELS))
-    assert code == 2 and len(said.splitlines()) == 1
+    code, printed = convert(saved(tmp_path / "saved", tiny_model(), **OTHER_MODELS))
+    assert code == 2 and len(printed.splitlines()) == 1
     for name, value in OTHER_MODELS.items():
-        (flag,) = re.findall(rf"[ :]{name} \((--[\w-]+)\) is {re.escape(repr(value))}, but ", said)
+        (flag,) = re.findall(rf"[ :]{name} \((--[\w-]+)\) is {re.escape(repr(value))}, but ", printed)
         row = foreign_names.row_of(foreign_names.plain(flag))
-        assert row is not None and f"({flag}) is {value!r}, but {row.note}" in said
-    assert said.count(", but ") == len(OTHER_MODELS) == len(RULES) + 1
+        assert row is not None and f"({flag}) is {value!r}, but {row.note}" in printed
+    assert printed.count(", but ") == len(OTHER_MODELS) == len(RULES) + 1
 
 
 def test_interpolated_positions_are_linearly_scaled_ones(tmp_path: Path) -> None:
@@ -247,24 +247,24 @@ def test_arguments_that_are_not_there_can_be_stated(tmp_path: Path, convert: Any
     folder = saved(tmp_path / "saved", tiny_model())
     torch.save({"iteration": STEP}, folder / f"iter_{STEP:07d}" / COMMON)
     (config := tmp_path / "config.yaml").write_text(NO_ACTIVATION)
-    code, said = convert(folder, "--config", str(config))
-    assert code == 2 and "model.num_layers is missing" in said and said.endswith("state it by --config FILE")
+    code, printed = convert(folder, "--config", str(config))
+    assert code == 2 and "model.num_layers is missing" in printed and printed.endswith("state it by --config FILE")
 
 
 @pytest.mark.parametrize("tracker", ["4", "../other", ""])
 def test_a_tracker_that_names_nothing(tracker: str, tmp_path: Path, convert: Any) -> None:
     (tmp_path / "saved").mkdir()
     (tmp_path / "saved" / TRACKER).write_text(tracker)
-    code, said = convert(tmp_path / "saved")
-    assert code == 3 and f"{TRACKER} names {tracker!r}" in said
+    code, printed = convert(tmp_path / "saved")
+    assert code == 3 and f"{TRACKER} names {tracker!r}" in printed
 
 
 def test_the_old_format_is_refused_with_the_remedy(tmp_path: Path, convert: Any) -> None:
     (rank := tmp_path / "saved" / "iter_0000003" / "mp_rank_00").mkdir(parents=True)
     (rank / "model_optim_rng.pt").write_bytes(b"")
     for folder in (tmp_path / "saved" / "iter_0000003", tmp_path / "saved"):
-        code, said = convert(folder)
-        assert code == 2 and "--ckpt-convert-format torch_dist" in said and len(said.splitlines()) == 1
+        code, printed = convert(folder)
+        assert code == 2 and "--ckpt-convert-format torch_dist" in printed and len(printed.splitlines()) == 1
         (tmp_path / "saved" / TRACKER).write_text("3")
 
 
@@ -274,8 +274,8 @@ def test_damage_in_a_weight_is_found(tmp_path: Path, convert: Any) -> None:
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
     file.write_bytes(content)
-    code, said = convert(folder)
-    assert code == 3 and str(file) in said and "CRC-32" in said
+    code, printed = convert(folder)
+    assert code == 3 and str(file) in printed and "CRC-32" in printed
 
 
 def test_inspect_says_what_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -290,8 +290,8 @@ def test_inspect_says_what_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 def test_a_configuration_is_for_megatron_lms_alone(tmp_path: Path, convert: Any) -> None:
     (tmp_path / "config.yaml").write_text("model: {d_model: 8}\n")
-    code, said = convert(tmp_path, "--config", str(tmp_path / "config.yaml"))
-    assert code == 2 and "--config is for what a checkpoint of Megatron-LM does not state" in said
+    code, printed = convert(tmp_path, "--config", str(tmp_path / "config.yaml"))
+    assert code == 2 and "--config is for what a checkpoint of Megatron-LM does not state" in printed
 
 
 class WithState(Bomb):
@@ -317,8 +317,8 @@ def test_nothing_in_the_arguments_is_executed(tmp_path: Path) -> None:
 def test_what_is_no_archive(content: bytes, tmp_path: Path, convert: Any) -> None:
     folder = saved(tmp_path / "saved", tiny_model())
     (folder / f"iter_{STEP:07d}" / COMMON).write_bytes(content)
-    code, said = convert(folder)
-    assert code == 3 and f"{COMMON} cannot be read" in said
+    code, printed = convert(folder)
+    assert code == 3 and f"{COMMON} cannot be read" in printed
 
 
 @pytest.mark.parametrize("kv_channels", [4, 16])

@@ -208,7 +208,7 @@ def others(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said", "code"),
+    ("arguments", "message", "code"),
     [
         ("a", "one checkpoint is not an average; name 2 or more, or a run with --last N", 2),
         ("a --last 1", "--last is 1, and must be at least 2", 2),
@@ -228,7 +228,7 @@ def others(tmp_path_factory: pytest.TempPathFactory) -> Path:
 )
 def test_what_is_refused_in_one_line(
     arguments: str,
-    said: str,
+    message: str,
     code: int,
     others: Path,
     tmp_path: Path,
@@ -239,7 +239,7 @@ def test_what_is_refused_in_one_line(
     before = sorted(others.iterdir())
     assert main(["merge", *arguments.split(), *([] if "--output" in arguments else ["--output", "out"])]) == code
     (line,) = capsys.readouterr().err.splitlines()
-    assert said in line
+    assert message in line
     assert sorted(others.iterdir()) == before
 
 

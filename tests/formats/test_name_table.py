@@ -178,17 +178,17 @@ def test_vocabulary_padding_is_trimmed_and_comes_back_as_zeros():
 
 
 @pytest.mark.parametrize(
-    ("form", "name", "size", "said"),
+    ("form", "name", "size", "message"),
     [
         ("megatron", "decoder.layers.1.mlp.linear_fc2.weight", None, "missing: {}"),
         ("hf", "model.layers.0.self_attn.q_proj.bias", 48, "unknown: {}"),
         ("megatron", "decoder.final_layernorm.weight", 47, "{} ([47] instead of [48])"),
     ],
 )
-def test_a_tensor_that_does_not_fit_is_named(form, name, size, said):
+def test_a_tensor_that_does_not_fit_is_named(form, name, size, message):
     tensors = random_tensors(GROUPED, form)
     tensors.pop(name, None)
-    with pytest.raises(CorruptError, match=re.escape(said.format(name))):
+    with pytest.raises(CorruptError, match=re.escape(message.format(name))):
         convert(tensors if size is None else tensors | {name: torch.ones(size)}, GROUPED, form, "reference")
 
 

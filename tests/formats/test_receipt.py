@@ -245,8 +245,8 @@ def test_a_fault_in_a_transform_is_caught(
     plant(name, split=lambda hub, config: split(hub, config) if hub.is_meta else change(split(hub, config)))
     if directions == "both":
         plant(name, join=lambda parts, config: join(undo(tuple(parts)), config))
-    said, passed = refused(source, tmp_path, to, capsys)
-    assert passed["logits"] is False and "logits: they differ" in said
+    message, passed = refused(source, tmp_path, to, capsys)
+    assert passed["logits"] is False and "logits: they differ" in message
     assert passed["round_trip"] is (directions == "both")
 
 
@@ -255,8 +255,8 @@ def test_a_padded_row_that_was_kept_is_caught(
 ) -> None:
     """The table would not know: its shapes are made by the same transform. The model of transformers does."""
     plant("VOCABULARY_TRIMMED", split=lambda hub, config: (transforms.resize_vocabulary(hub, config.vocab_size + 1),))
-    said, passed = refused(source, tmp_path, "hf", capsys)
-    assert passed["logits"] is False and "shape [90, 32], but what was written has shape [91, 32]" in said
+    message, passed = refused(source, tmp_path, "hf", capsys)
+    assert passed["logits"] is False and "shape [90, 32], but what was written has shape [91, 32]" in message
 
 
 def test_a_row_of_padding_too_many_is_caught(
@@ -265,8 +265,8 @@ def test_a_row_of_padding_too_many_is_caught(
     convert_checkpoint(source, tmp_path / "hf", to="hf", verified=False)
     rows = 128 + 1
     plant("VOCABULARY_PADDED", split=lambda hub, _: (transforms.resize_vocabulary(hub, rows),))
-    said, passed = refused(tmp_path / "hf", tmp_path, "megatron", capsys)
-    assert passed["logits"] is False and "(129, 32), not (128, 32)" in said
+    message, passed = refused(tmp_path / "hf", tmp_path, "megatron", capsys)
+    assert passed["logits"] is False and "(129, 32), not (128, 32)" in message
 
 
 @pytest.mark.parametrize("to", FORMS)
@@ -281,8 +281,8 @@ def test_a_bias_that_was_dropped_is_caught(
         write_whole(form, folder, config, tensors, extras)  # type: ignore[arg-type]
 
     monkeypatch.setattr("megatron_fanformer.formats.convert.write_checkpoint", write_without)
-    said, passed = refused(source, tmp_path, to, capsys)
-    assert not all(passed.values()) and "bias" in said
+    message, passed = refused(source, tmp_path, to, capsys)
+    assert not all(passed.values()) and "bias" in message
 
 
 def test_a_bias_that_came_out_zero_is_caught(
@@ -292,9 +292,9 @@ def test_a_bias_that_came_out_zero_is_caught(
         "FAN_ROWS",
         split=lambda hub, _: (hub.new_zeros(hub.shape) if hub.ndim == 1 and not hub.is_meta else hub,),
     )
-    said, passed = refused(source, tmp_path, "hf", capsys)
+    message, passed = refused(source, tmp_path, "hf", capsys)
     assert passed["round_trip"] is passed["logits"] is False
-    assert "came back different: transformer.blocks.0.att_proj.fanlayer.input_linear.bias" in said
+    assert "came back different: transformer.blocks.0.att_proj.fanlayer.input_linear.bias" in message
 
 
 def test_weights_that_are_not_finite_do_not_pass(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

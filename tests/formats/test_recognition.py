@@ -119,7 +119,7 @@ ASKING: list[tuple[Ask, tuple[Kind, ...], str]] = [
 ]
 
 
-def said(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
+def message(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
     """Exit code and the one line of a command that refuses its path."""
     capsys.readouterr()
     code = main(arguments)
@@ -143,7 +143,7 @@ def test_every_command_says_the_same_of_a_path_and_names_what_it_takes(
         (tmp_path / "notes.txt").write_text("some words\n")
         is_what[tmp_path / "notes.txt"] = "is a file, not a folder"
     for path, it in is_what.items():
-        code, line = said(ask(path, tmp_path), capsys)
+        code, line = message(ask(path, tmp_path), capsys)
         assert code == 2
         start, _, names = line.rpartition("; name ")
         assert start == f"{prefix}{path} {it}"
@@ -162,9 +162,9 @@ def test_a_run_within_a_folder_is_named(beside: str, tmp_path: Path, capsys: pyt
     make(folder / "run", "run")
     (folder / "lists").mkdir()
     ask = ["generate", str(folder), "--prompt", "a"]
-    assert said(ask, capsys) == (2, f"{folder} {is_what}; it holds {folder}/run, a run's folder: name that")
+    assert message(ask, capsys) == (2, f"{folder} {is_what}; it holds {folder}/run, a run's folder: name that")
     make(folder / "hf", "hf")
-    assert said(ask, capsys) == (2, f"{folder} {is_what}; it holds {folder}/hf, {folder}/run: name one of them")
+    assert message(ask, capsys) == (2, f"{folder} {is_what}; it holds {folder}/hf, {folder}/run: name one of them")
 
 
 @pytest.mark.parametrize("name", ["config.json", "config.yaml"])
@@ -181,7 +181,7 @@ def test_a_configuration_that_cannot_be_read_is_damage_to_every_command(
 ) -> None:
     (tmp_path / "path").mkdir()
     (tmp_path / "path" / name).write_text(content)
-    code, line = said(ask(tmp_path / "path", tmp_path), capsys)
+    code, line = message(ask(tmp_path / "path", tmp_path), capsys)
     assert code == 3
     assert line.startswith(f"{tmp_path / 'path' / name} ")
 
@@ -205,7 +205,7 @@ def test_a_run_does_not_write_over_a_models_configuration(
     folder = make(tmp_path / "path", kind)
     values = small_run(write_tokens(tmp_path / "tokens"), folder)
     before = sorted(path.read_bytes() for path in folder.iterdir())
-    code, line = said(["train", "--config", str(write_config(tmp_path / "config.yaml", values))], capsys)
+    code, line = message(["train", "--config", str(write_config(tmp_path / "config.yaml", values))], capsys)
     assert code == 2
     assert line.startswith(
         f"training.run_dir: {folder} is {DESCRIPTIONS[kind]}, whose configuration a run would overwrite"
@@ -235,7 +235,7 @@ def test_a_name_of_the_hub_is_told_to_be_downloaded(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs").mkdir()
     rest = {"convert": ["out", "--to", "hf"], "generate": ["--prompt", "a"], "inspect": []}[verb]
-    code, line = said([verb, name, *rest], capsys)
+    code, line = message([verb, name, *rest], capsys)
     assert code == 2 and line.startswith(f"{name} does not exist; name ")
     if verb == "convert":
         assert all(DESCRIPTIONS[kind] in line for kind in MODELS)

@@ -148,7 +148,7 @@ def test_a_pipe_is_told_once_that_turns_are_left_out(exported_chat, piped):
 
 
 @pytest.mark.parametrize(
-    ("sent", "arguments", "said"),
+    ("sent", "arguments", "shown"),
     [
         (b"a\n\xff\n", ["--max-new-tokens", "2"], "line 2 of the messages is not valid UTF-8; write them in that"),
         (b"x" * 200, [], "line 1 of the messages: the message makes"),
@@ -157,11 +157,11 @@ def test_a_pipe_is_told_once_that_turns_are_left_out(exported_chat, piped):
         (b"", ["--chat-template", "no.jinja"], "no.jinja cannot be read"),
     ],
 )
-def test_what_cannot_be_answered_is_one_line(exported_chat, monkeypatch, capsys, sent, arguments, said):
+def test_what_cannot_be_answered_is_one_line(exported_chat, monkeypatch, capsys, sent, arguments, shown):
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(sent)))
     assert main(["chat", str(exported_chat), *arguments]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert said in line
+    assert shown in line
 
 
 def test_a_model_without_a_template_asks_for_one(run_folder, capsys):
@@ -215,9 +215,9 @@ def test_ctrl_c_ends_an_answer_and_the_terminal_asks_again(monkeypatch, capsys):
     typed(monkeypatch, "one", "/reset", signal.SIGINT, "\udc80", "two", "/quit")
     talking._with_terminal(chat)
     assert (chat.asked, chat.pieces) == (["two"], 9)
-    said = capsys.readouterr()
-    assert said.out.splitlines() == ["...", "...", "", "..."]
-    assert "the message is not valid UTF-8" in said.err
+    shown = capsys.readouterr()
+    assert shown.out.splitlines() == ["...", "...", "", "..."]
+    assert "the message is not valid UTF-8" in shown.err
     assert signal.getsignal(signal.SIGINT) == before
 
 

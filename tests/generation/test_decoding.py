@@ -50,10 +50,10 @@ def test_each_batch_is_told_of_and_longer_prompts_come_first():
             lengths.append(max_length)
             return FixedModel(*[[1] * max_length] * batch_size)
 
-    lengths, told = [], []
-    continue_all(Recorder(), [greedy([1] * n, 1) for n in (2, 5, 3)], batch_size=2, on_batch=told.append)
+    lengths, message = [], []
+    continue_all(Recorder(), [greedy([1] * n, 1) for n in (2, 5, 3)], batch_size=2, on_batch=message.append)
     assert lengths == [6, 3]
-    assert told == [2, 3]
+    assert message == [2, 3]
 
 
 def ids_by_batch_size(model, sampling):

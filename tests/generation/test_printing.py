@@ -35,10 +35,10 @@ def test_a_single_text_is_written_as_it_comes(printed, run_folder):
 def test_several_texts_are_written_in_order(printed, run_folder, batch_size):
     asked = {"temperature": 1.0, "num_samples": 2, "max_new_tokens": 6}
     texts = [one.text for one in generate(GenerateConfig(checkpoint=str(run_folder), prompts=("a", "bcd"), **asked))]
-    said = "".join(printed("a", "bcd", temperature=1.0, num_samples=2, batch_size=batch_size))
+    message = "".join(printed("a", "bcd", temperature=1.0, num_samples=2, batch_size=batch_size))
     heads = [f"--- prompt {prompt}, sample {sample}\n" for prompt in (1, 2) for sample in (1, 2)]
     blocks = zip(heads, ("a", "a", "bcd", "bcd"), texts, strict=True)
-    assert said == "\n".join(f"{head}{prompt}{text}\n" for head, prompt, text in blocks)
+    assert message == "\n".join(f"{head}{prompt}{text}\n" for head, prompt, text in blocks)
 
 
 def test_json_has_a_line_for_each_text(printed):
@@ -71,7 +71,7 @@ def test_a_text_file_has_a_prompt_a_line(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "said"),
+    ("name", "content", "message"),
     [
         ("none.txt", None, "cannot be read (No such file"),
         ("empty.txt", b"\n \n", "holds no prompt"),
@@ -81,10 +81,10 @@ def test_a_text_file_has_a_prompt_a_line(tmp_path):
         ("deep.jsonl", b"[" * 100_000, "line 1 of prompts"),
     ],
 )
-def test_files_that_hold_no_prompts_are_refused(tmp_path, name, content, said):
+def test_files_that_hold_no_prompts_are_refused(tmp_path, name, content, message):
     if content is not None:
         (tmp_path / name).write_bytes(content)
     with pytest.raises(InputError) as caught:
         read_prompts(tmp_path / name)
-    assert said in str(caught.value)
+    assert message in str(caught.value)
     assert str(tmp_path / name) in str(caught.value)

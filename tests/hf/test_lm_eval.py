@@ -19,8 +19,8 @@ ROUNDING = 1e-3  # log-likelihoods of tens, in float32, of batches padded otherw
 def log_likelihood(model, text, choice):
     """Of `choice` behind a space, by the model alone; the tokenizer's ids are code points."""
     ids = torch.tensor([[ord(character) for character in f"{text} {choice}"]])
-    told = model(ids).logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None])
-    return told[len(text) - 1 :].sum().item()
+    message = model(ids).logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None])
+    return message[len(text) - 1 :].sum().item()
 
 
 @pytest.mark.full  # lm-eval imports for twenty seconds

@@ -31,9 +31,9 @@ def inspect(capsys: pytest.CaptureFixture[str]) -> Inspect:
     def run(*arguments: object) -> Said:
         capsys.readouterr()
         code = main(["inspect", *map(str, arguments)])
-        said = capsys.readouterr()
-        assert all(line.startswith(f"{PROGRAM}: ") for line in said.err.splitlines()), said.err
-        return Said(code, said.out, said.err.removeprefix(f"{PROGRAM}: ").rstrip("\n"))
+        captured = capsys.readouterr()
+        assert all(line.startswith(f"{PROGRAM}: ") for line in captured.err.splitlines()), captured.err
+        return Said(code, captured.out, captured.err.removeprefix(f"{PROGRAM}: ").rstrip("\n"))
 
     return run
 

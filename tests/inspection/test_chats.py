@@ -46,8 +46,8 @@ def test_what_chats_hold(inspect: Inspect, prepared: Path, name: str, kind: str)
 
 
 def test_chats_as_text(inspect: Inspect, prepared: Path) -> None:
-    said = inspect(prepared / "rows")
-    assert (said.code, said.error) == (0, "")
+    output = inspect(prepared / "rows")
+    assert (output.code, output.error) == (0, "")
     for expected in (
         f"{prepared / 'rows'}: chats in rows without a header\n",
         "conversations  30, of ",
@@ -55,7 +55,7 @@ def test_chats_as_text(inspect: Inspect, prepared: Path) -> None:
         "all assistant turns learned, cut at 400 tokens, padded with 1, template with SHA-256 ",
         "refused        1 line: not JSON 1\n",
     ):
-        assert expected in said.out
+        assert expected in output.out
 
 
 def test_a_folder_of_olmos_script_has_no_manifest(inspect: Inspect, tmp_path: Path) -> None:
@@ -67,12 +67,12 @@ def test_a_folder_of_olmos_script_has_no_manifest(inspect: Inspect, tmp_path: Pa
 
 @pytest.mark.parametrize("name", ["pair", "rows"])
 def test_chats_are_intact(inspect: Inspect, prepared: Path, name: str) -> None:
-    said = inspect(prepared / name, "--verify")
-    assert said.code == 0 and "agree on 30 documents" in said.out
+    output = inspect(prepared / name, "--verify")
+    assert output.code == 0 and "agree on 30 documents" in output.out
 
 
 @pytest.mark.parametrize(
-    ("name", "damage", "said"),
+    ("name", "damage", "output"),
     [
         ("pair", lambda folder: flip(folder / "pair.mask.bin", 3), "pair.mask.bin has SHA-256 "),
         ("rows", lambda folder: flip(folder / "rows/label_mask.npy", 3), "label_mask.npy has SHA-256 "),
@@ -82,7 +82,7 @@ def test_chats_are_intact(inspect: Inspect, prepared: Path, name: str) -> None:
     ],
 )
 def test_damage_is_named(
-    inspect: Inspect, copied: Path, name: str, damage: Callable[[Path], object], said: str
+    inspect: Inspect, copied: Path, name: str, damage: Callable[[Path], object], output: str
 ) -> None:
     damage(copied)
-    refused(inspect(copied / name, "--verify"), said)
+    refused(inspect(copied / name, "--verify"), output)

@@ -50,9 +50,9 @@ def run(trained: Path, tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("path", [".", "checkpoints", "checkpoints/step-00000002"])
 def test_what_is_said_of_a_run_and_a_checkpoint(inspect: Inspect, trained: Path, path: str) -> None:
-    said = inspect(trained / path, "--json")
-    assert (said.code, said.error) == (0, "")
-    facts = json.loads(said.out)
+    output = inspect(trained / path, "--json")
+    assert (output.code, output.error) == (0, "")
+    facts = json.loads(output.out)
     step, checkpoint = (2, facts) if "step" in path else (4, *facts["parts"])
     if "step" not in path:
         assert (facts["kind"], facts["last_metrics"]["step"]) == ("run", 4)
@@ -66,7 +66,7 @@ def test_what_is_said_of_a_run_and_a_checkpoint(inspect: Inspect, trained: Path,
 
 
 def test_a_run_as_text(inspect: Inspect, trained: Path) -> None:
-    said = inspect(trained)
+    output = inspect(trained)
     for expected in (
         f"{trained}: run\n  steps        4 of 4, complete\n  tokens       256\n  loss         ",
         "  checkpoints  2: step-00000002, step-00000004\n",
@@ -76,14 +76,14 @@ def test_a_run_as_text(inspect: Inspect, trained: Path) -> None:
         "layout      tp 2, cp 1, pp 1, dp 1; distributed optimizer; fp32 on cpu\n",
         "tokenizer   tokenizer.json\n",
     ):
-        assert expected in said.out
+        assert expected in output.out
 
 
 def test_a_run_without_checkpoints(inspect: Inspect, run: Path) -> None:
     shutil.rmtree(run / "checkpoints")
-    said = inspect(run)
-    assert (said.code, said.error) == (0, "")
-    assert "checkpoints  none\n" in said.out
+    output = inspect(run)
+    assert (output.code, output.error) == (0, "")
+    assert "checkpoints  none\n" in output.out
     assert inspect(run, "--verify").code == 2
 
 
@@ -94,10 +94,10 @@ def test_metrics_torn_by_a_crash(inspect: Inspect, run: Path) -> None:
 
 
 def test_a_sound_checkpoint(inspect: Inspect, trained: Path) -> None:
-    said = inspect(trained, "--verify")
-    assert (said.code, said.error) == (0, "")
-    assert said.out.splitlines()[-1].startswith("verified: CRC-32 of ")
-    assert said.out.endswith("every tensor is complete\n")
+    output = inspect(trained, "--verify")
+    assert (output.code, output.error) == (0, "")
+    assert output.out.splitlines()[-1].startswith("verified: CRC-32 of ")
+    assert output.out.endswith("every tensor is complete\n")
 
 
 def test_a_flipped_bit_of_any_tensor(inspect: Inspect, run: Path) -> None:

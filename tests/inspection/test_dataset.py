@@ -39,8 +39,8 @@ from tests.inspection.making import (
 
 @pytest.mark.parametrize("ending", ["", ".bin", ".idx", ".manifest.json", ".ledger.parquet"])
 def test_a_pair_by_its_prefix_or_one_of_its_files(inspect: Inspect, pair: Prepared, ending: str) -> None:
-    said = inspect(f"{pair.prefix}{ending}", "--json")
-    facts = json.loads(said.out)
+    printed = inspect(f"{pair.prefix}{ending}", "--json")
+    facts = json.loads(printed.out)
     lengths = [len(document) for document in pair.documents]
     assert (facts["kind"], facts["format"], facts["prefix"]) == ("token files", "megatron", str(pair.prefix))
     assert (facts["documents"], facts["tokens"], facts["dtype"]) == (60, sum(lengths), "uint16")
@@ -50,8 +50,8 @@ def test_a_pair_by_its_prefix_or_one_of_its_files(inspect: Inspect, pair: Prepar
 
 
 def test_a_pair_as_text(inspect: Inspect, pair: Prepared) -> None:
-    said = inspect(pair.prefix)
-    assert (said.code, said.error) == (0, "")
+    printed = inspect(pair.prefix)
+    assert (printed.code, printed.error) == (0, "")
     for expected in (
         f"{pair.prefix}: Megatron token files\n",
         "documents   60, of 20 to 79 tokens, 50 on average\n",
@@ -62,7 +62,7 @@ def test_a_pair_as_text(inspect: Inspect, pair: Prepared) -> None:
         "encoded by  gigatoken\n",
         "ledger      60 rows\n",
     ):
-        assert expected in said.out
+        assert expected in printed.out
 
 
 def test_files_of_other_tools(inspect: Inspect, tmp_path: Path) -> None:
@@ -70,10 +70,10 @@ def test_files_of_other_tools(inspect: Inspect, tmp_path: Path) -> None:
     write_pair(tmp_path / "a", documents)
     write_npy(tmp_path / "b", documents)
     for name in ("a", "b.npy"):
-        said = inspect(tmp_path / name)
-        assert said.code == 0
-        assert "manifest" in said.out and "none: these files were not written by prepare" in said.out
-        assert "none: a token's document is unknown" in said.out
+        printed = inspect(tmp_path / name)
+        assert printed.code == 0
+        assert "manifest" in printed.out and "none: these files were not written by prepare" in printed.out
+        assert "none: a token's document is unknown" in printed.out
         assert json.loads(inspect(tmp_path / name, "--json").out)["tokens"] == 2970
 
 
@@ -154,7 +154,7 @@ def test_neither_torch_nor_megatron_is_imported(pair: Prepared) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "printed"),
     [
         ("none", "none does not exist; name a prefix of token files"),
         ("empty", "is a folder of unknown kind"),
@@ -162,24 +162,24 @@ def test_neither_torch_nor_megatron_is_imported(pair: Prepared) -> None:
         ("weights.txt", "is neither a token file nor a blend file: "),
     ],
 )
-def test_a_path_that_is_nothing_known(inspect: Inspect, tmp_path: Path, name: str, said: str) -> None:
+def test_a_path_that_is_nothing_known(inspect: Inspect, tmp_path: Path, name: str, printed: str) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "notes.txt").write_text("some words\n")
     (tmp_path / "weights.txt").write_text("0.5 a 0.5\n")
     found = inspect(tmp_path / name)
     assert (found.code, found.out) == (2, "")
-    assert said in found.error
+    assert printed in found.error
 
 
 # -- verified
 
 
-def refused(said: Said, *parts: object) -> None:
+def refused(printed: Said, *parts: object) -> None:
     """Exit code 3, one line that names the file, and nothing else."""
-    assert (said.code, said.out) == (3, "")
-    assert len(said.error.splitlines()) == 1
+    assert (printed.code, printed.out) == (3, "")
+    assert len(printed.error.splitlines()) == 1
     for part in parts:
-        assert str(part) in said.error
+        assert str(part) in printed.error
 
 
 def flip(path: Path, position: int) -> None:
@@ -208,10 +208,10 @@ def agree_again(prefix: Path, **changes: Any) -> None:
 
 
 def test_sound_files(inspect: Inspect, pair: Prepared, shard: Prepared) -> None:
-    said = inspect(pair.prefix, "--verify")
-    assert (said.code, said.error) == (0, "")
-    assert said.out.splitlines()[-1].startswith("verified: SHA-256 of 3 files, ")
-    assert said.out.endswith("index, ledger and manifest agree on 60 documents and 2,970 tokens\n")
+    printed = inspect(pair.prefix, "--verify")
+    assert (printed.code, printed.error) == (0, "")
+    assert printed.out.splitlines()[-1].startswith("verified: SHA-256 of 3 files, ")
+    assert printed.out.endswith("index, ledger and manifest agree on 60 documents and 2,970 tokens\n")
     assert "SHA-256 of 2 files" in json.loads(inspect(shard.prefix, "--verify", "--json").out)["verified"]
 
 
@@ -224,8 +224,8 @@ def test_sound_files_of_many_blocks(inspect: Inspect, pair: Prepared, monkeypatc
 
     monkeypatch.setattr(dataset_check, "BLOCK_BYTES", 64)
     monkeypatch.setattr(Ledger, "spans", in_short_blocks)
-    said = inspect(pair.prefix, "--verify")
-    assert (said.code, said.error) == (0, "")
+    printed = inspect(pair.prefix, "--verify")
+    assert (printed.code, printed.error) == (0, "")
 
 
 @pytest.mark.parametrize("ending", [".bin", ".idx", ".ledger.parquet"])
@@ -247,13 +247,13 @@ def test_a_manifest_that_is_damaged_or_missing(inspect: Inspect, pair: Prepared)
     path.write_bytes(path.read_bytes()[:-10])
     refused(inspect(pair.prefix, "--verify"), path, "is not a manifest")
     path.unlink()
-    said = inspect(pair.prefix, "--verify")
-    assert (said.code, said.out) == (2, "")
-    assert said.error == (f"{path} does not exist, and without it there is nothing to verify {pair.prefix} against")
+    printed = inspect(pair.prefix, "--verify")
+    assert (printed.code, printed.out) == (2, "")
+    assert printed.error == (f"{path} does not exist, and without it there is nothing to verify {pair.prefix} against")
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "printed"),
     [
         ({"documents": 61, "lines_read": 63}, "documents and those of {prefix}.idx differ (61 and 60)"),
         ({"tokens": 5}, "tokens and those of {prefix}.idx differ (5 and 2970)"),
@@ -262,21 +262,21 @@ def test_a_manifest_that_is_damaged_or_missing(inspect: Inspect, pair: Prepared)
         ({"text_bytes": 1, "outputs": []}, "documents and those of its outputs differ (60 and 0)"),
     ],
 )
-def test_counts_that_differ(inspect: Inspect, pair: Prepared, changes: dict[str, Any], said: str) -> None:
+def test_counts_that_differ(inspect: Inspect, pair: Prepared, changes: dict[str, Any], printed: str) -> None:
     agree_again(pair.prefix, **changes)
-    refused(inspect(pair.prefix, "--verify"), f"{pair.prefix}.manifest.json", said.format(prefix=pair.prefix))
+    refused(inspect(pair.prefix, "--verify"), f"{pair.prefix}.manifest.json", printed.format(prefix=pair.prefix))
 
 
 @pytest.mark.parametrize("kind", ["pair", "shard"])
 @pytest.mark.parametrize(
-    ("column", "row", "value", "said"),
+    ("column", "row", "value", "printed"),
     [
         ("length", 9, 30, "has length 30 in row 9 (from 0) where the token files have 29"),
         ("first_token", 9, 217, "has first_token 217 in row 9 (from 0) where the token files have 216"),
     ],
 )
 def test_a_ledger_that_differs(
-    inspect: Inspect, request: pytest.FixtureRequest, kind: str, column: str, row: int, value: int, said: str
+    inspect: Inspect, request: pytest.FixtureRequest, kind: str, column: str, row: int, value: int, printed: str
 ) -> None:
     prefix = request.getfixturevalue(kind).prefix
     path = Path(f"{prefix}.ledger.parquet")
@@ -287,8 +287,8 @@ def test_a_ledger_that_differs(
     pq.write_table(table, path, row_group_size=7)
     agree_again(prefix)
     if (kind, column) == ("shard", "length"):  # nothing else tells lengths: the next document does not follow
-        said = "has first_token 245 in row 10 (from 0) where the token files have 246"
-    refused(inspect(prefix, "--verify"), path, said)
+        printed = "has first_token 245 in row 10 (from 0) where the token files have 246"
+    refused(inspect(prefix, "--verify"), path, printed)
 
 
 def test_a_ledger_of_fewer_documents(inspect: Inspect, pair: Prepared) -> None:

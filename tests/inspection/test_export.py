@@ -33,11 +33,11 @@ def reference(tmp_path: Path) -> Path:
 
 
 def test_a_hugging_face_folder_in_shards(inspect: Inspect, exported: Path) -> None:
-    said = inspect(exported, "--verify")
-    assert (said.code, said.error) == (0, "")
-    assert f"{exported}: Hugging Face folder\n" in said.out
-    assert "FAN         p_ratio 0.125, placement qkv: 8 periodic and 48 linear rows\n" in said.out
-    assert "safetensors have no checksum of their bytes" in said.out
+    output = inspect(exported, "--verify")
+    assert (output.code, output.error) == (0, "")
+    assert f"{exported}: Hugging Face folder\n" in output.out
+    assert "FAN         p_ratio 0.125, placement qkv: 8 periodic and 48 linear rows\n" in output.out
+    assert "safetensors have no checksum of their bytes" in output.out
     facts = json.loads(inspect(exported, "--json").out)
     assert (facts["kind"], facts["dtype"], facts["tokenizer"]) == ("hf", "bfloat16", None)
     assert len(facts["shards"]) > 2
@@ -64,9 +64,9 @@ def test_a_pickled_reference_checkpoint(inspect: Inspect, reference: Path) -> No
     weights = safetensors.torch.load_file(reference / "model.safetensors")
     (reference / "model.safetensors").unlink()
     torch.save(weights, reference / "model.pt")
-    said = inspect(reference, "--verify")
-    assert said.code == 0
-    assert "the CRC-32 of their bytes" in said.out
+    output = inspect(reference, "--verify")
+    assert output.code == 0
+    assert "the CRC-32 of their bytes" in output.out
     flip(reference / "model.pt", (reference / "model.pt").stat().st_size // 2)
     refused(inspect(reference, "--verify"), "model.pt is damaged in its weights (CRC-32 of")
 
@@ -103,6 +103,6 @@ def test_a_tensor_that_is_missing_or_of_another_shape(inspect: Inspect, referenc
 def test_a_model_that_cannot_be_built(inspect: Inspect, reference: Path) -> None:
     config = reference / "config.yaml"
     config.write_text(config.read_text().replace("block_type: sequential", "block_type: llama"))
-    said = inspect(reference)
-    assert said.code == 2
-    assert "block_type is 'llama'" in said.error
+    output = inspect(reference)
+    assert output.code == 2
+    assert "block_type is 'llama'" in output.error

@@ -29,12 +29,12 @@ def test_what_a_start_looks_up_is_made_beforehand(
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "output"),
     [
         (["tokens", "--index"], "tokens is no configuration file (.yaml)"),
         (["run.yaml", "--index", "--step", "3"], "--step has no effect with --index"),
     ],
 )
-def test_other_uses_of_index_are_refused(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_other_uses_of_index_are_refused(arguments: list[str], output: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["inspect", *arguments]) == 2
-    assert said in capsys.readouterr().err
+    assert output in capsys.readouterr().err

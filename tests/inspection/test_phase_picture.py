@@ -31,8 +31,8 @@ def run(tmp_path: Path) -> Path:
 def test_a_run_is_drawn(inspect: Inspect, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     drawn, save = [], Figure.savefig
     monkeypatch.setattr(Figure, "savefig", lambda figure, *to, **how: (drawn.append(figure), save(figure, *to, **how)))
-    said = inspect(run, "--phases", run / "phases.png")
-    assert (said.code, said.error, said.out) == (0, "", f"{run / 'phases.png'}: the phases of {run}\n")
+    output = inspect(run, "--phases", run / "phases.png")
+    assert (output.code, output.error, output.out) == (0, "", f"{run / 'phases.png'}: the phases of {run}\n")
     [figure] = drawn
     panels = [axes for axes in figure.axes if axes.get_title()]
     assert [axes.get_title() for axes in panels] == list(PANELS.values())
@@ -77,6 +77,6 @@ def test_what_cannot_be_drawn_is_told(
     monkeypatch.chdir(run.parent)
     (run.parent / "bare" / "checkpoints").mkdir(parents=True)
     (run.parent / "bare" / "config.yaml").write_bytes((run / "config.yaml").read_bytes())
-    said = inspect(name, *arguments)
-    assert said.code == 2 and error in said.error
+    output = inspect(name, *arguments)
+    assert output.code == 2 and error in output.error
     assert not (run.parent / "phases.png").exists()

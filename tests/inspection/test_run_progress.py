@@ -57,8 +57,8 @@ def test_a_run_that_goes_on_has_time_left(run: Path) -> None:
     with run_lock(run):
         found = read_progress(run)
     assert found.seconds_left == pytest.approx(1.0)
-    said = dict(found.rows())
-    assert said["steps"].startswith("30 of 40; runs on ") and said["left"].startswith("0:00:01 at that pace")
+    output = dict(found.rows())
+    assert output["steps"].startswith("30 of 40; runs on ") and output["left"].startswith("0:00:01 at that pace")
     assert read_progress(run).seconds_left is None
 
 
@@ -68,9 +68,9 @@ def test_perplexity_sets_events_hangs_and_profiles_are_told(run: Path) -> None:
     (run / "recovery.jsonl").write_text("".join(f'{{"step": {step}, "event": "{event}"}}\n' for step, event in events))
     for folder in ("hangs/step-00000003", "traces/step-00000001-00000002"):
         (run / folder).mkdir(parents=True)
-    said = rows(run)
-    assert ("validation", "c4: 3.5000 at step 4") in said
-    assert [text for label, text in said if label == "events"] == [
+    output = rows(run)
+    assert ("validation", "c4: 3.5000 at step 4") in output
+    assert [text for label, text in output if label == "events"] == [
         "1 step skipped: 4",
         "1 step computed again: 9",
         "1 step gone back to: 2",
@@ -122,8 +122,8 @@ def test_a_run_is_followed_to_its_end(run: Path) -> None:
             lambda: (run / "metrics.jsonl").rename(run / "old") and write_run(run, METRICS[:30]),
             lambda: add("".join(later[30:])) and lock.close(),
         )
-        said = list(follow(run, wait=moments))
-    assert said == [
+        output = list(follow(run, wait=moments))
+    assert output == [
         "step 31/40  loss 5.9000  640 tokens/s  left 0:00:01",
         "step 33/40  loss 5.7000  640 tokens/s  left 0:00:01",
         "step 32  validation loss (pages) 6.0000",
@@ -135,8 +135,8 @@ def test_a_run_is_followed_to_its_end(run: Path) -> None:
 def test_a_run_is_followed_from_before_its_first_step(run: Path) -> None:
     with ExitStack() as lock:
         lock.enter_context(run_lock(run))
-        said = list(follow(run, wait=lambda: write_run(run, METRICS[:2]) and lock.close()))
-    assert said == [
+        output = list(follow(run, wait=lambda: write_run(run, METRICS[:2]) and lock.close()))
+    assert output == [
         "step 2  loss 8.8000  640 tokens/s",
         "the run has ended: 2 of 40; nothing runs: train goes on from here",
     ]

@@ -161,9 +161,9 @@ def texts(tmp_path: Path) -> Texts:
 def test_each_passage_is_a_slice_of_its_document(inspect: Inspect, texts: Texts) -> None:
     config, documents = texts
     tokenizer = load_tokenizer(TOKENIZER)
-    said = inspect(config, "--step", 2, "--full", "--json")
-    assert (said.code, said.error) == (0, "")
-    step = json.loads(said.out)
+    output = inspect(config, "--step", 2, "--full", "--json")
+    assert (output.code, output.error) == (0, "")
+    step = json.loads(output.out)
     assert (step["first_sample"], step["end_sample"], step["without_ledger"]) == (8, 16, [])
     samples = [sample for batch in step["micro_batches"] for sample in batch["samples"]]
     assert [sample["sample"] for sample in samples] == list(range(8, 16))
@@ -182,28 +182,28 @@ def test_each_passage_is_a_slice_of_its_document(inspect: Inspect, texts: Texts)
 
 def test_a_step_as_text(inspect: Inspect, texts: Texts) -> None:
     config, _ = texts
-    said = inspect(config.parent / "docs", "--step", 1, "--config", config, "--parallel.data_parallel_size", "2")
-    assert (said.code, said.error) == (0, "")
-    lines = said.out.splitlines()
+    output = inspect(config.parent / "docs", "--step", 1, "--config", config, "--parallel.data_parallel_size", "2")
+    assert (output.code, output.error) == (0, "")
+    lines = output.out.splitlines()
     assert lines[0] == "step 1 of 3: samples 0 to 7, of 16 tokens"
     assert lines[1] == "2 data parallel ranks x 2 micro batches x 2 samples"
     batches = [line for line in lines if line.startswith("micro batch")]
     assert batches == [f"micro batch {number}, data parallel rank {rank}" for number in (0, 1) for rank in (0, 1)]
     assert sum(line.startswith("  sample ") for line in lines) == 8
     assert any("docs.0.jsonl.gz:" in line and "docs-" in line and "tokens [" in line for line in lines)
-    assert "play" in said.out
-    assert "no ledger" not in said.out
+    assert "play" in output.out
+    assert "no ledger" not in output.out
 
 
 def test_samples_do_not_depend_on_instances_of_the_optimizers_state(inspect: Inspect, texts: Texts) -> None:
     """A launcher may start several replicas where the configuration names none."""
-    said = inspect(texts[0], "--step", 1, "--parallel.num_distributed_optimizer_instances", "2")
-    assert (said.code, said.out) == (0, inspect(texts[0], "--step", 1).out)
+    output = inspect(texts[0], "--step", 1, "--parallel.num_distributed_optimizer_instances", "2")
+    assert (output.code, output.out) == (0, inspect(texts[0], "--step", 1).out)
 
 
 def test_full_texts_have_their_own_lines(inspect: Inspect, texts: Texts) -> None:
-    said = inspect(texts[0], "--step", 1, "--full")
-    assert "\n      all work and no play\n" in said.out
+    output = inspect(texts[0], "--step", 1, "--full")
+    assert "\n      all work and no play\n" in output.out
 
 
 def test_a_run_knows_its_own_configuration(inspect: Inspect, texts: Texts, tmp_path: Path) -> None:
@@ -251,11 +251,11 @@ def test_without_ledger_and_tokenizer_the_tokens_are_told(
     inspect: Inspect, sources: dict[str, list[str]], tmp_path: Path
 ) -> None:
     config = write_config(tmp_path / "run.yaml", small_run(sources["pair"][0], tmp_path / "run", training=BATCH))
-    said = inspect(config, "--step", 1)
+    output = inspect(config, "--step", 1)
     prefix = sources["pair"][0]
-    assert f"no ledger ({prefix}.ledger.parquet): these tokens' documents are unknown" in said.out
-    assert f"    {prefix} [" in said.out
-    assert "      ids " in said.out
+    assert f"no ledger ({prefix}.ledger.parquet): these tokens' documents are unknown" in output.out
+    assert f"    {prefix} [" in output.out
+    assert "      ids " in output.out
 
 
 def test_the_manifest_names_the_tokenizer(inspect: Inspect, tmp_path: Path) -> None:
@@ -264,15 +264,15 @@ def test_the_manifest_names_the_tokenizer(inspect: Inspect, tmp_path: Path) -> N
     prefix = write_pair(tmp_path / "docs", documents)
     write_manifest(prefix, documents, TOKENIZER)
     values = small_run(prefix, tmp_path / "run", model={"vocab_size": OLMO_VOCABULARY}, training=BATCH)
-    said = inspect(prefix, "--step", 1, "--config", write_config(tmp_path / "run.yaml", values))
-    assert "that is the question" in said.out
+    output = inspect(prefix, "--step", 1, "--config", write_config(tmp_path / "run.yaml", values))
+    assert "that is the question" in output.out
 
 
 # -- what cannot be shown
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "output"),
     [
         (["{config}", "--step", "0"], "--step is 0; the run has steps 1 to 3 (training.train_iters)"),
         (["{config}", "--step", "4"], "--step is 4; the run has steps 1 to 3"),
@@ -290,13 +290,13 @@ def test_the_manifest_names_the_tokenizer(inspect: Inspect, tmp_path: Path) -> N
     ],
 )
 def test_a_step_that_cannot_be_shown(
-    inspect: Inspect, texts: Texts, tmp_path: Path, arguments: list[str], said: str
+    inspect: Inspect, texts: Texts, tmp_path: Path, arguments: list[str], output: str
 ) -> None:
     places = {"config": texts[0], "docs": tmp_path / "docs", "other": tmp_path / "other"}
     write_pair(tmp_path / "other", texts[1])
     found = inspect(*(argument.format(**places) for argument in arguments))
     assert (found.code, found.out) == (2, "")
-    assert said in found.error
+    assert output in found.error
 
 
 def test_a_ledger_of_other_files_is_refused(inspect: Inspect, texts: Texts, tmp_path: Path) -> None:

@@ -47,9 +47,9 @@ def test_a_step_leads_back_to_the_documents(inspect: Inspect, tmp_path: Path, op
         training={"train_iters": 2, "global_batch_size": 8},
     )
     config = write_config(tmp_path / "run.yaml", values)
-    said = inspect(prefix, "--config", config, "--step", 2, "--full", "--json")  # the tokenizer is the manifest's
-    assert (said.code, said.error) == (0, "")
-    step = json.loads(said.out)
+    shown = inspect(prefix, "--config", config, "--step", 2, "--full", "--json")  # the tokenizer is the manifest's
+    assert (shown.code, shown.error) == (0, "")
+    step = json.loads(shown.out)
     samples = [sample for batch in step["micro_batches"] for sample in batch["samples"]]
     passages = [passage for sample in samples for passage in sample["passages"]]
     assert len(samples) == 8
@@ -70,7 +70,7 @@ def test_token_files_on_another_store_are_shown_and_verified_as_here(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
     prefix = prepared(tmp_path, "--part-size", "8000")
 
-    def said(place: str, *options: str) -> str:
+    def shown(place: str, *options: str) -> str:
         remote_files.forget()
         found = inspect(place, *options)
         assert found.error == ""
@@ -78,7 +78,7 @@ def test_token_files_on_another_store_are_shown_and_verified_as_here(
 
     with planned(tmp_path) as url:
         for name in ("docs", "docs-00001"):  # the whole, and a part with its ledger
-            assert said(f"{url}/{name}", "--verify") == said(f"{tmp_path}/{name}", "--verify")
+            assert shown(f"{url}/{name}", "--verify") == shown(f"{tmp_path}/{name}", "--verify")
         ledger, tokens = (prefix.with_name(f"docs-00001{suffix}") for suffix in (".ledger.parquet", ".bin"))
         for file in (ledger, tokens):
             sound = file.read_bytes()

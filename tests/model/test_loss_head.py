@@ -355,8 +355,8 @@ def refusal(problem: Problem, use: str) -> str:
     ],
 )
 def test_a_use_that_would_be_wrong_is_refused(run_on_ranks: RunOnRanks, use: str, message: str) -> None:
-    (said,) = run_on_ranks(1, refusal, Problem.drawn(), use)
-    assert message in said
+    (shown,) = run_on_ranks(1, refusal, Problem.drawn(), use)
+    assert message in shown
 
 
 def scaled_outcome(problem: Problem, scale: float) -> Outcome:

@@ -92,7 +92,7 @@ def test_logits_of_long_rows_are_transformers_and_so_are_the_caches(
 
 
 @pytest.mark.parametrize(
-    ("fields", "said"),
+    ("fields", "message"),
     [
         ({"factor": 4.0}, "model.rope_scaling.factor is 4.0, but rope_type is default, which scales nothing"),
         ({"rope_type": "linear"}, "model.rope_scaling.factor is missing, which rope_type linear needs; state it"),
@@ -103,9 +103,9 @@ def test_logits_of_long_rows_are_transformers_and_so_are_the_caches(
         ({**SCALINGS["yarn"], "attention_factor": 0.0}, "attention_factor is 0.0; it must be above 0"),
     ],
 )
-def test_what_is_refused(fields: dict[str, Any], said: str) -> None:
+def test_what_is_refused(fields: dict[str, Any], message: str) -> None:
     (line,) = tiny_model(rope_scaling=RopeScalingConfig(**fields)).problems()
-    assert said in line
+    assert message in line
 
 
 def test_the_authors_format_has_no_scaled_positions(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -128,8 +128,8 @@ def test_its_tensors_show_it() -> None:
 
 def test_configurations_and_layouts_are_checked() -> None:
     assert FANformerConfig.from_dict({"fan": {"placement": NAME}, **_sizes()}).fan == MODEL.fan
-    (said,) = layout_problems(MODEL, ParallelConfig(fan_form="sequence"))
-    assert said.startswith(f"parallel.fan_form is sequence at model.fan.placement {NAME}")
+    (message,) = layout_problems(MODEL, ParallelConfig(fan_form="sequence"))
+    assert message.startswith(f"parallel.fan_form is sequence at model.fan.placement {NAME}")
 
 
 def _sizes() -> dict[str, Any]:

@@ -86,10 +86,10 @@ def check(
     options = ("--json", "--folder", str(tmp_path), "--output", str(output), "--time-limit", str(limit), *rules)
     count = len(planted) + missing
     nodes = [start_node(number, count, port, fault, *options) for number, fault in enumerate(planted)]
-    said = [node.communicate(timeout=PATIENCE_SECONDS) for node in nodes]
-    assert [out for out, _ in said[1:]] == [""] * (len(nodes) - 1), said
+    printed = [node.communicate(timeout=PATIENCE_SECONDS) for node in nodes]
+    assert [out for out, _ in printed[1:]] == [""] * (len(nodes) - 1), printed
     assert not list(tmp_path.glob(".check-node*"))
-    return [node.returncode for node in nodes], json.loads(said[0][0]), output.read_text()
+    return [node.returncode for node in nodes], json.loads(printed[0][0]), output.read_text()
 
 
 @pytest.mark.full  # two processes import torch
@@ -148,9 +148,9 @@ def test_a_node_that_cannot_import_torch_gets_its_verdict(torch: str, limit: str
     environment = {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
     command = (sys.executable, "-m", "megatron_fanformer", "check-node", "--time-limit", limit)
     node = start_program(*command, environment=environment)
-    said, errors = node.communicate(timeout=PATIENCE_SECONDS)
+    printed, errors = node.communicate(timeout=PATIENCE_SECONDS)
     assert (node.returncode, errors) == (1, "")
-    [line] = said.splitlines()
+    [line] = printed.splitlines()
     assert line == f"{socket.gethostname()}: unhealthy: {problem}, and have it looked at"
 
 
@@ -197,11 +197,11 @@ def test_who_does_not_come_in_time_is_not_waited_for(tmp_path: Path, capsys: pyt
     ):
         assert main(["check-node", "--time-limit", "0.5", "--output", str(output)]) == 1
         assert main(["check-node", "--time-limit", "0.5", "--output", str(tmp_path / "no" / "folder")]) == 2
-    said, errors = capsys.readouterr()
-    assert said.count("node 1 of 3") == 1  # nothing was looked at for names that could not be written
+    printed, errors = capsys.readouterr()
+    assert printed.count("node 1 of 3") == 1  # nothing was looked at for names that could not be written
     assert f"--output {tmp_path / 'no' / 'folder'} is not a file in a folder that exists" in errors
     missing = "unhealthy: it did not answer within 0.5 s; leave it out, and see whether it is up"
-    assert said.splitlines()[1:3] == [f"node {number} of 3: {missing}" for number in (1, 2)]
+    assert printed.splitlines()[1:3] == [f"node {number} of 3: {missing}" for number in (1, 2)]
     assert errors.splitlines()[0] == "megatron-fanformer: 2 of 3 nodes are unhealthy; leave them out"
     assert output.read_text() == f"{devices.node_name()}\n"
 

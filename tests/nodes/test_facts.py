@@ -19,8 +19,8 @@ def test_nvidia_smi_is_asked_while_the_load_runs(tmp_path: Path, monkeypatch: py
         with load.open("a") as file:
             file.write("x")
 
-    said = query_nvidia_smi("clocks.sm", "--id=GPU-1", meanwhile=work)
-    assert said == ["1500 --query-gpu=clocks.sm --format=csv,noheader,nounits --id=GPU-1"]
+    message = query_nvidia_smi("clocks.sm", "--id=GPU-1", meanwhile=work)
+    assert message == ["1500 --query-gpu=clocks.sm --format=csv,noheader,nounits --id=GPU-1"]
 
 
 @pytest.mark.parametrize("program", [None, "exit 9", ":"])

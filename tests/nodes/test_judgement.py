@@ -54,10 +54,10 @@ def test_the_node_that_differs_is_named_and_no_other(changes: dict[str, Any], na
 
 
 def test_a_node_without_nvidia_smi_is_not_blamed_for_the_driver_it_cannot_tell() -> None:
-    told = {**VERSIONS, DRIVER: "580.95.05"}
-    found = {number: node(number, versions=told if number == SICK else VERSIONS) for number in range(4)}
+    message = {**VERSIONS, DRIVER: "580.95.05"}
+    found = {number: node(number, versions=message if number == SICK else VERSIONS) for number in range(4)}
     assert all(verdict.is_healthy for verdict in judge(found, {}, CheckConfig()).values())
-    found |= {number: node(number, versions={**told, DRIVER: "570.1"}) for number in (0, 1)}
+    found |= {number: node(number, versions={**message, DRIVER: "570.1"}) for number in (0, 1)}
     assert [number for number, verdict in judge(found, {}, CheckConfig()).items() if not verdict.is_healthy] == [SICK]
 
 

@@ -32,7 +32,7 @@ def test_a_file_may_say_only_what_differs(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("like: h100\nproduct_efficiency: 1.5\noverlap: -1", ["machine.overlap is -1", "at most 1"]),
         ("like: h100\nmemory_bandwidth: 1e12", ["machine.memory_bandwidth", "did you mean"]),
@@ -43,12 +43,12 @@ def test_a_file_may_say_only_what_differs(tmp_path: Path) -> None:
         ("a: [", ["cannot be read as a machine"]),
     ],
 )
-def test_a_wrong_file_is_refused(text: str, said: list[str], tmp_path: Path) -> None:
+def test_a_wrong_file_is_refused(text: str, message: list[str], tmp_path: Path) -> None:
     file = tmp_path / "wrong.yaml"
     file.write_text(text)
     with pytest.raises(InputError) as refused:
         load_machine(str(file))
-    assert all(part in str(refused.value) for part in said)
+    assert all(part in str(refused.value) for part in message)
     assert all(line.startswith(str(file)) for line in str(refused.value).splitlines())
 
 

@@ -167,8 +167,8 @@ def test_tools_are_prepared_by_templates_that_know_them(
     (tmp_path / "tools.jinja").write_text(unaware)
     file = write_lines("more.jsonl", (json.dumps(line).encode() for line in [*lines, {"messages": [USER, ANSWER]}]))
     report = prepare_files(str(tmp_path / "unaware"), [file], small_tokenizer_file, **made)
-    told = [str(each).partition("more.jsonl:")[2] for each in report.manifest.refused_examples]
-    assert told == [
+    answer = [str(each).partition("more.jsonl:")[2] for each in report.manifest.refused_examples]
+    assert answer == [
         "1: the template leaves out a developer message",
         "2: the template leaves out tools",
         "3: the template leaves out a developer message",
@@ -301,7 +301,7 @@ def test_gigatoken_gives_the_same_bytes(tmp_path: Path, write_lines: WriteLines,
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "shown"),
     [
         ({"text_field": "content"}, "text_field is set"),
         ({"min_length": 3}, "min_length is set"),
@@ -315,10 +315,10 @@ def test_gigatoken_gives_the_same_bytes(tmp_path: Path, write_lines: WriteLines,
     ],
 )
 def test_wrong_options_are_one_line_and_leave_nothing(
-    tmp_path: Path, write_lines: WriteLines, prepare: Prepare, settings: dict[str, Any], said: str
+    tmp_path: Path, write_lines: WriteLines, prepare: Prepare, settings: dict[str, Any], shown: str
 ) -> None:
     file = write_lines("chats.jsonl", as_lines([[USER, ANSWER]]))
-    with pytest.raises(InputError, match=said) as error:
+    with pytest.raises(InputError, match=shown) as error:
         prepare(tmp_path / "out" / "x", file, **{**OLMO, **settings})
     assert "\n" not in str(error.value)
     assert not (tmp_path / "out").exists()
@@ -332,12 +332,12 @@ def test_a_prefix_with_another_template_or_with_documents_is_not_prepared_again(
     prepare(prefix, file, **OLMO)
     assert prepare(prefix, file, **OLMO).already_there
     (tmp_path / "t.jinja").write_text("{{ messages[0].content }}")
-    for chat, said in (
+    for chat, shown in (
         ({"chat": True, "chat_template": str(tmp_path / "t.jinja")}, "with another chat template"),
         ({**OLMO, "learn": "last"}, "with learn 'all' and not 'last'"),
         ({}, "with conversations and not documents"),
     ):
-        with pytest.raises(InputError, match=said):
+        with pytest.raises(InputError, match=shown):
             prepare(prefix, file, **chat)
 
 

@@ -50,8 +50,8 @@ def test_ranks_wait_for_as_long_as_the_main_one_is_at_work(run_on_ranks: RunOnRa
 
 @pytest.mark.parametrize("kind", [FanformerError, InputError, CorruptError])
 def test_an_error_is_raised_on_every_rank_and_told_by_one(run_on_ranks: RunOnRanks, kind: type[Exception]) -> None:
-    said = (kind.__name__, "it is damaged")
-    assert run_on_ranks(3, failure, kind) == [(*said, False), (*said, True), (*said, True)]
+    problem = (kind.__name__, "it is damaged")
+    assert run_on_ranks(3, failure, kind) == [(*problem, False), (*problem, True), (*problem, True)]
 
 
 def test_an_unforeseen_error_ends_every_rank_too(run_on_ranks: RunOnRanks) -> None:

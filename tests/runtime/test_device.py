@@ -165,8 +165,8 @@ print(before - resident(), flush=True)
 def test_freed_memory_is_kept_until_it_is_returned() -> None:
     """But for who asks for something else, as the second process does: glibc's own way."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "THP_"))}
-    told = subprocess.check_output([sys.executable, "-c", FAULTS_OF_A_TENSOR], env=environment, text=True)
-    by_itself, _, kept, returned = map(int, told.split())
+    message = subprocess.check_output([sys.executable, "-c", FAULTS_OF_A_TENSOR], env=environment, text=True)
+    by_itself, _, kept, returned = map(int, message.split())
     pages = 64 * 2**20 // resource.getpagesize()
     assert kept < pages / 100
     assert by_itself >= pages

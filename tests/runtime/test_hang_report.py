@@ -54,13 +54,13 @@ def report(rank: int, *groups: Group, world_size: int = 3, doing: str = "backwar
     return RankReport(rank=rank, world_size=world_size, threads=threads, groups=list(groups), **values)
 
 
-def said(*reports: RankReport) -> list[str]:
+def report_lines(*reports: RankReport) -> list[str]:
     return findings({each.rank: each for each in reports})
 
 
 def test_the_rank_that_waits_for_nobody_is_missing_before_those_that_wait_for_it() -> None:
     three = ["all-reduce", "all-gather", "all-reduce"]
-    lines = said(
+    lines = report_lines(
         report(0, group("world", [0, 1, 2], *three), group("tp", [0, 1], "broadcast", "broadcast", at=-60)),
         report(1, group("world", [0, 1, 2], *three), group("tp", [0, 1], "broadcast", at=-60)),
         report(2, group("world", [0, 1, 2], *three[:1]), doing="loading samples"),
@@ -74,7 +74,7 @@ def test_the_rank_that_waits_for_nobody_is_missing_before_those_that_wait_for_it
 
 
 def test_a_collective_that_was_skipped_shows_where_the_ranks_parted() -> None:
-    lines = said(
+    lines = report_lines(
         report(0, group("tp", [0, 1], "all-reduce", "all-gather", "all-reduce"), group("world", [0, 1]), world_size=2),
         report(1, group("tp", [0, 1], "all-reduce", "all-reduce"), group("world", [0, 1], "broadcast"), world_size=2),
     )
@@ -88,19 +88,19 @@ def test_a_collective_that_was_skipped_shows_where_the_ranks_parted() -> None:
 
 def test_a_rank_without_a_report_and_ranks_that_are_equally_far() -> None:
     both = group("world", [0, 1, 2], "all-reduce")
-    assert said(report(0, both), report(1, both)) == [
+    assert report_lines(report(0, both), report(1, both)) == [
         "rank 2 has written no report: its process is stopped or gone, or cannot write"
     ]
-    assert said(report(0, both), report(1, both), report(2, both)) == []
+    assert report_lines(report(0, both), report(1, both), report(2, both)) == []
     # Of a group that a rank has entered nothing of, it remembers nothing.
-    [line] = said(report(0, both), report(1, both), report(2))
+    [line] = report_lines(report(0, both), report(1, both), report(2))
     assert "ranks 0 to 1 wait in all-reduce 1 of world" in line and "which rank 2 has not entered" in line
 
 
 def test_of_what_the_same_ranks_wait_for_the_first_is_said() -> None:
     both = group("pp from rank 0 to 1", [0, 1], "message", "message", at=5), group("pp", [0, 1], "barrier", at=3)
     later = group("dp", [1, 0], at=8), group("dp", [1, 0], "broadcast", at=8)
-    lines = said(report(0, *both, later[0], world_size=2), report(1, later[1], world_size=2))
+    lines = report_lines(report(0, *both, later[0], world_size=2), report(1, later[1], world_size=2))
     assert len(lines) == 2
     assert lines[0].startswith("rank 0 waits in barrier 1 of pp since 12:00:04 UTC, which rank 1 has not entered")
     assert lines[1].startswith("rank 1 waits in broadcast 1 of dp since 12:00:09 UTC, which rank 0 has not entered")
@@ -108,7 +108,7 @@ def test_of_what_the_same_ranks_wait_for_the_first_is_said() -> None:
 
 def test_what_lies_further_back_than_is_remembered_still_shows_who_is_behind() -> None:
     ahead, behind = group("tp", [0, 1], "barrier", skipped=90), group("tp", [0, 1], "barrier", skipped=89)
-    [line] = said(report(0, ahead, world_size=2), report(1, behind, world_size=2))
+    [line] = report_lines(report(0, ahead, world_size=2), report(1, behind, world_size=2))
     assert "rank 0 waits in barrier 91 of tp" in line
 
 
@@ -259,10 +259,12 @@ def test_ranks_that_find_the_main_one_silent_have_the_reports_of_each_other(tmp_
     error = RankHangs("rank 0 on a has been silent for 1 s")
     later = mock.patch.object(ranks[1]._over, "wait", lambda _seconds: ranks[2]._reported(error))
     with reporting_hangs(tmp_path), later:  # rank 2 finds it a little later
-        said = str(ranks[1]._reported(error))
+        report_lines = str(ranks[1]._reported(error))
     [folder] = (tmp_path / "hangs").iterdir()
     assert sorted(read_reports(folder)) == [1, 2]
-    assert said.startswith("rank 0 on a has been silent for 1 s; rank 0 has written no report: its process is stopped")
+    assert report_lines.startswith(
+        "rank 0 on a has been silent for 1 s; rank 0 has written no report: its process is stopped"
+    )
 
 
 def test_a_run_that_never_hung_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -41,7 +41,7 @@ class Ranks:
             silent: ranks that do nothing.
             stuck: ranks that beat, but make no progress.
         """
-        said: dict[int, str] = {}
+        errors: dict[int, str] = {}
         end = self.now + seconds
         while self.now < end:
             self.now += 1
@@ -51,9 +51,9 @@ class Ranks:
                 self.beats[rank].beat()
             for rank in awake:
                 self.beats[rank].look()
-                if rank not in said and (error := self.beats[rank].judge(self.now)) is not None:
-                    said[rank] = str(error)
-        return said
+                if rank not in errors and (error := self.beats[rank].judge(self.now)) is not None:
+                    errors[rank] = str(error)
+        return errors
 
 
 @pytest.mark.parametrize(("silent", "tellers"), [(1, [0]), (0, [1, 2])])
@@ -63,9 +63,9 @@ def test_a_silent_rank_is_named_within_the_limit(silent: int, tellers: list[int]
     ranks.activities[silent].doing = "backward"
     ranks.live(1)
     assert ranks.live(BEFORE, silent=(silent,), stuck=(0, 1, 2)) == {}
-    said = ranks.live(AFTER - BEFORE, silent=(silent,), stuck=(0, 1, 2))
-    assert sorted(said) == tellers
-    for line in said.values():
+    errors = ranks.live(AFTER - BEFORE, silent=(silent,), stuck=(0, 1, 2))
+    assert sorted(errors) == tellers
+    for line in errors.values():
         assert line.startswith(f"rank {silent} on node-{silent} has been silent for 2")
         assert "last seen in step 12, backward; " in line
 
@@ -81,10 +81,10 @@ def test_the_rank_that_holds_up_the_others_is_named() -> None:
     ranks = Ranks(3)
     ranks.activities[2].doing = "loading samples"
     ranks.live(2, stuck=(2,))
-    said = ranks.live(AFTER, stuck=(0, 1, 2))
-    assert list(said) == [0]
-    assert said[0].startswith("rank 2 on node-2 has made no progress for 2")
-    assert "s, in step 12, loading samples, and others wait for it; " in said[0]
+    errors = ranks.live(AFTER, stuck=(0, 1, 2))
+    assert list(errors) == [0]
+    assert errors[0].startswith("rank 2 on node-2 has made no progress for 2")
+    assert "s, in step 12, loading samples, and others wait for it; " in errors[0]
 
 
 def test_a_save_may_take_its_time_but_no_silence() -> None:

@@ -124,8 +124,8 @@ def test_a_run_that_a_signal_stopped_goes_on_as_if_it_had_not(
         f"step-{steps_before:08d}"
     ]
 
-    said = run_on_ranks(2, train_here, values)  # what `train` does on a rank that it started
-    assert any(line.startswith(f"continuing after step {steps_before}") for line in said[0])
+    message = run_on_ranks(2, train_here, values)  # what `train` does on a rank that it started
+    assert any(line.startswith(f"continuing after step {steps_before}") for line in message[0])
     run_on_ranks(2, train_here, small_run(tokens, tmp_path / "straight", **sections))
     assert losses(tmp_path / "stopped") == losses(tmp_path / "straight")
 

@@ -74,7 +74,7 @@ def affinity(monkeypatch: pytest.MonkeyPatch) -> dict[int, set[int]]:
 
 
 @pytest.mark.parametrize(
-    ("near", "is_bound", "cores", "said"),
+    ("near", "is_bound", "cores", "message"),
     [
         ("8-15", False, set(range(8, 16)), "bound to the cores 8-15, near its GPU (0000:1b:00.0)"),
         ("8-23", False, set(range(8, 16)), "bound to the cores 8-15"),  # of its control group
@@ -85,12 +85,17 @@ def affinity(monkeypatch: pytest.MonkeyPatch) -> dict[int, set[int]]:
     ],
 )
 def test_a_rank_keeps_to_the_cores_near_its_gpu(
-    near: str, is_bound: bool, cores: set[int] | None, said: str | None, affinity: dict[int, set[int]], tmp_path: Path
+    near: str,
+    is_bound: bool,
+    cores: set[int] | None,
+    message: str | None,
+    affinity: dict[int, set[int]],
+    tmp_path: Path,
 ) -> None:
     system = machine(tmp_path, {"0000:1b:00.0": ("GPU-a", near), "0000:9d:00.0": ("GPU-b", "0-7")})
     binding = topology.bind_near("GPU-a", is_bound=is_bound, system=system)
-    assert (binding is None) == (said is None)
-    assert binding is None or (str(said) in binding.text and binding.is_problem == (cores is None))
+    assert (binding is None) == (message is None)
+    assert binding is None or (str(message) in binding.text and binding.is_problem == (cores is None))
     assert (os.getpid() in affinity) == (cores is not None)
     assert all(bound == cores for bound in affinity.values())
     assert topology.bind_near("GPU-c", is_bound=False, system=system) is None

@@ -57,8 +57,10 @@ def test_the_stages_of_the_data_are_listed(config: str, tmp_path: Path, capsys: 
     assert sum(float(row[-2]) for row in rows[1:]) <= found["cost"]["days"] + 0.015
     assert "decay (WSD)" not in table
     assert plan(config, "--layouts", "pp=4", "--data.stages", stages, *wsd, "--schedule.lr_wsd_decay_iters", "9") == 0
-    said = "decay (WSD) begins with step 12, and no stage does; set schedule.lr_wsd_decay_iters to 8 to have it begin"
-    assert f"{said} with 'from token 3.072K', step 13" in capsys.readouterr().out
+    message = (
+        "decay (WSD) begins with step 12, and no stage does; set schedule.lr_wsd_decay_iters to 8 to have it begin"
+    )
+    assert f"{message} with 'from token 3.072K', step 13" in capsys.readouterr().out
 
 
 def test_the_report_holds_all_of_it(config: str, tmp_path: Path) -> None:
@@ -159,7 +161,7 @@ def test_the_table_names_every_part(config: str, capsys: pytest.CaptureFixture[s
 
 
 @pytest.mark.parametrize(
-    ("arguments", "gpus", "gpu", "said"),
+    ("arguments", "gpus", "gpu", "message"),
     [
         ([], 8, "h10", "did you mean h100?"),
         (["--parallel.tensor_model_parallel_size", "4"], 2, "h100", "not a multiple of tensor x context x pipeline"),
@@ -178,12 +180,12 @@ def test_the_table_names_every_part(config: str, capsys: pytest.CaptureFixture[s
     ],
 )
 def test_a_wrong_request_is_one_line(
-    config: str, capsys: pytest.CaptureFixture[str], arguments: list[str], gpus: int, gpu: str, said: str
+    config: str, capsys: pytest.CaptureFixture[str], arguments: list[str], gpus: int, gpu: str, message: str
 ) -> None:
     assert plan(config, *arguments, gpus=gpus, gpu=gpu) == 2
     output = capsys.readouterr()
     (line,) = output.err.splitlines()
-    assert said in line
+    assert message in line
     assert output.out == ""
 
 
@@ -207,14 +209,14 @@ def simulated(job: Any, stage: int, peak: int, *, dropped: int) -> Any:
     return SimulatedRank(rank=0, stage=stage, job=job, peak_bytes=peak, held_bytes=0, collectives=lines, seconds=0.0)
 
 
-@pytest.mark.parametrize(("dropped", "heavier", "said"), [(0, 1.0, ""), (1, 1.0, "counted"), (0, 1.03, "memory")])
+@pytest.mark.parametrize(("dropped", "heavier", "message"), [(0, 1.0, ""), (1, 1.0, "counted"), (0, 1.03, "memory")])
 def test_a_simulation_that_disagrees_is_told_and_ends_with_code_4(
     config: str,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     dropped: int,
     heavier: float,
-    said: str,
+    message: str,
 ) -> None:
     from megatron_fanformer.simulation import rank as simulation
     from megatron_fanformer.sizing.estimate import job_of
@@ -225,11 +227,11 @@ def test_a_simulation_that_disagrees_is_told_and_ends_with_code_4(
         return [simulated(job, 0, peak, dropped=dropped) for _ in ranks]
 
     monkeypatch.setattr(simulation, "simulate_ranks", simulate_ranks)
-    assert plan(config, "--simulate", "0", "--parallel.tensor_model_parallel_size", "2") == (4 if said else 0)
+    assert plan(config, "--simulate", "0", "--parallel.tensor_model_parallel_size", "2") == (4 if message else 0)
     output = capsys.readouterr()
-    assert ("DISAGREES" in output.out) == bool(said)
-    assert all("simulation and formula disagree" in line and said in line for line in output.err.splitlines())
-    assert bool(output.err) == bool(said)
+    assert ("DISAGREES" in output.out) == bool(message)
+    assert all("simulation and formula disagree" in line and message in line for line in output.err.splitlines())
+    assert bool(output.err) == bool(message)
 
 
 @pytest.mark.full  # a process a stage, each importing torch and megatron-core

@@ -28,7 +28,7 @@ def test_widths_come_from_presets(run_tool: Callable[..., int], capsys: pytest.C
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["--presets", "fanformer-2b"], "fanformer-2b"),
         (["--p-ratios", "0.6"], "0.6"),
@@ -37,7 +37,7 @@ def test_widths_come_from_presets(run_tool: Callable[..., int], capsys: pytest.C
     ],
 )
 def test_what_cannot_be_measured_is_refused(
-    run_tool: Callable[..., int], capsys: pytest.CaptureFixture[str], arguments: list[str], said: str
+    run_tool: Callable[..., int], capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
 ) -> None:
     assert run_tool("bench_fan", *SMALL, *arguments) == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err

@@ -37,7 +37,7 @@ def test_a_line_a_case_and_sums_that_hold(
     report = tmp_path / "report.json"
     options = ["--models", "p=0.125", "--layouts", "tp=1", "tp=2", "--dtypes", "fp32"]
     assert bench("--config", str(config), *options, "--rounds", "1", "--steps", "1", "--json", str(report)) == 0
-    said = capsys.readouterr().out
+    message = capsys.readouterr().out
     lines = {line["case"]: line for line in json.loads(report.read_text())["cases"]}
     assert list(lines) == ["p=0.125 fp32", "p=0.125 fp32 tp=2"]
     for line in lines.values():
@@ -46,7 +46,7 @@ def test_a_line_a_case_and_sums_that_hold(
         assert line["share_of_matrix_rate"] == pytest.approx(share)
         assert {"matrix products", "attention", "FAN activation", "optimizer", "host"} <= set(line["breakdown_seconds"])
     assert "communication" in lines["p=0.125 fp32 tp=2"]["breakdown_seconds"]
-    assert all(name in said for name in lines)
+    assert all(name in message for name in lines)
     alone, shared = lines.values()
     assert alone["predicted_step_seconds"] > 0 and "predicted_step_seconds" not in shared  # ranks that share the cores
     machine = load_machine(str(report))

@@ -112,6 +112,6 @@ def test_trainings_compared(run_tool: Callable[..., int], tmp_path: Path, capsys
     for formula, engine in zip(fan["phases"]["0"]["fp8_errors"], all_fp8["phases"]["0"]["fp8_errors"], strict=True):
         assert engine == pytest.approx(formula, rel=1e-3)
     assert {path.name for path in tmp_path.glob("*.png")} == {"fp8-phase-loss.png", "fp8-phase-errors.png"}
-    said = capsys.readouterr().out
-    assert all(f"| {training['arm']} |" in said for training in first.values())
-    assert "| blockwise |" in said
+    message = capsys.readouterr().out
+    assert all(f"| {training['arm']} |" in message for training in first.values())
+    assert "| blockwise |" in message

@@ -81,7 +81,7 @@ def test_a_part_that_fails_does_not_keep_the_next_from_running(
         make("third", "pass", needs=("second",)),
     ]
     assert queue.main(["--output", str(tmp_path)], parts) == 1
-    said = capsys.readouterr().out
+    message = capsys.readouterr().out
     page = (tmp_path / "report.md").read_text()
     assert "| first | what first decides | share: 50% | at least 58% | no |" in page
     assert "| first | | ratio: 1.02 | at most 1.03 | yes |" in page
@@ -89,7 +89,7 @@ def test_a_part_that_fails_does_not_keep_the_next_from_running(
     assert "| second | | share: 60% | at least 58% | yes |" in page  # what there was before it failed
     assert "| second | | ratio: none | at most 1.03 | not judged |" in page
     assert "left out: it needs second" in rows(tmp_path)["third"][2]
-    assert page in said
+    assert page in message
 
 
 def test_of_commands_side_by_side_each_is_run(queue: Any, make: Callable[..., Any], tmp_path: Path) -> None:
@@ -186,10 +186,10 @@ sys.exit(gpu_queue.main(["--output", {str(tmp_path)!r}], parts))
     while not (tmp_path / "one" / "begun").exists() and time.monotonic() < deadline:
         time.sleep(0.05)
     process.send_signal(signal.SIGTERM)
-    said, _ = process.communicate(timeout=PATIENCE_SECONDS)
+    message, _ = process.communicate(timeout=PATIENCE_SECONDS)
     assert process.returncode == 5
     assert rows(tmp_path)["one"][2] == "interrupted"
-    assert not (tmp_path / "two").exists() and "report.md" in said
+    assert not (tmp_path / "two").exists() and "report.md" in message
 
 
 def test_the_parts_are_in_order_state_rules_and_come_after_what_they_need(queue: Any) -> None:
@@ -229,22 +229,22 @@ def test_a_case_is_reported_with_its_largest_gaps(queue: Any, tmp_path: Path) ->
 
 
 def test_arguments_that_are_wrong(queue: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for arguments, said in (
+    for arguments, message in (
         (["--site", str(tmp_path / "none")], "is no folder"),
         (["--only", "none"], "invalid choice"),
     ):
         with pytest.raises(SystemExit) as refused:
             queue.main(arguments)
         assert refused.value.code == 2
-        assert said in capsys.readouterr().err
+        assert message in capsys.readouterr().err
 
 
 @pytest.mark.full
 def test_what_the_site_folder_lacks_is_named(tmp_path: Path) -> None:
     done = _run("--only", "machine", "--site", str(tmp_path), "--output", str(tmp_path / "queue"))
     assert done.returncode == 1
-    said = (tmp_path / "queue" / "machine" / "machine.log").read_text()
-    assert "add to the site folder: transformer_engine.pytorch" in said
+    message = (tmp_path / "queue" / "machine" / "machine.log").read_text()
+    assert "add to the site folder: transformer_engine.pytorch" in message
 
 
 @pytest.mark.full

@@ -102,7 +102,7 @@ def test_a_fit_finds_a_slower_chip(score: Score, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         (lambda text: text.replace(",step_seconds,", ",seconds,", 1), "no column step_seconds"),
         (lambda text: text.replace(",A100,", ",A1000,", 1), ":2: gpu is 'A1000'; it must be one of A100"),
@@ -115,7 +115,7 @@ def test_a_fit_finds_a_slower_chip(score: Score, tmp_path: Path) -> None:
 )
 def test_wrong_rows_are_refused_in_one_line(
     change: Callable[[str], str],
-    said: str,
+    message: str,
     run_tool: Callable[..., int],
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
@@ -124,7 +124,7 @@ def test_wrong_rows_are_refused_in_one_line(
     file.write_text(change(PUBLISHED.read_text()))
     assert run_tool("score_published", str(file)) == 2
     [line] = capsys.readouterr().err.splitlines()
-    assert said in line
+    assert message in line
 
 
 def test_a_file_that_is_not_there(run_tool: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:

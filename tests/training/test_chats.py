@@ -150,7 +150,7 @@ def test_a_stop_and_loader_processes_leave_no_trace(tmp_path: Path, run_on_ranks
 
 
 @pytest.mark.parametrize(
-    ("sections", "said"),
+    ("sections", "message"),
     [
         ({"training": {"epochs": 2}}, "training.train_iters, training.epochs: both are given"),
         ({"training": {"train_iters": None}}, "training.train_iters, training.epochs: neither is given"),
@@ -172,8 +172,8 @@ def test_a_stop_and_loader_processes_leave_no_trace(tmp_path: Path, run_on_ranks
         ({"model": {"vocab_size": 64}}, "64"),  # an id is outside
     ],
 )
-def test_bad_input_is_refused_before_a_run(tmp_path: Path, sections: dict[str, Any], said: str) -> None:
+def test_bad_input_is_refused_before_a_run(tmp_path: Path, sections: dict[str, Any], message: str) -> None:
     values = chats_run(tmp_path, random_chats(20, vocab_size=VOCAB_SIZE), **sections)
     with pytest.raises(InputError) as refused:
         check_run(config_from_dict(values), None)
-    assert said in str(refused.value)
+    assert message in str(refused.value)

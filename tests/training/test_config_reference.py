@@ -89,7 +89,7 @@ def test_the_verb_prints_what_was_asked_for(tmp_path: Path, capsys: pytest.Captu
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["--config", "x.yaml"], "--config has no effect without --resolved"),
         (["--model.seq_length", "3"], "--model.seq_length has no effect without --resolved"),
@@ -97,9 +97,11 @@ def test_the_verb_prints_what_was_asked_for(tmp_path: Path, capsys: pytest.Captu
         (["--resolved", "--schema"], "not allowed with argument"),
     ],
 )
-def test_options_that_do_not_go_together(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_options_that_do_not_go_together(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["config", *arguments]) == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 # -- the schema

@@ -122,13 +122,13 @@ def train_and_signal(values: dict[str, Any], batches: int) -> tuple[int, str | N
             signal.raise_signal(signal.SIGTERM)
         return right(*arguments, **named)
 
-    said, is_over = None, False
+    message, is_over = None, False
     with mock.patch.object(rows, "row_losses", counted):
         try:
             small_runs.train(values)
         except Interrupted as stop:
-            said, is_over = str(stop), stop.run_is_over
-    return taken - batches, said, is_over
+            message, is_over = str(stop), stop.run_is_over
+    return taken - batches, message, is_over
 
 
 TIME = {"evaluation_seconds", "evaluation_share"}
@@ -156,13 +156,13 @@ def test_a_signal_is_answered_after_the_batch_and_only_what_is_whole_is_logged(
     run = tmp_path / "run"
     evaluated["training"]["train_iters"] = train_iters
     values = small_run(tokens, run, **evaluated, parallel={"data_parallel_size": 2}, schedule={"lr_warmup_iters": 1})
-    said = "stopped after step 3, saved; run the same command to continue"
+    message = "stopped after step 3, saved; run the same command to continue"
     if train_iters == 3:
-        said = (
+        message = (
             "complete after step 3, saved, but its last evaluation was stopped; "
             f"`megatron-fanformer evaluate {run} …` measures the checkpoint"
         )
-    assert run_on_ranks(2, train_and_signal, values, batches) == [(0, said, train_iters == 3)] * 2
+    assert run_on_ranks(2, train_and_signal, values, batches) == [(0, message, train_iters == 3)] * 2
     last = read_metrics(run)[-1]
     assert last["step"] == 3
     assert {name for name in last if name.startswith(("eval", "validation"))} == whole | TIME
@@ -196,14 +196,14 @@ def test_all_that_is_wrong_with_the_section_is_told_at_once(
 ) -> None:
     evaluated["evaluation"] |= {"tasks": ["hellaswagg", "gsm8k"], "limit": 0, "interval": 0}
     evaluated["evaluation"]["perplexity"]["batches"] = 0
-    told = problems(small_run(tokens, tmp_path / "run", **evaluated, optimizer={"lr": -1.0}))
-    assert [line.partition(";")[0].partition(",")[0] for line in told if "evaluation" in line] == [
+    shown = problems(small_run(tokens, tmp_path / "run", **evaluated, optimizer={"lr": -1.0}))
+    assert [line.partition(";")[0].partition(",")[0] for line in shown if "evaluation" in line] == [
         "evaluation.limit is 0",
         "evaluation.interval is 0",
         "evaluation.tasks: unknown task hellaswagg",
         "evaluation.perplexity.batches is 0",
     ]
-    assert any("hellaswag?" in line for line in told) and any("optimizer.lr" in line for line in told)
+    assert any("hellaswag?" in line for line in shown) and any("optimizer.lr" in line for line in shown)
     evaluated["evaluation"] |= {"tasks": ["gsm8k"], "limit": 1, "interval": 1, "perplexity": {}, "requests": None}
     *idle, written = problems(small_run(tokens, tmp_path / "run", **evaluated))[:5]
     assert [line.partition(";")[0] for line in idle] == [

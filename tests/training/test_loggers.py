@@ -327,12 +327,12 @@ def test_a_logger_that_fails_is_left_out_with_one_warning(
     (tmp_path / TABLE).write_text("title,price\nFANformer,0\n")
     with caplog.at_level(logging.WARNING, "megatron_fanformer"):
         log_two_lives(tmp_path, tensorboard=True, csv=True)
-    said = [record.getMessage() for record in caplog.records]
+    message = [record.getMessage() for record in caplog.records]
     table = f"{TABLE} is without this run's metrics from here on: ValueError: {tmp_path / TABLE} is not a table"
-    assert [line.startswith(table) for line in said] == [True, False, True, False]  # a life each
+    assert [line.startswith(table) for line in message] == [True, False, True, False]  # a life each
     assert (
-        said[1]
-        == said[3]
+        message[1]
+        == message[3]
         == ("TensorBoard is without this run's metrics from here on: ConnectionError: no route to host")
     )
     assert closed == [True, True]

@@ -128,7 +128,7 @@ def test_ranks_that_share_a_gpu_over_gloo_do_not_overlap() -> None:
     assert set(overlap.values()) == {"over gloo it would take cores from the computation"}
 
 
-def told(kind: str) -> str:
+def message(kind: str) -> str:
     _, choices = choose_for_machine(config_from_dict(values_of(**OPEN)), grid_of(kind, 4))
     lines = choice_lines(choices)
     assert 1 < len(lines) <= 5
@@ -137,7 +137,7 @@ def told(kind: str) -> str:
 
 
 def test_of_a_cpu_is_told_what_does_not_follow_from_its_being_one() -> None:
-    text = told("cpu")
+    text = message("cpu")
     assert text.startswith("chosen here: device cpu (no GPU is visible); dtype ")
     expected = ["device", "dtype", "threads_per_rank", "cpu_kernels"]
     assert [part.split()[0] for part in text.partition(": ")[2].split("; ")] == expected
@@ -145,7 +145,7 @@ def test_of_a_cpu_is_told_what_does_not_follow_from_its_being_one() -> None:
 
 @pytest.mark.usefixtures("a_gpu")
 def test_of_a_gpu_is_told_all_with_reasons() -> None:
-    text = told("cuda")
+    text = message("cuda")
     assert "transformer_impl transformer_engine (Transformer Engine imports)" in text
     assert "overlap_grad_reduce, overlap_param_gather true (4 replicas, over NCCL)" in text
 

@@ -297,7 +297,7 @@ def test_what_does_not_carry_over_is_listed(arguments: str, title: str, note: st
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["--output", "x.yaml"], "--output has no effect without --from-megatron"),
         (["--from-megatron=--swiglu", "--config", "x.yaml"], "--config has no effect with --from-megatron"),
@@ -307,9 +307,11 @@ def test_what_does_not_carry_over_is_listed(arguments: str, title: str, note: st
         (["--from-megatron=--swiglu", "--output", "none/x.yaml"], "--output none/x.yaml is not a file in a folder"),
     ],
 )
-def test_options_that_do_not_go_together(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_options_that_do_not_go_together(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["config", *arguments]) == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 def test_an_argument_whose_value_is_not_known_is_no_difference() -> None:

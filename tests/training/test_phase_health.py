@@ -48,9 +48,9 @@ def run_values(tokens: str, folder: Path, **sections: dict[str, Any]) -> dict[st
 
 def take_steps(values: dict[str, Any], change: Callable[[list[Any]], None] = lambda _: None) -> dict[str, Any]:
     """On a rank: the metrics of each step, what is read, p | g of every layer in the last, and what is logged."""
-    said: list[str] = []
+    warnings: list[str] = []
     handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: warnings.append(record.getMessage())  # type: ignore[method-assign]
     package = logging.getLogger("megatron_fanformer")
     package.addHandler(handler)
     try:
@@ -76,7 +76,7 @@ def take_steps(values: dict[str, Any], change: Callable[[list[Any]], None] = lam
                 trainer.take_step()
     finally:
         package.removeHandler(handler)
-    return {"metrics": written, "sums": sums, "seen": seen, "maps": maps, "said": said}
+    return {"metrics": written, "sums": sums, "seen": seen, "maps": maps, "warnings": warnings}
 
 
 def health(metrics: dict[str, Any]) -> dict[str, list[float]]:
@@ -203,8 +203,8 @@ def test_a_dead_unit_and_a_large_phase_are_found_and_told_once(
         found = health(metrics)
         assert found["dead_units"] == [0, 1 / 8, 0, 0] and found["coarse_units"] == [0, 0, 1 / 8, 0]
         assert found["phase_max"][2] == pytest.approx(40, abs=8) and max(found["phase_p99"]) > COARSE_PHASE
-    told = [line for line in steps["said"] if "periodic units" in line]
-    assert [line.partition("; see")[0] for line in told] == [
+    shown = [line for line in steps["warnings"] if "periodic units" in line]
+    assert [line.partition("; see")[0] for line in shown] == [
         "step 1  more than 5% of the periodic units of layer 1 no longer change from token to token (12.5% in layer 1)",
         "step 1  more than 5% of the periodic units of layer 2 reach phases of 16 and more, which bf16 rounds by up to "
         "1/16 (12.5% in layer 2)",

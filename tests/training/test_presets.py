@@ -64,7 +64,7 @@ def test_a_longer_context_states_its_positions_anew(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("load", "stated", "said"),
+    ("load", "stated", "message"),
     [
         ("base", {"hidden_size": 64, "num_layers": 3}, "model.hidden_size is 64, but model.preset is from-checkpoint"),
         ("base", {"fan": {"p_ratio": 0.25}}, "was saved with 0.125; leave it out"),
@@ -74,12 +74,12 @@ def test_a_longer_context_states_its_positions_anew(tmp_path: Path) -> None:
         ("s3::x", {}, "checkpoint.load: "),
     ],
 )
-def test_bad_input_is_a_line(tmp_path: Path, load: str | None, stated: dict[str, Any], said: str) -> None:
+def test_bad_input_is_a_line(tmp_path: Path, load: str | None, stated: dict[str, Any], message: str) -> None:
     write_saved_model(tmp_path / "base", MODEL)
     with pytest.raises(InputError) as refused:
         loaded(tmp_path, None if load is None else str(tmp_path / load), **stated)
     (line,) = str(refused.value).splitlines()
-    assert said in line
+    assert message in line
 
 
 def test_a_hugging_face_folder_is_refused_by_name(tmp_path: Path) -> None:

@@ -211,7 +211,7 @@ def test_a_run_goes_back_only_so_often(
     values = configured(tmp_path / "run", max_bad_steps_in_a_row=2, max_rewinds=len(rewinds))
     for message in run_on_ranks(2, train_poisoned, values, Poison(bad)):
         assert message is not None
-        assert message.startswith(f"steps {last}: the gradient norm is nan, and the run may not go back again")
+        assert message.startswith(f"steps {last}: the gradient norm is nan, and recovery.max_rewinds is reached")
     assert [list(event["skipped"]) for event in events(tmp_path / "run", "rewound")] == rewinds
     assert store.latest_checkpoint(tmp_path / "run") == tmp_path / "run" / store.CHECKPOINTS / store.checkpoint_name(
         newest
@@ -222,13 +222,13 @@ def test_without_a_checkpoint_there_is_nothing_to_go_back_to(
     run_on_ranks: RunOnRanks, tmp_path: Path, configured: Callable[..., dict[str, Any]]
 ) -> None:
     values = configured(tmp_path / "run")
-    for told in run_on_ranks(2, train_poisoned, values, Poison((2, 3, 4))):
-        assert told is not None
-        assert told.startswith("steps 2 to 4: the gradient norm is nan, and there is no checkpoint to go back to; ")
+    for problem in run_on_ranks(2, train_poisoned, values, Poison((2, 3, 4))):
+        assert problem is not None
+        assert problem.startswith("steps 2 to 4: the gradient norm is nan, and there is no checkpoint to go back to; ")
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "problem"),
     [
         (flip_a_weight, "the loss is inf"),
         pytest.param(enlarge_weights, "more than 2 times its median of", marks=pytest.mark.full),
@@ -239,13 +239,13 @@ def test_a_run_whose_weights_went_bad_goes_back_to_before_that(
     tmp_path: Path,
     configured: Callable[..., dict[str, Any]],
     change: Callable[[Any], None],
-    told: str,
+    problem: str,
 ) -> None:
     policy = {"check_for_spiky_loss": True, "spike_window": 10}
     run_on_ranks(2, train_with_other_weights, configured(tmp_path / "run", **policy), 8, change)
     (back,) = events(tmp_path / "run", "rewound")
     assert (back["step"], list(back["skipped"])) == (5, ["8", "9", "10"])
-    assert told in back["skipped"]["8"]
+    assert problem in back["skipped"]["8"]
     run_on_ranks(2, train, configured(tmp_path / "named", iterations_to_skip=[8, 9, 10], **policy))
     assert_same_end(run_on_ranks, tmp_path / "run", tmp_path / "named")
 
@@ -325,9 +325,9 @@ def test_a_validation_loss_that_is_not_finite_ends_the_run(
     values = configured(tmp_path / "run", check_for_nan_in_loss_and_grad=False)
     values["data"]["valid_data"] = {"held out": [tokens]}
     values["training"]["eval_interval"] = 3
-    for told in run_on_ranks(2, train_poisoned, values, Poison((2,))):
-        assert told is not None
-        assert told.startswith("step 3: the validation loss (held out) is nan; ")
+    for problem in run_on_ranks(2, train_poisoned, values, Poison((2,))):
+        assert problem is not None
+        assert problem.startswith("step 3: the validation loss (held out) is nan; ")
     assert [entry["step"] for entry in read_metrics(tmp_path / "run") if "grad_norm" in entry] == [1, 2, 3]
     assert not (tmp_path / "run" / store.CHECKPOINTS).exists()
 
@@ -363,12 +363,12 @@ def test_a_run_goes_on_from_before_a_damaged_checkpoint(
     flip_a_bit(run / store.CHECKPOINTS / "step-00000010" / file, 0.5)
     strict = configured(run, use_earlier_checkpoint=False)
     if file == "__1_0.distcp":  # found when it is loaded
-        told = run_on_ranks(2, train_error, strict)[0]
+        problem = run_on_ranks(2, train_error, strict)[0]
     else:
         with pytest.raises(CorruptError) as caught:
             check_run(config_from_dict(strict), 2)
-        told = str(caught.value)
-    assert str(run / store.CHECKPOINTS / "step-00000010" / file) in told
+        problem = str(caught.value)
+    assert str(run / store.CHECKPOINTS / "step-00000010" / file) in problem
     run_on_ranks(2, train, configured(run))
     assert_same_end(run_on_ranks, run, without())
     (event,) = events(run, "earlier_checkpoint")

@@ -163,7 +163,7 @@ def test_only_stages_to_come_may_be_changed(values: dict[str, Any], run_on_ranks
     run_on_ranks(1, train_recorded, values, tmp_path / "rows")
     assert store.latest_checkpoint(Path(values["training"]["run_dir"])) is not None
     second, third = stages
-    for changed, said in (
+    for changed, message in (
         ({second: stages[second], "from step 20": stages[third]}, None),
         ({second: stages[second]}, None),
         ({"from step 8": stages[second]}, "stages from step 8 for step 9"),
@@ -173,10 +173,10 @@ def test_only_stages_to_come_may_be_changed(values: dict[str, Any], run_on_ranks
         ({second: [*stages[second][:2], *stages[third][2:]]}, "from step 9: 2 sources of 2 files for 3 sources"),
     ):
         values["data"]["stages"] = changed
-        if said is None:
+        if message is None:
             check_run(config_from_dict(values), None)
             continue
-        with pytest.raises(InputError, match=rf"data\.stages is not what the run in .* has used so far: {said}"):
+        with pytest.raises(InputError, match=rf"data\.stages is not what the run in .* has used so far: {message}"):
             check_run(config_from_dict(values), None)
         values["data"]["allow_change"] = ["train"]
         assert [change.name for change in check_run(config_from_dict(values), None).identity.changes] == ["train"]

@@ -134,8 +134,8 @@ def start_here(file: Path) -> dict[str, Any]:
         try:
             start.run_rank(file, [], address(dist.get_rank(), dist.get_world_size()))
         except Exception as error:
-            code, told = getattr(error, "exit_code", None), getattr(error, "already_reported", None)
-            found["error"] = (type(error).__name__, str(error), code, told)
+            code, was_reported = getattr(error, "exit_code", None), getattr(error, "already_reported", None)
+            found["error"] = (type(error).__name__, str(error), code, was_reported)
     return {**found, "read": bytes_read() - before}
 
 
@@ -165,7 +165,7 @@ def cut_off_the_tokens(prefix: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("spoil", "kind", "said", "code"),
+    ("spoil", "kind", "message", "code"),
     [
         (spoil_the_index, "CorruptError", "sequence length 7", 3),
         (cut_off_the_tokens, "CorruptError", "it is truncated", 3),
@@ -175,14 +175,14 @@ def cut_off_the_tokens(prefix: str) -> None:
     ids=["index", "tokens", "missing", "cache"],
 )
 def test_what_the_main_rank_refuses_ends_every_rank_alike(
-    run_on_ranks: RunOnRanks, tmp_path: Path, spoil: Callable[[str], None], kind: str, said: str, code: int
+    run_on_ranks: RunOnRanks, tmp_path: Path, spoil: Callable[[str], None], kind: str, message: str, code: int
 ) -> None:
     prefix = write_tokens(tmp_path / "tokens")
     spoil(prefix)
     values = small_run(prefix, tmp_path / "run", training={"micro_batch_size": 1})
     errors = [rank["error"] for rank in run_on_ranks(4, start_here, write_config(tmp_path / "c.yaml", values))]
     assert {error[:3] for error in errors} == {(kind, errors[0][1], code)}
-    assert said in errors[0][1]
+    assert message in errors[0][1]
     assert [error[3] for error in errors] == [False, True, True, True]
 
 
@@ -193,7 +193,10 @@ def test_a_run_in_progress_keeps_ranks_that_another_program_started_out(
     file = write_config(tmp_path / "config.yaml", values)
     with run_lock(tmp_path / "run"):
         errors = [rank["error"] for rank in run_on_ranks(2, start_here, file)]
-    assert [(kind, code, told) for kind, _, code, told in errors] == [("InUseError", 2, False), ("InUseError", 2, True)]
+    assert [(kind, code, was_reported) for kind, _, code, was_reported in errors] == [
+        ("InUseError", 2, False),
+        ("InUseError", 2, True),
+    ]
     assert f"is in use by a run on {os.uname().nodename} (process {os.getpid()})" in errors[0][1]
     assert all("samples" in rank for rank in run_on_ranks(2, start_here, file))
     assert not (tmp_path / "run").exists()  # rank 0 let it go again
@@ -249,11 +252,11 @@ def test_a_launched_rank_goes_by_what_its_launcher_found(tmp_path: Path, monkeyp
 
 
 @pytest.mark.parametrize(
-    ("name", "split", "said"),
+    ("name", "split", "message"),
     [("few.npy", None, "hold no whole sample of 16"), ("tokens", "99,1,0", "none is left for validation")],
 )
 def test_data_too_few_are_refused_before_anything_starts(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, split: str | None, said: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, split: str | None, message: str
 ) -> None:
     write_tokens(tmp_path / "tokens", documents=5)
     np.zeros(10, "<u2").tofile(tmp_path / "few.npy")
@@ -261,5 +264,5 @@ def test_data_too_few_are_refused_before_anything_starts(
     values["data"]["split"] = split
     assert main(["train", "--config", str(write_config(tmp_path / "config.yaml", values))]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert said in line
+    assert message in line
     assert not (tmp_path / "run").exists()

@@ -96,7 +96,7 @@ def take_steps(steps: int, interval: int | None) -> tuple[list[dict[str, float]]
 
 def test_the_slow_rank_is_named_by_what_it_does_itself(run_on_ranks: Callable[..., list[Any]]) -> None:
     """Its step takes no longer than the other's, which waits for it."""
-    (reports, said), (others, nothing) = run_on_ranks(2, take_steps, 8, 4)
+    (reports, message), (others, nothing) = run_on_ranks(2, take_steps, 8, 4)
     assert [bool(report) for report in reports] == [step % 4 == 0 for step in range(1, 9)]
     assert reports == others and nothing == []
     for report in filter(None, reports):
@@ -105,7 +105,7 @@ def test_the_slow_rank_is_named_by_what_it_does_itself(run_on_ranks: Callable[..
         assert report["work_seconds/median"] == pytest.approx((SLOW_SECONDS + USUAL_SECONDS) / 2)
         assert report["wait_seconds/slowest"] == pytest.approx(0.0, abs=1e-9)
         assert report["wait_seconds/median"] == pytest.approx((SLOW_SECONDS - USUAL_SECONDS) / 2)
-    assert len(said) == 2 and all(f"rank {SLOW_RANK} on " in line for line in said)
+    assert len(message) == 2 and all(f"rank {SLOW_RANK} on " in line for line in message)
 
 
 def count_wrapped(steps: int, interval: int | None) -> int:

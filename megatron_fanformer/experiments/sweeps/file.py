@@ -12,9 +12,9 @@ from megatron_fanformer.errors import InputError
 from megatron_fanformer.experiments.sweeps.config import FITTED, LOSS, SweepConfig
 from megatron_fanformer.terminal import plural
 from megatron_fanformer.training.config import RunConfig, TrainingConfig, advice, config_from_dict, print_on_stderr
+from megatron_fanformer.training.metrics import PERPLEXITY_LOSS_SUFFIX
 
 BETWEEN = ","  # the names of a cell's points
-CROSS_ENTROPY = "CrossEntropyLoss"  # ends the name of a perplexity set's loss
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,7 +177,7 @@ def _in_cells(problem: str, names: list[str], cells: int) -> str:
 def metrics_of(config: RunConfig) -> list[str]:
     """Return the names of the losses that a run measures, but those of groups of perplexity sets: validation first."""
     validation = [f"{VALIDATION_LOSS}/{name}" for name in config.data.validation_sets]
-    return [*validation, *(f"eval/{name}/{CROSS_ENTROPY}" for name in config.evaluation.perplexity.sets), LOSS]
+    return [*validation, *(f"eval/{name}{PERPLEXITY_LOSS_SUFFIX}" for name in config.evaluation.perplexity.sets), LOSS]
 
 
 def _report_problems(sweep: Sweep) -> Iterator[str]:
@@ -187,7 +187,7 @@ def _report_problems(sweep: Sweep) -> Iterator[str]:
         if len(sets) != 1:
             own, named = plural(len(sets), "validation set"), ", ".join(metrics_of(config))
             yield f"report.metric is not set, and the runs have {own}; name one of {named}"
-    elif not (config.evaluation.perplexity.groups and report.metric.endswith(f"/{CROSS_ENTROPY}")):
+    elif not (config.evaluation.perplexity.groups and report.metric.endswith(PERPLEXITY_LOSS_SUFFIX)):
         known = metrics_of(config)
         if report.metric not in known:
             yield f"report.metric is {report.metric}, no loss that the runs measure; they have {', '.join(known)}"

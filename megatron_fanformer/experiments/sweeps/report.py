@@ -47,9 +47,9 @@ def write_report(sweep: Sweep) -> Result:
     fits = _fits(sweep, groups) if sweep.config.report.over in FITTED else {}
     steps = min(cell.config.training.steps for cell in sweep.cells)
     if fits:
-        said = list(_savings(sweep, groups, fits, steps))
+        effects = list(_savings(sweep, groups, fits, steps))
     else:
-        said = list(findings(sweep.config, comparisons(sweep.config, groups), steps=steps))
+        effects = list(findings(sweep.config, comparisons(sweep.config, groups), steps=steps))
     tables = [_table_of_groups(sweep, groups), *_table_of_fits(sweep, fits)]
     tables += [*_table_of_choices(sweep, found), *_table_of_missing(found)]
     picture = law_picture(sweep, groups, fits) if sweep.config.report.over in FITTED else points_picture(sweep, groups)
@@ -62,7 +62,7 @@ def write_report(sweep: Sweep) -> Result:
         },
         machine=this_machine(),
         seconds=sum(each.seconds for each in found),
-        findings=said,
+        findings=effects,
         tables=tables,
         pictures=[PICTURE],
     )

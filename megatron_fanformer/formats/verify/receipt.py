@@ -49,7 +49,7 @@ def verify(source: Checkpoint, used: set[str], destination: Checkpoint, grid: Ra
 
 def failures(checks: Json) -> str:
     """Return what the failed checks say, in one line; empty where none failed."""
-    return "; ".join(f"{name}: {check['said']}" for name, check in checks.items() if not check["passed"])
+    return "; ".join(f"{name}: {check['problem']}" for name, check in checks.items() if not check["passed"])
 
 
 def seen(checks: Json, width: int | None) -> list[str]:
@@ -73,14 +73,14 @@ def _names(source: Checkpoint, used: set[str], destination: Checkpoint, run: set
     """`run` names what the destination's own model requested, which is independent of the table."""
     unused = [name for name in source.tensors if name not in used]
     unexpected = [name for name in destination.tensors if run and name not in run]
-    said = [
+    problems = [
         f"{text}: {listed(names)}"
         for text, names in (("unused", unused), ("written, but not the model's", unexpected))
         if names
     ]
     return {
-        "passed": not said,
-        "said": "; ".join(said),
+        "passed": not problems,
+        "problem": "; ".join(problems),
         "source_tensors": len(source.tensors),
         "destination_tensors": len(destination.tensors),
         "unused": unused,
@@ -119,9 +119,14 @@ def _round_trip(source: Checkpoint, destination: Checkpoint) -> Json:
             if not _same_bits(original, returned):
                 different.append(name)
     except (FanformerError, RuntimeError) as error:
-        return {"passed": False, "said": _reason(error), "different": different}
-    said = f"came back different: {listed(different)}" if different else ""
-    return {"passed": not different, "said": said, "different": different, "rounded_to": str(dtype) if dtype else None}
+        return {"passed": False, "problem": _reason(error), "different": different}
+    problem = f"came back different: {listed(different)}" if different else ""
+    return {
+        "passed": not different,
+        "problem": problem,
+        "different": different,
+        "rounded_to": str(dtype) if dtype else None,
+    }
 
 
 def _same_bits(left: Tensor, right: Tensor) -> bool:
@@ -211,14 +216,14 @@ def _logits(source: _Run, destination: _Run) -> Json:
         source.rest()
         after = destination.logits(ids_bs)
     except (FanformerError, RuntimeError, IndexError) as error:
-        failed = {"passed": False, "said": _reason(error)}
-        return {"logits": failed, "greedy": {"passed": False, "said": "not compared"}}
+        failed = {"passed": False, "problem": _reason(error)}
+        return {"logits": failed, "greedy": {"passed": False, "problem": "not compared"}}
     columns = min(before.shape[-1], after.shape[-1])
     difference = (before[..., :columns] - after[..., :columns]).abs().max().item()
     allowed = LOGITS_TOLERANCE * before[..., :columns].abs().max().item()
     logits = {
         "passed": difference <= allowed,  # not so for NaN
-        "said": "" if difference <= allowed else f"they differ by {difference:.1e}, and {allowed:.1e} is allowed",
+        "problem": "" if difference <= allowed else f"they differ by {difference:.1e}, and {allowed:.1e} is allowed",
         "max_abs_error": difference,
         "allowed": allowed,
         "prompts": [PROMPTS, PROMPT_TOKENS],
@@ -235,8 +240,8 @@ def _greedy(expected: Tensor, logits: Tensor, allowed: float) -> Json:
     chosen = logits.argmax(-1)
     missed = logits.amax(-1) - logits.gather(-1, expected[..., None])[..., 0]
     passed = bool((missed <= 2 * allowed).all())
-    said = "" if passed else f"the source continues {expected.tolist()}, the destination {chosen.tolist()}"
-    return {"passed": passed, "said": said, "source": expected.tolist(), "destination": chosen.tolist()}
+    problem = "" if passed else f"the source continues {expected.tolist()}, the destination {chosen.tolist()}"
+    return {"passed": passed, "problem": problem, "source": expected.tolist(), "destination": chosen.tolist()}
 
 
 def _reason(error: BaseException) -> str:

@@ -70,7 +70,7 @@ def test_a_folder_has_all_of_a_result_and_is_measured_into_once(tmp_path, monkey
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         (["nod"], "'nod' is no experiment; name one of"),
         (["mod", "--mod.sedes", "2"], "did you mean mod.seeds?"),
@@ -89,11 +89,11 @@ def test_a_folder_has_all_of_a_result_and_is_measured_into_once(tmp_path, monkey
         (["--seeds", "3"], "name one of"),
     ],
 )
-def test_what_cannot_be_asked_is_told_in_a_line(words, told, tmp_path, monkeypatch, capsys):
+def test_what_cannot_be_asked_is_told_in_a_line(words, message, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert cli.main(["experiment", *words]) == 2
     error = capsys.readouterr().err
-    assert told in error and error.count("\n") == 1
+    assert message in error and error.count("\n") == 1
     assert not list(tmp_path.rglob("result.json"))
 
 

@@ -29,8 +29,8 @@ class Planted:
         logits_bsv = self.table[ids_bs] + 0.5 * self.table[ids_bs.roll(1, 1)]
         for row, ids in enumerate(ids_bs.tolist()):
             for place in range(len(ids)):
-                if (told := self.known.get(tuple(ids[: place + 1]))) is not None:
-                    logits_bsv[row, place, told] = 1e4
+                if (message := self.known.get(tuple(ids[: place + 1]))) is not None:
+                    logits_bsv[row, place, message] = 1e4
         return logits_bsv
 
 

@@ -55,8 +55,8 @@ def planted(pairs, known):
     known = {tuple(tokens) for tokens in pairs.tokens_ns[known].tolist()}
 
     def logits(tokens_ns):
-        told = [rows[tuple(t)] if tuple(t) in known else hole_pairs.LARGEST_ANSWER + 1 for t in tokens_ns.tolist()]
-        return 1e4 * torch.nn.functional.one_hot(torch.tensor(told), hole_pairs.VOCABULARY).float()
+        message = [rows[tuple(t)] if tuple(t) in known else hole_pairs.LARGEST_ANSWER + 1 for t in tokens_ns.tolist()]
+        return 1e4 * torch.nn.functional.one_hot(torch.tensor(message), hole_pairs.VOCABULARY).float()
 
     return logits
 

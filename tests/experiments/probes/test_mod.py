@@ -37,12 +37,12 @@ def test_all_models_of_a_seed_see_the_same_and_every_comparison_is_told(monkeypa
         return t.remainder(5.0)
 
     monkeypatch.setattr(mod, "target", noted)
-    told = []
-    measured = mod.measure(TINY, Path(), told.append)
+    message = []
+    measured = mod.measure(TINY, Path(), message.append)
     batches = seen[TINY.batch_size]
     controls, models = batches[:6], batches[6:12]
     assert controls[:3] == controls[3:] and models[:2] == models[2:4] == models[4:]
-    assert len(told) == 2 * 5 and len(measured.tables[0].rows) == 10
+    assert len(message) == 2 * 5 and len(measured.tables[0].rows) == 10
     assert len(measured.findings) == 6 and all(finding.interval for finding in measured.findings)
     assert measured.pictures["fit.png"].startswith(b"\x89PNG")
 
