@@ -12,7 +12,8 @@ GPU_HOURS_PER_FAILURE = 50_700.0  # 419 unexpected interruptions in 54 days on 1
 RESTART_MINUTES = 10.0  # an assumption: a silent rank is noticed after minutes, and a new job waits for its nodes
 
 
-def _count(text: str) -> int:
+def count_of_gpus(text: str) -> int:
+    """Read an option that is a number of GPUs."""
     if not text.isdecimal() or not 1 <= int(text) <= 10**7:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of GPUs; it must be an integer from 1 to 10000000")
     return int(text)
@@ -51,7 +52,7 @@ class PlanOptions:
 
     config: Path
     """Configuration file (YAML)."""
-    gpus: int = option(metavar="N", parse=_count)
+    gpus: int = option(metavar="N", parse=count_of_gpus)
     """GPUs of the whole run."""
     gpu: str = option(metavar="NAME")
     """GPU type: a100, h100, h200, b200, gb200, gb300, or a file with a machine's figures."""

@@ -1,6 +1,7 @@
 """The comparisons of a sweep: planted effects and nulls, the choice of a tuned axis's points, Holm's p values."""
 
 import random
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,8 @@ from typing import Any
 import pytest
 
 from megatron_fanformer import cli
+from megatron_fanformer.checkpoint.store import METRICS
+from megatron_fanformer.durable_files import write_atomically
 from megatron_fanformer.experiments.intervals import holm, p_value
 from megatron_fanformer.experiments.result import read_result
 from megatron_fanformer.experiments.sweeps.cells import Group, groups_of, outcomes
@@ -106,6 +109,10 @@ def test_what_was_not_stated_is_exploratory_and_too_few_seeds_or_steps_show_noth
     for steps, seeds in ((49, 5), (50, 2)):
         found = comparisons(config(), planted(random.Random(1), 1.0, seeds=seeds))
         assert {each.shows for each in findings(config(), found, steps=steps)} == {None}
+    unfinished = comparisons(config(), [group for group in groups if group.points["arm"] != "p0"])
+    assert [(each.point, each.is_primary, each.adjusted) for each in unfinished] == [
+        ("fanformer", True, pytest.approx(2 * unfinished[0].p))  # type: ignore[operator]
+    ]
     alone = SweepConfig(
         experiment="one",
         folder="none",
@@ -179,6 +186,30 @@ def test_the_best_rate_of_each_arm_is_chosen_first_and_measured_at_seeds_of_its_
     assert [row[-2:] for row in table.rows] == [["0.02", False], ["0.01", False]]
     assert cli.main(["sweep", str(file), "status"]) == 0
     assert "fanformer: 0.02 is best" in capsys.readouterr().out
+
+
+def test_a_sweep_without_a_result_does_not_end_as_a_complete_one(
+    tmp_path: Path, tokens: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tuned(tmp_path, tokens, {"0.01": {"optimizer.lr": 0.01}})
+    sweep = read_sweep(file, needs_data=True)
+    finished(sweep)
+    metrics = sweep.cells[0].run / METRICS
+    whole = metrics.read_text()
+    metrics.write_text(whole.replace("validation_loss", "other"))
+    for options in ([], ["--slurm", "examples/slurm.sh"]):
+        assert cli.main(["sweep", str(file), "run", *options]) == 1
+        (line,) = capsys.readouterr().err.splitlines()
+        assert (
+            f"fanformer,0.01,seed=1234 has no validation_loss/held-out at its last step; remove {sweep.folder}" in line
+        )
+    metrics.write_text(whole)
+    assert cli.main(["sweep", str(file), "run"]) == 0
+    assert "all cells are complete" in capsys.readouterr().out
+    shutil.rmtree(sweep.cells[0].run)
+    write_atomically(sweep.cells[0].failure, "nan\nexit code 4\n")
+    assert cli.main(["sweep", str(file), "run"]) == 1
+    assert "all points of lr diverged, fanformer; add others" in capsys.readouterr().err
 
 
 def test_a_rate_that_diverges_is_not_tried_again_and_one_at_the_edge_is_named(

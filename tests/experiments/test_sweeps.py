@@ -160,6 +160,13 @@ def test_a_cell_that_fails_is_passed_over_and_named_with_its_error(
     with pytest.raises(CellsFailed, match=r"1 of 3 cells failed: broken,seed=1234;") as failed:
         run_sweep(sweep, silent, command=STAND_IN)
     assert failed.value.exit_code == 4
+    broken = next(cell for cell in sweep.cells if "broken" in cell.name)
+    killed = (sys.executable, "-c", "import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
+    with pytest.raises(CellsFailed):
+        run_sweep(sweep, silent, command=killed)
+    assert broken.failure.read_text().startswith("killed by SIGKILL\n")  # not what its log has of earlier
+    with pytest.raises(CellsFailed):
+        run_sweep(sweep, silent, command=STAND_IN)
     assert cli.main(["sweep", str(file), "status"]) == 0
     shown = capsys.readouterr().out.splitlines()
     assert "broken,seed=1234: failed at step 0 of 10: step 3: the loss is nan; lower optimizer.lr" in shown
@@ -222,7 +229,10 @@ def test_all_that_is_wrong_with_a_file_is_told_before_any_cell_starts(tmp_path: 
     lines = str(wrong.value).splitlines()
     assert [line for line in lines if line.startswith("cell odd,seed=1234 and 1 more: model.hidden_size 30")]
     assert [line for line in lines if "unknown configuration key model.hiden_size; did you mean" in line]
-    changed(file, axes={"size": {"ok": {}}}, limit=1)
+    changed(file, report={**report, "over": "tokens", "by": ["size"]})
+    with pytest.raises(InputError, match=r"report\.by is set, and a power law is fitted over tokens; leave one"):
+        read_sweep(file, needs_data=False)
+    changed(file, report=report, axes={"size": {"ok": {}}}, limit=1)
     with pytest.raises(InputError, match="make 2 cells, more than limit 1"):
         read_sweep(file, needs_data=False)
     changed(file, limit=9, changes={"data.train_data": ["nowhere"]})
@@ -295,7 +305,10 @@ def test_a_run_of_before_optimizers_had_names_is_the_cells(tmp_path: Path, token
 def test_an_arrays_task_starts_its_cell_by_the_users_script(tmp_path: Path, tokens: str) -> None:
     sweep = read_sweep(write_sweep(tmp_path, tokens), needs_data=True)
     script = tmp_path / "one run.sh"
-    script.write_text('#!/usr/bin/env bash\n#SBATCH --nodes=2\n# a comment\n#SBATCH --time=1:00\nset -eu\necho "$@"\n')
+    script.write_text(
+        "#!/usr/bin/env bash\n#SBATCH --nodes=2\n# a comment\n#SBATCH --time=1:00\n"
+        'set -eu\necho "$@"\nexit "${CODE:-0}"\n'
+    )
     array = write_array(sweep, script)
     lines = array.read_text().splitlines()
     assert "#SBATCH --array=0-15" in lines[: lines.index("#SBATCH --nodes=2")]
@@ -305,12 +318,22 @@ def test_an_arrays_task_starts_its_cell_by_the_users_script(tmp_path: Path, toke
     )
     assert shown.stdout.split() == ["--config", str(sweep.cells[5].file), "--logging.csv", "true"]
     assert yaml.safe_load(sweep.cells[5].file.read_text()) == sweep.cells[5].config.as_dict()
+    for code, state in (("4", "failed"), ("5", "to come")):
+        subprocess.run(["bash", array], env={**environment, "CODE": code}, capture_output=True)
+        found = outcomes(sweep)[5]
+        assert (found.state, found.diverged) == (state, code == "4"), str(found)
 
 
 def test_what_would_run_is_listed_with_its_parameters_and_time(
     tmp_path: Path, tokens: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = write_sweep(tmp_path, tokens)
+    for options, message in (
+        (["--gpus", "2"], "--gpus has no effect without --gpu"),
+        (["--gpus", "0"], "'0' is not a"),
+    ):
+        assert cli.main(["sweep", str(file), "dry-run", *options]) == 2
+        assert message in capsys.readouterr().err
     assert cli.main(["sweep", str(file), "dry-run", "--gpu", "h100"]) == 0
     shown = capsys.readouterr().out
     sweep = read_sweep(file, needs_data=False)

@@ -33,6 +33,8 @@ def sweep(options: SweepOptions) -> None:
         raise InputError(f"--slurm has no effect with {options.action}; use it with run")
     if options.gpu is not None and options.action != "dry-run":
         raise InputError(f"--gpu has no effect with {options.action}; use it with dry-run")
+    if options.gpus is not None and options.gpu is None:
+        raise InputError("--gpus has no effect without --gpu; add that, or leave it out")
     _refuse_options_of_init(options)
     if options.action == "init":
         show(_written_lines(write_sweep(options)))
@@ -41,7 +43,7 @@ def sweep(options: SweepOptions) -> None:
     found = read_sweep(options.file, needs_data=options.action == "run")
     match options.action:
         case "dry-run":
-            show(_plan_lines(found, machine, options.gpus))
+            show(_plan_lines(found, machine, options.gpus or 1))
         case "run" if options.slurm is not None:
             from megatron_fanformer.experiments.sweeps.run import write_array
 

@@ -38,33 +38,53 @@ class Comparison(NamedTuple):
 
 def comparisons(config: SweepConfig, groups: Sequence[Group]) -> list[Comparison]:
     """Return all comparisons that have runs: of every point with every baseline, and of the primary pairs."""
-    points = list(config.axes[config.report.compare])
-    primary = [(point, baseline) for point, baseline in config.report.primary]
-    pairs = list(primary)
-    seen: set[str] = set()
-    for baseline in (config.report.baseline, *config.report.other_baselines):
-        seen.add(baseline)  # two baselines are compared once
-        pairs += [(point, baseline) for point in points if point not in seen]
+    pairs = _pairs(config)
     found = []
     for at in itertools.product(*(config.axes[axis] for axis in config.report.by)):
         where = dict(zip(config.report.by, at, strict=True))
         of_these = [group for group in groups if where.items() <= group.points.items()]
-        for pair in dict.fromkeys(pairs):
+        for pair, is_primary in pairs.items():
             if (each := _compared(config, of_these, pair, where)) is not None:
-                found.append(each._replace(is_primary=pair in primary))
-    if not primary and len(found) == 1:
-        found = [found[0]._replace(is_primary=True)]
+                found.append(each._replace(is_primary=is_primary))
     tested = {place: each.p for place, each in enumerate(found) if each.is_primary and each.p is not None}
-    for place, adjusted in zip(tested, holm(list(tested.values())), strict=True):
+    # Those that have no runs yet count, too: a verdict by half of a sweep would be another one's.
+    to_come = [1.0] * (_num_primary(config) - len(tested))
+    for place, adjusted in zip(tested, holm([*tested.values(), *to_come]), strict=False):
         found[place] = found[place]._replace(adjusted=adjusted)
     return found
+
+
+def _pairs(config: SweepConfig) -> dict[tuple[str, str], bool]:
+    """Return the pairs to compare, and whether each is primary: stated beforehand, or the sweep's only comparison."""
+    report = config.report
+    primary = [(point, baseline) for point, baseline in report.primary]
+    pairs = list(primary)
+    seen: set[str] = set()
+    for baseline in (report.baseline, *report.other_baselines):
+        seen.add(baseline)  # two baselines are compared once
+        pairs += [(point, baseline) for point in config.axes[report.compare] if point not in seen]
+    is_only = len(pairs) * _num_places(config) == 1
+    return {pair: pair in primary or is_only for pair in dict.fromkeys(pairs)}
+
+
+def _num_primary(config: SweepConfig) -> int:
+    return sum(_pairs(config).values()) * _num_places(config)
+
+
+def _num_places(config: SweepConfig) -> int:
+    return math.prod(len(config.axes[axis]) for axis in config.report.by)
+
+
+def axes_apart(config: SweepConfig) -> tuple[str, ...]:
+    """Return the axes in which paired runs may differ: the compared one, and a tuned one, whose best is each arm's."""
+    return (config.report.compare, *((config.tune.axis,) if config.tune else ()))
 
 
 def _compared(
     config: SweepConfig, groups: Sequence[Group], pair: tuple[str, str], at: dict[str, str]
 ) -> Comparison | None:
     """Return the differences of a pair; None where no seed has both."""
-    apart = (config.report.compare, *((config.tune.axis,) if config.tune else ()))  # arms have rates of their own
+    apart = axes_apart(config)
 
     def losses_of(point: str) -> dict[tuple[object, ...], float]:
         return {
@@ -101,7 +121,7 @@ def findings(config: SweepConfig, compared: Sequence[Comparison], *, steps: int)
         steps: of the shortest cell.
     """
     report = config.report
-    number = sum(each.is_primary for each in compared)
+    number = _num_primary(config)
     for each in sorted(compared, key=lambda each: not each.is_primary):
         paper = None
         if each.point in report.paper and each.baseline in report.paper:

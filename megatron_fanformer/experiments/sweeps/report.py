@@ -21,7 +21,7 @@ from megatron_fanformer.experiments.report.page import README, write_folder
 from megatron_fanformer.experiments.result import Cell as TableCell
 from megatron_fanformer.experiments.result import Finding, Result, Table, this_machine
 from megatron_fanformer.experiments.sweeps.cells import Group, Outcome, groups_of, outcomes, parameters_of, size_of
-from megatron_fanformer.experiments.sweeps.comparisons import comparisons, findings
+from megatron_fanformer.experiments.sweeps.comparisons import axes_apart, comparisons, findings
 from megatron_fanformer.experiments.sweeps.config import FITTED
 from megatron_fanformer.experiments.sweeps.file import Sweep
 from megatron_fanformer.experiments.sweeps.tuning import choices, compared, in_play
@@ -75,9 +75,10 @@ def write_report(sweep: Sweep) -> Result:
 
 def _fits(sweep: Sweep, groups: Sequence[Group]) -> dict[str, Fit]:
     """Fit the losses of each point of the compared axis, but of those with too few sizes."""
+    apart = axes_apart(sweep.config)
     points: dict[str, list[tuple[object, float, float]]] = {}
     for group in groups:
-        key = tuple(value for axis, value in group.points.items() if axis != sweep.config.report.compare)
+        key = tuple(value for axis, value in group.points.items() if axis not in apart)
         for seed, loss in group.losses.items():
             point = group.points[sweep.config.report.compare]
             points.setdefault(point, []).append(((key, seed), size_of(sweep, group.cell), loss))
@@ -98,7 +99,8 @@ def _savings(sweep: Sweep, groups: Sequence[Group], fits: dict[str, Fit], steps:
         return
     seeds = min(len(group.losses) for group in groups if group.points[report.compare] in fits and group.losses)
     short = too_little(seeds=seeds, steps=steps, fewest_seeds=report.fewest_seeds, fewest_steps=report.fewest_steps)
-    largest = max(size_of(sweep, group.cell) for group in groups if group.points[report.compare] == report.baseline)
+    of_baseline = [group for group in groups if group.points[report.compare] == report.baseline and group.losses]
+    largest = max(size_of(sweep, group.cell) for group in of_baseline)
     for point, fit in fits.items():
         if point == report.baseline:
             continue

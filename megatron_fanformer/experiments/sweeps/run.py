@@ -15,6 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import yaml
 
@@ -23,7 +24,7 @@ from megatron_fanformer.durable_files import regular_file, write_atomically
 from megatron_fanformer.errors import FanformerError, InputError, Interrupted
 from megatron_fanformer.experiments.sweeps.cells import outcome, outcomes
 from megatron_fanformer.experiments.sweeps.file import Cell, Sweep
-from megatron_fanformer.experiments.sweeps.tuning import due, in_play
+from megatron_fanformer.experiments.sweeps.tuning import due, in_play, unfinished
 from megatron_fanformer.processes import (
     PROFILE_SIGNAL,
     SAVE_SIGNAL,
@@ -44,9 +45,9 @@ DIRECTIVE = "#SBATCH"
 
 
 class CellsFailed(FanformerError):
-    """Cells of a sweep ended with an error, each reported on its own line; the exit code is the first one's."""
+    """Cells of a sweep ended with an error, or without a result; the exit code is the first failed one's."""
 
-    def __init__(self, message: str, exit_code: int) -> None:
+    def __init__(self, message: str, exit_code: int = FanformerError.exit_code) -> None:
         super().__init__(message)
         self.exit_code = exit_code
 
@@ -62,7 +63,7 @@ def run_sweep(sweep: Sweep, log: Callable[[str], None], *, jobs: int = 1, comman
     Raises:
         InputError: another `sweep` runs in the folder, or it has runs of other configurations.
         Interrupted: a signal stopped it, and the cells that were running have saved.
-        CellsFailed: cells failed.
+        CellsFailed: cells failed, or lack what the report needs.
     """
     with run_lock(sweep.folder):
         runs = _Runs(sweep, log, command, jobs)
@@ -78,11 +79,23 @@ def run_sweep(sweep: Sweep, log: Callable[[str], None], *, jobs: int = 1, comman
         total = sweep.config.num_cells
         message = f"{len(failed)} of {total} cells failed: {', '.join(failed)}; see their .log"
         raise CellsFailed(message, next(iter(failed.values())))
+    if problems := unfinished(sweep, playing):
+        raise CellsFailed("\n".join(problems))
 
 
 def write_configuration(cell: Cell) -> None:
     """Write a cell's configuration, complete, beside its run's folder."""
     write_atomically(cell.file, yaml.safe_dump(cell.config.as_dict(), sort_keys=False))
+
+
+class _Running(NamedTuple):
+    """A cell's process."""
+
+    cell: Cell
+    process: subprocess.Popen[bytes]
+    started: float
+    log_start: int
+    """Bytes of the cell's log that earlier processes wrote."""
 
 
 class _Runs:
@@ -93,7 +106,7 @@ class _Runs:
         self.codes: dict[str, int] = {}
         """Exit codes of ended cells, by name; 1 for a killed one."""
         self._sweep, self._log, self._command, self._jobs = sweep, log, command, jobs
-        self._running: dict[str, tuple[Cell, subprocess.Popen[bytes], float]] = {}
+        self._running: dict[str, _Running] = {}
         self._is_stopped = False
 
     def run(self, cells: Sequence[Cell], *, first: int) -> None:
@@ -104,15 +117,15 @@ class _Runs:
                 while waiting and len(self._running) < self._jobs and not self._is_stopped:
                     self._start(*waiting.popleft())
                 self._pass_on_signals()
-                for cell, process, started in list(self._running.values()):
-                    if process.poll() is not None:
-                        del self._running[cell.name]
-                        self._end(cell, process.returncode, started)
+                for each in list(self._running.values()):
+                    if each.process.poll() is not None:
+                        del self._running[each.cell.name]
+                        self._end(each, each.process.returncode)
                 time.sleep(POLL_SECONDS)
         finally:
-            for _, process, _ in self._running.values():
-                process.kill()
-                process.wait()
+            for each in self._running.values():
+                each.process.kill()
+                each.process.wait()
         if self._is_stopped:
             raise Interrupted("stopped; cells that had begun go on where they were: run the same command to continue")
 
@@ -124,6 +137,7 @@ class _Runs:
         if self._jobs > 1 and cell.config.runtime.threads_per_rank is None and device.threads_of_environment() is None:
             threads = ["--runtime.threads_per_rank", str(max(1, usable_cores() // self._jobs))]
         with cell.log.open("ab") as log, signals_held():  # the child holds them until it listens
+            log_start = log.tell()
             process = subprocess.Popen(
                 [*self._command, *threads, "--config", str(cell.file)],
                 stdout=log,
@@ -132,32 +146,33 @@ class _Runs:
                 start_new_session=True,  # a terminal's signals are for this process, which passes them on
                 preexec_fn=functools.partial(end_with_owner, os.getpid()),
             )
-        self._running[cell.name] = (cell, process, time.monotonic())
+        self._running[cell.name] = _Running(cell, process, time.monotonic(), log_start)
 
     def _pass_on_signals(self) -> None:
         while self.received:
             number = self.received.popleft()
             goes_on = number in (SAVE_SIGNAL, PROFILE_SIGNAL)
             self._is_stopped |= not goes_on
-            for _, process, _ in self._running.values():
-                process.send_signal(number if goes_on else signal.SIGTERM)
+            for each in self._running.values():
+                each.process.send_signal(number if goes_on else signal.SIGTERM)
 
-    def _end(self, cell: Cell, code: int, started: float) -> None:
+    def _end(self, ended: _Running, code: int) -> None:
+        cell = ended.cell
         if code == Interrupted.exit_code:  # by a signal to this cell alone, which is meant for the sweep
             self.received.append(signal.SIGTERM)
             self._pass_on_signals()
             return
         if code and not self._is_stopped:
-            write_atomically(cell.failure, f"{_error_in(cell.log, code)}\nexit code {code}\n")
+            write_atomically(cell.failure, f"{_error_in(cell.log, ended.log_start, code)}\nexit code {code}\n")
         self.codes[cell.name] = 1 if code < 0 else code
         found = outcome(cell, self._sweep.metric, average_steps=self._sweep.config.report.average_steps)
-        self._log(f"    {cell.name}: {found} ({time.monotonic() - started:.0f} s)")
+        self._log(f"    {cell.name}: {found} ({time.monotonic() - ended.started:.0f} s)")
 
 
-def _error_in(log: Path, code: int) -> str:
-    """Return the last error in a cell's log; how its process ended where there is none."""
+def _error_in(log: Path, start: int, code: int) -> str:
+    """Return the last error in a cell's log from `start` on; how its process ended where there is none."""
     with log.open("rb") as stream:
-        stream.seek(max(0, log.stat().st_size - LOG_TAIL_BYTES))
+        stream.seek(max(start, log.stat().st_size - LOG_TAIL_BYTES))
         lines = stream.read().decode(errors="replace").splitlines()
     errors = [line.removeprefix(ERROR_MARK) for line in lines if line.startswith(ERROR_MARK)]
     if errors:
@@ -177,6 +192,7 @@ def write_array(sweep: Sweep, script: Path) -> Path:
 
     Raises:
         InputError: it cannot be read or has no directives, or there is nothing left to run.
+        CellsFailed: there is nothing left to run, but cells lack what the report needs.
     """
     try:
         lines = regular_file(script, most_bytes=MOST_BYTES).read_text(encoding="utf-8").splitlines()
@@ -185,8 +201,11 @@ def write_array(sweep: Sweep, script: Path) -> Path:
     directives = [number for number, line in enumerate(lines) if line.startswith(DIRECTIVE)]
     if not directives:
         raise InputError(f"--slurm {script} has no line {DIRECTIVE}; name a script such as slurm.sh")
-    cells = due(in_play(sweep, outcomes(sweep)))
+    playing = in_play(sweep, outcomes(sweep))
+    cells = due(playing)
     if not cells:
+        if problems := unfinished(sweep, playing):
+            raise CellsFailed("\n".join(problems))
         raise InputError(f"all cells of {sweep.folder} are complete; use report")
     sweep.folder.mkdir(parents=True, exist_ok=True)
     for cell in cells:
@@ -201,7 +220,12 @@ def write_array(sweep: Sweep, script: Path) -> Path:
         "cells=(",
         *(f"    {shlex.quote(str(cell.file))}" for cell in cells),
         ")",
-        'set -- --config "${cells[SLURM_ARRAY_TASK_ID]}" "$@"',
+        "cell=${cells[SLURM_ARRAY_TASK_ID]}",
+        'set -- --config "$cell" "$@"',
+        "# What status, report and the choice of a tuned axis's best point read of a failed run.",
+        "failed=${cell%.yaml}.failed",
+        'rm -f "$failed"',
+        """trap 'code=$?; case $code in 1|2|3|4) printf "exit code %s\\n" $code $code > "$failed" ;; esac' EXIT""",
     ]
     written = [*lines[:first], *array, *lines[first : last + 1], *chosen, *lines[last + 1 :]]
     destination = sweep.folder / SCRIPT

@@ -67,6 +67,23 @@ def in_play(sweep: Sweep, found: Sequence[Outcome]) -> list[Outcome]:
     return [*(each for each in found if each.cell.tunes), *compared(sweep, found)]
 
 
+def unfinished(sweep: Sweep, playing: Sequence[Outcome]) -> list[str]:
+    """Return what keeps a sweep of which nothing is due from its result, one line each."""
+    found = [
+        f"{each.cell.name} has no {sweep.metric} at its last step; remove {each.cell.run} to train it again"
+        for each in playing
+        if each.state == "complete" and each.loss is None
+    ]
+    if sweep.config.tune is not None and not found:
+        axis = sweep.config.tune.axis
+        found = [
+            f"all points of {axis} diverged{''.join(f', {point}' for point in choice.points.values())}; add others"
+            for choice in choices(sweep, playing)
+            if choice.best is None
+        ]
+    return found
+
+
 def due(playing: Sequence[Outcome]) -> list[Cell]:
     """Return what, of the cells in play, can run now and is not complete; a choice that is made then brings more."""
     # A tuning run that diverged would again: it has said what it was to say.

@@ -8,6 +8,7 @@ from typing import Literal, get_args
 from megatron_fanformer.options import PROGRAM, Verb, argument, option, overrides, path_or_none
 from megatron_fanformer.processes import ended_by_stop_signals
 from megatron_fanformer.runtime import device
+from megatron_fanformer.sizing.verb import count_of_gpus
 
 Action = Literal["init", "dry-run", "run", "status", "report"]
 
@@ -35,8 +36,8 @@ class SweepOptions:
     """With run: write a Slurm array job from this script for single runs, and start nothing."""
     gpu: str | None = option(None, metavar="NAME_OR_FILE")
     """With dry-run: the machine whose time is estimated, as plan takes it."""
-    gpus: int = option(1, metavar="N")
-    """With --gpu: number of GPUs that train a cell."""
+    gpus: int | None = option(None, metavar="N", parse=count_of_gpus)
+    """With --gpu: number of GPUs that train a cell (1)."""
     overrides: tuple[str, ...] = overrides()
 
 
