@@ -144,7 +144,7 @@ for ((start = 0; start <= ${MAX_RESTARTS:-3}; start++)); do
         exit 1
     fi
     code=0
-    # Ranks hear of each other's end by heartbeats, which are the rarer the more ranks there are.
+    # Ranks learn of each other's end by heartbeats, which are the rarer the more ranks there are.
     on "$tasks_per_node" "$((30 + tasks_per_node * wanted / 100))" "${healthy[@]:0:wanted}" -- \
         "${hold[@]}" "$python" -m megatron_fanformer train "$@" || code=$?
     case $code in

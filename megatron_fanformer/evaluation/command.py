@@ -233,10 +233,8 @@ def _checkpoints(named: Sequence[str], local: Local, problems: list[str]) -> lis
     """Return the folders of checkpoints and exports that are named, in order."""
     places = [place for name in named for place in _matches(name)]
     with_steps = {Path(place).parent for place in places if store.step_of(Path(place)) is not None}
-    # what else lies among a run's checkpoints, `checkpoints/*` names, too
-    places = [
-        place for place in places if Path(place).parent not in with_steps or store.step_of(Path(place)) is not None
-    ]
+    # `checkpoints/*` also names the pointer to the last of them
+    places = [place for place in places if Path(place).parent not in with_steps or not _is_pointer(Path(place))]
     found = [collect_problems(problems, partial(_checkpoint, place, local)) for place in places]
     return list(filter(None, found))
 

@@ -59,7 +59,7 @@ def read_prompts(path: Path) -> list[str]:
         InputError: it cannot be read, is not UTF-8, holds no prompt, or a line is not such an object.
     """
     try:
-        lines = regular_file(path, most_bytes=MOST_BYTES).read_text(encoding="utf-8").split("\n")
+        lines = regular_file(path, most_bytes=MOST_BYTES).read_bytes().decode("utf-8-sig").split("\n")
     except OSError as error:
         raise InputError(f"prompts {path} cannot be read ({error.strerror}); name a text or JSON lines file") from error
     except UnicodeDecodeError:

@@ -248,7 +248,7 @@ def inspect_step(
     """
     from megatron_fanformer.training.config import load_config
 
-    file, only = _configuration_of(path, config)
+    file, only, folder = _configuration_of(path, config)
     run = load_config(file, overrides)
     from megatron_fanformer.runtime import megatron_cpu  # imports torch: after errors in the input were reported
 
@@ -256,20 +256,23 @@ def inspect_step(
     from megatron_fanformer.inspection import step_report
     from megatron_fanformer.inspection.step import StepSamples
 
-    samples = StepSamples(run, step, only)
+    samples = StepSamples(run, step, only, folder=folder)
     if json:
         show([as_json(step_report.as_object(samples, full=full))], as_they_are=True)
     else:
         show(step_report.lines(samples, full=full), as_they_are=full)
 
 
-def _configuration_of(path: str, config: Path | None) -> tuple[Path, Target | None]:
-    """Return the configuration file, and the token files that the samples are restricted to."""
+def _configuration_of(path: str, config: Path | None) -> tuple[Path, Target | None, Path | None]:
+    """Return the configuration file, the token files that the samples are restricted to, and the run that is named."""
     if Path(path).suffix in (".yaml", ".yml") and Path(path).is_file():
-        return config or Path(path), None
+        return config or Path(path), None, None
     target = recognise(path)
     if target.kind in OURS:
-        return config or target.path / store.CONFIG, None
+        if config is not None:
+            return config, None, None
+        run = target.path if target.kind == "run" else target.path.parent.parent
+        return target.path / store.CONFIG, None, run
     if not target.is_data:
         raise InputError(
             f"{path} is {DESCRIPTIONS[target.kind]}, which does not say what it was trained on; name a run's folder"
@@ -278,4 +281,4 @@ def _configuration_of(path: str, config: Path | None) -> tuple[Path, Target | No
         raise InputError(
             f"{path} is token files, and --step needs the configuration that trains on them; add --config FILE"
         )
-    return config, target
+    return config, target, None

@@ -52,12 +52,18 @@ class Sample:
 class StepSamples:
     """The samples of a run's step: `micro_batches` iterates over them.
 
+    Args:
+        config: of the run.
+        step: counted from 1.
+        only: leave out samples without tokens of these files.
+        folder: of the run, which may have been moved or fetched; None: as its configuration says.
+
     Raises:
         InputError: the configuration or the step is wrong, or `only` names no training data of it.
         CorruptError: token files or a ledger are damaged.
     """
 
-    def __init__(self, config: RunConfig, step: int, only: Target | None = None) -> None:
+    def __init__(self, config: RunConfig, step: int, only: Target | None = None, *, folder: Path | None = None) -> None:
         self.data_parallel_size = config.parallel.resolve_data_parallel_size(None)
         self.config, self.step = _checked(config, step, self.data_parallel_size), step
         config = self.config
@@ -65,6 +71,7 @@ class StepSamples:
         self.dataset = run_datasets(config).train
         self.first = consumed_before(config, step)
         self.end = self.first + config.training.global_batch_size
+        self.folder = folder or Path(config.training.run_dir)
         self.stage = _stage_of(config, step)
         self._ledgers: dict[str, Ledger | None] = {}
         self._tokenizers: dict[str, Tokenizer | None] = {}

@@ -4,7 +4,6 @@ import dataclasses
 import itertools
 import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from megatron_fanformer.errors import escaped
@@ -50,7 +49,7 @@ def _heading(samples: StepSamples) -> Iterator[str]:
 
 def _skipped(samples: StepSamples) -> str | None:
     """Return why the run has skipped the step, if it has; the last time that it came to it."""
-    events = read_events(Path(samples.config.training.run_dir))
+    events = read_events(samples.folder)
     reasons = [event.get("reason") for event in events if event["event"] == "skipped" and event["step"] == samples.step]
     return str(reasons[-1]) if reasons else None
 

@@ -329,6 +329,12 @@ def test_checkpoints_are_found_by_any_of_their_names(made: Made, tmp_path: Path)
     for names in (every, [folder], [folder / "*"], [first, folder]):
         assert read(*names, *asked).checkpoints == steps
     pointer = made.run / "checkpoints" / "latest"
+    beside = folder / "exported"
+    beside.symlink_to(made.export)
+    try:
+        assert read(first, beside, pointer, *asked).checkpoints == (first, beside)
+    finally:
+        beside.unlink()
     assert read(pointer, made.export, *asked).checkpoints == (latest, made.export)
     compared = read("--compare", pointer, second, *asked)
     assert compared.compared == compared.checkpoints == (latest, second)

@@ -68,6 +68,8 @@ def test_a_text_file_has_a_prompt_a_line(tmp_path):
     file = tmp_path / "prompts.txt"
     file.write_bytes("one \r\n\n  {two\nthree\u2028é".encode())
     assert read_prompts(file) == ["one ", "  {two", "three\u2028é"]
+    file.write_bytes(b"\xef\xbb\xbfone\r\ntwo\rthree")
+    assert read_prompts(file) == ["one", "two\rthree"]
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import yaml
 
 from megatron_fanformer.data.tokenizer import load_tokenizer
 from megatron_fanformer.inspection.step import StepSamples
@@ -229,6 +230,17 @@ def test_a_step_that_was_skipped_says_why(inspect: Inspect, texts: Texts, tmp_pa
     with (tmp_path / "recovery.jsonl").open("a") as file:
         file.write('{"step": 2, "event": "skipped", "reason": "skipped once more"}\n')
     assert shown(2).splitlines()[2] == "skipped: skipped once more"
+
+
+def test_a_run_that_was_moved_has_its_own_record(inspect: Inspect, texts: Texts, tmp_path: Path) -> None:
+    values = yaml.safe_load(Path(texts[0]).read_text())
+    values["training"]["run_dir"] = str(tmp_path / "run")
+    moved = tmp_path / "moved"
+    for folder, reason in ((tmp_path / "run", "another run's"), (moved, "its own")):
+        folder.mkdir()
+        write_config(folder / "config.yaml", values)
+        (folder / "recovery.jsonl").write_text(json.dumps({"step": 2, "event": "skipped", "reason": reason}) + "\n")
+    assert "skipped: its own" in inspect(moved, "--step", 2).out
 
 
 def test_a_blend_is_narrowed_down_to_a_prefix(inspect: Inspect, sources: dict[str, list[str]], tmp_path: Path) -> None:
