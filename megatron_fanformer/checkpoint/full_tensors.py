@@ -151,11 +151,14 @@ def open_full_tensors(checkpoint: Path, *, main: bool = False) -> LazyTensors:
 
 
 def write_full_tensors(
-    run: Path, tensors: Mapping[str, Tensor], config: dict[str, Any], attachments: list[Path]
+    run: Path, tensors: Mapping[str, Tensor], config: dict[str, Any], attachments: Mapping[str, bytes]
 ) -> Path:
     """Publish whole tensors as the checkpoint of step 0 of a run's folder, for any layout to load.
 
     Lazy tensors are requested one at a time.
+
+    Args:
+        attachments: small files to put beside them, by `store.attachment_name`.
 
     Raises:
         FanformerError, KeyboardInterrupt: what a lazy tensor raised when it was requested.

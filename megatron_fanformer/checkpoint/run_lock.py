@@ -59,8 +59,10 @@ class Holder(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @contextmanager
-def run_lock(run: Path, *, option: str = "training.run_dir") -> Iterator[None]:
+def run_lock(run: Path, *, option: str = "training.run_dir") -> Iterator["FolderWatch"]:
     """Hold the lock of a run's folder, which is made if missing, and removed again if nothing is put into it.
+
+    Yields what tells whether the folder is still there, and still this holder's.
 
     Args:
         option: what names the folder, for errors.
@@ -85,7 +87,7 @@ def run_lock(run: Path, *, option: str = "training.run_dir") -> Iterator[None]:
         beats.start()
         ending.callback(beats.join)
         ending.callback(ended.set)
-        yield
+        yield FolderWatch(run)
 
 
 def _remove_empty(folders: list[Path]) -> None:
@@ -275,15 +277,11 @@ def _start_time(pid: int) -> str | None:
 
 
 class FolderWatch:
-    """A run's folder as it is when a run begins to write into it.
+    """A run's folder, and its lock, as they are when a run takes it."""
 
-    Args:
-        seen: which folder it was before, by `file_of`; None: it did not exist, or nobody looked.
-    """
-
-    def __init__(self, run: Path, seen: tuple[int, int] | None = None) -> None:
+    def __init__(self, run: Path) -> None:
         self._run, self._lock = str(run), str(run / LOCK)
-        self._seen, self._lock_seen = seen or file_of(self._run), file_of(self._lock)
+        self._seen, self._lock_seen = file_of(self._run), file_of(self._lock)
 
     def check(self) -> None:
         """Look whether the folder is still there, and nobody else's. It costs microseconds.

@@ -12,7 +12,7 @@ import logging
 import math
 import shutil
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -83,7 +83,7 @@ class CheckpointSaver:
         optimizer: Any,
         progress: dict[str, Any],
         config: dict[str, Any],
-        attachments: list[Path],
+        attachments: Mapping[str, bytes],
     ) -> Path | None:
         """Save the state of a step; returns the published checkpoint, or None where it is still being written.
 
@@ -93,7 +93,7 @@ class CheckpointSaver:
             stages: this rank's pipeline stage, as its chunks.
             progress: plain values that the run resumes from.
             config: the run's resolved configuration, written into the checkpoint.
-            attachments: small files (a tokenizer, a chat template) to copy into the checkpoint.
+            attachments: small files (a tokenizer, a chat template) to put into the checkpoint, by their names there.
 
         Raises:
             DivergenceError: a tensor of it is not finite; nothing is written.

@@ -22,7 +22,7 @@ import shutil
 import threading
 import time
 import uuid
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -90,7 +90,7 @@ def publish_checkpoint(
     step: int,
     config: dict[str, Any],
     keep: int | None = None,
-    attachments: Sequence[Path] = (),
+    attachments: Mapping[str, bytes] | None = None,
     *,
     in_background: bool = False,
     in_use: Collection[str] = (),
@@ -98,14 +98,15 @@ def publish_checkpoint(
     """Give a complete checkpoint its name, point `latest` to it, and remove all but the `keep` newest.
 
     Args:
+        attachments: small files to put into it, by `attachment_name`.
         in_background: remove them in a thread: gigabytes take seconds to free.
         in_use: names of old ones that are in use, and left to a later publication.
 
     Raises:
         OSError: it could not be published. (One that cannot be removed is logged, and left.)
     """
-    for file in attachments:
-        shutil.copy(file, temporary / attachment_name(file))
+    for name, content in (attachments or {}).items():
+        (temporary / name).write_bytes(content)
     (temporary / CONFIG).write_text(yaml.safe_dump(config, sort_keys=False))
     write_versions(temporary)
     write_manifest(temporary, step)

@@ -90,10 +90,12 @@ def write_checkpoint(
         dtype = next(iter(meta_of(tensors).values())).dtype
         if dtype in DTYPES.values():  # one that a run may have
             saved["precision"] = {"dtype": next(name for name, known in DTYPES.items() if known == dtype)}
-        attachments = [extras.tokenizer] if extras.tokenizer else []
-        if extras.tokenizer and extras.chat_template is not None:
-            attachments.append(folder / CHAT_TEMPLATE_JINJA)
-            attachments[-1].write_text(extras.chat_template, encoding="utf-8")
+        attachments: dict[str, bytes] = {}
+        if extras.tokenizer:
+            attachments[store.attachment_name(extras.tokenizer)] = extras.tokenizer.read_bytes()
+            if extras.chat_template is not None:
+                attachments[CHAT_TEMPLATE_JINJA] = extras.chat_template.encode()
+                (folder / CHAT_TEMPLATE_JINJA).write_bytes(attachments[CHAT_TEMPLATE_JINJA])
         write_full_tensors(folder, tensors, saved, attachments)
     elif format == "hf":
         write_huggingface(folder, config, tensors, extras)

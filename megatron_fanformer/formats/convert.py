@@ -92,7 +92,7 @@ def convert_checkpoint(options: ConvertOptions) -> Conversion:
     return Conversion(checks, _notes(opened, rows))
 
 
-def lock_of_run(destination: Path) -> AbstractContextManager[None]:
+def lock_of_run(destination: Path) -> AbstractContextManager[object]:
     """Lock the run that a checkpoint is put into: while it goes on, it would remove the checkpoint, or resume it."""
     checkpoints = destination.absolute().parent
     return run_lock(checkpoints.parent) if checkpoints.name == CHECKPOINTS else nullcontext()

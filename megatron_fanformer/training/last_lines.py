@@ -83,7 +83,8 @@ def _next_commands(run: Path, checkpoint: Path, config: dict[str, Any]) -> list[
         elif room > 0:
             fewer = ["--max-new-tokens", str(room)] if room < NEW_TOKENS else []
             commands.append(["generate", str(run), "--prompt", PROMPT, *fewer])
-    export = run.with_name(f"{run.name}-hf")
+    whole = run if run.name else run.absolute()  # `.` has no name
+    export = whole.with_name(f"{whole.name}-hf")
     if (tokenizer is not None or file is None) and not export.exists():
         commands.append(["convert", str(run), str(export), "--to", "hf"])
     return commands

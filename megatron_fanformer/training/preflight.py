@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from megatron_fanformer.checkpoint import store
 from megatron_fanformer.checkpoint.mirror import fetch_newer
 from megatron_fanformer.checkpoint.remote import fetched
-from megatron_fanformer.checkpoint.run_lock import file_of
+from megatron_fanformer.checkpoint.run_lock import FolderWatch
 from megatron_fanformer.configuration import by_dotted_names
 from megatron_fanformer.data.identity import DataIdentity, identify_data, identity_from_plain, resumed_identity
 from megatron_fanformer.data.sample_counts import SampleCounts
@@ -55,8 +55,8 @@ class RunStart:
     """Tasks and sets to evaluate on, besides its validation data."""
     events: tuple[dict[str, Any], ...] = ()
     """The run's recovery events so far."""
-    folder: tuple[int, int] | None = None
-    """The identity of the run's folder by `run_lock.file_of`; None where it does not exist yet."""
+    watch: FolderWatch | None = None
+    """Of the run's folder, since its lock was taken; None where nobody holds one."""
 
 
 class CheckedSettings(NamedTuple):
@@ -101,6 +101,7 @@ def check_settings(config: RunConfig, world_size: int | None) -> CheckedSettings
     """
     found: list[str] = []
     replicas = None
+    length = "train_iters is" if config.training.epochs is None else "epochs makes"
     if not config.parallel.problems():
         replicas = collect_problems(found, lambda: config.parallel.resolve_data_parallel_size(world_size))
     of_sections = config.section_problems()
@@ -116,7 +117,7 @@ def check_settings(config: RunConfig, world_size: int | None) -> CheckedSettings
     if found and (config.checkpoint.mirror or is_url(config.checkpoint.load or "")):
         raise InputError("\n".join(found))  # nothing is fetched for a run that cannot start
     if points := collect_problems(found, lambda: _starting_points(config)):
-        found += _checkpoint_problems(points[0].checkpoint, points[1], config)
+        found += _checkpoint_problems(points[0].checkpoint, points[1], config, length)
     if found or points is None or evaluation is None:
         raise InputError("\n".join(found))
     return CheckedSettings(config, *points, evaluation)
@@ -241,7 +242,6 @@ def _start(checked: CheckedSettings, data: DataSurvey, *, allowed: Sequence[str]
         train_iters=config.training.steps,
         evaluation=evaluation,
         events=tuple(read_events(Path(config.training.run_dir))) if checkpoint else (),
-        folder=file_of(config.training.run_dir),
     )
 
 
@@ -291,9 +291,9 @@ def _resuming(candidates: list[Path], recovery: RecoveryConfig) -> _Resuming:
     return _Resuming()
 
 
-def _checkpoint_problems(resumed: Path | None, loaded: Path | None, config: RunConfig) -> list[str]:
+def _checkpoint_problems(resumed: Path | None, loaded: Path | None, config: RunConfig, length: str) -> list[str]:
     if resumed:
-        return _resume_problems(resumed, config)
+        return _resume_problems(resumed, config, length)
     if loaded is None:
         return []
     # Positions that are no longer scaled, where the checkpoint's are, were rather forgotten than meant.
@@ -318,8 +318,12 @@ def _tokenizer_problems(config: RunConfig) -> list[str]:
     return []
 
 
-def _resume_problems(checkpoint: Path, config: RunConfig) -> list[str]:
-    """List what keeps a run from resuming: its model, seed, batch size and optimizer stay, or samples would repeat."""
+def _resume_problems(checkpoint: Path, config: RunConfig, length: str) -> list[str]:
+    """List what keeps a run from resuming: its model, seed, batch size and optimizer stay, or samples would repeat.
+
+    Args:
+        length: which field makes its number of steps, and how.
+    """
     saved = store.saved_config(checkpoint)
     if "training" not in saved:
         return [
@@ -331,8 +335,8 @@ def _resume_problems(checkpoint: Path, config: RunConfig) -> list[str]:
     steps = config.training.train_iters
     if steps is not None and step > steps:
         found.append(
-            f"training.train_iters is {steps}, but the run in {config.training.run_dir} is at "
-            f"step {step}; raise it, or name another training.run_dir"
+            f"training.{length} {steps}, but the run in {config.training.run_dir} is at step {step}; raise it, or "
+            "name another training.run_dir"
         )
     present, before = by_dotted_names(config.as_dict()), UNSTATED | by_dotted_names(saved)
     return found + [

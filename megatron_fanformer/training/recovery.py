@@ -11,6 +11,7 @@ happened is appended to `recovery.jsonl` in the run's folder, from which a resum
 
 import json
 import math
+import os
 import statistics
 import time
 from collections import Counter, deque
@@ -21,7 +22,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megatron_fanformer.checkpoint.store import RECOVERY, metrics_entry
-from megatron_fanformer.durable_files import regular_file
+from megatron_fanformer.durable_files import naming, regular_file
 from megatron_fanformer.errors import broken_fields
 
 Event = Literal["earlier_checkpoint", "computed_again", "skipped", "rewound", "not_mirrored"]
@@ -33,6 +34,9 @@ TOTALS: dict[str, str] = {
     "not_mirrored": "recovery/failed_mirror_copies",
 }
 """For each event, the metric of a step that counts it over the whole run."""
+
+BEGAN = "began"
+"""The event of a run from step 0 in a folder that has events of another."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,12 +79,14 @@ class RecoveryConfig:
 
 
 def read_events(run: Path) -> Iterator[dict[str, Any]]:
-    """Return what a run has done about damage and bad numbers, the oldest first; other lines are left out."""
+    """Return what a run has done about damage and bad numbers since it began, the oldest first; no other lines."""
     try:
         lines = regular_file(run / RECOVERY).read_bytes().splitlines()
     except OSError:
         return
-    yield from (event for event in map(metrics_entry, lines) if event is not None and event.get("event") in TOTALS)
+    events = [event for event in map(metrics_entry, lines) if event is not None]
+    began = max((number for number, event in enumerate(events, 1) if event.get("event") == BEGAN), default=0)
+    yield from (event for event in events[began:] if event.get("event") in TOTALS)
 
 
 class EventLog:
@@ -97,13 +103,25 @@ class EventLog:
         for event in past:
             self._count(str(event["event"]), event["step"])
 
+    def begin(self) -> None:
+        """Mark that a run begins from step 0: what its folder has of an earlier one is not its own."""
+        if self._writes and self._path.exists():
+            self._append(BEGAN, 0)
+
     def add(self, event: Event, step: int, **facts: Any) -> None:
         """Record an event; `facts` are plain values."""
         self._count(event, step)
         if self._writes:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            with self._path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps({"step": step, "event": event, "time": round(time.time(), 3), **facts}) + "\n")
+            self._append(event, step, **facts)
+
+    def _append(self, event: str, step: int, **facts: Any) -> None:
+        line = json.dumps({"step": step, "event": event, "time": round(time.time(), 3), **facts})
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        with naming(self._path), self._path.open("a+b") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - 1))
+            is_torn = size and file.read() != b"\n"  # by a crash, or a full disk
+            file.write(b"\n" * bool(is_torn) + line.encode() + b"\n")
 
     def _count(self, event: str, step: int) -> None:
         """Count each event, except the repetition of a skipped step after the run went back."""
@@ -184,9 +202,11 @@ class BadSteps:
         return len(self.in_a_row) >= max(1, self._config.max_bad_steps_in_a_row)
 
     @property
-    def may_rewind(self) -> bool:
-        """Return whether the run may go back once more."""
-        return self._config.max_bad_steps_in_a_row > 0 and self._rewinds < self._config.max_rewinds
+    def why_not_rewind(self) -> str | None:
+        """Return why the run may not go back once more; None if it may."""
+        if self._config.max_bad_steps_in_a_row == 0:
+            return "recovery.max_bad_steps_in_a_row is 0"
+        return None if self._rewinds < self._config.max_rewinds else "recovery.max_rewinds is reached"
 
     def note_rewind(self) -> dict[int, str]:
         """Note that the run goes back; returns the bad steps, which it will skip."""

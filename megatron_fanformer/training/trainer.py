@@ -13,7 +13,6 @@ from rich.console import Console
 from megatron_fanformer.checkpoint import store
 from megatron_fanformer.data.chat_template import CHAT_TEMPLATE_JINJA
 from megatron_fanformer.data.survey import DeferredScan
-from megatron_fanformer.data.tokenizer import tokenizer_file
 from megatron_fanformer.errors import CorruptError, DivergenceError, Interrupted
 from megatron_fanformer.model.build import build_stages
 from megatron_fanformer.processes import signals_to
@@ -36,7 +35,7 @@ from megatron_fanformer.training.profiling import Profiler
 from megatron_fanformer.training.recovery import BadSteps, EventLog
 from megatron_fanformer.training.run_log import log_if_slow
 from megatron_fanformer.training.samples import replica_batches, run_datasets
-from megatron_fanformer.training.saves import Checkpointer
+from megatron_fanformer.training.saves import Checkpointer, attached_files
 from megatron_fanformer.training.schedule import build_scheduler
 from megatron_fanformer.training.seen_sources import SeenSources
 from megatron_fanformer.training.step import (
@@ -92,8 +91,8 @@ class Trainer:
         with log_if_slow("building the model"):
             self._build()
         self._measure_steps()
-        tokenizer = config.data.tokenizer if grid.is_main else None  # which publishes checkpoints
-        self._tokenizer = tokenizer_file(tokenizer) if tokenizer else None
+        template = self._start.data.chat_template
+        self._attachments = attached_files(config, template) if grid.is_main else {}  # which publishes checkpoints
         self._start_or_resume()
         self._load_data()
         self._id_scan = DeferredScan(self._start.data, self.config.model.vocab_size)
@@ -103,7 +102,7 @@ class Trainer:
             run=Path(self.config.training.run_dir),
             steps=self.config.training.steps,
             writes=grid.is_main,
-            folder=self._start.folder,
+            watch=self._start.watch,
         )
         self._open_logs()
         if self.step:
@@ -117,6 +116,8 @@ class Trainer:
             DivergenceError: the loss or the gradient norm is not finite.
         """
         with signals_to(self._listener.note_signal, is_last=True), manual_gc():
+            if self._start.resumed is not None:
+                self._saves.copy(self.step)  # here, as its process is ended by `close`, which follows for sure
             if self.grid.is_main:
                 self._id_scan.start()
             stopping: Stopping | None = None
@@ -257,8 +258,8 @@ class Trainer:
         steps = f"step {first}" if first == last else f"steps {first} to {last}"
         candidates = on_main(lambda: [path.name for path in store.checkpoints_to_resume(self.run)])
         before = [self.run / store.CHECKPOINTS / name for name in candidates if name < store.checkpoint_name(first)]
-        if not before or not self._bad_steps.may_rewind:
-            why = "recovery.max_rewinds is reached" if before else "there is no checkpoint to go back to"
+        why = self._bad_steps.why_not_rewind if before else "there is no checkpoint to go back to"
+        if why is not None:
             raise DivergenceError(
                 f"{steps}: {bad[last]}, and {why}; lower optimizer.lr, or inspect the steps' documents"
             )
@@ -307,7 +308,7 @@ class Trainer:
                     "data": self._start.identity.as_plain(),
                 },
                 config=self._resolved_config(),
-                attachments=self._attachments(),
+                attachments=self._attachments,
             )
         self._share_again()
         return True
@@ -407,12 +408,13 @@ class Trainer:
     def _start_or_resume(self) -> None:
         past = list(self._start.events)
         self._events = EventLog(self.run, past, writes=self.grid.is_main)
+        if self._start.resumed is None:
+            self._events.begin()
         self._bad_steps = BadSteps(self.config.recovery, past)
         self._skipped_steps: set[int] = set()  # of this run as it stands, without what it went back over
         self._resumed_sources: dict[str, dict[str, float]] | None = None
         if self._start.resumed is not None:
             self._resume([self._start.resumed, *self._start.earlier], list(self._start.damaged))
-            self._saves.copy(self.step)
 
     def _resume(self, candidates: list[Path], damaged: list[tuple[Path, CorruptError]] | None = None) -> None:
         """Go on from the first of some checkpoints that is not damaged; those that are, are set aside.
@@ -490,7 +492,3 @@ class Trainer:
         values["runtime"]["device"] = self.grid.device
         values["precision"]["dtype"] = "bf16" if self.dtype == torch.bfloat16 else "fp32"
         return values
-
-    def _attachments(self) -> list[Path]:
-        template = [self.run / CHAT_TEMPLATE_JINJA] if self._start.data.chat_template else []
-        return [*([self._tokenizer] if self._tokenizer else []), *template]

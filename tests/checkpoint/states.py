@@ -129,7 +129,7 @@ class Training:
                 optimizer=self.optimizer,
                 progress={"step": self.step, "consumed_samples": self.step * GLOBAL_BATCH},
                 config=self.config(),
-                attachments=[],
+                attachments={},
             )
 
     def load(self, checkpoint: Path) -> None:

@@ -16,7 +16,7 @@ import msgspec
 import pytest
 
 from megatron_fanformer.checkpoint import run_lock as locks
-from megatron_fanformer.checkpoint.run_lock import FolderWatch, Holder, holder_of, run_lock
+from megatron_fanformer.checkpoint.run_lock import Holder, holder_of, run_lock
 from megatron_fanformer.checkpoint.store import LOCK
 from megatron_fanformer.errors import FanformerError, InputError
 from tests.patience import PATIENCE_SECONDS
@@ -256,8 +256,7 @@ def take_over(run: Path) -> None:
     ids=["removed", "renamed", "another of its name", "taken over", "lock removed"],
 )
 def test_a_folder_that_is_lost_is_noticed(run: Path, change: Any, message: str | None) -> None:
-    with run_lock(run):
-        watch = FolderWatch(run)
+    with run_lock(run) as watch:
         watch.check()
         change(run)
         if message is None:

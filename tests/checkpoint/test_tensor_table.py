@@ -14,7 +14,7 @@ from megatron_fanformer.errors import CorruptError
 
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
-    return write_full_tensors(tmp_path, {"w": torch.arange(6.0).view(3, 2)}, {}, [])
+    return write_full_tensors(tmp_path, {"w": torch.arange(6.0).view(3, 2)}, {}, {})
 
 
 def test_a_tensor_of_which_a_part_is_missing_is_not_read(checkpoint: Path) -> None:

@@ -23,7 +23,7 @@ def test_to_hugging_face_and_back(tmp_path: Path) -> None:
     """The receipt holds the trainer's logits against the export's, and the plain model both."""
     shapes = expected_shapes(MODEL, "megatron")
     tensors = {name: 0.3 * torch.randn(shape, generator=generator_for(0, name)) for name, shape in shapes.items()}
-    write_full_tensors(tmp_path / "run", tensors, {"model": dataclasses.asdict(MODEL)}, [])
+    write_full_tensors(tmp_path / "run", tensors, {"model": dataclasses.asdict(MODEL)}, {})
     done = convert_checkpoint(tmp_path / "run", tmp_path / "hf", to="hf", padded_vocab_size=MODEL.padded_vocab_size)
     assert done.checks is not None and all(check["passed"] for check in done.checks.values())
     model = FANformerForCausalLM.from_pretrained(tmp_path / "hf")

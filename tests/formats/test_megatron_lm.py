@@ -153,7 +153,7 @@ def saved(folder: Path, model: FANformerConfig, **changes: Any) -> Path:
     generator = torch.Generator().manual_seed(5)
     shapes = expected_shapes(model, "megatron")
     tensors = {stock_name(name, model): torch.randn(shape, generator=generator) for name, shape in shapes.items()}
-    step = write_full_tensors(folder / "run", tensors, {}, [])
+    step = write_full_tensors(folder / "run", tensors, {}, {})
     iteration = step.rename(folder / f"iter_{STEP:07d}")
     for name in (store.CONFIG, MANIFEST):  # ours alone
         (iteration / name).unlink()

@@ -120,7 +120,9 @@ def checkpoint_of(
     generator = torch.Generator().manual_seed(seed)
     shapes = expected_shapes(model, "megatron").items()
     tensors = {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in shapes}
-    return write_full_tensors(run, tensors, {"model": asdict(model)}, list(attached))
+    return write_full_tensors(
+        run, tensors, {"model": asdict(model)}, {store.attachment_name(file): file.read_bytes() for file in attached}
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -128,7 +130,7 @@ def test_the_average_of_one_checkpoint_with_itself_is_that_checkpoint(dtype: tor
     one = checkpoint_of(tmp_path / "one", dtype=dtype)
     name = "decoder.final_layernorm.weight"
     tensors = {**read_full_tensors(one), name: torch.full((MODEL.hidden_size,), -0.0, dtype=dtype)}
-    one = write_full_tensors(tmp_path / "other", tensors, {"model": asdict(MODEL)}, [])
+    one = write_full_tensors(tmp_path / "other", tensors, {"model": asdict(MODEL)}, {})
     average = read_full_tensors(merged(one, one, one, "--weights", 1, 3, 7, tmp_path / "out"))
     bits = torch.int32 if dtype == torch.float32 else torch.int16
     assert [each for each in tensors if not torch.equal(average[each].view(bits), tensors[each].view(bits))] == []

@@ -153,13 +153,13 @@ def test_the_weights_of_the_second_placement_are_checked(
 ) -> None:
     tensors = {key: torch.randn(shape) for key, shape in expected_shapes(QK_AND_V, "megatron").items()}
     config = {"model": dataclasses.asdict(QK_AND_V)}
-    write_full_tensors(tmp_path / "sound", tensors, config, [])
+    write_full_tensors(tmp_path / "sound", tensors, config, {})
     assert inspect(tmp_path / "sound", "--verify").code == 0
     changed = f"decoder.layers.1.self_attention.{name}"
     tensors[changed] = tensors[changed][1:]
     if fault == "missing":
         del tensors[changed]
-    write_full_tensors(tmp_path / "run", tensors, config, [])
+    write_full_tensors(tmp_path / "run", tensors, config, {})
     refused(
         inspect(tmp_path / "run", "--verify"), f".metadata has {changed} of shape", "where the model in config.yaml"
     )

@@ -121,6 +121,11 @@ def test_epochs_become_steps_which_the_run_records(tmp_path: Path, run_on_ranks:
     rates = [entry["learning_rate"] for entry in metrics]
     assert rates == pytest.approx([1e-2 * min(1, step / warmup) for step in range(1, len(rates) + 1)])
     assert check_run(config_from_dict(values), None).resumed == checkpoint  # the same command finds it complete
+    values["training"]["epochs"] = 0.5
+    with pytest.raises(
+        InputError, match=rf"training\.epochs makes \d+, but .* is at step {start.train_iters}; raise it"
+    ):
+        check_run(config_from_dict(values), None)
 
 
 @pytest.mark.parametrize(("epochs", "steps"), [(1.0, 4), (1.5, 6), (0.1, 1), (4.0, 14)])

@@ -38,6 +38,11 @@ def run(tmp_path: Path) -> Path:
     return run
 
 
+def test_the_run_may_be_the_folder_at_hand(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(run)
+    assert commands(Path("."))[-1] == ["convert", ".", f"{run}-hf", "--to", "hf"]
+
+
 def commands(run: Path) -> list[list[str]]:
     """The verbs of the commands that are named, with their options."""
     words = [shlex.split(line) for line in last_lines(run, 93) if line.startswith("  ")]

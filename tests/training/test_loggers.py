@@ -20,6 +20,7 @@ import pytest
 import yaml
 from rich.console import Console
 
+from megatron_fanformer.checkpoint.run_lock import FolderWatch, run_lock
 from megatron_fanformer.checkpoint.store import METRICS
 from megatron_fanformer.errors import DivergenceError, FanformerError, InputError, Interrupted
 from megatron_fanformer.inspection.checkpoint import last_numbers
@@ -33,10 +34,9 @@ from megatron_fanformer.training.loggers.table import TABLE
 from megatron_fanformer.training.loggers.tensorboard import BY_TOKENS, FOLDER, TensorBoard
 from megatron_fanformer.training.loggers.weights_and_biases import RUN_ID, _wait_for_own_folder
 from megatron_fanformer.training.metrics import read_metrics
-from megatron_fanformer.training.preflight import find_start
 from megatron_fanformer.training.start import _train
 from tests.patience import PATIENCE_SECONDS
-from tests.small_runs import small_run, write_tokens
+from tests.small_runs import small_run
 
 FOREIGN = [b"", b"\xff\xfe\x00 not text", b"[1, 2]", b"7", b'{"step": "8"}', b'{"steps": 1}', b"[" * 100_000, b"null"]
 TOKENS = 64  # of a step
@@ -75,28 +75,36 @@ def test_a_file_that_is_removed_during_a_run_is_written_anew(tmp_path: Path) -> 
     assert read_metrics(tmp_path) == [{"step": 2}]
 
 
+def test_a_full_disk_is_named_and_closing_does_not_hide_it(tmp_path: Path) -> None:
+    lines = JSONLines(start(tmp_path))
+    (tmp_path / METRICS).unlink()
+    (tmp_path / METRICS).symlink_to("/dev/full")
+    with pytest.raises(OSError, match="No space left") as refused:
+        lines.write(1, {})
+    assert refused.value.filename == str(tmp_path / METRICS)
+    lines.close(failed=True)
+
+
 # -- all loggers of a run that logs steps 1 to 4, is killed, resumes after step 2, and logs 3 to 5 again
 
 
-def loggers(run: Path, folder: tuple[int, int] | None = None, **fields: Any) -> Loggers:
+def loggers(run: Path, watch: FolderWatch | None = None, **fields: Any) -> Loggers:
     values = small_run("tokens", run, logging={"tensorboard": False, **fields})
     config = config_from_dict(values)
     run, steps = Path(config.training.run_dir), config.training.steps
-    return Loggers(config.logging, Console(file=io.StringIO()), run=run, steps=steps, writes=True, folder=folder)
+    return Loggers(config.logging, Console(file=io.StringIO()), run=run, steps=steps, writes=True, watch=watch)
 
 
 def test_a_folder_renamed_since_the_start_is_not_made_anew(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    run.mkdir()
-    values = small_run(write_tokens(tmp_path / "tokens"), run, logging={"tensorboard": False})
-    begun = find_start(config_from_dict(values))
-    opened = loggers(run, folder=begun.folder)
-    opened.open({}, step=0, tokens=0)
-    opened.close()
-    run.rename(tmp_path / "renamed")
-    with pytest.raises(FanformerError, match="was removed or renamed"):
+    with run_lock(run) as watch:
+        opened = loggers(run, watch=watch)
         opened.open({}, step=0, tokens=0)
-    assert not run.exists()
+        opened.close()
+        run.rename(tmp_path / "renamed")
+        with pytest.raises(FanformerError, match="was removed or renamed"):
+            opened.open({}, step=0, tokens=0)
+        assert not run.exists()
 
 
 def metrics(step: int, life: int) -> dict[str, Any]:

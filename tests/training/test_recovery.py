@@ -17,7 +17,7 @@ from megatron_fanformer.errors import CorruptError, DivergenceError, InputError
 from megatron_fanformer.training.config import config_from_dict
 from megatron_fanformer.training.metrics import read_metrics
 from megatron_fanformer.training.preflight import check_run
-from megatron_fanformer.training.recovery import BadSteps, EventLog, RecoveryConfig, read_events
+from megatron_fanformer.training.recovery import RECOVERY, BadSteps, EventLog, RecoveryConfig, read_events
 from megatron_fanformer.training.step import compare_attempts
 from tests.small_runs import small_run, trainer_of
 from tests.training.test_trainer import numbers, stored_tensors, train
@@ -277,6 +277,20 @@ def test_events_are_counted_over_restarts(tmp_path: Path) -> None:
     assert third.totals() == {"recovery/skipped_steps": 3}
 
 
+def test_a_run_from_the_start_has_no_events_of_the_one_before(tmp_path: Path) -> None:
+    new = EventLog(tmp_path, [], writes=True)
+    new.begin()
+    assert not list(tmp_path.iterdir())
+    new.add("rewound", 4, skipped={"6": "bad"})
+    again = EventLog(tmp_path, [], writes=True)
+    again.begin()
+    assert list(read_events(tmp_path)) == []
+    with (tmp_path / RECOVERY).open("a") as file:
+        file.write('{"step": 2, "event": "sk')  # by a crash
+    again.add("rewound", 8, skipped={"9": "bad"})
+    assert [event["step"] for event in read_events(tmp_path)] == [8]
+
+
 # -- what is saved
 
 
@@ -437,17 +451,23 @@ def test_what_a_run_went_back_for_is_skipped_by_the_next_start_too() -> None:
     assert steps.reason_to_skip(7) == "the loss is nan"
 
 
+def test_a_run_that_is_to_end_with_its_first_bad_step_says_so() -> None:
+    steps = BadSteps(RecoveryConfig(max_bad_steps_in_a_row=0), [])
+    steps.note_bad(4, "the loss is inf")
+    assert (steps.limit_reached, steps.why_not_rewind) == (True, "recovery.max_bad_steps_in_a_row is 0")
+
+
 def test_a_new_checkpoint_behind_a_good_step_lets_a_run_go_back_again() -> None:
     steps = BadSteps(RecoveryConfig(max_bad_steps_in_a_row=1, max_rewinds=1), [])
     for bad in (4, 8):
         steps.note_bad(bad, "the loss is inf")
-        assert (steps.limit_reached, steps.may_rewind) == (True, True)
+        assert (steps.limit_reached, steps.why_not_rewind) == (True, None)
         assert steps.note_rewind() == {bad: "the loss is inf"}
-        assert (steps.limit_reached, steps.may_rewind) == (False, False)
+        assert (steps.limit_reached, steps.why_not_rewind) == (False, "recovery.max_rewinds is reached")
         for good in (bad - 1, bad + 1):  # the first once more
-            assert not steps.may_rewind
+            assert steps.why_not_rewind
             steps.note_good(good, 1.0, 1.0)
-            assert not steps.may_rewind
+            assert steps.why_not_rewind
             steps.note_saved()
 
 

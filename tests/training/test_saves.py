@@ -1,9 +1,24 @@
 """The order in which a run's saves take place."""
 
+from pathlib import Path
 from typing import Any
 from unittest.mock import Mock, call
 
-from megatron_fanformer.training.saves import Checkpointer
+from megatron_fanformer.checkpoint import store
+from megatron_fanformer.training.config import config_from_dict
+from megatron_fanformer.training.saves import Checkpointer, attached_files
+from tests.small_runs import small_run
+
+
+def test_what_goes_into_checkpoints_is_read_once(tmp_path: Path) -> None:
+    (tmp_path / "own.model").write_bytes(b"a tokenizer")
+    config = config_from_dict(small_run("tokens", tmp_path, data={"tokenizer": str(tmp_path / "own.model")}))
+    attached = attached_files(config, "{{ messages }}")
+    (tmp_path / "own.model").unlink()
+    partial = store.temporary_folder(tmp_path / store.CHECKPOINTS, 1)
+    saved = store.publish_checkpoint(partial, tmp_path / store.CHECKPOINTS, 1, {}, attachments=attached)
+    assert (saved / "tokenizer.model").read_bytes() == b"a tokenizer"
+    assert (saved / "chat_template.jinja").read_text() == "{{ messages }}"
 
 
 def test_a_save_begins_once_the_one_before_is_published() -> None:

@@ -2,6 +2,7 @@
 
 import json
 import logging
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ class JSONLines(Logger):
         self._path = start.run / METRICS
         _drop_steps_after(self._path, start.step)
         self._file = self._path.open("a")
-        self._watch = FolderWatch(start.run)
+        self._watch = start.watch or FolderWatch(start.run)
 
     def write(self, step: int, metrics: dict[str, Any]) -> None:
         """Record the metrics of one step.
@@ -43,7 +44,8 @@ class JSONLines(Logger):
 
     def close(self, *, failed: bool = False) -> None:
         """Close the file."""
-        self._file.close()
+        with suppress(OSError) if failed else naming(self._path):  # what failed before says more
+            self._file.close()
 
 
 def _drop_steps_after(path: Path, last_step: int) -> None:

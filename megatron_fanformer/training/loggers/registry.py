@@ -116,7 +116,7 @@ class Loggers:
     Args:
         run: the run's folder.
         steps: of the whole run.
-        folder: which folder the run's was when it was found what the run starts from, by `file_of`; None: none.
+        watch: of the run's folder, since its lock was taken; None: nobody holds one.
     """
 
     def __init__(
@@ -127,9 +127,9 @@ class Loggers:
         run: Path,
         steps: int,
         writes: bool,
-        folder: tuple[int, int] | None = None,
+        watch: FolderWatch | None = None,
     ) -> None:
-        self._config, self._console, self._writes, self._folder = config, console, writes, folder
+        self._config, self._console, self._writes, self._watch = config, console, writes, watch
         self._run, self._steps = run, steps
         self._open: dict[str, Logger] = {}
 
@@ -148,8 +148,8 @@ class Loggers:
         self.close()
         if not self._writes:
             return
-        if self._folder is not None:
-            FolderWatch(self._run, self._folder).check()
+        if self._watch is not None:
+            self._watch.check()
         start = Start(
             run=self._run,
             step=step,
@@ -158,6 +158,7 @@ class Loggers:
             values=values,
             logging=self._config,
             console=self._console,
+            watch=self._watch,
         )
         try:
             self._run.mkdir(parents=True, exist_ok=True)
