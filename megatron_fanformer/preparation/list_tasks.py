@@ -119,15 +119,14 @@ class _Task:
     def _take(self, name: str) -> bool:
         """Prepare a list; returns whether it was free."""
         try:
-            with run_lock(self._lists.task_folder(name), option="the task's folder"):
+            with run_lock(self._lists.task_folder(name), option="the task's folder") as watch:
                 if not self._is_whole(name):
-                    self._prepare(name)
+                    self._prepare(name, watch)
         except InUseError:  # another task was faster
             return False
         return True
 
-    def _prepare(self, name: str) -> None:
-        watch = FolderWatch(self._lists.task_folder(name))
+    def _prepare(self, name: str, watch: FolderWatch) -> None:
         began = recorded = time.monotonic()
         state = ListState()
 
