@@ -24,10 +24,11 @@ from megatron_fanformer.data.token_files import token_dtype
 from megatron_fanformer.data.tokenizer import Tokenizer, load_tokenizer, tokenizer_file
 from megatron_fanformer.durable_files import sha256_of
 from megatron_fanformer.errors import InputError
+from megatron_fanformer.preparation.assembly import part_prefix
 from megatron_fanformer.preparation.documents import DocumentParser
 from megatron_fanformer.preparation.id_encoders import SMALL_INPUT, EncoderChoice, choose_encoder
 from megatron_fanformer.preparation.inputs import CHAT_SUFFIXES, DOCUMENT_SUFFIXES, NPY_SUFFIXES, expand_inputs
-from megatron_fanformer.preparation.pipeline import PreparationJob, ProgressListener, run
+from megatron_fanformer.preparation.pipeline import PreparationJob, ProgressListener, refuse_outside_blends, run
 from megatron_fanformer.preparation.remote_inputs import InputFile, RemoteInput, input_sha256, recorded_path
 from megatron_fanformer.preparation.remote_outputs import RemoteOutput, missing_output, output_manifest
 from megatron_fanformer.preparation.shards import is_unchanged
@@ -111,6 +112,8 @@ def prepare(
     config = _with_tokenizer_here(config)
     files = input_files(config) if files is None else files
     tokenizer, settings, record = _described(config)
+    if settings.part_bytes is not None:
+        refuse_outside_blends(settings, part_prefix(config.output, 0))
     if not is_url(config.output):
         return _prepare_here(config, files, tokenizer, settings, record, progress)
     output = RemoteOutput(config.output)
