@@ -99,7 +99,7 @@ def parse_blend(items: Sequence[str]) -> Blend:
     With weights, each goes with one source. Without, all .npy files together are one source, in their order.
 
     Raises InputError for an empty list, for weights and sources that do not alternate, for a weight that is not
-    positive, for a glob or a folder without .npy files, or for a blend file that cannot be read.
+    positive or is a prefix as well, for a glob or a folder without .npy files, or for a blend file that cannot be read.
     """
     words = [word for item in items for word in _words(item)]
     if not words:
@@ -110,6 +110,8 @@ def parse_blend(items: Sequence[str]) -> Blend:
         if stray is not None and not idx_path(stray).exists():
             raise InputError(f"{stray!r} is a weight where others are missing; give every prefix a weight, or none")
         return Blend(_npy_as_one(map(_source, words)), None)
+    if doubtful := next((word for word in words[0::2] if word in items and _is_both(word)), None):
+        raise InputError(_refused_as_both(doubtful))
     weights, names = numbers[0::2], words[1::2]
     if len(weights) != len(names) or any(weight is None for weight in weights):
         raise InputError(f"{_shown(words)} does not alternate; write weight prefix weight prefix …")
@@ -143,6 +145,21 @@ def _number(item: str) -> float | None:
         return None
 
 
+def _is_both(word: str, folder: str = "") -> bool:
+    """Return whether a word is a number, as Python reads 2024_01, and also the prefix of a pair in a folder here."""
+    return _number(word) is not None and idx_path(os.path.join(folder, word)).exists()
+
+
+def _refused_as_both(word: str) -> str:
+    return f"{word!r} is a number, and {word}.idx is there; write ./{word} for the prefix, or the weight otherwise"
+
+
+def reads_back(name: str) -> bool:
+    """Return whether a line of a blend file that holds a name alone is read as that name."""
+    is_one_word = COMMENT.sub("", name).split() == [name] and not LABELLED.fullmatch(name)
+    return is_one_word and not name.startswith("@") and _number(name) is None
+
+
 def _shown(words: list[str]) -> str:
     text = " ".join(words)
     return repr(text if len(text) <= 200 else text[:200] + " …")  # a blend file may have thousands
@@ -171,16 +188,20 @@ def _words(item: str) -> list[str]:
     if any(word.startswith("@") for word in words):
         raise InputError(f"blend file {file} names another by @; list both where the first is named")
     step = 1 if not words or _number(words[0]) is None else 2
+    weights = words[::2] if step == 2 and not is_url(folder) else []
+    if doubtful := next((word for word in weights if _is_both(word, folder)), None):
+        raise InputError(f"blend file {file}: {_refused_as_both(doubtful)}")
     for position in range(step - 1, len(words), step):
         words[position] = _below(folder, words[position])
     return words
 
 
 def _below(folder: str, path: str) -> str:
-    """Return a path that a blend file in a folder, or at a URL, has; one that is whole as it is."""
+    """Return a path that a blend file in a folder, or at a URL, has; one that is whole as it is, and none a number."""
     if is_url(path):
         return path
-    return f"{folder}/{path}" if is_url(folder) and not path.startswith("/") else str(Path(folder) / path)
+    found = f"{folder}/{path}" if is_url(folder) and not path.startswith("/") else str(Path(folder) / path)
+    return found if _number(found) is None else f"./{found}"
 
 
 def _of_mix(file: str, folder: str, lines: Sequence[str]) -> list[str]:

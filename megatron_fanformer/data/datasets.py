@@ -259,6 +259,9 @@ class _DatasetBuilder:
         from megatron.core.datasets.utils import Split
 
         datasets = [OneOfBlend(own, Split(part)) for own in samples]
+        kinds = [type(own).__name__ for own in samples]
+        if len(set(kinds)) > 1:  # megatron-core's names depend on them; folders of one kind keep their name
+            identity = {**identity, "kinds": kinds}
         with indices_in(self._survey.cache, identity) as folder, _many_sources_blended():
             config = self._config(folder, blend.sources, None, part, None)
             blended = BlendedMegatronDatasetBuilder.build_generic_dataset(

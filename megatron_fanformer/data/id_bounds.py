@@ -96,8 +96,7 @@ def _remembered_bounds(file: Path, dtype: np.dtype[Any], cache: Path | None, adv
         return _read_bounds(file, dtype, advance)
     note, identity = _note_of(file, dtype, cache)
     if (bounds := _noted_bounds(note, identity)) is not None:
-        advance(size)
-        return bounds
+        return bounds  # nothing is read, and so `advance` is not called
     bounds = _read_bounds(file, dtype, advance)
     write_note(note, identity, {"smallest": bounds[0], "largest": bounds[1]})
     return bounds

@@ -84,8 +84,7 @@ def _open(path: str, stated: NpyType, begins: dict[str, bytes]) -> NpyFile:
             begin = stream.read(len(NUMPY_MAGIC))
     if begin == NUMPY_MAGIC:
         raise InputError(
-            f"{path} has NumPy's own header, token files are ids alone; write it again with"
-            " numpy.load(FILE).astype('<u2').tofile(FILE)"
+            f"{redacted(path)} has NumPy's own header, token files are ids alone; {_without_header(stated)}"
         )
     dtype, largest = _by_manifest(path, size) or (stated, None)
     kind = np.dtype(dtype).newbyteorder("<")
@@ -95,6 +94,15 @@ def _open(path: str, stated: NpyType, begins: dict[str, bytes]) -> NpyFile:
             " set data.npy_dtype to its type"
         )
     return NpyFile(path, kind, size // kind.itemsize, largest, remote)
+
+
+def _without_header(stated: NpyType) -> str:
+    """Return the remedy for NumPy's header; `astype` wraps an id that its type does not hold without a word."""
+    kind = np.dtype(stated).newbyteorder("<").str
+    remedy = f"write the ids to another file with numpy.load(FILE).astype('{kind}').tofile(OTHER)"
+    if stated == "uint16":
+        remedy += ", or with '<u4' and data.npy_dtype: uint32 if one of them is above 65535"
+    return remedy
 
 
 def _by_manifest(path: str, size: int) -> tuple[str, int] | None:

@@ -13,6 +13,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from megatron_fanformer.data.blends import Blend, Source, split_bounds
 from megatron_fanformer.data.chat_files import open_chats
@@ -99,8 +102,8 @@ def survey_data(config: DataConfig, vocab_size: int | None = None, *, for_run: b
 
     Args:
         vocab_size: check all ids against it; a file without a manifest may be read completely for that. None: do not.
-        for_run: leave what takes long of that to a `DeferredScan`, and copy files on other stores to this machine if
-            `config` says so.
+        for_run: leave the reading to a `DeferredScan` where it takes long, and copy files on other stores to this
+            machine if `config` says so.
 
     Raises:
         InputError: a blend that cannot be read, missing files, a .npy file with NumPy's own header, or an id outside
@@ -143,31 +146,52 @@ def survey_data(config: DataConfig, vocab_size: int | None = None, *, for_run: b
         (prefix,) = source.paths
         survey.pairs[prefix] = read_index(prefix, bounds, cache=cache)
     if vocab_size is not None:
-        to_read = _bytes_to_read(survey, vocab_size)
-        if for_run and to_read >= DEFERRED_BYTES:
-            survey = dataclasses.replace(survey, has_unread_ids=True)
-        else:
-            scan_of(to_read).run(_id_checks(survey, vocab_size))
+        survey = _with_checked_ids(survey, vocab_size, may_defer=for_run)
     _log_survey(survey, time.monotonic() - started)
     return survey
 
 
-def _id_checks(survey: DataSurvey, vocab_size: int, *, of_stores: bool = True) -> list[Callable[..., None]]:
-    """Return the checks of all files, or of those on this machine alone."""
-    pairs = [pair for pair in survey.pairs.values() if of_stores or pair.remote is None]
-    files = [file for file in survey.npy_files.values() if of_stores or file.remote is None]
-    return [
-        *(partial(check_index_ids, pair, vocab_size, cache=survey.cache) for pair in pairs),
-        *(partial(check_npy_ids, file, vocab_size, cache=survey.cache) for file in files),
-    ]
+def _with_checked_ids(survey: DataSurvey, vocab_size: int, *, may_defer: bool) -> DataSurvey:
+    """Check all ids; those that take long to read are left for later, if they may be, as the result then says."""
+    checks = _id_checks(survey, vocab_size)
+    for check in checks:
+        if not check.bytes_to_read:
+            check.run()
+    unread = [check for check in checks if check.bytes_to_read]
+    if may_defer and _bytes_of(unread) >= DEFERRED_BYTES:
+        return dataclasses.replace(survey, has_unread_ids=True)
+    scan_of(_bytes_of(unread)).run([check.run for check in unread])
+    return survey
 
 
-def _bytes_to_read(survey: DataSurvey, vocab_size: int) -> int:
-    """Return the bytes of the files that must be read for their largest id, and have not been before."""
-    unread = (file for file in survey.npy_files.values() if file.max_token_id is None and file.remote is None)
-    files = [(Path(file.path), file.dtype) for file in unread if is_read(file.dtype, vocab_size)]
-    files += [(bin_path(pair.prefix), pair.dtype) for pair in survey.pairs.values() if reads_ids(pair, vocab_size)]
-    return sum(file.stat().st_size for file, dtype in files if not is_remembered(file, dtype, survey.cache))
+@dataclass(frozen=True)
+class _IdCheck:
+    """The check of a file's ids against the vocabulary."""
+
+    run: Callable[..., None]
+    bytes_to_read: int
+    """Of a file that is read for its largest id; 0 where a manifest states it, or it was read before."""
+
+
+def _id_checks(survey: DataSurvey, vocab_size: int) -> list[_IdCheck]:
+    """Return the checks of all files."""
+    cache, checks = survey.cache, []
+    for pair in survey.pairs.values():
+        size = _unread_bytes(bin_path(pair.prefix), pair.dtype, cache) if reads_ids(pair, vocab_size) else 0
+        checks.append(_IdCheck(partial(check_index_ids, pair, vocab_size, cache=cache), size))
+    for file in survey.npy_files.values():
+        is_unknown = file.max_token_id is None and file.remote is None and is_read(file.dtype, vocab_size)
+        size = _unread_bytes(Path(file.path), file.dtype, cache) if is_unknown else 0
+        checks.append(_IdCheck(partial(check_npy_ids, file, vocab_size, cache=cache), size))
+    return checks
+
+
+def _unread_bytes(file: Path, dtype: np.dtype[Any], cache: Path) -> int:
+    return 0 if is_remembered(file, dtype, cache) else file.stat().st_size
+
+
+def _bytes_of(checks: Sequence[_IdCheck]) -> int:
+    return sum(check.bytes_to_read for check in checks)
 
 
 class DeferredScan:
@@ -186,12 +210,13 @@ class DeferredScan:
         """Begin, on the one rank that does it."""
         if self._survey.has_unread_ids:
             logger.info("reading token files without a manifest for their largest id while the run goes on")
-            self._scan = scan_of(_bytes_to_read(self._survey, self._vocab_size))
-            threading.Thread(target=self._check, args=[self._scan], daemon=True).start()
+            unread = [check for check in _id_checks(self._survey, self._vocab_size) if check.bytes_to_read]
+            self._scan = scan_of(_bytes_of(unread))
+            threading.Thread(target=self._check, args=[self._scan, unread], daemon=True).start()
 
-    def _check(self, scan: FileTasks) -> None:
+    def _check(self, scan: FileTasks, unread: Sequence[_IdCheck]) -> None:
         try:
-            scan.run(_id_checks(self._survey, self._vocab_size, of_stores=False))
+            scan.run([check.run for check in unread])
             logger.info("all ids of the token files are within the vocabulary")
         except InterruptedError:
             pass  # stopped

@@ -1,5 +1,6 @@
 """Tokenizers behind one small interface: sentencepiece models and Hugging Face `tokenizer.json` files."""
 
+import hashlib
 import queue
 import re
 import threading
@@ -10,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_fanformer.data.notes import note_path
-from megatron_fanformer.data.remote_files import copy_to, find, only_one_at_a_time, optional_content
+from megatron_fanformer.data.remote_files import copy_to, find, look_up_contents, only_one_at_a_time, optional_content
 from megatron_fanformer.durable_files import publish, temporary_name, write_atomically
 from megatron_fanformer.errors import InputError, MachineTooSlow, redacted
 from megatron_fanformer.runtime.device import cache_folder
@@ -261,17 +262,21 @@ def tokenizer_file(path: str | Path) -> Path:
 
 
 def _fetched(url: str) -> Path:
-    """Return the copy of a tokenizer on another store, fetched once for each version, with its chat template."""
+    """Return the copy of a tokenizer on another store and its chat template, fetched once for each version of them."""
     if not url.endswith((".json", ".model")):
         raise InputError(f"tokenizer {redacted(url)} does not name a file; name one that ends in .model or .json")
     if (file := find(url)) is None:
         raise InputError(f"tokenizer {redacted(url)} does not exist; name a .model file or a tokenizer.json")
-    folder = note_path(cache_folder() / "tokenizers", file.identity).with_suffix("")
     parent, _, name = url.rpartition("/")
+    # They are small, and read each time: a store without the right to list looks up none that may be missing.
+    look_up_contents(f"{parent}/{beside}" for beside in BESIDE)
+    contents = {beside: optional_content(f"{parent}/{beside}") for beside in BESIDE}
+    sums = [hashlib.sha256(content).hexdigest() if content is not None else "none" for content in contents.values()]
+    folder = note_path(cache_folder() / "tokenizers", " ".join([file.identity, *sums])).with_suffix("")
     with only_one_at_a_time(folder):
         if not (folder / name).is_file():
-            for beside in BESIDE:
-                if (content := optional_content(f"{parent}/{beside}")) is not None:
+            for beside, content in contents.items():
+                if content is not None:
                     with reported_as_local(folder):
                         write_atomically(folder / beside, content)
             copy_to(file, folder / name)

@@ -58,7 +58,7 @@ class DocumentParser:
     """Extracts text, id and source from one line or row; builds nothing else of the JSON object.
 
     Args:
-        text_field: the field (the column) that holds the text.
+        text_field: the field (the column) that holds the text; if it is `id` or `source`, documents have none.
         min_length: the fewest characters of a document that is kept.
         max_length: the most; None: no limit.
         sources: the values of the `source` field that are kept; None: all, including documents without one.
@@ -77,12 +77,11 @@ class DocumentParser:
         self._text_field = text_field
         self._min_length, self._max_length = min_length, max_length
         self._sources = None if sources is None else frozenset(sources)
-        fields: list[Any] = [("text", str), ("id", Scalar, None), ("source", Scalar, None)]
-        names = {"text": text_field}
-        if text_field in ("id", "source"):  # then that is the text, and there is no id or no source
-            names[text_field] = f"{text_field}\x20"
+        self._beside = [name for name in ("id", "source") if name != text_field]  # what is the text is neither
+        fields: list[Any] = [("text", str), *((name, Scalar, None) for name in self._beside)]
+        absent: dict[str, Any] = {name: None for name in ("id", "source") if name == text_field}
         try:
-            line = msgspec.defstruct("Line", fields, rename=names)
+            line = msgspec.defstruct("Line", fields, rename={"text": text_field}, namespace=absent)
         except ValueError as error:
             raise InputError(f"text_field {text_field!r} cannot be a field name: {error}") from error
         self._decode: Callable[[bytes], Any] = msgspec.json.Decoder(line).decode
@@ -105,8 +104,9 @@ class DocumentParser:
     def parse_rows(self, columns: Mapping[str, Any]) -> list[Document | Refusal]:
         """Return the document in each row of a Parquet file, or why there is none; `columns` are pyarrow arrays."""
         texts = _values(columns[self._text_field])
+        beside = {name: _values(columns[name]) for name in self._beside if name in columns}
         nothing = [None] * len(texts)
-        ids, sources = (_values(columns[name]) if name in columns else nothing for name in ("id", "source"))
+        ids, sources = (beside.get(name, nothing) for name in ("id", "source"))
         return [self._parse_row(*row) for row in zip(texts, ids, sources, strict=True)]
 
     def _parse_row(self, text: Any, id: Any, source: Any) -> Document | Refusal:
@@ -138,7 +138,8 @@ class DocumentParser:
             return Refusal(TEXT_NOT_A_STRING)
         if has_surrogate(text):
             return Refusal(UNPAIRED_SURROGATE)
-        return self.judge(text, fields.get("id"), fields.get("source"))
+        beside = {name: fields.get(name) for name in self._beside}
+        return self.judge(text, beside.get("id"), beside.get("source"))
 
 
 def text_columns(path: InputFile, schema: Any, text_field: str = "text") -> list[str]:

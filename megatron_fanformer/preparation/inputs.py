@@ -2,6 +2,7 @@
 
 import glob
 import itertools
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
@@ -34,7 +35,7 @@ def expand_inputs(inputs: Iterable[str | Path], suffixes: Sequence[str] = DOCUME
 
     Raises:
         InputError: no input, a path that does not exist, a file of another kind, a folder or a pattern
-            without files, or a file named twice.
+            without files, a link to no file, a folder that cannot be read, or a file named twice.
         FanformerError: a store does not answer.
     """
     names = list(_with_lists(inputs))
@@ -75,6 +76,9 @@ def _local_inputs(names: Iterable[str], suffixes: Sequence[str]) -> list[Path]:
     files = [file for name in names for file in _expand(name, tuple(suffixes))]
     seen: set[Path] = set()
     for file in files:
+        if not os.path.isfile(file):
+            what = "a link to no file" if file.is_symlink() else "no file"
+            raise InputError(f"{file} is {what}, its documents would be missing; put the file there, or remove it")
         if file.resolve() in seen:
             raise InputError(f"{file} is named twice among the inputs, its documents would count double; name it once")
         seen.add(file.resolve())
@@ -117,11 +121,18 @@ def _expand(name: str, suffixes: tuple[str, ...]) -> list[Path]:
 
 
 def _search(folder: Path, suffixes: tuple[str, ...]) -> list[Path]:
-    names = (path for path in folder.rglob("*") if path.name.endswith(suffixes) and path.is_file())
-    files = [path for path in names if not path.name.endswith(NOT_SEARCHED_FOR)]
+    found = (Path(parent, name) for parent, _, names in os.walk(folder, onerror=_refuse_unread) for name in names)
+    files = [path for path in found if path.name.endswith(suffixes) and not path.name.endswith(NOT_SEARCHED_FOR)]
     if not files:
         raise InputError(f"{folder} holds no document file; a folder must hold {_kinds(suffixes)} files")
     return files
+
+
+def _refuse_unread(error: OSError) -> None:
+    raise InputError(
+        f"{error.filename} cannot be searched ({error.strerror}), its documents would be missing; make it readable, or"
+        " name the other folders"
+    ) from error
 
 
 def _kinds(suffixes: Sequence[str]) -> str:

@@ -16,7 +16,7 @@ from megatron_fanformer.preparation.lists import (
     list_prefix,
     read_lists,
 )
-from megatron_fanformer.preparation.pipeline import FAILURES_NAMED, blend_of
+from megatron_fanformer.preparation.pipeline import FAILURES_NAMED, blend_of, refuse_outside_blends
 from megatron_fanformer.preparation.prepare import PrepareReport
 from megatron_fanformer.preparation.remote_outputs import (
     missing_output,
@@ -36,7 +36,7 @@ def merge_lists(folder: Path) -> None:
 
     Raises:
         CorruptError: a list is not done, or differs; nothing is written.
-        InputError: the folder holds no lists, or PREFIX is another preparation's.
+        InputError: the folder holds no lists, PREFIX is another preparation's, or a blend cannot hold its name.
     """
     lists = read_lists(folder)
     agreement = lists.read_agreement()
@@ -63,6 +63,8 @@ def merge_lists(folder: Path) -> None:
     merged = _merged(
         manifests, [state.empty for each in lists.records if (state := lists.read_state(each.name)) and state.empty]
     )
+    for output in merged.outputs:
+        refuse_outside_blends(merged.settings, output.prefix)
     content = {".blend": blend_of(merged.settings, merged.outputs), MANIFEST_SUFFIX: encode_manifest(merged)}
     for suffix, data in content.items():
         if output_content(agreement.output, suffix) not in (None, data):

@@ -16,6 +16,7 @@ import msgspec
 from megatron_fanformer.checkpoint.run_lock import STALE_SECONDS, FolderWatch, holder_of, run_lock
 from megatron_fanformer.data.tokenizer import TokenizerTooSlow
 from megatron_fanformer.errors import FanformerError, InputError, InUseError, MachineTooSlow
+from megatron_fanformer.preparation.assembly import part_prefix
 from megatron_fanformer.preparation.list_merge import checked_manifest
 from megatron_fanformer.preparation.lists import (
     Agreement,
@@ -26,7 +27,12 @@ from megatron_fanformer.preparation.lists import (
     list_prefix,
     read_lists,
 )
-from megatron_fanformer.preparation.pipeline import FAILURES_NAMED, NothingFound, PrepareProgress
+from megatron_fanformer.preparation.pipeline import (
+    FAILURES_NAMED,
+    NothingFound,
+    PrepareProgress,
+    refuse_outside_blends,
+)
 from megatron_fanformer.preparation.prepare import prepare, settings_and_tokenizer
 from megatron_fanformer.preparation.progress import progress_line
 from megatron_fanformer.preparation.verb import PrepareConfig
@@ -58,6 +64,8 @@ def prepare_lists(config: PrepareConfig) -> None:
         raise InputError(f"--task is {config.task}; it must be at least 0, as the first list is")
     output = config.output if is_url(config.output) else os.path.abspath(config.output)
     settings, tokenizer = settings_and_tokenizer(config)
+    first = list_prefix(output, lists.records[0].name)
+    refuse_outside_blends(settings, first if settings.part_bytes is None else part_prefix(first, 0))
     agreement = Agreement(output=output, settings=settings, tokenizer=tokenizer, strict=config.strict)
     lists.agree(agreement)
     _Task(replace(config, output=output, from_lists=None, task=None), lists, config.task, agreement).run()

@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from megatron_fanformer import __version__
+from megatron_fanformer.data.blends import reads_back
 from megatron_fanformer.data.manifest import (
     Manifest,
     Settings,
@@ -262,5 +263,18 @@ def _manifest(job: PreparationJob, records: list[ShardRecord], outputs: list[Tok
 
 def blend_of(settings: Settings, outputs: list[TokenFiles]) -> bytes:
     """Return a list of token files in one folder, as `data.train_data` takes it (@FILE): each counts by its size."""
-    suffix = ".npy" if settings.format == "npy" and settings.chat is None else ""  # chats in rows are a folder
-    return "".join(f"{output.prefix}{suffix}\n" for output in outputs).encode()
+    return "".join(f"{_blend_word(settings, output.prefix)}\n" for output in outputs).encode()
+
+
+def refuse_outside_blends(settings: Settings, prefix: str) -> None:
+    """Raise InputError for a prefix of token files whose name in a blend would be read as something else."""
+    word = _blend_word(settings, Path(prefix).name)
+    if not reads_back(word):
+        raise InputError(
+            f"the .blend of this output would hold {word!r}, which is read as something else (several words, a label, a"
+            " comment, another file, a weight); choose an output named by letters, digits, - and ."
+        )
+
+
+def _blend_word(settings: Settings, name: str) -> str:
+    return f"{name}.npy" if settings.format == "npy" and settings.chat is None else name  # chats in rows are a folder

@@ -3,6 +3,7 @@
 This module decides what is to be done, whether it can be done, and whether it is already done; `pipeline` does it.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import get_args
 
@@ -23,10 +24,11 @@ from megatron_fanformer.data.token_files import token_dtype
 from megatron_fanformer.data.tokenizer import Tokenizer, load_tokenizer, tokenizer_file
 from megatron_fanformer.durable_files import sha256_of
 from megatron_fanformer.errors import InputError
+from megatron_fanformer.preparation.assembly import part_prefix
 from megatron_fanformer.preparation.documents import DocumentParser
 from megatron_fanformer.preparation.id_encoders import SMALL_INPUT, EncoderChoice, choose_encoder
 from megatron_fanformer.preparation.inputs import CHAT_SUFFIXES, DOCUMENT_SUFFIXES, NPY_SUFFIXES, expand_inputs
-from megatron_fanformer.preparation.pipeline import PreparationJob, ProgressListener, run
+from megatron_fanformer.preparation.pipeline import PreparationJob, ProgressListener, refuse_outside_blends, run
 from megatron_fanformer.preparation.remote_inputs import InputFile, RemoteInput, input_sha256, recorded_path
 from megatron_fanformer.preparation.remote_outputs import RemoteOutput, missing_output, output_manifest
 from megatron_fanformer.preparation.shards import is_unchanged
@@ -45,6 +47,8 @@ OF_DOCUMENTS = {
     "npy_dtype": "from_npy",
 }
 """Settings that conversations do not take: their names in errors, and the fields that set them."""
+NOT_OF_NPY = {name: OF_DOCUMENTS[name] for name in ("text_field", "min_length", "max_length", "sources")}
+"""Those that token files do not take either: there is no text in them, and no source."""
 OF_CHATS = ("chat_template", "learn", "max_tokens", "too_long")
 # What pads the rows of chats, the most likely first; without one, the end of text does.
 PADDING_NAMES = ("<|padding|>", "<|pad|>", "<pad>", "[PAD]")
@@ -108,6 +112,8 @@ def prepare(
     config = _with_tokenizer_here(config)
     files = input_files(config) if files is None else files
     tokenizer, settings, record = _described(config)
+    if settings.part_bytes is not None:
+        refuse_outside_blends(settings, part_prefix(config.output, 0))
     if not is_url(config.output):
         return _prepare_here(config, files, tokenizer, settings, record, progress)
     output = RemoteOutput(config.output)
@@ -184,6 +190,10 @@ def _check(config: PrepareConfig) -> None:
         raise InputError(f"part_bytes is {config.part_bytes}; it must be at least 1")
     if config.chat:
         _check_chat(config)
+    if config.from_npy:
+        _refuse_set(config, NOT_OF_NPY, "applies to texts and not to token files of from_npy; leave one of them out")
+    else:
+        _refuse_set(config, {"npy_dtype": "npy_dtype"}, "has no effect without from_npy; leave it out")
     if config.min_length < 0 or (config.max_length is not None and config.max_length < max(1, config.min_length)):
         raise InputError(
             f"lengths from {config.min_length} to {config.max_length}; min_length must be at least 0,"
@@ -201,12 +211,16 @@ def _check(config: PrepareConfig) -> None:
     DocumentParser(config.text_field)  # refuses an impossible name before any worker does
 
 
-def _check_chat(config: PrepareConfig) -> None:
+def _refuse_set(config: PrepareConfig, names: Mapping[str, str], why: str) -> None:
+    """Raise InputError if a field is not as it is by default; `names` has fields by their names in errors."""
     default = PrepareConfig()
-    changed = (getattr(config, name) != getattr(default, name) for name in OF_DOCUMENTS.values())
-    for name, is_set in zip(OF_DOCUMENTS, changed, strict=True):
-        if is_set:
-            raise InputError(f"{name} is set, which applies to documents and not to chats; leave one of them out")
+    for name, field in names.items():
+        if getattr(config, field) != getattr(default, field):
+            raise InputError(f"{name} is set, which {why}")
+
+
+def _check_chat(config: PrepareConfig) -> None:
+    _refuse_set(config, OF_DOCUMENTS, "applies to documents and not to chats; leave one of them out")
     if config.max_tokens is not None and config.max_tokens < 2:
         raise InputError(f"max_tokens is {config.max_tokens}; it must be at least 2, a token and what it predicts")
     if config.too_long not in (None, "cut") and config.max_tokens is None and config.format != "npy":

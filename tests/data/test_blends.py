@@ -2,7 +2,16 @@ from pathlib import Path
 
 import pytest
 
-from megatron_fanformer.data.blends import Blend, Source, blend_problems, parse_blend, source_labels, split_bounds
+from megatron_fanformer.data.blends import (
+    Blend,
+    Source,
+    blend_problems,
+    parse_blend,
+    parse_chats,
+    reads_back,
+    source_labels,
+    split_bounds,
+)
 from megatron_fanformer.errors import InputError
 
 SPLITS = ["99,1,0", "969,30,1", "8,2", ".7,.2,.1", "1,1,1", "999.9,.1", "33.3,33.3,33.4", "50,50,0"]
@@ -88,6 +97,46 @@ def test_a_mix_of_olmo_core_is_read_as_it_is(folder: Path) -> None:
     assert "web/ holds dolma2, other, and {TOKENIZER} stands for" in blend_problems("data.train_data", ["@mix.txt"])[0]
     (folder / "mix.txt").write_text("a,npy/1.npy\nnpy/2.npy\n")
     assert "'npy/2.npy' is not of the form label,path" in blend_problems("data.train_data", ["@mix.txt"])[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "is_read"),
+    [
+        ("web-00000", True),
+        ("2024_01-000", True),
+        ("a#b", True),
+        ("1e-000.npy", True),
+        ("en,wiki-00000", False),
+        ("my web-00000", False),
+        ("#web", False),
+        ("@web", False),
+        ("1e-00000", False),
+    ],
+)
+def test_names_that_a_blend_file_can_hold_are_known(folder: Path, name: str, is_read: bool) -> None:
+    (folder / "x.blend").write_text(f"{name}\n" * 2)
+    try:
+        found = {path for source in parse_blend(["@x.blend"]).sources for path in source.paths}
+    except InputError:
+        found = set()
+    assert reads_back(name) == (found == {name}) == is_read
+
+
+def test_a_prefix_that_is_also_a_number_is_not_taken_for_a_weight(folder: Path) -> None:
+    """Python reads 2024_01 as 202401."""
+    for name in ("2024_01", "2024_02"):
+        (folder / f"{name}.idx").touch()
+    for text in ("2024_01\n2024_02", "0.5 a 2024_02 b"):
+        (folder / "x.blend").write_text(text)
+        for parse in (parse_blend, parse_chats):
+            with pytest.raises(InputError, match=r"x\.blend: '2024_0\d' is a number, and 2024_0\d\.idx is there"):
+                parse(["@x.blend"])
+    with pytest.raises(InputError, match=r"write \./2024_01 for the prefix"):
+        parse_blend(["2024_01", "2024_02"])
+    (folder / "x.blend").write_text("./2024_01\n./2024_02")  # the remedy
+    assert paths("@x.blend") == [("./2024_01",), ("./2024_02",)]
+    (folder / "npy" / "x.blend").write_text("2024_01 ../a")  # which is not there
+    assert parse_blend(["@npy/x.blend"]).weights == [202401.0]
 
 
 @pytest.mark.parametrize(

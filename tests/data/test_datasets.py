@@ -1,3 +1,5 @@
+import hashlib
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -155,6 +157,19 @@ def test_two_ranks_share_a_cache_with_a_run_on_a_copy_elsewhere(
     wanted = first_samples(prefix, other_prefix, str(tmp_path / "cache"))
     moved = [str(tmp_path / "moved" / Path(each).name) for each in (prefix, other_prefix)]
     assert run_on_ranks(2, first_samples, *moved, str(tmp_path / "cache")) == [wanted, wanted]
+
+
+def test_two_ranks_share_a_cache_with_a_blend_of_the_same_weights_and_other_kinds(
+    prefix: str, npy_files: list[str], tmp_path: Path, run_on_ranks: Callable[..., list[Any]]
+) -> None:
+    """megatron-core's names of the indices depend on the kind of each source, too."""
+    cache = str(tmp_path / "cache")
+    for sources in ((prefix, npy_files[0]), (npy_files[0], prefix), npy_files):
+        first, second = run_on_ranks(2, first_samples, *sources, cache)
+        assert first == second == first_samples(*sources)
+    whole = {"weights": [0.5, 0.5], "size": 50, "part": 0}
+    of_one_kind = hashlib.sha256(json.dumps(whole, sort_keys=True).encode()).hexdigest()[:32]
+    assert (tmp_path / "cache" / of_one_kind).is_dir()  # as in earlier versions
 
 
 # -- .npy files

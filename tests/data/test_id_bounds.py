@@ -54,6 +54,18 @@ def test_a_file_that_was_written_again_is_read_again(file: Path, tmp_path: Path)
         check(file, 100, tmp_path / "cache")
 
 
+def test_what_is_remembered_counts_as_nothing_read(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is no part of the total either, which may be 0."""
+    check(file, 100, tmp_path / "cache")
+    monkeypatch.setattr(file_tasks, "SECONDS_BETWEEN_LINES", 0.0)
+    caplog.set_level("INFO")
+    task = partial(refuse_ids_outside, 100, "a", file, UINT16, largest=None, cache=tmp_path / "cache")
+    scan_of(0).run([task])
+    assert not caplog.records
+
+
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"smallest": 0, "largest": 1}'])
 def test_a_torn_note_is_not_believed(file: Path, tmp_path: Path, text: str) -> None:
     check(file, 100, tmp_path / "cache")

@@ -3,7 +3,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_fanformer.data.npy_files import check_npy_ids, open_npy_files
+from megatron_fanformer.data.npy_files import NpyType, check_npy_ids, open_npy_files
 from megatron_fanformer.errors import CorruptError, InputError
 from tests.data.token_making import write_manifest, write_npy
 
@@ -27,13 +27,17 @@ def test_without_a_manifest_the_stated_type_is_taken(tmp_path: Path) -> None:
     assert [open_npy_files([path], dtype)[0].tokens for dtype in ("uint16", "uint32")] == [20, 10]
 
 
-def test_numpys_own_header_is_refused_with_the_remedy(tmp_path: Path) -> None:
-    path = tmp_path / "a.npy"
-    np.save(path, np.arange(10, dtype=np.uint16))
-    with pytest.raises(InputError, match=r"a\.npy has NumPy's own header.*tofile"):
-        open_npy_files([str(path)], "uint16")
-    np.load(path).astype("<u2").tofile(path)  # the remedy
-    assert open_npy_files([str(path)], "uint16")[0].read(0, 10).tolist() == list(range(10))
+@pytest.mark.parametrize(("stated", "kind"), [("uint16", "<u2"), ("uint32", "<u4")])
+def test_numpys_own_header_is_refused_with_the_remedy(tmp_path: Path, stated: NpyType, kind: str) -> None:
+    """Of the stated type and to another file; that of 16 bits says what to do with ids that it would wrap."""
+    path, other = tmp_path / "a.npy", tmp_path / "b.npy"
+    np.save(path, np.arange(10))
+    with pytest.raises(InputError, match=r"a\.npy has NumPy's own header") as refused:
+        open_npy_files([str(path)], stated)
+    assert f"numpy.load(FILE).astype('{kind}').tofile(OTHER)" in str(refused.value)
+    assert ("'<u4' and data.npy_dtype: uint32 if one of them is above 65535" in str(refused.value)) == (kind == "<u2")
+    np.load(path).astype(kind).tofile(other)  # the remedy
+    assert open_npy_files([str(other)], stated)[0].read(0, 10).tolist() == list(range(10))
 
 
 @pytest.mark.parametrize(

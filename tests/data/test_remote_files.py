@@ -414,7 +414,7 @@ def test_inspect_describes_a_file_as_the_local_one(
             assert described(url, name) == described(folder, name)
 
 
-def test_a_tokenizer_is_fetched_once(
+def test_a_tokenizer_is_fetched_once_for_each_version_of_it_and_its_template(
     folder: Path, tmp_path: Path, small_tokenizer_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
@@ -428,7 +428,8 @@ def test_a_tokenizer_is_fetched_once(
         assert (there.path.parent / "tokenizer_config.json").exists()
         remote_files.forget()
         before, config = plan.requests, config_of(url, tmp_path / "cache", tokenizer=f"{url}/own.model")
-        assert load_tokenizer(f"{url}/own.model").path == there.path and plan.requests == before + 1
+        assert load_tokenizer(f"{url}/own.model").path == there.path
+        assert plan.requests == before + 3  # its look-up, and the two files that may be beside it
         wanted = config_of(folder, tmp_path / "cache", tokenizer=str(small_tokenizer_file))
         assert not config.problems()
         found = identify_data(config, survey_data(config, VOCAB_SIZE)).tokenizer
@@ -436,6 +437,14 @@ def test_a_tokenizer_is_fetched_once(
         for name, line in {"none.model": "does not exist", "": "does not name a file"}.items():
             with pytest.raises(InputError, match=line):
                 load_tokenizer(f"{url}/{name}")
+        for name, text in (("tokenizer_config.json", '{"eos_token": "<e>"}'), ("chat_template.jinja", "corrected")):
+            (folder / name).write_text(text)
+            remote_files.forget()
+            corrected = load_tokenizer(f"{url}/own.model").path
+            assert (corrected.parent / name).read_text() == text and corrected.parent != there.path.parent
+        (folder / "chat_template.jinja").unlink()
+        remote_files.forget()
+        assert not (load_tokenizer(f"{url}/own.model").path.parent / "chat_template.jinja").exists()
 
 
 def test_manifests_that_may_not_be_read_count_as_none_and_are_logged_once(

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from megatron_fanformer.data.blends import PART_NAMES, split_bounds
@@ -11,7 +12,7 @@ from megatron_fanformer.data.survey import survey_data
 from megatron_fanformer.data.token_files import CHECKED_ENTRIES, read_index
 from megatron_fanformer.errors import InputError
 from tests.data.test_blends import SPLITS
-from tests.data.token_making import write_npy, write_pair
+from tests.data.token_making import write_manifest, write_npy, write_pair
 
 
 @pytest.mark.parametrize("block", [7, CHECKED_ENTRIES])
@@ -56,3 +57,24 @@ def test_a_part_without_documents_is_told_of_the_part_that_is_drawn_alone(tmp_pa
     config = DataConfig(train_data=[prefix], split="99,1,0")
     with pytest.raises(InputError, match="none is left for validation"):
         SampleCounts(survey_data(config), 16).check(config, train_samples=3, valid_samples=2)
+
+
+def test_what_manifests_state_is_checked_at_the_start_whatever_is_read_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also of files on other stores, and of those that were read before."""
+    monkeypatch.setattr("megatron_fanformer.data.survey.DEFERRED_BYTES", 200)
+    monkeypatch.setattr("megatron_fanformer.data.id_bounds.REMEMBERED_BYTES", 0)
+    unread, stated = write_npy(tmp_path / "unread.npy", 100), write_npy(tmp_path / "stated.npy", 90)
+    pair = write_pair(tmp_path / "pair", [[90], [80]])
+    write_manifest(str(tmp_path / "stated"), dtype="uint16", max_token_id=5_000)
+    write_manifest(pair, dtype="uint16", max_token_id=6_000)
+    remembered = write_npy(tmp_path / "remembered.npy", 10)
+    np.array([7_000], "<u2").tofile(remembered)
+    cache = str(tmp_path / "cache")
+    survey_data(DataConfig(train_data=[remembered], cache_path=cache), 8_000)
+    for wrong, largest in ((stated, 5_000), (pair, 6_000), (remembered, 7_000), (f"file://{stated}", 5_000)):
+        config = DataConfig(train_data=[unread, wrong], cache_path=cache)
+        with pytest.raises(InputError, match=f"token id {largest}, outside the vocabulary of 600"):
+            survey_data(config, 600, for_run=True)
+        assert survey_data(config, 8_000, for_run=True).has_unread_ids

@@ -157,6 +157,15 @@ def test_rows_that_may_repeat_a_large_dictionary_come_in_smaller_blocks(
     assert sum(parts) == 500 and 150 <= max(parts) <= 200  # a dictionary of 1,000 bytes and its length
 
 
+def test_the_largest_dictionary_is_the_documented_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = Path(__file__).parents[2] / "docs" / "data.md"
+    assert f"dictionary above {document_files.LARGEST_DICTIONARY_BYTES >> 20} MiB is refused" in page.read_text()
+    path = write_parquet(tmp_path / "a.parquet", {"text": pyarrow.array(["x" * 1000]).dictionary_encode()})
+    monkeypatch.setattr(document_files, "LARGEST_DICTIONARY_BYTES", 1003)  # less than the value and its length
+    with pytest.raises(InputError, match=r"a\.parquet has a dictionary of 1004 bytes, more than 1003"):
+        list(read_documents(path))
+
+
 @pytest.mark.parametrize("damage", ["truncated", "flipped", "rubbish"])
 def test_a_damaged_parquet_file_is_corrupt_and_named(tmp_path: Path, damage: str) -> None:
     columns = {"text": [f"text {n}" for n in range(5000)]}

@@ -1,4 +1,7 @@
+import errno
+import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -66,6 +69,32 @@ def test_an_input_that_cannot_serve_is_an_input_error(tmp_path: Path, name: str)
     path = f"@{tmp_path}/{name[1:]}" if name.startswith("@") else f"{tmp_path}/{name}"
     with pytest.raises(InputError, match=name.lstrip("@").replace("*", r"\*")):
         expand_inputs([path])
+
+
+def test_a_link_to_no_file_is_not_passed_over(tmp_path: Path) -> None:
+    """Unless its name is none that is searched for."""
+    touch(tmp_path, "a.jsonl")
+    for name in ("notes.pdf", "tokens.manifest.json"):
+        (tmp_path / name).symlink_to("gone")
+    assert names(expand_inputs([tmp_path]), tmp_path) == ["a.jsonl"]
+    (tmp_path / "b.jsonl").symlink_to("gone")
+    for given in (tmp_path, tmp_path / "*.jsonl"):
+        with pytest.raises(InputError, match=r"b\.jsonl is a link to no file, its documents would be missing"):
+            expand_inputs([given])
+
+
+def test_a_folder_that_cannot_be_read_is_not_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    touch(tmp_path, "a.jsonl", "closed/b.jsonl")
+    scandir = os.scandir
+
+    def refused(path: Any) -> Any:  # tests may run as root, for whom no folder is closed
+        if Path(path).name == "closed":
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", refused)
+    with pytest.raises(InputError, match=r"closed cannot be searched \(Permission denied\)"):
+        expand_inputs([tmp_path])
 
 
 def test_no_input_is_an_input_error() -> None:

@@ -396,6 +396,22 @@ def test_what_has_the_merged_names_already_is_left_alone(tmp_path: Path, lists: 
     assert not (tmp_path / "data" / "x.manifest.json").exists()
 
 
+def test_names_that_a_blend_cannot_hold_are_refused_at_the_start(
+    tmp_path: Path, lists: Path, run_task: RunTask, prepare: Prepare, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, settings in {"my web": {}, "en,wiki": {"part_bytes": 1000}, "1e": {}}.items():
+        with pytest.raises(InputError, match=f"'{name}-000.*', which is read as something else"):
+            run_task(output=str(tmp_path / "data" / name), **settings)
+    with pytest.raises(InputError, match=r"'1e-00000', which is read as something else"):
+        prepare(tmp_path / "data" / "1e", tmp_path / "documents" / "5.txt", part_bytes=1000)
+    assert not (tmp_path / "data").exists() and stages(lists) == ["left"] * 3
+    monkeypatch.setattr(list_tasks, "refuse_outside_blends", lambda *_: None)  # as earlier versions
+    run_task(output=str(tmp_path / "data" / "my web"))
+    with pytest.raises(InputError, match="'my web-000', which is read as something else"):
+        merge_lists(lists)
+    assert not (tmp_path / "data" / "my web.blend").exists()
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

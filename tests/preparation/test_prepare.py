@@ -524,6 +524,18 @@ def test_a_setting_that_makes_no_sense_is_an_input_error(
     assert not (tmp_path / "new").exists()
 
 
+@pytest.mark.parametrize("setting", [{"text_field": "t"}, {"min_length": 1}, {"max_length": 9}, {"sources": ("web",)}])
+def test_what_token_files_do_not_take_is_refused(
+    tmp_path: Path, mixed: Path, prepare: Prepare, setting: dict[str, Any]
+) -> None:
+    """The manifest would state what was not applied; and the type of token files says nothing of texts."""
+    np.array([5, 6], np.uint16).tofile(tmp_path / "a.npy")
+    with pytest.raises(InputError, match=f"^{next(iter(setting))} is set, which applies to texts and not to token"):
+        prepare(tmp_path / "out", tmp_path / "a.npy", from_npy=True, **setting)
+    with pytest.raises(InputError, match=r"^npy_dtype is set, which has no effect without from_npy"):
+        prepare(tmp_path / "out", mixed, npy_dtype="uint32", **setting)
+
+
 def test_a_run_killed_after_its_last_step_is_tidied_up(tmp_path: Path, mixed: Path, prepare: Prepare) -> None:
     prefix = tmp_path / "new" / "out"
     prepare(prefix, mixed)

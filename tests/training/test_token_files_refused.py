@@ -108,7 +108,7 @@ def test_a_scan_that_is_stopped_ends(tmp_path: Path, monkeypatch: pytest.MonkeyP
     scan.stop()
     assert scan._scan is not None
     with pytest.raises(InterruptedError):
-        scan._scan.run(survey._id_checks(found, VOCAB_SIZE))
+        scan._scan.run([check.run for check in survey._id_checks(found, VOCAB_SIZE)])
     scan.raise_failure()
 
 
@@ -118,8 +118,12 @@ def test_a_file_that_goes_away_meanwhile_ends_the_run(tmp_path: Path, monkeypatc
     scan = survey.DeferredScan(
         survey.survey_data(DataConfig(train_data=[str(tmp_path / "a.npy")]), VOCAB_SIZE, for_run=True), VOCAB_SIZE
     )
-    monkeypatch.setattr(survey, "_bytes_to_read", lambda *_: (tmp_path / "a.npy").unlink())
-    monkeypatch.setattr(survey, "threading", SimpleNamespace(Thread=AtOnce))
+
+    def start_late(**options: Any) -> AtOnce:
+        (tmp_path / "a.npy").unlink()
+        return AtOnce(**options)
+
+    monkeypatch.setattr(survey, "threading", SimpleNamespace(Thread=start_late))
     scan.start()
     with pytest.raises(CorruptError, match=r"a\.npy cannot be read \(No such file or directory\); put it back"):
         scan.raise_failure()
