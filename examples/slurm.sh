@@ -47,6 +47,10 @@ set -euo pipefail
 python=${PYTHON:-python3}
 folder=${FOLDER:-$PWD}
 wanted=${NODES:-$SLURM_JOB_NUM_NODES}
+if ((wanted > SLURM_JOB_NUM_NODES)); then
+    echo "NODES is $wanted, and the job has $SLURM_JOB_NUM_NODES nodes; ask for as many: sbatch --nodes=$wanted" >&2
+    exit 2
+fi
 MASTER_PORT=${MASTER_PORT:-$((20000 + SLURM_JOB_ID % 10000))}
 export MASTER_PORT
 if [[ -n ${SLURM_CPUS_PER_TASK:-} ]]; then export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK; fi # else all cores
@@ -63,6 +67,10 @@ CHECK_SECONDS=900         # the check has limits of its own
 LOST_NODE_SECONDS=15      # until a step that could not be started is tried again: Slurm takes minutes to notice
 LOST_NODE_TRIES=40
 LEAST_SECONDS=240         # of the job, for a step to be started: Slurm signals the steps that are there, and no later one
+if [[ -n ${SLURM_JOB_START_TIME:-} ]] && ((SLURM_JOB_END_TIME - SLURM_JOB_START_TIME <= LEAST_SECONDS)); then
+    echo "the job has $((SLURM_JOB_END_TIME - SLURM_JOB_START_TIME)) s, and its ranks need more than $LEAST_SECONDS s; set --time" >&2
+    exit 2 # else it would be requeued for ever
+fi
 
 # Ranks are born with their signals held, until Python listens (coreutils before 8.31 cannot do it).
 hold=(env "--block-signal=TERM,INT,HUP,USR1,USR2")

@@ -57,6 +57,21 @@ def on_data_that_exists(config: RunConfig, tokens: str) -> RunConfig:
     return dataclasses.replace(config, data=data)
 
 
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({"NODES": "9"}, "NODES is 9, and the job has 8 nodes; ask for as many: sbatch --nodes=9"),
+        ({"SLURM_JOB_START_TIME": "100", "SLURM_JOB_END_TIME": "340"}, "the job has 240 s, and its ranks need more"),
+    ],
+)
+def test_a_slurm_job_that_can_never_start_ends(tmp_path: Path, variables: dict[str, str], message: str) -> None:
+    write_program(tmp_path / "scontrol", f"touch {tmp_path}/requeued")
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_NUM_NODES": "8", "SLURM_JOB_ID": "1"}
+    script = [shutil.which("bash") or "", str(EXAMPLES / "slurm.sh")]
+    ended = subprocess.run(script, env=environment | variables, capture_output=True, text=True)
+    assert ended.returncode == 2 and message in ended.stderr and not (tmp_path / "requeued").exists()
+
+
 def test_there_is_one_for_each_of_the_papers_sizes_and_a_tiny_one() -> None:
     assert sorted(file.stem for file in CONFIGS) == sorted(
         [*PAPER_SIZES, "tiny-cpu", "fanformer-1b-stages", "long-1b-32k"]

@@ -10,7 +10,8 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
@@ -131,13 +132,12 @@ class _Meeting:
         self.number, self.count, self.seconds = number, count, seconds
         self.store: Any = HashStore()
         if address is not None:
-            hosts = number == JUDGE and not devices.store_is_hosted()
-            self.store = (hosted_store if hosts else TCPStore)(
-                address.master_address,
-                address.master_port,
-                timeout=timedelta(seconds=seconds),
-                wait_for_workers=False,
-            )
+            place, port, limit = address.master_address, address.master_port, timedelta(seconds=seconds)
+            if number == JUDGE and not devices.store_is_hosted():
+                others = count > 1
+                self.store = hosted_store(place, port, has_other_machines=others, timeout=limit, wait_for_workers=False)
+            else:
+                self.store = TCPStore(place, port, timeout=limit, wait_for_workers=False)
 
     def publish(self, what: str, value: Any) -> None:
         """Publish a value for the others."""
@@ -159,8 +159,7 @@ def _verdicts(meeting: _Meeting, own: Facts, links: Links, config: CheckConfig) 
     found = {JUDGE: own, **{number: facts_from_plain(values) for number, values in answers.items()}}
     for facts in found.values():
         _read_shared_file(facts, own.node)
-    taking_part = [number for number, facts in found.items() if facts.doing == "done"]
-    gpus = min((len(found[number].gpus) for number in taking_part), default=0)
+    taking_part, gpus = nodes_to_measure(found)
     meeting.publish("links", (taking_part, gpus))
     if JUDGE in taking_part:
         _measure(own, links, meeting, taking_part, gpus)
@@ -184,6 +183,17 @@ def _verdicts(meeting: _Meeting, own: Facts, links: Links, config: CheckConfig) 
     meeting.publish("verdicts", [verdict.is_healthy for verdict in verdicts])
     meeting.collect("acknowledged", answers, ACKNOWLEDGED_SECONDS)  # the store may end with this process
     return verdicts
+
+
+def nodes_to_measure(found: Mapping[int, Facts]) -> tuple[list[int], int]:
+    """Return the nodes whose links are measured, those that have as many GPUs as most, and that number.
+
+    A node with fewer is unhealthy by that: with it, the others' links would be measured without the GPUs that it lacks.
+    """
+    shown = {number: len(facts.gpus) for number, facts in found.items() if facts.doing == "done"}
+    often = Counter(shown.values())
+    gpus = max(often, key=lambda count: (often[count], count), default=0)
+    return [number for number, count in shown.items() if count == gpus], gpus
 
 
 def _read_shared_file(facts: Facts, judge_node: str) -> None:

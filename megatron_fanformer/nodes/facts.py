@@ -197,7 +197,11 @@ def _find_gpus(facts: Facts) -> None:
                 f"GPU {number} is busy {busy:.0f}% of the time, and may be {MOST_BUSY_PERCENT:.0f}%; end what else "
                 "runs on it (nvidia-smi shows it)"
             )
-        facts.gpus.append(_work_of(number, facts))
+        try:
+            facts.gpus.append(_work_of(number, facts))
+        except RuntimeError as error:  # torch's: of memory that is not there, or of a GPU that does not answer
+            reason = str(error).splitlines()[0]
+            facts.problems.append(f"GPU {number} cannot be used ({reason}); leave the node out, and have it looked at")
 
 
 def _work_of(number: int, facts: Facts) -> Gpu:

@@ -1,11 +1,14 @@
 """The verb `check-node`, and its options; imports nothing that is slow."""
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.options import Verb, option
 from megatron_fanformer.runtime import device
+
+LONGEST_SECONDS = 86400.0  # that a node may take
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,12 +40,18 @@ class CheckConfig:
         found = []
         if not 0 < self.tolerance <= 1:
             found.append(f"--tolerance is {self.tolerance:g}; it must be above 0, and at most 1")
-        if self.minimum_bandwidth is not None and not self.minimum_bandwidth > 0:
-            found.append("--minimum-bandwidth must be above 0 GB/s; leave it out for what the adapters carry")
+        if self.minimum_bandwidth is not None and not 0 < self.minimum_bandwidth < math.inf:
+            found.append(
+                f"--minimum-bandwidth is {self.minimum_bandwidth:g}; it must be above 0 GB/s, or be left out for what "
+                "the adapters carry"
+            )
         if self.gpus is not None and self.gpus < 0:
             found.append(f"--gpus is {self.gpus}; it must be 0 or more")
-        if not self.time_limit > 0:
-            found.append(f"--time-limit is {self.time_limit:g}; it must be above 0 seconds")
+        if not 0 < self.time_limit <= LONGEST_SECONDS:
+            limit = f"{LONGEST_SECONDS:,.0f}"
+            found.append(
+                f"--time-limit is {self.time_limit:g}; it must be above 0 seconds, and at most {limit} (a day)"
+            )
         if found:
             raise InputError("\n".join(found))
 

@@ -72,7 +72,7 @@ class Bounds:
         ]
         outputs, gradients, weights = (
             [
-                Finding(kind.removesuffix("s"), name, difference, self.tensors[kind][name])
+                Finding(kind.removesuffix("s"), name, difference, self.tensors[kind].get(name, 0.0))
                 for name, difference in differences.tensors[kind].items()
             ]
             for kind in KINDS

@@ -219,7 +219,7 @@ def compare_layouts(
             findings = tuple(calibration.bounds.findings(found))
             result = LayoutResult(name=name, ranks=ranks, differences=found, findings=findings)
         results.append(result)
-        if communication:
+        if communication and result.failure is None:
             report(f"{name}, counting bytes")
             counted.append(compare_communication(pool.run, trial, calibration.run, name, bucketed))
     return ParityResult(calibration=calibration, layouts=results, communication=counted)

@@ -182,6 +182,11 @@ def store_is_hosted() -> bool:
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
+def restart_count() -> int:
+    """Return how often torchrun's agent has started this rank again."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+
+
 def is_bound_by_launcher() -> bool:
     """Return whether Slurm has bound this rank to cores of its own.
 

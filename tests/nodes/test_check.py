@@ -10,9 +10,12 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 
 from megatron_fanformer.cli import main
 from megatron_fanformer.nodes import check as check_module
+from megatron_fanformer.nodes import facts
+from megatron_fanformer.nodes.check import nodes_to_measure
 from megatron_fanformer.nodes.facts import Facts
 from megatron_fanformer.runtime import device as devices
 from megatron_fanformer.runtime.device import RankAddress
@@ -215,6 +218,26 @@ def test_a_node_alone_is_described_in_one_line(tmp_path: Path, capsys: pytest.Ca
     assert "it shows 0 GPUs, and by --gpus 8" in out and not errors
 
 
+def test_a_node_with_fewer_gpus_takes_no_part_in_measuring_the_links() -> None:
+    def node(gpus: int, doing: str = "done") -> Facts:
+        return Facts(gpus=[mock.Mock()] * gpus, doing=doing)
+
+    assert nodes_to_measure({0: node(8), 1: node(8), 2: node(0), 3: node(7), 4: node(8, "GPU 3")}) == ([0, 1], 8)
+    assert nodes_to_measure({0: node(0), 1: node(8)}) == ([1], 8)
+    assert nodes_to_measure({0: node(0), 1: node(0)}) == ([0, 1], 0)
+
+
+def test_a_gpu_that_cannot_be_used_is_a_problem_of_its_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    found, usable = Facts(), mock.Mock()
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda number: (100, 100))
+    monkeypatch.setattr(facts, "_query_gpu", lambda number, field: [0.0])
+    monkeypatch.setattr(facts, "_work_of", mock.Mock(side_effect=[RuntimeError("CUDA out of memory\nhint"), usable]))
+    facts._find_gpus(found)
+    assert found.gpus == [usable]
+    assert found.problems == ["GPU 0 cannot be used (CUDA out of memory); leave the node out, and have it looked at"]
+
+
 @pytest.mark.parametrize(
     ("options", "value"),
     [
@@ -222,6 +245,7 @@ def test_a_node_alone_is_described_in_one_line(tmp_path: Path, capsys: pytest.Ca
         (["--minimum-bandwidth", "0"], "--minimum-bandwidth"),
         (["--gpus", "-1"], "--gpus is -1"),
         (["--time-limit", "nan"], "--time-limit is nan"),
+        (["--time-limit", "inf", "--minimum-bandwidth", "inf"], "--time-limit is inf"),
         (["--folder", "/nowhere"], "--folder /nowhere is not a folder"),
     ],
 )

@@ -1,5 +1,7 @@
 """What counts as rounding and what does not, on numbers made for it."""
 
+import math
+
 import numpy as np
 
 from megatron_fanformer.parity.comparison import baseline_of, bounds_from, differences
@@ -38,6 +40,9 @@ def test_a_weight_in_the_next_last_place_is_rounding_and_a_missed_step_is_not() 
         weight[-1] = element
         return [finding.name for finding in bounds.findings(differences(baseline, [trace_of(weight)]))]
 
+    extra = differences(baseline, [trace_of(after)])
+    extra.tensors["gradients"]["of another layer"] = math.inf
+    assert [finding.name for finding in bounds.findings(extra)] == ["of another layer"]
     assert found_with(np.nextafter(after[-1], np.float32(2))) == []
     assert found_with(BEFORE[-1]) == ["norm"]
     assert found_with(after[-1] + STEP / 100) == ["norm"]  # of one element in 64

@@ -9,8 +9,11 @@ import logging.handlers
 import os
 import queue
 import signal
+import socket
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,9 +21,10 @@ from typing import Any
 import pytest
 
 from megatron_fanformer.errors import FanformerError, Interrupted
+from megatron_fanformer.runtime import device as devices
 from megatron_fanformer.runtime import launch
 from megatron_fanformer.runtime.device import ERROR_FILE
-from megatron_fanformer.runtime.meeting import _listener, hosted_store
+from megatron_fanformer.runtime.meeting import _listener, hosted_store, store_of_ranks
 from megatron_fanformer.runtime.parallel import rank_grid
 from megatron_fanformer.training.config import config_from_dict
 from megatron_fanformer.training.metrics import METRICS, read_metrics
@@ -91,9 +95,53 @@ def test_a_store_listens_where_the_ranks_meet(caplog: pytest.LogCaptureFixture) 
         hosted_store("127.0.0.1", store.port, wait_for_workers=False)
     assert caplog.text == ""
     elsewhere = "192.0.2.1"  # of no machine, RFC 5737
-    listener = _listener(elsewhere, 0)
-    assert listener.getsockname()[0] == "0.0.0.0" and f"{elsewhere} is not an address of this machine" in caplog.text
+    listener = _listener(elsewhere, 0, False)
+    assert listener.getsockname()[0] == "0.0.0.0" and f"{elsewhere} is no address of this machine's" in caplog.text
     listener.close()
+
+
+@pytest.mark.parametrize(
+    ("address", "has_others", "place"),
+    [
+        ("node-0", True, "0.0.0.0"),  # others know it by another address than this machine's /etc/hosts
+        ("node-0", False, "127.0.1.1"),
+        ("127.0.1.1", True, "127.0.1.1"),
+    ],
+)
+def test_a_machine_that_calls_itself_by_its_loopback_is_found_by_others(
+    monkeypatch: pytest.MonkeyPatch, address: str, has_others: bool, place: str
+) -> None:
+    found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.1.1", 0))]
+    with monkeypatch.context() as patched:
+        patched.setattr(socket, "getaddrinfo", lambda *_, **__: found)
+        with _listener(address, 0, has_others) as listener:
+            assert listener.getsockname()[0] == place
+
+
+def test_ranks_wait_for_all_at_a_launchers_store_and_a_restart_meets_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = hosted_store("127.0.0.1", 0, wait_for_workers=False)
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    both = [
+        devices.RankAddress(
+            rank=rank,
+            world_size=2,
+            local_rank=rank,
+            local_world_size=2,
+            master_address="127.0.0.1",
+            master_port=store.port,
+        )
+        for rank in (0, 1)
+    ]
+    for restart in ("0", "1", "2"):
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", restart)
+        if restart == "1":
+            with ThreadPoolExecutor(2) as pool:
+                first, second = pool.map(lambda rank: store_of_ranks(rank, timedelta(seconds=PATIENCE_SECONDS)), both)
+            first.set("key", "value")
+            assert second.get("key") == b"value"
+        else:
+            with pytest.raises(FanformerError, match=r"rank 0 of 2 waited at tcp://127\.0\.0\.1:.* in vain"):
+                store_of_ranks(both[0], timedelta(seconds=0.1))
 
 
 @pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.full)])
