@@ -159,7 +159,7 @@ def test_exit_codes_mean_what_they_do_elsewhere(manifest: dict[str, Any]) -> Non
 
 
 STAND_IN = """
-echo "$RANK/$WORLD_SIZE $LOCAL_RANK/$LOCAL_WORLD_SIZE $*" >> {folder}/told
+echo "$RANK/$WORLD_SIZE $LOCAL_RANK/$LOCAL_WORLD_SIZE $*" >> {folder}/lines
 trap 'echo "$RANK" >> {folder}/stopped; exit 5' TERM
 case $(sed -n "$((LOCAL_RANK + 1))p" {folder}/codes) in
     waits) for _ in {{1..600}}; do sleep 0.1; done ;;
@@ -189,15 +189,15 @@ def test_a_pod_starts_its_ranks_and_ends_with_their_highest_code(
 ) -> None:
     pod = start_pod(manifest, tmp_path, ends)
     assert pod.wait(timeout=PATIENCE_SECONDS) == code
-    message = sorted((tmp_path / "message").read_text().splitlines())
+    lines = sorted((tmp_path / "lines").read_text().splitlines())
     command = "-m megatron_fanformer train --config /runs/fanformer-1b.yaml"
-    assert message == [f"{24 + gpu}/64 {gpu}/8 {command}" for gpu in range(8)]
+    assert lines == [f"{24 + gpu}/64 {gpu}/8 {command}" for gpu in range(8)]
 
 
 def test_a_pod_passes_its_end_on_and_tells_that_the_ranks_stopped(manifest: dict[str, Any], tmp_path: Path) -> None:
     pod = start_pod(manifest, tmp_path, ["waits"] * 8)
-    (tmp_path / "message").touch()
-    wait_until(lambda: (tmp_path / "message").read_text().count("\n") == 8)
+    (tmp_path / "lines").touch()
+    wait_until(lambda: (tmp_path / "lines").read_text().count("\n") == 8)
     time.sleep(0.2)
     pod.terminate()
     assert pod.wait(timeout=PATIENCE_SECONDS) == 5
@@ -211,7 +211,7 @@ def test_after_a_failed_check_there_is_time_to_cordon_the_node(
     check = start_check(manifest, tmp_path, code)
     assert check.wait(timeout=PATIENCE_SECONDS) == code
     command = "-m megatron_fanformer check-node --folder /runs --gpus 8 --time-limit 1800"
-    assert (tmp_path / "message").read_text() == f"3 {command}\n"
+    assert (tmp_path / "lines").read_text() == f"3 {command}\n"
     assert (tmp_path / "slept").read_text() == slept
 
 
@@ -227,7 +227,7 @@ def start_check(manifest: dict[str, Any], folder: Path, code: int, *, waits: boo
     """The check of node 3, with a stand-in for it that ends with a code, and one for `sleep` that may not end."""
     [check] = parts(manifest)[1]["initContainers"]
     (folder / "slept").touch()
-    write_program(folder / "python3", f'echo "$RANK $*" >> {folder}/told; exit {code}')
+    write_program(folder / "python3", f'echo "$RANK $*" >> {folder}/lines; exit {code}')
     end = "exec tail -f /dev/null" if waits else "exit 0"
     write_program(folder / "sleep", f"echo $1 >> {folder}/slept; {end}")
     return start_container(check, folder)

@@ -44,8 +44,8 @@ def test_a_script_gives_the_arguments_that_bash_does(tmp_path: Path) -> None:
     (script := tmp_path / "run.sh").write_text(SCRIPT.replace("cat\n", "tr '\\n' '\\n'\n"))
     words = read_arguments(str(script))
     assert not any(word.unresolved for word in words)
-    (message := tmp_path / "said.sh").write_text(SCRIPT.replace("(echo --nnodes 1)", "(printf '%s\\n')"))
-    bash = subprocess.run(["bash", message], cwd=tmp_path, capture_output=True, text=True, check=True).stdout
+    (script := tmp_path / "launch.sh").write_text(SCRIPT.replace("(echo --nnodes 1)", "(printf '%s\\n')"))
+    bash = subprocess.run(["bash", script], cwd=tmp_path, capture_output=True, text=True, check=True).stdout
     assert ["scripts/pretrain_gpt.py", *(word.text for word in words)] == bash.splitlines()
 
 
