@@ -61,6 +61,7 @@ _MEGATRON_LM = {
 --apply-layernorm-1p: norms store their weights as they are
 --apply-residual-connection-post-layernorm: norms stay out of the residual stream
 --qk-layernorm = model.qk_layernorm: also by the spec, `layer_spec(..., qk_layernorm=True)`
+--qk-l2-norm: norms of queries and keys have weights (model.qk_layernorm)
 --softmax-type: the softmax has no further term
 --swiglu --squared-relu --openai-gelu --quick-geglu --glu-linear-offset --activation-func-clamp-value:
     every MLP is a SwiGLU

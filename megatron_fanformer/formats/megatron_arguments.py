@@ -34,6 +34,7 @@ RULES: dict[str, tuple[str, tuple[Any, ...]]] = {
     "add_qkv_bias": ("--add-qkv-bias", (False,)),
     "mtp_num_layers": ("--mtp-num-layers", (None, 0)),
     "use_mup": ("--use-mup", (False,)),
+    "qk_l2_norm": ("--qk-l2-norm", (False,)),
 }
 """By argument: its flag, whose reason `foreign_names` has, and what it must be, as every model here is built.
 

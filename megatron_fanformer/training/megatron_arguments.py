@@ -101,7 +101,7 @@ SWITCHES = frozenset(
 --no-create-attention-mask-in-dataloader --no-gradient-accumulation-fusion --no-load-optim --no-load-rng
 --no-masked-softmax-fusion --no-overlap-p2p-communication --no-persist-layer-norm --no-rope-fusion --no-save-optim
 --no-save-rng --openai-gelu --optimizer-cpu-offload --overlap-p2p-communication-warmup-flush
---override-opt-param-scheduler --profile --quick-geglu --recompute-activations --rotary-interleaved --sft
+--override-opt-param-scheduler --profile --qk-l2-norm --quick-geglu --recompute-activations --rotary-interleaved --sft
 --squared-relu --swiglu --tp-comm-overlap --use-checkpoint-args --use-checkpoint-opt-param-scheduler
 --use-cpu-initialization --use-flash-attn --use-mcore-models --use-megatron-fsdp --use-mup
 --use-precision-aware-optimizer --use-pytorch-profiler --use-rope-scaling --use-rotary-position-embeddings
