@@ -44,6 +44,8 @@ _WEIGHTS_ALONE = "weights alone; a run resumes from its run_dir by itself"
 _MEGATRON_LM = {
     "Model": """
 --num-layers = model.num_layers
+--hybrid-layer-pattern --hybrid-override-pattern = model.num_layers:
+    half of `*-` repeated; where stages end is for parallel to state
 --hidden-size = model.hidden_size
 --ffn-hidden-size = model.ffn_hidden_size: has no default
 --num-attention-heads = model.num_attention_heads
