@@ -16,7 +16,7 @@ from megatron_fanformer.data.chat_template import own_template
 from megatron_fanformer.data.tokenizer import tokenizer_file
 from megatron_fanformer.durable_files import new_folder, write_atomically
 from megatron_fanformer.errors import CorruptError, InputError
-from megatron_fanformer.formats.checkpoints import Checkpoint, open_checkpoint, write_checkpoint
+from megatron_fanformer.formats.checkpoints import Checkpoint, blaming_removal, open_checkpoint, write_checkpoint
 from megatron_fanformer.formats.huggingface import MODEL_CARD
 from megatron_fanformer.formats.model_card import RECEIPT, Extras, receipt_section
 from megatron_fanformer.formats.name_table import Format, convert
@@ -52,8 +52,8 @@ def convert_checkpoint(options: ConvertOptions) -> Conversion:
     A stated tokenizer brings the chat template beside it; without either, the source's own stays.
 
     Raises:
-        InputError: the source is not a checkpoint, the destination exists, the tokenizer is missing, or a size is
-            invalid.
+        InputError: the source is not a checkpoint, the destination exists, the tokenizer is missing, a size is invalid,
+            or the source was removed meanwhile.
         CorruptError: the source is damaged, or a check failed; there is no destination then. The report is written.
     """
     source, destination, to = Path(options.source), options.destination, options.to
@@ -74,7 +74,7 @@ def convert_checkpoint(options: ConvertOptions) -> Conversion:
         max_shard_size=options.max_shard_size,
         training=training_record(opened.format, opened.path, opened.run) if to == "hf" else "",
     )
-    with lock_of_run(destination), new_folder(destination) as folder:
+    with blaming_removal([opened.path]), lock_of_run(destination), new_folder(destination) as folder:
         used = _write(options, folder, opened, extras)
         written = open_checkpoint(folder)
         checks = _verified(opened, used, written) if options.verified else None

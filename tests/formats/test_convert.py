@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from megatron_fanformer.checkpoint import store
+from megatron_fanformer.checkpoint.full_tensors import StoredTensors
 from megatron_fanformer.checkpoint.run_lock import run_lock
 from megatron_fanformer.cli import main
 from megatron_fanformer.errors import InputError
@@ -92,6 +93,26 @@ def test_every_field_of_a_model_comes_back_from_transformers_configuration() -> 
         fan=FANConfig(p_ratio=0.125, activation="gelu", bias=False, placement="qk_and_v", v_p_ratio=0.375),
     )
     assert from_huggingface_config(to_huggingface_config(model)) == model
+
+
+@pytest.mark.parametrize("reads", [0, 8])
+def test_a_checkpoint_that_its_run_removes_meanwhile_is_named(
+    reads: int, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gone, read = find_checkpoint(str(converted(source, "megatron"))), StoredTensors.read
+    left = [None] * reads
+
+    def removing(stored: StoredTensors, *arguments: Any) -> Any:
+        if left:
+            left.pop()
+        else:
+            shutil.rmtree(gone, ignore_errors=True)
+        return read(stored, *arguments)
+
+    monkeypatch.setattr(StoredTensors, "read", removing)
+    assert main(["convert", str(gone), str(tmp_path / "out"), "--to", "hf"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"{gone} was removed while it was read" in line and not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("to", ["hf", "megatron", "reference"])
