@@ -19,7 +19,7 @@ from megatron_fanformer.errors import CorruptError, InputError
 from megatron_fanformer.formats.checkpoints import Checkpoint, blaming_removal, open_checkpoint, write_checkpoint
 from megatron_fanformer.formats.huggingface import MODEL_CARD
 from megatron_fanformer.formats.model_card import RECEIPT, Extras, receipt_section
-from megatron_fanformer.formats.name_table import Format, convert
+from megatron_fanformer.formats.name_table import Format, convert, names_in, rows_of
 from megatron_fanformer.formats.reference import beyond_reference
 from megatron_fanformer.formats.training_record import training_record
 from megatron_fanformer.formats.transforms import vocabulary_multiple
@@ -115,8 +115,22 @@ def _write(options: ConvertOptions, folder: Path, source: Checkpoint, extras: Ex
         target_config=goal,
         dtype=DTYPES[options.dtype] if options.dtype else None,
     )
+    if options.dtype is None:
+        _check_formats(source)
     write_checkpoint(options.to, folder, goal, converted, extras)
     return used
+
+
+def _check_formats(source: Checkpoint) -> None:
+    """Raise InputError where tensors that are one in Megatron have several number formats: which should it have?"""
+    for row, layer in rows_of(source.config):
+        found = {name: source.tensors.meta[name].dtype for name in names_in(row, layer, source.format)}
+        if len({*found.values()}) > 1:
+            named = ", ".join(f"{name} ({str(dtype).removeprefix('torch.')})" for name, dtype in found.items())
+            raise InputError(
+                f"the model in {source.path} has parts of one tensor in different number formats: {named}; state one "
+                "by --dtype"
+            )
 
 
 def _verified(source: Checkpoint, used: set[str], written: Checkpoint) -> Json:

@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from megatron_fanformer.checkpoint import store
 from megatron_fanformer.checkpoint.full_tensors import StoredTensors
@@ -93,6 +95,28 @@ def test_every_field_of_a_model_comes_back_from_transformers_configuration() -> 
         fan=FANConfig(p_ratio=0.125, activation="gelu", bias=False, placement="qk_and_v", v_p_ratio=0.375),
     )
     assert from_huggingface_config(to_huggingface_config(model)) == model
+
+
+def test_parts_of_one_tensor_in_different_formats_need_one(
+    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mixed = converted(source, "hf")
+    weights = load_file(mixed / "model.safetensors")
+    name = "model.layers.0.self_attn.v_proj.weight"
+    save_file({**weights, name: weights[name].bfloat16()}, mixed / "model.safetensors")
+    command = ["convert", str(mixed), str(tmp_path / "out"), "--to", "megatron"]
+    assert main(command) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"{name} (bfloat16)" in line and line.endswith("state one by --dtype") and not (tmp_path / "out").exists()
+    assert main([*command, "--dtype", "fp32"]) == 0
+
+
+def test_integers_for_weights_are_damage(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = converted(source, "hf") / "model.safetensors"
+    torch.save({name: weight.long() for name, weight in load_file(file).items()}, file.with_name("model.pt"))
+    file.unlink()
+    assert main(["convert", str(file.parent), str(tmp_path / "out"), "--to", "reference"]) == 3
+    assert "in no number format of weights: model.embed_tokens.weight (torch.int64)" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("reads", [0, 8])
