@@ -84,6 +84,15 @@ def write_tokenizer(folder: Path, extras: Extras, *, model_max_length: int) -> i
     return max(vocabulary.values()) + 1
 
 
+def check_fits(tokenizer: Path, ids: int, vocab_size: int) -> None:
+    """Raise InputError if a tokenizer has ids beyond a model's vocabulary."""
+    if ids > vocab_size:
+        raise InputError(
+            f"tokenizer {tokenizer} has {ids} ids, the model's vocabulary {vocab_size}; name the tokenizer that the "
+            "model was trained with"
+        )
+
+
 def _write_sentencepiece(folder: Path, source: Path) -> Callable[[str], list[int]]:
     """Write `tokenizer.json` for a sentencepiece model, and a copy of it; returns the original's encoding."""
     from sentencepiece import sentencepiece_model_pb2

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file, save_file
 
 from megatron_fanformer.checkpoint import store
@@ -18,6 +19,7 @@ from megatron_fanformer.formats.huggingface import from_huggingface_config, to_h
 from megatron_fanformer.formats.recognition import find_checkpoint
 from megatron_fanformer.model.config import FANConfig, FANformerConfig
 from megatron_fanformer.model.rope_scaling import RopeScalingConfig
+from tests.conftest import REFERENCE
 from tests.disk_steps import small_files
 from tests.formats.plain_fanformer import VARIANTS, write
 from tests.generation.making import write_tokenizer
@@ -60,6 +62,61 @@ def test_an_export_ends_text_with_the_id_that_is_stated(source: Path, tokenizer:
     assert stated(folder / "config.json")["eos_token_id"] == 7
     assert stated(folder / "generation_config.json")["eos_token_id"] == 7
     assert stated(folder / "generation_config.json")["pad_token_id"] == 7
+
+
+@pytest.mark.parametrize("to", ["hf", "reference"])
+def test_the_sources_own_end_of_text_stays(to: str, source: Path, tokenizer: Path) -> None:
+    """Unless another tokenizer, or another id, is stated; a checkpoint of ours has no place for it."""
+    export = converted(source, "hf", tokenizer=tokenizer, eod_id=7)
+    first = source.with_name("first")
+    export.rename(first)
+
+    def end(**options: Any) -> Any:
+        folder = converted(first, to, **options)
+        if to == "hf":
+            found = stated(folder / "config.json")["eos_token_id"]
+        else:
+            found = yaml.safe_load((folder / "config.yaml").read_text())["model"]["eos_token_id"]
+        shutil.rmtree(folder)
+        return found
+
+    assert [end(), end(eod_id=8), end(tokenizer=tokenizer)] == [7, 8, 0]
+    done = convert_checkpoint(first, source.with_name("ours"), to="megatron", verified=False)
+    assert "state --eod-id 7 where the checkpoint is exported" in done.notes[-1]
+
+
+def test_the_authors_end_of_text_stays(tmp_path: Path) -> None:
+    folder = tmp_path / "export"
+    convert_checkpoint(REFERENCE / "fanformer-tied", folder, to="hf", verified=False)
+    assert stated(folder / "config.json")["eos_token_id"] == 249
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--to megatron --tokenizer {0}/tokenizer_config.json", "cannot be read as a Hugging Face tokenizer.json"),
+        ("--to megatron --tokenizer {0}/characters-300.json", "has 300 ids, the model's vocabulary "),
+        ("--to reference --tokenizer {0}/characters-300.json", "has 300 ids, the model's vocabulary "),
+        ("--to megatron --eod-id 5", "--eod-id 5 has no effect with --to megatron"),
+        ("--to hf --eod-id 99999", "--eod-id 99999 is outside the model's vocabulary; state one of [0, "),
+        ("--to reference --eod-id -1", "--eod-id -1 is outside the model's vocabulary; state one of [0, "),
+        ("--to hf --eod-id -1", "--eod-id -1 is outside the model's vocabulary; state one of [0, "),
+    ],
+)
+def test_a_tokenizer_or_an_end_of_text_that_does_not_fit_is_refused(
+    options: str, message: str, source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder := tmp_path / "tokenizer").mkdir()
+    (folder / "tokenizer_config.json").write_text("{}")
+    write_tokenizer(folder, 300)
+    assert main(["convert", str(source), str(tmp_path / "out"), *options.format(folder).split(), "--no-verify"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert message in line and sorted(path.name for path in tmp_path.iterdir()) == ["source", "tokenizer"]
+
+
+def test_an_end_of_text_among_the_rows_that_become_ids(source: Path) -> None:
+    rows = {"padded_vocab_size": 1024, "eod_id": 1023}
+    assert stated(converted(source, "hf", **rows) / "config.json")["eos_token_id"] == 1023
 
 
 def test_the_template_beside_a_stated_tokenizer_comes_before_the_sources_own(source: Path, tokenizer: Path) -> None:
