@@ -21,7 +21,7 @@ from megatron_fanformer.formats.huggingface import MODEL_CARD
 from megatron_fanformer.formats.model_card import RECEIPT, Extras, receipt_section
 from megatron_fanformer.formats.name_table import Format, convert, names_in, rows_of
 from megatron_fanformer.formats.reference import beyond_reference
-from megatron_fanformer.formats.tokenizer_files import check_fits
+from megatron_fanformer.formats.tokenizer_files import adds_special_tokens, check_fits
 from megatron_fanformer.formats.training_record import training_record
 from megatron_fanformer.formats.transforms import vocabulary_multiple
 from megatron_fanformer.formats.verb import ConvertOptions
@@ -212,6 +212,10 @@ def _notes(source: Checkpoint, rows: Json) -> list[str]:
 
 
 def _notes_of_tokenizer(to: Format, source: Checkpoint, extras: Extras) -> Iterator[str]:
+    if to == "hf" and extras.tokenizer and adds_special_tokens(extras.tokenizer):
+        yield (
+            "left out: the special tokens that the tokenizer puts around a text; preparation and generation add none"
+        )
     stated, tokenizer = source.end_of_text_id, source.tokenizer
     if to != "megatron" or stated is None or tokenizer is None or tokenizer != extras.tokenizer:
         return

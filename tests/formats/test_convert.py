@@ -85,6 +85,18 @@ def test_the_sources_own_end_of_text_stays(to: str, source: Path, tokenizer: Pat
     assert "state --eod-id 7 where the checkpoint is exported" in done.notes[-1]
 
 
+def test_special_tokens_that_an_export_leaves_out_are_told(source: Path, tokenizer: Path) -> None:
+    content = stated(tokenizer)
+    content["post_processor"] = {"type": "BertProcessing", "sep": ["a", 97], "cls": ["b", 98]}
+    tokenizer.write_text(json.dumps(content))
+    options = {"tokenizer": tokenizer, "verified": False}
+    done = convert_checkpoint(source, source.with_name("export"), to="hf", **options)
+    assert done.notes[-1] == (
+        "left out: the special tokens that the tokenizer puts around a text; preparation and generation add none"
+    )
+    assert stated(source.with_name("export") / "tokenizer.json")["post_processor"] is None
+
+
 def test_the_authors_end_of_text_stays(tmp_path: Path) -> None:
     folder = tmp_path / "export"
     convert_checkpoint(REFERENCE / "fanformer-tied", folder, to="hf", verified=False)
