@@ -1,13 +1,16 @@
 """A checkpoint of any format: recognised, opened without reading weights, and written from tensors of its format."""
 
 import dataclasses
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron_fanformer.checkpoint import store
 from megatron_fanformer.checkpoint.full_tensors import LazyTensors, meta_of, open_full_tensors, write_full_tensors
 from megatron_fanformer.data.chat_template import CHAT_TEMPLATE_JINJA, own_template
-from megatron_fanformer.errors import InputError
+from megatron_fanformer.errors import FanformerError, InputError
+from megatron_fanformer.formats import huggingface, reference
 from megatron_fanformer.formats.huggingface import open_huggingface, write_huggingface
 from megatron_fanformer.formats.megatron_lm import Run, open_megatron_lm
 from megatron_fanformer.formats.model_card import Extras
@@ -36,6 +39,8 @@ class Checkpoint(NamedTuple):
     """Notes on its conversion, one line each."""
     run: Run | None = None
     """Configuration and progress of the run, where Megatron-LM's arguments state them; our own have files for it."""
+    end_of_text_id: int | None = None
+    """The id that ends a text, where its configuration states one; checkpoints of ours have the tokenizer's alone."""
 
     @property
     def chat_template(self) -> str | None:
@@ -68,13 +73,33 @@ def open_checkpoint(source: Path, config: Path | None = None) -> Checkpoint:
             f"{DESCRIPTIONS[target.kind]}; leave it out"
         )
     if target.kind == "hf":
-        return Checkpoint("hf", source, *open_huggingface(source), store.attached_tokenizer(source))
+        end = huggingface.stated_end_of_text_id(source)
+        return Checkpoint("hf", source, *open_huggingface(source), store.attached_tokenizer(source), end_of_text_id=end)
     if target.kind == "reference":
         model, tensors = open_reference(source)
         left = tuple(optimizer_files(source))
-        return Checkpoint("reference", source, model, tensors, store.attached_tokenizer(source), left)
+        end = reference.stated_end_of_text_id(source)
+        return Checkpoint(
+            "reference", source, model, tensors, store.attached_tokenizer(source), left, end_of_text_id=end
+        )
     own = checkpoint_of(target)
-    return Checkpoint("megatron", own, store.saved_model(own), open_full_tensors(own), store.attached_tokenizer(own))
+    with blaming_removal([own]):
+        model, tensors = store.saved_model(own), open_full_tensors(own)
+    return Checkpoint("megatron", own, model, tensors, store.attached_tokenizer(own))
+
+
+@contextmanager
+def blaming_removal(checkpoints: Sequence[Path]) -> Iterator[None]:
+    """Report a checkpoint that is gone as that: a run that goes on removes its oldest."""
+    try:
+        yield
+    except (FanformerError, OSError) as error:
+        if gone := [checkpoint for checkpoint in checkpoints if not checkpoint.is_dir()]:
+            raise InputError(
+                f"{gone[0]} was removed while it was read, as a run that goes on removes its oldest "
+                "(checkpoint.keep); name a newer one"
+            ) from error
+        raise
 
 
 def write_checkpoint(

@@ -13,14 +13,15 @@ from megatron_fanformer.checkpoint.full_tensors import LazyTensors
 from megatron_fanformer.checkpoint.run_lock import run_lock
 from megatron_fanformer.checkpoint.store import CHECKPOINTS
 from megatron_fanformer.data.chat_template import own_template
-from megatron_fanformer.data.tokenizer import tokenizer_file
+from megatron_fanformer.data.tokenizer import load_tokenizer, tokenizer_file
 from megatron_fanformer.durable_files import new_folder, write_atomically
 from megatron_fanformer.errors import CorruptError, InputError
-from megatron_fanformer.formats.checkpoints import Checkpoint, open_checkpoint, write_checkpoint
+from megatron_fanformer.formats.checkpoints import Checkpoint, blaming_removal, open_checkpoint, write_checkpoint
 from megatron_fanformer.formats.huggingface import MODEL_CARD
 from megatron_fanformer.formats.model_card import RECEIPT, Extras, receipt_section
-from megatron_fanformer.formats.name_table import Format, convert
+from megatron_fanformer.formats.name_table import Format, convert, names_in, rows_of
 from megatron_fanformer.formats.reference import beyond_reference
+from megatron_fanformer.formats.tokenizer_files import adds_special_tokens, check_fits
 from megatron_fanformer.formats.training_record import training_record
 from megatron_fanformer.formats.transforms import vocabulary_multiple
 from megatron_fanformer.formats.verb import ConvertOptions
@@ -52,8 +53,8 @@ def convert_checkpoint(options: ConvertOptions) -> Conversion:
     A stated tokenizer brings the chat template beside it; without either, the source's own stays.
 
     Raises:
-        InputError: the source is not a checkpoint, the destination exists, the tokenizer is missing, or a size is
-            invalid.
+        InputError: the source is not a checkpoint, the destination exists, the tokenizer is missing, unreadable or
+            does not fit, a size or the end-of-text id is invalid, or the source was removed meanwhile.
         CorruptError: the source is damaged, or a check failed; there is no destination then. The report is written.
     """
     source, destination, to = Path(options.source), options.destination, options.to
@@ -65,17 +66,22 @@ def convert_checkpoint(options: ConvertOptions) -> Conversion:
         raise InputError(
             f"the model in {source} has {foreign}, which the authors' format has not; convert it to hf or megatron"
         )
+    goal = _with_vocabulary(opened.config, to, options.padded_vocab_size)
     own = tokenizer_file(options.tokenizer) if options.tokenizer else None
+    eod_id = _end_of_text_id(options, opened, goal)
+    if own:
+        found = load_tokenizer(own, eod_id=eod_id, needs_eod=to != "megatron")
+        check_fits(own, found.vocab_size, goal.vocab_size)
     extras = Extras(
         name=destination.name,
         tokenizer=own or opened.tokenizer,
         chat_template=(own_template(own.parent) if own else None) or opened.chat_template,
-        eod_id=options.eod_id,
+        eod_id=eod_id,
         max_shard_size=options.max_shard_size,
         training=training_record(opened.format, opened.path, opened.run) if to == "hf" else "",
     )
-    with lock_of_run(destination), new_folder(destination) as folder:
-        used = _write(options, folder, opened, extras)
+    with blaming_removal([opened.path]), lock_of_run(destination), new_folder(destination) as folder:
+        used = _write(options, folder, opened, goal, extras)
         written = open_checkpoint(folder)
         checks = _verified(opened, used, written) if options.verified else None
         rows = vocabulary(opened, written)
@@ -89,7 +95,7 @@ def convert_checkpoint(options: ConvertOptions) -> Conversion:
             )
         if to == "hf":
             _add_receipt(folder, content if options.verified else None)
-    return Conversion(checks, _notes(opened, rows))
+    return Conversion(checks, [*_notes(opened, rows), *_notes_of_tokenizer(to, opened, extras)])
 
 
 def lock_of_run(destination: Path) -> AbstractContextManager[object]:
@@ -98,7 +104,30 @@ def lock_of_run(destination: Path) -> AbstractContextManager[object]:
     return run_lock(checkpoints.parent) if checkpoints.name == CHECKPOINTS else nullcontext()
 
 
-def _write(options: ConvertOptions, folder: Path, source: Checkpoint, extras: Extras) -> set[str]:
+def _end_of_text_id(options: ConvertOptions, source: Checkpoint, goal: FANformerConfig) -> int | None:
+    """Return the id that ends a text: as stated, or as the source has it; None: the tokenizer's own.
+
+    Raises:
+        InputError: it is outside the vocabulary, or has no place in the target.
+    """
+    stated = options.eod_id
+    if options.to == "megatron":
+        if stated is not None:
+            raise InputError(
+                f"--eod-id {stated} has no effect with --to megatron, whose checkpoints end a text with their "
+                "tokenizer's own; leave it out, and state it where they are exported"
+            )
+        return None
+    found = source.end_of_text_id if stated is None and options.tokenizer is None else stated
+    if found is not None and not 0 <= found < goal.vocab_size:
+        named = f"the end-of-text id of {source.path} is {found}, which" if stated is None else f"--eod-id {found}"
+        raise InputError(f"{named} is outside the model's vocabulary; state one of [0, {goal.vocab_size}) by --eod-id")
+    return found
+
+
+def _write(
+    options: ConvertOptions, folder: Path, source: Checkpoint, goal: FANformerConfig, extras: Extras
+) -> set[str]:
     """Fill the folder with the converted source; returns the names of the tensors that were read for it."""
     used: set[str] = set()
 
@@ -106,7 +135,6 @@ def _write(options: ConvertOptions, folder: Path, source: Checkpoint, extras: Ex
         used.add(name)
         return source.tensors[name]
 
-    goal = _with_vocabulary(source.config, options.to, options.padded_vocab_size)
     converted = convert(
         LazyTensors(source.tensors.meta, load),
         source.config,
@@ -115,8 +143,22 @@ def _write(options: ConvertOptions, folder: Path, source: Checkpoint, extras: Ex
         target_config=goal,
         dtype=DTYPES[options.dtype] if options.dtype else None,
     )
+    if options.dtype is None:
+        _check_formats(source)
     write_checkpoint(options.to, folder, goal, converted, extras)
     return used
+
+
+def _check_formats(source: Checkpoint) -> None:
+    """Raise InputError where tensors that are one in Megatron have several number formats: which should it have?"""
+    for row, layer in rows_of(source.config):
+        found = {name: source.tensors.meta[name].dtype for name in names_in(row, layer, source.format)}
+        if len({*found.values()}) > 1:
+            named = ", ".join(f"{name} ({str(dtype).removeprefix('torch.')})" for name, dtype in found.items())
+            raise InputError(
+                f"the model in {source.path} has parts of one tensor in different number formats: {named}; state one "
+                "by --dtype"
+            )
 
 
 def _verified(source: Checkpoint, used: set[str], written: Checkpoint) -> Json:
@@ -167,3 +209,18 @@ def _notes(source: Checkpoint, rows: Json) -> list[str]:
             f"left out: {rows['dropped_rows']} rows of vocabulary padding that were not zero; no token id needs them"
         )
     return notes
+
+
+def _notes_of_tokenizer(to: Format, source: Checkpoint, extras: Extras) -> Iterator[str]:
+    if to == "hf" and extras.tokenizer and adds_special_tokens(extras.tokenizer):
+        yield (
+            "left out: the special tokens that the tokenizer puts around a text; preparation and generation add none"
+        )
+    stated, tokenizer = source.end_of_text_id, source.tokenizer
+    if to != "megatron" or stated is None or tokenizer is None or tokenizer != extras.tokenizer:
+        return
+    if load_tokenizer(tokenizer, needs_eod=False).eod_id != stated:
+        yield (
+            f"left out: {stated} as the id that ends a text, which is not the tokenizer's own; state --eod-id {stated} "
+            "where the checkpoint is exported"
+        )

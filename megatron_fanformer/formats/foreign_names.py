@@ -44,6 +44,8 @@ _WEIGHTS_ALONE = "weights alone; a run resumes from its run_dir by itself"
 _MEGATRON_LM = {
     "Model": """
 --num-layers = model.num_layers
+--hybrid-layer-pattern --hybrid-override-pattern = model.num_layers:
+    half of `*-` repeated; where stages end is for parallel to state
 --hidden-size = model.hidden_size
 --ffn-hidden-size = model.ffn_hidden_size: has no default
 --num-attention-heads = model.num_attention_heads
@@ -61,6 +63,7 @@ _MEGATRON_LM = {
 --apply-layernorm-1p: norms store their weights as they are
 --apply-residual-connection-post-layernorm: norms stay out of the residual stream
 --qk-layernorm = model.qk_layernorm: also by the spec, `layer_spec(..., qk_layernorm=True)`
+--qk-l2-norm: norms of queries and keys have weights (model.qk_layernorm)
 --softmax-type: the softmax has no further term
 --swiglu --squared-relu --openai-gelu --quick-geglu --glu-linear-offset --activation-func-clamp-value:
     every MLP is a SwiGLU

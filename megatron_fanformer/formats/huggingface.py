@@ -20,7 +20,7 @@ from megatron_fanformer.formats.fan_of_tensors import inferred_p_ratio
 from megatron_fanformer.formats.model_card import Extras, model_card
 from megatron_fanformer.formats.name_table import layer_row, names_in
 from megatron_fanformer.formats.recognition import CONFIG_JSON, recognise
-from megatron_fanformer.formats.tokenizer_files import write_tokenizer
+from megatron_fanformer.formats.tokenizer_files import check_fits, write_tokenizer
 from megatron_fanformer.formats.weight_files import open_weights, write_shards
 from megatron_fanformer.hf import FANformerConfig as HuggingFaceConfig
 from megatron_fanformer.hf import configuration_fanformer, modeling_fanformer
@@ -55,11 +55,7 @@ def write_huggingface(folder: Path, config: FANformerConfig, tensors: Mapping[st
     """
     if extras.tokenizer is not None:
         size = write_tokenizer(folder, extras, model_max_length=config.seq_length)
-        if size > config.vocab_size:
-            raise InputError(
-                f"tokenizer {extras.tokenizer} has {size} ids, the model's vocabulary {config.vocab_size}; name the "
-                "tokenizer that the model was trained with"
-            )
+        check_fits(extras.tokenizer, size, config.vocab_size)
     _write_configuration(folder, config, next(iter(meta_of(tensors).values())).dtype, extras.end_of_text_id)
     for module in (configuration_fanformer, modeling_fanformer):
         shutil.copyfile(str(module.__file__), folder / Path(str(module.__file__)).name)
@@ -92,8 +88,16 @@ def stated_model(folder: Path) -> tuple[FANformerConfig, torch.dtype, int | None
     """
     stated = _stated_config(folder)
     dtype = stated.dtype if isinstance(stated.dtype, torch.dtype) else torch.float32
-    end_of_text_id = stated.eos_token_id if isinstance(stated.eos_token_id, int) else None
-    return _checked_config(folder, stated, {}), dtype, end_of_text_id
+    return _checked_config(folder, stated, {}), dtype, _end_of_text_id(stated)
+
+
+def stated_end_of_text_id(folder: Path) -> int | None:
+    """Return the id that ends a text, if a folder's configuration states one; raises as `stated_model`."""
+    return _end_of_text_id(_stated_config(folder))
+
+
+def _end_of_text_id(stated: HuggingFaceConfig) -> int | None:
+    return stated.eos_token_id if isinstance(stated.eos_token_id, int) else None
 
 
 def _stated_config(folder: Path) -> HuggingFaceConfig:

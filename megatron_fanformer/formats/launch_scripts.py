@@ -2,11 +2,13 @@
 
 Of the shell there is what such scripts are written in: quotes, comments, continued lines, variables and arrays of plain
 assignments (`A=1`, `A=(--x 1)`, `A+=…`), `${A:-default}`. Whatever only a shell resolves stays as it is written, and
-is named: `$1`, `$(nproc)`, and a variable that is assigned under a condition, in a loop or in a function.
+is named: `$1`, `$(nproc)`, and a variable that is assigned under a condition, in a loop, by it, or in a function. Lines
+of here-documents are commands only where nothing else starts the program, as in `sbatch <<EOF`.
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,14 +18,17 @@ from megatron_fanformer.errors import InputError
 MOST_BYTES = 1 << 20  # of a script, and of all that its variables expand to: a few doublings make any length
 MOST_DEPTH = 16  # of defaults within defaults
 PROGRAM = re.compile(r"(?:^|.*/)pretrain\w{0,40}\.py$")
+NAMES_PROGRAM = re.compile(r"pretrain\w{0,40}\.py\s")
 ASSIGNED = re.compile(r"([A-Za-z_]\w*)(\+?)=")
 NAME = re.compile(r"[A-Za-z_]\w*|[0-9@*#?!$-]")
 BRACED = re.compile(r"([A-Za-z_]\w*|[0-9]+|[@*#?])(\[[@*]\])?(?:(:?)[-=](.*))?", re.DOTALL)
 SEPARATOR = re.compile(r"\n|;;|&&|\|\||[;|()]|&(?![>])")
-REDIRECTION = re.compile(r"(?:\d*(?:>>|>&|>|<<-?|<<<|<)|&>>?)&?[ \t]*")
+REDIRECTION = re.compile(r"(?:\d*(?:>>|>&|>|<<<|<<-?|<)|&>>?)&?[ \t]*")
 DECLARES = ("export", "declare", "local", "readonly", "typeset")
+HERE = re.compile(r"\d*<<(-?)[ \t]*")
 OPENS, CLOSES = ("if", "for", "while", "until", "case", "select", "{"), ("fi", "done", "esac", "}")
 CONTINUES = ("then", "else", "elif", "do", "!", "time")
+NAMING = ("for", "select", "function")
 
 
 class Word(NamedTuple):
@@ -61,16 +66,23 @@ def _arguments(text: str, where: str) -> list[Word]:
         if len(commands) > 1:
             raise InputError(f"{where} goes on with {commands[1][0].text!r} after a separator; quote what holds | or ;")
         return commands[0]
-    found = [words[place + 1 :] for words in commands for place in _programs(words)][:2]
+    found = _starts(commands)
+    if not found:  # another shell's commands are in a here-document
+        commands += reader.documents
+        found = _starts(commands)
     if not found:  # the whole command is one word, as in srun bash -c "…"
-        inner = [word.text for words in commands for word in words if re.search(r"pretrain\w{0,40}\.py\s", word.text)]
-        again = [_Reader(each, reader.values, where) for each in inner]
-        found = [words[place + 1 :] for each in again for words in each.commands() for place in _programs(words)][:2]
+        inner = [word.text for words in commands for word in words if NAMES_PROGRAM.search(word.text)]
+        found = _starts(words for each in inner for words in _Reader(each, reader.values, where).commands())
     if not found:
         raise InputError(f"{where} starts no pretrain_….py with arguments; name the script that does, or quote them")
     if len(found) > 1 and found[0] != found[1]:
         raise InputError(f"{where} starts pretrain_….py more than once; quote the arguments of one")
     return found[0]
+
+
+def _starts(commands: Iterable[list[Word]]) -> list[list[Word]]:
+    """Return the arguments of the first two starts of the program."""
+    return list(islice((words[place + 1 :] for words in commands for place in _programs(words)), 2))
 
 
 def _programs(words: list[Word]) -> list[int]:
@@ -90,6 +102,8 @@ class _Reader:
         self.text, self.where = text.replace("\r\n", "\n"), where
         self.values = values  # None: not of plain assignments alone
         self.at = self.made = self.depth = self.nested = 0
+        self.documents: list[list[Word]] = []  # commands in here-documents that name the program
+        self._ends: list[tuple[str, str]] = []  # of here-documents from the next line on: what may precede it, the word
 
     def commands(self) -> Iterator[list[Word]]:
         """Yield the words of each command, with the variables that precede it resolved."""
@@ -100,6 +114,8 @@ class _Reader:
             if separator:
                 self.at = separator.end()
                 is_conditional = separator[0] in ("&&", "||")
+                if separator[0] == "\n":
+                    self._pass_documents()
             if words:
                 yield words
 
@@ -113,20 +129,48 @@ class _Reader:
                 assigned.append((found[1], bool(found[2]), self._assigned()))
                 first = False
             elif found := REDIRECTION.match(self.text, self.at):
-                self.at = found.end()
-                if not self._at_end_of_command():
-                    self._word()
+                self._redirected(found)
             else:
                 new = self._word()
-                if first and len(new) == 1 and new[0].text in (*OPENS, *CLOSES, *CONTINUES):
-                    self.depth += (new[0].text in OPENS) - (new[0].text in CLOSES)
-                    first = new[0].text in (*CONTINUES, "{")
+                if first and len(new) == 1 and new[0].text in (*OPENS, *CLOSES, *CONTINUES, *NAMING):
+                    first = self._keyword(new[0].text)
                     continue
                 words, first = [*words, *new], False
         if not words or words[0].text in DECLARES:
             for name, is_added, value in assigned:
                 self._assign(name, value, is_added=is_added, is_plain=self.depth <= 0 and not is_conditional)
         return words
+
+    def _keyword(self, text: str) -> bool:
+        """Go past what a keyword names; return whether another may follow it."""
+        self.depth = max(0, self.depth + (text in OPENS) - (text in CLOSES))
+        name = self._word() if text in NAMING and not self._at_end_of_command() else []
+        if text != "function":
+            self.values.update((word.text, None) for word in name)  # the loop's variable
+        return text not in ("for", "select", "case")
+
+    def _redirected(self, found: re.Match[str]) -> None:
+        """Go past a redirection and its file; of a here-document the text follows the line."""
+        self.at = found.end()
+        if self._at_end_of_command():
+            return
+        word = self._word()
+        if here := HERE.fullmatch(found[0]):
+            self._ends.append(("\t*" if here[1] else "", _text(word)))
+
+    def _pass_documents(self) -> None:
+        """Go past the here-documents of the line that ended."""
+        for before, end in self._ends:
+            found = re.compile(f"^{before}{re.escape(end)}$", re.MULTILINE).search(self.text, self.at)
+            if not found:
+                raise self._unclosed("<<")
+            text, self.at = self.text[self.at : found.start()], found.end()
+            if NAMES_PROGRAM.search(text):
+                inner = _Reader(text, self.values, self.where)
+                inner.made = self.made
+                self.documents += inner.commands()
+                self.made = inner.made
+        self._ends.clear()
 
     def _at_end_of_command(self) -> bool:
         """Skip blanks and a comment; return whether a command ends here."""

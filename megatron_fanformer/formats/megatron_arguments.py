@@ -14,6 +14,11 @@ MOST_SHOWN = 80  # characters of a wrong value
 SECTIONS = ("fan", "rope_scaling")
 FIELDS = tuple(field.name for field in dataclasses.fields(FANformerConfig) if field.name not in SECTIONS)
 Arguments = Mapping[str, Any]
+SPECS = (
+    ["megatron_fanformer.model.layer_spec", "fanformer_layer_spec"],
+    ["megatron_fanformer.model.hybrid_spec", "fanformer_stack_spec"],
+)
+"""Ours, as `--spec` names them."""
 
 RULES: dict[str, tuple[str, tuple[Any, ...]]] = {
     "swiglu": ("--swiglu", (True,)),
@@ -34,6 +39,7 @@ RULES: dict[str, tuple[str, tuple[Any, ...]]] = {
     "add_qkv_bias": ("--add-qkv-bias", (False,)),
     "mtp_num_layers": ("--mtp-num-layers", (None, 0)),
     "use_mup": ("--use-mup", (False,)),
+    "qk_l2_norm": ("--qk-l2-norm", (False,)),
 }
 """By argument: its flag, whose reason `foreign_names` has, and what it must be, as every model here is built.
 

@@ -27,14 +27,10 @@ from megatron_fanformer.checkpoint.tensor_table import METADATA, read_table, sto
 from megatron_fanformer.configuration import read_values
 from megatron_fanformer.errors import CorruptError, InputError
 from megatron_fanformer.formats.fan_of_tensors import fan_of_tensors
-from megatron_fanformer.formats.megatron_arguments import DROPOUT, Arguments, model_fields, problems
+from megatron_fanformer.formats.megatron_arguments import DROPOUT, SPECS, Arguments, model_fields, problems
 from megatron_fanformer.formats.transforms import vocabulary_multiple
 from megatron_fanformer.model.config import FANformerConfig
 
-SPECS = (
-    ["megatron_fanformer.model.layer_spec", "fanformer_layer_spec"],
-    ["megatron_fanformer.model.hybrid_spec", "fanformer_stack_spec"],
-)
 LAYER = re.compile(r"decoder\.layers\.(?:(\d{1,9})\.)?(.+)", re.ASCII)
 OPTIMIZER = re.compile(r"(chained_\d+\.)?optimizer\.", re.ASCII)
 EMBEDDING = "embedding.word_embeddings.weight"

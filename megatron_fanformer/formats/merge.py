@@ -6,8 +6,7 @@ checkpoint with itself is that checkpoint, bit for bit.
 """
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from functools import reduce
 from pathlib import Path
 from typing import NamedTuple
@@ -22,8 +21,8 @@ from megatron_fanformer.checkpoint.manifest import MANIFEST
 from megatron_fanformer.checkpoint.versions import versions
 from megatron_fanformer.data.chat_template import CHAT_TEMPLATE_JINJA, own_template
 from megatron_fanformer.durable_files import new_folder, sha256_of
-from megatron_fanformer.errors import CorruptError, FanformerError, InputError
-from megatron_fanformer.formats.checkpoints import open_checkpoint, write_checkpoint
+from megatron_fanformer.errors import CorruptError, InputError
+from megatron_fanformer.formats.checkpoints import blaming_removal, open_checkpoint, write_checkpoint
 from megatron_fanformer.formats.convert import lock_of_run
 from megatron_fanformer.formats.model_card import RECEIPT, Extras
 from megatron_fanformer.formats.name_table import check_tensors, listed
@@ -62,7 +61,7 @@ def merge_checkpoints(
             removed meanwhile; there is no new folder then.
         CorruptError: one is damaged, or what was written is not what was computed; there is no folder then.
     """
-    with _blaming_removal([each.path for each in averaged]):
+    with blaming_removal([each.path for each in averaged]):
         return _merge(averaged, shares, output, dtype)
 
 
@@ -144,20 +143,6 @@ def _name(dtype: torch.dtype) -> str:
 
 
 # -- whether they can be averaged
-
-
-@contextmanager
-def _blaming_removal(checkpoints: Sequence[Path]) -> Iterator[None]:
-    """Report a checkpoint that is gone as that: a run that goes on removes its oldest."""
-    try:
-        yield
-    except (FanformerError, OSError) as error:
-        if gone := [checkpoint for checkpoint in checkpoints if not checkpoint.is_dir()]:
-            raise InputError(
-                f"{gone[0]} was removed while it was read, as a run that goes on removes its oldest "
-                "(checkpoint.keep); name newer ones"
-            ) from error
-        raise
 
 
 def _check_models(checkpoints: Sequence[Path]) -> None:

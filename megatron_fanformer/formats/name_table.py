@@ -23,6 +23,7 @@ from megatron_fanformer.model.placements.base import H, LayerTensor, Size
 
 Format = Literal["megatron", "reference", "hf"]
 MOST_NAMES_SHOWN = 12
+WEIGHT_TYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True)
@@ -122,10 +123,10 @@ def convert(
         tensors: all of a model; lazy ones are loaded one row at a time.
         config: of the source.
         target_config: if it differs, in the vocabulary's padding; rows are cut off, or zeros added.
-        dtype: to round to; None: as they are.
+        dtype: to round to; None: as they are, but for tensors that become one, which get the wider type of theirs.
 
     Raises:
-        CorruptError: tensors are missing, unknown or of another shape than `config` says; lists their names.
+        CorruptError: tensors are missing, unknown, of another shape or type than weights here; lists their names.
     """
     known = meta_of(tensors)
     check_tensors(known, config, source)
@@ -133,7 +134,7 @@ def convert(
     places: dict[str, tuple[Row, int | None]] = {}
     meta: dict[str, Tensor] = {}
     for row, layer in rows_of(config):
-        stored = known[names_in(row, layer, source)[0]].dtype
+        stored = functools.reduce(torch.promote_types, (known[name].dtype for name in names_in(row, layer, source)))
         parts = row.naming(target).transform.split(row.hub(goal, dtype or stored), goal)
         for name, part in zip(names_in(row, layer, target), parts, strict=True):
             places[name], meta[name] = (row, layer), part
@@ -168,10 +169,10 @@ def names_in(row: Row, layer: int | None, format: Format) -> list[str]:
 
 
 def check_tensors(known: Mapping[str, Tensor], config: FANformerConfig, source: Format) -> None:
-    """Check names and shapes of a model's tensors in a format.
+    """Check names, shapes and types of a model's tensors in a format.
 
     Raises:
-        CorruptError: tensors are missing, unknown or of another shape than `config` says; lists their names.
+        CorruptError: tensors are missing, unknown, of another shape or type than weights here; lists their names.
     """
     if config.num_layers > len(known):  # checked before a hostile number of names is generated
         raise CorruptError(
@@ -188,6 +189,11 @@ def check_tensors(known: Mapping[str, Tensor], config: FANformerConfig, source: 
         "missing": [name for name in expected if name not in known],
         "unknown": [name for name in known if name not in expected],
         "of another shape": wrong_shapes,
+        "in no number format of weights": [
+            f"{name} ({known[name].dtype})"
+            for name in expected
+            if name in known and known[name].dtype not in WEIGHT_TYPES
+        ],
     }
     found = "; ".join(f"{kind}: {listed(names)}" for kind, names in problems.items() if names)
     if found:

@@ -68,6 +68,12 @@ def open_reference(folder: Path) -> tuple[FANformerConfig, LazyTensors]:
     return config, tensors
 
 
+def stated_end_of_text_id(folder: Path) -> int | None:
+    """Return the id that ends a text, if a checkpoint's configuration states one."""
+    stated = _stated_fields(folder).get("eos_token_id")
+    return stated if type(stated) is int else None
+
+
 def beyond_reference(config: FANformerConfig) -> str | None:
     """Return what a model has that the format cannot express, as a phrase; None: nothing."""
     if config.placement.reference_fields is None:

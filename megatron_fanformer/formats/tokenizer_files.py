@@ -1,6 +1,8 @@
 """Tokenizer files that `AutoTokenizer` opens anywhere, giving the ids that the model was trained on.
 
-A Hugging Face `tokenizer.json` is copied. A sentencepiece byte-pair model is rewritten as one, exactly:
+A Hugging Face `tokenizer.json` is copied, but for a post-processor that puts special tokens around a text: preparation
+and generation add none, so that a model has not learned from them. A sentencepiece byte-pair model is rewritten as
+one, exactly:
 
 - its pieces keep their ids, and every way to make a piece from two others becomes a merge, ranked by the
   piece's score, since sentencepiece merges the neighbours that make the highest-scoring piece;
@@ -61,7 +63,7 @@ def write_tokenizer(folder: Path, extras: Extras, *, model_max_length: int) -> i
     if source.suffix == ".model":
         original, special_in_text = _write_sentencepiece(folder, source), False
     else:
-        shutil.copyfile(source, folder / TOKENIZER_JSON)
+        _write_json(folder / TOKENIZER_JSON, source)
         original, special_in_text = HuggingFaceTokenizer(source, eod_id=0).encode, True
     vocabulary = Tokenizer.from_file(str(folder / TOKENIZER_JSON)).get_vocab(with_added_tokens=True)
     end_of_text = next((piece for piece, piece_id in vocabulary.items() if piece_id == end_of_text_id), None)
@@ -82,6 +84,39 @@ def write_tokenizer(folder: Path, extras: Extras, *, model_max_length: int) -> i
         (folder / CHAT_TEMPLATE_JINJA).write_text(extras.chat_template, encoding="utf-8")
     _verify(folder, source, original, special_in_text)
     return max(vocabulary.values()) + 1
+
+
+def adds_special_tokens(tokenizer: Path) -> bool:
+    """Return whether a `tokenizer.json` puts special tokens around a text, which its export does not."""
+    from tokenizers import Tokenizer
+
+    return tokenizer.suffix == ".json" and Tokenizer.from_file(str(tokenizer)).num_special_tokens_to_add(False) > 0
+
+
+def _write_json(file: Path, source: Path) -> None:
+    if not adds_special_tokens(source):
+        shutil.copyfile(source, file)
+        return
+    content = json.loads(source.read_text(encoding="utf-8"))  # the library, which has bounds, has just read it
+    content["post_processor"] = _without_special_tokens(content["post_processor"])
+    file.write_text(json.dumps(content, indent=1, ensure_ascii=False), encoding="utf-8")
+
+
+def _without_special_tokens(processor: dict[str, Any]) -> dict[str, Any] | None:
+    """Return what is left of a post-processor: that of bytes, which only moves offsets."""
+    if processor["type"] == "Sequence":
+        kept = [part for each in processor["processors"] if (part := _without_special_tokens(each))]
+        return {**processor, "processors": kept} if kept else None
+    return processor if processor["type"] == "ByteLevel" else None
+
+
+def check_fits(tokenizer: Path, ids: int, vocab_size: int) -> None:
+    """Raise InputError if a tokenizer has ids beyond a model's vocabulary."""
+    if ids > vocab_size:
+        raise InputError(
+            f"tokenizer {tokenizer} has {ids} ids, the model's vocabulary {vocab_size}; name the tokenizer that the "
+            "model was trained with"
+        )
 
 
 def _write_sentencepiece(folder: Path, source: Path) -> Callable[[str], list[int]]:
@@ -174,7 +209,7 @@ def _verify(folder: Path, source: Path, original: Callable[[str], list[int]], sp
     written = PreTrainedTokenizerFast.from_pretrained(folder, split_special_tokens=not special_in_text)
     for text in SAMPLE_TEXTS:
         wanted = original(text)  # first: it takes a bounded time
-        ids = written.encode(text, add_special_tokens=False, verbose=False)
+        ids = written.encode(text, verbose=False)
         if ids != wanted:
             raise InputError(
                 f"tokenizer {source} has no exact equivalent in Hugging Face's format: {text!r} gives {ids} "

@@ -32,7 +32,7 @@ class ConvertOptions:
     tokenizer: Path | None = option(None, parse=path_or_none)
     """Tokenizer to put beside the weights, where the source has none."""
     eod_id: int | None = None
-    """The id that ends a document (default: the tokenizer's end of text)"""
+    """The id that ends a document (default: the source's, or the end of text of --tokenizer)"""
     dtype: Literal["fp32", "bf16"] | None = None
     """Number format of the written weights (default: the source's own)"""
     padded_vocab_size: int | None = option(None, metavar="N")

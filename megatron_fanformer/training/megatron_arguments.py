@@ -15,10 +15,11 @@ from megatron_fanformer.configuration import nested, overlaid, read_overrides, v
 from megatron_fanformer.errors import InputError, escaped
 from megatron_fanformer.formats import foreign_names
 from megatron_fanformer.formats.launch_scripts import Word, read_arguments
-from megatron_fanformer.formats.megatron_arguments import DROPOUT, RULES, model_fields, problems
+from megatron_fanformer.formats.megatron_arguments import DROPOUT, RULES, SPECS, model_fields, problems
 from megatron_fanformer.training.config import RunConfig, advice, config_from_dict
 
-OUR_SPEC = "megatron_fanformer.model.layer_spec"
+OUR_SPECS = frozenset(module for module, _ in SPECS)
+HYBRID = ("--hybrid-layer-pattern", "--hybrid-override-pattern")
 GPT2_VOCABULARY = 50257  # of --tokenizer-type GPT2BPETokenizer
 DEFAULT_SPLIT = "969,30,1"
 VALIDATION = "data.valid_data"
@@ -101,7 +102,7 @@ SWITCHES = frozenset(
 --no-create-attention-mask-in-dataloader --no-gradient-accumulation-fusion --no-load-optim --no-load-rng
 --no-masked-softmax-fusion --no-overlap-p2p-communication --no-persist-layer-norm --no-rope-fusion --no-save-optim
 --no-save-rng --openai-gelu --optimizer-cpu-offload --overlap-p2p-communication-warmup-flush
---override-opt-param-scheduler --profile --quick-geglu --recompute-activations --rotary-interleaved --sft
+--override-opt-param-scheduler --profile --qk-l2-norm --quick-geglu --recompute-activations --rotary-interleaved --sft
 --squared-relu --swiglu --tp-comm-overlap --use-checkpoint-args --use-checkpoint-opt-param-scheduler
 --use-cpu-initialization --use-flash-attn --use-mcore-models --use-megatron-fsdp --use-mup
 --use-precision-aware-optimizer --use-pytorch-profiler --use-rope-scaling --use-rotary-position-embeddings
@@ -394,15 +395,30 @@ def _model(known: Mapping[str, list[str]], open_flags: Collection[str]) -> tuple
         arguments["ffn_hidden_size"] = int(4 * width * 2 / 3 / 64) * 64 if arguments.get("swiglu") else 4 * width
     if known.get("--tokenizer-type") == ["GPT2BPETokenizer"]:
         arguments.setdefault("vocab_size", GPT2_VOCABULARY)
-    found = problems(arguments)
+    found = [*problems(arguments), *_of_pattern(arguments, known, open_flags)]
     found += [f"{name} is {arguments[name]}, but there is no dropout" for name in DROPOUT if arguments.get(name)]
-    if arguments.get("spec") and OUR_SPEC not in known["--spec"]:
+    is_ours = not OUR_SPECS.isdisjoint(known.get("--spec", []))
+    if arguments.get("spec") and not is_ours:
         found.append(f"--spec {' '.join(known['--spec'])} is code, and not read: state model.fan, if it has FAN layers")
     fields = {f"model.{name}": value for name, value in model_fields(arguments).items()}
-    if OUR_SPEC not in known.get("--spec", []):
+    if not is_ours:
         fields["model.fan.placement"] = "none"
     wrong = {name: problem for name, value in fields.items() for problem in _wrong(name, value)}
     return {name: value for name, value in fields.items() if name not in wrong}, found, [*wrong.values()]
+
+
+def _of_pattern(
+    arguments: dict[str, Any], known: Mapping[str, list[str]], open_flags: Collection[str]
+) -> Iterator[str]:
+    """Set the number of layers by a hybrid stack's pattern, which comes before it; yield in what the model differs."""
+    for flag in HYBRID:
+        if flag in known or flag in open_flags:
+            arguments.pop("num_layers", None)
+            pattern = " ".join(known.get(flag, []))
+            if re.fullmatch(r"(\*-)+", layers := pattern.replace("|", "")):
+                arguments["num_layers"] = len(layers) // 2
+            elif flag in known:
+                yield f"{flag} {pattern} is not `*-` repeated, attention and MLP, as layers are: state model.num_layers"
 
 
 # -- what is left

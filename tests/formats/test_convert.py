@@ -6,8 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import yaml
+from safetensors.torch import load_file, save_file
 
 from megatron_fanformer.checkpoint import store
+from megatron_fanformer.checkpoint.full_tensors import StoredTensors
 from megatron_fanformer.checkpoint.run_lock import run_lock
 from megatron_fanformer.cli import main
 from megatron_fanformer.errors import InputError
@@ -15,6 +19,7 @@ from megatron_fanformer.formats.huggingface import from_huggingface_config, to_h
 from megatron_fanformer.formats.recognition import find_checkpoint
 from megatron_fanformer.model.config import FANConfig, FANformerConfig
 from megatron_fanformer.model.rope_scaling import RopeScalingConfig
+from tests.conftest import REFERENCE
 from tests.disk_steps import small_files
 from tests.formats.plain_fanformer import VARIANTS, write
 from tests.generation.making import write_tokenizer
@@ -59,6 +64,73 @@ def test_an_export_ends_text_with_the_id_that_is_stated(source: Path, tokenizer:
     assert stated(folder / "generation_config.json")["pad_token_id"] == 7
 
 
+@pytest.mark.parametrize("to", ["hf", "reference"])
+def test_the_sources_own_end_of_text_stays(to: str, source: Path, tokenizer: Path) -> None:
+    """Unless another tokenizer, or another id, is stated; a checkpoint of ours has no place for it."""
+    export = converted(source, "hf", tokenizer=tokenizer, eod_id=7)
+    first = source.with_name("first")
+    export.rename(first)
+
+    def end(**options: Any) -> Any:
+        folder = converted(first, to, **options)
+        if to == "hf":
+            found = stated(folder / "config.json")["eos_token_id"]
+        else:
+            found = yaml.safe_load((folder / "config.yaml").read_text())["model"]["eos_token_id"]
+        shutil.rmtree(folder)
+        return found
+
+    assert [end(), end(eod_id=8), end(tokenizer=tokenizer)] == [7, 8, 0]
+    done = convert_checkpoint(first, source.with_name("ours"), to="megatron", verified=False)
+    assert "state --eod-id 7 where the checkpoint is exported" in done.notes[-1]
+
+
+def test_special_tokens_that_an_export_leaves_out_are_told(source: Path, tokenizer: Path) -> None:
+    content = stated(tokenizer)
+    content["post_processor"] = {"type": "BertProcessing", "sep": ["a", 97], "cls": ["b", 98]}
+    tokenizer.write_text(json.dumps(content))
+    options = {"tokenizer": tokenizer, "verified": False}
+    done = convert_checkpoint(source, source.with_name("export"), to="hf", **options)
+    assert done.notes[-1] == (
+        "left out: the special tokens that the tokenizer puts around a text; preparation and generation add none"
+    )
+    assert stated(source.with_name("export") / "tokenizer.json")["post_processor"] is None
+
+
+def test_the_authors_end_of_text_stays(tmp_path: Path) -> None:
+    folder = tmp_path / "export"
+    convert_checkpoint(REFERENCE / "fanformer-tied", folder, to="hf", verified=False)
+    assert stated(folder / "config.json")["eos_token_id"] == 249
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--to megatron --tokenizer {0}/tokenizer_config.json", "cannot be read as a Hugging Face tokenizer.json"),
+        ("--to megatron --tokenizer {0}/characters-300.json", "has 300 ids, the model's vocabulary "),
+        ("--to reference --tokenizer {0}/characters-300.json", "has 300 ids, the model's vocabulary "),
+        ("--to megatron --eod-id 5", "--eod-id 5 has no effect with --to megatron"),
+        ("--to hf --eod-id 99999", "--eod-id 99999 is outside the model's vocabulary; state one of [0, "),
+        ("--to reference --eod-id -1", "--eod-id -1 is outside the model's vocabulary; state one of [0, "),
+        ("--to hf --eod-id -1", "--eod-id -1 is outside the model's vocabulary; state one of [0, "),
+    ],
+)
+def test_a_tokenizer_or_an_end_of_text_that_does_not_fit_is_refused(
+    options: str, message: str, source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder := tmp_path / "tokenizer").mkdir()
+    (folder / "tokenizer_config.json").write_text("{}")
+    write_tokenizer(folder, 300)
+    assert main(["convert", str(source), str(tmp_path / "out"), *options.format(folder).split(), "--no-verify"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert message in line and sorted(path.name for path in tmp_path.iterdir()) == ["source", "tokenizer"]
+
+
+def test_an_end_of_text_among_the_rows_that_become_ids(source: Path) -> None:
+    rows = {"padded_vocab_size": 1024, "eod_id": 1023}
+    assert stated(converted(source, "hf", **rows) / "config.json")["eos_token_id"] == 1023
+
+
 def test_the_template_beside_a_stated_tokenizer_comes_before_the_sources_own(source: Path, tokenizer: Path) -> None:
     (source / "chat_template.jinja").write_text("the source's")
     shutil.copy(tokenizer, source / "tokenizer.json")
@@ -92,6 +164,48 @@ def test_every_field_of_a_model_comes_back_from_transformers_configuration() -> 
         fan=FANConfig(p_ratio=0.125, activation="gelu", bias=False, placement="qk_and_v", v_p_ratio=0.375),
     )
     assert from_huggingface_config(to_huggingface_config(model)) == model
+
+
+def test_parts_of_one_tensor_in_different_formats_need_one(
+    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mixed = converted(source, "hf")
+    weights = load_file(mixed / "model.safetensors")
+    name = "model.layers.0.self_attn.v_proj.weight"
+    save_file({**weights, name: weights[name].bfloat16()}, mixed / "model.safetensors")
+    command = ["convert", str(mixed), str(tmp_path / "out"), "--to", "megatron"]
+    assert main(command) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"{name} (bfloat16)" in line and line.endswith("state one by --dtype") and not (tmp_path / "out").exists()
+    assert main([*command, "--dtype", "fp32"]) == 0
+
+
+def test_integers_for_weights_are_damage(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = converted(source, "hf") / "model.safetensors"
+    torch.save({name: weight.long() for name, weight in load_file(file).items()}, file.with_name("model.pt"))
+    file.unlink()
+    assert main(["convert", str(file.parent), str(tmp_path / "out"), "--to", "reference"]) == 3
+    assert "in no number format of weights: model.embed_tokens.weight (torch.int64)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("reads", [0, 8])
+def test_a_checkpoint_that_its_run_removes_meanwhile_is_named(
+    reads: int, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gone, read = find_checkpoint(str(converted(source, "megatron"))), StoredTensors.read
+    left = [None] * reads
+
+    def removing(stored: StoredTensors, *arguments: Any) -> Any:
+        if left:
+            left.pop()
+        else:
+            shutil.rmtree(gone, ignore_errors=True)
+        return read(stored, *arguments)
+
+    monkeypatch.setattr(StoredTensors, "read", removing)
+    assert main(["convert", str(gone), str(tmp_path / "out"), "--to", "hf"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"{gone} was removed while it was read" in line and not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("to", ["hf", "megatron", "reference"])

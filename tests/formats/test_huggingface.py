@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
+from tokenizers.processors import TemplateProcessing
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from megatron_fanformer.data.chat_template import encode_chat, find_template
@@ -270,6 +271,25 @@ def test_a_hugging_face_tokenizer_gives_the_same_ids(tmp_path):
     assert (tmp_path / "out" / "tokenizer.json").read_bytes() == OLMO_TOKENIZER.read_bytes()
     assert theirs.eos_token == "<|endoftext|>"
     assert [t for t in training_texts()[:10] if theirs.encode(t) != ours.encode(t)] == []
+
+
+@pytest.mark.parametrize("is_sequence", [True, False])
+def test_special_tokens_around_a_text_are_left_out(is_sequence, tmp_path):
+    """As of Llama 3's tokenizer: the model has not learned from them."""
+    content = json.loads(OLMO_TOKENIZER.read_text())
+    template = TemplateProcessing(single="<|padding|> $A", special_tokens=[("<|padding|>", 1)])
+    parts = [content["post_processor"], json.loads(template.__getstate__())]
+    content["post_processor"] = {"type": "Sequence", "processors": parts} if is_sequence else parts[1]
+    (source := tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    assert Tokenizer.from_file(str(source)).encode("a").ids[0] == 1
+    (folder := tmp_path / "out").mkdir()
+    tokenizer_files.write_tokenizer(folder, Extras(name="", tokenizer=source), model_max_length=64)
+    left = json.loads((folder / "tokenizer.json").read_text())
+    assert left == {**content, "post_processor": {"type": "Sequence", "processors": parts[:1]} if is_sequence else None}
+    ours, theirs = load_tokenizer(source), PreTrainedTokenizerFast.from_pretrained(folder)
+    assert [t for t in training_texts()[:10] if theirs(t).input_ids != ours.encode(t)] == []
+    assert tokenizer_files.adds_special_tokens(source)
+    assert not tokenizer_files.adds_special_tokens(folder / "tokenizer.json")
 
 
 @pytest.mark.parametrize(

@@ -81,6 +81,63 @@ def test_what_only_a_shell_could_tell_is_named(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("x*"))
 
 
+DOCUMENT = """cat > config.json <<'EOF' <<< "not here"
+{
+  "optimizer": {
+    "type": "Adam"
+  }
+}
+EOF
+cat <<-END
+\tdon't
+}
+\tEND
+"""
+BEFORE = [
+    "function usage {\n    echo usage\n}\n",
+    "function usage() { echo usage; }\n",
+    "if { true; }; then\n    if true; then { :; } fi fi\n",
+    DOCUMENT,
+]
+SET_BY_A_CONDITION = "LAYERS=4\nif [ -n x ]; then\n    LAYERS=8\nfi\n"
+
+
+@pytest.mark.parametrize("before", ["", *BEFORE])
+@pytest.mark.parametrize(
+    "setting",
+    [
+        SET_BY_A_CONDITION,
+        "LAYERS=4\nfor LAYERS in 8 16; do :; done\n",
+        "LAYERS=4\nselect LAYERS in 8 16; do break; done\n",
+        "LAYERS=4\nfunction setup {\n    LAYERS=16\n}\n",
+        "LAYERS=4\nfunction setup { LAYERS=16; }\n",
+        "LAYERS=4\nfunction setup()\n{\n    LAYERS=16\n}\n",
+    ],
+)
+def test_what_a_body_or_a_loop_sets_is_not_resolved(before: str, setting: str, tmp_path: Path) -> None:
+    (script := tmp_path / "run.sh").write_text(f"{before}{setting}pretrain_gpt.py --num-layers $LAYERS\n")
+    assert read_arguments(str(script)) == [Word("--num-layers"), Word("$LAYERS", ("$LAYERS",))]
+
+
+@pytest.mark.parametrize("before", BEFORE)
+def test_what_comes_after_a_body_is_plain(before: str, tmp_path: Path) -> None:
+    (script := tmp_path / "run.sh").write_text(f"{before}LAYERS=4\npretrain_gpt.py --num-layers $LAYERS\n")
+    bash = subprocess.run(
+        ["bash", "-c", script.read_text().replace("pretrain_gpt.py", "echo >&2")],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert " ".join(texts(str(script))) == bash.stderr.strip() == "--num-layers 4"
+
+
+def test_a_here_document_starts_it_where_nothing_else_does() -> None:
+    job = "LAYERS=4\nsbatch <<EOF\nsrun pretrain_gpt.py --num-layers $LAYERS\nEOF\nLAYERS=5\n"
+    assert texts(job) == ["--num-layers", "4"]
+    assert texts(f"{job}pretrain_gpt.py --num-layers 6") == ["--num-layers", "6"]
+
+
 @pytest.mark.parametrize(
     "source",
     [
@@ -108,6 +165,7 @@ def test_a_command_line_may_begin_anywhere(source: str) -> None:
         ('--a "b', 'has a " that nothing closes'),
         ("--a ${b", "has a { that nothing closes"),
         ("--a $(b", "has a ( that nothing closes"),
+        ("cat <<EOF\npretrain_gpt.py --a 1\n EOF\n", "has a << that nothing closes"),
         ("A=aaaaaaaaaa\n" + "A=$A$A$A$A\n" * 20 + "pretrain_gpt.py $A", "expand to more than"),
         ("--a " + "${x:-" * 40 + "}" * 40, "nests defaults"),
     ],

@@ -223,6 +223,7 @@ OTHER_MODELS: dict[str, Any] = {
     "add_qkv_bias": True,
     "mtp_num_layers": 1,
     "use_mup": True,
+    "qk_l2_norm": True,
     "kv_channels": 9,
 }
 

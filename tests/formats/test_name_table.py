@@ -202,6 +202,22 @@ def test_every_tensor_keeps_its_own_type():
         assert converted[name].dtype == meta.dtype == (torch.float32 if "norm" in name else torch.bfloat16), name
 
 
+def test_parts_of_one_tensor_get_the_wider_type():
+    tensors = random_tensors(GROUPED, "hf")
+    name = "model.layers.0.self_attn.k_proj.weight"
+    converted = convert(tensors | {name: tensors[name].bfloat16()}, GROUPED, "hf", "megatron")
+    for name, meta in converted.meta.items():
+        assert converted[name].dtype == meta.dtype == torch.float32
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.float8_e4m3fn])
+def test_what_holds_no_weights_is_named(dtype):
+    tensors = random_tensors(GROUPED)
+    name = "decoder.layers.1.mlp.linear_fc2.weight"
+    with pytest.raises(CorruptError, match=re.escape(f"in no number format of weights: {name} ({dtype})")):
+        convert(tensors | {name: tensors[name].to(dtype)}, GROUPED, "megatron", "hf")
+
+
 def test_the_document_shows_the_table_of_the_code():
     _, shown = (REFERENCE.parents[1] / "docs" / "conversion.md").read_text(encoding="utf-8").split(BEGIN)
     assert shown.split(END)[0].strip() == render()

@@ -107,6 +107,10 @@ torchrun ${DISTRIBUTED_ARGS[@]} pretrain_gpt.py \\
     --log-interval 1 --eval-iters 32 --eval-interval 100 --save-interval 1000 --ckpt-format torch_dist \\
     --save "$CHECKPOINT_PATH" --load "$CHECKPOINT_PATH" --tensorboard-dir logs 2>&1 | tee log
 """
+HYBRID = (
+    "--spec megatron_fanformer.model.hybrid_spec fanformer_stack_spec --num-layers 32 "
+    "--hybrid-layer-pattern '*-*-*-*-*-*-*-*-|*-*-*-*-*-*-*-*-'"
+)
 LLAMAS_CONFIGURATION: dict[str, Any] = {
     "model": {
         "num_layers": 32,
@@ -230,6 +234,10 @@ def values_of(arguments: str) -> dict[str, Any]:
         ("--hidden-size 1024", "model", {"ffn_hidden_size": 4096}),
         ("--tokenizer-type GPT2BPETokenizer", "model", {"vocab_size": 50257}),
         ("--spec megatron_fanformer.model.layer_spec fanformer_layer_spec", "model", {"fan": None}),
+        (HYBRID, "model", {"num_layers": 16, "fan": None}),
+        ("--hybrid-override-pattern '*-*-' --num-layers 4", "model", {"num_layers": 2, "fan": {"placement": "none"}}),
+        ("--hybrid-layer-pattern 'M-*-' --num-layers 4 --hidden-size 8", "model", {"num_layers": None}),
+        ("--hybrid-layer-pattern $PATTERN --num-layers 4 --hidden-size 8", "model", {"num_layers": None}),
         ("--rotary-seq-len-interpolation-factor 4", "model", {"rope_scaling": {"rope_type": "linear", "factor": 4}}),
         ("--bf16", "precision", {"dtype": "bf16"}),
         ("--seed 3", "precision", {"dtype": "fp32"}),
@@ -273,6 +281,12 @@ def test_values_that_need_converting(arguments: str, section: str, expected: dic
         ("--normalization LayerNorm", "Another model than there", "'LayerNorm', but every norm is an RMSNorm"),
         ("--hidden-dropout 0.1", "Another model than there", "hidden_dropout is 0.1, but there is no dropout"),
         ("--spec mine layers", "Another model than there", "--spec mine layers is code, and not read"),
+        ("--hybrid-layer-pattern 'M-*-'", "Another model than there", "M-*- is not `*-` repeated, attention and MLP"),
+        (
+            "--hybrid-layer-pattern $P",
+            "Not resolved",
+            "--hybrid-layer-pattern $P: the script does not say; state model.n",
+        ),
         ("--num-layers few", "Not carried over", 'model.num_layers is "few"; it must be an integer'),
         ("--optimizer sgd", "Not carried over", "--optimizer sgd: optimizer.name has no such value"),
         ("--lr-decay-style inverse-square-root", "Not carried over", "it must be one of cosine, linear, constant, WSD"),
@@ -294,6 +308,12 @@ def test_what_does_not_carry_over_is_listed(arguments: str, title: str, note: st
     assert any(note in line for line in found.notes[title]), found.notes
     assert yaml_value(found.text()) == yaml.safe_load(yaml.safe_dump(yaml_value(found.text())))
     assert all(line.startswith("#") for line in found.text().partition("\n\n")[0].splitlines())
+
+
+def test_our_own_spec_makes_no_other_model() -> None:
+    rest = "--normalization RMSNorm --swiglu --disable-bias-linear --position-embedding-type rope"
+    found = convert(f"{HYBRID} {rest} --hidden-dropout 0 --attention-dropout 0").notes
+    assert not {"Another model than there", "FAN layers", "Unknown", "No setting here"} & found.keys(), found
 
 
 @pytest.mark.parametrize(
