@@ -119,14 +119,17 @@ class Machine:
         """Return the relative error of a step's time; `dtype` is fp32, bf16 or fp8."""
         return self.relative_error if dtype != "fp8" or self.fp8_relative_error is None else self.fp8_relative_error
 
-    def flops_per_second(self, dtype: str) -> float:
+    def flops_per_second(self, dtype: str, *, field: str | None = None) -> float:
         """Return the data sheet's rate of dense products; `dtype` is fp32, bf16 or fp8.
+
+        Args:
+            field: of a configuration, which asks for that format; None: precision's own.
 
         Raises:
             InputError: the machine does not have that format.
         """
         if (rate := getattr(self, f"{dtype}_flops_per_second")) is None:
-            field = "precision.fp8" if dtype == "fp8" else "precision.dtype"
+            field = field or ("precision.fp8" if dtype == "fp8" else "precision.dtype")
             raise InputError(
                 f"the rate of matrix products in {dtype} is not known of {self.name}; change {field}, or give the "
                 f"machine's {dtype}_flops_per_second"
