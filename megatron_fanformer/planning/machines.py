@@ -62,6 +62,8 @@ class Machine:
     """The same in bf16."""
     fp8_flops_per_second: float | None = None
     """The same in FP8."""
+    has_mxfp8: bool = False
+    """Whether its FP8 scales blocks of 32 numbers in hardware, which the recipe mxfp8 needs (Blackwell)."""
     product_efficiency: float
     """Share of that rate that large matrix products reach, in (0, 1]; what small ones lose is the time for their
     bytes."""
@@ -135,6 +137,18 @@ class Machine:
                 f"machine's {dtype}_flops_per_second"
             )
         return rate
+
+    def check_recipe(self, recipe: str) -> None:
+        """Check that it has an FP8 recipe, by Megatron's name.
+
+        Raises:
+            InputError: it does not.
+        """
+        if recipe == "mxfp8" and not self.has_mxfp8:
+            raise InputError(
+                f"precision.fp8_recipe is mxfp8, whose blocks of 32 {self.name} does not scale in hardware; choose "
+                "another precision.fp8_recipe, or set the machine's has_mxfp8 to true"
+            )
 
     def problems(self) -> list[str]:
         """Return the rules that these figures break, one line each."""

@@ -16,6 +16,7 @@ from megatron_fanformer.planning.communication import communication
 from megatron_fanformer.planning.memory import rank_memory
 from tests.small_runs import ROOT, small_run, write_config
 
+MXFP8 = ["--precision.fp8", "hybrid", "--precision.fp8_recipe", "mxfp8", "--kernels.transformer_impl", "auto"]
 KEYS = {"model", "machine", "layout", "memory", "time", "cost", "communication", "candidates", "rejected"}
 
 
@@ -204,6 +205,12 @@ def test_the_table_names_every_part(config: str, capsys: pytest.CaptureFixture[s
         (["--report", "none/plan.json"], 8, "h100", "--report none/plan.json is not a file in a folder that exists"),
         (["--model.hidden_size", "33"], 8, "h100", "model.hidden_size 33 is not a multiple"),
         (["--precision.fp8", "hybrid", "--kernels.transformer_impl", "auto"], 8, "a100", "change precision.fp8"),
+        (
+            [*MXFP8, "--layouts", "tp=1"],
+            8,
+            "h100",
+            "whose blocks of 32 NVIDIA H100 SXM, 80 GB does not scale in hardware",
+        ),
         (["--search", "--training.global_batch_size", "1"], 7, "h100", "none of"),
     ],
 )
