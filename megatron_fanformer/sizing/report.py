@@ -80,8 +80,9 @@ def assumptions(plan: Plan) -> list[str]:
         found.append(f"Nobody has compared steps of {machine.name} with the formula: its error is unknown.")
     if not request.named:
         found.append(
-            "The search gives all stages equally many layers. It counts what does not fit among the layouts that would "
-            "be faster than the last candidate."
+            "The search gives stages equally many layers, or such that they take equally long, the head counted as "
+            "layers by its FLOPs. It counts what does not fit among the layouts that would be faster than the last "
+            "candidate."
         )
     if plan.simulated:
         found.append(
