@@ -86,10 +86,12 @@ def _pipeline_problems(model: FANformerConfig, parallel: ParallelConfig) -> Iter
             "parallel.num_layers_in_first_pipeline_stage and num_layers_in_last_pipeline_stage name, do not divide "
             f"over the other stages of {stages}; change one of them"
         )
+    elif 0 in layers:
+        yield f"the pipeline stages have {', '.join(map(str, layers))} layers; each must have at least 1"
     elif any(count % chunks for count in layers):
         yield (
             f"parallel.virtual_pipeline_model_parallel_size {chunks} does not divide the layers of each stage, "
-            f"{', '.join(map(str, layers))}; choose one of {_divisors_of(min(layers))}"
+            f"{', '.join(map(str, layers))}; choose one of {_divisors_of(math.gcd(*layers))}"
         )
     elif parallel.recompute_method == "uniform" and any(
         count // chunks % (parallel.recompute_num_layers or 1) for count in layers
@@ -97,10 +99,8 @@ def _pipeline_problems(model: FANformerConfig, parallel: ParallelConfig) -> Iter
         yield (
             f"parallel.recompute_num_layers {parallel.recompute_num_layers} does not divide the "
             f"{', '.join(str(count // chunks) for count in layers)} layers of the stages' chunks, which method uniform "
-            f"requires; choose one of {_divisors_of(min(layers) // chunks)}"
+            f"requires; choose one of {_divisors_of(math.gcd(*layers) // chunks)}"
         )
-    elif 0 in layers:
-        yield f"the pipeline stages have {', '.join(map(str, layers))} layers; each must have at least 1"
 
 
 def _own_layout_problems(model: FANformerConfig, parallel: ParallelConfig) -> Iterator[str]:

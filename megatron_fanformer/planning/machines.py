@@ -62,6 +62,8 @@ class Machine:
     """The same in bf16."""
     fp8_flops_per_second: float | None = None
     """The same in FP8."""
+    has_mxfp8: bool = False
+    """Whether its FP8 scales blocks of 32 numbers in hardware, which the recipe mxfp8 needs (Blackwell)."""
     product_efficiency: float
     """Share of that rate that large matrix products reach, in (0, 1]; what small ones lose is the time for their
     bytes."""
@@ -119,19 +121,34 @@ class Machine:
         """Return the relative error of a step's time; `dtype` is fp32, bf16 or fp8."""
         return self.relative_error if dtype != "fp8" or self.fp8_relative_error is None else self.fp8_relative_error
 
-    def flops_per_second(self, dtype: str) -> float:
+    def flops_per_second(self, dtype: str, *, field: str | None = None) -> float:
         """Return the data sheet's rate of dense products; `dtype` is fp32, bf16 or fp8.
+
+        Args:
+            field: of a configuration, which asks for that format; None: precision's own.
 
         Raises:
             InputError: the machine does not have that format.
         """
         if (rate := getattr(self, f"{dtype}_flops_per_second")) is None:
-            field = "precision.fp8" if dtype == "fp8" else "precision.dtype"
+            field = field or ("precision.fp8" if dtype == "fp8" else "precision.dtype")
             raise InputError(
                 f"the rate of matrix products in {dtype} is not known of {self.name}; change {field}, or give the "
                 f"machine's {dtype}_flops_per_second"
             )
         return rate
+
+    def check_recipe(self, recipe: str) -> None:
+        """Check that it has an FP8 recipe, by Megatron's name.
+
+        Raises:
+            InputError: it does not.
+        """
+        if recipe == "mxfp8" and not self.has_mxfp8:
+            raise InputError(
+                f"precision.fp8_recipe is mxfp8, whose blocks of 32 {self.name} does not scale in hardware; choose "
+                "another precision.fp8_recipe, or set the machine's has_mxfp8 to true"
+            )
 
     def problems(self) -> list[str]:
         """Return the rules that these figures break, one line each."""

@@ -22,10 +22,9 @@ from megatron_fanformer.planning.gradient_buffers import (
     limits_buckets,
     weights,
 )
-from megatron_fanformer.planning.job import Job
+from megatron_fanformer.planning.job import ELEMENT_BYTES, Job
 from megatron_fanformer.planning.layer_traffic import Term
 
-CPU_BYTES, GPU_BYTES = 4, 2  # of an element that is exchanged: float32 on CPUs, bf16 on GPUs, as the products are
 MAIN_BYTES = 4  # of an element of a momentum, and of what is made of it
 NEWTON_SCHULZ_STEPS = 5
 
@@ -91,7 +90,8 @@ class MatrixUpdates:
     def __init__(self, job: Job, stage: int) -> None:
         parallel = job.parallel
         self._job, self._stage, self._tensor = job, stage, job.tensor_ranks
-        self._element_bytes = CPU_BYTES if job.on_cpu else GPU_BYTES
+        self.dtype = "fp32" if job.on_cpu else "bf16"  # of the products, and of what is exchanged
+        self._element_bytes = ELEMENT_BYTES[self.dtype]
         self._replicas = job.state_ranks
         self._group, self._ranks = "tp" if self._replicas == 1 else "tp_dp_cp", self._tensor * self._replicas
         self._matrix_of = {

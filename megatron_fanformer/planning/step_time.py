@@ -98,7 +98,7 @@ def step_time(job: Job, machine: Machine, *, software: Software = OWN) -> StepTi
 
     Raises:
         ValueError: the layers do not divide evenly over the stages.
-        InputError: the machine has no FP8, which the job uses.
+        InputError: the machine does not have a number format that the job uses.
     """
     seconds = _Seconds(job, machine, software)
     stages = seconds.stages()
@@ -387,8 +387,9 @@ class _Seconds:
             if parallel.use_distributed_optimizer:
                 once["weight gathering"] = self._beside([gather], buckets, backward / 2, parallel.overlap_param_gather)
         if (matrices := MatrixUpdates(job, 0)).matrices:
-            rate = self._machine.flops_per_second("bf16") * self._machine.product_efficiency  # whatever weights are in
+            of_products = self._machine.flops_per_second(matrices.dtype, field="optimizer.name")  # not the weights'
             exchanging = sum(map(self._collective, matrices.terms(0)))
+            rate = of_products * self._machine.product_efficiency
             once["orthogonalization"] = matrices.busiest_flops / rate + exchanging
         return once
 

@@ -16,9 +16,10 @@ from megatron_fanformer.model.config import FANformerConfig
 from megatron_fanformer.model.layout_rules import divisors
 from megatron_fanformer.model.layouts import Layout, laid_over, layout_fields, layout_text
 from megatron_fanformer.planning.gradient_buffers import first_stage_buckets, first_stage_weights
-from megatron_fanformer.runtime.layout import FANForm, ParallelConfig, RecomputeModule
+from megatron_fanformer.runtime.layout import ParallelConfig, RecomputeModule
 from megatron_fanformer.sizing.balanced_stages import balanced_layouts
 from megatron_fanformer.training.config import RunConfig, TrainingConfig
+from megatron_fanformer.training.fp8_rules import can_recompute_norms
 
 MICRO_BATCH = "mbs"
 DEGREES = (
@@ -156,8 +157,9 @@ def _other_fields(config: RunConfig, degrees: ParallelConfig) -> Iterator[dict[s
     for stages in _stages(config.model, degrees.pipeline_model_parallel_size):
         for form in _fan_forms(config.model, degrees.tensor_model_parallel_size):
             fields = {**stages, **form}
-            for size in _bucket_sizes(config, dataclasses.replace(degrees, **fields)):
-                for recomputation in recomputations(config, form["fan_form"]):
+            parallel = dataclasses.replace(degrees, **fields)
+            for size in _bucket_sizes(config, parallel):
+                for recomputation in recomputations(config, parallel):
                     yield {**fields, "ddp_bucket_size": size, **recomputation}
 
 
@@ -200,16 +202,13 @@ def _fan_forms(model: FANformerConfig, tensor: int) -> list[Mapping[str, Any]]:
     return [plain, *sharded[: 2 if model.has_fan else 1]]
 
 
-def recomputations(config: RunConfig, fan_form: FANForm) -> list[Mapping[str, Any]]:
-    """List recomputation settings, from none to all: nothing, what costs no matrix product, the MLP too, layers.
+def recomputations(config: RunConfig, parallel: ParallelConfig) -> list[Mapping[str, Any]]:
+    """List recomputation settings of a layout, from none to all: nothing, what costs no matrix product, the MLP too,
+    layers.
 
-    Norms only where they are apart: the Engine fuses all but the input norm of the `sequence` form. A configuration's
-    own modules, where it recomputes selectively, take the place of the two in the middle.
+    A configuration's own modules, where it recomputes selectively, take the place of the two in the middle.
     """
-    has_norm_apart = config.kernels.transformer_impl == "local" or fan_form == "sequence"
-    cheap: list[RecomputeModule] = ["layernorm"] if has_norm_apart else []
-    if config.model.has_fan:
-        cheap.append("fan")
+    cheap = list(_recomputed_cheaply(config, parallel))
     modules: list[list[RecomputeModule]] = [*filter(None, [cheap]), [*cheap, "mlp"]]
     if config.parallel.recompute_granularity == "selective":
         modules = [config.parallel.recompute_modules]
@@ -218,3 +217,16 @@ def recomputations(config: RunConfig, fan_form: FANForm) -> list[Mapping[str, An
     ]
     full = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     return [NOT_RECOMPUTED, *selective, full]
+
+
+def _recomputed_cheaply(config: RunConfig, parallel: ParallelConfig) -> Iterator[RecomputeModule]:
+    """Yield modules without a matrix product, of those that the rules let a layout recompute.
+
+    Norms only where they are apart: the Engine fuses all but the input norm of the `sequence` form.
+    """
+    is_apart = config.kernels.transformer_impl == "local" or parallel.fan_form == "sequence"
+    if is_apart and can_recompute_norms(config.precision):
+        yield "layernorm"
+    refused = config.model.placement.recompute_problems(config.model, parallel.tensor_model_parallel_size)
+    if config.model.has_fan and not any(refused):
+        yield "fan"

@@ -22,6 +22,7 @@ from megatron_fanformer.runtime.layout import ParallelConfig
 from megatron_fanformer.sizing.estimate import SECONDS_PER_HOUR, Estimate
 
 SECONDS_PER_MINUTE, GB = 60, 10**9
+ENDLESS_SECONDS = 1e15  # 30 million years
 
 
 def checkpoint_bytes(job: Job) -> int:
@@ -125,12 +126,10 @@ def goodput(estimate: Estimate, steps: int, bytes_per_second: float, failures: F
     try:
         expected = between_failures * math.exp(begun_again) * math.expm1((trained + waiting) / between_failures)
     except OverflowError:
-        raise InputError(
-            f"saves are {trained / SECONDS_PER_HOUR:,.1f} hours apart, and the run fails every "
-            f"{between_failures / SECONDS_PER_HOUR:,.2f}: it would never end; lower checkpoint.save_interval, or raise "
-            "--failure-hours"
-        ) from None
+        expected = math.inf
     total = held.saves * expected
+    if total > ENDLESS_SECONDS:
+        raise InputError(_never_ends(trained, between_failures, failures))
     after_failures = -total * math.expm1(-begun_again)  # a failure in the midst of it begins it anew
     restarting = after_failures * restart / (restart + undone)
     return Goodput(
@@ -142,3 +141,18 @@ def goodput(estimate: Estimate, steps: int, bytes_per_second: float, failures: F
         lost_seconds=total - steps * step - held.saves * waiting - restarting,
         best_interval_steps=max(1, math.ceil(best / step)),
     )
+
+
+def _never_ends(trained: float, between_failures: float, failures: Failures) -> str:
+    """Return the refusal of a run that fails, so many seconds apart, before it has trained or begun again."""
+    is_long = failures.restart_minutes * SECONDS_PER_MINUTE > between_failures
+    shorter = f"--restart-minutes, which is {failures.restart_minutes:g}, and " if is_long else ""
+    return (
+        f"saves are {_duration(trained)} apart, and the run fails every {_duration(between_failures)}: it would never "
+        f"end; lower {shorter}checkpoint.save_interval, or raise --failure-hours"
+    )
+
+
+def _duration(seconds: float) -> str:
+    hours = seconds / SECONDS_PER_HOUR
+    return f"{hours:,.1f} hours" if hours >= 0.1 else f"{seconds:,.3g} seconds"

@@ -1,7 +1,6 @@
 """Reports of a plan: lines for the terminal, plain values for a file, and a picture."""
 
 import dataclasses
-import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from operator import itemgetter
@@ -19,7 +18,6 @@ from megatron_fanformer.sizing.request import PlanRequest
 from megatron_fanformer.sizing.search import Findings
 from megatron_fanformer.sizing.simulated import SimulatedStage
 from megatron_fanformer.terminal import Row, plural, table
-from megatron_fanformer.training.config import RunConfig
 
 MOST_STAGES = 4  # columns; the file has all
 LAYERS = {"local": "the local layers", "transformer_engine": "Transformer Engine's layers"}
@@ -82,8 +80,9 @@ def assumptions(plan: Plan) -> list[str]:
         found.append(f"Nobody has compared steps of {machine.name} with the formula: its error is unknown.")
     if not request.named:
         found.append(
-            "The search gives all stages equally many layers. It counts what does not fit among the layouts that would "
-            "be faster than the last candidate."
+            "The search gives stages equally many layers, or such that they take equally long, the head counted as "
+            "layers by its FLOPs. It counts what does not fit among the layouts that would be faster than the last "
+            "candidate."
         )
     if plan.simulated:
         found.append(
@@ -122,7 +121,7 @@ def plan_lines(plan: Plan, width: int | None) -> Iterator[str]:
         yield from titled(title, columns, _memory_rows(shown, stages), "l" + "r" * len(stages))
         yield from titled("a training step", ["", "seconds", "share"], _time_rows(shown), "lrr")
         yield from ["", _cost_line(shown, plan.cost)]
-        if rows := list(_stage_rows(request.config, plan.cost)):
+        if rows := list(_stage_rows(request, plan.cost)):
             columns = ["", "from step", "steps", "tokens", "days", "learning rate"]
             yield from titled("stages of the data", columns, rows, "lrrrrr")
         if notice := request.config.decay_notice():
@@ -192,16 +191,35 @@ def _cost_line(shown: Estimate, cost: Cost) -> str:
     )
 
 
-def _stage_rows(config: RunConfig, cost: Cost) -> Iterator[Row]:
+def _stage_rows(request: PlanRequest, cost: Cost) -> Iterator[Row]:
     """Yield the length and the learning rates of each stage of `data.stages`, and of the first mix before them."""
-    last_step = math.ceil(cost.tokens / config.batch_tokens)
-    spans = config.stage_spans()
-    for name, (first, last) in spans.items():
-        steps = max(0, (last_step if name == [*spans][-1] else last) + 1 - first)
-        tokens = steps * config.batch_tokens
+    rates = _stage_rates(request)
+    for name, (first, last) in _stage_spans(request).items():
+        steps = max(0, last + 1 - first)
+        tokens = steps * request.config.batch_tokens
         days = f"{cost.days * tokens / cost.tokens:,.2f}"
-        rates = f"{config.learning_rate(first):.3g} to {config.learning_rate(last):.3g}"
-        yield name, f"{first:,}", f"{steps:,}", f"{tokens:,}", days, rates
+        of_steps = " to ".join(f"{rate:.3g}" for rate in rates.get(name, ()))
+        yield name, f"{first:,}", f"{steps:,}", f"{tokens:,}", days, of_steps
+
+
+def _stage_spans(request: PlanRequest) -> dict[str, tuple[int, int]]:
+    """Return the first and the last step of each, over the tokens of the plan: a shorter run ends within or before a
+    stage, a longer one within the last.
+    """
+    spans = request.config.stage_spans()
+    return {
+        name: (first, request.steps if name == [*spans][-1] else min(last, request.steps))
+        for name, (first, last) in spans.items()
+    }
+
+
+def _stage_rates(request: PlanRequest) -> dict[str, list[float]]:
+    """Return the learning rates of the first and the last step of each stage that the run comes to."""
+    return {
+        name: [request.config.learning_rate(step) for step in span]
+        for name, span in _stage_spans(request).items()
+        if span[0] <= span[1]
+    }
 
 
 def _beyond_steps(plan: Plan, shown: Estimate) -> Iterator[Row]:
@@ -290,10 +308,7 @@ def as_values(plan: Plan) -> dict[str, Any]:
         "memory": None if shown is None else _memory(shown),
         "time": None if shown is None else dataclasses.asdict(shown.time),
         "stages": request.config.stage_steps(),
-        "stage_learning_rates": {
-            name: [request.config.learning_rate(step) for step in span]
-            for name, span in request.config.stage_spans().items()
-        },
+        "stage_learning_rates": _stage_rates(request),
         "cost": None if plan.cost is None else {**dataclasses.asdict(plan.cost), "gpu_hour_price": request.price},
         "checkpoints": None if plan.storage is None else dataclasses.asdict(plan.storage),
         "goodput": None if plan.goodput is None else _goodput(plan.goodput),

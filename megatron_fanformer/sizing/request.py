@@ -71,6 +71,8 @@ def read_request(options: PlanOptions) -> PlanRequest:
     config = for_machine(config, machine, on_cpu=on_cpu)
     for number_format in (config.precision.dtype, *(["fp8"] if config.precision.fp8 else [])):
         machine.flops_per_second(number_format)  # refused if it has none
+    if config.precision.fp8:
+        machine.check_recipe(config.precision.fp8_recipe)
     training = config.training
     return PlanRequest(
         file=options.config,

@@ -14,12 +14,7 @@ from megatron_fanformer.sizing.estimate import Estimate, estimate, job_of, probl
 from megatron_fanformer.training.config import RunConfig
 
 MOST_SHOWN = 10
-OF_SCHEDULE = ("pipeline bubble", "pipeline sends")  # the parts of a step that the number of chunks changes
-BOUNDING = (
-    *(name for name in DEGREES if name != "virtual_pipeline_model_parallel_size"),
-    "pipeline_model_parallel_layout",  # by which the longest stage is shorter than that of even ones
-    "ddp_bucket_size",
-)
+BOUNDING = (*DEGREES, "pipeline_model_parallel_layout", "ddp_bucket_size")  # all that changes a step, but recomputation
 NUMBERS = re.compile(r"\d+(?:\.\d+)?(?:, ?\d+(?:\.\d+)?)*")  # also several, with commas between
 
 
@@ -79,8 +74,8 @@ def judge(named: Sequence[tuple[str, RunConfig]], gpus: int, machine: Machine) -
 def search(config: RunConfig, gpus: int, machine: Machine) -> Findings:
     """Search all layouts of a configuration on that many GPUs.
 
-    Layouts are taken in the order of a lower bound of their time, which those share that differ in recomputation and in
-    the pipeline's schedule alone. So few need their own time and memory computed before the fastest that fit are known.
+    Layouts are taken in the order of a lower bound of their time, which those share that differ in recomputation alone.
+    So few need their own time and memory computed before the fastest that fit are known.
     """
     rejections = _Rejections(config)
     legal = list(_legal(config, gpus, rejections))
@@ -128,15 +123,14 @@ def _legal(config: RunConfig, gpus: int, rejections: "_Rejections") -> Iterator[
 
 
 def _bounds(legal: Iterable[RunConfig], gpus: int, machine: Machine) -> Iterator[float]:
-    """Yield the least that a step of each can take, in seconds: recomputing nothing, and waiting for no other stage."""
+    """Yield the least that a step of each can take, in seconds: recomputing nothing."""
     known: dict[tuple[Any, ...], float] = {}
     for config in legal:
         parallel = config.parallel
         key = (*(getattr(parallel, name) for name in BOUNDING), config.training.micro_batch_size)
         if key not in known:
-            plain = dataclasses.replace(parallel, virtual_pipeline_model_parallel_size=None, **NOT_RECOMPUTED)
-            time = step_time(job_of(dataclasses.replace(config, parallel=plain), gpus), machine)
-            known[key] = time.seconds - sum(time.parts.get(name, 0.0) for name in OF_SCHEDULE)
+            plain = dataclasses.replace(config, parallel=dataclasses.replace(parallel, **NOT_RECOMPUTED))
+            known[key] = step_time(job_of(plain, gpus), machine).seconds
         yield known[key]
 
 

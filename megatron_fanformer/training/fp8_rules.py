@@ -33,8 +33,7 @@ def fp8_problems(
             f"precision.fp8 is {precision.fp8} with kernels.transformer_impl local, whose layers have no FP8; set the "
             "latter to auto"
         )
-    # megatron-core refuses it, since the scales would be updated twice.
-    if precision.fp8_recipe == "delayed" and parallel.recomputes("layernorm"):
+    if parallel.recomputes("layernorm") and not can_recompute_norms(precision):
         yield (
             "parallel.recompute_modules has layernorm, which cannot be recomputed with precision.fp8_recipe delayed; "
             "remove it, or choose the recipe tensorwise"
@@ -43,6 +42,11 @@ def fp8_problems(
     for name in ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"):
         if precision.first_last_layers_bf16 and getattr(precision, name) > layers:
             yield f"precision.{name} is {getattr(precision, name)}, but a pipeline stage has {layers} layers; lower it"
+
+
+def can_recompute_norms(precision: PrecisionConfig) -> bool:
+    """Return whether norms can be recomputed: megatron-core refuses it where the scales would be updated twice."""
+    return precision.fp8 is None or precision.fp8_recipe != "delayed"
 
 
 def _sizes(

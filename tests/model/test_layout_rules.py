@@ -75,6 +75,7 @@ def test_a_layout_that_contradicts_itself(fields: dict[str, Any], part: str) -> 
     assert part in problem
 
 
+TWELVE = "pp=2,num_layers_in_first_pipeline_stage=12"
 FAN_AGAIN = "recompute=selective,recompute_modules=[fan]"
 
 
@@ -96,6 +97,11 @@ FAN_AGAIN = "recompute=selective,recompute_modules=[fan]"
             "pp=4,num_layers_in_first_pipeline_stage=8,num_layers_in_last_pipeline_stage=8",
             "the pipeline stages have 8, 0, 0, 8 layers; each must have at least 1",
         ),
+        (
+            {},
+            "pp=4,vpp=3,num_layers_in_first_pipeline_stage=8,num_layers_in_last_pipeline_stage=8",
+            "the pipeline stages have 8, 0, 0, 8 layers; each must have at least 1",
+        ),
         ({}, "pp=4,num_layers_in_first_pipeline_stage=5", "less the 5 that"),
         ({}, "pp=2,pipeline_model_parallel_layout=Et*6|(t*5|)*2L", None),
         ({}, "pp=2,pipeline_model_parallel_layout=Et*8|t*7L", "has 15 layers t, and model.num_layers is 16"),
@@ -106,6 +112,13 @@ FAN_AGAIN = "recompute=selective,recompute_modules=[fan]"
         ),
         ({}, "pp=2,vpp=3", "does not divide the layers of each stage, 8, 8; choose one of 1, 2, 4, 8"),
         ({}, "pp=2,recompute=full,recompute_num_layers=3", "choose one of 1, 2, 4, 8"),
+        ({"num_layers": 32}, f"{TWELVE},vpp=3", "the layers of each stage, 12, 20; choose one of 1, 2, 4"),
+        ({"num_layers": 32}, f"{TWELVE},recompute=full,recompute_num_layers=3", "requires; choose one of 1, 2, 4"),
+        (
+            {"num_layers": 48},
+            "pp=2,vpp=2,num_layers_in_first_pipeline_stage=24,recompute=full,recompute_num_layers=5",
+            "requires; choose one of 1, 2, 3, 4, 6, 12",
+        ),
         ({"fan": FANConfig(placement="none")}, FAN_AGAIN, "recompute_modules has fan, but model.fan.placement is none"),
         ({"fan": FAN_FFN}, FAN_AGAIN, "name mlp in its place"),
         (

@@ -60,3 +60,13 @@ def test_an_unknown_name_names_the_nearest() -> None:
 def test_a_format_that_a_machine_lacks_is_refused() -> None:
     with pytest.raises(InputError, match=r"fp8 is not known of NVIDIA A100.*change precision\.fp8"):
         load_machine("a100").flops_per_second("fp8")
+
+
+def test_mxfp8_is_blackwells() -> None:
+    """As train has it, by compute capability."""
+    for name in ("b200", "gb200", "gb300"):
+        load_machine(name).check_recipe("mxfp8")
+    for name in ("h100", "h200"):
+        load_machine(name).check_recipe("blockwise")
+        with pytest.raises(InputError, match=r"fp8_recipe is mxfp8, .* has_mxfp8 to true"):
+            load_machine(name).check_recipe("mxfp8")

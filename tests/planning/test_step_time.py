@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from megatron_fanformer.errors import InputError
 from megatron_fanformer.model.config import FANConfig, FANformerConfig, PrecisionConfig
 from megatron_fanformer.model.kernels import KernelsConfig
 from megatron_fanformer.planning.communication import communication
@@ -13,8 +14,10 @@ from megatron_fanformer.planning.gradient_buffers import first_stage_buckets
 from megatron_fanformer.planning.job import Job
 from megatron_fanformer.planning.layer_traffic import Term
 from megatron_fanformer.planning.machines import Link, Machine, load_machine
+from megatron_fanformer.planning.matrix_updates import MatrixUpdates
 from megatron_fanformer.planning.step_time import FLASH_BACKWARD, Software, StepTime, collective_seconds, step_time
 from megatron_fanformer.runtime.layout import ParallelConfig
+from megatron_fanformer.training.optimizers import OPTIMIZERS
 from tests.planning.making import engine_job_of
 
 ENDLESS = 1e30
@@ -66,7 +69,7 @@ def job(
         model,
         ParallelConfig(**{short.get(name, name): value for name, value in layout.items()}),
         kernels=KernelsConfig(**kernels),
-        precision=PrecisionConfig(dtype="bf16", **(precision or {})),
+        precision=PrecisionConfig(**{"dtype": "bf16", **(precision or {})}),
         data_parallel_size=dp,
         micro_batch_size=1,
         num_micro_batches=micro_batches,
@@ -351,6 +354,23 @@ def test_fp8_leaves_the_fan_map_and_the_head_alone() -> None:
     )
     assert all_fp8.parts["matrix products"] == pytest.approx(plain.parts["matrix products"] / 2)
     assert fp8.parts["loss head"] == plain.parts["loss head"]
+
+
+def test_muon_multiplies_in_its_own_format_whatever_weights_are_in() -> None:
+    """In bf16 on GPUs, in float32 on CPUs."""
+    parts = []
+    for on_cpu in (False, True):
+        asked = dataclasses.replace(job(), optimizer=OPTIMIZERS["muon"], on_cpu=on_cpu)
+        flops = MatrixUpdates(asked, 0).busiest_flops
+        time = step_time(asked, dataclasses.replace(PLAIN, fp32_flops_per_second=0.5e12))
+        parts.append(time.parts["orthogonalization"] * 1e12 / flops)
+    assert parts == pytest.approx([1, 2])
+    in_fp32 = dataclasses.replace(job(precision={"dtype": "fp32"}), optimizer=OPTIMIZERS["muon"])
+    alone = dataclasses.replace(PLAIN, bf16_flops_per_second=None, fp8_flops_per_second=None)
+    assert step_time(dataclasses.replace(in_fp32, on_cpu=True), alone).parts["orthogonalization"]
+    remedy = "in bf16 is not known of plain; change optimizer.name, or give the machine's bf16_flops_per_second"
+    with pytest.raises(InputError, match=remedy):
+        step_time(in_fp32, alone)
 
 
 FASTER = {

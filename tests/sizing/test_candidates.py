@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from megatron_fanformer.errors import InputError
-from megatron_fanformer.model.config import PRESETS, FANConfig
+from megatron_fanformer.model.config import PRESETS, FANConfig, PrecisionConfig
 from megatron_fanformer.model.kernels import KernelsConfig
 from megatron_fanformer.runtime.layout import ParallelConfig
 from megatron_fanformer.sizing.candidates import all_layouts, laid_out, layout_name, recomputations
@@ -95,22 +95,36 @@ def test_many_replicas_are_also_tried_in_smaller_buckets() -> None:
     assert sizes(1024, ddp_bucket_size=7) == {(1024, 7)}
 
 
+COLUMN: dict[str, Any] = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+IN_FRONT = {**COLUMN, "fan_form": "sequence"}
+
+
 @pytest.mark.parametrize(
-    ("layers", "has_fan", "modules"),
+    ("layers", "placement", "fp8_recipe", "layout", "modules"),
     [
-        ("local", True, [["layernorm", "fan"], ["layernorm", "fan", "mlp"]]),
-        ("transformer_engine", True, [["fan"], ["fan", "mlp"]]),
-        ("transformer_engine", False, [["mlp"]]),
+        ("local", "qkv", None, {}, [["layernorm", "fan"], ["layernorm", "fan", "mlp"]]),
+        ("transformer_engine", "qkv", None, {}, [["fan"], ["fan", "mlp"]]),  # norms are fused
+        ("transformer_engine", "none", None, {}, [["mlp"]]),
+        ("transformer_engine", "qkv", None, IN_FRONT, [["layernorm", "fan"], ["layernorm", "fan", "mlp"]]),
+        ("transformer_engine", "qkv", "tensorwise", IN_FRONT, [["layernorm", "fan"], ["layernorm", "fan", "mlp"]]),
+        ("transformer_engine", "qkv", "delayed", IN_FRONT, [["fan"], ["fan", "mlp"]]),
+        ("transformer_engine", "qk_and_v", None, {}, [["mlp"]]),  # on one rank recomputing FAN would free nothing
+        ("transformer_engine", "qk_and_v", None, COLUMN, [["fan"], ["fan", "mlp"]]),
     ],
 )
-def test_norms_that_are_fused_are_not_recomputed(layers: Any, has_fan: bool, modules: list[list[str]]) -> None:
-    config = run_config(model={} if has_fan else {"fan": {"placement": "none"}})
-    config = dataclasses.replace(config, kernels=KernelsConfig(transformer_impl=layers))
-    found = [each.get("recompute_modules") for each in recomputations(config, "column")]
-    assert [each for each in found if each] == modules
-    if has_fan:
-        in_front = [each.get("recompute_modules") for each in recomputations(config, "sequence")]
-        assert [each for each in in_front if each] == [["layernorm", "fan"], ["layernorm", "fan", "mlp"]]
+def test_what_is_fused_or_refused_is_not_recomputed(
+    layers: Any, placement: str, fp8_recipe: Any, layout: dict[str, Any], modules: list[list[str]]
+) -> None:
+    config = run_config(model={"fan": {"placement": placement}})
+    precision = PrecisionConfig(fp8="hybrid", fp8_recipe=fp8_recipe) if fp8_recipe else config.precision
+    config = dataclasses.replace(config, kernels=KernelsConfig(transformer_impl=layers), precision=precision)
+    parallel = ParallelConfig(**layout)
+    found = recomputations(config, parallel)
+    assert [each["recompute_modules"] for each in found if "recompute_modules" in each] == modules
+    for each in found:
+        laid = dataclasses.replace(config, parallel=dataclasses.replace(parallel, **each))
+        refused = [*laid.problems_of_layout(), *laid.problems_of_steps(1)]
+        assert not any("recompute" in line for line in refused)
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from megatron_fanformer.planning.communication import communication
 from megatron_fanformer.planning.memory import rank_memory
 from tests.small_runs import ROOT, small_run, write_config
 
+MXFP8 = ["--precision.fp8", "hybrid", "--precision.fp8_recipe", "mxfp8", "--kernels.transformer_impl", "auto"]
 KEYS = {"model", "machine", "layout", "memory", "time", "cost", "communication", "candidates", "rejected"}
 
 
@@ -61,6 +62,34 @@ def test_the_stages_of_the_data_are_listed(config: str, tmp_path: Path, capsys: 
         "decay (WSD) begins with step 12, and no stage does; set schedule.lr_wsd_decay_iters to 8 to have it begin"
     )
     assert f"{message} with 'from token 3.072K', step 13" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("steps", "lengths"),
+    [
+        (30, [5, 7, 18]),  # beyond the configuration's 20, all in the last
+        (10, [5, 5, 0]),
+        (4, [4, 0, 0]),
+    ],
+)
+def test_stages_end_with_the_tokens_of_the_plan(
+    config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], steps: int, lengths: list[int]
+) -> None:
+    report = tmp_path / "plan.json"
+    stages = "{from step 6: [b], from step 13: [c]}"
+    arguments = ["--layouts", "pp=4", "--report", str(report), "--data.stages", stages, "--tokens", str(256 * steps)]
+    arguments += ["--schedule.lr_decay_style", "linear", "--schedule.lr_warmup_iters", "0", "--optimizer.lr", "0.02"]
+    assert plan(config, *arguments, "--schedule.min_lr", "0") == 0
+    _, _, table = capsys.readouterr().out.partition("stages of the data")
+    rows = [re.split(r"  +", line.strip()) for line in table.splitlines()[2:5]]
+    assert [int(row[2]) for row in rows] == lengths
+    assert [int(row[3].replace(",", "")) for row in rows] == [256 * length for length in lengths]
+    reached = [row for row, length in zip(rows, lengths, strict=True) if length]
+    assert [row[5:] for row in rows if row not in reached] == [[]] * lengths.count(0)  # no learning rates
+    rates = json.loads(report.read_text())["stage_learning_rates"]
+    assert [*rates] == [row[0] for row in reached]
+    last = rates[reached[-1][0]][-1]
+    assert last == pytest.approx(max(0.0, 0.02 - 0.001 * steps)) and reached[-1][5].endswith(f" to {last:.3g}")
 
 
 def test_the_report_holds_all_of_it(config: str, tmp_path: Path) -> None:
@@ -176,6 +205,12 @@ def test_the_table_names_every_part(config: str, capsys: pytest.CaptureFixture[s
         (["--report", "none/plan.json"], 8, "h100", "--report none/plan.json is not a file in a folder that exists"),
         (["--model.hidden_size", "33"], 8, "h100", "model.hidden_size 33 is not a multiple"),
         (["--precision.fp8", "hybrid", "--kernels.transformer_impl", "auto"], 8, "a100", "change precision.fp8"),
+        (
+            [*MXFP8, "--layouts", "tp=1"],
+            8,
+            "h100",
+            "whose blocks of 32 NVIDIA H100 SXM, 80 GB does not scale in hardware",
+        ),
         (["--search", "--training.global_batch_size", "1"], 7, "h100", "none of"),
     ],
 )

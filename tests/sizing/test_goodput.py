@@ -129,8 +129,39 @@ def test_saves_in_the_background_make_training_wait_only_for_the_next() -> None:
     assert goodput(run, 1000, rate, often).lost_seconds > 0 < goodput(in_turn, 1000, rate, often).lost_seconds
 
 
-def test_a_run_that_would_never_end_is_refused() -> None:
-    with pytest.raises(
-        InputError, match=r"saves are 27\.8 hours apart, and the run fails every 0\.01: .*save_interval"
-    ):
-        goodput(planned(), 100_000, 1e9, Failures(gpu_hours=0.08, restart_minutes=1))
+@pytest.mark.parametrize(
+    ("seconds", "interval", "failures", "message"),
+    [
+        (
+            1.0,
+            None,
+            Failures(gpu_hours=0.08, restart_minutes=0.5),
+            "saves are 27.8 hours apart, and the run fails every 36 seconds: it would never end; lower "
+            "checkpoint.save_interval, or raise",
+        ),
+        # Two factors, each of them a number, whose product is none.
+        (
+            1.0,
+            300,
+            Failures(gpu_hours=8 * GPUS / SECONDS_PER_HOUR, restart_minutes=90),
+            "saves are 300 seconds apart, and the run fails every 8 seconds: it would never end; lower "
+            "--restart-minutes, which is 90, and checkpoint.save_interval, or raise",
+        ),
+        # A number, of some 10^62 years.
+        (
+            60.0,
+            900,
+            Failures(gpu_hours=0.1 * GPUS, restart_minutes=1),
+            "saves are 15.0 hours apart, and the run fails every 0.1 hours: it would never end; lower "
+            "checkpoint.save_interval, or raise",
+        ),
+    ],
+    ids=["a factor", "their product", "eons"],
+)
+def test_a_run_that_would_never_end_is_refused(
+    seconds: float, interval: int | None, failures: Failures, message: str
+) -> None:
+    run = planned(seconds=seconds, **({} if interval is None else {"save_interval": interval}))
+    with pytest.raises(InputError) as refused:
+        goodput(run, 99_900, 1e9, failures)
+    assert str(refused.value).startswith(message)

@@ -85,6 +85,16 @@ def test_stages_of_equal_time_are_not_bound_by_even_ones(h100: Machine) -> None:
     assert [each.name for each in search(heavy, 2, h100).candidates] == [each.name for each in fastest]
 
 
+def test_chunks_that_hide_more_of_the_gradients_are_not_bound_by_whole_stages(h100: Machine) -> None:
+    """Where the interleaved schedule's longer window for gradients weighs more than its bubble."""
+    slow = dataclasses.replace(h100, network=dataclasses.replace(h100.network, bytes_per_second=12.5e9))
+    three = load_config(ROOT / "examples" / "fanformer-3b.yaml", ["--training.global_batch_size", "64"])
+    found = search(for_machine(three, slow, on_cpu=False), 64, slow)
+    seconds = [each.time.seconds for each in found.candidates]
+    assert seconds == sorted(seconds)
+    assert found.best and found.best.config.parallel.virtual_pipeline_model_parallel_size == 3
+
+
 def test_more_instances_than_replicas_are_refused_by_rule(h100: Machine) -> None:
     parallel = {"num_distributed_optimizer_instances": 4}
     large = {"num_layers": 6, "hidden_size": 4096, "ffn_hidden_size": 16_384, "num_attention_heads": 32}
