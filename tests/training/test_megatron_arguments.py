@@ -109,7 +109,7 @@ torchrun ${DISTRIBUTED_ARGS[@]} pretrain_gpt.py \\
 """
 HYBRID = (
     "--spec megatron_fanformer.model.hybrid_spec fanformer_stack_spec --num-layers 32 "
-    "--hybrid-layer-pattern '*-*-*-*-*-*-*-*-|*-*-*-*-*-*-*-*-'"
+    "--hybrid-layer-pattern '*-*-*-*-|*-*-*-*-|*-*-*-*-|*-*-*-*-'"
 )
 LLAMAS_CONFIGURATION: dict[str, Any] = {
     "model": {
