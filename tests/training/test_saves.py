@@ -2,12 +2,16 @@
 
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock, call
+from unittest.mock import Mock, call, patch
 
 from megatron_fanformer.checkpoint import store
+from megatron_fanformer.errors import InputError
+from megatron_fanformer.runtime.parallel import rank_grid
 from megatron_fanformer.training.config import config_from_dict
 from megatron_fanformer.training.saves import Checkpointer, attached_files
-from tests.small_runs import small_run
+from megatron_fanformer.training.trainer import Trainer
+from tests.small_runs import RunOnRanks, small_run, write_tokens
+from tests.training.test_trainer import train
 
 
 def test_what_goes_into_checkpoints_is_read_once(tmp_path: Path) -> None:
@@ -37,3 +41,26 @@ def test_a_save_begins_once_the_one_before_is_published() -> None:
         call.listener.save.end(),
         call.mirror.offer("step-00000002"),
     ]
+
+
+def start_that_fails(values: dict[str, Any]) -> int:
+    """How often a copy was begun by a start that fails after its checkpoint is loaded."""
+    config = config_from_dict(values)
+    with (
+        rank_grid(config.parallel, "cpu") as grid,
+        patch.object(Trainer, "_open_logs", side_effect=InputError("the disk is full")),
+        patch.object(Checkpointer, "copy") as copy,
+    ):
+        try:
+            Trainer(config, grid)
+        except InputError:
+            return copy.call_count
+    raise AssertionError("it did not fail")
+
+
+def test_a_start_that_fails_leaves_no_copying_process(tmp_path: Path, run_on_ranks: RunOnRanks) -> None:
+    """It ignores signals, and only `close`, of a trainer that was made, ends it."""
+    short: dict[str, Any] = {"training": {"train_iters": 1}, "schedule": {"lr_warmup_iters": 0}}
+    values = small_run(write_tokens(tmp_path / "tokens"), tmp_path / "run", **short)
+    run_on_ranks(1, train, values)
+    assert run_on_ranks(1, start_that_fails, values) == [0]
