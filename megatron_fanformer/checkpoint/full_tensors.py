@@ -158,7 +158,7 @@ def write_full_tensors(
     Lazy tensors are requested one at a time.
 
     Args:
-        attachments: small files to put beside them, by `store.attachment_name`.
+        attachments: small files to put beside them, by their names there.
 
     Raises:
         FanformerError, KeyboardInterrupt: what a lazy tensor raised when it was requested.

@@ -62,7 +62,7 @@ class Holder(msgspec.Struct, frozen=True, kw_only=True):
 def run_lock(run: Path, *, option: str = "training.run_dir") -> Iterator["FolderWatch"]:
     """Hold the lock of a run's folder, which is made if missing, and removed again if nothing is put into it.
 
-    Yields what tells whether the folder is still there, and still this holder's.
+    Yields the watch by which the holder notices that the folder is gone, or another one's.
 
     Args:
         option: what names the folder, for errors.

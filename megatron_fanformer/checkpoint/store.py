@@ -98,7 +98,7 @@ def publish_checkpoint(
     """Give a complete checkpoint its name, point `latest` to it, and remove all but the `keep` newest.
 
     Args:
-        attachments: small files to put into it, by `attachment_name`.
+        attachments: small files to put into it, by their names there.
         in_background: remove them in a thread: gigabytes take seconds to free.
         in_use: names of old ones that are in use, and left to a later publication.
 
@@ -185,11 +185,6 @@ def _rename_aside(checkpoint: Path) -> Path | None:
 def _aside(checkpoints: Path, name: str) -> Path:
     """Return a unique path that is not a checkpoint's; what is left there is removed by the next save."""
     return checkpoints / f".{name}.{uuid.uuid4().hex}.tmp"
-
-
-def attachment_name(file: Path) -> str:
-    """Return what a file is called there: a tokenizer by its kind, which its suffix says; a chat template as it is."""
-    return file.name if file.suffix == ".jinja" else f"tokenizer{file.suffix}"
 
 
 def attached_tokenizer(checkpoint: Path) -> Path | None:

@@ -330,6 +330,14 @@ def find_template(
     return ChatTemplate(source, variables)
 
 
+def attached_files(tokenizer: Path | None, chat_template: str | None) -> dict[str, bytes]:
+    """Read the small files that go into a checkpoint, by their names there: a tokenizer's by its kind, which its suffix
+    says. Where one is moved or replaced later, nothing changes.
+    """
+    found = {} if tokenizer is None else {f"tokenizer{tokenizer.suffix}": tokenizer.read_bytes()}
+    return found if chat_template is None else {**found, CHAT_TEMPLATE_JINJA: chat_template.encode()}
+
+
 def own_template(folder: Path) -> str | None:
     """Return the template in a tokenizer's folder, in Jinja, as `find_template` finds it; None where there is none.
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from megatron_fanformer.checkpoint import store
 from megatron_fanformer.checkpoint.full_tensors import LazyTensors, meta_of, open_full_tensors, write_full_tensors
-from megatron_fanformer.data.chat_template import CHAT_TEMPLATE_JINJA, own_template
+from megatron_fanformer.data.chat_template import CHAT_TEMPLATE_JINJA, attached_files, own_template
 from megatron_fanformer.errors import FanformerError, InputError
 from megatron_fanformer.formats import huggingface, reference
 from megatron_fanformer.formats.huggingface import open_huggingface, write_huggingface
@@ -115,13 +115,10 @@ def write_checkpoint(
         dtype = next(iter(meta_of(tensors).values())).dtype
         if dtype in DTYPES.values():  # one that a run may have
             saved["precision"] = {"dtype": next(name for name, known in DTYPES.items() if known == dtype)}
-        attachments: dict[str, bytes] = {}
-        if extras.tokenizer:
-            attachments[store.attachment_name(extras.tokenizer)] = extras.tokenizer.read_bytes()
-            if extras.chat_template is not None:
-                attachments[CHAT_TEMPLATE_JINJA] = extras.chat_template.encode()
-                (folder / CHAT_TEMPLATE_JINJA).write_bytes(attachments[CHAT_TEMPLATE_JINJA])
-        write_full_tensors(folder, tensors, saved, attachments)
+        template = extras.chat_template if extras.tokenizer else None
+        if template is not None:
+            (folder / CHAT_TEMPLATE_JINJA).write_text(template, encoding="utf-8")
+        write_full_tensors(folder, tensors, saved, attached_files(extras.tokenizer, template))
     elif format == "hf":
         write_huggingface(folder, config, tensors, extras)
     else:

@@ -79,6 +79,11 @@ class TrainingConfig:
     (docs/clusters.md#restarts)."""
 
     @property
+    def length_field(self) -> str:
+        """The field that states the run's length; before `epochs` has become a number of steps."""
+        return "train_iters" if self.epochs is None else "epochs"
+
+    @property
     def steps(self) -> int:
         """`train_iters`, where it is known: `epochs` has become a number of steps when a run starts."""
         assert self.train_iters is not None, "training.epochs was not turned into steps"

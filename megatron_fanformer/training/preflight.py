@@ -101,7 +101,7 @@ def check_settings(config: RunConfig, world_size: int | None) -> CheckedSettings
     """
     found: list[str] = []
     replicas = None
-    length = "train_iters is" if config.training.epochs is None else "epochs makes"
+    length_field = config.training.length_field
     if not config.parallel.problems():
         replicas = collect_problems(found, lambda: config.parallel.resolve_data_parallel_size(world_size))
     of_sections = config.section_problems()
@@ -117,7 +117,7 @@ def check_settings(config: RunConfig, world_size: int | None) -> CheckedSettings
     if found and (config.checkpoint.mirror or is_url(config.checkpoint.load or "")):
         raise InputError("\n".join(found))  # nothing is fetched for a run that cannot start
     if points := collect_problems(found, lambda: _starting_points(config)):
-        found += _checkpoint_problems(points[0].checkpoint, points[1], config, length)
+        found += _checkpoint_problems(points[0].checkpoint, points[1], config, length_field)
     if found or points is None or evaluation is None:
         raise InputError("\n".join(found))
     return CheckedSettings(config, *points, evaluation)
@@ -291,9 +291,9 @@ def _resuming(candidates: list[Path], recovery: RecoveryConfig) -> _Resuming:
     return _Resuming()
 
 
-def _checkpoint_problems(resumed: Path | None, loaded: Path | None, config: RunConfig, length: str) -> list[str]:
+def _checkpoint_problems(resumed: Path | None, loaded: Path | None, config: RunConfig, length_field: str) -> list[str]:
     if resumed:
-        return _resume_problems(resumed, config, length)
+        return _resume_problems(resumed, config, length_field)
     if loaded is None:
         return []
     # Positions that are no longer scaled, where the checkpoint's are, were rather forgotten than meant.
@@ -318,11 +318,11 @@ def _tokenizer_problems(config: RunConfig) -> list[str]:
     return []
 
 
-def _resume_problems(checkpoint: Path, config: RunConfig, length: str) -> list[str]:
+def _resume_problems(checkpoint: Path, config: RunConfig, length_field: str) -> list[str]:
     """List what keeps a run from resuming: its model, seed, batch size and optimizer stay, or samples would repeat.
 
     Args:
-        length: which field makes its number of steps, and how.
+        length_field: of `training`, which states its length.
     """
     saved = store.saved_config(checkpoint)
     if "training" not in saved:
@@ -334,9 +334,10 @@ def _resume_problems(checkpoint: Path, config: RunConfig, length: str) -> list[s
     step = store.step_of(checkpoint) or 0
     steps = config.training.train_iters
     if steps is not None and step > steps:
+        verb = "is" if length_field == "train_iters" else "makes"
         found.append(
-            f"training.{length} {steps}, but the run in {config.training.run_dir} is at step {step}; raise it, or "
-            "name another training.run_dir"
+            f"training.{length_field} {verb} {steps}, but the run in {config.training.run_dir} is at step {step}; "
+            "raise it, or name another training.run_dir"
         )
     present, before = by_dotted_names(config.as_dict()), UNSTATED | by_dotted_names(saved)
     return found + [

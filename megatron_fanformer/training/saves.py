@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_fanformer.checkpoint import store
 from megatron_fanformer.checkpoint.mirror import Mirror
-from megatron_fanformer.data.chat_template import CHAT_TEMPLATE_JINJA
-from megatron_fanformer.data.tokenizer import tokenizer_file
 from megatron_fanformer.runtime import heartbeat
 from megatron_fanformer.runtime.agreement import on_main
 from megatron_fanformer.runtime.parallel import RankGrid
@@ -22,13 +20,6 @@ if TYPE_CHECKING:
 STOPPED_MIRROR_SECONDS = 60.0  # after a signal to stop, whose sender may not wait: the next start copies what is left
 
 logger = logging.getLogger(__name__)
-
-
-def attached_files(config: RunConfig, chat_template: str | None) -> dict[str, bytes]:
-    """Read the small files that go into every checkpoint: where one is moved or replaced later, nothing changes."""
-    file = tokenizer_file(config.data.tokenizer) if config.data.tokenizer else None
-    found = {} if file is None else {store.attachment_name(file): file.read_bytes()}
-    return found if chat_template is None else {**found, CHAT_TEMPLATE_JINJA: chat_template.encode()}
 
 
 class Checkpointer:

@@ -90,7 +90,7 @@ def _unless_complete(config: RunConfig, world_size: int | None) -> CheckedSettin
     checked = check_settings(config, world_size)
     if not checked.is_complete:
         return checked
-    steps, length = checked.config.training.steps, "train_iters" if config.training.epochs is None else "epochs"
+    steps, length = checked.config.training.steps, config.training.length_field
     logger.info(
         "complete: %s of %s steps in %s; raise training.%s to train on, or name another training.run_dir",
         *(f"{steps:,}", f"{steps:,}", config.training.run_dir, length),

@@ -11,8 +11,9 @@ import torch
 from rich.console import Console
 
 from megatron_fanformer.checkpoint import store
-from megatron_fanformer.data.chat_template import CHAT_TEMPLATE_JINJA
+from megatron_fanformer.data.chat_template import CHAT_TEMPLATE_JINJA, attached_files
 from megatron_fanformer.data.survey import DeferredScan
+from megatron_fanformer.data.tokenizer import tokenizer_file
 from megatron_fanformer.errors import CorruptError, DivergenceError, Interrupted
 from megatron_fanformer.model.build import build_stages
 from megatron_fanformer.processes import signals_to
@@ -35,7 +36,7 @@ from megatron_fanformer.training.profiling import Profiler
 from megatron_fanformer.training.recovery import BadSteps, EventLog
 from megatron_fanformer.training.run_log import log_if_slow
 from megatron_fanformer.training.samples import replica_batches, run_datasets
-from megatron_fanformer.training.saves import Checkpointer, attached_files
+from megatron_fanformer.training.saves import Checkpointer
 from megatron_fanformer.training.schedule import build_scheduler
 from megatron_fanformer.training.seen_sources import SeenSources
 from megatron_fanformer.training.step import (
@@ -91,8 +92,10 @@ class Trainer:
         with log_if_slow("building the model"):
             self._build()
         self._measure_steps()
-        template = self._start.data.chat_template
-        self._attachments = attached_files(config, template) if grid.is_main else {}  # which publishes checkpoints
+        self._attachments: dict[str, bytes] = {}
+        if grid.is_main:  # which publishes checkpoints
+            tokenizer = tokenizer_file(config.data.tokenizer) if config.data.tokenizer else None
+            self._attachments = attached_files(tokenizer, self._start.data.chat_template)
         self._start_or_resume()
         self._load_data()
         self._id_scan = DeferredScan(self._start.data, self.config.model.vocab_size)
@@ -408,12 +411,12 @@ class Trainer:
     def _start_or_resume(self) -> None:
         past = list(self._start.events)
         self._events = EventLog(self.run, past, writes=self.grid.is_main)
-        if self._start.resumed is None:
-            self._events.begin()
         self._bad_steps = BadSteps(self.config.recovery, past)
         self._skipped_steps: set[int] = set()  # of this run as it stands, without what it went back over
         self._resumed_sources: dict[str, dict[str, float]] | None = None
-        if self._start.resumed is not None:
+        if self._start.resumed is None:
+            self._events.begin()
+        else:
             self._resume([self._start.resumed, *self._start.earlier], list(self._start.damaged))
 
     def _resume(self, candidates: list[Path], damaged: list[tuple[Path, CorruptError]] | None = None) -> None:

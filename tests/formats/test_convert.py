@@ -11,7 +11,6 @@ import yaml
 from safetensors.torch import load_file, save_file
 
 from megatron_fanformer.checkpoint import store
-from megatron_fanformer.checkpoint.full_tensors import StoredTensors
 from megatron_fanformer.checkpoint.run_lock import run_lock
 from megatron_fanformer.cli import main
 from megatron_fanformer.errors import InputError
@@ -22,6 +21,7 @@ from megatron_fanformer.model.rope_scaling import RopeScalingConfig
 from tests.conftest import REFERENCE
 from tests.disk_steps import small_files
 from tests.formats.plain_fanformer import VARIANTS, write
+from tests.formats.removing import remove_after
 from tests.generation.making import write_tokenizer
 from tests.whole_models import convert_checkpoint
 
@@ -192,17 +192,8 @@ def test_integers_for_weights_are_damage(source: Path, tmp_path: Path, capsys: p
 def test_a_checkpoint_that_its_run_removes_meanwhile_is_named(
     reads: int, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    gone, read = find_checkpoint(str(converted(source, "megatron"))), StoredTensors.read
-    left = [None] * reads
-
-    def removing(stored: StoredTensors, *arguments: Any) -> Any:
-        if left:
-            left.pop()
-        else:
-            shutil.rmtree(gone, ignore_errors=True)
-        return read(stored, *arguments)
-
-    monkeypatch.setattr(StoredTensors, "read", removing)
+    gone = find_checkpoint(str(converted(source, "megatron")))
+    remove_after(reads, gone, monkeypatch)
     assert main(["convert", str(gone), str(tmp_path / "out"), "--to", "hf"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert f"{gone} was removed while it was read" in line and not (tmp_path / "out").exists()

@@ -19,6 +19,7 @@ from megatron_fanformer.checkpoint.saving import CheckpointSaver
 from megatron_fanformer.checkpoint.tensor_table import MAIN_WEIGHT, read_table
 from megatron_fanformer.checkpoint.training_state import load_weights
 from megatron_fanformer.cli import main
+from megatron_fanformer.data.chat_template import attached_files
 from megatron_fanformer.durable_files import sha256_of
 from megatron_fanformer.formats import merge
 from megatron_fanformer.formats.name_table import expected_shapes
@@ -26,6 +27,7 @@ from megatron_fanformer.formats.recognition import find_checkpoint
 from megatron_fanformer.formats.training_record import training_record
 from megatron_fanformer.model.config import FANformerConfig
 from tests.checkpoint.states import small_model, training, world_size
+from tests.formats.removing import remove_after
 from tests.generation.making import write_tokenizer
 from tests.tiny import tiny_model
 from tests.training.layouts import gather
@@ -114,15 +116,17 @@ def test_an_average_loads_in_another_layout(
 
 
 def checkpoint_of(
-    run: Path, seed: int = 0, model: FANformerConfig = MODEL, dtype: torch.dtype = torch.float32, *attached: Path
+    run: Path,
+    seed: int = 0,
+    model: FANformerConfig = MODEL,
+    dtype: torch.dtype = torch.float32,
+    tokenizer: Path | None = None,
 ) -> Path:
     """A checkpoint of random weights."""
     generator = torch.Generator().manual_seed(seed)
     shapes = expected_shapes(model, "megatron").items()
     tensors = {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in shapes}
-    return write_full_tensors(
-        run, tensors, {"model": asdict(model)}, {store.attachment_name(file): file.read_bytes() for file in attached}
-    )
+    return write_full_tensors(run, tensors, {"model": asdict(model)}, attached_files(tokenizer, None))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -262,17 +266,8 @@ def test_a_checkpoint_that_its_run_removes_meanwhile_is_named(
     reads: int, others: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shutil.copytree(others / "a", tmp_path / "a")
-    gone, read = find_checkpoint(str(tmp_path / "a")), StoredTensors.read
-    left = [None] * reads
-
-    def removing(stored: StoredTensors, *arguments: Any) -> Tensor:
-        if left:
-            left.pop()
-        else:
-            shutil.rmtree(gone, ignore_errors=True)
-        return read(stored, *arguments)
-
-    monkeypatch.setattr(StoredTensors, "read", removing)
+    gone = find_checkpoint(str(tmp_path / "a"))
+    remove_after(reads, gone, monkeypatch)
     assert main(["merge", str(others / "b"), str(gone), "--output", str(tmp_path / "out")]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert f"{gone} was removed while it was read" in line

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from megatron_fanformer.checkpoint import store
 from megatron_fanformer.checkpoint.full_tensors import write_full_tensors
+from megatron_fanformer.data.chat_template import attached_files
 from megatron_fanformer.formats.name_table import expected_shapes
 from megatron_fanformer.generation.config import SamplingConfig
 from megatron_fanformer.generation.continuation import Continuation, continue_all
@@ -76,7 +76,7 @@ def write_checkpoint(run: Path, case: str, tokenizer: Path, precision: str = "fp
     config, tensors = model_and_tensors(case, dtype)
     saved = {"model": dataclasses.asdict(config), "precision": {"dtype": precision}}
     with rank_grid(ParallelConfig(), "cpu"):
-        return write_full_tensors(run, tensors, saved, {store.attachment_name(tokenizer): tokenizer.read_bytes()})
+        return write_full_tensors(run, tensors, saved, attached_files(tokenizer, None))
 
 
 def write_export(folder: Path, case: str, tokenizer: Path, chat_template: str | None = None) -> None:

@@ -62,7 +62,7 @@ def test_a_run_goes_on_with_its_own(tmp_path: Path, saved: str | None) -> None:
         f"optimizer.name is adamw, but the run in {tmp_path / 'run'} has {saved}; change it back, or name another "
         "training.run_dir, which checkpoint.load starts from this one's weights"
     ]
-    assert _resume_problems(checkpoint, config, "train_iters is") == (refused if saved == "momentum" else [])
+    assert _resume_problems(checkpoint, config, "train_iters") == (refused if saved == "momentum" else [])
 
 
 def test_matrices_of_layers_alone_are_decayed() -> None:

@@ -5,10 +5,11 @@ from typing import Any
 from unittest.mock import Mock, call, patch
 
 from megatron_fanformer.checkpoint import store
+from megatron_fanformer.data.chat_template import attached_files
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.runtime.parallel import rank_grid
 from megatron_fanformer.training.config import config_from_dict
-from megatron_fanformer.training.saves import Checkpointer, attached_files
+from megatron_fanformer.training.saves import Checkpointer
 from megatron_fanformer.training.trainer import Trainer
 from tests.small_runs import RunOnRanks, small_run, write_tokens
 from tests.training.test_trainer import train
@@ -16,8 +17,7 @@ from tests.training.test_trainer import train
 
 def test_what_goes_into_checkpoints_is_read_once(tmp_path: Path) -> None:
     (tmp_path / "own.model").write_bytes(b"a tokenizer")
-    config = config_from_dict(small_run("tokens", tmp_path, data={"tokenizer": str(tmp_path / "own.model")}))
-    attached = attached_files(config, "{{ messages }}")
+    attached = attached_files(tmp_path / "own.model", "{{ messages }}")
     (tmp_path / "own.model").unlink()
     partial = store.temporary_folder(tmp_path / store.CHECKPOINTS, 1)
     saved = store.publish_checkpoint(partial, tmp_path / store.CHECKPOINTS, 1, {}, attachments=attached)
