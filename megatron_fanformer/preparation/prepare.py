@@ -47,8 +47,8 @@ OF_DOCUMENTS = {
     "npy_dtype": "from_npy",
 }
 """Settings that conversations do not take: their names in errors, and the fields that set them."""
-NOT_OF_NPY = {name: OF_DOCUMENTS[name] for name in ("text_field", "min_length", "max_length", "sources")}
-"""Those that token files do not take either: there is no text in them, and no source."""
+NOT_OF_NPY = {name: name for name in ("text_field", "min_length", "max_length", "sources", "backend", "strict")}
+"""Settings that token files do not take: there is no text in them to encode or to refuse, and no source."""
 OF_CHATS = ("chat_template", "learn", "max_tokens", "too_long")
 # What pads the rows of chats, the most likely first; without one, the end of text does.
 PADDING_NAMES = ("<|padding|>", "<|pad|>", "<pad>", "[PAD]")

@@ -524,7 +524,17 @@ def test_a_setting_that_makes_no_sense_is_an_input_error(
     assert not (tmp_path / "new").exists()
 
 
-@pytest.mark.parametrize("setting", [{"text_field": "t"}, {"min_length": 1}, {"max_length": 9}, {"sources": ("web",)}])
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {"text_field": "t"},
+        {"min_length": 1},
+        {"max_length": 9},
+        {"sources": ("web",)},
+        {"backend": "sentencepiece"},
+        {"strict": True},
+    ],
+)
 def test_what_token_files_do_not_take_is_refused(
     tmp_path: Path, mixed: Path, prepare: Prepare, setting: dict[str, Any]
 ) -> None:
