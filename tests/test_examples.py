@@ -188,8 +188,8 @@ if [[ "$*" == *check-node* ]]; then
     exit 1  # some node is unhealthy
 fi
 if [[ "$*" == *" ip "* ]]; then echo "$SHOWN"; exit; fi
-echo "$MASTER_ADDR $MASTER_PORT $*" >> $FOLDER/srun.told
-exit $(sed -n "$(wc -l < $FOLDER/srun.told)p" $FOLDER/codes)
+echo "$MASTER_ADDR $MASTER_PORT $*" >> $FOLDER/srun.calls
+exit $(sed -n "$(wc -l < $FOLDER/srun.calls)p" $FOLDER/codes)
 """
 
 
@@ -203,9 +203,9 @@ def run_slurm_script(
         healthy: the nodes that the check finds fit.
     """
     (folder / "codes").write_text("".join(f"{code}\n" for code in codes))
-    (folder / "srun.told").touch()
+    (folder / "srun.calls").touch()
     write_program(folder / "srun", SRUN)
-    write_program(folder / "scontrol", f'echo "$*" >> {folder}/scontrol.told; printf "node-7\\nnode-8\\nnode-9\\n"')
+    write_program(folder / "scontrol", f'echo "$*" >> {folder}/scontrol.calls; printf "node-7\\nnode-8\\nnode-9\\n"')
     # The controller does not answer the first time, and the script waits for it.
     answer = f'[[ -e {folder}/asked ]] && echo "node-[7-9]" || {{ touch {folder}/asked; exit 1; }}'
     write_program(folder / "squeue", answer)
@@ -223,7 +223,7 @@ def run_slurm_script(
     command = ["bash", EXAMPLES / "slurm.sh", "--config", "a file.yaml"]
     script = subprocess.run(command, env={"CHECK_CODE": "", **environment}, check=False)
     assert not list(folder.glob(".healthy*"))
-    srun, scontrol = ((folder / name).read_text().splitlines() for name in ("srun.told", "scontrol.told"))
+    srun, scontrol = ((folder / name).read_text().splitlines() for name in ("srun.calls", "scontrol.calls"))
     return script.returncode, srun, scontrol
 
 
@@ -246,7 +246,7 @@ def test_the_slurm_script_leaves_unhealthy_nodes_out(tmp_path: Path) -> None:
     code, srun, _ = run_slurm_script(tmp_path, [0], healthy="node-8 node-9", NODES="2")
     assert code == 0
     assert srun[0].startswith("node-8 22345 --cpu-bind=none --nodes=2 --nodelist=node-8,node-9 --ntasks=16 ")
-    (tmp_path / "srun.told").unlink()
+    (tmp_path / "srun.calls").unlink()
     code, srun, _ = run_slurm_script(tmp_path, [0], healthy="node-8", NODES="2")
     assert (code, srun) == (1, [])
 
@@ -267,7 +267,7 @@ def test_the_slurm_script_starts_no_step_that_the_signal_of_the_time_limit_would
 
 def test_the_slurm_script_gives_more_ranks_more_time_to_hear_of_an_end(tmp_path: Path) -> None:
     for tasks, seconds in (("8", 30), ("400", 42)):
-        (tmp_path / "srun.told").unlink(missing_ok=True)
+        (tmp_path / "srun.calls").unlink(missing_ok=True)
         _, srun, _ = run_slurm_script(tmp_path, [0], SLURM_NTASKS_PER_NODE=tasks)
         assert f" --wait={seconds} " in srun[0]
 
@@ -280,7 +280,7 @@ def test_the_slurm_script_starts_as_many_ranks_as_a_node_has_gpus_in_a_container
     in_container = f"--container-image={image} --container-workdir={os.getcwd()} --no-container-entrypoint"
     begins = f"node-7 22345 --cpu-bind=none {in_container} --container-mounts={mounts} --nodes=3 "
     assert srun[0].startswith(begins) and "--ntasks=12 --ntasks-per-node=4 " in srun[0]
-    (tmp_path / "srun.told").unlink()
+    (tmp_path / "srun.calls").unlink()
     _, srun, _ = run_slurm_script(tmp_path, [0], CONTAINER_IMAGE=image, CONTAINER_MOUNTS="/data:/data:ro")
     assert "--container-mounts=/data:/data:ro --nodes=3 " in srun[0]
 

@@ -53,7 +53,7 @@ def hosts(program_environment: dict[str, str], tmp_path: Path) -> Iterator[Hosts
         yield hosts
 
 
-def said_by(nodes: "list[subprocess.Popen[str]]") -> list[tuple[str, str]]:
+def outputs_of(nodes: "list[subprocess.Popen[str]]") -> list[tuple[str, str]]:
     return [node.communicate(timeout=SECONDS) for node in nodes]
 
 
@@ -87,7 +87,7 @@ def test_the_rank_of_the_slow_host_is_named(hosts: Hosts, tmp_path: Path) -> Non
     (tmp_path / "slow" / "sitecustomize.py").write_text(SLOW)
     slow = {"PYTHONPATH": f"{tmp_path / 'slow'}:{hosts.environment['PYTHONPATH']}"}
     nodes = [hosts.start_on(host, *train, NPROC_PER_NODE="1", **(slow if host else {})) for host in (0, 1)]
-    message = said_by(nodes)
+    outputs = outputs_of(nodes)
     assert [node.returncode for node in nodes] == [0, 0], message
     reports = {metrics["step"]: metrics for metrics in read_metrics(tmp_path / "run") if "slowest_rank" in metrics}
     assert list(reports) == [20, 40, 60]
@@ -101,7 +101,7 @@ def check(hosts: Hosts, tmp_path: Path, gigabytes: str) -> dict[str, Any]:
     torchrun = (hosts.environment["PYTHON"], "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1")
     meeting = ("--master-addr=host0", "--master-port=29500", "--module", "megatron_fanformer", "check-node")
     nodes = [hosts.start_on(host, *torchrun, f"--node-rank={host}", *meeting, *words) for host in (0, 1)]
-    message = said_by(nodes)
+    outputs = outputs_of(nodes)
     report: dict[str, Any] = json.loads(next(line for line in message[0][0].splitlines() if line.startswith("{")))
     assert [node.returncode for node in nodes] == [0 if report["healthy"] else 1] * 2, message
     return report

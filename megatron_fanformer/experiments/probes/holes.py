@@ -62,8 +62,8 @@ AXES = ("seeds", "tasks", "weight_decays", "checkpoints")
 class Run(msgspec.Struct, frozen=True, kw_only=True):
     """The result of one trained model, as its file has it."""
 
-    asked: dict[str, Any]
-    """All settings that determine it."""
+    settings: dict[str, Any] = msgspec.field(name="asked")
+    """All that determine it."""
     trained: Scores
     """Scores on all pairs that it was trained on."""
     hole: Scores
@@ -111,7 +111,7 @@ def _finished_or_new(
     settings: HolesSettings, folder: Path, task: Task, weight_decay: float, seed: int, architecture: str
 ) -> Run:
     own = {name: value for name, value in dataclasses.asdict(settings).items() if name not in AXES}
-    asked = {**own, "task": task, "weight_decay": weight_decay, "seed": seed, "architecture": architecture}
+    all_settings = {**own, "task": task, "weight_decay": weight_decay, "seed": seed, "architecture": architecture}
     short = "transformer" if architecture == TRANSFORMER else "fanformer"
     file = folder / f"{task}-decay-{weight_decay:g}-seed-{seed}-{short}.json"
     if file.exists():
@@ -119,10 +119,10 @@ def _finished_or_new(
             found = msgspec.json.decode(regular_file(file, most_bytes=MOST_BYTES).read_bytes(), type=Run)
         except msgspec.MsgspecError as error:
             raise CorruptError(f"{file} is no finished run ({error}); remove it, and it is trained again") from None
-        if found.asked == asked:
+        if found.settings == all_settings:
             return found
     folder.mkdir(parents=True, exist_ok=True)
-    run = train(settings, task, weight_decay, seed, architecture, asked)
+    run = train(settings, task, weight_decay, seed, architecture, all_settings)
     write_atomically(file, msgspec.json.encode(run))
     return run
 
@@ -134,7 +134,7 @@ def model_config(settings: HolesSettings, architecture: str) -> FANformerConfig:
 
 
 def train(
-    settings: HolesSettings, task: Task, weight_decay: float, seed: int, architecture: str, asked: dict[str, Any]
+    settings: HolesSettings, task: Task, weight_decay: float, seed: int, architecture: str, all_settings: dict[str, Any]
 ) -> Run:
     """Train one model on the pairs outside the hole, in an order that the seed alone decides."""
     started = time.perf_counter()
@@ -169,7 +169,7 @@ def train(
             curve.append((step, trained.greedy, hole.greedy))
     trained, hole, probability = measured()
     return Run(
-        asked=asked,
+        settings=all_settings,
         trained=trained,
         hole=hole,
         curve=curve,
