@@ -24,7 +24,7 @@ from tests.training.layouts import (
     shards_of,
     train_reference,
 )
-from tests.whole_models import logits_bound, read_reference, reference_to_megatron
+from tests.whole_models import TOKEN_LOSS, logits_bound, read_reference, reference_to_megatron
 
 GRADIENT = 1e-4  # relative, in norm
 TRAINING_LOSS = 1e-3  # absolute, each of 40 steps
@@ -87,7 +87,7 @@ def test_logits_losses_and_gradients(run_on_ranks: Any, case: str, form: str) ->
     bound = logits_bound(REFERENCE / case)
     for logits, losses, _ in ranks:
         torch.testing.assert_close(logits, expected["logits"], atol=bound, rtol=0)
-        torch.testing.assert_close(losses, expected["token_loss"], atol=bound, rtol=0)
+        torch.testing.assert_close(losses, expected["token_loss"], atol=TOKEN_LOSS, rtol=0)
     gradients = gather([pieces for _, _, pieces in ranks])
     config, _ = read_reference(REFERENCE / case)
     wanted = reference_to_megatron(
