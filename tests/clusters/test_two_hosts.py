@@ -88,12 +88,12 @@ def test_the_rank_of_the_slow_host_is_named(hosts: Hosts, tmp_path: Path) -> Non
     slow = {"PYTHONPATH": f"{tmp_path / 'slow'}:{hosts.environment['PYTHONPATH']}"}
     nodes = [hosts.start_on(host, *train, NPROC_PER_NODE="1", **(slow if host else {})) for host in (0, 1)]
     outputs = outputs_of(nodes)
-    assert [node.returncode for node in nodes] == [0, 0], message
+    assert [node.returncode for node in nodes] == [0, 0], outputs
     reports = {metrics["step"]: metrics for metrics in read_metrics(tmp_path / "run") if "slowest_rank" in metrics}
     assert list(reports) == [20, 40, 60]
     for step, report in reports.items():
         assert report["slowest_rank"] == 1, reports
-        assert f"step {step}  rank 1 on host1 holds up the others: " in message[0][0], (message, reports)
+        assert f"step {step}  rank 1 on host1 holds up the others: " in outputs[0][0], (outputs, reports)
 
 
 def check(hosts: Hosts, tmp_path: Path, gigabytes: str) -> dict[str, Any]:
@@ -102,8 +102,8 @@ def check(hosts: Hosts, tmp_path: Path, gigabytes: str) -> dict[str, Any]:
     meeting = ("--master-addr=host0", "--master-port=29500", "--module", "megatron_fanformer", "check-node")
     nodes = [hosts.start_on(host, *torchrun, f"--node-rank={host}", *meeting, *words) for host in (0, 1)]
     outputs = outputs_of(nodes)
-    report: dict[str, Any] = json.loads(next(line for line in message[0][0].splitlines() if line.startswith("{")))
-    assert [node.returncode for node in nodes] == [0 if report["healthy"] else 1] * 2, message
+    report: dict[str, Any] = json.loads(next(line for line in outputs[0][0].splitlines() if line.startswith("{")))
+    assert [node.returncode for node in nodes] == [0 if report["healthy"] else 1] * 2, outputs
     return report
 
 

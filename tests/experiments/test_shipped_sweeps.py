@@ -6,9 +6,9 @@ import pytest
 
 from megatron_fanformer.experiments.sweeps.cells import parameters_of
 from megatron_fanformer.experiments.sweeps.file import Sweep, read_sweep
-from megatron_fanformer.experiments.variants import VARIANTS, Equal, variants
 from megatron_fanformer.model.config import FANformerConfig
 from megatron_fanformer.training.config import load_config
+from tests.experiments.table_2 import LOSSES, Equal, variants
 from tests.small_runs import ROOT
 
 FOLDER = ROOT / "examples" / "sweeps"
@@ -40,7 +40,7 @@ def test_the_variants_are_those_of_the_one_table(name: str, multiple: int) -> No
     for equal, ending in endings.items():
         for variant, model in variants(size, equal, multiple=multiple).items():
             point = {"transformer": variant, "ffn-fan": f"{variant}-our-reading"}.get(variant, f"{variant}{ending}")
-            expected[point], losses[point] = model, VARIANTS[variant].loss[equal]
+            expected[point], losses[point] = model, LOSSES[equal][variant]
     assert models == expected and sweep.config.report.paper == losses
 
 

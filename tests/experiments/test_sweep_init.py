@@ -90,7 +90,7 @@ def test_fields_on_the_line_are_those_of_every_cell(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", VARIANTS)
 def test_every_variant_has_the_parameters_of_the_run(name: str, base: Any) -> None:
     found, other = variant_like(base, name, divided_by=8), base.num_parameters
-    assert found.problems() == [] and found.fan.placement == VARIANTS[name].fan.placement
+    assert found.problems() == [] and found.fan.placement == VARIANTS[name].placement
     assert abs(found.num_parameters / other - 1) <= NEAR_ENOUGH and found.ffn_hidden_size % 8 == 0
     assert (found is base) == (name == ("fanformer" if base.placement.is_fanformer else "transformer"))
 
