@@ -28,8 +28,8 @@ REFERENCE = Path(__file__).parent / "reference"
 SAMPLES = Path(__file__).parent / "samples"
 
 is_worker = "PYTEST_XDIST_WORKER" in os.environ
-# `pytest -m gpu` and `pytest tests/gpu` want to see it; pytest-xdist's workers do as the process that started them.
-if not (is_worker or any("gpu" in argument for argument in sys.argv)):
+# `pytest tests/gpu` wants to see it; pytest-xdist's workers do as the process that started them.
+if not (is_worker or any("tests/gpu" in argument for argument in sys.argv[1:])):
     device.hide_gpus()
 device.quieten_libraries()
 # Of torch here and in all that is started: models are tiny, and the cores busy with ranks and other test processes.

@@ -1,11 +1,12 @@
 """Token files on other stores: a run reads what it reads of local ones, bit for bit, or ends with one line."""
 
-import importlib.util
+import importlib
 import json
 import os
 import pickle
 import re
 import shutil
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import islice
@@ -34,8 +35,7 @@ from tests.data.token_making import VOCAB_SIZE, write_manifest, write_npy, write
 from tests.faults.mirror_kills import needs_server, s3_server
 
 SEQ_LENGTH, SAMPLES = 64, 40
-needs_http = pytest.mark.skipif(importlib.util.find_spec("aiohttp") is None, reason="needs aiohttp: the extra http")
-STORES = ["planned", pytest.param("http", marks=needs_http)]
+STORES = ["planned", "http"]
 BLENDS = {
     "npy": ["{}/one.npy", "{}/two.npy"],
     "pair": ["{}/first"],
@@ -216,16 +216,14 @@ def heal(kind: str, folder: Path, tmp_path: Path, *, least: int, samples: int) -
         faults, seed = faults + plan.faults, seed + 1
 
 
-@pytest.mark.parametrize("kind", STORES)
-def test_faults_are_healed(kind: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_faults_are_healed(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote_stores, "REQUEST_SECONDS", 0.15)
     monkeypatch.setattr(remote_stores, "PAUSES_SECONDS", (0.01,) * 40)
-    heal(kind, folder, tmp_path, least=30, samples=20)
+    heal("planned", folder, tmp_path, least=30, samples=20)
 
 
 @pytest.mark.full
-@needs_http
-def test_five_hundred_faults_are_healed(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_five_hundred_faults_of_http_are_healed(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote_stores, "REQUEST_SECONDS", 0.15)
     monkeypatch.setattr(remote_stores, "PAUSES_SECONDS", (0.01,) * 40)
     heal("http", folder, tmp_path, least=500, samples=SAMPLES)
@@ -251,13 +249,11 @@ def test_a_file_that_changes_during_a_run_is_an_error(kind: str, is_gone: bool, 
         train[0]
 
 
-@needs_http
 def test_a_server_without_ranges_is_an_error_at_once(folder: Path, tmp_path: Path) -> None:
     with http_server(folder, serves_ranges=False) as url, pytest.raises(InputError, match="it does not serve ranges"):
         survey_data(config_of(url, tmp_path / "cache"))
 
 
-@needs_http
 def test_a_server_that_ignores_conditions_is_asked_again_after_each_read(folder: Path, tmp_path: Path) -> None:
     with http_server(folder, takes_conditions=False) as url:
         train = train_set(config_of(url, tmp_path / "cache"))
@@ -323,8 +319,10 @@ def test_what_a_configuration_itself_shows_needs_no_store(tmp_path: Path) -> Non
     assert "where chats are not read" in problems("s3://bucket/a", format="sft")
 
 
-@pytest.mark.skipif(importlib.util.find_spec("aiohttp") is not None, reason="aiohttp is installed")
-def test_a_driver_that_is_missing_is_named(tmp_path: Path) -> None:
+def test_a_driver_that_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "aiohttp", None)  # importing it raises ImportError
+    monkeypatch.delitem(sys.modules, "fsspec.implementations.http", raising=False)
+    monkeypatch.setattr(importlib.import_module("fsspec.registry"), "_registry", {})  # drivers that were imported before
     with pytest.raises(InputError, match="install the extra `http`, or name another URL"):
         survey_data(config_of("https://host/folder", tmp_path / "cache"))
 

@@ -22,7 +22,10 @@ IS_STAND_IN = torch.cuda.is_available() and torch.cuda.get_device_name() == inst
 # As runs on GPUs do by themselves, which is over NCCL; a torch without it shares the GPU over gloo.
 BACKEND = None if torch.distributed.is_nccl_available() and not IS_STAND_IN else "gloo"
 ON_GPU = RuntimeConfig(device="cuda", distributed_backend=BACKEND)
-needs_gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
+needs_gpu = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU is seen: `pytest tests/gpu` alone shows it"),
+]
 needs_real_gpu = pytest.mark.skipif(IS_STAND_IN, reason="the GPU is the stand-in of tests/engine_on_cpu")
 
 VOCAB_SIZE = 512

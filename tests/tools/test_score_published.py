@@ -28,6 +28,8 @@ def score(run_tool: Callable[..., int], tmp_path: Path) -> Score:
 def test_the_committed_constants_on_the_committed_runs(score: Score, capsys: pytest.CaptureFixture[str]) -> None:
     report = score(str(PUBLISHED))
     assert len(report["rows"]) == 174
+    origins = (ROOT / "tests" / "README.md").read_text()
+    assert [row["src"] for row in report["rows"] if f"`{row['src']}`" not in origins] == []
     assert {"src", "name", "gpu", "prec", "error"} <= report["rows"][0].keys()
     assert report["all"]["mean_error"] < 0.05 and abs(report["all"]["worst_error"]) < 0.21
     assert all(source["mean_error"] < 0.085 for source in report["sources"].values())

@@ -2,7 +2,6 @@
 other.
 """
 
-import importlib.util
 import json
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -18,7 +17,6 @@ from tests.small_runs import VOCAB_SIZE, small_run, write_tokens
 from tests.training.test_trainer import train
 
 RunOnRanks = Callable[..., list[Any]]
-needs_http = pytest.mark.skipif(importlib.util.find_spec("aiohttp") is None, reason="needs aiohttp: the extra http")
 
 
 def losses(run: Path) -> list[tuple[int, float]]:
@@ -26,7 +24,7 @@ def losses(run: Path) -> list[tuple[int, float]]:
     return [(line["step"], line["loss"]) for line in lines if "loss" in line]
 
 
-@pytest.mark.parametrize("kind", ["file", pytest.param("http", marks=needs_http)])
+@pytest.mark.parametrize("kind", ["file", pytest.param("http", marks=pytest.mark.full)])
 def test_a_run_goes_on_with_the_same_files_on_another_store(
     kind: str, run_on_ranks: RunOnRanks, tmp_path: Path
 ) -> None:
