@@ -322,7 +322,7 @@ def test_what_a_configuration_itself_shows_needs_no_store(tmp_path: Path) -> Non
 def test_a_driver_that_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "aiohttp", None)  # importing it raises ImportError
     monkeypatch.delitem(sys.modules, "fsspec.implementations.http", raising=False)
-    monkeypatch.setattr(importlib.import_module("fsspec.registry"), "_registry", {})  # drivers that were imported before
+    monkeypatch.setattr(importlib.import_module("fsspec.registry"), "_registry", {})  # of what is imported
     with pytest.raises(InputError, match="install the extra `http`, or name another URL"):
         survey_data(config_of("https://host/folder", tmp_path / "cache"))
 
