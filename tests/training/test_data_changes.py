@@ -13,6 +13,7 @@ from megatron_fanformer.checkpoint import store, stored_files
 from megatron_fanformer.checkpoint.stored_files import SavedProgress
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.inspection.checkpoint import describe_run
+from megatron_fanformer.inspection.command import inspect_step
 from megatron_fanformer.training.config import config_from_dict
 from megatron_fanformer.training.preflight import RunStart, check_run
 from tests.small_runs import small_run, write_tokens
@@ -69,7 +70,14 @@ def test_a_replaced_file_is_refused_or_its_change_recorded(half: Values, run_on_
     run_on_ranks(1, train, half)
     del half["data"]["allow_change"]
     assert start(half).identity.changes == allowed.identity.changes  # accepted once and for all, and not forgotten
-    (checkpoint,) = describe_run(Path(half["training"]["run_dir"])).parts
+    run = Path(half["training"]["run_dir"])
+    for path in (run, store.latest_checkpoint(run)):  # whose configuration has the new data
+        with pytest.raises(InputError, match=r"after step 4 \(.*other content.* name a checkpoint of step 1 to 4, or"):
+            inspect_step(str(path), 4, None, [], full=False, json=False)
+        inspect_step(str(path), 5, None, [], full=False, json=False)
+        inspect_step(str(path), 4, run / "config.yaml", [], full=False, json=False)
+    inspect_step(str(run / "checkpoints" / store.checkpoint_name(4)), 4, None, [], full=False, json=False)
+    (checkpoint,) = describe_run(run).parts
     rows = dict(checkpoint.rows)
     assert rows["changed"].startswith("after step 4, train: ")
     assert rows["data"].startswith("train: 4,170 tokens of ")
