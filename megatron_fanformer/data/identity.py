@@ -118,6 +118,11 @@ class DataIdentity(_Part, frozen=True, kw_only=True):
     changes: list[DataChange] = []
     """The changes allowed so far, the earliest first."""
 
+    @property
+    def training_changes(self) -> list[DataChange]:
+        """Return the changes of the training data."""
+        return [change for change in self.changes if change.name == TRAINING]
+
     def as_plain(self) -> dict[str, Any]:
         """Return it as a checkpoint holds it."""
         values: dict[str, Any] = msgspec.to_builtins(self)

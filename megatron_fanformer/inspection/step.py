@@ -14,7 +14,6 @@ from megatron_fanformer.checkpoint import store
 from megatron_fanformer.checkpoint.stored_files import saved_progress
 from megatron_fanformer.checkpoint.tensor_table import read_table
 from megatron_fanformer.data.chat_dataset import ChatDataset
-from megatron_fanformer.data.config import TRAINING
 from megatron_fanformer.data.identity import identity_from_plain
 from megatron_fanformer.data.ledger import Ledger, LedgerRow, open_ledger
 from megatron_fanformer.data.manifest import Manifest, read_any_manifest
@@ -67,7 +66,7 @@ def refuse_former_data(target: Target, step: int) -> None:
     checkpoint = target.path if target.kind == "checkpoint" else store.latest_checkpoint(target.path)
     progress = saved_progress(checkpoint, read_table(checkpoint)) if checkpoint else None
     identity = identity_from_plain(progress.data, checkpoint) if checkpoint and progress else None
-    changes = [change for change in identity.changes if change.name == TRAINING] if identity else []
+    changes = identity.training_changes if identity else []
     if not (later := [change for change in changes if change.step >= step]):
         return
     last = later[0].step
