@@ -244,6 +244,28 @@ def sha256_of_pieces(pieces: Iterable[bytes]) -> str:
     return digest.hexdigest()
 
 
+def remove_with_lock(folder: Path, lock: Path, descriptor: int) -> None:
+    """Remove a folder with the lock that this process holds in it, which goes last and is released.
+
+    A network file system keeps an open file that is removed under another name (`.nfs…`) until it is closed: so the
+    folder goes after that. One that still holds something stays: another process has begun in it, or has the lock open.
+    """
+    try:
+        empty(folder, except_for=lock)
+        lock.unlink(missing_ok=True)
+    finally:
+        os.close(descriptor)
+    with suppress(OSError):
+        folder.rmdir()
+
+
+def empty(folder: Path, *, except_for: Path) -> None:
+    """Remove all that is in a folder but one file."""
+    for path in folder.iterdir():
+        if path != except_for:
+            _remove(path)
+
+
 def take_lock(path: Path, *, wait: bool) -> int | None:
     """Return a descriptor that holds the lock of a file until it is closed; the file is created if missing.
 

@@ -17,7 +17,7 @@ import numpy as np
 
 from megatron_fanformer.data.chat_files import MASK_SUFFIX, is_row_folder
 from megatron_fanformer.data.npy_files import SUFFIX, npy_prefix
-from megatron_fanformer.data.remote_files import listed, small_file
+from megatron_fanformer.data.remote_files import is_pattern, listed, small_file
 from megatron_fanformer.data.token_files import bin_path, idx_path
 from megatron_fanformer.durable_files import regular_file
 from megatron_fanformer.errors import InputError, redacted
@@ -234,9 +234,9 @@ def _of_mix(file: str, folder: str, lines: Sequence[str]) -> list[str]:
 
 
 def _source(word: str) -> Source:
-    """Return the source that a word names. At a URL, a folder's name ends in /, so that nothing need be looked up."""
+    """Return the source that a word names. At a URL, a folder's name ends in /, so that most need not be looked up."""
     if is_url(word):
-        is_many = word.endswith("/") or (word.endswith(SUFFIX) and glob.has_magic(word))
+        is_many = word.endswith("/") or (word.endswith(SUFFIX) and is_pattern(word))
         return Source(_some(word, listed(word, SUFFIX)) if is_many else (word,))
     if Path(word).is_dir() and not idx_path(word).exists():
         return Source(_some(word, sorted(str(path) for path in Path(word).glob("*" + SUFFIX))))

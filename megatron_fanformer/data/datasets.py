@@ -85,7 +85,7 @@ def build_datasets(
     sets = _DatasetBuilder(survey=survey, seq_length=seq_length, seed=seed, vocab_size=vocab_size, eod_id=eod_id)
     if config.applied_split is not None:
         refuse_npy(survey.train)
-        parts = sets.of_pairs(survey.train, {TRAIN: train_samples, VALIDATION: valid_samples}, config.applied_split)
+        parts = sets.of_split(survey.train, {TRAIN: train_samples, VALIDATION: valid_samples}, config.applied_split)
         train, valid = parts[TRAIN], {SPLIT_VALIDATION: parts[VALIDATION]}
     else:
         valid = {name: sets.of_blend(blend, VALIDATION, valid_samples) for name, blend in survey.valid.items()}
@@ -270,6 +270,14 @@ class _DatasetBuilder:
         _read_unmapped(folder, blended)
         return blended
 
+    def of_split(self, blend: Blend, sizes: Sizes, split: str) -> dict[int, Any]:
+        """Return the datasets of the parts of a split, as `of_pairs`."""
+        parts: dict[int, Any] = {}
+        for together in self._counts.built_together(blend, sizes):
+            built = self.of_pairs(blend, together, split)
+            parts |= {part: built[part] for part in together}
+        return parts
+
     def of_pairs(self, blend: Blend, sizes: Sizes, split: str | None) -> list[Any]:
         """Return the datasets of pairs by part, of `sizes` samples each (None: one epoch; a part left out: none).
 
@@ -292,6 +300,8 @@ class _DatasetBuilder:
         }
         with indices_in(self._survey.cache, identity) as folder, _many_sources_blended():
             config = self._config(folder, blend.sources, weights, min(sizes), split)
+            if split is not None and len(sizes) == 1:
+                config.split_matrix = [own if part in sizes else None for part, own in enumerate(config.split_matrix)]
             built = list(BlendedMegatronDatasetBuilder(GPTDataset, requested, lambda: True, config).build())
         pairs = {pair.copy or pair.prefix: pair for pair in map(self._survey.pair, blend.sources)}
         readers: dict[str, PairReader] = {}  # the parts of a split share one

@@ -118,6 +118,11 @@ class DataIdentity(_Part, frozen=True, kw_only=True):
     changes: list[DataChange] = []
     """The changes allowed so far, the earliest first."""
 
+    @property
+    def training_changes(self) -> list[DataChange]:
+        """Return the changes of the training data."""
+        return [change for change in self.changes if change.name == TRAINING]
+
     def as_plain(self) -> dict[str, Any]:
         """Return it as a checkpoint holds it."""
         values: dict[str, Any] = msgspec.to_builtins(self)
@@ -180,18 +185,19 @@ def _sources(blend: Blend, files: dict[Source, list[FileIdentity]]) -> list[Sour
 
 
 def _surveyed(source: Source, survey: DataSurvey) -> Iterator[tuple[str, str, str, int, str]]:
-    """Yield path, prefix, suffix of the tokens, their number and the form of each file of a source."""
+    """Yield path as it was named, prefix, suffix of the tokens, their number and the form of each file of a source."""
     if chats := survey.chats.get(source.paths[0]):
         (prefix,) = source.paths
         for path, form in zip(chats.paths, (chats.identity, "mask"), strict=True):
             yield path, prefix, path.removeprefix(prefix), chats.tokens, form
         return
+    named = survey.stated(source).paths  # of copies, the URLs
     if not source.is_npy:
         facts = survey.pair(source)
-        yield source.paths[0], source.paths[0], BIN_SUFFIX, facts.tokens, facts.identity
+        yield named[0], source.paths[0], BIN_SUFFIX, facts.tokens, facts.identity
         return
-    for file in survey.files(source):
-        yield file.path, npy_prefix(file.path), SUFFIX, file.tokens, file.dtype.str
+    for path, file in zip(named, survey.files(source), strict=True):
+        yield path, npy_prefix(file.path), SUFFIX, file.tokens, file.dtype.str
 
 
 def _identify(

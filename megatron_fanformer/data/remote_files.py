@@ -6,6 +6,7 @@ store), each request says so; else the version is looked up again after each rea
 """
 
 import errno
+import glob
 import hashlib
 import logging
 import os
@@ -131,6 +132,13 @@ def find(url: str) -> RemoteFile | None:
     """Return a file; None where there is none. Raises like `look_up`."""
     look_up([url])
     return _found[url]
+
+
+def is_pattern(url: str) -> bool:
+    """Return whether a URL is a glob pattern, and not the name of a file that has its characters, as here. Raises like
+    `look_up`.
+    """
+    return glob.has_magic(url) and find(url) is None
 
 
 def listed(url: str, suffix: str | tuple[str, ...]) -> list[str]:

@@ -45,7 +45,8 @@ class SampleCounts:
         """
         if config.applied_split is not None:
             refuse_npy(self._survey.train)
-            self.of_pairs(self._survey.train, {TRAIN: train_samples, VALIDATION: valid_samples}, is_split=True)
+            for sizes in self.built_together(self._survey.train, {TRAIN: train_samples, VALIDATION: valid_samples}):
+                self.of_pairs(self._survey.train, sizes, is_split=True)
         elif len(stages) > 1:
             for stage in stages:
                 self.of_stage(stage.blend)
@@ -105,7 +106,7 @@ class SampleCounts:
         else:
             whole_samples(self._survey.files(blend.sources[0]), self._seq_length)
 
-    def repeats_pairs(self, config: DataConfig, *, train_samples: int, valid_samples: int | None) -> bool:
+    def repeats_pairs(self, config: DataConfig, *, train_samples: int) -> bool:
         """Return whether training may read a pair more than once: its order then depends on the number of samples.
 
         megatron-core shuffles all epochs of a pair together. (Those of .npy files are shuffled one by one.) In doubt,
@@ -117,8 +118,7 @@ class SampleCounts:
         if any(source.is_npy for source in blend.sources):
             weights: list[float] | None = self.of_mixed(blend, train_samples)[0]
         else:
-            sizes = {TRAIN: train_samples, **({VALIDATION: valid_samples} if is_split else {})}
-            weights, _ = self.of_pairs(blend, sizes, is_split=is_split)
+            weights, _ = self.of_pairs(blend, {TRAIN: train_samples}, is_split=is_split)
         if weights is None and len(blend.sources) > 1:
             return False  # one epoch of each suffices
         shares = np.array(weights or [1.0]) / sum(weights or [1.0]) * train_samples
@@ -177,6 +177,17 @@ class SampleCounts:
         stated = np.array(blend.weights, np.float64)
         return (stated / np.sum(stated)).tolist()  # megatron-core's arithmetic: the last bits decide between equal ones
 
+    def built_together(self, blend: Blend, sizes: Sizes) -> list[Sizes]:
+        """Return which parts of a split megatron-core's builder takes together, with the same weights.
+
+        Where validation alone takes more than an epoch, and so needs weights, training is built for itself: its order
+        is not to depend on how much is validated.
+        """
+        weights = {part: self.of_pairs(blend, {part: size}, is_split=True)[0] for part, size in sizes.items()}
+        if weights[TRAIN] is None and weights[VALIDATION] is not None:
+            return [{part: size} for part, size in sizes.items()]
+        return [sizes]
+
     def of_pairs(self, blend: Blend, sizes: Sizes, *, is_split: bool) -> tuple[list[float] | None, list[int | None]]:
         """Return weights and samples by part, as megatron-core's builder takes them, for `sizes` of pairs.
 
@@ -188,7 +199,8 @@ class SampleCounts:
             of_first = self._survey.pair(blend.sources[0]).part_tokens
             parts = [part for part in range(len(PART_NAMES)) if part in of_first]
         tokens = {part: self._tokens_of(blend, part, is_split) for part in parts}
-        weights = self._weights(blend, [(tokens[part], size) for part, size in sizes.items()])
+        looked_at = (TRAIN, VALIDATION) if is_split else sizes
+        weights = self._weights(blend, [(tokens[part], sizes.get(part)) for part in looked_at])
         requested: list[int | None] = [0] * len(PART_NAMES)
         for part, size in sizes.items():
             epoch = self._samples(tokens[part]) if size is None else size
@@ -223,7 +235,8 @@ class SampleCounts:
         """Return the weights for megatron-core.
 
         For several files without weights it builds one epoch and stops. If that is not enough, or if a file is
-        too short for a sample of its own, the files' sizes are the weights, which lets them repeat.
+        too short for a sample of its own (in either part of a split), the files' sizes are the weights, which lets them
+        repeat.
         """
         if len(blend.sources) == 1 or blend.weights is not None:
             return blend.weights if len(blend.sources) > 1 else None

@@ -16,7 +16,7 @@ import numpy as np
 from megatron_fanformer.data.id_bounds import refuse_ids_outside, refuse_ids_read
 from megatron_fanformer.data.manifest import Manifest, read_any_manifest, token_files_record
 from megatron_fanformer.data.npy_files import SUFFIX, NpyFile, npy_prefix, open_npy_files
-from megatron_fanformer.data.remote_files import find, listed, read_together
+from megatron_fanformer.data.remote_files import find, is_pattern, listed, read_together
 from megatron_fanformer.data.token_files import bin_path, idx_path, read_index
 from megatron_fanformer.data.tokenizer import NO_ID, Tokenizer
 from megatron_fanformer.errors import InputError, redacted
@@ -234,7 +234,7 @@ def _missing(path: str) -> str | None:
 def _files_of(path: str) -> list[str]:
     """Return the .npy files and the prefixes of pairs that a path means: a file, a prefix, a folder or a glob."""
     if is_url(path):
-        if path.endswith("/") or (path.endswith(SUFFIX) and glob.has_magic(path)):
+        if path.endswith("/") or (path.endswith(SUFFIX) and is_pattern(path)):
             return listed(path, SUFFIX)
         return [path] if find(path if path.endswith(SUFFIX) else f"{path}.idx") is not None else []
     place = Path(path)

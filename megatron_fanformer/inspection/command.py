@@ -243,19 +243,23 @@ def inspect_step(
         overrides: `--section.field VALUE`, as for `train`.
 
     Raises:
-        InputError: the configuration, the step or the path is wrong.
-        CorruptError: token files or a ledger are damaged.
+        InputError: the configuration, the step or the path is wrong; the run took the step's samples of other data.
+        CorruptError: token files or a ledger are damaged, or a checkpoint is.
     """
     from megatron_fanformer.training.config import load_config
 
-    file, only, folder = _configuration_of(path, config)
+    file, only, named = _configuration_of(path, config)
     run = load_config(file, overrides)
     from megatron_fanformer.runtime import megatron_cpu  # imports torch: after errors in the input were reported
 
     megatron_cpu.install()
     from megatron_fanformer.inspection import step_report
-    from megatron_fanformer.inspection.step import StepSamples
+    from megatron_fanformer.inspection.step import StepSamples, refuse_former_data
 
+    folder = None
+    if named is not None:
+        refuse_former_data(named, step)
+        folder = named.path if named.kind == "run" else named.path.parent.parent
     samples = StepSamples(run, step, only, folder=folder)
     if json:
         show([as_json(step_report.as_object(samples, full=full))], as_they_are=True)
@@ -263,16 +267,17 @@ def inspect_step(
         show(step_report.lines(samples, full=full), as_they_are=full)
 
 
-def _configuration_of(path: str, config: Path | None) -> tuple[Path, Target | None, Path | None]:
-    """Return the configuration file, the token files that the samples are restricted to, and the run that is named."""
+def _configuration_of(path: str, config: Path | None) -> tuple[Path, Target | None, Target | None]:
+    """Return the configuration file, the token files that the samples are restricted to, and the run or checkpoint that
+    has it.
+    """
     if Path(path).suffix in (".yaml", ".yml") and Path(path).is_file():
         return config or Path(path), None, None
     target = recognise(path)
     if target.kind in OURS:
         if config is not None:
             return config, None, None
-        run = target.path if target.kind == "run" else target.path.parent.parent
-        return target.path / store.CONFIG, None, run
+        return target.path / store.CONFIG, None, target
     if not target.is_data:
         raise InputError(
             f"{path} is {DESCRIPTIONS[target.kind]}, which does not say what it was trained on; name a run's folder"

@@ -10,7 +10,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron_fanformer.checkpoint import store
+from megatron_fanformer.checkpoint.stored_files import saved_progress
+from megatron_fanformer.checkpoint.tensor_table import read_table
 from megatron_fanformer.data.chat_dataset import ChatDataset
+from megatron_fanformer.data.identity import identity_from_plain
 from megatron_fanformer.data.ledger import Ledger, LedgerRow, open_ledger
 from megatron_fanformer.data.manifest import Manifest, read_any_manifest
 from megatron_fanformer.data.origins import Span, sample_spans
@@ -47,6 +51,31 @@ class Sample:
     ids: list[int]
     """All tokens that it reads: the inputs and the last label."""
     passages: list[Passage]
+
+
+def refuse_former_data(target: Target, step: int) -> None:
+    """Refuse a step that a run took before a change of its training data, which its configuration does not have.
+
+    Args:
+        target: a run with its newest checkpoint, which has the changes; or one checkpoint.
+
+    Raises:
+        InputError: it is such a step.
+        CorruptError: the checkpoint cannot be read.
+    """
+    checkpoint = target.path if target.kind == "checkpoint" else store.latest_checkpoint(target.path)
+    progress = saved_progress(checkpoint, read_table(checkpoint)) if checkpoint else None
+    identity = identity_from_plain(progress.data, checkpoint) if checkpoint and progress else None
+    changes = identity.training_changes if identity else []
+    if not (later := [change for change in changes if change.step >= step]):
+        return
+    last = later[0].step
+    first = max((change.step for change in changes if change.step < step), default=0) + 1
+    what = "; ".join(change.what for change in later if change.step == last)
+    raise InputError(
+        f"--step is {step}, and the training data were changed after step {last} ({what}): the configuration has "
+        f"other data than that step read; name a checkpoint of step {first} to {last}, or its configuration by --config"
+    )
 
 
 class StepSamples:

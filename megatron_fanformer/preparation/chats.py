@@ -18,7 +18,6 @@ from megatron_fanformer.errors import InputError
 from megatron_fanformer.preparation.documents import (
     INVALID_UTF8,
     LOOK_AGAIN_BYTES,
-    TOO_LONG_A_LINE,
     UNPAIRED_SURROGATE,
     Refusal,
     Scalar,
@@ -28,6 +27,7 @@ from megatron_fanformer.preparation.documents import (
 )
 from megatron_fanformer.preparation.remote_inputs import InputFile
 
+TOO_LONG_A_CHAT = f"above {LOOK_AGAIN_BYTES >> 20} MiB"
 NO_MESSAGES_FIELD = "no messages, conversations, or prompt and completion"
 NOT_MESSAGES = "messages are not a list of objects with a role and a content"
 CONTENT_NOT_A_STRING = "content is not a string, or parts of text"
@@ -80,7 +80,7 @@ class ChatParser:
     def parse(self, line: bytes) -> Chat | Refusal:
         """Return the conversation on `line` (without or with its line end), or why there is none."""
         if len(line) > LOOK_AGAIN_BYTES:  # its objects take up to 25 times the memory
-            return Refusal(TOO_LONG_A_LINE)
+            return Refusal(TOO_LONG_A_CHAT)
         try:
             return self.judge(msgspec.structs.asdict(self._decode(line)))
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from megatron_fanformer.data.remote_files import find, listed, look_up, small_file
+from megatron_fanformer.data.remote_files import find, is_pattern, listed, look_up, small_file
 from megatron_fanformer.durable_files import regular_file
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.preparation.remote_inputs import InputFile, RemoteInput, recorded_path
@@ -49,10 +49,11 @@ def expand_inputs(inputs: Iterable[str | Path], suffixes: Sequence[str] = DOCUME
 def _remote_inputs(urls: Sequence[str], suffixes: tuple[str, ...]) -> list[RemoteInput]:
     """Return the files that URLs name, sorted."""
     found: list[str] = []
+    look_up(url for url in urls if glob.has_magic(url) and not url.endswith("/"))
     for url in urls:
         if problem := password_problem("an input", url):
             raise InputError(problem)
-        if not (url.endswith("/") or glob.has_magic(url)):
+        if not (url.endswith("/") or is_pattern(url)):
             if not url.endswith(suffixes):
                 raise InputError(f"{url} is not a document file; its name must end in one of {_kinds(suffixes)}")
             found.append(url)

@@ -115,14 +115,15 @@ class _Task:
         return name in self._done
 
     def _is_due(self, name: str) -> bool:
-        if name in self._failures or self._is_whole(name):
-            return False
-        if holder_of(self._lists.task_folder(name)) is not None:
+        if name in self._failures or holder_of(self._lists.task_folder(name)) is not None:
             return False
         state = self._lists.read_state(name)
+        has_failed = state is not None and state.error is not None
+        if self._is_whole(name):
+            return has_failed  # before it was whole: the error is to be cleared
         if state is not None and state.empty is not None:
             return False
-        return state is None or state.error is None or name in self._tried_again
+        return not has_failed or name in self._tried_again
 
     def _take(self, name: str) -> bool:
         """Prepare a list; returns whether it was free."""
@@ -130,6 +131,8 @@ class _Task:
             with run_lock(self._lists.task_folder(name), option="the task's folder") as watch:
                 if not self._is_whole(name):
                     self._prepare(name, watch)
+                elif (state := self._lists.read_state(name)) is not None and state.error is not None:
+                    self._lists.write_state(name, msgspec.structs.replace(state, error=None))
         except InUseError:  # another task was faster
             return False
         return True

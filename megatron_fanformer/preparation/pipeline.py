@@ -210,7 +210,7 @@ class _Run:
         if job.settings.part_bytes is not None:
             self._work.publish(blend_of(job.settings, manifest.outputs), Path(job.output + ".blend"))
         self._work.publish(encode_manifest(manifest), manifest_path(job.output))
-        self._work.remove()
+        self._work.end()
         return manifest
 
 

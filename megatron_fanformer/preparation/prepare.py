@@ -297,7 +297,7 @@ def _existing(
         raise InputError(f"{manifest.refused_examples[0]}, and the prefix {prefix} already exists without it; {remedy}")
     if not is_url(prefix) and folder_path(prefix).exists():  # a run that was killed after its very last step
         with work_folder(prefix) as work:
-            work.remove()
+            work.end()
     return manifest
 
 

@@ -10,7 +10,6 @@ the same bytes again. Stores have no locks: nothing keeps two machines from writ
 
 import hashlib
 import os
-import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -27,7 +26,14 @@ from megatron_fanformer.data.manifest import (
     manifest_path,
     read_any_manifest,
 )
-from megatron_fanformer.durable_files import sha256_of, sha256_of_pieces, take_lock, write_atomically
+from megatron_fanformer.durable_files import (
+    empty,
+    remove_with_lock,
+    sha256_of,
+    sha256_of_pieces,
+    take_lock,
+    write_atomically,
+)
 from megatron_fanformer.errors import CorruptError, InputError, InUseError
 from megatron_fanformer.options import PROGRAM
 from megatron_fanformer.preparation.token_writer import standing_suffixes
@@ -49,6 +55,7 @@ from megatron_fanformer.terminal import plural, print_stderr, size
 
 READ_ONLY = ("http", "https")
 UPLOAD_SUFFIX = ".upload.json"
+LOCK = "lock"  # of a folder in which an output is prepared
 DATA_LAST = (".idx", MANIFEST_SUFFIX)
 """Files without which others are not read as a whole: copied after those."""
 
@@ -108,10 +115,9 @@ class RemoteOutput:
 
     def discard_scratch(self, folder: Path | None) -> None:
         """Remove what a process left that was killed after its very last step; `folder` as for `scratch`."""
-        place = self.place(folder)
-        if place.exists() and (lock := take_lock(place / "lock", wait=False)) is not None:
-            shutil.rmtree(place)
-            os.close(lock)
+        path = (place := self.place(folder)) / LOCK
+        if place.exists() and (lock := take_lock(path, wait=False)) is not None:
+            remove_with_lock(place, path, lock)
 
     @contextmanager
     def scratch(self, folder: Path | None) -> Iterator[str]:
@@ -123,20 +129,21 @@ class RemoteOutput:
         Raises:
             InUseError: another process of this machine prepares the same.
         """
-        place = self.place(folder)
+        path = (place := self.place(folder)) / LOCK
         place.mkdir(parents=True, exist_ok=True)
-        lock = take_lock(place / "lock", wait=False)
+        lock = take_lock(path, wait=False)
         if lock is None:
             raise InUseError(f"{self.url} is being written by another process; wait for it, or choose another prefix")
         try:
             self._make_ready()
             print_stderr(f"{PROGRAM}: preparing in {place}, which is then copied to {self.url}")
             yield str(place / self.name)
-            shutil.rmtree(place)
+            empty(place, except_for=path)
         finally:
-            if place.exists() and [path.name for path in place.iterdir()] == ["lock"]:
-                shutil.rmtree(place)
-            os.close(lock)
+            if place.exists() and list(place.iterdir()) == [path]:
+                remove_with_lock(place, path, lock)
+            else:
+                os.close(lock)
 
     def _make_ready(self) -> None:
         """Write and remove a file, in a folder that is made. Raises InputError for files that nobody began to copy."""

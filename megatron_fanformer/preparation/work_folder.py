@@ -5,7 +5,6 @@ at a time holds its lock. When the preparation is complete, the folder is remove
 """
 
 import os
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -13,7 +12,7 @@ from pathlib import Path
 import msgspec
 
 from megatron_fanformer.data.manifest import ChatSettings, Encoding, Settings, TokenizerRecord
-from megatron_fanformer.durable_files import take_lock, write_atomically
+from megatron_fanformer.durable_files import empty, remove_with_lock, take_lock, write_atomically
 from megatron_fanformer.errors import InputError, InUseError
 from megatron_fanformer.preparation.shards import ShardFiles
 
@@ -97,9 +96,9 @@ class WorkFolder:
             if path.name not in (LOCK, self._assignment_file.name):
                 path.unlink()
 
-    def remove(self) -> None:
-        """Remove the folder."""
-        shutil.rmtree(self.path)
+    def end(self) -> None:
+        """Remove all but the lock: nothing is left to be continued, and the folder goes when it is released."""
+        empty(self.path, except_for=self.path / LOCK)
 
     @property
     def holds_shards(self) -> bool:
@@ -129,8 +128,9 @@ def work_folder(prefix: str) -> Iterator[WorkFolder]:
         yield work
     finally:
         if work.path.exists() and not work.holds_shards:
-            work.remove()
-        os.close(lock)
+            remove_with_lock(work.path, work.path / LOCK, lock)
+        else:
+            os.close(lock)
         for folder in parents:
             with suppress(OSError):
                 folder.rmdir()

@@ -182,11 +182,11 @@ def _identity(
     config: RunConfig, data: DataSurvey, resumed: Path | None, *, allowed: Sequence[str] | None
 ) -> DataIdentity:
     """Return which data a run has from here on, and what of them has changed; raises like `resumed_identity`."""
-    train_samples, valid_samples = drawn_samples(config)
+    train_samples, _ = drawn_samples(config)
     # Where there are stages, a source's order does not depend on the number of samples.
     is_repeated = not (config.data.is_chats or config.data.stages) and SampleCounts(
         data, config.model.seq_length
-    ).repeats_pairs(config.data, train_samples=train_samples, valid_samples=valid_samples)
+    ).repeats_pairs(config.data, train_samples=train_samples)
     stages = run_stages(config, data)
     present = identify_data(config.data, data, samples=train_samples if is_repeated else None, stages=stages)
     if resumed is None:

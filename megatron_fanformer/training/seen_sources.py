@@ -29,7 +29,9 @@ class SeenSources:
         data: of the run.
         skipped: the steps so far whose samples were not trained on; it may grow.
         step: that the run is at.
-        seen: what `after` returned after that step; None: unknown, to be counted from the first step on.
+        seen: what `after` returned after that step; None: unknown.
+        is_changed: whether the order is not that of all steps so far, as the data were changed on the way. Otherwise,
+            what `seen` does not say is counted from the first step on: the same data may have other names now.
     """
 
     def __init__(
@@ -41,6 +43,7 @@ class SeenSources:
         *,
         step: int = 0,
         seen: Mapping[str, Mapping[str, float]] | None = None,
+        is_changed: bool = False,
     ) -> None:
         self._config, self._train, self._skipped = config, data.train, skipped
         self._names: list[str] = []
@@ -61,10 +64,11 @@ class SeenSources:
         self._drawn = [numbers[name] for name in drawn or self._names]
         self._labels = source_labels(stated)
         self._epoch_samples = np.array(list(epochs.values()))
-        is_known = seen is not None and seen.keys() <= set(self._names)
-        self._step = step if is_known else 0
-        tokens = [(seen or {}).get(name, {}).get("tokens", 0) if is_known else 0 for name in self._names]
+        is_known = is_changed or (seen is not None and seen.keys() <= numbers.keys())
+        self._step, known = (step, seen or {}) if is_known else (0, {})
+        tokens = [known.get(name, {}).get("tokens", 0) for name in self._names]
         self._samples = np.array(tokens, np.int64) // config.model.seq_length
+        self._former = {name: dict(own) for name, own in known.items() if name not in numbers}
 
     def log_if_stage_begins(self, step: int) -> None:
         """Log that a step is the first one of a stage."""
@@ -77,7 +81,7 @@ class SeenSources:
         Raises:
             CorruptError: the order of samples cannot be read.
         """
-        return on_main(lambda: self._after(step)) if self._names else {}
+        return on_main(lambda: {**self._after(step), **self._former}) if self._names else {}
 
     def metrics_if_due(self, step: int, *, is_last: bool) -> dict[str, float]:
         """Return the same as metrics on rank 0, every `logging.source_interval` steps and after the last; else none."""
@@ -88,6 +92,7 @@ class SeenSources:
         return {f"data/{label}/{what}": number for label, own in found for what, number in own.items()}
 
     def _after(self, step: int) -> Seen:
+        """Return it of the present sources."""
         self._samples += self._of_steps(self._step + 1, step)
         for skipped in self._skipped:
             if self._step < skipped <= step:

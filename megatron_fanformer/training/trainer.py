@@ -479,6 +479,7 @@ class Trainer:
             self._skipped_steps,
             step=self.step,
             seen=self._resumed_sources,
+            is_changed=bool(self._start.identity.training_changes),
         )
         self._batches = replica_batches(
             self.config, self.grid, self._data.train, consumed_samples=self.consumed_samples

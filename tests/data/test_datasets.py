@@ -62,6 +62,19 @@ def test_a_set_repeats_as_often_as_asked(prefix: str, other_prefix: str) -> None
     assert (len(datasets.train) >= 5_000, len(datasets.valid["v"]) >= 500) == (True, True)
 
 
+@pytest.mark.parametrize("train_samples", [100, 400])
+def test_the_order_of_a_split_does_not_depend_on_how_much_is_validated(
+    prefix: str, tmp_path: Path, train_samples: int
+) -> None:
+    """Within an epoch of training, of 293 samples, and beyond. One of validation has 39."""
+    other = write_pair(tmp_path / "second", [[400]] * 20, seed=500)
+    config = DataConfig(train_data=[prefix, other], split="90,10,0")
+    few, many, none = (build(config, train_samples, valid_samples) for valid_samples in (20, 70, 0))
+    assert torch.equal(drawn(few.train, train_samples), drawn(many.train, train_samples))
+    assert torch.equal(drawn(few.train, train_samples), drawn(none.train, train_samples))
+    assert len(few.valid["validation"]) >= 20 and len(many.valid["validation"]) >= 70
+
+
 def test_files_without_weights_are_drawn_once_each_where_that_suffices(prefix: str, other_prefix: str) -> None:
     whole = sum((read_index(p).tokens - 1) // SEQ_LENGTH for p in (prefix, other_prefix))
     taken = drawn(build(DataConfig(train_data=[prefix, other_prefix]), train_samples=whole).train, whole)

@@ -201,7 +201,7 @@ def test_the_order_is_the_same_for_any_number_of_samples_that_repeats_no_pair(da
         return list(drawn(build(config, samples).train, 30))
 
     numbers = (30, 45, 60, 66, 100, 130, 250)
-    repeats = {n: counts.repeats_pairs(config, train_samples=n, valid_samples=8) for n in numbers}
+    repeats = {n: counts.repeats_pairs(config, train_samples=n) for n in numbers}
     assert (repeats[30], repeats[250]) == (False, True)
     first = order(30)
     same = {n: all(map(torch.equal, first, order(n))) for n in numbers}
@@ -215,6 +215,6 @@ def test_near_the_end_of_an_epoch_a_pair_counts_as_repeated(data: Path) -> None:
     survey = survey_data(config)
     counts = SampleCounts(survey, 64)
     epoch = min(int(counts.epoch_of(source)) for source in survey.train.sources)
-    repeats = {n: counts.repeats_pairs(config, train_samples=n, valid_samples=8) for n in range(1, 2 * epoch + 4)}
+    repeats = {n: counts.repeats_pairs(config, train_samples=n) for n in range(1, 2 * epoch + 4)}
     first = min(n for n in repeats if repeats[n])
     assert first < 2 * epoch and first / 2 * 1.005 + 3 > epoch >= (first - 1) / 2 * 1.005 + 3

@@ -129,7 +129,11 @@ def test_folders_and_patterns_are_listed_in_the_order_of_local_ones(folder: Path
 
     (folder / "deep").mkdir()
     write_npy(folder / "deep" / "three.npy", 100)
+    write_npy(folder / "deep" / "part[1].npy", 100)
+    write_npy(folder / "deep" / "part1.npy", 100)
     with planned(folder) as url:
+        assert named(url, "{}/deep/part[1].npy") == ["/deep/part[1].npy"]  # a file, and no pattern
+        assert named(url, "{}/deep/part[0-9].npy") == ["/deep/part1.npy"]
         assert named(url, "{}/") == named(str(folder), "{}") == ["/one.npy", "/two.npy"]
         assert named(url, "{}/**/*.npy") == named(str(folder), "{}/**/*.npy")
         with pytest.raises(InputError, match=re.escape(f"{url}/none*.npy holds no .npy file")):

@@ -68,6 +68,8 @@ def test_samples_and_identity_are_those_of_the_local_files(blend: str, folder: P
     assert [(file.content, file.form, file.sha256) for file in found.train.files] == [
         (file.content, file.form, file.sha256) for file in wanted.train.files
     ]
+    named = [file.path.replace(str(folder), url) for file in wanted.train.files]
+    assert [file.path for file in found.train.files] == named  # and not where the copies are
     assert plan.faults
 
 

@@ -70,7 +70,7 @@ def test_each_form_gives_the_same_messages(fields: dict[str, Any]) -> None:
         (b" ", documents.EMPTY_LINE),
         (b'{"messages": [{"role": "assistant", "content": "\xff"}]}', documents.INVALID_UTF8),
         (b'{"messages": [{"role": "assistant", "content": "\\ud800"}]}', documents.UNPAIRED_SURROGATE),
-        (b'{"messages": "' + b"x" * (8 << 20) + b'"}', documents.TOO_LONG_A_LINE),
+        (b'{"messages": "' + b"x" * (8 << 20) + b'"}', "above 8 MiB"),
         (b'{"text": "a document", "prompt": "without completion"}', chats.NO_MESSAGES_FIELD),
         (b'{"messages": "text"}', chats.NOT_MESSAGES),
         (b'{"messages": ["text"]}', chats.NOT_MESSAGES),

@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
 from megatron_fanformer.checkpoint import run_lock as run_lock_module
@@ -225,6 +226,20 @@ def test_a_list_that_fails_is_passed_over_and_tried_again_by_its_own_task(
     found = json.loads(capsys.readouterr().out)
     assert found["counts"] == {"done": 3, "running": 0, "failed": 0, "left": 0}
     assert [each["documents"] for each in found["lists"]] == [10, 51, 50]
+
+
+def test_a_list_that_failed_and_is_whole_is_done(lists: Path, run_task: RunTask) -> None:
+    """As one whose task could write its manifest, and then not remove its folder."""
+    run_task()
+    opened = read_lists(lists)
+    state = opened.read_state("000")
+    assert state is not None
+    opened.write_state("000", msgspec.structs.replace(state, error="the disk failed"))
+    with pytest.raises(CorruptError, match="list 000 has failed: the disk failed; prepare what is not done"):
+        merge_lists(lists)
+    run_task(1)
+    assert stages(lists) == ["done"] * 3 and opened.read_state("000") == state
+    merge_lists(lists)
 
 
 def test_a_list_that_another_task_has_is_left_to_it(lists: Path, run_task: RunTask) -> None:

@@ -92,6 +92,20 @@ def test_files_are_named_as_those_here_are(documents: Path, tmp_path: Path) -> N
             expand_inputs([f"{url}/a.jsonl.gz", f"{url}/*.gz"])
 
 
+def test_a_file_is_no_pattern_whatever_its_name(documents: Path) -> None:
+    for name in ("part[1].jsonl", "part1.jsonl", "what?.jsonl", "whats.jsonl"):
+        (documents / name).write_bytes(as_line(name))
+    with planned(documents) as url:
+        for name, patterns in {"part[1].jsonl": ["part1.jsonl"], "what?.jsonl": ["whats.jsonl"]}.items():
+            (file,) = expand_inputs([f"{url}/{name}"])
+            assert str(file) == f"{url}/{name}"
+            (block,) = DocumentFile(file).blocks()
+            assert [document.text for document in parse_block(block, DocumentParser())] == [name]
+            (documents / name).rename(documents / "gone")
+            remote_files.forget()
+            assert list(map(str, expand_inputs([f"{url}/{name}"]))) == [f"{url}/{each}" for each in patterns]
+
+
 def test_a_file_that_is_replaced_while_it_is_read_is_an_error(documents: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote_streams, "PART_BYTES", 1024)
     with planned(documents / "below") as url:

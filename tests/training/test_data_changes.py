@@ -13,13 +13,18 @@ from megatron_fanformer.checkpoint import store, stored_files
 from megatron_fanformer.checkpoint.stored_files import SavedProgress
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.inspection.checkpoint import describe_run
+from megatron_fanformer.inspection.command import inspect_step
+from megatron_fanformer.inspection.report import Report
 from megatron_fanformer.training.config import config_from_dict
+from megatron_fanformer.training.metrics import read_metrics
 from megatron_fanformer.training.preflight import RunStart, check_run
-from tests.small_runs import small_run, write_tokens
+from tests.small_runs import SEQ_LENGTH, small_run, write_tokens
 from tests.training.test_trainer import train
 
 RunOnRanks = Callable[..., list[Any]]
 Values = dict[str, dict[str, Any]]
+
+STEP_TOKENS = 4 * SEQ_LENGTH
 
 
 @pytest.fixture(scope="module")
@@ -48,6 +53,11 @@ def start(values: Values, **data: Any) -> RunStart:
     return check_run(config_from_dict({**values, "data": {**values["data"], **data}}), None)
 
 
+def tokens_read(checkpoint: Report) -> dict[str, float]:
+    """By source, as a checkpoint has them."""
+    return {name: own["tokens"] for name, own in checkpoint.facts["sources"].items()}
+
+
 def replace_tokens(values: Values) -> None:
     """Another .bin file under the same name, of the same size."""
     file = Path(values["data"]["train_data"][0] + ".bin")
@@ -55,11 +65,18 @@ def replace_tokens(values: Values) -> None:
     file.write_bytes(content[200:] + content[:200])
 
 
-def test_a_copy_of_the_data_is_the_same_data(half: Values) -> None:
+def test_a_copy_of_the_data_is_the_same_data(half: Values, run_on_ranks: RunOnRanks) -> None:
+    """Which the run has read by their new name."""
     assert start(half).identity.changes == []
+    run_on_ranks(1, train, half)
+    (checkpoint,) = describe_run(Path(half["training"]["run_dir"])).parts
+    assert tokens_read(checkpoint) == {half["data"]["train_data"][0]: 6 * STEP_TOKENS}
 
 
-def test_a_replaced_file_is_refused_or_its_change_recorded(half: Values, run_on_ranks: RunOnRanks) -> None:
+def test_a_replaced_file_is_refused_or_its_change_recorded(
+    begun: Values, half: Values, run_on_ranks: RunOnRanks
+) -> None:
+    (former,), (present,) = begun["data"]["train_data"], half["data"]["train_data"]
     replace_tokens(half)
     with pytest.raises(InputError, match=r"tokens, in the place of .*, has other content, fingerprint"):
         start(half)
@@ -69,11 +86,28 @@ def test_a_replaced_file_is_refused_or_its_change_recorded(half: Values, run_on_
     run_on_ranks(1, train, half)
     del half["data"]["allow_change"]
     assert start(half).identity.changes == allowed.identity.changes  # accepted once and for all, and not forgotten
-    (checkpoint,) = describe_run(Path(half["training"]["run_dir"])).parts
+    run = Path(half["training"]["run_dir"])
+    for path in (run, store.latest_checkpoint(run)):  # whose configuration has the new data
+        with pytest.raises(InputError, match=r"after step 4 \(.*other content.* name a checkpoint of step 1 to 4, or"):
+            inspect_step(str(path), 4, None, [], full=False, json=False)
+        inspect_step(str(path), 5, None, [], full=False, json=False)
+        inspect_step(str(path), 4, run / "config.yaml", [], full=False, json=False)
+    inspect_step(str(run / "checkpoints" / store.checkpoint_name(4)), 4, None, [], full=False, json=False)
+    (checkpoint,) = describe_run(run).parts
     rows = dict(checkpoint.rows)
     assert rows["changed"].startswith("after step 4, train: ")
     assert rows["data"].startswith("train: 4,170 tokens of ")
     assert checkpoint.facts["data"] == allowed.identity.as_plain()
+    # The former data stay those of the steps before, by their own name, after one more start, too.
+    assert tokens_read(checkpoint) == {present: 2 * STEP_TOKENS, former: 4 * STEP_TOKENS}
+    half["training"]["train_iters"] = 7
+    run_on_ranks(1, train, half)
+    (checkpoint,) = describe_run(run).parts
+    assert tokens_read(checkpoint) == {present: 3 * STEP_TOKENS, former: 4 * STEP_TOKENS}
+    last = read_metrics(run)[-1]
+    assert {name: last[name] for name in last if name.startswith("data/") and name.endswith("tokens")} == {
+        "data/tokens/tokens": 3 * STEP_TOKENS
+    }
 
 
 def test_more_steps_are_refused_where_they_would_change_the_order(half: Values) -> None:

@@ -1,0 +1,64 @@
+"""The folder of an unfinished preparation, and that of an output for another store: they go, whatever the disk."""
+
+import os
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from megatron_fanformer.preparation.remote_outputs import RemoteOutput
+from megatron_fanformer.preparation.token_writer import writing_to
+from megatron_fanformer.preparation.work_folder import work_folder
+from tests.disk_steps import network_disk
+
+
+def test_a_work_folder_goes_on_a_network_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where an open file that is removed, as its lock is, stays in it until it is closed."""
+    network_disk(monkeypatch)
+    prefix = str(tmp_path / "new" / "out")
+    with writing_to(prefix), work_folder(prefix) as work:
+        (work.path / "00000000.json").touch()
+        work.end()
+        assert [path.name for path in work.path.iterdir()] == ["lock"]  # still held
+    with work_folder(prefix):
+        pass
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_work_folder_in_which_another_process_has_begun_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may do so as soon as the lock has no name, before the folder is gone."""
+    close = os.close
+
+    def begun(descriptor: int) -> None:
+        (work.path / "assignment.json").touch()
+        close(descriptor)
+
+    with work_folder(str(tmp_path / "out")) as work:
+        monkeypatch.setattr(os, "close", begun)
+    assert [path.name for path in work.path.iterdir()] == ["assignment.json"]
+
+
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_the_folder_of_an_output_for_another_store_goes_on_a_network_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_whole: bool
+) -> None:
+    network_disk(monkeypatch)
+    output, scratch = RemoteOutput(f"file://{tmp_path}/there/web"), tmp_path / "scratch"
+    with suppress(KeyboardInterrupt), output.scratch(scratch) as prefix:
+        if not is_whole:
+            raise KeyboardInterrupt
+        Path(prefix + ".bin").touch()
+    assert list(scratch.iterdir()) == []
+
+
+def test_what_a_killed_process_left_of_an_output_goes_on_a_network_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    network_disk(monkeypatch)
+    output = RemoteOutput(f"file://{tmp_path}/there/web")
+    (left := output.place(tmp_path / "scratch")).mkdir(parents=True)
+    (left / "web.bin").touch()
+    output.discard_scratch(tmp_path / "scratch")
+    assert not left.exists()
