@@ -69,7 +69,7 @@ _MEGATRON_LM = {
     every MLP is a SwiGLU
 --disable-bias-linear --add-qkv-bias = model.fan.bias: FAN's bias is the only one
 --untie-embeddings-and-output-weights = model.untie_embeddings_and_output_weights
---make-vocab-size-divisible-by = model.make_vocab_size_divisible_by: whatever the tensor parallel size
+--make-vocab-size-divisible-by = model.make_vocab_size_divisible_by: times the tensor parallel size
 --vocab-size = model.vocab_size
 --padded-vocab-size = model.make_vocab_size_divisible_by: the padded size follows from it
 --hidden-dropout --attention-dropout: there is no dropout

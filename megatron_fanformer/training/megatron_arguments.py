@@ -16,12 +16,14 @@ from megatron_fanformer.errors import InputError, escaped
 from megatron_fanformer.formats import foreign_names
 from megatron_fanformer.formats.launch_scripts import Word, read_arguments
 from megatron_fanformer.formats.megatron_arguments import DROPOUT, RULES, SPECS, model_fields, problems
+from megatron_fanformer.model.config import FANformerConfig
 from megatron_fanformer.training.config import RunConfig, advice, config_from_dict
 
 OUR_SPECS = frozenset(module for module, _ in SPECS)
 HYBRID = ("--hybrid-layer-pattern", "--hybrid-override-pattern")
 GPT2_VOCABULARY = 50257  # of --tokenizer-type GPT2BPETokenizer
 DEFAULT_SPLIT = "969,30,1"
+MULTIPLE, RANKS = "make_vocab_size_divisible_by", "tensor_model_parallel_size"
 VALIDATION = "data.valid_data"
 TRANSFORMER = "model.fan.placement none is that Transformer; without it, it is the FANformer of the same size"
 
@@ -395,6 +397,7 @@ def _model(known: Mapping[str, list[str]], open_flags: Collection[str]) -> tuple
         arguments["ffn_hidden_size"] = int(4 * width * 2 / 3 / 64) * 64 if arguments.get("swiglu") else 4 * width
     if known.get("--tokenizer-type") == ["GPT2BPETokenizer"]:
         arguments.setdefault("vocab_size", GPT2_VOCABULARY)
+    not_padded = list(_set_padding(arguments, open_names))
     found = [*problems(arguments), *_of_pattern(arguments, known, open_flags)]
     found += [f"{name} is {arguments[name]}, but there is no dropout" for name in DROPOUT if arguments.get(name)]
     is_ours = not OUR_SPECS.isdisjoint(known.get("--spec", []))
@@ -404,7 +407,24 @@ def _model(known: Mapping[str, list[str]], open_flags: Collection[str]) -> tuple
     if not is_ours:
         fields["model.fan.placement"] = "none"
     wrong = {name: problem for name, value in fields.items() for problem in _wrong(name, value)}
-    return {name: value for name, value in fields.items() if name not in wrong}, found, [*wrong.values()]
+    fields = {name: value for name, value in fields.items() if name not in wrong}
+    return fields, found, [*wrong.values(), *not_padded]
+
+
+def _set_padding(arguments: dict[str, Any], open_names: Collection[str]) -> Iterator[str]:
+    """Set the multiple to which the vocabulary is padded, which there is of each rank; yield a note if it is not
+    known.
+    """
+    multiple = arguments.get(MULTIPLE, FANformerConfig.make_vocab_size_divisible_by)
+    ranks = arguments.get(RANKS, 1)
+    if {MULTIPLE, RANKS} & {*open_names}:
+        arguments.pop(MULTIPLE, None)
+        yield (
+            f"model.{MULTIPLE} is for you to state: --{MULTIPLE.replace('_', '-')} "
+            f"({FANformerConfig.make_vocab_size_divisible_by} by default) times --{RANKS.replace('_', '-')}"
+        )
+    elif type(multiple) is type(ranks) is int and ranks > 1:
+        arguments[MULTIPLE] = multiple * ranks
 
 
 def _of_pattern(
