@@ -32,6 +32,7 @@ MODEL_DEFAULTS: dict[str, Any] = {
     "normalization": "LayerNorm",
     "position_embedding_type": "learned_absolute",
     "add_bias_linear": True,
+    "num_query_groups": 1,
     "norm_epsilon": 1e-5,
     "hidden_dropout": 0.1,
     "attention_dropout": 0.1,

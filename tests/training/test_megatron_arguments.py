@@ -231,6 +231,8 @@ def values_of(arguments: str) -> dict[str, Any]:
     ("arguments", "section", "expected"),
     [
         ("--num-query-groups 2", "model", {"num_query_groups": None}),  # 1, Megatron's default, would have no effect
+        ("--group-query-attention", "model", {"num_query_groups": 1}),
+        ("--group-query-attention --num-query-groups $G --hidden-size 8", "model", {"num_query_groups": None}),
         ("--hidden-size 1024 --swiglu", "model", {"ffn_hidden_size": 2688}),
         ("--hidden-size 1024", "model", {"ffn_hidden_size": 4096}),
         ("--tokenizer-type GPT2BPETokenizer", "model", {"vocab_size": 50257}),
