@@ -80,6 +80,12 @@ SET: dict[str, dict[str, Any]] = {
     "--log-straggler": {},
 }
 """What arguments set that are no field's value: switches above all."""
+AS_HERE: dict[str, tuple[list[str], ...]] = {
+    "--muon-nesterov": ([],),
+    "--muon-use-nesterov": ([],),
+    "--muon-tp-mode": (["duplicated"], ["distributed"]),
+}
+"""Arguments without a field, with the values by which Megatron-LM does what is always done here."""
 BY_HAND = frozenset(
     """
 --account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split --ddp-num-buckets
@@ -100,8 +106,8 @@ SWITCHES = frozenset(
 --exit-signal-handler --finetune --fp16 --fp16-lm-cross-entropy --fp32-residual-connection --fp8-param-gather
 --grad-reduce-in-bf16 --group-query-attention --init-method-xavier-uniform --log-params-norm --log-straggler
 --log-throughput --log-timers-to-tensorboard --manual-gc --mock-data --moe-grouped-gemm --multi-latent-attention
---multiple-validation-sets --muon-nesterov --muon-no-split-qkv --no-bias-dropout-fusion --no-bias-gelu-fusion
---no-bias-swiglu-fusion --no-check-for-nan-in-loss-and-grad --no-ckpt-fully-parallel-save
+--multiple-validation-sets --muon-nesterov --muon-no-split-qkv --muon-use-nesterov --no-bias-dropout-fusion
+--no-bias-gelu-fusion --no-bias-swiglu-fusion --no-check-for-nan-in-loss-and-grad --no-ckpt-fully-parallel-save
 --no-create-attention-mask-in-dataloader --no-gradient-accumulation-fusion --no-load-optim --no-load-rng
 --no-masked-softmax-fusion --no-overlap-p2p-communication --no-persist-layer-norm --no-rope-fusion --no-save-optim
 --no-save-rng --openai-gelu --optimizer-cpu-offload --overlap-p2p-communication-warmup-flush
@@ -173,7 +179,7 @@ def convert(source: str, overrides: Sequence[str] = ()) -> Converted:
             fields |= SET[flag]
             if row.field is None:
                 not_set.append(f"{written}: {row.note}")
-        elif flag in RULED:
+        elif flag in RULED or words in AS_HERE.get(flag, ()):
             pass  # whatever makes another model is in `of_model`
         elif row.field is None:
             not_set.append(f"{written}: {row.note}")
@@ -201,7 +207,7 @@ def convert(source: str, overrides: Sequence[str] = ()) -> Converted:
         "FAN layers": [TRANSFORMER] if is_transformer else [],
         "Another model than there": of_model,
         "Not carried over": [*wrong, *others],
-        "No setting here": not_set,
+        "No setting here": [*not_set, *_not_given(known, open_flags)],
         "Unknown": unknown,
         "Not resolved": unresolved,
         "To do before it trains": list(_to_do(values)),
@@ -377,6 +383,19 @@ def _defaults(known: Mapping[str, list[str]], open_flags: Collection[str]) -> di
             tables.append(table)
     rows = [(flag, row) for table in tables for flag, row in table.items()]
     return {field: value for flag, (field, value) in rows if flag not in known and flag not in open_flags}
+
+
+def _not_given(known: Mapping[str, list[str]], open_flags: Collection[str]) -> Iterator[str]:
+    """Yield what is always done here, and by Megatron-LM with an argument alone that is not given."""
+    if known.get("--optimizer") != ["muon"]:
+        return
+    groups: list[tuple[str, ...]] = [("--muon-nesterov", "--muon-use-nesterov")]
+    if known.get(ranks := "--tensor-model-parallel-size", ["1"]) != ["1"] or ranks in open_flags:
+        groups.append(("--muon-tp-mode",))
+    for names in groups:
+        row = foreign_names.row_of(foreign_names.plain(names[0]))
+        if row is not None and not {*names} & {*known, *open_flags}:
+            yield f"--optimizer muon without {names[0]}: {row.note}"
 
 
 # -- the model

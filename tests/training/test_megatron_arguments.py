@@ -16,6 +16,7 @@ from megatron_fanformer.configuration import yaml_value
 from megatron_fanformer.formats.foreign_names import MEGATRON_LM
 from megatron_fanformer.training.config import config_from_dict, load_config
 from megatron_fanformer.training.megatron_arguments import (
+    AS_HERE,
     BY_HAND,
     CONVERSIONS,
     DEFAULTS,
@@ -32,6 +33,7 @@ from tests.small_runs import ROOT, write_tokens
 from tests.stock_megatron import HAS_TRAINING
 
 ONLY_WITH_ANOTHER = ("--num-query-groups", "--group-query-attention", "--max-position-embeddings", "--spec")
+OLDER = {"--muon-use-nesterov"}  # which 0.19's parser has no more
 NAMES = {name: row.field for rows in MEGATRON_LM.values() for row in rows for name in row.names.split()}
 
 LLAMA = """#!/bin/bash
@@ -331,6 +333,34 @@ def test_what_does_not_carry_over_is_listed(arguments: str, title: str, note: st
     assert all(line.startswith("#") for line in found.text().partition("\n\n")[0].splitlines())
 
 
+NO_NESTEROV = "--optimizer muon without --muon-nesterov: momentum is always Nesterov's"
+BLOCKWISE = "--optimizer muon without --muon-tp-mode: matrices are orthogonalized whole, at any tensor parallel size"
+TP_MODE = "--muon-tp-mode blockwise: matrices are orthogonalized whole, at any tensor parallel size"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "notes"),
+    [
+        ("", [NO_NESTEROV]),
+        ("--muon-nesterov", []),
+        ("--muon-use-nesterov", []),  # its name in 0.16
+        ("--muon-nesterov --tensor-model-parallel-size 1", []),
+        ("--muon-nesterov --tensor-model-parallel-size 2", [BLOCKWISE]),
+        ("--muon-nesterov --tensor-model-parallel-size $T", [BLOCKWISE]),
+        ("--muon-nesterov --tensor-model-parallel-size 2 --muon-tp-mode duplicated", []),
+        ("--muon-nesterov --tensor-model-parallel-size 2 --muon-tp-mode blockwise", [TP_MODE]),
+    ],
+)
+def test_another_muon_is_listed(arguments: str, notes: list[str]) -> None:
+    """Megatron-LM's has plain momentum and parts of matrices where its arguments do not say otherwise."""
+    found = convert(f"--optimizer muon {arguments}").notes
+    assert found.get("No setting here", []) == notes and "Unknown" not in found
+
+
+def test_only_muon_has_a_momentum_to_note() -> None:
+    assert "No setting here" not in convert("--optimizer adam --tensor-model-parallel-size 2").notes
+
+
 def test_our_own_spec_makes_no_other_model() -> None:
     rest = "--normalization RMSNorm --swiglu --disable-bias-linear --position-embedding-type rope"
     found = convert(f"{HYBRID} {rest} --hidden-dropout 0 --attention-dropout 0").notes
@@ -366,6 +396,7 @@ def test_an_argument_whose_value_is_not_known_is_no_difference() -> None:
 def test_every_argument_of_the_tables_is_in_the_table_of_names() -> None:
     with_others = {name for flags, found in DEFAULTS_WITH.items() for name in (flags[0], *found)}
     assert {*BY_HAND, *SET, *SWITCHES, *LISTS, *DEFAULTS, *CONVERSIONS, *with_others} <= NAMES.keys()
+    assert {*AS_HERE} <= {name for name, field in NAMES.items() if field is None}
     assert all(NAMES[name] for name in (*BY_HAND, *DEFAULTS, *CONVERSIONS))
 
 
@@ -376,7 +407,9 @@ def test_every_argument_with_a_field_is_converted() -> None:
         listed = [line for title, lines in found.notes.items() if title != "To do before it trains" for line in lines]
         section, _, rest = (field or "").partition(".")
         is_set = field is not None and rest.split(".")[0] in found.values.get(section, {})
-        assert is_set or any(name in line for line in listed) or name in (*SET, *RULED, *ONLY_WITH_ANOTHER), name
+        assert is_set or any(name in line for line in listed) or name in (*SET, *RULED, *AS_HERE, *ONLY_WITH_ANOTHER), (
+            name
+        )
 
 
 @pytest.mark.full
@@ -393,5 +426,7 @@ def test_defaults_and_switches_are_megatrons_own() -> None:
     of_model = {name: parser.get_default(name) for name in MODEL_DEFAULTS}
     assert {**of_model, "norm_epsilon": 1e-5} == MODEL_DEFAULTS and of_model["norm_epsilon"] in (None, 1e-5)
     options = parser._option_string_actions
-    assert [name for name in NAMES if is_switch(name) != (options[name].nargs == 0)] == []
-    assert {name for name in NAMES if options[name].nargs not in (None, 0)} == LISTS
+    assert OLDER.isdisjoint(options)
+    assert [name for name in NAMES.keys() - OLDER if is_switch(name) != (options[name].nargs == 0)] == []
+    assert not any(default[name] for name in ("--muon-nesterov", *OLDER)) and default["--muon-tp-mode"] == "blockwise"
+    assert {name for name in NAMES.keys() - OLDER if options[name].nargs not in (None, 0)} == LISTS
