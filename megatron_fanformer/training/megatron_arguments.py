@@ -5,6 +5,7 @@ makes another model, are read as a checkpoint's arguments are (`formats/megatron
 value needs: another unit, another form, or Megatron-LM's default where ours is another.
 """
 
+import contextlib
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, get_args, get_origin, get_type_hints
@@ -287,10 +288,15 @@ def _typed(field: str, words: list[str]) -> Any:
 
 
 def _number(text: str) -> Any:
+    """Return a value as argparse reads it: YAML's octal, hexadecimal and sexagesimal numbers are none there."""
+    for kind in (int, float):
+        with contextlib.suppress(ValueError):
+            return kind(text)
     try:
-        return yaml_value(text)
+        value = yaml_value(text)
     except ValueError:
         return text
+    return text if type(value) in (int, float) else value
 
 
 def _carried(flag: str, field: str, words: list[str], known: Mapping[str, list[str]]) -> dict[str, Any]:
