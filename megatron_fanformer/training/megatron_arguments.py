@@ -23,6 +23,7 @@ from megatron_fanformer.training.config import RunConfig, advice, config_from_di
 OUR_SPECS = frozenset(module for module, _ in SPECS)
 HYBRID = ("--hybrid-layer-pattern", "--hybrid-override-pattern")
 GPT2_VOCABULARY = 50257  # of --tokenizer-type GPT2BPETokenizer
+NULL_TOKENIZER = "megatron-core 0.16's has one id more than --vocab-size says, its end of text; then add 1"
 DEFAULT_SPLIT = "969,30,1"
 MULTIPLE, RANKS = "make_vocab_size_divisible_by", "tensor_model_parallel_size"
 VALIDATION = "data.valid_data"
@@ -183,7 +184,7 @@ def convert(source: str, overrides: Sequence[str] = ()) -> Converted:
         elif flag in RULED or words in AS_HERE.get(flag, ()):
             pass  # whatever makes another model is in `of_model`
         elif row.field is None:
-            not_set.append(f"{written}: {row.note}")
+            not_set.append(f"{written}: {NULL_TOKENIZER if words == ['NullTokenizer'] else row.note}")
         elif flag == "--load":
             if words != known.get("--save"):  # else a run resumes by itself
                 others.append(f"{written}: `convert` it, and state {row.field} ({row.note})")

@@ -326,6 +326,11 @@ def test_values_that_need_converting(arguments: str, section: str, expected: dic
         ("--load there --save here", "Not carried over", "--load there: `convert` it, and state checkpoint.load"),
         ("--ddp-num-buckets 4", "Not carried over", "parallel.ddp_bucket_size (parameters per bucket"),
         ("--fp16", "No setting here", "16-bit numbers are bf16"),
+        (
+            "--tokenizer-type NullTokenizer --vocab-size 8",
+            "No setting here",
+            "16's has one id more than --vocab-size says",
+        ),
         ("--num-expert 8", "Unknown", "--num-expert 8: not known here"),
         ("--save $RUN", "Not resolved", "--save $RUN: the script does not say; state training.run_dir"),
         ("--bf16 $MORE", "Not resolved", "$MORE: set neither plainly nor by default"),
