@@ -168,8 +168,10 @@ def convert(source: str, overrides: Sequence[str] = ()) -> Converted:
     Raises:
         InputError: there are no arguments of `pretrain_….py` in it, or an override is none.
     """
-    given, loose = _grouped(read_arguments(source))
+    arguments, included = read_arguments(source)
+    given, loose = _grouped(arguments)
     unresolved = [f"{name}: set neither plainly nor by default; write what it holds" for name in loose]
+    unresolved += [f"{each}: may set anew what the script sets before it; check those values" for each in included]
     known = dict(_resolved(given, unresolved))
     others, not_set, unknown, fields = [], [], [], dict[str, Any]()
     rows = {name: row for table in foreign_names.MEGATRON_LM.values() for row in table for name in row.names.split()}

@@ -333,6 +333,11 @@ def test_values_that_need_converting(arguments: str, section: str, expected: dic
         ),
         ("--num-expert 8", "Unknown", "--num-expert 8: not known here"),
         ("--save $RUN", "Not resolved", "--save $RUN: the script does not say; state training.run_dir"),
+        (
+            "A=4; source env.sh; pretrain_gpt.py --lr 1",
+            "Not resolved",
+            "source env.sh: may set anew what the script sets",
+        ),
         ("--bf16 $MORE", "Not resolved", "$MORE: set neither plainly nor by default"),
         ("--lr 1e-4", "To do before it trains", "data.train_data is empty; name token files"),
         ("--title 'a\nseed: 3'", "Unknown", "--title a seed: 3: not known here"),
