@@ -69,7 +69,7 @@ _MEGATRON_LM = {
     every MLP is a SwiGLU
 --disable-bias-linear --add-qkv-bias = model.fan.bias: FAN's bias is the only one
 --untie-embeddings-and-output-weights = model.untie_embeddings_and_output_weights
---make-vocab-size-divisible-by = model.make_vocab_size_divisible_by: whatever the tensor parallel size
+--make-vocab-size-divisible-by = model.make_vocab_size_divisible_by: times the tensor parallel size
 --vocab-size = model.vocab_size
 --padded-vocab-size = model.make_vocab_size_divisible_by: the padded size follows from it
 --hidden-dropout --attention-dropout: there is no dropout
@@ -185,7 +185,7 @@ _MEGATRON_LM = {
 --muon-extra-scale-factor = optimizer.muon_extra_scale_factor: 0.2 by default, not 1; the scale is always spectral
 --muon-scale-mode: an update is always scaled by the root of the matrix's longer side
 --muon-num-ns-steps --muon-coefficient-type: Newton-Schulz always takes five steps with Muon's own coefficients
---muon-nesterov: momentum is always Nesterov's
+--muon-nesterov --muon-use-nesterov: momentum is always Nesterov's
 --muon-no-split-qkv: queries, keys and values are always orthogonalized apart
 --muon-tp-mode: matrices are orthogonalized whole, at any tensor parallel size
 --muon-scalar-optimizer: AdamW updates all other weights

@@ -2,8 +2,10 @@
 
 Of the shell there is what such scripts are written in: quotes, comments, continued lines, variables and arrays of plain
 assignments (`A=1`, `A=(--x 1)`, `A+=…`), `${A:-default}`. Whatever only a shell resolves stays as it is written, and
-is named: `$1`, `$(nproc)`, and a variable that is assigned under a condition, in a loop, by it, or in a function. Lines
-of here-documents are commands only where nothing else starts the program, as in `sbatch <<EOF`.
+is named: `$1`, `$(nproc)`, and a variable that is assigned under a condition, in a loop, by it, in a function, or by a
+command (`read A`, `((A++))`, `printf -v A`). Values stay known past `source FILE` and `eval`, which mostly set up an
+environment: these are listed. Lines of here-documents are commands only where nothing else starts the program, as in
+`sbatch <<EOF`.
 """
 
 import re
@@ -19,12 +21,19 @@ MOST_BYTES = 1 << 20  # of a script, and of all that its variables expand to: a 
 MOST_DEPTH = 16  # of defaults within defaults
 PROGRAM = re.compile(r"(?:^|.*/)pretrain\w{0,40}\.py$")
 NAMES_PROGRAM = re.compile(r"pretrain\w{0,40}\.py\s")
-ASSIGNED = re.compile(r"([A-Za-z_]\w*)(\+?)=")
+IDENTIFIER = re.compile(r"[A-Za-z_]\w*")
+ASSIGNED = re.compile(r"([A-Za-z_]\w*)(\[[^]\s]*\])?(\+?)=")
+COMPUTED = re.compile(  # in arithmetic: behind `++` or `--`, or before these, `=`, `+=` and the like
+    r"(?:\+\+|--)\s*([A-Za-z_]\w*)|\b([A-Za-z_]\w*)\b(?:\[[^][]*\])?\s*(?:(?:<<|>>|[-+*/%&^|])?=(?!=)|\+\+|--)"
+)
 NAME = re.compile(r"[A-Za-z_]\w*|[0-9@*#?!$-]")
 BRACED = re.compile(r"([A-Za-z_]\w*|[0-9]+|[@*#?])(\[[@*]\])?(?:(:?)[-=](.*))?", re.DOTALL)
 SEPARATOR = re.compile(r"\n|;;|&&|\|\||[;|()]|&(?![>])")
 REDIRECTION = re.compile(r"(?:\d*(?:>>|>&|>|<<<|<<-?|<)|&>>?)&?[ \t]*")
 DECLARES = ("export", "declare", "local", "readonly", "typeset")
+TYPES = re.compile(r"-\w*[inlu]\w*")  # by which a variable does not hold what is assigned to it
+READS = ("read", "mapfile", "readarray", "getopts")
+INCLUDES = ("source", ".", "eval")
 HERE = re.compile(r"\d*<<(-?)[ \t]*")
 OPENS, CLOSES = ("if", "for", "while", "until", "case", "select", "{"), ("fi", "done", "esac", "}")
 CONTINUES = ("then", "else", "elif", "do", "!", "time")
@@ -40,7 +49,15 @@ class Word(NamedTuple):
     """What could not be resolved."""
 
 
-def read_arguments(source: str) -> list[Word]:
+class Arguments(NamedTuple):
+    """The arguments that a script gives."""
+
+    words: list[Word]
+    included: tuple[str, ...] = ()
+    """Commands that run what is not in the script, after assignments: whether those still hold, it does not say."""
+
+
+def read_arguments(source: str) -> Arguments:
     """Return the arguments of `pretrain_….py`: of a script, if a file has that name, else of a command line.
 
     A command line may begin with the launcher, or with the first argument.
@@ -59,13 +76,13 @@ def read_arguments(source: str) -> list[Word]:
     return _arguments(text, source)
 
 
-def _arguments(text: str, where: str) -> list[Word]:
+def _arguments(text: str, where: str) -> Arguments:
     reader = _Reader(text, {}, where)
     commands = list(reader.commands())
     if commands and commands[0][0].text.startswith("--"):
         if len(commands) > 1:
             raise InputError(f"{where} goes on with {commands[1][0].text!r} after a separator; quote what holds | or ;")
-        return commands[0]
+        return Arguments(commands[0])
     found = _starts(commands)
     if not found:  # another shell's commands are in a here-document
         commands += reader.documents
@@ -77,7 +94,7 @@ def _arguments(text: str, where: str) -> list[Word]:
         raise InputError(f"{where} starts no pretrain_….py with arguments; name the script that does, or quote them")
     if len(found) > 1 and found[0] != found[1]:
         raise InputError(f"{where} starts pretrain_….py more than once; quote the arguments of one")
-    return found[0]
+    return Arguments(found[0], tuple(dict.fromkeys(reader.included)))
 
 
 def _starts(commands: Iterable[list[Word]]) -> list[list[Word]]:
@@ -95,13 +112,19 @@ def _programs(words: list[Word]) -> list[int]:
     ][:1]
 
 
+def _names_program(words: list[str]) -> bool:
+    return any(PROGRAM.match(word) or NAMES_PROGRAM.search(word) for word in words)
+
+
 class _Reader:
     """A pass through a script, from its first character to its last."""
 
     def __init__(self, text: str, values: dict[str, list[Word] | None], where: str) -> None:
         self.text, self.where = text.replace("\r\n", "\n"), where
         self.values = values  # None: not of plain assignments alone
-        self.at = self.made = self.depth = self.nested = 0
+        self.at = self.made = self.depth = self.nested = self.subshell_end = 0
+        self.typed: set[str] = set()  # variables that do not hold what is assigned to them
+        self.included: list[str] = []  # commands that may have set anew what was known by then
         self.documents: list[list[Word]] = []  # commands in here-documents that name the program
         self._ends: list[tuple[str, str]] = []  # of here-documents from the next line on: what may precede it, the word
 
@@ -121,12 +144,12 @@ class _Reader:
 
     def _command(self, is_conditional: bool) -> list[Word]:
         words: list[Word] = []
-        assigned: list[tuple[str, bool, list[Word]]] = []
+        assigned: list[tuple[str, bool, bool, list[Word]]] = []
         first = True
-        while not self._at_end_of_command():
+        while not self._at_end_of_command() or (not words and self._pass_arithmetic()):
             if found := ASSIGNED.match(self.text, self.at) if not words or words[0].text in DECLARES else None:
                 self.at = found.end()
-                assigned.append((found[1], bool(found[2]), self._assigned()))
+                assigned.append((found[1], bool(found[2]), bool(found[3]), self._assigned()))
                 first = False
             elif found := REDIRECTION.match(self.text, self.at):
                 self._redirected(found)
@@ -137,16 +160,59 @@ class _Reader:
                     continue
                 words, first = [*words, *new], False
         if not words or words[0].text in DECLARES:
-            for name, is_added, value in assigned:
-                self._assign(name, value, is_added=is_added, is_plain=self.depth <= 0 and not is_conditional)
+            if any(TYPES.fullmatch(word.text) for word in words):
+                self.typed.update([word.text for word in words], [name for name, *_ in assigned])
+            for name, is_element, is_added, value in assigned:
+                is_known = not is_element and name not in self.typed
+                is_plain = self.depth <= 0 and not is_conditional and is_known
+                self._assign(name, value, is_added=is_added, is_plain=is_plain)
+        if words:
+            self._forget_set_by([word.text for word in words], is_sure=self.depth <= 0 and not is_conditional)
         return words
+
+    def _forget_set_by(self, words: list[str], *, is_sure: bool) -> None:
+        """Forget what a command sets."""
+        command, *rest = words
+        if command == "let":
+            self._compute(" ".join(rest))
+        elif command == "printf" and rest and rest[0].startswith("-v"):
+            self._forget(IDENTIFIER.findall(" ".join(rest)[2:])[:1])
+        elif command in READS:
+            self._forget(name for name in rest if IDENTIFIER.fullmatch(name))
+        elif command == "unset" and "-f" not in rest:
+            names = [name.partition("[")[0] for name in rest]
+            self._forget(names)
+            if is_sure and names == rest:  # then defaults count again
+                for name in names:
+                    self.values.pop(name, None)
+        elif command in INCLUDES and self.values and not _names_program(rest):
+            self.included.append(" ".join(words))
+
+    def _forget(self, names: Iterable[str]) -> None:
+        self.values.update((name, None) for name in names)
+
+    def _compute(self, arithmetic: str) -> None:
+        """Forget what arithmetic sets."""
+        self._forget(found[1] or found[2] for found in COMPUTED.finditer(arithmetic))
+
+    def _pass_arithmetic(self) -> bool:
+        """Go past `((…))`, where it is next; return whether it was."""
+        begin = self.at
+        if begin < self.subshell_end or not self.text.startswith("((", begin):
+            return False
+        self._skip("(", ")")
+        if not self.text.endswith("))", begin, self.at):
+            self.subshell_end, self.at = self.at, begin
+            return False
+        self._compute(self.text[begin : self.at])
+        return True
 
     def _keyword(self, text: str) -> bool:
         """Go past what a keyword names; return whether another may follow it."""
         self.depth = max(0, self.depth + (text in OPENS) - (text in CLOSES))
         name = self._word() if text in NAMING and not self._at_end_of_command() else []
         if text != "function":
-            self.values.update((word.text, None) for word in name)  # the loop's variable
+            self._forget(word.text for word in name)  # the loop's variable
         return text not in ("for", "select", "case")
 
     def _redirected(self, found: re.Match[str]) -> None:
@@ -261,6 +327,8 @@ class _Reader:
         begin = self.at - 1
         if self.text.startswith("(", self.at):
             self._skip("(", ")")
+            if self.text.startswith("((", begin + 1):
+                self._compute(self.text[begin : self.at])
             value, is_array = None, False
         elif self.text.startswith("{", self.at):
             self._skip("{", "}")

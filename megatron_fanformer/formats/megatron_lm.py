@@ -145,8 +145,9 @@ def _model(
 ) -> FANformerConfig:
     if found := problems(arguments):
         raise InputError(f"the model in {folder} cannot be converted: {'; '.join(found)}; it runs in Megatron-LM alone")
-    values = {**model_fields(arguments), **stated, "fan": _fan(folder, arguments, stated, shapes)}
     rows = shapes[EMBEDDING].shape[0] if EMBEDDING in shapes else 0
+    arguments = _with_end_of_text(arguments, rows)
+    values = {**model_fields(arguments), **stated, "fan": _fan(folder, arguments, stated, shapes)}
     vocab_size = values.setdefault("vocab_size", rows)
     if type(vocab_size) is int and 0 < vocab_size <= rows:
         values["make_vocab_size_divisible_by"] = vocabulary_multiple(vocab_size, rows)
@@ -155,6 +156,16 @@ def _model(
     except InputError as error:
         reasons = "; ".join(str(error).splitlines())
         raise InputError(f"the model in {folder} cannot be built: {reasons}; state it by --config FILE") from None
+
+
+def _with_end_of_text(arguments: Arguments, rows: int) -> Arguments:
+    """Return the arguments with a vocabulary that includes NullTokenizer's end of text.
+
+    In megatron-core 0.16 that is one id more than --vocab-size; in 0.19, which has an argument for it, one of them.
+    """
+    size = arguments.get("vocab_size")
+    is_one_more = arguments.get("tokenizer_type") == "NullTokenizer" and "null_tokenizer_eod_id" not in arguments
+    return {**arguments, "vocab_size": size + 1} if is_one_more and type(size) is int and size < rows else arguments
 
 
 def _fan(folder: Path, arguments: Arguments, stated: Mapping[str, Any], shapes: Mapping[str, Tensor]) -> Any:

@@ -34,6 +34,13 @@ def _tensor_problems(model: FANformerConfig, tensor: int) -> Iterator[str]:
                 f"{size} neither divides nor is a multiple of model.num_query_groups {groups}; "
                 f"choose one of {_divisors_of(groups)}"
             )
+        elif model.qkv_rows % tensor:  # ranks that share a group have equal parts of its rows all the same
+            heads = divisors(model.num_attention_heads)
+            sizes = [n for n in heads if model.qkv_rows % n == 0 and 0 in (groups % n, n % groups)]
+            yield (
+                f"{size} does not divide the {model.qkv_rows} rows of queries, keys and values; choose one of "
+                f"{', '.join(map(str, sizes))}"
+            )
     for name in ("ffn_hidden_size", "padded_vocab_size"):
         if getattr(model, name) % tensor:
             yield f"{size} does not divide model.{name} {getattr(model, name)}; change one of them"

@@ -149,6 +149,12 @@ def _engine_problems(
             f"kernels.fused_single_qkv_rope is true at model.fan.placement {model.fan.placement}, whose values are in "
             "another tensor than queries and keys; set it to false"
         )
+    elif kernels.fused_single_qkv_rope and model.query_groups < parallel.tensor_model_parallel_size:
+        yield (
+            f"kernels.fused_single_qkv_rope is true with {model.query_groups} query groups over "
+            f"parallel.tensor_model_parallel_size {parallel.tensor_model_parallel_size}, but ranks that share a group "
+            "would each rotate all of its queries; set it to false"
+        )
     if kernels.fused_single_qkv_rope and model.qk_layernorm:
         yield (
             "kernels.fused_single_qkv_rope is true with model.qk_layernorm, but its kernel has no norm between QKV and "

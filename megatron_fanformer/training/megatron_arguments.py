@@ -5,6 +5,7 @@ makes another model, are read as a checkpoint's arguments are (`formats/megatron
 value needs: another unit, another form, or Megatron-LM's default where ours is another.
 """
 
+import contextlib
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, get_args, get_origin, get_type_hints
@@ -16,12 +17,15 @@ from megatron_fanformer.errors import InputError, escaped
 from megatron_fanformer.formats import foreign_names
 from megatron_fanformer.formats.launch_scripts import Word, read_arguments
 from megatron_fanformer.formats.megatron_arguments import DROPOUT, RULES, SPECS, model_fields, problems
+from megatron_fanformer.model.config import FANformerConfig
 from megatron_fanformer.training.config import RunConfig, advice, config_from_dict
 
 OUR_SPECS = frozenset(module for module, _ in SPECS)
 HYBRID = ("--hybrid-layer-pattern", "--hybrid-override-pattern")
 GPT2_VOCABULARY = 50257  # of --tokenizer-type GPT2BPETokenizer
+NULL_TOKENIZER = "megatron-core 0.16's has one id more than --vocab-size says, its end of text; then add 1"
 DEFAULT_SPLIT = "969,30,1"
+MULTIPLE, RANKS = "make_vocab_size_divisible_by", "tensor_model_parallel_size"
 VALIDATION = "data.valid_data"
 TRANSFORMER = "model.fan.placement none is that Transformer; without it, it is the FANformer of the same size"
 
@@ -30,6 +34,7 @@ MODEL_DEFAULTS: dict[str, Any] = {
     "normalization": "LayerNorm",
     "position_embedding_type": "learned_absolute",
     "add_bias_linear": True,
+    "num_query_groups": 1,
     "norm_epsilon": 1e-5,
     "hidden_dropout": 0.1,
     "attention_dropout": 0.1,
@@ -77,6 +82,12 @@ SET: dict[str, dict[str, Any]] = {
     "--log-straggler": {},
 }
 """What arguments set that are no field's value: switches above all."""
+AS_HERE: dict[str, tuple[list[str], ...]] = {
+    "--muon-nesterov": ([],),
+    "--muon-use-nesterov": ([],),
+    "--muon-tp-mode": (["duplicated"], ["distributed"]),
+}
+"""Arguments without a field, with the values by which Megatron-LM does what is always done here."""
 BY_HAND = frozenset(
     """
 --account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split --ddp-num-buckets
@@ -97,8 +108,8 @@ SWITCHES = frozenset(
 --exit-signal-handler --finetune --fp16 --fp16-lm-cross-entropy --fp32-residual-connection --fp8-param-gather
 --grad-reduce-in-bf16 --group-query-attention --init-method-xavier-uniform --log-params-norm --log-straggler
 --log-throughput --log-timers-to-tensorboard --manual-gc --mock-data --moe-grouped-gemm --multi-latent-attention
---multiple-validation-sets --muon-nesterov --muon-no-split-qkv --no-bias-dropout-fusion --no-bias-gelu-fusion
---no-bias-swiglu-fusion --no-check-for-nan-in-loss-and-grad --no-ckpt-fully-parallel-save
+--multiple-validation-sets --muon-nesterov --muon-no-split-qkv --muon-use-nesterov --no-bias-dropout-fusion
+--no-bias-gelu-fusion --no-bias-swiglu-fusion --no-check-for-nan-in-loss-and-grad --no-ckpt-fully-parallel-save
 --no-create-attention-mask-in-dataloader --no-gradient-accumulation-fusion --no-load-optim --no-load-rng
 --no-masked-softmax-fusion --no-overlap-p2p-communication --no-persist-layer-norm --no-rope-fusion --no-save-optim
 --no-save-rng --openai-gelu --optimizer-cpu-offload --overlap-p2p-communication-warmup-flush
@@ -157,8 +168,10 @@ def convert(source: str, overrides: Sequence[str] = ()) -> Converted:
     Raises:
         InputError: there are no arguments of `pretrain_….py` in it, or an override is none.
     """
-    given, loose = _grouped(read_arguments(source))
+    arguments, included = read_arguments(source)
+    given, loose = _grouped(arguments)
     unresolved = [f"{name}: set neither plainly nor by default; write what it holds" for name in loose]
+    unresolved += [f"{each}: may set anew what the script sets before it; check those values" for each in included]
     known = dict(_resolved(given, unresolved))
     others, not_set, unknown, fields = [], [], [], dict[str, Any]()
     rows = {name: row for table in foreign_names.MEGATRON_LM.values() for row in table for name in row.names.split()}
@@ -170,10 +183,10 @@ def convert(source: str, overrides: Sequence[str] = ()) -> Converted:
             fields |= SET[flag]
             if row.field is None:
                 not_set.append(f"{written}: {row.note}")
-        elif flag in RULED:
+        elif flag in RULED or words in AS_HERE.get(flag, ()):
             pass  # whatever makes another model is in `of_model`
         elif row.field is None:
-            not_set.append(f"{written}: {row.note}")
+            not_set.append(f"{written}: {NULL_TOKENIZER if words == ['NullTokenizer'] else row.note}")
         elif flag == "--load":
             if words != known.get("--save"):  # else a run resumes by itself
                 others.append(f"{written}: `convert` it, and state {row.field} ({row.note})")
@@ -198,7 +211,7 @@ def convert(source: str, overrides: Sequence[str] = ()) -> Converted:
         "FAN layers": [TRANSFORMER] if is_transformer else [],
         "Another model than there": of_model,
         "Not carried over": [*wrong, *others],
-        "No setting here": not_set,
+        "No setting here": [*not_set, *_not_given(known, open_flags)],
         "Unknown": unknown,
         "Not resolved": unresolved,
         "To do before it trains": list(_to_do(values)),
@@ -278,10 +291,15 @@ def _typed(field: str, words: list[str]) -> Any:
 
 
 def _number(text: str) -> Any:
+    """Return a value as argparse reads it: YAML's octal, hexadecimal and sexagesimal numbers are none there."""
+    for kind in (int, float):
+        with contextlib.suppress(ValueError):
+            return kind(text)
     try:
-        return yaml_value(text)
+        value = yaml_value(text)
     except ValueError:
         return text
+    return text if type(value) in (int, float) else value
 
 
 def _carried(flag: str, field: str, words: list[str], known: Mapping[str, list[str]]) -> dict[str, Any]:
@@ -376,6 +394,19 @@ def _defaults(known: Mapping[str, list[str]], open_flags: Collection[str]) -> di
     return {field: value for flag, (field, value) in rows if flag not in known and flag not in open_flags}
 
 
+def _not_given(known: Mapping[str, list[str]], open_flags: Collection[str]) -> Iterator[str]:
+    """Yield what is always done here, and by Megatron-LM with an argument alone that is not given."""
+    if known.get("--optimizer") != ["muon"]:
+        return
+    groups: list[tuple[str, ...]] = [("--muon-nesterov", "--muon-use-nesterov")]
+    if known.get(ranks := "--tensor-model-parallel-size", ["1"]) != ["1"] or ranks in open_flags:
+        groups.append(("--muon-tp-mode",))
+    for names in groups:
+        row = foreign_names.row_of(foreign_names.plain(names[0]))
+        if row is not None and not {*names} & {*known, *open_flags}:
+            yield f"--optimizer muon without {names[0]}: {row.note}"
+
+
 # -- the model
 
 
@@ -395,6 +426,7 @@ def _model(known: Mapping[str, list[str]], open_flags: Collection[str]) -> tuple
         arguments["ffn_hidden_size"] = int(4 * width * 2 / 3 / 64) * 64 if arguments.get("swiglu") else 4 * width
     if known.get("--tokenizer-type") == ["GPT2BPETokenizer"]:
         arguments.setdefault("vocab_size", GPT2_VOCABULARY)
+    not_padded = list(_set_padding(arguments, open_names))
     found = [*problems(arguments), *_of_pattern(arguments, known, open_flags)]
     found += [f"{name} is {arguments[name]}, but there is no dropout" for name in DROPOUT if arguments.get(name)]
     is_ours = not OUR_SPECS.isdisjoint(known.get("--spec", []))
@@ -404,7 +436,24 @@ def _model(known: Mapping[str, list[str]], open_flags: Collection[str]) -> tuple
     if not is_ours:
         fields["model.fan.placement"] = "none"
     wrong = {name: problem for name, value in fields.items() for problem in _wrong(name, value)}
-    return {name: value for name, value in fields.items() if name not in wrong}, found, [*wrong.values()]
+    fields = {name: value for name, value in fields.items() if name not in wrong}
+    return fields, found, [*wrong.values(), *not_padded]
+
+
+def _set_padding(arguments: dict[str, Any], open_names: Collection[str]) -> Iterator[str]:
+    """Set the multiple to which the vocabulary is padded, which there is of each rank; yield a note if it is not
+    known.
+    """
+    multiple = arguments.get(MULTIPLE, FANformerConfig.make_vocab_size_divisible_by)
+    ranks = arguments.get(RANKS, 1)
+    if {MULTIPLE, RANKS} & {*open_names}:
+        arguments.pop(MULTIPLE, None)
+        yield (
+            f"model.{MULTIPLE} is for you to state: --{MULTIPLE.replace('_', '-')} "
+            f"({FANformerConfig.make_vocab_size_divisible_by} by default) times --{RANKS.replace('_', '-')}"
+        )
+    elif type(multiple) is type(ranks) is int and ranks > 1:
+        arguments[MULTIPLE] = multiple * ranks
 
 
 def _of_pattern(

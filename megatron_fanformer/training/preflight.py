@@ -350,8 +350,10 @@ def _resume_problems(checkpoint: Path, config: RunConfig, length_field: str) -> 
 
 def _model_problems(checkpoint: Path, config: RunConfig, ignoring: tuple[str, ...] = ()) -> list[str]:
     saved = store.saved_model(checkpoint).resolved_fields()
+    remedies = {"padded_vocab_size": f"set model.make_vocab_size_divisible_by to {saved['padded_vocab_size']}"}
     return [
-        f"model.{name} is {value}, but the checkpoint {checkpoint} was saved with {saved[name]}; set it to that"
+        f"model.{name} is {value}, but the checkpoint {checkpoint} was saved with {saved[name]}; "
+        f"{remedies.get(name, 'set it to that')}"
         for name, value in config.model.resolved_fields().items()
         if value != saved[name] and name.partition(".")[0] not in ignoring
     ]

@@ -10,7 +10,7 @@ from megatron_fanformer.formats.launch_scripts import Word, read_arguments
 
 
 def texts(source: str) -> list[str]:
-    return [word.text for word in read_arguments(source)]
+    return [word.text for word in read_arguments(source).words]
 
 
 SCRIPT = r"""#!/bin/bash
@@ -42,7 +42,7 @@ set +x
 
 def test_a_script_gives_the_arguments_that_bash_does(tmp_path: Path) -> None:
     (script := tmp_path / "run.sh").write_text(SCRIPT.replace("cat\n", "tr '\\n' '\\n'\n"))
-    words = read_arguments(str(script))
+    words = read_arguments(str(script)).words
     assert not any(word.unresolved for word in words)
     (script := tmp_path / "launch.sh").write_text(SCRIPT.replace("(echo --nnodes 1)", "(printf '%s\\n')"))
     bash = subprocess.run(["bash", script], cwd=tmp_path, capture_output=True, text=True, check=True).stdout
@@ -67,7 +67,7 @@ torchrun pretrain_gpt.py --seq-length $SEQ --hidden-size $WIDTH --save $HERE/x -
 
 def test_what_only_a_shell_could_tell_is_named(tmp_path: Path) -> None:
     (script := tmp_path / "run.sh").write_text(CONDITIONAL)
-    unresolved = [word for word in read_arguments(str(script)) if word.unresolved]
+    unresolved = [word for word in read_arguments(str(script)).words if word.unresolved]
     assert unresolved == [
         Word("$SEQ", ("$SEQ",)),
         Word("$WIDTH", ("$WIDTH",)),
@@ -116,7 +116,7 @@ SET_BY_A_CONDITION = "LAYERS=4\nif [ -n x ]; then\n    LAYERS=8\nfi\n"
 )
 def test_what_a_body_or_a_loop_sets_is_not_resolved(before: str, setting: str, tmp_path: Path) -> None:
     (script := tmp_path / "run.sh").write_text(f"{before}{setting}pretrain_gpt.py --num-layers $LAYERS\n")
-    assert read_arguments(str(script)) == [Word("--num-layers"), Word("$LAYERS", ("$LAYERS",))]
+    assert read_arguments(str(script)).words == [Word("--num-layers"), Word("$LAYERS", ("$LAYERS",))]
 
 
 @pytest.mark.parametrize("before", BEFORE)
@@ -130,6 +130,108 @@ def test_what_comes_after_a_body_is_plain(before: str, tmp_path: Path) -> None:
         check=True,
     )
     assert " ".join(texts(str(script))) == bash.stderr.strip() == "--num-layers 4"
+
+
+def bash_says(script: str, folder: Path) -> str:
+    """The arguments that bash passes on."""
+    script = script.replace("pretrain_gpt.py", "echo >&2")
+    done = subprocess.run(["bash", "-c", script], cwd=folder, capture_output=True, text=True, check=True)
+    return done.stderr.strip()
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "read -r A <<< 8",
+        "read -p 'layers? ' -t 1 X A <<< '1 8'",
+        "mapfile -t A <<< 8",
+        "readarray A <<< 8",
+        "getopts 8 A -8 || A=8",
+        "let A=A*2",
+        "let 'A += 4'",
+        "let ++A",
+        "((A=8))",
+        "(( A *= 2 ))",
+        "if ((A++ == 4)); then :; fi",
+        "for ((A = 0; A < 8; A++)); do :; done",
+        "true && ((A++, A <<= 1))",
+        ": $((A += 4))",
+        ": $((B[1] = A++))",
+        "printf -v A '%d' 8",
+        "printf -vA 8",
+        "A[0]=8",
+        "A[0]+=8",
+        "declare A[0]=8",
+        "declare -i A=A*2",
+        "declare -ix A; A+=4",
+        "declare -i A; A=010",
+        "unset A",
+        "unset -v X A",
+        "unset A[0]",
+        "[ 1 ] && unset A",
+    ],
+)
+def test_what_a_command_sets_is_not_what_was_assigned(command: str, tmp_path: Path) -> None:
+    script = f"A=4\n{command}\nB=5\npretrain_gpt.py --a $A --b $B"
+    said = bash_says(script, tmp_path).split()
+    assert said[-2:] == ["--b", "5"] and said[1] != "4"
+    (file := tmp_path / "run.sh").write_text(script)
+    assert read_arguments(str(file)).words == [Word("--a"), Word("$A", ("$A",)), Word("--b"), Word("5")]
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "((A == 8 || A >= 3 && A != 5))",
+        "(( X = A <= 4 ? 1 : 2 ))",
+        "echo $((A * 2)) $(( (A + 1) - -A ))",
+        "let X=A+1",
+        "printf '%s' -v A",
+        "echo read A unset A",
+        "unset -f A",
+        "X[A]=8",
+        "declare -rx X=8",
+        "declare -i X=8",
+        "unset X; A=${A:-8}",
+        "((echo x) | cat)",
+    ],
+)
+def test_what_a_command_leaves_is_known(command: str, tmp_path: Path) -> None:
+    script = f"A=4\n{command} > log\npretrain_gpt.py --a $A"
+    (file := tmp_path / "run.sh").write_text(script)
+    assert " ".join(texts(str(file))) == bash_says(script, tmp_path) == "--a 4"
+
+
+def test_an_unset_variable_has_its_default_again(tmp_path: Path) -> None:
+    (file := tmp_path / "run.sh").write_text(script := "A=4\nunset A\npretrain_gpt.py --a ${A:-8}")
+    assert " ".join(texts(str(file))) == bash_says(script, tmp_path) == "--a 8"
+
+
+@pytest.mark.parametrize(
+    ("commands", "included"),
+    [
+        ("source env.sh\nA=4", ()),  # nothing is known before it
+        ("A=4\nsource env.sh", ("source env.sh",)),
+        ("A=4\n[ -f env.sh ] && . ./env.sh $A", (". ./env.sh 4",)),
+        ('A=4\nif true; then eval "$(conda shell.bash hook)"; fi', ("eval $(conda shell.bash hook)",)),
+        ("A=4\neval 'B=5'; source x; source x", ("eval B=5", "source x")),
+    ],
+)
+def test_files_that_are_not_read_are_named(commands: str, included: tuple[str, ...], tmp_path: Path) -> None:
+    """Most set up an environment: values stay, and whoever wrote the script is told."""
+    (file := tmp_path / "run.sh").write_text(f"{commands}\npretrain_gpt.py --a $A\n")
+    assert read_arguments(str(file)) == ([Word("--a"), Word("4")], included)
+
+
+def test_a_start_by_eval_is_none_of_them() -> None:
+    for start in ('eval "torchrun pretrain_gpt.py --a $A"', "eval torchrun pretrain_gpt.py --a $A", "eval $RUN"):
+        source = f"A=4\nRUN='torchrun pretrain_gpt.py --a 4'\n{start}"
+        assert read_arguments(source) == ([Word("--a"), Word("4")], ())
+
+
+@pytest.mark.parametrize("text", ["a" * 500_000, "a[" * 250_000, "a " * 250_000, "- " * 250_000 + "a"])
+def test_arithmetic_is_read_in_one_pass(text: str) -> None:
+    assert texts(f"(({text}))\npretrain_gpt.py --a 4") == ["--a", "4"]
 
 
 def test_a_here_document_starts_it_where_nothing_else_does() -> None:

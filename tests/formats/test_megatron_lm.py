@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import inspect
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core.tokenizers.text.libraries import NullTokenizer
 from torch import Tensor
 
 from megatron_fanformer.checkpoint import store
@@ -21,7 +23,13 @@ from megatron_fanformer.cli import PROGRAM, main
 from megatron_fanformer.errors import CorruptError, InputError
 from megatron_fanformer.formats import foreign_names
 from megatron_fanformer.formats.megatron_arguments import FIELDS, RULES, model_fields, problems
-from megatron_fanformer.formats.megatron_lm import HYBRID_NORM, OWN_NORM, _one_for_each_layer, open_megatron_lm
+from megatron_fanformer.formats.megatron_lm import (
+    HYBRID_NORM,
+    OWN_NORM,
+    _one_for_each_layer,
+    _with_end_of_text,
+    open_megatron_lm,
+)
 from megatron_fanformer.formats.name_table import expected_shapes
 from megatron_fanformer.formats.recognition import TRACKER, find_checkpoint
 from megatron_fanformer.hf import FANformerForCausalLM
@@ -242,6 +250,26 @@ def test_interpolated_positions_are_linearly_scaled_ones(tmp_path: Path) -> None
     folder = saved(tmp_path / "saved", tiny_model(), rotary_seq_len_interpolation_factor=4)
     found, *_ = open_megatron_lm(folder / f"iter_{STEP:07d}")
     assert found.rope_scaling == RopeScalingConfig(rope_type="linear", factor=4.0)
+
+
+def test_a_null_tokenizers_end_of_text_is_an_id() -> None:
+    """The installed one's: before megatron-core had an argument for it, it followed --vocab-size."""
+    arguments: dict[str, Any] = {"vocab_size": 250, "tokenizer_type": "NullTokenizer"}
+    if "eod_id" in inspect.signature(NullTokenizer).parameters:
+        arguments["null_tokenizer_eod_id"] = None
+    ids = _with_end_of_text(arguments, rows=256)["vocab_size"]
+    tokenizer = NullTokenizer(250)
+    assert (ids, ids - 1) == (tokenizer.vocab_size, tokenizer.eod)
+    for others in ({"tokenizer_type": "NullTokenizer"}, {"vocab_size": 250}, {}):
+        assert _with_end_of_text(others, rows=256) == others
+
+
+def test_a_vocabulary_that_is_stated_comes_before_a_null_tokenizers(tmp_path: Path) -> None:
+    folder = saved(tmp_path / "saved", tiny_model(vocab_size=250), tokenizer_type="NullTokenizer")
+    iteration = folder / f"iter_{STEP:07d}"
+    (config := tmp_path / "config.yaml").write_text("model: {vocab_size: 249}\n")
+    assert open_megatron_lm(iteration)[0].vocab_size == 251
+    assert open_megatron_lm(iteration, config)[0].vocab_size == 249
 
 
 def test_arguments_that_are_not_there_can_be_stated(tmp_path: Path, convert: Any) -> None:

@@ -76,6 +76,7 @@ def test_a_layout_that_contradicts_itself(fields: dict[str, Any], part: str) -> 
 
 
 TWELVE = "pp=2,num_layers_in_first_pipeline_stage=12"
+TWO_GROUPS = {"hidden_size": 1536, "num_attention_heads": 24, "num_query_groups": 2, "ffn_hidden_size": 4608}
 FAN_AGAIN = "recompute=selective,recompute_modules=[fan]"
 
 
@@ -85,6 +86,9 @@ FAN_AGAIN = "recompute=selective,recompute_modules=[fan]"
         ({}, "tp=32", "choose one of 1, 2, 4, 8, 16"),
         ({"num_query_groups": 4}, "tp=8", None),
         ({"num_query_groups": 4, "fan": OWN_VALUES}, "tp=8", "model.num_query_groups 4; choose one of 1, 2, 4"),
+        # (24 + 2 x 2) x 64 rows of queries, keys and values
+        (TWO_GROUPS, "tp=6", "the 1792 rows of queries, keys and values; choose one of 1, 2, 4, 8"),
+        (TWO_GROUPS, "tp=4", None),
         # two ranks share a group; each has one head of it
         ({"num_query_groups": 4}, "tp=8,cp=2,cp_comm_type=a2a", "deals a rank's 1 heads of keys out to 2 context"),
         ({"fan": FANConfig(p_ratio=0.1)}, "tp=8", "the nearest valid model.fan.p_ratio is"),

@@ -77,6 +77,17 @@ def test_what_the_layers_at_hand_cannot_compute(
     assert [part in problem for problem in found] == ([] if part is None else [True])
 
 
+@pytest.mark.parametrize(("groups", "tensor", "count"), [(2, 4, 1), (2, 2, 0), (None, 4, 0)])
+def test_the_fused_kernel_takes_whole_groups(
+    groups: int | None, tensor: int, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """megatron-core cuts a shared group's queries to those of a rank only where it splits QKV."""
+    monkeypatch.setattr(device, "has_transformer_engine", lambda: True)
+    model, parallel = tiny_model(num_query_groups=groups), ParallelConfig(tensor_model_parallel_size=tensor)
+    found = engine_problems(model, parallel, KernelsConfig(fused_single_qkv_rope=True), DTYPES["bf16"])
+    assert ["over parallel.tensor_model_parallel_size 4" in problem for problem in found] == [True] * count
+
+
 @pytest.mark.parametrize(("transformer_impl", "count"), [("auto", 1), ("local", 0)])
 def test_fan_layers_for_the_mlp_are_local_ones(
     transformer_impl: Any, count: int, monkeypatch: pytest.MonkeyPatch

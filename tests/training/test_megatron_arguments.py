@@ -16,6 +16,7 @@ from megatron_fanformer.configuration import yaml_value
 from megatron_fanformer.formats.foreign_names import MEGATRON_LM
 from megatron_fanformer.training.config import config_from_dict, load_config
 from megatron_fanformer.training.megatron_arguments import (
+    AS_HERE,
     BY_HAND,
     CONVERSIONS,
     DEFAULTS,
@@ -32,6 +33,7 @@ from tests.small_runs import ROOT, write_tokens
 from tests.stock_megatron import HAS_TRAINING
 
 ONLY_WITH_ANOTHER = ("--num-query-groups", "--group-query-attention", "--max-position-embeddings", "--spec")
+OLDER = {"--muon-use-nesterov"}  # which 0.19's parser has no more
 NAMES = {name: row.field for rows in MEGATRON_LM.values() for row in rows for name in row.names.split()}
 
 LLAMA = """#!/bin/bash
@@ -120,6 +122,7 @@ LLAMAS_CONFIGURATION: dict[str, Any] = {
         "num_query_groups": 8,
         "seq_length": 8192,
         "rotary_base": 500000,
+        "make_vocab_size_divisible_by": 256,
         "layernorm_epsilon": 1e-5,
         "untie_embeddings_and_output_weights": True,
         "fan": {"placement": "none"},
@@ -230,6 +233,8 @@ def values_of(arguments: str) -> dict[str, Any]:
     ("arguments", "section", "expected"),
     [
         ("--num-query-groups 2", "model", {"num_query_groups": None}),  # 1, Megatron's default, would have no effect
+        ("--group-query-attention", "model", {"num_query_groups": 1}),
+        ("--group-query-attention --num-query-groups $G --hidden-size 8", "model", {"num_query_groups": None}),
         ("--hidden-size 1024 --swiglu", "model", {"ffn_hidden_size": 2688}),
         ("--hidden-size 1024", "model", {"ffn_hidden_size": 4096}),
         ("--tokenizer-type GPT2BPETokenizer", "model", {"vocab_size": 50257}),
@@ -238,7 +243,22 @@ def values_of(arguments: str) -> dict[str, Any]:
         ("--hybrid-override-pattern '*-*-' --num-layers 4", "model", {"num_layers": 2, "fan": {"placement": "none"}}),
         ("--hybrid-layer-pattern 'M-*-' --num-layers 4 --hidden-size 8", "model", {"num_layers": None}),
         ("--hybrid-layer-pattern $PATTERN --num-layers 4 --hidden-size 8", "model", {"num_layers": None}),
+        ("--tensor-model-parallel-size 4", "model", {"make_vocab_size_divisible_by": 512}),
+        (
+            "--tensor-model-parallel-size 4 --make-vocab-size-divisible-by 64",
+            "model",
+            {"make_vocab_size_divisible_by": 256},
+        ),
+        ("--make-vocab-size-divisible-by 64", "model", {"make_vocab_size_divisible_by": 64}),
+        (
+            "--tensor-model-parallel-size $T --make-vocab-size-divisible-by 64 --lr 1",
+            "model",
+            {"make_vocab_size_divisible_by": None},
+        ),
         ("--rotary-seq-len-interpolation-factor 4", "model", {"rope_scaling": {"rope_type": "linear", "factor": 4}}),
+        ("--num-layers 010 --hidden-size +64", "model", {"num_layers": 10, "hidden_size": 64}),  # YAML's octal
+        ("--train-samples 0100 --global-batch-size 010", "training", {"train_iters": 10, "global_batch_size": 10}),
+        ("--lr 1e-3 --adam-eps .5e-8", "optimizer", {"lr": 0.001, "adam_eps": 5e-9}),
         ("--bf16", "precision", {"dtype": "bf16"}),
         ("--seed 3", "precision", {"dtype": "fp32"}),
         ("--fp8-format e4m3", "precision", {"fp8": "e4m3", "fp8_recipe": "delayed", "fp8_amax_history_len": 1}),
@@ -287,7 +307,17 @@ def test_values_that_need_converting(arguments: str, section: str, expected: dic
             "Not resolved",
             "--hybrid-layer-pattern $P: the script does not say; state model.n",
         ),
+        (
+            "--tensor-model-parallel-size $T",
+            "Not carried over",
+            "--make-vocab-size-divisible-by (128 by default) times",
+        ),
+        ("--make-vocab-size-divisible-by $M", "Not carried over", "model.make_vocab_size_divisible_by is for you to"),
         ("--num-layers few", "Not carried over", 'model.num_layers is "few"; it must be an integer'),
+        ("--num-layers 1:30", "Not carried over", 'model.num_layers is "1:30"; it must be an integer'),
+        ("--train-iters 0x10", "Not carried over", 'training.train_iters is "0x10"; it must be an integer'),
+        ("--lr 1:30", "Not carried over", 'optimizer.lr is "1:30"; it must be a finite number'),
+        ("--lr nan", "Not carried over", "optimizer.lr is NaN; it must be a finite number"),
         ("--optimizer sgd", "Not carried over", "--optimizer sgd: optimizer.name has no such value"),
         ("--lr-decay-style inverse-square-root", "Not carried over", "it must be one of cosine, linear, constant, WSD"),
         ("--train-samples 80", "Not carried over", "depends on --global-batch-size"),
@@ -296,8 +326,18 @@ def test_values_that_need_converting(arguments: str, section: str, expected: dic
         ("--load there --save here", "Not carried over", "--load there: `convert` it, and state checkpoint.load"),
         ("--ddp-num-buckets 4", "Not carried over", "parallel.ddp_bucket_size (parameters per bucket"),
         ("--fp16", "No setting here", "16-bit numbers are bf16"),
+        (
+            "--tokenizer-type NullTokenizer --vocab-size 8",
+            "No setting here",
+            "16's has one id more than --vocab-size says",
+        ),
         ("--num-expert 8", "Unknown", "--num-expert 8: not known here"),
         ("--save $RUN", "Not resolved", "--save $RUN: the script does not say; state training.run_dir"),
+        (
+            "A=4; source env.sh; pretrain_gpt.py --lr 1",
+            "Not resolved",
+            "source env.sh: may set anew what the script sets",
+        ),
         ("--bf16 $MORE", "Not resolved", "$MORE: set neither plainly nor by default"),
         ("--lr 1e-4", "To do before it trains", "data.train_data is empty; name token files"),
         ("--title 'a\nseed: 3'", "Unknown", "--title a seed: 3: not known here"),
@@ -308,6 +348,34 @@ def test_what_does_not_carry_over_is_listed(arguments: str, title: str, note: st
     assert any(note in line for line in found.notes[title]), found.notes
     assert yaml_value(found.text()) == yaml.safe_load(yaml.safe_dump(yaml_value(found.text())))
     assert all(line.startswith("#") for line in found.text().partition("\n\n")[0].splitlines())
+
+
+NO_NESTEROV = "--optimizer muon without --muon-nesterov: momentum is always Nesterov's"
+BLOCKWISE = "--optimizer muon without --muon-tp-mode: matrices are orthogonalized whole, at any tensor parallel size"
+TP_MODE = "--muon-tp-mode blockwise: matrices are orthogonalized whole, at any tensor parallel size"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "notes"),
+    [
+        ("", [NO_NESTEROV]),
+        ("--muon-nesterov", []),
+        ("--muon-use-nesterov", []),  # its name in 0.16
+        ("--muon-nesterov --tensor-model-parallel-size 1", []),
+        ("--muon-nesterov --tensor-model-parallel-size 2", [BLOCKWISE]),
+        ("--muon-nesterov --tensor-model-parallel-size $T", [BLOCKWISE]),
+        ("--muon-nesterov --tensor-model-parallel-size 2 --muon-tp-mode duplicated", []),
+        ("--muon-nesterov --tensor-model-parallel-size 2 --muon-tp-mode blockwise", [TP_MODE]),
+    ],
+)
+def test_another_muon_is_listed(arguments: str, notes: list[str]) -> None:
+    """Megatron-LM's has plain momentum and parts of matrices where its arguments do not say otherwise."""
+    found = convert(f"--optimizer muon {arguments}").notes
+    assert found.get("No setting here", []) == notes and "Unknown" not in found
+
+
+def test_only_muon_has_a_momentum_to_note() -> None:
+    assert "No setting here" not in convert("--optimizer adam --tensor-model-parallel-size 2").notes
 
 
 def test_our_own_spec_makes_no_other_model() -> None:
@@ -345,6 +413,7 @@ def test_an_argument_whose_value_is_not_known_is_no_difference() -> None:
 def test_every_argument_of_the_tables_is_in_the_table_of_names() -> None:
     with_others = {name for flags, found in DEFAULTS_WITH.items() for name in (flags[0], *found)}
     assert {*BY_HAND, *SET, *SWITCHES, *LISTS, *DEFAULTS, *CONVERSIONS, *with_others} <= NAMES.keys()
+    assert {*AS_HERE} <= {name for name, field in NAMES.items() if field is None}
     assert all(NAMES[name] for name in (*BY_HAND, *DEFAULTS, *CONVERSIONS))
 
 
@@ -355,7 +424,9 @@ def test_every_argument_with_a_field_is_converted() -> None:
         listed = [line for title, lines in found.notes.items() if title != "To do before it trains" for line in lines]
         section, _, rest = (field or "").partition(".")
         is_set = field is not None and rest.split(".")[0] in found.values.get(section, {})
-        assert is_set or any(name in line for line in listed) or name in (*SET, *RULED, *ONLY_WITH_ANOTHER), name
+        assert is_set or any(name in line for line in listed) or name in (*SET, *RULED, *AS_HERE, *ONLY_WITH_ANOTHER), (
+            name
+        )
 
 
 @pytest.mark.full
@@ -372,5 +443,7 @@ def test_defaults_and_switches_are_megatrons_own() -> None:
     of_model = {name: parser.get_default(name) for name in MODEL_DEFAULTS}
     assert {**of_model, "norm_epsilon": 1e-5} == MODEL_DEFAULTS and of_model["norm_epsilon"] in (None, 1e-5)
     options = parser._option_string_actions
-    assert [name for name in NAMES if is_switch(name) != (options[name].nargs == 0)] == []
-    assert {name for name in NAMES if options[name].nargs not in (None, 0)} == LISTS
+    assert OLDER.isdisjoint(options)
+    assert [name for name in NAMES.keys() - OLDER if is_switch(name) != (options[name].nargs == 0)] == []
+    assert not any(default[name] for name in ("--muon-nesterov", *OLDER)) and default["--muon-tp-mode"] == "blockwise"
+    assert {name for name in NAMES.keys() - OLDER if options[name].nargs not in (None, 0)} == LISTS

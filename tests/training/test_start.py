@@ -19,8 +19,8 @@ from megatron_fanformer.data.token_files import DTYPES, INDEX_HEADER, INDEX_MAGI
 from megatron_fanformer.runtime import agreement, parallel
 from megatron_fanformer.runtime.device import LAUNCHED_HERE, RankAddress
 from megatron_fanformer.training import start
-from megatron_fanformer.training.config import load_config
-from megatron_fanformer.training.preflight import RunStart, check_run
+from megatron_fanformer.training.config import config_from_dict, load_config
+from megatron_fanformer.training.preflight import RunStart, _resume_problems, check_run
 from megatron_fanformer.training.samples import run_datasets
 from tests.small_runs import small_run, write_config, write_tokens
 
@@ -266,3 +266,19 @@ def test_data_too_few_are_refused_before_anything_starts(
     (line,) = capsys.readouterr().err.splitlines()
     assert message in line
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("multiple", [96, 128, 512])
+def test_the_remedy_for_other_rows_of_the_vocabulary_is_one(tmp_path: Path, multiple: int) -> None:
+    """The padded size is no field: what it follows from is named, with a value that gives the checkpoint's rows."""
+    values = small_run("tokens", tmp_path / "run")
+    values["model"] |= {"vocab_size": 300, "make_vocab_size_divisible_by": multiple}
+    (checkpoint := tmp_path / "step-00000001").mkdir()
+    write_config(checkpoint / store.CONFIG, config_from_dict(values).as_dict())
+    values["model"]["make_vocab_size_divisible_by"] = 64
+    rows = -(-300 // multiple) * multiple
+    (problem,) = _resume_problems(checkpoint, config_from_dict(values), "train_iters")
+    remedy = f"was saved with {rows}; set model.make_vocab_size_divisible_by to {rows}"
+    assert problem.startswith("model.padded_vocab_size is 320, but ") and problem.endswith(remedy)
+    values["model"]["make_vocab_size_divisible_by"] = rows
+    assert _resume_problems(checkpoint, config_from_dict(values), "train_iters") == []
