@@ -290,6 +290,40 @@ def test_a_run_of_another_configuration_is_not_taken_for_a_cell(tmp_path: Path, 
         run_sweep(read_sweep(file, needs_data=True), silent, command=STAND_IN)
 
 
+@pytest.mark.parametrize(
+    ("changes", "metric", "message"),
+    [
+        ({"evaluation.perplexity.sets": {"own": ["a", "b"]}}, "eval/own/CrossEntropyLoss", r"sets\.own \['a'\], and"),
+        ({"evaluation.perplexity.chunking": "documents"}, "eval/own/CrossEntropyLoss", "chunking tokens, and"),
+        ({"evaluation.perplexity.chunk_tokens": 8}, "eval/own/CrossEntropyLoss", "chunk_tokens None, and"),
+        ({"evaluation.perplexity.batches": None}, "eval/own/CrossEntropyLoss", "batches 1, and"),
+        ({"evaluation.batch_tokens": 32}, "eval/own/CrossEntropyLoss", "batch_tokens None, and"),
+        ({"evaluation.perplexity.sets": {"own": ["a"], "other": ["b"]}}, "eval/own/CrossEntropyLoss", None),
+        ({"evaluation.perplexity.chunk_tokens": 8}, "loss", None),
+    ],
+)
+def test_a_cell_whose_loss_was_measured_otherwise_is_not_paired_with_the_others(
+    tmp_path: Path, tokens: str, changes: dict[str, Any], metric: str, message: str | None
+) -> None:
+    axes = {"size": {"d16": {"model.hidden_size": 16}}}
+    report = {"compare": "size", "baseline": "d16", "metric": metric}
+    first = {
+        "training.train_iters": 2,
+        "schedule.lr_warmup_iters": 1,
+        "evaluation.perplexity.sets": {"own": ["a"]},
+        "evaluation.perplexity.batches": 1,
+    }
+    file = write_sweep(tmp_path, tokens, axes=axes, seeds=1, report=report, changes=first)
+    train(read_sweep(file, needs_data=False).cells[0].config.as_dict())
+    changed(file, changes=first | changes)
+    sweep = read_sweep(file, needs_data=False)
+    if message is None:
+        assert [each.state for each in outcomes(sweep)] == ["complete"]
+        return
+    with pytest.raises(InputError, match=message):
+        outcomes(sweep)
+
+
 def test_a_run_of_before_optimizers_had_names_is_the_cells(tmp_path: Path, tokens: str) -> None:
     axes = {"size": {"d16": {"model.hidden_size": 16}}}
     file = write_sweep(tmp_path, tokens, axes=axes, seeds=1, report={"compare": "size", "baseline": "d16"})
