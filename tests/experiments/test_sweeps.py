@@ -180,6 +180,25 @@ def test_a_cell_that_fails_is_passed_over_and_named_with_its_error(
     assert "1 seed is fewer than 3" in finding.sentence
 
 
+@pytest.mark.parametrize("tuned", [False, True])
+def test_cells_that_end_with_0_before_their_last_step_are_named(tmp_path: Path, tokens: str, tuned: bool) -> None:
+    axes = {"size": {"d16": {}, "d24": {}}, "lr": {"usual": {}}}
+    tune = {"tune": {"axis": "lr"}} if tuned else {}
+    report = {"compare": "size", "baseline": "d16"}
+    changes = {"training.train_iters": 10, "schedule.lr_warmup_iters": 2, "training.exit_interval": 4}
+    file = write_sweep(tmp_path, tokens, axes=axes, seeds=1, report=report, changes=changes, **tune)
+    names = "usual,d16,seed=1234, usual,d24,seed=1234"
+    with pytest.raises(
+        CellsFailed, match=f"^{names} ended before the last step by training.exit_interval 4; run the same command"
+    ) as early:
+        run_sweep(read_sweep(file, needs_data=True), silent, command=("true",))
+    assert early.value.exit_code == 1
+    for cell in read_sweep(file, needs_data=True).cells:
+        train(cell.config.as_dict())
+    changed(file, changes={**changes, "training.exit_interval": None})
+    run_sweep(read_sweep(file, needs_data=True), silent, command=("false",))  # nothing is left to run
+
+
 def test_a_report_holds_the_planted_difference_and_saving(tmp_path: Path, tokens: str) -> None:
     """The stand-in's FANformer is 0.05 nats better at every size, with noise of 0.001 by seed."""
     file = write_sweep(tmp_path, tokens, seeds=3)

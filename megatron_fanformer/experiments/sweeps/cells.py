@@ -18,11 +18,15 @@ State = Literal["complete", "failed", "begun", "to come"]
 DIVERGED = f"exit code {DivergenceError.exit_code}"  # a line of a cell's .failed
 DETERMINING = ("model", "data", "optimizer", "schedule", "training")
 """The sections of a configuration that decide what a run learns, up to rounding."""
+ENDING_EARLY = ("training.exit_interval", "training.exit_duration_in_mins")
+"""Fields by which a run ends before its last step, with exit code 0, to be started again."""
 OF_MACHINE = {
     "training.run_dir",
+    *ENDING_EARLY,
     *(f"data.{name}" for name in ("num_workers", "cache_path", "remote", "staging_path", "staging_bytes")),
 }
-"""Fields of these that do not: where a run lies, and how its machine reads; a run fills in what is left to that."""
+"""Fields of these that do not: where a run lies, when it pauses, and how its machine reads; a run fills in what is
+left to the machine."""
 CUTTING = ("chunking", "chunk_tokens", "batches", "npy_dtype", "eod_id")
 """Fields of `evaluation.perplexity` that decide which tokens of a set are scored, and what is before them."""
 
