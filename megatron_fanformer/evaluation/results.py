@@ -9,7 +9,8 @@
                       "metrics": {NAME: {"value", "standard_error", "documents"}},
                       "documents": [{"doc_id", "label", "log_probabilities": [one of each choice], "lengths": […],
                                      "score", "weight"}],
-                      "cut": requests, or prompts, that lost their beginning}},
+                      "cut": requests, or prompts, that lost their beginning,
+                      "made_of": the SHA-256 of a task of one's own, and its examples, or null}},
      "perplexity": {SET: {"loss", "perplexity", "bits_per_byte", "tokens", "byte_perplexity", "word_perplexity"}},
      "groups": {GROUP: the mean of its sets' perplexities}}
 
@@ -50,6 +51,9 @@ class TaskResult(msgspec.Struct, frozen=True, kw_only=True):
     """Documents with their scores, in the task's order."""
     cut: int = 0
     """Requests, or prompts, whose beginning was cut to fit the model's context."""
+    made_of: str | None = None
+    """The file that a task of one's own was made of, by its SHA-256, and its examples; None for other tasks, and in a
+    file of a version before this was written."""
 
 
 class SetResult(msgspec.Struct, frozen=True, kw_only=True):
