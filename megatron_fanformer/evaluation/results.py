@@ -115,17 +115,18 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
 
 def names_of(results: Sequence[Result]) -> list[str]:
     """Return the checkpoints in headings: their steps, if they are of one run, and else as much of their paths as
-    differs.
+    differs; what is before the step is then one run's alone.
     """
     parts = []
     for each in results:
         *folders, name = Path(each.checkpoint).parts
         own = name if each.step is None else f"{each.step:,}"
         parts.append([*(folder for folder in folders if folder != CHECKPOINTS), own])
-    least = 2 if len({each.run for each in results if each.run is not None}) > 1 else 1
-    for depth in range(least, max(map(len, parts), default=0) + 1):
+    runs = {each.run for each in results if each.run is not None}
+    for depth in range(1, max(map(len, parts), default=0) + 1):
         names = ["/".join(of_one[-depth:]) for of_one in parts]
-        if len(set(names)) == len(names):
+        labels = {tuple(of_one[-depth:-1]) for of_one, each in zip(parts, results, strict=True) if each.run is not None}
+        if len(set(names)) == len(names) and len(labels) == len(runs):
             return names
     return ["/".join(of_one) for of_one in parts]
 
