@@ -248,9 +248,12 @@ def test_all_that_is_wrong_with_a_file_is_told_before_any_cell_starts(tmp_path: 
     lines = str(wrong.value).splitlines()
     assert [line for line in lines if line.startswith("cell odd,seed=1234 and 1 more: model.hidden_size 30")]
     assert [line for line in lines if "unknown configuration key model.hiden_size; did you mean" in line]
-    changed(file, report={**report, "over": "tokens", "by": ["size"]})
-    with pytest.raises(InputError, match=r"report\.by is set, and a power law is fitted over tokens; leave one"):
-        read_sweep(file, needs_data=False)
+    for name, value in (("by", ["size"]), ("other_baselines", ["odd"]), ("primary", [["odd", "ok"]])):
+        changed(file, report={**report, "over": "tokens", name: value})
+        with pytest.raises(
+            InputError, match=rf"report\.{name} is set, and a power law is fitted over tokens; leave one"
+        ):
+            read_sweep(file, needs_data=False)
     changed(file, report=report, axes={"size": {"ok": {}}}, limit=1)
     with pytest.raises(InputError, match="make 2 cells, more than limit 1"):
         read_sweep(file, needs_data=False)
