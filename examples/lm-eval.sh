@@ -12,8 +12,12 @@ set -euo pipefail
 
 model=$(realpath -- "${1:?name an export}")
 results=$(realpath -m -- "${2:?name a folder for the results}")
+python=${PYTHON:-python3}
+if [[ $python == */* ]]; then
+    python=$(realpath -s -- "$python")  # the link itself: an environment's Python is known by where it is
+fi
 cd -- "$(dirname -- "${BASH_SOURCE[0]}")/lm-eval"  # the task's data path is relative to it
 
 export HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1
-exec "${PYTHON:-python3}" -m lm_eval --model hf --model_args "pretrained=$model,trust_remote_code=True" \
+exec "$python" -m lm_eval --model hf --model_args "pretrained=$model,trust_remote_code=True" \
     --include_path . --tasks continuations --output_path "$results" --log_samples "${@:3}"

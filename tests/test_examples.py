@@ -331,6 +331,20 @@ def test_the_scripts_pass_shellcheck(script: Path) -> None:
     assert checked.returncode == 0, checked.stdout
 
 
+def test_lm_eval_is_started_by_a_python_that_is_named_from_here(tmp_path: Path) -> None:
+    """By a stand-in for the interpreter, behind a link, as an environment's is."""
+    message = tmp_path / "message"
+    write_program(tmp_path / "program", f'printf "%s\\n" "$0" "$@" > {message}')
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "python").symlink_to("../program")
+    (tmp_path / "export").mkdir()
+    command = ["bash", str(EXAMPLES / "lm-eval.sh"), "export", "results"]
+    subprocess.run(command, cwd=tmp_path, env={**os.environ, "PYTHON": "bin/python"}, check=True)
+    arguments = message.read_text().splitlines()
+    assert arguments[:3] == [str(tmp_path / "bin" / "python"), "-m", "lm_eval"]
+    assert f"pretrained={tmp_path / 'export'},trust_remote_code=True" in arguments
+
+
 def test_olmes_gets_the_export_as_a_local_model_and_the_papers_suite(tmp_path: Path) -> None:
     """By a stand-in for the command, which needs the network."""
     message = tmp_path / "message"

@@ -6,6 +6,8 @@ draws: as many documents as there are, with replacement, ten thousand times (Efr
 the Bootstrap, chapters 8 and 13: the percentile interval of paired data).
 """
 
+import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -28,6 +30,10 @@ class ScoredDocument(msgspec.Struct, frozen=True, kw_only=True):
     doc_id: int | str
     score: float
     weight: float = 1.0
+    label: int | None = None
+    """The right choice, of choice tasks."""
+    rule: str | None = None
+    """The rule, of ULogic, whose documents are numbers in a file of the user's."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,8 +94,9 @@ def compare(a: Result, b: Result, *, seed: int = 0, draws: int = DRAWS) -> Compa
     if sets:
         _refuse_other_tokens(a, b, sets)
     differences, shares = [], []
-    for number, name in enumerate(common):
-        generator = np.random.default_rng((seed, number))  # a task's draws do not depend on the other tasks
+    for name in common:
+        # By its name: a task's draws do not depend on the others, and are not theirs.
+        generator = np.random.default_rng((seed, zlib.crc32(name.encode())))
         found, drawn = _task_difference(name, a.tasks[name], b.tasks[name], draws, generator)
         differences.append(found)
         if is_share(found.metric):
@@ -142,16 +149,30 @@ def _task_difference(
     if a.metric != b.metric:
         raise InputError(f"{name} is measured by {a.metric} in A and by {b.metric} in B; evaluate both alike")
     in_a, in_b = _documents(name, a), _documents(name, b)
-    if [document.doc_id for document in in_a] != [document.doc_id for document in in_b]:
+    _refuse_other_documents(name, in_a, in_b)
+    if None not in (a.made_of, b.made_of) and a.made_of != b.made_of:
         raise InputError(
-            f"{name} has {len(in_a)} documents in A and {len(in_b)} in B, not the same ones; evaluate both "
-            "with the same --requests and --limit"
+            f"{name} was made of {a.made_of} in A and of {b.made_of} in B; evaluate both on the same file, with the "
+            "same --fewshot and --fewshot-seed"
         )
     of_a, of_b = (np.array([(each.score, each.weight) for each in documents]) for documents in (in_a, in_b))
     drawn = resampled_sums(np.concatenate([of_a, of_b], axis=1), draws, generator)
     differences = _quotient(drawn[:, 2:]) - _quotient(drawn[:, :2])
     values = float(_quotient(of_a.sum(0))), float(_quotient(of_b.sum(0)))
     return _difference(name, a.metric, *values, differences, len(in_a)), differences
+
+
+def _refuse_other_documents(name: str, in_a: Sequence[ScoredDocument], in_b: Sequence[ScoredDocument]) -> None:
+    if [document.doc_id for document in in_a] != [document.doc_id for document in in_b]:
+        raise InputError(
+            f"{name} has {len(in_a)} documents in A and {len(in_b)} in B, not the same ones; evaluate both "
+            "with the same --requests and --limit"
+        )
+    for of_a, of_b in zip(in_a, in_b, strict=True):
+        if (of_a.label, of_a.rule) != (of_b.label, of_b.rule):
+            raise InputError(
+                f"document {of_a.doc_id} of {name} is another one in A than in B; evaluate both on the same file"
+            )
 
 
 def _difference(name: str, metric: str, a: float, b: float, drawn: np.ndarray, documents: int) -> Difference:

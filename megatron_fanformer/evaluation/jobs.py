@@ -62,6 +62,8 @@ class Jobs:
     """The documents of generation tasks, by task."""
     requests: str | None
     """SHA-256 of the request file."""
+    made_of: dict[str, str]
+    """What the tasks of one's own were made of, by task."""
 
 
 # -- before weights are read
@@ -104,7 +106,10 @@ def find_jobs(request: EvaluationRequest) -> Jobs:
             jobs.append(EvaluationJob(source=source, tokenizer=tokenizer, tokenizer_sha256=digest, survey=its))
     if found:
         raise InputError("\n".join(dict.fromkeys(found)))  # checkpoints of a run have the same problems
-    return Jobs(jobs=jobs, texts=texts, requests=None if request_file is None else request_file.sha256)
+    if request_file is None:
+        return Jobs(jobs=jobs, texts=texts, requests=None, made_of={})
+    made_of = {name: request_file.versions[name] for name in choices if name in request_file.versions}
+    return Jobs(jobs=jobs, texts=texts, requests=request_file.sha256, made_of=made_of)
 
 
 def _survey(
@@ -191,7 +196,10 @@ def evaluate_jobs(request: EvaluationRequest, jobs: Jobs, grid: RankGrid, *, log
         if job.survey.tasks:
             log(f"{path}: tasks")
         scores = scores_of_tasks(stages, job.survey.tasks, grid, batch_tokens=batch_tokens, every_metric=True)
-        tasks = {name: choice_result(task, *scores[name]) for name, task in job.survey.tasks.items()}
+        tasks = {
+            name: choice_result(task, *scores[name], made_of=jobs.made_of.get(name))
+            for name, task in job.survey.tasks.items()
+        }
         tasks |= _generated_results(stages, job, jobs.texts, GenerationSettings(**request.sampling), grid, log)
         yield Result(
             checkpoint=str(path),
@@ -244,7 +252,9 @@ def _dtype(request: EvaluationRequest, source: ModelSource, grid: RankGrid) -> t
     return source.dtype if grid.device == "cuda" else torch.float32
 
 
-def choice_result(task: TaskRequests, found: np.ndarray, unconditional: np.ndarray | None = None) -> TaskResult:
+def choice_result(
+    task: TaskRequests, found: np.ndarray, unconditional: np.ndarray | None = None, *, made_of: str | None = None
+) -> TaskResult:
     """Return a task's metrics and documents from the log-probabilities of its requests, and of its unconditional
     ones.
     """
@@ -268,6 +278,7 @@ def choice_result(task: TaskRequests, found: np.ndarray, unconditional: np.ndarr
             for first, end, (score, weight) in rows
         ],
         cut=task.cut,
+        made_of=made_of,
     )
 
 

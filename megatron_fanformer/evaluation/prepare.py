@@ -131,7 +131,8 @@ def prepare_requests(
     for each in own:
         requests = choices[OWN + each.name] = own_requests(each, encoder, context_length, limit=limit, seed=seed)
         prepared.append(_counted(requests))
-        versions[requests.name] = f"SHA-256 {each.sha256}, {each.shots} examples of seed {seed}"
+        of_seed = seed if each.shots else FEWSHOT_SEED  # a seed that draws nothing makes no other task
+        versions[requests.name] = f"SHA-256 {each.sha256}, {each.shots} examples of seed {of_seed}"
         if on_task:
             on_task(prepared[-1])
     output.parent.mkdir(parents=True, exist_ok=True)

@@ -9,7 +9,8 @@
                       "metrics": {NAME: {"value", "standard_error", "documents"}},
                       "documents": [{"doc_id", "label", "log_probabilities": [one of each choice], "lengths": […],
                                      "score", "weight"}],
-                      "cut": requests, or prompts, that lost their beginning}},
+                      "cut": requests, or prompts, that lost their beginning,
+                      "made_of": the SHA-256 of a task of one's own, and its examples, or null}},
      "perplexity": {SET: {"loss", "perplexity", "bits_per_byte", "tokens", "byte_perplexity", "word_perplexity"}},
      "groups": {GROUP: the mean of its sets' perplexities}}
 
@@ -50,6 +51,9 @@ class TaskResult(msgspec.Struct, frozen=True, kw_only=True):
     """Documents with their scores, in the task's order."""
     cut: int = 0
     """Requests, or prompts, whose beginning was cut to fit the model's context."""
+    made_of: str | None = None
+    """The file that a task of one's own was made of, by its SHA-256, and its examples; None for other tasks, and in a
+    file of a version before this was written."""
 
 
 class SetResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -111,17 +115,18 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
 
 def names_of(results: Sequence[Result]) -> list[str]:
     """Return the checkpoints in headings: their steps, if they are of one run, and else as much of their paths as
-    differs.
+    differs; what is before the step is then one run's alone.
     """
     parts = []
     for each in results:
         *folders, name = Path(each.checkpoint).parts
         own = name if each.step is None else f"{each.step:,}"
         parts.append([*(folder for folder in folders if folder != CHECKPOINTS), own])
-    least = 2 if len({each.run for each in results if each.run is not None}) > 1 else 1
-    for depth in range(least, max(map(len, parts), default=0) + 1):
+    runs = {each.run for each in results if each.run is not None}
+    for depth in range(1, max(map(len, parts), default=0) + 1):
         names = ["/".join(of_one[-depth:]) for of_one in parts]
-        if len(set(names)) == len(names):
+        labels = {tuple(of_one[-depth:-1]) for of_one, each in zip(parts, results, strict=True) if each.run is not None}
+        if len(set(names)) == len(names) and len(labels) == len(runs):
             return names
     return ["/".join(of_one) for of_one in parts]
 

@@ -194,6 +194,7 @@ def test_tasks_without_requests_are_prepared_once(
     (kept,) = (tmp_path / "cache" / "megatron-fanformer" / "requests").iterdir()
     first = json.loads(output.read_text())
     assert (first["requests"], len(first["tasks"]["own:q"]["documents"])) == (read_requests(kept).sha256, 3)
+    assert first["tasks"]["own:q"]["made_of"] == f"SHA-256 {sha256_of(file)}, 1 examples of seed 1234"
     kept.write_bytes(kept.read_bytes()[:-1])  # damaged: made again
     assert evaluate(*task) == 0
     assert json.loads(output.read_text())["requests"] == first["requests"]

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -163,3 +164,35 @@ def test_as_many_other_documents_are_refused() -> None:
     b.tasks["piqa"].documents[1]["doc_id"] = 7
     with pytest.raises(InputError, match="piqa has 3 documents in A and 3 in B, not the same ones"):
         compare(a, b)
+
+
+def own_task(*, made_of: str | None, labels: tuple[int, ...] = (0, 1, 1), rule: str | None = None) -> Result:
+    """Three documents that are numbers in a file."""
+    documents = [{"doc_id": n, "score": 1.0, "label": label, "rule": rule} for n, label in enumerate(labels)]
+    return result(own=msgspec.structs.replace(task(np.ones(3)), documents=documents, made_of=made_of))
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        ({"made_of": "SHA-256 b, 0 examples"}, "own was made of SHA-256 a, 0 examples in A and of SHA-256 b, 0 ex"),
+        ({"made_of": "SHA-256 a, 5 examples"}, "and of SHA-256 a, 5 examples in B; evaluate both on the same file"),
+        ({"made_of": None, "labels": (0, 1, 0)}, "document 2 of own is another one in A than in B"),
+        ({"made_of": None, "rule": "If X, then Y."}, "document 0 of own is another one in A than in B"),
+    ],
+)
+def test_as_many_documents_of_another_file_are_refused(other: dict[str, Any], message: str) -> None:
+    a = own_task(made_of="SHA-256 a, 0 examples")
+    for same in (a, own_task(made_of=None)):  # a result of before it was recorded
+        compare(a, same)
+    with pytest.raises(InputError, match=message):
+        compare(a, own_task(**other))
+
+
+def test_a_tasks_interval_does_not_depend_on_the_other_tasks() -> None:
+    a, b = (RANDOM.random(200) < share for share in (0.5, 0.6))
+    alone, among = (
+        compare(result(**dict.fromkeys(names, task(a))), result(**dict.fromkeys(names, task(b)))).tasks[-1]
+        for names in (("piqa",), ("copa", "sciq", "piqa"))
+    )
+    assert alone == among

@@ -204,5 +204,8 @@ def test_a_request_file_holds_them_without_the_library(
     read = read_requests(tmp_path / "a")
     assert list(read.tasks) == [task.name for task in resolve(["own:trivia", "own:plain"])]
     assert read.versions["own:trivia"].endswith(", 1 examples of seed 1234")
+    for number, seed in enumerate((1, 2)):  # which draws nothing
+        prepare_requests(tmp_path / str(number), tasks=[str(file)], tokenizer=small_tokenizer_file, seed=seed)
+    assert (tmp_path / "0").read_bytes() == (tmp_path / "1").read_bytes()
     with pytest.raises(InputError, match="own:trivia is a task in a request file; name its file"):
         prepare_requests(tmp_path / "b", tasks=["own:trivia"], tokenizer=small_tokenizer_file)

@@ -113,10 +113,12 @@ def test_no_text_of_a_result_becomes_markup(tmp_path: Path) -> None:
     assert not rendered.names & {"script", "img"} and "table" in rendered.names
 
 
-def write_run(folder: Path, *, placement: str, seed: int, losses: list[float], tokens: int = 64) -> Path:
+def write_run(
+    folder: Path, *, placement: str, seed: int, losses: list[float], tokens: int = 64, **fan: str | float
+) -> Path:
     folder.mkdir()
     training = {"seed": seed}
-    values = small_run("tokens", folder, model={"fan": {"placement": placement}}, training=training)
+    values = small_run("tokens", folder, model={"fan": {"placement": placement, **fan}}, training=training)
     write_config(folder / "config.yaml", values)
     lines = [json.dumps({"step": n, "loss": loss, "tokens": tokens * n}) for n, loss in enumerate(losses, 1)]
     (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
@@ -158,6 +160,25 @@ def test_a_planted_crossing_is_found_where_it_is_and_runs_are_paired_by_seed(tmp
     assert [(finding.shows, finding.exploratory, finding.paper) for finding in turned.findings] == [
         (None, True, None)
     ] * 2
+    assert all(finding.sentence.endswith("name the Transformer first.") for finding in turned.findings)
+
+
+@pytest.mark.parametrize(
+    ("fan", "is_the_papers"),
+    [
+        ({"placement": "qkv", "p_ratio": 0.125, "activation": "none"}, True),
+        ({"placement": "qkv", "p_ratio": 0.0}, False),  # its ATL
+        ({"placement": "qkv", "activation": "gelu"}, False),  # original FAN
+        ({"placement": "ffn", "activation": "gelu"}, False),
+        ({"placement": "qk_and_v"}, False),
+    ],
+)
+def test_the_papers_claim_is_of_its_fanformer_alone(tmp_path: Path, fan: dict[str, Any], is_the_papers: bool) -> None:
+    a = write_run(tmp_path / "a", placement="none", seed=1, losses=[1.0])
+    b = write_run(tmp_path / "b", seed=1, losses=[1.0], **fan)
+    one, other = read_dynamics([a, b]), read_dynamics([b, a])
+    assert (one.is_the_papers, one.is_turned) == (is_the_papers, False)
+    assert (other.is_the_papers, other.is_turned) == (False, is_the_papers)
 
 
 def test_a_few_steps_show_nothing(tmp_path: Path) -> None:

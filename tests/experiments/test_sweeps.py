@@ -180,6 +180,25 @@ def test_a_cell_that_fails_is_passed_over_and_named_with_its_error(
     assert "1 seed is fewer than 3" in finding.sentence
 
 
+@pytest.mark.parametrize("tuned", [False, True])
+def test_cells_that_end_with_0_before_their_last_step_are_named(tmp_path: Path, tokens: str, tuned: bool) -> None:
+    axes = {"size": {"d16": {}, "d24": {}}, "lr": {"usual": {}}}
+    tune = {"tune": {"axis": "lr"}} if tuned else {}
+    report = {"compare": "size", "baseline": "d16"}
+    changes = {"training.train_iters": 10, "schedule.lr_warmup_iters": 2, "training.exit_interval": 4}
+    file = write_sweep(tmp_path, tokens, axes=axes, seeds=1, report=report, changes=changes, **tune)
+    names = "usual,d16,seed=1234, usual,d24,seed=1234"
+    with pytest.raises(
+        CellsFailed, match=f"^{names} ended before the last step by training.exit_interval 4; run the same command"
+    ) as early:
+        run_sweep(read_sweep(file, needs_data=True), silent, command=("true",))
+    assert early.value.exit_code == 1
+    for cell in read_sweep(file, needs_data=True).cells:
+        train(cell.config.as_dict())
+    changed(file, changes={**changes, "training.exit_interval": None})
+    run_sweep(read_sweep(file, needs_data=True), silent, command=("false",))  # nothing is left to run
+
+
 def test_a_report_holds_the_planted_difference_and_saving(tmp_path: Path, tokens: str) -> None:
     """The stand-in's FANformer is 0.05 nats better at every size, with noise of 0.001 by seed."""
     file = write_sweep(tmp_path, tokens, seeds=3)
@@ -229,9 +248,12 @@ def test_all_that_is_wrong_with_a_file_is_told_before_any_cell_starts(tmp_path: 
     lines = str(wrong.value).splitlines()
     assert [line for line in lines if line.startswith("cell odd,seed=1234 and 1 more: model.hidden_size 30")]
     assert [line for line in lines if "unknown configuration key model.hiden_size; did you mean" in line]
-    changed(file, report={**report, "over": "tokens", "by": ["size"]})
-    with pytest.raises(InputError, match=r"report\.by is set, and a power law is fitted over tokens; leave one"):
-        read_sweep(file, needs_data=False)
+    for name, value in (("by", ["size"]), ("other_baselines", ["odd"]), ("primary", [["odd", "ok"]])):
+        changed(file, report={**report, "over": "tokens", name: value})
+        with pytest.raises(
+            InputError, match=rf"report\.{name} is set, and a power law is fitted over tokens; leave one"
+        ):
+            read_sweep(file, needs_data=False)
     changed(file, report=report, axes={"size": {"ok": {}}}, limit=1)
     with pytest.raises(InputError, match="make 2 cells, more than limit 1"):
         read_sweep(file, needs_data=False)
@@ -288,6 +310,40 @@ def test_a_run_of_another_configuration_is_not_taken_for_a_cell(tmp_path: Path, 
     changed(file, changes={"training.train_iters": 10, "schedule.lr_warmup_iters": 2, "optimizer.lr": 0.5})
     with pytest.raises(InputError, match=r"has a run with optimizer.lr 0.01, and the sweep's file makes it 0.5"):
         run_sweep(read_sweep(file, needs_data=True), silent, command=STAND_IN)
+
+
+@pytest.mark.parametrize(
+    ("changes", "metric", "message"),
+    [
+        ({"evaluation.perplexity.sets": {"own": ["a", "b"]}}, "eval/own/CrossEntropyLoss", r"sets\.own \['a'\], and"),
+        ({"evaluation.perplexity.chunking": "documents"}, "eval/own/CrossEntropyLoss", "chunking tokens, and"),
+        ({"evaluation.perplexity.chunk_tokens": 8}, "eval/own/CrossEntropyLoss", "chunk_tokens None, and"),
+        ({"evaluation.perplexity.batches": None}, "eval/own/CrossEntropyLoss", "batches 1, and"),
+        ({"evaluation.batch_tokens": 32}, "eval/own/CrossEntropyLoss", "batch_tokens None, and"),
+        ({"evaluation.perplexity.sets": {"own": ["a"], "other": ["b"]}}, "eval/own/CrossEntropyLoss", None),
+        ({"evaluation.perplexity.chunk_tokens": 8}, "loss", None),
+    ],
+)
+def test_a_cell_whose_loss_was_measured_otherwise_is_not_paired_with_the_others(
+    tmp_path: Path, tokens: str, changes: dict[str, Any], metric: str, message: str | None
+) -> None:
+    axes = {"size": {"d16": {"model.hidden_size": 16}}}
+    report = {"compare": "size", "baseline": "d16", "metric": metric}
+    first = {
+        "training.train_iters": 2,
+        "schedule.lr_warmup_iters": 1,
+        "evaluation.perplexity.sets": {"own": ["a"]},
+        "evaluation.perplexity.batches": 1,
+    }
+    file = write_sweep(tmp_path, tokens, axes=axes, seeds=1, report=report, changes=first)
+    train(read_sweep(file, needs_data=False).cells[0].config.as_dict())
+    changed(file, changes=first | changes)
+    sweep = read_sweep(file, needs_data=False)
+    if message is None:
+        assert [each.state for each in outcomes(sweep)] == ["complete"]
+        return
+    with pytest.raises(InputError, match=message):
+        outcomes(sweep)
 
 
 def test_a_run_of_before_optimizers_had_names_is_the_cells(tmp_path: Path, tokens: str) -> None:

@@ -41,16 +41,20 @@ class Bytes:
         return bytes(ids).decode(errors="replace")
 
 
-def write_tokenizer(folder: Path, vocab_size: int = 250) -> Path:
-    """A tokenizer of single characters, each with its code point as id; id 0 is the end of text."""
+def write_tokenizer(folder: Path, vocab_size: int = 250, end_of_text: str = "<|endoftext|>") -> Path:
+    """A tokenizer of single characters, each with its code point as id; id 0 is the end of text.
+
+    Args:
+        end_of_text: its piece; by any other name it is not known for one.
+    """
     vocabulary = {chr(code): code for code in range(1, vocab_size)}
     flags = {**dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False), "special": True}
     content = {
         "version": "1.0",
-        "added_tokens": [{"id": END_OF_TEXT_ID, "content": "<|endoftext|>", **flags}],
+        "added_tokens": [{"id": END_OF_TEXT_ID, "content": end_of_text, **flags}],
         **dict.fromkeys(("normalizer", "pre_tokenizer", "post_processor")),
         "decoder": {"type": "Fuse"},
-        "model": {"type": "BPE", "vocab": {"<|endoftext|>": END_OF_TEXT_ID, **vocabulary}, "merges": []},
+        "model": {"type": "BPE", "vocab": {end_of_text: END_OF_TEXT_ID, **vocabulary}, "merges": []},
     }
     path = folder / f"characters-{vocab_size}.json"
     path.write_text(json.dumps(content))

@@ -15,12 +15,13 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_fanformer.configuration import build, read_overrides
-from megatron_fanformer.durable_files import take_lock
-from megatron_fanformer.errors import InputError
+from megatron_fanformer.durable_files import sha256_of, take_lock
+from megatron_fanformer.errors import InputError, collect_problems
 from megatron_fanformer.experiments.probes.settings import PROBES
 from megatron_fanformer.experiments.report.page import README, write_folder
 from megatron_fanformer.experiments.result import RESULT, Result, read_result, this_machine
@@ -75,6 +76,7 @@ def experiment(options: ExperimentOptions, ready: Callable[[], None], log: "Log"
     settings = read_settings(options)
     if options.write_data is not None and options.name != "holes":
         raise InputError(f"--write-data has no effect in {options.name}; leave it out")
+    settings = _with_checkpoints(settings, options.name)
     ready()
     module = importlib.import_module(f"megatron_fanformer.experiments.probes.{options.name}")
     if options.write_data is not None:
@@ -83,7 +85,7 @@ def experiment(options: ExperimentOptions, ready: Callable[[], None], log: "Log"
 
     folder = options.output or Path(FOLDER, options.name)
     with _alone_in(folder):
-        stated = json.loads(json.dumps(settings.counting()))
+        stated = json.loads(json.dumps({**settings.counting(), **_digests(settings)}))
         if (folder / RESULT).exists():
             result = _result_of(folder, options.name, stated)
         else:
@@ -122,6 +124,44 @@ def _result_of(folder: Path, name: str, stated: dict[str, Any]) -> Result:
     return result
 
 
+def _digests(settings: Any) -> dict[str, str]:
+    """Return the SHA-256 of the files that the settings name: a result is by what they hold."""
+    found = {}
+    for name in settings.FILES:
+        if (path := getattr(settings, name)) is not None:
+            try:
+                found[f"{name}, SHA-256"] = sha256_of(Path(path))
+            except OSError as error:
+                raise InputError(f"{path} cannot be read ({error.strerror}); name another file as {name}") from None
+    return found
+
+
+def _with_checkpoints(settings: Any, probe: str) -> Any:
+    """Return settings that name the checkpoints themselves: a run's folder means another one once the run goes on.
+
+    Raises:
+        InputError: there is no such checkpoint, or two names mean one.
+    """
+    if not getattr(settings, "checkpoints", ()):
+        return settings
+    problems: list[str] = []
+    found = [collect_problems(problems, partial(_checkpoint, name)) for name in settings.checkpoints]
+    if problems:
+        raise InputError("\n".join(problems))
+    settings = dataclasses.replace(settings, checkpoints=tuple(found))
+    _refuse_problems(settings, probe)
+    return settings
+
+
+def _checkpoint(name: str) -> str:
+    from megatron_fanformer.formats.recognition import MODELS, OURS, checkpoint_of, iteration_of, recognise
+
+    target = recognise(name, MODELS)
+    if target.kind in OURS:
+        return str(checkpoint_of(target))
+    return str(iteration_of(target) if target.kind == "megatron-lm" else target.path)
+
+
 def read_settings(options: ExperimentOptions) -> Any:
     """Return the settings of the named probe: its defaults, the options, the fields.
 
@@ -143,9 +183,13 @@ def read_settings(options: ExperimentOptions) -> Any:
             raise InputError(f"{option_name(short)} has no effect in {options.name}; leave it out")
         values[field] = list(value) if isinstance(value, tuple) else value
     settings = build(values, owner, f"{options.name}.")
-    if found := settings.problems():
-        raise InputError("\n".join(f"{options.name}.{problem}" for problem in found))
+    _refuse_problems(settings, options.name)
     return settings
+
+
+def _refuse_problems(settings: Any, name: str) -> None:
+    if found := settings.problems():
+        raise InputError("\n".join(f"{name}.{problem}" for problem in found))
 
 
 @contextmanager

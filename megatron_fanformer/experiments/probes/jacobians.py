@@ -86,7 +86,7 @@ def _input(settings: LipschitzSettings, checkpoint: Checkpoint) -> Tensor:
         text = regular_file(Path(settings.text), most_bytes=MOST_BYTES).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"lipschitz.text {settings.text} cannot be read ({error}); name a file of text") from None
-    ids = load_tokenizer(checkpoint.tokenizer).encode(text)[: shape[0] * shape[1]]
+    ids = load_tokenizer(checkpoint.tokenizer, needs_eod=False).encode(text)[: shape[0] * shape[1]]
     if len(ids) < shape[0] * shape[1]:
         raise InputError(
             f"lipschitz.text has {len(ids)} tokens, and {shape[0] * shape[1]} are needed; name a longer one"

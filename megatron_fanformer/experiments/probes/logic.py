@@ -85,7 +85,7 @@ def measure(settings: LogicSettings, folder: Path, log: Log) -> Measured:
         source = find_model(Path(name))
         if source.tokenizer is None:
             raise InputError(f"{name} holds no tokenizer; name a checkpoint that does")
-        tokenizer = load_tokenizer(source.tokenizer)
+        tokenizer = load_tokenizer(source.tokenizer, eod_id=source.end_of_text_id)
         with load_model(Path(name)) as model:
             judged = ulogic.evaluate(model, tokenizer, documents, GenerationSettings(), log=log)
         found[name] = judged["metrics"]

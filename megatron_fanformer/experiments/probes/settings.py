@@ -17,6 +17,9 @@ class Settings:
     OF_CHECKPOINTS: ClassVar[tuple[str, ...]] = ()
     """The fields that count where trained models are measured in place of the probe's own."""
 
+    FILES: ClassVar[tuple[str, ...]] = ()
+    """The fields that name a file, whose content counts."""
+
     def counting(self) -> dict[str, Any]:
         """Return the fields that count, as plain values: what a result states, and is known by."""
         values = asdict(self)  # type: ignore[call-overload]
@@ -45,6 +48,7 @@ class LipschitzSettings(Settings):
     """Models at random weights that spread two near inputs, as the authors' notebook has it; or trained ones."""
 
     OF_CHECKPOINTS = ("checkpoints", "text", "sequences", "sequence_length", "iterations")
+    FILES = ("text",)
 
     seeds: int = 1
     """Draws of weights and inputs: 0 is the notebook's."""
@@ -204,6 +208,8 @@ class InferenceSettings(Settings):
 @dataclass(frozen=True, kw_only=True)
 class LogicSettings(Settings):
     """ULogic's law of non-contradiction: a rule and its negation must not be judged alike."""
+
+    FILES = ("rules",)
 
     checkpoints: tuple[str, ...] = ()
     """Trained models with their tokenizers."""

@@ -18,14 +18,16 @@ from megatron_fanformer.errors import InputError
 from megatron_fanformer.experiments.intervals import Mean, mean_of, t_quantile, too_little
 from megatron_fanformer.experiments.report.page import write_folder
 from megatron_fanformer.experiments.result import Cell, Finding, Result, Table, this_machine
+from megatron_fanformer.experiments.variants import VARIANTS
+from megatron_fanformer.model.placements import TRANSFORMER
 from megatron_fanformer.pictures import drawn
 from megatron_fanformer.training.metrics import read_metrics
 
 SMOOTHED_SHARE = 0.05  # of the steps, over which a difference is averaged
 PART = 0.2  # of the steps: the first are "early", the last "late"
 PICTURE, CSV = "dynamics.png", "difference.csv"
+NO_CLAIM = "The paper says nothing of these two."
 OF_A_SEED = ("training.run_dir", "training.seed")
-PLACEMENT, NO_FAN = "model.fan.placement", "none"
 NOT_LEARNT = ("checkpoint", "logging", "runtime")  # sections that do not decide what is learnt
 
 
@@ -45,7 +47,9 @@ class Dynamics:
     window: int
     """Steps that are averaged."""
     is_the_papers: bool
-    """Whether A is a Transformer and B has FAN layers, a comparison that the paper makes."""
+    """Whether A is a Transformer and B the paper's FANformer."""
+    is_turned: bool
+    """Whether it is the other way round."""
 
     @property
     def crossings(self) -> list[int | None]:
@@ -128,6 +132,7 @@ def read_dynamics(runs: Sequence[Path]) -> Dynamics:
         )
     a, b = (np.array([[each[step][0] for step in steps] for each in of_side]) for of_side in losses)
     window = max(1, round(SMOOTHED_SHARE * len(steps)))
+    models = [_papers_name(fields) for fields in identities]
     return Dynamics(
         names=_names(*identities),
         seeds=seeds,
@@ -135,7 +140,8 @@ def read_dynamics(runs: Sequence[Path]) -> Dynamics:
         differences=_smoothed(b - a, window),
         raw=b - a,
         window=window,
-        is_the_papers=[fields.get(PLACEMENT) == NO_FAN for fields in identities] == [True, False],
+        is_the_papers=models == ["Transformer", "FANformer"],
+        is_turned=models == ["FANformer", "Transformer"],
     )
 
 
@@ -148,6 +154,17 @@ def _fields(run: Path) -> dict[str, Any]:
         for name, value in by_dotted_names(store.read_mapping(run / store.CONFIG)).items()
         if name == "training.seed" or (name not in OF_A_SEED and name.partition(".")[0] not in NOT_LEARNT)
     }
+
+
+def _papers_name(fields: dict[str, Any]) -> str | None:
+    """Return which of the two models that the paper's claim is of has these fields; None for its other variants."""
+    papers = VARIANTS["fanformer"].fan
+    placement, activation, p_ratio = (
+        fields.get(f"model.fan.{name}", getattr(papers, name)) for name in ("placement", "activation", "p_ratio")
+    )
+    if placement == TRANSFORMER:
+        return "Transformer"
+    return "FANformer" if (placement, activation) == (papers.placement, papers.activation) and p_ratio > 0 else None
 
 
 def _names(a: dict[str, Any], b: dict[str, Any]) -> tuple[str, str]:
@@ -179,6 +196,10 @@ def _findings(found: Dynamics) -> Iterator[Finding]:
         value, interval = found.part(late=late)
         side = "above" if sign > 0 else "below"
         claim = f"The paper has FANformer's loss {claim}: it shows if the interval lies {side} 0."
+        if not found.is_the_papers:
+            claim = (
+                "The paper compares the other way round: name the Transformer first." if found.is_turned else NO_CLAIM
+            )
         short = too_little(seeds=len(found.seeds), steps=len(found.steps))
         shows = None
         if interval is None or short:
@@ -197,8 +218,7 @@ def _findings(found: Dynamics) -> Iterator[Finding]:
             exploratory=not found.is_the_papers,
             sentence=(
                 f"Over the {'last' if late else 'first'} {PART:.0%} of the steps the loss of B ({found.names[1]}) is "
-                f"{value:+.4f} nats per token off that of A ({found.names[0]}); {outcome}. "
-                + (claim if found.is_the_papers else "The paper says nothing of these two.")
+                f"{value:+.4f} nats per token off that of A ({found.names[0]}); {outcome}. " + claim
             ),
         )
 

@@ -1,27 +1,34 @@
 """The states and results of a sweep's cells: read from their runs' folders, of runs that go on, too."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 from megatron_fanformer.checkpoint import store
 from megatron_fanformer.errors import DivergenceError, InputError
+from megatron_fanformer.evaluation.config import PerplexityConfig
 from megatron_fanformer.experiments.sweeps.config import LOSS
 from megatron_fanformer.experiments.sweeps.file import Cell, Sweep
 from megatron_fanformer.training.config import UNSTATED
-from megatron_fanformer.training.metrics import read_metrics
+from megatron_fanformer.training.metrics import PERPLEXITY_LOSS_SUFFIX, read_metrics
 
 State = Literal["complete", "failed", "begun", "to come"]
 DIVERGED = f"exit code {DivergenceError.exit_code}"  # a line of a cell's .failed
 DETERMINING = ("model", "data", "optimizer", "schedule", "training")
 """The sections of a configuration that decide what a run learns, up to rounding."""
+ENDING_EARLY = ("training.exit_interval", "training.exit_duration_in_mins")
+"""Fields by which a run ends before its last step, with exit code 0, to be started again."""
 OF_MACHINE = {
     "training.run_dir",
+    *ENDING_EARLY,
     *(f"data.{name}" for name in ("num_workers", "cache_path", "remote", "staging_path", "staging_bytes")),
 }
-"""Fields of these that do not: where a run lies, and how its machine reads; a run fills in what is left to that."""
+"""Fields of these that do not: where a run lies, when it pauses, and how its machine reads; a run fills in what is
+left to the machine."""
+CUTTING = ("chunking", "chunk_tokens", "batches", "npy_dtype", "eod_id")
+"""Fields of `evaluation.perplexity` that decide which tokens of a set are scored, and what is before them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,7 +110,7 @@ def outcomes(sweep: Sweep) -> list[Outcome]:
 
 def refuse_other_runs(sweep: Sweep) -> None:
     """Raise InputError for cells whose folders have runs of other configurations; one line each."""
-    if found := [problem for cell in sweep.cells if (problem := _difference(cell)) is not None]:
+    if found := [problem for cell in sweep.cells if (problem := _difference(cell, sweep.metric)) is not None]:
         raise InputError("\n".join(found))
 
 
@@ -122,21 +129,47 @@ def _loss(metrics: list[dict[str, Any]], metric: str, average_steps: int) -> flo
     return float(value) if isinstance(value, int | float) else None
 
 
-def _difference(cell: Cell) -> str | None:
+def _difference(cell: Cell, metric: str) -> str | None:
     """Describe how the run in a cell's folder differs from the cell, if there is one and it does."""
     file = cell.run / store.CONFIG
     if not file.is_file():
         return None
-    there, here = store.read_mapping(file), cell.config.as_dict()
-    for section in DETERMINING:
-        for name, value in here[section].items():
-            before = (there.get(section) or {}).get(name, UNSTATED.get(f"{section}.{name}"))
-            if f"{section}.{name}" not in OF_MACHINE and before != value:
-                return (
-                    f"{cell.run} has a run with {section}.{name} {before}, and the sweep's file makes it {value}; name "
-                    "another folder, or remove that one"
-                )
+    there, here = (_determining(values, metric) for values in (store.read_mapping(file), cell.config.as_dict()))
+    for name, value in here.items():
+        if (before := there.get(name, UNSTATED.get(name))) != value:
+            return (
+                f"{cell.run} has a run with {name} {before}, and the sweep's file makes it {value}; name another "
+                "folder, or remove that one"
+            )
     return None
+
+
+def _determining(values: Mapping[str, Any], metric: str) -> dict[str, Any]:
+    """Return the fields of a configuration that decide a cell's loss, by their dotted names."""
+    learnt = {
+        f"{section}.{name}": value
+        for section in DETERMINING
+        for name, value in (values.get(section) or {}).items()
+        if f"{section}.{name}" not in OF_MACHINE
+    }
+    return learnt | _measuring(values.get("evaluation") or {}, metric)
+
+
+def _measuring(evaluation: Mapping[str, Any], metric: str) -> dict[str, Any]:
+    """Return those that decide how a perplexity set's loss is measured; other losses are by DETERMINING's alone."""
+    name = metric.removeprefix("eval/").removesuffix(PERPLEXITY_LOSS_SUFFIX)
+    if metric != f"eval/{name}{PERPLEXITY_LOSS_SUFFIX}":
+        return {}
+    # What an earlier version's run does not state, it had as the default is.
+    perplexity = asdict(PerplexityConfig()) | (evaluation.get("perplexity") or {})
+    own = perplexity["sets"].get(name)
+    found = {f"sets.{name}": own, **{field: perplexity[field] for field in CUTTING}}
+    if own is None:  # it is of one of the paper's groups
+        found["folder"] = perplexity["folder"]
+    found = {f"evaluation.perplexity.{field}": value for field, value in found.items()}
+    if perplexity["batches"] is not None:
+        found["evaluation.batch_tokens"] = evaluation.get("batch_tokens")
+    return found
 
 
 # -- cells that differ in seed alone

@@ -104,8 +104,11 @@ class ReportConfig:
             found.append("report.paper is not a mapping to numbers; write {POINT: loss}")
         if self.paper_saving is not None and self.over not in FITTED:
             found.append(f"report.paper_saving is set, and nothing is fitted; set report.over to {' or '.join(FITTED)}")
-        if self.by and self.over in FITTED:
-            found.append(f"report.by is set, and a power law is fitted over {self.over}; leave one of them out")
+        found += [
+            f"report.{name} is set, and a power law is fitted over {self.over}; leave one of them out"
+            for name in ("by", "other_baselines", "primary")
+            if getattr(self, name) and self.over in FITTED
+        ]
         found += [
             f"report.primary has {pair}, which is not a pair of two points; write [POINT, BASELINE]"
             for pair in self.primary

@@ -22,7 +22,7 @@ import yaml
 from megatron_fanformer.checkpoint.run_lock import run_lock
 from megatron_fanformer.durable_files import regular_file, write_atomically
 from megatron_fanformer.errors import FanformerError, InputError, Interrupted
-from megatron_fanformer.experiments.sweeps.cells import outcome, outcomes
+from megatron_fanformer.experiments.sweeps.cells import ENDING_EARLY, outcome, outcomes
 from megatron_fanformer.experiments.sweeps.file import Cell, Sweep
 from megatron_fanformer.experiments.sweeps.tuning import due, in_play, unfinished
 from megatron_fanformer.processes import (
@@ -79,6 +79,8 @@ def run_sweep(sweep: Sweep, log: Callable[[str], None], *, jobs: int = 1, comman
         total = sweep.config.num_cells
         message = f"{len(failed)} of {total} cells failed: {', '.join(failed)}; see their .log"
         raise CellsFailed(message, next(iter(failed.values())))
+    if left := due(playing):
+        raise CellsFailed(_ended_early(left))
     if problems := unfinished(sweep, playing):
         raise CellsFailed("\n".join(problems))
 
@@ -86,6 +88,14 @@ def run_sweep(sweep: Sweep, log: Callable[[str], None], *, jobs: int = 1, comman
 def write_configuration(cell: Cell) -> None:
     """Write a cell's configuration, complete, beside its run's folder."""
     write_atomically(cell.file, yaml.safe_dump(cell.config.as_dict(), sort_keys=False))
+
+
+def _ended_early(cells: Sequence[Cell]) -> str:
+    """Return the error of cells whose processes ended with 0 before the last step."""
+    reasons = {f"{name} {value}" for cell in cells for name in ENDING_EARLY if (value := cell.field(name)) is not None}
+    by = f" by {', '.join(sorted(reasons))}" if reasons else ""
+    names = ", ".join(cell.name for cell in cells)
+    return f"{names} ended before the last step{by}; run the same command to continue"
 
 
 class _Running(NamedTuple):

@@ -1,14 +1,17 @@
 """Spread of near inputs: the notebook's figures, and Jacobians against those that are written out."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
-from megatron_fanformer.experiments.probes import lipschitz
+from megatron_fanformer.experiments.probes import jacobians, lipschitz
 from megatron_fanformer.experiments.probes.jacobians import jacobian_norms, largest_singular_value, load_model
 from megatron_fanformer.experiments.probes.settings import LipschitzSettings
 from megatron_fanformer.formats.checkpoints import open_checkpoint
 from megatron_fanformer.hf import FANformerForCausalLM
 from tests.generation.making import write_export, write_tokenizer
+from tests.tiny import tiny_model
 
 TINY = LipschitzSettings(depths=(1, 2), hidden_size=16, num_heads=2, samples=2, grid=3)
 IN_FLOAT64 = {
@@ -63,6 +66,14 @@ def test_power_iteration_finds_the_largest_singular_value_of_the_worst_sequence(
 
     expected = torch.linalg.svdvals(weights).max().item()
     assert largest_singular_value(run, at, ITERATIONS) == pytest.approx(expected, rel=CONVERGED)
+
+
+def test_a_text_is_read_by_a_tokenizer_whose_end_of_text_is_not_known(tmp_path):
+    (tmp_path / "text").write_text("abcd")
+    settings = LipschitzSettings(checkpoints=("x",), text=str(tmp_path / "text"), sequences=2, sequence_length=2)
+    tokenizer = write_tokenizer(tmp_path, end_of_text="<end>")
+    checkpoint = SimpleNamespace(tokenizer=tokenizer, config=tiny_model(seq_length=8), path=tmp_path)
+    assert jacobians._input(settings, checkpoint).tolist() == [[ord("a"), ord("b")], [ord("c"), ord("d")]]
 
 
 @pytest.mark.full

@@ -1,6 +1,8 @@
 """ULogic on a checkpoint: our own rules are of its form, and a user's file is read."""
 
 import json
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 
@@ -17,6 +19,23 @@ def test_our_rules_are_of_ulogics_form(tmp_path):
         premises = rule.removeprefix("If ").partition(", then ")[0]
         assert len(premises.replace(", ", " and ").split(" and ")) == length, rule
         assert ulogic.negated(ulogic.negated(rule)) == rule != ulogic.negated(rule)
+
+
+def test_a_tokenizer_ends_texts_as_the_checkpoint_states(tmp_path, monkeypatch):
+    source = SimpleNamespace(tokenizer=write_tokenizer(tmp_path, end_of_text="<end>"), end_of_text_id=7)
+    monkeypatch.setattr(logic, "find_model", lambda _: source)
+    monkeypatch.setattr(logic, "load_model", lambda _: nullcontext())
+    metrics = {name: {"value": 0.5, "standard_error": 0.1} for name in ("likelihood", "generation")}
+    asked = []
+
+    def evaluate(_model, tokenizer, *_, **__):
+        asked.append(tokenizer.eod_id)
+        of_all = {name: {**each, "documents": 20} for name, each in metrics.items()}
+        return {"metrics": of_all | {f"{name}_alike": each for name, each in of_all.items()}}
+
+    monkeypatch.setattr(ulogic, "evaluate", evaluate)
+    logic.measure(LogicSettings(checkpoints=("none",)), tmp_path, lambda _: None)
+    assert asked == [7]
 
 
 @pytest.mark.full
