@@ -158,7 +158,7 @@ def _fields(run: Path) -> dict[str, Any]:
 
 def _papers_name(fields: dict[str, Any]) -> str | None:
     """Return which of the two models that the paper's claim is of has these fields; None for its other variants."""
-    papers = VARIANTS["fanformer"].fan
+    papers = VARIANTS["fanformer"]
     placement, activation, p_ratio = (
         fields.get(f"model.fan.{name}", getattr(papers, name)) for name in ("placement", "activation", "p_ratio")
     )
