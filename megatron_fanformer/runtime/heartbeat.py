@@ -8,8 +8,9 @@ A collective waits for all of its ranks, and cannot say for which. So each rank 
              ends the others)
 
 A rank is *silent* if it no longer beats: its process is stopped, or its machine is gone. It is *stuck* if it beats, but
-no rank makes progress: the one that is furthest behind is named. Time in which this process was itself stopped does
-not count. It costs the training loop one assignment per report.
+no rank makes progress: the one that is furthest behind is named, by how many steps it has begun, and how many marks it
+has left since. Time in which this process was itself stopped does not count. It costs the training loop a few
+assignments per report.
 
 Before a silent or a stuck rank ends the run, all ranks that beat report what they are doing (`hang_report.py`): rank 0
 requests it in its beat, and the others note in theirs that they have done it.
@@ -56,6 +57,10 @@ class Activity:
     """Whether it is in the part of a step whose time is measured."""
     progress: int = 0
     """A counter that grows with every report."""
+    begun: int = 0
+    """Steps that this process has begun, those that it went back over too."""
+    marks: int = 0
+    """Marks of those that all ranks leave, since the step began: who has fewer is behind."""
     step_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=STEPS_SEEN))
 
     def limit(self, stated_seconds: float | None) -> float:
@@ -68,17 +73,23 @@ class Activity:
 _activity = Activity()
 
 
-def mark(doing: str, *, step: int | None = None, in_step: bool = True) -> None:
-    """Note what this rank begins to do, in the step noted last; costs an assignment or two."""
+def mark(doing: str, *, step: int | None = None, in_step: bool = True, by_all: bool = True) -> None:
+    """Note what this rank begins to do, in the step noted last; costs a few assignments.
+
+    Args:
+        step: the step that begins with it; all ranks begin the same ones.
+        by_all: whether every rank leaves this mark in the step: the one with the fewest of these is furthest behind.
+    """
     _activity.doing, _activity.in_step = doing, in_step
     if step is not None:
-        _activity.step = step
-    _activity.progress += 1
+        _activity.step, _activity.begun, _activity.marks = step, _activity.begun + 1, 0
+    mark_progress(by_all=by_all)
 
 
-def mark_progress() -> None:
-    """Note that this rank still makes progress with what it noted last."""
+def mark_progress(*, by_all: bool = False) -> None:
+    """Note that this rank still makes progress with what it noted last; `by_all` as in `mark`."""
     _activity.progress += 1
+    _activity.marks += by_all
 
 
 def mark_step_took(seconds: float) -> None:
@@ -94,6 +105,8 @@ class _Beat:
     doing: str
     in_step: bool
     progress: int
+    begun: int
+    marks: int
     at: float
     """Seconds since 1970, by its own clock."""
     report: str | None = None
@@ -104,6 +117,11 @@ class _Beat:
     @property
     def place(self) -> str:
         return f"in step {self.step}, {self.doing}" if self.step else self.doing
+
+    @property
+    def reached(self) -> tuple[int, int]:
+        """How far it is, to be compared with other ranks."""
+        return self.begun, self.marks
 
 
 @dataclass(kw_only=True)
@@ -209,6 +227,8 @@ class Heartbeat:
             doing=now.doing,
             in_step=now.in_step,
             progress=now.progress,
+            begun=now.begun,
+            marks=now.marks,
             at=time.time(),
             report=self._report,
             end=self._ending,
@@ -344,15 +364,14 @@ class Heartbeat:
         is_measured = now.in_step and now.step_seconds and all(beat.in_step for beat in others.values())
         if not others or not (is_measured or waited > LONG_SECONDS):
             return None
-        rank = min(others, key=lambda rank: others[rank].progress)
-        beat = others[rank]
-        if beat.progress < now.progress:
+        rank = min(others, key=lambda rank: others[rank].reached)
+        beat, own = others[rank], self._own_beat()
+        if beat.reached < own.reached:
             return RankHangs(
                 f"rank {rank} on {beat.host} has made no progress for {waited:.0f} s, {beat.place}, "
                 "and others wait for it"
             )
-        own = self._own_beat()  # this one holds up the others, or all are equally far
-        return RankHangs(
+        return RankHangs(  # this one holds up the others, or all are equally far
             f"no rank has made progress for {waited:.0f} s, rank {self._rank} on {own.host} is {own.place}"
         )
 

@@ -34,6 +34,11 @@ class Ranks:
             beats.beat()
         self.now = time.monotonic()
 
+    def mark(self, rank: int, doing: str, **options: Any) -> None:
+        """Leave a mark as a rank."""
+        with mock.patch.object(heartbeat, "_activity", self.activities[rank]):
+            heartbeat.mark(doing, **options)
+
     def live(self, seconds: float, *, silent: tuple[int, ...] = (), stuck: tuple[int, ...] = ()) -> dict[int, str]:
         """Let time pass; what the ranks that are not silent say first, by rank.
 
@@ -47,7 +52,8 @@ class Ranks:
             self.now += 1
             awake = [rank for rank in range(len(self.beats)) if rank not in silent]
             for rank in awake:
-                self.activities[rank].progress += rank not in stuck
+                if rank not in stuck:
+                    self.mark(rank, self.activities[rank].doing, in_step=self.activities[rank].in_step)
                 self.beats[rank].beat()
             for rank in awake:
                 self.beats[rank].look()
@@ -85,6 +91,35 @@ def test_the_rank_that_holds_up_the_others_is_named() -> None:
     assert list(errors) == [0]
     assert errors[0].startswith("rank 2 on node-2 has made no progress for 2")
     assert "s, in step 12, loading samples, and others wait for it; " in errors[0]
+
+
+def test_what_one_rank_alone_does_does_not_put_it_ahead() -> None:
+    """A profile that it writes, files that it copies; and all that an earlier step had of it."""
+    ranks = Ranks(3)
+    for _ in range(100):
+        ranks.mark(0, "writing a profile", in_step=False, by_all=False)
+    for rank in range(3):
+        ranks.mark(rank, "forward")
+    assert ranks.live(AFTER, stuck=(0, 1, 2))[0].startswith("no rank has made progress for 2")
+    ranks = Ranks(3)
+    for _ in range(100):
+        ranks.mark(0, "something new that is marked on one rank")
+    for rank in range(3):
+        ranks.mark(rank, "learning rate", step=13)
+        ranks.mark(rank, "backward")
+    error = ranks.live(AFTER, stuck=(0, 1, 2))[0]
+    assert "no rank has made progress" in error and "rank 0 on node-0 is in step 13, backward; " in error
+
+
+def test_a_rank_that_has_not_gone_back_with_the_others_is_behind() -> None:
+    """Though its step has the higher number, and more marks."""
+    ranks = Ranks(3)
+    ranks.live(5)
+    for rank in (0, 2):
+        ranks.mark(rank, "learning rate", step=10)
+    ranks.live(5, stuck=(0, 1, 2))
+    error = ranks.live(AFTER, stuck=(0, 1, 2))[0]
+    assert error.startswith("rank 1 on node-1 has made no progress for 2") and "s, in step 12" in error
 
 
 def test_a_save_may_take_its_time_but_no_silence() -> None:
