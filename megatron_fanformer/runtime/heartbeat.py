@@ -40,6 +40,7 @@ STEPS_WITHIN_LIMIT, STEPS_SEEN = 10, 20  # the limit is ten times the longest of
 START_SECONDS = 600.0  # silence until a step was taken: building sample indices holds up a process's other threads
 LONG_SECONDS = 3600.0  # without progress outside steps: loading, compiling, saving
 FAILURE_SECONDS = 10.0  # a rank that failed ends the others through the collective that all of them are in, mostly
+CLOSING_SECONDS = 90.0  # the same, once this rank closes: W&B takes a minute at most, a trace is written before
 REPORT_SECONDS = 20.0  # at most, for writing the report of a hang, for the other ranks' and for reading them
 REMEDY = "check that machine, and run the same command to continue from the last checkpoint"
 LATE_BEATS = 3  # a rank that has not beaten for so many is late
@@ -55,6 +56,8 @@ class Activity:
     doing: str = "starting"
     in_step: bool = False
     """Whether it is in the part of a step whose time is measured."""
+    is_closing: bool = False
+    """Whether its run is over, and it writes what it alone has: it waits for no other rank."""
     progress: int = 0
     """A counter that grows with every report."""
     begun: int = 0
@@ -83,6 +86,7 @@ def mark(doing: str, *, step: int | None = None, in_step: bool = True, by_all: b
     _activity.doing, _activity.in_step = doing, in_step
     if step is not None:
         _activity.step, _activity.begun, _activity.marks = step, _activity.begun + 1, 0
+        _activity.is_closing = False
     mark_progress(by_all=by_all)
 
 
@@ -90,6 +94,12 @@ def mark_progress(*, by_all: bool = False) -> None:
     """Note that this rank still makes progress with what it noted last; `by_all` as in `mark`."""
     _activity.progress += 1
     _activity.marks += by_all
+
+
+def mark_closing() -> None:
+    """Note that this rank's run is over, so that the others may have ended when it has closed what it has open."""
+    mark("closing", in_step=False)
+    _activity.is_closing = True
 
 
 def mark_step_took(seconds: float) -> None:
@@ -332,13 +342,16 @@ class Heartbeat:
     def _failed(self) -> FanformerError | None:
         # Until a step is over there may be no such collective: a rank that a signal ended is just gone.
         after = FAILURE_SECONDS if self._activity.step_seconds else min(FAILURE_SECONDS, LATE_BEATS * self._interval)
+        is_closing = self._activity.is_closing
+        after = CLOSING_SECONDS if is_closing else after
         for seen in self._late(after).values():
             end = seen.beat.end
             if end is not None and end[0]:
                 error = PeerFailed(end[1])  # which names the rank
                 error.exit_code = end[0]
-                # A signal may reach all ranks; rank 0 alone reports it to the user.
-                error.already_reported = self._rank != MAIN_RANK or end[0] != Interrupted.exit_code
+                # What all ranks raise, as after a signal, rank 0 alone reports: it has not if it is still closing.
+                is_to_report = end[0] == Interrupted.exit_code or is_closing
+                error.already_reported = self._rank != MAIN_RANK or not is_to_report
                 return error
         return None
 

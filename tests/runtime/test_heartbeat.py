@@ -9,7 +9,14 @@ import pytest
 from torch import distributed as dist
 
 from megatron_fanformer.runtime import heartbeat
-from megatron_fanformer.runtime.heartbeat import LEAST_SECONDS, LONG_SECONDS, START_SECONDS, Activity, Heartbeat
+from megatron_fanformer.runtime.heartbeat import (
+    CLOSING_SECONDS,
+    LEAST_SECONDS,
+    LONG_SECONDS,
+    START_SECONDS,
+    Activity,
+    Heartbeat,
+)
 from tests.patience import PATIENCE_SECONDS, wait_until
 
 LIMIT = 20.0
@@ -159,7 +166,7 @@ def test_the_error_of_a_rank_reaches_all_others_by_the_main_one() -> None:
 
 
 def test_a_rank_that_a_signal_ended_before_the_first_step_ends_the_others_at_once() -> None:
-    """Under Slurm they would otherwise be killed 30 s later, and the job would not be requeued."""
+    """Under Slurm they would otherwise be killed 100 s later, and the job would not be requeued."""
     ranks = Ranks(3)
     for activity in ranks.activities:
         activity.step_seconds.clear()
@@ -174,6 +181,22 @@ def test_a_rank_that_a_signal_ended_before_the_first_step_ends_the_others_at_onc
     assert ranks.live(5, silent=(0, 2), stuck=(1,)) == {1: "stopped on SIGUSR1"}
     error = ranks.beats[1].judge(ranks.now)
     assert error is not None and (error.exit_code, error.already_reported) == (5, True)
+
+
+@pytest.mark.parametrize("code", [1, 5])
+def test_a_rank_that_closes_what_it_alone_has_is_given_time_and_then_says_why(code: int) -> None:
+    """The others, which have raised the same, have ended by then: W&B may take a minute to send its last rows."""
+    ranks = Ranks(3)
+    ranks.live(2)
+    with mock.patch.object(heartbeat, "_activity", ranks.activities[0]):
+        heartbeat.mark_closing()
+    for other in ranks.beats[1:]:
+        other._ending = (code, "a.bin is damaged")
+        other.beat()
+    assert ranks.live(CLOSING_SECONDS - 5, silent=(1, 2), stuck=(0,)) == {}
+    assert ranks.live(10, silent=(1, 2), stuck=(0,)) == {0: "a.bin is damaged"}
+    error = ranks.beats[0].judge(ranks.now)
+    assert error is not None and (error.exit_code, error.already_reported) == (code, False)
 
 
 def test_the_first_beats_are_taken_all_at_once() -> None:
