@@ -29,6 +29,7 @@ from megatron_fanformer.errors import FanformerError, InputError, Interrupted
 from megatron_fanformer.processes import (
     PROFILE_SIGNAL,
     SAVE_SIGNAL,
+    STOP_SIGNALS,
     end_with_owner,
     end_with_parent,
     signals_held,
@@ -67,7 +68,7 @@ class RankFailed(FanformerError):
     """A local rank failed; the message and `exit_code` are that rank's own.
 
     Args:
-        was_stopping: whether the ranks had been sent a signal to stop.
+        was_stopping: whether a signal to stop had come, before they failed or as they were ended.
     """
 
     def __init__(self, message: str, exit_code: int, traceback: str = "", *, was_stopping: bool = False) -> None:
@@ -137,8 +138,8 @@ def launch_ranks(num_ranks: int, arguments: Sequence[str], *, threads: int, foun
         store = hosted_store(LOOPBACK, 0, wait_for_workers=False)  # it answers while this is running
         signals: deque[signal.Signals] = deque()
         ranks: list[_Rank] = []
-        with signals_to(signals.append):
-            try:
+        try:
+            with signals_to(signals.append), _ended_after(ranks):
                 with signals_held():  # by the ranks, until they listen
                     for number in range(num_ranks):
                         error = Path(folder) / f"error-{number}.json"
@@ -147,12 +148,22 @@ def launch_ranks(num_ranks: int, arguments: Sequence[str], *, threads: int, foun
                         )
                         ranks.append(_Rank(number=number, process=_started(arguments, environment), error=error))
                 _wait_for(ranks, signals)
-            finally:
-                for rank in ranks:
-                    rank.process.kill()
-                for rank in ranks:
-                    with suppress(subprocess.TimeoutExpired):  # the kernel may keep one that waits for a device
-                        rank.process.wait(KILLED_SECONDS)
+        except RankFailed as failure:  # a signal may have come while the ranks were ended
+            failure.was_stopping = failure.was_stopping or any(number in STOP_SIGNALS for number in signals)
+            raise
+
+
+@contextmanager
+def _ended_after(ranks: list[_Rank]) -> Iterator[None]:
+    """Kill the ranks that are left at the end of the block."""
+    try:
+        yield
+    finally:
+        for rank in ranks:
+            rank.process.kill()
+        for rank in ranks:
+            with suppress(subprocess.TimeoutExpired):  # the kernel may keep one that waits for a device
+                rank.process.wait(KILLED_SECONDS)
 
 
 def _started(arguments: Sequence[str], environment: dict[str, str]) -> "subprocess.Popen[bytes]":

@@ -218,6 +218,20 @@ def test_a_second_ctrl_c_before_the_first_step_is_not_answered(
     assert capsys.readouterr() == ("", "")
 
 
+@pytest.mark.parametrize(("number", "is_stop"), [(signal.SIGTERM, True), (signal.SIGUSR2, False)])
+def test_a_signal_that_comes_while_failed_ranks_are_ended_is_a_signal_to_stop(
+    number: signal.Signals, is_stop: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or `training.max_restarts` would start them again."""
+    process: Any = SimpleNamespace(
+        poll=lambda: 1, returncode=1, kill=lambda: os.kill(os.getpid(), number), wait=lambda _seconds: None
+    )
+    monkeypatch.setattr(launch, "_started", lambda *_: process)
+    with pytest.raises(launch.RankFailed, match="ended with exit code 1") as caught:
+        launch.launch_ranks(2, [], threads=1, found=None)
+    assert caught.value.was_stopping is is_stop
+
+
 def test_ranks_have_ten_minutes_to_save_after_a_signal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now, signals = [0.0], []
     passing = SimpleNamespace(monotonic=lambda: now[0], sleep=lambda seconds: now.__setitem__(0, now[0] + seconds))
