@@ -18,7 +18,7 @@ from megatron_fanformer.data.blends import parse_blend
 from megatron_fanformer.data.token_files import read_index
 from megatron_fanformer.demo.demo import MODEL as DEMO_MODEL
 from megatron_fanformer.model.config import PRESETS
-from megatron_fanformer.runtime.heartbeat import CLOSING_SECONDS
+from megatron_fanformer.runtime.launch import CLOSING_SECONDS
 from megatron_fanformer.training.config import RunConfig, load_config
 from megatron_fanformer.training.metrics import read_metrics
 from tests.chat_pairs import random_chats, write_chats

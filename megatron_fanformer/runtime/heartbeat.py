@@ -30,7 +30,7 @@ from typing import Any
 from megatron_fanformer.errors import FanformerError, Interrupted
 from megatron_fanformer.runtime import device as devices
 from megatron_fanformer.runtime import hang_report
-from megatron_fanformer.runtime.launch import PeerFailed, end_now, print_end
+from megatron_fanformer.runtime.launch import CLOSING_SECONDS, PeerFailed, end_now, print_end
 
 MAIN_RANK = 0
 BEAT_SECONDS = 1.0
@@ -40,7 +40,6 @@ STEPS_WITHIN_LIMIT, STEPS_SEEN = 10, 20  # the limit is ten times the longest of
 START_SECONDS = 600.0  # silence until a step was taken: building sample indices holds up a process's other threads
 LONG_SECONDS = 3600.0  # without progress outside steps: loading, compiling, saving
 FAILURE_SECONDS = 10.0  # a rank that failed ends the others through the collective that all of them are in, mostly
-CLOSING_SECONDS = 90.0  # the same, once this rank closes: W&B takes a minute at most, a trace is written before
 REPORT_SECONDS = 20.0  # at most, for writing the report of a hang, for the other ranks' and for reading them
 REMEDY = "check that machine, and run the same command to continue from the last checkpoint"
 LATE_BEATS = 3  # a rank that has not beaten for so many is late
@@ -343,7 +342,7 @@ class Heartbeat:
         # Until a step is over there may be no such collective: a rank that a signal ended is just gone.
         after = FAILURE_SECONDS if self._activity.step_seconds else min(FAILURE_SECONDS, LATE_BEATS * self._interval)
         is_closing = self._activity.is_closing
-        after = CLOSING_SECONDS if is_closing else after
+        after = CLOSING_SECONDS if is_closing else after  # this one waits for nobody
         for seen in self._late(after).values():
             end = seen.beat.end
             if end is not None and end[0]:

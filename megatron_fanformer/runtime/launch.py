@@ -46,6 +46,7 @@ SOON_SECONDS = 5.0  # after a signal, ranks that have taken no step have ended: 
 POLL_SECONDS = 0.05
 RUN_IS_OVER = "run_is_over"  # beside an error, where that is true of it
 PEER_FAILURE_WAIT_SECONDS = 15.0  # a rank that lost a peer lets the peer's own error be seen first
+CLOSING_SECONDS = 90.0  # for rank 0's last logs once the others have ended: W&B takes a minute at most
 PEER_FAILURE_SIGNS = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "unhandled system error")
 
 logger = logging.getLogger(__name__)
@@ -253,9 +254,11 @@ def report_failure() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if getattr(error, "already_reported", False) or any(sign in str(error) for sign in PEER_FAILURE_SIGNS):
+        is_known = getattr(error, "already_reported", False)
+        if is_known or any(sign in str(error) for sign in PEER_FAILURE_SIGNS):
             # Not this rank's own failure: the peer's is the one that the user must see, and is about to be noticed.
-            time.sleep(PEER_FAILURE_WAIT_SECONDS)
+            # Our launcher ends all others with the first: the peer is to close what it has open, and ends this one.
+            time.sleep(CLOSING_SECONDS if is_known and devices.launched_here() else PEER_FAILURE_WAIT_SECONDS)
         if not isinstance(error, Interrupted) or error.run_is_over:  # else the launcher knows what to say
             _leave_for_launcher(error)
         raise

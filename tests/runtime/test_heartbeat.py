@@ -10,13 +10,13 @@ from torch import distributed as dist
 
 from megatron_fanformer.runtime import heartbeat
 from megatron_fanformer.runtime.heartbeat import (
-    CLOSING_SECONDS,
     LEAST_SECONDS,
     LONG_SECONDS,
     START_SECONDS,
     Activity,
     Heartbeat,
 )
+from megatron_fanformer.runtime.launch import CLOSING_SECONDS
 from tests.patience import PATIENCE_SECONDS, wait_until
 
 LIMIT = 20.0

@@ -190,6 +190,28 @@ def test_the_error_of_the_rank_that_failed_is_shown_and_no_others(tmp_path: Path
     assert line.startswith(f"megatron-fanformer: rank 0: training.run_dir {tmp_path / 'run'} cannot be written")
 
 
+@pytest.mark.parametrize(
+    ("launched_here", "already_reported", "waited"),
+    [
+        (True, True, [launch.CLOSING_SECONDS]),  # which the launcher cuts short
+        (False, True, [launch.PEER_FAILURE_WAIT_SECONDS]),
+        (True, False, []),
+    ],
+)
+def test_a_rank_that_another_speaks_for_lets_it_write_its_last_logs(
+    launched_here: bool, already_reported: bool, waited: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Our launcher kills all others as the first one ends."""
+    slept: list[float] = []
+    monkeypatch.setattr(devices, "launched_here", lambda: launched_here)
+    monkeypatch.setattr(launch.time, "sleep", slept.append)
+    error = FanformerError("the run's folder is gone")
+    error.already_reported = already_reported
+    with pytest.raises(FanformerError), launch.report_failure():
+        raise error
+    assert slept == waited
+
+
 def test_a_run_that_is_over_is_not_said_to_continue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By ranks that a signal stopped after the last step: the launcher passes on what they say."""
     ranks = []
