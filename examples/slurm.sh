@@ -114,7 +114,8 @@ requeue() {
 }
 
 # The healthy nodes of those that Slurm still gives this job, in `healthy`. Where they are too few, the others are checked
-# once more without the first one, which may have judged them by its own fault.
+# once more without the first one, which may have judged them by its own fault. Where nobody has judged, the check may hang
+# there: of the next tries every other one leaves it out, if there are more nodes than are wanted.
 check_nodes() {
     local report=$folder/.healthy-$SLURM_JOB_ID options=() left_out=0 listed nodes code
     read -ra options <<< "${CHECK_OPTIONS:-}"
@@ -125,8 +126,8 @@ check_nodes() {
             continue
         fi
         mapfile -t nodes < <(scontrol show hostnames "$listed")
-        nodes=("${nodes[@]:left_out}")
         if ((${#nodes[@]} < wanted)); then requeue; fi
+        if ((${#nodes[@]} > wanted)); then nodes=("${nodes[@]:left_out}"); fi
         code=0
         on 1 "$CHECK_SECONDS" "${nodes[@]}" -- "$python" -m megatron_fanformer check-node "${options[@]}" \
             --folder "$folder" --output "$report" || code=$?
@@ -139,6 +140,7 @@ check_nodes() {
             continue
         fi
         if [[ $code -eq 2 ]]; then exit 2; fi
+        left_out=$((1 - left_out))
         sleep "$LOST_NODE_SECONDS"
     done
     echo "the nodes could not be checked; see what srun says" >&2

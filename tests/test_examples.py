@@ -184,6 +184,7 @@ def test_two_nodes_under_torchrun_learn_what_one_node_does(run_on_ranks: RunOnRa
 SRUN = """
 if [[ "$*" == *check-node* ]]; then
     [[ -z $CHECK_CODE ]] || exit "$CHECK_CODE"
+    [[ $MASTER_ADDR != "${HANGING_JUDGE:-}" ]] || exit 1
     [[ $MASTER_ADDR != "${SICK_JUDGE:-}" ]] || HEALTHY=$MASTER_ADDR
     printf "%s\\n" $HEALTHY > "${@: -1}"
     exit 1  # some node is unhealthy
@@ -256,6 +257,16 @@ def test_the_slurm_script_checks_again_without_a_first_node_that_finds_all_other
     code, srun, _ = run_slurm_script(tmp_path, [0], healthy="node-8 node-9", NODES="2", SICK_JUDGE="node-7")
     assert code == 0
     assert srun[0].startswith("node-8 22345 --cpu-bind=none --nodes=2 --nodelist=node-8,node-9 --ntasks=16 ")
+
+
+@pytest.mark.parametrize(("wanted", "end", "nodes"), [("2", 0, "node-8,node-9"), ("3", 1, None)])
+def test_the_slurm_script_goes_on_without_a_first_node_on_which_the_check_hangs(
+    tmp_path: Path, wanted: str, end: int, nodes: str | None
+) -> None:
+    """Where there is a spare one; else it is tried again and again, since a lost node looks the same."""
+    code, srun, _ = run_slurm_script(tmp_path, [0], healthy="node-8 node-9", NODES=wanted, HANGING_JUDGE="node-7")
+    assert code == end and len(srun) == (nodes is not None)
+    assert all(f" --nodelist={nodes} " in line for line in srun)
 
 
 @pytest.mark.parametrize(("left", "end"), [(200, 5), (300, 0)])
