@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -150,19 +151,26 @@ class _Meeting:
     """The store of the nodes; each publishes a value once, and collects the others' until a limit."""
 
     def __init__(self, address: devices.RankAddress | None, number: int, count: int, seconds: float) -> None:
-        from torch.distributed import HashStore, TCPStore
+        from torch.distributed import HashStore, PrefixStore, TCPStore
 
         from megatron_fanformer.runtime.meeting import hosted_store
 
         self.number, self.count, self.seconds = number, count, seconds
-        self.store: Any = HashStore()
+        self._own: Any = HashStore()
         if address is not None:
             place, port, limit = address.master_address, address.master_port, timedelta(seconds=seconds)
             if number == JUDGE and not devices.store_is_hosted():
                 others = count > 1
-                self.store = hosted_store(place, port, has_other_machines=others, timeout=limit, wait_for_workers=False)
+                self._own = hosted_store(place, port, has_other_machines=others, timeout=limit, wait_for_workers=False)
             else:
-                self.store = TCPStore(place, port, timeout=limit, wait_for_workers=False)
+                self._own = TCPStore(place, port, timeout=limit, wait_for_workers=False)
+        # torchrun's is the same after a restart, with the answers of the check before.
+        self._prefixed = partial(PrefixStore, f"check-{devices.restart_count()}")
+        self.store: Any = self._prefixed(self._own)
+
+    def other_client(self) -> Any:
+        """Return another client of the store: what hangs may hold one."""
+        return self._prefixed(self._own.clone())
 
     def publish(self, what: str, value: Any) -> None:
         """Publish a value for the others."""
@@ -272,7 +280,7 @@ def _measure(facts: Facts, links: Links, meeting: _Meeting, nodes: list[int], gp
         return
     from megatron_fanformer.nodes.links import measure_links
 
-    store = meeting.store.clone()  # of its own: what hangs may hold it
+    store = meeting.other_client()
     _done_within(LINKS_SECONDS, lambda: measure_links(links, store, meeting.number, nodes, gpus))  # as far as it came
 
 

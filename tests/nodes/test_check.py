@@ -18,11 +18,12 @@ from megatron_fanformer.cli import main
 from megatron_fanformer.errors import FanformerError
 from megatron_fanformer.nodes import check as check_module
 from megatron_fanformer.nodes import facts
-from megatron_fanformer.nodes.check import nodes_to_measure
+from megatron_fanformer.nodes.check import _Meeting, nodes_to_measure
 from megatron_fanformer.nodes.facts import Facts
 from megatron_fanformer.nodes.verb import CheckConfig
 from megatron_fanformer.runtime import device as devices
 from megatron_fanformer.runtime.device import RankAddress
+from megatron_fanformer.runtime.meeting import hosted_store
 from tests.nodes.test_hardware import write_port
 from tests.patience import PATIENCE_SECONDS, wait_until
 from tests.small_runs import ROOT, start_program
@@ -220,6 +221,23 @@ def test_a_file_system_that_hangs_under_the_output_is_named_in_time(
         check_module._check_nodes(cast(CheckConfig, config))
     released.set()
     wait_until(lambda: all(thread.name != check_module.WORKER for thread in threading.enumerate()))
+
+
+def test_a_check_that_torchrun_repeats_reads_no_answer_of_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the launcher's store, which outlives them."""
+    store = hosted_store("127.0.0.1", 0, wait_for_workers=False)
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    address = RankAddress(
+        rank=0, world_size=2, local_rank=0, local_world_size=1, master_address="127.0.0.1", master_port=store.port
+    )
+    for restart in ("0", "1"):
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", restart)
+        first, second = (_Meeting(address, number, 2, PATIENCE_SECONDS) for number in range(2))
+        assert first.collect("facts", [1], 0.0) == {}
+        second.publish("facts", restart)
+        assert first.collect("facts", [1], PATIENCE_SECONDS) == {1: restart}
+        second.other_client().set("link", restart)
+        assert first.other_client().get("link") == restart.encode()
 
 
 def test_who_does_not_come_in_time_is_not_waited_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
