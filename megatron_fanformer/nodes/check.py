@@ -22,6 +22,7 @@ from megatron_fanformer.durable_files import file_problems, write_atomically
 from megatron_fanformer.errors import FanformerError, InputError
 from megatron_fanformer.nodes.facts import STARTING, Facts, facts_from_plain, find_facts
 from megatron_fanformer.nodes.judgement import Links, Rates, Verdict, judge
+from megatron_fanformer.nodes.limits import LINKS_SECONDS
 from megatron_fanformer.nodes.verb import CheckConfig
 from megatron_fanformer.runtime import device as devices
 from megatron_fanformer.runtime.launch import print_end
@@ -29,7 +30,6 @@ from megatron_fanformer.terminal import show
 
 JUDGE = 0
 POLL_SECONDS = 0.1
-LINKS_SECONDS = 300.0  # for all links of a node together: three rounds
 WORKER = "check"  # the name of threads that may hang
 ACKNOWLEDGED_SECONDS = 10.0  # for the others to read the verdicts
 
