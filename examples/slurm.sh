@@ -114,7 +114,8 @@ requeue() {
 }
 
 # The healthy nodes of those that Slurm still gives this job, in `healthy`. Where they are too few, the others are checked
-# once more without the first one, which may have judged them by its own fault.
+# once more without the first one, which may have judged them by its own fault. Where nobody has judged, the check may hang
+# there: of the next tries every other one leaves it out, if there are more nodes than are wanted.
 check_nodes() {
     local report=$folder/.healthy-$SLURM_JOB_ID options=() left_out=0 listed nodes code
     read -ra options <<< "${CHECK_OPTIONS:-}"
@@ -125,8 +126,8 @@ check_nodes() {
             continue
         fi
         mapfile -t nodes < <(scontrol show hostnames "$listed")
-        nodes=("${nodes[@]:left_out}")
         if ((${#nodes[@]} < wanted)); then requeue; fi
+        if ((${#nodes[@]} > wanted)); then nodes=("${nodes[@]:left_out}"); fi
         code=0
         on 1 "$CHECK_SECONDS" "${nodes[@]}" -- "$python" -m megatron_fanformer check-node "${options[@]}" \
             --folder "$folder" --output "$report" || code=$?
@@ -139,6 +140,7 @@ check_nodes() {
             continue
         fi
         if [[ $code -eq 2 ]]; then exit 2; fi
+        left_out=$((1 - left_out))
         sleep "$LOST_NODE_SECONDS"
     done
     echo "the nodes could not be checked; see what srun says" >&2
@@ -152,8 +154,9 @@ for ((start = 0; start <= ${MAX_RESTARTS:-3}; start++)); do
         exit 1
     fi
     code=0
-    # Ranks learn of each other's end by heartbeats, which are the rarer the more ranks there are.
-    on "$tasks_per_node" "$((30 + tasks_per_node * wanted / 100))" "${healthy[@]:0:wanted}" -- \
+    # Ranks learn of each other's end by heartbeats, which are the rarer the more ranks there are; rank 0 may need more
+    # than a minute to write its logs.
+    on "$tasks_per_node" "$((100 + tasks_per_node * wanted / 100))" "${healthy[@]:0:wanted}" -- \
         "${hold[@]}" "$python" -m megatron_fanformer train "$@" || code=$?
     case $code in
         "$STOPPED") requeue ;;

@@ -56,8 +56,8 @@ def _unread(shape: tuple[int, int], *, leaves_marks: bool) -> Generator[dict[str
     tokens = torch.zeros(shape, dtype=torch.int64)
     batch = {**dict.fromkeys(BATCH_FIELDS, tokens), "loss_mask": tokens.float()}
     while True:
-        if leaves_marks:  # as many as `_shared`: over the steps, a rank with fewer would seem to hold up the others
-            heartbeat.mark_progress()
+        if leaves_marks:  # as many as `_shared`: a rank with fewer would seem to hold up the others
+            heartbeat.mark_progress(by_all=True)
         yield batch
 
 

@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from megatron_fanformer.durable_files import file_problems, write_atomically
 from megatron_fanformer.errors import FanformerError, InputError
 from megatron_fanformer.nodes.facts import STARTING, Facts, facts_from_plain, find_facts
 from megatron_fanformer.nodes.judgement import Links, Rates, Verdict, judge
+from megatron_fanformer.nodes.limits import LINKS_SECONDS
 from megatron_fanformer.nodes.verb import CheckConfig
 from megatron_fanformer.runtime import device as devices
 from megatron_fanformer.runtime.launch import print_end
@@ -28,7 +30,6 @@ from megatron_fanformer.terminal import show
 
 JUDGE = 0
 POLL_SECONDS = 0.1
-LINKS_SECONDS = 300.0  # for all links of a node together: three rounds
 WORKER = "check"  # the name of threads that may hang
 ACKNOWLEDGED_SECONDS = 10.0  # for the others to read the verdicts
 
@@ -61,10 +62,7 @@ def _check_nodes(config: CheckConfig) -> None:
     local = address.local_world_size if address is not None else 1
     number = address.rank // local if address is not None else JUDGE
     count = address.world_size // local if address is not None else 1
-    if count == 1 and config.folder is not None and not config.folder.is_dir():
-        raise InputError(f"--folder {config.folder} is not a folder; name one that all nodes share")
-    if number == JUDGE and (found := file_problems(output=config.output)):
-        raise InputError("\n".join(found))
+    _check_paths(config, number, count)
     facts, links = Facts(), Links()
     if not _done_within(config.time_limit, lambda: find_facts(facts, config.folder)):
         facts.problems.append(
@@ -85,14 +83,42 @@ def _check_nodes(config: CheckConfig) -> None:
             "first node is up"
         ) from error
     finally:
-        if facts.shared_file is not None:
-            Path(facts.shared_file).unlink(missing_ok=True)
+        if (left := facts.shared_file) is not None:  # where its file system hangs, the file stays
+            _done_within(ACKNOWLEDGED_SECONDS, lambda: Path(left).unlink(missing_ok=True))
     if number == JUDGE:
         _report(verdicts, config)
     sick = sum(not verdict.is_healthy for verdict in verdicts)
     if sick:
         is_summed_up = number == JUDGE and count > 1
         raise _Unhealthy(f"{sick} of {count} nodes are unhealthy; leave them out" if is_summed_up else "")
+
+
+def _check_paths(config: CheckConfig, number: int, count: int) -> None:
+    """Look at the options' paths, before anything else takes time.
+
+    Raises:
+        InputError: one line for each that is of no use.
+        FanformerError: their file system hangs.
+    """
+    found: list[str] = []
+
+    def look() -> None:
+        if count == 1 and config.folder is not None and not config.folder.is_dir():
+            found.append(f"--folder {config.folder} is not a folder; name one that all nodes share")
+        if number == JUDGE:
+            found.extend(file_problems(output=config.output))
+
+    if not _done_within(config.time_limit, look):
+        raise _hanging(config, f"looking at {config.output or config.folder}")
+    if found:
+        raise InputError("\n".join(found))
+
+
+def _hanging(config: CheckConfig, doing: str) -> FanformerError:
+    return FanformerError(
+        f"{devices.node_name()}: unhealthy: it was still {doing} after {config.time_limit:g} s; see whether that file "
+        "system is up, or leave the node out"
+    )
 
 
 class _Unhealthy(FanformerError):
@@ -125,19 +151,26 @@ class _Meeting:
     """The store of the nodes; each publishes a value once, and collects the others' until a limit."""
 
     def __init__(self, address: devices.RankAddress | None, number: int, count: int, seconds: float) -> None:
-        from torch.distributed import HashStore, TCPStore
+        from torch.distributed import HashStore, PrefixStore, TCPStore
 
         from megatron_fanformer.runtime.meeting import hosted_store
 
         self.number, self.count, self.seconds = number, count, seconds
-        self.store: Any = HashStore()
+        self._own: Any = HashStore()
         if address is not None:
             place, port, limit = address.master_address, address.master_port, timedelta(seconds=seconds)
             if number == JUDGE and not devices.store_is_hosted():
                 others = count > 1
-                self.store = hosted_store(place, port, has_other_machines=others, timeout=limit, wait_for_workers=False)
+                self._own = hosted_store(place, port, has_other_machines=others, timeout=limit, wait_for_workers=False)
             else:
-                self.store = TCPStore(place, port, timeout=limit, wait_for_workers=False)
+                self._own = TCPStore(place, port, timeout=limit, wait_for_workers=False)
+        # torchrun's is the same after a restart, with the answers of the check before.
+        self._prefixed = partial(PrefixStore, f"check-{devices.restart_count()}")
+        self.store: Any = self._prefixed(self._own)
+
+    def other_client(self) -> Any:
+        """Return another client of the store: what hangs may hold one."""
+        return self._prefixed(self._own.clone())
 
     def publish(self, what: str, value: Any) -> None:
         """Publish a value for the others."""
@@ -157,8 +190,7 @@ def _verdicts(meeting: _Meeting, own: Facts, links: Links, config: CheckConfig) 
     others = [number for number in range(meeting.count) if number != JUDGE]
     answers = meeting.collect("facts", others, meeting.seconds)
     found = {JUDGE: own, **{number: facts_from_plain(values) for number, values in answers.items()}}
-    for facts in found.values():
-        _read_shared_file(facts, own.node)
+    _read_shared_files(found, meeting.seconds)
     taking_part, gpus = nodes_to_measure(found)
     meeting.publish("links", (taking_part, gpus))
     if JUDGE in taking_part:
@@ -196,26 +228,38 @@ def nodes_to_measure(found: Mapping[int, Facts]) -> tuple[list[int], int]:
     return [number for number, count in shown.items() if count == gpus], gpus
 
 
-def _read_shared_file(facts: Facts, judge_node: str) -> None:
-    """Remove a node's file in the shared folder; note whether it could be read here."""
-    if facts.shared_file is None:
-        return
-    file = Path(facts.shared_file)
-    try:
-        is_same = file.read_text() == facts.shared_text
-        file.unlink(missing_ok=True)
-    except OSError:
-        is_same = False
-    if not is_same:
-        facts.problems.append(
-            f"what it wrote into {file.parent} is not what {judge_node} reads there; mount the same file system"
+def _read_shared_files(found: Mapping[int, Facts], seconds: float) -> None:
+    """Remove the nodes' files in the shared folder; note whose could not be read here, or that it hangs here."""
+    is_same: dict[int, bool] = {}
+    files = {number: Path(facts.shared_file) for number, facts in found.items() if facts.shared_file is not None}
+
+    def read() -> None:
+        for number, file in files.items():
+            try:
+                is_same[number] = file.read_text() == found[number].shared_text
+                file.unlink(missing_ok=True)
+            except OSError:
+                is_same[number] = False
+
+    own = found[JUDGE]
+    if files and not _done_within(seconds, read):
+        folder = files[max(files)].parent
+        own.problems.append(
+            f"it was still reading what the nodes wrote into {folder} after {seconds:g} s; leave it out, and have it "
+            "looked at"
         )
+    for number, file in files.items():
+        if not is_same.get(number, True):
+            found[number].problems.append(
+                f"what it wrote into {file.parent} is not what {own.node} reads there; mount the same file system"
+            )
 
 
 def _judged(meeting: _Meeting, facts: Facts, links: Links) -> list[Verdict]:
     """Do what any other node does: publish its facts, measure, and read whether all are healthy."""
     meeting.publish("facts", asdict(facts))
-    answers = meeting.collect("links", [JUDGE], 3 * meeting.seconds)
+    # Node 0 has that for its paths, its own facts, the others' and their files.
+    answers = meeting.collect("links", [JUDGE], 4 * meeting.seconds)
     if JUDGE in answers:
         taking_part, gpus = answers[JUDGE]
         if meeting.number in taking_part:
@@ -236,7 +280,7 @@ def _measure(facts: Facts, links: Links, meeting: _Meeting, nodes: list[int], gp
         return
     from megatron_fanformer.nodes.links import measure_links
 
-    store = meeting.store.clone()  # of its own: what hangs may hold it
+    store = meeting.other_client()
     _done_within(LINKS_SECONDS, lambda: measure_links(links, store, meeting.number, nodes, gpus))  # as far as it came
 
 
@@ -247,5 +291,6 @@ def _report(verdicts: list[Verdict], config: CheckConfig) -> None:
     else:
         show(verdict.line() for verdict in verdicts)
     if config.output is not None:
-        names = [f"{verdict.node}\n" for verdict in verdicts if verdict.is_healthy]
-        write_atomically(config.output, "".join(names))
+        output, names = config.output, [f"{verdict.node}\n" for verdict in verdicts if verdict.is_healthy]
+        if not _done_within(config.time_limit, lambda: write_atomically(output, "".join(names))):
+            raise _hanging(config, f"writing {output}")

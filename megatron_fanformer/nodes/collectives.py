@@ -8,10 +8,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_fanformer.nodes.limits import LINK_SECONDS
+
 GPU_BYTES, CPU_BYTES = 256 << 20, 16 << 20  # of a message between nodes: enough for the rate of large ones
 NODE_BYTES = 1 << 30  # of a message within a node
 REPETITIONS = 5  # after one that does not count; the median of them counts
-LINK_SECONDS = 30.0  # for a pair of nodes to meet, for its group to be made, and for a collective
 
 
 def rate_between(store: Any, name: str, rank: int, gpus: Sequence[int]) -> float:

@@ -12,11 +12,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron_fanformer.nodes.collectives import LINK_SECONDS, rate_between
+from megatron_fanformer.nodes.collectives import rate_between
 from megatron_fanformer.nodes.judgement import Links, Rates
-
-ROUND_SECONDS = 3 * LINK_SECONDS  # how late a link may end
-ROUNDS = 3  # at most
+from megatron_fanformer.nodes.limits import LINK_SECONDS, ROUND_SECONDS
 
 
 def rounds(nodes: Sequence[int]) -> list[list[tuple[int, int]]]:

@@ -102,7 +102,7 @@ def _for_others(error: Exception) -> FanformerError:
 
 
 def _broadcast(value: Any) -> Any:
-    heartbeat.mark_progress()
+    heartbeat.mark_progress(by_all=True)
     box = [value]
     dist.broadcast_object_list(box, src=heartbeat.MAIN_RANK)
     return box[0]

@@ -8,8 +8,9 @@ A collective waits for all of its ranks, and cannot say for which. So each rank 
              ends the others)
 
 A rank is *silent* if it no longer beats: its process is stopped, or its machine is gone. It is *stuck* if it beats, but
-no rank makes progress: the one that is furthest behind is named. Time in which this process was itself stopped does
-not count. It costs the training loop one assignment per report.
+no rank makes progress: the one that is furthest behind is named, by how many steps it has begun, and how many marks it
+has left since. Time in which this process was itself stopped does not count. It costs the training loop a few
+assignments per report.
 
 Before a silent or a stuck rank ends the run, all ranks that beat report what they are doing (`hang_report.py`): rank 0
 requests it in its beat, and the others note in theirs that they have done it.
@@ -29,7 +30,7 @@ from typing import Any
 from megatron_fanformer.errors import FanformerError, Interrupted
 from megatron_fanformer.runtime import device as devices
 from megatron_fanformer.runtime import hang_report
-from megatron_fanformer.runtime.launch import PeerFailed, end_now, print_end
+from megatron_fanformer.runtime.launch import CLOSING_SECONDS, PeerFailed, end_now, print_end
 
 MAIN_RANK = 0
 BEAT_SECONDS = 1.0
@@ -54,8 +55,14 @@ class Activity:
     doing: str = "starting"
     in_step: bool = False
     """Whether it is in the part of a step whose time is measured."""
+    is_closing: bool = False
+    """Whether its run is over, and it writes what it alone has: it waits for no other rank."""
     progress: int = 0
     """A counter that grows with every report."""
+    begun: int = 0
+    """Steps that this process has begun, those that it went back over too."""
+    marks: int = 0
+    """Marks of those that all ranks leave, since the step began: who has fewer is behind."""
     step_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=STEPS_SEEN))
 
     def limit(self, stated_seconds: float | None) -> float:
@@ -68,17 +75,30 @@ class Activity:
 _activity = Activity()
 
 
-def mark(doing: str, *, step: int | None = None, in_step: bool = True) -> None:
-    """Note what this rank begins to do, in the step noted last; costs an assignment or two."""
+def mark(doing: str, *, step: int | None = None, in_step: bool = True, by_all: bool = True) -> None:
+    """Note what this rank begins to do, in the step noted last; costs a few assignments.
+
+    Args:
+        step: the step that begins with it; all ranks begin the same ones.
+        by_all: whether every rank leaves this mark in the step: the one with the fewest of these is furthest behind.
+    """
     _activity.doing, _activity.in_step = doing, in_step
     if step is not None:
-        _activity.step = step
-    _activity.progress += 1
+        _activity.step, _activity.begun, _activity.marks = step, _activity.begun + 1, 0
+        _activity.is_closing = False
+    mark_progress(by_all=by_all)
 
 
-def mark_progress() -> None:
-    """Note that this rank still makes progress with what it noted last."""
+def mark_progress(*, by_all: bool = False) -> None:
+    """Note that this rank still makes progress with what it noted last; `by_all` as in `mark`."""
     _activity.progress += 1
+    _activity.marks += by_all
+
+
+def mark_closing() -> None:
+    """Note that this rank's run is over, so that the others may have ended when it has closed what it has open."""
+    mark("closing", in_step=False)
+    _activity.is_closing = True
 
 
 def mark_step_took(seconds: float) -> None:
@@ -94,6 +114,8 @@ class _Beat:
     doing: str
     in_step: bool
     progress: int
+    begun: int
+    marks: int
     at: float
     """Seconds since 1970, by its own clock."""
     report: str | None = None
@@ -104,6 +126,11 @@ class _Beat:
     @property
     def place(self) -> str:
         return f"in step {self.step}, {self.doing}" if self.step else self.doing
+
+    @property
+    def reached(self) -> tuple[int, int]:
+        """How far it is, to be compared with other ranks."""
+        return self.begun, self.marks
 
 
 @dataclass(kw_only=True)
@@ -209,6 +236,8 @@ class Heartbeat:
             doing=now.doing,
             in_step=now.in_step,
             progress=now.progress,
+            begun=now.begun,
+            marks=now.marks,
             at=time.time(),
             report=self._report,
             end=self._ending,
@@ -312,13 +341,16 @@ class Heartbeat:
     def _failed(self) -> FanformerError | None:
         # Until a step is over there may be no such collective: a rank that a signal ended is just gone.
         after = FAILURE_SECONDS if self._activity.step_seconds else min(FAILURE_SECONDS, LATE_BEATS * self._interval)
+        is_closing = self._activity.is_closing
+        after = CLOSING_SECONDS if is_closing else after  # this one waits for nobody
         for seen in self._late(after).values():
             end = seen.beat.end
             if end is not None and end[0]:
                 error = PeerFailed(end[1])  # which names the rank
                 error.exit_code = end[0]
-                # A signal may reach all ranks; rank 0 alone reports it to the user.
-                error.already_reported = self._rank != MAIN_RANK or end[0] != Interrupted.exit_code
+                # What all ranks raise, as after a signal, rank 0 alone reports: it has not if it is still closing.
+                is_to_report = end[0] == Interrupted.exit_code or is_closing
+                error.already_reported = self._rank != MAIN_RANK or not is_to_report
                 return error
         return None
 
@@ -344,15 +376,14 @@ class Heartbeat:
         is_measured = now.in_step and now.step_seconds and all(beat.in_step for beat in others.values())
         if not others or not (is_measured or waited > LONG_SECONDS):
             return None
-        rank = min(others, key=lambda rank: others[rank].progress)
-        beat = others[rank]
-        if beat.progress < now.progress:
+        rank = min(others, key=lambda rank: others[rank].reached)
+        beat, own = others[rank], self._own_beat()
+        if beat.reached < own.reached:
             return RankHangs(
                 f"rank {rank} on {beat.host} has made no progress for {waited:.0f} s, {beat.place}, "
                 "and others wait for it"
             )
-        own = self._own_beat()  # this one holds up the others, or all are equally far
-        return RankHangs(
+        return RankHangs(  # this one holds up the others, or all are equally far
             f"no rank has made progress for {waited:.0f} s, rank {self._rank} on {own.host} is {own.place}"
         )
 

@@ -29,6 +29,7 @@ from megatron_fanformer.errors import FanformerError, InputError, Interrupted
 from megatron_fanformer.processes import (
     PROFILE_SIGNAL,
     SAVE_SIGNAL,
+    STOP_SIGNALS,
     end_with_owner,
     end_with_parent,
     signals_held,
@@ -45,6 +46,7 @@ SOON_SECONDS = 5.0  # after a signal, ranks that have taken no step have ended: 
 POLL_SECONDS = 0.05
 RUN_IS_OVER = "run_is_over"  # beside an error, where that is true of it
 PEER_FAILURE_WAIT_SECONDS = 15.0  # a rank that lost a peer lets the peer's own error be seen first
+CLOSING_SECONDS = 90.0  # for rank 0's last logs once the others have ended: W&B takes a minute at most
 PEER_FAILURE_SIGNS = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "unhandled system error")
 
 logger = logging.getLogger(__name__)
@@ -67,7 +69,7 @@ class RankFailed(FanformerError):
     """A local rank failed; the message and `exit_code` are that rank's own.
 
     Args:
-        was_stopping: whether the ranks had been sent a signal to stop.
+        was_stopping: whether a signal to stop had come, before they failed or as they were ended.
     """
 
     def __init__(self, message: str, exit_code: int, traceback: str = "", *, was_stopping: bool = False) -> None:
@@ -137,8 +139,8 @@ def launch_ranks(num_ranks: int, arguments: Sequence[str], *, threads: int, foun
         store = hosted_store(LOOPBACK, 0, wait_for_workers=False)  # it answers while this is running
         signals: deque[signal.Signals] = deque()
         ranks: list[_Rank] = []
-        with signals_to(signals.append):
-            try:
+        try:
+            with signals_to(signals.append), _ended_after(ranks):
                 with signals_held():  # by the ranks, until they listen
                     for number in range(num_ranks):
                         error = Path(folder) / f"error-{number}.json"
@@ -147,12 +149,22 @@ def launch_ranks(num_ranks: int, arguments: Sequence[str], *, threads: int, foun
                         )
                         ranks.append(_Rank(number=number, process=_started(arguments, environment), error=error))
                 _wait_for(ranks, signals)
-            finally:
-                for rank in ranks:
-                    rank.process.kill()
-                for rank in ranks:
-                    with suppress(subprocess.TimeoutExpired):  # the kernel may keep one that waits for a device
-                        rank.process.wait(KILLED_SECONDS)
+        except RankFailed as failure:  # a signal may have come while the ranks were ended
+            failure.was_stopping = failure.was_stopping or any(number in STOP_SIGNALS for number in signals)
+            raise
+
+
+@contextmanager
+def _ended_after(ranks: list[_Rank]) -> Iterator[None]:
+    """Kill the ranks that are left at the end of the block."""
+    try:
+        yield
+    finally:
+        for rank in ranks:
+            rank.process.kill()
+        for rank in ranks:
+            with suppress(subprocess.TimeoutExpired):  # the kernel may keep one that waits for a device
+                rank.process.wait(KILLED_SECONDS)
 
 
 def _started(arguments: Sequence[str], environment: dict[str, str]) -> "subprocess.Popen[bytes]":
@@ -242,9 +254,11 @@ def report_failure() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if getattr(error, "already_reported", False) or any(sign in str(error) for sign in PEER_FAILURE_SIGNS):
+        is_known = getattr(error, "already_reported", False)
+        if is_known or any(sign in str(error) for sign in PEER_FAILURE_SIGNS):
             # Not this rank's own failure: the peer's is the one that the user must see, and is about to be noticed.
-            time.sleep(PEER_FAILURE_WAIT_SECONDS)
+            # Our launcher ends all others with the first: the peer is to close what it has open, and ends this one.
+            time.sleep(CLOSING_SECONDS if is_known and devices.launched_here() else PEER_FAILURE_WAIT_SECONDS)
         if not isinstance(error, Interrupted) or error.run_is_over:  # else the launcher knows what to say
             _leave_for_launcher(error)
         raise

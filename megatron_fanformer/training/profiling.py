@@ -133,7 +133,7 @@ class Profiler:
         if self._records_memory:  # before the recording of it ends
             _written(memory_file(file), lambda path: torch.cuda.memory._dump_snapshot(str(path)))
         self._end()
-        heartbeat.mark("writing a profile", in_step=False)
+        heartbeat.mark("writing a profile", in_step=False, by_all=False)
         plain = temporary_name(file.with_suffix(""))
         try:
             profile.export_chrome_trace(str(plain))

@@ -15,7 +15,7 @@ from megatron_fanformer.checkpoint.run_lock import run_lock
 from megatron_fanformer.errors import FanformerError, InputError, Interrupted
 from megatron_fanformer.model.layouts import layout_text
 from megatron_fanformer.runtime import device as devices
-from megatron_fanformer.runtime import environment
+from megatron_fanformer.runtime import environment, heartbeat
 from megatron_fanformer.runtime.hang_report import reporting_hangs
 from megatron_fanformer.runtime.launch import RankFailed, launch_ranks, read_found, refuse_ranks_without_gpu
 from megatron_fanformer.runtime.layout import ParallelConfig
@@ -203,4 +203,5 @@ def _train(config: RunConfig, grid: "RankGrid", start: RunStart, log: RunLog) ->
         failed = False  # it is to go on
         raise
     finally:
+        heartbeat.mark_closing()
         trainer.close(failed=failed)

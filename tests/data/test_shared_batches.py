@@ -67,11 +67,11 @@ def shared(has_document_ids: bool, *, num_workers: int, **options: bool) -> Gene
 
 def taken_by_a_rank(has_document_ids: bool) -> tuple[list[dict[str, Tensor]], list[int], tuple[str, str, bool]]:
     """What it takes, how many marks it has left with each micro batch, and how it ends."""
-    batches, before = shared(has_document_ids, num_workers=0), heartbeat._activity.progress
+    batches, before = shared(has_document_ids, num_workers=0), heartbeat._activity.marks
     taken, marks = [], []
     for _ in range(SAMPLES // SIZE):
         taken.append({name: tensor.clone() for name, tensor in next(batches).items()})
-        marks.append(heartbeat._activity.progress - before)
+        marks.append(heartbeat._activity.marks - before)
     with pytest.raises(CorruptError) as caught:
         next(batches)
     return taken, marks, (type(caught.value).__name__, str(caught.value), caught.value.already_reported)
@@ -93,11 +93,11 @@ def test_all_ranks_take_what_the_first_one_reads(has_document_ids: bool, run_on_
 
 def marks_without_use() -> list[int]:
     """How many marks a rank of a stage that needs no samples has left with each micro batch, all of zeros."""
-    batches, before = shared(False, num_workers=0, is_used=False), heartbeat._activity.progress
+    batches, before = shared(False, num_workers=0, is_used=False), heartbeat._activity.marks
     marks = []
     for batch in islice(batches, SAMPLES // SIZE):
         assert not any(tensor.any() for tensor in batch.values()) and batch["tokens"].shape == (SIZE, LENGTH)
-        marks.append(heartbeat._activity.progress - before)
+        marks.append(heartbeat._activity.marks - before)
     return marks
 
 

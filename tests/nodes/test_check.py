@@ -5,22 +5,27 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 from unittest import mock
 
 import pytest
 import torch
 
 from megatron_fanformer.cli import main
+from megatron_fanformer.errors import FanformerError
 from megatron_fanformer.nodes import check as check_module
 from megatron_fanformer.nodes import facts
-from megatron_fanformer.nodes.check import nodes_to_measure
+from megatron_fanformer.nodes.check import _Meeting, nodes_to_measure
 from megatron_fanformer.nodes.facts import Facts
+from megatron_fanformer.nodes.verb import CheckConfig
 from megatron_fanformer.runtime import device as devices
 from megatron_fanformer.runtime.device import RankAddress
+from megatron_fanformer.runtime.meeting import hosted_store
 from tests.nodes.test_hardware import write_port
-from tests.patience import PATIENCE_SECONDS
+from tests.patience import PATIENCE_SECONDS, wait_until
 from tests.small_runs import ROOT, start_program
 
 LIMIT = 60.0
@@ -182,6 +187,57 @@ def test_a_folder_that_is_not_shared_is_noticed(tmp_path: Path) -> None:
     codes, report, _ = check(tmp_path, ["other folder", ""])
     assert codes == [1, 1]
     assert all("is not what node-0 reads there" in node["problems"][0] for node in report["nodes"])
+
+
+def test_a_shared_folder_that_hangs_on_the_first_node_is_named_in_time(tmp_path: Path) -> None:
+    """By a named pipe, which nobody opens to write."""
+    found = {number: Facts(node=f"node-{number}", shared_text="text") for number in range(3)}
+    for number in (0, 2):
+        found[number].shared_file = str(tmp_path / str(number))
+        os.mkfifo(tmp_path / str(number))
+    check_module._read_shared_files(found, 0.1)
+    [hangs] = found[0].problems
+    assert hangs.startswith(f"it was still reading what the nodes wrote into {tmp_path} after 0.1 s; leave it out")
+    assert all(not found[number].problems for number in (1, 2))
+    for number in (0, 2):
+        (tmp_path / str(number)).write_text("text")  # lets it go on
+    wait_until(lambda: not list(tmp_path.iterdir()))
+
+
+@pytest.mark.parametrize(("hangs", "doing"), [("file_problems", "looking at"), ("write_atomically", "writing")])
+def test_a_file_system_that_hangs_under_the_output_is_named_in_time(
+    hangs: str, doing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    released, config = threading.Event(), SimpleNamespace(**vars(CheckConfig(output=tmp_path / "healthy")))
+    config.time_limit = 0.1 if hangs == "file_problems" else PATIENCE_SECONDS
+
+    def find_facts(facts: Facts, _folder: Path | None) -> None:
+        facts.doing, config.time_limit = "done", 0.1
+
+    monkeypatch.setattr(check_module, "find_facts", find_facts)
+    monkeypatch.setattr(check_module, hangs, lambda *_, **__: released.wait() and [])
+    message = f"^{devices.node_name()}: unhealthy: it was still {doing} {config.output} after 0.1 s; see whether that"
+    with pytest.raises(FanformerError, match=message):
+        check_module._check_nodes(cast(CheckConfig, config))
+    released.set()
+    wait_until(lambda: all(thread.name != check_module.WORKER for thread in threading.enumerate()))
+
+
+def test_a_check_that_torchrun_repeats_reads_no_answer_of_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the launcher's store, which outlives them."""
+    store = hosted_store("127.0.0.1", 0, wait_for_workers=False)
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    address = RankAddress(
+        rank=0, world_size=2, local_rank=0, local_world_size=1, master_address="127.0.0.1", master_port=store.port
+    )
+    for restart in ("0", "1"):
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", restart)
+        first, second = (_Meeting(address, number, 2, PATIENCE_SECONDS) for number in range(2))
+        assert first.collect("facts", [1], 0.0) == {}
+        second.publish("facts", restart)
+        assert first.collect("facts", [1], PATIENCE_SECONDS) == {1: restart}
+        second.other_client().set("link", restart)
+        assert first.other_client().get("link") == restart.encode()
 
 
 def test_who_does_not_come_in_time_is_not_waited_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,6 +9,7 @@ from megatron_fanformer.nodes.expectations import WITHIN_NODE
 from megatron_fanformer.nodes.facts import DRIVER, Facts, Gpu, facts_from_plain
 from megatron_fanformer.nodes.hardware import Adapter
 from megatron_fanformer.nodes.judgement import Links, Rates, judge
+from megatron_fanformer.nodes.limits import ROUNDS
 from megatron_fanformer.nodes.links import rounds
 from megatron_fanformer.nodes.verb import CheckConfig
 from tests.small_runs import ROOT
@@ -207,6 +208,7 @@ def test_each_neighbour_is_met_once_and_one_at_a_time(count: int) -> None:
     wanted = {frozenset((nodes[number], nodes[(number + 1) % count])) for number in range(count)}
     met = [frozenset(pair) for pairs in parts for pair in pairs]
     assert set(met) == wanted and len(met) == len(wanted) and len(parts) == 2 - (count == 2) + count % 2
+    assert len(parts) <= ROUNDS  # which the limit for all links follows
 
 
 def test_facts_survive_their_message() -> None:

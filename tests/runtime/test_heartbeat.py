@@ -9,7 +9,14 @@ import pytest
 from torch import distributed as dist
 
 from megatron_fanformer.runtime import heartbeat
-from megatron_fanformer.runtime.heartbeat import LEAST_SECONDS, LONG_SECONDS, START_SECONDS, Activity, Heartbeat
+from megatron_fanformer.runtime.heartbeat import (
+    LEAST_SECONDS,
+    LONG_SECONDS,
+    START_SECONDS,
+    Activity,
+    Heartbeat,
+)
+from megatron_fanformer.runtime.launch import CLOSING_SECONDS
 from tests.patience import PATIENCE_SECONDS, wait_until
 
 LIMIT = 20.0
@@ -34,6 +41,11 @@ class Ranks:
             beats.beat()
         self.now = time.monotonic()
 
+    def mark(self, rank: int, doing: str, **options: Any) -> None:
+        """Leave a mark as a rank."""
+        with mock.patch.object(heartbeat, "_activity", self.activities[rank]):
+            heartbeat.mark(doing, **options)
+
     def live(self, seconds: float, *, silent: tuple[int, ...] = (), stuck: tuple[int, ...] = ()) -> dict[int, str]:
         """Let time pass; what the ranks that are not silent say first, by rank.
 
@@ -47,7 +59,8 @@ class Ranks:
             self.now += 1
             awake = [rank for rank in range(len(self.beats)) if rank not in silent]
             for rank in awake:
-                self.activities[rank].progress += rank not in stuck
+                if rank not in stuck:
+                    self.mark(rank, self.activities[rank].doing, in_step=self.activities[rank].in_step)
                 self.beats[rank].beat()
             for rank in awake:
                 self.beats[rank].look()
@@ -87,6 +100,35 @@ def test_the_rank_that_holds_up_the_others_is_named() -> None:
     assert "s, in step 12, loading samples, and others wait for it; " in errors[0]
 
 
+def test_what_one_rank_alone_does_does_not_put_it_ahead() -> None:
+    """A profile that it writes, files that it copies; and all that an earlier step had of it."""
+    ranks = Ranks(3)
+    for _ in range(100):
+        ranks.mark(0, "writing a profile", in_step=False, by_all=False)
+    for rank in range(3):
+        ranks.mark(rank, "forward")
+    assert ranks.live(AFTER, stuck=(0, 1, 2))[0].startswith("no rank has made progress for 2")
+    ranks = Ranks(3)
+    for _ in range(100):
+        ranks.mark(0, "something new that is marked on one rank")
+    for rank in range(3):
+        ranks.mark(rank, "learning rate", step=13)
+        ranks.mark(rank, "backward")
+    error = ranks.live(AFTER, stuck=(0, 1, 2))[0]
+    assert "no rank has made progress" in error and "rank 0 on node-0 is in step 13, backward; " in error
+
+
+def test_a_rank_that_has_not_gone_back_with_the_others_is_behind() -> None:
+    """Though its step has the higher number, and more marks."""
+    ranks = Ranks(3)
+    ranks.live(5)
+    for rank in (0, 2):
+        ranks.mark(rank, "learning rate", step=10)
+    ranks.live(5, stuck=(0, 1, 2))
+    error = ranks.live(AFTER, stuck=(0, 1, 2))[0]
+    assert error.startswith("rank 1 on node-1 has made no progress for 2") and "s, in step 12" in error
+
+
 def test_a_save_may_take_its_time_but_no_silence() -> None:
     ranks = Ranks(2, in_step=False)
     assert ranks.live(10 * LIMIT, stuck=(0, 1)) == {}
@@ -124,7 +166,7 @@ def test_the_error_of_a_rank_reaches_all_others_by_the_main_one() -> None:
 
 
 def test_a_rank_that_a_signal_ended_before_the_first_step_ends_the_others_at_once() -> None:
-    """Under Slurm they would otherwise be killed 30 s later, and the job would not be requeued."""
+    """Under Slurm they would otherwise be killed 100 s later, and the job would not be requeued."""
     ranks = Ranks(3)
     for activity in ranks.activities:
         activity.step_seconds.clear()
@@ -139,6 +181,22 @@ def test_a_rank_that_a_signal_ended_before_the_first_step_ends_the_others_at_onc
     assert ranks.live(5, silent=(0, 2), stuck=(1,)) == {1: "stopped on SIGUSR1"}
     error = ranks.beats[1].judge(ranks.now)
     assert error is not None and (error.exit_code, error.already_reported) == (5, True)
+
+
+@pytest.mark.parametrize("code", [1, 5])
+def test_a_rank_that_closes_what_it_alone_has_is_given_time_and_then_says_why(code: int) -> None:
+    """The others, which have raised the same, have ended by then: W&B may take a minute to send its last rows."""
+    ranks = Ranks(3)
+    ranks.live(2)
+    with mock.patch.object(heartbeat, "_activity", ranks.activities[0]):
+        heartbeat.mark_closing()
+    for other in ranks.beats[1:]:
+        other._ending = (code, "a.bin is damaged")
+        other.beat()
+    assert ranks.live(CLOSING_SECONDS - 5, silent=(1, 2), stuck=(0,)) == {}
+    assert ranks.live(10, silent=(1, 2), stuck=(0,)) == {0: "a.bin is damaged"}
+    error = ranks.beats[0].judge(ranks.now)
+    assert error is not None and (error.exit_code, error.already_reported) == (code, False)
 
 
 def test_the_first_beats_are_taken_all_at_once() -> None:

@@ -190,6 +190,28 @@ def test_the_error_of_the_rank_that_failed_is_shown_and_no_others(tmp_path: Path
     assert line.startswith(f"megatron-fanformer: rank 0: training.run_dir {tmp_path / 'run'} cannot be written")
 
 
+@pytest.mark.parametrize(
+    ("launched_here", "already_reported", "waited"),
+    [
+        (True, True, [launch.CLOSING_SECONDS]),  # which the launcher cuts short
+        (False, True, [launch.PEER_FAILURE_WAIT_SECONDS]),
+        (True, False, []),
+    ],
+)
+def test_a_rank_that_another_speaks_for_lets_it_write_its_last_logs(
+    launched_here: bool, already_reported: bool, waited: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Our launcher kills all others as the first one ends."""
+    slept: list[float] = []
+    monkeypatch.setattr(devices, "launched_here", lambda: launched_here)
+    monkeypatch.setattr(launch.time, "sleep", slept.append)
+    error = FanformerError("the run's folder is gone")
+    error.already_reported = already_reported
+    with pytest.raises(FanformerError), launch.report_failure():
+        raise error
+    assert slept == waited
+
+
 def test_a_run_that_is_over_is_not_said_to_continue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By ranks that a signal stopped after the last step: the launcher passes on what they say."""
     ranks = []
@@ -216,6 +238,20 @@ def test_a_second_ctrl_c_before_the_first_step_is_not_answered(
     with run_log(rank=0), pytest.raises(Interrupted, match=r"^stopped on SIGINT before a step$"):
         launch._wait_for([rank], deque([signal.SIGINT, signal.SIGINT]))
     assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(("number", "is_stop"), [(signal.SIGTERM, True), (signal.SIGUSR2, False)])
+def test_a_signal_that_comes_while_failed_ranks_are_ended_is_a_signal_to_stop(
+    number: signal.Signals, is_stop: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or `training.max_restarts` would start them again."""
+    process: Any = SimpleNamespace(
+        poll=lambda: 1, returncode=1, kill=lambda: os.kill(os.getpid(), number), wait=lambda _seconds: None
+    )
+    monkeypatch.setattr(launch, "_started", lambda *_: process)
+    with pytest.raises(launch.RankFailed, match="ended with exit code 1") as caught:
+        launch.launch_ranks(2, [], threads=1, found=None)
+    assert caught.value.was_stopping is is_stop
 
 
 def test_ranks_have_ten_minutes_to_save_after_a_signal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,7 @@
 """The queue for a machine with a GPU: what becomes of parts, with stand-ins of them; and rehearsed, as it is."""
 
 import json
+import math
 import os
 import re
 import signal
@@ -226,6 +227,13 @@ def test_a_case_is_reported_with_its_largest_gaps(queue: Any, tmp_path: Path) ->
     [figure] = queue.cases(queue.Setting(folder=tmp_path))
     assert figure.shown == "0.2500 s, 510.0 TFLOP/s, 45.5 GB; idle 2.1% from norms to attention"
     assert figure.verdict == ""
+
+
+def test_the_page_has_the_limit_of_the_check_of_a_machine(queue: Any) -> None:
+    page = (ROOT / "docs" / "gpu.md").read_text()
+    minutes = sum(part.minutes for part in queue.PARTS if part.name in CHECKED)
+    assert f"--only {' '.join(name for name in CHECKED if name != 'machine')}\n" in page  # which the others need
+    assert f"The last line is the check of a machine, in at most {math.ceil(minutes)} minutes." in page
 
 
 def test_arguments_that_are_wrong(queue: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,7 @@
 
 import csv
 import dataclasses
+import functools
 import importlib.util
 import io
 import json
@@ -25,11 +26,12 @@ from megatron_fanformer.checkpoint.store import METRICS
 from megatron_fanformer.errors import DivergenceError, FanformerError, InputError, Interrupted
 from megatron_fanformer.inspection.checkpoint import last_numbers
 from megatron_fanformer.markdown import code_block
+from megatron_fanformer.runtime import heartbeat
 from megatron_fanformer.training import machine_rules
 from megatron_fanformer.training.config import config_from_dict
 from megatron_fanformer.training.loggers.json_lines import JSONLines
 from megatron_fanformer.training.loggers.logger import Start
-from megatron_fanformer.training.loggers.registry import Loggers, LoggingConfig, logger_problems
+from megatron_fanformer.training.loggers.registry import LOGGERS, Loggers, LoggingConfig, logger_problems
 from megatron_fanformer.training.loggers.table import TABLE
 from megatron_fanformer.training.loggers.tensorboard import BY_TOKENS, FOLDER, TensorBoard
 from megatron_fanformer.training.loggers.weights_and_biases import RUN_ID, _wait_for_own_folder
@@ -260,12 +262,31 @@ def test_two_lives_that_begin_in_one_second_have_folders_of_their_own(
 def test_the_loggers_are_told_how_a_run_ended(
     error: Exception | None, failed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    trainer = mock.Mock()
+    trainer, activity, closing = mock.Mock(), heartbeat.Activity(), list[bool]()
     trainer.train.side_effect = error
+    trainer.close.side_effect = lambda **_: closing.append(activity.is_closing)
+    monkeypatch.setattr(heartbeat, "_activity", activity)
     monkeypatch.setattr("megatron_fanformer.training.trainer.Trainer", lambda *_: trainer)
     with nullcontext() if error is None else pytest.raises(type(error)):
         _train(mock.Mock(), mock.Mock(), mock.Mock(), mock.Mock())
     trainer.close.assert_called_once_with(failed=failed)
+    assert closing == [True]  # or the heartbeat would end a rank that closes for longer than the others
+
+
+def test_the_logger_that_waits_for_a_server_is_closed_last_whatever_another_raises(tmp_path: Path) -> None:
+    """Whoever ends the run meanwhile ends it alone."""
+    opened, closed = loggers(tmp_path), list[str]()
+
+    def close(name: str, **_: bool) -> None:
+        closed.append(name)
+        raise OSError(f"{name}: no space left")
+
+    for name in LOGGERS:
+        opened._open[name] = mock.Mock(is_needed=name == METRICS)
+        opened._open[name].close = functools.partial(close, name)
+    with pytest.raises(OSError, match=f"^{METRICS}: no space left$"):
+        opened.close()
+    assert closed == list(LOGGERS) and closed[-1] == "Weights & Biases"
 
 
 @pytest.fixture

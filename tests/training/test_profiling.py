@@ -132,6 +132,23 @@ def take_steps(values: dict[str, Any], last: int) -> tuple[list[str], list[float
     return warnings, [loss for loss, _ in losses(Path(values["training"]["run_dir"]))]
 
 
+def marks_after(values: dict[str, Any], last: int) -> int:
+    """Take steps; the marks of this rank in the last of them."""
+    with trainer_of(values) as trainer:
+        while trainer.step < last:
+            trainer.take_step()
+        return heartbeat._activity.marks
+
+
+def test_a_rank_that_writes_a_profile_is_not_ahead_of_the_others(
+    run_on_ranks: RunOnRanks, tmp_path: Path, tokens: str
+) -> None:
+    """A rank that hangs in the evaluation after it would not be told from those that write none."""
+    logged = {"tensorboard": False, "profile_steps": [2, 2]}
+    first, second = run_on_ranks(2, marks_after, small_run(tokens, tmp_path, parallel=DP2, logging=logged), 2)
+    assert traces(tmp_path) == ["step-00000002-00000002/rank-00000.json.gz"] and first == second > 5
+
+
 def test_a_run_that_is_resumed_over_them_keeps_the_first_profile(
     run_on_ranks: RunOnRanks, tmp_path: Path, tokens: str
 ) -> None:

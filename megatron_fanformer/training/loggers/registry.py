@@ -5,7 +5,7 @@ A resumed run takes away what was logged after the checkpoint that it resumes fr
 
 import logging
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,7 +33,8 @@ LOGGERS: dict[str, type[Logger]] = {
     TABLE: Table,
     "Weights & Biases": WeightsAndBiases,
 }
-"""The loggers by their names in messages and pages. Their fields stand in this order in the section `logging`."""
+"""The loggers by their names in messages and pages. Their fields stand in this order in the section `logging`, and they
+are closed in it: what may wait for a server, and be ended meanwhile, comes last."""
 # Of a dataclass the last base comes first.
 _FIELDS = [kind.Fields for kind in reversed(LOGGERS.values()) if kind.Fields is not None]
 
@@ -204,14 +205,18 @@ class Loggers:
         Args:
             failed: whether the run ends with an error.
         """
-        while self._open:
-            name, last = self._open.popitem()
-            try:
-                last.close(failed=failed)
-            except Exception as error:
-                if last.is_needed:
-                    raise
-                _warn_of_failure(name, error)
+        with ExitStack() as closing:  # of all, in the table's order, in which one that waits for a server is last
+            while self._open:
+                closing.callback(_close, *self._open.popitem(), failed=failed)
+
+
+def _close(name: str, one: Logger, *, failed: bool) -> None:
+    try:
+        one.close(failed=failed)
+    except Exception as error:
+        if one.is_needed:
+            raise
+        _warn_of_failure(name, error)
 
 
 def _warn_of_failure(name: str, error: Exception) -> None:
