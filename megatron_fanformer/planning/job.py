@@ -76,6 +76,14 @@ class Job:
         return is_sent and self.parallel.context_parallel_size > 1
 
     @property
+    def keeps_scores(self) -> bool:
+        """Return whether attention is plain products that keep every score: the Engine's, where that is asked for, and
+        in float32, in which it has no other. The local layers' ignores the field.
+        """
+        is_plain = self.kernels.attention_backend == "unfused" or self.precision.dtype == "fp32"
+        return self.layers == "transformer_engine" and is_plain
+
+    @property
     def tokens(self) -> int:
         """Tokens of a micro batch on one context parallel rank, c b."""
         return self.micro_batch_size * self.model.seq_length // self.parallel.context_parallel_size

@@ -181,7 +181,6 @@ class _Seconds:
         self._strides = {TENSOR: 1, CONTEXT: nearest, REPLICAS: nearest}
         self._strides |= {"tp_dp_cp": 1, "intra_dp_cp": nearest, "inter_dist_opt": nearest * job.state_ranks}
         self._strides[PIPELINE] = nearest * parallel.context_parallel_size * job.data_parallel_size
-        self._has_plain_attention = job.kernels.attention_backend == "unfused"
         self._layer_forward = self._layer_backward = 0.0  # of one layer, without what it recomputes
 
     # -- a micro batch
@@ -220,7 +219,7 @@ class _Seconds:
             ranks=job.tensor_ranks,
             sequence_parallel=job.parallel.sequence_parallel,
             fan_form=job.parallel.fan_form,
-            has_plain_attention=self._has_plain_attention,
+            has_plain_attention=job.keeps_scores,
         )
         forward, backward = _Parts(), _Parts()
         for operation in operations:
@@ -318,7 +317,7 @@ class _Seconds:
         moved, flops = float(work.bytes), float(work.flops)
         dtype: str = job.precision.dtype
         efficiency = machine.product_efficiency
-        if operation.kind == "attention" and not self._has_plain_attention:
+        if operation.kind == "attention" and not job.keeps_scores:
             efficiency, flops = machine.attention_efficiency, flops * (FLASH_BACKWARD if is_backward else 1)
         elif self._is_in_fp8(operation):
             dtype, efficiency = "fp8", machine.fp8_product_efficiency

@@ -292,6 +292,19 @@ def test_an_error_of_its_own_in_fp8() -> None:
     assert step_time(job(precision={"fp8": "hybrid"}), same).relative_error == 0.1
 
 
+def test_attention_is_plain_in_the_engine_alone() -> None:
+    """Where it is asked for, and in float32, which has no other; the local layers' takes no notice."""
+
+    def attention(dtype: str = "bf16", backend: str = "auto", layers: Any = "transformer_engine") -> float:
+        asked = job(precision={"dtype": dtype}, attention_backend=backend)
+        return step_time(dataclasses.replace(asked, layers=layers), PLAIN).parts["attention"]
+
+    flash, plain = attention(), attention(backend="unfused")
+    assert plain / flash == pytest.approx(2 * 3 / (1 + 2 * FLASH_BACKWARD))  # the masked half too, each product once
+    assert attention("fp32") == attention("fp32", "unfused") == plain
+    assert {attention(*each, "local") for each in (("bf16", "auto"), ("bf16", "unfused"), ("fp32", "auto"))} == {flash}
+
+
 def test_full_recomputation_is_a_forward_more() -> None:
     full = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     plain, again = step_time(job(), PLAIN), step_time(job(**full), PLAIN)
