@@ -40,6 +40,14 @@ def test_a_batch_that_is_small_already_stays() -> None:
     assert with_few_micro_batches(run_config(samples=2), 1) == run_config(samples=2)
 
 
+def test_stages_of_the_data_do_not_stand_in_the_way() -> None:
+    """With fewer samples a step they would begin after the last one."""
+    data = dataclasses.replace(INTERLEAVED.data, stages={"from token 12K": ["more"]})  # step 7 of 10
+    config = dataclasses.replace(INTERLEAVED, data=data)
+    assert config.joint_problems(4) == []
+    check(with_few_micro_batches(config, 8), world_size=8, ranks=[0])
+
+
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "Transformer Engine": (
         dict(kernels=dict(transformer_impl="transformer_engine")),
