@@ -53,8 +53,8 @@ def simulate_ranks(
 
 
 def first_rank_of_each_stage(parallel: ParallelConfig, world_size: int) -> list[int]:
-    """Return one rank of every pipeline stage, by the rank grid of `runtime.parallel`; all ranks of a stage do
-    alike.
+    """Return one rank of every pipeline stage, by the rank grid of `runtime.parallel`; all ranks of a stage do alike,
+    but for the matrices that each owns with Muon.
     """
     stages = parallel.pipeline_model_parallel_size
     return [stage * (world_size // stages) for stage in range(stages)]
