@@ -301,6 +301,11 @@ def _attention(shapes: LayerShapes) -> Iterator[Operation]:
         # Two buffers, each of keys and values with their gradients, and the queries' gradient that steps add to. (In
         # forward there are less: a second buffer of keys and values, and two steps' outputs.)
         gradients += context + 2 * 2 * shapes.whole(2 * shapes.values)
+    if job.gathers_twice:
+        # Keys and values of all ranks with their gradients, and those of each of the rank's two chunks, as far as it
+        # sees them.
+        ranks, both = job.parallel.context_parallel_size, shapes.whole(2 * shapes.values)
+        gradients += 2 * ranks * both + both * (2 * ranks + 1) // 2
     if job.parallel.exchanges_heads:
         copies += context  # of the heads: the map behind it keeps that of this rank's part of the sequence
     gradients += 2 * scores  # the softmax's, and from it the scores' own

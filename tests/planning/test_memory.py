@@ -308,18 +308,22 @@ def test_layers_that_stay_in_bf16_have_no_copies(stages: int, stage: int, start:
     assert copies(first_last_layers_bf16=True, **kept) * 4 == copies() * stages * copied
 
 
-def test_the_engines_ring_has_buffers() -> None:
-    """Beside what attention over gathered keys holds: keys, values and their gradients twice, the queries' gradient."""
-    ring, gathered = (
+def test_the_engines_context_parallelism_has_buffers() -> None:
+    """Beside what a rank by itself holds for as many tokens. The ring: keys, values and their gradients twice, the
+    queries' gradient. Gathered: keys, values and their gradients of all ranks; and these gradients of the rank's two
+    chunks, of which one sees as much more as the other sees less.
+    """
+    alone, ring, gathered = (
         next(
             operation
-            for operation in layer_operations(engine_job_of(FAR_FROM_PADDED, layout(text)))
+            for operation in layer_operations(engine_job_of(FAR_FROM_PADDED, layout(text), micro_batch_size=samples))
             if operation.name == "core attention"
         )
-        for text in ("cp=2", "cp=2,cp_comm_type=all_gather")
+        for text, samples in (("", 1), ("cp=2", 2), ("cp=2,cp_comm_type=all_gather", 2))
     )
     row = 2 * FAR_FROM_PADDED.seq_length // 2 * FAR_FROM_PADDED.hidden_size * 2  # two samples' on a rank, [n, h]
-    assert ring.backward - gathered.backward == 2 * (2 * 2 * row) + row
+    assert ring.backward - alone.backward == 2 * (2 * 2 * row) + row
+    assert gathered.backward - alone.backward == 4 * 2 * row + 2 * (1 + 4) * row // 2  # in chunks of half a rank's
     assert ring.saved == gathered.saved  # the copy that goes round, in place of the keys and values
 
 

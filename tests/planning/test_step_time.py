@@ -187,6 +187,8 @@ def test_the_local_layers_gather_keys_and_values() -> None:
     lines = [line for line in communication(local, 0) if line.group == "cp"]
     expected = sum(collective_seconds(Term("cp", x.kind, "", x.message_bytes, x.calls), 2, 1, machine) for x in lines)
     assert step_time(local, machine).exposed["cp"] == pytest.approx(expected)
+    engine = job(cp=2, cp_comm_type="all_gather")  # keeps none of them, and gathers them in backward, too
+    assert step_time(engine, machine).exposed["cp"] == pytest.approx(3 / 2 * expected)
 
 
 def test_the_engines_ring_is_beside_attention() -> None:
