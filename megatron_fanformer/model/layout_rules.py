@@ -163,6 +163,16 @@ def graph_problems(parallel: ParallelConfig, kernels: KernelsConfig) -> list[str
     return []
 
 
+def z_loss_problems(coefficient: float, kernels: KernelsConfig) -> list[str]:
+    """Return what keeps the z-loss (`training.z_loss_coefficient`) from the loss, one line each."""
+    if coefficient and not kernels.chunked_loss_head:
+        return [
+            f"training.z_loss_coefficient is {coefficient} with kernels.chunked_loss_head false, and megatron-core's "
+            "loss head has no z-loss; set the former to 0, or the latter to true"
+        ]
+    return []
+
+
 def document_problems(parallel: ParallelConfig, kernels: KernelsConfig) -> list[str]:
     """Return what keeps attention within documents (`data.reset_attention_mask`), one line each."""
     found = []

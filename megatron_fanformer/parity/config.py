@@ -3,7 +3,7 @@
 import dataclasses
 
 from megatron_fanformer.errors import InputError
-from megatron_fanformer.model.layout_rules import batch_problems, document_problems, layout_problems
+from megatron_fanformer.model.layout_rules import batch_problems, document_problems, layout_problems, z_loss_problems
 from megatron_fanformer.model.layouts import Layout, own_layout, parse_layout
 from megatron_fanformer.parity.verb import ParityConfig
 from megatron_fanformer.training.config import RunConfig, load_config
@@ -49,6 +49,7 @@ def _problems(run: RunConfig, layout: Layout) -> list[str]:
     return [
         *layout_problems(run.model, layout.parallel),
         *run.optimizer.joint_problems(layout.parallel),
+        *z_loss_problems(run.training.z_loss_coefficient, layout.kernels),
         *(document_problems(layout.parallel, layout.kernels) if run.data.reset_attention_mask else ()),
         *batch_problems(layout.parallel, layout.parallel.data_parallel_size or 1, batch, micro),
     ]

@@ -82,8 +82,16 @@ def _layers(num_layers: int, layouts: list[ParallelConfig]) -> int:
     )
     if any(getattr(layout, name) is not None for layout in layouts for name in uneven):
         return num_layers  # they name layers of the whole model
-    unit = math.lcm(*(layout.pipeline_model_parallel_size * layout.virtual_stages for layout in layouts))
+    units = (
+        layout.pipeline_model_parallel_size * layout.virtual_stages * _layers_at_a_time(layout) for layout in layouts
+    )
+    unit = math.lcm(*units)
     return min(num_layers, -(-MIN_LAYERS // unit) * unit)
+
+
+def _layers_at_a_time(layout: ParallelConfig) -> int:
+    """Return how many layers are recomputed together, which those of a chunk must be a multiple of."""
+    return layout.recompute_num_layers or 1 if layout.recompute_method == "uniform" else 1
 
 
 def _sequence(seq_length: int, layouts: list[ParallelConfig]) -> int:

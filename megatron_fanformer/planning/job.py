@@ -76,6 +76,22 @@ class Job:
         return is_sent and self.parallel.context_parallel_size > 1
 
     @property
+    def gathers_twice(self) -> bool:
+        """Return whether context parallel ranks gather keys and values in backward, too, as the Engine does where it
+        has no ring; the local layers keep them.
+        """
+        is_engine = self.layers == "transformer_engine" and self.parallel.context_parallel_size > 1
+        return is_engine and self.parallel.cp_comm_type == "all_gather"
+
+    @property
+    def keeps_scores(self) -> bool:
+        """Return whether attention is plain products that keep every score: the Engine's, where that is asked for, and
+        in float32, in which it has no other. The local layers' ignores the field.
+        """
+        is_plain = self.kernels.attention_backend == "unfused" or self.precision.dtype == "fp32"
+        return self.layers == "transformer_engine" and is_plain
+
+    @property
     def tokens(self) -> int:
         """Tokens of a micro batch on one context parallel rank, c b."""
         return self.micro_batch_size * self.model.seq_length // self.parallel.context_parallel_size

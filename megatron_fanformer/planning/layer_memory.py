@@ -293,19 +293,27 @@ def _attention(shapes: LayerShapes) -> Iterator[Operation]:
             positions *= job.parallel.context_parallel_size
         yield Operation("rotary embedding", 2 * positions * job.model.kv_channels * shapes.element, 0)
     given, read, copies = _attention_inputs(shapes)
-    exponents = shapes.tokens * shapes.heads * FLOAT
+    # Of each row of scores the sum of its exponentials; or, without a fused kernel, the softmax of all scores.
+    scores = shapes.whole(shapes.heads * job.model.seq_length) if job.keeps_scores else 0
+    kept = scores or shapes.tokens * shapes.heads * FLOAT
     gradients = 2 * context + 2 * shapes.whole(shapes.values if shapes.is_engine else shapes.queries)
     if job.has_ring:
         # Two buffers, each of keys and values with their gradients, and the queries' gradient that steps add to. (In
         # forward there are less: a second buffer of keys and values, and two steps' outputs.)
         gradients += context + 2 * 2 * shapes.whole(2 * shapes.values)
+    if job.gathers_twice:
+        # Keys and values of all ranks with their gradients, and those of each of the rank's two chunks, as far as it
+        # sees them.
+        ranks, both = job.parallel.context_parallel_size, shapes.whole(2 * shapes.values)
+        gradients += 2 * ranks * both + both * (2 * ranks + 1) // 2
     if job.parallel.exchanges_heads:
         copies += context  # of the heads: the map behind it keeps that of this rank's part of the sequence
+    gradients += 2 * scores  # the softmax's, and from it the scores' own
     is_recomputed = job.parallel.recomputes("core_attn")
     yield Operation(
         "core attention",
-        saved=given if is_recomputed else read + copies + exponents,
-        backward=stream + gradients + (copies + exponents + context if is_recomputed else 0),
+        saved=given if is_recomputed else read + copies + kept,
+        backward=stream + gradients + (copies + kept + context if is_recomputed else 0),
     )
     turned = context if not shapes.is_engine and job.micro_batch_size > 1 else 0  # its samples lie apart
     yield Operation(

@@ -110,6 +110,8 @@ def _core_attention_backward(job: Job) -> Iterator[Term]:
     if job.parallel.exchanges_heads:
         yield from _core_attention_forward(job)
     else:
+        if job.gathers_twice:
+            yield from _core_attention_forward(job)
         yield Term("cp", "reduce-scatter", "keys and values", _keys_and_values_bytes(job))
 
 

@@ -99,6 +99,8 @@ class Machine:
     run of that source; 0 without a comparison."""
     fp8_relative_error: float | None = None
     """The same of steps in FP8; null: as `relative_error`."""
+    fp32_relative_error: float | None = None
+    """The same of steps in float32; null: as `relative_error`."""
     sources: list[str]
     """Sources of the figures, one a line."""
     launches_ahead: bool = True
@@ -118,8 +120,9 @@ class Machine:
         return int((1 - DRIVERS_SHARE) * self.memory_bytes)
 
     def error_in(self, dtype: str) -> float:
-        """Return the relative error of a step's time; `dtype` is fp32, bf16 or fp8."""
-        return self.relative_error if dtype != "fp8" or self.fp8_relative_error is None else self.fp8_relative_error
+        """Return the relative error of a step's time, 0 if it is not known; `dtype` is fp32, bf16 or fp8."""
+        own = {"fp32": self.fp32_relative_error, "fp8": self.fp8_relative_error}.get(dtype)
+        return self.relative_error if own is None else own
 
     def flops_per_second(self, dtype: str, *, field: str | None = None) -> float:
         """Return the data sheet's rate of dense products; `dtype` is fp32, bf16 or fp8.

@@ -117,14 +117,33 @@ class MatrixUpdates:
 
     def terms(self, rank: int) -> Iterator[Term]:
         """Yield what a rank of the stage sends: its parts of matrices to their owners, and others' parts of its own."""
-        if not self.matrices or self._ranks == 1:
-            return
         rank %= self._ranks  # replicas that share nothing do alike
         tensor, replica = rank % self._tensor, rank // self._tensor
         pieces = zip(self.matrices, self._pieces(replica), strict=True)
         sent = sum(elements for matrix, elements in pieces if tensor == 0 or not matrix.is_replicated)
         own = [matrix for matrix, owner in zip(self.matrices, self._owner, strict=True) if owner == rank]
-        returned = sum(each.rows * each.columns * (self._tensor if each.is_replicated else 1) for each in own)
+        yield from self._exchanges(sent, sum(map(self._returned, own)))
+
+    def longest_terms(self) -> Iterator[Term]:
+        """Yield the same of the ranks that the others wait for: what one sends or receives, whichever is more.
+
+        An owner receives whole matrices, to which it sends a small part itself; and sends back what it received.
+        """
+        received, returned = [0] * self._ranks, [0] * self._ranks
+        for matrix, owner in zip(self.matrices, self._owner, strict=True):
+            received[owner] += matrix.rows * matrix.columns
+            returned[owner] += self._returned(matrix)
+        held = sum(self._pieces(0))
+        yield from self._exchanges(max(held, *received), max(held, *returned))
+
+    def _returned(self, matrix: Matrix) -> int:
+        """Return the elements that a matrix's owner sends back: to every tensor parallel rank that holds them."""
+        return matrix.rows * matrix.columns * (self._tensor if matrix.is_replicated else 1)
+
+    def _exchanges(self, sent: int, returned: int) -> Iterator[Term]:
+        """Yield both exchanges, of so many elements in all rounds."""
+        if not self.matrices or self._ranks == 1:
+            return
         calls = len(rounds(self._owner))
         yield Term(self._group, "all-to-all", "gradients of matrices", sent * self._element_bytes, calls)
         yield Term(self._group, "all-to-all", "updates of matrices", returned * self._element_bytes, calls)

@@ -8,7 +8,8 @@ and what is recomputed), and M micro batches:
 The first two are 1F1B's time, and the interleaved schedule's: one micro batch fills and drains the pipeline, in steps
 of a chunk. t_i adds up operations (`roofline`): FLOPs at the rate that large products reach, bytes at the memory's, and
 a part of the shorter of the two besides, so that a product with few FLOPs a byte is slower; and collectives
-(`layer_traffic`), as rings: n - 1 hops and (n - 1) / n of the tensor's bytes, twice in an all-reduce.
+(`layer_traffic`), as rings: n - 1 hops and (n - 1) / n of the tensor's bytes, twice in an all-reduce; but in an
+all-to-all each rank's bytes for other domains go through its own adapter.
 
 docs/planning.md has the rest of the model, and how far off published runs are. Left out: the sum of a tied embedding's
 gradients between stages, collectives of a few bytes, evaluation, checkpoints and reading data.
@@ -129,7 +130,7 @@ def collective_seconds(term: Term, ranks: int, stride: int, machine: Machine) ->
     """Return what collectives over `ranks` ranks take, each `stride` ranks from the next.
 
     Those of a group that are in one domain take turns in the ring, which leaves the domain once: every one of them adds
-    its adapter to the network's rate.
+    its adapter to the network's rate. In an all-to-all each sends what is for other domains through its own.
     """
     if ranks == 1 or not term.calls:
         return 0.0
@@ -140,7 +141,8 @@ def collective_seconds(term: Term, ranks: int, stride: int, machine: Machine) ->
         return term.calls * (machine.collective_seconds + link.latency_seconds) + term.message_bytes / link.rate
     rate, hops = machine.domain.rate, (ranks - domains) * machine.domain.latency_seconds
     if domains > 1:
-        across = in_domain * machine.network.rate
+        adapters = (ranks - 1) / (ranks - in_domain) if term.kind == "all-to-all" else in_domain
+        across = adapters * machine.network.rate
         rate = across if in_domain == 1 else min(rate, across)
         hops += (domains - 1) * machine.network.latency_seconds
     rounds = 2 if term.kind == "all-reduce" else 1
@@ -181,7 +183,6 @@ class _Seconds:
         self._strides = {TENSOR: 1, CONTEXT: nearest, REPLICAS: nearest}
         self._strides |= {"tp_dp_cp": 1, "intra_dp_cp": nearest, "inter_dist_opt": nearest * job.state_ranks}
         self._strides[PIPELINE] = nearest * parallel.context_parallel_size * job.data_parallel_size
-        self._has_plain_attention = job.kernels.attention_backend == "unfused"
         self._layer_forward = self._layer_backward = 0.0  # of one layer, without what it recomputes
 
     # -- a micro batch
@@ -220,7 +221,7 @@ class _Seconds:
             ranks=job.tensor_ranks,
             sequence_parallel=job.parallel.sequence_parallel,
             fan_form=job.parallel.fan_form,
-            has_plain_attention=self._has_plain_attention,
+            has_plain_attention=job.keeps_scores,
         )
         forward, backward = _Parts(), _Parts()
         for operation in operations:
@@ -318,7 +319,7 @@ class _Seconds:
         moved, flops = float(work.bytes), float(work.flops)
         dtype: str = job.precision.dtype
         efficiency = machine.product_efficiency
-        if operation.kind == "attention" and not self._has_plain_attention:
+        if operation.kind == "attention" and not job.keeps_scores:
             efficiency, flops = machine.attention_efficiency, flops * (FLASH_BACKWARD if is_backward else 1)
         elif self._is_in_fp8(operation):
             dtype, efficiency = "fp8", machine.fp8_product_efficiency
@@ -386,12 +387,20 @@ class _Seconds:
             )
             if parallel.use_distributed_optimizer:
                 once["weight gathering"] = self._beside([gather], buckets, backward / 2, parallel.overlap_param_gather)
-        if (matrices := MatrixUpdates(job, 0)).matrices:
-            of_products = self._machine.flops_per_second(matrices.dtype, field="optimizer.name")  # not the weights'
-            exchanging = sum(map(self._collective, matrices.terms(0)))
-            rate = of_products * self._machine.product_efficiency
-            once["orthogonalization"] = matrices.busiest_flops / rate + exchanging
+        once["orthogonalization"] = self._orthogonalization()
         return once
+
+    def _orthogonalization(self) -> float:
+        """Return the seconds of updates of whole matrices on the stage that has most: the gradients' norm, before them,
+        is of all stages.
+        """
+        layers = self._job.parallel.layers_per_stage(self._job.model.num_layers) or [0]
+        matrices = MatrixUpdates(self._job, layers.index(max(layers)))
+        if not matrices.matrices:
+            return 0.0
+        of_products = self._machine.flops_per_second(matrices.dtype, field="optimizer.name")  # not the weights'
+        rate = of_products * self._machine.product_efficiency
+        return matrices.busiest_flops / rate + sum(map(self._collective, matrices.longest_terms()))
 
     def _sharded(self, gather: Term, reduce: Term, layers: int) -> dict[str, float]:
         """Return the exposed seconds of FSDP in a step: a layer's weights are gathered beside the one before it."""

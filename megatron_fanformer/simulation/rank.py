@@ -53,8 +53,8 @@ def simulate_ranks(
 
 
 def first_rank_of_each_stage(parallel: ParallelConfig, world_size: int) -> list[int]:
-    """Return one rank of every pipeline stage, by the rank grid of `runtime.parallel`; all ranks of a stage do
-    alike.
+    """Return one rank of every pipeline stage, by the rank grid of `runtime.parallel`; all ranks of a stage do alike,
+    but for the matrices that each owns with Muon.
     """
     stages = parallel.pipeline_model_parallel_size
     return [stage * (world_size // stages) for stage in range(stages)]
@@ -66,11 +66,14 @@ def with_few_micro_batches(config: RunConfig, world_size: int) -> RunConfig:
     At most two micro batches a stage. More change the peak by their samples alone, since a stage never holds more
     activations at once; and communication is linear in their number: a formula that is right for these is right for
     all.
+
+    Without the data's stages, which begin at steps of the whole batch and concern neither.
     """
     replicas = config.parallel.resolve_data_parallel_size(world_size)
     few = min(config.num_micro_batches(replicas), 2 * config.parallel.pipeline_model_parallel_size)
     samples = few * config.training.micro_batch_size * replicas
-    return dataclasses.replace(config, training=dataclasses.replace(config.training, global_batch_size=samples))
+    training = dataclasses.replace(config.training, global_batch_size=samples)
+    return dataclasses.replace(config, training=training, data=dataclasses.replace(config.data, stages={}))
 
 
 def check(config: RunConfig, *, world_size: int, ranks: Sequence[int]) -> None:

@@ -49,6 +49,7 @@ ALWAYS_WRITTEN = (
     "use_distributed_optimizer",
 )
 FEW_BUCKETS, MANY_BUCKETS, MILLION = 4, 8, 10**6
+LAYER_BY_LAYER = ("uniform", 1)  # as a layout's text means full recomputation that says no more
 NOT_RECOMPUTED: dict[str, Any] = {
     "recompute_granularity": None,
     "recompute_method": None,
@@ -88,6 +89,9 @@ def layout_name(config: RunConfig, base: RunConfig) -> str:
             continue
         if not value == getattr(plain, name) == getattr(base.parallel, name):
             named[name] = value
+    layers = {name: getattr(config.parallel, name) for name in ("recompute_method", "recompute_num_layers")}
+    if config.parallel.recompute_granularity == "full" and tuple(layers.values()) != LAYER_BY_LAYER:
+        named |= layers
     return layout_text({**named, MICRO_BATCH: config.training.micro_batch_size})
 
 

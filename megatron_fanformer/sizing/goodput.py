@@ -129,7 +129,7 @@ def goodput(estimate: Estimate, steps: int, bytes_per_second: float, failures: F
         expected = math.inf
     total = held.saves * expected
     if total > ENDLESS_SECONDS:
-        raise InputError(_never_ends(trained, between_failures, failures))
+        raise InputError(_never_ends(trained, writing, between_failures, failures))
     after_failures = -total * math.expm1(-begun_again)  # a failure in the midst of it begins it anew
     restarting = after_failures * restart / (restart + undone)
     return Goodput(
@@ -143,8 +143,13 @@ def goodput(estimate: Estimate, steps: int, bytes_per_second: float, failures: F
     )
 
 
-def _never_ends(trained: float, between_failures: float, failures: Failures) -> str:
-    """Return the refusal of a run that fails, so many seconds apart, before it has trained or begun again."""
+def _never_ends(trained: float, writing: float, between_failures: float, failures: Failures) -> str:
+    """Return the refusal of a run that fails, so many seconds apart, before it has trained, saved or begun again."""
+    if writing > between_failures:
+        return (
+            f"a save takes {_duration(writing)}, and the run fails every {_duration(between_failures)}: it would never "
+            "end; raise --save-rate or --failure-hours"
+        )
     is_long = failures.restart_minutes * SECONDS_PER_MINUTE > between_failures
     shorter = f"--restart-minutes, which is {failures.restart_minutes:g}, and " if is_long else ""
     return (

@@ -71,13 +71,16 @@ def assumptions(plan: Plan) -> list[str]:
             "parallel ranks; the Engine's ring sends them round, with their gradients in backward. The time has "
             "the ring, as its code has it."
         )
-    if error := machine.error_in("fp8" if config.precision.fp8 else config.precision.dtype):
+    number_format = "fp8" if config.precision.fp8 else config.precision.dtype
+    if error := machine.error_in(number_format):
         found.append(
             f"± {error:.0%}: nine of ten steps that a source published of such chips and numbers are within it of the "
             "formula, predicted without any run of that source."
         )
     else:
-        found.append(f"Nobody has compared steps of {machine.name} with the formula: its error is unknown.")
+        found.append(
+            f"Nobody has compared steps of {machine.name} in {number_format} with the formula: its error is unknown."
+        )
     if not request.named:
         found.append(
             "The search gives stages equally many layers, or such that they take equally long, the head counted as "

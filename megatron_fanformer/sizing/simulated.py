@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from megatron_fanformer.planning.communication import Total, communication, totals
+from megatron_fanformer.planning.communication import CommunicationLine, Total, communication, totals
 from megatron_fanformer.planning.memory import rank_memory
 from megatron_fanformer.sizing.estimate import Estimate
 from megatron_fanformer.sizing.verb import ALL_STAGES
@@ -84,10 +84,18 @@ def _beside_formula(simulated: "SimulatedRank") -> SimulatedStage:
         peak_bytes=simulated.peak_bytes,
         formula_peak_bytes=formula_peak,
         counted=_sum(totals(simulated.collectives)),
-        formula=_sum(totals(communication(simulated.job, simulated.stage))),
+        formula=_sum(totals(_lines(simulated))),
         seconds=simulated.seconds,
         differences=(*communication_differences(simulated), *peak_differences(simulated, formula_peak)),
     )
+
+
+def _lines(simulated: "SimulatedRank") -> list[CommunicationLine]:
+    """Return what the formula says that it communicates, by its number among its stage's ranks, which follow on one
+    another.
+    """
+    job = simulated.job
+    return communication(job, simulated.stage, simulated.rank % (job.world_size // job.stages))
 
 
 def _sum(cells: dict[tuple[str, str], Total]) -> Total:
@@ -96,7 +104,7 @@ def _sum(cells: dict[tuple[str, str], Total]) -> Total:
 
 def communication_differences(simulated: "SimulatedRank") -> list[str]:
     """Return a line for each kind of collective and group for which the formula has another number or other bytes."""
-    formula_lines = communication(simulated.job, simulated.stage)
+    formula_lines = _lines(simulated)
     formula, counted = totals(formula_lines), totals(simulated.collectives)
     ranks_by_formula = {line.group: line.ranks for line in formula_lines}
     ranks_counted = {line.group: line.ranks for line in simulated.collectives}

@@ -26,6 +26,7 @@ from megatron_fanformer.model.layout_rules import (
     document_problems,
     graph_problems,
     layout_problems,
+    z_loss_problems,
 )
 from megatron_fanformer.planning.job import Job, Layers
 from megatron_fanformer.runtime import topology
@@ -285,12 +286,8 @@ class RunConfig:
             *layout_problems(self.model, self.parallel),
             *graph_problems(self.parallel, self.kernels),
             *self.optimizer.joint_problems(self.parallel),
+            *z_loss_problems(self.training.z_loss_coefficient, self.kernels),
         ]
-        if self.training.z_loss_coefficient and not self.kernels.chunked_loss_head:
-            found.append(
-                f"training.z_loss_coefficient is {self.training.z_loss_coefficient} with kernels.chunked_loss_head "
-                "false, and megatron-core's loss head has no z-loss; set the former to 0, or the latter to true"
-            )
         if self.data.reset_attention_mask:
             found += document_problems(self.parallel, self.kernels)
         if self.kernels.cuda_graph_impl == "local" and not self.evaluation.is_empty:

@@ -254,6 +254,16 @@ def test_a_layout_that_cannot_keep_attention_within_documents(tmp_path: Path) ->
         read_layouts(ParityConfig(file=within_documents(tmp_path), layouts=("cp=2",)))
 
 
+def test_a_loss_head_that_has_no_z_loss(tmp_path: Path) -> None:
+    """As train refuses it, before any rank starts."""
+    training = {"run_dir": str(tmp_path), "train_iters": 10, "global_batch_size": 32, "z_loss_coefficient": 1e-2}
+    file = write_config(tmp_path, training=training)
+    with pytest.raises(
+        InputError, match=r"layout 'chunked_loss_head=false': training\.z_loss_coefficient is 0\.01 with"
+    ):
+        read_layouts(ParityConfig(file=file, layouts=("tp=2", "chunked_loss_head=false")))
+
+
 @pytest.fixture(scope="module")
 def long_pool() -> Iterator[RankPool]:
     with RankPool(job_seconds=900) as pool:

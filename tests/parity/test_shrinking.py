@@ -1,6 +1,7 @@
 """A small run keeps what decides about layouts: all that are legal for the large one are legal for it."""
 
 import dataclasses
+from typing import Any
 
 import pytest
 
@@ -44,6 +45,16 @@ def test_layouts_that_are_legal_stay_so(name: str) -> None:
         replicas = layout.data_parallel_size or 1
         assert batch_problems(layout, replicas, small.global_batch_size, small.micro_batch_size) == []
         assert small.global_batch_size // (small.micro_batch_size * replicas) >= 2
+
+
+@pytest.mark.parametrize("degrees", [{}, {"pipeline_model_parallel_size": 2}], ids=str)
+def test_layers_can_be_recomputed_as_many_at_a_time(degrees: dict[str, Any]) -> None:
+    full = {"recompute_granularity": "full", "recompute_num_layers": 8}
+    layouts = {method: ParallelConfig(**degrees, **full, recompute_method=method) for method in ("uniform", "block")}
+    small = shrink(MODELS["1b"], 4, [layouts["uniform"]]).model
+    assert small.num_layers == 8 * degrees.get("pipeline_model_parallel_size", 1)
+    assert layout_problems(small, layouts["uniform"]) == []
+    assert shrink(MODELS["1b"], 4, [layouts["block"]]).model.num_layers == 4  # which recomputes all, if they are fewer
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -1,5 +1,6 @@
 """Machines by name and by file: what a file may say, and what is wrong with one in a line each."""
 
+import csv
 import dataclasses
 import json
 from pathlib import Path
@@ -14,7 +15,30 @@ from megatron_fanformer.planning.machines import known_machines, load_machine
 def test_every_known_machine_says_where_its_figures_are_from(name: str) -> None:
     machine = load_machine(name.upper())
     assert machine.problems() == [] and machine.sources
-    assert 0 < machine.relative_error < 1
+
+
+def test_an_error_is_stated_for_what_was_compared_alone() -> None:
+    """The published runs' chips and formats, and those of the same architecture."""
+    with (Path(__file__).parent / "published_runs.csv").open() as file:
+        runs = {(row["gpu"].lower(), "bf16" if row["prec"] == "bf16" else "fp8") for row in csv.DictReader(file)}
+    compared = runs | {("h200", format_) for gpu, format_ in runs if gpu == "h100"}
+    stated = {
+        (name, format_): machine.error_in(format_)
+        for name, machine in known_machines().items()
+        for format_ in ("fp32", "bf16", "fp8")
+        if getattr(machine, f"{format_}_flops_per_second") is not None
+    }
+    assert {key for key, error in stated.items() if error} == compared
+    assert all(0 <= error < 1 for error in stated.values())
+
+
+def test_a_machine_of_ones_own_states_its_own_error(tmp_path: Path) -> None:
+    """One number for all formats, as a report of tools/bench_train.py on a CPU may have it."""
+    values = {**dataclasses.asdict(load_machine("h100")), "fp32_relative_error": None, "relative_error": 0.17}
+    file = tmp_path / "mine.json"
+    file.write_text(json.dumps(values))
+    mine = load_machine(str(file))
+    assert [mine.error_in(format_) for format_ in ("fp32", "bf16", "fp8")] == [0.17, 0.17, 0.16]
 
 
 def test_a_file_with_all_fields_is_the_machine(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megatron_fanformer.model.build import build_stages
-from megatron_fanformer.model.config import FANConfig, FANformerConfig, PrecisionConfig
+from megatron_fanformer.model.config import PRESETS, FANConfig, FANformerConfig, PrecisionConfig
 from megatron_fanformer.model.kernels import KernelsConfig
 from megatron_fanformer.ops import cross_entropy, products
 from megatron_fanformer.planning import vocabulary_memory
@@ -308,19 +308,60 @@ def test_layers_that_stay_in_bf16_have_no_copies(stages: int, stage: int, start:
     assert copies(first_last_layers_bf16=True, **kept) * 4 == copies() * stages * copied
 
 
-def test_the_engines_ring_has_buffers() -> None:
-    """Beside what attention over gathered keys holds: keys, values and their gradients twice, the queries' gradient."""
-    ring, gathered = (
+def test_the_engines_context_parallelism_has_buffers() -> None:
+    """Beside what a rank by itself holds for as many tokens. The ring: keys, values and their gradients twice, the
+    queries' gradient. Gathered: keys, values and their gradients of all ranks; and these gradients of the rank's two
+    chunks, of which one sees as much more as the other sees less.
+    """
+    alone, ring, gathered = (
         next(
             operation
-            for operation in layer_operations(engine_job_of(FAR_FROM_PADDED, layout(text)))
+            for operation in layer_operations(engine_job_of(FAR_FROM_PADDED, layout(text), micro_batch_size=samples))
             if operation.name == "core attention"
         )
-        for text in ("cp=2", "cp=2,cp_comm_type=all_gather")
+        for text, samples in (("", 1), ("cp=2", 2), ("cp=2,cp_comm_type=all_gather", 2))
     )
     row = 2 * FAR_FROM_PADDED.seq_length // 2 * FAR_FROM_PADDED.hidden_size * 2  # two samples' on a rank, [n, h]
-    assert ring.backward - gathered.backward == 2 * (2 * 2 * row) + row
+    assert ring.backward - alone.backward == 2 * (2 * 2 * row) + row
+    assert gathered.backward - alone.backward == 4 * 2 * row + 2 * (1 + 4) * row // 2  # in chunks of half a rank's
     assert ring.saved == gathered.saved  # the copy that goes round, in place of the keys and values
+
+
+UNFUSED = KernelsConfig(attention_backend="unfused")
+
+
+def test_attention_without_a_fused_kernel_keeps_every_score() -> None:
+    """FANformer-1B, four samples of 2,048 tokens: docs/gpu.md has 8.6 GB more, as one H100 measured it."""
+    fused, unfused = (
+        rank_memory(engine_job_of(PRESETS["fanformer-1b"], layout(""), micro_batch_size=4, kernels=kernels), 0)
+        for kernels in (KernelsConfig(), UNFUSED)
+    )
+    scores = 16 * 4 * 16 * 2048**2 * 2  # layers, samples, heads
+    more = by_purpose(unfused)["activations"] - by_purpose(fused)["activations"]
+    assert more == pytest.approx(scores, rel=5e-3)  # in place of one float32 number a row
+    assert (unfused.total_bytes - fused.total_bytes) / 1e9 == pytest.approx(8.6, rel=0.03)
+
+
+@pytest.mark.parametrize("text", ["", "tp=2,sp=true", "cp=2,cp_comm_type=a2a"])
+def test_scores_are_of_a_ranks_heads_and_the_whole_sequence(text: str) -> None:
+    def attention(text: str, **fields: Any) -> Any:
+        job = engine_job_of(FAR_FROM_PADDED, layout(text), **fields)
+        return next(each for each in layer_operations(job) if each.name == "core attention")
+
+    model, ranks = FAR_FROM_PADDED, 2 if text else 1
+    elements = 2 * model.num_attention_heads // ranks * model.seq_length**2
+    statistics = 4 * elements // model.seq_length
+    plain, fused = attention(text, kernels=UNFUSED), attention(text)
+    assert plain.saved - fused.saved == 2 * elements - statistics
+    assert plain.backward - fused.backward == 2 * 2 * elements  # gradients of the softmax and of the scores
+    again = f"{text},recompute_granularity=selective,recompute_modules=[core_attn]".removeprefix(",")
+    plain, fused = attention(again, kernels=UNFUSED), attention(again)
+    assert plain.saved == fused.saved and plain.backward - fused.backward == 3 * 2 * elements - statistics
+    in_fp32 = {"precision": PrecisionConfig(dtype="fp32")}  # has no other, whatever is asked for
+    assert attention(text, **in_fp32) == attention(text, **in_fp32, kernels=UNFUSED)
+    assert attention(text, **in_fp32).saved > 4 * elements
+    local = {"layers": "local"}
+    assert attention(text, **local) == attention(text, **local, kernels=UNFUSED)
 
 
 # -- the formula itself

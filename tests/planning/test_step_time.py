@@ -93,6 +93,10 @@ def test_rings_by_hand() -> None:
     # Every fourth rank: two of the group in a domain, so two adapters of 10 bytes a second; one hop over the network.
     assert seconds("reduce-scatter", 4, 4) == pytest.approx(10 + 2 * 1 + 1 * 5 + 3 / 4 * 1000 / 20)
     assert seconds("reduce-scatter", 4, 8) == pytest.approx(10 + 3 * 5 + 3 / 4 * 1000 / 10)
+    # Of 16 ranks in two domains 8 are in the other: half of a rank's bytes, through its own adapter.
+    assert seconds("all-to-all", 16, 1) == pytest.approx(10 + 14 * 1 + 1 * 5 + 8 / 16 * 1000 / 10)
+    assert seconds("all-to-all", 8, 1) == pytest.approx(10 + 7 * 1 + 7 / 8 * 1000 / 100)
+    assert seconds("all-to-all", 4, 8) == pytest.approx(10 + 3 * 5 + 3 / 4 * 1000 / 10)
     assert seconds("send", 2, 4) == pytest.approx(10 + 1 + 1000 / 100)
     assert seconds("send", 2, 8) == pytest.approx(10 + 5 + 1000 / 10)
     assert seconds("all-gather", 1, 1) == 0
@@ -183,6 +187,8 @@ def test_the_local_layers_gather_keys_and_values() -> None:
     lines = [line for line in communication(local, 0) if line.group == "cp"]
     expected = sum(collective_seconds(Term("cp", x.kind, "", x.message_bytes, x.calls), 2, 1, machine) for x in lines)
     assert step_time(local, machine).exposed["cp"] == pytest.approx(expected)
+    engine = job(cp=2, cp_comm_type="all_gather")  # keeps none of them, and gathers them in backward, too
+    assert step_time(engine, machine).exposed["cp"] == pytest.approx(3 / 2 * expected)
 
 
 def test_the_engines_ring_is_beside_attention() -> None:
@@ -292,6 +298,19 @@ def test_an_error_of_its_own_in_fp8() -> None:
     assert step_time(job(precision={"fp8": "hybrid"}), same).relative_error == 0.1
 
 
+def test_attention_is_plain_in_the_engine_alone() -> None:
+    """Where it is asked for, and in float32, which has no other; the local layers' takes no notice."""
+
+    def attention(dtype: str = "bf16", backend: str = "auto", layers: Any = "transformer_engine") -> float:
+        asked = job(precision={"dtype": dtype}, attention_backend=backend)
+        return step_time(dataclasses.replace(asked, layers=layers), PLAIN).parts["attention"]
+
+    flash, plain = attention(), attention(backend="unfused")
+    assert plain / flash == pytest.approx(2 * 3 / (1 + 2 * FLASH_BACKWARD))  # the masked half too, each product once
+    assert attention("fp32") == attention("fp32", "unfused") == plain
+    assert {attention(*each, "local") for each in (("bf16", "auto"), ("bf16", "unfused"), ("fp32", "auto"))} == {flash}
+
+
 def test_full_recomputation_is_a_forward_more() -> None:
     full = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     plain, again = step_time(job(), PLAIN), step_time(job(**full), PLAIN)
@@ -373,6 +392,30 @@ def test_muon_multiplies_in_its_own_format_whatever_weights_are_in() -> None:
         step_time(in_fp32, alone)
 
 
+def test_muons_update_waits_for_the_stage_with_most() -> None:
+    uneven = {"pp": 2, "num_layers_in_first_pipeline_stage": 1}
+    asked = dataclasses.replace(job(**uneven), optimizer=OPTIMIZERS["muon"])
+    flops = [MatrixUpdates(asked, stage).busiest_flops for stage in range(2)]
+    assert step_time(asked, PLAIN).parts["orthogonalization"] * 1e12 == pytest.approx(flops[1]) and flops[1] > flops[0]
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_muons_exchanges_wait_for_the_rank_that_receives_most(tp: int) -> None:
+    """An owner of the MLP's first map gets all of it, and sends it back; each rank sends its share of all matrices."""
+    layout = {"tp": tp, "sequence_parallel": tp > 1, "fan_form": "sequence" if tp > 1 else "column"}
+    many, few = (
+        MatrixUpdates(dataclasses.replace(job(dp=dp, **layout), optimizer=OPTIMIZERS["muon"]), 0) for dp in (64, 2)
+    )
+    largest = 2 * MODEL.ffn_hidden_size * MODEL.hidden_size
+    assert [term.message_bytes for term in many.longest_terms()] == [2 * largest, 2 * largest]  # one a rank, in bf16
+    of_all = sum(matrix.rows * matrix.columns * (tp if matrix.is_replicated else 1) for matrix in few.matrices)
+    assert min(term.message_bytes for term in few.longest_terms()) >= 2 * of_all // (2 * tp)
+    for updates, ranks in ((many, 64 * tp), (few, 2 * tp)):
+        sent = [[term.message_bytes for term in updates.terms(rank)] for rank in range(ranks)]
+        longest = [term.message_bytes for term in updates.longest_terms()]
+        assert longest[0] >= max(each[0] for each in sent) and longest[1] >= max(each[1] for each in sent)
+
+
 FASTER = {
     "bf16_flops_per_second": 2.0,
     "memory_bytes_per_second": 2.0,
@@ -392,6 +435,7 @@ FASTER = {
         {"tp": 8, "pp": 4, "sequence_parallel": True, "overlap_grad_reduce": True, "overlap_param_gather": True},
         {"tp": 2, "pp": 2, "cp": 2, "virtual_pipeline_model_parallel_size": 2},
         {"cp": 4, "cp_comm_type": "all_gather"},
+        {"cp": 16, "cp_comm_type": "a2a"},
         {"attention_backend": "unfused"},
     ],
     ids=str,

@@ -40,6 +40,23 @@ def test_a_batch_that_is_small_already_stays() -> None:
     assert with_few_micro_batches(run_config(samples=2), 1) == run_config(samples=2)
 
 
+def test_stages_of_the_data_do_not_stand_in_the_way() -> None:
+    """With fewer samples a step they would begin after the last one."""
+    data = dataclasses.replace(INTERLEAVED.data, stages={"from token 12K": ["more"]})  # step 7 of 10
+    config = dataclasses.replace(INTERLEAVED, data=data)
+    assert config.joint_problems(4) == []
+    check(with_few_micro_batches(config, 8), world_size=8, ranks=[0])
+
+
+def test_ranks_of_a_stage_own_different_matrices() -> None:
+    """With Muon: what each sends depends on its number among the stage's ranks."""
+    config = run_config(tensor_model_parallel_size=2, **PP, optimizer=dict(name="muon"))
+    found = [run_rank(config, world_size=8, rank=rank) for rank in (4, 7)]
+    moved = [sum(line.message_bytes for line in each.collectives) for each in found]
+    assert moved[0] != moved[1]
+    assert [communication_differences(each) for each in found] == [[], []]
+
+
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "Transformer Engine": (
         dict(kernels=dict(transformer_impl="transformer_engine")),

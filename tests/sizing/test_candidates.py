@@ -33,7 +33,7 @@ def test_the_name_of_a_layout_is_read_as_that_layout(own: dict[str, Any]) -> Non
     config = run_config(parallel=own)
     layouts = [each for micro_batches in all_layouts(config, 4) for each in micro_batches]
     assert len({layout_name(each, config) for each in layouts}) == len(layouts) > 30
-    for each in layouts:
+    for each in (*layouts, config):
         assert laid_out(config, layout_name(each, config)) == each
 
 

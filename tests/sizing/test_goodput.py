@@ -165,3 +165,17 @@ def test_a_run_that_would_never_end_is_refused(
     with pytest.raises(InputError) as refused:
         goodput(run, 99_900, 1e9, failures)
     assert str(refused.value).startswith(message)
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_save_that_takes_longer_than_the_run_lasts_is_named(is_async: bool) -> None:
+    """No interval would help: it is what never ends, in turn with steps or beside them."""
+    run = planned(save_interval=10, async_save=is_async)
+    rate = checkpoint_bytes(run.job) / 1000
+    message = (
+        "a save takes 0.3 hours, and the run fails every 8 seconds: it would never end; raise --save-rate or "
+        "--failure-hours"
+    )
+    with pytest.raises(InputError) as refused:
+        goodput(run, 99_900, rate, Failures(gpu_hours=8 * GPUS / SECONDS_PER_HOUR, restart_minutes=1))
+    assert str(refused.value) == message
