@@ -34,7 +34,7 @@ def open_chat(config: ChatConfig) -> Iterator["Chat"]:
         CorruptError: the checkpoint is damaged.
     """
     problems = config.problems()
-    source, tokenizer = find_model_and_tokenizer(config.checkpoint, config.tokenizer, problems)
+    source, tokenizer = find_model_and_tokenizer(config.checkpoint, config.tokenizer, problems, eod_id=config.eod_id)
     template = None
     if source is not None:
         if (config.max_new_tokens or 0) >= source.config.seq_length:

@@ -16,7 +16,7 @@ from megatron_fanformer.generation import talking
 from megatron_fanformer.generation.chat import open_chat
 from megatron_fanformer.generation.config import ChatConfig
 from megatron_fanformer.generation.models import Decoder
-from tests.generation.making import write_export
+from tests.generation.making import write_export, write_tokenizer
 
 TEMPLATE = """\
 {% for message in messages %}
@@ -169,6 +169,12 @@ def test_a_model_without_a_template_asks_for_one(run_folder, capsys):
     (line,) = capsys.readouterr().err.splitlines()
     assert f"{find_checkpoint(run_folder) / 'tokenizer.json'} has no chat template" in line
     assert "name a Jinja file as --chat-template, or olmo" in line
+
+
+def test_the_end_of_text_that_is_named_is_the_templates_too(run_folder, template, tmp_path):
+    tokenizer = str(write_tokenizer(tmp_path, end_of_text="<end>"))
+    with open_chat(asked(run_folder, chat_template=str(template), tokenizer=tokenizer, eod_id=97)) as chat:
+        assert chat._template.variables["eos_token"] == "a"
 
 
 class Endless:
