@@ -43,9 +43,8 @@ def open_chat(config: ChatConfig) -> Iterator["Chat"]:
                 f"{source.config.seq_length} tokens that the model was trained on; set it lower"
             )
         if tokenizer is not None:
-            path = config.tokenizer or tokenizer.path
             named, end = config.chat_template, source.end_of_text_id
-            template = collect_problems(problems, lambda: find_template(path, named, eod_id=end))
+            template = collect_problems(problems, lambda: find_template(tokenizer.path, named, eod_id=end))
             collect_problems(problems, lambda: refuse_spaces_between(tokenizer))
     if problems or source is None or tokenizer is None or template is None:
         raise InputError("\n".join(problems))

@@ -177,6 +177,14 @@ def test_the_end_of_text_that_is_named_is_the_templates_too(run_folder, template
         assert chat._template.variables["eos_token"] == "a"
 
 
+def test_the_template_of_a_tokenizer_at_a_url_is_found(run_folder, tokenizer_file, template, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "tokenizer.json").write_bytes(tokenizer_file.read_bytes())
+    (tmp_path / "chat_template.jinja").write_bytes(template.read_bytes())
+    with open_chat(asked(run_folder, tokenizer=(tmp_path / "tokenizer.json").as_uri())) as chat:
+        assert chat._template.source == TEMPLATE
+
+
 class Endless:
     """Stands in for a conversation: an answer has no end, and Ctrl-C comes at its third piece and at those numbered."""
 
