@@ -205,6 +205,13 @@ class Endless:
         self.asked.clear()
 
 
+def test_a_byte_order_mark_is_no_part_of_the_first_message(monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"\xef\xbb\xbfone\n\xef\xbb\xbftwo\n")))
+    chat = Endless()
+    talking._with_pipe(chat)
+    assert chat.asked == ["one", "\ufefftwo"]
+
+
 def typed(monkeypatch, *lines: str | BaseException | signal.Signals) -> None:
     """What is typed at the prompt: lines, the end of input, Ctrl-C."""
     rest = iter(lines)
