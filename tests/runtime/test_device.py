@@ -1,7 +1,6 @@
 """What the environment says about this process."""
 
 import os
-import pwd
 import resource
 import subprocess
 import sys
@@ -194,12 +193,9 @@ def test_threads_of_the_environment_are_kept(monkeypatch: pytest.MonkeyPatch) ->
             device.threads_per_rank(2)
 
 
+@pytest.mark.usefixtures("without_home")
 def test_a_user_without_a_home_is_told_so_and_computes_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in a container that is started under any user's number."""
-    monkeypatch.setattr(pwd, "getpwuid", lambda number: {}[number])
     monkeypatch.setattr(parallel.dist, "get_world_size", lambda: 1)
-    monkeypatch.delenv("HOME")
-    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     message = "there is no home folder for a cache"
     with pytest.raises(InputError, match=rf"^{message} .*; set XDG_CACHE_HOME to a folder$"):
         device.cache_folder()
