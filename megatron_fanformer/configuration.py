@@ -18,6 +18,7 @@ import textwrap
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -76,9 +77,7 @@ def build(values: Mapping[str, Any], owner: type[Config], prefix: str = "", *, a
 def value_problems(
     values: Mapping[str, Any], owner: type, prefix: str = "", *, advice: Advice = no_advice
 ) -> list[str]:
-    """Return one line for each key that the dataclass does not have, each missing one, and each value of a wrong
-    type.
-    """
+    """Return one line for each unknown key, each missing one, and each value of a wrong type."""
     hints = get_type_hints(owner)
     found = []
     for key in values:
@@ -310,15 +309,21 @@ def read_overrides(arguments: Sequence[str], *, advice: Advice = no_advice) -> d
         key, has_value, text = key[2:].partition("=")
         if not has_value and not left:
             raise InputError(f"--{key} has no value; write --section.field VALUE")
-        text = text if has_value else left.pop(0)
-        try:
-            value = yaml_value(text)
-        except ValueError:
-            raise InputError(f"--{key} {text!r} is not a valid YAML value; quote it") from None
-        _set_nested(values, key.split("."), value)
+        _set_nested(values, key.split("."), _override(key, text if has_value else left.pop(0)))
     if wrong:
         raise InputError("\n".join(wrong))
     return values
+
+
+def _override(key: str, text: str) -> Any:
+    try:
+        value = yaml_value(text)
+    except ValueError:
+        raise InputError(f"--{key} {text!r} is not a valid YAML value; quote it") from None
+    for one, other in pairwise(yaml.scan(text)):
+        if "#" in text[one.end_mark.index : other.start_mark.index]:
+            raise InputError(f"--{key} {text!r}: a part of it is a comment to YAML; quote it")
+    return value
 
 
 def overlaid(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
@@ -488,13 +493,8 @@ def _complete(definition: dict[str, Any], owner: Any) -> None:
     for field in dataclasses.fields(owner):
         described = definition["properties"][field.name]
         described.pop("title", None)
-        if not _is_section(hints[field.name]):
-            described["description"] = texts[field.name]
-            if not _is_required(field):
-                described["default"] = _default(field)
-        elif _is_required(field):
-            described["description"] = texts[field.name]
-        else:
-            reference = described.pop("$ref")
-            described.clear()
-            described.update(description=texts[field.name], anyOf=[{"$ref": reference}, {"type": "null"}])
+        described["description"] = texts[field.name]
+        if not _is_section(hints[field.name]) and not _is_required(field):
+            described["default"] = _default(field)
+        elif not _is_required(field):
+            described["anyOf"] = [{"$ref": described.pop("$ref")}, {"type": "null"}]

@@ -22,7 +22,8 @@ _goes_on = False
 
 
 def guard_output() -> None:
-    """Take care of this process's output from here on; to be called once, before anything opens a file.
+    """Take care of this process's output from here on, and of its input; to be called once, before anything opens a
+    file.
 
     One that was closed (`>&-`) is opened on nothing: else the next file to be opened would take its number, and get
     what is printed.
@@ -32,6 +33,8 @@ def guard_output() -> None:
             os.fstat(descriptor)
         except OSError:
             os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free
+    if sys.stdin is None:  # as Python has it where it was closed
+        sys.stdin = os.fdopen(0, closefd=False)
     sys.stdout, sys.stderr = guarded(sys.stdout, 1), guarded(sys.stderr, 2)
 
 

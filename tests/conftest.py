@@ -108,6 +108,14 @@ def signals_as_before() -> Iterator[None]:
     signal.pthread_sigmask(signal.SIG_SETMASK, held)
 
 
+@pytest.fixture
+def without_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A user whom the system does not know, as in a container that is started under any number."""
+    monkeypatch.setattr("pwd.getpwuid", lambda number: {}[number])
+    for name in ("HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+
+
 @pytest.fixture(scope="session")
 def rank_pool() -> Iterator[RankPool]:
     """Gloo ranks, kept alive for the whole session."""

@@ -117,6 +117,17 @@ def test_overrides_are_yaml_laid_over_values_field_by_field() -> None:
     assert values == {"a": {"x": 1, "y": {"z": 2}}, "b": None}
 
 
+@pytest.mark.parametrize("text", ["runs/lr #2", "#2", "'a' # b", "[1, 2] # c", "x: 1 # y", "{x: 1, # y\n z: 2}"])
+def test_an_override_is_not_cut_where_a_comment_begins(text: str) -> None:
+    with pytest.raises(InputError, match=r"^--a\.b .*: a part of it is a comment to YAML; quote it$"):
+        read_overrides(["--a.b", text])
+
+
+@pytest.mark.parametrize("text", ["runs/lr#2", "'runs/lr #2'", '"a # b"', "{x: 'y # z'}", "|\n a # b"])
+def test_a_value_may_hold_a_hash(text: str) -> None:
+    assert "#" in str(read_overrides(["--a.b", text]))
+
+
 def test_aliases_are_read_and_a_key_stands_once() -> None:
     merged = {"lr": 4e-4, "beta": 1}
     assert yaml_value("{a: &a {lr: 4e-4}, b: {<<: *a, beta: 1}, c: [*a, *a]}") == {

@@ -1,6 +1,7 @@
 """What becomes of a command whose output nobody reads any more, or has no place."""
 
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -49,6 +50,12 @@ def test_a_run_goes_on_unread(
         r"WARNING rank 0 \S+: (standard \w+) cannot be written \((.*)\); what is printed is dropped", log
     )
     assert message[:1] == ([(stream, reason)] if stream else []) and len(message) == len(set(message))
+
+
+def test_input_that_was_closed_is_empty() -> None:
+    code = "import sys; from megatron_fanformer.output import guard_output; guard_output(); print([*sys.stdin.buffer])"
+    done = bash(f"{sys.executable} -c {shlex.quote(code)} <&-")
+    assert (done.stdout, done.stderr) == ("[]\n", "")
 
 
 @pytest.mark.parametrize("options", ["--resolved --config examples/tiny-cpu.yaml", "--help"])

@@ -74,6 +74,13 @@ def test_the_image_takes_its_versions_from_the_constraints() -> None:
     assert {found.rpartition(".")[0] for found in re.findall(r"nvidia/cuda:([\d.]+)", text)} == {toolkit}
 
 
+def test_the_readme_installs_the_versions_for_the_pythons_that_it_names() -> None:
+    text = (ROOT / "README.md").read_text()
+    named = " and ".join(re.findall(r"Linux x86-64, Python (3\.\d+) or (3\.\d+)", text)[0])
+    (file,) = re.findall(r"`pip install -e \. -c (\S+)`", text)
+    assert (ROOT / file).read_text().startswith(f"# Python {named}, ")
+
+
 def test_every_dependency_has_its_reason_in_the_contributors_table() -> None:
     page = (ROOT / "CONTRIBUTING.md").read_text().partition("## Dependencies")[2].partition("\n## ")[0]
     rows = [row.split("|")[1:-1] for row in page.splitlines() if row.startswith("| `")]

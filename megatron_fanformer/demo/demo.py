@@ -24,7 +24,7 @@ from megatron_fanformer.checkpoint.run_lock import run_lock
 from megatron_fanformer.data.tokenizer import TOKENIZER_MODEL, load_tokenizer, train_sentencepiece
 from megatron_fanformer.demo.corpus import Corpus, pack_standard_library
 from megatron_fanformer.durable_files import write_atomically
-from megatron_fanformer.errors import FanformerError, InputError
+from megatron_fanformer.errors import FanformerError, InputError, Interrupted
 from megatron_fanformer.formats.convert import convert_checkpoint
 from megatron_fanformer.formats.verb import ConvertOptions
 from megatron_fanformer.generation.config import GenerateConfig
@@ -170,14 +170,22 @@ def training_config(places: Places) -> dict[str, Any]:
 
 
 def _train(places: Places, console: Console) -> None:
-    """Start one command twice: the first ends half-way (`exit_interval`), the second continues from its checkpoint."""
+    """Start one command twice: the first ends half-way (`exit_interval`), the second continues from its checkpoint.
+
+    Raises:
+        Interrupted: a signal stopped it; the same command is the demo, which removes what it has made.
+    """
     values = training_config(places)
     config_from_dict(values)  # a mistake here is ours: let it show at once
     places.config.write_text(yaml.safe_dump(values, sort_keys=False))
     command = ["train", "--config", str(places.config)]
-    start_run(places.config, [], command)
-    console.print("stopped half-way; the same command again:")
-    start_run(places.config, [], command)
+    try:
+        start_run(places.config, [], command)
+        console.print("stopped half-way; the same command again:")
+        start_run(places.config, [], command)
+    except Interrupted:
+        train = shlex.join(["megatron-fanformer", *command])
+        raise Interrupted(f"stopped in its training; the demo would begin anew, and {train} goes on") from None
     last = read_metrics(places.run)[-1]["step"]
     if last != STEPS:
         raise FanformerError(f"the resumed run ended at step {last}, not {STEPS}")

@@ -83,7 +83,7 @@ class TokenFile:
             InputError: it is not known what ends a document.
         """
         if self.index is not None:
-            index = read_index(self.index, cache=cache_folder())
+            index = read_index(self.index, cache=_cache_of(self.index))
             return np.concatenate([[0], np.cumsum(index.lengths, dtype=np.int64)])[index.bounds]
         if self.eod_id is None:
             raise InputError(
@@ -315,14 +315,18 @@ def find_sets(
 
 def _opened(path: str, config: PerplexityConfig, tokenizer: Tokenizer | None) -> TokenFile:
     if not path.endswith(SUFFIX):
-        index = read_index(path, cache=cache_folder())
+        index = read_index(path, cache=_cache_of(path))
         record = token_files_record(path)
         largest = record.max_token_id if record is not None else None
         name = f"{path}.bin" if is_url(path) else str(bin_path(path))
         tokens = NpyFile(name, index.dtype, index.tokens, largest, index.remote)
         return TokenFile(file=tokens, index=path, eod_id=_end_of_text(path, config, tokenizer))
-    (file,) = open_npy_files([path], config.npy_dtype, cache=cache_folder())
+    (file,) = open_npy_files([path], config.npy_dtype, cache=_cache_of(path))
     return TokenFile(file=file, index=None, eod_id=_end_of_text(npy_prefix(path), config, tokenizer))
+
+
+def _cache_of(path: str) -> Path | None:
+    return cache_folder() if is_url(path) else None
 
 
 def _end_of_text(prefix: str, config: PerplexityConfig, tokenizer: Tokenizer | None) -> int | None:

@@ -34,7 +34,7 @@ def open_chat(config: ChatConfig) -> Iterator["Chat"]:
         CorruptError: the checkpoint is damaged.
     """
     problems = config.problems()
-    source, tokenizer = find_model_and_tokenizer(config.checkpoint, config.tokenizer, problems)
+    source, tokenizer = find_model_and_tokenizer(config.checkpoint, config.tokenizer, problems, eod_id=config.eod_id)
     template = None
     if source is not None:
         if (config.max_new_tokens or 0) >= source.config.seq_length:
@@ -43,9 +43,8 @@ def open_chat(config: ChatConfig) -> Iterator["Chat"]:
                 f"{source.config.seq_length} tokens that the model was trained on; set it lower"
             )
         if tokenizer is not None:
-            path = config.tokenizer or tokenizer.path
             named, end = config.chat_template, source.end_of_text_id
-            template = collect_problems(problems, lambda: find_template(path, named, eod_id=end))
+            template = collect_problems(problems, lambda: find_template(tokenizer.path, named, eod_id=end))
             collect_problems(problems, lambda: refuse_spaces_between(tokenizer))
     if problems or source is None or tokenizer is None or template is None:
         raise InputError("\n".join(problems))

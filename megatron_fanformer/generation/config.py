@@ -59,6 +59,8 @@ class _TextConfig(SamplingConfig):
     """A run's folder, one checkpoint, the URL of one, or an exported Hugging Face folder."""
     tokenizer: str | None = None
     """A .model, a tokenizer.json or a folder that holds one, instead of the checkpoint's own."""
+    eod_id: int | None = option(None, metavar="ID")
+    """The id that ends a document (default: the export's, or the tokenizer's end of text)"""
     stop: tuple[str, ...] = option((), repeated=True)
     """End before this string, which is not part of the text; may be repeated."""
 

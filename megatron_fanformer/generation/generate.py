@@ -29,7 +29,7 @@ def generate(
         DivergenceError: the model's logits are not finite.
     """
     problems = config.problems()
-    source, tokenizer = find_model_and_tokenizer(config.checkpoint, config.tokenizer, problems)
+    source, tokenizer = find_model_and_tokenizer(config.checkpoint, config.tokenizer, problems, eod_id=config.eod_id)
     if problems or source is None or tokenizer is None:
         raise InputError("\n".join(problems))
     prompts = [tokenizer.encode(prompt) or [tokenizer.eod_id] for prompt in config.prompts]  # documents follow one

@@ -9,7 +9,7 @@ Shapes: b batch, s sequence, v vocabulary without padding.
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +44,7 @@ class ModelSource:
     tokenizer: Path | None
     """The tokenizer next to the weights, if there is one."""
     end_of_text_id: int | None
-    """The id that ends a document, if it is stated next to the weights."""
+    """The id that ends a document, if it is stated: next to the weights, or by the user."""
     fill: Callable[[list[Any], RankGrid], None]
     """Reads the weights into a stage's chunks."""
 
@@ -91,24 +91,28 @@ def find_model(checkpoint: Path) -> ModelSource:
 
 
 def find_model_and_tokenizer(
-    checkpoint: str, stated_tokenizer: str | None, problems: list[str]
+    checkpoint: str, stated_tokenizer: str | None, problems: list[str], *, eod_id: int | None = None
 ) -> tuple[ModelSource | None, Tokenizer | None]:
     """Find a model as `find_model`, and the tokenizer that is stated, or else lies next to it.
 
     What is wrong with either is noted as problems, one a line; then it may be None.
 
+    Args:
+        eod_id: the id that ends a document, whatever is stated next to the weights.
+
     Raises:
         CorruptError: as `find_model`.
     """
     source = collect_problems(problems, lambda: find_model(Path(checkpoint)))
+    if source is not None and eod_id is not None:
+        source = replace(source, end_of_text_id=eod_id)
     path = stated_tokenizer or (source.tokenizer if source else None)
     if path is None:
         if source is not None:
             problems.append(f"{source.path} holds no tokenizer; name one with --tokenizer")
         return source, None
-    tokenizer = collect_problems(
-        problems, lambda: load_tokenizer(path, eod_id=source.end_of_text_id if source else None)
-    )
+    end = source.end_of_text_id if source else eod_id
+    tokenizer = collect_problems(problems, lambda: load_tokenizer(path, eod_id=end))
     if source is not None and tokenizer is not None:
         problems += source.tokenizer_problems(tokenizer)
     return source, tokenizer

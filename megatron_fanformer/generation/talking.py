@@ -36,7 +36,7 @@ def talk(config: ChatConfig) -> None:
 def _with_pipe(chat: Chat) -> None:
     for number, line in enumerate(sys.stdin.buffer, start=1):
         try:
-            text = line.decode()
+            text = line.decode("utf-8-sig" if number == 1 else "utf-8")  # without a byte order mark
         except UnicodeDecodeError:
             raise InputError(f"line {number} of the messages is not valid UTF-8; write them in that") from None
         try:

@@ -81,6 +81,12 @@ def _prompt_of(path: Path, number: int, line: str) -> str:
         raise InputError(
             f'line {number} of prompts {path} is not a JSON object with a text in "prompt"; write one a line'
         )
+    try:
+        prompt.encode()
+    except UnicodeEncodeError:
+        raise InputError(
+            f"line {number} of prompts {path} has an unpaired surrogate, which no tokenizer takes; remove it"
+        ) from None
     return prompt
 
 

@@ -182,7 +182,7 @@ def _is_there(prefix: str, suffix: str) -> bool:
 
 
 def _of_megatron(prefix: str) -> tuple[dict[str, Any], str]:
-    index = read_index(prefix, cache=cache_folder())
+    index = read_index(prefix, cache=cache_folder() if is_url(prefix) else None)
     documents, sequences = index.documents, index.sequences
     facts = {
         "documents": documents,

@@ -162,7 +162,7 @@ def _check_output(whole: str, output: TokenFiles, manifest: Manifest | PartManif
     path, lengths = prefix + MANIFEST_SUFFIX, None
     ending, tokens_file = next((end, record) for end, record in output.files.items() if end in TOKEN_ENDINGS)
     if ".idx" in output.files:
-        index = read_index(prefix, cache=cache_folder())
+        index = read_index(prefix, cache=cache_folder() if is_url(prefix) else None)
         lengths = index.lengths
         _compare(path, f"documents and those of {prefix}.idx", output.documents, len(lengths))
         _compare(path, f"tokens and those of {prefix}.idx", output.tokens, index.tokens)

@@ -3,6 +3,7 @@
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,8 @@ class Progress:
     step: int = 0
     steps: int | None = None
     """The steps that it is to have; None where its configuration does not say."""
+    saved: int = 0
+    """The step that `train` goes on from; 0: from the beginning."""
     tokens: int | None = None
     first_loss: float | None = None
     last_loss: float | None = None
@@ -99,13 +102,16 @@ class Progress:
             return f"{self.step:,}{of}; {self.running}"
         if self.steps is None:
             return f"{self.step:,}; nothing runs"
-        left = ", complete" if self.step >= self.steps else "; nothing runs: train goes on from here"
-        return f"{self.step:,}{of}{left}"
+        if self.saved >= self.steps:
+            return f"{self.step:,}{of}, complete"
+        start = f"step {self.saved:,}" if self.saved else "the beginning"
+        return f"{self.step:,}{of}; nothing runs: train goes on from {start}"
 
 
 def read_progress(run: Path) -> Progress:
     """Return how far a run has come, by what can be read of its folder."""
-    found = Progress(steps=_planned(run), running=_holder_text(holder_of(run)))
+    saved = _saved_step(run)
+    found = Progress(step=saved, steps=_planned(run), saved=saved, running=_holder_text(holder_of(run)))
     losses: list[float] = []
     speeds: list[tuple[float, float]] = []
     for entry in _entries(run):
@@ -141,6 +147,19 @@ def _planned(run: Path) -> int | None:
         return None
     steps = training.get("train_iters") if isinstance(training, dict) else None
     return steps if type(steps) is int and _number(steps) is not None else None
+
+
+def _saved_step(run: Path) -> int:
+    """Return the step of the checkpoint that a run goes on from, as far as its small files tell; 0 where there is none.
+
+    A step may be logged and never saved, as those since the last checkpoint of a run that was killed.
+    """
+    with suppress(CorruptError):  # `latest` names one, and there is none at all
+        for checkpoint in store.checkpoints_to_resume(run):
+            with suppress(CorruptError):
+                store.check_sound(checkpoint)
+                return store.step_of(checkpoint) or 0
+    return 0
 
 
 def _holder_text(holder: Holder | None) -> str | None:

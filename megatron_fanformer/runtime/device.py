@@ -68,8 +68,16 @@ def torch_device(kind: DeviceKind) -> "torch.device":
 
 
 def cache_folder() -> Path:
-    """Return where this user's programs keep what they can fetch again: the XDG base directories' cache."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "megatron-fanformer"
+    """Return where this user's programs keep what they can fetch again: the XDG base directories' cache.
+
+    Raises InputError where nothing says, as in a container whose user the system does not know.
+    """
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "megatron-fanformer"
+    except RuntimeError:
+        raise InputError(
+            "there is no home folder for a cache (no HOME, and no such user); set XDG_CACHE_HOME to a folder"
+        ) from None
 
 
 def hide_gpus() -> None:

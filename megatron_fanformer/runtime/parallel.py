@@ -155,7 +155,7 @@ def cpu_kernels_of(config: RuntimeConfig, kind: devices.DeviceKind) -> Iterator[
         InputError: they are configured, and a rank cannot build them.
     """
     wanted = kind == "cpu" and config.cpu_kernels != "torch"
-    problem = cpu_kernels.load(devices.cache_folder()) if wanted else "they are not asked for"
+    problem = _kernels_problem() if wanted else "they are not asked for"
     if kind == "cpu" and dist.get_world_size() > 1:
         problems: list[str | None] = [None] * dist.get_world_size()
         dist.all_gather_object(problems, problem)
@@ -168,6 +168,14 @@ def cpu_kernels_of(config: RuntimeConfig, kind: devices.DeviceKind) -> Iterator[
         yield
     finally:
         cpu_kernels.unload("no run is going on")
+
+
+def _kernels_problem() -> str | None:
+    """Return why this rank cannot compute by this project's kernels for a CPU; None: it does from now on."""
+    try:
+        return cpu_kernels.load(devices.cache_folder())
+    except InputError as error:  # there is no place for them
+        return str(error).partition("; ")[0]
 
 
 @contextmanager

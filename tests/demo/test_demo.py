@@ -1,10 +1,15 @@
-"""What the demo shows of itself: commands to try next that are commands."""
+"""What the demo shows of itself: commands to try next, and the one that goes on, are commands."""
 
 import shlex
 from pathlib import Path
 
+import pytest
+from rich.console import Console
+
 from megatron_fanformer import cli
+from megatron_fanformer.demo import demo
 from megatron_fanformer.demo.demo import Places, next_lines
+from megatron_fanformer.errors import Interrupted
 from megatron_fanformer.experiments.probes.command import read_settings
 
 
@@ -15,3 +20,19 @@ def test_each_command_to_try_next_is_an_experiment_that_is_accepted() -> None:
         verb, options = cli.read_command(words)
         assert (program, verb.name) == (cli.PROGRAM, "experiment")
         read_settings(options)
+
+
+def test_a_demo_that_is_stopped_names_what_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same command would remove what was saved."""
+
+    def stopped(*_arguments: object) -> None:
+        raise Interrupted("stopped on SIGINT, saved; run the same command to continue")
+
+    monkeypatch.setattr(demo, "start_run", stopped)
+    places = Places(tmp_path / "a folder")
+    places.root.mkdir()
+    with pytest.raises(Interrupted, match=r"^stopped in its training; the demo would begin anew, and ") as caught:
+        demo._train(places, Console(quiet=True))
+    command = str(caught.value).partition(", and ")[2].removesuffix(" goes on")
+    verb, options = cli.read_command(shlex.split(command)[1:])
+    assert (verb.name, Path(options.config)) == ("train", places.config)

@@ -102,6 +102,7 @@ def test_files_are_named_by_globs_folders_and_prefixes(tmp_path: Path, path: str
     assert [file.file.path for file in each.files] == [str(tmp_path / "parts" / "a.npy")]
 
 
+@pytest.mark.usefixtures("without_home")  # files of this machine need no cache
 def test_tokens_are_cut_by_file_and_tails_dropped(tmp_path: Path) -> None:
     write_npy(tmp_path / "a.npy", 20)
     write_pair(tmp_path / "b", [[5], [3, 4], [6]])  # 18 tokens, whose documents are not told apart
@@ -111,6 +112,7 @@ def test_tokens_are_cut_by_file_and_tails_dropped(tmp_path: Path) -> None:
     assert each.read(each.pieces()[3]).tolist() == raw[8:16].tolist()
 
 
+@pytest.mark.usefixtures("without_home")
 def test_documents_are_scored_whole_and_each_token_once(tmp_path: Path) -> None:
     lengths = [1, 2, 8, 9, 15, 16, 40]
     write_pair(tmp_path / "b", [[length] if length % 2 else [length // 2, length // 2] for length in lengths])

@@ -16,7 +16,7 @@ from megatron_fanformer.generation import talking
 from megatron_fanformer.generation.chat import open_chat
 from megatron_fanformer.generation.config import ChatConfig
 from megatron_fanformer.generation.models import Decoder
-from tests.generation.making import write_export
+from tests.generation.making import write_export, write_tokenizer
 
 TEMPLATE = """\
 {% for message in messages %}
@@ -171,6 +171,20 @@ def test_a_model_without_a_template_asks_for_one(run_folder, capsys):
     assert "name a Jinja file as --chat-template, or olmo" in line
 
 
+def test_the_end_of_text_that_is_named_is_the_templates_too(run_folder, template, tmp_path):
+    tokenizer = str(write_tokenizer(tmp_path, end_of_text="<end>"))
+    with open_chat(asked(run_folder, chat_template=str(template), tokenizer=tokenizer, eod_id=97)) as chat:
+        assert chat._template.variables["eos_token"] == "a"
+
+
+def test_the_template_of_a_tokenizer_at_a_url_is_found(run_folder, tokenizer_file, template, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "tokenizer.json").write_bytes(tokenizer_file.read_bytes())
+    (tmp_path / "chat_template.jinja").write_bytes(template.read_bytes())
+    with open_chat(asked(run_folder, tokenizer=(tmp_path / "tokenizer.json").as_uri())) as chat:
+        assert chat._template.source == TEMPLATE
+
+
 class Endless:
     """Stands in for a conversation: an answer has no end, and Ctrl-C comes at its third piece and at those numbered."""
 
@@ -189,6 +203,13 @@ class Endless:
 
     def reset(self) -> None:
         self.asked.clear()
+
+
+def test_a_byte_order_mark_is_no_part_of_the_first_message(monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"\xef\xbb\xbfone\n\xef\xbb\xbftwo\n")))
+    chat = Endless()
+    talking._with_pipe(chat)
+    assert chat.asked == ["one", "\ufefftwo"]
 
 
 def typed(monkeypatch, *lines: str | BaseException | signal.Signals) -> None:

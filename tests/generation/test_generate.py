@@ -90,6 +90,14 @@ def test_an_empty_prompt_starts_a_document(run_folder):
     assert len(generation.text) == len([token for token in generation.ids if token])
 
 
+def test_what_ends_a_document_is_named_where_the_tokenizer_does_not_say(run_folder, tmp_path):
+    tokenizer = str(write_tokenizer(tmp_path, end_of_text="<end>"))
+    (problem,) = problems_of(run_folder, tokenizer=tokenizer)
+    assert problem.endswith("set eod_id to its id")
+    generation = run(run_folder, prompt="", tokenizer=tokenizer, eod_id=97)
+    assert generation.prompt_ids == [97]
+
+
 def test_the_whole_sequence_length_can_be_used(run_folder):
     assert len(run(run_folder, prompt="x" * 120, max_new_tokens=8).ids) == 8
 

@@ -81,6 +81,7 @@ def test_a_text_file_has_a_prompt_a_line(tmp_path):
         ("bare.jsonl", b'{"prompt": "a"}\n"b"', "line 2 of prompts"),
         ("other.jsonl", b'{"text": "a"}', "line 1 of prompts"),
         ("deep.jsonl", b"[" * 100_000, "line 1 of prompts"),
+        ("half.jsonl", b'{"prompt": "a"}\n{"prompt": "\\ud800"}', "an unpaired surrogate, which no tokenizer takes"),
     ],
 )
 def test_files_that_hold_no_prompts_are_refused(tmp_path, name, content, message):

@@ -144,6 +144,11 @@ def test_a_part_that_disagrees_with_the_whole(inspect: Inspect, tmp_path: Path) 
     refused(inspect(tmp_path / "whole", "--verify"), "whole-1.manifest.json", "describe its files differently")
 
 
+@pytest.mark.usefixtures("without_home")
+def test_files_of_this_machine_need_no_cache(inspect: Inspect, pair: Prepared) -> None:
+    assert inspect(pair.prefix).code == inspect(pair.prefix, "--verify").code == 0
+
+
 def test_neither_torch_nor_megatron_is_imported(pair: Prepared) -> None:
     program = (
         "import sys; from megatron_fanformer.cli import main\n"

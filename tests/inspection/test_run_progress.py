@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 
+from megatron_fanformer.checkpoint import store
 from megatron_fanformer.checkpoint.run_lock import run_lock
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.inspection.run_progress import follow, read_progress
+from tests.checkpoint.stores import save
 from tests.inspection.conftest import Inspect
 from tests.small_runs import write_config, write_tokens
 
@@ -42,6 +44,7 @@ def test_a_complete_run_is_summed_up(run: Path) -> None:
         40: {"validation_loss/pages": 7},
     }
     write_run(run, [{**entry, **evaluated.get(entry["step"], {})} for entry in METRICS])
+    save(run, STEPS)
     assert rows(run) == [
         ("steps", "40 of 40, complete"),
         ("tokens", "2,560"),
@@ -53,13 +56,25 @@ def test_a_complete_run_is_summed_up(run: Path) -> None:
 
 def test_a_run_that_goes_on_has_time_left(run: Path) -> None:
     write_run(run, METRICS[:30])
-    assert rows(run)[0] == ("steps", "30 of 40; nothing runs: train goes on from here")
+    assert rows(run)[0] == ("steps", "30 of 40; nothing runs: train goes on from the beginning")
     with run_lock(run):
         found = read_progress(run)
     assert found.seconds_left == pytest.approx(1.0)
     output = dict(found.rows())
     assert output["steps"].startswith("30 of 40; runs on ") and output["left"].startswith("0:00:01 at that pace")
     assert read_progress(run).seconds_left is None
+
+
+def test_steps_that_were_not_saved_are_taken_again(run: Path) -> None:
+    """A run that was killed before its last checkpoint, or set back to an earlier one, is not complete."""
+    write_run(run, METRICS)
+    newest = [save(run, step) for step in (10, 20, 30)][-1]
+    assert rows(run)[0] == ("steps", "40 of 40; nothing runs: train goes on from step 30")
+    (newest / store.MEGATRON_METADATA).unlink()
+    assert rows(run)[0] == ("steps", "40 of 40; nothing runs: train goes on from step 20")
+    store.point_to(newest.with_name("step-00000010"), [])
+    assert rows(run)[0] == ("steps", "40 of 40; nothing runs: train goes on from step 10")
+    assert read_progress(run).as_object()["saved"] == 10
 
 
 def test_perplexity_sets_events_hangs_and_profiles_are_told(run: Path) -> None:
@@ -120,7 +135,7 @@ def test_a_run_is_followed_to_its_end(run: Path) -> None:
             lambda: add(f"{evaluated[20:]}\n{later[32]}"),
             lambda: None,
             lambda: (run / "metrics.jsonl").rename(run / "old") and write_run(run, METRICS[:30]),
-            lambda: add("".join(later[30:])) and lock.close(),
+            lambda: add("".join(later[30:])) and save(run, STEPS) and lock.close(),
         )
         output = list(follow(run, wait=moments))
     assert output == [
@@ -128,6 +143,7 @@ def test_a_run_is_followed_to_its_end(run: Path) -> None:
         "step 33/40  loss 5.7000  640 tokens/s  left 0:00:01",
         "step 32  validation loss (pages) 6.0000",
         "step 40/40  loss 5.0000  640 tokens/s  left 0:00:00",
+        f"saved {run}/checkpoints/step-00000040",
         "the run has ended: 40 of 40, complete",
     ]
 
@@ -138,7 +154,7 @@ def test_a_run_is_followed_from_before_its_first_step(run: Path) -> None:
         output = list(follow(run, wait=lambda: write_run(run, METRICS[:2]) and lock.close()))
     assert output == [
         "step 2  loss 8.8000  640 tokens/s",
-        "the run has ended: 2 of 40; nothing runs: train goes on from here",
+        "the run has ended: 2 of 40; nothing runs: train goes on from the beginning",
     ]
 
 

@@ -10,7 +10,9 @@ import pytest
 import torch
 
 from megatron_fanformer.errors import InputError
-from megatron_fanformer.runtime import device
+from megatron_fanformer.ops import cpu_kernels
+from megatron_fanformer.runtime import device, parallel
+from megatron_fanformer.runtime.config import RuntimeConfig
 from megatron_fanformer.runtime.environment import DETERMINISTIC
 from megatron_fanformer.runtime.parallel import ParallelConfig
 
@@ -189,3 +191,18 @@ def test_threads_of_the_environment_are_kept(monkeypatch: pytest.MonkeyPatch) ->
         monkeypatch.setenv("OMP_NUM_THREADS", wrong)
         with pytest.raises(InputError, match=f"OMP_NUM_THREADS is '{wrong}' .* unset it"):
             device.threads_per_rank(2)
+
+
+@pytest.mark.usefixtures("without_home")
+def test_a_user_without_a_home_is_told_so_and_computes_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parallel.dist, "get_world_size", lambda: 1)
+    message = "there is no home folder for a cache"
+    with pytest.raises(InputError, match=rf"^{message} .*; set XDG_CACHE_HOME to a folder$"):
+        device.cache_folder()
+    with parallel.cpu_kernels_of(RuntimeConfig(), "cpu"):
+        assert str(cpu_kernels.problem()).startswith(message)
+    compiled = RuntimeConfig(cpu_kernels="compiled")
+    with pytest.raises(InputError, match=message), parallel.cpu_kernels_of(compiled, "cpu"):
+        pass
+    monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
+    assert device.cache_folder() == Path("/somewhere/megatron-fanformer")
