@@ -33,3 +33,15 @@ def test_a_table_names_files_of_its_folder_alone(checkpoint: Path, name: Any) ->
     (checkpoint / METADATA).write_bytes(pickle.dumps(table))
     with pytest.raises(CorruptError, match="which is not a file in its folder"):
         read_table(checkpoint)
+
+
+def test_a_path_is_read_as_every_python_writes_it(checkpoint: Path) -> None:
+    """Python 3.13 names another module than those before and after it."""
+    table = read_table(checkpoint)
+    assert isinstance(table.storage_meta.checkpoint_id, Path)
+    plain, moved = b"cpathlib\nPosixPath\n", b"cpathlib._local\nPosixPath\n"
+    content = pickle.dumps(table, protocol=2).replace(moved, plain)
+    assert content.count(plain) == 1
+    for written in (content, content.replace(plain, moved)):
+        (checkpoint / METADATA).write_bytes(written)
+        assert read_table(checkpoint) == table
