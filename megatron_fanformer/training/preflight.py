@@ -33,6 +33,9 @@ from megatron_fanformer.training.run_log import log_if_slow
 if TYPE_CHECKING:  # imports torch
     from megatron_fanformer.checkpoint.stored_files import SavedProgress
 
+KEPT = ("training.seed", "training.global_batch_size", "optimizer.name")
+"""Fields that a run keeps when it is resumed, as it does its model."""
+
 logger = logging.getLogger(__name__)
 
 
@@ -358,7 +361,7 @@ def _resume_problems(checkpoint: Path, config: RunConfig, length_field: str) -> 
     return found + [
         f"{name} is {present[name]}, but the run in {config.training.run_dir} has {before.get(name)}; change it back, "
         "or name another training.run_dir, which checkpoint.load starts from this one's weights"
-        for name in ("training.seed", "training.global_batch_size", "optimizer.name")
+        for name in KEPT
         if present[name] != before.get(name)
     ]
 
