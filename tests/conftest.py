@@ -1,6 +1,7 @@
 """What all tests share: megatron-core made ready for the CPU, the pool of ranks, documents and tokenizers."""
 
 import gc
+import io
 import multiprocessing
 import os
 import signal
@@ -106,6 +107,12 @@ def signals_as_before() -> Iterator[None]:
     for number, handler in handlers.items():
         signal.signal(number, handler)
     signal.pthread_sigmask(signal.SIG_SETMASK, held)
+
+
+@pytest.fixture
+def ascii_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As under some locales: a path's text that is read or written without naming its encoding is ASCII."""
+    monkeypatch.setattr(io, "text_encoding", lambda encoding, *_: encoding or "ascii")
 
 
 @pytest.fixture(scope="session")
