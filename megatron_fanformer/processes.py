@@ -52,8 +52,13 @@ def end_with_owner(owner: int | None = None) -> None:
 
 def seconds_since_start(process: int) -> float:
     """Return how long ago a process of this machine was started."""
-    ticks = int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[19])  # starttime, proc(5)
+    ticks = int(stat_fields(process)[19])  # starttime, proc(5)
     return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+
+
+def stat_fields(process: int) -> list[str]:
+    """Return what Linux states of a process of this machine, from its state on: the name before it may be any bytes."""
+    return Path(f"/proc/{process}/stat").read_bytes().rpartition(b")")[2].decode("ascii").split()
 
 
 def write_message(stream: BinaryIO, *parts: bytes) -> None:
@@ -247,7 +252,7 @@ def usable_cores(system: Path = Path("/")) -> int:
 def _quotas(system: Path) -> Iterator[float]:
     """Yield the quotas in cores of this process's control groups and of those around them, of either version."""
     try:
-        groups = (system / "proc/self/cgroup").read_text().splitlines()
+        groups = os.fsdecode((system / "proc/self/cgroup").read_bytes()).splitlines()
     except OSError:
         return
     for line in groups:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 
 ROOT = Path(__file__).parents[1]
@@ -72,6 +73,11 @@ def test_the_navigation_has_every_page_once() -> None:
     navigation = yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]
     of_tests = {"tests/README.md", "tests/reference/README.md"}  # what only those who change the project read
     assert sorted(named(navigation)) == sorted({str(page.relative_to(ROOT)) for page in PAGES} - of_tests)
+
+
+@pytest.mark.usefixtures("ascii_by_default")
+def test_the_pages_are_read_in_every_locale() -> None:
+    assert files_of_the_site() == FILES
 
 
 def test_every_picture_is_shown() -> None:

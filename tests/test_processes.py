@@ -9,7 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from megatron_fanformer.processes import NOTHING_LOST, STOP_SIGNALS, seconds_since_start, signals_held, usable_cores
+from megatron_fanformer.processes import (
+    NOTHING_LOST,
+    STOP_SIGNALS,
+    seconds_since_start,
+    signals_held,
+    stat_fields,
+    usable_cores,
+)
 from tests.faults.lives import is_running
 from tests.patience import PATIENCE_SECONDS, wait_until
 from tests.small_runs import ROOT, small_run, start_command, write_config, write_tokens
@@ -203,11 +210,22 @@ def test_the_age_of_a_process_is_told() -> None:
         process.wait()
 
 
+@pytest.mark.skipif(not Path("/proc/self/comm").exists(), reason="Linux shows it there")
+def test_a_process_may_have_any_name() -> None:
+    name = Path("/proc/self/comm")
+    before = name.read_bytes()
+    name.write_bytes(b") \xff (")
+    try:
+        assert seconds_since_start(os.getpid()) > 0 and stat_fields(os.getpid())[0] in "RS"
+    finally:
+        name.write_bytes(before)
+
+
 def control_groups(system: Path, lines: str, files: dict[str, str]) -> Path:
     written = {"proc/self/cgroup": lines} | {f"sys/fs/cgroup/{name}": text for name, text in files.items()}
     for name, text in written.items():
         (system / name).parent.mkdir(parents=True, exist_ok=True)
-        (system / name).write_text(text)
+        (system / name).write_text(text, encoding="utf-8")
     return system
 
 
@@ -218,6 +236,7 @@ QUOTAS: dict[str, tuple[str, dict[str, str], int]] = {
     "part of a core": (UNIFIED, {"pods/one/cpu.max": "50000 100000\n"}, 1),
     "a core and a half": (UNIFIED, {"pods/one/cpu.max": "150000 100000\n"}, 1),
     "of the group around it": (UNIFIED, {"pods/one/cpu.max": "max 100000\n", "pods/cpu.max": "200000 100000\n"}, 2),
+    "of a group with another script's name": ("0::/größe\n", {"größe/cpu.max": "300000 100000\n"}, 3),
     "more than there are": (UNIFIED, {"pods/one/cpu.max": "6400000 100000\n"}, 16),
     "of a container, seen as the root": (UNIFIED, {"cpu.max": "500000 100000\n"}, 5),
     "none": (UNIFIED, {"pods/one/cpu.max": "max 100000\n"}, 16),
@@ -227,6 +246,7 @@ QUOTAS: dict[str, tuple[str, dict[str, str], int]] = {
 }
 
 
+@pytest.mark.usefixtures("ascii_by_default")
 @pytest.mark.parametrize("name", QUOTAS)
 def test_a_containers_quota_counts(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lines, files, cores = QUOTAS[name]

@@ -22,7 +22,7 @@ def site_files() -> list[str]:
     """README.md, docs/, and the files of the repository that their pages lead to: paths from its root."""
     found = [ROOT / "README.md", *sorted(path for path in (ROOT / "docs").rglob("*") if path.is_file())]
     for page in found:  # which grows meanwhile
-        targets = TARGET.findall(page.read_text()) if page.suffix == ".md" else []
+        targets = TARGET.findall(page.read_text(encoding="utf-8")) if page.suffix == ".md" else []
         for path in ((page.parent / target).resolve() for target in targets):
             if path.is_file() and path not in found:
                 found.append(path)

@@ -44,12 +44,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if a file would change")
     options = parser.parse_args()
-    changed = [file for file, text in rendered().items() if not file.exists() or file.read_text() != text]
+    changed = [
+        file for file, text in rendered().items() if not file.exists() or file.read_text(encoding="utf-8") != text
+    ]
     for file in changed:
         if options.check:
             print(f"{file.relative_to(ROOT)} is out of date; run {Path(__file__).name}")
         else:
-            file.write_text(rendered()[file])
+            file.write_text(rendered()[file], encoding="utf-8")
             print(f"wrote {file.relative_to(ROOT)}")
     return int(options.check and bool(changed))
 
@@ -57,11 +59,11 @@ def main() -> int:
 def rendered() -> dict[Path, str]:
     """Each file, and what it should hold."""
     return {
-        COMMANDS_PAGE: commands_page(COMMANDS_PAGE.read_text()),
-        PAGE: page(PAGE.read_text()),
-        GPU_PAGE: gpu_page(GPU_PAGE.read_text()),
-        METRICS_PAGE: metrics_page(METRICS_PAGE.read_text()),
-        MEGATRON_PAGE: megatron_page(MEGATRON_PAGE.read_text()),
+        COMMANDS_PAGE: commands_page(COMMANDS_PAGE.read_text(encoding="utf-8")),
+        PAGE: page(PAGE.read_text(encoding="utf-8")),
+        GPU_PAGE: gpu_page(GPU_PAGE.read_text(encoding="utf-8")),
+        METRICS_PAGE: metrics_page(METRICS_PAGE.read_text(encoding="utf-8")),
+        MEGATRON_PAGE: megatron_page(MEGATRON_PAGE.read_text(encoding="utf-8")),
         SCHEMA: schema_text() + "\n",
     }
 

@@ -46,21 +46,21 @@ def main() -> int:
     options = parser.parse_args()
     is_stale = False
     for file in [*sorted(EXAMPLES.glob("fanformer-*.yaml")), PAGE]:
-        text = page(PAGE.read_text()) if file == PAGE else planned(file)
-        if text == file.read_text():
+        text = page(PAGE.read_text(encoding="utf-8")) if file == PAGE else planned(file)
+        if text == file.read_text(encoding="utf-8"):
             continue
         is_stale = True
         if options.check:
             print(f"{file.relative_to(ROOT)} is not what plan --search finds; run {Path(__file__).name}")
         else:
-            file.write_text(text)
+            file.write_text(text, encoding="utf-8")
             print(f"wrote {file.relative_to(ROOT)}")
     return int(options.check and is_stale)
 
 
 def planned(file: Path) -> str:
     """What the file should hold."""
-    text = file.read_text()
+    text = file.read_text(encoding="utf-8")
     ranks = int(RANKS.search(text)[1])  # type: ignore[index]
     config = _without_layout(file)
     found = {gpus: search(config, gpus, load_machine(GPU)).best for gpus in GPUS}

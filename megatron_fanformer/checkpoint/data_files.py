@@ -165,10 +165,13 @@ class Section(io.RawIOBase):
         return self._position
 
     def readinto(self, buffer: Any) -> int:
-        """Fill a buffer as far as the range reaches."""
-        wanted = max(0, min(len(buffer), self._length - self._position))
-        read = os.preadv(self._stream.fileno(), [memoryview(buffer)[:wanted]], self._offset + self._position)
-        self._position += read
+        """Fill a buffer as far as the range, and the file, reach."""
+        wanted = memoryview(buffer)[: max(0, self._length - self._position)]
+        read = 0
+        # Linux reads 2 GiB at most at a time, and torch asks once for all of a tensor.
+        while part := os.preadv(self._stream.fileno(), [wanted[read:]], self._offset + self._position):
+            read += part
+            self._position += part
         return read
 
 

@@ -30,6 +30,7 @@ import msgspec
 
 from megatron_fanformer.checkpoint.store import LOCK
 from megatron_fanformer.errors import FanformerError, InputError, InUseError
+from megatron_fanformer.processes import stat_fields
 
 logger = logging.getLogger(__name__)
 
@@ -267,7 +268,7 @@ def _place() -> str:
 def _start_time(pid: int) -> str | None:
     """When a process started, in its kernel's ticks; None if there is none, or if it has ended and is not reaped."""
     try:
-        state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        state, *fields = stat_fields(pid)
     except OSError:
         return None
     return None if state in "ZX" else fields[18]

@@ -303,12 +303,17 @@ def saved_config(checkpoint: Path) -> dict[str, Any]:
     """Return the configuration of the run that wrote a checkpoint, under the names that its fields have now.
 
     Raises:
-        CorruptError: it cannot be read, or states a field twice.
+        CorruptError: it cannot be read, has a section that is none, or states a field twice.
     """
+    file = checkpoint / CONFIG
+    values = read_mapping(file)
+    for name, section in values.items():
+        if not isinstance(section, dict):
+            raise CorruptError(f"{file}: {name!r:.40} is not a mapping of fields to values; use another checkpoint")
     try:
-        return moved_names(read_mapping(checkpoint / CONFIG), MOVED_FIELDS)[0]
+        return moved_names(values, MOVED_FIELDS)[0]
     except InputError as error:
-        raise CorruptError(f"{checkpoint / CONFIG}: {_on_one_line(error)}; use another checkpoint") from None
+        raise CorruptError(f"{file}: {_on_one_line(error)}; use another checkpoint") from None
 
 
 def metrics_entry(line: bytes) -> dict[str, Any] | None:

@@ -45,14 +45,16 @@ VALUES = {
     ("collections", "OrderedDict"),
     ("pathlib", "PosixPath"),
     ("pathlib", "PurePosixPath"),
-    ("pathlib._local", "PosixPath"),
 }
+MOVED = {"pathlib._local": "pathlib"}
+"""Modules by the names that Python 3.13 alone has for them: torch's writer of whole tensors puts a path in a table."""
 
 
 class _DataUnpickler(pickle.Unpickler):
     """Knows the records of a table, and nothing that executes anything."""
 
     def find_class(self, module: str, name: str) -> Any:
+        module = MOVED.get(module, module)
         if (module, name) in VALUES:
             return getattr(importlib.import_module(module), name)
         if (module, name) == ("builtins", "getattr"):

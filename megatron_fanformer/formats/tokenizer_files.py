@@ -79,7 +79,8 @@ def write_tokenizer(folder: Path, extras: Extras, *, model_max_length: int) -> i
         "eos_token": end_of_text,
         "pad_token": end_of_text,
     }
-    (folder / TOKENIZER_CONFIG).write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n")
+    text = json.dumps(config, indent=2, ensure_ascii=False) + "\n"
+    (folder / TOKENIZER_CONFIG).write_text(text, encoding="utf-8")
     if extras.chat_template is not None:
         (folder / CHAT_TEMPLATE_JINJA).write_text(extras.chat_template, encoding="utf-8")
     _verify(folder, source, original, special_in_text)
@@ -126,7 +127,8 @@ def _write_sentencepiece(folder: Path, source: Path) -> Callable[[str], list[int
     model: Any = sentencepiece_model_pb2.ModelProto()  # type: ignore[attr-defined]  # made at run time
     model.ParseFromString(source.read_bytes())
     _check_model(model, source)
-    (folder / TOKENIZER_JSON).write_text(json.dumps(_tokenizer_json(model), indent=1, ensure_ascii=False))
+    text = json.dumps(_tokenizer_json(model), indent=1, ensure_ascii=False)
+    (folder / TOKENIZER_JSON).write_text(text, encoding="utf-8")
     shutil.copyfile(source, folder / TOKENIZER_MODEL)
     return SentencePieceTokenizer(source, eod_id=0).encode  # any id: a text's own ids do not contain it
 

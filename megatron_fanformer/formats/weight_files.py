@@ -115,7 +115,12 @@ def _shapes_in(file: Path) -> Iterator[tuple[str, Tensor]]:
                     "use model.pt instead, or save it again with safetensors.torch.save_file under plain names"
                 )
             part = stream.get_slice(name)
-            dtype = SAFETENSORS_TYPES[part.get_dtype()]
+            dtype = SAFETENSORS_TYPES.get(kind := part.get_dtype())
+            if dtype is None:
+                raise CorruptError(
+                    f"{file} holds {name} as {kind}, in no number format of weights "
+                    f"({', '.join(SAFETENSORS_TYPES)}); save the model in one of these, unquantized"
+                )
             yield name, torch.empty(part.get_shape(), dtype=dtype, device="meta")
 
 

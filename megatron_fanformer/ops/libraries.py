@@ -38,7 +38,7 @@ def build_library(
     found = compiler.resolve()
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     flags = sorted({line for line in lines if line.startswith(CPU_LINES)})
-    texts = [each.read_text() for each in (*headers, *sources)]
+    texts = [each.read_text(encoding="utf-8") for each in (*headers, *sources)]
     named = f"{options} {found} {found.stat().st_mtime_ns} {flags} {texts}"
     library = cache / f"{name}-{hashlib.sha256(named.encode()).hexdigest()[:16]}.so"
     if not library.exists():

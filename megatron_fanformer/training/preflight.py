@@ -7,7 +7,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megatron_fanformer.checkpoint import store
 from megatron_fanformer.checkpoint.mirror import fetch_newer
@@ -29,6 +29,12 @@ from megatron_fanformer.training.machine_rules import machine_problems
 from megatron_fanformer.training.presets import OF_THE_RUN
 from megatron_fanformer.training.recovery import RecoveryConfig, read_events
 from megatron_fanformer.training.run_log import log_if_slow
+
+if TYPE_CHECKING:  # imports torch
+    from megatron_fanformer.checkpoint.stored_files import SavedProgress
+
+KEPT = ("training.seed", "training.global_batch_size", "optimizer.name")
+"""Fields that a run keeps when it is resumed, as it does its model."""
 
 logger = logging.getLogger(__name__)
 
@@ -179,9 +185,13 @@ def _evaluation(config: RunConfig) -> EvaluationSurvey:
 
 
 def _identity(
-    config: RunConfig, data: DataSurvey, resumed: Path | None, *, allowed: Sequence[str] | None
+    config: RunConfig, data: DataSurvey, candidates: Sequence[Path], *, allowed: Sequence[str] | None
 ) -> DataIdentity:
-    """Return which data a run has from here on, and what of them has changed; raises like `resumed_identity`."""
+    """Return which data a run has from here on, and what of them has changed; raises like `resumed_identity`.
+
+    Args:
+        candidates: checkpoints that it may go on from, the first that the ranks can load; none where it begins.
+    """
     train_samples, _ = drawn_samples(config)
     # Where there are stages, a source's order does not depend on the number of samples.
     is_repeated = not (config.data.is_chats or config.data.stages) and SampleCounts(
@@ -189,25 +199,31 @@ def _identity(
     ).repeats_pairs(config.data, train_samples=train_samples)
     stages = run_stages(config, data)
     present = identify_data(config.data, data, samples=train_samples if is_repeated else None, stages=stages)
-    if resumed is None:
+    if (found := _readable_progress(candidates)) is None:
         return present
-    from megatron_fanformer.checkpoint.stored_files import saved_progress  # imports torch
-    from megatron_fanformer.checkpoint.tensor_table import read_table
-
-    try:
-        progress = saved_progress(resumed, read_table(resumed))
-    except CorruptError as error:  # as the ranks will find, which go on from an earlier one if they may
-        logger.info("%s; its data cannot be compared with those of this configuration", error)
-        return present
+    resumed, progress = found
     step, values = (0, None) if progress is None else (progress.step, progress.data)
     before = identity_from_plain(values, resumed)
     if before is None:
         logger.info("%s does not say which data it was trained on; taking those of this configuration", resumed)
         return present
-    found = resumed_identity(before, present, step=step, allowed=allowed, run=config.training.run_dir)
-    for change in found.changes[len(before.changes) :]:
+    identity = resumed_identity(before, present, step=step, allowed=allowed, run=config.training.run_dir)
+    for change in identity.changes[len(before.changes) :]:
         logger.info("data changed after step %d: %s: %s", change.step, change.name, change.what)
-    return found
+    return identity
+
+
+def _readable_progress(candidates: Sequence[Path]) -> "tuple[Path, SavedProgress | None] | None":
+    """Return the first of some checkpoints whose progress can be read, and that; None where there is none."""
+    from megatron_fanformer.checkpoint.stored_files import saved_progress  # imports torch
+    from megatron_fanformer.checkpoint.tensor_table import read_table
+
+    for checkpoint in candidates:
+        try:
+            return checkpoint, saved_progress(checkpoint, read_table(checkpoint))
+        except CorruptError as error:  # as the ranks will find, which go on from the next
+            logger.info("%s; its data cannot be compared with those of this configuration", error)
+    return None
 
 
 def drawn_samples(config: RunConfig) -> tuple[int, int]:
@@ -232,13 +248,15 @@ class _Resuming(NamedTuple):
 
 def _start(checked: CheckedSettings, data: DataSurvey, *, allowed: Sequence[str] | None) -> RunStart:
     config, (checkpoint, earlier, damaged), loaded, evaluation = checked
+    usable = earlier if config.recovery.use_earlier_checkpoint else ()
+    candidates = () if checkpoint is None else (checkpoint, *usable)
     return RunStart(
         resumed=checkpoint,
         earlier=earlier,
         damaged=damaged,
         loaded=loaded,
         data=data,
-        identity=_identity(config, data, checkpoint, allowed=allowed),
+        identity=_identity(config, data, candidates, allowed=allowed),
         train_iters=config.training.steps,
         evaluation=evaluation,
         events=tuple(read_events(Path(config.training.run_dir))) if checkpoint else (),
@@ -343,7 +361,7 @@ def _resume_problems(checkpoint: Path, config: RunConfig, length_field: str) -> 
     return found + [
         f"{name} is {present[name]}, but the run in {config.training.run_dir} has {before.get(name)}; change it back, "
         "or name another training.run_dir, which checkpoint.load starts from this one's weights"
-        for name in ("training.seed", "training.global_batch_size", "optimizer.name")
+        for name in KEPT
         if present[name] != before.get(name)
     ]
 

@@ -109,7 +109,7 @@ def save(run: Path, step: int, content: bytes = b"", keep: int | None = None) ->
     (folder / WEIGHTS).write_bytes(content or bytes(range(256)) * step)
     (folder / "empty.distcp").touch()
     (folder / store.MEGATRON_METADATA).write_text("{}")
-    return store.publish_checkpoint(folder, run / store.CHECKPOINTS, step, {"step": step}, keep)
+    return store.publish_checkpoint(folder, run / store.CHECKPOINTS, step, {"training": {"seed": step}}, keep)
 
 
 def there(folder: Path) -> list[str]:

@@ -44,7 +44,7 @@ def test_latest_is_the_one_published_last(tmp_path: Path) -> None:
     save(tmp_path, 10)
     last = save(tmp_path, 20)
     assert find_checkpoint(tmp_path) == find_checkpoint(last) == last
-    assert store.saved_config(last) == {"step": 20}
+    assert store.saved_config(last) == {"training": {"seed": 20}}
 
 
 def test_a_save_that_was_cut_off_is_never_found_and_goes_with_the_next(tmp_path: Path) -> None:
@@ -172,6 +172,13 @@ def test_what_another_removes_at_the_same_time_is_not_told(
 def test_a_configuration_that_states_no_model_is_corrupt(tmp_path: Path) -> None:
     with pytest.raises(CorruptError, match="states no model"):
         store.saved_model(save(tmp_path, 10))
+
+
+@pytest.mark.parametrize("stated", ["null", "bf16", "[bf16]"])
+def test_a_configuration_with_a_section_that_is_none_is_corrupt(stated: str, tmp_path: Path) -> None:
+    (tmp_path / store.CONFIG).write_text(f"model: {{}}\nprecision: {stated}\n")
+    with pytest.raises(CorruptError, match=r"config\.yaml: 'precision' is not a mapping of fields to values; use an"):
+        store.saved_config(tmp_path)
 
 
 def test_the_original_tokenizer_comes_before_its_rewriting(tmp_path: Path) -> None:

@@ -1,5 +1,7 @@
-"""A checkpoint's table of tensors that says what is not so."""
+"""A checkpoint's table of tensors, also one that says what is not so, and the parts of tensors that it names."""
 
+import io
+import os
 import pickle
 from pathlib import Path
 from typing import Any
@@ -7,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_fanformer.checkpoint.data_files import read_entry
 from megatron_fanformer.checkpoint.full_tensors import StoredTensors, write_full_tensors
 from megatron_fanformer.checkpoint.tensor_table import METADATA, read_table
 from megatron_fanformer.errors import CorruptError
@@ -33,3 +36,31 @@ def test_a_table_names_files_of_its_folder_alone(checkpoint: Path, name: Any) ->
     (checkpoint / METADATA).write_bytes(pickle.dumps(table))
     with pytest.raises(CorruptError, match="which is not a file in its folder"):
         read_table(checkpoint)
+
+
+def test_a_path_is_read_as_every_python_writes_it(checkpoint: Path) -> None:
+    """Python 3.13 names another module than those before and after it."""
+    table = read_table(checkpoint)
+    assert isinstance(table.storage_meta.checkpoint_id, Path)
+    plain, moved = b"cpathlib\nPosixPath\n", b"cpathlib._local\nPosixPath\n"
+    content = pickle.dumps(table, protocol=2).replace(moved, plain)
+    assert content.count(plain) == 1
+    for written in (content, content.replace(plain, moved)):
+        (checkpoint / METADATA).write_bytes(written)
+        assert read_table(checkpoint) == table
+
+
+def test_a_part_of_a_file_is_read_however_little_comes_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Linux reads up to 2 GiB at a time, and a part may have more."""
+    read_once = os.preadv
+
+    def read_little(descriptor: int, buffers: list[memoryview], offset: int) -> int:
+        return read_once(descriptor, [buffers[0][:8000]], offset)
+
+    stream, tensor = io.BytesIO(), torch.arange(6000.0)
+    torch.save(tensor, stream)
+    (tmp_path / "parts").write_bytes(b"before" + stream.getvalue() + b"after")
+    monkeypatch.setattr(os, "preadv", read_little)
+    assert torch.equal(read_entry(tmp_path / "parts", len(b"before"), len(stream.getvalue())), tensor)

@@ -19,6 +19,7 @@ import yaml
 
 from megatron_fanformer import cli
 from megatron_fanformer.checkpoint import store
+from megatron_fanformer.durable_files import write_atomically
 from megatron_fanformer.errors import InputError, Interrupted
 from megatron_fanformer.experiments.result import read_result
 from megatron_fanformer.experiments.sweeps.cells import outcomes
@@ -147,6 +148,14 @@ def test_a_signal_stops_a_sweep_once_its_cell_has_saved(tmp_path: Path, tokens: 
     assert first.state == "begun" and 0 < first.step < 300
     assert {each.state for each in rest} == {"to come"}
     assert not list(sweep.folder.glob("*.failed"))
+
+
+@pytest.mark.usefixtures("ascii_by_default")
+def test_the_error_of_a_cell_is_read_in_every_locale(tmp_path: Path, tokens: str) -> None:
+    sweep = read_sweep(write_sweep(tmp_path, tokens), needs_data=False)
+    sweep.folder.mkdir(exist_ok=True)
+    write_atomically(sweep.cells[0].failure, "größe × 2\nexit code 2\n")
+    assert outcomes(sweep)[0].failure == "größe × 2"
 
 
 def test_a_cell_that_fails_is_passed_over_and_named_with_its_error(

@@ -107,7 +107,7 @@ def run_python(code, *folders, tmp_path):
 
 def training_texts():
     files = sorted((ROOT / "megatron_fanformer").rglob("*.py"))
-    return [file.read_text() for file in files]
+    return [file.read_text(encoding="utf-8") for file in files]
 
 
 @pytest.fixture(scope="module")
@@ -316,6 +316,19 @@ def test_user_defined_pieces_stay_whole(spaces, tmp_path):
     theirs, text = AutoTokenizer.from_pretrained(tmp_path / "out"), "a<tool>b\n\n          c\n    d <tool>"
     ours = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "plain.model"))
     assert theirs.encode(text) == ours.encode(text)
+
+
+@pytest.mark.usefixtures("ascii_by_default")
+def test_a_tokenizers_files_are_utf_8_in_every_locale(tmp_path):
+    train_plain(tmp_path, user_defined_symbols=["«end»"])
+    (folder := tmp_path / "out").mkdir()
+    end = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "plain.model")).piece_to_id("«end»")
+    extras = Extras(name="", tokenizer=tmp_path / "plain.model", eod_id=end)
+    tokenizer_files.write_tokenizer(folder, extras, model_max_length=64)
+    config, tokenizer = (
+        json.loads((folder / name).read_text(encoding="utf-8")) for name in ("tokenizer_config.json", "tokenizer.json")
+    )
+    assert config["eos_token"] == "«end»" and tokenizer["model"]["vocab"]["«end»"] == end
 
 
 def test_user_defined_pieces_with_a_plain_space_are_refused(tmp_path):

@@ -1,13 +1,13 @@
-"""Weight files as they are written: sizes and alignment."""
+"""Weight files as they are written, sizes and alignment, and as others write them."""
 
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
-from megatron_fanformer.errors import InputError
-from megatron_fanformer.formats.weight_files import shard_bytes, write_safetensors
+from megatron_fanformer.errors import CorruptError, InputError
+from megatron_fanformer.formats.weight_files import open_weights, shard_bytes, write_safetensors
 
 
 @pytest.mark.parametrize(
@@ -33,3 +33,12 @@ def test_tensors_are_aligned_to_their_types(name: str, tmp_path: Path) -> None:
     assert content[8 + header :] == b"".join(tensors[n].view(torch.uint8).numpy().tobytes() for n in ("double", name))
     read = load_file(tmp_path / "model.safetensors")
     assert read.keys() == tensors.keys() and all(torch.equal(read[n], tensors[n]) for n in tensors)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "kind"), [(torch.int8, "I8"), (torch.int64, "I64"), (torch.float8_e4m3fn, "F8_E4M3")], ids=str
+)
+def test_quantized_weights_are_not_taken_for_damage(dtype: torch.dtype, kind: str, tmp_path: Path) -> None:
+    save_file({"w": torch.ones(2, 2).to(dtype)}, tmp_path / "model.safetensors")
+    with pytest.raises(CorruptError, match=f"model.safetensors holds w as {kind}, in no number format .*unquantized$"):
+        open_weights(tmp_path)

@@ -56,9 +56,10 @@ def tool() -> Any:
     return module
 
 
+@pytest.mark.usefixtures("ascii_by_default")
 def test_the_page_and_the_schemas_file_are_what_the_dataclasses_say(tool: Any) -> None:
     for file, text in tool.rendered().items():
-        assert file.read_text() == text, f"run tools/{Path(tool.__file__).name}"
+        assert file.read_text(encoding="utf-8") == text, f"run tools/{Path(tool.__file__).name}"
 
 
 def test_the_page_has_a_table_of_every_section(tool: Any) -> None:

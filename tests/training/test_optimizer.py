@@ -1,5 +1,6 @@
 """What a run's optimizer is by name, its parameter groups, and what of them a resume takes over."""
 
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,8 +13,8 @@ from megatron_fanformer.configuration import field_texts
 from megatron_fanformer.planning.gradient_buffers import EMBEDDING
 from megatron_fanformer.training.config import config_from_dict
 from megatron_fanformer.training.optimizers import OPTIMIZERS, OptimizerConfig, UpdateRule
-from megatron_fanformer.training.preflight import _resume_problems
-from tests.small_runs import small_run, write_config
+from megatron_fanformer.training.preflight import KEPT, _resume_problems
+from tests.small_runs import ROOT, small_run, write_config
 
 SAVED = {"lr": 1e-3, "max_lr": 2e-3, "min_lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "step": 7, "weight_decay": 0.1}
 PRESENT = {"lr": 4e-3, "max_lr": 5e-3, "min_lr": 0.0, "betas": (0.8, 0.99), "eps": 1e-5, "weight_decay": 0.3}
@@ -63,6 +64,12 @@ def test_a_run_goes_on_with_its_own(tmp_path: Path, saved: str | None) -> None:
         "training.run_dir, which checkpoint.load starts from this one's weights"
     ]
     assert _resume_problems(checkpoint, config, "train_iters") == (refused if saved == "momentum" else [])
+
+
+def test_the_page_names_the_fields_that_a_run_keeps() -> None:
+    page = (ROOT / "docs" / "checkpoints-and-conversion.md").read_text(encoding="utf-8")
+    (sentence,) = re.findall(r"^- `model` .* must not change", page, re.MULTILINE)
+    assert {name for name in re.findall(r"`([\w.]+)`", sentence) if not name.startswith("model")} == set(KEPT)
 
 
 def test_matrices_of_layers_alone_are_decayed() -> None:

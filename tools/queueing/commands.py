@@ -229,7 +229,7 @@ def claim_report(setting: Setting) -> list[Command]:
 
 def claim_kept(setting: Setting) -> list[Path]:
     """List the files of the sweep's report."""
-    [name] = re.findall(r"^folder: *(\S+)", CLAIM[setting.rehearses].read_text(), re.MULTILINE)
+    [name] = re.findall(r"^folder: *(\S+)", CLAIM[setting.rehearses].read_text(encoding="utf-8"), re.MULTILINE)
     return [
         path for path in (ROOT / name).glob("*") if path.name in ("result.json", "README.md") or path.suffix == ".png"
     ]

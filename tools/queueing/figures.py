@@ -54,7 +54,7 @@ def passed(*logs: str) -> Read:
     """How many tests passed, by pytest's last lines."""
 
     def read(setting: Setting) -> float:
-        texts = [(setting.folder / log).read_text() for log in logs]
+        texts = [(setting.folder / log).read_text(encoding="utf-8") for log in logs]
         return sum(int(count) for text in texts for count in re.findall(r"^(?:=+ )?(?:.*, )?(\d+) passed", text, re.M))
 
     return read
@@ -64,7 +64,7 @@ def not_passed(*logs: str) -> Read:
     """How many logs of pytest do not end with tests that passed or were skipped, and none that failed."""
 
     def has_failed(file: Path) -> bool:
-        last = re.findall(r"^=+ (.* in [\d.]+s.*) =+$", file.read_text(), re.M)[-1:]
+        last = re.findall(r"^=+ (.* in [\d.]+s.*) =+$", file.read_text(encoding="utf-8"), re.M)[-1:]
         return not last or not re.search(r"passed|skipped", last[0]) or bool(re.search(r"failed|error", last[0]))
 
     return lambda setting: sum(has_failed(setting.folder / log) for log in logs)

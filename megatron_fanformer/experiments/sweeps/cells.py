@@ -78,7 +78,7 @@ def outcome(cell: Cell, metric: str, *, average_steps: int = 1) -> Outcome:
         average_steps: how many of the last steps the loss is the mean of, where it is the training loss.
     """
     metrics = _metrics(cell)
-    failure = cell.failure.read_text().splitlines() if cell.failure.is_file() else None
+    failure = cell.failure.read_text(encoding="utf-8").splitlines() if cell.failure.is_file() else None
     state: State = "begun" if metrics else "to come"
     if is_complete(cell):
         state = "complete"
