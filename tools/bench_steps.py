@@ -10,7 +10,7 @@ several turns import ahead, which is what takes longest. The file is written ane
 this has what was measured until then.
 
 A step's time is the median of its turns. `share_of_peak` is model FLOP/s over the data sheet's rate in bf16, where the
-machine is known (`planning/machines.yaml`); by the same file `predicted_step_seconds`.
+machine is known (`planning/machines.yaml`); by the same file `predicted_step_seconds`. Both are null on another one.
 """
 
 import argparse
@@ -39,7 +39,6 @@ from megatron_fanformer.runtime import device as devices
 from megatron_fanformer.training.config import config_from_dict, load_config
 
 MODELS = {"fanformer": lambda model: model, "transformer": as_transformer}
-USUAL_GPU = "h100"
 
 
 @dataclass
@@ -114,10 +113,7 @@ def main() -> int:
             report["rates"] = _rates(cases[0].model, options.micro_batch_size, device)
         _take_turns(cases, options, folder, report)
     for line in report["cases"]:
-        print(
-            f"{line['case']:32} {line['step_seconds']:8.4f} s {line['model_flops_per_second'] / 1e12:8.2f} TFLOP/s "
-            f"{line['share_of_peak']:7.2%} {line['peak_memory_bytes'] / 1e9:6.2f} GB"
-        )
+        print(_shown(line))
     return 1 if report["failed"] else 0
 
 
@@ -180,14 +176,12 @@ def _json(setting: str, text: str) -> Any:
 def _machine(device: devices.DeviceKind) -> dict[str, Any]:
     name = torch.cuda.get_device_name() if device == "cuda" else "cpu"
     known = machine_of_device(name)
-    like = next((short for short, each in known_machines().items() if each == known), USUAL_GPU)
     return {
         "name": name,
-        "known": known is not None,
-        "like": like,
+        "like": next((short for short, each in known_machines().items() if each == known), None),
         "torch": torch.__version__,
-        "bf16_flops_per_second": known_machines()[like].bf16_flops_per_second,
-        "relative_error": known_machines()[like].relative_error,
+        "bf16_flops_per_second": known and known.bf16_flops_per_second,
+        "relative_error": known and known.relative_error,
     }
 
 
@@ -223,6 +217,7 @@ def _line(case: Case, machine: dict[str, Any]) -> dict[str, Any]:
     training, model = case.values["training"], case.model
     seconds = statistics.median(turn["seconds"] for turn in case.turns)
     flops = training["global_batch_size"] * model.seq_length * training_flops_per_token(model) / seconds
+    peak, like = machine["bf16_flops_per_second"], machine["like"]  # None: they are not known
     line = {
         "case": case.name,
         "parameters": model.num_parameters,
@@ -231,13 +226,21 @@ def _line(case: Case, machine: dict[str, Any]) -> dict[str, Any]:
         "between_steps_seconds": statistics.median(turn["between_steps"] for turn in case.turns),
         "tokens_per_second": training["global_batch_size"] * model.seq_length / seconds,
         "model_flops_per_second": flops,
-        "share_of_peak": flops / machine["bf16_flops_per_second"],
+        "share_of_peak": None if peak is None else flops / peak,
         "peak_memory_bytes": max(turn["peak_memory_bytes"] for turn in case.turns),
-        "predicted_step_seconds": predicted_seconds(case.values, {"like": machine["like"]}),
+        "predicted_step_seconds": like and predicted_seconds(case.values, {"like": like}),
     }
     return line | {
         name: case.turns[-1][name] for name in ("breakdown_seconds", "idle_share", "gaps") if name in case.turns[-1]
     }
+
+
+def _shown(line: dict[str, Any]) -> str:
+    share = "-" if line["share_of_peak"] is None else f"{line['share_of_peak']:.2%}"
+    return (
+        f"{line['case']:32} {line['step_seconds']:8.4f} s {line['model_flops_per_second'] / 1e12:8.2f} TFLOP/s "
+        f"{share:>7} {line['peak_memory_bytes'] / 1e9:6.2f} GB"
+    )
 
 
 if __name__ == "__main__":
