@@ -25,11 +25,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from benchmarking.arguments import count
 from benchmarking.machine import predicted_seconds
 from benchmarking.matrix_rate import MatrixClock
 from benchmarking.ranks import run_values, write_tokens
 
-from megatron_fanformer.durable_files import write_atomically
+from megatron_fanformer.durable_files import file_problems, write_atomically
 from megatron_fanformer.errors import FanformerError, InputError
 from megatron_fanformer.model.config import PRESETS, FANformerConfig, as_transformer
 from megatron_fanformer.planning.flops import training_flops_per_token
@@ -104,6 +105,8 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="bench-steps-") as name:
         folder = Path(name)
         try:
+            if found := file_problems(json=options.json):
+                raise InputError("\n".join(found))
             cases = _cases(options, device, folder)
         except FanformerError as error:
             print(f"bench_steps: {error}", file=sys.stderr)
@@ -123,13 +126,13 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--config", type=Path, metavar="FILE", help="use the model of a run's configuration")
     parser.add_argument("--case", nargs="+", action="append", required=True, metavar=("NAME", "MODEL"))
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    parser.add_argument("--seq-length", type=int, default=2048, metavar="N", help="(2048)")
-    parser.add_argument("--micro-batch-size", type=int, default=4, metavar="N", help="(4)")
-    parser.add_argument("--micro-batches", type=int, default=1, metavar="N", help="of a step (1)")
-    parser.add_argument("--rounds", type=int, default=2, metavar="N", help="turns of each case (2)")
-    parser.add_argument("--steps", type=int, default=4, metavar="N", help="of a turn (4)")
-    parser.add_argument("--warm-up", type=int, default=3, metavar="N", help="steps before, which are not timed (3)")
-    parser.add_argument("--ahead", type=int, metavar="N", help="processes that import at once (half of the cores)")
+    parser.add_argument("--seq-length", type=count, default=2048, metavar="N", help="(2048)")
+    parser.add_argument("--micro-batch-size", type=count, default=4, metavar="N", help="(4)")
+    parser.add_argument("--micro-batches", type=count, default=1, metavar="N", help="of a step (1)")
+    parser.add_argument("--rounds", type=count, default=2, metavar="N", help="turns of each case (2)")
+    parser.add_argument("--steps", type=count, default=4, metavar="N", help="of a turn (4)")
+    parser.add_argument("--warm-up", type=count, default=3, metavar="N", help="steps before, which are not timed (3)")
+    parser.add_argument("--ahead", type=count, metavar="N", help="processes that import at once (half of the cores)")
     parser.add_argument("--rates", action="store_true", help="measure the model's matrix products first")
     parser.add_argument("--trace", type=Path, metavar="FOLDER", help="profile each turn after it was timed")
     parser.add_argument("--json", type=Path, required=True, metavar="FILE", help="written anew after each turn")
@@ -138,11 +141,13 @@ def _options() -> argparse.Namespace:
 
 def _cases(options: argparse.Namespace, device: devices.DeviceKind, folder: Path) -> list[Case]:
     base = load_config(options.config).model if options.config else PRESETS[options.preset or "fanformer-1b"]
+    for name, *rest in options.case:
+        if not rest or rest[0] not in MODELS:
+            found = f"{rest[0]!r} is no model" if rest else "it has no model"
+            raise InputError(f"--case {name}: {found}; write {' or '.join(MODELS)} after its name")
     tokens = write_tokens(folder / "tokens", base.vocab_size, 100 * options.seq_length)
     cases = []
     for number, (name, model, *settings) in enumerate(options.case):
-        if model not in MODELS:
-            raise InputError(f"--case {name}: {model!r} is no model; name {' or '.join(MODELS)}")
         values = run_values(
             MODELS[model](base),
             "bf16",

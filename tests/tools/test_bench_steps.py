@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -56,3 +56,36 @@ def test_a_gpu_that_is_not_known_is_held_to_no_others_data_sheet(
     figures = [goal.figure(Setting(folder=tmp_path)) for goal in by_data_sheet]
     assert [figure.met is not None for figure in figures] == [is_judged] * 3
     assert ("TFLOP/s       - " in tool._shown(report["cases"][0])) is not is_judged
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (["--case", "F"], "--case F: it has no model; write fanformer or transformer after its name"),
+        (["--case", "F", "fanfromer"], "--case F: 'fanfromer' is no model"),
+        (["--case", "F", "fanformer", "training.seed=one"], "'one' is not JSON"),
+        (["--case", "F", "fanformer", "--json", "none/step.json"], "--json none/step.json is not a file in a folder"),
+    ],
+)
+def test_what_it_cannot_do_is_refused_in_one_line_before_anything_runs(
+    run_tool: Callable[..., int],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    options: list[str],
+    named: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("THP_MEM_ALLOC_ENABLE", "1")  # put back at the end
+    assert run_tool("bench_steps", "--device", "cpu", "--json", str(tmp_path / "step.json"), *options) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert named in line
+
+
+@pytest.mark.parametrize("option", ["--rounds", "--steps", "--warm-up", "--ahead"])
+def test_nothing_is_measured_in_no_steps(
+    run_tool: Callable[..., int], option: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as refused:
+        run_tool("bench_steps", "--case", "F", "fanformer", "--json", "none/step.json", option, "0")
+    assert refused.value.code == 2
+    assert "'0' must be an integer of at least 1" in capsys.readouterr().err
