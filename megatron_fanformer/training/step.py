@@ -217,13 +217,17 @@ def gradient_norm(optimizer: MegatronOptimizer) -> float:
     return float(optimizer.get_grad_norm())
 
 
-def update_weights(optimizer: MegatronOptimizer, grad_norm: float) -> None:
+def update_weights(optimizer: MegatronOptimizer, grad_norm: float, *, is_measured: bool = True) -> None:
     """Clip the gradients, whose global norm is `grad_norm`, and update.
 
     (The optimizer's own `step` would compute the norm again, and spread one that is not finite.)
+
+    Args:
+        is_measured: whether `weight_and_update_norms` follows.
     """
     heartbeat.mark("update")
     for part in single_optimizers(optimizer):
+        part.optimizer.notes_norms = is_measured  # only Muon's reads it
         parameters = part.get_parameters()
         if parameters and part.config.clip_grad > 0:
             clip_grad_by_total_norm_fp32(parameters, max_norm=part.config.clip_grad, total_norm=grad_norm)
