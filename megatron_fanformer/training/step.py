@@ -154,8 +154,9 @@ def attempt_step(
 ) -> StepResult:
     """`train_step` up to the update: leave the gradients of the next global batch in the buffers.
 
-    The host waits for the device once: where megatron-core reads the gradient norm, to clip by it. The loss is ready
-    by then.
+    The host waits for the device where megatron-core reads the gradient norm, to clip by it; the loss is ready by then.
+    megatron-core 0.16 waits once more for each chunk, after backward: `finalize_model_grads` reads whether there
+    are tokens.
 
     Args:
         listen: returns, after backward, this rank's pending requests; all ranks learn of them with the loss.
