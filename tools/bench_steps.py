@@ -10,7 +10,7 @@ several turns import ahead, which is what takes longest. The file is written ane
 this has what was measured until then.
 
 A step's time is the median of its turns. `share_of_peak` is model FLOP/s over the data sheet's rate in bf16, where the
-machine is known (`planning/machines.yaml`); by the same file `predicted_step_seconds`.
+machine is known (`planning/machines.yaml`); by the same file `predicted_step_seconds`. Both are null on another one.
 """
 
 import argparse
@@ -25,11 +25,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from benchmarking.arguments import count
 from benchmarking.machine import predicted_seconds
 from benchmarking.matrix_rate import MatrixClock
 from benchmarking.ranks import run_values, write_tokens
 
-from megatron_fanformer.durable_files import write_atomically
+from megatron_fanformer.durable_files import file_problems, write_atomically
 from megatron_fanformer.errors import FanformerError, InputError
 from megatron_fanformer.model.config import PRESETS, FANformerConfig, as_transformer
 from megatron_fanformer.planning.flops import training_flops_per_token
@@ -39,7 +40,6 @@ from megatron_fanformer.runtime import device as devices
 from megatron_fanformer.training.config import config_from_dict, load_config
 
 MODELS = {"fanformer": lambda model: model, "transformer": as_transformer}
-USUAL_GPU = "h100"
 
 
 @dataclass
@@ -105,6 +105,8 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="bench-steps-") as name:
         folder = Path(name)
         try:
+            if found := file_problems(json=options.json):
+                raise InputError("\n".join(found))
             cases = _cases(options, device, folder)
         except FanformerError as error:
             print(f"bench_steps: {error}", file=sys.stderr)
@@ -114,10 +116,7 @@ def main() -> int:
             report["rates"] = _rates(cases[0].model, options.micro_batch_size, device)
         _take_turns(cases, options, folder, report)
     for line in report["cases"]:
-        print(
-            f"{line['case']:32} {line['step_seconds']:8.4f} s {line['model_flops_per_second'] / 1e12:8.2f} TFLOP/s "
-            f"{line['share_of_peak']:7.2%} {line['peak_memory_bytes'] / 1e9:6.2f} GB"
-        )
+        print(_shown(line))
     return 1 if report["failed"] else 0
 
 
@@ -127,13 +126,13 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--config", type=Path, metavar="FILE", help="use the model of a run's configuration")
     parser.add_argument("--case", nargs="+", action="append", required=True, metavar=("NAME", "MODEL"))
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    parser.add_argument("--seq-length", type=int, default=2048, metavar="N", help="(2048)")
-    parser.add_argument("--micro-batch-size", type=int, default=4, metavar="N", help="(4)")
-    parser.add_argument("--micro-batches", type=int, default=1, metavar="N", help="of a step (1)")
-    parser.add_argument("--rounds", type=int, default=2, metavar="N", help="turns of each case (2)")
-    parser.add_argument("--steps", type=int, default=4, metavar="N", help="of a turn (4)")
-    parser.add_argument("--warm-up", type=int, default=3, metavar="N", help="steps before, which are not timed (3)")
-    parser.add_argument("--ahead", type=int, metavar="N", help="processes that import at once (half of the cores)")
+    parser.add_argument("--seq-length", type=count, default=2048, metavar="N", help="(2048)")
+    parser.add_argument("--micro-batch-size", type=count, default=4, metavar="N", help="(4)")
+    parser.add_argument("--micro-batches", type=count, default=1, metavar="N", help="of a step (1)")
+    parser.add_argument("--rounds", type=count, default=2, metavar="N", help="turns of each case (2)")
+    parser.add_argument("--steps", type=count, default=4, metavar="N", help="of a turn (4)")
+    parser.add_argument("--warm-up", type=count, default=3, metavar="N", help="steps before, which are not timed (3)")
+    parser.add_argument("--ahead", type=count, metavar="N", help="processes that import at once (half of the cores)")
     parser.add_argument("--rates", action="store_true", help="measure the model's matrix products first")
     parser.add_argument("--trace", type=Path, metavar="FOLDER", help="profile each turn after it was timed")
     parser.add_argument("--json", type=Path, required=True, metavar="FILE", help="written anew after each turn")
@@ -142,11 +141,13 @@ def _options() -> argparse.Namespace:
 
 def _cases(options: argparse.Namespace, device: devices.DeviceKind, folder: Path) -> list[Case]:
     base = load_config(options.config).model if options.config else PRESETS[options.preset or "fanformer-1b"]
+    for name, *rest in options.case:
+        if not rest or rest[0] not in MODELS:
+            found = f"{rest[0]!r} is no model" if rest else "it has no model"
+            raise InputError(f"--case {name}: {found}; write {' or '.join(MODELS)} after its name")
     tokens = write_tokens(folder / "tokens", base.vocab_size, 100 * options.seq_length)
     cases = []
     for number, (name, model, *settings) in enumerate(options.case):
-        if model not in MODELS:
-            raise InputError(f"--case {name}: {model!r} is no model; name {' or '.join(MODELS)}")
         values = run_values(
             MODELS[model](base),
             "bf16",
@@ -180,14 +181,12 @@ def _json(setting: str, text: str) -> Any:
 def _machine(device: devices.DeviceKind) -> dict[str, Any]:
     name = torch.cuda.get_device_name() if device == "cuda" else "cpu"
     known = machine_of_device(name)
-    like = next((short for short, each in known_machines().items() if each == known), USUAL_GPU)
     return {
         "name": name,
-        "known": known is not None,
-        "like": like,
+        "like": next((short for short, each in known_machines().items() if each == known), None),
         "torch": torch.__version__,
-        "bf16_flops_per_second": known_machines()[like].bf16_flops_per_second,
-        "relative_error": known_machines()[like].relative_error,
+        "bf16_flops_per_second": known and known.bf16_flops_per_second,
+        "relative_error": known and known.relative_error,
     }
 
 
@@ -223,6 +222,7 @@ def _line(case: Case, machine: dict[str, Any]) -> dict[str, Any]:
     training, model = case.values["training"], case.model
     seconds = statistics.median(turn["seconds"] for turn in case.turns)
     flops = training["global_batch_size"] * model.seq_length * training_flops_per_token(model) / seconds
+    peak, like = machine["bf16_flops_per_second"], machine["like"]  # None: they are not known
     line = {
         "case": case.name,
         "parameters": model.num_parameters,
@@ -231,13 +231,21 @@ def _line(case: Case, machine: dict[str, Any]) -> dict[str, Any]:
         "between_steps_seconds": statistics.median(turn["between_steps"] for turn in case.turns),
         "tokens_per_second": training["global_batch_size"] * model.seq_length / seconds,
         "model_flops_per_second": flops,
-        "share_of_peak": flops / machine["bf16_flops_per_second"],
+        "share_of_peak": None if peak is None else flops / peak,
         "peak_memory_bytes": max(turn["peak_memory_bytes"] for turn in case.turns),
-        "predicted_step_seconds": predicted_seconds(case.values, {"like": machine["like"]}),
+        "predicted_step_seconds": like and predicted_seconds(case.values, {"like": like}),
     }
     return line | {
         name: case.turns[-1][name] for name in ("breakdown_seconds", "idle_share", "gaps") if name in case.turns[-1]
     }
+
+
+def _shown(line: dict[str, Any]) -> str:
+    share = "-" if line["share_of_peak"] is None else f"{line['share_of_peak']:.2%}"
+    return (
+        f"{line['case']:32} {line['step_seconds']:8.4f} s {line['model_flops_per_second'] / 1e12:8.2f} TFLOP/s "
+        f"{share:>7} {line['peak_memory_bytes'] / 1e9:6.2f} GB"
+    )
 
 
 if __name__ == "__main__":

@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from benchmarking.arguments import count
 from benchmarking.machine import measured_machine, predicted_seconds
 from benchmarking.matrix_rate import MatrixClock
 from benchmarking.peers import Peer, runnable_peers, start_peer
@@ -126,8 +127,8 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--micro-batch-size", type=int, default=4, metavar="N")
     parser.add_argument("--global-batch-size", type=int, metavar="N", help="one micro batch per replica by default")
     parser.add_argument("--peers", action="store_true", help="plain PyTorch besides, on the first model")
-    parser.add_argument("--rounds", type=_count, default=5, metavar="N", help="turns per case")
-    parser.add_argument("--steps", type=_count, default=2, metavar="N", help="steps per turn")
+    parser.add_argument("--rounds", type=count, default=5, metavar="N", help="turns per case")
+    parser.add_argument("--steps", type=count, default=2, metavar="N", help="steps per turn")
     parser.add_argument("--set", nargs=2, action="append", default=[], metavar=("SECTION.FIELD", "VALUE"))
     parser.add_argument(
         "--against",
@@ -139,12 +140,6 @@ def _options() -> argparse.Namespace:
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the machine and the cases there")
     return parser.parse_args()
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} must be an integer of at least 1")
-    return int(text)
 
 
 def _settings(pairs: list[list[str]]) -> list[tuple[str, str, Any]]:

@@ -95,7 +95,9 @@ def main() -> int:
 
 
 def _size(text: str) -> int:
-    digits, unit = re.fullmatch(r"(\d+)([KMG]?)", text.upper()).groups()  # type: ignore[union-attr]
+    if (found := re.fullmatch(r"([0-9]+)([KMG]?)", text.upper())) is None:
+        raise argparse.ArgumentTypeError(f"{text!r} must be an integer, with K, M or G after it or without, as in 600M")
+    digits, unit = found.groups()
     return int(digits) * {"": 1, "K": 10**3, "M": 10**6, "G": 10**9}[unit]
 
 

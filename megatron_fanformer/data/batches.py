@@ -1,6 +1,7 @@
 """Micro batches from a dataset of samples, in an order that depends on neither the layout nor the process count."""
 
 import functools
+import gc
 import itertools
 import os
 import signal
@@ -63,7 +64,7 @@ def micro_batches(
         # The loader draws a seed when it starts: not from the training's own generator, whose state a
         # resumed run must find unchanged.
         generator=torch.Generator(),
-        worker_init_fn=_leave_signals_to_the_rank,
+        worker_init_fn=_begin_process,
     )
     return _raised(iter(loader))  # whose processes have begun
 
@@ -143,8 +144,12 @@ def sample_numbers(
         yield [sample % samples for sample in range(first, first + micro_batch_size)]
 
 
-def _leave_signals_to_the_rank(_worker: int) -> None:
-    """Ignore signals to stop, which reach whole process groups: the rank needs its batches until it has saved."""
+def _begin_process(_worker: int) -> None:
+    """Ignore signals to stop, which reach whole process groups: the rank needs its batches until it has saved.
+
+    And collect garbage, which a rank in the middle of its run leaves to its loop (`runtime/garbage.py`).
+    """
+    gc.enable()
     os.setpgrp()  # SIGTERM keeps its effect: torch ends a worker with it
     for number in (signal.SIGINT, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)

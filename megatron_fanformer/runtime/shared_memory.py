@@ -114,7 +114,7 @@ def _connect(gloo: Any) -> GroupMemory | None:
     places = torch.zeros(size, 2 + len(own), dtype=torch.int64)
     gloo.allgather([list(places)], [torch.tensor([os.getpid(), key, *own])]).wait()
     buffers, outgoing = [], []
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, ValueError):  # on another machine, or of a memory that was refused its size
         for other, (process, theirs, memory, *pipes) in enumerate(places.tolist()):
             buffers.append(_map(process, memory, theirs))
             if other != rank:
@@ -135,6 +135,7 @@ def _map(process: int, descriptor: int, key: int) -> torch.Tensor:
 
     Raises:
         OSError: it is not a process of this machine.
+        ValueError: its memory has no size.
     """
     path = f"/proc/{process}/fd/{descriptor}"
     if _NAME not in os.readlink(path):

@@ -99,7 +99,9 @@ class MuonAndAdam(Adam):
 
     settings: Settings
     update_norms: dict[Tensor, Tensor]
-    """The norm of each matrix's last update, of this rank's part."""
+    """The norm of each matrix's last update, of this rank's part; empty where the last step did not note them."""
+    notes_norms = True
+    """Whether a step takes these norms, which read each update once more."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -109,6 +111,7 @@ class MuonAndAdam(Adam):
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Update every parameter that has a gradient; a collective call."""
         super().step(closure)
+        self.update_norms.clear()
         groups = {main: group for group in self.param_groups if BY_MUON in group for main in group["params"]}
         for matrices in self.settings.rounds:
             self._step_round(matrices, groups)
@@ -127,7 +130,8 @@ class MuonAndAdam(Adam):
             group = groups[main]
             change = update.reshape(main.shape).to(main.dtype).add_(main, alpha=group["weight_decay"])
             main.add_(change, alpha=-group["lr"])
-            self.update_norms[main] = norm(change) * group["lr"]
+            if self.notes_norms:
+                self.update_norms[main] = norm(change) * group["lr"]
 
     def _direction(self, main: Tensor) -> Tensor:
         """Advance the momentum of a part, and return what is orthogonalized: Nesterov's look ahead."""

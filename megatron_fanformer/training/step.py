@@ -154,8 +154,9 @@ def attempt_step(
 ) -> StepResult:
     """`train_step` up to the update: leave the gradients of the next global batch in the buffers.
 
-    The host waits for the device once: where megatron-core reads the gradient norm, to clip by it. The loss is ready
-    by then.
+    The host waits for the device where megatron-core reads the gradient norm, to clip by it; the loss is ready by then.
+    megatron-core 0.16 waits once more for each chunk, after backward: `finalize_model_grads` reads whether there
+    are tokens.
 
     Args:
         listen: returns, after backward, this rank's pending requests; all ranks learn of them with the loss.
@@ -217,13 +218,17 @@ def gradient_norm(optimizer: MegatronOptimizer) -> float:
     return float(optimizer.get_grad_norm())
 
 
-def update_weights(optimizer: MegatronOptimizer, grad_norm: float) -> None:
+def update_weights(optimizer: MegatronOptimizer, grad_norm: float, *, is_measured: bool = True) -> None:
     """Clip the gradients, whose global norm is `grad_norm`, and update.
 
     (The optimizer's own `step` would compute the norm again, and spread one that is not finite.)
+
+    Args:
+        is_measured: whether `weight_and_update_norms` follows.
     """
     heartbeat.mark("update")
     for part in single_optimizers(optimizer):
+        part.optimizer.notes_norms = is_measured  # only Muon's reads it
         parameters = part.get_parameters()
         if parameters and part.config.clip_grad > 0:
             clip_grad_by_total_norm_fp32(parameters, max_norm=part.config.clip_grad, total_norm=grad_norm)

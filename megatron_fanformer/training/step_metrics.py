@@ -57,13 +57,17 @@ class StepMetrics:
             metrics["model_flops_utilization"] = flops_per_second / self._peak_flops_per_second
         return metrics
 
+    def are_weights_due(self, step: int) -> bool:
+        """Return whether a step's metrics have those of the weights."""
+        return self._norm_interval is not None and step % self._norm_interval == 0
+
     def of_weights_if_due(self, step: int, optimizer: Any) -> dict[str, float]:
         """Norms of the weights and of the step's update, and the ranks' memory, where they are due; collective calls.
 
         Args:
             optimizer: after the step.
         """
-        if self._norm_interval is None or step % self._norm_interval:
+        if not self.are_weights_due(step):
             return {}
         weights, update = weight_and_update_norms(optimizer, self._update_rule)
         return {"params_norm": weights, "update_norm": update, "peak_memory_bytes": self._peak_memory_bytes()}

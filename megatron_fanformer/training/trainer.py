@@ -202,7 +202,8 @@ class Trainer:
         if fault is not None:
             self._bad_steps.note_bad(self.step, fault)
             return self._skipped(fault)
-        update_weights(self._optimizer, result.grad_norm)
+        is_measured = self._step_metrics.are_weights_due(self.step)
+        update_weights(self._optimizer, result.grad_norm, is_measured=is_measured)
         self._bad_steps.note_good(self.step, result.loss, result.grad_norm)
         self.last_step_seconds = time.monotonic() - started
         heartbeat.mark_step_took(self.last_step_seconds)

@@ -1,3 +1,4 @@
+import gc
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -10,6 +11,7 @@ import torch
 
 from megatron_fanformer.data.batches import _raised, micro_batches
 from megatron_fanformer.errors import FanformerError
+from megatron_fanformer.runtime.garbage import manual_gc
 
 SEQ_LENGTH = 4
 
@@ -102,28 +104,35 @@ def test_the_trainings_random_state_is_not_touched(run_on_ranks: Callable[..., l
 
 
 class Circumstances(Numbers):
-    """A dataset whose samples say which process group reads them, and which signals that process ignores."""
+    """A dataset whose samples say of the process that reads them its group, which signals it ignores, and whether it
+    collects garbage.
+    """
 
     def __getitem__(self, sample: int) -> dict[str, Any]:
         ignored = [signal.getsignal(number) == signal.SIG_IGN for number in (signal.SIGINT, signal.SIGUSR1)]
-        return {**super().__getitem__(sample), "tokens": torch.tensor([os.getpgrp(), *ignored])}
+        return {**super().__getitem__(sample), "tokens": torch.tensor([os.getpgrp(), *ignored, gc.isenabled()])}
 
 
-def circumstances_of_loaders() -> tuple[bool, list[int]]:
-    """Whether a loader process is in its rank's process group, and the signals that it ignores."""
-    batches = micro_batches(
-        Circumstances(4),
-        consumed_samples=0,
-        micro_batch_size=1,
-        data_parallel_rank=0,
-        data_parallel_size=1,
-        num_workers=1,
-    )
-    group, *ignored = next(batches)["tokens"][0].tolist()
-    batches.close()
-    return group == os.getpgrp(), ignored
+def circumstances_of_loaders() -> tuple[bool, list[int], int]:
+    """Of a loader process that a rank in the middle of its run starts: whether it is in the rank's process group, the
+    signals that it ignores, and whether it collects garbage.
+    """
+    with manual_gc():
+        batches = micro_batches(
+            Circumstances(4),
+            consumed_samples=0,
+            micro_batch_size=1,
+            data_parallel_rank=0,
+            data_parallel_size=1,
+            num_workers=1,
+        )
+        group, *ignored, collects = next(batches)["tokens"][0].tolist()
+        batches.close()
+    return group == os.getpgrp(), ignored, collects
 
 
-def test_a_signal_for_the_runs_process_group_leaves_the_loaders(run_on_ranks: Callable[..., list[Any]]) -> None:
-    """The rank needs its batches until it has saved."""
-    assert run_on_ranks(1, circumstances_of_loaders) == [(False, [1, 1])]
+def test_a_loader_process_leaves_signals_to_the_rank_and_collects_garbage(
+    run_on_ranks: Callable[..., list[Any]],
+) -> None:
+    """The rank needs its batches until it has saved; and after a rewind it starts loaders while it collects none."""
+    assert run_on_ranks(1, circumstances_of_loaders) == [(False, [1, 1], 1)]

@@ -160,19 +160,28 @@ def test_all_are_left_to_gloo_where_they_are_turned_off(run_on_ranks: RunOnRanks
     assert run_on_ranks(2, turned_off) == [[False, True]] * 2
 
 
-def of_another_machine(rank: int) -> tuple[bool, int]:
-    """A group of which one rank cannot map the others' memory; how many descriptors it leaves open."""
+def refused(rank: int, name: str) -> tuple[bool, int]:
+    """A group of which one rank cannot call a function; how many descriptors it leaves open."""
     group, before = dist.new_group([0, 1]), len(os.listdir("/proc/self/fd"))
-    unreachable = mock.patch.object(shared_memory, "_map", side_effect=FileNotFoundError)
-    with unreachable if dist.get_rank() == rank else contextlib.nullcontext():
+    fails = mock.patch(name, side_effect=OSError)
+    with fails if dist.get_rank() == rank else contextlib.nullcontext():
         tensor = operand(dist.get_rank(), 10)
         dist.all_reduce(tensor, group=group)
     assert torch.equal(tensor, operand(0, 10) + operand(1, 10))
     return GroupMemory.of(group) is None, len(os.listdir("/proc/self/fd")) - before
 
 
-def test_ranks_of_several_machines_are_left_to_gloo(run_on_ranks: RunOnRanks) -> None:
-    assert run_on_ranks(2, of_another_machine, 1) == [(True, 0)] * 2
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(f"{shared_memory.__name__}._map", id="another-machine"),
+        "os.memfd_create",
+        "os.ftruncate",  # as by ulimit -f
+        "os.pipe",
+    ],
+)
+def test_ranks_that_cannot_share_memory_are_left_to_gloo(run_on_ranks: RunOnRanks, name: str) -> None:
+    assert run_on_ranks(2, refused, 1, name) == [(True, 0)] * 2
 
 
 def opened() -> tuple[int, int]:

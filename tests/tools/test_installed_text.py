@@ -2,7 +2,7 @@
 
 import gzip
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from email.message import Message
 from pathlib import Path
 from typing import Any
@@ -111,3 +111,11 @@ def test_too_few_packages(tool: Any, tmp_path: Path) -> None:
     with pytest.raises(tool.InputError, match="1 packages with 1 files are too few"):
         tool.write_text(tmp_path / "text", sites=[tmp_path / "site"])
     assert not (tmp_path / "text").exists()
+
+
+@pytest.mark.parametrize("size", ["1.5G", "-1", "10T", ""])
+def test_a_size_that_is_none(run_tool: Callable[..., int], size: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as refused:
+        run_tool("installed_text", "folder", f"--most-bytes={size}")
+    assert refused.value.code == 2
+    assert f"--most-bytes: {size!r} must be an integer, with K, M or G" in capsys.readouterr().err

@@ -1,12 +1,14 @@
 """Optimizers beside AdamW do all that it does: Muon, and one that is made of one file and one entry."""
 
 import dataclasses
+import io
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 
 from megatron_fanformer.checkpoint.tensor_table import MAIN_WEIGHT, STATE_PREFIX
 from megatron_fanformer.model.config import FANformerConfig
@@ -17,7 +19,7 @@ from megatron_fanformer.training.optimizers import OPTIMIZERS, OptimizerConfig
 from tests.checkpoint import states
 from tests.checkpoint.states import MICRO_BATCH, Shown, layers_for, parallel_config, small_model, training, world_size
 from tests.planning.making import job_of
-from tests.small_runs import small_run, write_tokens
+from tests.small_runs import small_run, trainer_of, write_tokens
 from tests.training.layouts import gather
 from tests.training.momentum import NAME, registered
 from tests.training.test_resume import STEPS, resumed_after
@@ -143,6 +145,32 @@ def test_norms_are_those_of_the_whole_model(run_on_ranks: RunOnRanks, tmp_path: 
         logging={"norm_interval": 3, "phase_interval": None, "straggler_interval": None},
     )
     check_norms(run_on_ranks(ranks, with_it, take_three_steps, values))
+
+
+def noted_norms(values: dict[str, Any]) -> list[int]:
+    """How many matrices' norms each of four steps took."""
+    with trainer_of(values, console=Console(file=io.StringIO())) as trainer:
+        [part] = single_optimizers(trainer._optimizer)
+        counts = []
+        for _ in range(4):
+            trainer.take_step()
+            counts.append(len(part.optimizer.update_norms))
+        assert part.optimizer.settings.matrices
+        return counts
+
+
+@pytest.mark.parametrize(("interval", "are_noted"), [(2, [False, True, False, True]), (None, [False] * 4)])
+def test_muon_takes_norms_in_the_steps_that_report_them(
+    run_on_ranks: RunOnRanks, tmp_path: Path, interval: int | None, are_noted: list[bool]
+) -> None:
+    values = small_run(
+        write_tokens(tmp_path / "tokens"),
+        tmp_path / "run",
+        optimizer={"name": "muon"},
+        logging={"norm_interval": interval},
+    )
+    [counts] = run_on_ranks(1, noted_norms, values)
+    assert [count > 0 for count in counts] == are_noted
 
 
 @pytest.mark.parametrize("name", NAMES)
