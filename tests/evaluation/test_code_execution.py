@@ -280,7 +280,9 @@ def test_endless_programs_are_ended_by_cpu_and_by_wall_time():
     limits = Limits(cpu_seconds=1, wall_seconds=60.0)
     assert run([computing], limits=limits) == [Result(outcome="timed out", message="it took more than 1 s of CPU time")]
     limits = Limits(cpu_seconds=60, wall_seconds=1.0)
-    assert run([waiting], limits=limits) == [Result(outcome="timed out", message="it took more than 1 s")]
+    silent = f"import os\nos.closerange(3, 64)\n{waiting}"  # to its judge it is gone
+    late = Result(outcome="timed out", message="it took more than 1 s")
+    assert run([waiting, silent], limits=limits) == [late, late]
 
 
 def test_a_program_that_waits_for_a_core_is_waited_for(monkeypatch):
