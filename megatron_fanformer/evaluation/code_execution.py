@@ -20,7 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import BinaryIO, Literal
 
 import megatron_fanformer
 from megatron_fanformer.errors import InputError
@@ -132,9 +132,7 @@ def _run(program: Program, limits: Limits) -> Result:
                 try:
                     _give(running, program.source.encode(errors="replace"))
                     _give(judge, given)
-                    if not _wait(judge, running, limits.wall_seconds):
-                        return Result(outcome="timed out", message=f"it took more than {limits.wall_seconds:g} s")
-                    return _result(report.read(), judge, running, limits)
+                    return _result(report, judge, running, limits)
                 finally:
                     judge.kill()
                     running.kill()
@@ -169,8 +167,8 @@ def _give(process: "subprocess.Popen[bytes]", content: bytes) -> None:
         process.stdin.close()
 
 
-def _wait(judge: "subprocess.Popen[bytes]", running: "subprocess.Popen[bytes]", seconds: float) -> bool:
-    """Wait until a judge ends; False after so many seconds in which it or its program ran or slept.
+def _wait(process: "subprocess.Popen[bytes]", other: "subprocess.Popen[bytes]", seconds: float) -> bool:
+    """Wait until a process ends; False after so many seconds in which it or the other ran or slept.
 
     Seconds in which either waited for a core do not count: other processes used them, not the program.
     """
@@ -178,10 +176,10 @@ def _wait(judge: "subprocess.Popen[bytes]", running: "subprocess.Popen[bytes]", 
     left = seconds
     while left > 0:
         try:
-            judge.wait(max(left, POLL_SECONDS))
+            process.wait(max(left, POLL_SECONDS))
             return True
         except subprocess.TimeoutExpired:
-            without = sum(_seconds_without_core(process.pid) for process in (judge, running))
+            without = sum(_seconds_without_core(each.pid) for each in (process, other))
             left = seconds - (time.monotonic() - began - without)
     return False
 
@@ -195,9 +193,13 @@ def _seconds_without_core(pid: int) -> float:
 
 
 def _result(
-    report: bytes, judge: "subprocess.Popen[bytes]", running: "subprocess.Popen[bytes]", limits: Limits
+    stream: BinaryIO, judge: "subprocess.Popen[bytes]", running: "subprocess.Popen[bytes]", limits: Limits
 ) -> Result:
-    """Return the result by the judge's report, or by how it, or the program before it, has ended."""
+    """Wait for the result by the judge's report, or by how it, or the program before it, has ended."""
+    too_long = Result(outcome="timed out", message=f"it took more than {limits.wall_seconds:g} s")
+    if not _wait(judge, running, limits.wall_seconds):
+        return too_long
+    report = stream.read()
     kind, text = json.loads(report) if report else (judging.FAILED, "")
     if kind == judging.UNCONFINED:
         return Result(outcome="not run", message=text)
@@ -205,7 +207,10 @@ def _result(
         return Result(outcome="passed")
     if report and kind != judging.GONE:
         return Result(outcome="failed", message=text)
-    code = (running if kind == judging.GONE else judge).wait()
+    ended, other = (running, judge) if kind == judging.GONE else (judge, running)
+    if not _wait(ended, other, limits.wall_seconds):  # it has closed its pipes, and stays
+        return too_long
+    code = ended.returncode
     if code == -signal.SIGXCPU:
         return Result(outcome="timed out", message=f"it took more than {limits.cpu_seconds} s of CPU time")
     if code < 0:

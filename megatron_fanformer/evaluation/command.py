@@ -37,7 +37,7 @@ NEEDED = dict.fromkeys(("perplexity_folder", "chunk_tokens", "batches", "eod_id"
 """For each option, the option without which it has no effect."""
 OF_REQUESTS = ("context_length", "fewshot", "fewshot_seed")
 """The options of what is prepared, by --prepare or where no --requests are given."""
-OF_PREPARE = ("prepare", "tasks", "tokenizer", *OF_REQUESTS, "limit", "device", "command_line")
+OF_PREPARE = ("prepare", "tasks", "tokenizer", "eod_id", *OF_REQUESTS, "limit", "device", "command_line")
 """The options of --prepare, and the device, which changes nothing here."""
 Local = Callable[[str], str]
 
@@ -126,25 +126,13 @@ def _with_requests(request: EvaluationRequest) -> EvaluationRequest:
     options = request.options
     if not options.tasks or options.requests is not None:
         return request
-    from megatron_fanformer.data.tokenizer import tokenizer_file
-    from megatron_fanformer.durable_files import sha256_of
     from megatron_fanformer.evaluation.request_cache import cached_requests
-    from megatron_fanformer.generation.models import find_model
 
-    found: dict[str, Path] = {}
-    for checkpoint in request.checkpoints:
-        if (tokenizer := options.tokenizer or find_model(checkpoint).tokenizer) is None:
-            raise InputError(f"{checkpoint} holds no tokenizer; name the one that it was trained with as --tokenizer")
-        found.setdefault(sha256_of(tokenizer_file(tokenizer)), tokenizer)
-    if len(found) > 1:
-        raise InputError(
-            f"the checkpoints have {len(found)} tokenizers ({', '.join(map(str, found.values()))}), requests are of "
-            "one; evaluate those of each by itself"
-        )
-    (tokenizer,) = found.values()
+    tokenizer, eod_id = _only_tokenizer(request)
     path = cached_requests(
         options.tasks,
         tokenizer,
+        eod_id=eod_id,
         context_length=options.context_length,
         limit=options.limit,
         shots=options.fewshot,
@@ -152,6 +140,36 @@ def _with_requests(request: EvaluationRequest) -> EvaluationRequest:
         on_task=_print_task,
     )
     return replace(request, evaluation=replace(request.evaluation, requests=str(path), tasks=[]))
+
+
+def _only_tokenizer(request: EvaluationRequest) -> tuple[Path, int]:
+    """Return the tokenizer of all checkpoints, and their end of text: the one stated next to the weights, or its own.
+
+    Raises:
+        InputError: they have none, or not the same.
+    """
+    from megatron_fanformer.data.tokenizer import load_tokenizer, tokenizer_file
+    from megatron_fanformer.durable_files import sha256_of
+    from megatron_fanformer.generation.models import find_model
+
+    ends: dict[tuple[str, int | None], int] = {}  # a run's checkpoints have one, each in a file of its own
+    found: dict[tuple[str, int], Path] = {}
+    for checkpoint in request.checkpoints:
+        source = find_model(checkpoint)
+        if (tokenizer := request.options.tokenizer or source.tokenizer) is None:
+            raise InputError(f"{checkpoint} holds no tokenizer; name the one that it was trained with as --tokenizer")
+        digest, stated = sha256_of(tokenizer_file(tokenizer)), source.end_of_text_id
+        if (digest, stated) not in ends:
+            ends[digest, stated] = load_tokenizer(tokenizer, eod_id=stated).eod_id
+        found.setdefault((digest, ends[digest, stated]), tokenizer)
+    if len(found) > 1:
+        named = ", ".join(f"{path} with end of text {eod_id}" for (_, eod_id), path in found.items())
+        raise InputError(
+            f"the checkpoints have {len(found)} tokenizers ({named}), requests are of one; evaluate those of each by "
+            "itself"
+        )
+    (((_, eod_id), tokenizer),) = found.items()
+    return tokenizer, eod_id
 
 
 def _run(request: EvaluationRequest, jobs: "Jobs", grid: "RankGrid") -> None:
@@ -213,6 +231,7 @@ def _without_effect(options: EvaluateOptions) -> list[str]:
         f"{option_name(name)} has no effect without --{other}; add that, or leave it out"
         for name, other in NEEDED.items()
         if getattr(options, name) is not None and not getattr(options, other)
+        if options.prepare is None or name not in OF_PREPARE
     ]
     if options.prepare is None and (options.requests is not None or not options.tasks):
         found += [
@@ -407,6 +426,7 @@ def _prepare(options: EvaluateOptions, file: Path) -> None:
         file,
         tasks=options.tasks,
         tokenizer=options.tokenizer,
+        eod_id=options.eod_id,
         context_length=options.context_length or CONTEXT_LENGTH,
         limit=options.limit,
         shots=options.fewshot,

@@ -15,12 +15,16 @@ import numpy as np
 
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.evaluation.results import Result, TaskResult
+from megatron_fanformer.evaluation.tasks import GENERATED
 
 DRAWS = 10_000
 INTERVAL = (0.025, 0.975)
 KINDS = 256  # up to so many kinds of documents, drawing numbers of each kind is cheaper than drawing documents
 LOWER_IS_BETTER = {"bpb": "bits a byte", "bpb_with_space": "bits a byte", "ce_loss": "nats a character"}
 """The metrics that are not shares of documents, and their units."""
+OF_TEXTS, OF_SAMPLES = ("temperature", "max_new_tokens"), ("num_samples", "top_k", "top_p")
+"""The settings of texts that a model writes, and those that count above temperature 0 alone. Not the seed: it draws
+other texts of the same kind."""
 BLOCK = 1 << 20  # documents that are drawn at a time
 
 
@@ -82,7 +86,8 @@ def compare(a: Result, b: Result, *, seed: int = 0, draws: int = DRAWS) -> Compa
     """Return the differences of two results in the tasks that both have, each by its own metric.
 
     Raises:
-        InputError: they have no task and no perplexity set in common, or a task's documents or a set's tokens differ.
+        InputError: they have no task and no perplexity set in common, or a task's documents or a set's tokens differ,
+            or the settings by which answers were written.
     """
     common = [name for name in a.tasks if name in b.tasks]
     sets = [name for name in a.perplexity if name in b.perplexity]
@@ -93,6 +98,8 @@ def compare(a: Result, b: Result, *, seed: int = 0, draws: int = DRAWS) -> Compa
         )
     if sets:
         _refuse_other_tokens(a, b, sets)
+    if generated := [name for name in common if a.tasks[name].metric in GENERATED]:
+        _refuse_other_sampling(a, b, generated)
     differences, shares = [], []
     for name in common:
         # By its name: a task's draws do not depend on the others, and are not theirs.
@@ -135,6 +142,20 @@ def _refuse_other_tokens(a: Result, b: Result, sets: list[str]) -> None:
             raise InputError(
                 f"{name} has {of_a:,} scored tokens in A and {of_b:,} in B, not the same ones; evaluate both with the "
                 "same files, --batches and --batch-tokens"
+            )
+
+
+def _refuse_other_sampling(a: Result, b: Result, tasks: list[str]) -> None:
+    """Refuse answers that were not written alike: their difference is not the models' alone."""
+    in_a, in_b = ({} if each.settings is None else each.settings.sampling for each in (a, b))
+    is_greedy = in_a.get("temperature") == in_b.get("temperature") == 0
+    for name in OF_TEXTS if is_greedy else (*OF_TEXTS, *OF_SAMPLES):
+        values = [each.get(name, "not known") for each in (in_a, in_b)]
+        if values[0] != values[1]:
+            of_a, of_b = ("the tasks' own" if each is None else each for each in values)
+            raise InputError(
+                f"{', '.join(tasks)}: answers were written with --{name.replace('_', '-')} {of_a} in A and {of_b} in "
+                "B; evaluate both alike"
             )
 
 

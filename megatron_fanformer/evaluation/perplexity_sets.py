@@ -281,8 +281,8 @@ def find_sets(
             has an id for that.
 
     Raises:
-        InputError: sets are missing (all that are, one line each), empty, or of another vocabulary; pieces are longer
-            than the model's sequences.
+        InputError: sets are missing (all that are, one line each), empty, or of another vocabulary, or so is the end of
+            text that leads documents; pieces are longer than the model's sequences.
         CorruptError: a file is damaged.
     """
     chunk = config.chunk_tokens or seq_length
@@ -301,6 +301,8 @@ def find_sets(
             refuse_ids_outside(
                 vocab_size, file.path, Path(file.path), file.dtype, largest=file.max_token_id, cache=None
             )
+        if config.chunking == "rolling":
+            _refuse_leads_outside(files, vocab_size)
         each = PerplexitySet(
             name=name,
             files=files,
@@ -311,6 +313,16 @@ def find_sets(
         )
         sets.append(_with_bytes(each, tokenizer))
     return sets
+
+
+def _refuse_leads_outside(files: Sequence[TokenFile], vocab_size: int) -> None:
+    """Refuse an end of text that the model has no embedding of: no file holds it, so that no check of files sees it."""
+    for file in files:
+        if file.eod_id is not None and not 0 <= file.eod_id < vocab_size:
+            raise InputError(
+                f"{file.file.path}: its documents end with id {file.eod_id}, which leads each and is outside the "
+                f"vocabulary of {vocab_size}; set {SECTION}.eod_id to the model's end of text"
+            )
 
 
 def _opened(path: str, config: PerplexityConfig, tokenizer: Tokenizer | None) -> TokenFile:

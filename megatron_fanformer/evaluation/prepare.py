@@ -80,6 +80,7 @@ def prepare_requests(
     *,
     tasks: Sequence[str],
     tokenizer: Path,
+    eod_id: int | None = None,
     context_length: int = CONTEXT_LENGTH,
     limit: int | None = None,
     shots: int | None = None,
@@ -91,6 +92,7 @@ def prepare_requests(
     Args:
         tasks: names and groups, and files of one's own.
         tokenizer: as for `load_tokenizer`; a model with another one is refused later.
+        eod_id: the end of text, which stands for an empty context; None: the tokenizer's.
         context_length: tokens that a model takes at most. Longer requests lose the beginning of their context.
         limit: the first so many documents of each task; None: all.
         shots: examples before each question of one's own tasks; None: as a task's YAML says.
@@ -111,7 +113,7 @@ def prepare_requests(
         raise InputError(f"context length {context_length} and limit {limit} must be at least 1; raise what is below")
     if output.exists():
         raise InputError(f"{output} already exists; name another file, or remove it")
-    encoder = load_tokenizer(tokenizer)
+    encoder = load_tokenizer(tokenizer, eod_id=eod_id)
     builder = Builder(encoder) if not all(task.is_generated for task in named) else None
     versions = {"megatron-fanformer": __version__}
     if named:

@@ -142,12 +142,13 @@ ALLOWED_WITH: dict[str, tuple[_Numbers, int, int]] = {"clone": ((56, 220), 0, CL
 REFUSED_WITH: dict[str, tuple[_Numbers, int, int]] = {
     "open": ((2, None), 1, WRITING),
     "openat": ((257, 56), 2, WRITING),
-    "prlimit64": ((302, 261), 2, 0xFFFFFFFF),  # the new limits' address: none when limits are read
     "socketpair": ((53, 199), 1, SOCKET_OF_DATAGRAMS),
     "fcntl": ((72, 25), 1, OWNER_OF_SIGNALS),
     "ioctl": ((16, 29), 1, GIVING_OR_OF_SOCKETS),
 }
-"""Calls refused with EPERM if that argument has such a bit."""
+"""Calls refused with EPERM if that argument, of which the kernel reads the low word, has such a bit."""
+REFUSED_UNLESS_NULL: dict[str, tuple[_Numbers, int]] = {"prlimit64": ((302, 261), 2)}
+"""Calls refused with EPERM if that argument is an address, of 64 bits: the new limits', none when limits are read."""
 TGKILL: _Numbers = (234, 131)
 """A signal to a thread, by which a process raises one in itself: refused with EPERM if the thread is another's."""
 
@@ -186,6 +187,9 @@ def _filter(column: int, architecture: int) -> list[_Instruction]:
         for numbers, argument, mask in table.values():
             if (number := numbers[column]) is not None:
                 program += _by_argument(number, argument, (IF_SET, mask), if_set, if_not)
+    for numbers, argument in REFUSED_UNLESS_NULL.values():
+        if (number := numbers[column]) is not None:
+            program += _by_address(number, argument, refuse, ALLOW)
     if (number := TGKILL[column]) is not None:
         program += _by_argument(number, 0, (IF_EQUAL, os.getpid()), ALLOW, refuse)
     return [*program, (RETURN, 0, 0, ALLOW)]
@@ -200,6 +204,20 @@ def _by_argument(number: int, argument: int, test: tuple[int, int], if_so: int, 
         (code, 0, 1, operand),
         (RETURN, 0, 0, if_so),
         (RETURN, 0, 0, if_not),
+    ]
+
+
+def _by_address(number: int, argument: int, if_any: int, if_null: int) -> list[_Instruction]:
+    """Decides by both words of an argument, either of which can be 0 in an address, as `_by_argument`."""
+    low = 16 + 8 * argument
+    return [
+        (IF_EQUAL, 0, 6, number),
+        (LOAD, 0, 0, low),
+        (IF_SET, 2, 0, 0xFFFFFFFF),
+        (LOAD, 0, 0, low + 4),
+        (IF_SET, 0, 1, 0xFFFFFFFF),
+        (RETURN, 0, 0, if_any),
+        (RETURN, 0, 0, if_null),
     ]
 
 

@@ -149,6 +149,8 @@ TASKS: Mapping[str, Task] = {
 def _meant(name: str) -> str:
     if name == ULOGIC:
         return "request it from `evaluate` by --ulogic FILE"
+    if is_own(name):
+        return f"prepare a file of questions with `evaluate --prepare`, and name its task here as {OWN}NAME"
     if name.lower().endswith((*OWN_SUFFIXES, ".json", ".ndjson")):
         return "a file of questions, one on each line, is named .jsonl, one of lm-eval .yaml or .yml; rename it"
     return did_you_mean(name, [*GROUPS, *TASKS], f"the groups are {', '.join(GROUPS)}")

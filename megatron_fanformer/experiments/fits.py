@@ -52,10 +52,10 @@ class Curve(NamedTuple):
 
 
 class Interval(NamedTuple):
-    """A 95% interval; None: not bounded on that side."""
+    """A 95% interval; infinite at an end that no number bounds."""
 
-    low: float | None
-    high: float | None
+    low: float
+    high: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,4 +186,4 @@ def _reaching(curves: np.ndarray, losses: np.ndarray) -> np.ndarray:
 
 def _interval(values: np.ndarray) -> Interval:
     low, high = np.quantile(values, (0.025, 0.975), method="nearest")
-    return Interval(*(float(each) if math.isfinite(each) else None for each in (low, high)))
+    return Interval(float(low), float(high))

@@ -38,7 +38,8 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     ours: float | None
     """Our figure; None if nothing could be measured."""
     interval: tuple[float | None, float | None] | None = None
-    """95% interval, low to high, with None where it has no bound; None without one, as for one seed."""
+    """95% interval, low to high, with None where it has no bound; None without one, as for one seed, or where no number
+    is in it."""
     unit: str
     """Unit, such as `ratio`, `nats per token`, `%`."""
     same_settings: bool = False

@@ -148,6 +148,40 @@ def test_perplexities_of_other_tokens_are_not_compared(other: dict[str, Any], me
         compare(with_set(), with_set(**other))
 
 
+def written(**sampling: Any) -> Result:
+    """GSM8K's answers, and a choice task."""
+    usual = {"run_code": False, "num_samples": 1, "temperature": 0.0, "top_k": 0, "top_p": 1.0, "max_new_tokens": None}
+    tasks = {"gsm8k": task(np.ones(3), "exact_match"), "piqa": task(np.ones(3))}
+    return msgspec.structs.replace(with_set(), tasks=tasks, settings=settings(usual | {"seed": 0} | sampling))
+
+
+def settings(sampling: dict[str, Any]) -> Settings:
+    of_sets = {"chunking": "tokens", "chunk_tokens": 32, "batches": None}
+    return Settings(**of_sets, batch_tokens=64, dtype="float32", sampling=sampling)
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "message"),
+    [
+        ({}, {"temperature": 0.8}, "gsm8k: answers were written with --temperature 0.0 in A and 0.8 in B; evaluate bo"),
+        ({}, {"max_new_tokens": 9}, "with --max-new-tokens the tasks' own in A and 9 in B"),
+        ({"temperature": 0.8}, {"temperature": 0.8, "num_samples": 4}, "--num-samples 1 in A and 4 in B"),
+        ({"temperature": 0.8, "top_k": 5}, {"temperature": 0.8}, "--top-k 5 in A and 0 in B"),
+    ],
+)
+def test_answers_that_were_not_written_alike_are_not_compared(a: Any, b: Any, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        compare(written(**a), written(**b))
+    for of_choices in (written(**a), written(**b)):  # whose scores no sampling changes
+        del of_choices.tasks["gsm8k"]
+        compare(of_choices, written())
+
+
+def test_what_does_not_change_answers_may_differ() -> None:
+    compare(written(), written(seed=1, run_code=True, top_k=5))
+    compare(written(temperature=1.0), written(temperature=1.0, seed=1))
+
+
 def test_tasks_are_drawn_apart_and_their_means_interval_is_that_of_independent_ones() -> None:
     """With the same draws for all, the mean of two like tasks would be as uncertain as one of them."""
     generator = np.random.default_rng(0)

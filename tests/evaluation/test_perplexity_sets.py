@@ -302,6 +302,16 @@ def test_a_set_of_less_than_a_chunk_is_refused(tmp_path: Path) -> None:
         found(own(tmp_path))
 
 
+def test_an_end_of_text_outside_the_vocabulary_leads_no_document(tmp_path: Path) -> None:
+    np.arange(1, 20).astype("<u2").tofile(file := tmp_path / "own.npy")
+    found(own(file, chunking="rolling", eod_id=VOCAB_SIZE - 1))
+    for eod_id in (VOCAB_SIZE, 1 << 40):
+        with pytest.raises(
+            InputError, match=rf"own\.npy: its documents end with id {eod_id}, .* vocabulary of 600; set"
+        ):
+            found(own(file, chunking="rolling", eod_id=eod_id))
+
+
 def test_rolling_windows_need_a_text(tmp_path: Path) -> None:
     (tmp_path / "a.npy").write_bytes(b"")
     with pytest.raises(InputError, match="own holds 0 tokens in 1 files and no text between ends of documents; name"):

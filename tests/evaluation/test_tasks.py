@@ -33,7 +33,7 @@ def test_names_and_groups_give_each_task_once_in_their_order():
 
 def test_unknown_names_are_told_together_with_what_may_be_meant():
     with pytest.raises(InputError) as refused:
-        resolve(["hellaswagg", "sst2", "papers", "xyzzy", "ulogic", "q.json", "Q.JSONL"])
+        resolve(["hellaswagg", "sst2", "papers", "xyzzy", "ulogic", "q.json", "Q.JSONL", "q.jsonl", "q.yaml"])
     assert str(refused.value).splitlines() == [
         "unknown task hellaswagg; did you mean hellaswag?",
         "unknown task papers; did you mean paper?",
@@ -43,6 +43,11 @@ def test_unknown_names_are_told_together_with_what_may_be_meant():
             f"unknown task {name}; a file of questions, one on each line, is named .jsonl, one of lm-eval .yaml or "
             ".yml; rename it"
             for name in ("q.json", "Q.JSONL")
+        ),
+        *(
+            f"unknown task {name}; prepare a file of questions with `evaluate --prepare`, and name its task here as "
+            "own:NAME"
+            for name in ("q.jsonl", "q.yaml")
         ),
     ]
 

@@ -26,6 +26,7 @@ from megatron_fanformer.experiments.sweeps.cells import outcomes
 from megatron_fanformer.experiments.sweeps.file import Sweep, read_sweep
 from megatron_fanformer.experiments.sweeps.report import CSV, PICTURE, write_report
 from megatron_fanformer.experiments.sweeps.run import TRAIN, CellsFailed, run_sweep, write_array
+from tests.experiments import stand_in
 from tests.experiments.making import STAND_IN, changed, write_sweep
 from tests.experiments.stand_in import BASE_THAT_FAILS, train
 from tests.patience import PATIENCE_SECONDS
@@ -229,6 +230,24 @@ def test_a_report_holds_the_planted_difference_and_saving(tmp_path: Path, tokens
     (differing,) = reported(file)[0].findings
     assert differing.interval[0] <= differing.ours <= differing.interval[1] < 0 and differing.shows is True
     assert differing.ours == pytest.approx(-0.05, abs=2e-3)
+
+
+def test_a_curve_that_never_comes_to_the_loss_is_said_to_need_more(
+    tmp_path: Path, tokens: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def loss_at(values: dict[str, Any], _step: int) -> float:
+        size, is_fan = values["model"]["hidden_size"], values["model"]["fan"]["placement"] != "none"
+        noise = random.Random(f"{values['training']['seed']} {size} {is_fan}").gauss(0, 1e-3)
+        return (4.2 + size**-0.3 if is_fan else 2.0 + 3.0 * size**-0.3) + noise
+
+    monkeypatch.setattr(stand_in, "loss_at", loss_at)
+    report = {"compare": "architecture", "baseline": "transformer", "over": "parameters", "fewest_steps": 10}
+    file = write_sweep(tmp_path, tokens, seeds=3, report=report)
+    for cell in read_sweep(file, needs_data=True).cells:
+        train(cell.config.as_dict())
+    (found,) = reported(file)[0].findings
+    assert "does not come to that loss by its curve; the interval lies above 100%: it needs more" in found.sentence
+    assert (found.ours, found.interval, found.shows) == (None, None, False)
 
 
 def test_all_that_is_wrong_with_a_file_is_told_before_any_cell_starts(tmp_path: Path, tokens: str) -> None:

@@ -78,14 +78,20 @@ def scores(probability_n: Tensor, right_n: Tensor, where_n: Tensor) -> Scores:
 
 def map_around(task: Task, half_side: int, probability_n: Tensor) -> Tensor:
     """Return the probabilities of all pairs, on and around the hole alone, by a and b."""
-    around = slice(centre(task) - half_side - MARGIN, centre(task) + half_side + MARGIN + 1)
-    return probability_n.view(NUMBERS, NUMBERS)[around, around]
+    first, last = _around(task, half_side)
+    return probability_n.view(NUMBERS, NUMBERS)[first : last + 1, first : last + 1]
+
+
+def _around(task: Task, half_side: int) -> tuple[int, int]:
+    """Return the first and the last number on and around the hole; a large hole has less than the margin around it."""
+    reach = half_side + MARGIN
+    return max(centre(task) - reach, 0), min(centre(task) + reach, NUMBERS - 1)
 
 
 def draw_hole(axes: Any, task: Task, half_side: int, map_ab: Tensor, *, title: str) -> None:
     """Draw the probabilities on and around the hole, and its edge."""
-    low, high = centre(task) - half_side - MARGIN, centre(task) + half_side + MARGIN
-    draw_heat_map(axes, map_ab.numpy(), vmin=0, vmax=1, extent=(low - 0.5, high + 0.5, low - 0.5, high + 0.5))
+    first, last = _around(task, half_side)
+    draw_heat_map(axes, map_ab.numpy(), vmin=0, vmax=1, extent=(first - 0.5, last + 0.5, first - 0.5, last + 0.5))
     near, far = centre(task) - half_side - 0.5, centre(task) + half_side + 0.5
     axes.plot((near, far, far, near, near), (near, near, far, far, near), color="white", linewidth=1)
     axes.set_title(title, fontsize="small")

@@ -20,6 +20,9 @@ class Settings:
     FILES: ClassVar[tuple[str, ...]] = ()
     """The fields that name a file, whose content counts."""
 
+    FROM_ZERO: ClassVar[tuple[str, ...]] = ()
+    """The numbers that may be 0."""
+
     def counting(self) -> dict[str, Any]:
         """Return the fields that count, as plain values: what a result states, and is known by."""
         values = asdict(self)  # type: ignore[call-overload]
@@ -32,7 +35,8 @@ class Settings:
         found = []
         for field in fields(self):  # type: ignore[arg-type]
             value = getattr(self, field.name)
-            if isinstance(value, int | float) and not isinstance(value, bool) and value <= 0:
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            if is_number and value <= 0 and field.name not in self.FROM_ZERO:
                 found.append(f"{field.name} is {value}; it must be above 0")
             elif isinstance(value, tuple) and len(set(value)) < len(value):
                 found.append(f"{field.name} is {list(value)}; name each once")
@@ -121,6 +125,7 @@ class HolesSettings(Settings):
     """Leave-Square-Out: arithmetic on pairs of numbers, with a square of them left out of the training."""
 
     OF_CHECKPOINTS = ("checkpoints", "tasks", "half_side", "temperature")
+    FROM_ZERO = ("cooldown",)
 
     seeds: int = 5
     """Seeds of the weights and of the order of samples; both architectures have the same ones."""
@@ -143,8 +148,8 @@ class HolesSettings(Settings):
     learning_rate: float = 1e-3
     """Learning rate after a warm-up over the first hundredth of the steps."""
     cooldown: float = 0.25
-    """Share of the steps, at the end, over which the learning rate falls to 0. With weight decay FANformers do not
-    settle without it."""
+    """Share of the steps, at the end, over which the learning rate falls to 0; 0 keeps it. With weight decay FANformers
+    do not settle without it."""
     temperature: float = 0.5
     """Temperature at which the probability of the right answer is computed."""
     checkpoints: tuple[str, ...] = ()
@@ -173,6 +178,10 @@ class CostSettings(Settings):
     """Tokens of a sequence, for FLOPs a token."""
     inference_length: int = 4096
     """Tokens of the sequence whose memory is counted, one at a time in half precision, as in the paper's table."""
+
+    def _own_problems(self) -> Iterator[str]:
+        if not self.presets:
+            yield "presets is empty; name sizes, such as fanformer-1b"
 
 
 @dataclass(frozen=True, kw_only=True)

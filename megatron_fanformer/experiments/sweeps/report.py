@@ -106,7 +106,7 @@ def _savings(sweep: Sweep, groups: Sequence[Group], fits: dict[str, Fit], steps:
             continue
         found = saving(fits[report.baseline], fit, largest)
         is_finite = math.isfinite(found.share)
-        shows = None if short or found.interval is None else found.interval.high is not None and found.interval.high < 1
+        shows = None if short or found.interval is None else found.interval.high < 1
         yield Finding(
             name=f"{sweep.config.experiment}: {report.over} that {point} needs for {report.baseline}'s loss",
             paper=None if report.paper_saving is None else f"{report.paper_saving:.1%}",
@@ -128,9 +128,9 @@ def _saving_sentence(sweep: Sweep, point: str, found: Saving, short: str) -> str
         outcome = short
     elif found.interval is None:
         outcome = "there are too few runs for an interval, so that this is inconclusive"
-    elif found.interval.high is not None and found.interval.high < 1:
+    elif found.interval.high < 1:
         outcome = "the interval lies below 100%: a saving is shown"
-    elif found.interval.low is not None and found.interval.low > 1:
+    elif found.interval.low > 1:
         outcome = "the interval lies above 100%: it needs more"
     else:
         outcome = "the interval has 100% in it: no saving is shown"
@@ -140,11 +140,11 @@ def _saving_sentence(sweep: Sweep, point: str, found: Saving, short: str) -> str
     )
 
 
-def _percent(interval: Interval | None) -> tuple[float | None, float | None] | None:
-    if interval is None:
+def _percent(interval: Interval | None) -> tuple[float, float | None] | None:
+    """Return an interval of shares as a result states it: none where no number is in it."""
+    if interval is None or math.isinf(interval.low):
         return None
-    low, high = (None if each is None else 100 * each for each in interval)
-    return low, high
+    return 100 * interval.low, 100 * interval.high if math.isfinite(interval.high) else None
 
 
 # -- tables

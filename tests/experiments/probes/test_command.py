@@ -117,10 +117,12 @@ def test_a_run_that_went_on_or_a_file_that_was_edited_is_another_setting(tmp_pat
         (["lipschitz", "--lipschitz.text", "x"], "lipschitz.text is given without checkpoints"),
         (["holes", "--holes.half_side", "57"], "so that the hole lies within"),
         (["holes", "--holes.cooldown", "2"], "cooldown is 2.0; it must lie in [0, 1]"),
+        (["holes", "--holes.cooldown", "-0.5"], "cooldown is -0.5; it must lie in [0, 1]"),
         (["holes", "--holes.weight_decays", "[-1.0]"], "name numbers from 0 on"),
         (["logic"], "name trained models, as --checkpoint"),
         (["logic", "--checkpoint", "none"], "none does not exist"),
         (["cost", "--cost.presets", "[fanformer-2b]"], "'fanformer-2b', which is not a size"),
+        (["cost", "--cost.presets", "[]"], "cost.presets is empty; name sizes, such as fanformer-1b"),
         (["--seeds", "3"], "name one of"),
     ],
 )

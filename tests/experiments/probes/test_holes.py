@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from matplotlib.figure import Figure
 
 from megatron_fanformer.errors import CorruptError
 from megatron_fanformer.experiments.probes import hole_pairs, holes
@@ -45,6 +46,22 @@ def test_the_conversations_are_right_and_the_hole_is_where_the_paper_has_it(task
         by_file[name] = asked
     assert set(by_file["hole"]) == {(middle[0] + i, middle[1] + j) for i in range(-10, 11) for j in range(-10, 11)}
     assert len(by_file["train"]) == 12_328 and not set(by_file["train"]) & set(by_file["hole"])
+
+
+@pytest.mark.parametrize(
+    ("task", "half_side", "first", "last"),
+    [("modular", 10, 36, 76), ("linear", 40, 0, 100), ("linear", 41, 0, 101), ("modular", 50, 0, 112)],
+)
+def test_the_map_is_of_the_numbers_around_the_hole_that_there_are(task, half_side, first, last):
+    settings = HolesSettings(half_side=half_side, cooldown=0.0)  # which the lab log's table was measured with
+    assert not settings.problems()
+    a, b = torch.meshgrid(torch.arange(113), torch.arange(113), indexing="ij")
+    values = hole_pairs.map_around(task, half_side, (1000.0 * a + b).flatten())
+    numbers = torch.arange(first, last + 1)
+    assert torch.equal(values, 1000.0 * numbers[:, None] + numbers)
+    axes = Figure().add_subplot()
+    hole_pairs.draw_hole(axes, task, half_side, values, title="")
+    assert axes.images[0].get_extent() == [first - 0.5, last + 0.5, first - 0.5, last + 0.5]
 
 
 def planted(pairs, known):
