@@ -17,7 +17,7 @@ import torch
 from megatron_fanformer.cli import main
 from megatron_fanformer.errors import FanformerError
 from megatron_fanformer.nodes import check as check_module
-from megatron_fanformer.nodes import facts
+from megatron_fanformer.nodes import collectives, facts
 from megatron_fanformer.nodes.check import _Meeting, nodes_to_measure
 from megatron_fanformer.nodes.facts import Facts
 from megatron_fanformer.nodes.verb import CheckConfig
@@ -55,7 +55,8 @@ if planted == "tcp":  # a node with two H100s and two adapters that NCCL does no
     from megatron_fanformer.nodes import hardware, links
     rate, system = links.rate_between, Path(os.environ["FAKE_SYSTEM"])
     def find_gpus(own):
-        own.gpus = [facts.Gpu(name="NVIDIA H100 80GB HBM3", flops_per_second=7e14, clock_mhz=1500)] * 2
+        h100 = {"name": "NVIDIA H100 80GB HBM3", "flops_per_second": 7e14, "clock_mhz": 1500}
+        own.gpus = [facts.Gpu(number=number, **h100) for number in range(2)]
     def find_collective(own):
         own.network = hardware.network_of_log("node:1:2 [0] NCCL INFO Using network Socket")
         own.bus_bytes_per_second = 3.5e11
@@ -284,14 +285,24 @@ def test_a_node_with_fewer_gpus_takes_no_part_in_measuring_the_links() -> None:
 
 
 def test_a_gpu_that_cannot_be_used_is_a_problem_of_its_node(monkeypatch: pytest.MonkeyPatch) -> None:
-    found, usable = Facts(), mock.Mock()
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda number: (100, 100))
+    """At its load or at its work; those behind it are looked at, and reduce among them."""
+    found, usable = Facts(), mock.Mock(number=2)
+    lost, full = RuntimeError("CUDA error: uncorrectable ECC error\nhint"), RuntimeError("CUDA out of memory\nhint")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", mock.Mock(side_effect=[lost, (100, 100), (100, 100)]))
     monkeypatch.setattr(facts, "_query_gpu", lambda number, field: [0.0])
-    monkeypatch.setattr(facts, "_work_of", mock.Mock(side_effect=[RuntimeError("CUDA out of memory\nhint"), usable]))
+    monkeypatch.setattr(facts, "_work_of", mock.Mock(side_effect=[full, usable]))
     facts._find_gpus(found)
     assert found.gpus == [usable]
-    assert found.problems == ["GPU 0 cannot be used (CUDA out of memory); leave the node out, and have it looked at"]
+    assert found.problems == [
+        f"GPU {number} cannot be used ({reason}); leave the node out, and have it looked at"
+        for number, reason in enumerate(("CUDA error: uncorrectable ECC error", "CUDA out of memory"))
+    ]
+    reduce = mock.Mock()
+    monkeypatch.setattr(collectives, "rate_within_node", reduce)
+    monkeypatch.setattr(devices, "log_nccl_to", mock.Mock())
+    facts._find_collective(found)
+    reduce.assert_called_once_with([2])
 
 
 @pytest.mark.parametrize(
