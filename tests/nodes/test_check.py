@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 import threading
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -264,6 +265,18 @@ def test_who_does_not_come_in_time_is_not_waited_for(tmp_path: Path, capsys: pyt
     assert printed.splitlines()[1:3] == [f"node {number} of 3: {missing}" for number in (1, 2)]
     assert errors.splitlines()[0] == "megatron-fanformer: 2 of 3 nodes are unhealthy; leave them out"
     assert output.read_text() == f"{devices.node_name()}\n"
+
+
+def test_the_first_node_waits_for_those_whose_links_are_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its end may be the store's; they would say that it does not answer."""
+    meeting = _Meeting(None, check_module.JUDGE, 3, 0.0)
+    meeting.store.set("facts-1", json.dumps(asdict(Facts(doing="GPU 3"))))
+    collect = mock.Mock(wraps=meeting.collect)
+    monkeypatch.setattr(meeting, "collect", collect)
+    monkeypatch.setattr(check_module, "ACKNOWLEDGED_SECONDS", 0.0)
+    check_module._verdicts(meeting, Facts(doing="done"), {}, CheckConfig())
+    what, numbers, _ = collect.call_args.args
+    assert (what, list(numbers)) == ("acknowledged", [1])  # the third has not come
 
 
 def test_a_node_alone_is_described_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
