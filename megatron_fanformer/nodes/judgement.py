@@ -92,7 +92,8 @@ def judge(found: dict[int, Facts], links: dict[int, Links], config: CheckConfig)
             *_network(facts, bandwidths[number], usual_bandwidth, config),
         ]
         notes = [f"not checked: {what}" for what in facts.unseen]
-        if (rates := bandwidths[number]) is None and (tcp := tcp_problem(facts)):
+        rates, is_tcp_meant = bandwidths[number], config.minimum_bandwidth is not None
+        if rates is None and not is_tcp_meant and (tcp := tcp_problem(facts)):
             notes.append(f"among several nodes: {tcp}")
         bandwidth = [] if rates is None else rates.alone
         verdicts[number] = Verdict(node=facts.node, problems=problems, facts=facts, notes=notes, bandwidth=bandwidth)

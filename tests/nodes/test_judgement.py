@@ -185,6 +185,8 @@ def test_a_node_alone_is_told_of_tcp_and_may_train() -> None:
     [verdict] = judge({0: facts}, {}, CheckConfig()).values()
     assert verdict.is_healthy
     assert "; not checked: Xid errors (no right to); among several nodes: NCCL sends by TCP" in verdict.line()
+    [meant] = judge({0: facts}, {}, CheckConfig(minimum_bandwidth=0.4)).values()
+    assert meant.is_healthy and meant.line().endswith("; not checked: Xid errors (no right to)")
 
 
 @pytest.mark.parametrize(
