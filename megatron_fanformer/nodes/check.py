@@ -101,15 +101,18 @@ def _check_paths(config: CheckConfig, number: int, count: int) -> None:
         FanformerError: their file system hangs.
     """
     found: list[str] = []
+    looking_at = config.folder
 
     def look() -> None:
+        nonlocal looking_at
         if count == 1 and config.folder is not None and not config.folder.is_dir():
             found.append(f"--folder {config.folder} is not a folder; name one that all nodes share")
+        looking_at = config.output
         if number == JUDGE:
             found.extend(file_problems(output=config.output))
 
     if not _done_within(config.time_limit, look):
-        raise _hanging(config, f"looking at {config.output or config.folder}")
+        raise _hanging(config, f"looking at {looking_at}")
     if found:
         raise InputError("\n".join(found))
 

@@ -225,6 +225,16 @@ def test_a_file_system_that_hangs_under_the_output_is_named_in_time(
     wait_until(lambda: all(thread.name != check_module.WORKER for thread in threading.enumerate()))
 
 
+def test_of_two_paths_the_one_that_hangs_is_named(tmp_path: Path) -> None:
+    released, folder = threading.Event(), mock.MagicMock()
+    folder.is_dir, folder.__str__.return_value = released.wait, "shared"
+    config = SimpleNamespace(**vars(CheckConfig(output=tmp_path / "healthy")) | {"folder": folder, "time_limit": 0.1})
+    with pytest.raises(FanformerError, match=r"still looking at shared after 0\.1 s"):
+        check_module._check_paths(cast(CheckConfig, config), check_module.JUDGE, 1)
+    released.set()
+    wait_until(lambda: all(thread.name != check_module.WORKER for thread in threading.enumerate()))
+
+
 def test_a_check_that_torchrun_repeats_reads_no_answer_of_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
     """At the launcher's store, which outlives them."""
     store = hosted_store("127.0.0.1", 0, wait_for_workers=False)
