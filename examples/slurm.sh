@@ -115,7 +115,7 @@ requeue() {
 
 # The healthy nodes of those that Slurm still gives this job, in `healthy`. Where they are too few, the others are checked
 # once more without the first one, which may have judged them by its own fault. Where nobody has judged, the check may hang
-# there: of the next tries every other one leaves it out, if there are more nodes than are wanted.
+# there, or not start: of the next tries every other one leaves it out, if there are more nodes than are wanted.
 check_nodes() {
     local report=$folder/.healthy-$SLURM_JOB_ID options=() left_out=0 listed nodes code
     read -ra options <<< "${CHECK_OPTIONS:-}"
@@ -139,7 +139,8 @@ check_nodes() {
             left_out=1
             continue
         fi
-        if [[ $code -eq 2 ]]; then exit 2; fi
+        # Without the first node too, or with none to spare, it is the input that is wrong.
+        if [[ $code -eq 2 ]] && ((left_out || ${#nodes[@]} <= wanted)); then exit 2; fi
         left_out=$((1 - left_out))
         sleep "$LOST_NODE_SECONDS"
     done

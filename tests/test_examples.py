@@ -183,13 +183,18 @@ def test_two_nodes_under_torchrun_learn_what_one_node_does(run_on_ranks: RunOnRa
 
 SRUN = """
 if [[ "$*" == *check-node* ]]; then
+    echo check >> $FOLDER/checks
     [[ -z $CHECK_CODE ]] || exit "$CHECK_CODE"
     [[ $MASTER_ADDR != "${HANGING_JUDGE:-}" ]] || exit 1
+    [[ $MASTER_ADDR != "${JUDGE_WITHOUT_PYTHON:-}" ]] || exit 2
     [[ $MASTER_ADDR != "${SICK_JUDGE:-}" ]] || HEALTHY=$MASTER_ADDR
     printf "%s\\n" $HEALTHY > "${@: -1}"
     exit 1  # some node is unhealthy
 fi
-if [[ "$*" == *" ip "* ]]; then echo "$SHOWN"; exit; fi
+if [[ "$*" == *" ip "* ]]; then
+    [[ "$*" == *"--nodelist=${WITHOUT_ADDRESS:-none} "* ]] || echo "$SHOWN"
+    exit
+fi
 echo "$MASTER_ADDR $MASTER_PORT $*" >> $FOLDER/srun.calls
 exit $(sed -n "$(wc -l < $FOLDER/srun.calls)p" $FOLDER/codes)
 """
@@ -267,6 +272,27 @@ def test_the_slurm_script_goes_on_without_a_first_node_on_which_the_check_hangs(
     code, srun, _ = run_slurm_script(tmp_path, [0], healthy="node-8 node-9", NODES=wanted, HANGING_JUDGE="node-7")
     assert code == end and len(srun) == (nodes is not None)
     assert all(f" --nodelist={nodes} " in line for line in srun)
+
+
+SHOWN = "4: ib0    inet 10.1.2.3/16 scope global ib0"
+
+
+@pytest.mark.parametrize(
+    "sick", [{"JUDGE_WITHOUT_PYTHON": "node-7"}, {"WITHOUT_ADDRESS": "node-7", "INTERFACE": "ib0", "SHOWN": SHOWN}]
+)
+@pytest.mark.parametrize(("wanted", "end"), [("2", 0), ("3", 2)])
+def test_the_slurm_script_goes_on_without_a_first_node_on_which_the_check_does_not_start(
+    tmp_path: Path, sick: dict[str, str], wanted: str, end: int
+) -> None:
+    """Where there is a spare one."""
+    code, srun, _ = run_slurm_script(tmp_path, [0], healthy="node-8 node-9", NODES=wanted, **sick)
+    assert code == end and len(srun) == (end == 0)
+    assert all(" --nodelist=node-8,node-9 " in line for line in srun)
+
+
+def test_the_slurm_script_ends_where_other_nodes_find_the_input_wrong_too(tmp_path: Path) -> None:
+    code, srun, _ = run_slurm_script(tmp_path, [0], CHECK_CODE="2", NODES="2")
+    assert (code, srun, (tmp_path / "checks").read_text().count("check")) == (2, [], 2)
 
 
 @pytest.mark.parametrize(("left", "end"), [(200, 5), (300, 0)])

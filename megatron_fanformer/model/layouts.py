@@ -146,4 +146,5 @@ def _written(value: Any) -> str:
         return "null"
     if isinstance(value, list):
         return f"[{','.join(map(str, value))}]"
-    return str(value).lower() if isinstance(value, bool) else str(value)
+    # Commas and blanks are in a pipeline_model_parallel_layout alone, mean nothing there, and would part items here.
+    return str(value).lower() if isinstance(value, bool) else re.sub(r"[,\s]", "", str(value))

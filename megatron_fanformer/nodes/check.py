@@ -101,15 +101,18 @@ def _check_paths(config: CheckConfig, number: int, count: int) -> None:
         FanformerError: their file system hangs.
     """
     found: list[str] = []
+    looking_at = config.folder
 
     def look() -> None:
+        nonlocal looking_at
         if count == 1 and config.folder is not None and not config.folder.is_dir():
             found.append(f"--folder {config.folder} is not a folder; name one that all nodes share")
+        looking_at = config.output
         if number == JUDGE:
             found.extend(file_problems(output=config.output))
 
     if not _done_within(config.time_limit, look):
-        raise _hanging(config, f"looking at {config.output or config.folder}")
+        raise _hanging(config, f"looking at {looking_at}")
     if found:
         raise InputError("\n".join(found))
 
@@ -195,16 +198,16 @@ def _verdicts(meeting: _Meeting, own: Facts, links: Links, config: CheckConfig) 
     meeting.publish("links", (taking_part, gpus))
     if JUDGE in taking_part:
         _measure(own, links, meeting, taking_part, gpus)
-    answers = meeting.collect("rates", [number for number in taking_part if number != JUDGE], LINKS_SECONDS)
+    measured = meeting.collect("rates", [number for number in taking_part if number != JUDGE], LINKS_SECONDS)
     for number in taking_part:
-        if number not in {JUDGE, *answers}:
+        if number not in {JUDGE, *measured}:
             found[number].problems.append(
                 f"it did not answer within {LINKS_SECONDS:g} s after its links were to be measured; leave it out, "
                 "and see whether it is up"
             )
     rates = {
         number: {int(other): Rates(**values) for other, values in own_rates.items()}
-        for number, own_rates in answers.items()
+        for number, own_rates in measured.items()
     }
     judged = judge(found, {JUDGE: links, **rates}, config)
     missing = f"it did not answer within {meeting.seconds:g} s; leave it out, and see whether it is up"
@@ -213,7 +216,8 @@ def _verdicts(meeting: _Meeting, own: Facts, links: Links, config: CheckConfig) 
         for number in range(meeting.count)
     ]
     meeting.publish("verdicts", [verdict.is_healthy for verdict in verdicts])
-    meeting.collect("acknowledged", answers, ACKNOWLEDGED_SECONDS)  # the store may end with this process
+    # The store may end with this process, and those whose links were not measured read the verdicts, too.
+    meeting.collect("acknowledged", answers, ACKNOWLEDGED_SECONDS)
     return verdicts
 
 

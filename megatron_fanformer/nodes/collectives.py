@@ -55,19 +55,21 @@ def rate_between(store: Any, name: str, rank: int, gpus: Sequence[int]) -> float
     return messages[0].nbytes / _median(seconds)
 
 
-def rate_within_node(gpus: int) -> float:
-    """Return bytes per second that each of this node's GPUs sends in an all-reduce among them (the bus bandwidth)."""
+def rate_within_node(gpus: Sequence[int]) -> float:
+    """Return bytes per second that each of these GPUs of this node sends in an all-reduce among them (the bus
+    bandwidth).
+    """
     from torch.cuda import nccl
 
-    messages = [torch.ones(NODE_BYTES // 4, device=torch.device("cuda", gpu)) for gpu in range(gpus)]
+    messages = [torch.ones(NODE_BYTES // 4, device=torch.device("cuda", gpu)) for gpu in gpus]
     seconds = []
     for _ in range(1 + REPETITIONS):
-        _synchronize(range(gpus))
+        _synchronize(gpus)
         began = time.perf_counter()
         nccl.all_reduce(messages)
-        _synchronize(range(gpus))
+        _synchronize(gpus)
         seconds.append(time.perf_counter() - began)
-    return 2 * (gpus - 1) / gpus * NODE_BYTES / _median(seconds)
+    return 2 * (len(gpus) - 1) / len(gpus) * NODE_BYTES / _median(seconds)
 
 
 def _synchronize(gpus: Sequence[int]) -> None:

@@ -34,6 +34,8 @@ SHARED_MEMORY = Path("/dev/shm")  # data loaders and NCCL pass messages there
 class Gpu:
     """The facts of one GPU."""
 
+    number: int
+    """Its number in its node, whose other GPUs may be unusable."""
     name: str
     flops_per_second: float
     """FLOP/s of bf16 products."""
@@ -185,23 +187,29 @@ def _find_gpus(facts: Facts) -> None:
 
     for number in range(torch.cuda.device_count()):
         facts.doing = f"GPU {number}"
-        [busy] = _query_gpu(number, "utilization.gpu")  # before it is given any work
-        free, total = torch.cuda.mem_get_info(number)
-        if free < LEAST_FREE_SHARE * total:
-            facts.problems.append(
-                f"GPU {number} has {free / total:.0%} of its memory free, and needs {LEAST_FREE_SHARE:.0%}; end what "
-                "else runs on it (nvidia-smi shows it)"
-            )
-        if busy is not None and busy > MOST_BUSY_PERCENT:
-            facts.problems.append(
-                f"GPU {number} is busy {busy:.0f}% of the time, and may be {MOST_BUSY_PERCENT:.0f}%; end what else "
-                "runs on it (nvidia-smi shows it)"
-            )
         try:
+            _find_load(number, facts)  # before it is given any work
             facts.gpus.append(_work_of(number, facts))
         except RuntimeError as error:  # torch's: of memory that is not there, or of a GPU that does not answer
             reason = str(error).splitlines()[0]
             facts.problems.append(f"GPU {number} cannot be used ({reason}); leave the node out, and have it looked at")
+
+
+def _find_load(number: int, facts: Facts) -> None:
+    import torch
+
+    [busy] = _query_gpu(number, "utilization.gpu")
+    free, total = torch.cuda.mem_get_info(number)
+    if free < LEAST_FREE_SHARE * total:
+        facts.problems.append(
+            f"GPU {number} has {free / total:.0%} of its memory free, and needs {LEAST_FREE_SHARE:.0%}; end what "
+            "else runs on it (nvidia-smi shows it)"
+        )
+    if busy is not None and busy > MOST_BUSY_PERCENT:
+        facts.problems.append(
+            f"GPU {number} is busy {busy:.0f}% of the time, and may be {MOST_BUSY_PERCENT:.0f}%; end what else "
+            "runs on it (nvidia-smi shows it)"
+        )
 
 
 def _work_of(number: int, facts: Facts) -> Gpu:
@@ -228,8 +236,8 @@ def _work_of(number: int, facts: Facts) -> Gpu:
         if not torch.equal(product, torch.mm(factor, factor)):
             facts.problems.append(f"GPU {number} computes the same product otherwise a second time; replace it")
         seconds = began.elapsed_time(ended) / 1000 / GPU_REPETITIONS
-    name = torch.cuda.get_device_name(number)
-    return Gpu(name=name, flops_per_second=2 * GPU_MATRIX**3 / seconds, clock_mhz=clock, most_mhz=most)
+    rate, name = 2 * GPU_MATRIX**3 / seconds, torch.cuda.get_device_name(number)
+    return Gpu(number=number, name=name, flops_per_second=rate, clock_mhz=clock, most_mhz=most)
 
 
 def _find_collective(facts: Facts) -> None:
@@ -238,7 +246,7 @@ def _find_collective(facts: Facts) -> None:
 
     with tempfile.NamedTemporaryFile("r", prefix="nccl-", errors="replace") as log:
         devices.log_nccl_to(Path(log.name))
-        rate = rate_within_node(len(facts.gpus))
+        rate = rate_within_node([gpu.number for gpu in facts.gpus])
         facts.network = network_of_log(log.read())
     if facts.network is None:
         facts.unseen.append("the network that NCCL uses (its log does not say, or NCCL_DEBUG has it go elsewhere)")

@@ -92,7 +92,8 @@ def judge(found: dict[int, Facts], links: dict[int, Links], config: CheckConfig)
             *_network(facts, bandwidths[number], usual_bandwidth, config),
         ]
         notes = [f"not checked: {what}" for what in facts.unseen]
-        if (rates := bandwidths[number]) is None and (tcp := tcp_problem(facts)):
+        rates, is_tcp_meant = bandwidths[number], config.minimum_bandwidth is not None
+        if rates is None and not is_tcp_meant and (tcp := tcp_problem(facts)):
             notes.append(f"among several nodes: {tcp}")
         bandwidth = [] if rates is None else rates.alone
         verdicts[number] = Verdict(node=facts.node, problems=problems, facts=facts, notes=notes, bandwidth=bandwidth)
@@ -148,8 +149,8 @@ def _equipment(facts: Facts, usual: _Usual, config: CheckConfig) -> list[str]:
         why = "on most nodes" if config.gpus is None else "by --gpus"
         found.append(f"it shows {len(facts.gpus)} GPUs, and {why} {expected}; see dmesg and nvidia-smi there")
     found += [
-        f"GPU {number} is a {gpu.name}, and most are {usual.gpu_name}; leave the node out"
-        for number, gpu in enumerate(facts.gpus)
+        f"GPU {gpu.number} is a {gpu.name}, and most are {usual.gpu_name}; leave the node out"
+        for gpu in facts.gpus
         if gpu.name != usual.gpu_name
     ]
     if (adapters := adapters_text(facts)) != usual.adapters:
@@ -161,21 +162,21 @@ def _equipment(facts: Facts, usual: _Usual, config: CheckConfig) -> list[str]:
 
 def _rates(facts: Facts, usual: _Usual, config: CheckConfig) -> list[str]:
     found = []
-    for number, gpu in enumerate(facts.gpus):
+    for gpu in facts.gpus:
         rate, least = gpu.flops_per_second / 1e12, config.tolerance * usual.gpu_rate / 1e12
         if rate < least:
             found.append(
-                f"GPU {number} multiplies at {rate:.0f} TFLOP/s, below {config.tolerance:g} of the median "
+                f"GPU {gpu.number} multiplies at {rate:.0f} TFLOP/s, below {config.tolerance:g} of the median "
                 f"({least:.0f}); see `nvidia-smi -q -d PERFORMANCE` there for what slows it down"
             )
         if gpu.clock_mhz is not None and gpu.clock_mhz < config.tolerance * usual.clock:
             found.append(
-                f"GPU {number} runs at {gpu.clock_mhz:.0f} MHz, below {config.tolerance:g} of the median "
+                f"GPU {gpu.number} runs at {gpu.clock_mhz:.0f} MHz, below {config.tolerance:g} of the median "
                 f"({config.tolerance * usual.clock:.0f}); see `nvidia-smi -q -d CLOCK,PERFORMANCE` there"
             )
         if gpu.clock_mhz is not None and gpu.most_mhz is not None and gpu.clock_mhz < LEAST_SHARE * gpu.most_mhz:
             found.append(
-                f"GPU {number} runs at {gpu.clock_mhz:.0f} MHz under load, below half of its highest "
+                f"GPU {gpu.number} runs at {gpu.clock_mhz:.0f} MHz under load, below half of its highest "
                 f"({gpu.most_mhz:.0f}); see `nvidia-smi -q -d CLOCK,PERFORMANCE` there"
             )
     own = facts.flops_per_second

@@ -1,7 +1,5 @@
 """Runs `megatron-fanformer parity`: compares, prints, writes, and reports the differences."""
 
-import json
-
 from megatron_fanformer.durable_files import file_problems, write_atomically
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.parity.config import read_layouts
@@ -22,12 +20,12 @@ def parity(config: ParityConfig) -> None:
     from megatron_fanformer.runtime import megatron_cpu  # imports torch, so after errors are reported
 
     megatron_cpu.install()
-    from megatron_fanformer.parity.report import as_values, report_lines
+    from megatron_fanformer.parity.report import as_json, report_lines
     from megatron_fanformer.parity.run import run_layouts
 
     with phases("starting ranks") as report:
         result = run_layouts(config, run, named, report=lambda name: report(f"training: {name}"))
     show(report_lines(result, width()))
     if config.report is not None:
-        write_atomically(config.report, json.dumps(as_values(result, str(config.file)), indent=1) + "\n")
+        write_atomically(config.report, as_json(result, str(config.file)))
     result.check()

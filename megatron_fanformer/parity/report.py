@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from importlib.metadata import version
 from typing import Any
 
+import msgspec
 import torch
 
 from megatron_fanformer import __version__
@@ -97,13 +98,18 @@ def _closest(differences: Differences, bounds: Bounds) -> str:
     return f"{f'{share:.0%}' if share < 10 else f'{share:.0e}x'} {kind.removesuffix('s')} {name}"
 
 
+def as_json(result: ParityResult, config_file: str) -> bytes:
+    """Return the whole result as a file of JSON, which has no number that is not finite: it is null."""
+    return msgspec.json.format(msgspec.json.encode(as_values(result, config_file)), indent=1) + b"\n"
+
+
 def as_values(result: ParityResult, config_file: str) -> dict[str, Any]:
-    """Return the whole result as plain values, for JSON."""
+    """Return the whole result as plain values."""
     small, trial, bounds = result.calibration.small, result.calibration.trial, result.calibration.bounds
     return {
         "megatron_fanformer": __version__,
         "megatron_core": version("megatron-core"),
-        "torch": torch.__version__,
+        "torch": str(torch.__version__),  # a class of its own
         "python": platform.python_version(),
         "config": config_file,
         "device": trial.device,

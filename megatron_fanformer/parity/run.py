@@ -1,7 +1,7 @@
 """`megatron-fanformer parity`: trains a configuration's small form in one process and in each layout, and compares."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 
@@ -10,6 +10,7 @@ import torch
 
 from megatron_fanformer.errors import DivergenceError, InputError
 from megatron_fanformer.model.dtypes import DTYPES
+from megatron_fanformer.model.kernels import KernelsConfig
 from megatron_fanformer.model.layouts import SINGLE, Layout, single_process
 from megatron_fanformer.parity.communication import LayoutCommunication, compare_communication
 from megatron_fanformer.parity.comparison import (
@@ -28,7 +29,7 @@ from megatron_fanformer.runtime import device as devices
 from megatron_fanformer.runtime.layout import ParallelConfig
 from megatron_fanformer.runtime.rank_pool import JobFailed, RankPool
 from megatron_fanformer.training.config import RunConfig
-from megatron_fanformer.training.machine_rules import backend_problems, engine_problems, kernel_problems
+from megatron_fanformer.training.machine_rules import backend_problems, engine_problems, has_engine, kernel_problems
 
 REORDERED_RUNS = 3
 JOB_SECONDS = 600.0
@@ -129,6 +130,7 @@ def _started_pool(config: ParityConfig, run: RunConfig, named: dict[str, Layout]
             *kernel_problems(layout.kernels),
             *engine_problems(run.model, layout.parallel, layout.kernels, DTYPES[config.dtype]),
             *backend_problems(layout.parallel, layout.kernels, backend, device),
+            *(_counting_problems(layout.kernels) if config.communication else ()),
         )
     ]
     if found:
@@ -143,6 +145,15 @@ def _started_pool(config: ParityConfig, run: RunConfig, named: dict[str, Layout]
             f"layout {text!r} asks for {ranks} ranks, but this machine has room for {fit} {unit}; choose a smaller one"
         )
     return RankPool(device, JOB_SECONDS, backend=backend)
+
+
+def _counting_problems(kernels: KernelsConfig) -> Iterator[str]:
+    """Yield why the formula is not that of these layers: the Engine splits attention, and pads buckets, otherwise."""
+    if has_engine(kernels):
+        yield (
+            "--communication counts the local layers' collectives, and the layers here are Transformer Engine's; add "
+            "--transformer-impl local, and name no other in the layout"
+        )
 
 
 def calibrate(

@@ -28,7 +28,7 @@ class ParityConfig:
     """Implementation of the layers: local (megatron-core's and torch's), transformer_engine, or auto: Transformer
     Engine's if it can be imported."""
     communication: bool = False
-    """Count the bytes that a step's collectives move, too."""
+    """Count the bytes that a step's collectives move, too (with local layers)."""
     report: Path | None = option(None, metavar="FILE", parse=path_or_none)
     """Write everything as JSON."""
     overrides: tuple[str, ...] = overrides()
@@ -48,7 +48,7 @@ PARITY = Verb(
     run=_parity,
     examples=(
         "parity --config examples/tiny-cpu.yaml\n--layouts tp=2 pp=2",
-        "parity --config run.yaml --layouts tp=2,sp=true\n--communication",
+        "parity --config run.yaml --layouts tp=2,sp=true\n--communication --transformer-impl local",
     ),
     notes=ANY_FIELD,
 )

@@ -68,7 +68,7 @@ def _sends(parallel: ParallelConfig, kernels: KernelsConfig) -> Iterator[str]:
     """Return what is sent from rank to rank, and the remedy. gloo's collectives do take GPU tensors."""
     if parallel.pipeline_model_parallel_size > 1:
         yield "pipeline stages do; set it to null, or parallel.pipeline_model_parallel_size to 1"
-    if parallel.context_parallel_size > 1 and _has_engine(kernels) and parallel.cp_comm_type in (None, "p2p"):
+    if parallel.context_parallel_size > 1 and has_engine(kernels) and parallel.cp_comm_type in (None, "p2p"):
         yield (
             "Transformer Engine's attention exchanges keys and values so; set it to null, or parallel.cp_comm_type to "
             "all_gather"
@@ -77,7 +77,7 @@ def _sends(parallel: ParallelConfig, kernels: KernelsConfig) -> Iterator[str]:
 
 def kernel_problems(kernels: KernelsConfig) -> Iterator[str]:
     """Yield what keeps this machine from the configured kernels, one line each."""
-    has_fused_gradients = _has_engine(kernels) or devices.has_fused_gradient_kernel()
+    has_fused_gradients = has_engine(kernels) or devices.has_fused_gradient_kernel()
     if kernels.gradient_accumulation_fusion and not has_fused_gradients:
         yield (
             "kernels.gradient_accumulation_fusion is true, but there is no GPU with Transformer Engine's layers, and "
@@ -94,7 +94,7 @@ def kernel_problems(kernels: KernelsConfig) -> Iterator[str]:
             )
 
 
-def _has_engine(kernels: KernelsConfig) -> bool:
+def has_engine(kernels: KernelsConfig) -> bool:
     """Return whether the layers are Transformer Engine's here."""
     return kernels.transformer_impl != "local" and devices.has_transformer_engine()
 
@@ -104,9 +104,7 @@ def engine_problems(
 ) -> Iterator[str]:
     """Yield what the layers that this machine has, the Engine's or local ones, cannot compute, one line each."""
     number_format = str(dtype).removeprefix("torch.")
-    return layer_problems(
-        model, parallel, kernels, with_engine=_has_engine(kernels), in_fp32=number_format == "float32"
-    )
+    return layer_problems(model, parallel, kernels, with_engine=has_engine(kernels), in_fp32=number_format == "float32")
 
 
 def layer_problems(

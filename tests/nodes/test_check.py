@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 import threading
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -17,7 +18,7 @@ import torch
 from megatron_fanformer.cli import main
 from megatron_fanformer.errors import FanformerError
 from megatron_fanformer.nodes import check as check_module
-from megatron_fanformer.nodes import facts
+from megatron_fanformer.nodes import collectives, facts
 from megatron_fanformer.nodes.check import _Meeting, nodes_to_measure
 from megatron_fanformer.nodes.facts import Facts
 from megatron_fanformer.nodes.verb import CheckConfig
@@ -55,7 +56,8 @@ if planted == "tcp":  # a node with two H100s and two adapters that NCCL does no
     from megatron_fanformer.nodes import hardware, links
     rate, system = links.rate_between, Path(os.environ["FAKE_SYSTEM"])
     def find_gpus(own):
-        own.gpus = [facts.Gpu(name="NVIDIA H100 80GB HBM3", flops_per_second=7e14, clock_mhz=1500)] * 2
+        h100 = {"name": "NVIDIA H100 80GB HBM3", "flops_per_second": 7e14, "clock_mhz": 1500}
+        own.gpus = [facts.Gpu(number=number, **h100) for number in range(2)]
     def find_collective(own):
         own.network = hardware.network_of_log("node:1:2 [0] NCCL INFO Using network Socket")
         own.bus_bytes_per_second = 3.5e11
@@ -223,6 +225,16 @@ def test_a_file_system_that_hangs_under_the_output_is_named_in_time(
     wait_until(lambda: all(thread.name != check_module.WORKER for thread in threading.enumerate()))
 
 
+def test_of_two_paths_the_one_that_hangs_is_named(tmp_path: Path) -> None:
+    released, folder = threading.Event(), mock.MagicMock()
+    folder.is_dir, folder.__str__.return_value = released.wait, "shared"
+    config = SimpleNamespace(**vars(CheckConfig(output=tmp_path / "healthy")) | {"folder": folder, "time_limit": 0.1})
+    with pytest.raises(FanformerError, match=r"still looking at shared after 0\.1 s"):
+        check_module._check_paths(cast(CheckConfig, config), check_module.JUDGE, 1)
+    released.set()
+    wait_until(lambda: all(thread.name != check_module.WORKER for thread in threading.enumerate()))
+
+
 def test_a_check_that_torchrun_repeats_reads_no_answer_of_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
     """At the launcher's store, which outlives them."""
     store = hosted_store("127.0.0.1", 0, wait_for_workers=False)
@@ -265,6 +277,18 @@ def test_who_does_not_come_in_time_is_not_waited_for(tmp_path: Path, capsys: pyt
     assert output.read_text() == f"{devices.node_name()}\n"
 
 
+def test_the_first_node_waits_for_those_whose_links_are_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its end may be the store's; they would say that it does not answer."""
+    meeting = _Meeting(None, check_module.JUDGE, 3, 0.0)
+    meeting.store.set("facts-1", json.dumps(asdict(Facts(doing="GPU 3"))))
+    collect = mock.Mock(wraps=meeting.collect)
+    monkeypatch.setattr(meeting, "collect", collect)
+    monkeypatch.setattr(check_module, "ACKNOWLEDGED_SECONDS", 0.0)
+    check_module._verdicts(meeting, Facts(doing="done"), {}, CheckConfig())
+    what, numbers, _ = collect.call_args.args
+    assert (what, list(numbers)) == ("acknowledged", [1])  # the third has not come
+
+
 def test_a_node_alone_is_described_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check-node", "--folder", str(tmp_path)]) == 0
     [line] = capsys.readouterr().out.splitlines()
@@ -284,14 +308,24 @@ def test_a_node_with_fewer_gpus_takes_no_part_in_measuring_the_links() -> None:
 
 
 def test_a_gpu_that_cannot_be_used_is_a_problem_of_its_node(monkeypatch: pytest.MonkeyPatch) -> None:
-    found, usable = Facts(), mock.Mock()
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda number: (100, 100))
+    """At its load or at its work; those behind it are looked at, and reduce among them."""
+    found, usable = Facts(), mock.Mock(number=2)
+    lost, full = RuntimeError("CUDA error: uncorrectable ECC error\nhint"), RuntimeError("CUDA out of memory\nhint")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", mock.Mock(side_effect=[lost, (100, 100), (100, 100)]))
     monkeypatch.setattr(facts, "_query_gpu", lambda number, field: [0.0])
-    monkeypatch.setattr(facts, "_work_of", mock.Mock(side_effect=[RuntimeError("CUDA out of memory\nhint"), usable]))
+    monkeypatch.setattr(facts, "_work_of", mock.Mock(side_effect=[full, usable]))
     facts._find_gpus(found)
     assert found.gpus == [usable]
-    assert found.problems == ["GPU 0 cannot be used (CUDA out of memory); leave the node out, and have it looked at"]
+    assert found.problems == [
+        f"GPU {number} cannot be used ({reason}); leave the node out, and have it looked at"
+        for number, reason in enumerate(("CUDA error: uncorrectable ECC error", "CUDA out of memory"))
+    ]
+    reduce = mock.Mock()
+    monkeypatch.setattr(collectives, "rate_within_node", reduce)
+    monkeypatch.setattr(devices, "log_nccl_to", mock.Mock())
+    facts._find_collective(found)
+    reduce.assert_called_once_with([2])
 
 
 @pytest.mark.parametrize(

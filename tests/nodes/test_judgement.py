@@ -14,19 +14,25 @@ from megatron_fanformer.nodes.links import rounds
 from megatron_fanformer.nodes.verb import CheckConfig
 from tests.small_runs import ROOT
 
-GPU = Gpu(name="H100", flops_per_second=700e12, clock_mhz=1500)
+GPU = Gpu(number=0, name="H100", flops_per_second=700e12, clock_mhz=1500)
 ADAPTER = Adapter(name="mlx5_0:1", bytes_per_second=50e9)
 VERSIONS = {"torch": "2.13.0", "NCCL": "2.27.3"}
 SICK = 2
 
 
+def several(gpu: Gpu, count: int = 8) -> list[Gpu]:
+    return [dataclasses.replace(gpu, number=number) for number in range(count)]
+
+
 def node(number: int, **changes: Any) -> Facts:
-    values: dict[str, Any] = {"versions": dict(VERSIONS), "cores": 64, "gpus": [GPU] * 8, "doing": "done"}
+    values: dict[str, Any] = {"versions": dict(VERSIONS), "cores": 64, "gpus": several(GPU), "doing": "done"}
     return Facts(node=f"node-{number}", **{**values, **changes})
 
 
 def slow(**changes: Any) -> dict[str, Any]:
-    return {"gpus": [*[GPU] * 3, dataclasses.replace(GPU, **changes), *[GPU] * 4]}
+    """The fourth GPU."""
+    gpus = several(GPU)
+    return {"gpus": [*gpus[:3], dataclasses.replace(gpus[3], **changes), *gpus[4:]]}
 
 
 @pytest.mark.parametrize(
@@ -36,7 +42,7 @@ def slow(**changes: Any) -> dict[str, Any]:
         (slow(clock_mhz=1270), "GPU 3 runs at 1270 MHz, below 0.85 of the median (1275)"),
         (slow(clock_mhz=1400, most_mhz=2900), "GPU 3 runs at 1400 MHz under load, below half of its highest (2900)"),
         (slow(name="A100"), "GPU 3 is a A100, and most are H100"),
-        ({"gpus": [GPU] * 7}, "it shows 7 GPUs, and on most nodes 8"),
+        ({"gpus": several(GPU, 7)}, "it shows 7 GPUs, and on most nodes 8"),
         ({"versions": {**VERSIONS, "torch": "2.12.1"}}, "torch is 2.12.1, and on most nodes 2.13.0"),
         ({"versions": {"torch": "2.13.0"}}, "NCCL is missing, and on most nodes 2.27.3"),
         ({"adapters": [ADAPTER]}, "its network adapters are 1 × 400 Gb/s, and on most nodes none; see ibstat there"),
@@ -52,6 +58,16 @@ def test_the_node_that_differs_is_named_and_no_other(changes: dict[str, Any], na
     assert problem.startswith(named)
     assert verdicts[SICK].line() == f"node-{SICK}: unhealthy: {problem}"
     assert verdicts[0].line() == "node-0: healthy (8 × H100, 700 TFLOP/s and more)"
+
+
+@pytest.mark.parametrize(
+    "changes", [{"flops_per_second": 590e12}, {"clock_mhz": 600, "most_mhz": 1980}, {"name": "A100"}]
+)
+def test_a_gpu_behind_one_that_cannot_be_used_keeps_its_number(changes: dict[str, Any]) -> None:
+    _, *usable = slow(**changes)["gpus"]  # the first one is missing
+    missing, *named = judge({0: node(0), 1: node(1), 2: node(2, gpus=usable)}, {}, CheckConfig())[2].problems
+    assert missing.startswith("it shows 7 GPUs")
+    assert named and all(problem.startswith("GPU 3 ") for problem in named)
 
 
 def test_a_node_without_nvidia_smi_is_not_blamed_for_the_driver_it_cannot_tell() -> None:
@@ -104,14 +120,14 @@ def test_a_node_is_held_to_the_better_of_its_links(rates: list[float], least: fl
     assert all("network" in verdicts[number].problems[0] for number in sick)
 
 
-H100 = Gpu(name="NVIDIA H100 80GB HBM3", flops_per_second=700e12, clock_mhz=1500, most_mhz=1980)
+H100 = Gpu(number=0, name="NVIDIA H100 80GB HBM3", flops_per_second=700e12, clock_mhz=1500, most_mhz=1980)
 EIGHT_ADAPTERS = [Adapter(name=f"mlx5_{number}:1", bytes_per_second=50e9) for number in range(8)]
 FRONT_END = Adapter(name="mlx5_an0:1", bytes_per_second=12.5e9)  # for the hosts' own traffic
 
 
 def of_two_nodes(rates: Rates, config: CheckConfig | None = None, **changes: Any) -> list[str]:
     """The problems of each of two like nodes."""
-    values = {"gpus": [H100] * 8, "adapters": [*EIGHT_ADAPTERS, FRONT_END], "network": "IB", **changes}
+    values = {"gpus": several(H100), "adapters": [*EIGHT_ADAPTERS, FRONT_END], "network": "IB", **changes}
     links = {number: {1 - number: rates} for number in range(2)}
     first, second = judge(
         {number: node(number, **values) for number in range(2)}, links, config or CheckConfig()
@@ -165,10 +181,12 @@ def test_tcp_in_place_of_rdma_is_named_before_its_effects() -> None:
 
 
 def test_a_node_alone_is_told_of_tcp_and_may_train() -> None:
-    facts = node(0, gpus=[H100] * 8, adapters=EIGHT_ADAPTERS, network="Socket", unseen=["Xid errors (no right to)"])
+    facts = node(0, gpus=several(H100), adapters=EIGHT_ADAPTERS, network="Socket", unseen=["Xid errors (no right to)"])
     [verdict] = judge({0: facts}, {}, CheckConfig()).values()
     assert verdict.is_healthy
     assert "; not checked: Xid errors (no right to); among several nodes: NCCL sends by TCP" in verdict.line()
+    [meant] = judge({0: facts}, {}, CheckConfig(minimum_bandwidth=0.4)).values()
+    assert meant.is_healthy and meant.line().endswith("; not checked: Xid errors (no right to)")
 
 
 @pytest.mark.parametrize(
@@ -186,7 +204,7 @@ def test_a_node_alone_is_told_of_tcp_and_may_train() -> None:
     ],
 )
 def test_gpus_are_held_to_their_nvlink(gpu: str, rate: float, is_slow: bool) -> None:
-    facts = node(0, gpus=[dataclasses.replace(H100, name=gpu)] * 8, bus_bytes_per_second=rate)
+    facts = node(0, gpus=several(dataclasses.replace(H100, name=gpu)), bus_bytes_per_second=rate)
     [verdict] = judge({0: facts}, {}, CheckConfig()).values()
     assert verdict.is_healthy is not is_slow
     assert is_slow == any(f"an all-reduce among its 8 GPUs moves {rate / 1e9:.3g} GB/s" in p for p in verdict.problems)

@@ -11,12 +11,13 @@ from unittest import mock
 import pytest
 import yaml
 
-from megatron_fanformer.errors import DivergenceError
+from megatron_fanformer.errors import DivergenceError, InputError
 from megatron_fanformer.parity.config import read_layouts
-from megatron_fanformer.parity.report import as_values
+from megatron_fanformer.parity.report import as_json, as_values
 from megatron_fanformer.parity.run import ParityResult, calibrate, compare_layouts, run_layouts
 from megatron_fanformer.parity.trial import Trace, run_trial
 from megatron_fanformer.parity.verb import ParityConfig
+from megatron_fanformer.runtime import device as devices
 from megatron_fanformer.runtime.cpu_collectives import CollectiveThroughMemory
 from megatron_fanformer.runtime.rank_pool import RankPool
 from tests.parity.faults import FAULTS, Fault, faulty_trial
@@ -135,4 +136,17 @@ def test_layouts_without_a_fault_are_the_same(comparison: Comparison) -> None:
     result.check()
     values = as_values(result, "config.yaml")
     assert values["same"]
-    assert json.loads(json.dumps(values)) == values
+    assert json.loads(as_json(result, "config.yaml")) == values
+
+
+def test_collectives_of_the_engines_layers_are_not_held_to_the_local_formula(
+    config_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Refused before any rank starts."""
+    monkeypatch.setattr(devices, "has_transformer_engine", lambda: True)
+    with pytest.raises(InputError) as refused:
+        compare(None, config_file, "tp=2", "tp=2,transformer_impl=local", communication=True)
+    assert str(refused.value) == (
+        "layout 'tp=2': --communication counts the local layers' collectives, and the layers here are Transformer "
+        "Engine's; add --transformer-impl local, and name no other in the layout"
+    )

@@ -37,6 +37,12 @@ def test_the_name_of_a_layout_is_read_as_that_layout(own: dict[str, Any]) -> Non
         assert laid_out(config, layout_name(each, config)) == each
 
 
+def test_the_name_of_stages_with_commas_is_read() -> None:
+    stages = {"pipeline_model_parallel_size": 2, "pipeline_model_parallel_layout": "E, t| t, L"}
+    config = run_config(parallel=stages)
+    assert laid_out(config, layout_name(config, config)).parallel.pipeline_model_parallel_layout == "Et|tL"
+
+
 def test_every_layout_is_of_all_gpus() -> None:
     config = run_config()
     parallels = [micro_batches[0].parallel for micro_batches in all_layouts(config, 12)]
