@@ -256,11 +256,12 @@ def test_two_lives_that_begin_in_one_second_have_folders_of_their_own(
     assert (next(seconds, None), clock.sleep.call_count) == (None, 2)
 
 
+@pytest.mark.parametrize("is_main", [True, False])
 @pytest.mark.parametrize(
     ("error", "failed"), [(None, False), (Interrupted("stopped after step 2"), False), (DivergenceError("nan"), True)]
 )
 def test_the_loggers_are_told_how_a_run_ended(
-    error: Exception | None, failed: bool, monkeypatch: pytest.MonkeyPatch
+    error: FanformerError | None, failed: bool, is_main: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trainer, activity, closing = mock.Mock(), heartbeat.Activity(), list[bool]()
     trainer.train.side_effect = error
@@ -268,9 +269,10 @@ def test_the_loggers_are_told_how_a_run_ended(
     monkeypatch.setattr(heartbeat, "_activity", activity)
     monkeypatch.setattr("megatron_fanformer.training.trainer.Trainer", lambda *_: trainer)
     with nullcontext() if error is None else pytest.raises(type(error)):
-        _train(mock.Mock(), mock.Mock(), mock.Mock(), mock.Mock())
+        _train(mock.Mock(), mock.Mock(is_main=is_main), mock.Mock(), mock.Mock())
     trainer.close.assert_called_once_with(failed=failed)
     assert closing == [True]  # or the heartbeat would end a rank that closes for longer than the others
+    assert error is None or error.already_reported is not is_main  # every rank raises it
 
 
 def test_the_logger_that_waits_for_a_server_is_closed_last_whatever_another_raises(tmp_path: Path) -> None:
