@@ -190,9 +190,14 @@ def restart_count() -> int:
 def is_bound_by_launcher() -> bool:
     """Return whether Slurm has bound this rank to cores of its own.
 
-    It names what it binds tasks to and how, such as `cores,mask_cpu:`, and `none` where it leaves them alone.
+    It names what it binds tasks to and how, such as `cores,mask_cpu:`, and `none` where it leaves them alone. The ranks
+    that torchrun or this program starts in a task share that task's cores.
     """
-    kind = os.environ.get("SLURM_CPU_BIND_TYPE", "")
+    env = os.environ
+    tasks = env.get("SLURM_STEP_NUM_TASKS", "1")
+    if int(tasks) < 2 or ("RANK" in env and env.get("WORLD_SIZE") != tasks):
+        return False
+    kind = env.get("SLURM_CPU_BIND_TYPE", "")
     return bool(kind.strip(":, ")) and "none" not in kind
 
 
