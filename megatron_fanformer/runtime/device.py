@@ -252,6 +252,8 @@ def listen_on_loopback() -> None:
 
 LAUNCHED_HERE = "FANFORMER_LAUNCHED_HERE"
 LAUNCHER = "FANFORMER_LAUNCHER"
+SHARES_CORES = "FANFORMER_SHARES_CORES"
+"""Set where a rank's OMP_NUM_THREADS is its launcher's share of the cores, and not the user's."""
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 
 
@@ -278,6 +280,7 @@ def rank_environment(
         "MASTER_PORT": str(store_port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",  # torch's rank 0 hosts none of its own
         "OMP_NUM_THREADS": str(threads),  # OpenMP reads it when a process starts
+        SHARES_CORES: "yes" if threads_of_environment() is None else "",
         ERROR_FILE: str(error),
         LAUNCHED_HERE: str(found),
         LAUNCHER: str(os.getpid()),
@@ -407,6 +410,11 @@ def threads_of_environment() -> int | None:
     if not outermost.isdecimal() or int(outermost) < 1:
         raise InputError(f"OMP_NUM_THREADS is {stated!r} in the environment, which is no number of threads; unset it")
     return int(outermost)
+
+
+def threads_are_stated() -> bool:
+    """Return whether the environment states each process's threads, by another program or the user."""
+    return threads_of_environment() is not None and not (launched_here() and os.environ.get(SHARES_CORES))
 
 
 def threads_per_rank(local_ranks: int) -> int:
