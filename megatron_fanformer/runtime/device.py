@@ -198,9 +198,14 @@ def restart_count() -> int:
 def is_bound_by_launcher() -> bool:
     """Return whether Slurm has bound this rank to cores of its own.
 
-    It names what it binds tasks to and how, such as `cores,mask_cpu:`, and `none` where it leaves them alone.
+    It names what it binds tasks to and how, such as `cores,mask_cpu:`, and `none` where it leaves them alone. The ranks
+    that torchrun or this program starts in a task share that task's cores.
     """
-    kind = os.environ.get("SLURM_CPU_BIND_TYPE", "")
+    env = os.environ
+    tasks = env.get("SLURM_STEP_NUM_TASKS", "1")
+    if int(tasks) < 2 or ("RANK" in env and env.get("WORLD_SIZE") != tasks):
+        return False
+    kind = env.get("SLURM_CPU_BIND_TYPE", "")
     return bool(kind.strip(":, ")) and "none" not in kind
 
 
@@ -255,6 +260,8 @@ def listen_on_loopback() -> None:
 
 LAUNCHED_HERE = "FANFORMER_LAUNCHED_HERE"
 LAUNCHER = "FANFORMER_LAUNCHER"
+SHARES_CORES = "FANFORMER_SHARES_CORES"
+"""Set where a rank's OMP_NUM_THREADS is its launcher's share of the cores, and not the user's."""
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 
 
@@ -281,6 +288,7 @@ def rank_environment(
         "MASTER_PORT": str(store_port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",  # torch's rank 0 hosts none of its own
         "OMP_NUM_THREADS": str(threads),  # OpenMP reads it when a process starts
+        SHARES_CORES: "yes" if threads_of_environment() is None else "",
         ERROR_FILE: str(error),
         LAUNCHED_HERE: str(found),
         LAUNCHER: str(os.getpid()),
@@ -410,6 +418,11 @@ def threads_of_environment() -> int | None:
     if not outermost.isdecimal() or int(outermost) < 1:
         raise InputError(f"OMP_NUM_THREADS is {stated!r} in the environment, which is no number of threads; unset it")
     return int(outermost)
+
+
+def threads_are_stated() -> bool:
+    """Return whether the environment states each process's threads, by another program or the user."""
+    return threads_of_environment() is not None and not (launched_here() and os.environ.get(SHARES_CORES))
 
 
 def threads_per_rank(local_ranks: int) -> int:

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from megatron_fanformer.errors import FanformerError, InputError, Interrupted
+from megatron_fanformer.errors import DivergenceError, FanformerError, InputError, Interrupted
 from megatron_fanformer.processes import (
     PROFILE_SIGNAL,
     SAVE_SIGNAL,
@@ -45,6 +45,7 @@ KILLED_SECONDS = 10.0
 SOON_SECONDS = 5.0  # after a signal, ranks that have taken no step have ended: a second one needs no answer
 POLL_SECONDS = 0.05
 RUN_IS_OVER = "run_is_over"  # beside an error, where that is true of it
+NAMES_RANK = "names_rank"  # the same, where it says itself which rank is at fault, or none is: all diverge together
 PEER_FAILURE_WAIT_SECONDS = 15.0  # a rank that lost a peer lets the peer's own error be seen first
 CLOSING_SECONDS = 90.0  # for rank 0's last logs once the others have ended: W&B takes a minute at most
 PEER_FAILURE_SIGNS = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "unhandled system error")
@@ -115,7 +116,7 @@ class _Rank:
         if record is None:
             how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
             return RankFailed(f"rank {self.number}: {how}", max(code, 1), was_stopping=was_stopping)
-        blamed = "" if record["extraInfo"].get("names_rank") else f"rank {self.number}: "
+        blamed = "" if NAMES_RANK in record["extraInfo"] else f"rank {self.number}: "
         message, stack = blamed + record["message"], record["extraInfo"]["py_callstack"]
         return RankFailed(message, max(code, 1), stack, was_stopping=was_stopping)
 
@@ -254,7 +255,8 @@ def report_failure() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        is_known = getattr(error, "already_reported", False)
+        # Those that a signal stopped are waited for by the launcher anyway.
+        is_known = getattr(error, "already_reported", False) and not isinstance(error, Interrupted)
         if is_known or any(sign in str(error) for sign in PEER_FAILURE_SIGNS):
             # Not this rank's own failure: the peer's is the one that the user must see, and is about to be noticed.
             # Our launcher ends all others with the first: the peer is to close what it has open, and ends this one.
@@ -288,7 +290,7 @@ def _leave_for_launcher(error: Exception) -> None:
     details = {
         "py_callstack": "".join(traceback.format_exception(error)),
         "timestamp": str(int(time.time())),
-        **({"names_rank": "yes"} if isinstance(error, PeerFailed) else {}),
+        **({NAMES_RANK: "yes"} if isinstance(error, PeerFailed | DivergenceError) else {}),
         **({RUN_IS_OVER: "yes"} if isinstance(error, Interrupted) and error.run_is_over else {}),
     }
     text = str(error) if isinstance(error, FanformerError) else f"{type(error).__name__}: {error}"

@@ -92,8 +92,12 @@ class Checkpointer:
         if not self._has_mirror:
             return
         heartbeat.mark("waiting for the mirror", in_step=False)
+        on_main(lambda: self._finish_copies(was_stopped=was_stopped or self._listener.now().stop))
+
+    def _finish_copies(self, *, was_stopped: bool) -> None:
+        """Do so on the main rank, where a signal may have come in the last step, or during its save, too."""
         seconds = STOPPED_MIRROR_SECONDS if was_stopped else float("inf")
-        on_main(lambda: self._mirror.finish(lambda: not was_stopped and self._listener.now().stop, seconds))
+        self._mirror.finish(lambda: not was_stopped and self._listener.now().stop, seconds)
 
     def close(self) -> None:
         """Abort the writing of a checkpoint and all copies."""

@@ -102,6 +102,12 @@ class ScheduleConfig:
                 f"schedule.lr_warmup_{stated} is not below the end of the decay, step {decay}; "
                 "shorten the warm-up or raise training.train_iters"
             )
+        elif decay is not None and self.lr_decay_style == "WSD" and warmup + (steps := self.wsd_steps(decay)) > decay:
+            wsd = f"{self.lr_wsd_decay_iters or f'null, here {steps}'}"
+            found.append(  # the rate would jump where the warm-up ends
+                f"schedule.lr_wsd_decay_iters is {wsd}, and with a warm-up of {warmup} does not fit into the {decay} "
+                "steps to the decay's end; shorten one of them or raise training.train_iters"
+            )
         if self.min_lr is not None and self.min_lr > lr:
             found.append(f"schedule.min_lr {self.min_lr} is above optimizer.lr {lr}; lower it")
         return found

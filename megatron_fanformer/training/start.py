@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from megatron_fanformer.checkpoint.run_lock import run_lock
-from megatron_fanformer.errors import FanformerError, InputError, Interrupted
+from megatron_fanformer.errors import DivergenceError, FanformerError, InputError, Interrupted
 from megatron_fanformer.model.layouts import layout_text
 from megatron_fanformer.runtime import device as devices
 from megatron_fanformer.runtime import environment, heartbeat
@@ -199,8 +199,9 @@ def _train(config: RunConfig, grid: "RankGrid", start: RunStart, log: RunLog) ->
     try:
         trainer.train()
         failed = False
-    except Interrupted:
-        failed = False  # it is to go on
+    except (DivergenceError, Interrupted) as error:
+        failed = not isinstance(error, Interrupted)  # which is to go on
+        error.already_reported = not grid.is_main  # all raise it, and the main rank speaks for them, with logs to close
         raise
     finally:
         heartbeat.mark_closing()

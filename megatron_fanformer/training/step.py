@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -182,33 +182,80 @@ def attempt_step(
     )
 
 
-def local_loss_and_grad_norm(stages: list[DistributedDataParallel], result: StepResult) -> tuple[float, float]:
-    """Return this rank's own mean loss (0 where another rank has it), and the norm of the gradients in its buffers.
+class OwnNumbers(NamedTuple):
+    """What a rank has of a step by itself: compared with another attempt's, it shows who computed otherwise."""
 
-    They are compared with those of another attempt at the same step, to find the rank that computed otherwise.
-    """
+    loss: float
+    """Mean loss of its micro batches; 0 where another rank has it."""
+    grad_norm: float
+    """Norm of those of its gradients that no other replica's were added to."""
+    sum_norm: float
+    """Norm of the sums over replicas that it alone holds."""
+
+
+def own_numbers(stages: list[DistributedDataParallel], result: StepResult) -> OwnNumbers:
+    """Return this rank's own numbers of a step whose gradients are in the buffers."""
     loss, tokens, _ = (0.0, 1.0, 0.0) if result.own is None else result.own.tolist()
-    buffers = [buffer for stage in stages for buffer in (*stage.buffers, *stage.expert_parallel_buffers)]
-    return loss / max(tokens, 1.0), math.hypot(*(norm(buffer.grad_data).item() for buffer in buffers))
+    groups = [group for stage in stages for group in (*stage.bucket_groups, *stage.expert_parallel_bucket_groups)]
+    norms = [[norm(part).item() for part in parts] for parts in _own_and_summed(groups)]
+    return OwnNumbers(loss / max(tokens, 1.0), *(math.hypot(*each) for each in norms))
 
 
-def compare_attempts(own: list[tuple[float, float]], grid: RankGrid, *, is_good: bool) -> tuple[list[int], str]:
+def _own_and_summed(groups: list[Any]) -> tuple[list[Tensor], list[Tensor]]:
+    """Return of gradients that were reduced: those that are this rank's own, and the sums that it alone holds.
+
+    A reduce-scatter in place writes this rank's shard of a bucket, and leaves the others as backward made them. What
+    several ranks hold the sum of (after an all-reduce, or in several instances) tells none of them from another.
+    """
+    own: list[Tensor] = []
+    summed: list[Tensor] = []
+    for group in groups:
+        if group.ddp_config.use_distributed_optimizer:
+            ranks = group.intra_distributed_optimizer_instance_group
+            shards, rank, holders = ranks.size(), ranks.rank(), group.ddp_config.num_distributed_optimizer_instances
+        else:
+            shards, rank, holders = 1, 0, group.data_parallel_group.size()
+        for bucket in group.buckets:
+            for number, shard in enumerate(bucket.grad_data.chunk(shards)):
+                if number != rank or shards == holders == 1:
+                    own.append(shard)
+                elif holders == 1:
+                    summed.append(shard)
+    return own, summed
+
+
+def compare_attempts(own: list[OwnNumbers], grid: RankGrid, *, is_good: bool) -> tuple[list[int], str]:
     """Find the ranks that computed a step otherwise the second time, and say so in words; a collective call.
 
     Args:
-        own: this rank's `local_loss_and_grad_norm` of both attempts.
+        own: this rank's `own_numbers` of both attempts.
         is_good: whether nothing is wrong with the second one's numbers.
     """
     ranks: list[Any] = [own]
     if grid.world_size > 1:
         ranks = [None] * grid.world_size
         dist.all_gather_object(ranks, own)
-    differing = [rank for rank, (before, after) in enumerate(ranks) if repr(before) != repr(after)]
-    not_finite = [rank for rank, (_, after) in enumerate(ranks) if not all(map(math.isfinite, after))]
-    who = f"rank {', '.join(map(str, differing))} computed otherwise" if differing else "every rank the same"
+    differing = _ranks_where(lambda before, after: repr(before) != repr(after), ranks)
+    not_finite = _ranks_where(lambda _, after: not all(map(math.isfinite, after)), ranks)
+    if differing:
+        who = f"rank {', '.join(map(str, differing))} computed otherwise"
+    else:
+        who = "the sum over replicas does not show by which rank" if is_good else "every rank the same"
     if not is_good and 0 < len(not_finite) < len(ranks):  # a machine that fails each time, or its documents
         who += f"; not finite on rank {', '.join(map(str, not_finite))} alone"
     return differing, who
+
+
+def _ranks_where(is_odd: Callable[[Any, Any], bool], ranks: list[Any]) -> list[int]:
+    """Return the ranks whose numbers of both attempts are odd.
+
+    Sums count only where nothing else is odd: then a fault lies in gradients that were only ever added to the sum of
+    the rank that computed them, or in that rank's adding.
+    """
+    for parts in (slice(2), slice(3)):
+        if found := [rank for rank, attempts in enumerate(ranks) if is_odd(*(each[parts] for each in attempts))]:
+            return found
+    return []
 
 
 def gradient_norm(optimizer: MegatronOptimizer) -> float:

@@ -44,7 +44,7 @@ from megatron_fanformer.training.step import (
     StepResult,
     attempt_step,
     compare_attempts,
-    local_loss_and_grad_norm,
+    own_numbers,
     release,
     update_weights,
     weights_in_step,
@@ -225,9 +225,9 @@ class Trainer:
         result, fault = self._attempt(batches)
         if fault is None or not self.config.recovery.compute_again:
             return result, fault
-        own = [local_loss_and_grad_norm(self._wrapped, result)]
+        own = [own_numbers(self._wrapped, result)]
         result, still = self._attempt(batches)
-        own.append(local_loss_and_grad_norm(self._wrapped, result))
+        own.append(own_numbers(self._wrapped, result))
         differing, who = compare_attempts(own, self.grid, is_good=still is None)
         logger.info("step %d  %s; computed again, %s (%s)", self.step, fault, still or "is good", who)
         self._events.add("computed_again", self.step, first=fault, second=still, ranks=differing)

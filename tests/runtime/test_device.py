@@ -175,6 +175,32 @@ def test_freed_memory_is_kept_until_it_is_returned() -> None:
     assert returned >= 0.9 * pages
 
 
+@pytest.mark.parametrize(
+    ("binding", "tasks", "ranks", "threads"),
+    [
+        ("none", "2", None, 4),
+        ("cores,none", "2", None, 4),
+        ("cores,mask_cpu:", "2", None, 8),  # gives each task its own
+        ("cores,mask_cpu:", "2", "2", 8),
+        ("cores,mask_cpu:", "2", "4", 4),  # torchrun as each node's task
+        ("cores,mask_cpu:", "1", None, 4),  # `srun -n1`, about to start local ranks
+        ("cores,mask_cpu:", "1", "2", 4),  # one of these
+        ("cores,mask_cpu:", None, "2", 4),
+    ],
+)
+def test_the_cores_of_a_task_are_shared_by_its_ranks(
+    binding: str, tasks: str | None, ranks: str | None, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device, "usable_cores", lambda: 8)
+    stated = {"SLURM_CPU_BIND_TYPE": binding, "SLURM_STEP_NUM_TASKS": tasks, "RANK": ranks and "0", "WORLD_SIZE": ranks}
+    for name in ("OMP_NUM_THREADS", *stated):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in stated.items():
+        if value is not None:
+            monkeypatch.setenv(name, value)
+    assert device.threads_per_rank(2) == threads
+
+
 def test_threads_of_the_environment_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device, "usable_cores", lambda: 8)
     for stated, threads in ((None, 4), ("", 4), ("3", 3), ("6,2", 6)):
@@ -184,9 +210,6 @@ def test_threads_of_the_environment_are_kept(monkeypatch: pytest.MonkeyPatch) ->
             monkeypatch.setenv("OMP_NUM_THREADS", stated)
         assert device.threads_per_rank(2) == threads
     monkeypatch.delenv("OMP_NUM_THREADS")
-    for binding, threads in (("none", 4), ("cores,none", 4), ("cores,mask_cpu:", 8)):  # which gives each its own
-        monkeypatch.setenv("SLURM_CPU_BIND_TYPE", binding)
-        assert device.threads_per_rank(2) == threads
     for wrong in ("0", "-1", "all"):
         monkeypatch.setenv("OMP_NUM_THREADS", wrong)
         with pytest.raises(InputError, match=f"OMP_NUM_THREADS is '{wrong}' .* unset it"):

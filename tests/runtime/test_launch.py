@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 
-from megatron_fanformer.errors import FanformerError, Interrupted
+from megatron_fanformer.errors import DivergenceError, FanformerError, Interrupted
 from megatron_fanformer.runtime import device as devices
 from megatron_fanformer.runtime import launch
 from megatron_fanformer.runtime.device import ERROR_FILE
@@ -191,25 +191,53 @@ def test_the_error_of_the_rank_that_failed_is_shown_and_no_others(tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    ("launched_here", "already_reported", "waited"),
+    ("error", "launched_here", "already_reported", "waited"),
     [
-        (True, True, [launch.CLOSING_SECONDS]),  # which the launcher cuts short
-        (False, True, [launch.PEER_FAILURE_WAIT_SECONDS]),
-        (True, False, []),
+        (
+            FanformerError("the run's folder is gone"),
+            True,
+            True,
+            [launch.CLOSING_SECONDS],
+        ),  # the launcher cuts it short
+        (FanformerError("the run's folder is gone"), False, True, [launch.PEER_FAILURE_WAIT_SECONDS]),
+        (FanformerError("the run's folder is gone"), True, False, []),
+        (DivergenceError("the loss is nan"), True, True, [launch.CLOSING_SECONDS]),
+        (Interrupted("stopped after step 2"), True, True, []),  # for these it waits
     ],
 )
 def test_a_rank_that_another_speaks_for_lets_it_write_its_last_logs(
-    launched_here: bool, already_reported: bool, waited: list[float], monkeypatch: pytest.MonkeyPatch
+    error: FanformerError,
+    launched_here: bool,
+    already_reported: bool,
+    waited: list[float],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Our launcher kills all others as the first one ends."""
+    """Our launcher kills all others as the first one fails."""
     slept: list[float] = []
     monkeypatch.setattr(devices, "launched_here", lambda: launched_here)
     monkeypatch.setattr(launch.time, "sleep", slept.append)
-    error = FanformerError("the run's folder is gone")
     error.already_reported = already_reported
-    with pytest.raises(FanformerError), launch.report_failure():
+    with pytest.raises(type(error)), launch.report_failure():
         raise error
     assert slept == waited
+
+
+@pytest.mark.parametrize(
+    ("error", "says"),
+    [
+        (FanformerError("no space left"), "rank 1: no space left"),
+        (launch.PeerFailed("rank 0: no space left"), "rank 0: no space left"),
+        (DivergenceError("step 3: the loss is nan"), "step 3: the loss is nan"),
+    ],
+)
+def test_a_rank_is_blamed_for_what_it_alone_has_met(
+    error: FanformerError, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(ERROR_FILE, str(tmp_path / "error.json"))
+    launch._leave_for_launcher(error)
+    process: Any = SimpleNamespace(returncode=error.exit_code)
+    failure = launch._Rank(number=1, process=process, error=tmp_path / "error.json").failure(was_stopping=False)
+    assert (str(failure), failure.exit_code) == (says, error.exit_code)
 
 
 def test_a_run_that_is_over_is_not_said_to_continue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

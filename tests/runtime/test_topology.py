@@ -118,10 +118,12 @@ def test_a_rank_knows_its_gpu_and_whether_slurm_has_bound_it(monkeypatch: pytest
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda number: SimpleNamespace(uuid=f"1-{number}"))
     monkeypatch.setattr(topology, "bind_near", lambda uuid, *, is_bound: calls.append((uuid, is_bound)))
-    for kind in ("cores,none", "cores,mask_cpu:"):
+    monkeypatch.delenv("RANK", raising=False)
+    for kind, tasks in (("cores,none", "2"), ("cores,mask_cpu:", "2"), ("cores,mask_cpu:", "1")):
         monkeypatch.setenv("SLURM_CPU_BIND_TYPE", kind)
+        monkeypatch.setenv("SLURM_STEP_NUM_TASKS", tasks)
         device.bind_near_gpu()
-    assert calls == [("GPU-1-3", False), ("GPU-1-3", True)]
+    assert calls == [("GPU-1-3", False), ("GPU-1-3", True), ("GPU-1-3", False)]
 
 
 def test_threads_and_processes_follow(tmp_path: Path) -> None:

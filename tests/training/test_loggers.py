@@ -32,7 +32,7 @@ from megatron_fanformer.training.config import config_from_dict
 from megatron_fanformer.training.loggers.json_lines import JSONLines
 from megatron_fanformer.training.loggers.logger import Start
 from megatron_fanformer.training.loggers.registry import LOGGERS, Loggers, LoggingConfig, logger_problems
-from megatron_fanformer.training.loggers.table import TABLE
+from megatron_fanformer.training.loggers.table import TABLE, Table
 from megatron_fanformer.training.loggers.tensorboard import BY_TOKENS, FOLDER, TensorBoard
 from megatron_fanformer.training.loggers.weights_and_biases import RUN_ID, _wait_for_own_folder
 from megatron_fanformer.training.metrics import read_metrics
@@ -256,11 +256,12 @@ def test_two_lives_that_begin_in_one_second_have_folders_of_their_own(
     assert (next(seconds, None), clock.sleep.call_count) == (None, 2)
 
 
+@pytest.mark.parametrize("is_main", [True, False])
 @pytest.mark.parametrize(
     ("error", "failed"), [(None, False), (Interrupted("stopped after step 2"), False), (DivergenceError("nan"), True)]
 )
 def test_the_loggers_are_told_how_a_run_ended(
-    error: Exception | None, failed: bool, monkeypatch: pytest.MonkeyPatch
+    error: FanformerError | None, failed: bool, is_main: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trainer, activity, closing = mock.Mock(), heartbeat.Activity(), list[bool]()
     trainer.train.side_effect = error
@@ -268,9 +269,10 @@ def test_the_loggers_are_told_how_a_run_ended(
     monkeypatch.setattr(heartbeat, "_activity", activity)
     monkeypatch.setattr("megatron_fanformer.training.trainer.Trainer", lambda *_: trainer)
     with nullcontext() if error is None else pytest.raises(type(error)):
-        _train(mock.Mock(), mock.Mock(), mock.Mock(), mock.Mock())
+        _train(mock.Mock(), mock.Mock(is_main=is_main), mock.Mock(), mock.Mock())
     trainer.close.assert_called_once_with(failed=failed)
     assert closing == [True]  # or the heartbeat would end a rank that closes for longer than the others
+    assert error is None or error.already_reported is not is_main  # every rank raises it
 
 
 def test_the_logger_that_waits_for_a_server_is_closed_last_whatever_another_raises(tmp_path: Path) -> None:
@@ -367,6 +369,25 @@ def test_a_logger_that_fails_is_left_out_with_one_warning(
     assert closed == [True, True]
     assert (tmp_path / TABLE).read_text() == "title,price\nFANformer,0\n5,1"  # as it was between the two lives
     assert [entry["step"] for entry in read_metrics(tmp_path)] == [1, 2, 3, 4, 5]
+
+
+def test_a_logger_that_failed_is_not_opened_again_where_the_run_goes_back(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened = loggers(tmp_path, csv=True)
+    with caplog.at_level(logging.WARNING, "megatron_fanformer"):
+        opened.open({}, step=0, tokens=0)
+        opened.write(1, {"loss": 1.0})
+        with monkeypatch.context() as failing:
+            failing.setattr(Table, "write", mock.Mock(side_effect=OSError("no space left")))
+            opened.write(2, {"loss": 2.0})
+        opened.open({}, step=1, tokens=TOKENS)
+        opened.write(2, {"loss": 2.5})
+        opened.close()
+    [line] = [record.getMessage() for record in caplog.records]
+    assert line == f"{TABLE} is without this run's metrics from here on: OSError: no space left"
+    assert (tmp_path / TABLE).read_text() == "step,loss\n1,1.0\n"
+    assert [entry["loss"] for entry in read_metrics(tmp_path)] == [1.0, 2.5]
 
 
 def test_wandb_that_is_not_installed_is_refused_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:

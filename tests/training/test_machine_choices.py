@@ -143,6 +143,29 @@ def test_of_a_cpu_is_told_what_does_not_follow_from_its_being_one() -> None:
     assert [part.split()[0] for part in text.partition(": ")[2].split("; ")] == expected
 
 
+@pytest.mark.parametrize(
+    ("stated", "is_launched", "reason"),
+    [
+        (None, False, "this machine's cores, shared by its ranks"),
+        (None, True, "this machine's cores, shared by its ranks"),
+        ("3", False, "OMP_NUM_THREADS in the environment"),
+        ("3", True, "OMP_NUM_THREADS in the environment"),
+    ],
+)
+def test_the_threads_are_the_environments_where_the_user_set_it(
+    stated: str | None, is_launched: bool, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And not where the launcher did, for each of its ranks."""
+    own = {name: value for name, value in os.environ.items() if name not in ("OMP_NUM_THREADS", "RANK")}
+    monkeypatch.setattr(os, "environ", own if stated is None else {**own, "OMP_NUM_THREADS": stated})
+    if is_launched:
+        nowhere = Path("nowhere")
+        of_rank = device.rank_environment(1, 2, threads=3, store_port=1, found=nowhere, error=nowhere)
+        monkeypatch.setattr(os, "environ", of_rank)
+    _, choices = choose_for_machine(config_from_dict(values_of(**OPEN)), grid_of("cpu", 2))
+    assert [choice.reason for choice in choices if choice.field == "threads_per_rank"] == [reason]
+
+
 @pytest.mark.usefixtures("a_gpu")
 def test_of_a_gpu_is_told_all_with_reasons() -> None:
     text = message("cuda")

@@ -1,10 +1,11 @@
 """What a run does by itself: about damaged checkpoints, and about steps whose numbers are bad."""
 
 import copy
+import itertools
 import json
 import shutil
 from collections.abc import Callable, Collection
-from math import inf
+from math import inf, nan
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -18,7 +19,7 @@ from megatron_fanformer.training.config import config_from_dict
 from megatron_fanformer.training.metrics import read_metrics
 from megatron_fanformer.training.preflight import check_run
 from megatron_fanformer.training.recovery import RECOVERY, BadSteps, EventLog, RecoveryConfig, read_events
-from megatron_fanformer.training.step import compare_attempts
+from megatron_fanformer.training.step import _own_and_summed, compare_attempts
 from tests.small_runs import small_run, trainer_of
 from tests.training.test_trainer import numbers, stored_tensors, train
 
@@ -34,16 +35,18 @@ class Poison(NamedTuple):
     steps: Collection[int]
     attempts: int = 1000
     """How often each of the steps is spoiled before it is computed as it should be."""
-    rank: int = 1
+    ranks: tuple[int, ...] = (1,)
+    """Those that spoil the steps, in turn."""
 
 
 def train_poisoned(values: dict[str, Any], poison: Poison) -> str | None:
     """Run a configuration with poison in it; what ended it, if anything did."""
     with trainer_of(values) as trainer:
-        left = dict.fromkeys(poison.steps, poison.attempts)
+        ranks = dict(zip(poison.steps, itertools.cycle(poison.ranks)))
+        left = {step: poison.attempts for step in poison.steps if ranks[step] == trainer.grid.rank}
 
         def spoil(gradient: torch.Tensor) -> torch.Tensor:
-            if trainer.grid.rank != poison.rank or left.get(trainer.step, 0) <= 0:
+            if left.get(trainer.step, 0) <= 0:
                 return gradient
             left[trainer.step] -= 1
             return gradient * float("nan")
@@ -154,15 +157,16 @@ def test_poisoned_steps_are_skipped_as_if_they_had_been_named(
 def test_a_fault_of_a_machine_leaves_no_trace_but_a_line_that_names_the_rank(
     run_on_ranks: RunOnRanks, tmp_path: Path, configured: Callable[..., dict[str, Any]], without: Callable[..., Path]
 ) -> None:
+    """The rank that computed the gradient alone, whether or not it holds the sum, too."""
     values = configured(tmp_path / "run")
-    assert run_on_ranks(2, train_poisoned, values, Poison((4, 11), attempts=1)) == [None, None]
+    assert run_on_ranks(2, train_poisoned, values, Poison((4, 11), attempts=1, ranks=(1, 0))) == [None, None]
     assert_same_end(run_on_ranks, tmp_path / "run", without())
     again = events(tmp_path / "run", "computed_again")
     assert [(event["step"], event["first"], event["second"]) for event in again] == [
         (4, "the gradient norm is nan", None),
         (11, "the gradient norm is nan", None),
     ]
-    assert all(1 in event["ranks"] for event in again)
+    assert [event["ranks"] for event in again] == [[1], [0]]
     assert events(tmp_path / "run", "skipped") == []
 
 
@@ -493,20 +497,51 @@ def test_a_spike_is_one_beside_the_median_whatever_else_was_high() -> None:
 
 
 @pytest.mark.parametrize(
-    ("norms", "says"),
+    ("numbers", "differing", "says"),
     [
-        (((inf, inf), (inf, inf)), "every rank the same"),
-        (((1.0, 1.0), (inf, inf)), "every rank the same; not finite on rank 1 alone"),
-        (((1.0, 2.0), (inf, inf)), "rank 0 computed otherwise; not finite on rank 1 alone"),
+        ((((2, inf, 1),) * 2, ((2, inf, 1),) * 2), [], "every rank the same"),
+        ((((2, 1, inf),) * 2, ((2, inf, inf),) * 2), [], "every rank the same; not finite on rank 1 alone"),
+        ((((2, 1, inf),) * 2, ((2, 1, 1),) * 2), [], "every rank the same; not finite on rank 0 alone"),
+        ((((2, 1, 1), (2, 3, 1)), ((2, inf, 1),) * 2), [0], "rank 0 computed otherwise; not finite on rank 1 alone"),
+        ((((2, 1, nan), (2, 1, 3)), ((2, nan, 1), (2, 1, 1))), [1], "rank 1 computed otherwise"),
+        ((((2, 1, nan), (2, 1, 3)), ((2, 1, 1), (2, 1, 1))), [0], "rank 0 computed otherwise"),
+        ((((2, 0, 0),) * 2, ((2, 0, 0),) * 2), [], "the sum over replicas does not show by which rank"),
     ],
 )
-def test_the_rank_whose_numbers_alone_are_not_finite_is_named(
-    monkeypatch: pytest.MonkeyPatch, norms: tuple[tuple[float, float], ...], says: str
+def test_the_rank_whose_numbers_alone_are_not_as_they_should_be_is_named(
+    monkeypatch: pytest.MonkeyPatch, numbers: Any, differing: list[int], says: str
 ) -> None:
-    """By rank: the norms of its gradients at both attempts."""
-    own, other = ([(2.0, norm) for norm in of_rank] for of_rank in norms)
+    """By rank: its loss, the norm of its own gradients, and that of its sums, at both attempts."""
     monkeypatch.setattr(
-        torch.distributed, "all_gather_object", lambda ranks, own: ranks.__setitem__(slice(None), [own, other])
+        torch.distributed, "all_gather_object", lambda ranks, _own: ranks.__setitem__(slice(None), numbers)
     )
     grid: Any = SimpleNamespace(world_size=2)
-    assert compare_attempts(own, grid, is_good=False)[1] == says
+    is_good = "not finite" not in says and not says.startswith("every")
+    assert compare_attempts(numbers[0], grid, is_good=is_good) == (differing, says)
+
+
+@pytest.mark.parametrize(
+    ("shards", "replicas", "instances", "own", "summed"),
+    [
+        (True, 3, 1, [0, 1, 4, 5], [2, 3]),
+        (True, 1, 1, [0, 1, 2, 3, 4, 5], []),
+        (True, 6, 2, [0, 1, 4, 5], []),  # another rank holds the same sums
+        (True, 2, 2, [], []),
+        (False, 1, 1, [0, 1, 2, 3, 4, 5], []),
+        (False, 2, 1, [], []),
+    ],
+)
+def test_gradients_that_others_were_added_to_are_nobodys_own(
+    shards: bool, replicas: int, instances: int, own: list[int], summed: list[int]
+) -> None:
+    """Of six gradients on the middle rank of its group."""
+    size = replicas // instances
+    ranks = SimpleNamespace(size=lambda: size, rank=lambda: size // 2)
+    config = SimpleNamespace(use_distributed_optimizer=shards, num_distributed_optimizer_instances=instances)
+    group = SimpleNamespace(
+        ddp_config=config,
+        buckets=[SimpleNamespace(grad_data=torch.arange(6))],
+        **{"intra_distributed_optimizer_instance_group" if shards else "data_parallel_group": ranks},
+    )
+    found = [torch.cat([torch.empty(0), *parts]).tolist() for parts in _own_and_summed([group])]
+    assert found == [own, summed]

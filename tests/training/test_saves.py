@@ -1,15 +1,19 @@
 """The order in which a run's saves take place."""
 
+import math
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock, call, patch
+
+import pytest
 
 from megatron_fanformer.checkpoint import store
 from megatron_fanformer.data.chat_template import attached_files
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.runtime.parallel import rank_grid
 from megatron_fanformer.training.config import config_from_dict
-from megatron_fanformer.training.saves import Checkpointer
+from megatron_fanformer.training.interrupts import Interrupts
+from megatron_fanformer.training.saves import STOPPED_MIRROR_SECONDS, Checkpointer
 from megatron_fanformer.training.trainer import Trainer
 from tests.small_runs import RunOnRanks, small_run, write_tokens
 from tests.training.test_trainer import train
@@ -41,6 +45,27 @@ def test_a_save_begins_once_the_one_before_is_published() -> None:
         call.listener.save.end(),
         call.mirror.offer("step-00000002"),
     ]
+
+
+@pytest.mark.parametrize(
+    ("was_stopped", "signals", "seconds", "is_enough"),
+    [
+        (False, [False, False], math.inf, False),
+        (False, [False, True], math.inf, True),  # while it waits
+        (False, [True, True], STOPPED_MIRROR_SECONDS, False),  # in the last step, which is no end by a signal
+        (True, [True, True], STOPPED_MIRROR_SECONDS, False),
+    ],
+)
+def test_a_signal_that_came_before_leaves_the_mirror_its_minute(
+    was_stopped: bool, signals: list[bool], seconds: float, is_enough: bool
+) -> None:
+    saves: Any = Checkpointer.__new__(Checkpointer)
+    saves._has_mirror, saves._mirror, saves._listener = True, Mock(), Mock()
+    saves._listener.now.side_effect = [Interrupts(stop=stop) for stop in signals]
+    asked = []
+    saves._mirror.finish.side_effect = lambda is_enough, seconds: asked.append((is_enough(), seconds))
+    saves.finish_copies(was_stopped=was_stopped)
+    assert asked == [(is_enough, seconds)]
 
 
 def start_that_fails(values: dict[str, Any]) -> int:

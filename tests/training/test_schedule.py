@@ -115,3 +115,29 @@ def test_a_rate_is_known_without_the_scheduler(settings: dict[str, Any]) -> None
     config = ScheduleConfig(lr_warmup_iters=WARMUP, **settings)
     own = [config.rate(step, lr=PEAK, train_iters=STEPS) for step in range(1, STEPS + 1)]
     assert own == pytest.approx(rates(**settings), rel=EXACT, abs=1e-18)
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        (dict(lr_wsd_decay_iters=80), None),  # begins where the warm-up ends
+        (dict(lr_wsd_decay_iters=81), "is 81, and with a warm-up of 20 does not fit into the 100 steps to the decay's"),
+        (dict(lr_wsd_decay_iters=41, lr_decay_iters=60), "is 41, and with a warm-up of 20 does not fit into the 60 st"),
+        (dict(lr_wsd_decay_iters=101, lr_warmup_iters=0), "is 101, and with a warm-up of 0 does not fit"),
+        (dict(lr_warmup_iters=90), None),
+        (dict(lr_warmup_iters=91), "is null, here 10, and with a warm-up of 91 does not fit"),
+        (dict(lr_wsd_decay_iters=81, lr_decay_style="cosine"), None),
+    ],
+)
+def test_a_decay_that_begins_in_the_warm_up_is_refused(settings: dict[str, Any], problem: str | None) -> None:
+    """The rate would rise to the peak, and go on from far below it."""
+    config = ScheduleConfig(**{"lr_decay_style": "WSD", "lr_warmup_iters": WARMUP, **settings})
+    found = config.joint_problems(lr=PEAK, train_iters=STEPS)
+    assert [line.startswith(f"schedule.lr_wsd_decay_iters {problem}") for line in found] == [True] * bool(problem)
+    assert config.joint_problems(lr=PEAK, train_iters=None) == [] or config.lr_decay_iters
+
+
+@pytest.mark.parametrize("steps", [*range(1, 40), 1000])
+def test_the_default_decay_leaves_nine_tenths_to_the_warm_up(steps: int) -> None:
+    config = ScheduleConfig(lr_decay_style="WSD", lr_warmup_iters=min(steps - 1, 9 * steps // 10))
+    assert config.joint_problems(lr=PEAK, train_iters=steps) == []

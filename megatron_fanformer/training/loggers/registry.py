@@ -112,7 +112,7 @@ class Loggers:
     """All loggers of a run; every rank has one, and those of rank 0 write.
 
     What a logger that `is_needed` cannot take ends the run. Any other logger that fails is left out from then on, with
-    a warning: a network that is gone is no reason to stop training.
+    a warning, also after the run went back: a network that is gone is no reason to stop training.
 
     Args:
         run: the run's folder.
@@ -133,6 +133,7 @@ class Loggers:
         self._config, self._console, self._writes, self._watch = config, console, writes, watch
         self._run, self._steps = run, steps
         self._open: dict[str, Logger] = {}
+        self._failed: set[str] = set()
 
     def open(self, values: dict[str, Any], *, step: int, tokens: int, beside: Mapping[str, str] | None = None) -> None:
         """Begin, or begin anew after the run went back, with the resolved configuration.
@@ -166,7 +167,7 @@ class Loggers:
             for name, text in {CONFIG: yaml.safe_dump(values, sort_keys=False), **(beside or {})}.items():
                 write_atomically(self._run / name, text)
             for name, kind in LOGGERS.items():
-                if kind.is_on(self._config):
+                if kind.is_on(self._config) and name not in self._failed:
                     self._open_one(name, kind, start)
         except OSError as error:
             reason = f"cannot be written ({write_refusal(error, self._run)}); free space, or name another"
@@ -178,7 +179,7 @@ class Loggers:
         except Exception as error:
             if kind.is_needed:
                 raise
-            _warn_of_failure(name, error)
+            self._leave_out(name, error)
 
     def write(self, step: int, metrics: dict[str, Any]) -> None:
         """Record a step's metrics everywhere; every `log_interval` steps in this rank's log, too.
@@ -195,7 +196,7 @@ class Loggers:
             except Exception as error:  # whatever a library or a network raises
                 if each.is_needed:
                     raise
-                _warn_of_failure(name, error)
+                self._leave_out(name, error)
                 with suppress(Exception):  # one failure is reported
                     self._open.pop(name).close(failed=True)
 
@@ -207,17 +208,17 @@ class Loggers:
         """
         with ExitStack() as closing:  # of all, in the table's order, in which one that waits for a server is last
             while self._open:
-                closing.callback(_close, *self._open.popitem(), failed=failed)
+                closing.callback(self._close_one, *self._open.popitem(), failed=failed)
 
+    def _close_one(self, name: str, one: Logger, *, failed: bool) -> None:
+        try:
+            one.close(failed=failed)
+        except Exception as error:
+            if one.is_needed:
+                raise
+            self._leave_out(name, error)
 
-def _close(name: str, one: Logger, *, failed: bool) -> None:
-    try:
-        one.close(failed=failed)
-    except Exception as error:
-        if one.is_needed:
-            raise
-        _warn_of_failure(name, error)
-
-
-def _warn_of_failure(name: str, error: Exception) -> None:
-    logger.warning("%s is without this run's metrics from here on: %s: %s", name, type(error).__name__, error)
+    def _leave_out(self, name: str, error: Exception) -> None:
+        """Warn that a logger has failed, and never open it again: it would have a hole, and may fail again."""
+        self._failed.add(name)
+        logger.warning("%s is without this run's metrics from here on: %s: %s", name, type(error).__name__, error)
