@@ -78,7 +78,7 @@ class RemoteOutput:
         if problem := url_problem("output", url, what="the URL of a prefix, such as s3://bucket/tokens/web,"):
             raise InputError(problem)
         folder, _, self.name = url.rpartition("/")
-        if not self.name or folder.endswith("/"):
+        if self.name in ("", ".", "..") or folder.endswith("/"):
             raise InputError(f"output {url} names no prefix; name one in a bucket, such as s3://bucket/tokens/web")
         self.url = url
 

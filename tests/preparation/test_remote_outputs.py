@@ -179,6 +179,7 @@ def test_outputs_that_cannot_be_written_are_one_line(
             "memory://web": "it must be the URL of a prefix, such as s3://bucket/tokens/web, or file:///disk/run",
             "s3://user:secret@bucket/web": "output is s3://…@bucket/web and holds a password",
             "file:///folder/": "names no prefix; name one in a bucket",
+            f"file://{tmp_path}/folder/.": "names no prefix; name one in a bucket",
             f"file://{tmp_path}/foreign": "foreign.idx exists, and there is no manifest of a complete preparation",
             f"{forbidden}/web": "web cannot be used (PermissionError: the token has expired); check its name",
         }.items():
