@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from megatron_fanformer.data.chat_files import MASK_SUFFIX, is_row_folder
+from megatron_fanformer.data.file_patterns import look_into, matching
 from megatron_fanformer.data.npy_files import SUFFIX, npy_prefix
 from megatron_fanformer.data.remote_files import is_pattern, listed, small_file
 from megatron_fanformer.data.token_files import bin_path, idx_path
@@ -99,7 +100,8 @@ def parse_blend(items: Sequence[str]) -> Blend:
     With weights, each goes with one source. Without, all .npy files together are one source, in their order.
 
     Raises InputError for an empty list, for weights and sources that do not alternate, for a weight that is not
-    positive or is a prefix as well, for a glob or a folder without .npy files, or for a blend file that cannot be read.
+    positive or is a prefix as well, for a glob or a folder that cannot be searched or has no .npy files, or for a
+    blend file that cannot be read.
     """
     words = [word for item in items for word in _words(item)]
     if not words:
@@ -239,9 +241,10 @@ def _source(word: str) -> Source:
         is_many = word.endswith("/") or (word.endswith(SUFFIX) and is_pattern(word))
         return Source(_some(word, listed(word, SUFFIX)) if is_many else (word,))
     if Path(word).is_dir() and not idx_path(word).exists():
+        look_into(word)
         return Source(_some(word, sorted(str(path) for path in Path(word).glob("*" + SUFFIX))))
     if word.endswith(SUFFIX) and glob.has_magic(word) and not Path(word).exists():
-        return Source(_some(word, sorted(glob.glob(word, recursive=True))))
+        return Source(_some(word, sorted(matching(word))))
     return Source((word,))
 
 

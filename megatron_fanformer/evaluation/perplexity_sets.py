@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
+from megatron_fanformer.data.file_patterns import matching
 from megatron_fanformer.data.id_bounds import refuse_ids_outside, refuse_ids_read
 from megatron_fanformer.data.manifest import Manifest, read_any_manifest, token_files_record
 from megatron_fanformer.data.npy_files import SUFFIX, NpyFile, npy_prefix, open_npy_files
@@ -241,7 +242,7 @@ def _files_of(path: str) -> list[str]:
     if place.is_dir() and not idx_path(path).exists():
         matches = [str(found) for suffix in (SUFFIX, ".idx") for found in place.glob(f"*{suffix}")]
     elif glob.has_magic(path) and not place.exists():
-        matches = glob.glob(path, recursive=True)
+        matches = matching(path)
     else:
         matches = [path, f"{path}.idx", f"{path}{SUFFIX}"]
     pairs = {found.removesuffix(".bin").removesuffix(".idx") for found in matches if found.endswith((".idx", ".bin"))}

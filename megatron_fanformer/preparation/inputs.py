@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
+from megatron_fanformer.data.file_patterns import matching, unread
 from megatron_fanformer.data.remote_files import find, is_pattern, listed, look_up, small_file
 from megatron_fanformer.durable_files import regular_file
 from megatron_fanformer.errors import InputError
@@ -106,7 +107,7 @@ def _with_lists(inputs: Iterable[str | Path]) -> Iterator[str]:
 def _expand(name: str, suffixes: tuple[str, ...]) -> list[Path]:
     path = Path(name)
     if not path.exists() and glob.has_magic(name):
-        found = [Path(match) for match in glob.glob(name, recursive=True) if match.endswith(suffixes)]
+        found = [Path(match) for match in matching(name) if match.endswith(suffixes)]
         if not found:
             raise InputError(f"{name} matches no document file; it must match {_kinds(suffixes)} files")
         return found
@@ -130,10 +131,7 @@ def _search(folder: Path, suffixes: tuple[str, ...]) -> list[Path]:
 
 
 def _refuse_unread(error: OSError) -> None:
-    raise InputError(
-        f"{error.filename} cannot be searched ({error.strerror}), its documents would be missing; make it readable, or"
-        " name the other folders"
-    ) from error
+    raise unread(error.filename, error) from error
 
 
 def _kinds(suffixes: Sequence[str]) -> str:

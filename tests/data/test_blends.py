@@ -13,6 +13,7 @@ from megatron_fanformer.data.blends import (
     split_bounds,
 )
 from megatron_fanformer.errors import InputError
+from tests.closed_folders import closed_folder
 
 SPLITS = ["99,1,0", "969,30,1", "8,2", ".7,.2,.1", "1,1,1", "999.9,.1", "33.3,33.3,33.4", "50,50,0"]
 
@@ -161,6 +162,15 @@ def test_each_problem_is_named(folder: Path, text: str, items: list[str], messag
     assert all(line.startswith("data.train_data: ") for line in problems)
     with pytest.raises(InputError, match=message):
         raise InputError("\n".join(problems))
+
+
+@pytest.mark.parametrize("word", ["npy", "np*/*.npy", "**/*.npy"])
+def test_a_folder_that_cannot_be_read_is_named(folder: Path, word: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder / "open").mkdir()
+    (folder / "open" / "4.npy").touch()
+    with closed_folder("npy", monkeypatch):
+        (problem,) = blend_problems("data.train_data", [word])
+    assert problem.startswith("data.train_data: npy") and "cannot be searched (Permission denied)" in problem
 
 
 @pytest.mark.parametrize("split", SPLITS)
