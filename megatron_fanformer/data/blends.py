@@ -222,7 +222,8 @@ def _of_mix(file: str, folder: str, lines: Sequence[str]) -> list[str]:
         if TOKENIZER in path:
             base = path.partition(TOKENIZER)[0]
             if base not in tokenizers:
-                names = [] if is_url(base) else sorted(each.name for each in Path(base).glob("*/"))
+                # Python 3.10's glob("*/") gives files, too.
+                names = [] if is_url(base) else sorted(each.name for each in Path(base).glob("*") if each.is_dir())
                 if len(names) != 1:
                     held = "is not looked into" if is_url(base) else f"holds {', '.join(names) or 'no folder'}"
                     raise InputError(

@@ -92,6 +92,7 @@ def test_a_mix_of_olmo_core_is_read_as_it_is(folder: Path) -> None:
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
         (folder / path).write_bytes(b"")
     lines = ["# a mix", "", "web,web/{TOKENIZER}/001.npy", "web,web/{TOKENIZER}/000.npy", "code,code/{TOKENIZER}/0.npy"]
+    (folder / "web/README.md").touch()  # which is no tokenizer's
     (folder / "mix.txt").write_text("\n".join(lines))
     assert paths("@mix.txt") == [("web/dolma2/001.npy", "web/dolma2/000.npy", "code/gpt-neox/0.npy")]
     (folder / "web/other").mkdir()
