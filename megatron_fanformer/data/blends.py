@@ -31,6 +31,7 @@ SPLIT_PATTERN = re.compile(r"\d*\.?\d+(,\d*\.?\d+){1,2}")
 COMMENT = re.compile(r"(^|\s)#.*")
 LABELLED = re.compile(r"\s*[^\s,]+\s*,\s*(?P<path>\S+)\s*")  # a line of a mix as OLMo-core has them
 TOKENIZER = "{TOKENIZER}"
+TEXT_ENCODING = "utf-8-sig"  # an editor of Windows begins a file with a byte order mark, which is of no word
 LARGEST_BLEND_BYTES = 1 << 26  # weights named by mistake are larger; a blend of a hundred thousand shards is smaller
 
 
@@ -159,7 +160,7 @@ def _refused_as_both(word: str) -> str:
 def reads_back(name: str) -> bool:
     """Return whether a line of a blend file that holds a name alone is read as that name."""
     is_one_word = COMMENT.sub("", name).split() == [name] and not LABELLED.fullmatch(name)
-    return is_one_word and not name.startswith("@") and _number(name) is None
+    return is_one_word and not name.startswith(("@", "\ufeff")) and _number(name) is None
 
 
 def _shown(words: list[str]) -> str:
@@ -175,10 +176,10 @@ def _words(item: str) -> list[str]:
     try:
         if is_url(file):
             folder = file.rpartition("/")[0]
-            lines = small_file(file, most_bytes=LARGEST_BLEND_BYTES).decode().splitlines()
+            lines = small_file(file, most_bytes=LARGEST_BLEND_BYTES).decode(TEXT_ENCODING).splitlines()
         else:
             path = regular_file(Path(file), most_bytes=LARGEST_BLEND_BYTES)
-            lines = path.read_text(encoding="utf-8").splitlines()
+            lines = path.read_text(encoding=TEXT_ENCODING).splitlines()
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "it is not text"
         file = redacted(file) if is_url(file) else str(Path(file))

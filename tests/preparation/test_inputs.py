@@ -61,6 +61,15 @@ def test_token_files_are_found_by_their_own_suffix(tmp_path: Path) -> None:
     assert names(expand_inputs([tmp_path], NPY_SUFFIXES), tmp_path) == ["a.npy"]
 
 
+def test_a_byte_order_mark_is_of_no_path_of_a_list(tmp_path: Path) -> None:
+    """Windows' editors write one; from another store, too."""
+    touch(tmp_path, "a.jsonl", "b.jsonl")
+    listed = tmp_path / "inputs.txt"
+    listed.write_bytes(f"\ufeff{tmp_path}/a.jsonl\r\n{tmp_path}/b.jsonl\r\n".encode())
+    for name in (listed, f"file://{listed}"):
+        assert names(expand_inputs([f"@{name}"]), tmp_path) == ["a.jsonl", "b.jsonl"]
+
+
 @pytest.mark.parametrize("name", ["missing.jsonl", "empty folder", "notes.pdf", "no*match.jsonl", "@missing list"])
 def test_an_input_that_cannot_serve_is_an_input_error(tmp_path: Path, name: str) -> None:
     (tmp_path / "empty folder").mkdir()
