@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from megatron_fanformer.data.chat_files import MASK_SUFFIX, is_row_folder
+from megatron_fanformer.data.file_patterns import look_into, matching
 from megatron_fanformer.data.npy_files import SUFFIX, npy_prefix
 from megatron_fanformer.data.remote_files import is_pattern, listed, small_file
 from megatron_fanformer.data.token_files import bin_path, idx_path
@@ -30,6 +31,7 @@ SPLIT_PATTERN = re.compile(r"\d*\.?\d+(,\d*\.?\d+){1,2}")
 COMMENT = re.compile(r"(^|\s)#.*")
 LABELLED = re.compile(r"\s*[^\s,]+\s*,\s*(?P<path>\S+)\s*")  # a line of a mix as OLMo-core has them
 TOKENIZER = "{TOKENIZER}"
+TEXT_ENCODING = "utf-8-sig"  # an editor of Windows begins a file with a byte order mark, which is of no word
 LARGEST_BLEND_BYTES = 1 << 26  # weights named by mistake are larger; a blend of a hundred thousand shards is smaller
 
 
@@ -99,7 +101,8 @@ def parse_blend(items: Sequence[str]) -> Blend:
     With weights, each goes with one source. Without, all .npy files together are one source, in their order.
 
     Raises InputError for an empty list, for weights and sources that do not alternate, for a weight that is not
-    positive or is a prefix as well, for a glob or a folder without .npy files, or for a blend file that cannot be read.
+    positive or is a prefix as well, for a glob or a folder that cannot be searched or has no .npy files, or for a
+    blend file that cannot be read.
     """
     words = [word for item in items for word in _words(item)]
     if not words:
@@ -157,7 +160,7 @@ def _refused_as_both(word: str) -> str:
 def reads_back(name: str) -> bool:
     """Return whether a line of a blend file that holds a name alone is read as that name."""
     is_one_word = COMMENT.sub("", name).split() == [name] and not LABELLED.fullmatch(name)
-    return is_one_word and not name.startswith("@") and _number(name) is None
+    return is_one_word and not name.startswith(("@", "\ufeff")) and _number(name) is None
 
 
 def _shown(words: list[str]) -> str:
@@ -173,10 +176,10 @@ def _words(item: str) -> list[str]:
     try:
         if is_url(file):
             folder = file.rpartition("/")[0]
-            lines = small_file(file, most_bytes=LARGEST_BLEND_BYTES).decode().splitlines()
+            lines = small_file(file, most_bytes=LARGEST_BLEND_BYTES).decode(TEXT_ENCODING).splitlines()
         else:
             path = regular_file(Path(file), most_bytes=LARGEST_BLEND_BYTES)
-            lines = path.read_text(encoding="utf-8").splitlines()
+            lines = path.read_text(encoding=TEXT_ENCODING).splitlines()
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "it is not text"
         file = redacted(file) if is_url(file) else str(Path(file))
@@ -220,7 +223,8 @@ def _of_mix(file: str, folder: str, lines: Sequence[str]) -> list[str]:
         if TOKENIZER in path:
             base = path.partition(TOKENIZER)[0]
             if base not in tokenizers:
-                names = [] if is_url(base) else sorted(each.name for each in Path(base).glob("*/"))
+                # Python 3.10's glob("*/") gives files, too.
+                names = [] if is_url(base) else sorted(each.name for each in Path(base).glob("*") if each.is_dir())
                 if len(names) != 1:
                     held = "is not looked into" if is_url(base) else f"holds {', '.join(names) or 'no folder'}"
                     raise InputError(
@@ -239,9 +243,10 @@ def _source(word: str) -> Source:
         is_many = word.endswith("/") or (word.endswith(SUFFIX) and is_pattern(word))
         return Source(_some(word, listed(word, SUFFIX)) if is_many else (word,))
     if Path(word).is_dir() and not idx_path(word).exists():
+        look_into(word)
         return Source(_some(word, sorted(str(path) for path in Path(word).glob("*" + SUFFIX))))
     if word.endswith(SUFFIX) and glob.has_magic(word) and not Path(word).exists():
-        return Source(_some(word, sorted(glob.glob(word, recursive=True))))
+        return Source(_some(word, sorted(matching(word))))
     return Source((word,))
 
 

@@ -19,8 +19,8 @@ import numpy as np
 
 from megatron_fanformer.data.id_bounds import refuse_ids_outside
 from megatron_fanformer.data.live_files import LiveFile
-from megatron_fanformer.data.manifest import manifest_path, read_any_manifest, token_files_record
-from megatron_fanformer.data.token_files import bin_path, idx_path, read_index
+from megatron_fanformer.data.manifest import manifest_of, manifest_path, read_any_manifest
+from megatron_fanformer.data.token_files import BIN_SUFFIX, bin_path, idx_path, read_index
 from megatron_fanformer.errors import CorruptError, InputError
 
 MASK_SUFFIX = ".mask.bin"
@@ -71,8 +71,9 @@ class ChatFiles:
 
     def check_ids(self, vocab_size: int, *, cache: Path | None = None) -> None:
         """Raise InputError if an id is outside [0, vocab_size); `cache`: see `data/id_bounds.py`."""
-        record = token_files_record(self.prefix)
-        largest = None if record is None else record.max_token_id
+        suffix = IDS_NPY if str(self.ids_path).endswith(IDS_NPY) else BIN_SUFFIX
+        stated = manifest_of(self.prefix, suffix, self.ids_path.stat().st_size)
+        largest = None if stated is None else stated[1].max_token_id
         refuse_ids_outside(vocab_size, self.prefix, self.ids_path, self.dtype, largest=largest, cache=cache)
 
 

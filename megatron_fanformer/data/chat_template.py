@@ -159,10 +159,10 @@ class ChatTemplate:
 
     def with_variables(self) -> str:
         """Return its source with the special tokens set: the same text, whichever tokens another program gives it."""
+        # Characters as they are: Jinja reads JSON's pair of surrogates as two characters, which no text can hold.
+        texts = {name: json.dumps(text, ensure_ascii=False) for name, text in self.variables.items()}
         # the line end that follows is no text: blocks are trimmed
-        return (
-            "".join(f"{{% set {name} = {json.dumps(text)} %}}\n" for name, text in self.variables.items()) + self.source
-        )
+        return "".join(f"{{% set {name} = {text} %}}\n" for name, text in texts.items()) + self.source
 
     def _texts(
         self, messages: Sequence[Message], renderings: Sequence[tuple[int, bool]], tools: Tools | None

@@ -19,12 +19,13 @@ import msgspec
 
 from megatron_fanformer.data.blends import Blend, Source
 from megatron_fanformer.data.config import TOKENIZER, TRAINING, DataConfig
-from megatron_fanformer.data.manifest import read_any_manifest, token_files_record
+from megatron_fanformer.data.manifest import manifest_of
 from megatron_fanformer.data.notes import remembered
 from megatron_fanformer.data.npy_files import SUFFIX, npy_prefix
 from megatron_fanformer.data.remote_files import Range, RemoteFile, read_ranges
 from megatron_fanformer.data.stages import Stage
 from megatron_fanformer.data.survey import DataSurvey
+from megatron_fanformer.data.token_files import BIN_SUFFIX
 from megatron_fanformer.data.tokenizer import tokenizer_file
 from megatron_fanformer.durable_files import sha256_of
 from megatron_fanformer.errors import CorruptError, InputError, redacted
@@ -35,7 +36,6 @@ BLOCK_BYTES = 1 << 13
 # Blocks of a cold file on a shared file system take milliseconds each, in which others can be waited for.
 THREADS = 16
 FILES_AT_ONCE = 64  # on other stores: 16 MiB of blocks
-BIN_SUFFIX = ".bin"
 SHOWN_DIGITS = 12  # of a fingerprint
 
 
@@ -204,21 +204,19 @@ def _identify(
     remote: dict[str, tuple[int, str]], path: str, prefix: str, suffix: str, tokens: int, form: str
 ) -> FileIdentity:
     """Identify a file; `remote` has size and fingerprint of those on other stores, by URL."""
-    manifest, record = read_any_manifest(prefix), token_files_record(prefix)
-    recorded = record.files.get(suffix) if record else None
     if (there := remote.get(prefix + suffix)) is not None:
         size, content = there
     else:
         file = Path(prefix + suffix)
         size, content = file.stat().st_size, fingerprint(file)
-    is_of_this = recorded is not None and recorded.bytes == size
+    stated = manifest_of(prefix, suffix, size)
     return FileIdentity(
         path=redacted(path),
         tokens=tokens,
         form=form,
         content=content,
-        sha256=recorded.sha256 or None if recorded and is_of_this else None,
-        tokenizer=manifest.tokenizer.sha256 or None if manifest and is_of_this else None,
+        sha256=stated[1].files[suffix].sha256 or None if stated else None,
+        tokenizer=stated[0].tokenizer.sha256 or None if stated else None,
     )
 
 

@@ -226,7 +226,25 @@ def token_files_record(prefix: str) -> TokenFiles | None:
     Raises CorruptError for an unreadable manifest.
     """
     manifest = read_any_manifest(prefix)
-    outputs = manifest.outputs if isinstance(manifest, Manifest) else [manifest.output] if manifest else []
+    return _record_of(prefix, manifest) if manifest else None
+
+
+def manifest_of(prefix: str, suffix: str, size: int) -> tuple[Manifest | PartManifest, TokenFiles] | None:
+    """Return the manifest beside a file of token ids, of `size` bytes, and its entry for it.
+
+    None where there is none, or it is another file's: one that was replaced, of another size, or under another name.
+
+    Raises CorruptError for an unreadable manifest.
+    """
+    manifest = read_any_manifest(prefix)
+    record = _record_of(prefix, manifest) if manifest else None
+    recorded = record.files.get(suffix) if record else None
+    is_of_this = recorded is not None and recorded.bytes == size
+    return (manifest, record) if manifest and record and is_of_this else None
+
+
+def _record_of(prefix: str, manifest: Manifest | PartManifest) -> TokenFiles | None:
+    outputs = manifest.outputs if isinstance(manifest, Manifest) else [manifest.output]
     return next((output for output in outputs if output.prefix == Path(prefix).name), None)
 
 

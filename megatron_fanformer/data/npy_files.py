@@ -60,7 +60,7 @@ def open_npy_files(paths: Iterable[str], dtype: NpyType, *, cache: Path | None =
     How those on other stores begin is remembered in the folder `cache`.
 
     Raises:
-        InputError: a file that is missing, or that has NumPy's own header.
+        InputError: a file that is missing, that has NumPy's own header, or with a manifest of another name's files.
         CorruptError: a file that ends within a token, or of another size than its manifest says.
     """
     paths = list(paths)
@@ -109,7 +109,14 @@ def _by_manifest(path: str, size: int) -> tuple[str, int] | None:
     """Return the type of the ids and the largest of them, by the manifest beside a file; None where there is none."""
     prefix = npy_prefix(path)
     record, manifest = token_files_record(prefix), read_any_manifest(prefix)
-    if record is None or manifest is None or SUFFIX not in record.files:
+    if manifest is None:
+        return None
+    if record is None:  # it would say the type, which is not to be guessed where it was renamed with its file
+        raise InputError(
+            f"{redacted(prefix)}{MANIFEST_SUFFIX} is of files of another name, and not of {redacted(path)}; give both"
+            " the name that it states, or remove it and set data.npy_dtype to the file's type"
+        )
+    if SUFFIX not in record.files:
         return None
     dtype, recorded = manifest.settings.dtype, record.files[SUFFIX].bytes
     if dtype not in MANIFEST_TYPES:

@@ -9,7 +9,7 @@ import logging
 import threading
 import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -118,7 +118,7 @@ def survey_data(config: DataConfig, vocab_size: int | None = None, *, for_run: b
     if urls := [prefix for prefix in config.prefixes() if is_url(prefix)]:
         look_up_contents(prefix + MANIFEST_SUFFIX for prefix in urls)  # at once, and not one by one below
     eod_id = _end_of_text_id(config) if config.marks_documents else None
-    chat_template = _chat_template(train) if config.is_chats else None
+    chat_template = _chat_template(train, valid.values()) if config.is_chats else None
     stages = {name: config.blend(items) for name, items in config.stages.items()}
     survey = DataSurvey(cache, train, valid, {}, {}, eod_id=eod_id, chat_template=chat_template, stages=stages)
     if any(source.urls for source in survey.sources()):
@@ -280,18 +280,23 @@ def _end_of_text_id(config: DataConfig) -> int:
     return eod_id
 
 
-def _chat_template(train: Blend) -> str | None:
-    """Return the one template of all chats to train on that have a manifest."""
+def _chat_template(train: Blend, valid: Iterable[Blend]) -> str | None:
+    """Return the one template of all chats to train on that have a manifest; those of validation have it, too."""
+    if len(found := _chat_templates([train, *valid])) > 1:
+        first, second, *_ = found.values()
+        raise InputError(f"{first} and {second} were prepared with different chat templates; prepare both with one")
+    return next(iter(_chat_templates([train])), None)
+
+
+def _chat_templates(blends: Iterable[Blend]) -> dict[str, str]:
+    """Return the templates that manifests of chats state, with their special tokens, and the first prefix of each."""
     found: dict[str, str] = {}
-    for (prefix,) in (source.paths for source in train.sources):
+    for (prefix,) in (source.paths for blend in blends for source in blend.sources):
         manifest = read_any_manifest(prefix)
         if manifest is not None and (settings := manifest.settings.chat) is not None:
             template = ChatTemplate(settings.template, settings.template_variables)
             found.setdefault(template.with_variables(), prefix)
-    if len(found) > 1:
-        first, second, *_ = found.values()
-        raise InputError(f"{first} and {second} were prepared with different chat templates; prepare both with one")
-    return next(iter(found), None)
+    return found
 
 
 def _chat_facts(prefix: str, vocab_size: int | None, cache: Path) -> ChatFacts:

@@ -18,12 +18,13 @@ import numpy as np
 from megatron_fanformer.data.file_tasks import Advance
 from megatron_fanformer.data.id_bounds import is_read, refuse_ids_outside, refuse_ids_read
 from megatron_fanformer.data.live_files import LiveFile, SummedFile, block_sums
-from megatron_fanformer.data.manifest import token_files_record
+from megatron_fanformer.data.manifest import manifest_of
 from megatron_fanformer.data.notes import note_path
 from megatron_fanformer.data.remote_files import RemoteFile, copy_to, find, look_up, only_one_at_a_time
 from megatron_fanformer.errors import CorruptError, InputError, redacted
 from megatron_fanformer.stores import is_url, reported_as_local
 
+BIN_SUFFIX = ".bin"
 INDEX_MAGIC = b"MMIDIDX\x00\x00"
 INDEX_HEADER = struct.Struct("<9sQBQQ")
 INDEX_VERSION = 1
@@ -39,7 +40,7 @@ REMEDY = "copy both files of the pair again, or prepare them again"
 
 def bin_path(prefix: str) -> Path:
     """Return the path of a prefix's tokens."""
-    return Path(prefix + ".bin")
+    return Path(prefix + BIN_SUFFIX)
 
 
 def idx_path(prefix: str) -> Path:
@@ -335,10 +336,8 @@ def reads_ids(index: TokenIndex, vocab_size: int) -> bool:
 
 
 def _recorded_largest(index: TokenIndex) -> int | None:
-    record = token_files_record(index.prefix)
-    recorded = record.files.get(".bin") if record is not None else None
-    is_of_this = recorded is not None and recorded.bytes == index.tokens * index.dtype.itemsize
-    return record.max_token_id if record is not None and is_of_this else None
+    found = manifest_of(index.prefix, BIN_SUFFIX, index.tokens * index.dtype.itemsize)
+    return None if found is None else found[1].max_token_id
 
 
 # -- reading while a run goes on

@@ -13,11 +13,12 @@ from pathlib import Path
 
 import numpy as np
 
+from megatron_fanformer.data.file_patterns import matching
 from megatron_fanformer.data.id_bounds import refuse_ids_outside, refuse_ids_read
-from megatron_fanformer.data.manifest import Manifest, read_any_manifest, token_files_record
+from megatron_fanformer.data.manifest import Manifest, PartManifest, TokenFiles, manifest_of
 from megatron_fanformer.data.npy_files import SUFFIX, NpyFile, npy_prefix, open_npy_files
 from megatron_fanformer.data.remote_files import find, is_pattern, listed, read_together
-from megatron_fanformer.data.token_files import bin_path, idx_path, read_index
+from megatron_fanformer.data.token_files import BIN_SUFFIX, bin_path, idx_path, read_index
 from megatron_fanformer.data.tokenizer import NO_ID, Tokenizer
 from megatron_fanformer.errors import InputError, redacted
 from megatron_fanformer.evaluation.config import Chunking, Group, PerplexityConfig
@@ -75,6 +76,12 @@ class TokenFile:
     def prefix(self) -> str:
         """Return the prefix of its manifest."""
         return self.index or npy_prefix(self.file.path)
+
+    @property
+    def stated(self) -> tuple[Manifest | PartManifest, TokenFiles] | None:
+        """Return its manifest and the entry for it; None where there is none, or it is of another file."""
+        suffix = SUFFIX if self.index is None else BIN_SUFFIX
+        return manifest_of(self.prefix, suffix, self.file.tokens * self.file.dtype.itemsize)
 
     def document_starts(self) -> np.ndarray:
         """Return [documents + 1] int64: the token at which each document begins, and the number of tokens.
@@ -241,7 +248,7 @@ def _files_of(path: str) -> list[str]:
     if place.is_dir() and not idx_path(path).exists():
         matches = [str(found) for suffix in (SUFFIX, ".idx") for found in place.glob(f"*{suffix}")]
     elif glob.has_magic(path) and not place.exists():
-        matches = glob.glob(path, recursive=True)
+        matches = matching(path)
     else:
         matches = [path, f"{path}.idx", f"{path}{SUFFIX}"]
     pairs = {found.removesuffix(".bin").removesuffix(".idx") for found in matches if found.endswith((".idx", ".bin"))}
@@ -326,27 +333,24 @@ def _refuse_leads_outside(files: Sequence[TokenFile], vocab_size: int) -> None:
 
 
 def _opened(path: str, config: PerplexityConfig, tokenizer: Tokenizer | None) -> TokenFile:
-    if not path.endswith(SUFFIX):
+    if path.endswith(SUFFIX):
+        (file,) = open_npy_files([path], config.npy_dtype, cache=_cache_of(path))
+    else:
         index = read_index(path, cache=_cache_of(path))
-        record = token_files_record(path)
-        largest = record.max_token_id if record is not None else None
         name = f"{path}.bin" if is_url(path) else str(bin_path(path))
-        tokens = NpyFile(name, index.dtype, index.tokens, largest, index.remote)
-        return TokenFile(file=tokens, index=path, eod_id=_end_of_text(path, config, tokenizer))
-    (file,) = open_npy_files([path], config.npy_dtype, cache=_cache_of(path))
-    return TokenFile(file=file, index=None, eod_id=_end_of_text(npy_prefix(path), config, tokenizer))
+        file = NpyFile(name, index.dtype, index.tokens, None, index.remote)
+    found = TokenFile(file=file, index=None if path.endswith(SUFFIX) else path, eod_id=config.eod_id)
+    stated = found.stated
+    if stated is not None:
+        found = dataclasses.replace(found, file=dataclasses.replace(file, max_token_id=stated[1].max_token_id))
+    source = stated[0].tokenizer if stated is not None else tokenizer
+    if config.eod_id is not None or source is None or source.eod_id == NO_ID:
+        return found
+    return dataclasses.replace(found, eod_id=source.eod_id)
 
 
 def _cache_of(path: str) -> Path | None:
     return cache_folder() if is_url(path) else None
-
-
-def _end_of_text(prefix: str, config: PerplexityConfig, tokenizer: Tokenizer | None) -> int | None:
-    if config.eod_id is not None:
-        return config.eod_id
-    manifest = read_any_manifest(prefix)
-    source = manifest.tokenizer if manifest else tokenizer
-    return None if source is None or source.eod_id == NO_ID else source.eod_id
 
 
 # -- bytes and words
@@ -390,7 +394,7 @@ def _stated_text(files: Sequence[TokenFile]) -> tuple[int, int] | None:
     """Return the bytes of the text, and the tokens, that the manifests of all files state."""
     text_bytes = tokens = 0
     for file in files:
-        manifest = read_any_manifest(file.prefix)
+        manifest = stated[0] if (stated := file.stated) is not None else None
         if not isinstance(manifest, Manifest) or not manifest.text_bytes:  # a part's, or of tokens without a text
             return None
         text_bytes, tokens = text_bytes + manifest.text_bytes, tokens + manifest.tokens

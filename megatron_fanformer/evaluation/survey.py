@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from megatron_fanformer.data.manifest import read_any_manifest
 from megatron_fanformer.data.tokenizer import Tokenizer, load_tokenizer, tokenizer_file
 from megatron_fanformer.durable_files import sha256_of
 from megatron_fanformer.errors import InputError
@@ -86,8 +85,8 @@ def _tokenizer(path: str, eod_id: int | None) -> Tokenizer:
 def _warn_of_other_tokenizers(sets: Sequence[PerplexitySet], sha256: str) -> None:
     """Warn of sets whose manifests name another file: an export's tokenizer may be the same one, written anew."""
     for each in sets:
-        manifests = (read_any_manifest(file.prefix) for file in each.files)
-        others = {manifest.tokenizer.sha256 for manifest in manifests if manifest} - {sha256, ""}
+        stated = (file.stated for file in each.files)
+        others = {found[0].tokenizer.sha256 for found in stated if found is not None} - {sha256, ""}
         if others:
             logger.warning(
                 "perplexity set %s was made with another tokenizer (SHA-256 %s…) than the model's (%s…); unless both "

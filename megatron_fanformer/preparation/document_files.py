@@ -184,6 +184,11 @@ class _Counted(io.RawIOBase):
     def readable(self) -> bool:
         return True
 
+    @property
+    def bytes_read(self) -> int:
+        """Return how many bytes of the file were read."""
+        return self._owner.bytes_read
+
     def readinto(self, buffer: Any) -> int:
         size: int = self._raw.readinto(buffer)
         self._owner.count(memoryview(buffer)[:size])
@@ -191,7 +196,7 @@ class _Counted(io.RawIOBase):
 
 
 @contextmanager
-def _decompressed(path: InputFile, raw: io.RawIOBase) -> Iterator[Any]:
+def _decompressed(path: InputFile, raw: _Counted) -> Iterator[Any]:
     """Yield the uncompressed bytes of a file. Reading past damage raises CorruptError."""
     read = {".gz": _gzip, ".zst": _zstd}.get(path.suffix)
     if read is None:
@@ -206,9 +211,11 @@ def _decompressed(path: InputFile, raw: io.RawIOBase) -> Iterator[Any]:
 
 
 @contextmanager
-def _gzip(path: InputFile, raw: io.RawIOBase) -> Iterator[Any]:
+def _gzip(path: InputFile, raw: _Counted) -> Iterator[Any]:
     try:
         yield igzip.IGzipFile(fileobj=raw)
+        if not raw.bytes_read:  # it has not even a header, of which igzip says nothing
+            raise EOFError
     except (igzip.BadGzipFile, IsalError) as error:  # type: ignore[misc]  # IsalError's stub
         raise _damaged(path, "gzip", error) from error
 

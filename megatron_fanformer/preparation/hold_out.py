@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.preparation.lists import is_begun, list_prefix, share_files
-from megatron_fanformer.preparation.prepare import input_files, prepare
+from megatron_fanformer.preparation.prepare import check_output, input_files, prepare
 from megatron_fanformer.preparation.progress import progress_line
 from megatron_fanformer.preparation.verb import PrepareConfig
 from megatron_fanformer.terminal import plural, show
@@ -18,10 +18,11 @@ def prepare_both(config: PrepareConfig, parts: int) -> None:
 
     Training comes last, so that validation is complete where PREFIX is.
 
-    Raises InputError for fewer files than parts, and like `prepare`.
+    Raises InputError for fewer files than parts, an output that is no prefix, and like `prepare`.
     """
     if parts < 2:
         raise InputError(f"--hold-out is {parts}; it must be at least 2, a part for validation and one for training")
+    check_output(config.output)
     files = input_files(config)
     if len(files) < parts:
         remedies = ["give more files"]

@@ -6,6 +6,8 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
+from megatron_fanformer.data.blends import TEXT_ENCODING
+from megatron_fanformer.data.file_patterns import matching, unread
 from megatron_fanformer.data.remote_files import find, is_pattern, listed, look_up, small_file
 from megatron_fanformer.durable_files import regular_file
 from megatron_fanformer.errors import InputError
@@ -93,10 +95,10 @@ def _with_lists(inputs: Iterable[str | Path]) -> Iterator[str]:
             continue
         try:
             if is_url(name[1:]):
-                lines = small_file(name[1:], most_bytes=LARGEST_LIST_BYTES).decode().splitlines()
+                lines = small_file(name[1:], most_bytes=LARGEST_LIST_BYTES).decode(TEXT_ENCODING).splitlines()
             else:
                 file = regular_file(Path(name[1:]), most_bytes=LARGEST_LIST_BYTES)
-                lines = file.read_text(encoding="utf-8").splitlines()
+                lines = file.read_text(encoding=TEXT_ENCODING).splitlines()
         except (OSError, UnicodeDecodeError) as error:
             reason = f"cannot be read ({error}); name a text file with one path per line"
             raise InputError(f"the list {name[1:]} {reason}") from error
@@ -106,7 +108,7 @@ def _with_lists(inputs: Iterable[str | Path]) -> Iterator[str]:
 def _expand(name: str, suffixes: tuple[str, ...]) -> list[Path]:
     path = Path(name)
     if not path.exists() and glob.has_magic(name):
-        found = [Path(match) for match in glob.glob(name, recursive=True) if match.endswith(suffixes)]
+        found = [Path(match) for match in matching(name) if match.endswith(suffixes)]
         if not found:
             raise InputError(f"{name} matches no document file; it must match {_kinds(suffixes)} files")
         return found
@@ -130,10 +132,7 @@ def _search(folder: Path, suffixes: tuple[str, ...]) -> list[Path]:
 
 
 def _refuse_unread(error: OSError) -> None:
-    raise InputError(
-        f"{error.filename} cannot be searched ({error.strerror}), its documents would be missing; make it readable, or"
-        " name the other folders"
-    ) from error
+    raise unread(error.filename, error) from error
 
 
 def _kinds(suffixes: Sequence[str]) -> str:

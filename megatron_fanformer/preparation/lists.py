@@ -16,6 +16,7 @@ from pathlib import Path
 import msgspec
 
 from megatron_fanformer.checkpoint.run_lock import holder_of
+from megatron_fanformer.data.blends import TEXT_ENCODING
 from megatron_fanformer.data.manifest import InputRecord, Settings, TokenizerRecord
 from megatron_fanformer.durable_files import new_folder, regular_file, take_lock, write_atomically
 from megatron_fanformer.errors import InputError
@@ -90,7 +91,7 @@ class InputLists:
     def paths(self, name: str) -> list[str]:
         """Return the input files of a list. Raises OSError or UnicodeDecodeError if it cannot be read."""
         file = regular_file(self.folder / name, most_bytes=LARGEST_LIST_BYTES)
-        return file.read_text(encoding="utf-8").splitlines()
+        return file.read_text(encoding=TEXT_ENCODING).splitlines()
 
     def task_folder(self, name: str) -> Path:
         """Return the folder of the task on a list, which need not exist."""

@@ -3,6 +3,7 @@
 This module decides what is to be done, whether it can be done, and whether it is already done; `pipeline` does it.
 """
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import get_args
@@ -181,7 +182,16 @@ def input_files(config: PrepareConfig) -> list[InputFile]:
     return files
 
 
+def check_output(output: str) -> None:
+    """Raise InputError for an output that is no prefix: some files of one that names a folder would lie beside it."""
+    if is_url(output):
+        RemoteOutput(output)
+    elif output.rpartition("/")[2] in ("", ".", ".."):
+        raise InputError(f"output {output} names a folder; name a prefix in it, such as {os.path.join(output, 'web')}")
+
+
 def _check(config: PrepareConfig) -> None:
+    check_output(config.output)
     if not config.chat and (stray := [name for name in OF_CHATS if getattr(config, name) is not None]):
         raise InputError(f"{stray[0]} is set, which is for conversations; add --chat, or leave it out")
     if config.workers < 1:

@@ -36,6 +36,7 @@ from megatron_fanformer.durable_files import (
 )
 from megatron_fanformer.errors import CorruptError, InputError, InUseError
 from megatron_fanformer.options import PROGRAM
+from megatron_fanformer.preparation.assembly import part_prefix
 from megatron_fanformer.preparation.token_writer import standing_suffixes
 from megatron_fanformer.runtime.device import cache_folder
 from megatron_fanformer.stores import (
@@ -78,7 +79,7 @@ class RemoteOutput:
         if problem := url_problem("output", url, what="the URL of a prefix, such as s3://bucket/tokens/web,"):
             raise InputError(problem)
         folder, _, self.name = url.rpartition("/")
-        if not self.name or folder.endswith("/"):
+        if self.name in ("", ".", "..") or folder.endswith("/"):
             raise InputError(f"output {url} names no prefix; name one in a bucket, such as s3://bucket/tokens/web")
         self.url = url
 
@@ -146,7 +147,10 @@ class RemoteOutput:
                 os.close(lock)
 
     def _make_ready(self) -> None:
-        """Write and remove a file, in a folder that is made. Raises InputError for files that nobody began to copy."""
+        """Write and remove a file, in a folder that is made.
+
+        Raises InputError for files that nobody began to copy, under the names of the output or of its first part.
+        """
 
         def probe(files: Any, root: str) -> str | None:
             make_folder(files, root.rpartition("/")[0])
@@ -154,7 +158,8 @@ class RemoteOutput:
             _remove(files, f"{root}.probe")
             if _size(files, root + UPLOAD_SUFFIX) is not None:
                 return None
-            return next((each for each in standing_suffixes() if _size(files, root + each) is not None), None)
+            ends = (number + suffix for number in ("", part_prefix("", 0)) for suffix in standing_suffixes())
+            return next((end for end in ends if _size(files, root + end) is not None), None)
 
         if (standing := self._query(probe)) is not None:
             raise InputError(

@@ -13,6 +13,7 @@ from megatron_fanformer.data.blends import (
     split_bounds,
 )
 from megatron_fanformer.errors import InputError
+from tests.closed_folders import closed_folder
 
 SPLITS = ["99,1,0", "969,30,1", "8,2", ".7,.2,.1", "1,1,1", "999.9,.1", "33.3,33.3,33.4", "50,50,0"]
 
@@ -67,6 +68,14 @@ def test_a_blend_file_stands_for_its_words(folder: Path) -> None:
     assert [source.paths[0] for source in blend.sources] == ["npy/../a", "npy/../b", "npy/1.npy", "/x"]
 
 
+def test_a_byte_order_mark_is_of_no_word(folder: Path) -> None:
+    """Windows' editors write one; from another store, too."""
+    (folder / "my.blend").write_bytes("\ufeff0.3 a\r\n0.7 b\r\n".encode())
+    for name, place in (("my.blend", ""), (f"file://{folder}/my.blend", f"file://{folder}/")):
+        blend = parse_blend([f"@{name}"])
+        assert (blend.weights, blend.sources) == ([0.3, 0.7], [Source((f"{place}{path}",)) for path in "ab"])
+
+
 def test_several_blend_files_are_joined(folder: Path) -> None:
     (folder / "one.blend").write_text("a")
     (folder / "two.blend").write_text("b npy/*.npy")
@@ -91,6 +100,7 @@ def test_a_mix_of_olmo_core_is_read_as_it_is(folder: Path) -> None:
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
         (folder / path).write_bytes(b"")
     lines = ["# a mix", "", "web,web/{TOKENIZER}/001.npy", "web,web/{TOKENIZER}/000.npy", "code,code/{TOKENIZER}/0.npy"]
+    (folder / "web/README.md").touch()  # which is no tokenizer's
     (folder / "mix.txt").write_text("\n".join(lines))
     assert paths("@mix.txt") == [("web/dolma2/001.npy", "web/dolma2/000.npy", "code/gpt-neox/0.npy")]
     (folder / "web/other").mkdir()
@@ -110,6 +120,7 @@ def test_a_mix_of_olmo_core_is_read_as_it_is(folder: Path) -> None:
         ("my web-00000", False),
         ("#web", False),
         ("@web", False),
+        ("\ufeffweb", False),
         ("1e-00000", False),
     ],
 )
@@ -161,6 +172,15 @@ def test_each_problem_is_named(folder: Path, text: str, items: list[str], messag
     assert all(line.startswith("data.train_data: ") for line in problems)
     with pytest.raises(InputError, match=message):
         raise InputError("\n".join(problems))
+
+
+@pytest.mark.parametrize("word", ["npy", "np*/*.npy", "**/*.npy"])
+def test_a_folder_that_cannot_be_read_is_named(folder: Path, word: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder / "open").mkdir()
+    (folder / "open" / "4.npy").touch()
+    with closed_folder("npy", monkeypatch):
+        (problem,) = blend_problems("data.train_data", [word])
+    assert problem.startswith("data.train_data: npy") and "cannot be searched (Permission denied)" in problem
 
 
 @pytest.mark.parametrize("split", SPLITS)

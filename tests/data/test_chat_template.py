@@ -243,6 +243,12 @@ def test_a_template_may_be_named(folder: Path) -> None:
         find_template(folder, folder / "none.jinja")
 
 
+@pytest.mark.parametrize("token", ["<|🙂|>", "<｜end▁of▁sentence｜>", "\"'\\n\n\u0041{{ x }}{% y %}"])
+def test_special_tokens_are_set_as_they_are(token: str) -> None:
+    template = ChatTemplate("{{ bos_token + messages[0]['content'] }}", {"bos_token": token})
+    assert rendered_prompt(ChatTemplate(template.with_variables())) == rendered_prompt(template) == token + "Hi"
+
+
 INDENTED = """
 {%- if messages[0]['role'] == 'system' %}
     {%- set system = messages[0]['content'] %}

@@ -27,6 +27,18 @@ def test_without_a_manifest_the_stated_type_is_taken(tmp_path: Path) -> None:
     assert [open_npy_files([path], dtype)[0].tokens for dtype in ("uint16", "uint32")] == [20, 10]
 
 
+def test_a_file_that_was_renamed_with_its_manifest_is_not_read_as_another_type(tmp_path: Path) -> None:
+    write_npy(tmp_path / "a.npy", 10, dtype="<u4")
+    write_manifest(str(tmp_path / "a"), dtype="uint32", max_token_id=599)
+    for suffix in (".npy", ".manifest.json"):
+        (tmp_path / f"a{suffix}").rename(tmp_path / f"b{suffix}")
+    path = str(tmp_path / "b.npy")
+    with pytest.raises(InputError, match=r"b\.manifest\.json is of files of another name, and not of .*b\.npy; give"):
+        open_npy_files([path], "uint16")
+    (tmp_path / "b.manifest.json").unlink()  # the remedy
+    assert open_npy_files([path], "uint32")[0].tokens == 10
+
+
 @pytest.mark.parametrize(("stated", "kind"), [("uint16", "<u2"), ("uint32", "<u4")])
 def test_numpys_own_header_is_refused_with_the_remedy(tmp_path: Path, stated: NpyType, kind: str) -> None:
     """Of the stated type and to another file; that of 16 bits says what to do with ids that it would wrap."""

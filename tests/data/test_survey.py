@@ -7,10 +7,12 @@ import pytest
 
 from megatron_fanformer.data.blends import PART_NAMES, split_bounds
 from megatron_fanformer.data.config import DataConfig
+from megatron_fanformer.data.manifest import ChatSettings
 from megatron_fanformer.data.sample_counts import TRAIN, VALIDATION, SampleCounts
 from megatron_fanformer.data.survey import survey_data
 from megatron_fanformer.data.token_files import CHECKED_ENTRIES, read_index
 from megatron_fanformer.errors import InputError
+from tests.chat_pairs import write_chats
 from tests.data.test_blends import SPLITS
 from tests.data.token_making import write_manifest, write_npy, write_pair
 
@@ -78,3 +80,39 @@ def test_what_manifests_state_is_checked_at_the_start_whatever_is_read_later(
         with pytest.raises(InputError, match=f"token id {largest}, outside the vocabulary of 600"):
             survey_data(config, 600, for_run=True)
         assert survey_data(config, 8_000, for_run=True).has_unread_ids
+
+
+def test_chats_of_one_run_have_one_template(tmp_path: Path) -> None:
+    """Those of training and of validation, or none that is known."""
+
+    def chats(name: str, template: str | None, eos_token: str = "</s>") -> str:
+        prefix = write_chats(tmp_path / name, [([5, 6], [False, True])])
+        if template is not None:
+            variables = {"eos_token": eos_token}
+            settings = ChatSettings(
+                template=template,
+                template_variables=variables,
+                learn="all",
+                max_tokens=None,
+                too_long="cut",
+                pad_id=None,
+            )
+            write_manifest(prefix, dtype="uint16", max_token_id=6, chat=settings)
+        return prefix
+
+    def template_of(train: list[str], **valid: list[str]) -> str | None:
+        config = DataConfig(format="sft", train_data=train, valid_data=valid, cache_path=str(tmp_path / "cache"))
+        return survey_data(config).chat_template
+
+    one, alike, unknown = chats("one", "a"), chats("alike", "a"), chats("unknown", None)
+    others = [chats("another", "b"), chats("of other tokens", "a", "<eos>")]
+    assert template_of([one, unknown], first=[unknown, alike]) == template_of([one])
+    assert template_of([unknown], first=[one]) is None
+    for other in others:
+        for first, train, valid in (
+            (one, [one, other], {}),
+            (one, [one], {"first": [alike], "second": [other]}),
+            (one, [unknown], {"first": [one], "second": [other]}),
+        ):
+            with pytest.raises(InputError, match=f"^{first} and {other} were prepared with different chat templates"):
+                template_of(train, **valid)

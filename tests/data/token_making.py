@@ -10,6 +10,7 @@ import torch
 from megatron_fanformer.data.config import DataConfig
 from megatron_fanformer.data.datasets import Datasets, build_datasets
 from megatron_fanformer.data.manifest import (
+    ChatSettings,
     FileRecord,
     PartManifest,
     Settings,
@@ -62,7 +63,7 @@ def raw_tokens(prefix: str, first: int, length: int, *, dtype: str = "<u2") -> l
     return np.fromfile(path, dtype=dtype)[first : first + length].tolist()
 
 
-def write_manifest(prefix: str, *, dtype: str, max_token_id: int) -> None:
+def write_manifest(prefix: str, *, dtype: str, max_token_id: int, chat: ChatSettings | None = None) -> None:
     """The manifest of one prefix, of its files as they are."""
     files = [path for path in map(Path, (prefix + ".bin", prefix + ".idx", prefix + ".npy")) if path.exists()]
     records = {path.suffix: FileRecord(path=path.name, bytes=path.stat().st_size, sha256="") for path in files}
@@ -72,7 +73,7 @@ def write_manifest(prefix: str, *, dtype: str, max_token_id: int) -> None:
         first_input=0,
         end_input=1,
         end_document=0,
-        settings=Settings(text_field="text", dtype=dtype, format="npy" if ".npy" in records else "megatron"),
+        settings=Settings(text_field="text", dtype=dtype, format="npy" if ".npy" in records else "megatron", chat=chat),
         tokenizer=TokenizerRecord(path="tokenizer.json", sha256="", vocab_size=VOCAB_SIZE, eod_id=0),
         output=TokenFiles(prefix=Path(prefix).name, documents=1, tokens=1, max_token_id=max_token_id, files=records),
     )

@@ -258,6 +258,27 @@ def test_a_set_of_another_tokenizer_is_told(
         assert expected in caplog.text and bool(expected) == bool(caplog.text)
 
 
+def test_a_manifest_of_another_pair_says_nothing(
+    prepared: Path, small_tokenizer_file: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One that was left where the pair was replaced: not the end of text, the text's bytes, the ids, the tokenizer."""
+    manifest = tmp_path / "tokens.manifest.json"
+    text = Path(f"{prepared}.manifest.json").read_text()
+    manifest.write_text(text.replace(json.loads(text)["tokenizer"]["sha256"], "f" * 64))
+    pair = tmp_path / "tokens"
+    write_token_pair(pair, [[np.array([5, 6, 7, 8])], [np.array([9, 599])]])
+    (each,) = found(own(pair, chunking="documents"))
+    assert (each.files[0].eod_id, each.bytes_per_token) == (None, None)
+    with pytest.raises(InputError, match="does not say which id ends its documents"):
+        found(own(pair, chunking="rolling"))
+    with pytest.raises(InputError, match="token id 599, outside the vocabulary of 599"):
+        found(own(pair), seq_length=4, vocab_size=599)
+    config = EvaluationConfig(perplexity=own(pair, chunking="documents"))
+    shape = {"seq_length": 64, "vocab_size": VOCAB_SIZE, "batch_tokens": 64}
+    survey_evaluation(config, **shape, tokenizer=str(small_tokenizer_file))
+    assert not caplog.text
+
+
 def test_an_end_of_text_is_asked_of_a_tokenizer_only_where_documents_end_by_it(tmp_path: Path) -> None:
     tokenizer = write_tokenizer(tmp_path)  # of characters
     tokenizer.write_text(tokenizer.read_text().replace("<|endoftext|>", "<start>"))

@@ -47,12 +47,16 @@ def test_bytes_and_hash_are_those_of_the_file_on_disk(tmp_path: Path, write_line
 
 
 @pytest.mark.parametrize("kind", ["gz", "zst"])
-@pytest.mark.parametrize("damage", ["truncated", "flipped", "plain text", "followed by rubbish"])
+@pytest.mark.parametrize(
+    "damage", ["empty", "in its header", "truncated", "flipped", "plain text", "followed by rubbish"]
+)
 def test_a_damaged_compressed_file_is_corrupt_and_named(tmp_path: Path, damage: str, kind: str) -> None:
     lines = b"".join(as_line(hashlib.sha256(bytes([number % 256])).hexdigest()) + b"\n" for number in range(1000))
     whole = COMPRESS[kind](lines)
     middle = len(whole) // 2
     data = {
+        "empty": b"",
+        "in its header": whole[:3],
         "truncated": whole[:-20],
         "flipped": whole[:middle] + bytes(255 - byte for byte in whole[middle : middle + 8]) + whole[middle + 8 :],
         "plain text": as_line("not compressed") * 100,
@@ -61,6 +65,16 @@ def test_a_damaged_compressed_file_is_corrupt_and_named(tmp_path: Path, damage: 
     path = tmp_path / f"damaged.jsonl.{kind}"
     path.write_bytes(data)
     with pytest.raises(CorruptError, match=rf"damaged\.jsonl\.{kind}"):
+        list(read_documents(path))
+
+
+@pytest.mark.parametrize("kind", ["gz", "zst"])
+@pytest.mark.parametrize("name", ["a.jsonl", "a.md"])
+def test_a_file_of_nothing_is_empty_only_where_it_says_so(tmp_path: Path, name: str, kind: str) -> None:
+    (path := tmp_path / f"{name}.{kind}").write_bytes(COMPRESS[kind](b""))
+    list(read_documents(path))
+    path.write_bytes(b"")
+    with pytest.raises(CorruptError, match=rf"{name}\.{kind} is truncated, its (gzip|zstd) stream has no end; fetch"):
         list(read_documents(path))
 
 

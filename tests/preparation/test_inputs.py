@@ -1,12 +1,11 @@
-import errno
-import os
+import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.preparation.inputs import CHAT_SUFFIXES, NPY_SUFFIXES, expand_inputs
+from tests.closed_folders import closed_folder
 
 
 def names(found: list[Path], folder: Path) -> list[str]:
@@ -62,6 +61,15 @@ def test_token_files_are_found_by_their_own_suffix(tmp_path: Path) -> None:
     assert names(expand_inputs([tmp_path], NPY_SUFFIXES), tmp_path) == ["a.npy"]
 
 
+def test_a_byte_order_mark_is_of_no_path_of_a_list(tmp_path: Path) -> None:
+    """Windows' editors write one; from another store, too."""
+    touch(tmp_path, "a.jsonl", "b.jsonl")
+    listed = tmp_path / "inputs.txt"
+    listed.write_bytes(f"\ufeff{tmp_path}/a.jsonl\r\n{tmp_path}/b.jsonl\r\n".encode())
+    for name in (listed, f"file://{listed}"):
+        assert names(expand_inputs([f"@{name}"]), tmp_path) == ["a.jsonl", "b.jsonl"]
+
+
 @pytest.mark.parametrize("name", ["missing.jsonl", "empty folder", "notes.pdf", "no*match.jsonl", "@missing list"])
 def test_an_input_that_cannot_serve_is_an_input_error(tmp_path: Path, name: str) -> None:
     (tmp_path / "empty folder").mkdir()
@@ -83,18 +91,30 @@ def test_a_link_to_no_file_is_not_passed_over(tmp_path: Path) -> None:
             expand_inputs([given])
 
 
-def test_a_folder_that_cannot_be_read_is_not_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    touch(tmp_path, "a.jsonl", "closed/b.jsonl")
-    scandir = os.scandir
+@pytest.mark.parametrize(
+    "given", ["", "*/*.jsonl", "**/*.jsonl", "**/sub/*.jsonl", "**", "c*/sub/*.jsonl", "*/b.jsonl"], ids=str
+)
+def test_a_folder_that_cannot_be_read_is_not_passed_over(
+    tmp_path: Path, given: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    touch(tmp_path, "a.jsonl", "closed/b.jsonl", "closed/sub/d.jsonl", "open/b.jsonl", "open/sub/d.jsonl")
+    with closed_folder("closed", monkeypatch), pytest.raises(InputError) as refused:
+        expand_inputs([tmp_path / given])
+    assert re.search(r"closed cannot be searched \(Permission denied\), its files would be missing", str(refused.value))
+    with closed_folder("elsewhere", monkeypatch):
+        assert "closed/" in " ".join(names(expand_inputs([tmp_path / given]), tmp_path))
 
-    def refused(path: Any) -> Any:  # tests may run as root, for whom no folder is closed
-        if Path(path).name == "closed":
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
-        return scandir(path)
 
-    monkeypatch.setattr(os, "scandir", refused)
-    with pytest.raises(InputError, match=r"closed cannot be searched \(Permission denied\)"):
-        expand_inputs([tmp_path])
+def test_a_pattern_that_does_not_lead_into_a_closed_folder_is_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    touch(tmp_path, "a.jsonl", "closed/b.jsonl", ".closed/c.jsonl", "open/b.jsonl")
+    (tmp_path / "loop").symlink_to("loop")
+    with closed_folder("closed", monkeypatch):
+        assert names(expand_inputs([tmp_path / "*.jsonl", tmp_path / "op*/*"]), tmp_path) == ["a.jsonl", "open/b.jsonl"]
+    with closed_folder(".closed", monkeypatch):
+        found = names(expand_inputs([tmp_path / "**/*.jsonl"]), tmp_path)
+    assert found == ["a.jsonl", "closed/b.jsonl", "open/b.jsonl"]
 
 
 def test_no_input_is_an_input_error() -> None:

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from pyarrow import parquet
 
+from megatron_fanformer.cli import main
 from megatron_fanformer.data import manifest as manifest_module
 from megatron_fanformer.data.manifest import Manifest, read_any_manifest
 from megatron_fanformer.data.token_files import read_index
@@ -21,6 +22,7 @@ from megatron_fanformer.durable_files import sha256_of
 from megatron_fanformer.errors import CorruptError, FanformerError, InputError
 from megatron_fanformer.preparation import npy_documents, token_writer
 from megatron_fanformer.preparation.document_files import BLOCK_BYTES
+from megatron_fanformer.preparation.lists import write_lists
 from megatron_fanformer.preparation.pipeline import PrepareProgress
 from megatron_fanformer.preparation.prepare import PrepareConfig, _settings
 from megatron_fanformer.preparation.work_folder import work_folder
@@ -131,6 +133,32 @@ def test_the_same_preparation_again_does_nothing(tmp_path: Path, mixed: Path, pr
     again = prepare(prefix, mixed, workers=2)
     assert (again.already_there, again.manifest) == (True, first.manifest)
     assert before == {path: path.stat().st_mtime_ns for path in (tmp_path / "new").iterdir()}
+
+
+@pytest.mark.parametrize("words", [[], ["--hold-out", "2"], ["--from-lists", "lists"]], ids=" ".join)
+def test_an_output_that_names_a_folder_is_refused_before_anything(
+    tmp_path: Path,
+    small_tokenizer_file: Path,
+    words: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The files of web/ would be web.bin and its like, beside that folder, and another preparation's."""
+    monkeypatch.chdir(tmp_path)
+    documents = [Path(f"{number}.txt") for number in range(2)]
+    for file in documents:
+        file.write_text("A page.")
+    write_lists(documents, 2, Path("lists"))
+    before = sorted(tmp_path.rglob("*"))
+    inputs = [] if "--from-lists" in words else map(str, documents)
+    given = ["prepare", *inputs, *words, "--workers", "1", "--tokenizer", str(small_tokenizer_file), "--output"]
+    for output, remedy in {"web/": "web/web", ".": "./web", "..": "../web", "a/.": "a/./web"}.items():
+        assert main([*given, output]) == 2
+        line = f"output {output} names a folder; name a prefix in it, such as {remedy}\n"
+        assert capsys.readouterr().err.endswith(line)
+    assert main([*given, "file:///web/"]) == 2
+    assert "names no prefix" in capsys.readouterr().err
+    assert sorted(tmp_path.rglob("*")) == before
 
 
 @pytest.mark.parametrize(

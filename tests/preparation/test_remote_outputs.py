@@ -148,6 +148,17 @@ def test_what_was_copied_is_not_copied_again(
     assert hashes(there) == hashes(here)
 
 
+def test_another_preparations_files_are_not_overwritten_by_the_first_part(
+    tmp_path: Path, documents: Path, prepare: Prepare
+) -> None:
+    (there := tmp_path / "there").mkdir()
+    prepare(f"file://{there}/web-00000", documents / "0.jsonl", scratch=tmp_path / "scratch")
+    before = hashes(there)
+    with pytest.raises(InputError, match=r"web-00000\.bin exists, and there is no manifest of a complete preparation"):
+        prepare(f"file://{there}/web", documents, part_bytes=3000, scratch=tmp_path / "scratch")
+    assert hashes(there) == before
+
+
 def test_lists_are_prepared_to_a_store_and_merged_there(
     tmp_path: Path, documents: Path, small_tokenizer_file: Path
 ) -> None:
@@ -179,6 +190,7 @@ def test_outputs_that_cannot_be_written_are_one_line(
             "memory://web": "it must be the URL of a prefix, such as s3://bucket/tokens/web, or file:///disk/run",
             "s3://user:secret@bucket/web": "output is s3://…@bucket/web and holds a password",
             "file:///folder/": "names no prefix; name one in a bucket",
+            f"file://{tmp_path}/folder/.": "names no prefix; name one in a bucket",
             f"file://{tmp_path}/foreign": "foreign.idx exists, and there is no manifest of a complete preparation",
             f"{forbidden}/web": "web cannot be used (PermissionError: the token has expired); check its name",
         }.items():
