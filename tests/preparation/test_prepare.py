@@ -1,6 +1,5 @@
 import gc
 import gzip
-import multiprocessing
 import os
 from collections.abc import Callable
 from concurrent.futures import thread as executor
@@ -20,7 +19,7 @@ from megatron_fanformer.data.token_files import read_index
 from megatron_fanformer.data.tokenizer import load_tokenizer
 from megatron_fanformer.durable_files import sha256_of
 from megatron_fanformer.errors import CorruptError, FanformerError, InputError
-from megatron_fanformer.preparation import npy_documents, token_writer
+from megatron_fanformer.preparation import npy_documents, token_writer, workers
 from megatron_fanformer.preparation.document_files import BLOCK_BYTES
 from megatron_fanformer.preparation.lists import write_lists
 from megatron_fanformer.preparation.pipeline import PrepareProgress
@@ -28,6 +27,7 @@ from megatron_fanformer.preparation.prepare import PrepareConfig, _settings
 from megatron_fanformer.preparation.work_folder import work_folder
 from tests.disk_steps import recorded_steps
 from tests.preparation.making import Prepare, WriteLines, as_line, prepare_files
+from tests.preparation.mortal_workers import DEATHS, run_mortal
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -82,9 +82,9 @@ def test_the_bytes_do_not_depend_on_the_number_of_workers(
 ) -> None:
     long = write_lines("a.jsonl.gz", (as_line(f"{n} line\n" * 3000) for n in range(BLOCK_BYTES * 3 // 25_000)))
     mixed = write_lines("b.jsonl", [b"{" if n % 5 == 0 else as_line(f"document {n}") for n in range(2000)])
-    for workers in (1, 2, 3):
-        prefix = str(tmp_path / str(workers) / "tokens")
-        prepare(prefix, long, mixed, workers=workers)
+    for count in (1, 2, 3):
+        prefix = str(tmp_path / str(count) / "tokens")
+        prepare(prefix, long, mixed, workers=count)
     assert contents(tmp_path / "1") == contents(tmp_path / "2") == contents(tmp_path / "3")
 
 
@@ -313,29 +313,20 @@ def test_inputs_without_a_document_are_an_input_error(
     assert not (tmp_path / "new").exists()
 
 
-@pytest.mark.parametrize("times", [pytest.param(1, marks=pytest.mark.full), 2])
 def test_a_worker_that_dies_has_its_file_tried_once_more(
-    tmp_path: Path, write_lines: WriteLines, prepare: Prepare, times: int
+    tmp_path: Path, write_lines: WriteLines, prepare: Prepare, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    long = write_lines("long.jsonl", [as_line("word " * 50_000)] * 40)
-    prepare(tmp_path / "expected" / "out", long)
-    others = set(multiprocessing.active_children())
-    killed: list[Any] = []
-
-    def kill_workers(progress: PrepareProgress) -> None:
-        if len(killed) < times:
-            for worker in set(multiprocessing.active_children()) - others:
-                worker.kill()
-                killed.append(worker)
-
-    prefix = tmp_path / "new" / "out"
-    if times == 1:
-        prepare(prefix, long, progress=kill_workers)
-        assert outputs(tmp_path / "new") == outputs(tmp_path / "expected")
-    else:
-        with pytest.raises(FanformerError, match=r"two workers died by signal 9 while preparing .*long\.jsonl"):
-            prepare(prefix, long, progress=kill_workers)
-        assert not (tmp_path / "new").exists()
+    file = write_lines("a.jsonl", [as_line("some words")])
+    prepare(tmp_path / "expected" / "out", file)
+    monkeypatch.setattr(workers, "run_worker", run_mortal)
+    file.with_name(DEATHS).write_text("1")
+    prepare(tmp_path / "new" / "out", file)
+    assert file.with_name(DEATHS).read_text() == "0"
+    assert outputs(tmp_path / "new") == outputs(tmp_path / "expected")
+    file.with_name(DEATHS).write_text("2")
+    with pytest.raises(FanformerError, match=r"two workers died by signal 9 while preparing .*a\.jsonl"):
+        prepare(tmp_path / "never" / "out", file)
+    assert not (tmp_path / "never").exists()
 
 
 def test_an_output_that_cannot_be_written_is_an_input_error(tmp_path: Path, mixed: Path, prepare: Prepare) -> None:
