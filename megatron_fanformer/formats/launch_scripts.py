@@ -139,8 +139,16 @@ class _Reader:
                 is_conditional = separator[0] in ("&&", "||")
                 if separator[0] == "\n":
                     self._pass_documents()
+                if is_conditional:
+                    self._pass_line_ends()
             if words:
                 yield words
+
+    def _pass_line_ends(self) -> None:
+        """Go past line ends and comments, after which a command goes on."""
+        while self._at_end_of_command() and self.text.startswith("\n", self.at):
+            self.at += 1
+            self._pass_documents()
 
     def _command(self, is_conditional: bool) -> list[Word]:
         words: list[Word] = []

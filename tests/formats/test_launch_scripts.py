@@ -119,6 +119,21 @@ def test_what_a_body_or_a_loop_sets_is_not_resolved(before: str, setting: str, t
     assert read_arguments(str(script)).words == [Word("--num-layers"), Word("$LAYERS", ("$LAYERS",))]
 
 
+@pytest.mark.parametrize(
+    "setting",
+    [
+        "[ -n x ] &&\n    LAYERS=8\n",
+        "[ -z x ] || # a comment\n\n  # and another\n    LAYERS=8\n",
+        "cat <<END &&\nLAYERS=5\nEND\nLAYERS=8\n",
+    ],
+)
+def test_a_condition_holds_past_the_end_of_its_line(setting: str, tmp_path: Path) -> None:
+    script = f"LAYERS=4\n{setting}SEED=3\npretrain_gpt.py --seed $SEED --num-layers $LAYERS"
+    assert bash_says(script, tmp_path) == "--seed 3 --num-layers 8"
+    (file := tmp_path / "run.sh").write_text(script)
+    assert texts(str(file)) == ["--seed", "3", "--num-layers", "$LAYERS"]
+
+
 @pytest.mark.parametrize("before", BEFORE)
 def test_what_comes_after_a_body_is_plain(before: str, tmp_path: Path) -> None:
     (script := tmp_path / "run.sh").write_text(f"{before}LAYERS=4\npretrain_gpt.py --num-layers $LAYERS\n")
