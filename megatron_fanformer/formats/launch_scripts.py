@@ -54,7 +54,9 @@ class Arguments(NamedTuple):
 
     words: list[Word]
     included: tuple[str, ...] = ()
-    """Commands that run what is not in the script, after assignments: whether those still hold, it does not say."""
+    """Commands that run what is not in the script: it does not say whether assignments before them still hold, or
+    whether what has a default after them is set.
+    """
 
 
 def read_arguments(source: str) -> Arguments:
@@ -86,10 +88,11 @@ def _arguments(text: str, where: str) -> Arguments:
     found = _starts(commands)
     if not found:  # another shell's commands are in a here-document
         commands += reader.documents
+        reader.included += reader.documents_included
         found = _starts(commands)
     if not found:  # the whole command is one word, as in srun bash -c "…"
         inner = [word.text for words in commands for word in words if NAMES_PROGRAM.search(word.text)]
-        found = _starts(words for each in inner for words in _Reader(each, reader.values, where).commands())
+        found = _starts(words for each in inner for words in reader.inner(each).commands())
     if not found:
         raise InputError(f"{where} starts no pretrain_….py with arguments; name the script that does, or quote them")
     if len(found) > 1 and found[0] != found[1]:
@@ -124,8 +127,12 @@ class _Reader:
         self.values = values  # None: not of plain assignments alone
         self.at = self.made = self.depth = self.nested = self.subshell_end = 0
         self.typed: set[str] = set()  # variables that do not hold what is assigned to them
-        self.included: list[str] = []  # commands that may have set anew what was known by then
+        self.included: list[str] = []  # commands that may have set what was known by then, or has a default since
+        self.not_noted: list[
+            str
+        ] = []  # the like, before which nothing was known, and after which nothing is by default
         self.documents: list[list[Word]] = []  # commands in here-documents that name the program
+        self.documents_included: list[str] = []
         self._ends: list[tuple[str, str]] = []  # of here-documents from the next line on: what may precede it, the word
 
     def commands(self) -> Iterator[list[Word]]:
@@ -143,6 +150,15 @@ class _Reader:
                     self._pass_line_ends()
             if words:
                 yield words
+
+    def inner(self, text: str) -> "_Reader":
+        """Return a reader of a part, which knows and has counted what this one has."""
+        if self.nested >= MOST_DEPTH:
+            raise InputError(f"{self.where} nests defaults more than {MOST_DEPTH} deep; quote the arguments")
+        inner = _Reader(text, self.values, self.where)
+        inner.made, inner.nested = self.made, self.nested + 1
+        inner.included, inner.not_noted = self.included, self.not_noted
+        return inner
 
     def _pass_line_ends(self) -> None:
         """Go past line ends and comments, after which a command goes on."""
@@ -193,8 +209,8 @@ class _Reader:
             if is_sure and names == rest:  # then defaults count again
                 for name in names:
                     self.values.pop(name, None)
-        elif command in INCLUDES and self.values and not _names_program(rest):
-            self.included.append(" ".join(words))
+        elif command in INCLUDES and not _names_program(rest):
+            (self.included if self.values else self.not_noted).append(" ".join(words))
 
     def _forget(self, names: Iterable[str]) -> None:
         self.values.update((name, None) for name in names)
@@ -240,8 +256,8 @@ class _Reader:
                 raise self._unclosed("<<")
             text, self.at = self.text[self.at : found.start()], found.end()
             if NAMES_PROGRAM.search(text):
-                inner = _Reader(text, self.values, self.where)
-                inner.made = self.made
+                inner = self.inner(text)
+                inner.included, inner.not_noted = self.documents_included, [*self.not_noted]
                 self.documents += inner.commands()
                 self.made = inner.made
         self._ends.clear()
@@ -372,10 +388,10 @@ class _Reader:
         name, index, colon, default = found.groups()
         value = self.values.get(name)
         if default is not None and (name not in self.values or (colon and value is not None and not _text(value))):
-            if self.nested >= MOST_DEPTH:
-                raise InputError(f"{self.where} nests defaults more than {MOST_DEPTH} deep; quote the arguments")
-            inner = _Reader(default, self.values, self.where)
-            inner.made, inner.nested = self.made, self.nested + 1
+            if name not in self.values and IDENTIFIER.fullmatch(name):  # `source` leaves $1 as it is
+                self.included += self.not_noted
+                self.not_noted.clear()
+            inner = self.inner(default)
             value = inner._all_as_one()
             self.made = inner.made
             return value, False

@@ -226,6 +226,11 @@ def test_an_unset_variable_has_its_default_again(tmp_path: Path) -> None:
     ("commands", "included"),
     [
         ("source env.sh\nA=4", ()),  # nothing is known before it
+        ("source env.sh\nA=${A:-4}", ("source env.sh",)),  # which may have set it
+        ("source env.sh\nA=${1:-4}", ()),
+        ("source env.sh\nB=4\nA=${B:-3}", ()),
+        ("B=${B:-4}\nsource x\nunset B\nA=${B:-4}; source y", ("source x", "source y")),
+        ("source x\nA=${B:-${C:-4}}\ncat <<END\n. z; pretrain_gpt.py --a ${D:-4}\nEND", ("source x",)),
         ("A=4\nsource env.sh", ("source env.sh",)),
         ("A=4\n[ -f env.sh ] && . ./env.sh $A", (". ./env.sh 4",)),
         ('A=4\nif true; then eval "$(conda shell.bash hook)"; fi', ("eval $(conda shell.bash hook)",)),
@@ -236,6 +241,14 @@ def test_files_that_are_not_read_are_named(commands: str, included: tuple[str, .
     """Most set up an environment: values stay, and whoever wrote the script is told."""
     (file := tmp_path / "run.sh").write_text(f"{commands}\npretrain_gpt.py --a $A\n")
     assert read_arguments(str(file)) == ([Word("--a"), Word("4")], included)
+
+
+@pytest.mark.parametrize(
+    "start",
+    ["sbatch <<END\n. env.sh\npretrain_gpt.py --a ${A:-4}\nEND", "sh -c '. env.sh; pretrain_gpt.py --a ${A:-4}'"],
+)
+def test_another_shells_files_are_named(start: str) -> None:
+    assert read_arguments(start) == ([Word("--a"), Word("4")], (". env.sh",))
 
 
 def test_a_start_by_eval_is_none_of_them() -> None:

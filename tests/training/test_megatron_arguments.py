@@ -336,7 +336,7 @@ def test_values_that_need_converting(arguments: str, section: str, expected: dic
         (
             "A=4; source env.sh; pretrain_gpt.py --lr 1",
             "Not resolved",
-            "source env.sh: may set anew what the script sets",
+            "source env.sh: may set anew what the script sets before it, and what has a default after it; check those",
         ),
         ("--bf16 $MORE", "Not resolved", "$MORE: set neither plainly nor by default"),
         ("--lr 1e-4", "To do before it trains", "data.train_data is empty; name token files"),
