@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from megatron_fanformer.durable_files import regular_file
 from megatron_fanformer.errors import InputError
+from megatron_fanformer.formats.shell_words import Made, Word, place_past
 
 MOST_BYTES = 1 << 20  # of a script, and of all that its variables expand to: a few doublings make any length
 MOST_DEPTH = 16  # of defaults within defaults
@@ -38,15 +39,6 @@ HERE = re.compile(r"\d*<<(-?)[ \t]*")
 OPENS, CLOSES = ("if", "for", "while", "until", "case", "select", "{"), ("fi", "done", "esac", "}")
 CONTINUES = ("then", "else", "elif", "do", "!", "time")
 NAMING = ("for", "select", "function")
-
-
-class Word(NamedTuple):
-    """A word of a command."""
-
-    text: str
-    """It, with what could not be resolved as the script writes it."""
-    unresolved: tuple[str, ...] = ()
-    """What could not be resolved."""
 
 
 class Arguments(NamedTuple):
@@ -126,6 +118,7 @@ class _Reader:
         self.text, self.where = text.replace("\r\n", "\n"), where
         self.values = values  # None: not of plain assignments alone
         self.at = self.made = self.depth = self.nested = self.subshell_end = 0
+        self.is_quoted = False  # whether it is a default within double quotes, where ' is of the value
         self.typed: set[str] = set()  # variables that do not hold what is assigned to them
         self.included: list[str] = []  # commands that may have set what was known by then, or has a default since
         self.not_noted: list[
@@ -224,7 +217,7 @@ class _Reader:
         begin = self.at
         if begin < self.subshell_end or not self.text.startswith("((", begin):
             return False
-        self._skip("(", ")")
+        self._skip(")")
         if not self.text.endswith("))", begin, self.at):
             self.subshell_end, self.at = self.at, begin
             return False
@@ -307,13 +300,13 @@ class _Reader:
 
     def _word(self, *, splits: bool = True) -> list[Word]:
         """Return what the word here expands to: none, one or several."""
-        made = _Made()
+        made = Made()
         while self.at < len(self.text):
             char = self.text[self.at]
             if char.isspace() or SEPARATOR.match(self.text, self.at):
                 break
             self.at += 1
-            if char == "'":
+            if char == "'" and not self.is_quoted:
                 made.add(self._until("'"))
             elif char == '"':
                 self._quoted(made)
@@ -329,7 +322,7 @@ class _Reader:
                 made.add(char)
         return made.words()
 
-    def _quoted(self, made: "_Made") -> None:
+    def _quoted(self, made: Made) -> None:
         made.add("")
         while self.at < len(self.text):
             char = self.text[self.at]
@@ -347,16 +340,16 @@ class _Reader:
                 made.add(char)
         raise self._unclosed('"')
 
-    def _expand(self, made: "_Made", *, splits: bool, is_quoted: bool) -> None:
+    def _expand(self, made: Made, *, splits: bool, is_quoted: bool) -> None:
         begin = self.at - 1
         if self.text.startswith("(", self.at):
-            self._skip("(", ")")
+            self._skip(")")
             if self.text.startswith("((", begin + 1):
                 self._compute(self.text[begin : self.at])
             value, is_array = None, False
         elif self.text.startswith("{", self.at):
-            self._skip("{", "}")
-            value, is_array = self._braced(self.text[begin + 2 : self.at - 1])
+            self._skip("}")
+            value, is_array = self._braced(self.text[begin + 2 : self.at - 1], is_quoted=is_quoted)
         elif found := NAME.match(self.text, self.at):
             self.at = found.end()
             value, is_array = self.values.get(found[0]), False
@@ -381,7 +374,7 @@ class _Reader:
             else:
                 made.add(*word)
 
-    def _braced(self, body: str) -> tuple[list[Word] | None, bool]:
+    def _braced(self, body: str, *, is_quoted: bool) -> tuple[list[Word] | None, bool]:
         found = BRACED.fullmatch(body)
         if not found:
             return None, False
@@ -392,6 +385,7 @@ class _Reader:
                 self.included += self.not_noted
                 self.not_noted.clear()
             inner = self.inner(default)
+            inner.is_quoted = is_quoted
             value = inner._all_as_one()
             self.made = inner.made
             return value, False
@@ -399,7 +393,7 @@ class _Reader:
 
     def _all_as_one(self) -> list[Word]:
         """Return the whole text as one word: quotes are removed, spaces kept."""
-        made = _Made()
+        made = Made()
         made.add("")
         while self.at < len(self.text):
             begin = self.at
@@ -417,14 +411,12 @@ class _Reader:
         text, self.at = self.text[self.at : found], found + 1
         return text
 
-    def _skip(self, opening: str, closing: str) -> None:
-        depth = 0
-        for place in range(self.at, len(self.text)):
-            depth += (self.text[place] == opening) - (self.text[place] == closing)
-            if not depth:
-                self.at = place + 1
-                return
-        raise self._unclosed(opening)
+    def _skip(self, closing: str) -> None:
+        """Go past the opening that is next, and past what closes it."""
+        end = place_past(self.text, self.at + 1, closing)
+        if end is None:
+            raise self._unclosed(self.text[self.at])
+        self.at = end
 
     def _unclosed(self, char: str) -> InputError:
         return InputError(f"{self.where} has a {char} that nothing closes; close it, or quote the arguments")
@@ -432,42 +424,3 @@ class _Reader:
 
 def _text(value: list[Word]) -> str:
     return "".join(word.text for word in value)
-
-
-class _Made:
-    """Words that come about piece by piece."""
-
-    def __init__(self) -> None:
-        self.done: list[Word] = []
-        self.pieces: list[str] | None = None  # None: no word has begun
-        self.unresolved: list[str] = []
-
-    def add(self, text: str, unresolved: tuple[str, ...] = ()) -> None:
-        """Go on with the last word, or begin one."""
-        if self.pieces is None:
-            self.pieces = []
-        self.pieces.append(text)
-        self.unresolved += unresolved
-
-    def add_split(self, word: Word) -> None:
-        """Go on with a value whose blanks separate words."""
-        whole = "|".join([*map(re.escape, word.unresolved), r"\S"])  # what is not resolved may hold blanks
-        if word.text[:1].isspace():
-            self.cut()
-        for number, part in enumerate(re.findall(f"(?:{whole})+", word.text)):
-            if number:
-                self.cut()
-            self.add(part, tuple(name for name in word.unresolved if name in part))
-        if word.text[-1:].isspace():
-            self.cut()
-
-    def cut(self) -> None:
-        """End the word."""
-        if self.pieces is not None:
-            self.done.append(Word("".join(self.pieces), tuple(self.unresolved)))
-        self.pieces, self.unresolved = None, []
-
-    def words(self) -> list[Word]:
-        """Return all, each ended."""
-        self.cut()
-        return self.done

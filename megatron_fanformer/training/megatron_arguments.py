@@ -15,8 +15,9 @@ import yaml
 from megatron_fanformer.configuration import nested, overlaid, read_overrides, value_problems, yaml_value
 from megatron_fanformer.errors import InputError, escaped
 from megatron_fanformer.formats import foreign_names
-from megatron_fanformer.formats.launch_scripts import Word, read_arguments
+from megatron_fanformer.formats.launch_scripts import read_arguments
 from megatron_fanformer.formats.megatron_arguments import DROPOUT, RULES, SPECS, model_fields, problems
+from megatron_fanformer.formats.shell_words import Word
 from megatron_fanformer.model.config import FANformerConfig
 from megatron_fanformer.training.config import RunConfig, advice, config_from_dict
 

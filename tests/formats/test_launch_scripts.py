@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from megatron_fanformer.errors import InputError
-from megatron_fanformer.formats.launch_scripts import Word, read_arguments
+from megatron_fanformer.formats.launch_scripts import read_arguments
+from megatron_fanformer.formats.shell_words import Word
 
 
 def texts(source: str) -> list[str]:
@@ -18,10 +19,11 @@ SCRIPT = r"""#!/bin/bash
 export CUDA_DEVICE_MAX_CONNECTIONS=1 PREFIX="a b"
 NAME=run; LAYERS=4 # and a comment
 SAVE=${SAVE_UNSET:-"checkpoints/${NAME}_x"}
+TITLE="${TITLE_UNSET:-'a' "${NAME}'s" '$LAYERS}' title}"
 MODEL_ARGS=(
     --num-layers $LAYERS   # deep
     # --hidden-size 1
-    --hidden-size 64 --title "two words" --quoted '$LAYERS'
+    --hidden-size 64 --title "two words" --long "$TITLE" --quoted '$LAYERS'
 )
 MODEL_ARGS+=(--swiglu "--split 9,1")
 OLD=" --lr 1e-4 \
@@ -255,6 +257,28 @@ def test_a_start_by_eval_is_none_of_them() -> None:
     for start in ('eval "torchrun pretrain_gpt.py --a $A"', "eval torchrun pretrain_gpt.py --a $A", "eval $RUN"):
         source = f"A=4\nRUN='torchrun pretrain_gpt.py --a 4'\n{start}"
         assert read_arguments(source) == ([Word("--a"), Word("4")], ())
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "N=$(tr -d ')' < /dev/null)",
+        'N=$(echo "a)" "$(echo "b)" c)")',
+        "N=$(echo \\) \\\\)",
+        "N=$(echo x # a comment) that isn't read\n)",
+        "N=$(cat <<END | tr -d ')'\ndon't :)\nEND\n)",
+        "N=$(cat <<-'END' <<< x\n:( don't\n\tEND\n)",
+        "N=$((1 << A)) M=$((2#11))",
+        'N=${N:-"}"}; N=${M:-\\}}',
+        """N="${N:-'}' "b's"}\"""",
+        "(echo ')' '(' \"(\" > /dev/null)",
+        "N=${N:-{x}; M=4",
+    ],
+)
+def test_what_is_in_quotes_closes_nothing(command: str, tmp_path: Path) -> None:
+    script = f"A=4\n{command}\npretrain_gpt.py --a $A"
+    (file := tmp_path / "run.sh").write_text(script)
+    assert " ".join(texts(str(file))) == bash_says(script, tmp_path) == "--a 4"
 
 
 @pytest.mark.parametrize("text", ["a" * 500_000, "a[" * 250_000, "a " * 250_000, "- " * 250_000 + "a"])
