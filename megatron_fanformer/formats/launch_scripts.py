@@ -175,7 +175,8 @@ class _Reader:
                 if first and len(new) == 1 and new[0].text in (*OPENS, *CLOSES, *CONTINUES, *NAMING):
                     first = self._keyword(new[0].text)
                     continue
-                words, first = [*words, *new], False
+                words += new
+                first = False
         if not words or words[0].text in DECLARES:
             if any(TYPES.fullmatch(word.text) for word in words):
                 self.typed.update([word.text for word in words], [name for name, *_ in assigned])
