@@ -251,6 +251,7 @@ class _Reader:
             text, self.at = self.text[self.at : found.start()], found.end()
             if NAMES_PROGRAM.search(text):
                 inner = self.inner(text)
+                inner.values = dict(self.values)  # another shell's
                 inner.included, inner.not_noted = self.documents_included, [*self.not_noted]
                 self.documents += inner.commands()
                 self.made = inner.made

@@ -292,6 +292,11 @@ def test_a_here_document_starts_it_where_nothing_else_does() -> None:
     assert texts(f"{job}pretrain_gpt.py --num-layers 6") == ["--num-layers", "6"]
 
 
+def test_what_a_skipped_here_document_sets_is_not_the_scripts(tmp_path: Path) -> None:
+    script = "A=4\ncat > job.sh <<END\nA=8\nB=8\npretrain_gpt.py --a 8\nEND\npretrain_gpt.py --a $A --b ${B:-4}"
+    assert " ".join(texts(script)) == bash_says(script, tmp_path) == "--a 4 --b 4"
+
+
 @pytest.mark.parametrize(
     "source",
     [
