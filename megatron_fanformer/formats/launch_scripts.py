@@ -1,11 +1,11 @@
 """The arguments that a launch script gives to Megatron-LM's `pretrain_….py`, read without running anything.
 
 Of the shell there is what such scripts are written in: quotes, comments, continued lines, variables and arrays of plain
-assignments (`A=1`, `A=(--x 1)`, `A+=…`), `${A:-default}`. Whatever only a shell resolves stays as it is written, and
-is named: `$1`, `$(nproc)`, and a variable that is assigned under a condition, in a loop, by it, in a function, or by a
-command (`read A`, `((A++))`, `printf -v A`). Values stay known past `source FILE` and `eval`, which mostly set up an
-environment: these are listed. Lines of here-documents are commands only where nothing else starts the program, as in
-`sbatch <<EOF`.
+assignments (`A=1`, `A=(--x 1)`, `A+=…`), `${A:-default}`. Whatever only a shell resolves stays as it is written, and is
+named: `$1`, `$(nproc)`, and a variable that is assigned under a condition, in a loop, by it, in a function, in a
+subshell or pipeline, or by a command (`read A`, `((A++))`, `printf -v A`). Values stay known past `source FILE` and
+`eval`, which mostly set up an environment: these are listed. Lines of here-documents are commands only where nothing
+else starts the program, as in `sbatch <<EOF`.
 """
 
 import re
@@ -29,7 +29,9 @@ COMPUTED = re.compile(  # in arithmetic: behind `++` or `--`, or before these, `
 )
 NAME = re.compile(r"[A-Za-z_]\w*|[0-9@*#?!$-]")
 BRACED = re.compile(r"([A-Za-z_]\w*|[0-9]+|[@*#?])(\[[@*]\])?(?:(:?)[-=](.*))?", re.DOTALL)
-SEPARATOR = re.compile(r"\n|;;|&&|\|\||[;|()]|&(?![>])")
+SEPARATOR = re.compile(r"\n|;;|&&|\|\||\|&|[;|()]|&(?![>])")
+AFTER_APART = re.compile(r"\|(?!\|)|&(?![&>])")  # what comes after a command that a process of its own runs
+MAY_NOT_HOLD = ("&&", "||", "|", "|&")  # before a command that may not run, or that a process of its own runs
 REDIRECTION = re.compile(r"(?:\d*(?:>>|>&|>|<<<|<<-?|<)|&>>?)&?[ \t]*")
 DECLARES = ("export", "declare", "local", "readonly", "typeset")
 TYPES = re.compile(r"-\w*[inlu]\w*")  # by which a variable does not hold what is assigned to it
@@ -120,6 +122,7 @@ class _Reader:
         self.at = self.made = self.depth = self.nested = self.subshell_end = 0
         self.is_quoted = False  # whether it is a default within double quotes, where ' is of the value
         self.typed: set[str] = set()  # variables that do not hold what is assigned to them
+        self.subshells: list[int] = []  # of each `(` that is open: the depth outside
         self.included: list[str] = []  # commands that may have set what was known by then, or has a default since
         self.not_noted: list[
             str
@@ -136,7 +139,8 @@ class _Reader:
             separator = SEPARATOR.match(self.text, self.at)
             if separator:
                 self.at = separator.end()
-                is_conditional = separator[0] in ("&&", "||")
+                is_conditional = separator[0] in MAY_NOT_HOLD
+                self._pass_bracket(separator[0])
                 if separator[0] == "\n":
                     self._pass_documents()
                 if is_conditional:
@@ -152,6 +156,14 @@ class _Reader:
         inner.made, inner.nested = self.made, self.nested + 1
         inner.included, inner.not_noted = self.included, self.not_noted
         return inner
+
+    def _pass_bracket(self, separator: str) -> None:
+        """Go into a subshell, or out of it; a `)` within a `case` that began since is of a pattern."""
+        if separator == "(":
+            self.subshells.append(self.depth)
+            self.depth += 1
+        elif separator == ")" and self.subshells and self.depth <= self.subshells[-1] + 1:
+            self.depth = self.subshells.pop()
 
     def _pass_line_ends(self) -> None:
         """Go past line ends and comments, after which a command goes on."""
@@ -177,15 +189,15 @@ class _Reader:
                     continue
                 words += new
                 first = False
+        is_sure = self.depth <= 0 and not is_conditional and not AFTER_APART.match(self.text, self.at)
         if not words or words[0].text in DECLARES:
             if any(TYPES.fullmatch(word.text) for word in words):
                 self.typed.update([word.text for word in words], [name for name, *_ in assigned])
             for name, is_element, is_added, value in assigned:
-                is_known = not is_element and name not in self.typed
-                is_plain = self.depth <= 0 and not is_conditional and is_known
+                is_plain = is_sure and not is_element and name not in self.typed
                 self._assign(name, value, is_added=is_added, is_plain=is_plain)
         if words:
-            self._forget_set_by([word.text for word in words], is_sure=self.depth <= 0 and not is_conditional)
+            self._forget_set_by([word.text for word in words], is_sure=is_sure)
         return words
 
     def _forget_set_by(self, words: list[str], *, is_sure: bool) -> None:

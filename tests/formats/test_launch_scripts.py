@@ -96,6 +96,9 @@ cat <<-END
 \tEND
 """
 BEFORE = [
+    "(cd . && :) | cat; f() (:)\n",
+    "case x in x) :;; (y | z) :;; esac > >(cat) < <(:)\n",
+    "[[ x =~ ^(x|y)$ && ( x == x ) ]]; X=(a b) Y=$( (:) ); : &> log\n",
     "function usage {\n    echo usage\n}\n",
     "function usage() { echo usage; }\n",
     "if { true; }; then\n    if true; then { :; } fi fi\n",
@@ -134,6 +137,33 @@ def test_a_condition_holds_past_the_end_of_its_line(setting: str, tmp_path: Path
     assert bash_says(script, tmp_path) == "--seed 3 --num-layers 8"
     (file := tmp_path / "run.sh").write_text(script)
     assert texts(str(file)) == ["--seed", "3", "--num-layers", "$LAYERS"]
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        "( A=8; B=8 )",
+        "(true) && (A=8)",
+        "echo | A=8",
+        "echo |&\n A=8",
+        "A=8 | cat",
+        "A=8 & wait",
+        "unset A | cat",
+        "( case x in x) A=8;; (y | z) ;; esac; A=9 )",
+        "case x in x) ( A=8 ) ;; y) esac",
+        "((echo; A=8) | cat)",
+    ],
+)
+def test_what_a_process_of_its_own_sets_is_not_taken(setting: str, tmp_path: Path) -> None:
+    script = f"A=4\n{setting} > log\nB=5\npretrain_gpt.py --b $B --a $A"
+    assert bash_says(script, tmp_path) == "--b 5 --a 4"
+    assert texts(script) == ["--b", "5", "--a", "$A"]
+
+
+def test_a_function_in_a_subshell_sets_nothing_for_sure(tmp_path: Path) -> None:
+    script = "A=4\nf() (\n  A=8; pretrain_gpt.py --b $B --a $A\n)\ng() ( A=9 )\nB=5 f"
+    assert bash_says(script, tmp_path) == "--b 5 --a 8"
+    assert texts(script) == ["--b", "$B", "--a", "$A"]
 
 
 @pytest.mark.parametrize("before", BEFORE)
