@@ -8,6 +8,7 @@ subshell or pipeline, or by a command (`read A`, `((A++))`, `printf -v A`). Valu
 else starts the program, as in `sbatch <<EOF`.
 """
 
+import os
 import re
 from collections.abc import Iterable, Iterator
 from itertools import islice
@@ -61,7 +62,8 @@ def read_arguments(source: str) -> Arguments:
     Raises:
         InputError: the file cannot be read, or there are no arguments, or those of several commands.
     """
-    if source.lstrip().startswith("-") or len(source.split()) != 1:
+    is_name = len(source.split()) == 1 or os.path.isfile(source)  # of a Path, too long a name raises
+    if source.lstrip().startswith("-") or not is_name:
         return _arguments(source, "the command line")
     try:
         text = regular_file(Path(source), most_bytes=MOST_BYTES).read_text(encoding="utf-8")

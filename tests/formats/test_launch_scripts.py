@@ -316,6 +316,12 @@ def test_arithmetic_is_read_in_one_pass(text: str) -> None:
     assert texts(f"(({text}))\npretrain_gpt.py --a 4") == ["--a", "4"]
 
 
+def test_a_scripts_path_may_hold_blanks(tmp_path: Path) -> None:
+    (script := tmp_path / "my run.sh").write_text("pretrain_gpt.py --a 4")
+    assert texts(str(script)) == ["--a", "4"]
+    assert texts(f"pretrain_gpt.py --a {'4' * 5000}") == ["--a", "4" * 5000]  # longer than a path may be
+
+
 def test_a_here_document_starts_it_where_nothing_else_does() -> None:
     job = "LAYERS=4\nsbatch <<EOF\nsrun pretrain_gpt.py --num-layers $LAYERS\nEOF\nLAYERS=5\n"
     assert texts(job) == ["--num-layers", "4"]
