@@ -287,6 +287,13 @@ def values_of(arguments: str) -> dict[str, Any]:
         ("--hidden-size 64 --ffn-hidden-size $F", "model", {"hidden_size": 64, "ffn_hidden_size": None}),
         ("--norm-epsilon $E --lr 1", "model", {"layernorm_epsilon": None}),
         ("--data-path a --split $SPLIT", "data", {"train_data": ["a"], "split": None}),
+        ("--data-path $DATA", "data", {"split": "969,30,1"}),
+        ("--data-path $DATA --split $SPLIT --lr 1", "data", {"split": None}),
+        ("--fp8-format $F", "precision", {"fp8": None, "fp8_recipe": "delayed", "fp8_amax_history_len": 1}),
+        ("--fp8-format $F --fp8-recipe $R", "precision", {"fp8_recipe": None, "fp8_amax_compute_algo": "most_recent"}),
+        ("--optimizer $O", "optimizer", {"name": None, "muon_momentum": 0.9, "muon_extra_scale_factor": 1.0}),
+        ("--lr-decay-style $S", "schedule", {"lr_decay_style": None, "lr_wsd_decay_style": "exponential"}),
+        ("--train-samples 8 --rampup-batch-size $R --global-batch-size 4", "training", {"train_iters": None}),
     ],
 )
 def test_values_that_need_converting(arguments: str, section: str, expected: dict[str, Any]) -> None:
@@ -322,6 +329,8 @@ def test_values_that_need_converting(arguments: str, section: str, expected: dic
         ("--lr-decay-style inverse-square-root", "Not carried over", "it must be one of cosine, linear, constant, WSD"),
         ("--train-samples 80", "Not carried over", "depends on --global-batch-size"),
         ("--train-samples 80 --rampup-batch-size 1 1 8 --global-batch-size 8", "Not carried over", "has no one size"),
+        ("--train-samples 80 --rampup-batch-size $R --global-batch-size 8", "Not carried over", "has no one size"),
+        ("--optimizer $O", "No setting here", "--optimizer muon without --muon-nesterov: momentum"),
         ("--seed 3 4", "Not carried over", "--seed 3 4: training.seed takes one value"),
         ("--load there --save here", "Not carried over", "--load there: `convert` it, and state checkpoint.load"),
         ("--ddp-num-buckets 4", "Not carried over", "parallel.ddp_bucket_size (parameters per bucket"),
