@@ -16,7 +16,7 @@ from megatron_fanformer.configuration import nested, overlaid, read_overrides, v
 from megatron_fanformer.errors import InputError, escaped
 from megatron_fanformer.formats import foreign_names
 from megatron_fanformer.formats.launch_scripts import read_arguments
-from megatron_fanformer.formats.megatron_arguments import DROPOUT, RULES, SPECS, model_fields, problems
+from megatron_fanformer.formats.megatron_arguments import DROPOUT, LAYERS, RULES, SPECS, model_fields, problems
 from megatron_fanformer.formats.shell_words import Word
 from megatron_fanformer.model.config import FANformerConfig
 from megatron_fanformer.training.config import RunConfig, advice, config_from_dict
@@ -187,7 +187,7 @@ def convert(source: str, overrides: Sequence[str] = ()) -> Converted:
             fields |= SET[flag]
             if row.field is None:
                 not_set.append(f"{written}: {row.note}")
-        elif flag in RULED or words in AS_HERE.get(flag, ()):
+        elif words in AS_HERE.get(flag, ()) or (flag in RULED and not ("--spec" in known and RULED[flag] in LAYERS)):
             pass  # whatever makes another model is in `of_model`
         elif row.field is None:
             not_set.append(f"{written}: {NULL_TOKENIZER if words == ['NullTokenizer'] else row.note}")

@@ -307,6 +307,9 @@ def test_values_that_need_converting(arguments: str, section: str, expected: dic
         ("--disable-bias-linear", "Another model than there", "swiglu (--swiglu) is False, but every MLP is a SwiGLU"),
         ("--normalization LayerNorm", "Another model than there", "'LayerNorm', but every norm is an RMSNorm"),
         ("--hidden-dropout 0.1", "Another model than there", "hidden_dropout is 0.1, but there is no dropout"),
+        ("--num-experts 8", "Another model than there", "num_experts (--num-experts) is 8, but layers are dense"),
+        ("--multi-latent-attention", "Another model than there", "is True, but attention is multi-head or grouped-q"),
+        ("--num-experts 8 --spec mine layers", "No setting here", "--num-experts 8: layers are dense"),
         ("--spec mine layers", "Another model than there", "--spec mine layers is code, and not read"),
         ("--hybrid-layer-pattern 'M-*-'", "Another model than there", "M-*- is not `*-` repeated, attention and MLP"),
         (
@@ -391,6 +394,8 @@ def test_our_own_spec_makes_no_other_model() -> None:
     rest = "--normalization RMSNorm --swiglu --disable-bias-linear --position-embedding-type rope"
     found = convert(f"{HYBRID} {rest} --hidden-dropout 0 --attention-dropout 0").notes
     assert not {"Another model than there", "FAN layers", "Unknown", "No setting here"} & found.keys(), found
+    found = convert(f"{HYBRID} {rest} --hidden-dropout 0 --attention-dropout 0 --num-experts 8").notes
+    assert "Another model than there" not in found
 
 
 @pytest.mark.parametrize(
