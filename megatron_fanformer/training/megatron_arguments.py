@@ -398,7 +398,9 @@ def _defaults(known: Mapping[str, list[str]], open_flags: Collection[str]) -> di
 
 
 def _not_given(known: Mapping[str, list[str]], open_flags: Collection[str]) -> Iterator[str]:
-    """Yield what is always done here, and by Megatron-LM with an argument alone that is not given."""
+    """Yield what is always done here, and by Megatron-LM never, or with an argument alone that is not given."""
+    if [_number(word) for word in known.get("--weight-decay", [])] != [0]:
+        yield "--weight-decay: the embedding has none, as norms and biases; there it has"
     if known.get("--optimizer") != ["muon"] and "--optimizer" not in open_flags:
         return
     groups: list[tuple[str, ...]] = [("--muon-nesterov", "--muon-use-nesterov")]

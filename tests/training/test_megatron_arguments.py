@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 
 from megatron_fanformer.cli import PROGRAM, main
@@ -29,6 +30,7 @@ from megatron_fanformer.training.megatron_arguments import (
     convert,
     is_switch,
 )
+from megatron_fanformer.training.update_rule import AdamW
 from tests.small_runs import ROOT, write_tokens
 from tests.stock_megatron import HAS_TRAINING
 
@@ -157,6 +159,7 @@ LLAMAS_CONFIGURATION: dict[str, Any] = {
     "checkpoint": {"save_interval": 1000},
     "logging": {"log_interval": 1, "tensorboard": True},
 }
+EMBEDDINGS_DECAY = "--weight-decay: the embedding has none, as norms and biases; there it has"
 LLAMAS_NOTES = {
     "FAN layers": ["model.fan.placement none is that Transformer; without it, it is the FANformer of the same size"],
     "No setting here": [
@@ -165,6 +168,7 @@ LLAMAS_NOTES = {
         "--init-method-std 0.0134: weights are drawn by the authors' scheme",
         "--tokenizer-type HuggingFaceTokenizer: its file (data.tokenizer) shows it",
         "--ckpt-format torch_dist: checkpoints are megatron-core's torch_dist",
+        EMBEDDINGS_DECAY,
     ],
     "Unknown": ["--empty-unused-memory-level 1: not known here; `config` lists what there is"],
     "Not resolved": [
@@ -382,18 +386,38 @@ TP_MODE = "--muon-tp-mode blockwise: matrices are orthogonalized whole, at any t
 )
 def test_another_muon_is_listed(arguments: str, notes: list[str]) -> None:
     """Megatron-LM's has plain momentum and parts of matrices where its arguments do not say otherwise."""
-    found = convert(f"--optimizer muon {arguments}").notes
+    found = convert(f"--optimizer muon --weight-decay 0 {arguments}").notes
     assert found.get("No setting here", []) == notes and "Unknown" not in found
 
 
 def test_only_muon_has_a_momentum_to_note() -> None:
-    assert "No setting here" not in convert("--optimizer adam --tensor-model-parallel-size 2").notes
+    found = convert("--optimizer adam --tensor-model-parallel-size 2").notes
+    assert found["No setting here"] == [EMBEDDINGS_DECAY]
+
+
+@pytest.mark.parametrize(
+    ("decay", "notes"), [("", [EMBEDDINGS_DECAY]), ("$W", [EMBEDDINGS_DECAY]), ("0.1", [EMBEDDINGS_DECAY]), ("0.0", [])]
+)
+def test_the_embeddings_weight_decay_is_noted(decay: str, notes: list[str]) -> None:
+    found = convert(f"--lr 1 --weight-decay {decay}" if decay else "--lr 1").notes
+    assert found.get("No setting here", []) == notes
+
+
+def test_only_stock_megatron_decays_the_embedding() -> None:
+    """As its own rule for 1-D weights and biases says."""
+    from megatron.core.optimizer import OptimizerConfig, get_standard_config_overrides
+
+    embedding = torch.nn.Parameter(torch.zeros(2, 2))
+    name = "embedding.word_embeddings.weight"
+    assert not any(key.matches(embedding, name) for key in get_standard_config_overrides(OptimizerConfig()))
+    assert AdamW().group_of(name, embedding.ndim) == {"wd_mult": 0.0}
 
 
 def test_our_own_spec_makes_no_other_model() -> None:
     rest = "--normalization RMSNorm --swiglu --disable-bias-linear --position-embedding-type rope"
     found = convert(f"{HYBRID} {rest} --hidden-dropout 0 --attention-dropout 0").notes
-    assert not {"Another model than there", "FAN layers", "Unknown", "No setting here"} & found.keys(), found
+    assert not {"Another model than there", "FAN layers", "Unknown"} & found.keys(), found
+    assert found["No setting here"] == [EMBEDDINGS_DECAY]
     found = convert(f"{HYBRID} {rest} --hidden-dropout 0 --attention-dropout 0 --num-experts 8").notes
     assert "Another model than there" not in found
 
