@@ -45,6 +45,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         "formats.foreign_names",
         "formats.launch_scripts",
         "formats.megatron_arguments",
+        "formats.shell_words",
         "evaluation",
     ),
     "simulation": ("ops.products", "runtime", "data", "model", "planning", "checkpoint", "training"),

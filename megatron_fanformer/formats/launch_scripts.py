@@ -1,13 +1,14 @@
 """The arguments that a launch script gives to Megatron-LM's `pretrain_….py`, read without running anything.
 
 Of the shell there is what such scripts are written in: quotes, comments, continued lines, variables and arrays of plain
-assignments (`A=1`, `A=(--x 1)`, `A+=…`), `${A:-default}`. Whatever only a shell resolves stays as it is written, and
-is named: `$1`, `$(nproc)`, and a variable that is assigned under a condition, in a loop, by it, in a function, or by a
-command (`read A`, `((A++))`, `printf -v A`). Values stay known past `source FILE` and `eval`, which mostly set up an
-environment: these are listed. Lines of here-documents are commands only where nothing else starts the program, as in
-`sbatch <<EOF`.
+assignments (`A=1`, `A=(--x 1)`, `A+=…`), `${A:-default}`. Whatever only a shell resolves stays as it is written, and is
+named: `$1`, `$(nproc)`, and a variable that is assigned under a condition, in a loop, by it, in a function, in a
+subshell or pipeline, or by a command (`read A`, `((A++))`, `printf -v A`). Values stay known past `source FILE` and
+`eval`, which mostly set up an environment: these are listed. Lines of here-documents are commands only where nothing
+else starts the program, as in `sbatch <<EOF`.
 """
 
+import os
 import re
 from collections.abc import Iterable, Iterator
 from itertools import islice
@@ -16,6 +17,7 @@ from typing import NamedTuple
 
 from megatron_fanformer.durable_files import regular_file
 from megatron_fanformer.errors import InputError
+from megatron_fanformer.formats.shell_words import Made, Word, place_past
 
 MOST_BYTES = 1 << 20  # of a script, and of all that its variables expand to: a few doublings make any length
 MOST_DEPTH = 16  # of defaults within defaults
@@ -28,7 +30,9 @@ COMPUTED = re.compile(  # in arithmetic: behind `++` or `--`, or before these, `
 )
 NAME = re.compile(r"[A-Za-z_]\w*|[0-9@*#?!$-]")
 BRACED = re.compile(r"([A-Za-z_]\w*|[0-9]+|[@*#?])(\[[@*]\])?(?:(:?)[-=](.*))?", re.DOTALL)
-SEPARATOR = re.compile(r"\n|;;|&&|\|\||[;|()]|&(?![>])")
+SEPARATOR = re.compile(r"\n|;;|&&|\|\||\|&|[;|()]|&(?![>])")
+AFTER_APART = re.compile(r"\|(?!\|)|&(?![&>])")  # what comes after a command that a process of its own runs
+MAY_NOT_HOLD = ("&&", "||", "|", "|&")  # before a command that may not run, or that a process of its own runs
 REDIRECTION = re.compile(r"(?:\d*(?:>>|>&|>|<<<|<<-?|<)|&>>?)&?[ \t]*")
 DECLARES = ("export", "declare", "local", "readonly", "typeset")
 TYPES = re.compile(r"-\w*[inlu]\w*")  # by which a variable does not hold what is assigned to it
@@ -40,21 +44,14 @@ CONTINUES = ("then", "else", "elif", "do", "!", "time")
 NAMING = ("for", "select", "function")
 
 
-class Word(NamedTuple):
-    """A word of a command."""
-
-    text: str
-    """It, with what could not be resolved as the script writes it."""
-    unresolved: tuple[str, ...] = ()
-    """What could not be resolved."""
-
-
 class Arguments(NamedTuple):
     """The arguments that a script gives."""
 
     words: list[Word]
     included: tuple[str, ...] = ()
-    """Commands that run what is not in the script, after assignments: whether those still hold, it does not say."""
+    """Commands that run what is not in the script: it does not say whether assignments before them still hold, or
+    whether what has a default after them is set.
+    """
 
 
 def read_arguments(source: str) -> Arguments:
@@ -65,7 +62,8 @@ def read_arguments(source: str) -> Arguments:
     Raises:
         InputError: the file cannot be read, or there are no arguments, or those of several commands.
     """
-    if source.lstrip().startswith("-") or len(source.split()) != 1:
+    is_name = len(source.split()) == 1 or os.path.isfile(source)  # of a Path, too long a name raises
+    if source.lstrip().startswith("-") or not is_name:
         return _arguments(source, "the command line")
     try:
         text = regular_file(Path(source), most_bytes=MOST_BYTES).read_text(encoding="utf-8")
@@ -86,10 +84,11 @@ def _arguments(text: str, where: str) -> Arguments:
     found = _starts(commands)
     if not found:  # another shell's commands are in a here-document
         commands += reader.documents
+        reader.included += reader.documents_included
         found = _starts(commands)
     if not found:  # the whole command is one word, as in srun bash -c "…"
         inner = [word.text for words in commands for word in words if NAMES_PROGRAM.search(word.text)]
-        found = _starts(words for each in inner for words in _Reader(each, reader.values, where).commands())
+        found = _starts(words for each in inner for words in reader.inner(each).commands())
     if not found:
         raise InputError(f"{where} starts no pretrain_….py with arguments; name the script that does, or quote them")
     if len(found) > 1 and found[0] != found[1]:
@@ -123,9 +122,15 @@ class _Reader:
         self.text, self.where = text.replace("\r\n", "\n"), where
         self.values = values  # None: not of plain assignments alone
         self.at = self.made = self.depth = self.nested = self.subshell_end = 0
+        self.is_quoted = False  # whether it is a default within double quotes, where ' is of the value
         self.typed: set[str] = set()  # variables that do not hold what is assigned to them
-        self.included: list[str] = []  # commands that may have set anew what was known by then
+        self.subshells: list[int] = []  # of each `(` that is open: the depth outside
+        self.included: list[str] = []  # commands that may have set what was known by then, or has a default since
+        self.not_noted: list[
+            str
+        ] = []  # the like, before which nothing was known, and after which nothing is by default
         self.documents: list[list[Word]] = []  # commands in here-documents that name the program
+        self.documents_included: list[str] = []
         self._ends: list[tuple[str, str]] = []  # of here-documents from the next line on: what may precede it, the word
 
     def commands(self) -> Iterator[list[Word]]:
@@ -136,11 +141,37 @@ class _Reader:
             separator = SEPARATOR.match(self.text, self.at)
             if separator:
                 self.at = separator.end()
-                is_conditional = separator[0] in ("&&", "||")
+                is_conditional = separator[0] in MAY_NOT_HOLD
+                self._pass_bracket(separator[0])
                 if separator[0] == "\n":
                     self._pass_documents()
+                if is_conditional:
+                    self._pass_line_ends()
             if words:
                 yield words
+
+    def inner(self, text: str) -> "_Reader":
+        """Return a reader of a part, which knows and has counted what this one has."""
+        if self.nested >= MOST_DEPTH:
+            raise InputError(f"{self.where} nests defaults more than {MOST_DEPTH} deep; quote the arguments")
+        inner = _Reader(text, self.values, self.where)
+        inner.made, inner.nested = self.made, self.nested + 1
+        inner.included, inner.not_noted = self.included, self.not_noted
+        return inner
+
+    def _pass_bracket(self, separator: str) -> None:
+        """Go into a subshell, or out of it; a `)` within a `case` that began since is of a pattern."""
+        if separator == "(":
+            self.subshells.append(self.depth)
+            self.depth += 1
+        elif separator == ")" and self.subshells and self.depth <= self.subshells[-1] + 1:
+            self.depth = self.subshells.pop()
+
+    def _pass_line_ends(self) -> None:
+        """Go past line ends and comments, after which a command goes on."""
+        while self._at_end_of_command() and self.text.startswith("\n", self.at):
+            self.at += 1
+            self._pass_documents()
 
     def _command(self, is_conditional: bool) -> list[Word]:
         words: list[Word] = []
@@ -158,16 +189,17 @@ class _Reader:
                 if first and len(new) == 1 and new[0].text in (*OPENS, *CLOSES, *CONTINUES, *NAMING):
                     first = self._keyword(new[0].text)
                     continue
-                words, first = [*words, *new], False
+                words += new
+                first = False
+        is_sure = self.depth <= 0 and not is_conditional and not AFTER_APART.match(self.text, self.at)
         if not words or words[0].text in DECLARES:
             if any(TYPES.fullmatch(word.text) for word in words):
                 self.typed.update([word.text for word in words], [name for name, *_ in assigned])
             for name, is_element, is_added, value in assigned:
-                is_known = not is_element and name not in self.typed
-                is_plain = self.depth <= 0 and not is_conditional and is_known
+                is_plain = is_sure and not is_element and name not in self.typed
                 self._assign(name, value, is_added=is_added, is_plain=is_plain)
         if words:
-            self._forget_set_by([word.text for word in words], is_sure=self.depth <= 0 and not is_conditional)
+            self._forget_set_by([word.text for word in words], is_sure=is_sure)
         return words
 
     def _forget_set_by(self, words: list[str], *, is_sure: bool) -> None:
@@ -185,8 +217,8 @@ class _Reader:
             if is_sure and names == rest:  # then defaults count again
                 for name in names:
                     self.values.pop(name, None)
-        elif command in INCLUDES and self.values and not _names_program(rest):
-            self.included.append(" ".join(words))
+        elif command in INCLUDES and not _names_program(rest):
+            (self.included if self.values else self.not_noted).append(" ".join(words))
 
     def _forget(self, names: Iterable[str]) -> None:
         self.values.update((name, None) for name in names)
@@ -200,7 +232,7 @@ class _Reader:
         begin = self.at
         if begin < self.subshell_end or not self.text.startswith("((", begin):
             return False
-        self._skip("(", ")")
+        self._skip(")")
         if not self.text.endswith("))", begin, self.at):
             self.subshell_end, self.at = self.at, begin
             return False
@@ -232,8 +264,9 @@ class _Reader:
                 raise self._unclosed("<<")
             text, self.at = self.text[self.at : found.start()], found.end()
             if NAMES_PROGRAM.search(text):
-                inner = _Reader(text, self.values, self.where)
-                inner.made = self.made
+                inner = self.inner(text)
+                inner.values = dict(self.values)  # another shell's
+                inner.included, inner.not_noted = self.documents_included, [*self.not_noted]
                 self.documents += inner.commands()
                 self.made = inner.made
         self._ends.clear()
@@ -283,13 +316,13 @@ class _Reader:
 
     def _word(self, *, splits: bool = True) -> list[Word]:
         """Return what the word here expands to: none, one or several."""
-        made = _Made()
+        made = Made()
         while self.at < len(self.text):
             char = self.text[self.at]
             if char.isspace() or SEPARATOR.match(self.text, self.at):
                 break
             self.at += 1
-            if char == "'":
+            if char == "'" and not self.is_quoted:
                 made.add(self._until("'"))
             elif char == '"':
                 self._quoted(made)
@@ -305,7 +338,7 @@ class _Reader:
                 made.add(char)
         return made.words()
 
-    def _quoted(self, made: "_Made") -> None:
+    def _quoted(self, made: Made) -> None:
         made.add("")
         while self.at < len(self.text):
             char = self.text[self.at]
@@ -323,16 +356,16 @@ class _Reader:
                 made.add(char)
         raise self._unclosed('"')
 
-    def _expand(self, made: "_Made", *, splits: bool, is_quoted: bool) -> None:
+    def _expand(self, made: Made, *, splits: bool, is_quoted: bool) -> None:
         begin = self.at - 1
         if self.text.startswith("(", self.at):
-            self._skip("(", ")")
+            self._skip(")")
             if self.text.startswith("((", begin + 1):
                 self._compute(self.text[begin : self.at])
             value, is_array = None, False
         elif self.text.startswith("{", self.at):
-            self._skip("{", "}")
-            value, is_array = self._braced(self.text[begin + 2 : self.at - 1])
+            self._skip("}")
+            value, is_array = self._braced(self.text[begin + 2 : self.at - 1], is_quoted=is_quoted)
         elif found := NAME.match(self.text, self.at):
             self.at = found.end()
             value, is_array = self.values.get(found[0]), False
@@ -357,17 +390,18 @@ class _Reader:
             else:
                 made.add(*word)
 
-    def _braced(self, body: str) -> tuple[list[Word] | None, bool]:
+    def _braced(self, body: str, *, is_quoted: bool) -> tuple[list[Word] | None, bool]:
         found = BRACED.fullmatch(body)
         if not found:
             return None, False
         name, index, colon, default = found.groups()
         value = self.values.get(name)
         if default is not None and (name not in self.values or (colon and value is not None and not _text(value))):
-            if self.nested >= MOST_DEPTH:
-                raise InputError(f"{self.where} nests defaults more than {MOST_DEPTH} deep; quote the arguments")
-            inner = _Reader(default, self.values, self.where)
-            inner.made, inner.nested = self.made, self.nested + 1
+            if name not in self.values and IDENTIFIER.fullmatch(name):  # `source` leaves $1 as it is
+                self.included += self.not_noted
+                self.not_noted.clear()
+            inner = self.inner(default)
+            inner.is_quoted = is_quoted
             value = inner._all_as_one()
             self.made = inner.made
             return value, False
@@ -375,7 +409,7 @@ class _Reader:
 
     def _all_as_one(self) -> list[Word]:
         """Return the whole text as one word: quotes are removed, spaces kept."""
-        made = _Made()
+        made = Made()
         made.add("")
         while self.at < len(self.text):
             begin = self.at
@@ -393,14 +427,12 @@ class _Reader:
         text, self.at = self.text[self.at : found], found + 1
         return text
 
-    def _skip(self, opening: str, closing: str) -> None:
-        depth = 0
-        for place in range(self.at, len(self.text)):
-            depth += (self.text[place] == opening) - (self.text[place] == closing)
-            if not depth:
-                self.at = place + 1
-                return
-        raise self._unclosed(opening)
+    def _skip(self, closing: str) -> None:
+        """Go past the opening that is next, and past what closes it."""
+        end = place_past(self.text, self.at + 1, closing)
+        if end is None:
+            raise self._unclosed(self.text[self.at])
+        self.at = end
 
     def _unclosed(self, char: str) -> InputError:
         return InputError(f"{self.where} has a {char} that nothing closes; close it, or quote the arguments")
@@ -408,42 +440,3 @@ class _Reader:
 
 def _text(value: list[Word]) -> str:
     return "".join(word.text for word in value)
-
-
-class _Made:
-    """Words that come about piece by piece."""
-
-    def __init__(self) -> None:
-        self.done: list[Word] = []
-        self.pieces: list[str] | None = None  # None: no word has begun
-        self.unresolved: list[str] = []
-
-    def add(self, text: str, unresolved: tuple[str, ...] = ()) -> None:
-        """Go on with the last word, or begin one."""
-        if self.pieces is None:
-            self.pieces = []
-        self.pieces.append(text)
-        self.unresolved += unresolved
-
-    def add_split(self, word: Word) -> None:
-        """Go on with a value whose blanks separate words."""
-        whole = "|".join([*map(re.escape, word.unresolved), r"\S"])  # what is not resolved may hold blanks
-        if word.text[:1].isspace():
-            self.cut()
-        for number, part in enumerate(re.findall(f"(?:{whole})+", word.text)):
-            if number:
-                self.cut()
-            self.add(part, tuple(name for name in word.unresolved if name in part))
-        if word.text[-1:].isspace():
-            self.cut()
-
-    def cut(self) -> None:
-        """End the word."""
-        if self.pieces is not None:
-            self.done.append(Word("".join(self.pieces), tuple(self.unresolved)))
-        self.pieces, self.unresolved = None, []
-
-    def words(self) -> list[Word]:
-        """Return all, each ended."""
-        self.cut()
-        return self.done

@@ -40,11 +40,14 @@ RULES: dict[str, tuple[str, tuple[Any, ...]]] = {
     "mtp_num_layers": ("--mtp-num-layers", (None, 0)),
     "use_mup": ("--use-mup", (False,)),
     "qk_l2_norm": ("--qk-l2-norm", (False,)),
+    "num_experts": ("--num-experts", (None, 0)),
+    "multi_latent_attention": ("--multi-latent-attention", (False,)),
 }
 """By argument: its flag, whose reason `foreign_names` has, and what it must be, as every model here is built.
 
-No tensor would show it. The first is taken where a version of Megatron-LM has no such argument.
+But for `LAYERS`, no tensor would show it. The first is taken where a version of Megatron-LM has no such argument.
 """
+LAYERS = ("num_experts", "multi_latent_attention")  # which a --spec states in their place; ours has neither
 DROPOUT = ("hidden_dropout", "attention_dropout")  # leaves no trace in a model that does not train
 
 
@@ -53,7 +56,7 @@ def problems(arguments: Arguments) -> list[str]:
     found = [
         _problem(name, arguments[name], flag)
         for name, (flag, required) in RULES.items()
-        if arguments.get(name, required[0]) not in required
+        if arguments.get(name, required[0]) not in required and not (name in LAYERS and arguments.get("spec"))
     ]
     width, heads, size = (arguments.get(name) for name in ("hidden_size", "num_attention_heads", "kv_channels"))
     if type(width) is type(heads) is type(size) is int and width != heads * size:

@@ -72,9 +72,11 @@ def open_megatron_lm(
     table = read_table(folder)
     stored = StoredTensors(folder, table)
     weights = [name for name in stored.described if not OPTIMIZER.match(name)]
-    tensors = _one_for_each_layer(folder, stored, weights)
     common = recorded_common(folder, table)
     arguments, stated = _arguments(common), _stated(config)
+    if found := problems(arguments):  # before the tensors, which another model has in another form
+        raise InputError(f"the model in {folder} cannot be converted: {'; '.join(found)}; it runs in Megatron-LM alone")
+    tensors = _one_for_each_layer(folder, stored, weights)
     if HYBRID_NORM in weights and type(layers := arguments.get("num_layers")) is int:
         arguments = {**arguments, "num_layers": layers // 2}
     model = _model(folder, arguments, stated, tensors.meta)
@@ -143,8 +145,6 @@ def _stated(config: Path | None) -> dict[str, Any]:
 def _model(
     folder: Path, arguments: Arguments, stated: Mapping[str, Any], shapes: Mapping[str, Tensor]
 ) -> FANformerConfig:
-    if found := problems(arguments):
-        raise InputError(f"the model in {folder} cannot be converted: {'; '.join(found)}; it runs in Megatron-LM alone")
     rows = shapes[EMBEDDING].shape[0] if EMBEDDING in shapes else 0
     arguments = _with_end_of_text(arguments, rows)
     values = {**model_fields(arguments), **stated, "fan": _fan(folder, arguments, stated, shapes)}

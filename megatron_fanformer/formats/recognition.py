@@ -245,12 +245,13 @@ def _recognise_folder(folder: Path) -> Target:
     damage: list[CorruptError] = []
     if (folder / TRACKER).is_file():  # before the names in it: Megatron-LM saves into a folder of any name
         return Target("megatron-lm", folder)
+    named = folder.resolve() if folder.name in ("", "..") else folder  # names tell what a checkpoint is of
     if store.is_checkpoint(folder):
-        return Target("checkpoint", folder)
+        return Target("checkpoint", named)
     if (folder / store.CHECKPOINTS).is_dir() and not (folder / CONFIG_JSON).is_file():
         return Target("run", folder)
-    if folder.name == store.CHECKPOINTS or (folder / store.LATEST).is_file():
-        return Target("run", folder.absolute().parent if folder.parent == folder else folder.parent)
+    if named.name == store.CHECKPOINTS or (folder / store.LATEST).is_file():
+        return Target("run", named.parent)
     if kind := _kind_of_model(folder, damage):
         return Target(kind, folder)
     if is_row_folder(folder):

@@ -43,6 +43,7 @@ def training_record(format: Format, checkpoint: Path, run: Run | None = None) ->
     Raises:
         CorruptError: a checkpoint of ours cannot be read.
     """
+    checkpoint = checkpoint.absolute()  # in its run's folder, though a relative name may not say so
     rows: Rows = []
     if run is not None:
         rows = _rows(*run, [])

@@ -15,8 +15,9 @@ import yaml
 from megatron_fanformer.configuration import nested, overlaid, read_overrides, value_problems, yaml_value
 from megatron_fanformer.errors import InputError, escaped
 from megatron_fanformer.formats import foreign_names
-from megatron_fanformer.formats.launch_scripts import Word, read_arguments
-from megatron_fanformer.formats.megatron_arguments import DROPOUT, RULES, SPECS, model_fields, problems
+from megatron_fanformer.formats.launch_scripts import read_arguments
+from megatron_fanformer.formats.megatron_arguments import DROPOUT, LAYERS, RULES, SPECS, model_fields, problems
+from megatron_fanformer.formats.shell_words import Word
 from megatron_fanformer.model.config import FANformerConfig
 from megatron_fanformer.training.config import RunConfig, advice, config_from_dict
 
@@ -171,8 +172,11 @@ def convert(source: str, overrides: Sequence[str] = ()) -> Converted:
     arguments, included = read_arguments(source)
     given, loose = _grouped(arguments)
     unresolved = [f"{name}: set neither plainly nor by default; write what it holds" for name in loose]
-    unresolved += [f"{each}: may set anew what the script sets before it; check those values" for each in included]
+    may = "may set anew what the script sets before it, and what has a default after it; check those values"
+    unresolved += [f"{each}: {may}" for each in included]
     known = dict(_resolved(given, unresolved))
+    open_flags = given.keys() - known.keys()
+    with_open = {flag: known.get(flag, []) for flag in given}
     others, not_set, unknown, fields = [], [], [], dict[str, Any]()
     rows = {name: row for table in foreign_names.MEGATRON_LM.values() for row in table for name in row.names.split()}
     for flag, words in known.items():
@@ -183,7 +187,7 @@ def convert(source: str, overrides: Sequence[str] = ()) -> Converted:
             fields |= SET[flag]
             if row.field is None:
                 not_set.append(f"{written}: {row.note}")
-        elif flag in RULED or words in AS_HERE.get(flag, ()):
+        elif words in AS_HERE.get(flag, ()) or (flag in RULED and not ("--spec" in known and RULED[flag] in LAYERS)):
             pass  # whatever makes another model is in `of_model`
         elif row.field is None:
             not_set.append(f"{written}: {NULL_TOKENIZER if words == ['NullTokenizer'] else row.note}")
@@ -194,15 +198,14 @@ def convert(source: str, overrides: Sequence[str] = ()) -> Converted:
             others.append(f"{written}: {row.field}{f' ({row.note})' if row.note else ''} is for you to state")
         elif not row.field.startswith("model."):  # those are `_model`'s
             try:
-                found = _carried(flag, row.field, words, known)
+                found = _carried(flag, row.field, words, with_open)
                 sets = {**fields.get(VALIDATION, {}), **found.get(VALIDATION, {})}
                 fields |= {**found, VALIDATION: sets} if sets else found
             except _NotCarried as reason:
                 others.append(f"{written}: {reason}")
-    open_flags = given.keys() - known.keys()
     model, of_model, wrong = _model(known, open_flags)
     fields = {**_defaults(known, open_flags), **model, **fields}
-    if "--data-path" in known and not {"data.split", VALIDATION} & fields.keys() and "--split" not in open_flags:
+    if "--data-path" in given and not {"data.split", VALIDATION} & fields.keys() and "--split" not in open_flags:
         fields["data.split"] = DEFAULT_SPLIT
     values = overlaid(nested(fields), read_overrides(overrides, advice=advice))
     fan = values.get("model", {}).get("fan", {})
@@ -388,15 +391,17 @@ def _defaults(known: Mapping[str, list[str]], open_flags: Collection[str]) -> di
     """
     tables = [DEFAULTS]
     for (with_flag, *with_value), table in DEFAULTS_WITH.items():
-        if with_flag in known and known[with_flag][: len(with_value)] == with_value:
+        if with_flag in open_flags or (with_flag in known and known[with_flag][: len(with_value)] == with_value):
             tables.append(table)
     rows = [(flag, row) for table in tables for flag, row in table.items()]
     return {field: value for flag, (field, value) in rows if flag not in known and flag not in open_flags}
 
 
 def _not_given(known: Mapping[str, list[str]], open_flags: Collection[str]) -> Iterator[str]:
-    """Yield what is always done here, and by Megatron-LM with an argument alone that is not given."""
-    if known.get("--optimizer") != ["muon"]:
+    """Yield what is always done here, and by Megatron-LM never, or with an argument alone that is not given."""
+    if [_number(word) for word in known.get("--weight-decay", [])] != [0]:
+        yield "--weight-decay: the embedding has none, as norms and biases; there it has"
+    if known.get("--optimizer") != ["muon"] and "--optimizer" not in open_flags:
         return
     groups: list[tuple[str, ...]] = [("--muon-nesterov", "--muon-use-nesterov")]
     if known.get(ranks := "--tensor-model-parallel-size", ["1"]) != ["1"] or ranks in open_flags:

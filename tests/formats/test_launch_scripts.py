@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from megatron_fanformer.errors import InputError
-from megatron_fanformer.formats.launch_scripts import Word, read_arguments
+from megatron_fanformer.formats.launch_scripts import read_arguments
+from megatron_fanformer.formats.shell_words import Word
 
 
 def texts(source: str) -> list[str]:
@@ -18,10 +19,11 @@ SCRIPT = r"""#!/bin/bash
 export CUDA_DEVICE_MAX_CONNECTIONS=1 PREFIX="a b"
 NAME=run; LAYERS=4 # and a comment
 SAVE=${SAVE_UNSET:-"checkpoints/${NAME}_x"}
+TITLE="${TITLE_UNSET:-'a' "${NAME}'s" '$LAYERS}' title}"
 MODEL_ARGS=(
     --num-layers $LAYERS   # deep
     # --hidden-size 1
-    --hidden-size 64 --title "two words" --quoted '$LAYERS'
+    --hidden-size 64 --title "two words" --long "$TITLE" --quoted '$LAYERS'
 )
 MODEL_ARGS+=(--swiglu "--split 9,1")
 OLD=" --lr 1e-4 \
@@ -94,6 +96,9 @@ cat <<-END
 \tEND
 """
 BEFORE = [
+    "(cd . && :) | cat; f() (:)\n",
+    "case x in x) :;; (y | z) :;; esac > >(cat) < <(:)\n",
+    "[[ x =~ ^(x|y)$ && ( x == x ) ]]; X=(a b) Y=$( (:) ); : &> log\n",
     "function usage {\n    echo usage\n}\n",
     "function usage() { echo usage; }\n",
     "if { true; }; then\n    if true; then { :; } fi fi\n",
@@ -117,6 +122,48 @@ SET_BY_A_CONDITION = "LAYERS=4\nif [ -n x ]; then\n    LAYERS=8\nfi\n"
 def test_what_a_body_or_a_loop_sets_is_not_resolved(before: str, setting: str, tmp_path: Path) -> None:
     (script := tmp_path / "run.sh").write_text(f"{before}{setting}pretrain_gpt.py --num-layers $LAYERS\n")
     assert read_arguments(str(script)).words == [Word("--num-layers"), Word("$LAYERS", ("$LAYERS",))]
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        "[ -n x ] &&\n    LAYERS=8\n",
+        "[ -z x ] || # a comment\n\n  # and another\n    LAYERS=8\n",
+        "cat <<END &&\nLAYERS=5\nEND\nLAYERS=8\n",
+    ],
+)
+def test_a_condition_holds_past_the_end_of_its_line(setting: str, tmp_path: Path) -> None:
+    script = f"LAYERS=4\n{setting}SEED=3\npretrain_gpt.py --seed $SEED --num-layers $LAYERS"
+    assert bash_says(script, tmp_path) == "--seed 3 --num-layers 8"
+    (file := tmp_path / "run.sh").write_text(script)
+    assert texts(str(file)) == ["--seed", "3", "--num-layers", "$LAYERS"]
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        "( A=8; B=8 )",
+        "(true) && (A=8)",
+        "echo | A=8",
+        "echo |&\n A=8",
+        "A=8 | cat",
+        "A=8 & wait",
+        "unset A | cat",
+        "( case x in x) A=8;; (y | z) ;; esac; A=9 )",
+        "case x in x) ( A=8 ) ;; y) esac",
+        "((echo; A=8) | cat)",
+    ],
+)
+def test_what_a_process_of_its_own_sets_is_not_taken(setting: str, tmp_path: Path) -> None:
+    script = f"A=4\n{setting} > log\nB=5\npretrain_gpt.py --b $B --a $A"
+    assert bash_says(script, tmp_path) == "--b 5 --a 4"
+    assert texts(script) == ["--b", "5", "--a", "$A"]
+
+
+def test_a_function_in_a_subshell_sets_nothing_for_sure(tmp_path: Path) -> None:
+    script = "A=4\nf() (\n  A=8; pretrain_gpt.py --b $B --a $A\n)\ng() ( A=9 )\nB=5 f"
+    assert bash_says(script, tmp_path) == "--b 5 --a 8"
+    assert texts(script) == ["--b", "$B", "--a", "$A"]
 
 
 @pytest.mark.parametrize("before", BEFORE)
@@ -211,6 +258,11 @@ def test_an_unset_variable_has_its_default_again(tmp_path: Path) -> None:
     ("commands", "included"),
     [
         ("source env.sh\nA=4", ()),  # nothing is known before it
+        ("source env.sh\nA=${A:-4}", ("source env.sh",)),  # which may have set it
+        ("source env.sh\nA=${1:-4}", ()),
+        ("source env.sh\nB=4\nA=${B:-3}", ()),
+        ("B=${B:-4}\nsource x\nunset B\nA=${B:-4}; source y", ("source x", "source y")),
+        ("source x\nA=${B:-${C:-4}}\ncat <<END\n. z; pretrain_gpt.py --a ${D:-4}\nEND", ("source x",)),
         ("A=4\nsource env.sh", ("source env.sh",)),
         ("A=4\n[ -f env.sh ] && . ./env.sh $A", (". ./env.sh 4",)),
         ('A=4\nif true; then eval "$(conda shell.bash hook)"; fi', ("eval $(conda shell.bash hook)",)),
@@ -223,10 +275,40 @@ def test_files_that_are_not_read_are_named(commands: str, included: tuple[str, .
     assert read_arguments(str(file)) == ([Word("--a"), Word("4")], included)
 
 
+@pytest.mark.parametrize(
+    "start",
+    ["sbatch <<END\n. env.sh\npretrain_gpt.py --a ${A:-4}\nEND", "sh -c '. env.sh; pretrain_gpt.py --a ${A:-4}'"],
+)
+def test_another_shells_files_are_named(start: str) -> None:
+    assert read_arguments(start) == ([Word("--a"), Word("4")], (". env.sh",))
+
+
 def test_a_start_by_eval_is_none_of_them() -> None:
     for start in ('eval "torchrun pretrain_gpt.py --a $A"', "eval torchrun pretrain_gpt.py --a $A", "eval $RUN"):
         source = f"A=4\nRUN='torchrun pretrain_gpt.py --a 4'\n{start}"
         assert read_arguments(source) == ([Word("--a"), Word("4")], ())
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "N=$(tr -d ')' < /dev/null)",
+        'N=$(echo "a)" "$(echo "b)" c)")',
+        "N=$(echo \\) \\\\)",
+        "N=$(echo x # a comment) that isn't read\n)",
+        "N=$(cat <<END | tr -d ')'\ndon't :)\nEND\n)",
+        "N=$(cat <<-'END' <<< x\n:( don't\n\tEND\n)",
+        "N=$((1 << A)) M=$((2#11))",
+        'N=${N:-"}"}; N=${M:-\\}}',
+        """N="${N:-'}' "b's"}\"""",
+        "(echo ')' '(' \"(\" > /dev/null)",
+        "N=${N:-{x}; M=4",
+    ],
+)
+def test_what_is_in_quotes_closes_nothing(command: str, tmp_path: Path) -> None:
+    script = f"A=4\n{command}\npretrain_gpt.py --a $A"
+    (file := tmp_path / "run.sh").write_text(script)
+    assert " ".join(texts(str(file))) == bash_says(script, tmp_path) == "--a 4"
 
 
 @pytest.mark.parametrize("text", ["a" * 500_000, "a[" * 250_000, "a " * 250_000, "- " * 250_000 + "a"])
@@ -234,10 +316,21 @@ def test_arithmetic_is_read_in_one_pass(text: str) -> None:
     assert texts(f"(({text}))\npretrain_gpt.py --a 4") == ["--a", "4"]
 
 
+def test_a_scripts_path_may_hold_blanks(tmp_path: Path) -> None:
+    (script := tmp_path / "my run.sh").write_text("pretrain_gpt.py --a 4")
+    assert texts(str(script)) == ["--a", "4"]
+    assert texts(f"pretrain_gpt.py --a {'4' * 5000}") == ["--a", "4" * 5000]  # longer than a path may be
+
+
 def test_a_here_document_starts_it_where_nothing_else_does() -> None:
     job = "LAYERS=4\nsbatch <<EOF\nsrun pretrain_gpt.py --num-layers $LAYERS\nEOF\nLAYERS=5\n"
     assert texts(job) == ["--num-layers", "4"]
     assert texts(f"{job}pretrain_gpt.py --num-layers 6") == ["--num-layers", "6"]
+
+
+def test_what_a_skipped_here_document_sets_is_not_the_scripts(tmp_path: Path) -> None:
+    script = "A=4\ncat > job.sh <<END\nA=8\nB=8\npretrain_gpt.py --a 8\nEND\npretrain_gpt.py --a $A --b ${B:-4}"
+    assert " ".join(texts(script)) == bash_says(script, tmp_path) == "--a 4 --b 4"
 
 
 @pytest.mark.parametrize(

@@ -4,9 +4,9 @@ import argparse
 import dataclasses
 import inspect
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -156,12 +156,14 @@ def test_the_arguments_by_hand_are_the_parsers() -> None:
 # -- made in one process
 
 
-def saved(folder: Path, model: FANformerConfig, **changes: Any) -> Path:
-    """A checkpoint of random weights, each layer's apart, and its arguments with changes; the folder of all."""
+def saved(
+    folder: Path, model: FANformerConfig, more: Mapping[str, Tensor] = MappingProxyType({}), **changes: Any
+) -> Path:
+    """A checkpoint of random weights, each layer's apart, and more tensors; its arguments have changes."""
     generator = torch.Generator().manual_seed(5)
     shapes = expected_shapes(model, "megatron")
     tensors = {stock_name(name, model): torch.randn(shape, generator=generator) for name, shape in shapes.items()}
-    step = write_full_tensors(folder / "run", tensors, {}, {})
+    step = write_full_tensors(folder / "run", {**tensors, **more}, {}, {})
     iteration = step.rename(folder / f"iter_{STEP:07d}")
     for name in (store.CONFIG, MANIFEST):  # ours alone
         (iteration / name).unlink()
@@ -232,18 +234,33 @@ OTHER_MODELS: dict[str, Any] = {
     "mtp_num_layers": 1,
     "use_mup": True,
     "qk_l2_norm": True,
+    "num_experts": 8,
+    "multi_latent_attention": True,
     "kv_channels": 9,
 }
 
 
 def test_every_argument_that_makes_another_model_is_refused(tmp_path: Path, convert: Any) -> None:
-    code, printed = convert(saved(tmp_path / "saved", tiny_model(), **OTHER_MODELS))
+    code, printed = convert(saved(tmp_path / "saved", tiny_model(), spec=None, **OTHER_MODELS))
     assert code == 2 and len(printed.splitlines()) == 1
     for name, value in OTHER_MODELS.items():
         (flag,) = re.findall(rf"[ :]{name} \((--[\w-]+)\) is {re.escape(repr(value))}, but ", printed)
         row = foreign_names.row_of(foreign_names.plain(flag))
         assert row is not None and f"({flag}) is {value!r}, but {row.note}" in printed
     assert printed.count(", but ") == len(OTHER_MODELS) == len(RULES) + 1
+
+
+def test_experts_are_refused_by_name(tmp_path: Path, convert: Any) -> None:
+    """Of a stack of layers in fewer parts, whose table is no damage."""
+    experts = {"decoder.layers.mlp.experts.experts.linear_fc1.weight": torch.zeros(2, 8, 4, 4)}
+    folder = saved(tmp_path / "saved", as_transformer(tiny_model()), experts, spec=None, num_experts=8)
+    code, printed = convert(folder)
+    assert code == 2 and "num_experts (--num-experts) is 8, but layers are dense" in printed
+
+
+def test_our_specs_have_neither_experts_nor_latent_attention(tmp_path: Path, convert: Any) -> None:
+    code, printed = convert(saved(tmp_path / "saved", tiny_model(), num_experts=8, multi_latent_attention=True))
+    assert code == 0, printed
 
 
 def test_interpolated_positions_are_linearly_scaled_ones(tmp_path: Path) -> None:

@@ -90,6 +90,16 @@ def test_an_earlier_checkpoint_has_the_losses_of_its_own_step(trained: Path, tmp
     assert rows["validation loss, held-out"] == f"{validation:.4f} nats per token, at step 2"
 
 
+@pytest.mark.parametrize(("inside", "name"), [("", "step-00000003"), ("step-00000003", "."), ("", ".")])
+def test_a_path_from_within_the_run_tells_the_same(
+    inside: str, name: str, trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(trained / store.CHECKPOINTS / inside)
+    rows = rows_of(card_of(Path(name), tmp_path))
+    step = 6 if (inside, name) == ("", ".") else 3
+    assert rows["training loss"] == f"{logged(trained, step)['loss']:.4f} nats per token, at step {step}"
+
+
 def test_no_path_is_told(trained: Path, tmp_path: Path) -> None:
     assert str(trained.parent) not in card_of(trained, tmp_path)
 

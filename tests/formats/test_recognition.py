@@ -85,6 +85,30 @@ def test_the_checkpoint_of_a_run_is_its_latest(tmp_path: Path) -> None:
     assert store.checkpoints_to_resume(run) == [checkpoint]
 
 
+@pytest.mark.parametrize(
+    ("inside", "path", "kind"),
+    [
+        ("checkpoints", ".", "run"),
+        (f"checkpoints/{STEP}", "..", "run"),
+        (f"checkpoints/{STEP}", "../..", "run"),
+        (f"checkpoints/{STEP}", "../../checkpoints/.", "run"),
+        (f"checkpoints/{STEP}", ".", "checkpoint"),
+        (f"checkpoints/{STEP}/sub", "..", "checkpoint"),
+        (".", f"checkpoints/{STEP}/..", "run"),
+    ],
+)
+def test_a_path_from_within_a_run(
+    inside: str, path: str, kind: Kind, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make(tmp_path / "run", "run")
+    (run / inside).mkdir(exist_ok=True)
+    monkeypatch.chdir(run / inside)
+    target = recognise(path)
+    assert target.kind == kind
+    assert target.path.absolute().resolve() == (run if kind == "run" else run / store.CHECKPOINTS / STEP)
+    assert store.step_of(checkpoint_of(target)) == 3
+
+
 def test_a_run_without_a_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / store.CONFIG).write_text("training: {}\nmodel: {}\n")

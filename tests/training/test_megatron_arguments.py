@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 
 from megatron_fanformer.cli import PROGRAM, main
@@ -29,6 +30,7 @@ from megatron_fanformer.training.megatron_arguments import (
     convert,
     is_switch,
 )
+from megatron_fanformer.training.update_rule import AdamW
 from tests.small_runs import ROOT, write_tokens
 from tests.stock_megatron import HAS_TRAINING
 
@@ -157,6 +159,7 @@ LLAMAS_CONFIGURATION: dict[str, Any] = {
     "checkpoint": {"save_interval": 1000},
     "logging": {"log_interval": 1, "tensorboard": True},
 }
+EMBEDDINGS_DECAY = "--weight-decay: the embedding has none, as norms and biases; there it has"
 LLAMAS_NOTES = {
     "FAN layers": ["model.fan.placement none is that Transformer; without it, it is the FANformer of the same size"],
     "No setting here": [
@@ -165,6 +168,7 @@ LLAMAS_NOTES = {
         "--init-method-std 0.0134: weights are drawn by the authors' scheme",
         "--tokenizer-type HuggingFaceTokenizer: its file (data.tokenizer) shows it",
         "--ckpt-format torch_dist: checkpoints are megatron-core's torch_dist",
+        EMBEDDINGS_DECAY,
     ],
     "Unknown": ["--empty-unused-memory-level 1: not known here; `config` lists what there is"],
     "Not resolved": [
@@ -287,6 +291,13 @@ def values_of(arguments: str) -> dict[str, Any]:
         ("--hidden-size 64 --ffn-hidden-size $F", "model", {"hidden_size": 64, "ffn_hidden_size": None}),
         ("--norm-epsilon $E --lr 1", "model", {"layernorm_epsilon": None}),
         ("--data-path a --split $SPLIT", "data", {"train_data": ["a"], "split": None}),
+        ("--data-path $DATA", "data", {"split": "969,30,1"}),
+        ("--data-path $DATA --split $SPLIT --lr 1", "data", {"split": None}),
+        ("--fp8-format $F", "precision", {"fp8": None, "fp8_recipe": "delayed", "fp8_amax_history_len": 1}),
+        ("--fp8-format $F --fp8-recipe $R", "precision", {"fp8_recipe": None, "fp8_amax_compute_algo": "most_recent"}),
+        ("--optimizer $O", "optimizer", {"name": None, "muon_momentum": 0.9, "muon_extra_scale_factor": 1.0}),
+        ("--lr-decay-style $S", "schedule", {"lr_decay_style": None, "lr_wsd_decay_style": "exponential"}),
+        ("--train-samples 8 --rampup-batch-size $R --global-batch-size 4", "training", {"train_iters": None}),
     ],
 )
 def test_values_that_need_converting(arguments: str, section: str, expected: dict[str, Any]) -> None:
@@ -300,6 +311,9 @@ def test_values_that_need_converting(arguments: str, section: str, expected: dic
         ("--disable-bias-linear", "Another model than there", "swiglu (--swiglu) is False, but every MLP is a SwiGLU"),
         ("--normalization LayerNorm", "Another model than there", "'LayerNorm', but every norm is an RMSNorm"),
         ("--hidden-dropout 0.1", "Another model than there", "hidden_dropout is 0.1, but there is no dropout"),
+        ("--num-experts 8", "Another model than there", "num_experts (--num-experts) is 8, but layers are dense"),
+        ("--multi-latent-attention", "Another model than there", "is True, but attention is multi-head or grouped-q"),
+        ("--num-experts 8 --spec mine layers", "No setting here", "--num-experts 8: layers are dense"),
         ("--spec mine layers", "Another model than there", "--spec mine layers is code, and not read"),
         ("--hybrid-layer-pattern 'M-*-'", "Another model than there", "M-*- is not `*-` repeated, attention and MLP"),
         (
@@ -322,6 +336,8 @@ def test_values_that_need_converting(arguments: str, section: str, expected: dic
         ("--lr-decay-style inverse-square-root", "Not carried over", "it must be one of cosine, linear, constant, WSD"),
         ("--train-samples 80", "Not carried over", "depends on --global-batch-size"),
         ("--train-samples 80 --rampup-batch-size 1 1 8 --global-batch-size 8", "Not carried over", "has no one size"),
+        ("--train-samples 80 --rampup-batch-size $R --global-batch-size 8", "Not carried over", "has no one size"),
+        ("--optimizer $O", "No setting here", "--optimizer muon without --muon-nesterov: momentum"),
         ("--seed 3 4", "Not carried over", "--seed 3 4: training.seed takes one value"),
         ("--load there --save here", "Not carried over", "--load there: `convert` it, and state checkpoint.load"),
         ("--ddp-num-buckets 4", "Not carried over", "parallel.ddp_bucket_size (parameters per bucket"),
@@ -336,7 +352,7 @@ def test_values_that_need_converting(arguments: str, section: str, expected: dic
         (
             "A=4; source env.sh; pretrain_gpt.py --lr 1",
             "Not resolved",
-            "source env.sh: may set anew what the script sets",
+            "source env.sh: may set anew what the script sets before it, and what has a default after it; check those",
         ),
         ("--bf16 $MORE", "Not resolved", "$MORE: set neither plainly nor by default"),
         ("--lr 1e-4", "To do before it trains", "data.train_data is empty; name token files"),
@@ -370,18 +386,40 @@ TP_MODE = "--muon-tp-mode blockwise: matrices are orthogonalized whole, at any t
 )
 def test_another_muon_is_listed(arguments: str, notes: list[str]) -> None:
     """Megatron-LM's has plain momentum and parts of matrices where its arguments do not say otherwise."""
-    found = convert(f"--optimizer muon {arguments}").notes
+    found = convert(f"--optimizer muon --weight-decay 0 {arguments}").notes
     assert found.get("No setting here", []) == notes and "Unknown" not in found
 
 
 def test_only_muon_has_a_momentum_to_note() -> None:
-    assert "No setting here" not in convert("--optimizer adam --tensor-model-parallel-size 2").notes
+    found = convert("--optimizer adam --tensor-model-parallel-size 2").notes
+    assert found["No setting here"] == [EMBEDDINGS_DECAY]
+
+
+@pytest.mark.parametrize(
+    ("decay", "notes"), [("", [EMBEDDINGS_DECAY]), ("$W", [EMBEDDINGS_DECAY]), ("0.1", [EMBEDDINGS_DECAY]), ("0.0", [])]
+)
+def test_the_embeddings_weight_decay_is_noted(decay: str, notes: list[str]) -> None:
+    found = convert(f"--lr 1 --weight-decay {decay}" if decay else "--lr 1").notes
+    assert found.get("No setting here", []) == notes
+
+
+def test_only_stock_megatron_decays_the_embedding() -> None:
+    """As its own rule for 1-D weights and biases says."""
+    from megatron.core.optimizer import OptimizerConfig, get_standard_config_overrides
+
+    embedding = torch.nn.Parameter(torch.zeros(2, 2))
+    name = "embedding.word_embeddings.weight"
+    assert not any(key.matches(embedding, name) for key in get_standard_config_overrides(OptimizerConfig()))
+    assert AdamW().group_of(name, embedding.ndim) == {"wd_mult": 0.0}
 
 
 def test_our_own_spec_makes_no_other_model() -> None:
     rest = "--normalization RMSNorm --swiglu --disable-bias-linear --position-embedding-type rope"
     found = convert(f"{HYBRID} {rest} --hidden-dropout 0 --attention-dropout 0").notes
-    assert not {"Another model than there", "FAN layers", "Unknown", "No setting here"} & found.keys(), found
+    assert not {"Another model than there", "FAN layers", "Unknown"} & found.keys(), found
+    assert found["No setting here"] == [EMBEDDINGS_DECAY]
+    found = convert(f"{HYBRID} {rest} --hidden-dropout 0 --attention-dropout 0 --num-experts 8").notes
+    assert "Another model than there" not in found
 
 
 @pytest.mark.parametrize(
