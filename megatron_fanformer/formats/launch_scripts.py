@@ -126,9 +126,7 @@ class _Reader:
         self.typed: set[str] = set()  # variables that do not hold what is assigned to them
         self.subshells: list[int] = []  # of each `(` that is open: the depth outside
         self.included: list[str] = []  # commands that may have set what was known by then, or has a default since
-        self.not_noted: list[
-            str
-        ] = []  # the like, before which nothing was known, and after which nothing is by default
+        self.not_noted: list[str] = []  # the like, before which nothing was known, nor a default taken since
         self.documents: list[list[Word]] = []  # commands in here-documents that name the program
         self.documents_included: list[str] = []
         self._ends: list[tuple[str, str]] = []  # of here-documents from the next line on: what may precede it, the word
