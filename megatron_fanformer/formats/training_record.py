@@ -77,31 +77,26 @@ def _run_name(checkpoint: str) -> str:
 
 
 def _rows(saved: Saved, progress: SavedProgress, losses: Rows) -> Rows:
-    return [*_length_rows(saved, progress), *losses, *_recipe_rows(saved), *_data_rows(_section(saved, "data"))]
+    return [*_length_rows(saved, progress), *losses, *_recipe_rows(saved), *_data_rows(saved.get("data", {}))]
 
 
 def layout(saved: Saved) -> str:
     """Parallel degrees, optimizer, type and device of a run's saved configuration."""
-    parallel = _section(saved, "parallel")
+    parallel = saved.get("parallel", {})
     degrees = ", ".join(f"{short} {parallel.get(name) or 1}" for short, name in DEGREES.items())
     optimizer = "distributed optimizer" if parallel.get("use_distributed_optimizer") else "plain optimizer"
-    dtype = _section(saved, "precision").get("dtype", "?")
-    return f"{degrees}; {optimizer}; {dtype} on {_section(saved, 'runtime').get('device', '?')}"
-
-
-def _section(saved: Saved, name: str) -> Saved:
-    section = saved.get(name)
-    return section if isinstance(section, dict) else {}
+    dtype = saved.get("precision", {}).get("dtype", "?")
+    return f"{degrees}; {optimizer}; {dtype} on {saved.get('runtime', {}).get('device', '?')}"
 
 
 def _length_rows(saved: Saved, progress: SavedProgress) -> Rows:
-    training, sequence = _section(saved, "training"), _section(saved, "model").get("seq_length")
+    training, sequence = saved.get("training", {}), saved.get("model", {}).get("seq_length")
     planned = training.get("train_iters")
     more = f" of {planned:,} planned" if isinstance(planned, int) and planned != progress.step else ""
     rows = [("steps", f"{progress.step:,}{more}")]
     if isinstance(sequence, int):
         rows.append(("tokens", f"{progress.consumed_samples * sequence:,}"))
-    if start := _section(saved, "checkpoint").get("load"):
+    if start := saved.get("checkpoint", {}).get("load"):
         rows.append(("started from", f"the weights of {Path(str(start)).name}, whose own training is not counted here"))
     return rows
 
@@ -147,13 +142,13 @@ def _entries(metrics: Path) -> Iterator[dict[str, Any]]:
 
 
 def _recipe_rows(saved: Saved) -> Rows:
-    training, rate = _section(saved, "training"), _section(saved, "optimizer").get("lr")
+    training, rate = saved.get("training", {}), saved.get("optimizer", {}).get("lr")
     rows = []
     if "global_batch_size" in training:
-        sequence = _section(saved, "model").get("seq_length", "?")
+        sequence = saved.get("model", {}).get("seq_length", "?")
         rows.append(("global batch", f"{training['global_batch_size']} sequences of {sequence} tokens"))
     if rate is not None:
-        rows.append(("peak learning rate", f"{rate}{_schedule(_section(saved, 'schedule'))}"))
+        rows.append(("peak learning rate", f"{rate}{_schedule(saved.get('schedule', {}))}"))
     if "parallel" in saved:
         rows.append(("layout", layout(saved)))
     if "seed" in training:
@@ -168,7 +163,8 @@ def _schedule(schedule: Saved) -> str:
 
 def _data_rows(data: Saved) -> Rows:
     rows = [("training data", _names(data.get("train_data")))]
-    for name, words in _section(data, "valid_data").items():
+    validation = data.get("valid_data")
+    for name, words in validation.items() if isinstance(validation, dict) else ():
         rows.append((f"validation data, {name}", _names(words)))
     if data.get("split"):
         rows.append(("split", str(data["split"])))

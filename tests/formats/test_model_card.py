@@ -134,12 +134,6 @@ def test_a_configuration_cannot_write_markdown(run: Path, tmp_path: Path) -> Non
     assert rows["seed"] == r"1 \| # Title \<script\>\`" and "training data" not in rows
 
 
-@pytest.mark.parametrize("section", ["training", "data", "optimizer", "schedule", "parallel", "checkpoint"])
-def test_a_section_that_is_none_is_left_out(section: str, run: Path, tmp_path: Path) -> None:
-    change_config(run, lambda saved: saved.update({section: "x"}))
-    assert rows_of(card_of(run, tmp_path))["steps"].startswith("6")
-
-
 def change_config(run: Path, change: Callable[[dict[str, Any]], Any]) -> None:
     file = find_checkpoint(run) / "config.yaml"
     saved = yaml.safe_load(file.read_text())
