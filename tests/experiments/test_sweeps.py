@@ -348,8 +348,13 @@ def test_a_run_of_another_configuration_is_not_taken_for_a_cell(tmp_path: Path, 
         ({"evaluation.perplexity.chunk_tokens": 8}, "eval/own/CrossEntropyLoss", "chunk_tokens None, and"),
         ({"evaluation.perplexity.batches": None}, "eval/own/CrossEntropyLoss", "batches 1, and"),
         ({"evaluation.batch_tokens": 32}, "eval/own/CrossEntropyLoss", "batch_tokens None, and"),
+        ({"training.micro_batch_size": 1}, "eval/own/CrossEntropyLoss", "micro_batch_size 2, and"),
         ({"evaluation.perplexity.sets": {"own": ["a"], "other": ["b"]}}, "eval/own/CrossEntropyLoss", None),
         ({"evaluation.perplexity.chunk_tokens": 8}, "loss", None),
+        ({"training.micro_batch_size": 1}, "loss", None),
+        ({"training.eval_interval": 1}, "loss", None),
+        ({"training.max_restarts": 3}, "loss", None),
+        ({"data.allow_change": ["train"]}, "loss", None),
     ],
 )
 def test_a_cell_whose_loss_was_measured_otherwise_is_not_paired_with_the_others(
@@ -374,16 +379,22 @@ def test_a_cell_whose_loss_was_measured_otherwise_is_not_paired_with_the_others(
         outcomes(sweep)
 
 
-def test_a_run_of_before_optimizers_had_names_is_the_cells(tmp_path: Path, tokens: str) -> None:
+def test_a_run_of_before_a_field_was_there_is_the_cells(tmp_path: Path, tokens: str) -> None:
     axes = {"size": {"d16": {"model.hidden_size": 16}}}
     file = write_sweep(tmp_path, tokens, axes=axes, seeds=1, report={"compare": "size", "baseline": "d16"})
     sweep = read_sweep(file, needs_data=True)
-    run_sweep(sweep, silent, command=STAND_IN)
+    train(sweep.cells[0].config.as_dict())
     saved = sweep.cells[0].run / store.CONFIG
     values = store.read_mapping(saved)
     assert values["optimizer"].pop("name") == "adamw"
+    write_config(saved, {**values, "no longer": {}})  # which is not read as a configuration
+    assert [each.state for each in outcomes(sweep)] == ["complete"]
+    assert values["training"].pop("z_loss_coefficient") == 0
     write_config(saved, values)
     assert [each.state for each in outcomes(sweep)] == ["complete"]
+    changed(file, changes={"training.train_iters": 10, "schedule.lr_warmup_iters": 2, "training.z_loss_coefficient": 1})
+    with pytest.raises(InputError, match=r"has a run with training.z_loss_coefficient 0.0, and the sweep's file"):
+        outcomes(read_sweep(file, needs_data=False))
 
 
 def test_an_arrays_task_starts_its_cell_by_the_users_script(tmp_path: Path, tokens: str) -> None:
