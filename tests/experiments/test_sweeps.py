@@ -209,6 +209,22 @@ def test_cells_that_end_with_0_before_their_last_step_are_named(tmp_path: Path, 
     run_sweep(read_sweep(file, needs_data=True), silent, command=("false",))  # nothing is left to run
 
 
+@pytest.mark.parametrize(("stated", "option"), [(None, "--runtime.threads_per_rank 4 "), (3, "")])
+def test_cells_at_a_time_share_the_cores_among_all_their_ranks(
+    tmp_path: Path, tokens: str, monkeypatch: pytest.MonkeyPatch, stated: int | None, option: str
+) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr("megatron_fanformer.experiments.sweeps.run.usable_cores", lambda: 17)
+    changes = {"runtime.threads_per_rank": stated, "parallel.data_parallel_size": 2}
+    axes = {"size": {"d16": {"model.hidden_size": 16}}}
+    report = {"compare": "size", "baseline": "d16"}
+    file = write_sweep(tmp_path, tokens, axes=axes, seeds=1, report=report, changes=changes)
+    sweep = read_sweep(file, needs_data=True)
+    with pytest.raises(CellsFailed, match="ended before the last step"):
+        run_sweep(sweep, silent, jobs=2, command=("echo",))
+    assert sweep.cells[0].log.read_text() == f"{option}--config {sweep.cells[0].file}\n"
+
+
 def test_a_report_holds_the_planted_difference_and_saving(tmp_path: Path, tokens: str) -> None:
     """The stand-in's FANformer is 0.05 nats better at every size, with noise of 0.001 by seed."""
     file = write_sweep(tmp_path, tokens, seeds=3)
