@@ -435,28 +435,6 @@ def test_an_arrays_task_starts_its_cell_by_the_users_script(tmp_path: Path, toke
         assert (found.state, found.diverged) == (state, code == "4"), str(found)
 
 
-def test_what_would_run_is_listed_with_its_parameters_and_time(
-    tmp_path: Path, tokens: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = write_sweep(tmp_path, tokens)
-    for options, message in (
-        (["--gpus", "2"], "--gpus has no effect without --gpu"),
-        (["--gpus", "0"], "'0' is not a"),
-    ):
-        assert cli.main(["sweep", str(file), "dry-run", *options]) == 2
-        assert message in capsys.readouterr().err
-    assert cli.main(["sweep", str(file), "dry-run", "--gpu", "h100"]) == 0
-    shown = capsys.readouterr().out
-    sweep = read_sweep(file, needs_data=False)
-    model = next(
-        cell.config.model for cell in sweep.cells if cell.points == {"architecture": "transformer", "size": "d16"}
-    )
-    outside = model.num_parameters - model.padded_vocab_size * model.hidden_size
-    (row,) = [line.split() for line in shown.splitlines() if line.startswith("transformer") and "d16" in line]
-    assert row[2:5] == ["2", f"{outside:,}", "640"]
-    assert "16 cells, 0 of them complete" in shown and "time: by formula, on 1 x NVIDIA H100" in shown
-
-
 @pytest.mark.full
 @pytest.mark.timeout(3000)
 def test_a_real_sweep_killed_twenty_times_has_the_report_of_one_that_was_not_and_evaluate_agrees(
