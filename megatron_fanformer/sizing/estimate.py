@@ -77,6 +77,18 @@ def for_machine(config: RunConfig, machine: Machine, *, on_cpu: bool) -> RunConf
     return dataclasses.replace(config, kernels=kernels, precision=precision, runtime=runtime)
 
 
+def check_formats(config: RunConfig, machine: Machine) -> None:
+    """Check that a machine has the number formats and the recipe of a configuration of `for_machine`.
+
+    Raises:
+        InputError: it does not.
+    """
+    for number_format in (config.precision.dtype, *(["fp8"] if config.precision.fp8 else [])):
+        machine.flops_per_second(number_format)  # refused if it has none
+    if config.precision.fp8:
+        machine.check_recipe(config.precision.fp8_recipe)
+
+
 def problems(config: RunConfig, gpus: int) -> list[str]:
     """Return the rules of `train` that a configuration's layout breaks on that many GPUs, one line each.
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.planning.machines import Machine, known_machines, load_machine
 from megatron_fanformer.sizing.candidates import laid_out, layout_name
-from megatron_fanformer.sizing.estimate import for_machine
+from megatron_fanformer.sizing.estimate import check_formats, for_machine
 from megatron_fanformer.sizing.goodput import GB, Failures
 from megatron_fanformer.sizing.verb import ALL_STAGES, PlanOptions
 from megatron_fanformer.training.chats import with_steps, with_train_iters
@@ -69,10 +69,7 @@ def read_request(options: PlanOptions) -> PlanRequest:
     if not named and not options.search:
         named = [(layout_name(config, config), config)]
     config = for_machine(config, machine, on_cpu=on_cpu)
-    for number_format in (config.precision.dtype, *(["fp8"] if config.precision.fp8 else [])):
-        machine.flops_per_second(number_format)  # refused if it has none
-    if config.precision.fp8:
-        machine.check_recipe(config.precision.fp8_recipe)
+    check_formats(config, machine)
     training = config.training
     return PlanRequest(
         file=options.config,

@@ -1,6 +1,7 @@
 """The page of experiments, and two runs compared step by step."""
 
 import json
+import re
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -114,11 +115,20 @@ def test_no_text_of_a_result_becomes_markup(tmp_path: Path) -> None:
 
 
 def write_run(
-    folder: Path, *, placement: str, seed: int, losses: list[float], tokens: int = 64, **fan: str | float
+    folder: Path,
+    *,
+    placement: str,
+    seed: int,
+    losses: list[float],
+    tokens: int = 64,
+    sections: dict[str, dict[str, Any]] | None = None,
+    **fan: str | float,
 ) -> Path:
     folder.mkdir()
     training = {"seed": seed}
     values = small_run("tokens", folder, model={"fan": {"placement": placement, **fan}}, training=training)
+    for section, fields in (sections or {}).items():
+        values[section] = {**values.get(section, {}), **fields}
     write_config(folder / "config.yaml", values)
     lines = [json.dumps({"step": n, "loss": loss, "tokens": tokens * n}) for n, loss in enumerate(losses, 1)]
     (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
@@ -204,6 +214,41 @@ def test_runs_that_cannot_be_compared_are_refused(tmp_path: Path) -> None:
         ([a, tmp_path], "is no run's folder"),
     ):
         with pytest.raises(InputError, match=reason):
+            read_dynamics(runs)
+
+
+@pytest.mark.parametrize(
+    ("section", "fields"),
+    [
+        ("data", {"num_workers": 2}),
+        ("evaluation", {"perplexity": {"sets": {"own": ["a"]}}}),
+        ("parallel", {"data_parallel_size": 2, "overlap_grad_reduce": True}),
+        ("recovery", {"max_rewinds": 1}),
+        ("training", {"exit_interval": 4, "micro_batch_size": 1}),
+    ],
+)
+def test_seeds_are_of_one_side_where_what_differs_decides_nothing(
+    tmp_path: Path, section: str, fields: dict[str, Any]
+) -> None:
+    runs = [
+        write_run(tmp_path / f"{placement}{seed}", placement=placement, seed=seed, losses=[1.0], sections=sections)
+        for placement in ("none", "qkv")
+        for seed, sections in ((1, None), (2, {section: fields}))
+    ]
+    found = read_dynamics(runs)
+    assert (found.seeds, found.names) == ([1, 2], ("model.fan.placement none", "model.fan.placement qkv"))
+
+
+def test_what_makes_the_runs_more_or_fewer_than_two_sides_is_named(tmp_path: Path) -> None:
+    a = write_run(tmp_path / "a", placement="none", seed=1, losses=[1.0])
+    again = write_run(tmp_path / "again", placement="none", seed=2, losses=[1.0])
+    b = write_run(tmp_path / "b", placement="qkv", seed=1, losses=[1.0])
+    fp8 = write_run(tmp_path / "c", placement="qkv", seed=2, losses=[1.0], sections={"precision": {"fp8": "hybrid"}})
+    for runs, found in (
+        ([a, again], "the 2 runs are of 1 configuration; name runs of two, of any seeds"),
+        ([a, b, fp8], "the 3 runs are of 3 configurations, which differ in model.fan.placement, precision.fp8; name"),
+    ):
+        with pytest.raises(InputError, match=re.escape(found)):
             read_dynamics(runs)
 
 

@@ -209,6 +209,22 @@ def test_cells_that_end_with_0_before_their_last_step_are_named(tmp_path: Path, 
     run_sweep(read_sweep(file, needs_data=True), silent, command=("false",))  # nothing is left to run
 
 
+@pytest.mark.parametrize(("stated", "option"), [(None, "--runtime.threads_per_rank 4 "), (3, "")])
+def test_cells_at_a_time_share_the_cores_among_all_their_ranks(
+    tmp_path: Path, tokens: str, monkeypatch: pytest.MonkeyPatch, stated: int | None, option: str
+) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr("megatron_fanformer.experiments.sweeps.run.usable_cores", lambda: 17)
+    changes = {"runtime.threads_per_rank": stated, "parallel.data_parallel_size": 2}
+    axes = {"size": {"d16": {"model.hidden_size": 16}}}
+    report = {"compare": "size", "baseline": "d16"}
+    file = write_sweep(tmp_path, tokens, axes=axes, seeds=1, report=report, changes=changes)
+    sweep = read_sweep(file, needs_data=True)
+    with pytest.raises(CellsFailed, match="ended before the last step"):
+        run_sweep(sweep, silent, jobs=2, command=("echo",))
+    assert sweep.cells[0].log.read_text() == f"{option}--config {sweep.cells[0].file}\n"
+
+
 def test_a_report_holds_the_planted_difference_and_saving(tmp_path: Path, tokens: str) -> None:
     """The stand-in's FANformer is 0.05 nats better at every size, with noise of 0.001 by seed."""
     file = write_sweep(tmp_path, tokens, seeds=3)
@@ -348,8 +364,13 @@ def test_a_run_of_another_configuration_is_not_taken_for_a_cell(tmp_path: Path, 
         ({"evaluation.perplexity.chunk_tokens": 8}, "eval/own/CrossEntropyLoss", "chunk_tokens None, and"),
         ({"evaluation.perplexity.batches": None}, "eval/own/CrossEntropyLoss", "batches 1, and"),
         ({"evaluation.batch_tokens": 32}, "eval/own/CrossEntropyLoss", "batch_tokens None, and"),
+        ({"training.micro_batch_size": 1}, "eval/own/CrossEntropyLoss", "micro_batch_size 2, and"),
         ({"evaluation.perplexity.sets": {"own": ["a"], "other": ["b"]}}, "eval/own/CrossEntropyLoss", None),
         ({"evaluation.perplexity.chunk_tokens": 8}, "loss", None),
+        ({"training.micro_batch_size": 1}, "loss", None),
+        ({"training.eval_interval": 1}, "loss", None),
+        ({"training.max_restarts": 3}, "loss", None),
+        ({"data.allow_change": ["train"]}, "loss", None),
     ],
 )
 def test_a_cell_whose_loss_was_measured_otherwise_is_not_paired_with_the_others(
@@ -374,16 +395,22 @@ def test_a_cell_whose_loss_was_measured_otherwise_is_not_paired_with_the_others(
         outcomes(sweep)
 
 
-def test_a_run_of_before_optimizers_had_names_is_the_cells(tmp_path: Path, tokens: str) -> None:
+def test_a_run_of_before_a_field_was_there_is_the_cells(tmp_path: Path, tokens: str) -> None:
     axes = {"size": {"d16": {"model.hidden_size": 16}}}
     file = write_sweep(tmp_path, tokens, axes=axes, seeds=1, report={"compare": "size", "baseline": "d16"})
     sweep = read_sweep(file, needs_data=True)
-    run_sweep(sweep, silent, command=STAND_IN)
+    train(sweep.cells[0].config.as_dict())
     saved = sweep.cells[0].run / store.CONFIG
     values = store.read_mapping(saved)
     assert values["optimizer"].pop("name") == "adamw"
+    write_config(saved, {**values, "no longer": {}})  # which is not read as a configuration
+    assert [each.state for each in outcomes(sweep)] == ["complete"]
+    assert values["training"].pop("z_loss_coefficient") == 0
     write_config(saved, values)
     assert [each.state for each in outcomes(sweep)] == ["complete"]
+    changed(file, changes={"training.train_iters": 10, "schedule.lr_warmup_iters": 2, "training.z_loss_coefficient": 1})
+    with pytest.raises(InputError, match=r"has a run with training.z_loss_coefficient 0.0, and the sweep's file"):
+        outcomes(read_sweep(file, needs_data=False))
 
 
 def test_an_arrays_task_starts_its_cell_by_the_users_script(tmp_path: Path, tokens: str) -> None:
@@ -406,28 +433,6 @@ def test_an_arrays_task_starts_its_cell_by_the_users_script(tmp_path: Path, toke
         subprocess.run(["bash", array], env={**environment, "CODE": code}, capture_output=True)
         found = outcomes(sweep)[5]
         assert (found.state, found.diverged) == (state, code == "4"), str(found)
-
-
-def test_what_would_run_is_listed_with_its_parameters_and_time(
-    tmp_path: Path, tokens: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = write_sweep(tmp_path, tokens)
-    for options, message in (
-        (["--gpus", "2"], "--gpus has no effect without --gpu"),
-        (["--gpus", "0"], "'0' is not a"),
-    ):
-        assert cli.main(["sweep", str(file), "dry-run", *options]) == 2
-        assert message in capsys.readouterr().err
-    assert cli.main(["sweep", str(file), "dry-run", "--gpu", "h100"]) == 0
-    shown = capsys.readouterr().out
-    sweep = read_sweep(file, needs_data=False)
-    model = next(
-        cell.config.model for cell in sweep.cells if cell.points == {"architecture": "transformer", "size": "d16"}
-    )
-    outside = model.num_parameters - model.padded_vocab_size * model.hidden_size
-    (row,) = [line.split() for line in shown.splitlines() if line.startswith("transformer") and "d16" in line]
-    assert row[2:5] == ["2", f"{outside:,}", "640"]
-    assert "16 cells, 0 of them complete" in shown and "time: by formula, on 1 x NVIDIA H100" in shown
 
 
 @pytest.mark.full

@@ -40,10 +40,10 @@ class Settings:
                 found.append(f"{field.name} is {value}; it must be above 0")
             elif isinstance(value, tuple) and len(set(value)) < len(value):
                 found.append(f"{field.name} is {list(value)}; name each once")
-        return [*found, *self._own_problems()]
+        return found or list(self._own_problems())
 
     def _own_problems(self) -> Iterator[str]:
-        """Return the problems that this probe alone can have."""
+        """Return the problems that this probe alone can have, where each number is valid by itself."""
         yield from ()
 
 

@@ -18,17 +18,21 @@ from megatron_fanformer.errors import InputError
 from megatron_fanformer.experiments.intervals import Mean, mean_of, t_quantile, too_little
 from megatron_fanformer.experiments.report.page import write_folder
 from megatron_fanformer.experiments.result import Cell, Finding, Result, Table, this_machine
+from megatron_fanformer.experiments.sweeps.cells import OF_MACHINE
 from megatron_fanformer.experiments.variants import VARIANTS
 from megatron_fanformer.model.placements import TRANSFORMER
 from megatron_fanformer.pictures import drawn
+from megatron_fanformer.terminal import plural, some
 from megatron_fanformer.training.metrics import read_metrics
 
 SMOOTHED_SHARE = 0.05  # of the steps, over which a difference is averaged
 PART = 0.2  # of the steps: the first are "early", the last "late"
 PICTURE, CSV = "dynamics.png", "difference.csv"
 NO_CLAIM = "The paper says nothing of these two."
-OF_A_SEED = ("training.run_dir", "training.seed")
-NOT_LEARNT = ("checkpoint", "logging", "runtime")  # sections that do not decide what is learnt
+SEED = "training.seed"
+# Sections that do not decide what is learnt; precision and kernels do not either, up to rounding, but may be what is
+# compared.
+NOT_LEARNT = ("checkpoint", "evaluation", "logging", "parallel", "recovery", "runtime")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,7 +112,7 @@ def read_dynamics(runs: Sequence[Path]) -> Dynamics:
     identities: list[dict[str, Any]] = []
     for run in runs:
         fields = _fields(run)
-        seed = fields.pop("training.seed")
+        seed = fields.pop(SEED)
         if fields not in identities:
             identities.append(fields)
             sides.append({})
@@ -117,7 +121,10 @@ def read_dynamics(runs: Sequence[Path]) -> Dynamics:
             raise InputError(f"{run} and {side[seed]} are of the same configuration and seed; name one of them")
         side[seed] = run
     if len(sides) != 2:
-        raise InputError(f"the {len(runs)} runs are of {len(sides)} configurations; name runs of two, of any seeds")
+        names = some(_differing(identities))
+        by = f", which differ in {names}" if names else ""
+        found = f"the {len(runs)} runs are of {plural(len(sides), 'configuration')}{by}"
+        raise InputError(f"{found}; name runs of two, of any seeds")
     seeds = sorted(sides[0].keys() & sides[1].keys())
     if not seeds:
         raise InputError("the two configurations have no seed in common; name runs of the same seeds")
@@ -152,7 +159,7 @@ def _fields(run: Path) -> dict[str, Any]:
     return {
         name: value
         for name, value in by_dotted_names(store.read_mapping(run / store.CONFIG)).items()
-        if name == "training.seed" or (name not in OF_A_SEED and name.partition(".")[0] not in NOT_LEARNT)
+        if name not in OF_MACHINE and name.partition(".")[0] not in NOT_LEARNT
     }
 
 
@@ -167,8 +174,14 @@ def _papers_name(fields: dict[str, Any]) -> str | None:
     return "FANformer" if (placement, activation) == (papers.placement, papers.activation) and p_ratio > 0 else None
 
 
+def _differing(sides: Sequence[dict[str, Any]]) -> list[str]:
+    """Return the names of the fields that are not the same in all."""
+    names = sorted({name for side in sides for name in side})
+    return [name for name in names if any(side.get(name) != sides[0].get(name) for side in sides)]
+
+
 def _names(a: dict[str, Any], b: dict[str, Any]) -> tuple[str, str]:
-    differing = [name for name in sorted(a.keys() | b.keys()) if a.get(name) != b.get(name)]
+    differing = _differing([a, b])
     of_a, of_b = (", ".join(f"{name} {side.get(name)}" for name in differing) for side in (a, b))
     return of_a, of_b
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -11,7 +12,7 @@ from megatron_fanformer.errors import DivergenceError, InputError
 from megatron_fanformer.evaluation.config import PerplexityConfig
 from megatron_fanformer.experiments.sweeps.config import LOSS
 from megatron_fanformer.experiments.sweeps.file import Cell, Sweep
-from megatron_fanformer.training.config import UNSTATED
+from megatron_fanformer.training.config import UNSTATED, config_from_dict
 from megatron_fanformer.training.metrics import PERPLEXITY_LOSS_SUFFIX, read_metrics
 
 State = Literal["complete", "failed", "begun", "to come"]
@@ -21,12 +22,13 @@ DETERMINING = ("model", "data", "optimizer", "schedule", "training")
 ENDING_EARLY = ("training.exit_interval", "training.exit_duration_in_mins")
 """Fields by which a run ends before its last step, with exit code 0, to be started again."""
 OF_MACHINE = {
-    "training.run_dir",
+    *(f"training.{name}" for name in ("run_dir", "micro_batch_size", "eval_interval", "max_restarts")),
     *ENDING_EARLY,
     *(f"data.{name}" for name in ("num_workers", "cache_path", "remote", "staging_path", "staging_bytes")),
+    "data.allow_change",  # of one start: the trainer itself holds a run to its data
 }
-"""Fields of these that do not: where a run lies, when it pauses, and how its machine reads; a run fills in what is
-left to the machine."""
+"""Fields of these that do not: where a run lies, when it pauses and measures (after its last step in any case), and how
+its machine reads and computes; a run fills in what is left to the machine."""
 CUTTING = ("chunking", "chunk_tokens", "batches", "npy_dtype", "eod_id")
 """Fields of `evaluation.perplexity` that decide which tokens of a set are scored, and what is before them."""
 
@@ -134,7 +136,7 @@ def _difference(cell: Cell, metric: str) -> str | None:
     file = cell.run / store.CONFIG
     if not file.is_file():
         return None
-    there, here = (_determining(values, metric) for values in (store.read_mapping(file), cell.config.as_dict()))
+    there, here = (_determining(values, metric) for values in (_saved(file), cell.config.as_dict()))
     for name, value in here.items():
         if (before := there.get(name, UNSTATED.get(name))) != value:
             return (
@@ -142,6 +144,15 @@ def _difference(cell: Cell, metric: str) -> str | None:
                 "folder, or remove that one"
             )
     return None
+
+
+def _saved(file: Path) -> Mapping[str, Any]:
+    """Return a run's configuration. What an earlier version's run does not state, it had as the default is."""
+    values = store.read_mapping(file)
+    try:
+        return config_from_dict(values, report=lambda _notice: None).as_dict()
+    except InputError:  # of a version with other fields: compared as it stands
+        return values
 
 
 def _determining(values: Mapping[str, Any], metric: str) -> dict[str, Any]:
@@ -152,15 +163,15 @@ def _determining(values: Mapping[str, Any], metric: str) -> dict[str, Any]:
         for name, value in (values.get(section) or {}).items()
         if f"{section}.{name}" not in OF_MACHINE
     }
-    return learnt | _measuring(values.get("evaluation") or {}, metric)
+    return learnt | _measuring(values, metric)
 
 
-def _measuring(evaluation: Mapping[str, Any], metric: str) -> dict[str, Any]:
+def _measuring(values: Mapping[str, Any], metric: str) -> dict[str, Any]:
     """Return those that decide how a perplexity set's loss is measured; other losses are by DETERMINING's alone."""
     name = metric.removeprefix("eval/").removesuffix(PERPLEXITY_LOSS_SUFFIX)
     if metric != f"eval/{name}{PERPLEXITY_LOSS_SUFFIX}":
         return {}
-    # What an earlier version's run does not state, it had as the default is.
+    evaluation = values.get("evaluation") or {}
     perplexity = asdict(PerplexityConfig()) | (evaluation.get("perplexity") or {})
     own = perplexity["sets"].get(name)
     found = {f"sets.{name}": own, **{field: perplexity[field] for field in CUTTING}}
@@ -169,6 +180,8 @@ def _measuring(evaluation: Mapping[str, Any], metric: str) -> dict[str, Any]:
     found = {f"evaluation.perplexity.{field}": value for field, value in found.items()}
     if perplexity["batches"] is not None:
         found["evaluation.batch_tokens"] = evaluation.get("batch_tokens")
+        if evaluation.get("batch_tokens") is None:  # then they are a micro batch's
+            found["training.micro_batch_size"] = (values.get("training") or {}).get("micro_batch_size")
     return found
 
 

@@ -162,12 +162,17 @@ def _seconds(cell: Cell, machine: Machine | None, gpus: int, rate: float | None)
         return None if rate is None else _flops(cell) / rate
     from megatron_fanformer.planning.machines import known_machines
     from megatron_fanformer.planning.step_time import step_time
-    from megatron_fanformer.sizing.estimate import for_machine, job_of, problems
+    from megatron_fanformer.sizing.estimate import check_formats, for_machine, job_of, problems
 
     # As `plan`: a known machine is a GPU; a file may also describe the CPUs that a configuration asks for.
     on_cpu = cell.config.runtime.device == "cpu" and machine not in known_machines().values()
     config = for_machine(cell.config, machine, on_cpu=on_cpu)
-    if found := problems(config, gpus):
+    found = problems(config, gpus)
+    try:
+        check_formats(config, machine)
+    except InputError as error:
+        found.append(str(error))
+    if found:
         raise InputError("\n".join(f"cell {cell.name}: {problem}" for problem in found))
     return step_time(job_of(config, gpus), machine).seconds * config.training.steps
 

@@ -143,13 +143,10 @@ class _Runs:
         self._log(f"[{number}/{self._sweep.config.num_cells}] {cell.name}")
         write_configuration(cell)
         cell.failure.unlink(missing_ok=True)
-        threads: list[str] = []
-        if self._jobs > 1 and cell.config.runtime.threads_per_rank is None and device.threads_of_environment() is None:
-            threads = ["--runtime.threads_per_rank", str(max(1, usable_cores() // self._jobs))]
         with cell.log.open("ab") as log, signals_held():  # the child holds them until it listens
             log_start = log.tell()
             process = subprocess.Popen(
-                [*self._command, *threads, "--config", str(cell.file)],
+                [*self._command, *_thread_options(cell, self._jobs), "--config", str(cell.file)],
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,
@@ -177,6 +174,15 @@ class _Runs:
         self.codes[cell.name] = 1 if code < 0 else code
         found = outcome(cell, self._sweep.metric, average_steps=self._sweep.config.report.average_steps)
         self._log(f"    {cell.name}: {found} ({time.monotonic() - ended.started:.0f} s)")
+
+
+def _thread_options(cell: Cell, jobs: int) -> list[str]:
+    """Return the options that give each rank its share of the cores, beside those of its cell and of the others."""
+    if jobs == 1 or cell.config.runtime.threads_per_rank is not None or device.threads_of_environment() is not None:
+        return []
+    parallel = cell.config.parallel
+    ranks = parallel.resolve_data_parallel_size(None) * parallel.model_parallel_size  # as `train` starts them
+    return ["--runtime.threads_per_rank", str(max(1, usable_cores() // (jobs * ranks)))]
 
 
 def _error_in(log: Path, start: int, code: int) -> str:

@@ -115,6 +115,10 @@ def test_a_run_that_went_on_or_a_file_that_was_edited_is_another_setting(tmp_pat
         (["lipschitz", "--lipschitz.depths", "[2, 1]"], "lipschitz.depths is [2, 1]; name numbers of layers"),
         (["lipschitz", "--lipschitz.depths", "two"], "it must be a list of numbers"),
         (["lipschitz", "--lipschitz.text", "x"], "lipschitz.text is given without checkpoints"),
+        *(
+            ([name, f"--{name}.num_heads", "0"], f"{name}.num_heads is 0; it must be above 0")
+            for name in ("holes", "inference", "lipschitz")
+        ),
         (["holes", "--holes.half_side", "57"], "so that the hole lies within"),
         (["holes", "--holes.cooldown", "2"], "cooldown is 2.0; it must lie in [0, 1]"),
         (["holes", "--holes.cooldown", "-0.5"], "cooldown is -0.5; it must lie in [0, 1]"),
