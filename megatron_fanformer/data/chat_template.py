@@ -73,7 +73,7 @@ class RenderedChat(NamedTuple):
 class TemplateRefusal(InputError):
     """A template cannot render a conversation, or not so that what is learned is known."""
 
-    def __init__(self, message: str, reason: str) -> None:
+    def __init__(self, message: str, reason: str = "") -> None:
         super().__init__(message)
         self.reason = reason
         """Why it failed, in the same words for all conversations that fail this way."""
@@ -81,12 +81,6 @@ class TemplateRefusal(InputError):
 
 class TemplateTooLarge(InputError):
     """A template takes more time or memory than any that renders conversations: it is not tried with another one."""
-
-    def __init__(self, what: str, request_bytes: int) -> None:
-        super().__init__(
-            f"the chat template takes more than {what} for a conversation of {request_bytes:,} bytes; it repeats too "
-            "much: use another template"
-        )
 
 
 REFUSED = "refused by the template"
@@ -261,11 +255,11 @@ class _Renderer:
         if kind == chat_renderer.REFUSED:
             raise _Refused(texts[0].decode())
         if kind == chat_renderer.TOO_LARGE:
-            raise TemplateTooLarge(f"{most_bytes >> 20} MiB of memory", len(content))
+            raise _too_large(f"{most_bytes >> 20} MiB of memory", len(content))
         self.close()
         _renderers.clear()
         if self._process.returncode == -signal.SIGXCPU:
-            raise TemplateTooLarge(f"{seconds} s of CPU time", len(content))
+            raise _too_large(f"{seconds} s of CPU time", len(content))
         raise FanformerError(
             f"the process that renders chat templates ended with exit code {self._process.returncode}; free memory, "
             "and run the same command again"
@@ -275,6 +269,13 @@ class _Renderer:
         """End the process, which nothing can keep from it."""
         self._process.kill()
         self._process.communicate()
+
+
+def _too_large(what: str, request_bytes: int) -> TemplateTooLarge:
+    return TemplateTooLarge(
+        f"the chat template takes more than {what} for a conversation of {request_bytes:,} bytes; it repeats too much: "
+        "use another template"
+    )
 
 
 _renderers: list[_Renderer] = []
