@@ -99,14 +99,21 @@ def run_worker(setup: WorkerSetup, threads: int, connection: Connection) -> None
         except (FanformerError, TokenizersDisagree) as error:
             connection.send(Failed(task, error))
         except OSError as error:
-            # What is read has its name in the error; what is written, by libraries, seldom.
-            name = error.filename or setup.folder
-            message = f"{name}: {write_refusal(error, name)}; free what ran out, and run the same command to continue"
-            connection.send(Failed(task, FanformerError(message)))
+            connection.send(Failed(task, _refused_by_system(error, task, setup.folder)))
         except Exception as error:
             failure = FanformerError(f"{task.path} could not be prepared ({type(error).__name__}: {error})")
             failure.rank_traceback = traceback.format_exc()  # type: ignore[attr-defined]
             connection.send(Failed(task, failure))
+
+
+def _refused_by_system(error: OSError, task: Task, folder: Path) -> FanformerError:
+    # What is read has its name in the error; what is written, by libraries, seldom.
+    name = error.filename or folder
+    if str(name) == str(task.path):
+        what, remedy = f"{name} cannot be read ({error.strerror})", "check its disk"
+    else:
+        what, remedy = f"{name}: {write_refusal(error, name)}", "free what ran out"
+    return FanformerError(f"{what}; {remedy}, and run the same command to continue")
 
 
 class _FileEncoder:
