@@ -220,7 +220,7 @@ def sync(path: Path) -> None:
 
 
 @contextmanager
-def naming(path: Path) -> Iterator[None]:
+def naming(path: Path | str) -> Iterator[None]:
     """Make errors of a file that is open name its path, which the system's own do not."""
     try:
         yield
@@ -232,7 +232,7 @@ def naming(path: Path) -> Iterator[None]:
 
 def sha256_of(path: Path) -> str:
     """Return the hexadecimal SHA-256 of a file."""
-    with regular_file(path).open("rb") as stream:
+    with naming(path), regular_file(path).open("rb") as stream:
         return sha256_of_pieces(iter(lambda: stream.read(READ_BYTES), b""))
 
 

@@ -22,7 +22,10 @@ def redacted(text: str) -> str:
 
 
 class FanformerError(Exception):
-    """A failure that is reported to the user in one line, without a traceback."""
+    """A failure that is reported to the user in one line, without a traceback.
+
+    Each kind can be made of its message alone: pickle does so where one leaves a process.
+    """
 
     exit_code = 1
     already_reported = False

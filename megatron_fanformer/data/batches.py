@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from megatron_fanformer.data.remote_files import read_together
-from megatron_fanformer.errors import FanformerError
+from megatron_fanformer.errors import CorruptError, FanformerError, InputError
 
 BATCH_FIELDS = ("tokens", "labels", "loss_mask", "position_ids")
 READ_AHEAD_SAMPLES = 8  # of a loader's task, where samples come from other stores: requests wait side by side
@@ -87,8 +87,10 @@ class _ErrorsAsSamples(Dataset[Any]):
             return [self[sample] for sample in samples]
         try:
             return self._dataset.many(samples)
-        except FanformerError:  # of one of them: others may be of earlier steps
+        except (CorruptError, InputError):  # of one of them: others may be of earlier steps
             return [self[sample] for sample in samples]
+        except FanformerError as error:  # of a store, which was waited for: not once more for each
+            return [error] * len(samples)
 
 
 class FetchedTogether(Dataset[Any]):

@@ -4,8 +4,9 @@ Jinja's sandbox keeps a template from files and processes, not from `{% for %}` 
 the kernel bounds, of a process that does nothing else, is bounded whatever the template does: CPU time, so that a busy
 machine accuses no template, and memory.
 
-Requests come one by one on standard input: JSON, seconds and bytes. An answer is its kind and texts, in UTF-8 that may
-hold the unpaired surrogates of marks.
+Requests come one by one on standard input: JSON, seconds and bytes. An answer is its kind and, where that is RENDERED,
+the text of the first rendering, in UTF-8 that may hold the unpaired surrogates of marks, and of the others in JSON how
+many of its characters each is. They are a conversation's beginnings, two for each turn: together many times its size.
 """
 
 import json
@@ -101,8 +102,8 @@ def main() -> None:
         used = resource.getrusage(resource.RUSAGE_SELF)
         _bound(resource.RLIMIT_CPU, int(used.ru_utime + used.ru_stime) + 1 + int(seconds))
         try:
-            texts = _rendered(templates, **json.loads(content))
-            answer = [RENDERED, *(text.encode("utf-8", "surrogatepass") for text in texts)]
+            text, lengths = _rendered(templates, **json.loads(content))
+            answer = [RENDERED, text.encode("utf-8", "surrogatepass"), json.dumps(lengths).encode()]
         except MemoryError:
             templates.clear()
             answer = [TOO_LARGE]
@@ -119,13 +120,16 @@ def _rendered(
     messages: Sequence[Mapping[str, Any]],
     renderings: Sequence[tuple[int, bool]],
     tools: Sequence[Mapping[str, Any]] | None,
-) -> list[str]:
+) -> tuple[str, list[int | None]]:
+    """Return the first rendering, and the length of each other one; None where the first does not begin with it."""
     if source not in templates:
         templates[source] = compiled(source)
-    return [
+    texts = (
         templates[source].render(messages=messages[:count], add_generation_prompt=opens, tools=tools, **variables)
         for count, opens in renderings
-    ]
+    )
+    whole = next(texts, "")
+    return whole, [len(text) if whole.startswith(text) else None for text in texts]
 
 
 def _bound(which: int, soft: int) -> None:

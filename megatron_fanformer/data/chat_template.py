@@ -73,7 +73,7 @@ class RenderedChat(NamedTuple):
 class TemplateRefusal(InputError):
     """A template cannot render a conversation, or not so that what is learned is known."""
 
-    def __init__(self, message: str, reason: str) -> None:
+    def __init__(self, message: str, reason: str = "") -> None:
         super().__init__(message)
         self.reason = reason
         """Why it failed, in the same words for all conversations that fail this way."""
@@ -81,12 +81,6 @@ class TemplateRefusal(InputError):
 
 class TemplateTooLarge(InputError):
     """A template takes more time or memory than any that renders conversations: it is not tried with another one."""
-
-    def __init__(self, what: str, request_bytes: int) -> None:
-        super().__init__(
-            f"the chat template takes more than {what} for a conversation of {request_bytes:,} bytes; it repeats too "
-            "much: use another template"
-        )
 
 
 REFUSED = "refused by the template"
@@ -145,7 +139,7 @@ class ChatTemplate:
         turns = [] if is_marked else _assistant_turns(messages)
         # Without marks, of each turn: what comes before it, with the opening of an answer, and with it.
         renderings = [(turn + ahead, not ahead) for turn in turns for ahead in (0, 1)]
-        marked, *parts = self._texts(messages, [(len(messages), add_generation_prompt), *renderings], tools)
+        marked, lengths = self._text(messages, [(len(messages), add_generation_prompt), *renderings], tools)
         try:
             marked.replace(BEGIN, "").replace(END, "").encode()
         except UnicodeEncodeError as error:
@@ -154,7 +148,7 @@ class ChatTemplate:
             ) from error
         if is_marked:
             return _without_marks(marked)
-        found = zip(turns, parts[::2], parts[1::2], strict=True)
+        found = zip(turns, lengths[::2], lengths[1::2], strict=True)
         return RenderedChat(marked, [_turn(messages, turn, marked, before, after) for turn, before, after in found])
 
     def with_variables(self) -> str:
@@ -164,9 +158,9 @@ class ChatTemplate:
         # the line end that follows is no text: blocks are trimmed
         return "".join(f"{{% set {name} = {text} %}}\n" for name, text in texts.items()) + self.source
 
-    def _texts(
+    def _text(
         self, messages: Sequence[Message], renderings: Sequence[tuple[int, bool]], tools: Tools | None
-    ) -> list[str]:
+    ) -> tuple[str, list[int | None]]:
         try:
             return _rendered(self, messages, renderings, tools)
         except _Refused as error:
@@ -176,20 +170,24 @@ class ChatTemplate:
             ) from error
 
 
-def _turn(messages: Sequence[Message], turn: int, text: str, before: str, after: str) -> tuple[int, int]:
+def _turn(messages: Sequence[Message], turn: int, text: str, before: int | None, after: int | None) -> tuple[int, int]:
     """Return the span of an assistant turn: what it adds to the messages before it and the opening of an answer.
 
     White space after the mark that ends the turn is left out of it.
+
+    Args:
+        before: how many characters of the text come before it; None: another text does.
+        after: the same, with the turn.
     """
-    if not (text.startswith(after) and after.startswith(before)):
+    if before is None or after is None or before > after:
         raise TemplateRefusal(
             f"the chat template renders the messages before message {turn} (from 0) otherwise once others follow,"
             " so that what is learned is unknown; mark it in the template by {% generation %} blocks",
             BEGINS_OTHERWISE,
         )
-    span, content = after[len(before) :], (messages[turn]["content"] or "").strip()
+    span, content = text[before:after], (messages[turn]["content"] or "").strip()
     closing = span.partition(content)[2] if content else span
-    return len(before), len(before) + len(span.rstrip() if closing.strip() else span)
+    return before, before + len(span.rstrip() if closing.strip() else span)
 
 
 def _assistant_turns(messages: Sequence[Message]) -> list[int]:
@@ -233,8 +231,10 @@ class _Renderer:
         messages: Sequence[Message],
         renderings: Sequence[tuple[int, bool]],
         tools: Tools | None,
-    ) -> list[str]:
-        """Return a text of the first so many messages, with an opening of an answer or without, for each rendering.
+    ) -> tuple[str, list[int | None]]:
+        """Render the first so many messages, with an opening of an answer or without, for each of `renderings`.
+
+        Returns the first one's text, and of each other how many of its characters it is; None: it does not begin it.
 
         Raises:
             _Refused: by the template, or it is not valid; says why.
@@ -255,17 +255,17 @@ class _Renderer:
             limits = (str(seconds).encode(), str(most_bytes).encode())
             write_message(cast(BinaryIO, self._process.stdin), content, *limits)
         answer = read_message(cast(BinaryIO, self._process.stdout))
-        kind, *texts = answer or (b"",)
+        kind, *parts = answer or (b"",)
         if kind == chat_renderer.RENDERED:
-            return [text.decode("utf-8", "surrogatepass") for text in texts]
+            return parts[0].decode("utf-8", "surrogatepass"), json.loads(parts[1])
         if kind == chat_renderer.REFUSED:
-            raise _Refused(texts[0].decode())
+            raise _Refused(parts[0].decode())
         if kind == chat_renderer.TOO_LARGE:
-            raise TemplateTooLarge(f"{most_bytes >> 20} MiB of memory", len(content))
+            raise _too_large(f"{most_bytes >> 20} MiB of memory", len(content))
         self.close()
         _renderers.clear()
         if self._process.returncode == -signal.SIGXCPU:
-            raise TemplateTooLarge(f"{seconds} s of CPU time", len(content))
+            raise _too_large(f"{seconds} s of CPU time", len(content))
         raise FanformerError(
             f"the process that renders chat templates ended with exit code {self._process.returncode}; free memory, "
             "and run the same command again"
@@ -275,6 +275,13 @@ class _Renderer:
         """End the process, which nothing can keep from it."""
         self._process.kill()
         self._process.communicate()
+
+
+def _too_large(what: str, request_bytes: int) -> TemplateTooLarge:
+    return TemplateTooLarge(
+        f"the chat template takes more than {what} for a conversation of {request_bytes:,} bytes; it repeats too much: "
+        "use another template"
+    )
 
 
 _renderers: list[_Renderer] = []
@@ -287,7 +294,7 @@ def _rendered(
     messages: Sequence[Message],
     renderings: Sequence[tuple[int, bool]],
     tools: Tools | None = None,
-) -> list[str]:
+) -> tuple[str, list[int | None]]:
     with _one_at_a_time:
         if not _renderers or _renderers[0].owner != os.getpid():
             _renderers[:] = [_Renderer()]

@@ -34,16 +34,21 @@ class _Stream(io.RawIOBase):
         return self._at
 
     def readinto(self, buffer: Any) -> int:
-        wanted = min(len(buffer), self._file.size - self._at)
-        if wanted <= 0:
-            return 0
+        """Fill a buffer but at the end of the file: a short read is the end to those that read it, such as pyarrow."""
+        wanted = max(0, min(len(buffer), self._file.size - self._at))
+        filled = 0
+        while filled < wanted:
+            self._hold(wanted - filled)
+            begin = self._at - self._first
+            found = self._held[begin : begin + wanted - filled]
+            buffer[filled : filled + len(found)] = found
+            filled, self._at = filled + len(found), self._at + len(found)
+        return filled
+
+    def _hold(self, wanted: int) -> None:
+        """Request what comes next, unless some of it is held."""
         held_end = self._first + len(self._held)
         if not self._first <= self._at < held_end:
             ahead = PART_BYTES * PARTS // 2 if self._at == held_end else max(wanted, SOUGHT_BYTES)
             end = min(self._file.size, self._at + ahead)
             self._first, self._held = self._at, b"".join(parts_of(self._file, first=self._at, end=end))
-        begin = self._at - self._first
-        found = self._held[begin : begin + wanted]
-        buffer[: len(found)] = found
-        self._at += len(found)
-        return len(found)

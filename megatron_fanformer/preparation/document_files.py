@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Protocol
 from isal import igzip
 from isal.igzip_lib import IsalError
 
-from megatron_fanformer.durable_files import regular_file
+from megatron_fanformer.durable_files import naming, regular_file
 from megatron_fanformer.errors import CorruptError, InputError
 from megatron_fanformer.preparation.documents import (
     MAX_LINE_BYTES,
@@ -94,17 +94,19 @@ class DocumentFile:
         return self._digest.hexdigest()
 
     def blocks(self, block_bytes: int = BLOCK_BYTES) -> Iterator[Block]:
-        """Return all its lines, in blocks of about `block_bytes` uncompressed bytes (more where one line is longer).
+        """Yield all its lines, in blocks of about `block_bytes` uncompressed bytes (more where one line is longer).
 
         Every member of a concatenated gzip file and every frame of a zstd file is read. Raises CorruptError
         for a compressed or Parquet file that is truncated or damaged, InputError for one that cannot be opened
-        or has no text column.
+        or has no text column, OSError, which names it, where the system fails to read it.
         """
-        if self.path.name.endswith(PARQUET_SUFFIX):
-            return self._row_blocks()
-        if self.path.name.endswith(TEXT_SUFFIXES):
-            return self._whole_text(block_bytes)
-        return self._line_blocks(block_bytes)
+        with naming(str(self.path)):
+            if self.path.name.endswith(PARQUET_SUFFIX):
+                yield from self._row_blocks()
+            elif self.path.name.endswith(TEXT_SUFFIXES):
+                yield from self._whole_text(block_bytes)
+            else:
+                yield from self._line_blocks(block_bytes)
 
     def _whole_text(self, block_bytes: int) -> Iterator[Block]:
         pieces: list[bytes] = []
@@ -244,6 +246,8 @@ def _naming_parquet(path: InputFile, kind: type[Exception]) -> Iterator[None]:
     try:
         yield
     except (kind, OSError) as error:
+        if isinstance(error, OSError) and error.errno is not None:  # the system's, and not pyarrow's
+            raise
         reason = " ".join(str(error).split())
         raise CorruptError(f"{path} is damaged ({reason}), not a complete Parquet file; fetch it again") from error
 

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from megatron_fanformer.data.npy_files import NUMPY_MAGIC
+from megatron_fanformer.durable_files import naming
 from megatron_fanformer.errors import CorruptError, InputError
 from megatron_fanformer.preparation.encoding import EncodedBlock
 
@@ -50,7 +51,7 @@ def _mapped(path: Path, dtype: np.dtype[Any]) -> np.ndarray:
             f"{path} holds {size} bytes, not a whole number of {dtype.name} tokens;"
             " copy it again, or set npy_dtype to its type"
         )
-    with path.open("rb") as file:
+    with naming(path), path.open("rb") as file:
         if file.read(len(NUMPY_MAGIC)) == NUMPY_MAGIC:
             raise InputError(f"{path} has a NumPy header; name headerless token files, as tofile writes them")
     return np.memmap(path, dtype, mode="r") if size else np.empty(0, dtype)

@@ -17,6 +17,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+from megatron_fanformer.data.chat_template import TemplateTooLarge
 from megatron_fanformer.data.manifest import Settings
 from megatron_fanformer.durable_files import write_refusal
 from megatron_fanformer.errors import FanformerError, InputError
@@ -93,17 +94,26 @@ def run_worker(setup: WorkerSetup, threads: int, connection: Connection) -> None
     while (task := connection.recv()) is not None:
         try:
             connection.send(Done(task, encoder.encode(task)))
+        except TemplateTooLarge as error:
+            connection.send(Failed(task, TemplateTooLarge(f"{task.path}: {error}")))
         except (FanformerError, TokenizersDisagree) as error:
             connection.send(Failed(task, error))
         except OSError as error:
-            # What is read has its name in the error; what is written, by libraries, seldom.
-            name = error.filename or setup.folder
-            message = f"{name}: {write_refusal(error, name)}; free what ran out, and run the same command to continue"
-            connection.send(Failed(task, FanformerError(message)))
+            connection.send(Failed(task, _refused_by_system(error, task, setup.folder)))
         except Exception as error:
             failure = FanformerError(f"{task.path} could not be prepared ({type(error).__name__}: {error})")
             failure.rank_traceback = traceback.format_exc()  # type: ignore[attr-defined]
             connection.send(Failed(task, failure))
+
+
+def _refused_by_system(error: OSError, task: Task, folder: Path) -> FanformerError:
+    # What is read has its name in the error; what is written, by libraries, seldom.
+    name = error.filename or folder
+    if str(name) == str(task.path):
+        what, remedy = f"{name} cannot be read ({error.strerror})", "check its disk"
+    else:
+        what, remedy = f"{name}: {write_refusal(error, name)}", "free what ran out"
+    return FanformerError(f"{what}; {remedy}, and run the same command to continue")
 
 
 class _FileEncoder:

@@ -365,7 +365,9 @@ class Heartbeat:
         rank = min(silent, key=lambda rank: silent[rank].changed)
         beat, seconds = silent[rank].beat, self._awake - silent[rank].changed
         have = f" and {len(silent) - 1} other ranks have" if len(silent) > 1 else " has"
-        return RankHangs(f"rank {rank} on {beat.host}{have} been silent for {seconds:.0f} s, last seen {beat.place}")
+        return RankHangs(
+            f"rank {rank} on {beat.host}{have} been silent for {seconds:.0f} s, last seen {beat.place}; {REMEDY}"
+        )
 
     def _stuck(self, limit: float, idle: float) -> FanformerError | None:
         waited = min([idle, *(self._awake - seen.progressed for seen in self._seen.values())])
@@ -381,27 +383,19 @@ class Heartbeat:
         if beat.reached < own.reached:
             return RankHangs(
                 f"rank {rank} on {beat.host} has made no progress for {waited:.0f} s, {beat.place}, "
-                "and others wait for it"
+                f"and others wait for it; {REMEDY}"
             )
         return RankHangs(  # this one holds up the others, or all are equally far
-            f"no rank has made progress for {waited:.0f} s, rank {self._rank} on {own.host} is {own.place}"
+            f"no rank has made progress for {waited:.0f} s, rank {self._rank} on {own.host} is {own.place}; {REMEDY}"
         )
 
 
 class RankHangs(PeerFailed):
-    """A rank is silent, or holds up the others.
-
-    Args:
-        found: what the ranks' reports say, as a clause with its end; nothing without them.
-    """
-
-    def __init__(self, what: str, found: str = "") -> None:
-        super().__init__(f"{what}; {found}{REMEDY}")
-        self._what = what
+    """A rank is silent, or holds up the others; the message ends in REMEDY."""
 
     def with_findings(self, report: str) -> "RankHangs":
         """Return the error with what the ranks' reports say."""
-        return RankHangs(self._what, hang_report.clause(report, REPORT_SECONDS))
+        return RankHangs(f"{str(self).removesuffix(REMEDY)}{hang_report.clause(report, REPORT_SECONDS)}{REMEDY}")
 
 
 @contextmanager

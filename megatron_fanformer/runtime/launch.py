@@ -73,7 +73,14 @@ class RankFailed(FanformerError):
         was_stopping: whether a signal to stop had come, before they failed or as they were ended.
     """
 
-    def __init__(self, message: str, exit_code: int, traceback: str = "", *, was_stopping: bool = False) -> None:
+    def __init__(
+        self,
+        message: str,
+        exit_code: int = FanformerError.exit_code,
+        traceback: str = "",
+        *,
+        was_stopping: bool = False,
+    ) -> None:
         super().__init__(message)
         self.was_stopping = was_stopping
         self.exit_code = exit_code

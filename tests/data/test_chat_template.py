@@ -299,6 +299,15 @@ def test_a_template_without_end_is_an_error(template: str, what: str, monkeypatc
     assert ChatTemplate("{{ messages[0].content }}").render(HELLO).text == HELLO[0]["content"]
 
 
+def test_a_long_conversation_is_rendered_in_the_memory_of_a_template() -> None:
+    """Of a hundred turns: the renderings of its beginnings have a hundred times its size together."""
+    question, answer = "🙂" + "q" * 3000, "a" * 7000
+    turns = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+    chat = ChatTemplate(CHATML).render(turns * 100)
+    assert len(chat.learned) == 100
+    assert {chat.text[begin:end] for begin, end in chat.learned} == {f"{answer}<|im_end|>"}
+
+
 def test_a_process_that_is_killed_is_another_error_than_the_templates() -> None:
     template = ChatTemplate("{{ messages[0].content }}")
     (renderer,) = chat_template._renderers

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from megatron_fanformer.data import remote_files, remote_stores
-from megatron_fanformer.data.batches import micro_batches
+from megatron_fanformer.data.batches import _ErrorsAsSamples, micro_batches
 from megatron_fanformer.data.config import DataConfig
 from megatron_fanformer.data.datasets import build_datasets
 from megatron_fanformer.data.identity import identify_data
@@ -285,6 +285,24 @@ def test_credentials_that_end_are_an_error_with_one_line(
     text = str(raised.value)
     assert url in text and "13 attempts" in text and "\n" not in text
     assert len([record for record in caplog.records if record.levelname == "WARNING"]) == 1
+
+
+def test_a_store_that_is_down_is_waited_for_once_by_all_samples_of_a_task(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which are read one by one where one of them alone is at fault."""
+    plan, waited = Plan(), []
+    with planned(folder, plan) as url:
+        train = _ErrorsAsSamples(train_set(config_of(url, tmp_path / "cache")))
+        until_done = remote_files.until_done
+        monkeypatch.setattr(remote_files, "until_done", lambda *given: waited.append(given) or until_done(*given))
+        plan._share = 1.0
+        down = train.__getitems__(list(range(8)))
+        assert [type(each) for each in down] == [FanformerError] * 8 and len(waited) == 1
+        plan._share = 0.0
+        write_npy(folder / "two.npy", 2077, seed=8)
+        kinds = {type(each) for each in train.__getitems__(list(range(SAMPLES)))}
+        assert kinds == {dict, CorruptError}
 
 
 def test_no_right_at_the_start_is_an_input_error_and_shows_no_secret(folder: Path, tmp_path: Path) -> None:

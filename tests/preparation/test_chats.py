@@ -11,7 +11,7 @@ from pyarrow import parquet
 from tokenizers import Tokenizer as Library
 
 from megatron_fanformer.data.chat_files import open_chats
-from megatron_fanformer.data.chat_template import OLMO_TEMPLATE, ChatTemplate, encode_chat
+from megatron_fanformer.data.chat_template import OLMO_TEMPLATE, ChatTemplate, TemplateTooLarge, encode_chat
 from megatron_fanformer.data.manifest import ChatSettings, Settings
 from megatron_fanformer.data.tokenizer import load_tokenizer
 from megatron_fanformer.errors import InputError
@@ -347,3 +347,20 @@ def test_inputs_without_any_conversation_are_refused(tmp_path: Path, write_lines
     config: dict[str, Any] = {"chat": True, "chat_template": str(tmp_path / "t.jinja")}
     with pytest.raises(InputError, match="hold no conversation: 1 lines read, refused: 1 refused by the template"):
         prepare(tmp_path / "x", file, **config)
+
+
+def test_a_template_that_takes_too_much_ends_its_file_alone(
+    tmp_path: Path, write_lines: WriteLines, prepare: Prepare
+) -> None:
+    """And is reported by the worker's file, in one line."""
+    bad = [{**USER, "content": "bad"}, ANSWER]
+    files = [write_lines(f"{n}.jsonl", as_lines([chat])) for n, chat in enumerate([bad, [USER, ANSWER], bad])]
+    template = (
+        "{{ messages[0].content.ljust(10 ** 9 if messages[0].content == 'bad' else 1) }}{{ messages[1].content }}"
+    )
+    (tmp_path / "t.jinja").write_text(template)
+    with pytest.raises(TemplateTooLarge) as error:
+        prepare(tmp_path / "x", *files, chat=True, chat_template=str(tmp_path / "t.jinja"))
+    text = str(error.value)
+    assert text.startswith(f"{files[0]}: the chat template takes more than 256 MiB") and "\n" not in text
+    assert f"; {files[2]}: the chat template" in text and "what is done stays in" in text

@@ -195,6 +195,18 @@ def test_damaged_inputs_are_all_named_and_nothing_is_published(
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["out.parts"]
 
 
+@pytest.mark.parametrize(("name", "settings"), [("a.jsonl", {}), ("a.npy", {"from_npy": True})])
+def test_an_input_that_the_system_fails_to_read_is_named(
+    tmp_path: Path, prepare: Prepare, name: str, settings: dict[str, Any]
+) -> None:
+    """As the beginning of a worker's memory is."""
+    (tmp_path / name).symlink_to("/proc/self/mem")
+    with pytest.raises(FanformerError) as error:
+        prepare(tmp_path / "out", tmp_path / name, **settings)
+    line = f"{tmp_path / name} cannot be read (Input/output error); check its disk, and run the same command to"
+    assert str(error.value).startswith(line) and error.value.exit_code == 1
+
+
 def test_once_the_damaged_input_is_mended_the_rest_is_not_done_again(
     tmp_path: Path, mixed: Path, write_lines: WriteLines, prepare: Prepare
 ) -> None:

@@ -16,6 +16,7 @@ from megatron_fanformer.preparation.document_files import DocumentFile, parse_bl
 from megatron_fanformer.preparation.documents import DocumentParser
 from megatron_fanformer.preparation.inputs import expand_inputs
 from megatron_fanformer.preparation.prepare import PrepareConfig, prepare
+from megatron_fanformer.preparation.remote_inputs import RemoteInput
 from tests.data.failing_stores import Plan, planned
 from tests.preparation.making import as_line
 
@@ -70,6 +71,32 @@ def test_a_store_that_fails_now_and_then_changes_nothing(documents: Path, monkey
             assert blocks[0] == blocks[1]
             assert (one.sha256, one.bytes_read) == (other.sha256, other.bytes_read)
     assert plan.faults > 20
+
+
+@pytest.mark.parametrize("length", [1, 37, 1000, 3001, 1 << 20])
+def test_reads_across_what_is_requested_ahead_are_short_at_the_end_alone(
+    length: int, documents: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote_streams, "PART_BYTES", 250)
+    monkeypatch.setattr(remote_streams, "SOUGHT_BYTES", 64)
+    content = bytes(range(256)) * 40
+    (documents / "d.jsonl").write_bytes(content)
+    (file,) = expand_inputs([f"file://{documents}/d.jsonl"])
+    assert isinstance(file, RemoteInput)
+    for first in (0, 999):
+        stream = file.open()
+        stream.seek(first)
+        wanted = [content[at : at + length] for at in range(first, len(content), length)]
+        assert list(iter(lambda: stream.read(length), b"")) == wanted  # noqa: B023
+
+
+def test_parquet_is_read_across_what_is_requested_ahead(documents: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A larger file than that: pyarrow takes a read that is short for the end of the file."""
+    monkeypatch.setattr(remote_streams, "PART_BYTES", 1000)
+    monkeypatch.setattr(remote_streams, "SOUGHT_BYTES", 1000)
+    (file,) = expand_inputs([f"file://{documents}/b.parquet"])
+    found = [one.text for block in DocumentFile(file).blocks() for one in parse_block(block, DocumentParser())]
+    assert found == [f"row {number}" for number in range(5000)]
 
 
 def test_files_are_named_as_those_here_are(documents: Path, tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ from megatron_fanformer.runtime.hang_report import (
     reporting_hangs,
     write_report,
 )
-from megatron_fanformer.runtime.heartbeat import Activity, Heartbeat, RankHangs
+from megatron_fanformer.runtime.heartbeat import REMEDY, Activity, Heartbeat, RankHangs
 from megatron_fanformer.runtime.last_collectives import records, remembering_collectives
 from tests.patience import PATIENCE_SECONDS, wait_until
 
@@ -256,7 +256,7 @@ def test_ranks_that_find_the_main_one_silent_have_the_reports_of_each_other(tmp_
     ranks[0].beat()
     for beats in ranks[1:]:
         beats.look()
-    error = RankHangs("rank 0 on a has been silent for 1 s")
+    error = RankHangs(f"rank 0 on a has been silent for 1 s; {REMEDY}")
     later = mock.patch.object(ranks[1]._over, "wait", lambda _seconds: ranks[2]._reported(error))
     with reporting_hangs(tmp_path), later:  # rank 2 finds it a little later
         report_lines = str(ranks[1]._reported(error))
@@ -265,6 +265,7 @@ def test_ranks_that_find_the_main_one_silent_have_the_reports_of_each_other(tmp_
     assert report_lines.startswith(
         "rank 0 on a has been silent for 1 s; rank 0 has written no report: its process is stopped"
     )
+    assert report_lines.count(REMEDY) == 1 and report_lines.endswith(f"; {REMEDY}")
 
 
 def test_a_run_that_never_hung_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
