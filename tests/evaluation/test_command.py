@@ -27,6 +27,7 @@ from megatron_fanformer.evaluation.requests import read_requests, write_requests
 from megatron_fanformer.formats.recognition import find_checkpoint
 from megatron_fanformer.output import guarded
 from megatron_fanformer.processes import hold_signals
+from tests.data.token_making import write_manifest as write_token_manifest
 from tests.evaluation.made_up import made_up_requests
 from tests.evaluation.test_ulogic import RULES as ulogic_rules
 from tests.generation.making import model_and_tensors, write_checkpoint, write_export, write_tokenizer
@@ -218,15 +219,36 @@ def test_tasks_without_requests_are_prepared_once(
     assert capsys.readouterr().err.count("q.jsonl:1: it is not a JSON object") == 1
 
 
+@pytest.fixture
+def other(made: Made, tmp_path: Path) -> Path:
+    """The export, which states another end of text than its tokenizer has."""
+    shutil.copytree(made.export, folder := tmp_path / "other")
+    stated = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**stated, "eos_token_id": 7}))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("has_manifest", "stated", "lengths"), [(True, (), [4, 6]), (True, ("--eod-id", 2), [2, 8]), (False, (), [3, 7])]
+)
+def test_the_documents_of_a_set_end_as_its_manifest_says_whatever_the_model_states(
+    has_manifest: bool, stated: tuple[object, ...], lengths: list[int], other: Path, tmp_path: Path
+) -> None:
+    np.array([1, 2, 7, 0, 3, 4, 5, 6, 8, 9], "<u2").tofile(tmp_path / "tokens.npy")
+    if has_manifest:
+        write_token_manifest(str(tmp_path / "tokens"), dtype="uint16", max_token_id=9)  # with 0
+    request = read(other, "--perplexity", f"own={tmp_path / 'tokens.npy'}", "--chunking", "documents", *stated)
+    (job,) = find_jobs(request).jobs
+    (own,) = job.survey.sets
+    assert own.pieces()[:, 2].tolist() == lengths
+
+
 def test_requests_have_the_end_of_text_that_the_checkpoints_state(
-    made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    made: Made, other: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    file, other = tmp_path / "q.jsonl", tmp_path / "other"
+    file = tmp_path / "q.jsonl"
     file.write_text(json.dumps({"context": "", "choices": ["4", "5"], "answer": 0}))
-    shutil.copytree(made.export, other)
-    stated = json.loads((other / "config.json").read_text())
-    (other / "config.json").write_text(json.dumps({**stated, "eos_token_id": 7}))
 
     def prepared(*checkpoints: Path) -> Path:
         request = command._with_requests(read(*checkpoints, "--tasks", file))
