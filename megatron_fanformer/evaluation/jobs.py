@@ -86,7 +86,7 @@ def find_jobs(request: EvaluationRequest) -> Jobs:
     known: dict[Any, EvaluationSurvey | None] = {}  # checkpoints of a run share one, though each has a tokenizer
     jobs = []
     for checkpoint in request.checkpoints:
-        source = find_model(checkpoint)
+        source = find_model(checkpoint, eod_id=request.options.eod_id)
         tokenizer = request.options.tokenizer or source.tokenizer
         found += layout_problems(source.config, request.layout.parallel)
         if (choices or texts) and tokenizer is None:

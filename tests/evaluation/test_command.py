@@ -250,8 +250,8 @@ def test_requests_have_the_end_of_text_that_the_checkpoints_state(
     file = tmp_path / "q.jsonl"
     file.write_text(json.dumps({"context": "", "choices": ["4", "5"], "answer": 0}))
 
-    def prepared(*checkpoints: Path) -> Path:
-        request = command._with_requests(read(*checkpoints, "--tasks", file))
+    def prepared(*arguments: object) -> Path:
+        request = command._with_requests(read(*arguments, "--tasks", file))
         return Path(str(request.evaluation.requests))
 
     def first(path: Path) -> int:
@@ -261,9 +261,26 @@ def test_requests_have_the_end_of_text_that_the_checkpoints_state(
     assert (first(prepared(made.run, made.export)), first(prepared(other))) == (own, 7)
     with pytest.raises(InputError, match=rf"2 tokenizers \(.* with end of text {own}, .* with end of text 7\)"):
         prepared(made.run, other)
+    assert first(prepared(made.run, other, "--eod-id", 9)) == 9
     by_hand = tmp_path / "by-hand.safetensors"
     assert evaluate("--prepare", by_hand, "--tasks", file, "--tokenizer", made.tokenizer, "--eod-id", 7) == 0
     assert by_hand.read_bytes() == prepared(other).read_bytes()
+
+
+@pytest.mark.parametrize("asked", [["--tasks", "QUESTIONS"], ["--ulogic", RULES]])
+def test_a_tokenizer_that_does_not_tell_its_end_of_text_is_told_it(
+    asked: list[str], made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (file := tmp_path / "q.jsonl").write_text(json.dumps({"context": "", "choices": ["4", "5"], "answer": 0}))
+    tokenizer = write_tokenizer(tmp_path, end_of_text="<end>")
+    places = {**made.places, "QUESTIONS": file}
+    arguments = [made.run, "--tokenizer", tokenizer, *(places.get(word, word) for word in asked)]
+    with pytest.raises(InputError, match=r"has no end-of-text piece .*; set --eod-id to its id$"):
+        command._find_jobs(read(*arguments))
+    (job,) = command._find_jobs(read(*arguments, "--eod-id", 9)).jobs
+    assert job.source.end_of_text_id == 9
+    assert all(task.ids[0] == 9 for task in job.survey.tasks.values())
 
 
 def test_requests_that_another_process_has_prepared_meanwhile_are_taken(
@@ -445,6 +462,7 @@ GSM8K = ("--requests", REQUESTS, "--tasks", "gsm8k")
         ([RUN, "--perplexity", TOKENS, "--limit", "2"], 2, "--limit is set without --requests; name a request file"),
         ([RUN, "--requests", REQUESTS, "--tasks", "ulogic"], 2, "ulogic; request it from `evaluate` by --ulogic"),
         ([RUN, "--requests", REQUESTS, "--batches", "2"], 2, "--batches has no effect without --perplexity"),
+        ([RUN, "--eod-id", "1"], 2, "--eod-id has no effect without --perplexity or --tasks or --requests or --ulogic"),
         ([RUN, "--prepare", "out"], 2, "--prepare writes a request file and reads no model"),
         (["--prepare", "out", "--tasks", "piqa"], 2, "--prepare needs --tasks and --tokenizer"),
         (["--prepare", "out", "--tasks", "piqa", "--seed", "1"], 2, "--seed has no effect with --prepare; leave it"),
