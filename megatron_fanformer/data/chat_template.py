@@ -112,12 +112,21 @@ class ChatTemplate:
             raise InputError(f"the chat template is not valid Jinja, {error}; fix it") from error
 
     def render(
-        self, messages: Sequence[Message], add_generation_prompt: bool = False, tools: Tools | None = None
+        self,
+        messages: Sequence[Message],
+        add_generation_prompt: bool = False,
+        tools: Tools | None = None,
+        *,
+        needs_learned: bool = True,
     ) -> RenderedChat:
         """Return the text of a conversation, with what opens the assistant's next turn where `add_generation_prompt`.
 
         Arguments of tool calls are given as stated; those that are JSON text as objects where the template cannot
         render the text, or would escape it.
+
+        Args:
+            needs_learned: whether it is refused where what is learned is unknown, for training; else such turns have no
+                span.
 
         Raises:
             TemplateRefusal: it cannot render this one, or leaves out tools or a message of a role that it does not
@@ -126,21 +135,23 @@ class ChatTemplate:
         """
         others = with_objects(messages)
         try:
-            chat = self._rendered(messages, add_generation_prompt, tools)
+            chat = self._rendered(messages, add_generation_prompt, tools, needs_learned)
         except TemplateRefusal:
             if others is None:
                 raise
-            chat = self._rendered(others, add_generation_prompt, tools)
+            chat = self._rendered(others, add_generation_prompt, tools, needs_learned)
         else:
             if others is not None and has_escaped_arguments(messages, chat.text):
-                chat = self._rendered(others, add_generation_prompt, tools)
+                chat = self._rendered(others, add_generation_prompt, tools, needs_learned)
         if (what := left_out(messages, tools, chat.text)) is not None:
             raise TemplateRefusal(
                 f"the chat template leaves out {what}; use one that knows them", f"{LEAVES_OUT} {what}"
             )
         return chat
 
-    def _rendered(self, messages: Sequence[Message], add_generation_prompt: bool, tools: Tools | None) -> RenderedChat:
+    def _rendered(
+        self, messages: Sequence[Message], add_generation_prompt: bool, tools: Tools | None, needs_learned: bool
+    ) -> RenderedChat:
         is_marked = GENERATION.search(self.source) is not None
         turns = [] if is_marked else _assistant_turns(messages)
         # Without marks, of each turn: what comes before it, with the opening of an answer, and with it.
@@ -154,8 +165,17 @@ class ChatTemplate:
             ) from error
         if is_marked:
             return _without_marks(marked)
-        found = zip(turns, parts[::2], parts[1::2], strict=True)
-        return RenderedChat(marked, [_turn(messages, turn, marked, before, after) for turn, before, after in found])
+        spans = []
+        for turn, before, after in zip(turns, parts[::2], parts[1::2], strict=True):
+            if marked.startswith(after) and after.startswith(before):
+                spans.append(_turn(messages[turn], before, after))
+            elif needs_learned:
+                raise TemplateRefusal(
+                    f"the chat template renders the messages before message {turn} (from 0) otherwise once others "
+                    "follow, so that what is learned is unknown; mark it in the template by {% generation %} blocks",
+                    BEGINS_OTHERWISE,
+                )
+        return RenderedChat(marked, spans)
 
     def with_variables(self) -> str:
         """Return its source with the special tokens set: the same text, whichever tokens another program gives it."""
@@ -176,18 +196,12 @@ class ChatTemplate:
             ) from error
 
 
-def _turn(messages: Sequence[Message], turn: int, text: str, before: str, after: str) -> tuple[int, int]:
+def _turn(message: Message, before: str, after: str) -> tuple[int, int]:
     """Return the span of an assistant turn: what it adds to the messages before it and the opening of an answer.
 
     White space after the mark that ends the turn is left out of it.
     """
-    if not (text.startswith(after) and after.startswith(before)):
-        raise TemplateRefusal(
-            f"the chat template renders the messages before message {turn} (from 0) otherwise once others follow,"
-            " so that what is learned is unknown; mark it in the template by {% generation %} blocks",
-            BEGINS_OTHERWISE,
-        )
-    span, content = after[len(before) :], (messages[turn]["content"] or "").strip()
+    span, content = after[len(before) :], (message["content"] or "").strip()
     closing = span.partition(content)[2] if content else span
     return len(before), len(before) + len(span.rstrip() if closing.strip() else span)
 
