@@ -39,6 +39,7 @@ LARGEST_BYTES = 1 << 24  # of either; the largest template known to us has 20 kB
 ASSISTANT = "assistant"
 GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 VARIABLES = ("bos_token", "eos_token", "pad_token", "unk_token")
+SET = re.compile(r'\{% set (\w+) = "(?:[^"\\]|\\.)*" %\}\n')  # as `_with_set` writes it
 
 # The form of OLMo's script that prepares Tulu's conversations (allenai/OLMo, scripts/prepare_tulu_data.py).
 OLMO_TEMPLATE = """\
@@ -179,10 +180,7 @@ class ChatTemplate:
 
     def with_variables(self) -> str:
         """Return its source with the special tokens set: the same text, whichever tokens another program gives it."""
-        # Characters as they are: Jinja reads JSON's pair of surrogates as two characters, which no text can hold.
-        texts = {name: json.dumps(text, ensure_ascii=False) for name, text in self.variables.items()}
-        # the line end that follows is no text: blocks are trimmed
-        return "".join(f"{{% set {name} = {text} %}}\n" for name, text in texts.items()) + self.source
+        return _with_set(self.source, self.variables)
 
     def _texts(
         self, messages: Sequence[Message], renderings: Sequence[tuple[int, bool]], tools: Tools | None
@@ -194,6 +192,13 @@ class ChatTemplate:
                 f"the chat template cannot render the conversation ({error}); change it, or use another template",
                 REFUSED,
             ) from error
+
+
+def _with_set(source: str, variables: Mapping[str, str]) -> str:
+    # Characters as they are: Jinja reads JSON's pair of surrogates as two characters, which no text can hold.
+    texts = {name: json.dumps(text, ensure_ascii=False) for name, text in variables.items()}
+    # the line end that follows is no text: blocks are trimmed
+    return "".join(f"{{% set {name} = {text} %}}\n" for name, text in texts.items()) + source
 
 
 def _turn(message: Message, before: str, after: str) -> tuple[int, int]:
@@ -325,10 +330,8 @@ def find_template(
         InputError: there is none, or it cannot be read, or is not valid Jinja.
     """
     path = Path(tokenizer_path)
-    folder = path if path.is_dir() else path.parent
-    config = _tokenizer_config(folder / TOKENIZER_CONFIG)
     if named is None:
-        source = own_template(folder)
+        source = own_template(_folder_of(path))
         if source is None:
             raise InputError(
                 f"tokenizer {path} has no chat template ({CHAT_TEMPLATE_JINJA}, or one in {TOKENIZER_CONFIG}); name a"
@@ -336,12 +339,41 @@ def find_template(
             )
     else:
         source = OLMO_TEMPLATE if str(named) == OLMO else _read(Path(named), "a Jinja file")
+    return ChatTemplate(source, _special_tokens(path, eod_id))
+
+
+def template_of(folder: Path, tokenizer: Path) -> str | None:
+    """Return the template in a folder with a tokenizer's special tokens set, as it may lie elsewhere; None where there
+    is none.
+
+    Those that it does not name, or begins by setting, are left out: what is converted again stays the same.
+
+    Raises InputError if it or the tokenizer cannot be read.
+    """
+    source = own_template(folder)
+    if source is None:
+        return None
+    begun, end = set(), 0
+    while line := SET.match(source, end):
+        begun.add(line[1])
+        end = line.end()
+    tokens = _special_tokens(tokenizer).items()
+    return _with_set(source, {name: text for name, text in tokens if name in source and name not in begun})
+
+
+def _folder_of(tokenizer: Path) -> Path:
+    return tokenizer if tokenizer.is_dir() else tokenizer.parent
+
+
+def _special_tokens(tokenizer_path: Path, eod_id: int | None = None) -> dict[str, str]:
+    """Return a tokenizer's special tokens by their names in templates, as `find_template` says."""
+    config = _tokenizer_config(_folder_of(tokenizer_path) / TOKENIZER_CONFIG)
     variables = {name: text for name in VARIABLES if (text := _token_text(config.get(name))) is not None}
     if eod_id is not None or "eos_token" not in variables:
-        tokenizer = load_tokenizer(path, eod_id=eod_id, needs_eod=False)
+        tokenizer = load_tokenizer(tokenizer_path, eod_id=eod_id, needs_eod=False)
         if tokenizer.eod_id >= 0:
             variables["eos_token"] = tokenizer.piece(tokenizer.eod_id)
-    return ChatTemplate(source, variables)
+    return variables
 
 
 def attached_files(tokenizer: Path | None, chat_template: str | None) -> dict[str, bytes]:
