@@ -15,7 +15,6 @@ import torch
 
 from megatron_fanformer.checkpoint.manifest import write_manifest
 from megatron_fanformer.cli import main, read_command
-from megatron_fanformer.data.tokenizer import load_tokenizer
 from megatron_fanformer.durable_files import sha256_of
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.evaluation import command, request_cache
@@ -27,7 +26,6 @@ from megatron_fanformer.evaluation.requests import read_requests, write_requests
 from megatron_fanformer.formats.recognition import find_checkpoint
 from megatron_fanformer.output import guarded
 from megatron_fanformer.processes import hold_signals
-from tests.data.token_making import write_manifest as write_token_manifest
 from tests.evaluation.made_up import made_up_requests
 from tests.evaluation.test_ulogic import RULES as ulogic_rules
 from tests.generation.making import model_and_tensors, write_checkpoint, write_export, write_tokenizer
@@ -217,70 +215,6 @@ def test_tasks_without_requests_are_prepared_once(
     file.write_text("[]")
     assert evaluate(*task) == 2
     assert capsys.readouterr().err.count("q.jsonl:1: it is not a JSON object") == 1
-
-
-@pytest.fixture
-def other(made: Made, tmp_path: Path) -> Path:
-    """The export, which states another end of text than its tokenizer has."""
-    shutil.copytree(made.export, folder := tmp_path / "other")
-    stated = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**stated, "eos_token_id": 7}))
-    return folder
-
-
-@pytest.mark.parametrize(
-    ("has_manifest", "stated", "lengths"), [(True, (), [4, 6]), (True, ("--eod-id", 2), [2, 8]), (False, (), [3, 7])]
-)
-def test_the_documents_of_a_set_end_as_its_manifest_says_whatever_the_model_states(
-    has_manifest: bool, stated: tuple[object, ...], lengths: list[int], other: Path, tmp_path: Path
-) -> None:
-    np.array([1, 2, 7, 0, 3, 4, 5, 6, 8, 9], "<u2").tofile(tmp_path / "tokens.npy")
-    if has_manifest:
-        write_token_manifest(str(tmp_path / "tokens"), dtype="uint16", max_token_id=9)  # with 0
-    request = read(other, "--perplexity", f"own={tmp_path / 'tokens.npy'}", "--chunking", "documents", *stated)
-    (job,) = find_jobs(request).jobs
-    (own,) = job.survey.sets
-    assert own.pieces()[:, 2].tolist() == lengths
-
-
-def test_requests_have_the_end_of_text_that_the_checkpoints_state(
-    made: Made, other: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    file = tmp_path / "q.jsonl"
-    file.write_text(json.dumps({"context": "", "choices": ["4", "5"], "answer": 0}))
-
-    def prepared(*arguments: object) -> Path:
-        request = command._with_requests(read(*arguments, "--tasks", file))
-        return Path(str(request.evaluation.requests))
-
-    def first(path: Path) -> int:
-        return int(read_requests(path).tasks["own:q"].ids[0])
-
-    own = load_tokenizer(made.tokenizer).eod_id
-    assert (first(prepared(made.run, made.export)), first(prepared(other))) == (own, 7)
-    with pytest.raises(InputError, match=rf"2 tokenizers \(.* with end of text {own}, .* with end of text 7\)"):
-        prepared(made.run, other)
-    assert first(prepared(made.run, other, "--eod-id", 9)) == 9
-    by_hand = tmp_path / "by-hand.safetensors"
-    assert evaluate("--prepare", by_hand, "--tasks", file, "--tokenizer", made.tokenizer, "--eod-id", 7) == 0
-    assert by_hand.read_bytes() == prepared(other).read_bytes()
-
-
-@pytest.mark.parametrize("asked", [["--tasks", "QUESTIONS"], ["--ulogic", RULES]])
-def test_a_tokenizer_that_does_not_tell_its_end_of_text_is_told_it(
-    asked: list[str], made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    (file := tmp_path / "q.jsonl").write_text(json.dumps({"context": "", "choices": ["4", "5"], "answer": 0}))
-    tokenizer = write_tokenizer(tmp_path, end_of_text="<end>")
-    places = {**made.places, "QUESTIONS": file}
-    arguments = [made.run, "--tokenizer", tokenizer, *(places.get(word, word) for word in asked)]
-    with pytest.raises(InputError, match=r"has no end-of-text piece .*; set --eod-id to its id$"):
-        command._find_jobs(read(*arguments))
-    (job,) = command._find_jobs(read(*arguments, "--eod-id", 9)).jobs
-    assert job.source.end_of_text_id == 9
-    assert all(task.ids[0] == 9 for task in job.survey.tasks.values())
 
 
 def test_requests_that_another_process_has_prepared_meanwhile_are_taken(
