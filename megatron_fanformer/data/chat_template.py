@@ -39,6 +39,7 @@ LARGEST_BYTES = 1 << 24  # of either; the largest template known to us has 20 kB
 ASSISTANT = "assistant"
 GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 VARIABLES = ("bos_token", "eos_token", "pad_token", "unk_token")
+SET = re.compile(r'\{% set (\w+) = "(?:[^"\\]|\\.)*" %\}\n')  # as `_with_set` writes it
 
 # The form of OLMo's script that prepares Tulu's conversations (allenai/OLMo, scripts/prepare_tulu_data.py).
 OLMO_TEMPLATE = """\
@@ -106,12 +107,21 @@ class ChatTemplate:
             raise InputError(f"the chat template is not valid Jinja, {error}; fix it") from error
 
     def render(
-        self, messages: Sequence[Message], add_generation_prompt: bool = False, tools: Tools | None = None
+        self,
+        messages: Sequence[Message],
+        add_generation_prompt: bool = False,
+        tools: Tools | None = None,
+        *,
+        needs_learned: bool = True,
     ) -> RenderedChat:
         """Return the text of a conversation, with what opens the assistant's next turn where `add_generation_prompt`.
 
         Arguments of tool calls are given as stated; those that are JSON text as objects where the template cannot
         render the text, or would escape it.
+
+        Args:
+            needs_learned: whether it is refused where what is learned is unknown, for training; else such turns have no
+                span.
 
         Raises:
             TemplateRefusal: it cannot render this one, or leaves out tools or a message of a role that it does not
@@ -120,21 +130,23 @@ class ChatTemplate:
         """
         others = with_objects(messages)
         try:
-            chat = self._rendered(messages, add_generation_prompt, tools)
+            chat = self._rendered(messages, add_generation_prompt, tools, needs_learned)
         except TemplateRefusal:
             if others is None:
                 raise
-            chat = self._rendered(others, add_generation_prompt, tools)
+            chat = self._rendered(others, add_generation_prompt, tools, needs_learned)
         else:
             if others is not None and has_escaped_arguments(messages, chat.text):
-                chat = self._rendered(others, add_generation_prompt, tools)
+                chat = self._rendered(others, add_generation_prompt, tools, needs_learned)
         if (what := left_out(messages, tools, chat.text)) is not None:
             raise TemplateRefusal(
                 f"the chat template leaves out {what}; use one that knows them", f"{LEAVES_OUT} {what}"
             )
         return chat
 
-    def _rendered(self, messages: Sequence[Message], add_generation_prompt: bool, tools: Tools | None) -> RenderedChat:
+    def _rendered(
+        self, messages: Sequence[Message], add_generation_prompt: bool, tools: Tools | None, needs_learned: bool
+    ) -> RenderedChat:
         is_marked = GENERATION.search(self.source) is not None
         turns = [] if is_marked else _assistant_turns(messages)
         # Without marks, of each turn: what comes before it, with the opening of an answer, and with it.
@@ -148,15 +160,21 @@ class ChatTemplate:
             ) from error
         if is_marked:
             return _without_marks(marked)
-        found = zip(turns, lengths[::2], lengths[1::2], strict=True)
-        return RenderedChat(marked, [_turn(messages, turn, marked, before, after) for turn, before, after in found])
+        spans = []
+        for turn, before, after in zip(turns, lengths[::2], lengths[1::2], strict=True):
+            if before is not None and after is not None and before <= after:
+                spans.append(_turn(messages[turn], marked, before, after))
+            elif needs_learned:
+                raise TemplateRefusal(
+                    f"the chat template renders the messages before message {turn} (from 0) otherwise once others "
+                    "follow, so that what is learned is unknown; mark it in the template by {% generation %} blocks",
+                    BEGINS_OTHERWISE,
+                )
+        return RenderedChat(marked, spans)
 
     def with_variables(self) -> str:
         """Return its source with the special tokens set: the same text, whichever tokens another program gives it."""
-        # Characters as they are: Jinja reads JSON's pair of surrogates as two characters, which no text can hold.
-        texts = {name: json.dumps(text, ensure_ascii=False) for name, text in self.variables.items()}
-        # the line end that follows is no text: blocks are trimmed
-        return "".join(f"{{% set {name} = {text} %}}\n" for name, text in texts.items()) + self.source
+        return _with_set(self.source, self.variables)
 
     def _text(
         self, messages: Sequence[Message], renderings: Sequence[tuple[int, bool]], tools: Tools | None
@@ -170,22 +188,23 @@ class ChatTemplate:
             ) from error
 
 
-def _turn(messages: Sequence[Message], turn: int, text: str, before: int | None, after: int | None) -> tuple[int, int]:
+def _with_set(source: str, variables: Mapping[str, str]) -> str:
+    # Characters as they are: Jinja reads JSON's pair of surrogates as two characters, which no text can hold.
+    texts = {name: json.dumps(text, ensure_ascii=False) for name, text in variables.items()}
+    # the line end that follows is no text: blocks are trimmed
+    return "".join(f"{{% set {name} = {text} %}}\n" for name, text in texts.items()) + source
+
+
+def _turn(message: Message, text: str, before: int, after: int) -> tuple[int, int]:
     """Return the span of an assistant turn: what it adds to the messages before it and the opening of an answer.
 
     White space after the mark that ends the turn is left out of it.
 
     Args:
-        before: how many characters of the text come before it; None: another text does.
+        before: how many characters of the text come before it.
         after: the same, with the turn.
     """
-    if before is None or after is None or before > after:
-        raise TemplateRefusal(
-            f"the chat template renders the messages before message {turn} (from 0) otherwise once others follow,"
-            " so that what is learned is unknown; mark it in the template by {% generation %} blocks",
-            BEGINS_OTHERWISE,
-        )
-    span, content = text[before:after], (messages[turn]["content"] or "").strip()
+    span, content = text[before:after], (message["content"] or "").strip()
     closing = span.partition(content)[2] if content else span
     return before, before + len(span.rstrip() if closing.strip() else span)
 
@@ -318,10 +337,8 @@ def find_template(
         InputError: there is none, or it cannot be read, or is not valid Jinja.
     """
     path = Path(tokenizer_path)
-    folder = path if path.is_dir() else path.parent
-    config = _tokenizer_config(folder / TOKENIZER_CONFIG)
     if named is None:
-        source = own_template(folder)
+        source = own_template(_folder_of(path))
         if source is None:
             raise InputError(
                 f"tokenizer {path} has no chat template ({CHAT_TEMPLATE_JINJA}, or one in {TOKENIZER_CONFIG}); name a"
@@ -329,12 +346,41 @@ def find_template(
             )
     else:
         source = OLMO_TEMPLATE if str(named) == OLMO else _read(Path(named), "a Jinja file")
+    return ChatTemplate(source, _special_tokens(path, eod_id))
+
+
+def template_of(folder: Path, tokenizer: Path) -> str | None:
+    """Return the template in a folder with a tokenizer's special tokens set, as it may lie elsewhere; None where there
+    is none.
+
+    Those that it does not name, or begins by setting, are left out: what is converted again stays the same.
+
+    Raises InputError if it or the tokenizer cannot be read.
+    """
+    source = own_template(folder)
+    if source is None:
+        return None
+    begun, end = set(), 0
+    while line := SET.match(source, end):
+        begun.add(line[1])
+        end = line.end()
+    tokens = _special_tokens(tokenizer).items()
+    return _with_set(source, {name: text for name, text in tokens if name in source and name not in begun})
+
+
+def _folder_of(tokenizer: Path) -> Path:
+    return tokenizer if tokenizer.is_dir() else tokenizer.parent
+
+
+def _special_tokens(tokenizer_path: Path, eod_id: int | None = None) -> dict[str, str]:
+    """Return a tokenizer's special tokens by their names in templates, as `find_template` says."""
+    config = _tokenizer_config(_folder_of(tokenizer_path) / TOKENIZER_CONFIG)
     variables = {name: text for name in VARIABLES if (text := _token_text(config.get(name))) is not None}
     if eod_id is not None or "eos_token" not in variables:
-        tokenizer = load_tokenizer(path, eod_id=eod_id, needs_eod=False)
+        tokenizer = load_tokenizer(tokenizer_path, eod_id=eod_id, needs_eod=False)
         if tokenizer.eod_id >= 0:
             variables["eos_token"] = tokenizer.piece(tokenizer.eod_id)
-    return ChatTemplate(source, variables)
+    return variables
 
 
 def attached_files(tokenizer: Path | None, chat_template: str | None) -> dict[str, bytes]:

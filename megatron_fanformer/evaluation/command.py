@@ -33,8 +33,11 @@ if TYPE_CHECKING:
     from megatron_fanformer.evaluation.prepare import PreparedTask
     from megatron_fanformer.runtime.parallel import RankGrid
 
-NEEDED = dict.fromkeys(("perplexity_folder", "chunk_tokens", "batches", "eod_id"), "perplexity")
-"""For each option, the option without which it has no effect."""
+NEEDED: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("perplexity_folder", "chunk_tokens", "batches"), ("perplexity",)),
+    "eod_id": ("perplexity", "tasks", "requests", "ulogic"),
+}
+"""For each option, those without which it has no effect; one of them is enough."""
 OF_REQUESTS = ("context_length", "fewshot", "fewshot_seed")
 """The options of what is prepared, by --prepare or where no --requests are given."""
 OF_PREPARE = ("prepare", "tasks", "tokenizer", "eod_id", *OF_REQUESTS, "limit", "device", "command_line")
@@ -143,7 +146,8 @@ def _with_requests(request: EvaluationRequest) -> EvaluationRequest:
 
 
 def _only_tokenizer(request: EvaluationRequest) -> tuple[Path, int]:
-    """Return the tokenizer of all checkpoints, and their end of text: the one stated next to the weights, or its own.
+    """Return the tokenizer of all checkpoints, and their end of text: as --eod-id states it, or what stands next to the
+    weights, or its own.
 
     Raises:
         InputError: they have none, or not the same.
@@ -155,7 +159,7 @@ def _only_tokenizer(request: EvaluationRequest) -> tuple[Path, int]:
     ends: dict[tuple[str, int | None], int] = {}  # a run's checkpoints have one, each in a file of its own
     found: dict[tuple[str, int], Path] = {}
     for checkpoint in request.checkpoints:
-        source = find_model(checkpoint)
+        source = find_model(checkpoint, eod_id=request.options.eod_id)
         if (tokenizer := request.options.tokenizer or source.tokenizer) is None:
             raise InputError(f"{checkpoint} holds no tokenizer; name the one that it was trained with as --tokenizer")
         digest, stated = sha256_of(tokenizer_file(tokenizer)), source.end_of_text_id
@@ -228,9 +232,9 @@ def read_options(options: EvaluateOptions, local: Local, *, world_size: int | No
 
 def _without_effect(options: EvaluateOptions) -> list[str]:
     found = [
-        f"{option_name(name)} has no effect without --{other}; add that, or leave it out"
-        for name, other in NEEDED.items()
-        if getattr(options, name) is not None and not getattr(options, other)
+        f"{option_name(name)} has no effect without {' or '.join(map(option_name, others))}; add that, or leave it out"
+        for name, others in NEEDED.items()
+        if getattr(options, name) is not None and not any(getattr(options, other) for other in others)
         if options.prepare is None or name not in OF_PREPARE
     ]
     if options.prepare is None and (options.requests is not None or not options.tasks):
@@ -346,7 +350,7 @@ OPTIONS = {
     **{f"evaluation.perplexity.{field.name}": field.name for field in fields(PerplexityConfig)},
     **{f"evaluation.perplexity.{name}": "perplexity" for name in ("sets", "groups")},
     "evaluation.perplexity.folder": "perplexity_folder",
-    **{name: name for name in ("num_samples", "top_k", "top_p", "max_new_tokens")},
+    **{name: name for name in ("eod_id", "num_samples", "top_k", "top_p", "max_new_tokens")},
 }
 """Fields as problems name them, and the command-line options that set them."""
 NAMES = "|".join(sorted(map(re.escape, OPTIONS), key=len, reverse=True))

@@ -35,8 +35,8 @@ class PerplexityConfig:
     npy_dtype: NpyType = "uint16"
     """Type of the token ids in `.npy` files without a manifest."""
     eod_id: int | None = None
-    """The id that ends a document: with `documents` in `.npy` files, with `rolling` in all; null: the manifest's or the
-    tokenizer's."""
+    """The id that ends a document: with `documents` in `.npy` files, with `rolling` in all; null: the manifest's, else
+    the tokenizer's."""
 
     @property
     def is_empty(self) -> bool:

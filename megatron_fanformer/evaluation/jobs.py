@@ -86,7 +86,7 @@ def find_jobs(request: EvaluationRequest) -> Jobs:
     known: dict[Any, EvaluationSurvey | None] = {}  # checkpoints of a run share one, though each has a tokenizer
     jobs = []
     for checkpoint in request.checkpoints:
-        source = find_model(checkpoint)
+        source = find_model(checkpoint, eod_id=request.options.eod_id)
         tokenizer = request.options.tokenizer or source.tokenizer
         found += layout_problems(source.config, request.layout.parallel)
         if (choices or texts) and tokenizer is None:
@@ -119,16 +119,14 @@ def _survey(
     requests: RequestFile | None,
     batch_tokens: int,
 ) -> EvaluationSurvey:
-    perplexity = evaluation.perplexity
-    if perplexity.eod_id is None:
-        perplexity = replace(perplexity, eod_id=source.end_of_text_id)
     return survey_evaluation(
-        replace(evaluation, perplexity=perplexity),
+        evaluation,
         seq_length=source.config.seq_length,
         vocab_size=source.config.vocab_size,
         batch_tokens=batch_tokens,
         tokenizer=None if tokenizer is None else str(tokenizer),
         requests=requests,
+        end_of_text_id=source.end_of_text_id,
     )
 
 

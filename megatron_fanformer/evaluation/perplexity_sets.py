@@ -276,7 +276,13 @@ def _named_files(config: PerplexityConfig) -> Iterator[tuple[str, list[str]]]:
 
 
 def find_sets(
-    config: PerplexityConfig, *, seq_length: int, vocab_size: int, batch_tokens: int, tokenizer: Tokenizer | None = None
+    config: PerplexityConfig,
+    *,
+    seq_length: int,
+    vocab_size: int,
+    batch_tokens: int,
+    end_of_text_id: int | None = None,
+    tokenizer: Tokenizer | None = None,
 ) -> list[PerplexitySet]:
     """Return the sets of a configuration, opened and checked: the groups' first, then the named ones.
 
@@ -284,8 +290,9 @@ def find_sets(
         seq_length: of the model: the longest piece that it may be given.
         vocab_size: of the model.
         batch_tokens: what `batches` counts in.
-        tokenizer: gives, where a set has no manifest, how many bytes its tokens are, and what ends a document, if it
-            has an id for that.
+        end_of_text_id: the model's, which ends a document where neither `config` nor a manifest says what does.
+        tokenizer: gives, where a set has no manifest, how many bytes its tokens are, and, where nothing else says it,
+            what ends a document, if it has an id for that.
 
     Raises:
         InputError: sets are missing (all that are, one line each), empty, or of another vocabulary, or so is the end of
@@ -302,8 +309,9 @@ def find_sets(
     if found:
         raise InputError("\n".join(found))
     sets = []
+    ends = (end_of_text_id, None if tokenizer is None else tokenizer.eod_id)
     for name, paths in _named_files(config):
-        files = tuple(_opened(path, config, tokenizer) for path in paths)
+        files = tuple(_opened(path, config, ends) for path in paths)
         for file in (each.file for each in files if each.file.remote is None or each.file.max_token_id is not None):
             refuse_ids_outside(
                 vocab_size, file.path, Path(file.path), file.dtype, largest=file.max_token_id, cache=None
@@ -332,21 +340,20 @@ def _refuse_leads_outside(files: Sequence[TokenFile], vocab_size: int) -> None:
             )
 
 
-def _opened(path: str, config: PerplexityConfig, tokenizer: Tokenizer | None) -> TokenFile:
+def _opened(path: str, config: PerplexityConfig, ends: Sequence[int | None]) -> TokenFile:
+    """Open a file; the ends of text are those of the model and its tokenizer, which need not have made the file."""
     if path.endswith(SUFFIX):
         (file,) = open_npy_files([path], config.npy_dtype, cache=_cache_of(path))
     else:
         index = read_index(path, cache=_cache_of(path))
         name = f"{path}.bin" if is_url(path) else str(bin_path(path))
         file = NpyFile(name, index.dtype, index.tokens, None, index.remote)
-    found = TokenFile(file=file, index=None if path.endswith(SUFFIX) else path, eod_id=config.eod_id)
+    found = TokenFile(file=file, index=None if path.endswith(SUFFIX) else path, eod_id=None)
     stated = found.stated
     if stated is not None:
         found = dataclasses.replace(found, file=dataclasses.replace(file, max_token_id=stated[1].max_token_id))
-    source = stated[0].tokenizer if stated is not None else tokenizer
-    if config.eod_id is not None or source is None or source.eod_id == NO_ID:
-        return found
-    return dataclasses.replace(found, eod_id=source.eod_id)
+    known = (config.eod_id, stated[0].tokenizer.eod_id if stated is not None else None, *ends)
+    return dataclasses.replace(found, eod_id=next((end for end in known if end not in (None, NO_ID)), None))
 
 
 def _cache_of(path: str) -> Path | None:
@@ -407,5 +414,7 @@ def _texts(found: PerplexitySet, parts: np.ndarray, skipped: int, tokenizer: Tok
     """
     for first in range(0, len(parts), PIECES_AT_ONCE):
         some = parts[first : first + PIECES_AT_ONCE]
-        for ids in read_together(lambda some=some: [found.read(each)[skipped:] for each in some]):  # type: ignore[misc]
-            yield tokenizer.decode(ids[(ids != tokenizer.eod_id) & (ids < tokenizer.vocab_size)].tolist())
+        ends = [NO_ID if (end := found.files[number].eod_id) is None else end for number in some[:, 0].tolist()]
+        read = read_together(lambda some=some: [found.read(each)[skipped:] for each in some])  # type: ignore[misc]
+        for ids, end in zip(read, ends, strict=True):
+            yield tokenizer.decode(ids[(ids != end) & (ids < tokenizer.vocab_size)].tolist())

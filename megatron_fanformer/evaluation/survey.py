@@ -33,6 +33,7 @@ def survey_evaluation(
     batch_tokens: int,
     tokenizer: str | None,
     requests: RequestFile | None = None,
+    end_of_text_id: int | None = None,
 ) -> EvaluationSurvey:
     """Find and check all that `config`, which has no problems by itself, names.
 
@@ -42,6 +43,7 @@ def survey_evaluation(
         batch_tokens: of a micro batch, which `perplexity.batches` counts in.
         tokenizer: that the run's tokens were made with.
         requests: the file that `config` names, where it has been read; None: it is read here.
+        end_of_text_id: what the model states to end a document, for sets of which nothing else says it.
 
     Raises:
         InputError: every problem, one line each.
@@ -63,6 +65,7 @@ def survey_evaluation(
                 seq_length=seq_length,
                 vocab_size=vocab_size,
                 batch_tokens=batch_tokens,
+                end_of_text_id=end_of_text_id,
                 tokenizer=None if tokenizer is None else _tokenizer(tokenizer, config.perplexity.eod_id),
             )
         except InputError as error:

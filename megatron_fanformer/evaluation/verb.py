@@ -55,7 +55,7 @@ class EvaluateOptions:
     npy_dtype: Literal["uint16", "uint32"] = option("uint16", group=MEASURED)
     """Type of the tokens in .npy files."""
     eod_id: int | None = option(None, metavar="ID", parse=_id, group=MEASURED)
-    """The id that ends a document, in .npy files, for rolling and with --prepare (default: the tokenizer's)"""
+    """The id that ends a document (default: that of a set's manifest, the export's, or the tokenizer's)"""
 
     ulogic: Path | None = option(None, metavar="FILE", group=ANSWERS)
     """ULogic's rules, its probing_subset.json."""

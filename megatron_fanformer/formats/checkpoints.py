@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from megatron_fanformer.checkpoint import store
 from megatron_fanformer.checkpoint.full_tensors import LazyTensors, meta_of, open_full_tensors, write_full_tensors
-from megatron_fanformer.data.chat_template import CHAT_TEMPLATE_JINJA, attached_files, own_template
+from megatron_fanformer.data.chat_template import CHAT_TEMPLATE_JINJA, attached_files
 from megatron_fanformer.errors import FanformerError, InputError
 from megatron_fanformer.formats import huggingface, reference
 from megatron_fanformer.formats.huggingface import open_huggingface, write_huggingface
@@ -41,11 +41,6 @@ class Checkpoint(NamedTuple):
     """Configuration and progress of the run, where Megatron-LM's arguments state them; our own have files for it."""
     end_of_text_id: int | None = None
     """The id that ends a text, where its configuration states one; checkpoints of ours have the tokenizer's alone."""
-
-    @property
-    def chat_template(self) -> str | None:
-        """The template next to the weights, in Jinja, if there is one."""
-        return own_template(self.path)
 
     def weight_files(self) -> list[Path]:
         """Return the files that hold the tensors."""

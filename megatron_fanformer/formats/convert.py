@@ -12,7 +12,7 @@ from torch import Tensor
 from megatron_fanformer.checkpoint.full_tensors import LazyTensors
 from megatron_fanformer.checkpoint.run_lock import run_lock
 from megatron_fanformer.checkpoint.store import CHECKPOINTS
-from megatron_fanformer.data.chat_template import own_template
+from megatron_fanformer.data.chat_template import template_of
 from megatron_fanformer.data.tokenizer import load_tokenizer, tokenizer_file
 from megatron_fanformer.durable_files import new_folder, write_atomically
 from megatron_fanformer.errors import CorruptError, InputError
@@ -75,7 +75,7 @@ def convert_checkpoint(options: ConvertOptions) -> Conversion:
     extras = Extras(
         name=destination.name,
         tokenizer=own or opened.tokenizer,
-        chat_template=(own_template(own.parent) if own else None) or opened.chat_template,
+        chat_template=None if to == "reference" else _chat_template(own, opened),
         eod_id=eod_id,
         max_shard_size=options.max_shard_size,
         training=training_record(opened.format, opened.path, opened.run) if to == "hf" else "",
@@ -123,6 +123,16 @@ def _end_of_text_id(options: ConvertOptions, source: Checkpoint, goal: FANformer
         named = f"the end-of-text id of {source.path} is {found}, which" if stated is None else f"--eod-id {found}"
         raise InputError(f"{named} is outside the model's vocabulary; state one of [0, {goal.vocab_size}) by --eod-id")
     return found
+
+
+def _chat_template(stated: Path | None, source: Checkpoint) -> str | None:
+    """Return the template beside a stated tokenizer, or else the source's, with the special tokens that it had there:
+    what is written has not all of them.
+    """
+    if stated is not None and (found := template_of(stated.parent, stated)) is not None:
+        return found
+    tokenizer = source.tokenizer or stated
+    return None if tokenizer is None else template_of(source.path, tokenizer)
 
 
 def _write(

@@ -248,9 +248,11 @@ def _recognise_folder(folder: Path) -> Target:
     named = folder.resolve() if folder.name in ("", "..") else folder  # names tell what a checkpoint is of
     if store.is_checkpoint(folder):
         return Target("checkpoint", named)
-    if (folder / store.CHECKPOINTS).is_dir() and not (folder / CONFIG_JSON).is_file():
+    # an export may hold the checkpoints of somebody's trainer, and DeepSpeed's `latest`
+    may_be_run = not (folder / CONFIG_JSON).is_file()
+    if may_be_run and (folder / store.CHECKPOINTS).is_dir():
         return Target("run", folder)
-    if named.name == store.CHECKPOINTS or (folder / store.LATEST).is_file():
+    if may_be_run and (named.name == store.CHECKPOINTS or (folder / store.LATEST).is_file()):
         return Target("run", named.parent)
     if kind := _kind_of_model(folder, damage):
         return Target(kind, folder)

@@ -112,7 +112,8 @@ class Chat:
         return ids
 
     def _ids(self, messages: Sequence[Message]) -> list[int]:
-        ids, _ = encode_chat(self._tokenizer, self._template.render(messages, add_generation_prompt=True))
+        chat = self._template.render(messages, add_generation_prompt=True, needs_learned=False)
+        ids, _ = encode_chat(self._tokenizer, chat)
         return [int(token) for token in ids]
 
     def _logits_after(self, ids: list[int]) -> Tensor:

@@ -9,7 +9,7 @@ Shapes: b batch, s sequence, v vocabulary without padding.
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -58,8 +58,11 @@ class ModelSource:
         ]
 
 
-def find_model(checkpoint: Path) -> ModelSource:
+def find_model(checkpoint: Path, *, eod_id: int | None = None) -> ModelSource:
     """Find a trained model: in a run's folder (its latest), one checkpoint, or an exported Hugging Face folder.
+
+    Args:
+        eod_id: the id that ends a document, whatever is stated next to the weights.
 
     Raises:
         InputError: there is none, or it cannot be built.
@@ -75,7 +78,7 @@ def find_model(checkpoint: Path) -> ModelSource:
             config=config,
             dtype=torch.bfloat16 if dtype == torch.bfloat16 else torch.float32,
             tokenizer=store.attached_tokenizer(target.path),
-            end_of_text_id=end_of_text_id,
+            end_of_text_id=end_of_text_id if eod_id is None else eod_id,
             fill=functools.partial(_fill_from_huggingface, target.path),
         )
     found = checkpoint_of(target)
@@ -85,7 +88,7 @@ def find_model(checkpoint: Path) -> ModelSource:
         config=store.saved_model(found),
         dtype=torch.bfloat16 if is_bf16 else torch.float32,
         tokenizer=store.attached_tokenizer(found),
-        end_of_text_id=None,
+        end_of_text_id=eod_id,
         fill=functools.partial(load_weights, found),
     )
 
@@ -98,14 +101,12 @@ def find_model_and_tokenizer(
     What is wrong with either is noted as problems, one a line; then it may be None.
 
     Args:
-        eod_id: the id that ends a document, whatever is stated next to the weights.
+        eod_id: as `find_model`.
 
     Raises:
         CorruptError: as `find_model`.
     """
-    source = collect_problems(problems, lambda: find_model(Path(checkpoint)))
-    if source is not None and eod_id is not None:
-        source = replace(source, end_of_text_id=eod_id)
+    source = collect_problems(problems, lambda: find_model(Path(checkpoint), eod_id=eod_id))
     path = stated_tokenizer or (source.tokenizer if source else None)
     if path is None:
         if source is not None:

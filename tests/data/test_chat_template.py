@@ -190,6 +190,22 @@ def test_what_a_template_cannot_render_is_refused_with_its_reason(source: str, r
     assert "\n" not in str(refusal.value)
 
 
+def test_a_prompt_needs_no_learned_spans_and_has_those_that_are_known() -> None:
+    """A template that leaves out the reasoning of earlier answers, as Qwen3's."""
+    source = (
+        "{% for m in messages %}<{{ m.role }}>"
+        "{{ m.content if loop.last else m.content.split('</think>')[-1] }}<end>\n{% endfor %}"
+        "{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+    messages = [*HELLO, HELLO[0], {"role": "assistant", "content": "hm</think>Hello"}, HELLO[0]]
+    prompt = ChatTemplate(source).render(messages, add_generation_prompt=True, needs_learned=False)
+    answer = "<user>Hi<end>\n<assistant>Hello<end>\n"
+    assert prompt.text == 2 * answer + "<user>Hi<end>\n<assistant>"
+    assert [prompt.text[begin:end] for begin, end in prompt.learned] == ["Hello<end>"]
+    with pytest.raises(TemplateRefusal, match="renders the messages before message 3 "):
+        ChatTemplate(source).render(messages, add_generation_prompt=True)
+
+
 def test_a_template_that_is_not_jinja_is_one_line() -> None:
     with pytest.raises(InputError, match=r"not valid Jinja, line 2: .*endfor") as error:
         ChatTemplate("{{ x }}\n{% for m in messages %}")

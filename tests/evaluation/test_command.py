@@ -15,7 +15,6 @@ import torch
 
 from megatron_fanformer.checkpoint.manifest import write_manifest
 from megatron_fanformer.cli import main, read_command
-from megatron_fanformer.data.tokenizer import load_tokenizer
 from megatron_fanformer.durable_files import sha256_of
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.evaluation import command, request_cache
@@ -218,32 +217,6 @@ def test_tasks_without_requests_are_prepared_once(
     assert capsys.readouterr().err.count("q.jsonl:1: it is not a JSON object") == 1
 
 
-def test_requests_have_the_end_of_text_that_the_checkpoints_state(
-    made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    file, other = tmp_path / "q.jsonl", tmp_path / "other"
-    file.write_text(json.dumps({"context": "", "choices": ["4", "5"], "answer": 0}))
-    shutil.copytree(made.export, other)
-    stated = json.loads((other / "config.json").read_text())
-    (other / "config.json").write_text(json.dumps({**stated, "eos_token_id": 7}))
-
-    def prepared(*checkpoints: Path) -> Path:
-        request = command._with_requests(read(*checkpoints, "--tasks", file))
-        return Path(str(request.evaluation.requests))
-
-    def first(path: Path) -> int:
-        return int(read_requests(path).tasks["own:q"].ids[0])
-
-    own = load_tokenizer(made.tokenizer).eod_id
-    assert (first(prepared(made.run, made.export)), first(prepared(other))) == (own, 7)
-    with pytest.raises(InputError, match=rf"2 tokenizers \(.* with end of text {own}, .* with end of text 7\)"):
-        prepared(made.run, other)
-    by_hand = tmp_path / "by-hand.safetensors"
-    assert evaluate("--prepare", by_hand, "--tasks", file, "--tokenizer", made.tokenizer, "--eod-id", 7) == 0
-    assert by_hand.read_bytes() == prepared(other).read_bytes()
-
-
 def test_requests_that_another_process_has_prepared_meanwhile_are_taken(
     tmp_path: Path, small_tokenizer_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -423,6 +396,7 @@ GSM8K = ("--requests", REQUESTS, "--tasks", "gsm8k")
         ([RUN, "--perplexity", TOKENS, "--limit", "2"], 2, "--limit is set without --requests; name a request file"),
         ([RUN, "--requests", REQUESTS, "--tasks", "ulogic"], 2, "ulogic; request it from `evaluate` by --ulogic"),
         ([RUN, "--requests", REQUESTS, "--batches", "2"], 2, "--batches has no effect without --perplexity"),
+        ([RUN, "--eod-id", "1"], 2, "--eod-id has no effect without --perplexity or --tasks or --requests or --ulogic"),
         ([RUN, "--prepare", "out"], 2, "--prepare writes a request file and reads no model"),
         (["--prepare", "out", "--tasks", "piqa"], 2, "--prepare needs --tasks and --tokenizer"),
         (["--prepare", "out", "--tasks", "piqa", "--seed", "1"], 2, "--seed has no effect with --prepare; leave it"),

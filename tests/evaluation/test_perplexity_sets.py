@@ -236,6 +236,34 @@ def test_rolling_windows_count_every_byte_and_word_of_the_text(prepared: Path, s
     assert without.words_per_token is None
 
 
+@pytest.mark.parametrize(
+    ("stated", "has_manifest", "of_model", "expected"),
+    [(7, True, 8, 7), (None, True, 8, 1), (None, False, 8, 8), (None, False, None, 1)],
+)
+def test_documents_end_as_stated_else_as_their_manifest_says_else_by_the_model(
+    stated: int | None,
+    has_manifest: bool,
+    of_model: int | None,
+    expected: int,
+    prepared: Path,
+    small_tokenizer_file: Path,
+    tmp_path: Path,
+) -> None:
+    """And last by the tokenizer; what they do not end with is text."""
+    for file in prepared.parent.glob("tokens.*"):
+        shutil.copy(file, tmp_path)
+    if not has_manifest:
+        (tmp_path / "tokens.manifest.json").unlink()
+    tokenizer = load_tokenizer(small_tokenizer_file)
+    config = own(tmp_path / "tokens", chunking="rolling", eod_id=stated, batches=1 << 20)
+    (each,) = found(config, seq_length=64, end_of_text_id=of_model, tokenizer=tokenizer)
+    assert [int(each.read(piece)[0]) for piece in each.pieces() if piece[3] == piece[2]] == [expected] * 2
+    ids = [int(token) for piece in each.documents() for token in each.read(piece)]
+    text = tokenizer.decode([token for token in ids if token != expected])
+    scored = int(each.pieces()[:, 3].sum())
+    assert each.bytes_per_token == len(text.encode()) / scored
+
+
 def test_a_set_of_another_tokenizer_is_told(
     prepared: Path, small_tokenizer_file: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

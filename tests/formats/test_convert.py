@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from megatron_fanformer.checkpoint import store
 from megatron_fanformer.checkpoint.run_lock import run_lock
 from megatron_fanformer.cli import main
+from megatron_fanformer.data.chat_template import find_template
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.formats.huggingface import from_huggingface_config, to_huggingface_config
 from megatron_fanformer.formats.recognition import find_checkpoint
@@ -138,6 +139,25 @@ def test_the_template_beside_a_stated_tokenizer_comes_before_the_sources_own(sou
     (tokenizer.parent / "chat_template.jinja").write_text("the tokenizer's")
     checkpoint = find_checkpoint(converted(source, "megatron", tokenizer=tokenizer))
     assert (checkpoint / "chat_template.jinja").read_text() == "the tokenizer's"
+
+
+def test_a_template_keeps_the_special_tokens_that_it_had(source: Path, tokenizer: Path) -> None:
+    """However often it is converted, and whatever ends a text there: what is written has two of them at most."""
+    template = "{{ bos_token }}{% for m in messages %}{{ m.content + eos_token }}{% endfor %}"
+    config = {"bos_token": {"content": "a"}, "eos_token": "b", "pad_token": "c", "chat_template": template}
+    (tokenizer.parent / "tokenizer_config.json").write_text(json.dumps(config))
+    (tokenizer.parent / "chat_template.jinja").write_text(template)
+    first = converted(source, "megatron", tokenizer=tokenizer).rename(source.with_name("first"))
+    folders = [first, converted(first, "hf", eod_id=7).rename(source.with_name("second"))]
+    folders.append(converted(folders[1], "megatron").rename(source.with_name("third")))
+    shutil.copy(tokenizer, source / "tokenizer.json")  # and from a folder of somebody else's
+    (source / "tokenizer_config.json").write_text(json.dumps(config))
+    for to in ("hf", "megatron"):
+        folders.append(converted(source, to).rename(source.with_name(f"other {to}")))
+    for folder in folders:
+        found = find_template(folder if (folder / "config.json").exists() else find_checkpoint(folder), eod_id=7)
+        assert found.render([{"role": "user", "content": "Hi"}]).text == "aHib"
+        assert found.source == f'{{% set bos_token = "a" %}}\n{{% set eos_token = "b" %}}\n{template}'
 
 
 def test_nothing_is_put_among_the_checkpoints_of_a_run_in_progress(source: Path, tmp_path: Path) -> None:

@@ -119,8 +119,13 @@ def test_a_run_without_a_checkpoint(tmp_path: Path) -> None:
 
 
 def test_a_hugging_face_folder_may_hold_checkpoints_of_somebodys_training(tmp_path: Path) -> None:
+    """DeepSpeed names the last of its own in a file `latest`; and the folder may have any name."""
     (make(tmp_path / "path", "hf") / store.CHECKPOINTS).mkdir()
-    assert recognise(tmp_path / "path").kind == "hf"
+    (make(tmp_path / "trained", "hf") / store.LATEST).write_text("global_step500")
+    make(tmp_path / store.CHECKPOINTS, "hf")
+    for name in ("path", "trained", store.CHECKPOINTS):
+        target = recognise(tmp_path / name)
+        assert (target.kind, target.path) == ("hf", tmp_path / name)
 
 
 def test_the_model_type_is_the_models_own() -> None:

@@ -1,0 +1,110 @@
+"""What ends a text in `evaluate`: as stated, as a set's manifest says, as an export states, or the tokenizer's."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+
+from megatron_fanformer.cli import main, read_command
+from megatron_fanformer.data.tokenizer import load_tokenizer
+from megatron_fanformer.errors import InputError
+from megatron_fanformer.evaluation import command
+from megatron_fanformer.evaluation.command import read_options
+from megatron_fanformer.evaluation.config import EvaluationRequest
+from megatron_fanformer.evaluation.jobs import find_jobs
+from megatron_fanformer.evaluation.requests import read_requests
+from tests.data.token_making import write_manifest
+from tests.evaluation.test_ulogic import RULES
+from tests.generation.making import write_checkpoint, write_export, write_tokenizer
+from tests.small_runs import RunOnRanks
+
+CASE = "fanformer-tied"
+
+
+class Made(NamedTuple):
+    """A run and an export of one model, and its tokenizer."""
+
+    tokenizer: Path
+    run: Path
+    export: Path
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory, run_on_ranks: RunOnRanks) -> Made:
+    folder = tmp_path_factory.mktemp("ends")
+    found = Made(write_tokenizer(folder), folder / "run", folder / "export")
+    run_on_ranks(1, write_checkpoint, found.run, CASE, found.tokenizer)
+    write_export(found.export, CASE, found.tokenizer)
+    return found
+
+
+def asked(*arguments: object) -> EvaluationRequest:
+    _, options = read_command(["evaluate", *map(str, arguments)])
+    return read_options(options, str)
+
+
+@pytest.fixture
+def other(made: Made, tmp_path: Path) -> Path:
+    """The export, which states another end of text than its tokenizer has."""
+    shutil.copytree(made.export, folder := tmp_path / "other")
+    stated = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**stated, "eos_token_id": 7}))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("has_manifest", "stated", "lengths"), [(True, (), [4, 6]), (True, ("--eod-id", 2), [2, 8]), (False, (), [3, 7])]
+)
+def test_the_documents_of_a_set_end_as_its_manifest_says_whatever_the_model_states(
+    has_manifest: bool, stated: tuple[object, ...], lengths: list[int], other: Path, tmp_path: Path
+) -> None:
+    np.array([1, 2, 7, 0, 3, 4, 5, 6, 8, 9], "<u2").tofile(tmp_path / "tokens.npy")
+    if has_manifest:
+        write_manifest(str(tmp_path / "tokens"), dtype="uint16", max_token_id=9)  # with 0
+    request = asked(other, "--perplexity", f"own={tmp_path / 'tokens.npy'}", "--chunking", "documents", *stated)
+    (job,) = find_jobs(request).jobs
+    (own,) = job.survey.sets
+    assert own.pieces()[:, 2].tolist() == lengths
+
+
+def test_requests_have_the_end_of_text_that_the_checkpoints_state(
+    made: Made, other: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    file = tmp_path / "q.jsonl"
+    file.write_text(json.dumps({"context": "", "choices": ["4", "5"], "answer": 0}))
+
+    def prepared(*arguments: object) -> Path:
+        request = command._with_requests(asked(*arguments, "--tasks", file))
+        return Path(str(request.evaluation.requests))
+
+    def first(path: Path) -> int:
+        return int(read_requests(path).tasks["own:q"].ids[0])
+
+    own = load_tokenizer(made.tokenizer).eod_id
+    assert (first(prepared(made.run, made.export)), first(prepared(other))) == (own, 7)
+    with pytest.raises(InputError, match=rf"2 tokenizers \(.* with end of text {own}, .* with end of text 7\)"):
+        prepared(made.run, other)
+    assert first(prepared(made.run, other, "--eod-id", 9)) == 9
+    by_hand = tmp_path / "by-hand.safetensors"
+    prepare = ["evaluate", "--prepare", by_hand, "--tasks", file, "--tokenizer", made.tokenizer, "--eod-id", 7]
+    assert main([str(argument) for argument in prepare]) == 0
+    assert by_hand.read_bytes() == prepared(other).read_bytes()
+
+
+@pytest.mark.parametrize("option", ["--tasks", "--ulogic"])
+def test_a_tokenizer_that_does_not_tell_its_end_of_text_is_told_it(
+    option: str, made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    content = RULES if option == "--ulogic" else {"context": "", "choices": ["4", "5"], "answer": 0}
+    (file := tmp_path / "q.jsonl").write_text(json.dumps(content))
+    arguments = [made.run, "--tokenizer", write_tokenizer(tmp_path, end_of_text="<end>"), option, file]
+    with pytest.raises(InputError, match=r"has no end-of-text piece .*; set --eod-id to its id$"):
+        command._find_jobs(asked(*arguments))
+    (job,) = command._find_jobs(asked(*arguments, "--eod-id", 9)).jobs
+    assert job.source.end_of_text_id == 9
+    assert all(task.ids[0] == 9 for task in job.survey.tasks.values())
