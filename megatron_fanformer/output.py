@@ -8,6 +8,7 @@ an error where the text could not be kept.
 import io
 import logging
 import os
+import select
 import signal
 import sys
 from typing import Any
@@ -62,11 +63,11 @@ class _Guarded(io.FileIO):
     has_failed = False
 
     def write(self, content: Any, /) -> int:
-        if not self.has_failed:
+        while not self.has_failed:
             try:
-                return super().write(content)
-            except BlockingIOError:
-                raise
+                if (written := super().write(content)) is not None:
+                    return written
+                select.select([], [self], [])  # full, and set not to block: wait, as one that does would
             except OSError as error:
                 self.has_failed = True  # also for what is still in buffers at the end
                 self._end_or_go_on(error)
