@@ -48,12 +48,13 @@ def go_on_unread() -> None:
 def guarded(stream: Any, descriptor: int) -> io.TextIOWrapper:
     """Return a guarded text stream to a descriptor, otherwise like the one that Python opened, or would have."""
     buffered = io.BufferedWriter(_Guarded(descriptor, "wb", closefd=False))
+    write_through = getattr(stream, "write_through", False)  # by `python -u`, whose streams have no buffer to flush
     return io.TextIOWrapper(
         buffered,
         encoding=getattr(stream, "encoding", None) or "utf-8",
         errors=getattr(stream, "errors", None) or "backslashreplace",
-        line_buffering=getattr(stream, "line_buffering", descriptor == 2),
-        write_through=getattr(stream, "write_through", False),
+        line_buffering=write_through or getattr(stream, "line_buffering", descriptor == 2),
+        write_through=write_through,
     )
 
 

@@ -1,5 +1,6 @@
 """What becomes of a command whose output nobody reads any more, or has no place."""
 
+import io
 import os
 import re
 import select
@@ -94,3 +95,15 @@ def test_output_that_is_full_and_does_not_block_is_waited_for(monkeypatch: pytes
     os.close(writer)
     with open(reader, "rb") as rest:
         assert b"".join([*read, rest.read()]).decode() == text and len(read) > 1
+
+
+def test_without_buffers_each_line_is_written_at_once() -> None:
+    """As ranks are started, by `python -u`, whose streams do without."""
+    reader, writer = os.pipe()
+    with open(os.devnull, "wb", buffering=0) as file, open(reader, "rb", buffering=0) as output:
+        unbuffered = io.TextIOWrapper(file, write_through=True)  # as Python makes them
+        stream = guarded(unbuffered, writer)
+        print("a line", file=stream)
+        assert select.select([output], [], [], 0)[0] and output.read(100) == b"a line\n"
+    stream.close()
+    os.close(writer)
