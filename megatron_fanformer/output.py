@@ -8,6 +8,7 @@ an error where the text could not be kept.
 import io
 import logging
 import os
+import select
 import signal
 import sys
 from typing import Any
@@ -47,12 +48,13 @@ def go_on_unread() -> None:
 def guarded(stream: Any, descriptor: int) -> io.TextIOWrapper:
     """Return a guarded text stream to a descriptor, otherwise like the one that Python opened, or would have."""
     buffered = io.BufferedWriter(_Guarded(descriptor, "wb", closefd=False))
+    write_through = getattr(stream, "write_through", False)  # by `python -u`, whose streams have no buffer to flush
     return io.TextIOWrapper(
         buffered,
         encoding=getattr(stream, "encoding", None) or "utf-8",
         errors=getattr(stream, "errors", None) or "backslashreplace",
-        line_buffering=getattr(stream, "line_buffering", descriptor == 2),
-        write_through=getattr(stream, "write_through", False),
+        line_buffering=write_through or getattr(stream, "line_buffering", descriptor == 2),
+        write_through=write_through,
     )
 
 
@@ -62,11 +64,11 @@ class _Guarded(io.FileIO):
     has_failed = False
 
     def write(self, content: Any, /) -> int:
-        if not self.has_failed:
+        while not self.has_failed:
             try:
-                return super().write(content)
-            except BlockingIOError:
-                raise
+                if (written := super().write(content)) is not None:
+                    return written
+                select.select([], [self], [])  # full, and set not to block: wait, as one that does would
             except OSError as error:
                 self.has_failed = True  # also for what is still in buffers at the end
                 self._end_or_go_on(error)

@@ -1,13 +1,18 @@
 """What becomes of a command whose output nobody reads any more, or has no place."""
 
+import io
+import os
 import re
+import select
 import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from megatron_fanformer.output import guarded
 from megatron_fanformer.training.metrics import read_metrics
 from tests.small_runs import ROOT, small_run, write_config, write_tokens
 
@@ -71,3 +76,34 @@ def test_a_result_that_cannot_be_kept_is_an_error() -> None:
         "megatron-fanformer: standard output cannot be used (No space left on device); free what ran out, or repair "
         "the disk, and start again\n"
     )
+
+
+def test_output_that_is_full_and_does_not_block_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As whoever shares the terminal or the pipe may have set it."""
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    read, wait = [], select.select
+
+    def reading(*arguments: Any) -> Any:
+        read.append(os.read(reader, 1 << 20))
+        return wait(*arguments)
+
+    monkeypatch.setattr(select, "select", reading)
+    stream, text = guarded(None, writer), "a line\n" * 100_000  # ten times what a pipe holds
+    print(text, end="", file=stream, flush=True)
+    stream.close()
+    os.close(writer)
+    with open(reader, "rb") as rest:
+        assert b"".join([*read, rest.read()]).decode() == text and len(read) > 1
+
+
+def test_without_buffers_each_line_is_written_at_once() -> None:
+    """As ranks are started, by `python -u`, whose streams do without."""
+    reader, writer = os.pipe()
+    with open(os.devnull, "wb", buffering=0) as file, open(reader, "rb", buffering=0) as output:
+        unbuffered = io.TextIOWrapper(file, write_through=True)  # as Python makes them
+        stream = guarded(unbuffered, writer)
+        print("a line", file=stream)
+        assert select.select([output], [], [], 0)[0] and output.read(100) == b"a line\n"
+    stream.close()
+    os.close(writer)

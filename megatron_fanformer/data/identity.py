@@ -10,7 +10,7 @@ changed in between show only in the manifest's SHA-256, which is compared where 
 import hashlib
 import itertools
 import os
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -270,6 +270,19 @@ def _blocks(size: int) -> Iterator[tuple[int, int]]:
         return
     for number in range(BLOCKS):
         yield (size - BLOCK_BYTES) * number // (BLOCKS - 1), BLOCK_BYTES
+
+
+def another_tokenizer(stated: Iterable[str | None], digest: str, whose: str) -> str | None:
+    """Return what tokens were made with, in words, where it is not the tokenizer of SHA-256 `digest`.
+
+    To be told, and no error: an export's tokenizer may be the same one, written anew.
+
+    Args:
+        stated: by the manifests of the tokens; empty or None: not known.
+        whose: the tokenizer that it is compared with.
+    """
+    others = {each for each in stated if each} - {digest}
+    return f"another tokenizer (SHA-256 {_short(min(others))}…) than {whose} ({_short(digest)}…)" if others else None
 
 
 # -- what changed

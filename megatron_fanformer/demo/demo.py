@@ -34,6 +34,7 @@ from megatron_fanformer.preparation.document_files import read_documents
 from megatron_fanformer.preparation.prepare import prepare
 from megatron_fanformer.preparation.verb import PrepareConfig
 from megatron_fanformer.processes import usable_cores
+from megatron_fanformer.runtime.device import VISIBLE_GPUS
 from megatron_fanformer.training.config import config_from_dict
 from megatron_fanformer.training.loss_picture import loss_picture
 from megatron_fanformer.training.metrics import VALIDATION_PREFIX, read_metrics
@@ -184,7 +185,7 @@ def _train(places: Places, console: Console) -> None:
         console.print("stopped half-way; the same command again:")
         start_run(places.config, [], command)
     except Interrupted:
-        train = shlex.join(["megatron-fanformer", *command])
+        train = f"{VISIBLE_GPUS}= {shlex.join(['megatron-fanformer', *command])}"  # no GPU, as for the demo itself
         raise Interrupted(f"stopped in its training; the demo would begin anew, and {train} goes on") from None
     last = read_metrics(places.run)[-1]["step"]
     if last != STEPS:

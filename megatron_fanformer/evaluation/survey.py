@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from megatron_fanformer.data.identity import another_tokenizer
 from megatron_fanformer.data.tokenizer import Tokenizer, load_tokenizer, tokenizer_file
 from megatron_fanformer.durable_files import sha256_of
 from megatron_fanformer.errors import InputError
@@ -86,17 +87,14 @@ def _tokenizer(path: str, eod_id: int | None) -> Tokenizer:
 
 
 def _warn_of_other_tokenizers(sets: Sequence[PerplexitySet], sha256: str) -> None:
-    """Warn of sets whose manifests name another file: an export's tokenizer may be the same one, written anew."""
+    """Warn of sets whose manifests name another file."""
     for each in sets:
-        stated = (file.stated for file in each.files)
-        others = {found[0].tokenizer.sha256 for found in stated if found is not None} - {sha256, ""}
-        if others:
+        stated = (found[0].tokenizer.sha256 for file in each.files if (found := file.stated) is not None)
+        if other := another_tokenizer(stated, sha256, "the model's"):
             logger.warning(
-                "perplexity set %s was made with another tokenizer (SHA-256 %s…) than the model's (%s…); unless both "
-                "give the same ids, its perplexity says nothing",
+                "perplexity set %s was made with %s; unless both give the same ids, its perplexity says nothing",
                 each.name,
-                min(others)[:12],
-                sha256[:12],
+                other,
             )
 
 

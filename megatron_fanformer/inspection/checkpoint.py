@@ -146,6 +146,8 @@ def last_numbers(run: Path) -> dict[str, Any] | None:
 def check_checkpoint(checkpoint: Path, advance: Advance) -> str:
     """Check every file against the manifest, and that every tensor is complete; returns what was checked.
 
+    It begins with the checkpoint's name: what is shown above it is a run's newest, which may be a newer one by then.
+
     Raises:
         CorruptError: something is missing or damaged; names the file, and what.
     """
@@ -156,7 +158,7 @@ def check_checkpoint(checkpoint: Path, advance: Advance) -> str:
         what = plural(len(manifest.files), "file")
     else:
         what = plural(len(list(stored_parts(table))), "stored part")
-    return f"CRC-32 of {what}, {size(bytes_stored(checkpoint))}; every tensor is complete"
+    return f"{checkpoint.name}: CRC-32 of {what}, {size(bytes_stored(checkpoint))}; every tensor is complete"
 
 
 def _check_shapes(checkpoint: Path, table: Table) -> None:

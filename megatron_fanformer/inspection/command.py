@@ -3,7 +3,9 @@
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache, partial
 from pathlib import Path
+from typing import TypeVar
 
 from megatron_fanformer.checkpoint import store
 from megatron_fanformer.durable_files import write_atomically
@@ -13,6 +15,7 @@ from megatron_fanformer.inspection.report import Advance, Report, as_json
 from megatron_fanformer.stores import is_url
 from megatron_fanformer.terminal import plural, show, some, width
 
+_Result = TypeVar("_Result")
 _Actions = tuple[Callable[[Target], Report], Callable[[Target], int], Callable[[Target, Advance], str]]
 """Functions that describe a target, count the bytes that checking it reads, and check it."""
 
@@ -21,7 +24,7 @@ def inspect_path(path: str, *, verify: bool, json: bool) -> None:
     """Print what a dataset, a checkpoint or an export is; with `verify`, whether it is intact.
 
     Raises:
-        InputError: it is none of these, or there is nothing to verify it against.
+        InputError: it is none of these, there is nothing to verify it against, or a run that goes on has removed it.
         CorruptError: it cannot be read, or fails its verification; names the file, and what differs.
     """
     if is_url(path):  # of a token file
@@ -174,17 +177,30 @@ def _actions(target: Target) -> _Actions:
         from megatron_fanformer.inspection import export
 
         return export.describe_export, export.bytes_to_check, export.check_export
-    from megatron_fanformer.checkpoint.stored_files import bytes_stored
     from megatron_fanformer.inspection import checkpoint
 
     if target.kind == "megatron-lm":
         return checkpoint.describe_megatron_lm, checkpoint.bytes_to_check, checkpoint.check_megatron_lm
-    describe = checkpoint.describe_run if target.kind == "run" else checkpoint.describe_checkpoint
-    return (
-        lambda target: describe(target.path),
-        lambda target: bytes_stored(checkpoint_of(target)),
-        lambda target, advance: checkpoint.check_checkpoint(checkpoint_of(target), advance),
-    )
+    return _checkpoint_actions()
+
+
+def _checkpoint_actions() -> _Actions:
+    """Return those for our checkpoints. The newest of a run is looked up once: one that goes on has others later."""
+    from megatron_fanformer.checkpoint.stored_files import bytes_stored
+    from megatron_fanformer.formats.checkpoints import blaming_removal
+    from megatron_fanformer.inspection import checkpoint
+
+    found = cache(checkpoint_of)
+
+    def read(function: Callable[..., _Result], target: Target, *arguments: Advance) -> _Result:
+        with blaming_removal([found(target)]):
+            return function(found(target), *arguments)
+
+    def describe(target: Target) -> Report:
+        is_run = target.kind == "run"
+        return checkpoint.describe_run(target.path) if is_run else read(checkpoint.describe_checkpoint, target)
+
+    return describe, partial(read, bytes_stored), partial(read, checkpoint.check_checkpoint)
 
 
 @contextmanager

@@ -19,9 +19,9 @@ from megatron_fanformer.data.ledger import Ledger, LedgerRow, open_ledger
 from megatron_fanformer.data.manifest import Manifest, read_any_manifest
 from megatron_fanformer.data.origins import Span, sample_spans
 from megatron_fanformer.data.stages import FIRST_STAGE
-from megatron_fanformer.data.tokenizer import Tokenizer, load_tokenizer
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.formats.recognition import Target
+from megatron_fanformer.inspection.prefix_tokenizers import PrefixTokenizers
 from megatron_fanformer.model.layout_rules import batch_problems
 from megatron_fanformer.training.chats import with_steps
 from megatron_fanformer.training.config import RunConfig
@@ -103,7 +103,7 @@ class StepSamples:
         self.folder = folder or Path(config.training.run_dir)
         self.stage = _stage_of(config, step)
         self._ledgers: dict[str, Ledger | None] = {}
-        self._tokenizers: dict[str, Tokenizer | None] = {}
+        self._tokenizers = PrefixTokenizers(config.data.tokenizer)
 
     def micro_batches(self) -> Iterator[tuple[MicroBatch, list[Sample]]]:
         """Yield each micro batch with its samples, in the samples' order; those without tokens of `only` are left
@@ -122,13 +122,17 @@ class StepSamples:
         """Return the prefixes seen so far that have no ledger."""
         return [prefix for prefix, ledger in self._ledgers.items() if ledger is None]
 
+    def of_other_tokenizers(self) -> list[str]:
+        """Return a line for each prefix shown so far that was made with another tokenizer than there is."""
+        return self._tokenizers.notes
+
     def text_of(self, passage: Passage) -> str | None:
         """Return a passage's text; None where no tokenizer is known.
 
         Raises:
-            InputError: the tokenizer is not the one that made the tokens.
+            InputError: the tokenizer cannot be the one that made the tokens, or cannot be read.
         """
-        tokenizer = self._tokenizer(passage.prefix)
+        tokenizer = self._tokenizers.of(passage.prefix)
         if tokenizer is None:
             return None
         if passage.ids and max(passage.ids) >= tokenizer.vocab_size:
@@ -184,18 +188,6 @@ class StepSamples:
         if prefix not in self._ledgers:
             self._ledgers[prefix] = open_ledger(prefix)
         return self._ledgers[prefix]
-
-    def _tokenizer(self, prefix: str) -> Tokenizer | None:
-        """Return the configuration's, else the one that the manifest names, if it still exists."""
-        path = self.config.data.tokenizer
-        if path is None:
-            manifest = read_any_manifest(prefix)
-            path = manifest.tokenizer.path if manifest and Path(manifest.tokenizer.path).exists() else None
-        if path is None:
-            return None
-        if path not in self._tokenizers:
-            self._tokenizers[path] = load_tokenizer(path, needs_eod=False)  # nothing is encoded
-        return self._tokenizers[path]
 
 
 def _checked(config: RunConfig, step: int, data_parallel_size: int) -> RunConfig:

@@ -28,6 +28,9 @@ def lines(samples: StepSamples, *, full: bool) -> Iterator[str]:
         yield ""
         names = ", ".join(f"{prefix}.ledger.parquet" for prefix in missing)
         yield f"no ledger ({names}): these tokens' documents are unknown; prepare writes one"
+    if notes := samples.of_other_tokenizers():
+        yield ""
+        yield from map(escaped, notes)
 
 
 def _heading(samples: StepSamples) -> Iterator[str]:
@@ -157,5 +160,6 @@ def as_object(samples: StepSamples, *, full: bool) -> dict[str, Any]:
         "micro_batch_size": training.micro_batch_size,
         "seq_length": samples.config.model.seq_length,
         "without_ledger": samples.without_ledger(),
+        "of_other_tokenizers": samples.of_other_tokenizers(),
         "micro_batches": batches,
     }

@@ -14,7 +14,13 @@ from megatron_fanformer.checkpoint.mirror import fetch_newer
 from megatron_fanformer.checkpoint.remote import fetched
 from megatron_fanformer.checkpoint.run_lock import FolderWatch
 from megatron_fanformer.configuration import by_dotted_names
-from megatron_fanformer.data.identity import DataIdentity, identify_data, identity_from_plain, resumed_identity
+from megatron_fanformer.data.identity import (
+    DataIdentity,
+    another_tokenizer,
+    identify_data,
+    identity_from_plain,
+    resumed_identity,
+)
 from megatron_fanformer.data.sample_counts import SampleCounts
 from megatron_fanformer.data.stages import Stage, ordered
 from megatron_fanformer.data.survey import DataSurvey, survey_data
@@ -23,6 +29,7 @@ from megatron_fanformer.errors import CorruptError, InputError, collect_problems
 from megatron_fanformer.evaluation.survey import EvaluationSurvey, survey_evaluation
 from megatron_fanformer.formats.recognition import find_checkpoint, refuse_other_kinds
 from megatron_fanformer.stores import is_url
+from megatron_fanformer.terminal import some
 from megatron_fanformer.training.chats import with_steps
 from megatron_fanformer.training.config import UNSTATED, RunConfig
 from megatron_fanformer.training.machine_rules import machine_problems
@@ -140,7 +147,9 @@ def check_machine_and_data(checked: CheckedSettings) -> RunStart:
     if found := machine_problems(config):
         raise InputError("\n".join(found))
     data = check_data(config, for_run=True)
-    return _start(checked, data, allowed=config.data.allow_change)
+    start = _start(checked, data, allowed=config.data.allow_change)
+    _warn_of_other_tokenizer(start.identity)
+    return start
 
 
 def check_data(config: RunConfig, *, for_run: bool = False) -> DataSurvey:
@@ -211,6 +220,21 @@ def _identity(
     for change in identity.changes[len(before.changes) :]:
         logger.info("data changed after step %d: %s: %s", change.step, change.name, change.what)
     return identity
+
+
+def _warn_of_other_tokenizer(identity: DataIdentity) -> None:
+    """Warn where the tokenizer that goes into every checkpoint is not the one that made the training data."""
+    digest, train = identity.tokenizer, identity.train
+    if digest is None:
+        return
+    files = [*train.files, *(file for stage in train.stages for file in stage.files)]
+    if other := another_tokenizer((file.tokenizer for file in files), digest, "data.tokenizer"):
+        logger.warning(
+            "training data (%s) were made with %s, which goes into every checkpoint; unless both give the same ids, "
+            "name the one that made them",
+            some(dict.fromkeys(file.path for file in files if file.tokenizer not in (None, digest))),
+            other,
+        )
 
 
 def _readable_progress(candidates: Sequence[Path]) -> "tuple[Path, SavedProgress | None] | None":

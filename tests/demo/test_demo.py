@@ -34,5 +34,7 @@ def test_a_demo_that_is_stopped_names_what_goes_on(tmp_path: Path, monkeypatch: 
     with pytest.raises(Interrupted, match=r"^stopped in its training; the demo would begin anew, and ") as caught:
         demo._train(places, Console(quiet=True))
     command = str(caught.value).partition(", and ")[2].removesuffix(" goes on")
-    verb, options = cli.read_command(shlex.split(command)[1:])
+    setting, program, *words = shlex.split(command)
+    assert (setting, program) == ("CUDA_VISIBLE_DEVICES=", cli.PROGRAM)  # a GPU, if there is one, stays hidden
+    verb, options = cli.read_command(words)
     assert (verb.name, Path(options.config)) == ("train", places.config)

@@ -90,7 +90,7 @@ def write_manifest(prefix: Path | str, documents: Documents, tokenizer: Path, **
         refused={"not JSON": 2},
         refused_examples=[],
         settings=Settings(text_field="text", dtype="uint16", **settings),
-        tokenizer=TokenizerRecord(path=str(tokenizer), sha256="0" * 64, vocab_size=50_280, eod_id=50_279),
+        tokenizer=TokenizerRecord(path=str(tokenizer), sha256=sha256_of(tokenizer), vocab_size=50_280, eod_id=50_279),
         encoding=Encoding(backend="gigatoken"),
         inputs=[InputRecord(path=f"docs.{n}.jsonl.gz", bytes=1000, sha256="1" * 64, modified_ns=1) for n in range(3)],
         outputs=[output],

@@ -5,15 +5,17 @@ import json
 import pickle
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from megatron_fanformer.checkpoint import store
+from megatron_fanformer.checkpoint import store, stored_files
 from megatron_fanformer.checkpoint.full_tensors import write_full_tensors
 from megatron_fanformer.checkpoint.manifest import MANIFEST, write_manifest
 from megatron_fanformer.checkpoint.tensor_table import METADATA, read_table, stored_parts, tensors_of
 from megatron_fanformer.formats.name_table import expected_shapes
+from megatron_fanformer.inspection import checkpoint as checkpoints
 from megatron_fanformer.model.config import FANConfig
 from tests.formats.test_hostile import Bomb
 from tests.inspection.conftest import TOKENIZER, Inspect
@@ -96,8 +98,39 @@ def test_metrics_torn_by_a_crash(inspect: Inspect, run: Path) -> None:
 def test_a_sound_checkpoint(inspect: Inspect, trained: Path) -> None:
     output = inspect(trained, "--verify")
     assert (output.code, output.error) == (0, "")
-    assert output.out.splitlines()[-1].startswith("verified: CRC-32 of ")
+    assert output.out.splitlines()[-1].startswith("verified: step-00000004: CRC-32 of ")
     assert output.out.endswith("every tensor is complete\n")
+
+
+def test_the_checkpoint_that_was_read_is_called_verified(
+    inspect: Inspect, run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that goes on has another newest one once the bytes have been counted, and when it is described."""
+    count = stored_files.bytes_stored
+
+    def saving(checkpoint: Path) -> int:
+        (run / "checkpoints" / "latest").write_text("step-00000004\n")
+        return count(checkpoint)
+
+    (run / "checkpoints" / "latest").write_text("step-00000002\n")
+    monkeypatch.setattr(stored_files, "bytes_stored", saving)
+    output = inspect(run, "--verify")
+    assert "step        4, " in output.out and "\nverified: step-00000002: CRC-32 of " in output.out
+
+
+@pytest.mark.parametrize("path", [".", "checkpoints/step-00000004"])
+def test_a_checkpoint_that_its_run_removes_meanwhile_is_not_called_corrupt(
+    inspect: Inspect, run: Path, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gone, check = run / "checkpoints" / "step-00000004", checkpoints.check_stored
+
+    def removing(checkpoint: Path, **options: Any) -> None:
+        shutil.rmtree(gone)
+        check(checkpoint, **options)
+
+    monkeypatch.setattr(checkpoints, "check_stored", removing)
+    output = inspect(run / path, "--verify")
+    assert (output.code, output.out) == (2, "") and f"{gone} was removed while it was read" in output.error
 
 
 def test_a_flipped_bit_of_any_tensor(inspect: Inspect, run: Path) -> None:

@@ -1,6 +1,7 @@
 """`inspect --step` against training itself: the batches that a run recorded, and the documents that they are of."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -8,6 +9,7 @@ import pytest
 import yaml
 
 from megatron_fanformer.data.tokenizer import load_tokenizer
+from megatron_fanformer.durable_files import sha256_of
 from megatron_fanformer.inspection.step import StepSamples
 from megatron_fanformer.training.config import config_from_dict
 from tests.inspection.conftest import TOKENIZER, Inspect
@@ -276,8 +278,27 @@ def test_the_manifest_names_the_tokenizer(inspect: Inspect, tmp_path: Path) -> N
     prefix = write_pair(tmp_path / "docs", documents)
     write_manifest(prefix, documents, TOKENIZER)
     values = small_run(prefix, tmp_path / "run", model={"vocab_size": OLMO_VOCABULARY}, training=BATCH)
-    output = inspect(prefix, "--step", 1, "--config", write_config(tmp_path / "run.yaml", values))
-    assert "that is the question" in output.out
+    config = write_config(tmp_path / "run.yaml", values)
+    assert "that is the question" in inspect(prefix, "--step", 1, "--config", config).out
+    other = Path(shutil.copy(TOKENIZER, tmp_path / "tokenizer.json"))
+    write_manifest(prefix, documents, other)
+    other.write_text(other.read_text() + "\n")  # another file under the same name
+    output = inspect(prefix, "--step", 1, "--config", config)
+    assert "      ids " in output.out and "question" not in output.out
+    assert output.out.endswith(
+        f"{prefix} was made with another tokenizer than {other} is now; set data.tokenizer to that one\n"
+    )
+
+
+def test_tokens_of_another_tokenizer_are_named_once(inspect: Inspect, texts: Texts, tmp_path: Path) -> None:
+    config, documents = texts
+    write_manifest(tmp_path / "docs", documents, TOKENIZER)
+    assert "another tokenizer" not in inspect(config, "--step", 1).out
+    write_manifest(tmp_path / "docs", documents, Path(__file__))
+    made = f"{tmp_path / 'docs'} was made with another tokenizer (SHA-256 {sha256_of(Path(__file__))[:12]}…) than "
+    lines = inspect(config, "--step", 1).out.splitlines()
+    assert [line.startswith(f"{made}data.tokenizer (") for line in lines if "made with" in line] == [True]
+    assert [json.loads(inspect(config, "--step", 1, "--json").out)["of_other_tokenizers"][0]] == lines[-1:]
 
 
 # -- what cannot be shown

@@ -13,6 +13,7 @@ from megatron_fanformer.checkpoint import store, stored_files
 from megatron_fanformer.checkpoint.manifest import MANIFEST
 from megatron_fanformer.checkpoint.stored_files import SavedProgress
 from megatron_fanformer.checkpoint.tensor_table import METADATA
+from megatron_fanformer.durable_files import sha256_of
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.inspection.checkpoint import describe_run
 from megatron_fanformer.inspection.command import inspect_step
@@ -20,6 +21,7 @@ from megatron_fanformer.inspection.report import Report
 from megatron_fanformer.training.config import config_from_dict
 from megatron_fanformer.training.metrics import read_metrics
 from megatron_fanformer.training.preflight import RunStart, check_run
+from tests.data.token_making import write_manifest
 from tests.small_runs import SEQ_LENGTH, small_run, write_tokens
 from tests.training.test_trainer import train
 
@@ -110,6 +112,27 @@ def test_a_replaced_file_is_refused_or_its_change_recorded(
     assert {name: last[name] for name in last if name.startswith("data/") and name.endswith("tokens")} == {
         "data/tokens/tokens": 3 * STEP_TOKENS
     }
+
+
+def test_training_data_of_another_tokenizer_are_told(
+    tmp_path: Path, small_tokenizer_file: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Which goes into every checkpoint."""
+    prefix = write_tokens(tmp_path / "tokens")
+    values = small_run(
+        prefix, tmp_path / "run", model={"vocab_size": 600}, data={"tokenizer": str(small_tokenizer_file)}
+    )
+    write_manifest(prefix, dtype="uint16", max_token_id=0)
+    manifest = Path(f"{prefix}.manifest.json")
+    text = manifest.read_text()
+    for digest, warning in (
+        ("", ""),
+        (sha256_of(small_tokenizer_file), ""),
+        ("f" * 64, f"training data ({prefix}) were made with another tokenizer (SHA-256 ffffffffffff…) than data.tok"),
+    ):
+        manifest.write_text(text.replace('"tokenizer.json",\n    "sha256": ""', f'"", "sha256": "{digest}"'))
+        start(values)
+        assert warning in caplog.text and ("made with" in caplog.text) == bool(warning)
 
 
 def test_more_steps_are_refused_where_they_would_change_the_order(half: Values) -> None:
