@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from megatron_fanformer.checkpoint import store
+from megatron_fanformer.checkpoint.tensor_table import STATE_PREFIX
 from megatron_fanformer.errors import CorruptError, DivergenceError, InputError
 from megatron_fanformer.training.config import config_from_dict
 from megatron_fanformer.training.metrics import read_metrics
@@ -168,6 +169,29 @@ def test_a_fault_of_a_machine_leaves_no_trace_but_a_line_that_names_the_rank(
     ]
     assert [event["ranks"] for event in again] == [[1], [0]]
     assert events(tmp_path / "run", "skipped") == []
+
+
+@pytest.mark.parametrize("kept", ["step-00000005", "step-00000010"])
+def test_a_run_goes_on_from_what_it_saved_before_its_first_update(
+    run_on_ranks: RunOnRanks,
+    tmp_path: Path,
+    configured: Callable[..., dict[str, Any]],
+    without: Callable[..., Path],
+    kept: str,
+) -> None:
+    """And from the next one, which ranks write as they divided the first."""
+    skipped = range(1, 6)
+    shutil.copytree(without(*skipped), tmp_path / "run")
+    checkpoints = tmp_path / "run" / store.CHECKPOINTS
+    for checkpoint in store.complete_checkpoints(tmp_path / "run"):
+        if checkpoint.name > kept:
+            shutil.rmtree(checkpoint)
+    (checkpoints / store.LATEST).write_text(f"{kept}\n")
+    [stored] = run_on_ranks(1, stored_tensors, checkpoints / kept)
+    moments = [tensor for name, tensor in stored.items() if name.startswith(f"{STATE_PREFIX}exp_avg.")]
+    assert moments and all(tensor.any() == (kept != "step-00000005") for tensor in moments)
+    run_on_ranks(2, train, configured(tmp_path / "run", iterations_to_skip=list(skipped)))
+    assert_same_end(run_on_ranks, tmp_path / "run", without(*skipped))
 
 
 def test_several_bad_steps_in_a_row_send_the_run_back(
