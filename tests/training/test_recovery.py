@@ -16,6 +16,7 @@ import torch
 from megatron_fanformer.checkpoint import store
 from megatron_fanformer.checkpoint.tensor_table import STATE_PREFIX
 from megatron_fanformer.errors import CorruptError, DivergenceError, InputError
+from megatron_fanformer.runtime.agreement import is_main
 from megatron_fanformer.training.config import config_from_dict
 from megatron_fanformer.training.metrics import read_metrics
 from megatron_fanformer.training.preflight import check_run
@@ -422,6 +423,7 @@ def test_a_run_goes_on_from_before_a_damaged_checkpoint(
 def train_error(values: dict[str, Any]) -> str:
     with pytest.raises(CorruptError) as caught:
         train(values)
+    assert caught.value.already_reported is not is_main()
     return str(caught.value)
 
 
