@@ -38,7 +38,7 @@ class _Part(NamedTuple):
 
 
 def stored_state(optimizer: Any, weights: dict[str, Any]) -> dict[str, Any]:
-    """Return the form above, as a sharded state dict.
+    """Return the form above, as a sharded state dict; before the first update, too.
 
     Args:
         weights: the sharded state dict of the weights, whose data are the parameters themselves.
@@ -54,8 +54,6 @@ def requested_tensors(optimizer: Any, weights: dict[str, Any], stored: Collectio
         weights: as for `stored_state`.
         stored: the names of the tensors in the checkpoint.
     """
-    for each in _single(optimizer):
-        each.init_state_fn(each.optimizer, each.config)  # makes the tensors that the first step would make
     shards = _shards(optimizer, weights)
     return {i: dataclasses.replace(shard, key=_stored_name(shard.key, stored)) for i, shard in enumerate(shards)}
 
@@ -111,6 +109,8 @@ def _stored_name(key: str, stored: Collection[str]) -> str:
 
 def _parts(optimizer: Any, weights: list[torch.nn.Parameter]) -> Iterator[_Part]:
     for each in _single(optimizer):
+        # Makes what the first update would make: also before one, checkpoints have it, and each save the same shards.
+        each.init_state_fn(each.optimizer, each.config)
         if isinstance(each, DistributedOptimizer):
             yield from _distributed_parts(each)
         else:

@@ -26,6 +26,7 @@ from megatron_fanformer.planning.layer_traffic import Term, chunk_terms
 from megatron_fanformer.planning.matrix_updates import MatrixUpdates
 
 NORM_BYTES = 4  # one float32
+JUDGED_NORM_BYTES = 8  # one float64
 REPORT_BYTES = 7 * 8  # sums of losses, tokens and z-losses, and of ranks with each of four interrupts, in float64
 TOKEN_COUNT_BYTES = 4  # one int32
 # Of samples, in int64: whether they could be read; a token's id, label and position. Its weight in the loss, and its
@@ -151,6 +152,8 @@ def _replicated_weight_terms(job: Job, own: list[Weight]) -> Iterator[Term]:
 def _scalar_terms(job: Job) -> Iterator[Term]:
     norm_group = "intra_dist_opt" if job.parallel.use_distributed_optimizer else "mp"
     yield Term(norm_group, "all-reduce", "gradient norm", NORM_BYTES)
+    if job.group_sizes(0)[norm_group] < job.world_size:  # unless `recovery` judges no steps
+        yield Term("world", "all-reduce", "gradient norm", JUDGED_NORM_BYTES)
     yield Term("world", "all-reduce", "loss report", REPORT_BYTES)
     yield Term("pp", "broadcast", "token count", TOKEN_COUNT_BYTES)
     yield Term("dp_cp", "all-reduce", "token count", TOKEN_COUNT_BYTES)

@@ -14,6 +14,7 @@ from megatron_fanformer.runtime import heartbeat
 BEAT_SECONDS = 1.0
 
 Result = TypeVar("Result")
+Failure = TypeVar("Failure", bound=FanformerError)
 
 
 def is_main() -> bool:
@@ -60,6 +61,12 @@ def raise_on_all(failure: Exception | None, group: dist.ProcessGroup) -> NoRetur
     dist.broadcast_object_list(box, group=group, group_src=0)
     dist.barrier(group)  # as in `on_main`
     raise cast(Exception, failure or box[0])
+
+
+def told_by_main(failure: Failure) -> Failure:
+    """Return an error that every rank raises by itself, on all but the main rank marked as reported elsewhere."""
+    failure.already_reported = not is_main()
+    return failure
 
 
 def of_every_rank(value: Result) -> list[Result]:

@@ -5,8 +5,9 @@
     bad                      the step's samples are skipped, the weights stay
     several bad in a row     the run goes back to the last checkpoint before them, and skips them from the start
 
-Every rank comes to the same decision: it judges numbers that all of them have. The trainer carries it out. What
-happened is appended to `recovery.jsonl` in the run's folder, from which a resumed run learns what to skip.
+Every rank comes to the same decision: it judges numbers that all of them have (see `step.gradient_norm`). The trainer
+carries it out. What happened is appended to `recovery.jsonl` in the run's folder, from which a resumed run learns what
+to skip.
 """
 
 import json
@@ -64,6 +65,11 @@ class RecoveryConfig:
     """Times that a run may go back without progress before it ends (exit code 4)."""
     iterations_to_skip: list[int] = field(default_factory=list)
     """Steps whose samples are skipped."""
+
+    @property
+    def judges_steps(self) -> bool:
+        """Whether a step can be bad."""
+        return self.check_for_nan_in_loss_and_grad or self.check_for_spiky_loss
 
     def problems(self) -> list[str]:
         """Return the rules of single fields that this configuration breaks, one line each."""

@@ -34,14 +34,14 @@ from megatron_fanformer.training.optimizer import single_optimizers
 
 @dataclass(frozen=True, kw_only=True)
 class StepResult:
-    """Results of one step; all but the last the same on every rank."""
+    """Results of one step; all but the last the same on every rank (`grad_norm`: where steps are judged)."""
 
     loss: float
     """Mean cross entropy per token, in nats."""
     z_loss: float
     """Mean z-loss per token, which the gradient is of besides; 0 without `training.z_loss_coefficient`."""
     grad_norm: float
-    """Global gradient norm before clipping."""
+    """Global gradient norm before clipping, as `gradient_norm` has it."""
     tokens: int
     """Tokens that the loss was taken over."""
     interrupts: Interrupts
@@ -151,6 +151,7 @@ def attempt_step(
     num_micro_batches: int,
     *,
     listen: Callable[[], Interrupts] = Interrupts,
+    is_judged: bool = True,
 ) -> StepResult:
     """`train_step` up to the update: leave the gradients of the next global batch in the buffers.
 
@@ -160,6 +161,7 @@ def attempt_step(
 
     Args:
         listen: returns, after backward, this rank's pending requests; all ranks learn of them with the loss.
+        is_judged: whether each rank decides by the numbers what to do with the step.
     """
     for stage in stages:
         stage.zero_grad_buffer()
@@ -170,7 +172,7 @@ def attempt_step(
         own = torch.stack([report["loss_and_tokens"] for report in reports]).sum(0)
         own = torch.cat([own, _z_losses(stages, own)])
     sums = _sum_over_ranks(own, grid, listen())
-    grad_norm = gradient_norm(optimizer)
+    grad_norm = gradient_norm(optimizer, grid, is_judged=is_judged)
     loss, tokens, z_loss, *interrupts = sums.tolist()
     return StepResult(
         loss=loss / max(tokens, 1.0),
@@ -258,11 +260,25 @@ def _ranks_where(is_odd: Callable[[Any, Any], bool], ranks: list[Any]) -> list[i
     return []
 
 
-def gradient_norm(optimizer: MegatronOptimizer) -> float:
-    """Return the global norm of the gradients in the buffers, before clipping; waits for the device."""
+def gradient_norm(optimizer: MegatronOptimizer, grid: RankGrid, *, is_judged: bool) -> float:
+    """Return the global norm of the gradients in the buffers, before clipping; waits for the device.
+
+    Without the distributed optimizer each replica takes it of what it has of the sums, with several instances of it
+    each instance. A fault on one of their machines must not make them decide otherwise than the others, which would
+    wait for them for ever: a norm that is judged is then the largest of all, and one that is not finite counts as inf.
+    """
     heartbeat.mark("gradient norm")
     optimizer.prepare_grads()
-    return float(optimizer.get_grad_norm())
+    own = float(optimizer.get_grad_norm())
+    sharing = single_optimizers(optimizer)[0].get_grad_stats_parallel_group()
+    return _largest_norm(own, grid) if is_judged and sharing.size() < grid.world_size else own
+
+
+def _largest_norm(own: float, grid: RankGrid) -> float:
+    finite = own if math.isfinite(own) else math.inf  # NaN has no place in an order
+    largest = torch.tensor(finite, dtype=torch.float64, device=grid.torch_device)
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    return float(largest)
 
 
 def update_weights(optimizer: MegatronOptimizer, grad_norm: float, *, is_measured: bool = True) -> None:

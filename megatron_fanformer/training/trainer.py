@@ -236,7 +236,7 @@ class Trainer:
     def _attempt(self, batches: StepBatches) -> tuple[StepResult, str | None]:
         parts = (self._wrapped, self._optimizer, iter(batches), self.grid, self._num_micro_batches)
         with self._phases.reading(self.step):
-            result = attempt_step(*parts, listen=self._listener.now)
+            result = attempt_step(*parts, listen=self._listener.now, is_judged=self.config.recovery.judges_steps)
         return result, self._bad_steps.fault_in(result.loss, result.grad_norm)
 
     def _skipped(self, reason: str) -> dict[str, Any]:

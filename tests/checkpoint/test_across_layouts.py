@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from megatron_fanformer.checkpoint import store
-from megatron_fanformer.checkpoint.optimizer_state import rectangles
+from megatron_fanformer.checkpoint.optimizer_state import rectangles, stored_state
 from megatron_fanformer.checkpoint.tensor_table import MAIN_WEIGHT
 from megatron_fanformer.checkpoint.training_state import model_state
 from megatron_fanformer.model.config import FANConfig
+from megatron_fanformer.training.optimizers import OptimizerConfig
 from tests.checkpoint.states import (
     LAYOUTS,
     Shown,
@@ -117,6 +118,33 @@ def test_the_state_is_the_same_in_every_layout(
     run_on_ranks: RunOnRanks, saved_in: SavedIn, saved: str, loaded: str, dtype: str, fields: dict[str, Any]
 ) -> None:
     check(run_on_ranks, saved_in(saved, dtype, **fields), loaded, dtype, **fields)
+
+
+def shards_before_and_after_an_update(recipe: OptimizerConfig) -> list[list[tuple[Any, ...]]]:
+    """What a checkpoint would have of the optimizer, at either time."""
+    states = []
+    with training("dp2", small_model(**FEW), dtype=torch.bfloat16, recipe=recipe) as run:
+        for steps in (0, 1):
+            run.take_steps(steps)
+            shards = stored_state(run.optimizer, model_state(run.stages, run.grid))["optimizer_tensors"].values()
+            states.append([(each.key, each.dtype, each.global_offset, each.local_shape) for each in shards])
+    return states
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        OptimizerConfig(),
+        OptimizerConfig(exp_avg_dtype="bf16"),
+        OptimizerConfig(name="muon"),
+    ],
+    ids=["adamw", "bf16", "muon"],
+)
+def test_the_shards_are_the_same_before_the_first_update(run_on_ranks: RunOnRanks, recipe: OptimizerConfig) -> None:
+    """Ranks write every checkpoint as they divided the first."""
+    for before, after in run_on_ranks(2, shards_before_and_after_an_update, recipe):
+        assert before == after
+        assert any("exp_avg" in name for name, *_ in after) and any(MAIN_WEIGHT in name for name, *_ in after)
 
 
 def gathered(ranks: list[Shown], prefix: str = "") -> dict[str, torch.Tensor]:

@@ -24,6 +24,7 @@ from megatron_fanformer.checkpoint import saving, store
 from megatron_fanformer.checkpoint.saving import CheckpointSaver
 from megatron_fanformer.checkpoint.writer import LOGGER, ResultsFile, WriterStart, watched
 from megatron_fanformer.errors import FanformerError
+from megatron_fanformer.runtime.agreement import is_main
 from tests.checkpoint.states import Pieces, Training, load_and_train, small_model, training, world_size
 from tests.patience import PATIENCE_SECONDS
 from tests.training.layouts import gather
@@ -130,10 +131,11 @@ def kill_what_a_writer_starts(layout: str, folder: Path, async_save: bool) -> st
 
 
 def failure_of(saver: CheckpointSaver, save: Callable[[], Any] = lambda: None) -> str:
-    """What a save ends with; afterwards there is nothing left of it."""
+    """What a save ends with, and the main rank alone prints; afterwards there is nothing left of it."""
     with pytest.raises(FanformerError) as caught:
         save()
         saver.finish_due(blocking=True)
+    assert caught.value.already_reported is not is_main()
     assert saver.finish_due(blocking=True) is None
     return str(caught.value)
 

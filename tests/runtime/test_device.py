@@ -4,10 +4,14 @@ import os
 import resource
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+from torch import distributed
 
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.ops import cpu_kernels
@@ -229,3 +233,21 @@ def test_a_user_without_a_home_is_told_so_and_computes_by_torch(monkeypatch: pyt
         pass
     monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
     assert device.cache_folder() == Path("/somewhere/megatron-fanformer")
+
+
+def refusal_of_kernels(failing: int) -> tuple[str, bool]:
+    """What a rank says, and whether another says it for it, where one rank cannot build the kernels."""
+    problem = "there is no compiler" if distributed.get_rank() == failing else None
+    with (
+        mock.patch.object(parallel, "_kernels_problem", lambda: problem),
+        pytest.raises(InputError) as caught,
+        parallel.cpu_kernels_of(RuntimeConfig(cpu_kernels="compiled"), "cpu"),
+    ):
+        pass
+    cpu_kernels.unload("the test is over")
+    return str(caught.value), caught.value.already_reported
+
+
+def test_what_one_rank_cannot_build_is_refused_by_all_and_told_by_one(run_on_ranks: Callable[..., list[Any]]) -> None:
+    message = "runtime.cpu_kernels is compiled, but there is no compiler; set it to torch"
+    assert run_on_ranks(2, refusal_of_kernels, 1) == [(message, False), (message, True)]

@@ -14,12 +14,14 @@ import pytest
 import torch
 
 from megatron_fanformer.checkpoint import store
+from megatron_fanformer.checkpoint.tensor_table import STATE_PREFIX
 from megatron_fanformer.errors import CorruptError, DivergenceError, InputError
+from megatron_fanformer.runtime.agreement import is_main
 from megatron_fanformer.training.config import config_from_dict
 from megatron_fanformer.training.metrics import read_metrics
 from megatron_fanformer.training.preflight import check_run
 from megatron_fanformer.training.recovery import RECOVERY, BadSteps, EventLog, RecoveryConfig, read_events
-from megatron_fanformer.training.step import _own_and_summed, compare_attempts
+from megatron_fanformer.training.step import StepBatches, _own_and_summed, compare_attempts
 from tests.small_runs import small_run, trainer_of
 from tests.training.test_trainer import numbers, stored_tensors, train
 
@@ -168,6 +170,67 @@ def test_a_fault_of_a_machine_leaves_no_trace_but_a_line_that_names_the_rank(
     ]
     assert [event["ranks"] for event in again] == [[1], [0]]
     assert events(tmp_path / "run", "skipped") == []
+
+
+def judged_with_norms(values: dict[str, Any], own: tuple[float, float]) -> tuple[float, str | None]:
+    """The norm and the fault of a step whose gradients' norm each rank has by itself."""
+    with trainer_of(values) as trainer:
+        trainer._optimizer.get_grad_norm = lambda: own[trainer.grid.rank]
+        result, fault = trainer._attempt(StepBatches(trainer._batches, trainer._num_micro_batches))
+    return result.grad_norm, fault
+
+
+PLAIN = {"use_distributed_optimizer": False}
+INF = (inf, "the gradient norm is inf")
+
+
+@pytest.mark.parametrize(
+    ("parallel", "is_judged", "own", "judged"),
+    [
+        ({**LAYOUT, **PLAIN}, True, (3.0, nan), [INF, INF]),
+        ({**LAYOUT, **PLAIN}, True, (-inf, 3.0), [INF, INF]),
+        ({**LAYOUT, **PLAIN}, True, (2.0, 1 / 3), [(2.0, None)] * 2),
+        ({"context_parallel_size": 2, **PLAIN}, True, (1 / 3, 0.1), [(1 / 3, None)] * 2),
+        ({**LAYOUT, "num_distributed_optimizer_instances": 2}, True, (nan, 3.0), [INF, INF]),
+        ({**LAYOUT, **PLAIN}, False, (3.0, nan), [(3.0, None), (pytest.approx(nan, nan_ok=True), None)]),
+    ],
+)
+def test_replicas_that_each_take_the_norm_judge_alike(
+    run_on_ranks: RunOnRanks,
+    tmp_path: Path,
+    tokens: str,
+    parallel: dict[str, Any],
+    is_judged: bool,
+    own: tuple[float, float],
+    judged: list[Any],
+) -> None:
+    """One that decides by itself to compute a step again waits for the others for ever."""
+    recovery = {"check_for_nan_in_loss_and_grad": is_judged}
+    values = small_run(tokens, tmp_path / "run", parallel=parallel, recovery=recovery)
+    assert run_on_ranks(2, judged_with_norms, values, own) == judged
+
+
+@pytest.mark.parametrize("kept", ["step-00000005", "step-00000010"])
+def test_a_run_goes_on_from_what_it_saved_before_its_first_update(
+    run_on_ranks: RunOnRanks,
+    tmp_path: Path,
+    configured: Callable[..., dict[str, Any]],
+    without: Callable[..., Path],
+    kept: str,
+) -> None:
+    """And from the next one, which ranks write as they divided the first."""
+    skipped = range(1, 6)
+    shutil.copytree(without(*skipped), tmp_path / "run")
+    checkpoints = tmp_path / "run" / store.CHECKPOINTS
+    for checkpoint in store.complete_checkpoints(tmp_path / "run"):
+        if checkpoint.name > kept:
+            shutil.rmtree(checkpoint)
+    (checkpoints / store.LATEST).write_text(f"{kept}\n")
+    [stored] = run_on_ranks(1, stored_tensors, checkpoints / kept)
+    moments = [tensor for name, tensor in stored.items() if name.startswith(f"{STATE_PREFIX}exp_avg.")]
+    assert moments and all(tensor.any() == (kept != "step-00000005") for tensor in moments)
+    run_on_ranks(2, train, configured(tmp_path / "run", iterations_to_skip=list(skipped)))
+    assert_same_end(run_on_ranks, tmp_path / "run", without(*skipped))
 
 
 def test_several_bad_steps_in_a_row_send_the_run_back(
@@ -398,6 +461,7 @@ def test_a_run_goes_on_from_before_a_damaged_checkpoint(
 def train_error(values: dict[str, Any]) -> str:
     with pytest.raises(CorruptError) as caught:
         train(values)
+    assert caught.value.already_reported is not is_main()
     return str(caught.value)
 
 
