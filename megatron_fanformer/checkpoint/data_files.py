@@ -27,7 +27,7 @@ from megatron_fanformer.errors import CorruptError, FanformerError
 _UNREADABLE: tuple[type[BaseException], ...] = (
     RuntimeError,
     ValueError,
-    KeyError,
+    LookupError,
     EOFError,
     AttributeError,
     TypeError,

@@ -27,7 +27,7 @@ from megatron_fanformer.checkpoint.training_state import training_state
 from megatron_fanformer.checkpoint.writer import WriterQueue, watched
 from megatron_fanformer.durable_files import NO_SPACE, refusal_of, write_refusal
 from megatron_fanformer.errors import DivergenceError, FanformerError
-from megatron_fanformer.runtime.agreement import of_every_rank, on_main, told_by_main
+from megatron_fanformer.runtime.agreement import of_every_rank, on_main, reported_by_main
 from megatron_fanformer.runtime.parallel import RankGrid
 
 logger = logging.getLogger(__name__)
@@ -164,7 +164,7 @@ class CheckpointSaver:
             reasons = [f"rank {rank}: {reason}" for rank, reason in by_rank.items()]
             self._unpublished = None
             failure = on_main(lambda: self._failure(due.step, "; ".join(reasons), due.folder))
-            raise told_by_main(failure) from None
+            raise reported_by_main(failure) from None
         except OSError as error:  # of the main rank, which writes what concerns all; the others end with it
             self._unpublished = None
             raise self._failure(due.step, str(error), due.folder) from error

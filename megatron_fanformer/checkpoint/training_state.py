@@ -20,7 +20,7 @@ from megatron_fanformer.checkpoint.stored_files import read_checked, saved_progr
 from megatron_fanformer.checkpoint.tensor_table import Table, tensors_of
 from megatron_fanformer.checkpoint.versions import OtherVersions, blaming_other_versions
 from megatron_fanformer.errors import CorruptError
-from megatron_fanformer.runtime.agreement import of_every_rank, told_by_main
+from megatron_fanformer.runtime.agreement import of_every_rank, reported_by_main
 from megatron_fanformer.runtime.parallel import RankGrid
 
 LAYOUT_FIELDS = (
@@ -104,7 +104,7 @@ def load_training_state(
                 _restore_random_state(loaded["random"])
             progress = loaded["progress"]
     if store.step_of(checkpoint) not in (None, progress["step"]):
-        raise told_by_main(
+        raise reported_by_main(
             CorruptError(f"{checkpoint} holds step {progress['step']}, another than its name says; rename it")
         )
     return progress
@@ -162,7 +162,7 @@ def _read_checked(checkpoint: Path, grid: RankGrid) -> Table:
         refused = error
     # Damage first: what one rank cannot read may be what another has found damaged.
     for reason in sorted(filter(None, of_every_rank(refused)), key=lambda reason: isinstance(reason, OtherVersions)):
-        raise told_by_main(reason)
+        raise reported_by_main(reason)
     assert table is not None, "else this rank would have refused"
     return table
 

@@ -63,7 +63,7 @@ def raise_on_all(failure: Exception | None, group: dist.ProcessGroup) -> NoRetur
     raise cast(Exception, failure or box[0])
 
 
-def told_by_main(failure: Failure) -> Failure:
+def reported_by_main(failure: Failure) -> Failure:
     """Return an error that every rank raises by itself, on all but the main rank marked as reported elsewhere."""
     failure.already_reported = not is_main()
     return failure

@@ -27,7 +27,7 @@ from megatron_fanformer.errors import InputError
 from megatron_fanformer.ops import cpu_kernels
 from megatron_fanformer.runtime import device as devices
 from megatron_fanformer.runtime import megatron_cpu
-from megatron_fanformer.runtime.agreement import told_by_main
+from megatron_fanformer.runtime.agreement import reported_by_main
 from megatron_fanformer.runtime.config import DEFAULT_RUNTIME, RuntimeConfig
 from megatron_fanformer.runtime.cpu_collectives import shared_memory_collectives
 from megatron_fanformer.runtime.heartbeat import watching_ranks
@@ -164,7 +164,7 @@ def cpu_kernels_of(config: RuntimeConfig, kind: devices.DeviceKind) -> Iterator[
     if problem is not None:
         cpu_kernels.unload(problem)
     if problem is not None and config.cpu_kernels == "compiled":
-        raise told_by_main(InputError(f"runtime.cpu_kernels is compiled, but {problem}; set it to torch"))
+        raise reported_by_main(InputError(f"runtime.cpu_kernels is compiled, but {problem}; set it to torch"))
     try:
         yield
     finally:

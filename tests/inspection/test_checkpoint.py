@@ -138,6 +138,7 @@ def test_a_flipped_bit_of_any_tensor(inspect: Inspect, run: Path) -> None:
     checkpoint = run / "checkpoints" / "step-00000004"
     flip(checkpoint / "__0_0.distcp", 0)
     refused(inspect(run, "--verify"), checkpoint / "__0_0.distcp", "is damaged (CRC-32 of bytes 0 to ")
+    assert inspect(run).code in (0, 3)  # torch may meet it in the plain values, or not
     flip(checkpoint / "__0_0.distcp", 0)
     (checkpoint / MANIFEST).unlink()
     weights = [part for part in stored_parts(read_table(checkpoint)) if part.length > 4000]
