@@ -16,6 +16,7 @@ from megatron_fanformer.generation import talking
 from megatron_fanformer.generation.chat import open_chat
 from megatron_fanformer.generation.config import ChatConfig
 from megatron_fanformer.generation.models import Decoder
+from megatron_fanformer.ops import cpu_kernels
 from tests.generation.making import write_export, write_tokenizer
 
 TEMPLATE = """\
@@ -192,6 +193,7 @@ def test_the_end_of_text_that_is_named_is_the_templates_too(run_folder, template
 
 def test_the_template_of_a_tokenizer_at_a_url_is_found(run_folder, tokenizer_file, template, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(cpu_kernels, "load", lambda _: "they would be compiled anew in that cache")
     (tmp_path / "tokenizer.json").write_bytes(tokenizer_file.read_bytes())
     (tmp_path / "chat_template.jinja").write_bytes(template.read_bytes())
     with open_chat(asked(run_folder, tokenizer=(tmp_path / "tokenizer.json").as_uri())) as chat:
