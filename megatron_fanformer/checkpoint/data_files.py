@@ -168,7 +168,7 @@ class Section(io.RawIOBase):
         """Fill a buffer as far as the range, and the file, reach."""
         wanted = memoryview(buffer)[: max(0, self._length - self._position)]
         read = 0
-        # Linux reads 2 GiB at most at a time, and torch asks once for all of a tensor.
+        # Linux reads 2 GiB at most at a time, and torch calls once for all of a tensor.
         while part := os.preadv(self._stream.fileno(), [wanted[read:]], self._offset + self._position):
             read += part
             self._position += part

@@ -275,7 +275,7 @@ def _blocks(size: int) -> Iterator[tuple[int, int]]:
 def another_tokenizer(stated: Iterable[str | None], digest: str, whose: str) -> str | None:
     """Return what tokens were made with, in words, where it is not the tokenizer of SHA-256 `digest`.
 
-    To be told, and no error: an export's tokenizer may be the same one, written anew.
+    A reason for a warning, and no error: an export's tokenizer may be the same one, written anew.
 
     Args:
         stated: by the manifests of the tokens; empty or None: not known.

@@ -201,7 +201,7 @@ def _train(config: RunConfig, grid: "RankGrid", start: RunStart, log: RunLog) ->
         failed = False
     except (DivergenceError, Interrupted) as error:
         failed = not isinstance(error, Interrupted)  # which is to go on
-        error.already_reported = not grid.is_main  # all raise it, and the main rank speaks for them, with logs to close
+        error.already_reported = not grid.is_main  # all raise it, and the main rank, with logs to close, reports it
         raise
     finally:
         heartbeat.mark_closing()
