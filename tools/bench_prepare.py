@@ -183,7 +183,7 @@ def measure_stages(files: Sequence[Path], tokenizer_path: str, backend: Any, fol
                 assembler.append(record)
         with clock.stage("output: tokens, index, ledger, SHA-256"):
             assembler.finish()
-        work.remove()
+        work.end()
     return dict(clock.seconds)
 
 
