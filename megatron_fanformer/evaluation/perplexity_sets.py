@@ -23,7 +23,7 @@ from megatron_fanformer.data.tokenizer import NO_ID, Tokenizer
 from megatron_fanformer.errors import InputError, redacted
 from megatron_fanformer.evaluation.config import Chunking, Group, PerplexityConfig
 from megatron_fanformer.evaluation.pieces import COLUMNS, chunks, document_pieces, rolling_pieces
-from megatron_fanformer.runtime.device import cache_folder
+from megatron_fanformer.runtime.device import cache_of
 from megatron_fanformer.stores import is_url
 
 SETS: dict[Group, tuple[str, ...]] = {
@@ -90,7 +90,7 @@ class TokenFile:
             InputError: it is not known what ends a document.
         """
         if self.index is not None:
-            index = read_index(self.index, cache=_cache_of(self.index))
+            index = read_index(self.index, cache=cache_of(self.index))
             return np.concatenate([[0], np.cumsum(index.lengths, dtype=np.int64)])[index.bounds]
         if self.eod_id is None:
             raise InputError(
@@ -343,9 +343,9 @@ def _refuse_leads_outside(files: Sequence[TokenFile], vocab_size: int) -> None:
 def _opened(path: str, config: PerplexityConfig, ends: Sequence[int | None]) -> TokenFile:
     """Open a file; the ends of text are those of the model and its tokenizer, which need not have made the file."""
     if path.endswith(SUFFIX):
-        (file,) = open_npy_files([path], config.npy_dtype, cache=_cache_of(path))
+        (file,) = open_npy_files([path], config.npy_dtype, cache=cache_of(path))
     else:
-        index = read_index(path, cache=_cache_of(path))
+        index = read_index(path, cache=cache_of(path))
         name = f"{path}.bin" if is_url(path) else str(bin_path(path))
         file = NpyFile(name, index.dtype, index.tokens, None, index.remote)
     found = TokenFile(file=file, index=None if path.endswith(SUFFIX) else path, eod_id=None)
@@ -354,10 +354,6 @@ def _opened(path: str, config: PerplexityConfig, ends: Sequence[int | None]) -> 
         found = dataclasses.replace(found, file=dataclasses.replace(file, max_token_id=stated[1].max_token_id))
     known = (config.eod_id, stated[0].tokenizer.eod_id if stated is not None else None, *ends)
     return dataclasses.replace(found, eod_id=next((end for end in known if end not in (None, NO_ID)), None))
-
-
-def _cache_of(path: str) -> Path | None:
-    return cache_folder() if is_url(path) else None
 
 
 # -- bytes and words

@@ -26,7 +26,7 @@ from megatron_fanformer.data.token_files import read_index
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.formats.recognition import Target
 from megatron_fanformer.inspection.report import Report
-from megatron_fanformer.runtime.device import cache_folder
+from megatron_fanformer.runtime.device import cache_of
 from megatron_fanformer.stores import is_url
 from megatron_fanformer.terminal import plural, size, some
 
@@ -182,7 +182,7 @@ def _is_there(prefix: str, suffix: str) -> bool:
 
 
 def _of_megatron(prefix: str) -> tuple[dict[str, Any], str]:
-    index = read_index(prefix, cache=cache_folder() if is_url(prefix) else None)
+    index = read_index(prefix, cache=cache_of(prefix))
     documents, sequences = index.documents, index.sequences
     facts = {
         "documents": documents,

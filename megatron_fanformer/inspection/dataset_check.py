@@ -24,7 +24,7 @@ from megatron_fanformer.errors import CorruptError, InputError
 from megatron_fanformer.formats.recognition import Target
 from megatron_fanformer.inspection.report import Advance
 from megatron_fanformer.processes import usable_cores
-from megatron_fanformer.runtime.device import cache_folder
+from megatron_fanformer.runtime.device import cache_of
 from megatron_fanformer.stores import is_url
 from megatron_fanformer.terminal import plural, size
 
@@ -162,7 +162,7 @@ def _check_output(whole: str, output: TokenFiles, manifest: Manifest | PartManif
     path, lengths = prefix + MANIFEST_SUFFIX, None
     ending, tokens_file = next((end, record) for end, record in output.files.items() if end in TOKEN_ENDINGS)
     if ".idx" in output.files:
-        index = read_index(prefix, cache=cache_folder() if is_url(prefix) else None)
+        index = read_index(prefix, cache=cache_of(prefix))
         lengths = index.lengths
         _compare(path, f"documents and those of {prefix}.idx", output.documents, len(lengths))
         _compare(path, f"tokens and those of {prefix}.idx", output.tokens, index.tokens)

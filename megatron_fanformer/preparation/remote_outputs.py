@@ -38,6 +38,7 @@ from megatron_fanformer.errors import CorruptError, InputError, InUseError
 from megatron_fanformer.options import PROGRAM
 from megatron_fanformer.preparation.assembly import part_prefix
 from megatron_fanformer.preparation.token_writer import standing_suffixes
+from megatron_fanformer.preparation.work_folder import LOCK
 from megatron_fanformer.runtime.device import cache_folder
 from megatron_fanformer.stores import (
     PAUSES_SECONDS,
@@ -56,7 +57,6 @@ from megatron_fanformer.terminal import plural, print_stderr, size
 
 READ_ONLY = ("http", "https")
 UPLOAD_SUFFIX = ".upload.json"
-LOCK = "lock"  # of a folder in which an output is prepared
 DATA_LAST = (".idx", MANIFEST_SUFFIX)
 """Files without which others are not read as a whole: copied after those."""
 

@@ -21,6 +21,7 @@ from megatron_fanformer.runtime import environment, topology
 from megatron_fanformer.runtime.config import DeviceKind
 from megatron_fanformer.runtime.cuda_on_cpu import FUSED_GRADIENT_KERNEL
 from megatron_fanformer.runtime.notices import NOTICES
+from megatron_fanformer.stores import is_url
 
 if TYPE_CHECKING:
     import torch
@@ -79,6 +80,11 @@ def cache_folder() -> Path:
         raise InputError(
             "there is no home folder for a cache (no HOME, and no such user); set XDG_CACHE_HOME to a folder"
         ) from None
+
+
+def cache_of(name: str) -> Path | None:
+    """Return that folder for what is read of a URL, raising like `cache_folder`; None for a file of this machine."""
+    return cache_folder() if is_url(name) else None
 
 
 def hide_gpus() -> None:
