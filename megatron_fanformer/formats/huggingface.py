@@ -45,6 +45,9 @@ SAME_FIELDS = {
     "use_qk_norm": "qk_layernorm",
 }
 """Fields of ours that have the same value in transformers, by transformers' names."""
+_PLAIN, _YARN = {"rope_theta", "rope_type"}, {field.name for field in dataclasses.fields(RopeScalingConfig)}
+ROPE_KEYS = {"default": _PLAIN, "linear": _PLAIN | {"factor"}, "yarn": _PLAIN | _YARN}
+"""Keys of transformers' `rope_parameters` by `rope_type`, as far as the trainer has them."""
 
 
 def write_huggingface(folder: Path, config: FANformerConfig, tensors: Mapping[str, Tensor], extras: Extras) -> None:
@@ -109,8 +112,14 @@ def _stated_config(folder: Path) -> HuggingFaceConfig:
 
 
 def _checked_config(folder: Path, stated: HuggingFaceConfig, tensors: Mapping[str, Tensor]) -> FANformerConfig:
-    if not isinstance(stated.rope_theta, int | float) or stated.rope_theta % 1:
-        raise InputError(f"the model in {folder} has rope_theta {stated.rope_theta}, which must be a whole number")
+    base, kind = stated.rope_parameters["rope_theta"], stated.rope_parameters["rope_type"]
+    if not isinstance(base, int | float) or base % 1:
+        raise InputError(f"the model in {folder} has rope_theta {base}, which must be a whole number")
+    if unknown := stated.rope_parameters.keys() - ROPE_KEYS[kind] if kind in ROPE_KEYS else {f"rope_type {kind!r}"}:
+        raise InputError(
+            f"the model in {folder} has rope_parameters with {', '.join(sorted(unknown))}; rope_type must be one of "
+            f"{', '.join(ROPE_KEYS)}, with its keys"
+        )
     config, known = from_huggingface_config(stated), meta_of(tensors)
     if found := config.stated_problems():
         raise InputError(f"the model in {folder} cannot be built: {'; '.join(found)}")
@@ -127,8 +136,7 @@ def to_huggingface_config(config: FANformerConfig, end_of_text_id: int | None = 
     return HuggingFaceConfig(
         **{theirs: getattr(config, ours) for theirs, ours in SAME_FIELDS.items()},
         num_key_value_heads=config.query_groups,
-        rope_theta=float(config.rotary_base),
-        rope_scaling=_to_rope_scaling(config.rope_scaling),
+        rope_parameters={"rope_theta": float(config.rotary_base), **_to_rope_scaling(config.rope_scaling)},
         p_ratio=config.fan.p_ratio,
         fan_activation=config.fan.activation,
         fan_bias=config.fan.bias,
@@ -140,10 +148,8 @@ def to_huggingface_config(config: FANformerConfig, end_of_text_id: int | None = 
     )
 
 
-def _to_rope_scaling(scaling: RopeScalingConfig) -> dict[str, Any] | None:
+def _to_rope_scaling(scaling: RopeScalingConfig) -> dict[str, Any]:
     """Return what transformers reads of scaled positions: the fields that differ from its own defaults."""
-    if not scaling.is_scaled:
-        return None
     stated = {field.name: getattr(scaling, field.name) for field in dataclasses.fields(scaling)}
     return {name: value for name, value in stated.items() if value != getattr(RopeScalingConfig(), name)}
 
@@ -158,11 +164,12 @@ def from_huggingface_config(stated: HuggingFaceConfig) -> FANformerConfig:
         placement=stated.fan_placement,
         v_p_ratio=None if v_p_ratio == stated.p_ratio else v_p_ratio,
     )
+    scaling = {name: value for name, value in stated.rope_parameters.items() if name != "rope_theta"}
     return FANformerConfig(
         **{ours: getattr(stated, theirs) for theirs, ours in SAME_FIELDS.items()},
         num_query_groups=stated.num_key_value_heads,
-        rotary_base=int(stated.rope_theta),
-        rope_scaling=RopeScalingConfig(**(stated.rope_scaling or {})),
+        rotary_base=int(stated.rope_parameters["rope_theta"]),
+        rope_scaling=RopeScalingConfig(**scaling),
         untie_embeddings_and_output_weights=not stated.tie_word_embeddings,
         fan=fan,
     )

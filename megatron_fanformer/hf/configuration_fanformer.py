@@ -19,10 +19,9 @@ if _installed < _oldest:  # of an export this file is read first: before anythin
         "run pip install --upgrade transformers"
     )
 
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS  # noqa: E402 (after the check of the version)
+
 FAN_ACTIVATIONS = ("none", "gelu")
-ROPE_SCALINGS = {"linear": ("factor",), "yarn": ("factor", "original_max_position_embeddings")}
-"""Kinds of scaled positions, each with the keys that it needs."""
-YARN_OPTIONS = ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "truncate")
 # For attention and SwiGLU only: FAN's rows are [p | g], and a plain split would give one rank p and another g, so every
 # rank keeps the whole map.
 TP_PLAN = {
@@ -74,7 +73,7 @@ class FANformerConfig(transformers.PreTrainedConfig):
     """
 
     model_type: ClassVar[str] = "fanformer"
-    keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values"]
+    keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values", "cache"]
     base_model_tp_plan = TP_PLAN
     base_model_pp_plan = {
         "embed_tokens": (["input_ids"], ["inputs_embeds"]),
@@ -98,11 +97,9 @@ class FANformerConfig(transformers.PreTrainedConfig):
     """Sequence length of the training, in tokens; rotary positions continue beyond it."""
     rms_norm_eps: float = 1e-6
     """Epsilon of every RMSNorm."""
-    rope_theta: float = 10_000.0
-    """Base of the rotary position embedding."""
-    rope_scaling: dict[str, Any] | None = None
-    """How positions beyond the original length are scaled, as transformers' models have it: `rope_type` linear or yarn,
-    `factor` and the other keys of that type; None: not."""
+    rope_parameters: dict[str, Any] | None = None
+    """Rotary positions as transformers' models have them: `rope_theta` (10,000), `rope_type` and the keys of that type;
+    older exports have `rope_theta` and `rope_scaling` beside each other."""
     p_ratio: float = 0.25
     """Share of the hidden size that is periodic, in [0, 0.5]; int(p_ratio * hidden_size) rows of W are p. (At
     `fan_placement` ffn it is the share of each FAN layer's output.)"""
@@ -174,22 +171,10 @@ class FANformerConfig(transformers.PreTrainedConfig):
                 f"v_p_ratio {self.v_p_ratio} applies only to fan_placement {' or '.join(map(repr, of_values))}, not "
                 f"{self.fan_placement!r}"
             )
-        if getattr(self, "rope_parameters", None):
+        rope_type = self.rope_parameters["rope_type"]
+        if rope_type not in ("default", *ROPE_INIT_FUNCTIONS):
             found.append(
-                f"rope_parameters {self.rope_parameters} are not supported; set rope_theta, and rope_scaling where "
-                "positions are scaled"
+                f"rope_parameters has rope_type {rope_type!r}, which must be one of default, "
+                f"{', '.join(ROPE_INIT_FUNCTIONS)}"
             )
-        return found + self._scaling_problems()
-
-    def _scaling_problems(self) -> list[str]:
-        if self.rope_scaling is None:
-            return []
-        if not isinstance(self.rope_scaling, dict) or "rope_type" not in self.rope_scaling:
-            return [f"rope_scaling is {self.rope_scaling!r}, which must be null or have a rope_type and its keys"]
-        kind = self.rope_scaling["rope_type"]
-        if kind not in tuple(ROPE_SCALINGS):
-            return [f"rope_scaling has rope_type {kind!r}, which must be one of {tuple(ROPE_SCALINGS)}"]
-        needed = {"rope_type", *ROPE_SCALINGS[kind]}
-        known = {*needed, *(YARN_OPTIONS if kind == "yarn" else ())}
-        found = [f"rope_scaling of rope_type {kind} lacks {name}" for name in sorted(needed - self.rope_scaling.keys())]
-        return found + [f"rope_scaling has an unknown key {name!r}" for name in self.rope_scaling if name not in known]
+        return found

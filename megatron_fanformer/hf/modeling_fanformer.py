@@ -8,11 +8,13 @@ heads, d head size, f inner width of the MLP, v vocabulary.
 """
 
 from collections.abc import Callable
+from copy import copy
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import Cache, DynamicCache, GenerationMixin, LlamaConfig, PreTrainedModel
+from transformers import Cache, DynamicCache, GenerationMixin, PreTrainedModel
 from transformers import initialization as init
 from transformers.masking_utils import create_causal_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -24,6 +26,19 @@ from transformers.utils.generic import TransformersKwargs, can_return_tuple, mer
 from transformers.utils.output_capturing import capture_outputs
 
 from .configuration_fanformer import FANformerConfig
+
+CACHE = "cache" if "cache" in CausalLMOutputWithPast.__dataclass_fields__ else "past_key_values"
+"""transformers' name for the keys and values of past tokens: `cache` from 5.24 on."""
+PASSED_ON = {
+    *TransformersKwargs.__annotations__,
+    "return_dict",  # set by pipeline stages, which read outputs by name
+    *("shift_labels", "ignore_index"),  # read by the loss
+    # Continuous batching: read by its attention, and by its sampler.
+    *("block_table", "read_index", "write_index", "max_seqlen_q", "max_seqlen_k"),
+    *("logits_indices", "logits_processor_args"),
+    *("attention_instances", "forward_batch"),  # read by the attention of vLLM and SGLang
+}
+"""Arguments that `forward` hands on; it refuses any other, because one that nothing reads changes the result unseen."""
 
 
 class FANformerRMSNorm(nn.Module):
@@ -71,37 +86,30 @@ class FANformerRotaryEmbedding(nn.Module):
 
     def __init__(self, config: FANformerConfig) -> None:
         super().__init__()
-        self.theta = config.rope_theta
-        self.head_dim = config.head_dim
-        self.scaled: LlamaConfig | None = None
-        """What transformers' formulas read of a configuration."""
-        if config.rope_scaling is not None:
-            self.scaled = LlamaConfig(
-                hidden_size=config.head_dim,
-                num_attention_heads=1,
-                max_position_embeddings=config.max_position_embeddings,
-                rope_parameters={"rope_theta": config.rope_theta, **config.rope_scaling},
-            )
+        self.config = copy(config)
+
+    def frequencies(self, position_ids: Tensor) -> tuple[Tensor, float]:
+        """Return the frequencies [d / 2], and the factor of cos and sin."""
+        kind, device = self.config.rope_parameters["rope_type"], position_ids.device
+        if kind == "default":
+            exponents = torch.arange(0, self.config.head_dim, 2, dtype=torch.float32, device=device)
+            return 1.0 / self.config.rope_parameters["rope_theta"] ** (exponents / self.config.head_dim), 1.0
+        lengths = {"seq_len": position_ids.max() + 1} if kind in ("dynamic", "longrope") else {}
+        return ROPE_INIT_FUNCTIONS[kind](self.config, device, **lengths)
 
     @torch.no_grad()
-    def forward(self, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """[b, s] -> cos and sin, each [b, 1, s, d] in float32."""
-        factor = 1.0
-        if self.scaled is None:
-            exponents = torch.arange(0, self.head_dim, 2, dtype=torch.float32, device=position_ids.device)
-            frequencies = 1.0 / self.theta ** (exponents / self.head_dim)
-        else:
-            compute = ROPE_INIT_FUNCTIONS[self.scaled.rope_parameters["rope_type"]]
-            frequencies, factor = compute(self.scaled, position_ids.device)
-        half = position_ids[:, None, :, None].float() * frequencies
+    def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """[b, s] -> cos and sin, each [b, s, d] in float32, whatever the dtype of `x`."""
+        frequencies, factor = self.frequencies(position_ids)
+        half = position_ids[:, :, None].float() * frequencies
         angles = torch.cat([half, half], dim=-1)
         return angles.cos() * factor, angles.sin() * factor
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the halves of each head [b, n, s, d], in float32; returns the dtype of `x`."""
+    """Rotate the halves of each head [b, n, s, d] by [b, s, d], in float32; returns the dtype of `x`."""
     first, second = x.float().chunk(2, dim=-1)
-    return (x.float() * cos + torch.cat([-second, first], dim=-1) * sin).to(x.dtype)
+    return (x.float() * cos[:, None] + torch.cat([-second, first], dim=-1) * sin[:, None]).to(x.dtype)
 
 
 def eager_attention_forward(
@@ -160,8 +168,7 @@ class FANformerAttention(nn.Module):
         hidden_states: Tensor,
         position_embeddings: tuple[Tensor, Tensor],
         attention_mask: Tensor | None = None,
-        past_key_values: Cache | None = None,
-        **kwargs: Unpack[TransformersKwargs],
+        **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
         """[b, s, h] -> [b, s, h] and, if the implementation returns them, the weights [b, n, s, t]."""
         shape = hidden_states.shape[:-1]
@@ -171,8 +178,8 @@ class FANformerAttention(nn.Module):
         if self.config.use_qk_norm:
             query, key = self.q_norm(query), self.k_norm(key)
         query, key = rotate(query, *position_embeddings), rotate(key, *position_embeddings)
-        if past_key_values is not None:
-            key, value = past_key_values.update(key, value, self.layer_idx)
+        if (cache := kwargs.pop(CACHE, None)) is not None:
+            key, value = cache.update(key, value, self.layer_idx, kwargs=kwargs)
         attention: Callable[..., tuple[Tensor, Tensor | None]] = ALL_ATTENTION_FUNCTIONS.get_interface(
             self.config._attn_implementation, eager_attention_forward
         )
@@ -270,7 +277,7 @@ class FANformerDecoderLayer(GradientCheckpointingLayer):
         self.post_attention_layernorm = FANformerRMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = mlp(config, layer_idx)
 
-    def forward(self, hidden_states: Tensor, **kwargs: Unpack[TransformersKwargs]) -> Tensor:
+    def forward(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
         """[b, s, h] -> [b, s, h]; the other arguments are the attention's."""
         attended, _ = self.self_attn(self.input_layernorm(hidden_states), **kwargs)
         hidden_states = hidden_states + attended
@@ -285,7 +292,7 @@ class FANformerPreTrainedModel(PreTrainedModel):
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
     _no_split_modules = ["FANformerDecoderLayer"]
-    _skip_keys_device_placement = ["past_key_values"]
+    _skip_keys_device_placement = ["past_key_values", "cache"]
     _supports_sdpa = True
     _supports_flash_attn = True
     _supports_flex_attn = True
@@ -334,40 +341,54 @@ class FANformerModel(FANformerPreTrainedModel):
         past_key_values: Cache | None = None,
         inputs_embeds: Tensor | None = None,
         use_cache: bool | None = None,
+        cache: Any = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> BaseModelOutputWithPast:
         """Return ids [b, s], or their embeddings [b, s, h] -> hidden states [b, s, h] after the last norm.
 
+        Args:
+            past_key_values: keys and values of past tokens, before transformers 5.24.
+            cache: the same, from 5.24 on; before, the pages of continuous batching.
+
         Raises:
             ValueError: both or neither of `input_ids` and `inputs_embeds` were given.
+            TypeError: an argument that nothing reads.
         """
+        kwargs.update(kwargs.pop("kwargs", {}))  # nested by transformers' pipeline stages
+        if unknown := kwargs.keys() - PASSED_ON:
+            raise TypeError(f"forward got {', '.join(sorted(unknown))}, which FANformer does not know; leave it out")
+        if CACHE == "past_key_values":
+            kwargs |= {} if cache is None else {"cache": cache}
+            cache = past_key_values
+        elif cache is None:
+            cache = past_key_values
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("both or neither of input_ids and inputs_embeds were given; pass one, and not both")
         hidden_states: Tensor = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
-        if use_cache and past_key_values is None:
-            past_key_values = DynamicCache(config=self.config)
+        if use_cache and cache is None:
+            cache = DynamicCache(config=self.config)
         if position_ids is None:
-            past = past_key_values.get_seq_length() if past_key_values is not None else 0
+            past = cache.get_seq_length() if cache is not None else 0
             position_ids = (torch.arange(hidden_states.shape[1], device=hidden_states.device) + past)[None]
         mask = create_causal_mask(
             config=self.config,
             inputs_embeds=hidden_states,
             attention_mask=attention_mask,
-            past_key_values=past_key_values,
             position_ids=position_ids,
+            **{CACHE: cache},
         )
-        position_embeddings = self.rotary_emb(position_ids)
+        position_embeddings = self.rotary_emb(hidden_states, position_ids)
         for layer in self.layers[: self.config.num_hidden_layers]:  # fewer while drafting by early exit
             hidden_states = layer(
                 hidden_states,
                 position_embeddings=position_embeddings,
                 attention_mask=mask,
                 position_ids=position_ids,
-                past_key_values=past_key_values,
                 use_cache=use_cache,
+                **{CACHE: cache},
                 **kwargs,
             )
-        return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden_states), past_key_values=past_key_values)
+        return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden_states), **{CACHE: cache})
 
 
 class FANformerForCausalLM(FANformerPreTrainedModel, GenerationMixin):
@@ -395,6 +416,7 @@ class FANformerForCausalLM(FANformerPreTrainedModel, GenerationMixin):
         labels: Tensor | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
+        cache: Any = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> CausalLMOutputWithPast:
         """Return ids [b, s] -> logits [b, s, v], and the mean next-token loss where `labels` [b, s] are given.
@@ -410,6 +432,7 @@ class FANformerForCausalLM(FANformerPreTrainedModel, GenerationMixin):
             past_key_values=past_key_values,
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
+            cache=cache,
             **kwargs,
         )
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
@@ -420,7 +443,7 @@ class FANformerForCausalLM(FANformerPreTrainedModel, GenerationMixin):
         return CausalLMOutputWithPast(
             loss=loss,
             logits=logits,
-            past_key_values=outputs.past_key_values,
+            **{CACHE: outputs.get(CACHE)},
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
         )
