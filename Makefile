@@ -25,7 +25,7 @@ EVAL := constraints/eval.txt
 INSTALLED := $(VENV)/.installed-$(SERIES)
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-full faults smoke newest lint check format docs clean
+.PHONY: help install demo test test-full faults smoke newest newest-exports lint check format docs clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
@@ -49,10 +49,16 @@ smoke: $(INSTALLED) ## the part of the tests that shows whether another Python a
 		tests/engine/test_layers.py tests/engine/test_stock_loop.py tests/engine/test_hybrid_stack.py \
 		tests/model/test_stages.py tests/checkpoint/test_versions.py
 
-newest: ## smoke and the demo with the newest of everything that resolves, in .venv-newest (PYTHON=python3.12 or later)
+newest: ## smoke, tests/hf and the demo with the newest of everything that resolves, in .venv-newest (PYTHON=python3.12 or later)
 	rm -rf .venv-newest runs/newest
+	$(MAKE) VENV=.venv-newest PINS= install
+	.venv-newest/bin/python -m pip install --quiet --upgrade transformers
 	$(MAKE) VENV=.venv-newest PINS= smoke
+	$(MAKE) VENV=.venv-newest PINS= WORKERS=1 newest-exports
 	.venv-newest/bin/megatron-fanformer demo --output runs/newest
+
+newest-exports: $(INSTALLED)
+	$(PYTEST) tests/hf tests/formats/test_huggingface.py -m ""
 
 lint: $(INSTALLED) ## check format, lint and types
 	$(BIN)/ruff format --check .

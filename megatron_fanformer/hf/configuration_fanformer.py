@@ -4,19 +4,27 @@ This file and `modeling_fanformer.py` are copied verbatim into every exported fo
 transformers alone.
 """
 
+import warnings
 from typing import Any, ClassVar, NamedTuple
 
 import transformers
 
-OLDEST_TRANSFORMERS = "5.4"
-"""The oldest minor version that an export opens and generates with; 5.3 fails in its masks."""
-_installed, _oldest = (
-    tuple(map(int, version.split(".")[:2])) for version in (transformers.__version__, OLDEST_TRANSFORMERS)
+OLDEST_TRANSFORMERS, NEWEST_TRANSFORMERS = "5.4", "5.24"
+"""The minor versions that generation was tested with; 5.3 fails in its masks."""
+_installed, _oldest, _newest = (
+    tuple(map(int, version.split(".")[:2]))
+    for version in (transformers.__version__, OLDEST_TRANSFORMERS, NEWEST_TRANSFORMERS)
 )
 if _installed < _oldest:  # of an export this file is read first: before anything that older versions lack
     raise ImportError(
         f"FANformer needs transformers {OLDEST_TRANSFORMERS} or later, and {transformers.__version__} is installed; "
         "run pip install --upgrade transformers"
+    )
+if _installed > _newest:
+    warnings.warn(
+        f"transformers {transformers.__version__} is newer than {NEWEST_TRANSFORMERS}, the newest that FANformer was "
+        "tested with; if it generates nonsense, compare with use_cache=False, or install the tested one",
+        stacklevel=2,
     )
 
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS  # noqa: E402 (after the check of the version)

@@ -7,6 +7,7 @@ Shapes: b batch, s tokens, t tokens including those in the cache, h hidden size,
 heads, d head size, f inner width of the MLP, v vocabulary.
 """
 
+import warnings
 from collections.abc import Callable
 from copy import copy
 from typing import Any
@@ -360,7 +361,8 @@ class FANformerModel(FANformerPreTrainedModel):
         if CACHE == "past_key_values":
             kwargs |= {} if cache is None else {"cache": cache}
             cache = past_key_values
-        elif cache is None:
+        elif past_key_values is not None:
+            warnings.warn("`past_key_values` is deprecated; pass it as `cache`", FutureWarning, stacklevel=2)
             cache = past_key_values
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("both or neither of input_ids and inputs_embeds were given; pass one, and not both")

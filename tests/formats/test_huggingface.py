@@ -373,8 +373,10 @@ def edited_copy(exported, tmp_path, **fields):
     ("fields", "message"),
     [
         ({"p_ratio": 0.7}, r"p_ratio 0\.7 must lie in"),
-        ({"rope_theta": 10_000.5}, "must be a whole number"),
-        ({"rope_theta": "large"}, "must be a whole number"),
+        ({"rope_parameters": {"rope_theta": 10_000.5}}, "must be a whole number"),
+        ({"rope_parameters": {"rope_theta": "large"}}, "must be a whole number"),
+        ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "with rope_type 'dynamic'"),
+        ({"rope_parameters": {"rope_type": "linear", "factor": 2.0, "beta_fast": 8}}, "with beta_fast; rope_type"),
         ({"id2label": 7}, "cannot be built"),
         ({"model_type": "llama"}, "not .fanformer."),
     ],
@@ -382,6 +384,15 @@ def edited_copy(exported, tmp_path, **fields):
 def test_a_model_that_cannot_be_built_is_refused(fields, message, exported, tmp_path):
     with pytest.raises(InputError, match=message):
         read_huggingface(edited_copy(exported, tmp_path, **fields))
+
+
+def test_an_export_of_before_rope_parameters_is_the_same_model(exported, tmp_path):
+    folder = edited_copy(exported, tmp_path, rope_theta=500.0, rope_scaling={"rope_type": "linear", "factor": 2.0})
+    config = json.loads((folder / "config.json").read_text())
+    del config["rope_parameters"]
+    (folder / "config.json").write_text(json.dumps(config))
+    read = read_huggingface(folder)[0]
+    assert (read.rotary_base, read.rope_scaling.rope_type, read.rope_scaling.factor) == (500, "linear", 2.0)
 
 
 def test_a_stated_p_ratio_that_disagrees_is_refused(exported, tmp_path):

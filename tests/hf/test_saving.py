@@ -5,6 +5,7 @@ import re
 import runpy
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -64,3 +65,13 @@ def test_an_older_transformers_is_told_which_one_it_needs(installed: str, monkey
     needed = f"needs transformers {configuration_fanformer.OLDEST_TRANSFORMERS} or later, and {installed} is installed"
     with pytest.raises(ImportError, match=re.escape(needed)):
         runpy.run_path(configuration_fanformer.__file__)
+
+
+def test_a_newer_transformers_than_was_tested_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    newest = configuration_fanformer.NEWEST_TRANSFORMERS
+    major, minor = map(int, newest.split("."))
+    for installed, warned in ((f"{newest}.9", 0), (f"{major}.{minor + 1}.0.dev0", 1)):
+        monkeypatch.setattr(sys.modules["transformers"], "__version__", installed)
+        with warnings.catch_warnings(record=True) as caught:
+            runpy.run_path(configuration_fanformer.__file__)
+        assert sum(newest in str(each.message) for each in caught) == warned
