@@ -7,6 +7,7 @@ listens at the address that the ranks are given alone: on one machine, the loopb
 import errno
 import logging
 import socket
+import time
 from datetime import timedelta
 from ipaddress import ip_address
 from typing import Any
@@ -44,8 +45,10 @@ def store_of_ranks(address: devices.RankAddress, timeout: timedelta) -> Any:
     """Return the c10d store of the ranks, once all of them are there.
 
     Raises:
-        FanformerError: a rank did not come; the first one's port is taken.
+        FanformerError: a rank did not come; the first one's name does not resolve; its port is taken.
     """
+    deadline = time.monotonic() + timeout.total_seconds()
+    _await_name(address.master_address, deadline)
     where = f"tcp://{address.master_address}:{address.master_port}"
     try:
         if address.rank == 0 and not devices.store_is_hosted():
@@ -62,7 +65,7 @@ def store_of_ranks(address: devices.RankAddress, timeout: timedelta) -> Any:
         ranks = dist.PrefixStore(f"ranks-{devices.restart_count()}", own)
         if ranks.add("here", 1) == address.world_size:
             ranks.set("all here", "")
-        ranks.wait(["all here"], timeout)
+        ranks.wait(["all here"], timedelta(seconds=max(1.0, deadline - time.monotonic())))
     except dist.DistError as error:
         reason = str(error).splitlines()[0].rstrip(".")
         raise FanformerError(
@@ -70,6 +73,28 @@ def store_of_ranks(address: devices.RankAddress, timeout: timedelta) -> Any:
             "that all nodes were started with the same address, and reach each other"
         ) from error
     return ranks
+
+
+def _await_name(name: str, deadline: float) -> None:
+    """Wait until a name resolves: that of a Kubernetes pod appears after the pod has started."""
+    waits_since = None
+    while True:
+        try:
+            socket.getaddrinfo(name, None)
+            return
+        except OSError as error:
+            now = time.monotonic()
+            if waits_since is None:
+                waits_since = now
+                logger.warning(
+                    "MASTER_ADDR %s does not resolve (%s); waiting %.0f s for it", name, error.strerror, deadline - now
+                )
+            if now >= deadline:
+                raise FanformerError(
+                    f"MASTER_ADDR {name} did not resolve within {now - waits_since:.0f} s "
+                    f"({error.strerror}); check the name, and that the first node is up"
+                ) from error
+            time.sleep(1)
 
 
 def _listener(address: str, port: int, has_other_machines: bool) -> socket.socket:

@@ -10,6 +10,7 @@ import os
 import queue
 import signal
 import socket
+import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -142,6 +143,32 @@ def test_ranks_wait_for_all_at_a_launchers_store_and_a_restart_meets_anew(monkey
         else:
             with pytest.raises(FanformerError, match=r"rank 0 of 2 waited at tcp://127\.0\.0\.1:.* in vain"):
                 store_of_ranks(both[0], timedelta(seconds=0.1))
+
+
+def test_a_name_that_does_not_resolve_is_waited_for_within_one_limit(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    ranks = {"rank": 0, "world_size": 1, "local_rank": 0, "local_world_size": 1, "master_port": 0}
+    began = time.monotonic()
+    with pytest.raises(FanformerError, match=r"^MASTER_ADDR no-such-node\.invalid did not resolve within \d s"):
+        store_of_ranks(devices.RankAddress(**ranks, master_address="no-such-node.invalid"), timedelta(seconds=1.5))
+    assert 1.5 <= time.monotonic() - began < PATIENCE_SECONDS
+    assert "MASTER_ADDR no-such-node.invalid does not resolve" in caplog.messages[0]
+
+    answers = iter([socket.gaierror(-2, "not yet"), None])  # as of a pod whose name appears after its start
+    resolve = socket.getaddrinfo
+
+    def of_a_pod(*arguments: Any, **options: Any) -> Any:
+        if error := next(answers, None):
+            raise error
+        return resolve(*arguments, **options)
+
+    monkeypatch.setattr(socket, "getaddrinfo", of_a_pod)
+    store = store_of_ranks(
+        devices.RankAddress(**ranks, master_address="localhost"), timedelta(seconds=PATIENCE_SECONDS)
+    )
+    store.set("key", "value")
+    assert store.get("key") == b"value"
 
 
 @pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.full)])
