@@ -181,11 +181,16 @@ def metric_of(name: str) -> Metric | None:
 
 
 def dashboard_name(name: str) -> str:
-    """Return a metric's name on a dashboard: its group comes first. (OLMo's names of evaluations begin with `eval/`)"""
+    """Return a metric's name on a dashboard: its group comes first. (OLMo's names of evaluations begin with `eval/`)
+
+    Dashboards sort groups by name, and `train/loss` is to be in the first one: the others are `train_data`, `validation`
+    and so on.
+    """
     metric = metric_of(name)
     if metric is None:
         return name if "/" in name else f"train/{name}"
-    return f"{metric.group}/{name.removeprefix('eval/').removeprefix(f'{metric.group}/')}"
+    group = {"train": "train", "evaluation": "validation"}.get(metric.group, f"train_{metric.group}")
+    return f"{group}/{name.removeprefix('eval/').removeprefix(f'{metric.group}/')}"
 
 
 def charts() -> dict[str, dict[str, list[str]]]:

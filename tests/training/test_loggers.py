@@ -164,9 +164,9 @@ def test_tensorboard_shows_each_step_once_in_groups_and_the_loss_by_tokens(tmp_p
     losses = by_step.Scalars("train/loss")
     expected = [(step, 10 * life + step) for step, life in enumerate(LIVES, 1)]
     assert [(event.step, event.value) for event in losses] == expected
-    assert [event.value for event in by_step.Scalars("evaluation/validation_loss/books, all")] == [1.0, 2.0]
-    assert [event.value for event in by_step.Scalars("health/phase_max")] == [3.0, 3.0]
-    assert [(event.step, event.value) for event in by_tokens.Scalars(f"{BY_TOKENS}/loss")] == [
+    assert [event.value for event in by_step.Scalars("validation/validation_loss/books, all")] == [1.0, 2.0]
+    assert [event.value for event in by_step.Scalars("train_health/phase_max")] == [3.0, 3.0]
+    assert [(event.step, event.value) for event in by_tokens.Scalars(f"train_{BY_TOKENS}/loss")] == [
         (TOKENS * step, value) for step, value in expected
     ]
     tags = by_step.Tags()
@@ -222,7 +222,7 @@ def test_wandb_goes_on_with_its_run_and_gets_no_step_twice(tmp_path: Path) -> No
                 shown[row["_step"]] = row
     assert rates == [0.25, 0.5]
     assert {step: row["train/loss"] for step, row in shown.items()} == {1: 11, 2: 12, 3: 13, 4: 14, 5: 25}
-    assert shown[4]["evaluation/validation_loss/books, all"] == 2.0 and shown[4]["health/phase_max"] == 3.0
+    assert shown[4]["validation/validation_loss/books, all"] == 2.0 and shown[4]["health/phase_max"] == 3.0
 
 
 @needs_wandb

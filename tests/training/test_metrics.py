@@ -11,7 +11,7 @@ from rich.console import Console
 
 from megatron_fanformer.training.loggers import progress_line
 from megatron_fanformer.training.loggers.registry import LoggingConfig
-from megatron_fanformer.training.metrics import charts, dashboard_name
+from megatron_fanformer.training.metrics import METRIC_TABLE, charts, dashboard_name
 from tests.training.test_loggers import start
 
 
@@ -39,15 +39,21 @@ def test_the_time_left_is_that_of_the_steps_to_come(
     ("name", "shown"),
     [
         ("params_norm", "train/params_norm"),
-        ("wait_seconds/median", "speed/wait_seconds/median"),
-        ("evaluation_seconds", "evaluation/evaluation_seconds"),
-        ("eval/downstream/copa_acc", "evaluation/downstream/copa_acc"),
-        ("recovery/rewinds", "recovery/rewinds"),
+        ("wait_seconds/median", "train_speed/wait_seconds/median"),
+        ("evaluation_seconds", "validation/evaluation_seconds"),
+        ("eval/downstream/copa_acc", "validation/downstream/copa_acc"),
+        ("recovery/rewinds", "train_recovery/rewinds"),
         ("of_a_later_version", "train/of_a_later_version"),
     ],
 )
 def test_every_metric_has_a_group(name: str, shown: str) -> None:
     assert dashboard_name(name) == shown
+
+
+def test_the_losses_are_in_the_first_group() -> None:
+    """Dashboards sort them by name."""
+    groups = {dashboard_name(metric.name).partition("/")[0] for metric in METRIC_TABLE}
+    assert min(groups) == "train"
 
 
 def test_a_chart_is_of_the_names_on_the_dashboard() -> None:

@@ -52,7 +52,7 @@ class TensorBoard(Logger):
         for name, value in numbers(metrics).items():
             self._by_step.add_scalar(dashboard_name(name), value, step)
             if (metric := metric_of(name)) is not None and metric.by_tokens:
-                self._by_tokens.add_scalar(f"{BY_TOKENS}/{name}", value, metrics["tokens"])
+                self._by_tokens.add_scalar(f"train_{BY_TOKENS}/{name}", value, metrics["tokens"])
 
     def close(self, *, failed: bool = False) -> None:
         """Flush and close the files."""
