@@ -390,6 +390,15 @@ def _resume_problems(checkpoint: Path, config: RunConfig, length_field: str) -> 
     ]
 
 
+def changes_since(checkpoint: Path | None, config: RunConfig) -> str:
+    """Return the fields that differ from those a checkpoint was saved with, as the end of a line."""
+    saved = {} if checkpoint is None else by_dotted_names(store.saved_config(checkpoint))
+    present = by_dotted_names(config.as_dict())
+    stated = {name: value for name, value in present.items() if value is not None}  # the rest follows from the machine
+    changes = [f"{name} {saved[name]} → {value}" for name, value in stated.items() if value != saved.get(name, value)]
+    return f", with {', '.join(changes)}" if changes else ""
+
+
 def _model_problems(checkpoint: Path, config: RunConfig, ignoring: tuple[str, ...] = ()) -> list[str]:
     saved = store.saved_model(checkpoint).resolved_fields()
     remedies = {"padded_vocab_size": f"set model.make_vocab_size_divisible_by to {saved['padded_vocab_size']}"}

@@ -1,6 +1,7 @@
 """Whole runs of a small model: resumed, in other layouts, and ended by numbers that went bad."""
 
 import copy
+import logging
 import shutil
 import signal
 from collections.abc import Callable
@@ -111,8 +112,24 @@ def make_runs(
     return Runs(stopping, folder / "straight", folder / "half", folder / "resumed", weights)
 
 
+def train_and_log(values: dict[str, Any]) -> list[str]:
+    """On a rank: as `train`; returns what the trainer logs."""
+    records: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = records.append  # type: ignore[method-assign]
+    trainer_logger = logging.getLogger("megatron_fanformer.training.trainer")
+    trainer_logger.addHandler(handler)
+    trainer_logger.setLevel(logging.INFO)
+    try:
+        train(values)
+    finally:
+        trainer_logger.removeHandler(handler)
+        trainer_logger.setLevel(logging.NOTSET)
+    return [record.getMessage() for record in records]
+
+
 @pytest.mark.parametrize("layout", ["dp2", pytest.param("tp1-plain", marks=pytest.mark.full)])
-def test_a_resume_takes_the_present_learning_rate(
+def test_a_resume_takes_the_present_learning_rate_and_says_so(
     run_on_ranks: RunOnRanks, runs_in: Callable[[str], Runs], tmp_path: Path, layout: str
 ) -> None:
     runs = runs_in(layout)
@@ -121,7 +138,10 @@ def test_a_resume_takes_the_present_learning_rate(
     values["training"]["run_dir"] = str(tmp_path / "run")
     values["optimizer"] = {"lr": 4e-3}
     values["schedule"] = {"lr_decay_style": "constant"}
-    run_on_ranks(world_size(values), train, values)
+    lines, *_ = run_on_ranks(world_size(values), train_and_log, values)
+    (line,) = (line for line in lines if line.startswith("continuing"))
+    assert line.startswith(f"continuing after step {HALF} of {tmp_path / 'run'}, with optimizer.lr 0.01 → 0.004, ")
+    assert "schedule.lr_decay_style cosine → constant" in line and "weight_decay" not in line
     rates = {metrics["step"]: metrics["learning_rate"] for metrics in read_metrics(tmp_path / "run")}
     assert [rates[step] for step in range(HALF + 1, STEPS + 1)] == pytest.approx([4e-3] * HALF)
     assert rates[HALF] > 4e-3
