@@ -11,13 +11,12 @@ import sys
 import traceback
 from collections.abc import Collection, Sequence
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 from megatron_fanformer import __version__
 from megatron_fanformer.durable_files import write_refusal
 from megatron_fanformer.errors import FanformerError, InputError, escaped, holds_controls, not_installed, redacted
-from megatron_fanformer.options import PROGRAM, Verb, add_options, path_or_none
+from megatron_fanformer.options import PROGRAM, Verb, add_options, home_path, path_or_none
 from megatron_fanformer.output import go_on_unread
 from megatron_fanformer.processes import signals_released
 from megatron_fanformer.runtime.device import launched_here
@@ -53,7 +52,7 @@ class _PrintCompletion(argparse.Action):
         parser = _parser()
         (verbs,) = (action.choices for action in parser._actions if isinstance(action, argparse._SubParsersAction))
         for action in (action for verb in verbs.values() for action in verb._actions):
-            if action.nargs != 0 and action.choices is None and action.type in (str, Path, path_or_none):
+            if action.nargs != 0 and action.choices is None and action.type in (str, home_path, path_or_none):
                 action.complete = shtab.FILE
         print(shtab.complete(parser, shell=shell))
         parser.exit()

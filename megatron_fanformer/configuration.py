@@ -26,7 +26,7 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 import msgspec
 import yaml
 
-from megatron_fanformer.durable_files import regular_file
+from megatron_fanformer.durable_files import at_home, regular_file
 from megatron_fanformer.errors import InputError, did_you_mean
 
 Config = TypeVar("Config")
@@ -112,7 +112,7 @@ def _instance(values: Mapping[str, Any], owner: type[Config]) -> Config:
         if _is_section(hint) and (name in values or _is_required(field)):
             fields[name] = _instance(values.get(name, {}), hint)
         elif name in values:
-            fields[name] = msgspec.convert(values[name], hint)
+            fields[name] = msgspec.convert(at_home(values[name]), hint)
     return owner(**fields)
 
 

@@ -17,6 +17,7 @@ import uuid
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from megatron_fanformer.errors import FanformerError, InputError
 
@@ -26,6 +27,15 @@ NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 """The errors of a file system without locks; there, locking is skipped."""
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 """The errors of a full file system, or of a user's full share of it."""
+
+
+def at_home(value: Any) -> Any:
+    """Return a value whose texts have the home directory for `~/`, which no shell replaces in YAML or in quotes."""
+    if isinstance(value, str) and value.startswith("~/"):
+        return os.path.expanduser(value)
+    if isinstance(value, list | tuple):
+        return [at_home(part) for part in value]
+    return {key: at_home(part) for key, part in value.items()} if isinstance(value, dict) else value
 
 
 def write_refusal(error: OSError, path: Path | str) -> str:

@@ -22,6 +22,7 @@ from types import NoneType, UnionType
 from typing import Any, Generic, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from megatron_fanformer.configuration import field_texts
+from megatron_fanformer.durable_files import at_home
 from megatron_fanformer.errors import InputError
 
 Options = TypeVar("Options")
@@ -134,9 +135,14 @@ def not_an_option(default: Any) -> Any:
     return option(default, source="caller")
 
 
+def home_path(text: str) -> Path:
+    """Read a path, in which `~/` is the home directory."""
+    return Path(at_home(text))
+
+
 def path_or_none(text: str) -> Path | None:
     """Read a path; an empty word, such as a script's unset variable, is as if the option were left out."""
-    return Path(text) if text else None
+    return home_path(text) if text else None
 
 
 def count_of(text: str) -> int:
@@ -209,7 +215,7 @@ def _keywords(each: "dataclasses.Field[Any]", hint: Any, shape: _Shape) -> dict[
     if get_origin(kind) is Literal:
         return {**keywords, "choices": get_args(kind)}
     assert kind in (str, int, float, Path), f"{each.name}: nothing reads a word as {kind}; give it parse"
-    return {**keywords, "type": kind}
+    return {**keywords, "type": home_path if kind is Path else kind}
 
 
 def _help(text: str, each: "dataclasses.Field[Any]") -> str:

@@ -105,7 +105,7 @@ class FANformerConfig(transformers.PreTrainedConfig):
     """Sequence length of the training, in tokens; rotary positions continue beyond it."""
     rms_norm_eps: float = 1e-6
     """Epsilon of every RMSNorm."""
-    rope_parameters: dict[str, Any] | None = None
+    rope_parameters: Any = None
     """Rotary positions as transformers' models have them: `rope_theta` (10,000), `rope_type` and the keys of that type;
     older exports have `rope_theta` and `rope_scaling` beside each other."""
     p_ratio: float = 0.25

@@ -73,10 +73,22 @@ def resolved_text(file: Path, overrides: Sequence[str]) -> str:
     """Return the whole configuration as YAML, after presets and overrides; fields left to the machine stay open.
 
     Raises:
-        InputError: the file cannot be read, a key is unknown, or a value has the wrong type.
+        InputError: the file cannot be read; what `train` would refuse on any machine and with any data.
     """
-    values = dataclasses.asdict(load_config(file, overrides))
+    values = dataclasses.asdict(_checked_config(file, overrides))
     return yaml.safe_dump(values, sort_keys=False, allow_unicode=True).rstrip()
+
+
+def _checked_config(file: Path, overrides: Sequence[str]) -> RunConfig:
+    config = load_config(file, overrides)
+    found = config.section_problems(leaving=["data"])  # whose files may be on other machines
+    if not config.data.train_data and not config.data.stages:
+        found.append("data.train_data is empty; name token files, or chats")
+    if not found and config.training.train_iters is not None:  # else the steps follow from the data
+        found = config.joint_problems(config.parallel.resolve_data_parallel_size(None))
+    if found:
+        raise InputError("\n".join(found))
+    return config
 
 
 def environment_lines(file: Path, overrides: Sequence[str], gpus: int | None, width: int | None) -> list[str]:

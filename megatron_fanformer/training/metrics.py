@@ -183,8 +183,7 @@ def metric_of(name: str) -> Metric | None:
 def dashboard_name(name: str) -> str:
     """Return a metric's name on a dashboard: its group comes first. (OLMo's names of evaluations begin with `eval/`)
 
-    Dashboards sort groups by name, and `train/loss` is to be in the first one: the others are `train_data`, `validation`
-    and so on.
+    Dashboards sort groups by name: those beside `train` are called `train_data`, `validation` and so on, behind it.
     """
     metric = metric_of(name)
     if metric is None:

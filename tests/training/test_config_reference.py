@@ -90,6 +90,34 @@ def test_the_verb_prints_what_was_asked_for(tmp_path: Path, capsys: pytest.Captu
 
 
 @pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (["--parallel.tensor_model_parallel_size", "3"], "does not divide model.num_attention_heads 16"),
+        (["--schedule.lr_warmup_iters", "250000"], "is not below the end of the decay, step 250000"),
+        (["--data.train_data", "[]"], "data.train_data is empty"),
+    ],
+)
+def test_a_resolved_configuration_is_one_that_can_train(
+    change: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On a login node, which has neither the data nor the GPUs."""
+    assert main(["config", "--resolved", "--config", str(ROOT / "examples" / "fanformer-1b.yaml"), *change]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_the_home_directory_may_stand_in_any_value(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    changes = ["--training.run_dir", "~/run", "--data.train_data", "[~/a, ~b, ~/c]", "--data.valid_data", "{v: [~/d]}"]
+    config = load_config(ROOT / "examples" / "fanformer-1b.yaml", changes)
+    assert config.data.train_data == [f"{tmp_path}/a", "~b", f"{tmp_path}/c"]
+    assert config.data.valid_data == {"v": [f"{tmp_path}/d"]}
+    assert config.training.run_dir == f"{tmp_path}/run"
+    assert main(["convert", "~/no-model", "~/out", "--to", "hf"]) == 2
+    assert not Path("~").exists()
+
+
+@pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["--config", "x.yaml"], "--config has no effect without --resolved"),
