@@ -11,7 +11,6 @@ where an answer begins, has the ids that it has in training.
 
 import functools
 import json
-import os
 import re
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -150,10 +149,10 @@ class ChatTemplate:
         rest, longer = (text.rpartition(ANSWER["content"])[2] for text in (last, followed))
         if longer.startswith(rest):
             return ""
-        common = os.path.commonprefix([rest, longer])
+        shared = [count for count in range(len(rest)) if longer.startswith(rest[:count])]
         end_of_text = re.escape(self.variables.get("eos_token", END_OF_TEXT))
-        end = re.match(rf"(.*?{end_of_text}|\s*<[^<>\s]+>)\s*", common, re.DOTALL)
-        places = [end.end()] if end else range(len(common) + 1)
+        end = re.match(rf"(.*?{end_of_text}|\s*<[^<>\s]+>)\s*", rest[: shared[-1]], re.DOTALL)
+        places = [end.end()] if end else shared
         return next((rest[place:] for place in places if asked.endswith(rest[place:])), "")
 
     @functools.cached_property
@@ -177,9 +176,7 @@ class ChatTemplate:
             )
         return RenderedChat(chat.text, [span for span in spans.values() if span is not None])
 
-    def _span(
-        self, messages: Sequence[Message], turn: int, whole: str, tools: Tools | None
-    ) -> tuple[int, int] | None:
+    def _span(self, messages: Sequence[Message], turn: int, whole: str, tools: Tools | None) -> tuple[int, int] | None:
         """Return the span of an assistant turn: what it adds to the messages before it and the opening of an answer.
 
         White space behind the mark that ends the turn is left out of it. None where the span is unknown.
@@ -190,7 +187,7 @@ class ChatTemplate:
             if any(message["role"] != "system" for message in messages[:turn]):
                 before = self._rendered(messages[:turn], True, tools).text
             else:  # few templates render no messages, or the system's alone: the opening is that of the next answer
-                opening = self._rendered(messages[: turn + 1], True, tools).text.removeprefix(text)
+                opening = self._rendered(messages[: turn + 1], True, tools).text.removeprefix(text).lstrip()
                 if text.count(opening or content) != 1:
                     return None
                 before = text.partition(opening or content)[0] + opening
@@ -198,8 +195,9 @@ class ChatTemplate:
             return None
         if not whole.startswith(text) or not text.startswith(before):
             return None
-        bare = text[len(before) :].strip()
-        has_mark = not content.endswith(bare) and not (content and bare.endswith(content))
+        span = text[len(before) :]
+        place = span.find(content)
+        has_mark = bool(span[place + len(content) :].strip()) if place >= 0 else not content.endswith(span.strip())
         return len(before), len(text.rstrip() if has_mark else text)
 
     def _rendered(
