@@ -1,37 +1,30 @@
 """Chat templates: from the messages of a conversation to a text, of which spans are learned, and to token ids.
 
 Templates are Jinja, as tokenizers on Hugging Face carry them; OLMo's form, in which the paper's data are prepared, is
-built in as one. They run in Jinja's sandbox, in a process whose time and memory are bounded (`chat_renderer.py`). What
-is learned is each assistant turn: its content and its end of text. A template says so by `{% generation %}` blocks;
-without them, a turn is what it adds to the rendering of the messages before it.
+built in as one. transformers renders them, in Jinja's sandbox. What is learned is each assistant turn: its content and
+its end of turn. A template says so by `{% generation %}` blocks; without them, a turn is what it adds to the rendering
+of the messages before it.
 
 The text is cut at the edges of these spans before it is encoded: no token is partly learned, and a prompt, which ends
 where an answer begins, has the ids that it has in training.
 """
 
-import atexit
+import functools
 import json
-import os
 import re
-import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from megatron_fanformer.data import chat_renderer
-from megatron_fanformer.data.chat_renderer import BEGIN, END
 from megatron_fanformer.data.chat_tools import Tools, has_escaped_arguments, left_out, with_objects
-from megatron_fanformer.data.tokenizer import Tokenizer, load_tokenizer
+from megatron_fanformer.data.tokenizer import END_OF_TEXT, Tokenizer, load_tokenizer
 from megatron_fanformer.durable_files import regular_file
-from megatron_fanformer.errors import FanformerError, InputError
-from megatron_fanformer.processes import read_message, write_message
+from megatron_fanformer.errors import InputError
 
 OLMO = "olmo"
 CHAT_TEMPLATE_JINJA, TOKENIZER_CONFIG = "chat_template.jinja", "tokenizer_config.json"  # their usual names in a folder
@@ -59,8 +52,9 @@ OLMO_TEMPLATE = """\
 """
 
 Message = Mapping[str, Any]
-"""One message: its `role`, and its `content`, a text, or None beside `tool_calls`; a tool's may have `name` and
-`tool_call_id`."""
+"""One message: its `role`, its `content`, a text, or None beside `tool_calls`, and whatever else a template reads."""
+QUESTION, ANSWER = {"role": "user", "content": "A question?"}, {"role": ASSISTANT, "content": "An answer!"}
+"""By which a template shows what it writes around messages."""
 
 
 class RenderedChat(NamedTuple):
@@ -80,31 +74,20 @@ class TemplateRefusal(InputError):
         """Why it failed, in the same words for all conversations that fail this way."""
 
 
-class TemplateTooLarge(InputError):
-    """A template takes more time or memory than any that renders conversations: it is not tried with another one."""
-
-
 REFUSED = "refused by the template"
 BEGINS_OTHERWISE = "the template renders its beginning otherwise"
 LEAVES_OUT = "the template leaves out"
 
+_one_at_a_time = threading.Lock()  # transformers keeps the marks of a rendering in the template
+
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """A Jinja template and the special tokens that it may use.
-
-    Raises InputError if it is not valid Jinja.
-    """
+    """A Jinja template and the special tokens that it may use."""
 
     source: str
     variables: Mapping[str, str] = field(default_factory=dict)
     """Special tokens that the tokenizer has, of bos_token, eos_token, pad_token and unk_token."""
-
-    def __post_init__(self) -> None:
-        try:
-            _rendered(self, [], [])
-        except _Refused as error:
-            raise InputError(f"the chat template is not valid Jinja, {error}; fix it") from error
 
     def render(
         self,
@@ -123,69 +106,132 @@ class ChatTemplate:
             needs_learned: whether it is refused where what is learned is unknown, for training; else such turns have no
                 span.
 
-        Raises:
-            TemplateRefusal: it cannot render this one, or leaves out tools or a message of a role that it does not
-                know.
-            TemplateTooLarge: it takes too much time or memory.
+        Raises TemplateRefusal if it cannot render this one, or leaves out tools or a message of a role that it does not
+        know.
         """
-        others = with_objects(messages)
+        others, chat = with_objects(messages), None
         try:
-            chat = self._rendered(messages, add_generation_prompt, tools, needs_learned)
+            chat = self._with_turns(messages, add_generation_prompt, tools, needs_learned)
         except TemplateRefusal:
             if others is None:
                 raise
-            chat = self._rendered(others, add_generation_prompt, tools, needs_learned)
-        else:
-            if others is not None and has_escaped_arguments(messages, chat.text):
-                chat = self._rendered(others, add_generation_prompt, tools, needs_learned)
+        if others is not None and (chat is None or has_escaped_arguments(messages, chat.text)):
+            chat = self._with_turns(others, add_generation_prompt, tools, needs_learned)
+        assert chat is not None
         if (what := left_out(messages, tools, chat.text)) is not None:
             raise TemplateRefusal(
                 f"the chat template leaves out {what}; use one that knows them", f"{LEAVES_OUT} {what}"
             )
         return chat
 
-    def _rendered(
-        self, messages: Sequence[Message], add_generation_prompt: bool, tools: Tools | None, needs_learned: bool
-    ) -> RenderedChat:
-        is_marked = GENERATION.search(self.source) is not None
-        turns = [] if is_marked else _assistant_turns(messages)
-        # Without marks, of each turn: what comes before it, with the opening of an answer, and with it.
-        renderings = [(turn + ahead, not ahead) for turn in turns for ahead in (0, 1)]
-        marked, lengths = self._text(messages, [(len(messages), add_generation_prompt), *renderings], tools)
-        try:
-            marked.replace(BEGIN, "").replace(END, "").encode()
-        except UnicodeEncodeError as error:
-            raise TemplateRefusal(
-                "the chat template writes an unpaired surrogate, which no text can hold; fix it", REFUSED
-            ) from error
-        if is_marked:
-            return _without_marks(marked)
-        spans = []
-        for turn, before, after in zip(turns, lengths[::2], lengths[1::2], strict=True):
-            if before is not None and after is not None and before <= after:
-                spans.append(_turn(messages[turn], marked, before, after))
-            elif needs_learned:
-                raise TemplateRefusal(
-                    f"the chat template renders the messages before message {turn} (from 0) otherwise once others "
-                    "follow, so that what is learned is unknown; mark it in the template by {% generation %} blocks",
-                    BEGINS_OTHERWISE,
-                )
-        return RenderedChat(marked, spans)
-
     def with_variables(self) -> str:
         """Return its source with the special tokens set: the same text, whichever tokens another program gives it."""
         return _with_set(self.source, self.variables)
 
-    def _text(
-        self, messages: Sequence[Message], renderings: Sequence[tuple[int, bool]], tools: Tools | None
-    ) -> tuple[str, list[int | None]]:
+    def end_of_turn(self) -> str:
+        """Return what is learned behind the content of an answer; nothing where that is unknown."""
         try:
-            return _rendered(self, messages, renderings, tools)
-        except _Refused as error:
+            text, spans = self.render([QUESTION, ANSWER])
+        except TemplateRefusal:
+            return ""
+        return "".join(text[begin:end] for begin, end in spans).rpartition(ANSWER["content"])[2]
+
+    @functools.cached_property
+    def _tail(self) -> str:
+        """What it writes at the end of every text, whatever `add_generation_prompt` says; mostly nothing.
+
+        Behind an answer, that begins after the end of text, the first special token or, without these, the answer.
+        """
+        try:
+            asked, last, followed = (self._rendered([QUESTION, ANSWER, QUESTION][:count]).text for count in (1, 2, 3))
+        except TemplateRefusal:
+            return ""
+        rest, longer = (text.rpartition(ANSWER["content"])[2] for text in (last, followed))
+        if longer.startswith(rest):
+            return ""
+        shared = [count for count in range(len(rest)) if longer.startswith(rest[:count])]
+        end_of_text = re.escape(self.variables.get("eos_token", END_OF_TEXT))
+        end = re.match(rf"(.*?{end_of_text}|\s*<[^<>\s]+>)\s*", rest[: shared[-1]], re.DOTALL)
+        places = [end.end()] if end else shared
+        return next((rest[place:] for place in places if asked.endswith(rest[place:])), "")
+
+    @functools.cached_property
+    def _is_marked(self) -> bool:
+        return GENERATION.search(self.source) is not None
+
+    def _with_turns(
+        self, messages: Sequence[Message], add_generation_prompt: bool, tools: Tools | None, needs_learned: bool
+    ) -> RenderedChat:
+        chat = self._rendered(messages, add_generation_prompt, tools)
+        if self._is_marked:
+            return chat
+        turns = [turn for turn, message in enumerate(messages) if message["role"] == ASSISTANT]
+        spans = {turn: self._span(messages, turn, chat.text, tools) for turn in turns}
+        if needs_learned and None in spans.values():
+            turn = next(turn for turn, span in spans.items() if span is None)
             raise TemplateRefusal(
-                f"the chat template cannot render the conversation ({error}); change it, or use another template",
+                f"the chat template renders the messages before message {turn} (from 0) otherwise once others follow, "
+                "so that what is learned is unknown; mark it in the template by {% generation %} blocks",
+                BEGINS_OTHERWISE,
+            )
+        return RenderedChat(chat.text, [span for span in spans.values() if span is not None])
+
+    def _span(self, messages: Sequence[Message], turn: int, whole: str, tools: Tools | None) -> tuple[int, int] | None:
+        """Return the span of an assistant turn: what it adds to the messages before it and the opening of an answer.
+
+        White space behind the mark that ends the turn is left out of it. None where the span is unknown.
+        """
+        content = (messages[turn].get("content") or "").strip()
+        try:
+            text = self._rendered(messages[: turn + 1], False, tools).text.removesuffix(self._tail)
+            if any(message["role"] != "system" for message in messages[:turn]):
+                before = self._rendered(messages[:turn], True, tools).text
+            else:  # few templates render no messages, or the system's alone: the opening is that of the next answer
+                opening = self._rendered(messages[: turn + 1], True, tools).text.removeprefix(text).lstrip()
+                if text.count(opening or content) != 1:
+                    return None
+                before = text.partition(opening or content)[0] + opening
+        except TemplateRefusal:
+            return None
+        if not whole.startswith(text) or not text.startswith(before):
+            return None
+        span = text[len(before) :]
+        place = span.find(content)
+        has_mark = bool(span[place + len(content) :].strip()) if place >= 0 else not content.endswith(span.strip())
+        return len(before), len(text.rstrip() if has_mark else text)
+
+    def _rendered(
+        self, messages: Sequence[Message], add_generation_prompt: bool = False, tools: Tools | None = None
+    ) -> RenderedChat:
+        """Render as transformers' `apply_chat_template` does, without fields that are None; with the marked spans."""
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        stated = [{name: value for name, value in message.items() if value is not None} for message in messages]
+        try:
+            with _one_at_a_time:
+                (text,), spans = render_jinja_template(
+                    [stated],
+                    tools=tools,
+                    chat_template=self.source,
+                    add_generation_prompt=add_generation_prompt,
+                    return_assistant_tokens_mask=self._is_marked,
+                    **self.variables,
+                )
+            text.encode()  # no text can hold the unpaired surrogate that a template may write
+        except Exception as error:  # a template may fail in any way
+            reason = (" ".join(str(error).split()) or type(error).__name__)[:1000]
+            raise TemplateRefusal(
+                f"the chat template cannot render the conversation ({reason}); change it, or use another template",
                 REFUSED,
             ) from error
+        learned = sorted(*spans) if spans else []
+        if any(end > begin for (_, end), (begin, _) in pairwise(learned)):
+            raise TemplateRefusal(
+                "the chat template has {% generation %} blocks in each other, or in a macro; mark each turn once, "
+                "outside of macros",
+                REFUSED,
+            )
+        return RenderedChat(text, learned)
 
 
 def _with_set(source: str, variables: Mapping[str, str]) -> str:
@@ -193,132 +239,6 @@ def _with_set(source: str, variables: Mapping[str, str]) -> str:
     texts = {name: json.dumps(text, ensure_ascii=False) for name, text in variables.items()}
     # the line end that follows is no text: blocks are trimmed
     return "".join(f"{{% set {name} = {text} %}}\n" for name, text in texts.items()) + source
-
-
-def _turn(message: Message, text: str, before: int, after: int) -> tuple[int, int]:
-    """Return the span of an assistant turn: what it adds to the messages before it and the opening of an answer.
-
-    White space after the mark that ends the turn is left out of it.
-
-    Args:
-        before: how many characters of the text come before it.
-        after: the same, with the turn.
-    """
-    span, content = text[before:after], (message["content"] or "").strip()
-    closing = span.partition(content)[2] if content else span
-    return before, before + len(span.rstrip() if closing.strip() else span)
-
-
-def _assistant_turns(messages: Sequence[Message]) -> list[int]:
-    return [number for number, message in enumerate(messages) if message["role"] == ASSISTANT]
-
-
-def _without_marks(marked: str) -> RenderedChat:
-    parts = re.split(f"({BEGIN}|{END})", marked)
-    position, begin = 0, None
-    spans: list[tuple[int, int]] = []
-    for part in parts:
-        if part == BEGIN:
-            begin = position
-        elif part == END and begin is not None:
-            spans.append((begin, position))
-            begin = None
-        elif part not in (BEGIN, END):
-            position += len(part)
-    return RenderedChat("".join(part for part in parts if part not in (BEGIN, END)), spans)
-
-
-# -- the process that renders
-
-
-class _Refused(Exception):
-    """A rendering that the template itself has ended."""
-
-
-class _Renderer:
-    """The process of `chat_renderer.py`, and what becomes of a template that ends it."""
-
-    def __init__(self) -> None:
-        self.owner = os.getpid()
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", chat_renderer.__name__], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-        )
-
-    def render(
-        self,
-        template: ChatTemplate,
-        messages: Sequence[Message],
-        renderings: Sequence[tuple[int, bool]],
-        tools: Tools | None,
-    ) -> tuple[str, list[int | None]]:
-        """Render the first so many messages, with an opening of an answer or without, for each of `renderings`.
-
-        Returns the first one's text, and of each other how many of its characters it is; None: it does not begin it.
-
-        Raises:
-            _Refused: by the template, or it is not valid; says why.
-            TemplateTooLarge: it takes more time or memory than a template may.
-            FanformerError: something else has ended the process.
-        """
-        request = {
-            "source": template.source,
-            "variables": dict(template.variables),
-            "messages": [dict(message) for message in messages],
-            "renderings": renderings,
-            "tools": tools,
-        }
-        content = json.dumps(request).encode()
-        assert self._process.stdin is not None and self._process.stdout is not None
-        seconds, most_bytes = chat_renderer.cpu_seconds(len(content)), chat_renderer.memory_bytes(len(content))
-        with suppress(BrokenPipeError):
-            limits = (str(seconds).encode(), str(most_bytes).encode())
-            write_message(cast(BinaryIO, self._process.stdin), content, *limits)
-        answer = read_message(cast(BinaryIO, self._process.stdout))
-        kind, *parts = answer or (b"",)
-        if kind == chat_renderer.RENDERED:
-            return parts[0].decode("utf-8", "surrogatepass"), json.loads(parts[1])
-        if kind == chat_renderer.REFUSED:
-            raise _Refused(parts[0].decode())
-        if kind == chat_renderer.TOO_LARGE:
-            raise _too_large(f"{most_bytes >> 20} MiB of memory", len(content))
-        self.close()
-        _renderers.clear()
-        if self._process.returncode == -signal.SIGXCPU:
-            raise _too_large(f"{seconds} s of CPU time", len(content))
-        raise FanformerError(
-            f"the process that renders chat templates ended with exit code {self._process.returncode}; free memory, "
-            "and run the same command again"
-        )
-
-    def close(self) -> None:
-        """End the process, which nothing can keep from it."""
-        self._process.kill()
-        self._process.communicate()
-
-
-def _too_large(what: str, request_bytes: int) -> TemplateTooLarge:
-    return TemplateTooLarge(
-        f"the chat template takes more than {what} for a conversation of {request_bytes:,} bytes; it repeats too much: "
-        "use another template"
-    )
-
-
-_renderers: list[_Renderer] = []
-"""The renderer of this process, once there is one; a fork gets another."""
-_one_at_a_time = threading.Lock()
-
-
-def _rendered(
-    template: ChatTemplate,
-    messages: Sequence[Message],
-    renderings: Sequence[tuple[int, bool]],
-    tools: Tools | None = None,
-) -> tuple[str, list[int | None]]:
-    with _one_at_a_time:
-        if not _renderers or _renderers[0].owner != os.getpid():
-            _renderers[:] = [_Renderer()]
-            atexit.register(_renderers[0].close)
-        return _renderers[0].render(template, messages, renderings, tools)
 
 
 # -- found
@@ -336,6 +256,9 @@ def find_template(
     Raises:
         InputError: there is none, or it cannot be read, or is not valid Jinja.
     """
+    from jinja2 import TemplateSyntaxError
+    from transformers.utils.chat_template_utils import render_jinja_template
+
     path = Path(tokenizer_path)
     if named is None:
         source = own_template(_folder_of(path))
@@ -346,6 +269,11 @@ def find_template(
             )
     else:
         source = OLMO_TEMPLATE if str(named) == OLMO else _read(Path(named), "a Jinja file")
+    try:
+        render_jinja_template([], chat_template=source)
+    except (TemplateSyntaxError, RecursionError) as error:
+        where = f"line {error.lineno}: {error.message}" if isinstance(error, TemplateSyntaxError) else str(error)
+        raise InputError(f"the chat template is not valid Jinja, {where}; fix it") from error
     return ChatTemplate(source, _special_tokens(path, eod_id))
 
 

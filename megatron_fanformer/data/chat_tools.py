@@ -1,5 +1,6 @@
 """Tools in conversations: what a template must write of them, and arguments as it takes them."""
 
+import copy
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -43,12 +44,10 @@ def with_objects(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]] 
     """Return the messages with arguments as objects that are stated as JSON text; None where there are none."""
     if not any(_of_json_text(messages)):
         return None
-    return [
-        {**message, "tool_calls": [_with_object(call) for call in message["tool_calls"]]}
-        if message.get("tool_calls")
-        else dict(message)
-        for message in messages
-    ]
+    others = [copy.deepcopy(dict(message)) for message in messages]
+    for function in _of_json_text(others):
+        function["arguments"] = _object(function["arguments"])
+    return others
 
 
 def _names(stated: Sequence[Any]) -> Iterator[str]:
@@ -60,19 +59,12 @@ def _is_in(piece: str, text: str) -> bool:
     return piece in text or any(json.dumps(piece, ensure_ascii=flag)[1:-1] in text for flag in (True, False))
 
 
-def _of_json_text(messages: Sequence[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
+def _of_json_text(messages: Sequence[Mapping[str, Any]]) -> Iterator[Any]:
     for message in messages:
         for call in message.get("tool_calls") or ():
             function = function_of(call)
             if function is not None and _object(function.get("arguments")) is not None:
                 yield function
-
-
-def _with_object(call: Mapping[str, Any]) -> dict[str, Any]:
-    if isinstance(call.get("function"), Mapping):
-        return {**call, "function": _with_object(call["function"])}
-    arguments = _object(call.get("arguments"))
-    return dict(call) if arguments is None else {**call, "arguments": arguments}
 
 
 def _object(text: Any) -> dict[str, Any] | None:

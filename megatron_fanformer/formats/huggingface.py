@@ -56,10 +56,13 @@ def write_huggingface(folder: Path, config: FANformerConfig, tensors: Mapping[st
     Raises:
         InputError: the tokenizer cannot be written or does not fit the model, or the shard size is invalid.
     """
+    end_id = extras.end_of_text_id
+    end_ids = [] if end_id is None else [end_id]
     if extras.tokenizer is not None:
-        size = write_tokenizer(folder, extras, model_max_length=config.seq_length)
+        size, end_ids = write_tokenizer(folder, extras, model_max_length=config.seq_length)
         check_fits(extras.tokenizer, size, config.vocab_size)
-    _write_configuration(folder, config, next(iter(meta_of(tensors).values())).dtype, extras.end_of_text_id)
+    _write_configuration(folder, config, next(iter(meta_of(tensors).values())).dtype, end_id)
+    GenerationConfig(eos_token_id=end_ids if len(end_ids) > 1 else end_id, pad_token_id=end_id).save_pretrained(folder)
     for module in (configuration_fanformer, modeling_fanformer):
         shutil.copyfile(str(module.__file__), folder / Path(str(module.__file__)).name)
     write_shards(folder, tensors, max_shard_size=extras.max_shard_size)
@@ -181,4 +184,3 @@ def _write_configuration(folder: Path, config: FANformerConfig, dtype: torch.dty
     written.auto_map = AUTO_MAP
     written.dtype = dtype
     written.to_json_file(str(folder / CONFIG_JSON), use_diff=False)
-    GenerationConfig(eos_token_id=end_of_text_id, pad_token_id=end_of_text_id).save_pretrained(folder)

@@ -8,7 +8,7 @@ one, exactly:
   piece's score, since sentencepiece merges the neighbours that make the highest-scoring piece;
 - sentencepiece writes a space as U+2581 inside its pieces. Here the pieces hold the space itself, so that no
   normaliser is needed, and a literal U+2581 in a text is encoded by its bytes, as in this project's own encoding;
-- control pieces are never matched inside a text.
+- control pieces stay special tokens, which transformers finds inside a text unless it is told to split them.
 
 What was written is read back and compared with the original on sample texts before it is published.
 """
@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_fanformer.data.chat_template import CHAT_TEMPLATE_JINJA, TOKENIZER_CONFIG
+from megatron_fanformer.data.chat_template import CHAT_TEMPLATE_JINJA, TOKENIZER_CONFIG, ChatTemplate
 from megatron_fanformer.data.tokenizer import (
     SPACE_MARK,
     TOKENIZER_JSON,
@@ -46,12 +46,11 @@ SAMPLE_TEXTS = (
 )
 
 
-def write_tokenizer(folder: Path, extras: Extras, *, model_max_length: int) -> int:
+def write_tokenizer(folder: Path, extras: Extras, *, model_max_length: int) -> tuple[int, list[int]]:
     """Write the files of the tokenizer in `extras` (a `tokenizer.json` or sentencepiece `.model`) into `folder`.
 
-    With a chat template (Jinja), special pieces that stand in a text are recognised, as `apply_chat_template` needs.
-
-    Returns one more than its largest id.
+    Returns one more than its largest id, and the ids that end what is generated: the end of text and, if the chat
+    template ends an answer with another special token, that one.
 
     Raises:
         InputError: it cannot be read, or is a sentencepiece model that has no exact equivalent.
@@ -65,7 +64,8 @@ def write_tokenizer(folder: Path, extras: Extras, *, model_max_length: int) -> i
     else:
         _write_json(folder / TOKENIZER_JSON, source)
         original, special_in_text = HuggingFaceTokenizer(source, eod_id=0).encode, True
-    vocabulary = Tokenizer.from_file(str(folder / TOKENIZER_JSON)).get_vocab(with_added_tokens=True)
+    written = Tokenizer.from_file(str(folder / TOKENIZER_JSON))
+    vocabulary = written.get_vocab(with_added_tokens=True)
     end_of_text = next((piece for piece, piece_id in vocabulary.items() if piece_id == end_of_text_id), None)
     if end_of_text is None:
         raise InputError(f"end-of-text id {end_of_text_id} is not in the vocabulary of {source}; name one that is")
@@ -75,16 +75,20 @@ def write_tokenizer(folder: Path, extras: Extras, *, model_max_length: int) -> i
         "padding_side": "left",
         "model_input_names": ["input_ids", "attention_mask"],
         "clean_up_tokenization_spaces": False,
-        "split_special_tokens": not special_in_text and extras.chat_template is None,
+        "split_special_tokens": False,
         "eos_token": end_of_text,
         "pad_token": end_of_text,
     }
     text = json.dumps(config, indent=2, ensure_ascii=False) + "\n"
     (folder / TOKENIZER_CONFIG).write_text(text, encoding="utf-8")
+    end_ids = [end_of_text_id]
     if extras.chat_template is not None:
         (folder / CHAT_TEMPLATE_JINJA).write_text(extras.chat_template, encoding="utf-8")
+        ids = written.encode(ChatTemplate(extras.chat_template).end_of_turn(), add_special_tokens=False).ids
+        special = set(written.get_added_tokens_decoder()) - {end_of_text_id}
+        end_ids += [end_id for end_id in ids if end_id in special][-1:]
     _verify(folder, source, original, special_in_text)
-    return max(vocabulary.values()) + 1
+    return max(vocabulary.values()) + 1, end_ids
 
 
 def adds_special_tokens(tokenizer: Path) -> bool:

@@ -38,6 +38,7 @@ UNKNOWN_ROLE = "unknown role"
 TOOL_CALLS = "tool calls are not a list of functions with a name, of the assistant"
 TOOLS = "tools are not a list of functions with a name"
 NO_ASSISTANT_TURN = "no assistant turn"
+NOT_A_WEIGHT = "weight, train or loss of an answer is neither 0 nor 1"
 
 ROLES = {
     **{role: role for role in ("system", "developer", "user", ASSISTANT, "tool")},
@@ -46,8 +47,8 @@ ROLES = {
 }
 """The templates' names for the roles of a data set."""
 FIELDS = ("messages", "conversations", "prompt", "completion", "tools")
-OF_RESULTS = ("name", "tool_call_id")
-"""Further fields of a tool's message, which templates write."""
+WEIGHTS = ("weight", "train", "loss")
+"""Fields by which data sets say of an answer whether it is learned: 0 or false, else it is."""
 
 
 class Chat(NamedTuple):
@@ -151,12 +152,16 @@ def _message(stated: Any) -> Message | Refusal:
     text = None if content is None else _text(content)
     if isinstance(text, Refusal):
         return text
-    message: dict[str, Any] = {"role": role, "content": text}
-    if calls:
-        message["tool_calls"] = calls
-    if role == "tool":
-        message |= {name: stated[name] for name in OF_RESULTS if isinstance(stated.get(name), str)}
+    if role == ASSISTANT and any(stated.get(name) not in (None, 0, 1) for name in WEIGHTS):
+        return Refusal(NOT_A_WEIGHT)
+    others = {name: value for name, value in stated.items() if name not in ("from", "value") and value is not None}
+    message = {**others, "role": role, "content": text}
     return Refusal(UNPAIRED_SURROGATE) if _has_surrogate(message) else message
+
+
+def is_learned(answer: Message) -> bool:
+    """Return whether an assistant's message is to be learned, by its `WEIGHTS`."""
+    return all(answer.get(name) != 0 for name in WEIGHTS)
 
 
 def _text(content: Any) -> str | Refusal:
@@ -179,7 +184,7 @@ def _tools(stated: Any) -> list[dict[str, Any]] | Refusal | None:
             stated = msgspec.json.decode(stated)
         except (msgspec.MsgspecError, RecursionError):
             return Refusal(TOOLS)
-    if not stated:
+    if stated is None or stated == "":
         return None
     if not isinstance(stated, list) or None in map(function_of, stated):
         return Refusal(TOOLS)

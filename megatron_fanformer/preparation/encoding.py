@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from megatron_fanformer.data.chat_template import ChatTemplate, RenderedChat, TemplateRefusal, chat_pieces
+from megatron_fanformer.data.chat_template import ASSISTANT, ChatTemplate, RenderedChat, TemplateRefusal, chat_pieces
 from megatron_fanformer.data.manifest import Settings
-from megatron_fanformer.preparation.chats import Chat, ChatParser
+from megatron_fanformer.preparation.chats import Chat, ChatParser, is_learned
 from megatron_fanformer.preparation.document_files import Block, parse_block
 from megatron_fanformer.preparation.documents import DocumentParser, Refusal
 from megatron_fanformer.preparation.id_encoders import EncoderChoice
@@ -30,6 +30,7 @@ UNCHECKED_BYTES = 1 << 16
 # Why a conversation is left out.
 TOO_MANY_TOKENS = "longer than max_tokens"
 NOTHING_LEARNED = "nothing to learn"
+MARKS_OTHERS = "the template does not mark each answer, and some have weights"
 NOTHING_LEARNED_BEFORE_CUT = "nothing to learn within max_tokens"
 
 
@@ -196,7 +197,14 @@ class ChatEncoder:
 
     def _rendered(self, chat: Chat) -> RenderedChat:
         rendered = self._template.render(chat.messages, tools=chat.tools)
-        return rendered if self._settings.learn == "all" else rendered._replace(learned=rendered.learned[-1:])
+        weights = [is_learned(message) for message in chat.messages if message["role"] == ASSISTANT]
+        if all(weights):
+            weights = [True] * len(rendered.learned)
+        elif len(weights) != len(rendered.learned):
+            raise TemplateRefusal("answers have weights, and the template does not mark each of them", MARKS_OTHERS)
+        spans = list(zip(rendered.learned, weights, strict=True))
+        kept = spans if self._settings.learn == "all" else spans[-1:]
+        return rendered._replace(learned=[span for span, weight in kept if weight])
 
     def _ids_and_masks(
         self, number: int, name: str, rendered: Collection[RenderedChat]

@@ -17,7 +17,6 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from megatron_fanformer.data.chat_template import TemplateTooLarge
 from megatron_fanformer.data.manifest import Settings
 from megatron_fanformer.durable_files import write_refusal
 from megatron_fanformer.errors import FanformerError, InputError
@@ -94,8 +93,6 @@ def run_worker(setup: WorkerSetup, threads: int, connection: Connection) -> None
     while (task := connection.recv()) is not None:
         try:
             connection.send(Done(task, encoder.encode(task)))
-        except TemplateTooLarge as error:
-            connection.send(Failed(task, TemplateTooLarge(f"{task.path}: {error}")))
         except (FanformerError, TokenizersDisagree) as error:
             connection.send(Failed(task, error))
         except OSError as error:

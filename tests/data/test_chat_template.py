@@ -1,14 +1,16 @@
 """Conversations rendered and encoded: what is learned equals a count by bytes; prompts are as in training."""
 
 import json
+import os
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tokenizers import Tokenizer as Library
 from tokenizers import models, pre_tokenizers
 
-from megatron_fanformer.data import chat_renderer, chat_template
 from megatron_fanformer.data.chat_template import (
     BEGINS_OTHERWISE,
     OLMO,
@@ -16,13 +18,13 @@ from megatron_fanformer.data.chat_template import (
     REFUSED,
     ChatTemplate,
     TemplateRefusal,
-    TemplateTooLarge,
     encode_chat,
     find_template,
     refuse_spaces_between,
 )
 from megatron_fanformer.data.tokenizer import load_tokenizer
-from megatron_fanformer.errors import FanformerError, InputError
+from megatron_fanformer.errors import InputError
+from megatron_fanformer.preparation.chats import Chat, ChatParser
 from tests.data.chat_making import (
     CHATML,
     CHATML_MARKED,
@@ -138,19 +140,6 @@ def test_arguments_are_written_as_the_template_takes_them(written: str, stated: 
     assert [chat.text[begin:end] for begin, end in chat.learned] == [f"weather({expected})"]
 
 
-def test_tools_are_rendered_as_by_transformers() -> None:
-    from transformers.utils.chat_template_utils import render_jinja_template
-
-    source = "{% if tools is not none %}{{ tools | tojson }}\n{% endif %}" + CALLS.replace(
-        "WRITTEN", "{{ f.arguments }}"
-    )
-    tools = [{"type": "function", "function": {"name": "weather", "description": "Of a 'city'."}}]
-    messages = [*calling(ARGUMENTS), {"role": "tool", "content": "dry", "name": "weather"}]
-    for given in (tools, None):
-        [expected], _ = render_jinja_template([messages], chat_template=source, tools=given)
-        assert ChatTemplate(source).render(messages, tools=given).text == expected
-
-
 @pytest.mark.parametrize(
     ("messages", "tools", "what"),
     [
@@ -179,7 +168,12 @@ def test_what_a_template_leaves_out_is_refused(messages: Messages, tools: object
         ("{{ messages[9].content }}", REFUSED),
         ("{{ messages.append(1) }}", REFUSED),
         ("{{ ''.__class__.__mro__ }}", REFUSED),
-        ("{{ strftime_now('%Y') }}", REFUSED),
+        ("{{ 'a' * 10 ** 20 }}", REFUSED),
+        (
+            "{% macro turn(m) %}{% generation %}{{ m.content }}{% endgeneration %}{% endmacro %}"
+            "{% for m in messages %}{{ turn(m) + turn(m) }}{% endfor %}",
+            REFUSED,
+        ),
         ("{{ '\\ud900' }}", REFUSED),
     ],
 )
@@ -204,12 +198,6 @@ def test_a_prompt_needs_no_learned_spans_and_has_those_that_are_known() -> None:
     assert [prompt.text[begin:end] for begin, end in prompt.learned] == ["Hello<end>"]
     with pytest.raises(TemplateRefusal, match="renders the messages before message 3 "):
         ChatTemplate(source).render(messages, add_generation_prompt=True)
-
-
-def test_a_template_that_is_not_jinja_is_one_line() -> None:
-    with pytest.raises(InputError, match=r"not valid Jinja, line 2: .*endfor") as error:
-        ChatTemplate("{{ x }}\n{% for m in messages %}")
-    assert "\n" not in str(error.value)
 
 
 def test_a_tokenizer_that_puts_a_space_before_a_text_is_refused(tmp_path: Path, olmo_tokenizer_file: Path) -> None:
@@ -251,6 +239,9 @@ def rendered_prompt(template: ChatTemplate) -> str:
 
 
 def test_a_template_may_be_named(folder: Path) -> None:
+    (folder / "broken.jinja").write_text("{{ x }}\n{% for m in messages %}")
+    with pytest.raises(InputError, match=r"not valid Jinja, line 2: [^\n]*endfor[^\n]*$"):
+        find_template(folder, folder / "broken.jinja")
     (folder / "other.jinja").write_text("other")
     assert rendered_prompt(find_template(folder, folder / "other.jinja")) == "other"
     olmo = find_template(folder, OLMO).render(HELLO)
@@ -265,69 +256,127 @@ def test_special_tokens_are_set_as_they_are(token: str) -> None:
     assert rendered_prompt(ChatTemplate(template.with_variables())) == rendered_prompt(template) == token + "Hi"
 
 
-INDENTED = """
-{%- if messages[0]['role'] == 'system' %}
-    {%- set system = messages[0]['content'] %}
-{%- endif %}
-    {% for message in messages %}
-        {% if message['role'] == 'user' %}
-  <u> {{ message['content'] | trim }}
-        {% elif message['role'] == 'assistant' %}
-\t<a>
-{{ message['content'] }}</a>
-        {% endif %}
-    {% endfor %}
-    {% if add_generation_prompt %}
-\t<a>
-    {% endif %}
-"""
+# -- as transformers' apply_chat_template has it
 
-
-@pytest.mark.parametrize("opens_an_answer", [False, True])
-def test_indented_blocks_are_rendered_as_by_transformers(opens_an_answer: bool) -> None:
-    """Which takes out a block's line, its indentation and its end, and leaves those of text."""
-    from transformers.utils.chat_template_utils import render_jinja_template
-
-    messages = [{"role": "system", "content": " be brief"}, *HELLO, *HELLO]
-    [expected], _ = render_jinja_template([messages], chat_template=INDENTED, add_generation_prompt=opens_an_answer)
-    assert ChatTemplate(INDENTED, {}).render(messages, opens_an_answer).text == expected
-    assert expected.count("\n") > 4 and "  <u> Hi\n" in expected
-
-
-# -- what a template may take
-
-
-@pytest.mark.parametrize(
-    ("template", "what"),
-    [
-        ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "1 s of CPU time"),
-        ("{{ 'a' * 1000000000 }}", "256 MiB of memory"),  # folded by Jinja when it compiles
-        ("{% set a = namespace(b='a') %}{% for c in range(40) %}{% set a.b = a.b + a.b %}{% endfor %}", "256 MiB"),
-        ("{{ 'a'.ljust(messages[0].content | length * 10 ** 9) }}", "256 MiB"),
-        ("{{ '{:>2000000000}'.format(messages[0].content) }}", "256 MiB"),
-    ],
+TURNS = (
+    "{% for m in messages %}{% if m.role == 'assistant' %}<|assistant|>\n{% generation %}ANSWER"
+    "{% for call in m.tool_calls or [] %}[{{ call.function | tojson }}]{% endfor %}<|end|>{% endgeneration %}"
+    "{{ '\n' }}{% else %}<|{{ m.role }}|>\n{{ m.content }}<|end|>\n{% endif %}{% endfor %}"
 )
-def test_a_template_without_end_is_an_error(template: str, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And the next one is rendered."""
-    monkeypatch.setattr(chat_renderer, "CPU_SECONDS", 1)
-    with pytest.raises(TemplateTooLarge, match=f"the chat template takes more than {what}"):
-        ChatTemplate(template).render(HELLO)
-    assert ChatTemplate("{{ messages[0].content }}").render(HELLO).text == HELLO[0]["content"]
+CONTENT, OPENING = "{{ m.content }}", "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}"
+KINDS = {
+    "a content as it is": TURNS + OPENING,
+    "a content's parts": TURNS.replace(
+        "ANSWER",
+        "{% if m.content is string %}ANSWER{% else %}{% for p in m.content %}{{ p.text }}{% endfor %}{% endif %}",
+    )
+    + OPENING,
+    "reasoning": TURNS.replace("ANSWER", "{% if m.reasoning_content %}<{{ m.reasoning_content }}>{% endif %}ANSWER")
+    + OPENING,
+    "names": TURNS.replace("<|{{ m.role }}|>", "<|{{ m.role }} {{ m.name }}|>") + OPENING,
+    "the first message": "{% if messages[0].role == 'system' %}!{% endif %}" + TURNS + OPENING,
+    "a prompt at the end": TURNS + "{{ '<|assistant|>\n' }}",
+    "a prompt in words": TURNS.replace("<|assistant|>", "Answer:").replace("<|end|>", "") + "{{ 'Answer:\n' }}",
+    "the end of text at the end": TURNS + OPENING + "{% if not add_generation_prompt %}{{ eos_token }}{% endif %}",
+    "the date, and tools": "{{ strftime_now('%Y') }}{% if tools is not none %}{{ tools | tojson }}{% endif %}"
+    + TURNS
+    + OPENING,
+}
+KINDS = {name: source.replace("ANSWER", CONTENT) for name, source in KINDS.items()}
+SPECIAL = {"bos_token": "<s>", "eos_token": "<|endoftext|>"}
+ASKED, SYSTEM = {"role": "user", "content": "Rain in Köln?", "name": "Ann"}, {"role": "system", "content": "Be brief."}
+CALL = {"type": "function", "function": {"name": "weather", "arguments": ARGUMENTS}}
+TOOL = {"type": "function", "function": {"name": "weather", "description": "Of a city."}}
+DRY = {"role": "assistant", "content": "Dry.\nYes", "reasoning_content": "A fact."}
+CALLED = [
+    ASKED,
+    {"role": "assistant", "content": None, "tool_calls": [CALL]},
+    {"role": "tool", "content": "dry", "name": "weather", "tool_call_id": "c1"},
+    DRY,
+]
+COMPARED: list[tuple[list[dict[str, Any]], list[dict[str, Any]] | None]] = [
+    *(([*before, *HELLO, *more], None) for before in ([], [SYSTEM]) for more in ([], [ASKED, DRY])),
+    *(([*before, HELLO[1], ASKED, DRY], None) for before in ([], [SYSTEM])),
+    (CALLED, [TOOL]),
+    ([*CALLED, *HELLO], []),
+    ([{**ASKED, "content": "  a \n"}, {**DRY, "content": " b\n\n", "thinking": None}], None),
+]
 
 
-def test_a_long_conversation_is_rendered_in_the_memory_of_a_template() -> None:
-    """Of a hundred turns: the renderings of its beginnings have a hundred times its size together."""
-    question, answer = "🙂" + "q" * 3000, "a" * 7000
-    turns = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
-    chat = ChatTemplate(CHATML).render(turns * 100)
-    assert len(chat.learned) == 100
-    assert {chat.text[begin:end] for begin, end in chat.learned} == {f"{answer}<|im_end|>"}
+@pytest.fixture(scope="module")
+def byte_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A token is a byte, so that each character of a mask is seen."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    library = Library(models.BPE({byte: id for id, byte in enumerate(alphabet)}, []))
+    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    library.add_special_tokens(list(SPECIAL.values()))
+    library.save(str(file := tmp_path_factory.mktemp("bytes") / "tokenizer.json"))
+    return file
 
 
-def test_a_process_that_is_killed_is_another_error_than_the_templates() -> None:
-    template = ChatTemplate("{{ messages[0].content }}")
-    (renderer,) = chat_template._renderers
-    renderer._process.kill()
-    with pytest.raises(FanformerError, match=r"the process that renders chat templates ended with exit code -9"):
-        template.render(HELLO)
-    assert template.render(HELLO).text == HELLO[0]["content"]
+def prepared(
+    source: str, tokenizer: Path, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None
+) -> tuple[list[int], list[int]]:
+    """Ids and mask as `prepare --chat` has them of a line."""
+    chat = ChatParser().parse(json.dumps({"messages": messages, "tools": tools}).encode())
+    assert isinstance(chat, Chat)
+    rendered = ChatTemplate(source, SPECIAL).render(chat.messages, tools=chat.tools)
+    ids, learned = encode_chat(load_tokenizer(tokenizer), rendered)
+    return ids.tolist(), learned.astype(int).tolist()
+
+
+def applied(
+    source: str, tokenizer: Path, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None
+) -> tuple[list[int], list[int]]:
+    """The same by transformers; without marks it learns nothing."""
+    from transformers import PreTrainedTokenizerFast
+
+    theirs = PreTrainedTokenizerFast(tokenizer_file=str(tokenizer), **SPECIAL)
+    found = theirs.apply_chat_template(
+        messages, tools=tools, chat_template=source, return_assistant_tokens_mask=True, return_dict=True
+    )
+    return found["input_ids"], found["assistant_masks"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_learned_is_what_transformers_marks(kind: str, byte_tokenizer: Path) -> None:
+    """Also without the marks, where it is found by the renderings of whole turns."""
+    source = KINDS[kind]
+    for messages, tools in COMPARED:
+        expected = applied(source, byte_tokenizer, messages, tools)
+        assert prepared(source, byte_tokenizer, messages, tools) == expected
+        bare = source.replace("{% generation %}", "").replace("{% endgeneration %}", "")
+        assert bare != source and prepared(bare, byte_tokenizer, messages, tools) == expected, messages
+
+
+@pytest.mark.full
+@pytest.mark.skipif("CHAT_TEMPLATES" not in os.environ, reason="CHAT_TEMPLATES names no folder of templates")
+def test_public_templates_are_rendered_as_by_transformers(byte_tokenizer: Path) -> None:
+    """Each template and conversation: the same ids, and mask where it is marked, unless by a documented rule."""
+    outcomes: Counter[str] = Counter()
+    for file in sorted(Path(os.environ["CHAT_TEMPLATES"]).rglob("*.jinja")):
+        source = file.read_text()
+        for messages, tools in COMPARED:
+            try:
+                expected = applied(source, byte_tokenizer, messages, tools)
+            except Exception:  # a template may refuse in any way
+                expected = None
+            try:
+                found = prepared(source, byte_tokenizer, messages, tools)
+            except TemplateRefusal as refusal:
+                assert expected is None or refusal.reason != REFUSED, (file, messages)
+                outcomes["refused by both" if expected is None else refusal.reason] += 1
+                continue
+            assert expected is not None and found[0] == expected[0], (file, messages)
+            assert found[1] == expected[1] or not any(expected[1]), (file, messages)
+            outcomes["equal"] += 1
+    print(*outcomes.items(), sep="\n")
+    assert outcomes["equal"]
+
+
+@pytest.mark.parametrize(("end", "written"), [("<|end|>", "<|end|>"), ("", "")])
+def test_the_end_of_a_turn_is_what_a_template_writes_behind_an_answer(end: str, written: str) -> None:
+    source = KINDS["a content as it is"].replace("<|end|>", end)
+    for one in (source, source.replace("{% generation %}", "").replace("{% endgeneration %}", "")):
+        assert ChatTemplate(one, SPECIAL).end_of_turn().strip() == written
+    assert ChatTemplate("{{ raise_exception('never') }}").end_of_turn() == ""

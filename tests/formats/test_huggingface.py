@@ -242,6 +242,31 @@ def test_the_end_of_text_ends_generation_and_pads(exported):
     assert tokenizer.eos_token == "<|endoftext|>"
 
 
+def test_special_tokens_are_one_id_in_a_text(exported):
+    """Of a sentencepiece model, as scripts that fine-tune write them: the end of text, and a token that they add."""
+    tokenizer = AutoTokenizer.from_pretrained(exported)
+    assert tokenizer("a" + tokenizer.eos_token).input_ids == [*tokenizer("a").input_ids, tokenizer.eos_token_id]
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>"]})
+    assert tokenizer("<|im_start|>").input_ids == [tokenizer.convert_tokens_to_ids("<|im_start|>")]
+
+
+@pytest.mark.parametrize(
+    ("end", "ids"),
+    [("<|im_end|>", [2, 4]), ("<|part|><|im_end|>", [2, 4]), ("<|endoftext|>", 2), ("no token", 2), ("", 2)],
+)
+def test_generation_ends_where_the_template_ends_an_answer(tmp_path, end, ids):
+    library = Tokenizer(WordLevel({"An answer!": 0, "no token": 1}, "no token"))
+    library.add_special_tokens(["<|endoftext|>", "<|part|>", "<|im_end|>"])
+    library.save(str(tmp_path / "tokenizer.json"))
+    template = "{% for m in messages %}{{ m.role + ':' + m.content }}" + end + "\n{% endfor %}"
+    files = {"tokenizer": tmp_path / "tokenizer.json", "chat_template": template}
+    export_huggingface(SMALL, random_model(), tmp_path / "out", dtype=torch.float32, **files)
+    model = FANformerForCausalLM.from_pretrained(tmp_path / "out")
+    assert model.generation_config.eos_token_id == ids and model.config.eos_token_id == 2
+    said = model.generate(torch.tensor([[0]]), max_new_tokens=3, prefix_allowed_tokens_fn=lambda *_: [4])
+    assert said.shape[1] == (2 if ids == [2, 4] else 4)
+
+
 def test_a_sentencepiece_model_gives_the_same_ids(exported, sentencepiece_model):
     """On files it was not trained on and on random strings of white space, code, rare characters."""
     ours, theirs = load_tokenizer(sentencepiece_model), AutoTokenizer.from_pretrained(exported)

@@ -11,7 +11,7 @@ from pyarrow import parquet
 from tokenizers import Tokenizer as Library
 
 from megatron_fanformer.data.chat_files import open_chats
-from megatron_fanformer.data.chat_template import OLMO_TEMPLATE, ChatTemplate, TemplateTooLarge, encode_chat
+from megatron_fanformer.data.chat_template import OLMO_TEMPLATE, ChatTemplate, encode_chat
 from megatron_fanformer.data.manifest import ChatSettings, Settings
 from megatron_fanformer.data.tokenizer import load_tokenizer
 from megatron_fanformer.errors import InputError
@@ -19,7 +19,7 @@ from megatron_fanformer.preparation import chats, documents
 from megatron_fanformer.preparation.chats import Chat, ChatParser, chat_columns
 from megatron_fanformer.preparation.document_files import DocumentFile, parse_block
 from megatron_fanformer.preparation.documents import Refusal
-from megatron_fanformer.preparation.encoding import ChatEncoder
+from megatron_fanformer.preparation.encoding import MARKS_OTHERS, NOTHING_LEARNED, ChatEncoder
 from megatron_fanformer.preparation.id_encoders import choose_encoder
 from tests.data.chat_making import Messages, made_up_chats
 from tests.preparation.making import Prepare, WriteLines, prepare_files
@@ -55,7 +55,7 @@ def as_lines(conversations: list[Messages]) -> list[bytes]:
         {"prompt": [USER], "completion": [ANSWER]},
         {"messages": None, "conversations": [USER, ANSWER]},
         {"messages": [{"role": "user", "content": [{"type": "text", "text": "1+"}, {"text": "1="}]}, ANSWER]},
-        {"messages": [USER, {**ANSWER, "tool_calls": None, "name": "nobody"}], "tools": []},
+        {"messages": [USER, {**ANSWER, "tool_calls": None}], "tools": ""},
     ],
 )
 def test_each_form_gives_the_same_messages(fields: dict[str, Any]) -> None:
@@ -89,6 +89,8 @@ def test_each_form_gives_the_same_messages(fields: dict[str, Any]) -> None:
         (b'{"messages": [{"role": "narrator", "content": ""}]}', chats.UNKNOWN_ROLE),
         (b'{"messages": [{"role": "assistant", "content": "", "tool_calls": [{}]}]}', chats.TOOL_CALLS),
         (b'{"messages": [{"role": "user", "content": "x"}]}', chats.NO_ASSISTANT_TURN),
+        (b'{"messages": [{"role": "assistant", "content": "x", "weight": 0.5}]}', chats.NOT_A_WEIGHT),
+        (b'{"messages": [{"role": "assistant", "content": "x", "train": "no"}]}', chats.NOT_A_WEIGHT),
     ],
 )
 def test_a_line_that_is_no_conversation_is_refused_with_its_reason(line: bytes, reason: str) -> None:
@@ -133,12 +135,14 @@ TOOL_TEMPLATE = (
 )
 
 
-def test_tools_stay_as_stated() -> None:
-    line = {"messages": WITH_TOOLS, "tools": json.dumps([TOOL])}
+def test_tools_and_fields_stay_as_stated() -> None:
+    answer = {**ANSWER, "reasoning_content": "1 and 1", "parts": [None, {"a": None}]}
+    sent = {"from": "gpt", "value": "2", "weight": 1}
+    line = {"messages": [*WITH_TOOLS[:-1], answer, {**sent, "name": None}], "tools": json.dumps([TOOL])}
     found = ChatParser().parse(json.dumps(line).encode())
     assert isinstance(found, Chat)
     result = {"role": "tool", "content": "2", "tool_call_id": "c1", "name": "add"}
-    assert found.messages == [*WITH_TOOLS[:3], result, ANSWER]
+    assert found.messages == [*WITH_TOOLS[:3], result, answer, {**ANSWER, "weight": 1}]
     assert found.tools == [TOOL]
 
 
@@ -269,6 +273,40 @@ def test_the_last_turn_alone_may_be_learned(small_tokenizer_file: Path) -> None:
         assert (of_last == learned * (np.arange(length) > before[-1])).all()
 
 
+UNMARKED = OLMO_TEMPLATE.replace("{% generation %}", "").replace("{% endgeneration -%}", "")
+MARKS_ONCE = UNMARKED.replace("{% for", "{% generation %}x{% endgeneration %}{% for")
+
+
+@pytest.mark.parametrize("template", [OLMO_TEMPLATE, UNMARKED, MARKS_ONCE])
+@pytest.mark.parametrize("learn", ["all", "last"])
+def test_an_answer_that_is_not_to_be_learned_is_not(small_tokenizer_file: Path, template: str, learn: str) -> None:
+    """Of the first conversation's two answers the first, of the second's the last, of the third the only one."""
+    good, bad = {**ANSWER, "content": "Good.", "weight": 1}, {**ANSWER, "content": "Bad."}
+    weighed = [
+        [USER, {**bad, "weight": 0}, USER, good],
+        [USER, good, USER, {**bad, "train": False}],
+        [USER, {**bad, "loss": 0.0}],
+        [USER, good],
+    ]
+    block = b"\n".join(json.dumps({"messages": messages}).encode() for messages in weighed)
+    made = {"template": template, "template_variables": {"eos_token": "<|endoftext|>"}, "too_long": "cut"}
+    settings = ChatSettings(learn=learn, max_tokens=None, pad_id=None, **made)
+    tokenizer = load_tokenizer(small_tokenizer_file)
+    encoder = ChatEncoder(
+        choose_encoder(tokenizer, "sentencepiece", 0), Settings(text_field="", dtype="uint16", chat=settings)
+    )
+    found = encoder.encode(0, block)
+    assert found.learned is not None
+    text = tokenizer.decode(found.tokens[found.learned.mask == 1].tolist())
+    refused = [reason for _, reason in found.refusals]
+    if template == MARKS_ONCE:  # which answer it marks is unknown
+        assert text == "x" and refused[:2] == [MARKS_OTHERS] * 2
+    elif learn == "all":
+        assert text == "Good." * 3 and refused == [NOTHING_LEARNED]
+    else:
+        assert text == "Good." * 2 and refused == [NOTHING_LEARNED] * 2
+
+
 @pytest.mark.parametrize("form", ["megatron", pytest.param("npy", marks=pytest.mark.full)])
 def test_the_bytes_do_not_depend_on_the_number_of_workers(
     tmp_path: Path, write_lines: WriteLines, prepare: Prepare, form: str
@@ -347,20 +385,3 @@ def test_inputs_without_any_conversation_are_refused(tmp_path: Path, write_lines
     config: dict[str, Any] = {"chat": True, "chat_template": str(tmp_path / "t.jinja")}
     with pytest.raises(InputError, match="hold no conversation: 1 lines read, refused: 1 refused by the template"):
         prepare(tmp_path / "x", file, **config)
-
-
-def test_a_template_that_takes_too_much_ends_its_file_alone(
-    tmp_path: Path, write_lines: WriteLines, prepare: Prepare
-) -> None:
-    """And is reported by the worker's file, in one line."""
-    bad = [{**USER, "content": "bad"}, ANSWER]
-    files = [write_lines(f"{n}.jsonl", as_lines([chat])) for n, chat in enumerate([bad, [USER, ANSWER], bad])]
-    template = (
-        "{{ messages[0].content.ljust(10 ** 9 if messages[0].content == 'bad' else 1) }}{{ messages[1].content }}"
-    )
-    (tmp_path / "t.jinja").write_text(template)
-    with pytest.raises(TemplateTooLarge) as error:
-        prepare(tmp_path / "x", *files, chat=True, chat_template=str(tmp_path / "t.jinja"))
-    text = str(error.value)
-    assert text.startswith(f"{files[0]}: the chat template takes more than 256 MiB") and "\n" not in text
-    assert f"; {files[2]}: the chat template" in text and "what is done stays in" in text
