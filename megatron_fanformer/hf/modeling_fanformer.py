@@ -8,6 +8,7 @@ heads, d head size, f inner width of the MLP, v vocabulary.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -207,6 +208,23 @@ class FANformerFANValueAttention(FANformerFANAttention):
         """[b, s, h] -> [b, s, n d], [b, s, k d] twice."""
         x_f = self.fan_activation(self.fan(x))
         return self.q_proj(x_f), self.k_proj(x_f), self.v_fan_activation(self.v_fan(x))
+
+    def forward(
+        self, hidden_states: Tensor, *args: Any, attention_instances: Any = None, **kwargs: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        """Refuse a tensor parallel rank of vLLM, whose attention has some of the heads: these values are whole.
+
+        vLLM runs the model once before it serves.
+        """
+        if attention_instances is not None:
+            heads, all_heads = attention_instances[self.layer_idx].num_heads, self.config.num_attention_heads
+            if heads != all_heads:
+                raise ValueError(
+                    f"a tensor parallel rank has {heads} of {all_heads} heads, which fan_placement qk_and_v cannot "
+                    "split; serve it with --tensor-parallel-size 1"
+                )
+            kwargs["attention_instances"] = attention_instances
+        return super().forward(hidden_states, *args, **kwargs)
 
 
 def residual_linear(in_features: int, out_features: int, layer_idx: int, *, bias: bool = False) -> nn.Linear:
