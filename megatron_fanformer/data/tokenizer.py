@@ -242,7 +242,9 @@ def note_of_end(tokenizer: Tokenizer) -> list[str]:
     if tokenizer.eod_source is not None or tokenizer.eod_id == NO_ID:
         return []
     piece = tokenizer.piece(tokenizer.eod_id)
-    return [f"a text ends with {piece} (id {tokenizer.eod_id}), by that piece's name; --eod-id states another"]
+    return [
+        f"a text ends with {piece} (id {tokenizer.eod_id}), its tokenizer's piece for that; --eod-id states another"
+    ]
 
 
 def read_beside(file: Path) -> dict[str, Any]:
