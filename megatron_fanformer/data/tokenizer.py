@@ -32,10 +32,12 @@ NO_ID = -1  # in place of one that a tokenizer does not have, as sentencepiece h
 TRAINING_TEXT_BYTES = 100_000_000
 MOST_IDS = 2**31  # what token files hold
 CONVERSIONS = {
-    "merges.txt": "transformers.GPT2TokenizerFast('{start}vocab.json', '{file}').save_pretrained('FOLDER')",
-    "tekken.json": "transformers.integrations.mistral.convert_tekken_tokenizer('{file}').save_pretrained('FOLDER')",
-    ".tiktoken": "transformers.convert_slow_tokenizer.TikTokenConverter('{file}', PATTERN, "
-    "extra_special_tokens=PIECES).converted().save('tokenizer.json')",
+    "merges.txt": "from transformers import GPT2TokenizerFast; "
+    "GPT2TokenizerFast('{start}vocab.json', '{file}').save_pretrained('FOLDER')",
+    "tekken.json": "from transformers.integrations.mistral import convert_tekken_tokenizer; "
+    "convert_tekken_tokenizer('{file}').save_pretrained('FOLDER')",
+    ".tiktoken": "from transformers.convert_slow_tokenizer import TikTokenConverter; "
+    "TikTokenConverter('{file}', PATTERN, extra_special_tokens=PIECES).converted().save('tokenizer.json')",
 }
 """How transformers makes a tokenizer.json of other files, by the ends of their names."""
 
@@ -195,9 +197,7 @@ def load_tokenizer(path: str | Path, *, eod_id: int | None = None, needs_eod: bo
             )
     except (InputError, KeyboardInterrupt, SystemExit):
         raise
-    except (
-        BaseException
-    ) as error:  # what the libraries raise for another format; panics are not subclasses of Exception
+    except BaseException as error:  # the libraries' panics are not subclasses of Exception
         format_name = "a Hugging Face tokenizer.json" if file.suffix == ".json" else "a sentencepiece model"
         reason = " ".join(str(error).split())
         raise InputError(f"tokenizer {file} cannot be read as {format_name}: {reason}") from error
@@ -282,8 +282,7 @@ def tokenizer_file(path: str | Path) -> Path:
         path = next((candidate for candidate in named if candidate.is_file()), path)
     if (call := _conversion(path)) is not None:
         raise InputError(
-            f"tokenizer {path} is of a kind that is not read; make a tokenizer.json of it by python -c "
-            f'"import transformers; {call}"'
+            f'tokenizer {path} is of a kind that is not read; make a tokenizer.json of it by python -c "{call}"'
         )
     if path.is_dir():
         raise InputError(f"folder {path} holds no tokenizer; it needs a tokenizer.json or one .model file")

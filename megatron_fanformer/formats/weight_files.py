@@ -181,17 +181,11 @@ def shard_bytes(size: str) -> int:
     return found
 
 
-def write_safetensors(path: Path, tensors: Mapping[str, Tensor], names: list[str] | None = None) -> None:
-    """Write tensors into one file, each as it comes.
-
-    (safetensors' own writer needs all of a file's tensors at once.)
-
-    Args:
-        names: which of them; None: all.
-    """
+def write_safetensors(path: Path, tensors: Mapping[str, Tensor], names: list[str]) -> None:
+    """Write the named tensors into one file, each as it comes: safetensors' own writer needs all of them at once."""
     meta = meta_of(tensors)
     # Wide types first, so that each tensor is aligned to its type.
-    order = sorted(meta if names is None else names, key=lambda name: -meta[name].itemsize)
+    order = sorted(names, key=lambda name: -meta[name].itemsize)
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name in order:
