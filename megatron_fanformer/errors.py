@@ -32,10 +32,6 @@ class FanformerError(Exception):
     """Whether it is another rank's error, raised here too so that this one ends the same way: not printed again."""
 
 
-class MachineTooSlow(FanformerError):
-    """Work did not end in a time that only an overloaded machine exceeds: nothing is said of the input."""
-
-
 class InputError(FanformerError, ValueError):
     """The user's input is wrong: a configuration, a path, an option, a document."""
 

@@ -28,7 +28,7 @@ DIRECTIONS = [
     ("reference", "hf-again"),
 ]
 SEED = 0
-WEIGHT_SUFFIXES = (".safetensors", ".distcp")
+WEIGHT_SUFFIXES = (".safetensors", ".distcp", ".pt")
 
 
 def main() -> int:
@@ -113,6 +113,7 @@ def make_reference(folder: Path, preset: str, dtype: str) -> int:
         drawn = 1 + 0.1 * drawn if "norm" in name or "ln_f" in name else drawn / shape[-1] ** 0.5
         return drawn.to(DTYPES[dtype])
 
+    folder.mkdir()
     write_reference(folder, config, LazyTensors(meta, draw))
     return 0
 

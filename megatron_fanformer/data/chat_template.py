@@ -22,13 +22,21 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from megatron_fanformer.data.chat_tools import Tools, has_escaped_arguments, left_out, with_objects
-from megatron_fanformer.data.tokenizer import END_OF_TEXT, Tokenizer, load_tokenizer
+from megatron_fanformer.data.tokenizer import (
+    CHAT_TEMPLATE_JINJA,
+    END_OF_TEXT,
+    GENERATION_CONFIG,
+    LARGEST_BESIDE_BYTES,
+    TOKENIZER_CONFIG,
+    Tokenizer,
+    load_tokenizer,
+    read_beside,
+    token_text,
+)
 from megatron_fanformer.durable_files import regular_file
 from megatron_fanformer.errors import InputError
 
 OLMO = "olmo"
-CHAT_TEMPLATE_JINJA, TOKENIZER_CONFIG = "chat_template.jinja", "tokenizer_config.json"  # their usual names in a folder
-LARGEST_BYTES = 1 << 24  # of either; the largest template known to us has 20 kB
 ASSISTANT = "assistant"
 GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 VARIABLES = ("bos_token", "eos_token", "pad_token", "unk_token")
@@ -302,8 +310,8 @@ def _folder_of(tokenizer: Path) -> Path:
 
 def _special_tokens(tokenizer_path: Path, eod_id: int | None = None) -> dict[str, str]:
     """Return a tokenizer's special tokens by their names in templates, as `find_template` says."""
-    config = _tokenizer_config(_folder_of(tokenizer_path) / TOKENIZER_CONFIG)
-    variables = {name: text for name in VARIABLES if (text := _token_text(config.get(name))) is not None}
+    config = read_beside(_folder_of(tokenizer_path) / TOKENIZER_CONFIG)
+    variables = {name: text for name in VARIABLES if (text := token_text(config.get(name))) is not None}
     if eod_id is not None or "eos_token" not in variables:
         tokenizer = load_tokenizer(tokenizer_path, eod_id=eod_id, needs_eod=False)
         if tokenizer.eod_id >= 0:
@@ -311,12 +319,19 @@ def _special_tokens(tokenizer_path: Path, eod_id: int | None = None) -> dict[str
     return variables
 
 
-def attached_files(tokenizer: Path | None, chat_template: str | None) -> dict[str, bytes]:
+def attached_files(tokenizer: Path | None, chat_template: str | None, *, eod_id: int | None = None) -> dict[str, bytes]:
     """Read the small files that go into a checkpoint, by their names there: a tokenizer's by its kind, which its suffix
     says. Where one is moved or replaced later, nothing changes.
+
+    An end of text that is stated, by `eod_id` or beside the tokenizer, is stated there too.
     """
-    found = {} if tokenizer is None else {f"tokenizer{tokenizer.suffix}": tokenizer.read_bytes()}
-    return found if chat_template is None else {**found, CHAT_TEMPLATE_JINJA: chat_template.encode()}
+    found = {} if chat_template is None else {CHAT_TEMPLATE_JINJA: chat_template.encode()}
+    if tokenizer is not None:
+        found[f"tokenizer{tokenizer.suffix}"] = tokenizer.read_bytes()
+        read = load_tokenizer(tokenizer, eod_id=eod_id, needs_eod=False)
+        if read.eod_source is not None:
+            found[GENERATION_CONFIG] = f'{{"eos_token_id": {read.eod_id}}}\n'.encode()
+    return found
 
 
 def own_template(folder: Path) -> str | None:
@@ -326,35 +341,16 @@ def own_template(folder: Path) -> str | None:
     """
     if (folder / CHAT_TEMPLATE_JINJA).is_file():
         return _read(folder / CHAT_TEMPLATE_JINJA, "a Jinja file")
-    stated = _tokenizer_config(folder / TOKENIZER_CONFIG).get("chat_template")
+    stated = read_beside(folder / TOKENIZER_CONFIG).get("chat_template")
     if isinstance(stated, list):  # several by name
         named = {one.get("name"): one.get("template") for one in stated if isinstance(one, dict)}
         stated = named.get("default")
     return stated if isinstance(stated, str) else None
 
 
-def _tokenizer_config(file: Path) -> dict[str, Any]:
-    """Read its content; empty where there is none."""
-    if not file.is_file():
-        return {}
-    try:
-        config = json.loads(_read(file, "a tokenizer's configuration"))
-    except (ValueError, RecursionError) as error:
-        raise InputError(
-            f"{file} is not valid JSON ({error}); fix it, or name another file as --chat-template"
-        ) from error
-    return config if isinstance(config, dict) else {}
-
-
-def _token_text(stated: Any) -> str | None:
-    """Return a special token as `tokenizer_config.json` states it: its text, or an object with it."""
-    text = stated.get("content") if isinstance(stated, dict) else stated
-    return text if isinstance(text, str) else None
-
-
 def _read(file: Path, what: str) -> str:
     try:
-        return regular_file(file, most_bytes=LARGEST_BYTES).read_text(encoding="utf-8")
+        return regular_file(file, most_bytes=LARGEST_BESIDE_BYTES).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"chat template: {file} cannot be read ({error}); name {what}") from error
 

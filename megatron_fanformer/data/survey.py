@@ -28,7 +28,7 @@ from megatron_fanformer.data.npy_files import NpyFile, check_npy_ids, open_npy_f
 from megatron_fanformer.data.remote_files import RemoteFile, forget, look_up, look_up_contents
 from megatron_fanformer.data.staging import Staging, staging_of
 from megatron_fanformer.data.token_files import TokenIndex, bin_path, check_index_ids, read_index, reads_ids
-from megatron_fanformer.data.tokenizer import load_tokenizer
+from megatron_fanformer.data.tokenizer import NO_ID, load_tokenizer
 from megatron_fanformer.errors import CorruptError, FanformerError, InputError, redacted
 from megatron_fanformer.stores import is_url
 
@@ -266,12 +266,12 @@ def _end_of_text_id(config: DataConfig) -> int:
     for prefix in config.prefixes():
         if manifest := read_any_manifest(prefix):
             ends.setdefault(manifest.tokenizer.eod_id, redacted(prefix) + MANIFEST_SUFFIX)
-        elif config.tokenizer:
-            ends.setdefault(load_tokenizer(config.tokenizer).eod_id, config.tokenizer)
+        elif config.tokenizer and (end := load_tokenizer(config.tokenizer, needs_eod=False).eod_id) != NO_ID:
+            ends.setdefault(end, config.tokenizer)
         else:
             raise InputError(
                 f"{prefix} has no manifest that says which id ends a document, as data.reset_attention_mask and "
-                "data.eod_mask_loss need; set data.tokenizer to the one that made it"
+                "data.eod_mask_loss need; set data.tokenizer to the one that made it, if that has an end of text"
             )
         if len(ends) > 1:
             named = " and ".join(f"{eod_id} ({source})" for eod_id, source in ends.items())

@@ -1,27 +1,29 @@
 """Tokenizers behind one small interface: sentencepiece models and Hugging Face `tokenizer.json` files."""
 
 import hashlib
-import queue
+import json
 import re
-import threading
-import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from megatron_fanformer.data.notes import note_path
 from megatron_fanformer.data.remote_files import copy_to, find, look_up_contents, only_one_at_a_time, optional_content
-from megatron_fanformer.durable_files import publish, temporary_name, write_atomically
-from megatron_fanformer.errors import InputError, MachineTooSlow, redacted
+from megatron_fanformer.durable_files import publish, regular_file, temporary_name, write_atomically
+from megatron_fanformer.errors import InputError, redacted
 from megatron_fanformer.runtime.device import cache_folder
 from megatron_fanformer.stores import is_url, reported_as_local
 
 TOKENIZER_JSON, TOKENIZER_MODEL = "tokenizer.json", "tokenizer.model"  # their usual names in a folder
-BESIDE = ("tokenizer_config.json", "chat_template.jinja")  # what a chat template needs
+TOKENIZER_CONFIG, GENERATION_CONFIG = "tokenizer_config.json", "generation_config.json"
+CHAT_TEMPLATE_JINJA = "chat_template.jinja"
+BESIDE = (TOKENIZER_CONFIG, GENERATION_CONFIG, CHAT_TEMPLATE_JINJA)
+LARGEST_BESIDE_BYTES = 1 << 24  # the largest template known to us has 20 kB
 END_OF_TEXT = "<|endoftext|>"
-# Names of the piece that ends a document, the most likely first.
+# Names of the special piece that ends a document, the most likely first.
 END_OF_TEXT_NAMES = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "[EOS]")
+SHOWN_PIECES = 8
 # sentencepiece's own mark for a space. A literal one in the text would come back as a space.
 SPACE_MARK = "\u2581"
 NO_ID = -1  # in place of one that a tokenizer does not have, as sentencepiece has it
@@ -29,34 +31,32 @@ NO_ID = -1  # in place of one that a tokenizer does not have, as sentencepiece h
 # The most text that is given to the sentencepiece trainer: it holds all of it in memory, several times over.
 TRAINING_TEXT_BYTES = 100_000_000
 MOST_IDS = 2**31  # what token files hold
-
-# A tokenizer.json brings a regular expression, and there are some that take longer than the universe is old. It is
-# judged by the CPU time of the thread that encodes, of which the slowest sound one takes a hundredth of this.
-ENCODE_SECONDS = 60.0
-ENCODE_CHARACTERS_PER_SECOND = 10_000
-WAIT_FACTOR = 60.0
-"""Wall time allowed per CPU time: a thread that shares a core with ten others takes eleven times as long."""
-POLL_SECONDS = 0.01
-
-
-class TokenizerTooSlow(InputError):
-    """A text takes a tokenizer too much CPU time."""
+CONVERSIONS = {
+    "merges.txt": "from transformers import GPT2TokenizerFast; "
+    "GPT2TokenizerFast('{start}vocab.json', '{file}').save_pretrained('FOLDER')",
+    "tekken.json": "from transformers.integrations.mistral import convert_tekken_tokenizer; "
+    "convert_tekken_tokenizer('{file}').save_pretrained('FOLDER')",
+    ".tiktoken": "from transformers.convert_slow_tokenizer import TikTokenConverter; "
+    "TikTokenConverter('{file}', PATTERN, extra_special_tokens=PIECES).converted().save('tokenizer.json')",
+}
+"""How transformers makes a tokenizer.json of other files, by the ends of their names."""
 
 
 class SentencePieceTokenizer:
     """A sentencepiece model. With byte fallback and no normalisation (as trained here) it is exact."""
 
-    def __init__(self, path: Path, *, eod_id: int | None = None, needs_eod: bool = True) -> None:
+    eod_id = NO_ID
+    eod_source: str | None = None
+
+    def __init__(self, path: Path) -> None:
         import sentencepiece
 
         self.path = path
         self._processor: Any = sentencepiece.SentencePieceProcessor(model_file=str(path))
         self.vocab_size: int = self._processor.vocab_size()  # one more than the largest id
+        self.own_end: int = self._processor.eos_id()
         self._mark_ids = [self._processor.piece_to_id(f"<0x{byte:02X}>") for byte in SPACE_MARK.encode()]
         self._has_byte_fallback = all(map(self._processor.is_byte, self._mark_ids))
-        self._control_pieces: dict[str, int] | None = None
-        found = self._find_end_of_text()
-        self.eod_id = _end_of_text_id(path, eod_id, self.vocab_size, found, is_needed=needs_eod)
 
     @property
     def special_pieces(self) -> list[str]:
@@ -65,20 +65,28 @@ class SentencePieceTokenizer:
         kinds = (model.is_control, model.is_unknown, model.is_byte)
         return [model.id_to_piece(id) for id in range(self.vocab_size) if any(is_kind(id) for is_kind in kinds)]
 
+    @cached_property
+    def special_ids(self) -> dict[str, int]:
+        """The ids of control pieces, by their texts."""
+        model = self._processor
+        return {model.id_to_piece(id): id for id in range(self.vocab_size) if model.is_control(id)}
+
     def piece(self, id: int) -> str:
         """Return the piece of an id."""
         return str(self._processor.id_to_piece(id))
 
+    def id_of(self, piece: str) -> int | None:
+        """Return the id of a piece; None where there is none."""
+        id = int(self._processor.piece_to_id(piece))
+        return id if self.piece(id) == piece else None
+
     def cut_at_special(self, text: str) -> list[str | int]:
         """Cut `text` at its control pieces, which sentencepiece never finds in a text."""
-        if self._control_pieces is None:
-            model = self._processor
-            self._control_pieces = {model.id_to_piece(id): id for id in range(self.vocab_size) if model.is_control(id)}
-        if not self._control_pieces:
+        if not self.special_ids:
             return [text] if text else []
-        longest_first = sorted(map(re.escape, self._control_pieces), key=len, reverse=True)
+        longest_first = sorted(map(re.escape, self.special_ids), key=len, reverse=True)
         parts = re.split(f"({'|'.join(longest_first)})", text)
-        return [self._control_pieces.get(part, part) for part in parts if part]
+        return [self.special_ids.get(part, part) for part in parts if part]
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of `text`; a literal U+2581 is encoded as its bytes, since the model's piece means a space."""
@@ -99,40 +107,42 @@ class SentencePieceTokenizer:
         """Return the text of `ids`; control pieces, including the end of text, have none."""
         return str(self._processor.decode(list(ids)))
 
-    def _find_end_of_text(self) -> int | None:
-        for name in END_OF_TEXT_NAMES:
-            piece = self._processor.piece_to_id(name)
-            if self._processor.id_to_piece(piece) == name:
-                return int(piece)
-        end: int = self._processor.eos_id()
-        return end if end >= 0 else None
-
 
 class HuggingFaceTokenizer:
     """A `tokenizer.json`. Special pieces that a text contains literally are recognised, as the library does."""
 
-    def __init__(self, path: Path, *, eod_id: int | None = None, needs_eod: bool = True) -> None:
+    eod_id = own_end = NO_ID
+    eod_source: str | None = None
+
+    def __init__(self, path: Path) -> None:
         import tokenizers
 
         self.path = path
         self._tokenizer: Any = tokenizers.Tokenizer.from_file(str(path))
-        self._has_regex = '"Regex"' in path.read_text(encoding="utf-8")
         # The file may carry settings meant for batches of fixed length; documents must stay whole.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        vocabulary: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
-        self.vocab_size = max(vocabulary.values()) + 1
-        found = next((vocabulary[name] for name in END_OF_TEXT_NAMES if name in vocabulary), None)
-        self.eod_id = _end_of_text_id(path, eod_id, self.vocab_size, found, is_needed=needs_eod)
+        self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
 
     @property
     def special_pieces(self) -> list[str]:
         """Return the file's added tokens."""
         return [token.content for _, token in sorted(self._tokenizer.get_added_tokens_decoder().items())]
 
+    @property
+    def special_ids(self) -> dict[str, int]:
+        """The ids of added tokens that are special, by their texts."""
+        added = sorted(self._tokenizer.get_added_tokens_decoder().items())
+        return {token.content: id for id, token in added if token.special}
+
     def piece(self, id: int) -> str:
         """Return the piece of an id."""
         return str(self._tokenizer.id_to_token(id))
+
+    def id_of(self, piece: str) -> int | None:
+        """Return the id of a piece; None where there is none."""
+        id: int | None = self._tokenizer.token_to_id(piece)
+        return id
 
     def cut_at_special(self, text: str) -> list[str | int]:
         """Return `text` alone: the library finds special pieces itself."""
@@ -143,64 +153,21 @@ class HuggingFaceTokenizer:
         return self.encode_batch([text])[0]
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Encode each text.
-
-        Raises:
-            TokenizerTooSlow: the file's own regular expression takes more than a minute of CPU time, and the texts'
-                share.
-            MachineTooSlow: the thread that encodes got next to no CPU time.
-            InputError: it cannot be matched against a text.
-        """
-        if not self._has_regex:
-            return list(self._encoded(texts))
-        outcome: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        clock: queue.SimpleQueue[int] = queue.SimpleQueue()
-        # A thread that is too slow can only be left behind: it ends with the process.
-        threading.Thread(target=self._encode_into, args=(texts, outcome, clock), daemon=True).start()
-        found = self._wait(texts, outcome, clock.get())
-        if isinstance(found, BaseException):
-            reason = " ".join(str(found).split())
-            raise InputError(
-                f"tokenizer {self.path} cannot encode a text, of those that begin {texts[0][:20]!r} ({reason}); use "
-                "another tokenizer"
-            )
-        return list(found)
-
-    def _wait(self, texts: Sequence[str], outcome: "queue.SimpleQueue[Any]", clock: int) -> Any:
-        """Return what the encoding thread puts into `outcome`, within limits of its CPU `clock` and of the wall's."""
-        characters = sum(map(len, texts))
-        seconds = ENCODE_SECONDS + characters / ENCODE_CHARACTERS_PER_SECOND
-        latest = time.monotonic() + WAIT_FACTOR * seconds
-        left = seconds
-        while left > 0:
-            with suppress(queue.Empty):
-                return outcome.get(timeout=max(left, POLL_SECONDS))  # CPU time never passes faster than the wall's
-            if time.monotonic() > latest:
-                raise MachineTooSlow(
-                    f"tokenizer {self.path} got {seconds - left:.1f} s of CPU time in {WAIT_FACTOR * seconds:.0f} s; "
-                    "other processes take this machine's cores: start fewer"
-                )
-            with suppress(OSError):  # it has just ended, and its outcome is there
-                left = seconds - time.clock_gettime(clock)
-        raise TokenizerTooSlow(
-            f"tokenizer {self.path} takes more than {seconds:.0f} s of CPU time for {characters} characters that begin "
-            f"{texts[0][:20]!r}; its regular expression can match them in too many ways: use another tokenizer"
-        )
-
-    def _encode_into(
-        self, texts: Sequence[str], outcome: "queue.SimpleQueue[Any]", clock: "queue.SimpleQueue[int]"
-    ) -> None:
-        clock.put(time.pthread_getcpuclockid(threading.get_ident()))
-        try:
-            outcome.put(list(self._encoded(texts)))
-        except BaseException as error:  # the library's panics are not subclasses of Exception
-            outcome.put(error)
-
-    def _encoded(self, texts: Sequence[str]) -> Iterator[list[int]]:
-        """Encode by the library's batches of one, on this thread: only for a batch does it release the GIL."""
+        """Encode each text, on this thread; raises InputError if the file's regular expression cannot be matched."""
+        ids = []
         for text in texts:
-            (encoded,) = self._tokenizer.encode_batch([text], add_special_tokens=False)
-            yield encoded.ids
+            try:  # by the library's batches, of one: only for a batch does it release the GIL
+                (encoded,) = self._tokenizer.encode_batch([text], add_special_tokens=False)
+            except (KeyboardInterrupt, SystemExit):
+                raise
+            except BaseException as error:  # the library's panics are not subclasses of Exception
+                reason = " ".join(str(error).split())
+                raise InputError(
+                    f"tokenizer {self.path} cannot encode a text that begins {text[:20]!r} ({reason}); use another "
+                    "tokenizer"
+                ) from error
+            ids.append(encoded.ids)
+        return ids
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of `ids`, special pieces written out."""
@@ -213,31 +180,92 @@ Tokenizer = SentencePieceTokenizer | HuggingFaceTokenizer
 def load_tokenizer(path: str | Path, *, eod_id: int | None = None, needs_eod: bool = True) -> Tokenizer:
     """Read a sentencepiece `.model`, a Hugging Face `tokenizer.json` (by any name), the URL of one, or a folder.
 
-    In a folder, `tokenizer.json` is taken, else `tokenizer.model`, else its only `.model` file. `eod_id` sets
-    the id that ends a document; by default it is that of `<|endoftext|>`, or of `</s>` and similar names. A
-    tokenizer without such a piece has NO_ID there, if that is allowed by `needs_eod`.
+    In a folder, `tokenizer.json` is taken, else `tokenizer.model`, else its only `.model` file. A document ends with
+    `eod_id`, or as `_end_of_text` finds it. A tokenizer without an end of text has NO_ID there, if that is allowed by
+    `needs_eod`.
 
     Raises:
-        InputError: no such file, another format, no end-of-text piece that is needed, or an `eod_id` outside the
-            vocabulary.
+        InputError: no such file, another format, no end of text that is needed, or an `eod_id` outside the vocabulary.
     """
     file = tokenizer_file(path)
     try:
         kind = HuggingFaceTokenizer if file.suffix == ".json" else SentencePieceTokenizer
-        tokenizer = kind(file, eod_id=eod_id, needs_eod=needs_eod)
+        tokenizer = kind(file)
         if tokenizer.vocab_size > MOST_IDS:
             raise InputError(
                 f"tokenizer {file} has an id of {tokenizer.vocab_size - 1}; token files hold ids to 2^31 - 1"
             )
-        return tokenizer
     except (InputError, KeyboardInterrupt, SystemExit):
         raise
-    except (
-        BaseException
-    ) as error:  # what the libraries raise for another format; panics are not subclasses of Exception
+    except BaseException as error:  # the libraries' panics are not subclasses of Exception
         format_name = "a Hugging Face tokenizer.json" if file.suffix == ".json" else "a sentencepiece model"
         reason = " ".join(str(error).split())
         raise InputError(f"tokenizer {file} cannot be read as {format_name}: {reason}") from error
+    tokenizer.eod_id, tokenizer.eod_source = _end_of_text(tokenizer, eod_id)
+    if tokenizer.eod_id == NO_ID and needs_eod:
+        special = [f"{id} {piece}" for piece, id in tokenizer.special_ids.items()]
+        shown = ", ".join([*special[:SHOWN_PIECES], *(["…"] if len(special) > SHOWN_PIECES else [])])
+        raise InputError(
+            f"tokenizer {file} does not say what ends a text; state the id by --eod-id "
+            f"({f'its special pieces: {shown}' if special else 'it has no special pieces'})"
+        )
+    return tokenizer
+
+
+def _end_of_text(tokenizer: Tokenizer, stated: int | None) -> tuple[int, str | None]:
+    """Return the id that ends a text and what states it: an option, or a file beside the tokenizer.
+
+    Without either (None) it is the special piece of the likeliest name, or sentencepiece's own. Other pieces are only
+    text: `</s>` is an HTML tag in Gemma's vocabularies.
+    """
+    if stated is not None:
+        if not 0 <= stated < tokenizer.vocab_size:
+            raise InputError(
+                f"end-of-text id {stated} is outside the vocabulary of {tokenizer.path}; it must be in "
+                f"[0, {tokenizer.vocab_size})"
+            )
+        return stated, "eod_id"
+    for file in (TOKENIZER_CONFIG, GENERATION_CONFIG):
+        config = read_beside(tokenizer.path.with_name(file))
+        token, ids = token_text(config.get("eos_token")), config.get("eos_token_id")
+        end = tokenizer.id_of(token) if token is not None else ids[0] if isinstance(ids, list) and ids else ids
+        if type(end) is int and 0 <= end < tokenizer.vocab_size:
+            return end, file
+    for name in END_OF_TEXT_NAMES:
+        if name in tokenizer.special_ids:
+            return tokenizer.special_ids[name], None
+    return tokenizer.own_end, None
+
+
+def note_of_end(tokenizer: Tokenizer) -> list[str]:
+    """Return a line on an end of text that nothing states."""
+    if tokenizer.eod_source is not None or tokenizer.eod_id == NO_ID:
+        return []
+    piece = tokenizer.piece(tokenizer.eod_id)
+    return [
+        f"a text ends with {piece} (id {tokenizer.eod_id}), its tokenizer's piece for that; --eod-id states another"
+    ]
+
+
+def read_beside(file: Path) -> dict[str, Any]:
+    """Return the content of a tokenizer's configuration; empty where there is none.
+
+    Raises:
+        InputError: it cannot be read.
+    """
+    if not file.is_file():
+        return {}
+    try:
+        config = json.loads(regular_file(file, most_bytes=LARGEST_BESIDE_BYTES).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise InputError(f"{file} is not valid JSON ({error}); fix it, or remove it") from error
+    return config if isinstance(config, dict) else {}
+
+
+def token_text(stated: Any) -> str | None:
+    """Return a special token as `tokenizer_config.json` states it: its text, or an object with it."""
+    text = stated.get("content") if isinstance(stated, dict) else stated
+    return text if isinstance(text, str) else None
 
 
 def tokenizer_file(path: str | Path) -> Path:
@@ -252,13 +280,28 @@ def tokenizer_file(path: str | Path) -> Path:
         models = sorted(path.glob("*.model"))
         named = [path / TOKENIZER_JSON, path / TOKENIZER_MODEL, *(models if len(models) == 1 else [])]
         path = next((candidate for candidate in named if candidate.is_file()), path)
-        if path.is_dir():
-            raise InputError(f"folder {path} holds no tokenizer; it needs a tokenizer.json or one .model file")
+    if (call := _conversion(path)) is not None:
+        raise InputError(
+            f'tokenizer {path} is of a kind that is not read; make a tokenizer.json of it by python -c "{call}"'
+        )
+    if path.is_dir():
+        raise InputError(f"folder {path} holds no tokenizer; it needs a tokenizer.json or one .model file")
     if not path.is_file():
         raise InputError(f"tokenizer {path} does not exist; name a .model file, a tokenizer.json or their folder")
     if path.suffix not in (".json", ".model"):
         raise InputError(f"tokenizer {path} is of an unknown kind; its name must end in .model or .json")
     return path
+
+
+def _conversion(path: Path) -> str | None:
+    """Return how transformers makes a tokenizer.json of a file, or of one in a folder; None: it has no need."""
+    if path.name.endswith("vocab.json"):
+        path = path.with_name(path.name.removesuffix("vocab.json") + "merges.txt")
+    for file in sorted(path.iterdir()) if path.is_dir() else [path]:
+        for end, call in CONVERSIONS.items():
+            if file.name.endswith(end) and file.is_file():
+                return call.format(file=file, start=str(file).removesuffix(end))
+    return None
 
 
 def _fetched(url: str) -> Path:
@@ -281,17 +324,6 @@ def _fetched(url: str) -> Path:
                         write_atomically(folder / beside, content)
             copy_to(file, folder / name)
     return folder / name
-
-
-def _end_of_text_id(path: Path, stated: int | None, vocab_size: int, found: int | None, *, is_needed: bool) -> int:
-    if stated is not None:
-        if not 0 <= stated < vocab_size:
-            raise InputError(f"eod_id {stated} is outside the vocabulary of {path}; it must be in [0, {vocab_size})")
-        return stated
-    if found is None and is_needed:
-        names = ", ".join(END_OF_TEXT_NAMES)
-        raise InputError(f"tokenizer {path} has no end-of-text piece ({names}); set eod_id to its id")
-    return NO_ID if found is None else found
 
 
 def train_sentencepiece(

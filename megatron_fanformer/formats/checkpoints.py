@@ -113,7 +113,7 @@ def write_checkpoint(
         template = extras.chat_template if extras.tokenizer else None
         if template is not None:
             (folder / CHAT_TEMPLATE_JINJA).write_text(template, encoding="utf-8")
-        write_full_tensors(folder, tensors, saved, attached_files(extras.tokenizer, template))
+        write_full_tensors(folder, tensors, saved, attached_files(extras.tokenizer, template, eod_id=extras.eod_id))
     elif format == "hf":
         write_huggingface(folder, config, tensors, extras)
     else:

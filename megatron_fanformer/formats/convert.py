@@ -13,7 +13,7 @@ from megatron_fanformer.checkpoint.full_tensors import LazyTensors
 from megatron_fanformer.checkpoint.run_lock import run_lock
 from megatron_fanformer.checkpoint.store import CHECKPOINTS
 from megatron_fanformer.data.chat_template import template_of
-from megatron_fanformer.data.tokenizer import load_tokenizer, tokenizer_file
+from megatron_fanformer.data.tokenizer import load_tokenizer, note_of_end, tokenizer_file
 from megatron_fanformer.durable_files import new_folder, write_atomically
 from megatron_fanformer.errors import CorruptError, InputError
 from megatron_fanformer.formats.checkpoints import Checkpoint, blaming_removal, open_checkpoint, write_checkpoint
@@ -95,7 +95,7 @@ def convert_checkpoint(options: ConvertOptions) -> Conversion:
             )
         if to == "hf":
             _add_receipt(folder, content if options.verified else None)
-    return Conversion(checks, [*_notes(opened, rows), *_notes_of_tokenizer(to, opened, extras)])
+    return Conversion(checks, [*_notes(opened, rows), *_notes_of_tokenizer(to, extras)])
 
 
 def lock_of_run(destination: Path) -> AbstractContextManager[object]:
@@ -111,13 +111,11 @@ def _end_of_text_id(options: ConvertOptions, source: Checkpoint, goal: FANformer
         InputError: it is outside the vocabulary, or has no place in the target.
     """
     stated = options.eod_id
-    if options.to == "megatron":
-        if stated is not None:
-            raise InputError(
-                f"--eod-id {stated} has no effect with --to megatron, whose checkpoints end a text with their "
-                "tokenizer's own; leave it out, and state it where they are exported"
-            )
-        return None
+    if options.to == "megatron" and (options.tokenizer or source.tokenizer) is None and stated is not None:
+        raise InputError(
+            f"--eod-id {stated} has no effect with --to megatron and no tokenizer to keep it beside; name one by "
+            "--tokenizer, or leave it out"
+        )
     found = source.end_of_text_id if stated is None and options.tokenizer is None else stated
     if found is not None and not 0 <= found < goal.vocab_size:
         named = f"the end-of-text id of {source.path} is {found}, which" if stated is None else f"--eod-id {found}"
@@ -221,16 +219,10 @@ def _notes(source: Checkpoint, rows: Json) -> list[str]:
     return notes
 
 
-def _notes_of_tokenizer(to: Format, source: Checkpoint, extras: Extras) -> Iterator[str]:
+def _notes_of_tokenizer(to: Format, extras: Extras) -> Iterator[str]:
+    if to != "reference" and extras.tokenizer is not None:
+        yield from note_of_end(load_tokenizer(extras.tokenizer, eod_id=extras.eod_id, needs_eod=False))
     if to == "hf" and extras.tokenizer and adds_special_tokens(extras.tokenizer):
         yield (
             "left out: the special tokens that the tokenizer puts around a text; preparation and generation add none"
-        )
-    stated, tokenizer = source.end_of_text_id, source.tokenizer
-    if to != "megatron" or stated is None or tokenizer is None or tokenizer != extras.tokenizer:
-        return
-    if load_tokenizer(tokenizer, needs_eod=False).eod_id != stated:
-        yield (
-            f"left out: {stated} as the id that ends a text, which is not the tokenizer's own; state --eod-id {stated} "
-            "where the checkpoint is exported"
         )

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 import yaml
 from torch import Tensor
 
@@ -19,7 +20,7 @@ from megatron_fanformer.formats.fan_of_tensors import inferred_p_ratio
 from megatron_fanformer.formats.name_table import layer_row, names_in
 from megatron_fanformer.formats.recognition import CONFIG_JSON
 from megatron_fanformer.formats.transforms import vocabulary_multiple
-from megatron_fanformer.formats.weight_files import SAFETENSORS, open_weights, write_safetensors
+from megatron_fanformer.formats.weight_files import MODEL_PT, open_weights
 from megatron_fanformer.model.config import FANConfig, FANformerConfig
 from megatron_fanformer.model.placements import PLACEMENTS
 
@@ -80,6 +81,8 @@ def beyond_reference(config: FANformerConfig) -> str | None:
         return f"{config.placement.in_words} (placement {config.fan.placement})"
     if config.rope_scaling.is_scaled:
         return f"scaled positions (rope_scaling {config.rope_scaling.rope_type})"
+    if config.placement.is_fanformer and not config.fan.bias:
+        return "FAN maps without a bias"
     return "norms of queries and keys (qk_layernorm)" if config.qk_layernorm else None
 
 
@@ -91,13 +94,16 @@ def optimizer_files(folder: Path) -> list[str]:
 def write_reference(
     folder: Path, config: FANformerConfig, tensors: Mapping[str, Tensor], end_of_text_id: int | None = None
 ) -> None:
-    """Fill an empty folder for `open_reference`; `tensors` are the reference's, and are requested one at a time.
+    """Fill an empty folder for the authors' code and `open_reference`; `tensors` have the reference's names.
 
-    The authors' own code reads it too, unless the FAN map has no bias: theirs always has one.
+    All tensors are in memory at once. There is no safetensors file: the authors' trainer prefers one of this name to
+    `model.pt`, and expects pickles for the names of its tensors.
     """
     text = yaml.safe_dump({"model": _fields(config, end_of_text_id)}, sort_keys=False)
     (folder / store.CONFIG).write_text(text)
-    write_safetensors(folder / SAFETENSORS, tensors)
+    # Cloned, for torch saves all of the memory that a tensor is a part of.
+    copies = {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in tensors.items()}
+    torch.save(copies, folder / MODEL_PT)
 
 
 def _stated_fields(folder: Path) -> dict[str, Any]:

@@ -19,9 +19,11 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_fanformer.data.chat_template import CHAT_TEMPLATE_JINJA, TOKENIZER_CONFIG, ChatTemplate
+from megatron_fanformer.data.chat_template import ChatTemplate
 from megatron_fanformer.data.tokenizer import (
+    CHAT_TEMPLATE_JINJA,
     SPACE_MARK,
+    TOKENIZER_CONFIG,
     TOKENIZER_JSON,
     TOKENIZER_MODEL,
     HuggingFaceTokenizer,
@@ -63,7 +65,7 @@ def write_tokenizer(folder: Path, extras: Extras, *, model_max_length: int) -> t
         original, special_in_text = _write_sentencepiece(folder, source), False
     else:
         _write_json(folder / TOKENIZER_JSON, source)
-        original, special_in_text = HuggingFaceTokenizer(source, eod_id=0).encode, True
+        original, special_in_text = HuggingFaceTokenizer(source).encode, True
     written = Tokenizer.from_file(str(folder / TOKENIZER_JSON))
     vocabulary = written.get_vocab(with_added_tokens=True)
     end_of_text = next((piece for piece, piece_id in vocabulary.items() if piece_id == end_of_text_id), None)
@@ -134,7 +136,7 @@ def _write_sentencepiece(folder: Path, source: Path) -> Callable[[str], list[int
     text = json.dumps(_tokenizer_json(model), indent=1, ensure_ascii=False)
     (folder / TOKENIZER_JSON).write_text(text, encoding="utf-8")
     shutil.copyfile(source, folder / TOKENIZER_MODEL)
-    return SentencePieceTokenizer(source, eod_id=0).encode  # any id: a text's own ids do not contain it
+    return SentencePieceTokenizer(source).encode
 
 
 def _check_model(model: Any, source: Path) -> None:
@@ -214,8 +216,7 @@ def _verify(folder: Path, source: Path, original: Callable[[str], list[int]], sp
 
     written = PreTrainedTokenizerFast.from_pretrained(folder, split_special_tokens=not special_in_text)
     for text in SAMPLE_TEXTS:
-        wanted = original(text)  # first: it takes a bounded time
-        ids = written.encode(text, verbose=False)
+        wanted, ids = original(text), written.encode(text, verbose=False)
         if ids != wanted:
             raise InputError(
                 f"tokenizer {source} has no exact equivalent in Hugging Face's format: {text!r} gives {ids} "

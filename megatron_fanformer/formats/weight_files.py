@@ -25,7 +25,8 @@ from megatron_fanformer.durable_files import regular_file
 from megatron_fanformer.errors import CorruptError, InputError
 
 SAFETENSORS, SAFETENSORS_INDEX = "model.safetensors", "model.safetensors.index.json"
-PICKLED = ("model.pt", "pytorch_model.bin")
+MODEL_PT = "model.pt"
+PICKLED = (MODEL_PT, "pytorch_model.bin")
 SAFETENSORS_TYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _TYPE_NAMES = {dtype: name for name, dtype in SAFETENSORS_TYPES.items()}
 PICKLE_PROTOCOLS = range(2, 6)  # those that begin with a marker byte
@@ -50,9 +51,11 @@ def open_weights(folder: Path) -> LazyTensors:
     with _reporting_damage(folder):
         files = weight_files(folder)
         if files[0].suffix != ".safetensors":
-            tensors = _load_pickled(files[0])
+            is_mapped = zipfile.is_zipfile(files[0])  # older pickles are not archives, and cannot be mapped
+            tensors = _load_pickled(files[0], is_mapped)
             meta = {name: torch.empty_like(tensor, device="meta") for name, tensor in tensors.items()}
-            return LazyTensors(meta, tensors.__getitem__)
+            # Mapped anew each time: a map keeps what was read from it in memory.
+            return LazyTensors(meta, lambda name: (_load_pickled(files[0], True) if is_mapped else tensors)[name])
         return _in_safetensors(folder, files)
 
 
@@ -133,10 +136,9 @@ def _is_pickle(name: str) -> bool:
     return data[:1] == b"\x80" and data[1:2] != b"" and data[1] in PICKLE_PROTOCOLS
 
 
-def _load_pickled(file: Path) -> dict[str, Tensor]:
+def _load_pickled(file: Path, is_mapped: bool) -> dict[str, Tensor]:
     with reporting_damage(file, trusted=f"save only the tensors, as {SAFETENSORS}", whole="copy it again"):
-        # Older pickles are not archives, and cannot be mapped.
-        loaded = load_data(file, mapped=zipfile.is_zipfile(file))
+        loaded = load_data(file, mapped=is_mapped)
     if not isinstance(loaded, dict) or not all(isinstance(tensor, Tensor) for tensor in loaded.values()):
         raise CorruptError(f"{file} holds something other than tensors by name; save only the model's state dict")
     return loaded
@@ -179,17 +181,11 @@ def shard_bytes(size: str) -> int:
     return found
 
 
-def write_safetensors(path: Path, tensors: Mapping[str, Tensor], names: list[str] | None = None) -> None:
-    """Write tensors into one file, each as it comes.
-
-    (safetensors' own writer needs all of a file's tensors at once.)
-
-    Args:
-        names: which of them; None: all.
-    """
+def write_safetensors(path: Path, tensors: Mapping[str, Tensor], names: list[str]) -> None:
+    """Write the named tensors into one file, each as it comes: safetensors' own writer needs all of them at once."""
     meta = meta_of(tensors)
     # Wide types first, so that each tensor is aligned to its type.
-    order = sorted(meta if names is None else names, key=lambda name: -meta[name].itemsize)
+    order = sorted(names, key=lambda name: -meta[name].itemsize)
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name in order:

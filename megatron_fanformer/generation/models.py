@@ -19,7 +19,7 @@ from torch import Tensor
 
 from megatron_fanformer.checkpoint import store
 from megatron_fanformer.checkpoint.training_state import load_weights
-from megatron_fanformer.data.tokenizer import Tokenizer, load_tokenizer
+from megatron_fanformer.data.tokenizer import GENERATION_CONFIG, Tokenizer, load_tokenizer, read_beside
 from megatron_fanformer.errors import collect_problems
 from megatron_fanformer.formats.name_table import convert
 from megatron_fanformer.formats.recognition import RUNNABLE, checkpoint_of, recognise
@@ -82,13 +82,14 @@ def find_model(checkpoint: Path, *, eod_id: int | None = None) -> ModelSource:
             fill=functools.partial(_fill_from_huggingface, target.path),
         )
     found = checkpoint_of(target)
+    stated = read_beside(found / GENERATION_CONFIG).get("eos_token_id")
     is_bf16 = store.saved_config(found).get("precision", {}).get("dtype") == "bf16"
     return ModelSource(
         path=found,
         config=store.saved_model(found),
         dtype=torch.bfloat16 if is_bf16 else torch.float32,
         tokenizer=store.attached_tokenizer(found),
-        end_of_text_id=eod_id,
+        end_of_text_id=stated if eod_id is None and type(stated) is int else eod_id,
         fill=functools.partial(load_weights, found),
     )
 

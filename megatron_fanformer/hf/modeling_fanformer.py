@@ -216,6 +216,13 @@ class FANformerFANValueAttention(FANformerFANAttention):
         x_f = self.fan_activation(self.fan(x))
         return self.q_proj(x_f), self.k_proj(x_f), self.v_fan_activation(self.v_fan(x))
 
+    def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+        """Refuse vLLM's tensor parallel ranks, whose attention has some of the heads: these values are whole."""
+        served = kwargs.get("attention_instances")  # vLLM's; it runs the model once before it serves
+        if served and served[self.layer_idx].num_heads != self.config.num_attention_heads:
+            raise ValueError("fan_placement qk_and_v cannot be split by heads; serve it with --tensor-parallel-size 1")
+        return super().forward(*args, **kwargs)
+
 
 def residual_linear(in_features: int, out_features: int, layer_idx: int, *, bias: bool = False) -> nn.Linear:
     """Return a linear map that writes into the residual stream; its initial weights shrink with depth.

@@ -21,9 +21,9 @@ import msgspec
 import numpy as np
 
 from megatron_fanformer.data.manifest import Encoding
-from megatron_fanformer.data.tokenizer import Tokenizer, TokenizerTooSlow, load_tokenizer
+from megatron_fanformer.data.tokenizer import Tokenizer, load_tokenizer
 from megatron_fanformer.durable_files import regular_file, sha256_of, write_atomically
-from megatron_fanformer.errors import InputError, MachineTooSlow
+from megatron_fanformer.errors import InputError
 from megatron_fanformer.preparation import agreement
 from megatron_fanformer.preparation.agreement import (
     CODE_POINTS,
@@ -266,7 +266,7 @@ def _checked(path: Path, eod_id: int) -> Trust | str:
         if not trust.characters[: ASCII + 1].all():
             return "gigatoken's ids differ on ASCII characters"
         difference = first_difference(_rows(RoutedEncoder(fast, exact, trust)), exact.encode_batch, pieces)
-    except (KeyboardInterrupt, SystemExit, TokenizerTooSlow, MachineTooSlow):
+    except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # its panics are not subclasses of Exception
         return f"gigatoken cannot read it: {' '.join(str(error).split())}"

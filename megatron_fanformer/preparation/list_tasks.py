@@ -14,8 +14,7 @@ from dataclasses import replace
 import msgspec
 
 from megatron_fanformer.checkpoint.run_lock import STALE_SECONDS, FolderWatch, holder_of, run_lock
-from megatron_fanformer.data.tokenizer import TokenizerTooSlow
-from megatron_fanformer.errors import FanformerError, InputError, InUseError, MachineTooSlow
+from megatron_fanformer.errors import FanformerError, InputError, InUseError
 from megatron_fanformer.preparation.assembly import part_prefix
 from megatron_fanformer.preparation.list_merge import checked_manifest
 from megatron_fanformer.preparation.lists import (
@@ -44,8 +43,6 @@ LOOK_SECONDS = 10.0
 LOST_SECONDS = STALE_SECONDS + 60.0
 """How long a task without lists waits for those of another machine, which may be lost: longer than its lock holds."""
 STATE_SECONDS = 5.0  # between two records of how far a list is
-OF_EVERY_LIST = (Refused, TokenizerTooSlow, MachineTooSlow)
-"""Errors that end a task at once: --strict, or what the next list would meet, too."""
 
 
 def prepare_lists(config: PrepareConfig) -> None:
@@ -175,7 +172,7 @@ class _Task:
         except (FanformerError, OSError) as error:
             with suppress(FanformerError):  # where another process writes the output, the list has not failed
                 record(None if isinstance(error, InUseError) else str(error))
-            if not isinstance(error, FanformerError) or isinstance(error, OF_EVERY_LIST):
+            if not isinstance(error, FanformerError) or isinstance(error, Refused):
                 raise
             self._failures[name] = error
             return

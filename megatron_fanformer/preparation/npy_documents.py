@@ -35,7 +35,7 @@ def npy_blocks(path: Path, *, dtype: str, eod_id: int, vocab_size: int, output_d
         if len(ends) == 0 and at - start > MAX_DOCUMENT_TOKENS:
             raise InputError(
                 f"{path} has no end-of-text id {eod_id} in more than {MAX_DOCUMENT_TOKENS} tokens;"
-                " set eod_id to the id that ends its documents"
+                " state the id that ends its documents by --eod-id"
             )
         if len(ends):
             yield _block(tokens[start : ends[-1]], np.diff(ends, prepend=start), output_dtype)

@@ -20,8 +20,7 @@ from megatron_fanformer.data.manifest import (
     manifest_path,
     sum_by_source,
 )
-from megatron_fanformer.data.tokenizer import TokenizerTooSlow
-from megatron_fanformer.errors import FanformerError, InputError, MachineTooSlow
+from megatron_fanformer.errors import FanformerError, InputError
 from megatron_fanformer.preparation.assembly import Assembler, part_prefix, remove_parts
 from megatron_fanformer.preparation.encoding import TokenizersDisagree
 from megatron_fanformer.preparation.id_encoders import EncoderChoice
@@ -177,7 +176,7 @@ class _Run:
             case Failed(task, TokenizersDisagree() as error):
                 raise TokenizersDisagree(f"{error} of {task.path}")
             case Failed(_, FanformerError() as error):
-                if isinstance(error, Refused | TokenizerTooSlow | MachineTooSlow):  # the next files would be no faster
+                if isinstance(error, Refused):
                     raise error
                 self._failures.append(error)
             case WorkDone():

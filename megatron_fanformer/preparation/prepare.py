@@ -4,7 +4,7 @@ This module decides what is to be done, whether it can be done, and whether it i
 """
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import get_args
 
@@ -22,7 +22,7 @@ from megatron_fanformer.data.manifest import (
     TooLong,
 )
 from megatron_fanformer.data.token_files import token_dtype
-from megatron_fanformer.data.tokenizer import Tokenizer, load_tokenizer, tokenizer_file
+from megatron_fanformer.data.tokenizer import Tokenizer, load_tokenizer, note_of_end, tokenizer_file
 from megatron_fanformer.durable_files import sha256_of
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.preparation.assembly import part_prefix
@@ -63,6 +63,8 @@ class PrepareReport:
     already_there: bool
     """Whether the same preparation had been done before, and nothing was written."""
     manifest: Manifest
+    notes: Sequence[str] = ()
+    """Further lines."""
 
     def lines(self) -> list[str]:
         """Describe what was done."""
@@ -87,7 +89,7 @@ class PrepareReport:
             )
         if manifest.encoding.reason not in (None, SMALL_INPUT):
             lines.append(f"ids by {manifest.encoding.backend}: {manifest.encoding.reason}")
-        return lines
+        return [*lines, *self.notes]
 
 
 def prepare(
@@ -120,7 +122,7 @@ def prepare(
     output = RemoteOutput(config.output)
     if (existing := _existing(config, files, settings, record)) is not None:
         output.discard_scratch(config.scratch)
-        return PrepareReport(prefix=config.output, already_there=True, manifest=existing)
+        return PrepareReport(prefix=config.output, already_there=True, manifest=existing, notes=note_of_end(tokenizer))
     with output.scratch(config.scratch) as prefix:
         report = _prepare_here(replace(config, output=prefix), files, tokenizer, settings, record, progress)
         output.upload(prefix, report.manifest)
@@ -137,7 +139,7 @@ def _prepare_here(
 ) -> PrepareReport:
     existing = _existing(config, files, settings, record)
     if existing is not None:
-        return PrepareReport(prefix=config.output, already_there=True, manifest=existing)
+        return PrepareReport(prefix=config.output, already_there=True, manifest=existing, notes=note_of_end(tokenizer))
     if config.from_npy:  # there is nothing to encode
         encoder = EncoderChoice(str(tokenizer.path), tokenizer.eod_id, Encoding(backend="none"), None)
     else:
@@ -151,7 +153,9 @@ def _prepare_here(
         workers=config.workers,
         strict=config.strict,
     )
-    return PrepareReport(prefix=config.output, already_there=False, manifest=run(job, progress))
+    return PrepareReport(
+        prefix=config.output, already_there=False, manifest=run(job, progress), notes=note_of_end(tokenizer)
+    )
 
 
 def settings_and_tokenizer(config: PrepareConfig) -> tuple[Settings, TokenizerRecord]:

@@ -6,8 +6,10 @@ value needs: another unit, another form, or Megatron-LM's default where ours is 
 """
 
 import contextlib
+import json
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple, get_args, get_origin, get_type_hints
 
 import yaml
@@ -23,7 +25,6 @@ from megatron_fanformer.training.config import RunConfig, advice, config_from_di
 
 OUR_SPECS = frozenset(module for module, _ in SPECS)
 HYBRID = ("--hybrid-layer-pattern", "--hybrid-override-pattern")
-GPT2_VOCABULARY = 50257  # of --tokenizer-type GPT2BPETokenizer
 NULL_TOKENIZER = "megatron-core 0.16's has one id more than --vocab-size says, its end of text; then add 1"
 DEFAULT_SPLIT = "969,30,1"
 MULTIPLE, RANKS = "make_vocab_size_divisible_by", "tensor_model_parallel_size"
@@ -429,9 +430,10 @@ def _model(known: Mapping[str, list[str]], open_flags: Collection[str]) -> tuple
     width = arguments.get("hidden_size")
     if not {"ffn_hidden_size"} & {*arguments, *open_names} and type(width) is int:  # as validate_args computes it
         arguments["ffn_hidden_size"] = int(4 * width * 2 / 3 / 64) * 64 if arguments.get("swiglu") else 4 * width
-    if known.get("--tokenizer-type") == ["GPT2BPETokenizer"]:
-        arguments.setdefault("vocab_size", GPT2_VOCABULARY)
     not_padded = list(_set_padding(arguments, open_names))
+    if known.get("--tokenizer-type") == ["GPT2BPETokenizer"] and "vocab_size" not in {*arguments, *open_names}:
+        with contextlib.suppress(OSError, ValueError):  # `_to_do` says that it is missing
+            arguments["vocab_size"] = len(json.loads(Path(*known.get("--vocab-file", [])).read_text(encoding="utf-8")))
     found = [*problems(arguments), *_of_pattern(arguments, known, open_flags)]
     found += [f"{name} is {arguments[name]}, but there is no dropout" for name in DROPOUT if arguments.get(name)]
     is_ours = not OUR_SPECS.isdisjoint(known.get("--spec", []))

@@ -206,7 +206,7 @@ def test_a_tokenizer_that_puts_a_space_before_a_text_is_refused(tmp_path: Path, 
     library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
     library.save(str(tmp_path / "tokenizer.json"))
     with pytest.raises(InputError, match="puts a space before every text"):
-        refuse_spaces_between(load_tokenizer(tmp_path))
+        refuse_spaces_between(load_tokenizer(tmp_path, eod_id=3))
     refuse_spaces_between(load_tokenizer(olmo_tokenizer_file))
 
 

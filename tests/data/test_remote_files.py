@@ -449,7 +449,7 @@ def test_a_tokenizer_is_fetched_once_for_each_version_of_it_and_its_template(
         remote_files.forget()
         before, config = plan.requests, config_of(url, tmp_path / "cache", tokenizer=f"{url}/own.model")
         assert load_tokenizer(f"{url}/own.model").path == there.path
-        assert plan.requests == before + 3  # its look-up, and the two files that may be beside it
+        assert plan.requests == before + 4  # its look-up, and the three files that may be beside it
         wanted = config_of(folder, tmp_path / "cache", tokenizer=str(small_tokenizer_file))
         assert not config.problems()
         found = identify_data(config, survey_data(config, VOCAB_SIZE)).tokenizer

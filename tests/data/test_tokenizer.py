@@ -1,14 +1,21 @@
 import json
 import random
-import time
+import re
+import sys
+from base64 import b64decode, b64encode
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import sentencepiece
+from tokenizers import AddedToken, ByteLevelBPETokenizer, models
+from tokenizers import Tokenizer as Library
+from transformers import AutoTokenizer, GenerationConfig
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from megatron_fanformer.data import tokenizer as tokenizers
 from megatron_fanformer.data.tokenizer import Tokenizer, load_tokenizer, train_sentencepiece
-from megatron_fanformer.errors import InputError, MachineTooSlow
+from megatron_fanformer.errors import InputError
 
 EXACT_TEXTS = [
     "",
@@ -79,25 +86,6 @@ def test_the_papers_tokenizer_gives_composed_text_back(olmo: Tokenizer, sample_t
     assert olmo.decode(olmo.encode(text)) == text
 
 
-def test_a_text_that_waits_for_a_core_accuses_the_machine(olmo: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not the tokenizer: what counts against it is the time in which it computed."""
-    encoded = type(olmo)._encoded
-
-    def seldom_run(self: Any, texts: list[str]) -> Any:
-        time.sleep(0.3)
-        return encoded(self, texts)
-
-    ids = olmo.encode("a text")
-    monkeypatch.setattr(type(olmo), "_encoded", seldom_run)
-    monkeypatch.setattr(tokenizers, "ENCODE_SECONDS", 0.05)
-    assert olmo.encode("a text") == ids
-    monkeypatch.setattr(tokenizers, "WAIT_FACTOR", 1.0)
-    with pytest.raises(
-        MachineTooSlow, match=r"got 0\.0 s of CPU time in 0 s; other processes take this machine's cores"
-    ):
-        olmo.encode("a text")
-
-
 def test_settings_for_fixed_lengths_in_the_file_do_not_cut_documents(
     olmo_tokenizer_file: Path, olmo: Tokenizer, tmp_path: Path
 ) -> None:
@@ -114,15 +102,129 @@ def test_a_folder_stands_for_the_tokenizer_it_holds(small_tokenizer_file: Path) 
 
 def test_a_stated_end_of_text_overrides_if_it_is_in_the_vocabulary(small_tokenizer_file: Path) -> None:
     assert load_tokenizer(small_tokenizer_file, eod_id=5).eod_id == 5
-    with pytest.raises(InputError, match="eod_id 600"):
+    with pytest.raises(InputError, match="end-of-text id 600"):
         load_tokenizer(small_tokenizer_file, eod_id=600)
 
 
-def test_a_tokenizer_without_end_of_text_must_be_told_one(olmo_tokenizer_file: Path, tmp_path: Path) -> None:
-    path = tmp_path / "tokenizer.json"
-    path.write_text(olmo_tokenizer_file.read_text().replace("<|endoftext|>", "<|other|>"))
-    with pytest.raises(InputError, match="eod_id"):
-        load_tokenizer(path)
+def transformers_end(folder: Path) -> int:
+    """As transformers has it: a tokenizer's, else its model's."""
+    own = AutoTokenizer.from_pretrained(folder).eos_token_id
+    return GenerationConfig.from_pretrained(folder).eos_token_id if own is None else own
+
+
+@pytest.mark.parametrize(
+    ("beside", "source"),
+    [
+        ({"tokenizer_config.json": {"eos_token": "<eos>"}}, "tokenizer_config.json"),
+        ({"tokenizer_config.json": {"eos_token": {"content": "c"}}}, "tokenizer_config.json"),
+        ({"tokenizer_config.json": {}, "generation_config.json": {"eos_token_id": 5}}, "generation_config.json"),
+        ({"generation_config.json": {"eos_token_id": [4, 1]}}, "generation_config.json"),
+    ],
+)
+def test_a_text_ends_as_the_files_beside_a_tokenizer_say(
+    tmp_path: Path, beside: dict[str, dict[str, Any]], source: str
+) -> None:
+    write_gemmas(tmp_path / "tokenizer.json")
+    for name, content in {"tokenizer_config.json": {}, **beside}.items():
+        fields = {"tokenizer_class": "PreTrainedTokenizerFast"} if name.startswith("tok") else {}
+        if isinstance(content.get("eos_token"), dict):
+            fields["eos_token"] = {"__type": "AddedToken", **content["eos_token"]}
+        (tmp_path / name).write_text(json.dumps(content | fields))
+    tokenizer, theirs = load_tokenizer(tmp_path), transformers_end(tmp_path)
+    assert tokenizer.eod_id == (theirs[0] if isinstance(theirs, list) else theirs)
+    assert tokenizer.eod_source == source
+    assert load_tokenizer(tmp_path, eod_id=6).eod_id == 6
+
+
+def write_gemmas(path: Path, special: tuple[str, ...] = ("<pad>", "<eos>")) -> None:
+    """A tokenizer in which `</s>` is an HTML tag, as in Gemma's."""
+    vocabulary = {"<pad>": 0, "<eos>": 1, "<s>": 2, "</s>": 3, "a": 4, "b": 5, "c": 6}
+    library = Library(models.BPE(vocab=vocabulary, merges=[]))
+    library.add_special_tokens(list(special))
+    library.add_tokens([AddedToken("<s>", normalized=False), AddedToken("</s>", normalized=False)])
+    library.save(str(path))
+
+
+def test_only_a_special_piece_ends_a_text_by_its_name(tmp_path: Path) -> None:
+    write_gemmas(tmp_path / "tokenizer.json")
+    tokenizer = load_tokenizer(tmp_path)
+    assert (tokenizer.eod_id, tokenizer.eod_source) == (1, None)
+    write_gemmas(tmp_path / "tokenizer.json", special=("<pad>",))
+    with pytest.raises(InputError, match=r"--eod-id .*0 <pad>"):
+        load_tokenizer(tmp_path)
+    assert load_tokenizer(tmp_path, needs_eod=False).eod_id == -1
+
+
+def test_only_a_control_piece_of_sentencepiece_ends_a_text_by_its_name(tmp_path: Path, sample_texts: list[str]) -> None:
+    """As in Gemma's model, where `</s>` is a user's piece, which a text may contain."""
+    with (tmp_path / "tokenizer.model").open("wb") as stream:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter(sample_texts),
+            model_writer=stream,
+            vocab_size=500,
+            hard_vocab_limit=False,
+            eos_piece="<eos>",
+            bos_piece="<bos>",
+            user_defined_symbols=["</s>"],
+            minloglevel=2,
+        )
+    own = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "tokenizer.model"))
+    assert own.piece_to_id("</s>") in own.encode("a</s>")
+    assert load_tokenizer(tmp_path).eod_id == own.eos_id()
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<bos>"}')
+    assert load_tokenizer(tmp_path).eod_id == own.bos_id()
+
+
+def python_of(error: InputError) -> str:
+    """What an error line says to run."""
+    found = re.search(r'python -c "(.*)"$', str(error))
+    assert found is not None, error
+    return found[1]
+
+
+GPT2_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
+
+
+@pytest.mark.parametrize("kind", ["vocab.json", "gpt2-vocab.json", "folder", "tiktoken", "tekken.json"])
+def test_other_tokenizers_are_made_a_tokenizer_json_by_the_line_that_refuses_them(
+    tmp_path: Path, kind: str, sample_texts: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The ids are those of tokenizers' own byte-level BPE, from which all forms are written."""
+    library = ByteLevelBPETokenizer()
+    library.train_from_iterator(sample_texts, vocab_size=400, show_progress=False)
+    library.save_model(str(tmp_path))
+    by_id = {id: piece for piece, id in library.get_vocab().items()}
+    to_byte = {character: byte for byte, character in bytes_to_unicode().items()}
+    ranks = [bytes(to_byte[character] for character in by_id[id]) for id in range(len(by_id))]
+    file, shift = tmp_path / "vocab.json", 0
+    if kind == "tiktoken":
+        file = tmp_path / "own.tiktoken"
+        file.write_text("".join(f"{b64encode(token).decode()} {rank}\n" for rank, token in enumerate(ranks)))
+        read = {b64decode(line.split()[0]): int(line.split()[1]) for line in file.read_text().splitlines()}
+        loader = SimpleNamespace(load_tiktoken_bpe=lambda path: read)  # tiktoken's, which need not be installed
+        monkeypatch.setitem(sys.modules, "tiktoken", SimpleNamespace(load=loader))
+        monkeypatch.setitem(sys.modules, "tiktoken.load", loader)
+    elif kind == "tekken.json":
+        file, shift = tmp_path / kind, 2
+        vocabulary = [{"rank": n, "token_bytes": b64encode(t).decode(), "token_str": None} for n, t in enumerate(ranks)]
+        special = [{"rank": n, "token_str": t, "is_control": True} for n, t in enumerate(("<s>", "</s>"))]
+        fields = {"pattern": GPT2_PATTERN, "default_vocab_size": len(ranks) + 2, "default_num_special_tokens": 2}
+        file.write_text(json.dumps({"config": fields, "vocab": vocabulary, "special_tokens": special}))
+    elif kind == "gpt2-vocab.json":
+        file = tmp_path / kind
+        for name in ("vocab.json", "merges.txt"):
+            (tmp_path / name).rename(tmp_path / f"gpt2-{name}")
+    with pytest.raises(InputError) as refused:
+        load_tokenizer(tmp_path if kind == "folder" else file)
+    made, values = tmp_path / "made", {"PATTERN": GPT2_PATTERN, "PIECES": ["</s>"]}
+    code = python_of(refused.value).replace("'FOLDER'", repr(str(made)))
+    made.mkdir()
+    monkeypatch.chdir(made)
+    exec(code, values)
+    tokenizer = load_tokenizer(made)
+    for text in sample_texts:
+        assert [id - shift for id in tokenizer.encode(text)] == library.encode(text).ids
+    assert tokenizer.piece(tokenizer.eod_id) == ("<|endoftext|>" if kind.endswith(("vocab.json", "folder")) else "</s>")
 
 
 @pytest.mark.parametrize("name", ["missing.model", "rubbish.model", "rubbish.json", "notes.txt", "empty"])

@@ -16,6 +16,7 @@ from megatron_fanformer.evaluation.command import read_options
 from megatron_fanformer.evaluation.config import EvaluationRequest
 from megatron_fanformer.evaluation.jobs import find_jobs
 from megatron_fanformer.evaluation.requests import read_requests
+from megatron_fanformer.formats.recognition import find_checkpoint
 from tests.data.token_making import write_manifest
 from tests.evaluation.test_ulogic import RULES
 from tests.generation.making import write_checkpoint, write_export, write_tokenizer
@@ -89,6 +90,11 @@ def test_requests_have_the_end_of_text_that_the_checkpoints_state(
     with pytest.raises(InputError, match=rf"2 tokenizers \(.* with end of text {own}, .* with end of text 7\)"):
         prepared(made.run, other)
     assert first(prepared(made.run, other, "--eod-id", 9)) == 9
+    shutil.copytree(made.run, run := tmp_path / "run")  # of the same tokenizer, with an end of text that was stated
+    (find_checkpoint(run) / "generation_config.json").write_text('{"eos_token_id": 8}')
+    assert first(prepared(run)) == 8
+    with pytest.raises(InputError, match=rf"with end of text {own}, .* with end of text 8\)"):
+        prepared(made.run, run)
     by_hand = tmp_path / "by-hand.safetensors"
     prepare = ["evaluate", "--prepare", by_hand, "--tasks", file, "--tokenizer", made.tokenizer, "--eod-id", 7]
     assert main([str(argument) for argument in prepare]) == 0
@@ -103,7 +109,7 @@ def test_a_tokenizer_that_does_not_tell_its_end_of_text_is_told_it(
     content = RULES if option == "--ulogic" else {"context": "", "choices": ["4", "5"], "answer": 0}
     (file := tmp_path / "q.jsonl").write_text(json.dumps(content))
     arguments = [made.run, "--tokenizer", write_tokenizer(tmp_path, end_of_text="<end>"), option, file]
-    with pytest.raises(InputError, match=r"has no end-of-text piece .*; set --eod-id to its id$"):
+    with pytest.raises(InputError, match=r"state the id by --eod-id \(its special pieces: 0 <end>\)$"):
         command._find_jobs(asked(*arguments))
     (job,) = command._find_jobs(asked(*arguments, "--eod-id", 9)).jobs
     assert job.source.end_of_text_id == 9

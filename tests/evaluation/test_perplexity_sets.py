@@ -323,7 +323,7 @@ def test_an_end_of_text_is_asked_of_a_tokenizer_only_where_documents_end_by_it(t
     assert each.bytes_per_token == (2 + 3) / 6
     with pytest.raises(InputError, match=r"does not say where its documents end; set evaluation\.perplexity\.eod_id"):
         survey(chunking="documents")
-    with pytest.raises(InputError, match=r"^evaluation\.perplexity: eod_id 999 is outside the vocabulary"):
+    with pytest.raises(InputError, match=r"^evaluation\.perplexity: end-of-text id 999 is outside the vocabulary"):
         survey(eod_id=999)
 
 

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from megatron_fanformer.checkpoint import store
-from megatron_fanformer.data import tokenizer as tokenizers
 from tests.faults import commands, hostile_files
 from tests.faults.conftest import Things
 from tests.faults.hostile_files import Write
@@ -171,20 +170,3 @@ def test_tokenizers(place: tuple[str, str], write: Write, things: Things, tmp_pa
         ["generate", str(things.run), "--prompt", text, "--max-new-tokens", "1", "--tokenizer", str(file)],
     ):
         assert_refused(arguments, tmp_path)
-
-
-def test_a_tokenizer_that_takes_too_long_is_left_behind(
-    things: Things, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its library gives up on a match after some seconds, but starts another at every character."""
-    monkeypatch.setattr(tokenizers, "ENCODE_SECONDS", 0.5)
-    file = tmp_path / "tokenizer.json"
-    shutil.copy(things.tokenizer, file)
-    hostile_files.tokenizer("(a|aa)+$")(file)
-    text = ("a" * 26 + "!") * 1_000
-    message = assert_refused(
-        ["generate", str(things.run), "--prompt", text, "--max-new-tokens", "1", "--tokenizer", str(file)],
-        tmp_path,
-        (2,),
-    )
-    assert "takes more than" in message

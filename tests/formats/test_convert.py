@@ -67,13 +67,12 @@ def test_an_export_ends_text_with_the_id_that_is_stated(source: Path, tokenizer:
 
 @pytest.mark.parametrize("to", ["hf", "reference"])
 def test_the_sources_own_end_of_text_stays(to: str, source: Path, tokenizer: Path) -> None:
-    """Unless another tokenizer, or another id, is stated; a checkpoint of ours has no place for it."""
-    export = converted(source, "hf", tokenizer=tokenizer, eod_id=7)
-    first = source.with_name("first")
-    export.rename(first)
+    """Unless another tokenizer, or another id, is stated; also by way of a checkpoint of ours."""
+    first = converted(source, "hf", tokenizer=tokenizer, eod_id=7).rename(source.with_name("first"))
+    ours = converted(first, "megatron").rename(source.with_name("ours"))
 
-    def end(**options: Any) -> Any:
-        folder = converted(first, to, **options)
+    def end(start: Path = first, **options: Any) -> Any:
+        folder = converted(start, to, **options)
         if to == "hf":
             found = stated(folder / "config.json")["eos_token_id"]
         else:
@@ -82,8 +81,9 @@ def test_the_sources_own_end_of_text_stays(to: str, source: Path, tokenizer: Pat
         return found
 
     assert [end(), end(eod_id=8), end(tokenizer=tokenizer)] == [7, 8, 0]
-    done = convert_checkpoint(first, source.with_name("ours"), to="megatron", verified=False)
-    assert "state --eod-id 7 where the checkpoint is exported" in done.notes[-1]
+    assert [end(ours), end(ours, eod_id=8), end(ours, tokenizer=tokenizer)] == [7, 8, 0]
+    again = converted(ours, "megatron", eod_id=9).rename(source.with_name("again"))
+    assert end(again) == 9
 
 
 def test_special_tokens_that_an_export_leaves_out_are_told(source: Path, tokenizer: Path) -> None:

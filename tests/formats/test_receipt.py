@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file, save_file
 
 from megatron_fanformer.cli import main
@@ -24,6 +25,21 @@ from tests.conftest import REFERENCE
 from tests.formats.plain_fanformer import HEAD_SIZE, HIDDEN, VARIANTS, Variant, random_weights, write
 from tests.whole_models import TOKEN_LOSS, convert_checkpoint, logits_bound
 
+AUTHORS_FIELDS: dict[str, Any] = {
+    **dict.fromkeys(("d_model", "n_heads", "n_layers", "max_sequence_length", "vocab_size", "rope_theta"), int),
+    **dict.fromkeys(("n_kv_heads", "mlp_hidden_size", "embedding_size"), int | None),
+    **dict.fromkeys(("eos_token_id", "pad_token_id", "block_group_size"), int),
+    **dict.fromkeys(("attention_dropout", "residual_dropout", "embedding_dropout", "layer_norm_eps", "p_ratio"), float),
+    **dict.fromkeys(("block_type", "layer_norm_type", "activation_type", "init_fn"), str),
+    **dict.fromkeys(("alibi", "rope", "attention_layer_norm", "embedding_layer_norm", "norm_after"), bool),
+    **dict.fromkeys(("layer_norm_with_affine", "attention_layer_norm_with_affine", "include_bias"), bool),
+    **dict.fromkeys(("weight_tying", "scale_logits"), bool),
+    **dict.fromkeys(("bias_for_layer_norm", "use_ATF"), bool | None),
+    "clip_qkv": float | None,
+    "attention_activation": str | None,
+}
+"""The fields of the authors' `ModelConfig` (olmo/config.py) that are written, with their types."""
+
 FORMS = ("reference", "megatron", "hf")
 CASES = ("atl", "fanformer-tied", "fanformer-untied-p0125", "transformer-tied")
 OTHER_CASES = ("fanformer-tied", "atl")
@@ -32,6 +48,20 @@ OTHER_CASES = ("fanformer-tied", "atl")
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
     return write(tmp_path / "source", VARIANTS["grouped queries"])
+
+
+def check_the_authors_code_opens(folder: Path, weights: dict[str, torch.Tensor]) -> None:
+    """By the steps of `OLMo.from_checkpoint` and of their trainer's `load_state_dict`.
+
+    The first reads `model.pt` alone; the second takes any `model.safetensors` for the form of its own. Their fields are
+    typed, and an unknown one is an error. `weights` are those of their own model, by the names of its state.
+    """
+    assert sorted(path.name for path in folder.iterdir()) == ["config.yaml", "model.pt"]
+    fields = yaml.safe_load((folder / "config.yaml").read_text())["model"]
+    assert [name for name, value in fields.items() if not isinstance(value, AUTHORS_FIELDS[name])] == []
+    state = torch.load(folder / "model.pt", map_location="cpu")
+    assert state.keys() == weights.keys()  # as a strict `load_state_dict` asks
+    assert [name for name, loaded in state.items() if not torch.equal(loaded, weights[name])] == []
 
 
 # -- what a conversion does
@@ -47,9 +77,7 @@ def test_the_authors_cases_all_the_way_round(case: str, tmp_path: Path) -> None:
         to = after.name.removesuffix("2")
         done = convert_checkpoint(before, after, to=to, padded_vocab_size=rows)  # type: ignore[arg-type]
         assert done.checks is not None and all(check["passed"] for check in done.checks.values())
-    weights, returned = (load_file(folder / "model.safetensors") for folder in (steps[0], steps[-1]))
-    assert weights.keys() == returned.keys()
-    assert [name for name in weights if not torch.equal(weights[name], returned[name])] == []
+    check_the_authors_code_opens(steps[-1], load_file(steps[0] / "model.safetensors"))
     with torch.no_grad():
         logits = FANformerForCausalLM.from_pretrained(tmp_path / "hf")(expected["input_ids"]).logits
     assert (logits - expected["logits"]).abs().max() < logits_bound(REFERENCE / case)
@@ -72,8 +100,11 @@ def test_padding_that_is_left_out_is_told(tmp_path: Path) -> None:
 
 def test_padding_that_is_asked_for_is_zeros(source: Path, tmp_path: Path) -> None:
     convert_checkpoint(source, tmp_path / "out", to="reference", padded_vocab_size=130)
-    rows = load_file(tmp_path / "out" / "model.safetensors")["transformer.wte.weight"]
+    rows = torch.load(tmp_path / "out" / "model.pt")["transformer.wte.weight"]
     assert rows.shape[0] == 130 and not rows[128:].any() and rows[127].any()
+    convert_checkpoint(tmp_path / "out", tmp_path / "less", to="reference", padded_vocab_size=92)
+    rows = torch.load(tmp_path / "less" / "model.pt")["transformer.wte.weight"]
+    assert rows.shape[0] == 92 and rows.untyped_storage().nbytes() == rows.nbytes  # and not the rows that were left out
 
 
 def test_fewer_rows_than_token_ids_are_refused(source: Path, tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ def test_what_is_no_size_is_refused(size: str) -> None:
 @pytest.mark.parametrize("name", ["a", "ab", "abc", "abcdefghijk"])
 def test_tensors_are_aligned_to_their_types(name: str, tmp_path: Path) -> None:
     tensors = {name: torch.arange(3, dtype=torch.bfloat16), "double": torch.arange(5, dtype=torch.float64)}
-    write_safetensors(tmp_path / "model.safetensors", tensors)
+    write_safetensors(tmp_path / "model.safetensors", tensors, list(tensors))
     content = (tmp_path / "model.safetensors").read_bytes()
     header = int.from_bytes(content[:8], "little")
     assert (8 + header) % 8 == 0

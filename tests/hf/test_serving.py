@@ -9,6 +9,7 @@ import time
 import urllib.error
 import urllib.request
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -36,13 +37,13 @@ def attention_of_requests(
     attention_mask: None,
     scaling: float,
     *,
-    attention_instances: dict[int, tuple[int, ...]],
+    attention_instances: dict[int, Any],
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
     """As vLLM and SGLang put theirs there: one row [1, n, s, d] for all requests, told apart by what a layer's own
     object knows, which comes through the model's arguments; no mask; out come [s, n d]."""
     assert attention_mask is None
-    lengths = attention_instances[module.layer_idx]
+    lengths = attention_instances[module.layer_idx].lengths
     requests = zip(*(x.split(lengths, dim=2) for x in (query, key, value)), strict=True)
     kind = {"is_causal": True, "scale": scaling, "enable_gqa": True}
     out = torch.cat([F.scaled_dot_product_attention(*request, **kind) for request in requests], dim=2)
@@ -60,15 +61,23 @@ def test_requests_in_one_row_are_each_computed_alone(placement: str, monkeypatch
     served = AutoModel.from_config(config).eval()
     served.load_state_dict(alone.state_dict())
     requests = prompts()
-    (hidden, *_) = served(
-        input_ids=torch.cat(requests)[None],
-        position_ids=torch.cat([torch.arange(length) for length in LENGTHS])[None],
-        use_cache=False,
-        attention_instances=dict.fromkeys(range(config.num_hidden_layers), LENGTHS),
-        return_dict=False,
-    )
-    for request, found in zip(requests, hidden[0].split(LENGTHS), strict=True):
+
+    def hidden(heads: int) -> torch.Tensor:
+        layer = SimpleNamespace(lengths=LENGTHS, num_heads=heads)
+        (hidden, *_) = served(
+            input_ids=torch.cat(requests)[None],
+            position_ids=torch.cat([torch.arange(length) for length in LENGTHS])[None],
+            use_cache=False,
+            attention_instances=dict.fromkeys(range(config.num_hidden_layers), layer),
+            return_dict=False,
+        )
+        return hidden[0]
+
+    for request, found in zip(requests, hidden(config.num_attention_heads).split(LENGTHS), strict=True):
         assert (found - alone(request[None]).last_hidden_state[0]).abs().max() < FLOAT32_HIDDEN
+    if config.fan_placement == "qk_and_v":  # and the other placements' own maps are split
+        with pytest.raises(ValueError, match="serve it with --tensor-parallel-size 1"):
+            hidden(config.num_attention_heads // 2)
 
 
 def test_servers_split_attention_and_swiglu_and_keep_fan_whole() -> None:

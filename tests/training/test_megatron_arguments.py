@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from tokenizers import ByteLevelBPETokenizer
 
 from megatron_fanformer.cli import PROGRAM, main
 from megatron_fanformer.configuration import yaml_value
@@ -241,7 +242,7 @@ def values_of(arguments: str) -> dict[str, Any]:
         ("--group-query-attention --num-query-groups $G --hidden-size 8", "model", {"num_query_groups": None}),
         ("--hidden-size 1024 --swiglu", "model", {"ffn_hidden_size": 2688}),
         ("--hidden-size 1024", "model", {"ffn_hidden_size": 4096}),
-        ("--tokenizer-type GPT2BPETokenizer", "model", {"vocab_size": 50257}),
+        ("--tokenizer-type GPT2BPETokenizer", "model", {"vocab_size": None}),
         ("--spec megatron_fanformer.model.layer_spec fanformer_layer_spec", "model", {"fan": None}),
         (HYBRID, "model", {"num_layers": 16, "fan": None}),
         ("--hybrid-override-pattern '*-*-' --num-layers 4", "model", {"num_layers": 2, "fan": {"placement": "none"}}),
@@ -303,6 +304,20 @@ def values_of(arguments: str) -> dict[str, Any]:
 def test_values_that_need_converting(arguments: str, section: str, expected: dict[str, Any]) -> None:
     found = values_of(arguments).get(section, {})
     assert {name: found.get(name) for name in expected} == expected
+
+
+def test_gpt2s_tokenizer_has_as_many_ids_as_its_file(tmp_path: Path) -> None:
+    library = ByteLevelBPETokenizer()
+    library.train_from_iterator(["a few words of a text"] * 3, vocab_size=270, show_progress=False)
+    library.save_model(str(tmp_path))
+    arguments = (
+        f"--tokenizer-type GPT2BPETokenizer --vocab-file {tmp_path}/vocab.json --merge-file {tmp_path}/merges.txt"
+    )
+    assert values_of(arguments)["model"]["vocab_size"] == library.get_vocab_size() != 50257
+    (tmp_path / "vocab.json").unlink()
+    gone = convert(arguments)
+    assert "vocab_size" not in gone.values["model"]
+    assert "model.vocab_size is missing" in "".join(gone.notes["To do before it trains"])
 
 
 @pytest.mark.parametrize(

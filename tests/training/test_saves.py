@@ -1,6 +1,7 @@
 """The order in which a run's saves take place."""
 
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock, call, patch
@@ -9,6 +10,7 @@ import pytest
 
 from megatron_fanformer.checkpoint import store
 from megatron_fanformer.data.chat_template import attached_files
+from megatron_fanformer.data.tokenizer import load_tokenizer
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.runtime.parallel import rank_grid
 from megatron_fanformer.training.config import config_from_dict
@@ -19,14 +21,17 @@ from tests.small_runs import RunOnRanks, small_run, write_tokens
 from tests.training.test_trainer import train
 
 
-def test_what_goes_into_checkpoints_is_read_once(tmp_path: Path) -> None:
-    (tmp_path / "own.model").write_bytes(b"a tokenizer")
+def test_what_goes_into_checkpoints_is_read_once(tmp_path: Path, small_tokenizer_file: Path) -> None:
+    shutil.copy(small_tokenizer_file, tmp_path / "own.model")
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<0x41>"}')
+    stated = load_tokenizer(tmp_path / "own.model").eod_id
     attached = attached_files(tmp_path / "own.model", "{{ messages }}")
     (tmp_path / "own.model").unlink()
     partial = store.temporary_folder(tmp_path / store.CHECKPOINTS, 1)
     saved = store.publish_checkpoint(partial, tmp_path / store.CHECKPOINTS, 1, {}, attachments=attached)
-    assert (saved / "tokenizer.model").read_bytes() == b"a tokenizer"
+    assert (saved / "tokenizer.model").read_bytes() == small_tokenizer_file.read_bytes()
     assert (saved / "chat_template.jinja").read_text() == "{{ messages }}"
+    assert load_tokenizer(saved).eod_id == stated != load_tokenizer(small_tokenizer_file).eod_id
 
 
 def test_a_save_begins_once_the_one_before_is_published() -> None:

@@ -2,7 +2,7 @@
 
 A checkpoint of ours runs through megatron-core's model class, a Hugging Face folder through its own: the code that
 their users run. Their weights are filled in when a layer is about to run, and dropped after it. A reference checkpoint
-runs through `reference_model`, since the authors' code is not available.
+runs through `reference_model`: the authors' code is not installed here.
 
 Shapes: b batch, s sequence, v rows of the head.
 """
