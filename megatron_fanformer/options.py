@@ -102,7 +102,7 @@ class _Shape:
     """Parses one word, in place of the type; a `Literal` then has no choices, which its owner checks."""
     repeated: bool = False
     """Whether the option may be repeated, each time adding one word to a tuple."""
-    nargs: int | None = None
+    nargs: int | str | None = None
     """Number of words of a tuple; None: one or more."""
     group: str | None = None
     """Title of its group in --help."""

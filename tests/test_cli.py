@@ -70,7 +70,7 @@ def test_megatrons_arguments_in_place_of_a_configuration_are_answered(refused: R
         "--swiglu is not there, because every MLP is a SwiGLU; leave it out",
         "--norm-epsilon is model.layernorm_epsilon (1e-6 by default, not 1e-5)",
     ]
-    assert f"{PROGRAM} config --from-megatron" in remedy
+    assert f"{PROGRAM} config --output run.yaml --from-megatron" in remedy
     one_line(refused("train", "--own", "1"), "required: --config")
 
 

@@ -1,5 +1,8 @@
 """A configuration from the arguments of Megatron-LM's `pretrain_gpt.py`, and a list of what it does not hold.
 
+The shell resolves the shell: in a launch script `megatron-fanformer config --from-megatron` stands in the place of
+`torchrun … pretrain_gpt.py`, and what arrives are plain words.
+
 What is the same, has another name or has none is `formats/foreign_names.py`'s to say; the model's fields, and what
 makes another model, are read as a checkpoint's arguments are (`formats/megatron_arguments.py`). Here is what else a
 value needs: another unit, another form, or Megatron-LM's default where ours is another.
@@ -8,7 +11,7 @@ value needs: another unit, another form, or Megatron-LM's default where ours is 
 import contextlib
 import json
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, get_args, get_origin, get_type_hints
 
@@ -17,9 +20,7 @@ import yaml
 from megatron_fanformer.configuration import nested, overlaid, read_overrides, value_problems, yaml_value
 from megatron_fanformer.errors import InputError, escaped
 from megatron_fanformer.formats import foreign_names
-from megatron_fanformer.formats.launch_scripts import read_arguments
 from megatron_fanformer.formats.megatron_arguments import DROPOUT, LAYERS, RULES, SPECS, model_fields, problems
-from megatron_fanformer.formats.shell_words import Word
 from megatron_fanformer.model.config import FANformerConfig
 from megatron_fanformer.training.config import RunConfig, advice, config_from_dict
 
@@ -100,39 +101,10 @@ BY_HAND = frozenset(
 """.split()  # noqa: SIM905 - by lines, as the names stand in the table
 )
 """Arguments with a field whose value does not follow from theirs."""
-SWITCHES = frozenset(
-    """
---account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split --apply-layernorm-1p
---apply-residual-connection-post-layernorm --attention-softmax-in-fp32 --auto-detect-ckpt-format --bf16
---calculate-per-token-loss --check-for-large-grads --ckpt-fully-parallel-load --cross-entropy-loss-fusion
---data-parallel-random-init --dataloader-inter-document-masking --ddp-average-in-collective --disable-bias-linear
---add-qkv-bias --dist-ckpt-optim-fully-reshardable --enable-cuda-graph --exit-on-missing-checkpoint
---exit-signal-handler --finetune --fp16 --fp16-lm-cross-entropy --fp32-residual-connection --fp8-param-gather
---grad-reduce-in-bf16 --group-query-attention --init-method-xavier-uniform --log-params-norm --log-straggler
---log-throughput --log-timers-to-tensorboard --manual-gc --mock-data --moe-grouped-gemm --multi-latent-attention
---multiple-validation-sets --muon-nesterov --muon-no-split-qkv --muon-use-nesterov --no-bias-dropout-fusion
---no-bias-gelu-fusion --no-bias-swiglu-fusion --no-check-for-nan-in-loss-and-grad --no-ckpt-fully-parallel-save
---no-create-attention-mask-in-dataloader --no-gradient-accumulation-fusion --no-load-optim --no-load-rng
---no-masked-softmax-fusion --no-overlap-p2p-communication --no-persist-layer-norm --no-rope-fusion --no-save-optim
---no-save-rng --openai-gelu --optimizer-cpu-offload --overlap-p2p-communication-warmup-flush
---override-opt-param-scheduler --profile --qk-l2-norm --quick-geglu --recompute-activations --rotary-interleaved --sft
---squared-relu --swiglu --tp-comm-overlap --use-checkpoint-args --use-checkpoint-opt-param-scheduler
---use-cpu-initialization --use-flash-attn --use-mcore-models --use-megatron-fsdp --use-mup
---use-precision-aware-optimizer --use-pytorch-profiler --use-rope-scaling --use-rotary-position-embeddings
---use-torch-fsdp2 --use-tp-pp-dp-mapping --distribute-saved-activations
-""".split()  # noqa: SIM905 - as above
-)
-"""Arguments that take no value, beside those of fields that are true or false."""
-LISTS = frozenset(
-    """
---cp-comm-type --data-path --hierarchical-context-parallel-sizes --iterations-to-skip --profile-ranks
---rampup-batch-size --recompute-modules --spec --test-data-path --train-data-path --valid-data-path
-""".split()  # noqa: SIM905 - as above
-)
-"""Arguments that take several words."""
 RULED = {flag: name for name, (flag, _) in RULES.items()} | {f"--{name.replace('_', '-')}": name for name in DROPOUT}
 
-Given = dict[str, list[Word]]
+Given = dict[str, list[str]]
+PROGRAM = re.compile(r"(?:^|.*/)pretrain\w*\.py$")
 
 
 class Converted(NamedTuple):
@@ -164,20 +136,18 @@ class _NotCarried(Exception):
     """A value that has no counterpart; says why, as a clause."""
 
 
-def convert(source: str, overrides: Sequence[str] = ()) -> Converted:
-    """Return the configuration of a command line or launch script, with overrides applied.
+def convert(words: Sequence[str]) -> Converted:
+    """Return the configuration that arguments are; those with a section, such as `--model.vocab_size N`, are ours.
 
     Raises:
-        InputError: there are no arguments of `pretrain_….py` in it, or an override is none.
+        InputError: there are none, or one with a section is no field.
     """
-    arguments, included = read_arguments(source)
-    given, loose = _grouped(arguments)
-    unresolved = [f"{name}: set neither plainly nor by default; write what it holds" for name in loose]
-    may = "may set anew what the script sets before it, and what has a default after it; check those values"
-    unresolved += [f"{each}: {may}" for each in included]
-    known = dict(_resolved(given, unresolved))
-    open_flags = given.keys() - known.keys()
-    with_open = {flag: known.get(flag, []) for flag in given}
+    words = words[1 + max((place for place, word in enumerate(words) if PROGRAM.match(word)), default=-1) :]
+    known, ours = _grouped(words)
+    if not known and not ours:
+        raise InputError(
+            "--from-megatron has no arguments; put it in the place of `torchrun … pretrain_gpt.py` in the launch script"
+        )
     others, not_set, unknown, fields = [], [], [], dict[str, Any]()
     rows = {name: row for table in foreign_names.MEGATRON_LM.values() for row in table for name in row.names.split()}
     for flag, words in known.items():
@@ -199,72 +169,48 @@ def convert(source: str, overrides: Sequence[str] = ()) -> Converted:
             others.append(f"{written}: {row.field}{f' ({row.note})' if row.note else ''} is for you to state")
         elif not row.field.startswith("model."):  # those are `_model`'s
             try:
-                found = _carried(flag, row.field, words, with_open)
+                found = _carried(flag, row.field, words, known)
                 sets = {**fields.get(VALIDATION, {}), **found.get(VALIDATION, {})}
                 fields |= {**found, VALIDATION: sets} if sets else found
             except _NotCarried as reason:
                 others.append(f"{written}: {reason}")
-    model, of_model, wrong = _model(known, open_flags)
-    fields = {**_defaults(known, open_flags), **model, **fields}
-    if "--data-path" in given and not {"data.split", VALIDATION} & fields.keys() and "--split" not in open_flags:
+    model, of_model, wrong = _model(known)
+    fields = {**_defaults(known), **model, **fields}
+    if "--data-path" in known and not {"data.split", VALIDATION} & fields.keys():
         fields["data.split"] = DEFAULT_SPLIT
-    values = overlaid(nested(fields), read_overrides(overrides, advice=advice))
+    values = overlaid(nested(fields), read_overrides(ours, advice=advice))
     fan = values.get("model", {}).get("fan", {})
     is_transformer = isinstance(fan, Mapping) and fan.get("placement") == "none"
     notes = {
         "FAN layers": [TRANSFORMER] if is_transformer else [],
         "Another model than there": of_model,
         "Not carried over": [*wrong, *others],
-        "No setting here": [*not_set, *_not_given(known, open_flags)],
+        "No setting here": [*not_set, *_not_given(known)],
         "Unknown": unknown,
-        "Not resolved": unresolved,
         "To do before it trains": list(_to_do(values)),
     }
     lines = {title: [" ".join(escaped(line).split()) for line in found] for title, found in notes.items() if found}
     return Converted(values, lines)
 
 
-def _grouped(words: Sequence[Word]) -> tuple[Given, list[str]]:
-    """Return the values of each argument (of one that is repeated the last), and what is no argument's."""
-    found: Given = {}
-    loose: list[str] = []
-    last = ""
+def _grouped(words: Sequence[str]) -> tuple[Given, list[str]]:
+    """Return the values of each argument (of one that is repeated the last), and the words of ours."""
+    known: Given = {}
+    ours: list[str] = []
+    last = None
     for word in words:
-        if word.text.startswith("--"):
-            name, has_value, value = word.text.partition("=")
-            last = f"--{name[2:].replace('_', '-')}"
-            found[last] = [Word(value, word.unresolved)] if has_value else []
-        elif not last or (word.unresolved and _holds_others(word.text, last, has_one=bool(found[last]))):
-            loose += word.unresolved or [word.text]
+        if word.startswith("--"):
+            name, has_value, value = word.partition("=")
+            if "." in name:
+                last = ours
+                ours.append(word)
+            else:
+                last = known[f"--{name[2:].replace('_', '-')}"] = [value] if has_value else []
+        elif last is None:
+            raise InputError(f"{word} is no argument of pretrain_gpt.py; begin with the first one")
         else:
-            found[last].append(word)
-    return found, list(dict.fromkeys(loose))
-
-
-def _holds_others(text: str, flag: str, *, has_one: bool) -> bool:
-    """Return whether a variable after an argument is not its value, but holds arguments of its own, as far as it
-    shows: it is a whole array, or the argument takes no more words.
-    """
-    return text.endswith(("[@]}", "[*]}")) or is_switch(flag) or (has_one and flag not in LISTS)
-
-
-def is_switch(flag: str) -> bool:
-    """Return whether an argument that the table has takes no value."""
-    if flag in SWITCHES or flag in CONVERSIONS or flag in LISTS:
-        return flag in SWITCHES
-    row = foreign_names.row_of(foreign_names.plain(flag))
-    return row is not None and row.field is not None and bool in _kinds(row.field)
-
-
-def _resolved(given: Given, unresolved: list[str]) -> Iterator[tuple[str, list[str]]]:
-    for flag, words in given.items():
-        names = [name for word in words for name in word.unresolved]
-        if names:
-            row = foreign_names.row_of(foreign_names.plain(flag))
-            field = f"; state {row.field}" if row is not None and row.field else ""
-            unresolved.append(f"{flag} {' '.join(word.text for word in words)}: the script does not say{field}")
-        else:
-            yield flag, [word.text for word in words]
+            last.append(word)
+    return known, ours
 
 
 # -- values
@@ -384,42 +330,37 @@ CONVERSIONS: dict[str, Callable[[list[str], Mapping[str, list[str]]], dict[str, 
 """By argument: how its values become those of fields."""
 
 
-def _defaults(known: Mapping[str, list[str]], open_flags: Collection[str]) -> dict[str, Any]:
-    """Return what Megatron-LM does where an argument is not given, and we do not.
-
-    Args:
-        open_flags: arguments that are given, with values that are not known.
-    """
+def _defaults(known: Given) -> dict[str, Any]:
+    """Return what Megatron-LM does where an argument is not given, and we do not."""
     tables = [DEFAULTS]
     for (with_flag, *with_value), table in DEFAULTS_WITH.items():
-        if with_flag in open_flags or (with_flag in known and known[with_flag][: len(with_value)] == with_value):
+        if with_flag in known and known[with_flag][: len(with_value)] == with_value:
             tables.append(table)
     rows = [(flag, row) for table in tables for flag, row in table.items()]
-    return {field: value for flag, (field, value) in rows if flag not in known and flag not in open_flags}
+    return {field: value for flag, (field, value) in rows if flag not in known}
 
 
-def _not_given(known: Mapping[str, list[str]], open_flags: Collection[str]) -> Iterator[str]:
+def _not_given(known: Given) -> Iterator[str]:
     """Yield what is always done here, and by Megatron-LM never, or with an argument alone that is not given."""
     if [_number(word) for word in known.get("--weight-decay", [])] != [0]:
         yield "--weight-decay: the embedding has none, as norms and biases; there it has"
-    if known.get("--optimizer") != ["muon"] and "--optimizer" not in open_flags:
+    if known.get("--optimizer") != ["muon"]:
         return
     groups: list[tuple[str, ...]] = [("--muon-nesterov", "--muon-use-nesterov")]
-    if known.get(ranks := "--tensor-model-parallel-size", ["1"]) != ["1"] or ranks in open_flags:
+    if known.get("--tensor-model-parallel-size", ["1"]) != ["1"]:
         groups.append(("--muon-tp-mode",))
     for names in groups:
         row = foreign_names.row_of(foreign_names.plain(names[0]))
-        if row is not None and not {*names} & {*known, *open_flags}:
+        if row is not None and not {*names} & known.keys():
             yield f"--optimizer muon without {names[0]}: {row.note}"
 
 
 # -- the model
 
 
-def _model(known: Mapping[str, list[str]], open_flags: Collection[str]) -> tuple[dict[str, Any], list[str], list[str]]:
+def _model(known: Given) -> tuple[dict[str, Any], list[str], list[str]]:
     """Return the model's fields, in what it is another than Megatron-LM's, and which values no field can have."""
-    open_names = {RULED.get(flag, foreign_names.plain(flag)) for flag in open_flags}
-    arguments = {name: value for name, value in MODEL_DEFAULTS.items() if name not in open_names}
+    arguments = dict(MODEL_DEFAULTS)
     for flag, words in known.items():
         values = [_number(word) for word in words]
         value: Any = True if not values else values[0] if len(values) == 1 else values
@@ -428,13 +369,15 @@ def _model(known: Mapping[str, list[str]], open_flags: Collection[str]) -> tuple
     if "--use-rotary-position-embeddings" in known:
         arguments["position_embedding_type"] = "rope"
     width = arguments.get("hidden_size")
-    if not {"ffn_hidden_size"} & {*arguments, *open_names} and type(width) is int:  # as validate_args computes it
+    if "ffn_hidden_size" not in arguments and type(width) is int:  # as validate_args computes it
         arguments["ffn_hidden_size"] = int(4 * width * 2 / 3 / 64) * 64 if arguments.get("swiglu") else 4 * width
-    not_padded = list(_set_padding(arguments, open_names))
-    if known.get("--tokenizer-type") == ["GPT2BPETokenizer"] and "vocab_size" not in {*arguments, *open_names}:
+    multiple, ranks = arguments.get(MULTIPLE, FANformerConfig.make_vocab_size_divisible_by), arguments.get(RANKS, 1)
+    if type(multiple) is type(ranks) is int and ranks > 1:  # there it is of each rank
+        arguments[MULTIPLE] = multiple * ranks
+    if known.get("--tokenizer-type") == ["GPT2BPETokenizer"] and "vocab_size" not in arguments:
         with contextlib.suppress(OSError, ValueError):  # `_to_do` says that it is missing
             arguments["vocab_size"] = len(json.loads(Path(*known.get("--vocab-file", [])).read_text(encoding="utf-8")))
-    found = [*problems(arguments), *_of_pattern(arguments, known, open_flags)]
+    found = [*problems(arguments), *_of_pattern(arguments, known)]
     found += [f"{name} is {arguments[name]}, but there is no dropout" for name in DROPOUT if arguments.get(name)]
     is_ours = not OUR_SPECS.isdisjoint(known.get("--spec", []))
     if arguments.get("spec") and not is_ours:
@@ -444,36 +387,18 @@ def _model(known: Mapping[str, list[str]], open_flags: Collection[str]) -> tuple
         fields["model.fan.placement"] = "none"
     wrong = {name: problem for name, value in fields.items() for problem in _wrong(name, value)}
     fields = {name: value for name, value in fields.items() if name not in wrong}
-    return fields, found, [*wrong.values(), *not_padded]
+    return fields, found, list(wrong.values())
 
 
-def _set_padding(arguments: dict[str, Any], open_names: Collection[str]) -> Iterator[str]:
-    """Set the multiple to which the vocabulary is padded, which there is of each rank; yield a note if it is not
-    known.
-    """
-    multiple = arguments.get(MULTIPLE, FANformerConfig.make_vocab_size_divisible_by)
-    ranks = arguments.get(RANKS, 1)
-    if {MULTIPLE, RANKS} & {*open_names}:
-        arguments.pop(MULTIPLE, None)
-        yield (
-            f"model.{MULTIPLE} is for you to state: --{MULTIPLE.replace('_', '-')} "
-            f"({FANformerConfig.make_vocab_size_divisible_by} by default) times --{RANKS.replace('_', '-')}"
-        )
-    elif type(multiple) is type(ranks) is int and ranks > 1:
-        arguments[MULTIPLE] = multiple * ranks
-
-
-def _of_pattern(
-    arguments: dict[str, Any], known: Mapping[str, list[str]], open_flags: Collection[str]
-) -> Iterator[str]:
+def _of_pattern(arguments: dict[str, Any], known: Given) -> Iterator[str]:
     """Set the number of layers by a hybrid stack's pattern, which comes before it; yield in what the model differs."""
     for flag in HYBRID:
-        if flag in known or flag in open_flags:
+        if flag in known:
             arguments.pop("num_layers", None)
-            pattern = " ".join(known.get(flag, []))
+            pattern = " ".join(known[flag])
             if re.fullmatch(r"(\*-)+", layers := pattern.replace("|", "")):
                 arguments["num_layers"] = len(layers) // 2
-            elif flag in known:
+            else:
                 yield f"{flag} {pattern} is not `*-` repeated, attention and MLP, as layers are: state model.num_layers"
 
 

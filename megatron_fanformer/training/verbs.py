@@ -34,9 +34,9 @@ class ConfigOptions:
     """Print all of --config, with presets and overrides applied, as YAML."""
     environment: bool = option(False, exclusive="shown")
     """Print what a run by --config sets in the environment of its ranks, and why."""
-    from_megatron: str | None = option(None, metavar="ARGS")
-    """Print the configuration that arguments of Megatron-LM's pretrain_gpt.py are, and what it does not hold. ARGS: a
-    command line in quotes, or the name of a launch script, which is read and not run."""
+    from_megatron: tuple[str, ...] | None = option(None, metavar="ARGS", nargs="...")
+    """Print the configuration that the arguments of Megatron-LM's pretrain_gpt.py are, and what it does not hold. All
+    that follows are arguments: put this in the place of `torchrun … pretrain_gpt.py` in a launch script, and run it."""
     config: Path | None = option(None, metavar="FILE", parse=path_or_none)
     """With --resolved and --environment: configuration file (YAML)."""
     output: Path | None = option(None, metavar="FILE", parse=path_or_none)
@@ -72,8 +72,8 @@ def _without_config(command_line: Sequence[str]) -> list[str]:
 
     found = [] if any(word.startswith("--config") for word in command_line) else answers(command_line)
     remedy = (
-        f'a run is a YAML file here, and --section.field VALUE over it; {PROGRAM} config --from-megatron "ARGUMENTS" '
-        "--output run.yaml writes it from those of Megatron-LM"
+        f"a run is a YAML file here, and --section.field VALUE over it; {PROGRAM} config --output run.yaml "
+        "--from-megatron ARGUMENTS writes it from those of Megatron-LM"
     )
     return [*found, remedy] if found else []
 
@@ -90,11 +90,7 @@ def _config(options: ConfigOptions) -> None:
     if options.output is not None and options.from_megatron is None:
         raise InputError(f"--output has no effect without --from-megatron; {PROGRAM} config --help lists the options")
     if options.from_megatron is not None:
-        others = {"schema": options.schema, "resolved": options.resolved, "environment": options.environment}
-        others |= {"config": options.config is not None, "gpus": options.gpus is not None}
-        if given := [name for name, is_given in others.items() if is_given]:
-            raise InputError(f"--{given[0]} has no effect with --from-megatron; leave one of them out")
-        _from_megatron(options.from_megatron, options.output, options.overrides)
+        _from_megatron(options.from_megatron, options.output)
         return
     stray = [*options.overrides, *(["--config"] if options.config else [])]
     shown = "--resolved" if options.resolved else "--environment" if options.environment else None
@@ -116,14 +112,14 @@ def _config(options: ConfigOptions) -> None:
         show(field_list(width() or WIDTH).splitlines())
 
 
-def _from_megatron(source: str, output: Path | None, overrides: tuple[str, ...]) -> None:
+def _from_megatron(words: tuple[str, ...], output: Path | None) -> None:
     from megatron_fanformer.training.megatron_arguments import convert
 
     if output is not None and (found := file_problems(output=output)):
         raise InputError("\n".join(found))
     if output is not None and output.exists():
         raise InputError(f"{output} exists already; name another file, or remove it")
-    converted = convert(source, overrides)
+    converted = convert(words)
     if output is None:
         show([converted.text().rstrip()], as_they_are=True)
     else:
@@ -155,7 +151,7 @@ CONFIG = Verb(
     run=_config,
     examples=(
         "config --resolved --config examples/tiny-cpu.yaml",
-        "config --from-megatron pretrain_llama.sh\n--output run.yaml --model.vocab_size 128256",
+        "config --output run.yaml --from-megatron\n--num-layers 16 --hidden-size 2048 --model.vocab_size 128256",
     ),
     notes="With --resolved, --environment and --from-megatron, fields of the configuration can be set as "
     "--section.field VALUE.",
