@@ -362,9 +362,9 @@ def test_a_run_of_another_configuration_is_not_taken_for_a_cell(tmp_path: Path, 
         ({"evaluation.perplexity.sets": {"own": ["a", "b"]}}, "eval/own/CrossEntropyLoss", r"sets\.own \['a'\], and"),
         ({"evaluation.perplexity.chunking": "documents"}, "eval/own/CrossEntropyLoss", "chunking tokens, and"),
         ({"evaluation.perplexity.chunk_tokens": 8}, "eval/own/CrossEntropyLoss", "chunk_tokens None, and"),
-        ({"evaluation.perplexity.batches": None}, "eval/own/CrossEntropyLoss", "batches 1, and"),
-        ({"evaluation.batch_tokens": 32}, "eval/own/CrossEntropyLoss", "batch_tokens None, and"),
-        ({"training.micro_batch_size": 1}, "eval/own/CrossEntropyLoss", "micro_batch_size 2, and"),
+        ({"evaluation.perplexity.limit_tokens": None}, "eval/own/CrossEntropyLoss", "limit_tokens 9, and"),
+        ({"evaluation.batch_tokens": 32}, "eval/own/CrossEntropyLoss", None),
+        ({"training.micro_batch_size": 1}, "eval/own/CrossEntropyLoss", None),
         ({"evaluation.perplexity.sets": {"own": ["a"], "other": ["b"]}}, "eval/own/CrossEntropyLoss", None),
         ({"evaluation.perplexity.chunk_tokens": 8}, "loss", None),
         ({"training.micro_batch_size": 1}, "loss", None),
@@ -382,7 +382,7 @@ def test_a_cell_whose_loss_was_measured_otherwise_is_not_paired_with_the_others(
         "training.train_iters": 2,
         "schedule.lr_warmup_iters": 1,
         "evaluation.perplexity.sets": {"own": ["a"]},
-        "evaluation.perplexity.batches": 1,
+        "evaluation.perplexity.limit_tokens": 9,
     }
     file = write_sweep(tmp_path, tokens, axes=axes, seeds=1, report=report, changes=first)
     train(read_sweep(file, needs_data=False).cells[0].config.as_dict())
