@@ -14,6 +14,8 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from megatron_fanformer.model.config import FANformerConfig
+from megatron_fanformer.model.placements import all_tensors
+from megatron_fanformer.model.placements.base import QKV_PARTS
 from megatron_fanformer.planning.gradient_buffers import (
     Weight,
     chunks,
@@ -57,10 +59,9 @@ def rows_of_group(name: str, heads_of_group: int, head_size: int) -> tuple[int, 
 
     Queries of all groups are one matrix, and so are keys and values, as in Megatron-LM.
     """
-    queries = heads_of_group * head_size
-    if name.endswith("linear_qkv.weight"):
-        return queries, head_size, head_size
-    return (queries, head_size) if name.endswith("linear_qk.weight") else ()
+    parts = next((tensor.hf for tensor in all_tensors() if name.endswith(tensor.name)), ())
+    rows = dict(zip(QKV_PARTS, (heads_of_group * head_size, head_size, head_size), strict=True))
+    return tuple(rows[part] for part in parts if part in rows)
 
 
 def owners(flops: Sequence[int], ranks: int) -> list[int]:

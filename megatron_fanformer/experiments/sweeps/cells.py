@@ -125,7 +125,7 @@ def _metrics(cell: Cell) -> list[dict[str, Any]]:
 
 def _loss(metrics: list[dict[str, Any]], metric: str, average_steps: int) -> float | None:
     if metric == LOSS:
-        losses = [entry[LOSS] for entry in metrics[-average_steps:] if LOSS in entry]
+        losses = [entry[LOSS] for entry in metrics[-average_steps:] if entry.get(LOSS) is not None]
         return float(np.mean(losses)) if losses else None
     value = metrics[-1].get(metric) if metrics else None
     return float(value) if isinstance(value, int | float) else None
