@@ -45,7 +45,7 @@ class Conversations:
 
     def refuse_unlearned(self, name: str, seq_length: int) -> None:
         """Raise InputError if no token within `seq_length` of a conversation's first is a learned label."""
-        places = map(self.place, np.flatnonzero(self.lengths))
+        places = map(self.place, np.flatnonzero(self.lengths).tolist())
         if not any(chats[own][1][1:seq_length].any() for chats, own in places):
             raise InputError(
                 f"validation set {name} has no learned token within the first {seq_length} of any conversation; name "

@@ -204,8 +204,7 @@ class Trainer:
             return self._skipped(fault)
         if not result.tokens:  # of all ranks
             return self._skipped("its samples have no learned token")
-        is_measured = self._step_metrics.are_weights_due(self.step)
-        update_weights(self._optimizer, result.grad_norm, is_measured=is_measured)
+        update_weights(self._optimizer, result.grad_norm, is_measured=self._step_metrics.are_weights_due(self.step))
         self._bad_steps.note_good(self.step, result.loss, result.grad_norm)
         self.last_step_seconds = time.monotonic() - started
         heartbeat.mark_step_took(self.last_step_seconds)
