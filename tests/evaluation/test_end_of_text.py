@@ -70,6 +70,13 @@ def test_the_documents_of_a_set_end_as_its_manifest_says_whatever_the_model_stat
     assert own.pieces()[:, 2].tolist() == lengths
 
 
+def test_each_checkpoint_has_the_documents_of_its_own_end_of_text(made: Made, other: Path, tmp_path: Path) -> None:
+    np.array([1, 2, 7, 0, 3, 4, 5, 6, 8, 9], "<u2").tofile(tmp_path / "tokens.npy")
+    sets = ["--perplexity", f"own={tmp_path / 'tokens.npy'}", "--chunking", "documents"]
+    jobs = find_jobs(asked(made.export, other, made.run, *sets)).jobs
+    assert [job.survey.sets[0].pieces()[:, 2].tolist() for job in jobs] == [[4, 6], [3, 7], [4, 6]]
+
+
 def test_requests_have_the_end_of_text_that_the_checkpoints_state(
     made: Made, other: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

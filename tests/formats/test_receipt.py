@@ -70,10 +70,17 @@ def test_padding_that_is_left_out_is_told(tmp_path: Path) -> None:
     }
 
 
-def test_padding_that_is_asked_for_is_zeros(source: Path, tmp_path: Path) -> None:
-    convert_checkpoint(source, tmp_path / "out", to="reference", padded_vocab_size=130)
-    rows = load_file(tmp_path / "out" / "model.safetensors")["transformer.wte.weight"]
-    assert rows.shape[0] == 130 and not rows[128:].any() and rows[127].any()
+@pytest.mark.parametrize("to", FORMS)
+def test_padding_that_is_asked_for_is_zeros(to: str, source: Path, tmp_path: Path) -> None:
+    """By the command, as a user asks for it; in Hugging Face's form they are token ids."""
+    for name, rows in (("asked", 130), ("own", 90 if to == "hf" else 128)):
+        asked = ["--padded-vocab-size", str(rows)] if name == "asked" else []
+        assert main(["convert", str(source), str(tmp_path / name), "--to", to, *asked]) == 0
+        made = checkpoints.open_checkpoint(tmp_path / name)
+        embedding = next(tensor for key, tensor in made.tensors.items() if "embed" in key or "wte" in key)
+        assert embedding.shape[0] == rows
+        assert (made.config.vocab_size, made.config.padded_vocab_size)[to != "hf"] == rows
+        assert not embedding[128:].any() and embedding[89].any()
 
 
 def test_fewer_rows_than_token_ids_are_refused(source: Path, tmp_path: Path) -> None:
