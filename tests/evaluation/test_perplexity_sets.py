@@ -174,7 +174,7 @@ def test_rolling_windows_are_lm_evals(tmp_path: Path, form: str, with_ends: bool
 def test_a_limit_counts_tokens_from_the_beginning(tmp_path: Path) -> None:
     write_npy(tmp_path / "a.npy", 100)
     for tokens, pieces in ((24, 3), (25, 4)):  # pieces of 8
-        (each,) = found(own(tmp_path, limit_tokens=tokens))
+        (each,) = found(own(tmp_path, limit_tokens=tokens, chunk_tokens=8))
         assert len(each.pieces()) == pieces
 
 

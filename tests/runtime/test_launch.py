@@ -150,8 +150,9 @@ class Met(Exception):
     """Ends a test where ranks would have met."""
 
 
-def test_the_limit_of_ranks_is_in_minutes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a store that a rank waits at, and of a rank that others wait for."""
+@pytest.mark.parametrize(("minutes", "meeting"), [(30, 30), (3, 10)])
+def test_the_limit_of_ranks_is_in_minutes(minutes: int, meeting: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a rank that others wait for, and of the store that ranks meet at, where they have ten at least."""
     given: list[Any] = []
 
     def watching(store: Any, *_: Any, limit_seconds: float, **__: Any) -> Any:
@@ -159,12 +160,12 @@ def test_the_limit_of_ranks_is_in_minutes(monkeypatch: pytest.MonkeyPatch) -> No
         raise Met
 
     monkeypatch.setattr(parallel, "watching_ranks", watching)
-    runtime = RuntimeConfig(device="cpu", threads_per_rank=torch.get_num_threads(), distributed_timeout_minutes=30)
+    runtime = RuntimeConfig(device="cpu", threads_per_rank=torch.get_num_threads(), distributed_timeout_minutes=minutes)
     port = hosted_store("127.0.0.1", 0, wait_for_workers=False).port
     alone = {"rank": 0, "world_size": 1, "local_rank": 0, "local_world_size": 1, "master_address": "127.0.0.1"}
     with pytest.raises(Met), parallel.process_group(runtime, devices.RankAddress(**alone, master_port=port)):
         pass
-    assert given == [timedelta(minutes=30), 1800.0]
+    assert given == [timedelta(minutes=meeting), 60.0 * minutes]
 
 
 @pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.full)])

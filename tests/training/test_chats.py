@@ -1,7 +1,9 @@
 """Fine-tuning on packed chats: the loss per learned token, epochs, resuming, and what a checkpoint gets."""
 
 import math
+import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,9 @@ from megatron_fanformer.training.config import config_from_dict
 from megatron_fanformer.training.metrics import read_metrics
 from megatron_fanformer.training.preflight import check_run
 from tests.chat_pairs import Chat, random_chats, write_chats
+from tests.checkpoint.test_async_save import writers_do_first
 from tests.small_runs import SEQ_LENGTH, VOCAB_SIZE, first_step, small_run, trainer_of
+from tests.training.test_recovery import SLOW_SECONDS
 from tests.training.test_resume import STEPS, resumed_after
 from tests.training.test_trainer import train
 
@@ -123,18 +127,24 @@ def test_a_validation_set_without_a_learned_token_is_refused(tmp_path: Path, run
         tmp_path,
         whole,
         data={"valid_data": {"held-out": [write_chats(tmp_path / "other" / "chats", silent)]}},
-        training={"train_iters": 6, "global_batch_size": 2, "micro_batch_size": 1, "eval_iters": 2},
+        training={
+            **{"train_iters": 6, "global_batch_size": 2, "micro_batch_size": 1},
+            **{"eval_iters": 2, "eval_interval": 3},
+        },
+        checkpoint={"save_interval": 2, "async_save": True},
     )
     with pytest.raises(InputError, match=r"^validation set held-out has no learned token within the first 16 of any"):
         check_run(config_from_dict(values), 1)
     write_chats(tmp_path / "other" / "chats", [*silent[1:], whole[0]])
     message = "validation set held-out has no learned token in the 4 samples that training.eval_iters 2 reads; raise"
     assert run_on_ranks(2, refusal, {**values, "parallel": {"data_parallel_size": 2}}) == [message] * 2
+    assert [path.name for path in store.complete_checkpoints(tmp_path / "run")] == ["step-00000002"]
 
 
 def refusal(values: dict[str, Any]) -> str | None:
     try:
-        train(values)
+        with writers_do_first(partial(time.sleep, SLOW_SECONDS)):
+            train(values)
     except InputError as error:
         return str(error).partition(" it,")[0]
     return None

@@ -151,10 +151,12 @@ def test_poisoned_steps_are_skipped_as_if_they_had_been_named(
     run_on_ranks: RunOnRanks, tmp_path: Path, configured: Callable[..., dict[str, Any]], without: Callable[..., Path]
 ) -> None:
     values = configured(tmp_path / "run")
-    assert run_on_ranks(2, train_poisoned, values, Poison((3, 7, 9))) == [None, None]
-    assert_same_end(run_on_ranks, tmp_path / "run", without(3, 7, 9))
+    assert run_on_ranks(2, train_poisoned, values, Poison((3, 7, 10))) == [None, None]
+    assert_same_end(run_on_ranks, tmp_path / "run", without(3, 7, 10))
+    saved = [store.step_of(path) for path in store.complete_checkpoints(tmp_path / "run")]
+    assert saved == [5, STEPS]  # and none after a bad step
     skipped = [m for m in read_metrics(tmp_path / "run") if "skipped" in m]
-    assert [m["step"] for m in skipped] == [3, 7, 9]
+    assert [m["step"] for m in skipped] == [3, 7, 10]
     assert {m["skipped"] for m in skipped} == {"the gradient norm is nan"}
     assert read_metrics(tmp_path / "run")[-1]["recovery/skipped_steps"] == 3
     assert [event["ranks"] for event in events(tmp_path / "run", "computed_again")] == [[], [], []]
