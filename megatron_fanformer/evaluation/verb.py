@@ -127,6 +127,7 @@ EVALUATE = Verb(
         "evaluate runs/demo/run --perplexity held-out=tokens/web",
         "evaluate --prepare paper.requests --tasks paper\n--tokenizer tokenizer.json",
     ),
+    advice=lambda line: ["use --limit-tokens, which does not depend on --batch-tokens"] * ("--batches" in line),
     results_are_files=True,
     takes_signals=True,
 )
