@@ -96,7 +96,8 @@ def read_command(arguments: Sequence[str]) -> tuple[Verb[Any], Any]:
         raise InputError("\n".join([str(error), *more])) from None
     verb = VERBS[given.verb]
     if rest and not verb.takes_overrides:
-        raise InputError(f"unknown argument {rest[0]}; {PROGRAM} {verb.name} --help lists the options")
+        remedy = next(iter(verb.advice(arguments)), f"{PROGRAM} {verb.name} --help lists the options")
+        raise InputError(f"unknown argument {rest[0]}; {remedy}")
     return verb, verb.read(vars(given), rest, arguments)
 
 

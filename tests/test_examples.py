@@ -236,7 +236,11 @@ def run_slurm_script(
 
 @pytest.mark.parametrize(
     ("codes", "end", "is_requeued"),
-    [([0], 0, False), ([2], 2, False), ([5], 5, True), ([1, 137, 0], 0, False), ([1, 1, 1, 1], 1, False)],
+    [
+        *(([code], code, code == 5) for code in (0, 2, 3, 4, 5)),
+        ([1, 137, 0], 0, False),
+        ([1, 1, 1, 1], 1, False),
+    ],
 )
 def test_the_slurm_script_joins_the_ranks_requeues_what_stopped_and_restarts_what_failed(
     tmp_path: Path, codes: list[int], end: int, is_requeued: bool

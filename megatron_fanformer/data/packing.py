@@ -43,6 +43,15 @@ class Conversations:
             of_part = "" if split is None else f" left for {PART_NAMES[part]} by data.split {split}"
             raise InputError(f"{', '.join(prefixes)}: no conversation is{of_part or ' in them'}; name more chats")
 
+    def refuse_unlearned(self, name: str, seq_length: int) -> None:
+        """Raise InputError if no token within `seq_length` of a conversation's first is a learned label."""
+        places = map(self.place, np.flatnonzero(self.lengths).tolist())
+        if not any(chats[own][1][1:seq_length].any() for chats, own in places):
+            raise InputError(
+                f"validation set {name} has no learned token within the first {seq_length} of any conversation; name "
+                "other chats, or raise model.seq_length"
+            )
+
     def place(self, number: int) -> tuple[ChatFiles, int]:
         """Return the files of a conversation, and its number there."""
         source = int(np.searchsorted(self._ends, number, side="right"))

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from megatron_fanformer.runtime.parallel import RankGrid
 
 NEEDED: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(("perplexity_folder", "chunk_tokens", "batches"), ("perplexity",)),
+    **dict.fromkeys(("perplexity_folder", "chunk_tokens", "limit_tokens"), ("perplexity",)),
     "eod_id": ("perplexity", "tasks", "requests", "ulogic"),
 }
 """For each option, those without which it has no effect; one of them is enough."""
@@ -309,7 +309,7 @@ def _evaluation(options: EvaluateOptions, problems: list[str]) -> EvaluationConf
         folder=options.perplexity_folder,
         chunking=options.chunking,
         chunk_tokens=options.chunk_tokens,
-        batches=options.batches,
+        limit_tokens=options.limit_tokens,
         npy_dtype=options.npy_dtype,
         eod_id=options.eod_id,
     )

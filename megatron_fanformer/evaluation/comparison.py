@@ -129,7 +129,7 @@ def _refuse_other_tokens(a: Result, b: Result, sets: list[str]) -> None:
             f"the tokenizer has SHA-256 {in_a} in A and {in_b} in B, so that the perplexities of {', '.join(sets)} are "
             "of different tokens; compare bits per byte by hand, or evaluate both on tasks alone"
         )
-    for name in ("chunking", "chunk_tokens", "batches"):
+    for name in ("chunking", "chunk_tokens", "limit_tokens"):
         in_a, in_b = (getattr(each.settings, name, "not known") for each in (a, b))
         if in_a != in_b:
             raise InputError(
@@ -141,7 +141,7 @@ def _refuse_other_tokens(a: Result, b: Result, sets: list[str]) -> None:
         if of_a != of_b:
             raise InputError(
                 f"{name} has {of_a:,} scored tokens in A and {of_b:,} in B, not the same ones; evaluate both with the "
-                "same files, --batches and --batch-tokens"
+                "same files and --limit-tokens"
             )
 
 

@@ -30,8 +30,9 @@ class PerplexityConfig:
     every token of each, as lm-eval (docs/evaluation.md#chunks)."""
     chunk_tokens: int | None = None
     """Tokens of a chunk, all but the first scored; with `rolling` of a window, all scored; null: `seq_length`."""
-    batches: int | None = None
-    """Batches of `evaluation.batch_tokens` from the beginning of each set; null: whole sets."""
+    limit_tokens: int | None = None
+    """Take so many tokens from the beginning of each set, in whole pieces (with `rolling`, whole documents); null: all.
+    """
     npy_dtype: NpyType = "uint16"
     """Type of the token ids in `.npy` files without a manifest."""
     eod_id: int | None = None
@@ -56,8 +57,8 @@ class PerplexityConfig:
             found.append(f"{section}.groups is {', '.join(self.groups)} without a folder; set {section}.folder")
         if self.chunk_tokens is not None and self.chunk_tokens < 2:
             found.append(f"{section}.chunk_tokens is {self.chunk_tokens}; it must be at least 2, or null")
-        if self.batches is not None and self.batches < 1:
-            found.append(f"{section}.batches is {self.batches}; it must be at least 1, or null")
+        if self.limit_tokens is not None and self.limit_tokens < 1:
+            found.append(f"{section}.limit_tokens is {self.limit_tokens}; it must be at least 1, or null")
         if self.eod_id is not None and self.eod_id < 0:
             found.append(f"{section}.eod_id is {self.eod_id}; it must not be negative")
         return found

@@ -18,7 +18,7 @@ from megatron_fanformer.data.tokenizer import load_tokenizer, tokenizer_file
 from megatron_fanformer.durable_files import sha256_of
 from megatron_fanformer.errors import DivergenceError, InputError, collect_problems
 from megatron_fanformer.evaluation import generation_tasks, ulogic
-from megatron_fanformer.evaluation.config import EvaluationConfig, EvaluationRequest
+from megatron_fanformer.evaluation.config import EvaluationRequest
 from megatron_fanformer.evaluation.generated_texts import GenerationSettings
 from megatron_fanformer.evaluation.metrics import DIVISORS, document_sums, task_metrics
 from megatron_fanformer.evaluation.perplexity import SetLoss, group_perplexities, perplexity_of_sets
@@ -99,8 +99,15 @@ def find_jobs(request: EvaluationRequest) -> Jobs:
                 # where choice tasks are requested, too, their survey checks the file against the tokenizer
                 file = None if choices or list(texts) == [ULOGIC] else request_file
                 found += _text_problems(request, source, tokenizer, texts, file)
-            batch_tokens = request.options.batch_tokens
-            survey = partial(_survey, evaluation, source, tokenizer, request_file, batch_tokens)
+            survey = partial(
+                survey_evaluation,
+                evaluation,
+                seq_length=source.config.seq_length,
+                vocab_size=source.config.vocab_size,
+                tokenizer=None if tokenizer is None else str(tokenizer),
+                requests=request_file,
+                end_of_text_id=source.end_of_text_id,
+            )
             known[key] = collect_problems(found, survey)
         if (its := known[key]) is not None:
             jobs.append(EvaluationJob(source=source, tokenizer=tokenizer, tokenizer_sha256=digest, survey=its))
@@ -110,24 +117,6 @@ def find_jobs(request: EvaluationRequest) -> Jobs:
         return Jobs(jobs=jobs, texts=texts, requests=None, made_of={})
     made_of = {name: request_file.versions[name] for name in choices if name in request_file.versions}
     return Jobs(jobs=jobs, texts=texts, requests=request_file.sha256, made_of=made_of)
-
-
-def _survey(
-    evaluation: EvaluationConfig,
-    source: ModelSource,
-    tokenizer: Path | None,
-    requests: RequestFile | None,
-    batch_tokens: int,
-) -> EvaluationSurvey:
-    return survey_evaluation(
-        evaluation,
-        seq_length=source.config.seq_length,
-        vocab_size=source.config.vocab_size,
-        batch_tokens=batch_tokens,
-        tokenizer=None if tokenizer is None else str(tokenizer),
-        requests=requests,
-        end_of_text_id=source.end_of_text_id,
-    )
 
 
 def _text_problems(
@@ -217,7 +206,7 @@ def _settings(request: EvaluationRequest, source: ModelSource, grid: RankGrid) -
     return Settings(
         chunking=sets.chunking,
         chunk_tokens=sets.chunk_tokens or source.config.seq_length,
-        batches=sets.batches,
+        limit_tokens=sets.limit_tokens,
         batch_tokens=request.options.batch_tokens,
         dtype=str(_dtype(request, source, grid)).removeprefix("torch."),
         sampling=request.sampling,

@@ -280,7 +280,6 @@ def find_sets(
     *,
     seq_length: int,
     vocab_size: int,
-    batch_tokens: int,
     end_of_text_id: int | None = None,
     tokenizer: Tokenizer | None = None,
 ) -> list[PerplexitySet]:
@@ -289,7 +288,6 @@ def find_sets(
     Args:
         seq_length: of the model: the longest piece that it may be given.
         vocab_size: of the model.
-        batch_tokens: what `batches` counts in.
         end_of_text_id: the model's, which ends a document where neither `config` nor a manifest says what does.
         tokenizer: gives, where a set has no manifest, how many bytes its tokens are, and, where nothing else says it,
             what ends a document, if it has an id for that.
@@ -324,7 +322,7 @@ def find_sets(
             chunking=config.chunking,
             chunk_tokens=chunk,
             vocab_size=vocab_size,
-            most_tokens=None if config.batches is None else config.batches * batch_tokens,
+            most_tokens=config.limit_tokens,
         )
         sets.append(_with_bytes(each, tokenizer))
     return sets

@@ -3,7 +3,7 @@
     {"checkpoint": "runs/a/checkpoints/step-00001000", "step": 1000,
      "versions": {"megatron_fanformer": …},
      "tokenizer": the SHA-256 of its file, or null,
-     "settings": {"chunking", "chunk_tokens", "batches", "batch_tokens", "dtype", "sampling": {…}},
+     "settings": {"chunking", "chunk_tokens", "limit_tokens", "batch_tokens", "dtype", "sampling": {…}},
      "requests": the SHA-256 of the request file, or null,
      "tasks": {NAME: {"metric": the task's own,
                       "metrics": {NAME: {"value", "standard_error", "documents"}},
@@ -75,13 +75,12 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 
     chunking: str
     chunk_tokens: int
-    batches: int | None
     batch_tokens: int
-    """Tokens of a micro batch, the unit of `batches`."""
     dtype: str
     """Number format in which the weights were run."""
     sampling: dict[str, Any]
     """Sampling settings of the texts that the model wrote."""
+    limit_tokens: int | None = None
 
 
 class Result(msgspec.Struct, frozen=True, kw_only=True):

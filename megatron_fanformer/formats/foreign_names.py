@@ -376,6 +376,11 @@ paths = data.train_data
 )
 """The names of OLMo and OLMo-core that Hugging Face does not have."""
 
+EARLIER = _table(
+    "batches = evaluation.perplexity.limit_tokens: in tokens, so that it does not depend on the micro batch"
+)
+"""Names of fields in earlier versions whose values meant something else."""
+
 
 def answer(plain_name: str) -> str | None:
     """Return what another trainer's setting is here, or why it is not there, as a clause; None: not a name of one."""
@@ -409,5 +414,5 @@ def plain(name: str) -> str:
 
 @functools.cache
 def _by_plain_name() -> dict[str, ForeignName]:
-    tables = (*MEGATRON_LM.values(), MEGATRON_CORE, HUGGING_FACE, OLMO)
+    tables = (*MEGATRON_LM.values(), MEGATRON_CORE, HUGGING_FACE, OLMO, EARLIER)
     return {plain(name): row for table in tables for row in table for name in row.names.split()}

@@ -4,6 +4,8 @@ import itertools
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from megatron_fanformer.checkpoint.store import METRICS
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.pictures import draw_heat_map, drawn
@@ -47,7 +49,7 @@ def _looks(run: Path) -> list[dict[str, Any]]:
     layers = len(looks[0]["health/phase_max"]) if looks else 0
     for look, name in itertools.product(looks, PANELS):
         wrong, values = "", look[name]
-        if not all(type(value) in (int, float) for value in values):
+        if not all(type(value) in (int, float, type(None)) for value in values):  # null: not finite
             wrong = "of something else than numbers"
         elif not values or len(values) != layers:
             wrong = f"of {len(values)} layers, the first look's largest phases of {layers}"
@@ -56,10 +58,10 @@ def _looks(run: Path) -> list[dict[str, Any]]:
     return looks
 
 
-def _draw(axes: Any, by_look: list[list[float]], steps: list[int], title: str) -> None:
+def _draw(axes: Any, by_look: list[list[float | None]], steps: list[int], title: str) -> None:
     """Draw a heat map; shares always from 0 to 1, so that pictures of two runs can be compared."""
     limits: dict[str, Any] = {"vmin": 0.0, "vmax": 1.0} if title.startswith("share") else {}
-    draw_heat_map(axes, list(zip(*by_look, strict=True)), aspect="auto", interpolation="nearest", **limits)
+    draw_heat_map(axes, np.array(by_look, dtype=float).T, aspect="auto", interpolation="nearest", **limits)
     shown = range(0, len(steps), -(-len(steps) // MOST_TICKS))
     axes.set_xticks(list(shown), [f"{steps[look]:,}" for look in shown])
     axes.yaxis.get_major_locator().set_params(integer=True)

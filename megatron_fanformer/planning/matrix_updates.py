@@ -51,18 +51,6 @@ def newton_schulz_flops(rows: int, columns: int) -> int:
     return NEWTON_SCHULZ_STEPS * 2 * (2 * short * short * long + short**3)
 
 
-def rows_of_group(name: str, heads_of_group: int, head_size: int) -> tuple[int, ...]:
-    """Return the rows of queries, keys and values in each query group, of a matrix that has them interleaved; none of
-    others.
-
-    Queries of all groups are one matrix, and so are keys and values, as in Megatron-LM.
-    """
-    queries = heads_of_group * head_size
-    if name.endswith("linear_qkv.weight"):
-        return queries, head_size, head_size
-    return (queries, head_size) if name.endswith("linear_qk.weight") else ()
-
-
 def owners(flops: Sequence[int], ranks: int) -> list[int]:
     """Return the rank that owns each matrix: the largest first, each to the rank with the least."""
     loads, owner = [(0, rank) for rank in range(ranks)], [0] * len(flops)
@@ -176,8 +164,9 @@ class MatrixUpdates:
 
 
 def _matrix(model: FANformerConfig, weight: Weight, tensor: int) -> Matrix:
-    *_, columns = (size.of(model) for size in model.placement.tensor(weight.name).shape)
+    tensor_of_layer = model.placement.tensor(weight.name)
+    *_, columns = (size.of(model) for size in tensor_of_layer.shape)
     rows = weight.elements * (1 if weight.is_partial else tensor) // columns  # of both FAN maps, where there are two
     heads_of_group = model.num_attention_heads // model.query_groups
-    of_group = rows_of_group(weight.name, heads_of_group, model.kv_channels)
+    of_group = tensor_of_layer.rows_of_group(heads_of_group, model.kv_channels)
     return Matrix(rows, columns, tuple(model.query_groups * part for part in of_group) or (rows,), weight.is_partial)

@@ -21,7 +21,8 @@ def with_steps(config: RunConfig, *, report: Callable[[str], None] = lambda _: N
     if not config.data.is_chats:
         return config
     training = config.training
-    validation_conversations(config.data)  # refused now, where there are none
+    for name, conversations in validation_conversations(config.data).items():  # refused now, where there are none
+        conversations.refuse_unlearned(name, config.model.seq_length)
     packing = pack(training_conversations(config.data).lengths, config.model.seq_length, seed=training.seed)
     report(packing.in_words())
     if training.epochs is None:

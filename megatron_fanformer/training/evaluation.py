@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_fanformer.checkpoint.store import VALIDATION_LOSS
-from megatron_fanformer.errors import DivergenceError
+from megatron_fanformer.errors import DivergenceError, InputError
 from megatron_fanformer.evaluation.metrics import task_metrics
 from megatron_fanformer.evaluation.perplexity import SetLoss, perplexity_metrics, perplexity_of_sets
 from megatron_fanformer.evaluation.perplexity_sets import PerplexitySet
@@ -65,6 +65,7 @@ class Evaluation:
 
         Raises:
             DivergenceError: a loss or a log-probability is not finite.
+            InputError: a validation set has no learned token.
         """
         started = time.monotonic()
         found: dict[str, float] = {}
@@ -105,6 +106,12 @@ class Evaluation:
     def _validation_loss(self, step: int, stages: list[Any], name: str, dataset: Any) -> dict[str, float]:
         iters = self._config.training.eval_iters
         loss = evaluate_loss(stages, dataset, self._grid, self._config, eval_iters=iters, shall_stop=self._shall_stop)
+        if loss is None:
+            samples = iters * self._config.training.global_batch_size
+            raise InputError(
+                f"validation set {name} has no learned token in the {samples:,} samples that training.eval_iters "
+                f"{iters} reads; raise it, or name other data"
+            )
         _refuse_not_finite(step, f"the validation loss ({name})", loss)
         logger.info("step %d  validation loss (%s) %.4f", step, name, loss)
         return {f"{VALIDATION_LOSS}/{name}": loss}
@@ -169,8 +176,9 @@ def evaluate_loss(
     *,
     eval_iters: int,
     shall_stop: Callable[[], bool] | None = None,
-) -> float:
-    """Mean cross entropy per token, in nats, over the first `eval_iters` global batches of a dataset.
+) -> float | None:
+    """Mean cross entropy per token, in nats, over the first `eval_iters` global batches of a dataset; None without
+    tokens.
 
     Raises:
         Stopped: `shall_stop`, which is called before each global batch, returned true.
@@ -189,4 +197,4 @@ def evaluate_loss(
     sums = sums.to(grid.torch_device)
     dist.all_reduce(sums, group=grid.groups.dp)
     loss, count = sums.tolist()
-    return float(loss / max(count, 1))
+    return float(loss / count) if count else None

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_fanformer.model.placements import all_tensors
 from megatron_fanformer.ops.newton_schulz import orthogonalize
 from megatron_fanformer.ops.norms import norm
 from megatron_fanformer.planning.matrix_updates import (
@@ -22,7 +23,6 @@ from megatron_fanformer.planning.matrix_updates import (
     newton_schulz_flops,
     owners,
     rounds,
-    rows_of_group,
 )
 from megatron_fanformer.training.adam import Adam, store
 from megatron_fanformer.training.update_rule import BY_MUON
@@ -240,6 +240,7 @@ def connect(config: Any, optimizer: Any, stages: list[Any], takes_whole: Callabl
 def _matrix(optimizer: Any, stage: Any, name: str, weight: Any, tensor: int, replicas: int) -> Matrix:
     is_shard, config = getattr(weight, "tensor_model_parallel", False), stage.config
     heads_of_group = config.num_attention_heads // config.num_query_groups
+    in_layer = next(each for each in all_tensors() if name.endswith(each.name))
     if isinstance(places := getattr(optimizer, "model_param_group_index_map", None), dict):
         group, number = places.get(weight, (None, None))
         main = None if group is None else optimizer.optimizer.param_groups[group]["params"][number]
@@ -250,7 +251,7 @@ def _matrix(optimizer: Any, stage: Any, name: str, weight: Any, tensor: int, rep
         shard=weight.shape,
         shards=tensor if is_shard else 1,
         dimension=weight.partition_dim if is_shard else 0,
-        rows_of_group=rows_of_group(name, heads_of_group, config.kv_channels),
+        rows_of_group=in_layer.rows_of_group(heads_of_group, config.kv_channels),
         ranges=ranges,
         main=main,
     )

@@ -26,7 +26,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_fanformer.model.attention import FANSelfAttention, FANValueAttention
 from megatron_fanformer.model.config import FANformerConfig
 from megatron_fanformer.runtime.parallel import RankGrid
 
@@ -59,12 +58,9 @@ class PhaseHealth:
         self._units = model.periodic_units if model.has_fan else 0  # of attention
         self._interval = interval if self._units else None
         self._layers, self._grid = model.num_layers, grid
-        self._attentions = [
-            module
-            for stage in stages
-            for module in stage.modules()
-            if isinstance(module, FANSelfAttention | FANValueAttention)
-        ]
+        kind, _ = model.placement.attention()
+        modules = (module for stage in stages for module in stage.modules())
+        self._attentions = [module for module in modules if self._units and isinstance(module, kind)]
         self._read: list[_LayerPhases] = []
         self._reported: set[tuple[str, int]] = set()
 
@@ -132,7 +128,7 @@ class PhaseHealth:
 class _LayerPhases:
     """One layer's phases on this rank in one step."""
 
-    def __init__(self, attention: FANSelfAttention | FANValueAttention, units: int, grid: RankGrid) -> None:
+    def __init__(self, attention: Any, units: int, grid: RankGrid) -> None:
         self.number = attention.layer_number - 1
         """The layer's number in the whole model, from 0."""
         self.fan = attention.fan
@@ -156,7 +152,7 @@ class _LayerPhases:
             self._add_weights()
             self._counts_weights = False
         pre_nk = output[0].flatten(0, 1)
-        for rows, units in self._periodic():
+        for rows, units, _ in self._outputs():
             phases = pre_nk[:, rows].float()
             self.resultant[0, units] += phases.cos().sum(0, dtype=torch.float64)
             self.resultant[1, units] += phases.sin().sum(0, dtype=torch.float64)
@@ -165,22 +161,21 @@ class _LayerPhases:
             bins = (sizes.view(torch.int32) >> _SHIFT).sub_(_FIRST_BIN).clamp_(0, BINS - 1)
             self.counts += bins.flatten().bincount(minlength=BINS)
 
-    def _periodic(self) -> Iterator[tuple[slice, slice]]:
-        """Return which of this rank's rows are periodic, and which of the layer's units they are, output by output."""
+    def _outputs(self) -> Iterator[tuple[slice, slice, slice]]:
+        """Yield of each output this rank's periodic rows, which of the layer's units they are, and its linear rows."""
         shard = self.fan.shard
         row = unit = 0
         for periodic, linear in shard.outputs:
-            own = unit + shard.rank * periodic
-            if periodic:
-                yield slice(row, row + periodic), slice(own, own + periodic)
-            row += periodic + linear
+            own, middle, end = unit + shard.rank * periodic, row + periodic, row + periodic + linear
+            yield slice(row, middle), slice(own, own + periodic), slice(middle, end)
+            row = end
             unit += shard.ranks * periodic
 
     def _add_weights(self) -> None:
         weight: Any = self.fan.linear.weight
         rows = torch.linalg.vector_norm(weight.detach(), dim=1, dtype=torch.float64).square_()
-        periodic = sum((rows[own].sum() for own, _ in self._periodic()), start=rows.new_zeros(()))
-        self.weight_squares += torch.stack([periodic, rows.sum() - periodic])
+        for periodic, _, linear in self._outputs():
+            self.weight_squares += torch.stack([rows[periodic].sum(), rows[linear].sum()])
 
 
 def _metrics(sums: Tensor, largest: Tensor) -> dict[str, list[float]]:

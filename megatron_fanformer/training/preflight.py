@@ -188,7 +188,6 @@ def _evaluation(config: RunConfig) -> EvaluationSurvey:
         config.evaluation,
         seq_length=config.model.seq_length,
         vocab_size=config.model.vocab_size,
-        batch_tokens=config.evaluation_batch_tokens,
         tokenizer=config.data.tokenizer,
     )
 

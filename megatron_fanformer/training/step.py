@@ -37,7 +37,7 @@ class StepResult:
     """Results of one step; all but the last the same on every rank (`grad_norm`: where steps are judged)."""
 
     loss: float
-    """Mean cross entropy per token, in nats."""
+    """Mean cross entropy per token, in nats; 0 without tokens."""
     z_loss: float
     """Mean z-loss per token, which the gradient is of besides; 0 without `training.z_loss_coefficient`."""
     grad_norm: float

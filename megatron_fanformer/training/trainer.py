@@ -14,7 +14,7 @@ from megatron_fanformer.checkpoint import store
 from megatron_fanformer.data.chat_template import CHAT_TEMPLATE_JINJA, attached_files
 from megatron_fanformer.data.survey import DeferredScan
 from megatron_fanformer.data.tokenizer import tokenizer_file
-from megatron_fanformer.errors import CorruptError, DivergenceError, Interrupted
+from megatron_fanformer.errors import CorruptError, DivergenceError, InputError, Interrupted
 from megatron_fanformer.model.build import build_stages
 from megatron_fanformer.processes import signals_to
 from megatron_fanformer.runtime import heartbeat
@@ -203,8 +203,9 @@ class Trainer:
         if fault is not None:
             self._bad_steps.note_bad(self.step, fault)
             return self._skipped(fault)
-        is_measured = self._step_metrics.are_weights_due(self.step)
-        update_weights(self._optimizer, result.grad_norm, is_measured=is_measured)
+        if not result.tokens:  # of all ranks
+            return self._skipped("its samples have no learned token")
+        update_weights(self._optimizer, result.grad_norm, is_measured=self._step_metrics.are_weights_due(self.step))
         self._bad_steps.note_good(self.step, result.loss, result.grad_norm)
         self.last_step_seconds = time.monotonic() - started
         heartbeat.mark_step_took(self.last_step_seconds)
@@ -285,7 +286,7 @@ class Trainer:
         try:
             with weights_in_step(self._wrapped):
                 metrics = self._evaluation.metrics(self.step, self._wrapped, self._data.valid)
-        except DivergenceError:
+        except (DivergenceError, InputError):  # on all ranks alike
             self._saves.publish_if_written(self.step, blocking=True)  # of an earlier step, and sound
             raise
         self._share_again()

@@ -81,6 +81,19 @@ def test_files_without_weights_are_drawn_once_each_where_that_suffices(prefix: s
     assert len(torch.unique(taken, dim=0)) == whole
 
 
+@pytest.mark.parametrize("tokens", [SEQ_LENGTH, SEQ_LENGTH + 1])
+def test_files_without_weights_may_be_as_short_as_a_sequence(prefix: str, tmp_path: Path, tokens: int) -> None:
+    """Which has no label for its last token; with one token more it is a sample, drawn once. So it is in a split."""
+    short = write_pair(tmp_path / "short", [[tokens]], seed=1000)
+    whole = (read_index(prefix).tokens - 1) // SEQ_LENGTH + (tokens > SEQ_LENGTH)
+    train = build(DataConfig(train_data=[prefix, short]), train_samples=whole).train
+    taken = len(torch.unique(drawn(train, len(train)), dim=0))
+    assert taken == len(train) == whole if tokens > SEQ_LENGTH else taken >= whole
+    split = write_pair(tmp_path / "split", [[300], [tokens]], seed=2000)
+    valid = build(DataConfig(train_data=[prefix, split], split="50,50,0"), 10, 5).valid["validation"]
+    assert len(valid) >= 5
+
+
 def test_a_blends_weights_decide_where_samples_come_from(prefix: str, other_prefix: str) -> None:
     train = build(DataConfig(train_data=["0.25", prefix, "0.75", other_prefix]), train_samples=400).train
     sources = [int(train[sample]["dataset_id"]) for sample in range(400)]

@@ -16,10 +16,10 @@ from megatron_fanformer.training.optimizer import single_optimizers
 from megatron_fanformer.training.optimizers import OptimizerConfig
 from tests.checkpoint.states import Pieces, layers_for, load_and_train, small_model, training
 from tests.generation.making import all_logits, cached_logits, with_model, write_checkpoint, write_tokenizer
-from tests.small_runs import write_tokens
+from tests.small_runs import small_run, write_tokens
 from tests.training.layouts import gather
 from tests.training.momentum import NAME, registered
-from tests.training.test_trainer import make_runs, numbers, stored_tensors
+from tests.training.test_trainer import make_runs, numbers, stored_tensors, train
 
 RunOnRanks = Callable[..., list[Any]]
 
@@ -76,6 +76,25 @@ def test_a_resumed_run_is_the_uninterrupted_one(run_on_engine_ranks: RunOnRanks,
     saved = read_table(checkpoints[0]).state_dict_metadata
     assert any("fp8_scales" in key for key in saved) is ("delayed" in name)
     assert [key for key in straight if not torch.equal(straight[key], resumed[key])] == []
+
+
+def test_an_evaluation_leaves_no_trace_in_the_scales(run_on_engine_ranks: RunOnRanks, tmp_path: Path) -> None:
+    tokens = write_tokens(tmp_path / "tokens")
+    seen = []
+    for interval in (1, STEPS):
+        values = small_run(
+            tokens,
+            tmp_path / str(interval),
+            precision=DELAYED,
+            model=MODEL,
+            kernels={"transformer_impl": "transformer_engine"},
+            runtime={"device": "cuda", "distributed_backend": "gloo"},
+            data={"valid_data": {"random": [tokens]}},
+            training={"train_iters": STEPS, "eval_interval": interval, "eval_iters": 2},
+        )
+        run_on_engine_ranks(1, train, values)
+        seen.append(numbers(tmp_path / str(interval)))
+    assert len(seen[0]) == STEPS and seen[0] == seen[1]
 
 
 # -- checkpoints of either layers

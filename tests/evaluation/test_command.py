@@ -247,17 +247,19 @@ def test_results_outlive_a_comparison_that_fails(
     made: Made, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     own, cut = [made.export, *everything(made)], tmp_path / "cut.json"
-    assert evaluate(*own, "--batches", "1", "--batch-tokens", 64, "--output", cut) == 0
+    assert evaluate(*own, "--limit-tokens", 64, "--output", cut) == 0
     capsys.readouterr()
     output = tmp_path / "kept.json"
     assert evaluate("--compare", cut, *own, "--output", output) == 2
     shown = capsys.readouterr()
-    assert "--batches is 1 in A and None in B, so that the perplexities of own are of different tokens" in shown.err
+    assert (
+        "--limit-tokens is 64 in A and None in B, so that the perplexities of own are of different tokens" in shown.err
+    )
     assert shown.out.startswith(str(made.export))  # printed, too
     kept = json.loads(output.read_text())
     assert kept["perplexity"]["own"]["tokens"] == 9 * 31
     assert kept["tokenizer"] == sha256_of(made.tokenizer)
-    chunks = {"chunking": "tokens", "chunk_tokens": 32, "batches": None, "batch_tokens": 8192}
+    chunks = {"chunking": "tokens", "chunk_tokens": 32, "limit_tokens": None, "batch_tokens": 8192}
     assert kept["settings"] | {"sampling": None} == {**chunks, "dtype": "float32", "sampling": None}
     # a file that is no result is found before anything is evaluated
     (tmp_path / "bad.json").write_text("[")
@@ -395,7 +397,8 @@ GSM8K = ("--requests", REQUESTS, "--tasks", "gsm8k")
         (["--compare", "none", "nor"], 2, "none does not exist"),
         ([RUN, "--perplexity", TOKENS, "--limit", "2"], 2, "--limit is set without --requests; name a request file"),
         ([RUN, "--requests", REQUESTS, "--tasks", "ulogic"], 2, "ulogic; request it from `evaluate` by --ulogic"),
-        ([RUN, "--requests", REQUESTS, "--batches", "2"], 2, "--batches has no effect without --perplexity"),
+        ([RUN, "--requests", REQUESTS, "--limit-tokens", "2"], 2, "--limit-tokens has no effect without --perplexity"),
+        ([RUN, "--batches", "2"], 2, "unknown argument --batches; use --limit-tokens, which does not depend on"),
         ([RUN, "--eod-id", "1"], 2, "--eod-id has no effect without --perplexity or --tasks or --requests or --ulogic"),
         ([RUN, "--prepare", "out"], 2, "--prepare writes a request file and reads no model"),
         (["--prepare", "out", "--tasks", "piqa"], 2, "--prepare needs --tasks and --tokenizer"),

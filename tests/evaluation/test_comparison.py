@@ -123,7 +123,7 @@ def test_what_cannot_be_compared_is_refused() -> None:
 
 
 def with_set(*, tokens: int = 100, tokenizer: str = "a" * 64, **settings: Any) -> Result:
-    usual = {"chunking": "tokens", "chunk_tokens": 32, "batches": None, "batch_tokens": 64, "dtype": "float32"}
+    usual = {"chunking": "tokens", "chunk_tokens": 32, "limit_tokens": None, "batch_tokens": 64, "dtype": "float32"}
     return Result(
         checkpoint="run",
         versions={},
@@ -156,7 +156,7 @@ def written(**sampling: Any) -> Result:
 
 
 def settings(sampling: dict[str, Any]) -> Settings:
-    of_sets = {"chunking": "tokens", "chunk_tokens": 32, "batches": None}
+    of_sets = {"chunking": "tokens", "chunk_tokens": 32, "limit_tokens": None}
     return Settings(**of_sets, batch_tokens=64, dtype="float32", sampling=sampling)
 
 

@@ -71,6 +71,34 @@ def test_the_documents_of_a_set_end_as_its_manifest_says_whatever_the_model_stat
     assert own.pieces()[:, 2].tolist() == lengths
 
 
+@pytest.mark.parametrize(
+    ("changed", "lengths"),
+    [
+        ({"eos_token_id": 7}, [3, 7]),
+        ({"max_position_embeddings": 5}, [4, 5, 2]),
+        ({"vocab_size": 240}, [4, 6]),
+        ({}, [4, 6]),  # with another tokenizer
+    ],
+)
+def test_each_checkpoint_is_measured_as_it_is_alone(
+    changed: dict[str, int], lengths: list[int], made: Made, tmp_path: Path
+) -> None:
+    """Of checkpoints that differ in their end of text, sequence length, vocabulary or tokenizer."""
+    np.array([1, 2, 7, 0, 3, 4, 5, 6, 8, 230], "<u2").tofile(tmp_path / "tokens.npy")
+    shutil.copytree(made.export, other := tmp_path / "other")
+    stated = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps(stated | changed))
+    if not changed:
+        shutil.copy(write_tokenizer(tmp_path, vocab_size=200), other / "tokenizer.json")
+    sets = ["--perplexity", f"own={tmp_path / 'tokens.npy'}", "--chunking", "documents"]
+    first, second, third = (job.survey.sets for job in find_jobs(asked(made.export, other, made.run, *sets)).jobs)
+    assert [each.pieces()[:, 2].tolist() for (each,) in (first, second)] == [[4, 6], lengths]
+    for found, path in ((first, made.export), (second, other), (third, made.run)):
+        (alone,) = find_jobs(asked(path, *sets)).jobs
+        assert found == alone.survey.sets
+    assert first == third != second
+
+
 def test_requests_have_the_end_of_text_that_the_checkpoints_state(
     made: Made, other: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

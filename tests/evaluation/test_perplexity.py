@@ -38,7 +38,7 @@ def sets(folder: Path) -> list[PerplexitySet]:
         config = PerplexityConfig(
             sets={chunking: [str(folder / "tokens")]}, chunking=chunking, chunk_tokens=chunk_tokens, eod_id=0
         )
-        found += find_sets(config, seq_length=MODEL.seq_length, vocab_size=MODEL.vocab_size, batch_tokens=128)
+        found += find_sets(config, seq_length=MODEL.seq_length, vocab_size=MODEL.vocab_size)
     return found
 
 

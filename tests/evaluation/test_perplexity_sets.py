@@ -27,7 +27,7 @@ VOCAB_SIZE = 600
 
 
 def found(config: PerplexityConfig, **fields: Any) -> list[PerplexitySet]:
-    return find_sets(config, **{"seq_length": 8, "vocab_size": VOCAB_SIZE, "batch_tokens": 16, **fields})
+    return find_sets(config, **{"seq_length": 8, "vocab_size": VOCAB_SIZE, **fields})
 
 
 def own(path: Path | str, **fields: Any) -> PerplexityConfig:
@@ -165,16 +165,17 @@ def test_rolling_windows_are_lm_evals(tmp_path: Path, form: str, with_ends: bool
         texts = [list(chain(*texts))]  # nothing tells them apart
     wanted = [window for text in texts for window in windows_of_lm_eval(text, end, length)]
     assert [(ids[:-scored], ids[-scored:]) for ids, scored in rows] == wanted
-    (begun,) = found(own(tmp_path, chunking="rolling", eod_id=end, batches=1), seq_length=length, batch_tokens=9)
+    (begun,) = found(own(tmp_path, chunking="rolling", eod_id=end, limit_tokens=9), seq_length=length)
     assert len(begun.documents()) == min(2, len(texts))  # whole ones
     with pytest.raises(InputError, match=r"does not say which id ends its documents, which leads each; set .*eod_id"):
         found(own(tmp_path, chunking="rolling"))
 
 
-def test_batches_count_tokens_from_the_beginning(tmp_path: Path) -> None:
+def test_a_limit_counts_tokens_from_the_beginning(tmp_path: Path) -> None:
     write_npy(tmp_path / "a.npy", 100)
-    (each,) = found(own(tmp_path, batches=2))  # of 16 tokens
-    assert len(each.pieces()) == 4
+    for tokens, pieces in ((24, 3), (25, 4)):  # pieces of 8
+        (each,) = found(own(tmp_path, limit_tokens=tokens, chunk_tokens=8))
+        assert len(each.pieces()) == pieces
 
 
 @pytest.fixture(scope="module")
@@ -222,7 +223,7 @@ def test_rolling_windows_count_every_byte_and_word_of_the_text(prepared: Path, s
     Path(f"{prepared}.manifest.json").rename(f"{prepared}.away")
     try:
         (sizes["decoded"],) = found(config, seq_length=16, tokenizer=tokenizer)
-        (begun,) = found(dataclasses.replace(config, batches=1), seq_length=16, tokenizer=tokenizer)
+        (begun,) = found(dataclasses.replace(config, limit_tokens=16), seq_length=16, tokenizer=tokenizer)
     finally:
         Path(f"{prepared}.away").rename(f"{prepared}.manifest.json")
     (sizes["stated"],) = found(config, seq_length=16, tokenizer=tokenizer)
@@ -255,7 +256,7 @@ def test_documents_end_as_stated_else_as_their_manifest_says_else_by_the_model(
     if not has_manifest:
         (tmp_path / "tokens.manifest.json").unlink()
     tokenizer = load_tokenizer(small_tokenizer_file)
-    config = own(tmp_path / "tokens", chunking="rolling", eod_id=stated, batches=1 << 20)
+    config = own(tmp_path / "tokens", chunking="rolling", eod_id=stated, limit_tokens=1 << 20)
     (each,) = found(config, seq_length=64, end_of_text_id=of_model, tokenizer=tokenizer)
     assert [int(each.read(piece)[0]) for piece in each.pieces() if piece[3] == piece[2]] == [expected] * 2
     ids = [int(token) for piece in each.documents() for token in each.read(piece)]
@@ -280,7 +281,6 @@ def test_a_set_of_another_tokenizer_is_told(
             EvaluationConfig(perplexity=own(prefix, chunking="documents")),
             seq_length=64,
             vocab_size=VOCAB_SIZE,
-            batch_tokens=64,
             tokenizer=str(small_tokenizer_file),
         )
         assert expected in caplog.text and bool(expected) == bool(caplog.text)
@@ -302,7 +302,7 @@ def test_a_manifest_of_another_pair_says_nothing(
     with pytest.raises(InputError, match="token id 599, outside the vocabulary of 599"):
         found(own(pair), seq_length=4, vocab_size=599)
     config = EvaluationConfig(perplexity=own(pair, chunking="documents"))
-    shape = {"seq_length": 64, "vocab_size": VOCAB_SIZE, "batch_tokens": 64}
+    shape = {"seq_length": 64, "vocab_size": VOCAB_SIZE}
     survey_evaluation(config, **shape, tokenizer=str(small_tokenizer_file))
     assert not caplog.text
 
@@ -314,7 +314,7 @@ def test_an_end_of_text_is_asked_of_a_tokenizer_only_where_documents_end_by_it(t
 
     def survey(**fields: Any) -> tuple[PerplexitySet, ...]:
         section = EvaluationConfig(perplexity=own(tmp_path / "a.npy", **fields))
-        shape = {"seq_length": 8, "vocab_size": VOCAB_SIZE, "batch_tokens": 16}
+        shape = {"seq_length": 8, "vocab_size": VOCAB_SIZE}
         return survey_evaluation(section, **shape, tokenizer=str(tokenizer)).sets
 
     (each,) = survey()

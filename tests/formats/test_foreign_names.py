@@ -12,13 +12,21 @@ import pytest
 
 from megatron_fanformer.configuration import described_fields, yaml_value
 from megatron_fanformer.errors import InputError
-from megatron_fanformer.formats.foreign_names import HUGGING_FACE, MEGATRON_CORE, MEGATRON_LM, OLMO, answer, plain
+from megatron_fanformer.formats.foreign_names import (
+    EARLIER,
+    HUGGING_FACE,
+    MEGATRON_CORE,
+    MEGATRON_LM,
+    OLMO,
+    answer,
+    plain,
+)
 from megatron_fanformer.training.config import RunConfig, config_from_dict, load_config
 from tests.small_runs import ROOT
 
 EXAMPLE = ROOT / "examples" / "tiny-cpu.yaml"
 PAGE = ROOT / "docs" / "from-megatron-lm.md"
-ROWS = [row for table in (*MEGATRON_LM.values(), MEGATRON_CORE, HUGGING_FACE, OLMO) for row in table]
+ROWS = [row for table in (*MEGATRON_LM.values(), MEGATRON_CORE, HUGGING_FACE, OLMO, EARLIER) for row in table]
 FIELDS = [field.name for field in described_fields(RunConfig)]
 
 
@@ -39,6 +47,10 @@ def message(*overrides: str) -> str:
         ("training.weight_decay", "did you mean optimizer.weight_decay?"),  # in another section
         ("model.p_ratio", "did you mean model.fan.p_ratio?"),
         ("training.fp16", "not there, because 16-bit numbers are bf16, which needs no loss scale; leave it out"),
+        (
+            "evaluation.perplexity.batches",
+            "did you mean evaluation.perplexity.limit_tokens (in tokens, ",
+        ),
         ("checkpoint.zip", "the keys here are "),  # near nothing
     ],
 )

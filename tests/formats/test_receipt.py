@@ -98,13 +98,24 @@ def test_padding_that_is_left_out_is_told(tmp_path: Path) -> None:
     }
 
 
-def test_padding_that_is_asked_for_is_zeros(source: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("to", FORMS)
+def test_padding_that_is_asked_for_is_zeros(to: str, source: Path, tmp_path: Path) -> None:
+    """By the command, as a user asks for it; in Hugging Face's form they are token ids."""
+    for name, rows in (("asked", 130), ("own", 90 if to == "hf" else 128)):
+        asked = ["--padded-vocab-size", str(rows)] if name == "asked" else []
+        assert main(["convert", str(source), str(tmp_path / name), "--to", to, *asked]) == 0
+        made = checkpoints.open_checkpoint(tmp_path / name)
+        embedding = next(tensor for key, tensor in made.tensors.items() if "embed" in key or "wte" in key)
+        assert embedding.shape[0] == rows
+        assert (made.config.vocab_size, made.config.padded_vocab_size)[to != "hf"] == rows
+        assert not embedding[128:].any() and embedding[89].any()
+
+
+def test_rows_that_are_left_out_are_not_in_the_file(source: Path, tmp_path: Path) -> None:
     convert_checkpoint(source, tmp_path / "out", to="reference", padded_vocab_size=130)
-    rows = torch.load(tmp_path / "out" / "model.pt")["transformer.wte.weight"]
-    assert rows.shape[0] == 130 and not rows[128:].any() and rows[127].any()
     convert_checkpoint(tmp_path / "out", tmp_path / "less", to="reference", padded_vocab_size=92)
     rows = torch.load(tmp_path / "less" / "model.pt")["transformer.wte.weight"]
-    assert rows.shape[0] == 92 and rows.untyped_storage().nbytes() == rows.nbytes  # and not the rows that were left out
+    assert rows.shape[0] == 92 and rows.untyped_storage().nbytes() == rows.nbytes
 
 
 def test_fewer_rows_than_token_ids_are_refused(source: Path, tmp_path: Path) -> None:

@@ -111,6 +111,21 @@ def test_the_oldest_turns_leave_a_full_context_and_the_system_stays(run_folder, 
         assert (chat.forgotten, [message["content"] for message in chat._messages]) == (0, [SYSTEM])
 
 
+def test_a_message_may_fill_the_context_but_for_one_token(run_folder, template):
+    """And what just fits, with an answer of 8, leaves no turn out."""
+    marks = len("u:|a:")
+    with open_chat(asked(run_folder, chat_template=str(template))) as chat:
+        with pytest.raises(InputError, match="makes 128 tokens with what stands before it"):
+            list(chat.answer("x" * (128 - marks)))
+        assert len(list(chat.answer("x" * (127 - marks)))) == 1
+        for beyond in (0, 1):
+            chat.reset()
+            list(chat.answer("hello"))
+            before = len(chat._ids([*chat._messages, {"role": "user", "content": ""}]))
+            list(chat.answer("y" * (128 - NEW_TOKENS - before + beyond)))
+            assert chat.forgotten == beyond
+
+
 def test_a_template_may_word_earlier_answers_otherwise(run_folder, tmp_path):
     """As Qwen3's, which leaves out their reasoning; what the cache holds of them is not read on then."""
     shortened = TEMPLATE.replace("{% generation %}{{ message.content + eos_token }}{% endgeneration %}", "SHORT")

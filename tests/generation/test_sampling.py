@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from transformers.generation.logits_process import TopPLogitsWarper
 
 from megatron_fanformer.errors import DivergenceError
 from megatron_fanformer.generation.config import SamplingConfig
@@ -58,6 +59,15 @@ def test_top_k_keeps_the_likeliest_and_top_p_the_fewest_of_that_mass_and_at_leas
 def test_top_k_keeps_k_of_equal_logits():
     found = token_probabilities(torch.zeros(8), SamplingConfig(temperature=1.0, top_k=3))
     assert found.nonzero().flatten().tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize(("top_p", "tokens"), [(0.25, 1), (0.5, 2), (math.nextafter(0.5, 1), 3), (0.75, 3), (1.0, 4)])
+def test_top_p_that_is_the_mass_of_some_tokens_keeps_no_more(top_p, tokens):
+    """Of four equal ones the first, as many as transformers keeps."""
+    found = token_probabilities(torch.zeros(4), SamplingConfig(temperature=1.0, top_p=top_p))
+    assert found.tolist() == [1 / tokens] * tokens + [0.0] * (4 - tokens)
+    theirs = TopPLogitsWarper(top_p)(None, torch.zeros(1, 4, dtype=torch.float64))
+    assert int(theirs.isfinite().sum()) == tokens
 
 
 def test_draws_follow_the_probabilities():

@@ -23,7 +23,8 @@ def run(tmp_path: Path) -> Path:
     (tmp_path / "run" / "config.yaml").write_text(yaml.safe_dump(small_run("tokens", tmp_path / "run")))
     with (tmp_path / "run" / "metrics.jsonl").open("w") as file:
         for step in range(1, 7):
-            look = {name: [step / 10, number / 10] for number, name in enumerate(PANELS)} if step % 3 == 0 else {}
+            last = None if step == 6 else 0.5  # null is what was not finite
+            look = {name: [step / 10, number / 10, last] for number, name in enumerate(PANELS)} if step % 3 == 0 else {}
             file.write(json.dumps({"step": step, "loss": 1.0, **look}) + "\n")
     return tmp_path / "run"
 
@@ -37,7 +38,8 @@ def test_a_run_is_drawn(inspect: Inspect, run: Path, monkeypatch: pytest.MonkeyP
     panels = [axes for axes in figure.axes if axes.get_title()]
     assert [axes.get_title() for axes in panels] == list(PANELS.values())
     for number, axes in enumerate(panels):
-        np.testing.assert_array_equal(axes.images[0].get_array(), [[0.3, 0.6], [number / 10, number / 10]])
+        shown = axes.images[0].get_array().filled(np.nan)
+        np.testing.assert_array_equal(shown, [[0.3, 0.6], [number / 10, number / 10], [0.5, np.nan]])
         assert [label.get_text() for label in axes.get_xticklabels()] == ["3", "6"]
         assert (axes.images[0].get_clim() == (0, 1)) == axes.get_title().startswith("share")
     assert image.imread(run / "phases.png").shape == (1080, 1320, 4)
@@ -45,11 +47,11 @@ def test_a_run_is_drawn(inspect: Inspect, run: Path, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize(
     ("values", "wrong"),
-    [([1.0], "1 layers"), ([], "0 layers"), ([1.0, None], "something else than numbers")],
+    [([1.0], "1 layers"), ([], "0 layers"), ([1.0, "x"], "something else than numbers")],
 )
 def test_a_look_that_is_not_like_the_others_is_named(run: Path, values: list[Any], wrong: str) -> None:
     with (run / "metrics.jsonl").open("a") as file:
-        look = {name: [1.0, 1.0] for name in PANELS} | {"health/dead_units": values}
+        look = {name: [1.0] * 3 for name in PANELS} | {"health/dead_units": values}
         file.write(json.dumps({"step": 9, **look}) + "\n")
     with pytest.raises(InputError, match=rf"metrics\.jsonl has health/dead_units of {wrong}.*, at step 9; take"):
         phase_picture(run)

@@ -135,8 +135,9 @@ def check_large_phases(form: Implementation, largest: float) -> None:
     near = near[near <= largest]
     spread = torch.linspace(-largest, largest, 5000)
     values = torch.cat([torch.tensor([0.0, -0.0, 1e-30]), near, -near, torch.nextafter(near, torch.zeros(())), spread])
-    case = Case(1, 128, 0, len(values) // 128)
-    pre_tnr = values[: case.tokens * 128].view(1, case.tokens, 128)
+    case = Case(2, 128, 3, len(values) // 256)
+    pre_tnr = values[: case.tokens * 256].view(2, case.tokens, 128)
+    pre_tnr = torch.cat([pre_tnr, torch.zeros(2, case.tokens, case.linear)], dim=-1)
     x_f = torch.empty(case.tokens, case.width)
     form.activate(pre_tnr, x_f, case.periodic, False)
     exact = exact_output(pre_tnr, case, False)

@@ -178,11 +178,17 @@ def test_an_output_made_otherwise_is_refused_and_left_alone(
     assert contents(tmp_path / "new") == before
 
 
-def test_token_files_without_a_manifest_are_never_overwritten(tmp_path: Path, mixed: Path, prepare: Prepare) -> None:
-    (tmp_path / "out.bin").write_bytes(b"somebody's")
-    with pytest.raises(InputError, match="no manifest of a complete preparation"):
-        prepare(tmp_path / "out", mixed)
-    assert (tmp_path / "out.bin").read_bytes() == b"somebody's"
+@pytest.mark.parametrize("settings", [{}, {"part_bytes": 8}], ids=str)
+@pytest.mark.parametrize("name", ["out.bin", "out.idx", "out.manifest.json", "out-00000.bin", "out-00000.idx"])
+def test_token_files_without_a_manifest_are_never_overwritten(
+    tmp_path: Path, mixed: Path, prepare: Prepare, name: str, settings: dict[str, Any]
+) -> None:
+    """Nor a part of them."""
+    (tmp_path / name).write_bytes(b"somebody's")
+    before = contents(tmp_path)
+    with pytest.raises(FanformerError, match=name):
+        prepare(tmp_path / "out", mixed, **settings)
+    assert contents(tmp_path) == before
 
 
 def test_damaged_inputs_are_all_named_and_nothing_is_published(

@@ -20,10 +20,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from megatron_fanformer.errors import DivergenceError, FanformerError, Interrupted
 from megatron_fanformer.runtime import device as devices
-from megatron_fanformer.runtime import launch
+from megatron_fanformer.runtime import launch, parallel
+from megatron_fanformer.runtime.config import RuntimeConfig
 from megatron_fanformer.runtime.device import ERROR_FILE
 from megatron_fanformer.runtime.meeting import _listener, hosted_store, store_of_ranks
 from megatron_fanformer.runtime.parallel import rank_grid
@@ -171,6 +173,28 @@ def test_a_name_that_does_not_resolve_is_waited_for_within_one_limit(
     assert store.get("key") == b"value"
 
 
+class Met(Exception):
+    """Ends a test where ranks would have met."""
+
+
+@pytest.mark.parametrize(("minutes", "meeting"), [(30, 30), (3, 10)])
+def test_the_limit_of_ranks_is_in_minutes(minutes: int, meeting: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a rank that others wait for, and of the store that ranks meet at, where they have ten at least."""
+    given: list[Any] = []
+
+    def watching(store: Any, *_: Any, limit_seconds: float, **__: Any) -> Any:
+        given.extend((store.timeout, limit_seconds))
+        raise Met
+
+    monkeypatch.setattr(parallel, "watching_ranks", watching)
+    runtime = RuntimeConfig(device="cpu", threads_per_rank=torch.get_num_threads(), distributed_timeout_minutes=minutes)
+    port = hosted_store("127.0.0.1", 0, wait_for_workers=False).port
+    alone = {"rank": 0, "world_size": 1, "local_rank": 0, "local_world_size": 1, "master_address": "127.0.0.1"}
+    with pytest.raises(Met), parallel.process_group(runtime, devices.RankAddress(**alone, master_port=port)):
+        pass
+    assert given == [timedelta(minutes=meeting), 60.0 * minutes]
+
+
 @pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.full)])
 def test_a_run_that_a_signal_stopped_goes_on_as_if_it_had_not(
     run_on_ranks: Callable[..., list[Any]], tmp_path: Path, tokens: str, workers: int
@@ -265,6 +289,27 @@ def test_a_rank_is_blamed_for_what_it_alone_has_met(
     process: Any = SimpleNamespace(returncode=error.exit_code)
     failure = launch._Rank(number=1, process=process, error=tmp_path / "error.json").failure(was_stopping=False)
     assert (str(failure), failure.exit_code) == (says, error.exit_code)
+
+
+@pytest.mark.parametrize("says", ["no space left", None])
+def test_a_rank_that_a_signal_killed_ends_the_run_with_exit_code_1(
+    says: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether or not it could say more."""
+    killed: Any = SimpleNamespace(
+        poll=lambda: -signal.SIGKILL, returncode=-signal.SIGKILL, kill=lambda: None, wait=lambda _seconds: None
+    )
+
+    def started(_arguments: Any, environment: dict[str, str]) -> Any:
+        monkeypatch.setenv(ERROR_FILE, environment[ERROR_FILE])
+        if says is not None:
+            launch._leave_for_launcher(FanformerError(says))
+        return killed
+
+    monkeypatch.setattr(launch, "_started", started)
+    with pytest.raises(launch.RankFailed, match=f"^rank 0: {says or 'was killed by SIGKILL'}$") as caught:
+        launch.launch_ranks(1, [], threads=1, found=None)
+    assert (caught.value.exit_code, caught.value.was_stopping) == (1, False)
 
 
 def test_a_run_that_is_over_is_not_said_to_continue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

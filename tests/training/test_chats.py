@@ -1,7 +1,9 @@
 """Fine-tuning on packed chats: the loss per learned token, epochs, resuming, and what a checkpoint gets."""
 
 import math
+import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,9 @@ from megatron_fanformer.training.config import config_from_dict
 from megatron_fanformer.training.metrics import read_metrics
 from megatron_fanformer.training.preflight import check_run
 from tests.chat_pairs import Chat, random_chats, write_chats
+from tests.checkpoint.test_async_save import writers_do_first
 from tests.small_runs import SEQ_LENGTH, VOCAB_SIZE, first_step, small_run, trainer_of
+from tests.training.test_recovery import SLOW_SECONDS
 from tests.training.test_resume import STEPS, resumed_after
 from tests.training.test_trainer import train
 
@@ -82,18 +86,68 @@ def test_the_loss_is_the_mean_over_learned_tokens_in_every_layout(tmp_path: Path
             assert found == pytest.approx((loss, norm, tokens), rel=SAME)
 
 
-def test_a_step_without_a_learned_token_changes_nothing(tmp_path: Path, run_on_ranks: RunOnRanks) -> None:
-    silent = [without_loss(ids) for ids, _ in random_chats(20, vocab_size=VOCAB_SIZE)]
+def learned_by_step(values: dict[str, Any]) -> list[int]:
+    with trainer_of(values) as trainer:
+        size, dataset = trainer.config.training.global_batch_size, trainer._data.train
+        masks = [dataset[sample]["loss_mask"] for sample in range(size * trainer.config.training.steps)]
+        return [int(torch.stack(masks[first : first + size]).sum()) for first in range(0, len(masks), size)]
+
+
+def test_a_step_without_a_learned_token_has_no_loss_and_changes_nothing(
+    tmp_path: Path, run_on_ranks: RunOnRanks
+) -> None:
+    """Neither weights nor medians: the steps after it are what they are where it is left out."""
+    whole = random_chats(40, vocab_size=VOCAB_SIZE, shortest=SEQ_LENGTH, longest=SEQ_LENGTH)
     values = chats_run(
         tmp_path,
-        silent,
-        optimizer={"weight_decay": 0.0},
+        [chat if number % 5 == 0 else without_loss(chat[0]) for number, chat in enumerate(whole)],
+        parallel={"data_parallel_size": 2},
         schedule={"lr_warmup_iters": 0},
-        training={"train_iters": 2},
+        training={"train_iters": 20, "global_batch_size": 2, "micro_batch_size": 1},
+        recovery={"check_for_spiky_loss": True, "spike_window": 10},
     )
-    ((before, after),) = run_on_ranks(1, train, values)
-    assert [entry["loss"] for entry in read_metrics(tmp_path / "run")] == [0.0, 0.0]
-    assert all(torch.equal(old[-1], new[-1]) for old, new in zip(before, after, strict=True))
+    counts = run_on_ranks(2, learned_by_step, values)[0]
+    silent = [step for step, count in enumerate(counts, 1) if not count]
+    assert len(silent) > 10 and counts[0] == 0  # of which the median would be 0
+    left_out = {"run_dir": str(tmp_path / "left-out")}
+    named = {**values, "training": values["training"] | left_out, "recovery": {"iterations_to_skip": silent}}
+    of_silent, of_left_out = (run_on_ranks(2, train, each)[0][1] for each in (values, named))
+    assert all(torch.equal(old[-1], new[-1]) for old, new in zip(of_silent, of_left_out, strict=True))
+    metrics, expected = read_metrics(tmp_path / "run"), read_metrics(tmp_path / "left-out")
+    assert [entry["step"] for entry in metrics if "skipped" in entry] == silent
+    assert [entry.get("loss") for entry in metrics] == [entry.get("loss") for entry in expected]
+
+
+def test_a_validation_set_without_a_learned_token_is_refused(tmp_path: Path, run_on_ranks: RunOnRanks) -> None:
+    """At the start where no conversation has one, else where the samples that are read have none."""
+    whole = random_chats(40, vocab_size=VOCAB_SIZE, shortest=SEQ_LENGTH, longest=SEQ_LENGTH)
+    silent = [without_loss(chat[0]) for chat in whole]
+    (tmp_path / "other").mkdir()
+    values = chats_run(
+        tmp_path,
+        whole,
+        data={"valid_data": {"held-out": [write_chats(tmp_path / "other" / "chats", silent)]}},
+        training={
+            **{"train_iters": 6, "global_batch_size": 2, "micro_batch_size": 1},
+            **{"eval_iters": 2, "eval_interval": 3},
+        },
+        checkpoint={"save_interval": 2, "async_save": True},
+    )
+    with pytest.raises(InputError, match=r"^validation set held-out has no learned token within the first 16 of any"):
+        check_run(config_from_dict(values), 1)
+    write_chats(tmp_path / "other" / "chats", [*silent[1:], whole[0]])
+    message = "validation set held-out has no learned token in the 4 samples that training.eval_iters 2 reads; raise"
+    assert run_on_ranks(2, refusal, {**values, "parallel": {"data_parallel_size": 2}}) == [message] * 2
+    assert [path.name for path in store.complete_checkpoints(tmp_path / "run")] == ["step-00000002"]
+
+
+def refusal(values: dict[str, Any]) -> str | None:
+    try:
+        with writers_do_first(partial(time.sleep, SLOW_SECONDS)):
+            train(values)
+    except InputError as error:
+        return str(error).partition(" it,")[0]
+    return None
 
 
 # -- runs

@@ -59,7 +59,7 @@ def evaluated(tokens: str, requests: str, olmo_tokenizer_file: Path) -> dict[str
             "tasks": TASKS,
             "limit": 6,
             "batch_tokens": 64,
-            "perplexity": {"sets": {"own-set": [tokens]}, "batches": 3},
+            "perplexity": {"sets": {"own-set": [tokens]}, "limit_tokens": 192},
         },
     }
 
@@ -106,11 +106,24 @@ def test_a_run_is_the_same_to_the_bit_with_and_without_evaluation(
     assert lines[-1]["evaluation_seconds"] > 0 and 0 < lines[-1]["evaluation_share"] < 1
 
 
+def test_a_limit_of_tokens_measures_the_same_at_every_micro_batch(
+    run_on_ranks: RunOnRanks, tmp_path: Path, tokens: str
+) -> None:
+    evaluation = {"perplexity": {"sets": {"own-set": [tokens]}, "limit_tokens": 3 * SEQ_LENGTH}}
+    measured = []
+    for size in (1, 2, 4):
+        training = {"micro_batch_size": size, "train_iters": 6}
+        run_on_ranks(1, train, small_run(tokens, tmp_path / str(size), training=training, evaluation=evaluation))
+        measured.append(read_metrics(tmp_path / str(size))[-1]["eval/own-set/CrossEntropyLoss"])
+    assert measured[1:] == pytest.approx(measured[:1] * 2, rel=SAME_SCORES)
+
+
 def train_and_signal(values: dict[str, Any], batches: int) -> tuple[int, str | None, bool]:
     """Train; a signal comes to rank 1 in an evaluation's batch.
 
     The batches after it, what the run said when it stopped, if it did, and whether it was over.
     """
+    import megatron_fanformer.training.evaluation  # noqa: F401  keeps what it imports: its batches do not count
     from megatron_fanformer.evaluation import rows
 
     taken, right = 0, rows.row_losses
@@ -195,13 +208,13 @@ def test_all_that_is_wrong_with_the_section_is_told_at_once(
     tmp_path: Path, tokens: str, evaluated: dict[str, Any]
 ) -> None:
     evaluated["evaluation"] |= {"tasks": ["hellaswagg", "gsm8k"], "limit": 0, "interval": 0}
-    evaluated["evaluation"]["perplexity"]["batches"] = 0
+    evaluated["evaluation"]["perplexity"]["limit_tokens"] = 0
     shown = problems(small_run(tokens, tmp_path / "run", **evaluated, optimizer={"lr": -1.0}))
     assert [line.partition(";")[0].partition(",")[0] for line in shown if "evaluation" in line] == [
         "evaluation.limit is 0",
         "evaluation.interval is 0",
         "evaluation.tasks: unknown task hellaswagg",
-        "evaluation.perplexity.batches is 0",
+        "evaluation.perplexity.limit_tokens is 0",
     ]
     assert any("hellaswag?" in line for line in shown) and any("optimizer.lr" in line for line in shown)
     evaluated["evaluation"] |= {"tasks": ["gsm8k"], "limit": 1, "interval": 1, "perplexity": {}, "requests": None}
@@ -239,12 +252,8 @@ def test_ids_beyond_the_vocabulary_and_graphs_of_one_shape_are_refused(
 
     section = EvaluationConfig(requests=requests)
     with pytest.raises(InputError, match=r"task copa has token id 9\d, beyond model.vocab_size 50"):
-        survey_evaluation(
-            section, seq_length=9, vocab_size=50, batch_tokens=1, tokenizer=evaluated["data"]["tokenizer"]
-        )
-    found = survey_evaluation(
-        section, seq_length=9, vocab_size=100, batch_tokens=1, tokenizer=evaluated["data"]["tokenizer"]
-    )
+        survey_evaluation(section, seq_length=9, vocab_size=50, tokenizer=evaluated["data"]["tokenizer"])
+    found = survey_evaluation(section, seq_length=9, vocab_size=100, tokenizer=evaluated["data"]["tokenizer"])
     assert list(found.tasks) == ["copa", "piqa", "hellaswag", "mrpc"]
     for task in found.tasks.values():  # which lose the beginnings of their contexts
         assert (task.offsets[1:] - task.offsets[:-1]).max() == 10 and task.cut > 0

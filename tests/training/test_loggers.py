@@ -7,6 +7,7 @@ import importlib.util
 import io
 import json
 import logging
+import math
 import os
 import struct
 import subprocess
@@ -67,6 +68,14 @@ def test_a_resume_drops_later_steps_and_keeps_what_no_run_wrote(
     with file.open("ab") as stream:
         stream.write(b"\x00\n[]\ntorn")
     assert last_numbers(tmp_path) == {"step": 3, "loss": 4.0}
+
+
+def test_a_line_stays_json_whatever_the_numbers_are(tmp_path: Path) -> None:
+    lines = JSONLines(start(tmp_path))
+    lines.write(1, {"loss": math.nan, "health/phase_max": [1.0, math.inf]})
+    lines.close()
+    (line,) = (tmp_path / METRICS).read_bytes().splitlines()
+    assert json.loads(line, parse_constant=pytest.fail) == {"step": 1, "loss": None, "health/phase_max": [1.0, None]}
 
 
 def test_a_file_that_is_removed_during_a_run_is_written_anew(tmp_path: Path) -> None:

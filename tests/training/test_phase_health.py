@@ -7,12 +7,17 @@ import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
+from megatron.core.transformer.attention import SelfAttention
 from rich.console import Console
 
+from megatron_fanformer.model.attention import FANSelfAttentionSubmodules
+from megatron_fanformer.model.fan_layer import FANProjection
+from megatron_fanformer.model.placements import QKV
 from megatron_fanformer.training.phase_health import BINS_PER_OCTAVE, COARSE_PHASE, DEAD_SPREAD, PERCENTILES
 from tests.small_runs import small_run, trainer_of
 
@@ -23,6 +28,8 @@ FOLLOWS_GRADIENTS = {"adam_eps": 1e-2}
 the second step then differ by 3e-5 between layouts. With this they differ by 2e-6."""
 
 QK_AND_V = {"model": {"num_layers": 4, "fan": {"placement": "qk_and_v", "v_p_ratio": 0.125}}}
+NO_LINEAR_ROWS = {"model": {"fan": {"placement": "qk_and_v", "p_ratio": 0.5}}}
+PLACEMENTS: dict[str, dict[str, Any]] = {"qkv": {}, "qk_and_v": QK_AND_V, "no linear rows": NO_LINEAR_ROWS}
 LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2": {"tensor_model_parallel_size": 2},
     "tp2-sp": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
@@ -92,15 +99,17 @@ def alone(
 
     def steps(placement: str) -> dict[str, Any]:
         if placement not in made:
-            sections = QK_AND_V if placement == "qk_and_v" else {}
-            values = run_values(tokens, tmp_path_factory.mktemp(placement) / "run", **sections)
+            values = run_values(tokens, tmp_path_factory.mktemp(placement) / "run", **PLACEMENTS[placement])
             [made[placement]] = run_on_ranks(1, take_steps, values)
         return made[placement]
 
     return steps
 
 
-@pytest.mark.parametrize(("placement", "periodic"), [("qkv", [(0, 8)]), ("qk_and_v", [(0, 8), (24, 28)])])
+@pytest.mark.parametrize(
+    ("placement", "periodic"),
+    [("qkv", [(0, 8)]), ("qk_and_v", [(0, 8), (24, 28)]), ("no linear rows", [(0, 16), (16, 32)])],
+)
 def test_a_single_process_has_what_plain_formulas_say(
     alone: Callable[[str], dict[str, Any]], placement: str, periodic: list[tuple[int, int]]
 ) -> None:
@@ -125,6 +134,32 @@ def test_a_single_process_has_what_plain_formulas_say(
         assert found["linear_weight_norm"][layer] == pytest.approx(weight[others].norm().item(), rel=1e-12)
 
 
+class OwnAttention(SelfAttention):
+    """A placement's own class, which is none of the package's."""
+
+    def __init__(self, config: Any, submodules: Any, *arguments: Any, fan: Any, fan_form: Any, **named: Any) -> None:
+        del named["recompute_fan"]
+        super().__init__(config, submodules, *arguments, **named)
+        linear, group = submodules.fan_linear, self.pg_collection.tp
+        self.fan = FANProjection(config, fan=fan, form=fan_form, linear=linear, tp_group=group)
+        self.linear_qkv.activation = self.fan.activation
+
+    def get_query_key_value_tensors(self, hidden_states: torch.Tensor, *arguments: Any, **named: Any) -> Any:
+        return super().get_query_key_value_tensors(self.fan.pre_activation(hidden_states), *arguments, **named)
+
+
+def take_steps_with_own_attention(values: dict[str, Any]) -> dict[str, Any]:
+    with mock.patch.object(QKV, "attention", lambda _: (OwnAttention, FANSelfAttentionSubmodules)):
+        return take_steps(values)
+
+
+def test_a_new_placements_attention_is_read_too(
+    run_on_ranks: RunOnRanks, alone: Callable[[str], dict[str, Any]], tokens: str, tmp_path: Path
+) -> None:
+    [steps] = run_on_ranks(1, take_steps_with_own_attention, run_values(tokens, tmp_path / "run"))
+    assert health(steps["metrics"][1]) == health(alone("qkv")["metrics"][1])
+
+
 SHOWN = ["tp2-sequence", "dp2-overlap", "pp2-interleaved", "recompute-fan"]
 
 
@@ -144,8 +179,7 @@ def test_every_layout_has_what_a_single_process_has(
     placement: str,
 ) -> None:
     """Each phase counts once. Where its own rounding differs, it may be in the bin beside."""
-    model = QK_AND_V if placement == "qk_and_v" else {}
-    values = run_values(tokens, tmp_path / "run", parallel=LAYOUTS[name], **model)
+    values = run_values(tokens, tmp_path / "run", parallel=LAYOUTS[name], **PLACEMENTS[placement])
     ranks = 1 if name.startswith("recompute") else 2
     steps, expected = run_on_ranks(ranks, take_steps, values)[0], alone(placement)
     ((sums, largest),), ((expected_sums, expected_largest),) = steps["sums"], expected["sums"]

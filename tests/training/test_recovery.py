@@ -1,9 +1,11 @@
 """What a run does by itself: about damaged checkpoints, and about steps whose numbers are bad."""
 
 import copy
+import functools
 import itertools
 import json
 import shutil
+import time
 from collections.abc import Callable, Collection
 from math import inf, nan
 from pathlib import Path
@@ -22,6 +24,7 @@ from megatron_fanformer.training.metrics import read_metrics
 from megatron_fanformer.training.preflight import check_run
 from megatron_fanformer.training.recovery import RECOVERY, BadSteps, EventLog, RecoveryConfig, read_events
 from megatron_fanformer.training.step import StepBatches, _own_and_summed, compare_attempts
+from tests.checkpoint.test_async_save import writers_do_first
 from tests.small_runs import small_run, trainer_of
 from tests.training.test_trainer import numbers, stored_tensors, train
 
@@ -29,6 +32,7 @@ RunOnRanks = Callable[..., list[Any]]
 STEPS = 12
 LAST = store.checkpoint_name(STEPS)
 LAYOUT = {"data_parallel_size": 2}
+SLOW_SECONDS = 0.5  # of writing a checkpoint, in which a run takes several steps
 
 
 class Poison(NamedTuple):
@@ -147,10 +151,12 @@ def test_poisoned_steps_are_skipped_as_if_they_had_been_named(
     run_on_ranks: RunOnRanks, tmp_path: Path, configured: Callable[..., dict[str, Any]], without: Callable[..., Path]
 ) -> None:
     values = configured(tmp_path / "run")
-    assert run_on_ranks(2, train_poisoned, values, Poison((3, 7, 9))) == [None, None]
-    assert_same_end(run_on_ranks, tmp_path / "run", without(3, 7, 9))
+    assert run_on_ranks(2, train_poisoned, values, Poison((3, 7, 10))) == [None, None]
+    assert_same_end(run_on_ranks, tmp_path / "run", without(3, 7, 10))
+    saved = [store.step_of(path) for path in store.complete_checkpoints(tmp_path / "run")]
+    assert saved == [5, STEPS]  # and none after a bad step
     skipped = [m for m in read_metrics(tmp_path / "run") if "skipped" in m]
-    assert [m["step"] for m in skipped] == [3, 7, 9]
+    assert [m["step"] for m in skipped] == [3, 7, 10]
     assert {m["skipped"] for m in skipped} == {"the gradient norm is nan"}
     assert read_metrics(tmp_path / "run")[-1]["recovery/skipped_steps"] == 3
     assert [event["ranks"] for event in events(tmp_path / "run", "computed_again")] == [[], [], []]
@@ -242,6 +248,15 @@ def test_several_bad_steps_in_a_row_send_the_run_back(
     (back,) = events(tmp_path / "run", "rewound")
     assert (back["step"], list(back["skipped"])) == (5, ["7", "8", "9"])
     assert read_metrics(tmp_path / "run")[-1]["recovery/rewinds"] == 1
+
+
+def test_a_run_may_go_back_once_more_after_a_save(
+    run_on_ranks: RunOnRanks, tmp_path: Path, configured: Callable[..., dict[str, Any]], without: Callable[..., Path]
+) -> None:
+    values = configured(tmp_path / "run", max_bad_steps_in_a_row=1, max_rewinds=1)
+    assert run_on_ranks(2, train_poisoned, values, Poison((7, 11))) == [None, None]
+    assert [event["step"] for event in events(tmp_path / "run", "rewound")] == [5, 10]
+    assert_same_end(run_on_ranks, tmp_path / "run", without(7, 11))
 
 
 @pytest.mark.full
@@ -411,6 +426,26 @@ def test_a_validation_loss_that_is_not_finite_ends_the_run(
         assert problem.startswith("step 3: the validation loss (held out) is nan; ")
     assert [entry["step"] for entry in read_metrics(tmp_path / "run") if "grad_norm" in entry] == [1, 2, 3]
     assert not (tmp_path / "run" / store.CHECKPOINTS).exists()
+
+
+def train_poisoned_with_slow_writers(values: dict[str, Any], poison: Poison) -> str | None:
+    with writers_do_first(functools.partial(time.sleep, SLOW_SECONDS)):
+        return train_poisoned(values, poison)
+
+
+def test_a_checkpoint_that_is_being_written_outlives_an_evaluation_that_diverges(
+    run_on_ranks: RunOnRanks, tmp_path: Path, configured: Callable[..., dict[str, Any]], tokens: str
+) -> None:
+    values = configured(tmp_path / "run", check_for_nan_in_loss_and_grad=False)
+    values["data"]["valid_data"] = {"held out": [tokens]}
+    values["training"]["eval_interval"] = 3
+    values["checkpoint"] |= {"save_interval": 2, "async_save": True}
+    for problem in run_on_ranks(2, train_poisoned_with_slow_writers, values, Poison((3,))):
+        assert problem is not None and problem.startswith("step 3: the validation loss (held out) is nan; ")
+    checkpoints = tmp_path / "run" / store.CHECKPOINTS
+    assert store.latest_checkpoint(tmp_path / "run") == checkpoints / "step-00000002"
+    assert sorted(path.name for path in checkpoints.iterdir()) == ["latest", "step-00000002"]
+    store.check_sound(checkpoints / "step-00000002")
 
 
 # -- damaged checkpoints

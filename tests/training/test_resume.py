@@ -9,6 +9,8 @@ import pytest
 import torch
 
 from megatron_fanformer.checkpoint import store
+from megatron_fanformer.checkpoint.stored_files import common_values
+from megatron_fanformer.checkpoint.tensor_table import read_table
 from megatron_fanformer.durable_files import write_atomically
 from megatron_fanformer.training.metrics import read_metrics
 from tests.small_runs import small_run, write_tokens
@@ -16,6 +18,12 @@ from tests.training.test_trainer import numbers, stored_tensors, train
 
 STEPS = 12
 LAST = store.checkpoint_name(STEPS)
+
+
+def progress_of(checkpoint: Path) -> dict[str, Any]:
+    """All that a checkpoint holds besides tensors."""
+    _, common = common_values(checkpoint, read_table(checkpoint))
+    return common.get("progress", common)
 
 
 def resumed_after(steps: Sequence[int], values: dict[str, Any], straight: Path, folder: Path) -> list[str]:
@@ -32,6 +40,8 @@ def resumed_after(steps: Sequence[int], values: dict[str, Any], straight: Path, 
         stored = stored_tensors(run / store.CHECKPOINTS / LAST)
         if numbers(run) != numbers(straight):
             found.append(f"metrics after a stop at step {step}")
+        if progress_of(run / store.CHECKPOINTS / LAST) != progress_of(straight / store.CHECKPOINTS / LAST):
+            found.append(f"progress after a stop at step {step}")
         if stored.keys() != expected.keys():
             found.append(f"names of stored tensors after a stop at step {step}")
         found += [f"{name} after {step}" for name in stored if not torch.equal(stored[name], expected[name])]
@@ -58,8 +68,13 @@ def test_a_stop_after_any_step_leaves_no_trace(
         data={"num_workers": workers},
         training={"train_iters": STEPS},
         checkpoint={"save_interval": steps[0]},
+        recovery={"iterations_to_skip": [2], "check_for_spiky_loss": True, "spike_window": 10},
     )
     run_on_ranks(1, train, values)
-    assert len(read_metrics(tmp_path / "straight")) == STEPS
+    steps_taken = [entry for entry in read_metrics(tmp_path / "straight") if "skipped" not in entry]
+    assert len(steps_taken) == STEPS - 1
+    progress = progress_of(tmp_path / "straight" / store.CHECKPOINTS / LAST)
+    assert progress["medians"]["losses"] == [entry["loss"] for entry in steps_taken[-10:]]
+    assert (progress["step"], progress["skipped"]) == (STEPS, [2])
     resuming = {**values, "checkpoint": {}}
     assert run_on_ranks(1, resumed_after, steps, resuming, tmp_path / "straight", tmp_path) == [[]]

@@ -89,11 +89,11 @@ def drawn(config: Any, begun: RunStart) -> list[list[int]]:
     return [train[sample]["tokens"].tolist() for sample in range(SAMPLES)]
 
 
-@pytest.mark.skipif(not COUNTERS.exists(), reason="Linux alone counts a process's reads")
-def test_the_indices_are_read_once_and_not_by_every_rank(tmp_path: Path) -> None:
-    prefix = write_many(tmp_path / "tokens")
-    values = small_run(prefix, tmp_path / "run", training={"global_batch_size": RANKS, "micro_batch_size": 1})
-    file = write_config(tmp_path / "config.yaml", values)
+def starts(prefix: str, folder: Path) -> tuple[list[Any], list[int]]:
+    """The samples and the bytes read of a run's ranks, which start one after the other."""
+    folder.mkdir()
+    values = small_run(prefix, folder / "run", training={"global_batch_size": RANKS, "micro_batch_size": 1})
+    file = write_config(folder / "config.yaml", values)
     agreed, samples, reads = Recorded(), [], []
 
     def train(config: Any, _grid: Any, begun: RunStart, _log: Any) -> None:
@@ -111,6 +111,14 @@ def test_the_indices_are_read_once_and_not_by_every_rank(tmp_path: Path) -> None
             start.run_rank(file, [], address(rank, RANKS))
             reads.append(bytes_read() - before)
             agreed.next_rank()
+    return samples, reads
+
+
+@pytest.mark.skipif(not COUNTERS.exists(), reason="Linux alone counts a process's reads")
+def test_the_indices_are_read_once_and_not_by_every_rank(tmp_path: Path) -> None:
+    starts(write_tokens(tmp_path / "few"), tmp_path / "first")  # which imports what a start does
+    prefix = write_many(tmp_path / "tokens")
+    samples, reads = starts(prefix, tmp_path / "second")
     assert all(own == samples[0] for own in samples)
     size = Path(prefix + ".idx").stat().st_size
     assert size < reads[0] < 2 * size

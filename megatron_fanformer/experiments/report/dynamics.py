@@ -187,12 +187,12 @@ def _names(a: dict[str, Any], b: dict[str, Any]) -> tuple[str, str]:
 
 
 def _losses(run: Path) -> dict[int, tuple[float, int]]:
-    """Return loss and tokens so far, by step; skipped steps have none."""
+    """Return loss and tokens so far, by step; skipped steps have none, and null is one that is not finite."""
     try:
         metrics = read_metrics(run)
     except FileNotFoundError:
         raise InputError(f"{run} has no {store.METRICS}; name runs that have begun") from None
-    return {entry["step"]: (entry["loss"], entry["tokens"]) for entry in metrics if "loss" in entry}
+    return {entry["step"]: (entry["loss"], entry["tokens"]) for entry in metrics if entry.get("loss") is not None}
 
 
 def _smoothed(rows: np.ndarray, window: int) -> np.ndarray:

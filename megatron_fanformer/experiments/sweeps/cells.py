@@ -29,7 +29,7 @@ OF_MACHINE = {
 }
 """Fields of these that do not: where a run lies, when it pauses and measures (after its last step in any case), and how
 its machine reads and computes; a run fills in what is left to the machine."""
-CUTTING = ("chunking", "chunk_tokens", "batches", "npy_dtype", "eod_id")
+CUTTING = ("chunking", "chunk_tokens", "limit_tokens", "npy_dtype", "eod_id")
 """Fields of `evaluation.perplexity` that decide which tokens of a set are scored, and what is before them."""
 
 
@@ -125,7 +125,7 @@ def _metrics(cell: Cell) -> list[dict[str, Any]]:
 
 def _loss(metrics: list[dict[str, Any]], metric: str, average_steps: int) -> float | None:
     if metric == LOSS:
-        losses = [entry[LOSS] for entry in metrics[-average_steps:] if LOSS in entry]
+        losses = [entry[LOSS] for entry in metrics[-average_steps:] if entry.get(LOSS) is not None]
         return float(np.mean(losses)) if losses else None
     value = metrics[-1].get(metric) if metrics else None
     return float(value) if isinstance(value, int | float) else None
@@ -177,12 +177,7 @@ def _measuring(values: Mapping[str, Any], metric: str) -> dict[str, Any]:
     found = {f"sets.{name}": own, **{field: perplexity[field] for field in CUTTING}}
     if own is None:  # it is of one of the paper's groups
         found["folder"] = perplexity["folder"]
-    found = {f"evaluation.perplexity.{field}": value for field, value in found.items()}
-    if perplexity["batches"] is not None:
-        found["evaluation.batch_tokens"] = evaluation.get("batch_tokens")
-        if evaluation.get("batch_tokens") is None:  # then they are a micro batch's
-            found["training.micro_batch_size"] = (values.get("training") or {}).get("micro_batch_size")
-    return found
+    return {f"evaluation.perplexity.{field}": value for field, value in found.items()}
 
 
 # -- cells that differ in seed alone

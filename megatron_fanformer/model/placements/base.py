@@ -45,6 +45,15 @@ class LayerTensor(NamedTuple):
     is_there: Callable[["FANformerConfig"], bool] = lambda model: True
     """Whether a model of that placement has it."""
 
+    def rows_of_group(self, heads_of_group: int, head_size: int) -> tuple[int, ...]:
+        """Return the rows of queries, keys and values in each query group, of a matrix that has them interleaved; none
+        of others.
+
+        Queries of all groups are one matrix, and so are keys and values, as in Megatron-LM.
+        """
+        rows = dict(zip(QKV_PARTS, (heads_of_group * head_size, head_size, head_size), strict=True))
+        return tuple(rows[part] for part in self.hf if part in rows)
+
 
 class FANMap(NamedTuple):
     """The rows of a FAN output that tensor parallel ranks share (in the `column` form)."""

@@ -1,10 +1,11 @@
 """metrics.jsonl: an object a step. Lines that no run wrote are kept as they are."""
 
-import json
 import logging
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from megatron_fanformer.checkpoint.run_lock import FolderWatch, file_of
 from megatron_fanformer.checkpoint.store import METRICS, metrics_entry
@@ -39,7 +40,7 @@ class JSONLines(Logger):
             self._file.close()
             self._file = self._path.open("a")
         with naming(self._path):
-            self._file.write(json.dumps({"step": step, **metrics}) + "\n")
+            self._file.write(msgspec.json.encode({"step": step, **metrics}).decode() + "\n")  # NaN as null
             self._file.flush()
 
     def close(self, *, failed: bool = False) -> None:
