@@ -109,8 +109,9 @@ class Trainer:
         )
         self._open_logs()
         if self.step:
-            changes = changes_since(self._start.resumed, self.config) if self.grid.is_main else ""
-            logger.info("continuing after step %d of %s%s", self.step, self.run, changes)
+            logger.info(
+                "continuing after step %d of %s%s", self.step, self.run, changes_since(self._start.resumed, config)
+            )
 
     def train(self) -> None:
         """Run to the last step.
