@@ -76,10 +76,8 @@ class Trainer:
         self._start = start or on_main(functools.partial(find_start, config))
         config = with_train_iters(config, self._start.train_iters)
         self.config, self._choices = choose_for_machine(config, grid)
-        self.grid = grid
-        self.run = Path(config.training.run_dir)
-        self.step = 0
-        self.consumed_samples = 0
+        self.grid, self.run = grid, Path(config.training.run_dir)
+        self.step = self.consumed_samples = 0
         self.last_step_seconds = 0.0
         logger.debug(
             "rank %d of %d, replica %d, on %s", grid.rank, grid.world_size, grid.data_parallel_rank, grid.device
