@@ -60,10 +60,11 @@ newest: ## smoke, tests/hf and the demo with the newest of everything that resol
 newest-exports: $(INSTALLED)
 	$(PYTEST) tests/hf tests/formats/test_huggingface.py -m ""
 
-lint: $(INSTALLED) ## check format, lint and types
+lint: $(INSTALLED) ## check format, lint, types and sizes
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	$(BIN)/python tools/size.py --check
 
 check: lint test ## lint, then test
 
