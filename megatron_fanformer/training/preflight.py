@@ -68,6 +68,8 @@ class RunStart:
     """Tasks and sets to evaluate on, besides its validation data."""
     events: tuple[dict[str, Any], ...] = ()
     """The run's recovery events so far."""
+    changes: str = ""
+    """Fields of the configuration that differ from the checkpoint's, as the end of a line."""
     watch: FolderWatch | None = None
     """Of the run's folder, since its lock was taken; None where nobody holds one."""
 
@@ -282,6 +284,7 @@ def _start(checked: CheckedSettings, data: DataSurvey, *, allowed: Sequence[str]
         identity=_identity(config, data, candidates, allowed=allowed),
         train_iters=config.training.steps,
         evaluation=evaluation,
+        changes=_changes_since(checkpoint, config),
         events=tuple(read_events(Path(config.training.run_dir))) if checkpoint else (),
     )
 
@@ -389,7 +392,7 @@ def _resume_problems(checkpoint: Path, config: RunConfig, length_field: str) -> 
     ]
 
 
-def changes_since(checkpoint: Path | None, config: RunConfig) -> str:
+def _changes_since(checkpoint: Path | None, config: RunConfig) -> str:
     """Return the fields that differ from those a checkpoint was saved with, as the end of a line."""
     saved = {} if checkpoint is None else by_dotted_names(store.saved_config(checkpoint))
     present = by_dotted_names(config.as_dict())

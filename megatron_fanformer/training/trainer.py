@@ -31,7 +31,7 @@ from megatron_fanformer.training.loggers.registry import Loggers
 from megatron_fanformer.training.machine_choices import attention_notice, choice_lines, choose_for_machine
 from megatron_fanformer.training.optimizer import build_optimizer
 from megatron_fanformer.training.phase_health import PhaseHealth
-from megatron_fanformer.training.preflight import RunStart, changes_since, find_start
+from megatron_fanformer.training.preflight import RunStart, find_start
 from megatron_fanformer.training.profiling import Profiler
 from megatron_fanformer.training.recovery import BadSteps, EventLog
 from megatron_fanformer.training.run_log import log_if_slow
@@ -107,9 +107,7 @@ class Trainer:
         )
         self._open_logs()
         if self.step:
-            logger.info(
-                "continuing after step %d of %s%s", self.step, self.run, changes_since(self._start.resumed, config)
-            )
+            logger.info("continuing after step %d of %s%s", self.step, self.run, self._start.changes)
 
     def train(self) -> None:
         """Run to the last step.

@@ -172,9 +172,7 @@ def test_an_id_of_a_npy_file(tmp_path: Path, dtype: str) -> None:
     path = Path(write_npy(tmp_path / "a.npy", SEQ_LENGTH, dtype=dtype))
     write_manifest(str(tmp_path / "a"), dtype=dtype, max_token_id=VOCAB_SIZE - 1)
     train = build(DataConfig(train_data=[str(path)]), SAMPLES, None).train
-    (whole,) = find_sets(
-        PerplexityConfig(sets={"own": [str(path)]}), seq_length=SEQ_LENGTH, vocab_size=VOCAB_SIZE, batch_tokens=64
-    )
+    (whole,) = find_sets(PerplexityConfig(sets={"own": [str(path)]}), seq_length=SEQ_LENGTH, vocab_size=VOCAB_SIZE)
     id_ = -5 if dtype == "int32" else FOREIGN
     overwrite(path, lambda values: np.where(np.arange(len(values)) == 63, id_, values), dtype=dtype)
     with refused(path, "token 63", id_):

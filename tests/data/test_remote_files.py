@@ -408,7 +408,7 @@ def test_perplexity_sets_are_those_of_the_local_files(
 
     def read(place: Path | str, **fields: Any) -> list[list[int]]:
         sets = {"own": [f"{place}/one.npy", f"{place}/first"]}
-        stated = {"seq_length": SEQ_LENGTH, "vocab_size": VOCAB_SIZE, "batch_tokens": SEQ_LENGTH}
+        stated = {"seq_length": SEQ_LENGTH, "vocab_size": VOCAB_SIZE}
         (found,) = find_sets(PerplexityConfig(sets=sets, **fields), **stated)
         return read_together(lambda: [found.read(piece).tolist() for piece in found.pieces()])
 
@@ -416,7 +416,7 @@ def test_perplexity_sets_are_those_of_the_local_files(
         for fields in ({}, {"chunking": "documents", "eod_id": 5}):
             assert read(url, **fields) == read(folder, **fields)
         with pytest.raises(InputError, match=r"none.npy holds no token files; name a .npy file, a pair's prefix"):
-            stated = {"seq_length": SEQ_LENGTH, "vocab_size": VOCAB_SIZE, "batch_tokens": SEQ_LENGTH}
+            stated = {"seq_length": SEQ_LENGTH, "vocab_size": VOCAB_SIZE}
             find_sets(PerplexityConfig(sets={"own": [f"{url}/none.npy"]}), **stated)
 
 

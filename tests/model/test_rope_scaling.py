@@ -83,7 +83,8 @@ def test_logits_of_long_rows_are_transformers_and_so_are_the_caches(
     ids = torch.randint(model.vocab_size, (2, LENGTH), generator=generator)
     with torch.no_grad():
         expected = FANformerForCausalLM.from_pretrained(tmp_path / "hf")(ids).logits
-        unscaled = FANformerForCausalLM.from_pretrained(tmp_path / "hf", rope_scaling=None)(ids).logits
+        plain = {"rope_type": "default", "rope_theta": 10_000.0}
+        unscaled = FANformerForCausalLM.from_pretrained(tmp_path / "hf", rope_parameters=plain)(ids).logits
     ((whole, cached),) = run_on_ranks(1, logits_of, tmp_path / "run", ids.tolist(), LENGTH - 3)
     largest = expected.abs().max()
     assert (whole - expected).abs().max() <= SAME_LOGITS * largest

@@ -17,4 +17,4 @@ def test_a_run_collects_by_itself_again_when_it_is_over(fails: bool) -> None:
                 raise KeyError
     except KeyError:
         assert fails
-    assert gc.isenabled() and gc.get_freeze_count() == frozen  # of what these tests have frozen for themselves
+    assert gc.isenabled() and gc.get_freeze_count() <= frozen  # what these tests froze for themselves
