@@ -193,7 +193,7 @@ def test_a_list_of_a_task_that_a_signal_ends_is_free_at_once_elsewhere(
         raise AssertionError("it waits for a sign of life")
 
     monkeypatch.setattr(run_lock_module, "_place", lambda: "another machine")
-    monkeypatch.setattr(run_lock_module, "_is_renewed", is_renewed)
+    monkeypatch.setattr(run_lock_module, "_is_touched", is_renewed)
     assert stages(lists) == ["left"]
     prepare_lists(PrepareConfig(from_lists=lists, output=str(output), tokenizer=str(small_tokenizer_file), workers=1))
     assert stages(lists) == ["done"]
