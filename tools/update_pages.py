@@ -137,12 +137,8 @@ def gpu_page(text: str) -> str:
     names: dict[str, list[str]] = {}
     for setting in SETTINGS:
         names.setdefault(setting.reason, []).append(f"`{setting.variable}`")
-    rows = [
-        [", ".join(names.pop(each.reason)), each.when, each.reason, each.source, each.proved, each.to_measure]
-        for each in SETTINGS
-        if each.reason in names
-    ]
-    columns = ["setting", "value", "why", "source", "proved by", "the GPU queue measures"]
+    rows = [[", ".join(names.pop(each.reason)), each.when, each.reason] for each in SETTINGS if each.reason in names]
+    columns = ["setting", "value", "why"]
     table = markdown.table(columns, rows) + "\n"
     return ENVIRONMENT.sub(lambda found: found[1] + table + found[2], text)
 

@@ -10,12 +10,11 @@ import os
 from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.runtime.layout import ParallelConfig
 
-BRIDGE_RECIPES = "Megatron-Bridge `perf_recipes/environment.py` and recipes"
-BRIDGE_GUIDE = "Megatron-Bridge's performance guide"
 NORM_MARGIN = "20"  # multiprocessors that NCCL's kernels find free: Bridge's recipes have 20, its guide 16
 FLIGHT_RECORDS = "2000"  # of a process, the last ones
 ALLOCATOR, ALLOCATOR_OLD = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"
@@ -61,8 +60,7 @@ class RunShape:
         return self.over_nccl and self.ranks > 1 and (sums or self.parallel.virtual_stages > 1)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Setting:
+class Setting(NamedTuple):
     """A variable, and when a process sets it to what."""
 
     variable: str
@@ -70,11 +68,6 @@ class Setting:
     """The value for a run's process; None: it is left alone. Of None: for a process that may take any layout."""
     when: str
     reason: str
-    source: str
-    proved: str
-    """Where it is proved, and how far."""
-    to_measure: str
-    """What `tools/gpu_queue.py` measures of it."""
     others: tuple[str, ...] = ()
     """Other names of the same setting, by any of which a user may have made it."""
     is_required: bool = False
@@ -99,129 +92,90 @@ def _deterministic(variable: str) -> Callable[[RunShape | None], str | None]:
     return _in_runs(DETERMINISTIC[variable], lambda shape: shape.deterministic)
 
 
-_TABLE_TEST = "its value: `tests/runtime/test_environment.py`"
-_SETTINGS_PART = "part `settings`, on one GPU: "
-
 SETTINGS = (
     Setting(
-        variable="CUDA_DEVICE_MAX_CONNECTIONS",
-        value=_connections,
-        when="1 with tensor or context parallelism before Blackwell, and for one rank; else 32",
-        reason="with one queue, kernels begin in the order of their launches, on which the overlap of tensor-parallel "
-        "communication relies; without that overlap, or on Blackwell, streams that share a queue wait for each other",
-        source=f"Megatron-LM `training/arguments.py`, megatron-core `tensor_parallel/layers.py`, {BRIDGE_RECIPES}",
-        proved=f"{_TABLE_TEST}. One H100 was measured with 1",
-        to_measure=_SETTINGS_PART + "32 over 1",
+        "CUDA_DEVICE_MAX_CONNECTIONS",
+        _connections,
+        "1 with tensor or context parallelism before Blackwell, and for one rank; else 32",
+        "with one queue, kernels begin in the order of their launches, on which the overlap of tensor-parallel "
+        "communication relies; else streams that share a queue wait for each other (Megatron-LM, Megatron-Bridge)",
     ),
     Setting(
-        variable="TORCH_NCCL_HIGH_PRIORITY",
-        value=_in_runs("1", lambda shape: shape.over_nccl and shape.ranks > 1),
-        when="1 with several ranks over NCCL",
-        reason="a collective that others wait for is not queued behind products",
-        source=BRIDGE_RECIPES,
-        proved=_TABLE_TEST,
-        to_measure="nothing: it takes several GPUs",
+        "TORCH_NCCL_HIGH_PRIORITY",
+        _in_runs("1", lambda shape: shape.over_nccl and shape.ranks > 1),
+        "1 with several ranks over NCCL",
+        "a collective that others wait for is not queued behind products (Megatron-Bridge)",
     ),
     Setting(
-        variable="TORCH_FR_BUFFER_SIZE",
-        value=_in_runs(FLIGHT_RECORDS, lambda shape: shape.over_nccl and shape.ranks > 1),
-        when=f"{FLIGHT_RECORDS} with several ranks over NCCL",
-        reason="torch records what NCCL was last called for: the report of a hang has what is not complete",
-        source="PyTorch, flight recorder",
-        proved=_TABLE_TEST,
-        to_measure="nothing: it takes several GPUs",
+        "TORCH_FR_BUFFER_SIZE",
+        _in_runs(FLIGHT_RECORDS, lambda shape: shape.over_nccl and shape.ranks > 1),
+        f"{FLIGHT_RECORDS} with several ranks over NCCL",
+        "torch's flight recorder has what NCCL was last called for",
         others=("TORCH_NCCL_TRACE_BUFFER_SIZE",),  # its name in earlier torches
     ),
     *(
         Setting(
-            variable=f"NVTE_{way}_LAYERNORM_SM_MARGIN",
-            value=_in_runs(NORM_MARGIN, lambda shape: shape.overlaps_norms),
-            when=f"{NORM_MARGIN} where sums over replicas or interleaved stages overlap with computation",
-            reason="the Engine's norms occupy every multiprocessor and wait for all of them: NCCL's kernels and a norm "
-            "would wait for each other's end",
-            source=f"{BRIDGE_GUIDE}; {BRIDGE_RECIPES}",
-            proved=_TABLE_TEST,
-            to_measure=_SETTINGS_PART + "20 over 0, which is the cost without the gain",
+            f"NVTE_{way}_LAYERNORM_SM_MARGIN",
+            _in_runs(NORM_MARGIN, lambda shape: shape.overlaps_norms),
+            f"{NORM_MARGIN} where sums over replicas or interleaved stages overlap with computation",
+            "the Engine's norms occupy every multiprocessor and wait for all of them: NCCL's kernels and a norm would "
+            "wait for each other's end (Megatron-Bridge)",
         )
         for way in ("FWD", "BWD")
     ),
     Setting(
-        variable=ALLOCATOR,
-        value=_in_runs(EXPANDABLE, lambda _shape: True),
-        when="in every run, but where a user has NCCL register the buffers of graphs",
-        reason="a run does not end for lack of memory that is free, but in pieces",
-        source=f"PyTorch, CUDA semantics; {BRIDGE_GUIDE}; torchtitan `run_train.sh`",
-        proved=_TABLE_TEST,
-        to_measure=_SETTINGS_PART + "expandable segments over fixed ones, without graphs and with them",
+        ALLOCATOR,
+        _in_runs(EXPANDABLE, lambda _shape: True),
+        "in every run, but where a user has NCCL register the buffers of graphs",
+        "a run does not end for lack of memory that is free, but in pieces (PyTorch, torchtitan)",
         others=(ALLOCATOR_OLD,),
     ),
     Setting(
-        variable=GRAPH_REGISTER,
-        value=_in_runs("0", lambda shape: shape.cuda_graphs),
-        when="0 with CUDA graphs",
-        reason="NCCL would register the addresses of a graph's buffers, which segments that expand do not keep: an "
-        "illegal memory access",
-        source="megatron-core `transformer/cuda_graphs.py`, which asserts it",
-        proved=f"{_TABLE_TEST}. 1 beside expandable segments is refused",
-        to_measure=_SETTINGS_PART + "steps with graphs and both settings",
+        GRAPH_REGISTER,
+        _in_runs("0", lambda shape: shape.cuda_graphs),
+        "0 with CUDA graphs",
+        "NCCL would register the addresses of a graph's buffers, which segments that expand do not keep: an illegal "
+        "memory access (megatron-core asserts it)",
     ),
     Setting(
-        variable=OMP_THREADS,
-        value=lambda shape: str(shape.threads) if shape is not None and shape.threads is not None else None,
-        when="a rank's share of the cores, where srun or another launcher started a rank for a GPU; local ranks always",
-        reason="OpenMP would start a thread for every core in each of a node's ranks",
-        source="OpenMP; torchrun sets 1",
-        proved=_TABLE_TEST,
-        to_measure="nothing",
+        OMP_THREADS,
+        lambda shape: str(shape.threads) if shape is not None and shape.threads is not None else None,
+        "a rank's share of the cores, where srun or another launcher started a rank for a GPU; local ranks always",
+        "OpenMP would start a thread for every core in each of a node's ranks",
     ),
     Setting(
-        variable="NVTE_ALLOW_NONDETERMINISTIC_ALGO",
-        value=_deterministic("NVTE_ALLOW_NONDETERMINISTIC_ALGO"),
-        when="0 with `runtime.deterministic_mode`",
-        reason="attention's backward would add in any order; megatron-core checks it",
-        source="megatron-core `extensions/transformer_engine.py`",
-        proved="`tests/gpu/test_resuming.py`, on one H100",
-        to_measure="part `tests`",
+        "NVTE_ALLOW_NONDETERMINISTIC_ALGO",
+        _deterministic("NVTE_ALLOW_NONDETERMINISTIC_ALGO"),
+        "0 with `runtime.deterministic_mode`",
+        "attention's backward would add in any order; megatron-core checks it",
         is_required=True,
     ),
     Setting(
-        variable="CUBLAS_WORKSPACE_CONFIG",
-        value=_deterministic("CUBLAS_WORKSPACE_CONFIG"),
-        when="`:4096:8` with `runtime.deterministic_mode`",
-        reason="cuBLAS may split a product differently on another stream",
-        source="cuBLAS, reproducibility; PyTorch refuses to run without",
-        proved="`tests/gpu/test_resuming.py`, on one H100",
-        to_measure="part `tests`",
+        "CUBLAS_WORKSPACE_CONFIG",
+        _deterministic("CUBLAS_WORKSPACE_CONFIG"),
+        "`:4096:8` with `runtime.deterministic_mode`",
+        "cuBLAS may split a product differently on another stream; PyTorch refuses to run without",
         is_required=True,
     ),
     Setting(
-        variable="NCCL_ALGO",
-        value=_deterministic("NCCL_ALGO"),
-        when="`Ring` with `runtime.deterministic_mode`",
-        reason="NCCL decides by measuring at its start; any fixed algorithm will do",
-        source="Megatron-LM `training/arguments.py`, which requires one",
-        proved=_TABLE_TEST,
-        to_measure="nothing: it takes several GPUs",
+        "NCCL_ALGO",
+        _deterministic("NCCL_ALGO"),
+        "`Ring` with `runtime.deterministic_mode`",
+        "NCCL decides by measuring at its start; any fixed algorithm will do (Megatron-LM requires one)",
     ),
     Setting(
-        variable="CUDNN_HOME",
-        value=_cudnn_of_torch,
-        when="the cuDNN that came with torch, where it came with one",
-        reason="the Engine prefers the system's; where that is another version, the two refuse each other's parts, and "
-        "attention falls back to one that keeps every score, without a word",
-        source="one H100, 2026-11-23",
-        proved="`tests/gpu/test_transformer_engine.py`, on the stand-in",
-        to_measure="part `new-tests`",
+        "CUDNN_HOME",
+        _cudnn_of_torch,
+        "the cuDNN that came with torch, where it came with one",
+        "the Engine prefers the system's; where that is another version, the two refuse each other's parts, and "
+        "attention falls back to one that keeps every score, without a word (one H100)",
         others=("CUDNN_PATH",),
     ),
     Setting(
-        variable="THP_MEM_ALLOC_ENABLE",
-        value=lambda _shape: "1",
-        when="always",
-        reason="a CPU's step makes and frees gigabytes, whose pages of 4 KiB the kernel zeroes one by one",
-        source="PyTorch, CPU allocator",
-        proved="`tests/runtime/test_device.py`; the lab log has its speed",
-        to_measure="nothing",
+        "THP_MEM_ALLOC_ENABLE",
+        lambda _shape: "1",
+        "always",
+        "a CPU's step makes and frees gigabytes, whose pages of 4 KiB the kernel zeroes one by one (PyTorch)",
     ),
 )
 
