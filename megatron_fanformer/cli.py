@@ -15,7 +15,7 @@ from typing import Any
 
 from megatron_fanformer import __version__
 from megatron_fanformer.durable_files import write_refusal
-from megatron_fanformer.errors import FanformerError, InputError, escaped, holds_controls, not_installed, redacted
+from megatron_fanformer.errors import FanformerError, InputError, escaped, not_installed, redacted
 from megatron_fanformer.options import PROGRAM, Verb, add_options, home_path, path_or_none
 from megatron_fanformer.output import go_on_unread
 from megatron_fanformer.processes import signals_released
@@ -23,7 +23,6 @@ from megatron_fanformer.runtime.device import launched_here
 from megatron_fanformer.terminal import print_stderr
 from megatron_fanformer.verbs import VERBS
 
-OUTPUTS = ("output", "destination", "log_file", "report", "receipt")  # of any verb, as its options are called
 MOST_SHOWN = 200  # characters of an argument or a path in an error
 
 
@@ -63,10 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in arguments
     try:
-        for argument in arguments:
-            _check_text(argument)
         verb, options = read_command(arguments)
-        _check_outputs(options)
         if verb.results_are_files or launched_here():
             go_on_unread()
         with nullcontext() if verb.takes_signals else signals_released():
@@ -133,28 +129,6 @@ def _in_words(error: Exception) -> tuple[str, int]:
     if os.sep in str(error.filename):  # standard output is called so, and is on no disk
         reason = write_refusal(error, str(error.filename))
     return f"{name} cannot be used ({reason}); free what ran out, or repair the disk, and start again", 1
-
-
-def _check_text(argument: str) -> None:
-    """Refuse what no file and no text can be named by: it would end in Python's own errors, later."""
-    try:
-        argument.encode()
-    except UnicodeEncodeError:
-        raise InputError(f"{_shown(argument)} is not valid UTF-8; write it in that, or rename the file") from None
-    if "\0" in argument:
-        raise InputError(f"{_shown(argument)} holds a zero character, which no text or path may; leave it out")
-
-
-def _check_outputs(options: Any) -> None:
-    """Refuse an output whose name would do to a terminal, a log or a page what its characters say."""
-    for name in OUTPUTS:
-        value = getattr(options, name, None)
-        if value is not None and holds_controls(str(value)):
-            raise InputError(f"{_shown(str(value))} holds control characters or line ends; name another output")
-
-
-def _shown(argument: str) -> str:
-    return ascii(_cut(argument))
 
 
 def _cut(text: str, most: int = MOST_SHOWN) -> str:

@@ -44,8 +44,6 @@ IN_WORDS: dict[Any, tuple[str, str]] = {
 }
 MOST_SHOWN = 80  # characters of a wrong value
 LARGEST_INTEGER = 2**63 - 1
-NO_TEXT = frozenset(map(chr, (0, *range(0xD800, 0xE000))))  # characters that no path and no UTF-8 has
-NO_TEXT_IN_WORDS = "a zero character or half a surrogate pair"
 
 Advice = Callable[[str], str | None]
 """Returns what to report about a name that is no field's, as a clause; None: nothing special. It gets a key as its
@@ -98,9 +96,8 @@ def value_problems(
             found.append(f"{name} is missing; it must be {_demand(hint)}")
         elif present and not _fits(value, hint):
             found.append(f"{name} is {_shown(value)}; it must be {_demand(hint)}")
-        elif present and _is_beyond(value):
-            rule = f"no value may hold {NO_TEXT_IN_WORDS}, or exceed {LARGEST_INTEGER}"
-            found.append(f"{name} is {_shown(value)}; {rule}")
+        elif present and isinstance(value, int) and abs(value) > LARGEST_INTEGER:
+            found.append(f"{name} is {_shown(value)}; no number may exceed {LARGEST_INTEGER}")
     return found
 
 
@@ -130,17 +127,6 @@ def _holds_set(value: Any) -> bool:
     if isinstance(value, Mapping):
         return any(map(_holds_set, value.values()))
     return isinstance(value, set) or (isinstance(value, list) and any(map(_holds_set, value)))
-
-
-def _is_beyond(value: Any) -> bool:
-    """Return whether a value of the right type is none that a path, or a processor's integer, can be."""
-    if isinstance(value, Mapping):
-        return _is_beyond([*value, *value.values()])
-    if isinstance(value, list):
-        return any(map(_is_beyond, value))
-    if isinstance(value, str):
-        return not NO_TEXT.isdisjoint(value)
-    return isinstance(value, int) and abs(value) > LARGEST_INTEGER
 
 
 def _is_section(hint: Any) -> bool:
@@ -175,13 +161,7 @@ def _shown(value: Any) -> str:
 
 # -- files and overrides
 
-# Whoever wrote a file, reading it must end. PyYAML reads some 10,000 values a second. 10,000 token files fit.
-MOST_BYTES = 1 << 20
-MOST_VALUES = 1 << 16
-"""The most values in a file, counting those that an alias repeats: aliases of aliases make any number of few bytes."""
-MOST_DEPTH = 64
-MOST_DIGITS = 400  # a number in base 60 (1:30:00) takes time with their square
-MERGE = "tag:yaml.org,2002:merge"  # of the key <<, which may stand several times
+MOST_BYTES = 1 << 20  # of a file, which may have come with a checkpoint
 
 
 class _Loader(yaml.SafeLoader):
@@ -190,50 +170,12 @@ class _Loader(yaml.SafeLoader):
     Refuses a mapping with the same key twice, where YAML says that there is none and PyYAML takes the last.
     """
 
-    depth = 0
-    values = 0
-
-    def compose_node(self, parent: Any, index: Any) -> Any:
-        """Return one value, within the bounds."""
-        self.depth += 1
-        self.values += 1
-        if self.depth > MOST_DEPTH:
-            raise ValueError("it is nested too deeply")
-        if self.values > MOST_VALUES:
-            raise ValueError(f"it has more than {MOST_VALUES} values")
-        node = super().compose_node(parent, index)
-        self.depth -= 1
-        return node
-
-    def get_single_node(self) -> Any:
-        """Return the document, within the bounds."""
-        node = super().get_single_node()
-        if node is not None and _count(node, {}) > MOST_VALUES:
-            raise ValueError(f"its aliases make more than {MOST_VALUES} values of it")
-        return node
-
-
-def _count(node: yaml.Node, known: dict[int, int]) -> int:
-    """Return the values that a node stands for; `known` has the nodes seen so far, 0 for those that are being
-    counted.
-    """
-    if (count := known.get(id(node))) is not None:
-        if not count:
-            raise ValueError(f"a value contains itself{node.start_mark}")
-        return count
-    known[id(node)] = 0
-    parts = []
-    if isinstance(node, yaml.MappingNode):
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """Return a mapping whose keys differ."""
         keys = Counter((key.tag, key.value) for key, _ in node.value if isinstance(key, yaml.ScalarNode))
-        if twice := [name for (tag, name), count in keys.items() if count > 1 and tag != MERGE]:
+        if twice := [name for (tag, name), count in keys.items() if count > 1 and not tag.endswith(":merge")]:
             raise ValueError(f"{twice[0]} stands twice in one mapping{node.start_mark}")
-        parts = [part for pair in node.value for part in pair]
-    elif isinstance(node, yaml.SequenceNode):
-        parts = node.value
-    elif node.tag.endswith((":int", ":float")) and len(node.value) > MOST_DIGITS:
-        raise ValueError(f"a number has {len(node.value)} digits{node.start_mark}")
-    known[id(node)] = 1 + sum(_count(part, known) for part in parts)
-    return known[id(node)]
+        return super().construct_mapping(node, deep)
 
 
 _Loader.add_implicit_resolver(
@@ -245,12 +187,12 @@ def yaml_value(text: str) -> Any:
     """Return the plain value of a YAML text.
 
     Raises:
-        ValueError: it is not valid, or is beyond the bounds; says why, on one line.
+        ValueError: it is not valid; says why, on one line.
     """
     try:
         return yaml.load(text, _Loader)
     # The last ones are what PyYAML raises for a value that its tag does not describe, such as !!bool 7.
-    except (yaml.YAMLError, ValueError, ArithmeticError, LookupError, AttributeError) as error:
+    except (yaml.YAMLError, ValueError, ArithmeticError, LookupError, AttributeError, RecursionError) as error:
         raise ValueError(" ".join(str(error).split())) from None
 
 
@@ -259,7 +201,7 @@ def read_plain_values(file: Path) -> Any:
 
     Raises:
         OSError: it cannot be read, is not a file, or is too large.
-        ValueError: it is not valid, or is beyond the bounds.
+        ValueError: it is not valid.
     """
     text = regular_file(file, most_bytes=MOST_BYTES).read_text(encoding="utf-8")
     if file.suffix != ".json":

@@ -7,7 +7,6 @@ no credentials: see `redacted`.
 import difflib
 import re
 import sys
-import unicodedata
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
@@ -73,11 +72,6 @@ def escaped(text: str) -> str:
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
-
-
-def holds_controls(text: str) -> bool:
-    """Return whether a text holds what a terminal, a log or a page would obey: control characters, line ends."""
-    return any(unicodedata.category(character) in ("Cc", "Zl", "Zp") for character in text)
 
 
 def not_installed(error: ModuleNotFoundError) -> str:

@@ -78,13 +78,8 @@ def test_values_become_the_dataclass() -> None:
         ({"count": 1, 7: 8}, "unknown configuration key 7; the keys here are count, kind, names, inner"),
         ({"count": "\ud800"}, 'count is "\ud800"; it must be an integer'),
         (
-            {"count": 1, "names": ["\ud800"]},
-            'names is ["\ud800"]; no value may hold a zero character or half a surrogate pair, or exceed '
-            f"{LARGEST_INTEGER}",
-        ),
-        (
             {"count": LARGEST_INTEGER + 1},
-            f"count is {2**63}; no value may hold a zero character or half a surrogate pair, or exceed {2**63 - 1}",
+            f"count is {2**63}; no number may exceed {2**63 - 1}",
         ),
         ({"count": "x" * 500}, f'count is "{"x" * 79}…; it must be an integer'),
     ],

@@ -12,7 +12,6 @@ import pytest
 import megatron_fanformer
 from megatron_fanformer.cli import _in_words, main
 from megatron_fanformer.errors import FanformerError, InputError, escaped, redacted
-from tests.small_runs import small_run, write_config
 
 
 @pytest.mark.parametrize(
@@ -73,19 +72,3 @@ def test_untrusted_text_moves_no_cursor() -> None:
 def test_a_path_that_the_system_refuses_is_the_users_error_and_a_failing_disk_is_not(number: int, code: int) -> None:
     message, found = _in_words(OSError(number, "the reason", "the path"))
     assert found == code and message.startswith("the path cannot be used (the reason); ")
-
-
-@pytest.mark.parametrize("name", ["a\x1b[31mred", "a\nb", "a\u2028b", "\x7f"])
-def test_no_output_has_a_name_that_a_terminal_or_a_page_would_obey(
-    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    config = write_config(tmp_path / "run.yaml", small_run("none", Path(name)))
-    for command in (
-        ["convert", "none", name, "--to", "hf"],
-        ["prepare", "none", "--output", name, "--tokenizer", "none"],
-        ["train", "--config", str(config)],
-    ):
-        assert main(command) == 2
-        message = capsys.readouterr().err
-        assert f"{name!a} holds control characters or line ends; name another" in message
-        assert message.replace("\n", "").isprintable()

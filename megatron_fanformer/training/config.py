@@ -16,7 +16,7 @@ from megatron_fanformer.checkpoint.config import CheckpointConfig
 from megatron_fanformer.configuration import build, described_fields, moved_names, overlaid, read_overrides, read_values
 from megatron_fanformer.data.config import DataConfig
 from megatron_fanformer.data.stages import FIRST_STAGE, first_step, step_problems
-from megatron_fanformer.errors import broken_fields, holds_controls
+from megatron_fanformer.errors import broken_fields
 from megatron_fanformer.evaluation.config import EvaluationConfig
 from megatron_fanformer.formats import foreign_names
 from megatron_fanformer.model.config import FANformerConfig, PrecisionConfig
@@ -107,10 +107,6 @@ class TrainingConfig:
             *broken("be above 0, or null", lambda value: not value > 0, "exit_duration_in_mins"),
             *broken("not be negative", lambda value: value < 0, "max_restarts", "seed", "z_loss_coefficient"),
         ]
-        if holds_controls(self.run_dir):
-            found.append(
-                f"training.run_dir {self.run_dir!a} holds control characters or line ends; name another folder"
-            )
         if (self.train_iters is None) == (self.epochs is None):
             stated = "neither is given" if self.epochs is None else "both are given"
             found.append(f"training.train_iters, training.epochs: {stated}; give one, which sets the run's length")

@@ -116,8 +116,6 @@ def test_mutated_command_lines(number: int, things: Things, tmp_path: Path, monk
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["inspect", "a\0b"], "holds a zero character"),
-        (["inspect", "\udcff"], "is not valid UTF-8"),
         (["inspect", "a" * 300], "cannot be used (File name too long)"),
         (["convert", "RUN", "out", "--to", "hf", "--max-shard-size", "1e400GB"], "is not a size"),
         (["convert", "RUN", "out", "--to", "hf", "--max-shard-size=-5GB"], "is not a size"),
