@@ -14,9 +14,10 @@ from megatron_fanformer.errors import InputError
 from megatron_fanformer.preparation.remote_inputs import InputFile, RemoteInput, recorded_path
 from megatron_fanformer.stores import is_url, password_problem
 
+COMPRESSIONS = {".gz": "gzip", ".zst": "zstd", ".xz": "xz", ".bz2": "bzip2"}
 LINE_KINDS, TEXT_KINDS = (".jsonl", ".json", ".ndjson"), (".txt", ".md")
 LINE_SUFFIXES, TEXT_SUFFIXES = (
-    tuple(kind + compression for kind in kinds for compression in ("", ".gz", ".zst"))
+    tuple(kind + compression for kind in kinds for compression in ("", *COMPRESSIONS))
     for kinds in (LINE_KINDS, TEXT_KINDS)
 )
 PARQUET_SUFFIX = ".parquet"

@@ -21,7 +21,7 @@ class PrepareConfig:
     """Options of `prepare`."""
 
     inputs: tuple[str, ...] = argument((), metavar="INPUT")
-    """Files (.jsonl, .json, .ndjson, .txt, .md, also .gz or .zst; .parquet), folders, patterns, URLs, @LIST files."""
+    """Files (.jsonl, .json, .ndjson, .txt, .md, or .gz, .zst, .xz, .bz2; .parquet), folders, patterns, URLs, @LIST."""
     output: str = option("", metavar="PREFIX")
     """Prefix of the token files: PREFIX.bin, PREFIX.idx, PREFIX.ledger.parquet, PREFIX.manifest.json; or its URL."""
     hold_out: int | None = option(None, metavar="N")
@@ -33,7 +33,7 @@ class PrepareConfig:
     workers: int = field(default_factory=usable_cores)
     """Worker processes, at least 1; they do not change the output (default: one for each core)"""
     text_field: str = "text"
-    """The field (the column) of a document that is its text."""
+    """The field (the column) of a document that is its text; a.b: in JSON, the field b of the object a."""
     eod_id: int | None = None
     """The id that ends a document (default: the tokenizer's end of text)"""
     format: Format = option("megatron", parse=str)
