@@ -152,7 +152,7 @@ def _object_type(path: Sequence[str], beside: Sequence[str] = ()) -> Any:
     field = "text"
     if len(path) > 1:
         field, attributes["text"] = "inner", property(lambda line: line.inner.text)
-    fields = [(field, inner), *((name, Scalar, None) for name in beside)]
+    fields: list[Any] = [(field, inner), *((name, Scalar, None) for name in beside)]
     return msgspec.defstruct("Line", fields, rename={field: path[0]}, namespace=attributes)
 
 

@@ -41,6 +41,7 @@ from megatron_fanformer.preparation.work_folder import (
     work_folder,
 )
 from megatron_fanformer.stores import is_url
+from megatron_fanformer.terminal import plural
 
 NPY_DTYPES = ("uint16", "uint32")
 OF_DOCUMENTS = {
@@ -70,16 +71,16 @@ class PrepareReport:
         lines = []
         if self.already_there:
             lines.append(f"{self.prefix} already exists, made from the same input with the same settings")
-        counts = f"{manifest.documents:,} documents, {manifest.tokens:,} tokens"
+        counts = f"{plural(manifest.documents, 'document')}, {plural(manifest.tokens, 'token')}"
         if (chat := manifest.settings.chat) is not None:
             learned = sum(output.learned_tokens or 0 for output in manifest.outputs)
             padded = "" if chat.pad_id is None else " with padding"
-            counts = f"{manifest.documents:,} conversations, {manifest.tokens:,} tokens{padded}"
+            counts = f"{plural(manifest.documents, 'conversation')}, {manifest.tokens:,} tokens{padded}"
             counts += f", {learned:,} of them learned"
-        lines.append(f"{manifest.lines_read:,} lines read: {counts}")
+        lines.append(f"{plural(manifest.lines_read, 'line')} read: {counts}")
         if chat is not None and (cut := sum(output.cut or 0 for output in manifest.outputs)):
-            lines.append(f"{cut:,} conversations cut to {chat.max_tokens:,} tokens")
-        lines += [f"{number:,} lines refused: {reason}" for reason, number in manifest.refused.items()]
+            lines.append(f"{plural(cut, 'conversation')} cut to {chat.max_tokens:,} tokens")
+        lines += [f"{plural(number, 'line')} refused: {reason}" for reason, number in manifest.refused.items()]
         lines += [f"  {example}" for example in manifest.refused_examples]
         if len(manifest.outputs) > 1:
             lines.append(

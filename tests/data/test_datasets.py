@@ -2,6 +2,7 @@ import hashlib
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from megatron_fanformer.data.config import DataConfig
+from megatron_fanformer.data.sample_counts import SampleCounts
 from megatron_fanformer.data.survey import survey_data
 from megatron_fanformer.data.token_files import read_index
 from megatron_fanformer.errors import InputError
@@ -97,6 +99,21 @@ def test_a_split_gives_disjoint_documents(prefix: str) -> None:
 def test_a_split_that_leaves_a_part_empty_is_an_input_error(prefix: str, split: str) -> None:
     with pytest.raises(InputError, match="none is left for"):
         build(DataConfig(train_data=[prefix], split=split))
+
+
+@pytest.mark.parametrize(("samples", "is_told"), [(4 * 39, False), (4 * 39 + 1, True)])
+def test_a_source_that_is_read_more_than_four_times_is_named(
+    tmp_path: Path, prefix: str, samples: int, is_told: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    little = write_pair(tmp_path / "little", [[39 * SEQ_LENGTH + 1]])
+    for train_data, times in (([little], 1), ([1, prefix, 1, little], 2)):
+        settings = DataConfig(train_data=train_data)
+        for config in (settings, replace(settings, max_repetition={"*": 100})):
+            caplog.clear()
+            counts = SampleCounts(survey_data(config), SEQ_LENGTH)
+            counts.check(config, train_samples=samples * times, valid_samples=1)
+            told = [message for message in caplog.messages if little in message and " 4.03 times" in message]
+            assert (len(told), caplog.messages) == (is_told and not config.max_repetition, told)
 
 
 def test_a_validation_set_without_one_whole_sample_is_an_input_error(prefix: str, other_prefix: str) -> None:

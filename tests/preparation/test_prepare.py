@@ -178,11 +178,14 @@ def test_an_output_made_otherwise_is_refused_and_left_alone(
     assert contents(tmp_path / "new") == before
 
 
-def test_token_files_without_a_manifest_are_never_overwritten(tmp_path: Path, mixed: Path, prepare: Prepare) -> None:
-    (tmp_path / "out.bin").write_bytes(b"somebody's")
-    with pytest.raises(InputError, match="no manifest of a complete preparation"):
-        prepare(tmp_path / "out", mixed)
-    assert (tmp_path / "out.bin").read_bytes() == b"somebody's"
+@pytest.mark.parametrize("name", ["out.bin", "out-00000.idx", "out-00001.bin"])
+def test_token_files_without_a_manifest_are_never_overwritten(
+    tmp_path: Path, mixed: Path, prepare: Prepare, name: str
+) -> None:
+    (tmp_path / name).write_bytes(b"somebody's")
+    with pytest.raises(InputError, match=f"{name} exists"):
+        prepare(tmp_path / "out", mixed, part_bytes=2)
+    assert (tmp_path / name).read_bytes() == b"somebody's"
 
 
 def test_damaged_inputs_are_all_named_and_nothing_is_published(
