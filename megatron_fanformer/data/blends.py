@@ -17,7 +17,7 @@ import numpy as np
 
 from megatron_fanformer.data.chat_files import MASK_SUFFIX, is_row_folder
 from megatron_fanformer.data.file_patterns import look_into, matching
-from megatron_fanformer.data.npy_files import SUFFIX, npy_prefix
+from megatron_fanformer.data.npy_files import SUFFIX, SUFFIXES, npy_prefix
 from megatron_fanformer.data.remote_files import is_pattern, listed, small_file
 from megatron_fanformer.data.token_files import bin_path, idx_path
 from megatron_fanformer.durable_files import regular_file
@@ -51,7 +51,7 @@ class Source:
     @property
     def is_npy(self) -> bool:
         """Return whether it is .npy files."""
-        return self.paths[0].endswith(SUFFIX)
+        return self.paths[0].endswith(SUFFIXES)
 
     @property
     def prefixes(self) -> list[str]:
@@ -247,12 +247,12 @@ def _of_mix(file: str, folder: str, lines: Sequence[str]) -> list[str]:
 def _source(word: str) -> Source:
     """Return the source that a word names. At a URL, a folder's name ends in /, so that most need not be looked up."""
     if is_url(word):
-        is_many = word.endswith("/") or (word.endswith(SUFFIX) and is_pattern(word))
-        return Source(_some(word, listed(word, SUFFIX)) if is_many else (word,))
+        is_many = word.endswith("/") or (word.endswith(SUFFIXES) and is_pattern(word))
+        return Source(_some(word, listed(word, SUFFIXES)) if is_many else (word,))
     if Path(word).is_dir() and not idx_path(word).exists():
         look_into(word)
-        return Source(_some(word, sorted(str(path) for path in Path(word).glob("*" + SUFFIX))))
-    if word.endswith(SUFFIX) and glob.has_magic(word) and not Path(word).exists():
+        return Source(_some(word, sorted(str(path) for path in Path(word).iterdir() if path.name.endswith(SUFFIXES))))
+    if word.endswith(SUFFIXES) and glob.has_magic(word) and not Path(word).exists():
         return Source(_some(word, sorted(matching(word))))
     return Source((word if idx_path(word).exists() else re.sub(r"\.(bin|idx)$", "", word),))
 

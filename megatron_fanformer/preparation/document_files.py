@@ -11,17 +11,18 @@ import lzma
 import re
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from isal import igzip
 from isal.igzip_lib import IsalError
 
 from megatron_fanformer.durable_files import naming, regular_file
 from megatron_fanformer.errors import CorruptError, InputError
+from megatron_fanformer.preparation.chats import ChatParser
 from megatron_fanformer.preparation.documents import (
     MAX_LINE_BYTES,
     TOO_LONG_A_LINE,
@@ -56,14 +57,7 @@ Block = bytes | dict[str, Any] | WholeText | None
 one line; or None, for one that was skipped for its length."""
 
 
-class Parser(Protocol):
-    """Finds a document or a conversation on each line, or a Refusal: DocumentParser, or ChatParser."""
-
-    def parse(self, line: bytes) -> Any:
-        """Return what is on the line."""
-
-    def parse_rows(self, columns: Mapping[str, Any]) -> Sequence[Any]:
-        """Return what is in each row."""
+Parser = DocumentParser | ChatParser
 
 
 def parse_block(block: Block, parser: Parser) -> list[Any]:
@@ -157,13 +151,18 @@ class DocumentFile:
         import pyarrow
         from pyarrow import parquet
 
-        with self._open() as raw, _naming_parquet(self.path, pyarrow.ArrowException):
-            file = parquet.ParquetFile(raw, pre_buffer=False, buffer_size=BLOCK_BYTES)
-            names = self._columns(self.path, file.schema_arrow)
-            rows = _rows_a_block(self.path, raw, file.metadata, names)
-            for batch in file.iter_batches(rows, columns=names, use_threads=False):
-                self.bytes_read = max(self.bytes_read, raw.tell())
-                yield dict(zip(batch.schema.names, batch.columns, strict=True))
+        with self._open() as raw:
+            try:
+                file = parquet.ParquetFile(raw, pre_buffer=False, buffer_size=BLOCK_BYTES)
+                names = self._columns(self.path, file.schema_arrow)
+                rows = _rows_a_block(self.path, raw, file.metadata, names)
+                for batch in file.iter_batches(rows, columns=names, use_threads=False):
+                    self.bytes_read = max(self.bytes_read, raw.tell())
+                    yield dict(zip(batch.schema.names, batch.columns, strict=True))
+            except (pyarrow.ArrowException, OSError) as error:
+                if getattr(error, "errno", None) is not None:  # the system's, and not pyarrow's
+                    raise
+                raise _damaged(self.path, "Parquet", " ".join(str(error).split())) from error
             # Parquet is not read in order: it is hashed in a separate pass.
             self.bytes_read = 0
             raw.seek(0)
@@ -204,11 +203,6 @@ class _Counted(io.RawIOBase):
     def readable(self) -> bool:
         return True
 
-    @property
-    def bytes_read(self) -> int:
-        """Return how many bytes of the file were read."""
-        return self._owner.bytes_read
-
     def readinto(self, buffer: Any) -> int:
         size: int = self._raw.readinto(buffer)
         self._owner.count(memoryview(buffer)[:size])
@@ -224,7 +218,7 @@ def _decompressed(path: InputFile, raw: _Counted) -> Iterator[Any]:
     stream, damage = _decompressor(kind, raw)
     try:
         yield stream
-        if not raw.bytes_read:  # it has not even a header, of which igzip says nothing
+        if not path.stat().st_size:  # it has not even a header, of which igzip says nothing
             raise EOFError
     except EOFError as error:
         raise CorruptError(f"{path} is truncated, its {kind} stream has no end; fetch it again") from error
@@ -234,7 +228,11 @@ def _decompressed(path: InputFile, raw: _Counted) -> Iterator[Any]:
         if "memory" in str(error).lower():
             reason = f"its {kind} window is above 128 MB; compress it again, by zstd -19 or xz -9 at most"
             raise InputError(f"{path} cannot be read, {reason}") from error
-        raise CorruptError(f"{path} is damaged ({error}), not a complete {kind} file; fetch it again") from error
+        raise _damaged(path, kind, error) from error
+
+
+def _damaged(path: InputFile, kind: str, reason: object) -> CorruptError:
+    return CorruptError(f"{path} is damaged ({reason}), not a complete {kind} file; fetch it again")
 
 
 def _decompressor(kind: str, raw: _Counted) -> tuple[Any, type[Exception] | tuple[type[Exception], ...]]:
@@ -276,17 +274,6 @@ class _Streams:
         return found
 
 
-@contextmanager
-def _naming_parquet(path: InputFile, kind: type[Exception]) -> Iterator[None]:
-    try:
-        yield
-    except (kind, OSError) as error:
-        if isinstance(error, OSError) and error.errno is not None:  # the system's, and not pyarrow's
-            raise
-        reason = " ".join(str(error).split())
-        raise CorruptError(f"{path} is damaged ({reason}), not a complete Parquet file; fetch it again") from error
-
-
 def _rows_a_block(path: InputFile, raw: Any, metadata: Any, names: Sequence[str]) -> int:
     """Return how many rows of these columns fit in a block where they are longest: memory must not depend on them.
 
@@ -294,7 +281,11 @@ def _rows_a_block(path: InputFile, raw: Any, metadata: Any, names: Sequence[str]
     """
     longest, dictionary_bytes = 1.0, 0
     for group in map(metadata.row_group, range(metadata.num_row_groups)):
-        columns = [column for column in map(group.column, range(group.num_columns)) if _is_of(column, names)]
+        columns = [
+            column
+            for column in map(group.column, range(group.num_columns))
+            if any(f"{column.path_in_schema}.".startswith(f"{name}.") for name in names)  # which may be nested
+        ]
         longest = max(longest, sum(column.total_uncompressed_size for column in columns) / max(1, group.num_rows))
         dictionary_bytes = max([dictionary_bytes, *(_dictionary_bytes(raw, column) for column in columns)])
     if dictionary_bytes > LARGEST_DICTIONARY_BYTES:
@@ -312,11 +303,6 @@ def _dictionary_bytes(raw: Any, column: Any) -> int:
     raw.seek(min(start for start in starts if start is not None))
     kind, size = _page_header(raw.read(PAGE_HEADER_BYTES))
     return size if kind == DICTIONARY_PAGE else 0
-
-
-def _is_of(column: Any, names: Sequence[str]) -> bool:
-    """Return whether a column of values belongs to one of these columns of the schema, which may be nested."""
-    return any(column.path_in_schema == name or column.path_in_schema.startswith(f"{name}.") for name in names)
 
 
 def _page_header(data: bytes) -> tuple[int, int]:

@@ -24,7 +24,6 @@ LINE_SUFFIXES, TEXT_SUFFIXES = (
 PARQUET_SUFFIX = ".parquet"
 CHAT_SUFFIXES = (*LINE_SUFFIXES, PARQUET_SUFFIX)
 DOCUMENT_SUFFIXES = (*CHAT_SUFFIXES, *TEXT_SUFFIXES)
-NPY_SUFFIXES = (".npy",)
 LARGEST_LIST_BYTES = 1 << 28  # of @LIST: a million paths are smaller, and a file of documents named by mistake is not
 # Found in a folder, these are a preparation's own: manifests and ledgers, not documents.
 NOT_SEARCHED_FOR = (".json", ".ledger.parquet")

@@ -21,6 +21,7 @@ from megatron_fanformer.data.manifest import (
     TokenizerRecord,
     TooLong,
 )
+from megatron_fanformer.data.npy_files import SUFFIXES
 from megatron_fanformer.data.token_files import token_dtype
 from megatron_fanformer.data.tokenizer import Tokenizer, load_tokenizer, tokenizer_file
 from megatron_fanformer.durable_files import sha256_of
@@ -28,7 +29,7 @@ from megatron_fanformer.errors import InputError
 from megatron_fanformer.preparation.assembly import part_prefix
 from megatron_fanformer.preparation.documents import DocumentParser
 from megatron_fanformer.preparation.id_encoders import SMALL_INPUT, EncoderChoice, choose_encoder
-from megatron_fanformer.preparation.inputs import CHAT_SUFFIXES, DOCUMENT_SUFFIXES, NPY_SUFFIXES, expand_inputs
+from megatron_fanformer.preparation.inputs import CHAT_SUFFIXES, DOCUMENT_SUFFIXES, expand_inputs
 from megatron_fanformer.preparation.pipeline import PreparationJob, ProgressListener, refuse_outside_blends, run
 from megatron_fanformer.preparation.remote_inputs import InputFile, RemoteInput, input_sha256, recorded_path
 from megatron_fanformer.preparation.remote_outputs import RemoteOutput, missing_output, output_manifest
@@ -176,7 +177,7 @@ def _described(config: PrepareConfig) -> tuple[Tokenizer, Settings, TokenizerRec
 
 def input_files(config: PrepareConfig) -> list[InputFile]:
     """Return the files that the inputs name, of the kind that is read. Raises InputError as `expand_inputs`."""
-    suffixes = NPY_SUFFIXES if config.from_npy else CHAT_SUFFIXES if config.chat else DOCUMENT_SUFFIXES
+    suffixes = SUFFIXES if config.from_npy else CHAT_SUFFIXES if config.chat else DOCUMENT_SUFFIXES
     files = expand_inputs(config.inputs, suffixes)
     if config.from_npy and (remote := next((file for file in files if isinstance(file, RemoteInput)), None)):
         raise InputError(f"{remote} is on another store, from which from_npy does not read; copy it to this machine")

@@ -51,7 +51,7 @@ class PrepareConfig:
     backend: Backend = option("auto", parse=str)
     """Library that computes the ids: auto, gigatoken, tokenizers, sentencepiece; all give the same ids."""
     from_npy: bool = False
-    """The inputs are headerless .npy token files, made by the same tokenizer."""
+    """The inputs are headerless .npy token files, or datatrove's .ds files, made by the same tokenizer."""
     npy_dtype: str = "uint16"
     """With --from-npy: the type of the tokens in them, uint16 or uint32."""
     strict: bool = False
@@ -142,16 +142,12 @@ def _prepare(config: PrepareConfig) -> None:
             prepare_both(config, config.hold_out)
     else:
         with unwound_by_stop_signals(outcome=STOPPED):
-            _prepare_one(config)
+            from megatron_fanformer.preparation.prepare import prepare
+            from megatron_fanformer.preparation.progress import progress_line
 
-
-def _prepare_one(config: PrepareConfig) -> None:
-    from megatron_fanformer.preparation.prepare import prepare
-    from megatron_fanformer.preparation.progress import progress_line
-
-    with progress_line("preparing") as listener:
-        report = prepare(config, listener)
-    show(report.lines())
+            with progress_line("preparing") as listener:
+                report = prepare(config, listener)
+            show(report.lines())
 
 
 PREPARE = Verb(

@@ -1,6 +1,7 @@
 import hashlib
 import json
 import shutil
+import struct
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -11,11 +12,12 @@ import pytest
 import torch
 
 from megatron_fanformer.data.config import DataConfig
+from megatron_fanformer.data.datasets import build_datasets
 from megatron_fanformer.data.sample_counts import SampleCounts
 from megatron_fanformer.data.survey import survey_data
 from megatron_fanformer.data.token_files import read_index
 from megatron_fanformer.errors import InputError
-from tests.data.token_making import build, drawn, write_npy, write_pair
+from tests.data.token_making import VOCAB_SIZE, build, drawn, write_npy, write_pair
 
 SEQ_LENGTH = 64
 
@@ -215,6 +217,27 @@ def test_npy_files_without_weights_are_one_set_in_the_papers_order(npy_files: li
         np.random.Generator(np.random.PCG64(1 + epoch)).shuffle(order)
         expected += [rows[number].tolist() for number in order]
     assert taken == expected[:50]
+
+
+def test_datatroves_files_are_npy_files_by_another_name(tmp_path: Path) -> None:
+    """As its DocumentTokenizer writes them: little-endian ids, and beside them the ends of documents and a note."""
+    (folder := tmp_path / "tokens").mkdir()
+    for number in range(2):
+        ids = range(1 + number, 500 + number)
+        name = f"{folder}/0000{number}_00000_shuffled.ds"
+        Path(name).write_bytes(struct.pack(f"<{len(ids)}I", *ids))
+        Path(name + ".index").write_bytes(struct.pack("<2Q", 200, len(ids)))
+        Path(name + ".metadata").write_text(f"tokenizer.json|4\n{len(ids)}\n499 tokens")
+        shutil.copy(name, tmp_path / f"{number}.npy")
+    expected = drawn(build(DataConfig(train_data=[f"{tmp_path}/*.npy"], npy_dtype="uint32")).train, 14)
+    stores = {"cache_path": str(tmp_path / "cache"), "staging_path": str(tmp_path / "copies")}
+    for word in (f"{folder}", f"{folder}/*.ds", f"file://{folder}/", f"file://{folder}/*.ds"):
+        for remote in ("staged", "ranged") if word.startswith("file:") else ("auto",):
+            config = DataConfig(train_data=[word], npy_dtype="uint32", remote=remote, **stores)
+            survey = survey_data(config, VOCAB_SIZE, for_run=True)
+            sizes: dict[str, Any] = {"train_samples": 14, "valid_samples": 8, "seq_length": SEQ_LENGTH}
+            datasets = build_datasets(config, seed=1, vocab_size=VOCAB_SIZE, eod_id=1, survey=survey, **sizes)
+            assert torch.equal(drawn(datasets.train, 14), expected)
 
 
 def test_npy_data_are_as_long_as_asked_and_one_epoch_otherwise(npy_files: list[str]) -> None:

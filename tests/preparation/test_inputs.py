@@ -3,8 +3,9 @@ from pathlib import Path
 
 import pytest
 
+from megatron_fanformer.data.npy_files import SUFFIXES
 from megatron_fanformer.errors import InputError
-from megatron_fanformer.preparation.inputs import CHAT_SUFFIXES, NPY_SUFFIXES, expand_inputs
+from megatron_fanformer.preparation.inputs import CHAT_SUFFIXES, expand_inputs
 from tests.closed_folders import closed_folder
 
 
@@ -58,7 +59,7 @@ def test_a_list_names_inputs_a_line(tmp_path: Path) -> None:
 
 def test_token_files_are_found_by_their_own_suffix(tmp_path: Path) -> None:
     touch(tmp_path, "a.npy", "a.jsonl")
-    assert names(expand_inputs([tmp_path], NPY_SUFFIXES), tmp_path) == ["a.npy"]
+    assert names(expand_inputs([tmp_path], SUFFIXES), tmp_path) == ["a.npy"]
 
 
 def test_a_byte_order_mark_is_of_no_path_of_a_list(tmp_path: Path) -> None:
