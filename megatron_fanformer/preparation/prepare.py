@@ -6,20 +6,16 @@ This module decides what is to be done, whether it can be done, and whether it i
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import get_args
 
 from megatron_fanformer.data.chat_files import NPY_ROW_TOKENS
 from megatron_fanformer.data.chat_template import RenderedChat, encode_chat, find_template, refuse_spaces_between
 from megatron_fanformer.data.manifest import (
     ChatSettings,
     Encoding,
-    Format,
     InputRecord,
-    Learn,
     Manifest,
     Settings,
     TokenizerRecord,
-    TooLong,
 )
 from megatron_fanformer.data.npy_files import SUFFIXES
 from megatron_fanformer.data.token_files import token_dtype
@@ -34,7 +30,7 @@ from megatron_fanformer.preparation.pipeline import PreparationJob, ProgressList
 from megatron_fanformer.preparation.remote_inputs import InputFile, RemoteInput, input_sha256, recorded_path
 from megatron_fanformer.preparation.remote_outputs import RemoteOutput, missing_output, output_manifest
 from megatron_fanformer.preparation.shards import is_unchanged
-from megatron_fanformer.preparation.verb import Backend, PrepareConfig
+from megatron_fanformer.preparation.verb import PrepareConfig
 from megatron_fanformer.preparation.work_folder import (
     folder_path,
     settings_difference,
@@ -44,7 +40,6 @@ from megatron_fanformer.preparation.work_folder import (
 from megatron_fanformer.stores import is_url
 from megatron_fanformer.terminal import plural
 
-NPY_DTYPES = ("uint16", "uint32")
 OF_DOCUMENTS = {
     **{name: name for name in ("text_field", "min_length", "max_length", "sources", "part_bytes")},
     "npy_dtype": "from_npy",
@@ -211,15 +206,6 @@ def _check(config: PrepareConfig) -> None:
             f"lengths from {config.min_length} to {config.max_length}; min_length must be at least 0,"
             " and max_length at least 1 and no less than min_length"
         )
-    for name, value, known in (
-        ("format", config.format, get_args(Format)),
-        ("backend", config.backend, get_args(Backend)),
-        ("npy_dtype", config.npy_dtype if config.from_npy else None, NPY_DTYPES),
-        ("learn", config.learn, get_args(Learn)),
-        ("too_long", config.too_long, get_args(TooLong)),
-    ):
-        if value not in (None, *known):
-            raise InputError(f"{name} is {value!r}; it must be one of {', '.join(known)}")
     DocumentParser(config.text_field)  # refuses an impossible name before any worker does
 
 

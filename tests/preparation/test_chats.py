@@ -348,7 +348,6 @@ def test_gigatoken_gives_the_same_bytes(tmp_path: Path, write_lines: WriteLines,
         ({"sources": ("x",)}, "sources is set"),
         ({"chat_template": None}, "has no chat template"),
         ({"max_tokens": 1}, "max_tokens is 1"),
-        ({"learn": "first"}, "learn is 'first'"),
         ({"too_long": "drop"}, "without max_tokens"),
     ],
 )

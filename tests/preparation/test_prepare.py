@@ -545,9 +545,6 @@ def test_npy_files_that_cannot_serve_are_refused(
         {"part_bytes": 0},
         {"min_length": -1},
         {"min_length": 5, "max_length": 4},
-        {"format": "csv"},
-        {"backend": "fast"},
-        {"from_npy": True, "npy_dtype": "int8"},
         {"backend": "tokenizers"},
     ],
 )
