@@ -32,7 +32,7 @@ MAX_LINE_BYTES = 128 << 20
 TOO_LONG_A_LINE = f"above {MAX_LINE_BYTES >> 20} MiB"
 # The first parse of a line builds only what is needed; a second one everything in it, up to 25 times its bytes.
 LOOK_AGAIN_BYTES = 8 << 20
-# The most digits of an integer that Python parses (sys.int_info.default_max_str_digits).
+# The most digits of an integer that Python parses (sys.int_info.default_max_str_digits); the text beside it is good.
 MAX_DIGITS = 4300
 
 # What an id or a source may be in the first parse, which must not build anything large: others get the second.
@@ -191,7 +191,7 @@ def decoded_again(line: bytes) -> dict[str, Any] | Refusal:
     if len(line) > LOOK_AGAIN_BYTES:
         return Refusal(TOO_LONG_TO_LOOK_AGAIN)
     try:
-        value = json.loads(line.decode("utf-8-sig"), parse_int=_integer)
+        value = json.loads(line.decode("utf-8-sig"), parse_int=lambda n: int(n) if len(n) <= MAX_DIGITS else float(n))
     except UnicodeDecodeError:
         return Refusal(INVALID_UTF8)
     except (ValueError, RecursionError):
@@ -202,13 +202,6 @@ def decoded_again(line: bytes) -> dict[str, Any] | Refusal:
 def has_surrogate(text: str) -> bool:
     """Return whether a text contains an unpaired surrogate, which UTF-8 cannot encode."""
     return not text.isascii() and any("\ud800" <= character <= "\udfff" for character in text)
-
-
-def _integer(digits: str) -> int | float:
-    """Return an integer; as a float where it has too many digits for Python to parse: the text beside it is still
-    good.
-    """
-    return int(digits) if len(digits) <= MAX_DIGITS else float(digits)
 
 
 def as_text(value: Any) -> str | None:

@@ -284,11 +284,9 @@ def _existing(
     remedy = "choose another output prefix, or remove its files"
     if not isinstance(manifest, Manifest) or missing_output(prefix, manifest) is not None:
         raise InputError(f"{prefix}.manifest.json exists, but not all files that it lists; {remedy}")
-    difference = (
-        settings_difference(settings, manifest.settings)
-        or tokenizer_difference(tokenizer, manifest.tokenizer)
-        or _inputs_difference(files, manifest.inputs)
-    )
+    difference = settings_difference(settings, manifest.settings) or tokenizer_difference(tokenizer, manifest.tokenizer)
+    if not difference and not (len(files) == len(manifest.inputs) and all(map(_same_input, files, manifest.inputs))):
+        difference = f"other inputs ({plural(len(manifest.inputs), 'file')}, {manifest.inputs[0].path} first)"
     if difference:
         raise InputError(f"output prefix {prefix} already exists with {difference}; {remedy}")
     if config.strict and manifest.refused:
@@ -297,12 +295,6 @@ def _existing(
         with work_folder(prefix) as work:
             work.end()
     return manifest
-
-
-def _inputs_difference(files: list[InputFile], records: list[InputRecord]) -> str | None:
-    if len(files) == len(records) and all(map(_same_input, files, records)):
-        return None
-    return f"other inputs ({len(records)} files, {records[0].path} first)"
 
 
 def _same_input(file: InputFile, record: InputRecord) -> bool:
