@@ -48,8 +48,8 @@ class PrepareConfig:
     """Keep only this value of the field `source`; may be repeated."""
     ledger: bool = True
     """Write PREFIX.ledger.parquet, which says where each document came from."""
-    backend: Backend = "auto"
-    """Library that computes the ids; all give the same."""
+    backend: Backend = option("auto", metavar="BACKEND")
+    """Library that computes the ids: auto, gigatoken, tokenizers, sentencepiece; all give the same ids."""
     from_npy: bool = False
     """The inputs are headerless .npy token files, or datatrove's .ds files, made by the same tokenizer."""
     npy_dtype: Literal["uint16", "uint32"] = "uint16"
