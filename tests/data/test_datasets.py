@@ -13,6 +13,7 @@ import torch
 
 from megatron_fanformer.data.config import DataConfig
 from megatron_fanformer.data.datasets import build_datasets
+from megatron_fanformer.data.identity import identify_data
 from megatron_fanformer.data.sample_counts import SampleCounts
 from megatron_fanformer.data.survey import survey_data
 from megatron_fanformer.data.token_files import read_index
@@ -229,7 +230,9 @@ def test_datatroves_files_are_npy_files_by_another_name(tmp_path: Path) -> None:
         Path(name + ".index").write_bytes(struct.pack("<2Q", 200, len(ids)))
         Path(name + ".metadata").write_text(f"tokenizer.json|4\n{len(ids)}\n499 tokens")
         shutil.copy(name, tmp_path / f"{number}.npy")
-    expected = drawn(build(DataConfig(train_data=[f"{tmp_path}/*.npy"], npy_dtype="uint32")).train, 14)
+    usual = DataConfig(train_data=[f"{tmp_path}/*.npy"], npy_dtype="uint32")
+    expected = drawn(build(usual).train, 14)
+    (contents,) = (source.files for source in identify_data(usual, survey_data(usual)).train.sources)
     stores = {"cache_path": str(tmp_path / "cache"), "staging_path": str(tmp_path / "copies")}
     for word in (f"{folder}", f"{folder}/*.ds", f"file://{folder}/", f"file://{folder}/*.ds"):
         for remote in ("staged", "ranged") if word.startswith("file:") else ("auto",):
@@ -238,6 +241,8 @@ def test_datatroves_files_are_npy_files_by_another_name(tmp_path: Path) -> None:
             sizes: dict[str, Any] = {"train_samples": 14, "valid_samples": 8, "seq_length": SEQ_LENGTH}
             datasets = build_datasets(config, seed=1, vocab_size=VOCAB_SIZE, eod_id=1, survey=survey, **sizes)
             assert torch.equal(drawn(datasets.train, 14), expected)
+            (files,) = (source.files for source in identify_data(config, survey).train.sources)
+            assert [file.content for file in files] == [file.content for file in contents]
 
 
 def test_npy_data_are_as_long_as_asked_and_one_epoch_otherwise(npy_files: list[str]) -> None:
