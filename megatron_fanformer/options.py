@@ -99,7 +99,7 @@ class _Shape:
     metavar: str | tuple[str, ...] | None = None
     """The value's placeholder in --help; None: from the option's name."""
     parse: Callable[[str], Any] | None = None
-    """Parses one word, in place of the type; a `Literal` then has no choices, which its owner checks."""
+    """Parses one word, in place of the type."""
     repeated: bool = False
     """Whether the option may be repeated, each time adding one word to a tuple."""
     nargs: int | str | None = None

@@ -392,7 +392,7 @@ def test_a_line_that_is_no_document_is_counted_otherwise(
     """A prefix that stands is not prepared again with other settings."""
     assert main(prepare(documents)) == 0
     assert "3 lines read: 2 documents" in (expected := capsys.readouterr().out)
-    assert "1 lines refused: not JSON" in expected
+    assert "1 line refused: not JSON" in expected
     one_line(
         refused(*prepare(documents, "--eod-id", "0")), "output prefix out already exists with eod_id 50279 and not 0"
     )

@@ -17,7 +17,7 @@ import numpy as np
 
 from megatron_fanformer.data.chat_files import MASK_SUFFIX, is_row_folder
 from megatron_fanformer.data.file_patterns import look_into, matching
-from megatron_fanformer.data.npy_files import SUFFIX, npy_prefix
+from megatron_fanformer.data.npy_files import SUFFIX, SUFFIXES, npy_prefix
 from megatron_fanformer.data.remote_files import is_pattern, listed, small_file
 from megatron_fanformer.data.token_files import bin_path, idx_path
 from megatron_fanformer.durable_files import regular_file
@@ -25,6 +25,8 @@ from megatron_fanformer.errors import InputError, redacted
 from megatron_fanformer.stores import is_url, password_problem
 
 Bounds = tuple[float, float]
+Word = str | int | float
+"""An entry of a list of token files; a number is a weight."""
 
 PART_NAMES = ("training", "validation", "test")
 SPLIT_PATTERN = re.compile(r"\d*\.?\d+(,\d*\.?\d+){1,2}")
@@ -49,7 +51,7 @@ class Source:
     @property
     def is_npy(self) -> bool:
         """Return whether it is .npy files."""
-        return self.paths[0].endswith(SUFFIX)
+        return self.paths[0].endswith(SUFFIXES)
 
     @property
     def prefixes(self) -> list[str]:
@@ -95,7 +97,7 @@ class Blend:
     weights: list[float] | None
 
 
-def parse_blend(items: Sequence[str]) -> Blend:
+def parse_blend(items: Sequence[Word]) -> Blend:
     """Read "source source …" or "weight source weight source …", one list entry per word.
 
     With weights, each goes with one source. Without, all .npy files together are one source, in their order.
@@ -104,7 +106,12 @@ def parse_blend(items: Sequence[str]) -> Blend:
     positive or is a prefix as well, for a glob or a folder that cannot be searched or has no .npy files, or for a
     blend file that cannot be read.
     """
-    words = [word for item in items for word in _words(item)]
+    # YAML has read 2024_01 as 202401.
+    pairs = (
+        {path.stem.replace("_", ""): path.stem for path in Path().glob("*_*.idx")} if int in map(type, items) else {}
+    )
+    given = [pairs.get(str(item), str(item)) for item in items]
+    words = [word for item in given for word in _words(item)]
     if not words:
         raise InputError("the list is empty; name at least one prefix of a .bin and .idx pair, or a .npy file")
     numbers = [_number(word) for word in words]
@@ -113,7 +120,7 @@ def parse_blend(items: Sequence[str]) -> Blend:
         if stray is not None and not idx_path(stray).exists():
             raise InputError(f"{stray!r} is a weight where others are missing; give every prefix a weight, or none")
         return Blend(_npy_as_one(map(_source, words)), None)
-    if doubtful := next((word for word in words[0::2] if word in items and _is_both(word)), None):
+    if doubtful := next((word for word in words[0::2] if word in given and _is_both(word)), None):
         raise InputError(_refused_as_both(doubtful))
     weights, names = numbers[0::2], words[1::2]
     if len(weights) != len(names) or any(weight is None for weight in weights):
@@ -124,12 +131,12 @@ def parse_blend(items: Sequence[str]) -> Blend:
     return Blend([_source(name) for name in names], positive)
 
 
-def parse_chats(items: Sequence[str]) -> Blend:
+def parse_chats(items: Sequence[Word]) -> Blend:
     """Read a list of chats' prefixes, one list entry per word; a prefix that is named twice counts twice.
 
     Raises InputError for an empty list, for weights, or for a blend file that cannot be read.
     """
-    words = [word for item in items for word in _words(item)]
+    words = [word for item in map(str, items) for word in _words(item)]
     if not words:
         raise InputError("the list is empty; name at least one prefix that prepare --chat has written")
     weight = next((word for word in words if _number(word) is not None and not idx_path(word).exists()), None)
@@ -240,14 +247,14 @@ def _of_mix(file: str, folder: str, lines: Sequence[str]) -> list[str]:
 def _source(word: str) -> Source:
     """Return the source that a word names. At a URL, a folder's name ends in /, so that most need not be looked up."""
     if is_url(word):
-        is_many = word.endswith("/") or (word.endswith(SUFFIX) and is_pattern(word))
-        return Source(_some(word, listed(word, SUFFIX)) if is_many else (word,))
+        is_many = word.endswith("/") or (word.endswith(SUFFIXES) and is_pattern(word))
+        return Source(_some(word, listed(word, SUFFIXES)) if is_many else (word,))
     if Path(word).is_dir() and not idx_path(word).exists():
         look_into(word)
-        return Source(_some(word, sorted(str(path) for path in Path(word).glob("*" + SUFFIX))))
-    if word.endswith(SUFFIX) and glob.has_magic(word) and not Path(word).exists():
+        return Source(_some(word, sorted(str(path) for path in Path(word).iterdir() if path.name.endswith(SUFFIXES))))
+    if word.endswith(SUFFIXES) and glob.has_magic(word) and not Path(word).exists():
         return Source(_some(word, sorted(matching(word))))
-    return Source((word,))
+    return Source((word if idx_path(word).exists() else re.sub(r"\.(bin|idx)$", "", word),))
 
 
 def _some(word: str, files: list[str]) -> tuple[str, ...]:
@@ -268,7 +275,7 @@ def _npy_as_one(sources: Iterable[Source]) -> list[Source]:
     ]
 
 
-def blend_problems(name: str, items: Sequence[str]) -> list[str]:
+def blend_problems(name: str, items: Sequence[Word]) -> list[str]:
     """List what is wrong with a blend; `name` is the setting that holds it. No file is opened except a blend file.
 
     Whether files on other stores exist, their survey finds.
@@ -289,7 +296,7 @@ def blend_problems(name: str, items: Sequence[str]) -> list[str]:
     ]
 
 
-def chat_problems(name: str, items: Sequence[str]) -> list[str]:
+def chat_problems(name: str, items: Sequence[Word]) -> list[str]:
     """List what is wrong with a list of chats; `name` is the setting that holds it. None of them is opened."""
     try:
         blend = parse_chats(items)

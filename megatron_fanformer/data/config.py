@@ -9,6 +9,7 @@ from typing import Literal
 from megatron_fanformer.data.blends import (
     Blend,
     Source,
+    Word,
     blend_problems,
     chat_problems,
     parse_blend,
@@ -33,15 +34,15 @@ class DataConfig:
     format: Literal["pretraining", "sft"] = "pretraining"
     """`pretraining`: samples are cut out of the running text; `sft`: whole conversations are packed
     (docs/fine-tuning.md#training)."""
-    train_data: list[str] = field(default_factory=list)
+    train_data: list[Word] = field(default_factory=list)
     """Token files, globs, folders, `@FILE`, or weight file weight file … (docs/data.md#what-a-run-reads); not empty."""
-    stages: dict[str, list[str]] = field(default_factory=dict)
+    stages: dict[str, list[Word]] = field(default_factory=dict)
     """Other mixes later in the run, by where they begin, such as `from step 9001` or `from token 3.9T`, each like
     `train_data` (docs/data.md#stages)."""
     max_repetition: dict[str, float] = field(default_factory=dict)
     """Most epochs that the run may take of a source, by its path, its folder or a pattern, such as `{"*": 4,
     tokens/books: 0.5}`; of several that fit the last counts."""
-    valid_data: dict[str, list[str]] = field(default_factory=dict)
+    valid_data: dict[str, list[Word]] = field(default_factory=dict)
     """Validation sets by name, each like `train_data`."""
     split: str | None = None
     """Without `valid_data`: training, validation and test shares of `train_data` by documents, e.g. `"99,1,0"`; not
@@ -171,7 +172,7 @@ class DataConfig:
         for items in (self.train_data, *self.stages.values(), *self.valid_data.values()):
             yield from self.blend(items).sources
 
-    def blend(self, items: Sequence[str]) -> Blend:
+    def blend(self, items: Sequence[Word]) -> Blend:
         """Return a list of sources, as the format reads it. Raises InputError if it cannot be read."""
         return parse_chats(items) if self.is_chats else parse_blend(items)
 

@@ -18,7 +18,7 @@ from megatron_fanformer.data.notes import note_path, read_note, write_note
 from megatron_fanformer.errors import CorruptError, InputError
 from megatron_fanformer.processes import usable_cores
 
-UNSIGNED = {size: np.dtype(f"u{size}") for size in (2, 4, 8)}
+UNSIGNED = {size: np.dtype(f"u{size}") for size in (1, 2, 4, 8)}
 SCAN_TOKENS = 1 << 22
 MOST_THREADS = 8
 # Smaller files are read in a fraction of a second: not worth a note.

@@ -21,7 +21,7 @@ from megatron_fanformer.data.blends import Blend, Source
 from megatron_fanformer.data.config import TOKENIZER, TRAINING, DataConfig
 from megatron_fanformer.data.manifest import manifest_of
 from megatron_fanformer.data.notes import remembered
-from megatron_fanformer.data.npy_files import SUFFIX, npy_prefix
+from megatron_fanformer.data.npy_files import npy_prefix
 from megatron_fanformer.data.remote_files import Range, RemoteFile, read_ranges
 from megatron_fanformer.data.stages import Stage
 from megatron_fanformer.data.survey import DataSurvey
@@ -197,7 +197,8 @@ def _surveyed(source: Source, survey: DataSurvey) -> Iterator[tuple[str, str, st
         yield named[0], source.paths[0], BIN_SUFFIX, facts.tokens, facts.identity
         return
     for path, file in zip(named, survey.files(source), strict=True):
-        yield path, npy_prefix(file.path), SUFFIX, file.tokens, file.dtype.str
+        prefix = npy_prefix(file.path)
+        yield path, prefix, file.path.removeprefix(prefix), file.tokens, file.dtype.str
 
 
 def _identify(

@@ -23,6 +23,7 @@ from megatron_fanformer.stores import is_url
 NpyType = Literal["uint16", "uint32"]
 
 SUFFIX = ".npy"
+SUFFIXES = (SUFFIX, ".ds")  # the same by datatrove's name for it
 NUMPY_MAGIC = b"\x93NUMPY"
 # The types of files with a manifest; what `prepare` writes.
 MANIFEST_TYPES = ("uint16", "uint32", "int32")

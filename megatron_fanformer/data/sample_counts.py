@@ -4,6 +4,7 @@ Everything here is arithmetic: missing data are reported before a rank starts, a
 """
 
 import fnmatch
+import logging
 from collections.abc import Sequence
 
 import numpy as np
@@ -14,7 +15,11 @@ from megatron_fanformer.data.npy_files import whole_samples
 from megatron_fanformer.data.stages import FIRST_STAGE, Stage, with_ends
 from megatron_fanformer.data.survey import DataSurvey
 from megatron_fanformer.errors import InputError, redacted
+from megatron_fanformer.terminal import plural
 
+logger = logging.getLogger(__name__)
+
+EPOCHS_AS_GOOD_AS_NEW = 4  # Muennighoff et al., "Scaling Data-Constrained Language Models" (2023)
 TRAIN, VALIDATION = 0, 1  # positions in PART_NAMES, and in megatron-core's lists
 
 LEAST_BEYOND = 1e-6  # relative: a run of exactly so many epochs is within its limit
@@ -54,9 +59,12 @@ class SampleCounts:
             self._check_blend(self._survey.train, TRAIN, train_samples)
         for blend in self._survey.valid.values():
             self._check_blend(blend, VALIDATION, valid_samples)
-        stages = stages or [Stage(FIRST_STAGE, 1, 0, self._survey.train)]
+        taken = self.epochs_taken(config, stages or [Stage(FIRST_STAGE, 1, 0, self._survey.train)], train_samples)
         if config.max_repetition:
-            self._check_repetition(config, self.epochs_taken(config, stages, train_samples))
+            self._check_repetition(config, taken)
+        elif (most := max(taken.values())) > EPOCHS_AS_GOOD_AS_NEW:
+            source = next(self._name(source) for source, epochs in taken.items() if epochs == most)
+            logger.warning("the run reads %s %.3g times; give it more data, or set data.max_repetition", source, most)
 
     def epochs_taken(self, config: DataConfig, stages: Sequence[Stage], train_samples: int) -> dict[Source, float]:
         """Return how many epochs of each source a run takes; less than 1 where it does not come to the end of it."""
@@ -216,8 +224,8 @@ class SampleCounts:
             tokens.append(facts.part_tokens[part] if is_split else facts.tokens)
             if not tokens[-1]:
                 raise InputError(
-                    f"{source.paths[0]} has {facts.sequences} documents, none is left for {PART_NAMES[part]};"
-                    " use more data, another data.split, or separate validation files"
+                    f"{source.paths[0]} has {plural(facts.sequences, 'document')}, none is left for {PART_NAMES[part]};"
+                    " a split cuts none: use more, another data.split, or separate validation files"
                 )
         return tokens
 

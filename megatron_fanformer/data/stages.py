@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
-from megatron_fanformer.data.blends import Blend, Source, blend_problems, parse_blend
+from megatron_fanformer.data.blends import Blend, Source, Word, blend_problems, parse_blend
 from megatron_fanformer.errors import InputError, redacted
 from megatron_fanformer.options import count_of
 
@@ -85,7 +85,7 @@ def with_ends(stages: Sequence[Begun], samples: int) -> list[tuple[Begun, int]]:
     return list(zip(stages, [*(stage.first_sample for stage in stages[1:]), samples], strict=True))
 
 
-def stage_problems(stages: Mapping[str, Sequence[str]]) -> list[str]:
+def stage_problems(stages: Mapping[str, Sequence[Word]]) -> list[str]:
     """List what is wrong with the names and mixes of `data.stages`; token files are not opened."""
     problems = []
     for name, items in stages.items():
@@ -97,7 +97,7 @@ def stage_problems(stages: Mapping[str, Sequence[str]]) -> list[str]:
     return problems
 
 
-def overlap_problems(mixes: Sequence[Sequence[str]]) -> list[str]:
+def overlap_problems(mixes: Sequence[Sequence[Word]]) -> list[str]:
     """Return a line for the first file that two sources of a run share: neither could go on where the other is."""
     owners: dict[str, Source] = {}
     for items in mixes:

@@ -26,7 +26,7 @@ from pathlib import Path
 from megatron_fanformer.data.blends import Blend, Source
 from megatron_fanformer.data.file_tasks import Advance, FileTasks
 from megatron_fanformer.data.manifest import MANIFEST_SUFFIX, token_files_record
-from megatron_fanformer.data.npy_files import SUFFIX
+from megatron_fanformer.data.npy_files import SUFFIXES
 from megatron_fanformer.data.remote_files import RemoteFile, copy_to, find, look_up_contents, optional_content
 from megatron_fanformer.durable_files import take_lock, write_atomically
 from megatron_fanformer.errors import InputError, redacted
@@ -76,7 +76,8 @@ class Staging:
         def here(path: str) -> str:
             if not is_url(path):
                 return path
-            return paths[path.removesuffix(SUFFIX)] + SUFFIX if path.endswith(SUFFIX) else paths[path]
+            prefix, suffix = os.path.splitext(path) if path.endswith(SUFFIXES) else (path, "")
+            return paths[prefix] + suffix
 
         return Blend([Source(tuple(map(here, source.paths))) for source in blend.sources], blend.weights)
 
@@ -84,9 +85,8 @@ class Staging:
         """Return a source of `local`'s blends with the URLs that its copies are of."""
 
         def there(path: str) -> str:
-            prefix = path.removesuffix(SUFFIX)
-            url = self._urls.get(prefix)
-            return path if url is None else url + path.removeprefix(prefix)
+            prefix, suffix = os.path.splitext(path) if path.endswith(SUFFIXES) else (path, "")
+            return self._urls[prefix] + suffix if prefix in self._urls else path
 
         return Source(tuple(map(there, source.paths)))
 
@@ -263,7 +263,7 @@ def staging_of(sources: Sequence[Source], folder: Path, most_bytes: int | None) 
     entries: dict[str, Entry] = {}
     for source in sources:
         for path in filter(is_url, source.paths):
-            prefix, suffixes = (path.removesuffix(SUFFIX), (SUFFIX,)) if source.is_npy else (path, (".bin", ".idx"))
+            prefix, *suffixes = os.path.splitext(path) if source.is_npy else (path, ".bin", ".idx")
             files: dict[str, RemoteFile] = {}
             for suffix in suffixes:
                 if (file := find(prefix + suffix)) is None:

@@ -29,8 +29,8 @@ INDEX_MAGIC = b"MMIDIDX\x00\x00"
 INDEX_HEADER = struct.Struct("<9sQBQQ")
 INDEX_VERSION = 1
 POINTERS = struct.Struct("<qq")  # of a sequence and the one after it
-# The two that megatron-core's DType.optimal_dtype picks for token ids, by their code in the header.
-DTYPES: dict[int, np.dtype[Any]] = {4: np.dtype(np.int32), 8: np.dtype(np.uint16)}
+# The integers of megatron-core's DType by their code in the header; 6 and 7 are of floats, which no token ids are.
+DTYPES = {code: np.dtype(name) for code, name in {1: "u1", 2: "i1", 3: "i2", 4: "i4", 5: "i8", 8: "u2"}.items()}
 # From this vocabulary size on megatron-core's DType.optimal_dtype picks int32.
 UINT16_VOCABULARY = 65_500
 # Entries of an index that are checked at a time: some 30 MB of memory, and whole blocks of sums.
@@ -226,7 +226,7 @@ def _read_header(path: Path) -> tuple[np.dtype[Any], _Array, _Array, _Array]:
     if version != INDEX_VERSION:
         raise _corrupt(path, f"the version is {version}, not {INDEX_VERSION}")
     if code not in DTYPES:
-        raise _corrupt(path, f"the dtype code is {code}; token ids are int32 (4) or uint16 (8)")
+        raise _corrupt(path, f"the dtype code is {code}; those of integers, as token ids are, are 1 to 5, and 8")
     lengths = _Array(path, np.int32, INDEX_HEADER.size, sequences)
     pointers = _Array(path, np.int64, lengths.end_byte, sequences)
     bounds = _Array(path, np.int64, pointers.end_byte, documents)

@@ -4,20 +4,25 @@ A block can be parsed on its own, by another thread. Memory is bounded by the bl
 line that is accepted, whatever the file contains and however well it is compressed.
 """
 
+import bz2
 import hashlib
 import io
+import lzma
+import re
+import shlex
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from isal import igzip
 from isal.igzip_lib import IsalError
 
 from megatron_fanformer.durable_files import naming, regular_file
 from megatron_fanformer.errors import CorruptError, InputError
+from megatron_fanformer.preparation.chats import ChatParser
 from megatron_fanformer.preparation.documents import (
     MAX_LINE_BYTES,
     TOO_LONG_A_LINE,
@@ -25,7 +30,7 @@ from megatron_fanformer.preparation.documents import (
     Refusal,
     text_columns,
 )
-from megatron_fanformer.preparation.inputs import PARQUET_SUFFIX, TEXT_SUFFIXES
+from megatron_fanformer.preparation.inputs import COMPRESSIONS, PARQUET_SUFFIX, TEXT_SUFFIXES
 from megatron_fanformer.preparation.remote_inputs import InputFile, RemoteInput, recorded_path
 
 BLOCK_BYTES = 1 << 20
@@ -35,6 +40,8 @@ ROWS_A_BLOCK = 256
 LARGEST_DICTIONARY_BYTES = 48 << 20
 REPEATED_BYTES_A_BLOCK = 128 << 20
 DICTIONARY_PAGE = 2
+ARRAY = re.compile(rb"(\xef\xbb\xbf)?\s*\[\s*\{")
+LARGEST_XZ_BYTES = 128 << 20  # of its decompressor's memory; xz -9 takes 65 MiB
 PAGE_HEADER_BYTES = 32  # the fields that are read take 18 at most
 
 
@@ -50,14 +57,7 @@ Block = bytes | dict[str, Any] | WholeText | None
 one line; or None, for one that was skipped for its length."""
 
 
-class Parser(Protocol):
-    """Finds a document or a conversation on each line, or a Refusal: DocumentParser, or ChatParser."""
-
-    def parse(self, line: bytes) -> Any:
-        """Return what is on the line."""
-
-    def parse_rows(self, columns: Mapping[str, Any]) -> Sequence[Any]:
-        """Return what is in each row."""
+Parser = DocumentParser | ChatParser
 
 
 def parse_block(block: Block, parser: Parser) -> list[Any]:
@@ -124,7 +124,9 @@ class DocumentFile:
             pending: list[bytes] = []
             size = 0
             skipping = False
-            while chunk := stream.read(block_bytes):
+            for number, chunk in enumerate(iter(partial(stream.read, block_bytes), b"")):
+                if number == 0:
+                    _refuse_array(self.path, chunk)
                 end = chunk.rfind(b"\n") + 1
                 if skipping:
                     start = chunk.find(b"\n") + 1
@@ -149,13 +151,18 @@ class DocumentFile:
         import pyarrow
         from pyarrow import parquet
 
-        with self._open() as raw, _naming_parquet(self.path, pyarrow.ArrowException):
-            file = parquet.ParquetFile(raw, pre_buffer=False, buffer_size=BLOCK_BYTES)
-            names = self._columns(self.path, file.schema_arrow)
-            rows = _rows_a_block(self.path, raw, file.metadata, names)
-            for batch in file.iter_batches(rows, columns=names, use_threads=False):
-                self.bytes_read = max(self.bytes_read, raw.tell())
-                yield dict(zip(batch.schema.names, batch.columns, strict=True))
+        with self._open() as raw:
+            try:
+                file = parquet.ParquetFile(raw, pre_buffer=False, buffer_size=BLOCK_BYTES)
+                names = self._columns(self.path, file.schema_arrow)
+                rows = _rows_a_block(self.path, raw, file.metadata, names)
+                for batch in file.iter_batches(rows, columns=names, use_threads=False):
+                    self.bytes_read = max(self.bytes_read, raw.tell())
+                    yield dict(zip(batch.schema.names, batch.columns, strict=True))
+            except (pyarrow.ArrowException, OSError) as error:
+                if getattr(error, "errno", None) is not None:  # the system's, and not pyarrow's
+                    raise
+                raise _damaged(self.path, "Parquet", " ".join(str(error).split())) from error
             # Parquet is not read in order: it is hashed in a separate pass.
             self.bytes_read = 0
             raw.seek(0)
@@ -176,6 +183,16 @@ class DocumentFile:
         self._digest.update(data)
 
 
+def _refuse_array(path: InputFile, start: bytes) -> None:
+    """Raise InputError for a file that begins as one JSON array of objects does, and not as lines with one each."""
+    line, _, rest = start.lstrip().partition(b"\n")
+    if ARRAY.match(start) and not (line.rstrip().endswith(b"]") and rest.strip()):
+        is_packed = path.suffix in COMPRESSIONS
+        file = shlex.quote(str(path).removesuffix(path.suffix) if is_packed else str(path))
+        remedy = f"{'unpack it, ' * is_packed}write a line for each by jq -c '.[]' {file} > {file}.jsonl, and name that"
+        raise InputError(f"{path} is one JSON array, and not an object a line; {remedy}")
+
+
 class _Counted(io.RawIOBase):
     """The file under a decompressor; reports every byte that passes to the DocumentFile."""
 
@@ -186,11 +203,6 @@ class _Counted(io.RawIOBase):
     def readable(self) -> bool:
         return True
 
-    @property
-    def bytes_read(self) -> int:
-        """Return how many bytes of the file were read."""
-        return self._owner.bytes_read
-
     def readinto(self, buffer: Any) -> int:
         size: int = self._raw.readinto(buffer)
         self._owner.count(memoryview(buffer)[:size])
@@ -200,56 +212,66 @@ class _Counted(io.RawIOBase):
 @contextmanager
 def _decompressed(path: InputFile, raw: _Counted) -> Iterator[Any]:
     """Yield the uncompressed bytes of a file. Reading past damage raises CorruptError."""
-    read = {".gz": _gzip, ".zst": _zstd}.get(path.suffix)
-    if read is None:
+    if (kind := COMPRESSIONS.get(path.suffix)) is None:
         yield raw
         return
-    kind = read.__name__.removeprefix("_")
+    stream, damage = _decompressor(kind, raw)
     try:
-        with read(path, raw) as stream:
-            yield stream
+        yield stream
+        if not path.stat().st_size:  # it has not even a header, of which igzip says nothing
+            raise EOFError
     except EOFError as error:
         raise CorruptError(f"{path} is truncated, its {kind} stream has no end; fetch it again") from error
+    except damage as error:
+        if getattr(error, "errno", None) is not None:  # the system's
+            raise
+        if "memory" in str(error).lower():
+            reason = f"its {kind} window is above 128 MB; compress it again, by zstd -19 or xz -9 at most"
+            raise InputError(f"{path} cannot be read, {reason}") from error
+        raise _damaged(path, kind, error) from error
 
 
-@contextmanager
-def _gzip(path: InputFile, raw: _Counted) -> Iterator[Any]:
-    try:
-        yield igzip.IGzipFile(fileobj=raw)
-        if not raw.bytes_read:  # it has not even a header, of which igzip says nothing
-            raise EOFError
-    except (igzip.BadGzipFile, IsalError) as error:  # type: ignore[misc]  # IsalError's stub
-        raise _damaged(path, "gzip", error) from error
+def _damaged(path: InputFile, kind: str, reason: object) -> CorruptError:
+    return CorruptError(f"{path} is damaged ({reason}), not a complete {kind} file; fetch it again")
 
 
-@contextmanager
-def _zstd(path: InputFile, raw: io.RawIOBase) -> Iterator[Any]:
+def _decompressor(kind: str, raw: _Counted) -> tuple[Any, type[Exception] | tuple[type[Exception], ...]]:
+    """Return what `raw` holds uncompressed, to be read, and the errors that damage raises."""
+    if kind == "gzip":
+        return igzip.IGzipFile(fileobj=raw), (igzip.BadGzipFile, IsalError)  # type: ignore[return-value]  # IsalError's stub
+    if kind == "bzip2":
+        return _Streams(raw, bz2.BZ2Decompressor), OSError
+    if kind == "xz":
+        return _Streams(raw, partial(lzma.LZMADecompressor, lzma.FORMAT_XZ, LARGEST_XZ_BYTES)), lzma.LZMAError
     if sys.version_info >= (3, 14):  # no other documents need it
         from compression import zstd
     else:
         from backports import zstd
-    try:
-        yield zstd.ZstdFile(raw)
-    except zstd.ZstdError as error:
-        if "memory" in str(error):
-            reason = "its zstd window is above 128 MB; compress it again without --long or --ultra"
-            raise InputError(f"{path} cannot be read, {reason}") from error
-        raise _damaged(path, "zstd", error) from error
+    return _Streams(raw, zstd.ZstdDecompressor), zstd.ZstdError
 
 
-def _damaged(path: InputFile, kind: str, error: Exception) -> CorruptError:
-    return CorruptError(f"{path} is damaged ({error}), not a complete {kind} file; fetch it again")
+class _Streams:
+    """Compressed streams one behind the other. The standard library's files end without a word at a damaged one, and
+    that of xz takes any memory.
+    """
 
+    def __init__(self, raw: _Counted, decompressor: Callable[[], Any]) -> None:
+        self._raw, self._decompressor = raw, decompressor
+        self._stream = decompressor()
 
-@contextmanager
-def _naming_parquet(path: InputFile, kind: type[Exception]) -> Iterator[None]:
-    try:
-        yield
-    except (kind, OSError) as error:
-        if isinstance(error, OSError) and error.errno is not None:  # the system's, and not pyarrow's
-            raise
-        reason = " ".join(str(error).split())
-        raise CorruptError(f"{path} is damaged ({reason}), not a complete Parquet file; fetch it again") from error
+    def read(self, size: int) -> bytes:
+        """Return at most `size` bytes; none at the end. Raises EOFError inside a stream without an end."""
+        found = b""
+        while not found:
+            data = b""
+            if self._stream.eof:
+                if not (data := self._stream.unused_data or self._raw.read(BLOCK_BYTES)):
+                    break
+                self._stream = self._decompressor()
+            elif self._stream.needs_input and not (data := self._raw.read(BLOCK_BYTES)):
+                raise EOFError
+            found = self._stream.decompress(data, size)
+        return found
 
 
 def _rows_a_block(path: InputFile, raw: Any, metadata: Any, names: Sequence[str]) -> int:
@@ -259,7 +281,11 @@ def _rows_a_block(path: InputFile, raw: Any, metadata: Any, names: Sequence[str]
     """
     longest, dictionary_bytes = 1.0, 0
     for group in map(metadata.row_group, range(metadata.num_row_groups)):
-        columns = [column for column in map(group.column, range(group.num_columns)) if _is_of(column, names)]
+        columns = [
+            column
+            for column in map(group.column, range(group.num_columns))
+            if any(f"{column.path_in_schema}.".startswith(f"{name}.") for name in names)  # which may be nested
+        ]
         longest = max(longest, sum(column.total_uncompressed_size for column in columns) / max(1, group.num_rows))
         dictionary_bytes = max([dictionary_bytes, *(_dictionary_bytes(raw, column) for column in columns)])
     if dictionary_bytes > LARGEST_DICTIONARY_BYTES:
@@ -277,11 +303,6 @@ def _dictionary_bytes(raw: Any, column: Any) -> int:
     raw.seek(min(start for start in starts if start is not None))
     kind, size = _page_header(raw.read(PAGE_HEADER_BYTES))
     return size if kind == DICTIONARY_PAGE else 0
-
-
-def _is_of(column: Any, names: Sequence[str]) -> bool:
-    """Return whether a column of values belongs to one of these columns of the schema, which may be nested."""
-    return any(column.path_in_schema == name or column.path_in_schema.startswith(f"{name}.") for name in names)
 
 
 def _page_header(data: bytes) -> tuple[int, int]:

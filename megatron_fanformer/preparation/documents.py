@@ -32,7 +32,7 @@ MAX_LINE_BYTES = 128 << 20
 TOO_LONG_A_LINE = f"above {MAX_LINE_BYTES >> 20} MiB"
 # The first parse of a line builds only what is needed; a second one everything in it, up to 25 times its bytes.
 LOOK_AGAIN_BYTES = 8 << 20
-# The most digits of an integer that Python parses (sys.int_info.default_max_str_digits).
+# The most digits of an integer that Python parses (sys.int_info.default_max_str_digits); the text beside it is good.
 MAX_DIGITS = 4300
 
 # What an id or a source may be in the first parse, which must not build anything large: others get the second.
@@ -58,7 +58,8 @@ class DocumentParser:
     """Extracts text, id and source from one line or row; builds nothing else of the JSON object.
 
     Args:
-        text_field: the field (the column) that holds the text; if it is `id` or `source`, documents have none.
+        text_field: the field (the column) that holds the text; if it is `id` or `source`, documents have none. On a
+            line without a text as `a.b`, it is the field `b` of the object `a`.
         min_length: the fewest characters of a document that is kept.
         max_length: the most; None: no limit.
         sources: the values of the `source` field that are kept; None: all, including documents without one.
@@ -74,25 +75,25 @@ class DocumentParser:
         max_length: int | None = None,
         sources: Collection[str] | None = None,
     ) -> None:
-        self._text_field = text_field
+        self._text_field, self._path = text_field, text_field.split(".")
         self._min_length, self._max_length = min_length, max_length
         self._sources = None if sources is None else frozenset(sources)
-        self._beside = [name for name in ("id", "source") if name != text_field]  # what is the text is neither
-        fields: list[Any] = [("text", str), *((name, Scalar, None) for name in self._beside)]
-        absent: dict[str, Any] = {name: None for name in ("id", "source") if name == text_field}
+        self._beside = [name for name in ("id", "source") if name != self._path[0]]  # what is the text is neither
         try:
-            line = msgspec.defstruct("Line", fields, rename={"text": text_field}, namespace=absent)
+            lines = [_object_type(path, self._beside) for path in ([text_field], self._path)[: len(self._path)]]
         except ValueError as error:
             raise InputError(f"text_field {text_field!r} cannot be a field name: {error}") from error
-        self._decode: Callable[[bytes], Any] = msgspec.json.Decoder(line).decode
+        self._decoders: list[Callable[[bytes], Any]] = [msgspec.json.Decoder(line).decode for line in lines]
 
     def parse(self, line: bytes) -> Document | Refusal:
         """Return the document on `line` (without or with its line end), or why there is none."""
-        try:
-            fields = self._decode(line)
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-            return self._look_again(line)
-        return self.judge(fields.text, fields.id, fields.source)
+        for decode in self._decoders:
+            try:
+                fields = decode(line)
+            except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+                continue
+            return self.judge(fields.text, fields.id, fields.source)
+        return self._look_again(line)
 
     def parse_text(self, data: bytes, id: str) -> Document | Refusal:
         """Return the document that a text file is, without a byte order mark, or why it is none."""
@@ -131,15 +132,28 @@ class DocumentParser:
         fields = decoded_again(line)
         if isinstance(fields, Refusal):
             return fields
-        if self._text_field not in fields:
-            return Refusal(NO_TEXT_FIELD)
-        text = fields[self._text_field]
+        text: Any = fields
+        for name in [self._text_field] if isinstance(fields.get(self._text_field), str) else self._path:
+            if not isinstance(text, dict) or name not in text:
+                return Refusal(NO_TEXT_FIELD)
+            text = text[name]
         if not isinstance(text, str):
             return Refusal(TEXT_NOT_A_STRING)
         if has_surrogate(text):
             return Refusal(UNPAIRED_SURROGATE)
         beside = {name: fields.get(name) for name in self._beside}
         return self.judge(text, beside.get("id"), beside.get("source"))
+
+
+def _object_type(path: Sequence[str], beside: Sequence[str] = ()) -> Any:
+    """Return the type of objects with a text at a path of fields, which is their `text`; and with fields beside it."""
+    inner = _object_type(path[1:]) if len(path) > 1 else str
+    attributes: dict[str, Any] = {name: None for name in ("id", "source") if name not in beside}
+    field = "text"
+    if len(path) > 1:
+        field, attributes["text"] = "inner", property(lambda line: line.inner.text)
+    fields: list[Any] = [(field, inner), *((name, Scalar, None) for name in beside)]
+    return msgspec.defstruct("Line", fields, rename={field: path[0]}, namespace=attributes)
 
 
 def text_columns(path: InputFile, schema: Any, text_field: str = "text") -> list[str]:
@@ -152,7 +166,7 @@ def text_columns(path: InputFile, schema: Any, text_field: str = "text") -> list
     kind = schema.field(text_field).type
     if pyarrow.types.is_dictionary(kind):
         kind = kind.value_type
-    if not (pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind)):
+    if kind not in (pyarrow.string(), pyarrow.large_string(), pyarrow.string_view()):
         raise InputError(f"column {text_field!r} of {path} holds {kind}, not text; name another as text_field")
     found = [name for name in dict.fromkeys((text_field, "id", "source")) if name in names]
     return [name for name in found if not pyarrow.types.is_nested(schema.field(name).type)]  # neither names a document
@@ -177,7 +191,7 @@ def decoded_again(line: bytes) -> dict[str, Any] | Refusal:
     if len(line) > LOOK_AGAIN_BYTES:
         return Refusal(TOO_LONG_TO_LOOK_AGAIN)
     try:
-        value = json.loads(line.decode("utf-8-sig"), parse_int=_integer)
+        value = json.loads(line.decode("utf-8-sig"), parse_int=lambda n: int(n) if len(n) <= MAX_DIGITS else float(n))
     except UnicodeDecodeError:
         return Refusal(INVALID_UTF8)
     except (ValueError, RecursionError):
@@ -188,13 +202,6 @@ def decoded_again(line: bytes) -> dict[str, Any] | Refusal:
 def has_surrogate(text: str) -> bool:
     """Return whether a text contains an unpaired surrogate, which UTF-8 cannot encode."""
     return not text.isascii() and any("\ud800" <= character <= "\udfff" for character in text)
-
-
-def _integer(digits: str) -> int | float:
-    """Return an integer; as a float where it has too many digits for Python to parse: the text beside it is still
-    good.
-    """
-    return int(digits) if len(digits) <= MAX_DIGITS else float(digits)
 
 
 def as_text(value: Any) -> str | None:

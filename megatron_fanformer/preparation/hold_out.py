@@ -3,9 +3,11 @@
 The input files are shared as `--lists N` shares them. The last share goes to PREFIX-validation, all others to PREFIX.
 """
 
+import shlex
 from dataclasses import replace
 
 from megatron_fanformer.errors import InputError
+from megatron_fanformer.preparation.inputs import TEXT_KINDS
 from megatron_fanformer.preparation.lists import is_begun, list_prefix, share_files
 from megatron_fanformer.preparation.prepare import check_output, input_files, prepare
 from megatron_fanformer.preparation.progress import progress_line
@@ -28,7 +30,11 @@ def prepare_both(config: PrepareConfig, parts: int) -> None:
         remedies = ["give more files"]
         if len(files) > 1:
             remedies.append("a smaller number")
-        if config.format == "megatron" and not config.chat:
+        only = files[0] if len(files) == 1 and files[0].name.endswith(TEXT_KINDS) else None
+        if only is not None:  # one document, of which data.split cuts none either
+            command = f"split -n l/20 --additional-suffix={only.suffix} {shlex.quote(str(only))} parts/"
+            remedies.append(f"cut it by mkdir parts && {command}, and prepare parts")
+        elif config.format == "megatron" and not config.chat:
             remedies.append("leave it out and set data.split for the run")
         problem = f"--hold-out is {parts}, more than the files given ({len(files)}), which are not cut"
         raise InputError(f"{problem}; {', or '.join(remedies)}")

@@ -13,16 +13,17 @@ from megatron_fanformer.durable_files import regular_file
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.preparation.remote_inputs import InputFile, RemoteInput, recorded_path
 from megatron_fanformer.stores import is_url, password_problem
+from megatron_fanformer.terminal import plural, show
 
+COMPRESSIONS = {".gz": "gzip", ".zst": "zstd", ".xz": "xz", ".bz2": "bzip2"}
 LINE_KINDS, TEXT_KINDS = (".jsonl", ".json", ".ndjson"), (".txt", ".md")
 LINE_SUFFIXES, TEXT_SUFFIXES = (
-    tuple(kind + compression for kind in kinds for compression in ("", ".gz", ".zst"))
+    tuple(kind + compression for kind in kinds for compression in ("", *COMPRESSIONS))
     for kinds in (LINE_KINDS, TEXT_KINDS)
 )
 PARQUET_SUFFIX = ".parquet"
 CHAT_SUFFIXES = (*LINE_SUFFIXES, PARQUET_SUFFIX)
 DOCUMENT_SUFFIXES = (*CHAT_SUFFIXES, *TEXT_SUFFIXES)
-NPY_SUFFIXES = (".npy",)
 LARGEST_LIST_BYTES = 1 << 28  # of @LIST: a million paths are smaller, and a file of documents named by mistake is not
 # Found in a folder, these are a preparation's own: manifests and ledgers, not documents.
 NOT_SEARCHED_FOR = (".json", ".ledger.parquet")
@@ -37,7 +38,8 @@ def expand_inputs(inputs: Iterable[str | Path], suffixes: Sequence[str] = DOCUME
 
     Raises:
         InputError: no input, a path that does not exist, a file of another kind, a folder or a pattern
-            without files, a link to no file, a folder that cannot be read, or a file named twice.
+            without files, a link to no file, a folder that cannot be read, or a file named twice (one that links
+            lead to counts once).
         FanformerError: a store does not answer.
     """
     names = list(_with_lists(inputs))
@@ -76,16 +78,19 @@ def _remote_inputs(urls: Sequence[str], suffixes: tuple[str, ...]) -> list[Remot
 
 
 def _local_inputs(names: Iterable[str], suffixes: Sequence[str]) -> list[Path]:
-    files = [file for name in names for file in _expand(name, tuple(suffixes))]
-    seen: set[Path] = set()
+    found = (file for name in names for file in _expand(name, tuple(suffixes)))
+    files = sorted(found, key=lambda file: Path(recorded_path(file)))
+    if twice := next((one for one, other in itertools.pairwise(map(recorded_path, files)) if one == other), None):
+        raise InputError(f"{twice} is named twice among the inputs, its documents would count double; name it once")
+    chosen: dict[Path, Path] = {}
     for file in files:
         if not os.path.isfile(file):
             what = "a link to no file" if file.is_symlink() else "no file"
             raise InputError(f"{file} is {what}, its documents would be missing; put the file there, or remove it")
-        if file.resolve() in seen:
-            raise InputError(f"{file} is named twice among the inputs, its documents would count double; name it once")
-        seen.add(file.resolve())
-    return sorted(files, key=lambda file: Path(recorded_path(file)))
+        chosen.setdefault(file.resolve(), file)
+    if links := len(files) - len(chosen):
+        show([f"{plural(links, 'link')} passed over, to files that are counted already"])
+    return list(chosen.values())
 
 
 def _with_lists(inputs: Iterable[str | Path]) -> Iterator[str]:
@@ -124,10 +129,12 @@ def _expand(name: str, suffixes: tuple[str, ...]) -> list[Path]:
 
 
 def _search(folder: Path, suffixes: tuple[str, ...]) -> list[Path]:
-    found = (Path(parent, name) for parent, _, names in os.walk(folder, onerror=_refuse_unread) for name in names)
+    found = [Path(parent, name) for parent, _, names in os.walk(folder, onerror=_refuse_unread) for name in names]
     files = [path for path in found if path.name.endswith(suffixes) and not path.name.endswith(NOT_SEARCHED_FOR)]
     if not files:
         raise InputError(f"{folder} holds no document file; a folder must hold {_kinds(suffixes)} files")
+    if others := set(found).difference(files):
+        show([f"{folder}: {plural(len(others), 'file')} of other kinds passed over, such as {min(others)}"])
     return files
 
 

@@ -1,5 +1,6 @@
 """The end of a preparation by many tasks: proof that they have done all of it alike, and one manifest of the whole."""
 
+import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -24,7 +25,7 @@ from megatron_fanformer.preparation.remote_outputs import (
     output_manifest,
     write_output,
 )
-from megatron_fanformer.preparation.shards import REFUSED_EXAMPLES
+from megatron_fanformer.preparation.shards import REFUSED_EXAMPLES, is_unchanged
 from megatron_fanformer.terminal import show, table, width
 
 
@@ -107,6 +108,8 @@ def checked_manifest(agreement: Agreement, lists: InputLists, record: ListRecord
         if paths:
             others = f" and {len(paths) - 1} more" if len(paths) > 1 else ""
             problems.append(f"{prefix} {what} {min(paths)}{others}")
+    if changed := [each.path for each in manifest.inputs if os.path.exists(each.path) and not is_unchanged(each)]:
+        problems.append(f"{changed[0]} has changed since {name} was prepared")
     if (missing := missing_output(prefix, manifest)) is not None:
         problems.append(f"{missing} is missing, or not of the size that its manifest states")
     return manifest, problems

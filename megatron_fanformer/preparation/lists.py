@@ -20,7 +20,7 @@ from megatron_fanformer.data.blends import TEXT_ENCODING
 from megatron_fanformer.data.manifest import InputRecord, Settings, TokenizerRecord
 from megatron_fanformer.durable_files import new_folder, regular_file, take_lock, write_atomically
 from megatron_fanformer.errors import InputError
-from megatron_fanformer.preparation.inputs import LARGEST_LIST_BYTES
+from megatron_fanformer.preparation.inputs import COMPRESSIONS, LARGEST_LIST_BYTES
 from megatron_fanformer.preparation.remote_inputs import InputFile, recorded_path
 from megatron_fanformer.preparation.remote_outputs import is_complete
 from megatron_fanformer.preparation.work_folder import folder_path, settings_difference, tokenizer_difference
@@ -29,7 +29,7 @@ from megatron_fanformer.terminal import plural, size
 RECORD, AGREEMENT, STATE = "lists.json", "tasks.json", "state.json"
 DIGITS = 3  # at least, of a list's name
 COMPRESSED_WEIGHT = 2.5
-"""Bytes of text in a byte of a .gz or .zst file: 2.3 to 2.9 of Dolma's sample documents and of this project's pages."""
+"""Bytes of text in a byte of a compressed file: 2.3 to 2.9 of Dolma's sample documents and this project's pages."""
 
 
 class ListRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -200,7 +200,7 @@ def share_files(files: Sequence[InputFile], number: int) -> list[Share]:
     weighed: list[tuple[float, str, int, InputFile]] = []
     for file in files:
         path, size_bytes = recorded_path(file), file.stat().st_size
-        weight = size_bytes * (COMPRESSED_WEIGHT if path.endswith((".gz", ".zst")) else 1.0)
+        weight = size_bytes * (COMPRESSED_WEIGHT if path.endswith(tuple(COMPRESSIONS)) else 1.0)
         weighed.append((-weight, path, size_bytes, file))
     shares = [Share() for _ in range(min(number, len(weighed)))]
     lightest = [(0.0, 0, place) for place in range(len(shares))]  # weight, files, share

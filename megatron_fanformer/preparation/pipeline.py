@@ -1,5 +1,7 @@
 """The work of a preparation: shards encoded by worker processes, assembled in the order of the inputs."""
 
+import glob
+import os
 import platform
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -21,7 +23,7 @@ from megatron_fanformer.data.manifest import (
     sum_by_source,
 )
 from megatron_fanformer.errors import FanformerError, InputError
-from megatron_fanformer.preparation.assembly import Assembler, part_prefix, remove_parts
+from megatron_fanformer.preparation.assembly import Assembler, remove_parts
 from megatron_fanformer.preparation.encoding import TokenizersDisagree
 from megatron_fanformer.preparation.id_encoders import EncoderChoice
 from megatron_fanformer.preparation.remote_inputs import InputFile, recorded_path
@@ -29,6 +31,7 @@ from megatron_fanformer.preparation.shards import REFUSED_EXAMPLES, ShardRecord,
 from megatron_fanformer.preparation.token_writer import standing_suffixes, writing_to
 from megatron_fanformer.preparation.work_folder import Assignment, WorkFolder, work_folder
 from megatron_fanformer.preparation.workers import Done, Failed, Refused, Task, WorkDone, WorkerPool, WorkerSetup
+from megatron_fanformer.terminal import plural
 
 TOOLS = ("gigatoken", "tokenizers", "sentencepiece", "numpy", "pyarrow")
 FAILURES_NAMED = 5
@@ -99,10 +102,10 @@ def run(job: PreparationJob, progress: ProgressListener | None) -> Manifest:
 
 
 def _refuse_standing_files(prefix: str) -> None:
-    """Raise InputError if there are files under the output names of a prefix, or of its first part."""
-    names = (prefix, part_prefix(prefix, 0))
-    for path in (Path(name + suffix) for name in names for suffix in standing_suffixes()):
-        if path.exists():
+    """Raise InputError if there are files under the output names of a prefix, or of its parts."""
+    parts = sorted(glob.glob(glob.escape(prefix) + "-" + 5 * "[0-9]" + ".*"))
+    for path in (*(prefix + suffix for suffix in standing_suffixes()), *parts):
+        if os.path.exists(path):
             raise InputError(
                 f"{path} exists, and there is no manifest of a complete preparation; choose another output prefix,"
                 f" or remove the files of {prefix}"
@@ -225,10 +228,8 @@ def _nothing_found(records: list[ShardRecord], settings: Settings) -> str:
     refused = sum((Counter(record.refused) for record in records), Counter[str]())
     reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(refused.items()))
     what, remedy = ("document", "text_field") if settings.chat is None else ("conversation", "the template")
-    return (
-        f"the {len(records)} input files hold no {what}: {sum(record.lines for record in records)} lines read,"
-        f" refused: {reasons or 'none'}; check the files and {remedy}"
-    )
+    files, lines = plural(len(records), "input file"), plural(sum(each.lines for each in records), "line")
+    return f"no {what} in {files}: {lines} read, refused: {reasons or 'none'}; check the files and {remedy}"
 
 
 def _manifest(job: PreparationJob, records: list[ShardRecord], outputs: list[TokenFiles]) -> Manifest:

@@ -6,21 +6,18 @@ This module decides what is to be done, whether it can be done, and whether it i
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import get_args
 
 from megatron_fanformer.data.chat_files import NPY_ROW_TOKENS
 from megatron_fanformer.data.chat_template import RenderedChat, encode_chat, find_template, refuse_spaces_between
 from megatron_fanformer.data.manifest import (
     ChatSettings,
     Encoding,
-    Format,
     InputRecord,
-    Learn,
     Manifest,
     Settings,
     TokenizerRecord,
-    TooLong,
 )
+from megatron_fanformer.data.npy_files import SUFFIXES
 from megatron_fanformer.data.token_files import token_dtype
 from megatron_fanformer.data.tokenizer import Tokenizer, load_tokenizer, note_of_end, tokenizer_file
 from megatron_fanformer.durable_files import sha256_of
@@ -28,12 +25,12 @@ from megatron_fanformer.errors import InputError
 from megatron_fanformer.preparation.assembly import part_prefix
 from megatron_fanformer.preparation.documents import DocumentParser
 from megatron_fanformer.preparation.id_encoders import SMALL_INPUT, EncoderChoice, choose_encoder
-from megatron_fanformer.preparation.inputs import CHAT_SUFFIXES, DOCUMENT_SUFFIXES, NPY_SUFFIXES, expand_inputs
+from megatron_fanformer.preparation.inputs import CHAT_SUFFIXES, DOCUMENT_SUFFIXES, expand_inputs
 from megatron_fanformer.preparation.pipeline import PreparationJob, ProgressListener, refuse_outside_blends, run
 from megatron_fanformer.preparation.remote_inputs import InputFile, RemoteInput, input_sha256, recorded_path
 from megatron_fanformer.preparation.remote_outputs import RemoteOutput, missing_output, output_manifest
 from megatron_fanformer.preparation.shards import is_unchanged
-from megatron_fanformer.preparation.verb import Backend, PrepareConfig
+from megatron_fanformer.preparation.verb import PrepareConfig
 from megatron_fanformer.preparation.work_folder import (
     folder_path,
     settings_difference,
@@ -41,8 +38,8 @@ from megatron_fanformer.preparation.work_folder import (
     work_folder,
 )
 from megatron_fanformer.stores import is_url
+from megatron_fanformer.terminal import plural
 
-NPY_DTYPES = ("uint16", "uint32")
 OF_DOCUMENTS = {
     **{name: name for name in ("text_field", "min_length", "max_length", "sources", "part_bytes")},
     "npy_dtype": "from_npy",
@@ -72,16 +69,16 @@ class PrepareReport:
         lines = []
         if self.already_there:
             lines.append(f"{self.prefix} already exists, made from the same input with the same settings")
-        counts = f"{manifest.documents:,} documents, {manifest.tokens:,} tokens"
+        counts = f"{plural(manifest.documents, 'document')}, {plural(manifest.tokens, 'token')}"
         if (chat := manifest.settings.chat) is not None:
             learned = sum(output.learned_tokens or 0 for output in manifest.outputs)
             padded = "" if chat.pad_id is None else " with padding"
-            counts = f"{manifest.documents:,} conversations, {manifest.tokens:,} tokens{padded}"
+            counts = f"{plural(manifest.documents, 'conversation')}, {manifest.tokens:,} tokens{padded}"
             counts += f", {learned:,} of them learned"
-        lines.append(f"{manifest.lines_read:,} lines read: {counts}")
+        lines.append(f"{plural(manifest.lines_read, 'line')} read: {counts}")
         if chat is not None and (cut := sum(output.cut or 0 for output in manifest.outputs)):
-            lines.append(f"{cut:,} conversations cut to {chat.max_tokens:,} tokens")
-        lines += [f"{number:,} lines refused: {reason}" for reason, number in manifest.refused.items()]
+            lines.append(f"{plural(cut, 'conversation')} cut to {chat.max_tokens:,} tokens")
+        lines += [f"{plural(number, 'line')} refused: {reason}" for reason, number in manifest.refused.items()]
         lines += [f"  {example}" for example in manifest.refused_examples]
         if len(manifest.outputs) > 1:
             lines.append(
@@ -179,7 +176,7 @@ def _described(config: PrepareConfig) -> tuple[Tokenizer, Settings, TokenizerRec
 
 def input_files(config: PrepareConfig) -> list[InputFile]:
     """Return the files that the inputs name, of the kind that is read. Raises InputError as `expand_inputs`."""
-    suffixes = NPY_SUFFIXES if config.from_npy else CHAT_SUFFIXES if config.chat else DOCUMENT_SUFFIXES
+    suffixes = SUFFIXES if config.from_npy else CHAT_SUFFIXES if config.chat else DOCUMENT_SUFFIXES
     files = expand_inputs(config.inputs, suffixes)
     if config.from_npy and (remote := next((file for file in files if isinstance(file, RemoteInput)), None)):
         raise InputError(f"{remote} is on another store, from which from_npy does not read; copy it to this machine")
@@ -213,15 +210,6 @@ def _check(config: PrepareConfig) -> None:
             f"lengths from {config.min_length} to {config.max_length}; min_length must be at least 0,"
             " and max_length at least 1 and no less than min_length"
         )
-    for name, value, known in (
-        ("format", config.format, get_args(Format)),
-        ("backend", config.backend, get_args(Backend)),
-        ("npy_dtype", config.npy_dtype if config.from_npy else None, NPY_DTYPES),
-        ("learn", config.learn, get_args(Learn)),
-        ("too_long", config.too_long, get_args(TooLong)),
-    ):
-        if value not in (None, *known):
-            raise InputError(f"{name} is {value!r}; it must be one of {', '.join(known)}")
     DocumentParser(config.text_field)  # refuses an impossible name before any worker does
 
 
@@ -300,11 +288,9 @@ def _existing(
     remedy = "choose another output prefix, or remove its files"
     if not isinstance(manifest, Manifest) or missing_output(prefix, manifest) is not None:
         raise InputError(f"{prefix}.manifest.json exists, but not all files that it lists; {remedy}")
-    difference = (
-        settings_difference(settings, manifest.settings)
-        or tokenizer_difference(tokenizer, manifest.tokenizer)
-        or _inputs_difference(files, manifest.inputs)
-    )
+    difference = settings_difference(settings, manifest.settings) or tokenizer_difference(tokenizer, manifest.tokenizer)
+    if not difference and not (len(files) == len(manifest.inputs) and all(map(_same_input, files, manifest.inputs))):
+        difference = f"other inputs ({plural(len(manifest.inputs), 'file')}, {manifest.inputs[0].path} first)"
     if difference:
         raise InputError(f"output prefix {prefix} already exists with {difference}; {remedy}")
     if config.strict and manifest.refused:
@@ -313,12 +299,6 @@ def _existing(
         with work_folder(prefix) as work:
             work.end()
     return manifest
-
-
-def _inputs_difference(files: list[InputFile], records: list[InputRecord]) -> str | None:
-    if len(files) == len(records) and all(map(_same_input, files, records)):
-        return None
-    return f"other inputs ({len(records)} files, {records[0].path} first)"
 
 
 def _same_input(file: InputFile, record: InputRecord) -> bool:

@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from megatron_fanformer.preparation.pipeline import PrepareProgress, ProgressListener
+from megatron_fanformer.terminal import plural
 
 SECONDS_BETWEEN_LINES = 60.0  # where there is no terminal: an hour's log has a screenful
 
@@ -62,7 +63,7 @@ def _lines(title: str, console: Console) -> Iterator[ProgressListener]:
         seconds = time.monotonic() - began
         share = progress.input_bytes / max(1, progress.input_bytes_total)
         speed = f"{_rate(progress, seconds):.1f} MB/s, {seconds:.0f} s"
-        line = f"{title}: {progress.documents:,} documents, {share:.0%} of the input, {speed}"
+        line = f"{title}: {plural(progress.documents, 'document')}, {share:.0%} of the input, {speed}"
         console.print(line, highlight=False, soft_wrap=True)
 
     def show(progress: PrepareProgress) -> None:

@@ -8,7 +8,6 @@ A shard of conversations has `NNNNNN.mask` as well, a byte for each token, and a
 """
 
 import io
-import os
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
@@ -25,7 +24,7 @@ from megatron_fanformer.data import ledger
 from megatron_fanformer.data.live_files import crc32_of
 from megatron_fanformer.data.manifest import MOST_SOURCES, InputRecord, RefusedLine, SourceCounts
 from megatron_fanformer.data.remote_files import find
-from megatron_fanformer.durable_files import sha256_of, write_atomically
+from megatron_fanformer.durable_files import write_atomically
 from megatron_fanformer.preparation.encoding import EncodedBlock, Learned
 from megatron_fanformer.preparation.remote_inputs import InputFile, RemoteInput, input_sha256, recorded_path
 from megatron_fanformer.stores import is_url
@@ -97,16 +96,12 @@ class ShardFiles:
 
 def is_unchanged(record: InputRecord) -> bool:
     """Return whether an input still has the recorded content; it is read only if its modification time has changed."""
-    if is_url(record.path):
-        file = find(record.path)
-        found = None if file is None else RemoteInput(file)
-        if found is None or found.file.size != record.bytes:
-            return False
-        return found.stat().st_mtime_ns == record.modified_ns or input_sha256(found) == record.sha256
+    remote = find(record.path) if is_url(record.path) else None
+    file = Path(record.path) if remote is None else RemoteInput(remote)
     with suppress(OSError):
-        status = os.stat(record.path)
+        status = file.stat()
         if status.st_size == record.bytes:
-            return status.st_mtime_ns == record.modified_ns or sha256_of(Path(record.path)) == record.sha256
+            return status.st_mtime_ns == record.modified_ns or input_sha256(file) == record.sha256
     return False
 
 

@@ -21,7 +21,7 @@ class PrepareConfig:
     """Options of `prepare`."""
 
     inputs: tuple[str, ...] = argument((), metavar="INPUT")
-    """Files (.jsonl, .json, .ndjson, .txt, .md, also .gz or .zst; .parquet), folders, patterns, URLs, @LIST files."""
+    """Files (.jsonl, .json, .ndjson, .txt, .md, or .gz, .zst, .xz, .bz2; .parquet), folders, patterns, URLs, @LIST."""
     output: str = option("", metavar="PREFIX")
     """Prefix of the token files: PREFIX.bin, PREFIX.idx, PREFIX.ledger.parquet, PREFIX.manifest.json; or its URL."""
     hold_out: int | None = option(None, metavar="N")
@@ -33,10 +33,10 @@ class PrepareConfig:
     workers: int = field(default_factory=usable_cores)
     """Worker processes, at least 1; they do not change the output (default: one for each core)"""
     text_field: str = "text"
-    """The field (the column) of a document that is its text."""
+    """The field (the column) of a document that is its text; a.b: in JSON, the field b of the object a."""
     eod_id: int | None = None
     """The id that ends a document (default: the tokenizer's end of text)"""
-    format: Format = option("megatron", parse=str)
+    format: Format = "megatron"
     """megatron: .bin and .idx; npy: the headerless .npy files of the reference."""
     part_bytes: int | None = option(None, name="--part-size", metavar="SIZE", parse=count)
     """Publish parts PREFIX-00000, PREFIX-00001, … of about SIZE bytes of tokens, e.g. 500M, 10G (default: one)"""
@@ -48,23 +48,23 @@ class PrepareConfig:
     """Keep only this value of the field `source`; may be repeated."""
     ledger: bool = True
     """Write PREFIX.ledger.parquet, which says where each document came from."""
-    backend: Backend = option("auto", parse=str)
+    backend: Backend = option("auto", metavar="BACKEND")
     """Library that computes the ids: auto, gigatoken, tokenizers, sentencepiece; all give the same ids."""
     from_npy: bool = False
-    """The inputs are headerless .npy token files, made by the same tokenizer."""
-    npy_dtype: str = "uint16"
-    """With --from-npy: the type of the tokens in them, uint16 or uint32."""
+    """The inputs are headerless .npy token files, or datatrove's .ds files, made by the same tokenizer."""
+    npy_dtype: Literal["uint16", "uint32"] = "uint16"
+    """With --from-npy: the type of the tokens in them."""
     strict: bool = False
     """Stop at the first line or text file that is not a document, instead of counting it."""
     chat: bool = False
     """The inputs are conversations; writes PREFIX.mask.bin, too (docs/fine-tuning.md)"""
     chat_template: str | None = option(None, metavar="FILE")
     """With --chat: a Jinja file, or olmo, the form of the paper's data (default: the tokenizer's own)"""
-    learn: Learn | None = option(None, parse=str)
-    """With --chat: which of the assistant's turns are learned: all, last (default: all)"""
+    learn: Learn | None = None
+    """With --chat: which of the assistant's turns are learned (default: all)"""
     max_tokens: int | None = option(None, metavar="N")
     """With --chat: the most tokens of a conversation, with npy those of each row (default: any; 2048 with npy)"""
-    too_long: TooLong | None = option(None, parse=str)
+    too_long: TooLong | None = None
     """With --chat: cut or drop a conversation of more tokens (default: cut)"""
     lists: int | None = option(None, metavar="N", group=MANY)
     """Write N lists of the inputs, about equal in bytes, into the new folder --output, and end."""
@@ -142,16 +142,12 @@ def _prepare(config: PrepareConfig) -> None:
             prepare_both(config, config.hold_out)
     else:
         with unwound_by_stop_signals(outcome=STOPPED):
-            _prepare_one(config)
+            from megatron_fanformer.preparation.prepare import prepare
+            from megatron_fanformer.preparation.progress import progress_line
 
-
-def _prepare_one(config: PrepareConfig) -> None:
-    from megatron_fanformer.preparation.prepare import prepare
-    from megatron_fanformer.preparation.progress import progress_line
-
-    with progress_line("preparing") as listener:
-        report = prepare(config, listener)
-    show(report.lines())
+            with progress_line("preparing") as listener:
+                report = prepare(config, listener)
+            show(report.lines())
 
 
 PREPARE = Verb(

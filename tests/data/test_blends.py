@@ -2,6 +2,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_fanformer.configuration import build, yaml_value
 from megatron_fanformer.data.blends import (
     Blend,
     Source,
@@ -12,6 +13,7 @@ from megatron_fanformer.data.blends import (
     source_labels,
     split_bounds,
 )
+from megatron_fanformer.data.config import DataConfig
 from megatron_fanformer.errors import InputError
 from tests.closed_folders import closed_folder
 
@@ -48,6 +50,25 @@ def test_without_weights_each_prefix_is_a_source(
     folder: Path, items: list[str], sources: list[tuple[str, ...]]
 ) -> None:
     assert parse_blend(items) == Blend([Source(paths) for paths in sources], None)
+
+
+@pytest.mark.parametrize("suffix", [".bin", ".idx"])
+def test_a_pair_may_be_named_by_either_file(folder: Path, suffix: str) -> None:
+    assert paths("a" + suffix) == [("a",)]
+    for name in ("a.bin", "a.idx"):
+        (folder / (name + ".idx")).touch()
+    assert paths("a" + suffix) == [("a" + suffix,)]  # a pair of this very name
+
+
+def test_numbers_are_weights_as_their_text_is(folder: Path) -> None:
+    values = yaml_value("[0.7, a, 3, b, 1.5e-3, npy]")
+    assert parse_blend(values) == parse_blend(["0.7", "a", "3", "b", "0.0015", "npy"])
+    config = build({"train_data": values, "valid_data": {"v": values}}, DataConfig)
+    assert config.problems() == [] and config.blend(config.valid_data["v"]) == parse_blend(values)
+    for wrong in ("[true, a]", "[.nan, a]", "[a, 0.3]", "[[0.7], a]", "[-1, a]"):
+        with pytest.raises(InputError):
+            blend = build({"train_data": yaml_value(wrong)}, DataConfig)
+            raise InputError("; ".join(blend.problems()) or pytest.fail(wrong))
 
 
 def test_with_weights_each_goes_with_one_source(folder: Path) -> None:
@@ -144,6 +165,9 @@ def test_a_prefix_that_is_also_a_number_is_not_taken_for_a_weight(folder: Path) 
                 parse(["@x.blend"])
     with pytest.raises(InputError, match=r"write \./2024_01 for the prefix"):
         parse_blend(["2024_01", "2024_02"])
+    for text in ("[2024_01, a]", "[0.5, a, 2024_01, b]"):  # which YAML reads as a number
+        with pytest.raises(InputError, match=r"write \./2024_01 for the prefix"):
+            parse_blend(yaml_value(text))
     (folder / "x.blend").write_text("./2024_01\n./2024_02")  # the remedy
     assert paths("@x.blend") == [("./2024_01",), ("./2024_02",)]
     (folder / "npy" / "x.blend").write_text("2024_01 ../a")  # which is not there

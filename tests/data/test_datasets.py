@@ -1,7 +1,9 @@
 import hashlib
 import json
 import shutil
+import struct
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +12,13 @@ import pytest
 import torch
 
 from megatron_fanformer.data.config import DataConfig
+from megatron_fanformer.data.datasets import build_datasets
+from megatron_fanformer.data.identity import identify_data
+from megatron_fanformer.data.sample_counts import SampleCounts
 from megatron_fanformer.data.survey import survey_data
 from megatron_fanformer.data.token_files import read_index
 from megatron_fanformer.errors import InputError
-from tests.data.token_making import build, drawn, write_npy, write_pair
+from tests.data.token_making import VOCAB_SIZE, build, drawn, write_npy, write_pair
 
 SEQ_LENGTH = 64
 
@@ -110,6 +115,21 @@ def test_a_split_gives_disjoint_documents(prefix: str) -> None:
 def test_a_split_that_leaves_a_part_empty_is_an_input_error(prefix: str, split: str) -> None:
     with pytest.raises(InputError, match="none is left for"):
         build(DataConfig(train_data=[prefix], split=split))
+
+
+@pytest.mark.parametrize(("samples", "is_told"), [(4 * 39, False), (4 * 39 + 1, True)])
+def test_a_source_that_is_read_more_than_four_times_is_named(
+    tmp_path: Path, prefix: str, samples: int, is_told: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    little = write_pair(tmp_path / "little", [[39 * SEQ_LENGTH + 1]])
+    for train_data, times in (([little], 1), ([1, prefix, 1, little], 2)):
+        settings = DataConfig(train_data=train_data)
+        for config in (settings, replace(settings, max_repetition={"*": 100})):
+            caplog.clear()
+            counts = SampleCounts(survey_data(config), SEQ_LENGTH)
+            counts.check(config, train_samples=samples * times, valid_samples=1)
+            told = [message for message in caplog.messages if little in message and " 4.03 times" in message]
+            assert (len(told), caplog.messages) == (is_told and not config.max_repetition, told)
 
 
 def test_a_validation_set_without_one_whole_sample_is_an_input_error(prefix: str, other_prefix: str) -> None:
@@ -211,6 +231,31 @@ def test_npy_files_without_weights_are_one_set_in_the_papers_order(npy_files: li
         np.random.Generator(np.random.PCG64(1 + epoch)).shuffle(order)
         expected += [rows[number].tolist() for number in order]
     assert taken == expected[:50]
+
+
+def test_datatroves_files_are_npy_files_by_another_name(tmp_path: Path) -> None:
+    """As its DocumentTokenizer writes them: little-endian ids, and beside them the ends of documents and a note."""
+    (folder := tmp_path / "tokens").mkdir()
+    for number in range(2):
+        ids = range(1 + number, 500 + number)
+        name = f"{folder}/0000{number}_00000_shuffled.ds"
+        Path(name).write_bytes(struct.pack(f"<{len(ids)}I", *ids))
+        Path(name + ".index").write_bytes(struct.pack("<2Q", 200, len(ids)))
+        Path(name + ".metadata").write_text(f"tokenizer.json|4\n{len(ids)}\n499 tokens")
+        shutil.copy(name, tmp_path / f"{number}.npy")
+    usual = DataConfig(train_data=[f"{tmp_path}/*.npy"], npy_dtype="uint32")
+    expected = drawn(build(usual).train, 14)
+    (contents,) = (source.files for source in identify_data(usual, survey_data(usual)).train.sources)
+    stores = {"cache_path": str(tmp_path / "cache"), "staging_path": str(tmp_path / "copies")}
+    for word in (f"{folder}", f"{folder}/*.ds", f"file://{folder}/", f"file://{folder}/*.ds"):
+        for remote in ("staged", "ranged") if word.startswith("file:") else ("auto",):
+            config = DataConfig(train_data=[word], npy_dtype="uint32", remote=remote, **stores)
+            survey = survey_data(config, VOCAB_SIZE, for_run=True)
+            sizes: dict[str, Any] = {"train_samples": 14, "valid_samples": 8, "seq_length": SEQ_LENGTH}
+            datasets = build_datasets(config, seed=1, vocab_size=VOCAB_SIZE, eod_id=1, survey=survey, **sizes)
+            assert torch.equal(drawn(datasets.train, 14), expected)
+            (files,) = (source.files for source in identify_data(config, survey).train.sources)
+            assert [file.content for file in files] == [file.content for file in contents]
 
 
 def test_npy_data_are_as_long_as_asked_and_one_epoch_otherwise(npy_files: list[str]) -> None:

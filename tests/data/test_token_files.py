@@ -3,11 +3,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from megatron_fanformer.data import token_files
-from megatron_fanformer.data.token_files import INDEX_HEADER, check_index_ids, read_index, token_dtype
+from megatron_fanformer.data.config import DataConfig
+from megatron_fanformer.data.token_files import INDEX_HEADER, PairReader, check_index_ids, read_index, token_dtype
 from megatron_fanformer.errors import CorruptError, InputError
-from tests.data.token_making import write_manifest, write_pair
+from tests.data.token_making import build, drawn, write_manifest, write_pair
 from tests.token_pairs import write_token_pair
 
 LENGTHS = [5, 3, 8, 0, 2, 6]
@@ -43,10 +45,21 @@ def test_the_token_type_follows_megatrons_rule() -> None:
 # -- the index
 
 
-@pytest.mark.parametrize("dtype", [np.uint16, np.int32])
+@pytest.mark.parametrize("dtype", [np.uint8, np.int8, np.int16, np.int32, np.int64, np.uint16])
 def test_an_index_of_megatrons_own_writer_is_read(tmp_path: Path, dtype: type) -> None:
-    index = read_index(write_pair(tmp_path / "own", [[3], [4]], dtype=dtype))
-    assert (index.dtype, index.lengths.tolist(), index.tokens) == (np.dtype(dtype), [3, 4], 7)
+    """In every type of integers; ids, bounds and samples are the same in all."""
+    documents = [[[5, 126, 7]], [[1, 2], [3, 4, 119]]] * 40
+    pair, usual = (
+        write_token_pair(tmp_path / f"{kind.__name__}", documents, dtype=kind) for kind in (dtype, np.uint16)
+    )
+    index = read_index(pair)
+    assert (index.dtype, index.lengths.tolist(), index.tokens) == (np.dtype(dtype), [3, 2, 3] * 40, 320)
+    check_index_ids(index, 127)
+    with pytest.raises(InputError, match="holds token id 126, outside the vocabulary of 126"):
+        check_index_ids(index, 126)
+    reader = PairReader(index, 127)
+    assert [reader.get(sequence).tolist() for sequence in range(3)] == [[5, 126, 7], [1, 2], [3, 4, 119]]
+    assert torch.equal(*(drawn(build(DataConfig(train_data=[name])).train, 50) for name in (pair, usual)))
 
 
 def test_documents_of_several_sequences_and_of_none_are_read(tmp_path: Path) -> None:

@@ -348,7 +348,6 @@ def test_gigatoken_gives_the_same_bytes(tmp_path: Path, write_lines: WriteLines,
         ({"sources": ("x",)}, "sources is set"),
         ({"chat_template": None}, "has no chat template"),
         ({"max_tokens": 1}, "max_tokens is 1"),
-        ({"learn": "first"}, "learn is 'first'"),
         ({"too_long": "drop"}, "without max_tokens"),
     ],
 )
@@ -383,5 +382,7 @@ def test_inputs_without_any_conversation_are_refused(tmp_path: Path, write_lines
     file = write_lines("chats.jsonl", as_lines([[USER, ANSWER]]))
     (tmp_path / "t.jinja").write_text("{{ raise_exception('never') }}")
     config: dict[str, Any] = {"chat": True, "chat_template": str(tmp_path / "t.jinja")}
-    with pytest.raises(InputError, match="hold no conversation: 1 lines read, refused: 1 refused by the template"):
+    with pytest.raises(
+        InputError, match="no conversation in 1 input file: 1 line read, refused: 1 refused by the template"
+    ):
         prepare(tmp_path / "x", file, **config)

@@ -1,8 +1,14 @@
+import bz2
 import errno
 import gzip
 import hashlib
 import io
+import json
+import lzma
 import os
+import shlex
+import shutil
+import subprocess
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
@@ -31,7 +37,12 @@ def compress_zstd(data: bytes) -> bytes:
     return zstd.compress(data, options={zstd.CompressionParameter.checksum_flag: 1})
 
 
-COMPRESS: dict[str, Callable[[bytes], bytes]] = {"gz": gzip.compress, "zst": compress_zstd}
+COMPRESS: dict[str, Callable[[bytes], bytes]] = {
+    "gz": gzip.compress,
+    "zst": compress_zstd,
+    "xz": lzma.compress,
+    "bz2": bz2.compress,
+}
 
 
 def test_lines_longer_than_a_block_stay_whole(write_lines: WriteLines) -> None:
@@ -49,7 +60,7 @@ def test_bytes_and_hash_are_those_of_the_file_on_disk(tmp_path: Path, write_line
         assert (file.bytes_read, file.sha256) == (path.stat().st_size, sha256_of(path))
 
 
-@pytest.mark.parametrize("kind", ["gz", "zst"])
+@pytest.mark.parametrize("kind", COMPRESS)
 @pytest.mark.parametrize(
     "damage", ["empty", "in its header", "truncated", "flipped", "plain text", "followed by rubbish"]
 )
@@ -71,14 +82,47 @@ def test_a_damaged_compressed_file_is_corrupt_and_named(tmp_path: Path, damage: 
         list(read_documents(path))
 
 
-@pytest.mark.parametrize("kind", ["gz", "zst"])
+@pytest.mark.parametrize("kind", COMPRESS)
 @pytest.mark.parametrize("name", ["a.jsonl", "a.md"])
 def test_a_file_of_nothing_is_empty_only_where_it_says_so(tmp_path: Path, name: str, kind: str) -> None:
     (path := tmp_path / f"{name}.{kind}").write_bytes(COMPRESS[kind](b""))
     list(read_documents(path))
     path.write_bytes(b"")
-    with pytest.raises(CorruptError, match=rf"{name}\.{kind} is truncated, its (gzip|zstd) stream has no end; fetch"):
+    with pytest.raises(
+        CorruptError, match=rf"{name}\.{kind} is truncated, its (gzip|zstd|xz|bzip2) stream has no end; fetch"
+    ):
         list(read_documents(path))
+
+
+@pytest.mark.skipif(shutil.which("jq") is None, reason="jq is not installed")
+@pytest.mark.parametrize("name", ["an array.json", "a.jsonl", "a.json.xz"])
+@pytest.mark.parametrize(
+    "array",
+    [
+        json.dumps,
+        lambda objects: "\n" + json.dumps(objects, indent=1),
+        lambda objects: "[\n" + ",\n".join(map(json.dumps, objects)) + "\n]\n",
+    ],
+    ids=["one line", "indented", "lines"],
+)
+def test_one_array_is_refused_and_the_remedy_makes_lines_of_it(
+    tmp_path: Path, name: str, array: Callable[[Any], str]
+) -> None:
+    texts = ["one [{", "two\n]"]
+    data = array([{"text": text} for text in texts]).encode()
+    (path := tmp_path / name).write_bytes(COMPRESS.get(path.suffix[1:], bytes)(data))
+    with pytest.raises(InputError) as refused:
+        list(read_documents(path))
+    if path.suffix == ".xz":
+        path.with_suffix("").write_bytes(data)
+    command = str(refused.value).partition(" by ")[2].removesuffix(", and name that")
+    subprocess.run(command, shell=True, check=True)
+    assert list(read_documents(Path(shlex.split(command)[-1]))) == texts
+
+
+def test_lines_of_which_the_first_is_an_array_are_lines(write_lines: WriteLines) -> None:
+    path = write_lines("a.jsonl", [b'[{"text": "a"}]', as_line("b")])
+    assert list(read_documents(path)) == [Refusal(documents.NOT_AN_OBJECT), "b"]
 
 
 def test_a_line_over_the_limit_is_refused_and_the_next_one_read(
@@ -148,9 +192,17 @@ def test_parquet_text_that_is_no_utf8_is_refused(tmp_path: Path) -> None:
     assert list(read_documents(path)) == ["good", Refusal(documents.INVALID_UTF8), "also good"]
 
 
-def test_a_dictionary_column_is_text(tmp_path: Path) -> None:
-    path = write_parquet(tmp_path / "a.parquet", {"text": pyarrow.array(["a", "b", "a"]).dictionary_encode()})
-    assert list(read_documents(path)) == ["a", "b", "a"]
+@pytest.mark.parametrize(
+    "kind",
+    [pyarrow.large_string(), pyarrow.string_view(), pyarrow.dictionary(pyarrow.int8(), pyarrow.string())],
+    ids=str,
+)
+def test_text_in_every_type_of_arrow_is_text(tmp_path: Path, kind: pyarrow.DataType) -> None:
+    texts = pyarrow.array(["a", None, "a text beyond the twelve bytes of a view", "a"])
+    columns = [{name: column for name in ("text", "id")} for column in (texts, texts.cast(kind))]
+    plain, other = (write_parquet(tmp_path / f"{n}.parquet", both) for n, both in enumerate(columns))
+    assert parquet.read_schema(other).field("text").type == kind
+    assert parsed_blocks(other) == parsed_blocks(plain)
 
 
 @pytest.mark.parametrize(
@@ -213,7 +265,7 @@ class Failing(io.FileIO):
         return 1000 - self.tell()
 
 
-@pytest.mark.parametrize("name", ["a.jsonl", "a.md", "a.jsonl.gz", "a.jsonl.zst", "a.parquet"])
+@pytest.mark.parametrize("name", ["a.jsonl", "a.md", "a.parquet", *(f"a.jsonl.{kind}" for kind in COMPRESS)])
 def test_a_file_that_the_system_fails_to_read_is_named_and_not_damaged(
     tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -227,6 +279,29 @@ def test_a_file_that_the_system_fails_to_read_is_named_and_not_damaged(
     with pytest.raises(OSError, match="Input/output error") as error:
         list(read_documents(path))
     assert (error.value.errno, error.value.filename) == (errno.EIO, str(path))
+
+
+@pytest.mark.parametrize("kind", COMPRESS)
+def test_every_stream_of_a_compressed_file_is_read(tmp_path: Path, kind: str) -> None:
+    pieces = [as_line(f"text {number} " + "x" * number) + b"\n" for number in range(300)]
+    whole = b"".join(COMPRESS[kind](b"".join(pieces[at : at + 100])) for at in (0, 100, 200))
+    for name, data in (("a.jsonl", b"".join(pieces)), (f"b.jsonl.{kind}", whole)):
+        (tmp_path / name).write_bytes(data)
+    plain, packed = (list(DocumentFile(tmp_path / name).blocks(64)) for name in ("a.jsonl", f"b.jsonl.{kind}"))
+    assert b"".join(packed) == b"".join(plain)  # type: ignore[arg-type]
+
+
+def test_an_xz_window_beyond_the_memory_bound_is_told_apart_from_damage(tmp_path: Path) -> None:
+    path = tmp_path / "long.jsonl.xz"
+    for preset, filters in (
+        (9, None),
+        (None, [{"id": lzma.FILTER_LZMA2, "dict_size": 1 << 28, "mode": lzma.MODE_FAST}]),
+    ):
+        path.write_bytes(lzma.compress(as_line("text"), preset=preset, filters=filters))
+        if preset:
+            assert list(read_documents(path)) == ["text"]
+    with pytest.raises(InputError, match="window is above 128 MB"):
+        list(read_documents(path))
 
 
 def test_a_zstd_window_beyond_the_memory_bound_is_told_apart_from_damage(tmp_path: Path) -> None:

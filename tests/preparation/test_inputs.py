@@ -3,8 +3,9 @@ from pathlib import Path
 
 import pytest
 
+from megatron_fanformer.data.npy_files import SUFFIXES
 from megatron_fanformer.errors import InputError
-from megatron_fanformer.preparation.inputs import CHAT_SUFFIXES, NPY_SUFFIXES, expand_inputs
+from megatron_fanformer.preparation.inputs import CHAT_SUFFIXES, expand_inputs
 from tests.closed_folders import closed_folder
 
 
@@ -58,7 +59,7 @@ def test_a_list_names_inputs_a_line(tmp_path: Path) -> None:
 
 def test_token_files_are_found_by_their_own_suffix(tmp_path: Path) -> None:
     touch(tmp_path, "a.npy", "a.jsonl")
-    assert names(expand_inputs([tmp_path], NPY_SUFFIXES), tmp_path) == ["a.npy"]
+    assert names(expand_inputs([tmp_path], SUFFIXES), tmp_path) == ["a.npy"]
 
 
 def test_a_byte_order_mark_is_of_no_path_of_a_list(tmp_path: Path) -> None:
@@ -115,6 +116,22 @@ def test_a_pattern_that_does_not_lead_into_a_closed_folder_is_taken(
     with closed_folder(".closed", monkeypatch):
         found = names(expand_inputs([tmp_path / "**/*.jsonl"]), tmp_path)
     assert found == ["a.jsonl", "closed/b.jsonl", "open/b.jsonl"]
+
+
+def test_a_file_that_links_lead_to_counts_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    touch(tmp_path, "a/1.jsonl", "b/2.jsonl", "other.jsonl", "b/notes.pdf", "b/c.json")
+    (tmp_path / "a" / "3.jsonl").symlink_to("1.jsonl")
+    (tmp_path / "b" / "4.jsonl").symlink_to("../a/1.jsonl")
+    (tmp_path / "a" / "5.jsonl").symlink_to("../other.jsonl")
+    (tmp_path / "c").symlink_to("b")
+    found = ["a/1.jsonl", "a/5.jsonl", "b/2.jsonl"]
+    assert names(expand_inputs([tmp_path / "a", tmp_path / "b"]), tmp_path) == found
+    assert capsys.readouterr().out == (
+        f"{tmp_path}/b: 2 files of other kinds passed over, such as {tmp_path}/b/c.json\n"
+        "2 links passed over, to files that are counted already\n"
+    )
+    assert names(expand_inputs([f"{tmp_path}/**/[1-4].jsonl"]), tmp_path) == ["a/1.jsonl", "b/2.jsonl"]
+    assert names(expand_inputs([tmp_path / "a" / "3.jsonl"]), tmp_path) == ["a/3.jsonl"]
 
 
 def test_no_input_is_an_input_error() -> None:

@@ -301,6 +301,16 @@ def test_a_list_whose_files_are_others_is_not_taken_for_done(
     for file in (tmp_path / "data").glob("x-001.*"):
         file.unlink()
     run_task()
+    changed = Path((lists / "001").read_text().splitlines()[0])
+    changed.write_bytes(b"".join(changed.read_bytes().splitlines(keepends=True)[1:]))
+    with pytest.raises(CorruptError, match=rf"{changed} has changed since list 001 was prepared"):
+        merge_lists(lists)
+    with pytest.raises(InputError, match=r"list 001: output prefix .*x-001 already exists with other inputs"):
+        run_task()
+    for file in (tmp_path / "data").glob("x-001.*"):
+        file.unlink()
+    run_task()
+    merge_lists(lists)
     write_lists(sorted(documents.iterdir()), 2, tmp_path / "others")
     options = {"output": str(tmp_path / "data" / "x"), "tokenizer": run_task_tokenizer(lists), "workers": 1}
     with pytest.raises(
