@@ -180,7 +180,7 @@ def test_an_output_made_otherwise_is_refused_and_left_alone(
 
 
 @pytest.mark.parametrize("settings", [{}, {"part_bytes": 8}], ids=str)
-@pytest.mark.parametrize("name", [f"out{tail}" for tail in (".bin", ".idx", ".manifest.json", "-00000.idx", "-00001.bin")])
+@pytest.mark.parametrize(
     "name", ["out.bin", "out.idx", "out.manifest.json", "out-00000.bin", "out-00000.idx", "out-00001.bin"]
 )
 def test_token_files_without_a_manifest_are_never_overwritten(
