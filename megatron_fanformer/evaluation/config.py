@@ -136,5 +136,5 @@ class EvaluationRequest:
     @property
     def sampling(self) -> dict[str, Any]:
         """Return the options that are fields of `GenerationSettings`."""
-        names = ("run_code", "num_samples", "temperature", "top_k", "top_p", "max_new_tokens", "seed")
+        names = ("allow_code_execution", "num_samples", "temperature", "top_k", "top_p", "max_new_tokens", "seed")
         return {name: getattr(self.options, name) for name in names}

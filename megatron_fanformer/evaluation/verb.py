@@ -17,6 +17,11 @@ ANSWERS = "answers that a model writes (gsm8k, humaneval, mbpp, ULogic)"
 RUNTIME = "runtime"
 OUTPUT = "output"
 REQUEST_FILE = "request file"
+MOVED = {
+    "--batches": "use --limit-tokens, which does not depend on --batch-tokens",
+    "--run-code": "use --allow-code-execution, in a container: it is no sandbox",
+}
+"""Earlier options, and what to use instead."""
 
 
 def _count(text: str, least: int = 1) -> int:
@@ -59,8 +64,8 @@ class EvaluateOptions:
 
     ulogic: Path | None = option(None, metavar="FILE", group=ANSWERS)
     """ULogic's rules, its probing_subset.json."""
-    run_code: bool = option(False, group=ANSWERS)
-    """Allow running the programs that a model writes."""
+    allow_code_execution: bool = option(False, group=ANSWERS)
+    """Run the programs that a model writes, within limits of time and memory; no sandbox: use a container."""
     num_samples: int = option(1, metavar="N", parse=_count, group=ANSWERS)
     """Answers to each document."""
     temperature: float = option(0.0, group=ANSWERS)
@@ -127,7 +132,7 @@ EVALUATE = Verb(
         "evaluate runs/demo/run --perplexity held-out=tokens/web",
         "evaluate --prepare paper.requests --tasks paper\n--tokenizer tokenizer.json",
     ),
-    advice=lambda line: ["use --limit-tokens, which does not depend on --batch-tokens"] * ("--batches" in line),
+    advice=lambda line: [remedy for name, remedy in MOVED.items() if name in line],
     results_are_files=True,
     takes_signals=True,
 )

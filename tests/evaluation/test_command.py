@@ -399,6 +399,7 @@ GSM8K = ("--requests", REQUESTS, "--tasks", "gsm8k")
         ([RUN, "--requests", REQUESTS, "--tasks", "ulogic"], 2, "ulogic; request it from `evaluate` by --ulogic"),
         ([RUN, "--requests", REQUESTS, "--limit-tokens", "2"], 2, "--limit-tokens has no effect without --perplexity"),
         ([RUN, "--batches", "2"], 2, "unknown argument --batches; use --limit-tokens, which does not depend on"),
+        ([RUN, "--run-code"], 2, "unknown argument --run-code; use --allow-code-execution, in a container"),
         ([RUN, "--eod-id", "1"], 2, "--eod-id has no effect without --perplexity or --tasks or --requests or --ulogic"),
         ([RUN, "--prepare", "out"], 2, "--prepare writes a request file and reads no model"),
         (["--prepare", "out", "--tasks", "piqa"], 2, "--prepare needs --tasks and --tokenizer"),

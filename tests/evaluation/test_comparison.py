@@ -150,7 +150,14 @@ def test_perplexities_of_other_tokens_are_not_compared(other: dict[str, Any], me
 
 def written(**sampling: Any) -> Result:
     """GSM8K's answers, and a choice task."""
-    usual = {"run_code": False, "num_samples": 1, "temperature": 0.0, "top_k": 0, "top_p": 1.0, "max_new_tokens": None}
+    usual = {
+        "allow_code_execution": False,
+        "num_samples": 1,
+        "temperature": 0.0,
+        "top_k": 0,
+        "top_p": 1.0,
+        "max_new_tokens": None,
+    }
     tasks = {"gsm8k": task(np.ones(3), "exact_match"), "piqa": task(np.ones(3))}
     return msgspec.structs.replace(with_set(), tasks=tasks, settings=settings(usual | {"seed": 0} | sampling))
 
@@ -178,7 +185,7 @@ def test_answers_that_were_not_written_alike_are_not_compared(a: Any, b: Any, me
 
 
 def test_what_does_not_change_answers_may_differ() -> None:
-    compare(written(), written(seed=1, run_code=True, top_k=5))
+    compare(written(), written(seed=1, allow_code_execution=True, top_k=5))
     compare(written(temperature=1.0), written(temperature=1.0, seed=1))
 
 
