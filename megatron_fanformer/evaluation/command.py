@@ -38,7 +38,7 @@ NEEDED: dict[str, tuple[str, ...]] = {
     "eod_id": ("perplexity", "tasks", "requests", "ulogic"),
 }
 """For each option, those without which it has no effect; one of them is enough."""
-OF_REQUESTS = ("context_length", "fewshot", "fewshot_seed")
+OF_REQUESTS = ("context_length",)
 """The options of what is prepared, by --prepare or where no --requests are given."""
 OF_PREPARE = ("prepare", "tasks", "tokenizer", "eod_id", *OF_REQUESTS, "limit", "device", "command_line")
 """The options of --prepare, and the device, which changes nothing here."""
@@ -138,8 +138,6 @@ def _with_requests(request: EvaluationRequest) -> EvaluationRequest:
         eod_id=eod_id,
         context_length=options.context_length,
         limit=options.limit,
-        shots=options.fewshot,
-        seed=options.fewshot_seed,
         on_task=_print_task,
     )
     return replace(request, evaluation=replace(request.evaluation, requests=str(path), tasks=[]))
@@ -336,7 +334,7 @@ def _task_names(options: EvaluateOptions) -> list[str]:
     if options.requests is None:
         from megatron_fanformer.evaluation.request_cache import check_tasks
 
-        check_tasks(options.tasks, options.fewshot)
+        check_tasks(options.tasks)
     elif files := [name for name in options.tasks if is_own(name)]:
         raise InputError(
             f"--tasks {' '.join(files)} is prepared, and --requests has been; leave that out, or name a task of it as "
@@ -417,7 +415,6 @@ def _print_task(task: "PreparedTask") -> None:
 
 def _prepare(options: EvaluateOptions, file: Path) -> None:
     """Write a request file; its tasks are printed to standard error as they are done."""
-    from megatron_fanformer.evaluation.own_tasks import FEWSHOT_SEED
     from megatron_fanformer.evaluation.prepare import CONTEXT_LENGTH, prepare_requests
 
     if options.checkpoints or options.compare:
@@ -433,8 +430,6 @@ def _prepare(options: EvaluateOptions, file: Path) -> None:
         eod_id=options.eod_id,
         context_length=options.context_length or CONTEXT_LENGTH,
         limit=options.limit,
-        shots=options.fewshot,
-        seed=FEWSHOT_SEED if options.fewshot_seed is None else options.fewshot_seed,
         on_task=_print_task,
     )
     show(report.lines(width()))

@@ -22,7 +22,7 @@ from megatron_fanformer.data.tokenizer import Tokenizer, load_tokenizer
 from megatron_fanformer.durable_files import sha256_of
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.evaluation import task_documents
-from megatron_fanformer.evaluation.own_tasks import FEWSHOT_SEED, OwnTask, own_requests, read_task
+from megatron_fanformer.evaluation.own_tasks import OwnTask, own_requests, read_task
 from megatron_fanformer.evaluation.requests import LENGTHS, TaskRequests, cut_to_context, write_requests
 from megatron_fanformer.evaluation.tasks import OF_ONE_ANSWER, OWN, Task, is_own, resolve
 from megatron_fanformer.terminal import table
@@ -83,8 +83,6 @@ def prepare_requests(
     eod_id: int | None = None,
     context_length: int = CONTEXT_LENGTH,
     limit: int | None = None,
-    shots: int | None = None,
-    seed: int = FEWSHOT_SEED,
     on_task: Callable[[PreparedTask], None] | None = None,
 ) -> RequestsReport:
     """Write the request file of the named tasks; the same call gives the same bytes.
@@ -95,8 +93,6 @@ def prepare_requests(
         eod_id: the end of text, which stands for an empty context; None: the tokenizer's.
         context_length: tokens that a model takes at most. Longer requests lose the beginning of their context.
         limit: the first so many documents of each task; None: all.
-        shots: examples before each question of one's own tasks; None: as a task's YAML says.
-        seed: of their draw.
         on_task: called with each task as it is finished.
 
     Raises:
@@ -105,7 +101,7 @@ def prepare_requests(
         OSError: it cannot be written.
     """
     began = time.monotonic()
-    own = read_own_tasks(tasks, shots)
+    own = read_own_tasks(tasks)
     named = resolve([name for name in tasks if not is_own(name)])
     if not (named or own):
         raise InputError("no task is named; name some, or a group such as paper")
@@ -131,10 +127,9 @@ def prepare_requests(
         if on_task:
             on_task(prepared[-1])
     for each in own:
-        requests = choices[OWN + each.name] = own_requests(each, encoder, context_length, limit=limit, seed=seed)
+        requests = choices[OWN + each.name] = own_requests(each, encoder, context_length, limit=limit)
         prepared.append(_counted(requests))
-        of_seed = seed if each.shots else FEWSHOT_SEED  # a seed that draws nothing makes no other task
-        versions[requests.name] = f"SHA-256 {each.sha256}, {each.shots} examples of seed {of_seed}"
+        versions[requests.name] = f"SHA-256 {each.sha256}"
         if on_task:
             on_task(prepared[-1])
     output.parent.mkdir(parents=True, exist_ok=True)
@@ -157,7 +152,7 @@ def _counted(requests: TaskRequests) -> PreparedTask:
     return PreparedTask(requests.name, documents, len(requests), len(requests.ids), requests.cut)
 
 
-def read_own_tasks(names: Sequence[str], shots: int | None = None) -> list[OwnTask]:
+def read_own_tasks(names: Sequence[str]) -> list[OwnTask]:
     """Read the tasks of files among the names of `--tasks`.
 
     Raises:
@@ -165,12 +160,10 @@ def read_own_tasks(names: Sequence[str], shots: int | None = None) -> list[OwnTa
     """
     if known := [name for name in names if name.startswith(OWN)]:
         raise InputError(f"{', '.join(known)} is a task in a request file; name its file of questions to prepare it")
-    own = [read_task(Path(name), shots) for name in dict.fromkeys(names) if is_own(name)]
+    own = [read_task(Path(name)) for name in dict.fromkeys(names) if is_own(name)]
     names_of_own = [task.name for task in own]
     if twice := next((name for name in names_of_own if names_of_own.count(name) > 1), None):
         raise InputError(f"two files of --tasks have a task named {twice}; give one another name")
-    if shots is not None and not own:
-        raise InputError("--fewshot is of questions of your own, and --tasks names no file; leave it out")
     return own
 
 

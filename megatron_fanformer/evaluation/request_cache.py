@@ -9,7 +9,7 @@ from megatron_fanformer import __version__
 from megatron_fanformer.data.tokenizer import tokenizer_file
 from megatron_fanformer.durable_files import sha256_of
 from megatron_fanformer.errors import CorruptError, InputError
-from megatron_fanformer.evaluation.own_tasks import FEWSHOT_SEED, OwnTask
+from megatron_fanformer.evaluation.own_tasks import OwnTask
 from megatron_fanformer.evaluation.prepare import (
     CONTEXT_LENGTH,
     PreparedTask,
@@ -23,13 +23,13 @@ from megatron_fanformer.evaluation.tasks import is_own, resolve
 from megatron_fanformer.runtime.device import cache_folder
 
 
-def check_tasks(tasks: Sequence[str], shots: int | None) -> list[OwnTask]:
+def check_tasks(tasks: Sequence[str]) -> list[OwnTask]:
     """Return the tasks of one's own, once it is known that the data of all tasks are here; prepares nothing.
 
     Raises:
         InputError: a task is unknown, its file cannot be read, or the library of the others is not installed.
     """
-    own = read_own_tasks(tasks, shots)
+    own = read_own_tasks(tasks)
     if resolve([name for name in tasks if not is_own(name)]):
         data_folder()
     return own
@@ -42,8 +42,6 @@ def cached_requests(
     eod_id: int | None = None,
     context_length: int | None = None,
     limit: int | None = None,
-    shots: int | None = None,
-    seed: int | None = None,
     on_task: Callable[[PreparedTask], None] | None = None,
 ) -> Path:
     """Return the request file of tasks, prepared now if the cache does not have it; the arguments are those of
@@ -53,14 +51,12 @@ def cached_requests(
         InputError: as `prepare_requests`.
         OSError: the cache cannot be written.
     """
-    own = check_tasks(tasks, shots)
+    own = check_tasks(tasks)
     context_length = CONTEXT_LENGTH if context_length is None else context_length
-    seed = FEWSHOT_SEED if seed is None else seed
     names = [task.name for task in resolve([name for name in tasks if not is_own(name)])]
     made_of = {
         "tasks": names,
-        "own": [[task.name, task.sha256, task.shots] for task in own],
-        "seed": seed,
+        "own": [[task.name, task.sha256] for task in own],
         "tokenizer": sha256_of(tokenizer_file(tokenizer)),
         "eod_id": eod_id,
         "context_length": context_length,
@@ -79,8 +75,6 @@ def cached_requests(
             eod_id=eod_id,
             context_length=context_length,
             limit=limit,
-            shots=shots,
-            seed=seed,
             on_task=on_task,
         )
     except InputError:

@@ -10,7 +10,7 @@
                       "documents": [{"doc_id", "label", "log_probabilities": [one of each choice], "lengths": […],
                                      "score", "weight"}],
                       "cut": requests, or prompts, that lost their beginning,
-                      "made_of": the SHA-256 of a task of one's own, and its examples, or null}},
+                      "made_of": the SHA-256 of a task of one's own, or null}},
      "perplexity": {SET: {"loss", "perplexity", "bits_per_byte", "tokens", "byte_perplexity", "word_perplexity"}},
      "groups": {GROUP: the mean of its sets' perplexities}}
 
@@ -52,8 +52,8 @@ class TaskResult(msgspec.Struct, frozen=True, kw_only=True):
     cut: int = 0
     """Requests, or prompts, whose beginning was cut to fit the model's context."""
     made_of: str | None = None
-    """The file that a task of one's own was made of, by its SHA-256, and its examples; None for other tasks, and in a
-    file of a version before this was written."""
+    """The SHA-256 of the file of a task of one's own; None for other tasks, and in a file of a version before this was
+    written."""
 
 
 class SetResult(msgspec.Struct, frozen=True, kw_only=True):

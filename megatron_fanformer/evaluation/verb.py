@@ -19,6 +19,7 @@ OUTPUT = "output"
 REQUEST_FILE = "request file"
 MOVED = {
     "--batches": "use --limit-tokens, which does not depend on --batch-tokens",
+    "--fewshot": "write the examples into each question's context, or export the model and use lm-eval",
     "--run-code": "use --allow-code-execution, in a container: it is no sandbox",
 }
 """Earlier options, and what to use instead."""
@@ -42,7 +43,7 @@ class EvaluateOptions:
     exported Hugging Face folder."""
 
     tasks: tuple[str, ...] = option((), metavar="TASK", group=MEASURED)
-    """Tasks, groups of tasks, or files of your own (.jsonl, lm-eval's .yaml) (default: those of --requests)"""
+    """Tasks, groups of tasks, or .jsonl files of your own (default: those of --requests)"""
     requests: Path | None = option(None, metavar="FILE", group=MEASURED)
     """Request file, as --prepare writes it (default: --tasks are prepared, and kept in the cache)"""
     limit: int | None = option(None, metavar="N", parse=_count, group=MEASURED)
@@ -101,10 +102,6 @@ class EvaluateOptions:
     """Write the requests of --tasks, and end."""
     context_length: int | None = option(None, metavar="N", parse=_count, group=REQUEST_FILE)
     """The longest request that is prepared, in tokens (default: 2048)"""
-    fewshot: int | None = option(None, metavar="N", parse=_id, group=REQUEST_FILE)
-    """Examples before each question of your own tasks (default: 0, or the YAML's)"""
-    fewshot_seed: int | None = option(None, metavar="SEED", parse=_id, group=REQUEST_FILE)
-    """Seed of the draw of these examples (default: 1234, lm-eval's)"""
 
     command_line: tuple[str, ...] = command_line()
 

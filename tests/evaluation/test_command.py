@@ -185,7 +185,7 @@ def test_tasks_without_requests_are_prepared_once(
     file, output = tmp_path / "q.jsonl", tmp_path / "result.json"
     stated = {"context": "2 + 2 =", "choices": ["4", "5"], "answer": 0}
     file.write_text("".join(json.dumps({**stated, "context": f"{number} ="}) + "\n" for number in range(5)))
-    task = [made.export, "--tasks", file, "--fewshot", 1, "--limit", 3, "--output", output]
+    task = [made.export, "--tasks", file, "--limit", 3, "--output", output]
     for prepared in (True, False):
         assert evaluate(*task) == 0
         shown = capsys.readouterr()
@@ -194,7 +194,7 @@ def test_tasks_without_requests_are_prepared_once(
     (kept,) = (tmp_path / "cache" / "megatron-fanformer" / "requests").iterdir()
     first = json.loads(output.read_text())
     assert (first["requests"], len(first["tasks"]["own:q"]["documents"])) == (read_requests(kept).sha256, 3)
-    assert first["tasks"]["own:q"]["made_of"] == f"SHA-256 {sha256_of(file)}, 1 examples of seed 1234"
+    assert first["tasks"]["own:q"]["made_of"] == f"SHA-256 {sha256_of(file)}"
     kept.write_bytes(kept.read_bytes()[:-1])  # damaged: made again
     assert evaluate(*task) == 0
     assert json.loads(output.read_text())["requests"] == first["requests"]
@@ -214,7 +214,7 @@ def test_tasks_without_requests_are_prepared_once(
     )
     file.write_text("[]")
     assert evaluate(*task) == 2
-    assert capsys.readouterr().err.count("q.jsonl:1: it is not a JSON object") == 1
+    assert capsys.readouterr().err.count("q.jsonl:1: it is no question") == 1
 
 
 def test_requests_that_another_process_has_prepared_meanwhile_are_taken(
@@ -382,7 +382,7 @@ GSM8K = ("--requests", REQUESTS, "--tasks", "gsm8k")
             2,
             "no/q.jsonl cannot be read (No such file or directory); name a file of JSON",
         ),
-        ([RUN, "--requests", REQUESTS, "--fewshot", "1"], 2, "--fewshot has no effect where nothing is prepared"),
+        ([RUN, "--requests", REQUESTS, "--context-length", "9"], 2, "--context-length has no effect where nothing is"),
         ([RUN, "--requests", "none"], 2, "--requests none does not exist; write it with --prepare"),
         ([RUN, "--requests", REQUESTS, "--tasks", "piqa"], 2, "has no requests of piqa, but of hellaswag, mrpc"),
         ([RUN, "--requests", DAMAGED], 3, "is damaged: its content has another SHA-256 than it states"),
@@ -399,6 +399,7 @@ GSM8K = ("--requests", REQUESTS, "--tasks", "gsm8k")
         ([RUN, "--requests", REQUESTS, "--tasks", "ulogic"], 2, "ulogic; request it from `evaluate` by --ulogic"),
         ([RUN, "--requests", REQUESTS, "--limit-tokens", "2"], 2, "--limit-tokens has no effect without --perplexity"),
         ([RUN, "--batches", "2"], 2, "unknown argument --batches; use --limit-tokens, which does not depend on"),
+        ([RUN, "--fewshot", "1"], 2, "unknown argument --fewshot; write the examples into each question's context"),
         ([RUN, "--run-code"], 2, "unknown argument --run-code; use --allow-code-execution, in a container"),
         ([RUN, "--eod-id", "1"], 2, "--eod-id has no effect without --perplexity or --tasks or --requests or --ulogic"),
         ([RUN, "--prepare", "out"], 2, "--prepare writes a request file and reads no model"),
