@@ -181,10 +181,15 @@ def read_options(options: EvaluateOptions, *, world_size: int | None = None) -> 
         InputError: every problem, one line each.
         CorruptError: a folder's configuration, the only way to see what it is, cannot be read.
     """
-    found = [*file_problems(output=options.output, picture=options.picture), *_without_effect(options)]
+    found = file_problems(output=options.output, picture=options.picture)
+    found += [
+        f"{option_name(name)} has no effect without {' or '.join(map(option_name, others))}; add that, or leave it out"
+        for name, others in NEEDED.items()
+        if getattr(options, name) is not None and not any(getattr(options, other) for other in others)
+    ]
     compared = tuple(collect_problems(found, partial(_compared, name)) for name in options.compare)
-    named = [*_checkpoints(options.checkpoints, found), *(each for each in compared if isinstance(each, Path))]
-    checkpoints = tuple(dict.fromkeys(named))
+    to_compare = [each for each in compared if isinstance(each, Path)]
+    checkpoints = tuple(dict.fromkeys([*_checkpoints(options.checkpoints, found), *to_compare]))
     evaluation = _evaluation(options, found)
     layout = collect_problems(found, lambda: _layout(options.layout, world_size))
     if checkpoints and evaluation.is_empty and not options.tasks and options.ulogic is None:
@@ -202,14 +207,6 @@ def read_options(options: EvaluateOptions, *, world_size: int | None = None) -> 
         evaluation=evaluation,
         layout=layout,
     )
-
-
-def _without_effect(options: EvaluateOptions) -> list[str]:
-    return [
-        f"{option_name(name)} has no effect without {' or '.join(map(option_name, others))}; add that, or leave it out"
-        for name, others in NEEDED.items()
-        if getattr(options, name) is not None and not any(getattr(options, other) for other in others)
-    ]
 
 
 def _checkpoints(named: Sequence[str], problems: list[str]) -> list[Path]:

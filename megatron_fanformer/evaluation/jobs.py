@@ -184,7 +184,15 @@ def evaluate_jobs(request: EvaluationRequest, jobs: Jobs, grid: RankGrid, *, log
             name: choice_result(task, *scores[name], made_of=jobs.made_of.get(name))
             for name, task in job.survey.tasks.items()
         }
-        tasks |= _generated_results(stages, job, jobs.texts, GenerationSettings(**request.sampling), grid, log)
+        if jobs.texts:
+            assert job.tokenizer is not None  # find_jobs has seen to it
+            model = TrainedModel(stages[0], job.source.config, grid.torch_device)
+            tokenizer = load_tokenizer(job.tokenizer, eod_id=job.source.end_of_text_id)
+        for name, documents in jobs.texts.items():
+            log(phase := f"{path}: {name}")
+            sampling = GenerationSettings(**request.sampling)
+            written = generation_tasks.evaluate(model, tokenizer, name, documents, sampling, log=partial(log, phase))
+            tasks[name] = msgspec.convert({"cut": written.pop("prompts_cut", 0), **written}, TaskResult)
         yield Result(
             checkpoint=str(path),
             step=store.step_of(path),
@@ -259,21 +267,3 @@ def choice_result(
         cut=task.cut,
         made_of=made_of,
     )
-
-
-def _generated_results(
-    stages: list[Any], job: EvaluationJob, texts: Documents, settings: GenerationSettings, grid: RankGrid, log: Report
-) -> dict[str, TaskResult]:
-    if not texts:
-        return {}
-    assert job.tokenizer is not None  # find_jobs has seen to it
-    model = TrainedModel(stages[0], job.source.config, grid.torch_device)
-    tokenizer = load_tokenizer(job.tokenizer, eod_id=job.source.end_of_text_id)
-    results = {}
-    for name, documents in texts.items():
-        phase = f"{job.source.path}: {name}"
-        log(phase)
-        found = generation_tasks.evaluate(model, tokenizer, name, documents, settings, log=partial(log, phase))
-        found["cut"] = found.pop("prompts_cut", 0)
-        results[name] = msgspec.convert(found, TaskResult)
-    return results
