@@ -5,14 +5,13 @@ import functools
 import multiprocessing
 import os
 import signal
-import struct
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from megatron_fanformer.errors import Interrupted
 
@@ -24,7 +23,6 @@ PROFILE_SIGNAL = signal.SIGURG
 """Signal on which a run profiles its next steps: by default it does nothing to a process, whichever it reaches."""
 NOTHING_LOST = "with no step in progress; nothing is lost, run the same command to continue"
 PR_SET_PDEATHSIG = 1  # prctl(2)
-LENGTH = struct.Struct("<Q")
 
 
 def end_with_parent(number: signal.Signals = signal.SIGKILL) -> None:
@@ -59,36 +57,6 @@ def seconds_since_start(process: int) -> float:
 def stat_fields(process: int) -> list[str]:
     """Return what Linux states of a process of this machine, from its state on: the name before it may be any bytes."""
     return Path(f"/proc/{process}/stat").read_bytes().rpartition(b")")[2].decode("ascii").split()
-
-
-def write_message(stream: BinaryIO, *parts: bytes) -> None:
-    """Write parts to another process, each behind its length, behind their number."""
-    stream.write(LENGTH.pack(len(parts)) + b"".join(LENGTH.pack(len(part)) + part for part in parts))
-    stream.flush()
-
-
-def read_message(stream: BinaryIO, *, most_bytes: int | None = None) -> list[bytes] | None:
-    """Read what `write_message` has written; None where the other process has ended, at whatever point.
-
-    Args:
-        most_bytes: of a part; None: any number.
-
-    Raises:
-        ValueError: a part is longer.
-    """
-    parts: list[bytes] = []
-    try:
-        (count,) = LENGTH.unpack(stream.read(LENGTH.size))
-        for _ in range(count):
-            (length,) = LENGTH.unpack(stream.read(LENGTH.size))
-            if most_bytes is not None and length > most_bytes:
-                raise ValueError(f"a message of {length} bytes; {most_bytes} are the most")
-            if len(part := stream.read(length)) < length:
-                return None
-            parts.append(part)
-    except struct.error:  # less than a length was left
-        return None
-    return parts
 
 
 def hold_signals() -> set[signal.Signals]:

@@ -3,14 +3,15 @@
 import glob
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from megatron_fanformer.checkpoint import store
+from megatron_fanformer.checkpoint.remote import on_this_machine
 from megatron_fanformer.durable_files import file_problems, write_atomically
 from megatron_fanformer.errors import InputError, collect_problems
 from megatron_fanformer.evaluation import results as result_files
@@ -35,21 +36,17 @@ if TYPE_CHECKING:
 
 NEEDED: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("perplexity_folder", "chunk_tokens", "limit_tokens"), ("perplexity",)),
+    "context_length": ("tasks",),
+    "limit": ("tasks", "requests", "ulogic"),
     "eod_id": ("perplexity", "tasks", "requests", "ulogic"),
 }
 """For each option, those without which it has no effect; one of them is enough."""
-OF_REQUESTS = ("context_length", "fewshot", "fewshot_seed")
-"""The options of what is prepared, by --prepare or where no --requests are given."""
-OF_PREPARE = ("prepare", "tasks", "tokenizer", "eod_id", *OF_REQUESTS, "limit", "device", "command_line")
-"""The options of --prepare, and the device, which changes nothing here."""
-Local = Callable[[str], str]
+OF_MODELS = ("checkpoints", "compare", "requests", "perplexity", "ulogic", "output", "picture")
+"""The options for which a model is read: not those of --prepare."""
 
 
-def evaluate(options: EvaluateOptions, local: Local) -> None:
+def evaluate(options: EvaluateOptions) -> None:
     """Evaluate checkpoints, compare two results, or write a request file.
-
-    Args:
-        local: gives the folder on this machine of a checkpoint that is named by a URL.
 
     Raises:
         InputError: the input is wrong; every problem that can be found before weights are read, one line each.
@@ -63,12 +60,9 @@ def evaluate(options: EvaluateOptions, local: Local) -> None:
                 "torchrun or srun"
             )
         _prepare(options, options.prepare)
-        return
-    if address is not None:
-        _join(options, address, local)
-        return
-    request = read_options(options, local)
-    if request.checkpoints:
+    elif address is not None:
+        _join(options, address)
+    elif (request := read_options(options)).checkpoints:
         _start(request)
     else:
         _print_results(request, [])
@@ -91,7 +85,7 @@ def _start(request: EvaluationRequest) -> None:
         _run(request, jobs, grid)
 
 
-def _join(options: EvaluateOptions, address: devices.RankAddress, local: Local) -> None:
+def _join(options: EvaluateOptions, address: devices.RankAddress) -> None:
     from megatron_fanformer.runtime.agreement import on_main
     from megatron_fanformer.runtime.launch import report_failure
     from megatron_fanformer.runtime.parallel import process_group, rank_grid
@@ -99,7 +93,7 @@ def _join(options: EvaluateOptions, address: devices.RankAddress, local: Local) 
     def find() -> "tuple[EvaluationRequest, Jobs]":
         if (found := read_found()) is not None:
             return cast("tuple[EvaluationRequest, Jobs]", found)
-        request = read_options(options, local, world_size=address.world_size)
+        request = read_options(options, world_size=address.world_size)
         return request, _find_jobs(request)
 
     runtime = RuntimeConfig(device=options.device)
@@ -118,54 +112,33 @@ def _find_jobs(request: EvaluationRequest) -> "Jobs":
     try:
         return find_jobs(_with_requests(request))
     except InputError as error:
-        lines = str(error).splitlines()
-        if request.options.requests is None:  # the file is the cache's, which nobody has named
-            lines = [line.removeprefix("evaluation.requests: ") for line in lines]
-        raise InputError("\n".join(map(as_options, lines))) from None
+        raise InputError(as_options(str(error))) from None
 
 
 def _with_requests(request: EvaluationRequest) -> EvaluationRequest:
-    """Return the request with a request file of its tasks, where it names none: from the cache, or prepared now."""
+    """Return the request with a request file of its tasks, where it names none: from the cache, or prepared now.
+
+    It is for the tokenizer of all checkpoints, and their end of text: as --eod-id states it, or what stands next to the
+    weights, or the tokenizer's own.
+
+    Raises:
+        InputError: they have no tokenizer, or not the same.
+    """
     options = request.options
     if not options.tasks or options.requests is not None:
         return request
-    from megatron_fanformer.evaluation.request_cache import cached_requests
-
-    tokenizer, eod_id = _only_tokenizer(request)
-    path = cached_requests(
-        options.tasks,
-        tokenizer,
-        eod_id=eod_id,
-        context_length=options.context_length,
-        limit=options.limit,
-        shots=options.fewshot,
-        seed=options.fewshot_seed,
-        on_task=_print_task,
-    )
-    return replace(request, evaluation=replace(request.evaluation, requests=str(path), tasks=[]))
-
-
-def _only_tokenizer(request: EvaluationRequest) -> tuple[Path, int]:
-    """Return the tokenizer of all checkpoints, and their end of text: as --eod-id states it, or what stands next to the
-    weights, or its own.
-
-    Raises:
-        InputError: they have none, or not the same.
-    """
     from megatron_fanformer.data.tokenizer import load_tokenizer, tokenizer_file
     from megatron_fanformer.durable_files import sha256_of
+    from megatron_fanformer.evaluation.prepare import cached_requests
     from megatron_fanformer.generation.models import find_model
 
-    ends: dict[tuple[str, int | None], int] = {}  # a run's checkpoints have one, each in a file of its own
-    found: dict[tuple[str, int], Path] = {}
+    stated: dict[tuple[str, int | None], Path] = {}  # a run's checkpoints have one, each in a file of its own
     for checkpoint in request.checkpoints:
-        source = find_model(checkpoint, eod_id=request.options.eod_id)
-        if (tokenizer := request.options.tokenizer or source.tokenizer) is None:
+        source = find_model(checkpoint, eod_id=options.eod_id)
+        if (tokenizer := options.tokenizer or source.tokenizer) is None:
             raise InputError(f"{checkpoint} holds no tokenizer; name the one that it was trained with as --tokenizer")
-        digest, stated = sha256_of(tokenizer_file(tokenizer)), source.end_of_text_id
-        if (digest, stated) not in ends:
-            ends[digest, stated] = load_tokenizer(tokenizer, eod_id=stated).eod_id
-        found.setdefault((digest, ends[digest, stated]), tokenizer)
+        stated.setdefault((sha256_of(tokenizer_file(tokenizer)), source.end_of_text_id), tokenizer)
+    found = {(digest, load_tokenizer(path, eod_id=end).eod_id): path for (digest, end), path in stated.items()}
     if len(found) > 1:
         named = ", ".join(f"{path} with end of text {eod_id}" for (_, eod_id), path in found.items())
         raise InputError(
@@ -173,7 +146,8 @@ def _only_tokenizer(request: EvaluationRequest) -> tuple[Path, int]:
             "itself"
         )
     (((_, eod_id), tokenizer),) = found.items()
-    return tokenizer, eod_id
+    path = cached_requests(tokenizer=tokenizer, eod_id=eod_id, **_prepared(options))
+    return replace(request, evaluation=replace(request.evaluation, requests=str(path), tasks=[]))
 
 
 def _run(request: EvaluationRequest, jobs: "Jobs", grid: "RankGrid") -> None:
@@ -197,7 +171,7 @@ def _run(request: EvaluationRequest, jobs: "Jobs", grid: "RankGrid") -> None:
 # -- options
 
 
-def read_options(options: EvaluateOptions, local: Local, *, world_size: int | None = None) -> EvaluationRequest:
+def read_options(options: EvaluateOptions, *, world_size: int | None = None) -> EvaluationRequest:
     """Return the options, checked before torch is imported.
 
     Args:
@@ -207,10 +181,15 @@ def read_options(options: EvaluateOptions, local: Local, *, world_size: int | No
         InputError: every problem, one line each.
         CorruptError: a folder's configuration, the only way to see what it is, cannot be read.
     """
-    found = [*file_problems(output=options.output, picture=options.picture), *_without_effect(options)]
-    compared = tuple(collect_problems(found, partial(_compared, name, local)) for name in options.compare)
-    named = [*_checkpoints(options.checkpoints, local, found), *(each for each in compared if isinstance(each, Path))]
-    checkpoints = tuple(dict.fromkeys(named))
+    found = file_problems(output=options.output, picture=options.picture)
+    found += [
+        f"{option_name(name)} has no effect without {' or '.join(map(option_name, others))}; add that, or leave it out"
+        for name, others in NEEDED.items()
+        if getattr(options, name) is not None and not any(getattr(options, other) for other in others)
+    ]
+    compared = tuple(collect_problems(found, partial(_compared, name)) for name in options.compare)
+    to_compare = [each for each in compared if isinstance(each, Path)]
+    checkpoints = tuple(dict.fromkeys([*_checkpoints(options.checkpoints, found), *to_compare]))
     evaluation = _evaluation(options, found)
     layout = collect_problems(found, lambda: _layout(options.layout, world_size))
     if checkpoints and evaluation.is_empty and not options.tasks and options.ulogic is None:
@@ -230,49 +209,25 @@ def read_options(options: EvaluateOptions, local: Local, *, world_size: int | No
     )
 
 
-def _without_effect(options: EvaluateOptions) -> list[str]:
-    found = [
-        f"{option_name(name)} has no effect without {' or '.join(map(option_name, others))}; add that, or leave it out"
-        for name, others in NEEDED.items()
-        if getattr(options, name) is not None and not any(getattr(options, other) for other in others)
-        if options.prepare is None or name not in OF_PREPARE
-    ]
-    if options.prepare is None and (options.requests is not None or not options.tasks):
-        found += [
-            f"{option_name(name)} has no effect where nothing is prepared; leave it out"
-            for name in OF_REQUESTS
-            if getattr(options, name) is not None
-        ]
-    if options.prepare is not None:
-        found += [
-            f"{option_name(each.name)} has no effect with --prepare; leave it out"
-            for each in fields(options)
-            if each.name not in OF_PREPARE and getattr(options, each.name) != each.default
-        ]
-    return found
-
-
-def _checkpoints(named: Sequence[str], local: Local, problems: list[str]) -> list[Path]:
-    """Return the folders of checkpoints and exports that are named, in order."""
-    places = [place for name in named for place in _matches(name)]
+def _checkpoints(named: Sequence[str], problems: list[str]) -> list[Path]:
+    """Return the checkpoints and exports of names: the folder of a run's checkpoints is all of them, a glob as many."""
+    places: list[str] = []
+    for name in named:
+        path = Path(name)
+        if path.name == store.CHECKPOINTS and path.is_dir() and not store.is_checkpoint(path):
+            places += map(str, store.complete_checkpoints(path.parent) or [path])
+        elif glob.has_magic(name) and not path.exists():
+            places += sorted(glob.glob(name)) or [name]
+        else:
+            places.append(name)
     with_steps = {Path(place).parent for place in places if store.step_of(Path(place)) is not None}
     # `checkpoints/*` also names the pointer to the last of them
     places = [place for place in places if Path(place).parent not in with_steps or not _is_pointer(Path(place))]
-    found = [collect_problems(problems, partial(_checkpoint, place, local)) for place in places]
-    return list(filter(None, found))
+    return list(filter(None, [collect_problems(problems, partial(_checkpoint, place)) for place in places]))
 
 
-def _matches(name: str) -> list[str]:
-    """Return the checkpoints of a folder of them, or what a glob stands for; other names stand for themselves."""
-    path = Path(name)
-    if path.name == store.CHECKPOINTS and path.is_dir() and not store.is_checkpoint(path):
-        return [str(checkpoint) for checkpoint in store.complete_checkpoints(path.parent)] or [name]
-    is_glob = glob.has_magic(name) and not path.exists()
-    return (sorted(glob.glob(name)) if is_glob else []) or [name]
-
-
-def _checkpoint(path: str, local: Local) -> Path:
-    target = recognise(local(str(Path(path).parent) if _is_pointer(Path(path)) else path), RUNNABLE)
+def _checkpoint(path: str) -> Path:
+    target = recognise(on_this_machine(str(Path(path).parent) if _is_pointer(Path(path)) else path), RUNNABLE)
     return target.path if target.kind == "hf" else checkpoint_of(target)
 
 
@@ -280,11 +235,11 @@ def _is_pointer(path: Path) -> bool:
     return path.name == store.LATEST and path.parent.name == store.CHECKPOINTS and path.is_file()
 
 
-def _compared(name: str, local: Local) -> Path | Result:
+def _compared(name: str) -> Path | Result:
     """Return a file's only result, or the folder of a checkpoint."""
     path = Path(name)
     if not path.is_file() or _is_pointer(path):
-        return _checkpoint(name, local)
+        return _checkpoint(name)
     found = result_files.read_results(path)
     if len(found) != 1:
         raise InputError(f"{path} holds the results of {len(found)} checkpoints; compare files of one each")
@@ -313,16 +268,15 @@ def _evaluation(options: EvaluateOptions, problems: list[str]) -> EvaluationConf
         npy_dtype=options.npy_dtype,
         eod_id=options.eod_id,
     )
-    tasks = collect_problems(problems, partial(_task_names, options)) or []
     evaluation = EvaluationConfig(
         requests=None if options.requests is None else str(options.requests),
-        tasks=tasks,
+        tasks=collect_problems(problems, partial(_task_names, options)) or [],
         limit=options.limit,
         perplexity=perplexity,
     )
     # generation tasks, which a run's configuration may not have, are for the command to see to; so is the limit of
     # ULogic and of what is prepared
-    checked = replace(evaluation, tasks=[], limit=None if options.ulogic or options.tasks else options.limit)
+    checked = replace(evaluation, tasks=[], limit=None)
     problems += map(as_options, [*checked.problems(), *set_problems(perplexity)])
     if options.requests is not None and not options.requests.is_file():
         problems.append(f"--requests {options.requests} does not exist; write it with --prepare")
@@ -331,44 +285,36 @@ def _evaluation(options: EvaluateOptions, problems: list[str]) -> EvaluationConf
 
 def _task_names(options: EvaluateOptions) -> list[str]:
     """Return the tasks of --tasks by name; where they are to be prepared, once it is known that they can be."""
-    if not options.tasks:
-        return []
-    if options.requests is None:
-        from megatron_fanformer.evaluation.request_cache import check_tasks
+    if options.requests is None and options.tasks:
+        from megatron_fanformer.evaluation.prepare import find_tasks
 
-        check_tasks(options.tasks, options.fewshot)
-    elif files := [name for name in options.tasks if is_own(name)]:
+        return [task.name for task in find_tasks(options.tasks)[0]]
+    if files := [name for name in options.tasks if is_own(name)]:
         raise InputError(
             f"--tasks {' '.join(files)} is prepared, and --requests has been; leave that out, or name a task of it as "
             f"{OWN}{Path(files[0]).stem}"
         )
-    return [task.name for task in resolve([name for name in options.tasks if not is_own(name)])]
+    return [task.name for task in resolve(options.tasks)]
 
 
 OPTIONS = {
-    **{f"evaluation.{field.name}": field.name for field in fields(EvaluationConfig)},
-    **{f"evaluation.perplexity.{field.name}": field.name for field in fields(PerplexityConfig)},
-    **{f"evaluation.perplexity.{name}": "perplexity" for name in ("sets", "groups")},
-    "evaluation.perplexity.folder": "perplexity_folder",
-    **{name: name for name in ("eod_id", "num_samples", "top_k", "top_p", "max_new_tokens")},
+    "evaluation.requests: ": "",
+    "evaluation.perplexity.sets.": "--perplexity ",
+    "evaluation.perplexity.sets": "--perplexity",
+    "evaluation.perplexity.groups": "--perplexity",
+    "evaluation.perplexity.folder": "--perplexity-folder",
 }
-"""Fields as problems name them, and the command-line options that set them."""
-NAMES = "|".join(sorted(map(re.escape, OPTIONS), key=len, reverse=True))
-# not within a path, whatever that is called; a set's own name may follow
-FIELD = re.compile(
-    rf"(?<![\w./~-])(?:({NAMES})(?![\w/-]|\.\w)|evaluation\.perplexity\.sets\.(?=\w)|^temperature(?= is))"
+"""Fields as problems name them, and the options that set them, where these have other names."""
+FIELD = re.compile(  # not within a path
+    r"(?<![\w./~-])(?:evaluation\.(?:perplexity\.)?(\w+)|(eod_id|num_samples|temperature|top_k|top_p|max_new_tokens)\b)"
 )
 
 
 def as_options(text: str) -> str:
-    """Return a problem's text with its fields named as the options that set them here."""
-
-    def option(match: re.Match[str]) -> str:
-        if match[1]:
-            return option_name(OPTIONS[match[1]])
-        return "--temperature" if match[0] == "temperature" else "--perplexity "
-
-    return FIELD.sub(option, text)
+    """Return problems with their fields named as the options that set them here."""
+    for field, option in OPTIONS.items():
+        text = text.replace(field, option)
+    return FIELD.sub(lambda match: option_name(match[1] or match[2]), text)
 
 
 def _layout(text: str, world_size: int | None) -> Layout:
@@ -411,30 +357,29 @@ def _write(options: EvaluateOptions, results: Sequence[Result], comparison: Comp
         result_files.write_results(options.output, results, values)
 
 
-def _print_task(task: "PreparedTask") -> None:
-    print(f"{task.name}: {task.documents:,} documents, {task.requests:,} requests", file=sys.stderr)
+def _prepared(options: EvaluateOptions) -> dict[str, Any]:
+    """Return what is prepared, as arguments; each task is printed to standard error as it is done."""
+    from megatron_fanformer.evaluation.prepare import CONTEXT_LENGTH
+
+    def on_task(task: "PreparedTask") -> None:
+        print(f"{task.name}: {task.documents:,} documents, {task.requests:,} requests", file=sys.stderr)
+
+    length = options.context_length or CONTEXT_LENGTH
+    return {"tasks": options.tasks, "context_length": length, "limit": options.limit, "on_task": on_task}
 
 
 def _prepare(options: EvaluateOptions, file: Path) -> None:
-    """Write a request file; its tasks are printed to standard error as they are done."""
-    from megatron_fanformer.evaluation.own_tasks import FEWSHOT_SEED
-    from megatron_fanformer.evaluation.prepare import CONTEXT_LENGTH, prepare_requests
+    """Write a request file."""
+    from megatron_fanformer.evaluation.prepare import prepare_requests
 
-    if options.checkpoints or options.compare:
-        raise InputError("--prepare writes a request file and reads no model; evaluate checkpoints by another command")
-    if problems := [*file_problems(prepare=file), *_without_effect(options)]:
+    if others := [option_name(name) for name in OF_MODELS if getattr(options, name)]:
+        named = ", ".join(others).replace("--checkpoints", "checkpoints")
+        raise InputError(f"--prepare writes a request file and reads no model; leave out {named}")
+    if problems := file_problems(prepare=file):
         raise InputError("\n".join(problems))
     if not options.tasks or options.tokenizer is None:
         raise InputError("--prepare needs --tasks and --tokenizer; name the tasks or groups, and the models' tokenizer")
-    report = prepare_requests(
-        file,
-        tasks=options.tasks,
-        tokenizer=options.tokenizer,
-        eod_id=options.eod_id,
-        context_length=options.context_length or CONTEXT_LENGTH,
-        limit=options.limit,
-        shots=options.fewshot,
-        seed=FEWSHOT_SEED if options.fewshot_seed is None else options.fewshot_seed,
-        on_task=_print_task,
-    )
+    if file.exists():
+        raise InputError(f"{file} already exists; name another file, or remove it")
+    report = prepare_requests(file, tokenizer=options.tokenizer, eod_id=options.eod_id, **_prepared(options))
     show(report.lines(width()))

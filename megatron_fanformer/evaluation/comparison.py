@@ -172,10 +172,7 @@ def _task_difference(
     in_a, in_b = _documents(name, a), _documents(name, b)
     _refuse_other_documents(name, in_a, in_b)
     if None not in (a.made_of, b.made_of) and a.made_of != b.made_of:
-        raise InputError(
-            f"{name} was made of {a.made_of} in A and of {b.made_of} in B; evaluate both on the same file, with the "
-            "same --fewshot and --fewshot-seed"
-        )
+        raise InputError(f"{name} was made of {a.made_of} in A and of {b.made_of} in B; evaluate both on the same file")
     of_a, of_b = (np.array([(each.score, each.weight) for each in documents]) for documents in (in_a, in_b))
     drawn = resampled_sums(np.concatenate([of_a, of_b], axis=1), draws, generator)
     differences = _quotient(drawn[:, 2:]) - _quotient(drawn[:, :2])

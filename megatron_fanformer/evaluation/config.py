@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megatron_fanformer.data.npy_files import NpyType
-from megatron_fanformer.errors import InputError
+from megatron_fanformer.errors import InputError, broken_fields
 from megatron_fanformer.evaluation.results import Result
 from megatron_fanformer.evaluation.tasks import resolve
 from megatron_fanformer.evaluation.verb import EvaluateOptions
@@ -55,13 +55,9 @@ class PerplexityConfig:
         found += [f"{section}.sets.{name} is empty; name token files" for name, paths in self.sets.items() if not paths]
         if self.groups and self.folder is None:
             found.append(f"{section}.groups is {', '.join(self.groups)} without a folder; set {section}.folder")
-        if self.chunk_tokens is not None and self.chunk_tokens < 2:
-            found.append(f"{section}.chunk_tokens is {self.chunk_tokens}; it must be at least 2, or null")
-        if self.limit_tokens is not None and self.limit_tokens < 1:
-            found.append(f"{section}.limit_tokens is {self.limit_tokens}; it must be at least 1, or null")
-        if self.eod_id is not None and self.eod_id < 0:
-            found.append(f"{section}.eod_id is {self.eod_id}; it must not be negative")
-        return found
+        found += broken_fields(section, self, "be at least 2, or null", lambda count: count < 2, "chunk_tokens")
+        found += broken_fields(section, self, "be at least 1, or null", lambda count: count < 1, "limit_tokens")
+        return found + broken_fields(section, self, "not be negative", lambda number: number < 0, "eod_id")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,11 +85,8 @@ class EvaluationConfig:
 
     def problems(self) -> list[str]:
         """Return the rules of single fields that this configuration breaks, one line each; no file is opened."""
-        found = [
-            f"evaluation.{name} is {value}; it must be at least 1, or null"
-            for name in ("limit", "interval", "batch_tokens")
-            if (value := getattr(self, name)) is not None and value < 1
-        ]
+        counts = ("limit", "interval", "batch_tokens")
+        found = broken_fields("evaluation", self, "be at least 1, or null", lambda count: count < 1, *counts)
         if self.requests is None:
             found += [
                 f"evaluation.{name} is set without evaluation.requests; name a request file, which `evaluate "
@@ -136,5 +129,5 @@ class EvaluationRequest:
     @property
     def sampling(self) -> dict[str, Any]:
         """Return the options that are fields of `GenerationSettings`."""
-        names = ("run_code", "num_samples", "temperature", "top_k", "top_p", "max_new_tokens", "seed")
+        names = ("allow_code_execution", "num_samples", "temperature", "top_k", "top_p", "max_new_tokens", "seed")
         return {name: getattr(self.options, name) for name in names}

@@ -27,7 +27,7 @@ class GenerationSettings(SamplingConfig):
     """The most tokens of a text; None: the task's own number, at most half of the model's length."""
     batch_size: int = 16
     """Texts written together; it does not change them."""
-    run_code: bool = False
+    allow_code_execution: bool = False
     """Whether programs that the model writes may be run (`code_execution` says how)."""
     limits: Limits = field(default_factory=Limits)
     """Resource limits of each such program."""

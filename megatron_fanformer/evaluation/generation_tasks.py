@@ -4,7 +4,6 @@ Their documents are `task_documents`'. The estimator of pass@k is that of "Evalu
 Code" (Chen et al., 2021).
 """
 
-import builtins
 import math
 import re
 from collections.abc import Sequence
@@ -12,9 +11,9 @@ from decimal import Decimal
 from typing import Any
 
 from megatron_fanformer.data.tokenizer import Tokenizer
-from megatron_fanformer.errors import FanformerError, InputError
+from megatron_fanformer.errors import InputError
 from megatron_fanformer.evaluation import ulogic
-from megatron_fanformer.evaluation.code_execution import Program, check_confinement, run_programs
+from megatron_fanformer.evaluation.code_execution import Program, run_programs
 from megatron_fanformer.evaluation.generated_texts import GenerationSettings, Log, Written, mean_of, write_texts
 from megatron_fanformer.evaluation.tasks import ULOGIC
 from megatron_fanformer.generation.models import TrainedModel
@@ -25,7 +24,6 @@ PASS_AT = (1, 10, 100)
 """The values of k for pass@k; those above the number of samples are left out."""
 # With thousands separated by commas; a minus after a digit is a subtraction. (GSM8K has answers "is - 10".)
 NUMBER = re.compile(r"(?:(?<=is )- |(?<!\d)-)?\d[\d,]*(?:\.\d+)?")
-DEFINED = re.compile(r"^def (\w+)", re.MULTILINE)
 NOT_OF_A_NUMBER = str.maketrans("", "", ", ")
 
 
@@ -50,7 +48,7 @@ def evaluate(
         (how many prompts lost their beginning).
 
     Raises:
-        InputError: settings are wrong, or programs may not or cannot be run here: all before anything is written.
+        InputError: settings are wrong, or programs may not be run: before anything is written.
         DivergenceError: the model's logits are not finite.
     """
     check(name, settings)
@@ -71,12 +69,13 @@ def check(name: str, settings: GenerationSettings) -> None:
         InputError: as `evaluate`.
     """
     problems = settings.problems()
-    if name in CODE and not settings.run_code:
-        problems.append(f"{name} runs programs that the model writes; allow it with --run-code, or leave {name} out")
+    if name in CODE and not settings.allow_code_execution:
+        problems.append(
+            f"{name} runs programs that the model writes, in no sandbox; allow it in a container with "
+            f"--allow-code-execution, or leave {name} out"
+        )
     if problems:
         raise InputError("\n".join(problems))
-    if name in CODE:
-        check_confinement()
 
 
 # -- GSM8K
@@ -110,14 +109,8 @@ def _judge_numbers(
 
 
 def program(document: dict[str, Any], text: str) -> Program:
-    """Return what judges a text: it, behind the head that the model was given, and apart from them the tests."""
-    names = DEFINED.findall(document["head"] + document["solution"])
-    return Program(
-        source=f"{document['head']}{text}\n",
-        tests=document["tests"],
-        head=document["head"],
-        own_names=tuple(name for name in names if hasattr(builtins, name)),
-    )
+    """Return a text as a program, behind the head that the model was given, with the document's tests."""
+    return Program(f"{document['head']}{text}\n", document["tests"])
 
 
 def pass_at(k: int, samples: int, passed: int) -> float:
@@ -136,9 +129,6 @@ def _judge_code(
     results = run_programs(
         programs, limits=settings.limits, on_result=lambda ended: log(f"{ended:,} of {len(programs):,} programs run")
     )
-    left = next((result for result in results if result.outcome == "not run"), None)
-    if left is not None:
-        raise FanformerError(f"a program could not be confined, and was not run ({left.message}); start again")
     outcomes = iter(results)
     judged = []
     for document, one in zip(documents, written, strict=True):

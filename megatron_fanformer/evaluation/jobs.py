@@ -21,7 +21,7 @@ from megatron_fanformer.evaluation import generation_tasks, ulogic
 from megatron_fanformer.evaluation.config import EvaluationRequest
 from megatron_fanformer.evaluation.generated_texts import GenerationSettings
 from megatron_fanformer.evaluation.metrics import DIVISORS, document_sums, task_metrics
-from megatron_fanformer.evaluation.perplexity import SetLoss, group_perplexities, perplexity_of_sets
+from megatron_fanformer.evaluation.perplexity import group_perplexities, perplexity_of_sets
 from megatron_fanformer.evaluation.requests import RequestFile, TaskRequests, read_requests
 from megatron_fanformer.evaluation.results import Result, SetResult, Settings, TaskResult
 from megatron_fanformer.evaluation.scoring import scores_of_tasks
@@ -96,9 +96,14 @@ def find_jobs(request: EvaluationRequest) -> Jobs:
         key = (source.config.seq_length, source.config.vocab_size, source.end_of_text_id, digest)
         if key not in known:
             if texts and tokenizer is not None:
-                # where choice tasks are requested, too, their survey checks the file against the tokenizer
-                file = None if choices or list(texts) == [ULOGIC] else request_file
-                found += _text_problems(request, source, tokenizer, texts, file)
+                read = collect_problems(found, partial(load_tokenizer, tokenizer, eod_id=source.end_of_text_id))
+                found += source.tokenizer_problems(read) if read is not None else ()
+                if list(texts) != [ULOGIC]:  # whose answers have a length of their own
+                    found += GenerationSettings(**request.sampling).length_problems(source.config.seq_length)
+                    # where choice tasks are requested, too, their survey checks the file against the tokenizer
+                    if request_file is not None and not choices:
+                        check = partial(request_file.refuse_other_tokenizer, tokenizer_file(tokenizer))
+                        collect_problems(found, check)
             survey = partial(
                 survey_evaluation,
                 evaluation,
@@ -113,25 +118,13 @@ def find_jobs(request: EvaluationRequest) -> Jobs:
             jobs.append(EvaluationJob(source=source, tokenizer=tokenizer, tokenizer_sha256=digest, survey=its))
     if found:
         raise InputError("\n".join(dict.fromkeys(found)))  # checkpoints of a run have the same problems
-    if request_file is None:
-        return Jobs(jobs=jobs, texts=texts, requests=None, made_of={})
-    made_of = {name: request_file.versions[name] for name in choices if name in request_file.versions}
-    return Jobs(jobs=jobs, texts=texts, requests=request_file.sha256, made_of=made_of)
-
-
-def _text_problems(
-    request: EvaluationRequest, source: ModelSource, tokenizer: Path, texts: Documents, file: RequestFile | None
-) -> list[str]:
-    """List what keeps a model from writing the requested answers."""
-    found: list[str] = []
-    read = collect_problems(found, partial(load_tokenizer, tokenizer, eod_id=source.end_of_text_id))
-    if read is not None:
-        found += source.tokenizer_problems(read)
-    if file is not None:
-        collect_problems(found, partial(file.refuse_other_tokenizer, tokenizer_file(tokenizer)))
-    if list(texts) != [ULOGIC]:  # whose answers have a length of their own
-        found += GenerationSettings(**request.sampling).length_problems(source.config.seq_length)
-    return found
+    versions = {} if request_file is None else request_file.versions
+    return Jobs(
+        jobs=jobs,
+        texts=texts,
+        requests=None if request_file is None else request_file.sha256,
+        made_of={name: versions[name] for name in choices if name in versions},
+    )
 
 
 def _tasks(
@@ -172,14 +165,18 @@ def evaluate_jobs(request: EvaluationRequest, jobs: Jobs, grid: RankGrid, *, log
         CorruptError: a checkpoint's weights or token files are damaged.
         DivergenceError: a model's numbers are not finite.
     """
-    batch_tokens = request.options.batch_tokens
+    batch_tokens, config = request.options.batch_tokens, request.evaluation.perplexity
     versions = {"megatron_fanformer": __version__} | {name: version(name) for name in VERSIONED}
     for job, stages in _built(request, jobs.jobs, grid, log):
         path = job.source.path
         if job.survey.sets:
             log(f"{path}: perplexity")
         losses = perplexity_of_sets(stages, job.survey.sets, grid, batch_tokens=batch_tokens)
-        perplexity = {name: _set_result(name, found) for name, found in losses.items()}  # raises on every rank
+        for name, loss in losses.items():  # the same on every rank
+            if not math.isfinite(loss.loss):
+                raise DivergenceError(
+                    f"set {name}: the loss is {loss.loss}; the model diverged: evaluate an earlier checkpoint"
+                )
         if job.survey.tasks:
             log(f"{path}: tasks")
         scores = scores_of_tasks(stages, job.survey.tasks, grid, batch_tokens=batch_tokens, every_metric=True)
@@ -187,30 +184,33 @@ def evaluate_jobs(request: EvaluationRequest, jobs: Jobs, grid: RankGrid, *, log
             name: choice_result(task, *scores[name], made_of=jobs.made_of.get(name))
             for name, task in job.survey.tasks.items()
         }
-        tasks |= _generated_results(stages, job, jobs.texts, GenerationSettings(**request.sampling), grid, log)
+        if jobs.texts:
+            assert job.tokenizer is not None  # find_jobs has seen to it
+            model = TrainedModel(stages[0], job.source.config, grid.torch_device)
+            tokenizer = load_tokenizer(job.tokenizer, eod_id=job.source.end_of_text_id)
+        for name, documents in jobs.texts.items():
+            log(phase := f"{path}: {name}")
+            sampling = GenerationSettings(**request.sampling)
+            written = generation_tasks.evaluate(model, tokenizer, name, documents, sampling, log=partial(log, phase))
+            tasks[name] = msgspec.convert({"cut": written.pop("prompts_cut", 0), **written}, TaskResult)
         yield Result(
             checkpoint=str(path),
             step=store.step_of(path),
             versions=versions,
             tokenizer=job.tokenizer_sha256,
-            settings=_settings(request, job.source, grid),
+            settings=Settings(
+                chunking=config.chunking,
+                chunk_tokens=config.chunk_tokens or job.source.config.seq_length,
+                limit_tokens=config.limit_tokens,
+                batch_tokens=batch_tokens,
+                dtype=str(_dtype(request, job.source, grid)).removeprefix("torch."),
+                sampling=request.sampling,
+            ),
             requests=jobs.requests,
             tasks=tasks,
-            perplexity=perplexity,
+            perplexity={name: msgspec.convert(loss, SetResult, from_attributes=True) for name, loss in losses.items()},
             groups={str(group): mean for group, mean in group_perplexities(losses).items()},
         )
-
-
-def _settings(request: EvaluationRequest, source: ModelSource, grid: RankGrid) -> Settings:
-    sets = request.evaluation.perplexity
-    return Settings(
-        chunking=sets.chunking,
-        chunk_tokens=sets.chunk_tokens or source.config.seq_length,
-        limit_tokens=sets.limit_tokens,
-        batch_tokens=request.options.batch_tokens,
-        dtype=str(_dtype(request, source, grid)).removeprefix("torch."),
-        sampling=request.sampling,
-    )
 
 
 def _built(
@@ -266,37 +266,4 @@ def choice_result(
         ],
         cut=task.cut,
         made_of=made_of,
-    )
-
-
-def _generated_results(
-    stages: list[Any], job: EvaluationJob, texts: Documents, settings: GenerationSettings, grid: RankGrid, log: Report
-) -> dict[str, TaskResult]:
-    if not texts:
-        return {}
-    assert job.tokenizer is not None  # find_jobs has seen to it
-    model = TrainedModel(stages[0], job.source.config, grid.torch_device)
-    tokenizer = load_tokenizer(job.tokenizer, eod_id=job.source.end_of_text_id)
-    results = {}
-    for name, documents in texts.items():
-        phase = f"{job.source.path}: {name}"
-        log(phase)
-        found = generation_tasks.evaluate(model, tokenizer, name, documents, settings, log=partial(log, phase))
-        found["cut"] = found.pop("prompts_cut", 0)
-        results[name] = msgspec.convert(found, TaskResult)
-    return results
-
-
-def _set_result(name: str, found: SetLoss) -> SetResult:
-    if not math.isfinite(found.loss):
-        raise DivergenceError(
-            f"set {name}: the loss is {found.loss}; the model diverged: evaluate an earlier checkpoint"
-        )
-    return SetResult(
-        loss=found.loss,
-        perplexity=found.perplexity,
-        bits_per_byte=found.bits_per_byte,
-        tokens=found.tokens,
-        byte_perplexity=found.byte_perplexity,
-        word_perplexity=found.word_perplexity,
     )

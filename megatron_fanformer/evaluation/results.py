@@ -1,23 +1,7 @@
 """The result of an evaluation: what a file of it holds, written and read again.
 
-    {"checkpoint": "runs/a/checkpoints/step-00001000", "step": 1000,
-     "versions": {"megatron_fanformer": …},
-     "tokenizer": the SHA-256 of its file, or null,
-     "settings": {"chunking", "chunk_tokens", "limit_tokens", "batch_tokens", "dtype", "sampling": {…}},
-     "requests": the SHA-256 of the request file, or null,
-     "tasks": {NAME: {"metric": the task's own,
-                      "metrics": {NAME: {"value", "standard_error", "documents"}},
-                      "documents": [{"doc_id", "label", "log_probabilities": [one of each choice], "lengths": […],
-                                     "score", "weight"}],
-                      "cut": requests, or prompts, that lost their beginning,
-                      "made_of": the SHA-256 of a task of one's own, and its examples, or null}},
-     "perplexity": {SET: {"loss", "perplexity", "bits_per_byte", "tokens", "byte_perplexity", "word_perplexity"}},
-     "groups": {GROUP: the mean of its sets' perplexities}}
-
 A file of several checkpoints is a list of these, and one with a comparison {"results": such a list, "comparison": …}.
-A task's own metric is the sum of its documents' `score` by that of
-their `weight`, which is 1 but for F1; `lengths` are what it divides log-probabilities by. Generation tasks have
-what was written in a document, in place of log-probabilities.
+docs/evaluation.md has the keys.
 """
 
 from collections.abc import Sequence
@@ -48,12 +32,13 @@ class TaskResult(msgspec.Struct, frozen=True, kw_only=True):
     """The task's default metric: the one to report and compare."""
     metrics: dict[str, MetricValue]
     documents: list[dict[str, Any]]
-    """Documents with their scores, in the task's order."""
+    """Documents in the task's order. The task's metric is the sum of their `score` by that of their `weight`, which is
+    1 but for F1; `lengths` are what it divides log-probabilities by."""
     cut: int = 0
     """Requests, or prompts, whose beginning was cut to fit the model's context."""
     made_of: str | None = None
-    """The file that a task of one's own was made of, by its SHA-256, and its examples; None for other tasks, and in a
-    file of a version before this was written."""
+    """The SHA-256 of the file of a task of one's own; None for other tasks, and in a file of a version before this was
+    written."""
 
 
 class SetResult(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,7 +1,6 @@
 """Survey of a run's evaluation, found and checked by one process for all ranks before anything is loaded."""
 
 import logging
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -70,8 +69,14 @@ def survey_evaluation(
             found += str(error).splitlines()
     if found:
         raise InputError("\n".join(found))
-    if tokenizer is not None and sets:
-        _warn_of_other_tokenizers(sets, sha256_of(tokenizer_file(tokenizer)))
+    for each in sets if tokenizer is not None else ():
+        stated = (manifest[0].tokenizer.sha256 for file in each.files if (manifest := file.stated) is not None)
+        if other := another_tokenizer(stated, sha256_of(tokenizer_file(str(tokenizer))), "the model's"):
+            logger.warning(
+                "perplexity set %s was made with %s; unless both give the same ids, its perplexity says nothing",
+                each.name,
+                other,
+            )
     return EvaluationSurvey(tasks=tasks, sets=tuple(sets))
 
 
@@ -81,18 +86,6 @@ def _tokenizer(path: str, eod_id: int | None) -> Tokenizer:
         return load_tokenizer(path, eod_id=eod_id, needs_eod=False)
     except InputError as error:
         raise InputError(f"evaluation.perplexity: {error}") from None
-
-
-def _warn_of_other_tokenizers(sets: Sequence[PerplexitySet], sha256: str) -> None:
-    """Warn of sets whose manifests name another file."""
-    for each in sets:
-        stated = (found[0].tokenizer.sha256 for file in each.files if (found := file.stated) is not None)
-        if other := another_tokenizer(stated, sha256, "the model's"):
-            logger.warning(
-                "perplexity set %s was made with %s; unless both give the same ids, its perplexity says nothing",
-                each.name,
-                other,
-            )
 
 
 def _tasks(

@@ -87,7 +87,7 @@ ULOGIC = "ulogic"
 OWN = "own:"
 """What the names of tasks of one's own begin with, in a request file and wherever that is named."""
 
-OWN_SUFFIXES = (".jsonl", ".yaml", ".yml")
+OWN_SUFFIX = ".jsonl"
 
 GROUPS: Mapping[str, str] = {
     "paper": """
@@ -151,14 +151,16 @@ def _meant(name: str) -> str:
         return "request it from `evaluate` by --ulogic FILE"
     if is_own(name):
         return f"prepare a file of questions with `evaluate --prepare`, and name its task here as {OWN}NAME"
-    if name.lower().endswith((*OWN_SUFFIXES, ".json", ".ndjson")):
-        return "a file of questions, one on each line, is named .jsonl, one of lm-eval .yaml or .yml; rename it"
+    if name.lower().endswith((OWN_SUFFIX, ".json", ".ndjson")):
+        return "a file of questions, one on each line, is named .jsonl; rename it"
+    if name.endswith((".yaml", ".yml")):
+        return "export the model, and run lm-eval's task there as examples/lm-eval.sh does"
     return did_you_mean(name, [*GROUPS, *TASKS], f"the groups are {', '.join(GROUPS)}")
 
 
 def is_own(name: str) -> bool:
     """Return whether a name is that of a file with a task of one's own."""
-    return name.endswith(OWN_SUFFIXES)
+    return name.endswith(OWN_SUFFIX)
 
 
 def resolve(names: Sequence[str]) -> list[Task]:

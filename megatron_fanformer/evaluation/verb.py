@@ -17,6 +17,12 @@ ANSWERS = "answers that a model writes (gsm8k, humaneval, mbpp, ULogic)"
 RUNTIME = "runtime"
 OUTPUT = "output"
 REQUEST_FILE = "request file"
+MOVED = {
+    "--batches": "use --limit-tokens, which does not depend on --batch-tokens",
+    "--fewshot": "write the examples into each question's context, or export the model and use lm-eval",
+    "--run-code": "use --allow-code-execution, in a container: it is no sandbox",
+}
+"""Earlier options, and what to use instead."""
 
 
 def _count(text: str, least: int = 1) -> int:
@@ -37,7 +43,7 @@ class EvaluateOptions:
     exported Hugging Face folder."""
 
     tasks: tuple[str, ...] = option((), metavar="TASK", group=MEASURED)
-    """Tasks, groups of tasks, or files of your own (.jsonl, lm-eval's .yaml) (default: those of --requests)"""
+    """Tasks, groups of tasks, or .jsonl files of your own (default: those of --requests)"""
     requests: Path | None = option(None, metavar="FILE", group=MEASURED)
     """Request file, as --prepare writes it (default: --tasks are prepared, and kept in the cache)"""
     limit: int | None = option(None, metavar="N", parse=_count, group=MEASURED)
@@ -59,8 +65,8 @@ class EvaluateOptions:
 
     ulogic: Path | None = option(None, metavar="FILE", group=ANSWERS)
     """ULogic's rules, its probing_subset.json."""
-    run_code: bool = option(False, group=ANSWERS)
-    """Allow running the programs that a model writes."""
+    allow_code_execution: bool = option(False, group=ANSWERS)
+    """Run the programs that a model writes, within limits of time and memory; no sandbox: use a container."""
     num_samples: int = option(1, metavar="N", parse=_count, group=ANSWERS)
     """Answers to each document."""
     temperature: float = option(0.0, group=ANSWERS)
@@ -96,10 +102,6 @@ class EvaluateOptions:
     """Write the requests of --tasks, and end."""
     context_length: int | None = option(None, metavar="N", parse=_count, group=REQUEST_FILE)
     """The longest request that is prepared, in tokens (default: 2048)"""
-    fewshot: int | None = option(None, metavar="N", parse=_id, group=REQUEST_FILE)
-    """Examples before each question of your own tasks (default: 0, or the YAML's)"""
-    fewshot_seed: int | None = option(None, metavar="SEED", parse=_id, group=REQUEST_FILE)
-    """Seed of the draw of these examples (default: 1234, lm-eval's)"""
 
     command_line: tuple[str, ...] = command_line()
 
@@ -112,10 +114,9 @@ def _evaluate(options: EvaluateOptions) -> None:
     with ended_by_stop_signals(report_stopped, outcome=outcome):
         end_with_launcher()
         device.prepare_libraries()
-        from megatron_fanformer.checkpoint.remote import on_this_machine
         from megatron_fanformer.evaluation.command import evaluate
 
-        evaluate(options, on_this_machine)
+        evaluate(options)
 
 
 EVALUATE = Verb(
@@ -127,7 +128,7 @@ EVALUATE = Verb(
         "evaluate runs/demo/run --perplexity held-out=tokens/web",
         "evaluate --prepare paper.requests --tasks paper\n--tokenizer tokenizer.json",
     ),
-    advice=lambda line: ["use --limit-tokens, which does not depend on --batch-tokens"] * ("--batches" in line),
+    advice=lambda line: [remedy for name, remedy in MOVED.items() if name in line],
     results_are_files=True,
     takes_signals=True,
 )

@@ -7,7 +7,6 @@ import shutil
 import sys
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -17,11 +16,10 @@ from megatron_fanformer.checkpoint.manifest import write_manifest
 from megatron_fanformer.cli import main, read_command
 from megatron_fanformer.durable_files import sha256_of
 from megatron_fanformer.errors import InputError
-from megatron_fanformer.evaluation import command, request_cache
+from megatron_fanformer.evaluation import command
 from megatron_fanformer.evaluation.command import read_options
 from megatron_fanformer.evaluation.config import EvaluationRequest
 from megatron_fanformer.evaluation.jobs import find_jobs
-from megatron_fanformer.evaluation.prepare import prepare_requests
 from megatron_fanformer.evaluation.requests import read_requests, write_requests
 from megatron_fanformer.formats.recognition import find_checkpoint
 from megatron_fanformer.output import guarded
@@ -185,7 +183,7 @@ def test_tasks_without_requests_are_prepared_once(
     file, output = tmp_path / "q.jsonl", tmp_path / "result.json"
     stated = {"context": "2 + 2 =", "choices": ["4", "5"], "answer": 0}
     file.write_text("".join(json.dumps({**stated, "context": f"{number} ="}) + "\n" for number in range(5)))
-    task = [made.export, "--tasks", file, "--fewshot", 1, "--limit", 3, "--output", output]
+    task = [made.export, "--tasks", file, "--limit", 3, "--output", output]
     for prepared in (True, False):
         assert evaluate(*task) == 0
         shown = capsys.readouterr()
@@ -194,7 +192,7 @@ def test_tasks_without_requests_are_prepared_once(
     (kept,) = (tmp_path / "cache" / "megatron-fanformer" / "requests").iterdir()
     first = json.loads(output.read_text())
     assert (first["requests"], len(first["tasks"]["own:q"]["documents"])) == (read_requests(kept).sha256, 3)
-    assert first["tasks"]["own:q"]["made_of"] == f"SHA-256 {sha256_of(file)}, 1 examples of seed 1234"
+    assert first["tasks"]["own:q"]["made_of"] == f"SHA-256 {sha256_of(file)}"
     kept.write_bytes(kept.read_bytes()[:-1])  # damaged: made again
     assert evaluate(*task) == 0
     assert json.loads(output.read_text())["requests"] == first["requests"]
@@ -214,23 +212,7 @@ def test_tasks_without_requests_are_prepared_once(
     )
     file.write_text("[]")
     assert evaluate(*task) == 2
-    assert capsys.readouterr().err.count("q.jsonl:1: it is not a JSON object") == 1
-
-
-def test_requests_that_another_process_has_prepared_meanwhile_are_taken(
-    tmp_path: Path, small_tokenizer_file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    file = tmp_path / "q.jsonl"
-    file.write_text(json.dumps({"context": "2 + 2 =", "choices": ["4", "5"], "answer": 0}))
-
-    def both(path: Path, **arguments: Any) -> None:
-        for _ in range(2):
-            prepare_requests(path, **arguments)
-
-    monkeypatch.setattr(request_cache, "prepare_requests", both)
-    path = request_cache.cached_requests([str(file)], small_tokenizer_file)
-    assert list(read_requests(path).tasks) == ["own:q"]
+    assert capsys.readouterr().err.count("q.jsonl:1: it is no question") == 1
 
 
 def test_tasks_whose_data_are_not_here_are_one_line(
@@ -319,7 +301,7 @@ def test_several_checkpoints_are_a_table_and_a_picture_over_steps(
 
 def read(*arguments: object, world_size: int | None = None) -> EvaluationRequest:
     _, options = read_command(["evaluate", *map(str, arguments)])
-    return read_options(options, str, world_size=world_size)
+    return read_options(options, world_size=world_size)
 
 
 def test_checkpoints_are_found_by_any_of_their_names(made: Made, tmp_path: Path) -> None:
@@ -382,7 +364,7 @@ GSM8K = ("--requests", REQUESTS, "--tasks", "gsm8k")
             2,
             "no/q.jsonl cannot be read (No such file or directory); name a file of JSON",
         ),
-        ([RUN, "--requests", REQUESTS, "--fewshot", "1"], 2, "--fewshot has no effect where nothing is prepared"),
+        ([RUN, "--requests", REQUESTS, "--context-length", "9"], 2, "--context-length has no effect without --tasks;"),
         ([RUN, "--requests", "none"], 2, "--requests none does not exist; write it with --prepare"),
         ([RUN, "--requests", REQUESTS, "--tasks", "piqa"], 2, "has no requests of piqa, but of hellaswag, mrpc"),
         ([RUN, "--requests", DAMAGED], 3, "is damaged: its content has another SHA-256 than it states"),
@@ -395,19 +377,30 @@ GSM8K = ("--requests", REQUESTS, "--tasks", "gsm8k")
         ([RUN, "--perplexity", TOKENS, "--layout", "tp=3"], 2, "size 3 does not divide model.num_attention_heads"),
         ([RUN, "--perplexity", TOKENS, "--output", "no/where"], 2, "--output no/where is not a file in a folder"),
         (["--compare", "none", "nor"], 2, "none does not exist"),
-        ([RUN, "--perplexity", TOKENS, "--limit", "2"], 2, "--limit is set without --requests; name a request file"),
+        (
+            [RUN, "--perplexity", TOKENS, "--limit", "2"],
+            2,
+            "--limit has no effect without --tasks or --requests or --ulogic",
+        ),
         ([RUN, "--requests", REQUESTS, "--tasks", "ulogic"], 2, "ulogic; request it from `evaluate` by --ulogic"),
         ([RUN, "--requests", REQUESTS, "--limit-tokens", "2"], 2, "--limit-tokens has no effect without --perplexity"),
         ([RUN, "--batches", "2"], 2, "unknown argument --batches; use --limit-tokens, which does not depend on"),
+        ([RUN, "--fewshot", "1"], 2, "unknown argument --fewshot; write the examples into each question's context"),
+        ([RUN, "--run-code"], 2, "unknown argument --run-code; use --allow-code-execution, in a container"),
         ([RUN, "--eod-id", "1"], 2, "--eod-id has no effect without --perplexity or --tasks or --requests or --ulogic"),
         ([RUN, "--prepare", "out"], 2, "--prepare writes a request file and reads no model"),
         (["--prepare", "out", "--tasks", "piqa"], 2, "--prepare needs --tasks and --tokenizer"),
-        (["--prepare", "out", "--tasks", "piqa", "--seed", "1"], 2, "--seed has no effect with --prepare; leave it"),
+        (["--prepare", "out", "--tasks", "piqa", "--output", "x"], 2, "and reads no model; leave out --output"),
+        (["--prepare", REQUESTS, "--tasks", "piqa", "--tokenizer", LARGER], 2, "already exists; name another file"),
         (["--prepare", "no/where", "--tasks", "piqa"], 2, "--prepare no/where is not a file in a folder that exists"),
         ([RUN, "--requests", "no/evaluation.limit"], 2, "--requests no/evaluation.limit does not exist"),
         ([RUN, "--perplexity", "own=no/evaluation.limit"], 2, "--perplexity own: no/evaluation.limit does not exist"),
         ([RUN, *GSM8K, "--max-new-tokens", "500"], 2, "--max-new-tokens is 500, which leaves no room for a prompt in"),
-        ([RUN, *GSM8K, "--num-samples", "2"], 2, "--num-samples is 2, but temperature 0 takes the most likely tokens"),
+        (
+            [RUN, *GSM8K, "--num-samples", "2"],
+            2,
+            "--num-samples is 2, but --temperature 0 takes the most likely tokens",
+        ),
         ([RUN, *GSM8K, "--tokenizer", LARGER], 2, "has 600 ids, the model's vocabulary 250; name the tokenizer that"),
         ([RUN, "--requests", OTHER, "--tasks", "gsm8k"], 2, "were made with another tokenizer"),
         ([RUN, "--ulogic", RULES, "--tokenizer", LARGER], 2, "has 600 ids, the model's vocabulary 250"),
@@ -426,7 +419,7 @@ def test_a_request_file_is_written_by_one_process_alone(monkeypatch: pytest.Monk
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(InputError, match="writes a file in one process, and 2 ranks were started"):
-        command.evaluate(options, str)
+        command.evaluate(options)
 
 
 @pytest.mark.parametrize("asked", [["--perplexity", "own=TOKENS"], ["--requests", REQUESTS, "--tasks", "mrpc"]])

@@ -44,7 +44,7 @@ def made(tmp_path_factory: pytest.TempPathFactory, run_on_ranks: RunOnRanks) -> 
 
 def asked(*arguments: object) -> EvaluationRequest:
     _, options = read_command(["evaluate", *map(str, arguments)])
-    return read_options(options, str)
+    return read_options(options)
 
 
 @pytest.fixture

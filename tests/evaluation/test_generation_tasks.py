@@ -15,7 +15,7 @@ from tests.evaluation.oe_data import write_library
 from tests.evaluation.oracle import Oracle
 
 NAMES = ("gsm8k", "humaneval", "mbpp")
-RUN = GenerationSettings(run_code=True)
+RUN = GenerationSettings(allow_code_execution=True)
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +57,7 @@ PASSED = {"outcome": "passed", "message": ""}
 def test_of_several_samples_those_that_pass_are_counted(library, tokenizer):
     (asked,) = documents("mbpp", library)
     texts = [asked["solution"], "def half(x):\n    return x", asked["solution"], ""] + [""] * 6
-    settings = GenerationSettings(run_code=True, num_samples=10, temperature=0.5)
+    settings = GenerationSettings(allow_code_execution=True, num_samples=10, temperature=0.5)
     found = evaluated(tokenizer, "mbpp", [asked], [texts], settings)
     assert {name: metric["value"] for name, metric in found["metrics"].items()} == {
         "pass@1": pytest.approx(0.2),
@@ -132,7 +132,7 @@ def test_the_standard_error_of_zeros_and_ones_is_the_binomials():
 @pytest.mark.parametrize("name", ["humaneval", "mbpp"])
 def test_programs_are_run_only_where_that_is_allowed(library, tokenizer, name):
     asked = documents(name, library)
-    with pytest.raises(InputError, match=f"{name} runs programs that the model writes; allow it with --run-code"):
+    with pytest.raises(InputError, match=f"{name} runs programs that the model writes, in no sandbox; allow it"):
         evaluate(Oracle(tokenizer, {}), tokenizer, name, asked, GenerationSettings())
 
 

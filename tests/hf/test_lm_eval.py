@@ -38,5 +38,5 @@ def test_the_scores_are_the_models_own(tmp_path):
     assert len(samples) == 4
     for sample in samples:
         found = [float(response[0][0]) for response in sample["resps"]]
-        expected = [log_likelihood(model, sample["doc"]["text"], choice) for choice in sample["doc"]["choices"]]
+        expected = [log_likelihood(model, sample["doc"]["context"], choice) for choice in sample["doc"]["choices"]]
         assert found == pytest.approx(expected, abs=ROUNDING)
