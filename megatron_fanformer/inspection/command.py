@@ -105,26 +105,6 @@ def _write_picture(picture: Path, content: bytes, option: str) -> None:
         raise InputError(f"--{option} {picture} cannot be written ({error.strerror}); name another file") from error
 
 
-def show_trace(path: str, *, json: bool) -> None:
-    """Print where the time of profiled steps went: a run's last ones, or those of a folder of traces.
-
-    Raises:
-        InputError: the path is neither, or the run has none.
-        CorruptError: a trace cannot be read.
-    """
-    from megatron_fanformer.inspection import trace_table
-
-    folders = _folders(path, "trace", store.TRACES, trace_table.trace_folders)
-    times = trace_table.times_by_rank(folders[-1])
-    if not times:
-        raise InputError(f"{path} has no trace of a rank (rank-00000.json.gz and so on); name a run's folder")
-    if json:
-        show([as_json(trace_table.as_object(folders[-1], times))], as_they_are=True)
-        return
-    show(trace_table.lines(folders[-1], times, width()))
-    _show_earlier(folders, "profile", "trace")
-
-
 def show_hang(path: str, *, full: bool, json: bool) -> None:
     """Print what the ranks of a run did when it hung: the last time, or by the reports of a folder.
 

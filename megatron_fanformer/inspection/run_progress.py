@@ -94,7 +94,7 @@ class Progress:
         if self.hangs:
             yield "events", f"{plural(self.hangs, 'hang')}, which --hang explains"
         if self.profiles:
-            yield "events", f"{plural(self.profiles, 'profile')}, which --trace shows"
+            yield "events", f"{plural(self.profiles, 'profile')}, in {store.TRACES}/"
 
     def _steps(self) -> str:
         of = "" if self.steps is None else f" of {self.steps:,}"

@@ -90,7 +90,7 @@ def test_perplexity_sets_events_hangs_and_profiles_are_told(run: Path) -> None:
         "1 step computed again: 9",
         "1 step gone back to: 2",
         "1 hang, which --hang explains",
-        "1 profile, which --trace shows",
+        "1 profile, in traces/",
     ]
 
 
