@@ -21,7 +21,7 @@ from megatron_fanformer.data.remote_streams import open_stream
 from megatron_fanformer.data.token_files import read_index
 from megatron_fanformer.errors import CorruptError, InputError
 from megatron_fanformer.formats.recognition import Target
-from megatron_fanformer.inspection.report import Advance
+from megatron_fanformer.inspection.report import Advance, Progress
 from megatron_fanformer.processes import usable_cores
 from megatron_fanformer.runtime.device import cache_of
 from megatron_fanformer.stores import is_url
@@ -33,13 +33,7 @@ BLOCK_BYTES = 1 << 22
 THREADS = 8  # more only make the disk seek
 
 
-def bytes_to_check(target: Target) -> int:
-    """Return bytes that `check_data` will hash with SHA-256."""
-    manifests = [_manifest(prefix) for prefix in target.prefixes]
-    return sum(file.bytes for manifest in manifests for output in _outputs(manifest) for file in output.files.values())
-
-
-def check_data(target: Target, advance: Advance) -> str:
+def check_data(target: Target, progress: Progress) -> str:
     """Check every token file of `target` against its manifest; returns what agrees.
 
     Raises:
@@ -56,13 +50,14 @@ def check_data(target: Target, advance: Advance) -> str:
         for prefix, manifest, output in outputs
         for ending, record in output.files.items()
     }
-    with ThreadPoolExecutor(min(THREADS, usable_cores())) as pool:
+    total = sum(record.bytes for record, _ in files.values())
+    with progress(total) as advance, ThreadPoolExecutor(min(THREADS, usable_cores())) as pool:
         found = pool.map(lambda path: _check_file(path, *files[path], advance), files)
         largest = dict(zip(files, found, strict=True))
     for prefix, manifest, output in outputs:
         _check_output(prefix, output, manifest, largest)
     return (
-        f"SHA-256 of {plural(len(files), 'file')}, {size(sum(record.bytes for record, _ in files.values()))}; index,"
+        f"SHA-256 of {plural(len(files), 'file')}, {size(total)}; index,"
         f" ledger and manifest agree on {plural(sum(output.documents for *_, output in outputs), 'document')} and"
         f" {plural(sum(output.tokens for *_, output in outputs), 'token')}"
     )
