@@ -4,8 +4,8 @@
 #
 #   sbatch --nodes=8 examples/slurm.sh --config examples/fanformer-1b.yaml
 #
-# It checks the nodes first, and goes on with the healthy ones. With spare nodes, NODES says how many ranks are to run
-# on; an unhealthy or lost node is then left out, and the run goes on without waiting in the queue:
+# With spare nodes, NODES says how many ranks are to run on; a lost node is then left out, and the run goes on without
+# waiting in the queue:
 #
 #   NODES=8 sbatch --nodes=10 examples/slurm.sh --config examples/fanformer-1b.yaml
 #
@@ -17,11 +17,10 @@
 #   NODES (all of the job)   how many nodes to train on
 #   GPUS_PER_NODE (--ntasks-per-node)   ranks on each: with GB200 four, by sbatch --gpus-per-node=4 --ntasks-per-node=4
 #   INTERFACE (none)         the network interface that the ranks meet by, such as ib0; else the nodes' names lead there
-#   FOLDER (where sbatch was called)   a folder that all nodes share, for the check to write to
-#   CHECK_OPTIONS (none)     further options of `check-node`, such as "--minimum-bandwidth 40"
+#   CHECK (0)                1: run examples/check_nodes.py on all nodes first, and end if it marks one
 #   MAX_RESTARTS (3)         how often the ranks are started again in this job, after a failure
 #   PYTHON (python3)         the interpreter that has megatron_fanformer
-#   CONTAINER_IMAGE (none), CONTAINER_MOUNTS (this folder and FOLDER)   a container for the ranks: an image as Enroot
+#   CONTAINER_IMAGE (none), CONTAINER_MOUNTS (this folder)   a container for the ranks: an image as Enroot
 #                            names it, or a .sqsh file, and its mounts, FROM:TO,…
 #
 # Adapt the lines below to the cluster, and load its modules or activate the environment before sbatch. All of a node's
@@ -45,7 +44,6 @@
 set -euo pipefail
 
 python=${PYTHON:-python3}
-folder=${FOLDER:-$PWD}
 wanted=${NODES:-$SLURM_JOB_NUM_NODES}
 if ((wanted > SLURM_JOB_NUM_NODES)); then
     echo "NODES is $wanted, and the job has $SLURM_JOB_NUM_NODES nodes; ask for as many: sbatch --nodes=$wanted" >&2
@@ -58,13 +56,12 @@ tasks_per_node=${GPUS_PER_NODE:-${SLURM_NTASKS_PER_NODE:-1}}
 container=()
 if [[ -n ${CONTAINER_IMAGE:-} ]]; then
     container=(--container-image="$CONTAINER_IMAGE" --container-workdir="$PWD" --no-container-entrypoint
-        --container-mounts="${CONTAINER_MOUNTS:-$PWD:$PWD,$folder:$folder}")
+        --container-mounts="${CONTAINER_MOUNTS:-$PWD:$PWD}")
 fi
 if [[ -n ${INTERFACE:-} ]]; then export NCCL_SOCKET_IFNAME=$INTERFACE GLOO_SOCKET_IFNAME=$INTERFACE; fi
 STOPPED=5                 # the exit code of ranks that a signal stopped
 SIGNALLED=$((128 + 10))   # that of a check which SIGUSR1 ended
-CHECK_SECONDS=900         # the check has limits of its own
-LOST_NODE_SECONDS=15      # until a step that could not be started is tried again: Slurm takes minutes to notice
+LOST_NODE_SECONDS=15      # until nodes that do not all answer are tried again: Slurm takes minutes to notice a lost one
 LOST_NODE_TRIES=40
 LEAST_SECONDS=240         # of the job, for a step to be started: Slurm signals the steps that are there, and no later one
 if [[ -n ${SLURM_JOB_START_TIME:-} ]] && ((SLURM_JOB_END_TIME - SLURM_JOB_START_TIME <= LEAST_SECONDS)); then
@@ -91,12 +88,12 @@ address_of() {
     echo "${BASH_REMATCH[1]}"
 }
 
-# on TASKS_PER_NODE WAIT NODE… -- COMMAND…: run it on nodes, of which the first is where the processes meet. After the
+# on WAIT NODE… -- COMMAND…: run it on nodes, of which the first is where the processes meet. After the
 # first has ended, the others have WAIT seconds: those that stop after saving end seconds apart.
 # Where the time limit's signal may have come already, the job is requeued instead.
 on() {
-    local tasks=$1 wait=$2 nodes=()
-    shift 2
+    local wait=$1 nodes=()
+    shift
     while [[ $1 != -- ]]; do nodes+=("$1"); shift; done
     shift
     if [[ -n ${SLURM_JOB_END_TIME:-} ]] && ((SLURM_JOB_END_TIME - $(date +%s) < LEAST_SECONDS)); then requeue; fi
@@ -104,7 +101,7 @@ on() {
     export MASTER_ADDR
     # Slurm would bind tasks to cores of its own choice, and not to those near their GPUs.
     srun --cpu-bind=none "${container[@]}" --nodes="${#nodes[@]}" --nodelist="$(IFS=,; echo "${nodes[*]}")" \
-        --ntasks="$((tasks * ${#nodes[@]}))" --ntasks-per-node="$tasks" --kill-on-bad-exit=0 --wait="$wait" "$@"
+        --ntasks="$((tasks_per_node * ${#nodes[@]}))" --ntasks-per-node="$tasks_per_node" --kill-on-bad-exit=0 --wait="$wait" "$@"
 }
 
 # The job goes back to the queue, and is resumed from its checkpoint. Without this, submit it again by hand.
@@ -113,51 +110,35 @@ requeue() {
     exit "$STOPPED"
 }
 
-# The healthy nodes of those that Slurm still gives this job, in `healthy`. Where they are too few, the others are checked
-# once more without the first one, which may have judged them by its own fault. Where nobody has judged, the check may hang
-# there, or not start: of the next tries every other one leaves it out, if there are more nodes than are wanted.
-check_nodes() {
-    local report=$folder/.healthy-$SLURM_JOB_ID options=() left_out=0 listed nodes code
-    read -ra options <<< "${CHECK_OPTIONS:-}"
+# The nodes that Slurm still gives this job, in `nodes`, once as many as are wanted answer.
+find_nodes() {
+    local listed
     for ((try = 1; try <= LOST_NODE_TRIES; try++)); do
-        rm -f "$report"
-        if ! listed=$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%N) || [[ -z $listed ]]; then
-            sleep "$LOST_NODE_SECONDS" # the controller did not answer
-            continue
+        if listed=$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%N) && [[ -n $listed ]]; then
+            mapfile -t nodes < <(scontrol show hostnames "$listed")
+            if ((${#nodes[@]} < wanted)); then requeue; fi
+            if timeout 60 srun --nodes="$wanted" --nodelist="$(IFS=,; echo "${nodes[*]:0:wanted}")" \
+                --ntasks="$wanted" --ntasks-per-node=1 true; then return; fi
         fi
-        mapfile -t nodes < <(scontrol show hostnames "$listed")
-        if ((${#nodes[@]} < wanted)); then requeue; fi
-        if ((${#nodes[@]} > wanted)); then nodes=("${nodes[@]:left_out}"); fi
-        code=0
-        on 1 "$CHECK_SECONDS" "${nodes[@]}" -- "$python" -m megatron_fanformer check-node "${options[@]}" \
-            --folder "$folder" --output "$report" || code=$?
-        if [[ $code -eq $SIGNALLED ]]; then requeue; fi
-        if [[ -e $report ]]; then
-            mapfile -t healthy < "$report"
-            rm -f "$report"
-            if ((${#healthy[@]} >= wanted || left_out || ${#nodes[@]} <= wanted)); then return; fi
-            left_out=1
-            continue
-        fi
-        # Without the first node too, or with none to spare, it is the input that is wrong.
-        if [[ $code -eq 2 ]] && ((left_out || ${#nodes[@]} <= wanted)); then exit 2; fi
-        left_out=$((1 - left_out))
         sleep "$LOST_NODE_SECONDS"
     done
-    echo "the nodes could not be checked; see what srun says" >&2
+    echo "the nodes do not answer; see what srun says" >&2
     exit 1
 }
 
+if [[ ${CHECK:-0} == 1 ]]; then
+    find_nodes
+    code=0
+    on 100 "${nodes[@]}" -- "$python" examples/check_nodes.py || code=$?
+    if [[ $code -eq $SIGNALLED ]]; then requeue; fi
+    if [[ $code -ne 0 ]]; then exit "$code"; fi
+fi
 for ((start = 0; start <= ${MAX_RESTARTS:-3}; start++)); do
-    check_nodes
-    if ((${#healthy[@]} < wanted)); then
-        echo "healthy nodes: ${#healthy[@]}, and $wanted are needed; ask for more: NODES=$wanted sbatch --nodes=…" >&2
-        exit 1
-    fi
+    find_nodes
     code=0
     # Ranks learn of each other's end by heartbeats, which are the rarer the more ranks there are; rank 0 may need more
     # than a minute to write its logs.
-    on "$tasks_per_node" "$((100 + tasks_per_node * wanted / 100))" "${healthy[@]:0:wanted}" -- \
+    on "$((100 + tasks_per_node * wanted / 100))" "${nodes[@]:0:wanted}" -- \
         "${hold[@]}" "$python" -m megatron_fanformer train "$@" || code=$?
     case $code in
         "$STOPPED") requeue ;;

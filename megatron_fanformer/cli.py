@@ -21,7 +21,7 @@ from megatron_fanformer.output import go_on_unread
 from megatron_fanformer.processes import signals_released
 from megatron_fanformer.runtime.device import launched_here
 from megatron_fanformer.terminal import print_stderr
-from megatron_fanformer.verbs import VERBS
+from megatron_fanformer.verbs import REMOVED, VERBS
 
 MOST_SHOWN = 200  # characters of an argument or a path in an error
 
@@ -84,6 +84,8 @@ def read_command(arguments: Sequence[str]) -> tuple[Verb[Any], Any]:
     Raises:
         InputError: an argument is unknown, missing or wrong.
     """
+    for removed in REMOVED.keys() & arguments[:1]:
+        raise InputError(f"{removed} is no verb any more; {REMOVED[removed]}")
     named = [argument for argument in arguments if argument in VERBS][:1]  # no option before it takes such a word
     try:
         given, rest = _parser(named).parse_known_args([argument for argument in arguments if argument != "--debug"])

@@ -19,7 +19,6 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 """Signals on which a run saves and stops."""
 SAVE_SIGNAL = signal.SIGUSR2
 """Signal on which a run saves and goes on."""
-PROFILE_SIGNAL = signal.SIGURG
 """Signal on which a run profiles its next steps: by default it does nothing to a process, whichever it reaches."""
 NOTHING_LOST = "with no step in progress; nothing is lost, run the same command to continue"
 PR_SET_PDEATHSIG = 1  # prctl(2)
@@ -127,7 +126,7 @@ def signals_to(handler: Callable[[signal.Signals], None], *, is_last: bool = Fal
     def handle(number: int, _frame: Any) -> None:
         handler(signal.Signals(number))
 
-    handlers = dict.fromkeys((*_stop_signals(), SAVE_SIGNAL, PROFILE_SIGNAL), handle)
+    handlers = dict.fromkeys((*_stop_signals(), SAVE_SIGNAL), handle)
     with _handled(handlers, wakeup=-1, is_last=is_last):  # not the file of `ended_by_stop_signals`
         yield
 

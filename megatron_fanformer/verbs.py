@@ -14,7 +14,6 @@ from megatron_fanformer.experiments.sweeps.verb import SWEEP
 from megatron_fanformer.formats.verb import CONVERT, MERGE
 from megatron_fanformer.generation.verbs import CHAT, GENERATE
 from megatron_fanformer.inspection.verb import INSPECT
-from megatron_fanformer.nodes.verb import CHECK_NODE
 from megatron_fanformer.options import Verb
 from megatron_fanformer.parity.verb import PARITY
 from megatron_fanformer.preparation.verb import PREPARE
@@ -22,7 +21,8 @@ from megatron_fanformer.sizing.verb import PLAN
 from megatron_fanformer.training.verbs import CONFIG, TRAIN
 
 ALL: tuple[Verb[Any], ...] = (
-    *(DEMO, PREPARE, TRAIN, CHECK_NODE, CONFIG, PARITY, PLAN, EVALUATE),
+    *(DEMO, PREPARE, TRAIN, CONFIG, PARITY, PLAN, EVALUATE),
     *(SWEEP, REPORT, GENERATE, CHAT, EXPERIMENT, INSPECT, CONVERT, MERGE),
 )
 VERBS = {verb.name: verb for verb in ALL}
+REMOVED = {"check-node": "start examples/check_nodes.py by torchrun or srun, a process for each GPU"}

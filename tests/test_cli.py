@@ -79,6 +79,7 @@ def test_megatrons_arguments_in_place_of_a_configuration_are_answered(refused: R
     [
         ([], "required: VERB"),
         (["tran"], "invalid choice: 'tran'"),
+        (["check-node", "--json"], "check-node is no verb any more; start examples/check_nodes.py by torchrun or srun"),
         (["train"], "required: --config"),
         (["prepare", "x", "--output", "y", "--tokenizer", "z", "--speed", "9"], "unknown argument --speed"),
         (["prepare", "x", "--output", "y", "--tokenizer", "z", "--workers", "two"], "invalid int value: 'two'"),

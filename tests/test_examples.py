@@ -182,17 +182,16 @@ def test_two_nodes_under_torchrun_learn_what_one_node_does(run_on_ranks: RunOnRa
 
 
 SRUN = """
-if [[ "$*" == *check-node* ]]; then
-    echo check >> $FOLDER/checks
-    [[ -z $CHECK_CODE ]] || exit "$CHECK_CODE"
-    [[ $MASTER_ADDR != "${HANGING_JUDGE:-}" ]] || exit 1
-    [[ $MASTER_ADDR != "${JUDGE_WITHOUT_PYTHON:-}" ]] || exit 2
-    [[ $MASTER_ADDR != "${SICK_JUDGE:-}" ]] || HEALTHY=$MASTER_ADDR
-    printf "%s\\n" $HEALTHY > "${@: -1}"
-    exit 1  # some node is unhealthy
+if [[ "$*" == *check_nodes.py* ]]; then
+    echo "$*" >> $FOLDER/checks
+    exit "$CHECK_CODE"
 fi
 if [[ "$*" == *" ip "* ]]; then
-    [[ "$*" == *"--nodelist=${WITHOUT_ADDRESS:-none} "* ]] || echo "$SHOWN"
+    echo "$SHOWN"
+    exit
+fi
+if [[ "$*" == *" true" ]]; then
+    [[ "$*" != *"--nodelist=${LOST:-none},"* ]]
     exit
 fi
 echo "$MASTER_ADDR $MASTER_PORT $*" >> $FOLDER/srun.calls
@@ -201,18 +200,18 @@ exit $(sed -n "$(wc -l < $FOLDER/srun.calls)p" $FOLDER/codes)
 
 
 def run_slurm_script(
-    folder: Path, codes: list[int], *, healthy: str = "node-7 node-8 node-9", **variables: str
+    folder: Path, codes: list[int], *, listed: str = "node-7 node-8 node-9", **variables: str
 ) -> tuple[int, list[str], list[str]]:
     """Run slurm.sh where Slurm's commands only tell what they are asked; its exit code, srun's words and scontrol's.
 
     Args:
         codes: with which the ranks end, one after the other.
-        healthy: the nodes that the check finds fit.
+        listed: the nodes that Slurm gives the job.
     """
     (folder / "codes").write_text("".join(f"{code}\n" for code in codes))
     (folder / "srun.calls").touch()
     write_program(folder / "srun", SRUN)
-    write_program(folder / "scontrol", f'echo "$*" >> {folder}/scontrol.calls; printf "node-7\\nnode-8\\nnode-9\\n"')
+    write_program(folder / "scontrol", f'echo "$*" >> {folder}/scontrol.calls; printf "%s\\n" {listed}')
     # The controller does not answer the first time, and the script waits for it.
     answer = f'[[ -e {folder}/asked ]] && echo "node-[7-9]" || {{ touch {folder}/asked; exit 1; }}'
     write_program(folder / "squeue", answer)
@@ -224,12 +223,11 @@ def run_slurm_script(
         "SLURM_NTASKS_PER_NODE": "8",
         "PYTHON": "python",
         "FOLDER": str(folder),
-        "HEALTHY": healthy,
+        "CHECK_CODE": "0",
         **variables,
     }
     command = ["bash", EXAMPLES / "slurm.sh", "--config", "a file.yaml"]
-    script = subprocess.run(command, env={"CHECK_CODE": "", **environment}, check=False)
-    assert not list(folder.glob(".healthy*"))
+    script = subprocess.run(command, env=environment, check=False)
     srun, scontrol = ((folder / name).read_text().splitlines() for name in ("srun.calls", "scontrol.calls"))
     return script.returncode, srun, scontrol
 
@@ -253,50 +251,27 @@ def test_the_slurm_script_joins_the_ranks_requeues_what_stopped_and_restarts_wha
     assert scontrol == ["show hostnames node-[7-9]"] * len(codes) + ["requeue 12345"] * is_requeued
 
 
-def test_the_slurm_script_leaves_unhealthy_nodes_out(tmp_path: Path) -> None:
-    code, srun, _ = run_slurm_script(tmp_path, [0], healthy="node-8 node-9", NODES="2")
+def test_the_slurm_script_waits_until_slurm_has_noticed_a_lost_node(tmp_path: Path) -> None:
+    """It goes on with a spare one, and is requeued without one."""
+    code, srun, _ = run_slurm_script(tmp_path, [0], NODES="2", LOST="node-7")
+    assert (code, srun) == (1, [])  # here Slurm never does
+    code, srun, _ = run_slurm_script(tmp_path, [0], listed="node-8 node-9", NODES="2", LOST="node-7")
     assert code == 0
     assert srun[0].startswith("node-8 22345 --cpu-bind=none --nodes=2 --nodelist=node-8,node-9 --ntasks=16 ")
     (tmp_path / "srun.calls").unlink()
-    code, srun, _ = run_slurm_script(tmp_path, [0], healthy="node-8", NODES="2")
-    assert (code, srun) == (1, [])
+    code, srun, scontrol = run_slurm_script(tmp_path, [0], listed="node-9", NODES="2")
+    assert (code, srun, scontrol[-1]) == (5, [], "requeue 12345")
 
 
-def test_the_slurm_script_checks_again_without_a_first_node_that_finds_all_others_sick(tmp_path: Path) -> None:
-    code, srun, _ = run_slurm_script(tmp_path, [0], healthy="node-8 node-9", NODES="2", SICK_JUDGE="node-7")
-    assert code == 0
-    assert srun[0].startswith("node-8 22345 --cpu-bind=none --nodes=2 --nodelist=node-8,node-9 --ntasks=16 ")
-
-
-@pytest.mark.parametrize(("wanted", "end", "nodes"), [("2", 0, "node-8,node-9"), ("3", 1, None)])
-def test_the_slurm_script_goes_on_without_a_first_node_on_which_the_check_hangs(
-    tmp_path: Path, wanted: str, end: int, nodes: str | None
+@pytest.mark.parametrize(("check", "end", "trains"), [(0, 0, True), (1, 1, False), (138, 5, False)])
+def test_the_slurm_script_checks_all_nodes_first_where_it_is_told_to(
+    tmp_path: Path, check: int, end: int, trains: bool
 ) -> None:
-    """Where there is a spare one; else it is tried again and again, since a lost node looks the same."""
-    code, srun, _ = run_slurm_script(tmp_path, [0], healthy="node-8 node-9", NODES=wanted, HANGING_JUDGE="node-7")
-    assert code == end and len(srun) == (nodes is not None)
-    assert all(f" --nodelist={nodes} " in line for line in srun)
-
-
-SHOWN = "4: ib0    inet 10.1.2.3/16 scope global ib0"
-
-
-@pytest.mark.parametrize(
-    "sick", [{"JUDGE_WITHOUT_PYTHON": "node-7"}, {"WITHOUT_ADDRESS": "node-7", "INTERFACE": "ib0", "SHOWN": SHOWN}]
-)
-@pytest.mark.parametrize(("wanted", "end"), [("2", 0), ("3", 2)])
-def test_the_slurm_script_goes_on_without_a_first_node_on_which_the_check_does_not_start(
-    tmp_path: Path, sick: dict[str, str], wanted: str, end: int
-) -> None:
-    """Where there is a spare one."""
-    code, srun, _ = run_slurm_script(tmp_path, [0], healthy="node-8 node-9", NODES=wanted, **sick)
-    assert code == end and len(srun) == (end == 0)
-    assert all(" --nodelist=node-8,node-9 " in line for line in srun)
-
-
-def test_the_slurm_script_ends_where_other_nodes_find_the_input_wrong_too(tmp_path: Path) -> None:
-    code, srun, _ = run_slurm_script(tmp_path, [0], CHECK_CODE="2", NODES="2")
-    assert (code, srun, (tmp_path / "checks").read_text().count("check")) == (2, [], 2)
+    """A check that the time limit's signal ended is requeued."""
+    code, srun, scontrol = run_slurm_script(tmp_path, [0], CHECK="1", CHECK_CODE=str(check), NODES="2")
+    assert (code, len(srun), scontrol[-1] == "requeue 12345") == (end, trains, end == 5)
+    [checked] = (tmp_path / "checks").read_text().splitlines()
+    assert " --nodelist=node-7,node-8,node-9 --ntasks=24 " in checked
 
 
 @pytest.mark.parametrize(("left", "end"), [(200, 5), (300, 0)])
@@ -317,10 +292,10 @@ def test_the_slurm_script_gives_more_ranks_more_time_to_hear_of_an_end(tmp_path:
 
 
 def test_the_slurm_script_starts_as_many_ranks_as_a_node_has_gpus_in_a_container(tmp_path: Path) -> None:
-    """As Pyxis takes them: the check and the ranks, and not what looks at a node itself."""
+    """As Pyxis takes them: the ranks, and not what looks at a node itself."""
     image = f"{tmp_path}/an image.sqsh"
     _, srun, _ = run_slurm_script(tmp_path, [0], GPUS_PER_NODE="4", CONTAINER_IMAGE=image)
-    mounts = f"{os.getcwd()}:{os.getcwd()},{tmp_path}:{tmp_path}"
+    mounts = f"{os.getcwd()}:{os.getcwd()}"
     in_container = f"--container-image={image} --container-workdir={os.getcwd()} --no-container-entrypoint"
     begins = f"node-7 22345 --cpu-bind=none {in_container} --container-mounts={mounts} --nodes=3 "
     assert srun[0].startswith(begins) and "--ntasks=12 --ntasks-per-node=4 " in srun[0]
@@ -339,11 +314,6 @@ def test_the_slurm_script_finds_the_address_of_an_interface(
     assert (code, len(srun)) == ((0, 1) if address else (2, 0))
     assert all(line.startswith(f"{address} 22345 ") for line in srun)
     assert ("node-7 has no IPv4 address on INTERFACE ib0; name another" in capfd.readouterr().err) == (address is None)
-
-
-def test_the_slurm_script_requeues_a_check_that_its_signal_ended(tmp_path: Path) -> None:
-    code, srun, scontrol = run_slurm_script(tmp_path, [0], CHECK_CODE="138")
-    assert (code, srun, scontrol[-1]) == (5, [], "requeue 12345")
 
 
 @pytest.mark.full

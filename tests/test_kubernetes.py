@@ -137,13 +137,13 @@ def test_its_names_and_numbers_agree(manifest: dict[str, Any]) -> None:
     name, replicated = manifest["metadata"]["name"], manifest["spec"]["replicatedJobs"][0]["name"]
     [check], [ranks] = pod["initContainers"], pod["containers"]
     volumes = {volume["name"] for volume in pod["volumes"]}
+    environment = {entry["name"]: entry["value"] for entry in ranks["env"]}
+    assert environment["MASTER_ADDR"] == f"{name}-{replicated}-0-0.{name}"  # job 0, pod 0, its subdomain
+    assert environment["WORLD_SIZE"] == str(job["parallelism"]) == str(job["completions"])
     for container in (check, ranks):
-        environment = {entry["name"]: entry["value"] for entry in container["env"]}
-        assert environment["MASTER_ADDR"] == f"{name}-{replicated}-0-0.{name}"  # job 0, pod 0, its subdomain
-        assert environment["WORLD_SIZE"] == str(job["parallelism"]) == str(job["completions"])
         assert {mount["name"] for mount in container["volumeMounts"]} == volumes
     gpus = ranks["resources"]["limits"]["nvidia.com/gpu"]
-    assert f"gpus={gpus} " in ranks["command"][2] and f"--gpus {gpus}" in check["args"][0]
+    assert f"gpus={gpus} " in ranks["command"][2] and f"--nproc-per-node {gpus} " in check["args"][0]
     [labels] = pod["affinity"]["podAntiAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
     assert list(labels["labelSelector"]["matchLabels"].values()) == [name]
 
@@ -178,7 +178,7 @@ def start_pod(manifest: dict[str, Any], folder: Path, ends: list[str]) -> "subpr
 
 
 def start_container(container: dict[str, Any], folder: Path) -> "subprocess.Popen[bytes]":
-    environment = {entry["name"]: entry["value"] for entry in container["env"]}
+    environment = {entry["name"]: entry["value"] for entry in container.get("env", [])}
     environment |= {"JOB_COMPLETION_INDEX": "3", "PATH": f"{folder}:{os.environ['PATH']}"}
     return subprocess.Popen([*container["command"], *container["args"]], env=environment)
 
@@ -210,8 +210,8 @@ def test_after_a_failed_check_there_is_time_to_cordon_the_node(
 ) -> None:
     check = start_check(manifest, tmp_path, code)
     assert check.wait(timeout=PATIENCE_SECONDS) == code
-    command = "-m megatron_fanformer check-node --folder /runs --gpus 8 --time-limit 1800"
-    assert (tmp_path / "lines").read_text() == f"3 {command}\n"
+    command = "-m torch.distributed.run --standalone --nproc-per-node 8 examples/check_nodes.py"
+    assert (tmp_path / "lines").read_text() == f"{command}\n"
     assert (tmp_path / "slept").read_text() == slept
 
 
@@ -227,7 +227,7 @@ def start_check(manifest: dict[str, Any], folder: Path, code: int, *, waits: boo
     """The check of node 3, with a stand-in for it that ends with a code, and one for `sleep` that may not end."""
     [check] = parts(manifest)[1]["initContainers"]
     (folder / "slept").touch()
-    write_program(folder / "python3", f'echo "$RANK $*" >> {folder}/lines; exit {code}')
+    write_program(folder / "python3", f'echo "$*" >> {folder}/lines; exit {code}')
     end = "exec tail -f /dev/null" if waits else "exit 0"
     write_program(folder / "sleep", f"echo $1 >> {folder}/slept; {end}")
     return start_container(check, folder)

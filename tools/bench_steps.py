@@ -134,7 +134,6 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--warm-up", type=count, default=3, metavar="N", help="steps before, which are not timed (3)")
     parser.add_argument("--ahead", type=count, metavar="N", help="processes that import at once (half of the cores)")
     parser.add_argument("--rates", action="store_true", help="measure the model's matrix products first")
-    parser.add_argument("--trace", type=Path, metavar="FOLDER", help="profile each turn after it was timed")
     parser.add_argument("--json", type=Path, required=True, metavar="FILE", help="written anew after each turn")
     return parser.parse_args()
 
@@ -200,14 +199,10 @@ def _rates(model: FANformerConfig, micro_batch_size: int, device: devices.Device
 def _take_turns(cases: list[Case], options: argparse.Namespace, folder: Path, report: dict[str, Any]) -> None:
     order = [case for number in range(options.rounds) for case in (cases if number % 2 == 0 else cases[::-1])]
     ahead = options.ahead or max(1, usable_cores() // 2)
-    if options.trace:
-        options.trace.mkdir(parents=True, exist_ok=True)
     for first in range(0, len(order), ahead):
         turns = []
         for number, case in enumerate(order[first : first + ahead], first):
-            content = {"values": case.values, "warm_up": options.warm_up, "steps": options.steps, "trace": None}
-            if options.trace:
-                content["trace"] = str(options.trace / f"{case.name}.json.gz")
+            content = {"values": case.values, "warm_up": options.warm_up, "steps": options.steps}
             turns.append(Turn(case, folder / f"turn-{number}.json", content))
         for turn in turns:
             turn.await_ready()
@@ -223,7 +218,7 @@ def _line(case: Case, machine: dict[str, Any]) -> dict[str, Any]:
     seconds = statistics.median(turn["seconds"] for turn in case.turns)
     flops = training["global_batch_size"] * model.seq_length * training_flops_per_token(model) / seconds
     peak, like = machine["bf16_flops_per_second"], machine["like"]  # None: they are not known
-    line = {
+    return {
         "case": case.name,
         "parameters": model.num_parameters,
         "turns": [turn["seconds"] for turn in case.turns],
@@ -234,9 +229,6 @@ def _line(case: Case, machine: dict[str, Any]) -> dict[str, Any]:
         "share_of_peak": None if peak is None else flops / peak,
         "peak_memory_bytes": max(turn["peak_memory_bytes"] for turn in case.turns),
         "predicted_step_seconds": like and predicted_seconds(case.values, {"like": like}),
-    }
-    return line | {
-        name: case.turns[-1][name] for name in ("breakdown_seconds", "idle_share", "gaps") if name in case.turns[-1]
     }
 
 

@@ -24,7 +24,6 @@ import platform
 import statistics
 import sys
 import tempfile
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -64,7 +63,6 @@ class Case:
     timings: list[Timing] = field(default_factory=list)
     predictions: list[float] = field(default_factory=list)
     """Seconds of a step by formula, from the machine's rates in the same round; of one rank, which has all cores."""
-    breakdown: dict[str, float] = field(default_factory=dict)
     peak_memory: int = 0
     peer: Peer | None = None
     """What trains it in place of a Trainer."""
@@ -230,8 +228,6 @@ def _run(
                     case.predictions.append(predicted_seconds(values, machines[-1]))
         for case, own in zip(group, ranks, strict=True):
             case.peak_memory = own.peak_memory()
-            if case.peer is None:
-                case.breakdown = own.breakdown(options.steps)
     finally:
         for own in ranks:
             own.close()
@@ -292,7 +288,6 @@ def _line(case: Case, first: Case, rates: list[float], options: argparse.Namespa
         f"step_time_over_{first.name.replace(' ', '_')}": statistics.median(ratios),
         **_prediction(case),
         "peak_memory_bytes": case.peak_memory,
-        "breakdown_seconds": case.breakdown,
     }
 
 
@@ -328,20 +323,6 @@ def _print(group: list[Case], lines: list[dict[str, Any]]) -> None:
             error = line["predicted_over_measured"] - 1
             print(f"{line['case']:32} {line['step_seconds']:.4f} s a step; by formula {predicted:.4f} s, {error:+.1%}")
     print(f"(share: model FLOP/s of that product's rate; turns: of the rate in the same round; time: over {first})")
-    for row in _breakdown_rows(group):
-        print(row)
-
-
-def _breakdown_rows(group: list[Case]) -> Iterator[str]:
-    group = [case for case in group if case.breakdown]
-    names = list(dict.fromkeys(name for case in group for name in case.breakdown))
-    yield f"{'seconds per step, profiled':32} " + " ".join(f"{case.name[:20]:>20}" for case in group)
-    for name in names:
-        cells = [case.breakdown.get(name, 0.0) for case in group]
-        shares = [cell / sum(case.breakdown.values()) for cell, case in zip(cells, group, strict=True)]
-        yield f"  {name:30} " + " ".join(
-            f"{cell:13.4f} {share:6.1%}" for cell, share in zip(cells, shares, strict=True)
-        )
 
 
 def _batch(options: argparse.Namespace, model: FANformerConfig) -> str:

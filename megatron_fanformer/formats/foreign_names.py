@@ -259,7 +259,7 @@ _MEGATRON_LM = {
 --wandb-entity = logging.wandb_entity
 --log-params-norm = logging.norm_interval: in steps
 --log-throughput: metrics.jsonl always has it
---log-timers-to-tensorboard --timing-log-level = logging.profile_steps: `inspect RUN --trace` has the parts of a step
+--log-timers-to-tensorboard --timing-log-level = logging.profile_steps: its table has a step's operations
 --logging-level = logging.folder: a log file of each rank, at level DEBUG
 --log-straggler = logging.straggler_interval: on by default
 --profile --use-pytorch-profiler = logging.profile_steps: torch's profiler, for the steps that it names

@@ -3,7 +3,7 @@
 No weights are read to describe. What a checkpoint of Megatron-LM holds, in full, its conversion says.
 """
 
-import dataclasses
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from megatron_fanformer.checkpoint.stored_files import (
     check_stored,
     saved_progress,
 )
-from megatron_fanformer.checkpoint.tensor_table import METADATA, Table, read_table, stored_parts, tensors_of
+from megatron_fanformer.checkpoint.tensor_table import METADATA, read_table, stored_parts, tensors_of
 from megatron_fanformer.data.config import TRAINING
 from megatron_fanformer.data.identity import SHOWN_DIGITS, DataIdentity, SetIdentity, StageIdentity, identity_from_plain
 from megatron_fanformer.errors import CorruptError
@@ -26,7 +26,7 @@ from megatron_fanformer.formats.name_table import expected_shapes
 from megatron_fanformer.formats.recognition import Target, iteration_of
 from megatron_fanformer.formats.training_record import layout
 from megatron_fanformer.inspection.model_rows import model_facts, model_rows, text_facts, text_row
-from megatron_fanformer.inspection.report import Advance, Report
+from megatron_fanformer.inspection.report import Progress, Report
 from megatron_fanformer.inspection.run_progress import read_progress
 from megatron_fanformer.terminal import plural, size, some
 from megatron_fanformer.training.metrics import last_metrics
@@ -78,7 +78,7 @@ def describe_checkpoint(checkpoint: Path) -> Report:
         "path": str(checkpoint),
         "step": progress.step if progress else None,
         "consumed_samples": progress.consumed_samples if progress else None,
-        "model": {**dataclasses.asdict(config), **model_facts(config)},
+        "model": model_facts(config),
         "layout": saved.get("parallel"),
         "data": data.as_plain() if data else None,
         "sources": progress.sources if progress else None,
@@ -91,9 +91,7 @@ def describe_checkpoint(checkpoint: Path) -> Report:
         **text,
     }
     rows = [
-        ("step", _progress(progress, config.seq_length)),
-        *(_data_rows(data) if data else []),
-        *_source_rows(progress),
+        *_progress_rows(progress, data, config.seq_length),
         *model_rows(config),
         *([("layout", layout(saved))] if "parallel" in saved else []),
         ("stored", f"{plural(len(weights), 'tensor')}, {states:,} of the optimizer; torch_dist, {', '.join(types)}"),
@@ -103,27 +101,26 @@ def describe_checkpoint(checkpoint: Path) -> Report:
     return Report(f"{checkpoint}: checkpoint", facts, rows)
 
 
-def _progress(progress: SavedProgress | None, seq_length: int) -> str:
+def _progress_rows(
+    progress: SavedProgress | None, data: DataIdentity | None, seq_length: int
+) -> Iterator[tuple[str, str]]:
     if progress is None:
-        return "none: converted weights, not a run's"
+        yield "step", "none: converted weights, not a run's"
+        return
     samples = progress.consumed_samples
-    return f"{progress.step:,}, after {samples:,} samples, {samples * seq_length:,} tokens"
-
-
-def _data_rows(data: DataIdentity) -> list[tuple[str, str]]:
-    return [
-        *(("data", f"{name}: {_files(own)}") for name, own in [(TRAINING, data.train), *data.valid.items()]),
-        *(("stage", f"from step {each.first_step:,}: {_files(each)}") for each in data.train.stages),
-        *(("changed", f"after step {each.step:,}, {each.name}: {each.what}") for each in data.changes),
-    ]
-
-
-def _source_rows(progress: SavedProgress | None) -> list[tuple[str, str]]:
-    sources = progress.sources or {} if progress else {}
-    rows = [f"{name}: {own['tokens']:,.0f} tokens, {own['epochs']:.3g} epochs" for name, own in sources.items()]
-    return [("trained on", row) for row in rows[:SHOWN_SOURCES]] + (
-        [("", f"and {len(rows) - SHOWN_SOURCES} more; --json has all")] if len(rows) > SHOWN_SOURCES else []
-    )
+    yield "step", f"{progress.step:,}, after {samples:,} samples, {samples * seq_length:,} tokens"
+    if data is not None:
+        for name, files in [(TRAINING, data.train), *data.valid.items()]:
+            yield "data", f"{name}: {_files(files)}"
+        for stage in data.train.stages:
+            yield "stage", f"from step {stage.first_step:,}: {_files(stage)}"
+        for change in data.changes:
+            yield "changed", f"after step {change.step:,}, {change.name}: {change.what}"
+    sources = [*(progress.sources or {}).items()]
+    for name, read in sources[:SHOWN_SOURCES]:
+        yield "trained on", f"{name}: {read['tokens']:,.0f} tokens, {read['epochs']:.3g} epochs"
+    if len(sources) > SHOWN_SOURCES:
+        yield "", f"and {len(sources) - SHOWN_SOURCES} more; --json has all"
 
 
 def _files(data: SetIdentity | StageIdentity) -> str:
@@ -143,7 +140,7 @@ def last_numbers(run: Path) -> dict[str, Any] | None:
 # -- whether it is whole
 
 
-def check_checkpoint(checkpoint: Path, advance: Advance) -> str:
+def check_checkpoint(checkpoint: Path, progress: Progress) -> str:
     """Check every file against the manifest, and that every tensor is complete; returns what was checked.
 
     It begins with the checkpoint's name: what is shown above it is a run's newest, which may be a newer one by then.
@@ -151,18 +148,9 @@ def check_checkpoint(checkpoint: Path, advance: Advance) -> str:
     Raises:
         CorruptError: something is missing or damaged; names the file, and what.
     """
-    check_stored(checkpoint, advance=advance)
+    with progress(bytes_stored(checkpoint)) as advance:
+        check_stored(checkpoint, advance=advance)
     table = read_table(checkpoint)
-    _check_shapes(checkpoint, table)
-    if manifest := read_manifest(checkpoint):
-        what = plural(len(manifest.files), "file")
-    else:
-        what = plural(len(list(stored_parts(table))), "stored part")
-    return f"{checkpoint.name}: CRC-32 of {what}, {size(bytes_stored(checkpoint))}; every tensor is complete"
-
-
-def _check_shapes(checkpoint: Path, table: Table) -> None:
-    """Check that the model's weights are all listed, and that the stored parts of each tensor are all of it."""
     tensors, config = tensors_of(table), store.saved_model(checkpoint)
     for name, shape in expected_shapes(config, "megatron").items():
         found = tuple(tensors[name].size) if name in tensors else None
@@ -174,6 +162,11 @@ def _check_shapes(checkpoint: Path, table: Table) -> None:
     for name, tensor in tensors.items():
         if sum(chunk.sizes.numel() for chunk in tensor.chunks) != tensor.size.numel():
             raise CorruptError(f"{checkpoint / METADATA} does not hold all of {name}; use another checkpoint")
+    if manifest := read_manifest(checkpoint):
+        what = plural(len(manifest.files), "file")
+    else:
+        what = plural(len(list(stored_parts(table))), "stored part")
+    return f"{checkpoint.name}: CRC-32 of {what}, {size(bytes_stored(checkpoint))}; every tensor is complete"
 
 
 # -- Megatron-LM's
@@ -187,7 +180,8 @@ def describe_megatron_lm(target: Target) -> Report:
         CorruptError: its table cannot be read.
     """
     folder = iteration_of(target)
-    tensors, total = len(tensors_of(read_table(folder))), bytes_to_check(target)
+    table = read_table(folder)
+    tensors, total = len(tensors_of(table)), sum(part.length for part in stored_parts(table))
     facts = {"kind": target.kind, "path": str(folder), "tensors": tensors, "bytes": total}
     rows = [
         ("stored", f"{plural(tensors, 'tensor')}, those of the optimizer included; torch_dist, {size(total)}"),
@@ -196,12 +190,7 @@ def describe_megatron_lm(target: Target) -> Report:
     return Report(f"{folder}: checkpoint of Megatron-LM", facts, rows)
 
 
-def bytes_to_check(target: Target) -> int:
-    """Return bytes that `check_megatron_lm` will read."""
-    return sum(part.length for part in stored_parts(read_table(iteration_of(target))))
-
-
-def check_megatron_lm(target: Target, advance: Advance) -> str:
+def check_megatron_lm(target: Target, progress: Progress) -> str:
     """Check every stored tensor and object by its own CRC-32; returns what was checked.
 
     Raises:
@@ -209,5 +198,6 @@ def check_megatron_lm(target: Target, advance: Advance) -> str:
     """
     folder = iteration_of(target)
     parts = list(stored_parts(read_table(folder)))
-    check_parts(folder, parts, advance)
+    with progress(sum(part.length for part in parts)) as advance:
+        check_parts(folder, parts, advance)
     return f"CRC-32 of {plural(len(parts), 'stored part')}"

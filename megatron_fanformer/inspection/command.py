@@ -2,22 +2,17 @@
 
 import re
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from functools import cache, partial
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
-from typing import TypeVar
 
 from megatron_fanformer.checkpoint import store
 from megatron_fanformer.durable_files import write_atomically
 from megatron_fanformer.errors import InputError, escaped
 from megatron_fanformer.formats.recognition import DESCRIPTIONS, OURS, Target, checkpoint_of, recognise
-from megatron_fanformer.inspection.report import Advance, Report, as_json
+from megatron_fanformer.inspection.report import Advance, Progress, Report, as_json
 from megatron_fanformer.stores import is_url
 from megatron_fanformer.terminal import plural, show, some, width
-
-_Result = TypeVar("_Result")
-_Actions = tuple[Callable[[Target], Report], Callable[[Target], int], Callable[[Target, Advance], str]]
-"""Functions that describe a target, count the bytes that checking it reads, and check it."""
 
 
 def inspect_path(path: str, *, verify: bool, json: bool) -> None:
@@ -31,21 +26,43 @@ def inspect_path(path: str, *, verify: bool, json: bool) -> None:
         target = Target("token files", Path(path), (re.sub(r"\.(npy|bin|idx)$", "", path),))
     else:
         target = recognise(path)
-    describe, bytes_to_check, check = _actions(target)
-    agrees = None
-    if verify:
-        with _progress(bytes_to_check(target)) as advance:
-            agrees = check(target, advance)
-    _show(describe(target), agrees, json=json)
-
-
-def _show(report: Report, agrees: str | None, *, json: bool) -> None:
-    """Print a report; `agrees` is what a verification found, where there was one."""
+    verified = {}
+    with ExitStack() as stack:
+        describe, check = _actions(target, stack, verify=verify)
+        if verify:
+            verified["verified"] = check(_progress)
+        report = describe()
     if json:
-        verified = {} if agrees is None else {"verified": agrees}
         show([as_json({**report.as_object(), **verified})], as_they_are=True)
     else:
-        show([*report.lines(width()), *([f"verified: {agrees}"] if agrees else [])])
+        show([*report.lines(width()), *(f"verified: {agrees}" for agrees in verified.values())])
+
+
+def _actions(
+    target: Target, stack: ExitStack, *, verify: bool
+) -> tuple[Callable[[], Report], Callable[[Progress], str]]:
+    """Return functions that describe a target and that check it.
+
+    Imports what the kind of target needs: data neither torch nor megatron-core.
+    """
+    if target.is_data:
+        from megatron_fanformer.inspection import dataset, dataset_check
+
+        return partial(dataset.describe_data, target), partial(dataset_check.check_data, target)
+    if target.kind not in OURS and target.kind != "megatron-lm":
+        from megatron_fanformer.inspection import export
+
+        return partial(export.describe_export, target), partial(export.check_export, target)
+    from megatron_fanformer.formats.checkpoints import blaming_removal
+    from megatron_fanformer.inspection import checkpoint
+
+    if target.kind == "megatron-lm":
+        return partial(checkpoint.describe_megatron_lm, target), partial(checkpoint.check_megatron_lm, target)
+    describe = checkpoint.describe_run if target.kind == "run" else checkpoint.describe_checkpoint
+    # Looked up once: a run that goes on has others later. One that has none yet can be described.
+    found = checkpoint_of(target) if verify or target.kind == "checkpoint" else target.path
+    stack.enter_context(blaming_removal([found]))
+    return partial(describe, target.path), partial(checkpoint.check_checkpoint, found)
 
 
 def draw_phases(path: str, picture: Path) -> None:
@@ -105,26 +122,6 @@ def _write_picture(picture: Path, content: bytes, option: str) -> None:
         raise InputError(f"--{option} {picture} cannot be written ({error.strerror}); name another file") from error
 
 
-def show_trace(path: str, *, json: bool) -> None:
-    """Print where the time of profiled steps went: a run's last ones, or those of a folder of traces.
-
-    Raises:
-        InputError: the path is neither, or the run has none.
-        CorruptError: a trace cannot be read.
-    """
-    from megatron_fanformer.inspection import trace_table
-
-    folders = _folders(path, "trace", store.TRACES, trace_table.trace_folders)
-    times = trace_table.times_by_rank(folders[-1])
-    if not times:
-        raise InputError(f"{path} has no trace of a rank (rank-00000.json.gz and so on); name a run's folder")
-    if json:
-        show([as_json(trace_table.as_object(folders[-1], times))], as_they_are=True)
-        return
-    show(trace_table.lines(folders[-1], times, width()))
-    _show_earlier(folders, "profile", "trace")
-
-
 def show_hang(path: str, *, full: bool, json: bool) -> None:
     """Print what the ranks of a run did when it hung: the last time, or by the reports of a folder.
 
@@ -165,42 +162,6 @@ def _show_earlier(folders: list[Path], noun: str, option: str) -> None:
     if earlier := folders[:-1]:
         names = some(map(str, earlier))
         show(["", f"{plural(len(earlier), f'earlier {noun}')}, which --{option} shows by the folder: {names}"])
-
-
-def _actions(target: Target) -> _Actions:
-    """Imports what the kind of target needs: data neither torch nor megatron-core."""
-    if target.is_data:
-        from megatron_fanformer.inspection import dataset, dataset_check
-
-        return dataset.describe_data, dataset_check.bytes_to_check, dataset_check.check_data
-    if target.kind not in OURS and target.kind != "megatron-lm":
-        from megatron_fanformer.inspection import export
-
-        return export.describe_export, export.bytes_to_check, export.check_export
-    from megatron_fanformer.inspection import checkpoint
-
-    if target.kind == "megatron-lm":
-        return checkpoint.describe_megatron_lm, checkpoint.bytes_to_check, checkpoint.check_megatron_lm
-    return _checkpoint_actions()
-
-
-def _checkpoint_actions() -> _Actions:
-    """Return those for our checkpoints. The newest of a run is looked up once: one that goes on has others later."""
-    from megatron_fanformer.checkpoint.stored_files import bytes_stored
-    from megatron_fanformer.formats.checkpoints import blaming_removal
-    from megatron_fanformer.inspection import checkpoint
-
-    found = cache(checkpoint_of)
-
-    def read(function: Callable[..., _Result], target: Target, *arguments: Advance) -> _Result:
-        with blaming_removal([found(target)]):
-            return function(found(target), *arguments)
-
-    def describe(target: Target) -> Report:
-        is_run = target.kind == "run"
-        return checkpoint.describe_run(target.path) if is_run else read(checkpoint.describe_checkpoint, target)
-
-    return describe, partial(read, bytes_stored), partial(read, checkpoint.check_checkpoint)
 
 
 @contextmanager

@@ -1,7 +1,6 @@
 """Describes token files: from their manifest if there is one, and from the files themselves; torch is not imported."""
 
 import hashlib
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ from megatron_fanformer.data.manifest import (
     Manifest,
     PartManifest,
     Settings,
-    SourceCounts,
     read_any_manifest,
     token_files_record,
 )
@@ -65,24 +63,22 @@ def describe_data(target: Target) -> Report:
     if facts["documents"] is not None:
         rows.insert(0, ("documents", f"{facts['documents']:,}"))
     if target.kind == "blend":
-        facts["sources"] = _weighted_sources(target.path)
+        blend = parse_blend([f"@{target.path}"])
+        facts["sources"] = (
+            [{"source": path} for source in blend.sources for path in source.paths]
+            if blend.weights is None
+            else [
+                {"weight": weight, "source": ", ".join(source.paths)}
+                for weight, source in zip(blend.weights, blend.sources, strict=True)
+            ]
+        )
         rows.append(("sources", some(" ".join(map(str, source.values())) for source in facts["sources"])))
-    rows += [("", _in_one_line(part.facts)) for part in parts]  # a run's shards may be thousands
+    for part in facts["parts"]:  # a line each: a run's shards may be thousands
+        counted = "" if part["documents"] is None else f"{plural(part['documents'], 'document')}, "
+        tokens = f"{part['tokens']:,} {part['dtype']} tokens"
+        beside = ", ".join(name for name in ("manifest", "ledger") if part.get(name)) or "neither manifest nor ledger"
+        rows.append(("", f"{part['prefix']}: {part['format']}, {counted}{tokens}, {beside}"))
     return Report(f"{target.path}: {target.kind}", facts, rows)
-
-
-def _in_one_line(facts: dict[str, Any]) -> str:
-    documents = "" if facts["documents"] is None else f"{plural(facts['documents'], 'document')}, "
-    beside = ", ".join(name for name in ("manifest", "ledger") if facts.get(name)) or "neither manifest nor ledger"
-    return f"{facts['prefix']}: {facts['format']}, {documents}{facts['tokens']:,} {facts['dtype']} tokens, {beside}"
-
-
-def _weighted_sources(file: Path) -> list[dict[str, Any]]:
-    blend = parse_blend([f"@{file}"])
-    if blend.weights is None:
-        return [{"source": path} for source in blend.sources for path in source.paths]
-    pairs = zip(blend.weights, blend.sources, strict=True)
-    return [{"weight": weight, "source": ", ".join(source.paths)} for weight, source in pairs]
 
 
 def describe_prefix(prefix: str) -> Report:
@@ -129,12 +125,23 @@ def _of_files(prefix: str) -> tuple[str, dict[str, Any], Rows]:
     largest = f"; largest id {stated.max_token_id}" if stated else ""
     if is_row_folder(prefix) or Path(prefix + MASK_SUFFIX).exists():
         return _of_chats(prefix, largest)
+    lengths = ""
     if _is_there(prefix, ".bin") or _is_there(prefix, ".idx"):
-        form, facts, lengths = "megatron", *_of_megatron(prefix)
+        form, index = "megatron", read_index(prefix, cache=cache_of(prefix))
+        facts: dict[str, Any] = {
+            "documents": index.documents,
+            "sequences": index.sequences,
+            "tokens": index.tokens,
+            "dtype": index.dtype.name,
+            "bytes": index.tokens * index.dtype.itemsize,
+        }
+        if index.sequences:
+            facts |= {"shortest": int(index.lengths.min()), "longest": int(index.lengths.max())}
+            each = "" if index.documents == index.sequences else f" in {plural(index.sequences, 'sequence')}"
+            lengths = each + _lengths(facts, index.tokens / index.sequences)
     elif _is_there(prefix, SUFFIX):
         (file,) = open_npy_files([prefix + SUFFIX], NPY_DTYPE)
-        total = file.tokens * file.dtype.itemsize
-        form, lengths = "npy", ""
+        form, total = "npy", file.tokens * file.dtype.itemsize
         facts = {"documents": None, "tokens": file.tokens, "dtype": file.dtype.name, "bytes": total}
     else:
         raise InputError(
@@ -145,6 +152,10 @@ def _of_files(prefix: str) -> tuple[str, dict[str, Any], Rows]:
     rows = [("documents", f"{facts['documents']:,}{lengths}")] if facts["documents"] is not None else []
     rows.append(("tokens", f"{facts['tokens']:,} of {facts['dtype']}, {size(facts['bytes'])}{largest}"))
     return form, facts, rows
+
+
+def _lengths(facts: dict[str, Any], mean: float) -> str:
+    return f", of {facts['shortest']:,} to {facts['longest']:,} tokens, {mean:,.0f} on average"
 
 
 def _of_chats(prefix: str, largest: str) -> tuple[str, dict[str, Any], Rows]:
@@ -166,7 +177,7 @@ def _of_chats(prefix: str, largest: str) -> tuple[str, dict[str, Any], Rows]:
     lengths = ""
     if len(chats):
         facts |= {"shortest": int(chats.lengths.min()), "longest": int(chats.lengths.max())}
-        lengths = f", of {facts['shortest']:,} to {facts['longest']:,} tokens, {tokens / len(chats):,.0f} on average"
+        lengths = _lengths(facts, tokens / len(chats))
     cut = f"; {facts['cut']:,} of them cut" if facts["cut"] else ""
     padding = f", {facts['padding']:,} of them after a row's last learned one" if facts["padding"] else ""
     rows = [
@@ -179,24 +190,6 @@ def _of_chats(prefix: str, largest: str) -> tuple[str, dict[str, Any], Rows]:
 
 def _is_there(prefix: str, suffix: str) -> bool:
     return find(prefix + suffix) is not None if is_url(prefix) else Path(prefix + suffix).exists()
-
-
-def _of_megatron(prefix: str) -> tuple[dict[str, Any], str]:
-    index = read_index(prefix, cache=cache_of(prefix))
-    documents, sequences = index.documents, index.sequences
-    facts = {
-        "documents": documents,
-        "sequences": sequences,
-        "tokens": index.tokens,
-        "dtype": index.dtype.name,
-        "bytes": index.tokens * index.dtype.itemsize,
-    }
-    if not sequences:
-        return facts, ""
-    shortest, longest = int(index.lengths.min()), int(index.lengths.max())
-    each = "" if documents == sequences else f" in {plural(sequences, 'sequence')}"
-    lengths = f"{each}, of {shortest:,} to {longest:,} tokens, {index.tokens / sequences:,.0f} on average"
-    return {**facts, "shortest": shortest, "longest": longest}, lengths
 
 
 def _manifest_rows(manifest: Manifest | PartManifest) -> Rows:
@@ -215,23 +208,20 @@ def _manifest_rows(manifest: Manifest | PartManifest) -> Rows:
     refused = sum(manifest.refused.values())
     reasons = "; ".join(f"{reason} {count:,}" for reason, count in manifest.refused.items())
     named = some(file.path for file in inputs)
+    sources = some(
+        f"{name or 'none'} {plural(count.documents, 'document')}, {plural(count.tokens, 'token')}"
+        for name, count in (manifest.by_source or {}).items()
+    )
     return [
         *rows,
         ("inputs", f"{plural(len(inputs), 'file')}, {size(sum(file.bytes for file in inputs))}: {named}"),
         ("text", f"{size(manifest.text_bytes)} in {plural(manifest.lines_read, 'line')}"),
-        *([("sources", _sources(manifest.by_source or {}))] if set(manifest.by_source or ()) - {""} else []),
+        *([("sources", sources)] if set(manifest.by_source or ()) - {""} else []),
         ("refused", f"{plural(refused, 'line')}{f': {reasons}' if reasons else ''}"),
         *(("", str(example)) for example in manifest.refused_examples),
         ("encoded by", encoding.backend + (f" ({encoding.reason})" if encoding.reason else "")),
         ("made with", ", ".join(f"{name} {version}" for name, version in manifest.versions.items())),
     ]
-
-
-def _sources(counts: Mapping[str, SourceCounts]) -> str:
-    return some(
-        f"{name or 'none'} {plural(count.documents, 'document')}, {plural(count.tokens, 'token')}"
-        for name, count in counts.items()
-    )
 
 
 def _settings(settings: Settings) -> str:

@@ -3,7 +3,6 @@
 import hashlib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -22,7 +21,7 @@ from megatron_fanformer.data.remote_streams import open_stream
 from megatron_fanformer.data.token_files import read_index
 from megatron_fanformer.errors import CorruptError, InputError
 from megatron_fanformer.formats.recognition import Target
-from megatron_fanformer.inspection.report import Advance
+from megatron_fanformer.inspection.report import Advance, Progress
 from megatron_fanformer.processes import usable_cores
 from megatron_fanformer.runtime.device import cache_of
 from megatron_fanformer.stores import is_url
@@ -34,13 +33,7 @@ BLOCK_BYTES = 1 << 22
 THREADS = 8  # more only make the disk seek
 
 
-def bytes_to_check(target: Target) -> int:
-    """Return bytes that `check_data` will hash with SHA-256."""
-    manifests = [_manifest(prefix) for prefix in target.prefixes]
-    return sum(file.bytes for manifest in manifests for output in _outputs(manifest) for file in output.files.values())
-
-
-def check_data(target: Target, advance: Advance) -> str:
+def check_data(target: Target, progress: Progress) -> str:
     """Check every token file of `target` against its manifest; returns what agrees.
 
     Raises:
@@ -49,24 +42,24 @@ def check_data(target: Target, advance: Advance) -> str:
     """
     manifests = {prefix: _manifest(prefix) for prefix in target.prefixes}
     for prefix, manifest in manifests.items():
-        _check_counts(prefix, manifest)
-    files = [
-        _File(beside(prefix, record.path), record, manifest.settings.dtype if ending in TOKEN_ENDINGS else None)
-        for prefix, manifest in manifests.items()
-        for output in _outputs(manifest)
+        if isinstance(manifest, Manifest):
+            _check_counts(prefix, manifest)
+    outputs = [(prefix, manifest, each) for prefix, manifest in manifests.items() for each in _outputs(manifest)]
+    files = {
+        beside(prefix, record.path): (record, manifest.settings.dtype if ending in TOKEN_ENDINGS else None)
+        for prefix, manifest, output in outputs
         for ending, record in output.files.items()
-    ]
-    with ThreadPoolExecutor(min(THREADS, usable_cores())) as pool:
-        found = pool.map(lambda file: _check_file(file, advance), files)
-        largest = {file.path: value for file, value in zip(files, found, strict=True) if file.dtype}
-    for prefix, manifest in manifests.items():
-        for output in _outputs(manifest):
-            _check_output(prefix, output, manifest, largest)
-    outputs = [output for manifest in manifests.values() for output in _outputs(manifest)]
+    }
+    total = sum(record.bytes for record, _ in files.values())
+    with progress(total) as advance, ThreadPoolExecutor(min(THREADS, usable_cores())) as pool:
+        found = pool.map(lambda path: _check_file(path, *files[path], advance), files)
+        largest = dict(zip(files, found, strict=True))
+    for prefix, manifest, output in outputs:
+        _check_output(prefix, output, manifest, largest)
     return (
-        f"SHA-256 of {plural(len(files), 'file')}, {size(sum(file.record.bytes for file in files))}; index, ledger and"
-        f" manifest agree on {plural(sum(output.documents for output in outputs), 'document')} and"
-        f" {plural(sum(output.tokens for output in outputs), 'token')}"
+        f"SHA-256 of {plural(len(files), 'file')}, {size(total)}; index,"
+        f" ledger and manifest agree on {plural(sum(output.documents for *_, output in outputs), 'document')} and"
+        f" {plural(sum(output.tokens for *_, output in outputs), 'token')}"
     )
 
 
@@ -91,9 +84,7 @@ def _outputs(manifest: Manifest | PartManifest) -> list[TokenFiles]:
     return manifest.outputs if isinstance(manifest, Manifest) else [manifest.output]
 
 
-def _check_counts(prefix: str, manifest: Manifest | PartManifest) -> None:
-    if isinstance(manifest, PartManifest):
-        return
+def _check_counts(prefix: str, manifest: Manifest) -> None:
     path = prefix + MANIFEST_SUFFIX
     for name in ("documents", "tokens"):
         of_outputs = sum(getattr(output, name) for output in manifest.outputs)
@@ -107,54 +98,31 @@ def _check_counts(prefix: str, manifest: Manifest | PartManifest) -> None:
             raise CorruptError(f"{part}{MANIFEST_SUFFIX} and {path} describe its files differently; prepare it again")
 
 
-class _File(NamedTuple):
-    path: str
-    record: FileRecord
-    dtype: str | None
-    """Type of its tokens; None where it holds something else."""
-
-
-def _check_file(file: _File, advance: Advance) -> int:
-    """Compare a file's bytes with its manifest; returns its largest token id, -1 if it holds none."""
-    path, record = file.path, file.record
+def _check_file(path: str, record: FileRecord, dtype: str | None, advance: Advance) -> int:
+    """Compare a file's bytes with its manifest; returns its largest token id, -1 if it holds none (`dtype` is None)."""
+    digest, largest = hashlib.sha256(), -1
     try:
-        found = _size(path)
+        remote = find(path) if is_url(path) else None
+        if is_url(path) and remote is None:
+            raise CorruptError(f"{path}, which its manifest lists, is not there; copy or prepare it again")
+        found = Path(path).stat().st_size if remote is None else remote.size
         if found != record.bytes:
             raise CorruptError(
                 f"{path} holds {found} bytes where its manifest says {record.bytes}; copy or prepare it again"
             )
-        sha256, largest = _read_through(path, file.dtype, advance)
+        with Path(path).open("rb") if remote is None else open_stream(remote) as stream:
+            while block := stream.read(BLOCK_BYTES):
+                digest.update(block)
+                if dtype is not None and len(block) % np.dtype(dtype).itemsize == 0:
+                    largest = max(largest, int(np.frombuffer(block, dtype).max()))
+                advance(len(block))
     except OSError as error:
         raise CorruptError(f"{path}, which its manifest lists, cannot be read ({error.strerror})") from error
-    if sha256 != record.sha256:
+    if (sha256 := digest.hexdigest()) != record.sha256:
         raise CorruptError(
             f"{path} has SHA-256 {sha256} where its manifest says {record.sha256}; copy or prepare it again"
         )
     return largest
-
-
-def _size(path: str) -> int:
-    if not is_url(path):
-        return Path(path).stat().st_size
-    if (file := find(path)) is None:
-        raise CorruptError(f"{path}, which its manifest lists, is not there; copy or prepare it again")
-    return file.size
-
-
-def _opened(path: str) -> Any:
-    file = find(path) if is_url(path) else None
-    return Path(path).open("rb") if file is None else open_stream(file)
-
-
-def _read_through(path: str, dtype: str | None, advance: Advance) -> tuple[str, int]:
-    digest, largest = hashlib.sha256(), -1
-    with _opened(path) as stream:
-        while block := stream.read(BLOCK_BYTES):
-            digest.update(block)
-            if dtype is not None and len(block) % np.dtype(dtype).itemsize == 0:
-                largest = max(largest, int(np.frombuffer(block, dtype).max()))
-            advance(len(block))
-    return digest.hexdigest(), largest
 
 
 def _check_output(whole: str, output: TokenFiles, manifest: Manifest | PartManifest, largest: dict[str, int]) -> None:

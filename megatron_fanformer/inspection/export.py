@@ -1,8 +1,6 @@
 """Describes and verifies exported folders: those of transformers, and the authors'. No weights are read to describe."""
 
-import dataclasses
 from collections.abc import Mapping
-from pathlib import Path
 
 from torch import Tensor
 
@@ -14,7 +12,7 @@ from megatron_fanformer.formats.recognition import Target
 from megatron_fanformer.formats.reference import open_reference
 from megatron_fanformer.formats.weight_files import weight_files
 from megatron_fanformer.inspection.model_rows import model_facts, model_rows, text_facts, text_row
-from megatron_fanformer.inspection.report import Advance, Report
+from megatron_fanformer.inspection.report import Progress, Report
 from megatron_fanformer.model.config import FANformerConfig
 from megatron_fanformer.terminal import plural, size, some
 
@@ -40,7 +38,7 @@ def describe_export(target: Target) -> Report:
     facts = {
         "kind": format,
         "path": str(folder),
-        "model": {**dataclasses.asdict(config), **model_facts(config)},
+        "model": model_facts(config),
         "dtype": types,
         "tensors": len(shapes),
         "stored_parameters": stored,
@@ -63,16 +61,7 @@ def _opened(target: Target) -> tuple[Format, FANformerConfig, Mapping[str, Tenso
     return "hf" if target.kind == "hf" else "reference", config, tensors.meta
 
 
-def bytes_to_check(target: Target) -> int:
-    """Return bytes that `check_export` will read."""
-    return sum(file.stat().st_size for file in _archives(target))
-
-
-def _archives(target: Target) -> list[Path]:
-    return [file for file in weight_files(target.path) if file.suffix in PICKLE_SUFFIXES]
-
-
-def check_export(target: Target, advance: Advance) -> str:
+def check_export(target: Target, progress: Progress) -> str:
     """Check that exactly the model's tensors are there, complete and in their shapes; returns what was checked.
 
     Raises:
@@ -87,10 +76,11 @@ def check_export(target: Target, advance: Advance) -> str:
                 f"{target.path} has {name} of shape {found.get(name) or 'none'} where its model has"
                 f" {expected.get(name) or 'none'}; copy it again"
             )
-    archives = _archives(target)
-    for file in archives:
-        with file.open("rb") as stream:
-            check_archive(file, "its weights", stream)
-        advance(file.stat().st_size)
+    archives = [file for file in weight_files(target.path) if file.suffix in PICKLE_SUFFIXES]
+    with progress(sum(file.stat().st_size for file in archives)) as advance:
+        for file in archives:
+            with file.open("rb") as stream:
+                check_archive(file, "its weights", stream)
+            advance(file.stat().st_size)
     sums = "the CRC-32 of their bytes" if archives else "safetensors have no checksum of their bytes"
     return f"{plural(len(expected), 'tensor')} by name, shape and place; {sums}"

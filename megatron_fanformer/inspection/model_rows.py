@@ -1,5 +1,6 @@
 """The rows that describe a model and the files beside its weights, whatever its format."""
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -13,20 +14,25 @@ def model_rows(config: FANformerConfig) -> list[tuple[str, str]]:
     heads = f"{config.num_attention_heads} heads"
     if config.query_groups != config.num_attention_heads:
         heads += f", {config.query_groups} query groups"
+    scaling, positions = config.rope_scaling, []
+    if scaling.is_scaled:
+        yarn = f", from sequences of {scaling.original_max_position_embeddings}" if scaling.rope_type == "yarn" else ""
+        positions = [("positions", f"scaled: {scaling.rope_type}, factor {scaling.factor:g}{yarn}")]
     head = "untied head" if config.untie_embeddings_and_output_weights else "tied head"
     return [
         ("model", f"{config.placement.title}: {config.num_layers} layers, h {config.hidden_size}, {heads}"),
         ("", f"d_ff {config.ffn_hidden_size}, sequences of {config.seq_length} tokens, {head}"),
         ("", f"vocabulary {config.vocab_size:,}, padded to {config.padded_vocab_size:,}"),
-        *([("positions", _positions(config))] if config.rope_scaling.is_scaled else []),
+        *positions,
         ("FAN", _fan(config)),
         ("parameters", f"{config.num_parameters:,}"),
     ]
 
 
 def model_facts(config: FANformerConfig) -> dict[str, Any]:
-    """Return what `model_rows` says beyond the configuration, for programs."""
-    return {"parameters": config.num_parameters, "padded_vocab_size": config.padded_vocab_size}
+    """Return the configuration, and what `model_rows` says beyond it, for programs."""
+    counts = {"parameters": config.num_parameters, "padded_vocab_size": config.padded_vocab_size}
+    return {**dataclasses.asdict(config), **counts}
 
 
 def text_facts(folder: Path) -> dict[str, Any]:
@@ -47,12 +53,6 @@ def text_row(facts: dict[str, Any]) -> tuple[str, str]:
     """Return what `text_facts` says, for people."""
     template = ", with a chat template" if facts["chat_template"] else ""
     return "tokenizer", f"{facts['tokenizer'] or 'none'}{template}"
-
-
-def _positions(config: FANformerConfig) -> str:
-    scaling = config.rope_scaling
-    of_yarn = f", from sequences of {scaling.original_max_position_embeddings}" if scaling.rope_type == "yarn" else ""
-    return f"scaled: {scaling.rope_type}, factor {scaling.factor:g}{of_yarn}"
 
 
 def _fan(config: FANformerConfig) -> str:

@@ -1,6 +1,5 @@
 """The health of a run's phases over layers and steps, as a picture."""
 
-import itertools
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +25,10 @@ def phase_picture(run: Path) -> bytes:
     """Return a PNG of what `metrics.jsonl` has of phase health: a column for each look, a row for each layer.
 
     Raises:
-        InputError: it has nothing of it, or of a step something else than numbers, as many as of the others.
+        InputError: it has nothing of it.
     """
-    looks = _looks(run)
+    metrics = read_metrics(run) if (run / METRICS).is_file() else []
+    looks = [entry for entry in metrics if all(isinstance(entry.get(name), list) for name in PANELS)]
     if not looks:
         raise InputError(
             f"{run / METRICS} has no phase health: the run has not reached a step that logging.phase_interval divides, "
@@ -40,22 +40,6 @@ def phase_picture(run: Path) -> bytes:
             _draw(panel, [look[name] for look in looks], [look["step"] for look in looks], title)
 
     return drawn(draw, rows=3, columns=2, size=(5.5, 3), title=f"{run}: phases of the FAN map")
-
-
-def _looks(run: Path) -> list[dict[str, Any]]:
-    if not (run / METRICS).is_file():
-        return []
-    looks = [entry for entry in read_metrics(run) if all(isinstance(entry.get(name), list) for name in PANELS)]
-    layers = len(looks[0]["health/phase_max"]) if looks else 0
-    for look, name in itertools.product(looks, PANELS):
-        wrong, values = "", look[name]
-        if not all(type(value) in (int, float, type(None)) for value in values):  # null: not finite
-            wrong = "of something else than numbers"
-        elif not values or len(values) != layers:
-            wrong = f"of {len(values)} layers, the first look's largest phases of {layers}"
-        if wrong:
-            raise InputError(f"{run / METRICS} has {name} {wrong}, at step {look['step']}; take that line out")
-    return looks
 
 
 def _draw(axes: Any, by_look: list[list[float | None]], steps: list[int], title: str) -> None:

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,6 +11,8 @@ from megatron_fanformer.terminal import labelled
 
 Advance = Callable[[int], None]
 """Called with each number of bytes that a verification has read."""
+Progress = Callable[[int], AbstractContextManager[Advance]]
+"""Shows how much of a number of bytes a verification has read."""
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_fanformer.checkpoint import store
-from megatron_fanformer.checkpoint.run_lock import Holder, file_of, holder_of
+from megatron_fanformer.checkpoint.run_lock import Holder, holder_of
 from megatron_fanformer.checkpoint.store import metrics_entry
-from megatron_fanformer.durable_files import regular_file
 from megatron_fanformer.errors import CorruptError, InputError
 from megatron_fanformer.runtime.hang_report import HANGS
 from megatron_fanformer.terminal import plural, some
@@ -23,7 +22,6 @@ from megatron_fanformer.training.recovery import read_events
 FEWEST_AVERAGED = 10  # steps, where there are so many; else a twentieth of them
 LOOK_SECONDS = 2.0
 """Between looks at a run that is followed."""
-MOST = 1e15  # more is no loss, time or speed of a run, and no count of its steps; nor is nan, which is not below it
 EVENTS = {
     "computed_again": "computed again",
     "skipped": "skipped",
@@ -94,7 +92,7 @@ class Progress:
         if self.hangs:
             yield "events", f"{plural(self.hangs, 'hang')}, which --hang explains"
         if self.profiles:
-            yield "events", f"{plural(self.profiles, 'profile')}, which --trace shows"
+            yield "events", f"{plural(self.profiles, 'profile')}, in {store.TRACES}/"
 
     def _steps(self) -> str:
         of = "" if self.steps is None else f" of {self.steps:,}"
@@ -114,15 +112,12 @@ def read_progress(run: Path) -> Progress:
     found = Progress(step=saved, steps=_planned(run), saved=saved, running=_holder_text(holder_of(run)))
     losses: list[float] = []
     speeds: list[tuple[float, float]] = []
-    for entry in _entries(run):
+    for entry in _entries(run / store.METRICS):
         found.step = max(found.step, entry["step"])
-        tokens, loss = entry.get("tokens"), _number(entry.get("loss"))
-        found.tokens = tokens if type(tokens) is int else found.tokens
-        if loss is not None:
-            losses.append(loss)
-        pace = _number(entry.get("tokens_per_second")), _number(entry.get("step_seconds"))
-        if pace[0] is not None and pace[1] is not None:
-            speeds.append((pace[0], pace[1]))
+        found.tokens = entry.get("tokens", found.tokens)
+        losses += [entry["loss"]] if entry.get("loss") is not None else []
+        if "tokens_per_second" in entry and "step_seconds" in entry:
+            speeds.append((entry["tokens_per_second"], entry["step_seconds"]))
         for name, value in _evaluated(entry):
             found.validation.setdefault(name, {})[entry["step"]] = value
     if losses:
@@ -141,12 +136,10 @@ def read_progress(run: Path) -> Progress:
 
 
 def _planned(run: Path) -> int | None:
-    try:
-        training = store.read_mapping(run / store.CONFIG).get("training")
-    except CorruptError:
-        return None
-    steps = training.get("train_iters") if isinstance(training, dict) else None
-    return steps if type(steps) is int and _number(steps) is not None else None
+    with suppress(CorruptError):
+        steps: int | None = store.read_mapping(run / store.CONFIG).get("training", {}).get("train_iters")
+        return steps
+    return None
 
 
 def _saved_step(run: Path) -> int:
@@ -166,28 +159,19 @@ def _holder_text(holder: Holder | None) -> str | None:
     return None if holder is None else f"runs on {holder.host} (process {holder.pid}) since {holder.since}"
 
 
-def _entries(run: Path) -> Iterator[dict[str, Any]]:
+def _entries(metrics: Path) -> Iterator[dict[str, Any]]:
     """Yield the metrics of every step, one line in memory at a time; nothing where there is no file."""
-    try:
-        with regular_file(run / store.METRICS).open("rb") as stream:
-            yield from (entry for line in stream if line.endswith(b"\n") and (entry := metrics_entry(line)) is not None)
-    except OSError:
-        return
-
-
-def _number(value: Any) -> float | None:
-    return float(value) if type(value) in (int, float) and abs(value) < MOST else None
+    with suppress(FileNotFoundError), metrics.open("rb") as stream:
+        yield from (entry for line in stream if line.endswith(b"\n") and (entry := metrics_entry(line)) is not None)
 
 
 def _evaluated(entry: dict[str, Any]) -> Iterator[tuple[str, float]]:
     """Yield the losses that a step has evaluated, by the names of their sets."""
     for name, value in entry.items():
-        if (number := _number(value)) is None:
-            continue
-        if name.startswith(VALIDATION_PREFIX):
-            yield name.removeprefix(VALIDATION_PREFIX), number
-        elif name.startswith("eval/") and name.endswith(PERPLEXITY_LOSS_SUFFIX):
-            yield name.removeprefix("eval/").removesuffix(PERPLEXITY_LOSS_SUFFIX), number
+        if name.startswith(VALIDATION_PREFIX) and value is not None:
+            yield name.removeprefix(VALIDATION_PREFIX), value
+        elif name.startswith("eval/") and name.endswith(PERPLEXITY_LOSS_SUFFIX) and value is not None:
+            yield name.removeprefix("eval/").removesuffix(PERPLEXITY_LOSS_SUFFIX), value
 
 
 # -- a run that goes on
@@ -204,14 +188,15 @@ def follow(run: Path, *, wait: Callable[[], None] = lambda: time.sleep(LOOK_SECO
     """
     if holder_of(run) is None:
         raise InputError(f"nothing runs in {run}, so that --follow has nothing to wait for; leave it out")
-    lines = _NewLines(run / store.METRICS)
+    metrics = run / store.METRICS
+    place = metrics.stat().st_size if metrics.is_file() else 0
     known = {checkpoint.name for checkpoint in store.complete_checkpoints(run)}
     steps = _planned(run)
     is_running = True
     while is_running:
         wait()
         is_running = holder_of(run) is not None  # before the last look, which then sees all
-        entries = [entry for line in lines.read() if (entry := metrics_entry(line)) is not None]
+        entries, place = _new_entries(metrics, place)
         if entries:
             yield _step_line(entries, steps)
         for entry in entries:
@@ -221,45 +206,30 @@ def follow(run: Path, *, wait: Callable[[], None] = lambda: time.sleep(LOOK_SECO
             if checkpoint.name not in known:
                 known.add(checkpoint.name)
                 yield f"saved {checkpoint}"
-    left = read_progress(run)
-    yield next(f"the run has ended: {text}" for label, text in left.rows() if label == "steps")
+    yield next(f"the run has ended: {text}" for label, text in read_progress(run).rows() if label == "steps")
+
+
+def _new_entries(metrics: Path, place: int) -> tuple[list[dict[str, Any]], int]:
+    """Return the steps of the whole lines from a place in the file on, and the place of what comes after them.
+
+    A file that ends before that place is another, of a run that took steps back and logs them again from its end on.
+    """
+    with suppress(FileNotFoundError), metrics.open("rb") as stream:
+        stream.seek(place)
+        if not (content := stream.read()):
+            return [], metrics.stat().st_size
+        whole = content[: content.rfind(b"\n") + 1]
+        entries = [entry for line in whole.splitlines() if (entry := metrics_entry(line)) is not None]
+        return entries, place + len(whole)
+    return [], 0
 
 
 def _step_line(entries: list[dict[str, Any]], steps: int | None) -> str:
     """Return the newest step as `train` prints it, with what is left at the pace of all new ones."""
-    step, status = entries[-1]["step"], _status(entries[-1])
+    step = entries[-1]["step"]
+    status = console_text({name: value for name, value in entries[-1].items() if value is not None}) or "skipped"
     if steps is None:
         return f"step {step}  {status}"
-    paces = [seconds for entry in entries if (seconds := _number(entry.get("step_seconds"))) is not None]
+    paces = [entry["step_seconds"] for entry in entries if "step_seconds" in entry]
     left = f"  left {clock(statistics.median(paces) * max(0, steps - step))}" if paces else ""
     return f"step {step}/{steps}  {status}{left}"
-
-
-def _status(entry: dict[str, Any]) -> str:
-    return console_text({name: value for name, value in entry.items() if _number(value) is not None}) or "skipped"
-
-
-class _NewLines:
-    """The whole lines that are added to a file from now on; where another file takes its place, those added to that."""
-
-    def __init__(self, path: Path) -> None:
-        self._path, self._file, self._place = path, file_of(str(path)), self._size(path)
-
-    @staticmethod
-    def _size(path: Path) -> int:
-        return path.stat().st_size if path.is_file() else 0
-
-    def read(self) -> list[bytes]:
-        """Return the lines that have come since the last call."""
-        if (now := file_of(str(self._path))) != self._file:  # steps were taken back, to be logged again
-            is_first = self._file is None
-            self._file, self._place = now, 0 if is_first else self._size(self._path)
-        try:
-            with regular_file(self._path).open("rb") as stream:
-                stream.seek(self._place)
-                content = stream.read()
-        except OSError:
-            return []
-        whole = content[: content.rfind(b"\n") + 1]
-        self._place += len(whole)
-        return whole.splitlines()

@@ -8,20 +8,22 @@ import dataclasses
 import os.path
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from megatron_fanformer.checkpoint import store
 from megatron_fanformer.checkpoint.stored_files import saved_progress
 from megatron_fanformer.checkpoint.tensor_table import read_table
 from megatron_fanformer.data.chat_dataset import ChatDataset
-from megatron_fanformer.data.identity import identity_from_plain
+from megatron_fanformer.data.identity import another_tokenizer, identity_from_plain
 from megatron_fanformer.data.ledger import Ledger, LedgerRow, open_ledger
 from megatron_fanformer.data.manifest import Manifest, read_any_manifest
 from megatron_fanformer.data.origins import Span, sample_spans
 from megatron_fanformer.data.stages import FIRST_STAGE
+from megatron_fanformer.data.tokenizer import Tokenizer, load_tokenizer
+from megatron_fanformer.durable_files import sha256_of
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.formats.recognition import Target
-from megatron_fanformer.inspection.prefix_tokenizers import PrefixTokenizers
 from megatron_fanformer.model.layout_rules import batch_problems
 from megatron_fanformer.training.chats import with_steps
 from megatron_fanformer.training.config import RunConfig
@@ -101,9 +103,14 @@ class StepSamples:
         self.first = consumed_before(config, step)
         self.end = self.first + config.training.global_batch_size
         self.folder = folder or Path(config.training.run_dir)
-        self.stage = _stage_of(config, step)
+        begun = [name for name, first in config.stage_steps().items() if first <= step]
+        self.stage = [FIRST_STAGE, *begun][-1] if config.stage_steps() else None
+        self.of_other_tokenizers: list[str] = []
+        """A line for each prefix shown so far that was made with another tokenizer than there is."""
         self._ledgers: dict[str, Ledger | None] = {}
-        self._tokenizers = PrefixTokenizers(config.data.tokenizer)
+        self._tokenizer = cache(self._tokenizer_of)
+        self._load = cache(lambda path: load_tokenizer(path, needs_eod=False))  # nothing is encoded
+        self._sha256_of = cache(sha256_of)
 
     def micro_batches(self) -> Iterator[tuple[MicroBatch, list[Sample]]]:
         """Yield each micro batch with its samples, in the samples' order; those without tokens of `only` are left
@@ -122,72 +129,72 @@ class StepSamples:
         """Return the prefixes seen so far that have no ledger."""
         return [prefix for prefix, ledger in self._ledgers.items() if ledger is None]
 
-    def of_other_tokenizers(self) -> list[str]:
-        """Return a line for each prefix shown so far that was made with another tokenizer than there is."""
-        return self._tokenizers.notes
-
-    def text_of(self, passage: Passage) -> str | None:
-        """Return a passage's text; None where no tokenizer is known.
+    def text_of(self, prefix: str, ids: list[int]) -> str | None:
+        """Return the text of some tokens of a prefix; None where no tokenizer is known.
 
         Raises:
             InputError: the tokenizer cannot be the one that made the tokens, or cannot be read.
         """
-        tokenizer = self._tokenizers.of(passage.prefix)
+        tokenizer = self._tokenizer(prefix)
         if tokenizer is None:
             return None
-        if passage.ids and max(passage.ids) >= tokenizer.vocab_size:
+        if ids and max(ids) >= tokenizer.vocab_size:
             raise InputError(
-                f"{passage.prefix} holds token id {max(passage.ids)}, but {tokenizer.path} has {tokenizer.vocab_size}"
+                f"{prefix} holds token id {max(ids)}, but {tokenizer.path} has {tokenizer.vocab_size}"
                 " ids; set data.tokenizer to the one that made the tokens"
             )
-        return tokenizer.decode(passage.ids)
+        return tokenizer.decode(ids)
+
+    def _tokenizer_of(self, prefix: str) -> Tokenizer | None:
+        """Return `data.tokenizer`, else the one that the prefix's manifest names; None where neither is known."""
+        manifest, path = read_any_manifest(prefix), self.config.data.tokenizer
+        stated = manifest.tokenizer if manifest else None
+        if path is not None:
+            tokenizer: Tokenizer = self._load(path)
+            sha256 = self._sha256_of(tokenizer.path)
+            if stated and (other := another_tokenizer([stated.sha256], sha256, "data.tokenizer")):
+                self.of_other_tokenizers.append(
+                    f"{prefix} was made with {other}; unless both give the same ids, this is not its text"
+                )
+            return tokenizer
+        if stated is None or not (file := Path(stated.path)).is_file():
+            return None
+        if self._sha256_of(file) == stated.sha256:
+            return self._load(stated.path)
+        self.of_other_tokenizers.append(
+            f"{prefix} was made with another tokenizer than {file} is now; set data.tokenizer to that one"
+        )
+        return None
 
     def _sample(self, number: int) -> Sample:
         item = self.dataset[number]
         spans = sample_spans(self.dataset, number)
-        ids = item["tokens"].tolist()
-        if isinstance(self.dataset, ChatDataset):
-            return self._packed_sample(number, ids, [False, *(item["loss_mask"] > 0).tolist()], spans)
-        if sum(span.length for span in spans) > len(ids):  # it reads one more, as the last label
+        ids, learned = item["tokens"].tolist(), None
+        if isinstance(self.dataset, ChatDataset):  # for each token whether the position before it has a loss
+            learned = [False, *(item["loss_mask"] > 0).tolist()]
+        elif sum(span.length for span in spans) > len(ids):  # it reads one more, as the last label
             ids.append(int(item["labels"][-1]))
         passages: list[Passage] = []
         position = 0
         for span in spans:
-            own = ids[position : position + span.length]
-            passages += self._passages(span.prefix, span.first_token, own)
-            position += span.length
-        assert position == len(ids), "the spans of a sample are all that it reads"
-        return Sample(number, ids, passages)
+            for first_token, length, document in self._pieces(span):
+                part = slice(position, position + length)
+                passages.append(Passage(span.prefix, first_token, ids[part], document, learned and learned[part]))
+                position += length
+        assert learned is not None or position == len(ids), "the spans of a sample are all that it reads"
+        return Sample(number, ids[:position], passages)  # without the padding behind chats
 
-    def _packed_sample(self, number: int, ids: list[int], learned: list[bool], spans: list[Span]) -> Sample:
-        """Return a sample of chats: a passage for each conversation, without the padding behind them.
-
-        Args:
-            learned: for each token whether the position before it has a loss.
-        """
-        passages: list[Passage] = []
-        position = 0
-        for span in spans:
-            for passage in self._passages(span.prefix, span.first_token, ids[position : position + span.length]):
-                end = position + len(passage.ids)
-                passages.append(dataclasses.replace(passage, learned=learned[position:end]))
-                position = end
-        return Sample(number, ids[:position], passages)
-
-    def _passages(self, prefix: str, first_token: int, ids: list[int]) -> Iterator[Passage]:
-        ledger = self._ledger(prefix)
-        if ledger is None:
-            yield Passage(prefix, first_token, ids, None)
+    def _pieces(self, span: Span) -> Iterator[tuple[int, int, LedgerRow | None]]:
+        """Yield the first token and the length of what a span has of each document."""
+        if span.prefix not in self._ledgers:
+            self._ledgers[span.prefix] = open_ledger(span.prefix)
+        if (ledger := self._ledgers[span.prefix]) is None:
+            yield span.first_token, span.length, None
             return
-        for document in ledger.documents(first_token, len(ids)):
-            begin = max(first_token, document.first_token)
-            end = min(first_token + len(ids), document.first_token + document.length)
-            yield Passage(prefix, begin, ids[begin - first_token : end - first_token], document)
-
-    def _ledger(self, prefix: str) -> Ledger | None:
-        if prefix not in self._ledgers:
-            self._ledgers[prefix] = open_ledger(prefix)
-        return self._ledgers[prefix]
+        for document in ledger.documents(span.first_token, span.length):
+            begin = max(span.first_token, document.first_token)
+            end = min(span.first_token + span.length, document.first_token + document.length)
+            yield begin, end - begin, document
 
 
 def _checked(config: RunConfig, step: int, data_parallel_size: int) -> RunConfig:
@@ -214,14 +221,14 @@ def _checked(config: RunConfig, step: int, data_parallel_size: int) -> RunConfig
     return config
 
 
-def _stage_of(config: RunConfig, step: int) -> str | None:
-    """Return the name of the stage that a step's samples are from; None for a run without stages."""
-    begins = config.stage_steps()
-    return [FIRST_STAGE, *(name for name, first in begins.items() if first <= step)][-1] if begins else None
-
-
 def _checked_prefixes(config: RunConfig, only: Target) -> set[str]:
-    wanted = {os.path.abspath(part) for prefix in only.prefixes for part in _parts(prefix)}
+    wanted = set()
+    for prefix in only.prefixes:
+        manifest = read_any_manifest(prefix)  # a preparation's tokens may be in parts
+        parts = (
+            [Path(prefix).name] if not isinstance(manifest, Manifest) else [each.prefix for each in manifest.outputs]
+        )
+        wanted |= {os.path.abspath(Path(prefix).parent / part) for part in parts}
     blends = map(config.data.blend, (config.data.train_data, *config.data.stages.values()))
     sources = [source for blend in blends for source in blend.sources]
     training = {os.path.abspath(prefix): prefix for source in sources for prefix in source.prefixes}
@@ -231,11 +238,3 @@ def _checked_prefixes(config: RunConfig, only: Target) -> set[str]:
             "name one of these, or the configuration file itself"
         )
     return wanted
-
-
-def _parts(prefix: str) -> list[str]:
-    """Return the prefixes that hold a preparation's tokens: its own, or those of its parts."""
-    manifest = read_any_manifest(prefix)
-    if not isinstance(manifest, Manifest):
-        return [prefix]
-    return [str(Path(prefix).parent / output.prefix) for output in manifest.outputs]

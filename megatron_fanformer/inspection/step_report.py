@@ -1,13 +1,12 @@
 """Shows the samples of a training step: as text, one micro batch after the other, or as one object."""
 
-import dataclasses
 import itertools
 import json
 from collections.abc import Iterator
 from typing import Any
 
 from megatron_fanformer.errors import escaped
-from megatron_fanformer.inspection.step import Passage, Sample, StepSamples
+from megatron_fanformer.inspection.step import Passage, StepSamples
 from megatron_fanformer.terminal import plural
 from megatron_fanformer.training.recovery import read_events
 
@@ -18,36 +17,34 @@ BETWEEN = " … "
 
 def lines(samples: StepSamples, *, full: bool) -> Iterator[str]:
     """Yield everything, for people; `full` shows whole texts."""
-    yield from _heading(samples)
-    for batch, own in samples.micro_batches():
-        yield ""
-        yield f"micro batch {batch.number}, data parallel rank {batch.data_parallel_rank}"
-        for sample in own:
-            yield from _sample_lines(samples, sample, full=full)
-    if missing := samples.without_ledger():
-        yield ""
-        names = ", ".join(f"{prefix}.ledger.parquet" for prefix in missing)
-        yield f"no ledger ({names}): these tokens' documents are unknown; prepare writes one"
-    if notes := samples.of_other_tokenizers():
-        yield ""
-        yield from map(escaped, notes)
-
-
-def _heading(samples: StepSamples) -> Iterator[str]:
     config = samples.config
-    batches = config.num_micro_batches(samples.data_parallel_size)
     yield (
         f"step {samples.step} of {config.training.steps}: samples {samples.first} to {samples.end - 1}, "
         f"of {config.model.seq_length} tokens"
     )
     yield (
-        f"{plural(samples.data_parallel_size, 'data parallel rank')} x {batches} micro batches"
+        f"{plural(samples.data_parallel_size, 'data parallel rank')}"
+        f" x {config.num_micro_batches(samples.data_parallel_size)} micro batches"
         f" x {plural(config.training.micro_batch_size, 'sample')}"
     )
     if samples.stage:
         yield f"mix: {escaped(samples.stage)}"
     if reason := _skipped(samples):
         yield f"skipped: {escaped(reason)}"
+    for batch, own in samples.micro_batches():
+        yield ""
+        yield f"micro batch {batch.number}, data parallel rank {batch.data_parallel_rank}"
+        for sample in own:
+            yield f"  sample {sample.number}"
+            for passage in sample.passages:
+                yield from _passage_lines(samples, passage, full=full)
+    if missing := samples.without_ledger():
+        yield ""
+        names = ", ".join(f"{prefix}.ledger.parquet" for prefix in missing)
+        yield f"no ledger ({names}): these tokens' documents are unknown; prepare writes one"
+    if notes := samples.of_other_tokenizers:
+        yield ""
+        yield from map(escaped, notes)
 
 
 def _skipped(samples: StepSamples) -> str | None:
@@ -57,19 +54,20 @@ def _skipped(samples: StepSamples) -> str | None:
     return str(reasons[-1]) if reasons else None
 
 
-def _sample_lines(samples: StepSamples, sample: Sample, *, full: bool) -> Iterator[str]:
-    yield f"  sample {sample.number}"
-    for passage in sample.passages:
-        yield f"    {escaped(_origin(passage))}"
-        text = samples.text_of(passage)
-        if text is None:
-            yield f"      ids {_shown_ids(passage.ids, full=full)}"
-        elif full:
-            yield from (f"      {line}" for line in escaped(text).split("\n"))
-        else:
-            yield f"      {escaped(shortened(text))}"
-        for begin, end in learned_spans(passage):
-            yield f"      learned {begin}:{end}{_learned_text(samples, passage, begin, end, full=full)}"
+def _passage_lines(samples: StepSamples, passage: Passage, *, full: bool) -> Iterator[str]:
+    yield f"    {escaped(_origin(passage))}"
+    text = samples.text_of(passage.prefix, passage.ids)
+    if text is None:
+        shown = passage.ids if full else passage.ids[:SHOWN_IDS]
+        yield f"      ids {' '.join(map(str, shown))}{BETWEEN.rstrip() if len(shown) < len(passage.ids) else ''}"
+    elif full:
+        yield from (f"      {line}" for line in escaped(text).split("\n"))
+    else:
+        yield f"      {escaped(shortened(text))}"
+    for begin, end in learned_spans(passage):
+        learned = samples.text_of(passage.prefix, passage.ids[begin:end])
+        shown_text = "" if learned is None else json.dumps(learned, ensure_ascii=False) if full else shortened(learned)
+        yield f"      learned {begin}:{end}  {escaped(shown_text)}".rstrip()
 
 
 def learned_spans(passage: Passage) -> list[tuple[int, int]]:
@@ -79,20 +77,10 @@ def learned_spans(passage: Passage) -> list[tuple[int, int]]:
     return [(run[0], run[-1] + 1) for run in runs]
 
 
-def _learned_text(samples: StepSamples, passage: Passage, begin: int, end: int, *, full: bool) -> str:
-    part = dataclasses.replace(passage, ids=passage.ids[begin:end])
-    text = samples.text_of(part)
-    if text is None:
-        return ""
-    return f"  {escaped(json.dumps(text, ensure_ascii=False) if full else shortened(text))}"
-
-
 def _origin(passage: Passage) -> str:
     """Return where a passage comes from: tokens count from 0 and spans are half open, as Python's slices."""
-    end = passage.first_token + len(passage.ids)
-    place = f"{passage.prefix} [{passage.first_token}:{end}]"
-    document = passage.document
-    if document is None:
+    place = f"{passage.prefix} [{passage.first_token}:{passage.first_token + len(passage.ids)}]"
+    if (document := passage.document) is None:
         return place
     begin = passage.first_token - document.first_token
     which = f"tokens [{begin}:{begin + len(passage.ids)}] of {document.length}"
@@ -107,13 +95,8 @@ def shortened(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-def _shown_ids(ids: list[int], *, full: bool) -> str:
-    shown = ids if full else ids[:SHOWN_IDS]
-    return " ".join(map(str, shown)) + (BETWEEN.rstrip() if len(shown) < len(ids) else "")
-
-
 def _facts(samples: StepSamples, passage: Passage, *, full: bool) -> dict[str, Any]:
-    text, document = samples.text_of(passage), passage.document
+    text, document = samples.text_of(passage.prefix, passage.ids), passage.document
     facts: dict[str, Any] = {
         "prefix": passage.prefix,
         "first_token": passage.first_token,
@@ -160,6 +143,6 @@ def as_object(samples: StepSamples, *, full: bool) -> dict[str, Any]:
         "micro_batch_size": training.micro_batch_size,
         "seq_length": samples.config.model.seq_length,
         "without_ledger": samples.without_ledger(),
-        "of_other_tokenizers": samples.of_other_tokenizers(),
+        "of_other_tokenizers": samples.of_other_tokenizers,
         "micro_batches": batches,
     }

@@ -29,8 +29,6 @@ class InspectOptions:
     """Draw the training and validation losses of the run PATH into this PNG."""
     phases: str | None = option(None, metavar="FILE")
     """Draw the phase health that a run has logged into this PNG."""
-    trace: bool = False
-    """Show where the time of a run's profiled steps went: the last ones, or those in the folder PATH."""
     hang: bool = False
     """Show which ranks the others waited for when a run hung: the last time, or that in the folder PATH."""
     step: int | None = None
@@ -52,10 +50,11 @@ def _inspect(options: InspectOptions) -> None:
         inspect_path,
         inspect_step,
         show_hang,
-        show_trace,
     )
 
     path, step, config = options.path, options.step, options.config
+    if "--trace" in options.overrides:
+        raise InputError("--trace is no option any more; a run's profiles are in its folder, traces/step-…/rank-….txt")
     if options.phases is not None:
         _refuse_others(options, "phases")
         draw_phases(path, Path(options.phases))
@@ -65,9 +64,6 @@ def _inspect(options: InspectOptions) -> None:
     elif options.follow:
         _refuse_others(options, "follow")
         follow_run(path)
-    elif options.trace:
-        _refuse_others(options, "trace", "json")
-        show_trace(path, json=options.json)
     elif options.hang:
         _refuse_others(options, "hang", "json", "full")
         show_hang(path, full=options.full, json=options.json)
@@ -108,8 +104,8 @@ def _has_manifest(url: str) -> bool:
 
 INSPECT = Verb(
     name="inspect",
-    help="Describe or verify data, a run, a checkpoint or an export; follow a run; show the samples of a step, or its "
-    "time; explain a hang.",
+    help="Describe or verify data, a run, a checkpoint or an export; follow a run; show the samples of a step; "
+    "explain a hang.",
     options=InspectOptions,
     run=_inspect,
     examples=("inspect runs/demo/tokens/train --verify", "inspect runs/demo/run --step 200"),

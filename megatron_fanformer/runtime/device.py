@@ -397,21 +397,6 @@ def prepare_megatron(shape: environment.RunShape | None = None, *, on_cpu: bool 
     megatron_cpu.install()
 
 
-def enable_collective_timeouts() -> None:
-    """Make a collective of NCCL that exceeds its group's limit raise where it is waited for; before any group is made.
-
-    Else torch's watchdog ends the whole process.
-    """
-    os.environ["TORCH_NCCL_BLOCKING_WAIT"] = "1"
-
-
-def log_nccl_to(file: Path) -> None:
-    """Have NCCL log its start into a file, unless the user has it log elsewhere; before this process's first group."""
-    logged = {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,NET", "NCCL_DEBUG_FILE": str(file)}
-    if not logged.keys() & os.environ.keys():
-        os.environ.update(logged)
-
-
 def threads_of_environment() -> int | None:
     """Return the threads that OMP_NUM_THREADS gives each process, as OpenMP reads it; None where it is not set.
 

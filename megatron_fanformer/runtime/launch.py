@@ -27,7 +27,6 @@ from typing import Any, NoReturn
 
 from megatron_fanformer.errors import DivergenceError, FanformerError, InputError, Interrupted
 from megatron_fanformer.processes import (
-    PROFILE_SIGNAL,
     SAVE_SIGNAL,
     STOP_SIGNALS,
     end_with_owner,
@@ -188,7 +187,7 @@ def _wait_for(ranks: list[_Rank], signals: "deque[signal.Signals]") -> None:
     while any(rank.code is None for rank in ranks):
         while signals:
             number = signals.popleft()
-            if number in (SAVE_SIGNAL, PROFILE_SIGNAL):
+            if number == SAVE_SIGNAL:
                 ranks[0].process.send_signal(number)  # which passes it to the others
             elif stop is None:
                 stop, stopped = number, time.monotonic()

@@ -50,13 +50,13 @@ def _answer(request: PlanRequest) -> Plan:
     else:
         findings = search(request.config, request.gpus, request.machine)
     shown = findings.candidates[0] if findings.candidates else None
-    rate = request.save_bytes_per_second
+    held = storage(shown, request.steps) if shown else None
     return Plan(
         request=request,
         findings=findings,
         cost=cost(shown, request.tokens, request.price) if shown else None,
-        storage=storage(shown, request.steps) if shown else None,
-        goodput=goodput(shown, request.steps, rate, request.failures) if shown and rate else None,
+        storage=held,
+        goodput=goodput(shown, request, held) if shown and held else None,
         simulated=_simulated(findings, request),
     )
 

@@ -12,8 +12,7 @@ from megatron_fanformer.planning.communication import communication
 from megatron_fanformer.planning.machines import DRIVERS_SHARE
 from megatron_fanformer.planning.memory import RankMemory
 from megatron_fanformer.sizing.candidates import layout_lines
-from megatron_fanformer.sizing.estimate import GIB, HOURS_PER_DAY, SECONDS_PER_HOUR, Cost, Estimate
-from megatron_fanformer.sizing.goodput import GB, SECONDS_PER_MINUTE, Goodput, Storage
+from megatron_fanformer.sizing.estimate import GIB, Cost, Estimate
 from megatron_fanformer.sizing.request import PlanRequest
 from megatron_fanformer.sizing.search import Findings
 from megatron_fanformer.sizing.simulated import SimulatedStage
@@ -32,10 +31,10 @@ class Plan:
     findings: Findings
     cost: Cost | None
     """Cost of the first candidate; None without one."""
-    storage: Storage | None
+    storage: dict[str, int] | None
     """Its checkpoints; None without one."""
-    goodput: Goodput | None
-    """Its time with saves and failures; None without a rate of saves."""
+    goodput: dict[str, float] | None
+    """The share of its time that trains; None without a rate of saves."""
     simulated: tuple[SimulatedStage, ...] = ()
     """Simulated ranks of the first candidate."""
 
@@ -227,48 +226,19 @@ def _stage_rates(request: PlanRequest) -> dict[str, list[float]]:
 
 def _beyond_steps(plan: Plan, shown: Estimate) -> Iterator[Row]:
     """Yield checkpoints, saves, failures, and the run's time with them."""
-    held, spent, request = plan.storage, plan.goodput, plan.request
-    assert held is not None, "what is shown has checkpoints"
-    saves = plural(held.saves, "save")
-    yield "checkpoint", f"{_gb(held.checkpoint_bytes)}; {saves}, {held.kept:,} kept: up to {_gb(held.disk_bytes)}"
+    held, spent, request, cost = plan.storage, plan.goodput, plan.request, plan.cost
+    assert held is not None and cost is not None, "what is shown has checkpoints and a cost"
+    size, disk = (held[name] / 10**9 for name in ("checkpoint_bytes", "disk_bytes"))
+    yield "checkpoint", f"{size:,.1f} GB; {plural(held['saves'], 'save')}, {held['kept']:,} kept: up to {disk:,.1f} GB"
     if spent is None:
         yield "time of saves", "not known: give --save-rate, in GB/s; then failures and goodput are reckoned, too"
         return
-    interval = spent.steps_seconds / held.saves
-    background = ", in the background" if shown.config.checkpoint.async_save else ""
-    yield (
-        "save",
-        f"{spent.save_seconds:,.1f} s{background}, every {interval / SECONDS_PER_MINUTE:,.1f} min; "
-        f"every {spent.best_interval_steps:,} steps would cost least",
-    )
-    failures = request.failures
-    yield (
-        "failures",
-        f"{spent.failures:,.2f}, one in {failures.gpu_hours:,.6g} hours of a GPU; "
-        f"{failures.restart_minutes:g} min and the loading of a checkpoint until training goes on",
-    )
-    days = [
-        (name, seconds / SECONDS_PER_HOUR / HOURS_PER_DAY)
-        for name, seconds in (
-            ("of steps", spent.steps_seconds),
-            ("waiting for saves", spent.saves_seconds),
-            ("restarting", spent.restarts_seconds),
-            ("undone by failures", spent.lost_seconds),
-        )
-    ]
-    yield "goodput", f"{spent.share:.1%}: {', '.join(f'{value:,.3f} days {name}' for name, value in days)}"
-    hours, error = spent.total_seconds / SECONDS_PER_HOUR, shown.time.relative_error
-    gpu_hours = hours * shown.job.world_size
-    price = "" if request.price is None else f", price {_with_error(gpu_hours * request.price, error, ',.0f')}"
-    yield (
-        "in all",
-        f"{_with_error(hours / HOURS_PER_DAY, error, ',.2f')} days, "
-        f"{_with_error(gpu_hours, error, ',.0f')} GPU hours{price}",
-    )
-
-
-def _gb(count: int) -> str:
-    return f"{count / GB:,.3g} GB" if count < 100 * GB else f"{count / GB:,.0f} GB"
+    background = " in the background" if shown.config.checkpoint.async_save else ""
+    best = f"{spent['best_interval_steps']:,} steps"
+    yield "save", f"{spent['save_seconds']:,.1f} s{background}; one every {best} would cost least"
+    often = f"a failure in {request.failure_hours:,.6g} hours of a GPU, and {request.restart_minutes:g} min to go on"
+    in_all = f"{cost.days / spent['share']:,.2f} days" if spent["share"] else "it never ends"
+    yield "goodput", f"{spent['share']:.1%} of the time, with {often}: {in_all} in all"
 
 
 def _candidate_row(each: Estimate) -> Row:
@@ -313,8 +283,8 @@ def as_values(plan: Plan) -> dict[str, Any]:
         "stages": request.config.stage_steps(),
         "stage_learning_rates": _stage_rates(request),
         "cost": None if plan.cost is None else {**dataclasses.asdict(plan.cost), "gpu_hour_price": request.price},
-        "checkpoints": None if plan.storage is None else dataclasses.asdict(plan.storage),
-        "goodput": None if plan.goodput is None else _goodput(plan.goodput),
+        "checkpoints": plan.storage,
+        "goodput": plan.goodput,
         "communication": None if shown is None else list(_communication(shown)),
         "candidates": [_candidate(each) for each in findings.candidates],
         "judged": findings.judged,
@@ -335,10 +305,6 @@ def layout_file(plan: Plan) -> Iterator[str]:
     )
     yield "# parallel takes the place of the whole section; the other lines, of those of their names."
     yield from layout_lines(shown.config, request.config)
-
-
-def _goodput(spent: Goodput) -> dict[str, Any]:
-    return {**dataclasses.asdict(spent), "total_seconds": spent.total_seconds, "share": spent.share}
 
 
 def _layout(shown: Estimate) -> dict[str, Any]:

@@ -9,7 +9,6 @@ from megatron_fanformer.errors import InputError
 from megatron_fanformer.planning.machines import Machine, known_machines, load_machine
 from megatron_fanformer.sizing.candidates import laid_out, layout_name
 from megatron_fanformer.sizing.estimate import check_formats, for_machine
-from megatron_fanformer.sizing.goodput import GB, Failures
 from megatron_fanformer.sizing.verb import ALL_STAGES, PlanOptions
 from megatron_fanformer.training.chats import with_steps, with_train_iters
 from megatron_fanformer.training.config import RunConfig, load_config
@@ -33,7 +32,10 @@ class PlanRequest:
     """Price of a GPU hour."""
     save_bytes_per_second: float | None
     """At which all GPUs together write checkpoints; None: not known."""
-    failures: Failures
+    failure_hours: float
+    """Hours of one GPU between two failures, each of which ends the whole run."""
+    restart_minutes: float
+    """From a failure to the next step, without the time to load the checkpoint."""
 
     @property
     def steps(self) -> int:
@@ -80,8 +82,9 @@ def read_request(options: PlanOptions) -> PlanRequest:
         simulated_ranks=options.simulate,
         tokens=options.tokens or training.steps * training.global_batch_size * config.model.seq_length,
         price=options.price,
-        save_bytes_per_second=options.save_rate and options.save_rate * GB,
-        failures=Failures(gpu_hours=options.failure_hours, restart_minutes=options.restart_minutes),
+        save_bytes_per_second=options.save_rate and options.save_rate * 10**9,
+        failure_hours=options.failure_hours,
+        restart_minutes=options.restart_minutes,
     )
 
 

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_fanformer.checkpoint import store
-from megatron_fanformer.processes import PROFILE_SIGNAL, SAVE_SIGNAL, seconds_since_start
+from megatron_fanformer.processes import SAVE_SIGNAL, seconds_since_start
 from megatron_fanformer.runtime import device as devices
 from megatron_fanformer.runtime.parallel import RankGrid
 
@@ -32,7 +32,7 @@ class Interrupts(NamedTuple):
     save: bool = False
     """Save and go on: a signal, or a file."""
     profile: bool = False
-    """Profile the next steps: a signal, or a file."""
+    """Profile the next steps: a file."""
 
 
 class Request:
@@ -95,8 +95,6 @@ class InterruptListener:
         """Note a signal."""
         if number == SAVE_SIGNAL:
             self.save.note_signal()
-        elif number == PROFILE_SIGNAL:
-            self.profile.note_signal()
         else:
             self._stop = True
 

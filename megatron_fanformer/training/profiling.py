@@ -1,45 +1,32 @@
-"""Profiles steps of a run: torch's trace of each of `logging.profile_ranks`, in the folder `traces` of the run.
+"""Profiles steps of a run by torch's profiler: a Chrome trace and a table of operations for each of
+`logging.profile_ranks`, in the folder `traces` of the run.
 
 Which steps is the same on all ranks: those of `logging.profile_steps`, or the next ones after a request, which the sum
-of a step's numbers brings to all. What is profiled computes the same numbers; where nothing is, it costs a comparison.
-
-Torch names operations and kernels. What it does not name gets a range while a profile is going on, and only then: the
-steps (`step 100`), what the heartbeat is told of (`phase forward`), and waiting for a collective.
+of a step's numbers brings to all. Profiled steps compute the same numbers.
 """
 
 import logging
-import os
-import shutil
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
-import torch.distributed as dist
-from isal import igzip
-from torch.profiler import ProfilerActivity, record_function, supported_activities
+from torch.profiler import ProfilerActivity, profile, record_function, supported_activities
 
-from megatron_fanformer.durable_files import publish, refusal_of, temporary_name
+from megatron_fanformer.checkpoint.store import TRACES, checkpoint_name
 from megatron_fanformer.runtime import heartbeat
-from megatron_fanformer.runtime.collective_methods import methods_replaced
-from megatron_fanformer.runtime.cpu_collectives import CollectiveThroughMemory
 from megatron_fanformer.runtime.parallel import RankGrid
 from megatron_fanformer.training.interrupts import Request
 from megatron_fanformer.training.loggers.registry import LoggingConfig
-from megatron_fanformer.training.traces import PHASE, STEP, WAIT, memory_file, trace_file, trace_folder
 
 REQUESTED_STEPS = 3
-TAIL_BYTES = 100
+TABLE_ROWS = 100
 
 logger = logging.getLogger(__name__)
 
 
 class Profiler:
     """Profiles the steps that are due; every rank has one, and makes the same calls in the same order.
-
-    A profile that cannot be written is left out with a warning: it is no reason to stop training.
 
     Args:
         run: the run's folder.
@@ -49,204 +36,73 @@ class Profiler:
     def __init__(self, config: LoggingConfig, grid: RankGrid, run: Path, request: Request) -> None:
         self._grid, self._run, self._request = grid, run, request
         self._records_memory = config.record_memory_history
-        self._ranks = range(grid.world_size) if config.profile_ranks is None else config.profile_ranks
-        self._configured = range(0) if config.profile_steps is None else _steps(*config.profile_steps)
-        self._requested = range(0)
-        self._due = range(0)  # of these, the steps that are being profiled
-        self._first = self._last = 0  # of those, that have been; 0: none is being profiled
-        self._profile: torch.profiler.profile | None = None  # None on ranks without one
-        self._held, self._ranges = ExitStack(), ExitStack()  # all that is on while this rank is profiled
-        self._phases = _Phases()
+        self._is_profiled = config.profile_ranks is None or grid.rank in config.profile_ranks
+        first, last = config.profile_steps or (1, 0)
+        self._configured, self._requested = range(first, last + 1), range(0)
+        self._span: tuple[int, int] | None = None  # the steps of the profile that is going on
+        self._profile: profile | None = None
 
-    def profile_next(self, step: int, count: int = REQUESTED_STEPS) -> None:
+    def profile_next(self, step: int) -> None:
         """Profile the steps after this one; does nothing where a profile is going on."""
-        if not self._first:
-            self._requested = _steps(step + 1, step + count)
+        if self._span is None:
+            self._requested = range(step + 1, step + 1 + REQUESTED_STEPS)
 
     @contextmanager
     def recording(self, step: int) -> Iterator[bool]:
         """Profile a training step if it is due, with what follows it unless it is the last; yields whether it is."""
-        if self._first and step != self._last + 1:  # the run went back
-            self._stop()
-        if not self._first:
-            self._due = next((steps for steps in (self._requested, self._configured) if step in steps), range(0))
-            if not self._due:
-                yield False
-                return
-            self._begin(step)
-        self._last = step
-        self._phases.end()  # of an evaluation or a save since the last one: the step is no part of it
-        with record_function(f"{STEP}{step}"):
+        if self._span is None and (due := [steps for steps in (self._requested, self._configured) if step in steps]):
+            self._span = step, due[0][-1]
+            self._request.begin()
+            if self._is_profiled:
+                self._begin()
+        if self._span is None:
+            yield False
+            return
+        with record_function(f"step {step}"):
             yield True
-            self._phases.end()
-        if step == self._due[-1]:
-            self._finish()
+        if step >= self._span[1]:
+            self._finish(step)
 
-    def close(self, *, failed: bool) -> None:
-        """End the profile that is going on, if one is, and write it unless the run has failed."""
-        if self._first and not failed:
-            self._finish()
-        if failed and self._profile_is_of_gpu:
-            self._held.pop_all()  # torch's end of it waits for kernels, which may wait for other ranks
-        self._stop()
+    def close(self, step: int, *, failed: bool) -> None:
+        """Write the profile that is going on after its last step, if one is and the run has not failed."""
+        if self._span is not None and not failed:
+            self._finish(step)
+        elif self._profile is not None and self._grid.device == "cpu":  # a GPU's kernels may wait for other ranks
+            self._profile.stop()
 
-    def _begin(self, step: int) -> None:
-        self._request.begin()
-        self._first = step
-        if self._grid.rank not in self._ranks:
-            return
-        file = trace_file(trace_folder(self._run, step, self._due[-1]), self._grid.rank)
-        if file.exists():  # of the run before it was resumed, or went back
-            logger.warning("step %d  %s is there and is kept; remove it to profile these steps again", step, file)
-            return
-        self._wait_for_device()
-        if self._records_memory:
-            self._held.enter_context(_recorded_memory())
-        self._profile = self._held.enter_context(torch.profiler.profile(activities=activities()))
-        self._ranges.enter_context(self._phases.named())
-        self._ranges.enter_context(_named_waits())
-
-    def _finish(self) -> None:
-        """Write the profile, as that of the steps taken so far."""
-        first, last, profile = self._first, self._last, self._profile
-        self._wait_for_device()
-        folder = trace_folder(self._run, first, last)
-        try:
-            if profile is not None:
-                folder.mkdir(parents=True, exist_ok=True)
-                self._write(profile, trace_file(folder, self._grid.rank))
-            if profile is not None or self._grid.rank not in self._ranks:
-                logger.info("profiled steps %d to %d, in %s", first, last, folder)
-        except (OSError, RuntimeError) as error:  # the latter is torch's
-            logger.warning("the profile of steps %d to %d cannot be written: %s", first, last, error)
-        finally:
-            self._stop()
-            self._requested = range(0)
-            self._request.end()
-
-    def _write(self, profile: torch.profiler.profile, file: Path) -> None:
-        """Write what was recorded.
-
-        Raises:
-            OSError: the disk takes nothing more.
-        """
-        if self._records_memory:  # before the recording of it ends
-            _written(memory_file(file), lambda path: torch.cuda.memory._dump_snapshot(str(path)))
-        self._end()
-        heartbeat.mark("writing a profile", in_step=False, by_all=False)
-        plain = temporary_name(file.with_suffix(""))
-        try:
-            profile.export_chrome_trace(str(plain))
-            _check_whole(plain)
-            _written(file, lambda path: _compress(plain, path))
-        finally:
-            plain.unlink(missing_ok=True)
-
-    def _end(self) -> None:
-        self._ranges.close()
-        self._held.close()
-
-    def _stop(self) -> None:
-        self._end()
-        self._profile, self._first, self._last = None, 0, 0
-
-    def _wait_for_device(self) -> None:
-        if self._profile_is_of_gpu:
+    def _begin(self) -> None:
+        activities = [ProfilerActivity.CPU]
+        if torch.cuda.is_available() and ProfilerActivity.CUDA in supported_activities():
+            activities.append(ProfilerActivity.CUDA)
             torch.cuda.synchronize()
+        if self._records_memory:
+            torch.cuda.memory._record_memory_history()
+        self._profile = profile(activities=activities)
+        self._profile.start()
 
-    @property
-    def _profile_is_of_gpu(self) -> bool:
-        return self._grid.device == "cuda" and self._grid.rank in self._ranks
-
-
-def activities() -> list[ProfilerActivity]:
-    """Return what to profile on this machine: a torch without CUDA profiles no GPU, whatever stands in for one."""
-    has_kernels = torch.cuda.is_available() and ProfilerActivity.CUDA in supported_activities()
-    return [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if has_kernels else [])]
-
-
-def _steps(first: int, last: int) -> range:
-    return range(first, last + 1)
-
-
-@contextmanager
-def _recorded_memory() -> Iterator[None]:
-    torch.cuda.memory._record_memory_history()
-    try:
-        yield
-    finally:
-        torch.cuda.memory._record_memory_history(enabled=None)
-
-
-class _Phases:
-    """The ranges of what the heartbeat is told of on the main thread, each until the next one begins."""
-
-    def __init__(self) -> None:
-        self._range: record_function | None = None
-
-    def end(self) -> None:
-        """End the range that is open."""
-        if self._range is not None:
-            self._range.__exit__(None, None, None)
-            self._range = None
-
-    @contextmanager
-    def named(self) -> Iterator[None]:
-        """Open ranges while the block runs."""
-
-        def named(_name: str, mark: Callable[..., None]) -> Callable[..., None]:
-            def call(doing: str, **arguments: Any) -> None:
-                mark(doing, **arguments)
-                if threading.current_thread() is threading.main_thread():
-                    self.end()
-                    self._range = record_function(f"{PHASE}{doing}")
-                    self._range.__enter__()
-
-            return call
-
+    def _finish(self, last: int) -> None:
+        """Write the profile, as that of the steps taken so far; one that cannot be written ends no run."""
+        assert self._span is not None
+        folder = self._run / TRACES / f"{checkpoint_name(self._span[0])}-{last:08d}"
+        recorded, self._profile, self._span, self._requested = self._profile, None, None, range(0)
+        trace = folder / f"rank-{self._grid.rank:05d}.json.gz"
         try:
-            with methods_replaced(heartbeat, ("mark",), named):
-                yield
-        finally:
-            self.end()
-
-
-@contextmanager
-def _named_waits() -> Iterator[None]:
-    """Give waiting for a collective a range of its own while the block runs: torch has one for its start alone."""
-
-    def named(_name: str, method: Callable[..., Any]) -> Callable[..., Any]:
-        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-            with record_function(WAIT):
-                return method(self, *args, **kwargs)
-
-        return call
-
-    with (
-        methods_replaced(dist.Work, ("wait",), named),
-        methods_replaced(CollectiveThroughMemory, ("wait",), named),
-    ):
-        yield
-
-
-def _written(file: Path, write: Callable[[Path], None]) -> None:
-    """Write a file under another name, and publish it once it is complete."""
-    partial = temporary_name(file)
-    try:
-        write(partial)
-        publish(partial, file)
-    finally:
-        partial.unlink(missing_ok=True)
-
-
-def _check_whole(trace: Path) -> None:
-    """Raise OSError where torch has not written a trace to its end, of which it says nothing itself."""
-    with trace.open("rb") as stream:
-        stream.seek(-min(TAIL_BYTES, trace.stat().st_size), os.SEEK_END)
-        if not stream.read().rstrip().endswith(b"}"):
-            raise refusal_of(trace.parent) or OSError(f"torch has not written the end of {trace}")
-
-
-def _compress(plain: Path, compressed: Path) -> None:
-    with plain.open("rb") as source, igzip.open(compressed, "wb") as target:
-        shutil.copyfileobj(source, target, 1 << 20)
+            if recorded is not None:
+                heartbeat.mark("writing a profile", in_step=False, by_all=False)
+                if self._grid.device == "cuda":
+                    torch.cuda.synchronize()
+                recorded.stop()
+                folder.mkdir(parents=True, exist_ok=True)
+                if self._records_memory:
+                    torch.cuda.memory._dump_snapshot(str(folder / f"rank-{self._grid.rank:05d}.memory.pickle"))
+                    torch.cuda.memory._record_memory_history(enabled=None)
+                recorded.export_chrome_trace(str(trace))
+                averages = recorded.key_averages()
+                by = "self_device_time_total" if self._grid.device == "cuda" else "self_cpu_time_total"
+                table = averages.table(sort_by=by, row_limit=TABLE_ROWS, max_name_column_width=80)
+                trace.with_name(f"rank-{self._grid.rank:05d}.txt").write_text(table)
+            logger.info("profiled steps up to %d, in %s", last, folder)
+        except (OSError, RuntimeError) as error:  # the latter is torch's
+            trace.unlink(missing_ok=True)
+            logger.warning("the profile up to step %d cannot be written: %s", last, error)
+        self._request.end()

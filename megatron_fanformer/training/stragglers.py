@@ -134,7 +134,7 @@ class Stragglers:
         if self._grid.is_main:
             logger.warning(
                 "step %d  rank %d on %s holds up the others: %.4g s of own work a step, %.3g times the median of its "
-                "stage (%.4g s), which is %.0f%% of a step; see whether that node is healthy (check-node)",
+                "stage (%.4g s), which is %.0f%% of a step; see whether that node is healthy (examples/check_nodes.py)",
                 step,
                 slowest.rank,
                 host[0],

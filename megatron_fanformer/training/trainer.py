@@ -173,7 +173,7 @@ class Trainer:
     def close(self, *, failed: bool = False) -> None:
         """Close logs and progress (`failed`: as an error's), free the model; abort the writing of a checkpoint."""
         self._id_scan.stop()
-        self.profiler.close(failed=failed)
+        self.profiler.close(self.step, failed=failed)
         self._saves.close()
         self._batches.close()
         release(self._wrapped)

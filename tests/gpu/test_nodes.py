@@ -1,16 +1,15 @@
-"""What `check-node` and the measurement of waits read off a GPU itself."""
+"""What `examples/check_nodes.py` and the measurement of waits read off a GPU itself."""
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
 from torch import distributed as dist
 
-from megatron_fanformer.cli import main
 from megatron_fanformer.runtime import topology
 from megatron_fanformer.training.stragglers import timed_waits
 from tests.gpu.making import needs_gpu, needs_real_gpu
+from tests.test_check_nodes import loaded
 
 pytestmark = [
     *needs_gpu,
@@ -18,17 +17,16 @@ pytestmark = [
 ]
 
 
-def test_each_gpu_is_described(capsys: pytest.CaptureFixture[str]) -> None:
-    count = torch.cuda.device_count()
-    main(["check-node", "--json", "--gpus", str(count)])  # another test may be using the GPU: then it is not idle
-    [node] = json.loads(capsys.readouterr().out)["nodes"]
-    assert {"CUDA", "NCCL", "the driver"} < node["facts"]["versions"].keys()
-    assert len(node["facts"]["gpus"]) == count
-    for gpu in node["facts"]["gpus"]:
-        assert 1e12 < gpu["flops_per_second"] < 1e16 and 100 < gpu["clock_mhz"] < 10_000
-    assert not [problem for problem in node["problems"] if "a second time" in problem]
-    assert node["facts"]["network"]  # by NCCL's log
-    assert not [what for what in node["facts"]["unseen"] if "nvidia-smi" in what]
+def test_a_gpu_is_measured_and_its_versions_are_known(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_nodes = loaded()
+    monkeypatch.setattr("sys.argv", ["check_nodes.py"])
+    assert check_nodes.main() == 0
+    printed, errors = capsys.readouterr()
+    assert 1 < float(printed.splitlines()[1].split()[1]) < 1e4 and "nvidia-smi" not in errors
+    versions = check_nodes.facts_here(torch.device("cuda"), is_first=False)["versions"]
+    assert {"GPU", "NCCL", "the driver"} < versions.keys() and versions["the driver"]
 
 
 def test_the_driver_lists_the_gpu_and_the_kernel_its_cores() -> None:

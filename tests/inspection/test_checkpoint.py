@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_fanformer.checkpoint import store, stored_files
+from megatron_fanformer.checkpoint import store
 from megatron_fanformer.checkpoint.full_tensors import write_full_tensors
 from megatron_fanformer.checkpoint.manifest import MANIFEST, write_manifest
 from megatron_fanformer.checkpoint.tensor_table import METADATA, read_table, stored_parts, tensors_of
@@ -106,14 +106,14 @@ def test_the_checkpoint_that_was_read_is_called_verified(
     inspect: Inspect, run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A run that goes on has another newest one once the bytes have been counted, and when it is described."""
-    count = stored_files.bytes_stored
+    count = checkpoints.bytes_stored
 
     def saving(checkpoint: Path) -> int:
         (run / "checkpoints" / "latest").write_text("step-00000004\n")
         return count(checkpoint)
 
     (run / "checkpoints" / "latest").write_text("step-00000002\n")
-    monkeypatch.setattr(stored_files, "bytes_stored", saving)
+    monkeypatch.setattr(checkpoints, "bytes_stored", saving)
     output = inspect(run, "--verify")
     assert "step        4, " in output.out and "\nverified: step-00000002: CRC-32 of " in output.out
 

@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -10,7 +9,6 @@ import yaml
 from matplotlib import image
 from matplotlib.figure import Figure
 
-from megatron_fanformer.errors import InputError
 from megatron_fanformer.inspection.phase_picture import PANELS, phase_picture
 from tests.inspection.conftest import Inspect
 from tests.small_runs import small_run
@@ -43,18 +41,6 @@ def test_a_run_is_drawn(inspect: Inspect, run: Path, monkeypatch: pytest.MonkeyP
         assert [label.get_text() for label in axes.get_xticklabels()] == ["3", "6"]
         assert (axes.images[0].get_clim() == (0, 1)) == axes.get_title().startswith("share")
     assert image.imread(run / "phases.png").shape == (1080, 1320, 4)
-
-
-@pytest.mark.parametrize(
-    ("values", "wrong"),
-    [([1.0], "1 layers"), ([], "0 layers"), ([1.0, "x"], "something else than numbers")],
-)
-def test_a_look_that_is_not_like_the_others_is_named(run: Path, values: list[Any], wrong: str) -> None:
-    with (run / "metrics.jsonl").open("a") as file:
-        look = {name: [1.0] * 3 for name in PANELS} | {"health/dead_units": values}
-        file.write(json.dumps({"step": 9, **look}) + "\n")
-    with pytest.raises(InputError, match=rf"metrics\.jsonl has health/dead_units of {wrong}.*, at step 9; take"):
-        phase_picture(run)
 
 
 def test_a_long_run_has_few_ticks(run: Path) -> None:

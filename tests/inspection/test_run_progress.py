@@ -90,14 +90,12 @@ def test_perplexity_sets_events_hangs_and_profiles_are_told(run: Path) -> None:
         "1 step computed again: 9",
         "1 step gone back to: 2",
         "1 hang, which --hang explains",
-        "1 profile, which --trace shows",
+        "1 profile, in traces/",
     ]
 
 
 def test_what_cannot_be_read_is_left_out(run: Path) -> None:
-    odd = {"step": 2, "loss": "low", "tokens": [], "tokens_per_second": True, "step_seconds": None}
-    huge = {"step": 2, "loss": 10**400, "tokens_per_second": 10**400, "step_seconds": 1e308}
-    write_run(run, [METRICS[0], odd, huge, {"step": 3, "loss": float("nan"), "validation_loss/x": {}}], steps=None)
+    write_run(run, [METRICS[0], {"step": 2, "loss": None}, {"step": 3, "skipped": "nan"}], steps=None)
     with (run / "metrics.jsonl").open("a") as stream:
         stream.write('null\n{"step": "4"}\n{"step": 5, "lo')
     assert rows(run) == [
@@ -106,8 +104,6 @@ def test_what_cannot_be_read_is_left_out(run: Path) -> None:
         ("loss", "8.9000 first, 8.9000 last"),
         ("speed", "640 tokens/s, 0.1 s a step (the last step)"),
     ]
-    write_config(run / "config.yaml", {"training": {"train_iters": 10**400}})
-    assert rows(run)[0] == ("steps", "3; nothing runs")
     (run / "config.yaml").write_text("[")
     (run / "metrics.jsonl").unlink()
     assert rows(run) == [("steps", "0; nothing runs")]

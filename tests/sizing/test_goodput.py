@@ -6,14 +6,15 @@ import math
 import random
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
-from megatron_fanformer.errors import InputError
 from megatron_fanformer.planning.machines import load_machine
 from megatron_fanformer.sizing.estimate import SECONDS_PER_HOUR, Estimate, estimate, for_machine, job_of
-from megatron_fanformer.sizing.goodput import Failures, checkpoint_bytes, goodput, storage
+from megatron_fanformer.sizing.goodput import checkpoint_bytes, goodput, storage
+from megatron_fanformer.sizing.request import PlanRequest
 from megatron_fanformer.training.config import config_from_dict
 from tests.sizing.test_candidates import run_config
 from tests.small_runs import small_run, train, write_tokens
@@ -72,110 +73,59 @@ def test_the_disk_holds_what_is_kept_and_what_is_being_written(
     checkpoint: dict[str, Any], steps: int, saves: int, kept: int, stored: int
 ) -> None:
     held = storage(planned(**checkpoint), steps)
-    assert (held.saves, held.kept, held.disk_bytes) == (saves, kept, stored * held.checkpoint_bytes)
+    assert held == {
+        "checkpoint_bytes": checkpoint_bytes(planned().job),
+        "saves": saves,
+        "kept": kept,
+        "disk_bytes": stored * held["checkpoint_bytes"],
+    }
 
 
-def drawn(work: float, restart: float, between: float, saves: int) -> tuple[float, float, float]:
-    """Seconds of a run in all, of restarts and of undone work, with failures drawn at random."""
+def spent(run: Estimate, steps: int, rate: float, *, hours: float, minutes: float) -> dict[str, float]:
+    request = SimpleNamespace(
+        steps=steps, save_bytes_per_second=rate, failure_hours=hours * GPUS, restart_minutes=minutes
+    )
+    found = goodput(run, cast(PlanRequest, request), storage(run, steps))
+    assert found is not None
+    return found
+
+
+def drawn(work: float, restart: float, between: float, saves: int) -> float:
+    """Seconds of a run in all, with failures drawn at random."""
     generator = random.Random(7)
-    total = restarting = undone = 0.0
+    total = 0.0
     for _ in range(saves):
         while (failed := generator.expovariate(1 / between)) < work:
-            total, undone = total + failed, undone + failed
+            total += failed
             while (failed := generator.expovariate(1 / between)) < restart:
-                total, restarting = total + failed, restarting + failed
-            total, restarting = total + restart, restarting + restart
+                total += failed
+            total += restart
         total += work
-    return total, restarting, undone
+    return total
 
 
 def test_failures_cost_what_drawn_ones_cost() -> None:
     """A run that saves every 100 s for 20, fails every 300 s, and takes 60 s and a loading to go on."""
-    run = planned(save_interval=100)
+    run, saves = planned(save_interval=100), 20_000
     rate = checkpoint_bytes(run.job) / 20
-    failures = Failures(gpu_hours=300 * GPUS / SECONDS_PER_HOUR, restart_minutes=1.0)
-    saves = 20_000
-    spent = goodput(run, saves * 100, rate, failures)
-    total, restarting, undone = drawn(120, 80, 300, saves)
-    assert spent.total_seconds == pytest.approx(total, rel=0.02)
-    assert spent.restarts_seconds == pytest.approx(restarting, rel=0.03)
-    assert spent.lost_seconds == pytest.approx(undone, rel=0.03)
-    assert spent.failures == pytest.approx(total / 300, rel=0.02)
-    assert (spent.steps_seconds, spent.saves_seconds) == (100 * saves, pytest.approx(20 * saves))
-    assert spent.share == spent.steps_seconds / spent.total_seconds
+    found = spent(run, saves * 100, rate, hours=300 / SECONDS_PER_HOUR, minutes=1)
+    assert found["save_seconds"] == pytest.approx(20)
+    assert found["share"] == pytest.approx(100 * saves / drawn(120, 80, 300, saves), rel=0.02)
 
 
 def test_the_best_interval_costs_least() -> None:
-    failures = Failures(gpu_hours=2.0 * GPUS, restart_minutes=5)
     rate = checkpoint_bytes(planned().job) / 20
 
-    def total(interval: int) -> float:
-        return goodput(planned(save_interval=interval), 100_000, rate, failures).total_seconds
+    def share(interval: int) -> float:
+        return spent(planned(save_interval=interval), 100_000, rate, hours=2, minutes=5)["share"]
 
-    best = goodput(planned(save_interval=1000), 100_000, rate, failures).best_interval_steps
+    best = spent(planned(save_interval=1000), 100_000, rate, hours=2, minutes=5)["best_interval_steps"]
     assert best == math.ceil(math.sqrt(2 * 20 * 7200) - 20)
-    assert total(best) < min(total(best // 2), total(2 * best))
+    assert share(int(best)) > max(share(int(best) // 2), share(2 * int(best)))
 
 
-def test_saves_in_the_background_make_training_wait_only_for_the_next() -> None:
-    rarely = Failures(gpu_hours=1e9, restart_minutes=1)
+def test_saves_in_the_background_and_rare_failures_cost_nothing() -> None:
     run = planned(save_interval=100, async_save=True)
-    rate = checkpoint_bytes(run.job) / 30
-    assert goodput(run, 1000, rate, rarely).share == pytest.approx(1, abs=1e-4)
-    slow = goodput(run, 1000, rate / 5, rarely)  # 150 s, of which the next save waits for 50
-    assert slow.saves_seconds == 10 * 50
-    often = Failures(gpu_hours=GPUS, restart_minutes=1)
-    in_turn = dataclasses.replace(run, config=dataclasses.replace(run.config, checkpoint=planned().config.checkpoint))
-    assert goodput(run, 1000, rate, often).lost_seconds > 0 < goodput(in_turn, 1000, rate, often).lost_seconds
-
-
-@pytest.mark.parametrize(
-    ("seconds", "interval", "failures", "message"),
-    [
-        (
-            1.0,
-            None,
-            Failures(gpu_hours=0.08, restart_minutes=0.5),
-            "saves are 27.8 hours apart, and the run fails every 36 seconds: it would never end; lower "
-            "checkpoint.save_interval, or raise",
-        ),
-        # Two factors, each of them a number, whose product is none.
-        (
-            1.0,
-            300,
-            Failures(gpu_hours=8 * GPUS / SECONDS_PER_HOUR, restart_minutes=90),
-            "saves are 300 seconds apart, and the run fails every 8 seconds: it would never end; lower "
-            "--restart-minutes, which is 90, and checkpoint.save_interval, or raise",
-        ),
-        # A number, of some 10^62 years.
-        (
-            60.0,
-            900,
-            Failures(gpu_hours=0.1 * GPUS, restart_minutes=1),
-            "saves are 15.0 hours apart, and the run fails every 0.1 hours: it would never end; lower "
-            "checkpoint.save_interval, or raise",
-        ),
-    ],
-    ids=["a factor", "their product", "eons"],
-)
-def test_a_run_that_would_never_end_is_refused(
-    seconds: float, interval: int | None, failures: Failures, message: str
-) -> None:
-    run = planned(seconds=seconds, **({} if interval is None else {"save_interval": interval}))
-    with pytest.raises(InputError) as refused:
-        goodput(run, 99_900, 1e9, failures)
-    assert str(refused.value).startswith(message)
-
-
-@pytest.mark.parametrize("is_async", [False, True])
-def test_a_save_that_takes_longer_than_the_run_lasts_is_named(is_async: bool) -> None:
-    """No interval would help: it is what never ends, in turn with steps or beside them."""
-    run = planned(save_interval=10, async_save=is_async)
-    rate = checkpoint_bytes(run.job) / 1000
-    message = (
-        "a save takes 0.3 hours, and the run fails every 8 seconds: it would never end; raise --save-rate or "
-        "--failure-hours"
-    )
-    with pytest.raises(InputError) as refused:
-        goodput(run, 99_900, rate, Failures(gpu_hours=8 * GPUS / SECONDS_PER_HOUR, restart_minutes=1))
-    assert str(refused.value) == message
+    found = spent(run, 1000, checkpoint_bytes(run.job) / 30, hours=1e9, minutes=1)
+    assert (found["best_interval_steps"], found["share"]) == (30, pytest.approx(1, abs=1e-4))
+    assert spent(run, 99_900, 1e9, hours=1e-4, minutes=90)["share"] == 0  # it never ends

@@ -44,8 +44,6 @@ def test_a_line_a_case_and_sums_that_hold(
         assert all(line[name] > 0 for name in NUMBERS)
         share = line["model_flops_per_second"] / line["matrix_flops_per_second"]
         assert line["share_of_matrix_rate"] == pytest.approx(share)
-        assert {"matrix products", "attention", "FAN activation", "optimizer", "host"} <= set(line["breakdown_seconds"])
-    assert "communication" in lines["p=0.125 fp32 tp=2"]["breakdown_seconds"]
     assert all(name in message for name in lines)
     alone, shared = lines.values()
     assert alone["predicted_step_seconds"] > 0 and "predicted_step_seconds" not in shared  # ranks that share the cores

@@ -8,14 +8,11 @@ measured as one line of JSON. Until it is let go, it has nothing on the GPU: man
 
 import json
 import os
-import shutil
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from benchmarking.ranks import Rank
-from megatron_fanformer.inspection.trace import rank_times
 from megatron_fanformer.processes import end_with_parent
 from megatron_fanformer.runtime import device as devices
 from megatron_fanformer.training.config import config_from_dict
@@ -41,25 +38,9 @@ def main() -> None:
         rank = Rank(config, grid)
         rank.steps(request["warm_up"])
         timing = rank.steps(request["steps"])
-        measured: dict[str, Any] = {**asdict(timing), "peak_memory_bytes": rank.peak_memory()}
-        if request["trace"]:
-            measured |= _traced(rank, request["steps"], Path(request["trace"]))
+        measured = {**asdict(timing), "peak_memory_bytes": rank.peak_memory()}
         rank.trainer.close()
     print(json.dumps(measured), file=answers, flush=True)
-
-
-def _traced(rank: Rank, steps: int, file: Path) -> dict[str, Any]:
-    trace = rank.profile(steps)
-    times = rank_times(trace)
-    shutil.copyfile(trace, file)
-    return {
-        "breakdown_seconds": times.seconds,
-        "idle_share": times.idle / times.step_seconds,
-        "gaps": [
-            {"after": gap.after, "before": gap.before, "share": gap.seconds / times.step_seconds, "times": gap.times}
-            for gap in times.gaps
-        ],
-    }
 
 
 if __name__ == "__main__":

@@ -14,10 +14,8 @@ from typing import Any
 
 import torch
 
-from megatron_fanformer.inspection.trace import rank_times
 from megatron_fanformer.model.config import FANformerConfig
 from megatron_fanformer.runtime import device as devices
-from megatron_fanformer.training.traces import trace_file, trace_folder
 
 END_SECONDS = 20
 MANY_STEPS = 100_000  # more than any benchmark takes
@@ -56,10 +54,6 @@ class CaseProcesses:
     def steps(self, number: int) -> Timing:
         """Take some steps in a row."""
         return self._ask("steps", number)[0]
-
-    def breakdown(self, number: int) -> dict[str, float]:
-        """Seconds per step by category, of rank 0, from a profile of some steps."""
-        return self._ask("breakdown", number)[0]
 
     def peak_memory(self) -> int:
         """Bytes, of all ranks together: resident on a CPU, allocated on a GPU."""
@@ -125,7 +119,7 @@ def _serve_rank(connection: Any, values: dict[str, Any], rank: int, world_size: 
 
 
 class Rank:
-    """A whole Trainer on one rank, whose steps are timed or profiled."""
+    """A whole Trainer on one rank, whose steps are timed."""
 
     def __init__(self, config: Any, grid: Any) -> None:
         from megatron_fanformer.training import trainer
@@ -145,18 +139,6 @@ class Rank:
         self._wait()
         seconds = time.perf_counter() - started
         return Timing(seconds / number, (seconds - within) / number)
-
-    def breakdown(self, number: int) -> dict[str, float]:
-        """Profile some steps; on rank 0, seconds of one by category."""
-        trace = self.profile(number)
-        return rank_times(trace).seconds if self.trainer.grid.is_main else {}
-
-    def profile(self, number: int) -> Path:
-        """Profile some steps; the file of rank 0's trace."""
-        first = self.trainer.step + 1
-        self.trainer.profiler.profile_next(self.trainer.step, number)
-        self.steps(number)
-        return trace_file(trace_folder(self.trainer.run, first, self.trainer.step), rank=0)
 
     def peak_memory(self) -> int:
         """Bytes at the most so far: resident on a CPU, allocated on a GPU."""

@@ -24,18 +24,14 @@ def _steps(setting: Setting, output: str, cases: Cases, *options: str) -> Comman
     """Steps of cases in turns, by `tools/bench_steps.py`."""
     on_gpu = ("--device", "cuda", "--preset", "fanformer-1b", "--micro-batch-size", "8", *options)
     small = "--config examples/tiny-cpu.yaml --seq-length 64 --micro-batch-size 1 --steps 1 --warm-up 1 --rounds 1"
-    arguments = list(setting.pick(on_gpu, ("--device", "cuda", *small.split(), *_kept_options(options))))
+    arguments = list(
+        setting.pick(on_gpu, ("--device", "cuda", *small.split(), *(["--rates"] if "--rates" in options else [])))
+    )
     for name, settings in cases.items():
         own = [each for each in settings if each not in (GRAPHS, FOUR)] + [GLOO]
         arguments += ["--case", name, *setting.pick(settings, own)]
     file = str(setting.folder / output)
     return Command(arguments=["tools/bench_steps.py", *arguments, "--json", file], name=Path(output).stem)
-
-
-def _kept_options(options: tuple[str, ...]) -> list[str]:
-    """What a rehearsal takes over of a command's options: not the sizes."""
-    kept = ["--rates"] if "--rates" in options else []
-    return kept + (["--trace", options[options.index("--trace") + 1]] if "--trace" in options else [])
 
 
 def machine(setting: Setting) -> list[Command]:
@@ -137,13 +133,6 @@ def formats(setting: Setting) -> list[Command]:
         "moments and gradients in bf16": ("fanformer", GRAPHS, *moments, "precision.grad_reduce_in_fp32=false"),
     }
     return [_steps(setting, "step.json", cases)]
-
-
-def trace(setting: Setting) -> list[Command]:
-    """Profile one micro batch a step, and four."""
-    cases = {"one": ("fanformer", GRAPHS), "four": ("fanformer", GRAPHS, FOUR)}
-    options = ("--rounds", "1", "--steps", "2", "--trace", str(setting.folder))
-    return [_steps(setting, "step.json", cases, *options)]
 
 
 def save(setting: Setting) -> list[Command]:

@@ -9,7 +9,6 @@ from typing import Any
 from queueing.record import Figure, Setting
 
 Read = Callable[[Setting], float]
-NAMED_GAPS = 4
 
 
 def of_json(file: str, *keys: str | int) -> Read:
@@ -81,21 +80,16 @@ def finding(file: str, name: str) -> Read:
 
 
 def cases(setting: Setting) -> list[Figure]:
-    """Each case of `tools/bench_steps.py` as it is: a step, the rate, memory, and the largest gaps where it has any."""
+    """Each case of `tools/bench_steps.py` as it is: a step, the rate, memory."""
     return [
         Figure(
             name=line["case"],
             value=line["step_seconds"],
             shown=f"{line['step_seconds']:.4f} s, {line['model_flops_per_second'] / 1e12:,.1f} TFLOP/s, "
-            f"{line['peak_memory_bytes'] / 1e9:.1f} GB{_gaps(line.get('gaps', []))}",
+            f"{line['peak_memory_bytes'] / 1e9:.1f} GB",
         )
         for line in json.loads((setting.folder / "step.json").read_text())["cases"]
     ]
-
-
-def _gaps(found: list[dict[str, Any]]) -> str:
-    named = [f"{gap['share']:.1%} from {gap['after']} to {gap['before']}" for gap in found[:NAMED_GAPS]]
-    return f"; idle {', '.join(named)}" if named else ""
 
 
 def numbers(file: str) -> Callable[[Setting], list[Figure]]:

@@ -191,24 +191,6 @@ PARTS = (
         ),
     ),
     Part(
-        name="trace",
-        decides="where the GPU waits in the steps with CUDA graphs, of one micro batch and of four",
-        minutes=1.5,
-        commands=commands.trace,
-        writes=("step.json", "one.json.gz", "four.json.gz"),
-        figures=cases,
-        goals=tuple(
-            Goal(
-                name=f"idle, micro batches: {case}",
-                read=of_case("step.json", case, "idle_share"),
-                at_most=0.05,
-                unit="%",
-                scale=100,
-            )
-            for case in ("one", "four")
-        ),
-    ),
-    Part(
         name="save",
         decides="what a checkpoint of 1B in the background costs: standing still, and the host's memory",
         minutes=3,

@@ -26,7 +26,6 @@ from megatron_fanformer.experiments.sweeps.cells import ENDING_EARLY, outcome, o
 from megatron_fanformer.experiments.sweeps.file import Cell, Sweep
 from megatron_fanformer.experiments.sweeps.tuning import due, in_play, unfinished
 from megatron_fanformer.processes import (
-    PROFILE_SIGNAL,
     SAVE_SIGNAL,
     end_with_owner,
     signals_held,
@@ -158,7 +157,7 @@ class _Runs:
     def _pass_on_signals(self) -> None:
         while self.received:
             number = self.received.popleft()
-            goes_on = number in (SAVE_SIGNAL, PROFILE_SIGNAL)
+            goes_on = number == SAVE_SIGNAL
             self._is_stopped |= not goes_on
             for each in self._running.values():
                 each.process.send_signal(number if goes_on else signal.SIGTERM)

@@ -1,1 +1,0 @@
-"""The checks that a node must pass before it joins a run: the command `check-node`."""
