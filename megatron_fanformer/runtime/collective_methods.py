@@ -50,9 +50,6 @@ METHODS: dict[str, Method] = {
     "monitored_barrier": Method("barrier", None),
 }
 
-COLLECTIVES = tuple(METHODS)
-"""The methods of ProcessGroup that are collectives, in any torch; each has some of them."""
-
 
 @contextmanager
 def methods_replaced(

@@ -145,12 +145,10 @@ class Trainer:
 
     def take_step(self) -> Stopping | None:
         """Train one step and do all that is due after it; returns why to end now, or None."""
-        with self.profiler.recording(self.step + 1) as is_profiled, self._stragglers.measuring(self.step + 1):
+        with self.profiler.recording(self.step + 1):
             metrics = self._train_one_step()
         if self._interrupts.profile:
             self.profiler.profile_next(self.step)
-        if is_profiled or "skipped" in metrics:
-            self._stragglers.forget(self.step)
         if "skipped" not in metrics:
             metrics.update(self._phases.report_if_due(self.step))
             metrics.update(self._step_metrics.of_weights_if_due(self.step, self._optimizer))
@@ -187,6 +185,7 @@ class Trainer:
     def _train_one_step(self) -> dict[str, Any]:
         """Take the next step, or skip it; returns its metrics."""
         started = time.monotonic()
+        self._stragglers.begin()
         self.step += 1
         heartbeat.mark("learning rate", step=self.step)
         self._id_scan.raise_failure()
@@ -400,7 +399,7 @@ class Trainer:
         # What a CUDA graph runs is called from Python when it is captured, and never again.
         is_called = config.kernels.cuda_graph_impl == "none"
         self._stragglers = Stragglers(
-            self.grid, interval=logged.straggler_interval if is_called else None, factor=logged.straggler_factor
+            self._wrapped, self.grid, interval=logged.straggler_interval, factor=logged.straggler_factor
         )
         self._phases = PhaseHealth(
             self._stages, config.model, self.grid, interval=logged.phase_interval if is_called else None
