@@ -214,9 +214,7 @@ class _Loader(yaml.SafeLoader):
 
 
 def _count(node: yaml.Node, known: dict[int, int]) -> int:
-    """Return the values that a node stands for; `known` has the nodes seen so far, 0 for those that are being
-    counted.
-    """
+    """Return the values that a node stands for; `known` has those seen so far, 0 for those being counted."""
     if (count := known.get(id(node))) is not None:
         if not count:
             raise ValueError(f"a value contains itself{node.start_mark}")
@@ -376,7 +374,7 @@ def moved_names(values: Mapping[str, Any], moves: Mapping[str, str]) -> tuple[di
     """Return the values with fields under their current names, and the earlier names that were found.
 
     Args:
-        moves: from a field's earlier name, `section.field`, to its current one.
+        moves: from a field's earlier name, `section.field`, to its current one; to nothing if it is gone.
 
     Raises:
         InputError: a field is given under both names; one line each.
@@ -384,7 +382,7 @@ def moved_names(values: Mapping[str, Any], moves: Mapping[str, str]) -> tuple[di
     moved = {name: type(part)(part) if isinstance(part, dict) else part for name, part in values.items()}
     found, twice = [], []
     for old, new in moves.items():
-        (old_section, old_field), (new_section, new_field) = old.split("."), new.split(".")
+        (old_section, _, old_field), (new_section, _, new_field) = old.partition("."), new.partition(".")
         source = moved.get(old_section)
         if not isinstance(source, dict) or old_field not in source:
             continue
@@ -393,7 +391,9 @@ def moved_names(values: Mapping[str, Any], moves: Mapping[str, str]) -> tuple[di
             twice.append(f"{old} is the earlier name of {new}, and both are given; remove {old}")
         elif target is None or isinstance(target, dict):
             found.append(old)
-            _set_nested(moved, [new_section, new_field], source.pop(old_field))
+            value = source.pop(old_field)
+            if new:
+                _set_nested(moved, [new_section, new_field], value)
     if twice:
         raise InputError("\n".join(twice))
     return moved, found

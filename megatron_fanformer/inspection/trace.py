@@ -30,7 +30,7 @@ OTHER, HOST, BETWEEN = "other operations", "host", "between steps"
 # In this order: the first whose pattern an operation, a kernel of it or anything around it matches. GEMMs of attention
 # are attention; those of the loss head are matrix products, those of Muon the optimizer's.
 PATTERNS = {
-    COMMUNICATION: rf"c10d::|gloo:|nccl|CollectiveThroughMemory|^{WAIT}$",
+    COMMUNICATION: rf"c10d::|gloo:|nccl|^{WAIT}$",
     OPTIMIZER: rf"^{PHASE}(update|gradient norm)$|Optimizer\.step|multi_tensor|fused_adam",
     "attention": r"scaled_dot_product|causal_attention|flash|fmha|FusedAttn|cudnn.*sdpa",
     "matrix products": r"aten::(add|b|badd)?mm_?$|(mkl|add)_product|mkldnn_linear|gemm|nvjet|cutlass|onednn",

@@ -18,9 +18,6 @@ class RuntimeConfig:
     cpu_kernels: Literal["auto", "compiled", "torch"] = "auto"
     """This project's CPU kernels, built by the machine's C++ compiler, or PyTorch's operations; `auto`: `compiled` if
     every rank finds a compiler."""
-    cpu_shared_memory_collectives: bool = True
-    """CPU ranks of one machine sum and gather through shared memory; false: over gloo's sockets. Only the order of sums
-    may differ."""
     numa_binding: bool = True
     """Keep a rank on the cores near its GPU, unless its launcher has bound it (docs/gpu.md#cores-near-a-gpu)."""
     deterministic_mode: bool = False

@@ -29,7 +29,6 @@ from megatron_fanformer.runtime import device as devices
 from megatron_fanformer.runtime import megatron_cpu
 from megatron_fanformer.runtime.agreement import reported_by_main
 from megatron_fanformer.runtime.config import DEFAULT_RUNTIME, RuntimeConfig
-from megatron_fanformer.runtime.cpu_collectives import shared_memory_collectives
 from megatron_fanformer.runtime.heartbeat import watching_ranks
 from megatron_fanformer.runtime.last_collectives import remembering_collectives
 from megatron_fanformer.runtime.layout import ParallelConfig
@@ -217,8 +216,7 @@ def rank_grid(
         is_deterministic=runtime.deterministic_mode,
     )
     try:
-        with shared_memory_collectives(enabled=runtime.cpu_shared_memory_collectives):
-            yield grid
+        yield grid
     finally:
         parallel_state.destroy_model_parallel()
         RotaryEmbedding.forward.cache_clear()  # holds the modules that made the tables, and these their process group

@@ -24,7 +24,6 @@ from torch.profiler import ProfilerActivity, record_function, supported_activiti
 from megatron_fanformer.durable_files import publish, refusal_of, temporary_name
 from megatron_fanformer.runtime import heartbeat
 from megatron_fanformer.runtime.collective_methods import methods_replaced
-from megatron_fanformer.runtime.cpu_collectives import CollectiveThroughMemory
 from megatron_fanformer.runtime.parallel import RankGrid
 from megatron_fanformer.training.interrupts import Request
 from megatron_fanformer.training.loggers.registry import LoggingConfig
@@ -222,10 +221,7 @@ def _named_waits() -> Iterator[None]:
 
         return call
 
-    with (
-        methods_replaced(dist.Work, ("wait",), named),
-        methods_replaced(CollectiveThroughMemory, ("wait",), named),
-    ):
+    with methods_replaced(dist.Work, ("wait",), named):
         yield
 
 

@@ -45,7 +45,7 @@ def group(label: str, ranks: list[int], *kinds: str, at: float = 0.0, skipped: i
 def report(rank: int, *groups: Group, world_size: int = 3, doing: str = "backward") -> RankReport:
     frames = [
         Frame("torch/distributed/distributed_c10d.py", 5, "all_reduce"),
-        Frame("megatron_fanformer/runtime/shared_memory.py", 91, "GroupMemory.wait"),
+        Frame("megatron_fanformer/runtime/last_collectives.py", 91, "GroupMemory.wait"),
         Frame("megatron_fanformer/training/step.py", 10 + rank, "take"),
         Frame("megatron_fanformer/training/trainer.py", 5, "train"),
     ]
