@@ -155,9 +155,8 @@ for ((start = 0; start <= ${MAX_RESTARTS:-3}; start++)); do
         exit 1
     fi
     code=0
-    # Ranks learn of each other's end by heartbeats, which are the rarer the more ranks there are; rank 0 may need more
-    # than a minute to write its logs.
-    on "$tasks_per_node" "$((100 + tasks_per_node * wanted / 100))" "${healthy[@]:0:wanted}" -- \
+    # Rank 0 may need more than a minute to write its logs.
+    on "$tasks_per_node" 100 "${healthy[@]:0:wanted}" -- \
         "${hold[@]}" "$python" -m megatron_fanformer train "$@" || code=$?
     case $code in
         "$STOPPED") requeue ;;

@@ -31,14 +31,12 @@ class InspectOptions:
     """Draw the phase health that a run has logged into this PNG."""
     trace: bool = False
     """Show where the time of a run's profiled steps went: the last ones, or those in the folder PATH."""
-    hang: bool = False
-    """Show which ranks the others waited for when a run hung: the last time, or that in the folder PATH."""
     step: int | None = None
     """Show the samples of this training step, of a run or of --config."""
     config: Path | None = option(None, metavar="FILE", parse=path_or_none)
     """With --step: the configuration that trains on PATH."""
     full: bool = False
-    """With --step: show whole texts; with --hang: the stacks of all threads."""
+    """With --step: show whole texts."""
     overrides: tuple[str, ...] = overrides()
 
 
@@ -51,7 +49,6 @@ def _inspect(options: InspectOptions) -> None:
         index_data,
         inspect_path,
         inspect_step,
-        show_hang,
         show_trace,
     )
 
@@ -68,9 +65,6 @@ def _inspect(options: InspectOptions) -> None:
     elif options.trace:
         _refuse_others(options, "trace", "json")
         show_trace(path, json=options.json)
-    elif options.hang:
-        _refuse_others(options, "hang", "json", "full")
-        show_hang(path, full=options.full, json=options.json)
     elif options.index:
         _refuse_others(options, "index", "overrides")
         device.hide_gpus()
@@ -78,7 +72,10 @@ def _inspect(options: InspectOptions) -> None:
         index_data(path, options.overrides)
     elif step is None:
         if stray := [*options.overrides, *(["--config"] if config else []), *(["--full"] if options.full else [])]:
-            raise InputError(f"{stray[0]} has no effect without --step; {PROGRAM} inspect --help lists the options")
+            remedy = f"{PROGRAM} inspect --help lists the options"
+            if stray[0] == "--hang":
+                remedy = "what ranks did when a run hung is on its last line, and in the log files of logging.folder"
+            raise InputError(f"{stray[0]} has no effect without --step; {remedy}")
         is_remote_data = is_url(path) and (path.endswith((".npy", ".bin", ".idx")) or _has_manifest(path))
         inspect_path(path if is_remote_data else on_this_machine(path), verify=options.verify, json=options.json)
     elif options.verify:
@@ -109,7 +106,7 @@ def _has_manifest(url: str) -> bool:
 INSPECT = Verb(
     name="inspect",
     help="Describe or verify data, a run, a checkpoint or an export; follow a run; show the samples of a step, or its "
-    "time; explain a hang.",
+    "time.",
     options=InspectOptions,
     run=_inspect,
     examples=("inspect runs/demo/tokens/train --verify", "inspect runs/demo/run --step 200"),

@@ -3,14 +3,13 @@
 Which steps is the same on all ranks: those of `logging.profile_steps`, or the next ones after a request, which the sum
 of a step's numbers brings to all. What is profiled computes the same numbers; where nothing is, it costs a comparison.
 
-Torch names operations and kernels. What it does not name gets a range while a profile is going on, and only then: the
-steps (`step 100`), what the heartbeat is told of (`phase forward`), and waiting for a collective.
+Torch names operations and kernels. What it does not name gets a range: the steps (`step 100`), parts of them (`phase
+forward`), and, while a profile is going on, waiting for a collective.
 """
 
 import logging
 import os
 import shutil
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -22,12 +21,11 @@ from isal import igzip
 from torch.profiler import ProfilerActivity, record_function, supported_activities
 
 from megatron_fanformer.durable_files import publish, refusal_of, temporary_name
-from megatron_fanformer.runtime import heartbeat
-from megatron_fanformer.runtime.collective_methods import methods_replaced
+from megatron_fanformer.runtime.collectives import methods_replaced
 from megatron_fanformer.runtime.parallel import RankGrid
 from megatron_fanformer.training.interrupts import Request
 from megatron_fanformer.training.loggers.registry import LoggingConfig
-from megatron_fanformer.training.traces import PHASE, STEP, WAIT, memory_file, trace_file, trace_folder
+from megatron_fanformer.training.traces import STEP, WAIT, memory_file, trace_file, trace_folder
 
 REQUESTED_STEPS = 3
 TAIL_BYTES = 100
@@ -55,7 +53,6 @@ class Profiler:
         self._first = self._last = 0  # of those, that have been; 0: none is being profiled
         self._profile: torch.profiler.profile | None = None  # None on ranks without one
         self._held, self._ranges = ExitStack(), ExitStack()  # all that is on while this rank is profiled
-        self._phases = _Phases()
 
     def profile_next(self, step: int, count: int = REQUESTED_STEPS) -> None:
         """Profile the steps after this one; does nothing where a profile is going on."""
@@ -74,10 +71,8 @@ class Profiler:
                 return
             self._begin(step)
         self._last = step
-        self._phases.end()  # of an evaluation or a save since the last one: the step is no part of it
         with record_function(f"{STEP}{step}"):
             yield True
-            self._phases.end()
         if step == self._due[-1]:
             self._finish()
 
@@ -102,7 +97,6 @@ class Profiler:
         if self._records_memory:
             self._held.enter_context(_recorded_memory())
         self._profile = self._held.enter_context(torch.profiler.profile(activities=activities()))
-        self._ranges.enter_context(self._phases.named())
         self._ranges.enter_context(_named_waits())
 
     def _finish(self) -> None:
@@ -132,7 +126,6 @@ class Profiler:
         if self._records_memory:  # before the recording of it ends
             _written(memory_file(file), lambda path: torch.cuda.memory._dump_snapshot(str(path)))
         self._end()
-        heartbeat.mark("writing a profile", in_step=False, by_all=False)
         plain = temporary_name(file.with_suffix(""))
         try:
             profile.export_chrome_trace(str(plain))
@@ -175,39 +168,6 @@ def _recorded_memory() -> Iterator[None]:
         yield
     finally:
         torch.cuda.memory._record_memory_history(enabled=None)
-
-
-class _Phases:
-    """The ranges of what the heartbeat is told of on the main thread, each until the next one begins."""
-
-    def __init__(self) -> None:
-        self._range: record_function | None = None
-
-    def end(self) -> None:
-        """End the range that is open."""
-        if self._range is not None:
-            self._range.__exit__(None, None, None)
-            self._range = None
-
-    @contextmanager
-    def named(self) -> Iterator[None]:
-        """Open ranges while the block runs."""
-
-        def named(_name: str, mark: Callable[..., None]) -> Callable[..., None]:
-            def call(doing: str, **arguments: Any) -> None:
-                mark(doing, **arguments)
-                if threading.current_thread() is threading.main_thread():
-                    self.end()
-                    self._range = record_function(f"{PHASE}{doing}")
-                    self._range.__enter__()
-
-            return call
-
-        try:
-            with methods_replaced(heartbeat, ("mark",), named):
-                yield
-        finally:
-            self.end()
 
 
 @contextmanager

@@ -17,7 +17,6 @@ from megatron_fanformer.data.tokenizer import tokenizer_file
 from megatron_fanformer.errors import CorruptError, DivergenceError, Interrupted
 from megatron_fanformer.model.build import build_stages
 from megatron_fanformer.processes import signals_to
-from megatron_fanformer.runtime import heartbeat
 from megatron_fanformer.runtime.agreement import on_main
 from megatron_fanformer.runtime.device import return_freed_memory
 from megatron_fanformer.runtime.garbage import manual_gc
@@ -187,7 +186,6 @@ class Trainer:
         started = time.monotonic()
         self._stragglers.begin()
         self.step += 1
-        heartbeat.mark("learning rate", step=self.step)
         self._id_scan.raise_failure()
         self._seen.log_if_stage_begins(self.step)
         self._scheduler.step(1)
@@ -206,7 +204,6 @@ class Trainer:
         update_weights(self._optimizer, result.grad_norm, is_measured=is_measured)
         self._bad_steps.note_good(self.step, result.loss, result.grad_norm)
         self.last_step_seconds = time.monotonic() - started
-        heartbeat.mark_step_took(self.last_step_seconds)
         return {
             **self._step_metrics.of_step(
                 result,
@@ -267,7 +264,6 @@ class Trainer:
             raise DivergenceError(
                 f"{steps}: {bad[last]}, and {why}; lower optimizer.lr, or inspect the steps' documents"
             )
-        heartbeat.mark("going back", in_step=False)
         skipped = self._bad_steps.note_rewind()
         self._resume(before)
         self._events.add("rewound", self.step, skipped=skipped)
