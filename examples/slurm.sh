@@ -136,9 +136,8 @@ fi
 for ((start = 0; start <= ${MAX_RESTARTS:-3}; start++)); do
     find_nodes
     code=0
-    # Ranks learn of each other's end by heartbeats, which are the rarer the more ranks there are; rank 0 may need more
-    # than a minute to write its logs.
-    on "$((100 + tasks_per_node * wanted / 100))" "${nodes[@]:0:wanted}" -- \
+    # Rank 0 may need more than a minute to write its logs.
+    on 100 "${nodes[@]:0:wanted}" -- \
         "${hold[@]}" "$python" -m megatron_fanformer train "$@" || code=$?
     case $code in
         "$STOPPED") requeue ;;

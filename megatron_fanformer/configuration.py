@@ -318,7 +318,7 @@ def moved_names(values: Mapping[str, Any], moves: Mapping[str, str]) -> tuple[di
     """Return the values with fields under their current names, and the earlier names that were found.
 
     Args:
-        moves: from a field's earlier name, `section.field`, to its current one.
+        moves: from a field's earlier name, `section.field`, to its current one; to nothing if it is gone.
 
     Raises:
         InputError: a field is given under both names; one line each.
@@ -326,7 +326,7 @@ def moved_names(values: Mapping[str, Any], moves: Mapping[str, str]) -> tuple[di
     moved = {name: type(part)(part) if isinstance(part, dict) else part for name, part in values.items()}
     found, twice = [], []
     for old, new in moves.items():
-        (old_section, old_field), (new_section, new_field) = old.split("."), new.split(".")
+        (old_section, _, old_field), (new_section, _, new_field) = old.partition("."), new.partition(".")
         source = moved.get(old_section)
         if not isinstance(source, dict) or old_field not in source:
             continue
@@ -335,7 +335,9 @@ def moved_names(values: Mapping[str, Any], moves: Mapping[str, str]) -> tuple[di
             twice.append(f"{old} is the earlier name of {new}, and both are given; remove {old}")
         elif target is None or isinstance(target, dict):
             found.append(old)
-            _set_nested(moved, [new_section, new_field], source.pop(old_field))
+            value = source.pop(old_field)
+            if new:
+                _set_nested(moved, [new_section, new_field], value)
     if twice:
         raise InputError("\n".join(twice))
     return moved, found

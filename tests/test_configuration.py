@@ -164,9 +164,9 @@ def test_earlier_names_are_read_with_one_line_of_notice(tmp_path: Path) -> None:
 def test_every_earlier_name_is_of_a_field(tmp_path: Path) -> None:
     defaults = dataclasses.asdict(config_from_dict({**small_run("x", tmp_path), "kernels": {}, "runtime": {}}))
     for old, new in MOVED_FIELDS.items():
-        (_, earlier), (section, name) = old.split("."), new.split(".")
+        (earlier_section, earlier), (section, _, name) = old.split("."), new.partition(".")
         values = {**small_run("x", tmp_path), "kernels": {}, "runtime": {}}
-        values["parallel"] = {earlier: defaults[section][name]}
+        values[earlier_section] = {earlier: defaults[section][name] if new else True}
         config, notices = told_by(values)
         assert config.as_dict() == defaults
         assert len(notices) == 1

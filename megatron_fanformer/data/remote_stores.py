@@ -20,7 +20,7 @@ from megatron_fanformer.stores import driver_of, reason_of, scheme_of, with_atte
 
 REQUEST_SECONDS = 20.0
 PAUSES_SECONDS = (0.5, 1.0, 2.0, 4.0, 8.0, *[16.0] * 6)
-# With the last pause and request less than the least that a rank may be silent (runtime/heartbeat.py).
+# Less than runtime.distributed_timeout_minutes by default: the other ranks wait meanwhile.
 PATIENCE_SECONDS = 70.0
 JITTER = 0.5
 MOST_REQUESTS = 64  # at a time, of a process to a store

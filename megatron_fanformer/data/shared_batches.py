@@ -14,7 +14,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_fanformer.data.batches import BATCH_FIELDS, DOCUMENT_IDS
-from megatron_fanformer.runtime import heartbeat
 from megatron_fanformer.runtime.agreement import raise_on_all
 
 READ, FAILED = 1, 0  # a simulated rank reads 1 from any tensor (`simulation.fake_world.INVENTED`)
@@ -45,19 +44,17 @@ def shared_batches(
     """
     shape = (micro_batch_size, seq_length)
     if not is_used:
-        return _unread(shape, leaves_marks=group.size() > 1)
+        return _unread(shape)
     if group.size() == 1:
         return read()
     own = read() if group.rank() == 0 else None  # whose loader processes begin now
     return _shared(own, group, shape, has_document_ids)
 
 
-def _unread(shape: tuple[int, int], *, leaves_marks: bool) -> Generator[dict[str, Tensor], None, None]:
+def _unread(shape: tuple[int, int]) -> Generator[dict[str, Tensor], None, None]:
     tokens = torch.zeros(shape, dtype=torch.int64)
     batch = {**dict.fromkeys(BATCH_FIELDS, tokens), "loss_mask": tokens.float()}
     while True:
-        if leaves_marks:  # as many as `_shared`: a rank with fewer would seem to hold up the others
-            heartbeat.mark_progress(by_all=True)
         yield batch
 
 
@@ -73,8 +70,6 @@ def _shared(
             except Exception as error:
                 failure = error
             buffer[0] = FAILED if failure else READ
-        # As many marks on every rank, but while one reads the others are one ahead: the heartbeat names it then.
-        heartbeat.mark("sharing samples" if own is not None else "waiting for samples")
         dist.broadcast(buffer, group=group, group_src=0)
         if int(buffer[0]) == FAILED:
             raise_on_all(failure, group)

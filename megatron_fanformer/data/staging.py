@@ -30,7 +30,6 @@ from megatron_fanformer.data.npy_files import SUFFIXES
 from megatron_fanformer.data.remote_files import RemoteFile, copy_to, find, look_up_contents, optional_content
 from megatron_fanformer.durable_files import take_lock, write_atomically
 from megatron_fanformer.errors import InputError, redacted
-from megatron_fanformer.runtime import heartbeat
 from megatron_fanformer.stores import is_url, reported_as_local
 
 KEY = re.compile(r"[0-9a-f]{32}")  # the name of a folder of copies
@@ -147,7 +146,6 @@ class Staging:
                 logger.info("%s: waiting for another process that copies token files to it", self.folder)
                 while (lock := take_lock(self.folder / LOCK, wait=False)) is None:
                     time.sleep(POLL_SECONDS)
-                    heartbeat.mark_progress()  # while others copy, for hours perhaps
         assert lock is not None
         try:
             with reported_as_local(self.folder):
@@ -226,18 +224,14 @@ class Staging:
         tasks.run([functools.partial(self._copy_entry, entry) for entry in missing])
 
     def _copy_entry(self, entry: Entry, *, advance: Advance) -> None:
-        def copied(part_bytes: int) -> None:
-            heartbeat.mark_progress()
-            advance(part_bytes)
-
         record = token_files_record(entry.prefix)
         for suffix, file in entry.files.items():
             path = self._path(entry, suffix)
             if path.is_file() and path.stat().st_size == file.size:
-                copied(file.size)
+                advance(file.size)
                 continue
             stated = record.files[suffix].sha256 if record and suffix in record.files else ""
-            found = copy_to(file, path, advance=copied, sha256=stated or None)
+            found = copy_to(file, path, advance=advance, sha256=stated or None)
             logger.debug("copied %s to %s, SHA-256 %s", file.path, path, found)
 
     def _copy_manifest(self, entry: Entry) -> None:

@@ -31,7 +31,6 @@ from megatron_fanformer.generation.models import ModelSource, TrainedModel, find
 from megatron_fanformer.model.build import build_stages
 from megatron_fanformer.model.dtypes import DTYPES
 from megatron_fanformer.model.layout_rules import layout_problems
-from megatron_fanformer.runtime import heartbeat
 from megatron_fanformer.runtime.parallel import RankGrid
 from megatron_fanformer.runtime.seeding import seed_everything
 from megatron_fanformer.terminal import Report
@@ -222,7 +221,6 @@ def _built(
     stages: list[Any] = []
     for job in jobs:
         log(f"{job.source.path}: weights")
-        heartbeat.mark("loading weights", in_step=False)
         model, dtype = job.source.config, _dtype(request, job.source, grid)
         if shape != (model, dtype):
             stages.clear()  # before the next ones are made

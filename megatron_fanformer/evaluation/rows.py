@@ -20,7 +20,6 @@ from torch import Tensor
 
 from megatron_fanformer.data.remote_files import read_together
 from megatron_fanformer.data.shared_batches import shared_batches
-from megatron_fanformer.runtime import heartbeat
 from megatron_fanformer.runtime.device import return_freed_memory
 from megatron_fanformer.runtime.parallel import RankGrid
 from megatron_fanformer.runtime.pipeline import Batches, run_schedule
@@ -65,7 +64,6 @@ def row_losses(
     )
     rows = num_micro_batches * micro_batch_size
     sums = torch.cat(reports) if reports else torch.zeros(rows, dtype=torch.float64, device=grid.torch_device)
-    heartbeat.mark("summing the losses")
     for group in (grid.groups.cp, grid.groups.pp):  # each has a part of the sequence; the last stage has it all
         if group.size() > 1:
             dist.all_reduce(sums, group=group)

@@ -107,8 +107,7 @@ class EvaluateOptions:
 
 
 def _evaluate(options: EvaluateOptions) -> None:
-    from megatron_fanformer.runtime.heartbeat import report_stopped
-    from megatron_fanformer.runtime.launch import end_with_launcher
+    from megatron_fanformer.runtime.launch import end_with_launcher, report_stopped
 
     outcome = "before the end; --output has the checkpoints that were done, and the same command starts anew"
     with ended_by_stop_signals(report_stopped, outcome=outcome):

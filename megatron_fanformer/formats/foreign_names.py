@@ -138,7 +138,7 @@ _MEGATRON_LM = {
 --cpu-offloading-num-layers --optimizer-cpu-offload: everything stays on its device
 --use-tp-pp-dp-mapping: the order of ranks is fixed
 --distributed-backend = runtime.distributed_backend
---distributed-timeout-minutes = runtime.distributed_timeout_minutes: follows the step time by default
+--distributed-timeout-minutes = runtime.distributed_timeout_minutes
 """,
     "Number formats": """
 --bf16 = precision.dtype: bf16

@@ -12,7 +12,7 @@ from megatron_fanformer.errors import InputError, escaped
 from megatron_fanformer.formats.recognition import DESCRIPTIONS, OURS, Target, checkpoint_of, recognise
 from megatron_fanformer.inspection.report import Advance, Progress, Report, as_json
 from megatron_fanformer.stores import is_url
-from megatron_fanformer.terminal import plural, show, some, width
+from megatron_fanformer.terminal import show, width
 
 
 def inspect_path(path: str, *, verify: bool, json: bool) -> None:
@@ -120,48 +120,6 @@ def _write_picture(picture: Path, content: bytes, option: str) -> None:
         write_atomically(picture, content)
     except OSError as error:
         raise InputError(f"--{option} {picture} cannot be written ({error.strerror}); name another file") from error
-
-
-def show_hang(path: str, *, full: bool, json: bool) -> None:
-    """Print what the ranks of a run did when it hung: the last time, or by the reports of a folder.
-
-    Raises:
-        InputError: the path is neither, or the run has none.
-        CorruptError: a report cannot be read.
-    """
-    from megatron_fanformer.inspection import hang_table
-    from megatron_fanformer.runtime.hang_report import HANGS, read_reports
-
-    folders = _folders(path, "hang", HANGS, hang_table.hang_folders)
-    reports = read_reports(folders[-1])
-    if not reports:
-        raise InputError(f"{path} has no report of a rank (rank-00000.json and so on); name a run's folder")
-    if json:
-        show([as_json(hang_table.as_object(folders[-1], reports))], as_they_are=True)
-        return
-    show(hang_table.lines(folders[-1], reports, width(), full=full))
-    _show_earlier(folders, "hang", "hang")
-
-
-def _folders(path: str, option: str, name: str, of_run: Callable[[Path], list[Path]]) -> list[Path]:
-    """Return the folders of a run that an option shows the last of, or the one that the path names.
-
-    Args:
-        name: of the folder that holds them in a run's.
-        of_run: finds those of a run.
-
-    Raises:
-        InputError: the path is neither, or the run has none.
-    """
-    if Path(path).parent.name == name and Path(path).is_dir():
-        return [Path(path)]
-    return of_run(_run_of(path, option, "shows what a run has written"))
-
-
-def _show_earlier(folders: list[Path], noun: str, option: str) -> None:
-    if earlier := folders[:-1]:
-        names = some(map(str, earlier))
-        show(["", f"{plural(len(earlier), f'earlier {noun}')}, which --{option} shows by the folder: {names}"])
 
 
 @contextmanager

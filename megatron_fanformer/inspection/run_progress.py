@@ -12,7 +12,6 @@ from megatron_fanformer.checkpoint import store
 from megatron_fanformer.checkpoint.run_lock import Holder, holder_of
 from megatron_fanformer.checkpoint.store import metrics_entry
 from megatron_fanformer.errors import CorruptError, InputError
-from megatron_fanformer.runtime.hang_report import HANGS
 from megatron_fanformer.terminal import plural, some
 from megatron_fanformer.training.loggers.progress_line import clock
 from megatron_fanformer.training.loss_picture import SMOOTHED_SHARE
@@ -56,7 +55,6 @@ class Progress:
     """Who holds the folder's lock; None where nobody does."""
     events: dict[str, list[int]] = field(default_factory=dict)
     """The steps of recovery.jsonl, by event."""
-    hangs: int = 0
     profiles: int = 0
 
     @property
@@ -89,8 +87,6 @@ class Progress:
             yield "left", f"{clock(self.seconds_left)} at that pace, without evaluating and saving"
         for event, steps in self.events.items():
             yield "events", f"{plural(len(steps), 'step')} {EVENTS[event]}: {some(f'{step:,}' for step in steps)}"
-        if self.hangs:
-            yield "events", f"{plural(self.hangs, 'hang')}, which --hang explains"
         if self.profiles:
             yield "events", f"{plural(self.profiles, 'profile')}, in {store.TRACES}/"
 
@@ -131,7 +127,7 @@ def read_progress(run: Path) -> Progress:
         steps = found.events.setdefault(event["event"], [])
         if event["step"] not in steps:  # a run that went back skips a step again
             steps.append(event["step"])
-    found.hangs, found.profiles = (len([*(run / name).glob("step-*")]) for name in (HANGS, store.TRACES))
+    found.profiles = len([*(run / store.TRACES).glob("step-*")])
     return found
 
 

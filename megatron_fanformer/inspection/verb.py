@@ -29,14 +29,12 @@ class InspectOptions:
     """Draw the training and validation losses of the run PATH into this PNG."""
     phases: str | None = option(None, metavar="FILE")
     """Draw the phase health that a run has logged into this PNG."""
-    hang: bool = False
-    """Show which ranks the others waited for when a run hung: the last time, or that in the folder PATH."""
     step: int | None = None
     """Show the samples of this training step, of a run or of --config."""
     config: Path | None = option(None, metavar="FILE", parse=path_or_none)
     """With --step: the configuration that trains on PATH."""
     full: bool = False
-    """With --step: show whole texts; with --hang: the stacks of all threads."""
+    """With --step: show whole texts."""
     overrides: tuple[str, ...] = overrides()
 
 
@@ -49,7 +47,6 @@ def _inspect(options: InspectOptions) -> None:
         index_data,
         inspect_path,
         inspect_step,
-        show_hang,
     )
 
     path, step, config = options.path, options.step, options.config
@@ -64,9 +61,6 @@ def _inspect(options: InspectOptions) -> None:
     elif options.follow:
         _refuse_others(options, "follow")
         follow_run(path)
-    elif options.hang:
-        _refuse_others(options, "hang", "json", "full")
-        show_hang(path, full=options.full, json=options.json)
     elif options.index:
         _refuse_others(options, "index", "overrides")
         device.hide_gpus()
@@ -74,7 +68,10 @@ def _inspect(options: InspectOptions) -> None:
         index_data(path, options.overrides)
     elif step is None:
         if stray := [*options.overrides, *(["--config"] if config else []), *(["--full"] if options.full else [])]:
-            raise InputError(f"{stray[0]} has no effect without --step; {PROGRAM} inspect --help lists the options")
+            remedy = f"{PROGRAM} inspect --help lists the options"
+            if stray[0] == "--hang":
+                remedy = "what ranks did when a run hung is on its last line, and in the log files of logging.folder"
+            raise InputError(f"{stray[0]} has no effect without --step; {remedy}")
         is_remote_data = is_url(path) and (path.endswith((".npy", ".bin", ".idx")) or _has_manifest(path))
         inspect_path(path if is_remote_data else on_this_machine(path), verify=options.verify, json=options.json)
     elif options.verify:
@@ -104,8 +101,7 @@ def _has_manifest(url: str) -> bool:
 
 INSPECT = Verb(
     name="inspect",
-    help="Describe or verify data, a run, a checkpoint or an export; follow a run; show the samples of a step; "
-    "explain a hang.",
+    help="Describe or verify data, a run, a checkpoint or an export; follow a run; show the samples of a step.",
     options=InspectOptions,
     run=_inspect,
     examples=("inspect runs/demo/tokens/train --verify", "inspect runs/demo/run --step 200"),

@@ -7,7 +7,6 @@ from typing import Any, NoReturn, TypeVar, cast
 import torch.distributed as dist
 
 from megatron_fanformer.errors import FanformerError
-from megatron_fanformer.runtime import heartbeat
 
 # How often the main rank says that it is still at work. Anything that takes longer than the process group's time limit
 # (a terabyte of tokens read from end to end) would otherwise end the ranks that wait for it.
@@ -19,7 +18,7 @@ Failure = TypeVar("Failure", bound=FanformerError)
 
 def is_main() -> bool:
     """Return whether this process is the main rank, or has no ranks."""
-    return not dist.is_initialized() or dist.get_rank() == heartbeat.MAIN_RANK
+    return not dist.is_initialized() or dist.get_rank() == 0
 
 
 def on_main(function: Callable[[], Result]) -> Result:
@@ -109,7 +108,6 @@ def _for_others(error: Exception) -> FanformerError:
 
 
 def _broadcast(value: Any) -> Any:
-    heartbeat.mark_progress(by_all=True)
     box = [value]
-    dist.broadcast_object_list(box, src=heartbeat.MAIN_RANK)
+    dist.broadcast_object_list(box, src=0)
     return box[0]

@@ -6,14 +6,14 @@ collectives, which DTensor uses and megatron-core's training step does not, bypa
 """
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
+import torch
 import torch.distributed as dist
 
-from megatron_fanformer.runtime.collective_methods import METHODS, Kind, Method, bytes_of, methods_replaced
 from megatron_fanformer.runtime.parallel import RankGrid
 
 # Names of megatron-core's groups, as its ProcessGroupCollection calls them; the first match names a group.
@@ -22,6 +22,50 @@ _GROUPS = (
     "inter_dist_opt",
 )  # fmt: skip
 WORLD = "world"
+
+Kind = Literal[
+    "all-reduce", "all-gather", "reduce-scatter", "all-to-all", "broadcast", "reduce", "gather", "scatter", "send",
+    "barrier",
+]  # fmt: skip
+
+
+class Method(NamedTuple):
+    """A method that is a collective."""
+
+    kind: Kind
+    message: int | None
+    """Argument that holds the message; None where there is none."""
+    is_shard: bool = False
+    """Whether that argument is one rank's part of it."""
+
+
+# The methods that torch.distributed's functions call, in torch 2.10 to 2.13 (which renamed four of them). Receives are
+# excluded: what is received was sent.
+METHODS: dict[str, Method] = {
+    "allreduce": Method("all-reduce", 0),
+    "allreduce_coalesced": Method("all-reduce", 0),
+    "allgather": Method("all-gather", 0),
+    "allgather_coalesced": Method("all-gather", 0),
+    "_allgather_base": Method("all-gather", 0),
+    "all_gather_single": Method("all-gather", 0),
+    "allgather_into_tensor_coalesced": Method("all-gather", 0),
+    "all_gather_single_coalesced": Method("all-gather", 0),
+    "reduce_scatter": Method("reduce-scatter", 1),
+    "_reduce_scatter_base": Method("reduce-scatter", 1),
+    "reduce_scatter_single": Method("reduce-scatter", 1),
+    "reduce_scatter_tensor_coalesced": Method("reduce-scatter", 1),
+    "reduce_scatter_single_coalesced": Method("reduce-scatter", 1),
+    "alltoall": Method("all-to-all", 1),
+    "alltoall_base": Method("all-to-all", 1),
+    "all_to_all_single": Method("all-to-all", 1),
+    "broadcast": Method("broadcast", 0),
+    "reduce": Method("reduce", 0),
+    "gather": Method("gather", 1, is_shard=True),
+    "scatter": Method("scatter", 0, is_shard=True),
+    "send": Method("send", 0),
+    "barrier": Method("barrier", None),
+    "monitored_barrier": Method("barrier", None),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,6 +126,31 @@ def count_collectives(grid: RankGrid) -> Iterator[CollectiveCounts]:
         yield counts
 
 
+@contextmanager
+def methods_replaced(
+    owner: Any, names: Iterable[str], replacement: Callable[[str, Callable[..., Any]], Callable[..., Any]]
+) -> Iterator[None]:
+    """Replace methods of a class while the block runs.
+
+    Args:
+        names: those that the class itself does not have are left out.
+        replacement: a method's, by its name and itself.
+    """
+    before = {name: vars(owner)[name] for name in names if name in vars(owner)}
+    for name in before:
+        setattr(owner, name, replacement(name, getattr(owner, name)))
+    try:
+        yield
+    finally:
+        for name, method in before.items():
+            setattr(owner, name, method)  # the class's own: one that was looked up no longer binds to an object
+
+
+def _bytes_of(message: Any) -> int:
+    """Return the bytes of a tensor, or of nested lists of tensors."""
+    return message.nbytes if isinstance(message, torch.Tensor) else sum(_bytes_of(part) for part in message)
+
+
 def moved_bytes(kind: str, message_bytes: float, ranks: int) -> float:
     """Return what one of `ranks` ranks sends for a message by the best algorithm, a ring in which each sends as much.
 
@@ -101,7 +170,7 @@ def _counted(method: Callable[..., Any], description: Method, counts: Collective
     def counted(self: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
         size = 0
         if description.message is not None:
-            size = bytes_of((*args, *kwargs.values())[description.message])
+            size = _bytes_of((*args, *kwargs.values())[description.message])
             size *= self.size() if description.is_shard else 1
         counts.add(self, description.kind, size)
         return method(self, *args, **kwargs)

@@ -1,6 +1,7 @@
 """The section `runtime` of a run's configuration: what its ranks run on."""
 
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Literal
 
 DeviceKind = Literal["cuda", "cpu"]
@@ -18,9 +19,6 @@ class RuntimeConfig:
     cpu_kernels: Literal["auto", "compiled", "torch"] = "auto"
     """This project's CPU kernels, built by the machine's C++ compiler, or PyTorch's operations; `auto`: `compiled` if
     every rank finds a compiler."""
-    cpu_shared_memory_collectives: bool = True
-    """CPU ranks of one machine sum and gather through shared memory; false: over gloo's sockets. Only the order of sums
-    may differ."""
     numa_binding: bool = True
     """Keep a rank on the cores near its GPU, unless its launcher has bound it (docs/gpu.md#cores-near-a-gpu)."""
     deterministic_mode: bool = False
@@ -30,12 +28,17 @@ class RuntimeConfig:
     """null: NCCL on GPUs, gloo on CPUs. gloo also serves ranks that share a GPU, slowly, without pipeline stages or
     `cp_comm_type` p2p."""
     distributed_timeout_minutes: float | None = None
-    """Time that a rank may be silent or hold up a step; null: ten times the longest of the last twenty steps, at least
-    2 minutes (docs/clusters.md#when-a-rank-fails)."""
+    """Time that a collective waits for a rank before the run ends; null: 10 minutes
+    (docs/clusters.md#when-a-rank-fails)."""
 
     def backend(self, device: DeviceKind) -> str:
         """Return `distributed_backend` resolved for a device."""
         return self.distributed_backend or {"cuda": "nccl", "cpu": "gloo"}[device]
+
+    @property
+    def timeout(self) -> timedelta:
+        """`distributed_timeout_minutes`, of every process group."""
+        return timedelta(minutes=self.distributed_timeout_minutes or 10)
 
     def problems(self) -> list[str]:
         """Return the rules of single fields that this configuration breaks, one line each."""

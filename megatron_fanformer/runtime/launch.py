@@ -23,7 +23,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from megatron_fanformer.errors import DivergenceError, FanformerError, InputError, Interrupted
 from megatron_fanformer.processes import (
@@ -47,7 +47,6 @@ RUN_IS_OVER = "run_is_over"  # beside an error, where that is true of it
 NAMES_RANK = "names_rank"  # the same, where it says itself which rank is at fault, or none is: all diverge together
 PEER_FAILURE_WAIT_SECONDS = 15.0  # a rank that lost a peer lets the peer's own error be seen first
 CLOSING_SECONDS = 90.0  # for rank 0's last logs once the others have ended: W&B takes a minute at most
-PEER_FAILURE_SIGNS = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "unhandled system error")
 
 logger = logging.getLogger(__name__)
 
@@ -262,23 +261,20 @@ def report_failure() -> Iterator[None]:
         yield
     except Exception as error:
         # Those that a signal stopped are waited for by the launcher anyway.
-        is_known = getattr(error, "already_reported", False) and not isinstance(error, Interrupted)
-        if is_known or any(sign in str(error) for sign in PEER_FAILURE_SIGNS):
+        if getattr(error, "already_reported", False) and not isinstance(error, Interrupted):
             # Not this rank's own failure: the peer's is the one that the user must see, and is about to be noticed.
             # Our launcher ends all others with the first: the peer is to close what it has open, and ends this one.
-            time.sleep(CLOSING_SECONDS if is_known and devices.launched_here() else PEER_FAILURE_WAIT_SECONDS)
+            time.sleep(CLOSING_SECONDS if devices.launched_here() else PEER_FAILURE_WAIT_SECONDS)
         if not isinstance(error, Interrupted) or error.run_is_over:  # else the launcher knows what to say
             _leave_for_launcher(error)
         raise
 
 
-def end_now(error: FanformerError) -> NoReturn:
-    """End this rank from a thread, with an error: its main thread may be waiting for another rank for ever."""
-    try:
-        logger.error("ended by %s", error, extra={"file_only": True})
-        print_end(error)
-    finally:  # also where the line cannot be written
-        os._exit(error.exit_code)
+def report_stopped(message: str) -> None:
+    """Report that a signal ends this process between steps, for one of the ranks to which its launcher sends it."""
+    stopped = Interrupted(message)
+    stopped.already_reported = devices.rank_number() != 0
+    print_end(stopped)
 
 
 def print_end(error: FanformerError) -> None:

@@ -43,9 +43,10 @@ MOVED_FIELDS = {
     "parallel.threads_per_rank": "runtime.threads_per_rank",
     "parallel.deterministic_mode": "runtime.deterministic_mode",
     "parallel.distributed_timeout_minutes": "runtime.distributed_timeout_minutes",
+    "runtime.cpu_shared_memory_collectives": "",
 }
-"""Fields of this section up to version 0.1, and where they are now: configurations and checkpoints of that time have
-the earlier names."""
+"""Fields up to version 0.1, and where they are now (empty: gone without a successor): configurations and checkpoints of
+that time have them."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,7 +20,7 @@ import torch
 from megatron_fanformer.ops.element_wise import rotate
 from megatron_fanformer.ops.norms import norm
 from megatron_fanformer.ops.products import add_product
-from megatron_fanformer.runtime import cpu_collectives, cuda_on_cpu
+from megatron_fanformer.runtime import cuda_on_cpu
 from megatron_fanformer.runtime.cuda_on_cpu import FUSED_GRADIENT_KERNEL
 
 _installed = False
@@ -59,7 +59,6 @@ def adapt(*, with_engine: bool = False) -> None:
         _sum_gradient_norms_exactly()
     _write_out_rotary_embedding()
     _skip_collectives_of_one_rank()
-    cpu_collectives.install()
     _leave_the_compiler_out()
     _installed = True
 

@@ -29,16 +29,11 @@ from megatron_fanformer.runtime import device as devices
 from megatron_fanformer.runtime import megatron_cpu
 from megatron_fanformer.runtime.agreement import reported_by_main
 from megatron_fanformer.runtime.config import DEFAULT_RUNTIME, RuntimeConfig
-from megatron_fanformer.runtime.cpu_collectives import shared_memory_collectives
-from megatron_fanformer.runtime.heartbeat import watching_ranks
-from megatron_fanformer.runtime.last_collectives import remembering_collectives
 from megatron_fanformer.runtime.layout import ParallelConfig
 from megatron_fanformer.runtime.meeting import store_of_ranks
+from megatron_fanformer.runtime.roll_call import naming_missing_ranks
 
-MEETING_SECONDS = 600.0  # how long ranks that were started wait for those that were not yet
-# The heartbeat ends a rank that waits in vain, and names the one it waits for. A collective's own limit would be the
-# same for a step and for an hour's loading, and blame the rank that waits.
-GROUP_TIMEOUT = timedelta(days=1)
+MEETING_TIME = timedelta(minutes=10)  # how long ranks that were started wait for those that were not yet
 
 if TYPE_CHECKING:
     from megatron.core.process_groups_config import ProcessGroupCollection
@@ -127,21 +122,19 @@ def process_group(config: RuntimeConfig, address: devices.RankAddress | None) ->
         devices.listen_on_loopback()
         with tempfile.TemporaryDirectory(prefix="fanformer-") as folder:
             alone = dist.FileStore(os.path.join(folder, "store"), 1)
-            dist.init_process_group(backend, store=alone, rank=0, world_size=1, timeout=GROUP_TIMEOUT)
+            dist.init_process_group(backend, store=alone, rank=0, world_size=1)
             try:
                 with cpu_kernels_of(config, kind):
                     yield kind
             finally:
                 dist.destroy_process_group()
         return
-    limit = None if config.distributed_timeout_minutes is None else 60 * config.distributed_timeout_minutes
-    store = store_of_ranks(address, timedelta(seconds=max(limit or 0.0, MEETING_SECONDS)))
-    place = f"{address.master_address}:{address.master_port}"
-    with watching_ranks(store.clone(), address.rank, address.world_size, address=place, limit_seconds=limit):
+    store = store_of_ranks(address, max(config.timeout, MEETING_TIME))
+    with naming_missing_ranks(store.clone(), address.rank, address.world_size):
         dist.init_process_group(
-            backend, store=store, rank=address.rank, world_size=address.world_size, timeout=GROUP_TIMEOUT
+            backend, store=store, rank=address.rank, world_size=address.world_size, timeout=config.timeout
         )
-        with remembering_collectives(), cpu_kernels_of(config, kind):
+        with cpu_kernels_of(config, kind):
             yield kind
         dist.destroy_process_group()
 
@@ -197,7 +190,7 @@ def rank_grid(
         virtual_pipeline_model_parallel_size=config.virtual_stages if config.virtual_stages > 1 else None,
         context_parallel_size=config.context_parallel_size,
         num_distributed_optimizer_instances=config.num_distributed_optimizer_instances,
-        distributed_timeout_minutes=GROUP_TIMEOUT // timedelta(minutes=1),
+        distributed_timeout_minutes=runtime.timeout / timedelta(minutes=1),
         create_gloo_process_groups=True,  # the distributed optimizer asks for them when it saves
     )
     groups = ProcessGroupCollection.use_mpu_process_groups()
@@ -212,13 +205,12 @@ def rank_grid(
         is_first_stage=parallel_state.is_pipeline_first_stage(),
         is_last_stage=parallel_state.is_pipeline_last_stage(),
         groups=groups,
-        samples_group=for_host_tensors(groups.tp_cp),
+        samples_group=for_host_tensors(groups.tp_cp, runtime.timeout),
         exchanges_heads=config.exchanges_heads,
         is_deterministic=runtime.deterministic_mode,
     )
     try:
-        with shared_memory_collectives(enabled=runtime.cpu_shared_memory_collectives):
-            yield grid
+        yield grid
     finally:
         parallel_state.destroy_model_parallel()
         RotaryEmbedding.forward.cache_clear()  # holds the modules that made the tables, and these their process group
@@ -235,13 +227,13 @@ def distributed(
         yield grid
 
 
-def for_host_tensors(group: dist.ProcessGroup) -> dist.ProcessGroup:
+def for_host_tensors(group: dist.ProcessGroup, timeout: timedelta) -> dist.ProcessGroup:
     """Return a group of the same ranks that takes tensors on the CPU; a collective call of theirs, where it is new."""
     if group.size() == 1 or dist.get_backend(group) != "nccl":
         return group
     ranks = dist.get_process_group_ranks(group)
     # No other rank need know of it: with thousands of groups, each would make them all.
-    own = dist.new_group(ranks, timeout=GROUP_TIMEOUT, backend="gloo", use_local_synchronization=True)
+    own = dist.new_group(ranks, timeout=timeout, backend="gloo", use_local_synchronization=True)
     assert isinstance(own, dist.ProcessGroup)
     return own
 

@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
+from torch.profiler import record_function
 
-from megatron_fanformer.runtime import heartbeat
 from megatron_fanformer.runtime.layout import context_chunks
 from megatron_fanformer.runtime.parallel import RankGrid
 
@@ -49,8 +49,8 @@ def run_schedule(
     Returns:
         What was reported of each micro batch, in order; nothing on ranks that do not have the last stage.
     """
-    heartbeat.mark("loading samples")
-    first = next(batches)
+    with record_function("phase loading samples"):
+        first = next(batches)
     micro_batch_size, seq_length = first["tokens"].shape
     if "document_ids" in first:  # what stages send one another is as long as their one row
         micro_batch_size, seq_length = 1, micro_batch_size * seq_length
@@ -72,24 +72,23 @@ def run_schedule(
 
 def _forward_step(grid: RankGrid, of_losses: OfLosses, batches: Batches, stage: Any) -> tuple[Tensor, Any]:
     device = grid.torch_device
-    heartbeat.mark("loading samples")
-    batch = dict(next(batches))
+    with record_function("phase loading samples"):
+        batch = dict(next(batches))
     packed = None
     if (document_ids := batch.pop("document_ids", None)) is not None:
         packed = packed_documents(document_ids, device)
     rows = batch if packed is None else {name: tensor.reshape(1, -1) for name, tensor in batch.items()}
     # Whole, from pinned memory: a part that is cut on the host lies in pageable memory, whose copy would be waited for.
     own = {name: own_positions(tensor.to(device, non_blocking=True), grid) for name, tensor in rows.items()}
-    heartbeat.mark("forward")
-    output = stage(
-        own["tokens"],
-        own["position_ids"],
-        None,
-        labels=own["labels"],
-        loss_mask=own["loss_mask"],  # the loss head takes the gradient of the losses' sum over it
-        packed_seq_params=packed,
-    )
-    heartbeat.mark("backward" if torch.is_grad_enabled() else "forward")
+    with record_function("phase forward"):
+        output = stage(
+            own["tokens"],
+            own["position_ids"],
+            None,
+            labels=own["labels"],
+            loss_mask=own["loss_mask"],  # the loss head takes the gradient of the losses' sum over it
+            packed_seq_params=packed,
+        )
     if packed is None:
         return output, lambda losses, **_: of_losses(losses, own["loss_mask"])
     samples = partial(_among_samples, batch["tokens"].shape, grid)

@@ -347,8 +347,8 @@ def config_from_dict(values: dict[str, Any], *, report: Callable[[str], None] = 
 
 def _report_moved(names: list[str], report: Callable[[str], None]) -> None:
     if names:
-        now = ", ".join(f"{name} is now {MOVED_FIELDS[name]}" for name in dict.fromkeys(names))
-        report(f"{now}; use the new name, since only this version still reads the earlier one")
+        now = ", ".join(f"{name} is now {MOVED_FIELDS[name] or 'gone'}" for name in dict.fromkeys(names))
+        report(f"{now}; use what is there now, since only this version still reads the earlier name")
 
 
 def _built(values: dict[str, Any]) -> RunConfig:

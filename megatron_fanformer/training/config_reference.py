@@ -56,7 +56,7 @@ def run_schema() -> dict[str, Any]:
     model["properties"] = {"preset": preset, **model["properties"]}
     model["anyOf"] = [{"required": ["preset"]}, {"required": model.pop("required")}]
     hints = get_type_hints(RunConfig)
-    for old, new in MOVED_FIELDS.items():
+    for old, new in filter(all, MOVED_FIELDS.items()):
         (old_section, old_field), (new_section, new_field) = old.split("."), new.split(".")
         present = schema["$defs"][hints[new_section].__name__]["properties"][new_field]
         earlier = {**present, "description": f"The earlier name of {new}.", "deprecated": True}

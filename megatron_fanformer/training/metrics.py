@@ -110,10 +110,8 @@ METRIC_TABLE = (
         "every `logging.norm_interval` steps: the most that any rank has held since its start; on a GPU what torch"
         " had allocated, on a CPU the whole process",
     ),
-    Metric("work_seconds/median", "speed", "s", f"a rank's own work, {STRAGGLERS}"),
+    Metric("work_seconds/median", "speed", "s", f"a rank's forward and backward, {STRAGGLERS}"),
     Metric("work_seconds/slowest", "speed", "s", "the same of the slowest rank"),
-    Metric("wait_seconds/median", "speed", "s", "a rank's waiting for others, over the same steps"),
-    Metric("wait_seconds/slowest", "speed", "s", "the same of the slowest rank"),
     Metric("slowest_rank", "speed", "", "its number"),
     Metric(
         "validation_loss/NAME",

@@ -14,7 +14,6 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function, supported_activities
 
 from megatron_fanformer.checkpoint.store import TRACES, checkpoint_name
-from megatron_fanformer.runtime import heartbeat
 from megatron_fanformer.runtime.parallel import RankGrid
 from megatron_fanformer.training.interrupts import Request
 from megatron_fanformer.training.loggers.registry import LoggingConfig
@@ -88,7 +87,6 @@ class Profiler:
         trace = folder / f"rank-{self._grid.rank:05d}.json.gz"
         try:
             if recorded is not None:
-                heartbeat.mark("writing a profile", in_step=False, by_all=False)
                 if self._grid.device == "cuda":
                     torch.cuda.synchronize()
                 recorded.stop()

@@ -5,6 +5,7 @@ line. DEBUG is for whoever looks into a run afterwards. Both are in the log file
 rank, with Python's warnings and the traceback of the error that ended the rank. What other ranks log is nowhere else.
 """
 
+import faulthandler
 import logging
 import threading
 from collections.abc import Iterator
@@ -72,10 +73,13 @@ class RunLog:
             unwritten.setTarget(handler)
             self._handlers.insert(0, handler)
             logging.getLogger().addHandler(handler)
+            assert handler.stream is not None
+            faulthandler.enable(handler.stream)  # stacks, where a library aborts the process, as NCCL's watchdog does
         unwritten.close()  # which passes on what it has
 
     def close(self) -> None:
         """Receive nothing any more."""
+        faulthandler.disable()
         for handler in self._handlers:
             logging.getLogger().removeHandler(handler)
             handler.close()

@@ -6,9 +6,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from torch.profiler import record_function
+
 from megatron_fanformer.checkpoint import store
 from megatron_fanformer.checkpoint.mirror import Mirror
-from megatron_fanformer.runtime import heartbeat
 from megatron_fanformer.runtime.agreement import on_main
 from megatron_fanformer.runtime.parallel import RankGrid
 from megatron_fanformer.training.config import RunConfig
@@ -69,14 +70,13 @@ class Checkpointer:
     def save(self, step: int, **state: Any) -> None:
         """Save the state of a step, after an earlier one is published: see `CheckpointSaver.save`."""
         self.publish_if_written(step, blocking=True)
-        heartbeat.mark("saving", in_step=False)
         self._listener.save.begin()
-        self._log_saved(step, self._saver.save(step=step, **state))
+        with record_function("phase saving"):
+            published = self._saver.save(step=step, **state)
+        self._log_saved(step, published)
 
     def publish_if_written(self, step: int, *, blocking: bool) -> None:
         """Give a checkpoint that was being written its name, once it is; `blocking` waits for that."""
-        if blocking:
-            heartbeat.mark("waiting for the checkpoint's writers", in_step=False)
         self._log_saved(step, self._saver.finish_due(blocking=blocking))
 
     def copy(self, step: int) -> None:
@@ -91,7 +91,6 @@ class Checkpointer:
         """Wait until all is copied; after a signal for a minute at most, else until one comes."""
         if not self._has_mirror:
             return
-        heartbeat.mark("waiting for the mirror", in_step=False)
         on_main(lambda: self._finish_copies(was_stopped=was_stopped or self._listener.now().stop))
 
     def _finish_copies(self, *, was_stopped: bool) -> None:

@@ -15,8 +15,7 @@ from megatron_fanformer.checkpoint.run_lock import run_lock
 from megatron_fanformer.errors import DivergenceError, FanformerError, InputError, Interrupted
 from megatron_fanformer.model.layouts import layout_text
 from megatron_fanformer.runtime import device as devices
-from megatron_fanformer.runtime import environment, heartbeat
-from megatron_fanformer.runtime.hang_report import reporting_hangs
+from megatron_fanformer.runtime import environment
 from megatron_fanformer.runtime.launch import RankFailed, launch_ranks, read_found, refuse_ranks_without_gpu
 from megatron_fanformer.runtime.layout import ParallelConfig
 from megatron_fanformer.training.config import RunConfig, load_config, print_on_stderr
@@ -170,7 +169,7 @@ def run_rank(
 
         started.write_to(log_file(config.logging, log, rank=address.rank, world_size=address.world_size))
         run = Path(config.training.run_dir)
-        with ExitStack() as held, reporting_hangs(run), process_group(config.runtime, address) as kind:
+        with ExitStack() as held, process_group(config.runtime, address) as kind:
 
             def find() -> tuple[RunStart, str | None] | None:
                 if (found := read_found()) is not None:
@@ -204,5 +203,4 @@ def _train(config: RunConfig, grid: "RankGrid", start: RunStart, log: RunLog) ->
         error.already_reported = not grid.is_main  # all raise it, and the main rank, with logs to close, reports it
         raise
     finally:
-        heartbeat.mark_closing()
         trainer.close(failed=failed)

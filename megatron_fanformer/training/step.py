@@ -21,11 +21,11 @@ from megatron.core.distributed import (
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from torch import Tensor
+from torch.profiler import record_function
 
 from megatron_fanformer.errors import DivergenceError
 from megatron_fanformer.model.loss_head import LossHead
 from megatron_fanformer.ops.norms import norm
-from megatron_fanformer.runtime import heartbeat
 from megatron_fanformer.runtime.parallel import ParallelConfig, RankGrid
 from megatron_fanformer.runtime.pipeline import Batches, run_schedule
 from megatron_fanformer.training.interrupts import Interrupts
@@ -267,9 +267,9 @@ def gradient_norm(optimizer: MegatronOptimizer, grid: RankGrid, *, is_judged: bo
     each instance. A fault on one of their machines must not make them decide otherwise than the others, which would
     wait for them for ever: a norm that is judged is then the largest of all, and one that is not finite counts as inf.
     """
-    heartbeat.mark("gradient norm")
-    optimizer.prepare_grads()
-    own = float(optimizer.get_grad_norm())
+    with record_function("phase gradient norm"):
+        optimizer.prepare_grads()
+        own = float(optimizer.get_grad_norm())
     sharing = single_optimizers(optimizer)[0].get_grad_stats_parallel_group()
     return _largest_norm(own, grid) if is_judged and sharing.size() < grid.world_size else own
 
@@ -281,6 +281,7 @@ def _largest_norm(own: float, grid: RankGrid) -> float:
     return float(largest)
 
 
+@record_function("phase update")
 def update_weights(optimizer: MegatronOptimizer, grad_norm: float, *, is_measured: bool = True) -> None:
     """Clip the gradients, whose global norm is `grad_norm`, and update.
 
@@ -289,7 +290,6 @@ def update_weights(optimizer: MegatronOptimizer, grad_norm: float, *, is_measure
     Args:
         is_measured: whether `weight_and_update_norms` follows.
     """
-    heartbeat.mark("update")
     for part in single_optimizers(optimizer):
         part.optimizer.notes_norms = is_measured  # only Muon's reads it
         parameters = part.get_parameters()
@@ -324,6 +324,5 @@ def _sum_over_ranks(own: Tensor | None, grid: RankGrid, interrupts: Interrupts) 
         sums[:3] = own
     if any(interrupts):  # else there is nothing to copy to the device
         sums[3:] = torch.tensor(interrupts)
-    heartbeat.mark("summing the loss")
     dist.all_reduce(sums)
     return sums

@@ -17,7 +17,6 @@ from megatron_fanformer.data.tokenizer import tokenizer_file
 from megatron_fanformer.errors import CorruptError, DivergenceError, InputError, Interrupted
 from megatron_fanformer.model.build import build_stages
 from megatron_fanformer.processes import signals_to
-from megatron_fanformer.runtime import heartbeat
 from megatron_fanformer.runtime.agreement import on_main
 from megatron_fanformer.runtime.device import return_freed_memory
 from megatron_fanformer.runtime.garbage import manual_gc
@@ -142,12 +141,10 @@ class Trainer:
 
     def take_step(self) -> Stopping | None:
         """Train one step and do all that is due after it; returns why to end now, or None."""
-        with self.profiler.recording(self.step + 1) as is_profiled, self._stragglers.measuring(self.step + 1):
+        with self.profiler.recording(self.step + 1):
             metrics = self._train_one_step()
         if self._interrupts.profile:
             self.profiler.profile_next(self.step)
-        if is_profiled or "skipped" in metrics:
-            self._stragglers.forget(self.step)
         if "skipped" not in metrics:
             metrics.update(self._phases.report_if_due(self.step))
             metrics.update(self._step_metrics.of_weights_if_due(self.step, self._optimizer))
@@ -184,8 +181,8 @@ class Trainer:
     def _train_one_step(self) -> dict[str, Any]:
         """Take the next step, or skip it; returns its metrics."""
         started = time.monotonic()
+        self._stragglers.begin()
         self.step += 1
-        heartbeat.mark("learning rate", step=self.step)
         self._id_scan.raise_failure()
         self._seen.log_if_stage_begins(self.step)
         self._scheduler.step(1)
@@ -205,7 +202,6 @@ class Trainer:
         update_weights(self._optimizer, result.grad_norm, is_measured=self._step_metrics.are_weights_due(self.step))
         self._bad_steps.note_good(self.step, result.loss, result.grad_norm)
         self.last_step_seconds = time.monotonic() - started
-        heartbeat.mark_step_took(self.last_step_seconds)
         return {
             **self._step_metrics.of_step(
                 result,
@@ -266,7 +262,6 @@ class Trainer:
             raise DivergenceError(
                 f"{steps}: {bad[last]}, and {why}; lower optimizer.lr, or inspect the steps' documents"
             )
-        heartbeat.mark("going back", in_step=False)
         skipped = self._bad_steps.note_rewind()
         self._resume(before)
         self._events.add("rewound", self.step, skipped=skipped)
@@ -398,7 +393,7 @@ class Trainer:
         # What a CUDA graph runs is called from Python when it is captured, and never again.
         is_called = config.kernels.cuda_graph_impl == "none"
         self._stragglers = Stragglers(
-            self.grid, interval=logged.straggler_interval if is_called else None, factor=logged.straggler_factor
+            self._wrapped, self.grid, interval=logged.straggler_interval, factor=logged.straggler_factor
         )
         self._phases = PhaseHealth(
             self._stages, config.model, self.grid, interval=logged.phase_interval if is_called else None

@@ -47,8 +47,7 @@ class ConfigOptions:
 
 
 def _train(options: TrainOptions) -> None:
-    from megatron_fanformer.runtime.heartbeat import report_stopped
-    from megatron_fanformer.runtime.launch import end_with_launcher, report_failure
+    from megatron_fanformer.runtime.launch import end_with_launcher, report_failure, report_stopped
 
     with ended_by_stop_signals(report_stopped):  # from before what takes seconds to import
         end_with_launcher()

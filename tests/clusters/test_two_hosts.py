@@ -76,7 +76,6 @@ def test_the_rank_of_the_slow_host_is_named(hosts: Hosts, tmp_path: Path) -> Non
     values = small_run(
         write_tokens(tmp_path / "tokens"),
         tmp_path / "run",
-        parallel={"tensor_model_parallel_size": 2},
         training={"train_iters": 60},
         logging={"straggler_interval": 20},
     )

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Generator
+from datetime import timedelta
 from itertools import islice
 from typing import Any
 from unittest import mock
@@ -16,7 +17,6 @@ from torch import Tensor
 from megatron_fanformer.data.batches import micro_batches
 from megatron_fanformer.data.shared_batches import shared_batches
 from megatron_fanformer.errors import CorruptError
-from megatron_fanformer.runtime import heartbeat
 from megatron_fanformer.runtime.collectives import count_collectives
 from megatron_fanformer.runtime.layout import ParallelConfig
 from megatron_fanformer.runtime.parallel import for_host_tensors, rank_grid
@@ -65,21 +65,20 @@ def shared(has_document_ids: bool, *, num_workers: int, **options: bool) -> Gene
     return shared_batches(read, group, **shape, has_document_ids=has_document_ids, **options)
 
 
-def taken_by_a_rank(has_document_ids: bool) -> tuple[list[dict[str, Tensor]], list[int], tuple[str, str, bool]]:
-    """What it takes, how many marks it has left with each micro batch, and how it ends."""
-    batches, before = shared(has_document_ids, num_workers=0), heartbeat._activity.marks
-    taken, marks = [], []
+def taken_by_a_rank(has_document_ids: bool) -> tuple[list[dict[str, Tensor]], tuple[str, str, bool]]:
+    """What it takes, and how it ends."""
+    batches = shared(has_document_ids, num_workers=0)
+    taken = []
     for _ in range(SAMPLES // SIZE):
         taken.append({name: tensor.clone() for name, tensor in next(batches).items()})
-        marks.append(heartbeat._activity.marks - before)
     with pytest.raises(CorruptError) as caught:
         next(batches)
-    return taken, marks, (type(caught.value).__name__, str(caught.value), caught.value.already_reported)
+    return taken, (type(caught.value).__name__, str(caught.value), caught.value.already_reported)
 
 
 @pytest.mark.parametrize("has_document_ids", [False, True])
 def test_all_ranks_take_what_the_first_one_reads(has_document_ids: bool, run_on_ranks: RunOnRanks) -> None:
-    """To the bit, and its error; a rank with fewer marks than others would be blamed for what holds a run up."""
+    """To the bit, and its error."""
     expected = list(islice(stream(has_document_ids), SAMPLES // SIZE))
     first, *others = run_on_ranks(3, taken_by_a_rank, has_document_ids)
     for taken, *_ in (first, *others):
@@ -87,24 +86,17 @@ def test_all_ranks_take_what_the_first_one_reads(has_document_ids: bool, run_on_
             assert own.keys() == truth.keys()
             assert all(own[name].dtype == truth[name].dtype and torch.equal(own[name], truth[name]) for name in own)
     message = ("CorruptError", "the last sample is damaged")
-    assert first[1:] == ([1, 2], (*message, False))
-    assert [other[1:] for other in others] == [([1, 2], (*message, True))] * 2
+    assert first[1] == (*message, False)
+    assert [other[1] for other in others] == [(*message, True)] * 2
 
 
-def marks_without_use() -> list[int]:
-    """How many marks a rank of a stage that needs no samples has left with each micro batch, all of zeros."""
-    batches, before = shared(False, num_workers=0, is_used=False), heartbeat._activity.marks
-    marks = []
-    for batch in islice(batches, SAMPLES // SIZE):
+def take_without_use() -> None:
+    for batch in islice(shared(False, num_workers=0, is_used=False), SAMPLES // SIZE):
         assert not any(tensor.any() for tensor in batch.values()) and batch["tokens"].shape == (SIZE, LENGTH)
-        marks.append(heartbeat._activity.marks - before)
-    return marks
 
 
-def test_a_rank_without_use_for_samples_leaves_as_many_marks(run_on_ranks: RunOnRanks) -> None:
-    """As those that share them; in a group of one rank nothing is shared, and none leaves any."""
-    assert run_on_ranks(2, marks_without_use) == [[1, 2]] * 2
-    assert run_on_ranks(1, marks_without_use) == [[0, 0]]
+def test_a_rank_without_use_for_samples_takes_zeros(run_on_ranks: RunOnRanks) -> None:
+    run_on_ranks(1, take_without_use)
 
 
 def loaders() -> list[int]:
@@ -125,7 +117,7 @@ def by_hosts() -> tuple[list[int], list[str]]:
     """Over a group that is made as beside NCCL's: this rank's place, and the first one's number; what is counted."""
     with rank_grid(ParallelConfig(tensor_model_parallel_size=2, data_parallel_size=2), "cpu") as grid:
         with mock.patch.object(dist, "get_backend", lambda _group: "nccl"):
-            group = for_host_tensors(grid.groups.tp_cp)
+            group = for_host_tensors(grid.groups.tp_cp, timedelta(minutes=1))
         assert group is not grid.groups.tp_cp and grid.samples_group is grid.groups.tp_cp
         found = torch.tensor([grid.rank])
         with count_collectives(dataclasses.replace(grid, samples_group=group)) as counts:

@@ -1,13 +1,9 @@
-"""What `examples/check_nodes.py` and the measurement of waits read off a GPU itself."""
-
-from pathlib import Path
+"""What `examples/check_nodes.py` and the binding of cores read off a GPU itself."""
 
 import pytest
 import torch
-from torch import distributed as dist
 
 from megatron_fanformer.runtime import topology
-from megatron_fanformer.training.stragglers import timed_waits
 from tests.gpu.making import needs_gpu, needs_real_gpu
 from tests.test_check_nodes import loaded
 
@@ -36,22 +32,3 @@ def test_the_driver_lists_the_gpu_and_the_kernel_its_cores() -> None:
     assert gpu.model == torch.cuda.get_device_name(0)
     assert gpu.is_after_hopper == (torch.cuda.get_device_capability(0) >= (10, 0))
     assert topology.near_cores(gpu.address)
-
-
-def test_the_stream_that_stands_still_is_measured_and_its_computation_is_not(tmp_path: Path) -> None:
-    store = dist.FileStore(f"{tmp_path}/store", 1)
-    dist.init_process_group("nccl", store=store, rank=0, world_size=1)
-    try:
-        factor = torch.ones(4096, 4096, device="cuda")
-        message = torch.ones(1 << 26, device="cuda")
-        dist.all_reduce(message)
-        for count in (0, 50):
-            torch.cuda.synchronize()
-            with timed_waits("cuda") as waits:
-                for _ in range(count):
-                    torch.mm(factor, factor)
-                dist.all_reduce(message)
-                dist.all_reduce(message, async_op=True).wait()
-            assert 0 < waits.seconds() < 0.02  # the products take longer than that
-    finally:
-        dist.destroy_process_group()

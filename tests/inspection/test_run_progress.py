@@ -77,19 +77,17 @@ def test_steps_that_were_not_saved_are_taken_again(run: Path) -> None:
     assert read_progress(run).as_object()["saved"] == 10
 
 
-def test_perplexity_sets_events_hangs_and_profiles_are_told(run: Path) -> None:
+def test_perplexity_sets_events_and_profiles_are_told(run: Path) -> None:
     write_run(run, [*METRICS[:3], {"step": 4, "skipped": "nan", "tokens": 256, "eval/c4/CrossEntropyLoss": 3.5}])
     events = [(4, "skipped"), (4, "skipped"), (9, "computed_again"), (2, "rewound"), (5, "something else")]
     (run / "recovery.jsonl").write_text("".join(f'{{"step": {step}, "event": "{event}"}}\n' for step, event in events))
-    for folder in ("hangs/step-00000003", "traces/step-00000001-00000002"):
-        (run / folder).mkdir(parents=True)
+    (run / "traces/step-00000001-00000002").mkdir(parents=True)
     output = rows(run)
     assert ("validation", "c4: 3.5000 at step 4") in output
     assert [text for label, text in output if label == "events"] == [
         "1 step skipped: 4",
         "1 step computed again: 9",
         "1 step gone back to: 2",
-        "1 hang, which --hang explains",
         "1 profile, in traces/",
     ]
 

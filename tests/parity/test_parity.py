@@ -1,12 +1,10 @@
 """The parity command's judgement: layouts without a fault pass, planted faults are caught and named."""
 
-import dataclasses
 import functools
 import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import yaml
@@ -15,10 +13,8 @@ from megatron_fanformer.errors import DivergenceError, InputError
 from megatron_fanformer.parity.config import read_layouts
 from megatron_fanformer.parity.report import as_json, as_values
 from megatron_fanformer.parity.run import ParityResult, calibrate, compare_layouts, run_layouts
-from megatron_fanformer.parity.trial import Trace, run_trial
 from megatron_fanformer.parity.verb import ParityConfig
 from megatron_fanformer.runtime import device as devices
-from megatron_fanformer.runtime.cpu_collectives import CollectiveThroughMemory
 from megatron_fanformer.runtime.rank_pool import RankPool
 from tests.parity.faults import FAULTS, Fault, faulty_trial
 
@@ -79,14 +75,6 @@ class Comparison:
     def of(self, *names: str) -> ParityResult:
         return compare_layouts(self._calibration, {name: self.layouts[name] for name in names}, self._pool)
 
-    def over_gloo(self, name: str) -> ParityResult:
-        runtime = dataclasses.replace(self._calibration.trial.runtime, cpu_shared_memory_collectives=False)
-        trial = dataclasses.replace(self._calibration.trial, runtime=runtime)
-        calibration = dataclasses.replace(self._calibration, trial=trial)
-        return compare_layouts(
-            calibration, {name: self.layouts[name]}, self._pool, trial_function=trial_without_shared_memory
-        )
-
     def with_fault(self, name: str) -> ParityResult:
         layout, planted = self._faults[name].layout, functools.partial(self._faulty, name)
         named = {layout: self.layouts[layout]}
@@ -100,11 +88,6 @@ class Comparison:
         assert str(layout.findings[0]).startswith(fault.first)
         with pytest.raises(DivergenceError, match=f"layout {fault.layout}: differs first in the {fault.first}"):
             result.check()
-
-
-def trial_without_shared_memory(*arguments: Any) -> Trace:
-    with mock.patch.object(CollectiveThroughMemory, "__init__", side_effect=AssertionError("through shared memory")):
-        return run_trial(*arguments)
 
 
 @pytest.fixture(scope="module")
@@ -124,11 +107,6 @@ def test_bf16_is_told_from_a_fault(rank_pool: RankPool, config_file: Path) -> No
     comparison.of("tp=2", "dp=2").check()
     (layout,) = comparison.with_fault(name).layouts
     assert str(layout.findings[0]).startswith(FAULTS[name].first)
-
-
-def test_a_layout_is_the_same_over_gloo_itself(comparison: Comparison) -> None:
-    comparison.of("dp=2,distributed_optimizer=true").check()
-    comparison.over_gloo("dp=2,distributed_optimizer=true").check()
 
 
 def test_layouts_without_a_fault_are_the_same(comparison: Comparison) -> None:

@@ -5,7 +5,6 @@ import functools
 import re
 from collections.abc import Callable, Generator, Iterator
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -29,7 +28,6 @@ from megatron_fanformer.planning.job import Job
 from megatron_fanformer.runtime.collectives import CollectiveCount, count_collectives
 from megatron_fanformer.runtime.parallel import RankGrid, rank_grid
 from megatron_fanformer.runtime.seeding import seed_everything
-from megatron_fanformer.runtime.shared_memory import GroupMemory
 from megatron_fanformer.training.optimizer import OptimizerConfig, build_optimizer
 from megatron_fanformer.training.step import train_step, wrap_stages
 from tests.planning.making import job_of
@@ -184,8 +182,7 @@ def count_step(job: Job, clip_grad: float = 1.0) -> CountedRank:
         for group in optimizer.param_groups:
             group["lr"], group["weight_decay"] = 1e-4, 0.1
         train_step(wrapped, optimizer, shared(job, grid), grid, job.num_micro_batches)
-        all_by_gloo = mock.patch.object(GroupMemory, "of", lambda _group: None)  # torch dispatches no others
-        with all_by_gloo, Dispatched() as dispatched, count_collectives(grid) as counts:
+        with Dispatched() as dispatched, count_collectives(grid) as counts:
             train_step(wrapped, optimizer, shared(job, grid), grid, job.num_micro_batches)
         return CountedRank(
             stage=grid.groups.pp.rank(),

@@ -25,13 +25,6 @@ def objects(tool: str, size: dict[str, int], *options: str) -> list[dict[str, An
     return [json.loads(line) for line in printed(tool, size, *options, "--json") if line.startswith("{")]
 
 
-def test_collectives() -> None:
-    results = objects("bench_collectives", {"repeats": 1})
-    assert {result["collective"] for result in results} == {"all-reduce", "reduce-scatter", "all-gather"}
-    assert {result["bytes"] for result in results} == {2**11, 2**19, 2**22, 2**25, 2**27}
-    assert all(result["gloo_seconds"] > 0 and result["memory_seconds"] > 0 for result in results)
-
-
 def test_attention_within_documents() -> None:
     whole, halves, quarters = objects("bench_document_attention", ROW)
     assert [result["documents"] for result in (whole, halves, quarters)] == [1, 2, 4]

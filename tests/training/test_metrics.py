@@ -39,7 +39,7 @@ def test_the_time_left_is_that_of_the_steps_to_come(
     ("name", "shown"),
     [
         ("params_norm", "train/params_norm"),
-        ("wait_seconds/median", "train_speed/wait_seconds/median"),
+        ("work_seconds/median", "train_speed/work_seconds/median"),
         ("evaluation_seconds", "validation/evaluation_seconds"),
         ("eval/downstream/copa_acc", "validation/downstream/copa_acc"),
         ("recovery/rewinds", "train_recovery/rewinds"),

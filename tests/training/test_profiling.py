@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from megatron_fanformer.checkpoint import store
-from megatron_fanformer.runtime import heartbeat
 from megatron_fanformer.runtime.parallel import RankGrid
 from megatron_fanformer.training import profiling
 from megatron_fanformer.training.config import config_from_dict
@@ -90,23 +89,6 @@ def take_steps(values: dict[str, Any], last: int) -> tuple[list[str], list[float
             trainer.take_step()
     warnings = [call.args[0] % call.args[1:] for call in warned.call_args_list]
     return warnings, [loss for loss, _ in losses(Path(values["training"]["run_dir"]))]
-
-
-def marks_after(values: dict[str, Any], last: int) -> int:
-    """Take steps; the marks of this rank in the last of them."""
-    with trainer_of(values) as trainer:
-        while trainer.step < last:
-            trainer.take_step()
-        return heartbeat._activity.marks
-
-
-def test_a_rank_that_writes_a_profile_is_not_ahead_of_the_others(
-    run_on_ranks: RunOnRanks, tmp_path: Path, tokens: str
-) -> None:
-    """A rank that hangs in the evaluation after it would not be told from those that write none."""
-    logged = {"tensorboard": False, "profile_steps": [2, 2]}
-    first, second = run_on_ranks(2, marks_after, small_run(tokens, tmp_path, parallel=DP2, logging=logged), 2)
-    assert len(traces(tmp_path)) == 2 and first == second > 5
 
 
 def without_space(values: dict[str, Any]) -> tuple[list[str], list[float]]:

@@ -24,7 +24,6 @@ from megatron_fanformer.ops.element_wise import swiglu
 from megatron_fanformer.planning.machines import known_machines, machine_of
 from megatron_fanformer.planning.roofline import layer_operations
 from megatron_fanformer.planning.step_time import FLASH_BACKWARD, step_time
-from megatron_fanformer.runtime import cpu_collectives
 from megatron_fanformer.training.config import config_from_dict
 
 USUAL_GPU = "h100"
@@ -106,7 +105,6 @@ def _host(dtype: str) -> dict[str, float]:
 
 def _time_sums(rank: int, folder: str) -> None:
     """Write the seconds of an all-reduce over two ranks, of one number and of many bytes."""
-    cpu_collectives.install()
     dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", 2), rank=rank, world_size=2)
     seconds = []
     for elements in (1, LARGEST_SUM // 4):

@@ -206,7 +206,7 @@ def _alone_in(folder: Path) -> Iterator[None]:
 
 
 def _experiment(options: ExperimentOptions) -> None:
-    from megatron_fanformer.runtime.heartbeat import report_stopped
+    from megatron_fanformer.runtime.launch import report_stopped
 
     with ended_by_stop_signals(report_stopped, outcome="before the end; the same command keeps the runs that are done"):
         from megatron_fanformer.checkpoint.remote import on_this_machine

@@ -42,7 +42,7 @@ class SweepOptions:
 
 
 def _sweep(options: SweepOptions) -> None:
-    from megatron_fanformer.runtime.heartbeat import report_stopped
+    from megatron_fanformer.runtime.launch import report_stopped
 
     with ended_by_stop_signals(report_stopped):
         device.prepare_libraries()

@@ -57,8 +57,7 @@ class LoggingConfig(*_FIELDS):  # type: ignore[misc]  # the table's, whichever t
     straggler_interval: int | None = 100
     """Steps between checks for a slow rank (docs/clusters.md#slow-ranks); null: none."""
     straggler_factor: float = 1.4
-    """A rank is named above this many times its pipeline stage's median work, if the others wait more than a tenth of a
-    step."""
+    """A rank is named above this many times its pipeline stage's median time of forward and backward."""
     profile_steps: list[int] | None = None
     """The first and the last step to profile, into the run's folder (docs/debugging.md#where-the-time-goes); null:
     none but those that are requested while the run is going on."""

@@ -1,0 +1,132 @@
+"""Names the ranks that a collective waited for in vain, and says where every other rank is.
+
+A collective raises on the ranks that wait in it once `runtime.distributed_timeout_minutes` are over, or at once where a
+peer's process is gone. The first of these ranks calls the roll in the store of the ranks: a thread of every rank
+answers where its main thread is, and logs the stacks. A process that is stopped or gone does not answer. (Over NCCL
+torch's watchdog ends the process instead, and its flight recorder has what it waited in: docs/debugging.md.)
+"""
+
+import json
+import logging
+import re
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from megatron_fanformer.runtime.launch import PeerFailed
+from megatron_fanformer.terminal import some
+
+LOST = re.compile("Connection (closed|reset) by peer|Broken pipe|unhandled system error|[Tt]imed out|wait timeout")
+"""What gloo, NCCL and the store say where another rank does not take part."""
+CALLED, ANSWERS = "roll called", "roll"
+POLL_SECONDS = 1.0
+ANSWER_SECONDS = 10.0
+WAITING, ELSEWHERE = "waiting at", "elsewhere, at"
+REMEDY = "run the same command to continue from the last checkpoint"
+PACKAGE = Path(__file__).resolve().parents[1]
+
+logger = logging.getLogger(__name__)
+
+
+@contextmanager
+def naming_missing_ranks(store: Any, rank: int, world_size: int) -> Iterator[None]:
+    """Raise PeerFailed, which names the missing ranks, where the block fails for lack of other ranks.
+
+    Args:
+        store: a client of the ranks' store that nothing else uses.
+    """
+    over = threading.Event()
+    threading.Thread(target=_answer_when_called, args=(store, rank, over), daemon=True).start()
+    try:
+        yield
+    except BaseException as error:
+        over.set()
+        text, code = str(error), getattr(error, "exit_code", 1)
+        if not isinstance(error, RuntimeError) or not LOST.search(text):
+            _ask(lambda: _answer(store, rank, text, code))
+            raise
+        answer = f"{WAITING} {_place(traceback.extract_tb(error.__traceback__))}"
+        silent = PeerFailed(f"the store at which the ranks meet does not answer; rank {rank}: {answer}; {REMEDY}")
+        raise (_ask(lambda: _call(store, rank, world_size, answer)) or silent) from error
+    over.set()
+
+
+def describe(answers: dict[int, str], world_size: int) -> str:
+    """Return the line that ends a run: which ranks are missing, and where every other one is.
+
+    Args:
+        answers: of the ranks that have answered.
+    """
+    ranks: dict[str, list[int]] = {}
+    for rank in range(world_size):
+        ranks.setdefault(answers.get(rank, "stopped or gone"), []).append(rank)
+    parts = [f"rank{'s' * (len(of) > 1)} {some(map(str, of))}: {answer}" for answer, of in ranks.items()]
+    parts.sort(key=lambda part: WAITING in part)  # first those that the others wait for
+    return f"a collective waits in vain; {'; '.join(parts)}; {REMEDY}"
+
+
+def _answer_when_called(store: Any, rank: int, over: threading.Event) -> None:
+    with suppress(RuntimeError):  # torch's, for a store that is gone
+        while not over.wait(POLL_SECONDS):
+            if store.check([CALLED]):
+                frames = sys._current_frames()
+                place = _place(traceback.extract_stack(frames[threading.main_thread().ident or 0]))
+                _answer(store, rank, f"{ELSEWHERE} {place}")
+                for frame in frames.values():
+                    stack = "".join(traceback.format_stack(frame))
+                    logger.debug("the roll of the ranks was called; a thread is at\n%s", stack)
+                return
+
+
+def _answer(store: Any, rank: int, text: str, exit_code: int = 0) -> None:
+    store.append(ANSWERS, json.dumps([rank, text, exit_code]) + "\n")  # it takes the place of the rank's earlier one
+
+
+def _call(store: Any, rank: int, world_size: int, own: str) -> PeerFailed:
+    """Answer as a rank that waits, and call the others; the first to do so reports what they answer."""
+    _answer(store, rank, own)
+    if store.add(CALLED, 1) > 1:
+        failure = PeerFailed("another rank reports which ranks are missing")
+        failure.already_reported = True
+        return failure
+    deadline = time.monotonic() + ANSWER_SECONDS
+    answers: dict[int, tuple[str, int]] = {}
+    while len(answers) < world_size or any(text.startswith(ELSEWHERE) for text, _ in answers.values()):
+        if time.monotonic() > deadline:
+            break
+        time.sleep(POLL_SECONDS / 4)
+        answers = {number: (text, code) for number, text, code in map(json.loads, store.get(ANSWERS).splitlines())}
+    for number, (text, code) in answers.items():
+        if code:
+            failure = PeerFailed(f"rank {number}: {text}")
+            failure.exit_code, failure.already_reported = code, True
+            return failure
+    return PeerFailed(describe({number: text for number, (text, _) in answers.items()}, world_size))
+
+
+def _ask(work: Callable[[], Any]) -> Any:
+    """Return what the store answers; None where it does not, because its process is stopped or gone."""
+    found: list[Any] = []
+
+    def ask() -> None:
+        with suppress(RuntimeError):
+            found.append(work())
+
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    thread.join(1.5 * ANSWER_SECONDS)
+    return found[0] if found else None
+
+
+def _place(stack: traceback.StackSummary) -> str:
+    """Return the innermost call of a stack, and the innermost one of this package."""
+    ours = next((frame for frame in reversed(stack) if Path(frame.filename).is_relative_to(PACKAGE)), stack[-1])
+    texts = [
+        f"{'/'.join(Path(frame.filename).parts[-2:])}:{frame.lineno} in {frame.name}" for frame in (stack[-1], ours)
+    ]
+    return ", called from ".join(dict.fromkeys(texts))
