@@ -21,6 +21,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from megatron_fanformer.errors import DivergenceError, FanformerError, Interrupted
 from megatron_fanformer.runtime import device as devices
@@ -179,20 +180,20 @@ class Met(Exception):
 
 @pytest.mark.parametrize(("minutes", "meeting"), [(30, 30), (3, 10)])
 def test_the_limit_of_ranks_is_in_minutes(minutes: int, meeting: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a rank that others wait for, and of the store that ranks meet at, where they have ten at least."""
+    """Of a collective, and of the store that ranks meet at, where they have ten at least."""
     given: list[Any] = []
 
-    def watching(store: Any, *_: Any, limit_seconds: float, **__: Any) -> Any:
-        given.extend((store.timeout, limit_seconds))
+    def join(*_: Any, store: Any, timeout: timedelta, **__: Any) -> Any:
+        given.extend((store.underlying_store.timeout, timeout))
         raise Met
 
-    monkeypatch.setattr(parallel, "watching_ranks", watching)
+    monkeypatch.setattr(dist, "init_process_group", join)
     runtime = RuntimeConfig(device="cpu", threads_per_rank=torch.get_num_threads(), distributed_timeout_minutes=minutes)
     port = hosted_store("127.0.0.1", 0, wait_for_workers=False).port
     alone = {"rank": 0, "world_size": 1, "local_rank": 0, "local_world_size": 1, "master_address": "127.0.0.1"}
     with pytest.raises(Met), parallel.process_group(runtime, devices.RankAddress(**alone, master_port=port)):
         pass
-    assert given == [timedelta(minutes=meeting), 60.0 * minutes]
+    assert given == [timedelta(minutes=meeting), timedelta(minutes=minutes)]
 
 
 @pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.full)])
