@@ -3,9 +3,7 @@
 Runs of the whole trainer are in tests/faults.
 """
 
-import os
 import re
-import signal
 import socket
 import sys
 from contextlib import closing
@@ -50,7 +48,7 @@ os._exit(0)
 LINES = {
     "killed": r"1 False a collective waits in vain; rank 1: stopped or gone; ranks 0, 2: waiting at .*:\d+ in all_red",
     "stopped": r"1 False a collective waits in vain; rank 1: stopped or gone; ranks 0, 2: waiting at .*:\d+ in all_red",
-    "hung": r"1 False .*; rank 1: elsewhere, at .*<string>:16 in hang; ranks 0, 2: waiting at .*:\d+ in all_reduce",
+    "hung": r"1 False .*; rank 1: elsewhere, at .*<string>:\d+ in hang; ranks 0, 2: waiting at .*:\d+ in all_reduce",
     "skipped": r"1 False .*; ranks 0, 2: waiting at .*:\d+ in all_reduce, .*; rank 1: waiting at .*:\d+ in broadcast, ",
     "failed": r"3 True rank 1: a.bin is damaged",
 }
@@ -72,8 +70,10 @@ def test_the_missing_rank_is_named_and_where_every_other_one_waits(fault: str) -
         environment = {name: str(value) for name, value in {**address, "MASTER_PORT": port}.items()}
         ranks.append(start_program(sys.executable, "-c", RANK, fault, environment=environment))
     printed = [rank.communicate(timeout=PATIENCE_SECONDS)[0] for rank in (ranks[0], ranks[2])]
-    os.kill(ranks[1].pid, signal.SIGKILL)
-    ranks[1].communicate()
+    ranks[1].kill()
+    odd, _ = ranks[1].communicate()
+    if fault == "skipped":  # it waits, too, and may be the first to call
+        printed.append(odd)
     assert re.search(rf"^{LINES[fault]}", "".join(printed), re.MULTILINE), printed
     others = [line for line in "".join(printed).splitlines() if not re.match(LINES[fault], line)]
     assert all(line.startswith("1 True ") for line in others), others
