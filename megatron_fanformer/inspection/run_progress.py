@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_fanformer.checkpoint import store
-from megatron_fanformer.checkpoint.run_lock import Holder, holder_of
+from megatron_fanformer.checkpoint.run_lock import holder_of
 from megatron_fanformer.checkpoint.store import metrics_entry
 from megatron_fanformer.errors import CorruptError, InputError
 from megatron_fanformer.terminal import plural, some
@@ -104,18 +104,21 @@ class Progress:
 
 def read_progress(run: Path) -> Progress:
     """Return how far a run has come, by what can be read of its folder."""
-    saved = _saved_step(run)
-    found = Progress(step=saved, steps=_planned(run), saved=saved, running=_holder_text(holder_of(run)))
+    saved, holder = _saved_step(run), holder_of(run)
+    found = Progress(step=saved, steps=_planned(run), saved=saved)
+    if holder is not None:
+        found.running = f"runs on {holder.host} (process {holder.pid}) since {holder.since}"
     losses: list[float] = []
     speeds: list[tuple[float, float]] = []
-    for entry in _entries(run / store.METRICS):
-        found.step = max(found.step, entry["step"])
-        found.tokens = entry.get("tokens", found.tokens)
-        losses += [entry["loss"]] if entry.get("loss") is not None else []
-        if "tokens_per_second" in entry and "step_seconds" in entry:
-            speeds.append((entry["tokens_per_second"], entry["step_seconds"]))
-        for name, value in _evaluated(entry):
-            found.validation.setdefault(name, {})[entry["step"]] = value
+    with suppress(FileNotFoundError), (run / store.METRICS).open("rb") as stream:  # one line in memory at a time
+        for entry in (entry for line in stream if line.endswith(b"\n") and (entry := metrics_entry(line)) is not None):
+            found.step = max(found.step, entry["step"])
+            found.tokens = entry.get("tokens", found.tokens)
+            losses += [entry["loss"]] if entry.get("loss") is not None else []
+            if "tokens_per_second" in entry and "step_seconds" in entry:
+                speeds.append((entry["tokens_per_second"], entry["step_seconds"]))
+            for name, value in _evaluated(entry):
+                found.validation.setdefault(name, {})[entry["step"]] = value
     if losses:
         found.window = min(len(losses), max(FEWEST_AVERAGED, len(losses) // SMOOTHED_SHARE))
         found.first_loss, found.last_loss = losses[0], losses[-1]
@@ -149,16 +152,6 @@ def _saved_step(run: Path) -> int:
                 store.check_sound(checkpoint)
                 return store.step_of(checkpoint) or 0
     return 0
-
-
-def _holder_text(holder: Holder | None) -> str | None:
-    return None if holder is None else f"runs on {holder.host} (process {holder.pid}) since {holder.since}"
-
-
-def _entries(metrics: Path) -> Iterator[dict[str, Any]]:
-    """Yield the metrics of every step, one line in memory at a time; nothing where there is no file."""
-    with suppress(FileNotFoundError), metrics.open("rb") as stream:
-        yield from (entry for line in stream if line.endswith(b"\n") and (entry := metrics_entry(line)) is not None)
 
 
 def _evaluated(entry: dict[str, Any]) -> Iterator[tuple[str, float]]:

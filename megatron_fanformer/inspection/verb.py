@@ -40,32 +40,25 @@ class InspectOptions:
 
 def _inspect(options: InspectOptions) -> None:
     from megatron_fanformer.checkpoint.remote import on_this_machine
-    from megatron_fanformer.inspection.command import (
-        draw_losses,
-        draw_phases,
-        follow_run,
-        index_data,
-        inspect_path,
-        inspect_step,
-    )
+    from megatron_fanformer.inspection import command
 
     path, step, config = options.path, options.step, options.config
     if "--trace" in options.overrides:
         raise InputError("--trace is no option any more; a run's profiles are in its folder, traces/step-…/rank-….txt")
     if options.phases is not None:
         _refuse_others(options, "phases")
-        draw_phases(path, Path(options.phases))
+        command.draw_phases(path, Path(options.phases))
     elif options.picture is not None:
         _refuse_others(options, "picture")
-        draw_losses(path, Path(options.picture))
+        command.draw_losses(path, Path(options.picture))
     elif options.follow:
         _refuse_others(options, "follow")
-        follow_run(path)
+        command.follow_run(path)
     elif options.index:
         _refuse_others(options, "index", "overrides")
         device.hide_gpus()
         device.prepare_libraries()
-        index_data(path, options.overrides)
+        command.index_data(path, options.overrides)
     elif step is None:
         if stray := [*options.overrides, *(["--config"] if config else []), *(["--full"] if options.full else [])]:
             remedy = f"{PROGRAM} inspect --help lists the options"
@@ -73,13 +66,17 @@ def _inspect(options: InspectOptions) -> None:
                 remedy = "what ranks did when a run hung is on its last line, and in the log files of logging.folder"
             raise InputError(f"{stray[0]} has no effect without --step; {remedy}")
         is_remote_data = is_url(path) and (path.endswith((".npy", ".bin", ".idx")) or _has_manifest(path))
-        inspect_path(path if is_remote_data else on_this_machine(path), verify=options.verify, json=options.json)
+        command.inspect_path(
+            path if is_remote_data else on_this_machine(path), verify=options.verify, json=options.json
+        )
     elif options.verify:
         raise InputError("--verify checks files and --step shows samples; use one at a time")
     else:
         device.hide_gpus()
         device.prepare_libraries()
-        inspect_step(on_this_machine(path), step, config, options.overrides, full=options.full, json=options.json)
+        command.inspect_step(
+            on_this_machine(path), step, config, options.overrides, full=options.full, json=options.json
+        )
 
 
 def _refuse_others(options: InspectOptions, chosen: str, *beside: str) -> None:
