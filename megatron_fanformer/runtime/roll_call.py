@@ -24,7 +24,7 @@ from megatron_fanformer.terminal import some
 LOST = re.compile("Connection (closed|reset) by peer|Broken pipe|unhandled system error|[Tt]imed out|wait timeout")
 """What gloo, NCCL and the store say where another rank does not take part."""
 CALLED, ANSWERS = "roll called", "roll"
-POLL_SECONDS = 1.0
+POLL_SECONDS, POLLS_PER_SECOND = 1.0, 2000  # of a rank, and at most of all ranks, which share one store
 ANSWER_SECONDS = 10.0
 WAITING, ELSEWHERE = "waiting at", "elsewhere, at"
 REMEDY = "run the same command to continue from the last checkpoint"
@@ -41,7 +41,7 @@ def naming_missing_ranks(store: Any, rank: int, world_size: int) -> Iterator[Non
         store: a client of the ranks' store that nothing else uses.
     """
     over = threading.Event()
-    threading.Thread(target=_answer_when_called, args=(store, rank, over), daemon=True).start()
+    threading.Thread(target=_answer_when_called, args=(store, rank, world_size, over), daemon=True).start()
     try:
         yield
     except BaseException as error:
@@ -70,9 +70,9 @@ def describe(answers: dict[int, str], world_size: int) -> str:
     return f"a collective waits in vain; {'; '.join(parts)}; {REMEDY}"
 
 
-def _answer_when_called(store: Any, rank: int, over: threading.Event) -> None:
+def _answer_when_called(store: Any, rank: int, world_size: int, over: threading.Event) -> None:
     with suppress(RuntimeError):  # torch's, for a store that is gone
-        while not over.wait(POLL_SECONDS):
+        while not over.wait(max(POLL_SECONDS, world_size / POLLS_PER_SECOND)):
             if store.check([CALLED]):
                 frames = sys._current_frames()
                 place = _place(traceback.extract_stack(frames[threading.main_thread().ident or 0]))
@@ -94,7 +94,7 @@ def _call(store: Any, rank: int, world_size: int, own: str) -> PeerFailed:
         failure = PeerFailed("another rank reports which ranks are missing")
         failure.already_reported = True
         return failure
-    deadline = time.monotonic() + ANSWER_SECONDS
+    deadline = time.monotonic() + ANSWER_SECONDS + world_size / POLLS_PER_SECOND
     answers: dict[int, tuple[str, int]] = {}
     while len(answers) < world_size or any(text.startswith(ELSEWHERE) for text, _ in answers.values()):
         if time.monotonic() > deadline:
