@@ -138,15 +138,18 @@ def seconds_of(work: Callable[[], object]) -> float:
 
 def bus_rates(address: devices.RankAddress, device: torch.device) -> dict[str, float]:
     """Return the bus bandwidth in this node and with a neighbor, the better of two: a link has another end, too."""
-    node, local = address.rank // address.local_world_size, address.local_world_size
-    nodes = address.world_size // local
-    within = {"GB/s within": bus_rate(range(node * local, (node + 1) * local), device)} if local > 1 else {}
+    local = address.local_world_size
+    node, nodes = address.rank // local, address.world_size // local
+    own = range(node * local, (node + 1) * local)
+    within = {"GB/s within": bus_rate(own, device)} if local > 1 else {}
     pairs = [{start, (start + 1) % nodes} for start in range(nodes if nodes > 2 else nodes - 1)]
-    between = [
-        bus_rate([rank for other in sorted(pair) for rank in range(other * local, (other + 1) * local)], device)
-        for pair in [*pairs[0::2], *pairs[1::2]]  # the same order everywhere, and half of them at once
-        if node in pair
-    ]
+    even = len(pairs) - len(pairs) % 2
+    between = []
+    for turn in filter(None, (pairs[0:even:2], pairs[1::2], pairs[even:])):  # in each a node has one pair at most
+        mine = next((pair for pair in turn if node in pair), set())
+        ranks = [rank for other in sorted(mine) for rank in range(other * local, (other + 1) * local)]
+        # torch names groups by how many a process has made: one without a pair makes one, too.
+        between.append(bus_rate(ranks or [address.rank], device))
     return within | ({"GB/s between": max(between)} if between else {})
 
 

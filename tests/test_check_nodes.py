@@ -98,7 +98,8 @@ def rates(rank_address: dict[str, Any]) -> dict[str, float]:
 
 
 @pytest.mark.parametrize(
-    ("world", "local", "kinds"), [(2, 2, {"within"}), (3, 1, {"between"}), (4, 2, {"within", "between"})]
+    ("world", "local", "kinds"),
+    [(2, 2, {"within"}), (3, 1, {"between"}), (4, 2, {"within", "between"}), (4, 1, {"between"})],
 )
 def test_ranks_measure_within_nodes_and_between_neighbors(
     world: int, local: int, kinds: set[str], run_on_ranks: RunOnRanks
