@@ -161,7 +161,7 @@ def _shown(value: Any) -> str:
 
 # -- files and overrides
 
-MOST_BYTES = 1 << 20  # of a file, which may have come with a checkpoint
+MOST_BYTES, MOST_VALUES = 1 << 20, 1 << 16  # of a file, which may have come with a checkpoint
 
 
 class _Loader(yaml.SafeLoader):
@@ -170,12 +170,29 @@ class _Loader(yaml.SafeLoader):
     Refuses a mapping with the same key twice, where YAML says that there is none and PyYAML takes the last.
     """
 
+    def get_single_node(self) -> Any:
+        """Return the document, unless aliases of aliases make many values of few bytes."""
+        node = super().get_single_node()
+        if node is not None and _values(node, {}) > MOST_VALUES:
+            raise ValueError(f"its aliases make more than {MOST_VALUES} values of it")
+        return node
+
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         """Return a mapping whose keys differ."""
         keys = Counter((key.tag, key.value) for key, _ in node.value if isinstance(key, yaml.ScalarNode))
         if twice := [name for (tag, name), count in keys.items() if count > 1 and not tag.endswith(":merge")]:
             raise ValueError(f"{twice[0]} stands twice in one mapping{node.start_mark}")
         return super().construct_mapping(node, deep)
+
+
+def _values(node: yaml.Node, known: dict[int, int]) -> int:
+    """Return how many values a node stands for; `known` has those counted already."""
+    if id(node) not in known:
+        known[id(node)] = MOST_VALUES + 1  # where it contains itself
+        pairs = node.value if isinstance(node, yaml.MappingNode) else []
+        parts = node.value if isinstance(node, yaml.SequenceNode) else [part for pair in pairs for part in pair]
+        known[id(node)] = 1 + sum(_values(part, known) for part in parts)
+    return known[id(node)]
 
 
 _Loader.add_implicit_resolver(

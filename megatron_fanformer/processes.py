@@ -19,7 +19,6 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 """Signals on which a run saves and stops."""
 SAVE_SIGNAL = signal.SIGUSR2
 """Signal on which a run saves and goes on."""
-"""Signal on which a run profiles its next steps: by default it does nothing to a process, whichever it reaches."""
 NOTHING_LOST = "with no step in progress; nothing is lost, run the same command to continue"
 PR_SET_PDEATHSIG = 1  # prctl(2)
 

@@ -35,6 +35,7 @@ LABELLED = re.compile(r"\s*[^\s,]+\s*,\s*(?P<path>\S+)\s*")  # a line of a mix a
 TOKENIZER = "{TOKENIZER}"
 TEXT_ENCODING = "utf-8-sig"  # an editor of Windows begins a file with a byte order mark, which is of no word
 LARGEST_BLEND_BYTES = 1 << 26  # weights named by mistake are larger; a blend of a hundred thousand shards is smaller
+PAIR_END = re.compile(r"\.(bin|idx)$")
 
 
 @dataclass(frozen=True)
@@ -248,13 +249,13 @@ def _source(word: str) -> Source:
     """Return the source that a word names. At a URL, a folder's name ends in /, so that most need not be looked up."""
     if is_url(word):
         is_many = word.endswith("/") or (word.endswith(SUFFIXES) and is_pattern(word))
-        return Source(_some(word, listed(word, SUFFIXES)) if is_many else (word,))
+        return Source(_some(word, listed(word, SUFFIXES)) if is_many else (re.sub(PAIR_END, "", word),))
     if Path(word).is_dir() and not idx_path(word).exists():
         look_into(word)
         return Source(_some(word, sorted(str(path) for path in Path(word).iterdir() if path.name.endswith(SUFFIXES))))
     if word.endswith(SUFFIXES) and glob.has_magic(word) and not Path(word).exists():
         return Source(_some(word, sorted(matching(word))))
-    return Source((word if idx_path(word).exists() else re.sub(r"\.(bin|idx)$", "", word),))
+    return Source((word if idx_path(word).exists() else re.sub(PAIR_END, "", word),))
 
 
 def _some(word: str, files: list[str]) -> tuple[str, ...]:

@@ -18,7 +18,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from megatron_fanformer.runtime.launch import PeerFailed
+from megatron_fanformer.runtime.launch import PEER_FAILURE_WAIT_SECONDS, PeerFailed
 from megatron_fanformer.terminal import some
 
 LOST = re.compile("Connection (closed|reset) by peer|Broken pipe|unhandled system error|[Tt]imed out|wait timeout")
@@ -51,8 +51,11 @@ def naming_missing_ranks(store: Any, rank: int, world_size: int) -> Iterator[Non
             _ask(lambda: _answer(store, rank, text, code))
             raise
         answer = f"{WAITING} {_place(traceback.extract_tb(error.__traceback__))}"
-        silent = PeerFailed(f"the store at which the ranks meet does not answer; rank {rank}: {answer}; {REMEDY}")
-        raise (_ask(lambda: _call(store, rank, world_size, answer)) or silent) from error
+        failure = _ask(lambda: _call(store, rank, world_size, answer))
+        if failure is None:
+            time.sleep(PEER_FAILURE_WAIT_SECONDS)  # the rank whose store it is may say why it ended
+            failure = PeerFailed(f"the store at which the ranks meet does not answer; rank {rank}: {answer}; {REMEDY}")
+        raise failure from error
     over.set()
 
 

@@ -3,6 +3,7 @@
 Every problem of a configuration is reported together, one line each, before anything is loaded.
 """
 
+import copy
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -13,7 +14,15 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_fanformer import terminal
 from megatron_fanformer.checkpoint.config import CheckpointConfig
-from megatron_fanformer.configuration import build, described_fields, moved_names, overlaid, read_overrides, read_values
+from megatron_fanformer.configuration import (
+    build,
+    by_dotted_names,
+    described_fields,
+    moved_names,
+    overlaid,
+    read_overrides,
+    read_values,
+)
 from megatron_fanformer.data.config import DataConfig
 from megatron_fanformer.data.stages import FIRST_STAGE, first_step, step_problems
 from megatron_fanformer.errors import broken_fields
@@ -354,6 +363,9 @@ def _report_moved(names: list[str], report: Callable[[str], None]) -> None:
 def _built(values: dict[str, Any]) -> RunConfig:
     # YAML reads a section whose lines are all commented out as null: it has its defaults.
     values = {name: value for name, value in values.items() if value is not None}
+    if by_dotted_names(values).get("evaluation.perplexity.batches", 0) is None:  # of a run before limit_tokens
+        values = copy.deepcopy(values)
+        del values["evaluation"]["perplexity"]["batches"]
     return build(_with_documents_apart(with_preset(values)), RunConfig, advice=advice)
 
 

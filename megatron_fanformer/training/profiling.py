@@ -93,7 +93,6 @@ class Profiler:
                 folder.mkdir(parents=True, exist_ok=True)
                 if self._records_memory:
                     torch.cuda.memory._dump_snapshot(str(folder / f"rank-{self._grid.rank:05d}.memory.pickle"))
-                    torch.cuda.memory._record_memory_history(enabled=None)
                 recorded.export_chrome_trace(str(trace))
                 averages = recorded.key_averages()
                 by = "self_device_time_total" if self._grid.device == "cuda" else "self_cpu_time_total"
@@ -103,4 +102,6 @@ class Profiler:
         except (OSError, RuntimeError) as error:  # the latter is torch's
             trace.unlink(missing_ok=True)
             logger.warning("the profile up to step %d cannot be written: %s", last, error)
+        if recorded is not None and self._records_memory:
+            torch.cuda.memory._record_memory_history(enabled=None)
         self._request.end()

@@ -32,12 +32,14 @@ class Stragglers:
     def __init__(self, stages: list[Any], grid: RankGrid, *, interval: int | None, factor: float) -> None:
         self._grid, self._factor = grid, factor
         self._interval = interval if grid.world_size > 1 else None
+        self._began: Any = None
         self._taken: list[tuple[Any, Any]] = []  # when each step began and had its gradients
         config = stages[0].config
         finalize = config.finalize_model_grads_func
 
         def noted(*args: Any, **named: Any) -> Any:
-            self._taken.append((self._began, self._now()))
+            if self._began is not None:  # else it is no training step
+                self._taken.append((self._began, self._now()))
             return finalize(*args, **named)
 
         if self._interval is not None:

@@ -8,6 +8,7 @@ import pytest
 import yaml
 
 from megatron_fanformer.cli import main
+from megatron_fanformer.errors import InputError
 from megatron_fanformer.training.config import load_config
 from megatron_fanformer.training.config_reference import WIDTH, field_list, run_schema, run_sections
 from tests.small_runs import ROOT, small_run, write_config
@@ -103,6 +104,17 @@ def test_a_resolved_configuration_is_one_that_can_train(
     """On a login node, which has neither the data nor the GPUs."""
     assert main(["config", "--resolved", "--config", str(ROOT / "examples" / "fanformer-1b.yaml"), *change]) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("core", ["0.16", "0.19"])
+def test_the_configuration_of_an_earlier_run_is_read(core: str) -> None:
+    """Fields that have gone since are in it, with their defaults."""
+    file = ROOT / "tests" / "samples" / "checkpoints" / f"megatron-core-{core}" / "config.yaml"
+    assert "batches: null" in file.read_text() and "cpu_shared_memory_collectives" in file.read_text()
+    config = load_config(file, report=lambda _: None)
+    assert config.evaluation.perplexity.limit_tokens is None
+    with pytest.raises(InputError, match=r"evaluation\.perplexity\.batches; .*limit_tokens"):
+        load_config(file, ["--evaluation.perplexity.batches", "3"], report=lambda _: None)
 
 
 def test_the_home_directory_may_stand_in_any_value(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
