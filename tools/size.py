@@ -1,10 +1,8 @@
 """Counts what git tracks: lines of Python and C++ by room, modules, statements, words of pages; holds them to ceilings.
 
-    python tools/size.py            # the table
-    python tools/size.py --check    # fail above a ceiling, or where the last commit or the working tree raises one
-    python tools/size.py --lower    # lower the ceilings to what is there
-
-Rooms are the package's folders, `ground` its own modules, `tests` and `tools`. A ceiling only goes down.
+python tools/size.py            # the table
+python tools/size.py --check    # fail above a ceiling, or where the last commit or the working tree raises one
+python tools/size.py --lower    # lower the ceilings to what is there
 """
 
 import ast
@@ -16,22 +14,19 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 CEILINGS = "tools/ceilings.json"
-PACKAGE = "megatron_fanformer"
-CODE, PAGE = (".py", ".cpp", ".h"), ".md"
+PACKAGE, CODE, PAGE = "megatron_fanformer", (".py", ".cpp", ".h"), ".md"
 
 
 def main(arguments: list[str]) -> int:
     """Print the table, check it or lower the ceilings; returns the exit code."""
     if subprocess.run(["git", "rev-parse"], cwd=ROOT, capture_output=True, check=False).returncode:
-        print(
-            f"{ROOT} is no git checkout, so that nothing says what is tracked: sizes are not counted", file=sys.stderr
-        )
+        print("this is no git checkout: sizes are not counted", file=sys.stderr)
         return 0
     sizes = count(ROOT)
     ceilings: dict[str, int] = json.loads((ROOT / CEILINGS).read_text()) if (ROOT / CEILINGS).is_file() else {}
     if arguments == ["--lower"]:
-        lowered = {name: min(size, ceilings.get(name, size)) for name, size in sizes.items()}
-        (ROOT / CEILINGS).write_text(json.dumps(lowered, indent=1) + "\n")
+        ceilings = {name: min(size, ceilings.get(name, size)) for name, size in sizes.items()}
+        (ROOT / CEILINGS).write_text(json.dumps(ceilings, indent=1) + "\n")
         return 0
     if arguments == ["--check"]:
         found = problems(sizes, ceilings, *filter(None, (_committed("HEAD"), _committed("HEAD^"))))
