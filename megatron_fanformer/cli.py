@@ -67,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             go_on_unread()
         with nullcontext() if verb.takes_signals else signals_released():
             verb.run(options)
-            sys.stdout.flush()  # here, where what fails is still an error
+            print(end="", flush=True)  # here, where what fails is still an error
     except KeyboardInterrupt:
         return _report("stopped by the keyboard", 1)
     except Exception as error:

@@ -1,10 +1,8 @@
 """The verb `evaluate`: what it prints and writes, of one checkpoint and of several, and what it refuses."""
 
 import json
-import os
 import re
 import shutil
-import sys
 from functools import partial
 from pathlib import Path
 
@@ -22,7 +20,6 @@ from megatron_fanformer.evaluation.config import EvaluationRequest
 from megatron_fanformer.evaluation.jobs import find_jobs
 from megatron_fanformer.evaluation.requests import read_requests, write_requests
 from megatron_fanformer.formats.recognition import find_checkpoint
-from megatron_fanformer.output import guarded
 from megatron_fanformer.processes import hold_signals
 from tests.evaluation.made_up import made_up_requests
 from tests.evaluation.test_ulogic import RULES as ulogic_rules
@@ -247,20 +244,6 @@ def test_results_outlive_a_comparison_that_fails(
     (tmp_path / "bad.json").write_text("[")
     assert evaluate("--compare", tmp_path / "bad.json", *own, "--output", tmp_path / "lost.json") == 3
     assert capsys.readouterr().out == ""
-
-
-def test_results_are_written_where_nobody_reads_what_is_printed(
-    made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    reader, writer = os.pipe()
-    os.close(reader)
-    monkeypatch.setattr("sys.stdout", guarded(sys.stdout, writer))
-    output, picture = tmp_path / "result.json", tmp_path / "result.png"
-    assert evaluate(made.export, *everything(made), "--output", output, "--picture", picture) == 0
-    monkeypatch.undo()
-    os.close(writer)
-    assert set(json.loads(output.read_text())["tasks"]) == {"hellaswag", "mrpc"}
-    assert picture.exists()
 
 
 def test_answers_that_the_model_writes_are_judged_with_the_rest(made: Made, tmp_path: Path) -> None:
