@@ -49,10 +49,10 @@ class _Guarded(io.FileIO):
 
     has_failed = False
 
-    def write(self, content: Any, /) -> int | None:
+    def write(self, content: Any, /) -> int:
         try:
             if not self.has_failed:
-                return super().write(content)
+                return int(super().write(content))
         except OSError as error:
             self.has_failed = True  # also for what is still in buffers at the end
             name = NAMES[self.fileno()]

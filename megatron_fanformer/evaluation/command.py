@@ -27,7 +27,7 @@ from megatron_fanformer.options import option_name
 from megatron_fanformer.runtime import device as devices
 from megatron_fanformer.runtime.config import RuntimeConfig
 from megatron_fanformer.runtime.launch import launch_ranks, read_found, refuse_ranks_without_gpu
-from megatron_fanformer.terminal import phases, print_loading, show, width
+from megatron_fanformer.terminal import phases, print_loading, show
 
 if TYPE_CHECKING:
     from megatron_fanformer.evaluation.jobs import Jobs
@@ -344,9 +344,9 @@ def _print_results(request: EvaluationRequest, results: list[Result]) -> None:
             _write(options, results, comparison)
     finally:
         if results:
-            show(result_lines(results, width()))
+            show(result_lines(results))
     if comparison is not None:
-        show(comparison_lines(comparison, width()))
+        show(comparison_lines(comparison))
 
 
 def _write(options: EvaluateOptions, results: Sequence[Result], comparison: Comparison | None = None) -> None:
@@ -382,4 +382,4 @@ def _prepare(options: EvaluateOptions, file: Path) -> None:
     if file.exists():
         raise InputError(f"{file} already exists; name another file, or remove it")
     report = prepare_requests(file, tokenizer=options.tokenizer, eod_id=options.eod_id, **_prepared(options))
-    show(report.lines(width()))
+    show(report.lines())

@@ -68,12 +68,12 @@ class RequestsReport:
     context_length: int
     tasks: tuple[PreparedTask, ...]
 
-    def lines(self, width: int | None) -> Iterator[str]:
-        """Yield a table with a row for each task, for a terminal of that width; None: any."""
+    def lines(self) -> Iterator[str]:
+        """Yield a table with a row for each task, for a terminal."""
         _, *counts = zip(*self.tasks, strict=True)
         rows = [(name, *(f"{count:,}" for count in own)) for name, *own in self.tasks]
         rows.append(("together", *(f"{sum(column):,}" for column in counts)))
-        yield from table(("task", "documents", "requests", "tokens", "cut"), rows, align="lrrrr", width=width)
+        yield from table(("task", "documents", "requests", "tokens", "cut"), rows, align="lrrrr")
         megabytes = self.path.stat().st_size / 1e6
         yield (
             f"{self.path}: {megabytes:.1f} MB in {self.seconds:.0f} s, context length {self.context_length}, "

@@ -14,14 +14,10 @@ MOST_COLUMNS = 5  # checkpoints side by side in 80 columns; more follow in furth
 STANDARD_ERRORS = 1.96  # on either side of a value: 95% of a normal distribution
 
 
-def result_lines(results: Sequence[Result], width: int | None) -> Iterator[str]:
-    """Yield one checkpoint with all its results; for several, a row per task and set, with a column per checkpoint.
-
-    Args:
-        width: of the terminal; None: any.
-    """
+def result_lines(results: Sequence[Result]) -> Iterator[str]:
+    """Yield one checkpoint with all its results; for several, a row per task and set, with a column per checkpoint."""
     if len(results) == 1:
-        yield from _one(results[0], width)
+        yield from _one(results[0])
         return
     names = names_of(results)
     are_steps = len({result.run for result in results}) == 1 and results[0].run is not None
@@ -31,23 +27,23 @@ def result_lines(results: Sequence[Result], width: int | None) -> Iterator[str]:
         labels = dict.fromkeys(label for column in found for label in column)
         rows = [(label, *(column.get(label, "-") for column in found)) for label in labels]
         heading = ("step" if are_steps else "", *names[first:end])
-        yield from table(heading, rows, align="l" + "r" * len(found), width=width)
+        yield from table(heading, rows, align="l" + "r" * len(found))
 
 
-def _one(result: Result, width: int | None) -> Iterator[str]:
+def _one(result: Result) -> Iterator[str]:
     yield result.checkpoint
     if result.tasks:
         rows = [row for name, task in result.tasks.items() for row in _metric_rows(name, task)]
-        yield from table(("task", "metric", "value", "±", "documents"), rows, align="llrrr", width=width)
+        yield from table(("task", "metric", "value", "±", "documents"), rows, align="llrrr")
         if (mean := _mean(result)) is not None:
             yield f"mean of the tasks' own metrics: {100 * mean:.2f}"
     if result.perplexity:
-        yield from _set_lines(result, width)
+        yield from _set_lines(result)
     for group, mean in result.groups.items():
         yield f"{group}: mean perplexity {_perplexity(mean)}"
 
 
-def _set_lines(result: Result, width: int | None) -> Iterator[str]:
+def _set_lines(result: Result) -> Iterator[str]:
     """Yield the table of sets, headed by how they were cut: the same model's bits per byte differ by it."""
     chunking = f" ({result.settings.chunking})" if result.settings else ""
     with_words = any(each.word_perplexity is not None for each in result.perplexity.values())
@@ -63,7 +59,7 @@ def _set_lines(result: Result, width: int | None) -> Iterator[str]:
         for name, each in result.perplexity.items()
     ]
     heading = ("loss", "perplexity", "bits/byte", *("per byte", "per word") * with_words, "tokens")
-    yield from table((f"set{chunking}", *heading), rows, align="l" + "r" * len(heading), width=width)
+    yield from table((f"set{chunking}", *heading), rows, align="l" + "r" * len(heading))
 
 
 def _known(value: float | None, form: str) -> str:
@@ -99,19 +95,19 @@ def _perplexity(value: float | None) -> str:
 # -- comparisons
 
 
-def comparison_lines(comparison: Comparison, width: int | None) -> Iterator[str]:
+def comparison_lines(comparison: Comparison) -> Iterator[str]:
     """Yield the tables, and a sentence for each task."""
     for letter, result in (("A", comparison.a), ("B", comparison.b)):
         yield f"{letter}: {result.checkpoint}"
     if comparison.tasks:
         rows = [_difference_cells(found) for found in comparison.differences]
-        yield from table(("task", "A", "B", "B − A", "95% interval"), rows, align="lrrrr", width=width)
+        yield from table(("task", "A", "B", "B − A", "95% interval"), rows, align="lrrrr")
     if perplexities := perplexity_differences(comparison):
         rows = [
             (name, f"{row['a']:,.2f}", f"{row['b']:,.2f}", f"{row['difference']:+,.2f}")
             for name, row in perplexities.items()
         ]
-        yield from table(("perplexity, without an interval", "A", "B", "B − A"), rows, align="lrrr", width=width)
+        yield from table(("perplexity, without an interval", "A", "B", "B − A"), rows, align="lrrr")
     yield from map(sentence, comparison.differences)
 
 

@@ -41,9 +41,9 @@ class Conversion(NamedTuple):
     notes: list[str]
     """Notes on what was left out, one line each."""
 
-    def lines(self, width: int | None) -> Iterator[str]:
-        """Return the lines for a terminal of that width; None: any."""
-        yield from ["not verified"] if self.checks is None else seen(self.checks, width)
+    def lines(self) -> Iterator[str]:
+        """Return the lines for a terminal."""
+        yield from ["not verified"] if self.checks is None else seen(self.checks)
         yield from self.notes
 
 

@@ -29,7 +29,7 @@ from megatron_fanformer.formats.name_table import check_tensors, listed
 from megatron_fanformer.formats.verb import Averaged
 from megatron_fanformer.formats.verify.receipt import side
 from megatron_fanformer.model.dtypes import DTYPES
-from megatron_fanformer.terminal import table, width
+from megatron_fanformer.terminal import table
 
 
 class _Source(NamedTuple):
@@ -117,7 +117,7 @@ def _merge(averaged: Sequence[Averaged], shares: Sequence[float], output: Path, 
     rows = [(source.origin, f"{source.share:.4g}", source.number_format) for source in sources]
     return [
         f"wrote {output}",
-        *table(("averaged", "weight", "read in"), rows, align="lrl", width=width()),
+        *table(("averaged", "weight", "read in"), rows, align="lrl"),
         f"{len(meta)} tensors, summed in float64, written as {_name(number_format)} and read back; {RECEIPT} has sums",
         "left out: the optimizer's state; training on the average starts with a fresh one",
     ]

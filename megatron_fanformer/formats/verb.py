@@ -11,7 +11,7 @@ from megatron_fanformer.errors import InputError, redacted
 from megatron_fanformer.options import Verb, argument, option, path_or_none
 from megatron_fanformer.runtime import device
 from megatron_fanformer.stores import is_url
-from megatron_fanformer.terminal import show, width
+from megatron_fanformer.terminal import show
 
 MAX_SHARD_SIZE = "5GB"
 FEWEST_MERGED = 2
@@ -57,7 +57,7 @@ def _convert(options: ConvertOptions) -> None:
     from megatron_fanformer.formats.convert import convert_checkpoint
 
     done = convert_checkpoint(dataclasses.replace(options, source=source))
-    show([f"wrote {options.destination}", *done.lines(width())])
+    show([f"wrote {options.destination}", *done.lines()])
 
 
 CONVERT = Verb(

@@ -12,7 +12,7 @@ from megatron_fanformer.errors import InputError, escaped
 from megatron_fanformer.formats.recognition import DESCRIPTIONS, OURS, Target, checkpoint_of, recognise
 from megatron_fanformer.inspection.report import Advance, Progress, Report, as_json
 from megatron_fanformer.stores import is_url
-from megatron_fanformer.terminal import show, width
+from megatron_fanformer.terminal import show
 
 
 def inspect_path(path: str, *, verify: bool, json: bool) -> None:
@@ -33,9 +33,9 @@ def inspect_path(path: str, *, verify: bool, json: bool) -> None:
             verified["verified"] = check(_progress)
         report = describe()
     if json:
-        show([as_json({**report.as_object(), **verified})], as_they_are=True)
+        show([as_json({**report.as_object(), **verified})])
     else:
-        show([*report.lines(width()), *(f"verified: {agrees}" for agrees in verified.values())])
+        show([*report.lines(), *(f"verified: {agrees}" for agrees in verified.values())])
 
 
 def _actions(
@@ -197,9 +197,9 @@ def inspect_step(
         folder = named.path if named.kind == "run" else named.path.parent.parent
     samples = StepSamples(run, step, only, folder=folder)
     if json:
-        show([as_json(step_report.as_object(samples, full=full))], as_they_are=True)
+        show([as_json(step_report.as_object(samples, full=full))])
     else:
-        show(step_report.lines(samples, full=full), as_they_are=full)
+        show(step_report.lines(samples, full=full))
 
 
 def _configuration_of(path: str, config: Path | None) -> tuple[Path, Target | None, Target | None]:

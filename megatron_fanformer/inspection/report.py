@@ -30,13 +30,13 @@ class Report:
         """Return the facts, those of the parts included."""
         return {**self.facts, "parts": [part.as_object() for part in self.parts]} if self.parts else self.facts
 
-    def lines(self, width: int | None) -> Iterator[str]:
-        """Yield the report as text for a terminal of that width; None: any."""
+    def lines(self) -> Iterator[str]:
+        """Yield the report as text for a terminal."""
         yield escaped(self.title)
-        yield from labelled([(label, escaped(text)) for label, text in self.rows], width)
+        yield from labelled([(label, escaped(text)) for label, text in self.rows])
         for part in self.parts:
             yield ""
-            yield from part.lines(width)
+            yield from part.lines()
 
 
 def as_json(value: Any) -> str:

@@ -4,7 +4,7 @@ from megatron_fanformer.durable_files import file_problems, write_atomically
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.parity.config import read_layouts
 from megatron_fanformer.parity.verb import ParityConfig
-from megatron_fanformer.terminal import phases, show, width
+from megatron_fanformer.terminal import phases, show
 
 
 def parity(config: ParityConfig) -> None:
@@ -25,7 +25,7 @@ def parity(config: ParityConfig) -> None:
 
     with phases("starting ranks") as report:
         result = run_layouts(config, run, named, report=lambda name: report(f"training: {name}"))
-    show(report_lines(result, width()))
+    show(report_lines(result))
     if config.report is not None:
         write_atomically(config.report, as_json(result, str(config.file)))
     result.check()

@@ -20,12 +20,8 @@ from megatron_fanformer.terminal import table
 COLUMNS = ("first loss", "outputs", "gradients", "losses", "weights")
 
 
-def report_lines(result: ParityResult, width: int | None) -> Iterator[str]:
-    """Yield the table: one row per layout, and what reordered sums alone showed.
-
-    Args:
-        width: of the terminal; None: any.
-    """
+def report_lines(result: ParityResult) -> Iterator[str]:
+    """Yield the table: one row per layout, and what reordered sums alone showed."""
     small, trial = result.calibration.small, result.calibration.trial
     yield (
         f"The configuration made small: {'; '.join(small.changes) or 'it is small already'}. Global batch "
@@ -33,7 +29,7 @@ def report_lines(result: ParityResult, width: int | None) -> Iterator[str]:
         f"{trial.device}."
     )
     columns = ("layout", "ranks", *COLUMNS, "largest, of its bound", "verdict")
-    yield from table(columns, _rows(result), align="l" + "r" * (1 + len(COLUMNS)) + "ll", width=width)
+    yield from table(columns, _rows(result), align="l" + "r" * (1 + len(COLUMNS)) + "ll")
     yield (
         "Relative differences from one process; the largest, over all steps and tensors. Outputs and gradients are of "
         "the first step, and losses and weights of all; a weight's difference is relative to how far it moved. "
@@ -41,15 +37,15 @@ def report_lines(result: ParityResult, width: int | None) -> Iterator[str]:
         f"{'' if trial.dtype == 'fp32' else ', and one in fp32,'} showed."
     )
     for counted in result.communication:
-        yield from _communication_lines(counted, trial.dtype, width)
+        yield from _communication_lines(counted, trial.dtype)
 
 
-def _communication_lines(counted: LayoutCommunication, dtype: str, width: int | None) -> Iterator[str]:
+def _communication_lines(counted: LayoutCommunication, dtype: str) -> Iterator[str]:
     """Counted bytes, and what the formula says at the configuration's own size."""
     yield from ["", f"{counted.name}: bytes of a step, all ranks"]
     rows = [(row.group, row.kind, *(_count_cell(cell) for cell in row.cells)) for row in counted.rows]
     align = "ll" + "r" * len(counted.models)
-    yield from table(("group", "collective", *counted.models), rows, align=align, width=width)
+    yield from table(("group", "collective", *counted.models), rows, align=align)
     sent = {model: sum(groups.values()) for model, groups in counted.sent_bytes.items()}
     shown = ", ".join(f"{model} {size / 2**20:,.1f} MiB" for model, size in sent.items())
     yield (

@@ -26,7 +26,7 @@ from megatron_fanformer.preparation.remote_outputs import (
     write_output,
 )
 from megatron_fanformer.preparation.shards import REFUSED_EXAMPLES, is_unchanged
-from megatron_fanformer.terminal import show, table, width
+from megatron_fanformer.terminal import show, table
 
 
 def merge_lists(folder: Path) -> None:
@@ -153,4 +153,4 @@ def _report(prefix: str, merged: Manifest) -> Iterator[str]:
         (escaped(name) or "none", f"{counts.documents:,}", f"{counts.tokens:,}")
         for name, counts in merged.by_source.items()
     ]
-    yield from table(("source", "documents", "tokens"), rows, align="lrr", width=width())
+    yield from table(("source", "documents", "tokens"), rows, align="lrr")

@@ -9,7 +9,7 @@ from typing import Literal, get_args
 from megatron_fanformer.checkpoint.run_lock import holder_of
 from megatron_fanformer.errors import escaped
 from megatron_fanformer.preparation.lists import InputLists, ListRecord, ListState, is_done, read_lists
-from megatron_fanformer.terminal import show, size, table, width
+from megatron_fanformer.terminal import show, size, table
 
 Stage = Literal["done", "running", "failed", "left"]
 
@@ -51,7 +51,7 @@ def status_of(lists: InputLists) -> list[ListStatus]:
 def show_status(folder: Path, *, as_json: bool) -> None:
     """Print how far the lists are: a row for each stage; or one JSON object, with every list."""
     found = status_of(read_lists(folder))
-    show([json.dumps(_as_object(found), indent=2)] if as_json else _lines(found), as_they_are=as_json)
+    show([json.dumps(_as_object(found), indent=2)] if as_json else _lines(found))
 
 
 def _lines(found: list[ListStatus]) -> Iterator[str]:
@@ -63,7 +63,7 @@ def _lines(found: list[ListStatus]) -> Iterator[str]:
             rows.append(
                 (stage, f"{len(of_stage):,}", size(total), "" if rate is None else f"{rate:,.1f}", _names(found, stage))
             )
-    yield from table(("", "lists", "input", "MB/s", "which"), rows, align="lrrrl", width=width())
+    yield from table(("", "lists", "input", "MB/s", "which"), rows, align="lrrrl")
     for each in found:
         if each.stage == "failed":
             yield escaped(f"{each.record.name}: {each.state.error}")

@@ -13,7 +13,7 @@ from megatron_fanformer.sizing.request import PlanRequest, read_request
 from megatron_fanformer.sizing.search import Findings, judge, search
 from megatron_fanformer.sizing.simulated import SimulatedStage, simulate_layout
 from megatron_fanformer.sizing.verb import PlanOptions
-from megatron_fanformer.terminal import phases, show, width
+from megatron_fanformer.terminal import phases, show
 
 PICTURE = ".png"
 
@@ -35,7 +35,7 @@ def plan(options: PlanOptions) -> None:
     request = read_request(options)
     answer = _answer(request)
     if answer.shown is not None:
-        show(plan_lines(answer, width()))
+        show(plan_lines(answer))
         if report is not None:
             write_atomically(report, json.dumps(as_values(answer), indent=1) + "\n")
             write_atomically(report.with_suffix(PICTURE), plan_picture(answer.shown))

@@ -97,17 +97,13 @@ def assumptions(plan: Plan) -> list[str]:
 # -- for the terminal
 
 
-def plan_lines(plan: Plan, width: int | None) -> Iterator[str]:
-    """Yield the layout's memory, time and cost; the other candidates; what was rejected.
-
-    Args:
-        width: of the terminal; None: any.
-    """
+def plan_lines(plan: Plan) -> Iterator[str]:
+    """Yield the layout's memory, time and cost; the other candidates; what was rejected."""
     request, shown = plan.request, plan.shown
     model = request.config.model
 
     def titled(title: str, columns: Row, rows: Iterable[Row], align: str) -> Iterator[str]:
-        yield from ["", title, *table(columns, rows, align=align, width=width)]
+        yield from ["", title, *table(columns, rows, align=align)]
 
     yield (
         f"{request.file.name}: {model.num_parameters:,} parameters; a global batch of "
@@ -128,7 +124,7 @@ def plan_lines(plan: Plan, width: int | None) -> Iterator[str]:
             yield from titled("stages of the data", columns, rows, "lrrrrr")
         if notice := request.config.decay_notice():
             yield from ["", notice]
-        yield from ["", *table(["beyond the steps", ""], list(_beyond_steps(plan, shown)), align="ll", width=width)]
+        yield from ["", *table(["beyond the steps", ""], list(_beyond_steps(plan, shown)), align="ll")]
         yield from ["", "the layout, as lines of a configuration", *layout_lines(shown.config, request.config)]
     findings = plan.findings
     if len(findings.candidates) > 1:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import textwrap
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -13,11 +14,11 @@ from megatron_fanformer.errors import InputError
 from megatron_fanformer.model.config import PRESETS, FANformerConfig
 from megatron_fanformer.runtime import environment, topology
 from megatron_fanformer.runtime.layout import MOVED_FIELDS
-from megatron_fanformer.terminal import plural, table, wrapped
+from megatron_fanformer.terminal import plural, table
 from megatron_fanformer.training.config import RunConfig, load_config
 from megatron_fanformer.training.presets import FROM_CHECKPOINT, PRESET_KEY
 
-WIDTH = 80  # columns, where there is no terminal
+WIDTH = 80  # columns of text
 PRESET = FieldDescription(
     name=PRESET_KEY,
     type="text or null",
@@ -35,15 +36,15 @@ def run_sections() -> Iterator[tuple[str, str, list[FieldDescription]]]:
         yield name, texts[name], [PRESET, *fields] if PRESET_KEY.startswith(f"{name}.") else fields
 
 
-def field_list(width: int = WIDTH) -> str:
-    """Return every field with its type, default and docstring, by sections, for a terminal of that many columns."""
+def field_list() -> str:
+    """Return every field with its type, default and docstring, by sections, as text."""
     lines: list[str] = []
     for name, text, fields in run_sections():
-        lines += [*wrapped(f"{name}: {text}", width), ""]
+        lines += [*textwrap.wrap(f"{name}: {text}", WIDTH), ""]
         for field in fields:
             default = "must be given" if field.default is None else f"default {field.default}"
-            lines += wrapped(f"{field.name}  {field.type.replace('`', '')}; {default}", width, "  ", "      ")
-            lines += wrapped(field.text, width, "      ", "      ")
+            lines.append(f"  {field.name}  {field.type.replace('`', '')}; {default}")
+            lines.append(textwrap.fill(field.text, WIDTH, initial_indent="      ", subsequent_indent="      "))
         lines.append("")
     return "\n".join(lines).rstrip()
 
@@ -91,7 +92,7 @@ def _checked_config(file: Path, overrides: Sequence[str]) -> RunConfig:
     return config
 
 
-def environment_lines(file: Path, overrides: Sequence[str], gpus: int | None, width: int | None) -> list[str]:
+def environment_lines(file: Path, overrides: Sequence[str], gpus: int | None) -> list[str]:
     """Return what a run sets in the environment of its ranks, what the user has set there already, and why.
 
     Args:
@@ -116,7 +117,7 @@ def environment_lines(file: Path, overrides: Sequence[str], gpus: int | None, wi
     return [
         f"{plural(shape.ranks, 'rank')}, {plural(shape.replicas, 'replica')} of the weights; {machine}",
         "",
-        *table(["variable", "value", "whose", "why"], rows, align="llll", width=width),
+        *table(["variable", "value", "whose", "why"], rows, align="llll"),
         *([""] if places else []),
         *places,
     ]

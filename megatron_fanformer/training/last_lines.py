@@ -14,7 +14,6 @@ from megatron_fanformer.data.chat_template import find_template, refuse_spaces_b
 from megatron_fanformer.data.tokenizer import Tokenizer, load_tokenizer
 from megatron_fanformer.errors import FanformerError, collect_problems
 from megatron_fanformer.processes import seconds_since_start
-from megatron_fanformer.terminal import fitted, width
 from megatron_fanformer.training.loggers.progress_line import clock
 from megatron_fanformer.training.loggers.registry import LOGGERS
 from megatron_fanformer.training.metrics import VALIDATION_PREFIX, last_metrics
@@ -30,8 +29,7 @@ def print_summary(run: Path) -> None:
     """Print them. Nothing keeps a run that is saved from ending well: what cannot be read is left out."""
     with suppress(FanformerError, OSError):
         for line in last_lines(run, seconds_since_start(os.getpid())):
-            is_command = line.startswith(COMMAND)  # which is to be copied: the terminal alone breaks it
-            print(*([line] if is_command else fitted(line, width())), sep="\n", flush=True)
+            print(line, flush=True)
 
 
 def last_lines(run: Path, seconds: float) -> list[str]:

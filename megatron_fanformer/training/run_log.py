@@ -17,7 +17,6 @@ from rich.console import Console
 
 from megatron_fanformer.errors import InputError, Interrupted
 from megatron_fanformer.output import FILE_ONLY
-from megatron_fanformer.terminal import fitted
 from megatron_fanformer.training.loggers.registry import LoggingConfig
 
 PACKAGE = "megatron_fanformer"
@@ -147,6 +146,4 @@ class _Terminal(logging.Handler):
             if text in self._warnings:
                 return
             self._warnings.add(text)
-        columns = self._console.width if self._console.is_terminal else None
-        lines = [part for line in text.split("\n") for part in fitted(line, columns)]
-        self._console.print("\n".join(lines), highlight=False, soft_wrap=True, markup=False, emoji=False)
+        self._console.print(text, highlight=False, soft_wrap=True, markup=False, emoji=False)

@@ -9,7 +9,7 @@ from megatron_fanformer.errors import InputError
 from megatron_fanformer.options import ANY_FIELD, PROGRAM, Verb, command_line, option, overrides, path_or_none
 from megatron_fanformer.processes import ended_by_stop_signals
 from megatron_fanformer.runtime import device
-from megatron_fanformer.terminal import show, width
+from megatron_fanformer.terminal import show
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +79,6 @@ def _without_config(command_line: Sequence[str]) -> list[str]:
 
 def _config(options: ConfigOptions) -> None:
     from megatron_fanformer.training.config_reference import (
-        WIDTH,
         environment_lines,
         field_list,
         resolved_text,
@@ -102,13 +101,13 @@ def _config(options: ConfigOptions) -> None:
     if shown and not options.config:
         raise InputError(f"{shown} needs --config FILE; name a configuration file")
     if options.environment and options.config:
-        show(environment_lines(options.config, options.overrides, options.gpus, width()))
+        show(environment_lines(options.config, options.overrides, options.gpus))
     elif options.config:
-        show([resolved_text(options.config, options.overrides)], as_they_are=True)
+        show([resolved_text(options.config, options.overrides)])
     elif options.schema:
-        show([schema_text()], as_they_are=True)
+        show([schema_text()])
     else:
-        show(field_list(width() or WIDTH).splitlines())
+        show([field_list()])
 
 
 def _from_megatron(words: tuple[str, ...], output: Path | None) -> None:
@@ -120,7 +119,7 @@ def _from_megatron(words: tuple[str, ...], output: Path | None) -> None:
         raise InputError(f"{output} exists already; name another file, or remove it")
     converted = convert(words)
     if output is None:
-        show([converted.text().rstrip()], as_they_are=True)
+        show([converted.text().rstrip()])
     else:
         write_atomically(output, converted.text())
         show([f"wrote {output}", *converted.lines()])

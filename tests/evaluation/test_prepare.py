@@ -136,7 +136,7 @@ def test_a_file_says_what_it_was_made_of_and_is_the_same_again(task_library, sma
     assert counts == [("openbook_qa", 4, 16), ("copa", 4, 8), ("gsm8k", 4, 0)]
     assert [task.tokens for task in report.tasks] == [*(len(task.ids) for task in read.tasks.values()), 0]
     assert (list(read.tasks), len(read.texts["gsm8k"])) == (["openbook_qa", "copa"], 4)
-    assert ["copa", "4", "8", f"{report.tasks[1].tokens:,}", "0"] in [line.split() for line in report.lines(80)]
+    assert ["copa", "4", "8", f"{report.tasks[1].tokens:,}", "0"] in [line.split() for line in report.lines()]
 
 
 def test_a_continuation_that_no_context_holds_is_told_with_what_it_needs(builder):

@@ -14,7 +14,7 @@ from megatron_fanformer.experiments.sweeps.verb import SweepOptions
 from megatron_fanformer.options import PROGRAM
 from megatron_fanformer.planning.flops import training_flops_per_token
 from megatron_fanformer.planning.machines import Machine, load_machine
-from megatron_fanformer.terminal import Row, plural, show, table, width
+from megatron_fanformer.terminal import Row, plural, show, table
 
 
 def sweep(options: SweepOptions) -> None:
@@ -104,7 +104,7 @@ def _plan_lines(found: Sweep, machine: Machine | None, gpus: int) -> Iterator[st
         rows.append((*points, str(seeds), *own))
     numbers = ("seeds", "parameters", "tokens", "FLOPs", "time")
     align = "l" * len(found.config.axes) + "r" * len(numbers)
-    yield from table((*found.config.axes, *numbers), rows, align=align, width=width())
+    yield from table((*found.config.axes, *numbers), rows, align=align)
     yield from difference_lines(found)
     complete = sum(each.state == "complete" for each in in_play(found, done))
     time = _duration(None if None in whole else sum(filter(None, whole)))

@@ -52,8 +52,8 @@ def failures(checks: Json) -> str:
     return "; ".join(f"{name}: {check['problem']}" for name, check in checks.items() if not check["passed"])
 
 
-def seen(checks: Json, width: int | None) -> list[str]:
-    """Return what checks that have passed saw, as a table for a terminal of that width; None: any."""
+def seen(checks: Json) -> list[str]:
+    """Return what checks that have passed saw, as a table for a terminal."""
     names, round_trip, logits = (checks[name] for name in ("names", "round_trip", "logits"))
     tensors = f"{names['source_tensors']:,} tensors"
     rounded = f", rounded to {round_trip['rounded_to'].removeprefix('torch.')}" if round_trip["rounded_to"] else ""
@@ -63,7 +63,7 @@ def seen(checks: Json, width: int | None) -> list[str]:
         "logits": f"differ by {logits['max_abs_error']:.1e} at most; {logits['allowed']:.1e} is allowed",
         "greedy": f"{PROMPTS} prompts go on with the source's {NEW_TOKENS} tokens",
     }
-    return table(("check", "passed"), rows.items(), align="ll", width=width)
+    return table(("check", "passed"), rows.items(), align="ll")
 
 
 # -- names
