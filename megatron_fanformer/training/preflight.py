@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megatron_fanformer.checkpoint import store
-from megatron_fanformer.checkpoint.mirror import fetch_newer
-from megatron_fanformer.checkpoint.remote import fetched
+from megatron_fanformer.checkpoint.remote import fetch_checkpoint, fetch_newer
 from megatron_fanformer.checkpoint.run_lock import FolderWatch
 from megatron_fanformer.configuration import by_dotted_names
 from megatron_fanformer.data.identity import (
@@ -312,7 +311,7 @@ def _starting_points(config: RunConfig) -> tuple[_Resuming, Path | None]:
     try:
         load: str | Path = config.checkpoint.load
         if is_url(load):  # into the run's folder, which all of its machines see
-            load = fetched(str(load), run / store.LOADED, logger.info)
+            load = fetch_checkpoint(str(load), run / store.LOADED, logger.info)
         return resuming, find_checkpoint(load)
     except InputError as error:
         raise InputError(f"checkpoint.load: {error}") from None

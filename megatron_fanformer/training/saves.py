@@ -99,10 +99,9 @@ class Checkpointer:
         self._mirror.finish(lambda: not was_stopped and self._listener.now().stop, seconds)
 
     def close(self) -> None:
-        """Abort the writing of a checkpoint and all copies."""
+        """Abort the writing of a checkpoint."""
         if "_saver" in vars(self):
             self._saver.close()
-        self._mirror.close()
 
     def _log_saved(self, step: int, published: Path | None) -> None:
         if published is not None:

@@ -3,14 +3,12 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 from fsspec.implementations.local import LocalFileSystem
 
-from megatron_fanformer.checkpoint import mirror, store
+from megatron_fanformer.checkpoint import store
 from megatron_fanformer.checkpoint.manifest import MANIFEST, check_files, read_manifest
-from megatron_fanformer.checkpoint.mirror import UploadStatus
 
 WEIGHTS = "__0_0.distcp"
 
@@ -52,7 +50,12 @@ class FailingFiles(LocalFileSystem):
         if is_due and self.kind == "cut off":
             raise TimeoutError("the connection was lost")
 
-    mkdir, mv, rm_file, ls, info = map(_failing, ("mkdir", "mv", "rm_file", "ls", "info"))
+    mkdir, mv, rm_file, rm, ls, info, get_file = map(
+        _failing, ("mkdir", "mv", "rm_file", "rm", "ls", "info", "get_file")
+    )
+
+    def put_file(self, path: str, target: str, **named: Any) -> None:
+        self.pipe_file(target, Path(path).read_bytes())
 
     def open(self, path: str, mode: str = "rb", *arguments: Any, **named: Any) -> Any:
         if mode == "rb" or self.kind == "refused":
@@ -125,10 +128,3 @@ def there(folder: Path) -> list[str]:
 
 def step_names(*steps: int) -> list[str]:
     return [store.checkpoint_name(step) for step in steps]
-
-
-def told_of_copy(url: str, checkpoint: Path) -> list[UploadStatus]:
-    """What the copying process says of a copy."""
-    message = list[UploadStatus]()
-    mirror._copy(url, None, checkpoint, SimpleNamespace(send=message.append))  # type: ignore[arg-type]
-    return message

@@ -73,9 +73,9 @@ def _wait_for(port: int) -> None:
 def verified(url: str, folder: Path) -> int:
     """Fetch every checkpoint that a store publishes, which verifies it; how many there are."""
     remote = RemoteRun(url)
-    names = [name for name in remote._steps() if remote._is_complete(name)]
+    names = remote.complete()
     for name in names:
-        remote.fetch(name, folder)
+        remote.fetch([name], folder, lambda _: None)
     shutil.rmtree(folder, ignore_errors=True)
     return len(names)
 

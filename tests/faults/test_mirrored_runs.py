@@ -56,7 +56,7 @@ def test_a_run_whose_folder_is_lost_goes_on_as_if_it_were_not(
     assert (
         last is not None
         and last.name == store.checkpoint_name(STEPS)
-        and remote.holds(last.name, (last / MANIFEST).read_bytes())
+        and remote.manifest_of(last.name) == (last / MANIFEST).read_bytes()
     )
     assert len(remote._steps()) == 2
 

@@ -4,21 +4,15 @@ import math
 import shutil
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock, call, patch
+from unittest.mock import Mock, call
 
 import pytest
 
 from megatron_fanformer.checkpoint import store
 from megatron_fanformer.data.chat_template import attached_files
 from megatron_fanformer.data.tokenizer import load_tokenizer
-from megatron_fanformer.errors import InputError
-from megatron_fanformer.runtime.parallel import rank_grid
-from megatron_fanformer.training.config import config_from_dict
 from megatron_fanformer.training.interrupts import Interrupts
 from megatron_fanformer.training.saves import STOPPED_MIRROR_SECONDS, Checkpointer
-from megatron_fanformer.training.trainer import Trainer
-from tests.small_runs import RunOnRanks, small_run, write_tokens
-from tests.training.test_trainer import train
 
 
 def test_what_goes_into_checkpoints_is_read_once(tmp_path: Path, small_tokenizer_file: Path) -> None:
@@ -71,26 +65,3 @@ def test_a_signal_that_came_before_leaves_the_mirror_its_minute(
     saves._mirror.finish.side_effect = lambda is_enough, seconds: asked.append((is_enough(), seconds))
     saves.finish_copies(was_stopped=was_stopped)
     assert asked == [(is_enough, seconds)]
-
-
-def start_that_fails(values: dict[str, Any]) -> int:
-    """How often a copy was begun by a start that fails after its checkpoint is loaded."""
-    config = config_from_dict(values)
-    with (
-        rank_grid(config.parallel, "cpu") as grid,
-        patch.object(Trainer, "_open_logs", side_effect=InputError("the disk is full")),
-        patch.object(Checkpointer, "copy") as copy,
-    ):
-        try:
-            Trainer(config, grid)
-        except InputError:
-            return copy.call_count
-    raise AssertionError("it did not fail")
-
-
-def test_a_start_that_fails_leaves_no_copying_process(tmp_path: Path, run_on_ranks: RunOnRanks) -> None:
-    """It ignores signals, and only `close`, of a trainer that was made, ends it."""
-    short: dict[str, Any] = {"training": {"train_iters": 1}, "schedule": {"lr_warmup_iters": 0}}
-    values = small_run(write_tokens(tmp_path / "tokens"), tmp_path / "run", **short)
-    run_on_ranks(1, train, values)
-    assert run_on_ranks(1, start_that_fails, values) == [0]
