@@ -116,7 +116,6 @@ GROUND = (
     "markdown",
 )
 """For everybody but hf, and the package itself, for its version."""
-NAMES_THAT_SAY_NOTHING = {"util", "utils", "common", "helper", "helpers", "misc"}
 MAX_LINES = 500
 
 Rule = Callable[[Path], list[str]]
@@ -279,14 +278,6 @@ def environment_is_read_in_two_modules(root: Path) -> list[str]:
     return found
 
 
-def names_say_something(root: Path) -> list[str]:
-    return [
-        f"{path}: a function lives where its subject lives"
-        for path, _ in sources(root)
-        if NAMES_THAT_SAY_NOTHING.intersection([*path.parts[:-1], path.stem])
-    ]
-
-
 def files_are_short(root: Path) -> list[str]:
     counts = ((path, len((root / path).read_text(encoding="utf-8").splitlines())) for path, _ in sources(root))
     return [f"{path}: {count} lines, over {MAX_LINES}" for path, count in counts if count > MAX_LINES]
@@ -341,104 +332,38 @@ def placements_are_asked_and_not_compared(root: Path) -> list[str]:
 # (rule, file of a package that breaks it, its text)
 PLANTED: list[tuple[Rule, str, str]] = [
     (rooms_are_in_the_table, "attic/box.py", ""),
-    (rooms_are_in_the_table, "loose.py", ""),
-    (imports_follow_the_table, "data/a.py", "from megatron_fanformer.runtime import parallel"),
-    (imports_follow_the_table, "data/a.py", "import megatron_fanformer.training.trainer"),
-    (imports_follow_the_table, "data/a.py", "from ..model import config"),
-    (imports_follow_the_table, "data/a.py", "def f():\n    from megatron_fanformer import model"),
-    (
-        imports_follow_the_table,
-        "data/a.py",
-        "import importlib\nimportlib.import_module('megatron_fanformer.model')",
-    ),
-    (imports_follow_the_table, "checkpoint/a.py", "from megatron_fanformer.model.build import build_model"),
-    (imports_follow_the_table, "planning/a.py", "from megatron_fanformer.runtime import device"),
-    (imports_follow_the_table, "model/a.py", "from megatron_fanformer.runtime import device"),
-    (imports_follow_the_table, "formats/a.py", "from megatron_fanformer.training import config"),
-    (imports_follow_the_table, "training/a.py", "from megatron_fanformer.formats import names"),
-    (imports_follow_the_table, "demo/a.py", "from megatron_fanformer import cli"),
-    (imports_follow_the_table, "hf/a.py", "from megatron_fanformer.errors import InputError"),
+    (imports_follow_the_table, "data/a.py", "def f():\n    from ..model import config"),
+    (imports_follow_the_table, "planning/a.py", "import importlib\nimportlib.import_module('megatron_fanformer.data')"),
     (files_import_in_no_circle, "hf/configuration_fanformer.py", "from . import modeling_fanformer"),
-    (
-        files_import_in_no_circle,
-        "hf/configuration_fanformer.py",
-        "def f():\n    from megatron_fanformer.hf.modeling_fanformer import model",
-    ),
-    (files_import_in_no_circle, "data/a.py", "from megatron_fanformer.data.a import a"),
     (hf_stands_alone, "hf/a.py", "import safetensors"),
-    (hf_stands_alone, "hf/a.py", "from megatron_fanformer.hf.configuration_fanformer import FANformerConfig"),
     (environment_is_read_in_two_modules, "training/a.py", "import os\nrank = os.environ['RANK']"),
-    (environment_is_read_in_two_modules, "training/a.py", "import os\nrank = os.getenv('RANK')"),
-    (environment_is_read_in_two_modules, "training/a.py", "from os import environ"),
-    (names_say_something, "data/utils.py", ""),
-    (names_say_something, "helpers/a.py", ""),
     (files_are_short, "data/a.py", "x = 1\n" * (MAX_LINES + 1)),
     (model_chooses_no_device, "model/a.py", "import torch\nx = torch.zeros(1, device='cuda:0')"),
-    (model_chooses_no_device, "model/a.py", "import torch\ntorch.cuda.is_available()"),
-    (placements_are_asked_and_not_compared, "model/a.py", 'if fan.placement == "none":\n    pass'),
     (placements_are_asked_and_not_compared, "hf/a.py", 'x = config.fan_placement in ("qkv", "ffn")'),
-    (placements_are_asked_and_not_compared, "planning/a.py", 'x = 1 if "qk_and_v" != name else 2'),
-    (
-        placements_are_asked_and_not_compared,
-        "formats/a.py",
-        'match model.fan.placement:\n    case "ffn":\n        pass',
-    ),
     (stages_alone_name_megatrons_models, "training/a.py", "from megatron.core.models.gpt import GPTModel as Model"),
-    (
-        stages_alone_name_megatrons_models,
-        "model/stages/hybrid.py",
-        "from megatron.core.models import gpt\ngpt.GPTModel",
-    ),
 ]
-RULES = list(dict.fromkeys(rule for rule, _, _ in PLANTED))
-
 # (file, its text) that break no rule
 INNOCENT = [
     ("hf/modeling_fanformer.py", "import torch\nfrom .configuration_fanformer import FANformerConfig"),
     (
         "checkpoint/save.py",
-        "from megatron_fanformer.model import config\nfrom megatron_fanformer.runtime import device",
+        "from megatron_fanformer.model import config\nfrom megatron_fanformer.errors import InputError",
     ),
-    (
-        "data/prepare.py",
-        "from megatron_fanformer import __version__\nfrom megatron_fanformer.errors import InputError",
-    ),
-    ("model/build.py", '"""Runs on cuda or cpu."""'),
+    ("model/config.py", '"""Runs on cuda or cpu."""'),
     ("model/stages/gpt.py", "from megatron.core.models.gpt import GPTModel"),
-    ("model/attention.py", "from ..runtime.parallel import ParallelConfig"),
-    ("runtime/device.py", "import os\nrank = os.environ.get('RANK')"),
-    ("runtime/parallel.py", "import os\nos.environ['OMP_NUM_THREADS'] = '1'"),
-    ("__main__.py", "from megatron_fanformer.cli import main"),
     ("model/placements/ffn.py", 'is_mine = fan.placement == "ffn"'),
-    ("experiments/variants.py", 'FANConfig(placement="none") if fan.activation == "none" else fan'),
+    ("runtime/device.py", "import os\nrank = os.environ.get('RANK')\nos.environ['OMP_NUM_THREADS'] = '1'"),
 ]
 
 
-def write(root: Path, path: str, text: str) -> None:
-    (root / path).parent.mkdir(parents=True, exist_ok=True)
-    (root / path).write_text(text, encoding="utf-8")
-
-
-@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
+@pytest.mark.parametrize("rule", list(dict.fromkeys(rule for rule, _, _ in PLANTED)), ids=lambda rule: rule.__name__)
 def test_the_package_keeps_the_rule(rule: Rule) -> None:
     assert rule(ROOT) == []
 
 
 @pytest.mark.parametrize(("rule", "path", "text"), PLANTED)
-def test_a_planted_violation_is_found(rule: Rule, path: str, text: str, tmp_path: Path) -> None:
-    for file, innocent in [("model/config.py", ""), ("model/__init__.py", ""), ("cli.py", ""), *INNOCENT]:
-        write(tmp_path, file, innocent)
-    write(tmp_path, path, text)
+def test_a_planted_violation_is_reported(rule: Rule, path: str, text: str, tmp_path: Path) -> None:
+    for file, content in [*INNOCENT, (path, text)]:
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / file).write_text(content, encoding="utf-8")
     assert [line.split(":")[0] for line in rule(tmp_path)] == [path]
-
-
-@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
-def test_innocent_files_break_no_rule(rule: Rule, tmp_path: Path) -> None:
-    for path, text in INNOCENT:
-        write(tmp_path, path, text)
-    write(tmp_path, "model/config.py", "")
-    assert rule(tmp_path) == []
-
-
-def test_there_is_a_package_to_read() -> None:
-    assert (ROOT / "__init__.py").is_file()

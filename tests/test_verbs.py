@@ -7,9 +7,7 @@ import sys
 from argparse import ArgumentParser
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, Literal
-from unittest import mock
 
 import pytest
 
@@ -18,8 +16,6 @@ from megatron_fanformer.cli import main
 from megatron_fanformer.configuration import field_texts
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.experiments.probes.settings import PROBES
-from megatron_fanformer.formats.verb import Averaged, ConvertOptions, MergeOptions
-from megatron_fanformer.generation.config import GenerateConfig
 from megatron_fanformer.options import (
     Verb,
     add_options,
@@ -30,151 +26,6 @@ from megatron_fanformer.options import (
     option,
     overrides,
 )
-from megatron_fanformer.parity.verb import ParityConfig
-from megatron_fanformer.preparation.prepare import PrepareConfig
-
-
-def passed_on(function: str, *arguments: str) -> Any:
-    """The call of a function of the package that a command line makes."""
-    done = SimpleNamespace(lines=lambda *_: [], findings=[])
-    with mock.patch(f"megatron_fanformer.{function}", return_value=done) as called:
-        assert main(arguments) == 0
-    (call,) = called.call_args_list
-    return call
-
-
-def prepared(options: str) -> PrepareConfig:
-    return passed_on("preparation.prepare.prepare", "prepare", *options.split()).args[0]
-
-
-def test_options_of_prepare() -> None:
-    documents = (
-        "a b --output o --tokenizer t --workers 3 --text-field body --eod-id 7 --format npy --part-size 2K "
-        "--min-length 4 --max-length 9 --source x --source y --no-ledger --backend tokenizers --strict"
-    )
-    assert prepared(documents) == PrepareConfig(
-        inputs=("a", "b"),
-        output="o",
-        tokenizer="t",
-        workers=3,
-        text_field="body",
-        eod_id=7,
-        format="npy",
-        part_bytes=2000,
-        min_length=4,
-        max_length=9,
-        sources=("x", "y"),
-        ledger=False,
-        backend="tokenizers",
-        strict=True,
-    )
-    npy = prepared("a --output o --tokenizer t --from-npy --npy-dtype uint32")
-    assert (npy.from_npy, npy.npy_dtype) == (True, "uint32")
-    chats = "a --output o --tokenizer t --chat --chat-template f --learn last --max-tokens 5 --too-long drop"
-    assert prepared(chats) == PrepareConfig(
-        inputs=("a",),
-        output="o",
-        tokenizer="t",
-        chat=True,
-        chat_template="f",
-        learn="last",
-        max_tokens=5,
-        too_long="drop",
-    )
-    assert prepared("a --output o --tokenizer t") == PrepareConfig(inputs=("a",), output="o", tokenizer="t")
-
-
-@pytest.mark.parametrize(
-    ("size", "part_bytes"), [("7", 7), ("7K", 7_000), ("7M", 7_000_000), ("7g", 7 * 10**9), ("7T", 7 * 10**12)]
-)
-def test_a_size_is_in_powers_of_a_thousand(size: str, part_bytes: int) -> None:
-    assert prepared(f"a --output o --tokenizer t --part-size {size}").part_bytes == part_bytes
-
-
-@pytest.fixture
-def recognised(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatron_fanformer.formats.recognition.recognise", lambda *_: None)
-
-
-@pytest.mark.usefixtures("recognised")
-def test_options_of_convert() -> None:
-    options = (
-        "convert from there --to hf --config c --tokenizer t --eod-id 3 --dtype bf16 --padded-vocab-size 64 "
-        "--max-shard-size 1MB --no-verify --report r.json"
-    )
-    expected = ConvertOptions(
-        source="from",
-        to="hf",
-        destination=Path("there"),
-        config=Path("c"),
-        tokenizer=Path("t"),
-        eod_id=3,
-        dtype="bf16",
-        padded_vocab_size=64,
-        max_shard_size="1MB",
-        verified=False,
-        receipt=Path("r.json"),
-    )
-    assert passed_on("formats.convert.convert_checkpoint", *options.split()) == mock.call(expected)
-
-
-def test_options_of_merge(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatron_fanformer.formats.recognition.find_checkpoint", Path)
-    with mock.patch("megatron_fanformer.formats.merge.merge_checkpoints", return_value=[]) as called:
-        assert main(["merge", "a", "b", "--output", "o", "--weights", "1", "3", "--dtype", "bf16"]) == 0
-    averaged = [Averaged(Path(name), str(Path(name).absolute())) for name in ("a", "b")]
-    assert called.call_args == mock.call(averaged, [0.25, 0.75], Path("o"), "bf16")
-    assert MergeOptions(sources=("a", "b"), output=Path("o")).shares(2) == [0.5, 0.5]
-    assert MergeOptions(sources=("a", "b"), output=Path("o"), weights=(1e308, 1e308)).shares(2) == [0.5, 0.5]
-
-
-@pytest.mark.usefixtures("recognised")
-def test_options_of_generate() -> None:
-    options = (
-        "generate run --prompt a --prompt b --num-samples 2 --max-new-tokens 5 --stop x --stop y --temperature 0.5 "
-        "--top-k 3 --top-p 0.25 --seed 4 --batch-size 6 --tokenizer t --json"
-    )
-    call = passed_on("generation.generate.print_generations", *options.split())
-    assert call.args[0] == GenerateConfig(
-        checkpoint="run",
-        prompts=("a", "b"),
-        num_samples=2,
-        max_new_tokens=5,
-        stop=("x", "y"),
-        temperature=0.5,
-        top_k=3,
-        top_p=0.25,
-        seed=4,
-        batch_size=6,
-        tokenizer="t",
-        json=True,
-    )
-
-
-def test_options_of_parity() -> None:
-    options = (
-        "parity --config c.yaml --layouts tp=2 pp=2 --report r --steps 3 --dtype bf16 --communication --device cpu "
-        "--transformer-impl local --model.num_layers 2"
-    )
-    assert passed_on("parity.command.parity", *options.split()).args[0] == ParityConfig(
-        file=Path("c.yaml"),
-        overrides=("--model.num_layers", "2"),
-        report=Path("r"),
-        layouts=("tp=2", "pp=2"),
-        steps=3,
-        dtype="bf16",
-        communication=True,
-        device="cpu",
-        transformer_impl="local",
-    )
-
-
-def test_the_word_compare_compares_runs() -> None:
-    call = passed_on("experiments.report.dynamics.compare_runs", "report", "compare", "a", "b", "--output", "c")
-    assert call == mock.call([Path("a"), Path("b")], Path("c"))
-
-
-# -- a new verb
 
 
 @dataclass(frozen=True, kw_only=True)
