@@ -72,7 +72,8 @@ format: $(INSTALLED) ## rewrite the sources to the format, and fix what lint can
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-docs: $(VENV)-docs/.installed ## build the documentation's site into build/site
+docs: $(INSTALLED) $(VENV)-docs/.installed ## build the documentation's site into build/site
+	$(BIN)/python tools/page_tables.py build/page_tables.json
 	$(VENV)-docs/bin/mkdocs build --strict
 
 clean: ## remove .venv, builds and caches; runs/ stays

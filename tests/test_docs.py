@@ -16,15 +16,16 @@ FENCED = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)
 INLINE_CODE = re.compile(r"`[^`\n]*`")
 
 
-def files_of_the_site() -> list[str]:
-    spec = importlib.util.spec_from_file_location("site_files", ROOT / "tools" / "site_files.py")
+def tool(name: str) -> Any:
+    spec = importlib.util.spec_from_file_location(name, ROOT / "tools" / f"{name}.py")
     assert spec is not None and spec.loader is not None
     module: Any = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    return module.site_files()
+    return module
 
 
-FILES = files_of_the_site()
+SITE = tool("site_files")
+FILES = SITE.site_files()
 PAGES = [ROOT / name for name in FILES if name.endswith(".md")]
 
 
@@ -77,7 +78,17 @@ def test_the_navigation_has_every_page_once() -> None:
 
 @pytest.mark.usefixtures("ascii_by_default")
 def test_the_pages_are_read_in_every_locale() -> None:
-    assert files_of_the_site() == FILES
+    assert SITE.site_files() == FILES
+
+
+def test_the_pages_have_every_table_once() -> None:
+    tables = tool("page_tables").tables()
+    assert sorted(name for page in PAGES for name in SITE.MARK.findall(page.read_text())) == sorted(tables)
+    for text in tables.values():
+        rows = [line for line in text.splitlines() if line.startswith("| ")]
+        assert rows and {len(re.findall(r"(?<!\\)\|", row)) for row in rows} <= {3, 4, 5, 6}
+    links = {link for text in tables.values() for link in LINK.findall(text)}
+    assert links and all(leads_somewhere(link, ROOT / "docs" / "commands.md") for link in links)
 
 
 def test_every_picture_is_shown() -> None:

@@ -3,9 +3,7 @@
 import ast
 import shlex
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -16,7 +14,7 @@ from megatron_fanformer.experiments.variants import VARIANTS
 from megatron_fanformer.model.config import PRESETS
 from megatron_fanformer.parity.config import read_layouts
 from megatron_fanformer.sizing.request import read_request
-from megatron_fanformer.training.config import config_from_dict, load_config
+from megatron_fanformer.training.config import load_config
 from tests.shown_commands import COMMANDS, NOT_OURS, NOT_RUN, PYTHON, PYTHON_NOT_RUN, READERS_OWN, Shown
 from tests.small_runs import ROOT
 
@@ -79,12 +77,6 @@ def test_commands_of_every_verb_are_shown() -> None:
     assert {arguments[0] for command in COMMANDS for arguments in command.ours} >= set(cli.VERBS)
 
 
-def field_names(values: dict[str, Any]) -> Iterator[str]:
-    """Of all sections, those within sections among them."""
-    for name, value in values.items():
-        yield from field_names(value) if isinstance(value, dict) and value else [name]
-
-
 @pytest.mark.parametrize("verb", cli.VERBS)
 def test_the_help_of_a_verb_ends_with_two_examples_of_it(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit):
@@ -115,18 +107,6 @@ def test_the_shells_completion_knows_verbs_and_options(capsys: pytest.CaptureFix
             ["bash", "-c", script, "bash", *typed], cwd=ROOT, capture_output=True, text=True, check=True
         )
         assert done.stdout.split() == [completed]
-
-
-def test_the_configuration_page_names_every_field() -> None:
-    page = (ROOT / "docs" / "configuration.md").read_text()
-    config = config_from_dict(
-        {
-            "model": {"preset": "fanformer-1b"},
-            "data": {"train_data": ["x"]},
-            "training": {"run_dir": "r", "train_iters": 1, "global_batch_size": 1},
-        }
-    )
-    assert [name for name in field_names(config.as_dict()) if f"`{name}`" not in page and f".{name}`" not in page] == []
 
 
 def test_the_configuration_page_has_every_preset() -> None:

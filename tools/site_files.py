@@ -1,14 +1,15 @@
-"""What mkdocs.yml builds the site of: the repository's pages at their own paths, so that every link between them holds.
+"""The hooks of mkdocs.yml: the site has the repository's pages at their own paths, so that every link holds.
 
 mkdocs takes its pages from one folder, docs/. Ours lead to files beside it too, which here become pages and files of
-the site; README.md is its front page.
+the site; README.md is its front page. The tables that tools/page_tables.py has rendered replace their marks.
 """
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from mkdocs.config.defaults import MkDocsConfig
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parents[1]
 TARGET = re.compile(r"\]\(([^)#\s]+)")  # of a link or a picture, without its anchor
+TABLES = ROOT / "build" / "page_tables.json"
+MARK = re.compile(r"<!-- table: (.+?) -->")
 
 
 def site_files() -> list[str]:
@@ -30,7 +33,7 @@ def site_files() -> list[str]:
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Called by mkdocs with the files of docs/ and of the theme; returns those of the site."""
+    """Return the files of the site, of those of docs/ and of the theme."""
     from mkdocs.structure.files import File
 
     for file in [file for file in files if file.src_dir == config.docs_dir]:
@@ -38,3 +41,9 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     for path in site_files():
         files.append(File(path, str(ROOT), config.site_dir, config.use_directory_urls))
     return files
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """Return a page with its tables."""
+    tables = json.loads(TABLES.read_text(encoding="utf-8"))
+    return MARK.sub(lambda mark: f"\n{tables[mark[1]]}\n", markdown)

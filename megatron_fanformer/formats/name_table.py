@@ -3,7 +3,7 @@
 Each row names a tensor as Megatron, the reference and transformers have it. Megatron's form is the hub: a `Naming`
 holds a row's names in another format, and an invertible transform from Megatron's tensor to those of these names.
 A layer's tensors are those of the model's placement (`model.placements`); no converter has names of its own.
-docs/conversion.md holds the table of all as `name_table_markdown` renders it.
+tools/page_tables.py renders the table of all for docs/conversion.md.
 """
 
 import functools

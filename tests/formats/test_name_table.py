@@ -10,10 +10,19 @@ from safetensors.torch import load_file
 from megatron_fanformer.checkpoint.full_tensors import LazyTensors
 from megatron_fanformer.errors import CorruptError
 from megatron_fanformer.formats.huggingface import to_huggingface_config
-from megatron_fanformer.formats.name_table import convert, expected_shapes, names_in, rows_of
-from megatron_fanformer.formats.name_table_markdown import BEGIN, END, render, rows
+from megatron_fanformer.formats.name_table import (
+    EMBEDDING,
+    FINAL_NORM,
+    HEAD,
+    convert,
+    expected_shapes,
+    layer_row,
+    names_in,
+    rows_of,
+)
 from megatron_fanformer.hf import FANformerForCausalLM
 from megatron_fanformer.model.config import FANConfig, FANformerConfig
+from megatron_fanformer.model.placements import all_tensors
 from tests.conftest import REFERENCE
 from tests.whole_models import (
     hf_to_megatron,
@@ -128,7 +137,7 @@ def test_the_table_has_every_tensor_once(config):
 
 def test_every_row_is_some_models():
     of_models = {row for config in SHAPES.values() for row, _ in rows_of(config)}
-    assert of_models == {row for row, _ in rows()}
+    assert of_models == {EMBEDDING, *map(layer_row, all_tensors()), FINAL_NORM, HEAD}
 
 
 def test_every_row_of_a_model_is_made_once_and_only_when_it_is_asked_for():
@@ -216,14 +225,3 @@ def test_what_holds_no_weights_is_named(dtype):
     name = "decoder.layers.1.mlp.linear_fc2.weight"
     with pytest.raises(CorruptError, match=re.escape(f"in no number format of weights: {name} ({dtype})")):
         convert(tensors | {name: tensors[name].to(dtype)}, GROUPED, "megatron", "hf")
-
-
-def test_the_document_shows_the_table_of_the_code():
-    _, shown = (REFERENCE.parents[1] / "docs" / "conversion.md").read_text(encoding="utf-8").split(BEGIN)
-    assert shown.split(END)[0].strip() == render()
-
-
-def test_a_row_of_the_table_is_a_line():
-    lines = render().splitlines()
-    assert len(lines) == len(rows()) + 2
-    assert {line.count(" | ") for line in lines if "---" not in line} == {4}

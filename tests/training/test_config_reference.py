@@ -1,6 +1,6 @@
-"""`config`: every field, the JSON schema against the shipped files, the resolved configuration, the rendered page."""
+"""`config`: every field, the JSON schema against the shipped files, the resolved configuration."""
 
-import importlib.util
+import json
 from pathlib import Path
 from typing import Any
 
@@ -48,26 +48,6 @@ def is_valid(values: Any) -> bool:
     return fits(values, schema, schema)
 
 
-@pytest.fixture(scope="module")
-def tool() -> Any:
-    spec = importlib.util.spec_from_file_location("page_tool", ROOT / "tools" / "update_pages.py")
-    assert spec is not None and spec.loader is not None
-    module: Any = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-@pytest.mark.usefixtures("ascii_by_default")
-def test_the_page_and_the_schemas_file_are_what_the_dataclasses_say(tool: Any) -> None:
-    for file, text in tool.rendered().items():
-        assert file.read_text(encoding="utf-8") == text, f"run tools/{Path(tool.__file__).name}"
-
-
-def test_the_page_has_a_table_of_every_section(tool: Any) -> None:
-    sections = {found[1] for found in tool.TABLE.findall(tool.PAGE.read_text())}
-    assert sections == {field.name.rpartition(".")[0] for _, _, fields in run_sections() for field in fields}
-
-
 def test_every_field_has_a_docstring_and_is_listed_in_80_columns() -> None:
     assert all(field.text for _, _, fields in run_sections() for field in fields)
     listed = field_list()
@@ -79,7 +59,7 @@ def test_the_verb_prints_what_was_asked_for(tmp_path: Path, capsys: pytest.Captu
     assert main(["config"]) == 0
     assert capsys.readouterr().out == field_list() + "\n"
     assert main(["config", "--schema"]) == 0
-    assert capsys.readouterr().out == (ROOT / "examples" / "config.schema.json").read_text()
+    assert json.loads(capsys.readouterr().out) == run_schema()
     file = ROOT / "examples" / "fanformer-1b.yaml"
     assert main(["config", "--resolved", "--config", str(file), "--optimizer.lr", "1e-3"]) == 0
     printed = capsys.readouterr().out
@@ -148,10 +128,8 @@ def test_options_that_do_not_go_together(
 
 
 @pytest.mark.parametrize("file", EXAMPLES, ids=lambda file: file.stem)
-def test_the_shipped_files_name_the_schema_and_are_valid(file: Path) -> None:
-    text = file.read_text()
-    assert text.startswith("# yaml-language-server: $schema=config.schema.json\n")
-    assert is_valid(yaml.safe_load(text))
+def test_the_shipped_files_fit_the_schema(file: Path) -> None:
+    assert is_valid(yaml.safe_load(file.read_text()))
 
 
 def test_what_the_trainer_takes_is_valid(tmp_path: Path) -> None:

@@ -21,8 +21,6 @@ class LossFile(Logger):
     """A line a step: its loss, or why it has none."""
 
     files = ("losses.txt",)
-    where = "`losses.txt`"
-    resumed = "later steps are removed, then logged again"
     begun_after: ClassVar[list[int]] = []
 
     def __init__(self, start: Start) -> None:
@@ -88,7 +86,6 @@ def test_every_metric_of_a_run_is_in_the_table(run: Path) -> None:
 @pytest.mark.parametrize("name", LOGGERS)
 def test_every_entry_is_complete(name: str) -> None:
     kind = LOGGERS[name]
-    assert kind.where and kind.resumed
     assert kind.Fields is None or issubclass(LoggingConfig, kind.Fields)
     assert kind.setting is None or kind.setting in {field.name for field in dataclasses.fields(kind.Fields)}
     assert kind.package is None or kind.setting is not None

@@ -20,8 +20,6 @@ class JSONLines(Logger):
 
     is_needed = True
     files = (METRICS,)
-    where = "the run's folder"
-    resumed = "later steps are removed, then logged again"
 
     def __init__(self, start: Start) -> None:
         self._path = start.run / METRICS

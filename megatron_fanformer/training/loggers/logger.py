@@ -49,10 +49,6 @@ class Logger(ABC):
     """Whether the run ends where it fails; else it is left out from then on."""
     files: ClassVar[tuple[str, ...]] = ()
     """Its files in the run's folder."""
-    where: ClassVar[str]
-    """The description of its output for docs/metrics.md."""
-    resumed: ClassVar[str]
-    """The description, for the same page, of what happens to later steps when a run resumes or goes back."""
 
     @abstractmethod
     def __init__(self, start: Start) -> None:

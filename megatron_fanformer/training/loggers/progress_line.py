@@ -29,8 +29,6 @@ class ProgressLine(Logger):
 
     Fields = ProgressFields
     is_needed = True
-    where = "the terminal; where the output is none, a line every `logging.log_interval` steps"
-    resumed = "goes on after the last step"
 
     def __init__(self, start: Start) -> None:
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn

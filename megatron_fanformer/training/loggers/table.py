@@ -29,8 +29,6 @@ class Table(Logger):
     Fields = TableFields
     setting = "csv"
     files = (TABLE,)
-    where = f"`{TABLE}`; a metric gets its column when it first appears"
-    resumed = "later steps are removed, then logged again"
 
     def __init__(self, start: Start) -> None:
         self._path = start.run / TABLE

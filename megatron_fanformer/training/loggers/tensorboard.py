@@ -28,8 +28,6 @@ class TensorBoard(Logger):
     Fields = TensorBoardFields
     setting = "tensorboard"
     files = (FOLDER,)
-    where = f"`{FOLDER}/`"
-    resumed = "later steps are removed, then logged again"
 
     def __init__(self, start: Start) -> None:
         from torch.utils.tensorboard import SummaryWriter

@@ -48,8 +48,6 @@ class WeightsAndBiases(Logger):
     setting = "wandb_project"
     package = "wandb"
     files = (FOLDER,)
-    where = f"`{FOLDER}/`, and its server"
-    resumed = "goes on with the same W&B run; steps that it has already are left out, since W&B takes back none"
 
     def __init__(self, start: Start) -> None:
         import wandb

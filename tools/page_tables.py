@@ -1,0 +1,163 @@
+"""Render the tables of the documentation that follow from the program: commands, fields, metrics, names.
+
+    python tools/page_tables.py build/page_tables.json    # `make docs` does, before it builds the site
+
+A page holds `<!-- table: NAME -->` where the site shows the table NAME; tools/site_files.py puts it there.
+"""
+
+import argparse
+import json
+import re
+import sys
+import textwrap
+from pathlib import Path
+
+from megatron_fanformer import cli, markdown
+from megatron_fanformer.configuration import FieldDescription
+from megatron_fanformer.formats.foreign_names import MEGATRON_LM, ForeignName
+from megatron_fanformer.formats.name_table import EMBEDDING, FINAL_NORM, HEAD, Naming, Row, layer_row
+from megatron_fanformer.model.placements import PLACEMENTS, all_tensors
+from megatron_fanformer.model.placements.base import HEAD_NORMS
+from megatron_fanformer.training.config_reference import run_sections
+from megatron_fanformer.training.metrics import METRIC_TABLE
+
+LINK = re.compile(r"docs/([\w-]+\.md)(#[\w-]+)?")
+
+
+def tables() -> dict[str, str]:
+    """Return Markdown by the name of the table."""
+    return {
+        "commands": _commands(),
+        "tensors": _tensors(),
+        **{f"fields of {section}": text for section, text in _fields().items()},
+        **{f"arguments of {group}": _arguments(rows) for group, rows in MEGATRON_LM.items()},
+        "metrics": _metrics(is_health=False),
+        "metrics of health": _metrics(is_health=True),
+    }
+
+
+def _commands() -> str:
+    """Return each verb as its --help has it: description, options by group, examples."""
+    (verbs,) = (action.choices for action in cli._parser()._actions if isinstance(action, argparse._SubParsersAction))
+    parts = []
+    for name, parser in verbs.items():
+        prose, _, examples = (parser.epilog or "").partition("examples:\n")
+        parts += [f"## {name}", parser.description, *_options(parser), prose.strip()]
+        parts.append(f"```shell\n{textwrap.dedent(examples)}\n```")
+    return "\n\n".join(filter(None, parts))
+
+
+def _options(parser: argparse.ArgumentParser) -> list[str]:
+    """Return a table for each group of options, and which options exclude one another."""
+    positionals, options, *titled = parser._action_groups
+    groups = [("", positionals._group_actions + options._group_actions)]
+    groups += [(f"**{group.title}**", group._group_actions) for group in titled]
+    parts = []
+    for title, actions in groups:
+        if rows := [_option(parser, action) for action in actions if action.dest != "help"]:
+            parts += [title, markdown.table(["argument", "meaning"], rows)]
+    for group in parser._mutually_exclusive_groups:
+        first, *others = (f"`{action.option_strings[0]}`" for action in group._group_actions)
+        parts.append(f"{first} is not combined with {', '.join(others)}.")
+    return parts
+
+
+def _option(parser: argparse.ArgumentParser, action: argparse.Action) -> list[str]:
+    formatter = parser._get_formatter()
+    name = action.dest.upper() if action.option_strings else action.dest
+    values = "" if action.nargs == 0 else formatter._format_args(action, name)
+    meaning = [formatter._expand_help(action)] if action.help else []
+    meaning += ["required"] if action.option_strings and action.required else []
+    typed = f"{', '.join(action.option_strings)} {values}".strip()
+    return [f"`{typed}`", _cell("; ".join(meaning))]
+
+
+def _fields() -> dict[str, str]:
+    by_section: dict[str, list[list[str]]] = {}
+    for _, _, fields in run_sections():
+        for field in fields:
+            section, _, name = field.name.rpartition(".")
+            by_section.setdefault(section, []).append([f"`{name}`", _cell(_default(field)), _cell(field.text)])
+    return {section: markdown.table(["field", "default", "meaning"], rows) for section, rows in by_section.items()}
+
+
+def _default(field: FieldDescription) -> str:
+    """Return a field's default and, in parentheses where it does not show them, its type or other choices."""
+    if field.default is None:
+        return f"required ({field.type})"
+    if field.type in ("integer", "number", "text", "true or false"):
+        return field.default
+    choices = field.type.removesuffix(f" or {field.default}").replace("true or false", "boolean").split(", ")
+    shown = f"`{field.default}`"
+    if shown not in choices:
+        return f"{field.default} ({', '.join(choices)})"
+    return f"{shown} ({', '.join(choice for choice in choices if choice != shown)})"
+
+
+def _metrics(*, is_health: bool) -> str:
+    metrics = [metric for metric in METRIC_TABLE if (metric.group == "health") == is_health]
+    rows = ([f"`{metric.name}`", metric.unit, metric.group, _cell(metric.text)] for metric in metrics)
+    return markdown.table(["metric", "unit", "group", "meaning"], rows)
+
+
+def _arguments(rows: tuple[ForeignName, ...]) -> str:
+    """Return same names in a line, other names and differences in a table, arguments without a field in a list."""
+    same = [row for row in rows if row.field and not row.note and row.names == _argument(row.field)]
+    others = [[_names(row), f"`{row.field}`", row.note] for row in rows if row.field and row not in same]
+    missing = [f"- {_names(row)}: {row.note}" for row in rows if not row.field]
+    parts = [
+        f"The same name: {', '.join(f'`{row.field}`' for row in same)}." if same else "",
+        markdown.table(["Megatron-LM", "here", "difference"], others) if others else "",
+        "No setting:\n\n" + "\n".join(missing) if missing else "",
+    ]
+    return "\n\n".join(filter(None, parts))
+
+
+def _names(row: ForeignName) -> str:
+    return ", ".join(f"`{name}`" for name in row.names.split())
+
+
+def _argument(field: str) -> str:
+    """Return Megatron-LM's argument of a field's name."""
+    return "--" + field.rpartition(".")[2].replace("_", "-")
+
+
+def _tensors() -> str:
+    """Return the names of each tensor in the three formats, and the transform where it moves rows."""
+    rows = [(EMBEDDING, "all")]
+    for tensor, placements in all_tensors().items():
+        absent = [name for name in PLACEMENTS if name not in placements]
+        if len(absent) > 1:
+            present = ", ".join(placements)
+        elif tensor in HEAD_NORMS:
+            present = "with `qk_layernorm`"
+        else:
+            present = f"all but {absent[0]}" if absent else "all"
+        rows.append((layer_row(tensor), present))
+    rows += [(FINAL_NORM, "all"), (HEAD, "all, untied")]
+    columns = ["Megatron", "shape", "placements", "reference", "Hugging Face"]
+    return markdown.table(columns, [_tensor(row, present) for row, present in rows])
+
+
+def _tensor(row: Row, present: str) -> list[str]:
+    shape = ", ".join(size.symbol for size in row.shape)
+    (name,) = row.megatron.names
+    return [f"`{name.replace('{layer}', 'i')}`", f"[{shape}]", present, _form(row.reference), _form(row.hf)]
+
+
+def _form(form: Naming) -> str:
+    if not form.names:
+        return "–"
+    names = ", ".join(f"`{name.replace('{layer}', 'i')}`" for name in form.names)
+    return names if form.transform.name == "as it is" else f"{names}: {_cell(form.transform.name)}"
+
+
+def _cell(text: str) -> str:
+    """Return a docstring as a cell: its mentions of pages become links from within docs/."""
+    return LINK.sub(lambda match: f"[{match[1]}]({match[1]}{match[2] or ''})", text).replace("|", "\\|")
+
+
+if __name__ == "__main__":
+    output = Path(sys.argv[1])
+    output.parent.mkdir(parents=True, exist_ok=True)
+    output.write_text(json.dumps(tables()), encoding="utf-8")
