@@ -10,9 +10,7 @@ import pytest
 from tests.small_runs import ROOT
 
 pytestmark = pytest.mark.full
-ROW = {"tokens": 128, "heads": 2, "head_size": 8, "threads": 1, "repeats": 1}
 HEAD = {"tokens": 64, "hidden_size": 16, "vocab_size": 1024, "threads": 1, "repeats": 1}
-MODEL = {"hidden_size": 64, "num_layers": 2, "vocab_size": 512, "repeats": 1}
 
 
 def printed(tool: str, size: dict[str, int], *options: str) -> list[str]:
@@ -25,18 +23,6 @@ def objects(tool: str, size: dict[str, int], *options: str) -> list[dict[str, An
     return [json.loads(line) for line in printed(tool, size, *options, "--json") if line.startswith("{")]
 
 
-def test_attention_within_documents() -> None:
-    whole, halves, quarters = objects("bench_document_attention", ROW)
-    assert [result["documents"] for result in (whole, halves, quarters)] == [1, 2, 4]
-    assert halves["squares"] == 63**2 + 65**2
-    assert quarters["squares"] == 2 * (31**2 + 33**2)
-    assert whole["squares_ratio"] == whole["time_ratio"] == whole["processor_ratio"] == 1
-    for result in (whole, halves, quarters):
-        assert result["seconds"] > 0
-        assert result["squares_ratio"] == result["squares"] / 128**2
-        assert {name: result[name] for name in ROW} == ROW
-
-
 def test_the_loss_head() -> None:
     plain, default, eights = objects("bench_loss_head", HEAD, "--chunk-tokens", "8")
     assert [case["case"] for case in (plain, default, eights)] == ["plain", "chunked", "chunked 8"]
@@ -47,13 +33,6 @@ def test_the_loss_head() -> None:
         assert case["logits_bytes"] == 4 * 64 * 1024
         assert {name: case[name] for name in HEAD} == HEAD
     assert [line.split()[0] for line in printed("bench_loss_head", HEAD)[1:]] == ["head", "plain", "chunked"]
-
-
-def test_checkpoints() -> None:
-    saving, loading = objects("bench_checkpoint", MODEL)
-    assert (saving["operation"], loading["operation"]) == ("save", "load")
-    assert saving["bytes"] == loading["bytes"] > 12 * 64 * 512
-    assert min(saving["checked"], saving["unchecked"], loading["checked"], loading["unchecked"]) > 0
 
 
 def test_starts() -> None:
