@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from megatron_fanformer.errors import FanformerError
 from megatron_fanformer.runtime import device as devices
-from megatron_fanformer.runtime.meeting import store_of_ranks
+from megatron_fanformer.runtime.agreement import store_of_ranks
 from megatron_fanformer.terminal import table
 
 LIMIT = timedelta(minutes=3)  # for the others to come, and for a collective

@@ -24,7 +24,7 @@
 #                            names it, or a .sqsh file, and its mounts, FROM:TO,…
 #
 # Adapt the lines below to the cluster, and load its modules or activate the environment before sbatch. All of a node's
-# memory and cores are the job's; each rank keeps to those near its GPU.
+# memory and cores are the job's.
 #
 #SBATCH --job-name=fanformer
 #SBATCH --nodes=8

@@ -1,19 +1,52 @@
-"""Agreement of all ranks on the outcome of what one does, a value or an error that all raise, or on a value of each."""
+"""Where ranks meet, and how they agree on the outcome of one rank's work, or on the values of all.
 
-import threading
+torch's stores neither authenticate nor encrypt. The store of ranks of one machine listens on its loopback alone.
+"""
+
+import pickle
+import socket
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any, NoReturn, TypeVar, cast
 
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
 
 from megatron_fanformer.errors import FanformerError
+from megatron_fanformer.runtime import device as devices
 
-# How often the main rank says that it is still at work. Anything that takes longer than the process group's time limit
-# (a terabyte of tokens read from end to end) would otherwise end the ranks that wait for it.
-BEAT_SECONDS = 1.0
+LOOPBACK = "127.0.0.1"
+WAITING_CLIENTS = 4096  # connections that the kernel holds until the store answers them: ranks come all at once
+LONGEST_WORK = timedelta(days=7)  # such as a terabyte of tokens, summed: longer than a collective may wait
 
 Result = TypeVar("Result")
 Failure = TypeVar("Failure", bound=FanformerError)
+
+
+def loopback_store() -> dist.TCPStore:
+    """Return a store of this process for ranks of this machine."""
+    listener = socket.create_server((LOOPBACK, 0), backlog=WAITING_CLIENTS)
+    port = listener.getsockname()[1]
+    # The store closes the listener. Without one, it would listen on every interface.
+    return dist.TCPStore(LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+
+
+def store_of_ranks(address: devices.RankAddress, timeout: timedelta) -> Any:
+    """Return the store of the ranks, which the first one hosts unless their launcher does.
+
+    Raises:
+        FanformerError: the first rank is not reached in time, or its port is taken.
+    """
+    where = f"tcp://{address.master_address}:{address.master_port}"
+    try:
+        store, _, _ = next(dist.rendezvous(where, address.rank, address.world_size, timeout=timeout))
+    except dist.DistError as error:
+        reason = str(error).splitlines()[0].rstrip(".")
+        raise FanformerError(
+            f"rank {address.rank} of {address.world_size} cannot meet the others at {where} ({reason}); check that all "
+            "nodes were started with the same MASTER_ADDR and a free MASTER_PORT, and reach each other"
+        ) from error
+    return dist.PrefixStore(f"ranks-{devices.restart_count()}", store)  # torchrun's is the same after a restart
 
 
 def is_main() -> bool:
@@ -24,8 +57,8 @@ def is_main() -> bool:
 def on_main(function: Callable[[], Result]) -> Result:
     """Return what a function returns on the main rank, on every rank of the current process group; a collective call.
 
-    Only the main rank calls it, in a thread of its own; it must make no collective call itself, and return what can be
-    pickled. In a process without ranks it is simply called.
+    Only the main rank calls it; the others wait for as long as it takes. Its value must be one that can be pickled. In
+    a process without ranks it is simply called.
 
     Raises:
         FanformerError: the function's own error, of the same class and message on every rank. On the others it is
@@ -34,12 +67,19 @@ def on_main(function: Callable[[], Result]) -> Result:
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return function()
+    store = _get_default_store()
+    key = f"on_main {store.add(f'calls of rank {dist.get_rank()}', 1)}"
+    value, failure = None, None
     if is_main():
-        value, failure = _shared_with_others(function)
+        try:
+            value = function()
+        except Exception as error:
+            failure = error
+        outcome: Any = pickle.dumps((value, None if failure is None else _for_others(failure)))  # bytes, which it takes
+        store.set(key, outcome)
     else:
-        while (received := _broadcast(None)) is None:
-            pass
-        value, failure = received
+        store.wait([key], LONGEST_WORK)
+        value, failure = pickle.loads(store.get(key))
     if failure is None:
         return cast(Result, value)
     dist.barrier()  # the main rank is about to exit: not before the others know why
@@ -77,27 +117,6 @@ def of_every_rank(value: Result) -> list[Result]:
     return values
 
 
-def _shared_with_others(function: Callable[[], Any]) -> tuple[Any, Exception | None]:
-    """Return what the function returned or raised, once the others have it."""
-    outcome: list[tuple[Any, Exception | None]] = []
-
-    def work() -> None:
-        try:
-            outcome.append((function(), None))
-        except Exception as error:
-            outcome.append((None, error))
-
-    worker = threading.Thread(target=work, name="on_main", daemon=True)  # a termination signal need not wait for it
-    worker.start()
-    worker.join(BEAT_SECONDS)
-    while worker.is_alive():
-        _broadcast(None)
-        worker.join(BEAT_SECONDS)
-    ((value, failure),) = outcome
-    _broadcast((value, None if failure is None else _for_others(failure)))
-    return value, failure
-
-
 def _for_others(error: Exception) -> FanformerError:
     if isinstance(error, FanformerError):
         copy = type(error)(str(error))
@@ -105,9 +124,3 @@ def _for_others(error: Exception) -> FanformerError:
         copy = FanformerError(f"rank {dist.get_rank()}: {type(error).__name__}: {error}")
     copy.already_reported = True
     return copy
-
-
-def _broadcast(value: Any) -> Any:
-    box = [value]
-    dist.broadcast_object_list(box, src=0)
-    return box[0]

@@ -19,8 +19,6 @@ class RuntimeConfig:
     cpu_kernels: Literal["auto", "compiled", "torch"] = "auto"
     """This project's CPU kernels, built by the machine's C++ compiler, or PyTorch's operations; `auto`: `compiled` if
     every rank finds a compiler."""
-    numa_binding: bool = True
-    """Keep a rank on the cores near its GPU, unless its launcher has bound it (docs/gpu.md#cores-near-a-gpu)."""
     deterministic_mode: bool = False
     """Bitwise the same numbers every time, more slowly on a GPU; a CPU run always has them
     (docs/gpu.md#the-same-numbers-every-time)."""

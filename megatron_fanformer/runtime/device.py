@@ -17,17 +17,18 @@ from typing import TYPE_CHECKING, Literal
 
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.processes import usable_cores
-from megatron_fanformer.runtime import environment, topology
+from megatron_fanformer.runtime import environment
 from megatron_fanformer.runtime.config import DeviceKind
 from megatron_fanformer.runtime.cuda_on_cpu import FUSED_GRADIENT_KERNEL
-from megatron_fanformer.runtime.notices import NOTICES
 from megatron_fanformer.stores import is_url
 
 if TYPE_CHECKING:
     import torch
 
 VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
-NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
+NVIDIA_DRIVER = Path("/proc/driver/nvidia")
+# Blackwell and later: B200, GB200, B300, "RTX PRO 6000 Blackwell", R100.
+AFTER_HOPPER = re.compile(r"\b[GV]?[BR]\d{3}\b|Blackwell")
 
 
 def resolve_device(wanted: Literal["auto", "cuda", "cpu"]) -> DeviceKind:
@@ -53,7 +54,7 @@ def resolve_device(wanted: Literal["auto", "cuda", "cpu"]) -> DeviceKind:
         raise InputError(
             "runtime.device is cuda, but torch finds no usable GPU; check the driver with nvidia-smi, or set it to cpu"
         )
-    if NVIDIA_DRIVER.exists():
+    if (NVIDIA_DRIVER / "version").exists():
         raise InputError(
             "runtime.device is auto and an NVIDIA driver is loaded, but torch cannot use a GPU; install a CUDA build "
             f"of torch that the driver supports, or hide the GPU with an empty {VISIBLE_GPUS} in the environment"
@@ -216,17 +217,20 @@ def is_bound_by_launcher() -> bool:
     return bool(kind.strip(":, ")) and "none" not in kind
 
 
-def bind_near_gpu() -> topology.Binding | None:
-    """Keep this rank on the cores near the GPU that it has selected; returns what there is to report."""
-    import torch
+def gpu_models() -> list[str]:
+    """Return the models of this machine's GPUs, as the driver lists them: without torch, and whoever may see them."""
+    texts = (file.read_text() for file in sorted(NVIDIA_DRIVER.glob("gpus/*/information")))
+    return [line.partition(":")[2].strip() for text in texts for line in text.splitlines() if line.startswith("Model")]
 
-    uuid = torch.cuda.get_device_properties(torch.cuda.current_device()).uuid
-    return topology.bind_near(f"GPU-{uuid}", is_bound=is_bound_by_launcher())
+
+def is_after_hopper() -> bool:
+    """Return whether a GPU of this machine is of the Blackwell architecture or later."""
+    return any(map(AFTER_HOPPER.search, gpu_models()))
 
 
 def sees_gpus() -> bool:
     """Return whether this process could use a GPU, without torch: the driver lists one, and it is not hidden."""
-    return os.environ.get(VISIBLE_GPUS) != "" and bool(topology.gpus())
+    return os.environ.get(VISIBLE_GPUS) != "" and bool(gpu_models())
 
 
 def node_name() -> str:
@@ -369,11 +373,8 @@ def attention_switches() -> dict[str, str]:
     return {name: os.environ[name] for name in ATTENTION_SWITCHES if name in os.environ}
 
 
-def prepare_libraries(shape: environment.RunShape | None = None) -> list[environment.Applied]:
+def prepare_libraries(shape: environment.RunShape = environment.ANY_SHAPE) -> list[environment.Applied]:
     """Set all that libraries read when they are imported; every process that computes begins with it.
-
-    Args:
-        shape: of the run; None: the process may take any layout, as those of `parity` do.
 
     Raises:
         InputError: the environment has a value that would make the run wrong.
@@ -382,11 +383,10 @@ def prepare_libraries(shape: environment.RunShape | None = None) -> list[environ
     return environment.prepare(shape)
 
 
-def prepare_megatron(shape: environment.RunShape | None = None, *, on_cpu: bool = False) -> None:
+def prepare_megatron(shape: environment.RunShape = environment.ANY_SHAPE, *, on_cpu: bool = False) -> None:
     """Prepare for the first import of megatron-core: quiet it, and adapt it to a machine without CUDA.
 
     Args:
-        shape: as for `prepare_libraries`.
         on_cpu: for what runs on the CPU on every machine.
     """
     if on_cpu:
@@ -427,30 +427,51 @@ def configure_process(device: DeviceKind, local_rank: int, threads: int, *, dete
     """Select this rank's GPU, or set this rank's CPU threads, and have it keep the memory that it frees.
 
     Args:
-        deterministic: restrict the GPU's libraries to algorithms that give the same bits every time; must be set
-            before they start.
-
-    Raises:
-        InputError: the environment contradicts it.
+        deterministic: restrict torch to algorithms that give the same bits every time on a GPU; its libraries are by
+            `prepare_libraries`.
     """
     import torch
 
     if device == "cuda":
         if deterministic:
-            _make_deterministic()
+            torch.use_deterministic_algorithms(True)
+            # Nothing here reads what it did not write.
+            torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         torch.cuda.set_device(local_rank % torch.cuda.device_count())  # over gloo, ranks may share one
     else:
         torch.set_num_threads(threads)
         keep_freed_memory()
 
 
-def _make_deterministic() -> None:
-    import torch
-
-    environment.make_deterministic()
-    torch.use_deterministic_algorithms(True)
-    # Nothing here reads what it did not write.
-    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+# Beginnings of notices of megatron-core and torch that mean nothing to a user of this package: what a CPU run does
+# without, and names that megatron-core itself still uses.
+NOTICES = (
+    "Transformer Engine and Apex are not installed",
+    "transformer_engine and apex are not installed",
+    "Apex is not installed",
+    "full scope is deprecated",
+    "The 'megatron.core.transformer.custom_layers.transformer_engine'",
+    "The .grad attribute of a Tensor that is not a leaf Tensor",
+    "`torch.distributed.all_gather_into_tensor` is deprecated",
+    "`torch.distributed.reduce_scatter_tensor` is deprecated",
+    "`torch.distributed._all_gather_base` is deprecated",
+    "`torch.distributed._reduce_scatter_base` is deprecated",
+    "torch.distributed._all_gather_base is a private function",
+    "torch.distributed._reduce_scatter_base is a private function",
+    "barrier(): using the device under current context",
+    "When using async grad allreduce",
+    "When using sequence parallelism it is recommended",
+    "TypedStorage is deprecated",
+    "`load_state_dict` is deprecated",
+    "The argument order of load",
+    "torch.distributed is disabled, unavailable",
+    "MimoModelConfig is experimental",
+    "If you are using transformer_engine as the transformer implementation",
+    # of calls within megatron-core 0.19
+    "Warning: tp_group is None, using default tp group",
+    "MLP requires ffn_hidden_size, but it was not provided",
+    "Could not determine rank from torch.distributed",
+)
 
 
 def quieten_libraries() -> None:

@@ -5,25 +5,18 @@ for what would make a run wrong. `config --environment` prints the table for a r
 """
 
 import importlib.util
-import json
 import os
 from collections.abc import Callable, MutableMapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.runtime.layout import ParallelConfig
 
-NORM_MARGIN = "20"  # multiprocessors that NCCL's kernels find free: Bridge's recipes have 20, its guide 16
-FLIGHT_RECORDS = "2000"  # of a process, the last ones
-ALLOCATOR, ALLOCATOR_OLD = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"
-EXPANDABLE = "expandable_segments:True"
-GRAPH_REGISTER = "NCCL_GRAPH_REGISTER"
 OMP_THREADS = "OMP_NUM_THREADS"
 SET_HERE = "FANFORMER_ENVIRONMENT"
-"""What this program has set, as JSON: for its later runs, and the processes that it starts, that is not the user's."""
-DETERMINISTIC = {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0", "CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "Ring"}
+"""Names of the variables that this program has set: they are not the user's for its later runs and its children."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +33,8 @@ class RunShape:
     """Whether this machine's GPUs are of the Blackwell architecture or later."""
     threads: int | None = None
     """CPU threads of this rank, where nobody else has set them."""
+    is_any: bool = False
+    """Whether it is no run's process, and may take any layout, as those of `parity` do."""
 
     @property
     def ranks(self) -> int:
@@ -60,108 +55,121 @@ class RunShape:
         return self.over_nccl and self.ranks > 1 and (sums or self.parallel.virtual_stages > 1)
 
 
+ANY_SHAPE = RunShape(parallel=ParallelConfig(), replicas=1, is_any=True)
+
+
 class Setting(NamedTuple):
     """A variable, and when a process sets it to what."""
 
     variable: str
-    value: Callable[[RunShape | None], str | None]
-    """The value for a run's process; None: it is left alone. Of None: for a process that may take any layout."""
+    value: str | Callable[[RunShape], str | None]
+    """The value, or a function of a run's shape; None: it is left alone."""
     when: str
     reason: str
-    others: tuple[str, ...] = ()
-    """Other names of the same setting, by any of which a user may have made it."""
+    applies: Callable[[RunShape], bool] = lambda _shape: True
+    other: str = ""
+    """Another name of the same setting, by which a user may have made it."""
     is_required: bool = False
     """Whether another value in the environment would make the run wrong, and is refused."""
 
+    def value_for(self, shape: RunShape) -> str | None:
+        """Return the value for a process of a run; None: not set."""
+        if not self.applies(shape):
+            return None
+        return self.value if isinstance(self.value, str) else self.value(shape)
 
-def _connections(shape: RunShape | None) -> str:
-    return "1" if shape is None or shape.ranks == 1 or shape.orders_launches else "32"
 
-
-def _cudnn_of_torch(_shape: RunShape | None) -> str | None:
+def _cudnn_of_torch(_shape: RunShape) -> str | None:
     nvidia = importlib.util.find_spec("nvidia")
     folders = (Path(folder, "cudnn") for folder in (nvidia and nvidia.submodule_search_locations) or ())
     return next((str(folder) for folder in folders if (folder / "lib").is_dir()), None)
 
 
-def _in_runs(value: str, applies: Callable[[RunShape], bool]) -> Callable[[RunShape | None], str | None]:
-    return lambda shape: value if shape is not None and applies(shape) else None
+def _has_peers(shape: RunShape) -> bool:
+    return shape.over_nccl and shape.ranks > 1
 
 
-def _deterministic(variable: str) -> Callable[[RunShape | None], str | None]:
-    return _in_runs(DETERMINISTIC[variable], lambda shape: shape.deterministic)
+def _is_deterministic(shape: RunShape) -> bool:
+    return shape.deterministic
 
 
+MARGIN = (
+    "20",  # Bridge's recipes have 20 multiprocessors, its guide 16
+    "20 where sums over replicas or interleaved stages overlap with computation",
+    "the Engine's norms occupy every multiprocessor: NCCL's kernels and a norm would wait for each other's end "
+    "(Megatron-Bridge)",
+    lambda shape: shape.overlaps_norms,
+)
 SETTINGS = (
     Setting(
         "CUDA_DEVICE_MAX_CONNECTIONS",
-        _connections,
+        lambda shape: "1" if shape.ranks == 1 or shape.orders_launches else "32",
         "1 with tensor or context parallelism before Blackwell, and for one rank; else 32",
         "with one queue, kernels begin in the order of their launches, on which the overlap of tensor-parallel "
         "communication relies; else streams that share a queue wait for each other (Megatron-LM, Megatron-Bridge)",
     ),
     Setting(
         "TORCH_NCCL_HIGH_PRIORITY",
-        _in_runs("1", lambda shape: shape.over_nccl and shape.ranks > 1),
+        "1",
         "1 with several ranks over NCCL",
         "a collective that others wait for is not queued behind products (Megatron-Bridge)",
+        _has_peers,
     ),
     Setting(
         "TORCH_FR_BUFFER_SIZE",
-        _in_runs(FLIGHT_RECORDS, lambda shape: shape.over_nccl and shape.ranks > 1),
-        f"{FLIGHT_RECORDS} with several ranks over NCCL",
+        "2000",
+        "2000 with several ranks over NCCL",
         "torch's flight recorder has what NCCL was last called for",
-        others=("TORCH_NCCL_TRACE_BUFFER_SIZE",),  # its name in earlier torches
+        _has_peers,
+        other="TORCH_NCCL_TRACE_BUFFER_SIZE",
     ),
-    *(
-        Setting(
-            f"NVTE_{way}_LAYERNORM_SM_MARGIN",
-            _in_runs(NORM_MARGIN, lambda shape: shape.overlaps_norms),
-            f"{NORM_MARGIN} where sums over replicas or interleaved stages overlap with computation",
-            "the Engine's norms occupy every multiprocessor and wait for all of them: NCCL's kernels and a norm would "
-            "wait for each other's end (Megatron-Bridge)",
-        )
-        for way in ("FWD", "BWD")
-    ),
+    Setting("NVTE_FWD_LAYERNORM_SM_MARGIN", *MARGIN),
+    Setting("NVTE_BWD_LAYERNORM_SM_MARGIN", *MARGIN),
     Setting(
-        ALLOCATOR,
-        _in_runs(EXPANDABLE, lambda _shape: True),
-        "in every run, but where a user has NCCL register the buffers of graphs",
+        "PYTORCH_ALLOC_CONF",
+        "expandable_segments:True",
+        "in every run",
         "a run does not end for lack of memory that is free, but in pieces (PyTorch, torchtitan)",
-        others=(ALLOCATOR_OLD,),
+        lambda shape: not shape.is_any,
+        other="PYTORCH_CUDA_ALLOC_CONF",
     ),
     Setting(
-        GRAPH_REGISTER,
-        _in_runs("0", lambda shape: shape.cuda_graphs),
+        "NCCL_GRAPH_REGISTER",
+        "0",
         "0 with CUDA graphs",
         "NCCL would register the addresses of a graph's buffers, which segments that expand do not keep: an illegal "
         "memory access (megatron-core asserts it)",
+        lambda shape: shape.cuda_graphs,
+        is_required=True,
     ),
     Setting(
         OMP_THREADS,
-        lambda shape: str(shape.threads) if shape is not None and shape.threads is not None else None,
+        lambda shape: None if shape.threads is None else str(shape.threads),
         "a rank's share of the cores, where srun or another launcher started a rank for a GPU; local ranks always",
         "OpenMP would start a thread for every core in each of a node's ranks",
     ),
     Setting(
         "NVTE_ALLOW_NONDETERMINISTIC_ALGO",
-        _deterministic("NVTE_ALLOW_NONDETERMINISTIC_ALGO"),
+        "0",
         "0 with `runtime.deterministic_mode`",
         "attention's backward would add in any order; megatron-core checks it",
+        _is_deterministic,
         is_required=True,
     ),
     Setting(
         "CUBLAS_WORKSPACE_CONFIG",
-        _deterministic("CUBLAS_WORKSPACE_CONFIG"),
+        ":4096:8",
         "`:4096:8` with `runtime.deterministic_mode`",
         "cuBLAS may split a product differently on another stream; PyTorch refuses to run without",
+        _is_deterministic,
         is_required=True,
     ),
     Setting(
         "NCCL_ALGO",
-        _deterministic("NCCL_ALGO"),
+        "Ring",
         "`Ring` with `runtime.deterministic_mode`",
         "NCCL decides by measuring at its start; any fixed algorithm will do (Megatron-LM requires one)",
+        _is_deterministic,
     ),
     Setting(
         "CUDNN_HOME",
@@ -169,36 +177,25 @@ SETTINGS = (
         "the cuDNN that came with torch, where it came with one",
         "the Engine prefers the system's; where that is another version, the two refuse each other's parts, and "
         "attention falls back to one that keeps every score, without a word (one H100)",
-        others=("CUDNN_PATH",),
+        other="CUDNN_PATH",
     ),
     Setting(
         "THP_MEM_ALLOC_ENABLE",
-        lambda _shape: "1",
+        "1",
         "always",
         "a CPU's step makes and frees gigabytes, whose pages of 4 KiB the kernel zeroes one by one (PyTorch)",
     ),
 )
 
 
-@dataclass(frozen=True)
-class Applied:
+class Applied(NamedTuple):
     """A setting in a process: this program's value, and the user's where there was one."""
 
     setting: Setting
+    name: str
+    """The name by which the user has set it, else the variable's."""
     ours: str | None
-    theirs: str | None = None
-    stated_as: str = ""
-    """The name by which the user has set it."""
-
-    @property
-    def variable(self) -> str:
-        """The name to call it by."""
-        return self.stated_as or self.setting.variable
-
-    @property
-    def value(self) -> str | None:
-        """The value in force; None: not set."""
-        return self.ours if self.theirs is None else self.theirs
+    theirs: str | None
 
     @property
     def differs(self) -> bool:
@@ -206,90 +203,51 @@ class Applied:
         return self.ours is not None and self.theirs is not None and self.ours != self.theirs
 
 
-def settings_of(shape: RunShape | None, env: MutableMapping[str, str] = os.environ) -> list[Applied]:
+def settings_of(shape: RunShape, env: MutableMapping[str, str] = os.environ) -> list[Applied]:
     """Return what a process sets, and what the environment says already.
-
-    Args:
-        shape: None: of a process that is no run's, and may take any layout.
 
     Raises:
         InputError: the environment has a value that would make the run wrong.
     """
-    found = []
-    here = _set_here(env)
-    users = {name: value for name, value in env.items() if here.get(name) != value}
+    applied = []
+    set_here = env.get(SET_HERE, "").split(",")
     for setting in SETTINGS:
-        name = next((name for name in (setting.variable, *setting.others) if name in users), "")
-        found.append(Applied(setting, setting.value(shape), users.get(name), stated_as=name))
-    for each in found:
-        if each.setting.is_required and each.differs:
+        names = (name for name in (setting.variable, setting.other) if name in env and name not in set_here)
+        name = next(names, setting.variable)
+        theirs = None if name in set_here else env.get(name)
+        applied.append(Applied(setting, name, setting.value_for(shape), theirs))
+        if setting.is_required and applied[-1].differs:
             raise InputError(
-                f"runtime.deterministic_mode is true, but {each.setting.variable} is {each.theirs} in the environment; "
+                f"{name} is {theirs} in the environment, but this run needs {applied[-1].ours} ({setting.when}); "
                 "unset it"
             )
-    if shape is not None and shape.cuda_graphs:
-        found = _without_segments_that_nccl_registers(found)
-    return found
+    return applied
 
 
-def _without_segments_that_nccl_registers(found: list[Applied]) -> list[Applied]:
-    """Leave the allocator alone in a run with graphs whose user has NCCL register their buffers."""
-    by_name = {each.setting.variable: each for each in found}
-    if by_name[GRAPH_REGISTER].value == "0":
-        return found
-    if EXPANDABLE in (by_name[ALLOCATOR].theirs or ""):
-        raise InputError(
-            f"kernels.cuda_graph_impl is local, and the environment has both {EXPANDABLE} and {GRAPH_REGISTER} "
-            f"{by_name[GRAPH_REGISTER].theirs}, which ends in an illegal memory access; unset one of them"
-        )
-    return [replace(each, ours=None) if each.setting.variable == ALLOCATOR else each for each in found]
-
-
-def prepare(shape: RunShape | None = None, env: MutableMapping[str, str] = os.environ) -> list[Applied]:
+def prepare(shape: RunShape = ANY_SHAPE, env: MutableMapping[str, str] = os.environ) -> list[Applied]:
     """Set what the environment leaves open; must be called before torch is imported, and before a GPU is used.
 
     Raises:
         InputError: like `settings_of`; nothing was set.
     """
-    return _set(settings_of(shape, env), env)
+    applied = settings_of(shape, env)
+    set_here = set(env.get(SET_HERE, "").split(","))
+    for setting, _, ours, theirs in applied:
+        if theirs is None and ours is not None:
+            env[setting.variable] = ours
+            set_here.add(setting.variable)
+        elif theirs is None:
+            env.pop(setting.variable, None)  # of a run before this one
+    env[SET_HERE] = ",".join(sorted(set_here))
+    return applied
 
 
-def make_deterministic(env: MutableMapping[str, str] = os.environ) -> None:
-    """Set what `runtime.deterministic_mode` needs in a process that was not prepared for that run.
-
-    Raises:
-        InputError: the environment contradicts it.
-    """
-    shape = RunShape(parallel=ParallelConfig(), replicas=1, deterministic=True)
-    _set([each for each in settings_of(shape, env) if each.setting.variable in DETERMINISTIC], env)
-
-
-def _set(found: list[Applied], env: MutableMapping[str, str]) -> list[Applied]:
-    here = _set_here(env)
-    for each in found:
-        if each.theirs is not None:
-            continue
-        if each.ours is not None:
-            here[each.setting.variable] = env[each.setting.variable] = each.ours
-        elif here.pop(each.setting.variable, None) is not None:
-            env.pop(each.setting.variable, None)  # of a run before this one
-    env[SET_HERE] = json.dumps(here)
-    return found
-
-
-def _set_here(env: MutableMapping[str, str]) -> dict[str, str]:
-    try:
-        return dict(json.loads(env.get(SET_HERE, "{}")))
-    except (ValueError, TypeError):  # somebody else's
-        return {}
-
-
-def kept_line(found: list[Applied]) -> str | None:
+def kept_line(applied: list[Applied]) -> str | None:
     """Return the notice about values of the user's that a run would have set otherwise, None if there are none."""
     kept = [
-        f"{each.variable} {each.theirs} (this run would set {each.ours})"
-        for each in found
-        if each.differs and each.setting.variable != OMP_THREADS
+        f"{each.name} {each.theirs} (this run would set {each.ours})"
+        for each in applied
+        if each.differs and each.name != OMP_THREADS
     ]
     if not kept:
         return None

@@ -1,11 +1,8 @@
-"""Launches local ranks, passes signals on to them, and reports to the caller which rank failed first, and why.
+"""Launch local ranks, pass signals on to them, and report which rank failed first, and why.
 
 Each rank is this same program (`python -m megatron_fanformer` with the same arguments), which finds the rank's
-address in its environment and joins. Ranks end with their launcher, however it ends. The store that they meet at is
-the launcher's, so that it answers as long as there is a run.
-
-(torch's elastic agent would do for starting them. But it stops ranks with SIGTERM and waits 30 s for those that are
-stuck, raises its signals as exceptions wherever it is, and leaves its ranks behind when it is killed.)
+address in its environment and joins. Ranks end with their launcher, however it ends, and all of them with the first
+that fails. (torch's elastic agent waits 30 s for ranks that are stuck, and leaves its ranks behind when it is killed.)
 """
 
 import json
@@ -41,10 +38,8 @@ from megatron_fanformer.terminal import print_stderr
 STOP_GRACE_SECONDS = 600  # how long a rank may take to save after a signal to stop, and to end after another ended
 FAILURE_GRACE_SECONDS = 0.5  # ranks that fail together end together
 KILLED_SECONDS = 10.0
-SOON_SECONDS = 5.0  # after a signal, ranks that have taken no step have ended: a second one needs no answer
 POLL_SECONDS = 0.05
-RUN_IS_OVER = "run_is_over"  # beside an error, where that is true of it
-NAMES_RANK = "names_rank"  # the same, where it says itself which rank is at fault, or none is: all diverge together
+IS_FINAL = "is_final"  # beside an error of a rank that has ended for good: the others are not waited for
 PEER_FAILURE_WAIT_SECONDS = 15.0  # a rank that lost a peer lets the peer's own error be seen first
 CLOSING_SECONDS = 90.0  # for rank 0's last logs once the others have ended: W&B takes a minute at most
 
@@ -102,28 +97,29 @@ class _Rank:
         """Its exit code, negative for a signal; None while it is running."""
         return self.process.poll()
 
-    def stop_message(self, *, run_is_over: bool = False) -> str | None:
-        """Return its message if a signal ended it before the first step, or after the last one; else None."""
-        record = self._error_record() if self.code == Interrupted.exit_code else None
-        if record is None or (RUN_IS_OVER in record["extraInfo"]) != run_is_over:
-            return None
-        return str(record["message"])
+    @property
+    def has_failed(self) -> bool:
+        """Return whether it ended otherwise than by saving on a signal to stop."""
+        if self.code == Interrupted.exit_code:
+            return IS_FINAL in self.report()[1]
+        return self.code not in (None, 0)
 
-    def _error_record(self) -> dict[str, Any] | None:
+    def report(self) -> tuple[str, dict[str, str]]:
+        """Return the message that it left, and what stands beside it; both empty where it left none."""
         try:
-            return dict(json.loads(self.error.read_text())["message"])
-        except (OSError, ValueError):  # it could not say
-            return None
+            message = json.loads(self.error.read_text())["message"]
+            return message["message"], message["extraInfo"]
+        except (OSError, ValueError):
+            return "", {}
 
-    def failure(self, *, was_stopping: bool) -> RankFailed:
-        """Return how it failed, once it has."""
-        code, record = self.process.returncode, self._error_record()
-        if record is None:
-            how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-            return RankFailed(f"rank {self.number}: {how}", max(code, 1), was_stopping=was_stopping)
-        blamed = "" if NAMES_RANK in record["extraInfo"] else f"rank {self.number}: "
-        message, stack = blamed + record["message"], record["extraInfo"]["py_callstack"]
-        return RankFailed(message, max(code, 1), stack, was_stopping=was_stopping)
+    def failure(self, stop: signal.Signals | None) -> FanformerError:
+        """Return the error to raise for a rank that has failed."""
+        code, (message, details) = self.process.returncode, self.report()
+        if code == Interrupted.exit_code:
+            return Interrupted(message.replace(signal.SIGTERM.name, stop.name, 1) if stop else message)
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        message = message or f"rank {self.number}: {how}"
+        return RankFailed(message, max(code, 1), details.get("py_callstack", ""), was_stopping=stop is not None)
 
 
 def launch_ranks(num_ranks: int, arguments: Sequence[str], *, threads: int, found: Any) -> None:
@@ -136,13 +132,13 @@ def launch_ranks(num_ranks: int, arguments: Sequence[str], *, threads: int, foun
         RankFailed: a rank failed, and the others were ended; or a rank could not save after a signal.
         Interrupted: a signal stopped this process, or a rank, and the ranks after they saved.
     """
-    from megatron_fanformer.runtime.meeting import LOOPBACK, hosted_store  # torch takes a second
+    from megatron_fanformer.runtime.agreement import loopback_store  # torch takes a second
 
     # In a folder that only this user may write to: what is unpickled from it is this program's own.
     with tempfile.TemporaryDirectory(prefix="fanformer-") as folder:
         file = Path(folder) / "found"
         file.write_bytes(pickle.dumps(found))
-        store = hosted_store(LOOPBACK, 0, wait_for_workers=False)  # it answers while this is running
+        store = loopback_store()  # it answers while this is running
         signals: deque[signal.Signals] = deque()
         ranks: list[_Rank] = []
         try:
@@ -156,7 +152,7 @@ def launch_ranks(num_ranks: int, arguments: Sequence[str], *, threads: int, foun
                         ranks.append(_Rank(number=number, process=_started(arguments, environment), error=error))
                 _wait_for(ranks, signals)
         except RankFailed as failure:  # a signal may have come while the ranks were ended
-            failure.was_stopping = failure.was_stopping or any(number in STOP_SIGNALS for number in signals)
+            failure.was_stopping |= any(number in STOP_SIGNALS for number in signals)
             raise
 
 
@@ -182,19 +178,19 @@ def _started(arguments: Sequence[str], environment: dict[str, str]) -> "subproce
 def _wait_for(ranks: list[_Rank], signals: "deque[signal.Signals]") -> None:
     """Wait until all ranks have ended, and pass signals on. Raises like `launch_ranks`."""
     stop: signal.Signals | None = None
-    stopped, deadline = 0.0, float("inf")
-    while any(rank.code is None for rank in ranks):
+    deadline = float("inf")
+    while any(rank.code is None for rank in ranks) and not any(rank.has_failed for rank in ranks):
         while signals:
             number = signals.popleft()
             if number == SAVE_SIGNAL:
                 ranks[0].process.send_signal(number)  # which passes it to the others
             elif stop is None:
-                stop, stopped = number, time.monotonic()
+                stop = number
                 for rank in ranks:
                     rank.process.send_signal(signal.SIGTERM)
-            elif time.monotonic() > stopped + SOON_SECONDS:
+            else:
                 logger.warning(
-                    "%s: the ranks are already saving; kill -9 %d ends them without", number.name, os.getpid()
+                    "%s: the ranks are ending already; kill -9 %d ends them at once", number.name, os.getpid()
                 )
         if stop or any(rank.code is not None for rank in ranks):
             deadline = min(deadline, time.monotonic() + STOP_GRACE_SECONDS)
@@ -203,34 +199,18 @@ def _wait_for(ranks: list[_Rank], signals: "deque[signal.Signals]") -> None:
             raise RankFailed(
                 f"rank {late} was not done {STOP_GRACE_SECONDS} s after the {'signal' if stop else 'end of another'}; "
                 "it was killed, run the same command to continue from the last checkpoint",
-                1,
                 was_stopping=True,
             )
-        if any(rank.code not in (None, 0, Interrupted.exit_code) or rank.stop_message() for rank in ranks):
-            break
         time.sleep(POLL_SECONDS)
-    _report_endings(ranks, stop)
-
-
-def _report_endings(ranks: list[_Rank], stop: signal.Signals | None) -> None:
-    """Raise what the end of the ranks, or of the first of them, means; nothing if the run is over."""
-    name = stop.name if stop else "a signal to a rank"
-    if before_steps := next(filter(None, (rank.stop_message() for rank in ranks)), None):  # in the loop, they save
-        _wait_at_most(FAILURE_GRACE_SECONDS, ranks)
-        raise Interrupted(before_steps.replace(signal.SIGTERM.name, name, 1) if stop else before_steps)
-    failed = [rank for rank in ranks if rank.code not in (None, 0, Interrupted.exit_code)]
-    if failed:
-        _wait_at_most(FAILURE_GRACE_SECONDS, ranks)
-        raise failed[0].failure(was_stopping=stop is not None)
+    if failed := [rank for rank in ranks if rank.has_failed]:
+        grace = time.monotonic() + FAILURE_GRACE_SECONDS
+        while time.monotonic() < grace and any(rank.code is None for rank in ranks):
+            time.sleep(POLL_SECONDS)
+        raise failed[0].failure(stop)
     if any(rank.code for rank in ranks):
-        over = next(filter(None, (rank.stop_message(run_is_over=True) for rank in ranks)), None)
+        over = next(filter(None, (rank.report()[0] for rank in ranks)), None)
+        name = stop.name if stop else "a signal to a rank"
         raise Interrupted(over or f"stopped on {name}, saved; run the same command to continue")
-
-
-def _wait_at_most(seconds: float, ranks: list[_Rank]) -> None:
-    end = time.monotonic() + seconds
-    while time.monotonic() < end and any(rank.code is None for rank in ranks):
-        time.sleep(POLL_SECONDS)
 
 
 # -- on a rank
@@ -259,14 +239,16 @@ def report_failure() -> Iterator[None]:
     """Report the error of a rank's work to its launcher, then let it propagate."""
     try:
         yield
-    except Exception as error:
-        # Those that a signal stopped are waited for by the launcher anyway.
-        if getattr(error, "already_reported", False) and not isinstance(error, Interrupted):
-            # Not this rank's own failure: the peer's is the one that the user must see, and is about to be noticed.
-            # Our launcher ends all others with the first: the peer is to close what it has open, and ends this one.
-            time.sleep(CLOSING_SECONDS if devices.launched_here() else PEER_FAILURE_WAIT_SECONDS)
-        if not isinstance(error, Interrupted) or error.run_is_over:  # else the launcher knows what to say
+    except Interrupted as error:  # of all ranks, which the launcher waits for
+        if error.run_is_over:
             _leave_for_launcher(error)
+        raise
+    except Exception as error:
+        if getattr(error, "already_reported", False):
+            # The peer's own error is the one that the user must see. Our launcher ends all others with the first: the
+            # peer is to close what it has open, and ends this one.
+            time.sleep(CLOSING_SECONDS if devices.launched_here() else PEER_FAILURE_WAIT_SECONDS)
+        _leave_for_launcher(error, is_final=True)
         raise
 
 
@@ -279,22 +261,21 @@ def report_stopped(message: str) -> None:
 
 def print_end(error: FanformerError) -> None:
     """Leave an error where the launcher finds it, or print it where there is no launcher of ours to."""
-    _leave_for_launcher(error)
+    _leave_for_launcher(error, is_final=True)
     if not (devices.launched_here() or error.already_reported):
         print_stderr(f"megatron-fanformer: {error}")
 
 
-def _leave_for_launcher(error: Exception) -> None:
-    """Write an error as torch's launchers read it; ours are written without their class."""
+def _leave_for_launcher(error: Exception, *, is_final: bool = False) -> None:
+    """Write an error as torch's launchers read it."""
     file = devices.error_file()
     if file is None:
         return
-    details = {
-        "py_callstack": "".join(traceback.format_exception(error)),
-        "timestamp": str(int(time.time())),
-        **({NAMES_RANK: "yes"} if isinstance(error, PeerFailed | DivergenceError) else {}),
-        **({RUN_IS_OVER: "yes"} if isinstance(error, Interrupted) and error.run_is_over else {}),
-    }
+    details = {"py_callstack": "".join(traceback.format_exception(error)), "timestamp": str(int(time.time()))}
+    if is_final:
+        details[IS_FINAL] = "yes"
     text = str(error) if isinstance(error, FanformerError) else f"{type(error).__name__}: {error}"
+    if not isinstance(error, Interrupted | PeerFailed | DivergenceError):  # which no rank has met alone
+        text = f"rank {devices.rank_number()}: {text}"
     with suppress(OSError):  # a full disk must not hide it
         file.write_text(json.dumps({"message": {"message": text, "extraInfo": details}}))

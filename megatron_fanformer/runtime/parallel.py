@@ -11,7 +11,6 @@ dp 1 cp 0    4     5           12    13
      cp 1    6     7           14    15
 """
 
-import logging
 import os.path
 import tempfile
 from collections.abc import Iterator
@@ -27,18 +26,15 @@ from megatron_fanformer.errors import InputError
 from megatron_fanformer.ops import cpu_kernels
 from megatron_fanformer.runtime import device as devices
 from megatron_fanformer.runtime import megatron_cpu
-from megatron_fanformer.runtime.agreement import reported_by_main
+from megatron_fanformer.runtime.agreement import reported_by_main, store_of_ranks
 from megatron_fanformer.runtime.config import DEFAULT_RUNTIME, RuntimeConfig
 from megatron_fanformer.runtime.layout import ParallelConfig
-from megatron_fanformer.runtime.meeting import store_of_ranks
 from megatron_fanformer.runtime.roll_call import naming_missing_ranks
 
 MEETING_TIME = timedelta(minutes=10)  # how long ranks that were started wait for those that were not yet
 
 if TYPE_CHECKING:
     from megatron.core.process_groups_config import ProcessGroupCollection
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,8 +111,6 @@ def process_group(config: RuntimeConfig, address: devices.RankAddress | None) ->
     devices.configure_process(
         kind, address.local_rank if address else 0, threads, deterministic=config.deterministic_mode
     )
-    if kind == "cuda" and config.numa_binding and (binding := devices.bind_near_gpu()) is not None:
-        logger.log(logging.WARNING if binding.is_problem else logging.INFO, "%s", binding.text)
     backend = config.backend(kind)
     if address is None:
         devices.listen_on_loopback()

@@ -3,7 +3,7 @@
 `RankPool().run(n, function, *arguments)` runs a module-level function on the first n ranks, in a process group of n
 that is made for the job, and returns what each rank returned.
 
-Ranks on a CPU are forks of one process, the fork server, which imports for all of them and does nothing else. On a GPU
+A process of the pool, the host, starts the ranks. On a CPU they are its forks, and it imports for all of them. On a GPU
 each imports for itself: a fork cannot use CUDA once it has been looked for.
 """
 
@@ -14,13 +14,11 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import timedelta
-from multiprocessing import reduction
-from multiprocessing.connection import Connection
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 from megatron_fanformer.errors import FanformerError
 from megatron_fanformer.processes import end_with_owner
@@ -28,7 +26,6 @@ from megatron_fanformer.runtime import device as devices
 from megatron_fanformer.runtime.config import DEFAULT_RUNTIME
 from megatron_fanformer.runtime.garbage import freeze_gc
 
-CONTEXT = multiprocessing.get_context("spawn")
 END_SECONDS = 5
 LAST_FRAMES = -4  # of a rank's traceback: what is above is the pool's own
 
@@ -44,7 +41,19 @@ class JobFailed(FanformerError):
 class _Setting(NamedTuple):
     device: devices.DeviceKind
     backend: str
+    job_seconds: float
     prepare: Callable[[], None]
+    forks: bool
+    """Whether ranks are forks of their host."""
+
+
+class _Job(NamedTuple):
+    function: Callable[..., Any]
+    arguments: tuple[Any, ...]
+    world_size: int
+    name: str
+    port: int = 0
+    """Of the store at which the ranks meet."""
 
 
 class RankPool:
@@ -67,13 +76,9 @@ class RankPool:
     ) -> None:
         self.device = device
         communication = backend or DEFAULT_RUNTIME.backend(device)
-        self._setting = _Setting(device, communication, prepare or devices.prepare_megatron)
-        self._has_fork_server = device == "cpu" or prepare is not None  # else on real GPUs
-        self._job_seconds = job_seconds
-        self._processes: list[Any] = []  # the fork server, or the ranks
-        self._fork_server: Any = None  # the connection to it
-        self._ranks: list[Any] = []  # the connections to them
-        self._port = 0  # of the store at which they meet, which the first one hosts
+        forks = device == "cpu" or prepare is not None  # else on real GPUs
+        self._setting = _Setting(device, communication, job_seconds, prepare or devices.prepare_megatron, forks)
+        self._host: tuple[Any, Any] | None = None  # its process, and the connection to it
         self._jobs = 0
 
     def __enter__(self) -> "RankPool":
@@ -88,160 +93,143 @@ class RankPool:
         Raises:
             JobFailed: a rank raised, died, or the job took too long; has the first such rank's traceback.
         """
-        while len(self._ranks) < world_size:
-            self._start_rank(function)
-        connections = self._ranks[:world_size]
-        self._port = self._port or self._answers(connections[:1], world_size)[0]
+        if self._host is None:
+            self._host = _started(multiprocessing.get_context("spawn"), _host_ranks, self._setting)
+        _, connection = self._host
         self._jobs += 1
-        for connection in connections:
-            connection.send((function, arguments, world_size, self._port, f"job {self._jobs}", self._job_seconds))
-        return self._answers(connections, world_size)
-
-    def _answers(self, connections: Sequence[Any], world_size: int) -> list[Any]:
-        answers: dict[int, Any] = {}
-        while len(answers) < len(connections):
-            waiting = [connection for rank, connection in enumerate(connections) if rank not in answers]
-            ready = multiprocessing.connection.wait(waiting, timeout=self._job_seconds)
-            if not ready:
-                self.close()
-                raise JobFailed(f"took longer than {self._job_seconds:g} s on {world_size} ranks")
-            for connection in ready:
-                rank = connections.index(connection)
-                answers[rank] = self._answer(connection, rank, world_size)
-        return [answers[rank] for rank in range(len(connections))]
-
-    def _answer(self, connection: Any, rank: int, world_size: int) -> Any:
         try:
-            succeeded, value = connection.recv()
+            connection.send(_Job(function, arguments, world_size, f"job {self._jobs}"))
+            answers, failure, rank = connection.recv()
         except (EOFError, OSError):
-            succeeded, value = False, "it died"
-        if not succeeded:
+            answers, failure, rank = [], "the process that starts the ranks died", None
+        if failure is not None:
             self.close()  # the other ranks may wait for this one forever
-            raise JobFailed(f"rank {rank} of {world_size}: {value}", rank)
-        return value
+            raise JobFailed(failure, rank)
+        return list(answers)
 
     def close(self) -> None:
         """End all ranks."""
-        for connection in (*self._ranks, *filter(None, [self._fork_server])):
+        if self._host is not None:
+            process, connection = self._host
             connection.close()
-        for process in self._processes:
-            process.join(END_SECONDS)  # a rank that ends by itself ends its checkpoint writer's processes too
-            process.kill()
+            process.join(2 * END_SECONDS)
+            process.kill()  # and the kernel its ranks
             process.join()
-        self._processes, self._fork_server, self._ranks, self._port = [], None, [], 0
+            self._host = None
 
-    def _start_rank(self, function: Callable[..., Any]) -> None:
-        """Start one more; `function` is its first job's."""
-        rank = len(self._ranks)
-        ours, theirs = CONTEXT.Pipe()
-        with theirs:
-            if not self._has_fork_server:
-                self._start_process(_serve_alone, theirs, rank)
-            else:
-                if self._fork_server is None:
-                    self._fork_server, server_end = CONTEXT.Pipe()
-                    with server_end:
-                        self._start_process(_fork_ranks, server_end)
-                    self._fork_server.send(function)
-                with suppress(OSError):  # it has ended: the rank will not answer
-                    self._fork_server.send(rank)
-                    reduction.send_handle(self._fork_server, theirs.fileno(), self._processes[0].pid)
-        self._ranks.append(ours)
 
-    def _start_process(self, target: Callable[..., None], *arguments: Any) -> None:
-        process = CONTEXT.Process(target=target, args=(self._setting, *arguments), daemon=False)
+def _started(context: Any, target: Callable[..., None], *arguments: Any) -> tuple[Any, Any]:
+    """Start a process that is given one end of a pipe besides; returns it and the other end."""
+    ours, theirs = context.Pipe()
+    with theirs:
+        process = context.Process(target=target, args=(*arguments, theirs), daemon=False)
         process.start()
-        self._processes.append(process)
+    return process, ours
 
 
-def _fork_ranks(setting: _Setting, connection: Any) -> None:
-    """Run the fork server: it forks a rank whenever it is sent one, and ends after the last of them."""
-    _begin(setting)
-    fork_server = os.getpid()
+# -- in the host
+
+
+def _host_ranks(setting: _Setting, connection: Any) -> None:
+    """Start ranks as jobs need them, and pass jobs on to them, until the pool closes the connection."""
+    _begin(setting, prepares=setting.forks)
+    context: Any = multiprocessing.get_context("fork" if setting.forks else "spawn")
+    ranks: list[tuple[Any, Any]] = []
+    port = 0  # of the store at which ranks meet, which the first one hosts
     with suppress(EOFError, OSError):  # the pool is gone
-        connection.recv()  # the first job's function, and so all that it imports
-        freeze_gc()  # ranks share it, and do not look through it after every job
         while True:
-            rank, descriptor = connection.recv(), reduction.recv_handle(connection)
-            if os.fork() == 0:
-                _live(setting, connection, Connection(descriptor), rank, fork_server)
-            os.close(descriptor)
-    with suppress(ChildProcessError):
-        while True:
-            os.wait()
+            job = connection.recv()  # which imports what its function needs
+            if not ranks:
+                freeze_gc()  # ranks share it, and do not look through it after every job
+            while len(ranks) < job.world_size:
+                ranks.append(_started(context, _serve, setting, len(ranks)))
+            connections = [rank for _, rank in ranks[: job.world_size]]
+            port = port or connections[0].recv()
+            connection.send(_outcome(job._replace(port=port), connections, setting.job_seconds))
+    for _, rank in ranks:
+        rank.close()
+    for process, _ in ranks:
+        process.join(END_SECONDS / len(ranks))  # one that ends by itself ends its checkpoint writer's processes too
+        process.kill()
 
 
-def _live(setting: _Setting, server_connection: Any, connection: Any, rank: int, fork_server: int) -> NoReturn:
-    """Run a forked rank, which must never return into its fork server's code."""
-    try:
-        server_connection.close()
-        end_with_owner(fork_server)
-        _serve(setting, connection, rank)
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        os._exit(0)
+def _outcome(job: _Job, ranks: list[Any], seconds: float) -> tuple[list[Any], str | None, int | None]:
+    """Return the ranks' answers; of a job that failed, why and the first rank that did."""
+    for rank in ranks:
+        with suppress(OSError):  # it has ended, and does not answer
+            rank.send(job)
+    answers: dict[int, Any] = {}
+    while len(answers) < len(ranks):
+        waiting = [rank for number, rank in enumerate(ranks) if number not in answers]
+        ready: list[Any] = multiprocessing.connection.wait(waiting, timeout=seconds)
+        if not ready:
+            return [], f"took longer than {seconds:g} s on {len(ranks)} ranks", None
+        for rank in ready:
+            number = ranks.index(rank)
+            try:
+                succeeded, answers[number] = rank.recv()
+            except (EOFError, OSError):
+                succeeded, answers[number] = False, "it died"
+            if not succeeded:
+                return [], f"rank {number} of {len(ranks)}: {answers[number]}", number
+    return [answers[number] for number in range(len(ranks))], None, None
 
 
-def _serve_alone(setting: _Setting, connection: Any, rank: int) -> None:
-    _begin(setting)
-    _serve(setting, connection, rank)
-
-
-def _begin(setting: _Setting) -> None:
+def _begin(setting: _Setting, *, prepares: bool) -> None:
     """Ready a process, whose owner is the pool's."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the pool's owner, which closes the connection
     end_with_owner()
-    devices.prepare_libraries()
-    setting.prepare()
+    if prepares:
+        devices.prepare_libraries()
+        setting.prepare()
 
 
-def _serve(setting: _Setting, connection: Any, rank: int) -> None:
-    """Run a rank's jobs one after the other, until the pool closes the connection or a job fails.
+# -- in a rank
 
-    The first rank hosts the store at which they meet, and first of all answers with its port.
+
+def _serve(setting: _Setting, rank: int, connection: Any) -> None:
+    """Run a rank's jobs one after the other, until the host closes the connection or a job fails.
+
+    The first rank hosts the store at which they meet, and first of all sends its port.
     """
+    _begin(setting, prepares=not setting.forks)
     devices.configure_process(setting.device, rank, threads=1)
     devices.listen_on_loopback()
-    with suppress(EOFError, OSError):  # the pool is gone
+    with suppress(EOFError, OSError):  # the host is gone
         if rank == 0:
-            from megatron_fanformer.runtime import meeting
+            from megatron_fanformer.runtime.agreement import loopback_store
 
-            store = meeting.hosted_store(meeting.LOOPBACK, 0, wait_for_workers=False)
-            connection.send((True, store.port))
+            store = loopback_store()
+            connection.send(store.port)
         while True:
             job, modules = connection.recv(), len(sys.modules)
             try:
-                connection.send((True, _run_job(rank, setting.backend, *job)))
+                connection.send((True, _run_job(rank, setting, job)))
             except BaseException:
                 connection.send((False, traceback.format_exc(limit=LAST_FRAMES)))
                 os._exit(1)  # the process group may be in any state
             if len(sys.modules) > modules:
                 freeze_gc()  # the modules that it imported, among others
+    sys.stdout.flush()
+    os._exit(0)
 
 
-def _run_job(
-    rank: int,
-    backend: str,
-    function: Callable[..., Any],
-    arguments: Any,
-    world_size: int,
-    port: int,
-    name: str,
-    job_seconds: float,
-) -> Any:
+def _run_job(rank: int, setting: _Setting, job: _Job) -> Any:
     import torch.distributed as dist
 
-    from megatron_fanformer.runtime.meeting import LOOPBACK
+    from megatron_fanformer.runtime.agreement import LOOPBACK
 
-    timeout = timedelta(seconds=job_seconds)  # a rank that dies is noticed by its connection
-    store = dist.TCPStore(LOOPBACK, port, is_master=False, wait_for_workers=False, timeout=timeout)
+    timeout = timedelta(seconds=setting.job_seconds)  # a rank that dies is noticed by its connection
+    store = dist.TCPStore(LOOPBACK, job.port, is_master=False, wait_for_workers=False, timeout=timeout)
     dist.init_process_group(
-        backend, store=dist.PrefixStore(name, store), rank=rank, world_size=world_size, timeout=timeout
+        setting.backend,
+        store=dist.PrefixStore(job.name, store),
+        rank=rank,
+        world_size=job.world_size,
+        timeout=timeout,
     )
-    result = function(*arguments)
-    if "gloo" in backend:  # a rank that closes its end of the mesh fails those that are still connecting theirs
+    result = job.function(*job.arguments)
+    if "gloo" in setting.backend:  # a rank that closes its end of the mesh fails those that are still connecting theirs
         dist.barrier()
     _end_groups()
     return result

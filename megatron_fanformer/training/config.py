@@ -38,7 +38,7 @@ from megatron_fanformer.model.layout_rules import (
     z_loss_problems,
 )
 from megatron_fanformer.planning.job import Job, Layers
-from megatron_fanformer.runtime import topology
+from megatron_fanformer.runtime import device as devices
 from megatron_fanformer.runtime.config import DeviceKind, RuntimeConfig
 from megatron_fanformer.runtime.device import has_bf16_matrix_units
 from megatron_fanformer.runtime.environment import RunShape
@@ -251,7 +251,7 @@ class RunConfig:
             over_nccl=runtime.device != "cpu" and runtime.distributed_backend != "gloo",
             cuda_graphs=self.kernels.cuda_graph_impl != "none",
             deterministic=runtime.deterministic_mode,
-            is_after_hopper=any(gpu.is_after_hopper for gpu in topology.gpus()),
+            is_after_hopper=devices.is_after_hopper(),
             threads=threads,
         )
 

@@ -12,7 +12,7 @@ import yaml
 from megatron_fanformer.configuration import FieldDescription, described_fields, field_texts, json_schema
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.model.config import PRESETS, FANformerConfig
-from megatron_fanformer.runtime import environment, topology
+from megatron_fanformer.runtime import device, environment
 from megatron_fanformer.runtime.layout import MOVED_FIELDS
 from megatron_fanformer.terminal import plural, table
 from megatron_fanformer.training.config import RunConfig, load_config
@@ -106,28 +106,18 @@ def environment_lines(file: Path, overrides: Sequence[str], gpus: int | None) ->
         raise InputError("\n".join(found))
     replicas = config.parallel.resolve_data_parallel_size(gpus)
     shape = config.run_shape(replicas * config.parallel.model_parallel_size)
-    here = topology.gpus()
-    machine = (
-        f"{len(here)} × {here[0].model} here" if here else "no GPU here, so that what GPUs alone read has no effect"
-    )
+    here = device.gpu_models()
+    machine = f"{len(here)} × {here[0]} here" if here else "no GPU here, so that what GPUs alone read has no effect"
     rows = [_environment_row(each) for each in environment.settings_of(shape)]
-    places = [
-        f"GPU {gpu.address}: near the cores {topology.cores_text(topology.near_cores(gpu.address))}" for gpu in here
-    ]
     return [
         f"{plural(shape.ranks, 'rank')}, {plural(shape.replicas, 'replica')} of the weights; {machine}",
         "",
         *table(["variable", "value", "whose", "why"], rows, align="llll"),
-        *([""] if places else []),
-        *places,
     ]
 
 
-def _environment_row(each: environment.Applied) -> list[str]:
-    setting = each.setting
-    if each.value is None:
-        return [setting.variable, "not set", "", setting.when]
-    if each.theirs is None:
-        return [setting.variable, each.value, "this program's", setting.reason]
-    whose = f"yours; else {each.ours}" if each.differs else "yours"
-    return [each.variable, each.value, whose, setting.reason]
+def _environment_row(applied: environment.Applied) -> list[str]:
+    setting, name, ours, theirs = applied
+    if theirs is not None:
+        return [name, theirs, f"yours; else {ours}" if applied.differs else "yours", setting.reason]
+    return [name, *([ours, "this program's", setting.reason] if ours is not None else ["not set", "", setting.when])]

@@ -1,9 +1,9 @@
-"""What `examples/check_nodes.py` and the binding of cores read off a GPU itself."""
+"""The figures that `examples/check_nodes.py` and a run's environment read off a GPU itself."""
 
 import pytest
 import torch
 
-from megatron_fanformer.runtime import topology
+from megatron_fanformer.runtime import device
 from tests.gpu.making import needs_gpu, needs_real_gpu
 from tests.test_check_nodes import loaded
 
@@ -25,10 +25,8 @@ def test_a_gpu_is_measured_and_its_versions_are_known(
     assert {"GPU", "NCCL", "the driver"} < versions.keys() and versions["the driver"]
 
 
-def test_the_driver_lists_the_gpu_and_the_kernel_its_cores() -> None:
-    if not (listed := topology.gpus()):
+def test_the_driver_lists_the_gpu() -> None:
+    if not (models := device.gpu_models()):
         pytest.skip("this container does not see /proc/driver/nvidia/gpus")
-    [gpu] = [gpu for gpu in listed if gpu.uuid == f"GPU-{torch.cuda.get_device_properties(0).uuid}"]
-    assert gpu.model == torch.cuda.get_device_name(0)
-    assert gpu.is_after_hopper == (torch.cuda.get_device_capability(0) >= (10, 0))
-    assert topology.near_cores(gpu.address)
+    assert torch.cuda.get_device_name(0) in models
+    assert device.is_after_hopper() == (torch.cuda.get_device_capability(0) >= (10, 0))

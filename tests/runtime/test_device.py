@@ -17,7 +17,6 @@ from megatron_fanformer.errors import InputError
 from megatron_fanformer.ops import cpu_kernels
 from megatron_fanformer.runtime import device, parallel
 from megatron_fanformer.runtime.config import RuntimeConfig
-from megatron_fanformer.runtime.environment import DETERMINISTIC
 from megatron_fanformer.runtime.parallel import ParallelConfig
 
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "MASTER_ADDR")
@@ -57,12 +56,13 @@ def test_slurms_variables(environment: pytest.MonkeyPatch) -> None:
     assert (address.rank, address.world_size, address.local_rank, address.local_world_size) == (9, 16, 1, 8)
 
 
-def test_cuda_is_not_replaced_quietly(monkeypatch: pytest.MonkeyPatch, tmp_path: object) -> None:
+def test_cuda_is_not_replaced_quietly(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     with pytest.raises(InputError, match="finds no usable GPU"):
         device.resolve_device("cuda")
-    monkeypatch.setattr(device, "NVIDIA_DRIVER", tmp_path)  # exists: a driver is loaded, torch cannot use it
+    (tmp_path / "version").touch()  # a driver is loaded, torch cannot use it
+    monkeypatch.setattr(device, "NVIDIA_DRIVER", tmp_path)
     with pytest.raises(InputError, match="cannot use a GPU"):
         device.resolve_device("auto")
     assert device.resolve_device("cpu") == "cpu"
@@ -98,21 +98,27 @@ def test_quieting_the_libraries_again_adds_nothing_to_the_environment(monkeypatc
     assert os.environ["PYTHONWARNINGS"] == once and once.startswith("error::UserWarning,ignore:")
 
 
-def test_deterministic_algorithms_and_an_environment_that_asks_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_deterministic_algorithms(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
     monkeypatch.setattr(torch, "use_deterministic_algorithms", asked.append)
     monkeypatch.setattr(torch.cuda, "set_device", lambda _number: None)
-    for name in DETERMINISTIC:
-        monkeypatch.setenv(name, "")  # put back at the end
-        monkeypatch.delenv(name)
     device.configure_process("cuda", 0, 1)
-    assert asked == [] and "NCCL_ALGO" not in os.environ
+    assert asked == []
     device.configure_process("cuda", 0, 1, deterministic=True)
     assert asked == [True]
-    assert {name: os.environ[name] for name in DETERMINISTIC} == DETERMINISTIC
-    monkeypatch.setenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "1")
-    with pytest.raises(InputError, match="NVTE_ALLOW_NONDETERMINISTIC_ALGO is 1 in the environment; unset it"):
-        device.configure_process("cuda", 0, 1, deterministic=True)
+
+
+def test_gpus_are_known_by_the_driver_without_torch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(device, "NVIDIA_DRIVER", tmp_path)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert not device.sees_gpus() and not device.is_after_hopper()
+    for number, model in enumerate(("NVIDIA H100 80GB HBM3", "NVIDIA B200")):
+        information = tmp_path / "gpus" / f"0000:1{number}:00.0" / "information"
+        information.parent.mkdir(parents=True)
+        information.write_text(f"Model: \t\t {model}\nIRQ:   \t\t 16\n")
+        assert (device.gpu_models()[-1], device.sees_gpus(), device.is_after_hopper()) == (model, True, number == 1)
+    device.hide_gpus()
+    assert not device.sees_gpus()
 
 
 HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage")

@@ -11,11 +11,13 @@ import pytest
 from megatron_fanformer.cli import main
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.runtime import environment
-from megatron_fanformer.runtime.environment import ALLOCATOR, ALLOCATOR_OLD, EXPANDABLE, GRAPH_REGISTER, RunShape
+from megatron_fanformer.runtime.environment import ANY_SHAPE, RunShape
 from megatron_fanformer.runtime.layout import ParallelConfig
 from tests.small_runs import ROOT, small_run, write_config, write_tokens
 
 CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
+ALLOCATOR, ALLOCATOR_OLD, EXPANDABLE = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True"
+DETERMINISTIC = {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0", "CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "Ring"}
 MARGINS = ("NVTE_FWD_LAYERNORM_SM_MARGIN", "NVTE_BWD_LAYERNORM_SM_MARGIN")
 TP_2 = {"tensor_model_parallel_size": 2}
 INTERLEAVED = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}
@@ -25,7 +27,7 @@ def shape(parallel: dict[str, Any] | None = None, *, replicas: int = 1, **rest: 
     return RunShape(parallel=ParallelConfig(**(parallel or {})), replicas=replicas, **rest)
 
 
-def set_for(run: RunShape | None, **given: str) -> dict[str, str]:
+def set_for(run: RunShape, **given: str) -> dict[str, str]:
     """What is set besides what the environment has, in one that has no cuDNN to find."""
     env = dict(given)
     environment.prepare(run, env)
@@ -36,7 +38,7 @@ def set_for(run: RunShape | None, **given: str) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("run", "connections", "priority", "margin"),
     [
-        (None, "1", None, None),  # a process that may take any layout
+        (ANY_SHAPE, "1", None, None),  # a process that may take any layout
         (shape(), "1", None, None),
         (shape(replicas=8), "32", "1", "20"),
         (shape(TP_2), "1", "1", None),
@@ -49,7 +51,7 @@ def set_for(run: RunShape | None, **given: str) -> dict[str, str]:
         (shape(replicas=8, over_nccl=False), "32", None, None),
     ],
 )
-def test_what_communication_needs(run: RunShape | None, connections: str, priority: str, margin: str) -> None:
+def test_what_communication_needs(run: RunShape, connections: str, priority: str, margin: str) -> None:
     found = set_for(run)
     assert found[CONNECTIONS] == connections
     assert found.get("TORCH_NCCL_HIGH_PRIORITY") == priority
@@ -59,10 +61,10 @@ def test_what_communication_needs(run: RunShape | None, connections: str, priori
 def test_what_memory_graphs_threads_and_reproducibility_need() -> None:
     alone = set_for(shape())
     assert alone == {CONNECTIONS: "1", ALLOCATOR: EXPANDABLE, "THP_MEM_ALLOC_ENABLE": "1"}
-    assert set_for(shape(cuda_graphs=True)) == alone | {GRAPH_REGISTER: "0"}
+    assert set_for(shape(cuda_graphs=True)) == alone | {"NCCL_GRAPH_REGISTER": "0"}
     assert set_for(shape(threads=12)) == alone | {"OMP_NUM_THREADS": "12"}
-    assert set_for(shape(deterministic=True)) == alone | environment.DETERMINISTIC
-    assert set_for(None) == {CONNECTIONS: "1", "THP_MEM_ALLOC_ENABLE": "1"}
+    assert set_for(shape(deterministic=True)) == alone | DETERMINISTIC
+    assert set_for(ANY_SHAPE) == {CONNECTIONS: "1", "THP_MEM_ALLOC_ENABLE": "1"}
 
 
 def test_the_users_own_wins_and_is_reported_where_it_differs() -> None:
@@ -79,33 +81,18 @@ def test_the_users_own_wins_and_is_reported_where_it_differs() -> None:
 
 
 def test_what_one_run_sets_is_no_users_value_for_the_next() -> None:
-    """In the same process, or in one that inherits it; what the user changes in between is."""
+    """In the same process, or in one that inherits it."""
     env: dict[str, str] = {}
-    environment.prepare(None, env)
+    environment.prepare(env=env)
     environment.prepare(shape(replicas=8), env)
     assert (env[CONNECTIONS], env[MARGINS[0]]) == ("32", "20")
     assert environment.kept_line(environment.prepare(shape(), env)) is None
     assert env[CONNECTIONS] == "1" and MARGINS[0] not in env
-    env[CONNECTIONS] = "8"
-    assert str(environment.kept_line(environment.prepare(shape(), env))).startswith(
-        f"kept from the environment: {CONNECTIONS} 8 "
-    )
-    env[environment.SET_HERE] = "no JSON"
-    assert environment.prepare(shape(), env)[0].theirs == "8"
-
-
-def test_segments_that_expand_are_not_registered_by_nccl() -> None:
-    """megatron-core asserts the same of its own kind of graphs."""
-    run = shape(cuda_graphs=True)
-    assert ALLOCATOR not in set_for(run, **{GRAPH_REGISTER: "1"})  # the user's choice stands, without them
-    assert set_for(run, **{ALLOCATOR: EXPANDABLE})[GRAPH_REGISTER] == "0"
-    with pytest.raises(InputError, match=f"both {EXPANDABLE} and {GRAPH_REGISTER} 1, .* unset one of them"):
-        environment.prepare(run, {ALLOCATOR_OLD: EXPANDABLE, GRAPH_REGISTER: "1"})
 
 
 def test_a_value_that_contradicts_the_run_is_refused_and_nothing_is_set() -> None:
     env = {"CUBLAS_WORKSPACE_CONFIG": ":16:8"}
-    with pytest.raises(InputError, match="CUBLAS_WORKSPACE_CONFIG is :16:8 in the environment; unset it"):
+    with pytest.raises(InputError, match=r"CUBLAS_WORKSPACE_CONFIG is :16:8 .* this run needs :4096:8 .*; unset it"):
         environment.prepare(shape(deterministic=True), env)
     assert env == {"CUBLAS_WORKSPACE_CONFIG": ":16:8"}
 
@@ -122,7 +109,7 @@ def test_the_cudnn_beside_torch_unless_another_is_named(
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
     monkeypatch.delitem(sys.modules, "nvidia", raising=False)
     env = dict(given)
-    environment.prepare(None, env)
+    environment.prepare(env=env)
     assert env.get("CUDNN_HOME") == (home and home.format(tmp_path))
 
 

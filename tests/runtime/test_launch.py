@@ -9,11 +9,8 @@ import logging.handlers
 import os
 import queue
 import signal
-import socket
-import time
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,9 +23,9 @@ import torch.distributed as dist
 from megatron_fanformer.errors import DivergenceError, FanformerError, Interrupted
 from megatron_fanformer.runtime import device as devices
 from megatron_fanformer.runtime import launch, parallel
+from megatron_fanformer.runtime.agreement import loopback_store, store_of_ranks
 from megatron_fanformer.runtime.config import RuntimeConfig
 from megatron_fanformer.runtime.device import ERROR_FILE
-from megatron_fanformer.runtime.meeting import _listener, hosted_store, store_of_ranks
 from megatron_fanformer.runtime.parallel import rank_grid
 from megatron_fanformer.training.config import config_from_dict
 from megatron_fanformer.training.metrics import METRICS, read_metrics
@@ -90,88 +87,25 @@ def listened_at(process: int) -> set[str]:
     return {line[1].split(":")[0] for line in lines if line[3] == is_listening and f"socket:[{line[9]}]" in sockets}
 
 
-def test_a_store_listens_where_the_ranks_meet(caplog: pytest.LogCaptureFixture) -> None:
-    store = hosted_store("127.0.0.1", 0, wait_for_workers=False)
+def test_ranks_meet_at_a_launchers_store_and_anew_after_a_restart(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = loopback_store()
     assert listened_at(os.getpid()) == {LOCAL}
-    with pytest.raises(
-        FanformerError, match=f"port {store.port} of 127.0.0.1 is taken by another process, .* MASTER_PORT"
-    ):
-        hosted_store("127.0.0.1", store.port, wait_for_workers=False)
-    assert caplog.text == ""
-    elsewhere = "192.0.2.1"  # of no machine, RFC 5737
-    listener = _listener(elsewhere, 0, False)
-    assert listener.getsockname()[0] == "0.0.0.0" and f"{elsewhere} is no address of this machine's" in caplog.text
-    listener.close()
-
-
-@pytest.mark.parametrize(
-    ("address", "has_others", "place"),
-    [
-        ("node-0", True, "0.0.0.0"),  # others know it by another address than this machine's /etc/hosts
-        ("node-0", False, "127.0.1.1"),
-        ("127.0.1.1", True, "127.0.1.1"),
-    ],
-)
-def test_a_machine_that_calls_itself_by_its_loopback_is_found_by_others(
-    monkeypatch: pytest.MonkeyPatch, address: str, has_others: bool, place: str
-) -> None:
-    found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.1.1", 0))]
-    with monkeypatch.context() as patched:
-        patched.setattr(socket, "getaddrinfo", lambda *_, **__: found)
-        with _listener(address, 0, has_others) as listener:
-            assert listener.getsockname()[0] == place
-
-
-def test_ranks_wait_for_all_at_a_launchers_store_and_a_restart_meets_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    store = hosted_store("127.0.0.1", 0, wait_for_workers=False)
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
-    both = [
-        devices.RankAddress(
-            rank=rank,
-            world_size=2,
-            local_rank=rank,
-            local_world_size=2,
-            master_address="127.0.0.1",
-            master_port=store.port,
-        )
-        for rank in (0, 1)
-    ]
-    for restart in ("0", "1", "2"):
-        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", restart)
-        if restart == "1":
-            with ThreadPoolExecutor(2) as pool:
-                first, second = pool.map(lambda rank: store_of_ranks(rank, timedelta(seconds=PATIENCE_SECONDS)), both)
-            first.set("key", "value")
-            assert second.get("key") == b"value"
-        else:
-            with pytest.raises(FanformerError, match=r"rank 0 of 2 waited at tcp://127\.0\.0\.1:.* in vain"):
-                store_of_ranks(both[0], timedelta(seconds=0.1))
-
-
-def test_a_name_that_does_not_resolve_is_waited_for_within_one_limit(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    ranks = {"rank": 0, "world_size": 1, "local_rank": 0, "local_world_size": 1, "master_port": 0}
-    began = time.monotonic()
-    with pytest.raises(FanformerError, match=r"^MASTER_ADDR no-such-node\.invalid did not resolve within \d s"):
-        store_of_ranks(devices.RankAddress(**ranks, master_address="no-such-node.invalid"), timedelta(seconds=1.5))
-    assert 1.5 <= time.monotonic() - began < PATIENCE_SECONDS
-    assert "MASTER_ADDR no-such-node.invalid does not resolve" in caplog.messages[0]
-
-    answers = iter([socket.gaierror(-2, "not yet"), None])  # as of a pod whose name appears after its start
-    resolve = socket.getaddrinfo
-
-    def of_a_pod(*arguments: Any, **options: Any) -> Any:
-        if error := next(answers, None):
-            raise error
-        return resolve(*arguments, **options)
-
-    monkeypatch.setattr(socket, "getaddrinfo", of_a_pod)
-    store = store_of_ranks(
-        devices.RankAddress(**ranks, master_address="localhost"), timedelta(seconds=PATIENCE_SECONDS)
+    address = devices.RankAddress(
+        rank=0, world_size=2, local_rank=0, local_world_size=2, master_address="127.0.0.1", master_port=store.port
     )
-    store.set("key", "value")
-    assert store.get("key") == b"value"
+    first = store_of_ranks(address, timedelta(seconds=PATIENCE_SECONDS))
+    first.set("key", "value")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert not store_of_ranks(address, timedelta(seconds=PATIENCE_SECONDS)).check(["key"])
+
+
+def test_a_first_rank_that_is_not_reached_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    address = devices.RankAddress(
+        rank=1, world_size=2, local_rank=1, local_world_size=2, master_address="no-such-node.invalid", master_port=1
+    )
+    with pytest.raises(FanformerError, match=r"^rank 1 of 2 cannot meet the others at tcp://no-such-node\.invalid:1 "):
+        store_of_ranks(address, timedelta(seconds=1))
 
 
 class Met(Exception):
@@ -189,7 +123,7 @@ def test_the_limit_of_ranks_is_in_minutes(minutes: int, meeting: int, monkeypatc
 
     monkeypatch.setattr(dist, "init_process_group", join)
     runtime = RuntimeConfig(device="cpu", threads_per_rank=torch.get_num_threads(), distributed_timeout_minutes=minutes)
-    port = hosted_store("127.0.0.1", 0, wait_for_workers=False).port
+    port = loopback_store().port
     alone = {"rank": 0, "world_size": 1, "local_rank": 0, "local_world_size": 1, "master_address": "127.0.0.1"}
     with pytest.raises(Met), parallel.process_group(runtime, devices.RankAddress(**alone, master_port=port)):
         pass
@@ -286,9 +220,10 @@ def test_a_rank_is_blamed_for_what_it_alone_has_met(
     error: FanformerError, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(ERROR_FILE, str(tmp_path / "error.json"))
+    monkeypatch.setenv("RANK", "1")
     launch._leave_for_launcher(error)
     process: Any = SimpleNamespace(returncode=error.exit_code)
-    failure = launch._Rank(number=1, process=process, error=tmp_path / "error.json").failure(was_stopping=False)
+    failure = launch._Rank(number=1, process=process, error=tmp_path / "error.json").failure(None)
     assert (str(failure), failure.exit_code) == (says, error.exit_code)
 
 
@@ -327,20 +262,6 @@ def test_a_run_that_is_over_is_not_said_to_continue(tmp_path: Path, monkeypatch:
         launch._wait_for(ranks, deque())
 
 
-def test_a_second_ctrl_c_before_the_first_step_is_not_answered(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    codes = iter([None, None, None])
-    process: Any = SimpleNamespace(poll=lambda: next(codes, Interrupted.exit_code), send_signal=lambda _number: None)
-    rank = launch._Rank(number=0, process=process, error=tmp_path / "error.json")
-    monkeypatch.setenv(ERROR_FILE, str(rank.error))
-    launch.print_end(Interrupted("stopped on SIGTERM before a step"))
-    capsys.readouterr()
-    with run_log(rank=0), pytest.raises(Interrupted, match=r"^stopped on SIGINT before a step$"):
-        launch._wait_for([rank], deque([signal.SIGINT, signal.SIGINT]))
-    assert capsys.readouterr() == ("", "")
-
-
 @pytest.mark.parametrize(("number", "is_stop"), [(signal.SIGTERM, True), (signal.SIGUSR2, False)])
 def test_a_signal_that_comes_while_failed_ranks_are_ended_is_a_signal_to_stop(
     number: signal.Signals, is_stop: bool, monkeypatch: pytest.MonkeyPatch
@@ -368,21 +289,12 @@ def test_ranks_have_ten_minutes_to_save_after_a_signal(tmp_path: Path, monkeypat
 
 
 def test_a_second_signal_while_ranks_save_is_answered_and_not_passed_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    now, signals, heard = [0.0], [], deque([signal.SIGTERM])
-
-    def sleep(seconds: float) -> None:
-        now[0] += seconds
-        if len(signals) == 1 and now[0] > launch.SOON_SECONDS + 1:
-            heard.append(signal.SIGINT)
-            signals.append("second")
-
-    monkeypatch.setattr(launch, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
-    code = lambda: Interrupted.exit_code if now[0] > 10 else None  # noqa: E731
-    process: Any = SimpleNamespace(poll=code, send_signal=signals.append)
+    codes, signals = iter([None] * 10), []
+    process: Any = SimpleNamespace(poll=lambda: next(codes, Interrupted.exit_code), send_signal=signals.append)
     rank = launch._Rank(number=0, process=process, error=tmp_path / "error.json")
     with run_log(rank=0), pytest.raises(Interrupted, match="stopped on SIGTERM, saved"):
-        launch._wait_for([rank], heard)
-    assert signals == [signal.SIGTERM, "second"]
-    assert "SIGINT: the ranks are already saving" in "".join(capsys.readouterr())
+        launch._wait_for([rank], deque([signal.SIGTERM, signal.SIGINT]))
+    assert signals == [signal.SIGTERM]
+    assert "SIGINT: the ranks are ending already" in "".join(capsys.readouterr())

@@ -15,8 +15,7 @@ import pytest
 
 from megatron_fanformer.cli import main
 from megatron_fanformer.errors import CorruptError, InputError
-from megatron_fanformer.runtime.device import quieten_libraries
-from megatron_fanformer.runtime.notices import NOTICES
+from megatron_fanformer.runtime.device import NOTICES, quieten_libraries
 from megatron_fanformer.training import run_log as run_log_module
 from megatron_fanformer.training.loggers.registry import LoggingConfig
 from megatron_fanformer.training.run_log import log_file, log_if_slow, run_log
