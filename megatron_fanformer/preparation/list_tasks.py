@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import msgspec
 
-from megatron_fanformer.checkpoint.run_lock import STALE_SECONDS, FolderWatch, holder_of, run_lock
+from megatron_fanformer.checkpoint.run_lock import STALE_SECONDS, holder_of, run_lock
 from megatron_fanformer.errors import FanformerError, InputError, InUseError
 from megatron_fanformer.preparation.assembly import part_prefix
 from megatron_fanformer.preparation.list_merge import checked_manifest
@@ -125,22 +125,21 @@ class _Task:
     def _take(self, name: str) -> bool:
         """Prepare a list; returns whether it was free."""
         try:
-            with run_lock(self._lists.task_folder(name), option="the task's folder") as watch:
+            with run_lock(self._lists.task_folder(name), option="the task's folder"):
                 if not self._is_whole(name):
-                    self._prepare(name, watch)
+                    self._prepare(name)
                 elif (state := self._lists.read_state(name)) is not None and state.error is not None:
                     self._lists.write_state(name, msgspec.structs.replace(state, error=None))
         except InUseError:  # another task was faster
             return False
         return True
 
-    def _prepare(self, name: str, watch: FolderWatch) -> None:
+    def _prepare(self, name: str) -> None:
         began = recorded = time.monotonic()
         state = ListState()
 
         def record(error: str | None = None) -> None:
             nonlocal recorded
-            watch.check()  # this process may have been stopped for so long that another took the list
             recorded = time.monotonic()
             with suppress(OSError):  # it only shows how far the list is
                 self._lists.write_state(name, msgspec.structs.replace(state, seconds=recorded - began, error=error))
@@ -165,7 +164,6 @@ class _Task:
             refused = sum((Counter(each.refused) for each in nothing.records), Counter[str]())
             lines, inputs_read = sum(each.lines for each in nothing.records), [each.input for each in nothing.records]
             state = ListState(empty=EmptyList(lines_read=lines, refused=dict(refused), inputs=inputs_read))
-            watch.check()
             self._lists.write_state(name, state)
             show([f"list {name}: no document in {lines:,} lines read, which is no error while other lists hold some"])
             return

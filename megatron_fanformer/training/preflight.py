@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megatron_fanformer.checkpoint import store
 from megatron_fanformer.checkpoint.remote import fetch_checkpoint, fetch_newer
-from megatron_fanformer.checkpoint.run_lock import FolderWatch
 from megatron_fanformer.configuration import by_dotted_names
 from megatron_fanformer.data.identity import (
     DataIdentity,
@@ -69,8 +68,6 @@ class RunStart:
     """The run's recovery events so far."""
     changes: str = ""
     """Fields of the configuration that differ from the checkpoint's, as the end of a line."""
-    watch: FolderWatch | None = None
-    """Of the run's folder, since its lock was taken; None where nobody holds one."""
 
 
 class CheckedSettings(NamedTuple):

@@ -3,7 +3,6 @@
 Ranks that were launched here are started again after a failure, as often as `training.max_restarts` allows.
 """
 
-import dataclasses
 import logging
 import time
 from collections.abc import Sequence
@@ -54,14 +53,14 @@ def start_run(file: Path, overrides: Sequence[str], arguments: Sequence[str], lo
     run = Path(config.training.run_dir)
     # The lock comes before its checkpoint is chosen: a run that is about to end may be saving another one.
     locked = run_lock(run)
-    with run_log(rank=0) as started, locked as watch:
+    with run_log(rank=0) as started, locked:
         checked = _unless_complete(config, None)
         if checked is None:
             return None
         ranks = config.parallel.resolve_data_parallel_size(None) * config.parallel.model_parallel_size
         _log_start(config.parallel, ranks, " on this machine")
         _prepare(config.run_shape(ranks))
-        start = dataclasses.replace(check_machine_and_data(checked), watch=watch)
+        start = check_machine_and_data(checked)
         refuse_ranks_without_gpu(
             ranks,
             config.runtime,
@@ -123,9 +122,7 @@ def _launch(config: RunConfig, ranks: int, arguments: Sequence[str], start: RunS
             is_crash = failure.exit_code == FanformerError.exit_code and not failure.was_stopping
             if config.training.max_restarts == 0 or not is_crash:
                 raise
-            if start.watch is not None:
-                start.watch.check()  # in a folder that is gone, or another run's, there is nothing to go on with
-            before, start = start, dataclasses.replace(check_run(config, None), watch=start.watch)
+            before, start = start, check_run(config, None)
             restarts = 1 if start.resumed != before.resumed else restarts + 1
             if restarts > config.training.max_restarts:
                 logger.warning("no new checkpoint in %d restarts; training.max_restarts allows no more", restarts - 1)
@@ -174,11 +171,11 @@ def run_rank(
             def find() -> tuple[RunStart, str | None] | None:
                 if (found := read_found()) is not None:
                     return cast(tuple[RunStart, str | None], found)
-                watch = held.enter_context(run_lock(run))
+                held.enter_context(run_lock(run))
                 checked = _unless_complete(config, address.world_size)
                 if checked is None:
                     return None
-                return dataclasses.replace(check_machine_and_data(checked), watch=watch), None
+                return check_machine_and_data(checked), None
 
             if (found_start := on_main(find)) is None:
                 return None

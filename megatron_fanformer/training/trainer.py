@@ -102,7 +102,6 @@ class Trainer:
             run=Path(self.config.training.run_dir),
             steps=self.config.training.steps,
             writes=grid.is_main,
-            watch=self._start.watch,
         )
         self._open_logs()
         if self.step:

@@ -1,16 +1,12 @@
 """When `train` starts its ranks again after a failure; killed processes are in tests/faults."""
 
-import dataclasses
 from pathlib import Path
 from unittest import mock
 
 import pytest
 
-from megatron_fanformer.checkpoint.run_lock import FolderWatch, run_lock
-from megatron_fanformer.checkpoint.store import LOCK
 from megatron_fanformer.data.identity import DataIdentity, SetIdentity
 from megatron_fanformer.data.survey import DataSurvey
-from megatron_fanformer.errors import FanformerError
 from megatron_fanformer.runtime.launch import RankFailed
 from megatron_fanformer.training import start
 from megatron_fanformer.training.config import config_from_dict
@@ -33,7 +29,6 @@ class Launches:
     """Stands for the ranks: each launch fails as it is told, until none is left, which succeeds."""
 
     def __init__(self, tmp_path: Path, failures: list[RankFailed], saved: list[int], *, max_restarts: int) -> None:
-        self.watch: FolderWatch | None = None
         self.pauses: list[float] = []
         self.found: list[RunStart] = []
         self._failures, self._saved = iter(failures), iter(map(begun, saved))
@@ -46,7 +41,7 @@ class Launches:
             mock.patch.object(start, "check_run", lambda *_: next(self._saved)),
             mock.patch.object(start.time, "sleep", self.pauses.append),
         ):
-            start._launch(self._config, 2, [], dataclasses.replace(begun(0), watch=self.watch))
+            start._launch(self._config, 2, [], begun(0))
         return len(self.found)
 
     def _launch(self, *_: object, found: tuple[RunStart, str | None], **__: object) -> None:
@@ -85,22 +80,6 @@ def test_a_run_that_was_told_to_stop_is_not_started_again(tmp_path: Path) -> Non
     failure = RankFailed("rank 0: the checkpoint of step 3 was not written", 1, was_stopping=True)
     with pytest.raises(RankFailed):
         Launches(tmp_path, [failure], [], max_restarts=5).run()
-
-
-@pytest.mark.parametrize("taken", [True, False])
-def test_a_run_that_has_lost_its_folder_is_not_started_again_in_it(tmp_path: Path, taken: bool) -> None:
-    launches, run = Launches(tmp_path, [KILLED], [0], max_restarts=5), tmp_path / "run"
-    with run_lock(run) as launches.watch:
-        if taken:  # by another run, on another node, while this one was held up
-            (run / LOCK).rename(run / "held")
-            (run / LOCK).write_text("{}")
-        else:
-            run.rename(tmp_path / "renamed")
-        with pytest.raises(
-            FanformerError, match="was taken over by another run" if taken else "was removed or renamed"
-        ):
-            launches.run()
-    assert len(launches.found) == 1
 
 
 def test_by_default_nothing_is_started_again(tmp_path: Path) -> None:

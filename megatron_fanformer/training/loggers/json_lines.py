@@ -1,15 +1,16 @@
 """metrics.jsonl: an object a step. Lines that no run wrote are kept as they are."""
 
 import logging
+import os
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from megatron_fanformer.checkpoint.run_lock import FolderWatch, file_of
 from megatron_fanformer.checkpoint.store import METRICS, metrics_entry
 from megatron_fanformer.durable_files import naming, write_atomically
+from megatron_fanformer.errors import FanformerError
 from megatron_fanformer.training.loggers.logger import Logger, Start
 
 logger = logging.getLogger(__name__)
@@ -25,17 +26,21 @@ class JSONLines(Logger):
         self._path = start.run / METRICS
         _drop_steps_after(self._path, start.step)
         self._file = self._path.open("a")
-        self._watch = start.watch or FolderWatch(start.run)
 
     def write(self, step: int, metrics: dict[str, Any]) -> None:
         """Record the metrics of one step.
 
         Raises:
-            FanformerError: the run's folder is gone, or another run's by now.
+            FanformerError: the run's folder is gone.
         """
-        self._watch.check()
-        if file_of(str(self._path)) != file_of(self._file.fileno()):  # removed, or replaced, as editors do
+        is_there = self._path.exists() and os.path.samestat(self._path.stat(), os.fstat(self._file.fileno()))
+        if not is_there:  # removed, or replaced, as editors do
             self._file.close()
+            if not self._path.parent.is_dir():
+                raise FanformerError(
+                    f"{self._path.parent} was removed or renamed during the run, nothing more can be saved there; put "
+                    "it back, and start again to resume from its last checkpoint"
+                )
             self._file = self._path.open("a")
         with naming(self._path):
             self._file.write(msgspec.json.encode({"step": step, **metrics}).decode() + "\n")  # NaN as null

@@ -6,8 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from megatron_fanformer.checkpoint.run_lock import FolderWatch
-
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -29,8 +27,6 @@ class Start:
     logging: Any
     """The section `logging`, which has the fields of every logger."""
     console: "Console"
-    watch: FolderWatch | None = None
-    """Of the run's folder, since its lock was taken."""
 
 
 class Logger(ABC):

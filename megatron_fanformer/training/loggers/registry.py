@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from megatron_fanformer.checkpoint.run_lock import FolderWatch
 from megatron_fanformer.checkpoint.store import CONFIG, METRICS
 from megatron_fanformer.durable_files import write_atomically, write_refusal
 from megatron_fanformer.errors import InputError, broken_fields
@@ -116,7 +115,6 @@ class Loggers:
     Args:
         run: the run's folder.
         steps: of the whole run.
-        watch: of the run's folder, since its lock was taken; None: nobody holds one.
     """
 
     def __init__(
@@ -127,9 +125,8 @@ class Loggers:
         run: Path,
         steps: int,
         writes: bool,
-        watch: FolderWatch | None = None,
     ) -> None:
-        self._config, self._console, self._writes, self._watch = config, console, writes, watch
+        self._config, self._console, self._writes = config, console, writes
         self._run, self._steps = run, steps
         self._open: dict[str, Logger] = {}
         self._failed: set[str] = set()
@@ -144,13 +141,10 @@ class Loggers:
 
         Raises:
             InputError: the run's folder cannot be written.
-            FanformerError: it is another than that of the start, or gone.
         """
         self.close()
         if not self._writes:
             return
-        if self._watch is not None:
-            self._watch.check()
         start = Start(
             run=self._run,
             step=step,
@@ -159,7 +153,6 @@ class Loggers:
             values=values,
             logging=self._config,
             console=self._console,
-            watch=self._watch,
         )
         try:
             self._run.mkdir(parents=True, exist_ok=True)
@@ -184,7 +177,7 @@ class Loggers:
         """Record a step's metrics everywhere; every `log_interval` steps in this rank's log, too.
 
         Raises:
-            FanformerError: the run's folder is gone, or another run's by now.
+            FanformerError: the run's folder is gone.
         """
         if step % self._config.log_interval == 0 or step >= self._steps:
             numbers = {name: value for name, value in metrics.items() if isinstance(value, int | float)}
