@@ -1,6 +1,7 @@
 """Checks token files against their manifest: bytes, index, ledger and counts."""
 
 import hashlib
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from megatron_fanformer.data.remote_streams import open_stream
 from megatron_fanformer.data.token_files import read_index
 from megatron_fanformer.errors import CorruptError, InputError
 from megatron_fanformer.formats.recognition import Target
-from megatron_fanformer.inspection.report import Advance, Progress
+from megatron_fanformer.inspection.report import reading
 from megatron_fanformer.processes import usable_cores
 from megatron_fanformer.runtime.device import cache_of
 from megatron_fanformer.stores import is_url
@@ -33,7 +34,7 @@ BLOCK_BYTES = 1 << 22
 THREADS = 8  # more only make the disk seek
 
 
-def check_data(target: Target, progress: Progress) -> str:
+def check_data(target: Target) -> str:
     """Check every token file of `target` against its manifest; returns what agrees.
 
     Raises:
@@ -51,7 +52,7 @@ def check_data(target: Target, progress: Progress) -> str:
         for ending, record in output.files.items()
     }
     total = sum(record.bytes for record, _ in files.values())
-    with progress(total) as advance, ThreadPoolExecutor(min(THREADS, usable_cores())) as pool:
+    with reading(total) as advance, ThreadPoolExecutor(min(THREADS, usable_cores())) as pool:
         found = pool.map(lambda path: _check_file(path, *files[path], advance), files)
         largest = dict(zip(files, found, strict=True))
     for prefix, manifest, output in outputs:
@@ -98,7 +99,7 @@ def _check_counts(prefix: str, manifest: Manifest) -> None:
             raise CorruptError(f"{part}{MANIFEST_SUFFIX} and {path} describe its files differently; prepare it again")
 
 
-def _check_file(path: str, record: FileRecord, dtype: str | None, advance: Advance) -> int:
+def _check_file(path: str, record: FileRecord, dtype: str | None, advance: Callable[[int], None]) -> int:
     """Compare a file's bytes with its manifest; returns its largest token id, -1 if it holds none (`dtype` is None)."""
     digest, largest = hashlib.sha256(), -1
     try:

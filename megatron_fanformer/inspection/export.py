@@ -11,12 +11,11 @@ from megatron_fanformer.formats.name_table import Format, expected_shapes
 from megatron_fanformer.formats.recognition import Target
 from megatron_fanformer.formats.reference import open_reference
 from megatron_fanformer.formats.weight_files import weight_files
-from megatron_fanformer.inspection.model_rows import model_facts, model_rows, text_facts, text_row
-from megatron_fanformer.inspection.report import Progress, Report
+from megatron_fanformer.inspection.checkpoint import model_facts, text_facts
+from megatron_fanformer.inspection.report import Report, reading
 from megatron_fanformer.model.config import FANformerConfig
-from megatron_fanformer.terminal import plural, size, some
+from megatron_fanformer.terminal import plural
 
-TITLES: dict[Format, str] = {"hf": "Hugging Face folder", "reference": "reference checkpoint"}
 # A torch archive's records are checked by their CRC-32; safetensors have none.
 PICKLE_SUFFIXES = (".pt", ".bin")
 
@@ -28,31 +27,19 @@ def describe_export(target: Target) -> Report:
         InputError: the model cannot be built here.
         CorruptError: a file is missing or cannot be read.
     """
-    folder = target.path
-    format, config, shapes = _opened(target)
-    files = weight_files(folder)
-    text = text_facts(folder)
-    total = sum(file.stat().st_size for file in files)
-    stored = sum(tensor.numel() for tensor in shapes.values())
-    types = ", ".join(sorted({str(tensor.dtype).removeprefix("torch.") for tensor in shapes.values()}))
-    facts = {
-        "kind": format,
-        "path": str(folder),
+    kind, config, shapes = _opened(target)
+    files = weight_files(target.path)
+    return {
+        "kind": kind,
+        "path": str(target.path),
         "model": model_facts(config),
-        "dtype": types,
+        "dtype": ", ".join(sorted({str(tensor.dtype).removeprefix("torch.") for tensor in shapes.values()})),
         "tensors": len(shapes),
-        "stored_parameters": stored,
+        "stored_parameters": sum(tensor.numel() for tensor in shapes.values()),
         "shards": [file.name for file in files],
-        "bytes": total,
-        **text,
+        "bytes": sum(file.stat().st_size for file in files),
+        **text_facts(target.path),
     }
-    rows = [
-        *model_rows(config),
-        ("stored", f"{plural(len(shapes), 'tensor')} of {types}, {stored:,} parameters"),
-        ("files", f"{len(files)}, {size(total)}: {some(file.name for file in files)}"),
-        text_row(text),
-    ]
-    return Report(f"{folder}: {TITLES[format]}", facts, rows)
 
 
 def _opened(target: Target) -> tuple[Format, FANformerConfig, Mapping[str, Tensor]]:
@@ -61,23 +48,23 @@ def _opened(target: Target) -> tuple[Format, FANformerConfig, Mapping[str, Tenso
     return "hf" if target.kind == "hf" else "reference", config, tensors.meta
 
 
-def check_export(target: Target, progress: Progress) -> str:
+def check_export(target: Target) -> str:
     """Check that exactly the model's tensors are there, complete and in their shapes; returns what was checked.
 
     Raises:
         CorruptError: something is missing or damaged; names it.
     """
-    format, config, shapes = _opened(target)
-    found = {name: tuple(tensor.shape) for name, tensor in shapes.items()}
-    expected = expected_shapes(config, format)
-    for name in expected.keys() | found.keys():
-        if found.get(name) != expected.get(name):
+    kind, config, tensors = _opened(target)
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    expected = expected_shapes(config, kind)
+    for name in expected.keys() | shapes.keys():
+        if shapes.get(name) != expected.get(name):
             raise CorruptError(
-                f"{target.path} has {name} of shape {found.get(name) or 'none'} where its model has"
+                f"{target.path} has {name} of shape {shapes.get(name) or 'none'} where its model has"
                 f" {expected.get(name) or 'none'}; copy it again"
             )
     archives = [file for file in weight_files(target.path) if file.suffix in PICKLE_SUFFIXES]
-    with progress(sum(file.stat().st_size for file in archives)) as advance:
+    with reading(sum(file.stat().st_size for file in archives)) as advance:
         for file in archives:
             with file.open("rb") as stream:
                 check_archive(file, "its weights", stream)

@@ -29,7 +29,7 @@ from megatron_fanformer.data.tokenizer import load_tokenizer
 from megatron_fanformer.errors import CorruptError, FanformerError, InputError
 from megatron_fanformer.evaluation.config import PerplexityConfig
 from megatron_fanformer.evaluation.perplexity_sets import find_sets
-from megatron_fanformer.inspection.command import inspect_path
+from megatron_fanformer.inspection.verb import InspectOptions, inspect_path
 from tests.data.failing_stores import FORBIDDEN, REFUSED, Plan, PlannedFiles, http_server, planned
 from tests.data.token_making import VOCAB_SIZE, write_manifest, write_npy, write_pair
 from tests.faults.mirror_kills import needs_server, s3_server
@@ -426,7 +426,7 @@ def test_inspect_describes_a_file_as_the_local_one(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
 
     def described(place: Path | str, name: str) -> Any:
-        inspect_path(f"{place}/{name}", verify=False, json=True)
+        inspect_path(InspectOptions(path=f"{place}/{name}", json=True))
         return json.loads(capsys.readouterr().out.replace(str(place), ""))
 
     with planned(folder) as url:

@@ -3,8 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from megatron_fanformer.inspection import step_report
-from megatron_fanformer.inspection.step import StepSamples
+from megatron_fanformer.inspection.step import describe_step, step_lines
 from megatron_fanformer.training.config import config_from_dict
 from tests.chat_pairs import random_chats, write_chats
 from tests.inspection.making import LINES_A_SHARD, write_ledger
@@ -27,26 +26,24 @@ def test_a_step_shows_its_conversations_and_what_of_them_is_learned(run_on_ranks
     taken = dict(run_on_ranks(2, recorded_batches, values))
     micro_batches = BATCH["global_batch_size"] // (2 * BATCH["micro_batch_size"])
     for step in range(1, BATCH["train_iters"] + 1):
-        shown = StepSamples(config_from_dict(values), step)
-        for batch, samples in shown.micro_batches():
-            recorded = taken[batch.data_parallel_rank][(step - 1) * micro_batches + batch.number]
-            for sample, of_run in zip(samples, recorded, strict=True):
-                check_sample(sample, of_run, chats)
-    text = "\n".join(step_report.lines(shown, full=False))
-    spans = [f"learned {begin}:{end}" for begin, end in step_report.learned_spans(sample.passages[0])]
-    assert "chats.0.jsonl.gz:" in text and all(span in text for span in spans)
+        report = describe_step(config_from_dict(values), step, full=True)
+        for batch in report["micro_batches"]:
+            recorded = taken[batch["data_parallel_rank"]][(step - 1) * micro_batches + batch["micro_batch"]]
+            for sample, of_run in zip(batch["samples"], recorded, strict=True):
+                check_sample(sample["passages"], of_run, chats)
+    text = "\n".join(step_lines(report))
+    assert "chats.0.jsonl.gz:" in text
+    assert all(f"learned {begin}:{end}" in text for begin, end in sample["passages"][0]["learned"])
 
 
-def check_sample(sample: Any, of_run: Recorded, chats: list[Any]) -> None:
-    assert of_run.tokens == sample.ids + [0] * (len(of_run.tokens) - len(sample.ids))
+def check_sample(passages: list[dict[str, Any]], of_run: Recorded, chats: list[Any]) -> None:
     position = 0
-    for passage in sample.passages:
-        shard = int(passage.document.shard.split(".")[1])
-        number = LINES_A_SHARD * shard + passage.document.line - 1
-        ids, learned = chats[number]
-        length = len(passage.ids)
-        assert passage.ids == list(ids[:length]) and passage.learned == list(learned[:length])
-        assert of_run.loss_mask[position : position + length - 1] == [float(each) for each in passage.learned[1:]]
-        assert of_run.loss_mask[position + length - 1] == 0.0
+    for passage in passages:
+        document, length = passage["document"], passage["length"]
+        ids, learned = chats[LINES_A_SHARD * int(document["shard"].split(".")[1]) + document["line"] - 1]
+        assert passage["ids"] == list(ids[:length]) == of_run.tokens[position : position + length]
+        mask = [any(begin <= place < end for begin, end in passage["learned"]) for place in range(length)]
+        assert mask == list(learned[:length])
+        assert of_run.loss_mask[position : position + length] == [*map(float, mask[1:]), 0.0]
         position += length
-    assert not any(of_run.loss_mask[position:])
+    assert not any(of_run.tokens[position:]) and not any(of_run.loss_mask[position:])

@@ -49,11 +49,10 @@ def test_chats_as_text(inspect: Inspect, prepared: Path) -> None:
     output = inspect(prepared / "rows")
     assert (output.code, output.error) == (0, "")
     for expected in (
-        f"{prepared / 'rows'}: chats in rows without a header\n",
-        "conversations  30, of ",
-        "learned        ",
-        "all assistant turns learned, cut at 400 tokens, padded with 1, template with SHA-256 ",
-        "refused        1 line: not JSON 1\n",
+        f"{prepared / 'rows'}: token files\n",
+        "  format          chat rows\n",
+        "  learned tokens  ",
+        "    refused           not JSON 1\n",
     ):
         assert expected in output.out
 

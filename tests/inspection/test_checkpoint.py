@@ -70,13 +70,12 @@ def test_what_is_said_of_a_run_and_a_checkpoint(inspect: Inspect, trained: Path,
 def test_a_run_as_text(inspect: Inspect, trained: Path) -> None:
     output = inspect(trained)
     for expected in (
-        f"{trained}: run\n  steps        4 of 4, complete\n  tokens       256\n  loss         ",
-        "  checkpoints  2: step-00000002, step-00000004\n",
-        "step        4, after 16 samples, 256 tokens\n",
-        "model       FANformer: 2 layers, h 32, 4 heads\n",
-        "FAN         p_ratio 0.25, placement qkv: 8 periodic and 16 linear rows\n",
-        "layout      tp 2, cp 1, pp 1, dp 1; distributed optimizer; fp32 on cpu\n",
-        "tokenizer   tokenizer.json\n",
+        f"{trained}: run\n  checkpoints  step-00000002, step-00000004\n  progress\n    step               4\n",
+        "    state              complete\n",
+        "step-00000004: checkpoint\n  step               4\n  consumed samples   16\n  consumed tokens    256\n",
+        "    fan                                  p_ratio 0.25, activation none, bias yes, placement qkv\n",
+        "    tensor model parallel size           2\n",
+        "  tokenizer          tokenizer.json\n",
     ):
         assert expected in output.out
 
@@ -115,7 +114,7 @@ def test_the_checkpoint_that_was_read_is_called_verified(
     (run / "checkpoints" / "latest").write_text("step-00000002\n")
     monkeypatch.setattr(checkpoints, "bytes_stored", saving)
     output = inspect(run, "--verify")
-    assert "step        4, " in output.out and "\nverified: step-00000002: CRC-32 of " in output.out
+    assert "  step               4\n" in output.out and "\nverified: step-00000002: CRC-32 of " in output.out
 
 
 @pytest.mark.parametrize("path", [".", "checkpoints/step-00000004"])

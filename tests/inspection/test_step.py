@@ -10,7 +10,7 @@ import yaml
 
 from megatron_fanformer.data.tokenizer import load_tokenizer
 from megatron_fanformer.durable_files import sha256_of
-from megatron_fanformer.inspection.step import StepSamples
+from megatron_fanformer.inspection.step import describe_step
 from megatron_fanformer.training.config import config_from_dict
 from tests.inspection.conftest import TOKENIZER, Inspect
 from tests.inspection.making import random_documents, write_ledger, write_manifest, write_npy, write_pair
@@ -77,10 +77,12 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
 
 def shown(values: dict[str, Any], step: int) -> dict[tuple[int, int], list[list[int]]]:
     """What `inspect` says: by rank and micro batch, the token ids of the samples."""
-    samples = StepSamples(config_from_dict(values), step)
+    report = describe_step(config_from_dict(values), step, full=True)
     return {
-        (batch.data_parallel_rank, batch.number): [sample.ids for sample in own]
-        for batch, own in samples.micro_batches()
+        (batch["data_parallel_rank"], batch["micro_batch"]): [
+            [token for passage in sample["passages"] for token in passage["ids"]] for sample in batch["samples"]
+        ]
+        for batch in report["micro_batches"]
     }
 
 
@@ -311,7 +313,7 @@ def test_tokens_of_another_tokenizer_are_named_once(inspect: Inspect, texts: Tex
         (["{config}", "--step", "4"], "--step is 4; the run has steps 1 to 3"),
         (["{docs}", "--step", "1"], "--step needs the configuration that trains on them; add --config FILE"),
         (["{other}", "--step", "1", "--config", "{config}"], "is not in the configuration's data.train_data"),
-        (["{config}", "--step", "1", "--verify"], "use one at a time"),
+        (["{config}", "--step", "1", "--verify"], "--verify has no effect with --step"),
         (["{config}", "--step", "1", "--training.micro_batch_size", "3"], "is not a multiple of micro batch size"),
         (["{config}", "--step", "1", "--data.speed", "3"], "unknown configuration key data.speed"),
         (

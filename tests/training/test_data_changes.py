@@ -16,8 +16,7 @@ from megatron_fanformer.checkpoint.tensor_table import METADATA
 from megatron_fanformer.durable_files import sha256_of
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.inspection.checkpoint import describe_run
-from megatron_fanformer.inspection.command import inspect_step
-from megatron_fanformer.inspection.report import Report
+from megatron_fanformer.inspection.verb import InspectOptions, inspect_step
 from megatron_fanformer.training.config import config_from_dict
 from megatron_fanformer.training.metrics import read_metrics
 from megatron_fanformer.training.preflight import RunStart, check_run
@@ -57,9 +56,9 @@ def start(values: Values, **data: Any) -> RunStart:
     return check_run(config_from_dict({**values, "data": {**values["data"], **data}}), None)
 
 
-def tokens_read(checkpoint: Report) -> dict[str, float]:
+def tokens_read(checkpoint: dict[str, Any]) -> dict[str, float]:
     """By source, as a checkpoint has them."""
-    return {name: own["tokens"] for name, own in checkpoint.facts["sources"].items()}
+    return {name: own["tokens"] for name, own in checkpoint["sources"].items()}
 
 
 def replace_tokens(values: Values) -> None:
@@ -73,7 +72,7 @@ def test_a_copy_of_the_data_is_the_same_data(half: Values, run_on_ranks: RunOnRa
     """Which the run has read by their new name."""
     assert start(half).identity.changes == []
     run_on_ranks(1, train, half)
-    (checkpoint,) = describe_run(Path(half["training"]["run_dir"])).parts
+    (checkpoint,) = describe_run(Path(half["training"]["run_dir"]))["parts"]
     assert tokens_read(checkpoint) == {half["data"]["train_data"][0]: 6 * STEP_TOKENS}
 
 
@@ -93,20 +92,17 @@ def test_a_replaced_file_is_refused_or_its_change_recorded(
     run = Path(half["training"]["run_dir"])
     for path in (run, store.latest_checkpoint(run)):  # whose configuration has the new data
         with pytest.raises(InputError, match=r"after step 4 \(.*other content.* name a checkpoint of step 1 to 4, or"):
-            inspect_step(str(path), 4, None, [], full=False, json=False)
-        inspect_step(str(path), 5, None, [], full=False, json=False)
-        inspect_step(str(path), 4, run / "config.yaml", [], full=False, json=False)
-    inspect_step(str(run / "checkpoints" / store.checkpoint_name(4)), 4, None, [], full=False, json=False)
-    (checkpoint,) = describe_run(run).parts
-    rows = dict(checkpoint.rows)
-    assert rows["changed"].startswith("after step 4, train: ")
-    assert rows["data"].startswith("train: 4,170 tokens of ")
-    assert checkpoint.facts["data"] == allowed.identity.as_plain()
+            inspect_step(InspectOptions(path=str(path), step=4))
+        inspect_step(InspectOptions(path=str(path), step=5))
+        inspect_step(InspectOptions(path=str(path), step=4, config=run / "config.yaml"))
+    inspect_step(InspectOptions(path=str(run / "checkpoints" / store.checkpoint_name(4)), step=4))
+    (checkpoint,) = describe_run(run)["parts"]
+    assert checkpoint["data"] == allowed.identity.as_plain()
     # The former data stay those of the steps before, by their own name, after one more start, too.
     assert tokens_read(checkpoint) == {present: 2 * STEP_TOKENS, former: 4 * STEP_TOKENS}
     half["training"]["train_iters"] = 7
     run_on_ranks(1, train, half)
-    (checkpoint,) = describe_run(run).parts
+    (checkpoint,) = describe_run(run)["parts"]
     assert tokens_read(checkpoint) == {present: 3 * STEP_TOKENS, former: 4 * STEP_TOKENS}
     last = read_metrics(run)[-1]
     assert {name: last[name] for name in last if name.startswith("data/") and name.endswith("tokens")} == {

@@ -142,14 +142,10 @@ def test_skipped_samples_are_not_counted_and_a_run_says_what_it_was_trained_on(
     counted = sum(number for name, number in tenth.items() if name.startswith("data/") and name.endswith("/tokens"))
     assert counted == (10 - 2) * BATCH * SEQ_LENGTH
     assert last["data/1/epochs"] == last["data/1/tokens"] / (12 * SEQ_LENGTH)
-    (checkpoint,) = describe_run(Path(values["training"]["run_dir"])).parts
-    rows = [text for label, text in checkpoint.rows if label == "trained on"]
-    long = f"{tmp_path}/long: {tokens['data/long/tokens']:,} tokens, {last['data/long/epochs']:.3g} epochs"
-    assert rows[0] == long
-    assert [text.split(":")[0] for label, text in checkpoint.rows if label == "stage"] == [
-        "from step 9",
-        "from step 17",
-    ]
+    (checkpoint,) = describe_run(Path(values["training"]["run_dir"]))["parts"]
+    read = checkpoint["sources"][f"{tmp_path}/long"]
+    assert (read["tokens"], read["epochs"]) == (tokens["data/long/tokens"], last["data/long/epochs"])
+    assert [stage["first_step"] for stage in checkpoint["data"]["train"]["stages"]] == [9, 17]
 
 
 def test_only_stages_to_come_may_be_changed(values: dict[str, Any], run_on_ranks: RunOnRanks, tmp_path: Path) -> None:
