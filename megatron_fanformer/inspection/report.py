@@ -46,7 +46,7 @@ def _rows(value: Any) -> list[tuple[str, str]]:
     return []
 
 
-def _labelled(rows: list[tuple[str, str]]) -> Iterator[str]:
+def _labelled(rows: list[tuple[str, str]]) -> list[str]:
     return labelled([(name.replace("_", " "), escaped(text)) for name, text in rows])
 
 
