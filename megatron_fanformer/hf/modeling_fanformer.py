@@ -133,7 +133,7 @@ def eager_attention_forward(
 
 
 class FANformerAttention(nn.Module):
-    """Self-attention of a Transformer; the classes below say what its queries, keys and values are made of."""
+    """Self-attention of a Transformer; the classes below make its queries, keys and values."""
 
     def __init__(self, config: FANformerConfig, layer_idx: int) -> None:
         super().__init__()
@@ -154,10 +154,10 @@ class FANformerAttention(nn.Module):
         self.o_proj = residual_linear(heads * self.head_dim, config.hidden_size, layer_idx)
 
     def add_inputs(self, config: FANformerConfig) -> None:
-        """Add what comes before queries and keys: nothing."""
+        """Add the modules before queries and keys: none."""
 
     def add_values(self, config: FANformerConfig, value_size: int) -> None:
-        """Add what makes the values: a matrix."""
+        """Add the values' projection: a matrix."""
         self.v_proj = nn.Linear(config.hidden_size, value_size, bias=False)
 
     def queries_keys_values(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -271,7 +271,7 @@ LAYER_PARTS: dict[str, tuple[type[FANformerAttention], type[nn.Module]]] = {
     "ffn": (FANformerAttention, FANformerFANLayers),
     "none": (FANformerAttention, FANformerMLP),
 }
-"""Attention and MLP of each placement; `FAN_PLACEMENTS` has what else it decides."""
+"""Attention and MLP of each placement; `FAN_PLACEMENTS` has the rest that it decides."""
 
 
 class FANformerDecoderLayer(GradientCheckpointingLayer):

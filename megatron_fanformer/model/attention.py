@@ -148,7 +148,7 @@ class FANValueAttention(Attention):
         if self.fan_form == "sequence" and group.size() > 1:
             own = all_to_all_sp2hp(values, group)  # from all heads of a part of the sequence
             return own.unflatten(0, (-1, values.shape[1]))
-        own = values.chunk(group.size(), dim=-1)[group.rank()]  # of what is whole on every rank
+        own = values.chunk(group.size(), dim=-1)[group.rank()]  # every rank has the whole
         return own.clone() if self.fan.activation.recompute else own  # so that attention does not keep the whole
 
 
@@ -166,7 +166,7 @@ class HeadExchange:
         self.core_attention.register_forward_hook(self._own_part)  # type: ignore[attr-defined]
 
     def get_query_key_value_tensors(self, *args: Any, split_qkv: bool = True, **kwargs: Any) -> Any:
-        """Return what the class after this one does, [s / C, b, n, d] of it as [s, b, n / C, d].
+        """Return the output of the class after this one, [s, b, n / C, d] from [s / C, b, n, d].
 
         Not split: all three by groups, as one tensor, and the parts of w.
         """

@@ -90,8 +90,8 @@ def _pipeline_fields(parallel: ParallelConfig, grid: RankGrid) -> dict[str, Any]
         "pipeline_model_parallel_size": parallel.pipeline_model_parallel_size,
         "virtual_pipeline_model_parallel_size": parallel.virtual_stages if is_interleaved else None,
         # Two ways in which the interleaved schedule gives wrong numbers without an error, both seen over gloo at two
-        # stages: outputs are freed while they are still being sent (NCCL holds on to what it sends, gloo does not), and
-        # a batched exchange mispairs the messages that wrap around from the last stage to the first.
+        # stages: outputs are freed while they are still being sent (NCCL keeps the buffers it sends, gloo does not),
+        # and a batched exchange mispairs the messages that wrap around from the last stage to the first.
         "deallocate_pipeline_outputs": not is_interleaved or grid.backend != "gloo",
         "overlap_p2p_comm": is_interleaved,
         "batch_p2p_comm": not is_interleaved,

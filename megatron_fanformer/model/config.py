@@ -123,7 +123,7 @@ class FANformerConfig:
         return config
 
     def stated_problems(self) -> list[str]:
-        """Return what is wrong with values that another program's file states, types included, one line each.
+        """List the problems of values in another program's file, types included, one line each.
 
         Files may state anything: a word for a size, a size that fits in no memory.
         """
@@ -267,13 +267,13 @@ def as_transformer(config: FANformerConfig) -> FANformerConfig:
 def with_same_parameters(
     config: FANformerConfig, multiple: int = FFN_MULTIPLE, *, like: FANformerConfig | None = None
 ) -> FANformerConfig:
-    """Return the model with as many parameters as its Transformer twin: what FAN adds is taken from d_ff.
+    """Return the model with as many parameters as its Transformer twin: d_ff shrinks by FAN's parameters.
 
     At p_ratio 0.25 the 1B model goes from 8192 to the paper's 7680. Two FAN layers in place of the SwiGLU have fewer
     weights than it at the same d_ff: at that p_ratio they get twice as wide.
 
     Args:
-        multiple: what d_ff is rounded to.
+        multiple: d_ff is rounded to a multiple of it.
         like: another model of the same layers and width, in place of the twin.
     """
     other, own = like or as_transformer(config), config.placement

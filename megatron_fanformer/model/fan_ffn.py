@@ -11,7 +11,7 @@ with GELU on g1 and g2 in the original FAN (`activation: gelu`).
 
 cos, sin and GELU act on single features, so a tensor parallel rank that owns P1/T periodic and G1/T linear rows of W1
 makes by itself the features of x1 that they stand for, and owns W2's columns of these: nothing moves between the two.
-W2's products are sums over the ranks, which must be complete before cos and sin. So what is summed is the
+W2's products are sums over the ranks, which must be complete before cos and sin. So the sum is of the
 pre-activation p2 | g2, (1 - p_ratio) h wide, in place of a Transformer's h: all-reduced, or under sequence parallelism
 reduce-scattered, and then activated on each rank's part of the sequence.
 
@@ -51,7 +51,7 @@ class FANFeedForwardBackend(LocalSpecProvider):
 
 
 def already_activated(x: Tensor) -> Tensor:
-    """Return what megatron-core's MLP applies between its maps: nothing, since the first one is a whole FAN layer."""
+    """Return the activation between the MLP's maps: none, since the first is a whole FAN layer."""
     return x
 
 

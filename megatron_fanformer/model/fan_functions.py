@@ -1,6 +1,6 @@
 """The autograd functions between a FAN map and the layer that reads X_F: gather, cos and sin, and back.
 
-Before them, which rows of the map one tensor parallel rank owns, and where they and what they make belong in the whole.
+Before them, the rows of the map that one tensor parallel rank owns, and the places of rows and outputs in the whole.
 
 Shapes: s sequence, b micro batch, n = s b tokens, t tensor parallel ranks (T of them), h hidden size, w an output's
 width, P periodic and G linear rows of an output, v = G its linear rows, k the rows of one rank, of all outputs, r those
@@ -39,14 +39,14 @@ class FANOutput(NamedTuple):
 
     @property
     def width(self) -> int:
-        """Width of what the map makes: [cos p, sin p, g]."""
+        """Width of the map's output [cos p, sin p, g]."""
         return 2 * self.periodic + self.linear
 
 
 class RowRange(NamedTuple):
     """A run of one rank's rows, and where it belongs in the canonical [p | g] map of its output.
 
-    Or a run of what they make, and where that belongs in the canonical [cos p, sin p, g].
+    Or a run of their outputs, and its place in the canonical [cos p, sin p, g].
     """
 
     output: int
@@ -99,7 +99,7 @@ class FANShard(NamedTuple):
         return [range_ for range_ in ranges if range_.end > range_.start]
 
     def feature_ranges(self) -> list[RowRange]:
-        """Return where what this rank's rows make by themselves belongs in the canonical outputs [cos p, sin p, g]."""
+        """Return the places of this rank's own outputs in the canonical [cos p, sin p, g]."""
         ranges, start = [], 0
         for number, (periodic, linear) in enumerate(self.outputs):
             whole = self.ranks * periodic
@@ -149,7 +149,7 @@ class Activation(NamedTuple):
         return Exchanged(gathered_tsbk, work)
 
     def activate(self, pre_tsbk: Tensor) -> tuple[list[Tensor], list[Tensor | None]]:
-        """Each output [s, b, w], and what else its gradient needs: g [n, v] where a GELU follows it."""
+        """Each output [s, b, w], and, where a GELU follows, g [n, v] for its gradient."""
         pre_tnk = pre_tsbk.flatten(1, 2)
         form = fan_activation.implementation_for(pre_tnk)
         made, kept_g = [], []

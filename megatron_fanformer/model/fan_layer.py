@@ -12,7 +12,7 @@ Source: "Reasoning is Periodicity?" (NeurIPS 2025), equation of X_F; the forms a
 One map may feed two outputs (placement `qk_and_v`): its rows are then [p | g] of the first, [p | g] of the second, and
 the norm, the product and the communication in front of them happen once.
 
-What follows the map, up to the layer that reads X_F, is in `fan_functions`.
+The functions between the map and the layer that reads X_F are in `fan_functions`.
 
 Shapes: s sequence, b micro batch, T tensor parallel ranks, h hidden size, w an output's width, v that of the values, P
 periodic and G = w - 2P linear rows of an output, k the rows of one rank, of all outputs, o those of the layer that
@@ -56,7 +56,7 @@ class FANProjection(MegatronModule):
     Args:
         linear: builder of the linear map, column parallel or replicated as the form asks (with the input norm fused
             into it, or without).
-        recompute: whether the outputs are computed again in backward: what reads them must be followed by `discard`.
+        recompute: compute the outputs again in backward; call `discard` after the layer that reads them.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class FANProjection(MegatronModule):
         pre_sbk = self.pre_activation(x_sbh)
         if not (self.activation.recompute and torch.is_grad_enabled()):
             return self._activate(pre_sbk)
-        self._checkpoint = CheckpointWithoutOutput(fp8=None)  # what it runs has no FP8
+        self._checkpoint = CheckpointWithoutOutput(fp8=None)  # its function has no FP8
         made: tuple[Tensor, ...] = self._checkpoint.checkpoint(self._activate, pre_sbk)
         return made
 
@@ -107,7 +107,7 @@ class FANProjection(MegatronModule):
         """Free the outputs, if they are recomputed: that will be once the gradient of `read` is known.
 
         Args:
-            read: what a layer has made of X_F. Nothing may hold another output by now, but to give it its gradient.
+            read: the output of the layer that reads X_F. Nothing else may use X_F by now, but to give it its gradient.
         """
         if self._checkpoint is not None:
             self._checkpoint.discard_output_and_register_recompute(read)

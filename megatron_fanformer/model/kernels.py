@@ -1,6 +1,6 @@
-"""The section `kernels` of a run's configuration: what computes the layers.
+"""The section `kernels` of a run's configuration: the implementations of the layers.
 
-None of it changes what is computed beyond the order of sums. Number formats are in the section `precision`.
+None of it changes the result beyond the order of sums. Number formats are in the section `precision`.
 """
 
 from dataclasses import dataclass

@@ -78,7 +78,7 @@ def resolve_transformer_impl(wanted: TransformerImpl) -> Literal["local", "trans
 
 
 def chosen_engine_attention() -> Literal["flash", "fused", "unfused"] | None:
-    """Return what computed Transformer Engine's attention last in this process; None: not the Engine, or not known.
+    """Return the backend that Transformer Engine's attention last used in this process; None if it is unknown.
 
     The Engine decides in its first forward pass, by shapes and by which libraries load.
     """

@@ -9,7 +9,7 @@ from megatron_fanformer.runtime.layout import ParallelConfig
 
 
 def layout_problems(model: FANformerConfig, parallel: ParallelConfig) -> list[str]:
-    """Return what keeps a model from being spread that way, one line each."""
+    """List the reasons why a model cannot have this layout, one line each."""
     return [
         *_tensor_problems(model, parallel.tensor_model_parallel_size),
         *_fan_problems(model, parallel),
@@ -127,7 +127,7 @@ def _own_layout_problems(model: FANformerConfig, parallel: ParallelConfig) -> It
 
 
 def _uneven(num_layers: int, stages: int) -> str:
-    """Return how to have that number of stages anyway: the last one shorter by what is missing."""
+    """Return the fields that give this number of stages anyway, with a shorter last stage."""
     each = -(-num_layers // stages)
     last = num_layers - each * (stages - 1)
     return f", or set parallel.num_layers_in_last_pipeline_stage to {last}" if last > 0 else ""
@@ -154,7 +154,7 @@ def _sequence_problems(model: FANformerConfig, parallel: ParallelConfig) -> Iter
 
 
 def graph_problems(parallel: ParallelConfig, kernels: KernelsConfig) -> list[str]:
-    """Return what keeps layers from being replayed as CUDA graphs, one line each."""
+    """List the reasons why layers cannot be replayed as CUDA graphs, one line each."""
     if kernels.cuda_graph_impl == "local" and parallel.recompute_granularity == "full":
         return [
             "kernels.cuda_graph_impl is local with parallel.recompute_granularity full, but a layer's graph cannot be "
@@ -164,7 +164,7 @@ def graph_problems(parallel: ParallelConfig, kernels: KernelsConfig) -> list[str
 
 
 def z_loss_problems(coefficient: float, kernels: KernelsConfig) -> list[str]:
-    """Return what keeps the z-loss (`training.z_loss_coefficient`) from the loss, one line each."""
+    """List the reasons why the loss cannot have a z-loss (`training.z_loss_coefficient`), one line each."""
     if coefficient and not kernels.chunked_loss_head:
         return [
             f"training.z_loss_coefficient is {coefficient} with kernels.chunked_loss_head false, and megatron-core's "
@@ -174,7 +174,7 @@ def z_loss_problems(coefficient: float, kernels: KernelsConfig) -> list[str]:
 
 
 def document_problems(parallel: ParallelConfig, kernels: KernelsConfig) -> list[str]:
-    """Return what keeps attention within documents (`data.reset_attention_mask`), one line each."""
+    """List the reasons why attention cannot stay within documents (`data.reset_attention_mask`), one line each."""
     found = []
     if parallel.context_parallel_size > 1 and not parallel.exchanges_heads:
         found.append(
@@ -198,7 +198,7 @@ def document_problems(parallel: ParallelConfig, kernels: KernelsConfig) -> list[
 def batch_problems(
     parallel: ParallelConfig, data_parallel_size: int, global_batch_size: int, micro_batch_size: int
 ) -> list[str]:
-    """Return what keeps replicas from sharing a global batch, or the optimizer's state, one line each."""
+    """List the reasons why replicas cannot share a global batch or the optimizer's state, one line each."""
     replicas = data_parallel_size * parallel.context_parallel_size
     instances = parallel.num_distributed_optimizer_instances
     if replicas % instances:
@@ -226,7 +226,7 @@ def batch_problems(
 
 
 def divisors(number: int) -> list[int]:
-    """Return what divides a number, the smallest first."""
+    """Return the divisors of a number, the smallest first."""
     small = [n for n in range(1, int(number**0.5) + 1) if number % n == 0]
     return sorted({*small, *(number // n for n in small)})
 

@@ -57,7 +57,7 @@ def single_process(transformer_impl: TransformerImpl = "auto") -> Layout:
 
 
 def parse_layout(text: str, transformer_impl: TransformerImpl = "auto") -> Layout:
-    """Return the layout that `text` describes; what it does not mention is as in one process.
+    """Return the layout that `text` describes; the other fields are as in one process.
 
     Names are those of `parallel` and `kernels` in a configuration, those that `kernels` had before, and short ones
     (`SHORT_NAMES`, and `overlap` for both kinds).
@@ -96,7 +96,7 @@ def laid_over(base: Layout, fields: Mapping[str, Any], text: str) -> Layout:
 
 
 def layout_fields(text: str) -> dict[str, Any]:
-    """Return what a layout's text says, by the long names of fields.
+    """Return the fields of a layout's text, by their long names.
 
     Raises:
         InputError: it cannot be read.

@@ -38,7 +38,7 @@ class LocalBackend(LocalSpecProvider):
     """megatron-core's provider of local layers, with the activation that its MLP is to use on a CPU."""
 
     def activation_func(self) -> type[torch.nn.Module]:
-        """Return what `use_te_activation_func` of the configuration puts into the MLP."""
+        """Return the MLP's activation under `use_te_activation_func`."""
         return SwiGLU
 
 
@@ -94,8 +94,8 @@ class TorchCoreAttention(MegatronModule):
     Packed sequences (documents) are attended to one after the other, those that follow one another with the same length
     at once: the work is the sum of their lengths' squares.
 
-    Takes what Megatron passes to any core attention; masks other than causal and none, packed sequences over gathered
-    keys and dropout are refused.
+    Takes the arguments of any core attention of Megatron's; masks other than causal and none, packed sequences over
+    gathered keys and dropout are refused.
     """
 
     def __init__(

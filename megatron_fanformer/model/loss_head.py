@@ -43,7 +43,7 @@ class LossHead(ColumnParallelLinear):
 
         Args:
             chunk_tokens: how many tokens' logits there are at a time.
-            z_loss_coefficient: of (log Z)² of each token, added to what is differentiated; Z is the sum of the
+            z_loss_coefficient: of (log Z)² of each token, added to the differentiated loss; Z is the sum of the
                 exponentials of its logits.
         """
         if type(output_layer) is ColumnParallelLinear:  # another one, of FP8, stays as it is
@@ -96,7 +96,7 @@ class LossHead(ColumnParallelLinear):
 
         Args:
             input_, weight: as of `forward`.
-            loss_mask_sb: what losses will be multiplied by before they are summed; None: ones. Without gradients, those
+            loss_mask_sb: the weights by which losses will be summed; None: ones. Without gradients, those
                 that it multiplies by 0 are 0, and not computed. The gradient is that of the sum. Backward raises a
                 RuntimeError where the losses were weighted in another proportion, and, where the weight has a
                 `main_grad` and so has its gradient already, in another scale.
@@ -250,7 +250,7 @@ class _Gradients:
         self._reduction = dist.reduce_scatter_tensor(self.x_nh, whole, group=group, async_op=True)
 
     def scaled(self, scale: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Return what backward returns for the hidden states and the weight, times `scale`."""
+        """Return the gradients of the hidden states and the weight, times `scale`."""
         if self._reduction is not None:
             self._reduction.wait()
             self._is_read = None

@@ -39,7 +39,7 @@ class RopeScalingConfig:
     beta_slow: float = 1.0
     """With `yarn`: those with fewer are divided by `factor`."""
     attention_factor: float | None = None
-    """With `yarn`: what multiplies cos and sin; null: from `factor` and the next two."""
+    """With `yarn`: the factor of cos and sin; null: from `factor` and the next two."""
     mscale: float | None = None
     """With `yarn`, if both are given: the attention factor is the ratio of 0.1 m ln `factor` + 1 for this m and for
     `mscale_all_dim`; else it is 0.1 ln `factor` + 1."""
@@ -55,7 +55,7 @@ class RopeScalingConfig:
 
     @property
     def cos_and_sin_factor(self) -> float:
-        """Return what multiplies cos and sin: 1 but with `yarn`."""
+        """Return the factor of cos and sin: 1 but with `yarn`."""
         if self.rope_type != "yarn":
             return 1.0
         if self.attention_factor is not None:

@@ -48,7 +48,7 @@ class WholeInputTEColumnParallelLinear(TELinear):
         )
         self.shard_group = tp_group
         for parameter in self.parameters():
-            # set already by the Engine, to what a plain layer is
+            # the Engine has set it already, as for a plain layer
             parameter.tensor_model_parallel = True
             parameter.partition_dim, parameter.partition_stride = 0, 1
 

@@ -12,7 +12,7 @@ from megatron_fanformer.ops.products import add_product
 
 
 def weight_gradient(weight_oh: Any, grad_no: Tensor, x_nh: Tensor, *, fuses_accumulation: bool) -> Tensor | None:
-    """Return what backward returns for a weight: its gradient, or a stand-in if that is in `main_grad` by then."""
+    """Return backward's result for a weight: its gradient, or a stand-in if that is in `main_grad` already."""
     if not (fuses_accumulation and hasattr(weight_oh, "main_grad")):
         return grad_no.t().matmul(x_nh)
     add_product(weight_oh.main_grad, grad_no, x_nh)

@@ -95,7 +95,7 @@ class QKV(Placement):
         yield from ()
 
     def attention_orders(self, order: Any) -> dict[str, list[Any]]:
-        """Return the rows of the FAN map, and X_F's coordinates for what reads it."""
+        """Return the rows of the FAN map, and X_F's coordinates for its readers."""
         rows = order.fan_rows("x_f", order.model.hidden_size)
         return {
             **super().attention_orders(order),

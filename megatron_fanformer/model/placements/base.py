@@ -1,10 +1,10 @@
 """Base of FAN's placements in the layer: their tensors, formulas, modules and rules.
 
-`Placement` is an ordinary Transformer's layer; each placement of FAN is a class that overrides what differs, and
+`Placement` is an ordinary Transformer's layer; each placement of FAN is a class that overrides the differences, and
 `PLACEMENTS` holds one object of each by its name in `model.fan.placement`. Configuration is checked before torch is
 imported, so these modules import it, and Megatron, inside the methods that build or compute.
 
-Formulas return plain numbers, which planning/ gives their types; what they read of a layer's sizes is passed in.
+Formulas return plain numbers, which planning/ gives their types; a layer's sizes are passed in.
 """
 
 import math
@@ -78,7 +78,7 @@ QKV_PARTS = tuple(f"self_attn.{part}_proj.weight" for part in "qkv")
 
 
 def linear_qkv(reference: str) -> LayerTensor:
-    """Return the matrix of queries, keys and values, which the authors name by what is in front of it."""
+    """Return the matrix of queries, keys and values, which the authors name by the layer in front of it."""
     return LayerTensor(
         "self_attention.linear_qkv.weight",
         (QKV_ROWS, H),
@@ -137,7 +137,7 @@ class Placement:
     reference_fields: ClassVar[Mapping[str, Any] | None] = {"block_type": "sequential", "use_ATF": False}
     """Fields of the authors' configuration that state it; None: they have no such model."""
     fan_forms: ClassVar[Mapping[FANForm, str]] = {}
-    """The tensor parallel forms of its FAN maps, `column` first, and what a comparison of layouts calls each."""
+    """The tensor parallel forms of its FAN maps, `column` first, and their names in a comparison of layouts."""
     has_own_values: ClassVar[bool] = False
     """Whether a FAN layer makes the values, which then lie in another tensor than queries and keys."""
     has_engine_layers: ClassVar[bool] = True
@@ -217,7 +217,7 @@ class Placement:
         return 3 * model.hidden_size
 
     def attention_weights(self, model: "FANformerConfig", parallel: Any) -> Iterator[tuple[str, int, bool]]:
-        """Yield what a tensor parallel rank holds of attention, in the order in which its modules are made.
+        """Yield a tensor parallel rank's tensors of attention, in the order in which its modules are made.
 
         That is the name, the elements, and whether its gradient is of the rank's own tokens.
         """
@@ -257,7 +257,7 @@ class Placement:
     def kept_values(self, shapes: Any) -> tuple[int, bool]:
         """Return the bytes of the tensor that values lie in, and whether they are a view of a wider one.
 
-        What FAN keeps anyway does not count.
+        Tensors that FAN keeps anyway do not count.
 
         Args:
             shapes: the rank's `planning.layer_memory.LayerShapes`.
@@ -312,7 +312,7 @@ class Placement:
         return get_mlp_module_spec_for_backend(backend=LocalBackend(), use_te_activation_func=True)
 
     def mlp_fields(self, *, on_cpu: bool) -> dict[str, Any]:
-        """Return what the MLP needs of megatron-core's configuration."""
+        """Return the fields of megatron-core's configuration for the MLP."""
         from torch.nn.functional import silu
 
         return {

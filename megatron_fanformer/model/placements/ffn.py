@@ -41,7 +41,7 @@ class FFN(Placement):
         return [FANMap(f"{FIRST}.weight", "p_ratio", model.ffn_hidden_size, model.fan.p_ratio)]
 
     def seen_maps(self, layer: Mapping[str, Shape]) -> list[Rows]:
-        """Return the first layer's, as wide as what the second reads."""
+        """Return the first layer's, as wide as the second's input."""
         return [(layer[FIRST][0], layer[SECOND][1])]
 
     def fits(self, layer: Mapping[str, Shape]) -> bool:
@@ -111,7 +111,7 @@ class FFN(Placement):
 
     @staticmethod
     def _passes(shapes: Any, tokens: int, width: int) -> int:
-        """Return what the activation's backward holds besides, of a layer that is so wide on this rank."""
+        """Return the further tensors that the activation's backward holds, of a layer of this width on this rank."""
         return tokens * int(shapes.job.model.fan.p_ratio * width) * shapes.product_bytes
 
     def local_mlp(self, fan: "FANConfig") -> Any:
@@ -129,7 +129,7 @@ class FFN(Placement):
         return {"activation_func": already_activated}
 
     def recompute_problems(self, model: "FANformerConfig", tensor: int) -> Iterator[str]:
-        """Yield what recomputes these layers."""
+        """Yield the recomputations of these layers."""
         yield self._nothing_to_recompute("name mlp in its place")
 
     def stream_order(self, order: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What a pipeline stage is, whichever of megatron-core's model classes it is made of.
+"""A pipeline stage, of whichever of megatron-core's model classes.
 
 The rest of the package relies on this alone: a stage is called with tokens, positions and a mask, and gives logits
 [b, s, v], or the losses [b, s] of labels; it has the parts below, and its weights the same names in every class, in
@@ -63,7 +63,7 @@ class Stage(torch.nn.Module):
         """Return hidden states [s, b, h], or on the last stage logits [b, s, v], or losses [b, s] if there are labels.
 
         Args:
-            loss_mask: what the losses will be multiplied by before they are summed; see `LossHead`.
+            loss_mask: the weights by which losses will be summed; see `LossHead`.
         """
         head = getattr(self, "output_layer", None)
         given: tuple[Any, ...] = (input_ids, position_ids, attention_mask)
