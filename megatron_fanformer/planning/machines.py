@@ -22,11 +22,10 @@ DRIVERS_SHARE = 0.01
 MEASURED = "machine"  # where a report of tools/bench_train.py has it
 MAY_BE_ZERO = (
     "latency_seconds",
-    "launch_seconds",
+    "layer_seconds",
     "step_seconds",
     "collective_seconds",
     "overlap",
-    "unhidden",
     "relative_error",
 )
 
@@ -75,11 +74,8 @@ class Machine:
     """Memory bandwidth by the data sheet."""
     memory_efficiency: float
     """Share of that bandwidth that element-wise kernels reach, in (0, 1]."""
-    unhidden: float
-    """Share, in [0, 1], of the shorter of a kernel's compute and memory time that adds to the longer: first loads and
-    last stores wait. 0 where `product_efficiency` was measured on the products themselves."""
-    launch_seconds: float
-    """Host time per operation of a layer: its Python, autograd and launches."""
+    layer_seconds: float
+    """Host time per layer and micro batch, forward and backward: its Python, autograd and launches."""
     step_seconds: float
     """Host time per step: what runs between the last kernel of one step and the first of the next."""
     collective_seconds: float
@@ -103,9 +99,6 @@ class Machine:
     """The same of steps in float32; null: as `relative_error`."""
     sources: list[str]
     """Sources of the figures, one a line."""
-    launches_ahead: bool = True
-    """Whether the host launches operations while the chip computes earlier ones, so that a layer lasts as long as the
-    slower of the two; a CPU is its own host, and takes the time of both."""
     devices: list[str] = field(default_factory=list)
     """Torch's names of such a chip, where they identify it."""
 
@@ -166,7 +159,7 @@ class Machine:
             if value < 0 or (value == 0 and not name.endswith(MAY_BE_ZERO))
         ]
         shares = {
-            name: value for name, value in numbers.items() if name.endswith(("efficiency", "overlap", "unhidden"))
+            name: value for name, value in numbers.items() if name.endswith(("efficiency", "overlap"))
         }
         return found + [f"{name} is {value}; it must be at most 1" for name, value in shares.items() if value > 1]
 

@@ -14,8 +14,6 @@ from megatron_fanformer.formats.name_table import expected_shapes
 from megatron_fanformer.hf import FANformerForCausalLM
 from megatron_fanformer.model.config import FANConfig, FANformerConfig
 from megatron_fanformer.model.layout_rules import layout_problems
-from megatron_fanformer.planning import roofline
-from megatron_fanformer.planning.flops import forward_flops_per_token
 from megatron_fanformer.planning.gradient_buffers import first_stage_weights
 from megatron_fanformer.planning.memory import rank_memory
 from megatron_fanformer.runtime.parallel import ParallelConfig
@@ -70,10 +68,6 @@ def test_its_formula_counts_what_is_built(run_on_ranks: Any) -> None:
     built = sum(shape.numel() for shape in shapes.values())
     held = first_stage_weights(MODEL, ParallelConfig(), MODEL.num_layers)
     assert built == MODEL.num_parameters == sum(weight.elements for weight in held)
-    operations = roofline.layer_operations(MODEL, tokens=1, element_bytes=4)
-    head = roofline.head_operation(MODEL, tokens=1, element_bytes=4)
-    layers = MODEL.num_layers * sum(operation.forward.flops for operation in operations)
-    assert layers + head.forward.flops == forward_flops_per_token(MODEL)
 
 
 @pytest.mark.parametrize("is_sharded", [False, True])

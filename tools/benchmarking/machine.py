@@ -18,11 +18,10 @@ from torch import multiprocessing
 
 from benchmarking.matrix_rate import REPEATS, timed
 from benchmarking.ranks import ranks_of, run_values, write_tokens
-from megatron_fanformer.model.config import FANformerConfig, as_transformer
+from megatron_fanformer.model.config import FANformerConfig
 from megatron_fanformer.ops.attention import attention
 from megatron_fanformer.ops.element_wise import swiglu
 from megatron_fanformer.planning.machines import known_machines, machine_of
-from megatron_fanformer.planning.roofline import layer_operations
 from megatron_fanformer.planning.step_time import FLASH_BACKWARD, step_time
 from megatron_fanformer.training.config import config_from_dict
 
@@ -47,7 +46,6 @@ def measured_machine(
     measured = {
         f"{short}_flops_per_second": product_rate,
         "product_efficiency": 1.0,
-        "unhidden": 0.0,  # the products' bytes are in their rate
         "attention_efficiency": min(1.0, _attention_rate(model, micro_batch_size, dtype, device) / product_rate),
         "memory_bytes_per_second": _memory_rate(model, micro_batch_size, dtype, device),
         "memory_efficiency": 1.0,
@@ -75,7 +73,6 @@ def _cpu() -> dict[str, Any]:
     return {
         "name": f"{os.cpu_count()} cores of {platform.machine()}, measured",
         "memory_bytes": psutil.virtual_memory().total,
-        "launches_ahead": False,
         "collective_seconds": least,
         "domain_size": os.cpu_count(),
         "domain": link,
@@ -97,10 +94,8 @@ def _host(dtype: str) -> dict[str, float]:
             ranks[-1].steps(NARROW_STEPS)
         turns = [[own.steps(NARROW_STEPS).seconds for own in ranks] for _ in range(REPEATS)]
     few, many = map(min, zip(*turns, strict=True))
-    operations = layer_operations(NARROW, tokens=NARROW.seq_length, element_bytes=4 if dtype == "fp32" else 2)
-    kernels = sum(each.forward.kernels + each.backward.kernels for each in operations)
     a_layer = max(0.0, many - few) / (NARROW_LAYERS[1] - NARROW_LAYERS[0])
-    return {"launch_seconds": a_layer / kernels, "step_seconds": max(0.0, few - NARROW_LAYERS[0] * a_layer)}
+    return {"layer_seconds": a_layer, "step_seconds": max(0.0, few - NARROW_LAYERS[0] * a_layer)}
 
 
 def _time_sums(rank: int, folder: str) -> None:
@@ -137,9 +132,8 @@ def _attention_rate(model: FANformerConfig, micro_batch_size: int, dtype: torch.
         context = attention(query, key, value, scale=None, is_causal=True)
         torch.autograd.grad(context, (query, key, value), gradient)
 
-    operations = layer_operations(model, tokens=micro_batch_size * model.seq_length, element_bytes=dtype.itemsize)
-    [counted] = [operation for operation in operations if operation.kind == "attention"]
-    flops = counted.forward.flops + FLASH_BACKWARD * counted.backward.flops
+    causal = 2 * model.num_attention_heads * model.kv_channels * model.seq_length**2 * micro_batch_size
+    flops = (1 + FLASH_BACKWARD) * causal
     return flops / min(timed(both, device) for _ in range(REPEATS))
 
 
@@ -158,7 +152,5 @@ def _memory_rate(model: FANformerConfig, micro_batch_size: int, dtype: torch.dty
     def there_and_back() -> None:
         torch.autograd.grad(swiglu(both), both, first)
 
-    operations = layer_operations(as_transformer(model), tokens=tokens, element_bytes=dtype.itemsize)
-    [counted] = [operation for operation in operations if operation.name == "SwiGLU"]
-    moved = counted.forward.bytes + counted.backward.bytes
+    moved = 8 * first.nbytes
     return moved / min(timed(there_and_back, device) for _ in range(REPEATS))

@@ -54,7 +54,7 @@ FACTORS = (
     Factor("domain.efficiency", 0.15),
     Factor("network.efficiency", 0.20),
     Factor("overlap", 0.20),
-    Factor("launch_seconds", 0.40),
+    Factor("layer_seconds", 0.40),
     Factor("collective_seconds", 0.40),
     Factor("step_seconds", 0.40),
 )
@@ -66,8 +66,7 @@ FACTORS = (
 # Attention: of causal FLOPs, half of what SimuMax's B200 file has of all, backward included. Memory and NVLink: SimuMax
 # has 0.67 to 0.85, and 0.60 to 0.74. Collective: 22 to 26 us on the B200 there.
 COMMON = {
-    "unhidden": 0.5,
-    "launch_seconds": 100e-6,
+    "layer_seconds": 3e-3,
     "step_seconds": 10e-3,
     "collective_seconds": 20e-6,
     "overlap": 0.8,

@@ -79,7 +79,7 @@ class Row:
 
     def _seconds(self, job: Job, machine: Machine) -> float:
         own = self.practice.machine(self.gpu, machine)
-        return step_time(job, own, software=self.practice.software(self.recomputation)).seconds
+        return step_time(job, own, overlaps_tensor_parallel=self.practice.tp_overlap).seconds
 
     @property
     def format(self) -> tuple[str, str]:

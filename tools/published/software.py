@@ -12,7 +12,6 @@ from typing import Any
 
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.planning.machines import Machine
-from megatron_fanformer.planning.step_time import Software
 
 TRUTHS = {"True": True, "False": False}
 # Watts to rate: power grows with the cube of the clock, which sets the rate of products.
@@ -61,14 +60,6 @@ class Practice:
             if value not in TRUTHS:
                 raise InputError(f"{where}: {name} is {value!r}; it must be True, False or empty")
         return dataclasses.replace(self, **{name: TRUTHS[value] for name, value in stated.items()})
-
-    def software(self, recomputation: str) -> Software:
-        """Return it as the formula takes it; `recomputation` is the row's."""
-        return Software(
-            overlaps_tensor_parallel=self.tp_overlap,
-            is_fully_sharded=self.fsdp,
-            recomputes_operations=recomputation == "op",
-        )
 
     def machine(self, gpu: str, machine: Machine) -> Machine:
         """Return the chip as the source has it."""

@@ -243,17 +243,6 @@ class Placement:
         """
         return 0
 
-    def mlp_activations(
-        self, model: "FANformerConfig", tokens: int, own_tokens: int, ranks: int
-    ) -> Iterator[tuple[str, int, tuple[int, int]]]:
-        """Yield each element-wise step of the MLP: name, tokens, and numbers moved of a token in forward and backward.
-
-        Args:
-            own_tokens: of this rank, under sequence parallelism.
-        """
-        f = model.ffn_hidden_size // ranks
-        yield "SwiGLU", tokens, (3 * f, 5 * f)
-
     def kept_values(self, shapes: Any) -> tuple[int, bool]:
         """Return the bytes of the tensor that values lie in, and whether they are a view of a wider one.
 

@@ -68,15 +68,6 @@ class FFN(Placement):
         if model.fan.bias:
             yield f"{SECOND}.bias", rows_2, parallel.sequence_parallel
 
-    def mlp_activations(
-        self, model: "FANformerConfig", tokens: int, own_tokens: int, ranks: int
-    ) -> Iterator[tuple[str, int, tuple[int, int]]]:
-        """Yield the first layer's, of a rank's features, and the second's, of a rank's tokens."""
-        for number, width in ((tokens, model.ffn_hidden_size // ranks), (own_tokens, model.hidden_size)):
-            periodic = int(model.fan.p_ratio * width)
-            both = 2 * width - periodic
-            yield "FAN activation", number, (both, both + 2 * periodic)
-
     def mlp_operations(self, shapes: Any) -> Iterator[tuple[str, int, int]]:
         """Yield the first map and its features, the second map and its features.
 
