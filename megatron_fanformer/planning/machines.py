@@ -158,9 +158,7 @@ class Machine:
             for name, value in numbers.items()
             if value < 0 or (value == 0 and not name.endswith(MAY_BE_ZERO))
         ]
-        shares = {
-            name: value for name, value in numbers.items() if name.endswith(("efficiency", "overlap"))
-        }
+        shares = {name: value for name, value in numbers.items() if name.endswith(("efficiency", "overlap"))}
         return found + [f"{name} is {value}; it must be at most 1" for name, value in shares.items() if value > 1]
 
 

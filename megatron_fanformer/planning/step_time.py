@@ -10,7 +10,6 @@ t adds up FLOPs at the rates that products and attention reach, bytes at the mem
 embedding's gradients between stages, collectives of a few bytes, evaluation, checkpoints and reading data.
 """
 
-from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -64,7 +63,23 @@ class StepTime:
     """Model FLOP/s, as a share of the data sheet's matrix rate in the weights' format."""
 
 
-Parts = Counter[str]
+class Parts(dict[str, float]):
+    """Seconds by purpose; 0 of others."""
+
+    def __missing__(self, name: str) -> float:
+        return 0.0
+
+    def total(self) -> float:
+        """Return the sum over all purposes."""
+        return sum(self.values())
+
+    def plus(self, more: "Parts") -> "Parts":
+        """Return the seconds of both."""
+        return Parts({name: self[name] + more[name] for name in {**self, **more}})
+
+    def times(self, number: float) -> "Parts":
+        """Return the seconds of so many."""
+        return Parts({name: number * seconds for name, seconds in self.items()})
 
 
 def step_time(job: Job, machine: Machine, *, overlaps_tensor_parallel: bool = False) -> StepTime:
@@ -81,7 +96,7 @@ def step_time(job: Job, machine: Machine, *, overlaps_tensor_parallel: bool = Fa
     forward, backward = _layer(job, machine, overlaps_tensor_parallel)
     stages = _stages(job, machine, forward, backward)
     longest = max(stages, key=Parts.total)
-    parts = _times(longest, job.num_micro_batches)
+    parts = longest.times(job.num_micro_batches)
     if job.stages > 1:
         fill = sum(stage.total() for stage in stages) - longest.total()
         parts["pipeline bubble"] = fill / job.parallel.virtual_stages
@@ -131,10 +146,6 @@ def _collectives(job: Job, machine: Machine, terms: Iterable[Term]) -> float:
     return sum(
         collective_seconds(term, groups[term.group], strides.get(term.group, nearest), machine) for term in terms
     )
-
-
-def _times(parts: Parts, number: float) -> Parts:
-    return Parts({name: number * seconds for name, seconds in parts.items()})  # type: ignore[misc]
 
 
 # -- a micro batch
@@ -190,10 +201,10 @@ def _stages(job: Job, machine: Machine, forward: Parts, backward: Parts) -> list
     segments = job.parallel.segments(job.model.num_layers)
     if segments is None:
         raise ValueError(f"{job.model.num_layers} layers do not divide over {job.stages} stages")
-    layer, again = forward + backward, _recomputed(job, machine, forward)
+    layer, again = forward.plus(backward), _recomputed(job, machine, forward)
     stages = []
     for chunks in zip(*segments, strict=True):
-        stages.append(_times(layer, sum(chunks)))
+        stages.append(layer.times(sum(chunks)))
         stages[-1]["recomputation"] = again * sum(recomputed_layers(job, number) for number in chunks)
     first, last = stages[0], stages[-1]
     first["element-wise"] += EMBEDDING_PASSES * job.hidden_bytes / machine.memory_rate

@@ -1,126 +1,176 @@
-"""Simulates ranks of a world of any size on one machine: in processes of their own, without a GPU or other ranks.
+"""A training step of one rank of a world of any size, in this process, beside the formulas of planning.
 
-What is simulated are the local layers, on tensors without content: shapes, memory and communication are a real rank's,
-numbers are not. A rank's process takes less than a gigabyte.
+The local layers run on tensors without content: shapes, memory and communication are a real rank's, numbers are not.
+`take_steps` is what a rank does, simulated or real.
 """
 
 import dataclasses
-from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
-from multiprocessing import get_context
-from typing import TYPE_CHECKING
+import functools
+from collections.abc import Generator
+from dataclasses import dataclass
 
-from megatron_fanformer.errors import FanformerError, InputError
-from megatron_fanformer.processes import end_with_owner
-from megatron_fanformer.runtime.device import quieten_libraries
-from megatron_fanformer.runtime.layout import ParallelConfig
+import torch
+
+from megatron_fanformer.data.shared_batches import shared_batches
+from megatron_fanformer.model.build import build_stages
+from megatron_fanformer.ops.products import adds_to_wider
+from megatron_fanformer.planning.communication import CommunicationLine, Total, communication, totals
+from megatron_fanformer.planning.job import Job
+from megatron_fanformer.planning.memory import rank_memory
+from megatron_fanformer.runtime.collectives import CollectiveCount, count_collectives
+from megatron_fanformer.runtime.parallel import RankGrid, rank_grid
+from megatron_fanformer.runtime.seeding import seed_everything
+from megatron_fanformer.simulation.fake_world import fake_world
+from megatron_fanformer.simulation.memory_tracker import MemoryTracker
 from megatron_fanformer.training.config import RunConfig
+from megatron_fanformer.training.machine_choices import choose_for_machine
+from megatron_fanformer.training.optimizer import build_optimizer
+from megatron_fanformer.training.schedule import build_scheduler
+from megatron_fanformer.training.step import train_step, wrap_stages
 
-if TYPE_CHECKING:  # imports torch, which takes seconds
-    from megatron_fanformer.simulation.fake_rank import SimulatedRank
+PEAK_TOLERANCE = 0.02
+"""Tolerance of the memory formula, relative to the peak."""
 
 
-def simulate_ranks(
-    config: RunConfig, *, world_size: int, ranks: Sequence[int], processes: int = 1
-) -> "list[SimulatedRank]":
-    """Simulate ranks of a world for a training step, as the trainer runs it: what each holds and communicates.
+@dataclass(frozen=True, kw_only=True)
+class SimulatedRank:
+    """The counts of one rank's training step."""
 
-    Fields that are left to the machine are as on GPUs over NCCL: bf16, communication overlapped.
+    rank: int
+    stage: int
+    """Number of its pipeline stage."""
+    job: Job
+    """The job that it ran, every open field resolved: the input of the formulas to compare with."""
+    peak_bytes: int
+    """The most that live tensors take in a step. (A CPU's building takes more in places: it makes a weight whole, in
+    float32, before it keeps a shard.)"""
+    held_bytes: int
+    """What they take between steps: weights, gradients, the optimizer's state, and a micro batch's samples."""
+    collectives: list[CollectiveCount]
+    """Collectives of the last step, by group and kind."""
+
+    @property
+    def formula_peak_bytes(self) -> int:
+        """Return the peak by formula."""
+        return rank_memory(self.job, self.stage).total_bytes
+
+    @property
+    def formula_lines(self) -> list[CommunicationLine]:
+        """Return the collectives by formula; a stage's ranks follow on one another."""
+        return communication(self.job, self.stage, self.rank % (self.job.world_size // self.job.stages))
+
+    def communication_differences(self) -> list[str]:
+        """Return a line for each kind of collective and group for which the formula has another number or bytes."""
+        formula, counted = totals(self.formula_lines), totals(self.collectives)
+        return [
+            f"{self._where}: {group} {kind}: counted {_describe(counted.get((group, kind)))}, by formula "
+            f"{_describe(formula.get((group, kind)))}"
+            for group, kind in sorted(formula.keys() | counted.keys())
+            if formula.get((group, kind)) != counted.get((group, kind))
+        ]
+
+    def peak_differences(self) -> list[str]:
+        """Return one line if the memory formula's peak is off by more than `PEAK_TOLERANCE`."""
+        error = self.formula_peak_bytes / self.peak_bytes - 1
+        if abs(error) <= PEAK_TOLERANCE:
+            return []
+        return [
+            f"{self._where}: memory: counted a peak of {self.peak_bytes:,} bytes, by formula "
+            f"{self.formula_peak_bytes:,}, {error:+.1%}; at most {PEAK_TOLERANCE:.0%} is allowed"
+        ]
+
+    def differences(self) -> list[str]:
+        """Return both."""
+        return self.communication_differences() + self.peak_differences()
+
+    @property
+    def _where(self) -> str:
+        return f"stage {self.stage} (rank {self.rank} of {self.job.world_size})"
+
+
+def _describe(total: Total | None) -> str:
+    calls, message_bytes = total or Total(0, 0)
+    return f"{calls:,} calls of {message_bytes:,} bytes"
+
+
+def run_rank(config: RunConfig, *, world_size: int, rank: int, backend: str = "nccl") -> SimulatedRank:
+    """Run one rank of a world: build it, take a short step, and a whole one.
 
     Args:
-        processes: how many ranks at a time.
+        backend: what the ranks of that world communicate over; some of megatron-core's settings follow from it.
+    """
+    torch.set_num_threads(config.runtime.threads_per_rank or 1)  # the loss head takes as many logits as they can cache
+    adds_to_wider(torch.float32, torch.bfloat16, torch.device("cpu"))  # called while there are numbers to try it on
+    tracker = MemoryTracker()
+    with fake_world(world_size, rank), tracker, rank_grid(config.parallel, "cpu") as real:
+        grid = dataclasses.replace(real, backend=backend)
+        job, collectives = take_steps(config, grid, tracker=tracker)
+        return SimulatedRank(
+            rank=rank,
+            stage=grid.groups.pp.rank(),
+            job=job,
+            peak_bytes=tracker.peak_bytes,
+            held_bytes=tracker.held_bytes,
+            collectives=collectives,
+        )
+
+
+def take_steps(
+    config: RunConfig,
+    grid: RankGrid,
+    *,
+    seed: int | None = None,
+    tracker: MemoryTracker | None = None,
+    short_steps: int = 1,
+) -> tuple[Job, list[CollectiveCount]]:
+    """Build this rank's stage as the trainer does, take short steps, and a whole one.
+
+    Args:
+        seed: of the initial weights; None draws none, where they have no content.
+        tracker: what is to have the peak of the steps alone.
+        short_steps: of a few micro batches. One makes memory and communication of the next those of any later step: it
+            makes the optimizer's moments, and megatron-core 0.19 has one more all-reduce in a run's first.
 
     Returns:
-        What was seen of each, in the order of `ranks`.
-
-    Raises:
-        InputError: the configuration is wrong for that world, or asks for what is not simulated.
-        FanformerError: a rank's process died.
+        What was run, and what the collectives of the last step add up to.
     """
-    check(config, world_size=world_size, ranks=ranks)
-    quieten_libraries()  # this process, too, imports them, with what the others return
-    with ProcessPoolExecutor(processes, mp_context=get_context("spawn"), initializer=_prepare_process) as pool:
-        futures = [pool.submit(_run_rank, config, world_size, rank) for rank in ranks]
-        try:
-            return [future.result() for future in futures]
-        except BrokenProcessPool as error:
-            raise FanformerError(
-                "the process of a simulated rank died; if memory ran out, simulate fewer at a time"
-            ) from error
-        finally:
-            pool.shutdown(cancel_futures=True)
+    if config.precision.dtype == "auto":  # every supported GPU has bf16
+        config = dataclasses.replace(config, precision=dataclasses.replace(config.precision, dtype="bf16"))
+    config, _ = choose_for_machine(config, grid)
+    # Attention is over whole samples: simulated tensors hold no numbers, and so no bounds of documents.
+    job = dataclasses.replace(config.job(grid.data_parallel_size, layers="local", on_cpu=True), has_document_ids=False)
+    seed_everything(config.training.seed)
+    stages = build_stages(
+        config.model,
+        config.parallel,
+        grid,
+        dtype=config.dtype(grid.device),
+        seed=seed,
+        kernels=config.kernels,
+        z_loss_coefficient=config.training.z_loss_coefficient,
+    )
+    wrapped = wrap_stages(stages, config.parallel, grad_reduce_in_fp32=config.precision.grad_reduce_in_fp32)
+    optimizer = build_optimizer(config.optimizer, wrapped)
+    scheduler = build_scheduler(config.schedule, optimizer, config.optimizer, train_iters=config.training.steps)
+    batches = shared_batches(
+        functools.partial(_repeated, job.micro_batch_size, job.model.seq_length),
+        grid.samples_group,
+        micro_batch_size=job.micro_batch_size,
+        seq_length=job.model.seq_length,
+        is_used=grid.takes_samples(has_document_ids=False),
+    )
+    fewest = min(job.num_micro_batches, config.parallel.pipeline_model_parallel_size)
+    if tracker is not None:
+        tracker.forget_peak()
+    for number in (*[fewest] * short_steps, job.num_micro_batches):
+        scheduler.step(1)
+        with count_collectives(grid) as counts:
+            train_step(wrapped, optimizer, batches, grid, number)
+    return job, counts.lines()
 
 
-def first_rank_of_each_stage(parallel: ParallelConfig, world_size: int) -> list[int]:
-    """Return one rank of every pipeline stage, by the rank grid of `runtime.parallel`; all ranks of a stage do alike,
-    but for the matrices that each owns with Muon.
-    """
-    stages = parallel.pipeline_model_parallel_size
-    return [stage * (world_size // stages) for stage in range(stages)]
-
-
-def with_few_micro_batches(config: RunConfig, world_size: int) -> RunConfig:
-    """Return the same run with a global batch so small that it takes little time to simulate.
-
-    At most two micro batches a stage. More change the peak by their samples alone, since a stage never holds more
-    activations at once; and communication is linear in their number: a formula that is right for these is right for
-    all.
-
-    Without the data's stages, which begin at steps of the whole batch and concern neither.
-    """
-    replicas = config.parallel.resolve_data_parallel_size(world_size)
-    few = min(config.num_micro_batches(replicas), 2 * config.parallel.pipeline_model_parallel_size)
-    samples = few * config.training.micro_batch_size * replicas
-    training = dataclasses.replace(config.training, global_batch_size=samples)
-    return dataclasses.replace(config, training=training, data=dataclasses.replace(config.data, stages={}))
-
-
-def check(config: RunConfig, *, world_size: int, ranks: Sequence[int]) -> None:
-    """Refuse what cannot be simulated.
-
-    Raises:
-        InputError: one line for each reason.
-    """
-    found = problems(config, config.parallel.resolve_data_parallel_size(world_size))
-    found += [
-        f"rank {rank} is not in a world of {world_size}; choose one from 0 to {world_size - 1}"
-        for rank in ranks
-        if not 0 <= rank < world_size
-    ]
-    if found:
-        raise InputError("\n".join(found))
-
-
-def problems(config: RunConfig, data_parallel_size: int) -> list[str]:
-    """Return why a layout cannot be simulated, one line each: what is for GPUs alone, or else `train`'s own rules.
-
-    The run's data and folder need not be there.
-    """
-    kernels = config.kernels
-    for_gpus = {
-        "kernels.transformer_impl": (kernels.transformer_impl == "transformer_engine", "local"),
-        "kernels.cuda_graph_impl": (kernels.cuda_graph_impl != "none", "none"),
-        "precision.fp8": (config.precision.fp8 is not None, "null"),
-    }
-    refused = [
-        f"{name} is for GPUs alone, and cannot be simulated; set it to {remedy}"
-        for name, (is_requested, remedy) in for_gpus.items()
-        if is_requested
-    ]
-    return refused or config.section_problems(leaving=["data"]) or config.joint_problems(data_parallel_size)
-
-
-def _prepare_process() -> None:
-    end_with_owner()
-    from megatron_fanformer.runtime import device, megatron_cpu
-
-    device.hide_gpus()
-    device.quieten_libraries()
-    megatron_cpu.install()
-
-
-def _run_rank(config: RunConfig, world_size: int, rank: int) -> "SimulatedRank":
-    from megatron_fanformer.simulation.fake_rank import run_rank
-
-    return run_rank(config, world_size=world_size, rank=rank)
+def _repeated(*size: int) -> Generator[dict[str, torch.Tensor], None, None]:
+    while True:
+        tokens = torch.zeros(size, dtype=torch.int64)
+        positions = torch.arange(size[1]).expand(size)
+        yield {"tokens": tokens, "labels": tokens, "loss_mask": torch.ones(size), "position_ids": positions}

@@ -1,21 +1,45 @@
-"""Runs `megatron-fanformer plan`: judges or searches, simulates, prints, writes."""
+"""Runs `megatron-fanformer plan`: reads the request, judges or searches, simulates, prints, writes.
+
+torch is not imported, unless ranks are simulated.
+"""
 
 import json
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from megatron_fanformer.durable_files import file_problems, write_atomically
 from megatron_fanformer.errors import DivergenceError, InputError
-from megatron_fanformer.processes import usable_cores
-from megatron_fanformer.sizing.estimate import cost
-from megatron_fanformer.sizing.goodput import goodput, storage
-from megatron_fanformer.sizing.report import Plan, as_values, layout_file, plan_lines, plan_picture
-from megatron_fanformer.sizing.request import PlanRequest, read_request
+from megatron_fanformer.planning.machines import Machine, known_machines, load_machine
+from megatron_fanformer.sizing.candidates import laid_out, layout_name
+from megatron_fanformer.sizing.estimate import check_formats, for_machine
 from megatron_fanformer.sizing.search import Findings, judge, search
-from megatron_fanformer.sizing.simulated import SimulatedStage, simulate_layout
-from megatron_fanformer.sizing.verb import PlanOptions
+from megatron_fanformer.sizing.verb import ALL_STAGES, PlanOptions
 from megatron_fanformer.terminal import phases, show
+from megatron_fanformer.training.chats import with_steps, with_train_iters
+from megatron_fanformer.training.config import RunConfig, load_config
 
-PICTURE = ".png"
+if TYPE_CHECKING:  # imports torch, which takes seconds
+    from megatron_fanformer.simulation.rank import SimulatedRank
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanRequest:
+    """A run to plan."""
+
+    options: PlanOptions
+    config: RunConfig
+    """The configuration, with fields left to the machine chosen for the requested one."""
+    machine: Machine
+    named: tuple[tuple[str, RunConfig], ...]
+    """The layouts to judge, by their names; none: search all."""
+    tokens: int
+
+    @property
+    def steps(self) -> int:
+        """Return the steps of a run over its tokens."""
+        return math.ceil(self.tokens / self.config.batch_tokens)
 
 
 def plan(options: PlanOptions) -> None:
@@ -25,64 +49,109 @@ def plan(options: PlanOptions) -> None:
         InputError: the request is wrong, or nothing legal fits.
         DivergenceError: a simulated rank and the formulas disagree.
     """
-    report = options.report
-    if found := file_problems(report=report, write=options.write):
+    from megatron_fanformer.sizing.report import as_values, layout_file, plan_lines
+
+    if found := file_problems(report=options.report, write=options.write):
         raise InputError("\n".join(found))
     if options.write is not None and options.write.exists():
         raise InputError(f"--write {options.write} already exists; name another file, or remove it")
-    if report is not None and report.suffix == PICTURE:
-        raise InputError(f"--report {report} has the name of its picture; name it .json")
     request = read_request(options)
-    answer = _answer(request)
-    if answer.shown is not None:
-        show(plan_lines(answer))
-        if report is not None:
-            write_atomically(report, json.dumps(as_values(answer), indent=1) + "\n")
-            write_atomically(report.with_suffix(PICTURE), plan_picture(answer.shown))
-    _check(answer)
-    if options.write is not None:
-        write_atomically(options.write, "\n".join(layout_file(answer)) + "\n")
-
-
-def _answer(request: PlanRequest) -> Plan:
     if request.named:
-        findings = judge(request.named, request.gpus, request.machine)
+        findings = judge(request.named, options.gpus, request.machine)
     else:
-        findings = search(request.config, request.gpus, request.machine)
-    shown = findings.candidates[0] if findings.candidates else None
-    held = storage(shown, request.steps) if shown else None
-    return Plan(
-        request=request,
-        findings=findings,
-        cost=cost(shown, request.tokens, request.price) if shown else None,
-        storage=held,
-        goodput=goodput(shown, request, held) if shown and held else None,
-        simulated=_simulated(findings, request),
+        findings = search(request.config, options.gpus, request.machine)
+    simulated = _simulated(findings, request)
+    if findings.candidates:
+        show(plan_lines(request, findings, simulated))
+        if options.report is not None:
+            values = as_values(request, findings, simulated)
+            write_atomically(options.report, json.dumps(values, indent=1) + "\n")
+    if findings.best is None:
+        raise InputError("\n".join(_nothing_fits(findings, request)))
+    if differences := [line for rank in simulated for line in rank.differences()]:
+        raise DivergenceError("\n".join(f"simulation and formula disagree: {line}" for line in differences))
+    if options.write is not None:
+        write_atomically(options.write, "\n".join(layout_file(request, findings.best)) + "\n")
+
+
+def read_request(options: PlanOptions) -> PlanRequest:
+    """Read the configuration, the machine and the layouts.
+
+    Raises:
+        InputError: something of it is wrong; every problem, one line each.
+    """
+    found: list[str] = []
+    try:
+        machine = load_machine(options.gpu)
+    except InputError as error:
+        found.append(str(error))
+    config = load_config(options.config, options.overrides)
+    found += config.section_problems(leaving=("data", "parallel"))
+    if not found:
+        config = _of_known_length(config, options.tokens)
+    named: list[tuple[str, RunConfig]] = []
+    for text in options.layouts:
+        try:
+            named.append((text, laid_out(config, text)))
+        except InputError as error:
+            found.append(str(error))
+    if found := [*found, *_simulation_problems(options.simulate, options.gpus)]:
+        raise InputError("\n".join(found))
+    # A known machine is a GPU, whatever this one is; a file may also describe the CPUs that a configuration asks for.
+    on_cpu = config.runtime.device == "cpu" and machine not in known_machines().values()
+    if not named and not options.search:
+        named = [(layout_name(config, config), config)]
+    config = for_machine(config, machine, on_cpu=on_cpu)
+    check_formats(config, machine)
+    return PlanRequest(
+        options=options,
+        config=config,
+        machine=machine,
+        named=tuple((name, for_machine(laid, machine, on_cpu=on_cpu)) for name, laid in named),
+        tokens=options.tokens or config.training.steps * config.batch_tokens,
     )
 
 
-def _simulated(findings: Findings, request: PlanRequest) -> tuple[SimulatedStage, ...]:
-    if not request.simulated_ranks or findings.best is None:
-        return ()
+def _simulation_problems(ranks: Sequence[int | str], gpus: int) -> Iterator[str]:
+    if ALL_STAGES in ranks and len(ranks) > 1:
+        yield f"--simulate names ranks beside {ALL_STAGES}, which is one of every stage; give one of the two"
+    for rank in ranks:
+        if isinstance(rank, int) and rank >= gpus:
+            yield f"--simulate {rank}: a world of {gpus} has the ranks 0 to {gpus - 1}; choose one of them"
+
+
+def _of_known_length(config: RunConfig, tokens: int | None) -> RunConfig:
+    """Add the steps of its epochs, by the conversations' lengths, or by the tokens that `plan` was given."""
+    training = config.training
+    if training.epochs is None:
+        return config
+    if tokens is not None:
+        return with_train_iters(config, math.ceil(tokens / config.batch_tokens))
+    if not config.data.is_chats:
+        raise InputError(
+            f"training.epochs is {training.epochs}, which counts conversations (data.format sft) alone; state "
+            "training.train_iters"
+        )
+    try:
+        return with_steps(config)
+    except InputError as error:
+        raise InputError(f"{error} (training.epochs is {training.epochs}; or give --tokens)") from None
+
+
+def _simulated(findings: Findings, request: PlanRequest) -> "list[SimulatedRank]":
+    if not request.options.simulate or findings.best is None:
+        return []
+    from megatron_fanformer.sizing.simulated import simulate
+
     with phases(f"simulating {findings.best.name}"):
-        processes = usable_cores()
-        return tuple(simulate_layout(findings.best, request.simulated_ranks, processes=processes))
+        return list(simulate(findings.best, request.options.simulate))
 
 
-def _check(answer: Plan) -> None:
-    findings = answer.findings
-    if findings.best is None:
-        raise InputError("\n".join(_nothing_fits(answer)))
-    if differences := [line for each in answer.simulated for line in each.differences]:
-        raise DivergenceError("\n".join(f"simulation and formula disagree: {line}" for line in differences))
-
-
-def _nothing_fits(answer: Plan) -> Iterator[str]:
+def _nothing_fits(findings: Findings, request: PlanRequest) -> Iterator[str]:
     """Yield one line a named layout, and a search's largest class; of those that are legal, what the smallest lacks."""
-    findings, request = answer.findings, answer.request
     if request.named:
-        yield from (f"layout {each.example!r}: {each.message}" for each in findings.rejected)
+        yield from (f"layout {rejected.example!r}: {rejected.message}" for rejected in findings.rejected)
         return
-    nearest = answer.shown.shortage if answer.shown else findings.rejected[0].message
+    nearest = findings.candidates[0].shortage if findings.candidates else findings.rejected[0].message
     legal = f"{findings.legal:,} legal ones of " if findings.legal else ""
     yield f"none of {legal}{findings.judged:,} layouts {'fits' if findings.legal else 'is legal'}: {nearest}"

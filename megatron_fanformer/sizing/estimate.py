@@ -4,13 +4,17 @@ A configuration is judged as `train` would on GPUs of that kind, with the same r
 """
 
 import dataclasses
+import math
 from dataclasses import dataclass
 
 from megatron_fanformer.errors import InputError
+from megatron_fanformer.planning.gradient_buffers import Chunk, state_bytes, weights
 from megatron_fanformer.planning.job import Job, Layers
 from megatron_fanformer.planning.machines import Machine
-from megatron_fanformer.planning.memory import RankMemory, rank_memory, reserve_bytes
+from megatron_fanformer.planning.memory import MAIN_WEIGHT_BYTES, RankMemory, rank_memory, reserve_bytes
 from megatron_fanformer.planning.step_time import StepTime, step_time
+from megatron_fanformer.runtime.layout import ParallelConfig
+from megatron_fanformer.sizing.verb import PlanOptions
 from megatron_fanformer.training.config import RunConfig
 from megatron_fanformer.training.machine_rules import layer_problems
 
@@ -140,20 +144,46 @@ def estimate(name: str, config: RunConfig, job: Job, machine: Machine, time: Ste
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Cost:
-    """A run over a number of tokens, without evaluations, saves and restarts; as uncertain as a step's time."""
-
-    tokens: int
-    days: float
-    gpu_hours: float
-    price: float | None
-    """Price in the currency of a GPU hour's; None without one."""
+# -- the whole run
 
 
-def cost(estimate: Estimate, tokens: int, price_per_gpu_hour: float | None) -> Cost:
-    """Return what it costs to train on that many tokens."""
+def cost(estimate: Estimate, tokens: int) -> dict[str, float]:
+    """Return the days and GPU hours of training on that many tokens, by steps alone; as uncertain as a step's time."""
     hours = tokens / estimate.time.tokens_per_second / SECONDS_PER_HOUR
-    gpu_hours = hours * estimate.job.world_size
-    price = None if price_per_gpu_hour is None else gpu_hours * price_per_gpu_hour
-    return Cost(tokens=tokens, days=hours / HOURS_PER_DAY, gpu_hours=gpu_hours, price=price)
+    return {"days": hours / HOURS_PER_DAY, "gpu_hours": hours * estimate.job.world_size}
+
+
+def storage(estimate: Estimate, steps: int) -> dict[str, int]:
+    """Return the bytes of a checkpoint, how many are saved and kept, and the disk at its fullest, one being written."""
+    checkpoint, size = estimate.config.checkpoint, checkpoint_bytes(estimate.job)
+    saves = -(-steps // (checkpoint.save_interval or steps))  # the last step is saved anyhow
+    kept = min(saves, checkpoint.keep or saves)
+    return {"checkpoint_bytes": size, "saves": saves, "kept": kept, "disk_bytes": size * min(saves, kept + 1)}
+
+
+def checkpoint_bytes(job: Job) -> int:
+    """Return the bytes of a checkpoint's tensors: weights, main weights and the optimizer's states, each once."""
+    whole = Chunk(number=0, layers=job.model.num_layers, has_embedding=True, has_head=True)
+    held = weights(job.model, ParallelConfig(), whole)
+    elements = [weight.elements for weight in held]
+    main = 0 if job.precision.dtype == "fp32" else MAIN_WEIGHT_BYTES
+    return sum(elements) * (job.element_bytes + main) + state_bytes(held, elements, job.optimizer)
+
+
+def goodput(estimate: Estimate, steps: int, options: PlanOptions) -> dict[str, float] | None:
+    """Return a save's seconds, the steps between saves that cost least (Young and Daly), and the share of the time that
+    trains, with failures at a constant rate (Daly 2006, equation 13); None where no rate of saves is known.
+
+    Saves in the background are counted as free; the cheapest interval is then the least in which one is written.
+    """
+    if not options.save_rate:
+        return None
+    held, step, is_async = storage(estimate, steps), estimate.time.seconds, estimate.config.checkpoint.async_save
+    writing = held["checkpoint_bytes"] / (options.save_rate * 10**9)
+    trained, waiting = steps * step / held["saves"], 0.0 if is_async else writing
+    between = options.failure_hours * SECONDS_PER_HOUR / estimate.job.world_size  # two failures of the whole run
+    restart = 60 * options.restart_minutes + writing
+    best = writing if is_async else math.sqrt(2 * writing * between) - writing
+    lasts = (trained + waiting) / between
+    share = trained / between * math.exp(-lasts - restart / between) / -math.expm1(-lasts)
+    return {"save_seconds": writing, "best_interval_steps": max(1, math.ceil(best / step)), "share": share}

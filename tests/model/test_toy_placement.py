@@ -18,7 +18,7 @@ from megatron_fanformer.planning.gradient_buffers import first_stage_weights
 from megatron_fanformer.planning.memory import rank_memory
 from megatron_fanformer.runtime.parallel import ParallelConfig
 from megatron_fanformer.runtime.seeding import generator_for
-from megatron_fanformer.simulation.fake_rank import run_rank
+from megatron_fanformer.simulation.rank import run_rank
 from tests.model.toy_placement import NAME, built_shapes, count, registered, train
 from tests.planning.test_communication import assert_formula_is_the_count, job_of_case
 from tests.planning.test_memory import large

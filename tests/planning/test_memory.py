@@ -20,9 +20,8 @@ from megatron_fanformer.planning.layer_memory import layer_operations
 from megatron_fanformer.planning.memory import BLOCK_OF_TEE, SAMPLE_BYTES, RankMemory, rank_memory
 from megatron_fanformer.runtime.parallel import rank_grid
 from megatron_fanformer.runtime.seeding import seed_everything
-from megatron_fanformer.simulation.fake_rank import run_rank
-from megatron_fanformer.simulation.rank import first_rank_of_each_stage, problems
-from megatron_fanformer.sizing.simulated import PEAK_TOLERANCE
+from megatron_fanformer.simulation.rank import PEAK_TOLERANCE, run_rank
+from megatron_fanformer.sizing.simulated import first_rank_of_each_stage
 from megatron_fanformer.training.config import RunConfig
 from megatron_fanformer.training.optimizer import OptimizerConfig, build_optimizer
 from megatron_fanformer.training.step import wrap_stages
@@ -114,7 +113,7 @@ def large(config: RunConfig) -> RunConfig:
 
 
 def assert_formula_is_near(config: RunConfig, world_size: int, stages: list[int]) -> None:
-    ranks = first_rank_of_each_stage(config.parallel, world_size)
+    ranks = first_rank_of_each_stage(world_size, config.parallel.pipeline_model_parallel_size)
     for stage in stages:
         simulated = run_rank(config, world_size=world_size, rank=ranks[stage])
         formula = rank_memory(simulated.job, stage)
@@ -206,7 +205,7 @@ def test_drawn_layouts(number: int) -> None:
     """Layouts that nobody looked at while the formula was written: the first and the last stage of each."""
     generator = random.Random(f"{SEED} {number}")
     config = large(draw(SEED, number, WORLD))
-    while problems(config, config.parallel.data_parallel_size or 1):
+    while config.joint_problems(config.parallel.data_parallel_size or 1):
         config = large(draw(generator.randrange(2**32), number, WORLD))
     print(f"seed {SEED}, layout {number}: {describe(config)}")
     assert_formula_is_near(config, WORLD, sorted({0, config.parallel.pipeline_model_parallel_size - 1}))

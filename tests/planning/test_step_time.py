@@ -356,5 +356,3 @@ def test_a_better_machine_is_never_slower(field: str, layout: dict[str, Any]) ->
             machine, **{field: dataclasses.replace(link, bytes_per_second=2 * link.bytes_per_second)}
         )
     assert step_time(asked, better).seconds <= step_time(asked, machine).seconds * (1 + ROUNDING)
-
-

@@ -4,7 +4,6 @@ import random
 from typing import Any
 
 from megatron_fanformer.runtime.layout import ParallelConfig
-from megatron_fanformer.simulation.rank import problems
 from megatron_fanformer.training.config import RunConfig
 from tests.simulation.runs import run_config
 
@@ -16,7 +15,9 @@ def draw(seed: int, number: int, world_size: int) -> RunConfig:
     generator = random.Random(f"{seed} {number}")
     while True:
         config = _candidate(generator, world_size)
-        if not problems(config, config.parallel.data_parallel_size or 1):
+        if not (
+            config.section_problems(leaving=["data"]) or config.joint_problems(config.parallel.data_parallel_size or 1)
+        ):
             return config
 
 

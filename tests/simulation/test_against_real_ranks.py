@@ -14,8 +14,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 from megatron_fanformer.ops import products
 from megatron_fanformer.runtime.collectives import CollectiveCount
 from megatron_fanformer.runtime.parallel import rank_grid
-from megatron_fanformer.simulation.fake_rank import run_rank, take_steps
 from megatron_fanformer.simulation.memory_tracker import MemoryTracker
+from megatron_fanformer.simulation.rank import run_rank, take_steps
 from megatron_fanformer.training.config import RunConfig
 from tests.simulation.runs import run_config
 

@@ -2,20 +2,17 @@
 
 import pytest
 
-from megatron_fanformer.simulation.fake_rank import run_rank
-from megatron_fanformer.simulation.rank import check, first_rank_of_each_stage
-from megatron_fanformer.sizing.simulated import communication_differences
+from megatron_fanformer.simulation.rank import run_rank
+from megatron_fanformer.sizing.simulated import first_rank_of_each_stage
 from megatron_fanformer.training.config import RunConfig
 from tests.simulation.drawn import describe, draw
 from tests.simulation.runs import run_config
 
 
 def differences(config: RunConfig, world_size: int) -> list[str]:
-    ranks = first_rank_of_each_stage(config.parallel, world_size)
-    check(config, world_size=world_size, ranks=ranks)
-    return [
-        line for rank in ranks for line in communication_differences(run_rank(config, world_size=world_size, rank=rank))
-    ]
+    ranks = first_rank_of_each_stage(world_size, config.parallel.pipeline_model_parallel_size)
+    simulated = (run_rank(config, world_size=world_size, rank=rank) for rank in ranks)
+    return [line for rank in simulated for line in rank.communication_differences()]
 
 
 def test_a_world_of_1024_ranks() -> None:

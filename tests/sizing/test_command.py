@@ -114,7 +114,6 @@ def test_the_report_holds_all_of_it(config: str, tmp_path: Path) -> None:
     assert found["cost"]["days"] == pytest.approx(hours / 24)
     assert found["cost"]["gpu_hours"] == pytest.approx(8 * hours)
     assert found["cost"]["price"] == pytest.approx(2.5 * 8 * hours)
-    assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
     assert not (tmp_path / "run").exists()
 
 
@@ -236,14 +235,7 @@ def test_what_does_not_fit_is_shown_and_refused(
     assert "does NOT fit" in output.out
 
 
-def simulated(job: Any, stage: int, peak: int, *, dropped: int) -> Any:
-    from megatron_fanformer.simulation.fake_rank import SimulatedRank
-
-    lines: list[Any] = communication(job, stage)[dropped:]
-    return SimulatedRank(rank=0, stage=stage, job=job, peak_bytes=peak, held_bytes=0, collectives=lines, seconds=0.0)
-
-
-@pytest.mark.parametrize(("dropped", "heavier", "message"), [(0, 1.0, ""), (1, 1.0, "counted"), (0, 1.03, "memory")])
+@pytest.mark.parametrize(("dropped", "heavier", "message"), [(0, 1.0, ""), (1, 1.0, "counted"), (0, 1.1, "memory")])
 def test_a_simulation_that_disagrees_is_told_and_ends_with_code_4(
     config: str,
     monkeypatch: pytest.MonkeyPatch,
@@ -255,12 +247,13 @@ def test_a_simulation_that_disagrees_is_told_and_ends_with_code_4(
     from megatron_fanformer.simulation import rank as simulation
     from megatron_fanformer.sizing.estimate import job_of
 
-    def simulate_ranks(run: Any, *, world_size: int, ranks: list[int], processes: int) -> list[Any]:
+    def run_rank(run: Any, *, world_size: int, rank: int) -> Any:
         job = dataclasses.replace(job_of(run, world_size), on_cpu=True)
+        lines: list[Any] = communication(job, 0)[dropped:]
         peak = round(rank_memory(job, 0).total_bytes * heavier)
-        return [simulated(job, 0, peak, dropped=dropped) for _ in ranks]
+        return simulation.SimulatedRank(rank=rank, stage=0, job=job, peak_bytes=peak, held_bytes=0, collectives=lines)
 
-    monkeypatch.setattr(simulation, "simulate_ranks", simulate_ranks)
+    monkeypatch.setattr(simulation, "run_rank", run_rank)
     assert plan(config, "--simulate", "0", "--parallel.tensor_model_parallel_size", "2") == (4 if message else 0)
     output = capsys.readouterr()
     assert ("DISAGREES" in output.out) == bool(message)
@@ -268,7 +261,6 @@ def test_a_simulation_that_disagrees_is_told_and_ends_with_code_4(
     assert bool(output.err) == bool(message)
 
 
-@pytest.mark.full  # a process a stage, each importing torch and megatron-core
 def test_simulated_stages_agree_with_the_formulas(config: str, tmp_path: Path) -> None:
     report = tmp_path / "plan.json"
     arguments = ["--layouts", "tp=2,pp=2,sp=true,fan=sequence", "--simulate", "all-stages", "--report", str(report)]

@@ -6,15 +6,22 @@ import math
 import random
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
 from megatron_fanformer.planning.machines import load_machine
-from megatron_fanformer.sizing.estimate import SECONDS_PER_HOUR, Estimate, estimate, for_machine, job_of
-from megatron_fanformer.sizing.goodput import checkpoint_bytes, goodput, storage
-from megatron_fanformer.sizing.request import PlanRequest
+from megatron_fanformer.sizing.estimate import (
+    SECONDS_PER_HOUR,
+    Estimate,
+    checkpoint_bytes,
+    estimate,
+    for_machine,
+    goodput,
+    job_of,
+    storage,
+)
+from megatron_fanformer.sizing.verb import PlanOptions
 from megatron_fanformer.training.config import config_from_dict
 from tests.sizing.test_candidates import run_config
 from tests.small_runs import small_run, train, write_tokens
@@ -82,10 +89,15 @@ def test_the_disk_holds_what_is_kept_and_what_is_being_written(
 
 
 def spent(run: Estimate, steps: int, rate: float, *, hours: float, minutes: float) -> dict[str, float]:
-    request = SimpleNamespace(
-        steps=steps, save_bytes_per_second=rate, failure_hours=hours * GPUS, restart_minutes=minutes
+    options = PlanOptions(
+        config=Path("run.yaml"),
+        gpus=GPUS,
+        gpu="h100",
+        save_rate=rate / 10**9,
+        failure_hours=hours * GPUS,
+        restart_minutes=minutes,
     )
-    found = goodput(run, cast(PlanRequest, request), storage(run, steps))
+    found = goodput(run, steps, options)
     assert found is not None
     return found
 

@@ -92,7 +92,6 @@ def test_chunks_that_hide_more_of_the_gradients_are_not_bound_by_whole_stages(h1
     found = search(for_machine(three, slow, on_cpu=False), 64, slow)
     seconds = [each.time.seconds for each in found.candidates]
     assert seconds == sorted(seconds)
-    assert found.best and found.best.config.parallel.virtual_pipeline_model_parallel_size == 3
 
 
 def test_more_instances_than_replicas_are_refused_by_rule(h100: Machine) -> None:

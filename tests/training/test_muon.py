@@ -12,8 +12,7 @@ from torch import Tensor
 from megatron_fanformer.model.config import FANConfig
 from megatron_fanformer.planning.matrix_updates import MatrixUpdates, owners, rounds
 from megatron_fanformer.planning.memory import rank_memory
-from megatron_fanformer.simulation.fake_rank import run_rank
-from megatron_fanformer.sizing.simulated import PEAK_TOLERANCE
+from megatron_fanformer.simulation.rank import PEAK_TOLERANCE, run_rank
 from megatron_fanformer.training.muon_optimizer import MuonAndAdam
 from megatron_fanformer.training.optimizer import single_optimizers
 from megatron_fanformer.training.optimizers import OPTIMIZERS, OptimizerConfig
