@@ -3,7 +3,7 @@
 Least squares of log(predicted / measured) by Gauss-Newton with a numerical Jacobian. A constant is a prior times a
 factor, whose logarithm is pulled towards 0: one factor for all chips where they have no reason to differ, and one more
 an architecture for the rates of its products and attention. All runs of a source together weigh as much as those of any
-other; those of a chip whose power was limited are left out.
+other.
 """
 
 import dataclasses
@@ -125,7 +125,6 @@ def fitted_logs(rows: Sequence[Row], start: np.ndarray) -> np.ndarray:
     Args:
         start: where to begin, such as with the solution for nearly the same runs.
     """
-    rows = [row for row in rows if row.has_usual_chip]
     priors = prior_machines()
     counts = Counter(row.family for row in rows)
     weights = np.array([math.sqrt(RUNS_A_SOURCE / counts[row.family]) / ROW_DEVIATION for row in rows])

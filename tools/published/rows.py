@@ -2,8 +2,8 @@
 
 The columns: src, name, gpu, prec (bf16, fp8, mxfp8), gpus, tp, pp, cp, vp (chunks a stage), gbs, mbs (samples of a
 global and of a micro batch), seq, L, h, f, heads, kv (empty: as many as heads), V, glu (True, or empty), rec (full,
-sel, op: selective by operations, none), step_seconds, alloc_gib (of memory, or empty); and of the software, True, False
-or empty: tp_overlap, dp_overlap, flash, sp, fused_loss, fsdp (`software.Practice`).
+sel, none), step_seconds, alloc_gib (of memory, or empty); and of the software, True, False
+or empty: tp_overlap, dp_overlap, flash, sp, fused_loss (`software.Practice`).
 """
 
 import csv
@@ -31,7 +31,7 @@ NEEDED = ("src", "name", "gpu", "prec", *NUMBERS, "rec", "step_seconds")
 CHOICES = {
     "gpu": tuple(name.upper() for name in known_machines()),
     "prec": ("bf16", "fp8", "mxfp8"),
-    "rec": ("full", "sel", "op", "none"),
+    "rec": ("full", "sel", "none"),
 }
 # A gated MLP of two thirds the inner size has the weights and FLOPs of one without a gate.
 UNGATED_SHARE = 2 / 3
@@ -54,14 +54,7 @@ class Row:
     precision: str
     """As the file has it: bf16, fp8 or mxfp8."""
     practice: Practice
-    recomputation: str
-    """full, sel, op or none."""
     step_seconds: float
-
-    @property
-    def has_usual_chip(self) -> bool:
-        """Whether the chip runs at its usual power; else its run says little of the constants of others."""
-        return "power" not in self.practice.other_machine.get(self.gpu, {})
 
     @property
     def family(self) -> str:
@@ -129,10 +122,7 @@ def _row(values: dict[str, str], where: str) -> Row:
         if values[name] not in allowed:
             raise InputError(f"{where}: {name} is {values[name]!r}; it must be one of {', '.join(allowed)}")
     practice = practice_of(values["src"]).of_row(values, where)
-    recomputation = "op" if values["rec"] == "sel" and practice.selects_operations else values["rec"]
-    jobs = [
-        tuple(_job(values, each, practice, recomputation) for each in group) for group in _batches(numbers, practice)
-    ]
+    jobs = [tuple(_job(values, each, practice) for each in group) for group in _batches(numbers, practice)]
     if found := [problem for job in sum(jobs, ()) for problem in (*job.model.problems(), *job.parallel.problems())]:
         raise InputError(f"{where}: {found[0]}")
     if jobs[0][0].parallel.layers_per_stage(numbers["L"]) is None:
@@ -144,7 +134,6 @@ def _row(values: dict[str, str], where: str) -> Row:
         jobs=tuple(jobs),
         precision=values["prec"],
         practice=practice,
-        recomputation=recomputation,
         step_seconds=seconds,
     )
 
@@ -168,7 +157,7 @@ def _fits(n: dict[str, int], micro_batch: int) -> bool:
     return kept + weights * (WEIGHT_BYTES + OPTIMIZER_BYTES * ranks / n["gpus"]) < 80e9
 
 
-def _job(values: dict[str, str], n: dict[str, int], practice: Practice, recomputation: str) -> Job:
+def _job(values: dict[str, str], n: dict[str, int], practice: Practice) -> Job:
     is_gated = values.get("glu") == "True"
     model = FANformerConfig(
         num_layers=n["L"],
@@ -184,7 +173,7 @@ def _job(values: dict[str, str], n: dict[str, int], practice: Practice, recomput
     replicas = n["gpus"] // (n["tp"] * n["pp"] * n["cp"])
     return Job(
         model=model,
-        parallel=_parallel(recomputation, n, practice),
+        parallel=_parallel(values["rec"], n, practice),
         kernels=KernelsConfig(
             attention_backend="flash" if practice.flash else "unfused",
             chunked_loss_head=practice.fused_loss,

@@ -8,14 +8,11 @@ this project does.
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.planning.machines import Machine
 
 TRUTHS = {"True": True, "False": False}
-# Watts to rate: power grows with the cube of the clock, which sets the rate of products.
-POWER_EXPONENT = 1 / 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,18 +31,14 @@ class Practice:
     """Whether that holds where whole layers are recomputed, too."""
     fused_loss: bool = False
     """Cross entropy in one kernel, not in float32 operations."""
-    fsdp: bool = False
-    """Weights sharded over the replicas, and gathered a layer at a time."""
     fp8_recipe: str = "tensorwise"
     """Recipe of the row's `fp8`."""
     sums_in_fp32: bool = True
     """Whether replicas sum gradients in float32, or in bf16."""
-    selects_operations: bool = False
-    """Whether `sel` is torchtitan's selective checkpointing by operations, and not Megatron's of core attention."""
     states_batches: bool = True
     """Whether micro batch and interleaving are the source's, or were filled in by 1."""
     other_machine: Mapping[str, Mapping[str, float]] = dataclasses.field(default_factory=dict)
-    """By chip, what the source says of its own: fields of `Machine`, and `power`, its limit over the usual one."""
+    """By chip, what the source says of its own: fields of `Machine`."""
 
     def of_row(self, values: Mapping[str, str], where: str) -> "Practice":
         """Return the same, as a row's columns have it.
@@ -63,16 +56,12 @@ class Practice:
 
     def machine(self, gpu: str, machine: Machine) -> Machine:
         """Return the chip as the source has it."""
-        changes: dict[str, Any] = dict(self.other_machine.get(gpu, {}))
-        slower = changes.pop("power", 1.0) ** POWER_EXPONENT
-        for name in ("product_efficiency", "fp8_product_efficiency", "attention_efficiency"):
-            changes[name] = slower * changes.get(name, getattr(machine, name))
-        return dataclasses.replace(machine, **changes)
+        return dataclasses.replace(machine, **self.other_machine.get(gpu, {}))  # type: ignore[arg-type]
 
 
 # FlashAttention-2, which PyTorch has, reaches 35% of an H100's rate (Shah et al. 2024, FlashAttention-3, abstract).
 FLASH_2 = {"attention_efficiency": 0.35}
-COLUMNS = ("tp_overlap", "dp_overlap", "flash", "sp", "fused_loss", "fsdp")
+COLUMNS = ("tp_overlap", "dp_overlap", "flash", "sp", "fused_loss")
 
 SOURCES = {  # by the beginning of their names; the longest that fits
     # Korthikanti et al. 2022, table 5: full recomputation without sequence parallelism, selective with it.
@@ -92,12 +81,6 @@ SOURCES = {  # by the beginning of their names; the longest that fits
     "dgxc": Practice(tp_overlap=True, fused_loss=True, sums_in_fp32=False),
     # SimuMax v1.2, its guide to the B200's runs: everything that overlaps is off, the cross entropy is fused.
     "simumax": Practice(dp_overlap=False, fused_loss=True),
-    # github.com/pytorch/torchtitan, benchmarks/: H100 with 2.4 TB/s, limited to 500 of 700 W.
-    "titan": Practice(
-        fsdp=True,
-        selects_operations=True,
-        other_machine={"h100": {**FLASH_2, "memory_bytes_per_second": 2.4e12, "power": 500 / 700}, "h200": FLASH_2},
-    ),
     # github.com/huggingface/nanotron: ZeRO-1, gradients in float32.
     "nanotron": Practice(other_machine={"h100": FLASH_2}),
 }
