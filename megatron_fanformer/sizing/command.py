@@ -6,14 +6,14 @@ torch is not imported, unless ranks are simulated.
 import json
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from megatron_fanformer.durable_files import file_problems, write_atomically
 from megatron_fanformer.errors import DivergenceError, InputError
-from megatron_fanformer.planning.machines import Machine, known_machines, load_machine
+from megatron_fanformer.planning.machines import known_machines, load_machine
 from megatron_fanformer.sizing.candidates import laid_out, layout_name
 from megatron_fanformer.sizing.estimate import check_formats, for_machine
+from megatron_fanformer.sizing.report import PlanRequest, as_values, layout_file, plan_lines
 from megatron_fanformer.sizing.search import Findings, judge, search
 from megatron_fanformer.sizing.verb import ALL_STAGES, PlanOptions
 from megatron_fanformer.terminal import phases, show
@@ -24,24 +24,6 @@ if TYPE_CHECKING:  # imports torch, which takes seconds
     from megatron_fanformer.simulation.rank import SimulatedRank
 
 
-@dataclass(frozen=True, kw_only=True)
-class PlanRequest:
-    """A run to plan."""
-
-    options: PlanOptions
-    config: RunConfig
-    """The configuration, with fields left to the machine chosen for the requested one."""
-    machine: Machine
-    named: tuple[tuple[str, RunConfig], ...]
-    """The layouts to judge, by their names; none: search all."""
-    tokens: int
-
-    @property
-    def steps(self) -> int:
-        """Return the steps of a run over its tokens."""
-        return math.ceil(self.tokens / self.config.batch_tokens)
-
-
 def plan(options: PlanOptions) -> None:
     """Plan a run as requested, and write the report.
 
@@ -49,8 +31,6 @@ def plan(options: PlanOptions) -> None:
         InputError: the request is wrong, or nothing legal fits.
         DivergenceError: a simulated rank and the formulas disagree.
     """
-    from megatron_fanformer.sizing.report import as_values, layout_file, plan_lines
-
     if found := file_problems(report=options.report, write=options.write):
         raise InputError("\n".join(found))
     if options.write is not None and options.write.exists():
@@ -139,12 +119,13 @@ def _of_known_length(config: RunConfig, tokens: int | None) -> RunConfig:
 
 
 def _simulated(findings: Findings, request: PlanRequest) -> "list[SimulatedRank]":
-    if not request.options.simulate or findings.best is None:
+    ranks, best = request.options.simulate, findings.best
+    if not ranks or best is None:
         return []
-    from megatron_fanformer.sizing.simulated import simulate
+    from megatron_fanformer.simulation.ranks import simulate
 
-    with phases(f"simulating {findings.best.name}"):
-        return list(simulate(findings.best, request.options.simulate))
+    with phases(f"simulating {best.name}"):
+        return list(simulate(best.config, best.job, [rank for rank in ranks if isinstance(rank, int)]))
 
 
 def _nothing_fits(findings: Findings, request: PlanRequest) -> Iterator[str]:

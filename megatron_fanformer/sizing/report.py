@@ -1,19 +1,22 @@
 """Reports of a plan: lines for the terminal, and plain values for a file."""
 
 import dataclasses
+import math
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 from megatron_fanformer import __version__
 from megatron_fanformer.planning.communication import Total, communication
-from megatron_fanformer.planning.machines import DRIVERS_SHARE
+from megatron_fanformer.planning.machines import DRIVERS_SHARE, Machine
 from megatron_fanformer.planning.memory import RankMemory
 from megatron_fanformer.sizing.candidates import layout_lines
-from megatron_fanformer.sizing.command import PlanRequest
 from megatron_fanformer.sizing.estimate import GIB, Estimate, cost, goodput, storage
 from megatron_fanformer.sizing.search import Findings
+from megatron_fanformer.sizing.verb import PlanOptions
 from megatron_fanformer.terminal import Row, plural, table
+from megatron_fanformer.training.config import RunConfig
 
 if TYPE_CHECKING:
     from megatron_fanformer.simulation.rank import SimulatedRank
@@ -22,6 +25,24 @@ Simulated = Sequence["SimulatedRank"]
 MOST_STAGES = 4  # columns; the file has all
 LAYERS = {"local": "the local layers", "transformer_engine": "Transformer Engine's layers"}
 GROUPS = {"tp": "tensor parallel", "cp": "context parallel", "pp": "pipeline", "dp_cp": "replicas"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanRequest:
+    """A run to plan."""
+
+    options: PlanOptions
+    config: RunConfig
+    """The configuration, with fields left to the machine chosen for the requested one."""
+    machine: Machine
+    named: tuple[tuple[str, RunConfig], ...]
+    """The layouts to judge, by their names; none: search all."""
+    tokens: int
+
+    @property
+    def steps(self) -> int:
+        """Return the steps of a run over its tokens."""
+        return math.ceil(self.tokens / self.config.batch_tokens)
 
 
 def assumptions(request: PlanRequest, shown: Estimate, simulated: Simulated) -> Iterator[str]:

@@ -21,7 +21,7 @@ from megatron_fanformer.planning.memory import BLOCK_OF_TEE, SAMPLE_BYTES, RankM
 from megatron_fanformer.runtime.parallel import rank_grid
 from megatron_fanformer.runtime.seeding import seed_everything
 from megatron_fanformer.simulation.rank import PEAK_TOLERANCE, run_rank
-from megatron_fanformer.sizing.simulated import first_rank_of_each_stage
+from megatron_fanformer.simulation.ranks import first_rank_of_each_stage
 from megatron_fanformer.training.config import RunConfig
 from megatron_fanformer.training.optimizer import OptimizerConfig, build_optimizer
 from megatron_fanformer.training.step import wrap_stages

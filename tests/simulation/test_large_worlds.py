@@ -3,7 +3,7 @@
 import pytest
 
 from megatron_fanformer.simulation.rank import run_rank
-from megatron_fanformer.sizing.simulated import first_rank_of_each_stage
+from megatron_fanformer.simulation.ranks import first_rank_of_each_stage
 from megatron_fanformer.training.config import RunConfig
 from tests.simulation.drawn import describe, draw
 from tests.simulation.runs import run_config

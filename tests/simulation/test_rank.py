@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from megatron_fanformer.simulation.rank import run_rank
-from megatron_fanformer.sizing.simulated import as_simulated
+from megatron_fanformer.simulation.ranks import as_simulated
 from tests.simulation.runs import run_config
 
 PP = dict(pipeline_model_parallel_size=2)

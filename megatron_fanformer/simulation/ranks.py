@@ -5,35 +5,30 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from megatron_fanformer.errors import InputError
+from megatron_fanformer.planning.job import Job
 from megatron_fanformer.runtime import device, megatron_cpu
-from megatron_fanformer.sizing.estimate import Estimate
-from megatron_fanformer.sizing.verb import ALL_STAGES
 from megatron_fanformer.training.config import RunConfig
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # imports torch, which takes seconds
     from megatron_fanformer.simulation.rank import SimulatedRank
 
 
-def simulate(estimate: Estimate, ranks: Sequence[int | str]) -> "Iterator[SimulatedRank]":
-    """Run those ranks of a layout, or one of each of its stages, one after the other in this process.
+def simulate(config: RunConfig, job: Job, ranks: Sequence[int]) -> "Iterator[SimulatedRank]":
+    """Run those ranks of a layout one after the other in this process; none: one of each pipeline stage.
 
     Raises:
         InputError: `train` refuses the layout with local layers.
     """
-    world_size, replicas = estimate.job.world_size, estimate.job.data_parallel_size
-    config = as_simulated(estimate.config, replicas)
-    if found := config.section_problems(leaving=["data"]) or config.joint_problems(replicas):
+    config = as_simulated(config, job.data_parallel_size)
+    if found := config.section_problems(leaving=["data"]) or config.joint_problems(job.data_parallel_size):
         raise InputError("\n".join(found))
     device.hide_gpus()
     device.quieten_libraries()
     megatron_cpu.install()
     from megatron_fanformer.simulation.rank import run_rank
 
-    numbers = [rank for rank in ranks if isinstance(rank, int)]
-    if ALL_STAGES in ranks:
-        numbers = first_rank_of_each_stage(world_size, estimate.job.stages)
-    for rank in numbers:
-        yield run_rank(config, world_size=world_size, rank=rank)
+    for rank in ranks or first_rank_of_each_stage(job.world_size, job.stages):
+        yield run_rank(config, world_size=job.world_size, rank=rank)
 
 
 def first_rank_of_each_stage(world_size: int, stages: int) -> list[int]:
