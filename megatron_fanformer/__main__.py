@@ -23,7 +23,7 @@ def entry_point() -> None:
         print(f"megatron-fanformer: {not_installed(error)}", file=sys.stderr)
         sys.exit(InputError.exit_code)
     code = main()
-    if "triton" not in sys.modules:  # which, where it is not collected, writes dozens of lines about what has leaked
+    if "triton" not in sys.modules:  # which, where it is not collected, reports leaks in dozens of lines
         gc.freeze()  # or Python would look through all of torch for garbage before it ends, for a second
     sys.exit(code)
 

@@ -67,13 +67,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             go_on_unread()
         with nullcontext() if verb.takes_signals else signals_released():
             verb.run(options)
-            print(end="", flush=True)  # here, where what fails is still an error
+            print(end="", flush=True)  # here a failure is still an error
     except KeyboardInterrupt:
         return _report("stopped by the keyboard", 1)
     except Exception as error:
         if debug:
             print(getattr(error, "rank_traceback", "") or traceback.format_exc(), file=sys.stderr)
-        message, code = _in_words(error)
+        message, code = _describe(error)
         return code if getattr(error, "already_reported", False) else _report(message, code)
     return 0
 
@@ -107,15 +107,15 @@ def _report(message: str, exit_code: int) -> int:
     return exit_code
 
 
-# What is wrong with a path that the user named, and not with the machine.
+# Errors of a path that the user named, not of the machine.
 _WRONG_PATH = (
     *(errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTEMPTY),
     *(errno.EACCES, errno.EPERM, errno.EROFS, errno.EINVAL, errno.EFBIG, errno.ENXIO),
 )
 
 
-def _in_words(error: Exception) -> tuple[str, int]:
-    """Return what to say, and the exit code; of a system's error, that it refused a path that nothing else reported."""
+def _describe(error: Exception) -> tuple[str, int]:
+    """Return the message and the exit code of an error; of an OSError, that the system refused its path."""
     if isinstance(error, FanformerError):
         return str(error), error.exit_code
     if isinstance(error, ModuleNotFoundError):
@@ -150,10 +150,10 @@ def _parser(described: Collection[str] = VERBS) -> argparse.ArgumentParser:
     )
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB", parser_class=_Parser)
     for verb in VERBS.values():
-        own = verbs.add_parser(verb.name, help=verb.help, description=verb.help, formatter_class=_Help)
+        subparser = verbs.add_parser(verb.name, help=verb.help, description=verb.help, formatter_class=_Help)
         if verb.name not in described:
             continue
-        add_options(own, verb.options)
+        add_options(subparser, verb.options)
         examples = [f"  {PROGRAM} {example}".replace("\n", " \\\n      ") for example in verb.examples]
-        own.epilog = "\n".join([verb.notes, "examples:", *examples])
+        subparser.epilog = "\n".join([verb.notes, "examples:", *examples])
     return parser

@@ -2,8 +2,8 @@
 
 A configuration is a frozen, keyword-only dataclass whose fields are values or such dataclasses again (its sections).
 msgspec decides whether a value fits a field's type, strictly: "1" is not an integer, true is not a number. This module
-adds what it lacks: that numbers are finite, our wording of errors, all of them at once, and the docstring below each
-field, which is read from the source.
+adds finite numbers, the wording of errors, all of them at once, and the docstring below each field, which is read from
+the source.
 """
 
 import ast
@@ -31,7 +31,7 @@ from megatron_fanformer.errors import InputError, did_you_mean
 
 Config = TypeVar("Config")
 
-# What a value of each type is called in the descriptions; and in the errors, with its article and an example.
+# The name of each type in the descriptions; and in the errors, with its article and an example.
 IN_WORDS: dict[Any, tuple[str, str]] = {
     int: ("integer", "an integer"),
     float: ("number", "a finite number"),
@@ -46,8 +46,8 @@ MOST_SHOWN = 80  # characters of a wrong value
 LARGEST_INTEGER = 2**63 - 1
 
 Advice = Callable[[str], str | None]
-"""Returns what to report about a name that is no field's, as a clause; None: nothing special. It gets a key as its
-dotted name, an argument of the command line as it is."""
+"""Returns the remedy, as a clause, for a name that is no field's; None: nothing special. It gets a key as its dotted
+name, an argument of the command line as it is."""
 
 
 def no_advice(_name: str) -> None:
@@ -61,14 +61,14 @@ def build(values: Mapping[str, Any], owner: type[Config], prefix: str = "", *, a
     """Return the dataclass that nested plain values describe.
 
     Args:
-        prefix: what precedes the names in messages, such as `model.`.
-        advice: returns what to report about a key that the dataclass does not have; else the key most like it is named.
+        prefix: precedes the names in messages, such as `model.`.
+        advice: returns the remedy for an unknown key; without one the key most like it is named.
 
     Raises:
         InputError: keys are unknown or missing, or values have a wrong type; one line each, with the dotted name.
     """
-    if found := value_problems(values, owner, prefix, advice=advice):
-        raise InputError("\n".join(found))
+    if problems := value_problems(values, owner, prefix, advice=advice):
+        raise InputError("\n".join(problems))
     return _instance(values, owner)
 
 
@@ -77,28 +77,28 @@ def value_problems(
 ) -> list[str]:
     """Return one line for each unknown key, each missing one, and each value of a wrong type."""
     hints = get_type_hints(owner)
-    found = []
+    problems = []
     for key in values:
         if key not in hints:
             name = f"{prefix}{key!s:.{MOST_SHOWN}}"
             remedy = did_you_mean(str(key), hints, f"the keys here are {', '.join(hints)}", prefix=prefix)
-            found.append(f"unknown configuration key {name}; {advice(name) or remedy}")
+            problems.append(f"unknown configuration key {name}; {advice(name) or remedy}")
     for field in dataclasses.fields(owner):
         name, hint = prefix + field.name, hints[field.name]
         present, value = field.name in values, values.get(field.name)
         if _is_section(hint):
             if isinstance(value, Mapping) or (_is_required(field) and not present):
-                found += value_problems(value or {}, hint, f"{name}.", advice=advice)
+                problems += value_problems(value or {}, hint, f"{name}.", advice=advice)
             elif present:
                 key = dataclasses.fields(hint)[0].name
-                found.append(f"{name} is {_shown(value)}; it must be a section with keys such as {key}")
+                problems.append(f"{name} is {_shown(value)}; it must be a section with keys such as {key}")
         elif _is_required(field) and not present:
-            found.append(f"{name} is missing; it must be {_demand(hint)}")
+            problems.append(f"{name} is missing; it must be {_demand(hint)}")
         elif present and not _fits(value, hint):
-            found.append(f"{name} is {_shown(value)}; it must be {_demand(hint)}")
+            problems.append(f"{name} is {_shown(value)}; it must be {_demand(hint)}")
         elif present and isinstance(value, int) and abs(value) > LARGEST_INTEGER:
-            found.append(f"{name} is {_shown(value)}; no number may exceed {LARGEST_INTEGER}")
-    return found
+            problems.append(f"{name} is {_shown(value)}; no number may exceed {LARGEST_INTEGER}")
+    return problems
 
 
 def _instance(values: Mapping[str, Any], owner: type[Config]) -> Config:
@@ -208,7 +208,7 @@ def yaml_value(text: str) -> Any:
     """
     try:
         return yaml.load(text, _Loader)
-    # The last ones are what PyYAML raises for a value that its tag does not describe, such as !!bool 7.
+    # PyYAML raises the last ones for a value that its tag does not describe, such as !!bool 7.
     except (yaml.YAMLError, ValueError, ArithmeticError, LookupError, AttributeError, RecursionError) as error:
         raise ValueError(" ".join(str(error).split())) from None
 
@@ -250,7 +250,7 @@ def read_overrides(arguments: Sequence[str], *, advice: Advice = no_advice) -> d
     """Return the nested values that `--section.field VALUE` and `--section.field=VALUE` set; of a field, the last.
 
     Args:
-        advice: returns what to report about an argument that is neither.
+        advice: returns the remedy for an argument that is neither.
 
     Raises:
         InputError: arguments are neither, a line each; a value is missing, or not valid YAML.
@@ -297,26 +297,26 @@ def overlaid(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[st
 
 def nested(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the nested values that dotted names stand for, to be laid over others by `overlaid`; of two, the later."""
-    found: dict[str, Any] = {}
+    nested: dict[str, Any] = {}
     for name, value in values.items():
-        _set_nested(found, name.split("."), copy.deepcopy(value))  # which a later name may reach into
-    return found
+        _set_nested(nested, name.split("."), copy.deepcopy(value))  # which a later name may reach into
+    return nested
 
 
 def by_dotted_names(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     """Return a configuration's plain values without sections, by names as overrides have them: `model.fan.p_ratio`."""
-    found: dict[str, Any] = {}
+    flat: dict[str, Any] = {}
     for name, value in values.items():
-        found |= by_dotted_names(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
-    return found
+        flat |= by_dotted_names(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
+    return flat
 
 
 def dotted(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Undo `nested`: a mapping that was given as one value stays one."""
-    found: dict[str, Any] = {}
+    flat: dict[str, Any] = {}
     for name, value in values.items():
-        found |= dotted(value, f"{prefix}{name}.") if isinstance(value, _Section) else {f"{prefix}{name}": value}
-    return found
+        flat |= dotted(value, f"{prefix}{name}.") if isinstance(value, _Section) else {f"{prefix}{name}": value}
+    return flat
 
 
 class _Section(dict[str, Any]):
@@ -332,7 +332,7 @@ def _set_nested(values: dict[str, Any], path: Sequence[str], value: Any) -> None
 
 
 def moved_names(values: Mapping[str, Any], moves: Mapping[str, str]) -> tuple[dict[str, Any], list[str]]:
-    """Return the values with fields under their current names, and the earlier names that were found.
+    """Return the values with fields under their current names, and the earlier names that were given.
 
     Args:
         moves: from a field's earlier name, `section.field`, to its current one; to nothing if it is gone.
@@ -341,7 +341,7 @@ def moved_names(values: Mapping[str, Any], moves: Mapping[str, str]) -> tuple[di
         InputError: a field is given under both names; one line each.
     """
     moved = {name: type(part)(part) if isinstance(part, dict) else part for name, part in values.items()}
-    found, twice = [], []
+    earlier, twice = [], []
     for old, new in moves.items():
         (old_section, _, old_field), (new_section, _, new_field) = old.partition("."), new.partition(".")
         source = moved.get(old_section)
@@ -351,13 +351,13 @@ def moved_names(values: Mapping[str, Any], moves: Mapping[str, str]) -> tuple[di
         if isinstance(target, dict) and new_field in target:
             twice.append(f"{old} is the earlier name of {new}, and both are given; remove {old}")
         elif target is None or isinstance(target, dict):
-            found.append(old)
+            earlier.append(old)
             value = source.pop(old_field)
             if new:
                 _set_nested(moved, [new_section, new_field], value)
     if twice:
         raise InputError("\n".join(twice))
-    return moved, found
+    return moved, earlier
 
 
 # -- descriptions
@@ -386,19 +386,19 @@ def described_fields(owner: type, prefix: str = "") -> Iterator[FieldDescription
             yield from described_fields(hint, f"{name}.")
         else:
             default = None if _is_required(field) else _written(_default(field))
-            yield FieldDescription(name=name, type=_in_words(hint), default=default, text=texts[field.name])
+            yield FieldDescription(name=name, type=_type_name(hint), default=default, text=texts[field.name])
 
 
 @functools.cache
 def field_texts(owner: type) -> dict[str, str]:
     """Return the docstring below each field of a dataclass, on one line; those of its bases, too."""
-    found: dict[str, str] = {}
+    texts: dict[str, str] = {}
     for base in owner.__bases__:
         if dataclasses.is_dataclass(base):
-            found |= field_texts(base)
+            texts |= field_texts(base)
     (tree,) = ast.parse(textwrap.dedent(inspect.getsource(owner))).body
     assert isinstance(tree, ast.ClassDef)
-    return found | {
+    return texts | {
         field.target.id: " ".join(below.value.value.split())
         for field, below in zip(tree.body, tree.body[1:], strict=False)
         if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
@@ -406,15 +406,15 @@ def field_texts(owner: type) -> dict[str, str]:
     }
 
 
-def _in_words(hint: Any) -> str:
+def _type_name(hint: Any) -> str:
     if get_origin(hint) is Literal:
         return ", ".join(f"`{choice}`" for choice in get_args(hint))
     if get_origin(hint) in (Union, UnionType):
-        return " or ".join(_in_words(choice) for choice in get_args(hint))
+        return " or ".join(_type_name(choice) for choice in get_args(hint))
     if get_origin(hint) is list:
-        return f"list of {_in_words(get_args(hint)[0])}"
+        return f"list of {_type_name(get_args(hint)[0])}"
     if get_origin(hint) is dict:
-        return f"mapping of {_in_words(get_args(hint)[0])} to {_in_words(get_args(hint)[1])}"
+        return f"mapping of {_type_name(get_args(hint)[0])} to {_type_name(get_args(hint)[1])}"
     return IN_WORDS[hint][0]
 
 

@@ -2,8 +2,8 @@
 
 `regular_file` stands before every opening of a file that a user or a checkpoint names: opening a pipe waits for ever.
 
-What is written gets its name once it is on the disk: the file is flushed, renamed, and the folder that now names it
-flushed too. A process that is killed leaves at most a hidden file or folder (`.NAME.….tmp`).
+A file gets its name once it is on the disk: it is flushed, renamed, and the folder that now names it flushed too. A
+process that is killed leaves at most a hidden file or folder (`.NAME.….tmp`).
 """
 
 import errno
@@ -39,7 +39,7 @@ def at_home(value: Any) -> Any:
 
 
 def write_refusal(error: OSError, path: Path | str) -> str:
-    """Return the system's reason for refusing a write to a path; of a full file system, also what is free there."""
+    """Return the system's reason for refusing a write to a path; of a full file system, also the free space."""
     reason = error.strerror or str(error)
     if error.errno not in NO_SPACE:
         return reason
@@ -56,18 +56,18 @@ def regular_file(path: Path, *, most_bytes: int | None = None) -> Path:
     """Return the path itself, once it is known to be a file that can be read to its end.
 
     Args:
-        most_bytes: what a file of its kind never exceeds; None: it may be of any size.
+        most_bytes: the size that a file of its kind never exceeds; None: any.
 
     Raises:
         OSError: it does not exist, is a folder, a pipe, a socket or a device, or is larger.
     """
-    found = path.stat()
-    if stat.S_ISDIR(found.st_mode):
+    status = path.stat()
+    if stat.S_ISDIR(status.st_mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
-    if not stat.S_ISREG(found.st_mode):
+    if not stat.S_ISREG(status.st_mode):
         raise OSError(errno.EINVAL, "it is a pipe, a socket or a device, not a file", str(path))
-    if most_bytes is not None and found.st_size > most_bytes:
-        raise OSError(errno.EFBIG, f"it has {found.st_size} bytes, more than the {most_bytes} allowed", str(path))
+    if most_bytes is not None and status.st_size > most_bytes:
+        raise OSError(errno.EFBIG, f"it has {status.st_size} bytes, more than the {most_bytes} allowed", str(path))
     return path
 
 
@@ -78,14 +78,14 @@ def write_atomically(path: Path, content: str | bytes, *, aside: Path | None = N
         aside: the folder, on the same disk, in which it is written; None: its own.
 
     Raises:
-        OSError: it cannot be written; what has its name is not a file. (As root, it would replace /dev/null.)
+        OSError: it cannot be written, or something else has its name. (As root, it would replace /dev/null.)
     """
     if path.exists():
         regular_file(path)
     partial = temporary_name((aside or path.parent) / path.name)
     try:
         _remove(partial)
-        with partial.open("xb") as stream:  # never what is there: the target of a link would be overwritten
+        with partial.open("xb") as stream:  # "x": the target of a link would be overwritten
             stream.write(content.encode() if isinstance(content, str) else content)
         publish(partial, path)
     except BaseException:
@@ -122,7 +122,7 @@ def temporary_name(path: Path) -> Path:
 
 
 def _remove(left: Path) -> None:
-    """Remove what a killed process left, or a link, which is not followed."""
+    """Remove the leftover of a killed process, or a link, which is not followed."""
     if left.is_dir() and not left.is_symlink():
         shutil.rmtree(left)
     else:
@@ -135,7 +135,7 @@ def new_folder(destination: Path) -> Iterator[Path]:
 
     Raises:
         InputError: `destination` already exists.
-        OSError: the block failed where the disk takes nothing more; names `destination`, whatever the block knew of it.
+        OSError: the disk is full or read-only; the error names `destination`.
     """
     if destination.exists():
         raise InputError(f"{destination} already exists; name another destination, or remove it")
@@ -189,7 +189,7 @@ def _lock(folder: Path) -> int | None:
 def refusal_of(folder: Path) -> OSError | None:
     """Try to write a small file there now, and return the system's error; None if it succeeds.
 
-    To be called after a failed write and before what was written is removed: libraries often do not pass it on.
+    Call it after a failed write, before removing the partial files: libraries often do not pass the error on.
     """
     probe = folder / f".{uuid.uuid4().hex}.tmp"
     try:

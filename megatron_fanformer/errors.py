@@ -1,6 +1,6 @@
 """The errors with their exit codes; every package may raise them, and only `cli` turns them into an exit.
 
-A message is one line of the form `VALUE, RULE; REMEDY`: what was found, the rule that it breaks, what to do. It shows
+A message is one line of the form `VALUE, RULE; REMEDY`: the value, the rule that it breaks, the way out. It shows
 no credentials: see `redacted`.
 """
 
@@ -38,7 +38,7 @@ class InputError(FanformerError, ValueError):
 
 
 class InUseError(InputError):
-    """Another process that lives holds what this one needs: a run's folder, an output."""
+    """A live process holds a run's folder or an output that this one needs."""
 
 
 class CorruptError(FanformerError):
@@ -57,7 +57,7 @@ class Interrupted(FanformerError):
     """Stopped on a signal, and no step is lost; the same command continues from there.
 
     Args:
-        run_is_over: whether the last step is taken and saved: what was stopped came after it, and nothing continues it.
+        run_is_over: whether the last step is taken and saved, so that there is nothing to continue.
     """
 
     exit_code = 5
@@ -85,7 +85,7 @@ def not_installed(error: ModuleNotFoundError) -> str:
 
 
 def collect_problems(problems: list[str], read: Callable[[], _T]) -> _T | None:
-    """Return what `read` reads; None where the input is wrong, which is noted as problems, one a line."""
+    """Call `read()`. On InputError append its lines to `problems` and return None."""
     try:
         return read()
     except InputError as error:
@@ -99,7 +99,7 @@ def broken_fields(
     """Return a line for each of those fields of a section that breaks a rule of single fields; null breaks none.
 
     Args:
-        demand: what a field must do, as in "be at least 1".
+        demand: the rule, as in "be at least 1".
     """
     stated = {name: getattr(values, name) for name in names}
     return [

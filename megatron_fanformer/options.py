@@ -7,8 +7,8 @@ of its name, its type and its default; the docstring below the field is the opti
     \"\"\"Texts that are decoded together, which changes none\"\"\"
 
 is `--batch-size BATCH_SIZE`. A field without a default must be given; a `bool` is a switch (`--no-NAME` where it is
-True by default); a `Literal` has choices; a tuple takes several words. `option` and the functions below it say what a
-type cannot.
+True by default); a `Literal` has choices; a tuple takes several words. `option` and the functions below it state what
+a type cannot.
 """
 
 import argparse
@@ -49,7 +49,7 @@ class Verb(Generic[Options]):
 
     name: str
     help: str
-    """One sentence on what the verb does."""
+    """One sentence for --help."""
     options: type[Options]
     """The dataclass of its options."""
     run: Callable[[Options], None]
@@ -63,12 +63,12 @@ class Verb(Generic[Options]):
     takes_signals: bool = False
     """Whether it handles signals itself until its end."""
     advice: Callable[[Sequence[str]], list[str]] = field(default=lambda _command_line: [])
-    """Returns what else to report about a command line that the parser refuses, a line each."""
+    """Returns further lines for a command line that the parser refuses."""
 
     @property
     def takes_overrides(self) -> bool:
         """Return whether fields of a configuration can be set, as --section.field VALUE."""
-        return any(_shape(each).source == "overrides" for each in _fields(self.options))
+        return any(_shape(entry).source == "overrides" for entry in _fields(self.options))
 
     def read(self, given: Mapping[str, Any], overrides: Sequence[str], command_line: Sequence[str]) -> Options:
         """Return the options, with their defaults where the parser found nothing.
@@ -77,15 +77,15 @@ class Verb(Generic[Options]):
             InputError: a rule of theirs is broken.
         """
         values: dict[str, Any] = {}
-        for each in _fields(self.options):
-            source = _shape(each).source
+        for entry in _fields(self.options):
+            source = _shape(entry).source
             if source == "overrides":
-                values[each.name] = tuple(overrides)
+                values[entry.name] = tuple(overrides)
             elif source == "command_line":
-                values[each.name] = tuple(command_line)
-            elif source != "caller" and each.name in given:
-                value = given[each.name]
-                values[each.name] = tuple(value) if isinstance(value, list) else value
+                values[entry.name] = tuple(command_line)
+            elif source != "caller" and entry.name in given:
+                value = given[entry.name]
+                values[entry.name] = tuple(value) if isinstance(value, list) else value
         return self.options(**values)
 
 
@@ -121,7 +121,7 @@ def argument(default: Any = dataclasses.MISSING, **shape: Any) -> Any:
 
 
 def overrides() -> Any:
-    """Return the field of what is left on the line: fields of a configuration, as --section.field VALUE."""
+    """Return the field of the remaining arguments: fields of a configuration, as --section.field VALUE."""
     return option((), source="overrides")
 
 
@@ -151,8 +151,8 @@ def count_of(text: str) -> int:
     Raises:
         InputError: it is none, has a fraction, or is not from 1 to 10^18.
     """
-    found = _COUNT.fullmatch(text)
-    number = Decimal(found[1]) * _FACTORS[found[2].upper()] if found else Decimal(0)
+    match = _COUNT.fullmatch(text)
+    number = Decimal(match[1]) * _FACTORS[match[2].upper()] if match else Decimal(0)
     if not 1 <= number <= _MOST_COUNTED or number != number.to_integral_value():
         raise InputError(f"{text!r} is not a number from 1 to 1000000T; write it as in 1.05T, 300B, 10G, 15M or 20K")
     return int(number)
@@ -172,36 +172,36 @@ def option_name(name: str) -> str:
 
 
 def add_options(parser: argparse.ArgumentParser, owner: type) -> None:
-    """Add an argument for each field; what is not given on the line stays out of the namespace."""
+    """Add an argument for each field; the namespace will hold only those on the command line."""
     hints, texts = get_type_hints(owner), field_texts(owner)
     groups: dict[str | None, Any] = {None: parser}
-    for each in dataclasses.fields(owner):
-        shape = _shape(each)
+    for entry in dataclasses.fields(owner):
+        shape = _shape(entry)
         if shape.source not in ("option", "argument"):
             continue
         key = shape.exclusive or shape.group
         if key not in groups:
             is_exclusive = shape.exclusive is not None
             groups[key] = parser.add_mutually_exclusive_group() if is_exclusive else parser.add_argument_group(key)
-        keywords = _keywords(each, hints[each.name], shape)
-        keywords["help"] = _help(texts[each.name], each).replace("%", "%%")
+        keywords = _keywords(entry, hints[entry.name], shape)
+        keywords["help"] = _help(texts[entry.name], entry).replace("%", "%%")
         if shape.source == "argument":
-            groups[key].add_argument(each.name, default=argparse.SUPPRESS, **keywords)
+            groups[key].add_argument(entry.name, default=argparse.SUPPRESS, **keywords)
             continue
-        name = shape.name or option_name(f"no_{each.name}" if each.default is True else each.name)
+        name = shape.name or option_name(f"no_{entry.name}" if entry.default is True else entry.name)
         if keywords.get("action") not in ("store_true", "store_false") and "choices" not in keywords:
             keywords["metavar"] = shape.metavar or name.lstrip("-").replace("-", "_").upper()
-        is_required = each.default is each.default_factory is dataclasses.MISSING
-        groups[key].add_argument(name, dest=each.name, default=argparse.SUPPRESS, required=is_required, **keywords)
+        is_required = entry.default is entry.default_factory is dataclasses.MISSING
+        groups[key].add_argument(name, dest=entry.name, default=argparse.SUPPRESS, required=is_required, **keywords)
 
 
-def _keywords(each: "dataclasses.Field[Any]", hint: Any, shape: _Shape) -> dict[str, Any]:
+def _keywords(entry: "dataclasses.Field[Any]", hint: Any, shape: _Shape) -> dict[str, Any]:
     is_optional = get_origin(hint) in (Union, UnionType)
     kind = next(kind for kind in get_args(hint) if kind is not NoneType) if is_optional else hint
     if kind is bool:
-        return {"action": "store_false" if each.default is True else "store_true"}
+        return {"action": "store_false" if entry.default is True else "store_true"}
     keywords: dict[str, Any] = {} if shape.metavar is None else {"metavar": shape.metavar}
-    has_default = each.default is not dataclasses.MISSING
+    has_default = entry.default is not dataclasses.MISSING
     if get_origin(kind) is tuple:
         kind = get_args(kind)[0]
         if shape.repeated:
@@ -214,18 +214,18 @@ def _keywords(each: "dataclasses.Field[Any]", hint: Any, shape: _Shape) -> dict[
         return {**keywords, "type": shape.parse}
     if get_origin(kind) is Literal:
         return {**keywords, "choices": get_args(kind)}
-    assert kind in (str, int, float, Path), f"{each.name}: nothing reads a word as {kind}; give it parse"
+    assert kind in (str, int, float, Path), f"{entry.name}: nothing reads a word as {kind}; give it parse"
     return {**keywords, "type": home_path if kind is Path else kind}
 
 
-def _help(text: str, each: "dataclasses.Field[Any]") -> str:
+def _help(text: str, entry: "dataclasses.Field[Any]") -> str:
     """Return the docstring, with the default where that is a value to read."""
     text = text.removesuffix(".")
-    if each.default is True:
+    if entry.default is True:
         return f"Do not {text[0].lower()}{text[1:]}"
-    if each.default in (dataclasses.MISSING, None, (), "") or isinstance(each.default, bool):
+    if entry.default in (dataclasses.MISSING, None, (), "") or isinstance(entry.default, bool):
         return text
-    default = f"{each.default:g}" if isinstance(each.default, float) else each.default
+    default = f"{entry.default:g}" if isinstance(entry.default, float) else entry.default
     return f"{text} (default: {default})"
 
 
@@ -233,6 +233,6 @@ def _fields(owner: Any) -> "tuple[dataclasses.Field[Any], ...]":
     return dataclasses.fields(owner)
 
 
-def _shape(each: "dataclasses.Field[Any]") -> _Shape:
-    shape: _Shape = each.metadata.get(_SHAPE, _Shape())
+def _shape(entry: "dataclasses.Field[Any]") -> _Shape:
+    shape: _Shape = entry.metadata.get(_SHAPE, _Shape())
     return shape

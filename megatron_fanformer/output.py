@@ -63,6 +63,6 @@ class _Guarded(io.FileIO):
             if not _goes_on:
                 raise OSError(error.errno, error.strerror, name) from None
             logger.warning(
-                "%s cannot be written (%s); what is printed is dropped", name, error.strerror, extra=FILE_ONLY
+                "%s cannot be written (%s); further output is dropped", name, error.strerror, extra=FILE_ONLY
             )
         return memoryview(content).nbytes

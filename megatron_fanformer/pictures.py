@@ -1,6 +1,6 @@
 """Pictures as PNG files, all in one style; matplotlib is imported where one is drawn, and needs no display.
 
-A `$` in a picture is a dollar. Left alone, matplotlib reads what stands between two of them as mathematics, and fails
+A `$` in a picture is a dollar. Left alone, matplotlib reads the text between two of them as mathematics, and fails
 where it is none: in the name of a run's folder, say, or of a task.
 """
 
@@ -36,7 +36,7 @@ def drawn(
         size: of a panel, in inches.
         widths: of the columns, relative to one another; None: all are alike.
         title: above all panels.
-        grows: whether the picture grows with what is outside its panels, such as a long legend; else the panels shrink.
+        grows: whether the picture grows with a long legend outside its panels; else the panels shrink.
     """
     import matplotlib
     from matplotlib.figure import Figure
@@ -54,7 +54,7 @@ def drawn(
 
 
 def draw_heat_map(axes: Any, values: Any, **options: Any) -> None:
-    """Draw rows of values as colours, the first at the bottom, with a bar that says what each stands for.
+    """Draw rows of values as colors, the first at the bottom, with a color bar.
 
     Args:
         options: of matplotlib's `imshow`.

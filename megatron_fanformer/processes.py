@@ -53,7 +53,7 @@ def seconds_since_start(process: int) -> float:
 
 
 def stat_fields(process: int) -> list[str]:
-    """Return what Linux states of a process of this machine, from its state on: the name before it may be any bytes."""
+    """Return the fields of /proc/PID/stat from the state on: the name before it may be any bytes."""
     return Path(f"/proc/{process}/stat").read_bytes().rpartition(b")")[2].decode("ascii").split()
 
 
@@ -138,7 +138,7 @@ def ended_by_stop_signals(report: Callable[[str], None], *, outcome: str = NOTHI
     waiting in a library for minutes, where Python runs no handler.
 
     Args:
-        outcome: what the line says after the signal's name: what is there, and how to go on.
+        outcome: the end of the line, after the signal's name: what is safe, and how to go on.
     """
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
@@ -170,7 +170,7 @@ def unwound_by_stop_signals(*, outcome: str) -> Iterator[None]:
     The first signal ends it, and later ones are ignored meanwhile. A signal to save is ignored.
 
     Args:
-        outcome: what the line says after the signal's name: what is there, and how to go on.
+        outcome: the end of the line, after the signal's name: what is safe, and how to go on.
 
     Raises:
         Interrupted: a signal came, and the work has ended.

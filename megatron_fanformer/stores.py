@@ -1,4 +1,4 @@
-"""Other stores, by fsspec: which paths are on one, their drivers, copies to them, the repetition of what failed there.
+"""Other stores, by fsspec: which paths are on one, their drivers, copies to them, retries.
 
 torch is not imported here, and fsspec where it is used: it takes a tenth of a second.
 """
@@ -17,7 +17,7 @@ from megatron_fanformer.durable_files import NO_SPACE, write_refusal
 from megatron_fanformer.errors import FanformerError, InputError, redacted
 
 PAUSES_SECONDS: tuple[float, ...] = (1, 2, 4, 8, 16, 32)
-"""Pauses before each further attempt at what a store refused."""
+"""Pauses before the second attempt and the further ones."""
 PATIENCE_SECONDS = 60.0
 """Time after which a waiting command stops trying: a driver may take minutes to report that nothing answers."""
 DRIVER_ATTEMPTS = 2  # tries of a driver per request, within one attempt of ours
@@ -46,13 +46,13 @@ def scheme_of(url: str) -> str:
     return found[1] if found else ""
 
 
-def url_problem(name: str, url: str | None, *, what: str = "a folder's URL, such as s3://bucket/run") -> str | None:
-    """Return what is wrong with the URL in a field of the configuration, which becomes part of every checkpoint."""
+def url_problem(name: str, url: str | None, *, kind: str = "a folder's URL, such as s3://bucket/run") -> str | None:
+    """Return the problem of a URL in the configuration, which every checkpoint will hold; None if it has none."""
     if url is None:
         return None
     scheme = _SCHEME.match(url)
     if scheme is None or scheme[1] in _NOT_A_STORE or "::" in url:
-        return f"{name} is {redacted(url)}; it must be {what} or file:///disk/run"
+        return f"{name} is {redacted(url)}; it must be {kind} or file:///disk/run"
     return password_problem(name, url)
 
 
@@ -164,7 +164,7 @@ def query(
 
 
 def pieces(stream: Any, advance: Callable[[], None] = lambda: None) -> Iterator[bytes]:
-    """Yield what is left of an open file, some megabytes at a time; `advance` is called for each."""
+    """Yield the rest of an open file in blocks of READ_BYTES; `advance` is called for each block."""
     while piece := stream.read(READ_BYTES):
         advance()
         yield piece
@@ -174,10 +174,10 @@ def names_in(files: Any, folder: str) -> list[str]:
     """Return the names in a folder; none where there is no folder."""
     files.invalidate_cache()
     try:
-        found = files.ls(folder, detail=False)
+        paths = files.ls(folder, detail=False)
     except FileNotFoundError:
         return []
-    return [path.rstrip("/").rpartition("/")[2] for path in found if path.rstrip("/") != folder]
+    return [path.rstrip("/").rpartition("/")[2] for path in paths if path.rstrip("/") != folder]
 
 
 def make_folder(files: Any, folder: str) -> None:

@@ -31,10 +31,10 @@ def print_stderr(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def print_loading(what: str) -> None:
-    """Report what this process's next seconds are for; nothing where torch is imported already."""
+def print_loading(name: str) -> None:
+    """Report that torch is being imported, for seconds; nothing where it is imported already."""
     if "torch" not in sys.modules:
-        print_stderr(f"megatron-fanformer: loading {what}")
+        print_stderr(f"megatron-fanformer: loading {name}")
 
 
 def size(count: int) -> str:
@@ -94,13 +94,13 @@ def phases(first: str) -> Iterator[Report]:
         return
     phase, began = "", 0.0
 
-    def print_next(what: str, _how_far: str = "") -> None:
+    def print_next(name: str, _how_far: str = "") -> None:
         nonlocal phase, began
-        if what == phase:
+        if name == phase:
             return
         if phase:
             print(f"{phase}: {time.monotonic() - began:.1f} s", file=sys.stderr, flush=True)
-        phase, began = what, time.monotonic()
+        phase, began = name, time.monotonic()
 
     yield print_next
     print_next("")

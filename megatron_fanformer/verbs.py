@@ -1,6 +1,6 @@
 """The verbs of the command line, in the order of its --help: a verb is a record in its own room.
 
-Their modules import what is slow when they run: torch and megatron-core take seconds, and so would every worker
+Their modules import slow packages when they run: torch and megatron-core take seconds, and so would every worker
 process that imports `__main__` again. Errors in a configuration are reported before they are imported.
 """
 

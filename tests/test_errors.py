@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 
 import megatron_fanformer
-from megatron_fanformer.cli import _in_words, main
+from megatron_fanformer.cli import _describe, main
 from megatron_fanformer.errors import FanformerError, InputError, escaped, redacted
 
 
@@ -70,5 +70,5 @@ def test_untrusted_text_moves_no_cursor() -> None:
     + [(number, 1) for number in (errno.ENOSPC, errno.EIO, errno.EMFILE, errno.EDQUOT)],
 )
 def test_a_path_that_the_system_refuses_is_the_users_error_and_a_failing_disk_is_not(number: int, code: int) -> None:
-    message, found = _in_words(OSError(number, "the reason", "the path"))
+    message, found = _describe(OSError(number, "the reason", "the path"))
     assert found == code and message.startswith("the path cannot be used (the reason); ")

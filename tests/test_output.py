@@ -43,7 +43,7 @@ def test_a_run_goes_on_unread(tmp_path: Path, redirected: str, stream: str, reas
     assert (run / "checkpoints" / "latest").read_text() == "step-00000020\n"
     log = (tmp_path / "logs" / "rank-00000.log").read_text()
     message = re.findall(
-        r"WARNING rank 0 \S+: (standard \w+) cannot be written \((.*)\); what is printed is dropped", log
+        r"WARNING rank 0 \S+: (standard \w+) cannot be written \((.*)\); further output is dropped", log
     )
     assert message[:1] == [(stream, reason)] and len(message) == len(set(message))
 

@@ -76,7 +76,7 @@ class RemoteOutput:
             raise InputError(
                 f"output {url} cannot be written: {scheme_of(url)} is only read; name s3://…, gs://… or a path"
             )
-        if problem := url_problem("output", url, what="the URL of a prefix, such as s3://bucket/tokens/web,"):
+        if problem := url_problem("output", url, kind="the URL of a prefix, such as s3://bucket/tokens/web,"):
             raise InputError(problem)
         folder, _, self.name = url.rpartition("/")
         if self.name in ("", ".", "..") or folder.endswith("/"):
