@@ -1,4 +1,4 @@
-"""Runs commands in this process, as many as a fuzzer wants: what each said, and whether it ended in time."""
+"""Runs commands in this process, with a limit of time, and keeps their output."""
 
 import contextlib
 import io
@@ -10,23 +10,12 @@ from dataclasses import dataclass
 from types import FrameType
 
 from megatron_fanformer.cli import PROGRAM, main
-from megatron_fanformer.errors import FanformerError
 from tests.patience import PATIENCE_SECONDS
 from tests.small_runs import collect_groups
 
 
 class Hang(BaseException):
     """A command did not end in time; nothing in the package catches it."""
-
-
-class Reached(FanformerError):
-    """Raised in place of the work that follows once a command has accepted its input."""
-
-    exit_code = 0
-
-
-def reached(*_arguments: object, **_named: object) -> None:
-    raise Reached("reached")
 
 
 @dataclass(frozen=True)

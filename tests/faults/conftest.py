@@ -1,7 +1,5 @@
-"""What faults are tried on: a small run with its checkpoint and tokenizer, its export, its tokens and documents."""
+"""What faults are tried on: a small run with its checkpoint and tokenizer, its export and its tokens."""
 
-import json
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,9 +24,7 @@ class Things:
     run: Path
     export: Path
     tokenizer: Path
-    documents: Path
     tokens: str
-    pipe: Path
 
     @property
     def checkpoint(self) -> Path:
@@ -49,9 +45,6 @@ def things(run_on_ranks: Callable[..., list[Any]], tmp_path_factory: pytest.Temp
     run_on_ranks(1, train, values)
     values["training"]["train_iters"] = 3
     convert_checkpoint(folder / "run", folder / "export", to="hf", verified=False)
-    documents = folder / "documents.jsonl"
-    documents.write_text("".join(json.dumps({"text": f"document {number}"}) + "\n" for number in range(20)))
-    os.mkfifo(folder / "pipe")
     return Things(
         folder=folder,
         values=values,
@@ -59,7 +52,5 @@ def things(run_on_ranks: Callable[..., list[Any]], tmp_path_factory: pytest.Temp
         run=folder / "run",
         export=folder / "export",
         tokenizer=tokenizer,
-        documents=documents,
         tokens=str(folder / "tokens"),
-        pipe=folder / "pipe",
     )
