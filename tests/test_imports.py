@@ -34,8 +34,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "generation": ("runtime", "data", "model", "checkpoint", "formats", "hf"),
     "evaluation": ("runtime", "data", "model", "checkpoint", "formats", "generation", "hf"),
     "training": (
-        "ops.norms",
-        "ops.newton_schulz",
+        "ops.matrices",
         "runtime",
         "data",
         "model",
@@ -46,7 +45,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         "formats.megatron_arguments",
         "evaluation",
     ),
-    "simulation": ("ops.products", "runtime", "data", "model", "planning", "checkpoint", "training"),
+    "simulation": ("ops.matrices", "runtime", "data", "model", "planning", "checkpoint", "training"),
     "parity": ("runtime", "data", "model", "planning", "checkpoint", "training"),
     "sizing": ("runtime.layout", "model", "planning", "training", "simulation"),
     "inspection": ("runtime", "data", "model", "checkpoint", "formats", "training"),

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from megatron_fanformer.model.weight_gradients import stand_in
 from megatron_fanformer.ops.cross_entropy import to_gradient
-from megatron_fanformer.ops.products import add_product
+from megatron_fanformer.ops.matrices import add_product
 
 SAME_WEIGHTS = 1e-6
 """Relative tolerance: a loss mask's multiple has one factor up to the rounding of a float32 product."""

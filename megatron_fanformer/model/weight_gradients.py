@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_fanformer.ops.products import add_product
+from megatron_fanformer.ops.matrices import add_product
 
 
 def weight_gradient(weight_oh: Any, grad_no: Tensor, x_nh: Tensor, *, fuses_accumulation: bool) -> Tensor | None:

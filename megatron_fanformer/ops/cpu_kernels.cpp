@@ -1,34 +1,200 @@
-// The element-wise functions of a layer, the loss head's softmax and the products of weight gradients, on a CPU, in
-// float32 and in bf16.
-//
-// PyTorch makes each of its operations a pass over memory. Here every function reads its inputs once and writes its
-// outputs once, in float32 between. `cpu_kernels.py` builds this file and describes the functions' arguments.
+// The loss head's softmax and causal attention on a CPU, in float32 and in bf16; `cpu_kernels.py` builds this file and
+// describes the functions' arguments.
 //
 // Nothing here links an OpenMP of its own: torch's is the one of the process, with its threads.
+//
+// A product's factors are made of words of 32 bits, one float32 or two bf16 that follow each other along the axis that
+// is summed over. `a` may lie in memory in any order of words; `b` is packed: a row of words for each step of the sum.
 
-#include <memory>
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
 #include <vector>
-
-#include "cpu_kernels.h"
-
-extern "C" int omp_get_num_threads();  // not every compiler brings omp.h
+#ifdef __AVX512BF16__
+#include <immintrin.h>
+#endif
 
 namespace {
 
-// The sum of `term(i)` for i in [0, count), which is called once for each: in float32 for a while, then added in double.
-template <typename Term>
-inline double sum_of(Size count, Term term) {
-    constexpr Size TERMS = 512;  // more gain no speed
-    double sum = 0;
-    for (Size first = 0; first < count; first += TERMS) {
-        const Size end = std::min(first + TERMS, count);
-        float part = 0;
-#pragma omp simd reduction(+ : part)
-        for (Size i = first; i < end; i++) part += term(i);
-        sum += part;
-    }
-    return sum;
+struct bf16 {
+    uint16_t bits;
+};
+using Size = int64_t;
+
+inline float wide(float x) { return x; }
+
+inline float wide(bf16 x) {
+    uint32_t bits = uint32_t(x.bits) << 16;
+    float result;
+    std::memcpy(&result, &bits, 4);
+    return result;
 }
+
+inline void store(float& to, float x) { to = x; }
+
+// The 16 bits of the nearest bf16, ties to even; NaN stays NaN.
+inline uint32_t rounded(float x) {
+    uint32_t bits;
+    std::memcpy(&bits, &x, 4);
+    return x != x ? 0x7fc0 : (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+}
+
+inline uint32_t rounded(bf16 x) { return x.bits; }
+
+inline void store(bf16& to, float x) { to.bits = uint16_t(rounded(x)); }
+
+// exp in float32, to 0.9 of a unit in the last place (1.2 without fused multiply-add): 2^n * e^r with |r| <= ln(2) / 2.
+// Below -87 it is 0; NaN stays NaN. The polynomial is the one of degree 6 with the least relative error there, 3e-9 (by
+// Lawson's iteration); Taylor's is off by 1.2e-7, low on one side of 0 and high on the other.
+inline float exponential(float x) {
+    float clamped = x > 88.0f ? 88.0f : x;
+    float n = std::nearbyint(clamped * 1.44269504f);
+    float r = clamped - n * 0.693145752f;
+    r -= n * 1.42860677e-6f;
+    float e = 0.0013814536f;
+    e = e * r + 0.008368745f;
+    e = e * r + 0.041668393f;
+    e = e * r + 0.16666521f;
+    e = e * r + 0.49999994f;
+    e = e * r + 1.0f;
+    e = e * r + 1.0f;
+    int32_t exponent = (int32_t(n < -126.0f ? -126.0f : n) + 127) << 23;
+    float power;
+    std::memcpy(&power, &exponent, 4);
+    return x < -87.0f ? 0.0f : e * power;
+}
+
+// -- products of small matrices
+
+// The widest vectors of the CPU, and of a product's sums as many as its registers hold besides the factors.
+#ifdef __AVX512F__
+constexpr int VECTOR_BYTES = 64, TILE_ROWS = 6, TILE_LANES = 4;
+#else
+constexpr int VECTOR_BYTES = 32, TILE_ROWS = 6, TILE_LANES = 2;
+#endif
+using Word = uint32_t __attribute__((may_alias, aligned(2)));
+using Words = uint32_t __attribute__((vector_size(VECTOR_BYTES), may_alias, aligned(4)));
+using Lanes = float __attribute__((vector_size(VECTOR_BYTES), may_alias, aligned(4)));
+
+constexpr Size LANES = sizeof(Lanes) / sizeof(float);
+template <typename T>
+constexpr Size DEPTH = sizeof(Word) / sizeof(T);  // values of a word
+
+constexpr Size up_to_multiple(Size number, Size of) { return (number + of - 1) / of * of; }
+
+template <typename T>
+constexpr Size in_words(Size values) {
+    return (values + DEPTH<T> - 1) / DEPTH<T>;
+}
+
+template <typename T>
+inline Lanes plus_product(Lanes sum, Words a, Words b) {
+    if constexpr (std::is_same_v<T, float>) return sum + Lanes(a) * Lanes(b);
+#ifdef __AVX512BF16__
+    else return Lanes(_mm512_dpbf16_ps(__m512(sum), __m512bh(a), __m512bh(b)));
+#else
+    const Words later = Words{} + 0xffff0000u;
+    return sum + Lanes(a << 16) * Lanes(b << 16) + Lanes(a & later) * Lanes(b & later);
+#endif
+}
+
+// The left factor: `row` and `step` are the distances in bytes from a word to those of the next row and the next step.
+struct Left {
+    const char* words;
+    Size row, step;
+
+    Word at(Size r, Size s) const { return *reinterpret_cast<const Word*>(words + r * row + s * step); }
+    Left from(Size r, Size s) const { return {words + r * row + s * step, row, step}; }
+};
+
+// A matrix by rows, which are summed over along themselves.
+template <typename T>
+Left along_rows(const T* x, Size stride) {
+    return {reinterpret_cast<const char*>(x), stride * Size(sizeof(T)), sizeof(Word)};
+}
+
+// A packed matrix, whose rows of words are the steps of the sum, and whose columns are the product's rows.
+inline Left across_rows(const void* words, Size columns) {
+    return {static_cast<const char*>(words), sizeof(Word), columns * Size(sizeof(Word))};
+}
+
+template <typename T, int ROWS, int VECTORS>
+inline void multiply_tile(Left a, const uint32_t* b, Size b_stride, Size steps, float* c, Size c_stride, bool add) {
+    Lanes sums[ROWS][VECTORS];  // in registers, if all of the loops over it are unrolled
+    const auto of_c = [=](int r, int v) { return reinterpret_cast<Lanes*>(c + r * c_stride + v * LANES); };
+#pragma GCC unroll 8
+    for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 8
+        for (int v = 0; v < VECTORS; v++) sums[r][v] = Lanes{};
+    for (Size step = 0; step < steps; step++) {
+        Words columns[VECTORS];
+#pragma GCC unroll 8
+        for (int v = 0; v < VECTORS; v++) columns[v] = *reinterpret_cast<const Words*>(b + step * b_stride + v * LANES);
+#pragma GCC unroll 8
+        for (int r = 0; r < ROWS; r++) {
+            const Words row = Words{} + a.at(r, step);
+#pragma GCC unroll 8
+            for (int v = 0; v < VECTORS; v++) sums[r][v] = plus_product<T>(sums[r][v], row, columns[v]);
+        }
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 8
+        for (int v = 0; v < VECTORS; v++) *of_c(r, v) = add ? *of_c(r, v) + sums[r][v] : sums[r][v];
+}
+
+template <typename T, int VECTORS>
+inline void multiply_columns(Left a, const uint32_t* b, Size b_stride, Size steps, float* c, Size c_stride, Size rows,
+                             bool add) {
+    Size row = 0;
+    for (; row + TILE_ROWS <= rows; row += TILE_ROWS)
+        multiply_tile<T, TILE_ROWS, VECTORS>(a.from(row, 0), b, b_stride, steps, c + row * c_stride, c_stride, add);
+    for (; row < rows; row++)
+        multiply_tile<T, 1, VECTORS>(a.from(row, 0), b, b_stride, steps, c + row * c_stride, c_stride, add);
+}
+
+// c [rows, columns] = a b, or is added to; columns is a multiple of LANES.
+template <typename T>
+void multiply(Left a, const uint32_t* b, Size b_stride, Size steps, float* c, Size c_stride, Size rows, Size columns,
+              bool add) {
+    Size column = 0;
+    for (; column + TILE_LANES * LANES <= columns; column += TILE_LANES * LANES)
+        multiply_columns<T, TILE_LANES>(a, b + column, b_stride, steps, c + column, c_stride, rows, add);
+    for (; column < columns; column += LANES)
+        multiply_columns<T, 1>(a, b + column, b_stride, steps, c + column, c_stride, rows, add);
+}
+
+// Pack x [rows, size] for a sum over its columns: `out` is [size in words, columns]; columns beyond the rows are 0.
+template <typename T>
+void pack_transposed(const T* x, Size stride, Size rows, Size size, uint32_t* out, Size columns) {
+    const Size steps = in_words<T>(size);
+    const Left words = along_rows(x, stride);
+    for (Size row = 0; row < rows; row++)
+        for (Size step = 0; step < steps; step++) out[step * columns + row] = words.at(row, step);
+    for (Size step = 0; step < steps; step++) std::fill(out + step * columns + rows, out + (step + 1) * columns, 0);
+}
+
+// Pack x [rows, size] for a sum over its rows: `out` is [rows in words, columns]; what is beyond rows and size is 0.
+// Values of another type than T are rounded to it.
+template <typename T, typename From>
+void pack(const From* x, Size stride, Size rows, Size size, uint32_t* out, Size columns) {
+    for (Size row = 0; row < rows; row += DEPTH<T>, out += columns) {
+        const From* first = x + row * stride;
+        if constexpr (DEPTH<T> == 1) {
+            std::memcpy(out, first, size * sizeof(Word));
+        } else {
+            const From* second = row + 1 < rows ? first + stride : first;
+            const uint32_t kept = row + 1 < rows ? 0xffffffff : 0xffff;
+#pragma omp simd
+            for (Size i = 0; i < size; i++) out[i] = (rounded(first[i]) | rounded(second[i]) << 16) & kept;
+        }
+        std::fill(out + size, out + columns, 0);
+    }
+}
+
+// -- softmax
 
 // Write exp(values - most); returns their sum. Most terms are far smaller than the largest: a float32 sum loses them whole
 // (2e-5 of one of 150,000 columns). Those of four quarters are added in float32, which saves conversions to double.
@@ -42,97 +208,6 @@ inline double exponentials_of(const T* values, float most, float* to, Size count
         sum += double((write(i) + write(i + quarter)) + (write(i + 2 * quarter) + write(i + 3 * quarter)));
     for (Size i = 4 * quarter; i < count; i++) sum += double(write(i));
     return sum;
-}
-
-inline float sigmoid(float x) { return 1.0f / (1.0f + exponential(-x)); }
-
-template <typename T>
-void swiglu(const T* gate_up, T* out, Size rows, Size width) {
-#pragma omp parallel for schedule(static)
-    for (Size row = 0; row < rows; row++) {
-        const T *gate = gate_up + row * 2 * width, *up = gate + width;
-        T* to = out + row * width;
-#pragma omp simd
-        for (Size i = 0; i < width; i++) {
-            float g = wide(gate[i]);
-            store(to[i], g * sigmoid(g) * wide(up[i]));
-        }
-    }
-}
-
-template <typename T>
-void swiglu_backward(const T* gate_up, const T* grad, T* grad_gate_up, Size rows, Size width) {
-#pragma omp parallel for schedule(static)
-    for (Size row = 0; row < rows; row++) {
-        const T *gate = gate_up + row * 2 * width, *up = gate + width, *from = grad + row * width;
-        T *grad_gate = grad_gate_up + row * 2 * width, *grad_up = grad_gate + width;
-#pragma omp simd
-        for (Size i = 0; i < width; i++) {
-            float g = wide(gate[i]), d = wide(from[i]), s = sigmoid(g);
-            store(grad_up[i], d * g * s);
-            store(grad_gate[i], d * wide(up[i]) * s * (1.0f + g * (1.0f - s)));
-        }
-    }
-}
-
-template <typename T>
-void rms_norm(const T* x, const T* weight, float eps, T* out, float* scale, Size rows, Size width) {
-#pragma omp parallel for schedule(static)
-    for (Size row = 0; row < rows; row++) {
-        const T* from = x + row * width;
-        T* to = out + row * width;
-        const double squares = sum_of(width, [=](Size i) { return wide(from[i]) * wide(from[i]); });
-        const float factor = float(1 / std::sqrt(squares / double(width) + eps));
-        scale[row] = factor;
-#pragma omp simd
-        for (Size i = 0; i < width; i++) store(to[i], wide(from[i]) * factor * wide(weight[i]));
-    }
-}
-
-// `grad_weight` [width] of each of `parts` parts of the rows: their sum is the weight's gradient.
-template <typename T>
-void rms_norm_backward(const T* x, const T* weight, const float* scale, const T* grad, T* grad_x,
-                       float* grad_weight, Size parts, Size rows, Size width) {
-#pragma omp parallel for schedule(static)
-    for (Size part = 0; part < parts; part++) {
-        float* sums = grad_weight + part * width;
-        std::memset(sums, 0, width * sizeof(float));
-        for (Size row = rows * part / parts; row < rows * (part + 1) / parts; row++) {
-            const T *from = x + row * width, *of = grad + row * width;
-            T* to = grad_x + row * width;
-            const float factor = scale[row];
-            const double whole = sum_of(width, [=](Size i) {
-                const float product = wide(of[i]) * wide(from[i]);
-                sums[i] += product * factor;
-                return product * wide(weight[i]);
-            });
-            const float along = float(whole * factor * factor * factor / double(width));
-#pragma omp simd
-            for (Size i = 0; i < width; i++)
-                store(to[i], wide(of[i]) * wide(weight[i]) * factor - wide(from[i]) * along);
-        }
-    }
-}
-
-// Pairs (i, i + half) of each head rotated by the angles of its position; `sign` -1 rotates back.
-template <typename T>
-void rotate(const T* x, const float* cosines, const float* sines, float sign, T* out, Size positions, Size batch,
-            Size heads, Size half, Size position_stride, Size batch_stride, Size head_stride) {
-#pragma omp parallel for schedule(static)
-    for (Size position = 0; position < positions; position++) {
-        const float *cos = cosines + position * half, *sin = sines + position * half;
-        for (Size b = 0; b < batch; b++)
-            for (Size head = 0; head < heads; head++) {
-                const T* from = x + position * position_stride + b * batch_stride + head * head_stride;
-                T* to = out + ((position * batch + b) * heads + head) * 2 * half;
-#pragma omp simd
-                for (Size i = 0; i < half; i++) {
-                    float first = wide(from[i]), second = wide(from[i + half]), s = sign * sin[i];
-                    store(to[i], first * cos[i] - second * s);
-                    store(to[i + half], second * cos[i] + first * s);
-                }
-            }
-    }
 }
 
 // Of bf16 the softmax; of float32 the exponentials, not yet divided by their sum.
@@ -158,36 +233,219 @@ void softmax(T* logits, float* greatest, float* sums, Size rows, Size width) {
     }
 }
 
-// sum [rows, columns] += grad [tokens, rows], transposed, times x [tokens, columns]; columns is a multiple of LANES.
+// -- causal attention, forward and backward
 //
-// x is packed once, in panels as wide as a tile; of grad every thread packs some columns, which stay in its core's
-// cache with a panel. A tile sums over some tokens at a time, so that `sum` is seldom read and written.
+// A thread takes a head of a sample, and of it a block of queries with a block of keys at a time: their scores stay in
+// the core's cache, and those of keys that no query of the block sees are not computed. Sums are in float32; in bf16,
+// what is multiplied is rounded to it.
+
+constexpr Size QUERIES = 96, MOST_KEYS = 256;  // of a block: multiples of TILE_ROWS, and of TILE_LANES * LANES
+
+// Tensors [b, n, s, d] of a call. Strides are of batch, head and position each, in the order query, key, value, out,
+// grad; what is made is [s, b, n, d], contiguous; log_sums is [b, n, s].
 template <typename T>
-void add_product(const T* grad, Size grad_stride, const T* x, Size x_stride, float* sum, Size sum_stride, Size tokens,
-                 Size rows, Size columns) {
-    constexpr Size PANEL = TILE_LANES * LANES, MOST_ROWS = 16 * TILE_ROWS;
-    const Size steps = in_words<T>(tokens), panels = up_to_multiple(columns, PANEL) / PANEL;
-    const std::unique_ptr<uint32_t[]> packed(new uint32_t[panels * steps * PANEL]);
+struct Call {
+    const T *query, *key, *value, *out, *grad;
+    float* log_sums;
+    T *made, *grad_query, *grad_key, *grad_value;
+    const Size* strides;
+    Size batch, heads, length, size;
+    float scale;
+
+    Call of_head(Size number) const {
+        const Size b = number / heads, n = number % heads, place = number * size;
+        const auto start = [&](Size which) { return b * strides[which] + n * strides[5 + which]; };
+        Call head = *this;
+        head.query += start(0), head.key += start(1), head.value += start(2);
+        head.out += start(3), head.grad += start(4);
+        head.log_sums += number * length;
+        head.made += place, head.grad_query += place, head.grad_key += place, head.grad_value += place;
+        return head;
+    }
+    Size stride(Size which) const { return strides[10 + which]; }
+    Size made_stride() const { return batch * heads * size; }
+    Size width() const { return up_to_multiple(size, LANES); }
+    Size steps() const { return in_words<T>(size); }
+    // Keys of a block, and a block's scores: a short sequence has smaller ones.
+    Size keys() const { return std::min(MOST_KEYS, up_to_multiple(length, TILE_LANES * LANES)); }
+    Size block() const { return up_to_multiple(std::min(QUERIES, length), DEPTH<T>) * keys(); }
+};
+
+// How many of the `seen` keys from `first` the query at a position sees.
+inline Size visible(Size position, Size first, Size seen) { return std::clamp(position + 1 - first, Size(0), seen); }
+
+template <typename T>
+void write_rows(const std::vector<float>& sums, Size rows, Size width, T* to, Size stride, Size size) {
+    for (Size row = 0; row < rows; row++)
+#pragma omp simd
+        for (Size i = 0; i < size; i++) store(to[row * stride + i], sums[row * width + i]);
+}
+
+template <typename T>
+class Forward {
+  public:
+    explicit Forward(const Call<T>& call)
+        : width(call.width()), block_keys(call.keys()), keys(up_to_multiple(call.length, block_keys) * call.steps()),
+          values(in_words<T>(call.length) * width), scores(call.block()), sums(QUERIES * width), most(QUERIES),
+          total(QUERIES), weights(call.block()) {}
+
+    void operator()(const Call<T>& head) {
+        for (Size first = 0; first < head.length; first += block_keys)
+            pack_transposed(head.key + first * head.stride(1), head.stride(1),
+                            std::min(block_keys, head.length - first), head.size, keys.data() + first * head.steps(),
+                            block_keys);
+        pack<T>(head.value, head.stride(2), head.length, head.size, values.data(), width);
+        for (Size begin = 0; begin < head.length; begin += QUERIES) {
+            const Size end = std::min(begin + QUERIES, head.length);
+            for (Size first = 0; first < end; first += block_keys) see(head, begin, end, first);
+            for (Size row = 0; row < end - begin; row++) {
+                for (Size i = 0; i < width; i++) sums[row * width + i] *= float(1 / total[row]);
+                head.log_sums[begin + row] = float(most[row] + std::log(total[row]));
+            }
+            write_rows(sums, end - begin, width, head.made + begin * head.made_stride(), head.made_stride(), head.size);
+        }
+    }
+
+  private:
+    // Have the queries [begin, end) see the keys from `first`: softmax's sums go on from the keys before.
+    void see(const Call<T>& head, Size begin, Size end, Size first) {
+        const Size rows = end - begin, seen = std::min(end - first, block_keys), columns = up_to_multiple(seen, LANES);
+        multiply<T>(along_rows(head.query + begin * head.stride(0), head.stride(0)),
+                    keys.data() + first * head.steps(), block_keys, head.steps(), scores.data(), block_keys, rows,
+                    columns, false);
+        for (Size row = 0; row < rows; row++) {
+            const Size own = visible(begin + row, first, seen);
+            const float *score = scores.data() + row * block_keys, scale = head.scale;
+            T* weight = weights.data() + row * block_keys;
+            float greatest = first ? most[row] : -INFINITY, sum = 0;
+#pragma omp simd reduction(max : greatest)
+            for (Size i = 0; i < own; i++) greatest = score[i] * scale > greatest ? score[i] * scale : greatest;
+#pragma omp simd reduction(+ : sum)
+            for (Size i = 0; i < own; i++) {
+                const float e = exponential(score[i] * scale - greatest);
+                sum += e;
+                store(weight[i], e);
+            }
+            std::fill(weight + own, weight + columns, T{});
+            double before = 0;
+            if (first) {
+                const float kept = exponential(most[row] - greatest);
+                before = total[row] * kept;
+                for (Size i = 0; i < width; i++) sums[row * width + i] *= kept;
+            }
+            total[row] = before + sum;
+            most[row] = greatest;
+        }
+        multiply<T>(along_rows(weights.data(), block_keys), values.data() + first / DEPTH<T> * width, width,
+                    in_words<T>(seen), sums.data(), width, rows, width, first > 0);
+    }
+
+    const Size width, block_keys;
+    std::vector<uint32_t> keys, values;
+    std::vector<float> scores, sums, most;
+    std::vector<double> total;
+    std::vector<T> weights;
+};
+
+template <typename T>
+class Backward {
+  public:
+    explicit Backward(const Call<T>& call)
+        : width(call.width()), block_keys(call.keys()), keys(block_keys * call.steps()), values(keys.size()),
+          key_rows(in_words<T>(block_keys) * width), query_rows(in_words<T>(call.length) * width),
+          grad_rows(query_rows.size()), weights(call.block()), slopes(weights.size()), averages(call.length),
+          grad_query(call.length * width), grad_key(block_keys * width), grad_value(grad_key.size()) {
+        if (DEPTH<T> > 1) {  // float32 is multiplied as it is
+            weight_words.resize(weights.size() / DEPTH<T>), slope_words.resize(weight_words.size());
+            rounded_slopes.resize(weights.size());
+        }
+    }
+
+    void operator()(const Call<T>& head) {
+        pack<T>(head.query, head.stride(0), head.length, head.size, query_rows.data(), width);
+        pack<T>(head.grad, head.stride(4), head.length, head.size, grad_rows.data(), width);
+        for (Size row = 0; row < head.length; row++) {
+            const T *out = head.out + row * head.stride(3), *grad = head.grad + row * head.stride(4);
+            float average = 0;
+#pragma omp simd reduction(+ : average)
+            for (Size i = 0; i < head.size; i++) average += wide(out[i]) * wide(grad[i]);
+            averages[row] = average;
+        }
+        std::fill(grad_query.begin(), grad_query.end(), 0.0f);
+        const Size stride = head.made_stride();
+        for (Size first = 0; first < head.length; first += block_keys) {
+            const Size count = std::min(block_keys, head.length - first);
+            const T *key = head.key + first * head.stride(1), *value = head.value + first * head.stride(2);
+            pack_transposed(key, head.stride(1), count, head.size, keys.data(), block_keys);
+            pack_transposed(value, head.stride(2), count, head.size, values.data(), block_keys);
+            pack<T>(key, head.stride(1), count, head.size, key_rows.data(), width);
+            std::fill(grad_key.begin(), grad_key.end(), 0.0f);
+            std::fill(grad_value.begin(), grad_value.end(), 0.0f);
+            for (Size begin = first / QUERIES * QUERIES; begin < head.length; begin += QUERIES)
+                see(head, begin, std::min(begin + QUERIES, head.length), first, count);
+            write_rows(grad_key, count, width, head.grad_key + first * stride, stride, head.size);
+            write_rows(grad_value, count, width, head.grad_value + first * stride, stride, head.size);
+        }
+        write_rows(grad_query, head.length, width, head.grad_query, stride, head.size);
+    }
+
+  private:
+    // What the queries [begin, end) and the `count` keys from `first` add to each other's gradients.
+    void see(const Call<T>& head, Size begin, Size end, Size first, Size count) {
+        const Size rows = end - begin, seen = std::min(end - first, count), columns = up_to_multiple(seen, LANES);
+        multiply<T>(along_rows(head.query + begin * head.stride(0), head.stride(0)), keys.data(), block_keys,
+                    head.steps(), weights.data(), block_keys, rows, columns, false);
+        multiply<T>(along_rows(head.grad + begin * head.stride(4), head.stride(4)), values.data(), block_keys,
+                    head.steps(), slopes.data(), block_keys, rows, columns, false);
+        for (Size row = 0; row < rows; row++) {
+            const Size own = visible(begin + row, first, seen);
+            float *weight = weights.data() + row * block_keys, *slope = slopes.data() + row * block_keys;
+            const float log_sum = head.log_sums[begin + row], average = averages[begin + row], scale = head.scale;
+#pragma omp simd
+            for (Size i = 0; i < own; i++) {
+                weight[i] = exponential(weight[i] * scale - log_sum);
+                slope[i] = weight[i] * (slope[i] - average) * scale;
+            }
+            std::fill(weight + own, weight + columns, 0.0f);
+            std::fill(slope + own, slope + columns, 0.0f);
+        }
+        const Size steps = in_words<T>(rows), done = begin / DEPTH<T> * width;
+        multiply<T>(by_keys(weights, weight_words, rows, columns), grad_rows.data() + done, width, steps,
+                    grad_value.data(), width, seen, width, true);
+        multiply<T>(by_keys(slopes, slope_words, rows, columns), query_rows.data() + done, width, steps,
+                    grad_key.data(), width, seen, width, true);
+        multiply<T>(by_queries(rows, columns), key_rows.data(), width, in_words<T>(seen),
+                    grad_query.data() + begin * width, width, rows, width, true);
+    }
+
+    // A block [queries, keys] as the left factor of a sum over queries, and the slopes as that of a sum over keys.
+    Left by_keys(const std::vector<float>& block, std::vector<uint32_t>& words, Size rows, Size columns) {
+        if (DEPTH<T> == 1) return across_rows(block.data(), block_keys);
+        pack<T>(block.data(), block_keys, rows, columns, words.data(), block_keys);
+        return across_rows(words.data(), block_keys);
+    }
+    Left by_queries(Size rows, Size columns) {
+        if constexpr (DEPTH<T> == 1) {
+            return along_rows(slopes.data(), block_keys);
+        } else {
+            write_rows(slopes, rows, block_keys, rounded_slopes.data(), block_keys, columns);
+            return along_rows(rounded_slopes.data(), block_keys);
+        }
+    }
+
+    const Size width, block_keys;
+    std::vector<uint32_t> keys, values, key_rows, query_rows, grad_rows, weight_words, slope_words;
+    std::vector<float> weights, slopes, averages, grad_query, grad_key, grad_value;
+    std::vector<T> rounded_slopes;
+};
+
+template <template <typename> class Pass, typename T>
+void every_head(const Call<T>& call) {
 #pragma omp parallel
     {
-        const Size blocks = up_to_multiple((rows - 1) / MOST_ROWS + 1, omp_get_num_threads());  // each takes as many
-        const Size block = up_to_multiple((rows - 1) / blocks + 1, TILE_ROWS);
-        const std::unique_ptr<uint32_t[]> own(new uint32_t[steps * block]);
+        Pass<T> pass(call);
 #pragma omp for schedule(dynamic)
-        for (Size panel = 0; panel < panels; panel++)
-            pack<T>(x + panel * PANEL, x_stride, tokens, std::min(PANEL, columns - panel * PANEL),
-                    packed.get() + panel * steps * PANEL, PANEL);
-#pragma omp for schedule(dynamic)
-        for (Size first = 0; first < rows; first += block) {
-            const Size count = std::min(block, rows - first);
-            pack<T>(grad + first, grad_stride, tokens, count, own.get(), block);
-            for (Size panel = 0; panel < panels; panel++)
-                for (Size step = 0; step < steps; step += STEPS_OF_A_SUM)
-                    multiply<T>(across_rows(own.get(), block).from(0, step),
-                                packed.get() + (panel * steps + step) * PANEL, PANEL, std::min(STEPS_OF_A_SUM, steps - step),
-                                sum + first * sum_stride + panel * PANEL, sum_stride, count,
-                                std::min(PANEL, columns - panel * PANEL), true);
-        }
+        for (Size number = 0; number < call.batch * call.heads; number++) pass(call.of_head(number));
     }
 }
 
@@ -196,28 +454,21 @@ void add_product(const T* grad, Size grad_stride, const T* x, Size x_stride, flo
 // -- what Python calls, for each type
 
 #define KERNELS(T, type)                                                                                              \
-    void swiglu_##type(const T* x, T* out, Size rows, Size width) { swiglu(x, out, rows, width); }                    \
-    void swiglu_backward_##type(const T* x, const T* grad, T* grad_x, Size rows, Size width) {                        \
-        swiglu_backward(x, grad, grad_x, rows, width);                                                                \
-    }                                                                                                                 \
-    void rms_norm_##type(const T* x, const T* weight, float eps, T* out, float* scale, Size rows, Size width) {       \
-        rms_norm(x, weight, eps, out, scale, rows, width);                                                            \
-    }                                                                                                                 \
-    void rms_norm_backward_##type(const T* x, const T* weight, const float* scale, const T* grad, T* grad_x,          \
-                                  float* grad_weight, Size parts, Size rows, Size width) {                            \
-        rms_norm_backward(x, weight, scale, grad, grad_x, grad_weight, parts, rows, width);                           \
-    }                                                                                                                 \
-    void rotate_##type(const T* x, const float* cosines, const float* sines, float sign, T* out, Size positions,      \
-                       Size batch, Size heads, Size half, Size position_stride, Size batch_stride, Size head_stride) { \
-        rotate(x, cosines, sines, sign, out, positions, batch, heads, half, position_stride, batch_stride,            \
-               head_stride);                                                                                          \
-    }                                                                                                                 \
     void softmax_##type(T* logits, float* greatest, float* sums, Size rows, Size width) {                             \
         softmax(logits, greatest, sums, rows, width);                                                                 \
     }                                                                                                                 \
-    void add_product_##type(const T* grad, Size grad_stride, const T* x, Size x_stride, float* sum, Size sum_stride,   \
-                            Size tokens, Size rows, Size columns) {                                                    \
-        add_product(grad, grad_stride, x, x_stride, sum, sum_stride, tokens, rows, columns);                          \
+    void causal_attention_##type(const T* query, const T* key, const T* value, T* out, float* log_sums,               \
+                                 const Size* strides, Size batch, Size heads, Size length, Size size, float scale) {  \
+        /* what a forward does not touch is anything of the right type */                                             \
+        every_head<Forward>(Call<T>{query, key, value, out, out, log_sums, out, out, out, out, strides, batch, heads, \
+                                    length, size, scale});                                                            \
+    }                                                                                                                 \
+    void causal_attention_backward_##type(const T* query, const T* key, const T* value, const T* out, const T* grad,  \
+                                          float* log_sums, T* grad_query, T* grad_key, T* grad_value,                 \
+                                          const Size* strides, Size batch, Size heads, Size length, Size size,        \
+                                          float scale) {                                                              \
+        every_head<Backward>(Call<T>{query, key, value, out, grad, log_sums, grad_query, grad_query, grad_key,        \
+                                     grad_value, strides, batch, heads, length, size, scale});                        \
     }
 
 extern "C" {

@@ -1,13 +1,18 @@
-"""This project's kernels for a CPU (`cpu_*.cpp`), which the machine's C++ compiler builds once.
+"""This project's kernels for a CPU (`cpu_kernels.cpp`), which the machine's C++ compiler builds once.
 
 A process that has called `load` uses them, on real tensors in float32 or bf16; everywhere else their callers have
-PyTorch's operations. The kernels round a result once, where those round after each operation.
+PyTorch's operations. The kernels round a result once, where those round after each operation. Kept are those that save
+5% of a training step in bf16 or float32 on a CPU with AVX512-BF16 (docs/lab-log.md): attention and the loss head's
+softmax.
 
-Shapes: as in `element_wise`; of attention as in `attention`.
+Shapes: of attention as in `attention`; c tokens of a chunk, v columns of the vocabulary.
 """
 
 import ctypes
+import functools
+import hashlib
 import platform
+import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -16,21 +21,17 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from megatron_fanformer.ops.libraries import COMPILERS, build_library, find_compiler
+from megatron_fanformer.durable_files import publish, temporary_name
 
-SOURCES = [Path(__file__).with_name(name) for name in ("cpu_kernels.cpp", "cpu_attention.cpp")]
-HEADER = Path(__file__).with_name("cpu_kernels.h")
-OPTIONS_OF_MACHINES = {"x86_64": ("-march=native", "-mprefer-vector-width=512"), "aarch64": ("-mcpu=native",)}
+SOURCE = Path(__file__).with_name("cpu_kernels.cpp")
+COMPILERS = ("c++", "g++", "clang++")
 OPTIONS = (
-    *("-std=c++17", "-O3", *OPTIONS_OF_MACHINES.get(platform.machine(), ())),
+    *("-std=c++17", "-O3", "-march=native", "-mprefer-vector-width=512"),
     *("-fno-math-errno", "-fno-trapping-math", "-fPIC", "-fopenmp"),
 )
+MOST_SECONDS = 120  # to build them
 TYPES = (torch.float32, torch.bfloat16)
 BYTES_OF_A_WORD = 4  # what a product's factors are made of
-MOST_BYTES_OF_A_VECTOR = 64
-LEAST_PARTS, ROWS_OF_A_PART = 32, 256
-"""The gradient of a norm's weight is summed over the rows of each part, and then over the parts: the same for any
-number of threads, and no long sum."""
 
 _library: Any = None
 _problem: str | None = "nobody asked for them"
@@ -64,84 +65,57 @@ def problem() -> str | None:
 
 def _loaded(cache: Path) -> tuple[Any, str | None]:
     """Return the library, or why there is none."""
-    if platform.system() != "Linux" or platform.machine() not in OPTIONS_OF_MACHINES:
-        machines = " and ".join(OPTIONS_OF_MACHINES)
-        return None, f"they are for Linux on {machines}, and this is {platform.system()} on {platform.machine()}"
-    compiler = find_compiler()
+    if (platform.system(), platform.machine()) != ("Linux", "x86_64"):
+        return None, f"they are for Linux on x86_64, and this is {platform.system()} on {platform.machine()}"
+    compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
     if compiler is None:
         return None, f"no C++ compiler is found ({', '.join(COMPILERS)})"
     try:
-        return ctypes.CDLL(str(_built(compiler, cache))), None
+        return ctypes.CDLL(str(_built(Path(compiler), cache))), None
     except (OSError, subprocess.SubprocessError) as error:
         reason = (getattr(error, "stderr", None) or str(error)).strip().splitlines()[0]
         return None, f"they cannot be built by {compiler} in {cache} ({reason})"
 
 
+def _built(compiler: Path, cache: Path) -> Path:
+    """Return the library of this source, compiler and CPU, built if it is not there.
+
+    Processes that start together may all build it: the same file.
+    """
+    program = compiler.resolve()
+    flags = {line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("flags")}
+    key = f"{OPTIONS} {program} {program.stat().st_mtime_ns} {sorted(flags)} {SOURCE.read_text(encoding='utf-8')}"
+    library = cache / f"cpu-kernels-{hashlib.sha256(key.encode()).hexdigest()[:16]}.so"
+    if not library.exists():
+        cache.mkdir(parents=True, exist_ok=True)
+        partial = temporary_name(library)
+        compiled = partial.with_name(f"{partial.name}.o")
+        run = functools.partial(subprocess.run, check=True, capture_output=True, text=True, timeout=MOST_SECONDS)
+        try:
+            run([str(compiler), *OPTIONS, "-c", str(SOURCE), "-o", str(compiled)])
+            # Without -fopenmp, so that no second OpenMP is linked: torch's is the process's.
+            run([str(compiler), "-shared", str(compiled), "-o", str(partial)])
+            publish(partial, library)
+        finally:
+            for file in (compiled, partial):
+                file.unlink(missing_ok=True)
+    return library
+
+
 def reach(*tensors: Tensor) -> bool:
-    """Return whether this process uses them, and they can take these: of one type, float32 or bf16, `in_memory`."""
-    return _library is not None and all(
-        in_memory(each) and each.dtype in TYPES and each.dtype == tensors[0].dtype for each in tensors
-    )
-
-
-def in_memory(tensor: Tensor) -> bool:
-    """Return whether a pointer to it says enough: a real tensor on a CPU, whose last axis lies in one piece.
+    """Return whether this process uses them, and they can take these: of one type, and real tensors on a CPU, whose
+    last axis lies in one piece.
 
     Simulated tensors have no content, and a tracer would not see what is done by pointers.
     """
-    return type(tensor) in (Tensor, Parameter) and tensor.device.type == "cpu" and tensor.stride(-1) == 1
-
-
-def _built(compiler: Path, cache: Path) -> Path:
-    # Without -fopenmp at linking, so that no second OpenMP is linked: torch's is the process's.
-    return build_library("cpu-kernels", SOURCES, OPTIONS, headers=[HEADER], compiler=compiler, cache=cache)
-
-
-# -- the kernels, on tensors that they reach
-
-
-def swiglu(gate_and_up: Tensor) -> Tensor:
-    """silu(gate) * up: [..., 2 f] -> [..., f]."""
-    gate_and_up, width = gate_and_up.contiguous(), gate_and_up.shape[-1] // 2
-    out = gate_and_up.new_empty(*gate_and_up.shape[:-1], width)
-    _call("swiglu", gate_and_up, out, out.numel() // width, width)
-    return out
-
-
-def swiglu_backward(gate_and_up: Tensor, grad: Tensor) -> Tensor:
-    """Return the gradient of [gate | up]."""
-    gate_and_up, grad = gate_and_up.contiguous(), grad.contiguous()
-    grad_both = torch.empty_like(gate_and_up)
-    _call("swiglu_backward", gate_and_up, grad, grad_both, grad.numel() // grad.shape[-1], grad.shape[-1])
-    return grad_both
-
-
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Return the normalised [..., h], and the factors [..., 1] in float32 by which rows were multiplied."""
-    x, out = x.contiguous(), torch.empty_like(x, memory_format=torch.contiguous_format)
-    scale = x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
-    _call("rms_norm", x, weight, float(eps), out, scale, scale.numel(), x.shape[-1])
-    return out, scale
-
-
-def rms_norm_backward(x: Tensor, weight: Tensor, scale: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the gradients of x and of the weight."""
-    x, grad = x.contiguous(), grad.contiguous()
-    parts = max(LEAST_PARTS, scale.numel() // ROWS_OF_A_PART)
-    grad_x, grad_weight = torch.empty_like(x), scale.new_empty(parts, x.shape[-1])
-    _call("rms_norm_backward", x, weight, scale, grad, grad_x, grad_weight, parts, scale.numel(), x.shape[-1])
-    return grad_x, grad_weight.sum(0).to(weight.dtype)
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
-    """Return pairs (i, i + d / 2) of [s, b, n, d] rotated by angles whose cos and sin are [s, 1, 1, d / 2] in
-    float32.
-    """
-    out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    positions, batch, heads, size = x.shape
-    angles = (each.float().contiguous() for each in (cos, sin))
-    _call("rotate", x, *angles, float(sign), out, positions, batch, heads, size // 2, *x.stride()[:3])
-    return out
+    return _library is not None and all(
+        type(tensor) in (Tensor, Parameter)
+        and tensor.device.type == "cpu"
+        and tensor.stride(-1) == 1
+        and tensor.dtype in TYPES
+        and tensor.dtype == tensors[0].dtype
+        for tensor in tensors
+    )
 
 
 def softmax(logits_cv: Tensor) -> tuple[Tensor, Tensor]:
@@ -187,33 +161,20 @@ def causal_attention_backward(
     strides = _strides(*qkv, out, grad)
     sizes = batch, heads, length, size, float(scale)
     _call("causal_attention_backward", *qkv, out, grad, log_sums, *grads, strides, *sizes)
-    return [each.permute(1, 2, 0, 3) for each in grads]
-
-
-def reaches_product(sum_oh: Tensor, grad_no: Tensor, x_nh: Tensor) -> bool:
-    """Return whether `add_product` can take them: sums in float32, of rows that are whole vectors."""
-    are_whole_vectors = sum_oh.shape[-1] * sum_oh.element_size() % MOST_BYTES_OF_A_VECTOR == 0
-    return reach(grad_no, x_nh) and in_memory(sum_oh) and sum_oh.dtype == torch.float32 and are_whole_vectors
-
-
-def add_product(sum_oh: Tensor, grad_no: Tensor, x_nh: Tensor) -> None:
-    """Add the product of the first, transposed, and the second to the sums."""
-    matrices = [part for each in (grad_no, x_nh, sum_oh) for part in (each, each.stride(0))]
-    _call("add_product", *matrices, len(x_nh), *sum_oh.shape)
+    return [grad.permute(1, 2, 0, 3) for grad in grads]
 
 
 def _strides(*tensors: Tensor) -> Any:
     """Return the strides of batch, head and position of tensors [b, n, s, d]."""
-    strides = [each.stride(axis) for axis in range(3) for each in tensors]
+    strides = [tensor.stride(axis) for axis in range(3) for tensor in tensors]
     return (ctypes.c_int64 * len(strides))(*strides)
 
 
-def _call(name: str, *arguments: Any) -> None:
+def _call(name: str, first: Tensor, *arguments: Any) -> None:
     """Call a kernel of the first tensor's type: tensors by their pointers, integers of 64 bits, others in float32."""
-    first = next(each for each in arguments if isinstance(each, Tensor))
     kernel = getattr(_library, f"{name}_{str(first.dtype).removeprefix('torch.')}")
     with torch.profiler.record_function(f"{__name__}.{name}"):  # or a profiler would not see it
-        kernel(*map(_argument, arguments))
+        kernel(*map(_argument, (first, *arguments)))
 
 
 def _argument(given: Any) -> Any:

@@ -1,8 +1,8 @@
 """Element-wise functions of a layer (SwiGLU, RMSNorm, rotary positions), their gradients written out in few passes.
 
 On a CPU each operation of PyTorch is a pass over memory of its own, and automatic differentiation makes more of them.
-Each function is one kernel there, where those could be built (`cpu_kernels`). Otherwise outputs are rounded as
-PyTorch's own operations round them, bit for bit in float32; only the gradients are summed differently.
+Outputs are rounded as PyTorch's own operations round them, bit for bit in float32; only the gradients are summed
+differently.
 
 Shapes: h hidden size, f inner size of the MLP, s sequence, b micro batch, n heads, d head size.
 """
@@ -12,8 +12,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-
-from megatron_fanformer.ops import cpu_kernels
 
 
 def swiglu(gate_and_up: Tensor) -> Tensor:
@@ -25,16 +23,12 @@ class _SwiGLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate_and_up: Tensor) -> Tensor:
         ctx.save_for_backward(gate_and_up)
-        if cpu_kernels.reach(gate_and_up):
-            return cpu_kernels.swiglu(gate_and_up)
         gate, up = gate_and_up.chunk(2, dim=-1)
         return F.silu(gate).mul_(up)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         (gate_and_up,) = ctx.saved_tensors
-        if cpu_kernels.reach(gate_and_up, grad):
-            return cpu_kernels.swiglu_backward(gate_and_up, grad)
         gate, up = gate_and_up.chunk(2, dim=-1)
         grad_both = torch.empty_like(gate_and_up)
         grad_gate, grad_up = grad_both.chunk(2, dim=-1)
@@ -55,10 +49,6 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        if cpu_kernels.reach(x, weight):
-            out, scale = cpu_kernels.rms_norm(x, weight, eps)
-            ctx.save_for_backward(x, weight, scale)
-            return out
         high = torch.promote_types(x.dtype, torch.float32)
         x_high = x.to(high)
         scale = x_high.pow(2).mean(-1, keepdim=True).add_(eps).rsqrt_()
@@ -68,8 +58,6 @@ class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         x, weight, scale = ctx.saved_tensors
-        if cpu_kernels.reach(x, weight, grad):
-            return *cpu_kernels.rms_norm_backward(x, weight, scale, grad), None
         high, size = scale.dtype, x.shape[-1]
         products = (grad.to(high) * x).view(-1, size)
         scales = scale.view(-1)
@@ -105,8 +93,6 @@ class _Rotation(torch.autograd.Function):
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor, *, sign: float) -> Tensor:
     """Rotate each pair by its angle; at sign -1 in the other direction, which is the gradient of that."""
-    if cpu_kernels.reach(x):
-        return cpu_kernels.rotate(x, cos, sin, sign)
     cos, sin = cos.to(x.dtype), (sign * sin).to(x.dtype)
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     (first, second), (out_first, out_second) = x.chunk(2, dim=-1), out.chunk(2, dim=-1)

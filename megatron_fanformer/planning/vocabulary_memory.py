@@ -6,7 +6,7 @@ Shapes: as in `layer_memory`; V columns of logits of one tensor parallel rank, c
 from megatron_fanformer.planning.layer_memory import FLOAT, LayerShapes, Rise, norm_backward
 
 FLOAT_LOGITS_BYTES = 2**20  # those of a few rows at a time: `ops.cross_entropy.CACHED_BYTES_PER_THREAD`, of one thread
-ROWS_A_BLOCK = 4096  # of a weight's gradient that are held twice: `ops.products`
+ROWS_A_BLOCK = 4096  # of a weight's gradient that are held twice: `ops.matrices`
 ID_BYTES = 8
 
 

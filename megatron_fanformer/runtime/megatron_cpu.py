@@ -18,8 +18,7 @@ from typing import Any
 import torch
 
 from megatron_fanformer.ops.element_wise import rotate
-from megatron_fanformer.ops.norms import norm
-from megatron_fanformer.ops.products import add_product
+from megatron_fanformer.ops.matrices import add_product, norm
 from megatron_fanformer.runtime import cuda_on_cpu
 from megatron_fanformer.runtime.cuda_on_cpu import FUSED_GRADIENT_KERNEL
 

@@ -16,8 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_fanformer.model.placements import all_tensors
-from megatron_fanformer.ops.newton_schulz import orthogonalize
-from megatron_fanformer.ops.norms import norm
+from megatron_fanformer.ops.matrices import norm, orthogonalize
 from megatron_fanformer.planning.matrix_updates import (
     NEWTON_SCHULZ_STEPS,
     newton_schulz_flops,

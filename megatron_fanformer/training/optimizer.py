@@ -9,7 +9,7 @@ from unittest import mock
 import torch
 
 from megatron_fanformer.model.dtypes import DTYPES
-from megatron_fanformer.ops.norms import norm
+from megatron_fanformer.ops.matrices import norm
 from megatron_fanformer.planning.gradient_buffers import EMBEDDING
 from megatron_fanformer.training.optimizers import OptimizerConfig
 from megatron_fanformer.training.update_rule import UpdateRule

@@ -25,7 +25,7 @@ from torch.profiler import record_function
 
 from megatron_fanformer.errors import DivergenceError
 from megatron_fanformer.model.loss_head import LossHead
-from megatron_fanformer.ops.norms import norm
+from megatron_fanformer.ops.matrices import norm
 from megatron_fanformer.runtime.parallel import ParallelConfig, RankGrid
 from megatron_fanformer.runtime.pipeline import Batches, run_schedule
 from megatron_fanformer.training.interrupts import Interrupts

@@ -83,7 +83,7 @@ class UpdateRule(OptimizerStates, ABC):
         self, weight: "torch.Tensor", optimizer: "torch.optim.Optimizer", group: Group
     ) -> "torch.Tensor":
         """Return the norm of that."""
-        from megatron_fanformer.ops.norms import norm
+        from megatron_fanformer.ops.matrices import norm
 
         return norm(self.last_update(weight, optimizer.state[weight], group))
 

@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import _disable_current_modes
 
-from megatron_fanformer.ops import products
 from megatron_fanformer.runtime.collectives import CollectiveCount
 from megatron_fanformer.runtime.parallel import rank_grid
 from megatron_fanformer.simulation.memory_tracker import MemoryTracker
@@ -97,14 +96,9 @@ def collectives_unseen() -> Iterator[None]:
 
 def followed(config: RunConfig) -> FollowedRank:
     tracker = MemoryTracker()
-    with collectives_unseen(), without_products_by_pointer(), tracker, rank_grid(config.parallel, "cpu") as grid:
+    with collectives_unseen(), tracker, rank_grid(config.parallel, "cpu") as grid:
         _, collectives = take_steps(config, grid, seed=0, tracker=tracker)
         return FollowedRank(tracker.peak_bytes, tracker.held_bytes, collectives)
-
-
-def without_products_by_pointer() -> Any:
-    """Without MKL's products, on CPUs with AMX: simulated tensors have no memory that they could add to in place."""
-    return mock.patch.object(products, "mkl_product", lambda: None)
 
 
 def unseen(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_fanformer.model.config import FANformerConfig
-from megatron_fanformer.ops.products import add_product
+from megatron_fanformer.ops.matrices import add_product
 
 REPEATS = 3
 MORE_THAN_CACHED = 64 << 20  # bytes
