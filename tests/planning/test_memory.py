@@ -13,7 +13,7 @@ import torch
 from megatron_fanformer.model.build import build_stages
 from megatron_fanformer.model.config import PRESETS, FANConfig, FANformerConfig, PrecisionConfig
 from megatron_fanformer.model.kernels import KernelsConfig
-from megatron_fanformer.ops import cross_entropy, products
+from megatron_fanformer.ops import cross_entropy, matrices
 from megatron_fanformer.planning import vocabulary_memory
 from megatron_fanformer.planning.job import Job
 from megatron_fanformer.planning.layer_memory import layer_operations
@@ -368,7 +368,7 @@ def test_scores_are_of_a_ranks_heads_and_the_whole_sequence(text: str) -> None:
 
 def test_constants_of_the_loss_head_are_its_own() -> None:
     """Planning reads them without torch."""
-    assert vocabulary_memory.ROWS_A_BLOCK == products.ROWS_A_BLOCK
+    assert vocabulary_memory.ROWS_A_BLOCK == matrices.ROWS_A_BLOCK
     assert vocabulary_memory.FLOAT_LOGITS_BYTES == cross_entropy.CACHED_BYTES_PER_THREAD
 
 

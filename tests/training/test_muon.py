@@ -17,7 +17,7 @@ from megatron_fanformer.training.muon_optimizer import MuonAndAdam
 from megatron_fanformer.training.optimizer import single_optimizers
 from megatron_fanformer.training.optimizers import OPTIMIZERS, OptimizerConfig
 from tests.checkpoint.states import parallel_config, small_model, training
-from tests.ops.test_newton_schulz import exact
+from tests.ops.test_matrices import exact
 from tests.planning.making import job_of
 from tests.simulation.runs import run_config
 
