@@ -13,7 +13,7 @@ import torch
 
 from megatron_fanformer.data.shared_batches import shared_batches
 from megatron_fanformer.model.build import build_stages
-from megatron_fanformer.ops.products import adds_to_wider
+from megatron_fanformer.ops.matrices import adds_to_wider
 from megatron_fanformer.planning.communication import CommunicationLine, Total, communication, totals
 from megatron_fanformer.planning.job import Job
 from megatron_fanformer.planning.memory import rank_memory
