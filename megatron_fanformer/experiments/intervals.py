@@ -92,3 +92,21 @@ def holm(p_values: Sequence[float]) -> list[float]:
         least = max(least, min(1.0, (len(p_values) - rank) * p_values[place]))
         adjusted[place] = least
     return adjusted
+
+
+def ratio_interval(values: Sequence[float]) -> tuple[float, float] | None:
+    """Return the 95% interval of the geometric mean of one ratio per seed, from logarithms; None for fewer than two."""
+    interval = mean_of([math.log(value) for value in values]).interval
+    return None if interval is None else (math.exp(interval[0]), math.exp(interval[1]))
+
+
+def below(interval: tuple[float, float] | None, none: float) -> bool | None:
+    """Return the rule of every effect that is a decrease: the whole interval is below "no difference"; None without
+    one.
+    """
+    return None if interval is None else interval[1] < none
+
+
+def above(interval: tuple[float, float] | None, none: float) -> bool | None:
+    """Return the same of an increase."""
+    return None if interval is None else interval[0] > none

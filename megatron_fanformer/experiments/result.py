@@ -10,7 +10,8 @@ It is written last, so that a folder that has it is whole, and it is all that `r
 """
 
 import platform
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +76,22 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     tables: list[Table] = []
     pictures: list[str] = []
     """File names in the result's folder."""
+
+
+Log = Callable[[str], None]
+"""Called with a line on a probe's progress."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """The results of a probe, before they are written."""
+
+    findings: list[Finding]
+    tables: list[Table] = field(default_factory=list)
+    pictures: dict[str, bytes] = field(default_factory=dict)
+    """PNG files by their names."""
+    seconds: float | None = None
+    """Computing time, if earlier calls did a part; None: this call's time is all."""
 
 
 def this_machine() -> dict[str, Any]:

@@ -17,25 +17,22 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megatron_fanformer.configuration import build, read_overrides
-from megatron_fanformer.durable_files import sha256_of, take_lock
+from megatron_fanformer.durable_files import take_lock
 from megatron_fanformer.errors import InputError, collect_problems
 from megatron_fanformer.experiments.probes.settings import PROBES
 from megatron_fanformer.experiments.report.page import README, write_folder
-from megatron_fanformer.experiments.result import RESULT, Result, read_result, this_machine
+from megatron_fanformer.experiments.result import RESULT, Log, Measured, Result, read_result, this_machine
 from megatron_fanformer.options import Verb, argument, option, option_name, overrides
 from megatron_fanformer.processes import ended_by_stop_signals
 from megatron_fanformer.runtime import device
 from megatron_fanformer.terminal import show
 
-if TYPE_CHECKING:
-    from megatron_fanformer.experiments.probes.outcome import Log, Measured  # which imports NumPy, as no --help should
-
 FOLDER = "runs/experiments"
 # The options that stand for a field of the settings, by their name there.
-SHORT = {"seeds": "seeds", "checkpoint": "checkpoints", "rules": "rules"}
+SHORT = {"seeds": "seeds", "checkpoint": "checkpoints"}
 
 OPTIONS = ("output", *SHORT, "write_data")
 
@@ -45,21 +42,19 @@ class ExperimentOptions:
     """Options of `experiment`."""
 
     name: str | None = argument(None, metavar="NAME")
-    """lipschitz, mod, holes, cost, inference or logic; without one, they are listed with their minutes."""
+    """lipschitz, mod, holes, cost or inference; without one, they are listed with their minutes."""
     output: Path | None = option(None, metavar="FOLDER")
     """Folder for what it leaves (default: runs/experiments/NAME)"""
     seeds: int | None = option(None, metavar="N")
     """Number of seeds; every model has the same ones."""
     checkpoint: tuple[str, ...] | None = option(None, metavar="CHECKPOINT", repeated=True)
-    """holes, lipschitz, logic: a trained model; may be repeated."""
-    rules: str | None = option(None, metavar="FILE")
-    """logic: ULogic's probing_subset.json (default: 20 rules of our own)"""
+    """holes: a fine-tuned model; may be repeated."""
     write_data: Path | None = option(None, metavar="FOLDER")
     """holes: write conversations to fine-tune on, and end."""
     overrides: tuple[str, ...] = overrides()
 
 
-def experiment(options: ExperimentOptions, ready: Callable[[], None], log: "Log" = print) -> None:
+def experiment(options: ExperimentOptions, ready: Callable[[], None], log: Log = print) -> None:
     """List the probes, or run one: measure, write its folder, and print its findings.
 
     If the folder already holds this probe's result with the same settings, print that and measure nothing.
@@ -85,7 +80,7 @@ def experiment(options: ExperimentOptions, ready: Callable[[], None], log: "Log"
 
     folder = options.output or Path(FOLDER, options.name)
     with _alone_in(folder):
-        stated = json.loads(json.dumps({**settings.counting(), **_digests(settings)}))
+        stated = json.loads(json.dumps(settings.counting()))
         if (folder / RESULT).exists():
             result = _result_of(folder, options.name, stated)
         else:
@@ -104,7 +99,7 @@ def experiment(options: ExperimentOptions, ready: Callable[[], None], log: "Log"
     log("\n".join([*(finding.sentence for finding in result.findings), f"{folder / README} has all of it"]))
 
 
-def _list_probes(options: ExperimentOptions, log: "Log") -> None:
+def _list_probes(options: ExperimentOptions, log: Log) -> None:
     given = [*options.overrides, *(option_name(name) for name in OPTIONS if getattr(options, name) is not None)]
     if given:
         raise InputError(f"{given[0]} comes without an experiment before it; name one of {', '.join(PROBES)}")
@@ -122,18 +117,6 @@ def _result_of(folder: Path, name: str, stated: dict[str, Any]) -> Result:
             f"remove its {RESULT} to measure again (finished runs are kept)"
         )
     return result
-
-
-def _digests(settings: Any) -> dict[str, str]:
-    """Return the SHA-256 of the files that the settings name: a result is by what they hold."""
-    found = {}
-    for name in settings.FILES:
-        if (path := getattr(settings, name)) is not None:
-            try:
-                found[f"{name}, SHA-256"] = sha256_of(Path(path))
-            except OSError as error:
-                raise InputError(f"{path} cannot be read ({error.strerror}); name another file as {name}") from None
-    return found
 
 
 def _with_checkpoints(settings: Any, probe: str) -> Any:

@@ -3,15 +3,18 @@
 All pairs (a, b) of 0 to 112 with an answer to each; a square of them is never trained on (the hole). A model that
 learned the rule answers there as elsewhere; one that goes by the cases around it does not. Tasks and holes are the
 paper's, after "Case-Based or Rule-Based: How Do Transformers Do the Math?" (Hu et al., 2024). The paper fine-tunes
-models of a billion parameters, trained on text; here small ones are trained from scratch, on pairs alone. `write_data`
-writes the paper's conversations, to fine-tune a checkpoint on, whose answers `fine_tuned_holes` scores.
+models of a billion parameters, trained on text; here small ones are trained from scratch, on pairs alone. Each finished
+run is a file of the folder, and a probe that was stopped goes on with the others.
 
 A sequence is `a + b =` or `( a , b ) =`, each number a token, and the answer is one more; the loss is on it alone. Of
 each trained model: the share of pairs whose likeliest answer is right (greedy), and the mean probability of the right
-answer at `temperature`, which is what the share of right answers among samples approaches. Each finished run is a file
-of the folder, and a probe that was stopped goes on with the others.
+answer at `temperature`, which is what the share of right answers among samples approaches.
 
-Shapes: n pairs, s tokens, v vocabulary.
+`write_data` writes the paper's conversations, to fine-tune a checkpoint on. Such a checkpoint answers all pairs by its
+chat template, in the token ids that `prepare --chat` makes of them. An answer is several tokens, the end of text the
+last: it is the greedy one if each is the likeliest behind those before it; its probability is the product of theirs.
+
+Shapes: n pairs, b rows of a batch, s tokens, v vocabulary.
 """
 
 import dataclasses
@@ -21,42 +24,112 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_fanformer.durable_files import regular_file, write_atomically
-from megatron_fanformer.errors import CorruptError
-from megatron_fanformer.experiments.intervals import mean_of
-from megatron_fanformer.experiments.probes.hole_pairs import (
-    PANEL,
-    PAPER,
-    VOCABULARY,
-    Pairs,
-    Scores,
-    all_pairs,
-    conversation,
-    draw_hole,
-    map_around,
-    scores,
-)
-from megatron_fanformer.experiments.probes.outcome import Log, Measured, above
+from megatron_fanformer.data.chat_template import encode_chat, find_template, refuse_spaces_between
+from megatron_fanformer.durable_files import write_atomically
+from megatron_fanformer.errors import CorruptError, InputError, collect_problems
+from megatron_fanformer.experiments.intervals import above, mean_of
 from megatron_fanformer.experiments.probes.settings import HolesSettings, Task
 from megatron_fanformer.experiments.probes.twins import SAME_PARAMETERS, TRANSFORMER, fanformer_of, fresh_model, twins
-from megatron_fanformer.experiments.result import Cell, Finding, Table
-from megatron_fanformer.model.config import FANformerConfig
-from megatron_fanformer.pictures import drawn
+from megatron_fanformer.experiments.result import Cell, Finding, Log, Measured, Table
+from megatron_fanformer.generation.models import TrainedModel, find_model_and_tokenizer, load_model
+from megatron_fanformer.pictures import draw_heat_map, drawn
 
+NUMBERS = 113  # of each operand, from 0
+LARGEST_ANSWER = 3 * (NUMBERS - 1) + 3
+SYMBOLS = ("+", "=", "(", ",", ")")
+VOCABULARY = LARGEST_ANSWER + 1 + len(SYMBOLS)
+MARGIN = 10  # of the picture, around the hole
+PAPER = {
+    TRANSFORMER: "OLMo-1B, fine-tuned: about 0 in the hole",
+    SAME_PARAMETERS: "FANformer-1B, fine-tuned: no obvious hole",
+}
+PANEL = (3.6, 3.2)
+CENTRE: dict[Task, int] = {"modular": 56, "linear": 50}  # both coordinates of the hole's middle
 SCORED_PAIRS = 2048  # in a forward pass without gradients
 WARM_UP = 0.01
-MOST_BYTES = 1 << 20  # of a finished run
 LEAST_TRAINED = 0.99
 ARCHITECTURES = (TRANSFORMER, SAME_PARAMETERS)
 AXES = ("seeds", "tasks", "weight_decays", "checkpoints")
 """Settings with several values, of which a run has one, or none if the setting does not apply to it."""
+MOST_TOKENS = 2048  # of a batch of conversations, whose logits are held whole
+
+
+# -- the pairs
+
+
+class Pairs(NamedTuple):
+    """A task's pairs: as tokens, and which of them are in the hole."""
+
+    tokens_ns: Tensor
+    answers_n: Tensor
+    in_hole_n: Tensor
+
+
+class Scores(NamedTuple):
+    """The scores of a set of pairs, in shares of 1."""
+
+    greedy: float
+    probability: float
+
+
+def all_pairs(task: Task, half_side: int) -> Pairs:
+    """Return all pairs by a, then b."""
+    a, b = (grid.flatten() for grid in torch.meshgrid(torch.arange(NUMBERS), torch.arange(NUMBERS), indexing="ij"))
+    plus, equals, left, comma, right = (
+        torch.full_like(a, LARGEST_ANSWER + 1 + number) for number in range(len(SYMBOLS))
+    )
+    tokens = [a, plus, b, equals] if task == "modular" else [left, a, comma, b, right, equals]
+    in_hole = ((a - CENTRE[task]).abs() <= half_side) & ((b - CENTRE[task]).abs() <= half_side)
+    answers = (a + b) % NUMBERS if task == "modular" else a + 2 * b + 3
+    return Pairs(torch.stack(tokens, dim=1), answers, in_hole)
+
+
+def conversation(pairs: Pairs, task: Task, number: int) -> list[dict[str, str]]:
+    """Return the question about a pair, and its answer, as messages."""
+    a, b = divmod(number, NUMBERS)
+    question = f"{a}+{b}=" if task == "modular" else f"({a},{b})="  # in the paper's words
+    return [
+        {"role": "user", "content": question},
+        {"role": "assistant", "content": str(pairs.answers_n[number].item())},
+    ]
+
+
+def scores(probability_n: Tensor, right_n: Tensor, where_n: Tensor) -> Scores:
+    """Score the pairs that `where_n` selects."""
+    return Scores(right_n[where_n].double().mean().item(), probability_n[where_n].mean().item())
+
+
+def map_around(task: Task, half_side: int, probability_n: Tensor) -> Tensor:
+    """Return the probabilities of all pairs, on and around the hole alone, by a and b."""
+    first, last = _around(task, half_side)
+    return probability_n.view(NUMBERS, NUMBERS)[first : last + 1, first : last + 1]
+
+
+def _around(task: Task, half_side: int) -> tuple[int, int]:
+    """Return the first and the last number on and around the hole; a large hole has less than the margin around it."""
+    reach = half_side + MARGIN
+    return max(CENTRE[task] - reach, 0), min(CENTRE[task] + reach, NUMBERS - 1)
+
+
+def draw_hole(axes: Any, task: Task, half_side: int, map_ab: Tensor, *, title: str) -> None:
+    """Draw the probabilities on and around the hole, and its edge."""
+    first, last = _around(task, half_side)
+    draw_heat_map(axes, map_ab.numpy(), vmin=0, vmax=1, extent=(first - 0.5, last + 0.5, first - 0.5, last + 0.5))
+    near, far = CENTRE[task] - half_side - 0.5, CENTRE[task] + half_side + 0.5
+    axes.plot((near, far, far, near, near), (near, near, far, far, near), color="white", linewidth=1)
+    axes.set_title(title, fontsize="small")
+    axes.set(xlabel="b", ylabel="a")
+
+
+# -- models trained from scratch
 
 
 class Run(msgspec.Struct, frozen=True, kw_only=True):
@@ -67,11 +140,8 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
     trained: Scores
     """Scores on all pairs that it was trained on."""
     hole: Scores
-    curve: list[tuple[int, float, float]]
-    """Step, and the greedy shares of the trained pairs and of the hole, at ten points of the training."""
     map: list[list[float]]
     """The probability of the right answer on and around the hole, by a and b."""
-    parameters: int
     seconds: float
 
 
@@ -79,12 +149,10 @@ def measure(settings: HolesSettings, folder: Path, log: Log) -> Measured:
     """Train every model with every seed and weight decay, but for those that the folder has; or score checkpoints.
 
     Raises:
-        InputError, CorruptError, DivergenceError: as `fine_tuned_holes.measure_checkpoints`.
+        InputError, CorruptError, DivergenceError: as `measure_checkpoints`.
         CorruptError: a file of the folder is no finished run.
     """
     if settings.checkpoints:
-        from megatron_fanformer.experiments.probes.fine_tuned_holes import measure_checkpoints
-
         return measure_checkpoints(settings, log)
     runs: dict[tuple[Task, float, str], list[Run]] = {}
     axes = (settings.tasks, settings.weight_decays, range(settings.seeds), ARCHITECTURES)
@@ -116,7 +184,7 @@ def _finished_or_new(
     file = folder / f"{task}-decay-{weight_decay:g}-seed-{seed}-{short}.json"
     if file.exists():
         try:
-            found = msgspec.json.decode(regular_file(file, most_bytes=MOST_BYTES).read_bytes(), type=Run)
+            found = msgspec.json.decode(file.read_bytes(), type=Run)
         except msgspec.MsgspecError as error:
             raise CorruptError(f"{file} is no finished run ({error}); remove it, and it is trained again") from None
         if found.settings == all_settings:
@@ -127,54 +195,37 @@ def _finished_or_new(
     return run
 
 
-def model_config(settings: HolesSettings, architecture: str) -> FANformerConfig:
-    """Return the model of a run."""
-    shape = fanformer_of(settings.num_layers, settings.hidden_size, settings.num_heads, VOCABULARY)
-    return twins(shape)[architecture]
-
-
 def train(
     settings: HolesSettings, task: Task, weight_decay: float, seed: int, architecture: str, all_settings: dict[str, Any]
 ) -> Run:
     """Train one model on the pairs outside the hole, in an order that the seed alone decides."""
     started = time.perf_counter()
-    model = fresh_model(model_config(settings, architecture), seed)
+    shape = fanformer_of(settings.num_layers, settings.hidden_size, settings.num_heads, VOCABULARY)
+    model = fresh_model(twins(shape)[architecture], seed)
     pairs = all_pairs(task, settings.half_side)
     optimizer = torch.optim.AdamW(model.parameters(), lr=settings.learning_rate, weight_decay=weight_decay)
     warm_up, cooldown = (max(1, round(share * settings.steps)) for share in (WARM_UP, settings.cooldown))
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min(1.0, (step + 1) / warm_up, (settings.steps - step) / cooldown)
     )
-    curve: list[tuple[int, float, float]] = []
 
     def logits(tokens_ns: Tensor) -> Tensor:
         """Return those of the answer, [n, v]."""
         found: Tensor = model(input_ids=tokens_ns, use_cache=False, logits_to_keep=1).logits[:, 0]
         return found
 
-    def measured() -> tuple[Scores, Scores, Tensor]:
-        """Return the scores of the trained pairs and of the hole, and the probabilities of all right answers, [n]."""
-        probability, right = score(logits, pairs, settings.temperature)
-        trained, hole = (scores(probability, right, where) for where in (~pairs.in_hole_n, pairs.in_hole_n))
-        return trained, hole, probability
-
-    for step, batch in enumerate(_batches(pairs, settings, seed), start=1):
+    for batch in _batches(pairs, settings, seed):
         loss = F.cross_entropy(logits(pairs.tokens_ns[batch]), pairs.answers_n[batch])
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
         schedule.step()
-        if step % max(1, settings.steps // 10) == 0:
-            trained, hole, _ = measured()
-            curve.append((step, trained.greedy, hole.greedy))
-    trained, hole, probability = measured()
+    probability, right = score(logits, pairs, settings.temperature)
     return Run(
         settings=all_settings,
-        trained=trained,
-        hole=hole,
-        curve=curve,
+        trained=scores(probability, right, ~pairs.in_hole_n),
+        hole=scores(probability, right, pairs.in_hole_n),
         map=[[round(each, 4) for each in row] for row in map_around(task, settings.half_side, probability).tolist()],
-        parameters=sum(weight.numel() for weight in model.parameters()),
         seconds=time.perf_counter() - started,
     )
 
@@ -304,3 +355,138 @@ def write_data(settings: HolesSettings, folder: Path) -> list[str]:
             write_atomically(file, "".join(json.dumps(chat) + "\n" for chat in chats))
             lines.append(f"{file}: {len(numbers):,} conversations")
     return lines
+
+
+# -- checkpoints that were fine-tuned on the conversations, as the paper's were
+
+
+class Answers(NamedTuple):
+    """A checkpoint's answers to the pairs of a task."""
+
+    pairs: Pairs
+    probability_n: Tensor
+    right_n: Tensor
+
+    def scores(self, *, in_hole: bool) -> Scores:
+        """Return the scores of the pairs in the hole, or of those that were trained on."""
+        return scores(self.probability_n, self.right_n, self.pairs.in_hole_n == in_hole)
+
+
+def measure_checkpoints(settings: HolesSettings, log: Log) -> Measured:
+    """Make every checkpoint answer the pairs of every task.
+
+    Raises:
+        InputError: one cannot be opened, or has no tokenizer or chat template; all problems, before any answers.
+        CorruptError: one is damaged.
+        DivergenceError: logits are not finite.
+    """
+    problems: list[str] = []
+    conversations = {name: _formed(name, settings, problems) for name in settings.checkpoints}
+    if problems:
+        raise InputError("\n".join(problems))
+    found: dict[tuple[Task, str], Answers] = {}
+    for name, by_task in conversations.items():
+        with load_model(Path(name)) as model:
+            for task, rows in by_task.items():
+                pairs = all_pairs(task, settings.half_side)
+                found[task, name] = answers = Answers(pairs, *answered(model, rows, settings.temperature))
+                trained, hole = answers.scores(in_hole=False), answers.scores(in_hole=True)
+                log(f"{name}, {task}: {trained.greedy:.1%} outside the hole, {hole.greedy:.1%} in it, greedy")
+    return Measured(
+        findings=[_answers_finding(name, task, answers, settings) for (task, name), answers in found.items()],
+        tables=[_answers_table(found)],
+        pictures={f"holes-{task}.png": _answers_picture(settings, task, found) for task in settings.tasks},
+    )
+
+
+# -- the conversations
+
+
+Row = tuple[np.ndarray, np.ndarray]
+"""A conversation's ids, [s], and a mask of its answer, [s]."""
+
+
+def _formed(name: str, settings: HolesSettings, problems: list[str]) -> dict[Task, list[Row]]:
+    """Return the conversations of each task, pair by pair, as the checkpoint was fine-tuned on them."""
+    of_this: list[str] = []
+    source, tokenizer = find_model_and_tokenizer(name, None, of_this)
+    template = None
+    if source is not None and tokenizer is not None:
+        template = collect_problems(of_this, lambda: find_template(tokenizer.path, eod_id=source.end_of_text_id))
+        collect_problems(of_this, lambda: refuse_spaces_between(tokenizer))
+    problems += of_this
+    if tokenizer is None or template is None or of_this:
+        return {}
+    conversations = {}
+    for task in settings.tasks:
+        pairs = all_pairs(task, settings.half_side)
+        chats = (conversation(pairs, task, number) for number in range(len(pairs.answers_n)))
+        conversations[task] = [encode_chat(tokenizer, template.render(chat)) for chat in chats]
+    return conversations
+
+
+# -- the answers
+
+
+@torch.no_grad()
+def answered(model: TrainedModel, rows: list[Row], temperature: float) -> tuple[Tensor, Tensor]:
+    """Return each row's probability of its answer at a temperature, and whether it is the greedy one, [n] each."""
+    probability_n, right_n = torch.zeros(len(rows), dtype=torch.float64), torch.zeros(len(rows), dtype=torch.bool)
+    for numbers in _of_one_length(rows):
+        ids_bs = torch.tensor(np.stack([rows[number][0] for number in numbers]))
+        learned_bs = torch.tensor(np.stack([rows[number][1] for number in numbers]))[:, 1:]
+        logits_bsv = model.logits(ids_bs)[:, :-1].double().cpu()
+        labels_bs = ids_bs[:, 1:]
+        chosen_bs = (logits_bsv / temperature).log_softmax(-1).gather(2, labels_bs[..., None])[..., 0]
+        probability_n[numbers] = (chosen_bs * learned_bs).sum(1).exp()
+        right_n[numbers] = ((logits_bsv.argmax(-1) == labels_bs) | ~learned_bs).all(1)
+    return probability_n, right_n
+
+
+def _of_one_length(rows: list[Row]) -> Iterator[list[int]]:
+    """Yield the numbers of all rows, in batches of one length."""
+    by_length: dict[int, list[int]] = {}
+    for number, (ids, _) in enumerate(rows):
+        by_length.setdefault(len(ids), []).append(number)
+    for length, numbers in by_length.items():
+        size = max(1, MOST_TOKENS // length)
+        yield from (numbers[first : first + size] for first in range(0, len(numbers), size))
+
+
+# -- what it says
+
+
+def _answers_finding(name: str, task: Task, answers: Answers, settings: HolesSettings) -> Finding:
+    trained, hole = answers.scores(in_hole=False), answers.scores(in_hole=True)
+    return Finding(
+        name=f"hole of {task}, {name}",
+        paper="; ".join(PAPER.values()),
+        ours=100 * hole.probability,
+        unit="% of probability",
+        shows=None,
+        sentence=f"{name} gives the right answers in the hole of {task} a probability of {hole.probability:.1%} at "
+        f"temperature {settings.temperature:g}, and {hole.greedy:.1%} of them are its greedy ones; outside the hole "
+        f"these are {trained.probability:.1%} and {trained.greedy:.1%}.",
+    )
+
+
+def _answers_table(found: dict[tuple[Task, str], Answers]) -> Table:
+    return Table(
+        title="Right answers, in %",
+        columns=["task", "checkpoint", "outside, greedy", "outside, probability", "hole, greedy", "hole, probability"],
+        rows=[
+            [task, name, *(100 * score for in_hole in (False, True) for score in answers.scores(in_hole=in_hole))]
+            for (task, name), answers in found.items()
+        ],
+    )
+
+
+def _answers_picture(settings: HolesSettings, task: Task, found: dict[tuple[Task, str], Answers]) -> bytes:
+    """Draw the probability of the right answer on and around the hole: a checkpoint a panel."""
+
+    def draw(panels: Any) -> None:
+        for axes, name in zip(panels[0], settings.checkpoints, strict=True):
+            values = map_around(task, settings.half_side, found[task, name].probability_n)
+            draw_hole(axes, task, settings.half_side, values, title=name)
+
+    return drawn(draw, columns=len(settings.checkpoints), size=PANEL)

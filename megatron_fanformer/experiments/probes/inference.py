@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from megatron_fanformer.errors import CorruptError, InputError
-from megatron_fanformer.experiments.probes.outcome import Log, Measured, ratio_interval
+from megatron_fanformer.experiments.intervals import ratio_interval
 from megatron_fanformer.experiments.probes.settings import InferenceSettings
 from megatron_fanformer.experiments.probes.twins import (
     SAME_PARAMETERS,
@@ -31,7 +31,7 @@ from megatron_fanformer.experiments.probes.twins import (
     fresh_model,
     twins,
 )
-from megatron_fanformer.experiments.result import Cell, Finding, Table
+from megatron_fanformer.experiments.result import Cell, Finding, Log, Measured, Table
 from megatron_fanformer.hf import FANformerForCausalLM
 from megatron_fanformer.model.config import PRESETS, FANformerConfig
 from megatron_fanformer.pictures import drawn

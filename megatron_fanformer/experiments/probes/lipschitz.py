@@ -1,6 +1,6 @@
 """Lipschitz constants by depth: how far models spread two inputs that lie close together.
 
-**At random weights**, as the authors' notebook measures it (Calculate_Lipschitz.ipynb in their repository): the largest
+As the authors' notebook measures it, at random weights (Calculate_Lipschitz.ipynb in their repository): the largest
 of ‖f(x + e) − f(x)‖ / ‖e‖ over a few inputs x of normal numbers, e of normal numbers times `epsilon`. Its three models,
 whose random numbers are drawn in its order, so that its printed figures come out:
 
@@ -14,27 +14,24 @@ whose random numbers are drawn in its order, so that its printed figures come ou
 An epsilon of 1e-7 is what float32 rounds a number of size 1 by. So the same weights and inputs are measured in float64
 too, where nothing of the difference is lost and the spread of rounding errors is not counted as the model's.
 
-**Of trained models** (`checkpoints`), the largest singular values of the layers' Jacobians at a text, and of those from
-the embeddings to each depth, by power iteration on automatic derivatives: no epsilon enters.
-
-Shapes: b inputs, s points or tokens, h width, n heads, c channels (h), y and x sides of the grid.
+Shapes: b inputs, s points, h width, n heads, c channels (h), y and x sides of the grid.
 """
 
 import math
 import statistics
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron_fanformer.experiments.probes.jacobians import draw_by_depth, measure_checkpoints
-from megatron_fanformer.experiments.probes.outcome import Log, Measured, above, ratio_interval
+from megatron_fanformer.experiments.intervals import above, ratio_interval
 from megatron_fanformer.experiments.probes.settings import LipschitzSettings
 from megatron_fanformer.experiments.probes.twins import FFN_RATIO, FANLayer
-from megatron_fanformer.experiments.result import Cell, Finding, Table
-from megatron_fanformer.pictures import drawn
+from megatron_fanformer.experiments.result import Cell, Finding, Log, Measured, Table
+from megatron_fanformer.pictures import drawn, set_logarithmic
 
 MODELS = ("MLP", "Transformer", "FANformer")
 PRINTED = {  # by the notebook, for its settings and seed 0
@@ -56,9 +53,7 @@ Constants = dict[tuple[str, str], list[float]]
 
 
 def measure(settings: LipschitzSettings, _folder: Path, log: Log) -> Measured:
-    """Return the constants of the notebook's models, or the Jacobians of trained ones."""
-    if settings.checkpoints:
-        return measure_checkpoints(settings, log)
+    """Return the constants of the notebook's models."""
     by_seed = [constants(settings, seed, log) for seed in range(settings.seeds)]
     return Measured(
         findings=[*_beside_notebook(settings, by_seed[0]), *_beside_paper(settings, by_seed)],
@@ -235,6 +230,13 @@ def _table(settings: LipschitzSettings, found: Constants) -> Table:
 
 
 def _picture(settings: LipschitzSettings, found: Constants) -> bytes:
-    lines = {f"{model}, {dtype}": found[model, dtype] for dtype in DTYPES for model in MODELS}
-    title = "Lipschitz constant, random weights"
-    return drawn(lambda panels: draw_by_depth(panels[0, 0], settings.depths, lines, title=title))
+    def draw(panels: Any) -> None:
+        axes = panels[0, 0]
+        for (model, dtype), values in found.items():
+            style = "--" if dtype == "float64" else "-"
+            axes.plot(settings.depths, values, marker=".", label=f"{model}, {dtype}", linestyle=style)
+        axes.set(xlabel="layers", title="Lipschitz constant, random weights")
+        set_logarithmic(axes.yaxis)
+        axes.legend()
+
+    return drawn(draw)

@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron_fanformer.experiments.probes.outcome import Log, Measured, below, ratio_interval
+from megatron_fanformer.experiments.intervals import below, ratio_interval
 from megatron_fanformer.experiments.probes.settings import ModSettings
 from megatron_fanformer.experiments.probes.twins import (
     SAME_PARAMETERS,
@@ -35,7 +35,7 @@ from megatron_fanformer.experiments.probes.twins import (
     seeded,
     twins,
 )
-from megatron_fanformer.experiments.result import Cell, Finding, Table
+from megatron_fanformer.experiments.result import Cell, Finding, Log, Measured, Table
 from megatron_fanformer.model.config import FANformerConfig
 from megatron_fanformer.pictures import drawn
 

@@ -17,9 +17,6 @@ class Settings:
     OF_CHECKPOINTS: ClassVar[tuple[str, ...]] = ()
     """The fields that count where trained models are measured in place of the probe's own."""
 
-    FILES: ClassVar[tuple[str, ...]] = ()
-    """The fields that name a file, whose content counts."""
-
     FROM_ZERO: ClassVar[tuple[str, ...]] = ()
     """The numbers that may be 0."""
 
@@ -49,10 +46,7 @@ class Settings:
 
 @dataclass(frozen=True, kw_only=True)
 class LipschitzSettings(Settings):
-    """Models at random weights that spread two near inputs, as the authors' notebook has it; or trained ones."""
-
-    OF_CHECKPOINTS = ("checkpoints", "text", "sequences", "sequence_length", "iterations")
-    FILES = ("text",)
+    """Models at random weights that spread two near inputs, as the authors' notebook has it."""
 
     seeds: int = 1
     """Draws of weights and inputs: 0 is the notebook's."""
@@ -70,24 +64,12 @@ class LipschitzSettings(Settings):
     """What attention runs over: the heads of one point, as in the notebook, or all points."""
     epsilon: float = 1e-7
     """Standard deviation of the difference of the two inputs."""
-    checkpoints: tuple[str, ...] = ()
-    """Trained models, whose Jacobians are measured instead."""
-    text: str | None = None
-    """Input of such a model: a file of text; null: random token ids."""
-    sequences: int = 2
-    """Sequences in such a model's input."""
-    sequence_length: int = 64
-    """Tokens of each sequence."""
-    iterations: int = 20
-    """Steps of the power iteration that finds a Jacobian's largest singular value."""
 
     def _own_problems(self) -> Iterator[str]:
         if not self.depths or min(self.depths) < 1 or list(self.depths) != sorted(self.depths):
             yield f"depths is {list(self.depths)}; name numbers of layers from 1 on, in order"
         if self.hidden_size % (4 * self.num_heads):
             yield f"hidden_size is {self.hidden_size}; it must be a multiple of four times num_heads {self.num_heads}"
-        if self.text is not None and not self.checkpoints:
-            yield "text is given without checkpoints, and has no effect; name a trained model, or leave it out"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -214,22 +196,6 @@ class InferenceSettings(Settings):
             yield f"hidden_size is {self.hidden_size}; it must be a multiple of twice num_heads {self.num_heads}"
 
 
-@dataclass(frozen=True, kw_only=True)
-class LogicSettings(Settings):
-    """ULogic's law of non-contradiction: a rule and its negation must not be judged alike."""
-
-    FILES = ("rules",)
-
-    checkpoints: tuple[str, ...] = ()
-    """Trained models with their tokenizers."""
-    rules: str | None = None
-    """ULogic's probing_subset.json; null: 20 rules of our own."""
-
-    def _own_problems(self) -> Iterator[str]:
-        if not self.checkpoints:
-            yield "checkpoints is empty; name trained models, as --checkpoint"
-
-
 class Probe(NamedTuple):
     """A line of the verb's list."""
 
@@ -241,12 +207,9 @@ class Probe(NamedTuple):
 
 
 PROBES: dict[str, Probe] = {
-    "lipschitz": Probe(
-        "how far near inputs spread, by depth: the authors' notebook, or --checkpoint", "6", LipschitzSettings
-    ),
+    "lipschitz": Probe("how far near inputs spread, by depth: the authors' notebook", "6", LipschitzSettings),
     "mod": Probe("the fit of t mod 5 (fig. 1a), with a FAN network and an MLP as controls", "14", ModSettings),
     "holes": Probe("arithmetic beside a square that is never trained on", "150", HolesSettings),
     "cost": Probe("parameters, FLOPs and memory beside the paper's table, by formula and counted", "1", CostSettings),
     "inference": Probe("prefill and decoding, a FANformer and its two twins in turns", "3", InferenceSettings),
-    "logic": Probe("ULogic: a rule and its negation judged alike, of --checkpoint", "1", LogicSettings),
 }

@@ -7,11 +7,10 @@ import random
 import pytest
 
 from megatron_fanformer import cli
-from megatron_fanformer.experiments.intervals import mean_of
-from megatron_fanformer.experiments.probes import logic, mod
-from megatron_fanformer.experiments.probes.outcome import Measured, above, below, ratio_interval
+from megatron_fanformer.experiments.intervals import above, below, mean_of, ratio_interval
+from megatron_fanformer.experiments.probes import holes, mod
 from megatron_fanformer.experiments.probes.settings import PROBES
-from megatron_fanformer.experiments.result import Finding
+from megatron_fanformer.experiments.result import Finding, Measured
 from tests.experiments.stand_in import save
 
 SIMULATIONS = 1500
@@ -70,34 +69,19 @@ def test_a_folder_has_all_of_a_result_and_is_measured_into_once(tmp_path, monkey
     assert len(calls) == 2
 
 
-def test_a_run_that_went_on_or_a_file_that_was_edited_is_another_setting(tmp_path, monkeypatch, capsys):
+def test_a_run_that_went_on_is_another_setting(tmp_path, monkeypatch, capsys):
     calls = []
-    monkeypatch.setattr(logic, "measure", measured_by(calls))
-    run, rules = tmp_path / "run", tmp_path / "rules.json"
-    rules.write_text("[]")
-    command = [
-        "experiment",
-        "logic",
-        "--checkpoint",
-        str(run),
-        "--rules",
-        str(rules),
-        "--output",
-        str(tmp_path / "out"),
-    ]
+    monkeypatch.setattr(holes, "measure", measured_by(calls))
+    run = tmp_path / "run"
+    command = ["experiment", "holes", "--checkpoint", str(run), "--output", str(tmp_path / "out")]
     save(run, 4)
     assert cli.main(command) == cli.main(command) == 0
     assert [settings.checkpoints for settings in calls] == [(str(run / "checkpoints/step-00000004"),)]
     save(run, 8)
     assert cli.main(command) == 2
-    assert "holds the result of logic by other settings" in capsys.readouterr().err
+    assert "holds the result of holes by other settings" in capsys.readouterr().err
     command[3] += "/checkpoints/step-00000004"
     assert cli.main(command) == 0
-    rules.write_text("[1]")
-    assert cli.main(command) == 2
-    assert "holds the result of logic by other settings" in capsys.readouterr().err
-    assert cli.main([*command, "--rules", str(tmp_path / "none")]) == 2
-    assert f"{tmp_path / 'none'} cannot be read (No such file or directory); name another" in capsys.readouterr().err
     assert cli.main([*command, "--checkpoint", str(run / "checkpoints/step-00000004")]) == 2
     assert "name each once" in capsys.readouterr().err
     assert len(calls) == 1
@@ -114,7 +98,6 @@ def test_a_run_that_went_on_or_a_file_that_was_edited_is_another_setting(tmp_pat
         (["mod", "--write-data", "x"], "--write-data has no effect in mod"),
         (["lipschitz", "--lipschitz.depths", "[2, 1]"], "lipschitz.depths is [2, 1]; name numbers of layers"),
         (["lipschitz", "--lipschitz.depths", "two"], "it must be a list of numbers"),
-        (["lipschitz", "--lipschitz.text", "x"], "lipschitz.text is given without checkpoints"),
         *(
             ([name, f"--{name}.num_heads", "0"], f"{name}.num_heads is 0; it must be above 0")
             for name in ("holes", "inference", "lipschitz")
@@ -123,8 +106,7 @@ def test_a_run_that_went_on_or_a_file_that_was_edited_is_another_setting(tmp_pat
         (["holes", "--holes.cooldown", "2"], "cooldown is 2.0; it must lie in [0, 1]"),
         (["holes", "--holes.cooldown", "-0.5"], "cooldown is -0.5; it must lie in [0, 1]"),
         (["holes", "--holes.weight_decays", "[-1.0]"], "name numbers from 0 on"),
-        (["logic"], "name trained models, as --checkpoint"),
-        (["logic", "--checkpoint", "none"], "none does not exist"),
+        (["holes", "--checkpoint", "none"], "none does not exist"),
         (["cost", "--cost.presets", "[fanformer-2b]"], "'fanformer-2b', which is not a size"),
         (["cost", "--cost.presets", "[]"], "cost.presets is empty; name sizes, such as fanformer-1b"),
         (["--seeds", "3"], "name one of"),

@@ -1,17 +1,24 @@
 """Leave-Square-Out: the split, the scores of planted answers, runs that go on, and (`full`) a training."""
 
 import json
+import math
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from matplotlib.figure import Figure
 
+from megatron_fanformer.cli import main
+from megatron_fanformer.data.chat_template import encode_chat, find_template
+from megatron_fanformer.data.tokenizer import load_tokenizer
 from megatron_fanformer.errors import CorruptError
-from megatron_fanformer.experiments.probes import hole_pairs, holes
+from megatron_fanformer.experiments.probes import holes
 from megatron_fanformer.experiments.probes.settings import HolesSettings
-from megatron_fanformer.experiments.probes.twins import TRANSFORMER
+from megatron_fanformer.experiments.probes.twins import fanformer_of, twins
+from megatron_fanformer.experiments.result import read_result
+from tests.generation.making import write_export, write_tokenizer
 
 TINY = HolesSettings(seeds=2, tasks=("linear",), weight_decays=(0.0,), hidden_size=16, num_heads=2, steps=1)
 
@@ -19,7 +26,7 @@ TINY = HolesSettings(seeds=2, tasks=("linear",), weight_decays=(0.0,), hidden_si
 @pytest.mark.parametrize("task", ["modular", "linear"])
 def test_no_batch_holds_a_pair_of_the_hole_and_an_epoch_holds_all_others(task):
     settings = HolesSettings(batch_size=536, steps=46)  # two epochs of 23 batches
-    pairs = hole_pairs.all_pairs(task, settings.half_side)
+    pairs = holes.all_pairs(task, settings.half_side)
     assert (pairs.in_hole_n.sum(), (~pairs.in_hole_n).sum()) == (441, 12_328)
     batches = list(holes._batches(pairs, settings, 0))
     assert len(batches) == 46
@@ -56,11 +63,11 @@ def test_the_map_is_of_the_numbers_around_the_hole_that_there_are(task, half_sid
     settings = HolesSettings(half_side=half_side, cooldown=0.0)  # which the lab log's table was measured with
     assert not settings.problems()
     a, b = torch.meshgrid(torch.arange(113), torch.arange(113), indexing="ij")
-    values = hole_pairs.map_around(task, half_side, (1000.0 * a + b).flatten())
+    values = holes.map_around(task, half_side, (1000.0 * a + b).flatten())
     numbers = torch.arange(first, last + 1)
     assert torch.equal(values, 1000.0 * numbers[:, None] + numbers)
     axes = Figure().add_subplot()
-    hole_pairs.draw_hole(axes, task, half_side, values, title="")
+    holes.draw_hole(axes, task, half_side, values, title="")
     assert axes.images[0].get_extent() == [first - 0.5, last + 0.5, first - 0.5, last + 0.5]
 
 
@@ -72,14 +79,14 @@ def planted(pairs, known):
     known = {tuple(tokens) for tokens in pairs.tokens_ns[known].tolist()}
 
     def logits(tokens_ns):
-        message = [rows[tuple(t)] if tuple(t) in known else hole_pairs.LARGEST_ANSWER + 1 for t in tokens_ns.tolist()]
-        return 1e4 * torch.nn.functional.one_hot(torch.tensor(message), hole_pairs.VOCABULARY).float()
+        message = [rows[tuple(t)] if tuple(t) in known else holes.LARGEST_ANSWER + 1 for t in tokens_ns.tolist()]
+        return 1e4 * torch.nn.functional.one_hot(torch.tensor(message), holes.VOCABULARY).float()
 
     return logits
 
 
 def test_a_look_up_table_scores_0_in_the_hole_and_an_oracle_1():
-    pairs = hole_pairs.all_pairs("modular", 10)
+    pairs = holes.all_pairs("modular", 10)
     for known, in_hole in ((~pairs.in_hole_n, 0.0), (torch.ones_like(pairs.in_hole_n), 1.0)):
         probability, right = holes.score(planted(pairs, known), pairs, 0.5)
         assert probability[pairs.in_hole_n].unique().tolist() == [in_hole]
@@ -88,13 +95,13 @@ def test_a_look_up_table_scores_0_in_the_hole_and_an_oracle_1():
 
 
 def test_the_probability_is_the_share_of_right_samples_at_that_temperature():
-    pairs = hole_pairs.all_pairs("modular", 10)
-    row = torch.randn(hole_pairs.VOCABULARY, generator=torch.Generator().manual_seed(1))
+    pairs = holes.all_pairs("modular", 10)
+    row = torch.randn(holes.VOCABULARY, generator=torch.Generator().manual_seed(1))
     probability, _ = holes.score(lambda tokens: row.expand(len(tokens), -1), pairs, 0.5)
     samples = torch.multinomial(
         (row / 0.5).exp(), 200_000, replacement=True, generator=torch.Generator().manual_seed(2)
     )
-    shares = torch.bincount(samples, minlength=hole_pairs.VOCABULARY) / 200_000
+    shares = torch.bincount(samples, minlength=holes.VOCABULARY) / 200_000
     assert torch.allclose(probability.float(), shares[pairs.answers_n], atol=3e-3)
 
 
@@ -126,7 +133,8 @@ def test_a_probe_that_was_stopped_goes_on_with_the_runs_that_are_left(tmp_path, 
 
 
 def test_architectures_have_the_same_number_of_parameters():
-    sizes = [holes.model_config(HolesSettings(), name).num_parameters for name in holes.ARCHITECTURES]
+    kinds = twins(fanformer_of(1, 128, 4, holes.VOCABULARY))
+    sizes = [kinds[name].num_parameters for name in holes.ARCHITECTURES]
     assert sizes[1] == pytest.approx(sizes[0], rel=2e-3) and sizes[0] > 200_000
 
 
@@ -136,5 +144,77 @@ def test_architectures_have_the_same_number_of_parameters():
 def test_what_is_trained_on_is_learned(architecture):
     run = holes.train(HolesSettings(), "modular", 0.0, 0, architecture, {})
     assert run.trained.greedy > holes.LEAST_TRAINED
-    assert [step for step, _, _ in run.curve] == list(range(400, 4001, 400))
-    assert architecture == TRANSFORMER or run.parameters > 200_000
+
+
+# -- fine-tuned checkpoints
+
+VOCAB_SIZE = 600
+
+
+class Planted:
+    """Logits that follow from the two tokens before, but for those of conversations that it knows by heart."""
+
+    def __init__(self, known):
+        self.table = torch.randn(VOCAB_SIZE, VOCAB_SIZE, generator=torch.Generator().manual_seed(0))
+        self.known = {tuple(ids[:place].tolist()): int(ids[place]) for ids in known for place in range(1, len(ids))}
+
+    def logits(self, ids_bs):
+        logits_bsv = self.table[ids_bs] + 0.5 * self.table[ids_bs.roll(1, 1)]
+        for row, ids in enumerate(ids_bs.tolist()):
+            for place in range(len(ids)):
+                if (message := self.known.get(tuple(ids[: place + 1]))) is not None:
+                    logits_bsv[row, place, message] = 1e4
+        return logits_bsv
+
+
+@pytest.fixture
+def rows(small_tokenizer_file):
+    """Conversations of one to three digits an answer, of several lengths."""
+    template, tokenizer = find_template(small_tokenizer_file, "olmo"), load_tokenizer(small_tokenizer_file)
+    pairs = holes.all_pairs("linear", 10)
+    return [
+        encode_chat(tokenizer, template.render(holes.conversation(pairs, "linear", n))) for n in range(0, 12_000, 997)
+    ]
+
+
+def test_an_answer_is_all_its_tokens_and_the_end_of_text(rows):
+    model, temperature = Planted([]), 0.5
+    probability, right = holes.answered(model, rows, temperature)
+    assert len({len(ids) for ids, _ in rows}) > 1
+    assert not right.any()
+    for (ids, learned), found in zip(rows, probability.tolist(), strict=True):
+        expected = 1.0
+        for place in range(1, len(ids)):
+            if learned[place]:
+                weights = (model.logits(torch.tensor(ids[None, :place]))[0, -1].double() / temperature).exp()
+                expected *= (weights[ids[place]] / weights.sum()).item()
+        assert learned.sum() > 1 and math.isclose(found, expected, rel_tol=1e-9)
+
+
+def test_a_model_knows_what_it_knows_whole(rows):
+    """Of the last one all but the end of text: the answer goes on then, and is another."""
+    known = [ids for ids, _ in rows[::2]]
+    last, learned = rows[1]
+    end = int(learned.nonzero()[0][-1])
+    probability, right = holes.answered(Planted([*known, last[:end]]), rows, 0.5)
+    assert right.tolist() == [place % 2 == 0 for place in range(len(rows))]
+    assert probability[::2].tolist() == [1.0] * len(known)
+    assert probability[1] < 0.1
+
+
+@pytest.mark.full
+def test_a_checkpoint_is_asked_by_the_verb(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    exports = [str(tmp_path / name) for name in ("with-a-template", "without-one")]
+    tokenizer = write_tokenizer(tmp_path)
+    for folder, template in zip(
+        exports, ("{% for m in messages %}{{ m.content + eos_token }}{% endfor %}", None), strict=True
+    ):
+        write_export(Path(folder), "fanformer-tied", tokenizer, template)
+    command = ["experiment", "holes", "--holes.tasks", "[modular]", "--output", str(tmp_path / "holes")]
+    assert main([*command, "--checkpoint", exports[0], "--checkpoint", exports[1]]) == 2
+    assert "has no chat template" in capsys.readouterr().err
+    assert main([*command, "--checkpoint", exports[0]]) == 0
+    result = read_result(tmp_path / "holes")
+    assert [finding.shows for finding in result.findings] == [None]
+    assert result.settings.keys() == set(HolesSettings.OF_CHECKPOINTS)
+    assert (tmp_path / "holes" / "holes-modular.png").read_bytes().startswith(b"\x89PNG")
