@@ -25,7 +25,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "runtime": ("ops",),
     "hf": (),
     # All ranks build a dataset together: what rank 0 refuses, every one must. `device` says where copies are kept.
-    "data": ("runtime.agreement", "runtime.device", "ops.blend_order"),
+    "data": ("runtime.agreement", "runtime.device"),
     "model": ("ops", "runtime.layout", "runtime.parallel", "runtime.seeding"),
     "preparation": ("data", "runtime.device", "checkpoint.run_lock"),
     "planning": ("model.config", "model.kernels", "runtime.layout"),

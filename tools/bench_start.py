@@ -93,13 +93,13 @@ def measure(asked: Start) -> Iterator[StartResult]:
 
 def started(asked: dict[str, Any], tokens: str, cache: str) -> dict[str, float]:
     """On a rank: start, take a step, and return what it took."""
-    from megatron_fanformer.data.live_files import LiveFile
+    from megatron_fanformer.data.npy_files import NpyFile
     from megatron_fanformer.runtime.parallel import rank_grid
     from megatron_fanformer.training.config import config_from_dict
     from megatron_fanformer.training.trainer import Trainer
 
     seconds, private = time.process_time(), _memory("Private_Clean", "Private_Dirty")
-    counted = mock.patch.object(LiveFile, "read", autospec=True, side_effect=LiveFile.read)
+    counted = mock.patch.object(NpyFile, "read", autospec=True, side_effect=NpyFile.read)
     with tempfile.TemporaryDirectory() as run, counted as read:
         config = config_from_dict(_values(asked, tokens, cache, run))
         with rank_grid(config.parallel, "cpu") as grid:

@@ -5,7 +5,8 @@ import gc
 import itertools
 import os
 import signal
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator
+from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
@@ -13,11 +14,11 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from megatron_fanformer.data.remote_files import read_together
-from megatron_fanformer.errors import CorruptError, FanformerError, InputError
+from megatron_fanformer.data.remote_files import side_by_side
+from megatron_fanformer.errors import FanformerError
 
 BATCH_FIELDS = ("tokens", "labels", "loss_mask", "position_ids")
-READ_AHEAD_SAMPLES = 8  # of a loader's task, where samples come from other stores: requests wait side by side
+READ_AHEAD_SAMPLES = 32  # of a loader's task, where samples come from other stores: requests wait side by side
 DOCUMENT_IDS = "document_ids"
 """One more key, of samples whose attention stays within documents: 0, 1, 2 … by document, never falling."""
 
@@ -52,7 +53,7 @@ def micro_batches(
         data_parallel_rank=data_parallel_rank,
         data_parallel_size=data_parallel_size,
     )
-    ahead = max(1, -(-READ_AHEAD_SAMPLES // micro_batch_size)) if isinstance(dataset, FetchedTogether) else 1
+    ahead = max(1, -(-READ_AHEAD_SAMPLES // micro_batch_size)) if isinstance(dataset, RemoteSamples) else 1
     loader = DataLoader(
         _ErrorsAsSamples(dataset),
         batch_sampler=_joined(numbers, ahead),
@@ -82,33 +83,24 @@ class _ErrorsAsSamples(Dataset[Any]):
             return error
 
     def __getitems__(self, samples: list[int]) -> list[Any]:
-        """Return many, fetched together where they are on other stores; torch calls this with a loader's task."""
-        if not isinstance(self._dataset, FetchedTogether):
-            return [self[sample] for sample in samples]
-        try:
-            return self._dataset.many(samples)
-        except (CorruptError, InputError):  # of one of them: others may be of earlier steps
-            return [self[sample] for sample in samples]
-        except FanformerError as error:  # of a store, which was waited for: not once more for each
-            return [error] * len(samples)
+        """Return the samples of a loader's task, as torch calls this."""
+        if isinstance(self._dataset, RemoteSamples):
+            return side_by_side(self.__getitem__, samples)
+        return list(map(self.__getitem__, samples))
 
 
-class FetchedTogether(Dataset[Any]):
-    """A dataset that reads from other stores, all at once what a list of its samples needs."""
+@dataclass(frozen=True)
+class RemoteSamples:
+    """Samples that are read from other stores, many at a time: their requests wait side by side."""
 
-    def __init__(self, samples: Any) -> None:
-        self.samples = samples
+    samples: Any
 
     def __len__(self) -> int:
         return len(self.samples)
 
-    def __getitem__(self, sample: int) -> Any:
-        (item,) = self.many([sample])
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        item: dict[str, Tensor] = self.samples[index]
         return item
-
-    def many(self, samples: Sequence[int]) -> list[Any]:
-        """Return samples of the dataset; raises what they raise, and like `read_ranges`."""
-        return read_together(lambda: [self.samples[sample] for sample in samples])
 
 
 def _joined(numbers: Iterator[list[int]], ahead: int) -> Iterator[list[int]]:

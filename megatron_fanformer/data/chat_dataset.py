@@ -7,16 +7,15 @@ each epoch takes all samples once, in an order of its own.
 """
 
 from collections.abc import Sequence
-from functools import partial
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from megatron_fanformer.data.batches import DOCUMENT_IDS
-from megatron_fanformer.data.id_bounds import refuse_ids_read
 from megatron_fanformer.data.npy_dataset import Epochs
 from megatron_fanformer.data.packing import Conversations, pack
+from megatron_fanformer.data.token_files import refuse_ids_read
 
 
 class ChatDataset(Epochs):
@@ -47,7 +46,7 @@ class ChatDataset(Epochs):
         What is left behind the last conversation is a document of zeros, without a loss.
 
         Raises:
-            CorruptError: a file has become shorter, or holds an id outside the vocabulary.
+            CorruptError: a file holds an id outside the vocabulary.
         """
         tokens, labels, positions = (np.zeros(self.seq_length, np.int64) for _ in range(3))
         mask, documents = np.zeros(self.seq_length, np.float32), np.zeros(self.seq_length, np.int32)
@@ -55,7 +54,7 @@ class ChatDataset(Epochs):
         for document, number in enumerate(members):
             chats, own = self.conversations.place(number)
             ids, learned = (part[: self.seq_length] for part in chats[own])
-            refuse_ids_read(ids, self._vocab_size, chats.ids_path, int(chats.starts[own]), document=partial(int, own))
+            refuse_ids_read(ids, self._vocab_size, chats.ids_path, int(chats.starts[own]))
             end = begin + len(ids)
             tokens[begin:end], positions[begin:end], documents[begin:end] = ids, np.arange(len(ids)), document
             labels[begin : end - 1], mask[begin : end - 1] = ids[1:], learned[1:]

@@ -6,7 +6,7 @@
     PREFIX/input_ids.npy, PREFIX/label_mask.npy     rows of a fixed length, padded, as OLMo's fine-tuning reads them
 
 A mask has 1 where a token is learned: where it is a label with a loss, whatever comes before it. Neither `.npy` file
-has NumPy's header. Files are read, not mapped: one that is cut off during a run is an error with a name.
+has NumPy's header.
 """
 
 import functools
@@ -17,10 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from megatron_fanformer.data.id_bounds import refuse_ids_outside
-from megatron_fanformer.data.live_files import LiveFile
 from megatron_fanformer.data.manifest import manifest_of, manifest_path, read_any_manifest
-from megatron_fanformer.data.token_files import BIN_SUFFIX, bin_path, idx_path, read_index
+from megatron_fanformer.data.token_files import BIN_SUFFIX, bin_path, idx_path, read_index, refuse_largest_id
 from megatron_fanformer.errors import CorruptError, InputError
 
 MASK_SUFFIX = ".mask.bin"
@@ -50,31 +48,25 @@ class ChatFiles:
 
         Raises:
             IndexError: there is no such conversation.
-            CorruptError: a file has become shorter since it was opened, the mask holds something else than 0 and 1, or
-                nothing is learned, which `prepare --chat` never writes.
+            CorruptError: the mask holds something else than 0 and 1, or nothing is learned, which `prepare --chat`
+                never writes.
         """
         start, count = int(self.starts[number]), int(self.lengths[number])
-        ids = self._ids.values(self.dtype, start, count)
-        mask = self._mask.values(np.dtype(np.uint8), start, count)
+        ids, mask = (array[start : start + count] for array in self._mapped)
         if not count or mask.max() != 1:
             what = f"holds {mask.max()}, not 0 or 1," if mask.any() else "has no learned token"
             raise CorruptError(f"{self.mask_path} {what} in conversation {number}; copy or prepare it again")
         return ids.astype(np.int64), mask.astype(bool)
 
     @functools.cached_property
-    def _ids(self) -> LiveFile:
-        return LiveFile(self.ids_path)
+    def _mapped(self) -> tuple[np.ndarray, np.ndarray]:
+        return np.memmap(self.ids_path, self.dtype, mode="r"), np.memmap(self.mask_path, np.uint8, mode="r")
 
-    @functools.cached_property
-    def _mask(self) -> LiveFile:
-        return LiveFile(self.mask_path)
-
-    def check_ids(self, vocab_size: int, *, cache: Path | None = None) -> None:
-        """Raise InputError if an id is outside [0, vocab_size); `cache`: see `data/id_bounds.py`."""
+    def check_ids(self, vocab_size: int) -> None:
+        """Raise InputError if the manifest states an id outside [0, vocab_size)."""
         suffix = IDS_NPY if str(self.ids_path).endswith(IDS_NPY) else BIN_SUFFIX
         stated = manifest_of(self.prefix, suffix, self.ids_path.stat().st_size)
-        largest = None if stated is None else stated[1].max_token_id
-        refuse_ids_outside(vocab_size, self.prefix, self.ids_path, self.dtype, largest=largest, cache=cache)
+        refuse_largest_id(None if stated is None else stated[1].max_token_id, vocab_size, self.prefix)
 
 
 def open_chats(prefix: str) -> ChatFiles:

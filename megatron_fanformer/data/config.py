@@ -18,7 +18,7 @@ from megatron_fanformer.data.blends import (
 )
 from megatron_fanformer.data.npy_files import NpyType
 from megatron_fanformer.data.stages import overlap_problems, stage_problems
-from megatron_fanformer.errors import InputError, broken_fields, collect_problems
+from megatron_fanformer.errors import InputError, collect_problems
 from megatron_fanformer.stores import is_url, password_problem
 
 Remote = Literal["auto", "ranged", "staged"]
@@ -71,8 +71,6 @@ class DataConfig:
     staged where `staging_path` has room for them (docs/data.md#token-files-on-another-store)."""
     staging_path: str | None = None
     """Folder of each node's own disk for copies of token files at URLs."""
-    staging_bytes: int | None = None
-    """The most bytes of all copies in `staging_path`; null: what its disk takes."""
     allow_change: list[str] = field(default_factory=list)
     """Changes of the data to allow for one start: `train`, `tokenizer`, or names of `valid_data`
     (docs/data.md#the-same-data-on-resuming)."""
@@ -118,7 +116,6 @@ class DataConfig:
             problems.append(f"data.num_workers: {self.num_workers} is negative; 0 loads in the rank's own process")
         if self.remote == "staged" and self.staging_path is None:
             problems.append("data.remote: staged, and data.staging_path is null; name a folder of each node's own disk")
-        problems += broken_fields("data", self, "be at least 1", lambda number: number < 1, "staging_bytes")
         names = (TRAINING, TOKENIZER, *self.valid_data)
         problems += [
             f"data.allow_change: {name} is no set of data; name one of {', '.join(names)}"

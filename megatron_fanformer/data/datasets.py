@@ -7,8 +7,7 @@ BlendedDataset draws from them as from its own datasets. megatron-core is import
 """
 
 import functools
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,11 +15,11 @@ from typing import Any
 
 import numpy as np
 
-from megatron_fanformer.data.batches import FetchedTogether
+from megatron_fanformer.data.batches import RemoteSamples
 from megatron_fanformer.data.blends import PART_NAMES, Blend, Source
 from megatron_fanformer.data.chat_dataset import ChatDataset
 from megatron_fanformer.data.config import SPLIT_VALIDATION, DataConfig
-from megatron_fanformer.data.index_cache import indices_in, stored
+from megatron_fanformer.data.index_cache import indices_in
 from megatron_fanformer.data.npy_dataset import NpyDataset
 from megatron_fanformer.data.origins import DocumentSamples
 from megatron_fanformer.data.packing import training_conversations, validation_conversations
@@ -30,13 +29,7 @@ from megatron_fanformer.data.staged_dataset import MixOrder, PairEpochs, StagedD
 from megatron_fanformer.data.stages import Stage, ordered, with_ends
 from megatron_fanformer.data.survey import DataSurvey, survey_data
 from megatron_fanformer.data.token_files import PairReader
-from megatron_fanformer.ops.blend_order import fill_blend_order
 from megatron_fanformer.runtime.agreement import on_main
-from megatron_fanformer.runtime.device import cache_folder
-
-# Of a GPTDataset, and of a BlendedDataset.
-MANY_SOURCES = 100  # from here on megatron-core's own function takes longer than ours
-SAMPLE_INDICES = ("document_index", "sample_index", "shuffle_index", "dataset_index", "dataset_sample_index")
 
 
 @dataclass(frozen=True)
@@ -103,7 +96,7 @@ def _marked(datasets: Datasets, config: DataConfig, survey: DataSurvey) -> Datas
     """Return datasets that mark documents where the configuration says so, and fetch together what is elsewhere."""
     if survey.remote_files:
         marked = _marked_documents(datasets, config, survey)
-        return Datasets(FetchedTogether(marked.train), {n: FetchedTogether(own) for n, own in marked.valid.items()})
+        return Datasets(RemoteSamples(marked.train), {n: RemoteSamples(own) for n, own in marked.valid.items()})
     return _marked_documents(datasets, config, survey)
 
 
@@ -141,34 +134,6 @@ class OneOfBlend:
     def __getitem__(self, index: int) -> dict[str, Any]:
         item: dict[str, Any] = self.samples[index]
         return item
-
-
-def _read_unmapped(folder: Path, dataset: Any) -> None:
-    """Make a dataset of megatron-core read the sample indices in a complete folder as they were recorded."""
-    for name in SAMPLE_INDICES:
-        if hasattr(dataset, name):
-            setattr(dataset, name, stored(folder, getattr(dataset, name)))
-
-
-@contextmanager
-def _many_sources_blended() -> Iterator[None]:
-    """Let megatron-core draw from a blend of many sources by `ops.blend_order`, in its own order.
-
-    Its own function looks at all sources for each sample: 14 minutes for 2,000 sources and 1T tokens.
-    """
-    from megatron.core.datasets import helpers
-
-    own = helpers.build_blending_indices
-
-    def build(source: np.ndarray, number: np.ndarray, weights: Any, sources: int, size: int, verbose: bool) -> None:
-        if sources < MANY_SOURCES or not fill_blend_order(weights, source, number, cache=cache_folder()):
-            own(source, number, weights, sources, size, verbose)
-
-    helpers.build_blending_indices = build
-    try:
-        yield
-    finally:
-        helpers.build_blending_indices = own
 
 
 class _DatasetBuilder:
@@ -262,12 +227,11 @@ class _DatasetBuilder:
         kinds = [type(own).__name__ for own in samples]
         if len(set(kinds)) > 1:  # megatron-core's names depend on them; folders of one kind keep their name
             identity = {**identity, "kinds": kinds}
-        with indices_in(self._survey.cache, identity) as folder, _many_sources_blended():
+        with indices_in(self._survey.cache, identity) as folder:
             config = self._config(folder, blend.sources, None, part, None)
             blended = BlendedMegatronDatasetBuilder.build_generic_dataset(
                 BlendedDataset, lambda: True, True, datasets, weights, identity["size"], config
             )
-        _read_unmapped(folder, blended)
         return blended
 
     def of_split(self, blend: Blend, sizes: Sizes, split: str) -> dict[int, Any]:
@@ -298,7 +262,7 @@ class _DatasetBuilder:
             "seq_length": self._seq_length,
             "seed": self._seed,
         }
-        with indices_in(self._survey.cache, identity) as folder, _many_sources_blended():
+        with indices_in(self._survey.cache, identity) as folder:
             config = self._config(folder, blend.sources, weights, min(sizes), split)
             if split is not None and len(sizes) == 1:
                 config.split_matrix = [own if part in sizes else None for part, own in enumerate(config.split_matrix)]
@@ -307,7 +271,6 @@ class _DatasetBuilder:
         readers: dict[str, PairReader] = {}  # the parts of a split share one
         for top in filter(None, built):
             for dataset in (top, *getattr(top, "datasets", ())):
-                _read_unmapped(folder, dataset)
                 if (path := getattr(dataset, "dataset_path", None)) is None:
                     continue  # a blend reads no pair itself
                 pair = pairs[path]

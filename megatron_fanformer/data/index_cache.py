@@ -3,13 +3,11 @@
 megatron-core builds the indices on rank 0, writes them file by file under their final names, assumes that they are
 complete as soon as all names exist, and loads whatever is in them, including pickled objects; the names do not depend
 on the data. So each dataset has its own folder here, named after everything that its indices depend on, including the
-documents' lengths. When the indices are complete, their sizes and checksums are recorded; before they are used again,
-they are checked against that record. What a dead job left half-written, or what was truncated or overwritten since, is
-rebuilt. The sums of their blocks are kept beside them, so that a run notices when they are overwritten under it.
+documents' lengths. When the indices are complete, their sizes are recorded; what a dead job left half-written, or what
+was truncated since, is rebuilt.
 """
 
 import hashlib
-import io
 import json
 import logging
 import os
@@ -19,10 +17,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch.distributed as dist
 
-from megatron_fanformer.data.live_files import StoredArray, block_sums_of_file, crc32_of
 from megatron_fanformer.durable_files import take_lock, write_atomically
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.runtime.agreement import is_main, on_main
@@ -30,9 +26,6 @@ from megatron_fanformer.runtime.agreement import is_main, on_main
 logger = logging.getLogger(__name__)
 
 COMPLETE = "complete.json"
-SUMS = "sums.npz"
-
-Contents = dict[str, list[int]]
 
 
 @contextmanager
@@ -50,29 +43,10 @@ def indices_in(cache: Path, identity: Any) -> Iterator[Path]:
         with _process_group() if is_main() else _same_folder_on_all_nodes(cache):
             yield folder
         if not is_whole:
-            on_main(lambda: _complete(folder))
+            on_main(lambda: write_atomically(folder / COMPLETE, json.dumps(_sizes(folder))))
     finally:
         for lock in locks:
             os.close(lock)
-
-
-def stored(folder: Path, array: Any) -> Any:
-    """Return an index array of a complete folder, read an entry at a time and held to its sums; one in memory as it
-    is.
-    """
-    if not isinstance(array, np.memmap):
-        return array
-    with np.load(folder / SUMS) as sums:
-        return StoredArray(array, sums[Path(str(array.filename)).name])
-
-
-def _complete(folder: Path) -> None:
-    """Record what a folder holds: first the sums of each index's blocks, then size and checksum of each file."""
-    arrays = {path.name: block_sums_of_file(path) for path in sorted(folder.glob("*.npy"))}
-    content = io.BytesIO()
-    np.savez(content, allow_pickle=False, **arrays)
-    write_atomically(folder / SUMS, content.getvalue())
-    write_atomically(folder / COMPLETE, json.dumps(_contents(folder)))
 
 
 def _made_ready(cache: Path, folder: Path, locks: list[int]) -> bool:
@@ -89,8 +63,7 @@ def _made_ready(cache: Path, folder: Path, locks: list[int]) -> bool:
         ) from error
     assert lock is not None
     locks.append(lock)
-    recorded = _recorded(folder)
-    is_whole = recorded is not None and SUMS in recorded and folder.exists() and _contents(folder) == recorded
+    is_whole = _is_whole(folder)
     if folder.exists() and not is_whole:
         shutil.rmtree(folder)
     folder.mkdir(exist_ok=True)
@@ -98,19 +71,16 @@ def _made_ready(cache: Path, folder: Path, locks: list[int]) -> bool:
     return is_whole
 
 
-def _recorded(folder: Path) -> Contents | None:
-    """Return what the folder held when it was complete; None if it never was."""
+def _is_whole(folder: Path) -> bool:
     try:
-        contents: Contents = json.loads((folder / COMPLETE).read_bytes())
+        return bool(json.loads((folder / COMPLETE).read_bytes()) == _sizes(folder))
     except (OSError, ValueError):
-        return None
-    return contents
+        return False
 
 
-def _contents(folder: Path) -> Contents:
-    """Return size and checksum of each file, by its name."""
-    paths = [path for path in folder.iterdir() if path.is_file() and COMPLETE not in path.name]
-    return {path.name: [path.stat().st_size, crc32_of(path)] for path in sorted(paths)}
+def _sizes(folder: Path) -> dict[str, int]:
+    """Return the size of each file, by its name."""
+    return {path.name: path.stat().st_size for path in folder.iterdir() if path.is_file() and COMPLETE not in path.name}
 
 
 @contextmanager

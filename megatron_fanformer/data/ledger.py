@@ -19,8 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_fanformer.data.remote_files import RemoteFile, find
-from megatron_fanformer.data.remote_streams import open_stream
+from megatron_fanformer.data.remote_files import RemoteFile, find, open_stream
 from megatron_fanformer.durable_files import regular_file
 from megatron_fanformer.errors import CorruptError
 from megatron_fanformer.stores import is_url

@@ -4,21 +4,17 @@ A sample is a run of seq_length tokens of one file, cut from its beginning on; a
 sample is not used. Each epoch takes all samples of all files once (`sample_order`).
 """
 
-from contextlib import suppress
+import threading
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_fanformer.data.id_bounds import refuse_ids_read
 from megatron_fanformer.data.npy_files import NpyFile, whole_samples
-from megatron_fanformer.data.sample_order import epoch_order, is_stored
-from megatron_fanformer.errors import FanformerError
-
-NEXT_ORDER = "next order"  # the name of a thread
+from megatron_fanformer.data.sample_order import epoch_order
+from megatron_fanformer.data.token_files import refuse_ids_read
 
 
 class Epochs:
@@ -29,42 +25,25 @@ class Epochs:
         self.epoch_samples, self._seed, self._cache = epoch_samples, seed, cache
         self._length = epoch_samples if samples is None else samples
         self._order: tuple[int, Any] | None = None
-        self._ahead = 0  # the last epoch whose order has been made, or is being made in a thread
+        self._lock = threading.Lock()
         self._order_of(0)
 
     def __len__(self) -> int:
         return self._length
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_order": None}  # large, and made again in no time where it is stored
 
     def number(self, index: int) -> int:
         """Return which of an epoch's samples is at `index`, by its number in the set."""
         if not 0 <= index < self._length:
             raise IndexError(index)
         epoch, position = divmod(int(index), self.epoch_samples)
-        if 2 * position >= self.epoch_samples and epoch >= self._ahead:
-            self._make_next(epoch + 1)
         return int(self._order_of(epoch)[position])
 
-    def _make_next(self, epoch: int) -> None:
-        """Store the order of an epoch, if there will be one, while the half before it is read: it may take minutes."""
-        self._ahead = epoch
-        if epoch * self.epoch_samples < self._length and is_stored(self.epoch_samples, self._cache):
-            of_epoch = {"seed": self._seed, "epoch": epoch, "cache": self._cache}
-            Thread(target=_store, name=NEXT_ORDER, args=(self.epoch_samples,), kwargs=of_epoch, daemon=True).start()
-
     def _order_of(self, epoch: int) -> Any:
-        if self._order is None or self._order[0] != epoch:
-            self._order = None  # before the next is computed: one at a time in memory
-            self._order = (epoch, epoch_order(self.epoch_samples, seed=self._seed, epoch=epoch, cache=self._cache))
-        return self._order[1]
-
-
-def _store(samples: int, **of_epoch: Any) -> None:
-    """Store an epoch's order; a failure is reported when the order is read."""
-    with suppress(FanformerError, MemoryError):
-        epoch_order(samples, **of_epoch)
+        with self._lock:  # samples on other stores are read by threads
+            if self._order is None or self._order[0] != epoch:
+                self._order = None  # before the next is computed: one at a time in memory
+                self._order = (epoch, epoch_order(self.epoch_samples, seed=self._seed, epoch=epoch, cache=self._cache))
+            return self._order[1]
 
 
 class NpyDataset(Epochs):
@@ -95,7 +74,7 @@ class NpyDataset(Epochs):
         Labels are the sample's own tokens shifted by one, so that the last position has none: its mask is 0.
 
         Raises:
-            CorruptError: a file has become shorter, or holds an id outside the vocabulary.
+            CorruptError: a file holds an id outside the vocabulary.
         """
         file, first = self.place(index)
         ids = file.read(first, self.seq_length)

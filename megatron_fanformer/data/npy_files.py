@@ -11,12 +11,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from megatron_fanformer.data.file_tasks import Advance
-from megatron_fanformer.data.id_bounds import refuse_ids_outside
-from megatron_fanformer.data.live_files import LiveFile
 from megatron_fanformer.data.manifest import MANIFEST_SUFFIX, read_any_manifest, token_files_record
-from megatron_fanformer.data.notes import first_bytes
-from megatron_fanformer.data.remote_files import RemoteFile, find, look_up, look_up_contents
+from megatron_fanformer.data.remote_files import RemoteFile, find, look_up, look_up_contents, side_by_side
 from megatron_fanformer.errors import CorruptError, InputError, redacted
 from megatron_fanformer.stores import is_url
 
@@ -47,18 +43,21 @@ class NpyFile:
     """The file, if it is on another store and `path` a URL."""
 
     def read(self, first: int, count: int) -> np.ndarray:
-        """Return [count] tokens from number `first` on. Raises CorruptError if the file has become shorter."""
-        return self._live.values(self.dtype, first, count)
+        """Return [count] tokens from number `first` on."""
+        if self.remote is not None:
+            return self.remote.values(self.dtype, first, count)
+        return self._mapped[first : first + count]
 
     @functools.cached_property
-    def _live(self) -> LiveFile | RemoteFile:
-        return self.remote or LiveFile(Path(self.path))
+    def _mapped(self) -> np.ndarray:
+        return np.memmap(self.path, self.dtype, mode="r")
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "_mapped"}
 
 
-def open_npy_files(paths: Iterable[str], dtype: NpyType, *, cache: Path | None = None) -> list[NpyFile]:
+def open_npy_files(paths: Iterable[str], dtype: NpyType) -> list[NpyFile]:
     """Check each file; `dtype` is the type of those that have no manifest beside them.
-
-    How those on other stores begin is remembered in the folder `cache`.
 
     Raises:
         InputError: a file that is missing, that has NumPy's own header, or with a manifest of another name's files.
@@ -68,17 +67,17 @@ def open_npy_files(paths: Iterable[str], dtype: NpyType, *, cache: Path | None =
     urls = [path for path in paths if is_url(path)]
     look_up(urls)
     look_up_contents(npy_prefix(url) + MANIFEST_SUFFIX for url in urls)
-    begins = first_bytes([file for file in map(find, urls) if file is not None], len(NUMPY_MAGIC), cache)
-    return [_open(path, dtype, begins) for path in paths]
+    if urls:
+        return side_by_side(lambda path: _open(path, dtype), paths)
+    return [_open(path, dtype) for path in paths]
 
 
-def _open(path: str, stated: NpyType, begins: dict[str, bytes]) -> NpyFile:
-    """Check a file; `begins` has the first bytes of those on other stores."""
+def _open(path: str, stated: NpyType) -> NpyFile:
     remote = find(path) if is_url(path) else None
     if remote is None and not Path(path).is_file():
         raise InputError(f"{redacted(path)} does not exist; name .npy files of token ids")
     if remote is not None:
-        size, begin = remote.size, begins[path]
+        size, begin = remote.size, remote.read(min(len(NUMPY_MAGIC), remote.size), 0)
     else:
         size = Path(path).stat().st_size
         with open(path, "rb") as stream:
@@ -129,27 +128,6 @@ def _by_manifest(path: str, size: int) -> tuple[str, int] | None:
             " remove the manifest if it is another file's"
         )
     return dtype, record.max_token_id
-
-
-def check_npy_ids(
-    file: NpyFile, vocab_size: int, *, cache: Path | None = None, advance: Advance = lambda _bytes: None
-) -> None:
-    """Raise InputError for a file that holds an id outside [0, vocab_size).
-
-    One without a manifest is read completely, and what is found in a large one is remembered in the folder `cache`;
-    of one on another store, ids are checked as they are read.
-    """
-    if file.remote is not None and file.max_token_id is None:
-        return
-    refuse_ids_outside(
-        vocab_size,
-        file.path,
-        Path(file.path),
-        file.dtype,
-        largest=file.max_token_id,
-        cache=cache,
-        advance=advance,
-    )
 
 
 def whole_samples(files: Sequence[NpyFile], seq_length: int) -> int:

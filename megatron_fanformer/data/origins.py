@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_fanformer.data.batches import DOCUMENT_IDS, FetchedTogether
+from megatron_fanformer.data.batches import DOCUMENT_IDS, RemoteSamples
 from megatron_fanformer.data.chat_dataset import ChatDataset
 from megatron_fanformer.data.npy_dataset import NpyDataset
 from megatron_fanformer.data.npy_files import npy_prefix
@@ -37,7 +37,7 @@ def sample_spans(dataset: Any, index: int) -> list[Span]:
     Together they are seq_length tokens for a .npy source; for .bin and .idx pairs one more, the last label; for chats
     a run for each conversation, and less than seq_length where there is padding.
     """
-    if isinstance(dataset, FetchedTogether):
+    if isinstance(dataset, RemoteSamples):
         dataset = dataset.samples
     if isinstance(dataset, ChatDataset):
         return list(_conversations(dataset, index))

@@ -18,7 +18,6 @@ from typing import Any
 
 import numpy as np
 
-from megatron_fanformer.data.live_files import StoredArray, block_sums_of_file
 from megatron_fanformer.durable_files import publish, take_lock
 from megatron_fanformer.errors import CorruptError, InputError
 from megatron_fanformer.runtime.device import return_freed_memory
@@ -28,7 +27,7 @@ logger = logging.getLogger(__name__)
 MOST_SHUFFLED = 1 << 32
 LEAST_STORED = 1 << 24  # samples: 64 MiB a rank
 LEFT_SECONDS = 86_400.0
-ORDER, SUMS = "order.npy", "sums.npy"
+ORDER = "order.npy"
 ROUNDS = 6
 MASK_64 = (1 << 64) - 1
 
@@ -62,7 +61,7 @@ def is_stored(samples: int, cache: Path | None) -> bool:
     return cache is not None and LEAST_STORED <= samples <= MOST_SHUFFLED
 
 
-def _stored(samples: int, *, seed: int, epoch: int, cache: Path) -> StoredArray:
+def _stored(samples: int, *, seed: int, epoch: int, cache: Path) -> np.ndarray:
     """Return the shuffle in its folder, which is named by all that decides it, and appears when it is whole."""
     folder = cache / "orders" / f"{samples}-{seed + epoch}"
     try:
@@ -79,10 +78,10 @@ def _stored(samples: int, *, seed: int, epoch: int, cache: Path) -> StoredArray:
             f"with {4 * samples / 1e9:.2g} GB"
         ) from error
     try:
-        order = np.load(folder / ORDER, mmap_mode="r")
+        order: np.ndarray = np.load(folder / ORDER, mmap_mode="r")
         if order.shape != (samples,):
             raise ValueError(f"it has {order.shape}")
-        return StoredArray(order, np.load(folder / SUMS))
+        return order
     except (OSError, ValueError, EOFError) as error:
         raise CorruptError(f"{folder} does not hold the order of {samples} samples; remove it and resume") from error
 
@@ -107,7 +106,6 @@ def _make(folder: Path, order: np.ndarray) -> None:
     partial.mkdir()
     try:
         np.save(partial / ORDER, order)
-        np.save(partial / SUMS, block_sums_of_file(partial / ORDER))
         try:
             publish(partial, folder)
         except OSError:

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from megatron_fanformer.data.live_files import StoredArray
 from megatron_fanformer.data.npy_dataset import Epochs
 from megatron_fanformer.data.stages import with_ends
 
@@ -54,13 +53,8 @@ class MixOrder:
             return np.array([end - first], np.int64)
         counts = np.zeros(sources, np.int64)
         for begin in range(first, end, COUNTED_ENTRIES):
-            counts += np.bincount(_entries(self.sources, begin, min(end, begin + COUNTED_ENTRIES)), minlength=sources)
+            counts += np.bincount(self.sources[begin : min(end, begin + COUNTED_ENTRIES)], minlength=sources)
         return counts
-
-
-def _entries(array: Any, first: int, end: int) -> np.ndarray:
-    found: np.ndarray = array.entries(first, end - first) if isinstance(array, StoredArray) else array[first:end]
-    return found
 
 
 @dataclass(frozen=True)

@@ -6,35 +6,27 @@ found here is small, and is sent to all of them; beyond it they only map the fil
 
 import dataclasses
 import logging
-import threading
+import os
 import time
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
-from typing import Any
-
-import numpy as np
 
 from megatron_fanformer.data.blends import Blend, Source, split_bounds
 from megatron_fanformer.data.chat_files import open_chats
 from megatron_fanformer.data.chat_template import ChatTemplate
 from megatron_fanformer.data.config import DataConfig
-from megatron_fanformer.data.file_tasks import FileTasks
-from megatron_fanformer.data.id_bounds import is_read, is_remembered, scan_of
 from megatron_fanformer.data.manifest import MANIFEST_SUFFIX, read_any_manifest
-from megatron_fanformer.data.npy_files import NpyFile, check_npy_ids, open_npy_files
-from megatron_fanformer.data.remote_files import RemoteFile, forget, look_up, look_up_contents
+from megatron_fanformer.data.npy_files import NpyFile, open_npy_files
+from megatron_fanformer.data.remote_files import RemoteFile, forget, look_up, look_up_contents, refuse_changed
 from megatron_fanformer.data.staging import Staging, staging_of
-from megatron_fanformer.data.token_files import TokenIndex, bin_path, check_index_ids, read_index, reads_ids
+from megatron_fanformer.data.token_files import TokenIndex, check_index_ids, read_index, refuse_largest_id
 from megatron_fanformer.data.tokenizer import NO_ID, load_tokenizer
-from megatron_fanformer.errors import CorruptError, FanformerError, InputError, redacted
+from megatron_fanformer.errors import CorruptError, InputError, redacted
 from megatron_fanformer.stores import is_url
 
 logger = logging.getLogger(__name__)
-
-DEFERRED_BYTES = 1 << 33  # some seconds of reading
 
 
 @dataclass(frozen=True)
@@ -70,8 +62,8 @@ class DataSurvey:
     """The id that ends a document, if the run needs to find document ends."""
     stages: dict[str, Blend] = field(default_factory=dict)
     """The mixes of later stages by their names, as the configuration has them."""
-    has_unread_ids: bool = False
-    """Whether files without a manifest are still to be read for their largest id (`DeferredScan`)."""
+    stats: dict[str, tuple[int, int] | None] = field(default_factory=dict)
+    """Size and time of change of each file on this machine."""
 
     def sources(self) -> list[Source]:
         """Return every source once, those of training first."""
@@ -83,6 +75,13 @@ class DataSurvey:
         """Return the files on other stores that samples are read from."""
         found = [pair.remote for pair in self.pairs.values()] + [file.remote for file in self.npy_files.values()]
         return [file for file in found if file is not None]
+
+    def refuse_changed_files(self) -> None:
+        """Raise CorruptError for a file that has changed since the survey."""
+        for path, stat in self.stats.items():
+            if _stat_of(path) != stat:
+                raise CorruptError(f"{path} has changed since the run began; put it back and resume")
+        refuse_changed(self.remote_files)
 
     def stated(self, source: Source) -> Source:
         """Return a source as the configuration names it, of which this may be a copy."""
@@ -101,9 +100,8 @@ def survey_data(config: DataConfig, vocab_size: int | None = None, *, for_run: b
     """Check every token file of a run: each index is read once, from end to end.
 
     Args:
-        vocab_size: check all ids against it; a file without a manifest may be read completely for that. None: do not.
-        for_run: leave the reading to a `DeferredScan` where it takes long, and copy files on other stores to this
-            machine if `config` says so.
+        vocab_size: check the largest ids that manifests state against it; None: do not.
+        for_run: copy files on other stores to this machine if `config` says so.
 
     Raises:
         InputError: a blend that cannot be read, missing files, a .npy file with NumPy's own header, or an id outside
@@ -125,7 +123,7 @@ def survey_data(config: DataConfig, vocab_size: int | None = None, *, for_run: b
         _look_up_all(survey.sources())
         staging = _staging(config, survey.sources()) if for_run else None
         if staging is not None:
-            staging.fill(is_first=True)
+            staging.fill()
             survey = dataclasses.replace(
                 survey,
                 train=staging.local(train),
@@ -137,103 +135,23 @@ def survey_data(config: DataConfig, vocab_size: int | None = None, *, for_run: b
     bounds = {number: part for number, part in enumerate(parts) if part is not None}
     for source in survey.sources():
         if config.is_chats:
-            survey.chats[source.paths[0]] = _chat_facts(source.paths[0], vocab_size, cache)
+            facts = survey.chats[source.paths[0]] = _chat_facts(source.paths[0], vocab_size)
+            survey.stats.update({path: _stat_of(path) for path in facts.paths})
             continue
+        survey.stats.update({str(path): _stat_of(path) for path in source.files})
         if source.is_npy:
-            files = open_npy_files(source.paths, config.npy_dtype, cache=cache)
+            files = open_npy_files(source.paths, config.npy_dtype)
             survey.npy_files.update({file.path: file for file in files})
             continue
         (prefix,) = source.paths
         survey.pairs[prefix] = read_index(prefix, bounds, cache=cache)
     if vocab_size is not None:
-        survey = _with_checked_ids(survey, vocab_size, may_defer=for_run)
+        for pair in survey.pairs.values():
+            check_index_ids(pair, vocab_size)
+        for file in survey.npy_files.values():
+            refuse_largest_id(file.max_token_id, vocab_size, file.path)
     _log_survey(survey, time.monotonic() - started)
     return survey
-
-
-def _with_checked_ids(survey: DataSurvey, vocab_size: int, *, may_defer: bool) -> DataSurvey:
-    """Check all ids; those that take long to read are left for later, if they may be, as the result then says."""
-    checks = _id_checks(survey, vocab_size)
-    for check in checks:
-        if not check.bytes_to_read:
-            check.run()
-    unread = [check for check in checks if check.bytes_to_read]
-    if may_defer and _bytes_of(unread) >= DEFERRED_BYTES:
-        return dataclasses.replace(survey, has_unread_ids=True)
-    scan_of(_bytes_of(unread)).run([check.run for check in unread])
-    return survey
-
-
-@dataclass(frozen=True)
-class _IdCheck:
-    """The check of a file's ids against the vocabulary."""
-
-    run: Callable[..., None]
-    bytes_to_read: int
-    """Of a file that is read for its largest id; 0 where a manifest states it, or it was read before."""
-
-
-def _id_checks(survey: DataSurvey, vocab_size: int) -> list[_IdCheck]:
-    """Return the checks of all files."""
-    cache, checks = survey.cache, []
-    for pair in survey.pairs.values():
-        size = _unread_bytes(bin_path(pair.prefix), pair.dtype, cache) if reads_ids(pair, vocab_size) else 0
-        checks.append(_IdCheck(partial(check_index_ids, pair, vocab_size, cache=cache), size))
-    for file in survey.npy_files.values():
-        is_unknown = file.max_token_id is None and file.remote is None and is_read(file.dtype, vocab_size)
-        size = _unread_bytes(Path(file.path), file.dtype, cache) if is_unknown else 0
-        checks.append(_IdCheck(partial(check_npy_ids, file, vocab_size, cache=cache), size))
-    return checks
-
-
-def _unread_bytes(file: Path, dtype: np.dtype[Any], cache: Path) -> int:
-    return 0 if is_remembered(file, dtype, cache) else file.stat().st_size
-
-
-def _bytes_of(checks: Sequence[_IdCheck]) -> int:
-    return sum(check.bytes_to_read for check in checks)
-
-
-class DeferredScan:
-    """Checks the ids of files without a manifest while a run goes on, whose samples are checked as they are read.
-
-    Args:
-        survey: whose `has_unread_ids` says whether there are any.
-    """
-
-    def __init__(self, survey: DataSurvey, vocab_size: int) -> None:
-        self._survey, self._vocab_size = survey, vocab_size
-        self._error: CorruptError | None = None
-        self._scan: FileTasks | None = None
-
-    def start(self) -> None:
-        """Begin, on the one rank that does it."""
-        if self._survey.has_unread_ids:
-            logger.info("reading token files without a manifest for their largest id while the run goes on")
-            unread = [check for check in _id_checks(self._survey, self._vocab_size) if check.bytes_to_read]
-            self._scan = scan_of(_bytes_of(unread))
-            threading.Thread(target=self._check, args=[self._scan, unread], daemon=True).start()
-
-    def _check(self, scan: FileTasks, unread: Sequence[_IdCheck]) -> None:
-        try:
-            scan.run([check.run for check in unread])
-            logger.info("all ids of the token files are within the vocabulary")
-        except InterruptedError:
-            pass  # stopped
-        except FanformerError as error:
-            self._error = CorruptError(str(error))  # which the run has read by now, or might
-        except OSError as error:
-            self._error = CorruptError(f"{error.filename} cannot be read ({error.strerror}); put it back and resume")
-
-    def raise_failure(self) -> None:
-        """Raise the CorruptError of a file that was refused meanwhile."""
-        if self._error is not None:
-            raise self._error
-
-    def stop(self) -> None:
-        """End soon; what has been read of whole files is remembered."""
-        if self._scan is not None:
-            self._scan.stop()
 
 
 def _look_up_all(sources: Sequence[Source]) -> None:
@@ -248,7 +166,7 @@ def _staging(config: DataConfig, sources: Sequence[Source]) -> Staging | None:
     """Return the copies of files on other stores that a run makes; None: it reads them there. The reason is logged."""
     reason = "data.remote is ranged" if config.remote == "ranged" else "data.staging_path is null"
     if config.staging_path is not None and config.remote != "ranged":
-        staging = staging_of(sources, Path(config.staging_path), config.staging_bytes)
+        staging = staging_of(sources, Path(config.staging_path))
         refusal = staging.refusal() if config.remote == "auto" else None
         if refusal is None:
             logger.info("token files on other stores are copied to %s first", staging.folder)
@@ -299,10 +217,18 @@ def _chat_templates(blends: Iterable[Blend]) -> dict[str, str]:
     return found
 
 
-def _chat_facts(prefix: str, vocab_size: int | None, cache: Path) -> ChatFacts:
+def _stat_of(path: str | Path) -> tuple[int, int] | None:
+    try:
+        stat = os.stat(path)
+    except OSError:
+        return None
+    return stat.st_size, stat.st_mtime_ns
+
+
+def _chat_facts(prefix: str, vocab_size: int | None) -> ChatFacts:
     chats = open_chats(prefix)
     if vocab_size is not None:
-        chats.check_ids(vocab_size, cache=cache)
+        chats.check_ids(vocab_size)
     tokens = int(chats.lengths.sum())
     identity = f"{chats.dtype} {len(chats)} {tokens} {zlib.crc32(chats.lengths.tobytes()):08x}"
     return ChatFacts(tokens, identity, (str(chats.ids_path), str(chats.mask_path)))

@@ -5,22 +5,17 @@ The index is a header of 34 bytes (magic, version, dtype code, sequence count, d
 begin, and their number at the end. `prepare` makes every document one sequence; Megatron-LM's own tools may not.
 """
 
-import functools
 import struct
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from megatron_fanformer.data.file_tasks import Advance
-from megatron_fanformer.data.id_bounds import is_read, refuse_ids_outside, refuse_ids_read
-from megatron_fanformer.data.live_files import LiveFile, SummedFile, block_sums
 from megatron_fanformer.data.manifest import manifest_of
-from megatron_fanformer.data.notes import note_path
-from megatron_fanformer.data.remote_files import RemoteFile, copy_to, find, look_up, only_one_at_a_time
+from megatron_fanformer.data.remote_files import RemoteFile, copy_to, find, folder_of, look_up, only_one_at_a_time
 from megatron_fanformer.errors import CorruptError, InputError, redacted
 from megatron_fanformer.stores import is_url, reported_as_local
 
@@ -28,13 +23,12 @@ BIN_SUFFIX = ".bin"
 INDEX_MAGIC = b"MMIDIDX\x00\x00"
 INDEX_HEADER = struct.Struct("<9sQBQQ")
 INDEX_VERSION = 1
-POINTERS = struct.Struct("<qq")  # of a sequence and the one after it
 # The integers of megatron-core's DType by their code in the header; 6 and 7 are of floats, which no token ids are.
 DTYPES = {code: np.dtype(name) for code, name in {1: "u1", 2: "i1", 3: "i2", 4: "i4", 5: "i8", 8: "u2"}.items()}
 # From this vocabulary size on megatron-core's DType.optimal_dtype picks int32.
 UINT16_VOCABULARY = 65_500
-# Entries of an index that are checked at a time: some 30 MB of memory, and whole blocks of sums.
-CHECKED_ENTRIES = 1 << 20
+CHECKED_ENTRIES = 1 << 20  # of an index at a time: some 30 MB of memory
+UNSIGNED = {size: np.dtype(f"u{size}") for size in (1, 2, 4, 8)}
 REMEDY = "copy both files of the pair again, or prepare them again"
 
 
@@ -67,8 +61,6 @@ class TokenIndex:
     """A fingerprint that changes when a length does: all that sample indices depend on."""
     part_tokens: dict[int, int]
     """The tokens of each requested part, by its number."""
-    pointer_sums: np.ndarray = field(compare=False)
-    """[blocks] uint32, 32 bytes for a thousand sequences: later reads of the byte pointers are checked against them."""
     copy: str | None = None
     """Of a pair on another store, whose prefix is a URL: the prefix of the copy of its index on this machine."""
     remote: RemoteFile | None = None
@@ -83,6 +75,11 @@ class TokenIndex:
     def lengths(self) -> np.ndarray:
         """[sequences] int32, tokens of each sequence."""
         return _Array(self.idx, np.int32, INDEX_HEADER.size, self.sequences).map()
+
+    @property
+    def pointers(self) -> np.ndarray:
+        """[sequences] int64, the byte of the .bin file at which each sequence begins."""
+        return _Array(self.idx, np.int64, INDEX_HEADER.size + 4 * self.sequences, self.sequences).map()
 
     @property
     def bounds(self) -> np.ndarray:
@@ -149,7 +146,7 @@ def _read_remote_index(prefix: str, parts: Mapping[int, tuple[float, float]] | N
         raise InputError(f"{path} does not exist; name the prefix of a .bin and .idx pair, or a folder, ending in /")
     if cache is None:
         raise InputError(f"{redacted(prefix)} is on another store, and its index is copied; set data.cache_path")
-    folder = note_path(cache / "remote", index.identity).with_suffix("")
+    folder = folder_of(cache / "remote", index.identity)
     copy = str(folder / prefix.rpartition("/")[2])
     index_copy, stand_in = idx_path(copy), bin_path(copy)
     with only_one_at_a_time(folder):
@@ -182,32 +179,20 @@ def _read_checked(
         tokens=tokens,
         identity=f"{dtype} {lengths.count} {tokens} {sums.checksum:08x}",
         part_tokens=sums.part_tokens,
-        pointer_sums=np.concatenate([np.empty(0, np.uint32), *sums.of_pointers]),
     )
 
 
-def document_of(idx: Path, sequence: int) -> int:
-    """Return the number of the document, from 0, that a sequence is in, by the path of its index."""
-    *_, bounds = _read_header(idx)
-    return int(np.searchsorted(bounds.read(0, bounds.count), sequence, side="right")) - 1
-
-
 class _Sums:
-    """The sums over all lengths and pointers, computed block by block.
-
-    A checksum of the lengths, the tokens of parts (first sequence, end), and the pointers' own sums.
-    """
+    """Sums over all lengths, computed block by block: a checksum, and the tokens of parts (first sequence, end)."""
 
     def __init__(self, parts: dict[int, list[int]]) -> None:
         self.checksum = 0
         self.part_tokens = dict.fromkeys(parts, 0)
-        self.of_pointers: list[np.ndarray] = []
         self._parts = parts
 
-    def add(self, first: int, block: np.ndarray, pointers: np.ndarray) -> None:
-        """Add the lengths and pointers of the sequences from `first` on, CHECKED_ENTRIES of them but at the end."""
+    def add(self, first: int, block: np.ndarray) -> None:
+        """Add the lengths of the sequences from `first` on."""
         self.checksum = zlib.crc32(block.tobytes(), self.checksum)
-        self.of_pointers.append(block_sums(pointers.tobytes()))
         for number, (begin, end) in self._parts.items():
             own = block[max(0, begin - first) : max(0, end - first)]
             self.part_tokens[number] += int(own.sum(dtype=np.int64))
@@ -248,7 +233,7 @@ def _check_sequences(
 ) -> None:
     """Check each pointer against the length before it, and the end of the last sequence against the .bin file.
 
-    `sums` gets all lengths and pointers.
+    `sums` gets all lengths.
     """
     path = lengths.path
     if pointers.count and pointers[0]:
@@ -267,7 +252,7 @@ def _check_sequences(
         wrong = np.flatnonzero(starts[:-1] + block * np.int64(dtype.itemsize) != starts[1:])
         if len(wrong):
             raise _disagreement(prefix, begin + int(wrong[0]), dtype, lengths, pointers, bin_bytes)
-        sums.add(begin, block, starts[: len(block)])
+        sums.add(begin, block)
 
 
 def _disagreement(
@@ -315,74 +300,74 @@ def _check_documents(bounds: _Array, sequences: int) -> None:
             raise _corrupt(bounds.path, f"document bound {number} is {bounds[number]}, after {bounds[number - 1]}")
 
 
-def check_index_ids(
-    index: TokenIndex, vocab_size: int, *, cache: Path | None = None, advance: Advance = lambda _bytes: None
-) -> None:
-    """Raise InputError for a pair that holds an id outside [0, vocab_size).
+def check_index_ids(index: TokenIndex, vocab_size: int) -> None:
+    """Raise InputError if the manifest of a pair states an id outside [0, vocab_size).
 
-    The manifest is trusted if it records this .bin file's size; otherwise all tokens are read, and what is found in a
-    large file is remembered in the folder `cache`; of one on another store, ids are checked as they are read.
+    Without a manifest, and with one of another file, ids are checked where they are read.
     """
-    largest = _recorded_largest(index)
-    if index.remote is not None and largest is None:
+    stated = manifest_of(index.prefix, BIN_SUFFIX, index.tokens * index.dtype.itemsize)
+    refuse_largest_id(None if stated is None else stated[1].max_token_id, vocab_size, index.prefix)
+
+
+def refuse_largest_id(largest: int | None, vocab_size: int, name: str) -> None:
+    """Raise InputError, naming `name`, if the largest id that a manifest states is outside [0, vocab_size)."""
+    if largest is not None and largest >= vocab_size:
+        raise InputError(
+            f"{name} holds token id {largest}, outside the vocabulary of {vocab_size};"
+            " train with the tokenizer that made the tokens, or raise model.vocab_size"
+        )
+
+
+def refuse_ids_read(ids: np.ndarray, vocab_size: int, file: Path | str, first: int) -> None:
+    """Raise CorruptError, with the first of them and its place, if ids that were read are not below `vocab_size`.
+
+    Under tensor parallelism nothing else would notice: each rank takes an id outside its part of the embedding for
+    another's.
+
+    Args:
+        ids: [t] as they are stored.
+        first: number of the first of them in `file`, counted from 0.
+    """
+    unsigned = ids.view(UNSIGNED[ids.itemsize])  # a negative id is a large one
+    if not len(ids) or unsigned.max() < vocab_size:
         return
-    path = bin_path(index.prefix)
-    refuse_ids_outside(vocab_size, index.prefix, path, index.dtype, largest=largest, cache=cache, advance=advance)
-
-
-def reads_ids(index: TokenIndex, vocab_size: int) -> bool:
-    """Return whether `check_index_ids` reads the tokens."""
-    return index.remote is None and _recorded_largest(index) is None and is_read(index.dtype, vocab_size)
-
-
-def _recorded_largest(index: TokenIndex) -> int | None:
-    found = manifest_of(index.prefix, BIN_SUFFIX, index.tokens * index.dtype.itemsize)
-    return None if found is None else found[1].max_token_id
-
-
-# -- reading while a run goes on
+    place = int(np.argmax(unsigned >= vocab_size))
+    raise CorruptError(
+        f"{file} holds token id {ids[place]} (token {first + place:,}, counted from 0), outside the vocabulary of "
+        f"{vocab_size}; train with the tokenizer that made the tokens, or copy or prepare the file again"
+    )
 
 
 class PairReader:
-    """A pair whose index was checked; takes the place of megatron-core's IndexedDataset in its GPTDataset.
-
-    Ids are below `vocab_size`.
-
-    Raises:
-        CorruptError: a file cannot be read.
+    """The tokens of a pair whose index was checked; takes the place of megatron-core's IndexedDataset in its
+    GPTDataset.
     """
 
     def __init__(self, index: TokenIndex, vocab_size: int) -> None:
-        self._idx, self._vocab_size = index.idx, vocab_size
-        self._size, self._dtype = index.dtype.itemsize, index.dtype
-        self._tokens = index.remote or LiveFile(bin_path(index.prefix))
-        place = {"first": INDEX_HEADER.size + 4 * index.sequences, "size": 8 * index.sequences}  # after the lengths
-        self._pointers = SummedFile(index.idx, index.pointer_sums, **place)
-        self._last, self._end = index.sequences - 1, self._tokens.size
+        self._vocab_size, self._dtype, self._remote = vocab_size, index.dtype, index.remote
+        self._path = redacted(index.prefix) + BIN_SUFFIX
+        self._tokens = None if index.remote else np.memmap(bin_path(index.prefix), index.dtype, mode="r")
+        self._pointers, self._end = index.pointers, index.tokens * index.dtype.itemsize
 
     def place(self, sequence: int) -> tuple[int, int]:
-        """Return the number of a sequence's first token in the .bin file, and its length in tokens.
-
-        Raises:
-            CorruptError: the index has become shorter, was overwritten, or cannot be read.
-        """
-        offset = 8 * int(sequence)
-        if sequence < self._last:
-            begin, end = POINTERS.unpack(self._pointers.read(16, offset))
-        else:
-            begin, end = int.from_bytes(self._pointers.read(8, offset), "little"), self._end
-        return begin // self._size, (end - begin) // self._size
+        """Return the number of a sequence's first token in the .bin file, and its length in tokens."""
+        begin, *rest = self._pointers[sequence : sequence + 2].tolist()
+        end = rest[0] if rest else self._end
+        return begin // self._dtype.itemsize, (end - begin) // self._dtype.itemsize
 
     def get(self, idx: int, offset: int = 0, length: int | None = None) -> np.ndarray:
         """Return [length] tokens of sequence `idx` from its token `offset` on; None: all that follow.
 
         Raises:
-            CorruptError: a file has become shorter, was overwritten, or cannot be read; an id outside the vocabulary.
+            CorruptError: an id is outside the vocabulary.
         """
-        first, whole = self.place(idx)
+        begin, whole = self.place(int(idx))
+        first = begin + offset
         count = whole - offset if length is None else int(length)
-        content = self._tokens.read(count * self._size, (first + offset) * self._size)
-        ids = np.frombuffer(content, self._dtype)
-        document = functools.partial(document_of, self._idx, int(idx))
-        refuse_ids_read(ids, self._vocab_size, self._tokens.path, first + offset, document=document)
+        if self._remote is not None:
+            ids = self._remote.values(self._dtype, first, count)
+        else:
+            assert self._tokens is not None
+            ids = self._tokens[first : first + count]
+        refuse_ids_read(ids, self._vocab_size, self._path, first)
         return ids

@@ -8,8 +8,14 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from megatron_fanformer.data.notes import note_path
-from megatron_fanformer.data.remote_files import copy_to, find, look_up_contents, only_one_at_a_time, optional_content
+from megatron_fanformer.data.remote_files import (
+    copy_to,
+    find,
+    folder_of,
+    look_up_contents,
+    only_one_at_a_time,
+    optional_content,
+)
 from megatron_fanformer.durable_files import publish, regular_file, temporary_name, write_atomically
 from megatron_fanformer.errors import InputError, redacted
 from megatron_fanformer.runtime.device import cache_folder
@@ -315,7 +321,7 @@ def _fetched(url: str) -> Path:
     look_up_contents(f"{parent}/{beside}" for beside in BESIDE)
     contents = {beside: optional_content(f"{parent}/{beside}") for beside in BESIDE}
     sums = [hashlib.sha256(content).hexdigest() if content is not None else "none" for content in contents.values()]
-    folder = note_path(cache_folder() / "tokenizers", " ".join([file.identity, *sums])).with_suffix("")
+    folder = folder_of(cache_folder() / "tokenizers", " ".join([file.identity, *sums]))
     with only_one_at_a_time(folder):
         if not (folder / name).is_file():
             for beside, content in contents.items():

@@ -14,11 +14,17 @@ from pathlib import Path
 import numpy as np
 
 from megatron_fanformer.data.file_patterns import matching
-from megatron_fanformer.data.id_bounds import refuse_ids_outside, refuse_ids_read
 from megatron_fanformer.data.manifest import Manifest, PartManifest, TokenFiles, manifest_of
 from megatron_fanformer.data.npy_files import SUFFIX, NpyFile, npy_prefix, open_npy_files
-from megatron_fanformer.data.remote_files import find, is_pattern, listed, read_together
-from megatron_fanformer.data.token_files import BIN_SUFFIX, bin_path, idx_path, read_index
+from megatron_fanformer.data.remote_files import find, is_pattern, listed, side_by_side
+from megatron_fanformer.data.token_files import (
+    BIN_SUFFIX,
+    bin_path,
+    idx_path,
+    read_index,
+    refuse_ids_read,
+    refuse_largest_id,
+)
 from megatron_fanformer.data.tokenizer import NO_ID, Tokenizer
 from megatron_fanformer.errors import InputError, redacted
 from megatron_fanformer.evaluation.config import Chunking, Group, PerplexityConfig
@@ -174,7 +180,7 @@ class PerplexitySet:
         """Return [tokens] int64 of one row of `pieces`, with the end of text that leads it, or of `documents`.
 
         Raises:
-            CorruptError: a file has become shorter since it was found, or holds an id outside the vocabulary.
+            CorruptError: a file holds an id outside the vocabulary.
         """
         number, first, count, *scored = map(int, piece)
         file, leads = self.files[number].file, self.files[number].eod_id
@@ -310,10 +316,8 @@ def find_sets(
     ends = (end_of_text_id, None if tokenizer is None else tokenizer.eod_id)
     for name, paths in _named_files(config):
         files = tuple(_opened(path, config, ends) for path in paths)
-        for file in (each.file for each in files if each.file.remote is None or each.file.max_token_id is not None):
-            refuse_ids_outside(
-                vocab_size, file.path, Path(file.path), file.dtype, largest=file.max_token_id, cache=None
-            )
+        for file in files:
+            refuse_largest_id(file.file.max_token_id, vocab_size, file.file.path)
         if config.chunking == "rolling":
             _refuse_leads_outside(files, vocab_size)
         each = PerplexitySet(
@@ -341,7 +345,7 @@ def _refuse_leads_outside(files: Sequence[TokenFile], vocab_size: int) -> None:
 def _opened(path: str, config: PerplexityConfig, ends: Sequence[int | None]) -> TokenFile:
     """Open a file; the ends of text are those of the model and its tokenizer, which need not have made the file."""
     if path.endswith(SUFFIX):
-        (file,) = open_npy_files([path], config.npy_dtype, cache=cache_of(path))
+        (file,) = open_npy_files([path], config.npy_dtype)
     else:
         index = read_index(path, cache=cache_of(path))
         name = f"{path}.bin" if is_url(path) else str(bin_path(path))
@@ -409,6 +413,6 @@ def _texts(found: PerplexitySet, parts: np.ndarray, skipped: int, tokenizer: Tok
     for first in range(0, len(parts), PIECES_AT_ONCE):
         some = parts[first : first + PIECES_AT_ONCE]
         ends = [NO_ID if (end := found.files[number].eod_id) is None else end for number in some[:, 0].tolist()]
-        read = read_together(lambda some=some: [found.read(each)[skipped:] for each in some])  # type: ignore[misc]
-        for ids, end in zip(read, ends, strict=True):
+        for piece, end in zip(side_by_side(found.read, some), ends, strict=True):
+            ids = piece[skipped:]
             yield tokenizer.decode(ids[(ids != end) & (ids < tokenizer.vocab_size)].tolist())

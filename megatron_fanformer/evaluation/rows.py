@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_fanformer.data.remote_files import read_together
+from megatron_fanformer.data.remote_files import side_by_side
 from megatron_fanformer.data.shared_batches import shared_batches
 from megatron_fanformer.runtime.device import return_freed_memory
 from megatron_fanformer.runtime.parallel import RankGrid
@@ -218,7 +218,7 @@ def _micro_batches(
     rows_mb: np.ndarray, read: ReadRow, scored: np.ndarray, seq_length: int
 ) -> Generator[dict[str, Tensor], None, None]:
     for rows in rows_mb:
-        yield read_together(partial(_micro_batch, rows, read, scored, seq_length))
+        yield _micro_batch(rows, read, scored, seq_length)
 
 
 def _micro_batch(rows: np.ndarray, read: ReadRow, scored: np.ndarray, seq_length: int) -> dict[str, Tensor]:
@@ -227,8 +227,8 @@ def _micro_batch(rows: np.ndarray, read: ReadRow, scored: np.ndarray, seq_length
     """
     tokens = np.zeros((len(rows), seq_length), dtype=np.int64)
     labels, loss_mask = np.zeros_like(tokens), np.zeros(tokens.shape, dtype=np.float32)
-    for number, row in enumerate(rows[rows != EMPTY]):
-        ids = read(int(row))
+    present = rows[rows != EMPTY].tolist()
+    for number, (row, ids) in enumerate(zip(present, side_by_side(read, present), strict=True)):
         end = len(ids) - 1
         tokens[number, :end], labels[number, :end] = ids[:-1], ids[1:]
         loss_mask[number, end - scored[row] : end] = 1

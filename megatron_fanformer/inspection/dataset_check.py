@@ -17,8 +17,7 @@ from megatron_fanformer.data.manifest import (
     TokenFiles,
     read_any_manifest,
 )
-from megatron_fanformer.data.remote_files import find
-from megatron_fanformer.data.remote_streams import open_stream
+from megatron_fanformer.data.remote_files import find, open_stream
 from megatron_fanformer.data.token_files import read_index
 from megatron_fanformer.errors import CorruptError, InputError
 from megatron_fanformer.formats.recognition import Target

@@ -41,8 +41,7 @@ class InspectOptions:
     json: bool = False
     """Print one JSON object."""
     index: bool = False
-    """Make what a run of the configuration file PATH looks up at its start, on a login node beforehand: the largest
-    ids of token files without a manifest, sample indices, the order of the first epoch."""
+    """Make the sample indices and the order of the first epoch that a run of the configuration file PATH needs."""
     picture: str | None = option(None, metavar="FILE")
     """Draw the training and validation losses of the run PATH into this PNG."""
     phases: str | None = option(None, metavar="FILE")

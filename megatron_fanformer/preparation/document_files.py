@@ -169,7 +169,7 @@ class DocumentFile:
             while data := raw.read(BLOCK_BYTES):
                 self.count(memoryview(data))
 
-    def _open(self) -> io.RawIOBase:
+    def _open(self) -> io.RawIOBase | io.BufferedReader:
         if isinstance(self.path, RemoteInput):
             return self.path.open()
         try:

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
-from megatron_fanformer.data.remote_files import RemoteFile, parts_of
-from megatron_fanformer.data.remote_streams import open_stream
+from megatron_fanformer.data.remote_files import RemoteFile, open_stream, parts_of
 from megatron_fanformer.durable_files import sha256_of, sha256_of_pieces
 
 
@@ -35,7 +34,7 @@ class RemoteInput:
         digest = hashlib.blake2b(str(self.file.version).encode(), digest_size=7).digest()
         return SimpleNamespace(st_size=self.file.size, st_mtime_ns=int.from_bytes(digest, "big"))
 
-    def open(self) -> io.RawIOBase:
+    def open(self) -> io.BufferedReader:
         """Return its bytes; reading raises like `read_ranges`."""
         return open_stream(self.file)
 

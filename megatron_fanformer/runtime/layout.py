@@ -45,6 +45,7 @@ MOVED_FIELDS = {
     "parallel.distributed_timeout_minutes": "runtime.distributed_timeout_minutes",
     "runtime.cpu_shared_memory_collectives": "",
     "runtime.numa_binding": "",
+    "data.staging_bytes": "",
 }
 """Fields up to version 0.1, and where they are now (empty: gone without a successor): configurations and checkpoints of
 that time have them."""

@@ -19,6 +19,7 @@ from megatron_fanformer.data.identity import (
     identity_from_plain,
     resumed_identity,
 )
+from megatron_fanformer.data.manifest import read_any_manifest
 from megatron_fanformer.data.sample_counts import SampleCounts
 from megatron_fanformer.data.stages import Stage, ordered
 from megatron_fanformer.data.survey import DataSurvey, survey_data
@@ -146,7 +147,7 @@ def check_machine_and_data(checked: CheckedSettings) -> RunStart:
         raise InputError("\n".join(found))
     data = check_data(config, for_run=True)
     start = _start(checked, data, allowed=config.data.allow_change)
-    _warn_of_other_tokenizer(start.identity)
+    _warn_of_other_tokenizer(start)
     return start
 
 
@@ -219,17 +220,19 @@ def _identity(
     return identity
 
 
-def _warn_of_other_tokenizer(identity: DataIdentity) -> None:
+def _warn_of_other_tokenizer(start: RunStart) -> None:
     """Warn where the tokenizer that goes into every checkpoint is not the one that made the training data."""
-    digest, train = identity.tokenizer, identity.train
+    digest = start.identity.tokenizer
     if digest is None:
         return
-    files = [*train.files, *(file for stage in train.stages for file in stage.files)]
-    if other := another_tokenizer((file.tokenizer for file in files), digest, "data.tokenizer"):
+    sources = [source for blend in (start.data.train, *start.data.stages.values()) for source in blend.sources]
+    manifests = {prefix: read_any_manifest(prefix) for source in sources for prefix in source.prefixes}
+    stated = {redacted(prefix): manifest.tokenizer.sha256 for prefix, manifest in manifests.items() if manifest}
+    if other := another_tokenizer(stated.values(), digest, "data.tokenizer"):
         logger.warning(
             "training data (%s) were made with %s, which goes into every checkpoint; unless both give the same ids, "
             "name the one that made them",
-            some(dict.fromkeys(file.path for file in files if file.tokenizer not in (None, digest))),
+            some(prefix for prefix, made in stated.items() if made not in ("", digest)),
             other,
         )
 

@@ -12,7 +12,6 @@ from rich.console import Console
 
 from megatron_fanformer.checkpoint import store
 from megatron_fanformer.data.chat_template import CHAT_TEMPLATE_JINJA, attached_files
-from megatron_fanformer.data.survey import DeferredScan
 from megatron_fanformer.data.tokenizer import tokenizer_file
 from megatron_fanformer.errors import CorruptError, DivergenceError, InputError, Interrupted
 from megatron_fanformer.model.build import build_stages
@@ -95,7 +94,6 @@ class Trainer:
             self._attachments = attached_files(tokenizer, self._start.data.chat_template)
         self._start_or_resume()
         self._load_data()
-        self._id_scan = DeferredScan(self._start.data, self.config.model.vocab_size)
         self._logs = Loggers(
             self.config.logging,
             console or Console(markup=False),
@@ -117,15 +115,12 @@ class Trainer:
         with signals_to(self._listener.note_signal, is_last=True), manual_gc():
             if self._start.resumed is not None:
                 self._saves.copy(self.step)  # here, as its process is ended by `close`, which follows for sure
-            if self.grid.is_main:
-                self._id_scan.start()
             stopping: Stopping | None = None
             notice: str | None = None
             while not (stopping or self._is_over):
                 stopping = self.take_step()
                 if notice is None and (notice := attention_notice(self.config, self.grid)):
                     logger.warning("%s", notice)
-            self._id_scan.raise_failure()
             self._saves.finish_copies(was_stopped=stopping == "signal")
             if stopping == "signal" and self._is_over:
                 raise Interrupted(
@@ -168,7 +163,6 @@ class Trainer:
 
     def close(self, *, failed: bool = False) -> None:
         """Close logs and progress (`failed`: as an error's), free the model; abort the writing of a checkpoint."""
-        self._id_scan.stop()
         self.profiler.close(self.step, failed=failed)
         self._saves.close()
         self._batches.close()
@@ -182,7 +176,6 @@ class Trainer:
         started = time.monotonic()
         self._stragglers.begin()
         self.step += 1
-        self._id_scan.raise_failure()
         self._seen.log_if_stage_begins(self.step)
         self._scheduler.step(1)
         batches = StepBatches(self._batches, self._num_micro_batches)
@@ -291,6 +284,7 @@ class Trainer:
             due = False  # nothing has changed, and the run may go back to before them
         if not (due or force or self._is_over):
             return False
+        on_main(self._start.data.refuse_changed_files)
         with weights_in_step(self._wrapped):
             self._saves.save(
                 self.step,

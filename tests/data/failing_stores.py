@@ -89,7 +89,6 @@ class _Handler(BaseHTTPRequestHandler):
     folder: Path
     plan: Plan
     latency_seconds: float
-    takes_conditions: bool
     serves_ranges: bool
 
     def log_message(self, *_: Any) -> None:
@@ -121,9 +120,6 @@ class _Handler(BaseHTTPRequestHandler):
             return
         found = path.stat()
         tag = f'"{found.st_mtime_ns}-{found.st_ino}"'
-        if self.takes_conditions and (wanted := self.headers.get("If-Match")) and wanted != tag:
-            self._end(412)
-            return
         status, span, size = 200, (0, found.st_size), found.st_size
         if self.serves_ranges and (stated := self.headers.get("Range")):
             first, _, last = stated.removeprefix("bytes=").partition("-")
@@ -166,12 +162,11 @@ def http_server(
     plan: Plan | None = None,
     *,
     latency_seconds: float = 0.0,
-    takes_conditions: bool = True,
     serves_ranges: bool = True,
 ) -> Iterator[str]:
     """The URL of a folder behind HTTP, in a thread of this process."""
     stated = {"folder": folder, "plan": plan or Plan(), "latency_seconds": latency_seconds}
-    stated |= {"takes_conditions": takes_conditions, "serves_ranges": serves_ranges}
+    stated |= {"serves_ranges": serves_ranges}
     handler: Callable[..., Any] = type("Handler", (_Handler,), stated)
     with _Server(("127.0.0.1", 0), handler) as server:
         thread = threading.Thread(target=server.serve_forever, daemon=True)

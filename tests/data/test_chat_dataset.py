@@ -138,5 +138,5 @@ def test_another_mask_is_other_data(tmp_path: Path) -> None:
     before = identify_data(config, survey_data(config))
     mask = Path(f"{prefix}.mask.bin")
     mask.write_bytes(bytes([1]) + mask.read_bytes()[1:])
-    with pytest.raises(InputError, match=r"a\.mask\.bin has other content"):
+    with pytest.raises(InputError, match=r"data\.train_data is not what the run in run has used"):
         resumed_identity(before, identify_data(config, survey_data(config)), step=1, allowed=(), run="run")

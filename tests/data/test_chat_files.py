@@ -8,7 +8,6 @@ import pytest
 from megatron_fanformer.data.chat_files import count_learned, open_chats
 from megatron_fanformer.errors import CorruptError, FanformerError, InputError
 from tests.chat_pairs import write_chats
-from tests.data.token_making import write_manifest
 
 CONVERSATIONS = [([5, 6, 7, 8], [0, 0, 1, 1]), ([9, 1], [0, 1]), ([2, 3, 4], [1, 0, 1])]
 
@@ -50,20 +49,6 @@ def test_learned_tokens_are_counted_in_a_mask_of_0_and_1_alone(tmp_path: Path) -
     mask.write_bytes(b"\0\1\2")
     with pytest.raises(CorruptError, match="holds 2, a mask holds 0 and 1 alone"):
         count_learned(mask)
-
-
-def test_ids_are_held_against_the_vocabulary(rows: Path) -> None:
-    open_chats(str(rows)).check_ids(188)
-    with pytest.raises(InputError, match="token id 187, outside the vocabulary of 187"):
-        open_chats(str(rows)).check_ids(187)
-
-
-def test_a_manifest_of_another_pair_says_nothing_of_the_ids(pair: str, tmp_path: Path) -> None:
-    write_manifest(pair, dtype="uint16", max_token_id=9)
-    open_chats(pair).check_ids(10)
-    write_chats(tmp_path / "chats", [*CONVERSATIONS, ([500, 1], [0, 1])])
-    with pytest.raises(InputError, match="token id 500, outside the vocabulary of 10"):
-        open_chats(pair).check_ids(10)
 
 
 @pytest.mark.parametrize(

@@ -12,9 +12,9 @@ from urllib.parse import parse_qs, unquote, urlsplit
 import pytest
 from huggingface_hub import constants
 
-from megatron_fanformer.data import remote_files, remote_stores
+from megatron_fanformer.data import remote_files
 from megatron_fanformer.data.config import DataConfig
-from megatron_fanformer.data.remote_files import Range, find, listed, read_ranges
+from megatron_fanformer.data.remote_files import find, listed, refuse_changed
 from megatron_fanformer.data.survey import survey_data
 from megatron_fanformer.errors import CorruptError, InputError
 from tests.data.test_remote_files import assert_equal, config_of, items
@@ -80,8 +80,7 @@ def folder(tmp_path: Path) -> Path:
 def ranges(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """The ranges that are requested of the server while it runs."""
     remote_files.forget()
-    monkeypatch.setattr(remote_stores, "_stores", {})
-    monkeypatch.setattr(remote_stores, "PAUSES_SECONDS", (0.01,) * 3)
+    monkeypatch.setattr(remote_files, "PAUSES_SECONDS", (0.01,) * 3)
     handler: Any = type("Hub", (_Hub,), {"folder": folder, "ranges": []})
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         endpoint = f"http://127.0.0.1:{server.server_port}"  # as HF_ENDPOINT, which was read at the import
@@ -105,7 +104,7 @@ def test_samples_are_those_of_the_local_files(folder: Path, tmp_path: Path) -> N
 def test_a_read_requests_its_bytes_and_no_more(folder: Path, ranges: list[str]) -> None:
     file = find(f"{URL}/one.npy")
     assert file is not None
-    assert read_ranges([Range(file, 1000, 64)]) == [(folder / "one.npy").read_bytes()[1000:1064]]
+    assert file.read(64, 1000) == (folder / "one.npy").read_bytes()[1000:1064]
     assert ranges == ["bytes=1000-1063"]
 
 
@@ -114,8 +113,8 @@ def test_a_changed_file_and_a_wrong_name_end_in_one_line(folder: Path, tmp_path:
     assert file is not None
     (folder / "one.npy").write_bytes((folder / "one.npy").read_bytes()[::-1])
     with pytest.raises(CorruptError, match=r"one\.npy is another file than when the run began"):
-        read_ranges([Range(file, 0, 4)])
+        refuse_changed([file])
     with pytest.raises(InputError, match=r"hf://datasets/some/tokens/none\.npy does not exist"):
         survey_data(DataConfig(train_data=[f"{URL}/none.npy"], cache_path=str(tmp_path)))
-    with pytest.raises(InputError, match=r"other/one\.npy cannot be used .*; check its name, rights and credentials"):
+    with pytest.raises(InputError, match=r"other/one\.npy cannot be used .*; check its name and rights"):
         find("hf://datasets/some/other/one.npy")

@@ -1,4 +1,3 @@
-import pickle
 from itertools import islice
 from pathlib import Path
 
@@ -90,13 +89,6 @@ def test_loader_processes_do_not_change_the_order(paths: list[str]) -> None:
         return [batch["tokens"].tolist() for batch in islice(batches, 6)]
 
     assert drawn(0) == drawn(2)
-
-
-def test_a_pickled_dataset_draws_the_same_samples(paths: list[str]) -> None:
-    dataset = dataset_of(paths, samples=2 * SAMPLES)
-    stored = pickle.dumps(dataset)
-    assert len(stored) < SAMPLES  # no order, no tokens
-    assert torch.equal(pickle.loads(stored)[SAMPLES + 9]["tokens"], dataset[SAMPLES + 9]["tokens"])
 
 
 @pytest.mark.parametrize("index", [-1, SAMPLES])

@@ -3,7 +3,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_fanformer.data.npy_files import NpyType, check_npy_ids, open_npy_files
+from megatron_fanformer.data.npy_files import NpyType, open_npy_files
 from megatron_fanformer.errors import CorruptError, InputError
 from tests.data.token_making import write_manifest, write_npy
 
@@ -76,18 +76,3 @@ def test_another_size_than_the_manifests_is_corrupt(tmp_path: Path, change: int)
     path.write_bytes(data[:change] if change < 0 else data + bytes(change))
     with pytest.raises(CorruptError, match=f"holds {20 + change} bytes, but .*a.manifest.json says 20"):
         open_npy_files([str(path)], "uint16")
-
-
-def test_a_file_cut_off_while_it_is_read_is_corrupt(tmp_path: Path) -> None:
-    path = Path(write_npy(tmp_path / "a.npy", 10))
-    (file,) = open_npy_files([str(path)], "uint16")
-    path.write_bytes(path.read_bytes()[:10])
-    with pytest.raises(CorruptError, match=r"a\.npy has become shorter"):
-        file.read(0, 10)
-
-
-def test_the_manifests_largest_id_is_believed(tmp_path: Path) -> None:
-    path = write_npy(tmp_path / "a.npy", 10)
-    write_manifest(str(tmp_path / "a"), dtype="uint16", max_token_id=5_000)
-    with pytest.raises(InputError, match="token id 5000"):
-        check_npy_ids(open_npy_files([path], "uint16")[0], 600)

@@ -2,8 +2,6 @@
 
 import multiprocessing
 import os
-import threading
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +9,7 @@ import numpy as np
 import pytest
 
 from megatron_fanformer.data import sample_order
-from megatron_fanformer.data.npy_dataset import NEXT_ORDER, NpyDataset
+from megatron_fanformer.data.npy_dataset import NpyDataset
 from megatron_fanformer.data.npy_files import NpyFile
 from megatron_fanformer.data.sample_order import MOST_SHUFFLED, KeyedPermutation, epoch_order, shuffled
 from megatron_fanformer.errors import CorruptError, InputError
@@ -55,25 +53,6 @@ def test_one_process_makes_it_and_all_read_it(tmp_path: Path) -> None:
     assert sum(made for _, made in found) == 1
 
 
-def test_the_next_epochs_order_is_made_while_one_is_read(store_all: None, tmp_path: Path) -> None:
-    """From its half on, once, and not beyond the last epoch."""
-    np.arange(4000, dtype="<u2").tofile(tmp_path / "a.npy")
-    file = NpyFile(str(tmp_path / "a.npy"), np.dtype("<u2"), 4000, None)
-    sizes: dict[str, Any] = {"seq_length": 4, "seed": SEED, "vocab_size": 4000}
-    dataset = NpyDataset([file], samples=2000, cache=tmp_path, **sizes)
-
-    def orders_after(index: int) -> list[str]:
-        dataset[index]
-        for thread in threading.enumerate():
-            if thread.name == NEXT_ORDER:
-                thread.join()
-        return sorted(path.name for path in (tmp_path / "orders").iterdir() if not path.name.startswith("."))
-
-    first, second = (f"1000-{SEED + epoch}" for epoch in (0, 1))
-    assert orders_after(0) == orders_after(499) == [first]
-    assert orders_after(500) == orders_after(1001) == orders_after(1999) == [first, second]
-
-
 def test_what_was_left_half_written_goes_and_what_is_damaged_is_named(store_all: None, tmp_path: Path) -> None:
     left = tmp_path / "orders" / f".{SAMPLES}-{SEED}.of-a-killed-one.tmp"
     left.mkdir(parents=True)
@@ -85,16 +64,6 @@ def test_what_was_left_half_written_goes_and_what_is_damaged_is_named(store_all:
         order.write_bytes(content)
         with pytest.raises(CorruptError, match=rf"orders/{SAMPLES}-{SEED} does not hold .*; remove it and resume"):
             epoch_order(SAMPLES, seed=SEED, epoch=0, cache=tmp_path)
-
-
-def test_one_that_is_overwritten_meanwhile_is_noticed(store_all: None, tmp_path: Path) -> None:
-    stored = epoch_order(SAMPLES, seed=SEED, epoch=0, cache=tmp_path)
-    (path,) = tmp_path.rglob("order.npy")
-    content = bytearray(path.read_bytes())
-    content[-1] ^= 1
-    path.write_bytes(content)
-    with pytest.raises(CorruptError, match="overwritten"):
-        stored[SAMPLES - 1]
 
 
 def test_a_folder_that_cannot_be_written(store_all: None, tmp_path: Path) -> None:
@@ -112,18 +81,6 @@ def test_a_computed_order_takes_every_sample_once(samples: int) -> None:
     assert sorted(order) == list(range(samples))
     with pytest.raises(IndexError):
         order[samples]
-
-
-def test_computed_orders_differ_by_seed_and_are_as_uniform_as_drawn_ones() -> None:
-    """Sixteenths of positions by sixteenths of numbers: chi square of 225 degrees of freedom, 0.001 on each side."""
-    samples = 1 << 16
-    first, second = (list(KeyedPermutation(samples, seed=seed)) for seed in (1, 2))
-    assert sum(a == b for a, b in zip(first, second, strict=True)) < 20  # one on average
-    cells = Counter((position >> 12, number >> 12) for position, number in enumerate(first))
-    expected = samples / 256
-    assert 164 < sum((cells[key] - expected) ** 2 / expected for key in np.ndindex(16, 16)) < 297
-    steps = np.diff(first)  # neighbors are no nearer to each other than any two
-    assert np.abs(steps).mean() == pytest.approx(samples / 3, rel=0.02)
 
 
 def test_the_computed_order_stays_what_it_is() -> None:

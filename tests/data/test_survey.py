@@ -1,8 +1,8 @@
 """What is found of token files in one pass, and what follows from it for megatron-core."""
 
+import os
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from megatron_fanformer.data.blends import PART_NAMES, split_bounds
@@ -11,7 +11,7 @@ from megatron_fanformer.data.manifest import ChatSettings
 from megatron_fanformer.data.sample_counts import TRAIN, VALIDATION, SampleCounts
 from megatron_fanformer.data.survey import survey_data
 from megatron_fanformer.data.token_files import CHECKED_ENTRIES, read_index
-from megatron_fanformer.errors import InputError
+from megatron_fanformer.errors import CorruptError, InputError
 from tests.chat_pairs import write_chats
 from tests.data.test_blends import SPLITS
 from tests.data.token_making import write_manifest, write_npy, write_pair
@@ -61,25 +61,25 @@ def test_a_part_without_documents_is_told_of_the_part_that_is_drawn_alone(tmp_pa
         SampleCounts(survey_data(config), 16).check(config, train_samples=3, valid_samples=2)
 
 
-def test_what_manifests_state_is_checked_at_the_start_whatever_is_read_later(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also of files on other stores, and of those that were read before."""
-    monkeypatch.setattr("megatron_fanformer.data.survey.DEFERRED_BYTES", 200)
-    monkeypatch.setattr("megatron_fanformer.data.id_bounds.REMEMBERED_BYTES", 0)
+def test_ids_that_manifests_state_are_checked_at_the_start(tmp_path: Path) -> None:
+    """Also of files on other stores; those without a manifest are checked as they are read."""
     unread, stated = write_npy(tmp_path / "unread.npy", 100), write_npy(tmp_path / "stated.npy", 90)
     pair = write_pair(tmp_path / "pair", [[90], [80]])
     write_manifest(str(tmp_path / "stated"), dtype="uint16", max_token_id=5_000)
     write_manifest(pair, dtype="uint16", max_token_id=6_000)
-    remembered = write_npy(tmp_path / "remembered.npy", 10)
-    np.array([7_000], "<u2").tofile(remembered)
-    cache = str(tmp_path / "cache")
-    survey_data(DataConfig(train_data=[remembered], cache_path=cache), 8_000)
-    for wrong, largest in ((stated, 5_000), (pair, 6_000), (remembered, 7_000), (f"file://{stated}", 5_000)):
-        config = DataConfig(train_data=[unread, wrong], cache_path=cache)
+    for wrong, largest in ((stated, 5_000), (pair, 6_000), (f"file://{stated}", 5_000)):
+        config = DataConfig(train_data=[unread, wrong], cache_path=str(tmp_path / "cache"))
         with pytest.raises(InputError, match=f"token id {largest}, outside the vocabulary of 600"):
-            survey_data(config, 600, for_run=True)
-        assert survey_data(config, 8_000, for_run=True).has_unread_ids
+            survey_data(config, 600)
+
+
+def test_a_file_that_changes_during_a_run_is_named(tmp_path: Path) -> None:
+    paths = [write_npy(tmp_path / f"{name}.npy", 100) for name in "ab"]
+    survey = survey_data(DataConfig(train_data=paths))
+    survey.refuse_changed_files()
+    os.utime(paths[1], (1, 1))
+    with pytest.raises(CorruptError, match=r"b\.npy has changed since the run began; put it back and resume"):
+        survey.refuse_changed_files()
 
 
 def test_chats_of_one_run_have_one_template(tmp_path: Path) -> None:

@@ -5,15 +5,11 @@ from pathlib import Path
 import pytest
 
 from megatron_fanformer.cli import main
-from megatron_fanformer.data import id_bounds
 from tests.small_runs import small_run, write_config, write_tokens
 
 
-def test_what_a_start_looks_up_is_made_beforehand(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The bounds of large files without a manifest, and the indices: the start reads none of it anew."""
-    monkeypatch.setattr(id_bounds, "REMEMBERED_BYTES", 1)
+def test_what_a_start_looks_up_is_made_beforehand(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The start makes no index anew."""
     tokens = write_tokens(tmp_path / "tokens")
     values = small_run(
         tokens, tmp_path / "run", data={"stages": {"from step 5": [tokens]}, "cache_path": str(tmp_path)}
@@ -22,8 +18,7 @@ def test_what_a_start_looks_up_is_made_beforehand(
     assert main(["inspect", str(file), "--index"]) == 0
     assert capsys.readouterr().out == f"{tmp_path}: ready for {file}\n"
     made = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path.is_file()}
-    assert len(list((tmp_path / "ids").iterdir())) == 1 and len(list(tmp_path.glob("*/complete.json"))) == 1
-    monkeypatch.setattr(id_bounds, "_read_bounds", lambda *_: pytest.fail("read again"))
+    assert len(list(tmp_path.glob("*/complete.json"))) == 1
     assert main(["inspect", str(file), "--index"]) == 0
     assert made == {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path.is_file()}
 

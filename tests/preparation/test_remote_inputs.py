@@ -9,9 +9,9 @@ import pytest
 from isal import igzip
 from pyarrow import parquet
 
-from megatron_fanformer.data import remote_files, remote_stores, remote_streams
+from megatron_fanformer.data import remote_files
 from megatron_fanformer.data.manifest import Manifest, read_any_manifest
-from megatron_fanformer.errors import CorruptError, InputError
+from megatron_fanformer.errors import InputError
 from megatron_fanformer.preparation.document_files import DocumentFile, parse_block
 from megatron_fanformer.preparation.documents import DocumentParser
 from megatron_fanformer.preparation.inputs import expand_inputs
@@ -24,8 +24,7 @@ from tests.preparation.making import as_line
 @pytest.fixture
 def documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A folder of each kind of file, one of them in a folder below."""
-    monkeypatch.setattr(remote_stores, "_stores", {})
-    monkeypatch.setattr(remote_stores, "PAUSES_SECONDS", (0.01,) * 40)
+    monkeypatch.setattr(remote_files, "PAUSES_SECONDS", (0.01,) * 40)
     lines = b"".join(as_line(f"document {number} " * 40) + b"\n" for number in range(3000))
     (folder := tmp_path / "documents" / "below").mkdir(parents=True)
     (folder / "c.jsonl").write_bytes(lines)
@@ -77,8 +76,7 @@ def test_a_store_that_fails_now_and_then_changes_nothing(documents: Path, monkey
 def test_reads_across_what_is_requested_ahead_are_short_at_the_end_alone(
     length: int, documents: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(remote_streams, "PART_BYTES", 250)
-    monkeypatch.setattr(remote_streams, "SOUGHT_BYTES", 64)
+    monkeypatch.setattr(remote_files, "PART_BYTES", 250)
     content = bytes(range(256)) * 40
     (documents / "d.jsonl").write_bytes(content)
     (file,) = expand_inputs([f"file://{documents}/d.jsonl"])
@@ -92,8 +90,7 @@ def test_reads_across_what_is_requested_ahead_are_short_at_the_end_alone(
 
 def test_parquet_is_read_across_what_is_requested_ahead(documents: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A larger file than that: pyarrow takes a read that is short for the end of the file."""
-    monkeypatch.setattr(remote_streams, "PART_BYTES", 1000)
-    monkeypatch.setattr(remote_streams, "SOUGHT_BYTES", 1000)
+    monkeypatch.setattr(remote_files, "PART_BYTES", 1000)
     (file,) = expand_inputs([f"file://{documents}/b.parquet"])
     found = [one.text for block in DocumentFile(file).blocks() for one in parse_block(block, DocumentParser())]
     assert found == [f"row {number}" for number in range(5000)]
@@ -131,14 +128,3 @@ def test_a_file_is_no_pattern_whatever_its_name(documents: Path) -> None:
             (documents / name).rename(documents / "gone")
             remote_files.forget()
             assert list(map(str, expand_inputs([f"{url}/{name}"]))) == [f"{url}/{each}" for each in patterns]
-
-
-def test_a_file_that_is_replaced_while_it_is_read_is_an_error(documents: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote_streams, "PART_BYTES", 1024)
-    with planned(documents / "below") as url:
-        (file,) = expand_inputs([f"{url}/c.jsonl"])
-        blocks = DocumentFile(file).blocks(1000)
-        next(blocks)
-        (documents / "below" / "c.jsonl").write_bytes((documents / "below" / "c.jsonl").read_bytes())
-        with pytest.raises(CorruptError, match=r"c.jsonl is another file than when the run began"):
-            list(blocks)

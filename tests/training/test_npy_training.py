@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_fanformer.data.live_files import LiveFile
+from megatron_fanformer.data.npy_files import NpyFile
 from megatron_fanformer.errors import CorruptError
 from megatron_fanformer.training.config import TrainingConfig
 from tests.small_runs import SEQ_LENGTH, VOCAB_SIZE, first_step, small_run, trainer_of
@@ -90,11 +90,11 @@ def reads_of_two_steps(values: dict[str, Any], file: str) -> tuple[int, str, boo
     """
     from megatron_fanformer.training.evaluation import evaluate_loss
 
-    with trainer_of(values) as trainer, mock.patch.object(LiveFile, "read", autospec=True, side_effect=LiveFile.read):
+    with trainer_of(values) as trainer, mock.patch.object(NpyFile, "read", autospec=True, side_effect=NpyFile.read):
         first_step(trainer)
         valid = trainer._data.valid["same"]
         evaluate_loss(trainer._wrapped, valid, trainer.grid, trainer.config, eval_iters=1)
-        reads = LiveFile.read.call_count  # type: ignore[attr-defined]
+        reads = NpyFile.read.call_count  # type: ignore[attr-defined]
         dist.barrier()
         if trainer.grid.is_main:
             (np.fromfile(file, "<u2") + VOCAB_SIZE).tofile(file)

@@ -19,7 +19,7 @@ KILLED = RankFailed("rank 1: was killed by SIGKILL", 1)
 def begun(step: int) -> RunStart:
     """What a run starts from when its last checkpoint is of that step."""
     resumed = Path(f"step-{step}") if step else None
-    identity = DataIdentity(train=SetIdentity(sources=[]))
+    identity = DataIdentity(train=SetIdentity(digest=""))
     return RunStart(
         resumed=resumed, loaded=None, data=mock.create_autospec(DataSurvey), identity=identity, train_iters=1
     )
