@@ -16,7 +16,6 @@ from pathlib import Path
 import numpy as np
 
 from megatron_fanformer.data.chat_files import MASK_SUFFIX, is_row_folder
-from megatron_fanformer.data.file_patterns import look_into, matching
 from megatron_fanformer.data.npy_files import SUFFIX, SUFFIXES, npy_prefix
 from megatron_fanformer.data.remote_files import is_pattern, listed, small_file
 from megatron_fanformer.data.token_files import bin_path, idx_path
@@ -104,25 +103,17 @@ def parse_blend(items: Sequence[Word]) -> Blend:
     With weights, each goes with one source. Without, all .npy files together are one source, in their order.
 
     Raises InputError for an empty list, for weights and sources that do not alternate, for a weight that is not
-    positive or is a prefix as well, for a glob or a folder that cannot be searched or has no .npy files, or for a
-    blend file that cannot be read.
+    positive, for a glob or a folder that has no .npy files, or for a blend file that cannot be read.
     """
-    # YAML has read 2024_01 as 202401.
-    pairs = (
-        {path.stem.replace("_", ""): path.stem for path in Path().glob("*_*.idx")} if int in map(type, items) else {}
-    )
-    given = [pairs.get(str(item), str(item)) for item in items]
-    words = [word for item in given for word in _words(item)]
+    words = [word for item in items for word in _words(str(item))]
     if not words:
         raise InputError("the list is empty; name at least one prefix of a .bin and .idx pair, or a .npy file")
     numbers = [_number(word) for word in words]
     if numbers[0] is None:
         stray = next((word for word, number in zip(words, numbers, strict=True) if number is not None), None)
-        if stray is not None and not idx_path(stray).exists():
+        if stray is not None:
             raise InputError(f"{stray!r} is a weight where others are missing; give every prefix a weight, or none")
         return Blend(_npy_as_one(map(_source, words)), None)
-    if doubtful := next((word for word in words[0::2] if word in given and _is_both(word)), None):
-        raise InputError(_refused_as_both(doubtful))
     weights, names = numbers[0::2], words[1::2]
     if len(weights) != len(names) or any(weight is None for weight in weights):
         raise InputError(f"{_shown(words)} does not alternate; write weight prefix weight prefix …")
@@ -140,8 +131,7 @@ def parse_chats(items: Sequence[Word]) -> Blend:
     words = [word for item in map(str, items) for word in _words(item)]
     if not words:
         raise InputError("the list is empty; name at least one prefix that prepare --chat has written")
-    weight = next((word for word in words if _number(word) is not None and not idx_path(word).exists()), None)
-    if weight is not None:
+    if (weight := next((word for word in words if _number(word) is not None), None)) is not None:
         raise InputError(
             f"{weight!r} is a weight, and chats have none: an epoch takes every conversation once; name a prefix twice "
             "to have its conversations twice"
@@ -154,15 +144,6 @@ def _number(item: str) -> float | None:
         return float(item)
     except ValueError:
         return None
-
-
-def _is_both(word: str, folder: str = "") -> bool:
-    """Return whether a word is a number, as Python reads 2024_01, and also the prefix of a pair in a folder here."""
-    return _number(word) is not None and idx_path(os.path.join(folder, word)).exists()
-
-
-def _refused_as_both(word: str) -> str:
-    return f"{word!r} is a number, and {word}.idx is there; write ./{word} for the prefix, or the weight otherwise"
 
 
 def reads_back(name: str) -> bool:
@@ -199,20 +180,16 @@ def _words(item: str) -> list[str]:
     if any(word.startswith("@") for word in words):
         raise InputError(f"blend file {file} names another by @; list both where the first is named")
     step = 1 if not words or _number(words[0]) is None else 2
-    weights = words[::2] if step == 2 and not is_url(folder) else []
-    if doubtful := next((word for word in weights if _is_both(word, folder)), None):
-        raise InputError(f"blend file {file}: {_refused_as_both(doubtful)}")
     for position in range(step - 1, len(words), step):
         words[position] = _below(folder, words[position])
     return words
 
 
 def _below(folder: str, path: str) -> str:
-    """Return a path that a blend file in a folder, or at a URL, has; one that is whole as it is, and none a number."""
+    """Return a path that a blend file in a folder, or at a URL, has; one that is whole as it is."""
     if is_url(path):
         return path
-    found = f"{folder}/{path}" if is_url(folder) and not path.startswith("/") else str(Path(folder) / path)
-    return found if _number(found) is None else f"./{found}"
+    return f"{folder}/{path}" if is_url(folder) and not path.startswith("/") else str(Path(folder) / path)
 
 
 def _of_mix(file: str, folder: str, lines: Sequence[str]) -> list[str]:
@@ -251,10 +228,9 @@ def _source(word: str) -> Source:
         is_many = word.endswith("/") or (word.endswith(SUFFIXES) and is_pattern(word))
         return Source(_some(word, listed(word, SUFFIXES)) if is_many else (re.sub(PAIR_END, "", word),))
     if Path(word).is_dir() and not idx_path(word).exists():
-        look_into(word)
         return Source(_some(word, sorted(str(path) for path in Path(word).iterdir() if path.name.endswith(SUFFIXES))))
     if word.endswith(SUFFIXES) and glob.has_magic(word) and not Path(word).exists():
-        return Source(_some(word, sorted(matching(word))))
+        return Source(_some(word, sorted(glob.glob(word, recursive=True))))
     return Source((word if idx_path(word).exists() else re.sub(PAIR_END, "", word),))
 
 

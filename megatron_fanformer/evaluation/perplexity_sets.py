@@ -13,7 +13,6 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_fanformer.data.file_patterns import matching
 from megatron_fanformer.data.manifest import Manifest, PartManifest, TokenFiles, manifest_of
 from megatron_fanformer.data.npy_files import SUFFIX, NpyFile, npy_prefix, open_npy_files
 from megatron_fanformer.data.remote_files import find, is_pattern, listed, side_by_side
@@ -254,7 +253,7 @@ def _files_of(path: str) -> list[str]:
     if place.is_dir() and not idx_path(path).exists():
         matches = [str(found) for suffix in (SUFFIX, ".idx") for found in place.glob(f"*{suffix}")]
     elif glob.has_magic(path) and not place.exists():
-        matches = matching(path)
+        matches = glob.glob(path, recursive=True)
     else:
         matches = [path, f"{path}.idx", f"{path}{SUFFIX}"]
     pairs = {found.removesuffix(".bin").removesuffix(".idx") for found in matches if found.endswith((".idx", ".bin"))}

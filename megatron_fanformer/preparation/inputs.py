@@ -7,7 +7,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from megatron_fanformer.data.blends import TEXT_ENCODING
-from megatron_fanformer.data.file_patterns import matching, unread
 from megatron_fanformer.data.remote_files import find, is_pattern, listed, look_up, small_file
 from megatron_fanformer.durable_files import regular_file
 from megatron_fanformer.errors import InputError
@@ -113,7 +112,7 @@ def _with_lists(inputs: Iterable[str | Path]) -> Iterator[str]:
 def _expand(name: str, suffixes: tuple[str, ...]) -> list[Path]:
     path = Path(name)
     if not path.exists() and glob.has_magic(name):
-        found = [Path(match) for match in matching(name) if match.endswith(suffixes)]
+        found = [Path(match) for match in glob.glob(name, recursive=True) if match.endswith(suffixes)]
         if not found:
             raise InputError(f"{name} matches no document file; it must match {_kinds(suffixes)} files")
         return found
@@ -139,7 +138,9 @@ def _search(folder: Path, suffixes: tuple[str, ...]) -> list[Path]:
 
 
 def _refuse_unread(error: OSError) -> None:
-    raise unread(error.filename, error) from error
+    raise InputError(
+        f"{error.filename} cannot be searched ({error.strerror}), its files would be missing; make it readable"
+    ) from error
 
 
 def _kinds(suffixes: Sequence[str]) -> str:

@@ -92,30 +92,11 @@ def test_a_link_to_no_file_is_not_passed_over(tmp_path: Path) -> None:
             expand_inputs([given])
 
 
-@pytest.mark.parametrize(
-    "given", ["", "*/*.jsonl", "**/*.jsonl", "**/sub/*.jsonl", "**", "c*/sub/*.jsonl", "*/b.jsonl"], ids=str
-)
-def test_a_folder_that_cannot_be_read_is_not_passed_over(
-    tmp_path: Path, given: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_that_cannot_be_read_is_not_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     touch(tmp_path, "a.jsonl", "closed/b.jsonl", "closed/sub/d.jsonl", "open/b.jsonl", "open/sub/d.jsonl")
     with closed_folder("closed", monkeypatch), pytest.raises(InputError) as refused:
-        expand_inputs([tmp_path / given])
+        expand_inputs([tmp_path])
     assert re.search(r"closed cannot be searched \(Permission denied\), its files would be missing", str(refused.value))
-    with closed_folder("elsewhere", monkeypatch):
-        assert "closed/" in " ".join(names(expand_inputs([tmp_path / given]), tmp_path))
-
-
-def test_a_pattern_that_does_not_lead_into_a_closed_folder_is_taken(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    touch(tmp_path, "a.jsonl", "closed/b.jsonl", ".closed/c.jsonl", "open/b.jsonl")
-    (tmp_path / "loop").symlink_to("loop")
-    with closed_folder("closed", monkeypatch):
-        assert names(expand_inputs([tmp_path / "*.jsonl", tmp_path / "op*/*"]), tmp_path) == ["a.jsonl", "open/b.jsonl"]
-    with closed_folder(".closed", monkeypatch):
-        found = names(expand_inputs([tmp_path / "**/*.jsonl"]), tmp_path)
-    assert found == ["a.jsonl", "closed/b.jsonl", "open/b.jsonl"]
 
 
 def test_a_file_that_links_lead_to_counts_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
