@@ -21,7 +21,7 @@ import numpy as np
 from isal import isal_zlib
 
 from megatron_fanformer.data import ledger
-from megatron_fanformer.data.manifest import MOST_SOURCES, InputRecord, RefusedLine, SourceCounts
+from megatron_fanformer.data.manifest import MOST_SOURCES, InputRecord, RefusedLine, SourceCounts, crc32_of
 from megatron_fanformer.data.remote_files import find
 from megatron_fanformer.durable_files import write_atomically
 from megatron_fanformer.preparation.encoding import EncodedBlock, Learned
@@ -91,15 +91,6 @@ class ShardFiles:
 
         with self.path("documents").open("rb") as file, pyarrow.ipc.open_stream(file) as reader:
             yield from reader
-
-
-def crc32_of(path: Path) -> int:
-    """Return the CRC-32 of a file."""
-    value = 0
-    with path.open("rb", buffering=0) as stream:
-        while content := stream.read(1 << 22):
-            value = isal_zlib.crc32(content, value)
-    return value
 
 
 def is_unchanged(record: InputRecord) -> bool:
