@@ -35,9 +35,6 @@ PRIVATE = {
     "distributed.param_and_grad_buffer._coalescing_manager": Seam(
         "over gloo, GPU tensors go one bucket a call; torch's, by that name"
     ),
-    "dist_checkpointing.strategies.async_utils.AsyncCallsQueue._get_async_caller": Seam(
-        "a writer that is stuck in its fork is started anew", ("self",)
-    ),
     "dist_checkpointing.strategies.filesystem_async._results_queue": Seam(
         "the writer's results come by a file; megatron-core starts a server process"
     ),

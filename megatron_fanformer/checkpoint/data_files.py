@@ -7,12 +7,11 @@ imported, and nothing is made.
 """
 
 import io
-import os
 import pickle
 import re
 import warnings
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, ClassVar
@@ -37,7 +36,6 @@ _NOT_ITS_FAULT = (FanformerError, torch.OutOfMemoryError, dist.DistError)
 TRUSTED = "use a checkpoint from a trusted source"
 EARLIER = "use an earlier checkpoint"
 PICKLE = "data.pkl"  # in an archive, beside the bytes of its tensors
-ARCHIVE = b"PK\x03\x04"  # the first bytes of one; older files of torch's are bare pickles
 
 
 def load_data(file: Any, *, mapped: bool = False) -> Any:
@@ -46,23 +44,9 @@ def load_data(file: Any, *, mapped: bool = False) -> Any:
     Raises:
         pickle.UnpicklingError: it holds something else.
     """
-    refuse_compressed(file)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Detected pickle protocol")  # the file is refused, or it is fine
         return torch.load(file, map_location="cpu", weights_only=True, mmap=mapped)
-
-
-def refuse_compressed(file: Any) -> None:
-    """Raise ValueError for an archive with compressed parts: torch writes none, and a few kB could fill the memory."""
-    if isinstance(file, str | Path):
-        with open(file, "rb") as stream:
-            return refuse_compressed(stream)
-    start = file.tell()
-    if file.read(len(ARCHIVE)) == ARCHIVE:
-        with zipfile.ZipFile(file) as archive:
-            if any(part.compress_type != zipfile.ZIP_STORED for part in archive.infolist()):
-                raise ValueError("it is compressed, as torch's archives never are")
-    file.seek(start)
 
 
 def check_archive(path: Path, name: str, stream: Any) -> None:
@@ -89,12 +73,24 @@ def read_entry(path: Path, offset: int, length: int) -> Any:
     Raises:
         CorruptError: it is damaged, or holds more than data.
     """
-    with reporting_damage(path), regular_file(path).open("rb") as stream:
-        size = path.stat().st_size
-        if offset + length > size:
-            raise CorruptError(f"{path} ends too early; {EARLIER}")
+    with reporting_damage(path):
         # A file of one entry, as `write_full_tensors` makes them, is mapped: copying takes longer than most uses.
-        return load_data(path, mapped=True) if length == size else load_data(Section(stream, offset, length))
+        is_whole = regular_file(path).stat().st_size == length
+        return load_data(path, mapped=True) if is_whole else load_data(read_part(path, offset, length))
+
+
+def read_part(path: Path, offset: int, length: int) -> io.BytesIO:
+    """Return a range of bytes of a file, as a file.
+
+    Raises:
+        CorruptError: the file ends before it.
+    """
+    with regular_file(path).open("rb") as stream:
+        stream.seek(offset)
+        content = stream.read(length)
+    if len(content) < length:
+        raise CorruptError(f"{path} ends too early; {EARLIER}")
+    return io.BytesIO(content)
 
 
 @contextmanager
@@ -140,41 +136,6 @@ def first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
-class Section(io.RawIOBase):
-    """A range of a file as a file of its own, read without a copy."""
-
-    def __init__(self, stream: BinaryIO, offset: int, length: int) -> None:
-        self._stream, self._offset, self._length, self._position = stream, offset, length, 0
-
-    def readable(self) -> bool:
-        """Always true."""
-        return True
-
-    def seekable(self) -> bool:
-        """Always true."""
-        return True
-
-    def tell(self) -> int:
-        """Return the position of the next byte."""
-        return self._position
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """Move to a position in the range; returns it."""
-        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._length}[whence]
-        self._position = max(0, base + offset)
-        return self._position
-
-    def readinto(self, buffer: Any) -> int:
-        """Fill a buffer as far as the range, and the file, reach."""
-        wanted = memoryview(buffer)[: max(0, self._length - self._position)]
-        read = 0
-        # Linux reads 2 GiB at most at a time, and torch calls once for all of a tensor.
-        while part := os.preadv(self._stream.fileno(), [wanted[read:]], self._offset + self._position):
-            read += part
-            self._position += part
-        return read
-
-
 # -- objects of other programs
 
 
@@ -210,14 +171,23 @@ class Record:
         """Nothing: nor are those of other kinds of mappings."""
 
 
-class _Recorder(pickle.Unpickler):
-    """Finds no class, no function and no tensor; so a pickle has nothing to call but records."""
+class RestrictedUnpickler(pickle.Unpickler):
+    """An unpickler that executes nothing: names in a pickle are looked up by `find`, and tensors are left out."""
+
+    def __init__(self, stream: BinaryIO, find: Callable[[str, str], Any]) -> None:
+        super().__init__(stream)
+        self._find = find
 
     def find_class(self, module: str, name: str) -> Any:
-        return type("Record", (Record,), {"class_name": f"{module}.{name}"})
+        """Return what a name in a module stands for."""
+        return self._find(module, name)
 
     def persistent_load(self, _identifier: Any) -> None:
-        """Return a tensor's bytes."""
+        """Return nothing in the place of a tensor's bytes."""
+
+
+def _find_record(module: str, name: str) -> type[Record]:
+    return type("Record", (Record,), {"class_name": f"{module}.{name}"})
 
 
 def read_records(stream: BinaryIO) -> Any:
@@ -226,10 +196,9 @@ def read_records(stream: BinaryIO) -> Any:
     Raises:
         ValueError: it is not a torch archive, or is damaged.
     """
-    refuse_compressed(stream)
     try:
         with zipfile.ZipFile(stream) as archive:
             (name,) = [name for name in archive.namelist() if name.rpartition("/")[2] == PICKLE]
-            return _Recorder(io.BytesIO(archive.read(name))).load()
+            return RestrictedUnpickler(io.BytesIO(archive.read(name)), _find_record).load()
     except Exception as error:  # a damaged archive, and a damaged pickle, raise anything
         raise ValueError(f"it is damaged, or no archive of torch's ({error})") from error

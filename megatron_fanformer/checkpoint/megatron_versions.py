@@ -28,18 +28,16 @@ from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShard
 from megatron.core.msc_utils import MultiStorageClientFeature
 from torch.distributed.checkpoint import CheckpointException, FileSystemReader
 from torch.distributed.checkpoint.metadata import StorageMeta
-from torch.futures import Future
 
-from megatron_fanformer.checkpoint.data_files import EARLIER, Section, first_line, refuse_compressed, reporting_damage
+from megatron_fanformer.checkpoint.data_files import reporting_damage
 from megatron_fanformer.checkpoint.stored_files import common_values
 from megatron_fanformer.checkpoint.tensor_table import Table, tensors_of
-from megatron_fanformer.checkpoint.versions import UnreadableError
 from megatron_fanformer.checkpoint.writer import ResultsFile
-from megatron_fanformer.durable_files import regular_file
-from megatron_fanformer.errors import FanformerError
 
 if TYPE_CHECKING:
     from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
+
+MultiStorageClientFeature.disable()  # its readers are others: a checkpoint is a folder here
 
 # 0.19's default writer is nvidia-resiliency-ext's, which may not be installed; 0.16 has only its own.
 _WRITER = (
@@ -93,7 +91,7 @@ def load(
     if group is not None and group.size() > 1:
         strategy = FullyParallelLoadStrategyWrapper(strategy, group)
     _leave_out_what_is_unknown(table)
-    with reporting_damage(folder, also=(CheckpointingException,)), _reporting_cause(folder), _reading_data_alone(table):
+    with reporting_damage(folder, also=(CheckpointingException,)), _raising_cause(), _reading_data_alone(table):
         wanted = _with_contiguous_data(sharded_state)
         common = {"common_strategy": _common_strategy(table)} if _HAS_COMMON_STRATEGY else {}
         return dist_checkpointing.load(
@@ -146,63 +144,30 @@ def _with_contiguous_data(sharded_state: dict[str, Any]) -> dict[str, Any]:
 def _reading_data_alone(table: Table) -> Iterator[None]:
     """While the block runs, every checkpoint has this table, and `torch.load` loads data alone.
 
-    The methods themselves are replaced, not the objects: megatron-core makes its readers and planners out of
-    reach. Storage other than files, which has other readers, is disabled: a checkpoint is a folder here.
+    The method itself is replaced, not the object: megatron-core makes its readers and planners out of reach.
     """
-    read_metadata, read_data, load_archive = FileSystemReader.read_metadata, FileSystemReader.read_data, torch.load
-    uses_other_storage = MultiStorageClientFeature.is_enabled()
+    read_metadata, load_archive = FileSystemReader.read_metadata, torch.load
 
     def table_as_read(reader: FileSystemReader) -> Table:
         table.storage_meta = StorageMeta(load_id=reader.load_id)
         return table
 
-    def data_of_files(reader: FileSystemReader, plan: Any, planner: Any) -> "Future[None]":
-        """Read file by file, as the method itself does, so that a refusal can name the file."""
-        by_file: dict[str, list[Any]] = {}
-        for item in plan.items:
-            by_file.setdefault(reader.storage_data[item.storage_index].relative_path, []).append(item)
-        for name, items in by_file.items():
-            path = Path(reader.path) / name
-            with reporting_damage(path):
-                with regular_file(path).open("rb") as stream:
-                    places = [reader.storage_data[item.storage_index] for item in items]
-                    for offset, length in {(place.offset, place.length) for place in places}:
-                        refuse_compressed(Section(stream, offset, length))
-                read_data(reader, dataclasses.replace(plan, items=items), planner)
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
+    def load_data(*arguments: Any, **options: Any) -> Any:
+        return load_archive(*arguments, **{**options, "weights_only": True})
 
-    def data_of_archive(file: Any, *args: Any, **options: Any) -> Any:
-        options["weights_only"] = True
-        if not isinstance(file, str | Path):  # a part of a file, which data_of_files names
-            return load_archive(file, *args, **options)
-        with reporting_damage(Path(file)):
-            refuse_compressed(regular_file(Path(file)))
-            return load_archive(file, *args, **options)
-
-    MultiStorageClientFeature.disable()
     FileSystemReader.read_metadata = table_as_read  # type: ignore[assignment,method-assign]
-    FileSystemReader.read_data = data_of_files  # type: ignore[assignment,method-assign]
-    torch.load = data_of_archive  # type: ignore[assignment]
+    torch.load = load_data
     try:
         yield
     finally:
         FileSystemReader.read_metadata = read_metadata  # type: ignore[method-assign]
-        FileSystemReader.read_data = read_data  # type: ignore[method-assign]
         torch.load = load_archive
-        if uses_other_storage:
-            MultiStorageClientFeature.enable()
 
 
 @contextmanager
-def _reporting_cause(folder: Path) -> Iterator[None]:
-    """Raise the cause of torch's own exception, which every rank gets when one fails, in its place."""
+def _raising_cause() -> Iterator[None]:
+    """Raise the cause of torch's exception, which every rank gets when one fails, in its place."""
     try:
         yield
     except CheckpointException as error:
-        causes = [cause for cause, _ in error.failures.values()]
-        for cause in causes:
-            if isinstance(cause, FanformerError | torch.OutOfMemoryError | dist.DistError):
-                raise cause from None
-        raise UnreadableError(f"{folder} cannot be loaded: {first_line(causes[0])}; {EARLIER}") from causes[0]
+        raise next(cause for cause, _ in error.failures.values()) from None

@@ -17,15 +17,16 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import torch
-from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory, is_main_replica
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
 from torch import Tensor
 from torch.distributed.checkpoint import CheckpointException
 
 from megatron_fanformer.checkpoint import megatron_versions, store
 from megatron_fanformer.checkpoint.manifest import write_rank_sums
 from megatron_fanformer.checkpoint.training_state import training_state
-from megatron_fanformer.checkpoint.writer import WriterQueue, watched
-from megatron_fanformer.durable_files import NO_SPACE, refusal_of, write_refusal
+from megatron_fanformer.checkpoint.writer import watched
+from megatron_fanformer.durable_files import refusal_of, write_refusal
 from megatron_fanformer.errors import DivergenceError, FanformerError
 from megatron_fanformer.runtime.agreement import of_every_rank, on_main, reported_by_main
 from megatron_fanformer.runtime.parallel import RankGrid
@@ -70,10 +71,9 @@ class CheckpointSaver:
         self._checkpoints = run / store.CHECKPOINTS
         self._grid, self._keep, self._async_save, self._spared = grid, keep, async_save, in_use
         self._strategy = megatron_versions.save_strategy(grid.groups.dp_cp if fully_parallel else None)
-        self._calls = WriterQueue()
+        self._calls = AsyncCallsQueue(persistent=False)  # a persistent one's writer needs CUDA
         self._unpublished: _Unpublished | None = None
         self._is_validated = False
-        self._needed_bytes = 0
 
     def save(
         self,
@@ -102,8 +102,6 @@ class CheckpointSaver:
         assert self._unpublished is None, "finish_due(blocking=True) comes before the next save"
         state = training_state(stages, optimizer, progress, self._grid)
         check_finite(state, step)
-        if not self._needed_bytes:  # what the ranks' shards are does not change
-            self._needed_bytes = bytes_of(state)
         folder = self._on_main(step, lambda: store.temporary_folder(self._checkpoints, step))
         logger.debug("writing step %d to %s", step, folder)
         arguments = (folder, self._checkpoints, step, config, self._keep, attachments)
@@ -186,8 +184,7 @@ class CheckpointSaver:
         if unfinished is not None:
             refused = refusal_of(unfinished) if unfinished.is_dir() else None
             if refused is not None:  # what torch's writer says of a full disk is where in its code it noticed
-                needed = f", {self._needed_bytes / 1e9:.2g} GB needed" if refused.errno in NO_SPACE else ""
-                reason = f"{write_refusal(refused, unfinished)}{needed}"
+                reason = write_refusal(refused, unfinished)
             shutil.rmtree(unfinished, ignore_errors=True)  # its space may be what was missing
         return FanformerError(
             f"the checkpoint of step {step} was not written to {self._checkpoints} ({reason}); {REMEDY}"
@@ -227,12 +224,6 @@ def check_finite(sharded_state: dict[str, Any], step: int) -> None:
                 f"step {step} was not saved: {what}{where}; start again to go on from the last checkpoint, with a "
                 "lower optimizer.lr if it happens again"
             )
-
-
-def bytes_of(sharded_state: dict[str, Any]) -> int:
-    """Return the bytes of a state's tensors over all ranks, each counted once; every rank calls it."""
-    parts = _parts(sharded_state)
-    return sum(of_every_rank(sum(part.data.nbytes for part in parts if is_main_replica(part.replica_id))))
 
 
 def _extremes(named: list[tuple[str, Tensor]]) -> Iterator[tuple[str, float]]:

@@ -20,7 +20,6 @@ import os
 import re
 import shutil
 import threading
-import time
 import uuid
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
@@ -53,7 +52,6 @@ VALIDATION_LOSS = "validation_loss"  # in the metrics, the first part of a valid
 TOKENIZERS = (TOKENIZER_MODEL, TOKENIZER_JSON)
 MEGATRON_METADATA = "metadata.json"  # written last by megatron-core
 _CHECKPOINT_NAME = re.compile(r"step-(\d{8,20})")
-REMOVE_ATTEMPTS, REMOVE_SECONDS = 20, 0.05  # of a folder that another removes at the same time, or that its store holds
 POINTER_BYTES = 100  # of `latest`, more than any name has
 _POINT = "write the name of a complete checkpoint into it"
 
@@ -131,21 +129,14 @@ def publish_checkpoint(
 
 def remove(folder: Path) -> None:
     """Remove a folder, or a link to one; log it if that fails."""
-    last: OSError | None = None
-    for attempt in range(REMOVE_ATTEMPTS):
-        if not os.path.lexists(folder):
-            return
-        if attempt:
-            time.sleep(REMOVE_SECONDS)
-        try:
-            if folder.is_symlink():
-                folder.unlink()
-            else:
-                shutil.rmtree(folder)
-        except OSError as error:  # another process removes it too, or the store fails for a moment
-            last = error
-    if last is not None and os.path.lexists(folder):
-        logger.warning("%s could not be removed (%s); remove it by hand", folder, last.strerror)
+    try:
+        if folder.is_symlink():
+            folder.unlink()
+        else:
+            shutil.rmtree(folder)
+    except OSError as error:
+        if os.path.lexists(folder):  # else another process removes it, too
+            logger.warning("%s could not be removed (%s); remove it by hand", folder, error.strerror)
 
 
 def point_to(checkpoint: Path, damaged: Sequence[Path]) -> None:

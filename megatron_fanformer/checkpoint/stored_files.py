@@ -8,7 +8,6 @@ the same on all ranks into `common.pt`, later ones among the tensors, where each
 needs only torch.
 """
 
-import io
 import logging
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -19,14 +18,14 @@ import msgspec
 from megatron_fanformer.checkpoint import store
 from megatron_fanformer.checkpoint.data_files import (
     EARLIER,
-    Section,
     check_archive,
     load_data,
     read_entry,
+    read_part,
     read_records,
     reporting_damage,
 )
-from megatron_fanformer.checkpoint.manifest import MANIFEST, READ_BYTES, check_files, read_manifest
+from megatron_fanformer.checkpoint.manifest import MANIFEST, check_files, read_manifest
 from megatron_fanformer.checkpoint.tensor_table import Stored, Table, read_table, stored_parts, tensors_of
 from megatron_fanformer.checkpoint.versions import blaming_other_versions
 from megatron_fanformer.durable_files import regular_file
@@ -73,26 +72,28 @@ def check_stored(
         CorruptError: a file is missing or damaged; names it.
     """
     manifest = read_manifest(checkpoint)
-    if manifest is None:
+    if manifest is not None:
+        if store.step_of(checkpoint) not in (None, manifest.step):
+            raise CorruptError(f"{checkpoint} is of step {manifest.step}, another than its name says; rename it")
+        check_files(checkpoint, manifest, share=share, shares=shares, advance=advance)
+    if manifest is None or not manifest.has_sums:
         if share == 0:
             logger.warning(
-                "%s has no %s, which later versions write: its tensors are checked by their own CRC-32",
+                "%s has no SHA-256 of its files (%s), as later versions write: its tensors are checked by their own "
+                "CRC-32",
                 checkpoint,
                 MANIFEST,
             )
         _check_archives(checkpoint, share, shares, advance)
-        return
-    if store.step_of(checkpoint) not in (None, manifest.step):
-        raise CorruptError(f"{checkpoint} is of step {manifest.step}, another than its name says; rename it")
-    check_files(checkpoint, manifest, share=share, shares=shares, advance=advance)
 
 
 def bytes_stored(checkpoint: Path) -> int:
-    """Return bytes that `check_stored` will read."""
+    """Return the bytes that `check_stored` will advance by."""
     manifest = read_manifest(checkpoint)
-    if manifest is not None:
-        return sum(file.bytes for file in manifest.files.values())
-    return sum(part.length for part in stored_parts(read_table(checkpoint)))
+    total = 0 if manifest is None else sum(file.bytes for file in manifest.files.values())
+    if manifest is None or not manifest.has_sums:
+        total += sum(part.length for part in stored_parts(read_table(checkpoint)))
+    return total
 
 
 def _check_archives(checkpoint: Path, share: int, shares: int, advance: Callable[[int], None]) -> None:
@@ -113,10 +114,8 @@ def check_parts(
     """
     for part in parts:
         path = checkpoint / part.file
-        with reporting_damage(path), regular_file(path).open("rb") as stream:
-            if part.offset + part.length > path.stat().st_size:
-                raise CorruptError(f"{path} ends before {part.name}; use another checkpoint")
-            check_archive(path, part.name, io.BufferedReader(Section(stream, part.offset, part.length), READ_BYTES))
+        with reporting_damage(path):
+            check_archive(path, part.name, read_part(path, part.offset, part.length))
         advance(part.length)
 
 
@@ -193,7 +192,7 @@ def recorded_common(checkpoint: Path, table: Table) -> Any:
     with reporting_damage(path), regular_file(path).open("rb") as stream:
         if place is None:
             return read_records(stream)
-        (common,) = read_records(io.BufferedReader(Section(stream, place.offset, place.length)))
+        (common,) = read_records(read_part(path, place.offset, place.length))
         return common
 
 

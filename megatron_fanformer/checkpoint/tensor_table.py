@@ -14,13 +14,11 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
     Metadata,
-    MetadataIndex,
-    TensorProperties,
     TensorStorageMetadata,
 )
 
+from megatron_fanformer.checkpoint.data_files import RestrictedUnpickler
 from megatron_fanformer.checkpoint.versions import UnreadableError
 from megatron_fanformer.durable_files import regular_file
 from megatron_fanformer.errors import CorruptError
@@ -50,20 +48,18 @@ MOVED = {"pathlib._local": "pathlib"}
 """Modules by the names that Python 3.13 alone has for them: torch's writer of whole tensors puts a path in a table."""
 
 
-class _DataUnpickler(pickle.Unpickler):
-    """Knows the records of a table, and nothing that executes anything."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        module = MOVED.get(module, module)
-        if (module, name) in VALUES:
-            return getattr(importlib.import_module(module), name)
-        if (module, name) == ("builtins", "getattr"):
-            return _member
-        if "." not in name and (module in RECORDS or module == "torch"):
-            found = getattr(importlib.import_module(module), name, None)
-            if isinstance(found, torch.dtype) or (isinstance(found, type) and _is_record(found, module)):
-                return found
-        raise pickle.UnpicklingError(f"{module}.{name}")
+def _find(module: str, name: str) -> Any:
+    """Return one of the records of a table, or a value in it: nothing that executes anything."""
+    module = MOVED.get(module, module)
+    if (module, name) in VALUES:
+        return getattr(importlib.import_module(module), name)
+    if (module, name) == ("builtins", "getattr"):
+        return _member
+    if "." not in name and (module in RECORDS or module == "torch"):
+        value = getattr(importlib.import_module(module), name, None)
+        if isinstance(value, torch.dtype) or (isinstance(value, type) and _is_record(value, module)):
+            return value
+    raise pickle.UnpicklingError(f"{module}.{name}")
 
 
 def _member(owner: Any, name: Any) -> enum.Enum:
@@ -77,8 +73,8 @@ def _member(owner: Any, name: Any) -> enum.Enum:
     raise pickle.UnpicklingError("builtins.getattr")
 
 
-def _is_record(found: type, module: str) -> bool:
-    return found.__module__ == module and (dataclasses.is_dataclass(found) or issubclass(found, enum.Enum))
+def _is_record(value: type, module: str) -> bool:
+    return value.__module__ == module and (dataclasses.is_dataclass(value) or issubclass(value, enum.Enum))
 
 
 def read_table(checkpoint: Path) -> Table:
@@ -90,7 +86,8 @@ def read_table(checkpoint: Path) -> Table:
     path = checkpoint / METADATA
     try:
         with regular_file(path).open("rb") as stream:
-            table = _DataUnpickler(stream).load()
+            table = RestrictedUnpickler(stream, _find).load()
+        _check_table(table)
     except pickle.UnpicklingError as error:
         raise CorruptError(
             f"{path} holds more than a table of tensors, or is damaged ({error}); use another checkpoint, "
@@ -100,8 +97,6 @@ def read_table(checkpoint: Path) -> Table:
         raise UnreadableError(
             f"{path} cannot be read ({type(error).__name__}: {error}); use another checkpoint"
         ) from error
-    if not _is_table(table):
-        raise CorruptError(f"{path} holds no table of tensors; use an earlier checkpoint")
     for info in table.storage_data.values():
         file = info.relative_path
         if not isinstance(file, str) or Path(file).name != file or file in (".", ".."):
@@ -109,40 +104,19 @@ def read_table(checkpoint: Path) -> Table:
     return table
 
 
-def _is_table(table: Any) -> bool:
-    """Return whether its records are of the types that they should be of: a pickle puts anything into their fields."""
-    return (
-        isinstance(table, Metadata)
-        and isinstance(table.storage_data, dict)
-        and bool(table.storage_data)
-        and all(map(_is_place, table.storage_data, table.storage_data.values()))
-        and isinstance(table.state_dict_metadata, dict)
-        and all(map(_is_described, table.state_dict_metadata, table.state_dict_metadata.values()))
-    )
-
-
-def _is_place(index: Any, info: Any) -> bool:
-    numbers = (getattr(info, "offset", None), getattr(info, "length", None))
-    return (
-        isinstance(index, MetadataIndex)
-        and isinstance(index.fqn, str)
-        and hasattr(info, "relative_path")
-        and all(isinstance(number, int) and number >= 0 for number in numbers)
-    )
-
-
-def _is_described(name: Any, value: Any) -> bool:
-    if not isinstance(value, TensorStorageMetadata):
-        return isinstance(name, str)
-    return (
-        isinstance(name, str)
-        and isinstance(value.size, torch.Size)
-        and isinstance(value.properties, TensorProperties)
-        and isinstance(value.properties.dtype, torch.dtype)
-        and isinstance(value.chunks, list)
-        and all(isinstance(c, ChunkStorageMetadata) and isinstance(c.sizes, torch.Size) for c in value.chunks)
-        and all(isinstance(c.offsets, torch.Size) and len(c.offsets) == len(value.size) for c in value.chunks)
-    )
+def _check_table(table: Any) -> None:
+    """Raise any exception for an object that is not a table of tensors."""
+    is_sound = isinstance(table, Metadata) and bool(table.storage_data)
+    for index, info in table.storage_data.items():
+        is_sound &= isinstance(index.fqn, str) and min(info.offset, info.length) >= 0
+    for name, value in table.state_dict_metadata.items():
+        is_sound &= isinstance(name, str)
+        if isinstance(value, TensorStorageMetadata):
+            whole = torch.empty(value.size, dtype=value.properties.dtype, device="meta")
+            is_sound &= all(isinstance(chunk.sizes, torch.Size) for chunk in value.chunks)
+            is_sound &= all(len(chunk.offsets) == len(chunk.sizes) == whole.dim() for chunk in value.chunks)
+    if not is_sound:
+        raise ValueError("it is no table of tensors")
 
 
 class Stored(NamedTuple):

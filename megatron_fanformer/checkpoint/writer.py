@@ -4,7 +4,6 @@ It is forked, and so sees the rank's memory as it was then: on a CPU the fork is
 updates in place, cannot reach. (From a GPU megatron-core copies to host memory first.)
 """
 
-import contextlib
 import functools
 import logging
 import os
@@ -13,66 +12,12 @@ import queue
 import signal
 import tempfile
 from collections.abc import Callable
-from multiprocessing import connection, process
+from multiprocessing import process
 from typing import Any
-
-from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue, AsyncRequest, TemporalAsyncCaller
 
 from megatron_fanformer.processes import end_with_parent
 
-logger = logging.getLogger(__name__)
-
 LOGGER = "megatron.core.dist_checkpointing.strategies.filesystem_async"
-BEGIN_SECONDS = 60
-"""What a forked writer has to begin: it takes milliseconds on an idle machine."""
-STARTS = 3
-
-
-class WriterQueue(AsyncCallsQueue):
-    """megatron-core's queue of writers, each of which is seen to begin."""
-
-    def __init__(self) -> None:
-        super().__init__(persistent=False)  # a persistent one's writer needs CUDA
-
-    def _get_async_caller(self) -> TemporalAsyncCaller:
-        return WriterStart()
-
-
-class WriterStart(TemporalAsyncCaller):
-    """Forks a rank's writer, and another one if it does not begin.
-
-    A fork can be stuck before it runs any Python: up to 3.11 the child takes a lock of the interpreter anew that
-    another thread may have held at that moment. The rank waits until the writer has begun, and its state is as it was:
-    a second fork sees the same.
-    """
-
-    def schedule_async_call(self, async_req: AsyncRequest) -> None:
-        """Start the writer of a request, if this rank has something to write."""
-        for left in reversed(range(STARTS)):
-            begun, announcing = connection.Pipe(duplex=False)
-            with begun, announcing:
-                write = async_req.async_fn
-                super().schedule_async_call(
-                    async_req if write is None else async_req._replace(async_fn=_announced(write, announcing))
-                )
-                # The last one is waited for like any other that is slow.
-                if self.process is None or not left or connection.wait([begun, self.process.sentinel], BEGIN_SECONDS):
-                    return
-            logger.warning("a checkpoint's writer did not begin within %d s; another one is started", BEGIN_SECONDS)
-            self.process.kill()
-            self.process.join()
-
-
-def _announced(write: Callable[..., None], announcing: "connection.Connection[Any, Any]") -> Callable[..., None]:
-    """Return the writing, which says first that its process runs."""
-
-    @functools.wraps(write)
-    def announce_and_write(*arguments: Any) -> None:
-        with contextlib.suppress(BrokenPipeError):  # the last one is not waited for
-            announcing.send_bytes(b"begun")
-        write(*arguments)
-
-    return announce_and_write
 
 
 class ResultsFile:

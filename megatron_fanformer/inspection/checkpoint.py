@@ -137,11 +137,12 @@ def check_checkpoint(checkpoint: Path) -> str:
     for name, tensor in tensors.items():
         if sum(chunk.sizes.numel() for chunk in tensor.chunks) != tensor.size.numel():
             raise CorruptError(f"{checkpoint / METADATA} does not hold all of {name}; use another checkpoint")
-    if manifest := read_manifest(checkpoint):
-        what = plural(len(manifest.files), "file")
+    manifest = read_manifest(checkpoint)
+    if manifest is not None and manifest.has_sums:
+        what = f"SHA-256 of {plural(len(manifest.files), 'file')}"
     else:
-        what = plural(len(list(stored_parts(table))), "stored part")
-    return f"{checkpoint.name}: CRC-32 of {what}, {size(bytes_stored(checkpoint))}; every tensor is complete"
+        what = f"CRC-32 of {plural(len(list(stored_parts(table))), 'stored part')}"
+    return f"{checkpoint.name}: {what}, {size(bytes_stored(checkpoint))}; every tensor is complete"
 
 
 # -- Megatron-LM's

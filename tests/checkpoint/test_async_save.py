@@ -9,20 +9,17 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 import torch
-from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
-from torch import distributed
 
 from megatron_fanformer.checkpoint import saving, store
 from megatron_fanformer.checkpoint.saving import CheckpointSaver
-from megatron_fanformer.checkpoint.writer import LOGGER, ResultsFile, WriterStart, watched
+from megatron_fanformer.checkpoint.writer import LOGGER, ResultsFile, watched
 from megatron_fanformer.errors import FanformerError
 from megatron_fanformer.runtime.agreement import is_main
 from tests.checkpoint.states import Pieces, Training, load_and_train, small_model, training, world_size
@@ -268,29 +265,6 @@ def test_what_a_writer_logs_is_the_reason() -> None:
     process.start()
     process.join()
     assert repr(results.get_nowait()) == repr(RuntimeError("no space left"))
-
-
-def test_a_writer_that_does_not_begin_is_started_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As one that is stuck in its fork."""
-    caller, written, begun = WriterStart(), ResultsFile(), connection.wait
-    started: list[Any] = []
-
-    def write_unless_the_first(*_: Any) -> None:
-        if not started:
-            time.sleep(PATIENCE_SECONDS)
-        written.put("written")
-
-    def wait(objects: list[Any], seconds: float) -> list[Any]:
-        started.append(caller.process)
-        return begun(objects, seconds) if started[1:] else []
-
-    monkeypatch.setattr(connection, "wait", wait)
-    monkeypatch.setattr(distributed, "get_rank", lambda: 0)
-    caller.schedule_async_call(AsyncRequest(write_unless_the_first, (), []))
-    first, second = started
-    assert first.exitcode == -signal.SIGKILL and caller.process is second
-    second.join()
-    assert written.get_nowait() == "written"
 
 
 def write_for_ever(*_: Any) -> None:

@@ -2,7 +2,6 @@
 
 import os
 import re
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -136,37 +135,6 @@ def test_what_cannot_be_removed_is_told_and_left(tmp_path: Path, caplog: pytest.
     (tmp_path / "a file").touch()
     store.remove(tmp_path / "a file")
     assert "a file could not be removed" in caplog.text
-
-
-def test_what_is_listed_and_never_there_is_told(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As a network's file system may show it for a while."""
-
-    def never_there(folder: Path) -> None:
-        raise FileNotFoundError(2, "No such file or directory", str(folder / "part"))
-
-    monkeypatch.setattr(shutil, "rmtree", never_there)
-    monkeypatch.setattr(store, "REMOVE_SECONDS", 0)
-    (tmp_path / "old").mkdir()
-    store.remove(tmp_path / "old")
-    assert "old could not be removed" in caplog.text
-
-
-def test_what_another_removes_at_the_same_time_is_not_told(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As a save removes what an earlier one left, while that one's thread still does so."""
-    remove_tree = shutil.rmtree
-
-    def first_a_file_is_gone(folder: Path) -> None:
-        monkeypatch.setattr(shutil, "rmtree", remove_tree)
-        raise FileNotFoundError(2, "No such file or directory", str(folder / "part"))
-
-    monkeypatch.setattr(shutil, "rmtree", first_a_file_is_gone)
-    (tmp_path / "old").mkdir()
-    store.remove(tmp_path / "old")
-    assert not (tmp_path / "old").exists() and not caplog.text
 
 
 def test_a_configuration_that_states_no_model_is_corrupt(tmp_path: Path) -> None:

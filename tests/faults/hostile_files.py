@@ -1,12 +1,10 @@
 """Files made to hang, to fill the memory, to lead elsewhere or to be executed, each in the place of a sound one."""
 
 import gzip
-import io
 import json
 import os
 import pickle
 import shutil
-import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -66,18 +64,6 @@ def bomb(path: Path) -> None:
 
 def archived_bomb(path: Path) -> None:
     torch.save({"progress": Bomb(path.parent / "marker")}, path)
-
-
-def compressed_archive(path: Path) -> None:
-    """As torch's, with a record of 64 MB in 64 kB: it might as well be any size."""
-    stream = io.BytesIO()
-    torch.save({"progress": {"step": 1, "consumed_samples": 1}}, stream)
-    with zipfile.ZipFile(stream) as sound, zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
-        for record in sound.namelist():
-            with archive.open(record, "w", force_zip64=True) as part:
-                part.write(sound.read(record))
-                for _ in range(64 if record.endswith("data.pkl") else 0):
-                    part.write(bytes(1 << 20))
 
 
 def spoiled(path: Path) -> None:
@@ -154,7 +140,6 @@ CHECKPOINTS: dict[tuple[str, str], Write] = {
     ("common.pt", "pipe"): pipe,
     ("common.pt", "empty"): text(b""),
     ("common.pt", "cut short"): cut_short,
-    ("common.pt", "compressed"): compressed_archive,
     ("common.pt", "missing"): missing,
     ("tokenizer.json", "a link out of it"): link("/etc/hostname"),
 }

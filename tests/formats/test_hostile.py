@@ -185,7 +185,7 @@ def test_a_table_whose_fields_are_something_else(
     changed = {"table": table, "tensor": tensor, "chunk": tensor.chunks[0], "place": place}[record]
     object.__setattr__(changed, field, value)
     (megatron / ".metadata").write_bytes(pickle.dumps(table))
-    assert "holds no table of tensors" in refused(megatron)
+    assert ".metadata cannot be read" in refused(megatron)
 
 
 def test_a_pickle_as_a_checkpoints_plain_values(megatron: Path, marker: Path, refused: Any) -> None:

@@ -97,7 +97,7 @@ def test_metrics_torn_by_a_crash(inspect: Inspect, run: Path) -> None:
 def test_a_sound_checkpoint(inspect: Inspect, trained: Path) -> None:
     output = inspect(trained, "--verify")
     assert (output.code, output.error) == (0, "")
-    assert output.out.splitlines()[-1].startswith("verified: step-00000004: CRC-32 of ")
+    assert output.out.splitlines()[-1].startswith("verified: step-00000004: SHA-256 of ")
     assert output.out.endswith("every tensor is complete\n")
 
 
@@ -114,7 +114,7 @@ def test_the_checkpoint_that_was_read_is_called_verified(
     (run / "checkpoints" / "latest").write_text("step-00000002\n")
     monkeypatch.setattr(checkpoints, "bytes_stored", saving)
     output = inspect(run, "--verify")
-    assert "  step               4\n" in output.out and "\nverified: step-00000002: CRC-32 of " in output.out
+    assert "  step               4\n" in output.out and "\nverified: step-00000002: SHA-256 of " in output.out
 
 
 @pytest.mark.parametrize("path", [".", "checkpoints/step-00000004"])
@@ -136,7 +136,7 @@ def test_a_flipped_bit_of_any_tensor(inspect: Inspect, run: Path) -> None:
     """By the manifest. Without one the archives' padding may change unseen: a tensor's bytes are amid its archive."""
     checkpoint = run / "checkpoints" / "step-00000004"
     flip(checkpoint / "__0_0.distcp", 0)
-    refused(inspect(run, "--verify"), checkpoint / "__0_0.distcp", "is damaged (CRC-32 of bytes 0 to ")
+    refused(inspect(run, "--verify"), checkpoint / "__0_0.distcp", "is damaged (its SHA-256")
     assert inspect(run).code in (0, 3)  # torch may meet it in the plain values, or not
     flip(checkpoint / "__0_0.distcp", 0)
     (checkpoint / MANIFEST).unlink()
