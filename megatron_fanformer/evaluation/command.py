@@ -2,13 +2,12 @@
 
 import glob
 import re
-import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 from megatron_fanformer.checkpoint import store
 from megatron_fanformer.checkpoint.remote import on_this_machine
@@ -31,7 +30,6 @@ from megatron_fanformer.terminal import phases, print_loading, show
 
 if TYPE_CHECKING:
     from megatron_fanformer.evaluation.jobs import Jobs
-    from megatron_fanformer.evaluation.prepare import PreparedTask
     from megatron_fanformer.runtime.parallel import RankGrid
 
 NEEDED: dict[str, tuple[str, ...]] = {
@@ -110,44 +108,9 @@ def _find_jobs(request: EvaluationRequest) -> "Jobs":
     from megatron_fanformer.evaluation.jobs import find_jobs
 
     try:
-        return find_jobs(_with_requests(request))
+        return find_jobs(request)
     except InputError as error:
         raise InputError(as_options(str(error))) from None
-
-
-def _with_requests(request: EvaluationRequest) -> EvaluationRequest:
-    """Return the request with a request file of its tasks, where it names none: from the cache, or prepared now.
-
-    It is for the tokenizer of all checkpoints, and their end of text: as --eod-id states it, or what stands next to the
-    weights, or the tokenizer's own.
-
-    Raises:
-        InputError: they have no tokenizer, or not the same.
-    """
-    options = request.options
-    if not options.tasks or options.requests is not None:
-        return request
-    from megatron_fanformer.data.tokenizer import load_tokenizer, tokenizer_file
-    from megatron_fanformer.durable_files import sha256_of
-    from megatron_fanformer.evaluation.prepare import cached_requests
-    from megatron_fanformer.generation.models import find_model
-
-    stated: dict[tuple[str, int | None], Path] = {}  # a run's checkpoints have one, each in a file of its own
-    for checkpoint in request.checkpoints:
-        source = find_model(checkpoint, eod_id=options.eod_id)
-        if (tokenizer := options.tokenizer or source.tokenizer) is None:
-            raise InputError(f"{checkpoint} holds no tokenizer; name the one that it was trained with as --tokenizer")
-        stated.setdefault((sha256_of(tokenizer_file(tokenizer)), source.end_of_text_id), tokenizer)
-    found = {(digest, load_tokenizer(path, eod_id=end).eod_id): path for (digest, end), path in stated.items()}
-    if len(found) > 1:
-        named = ", ".join(f"{path} with end of text {eod_id}" for (_, eod_id), path in found.items())
-        raise InputError(
-            f"the checkpoints have {len(found)} tokenizers ({named}), requests are of one; evaluate those of each by "
-            "itself"
-        )
-    (((_, eod_id), tokenizer),) = found.items()
-    path = cached_requests(tokenizer=tokenizer, eod_id=eod_id, **_prepared(options))
-    return replace(request, evaluation=replace(request.evaluation, requests=str(path), tasks=[]))
 
 
 def _run(request: EvaluationRequest, jobs: "Jobs", grid: "RankGrid") -> None:
@@ -297,24 +260,14 @@ def _task_names(options: EvaluateOptions) -> list[str]:
     return [task.name for task in resolve(options.tasks)]
 
 
-OPTIONS = {
-    "evaluation.requests: ": "",
-    "evaluation.perplexity.sets.": "--perplexity ",
-    "evaluation.perplexity.sets": "--perplexity",
-    "evaluation.perplexity.groups": "--perplexity",
-    "evaluation.perplexity.folder": "--perplexity-folder",
-}
-"""Fields as problems name them, and the options that set them, where these have other names."""
-FIELD = re.compile(  # not within a path
-    r"(?<![\w./~-])(?:evaluation\.(?:perplexity\.)?(\w+)|(eod_id|num_samples|temperature|top_k|top_p|max_new_tokens)\b)"
-)
+OPTIONS = {"sets.": "perplexity ", "sets": "perplexity", "groups": "perplexity", "folder": "perplexity_folder"}
+"""Fields of `evaluation.perplexity` whose options have other names."""
+FIELD = re.compile(r"(?<![\w./~-])evaluation\.(?:perplexity\.)?(sets\.|\w+)")  # not within a path
 
 
 def as_options(text: str) -> str:
     """Return problems with their fields named as the options that set them here."""
-    for field, option in OPTIONS.items():
-        text = text.replace(field, option)
-    return FIELD.sub(lambda match: option_name(match[1] or match[2]), text)
+    return FIELD.sub(lambda match: option_name(OPTIONS.get(match[1], match[1])), text)
 
 
 def _layout(text: str, world_size: int | None) -> Layout:
@@ -357,20 +310,9 @@ def _write(options: EvaluateOptions, results: Sequence[Result], comparison: Comp
         result_files.write_results(options.output, results, values)
 
 
-def _prepared(options: EvaluateOptions) -> dict[str, Any]:
-    """Return what is prepared, as arguments; each task is printed to standard error as it is done."""
-    from megatron_fanformer.evaluation.prepare import CONTEXT_LENGTH
-
-    def on_task(task: "PreparedTask") -> None:
-        print(f"{task.name}: {task.documents:,} documents, {task.requests:,} requests", file=sys.stderr)
-
-    length = options.context_length or CONTEXT_LENGTH
-    return {"tasks": options.tasks, "context_length": length, "limit": options.limit, "on_task": on_task}
-
-
 def _prepare(options: EvaluateOptions, file: Path) -> None:
     """Write a request file."""
-    from megatron_fanformer.evaluation.prepare import prepare_requests
+    from megatron_fanformer.evaluation.prepare import CONTEXT_LENGTH, prepare_requests, prepared_lines
 
     if others := [option_name(name) for name in OF_MODELS if getattr(options, name)]:
         named = ", ".join(others).replace("--checkpoints", "checkpoints")
@@ -381,5 +323,12 @@ def _prepare(options: EvaluateOptions, file: Path) -> None:
         raise InputError("--prepare needs --tasks and --tokenizer; name the tasks or groups, and the models' tokenizer")
     if file.exists():
         raise InputError(f"{file} already exists; name another file, or remove it")
-    report = prepare_requests(file, tokenizer=options.tokenizer, eod_id=options.eod_id, **_prepared(options))
-    show(report.lines())
+    requests = prepare_requests(
+        file,
+        tasks=options.tasks,
+        tokenizer=options.tokenizer,
+        eod_id=options.eod_id,
+        context_length=options.context_length or CONTEXT_LENGTH,
+        limit=options.limit,
+    )
+    show(prepared_lines(requests))

@@ -9,6 +9,7 @@ the Bootstrap, chapters 8 and 13: the percentile interval of paired data).
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -40,30 +41,26 @@ class ScoredDocument(msgspec.Struct, frozen=True, kw_only=True):
     """The rule, of ULogic, whose documents are numbers in a file of the user's."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Difference:
-    """The difference of B from A in one metric."""
+class Difference(msgspec.Struct, frozen=True, kw_only=True):
+    """The difference of B from A in one metric, as a file has it."""
 
     name: str
-    metric: str
+    metric: str | None
+    """None for a mean over tasks."""
     a: float
     b: float
-    low: float
-    """Lower end of the 95% interval of b - a."""
-    high: float
+    difference: float
+    """b - a."""
+    interval: tuple[float, float]
+    """The 95% interval of b - a."""
     standard_error: float
     """Standard error of b - a, by the same draws."""
     documents: int
 
     @property
-    def value(self) -> float:
-        """b - a."""
-        return self.b - self.a
-
-    @property
     def is_shown(self) -> bool:
         """Return whether the interval leaves out 0."""
-        return self.low > 0 or self.high < 0
+        return self.interval[0] > 0 or self.interval[1] < 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,25 +96,22 @@ def compare(a: Result, b: Result, *, seed: int = 0, draws: int = DRAWS) -> Compa
     if sets:
         _refuse_other_tokens(a, b, sets)
     if generated := [name for name in common if a.tasks[name].metric in GENERATED]:
-        _refuse_other_sampling(a, b, generated)
+        is_greedy = _setting(a, "temperature") == _setting(b, "temperature") == 0
+        _refuse_other_settings(a, b, OF_TEXTS if is_greedy else (*OF_TEXTS, *OF_SAMPLES), generated)
     differences, shares = [], []
     for name in common:
         # By its name: a task's draws do not depend on the others, and are not theirs.
         generator = np.random.default_rng((seed, zlib.crc32(name.encode())))
-        found, drawn = _task_difference(name, a.tasks[name], b.tasks[name], draws, generator)
-        differences.append(found)
-        if is_share(found.metric):
-            shares.append((found, drawn))
+        difference, drawn = _task_difference(name, a.tasks[name], b.tasks[name], draws, generator)
+        differences.append(difference)
+        if is_share(difference.metric):
+            shares.append((difference, drawn))
     mean = None
     if len(shares) > 1:
-        mean = _difference(
-            f"mean of {len(shares)} tasks",
-            "",
-            float(np.mean([found.a for found, _ in shares])),
-            float(np.mean([found.b for found, _ in shares])),
-            np.mean([drawn for _, drawn in shares], axis=0),
-            sum(found.documents for found, _ in shares),
-        )
+        values = [float(np.mean([getattr(difference, which) for difference, _ in shares])) for which in "ab"]
+        drawn = np.mean([drawn for _, drawn in shares], axis=0)
+        documents = sum(difference.documents for difference, _ in shares)
+        mean = _difference(f"mean of {len(shares)} tasks", None, values, drawn, documents)
     return Comparison(a=a, b=b, tasks=differences, mean=mean)
 
 
@@ -129,13 +123,7 @@ def _refuse_other_tokens(a: Result, b: Result, sets: list[str]) -> None:
             f"the tokenizer has SHA-256 {in_a} in A and {in_b} in B, so that the perplexities of {', '.join(sets)} are "
             "of different tokens; compare bits per byte by hand, or evaluate both on tasks alone"
         )
-    for name in ("chunking", "chunk_tokens", "limit_tokens"):
-        in_a, in_b = (getattr(each.settings, name, "not known") for each in (a, b))
-        if in_a != in_b:
-            raise InputError(
-                f"--{name.replace('_', '-')} is {in_a} in A and {in_b} in B, so that the perplexities of "
-                f"{', '.join(sets)} are of different tokens; evaluate both alike"
-            )
+    _refuse_other_settings(a, b, ("chunking", "chunk_tokens", "limit_tokens"), sets)
     for name in sets:
         of_a, of_b = (each.perplexity[name].tokens for each in (a, b))
         if of_a != of_b:
@@ -145,21 +133,22 @@ def _refuse_other_tokens(a: Result, b: Result, sets: list[str]) -> None:
             )
 
 
-def _refuse_other_sampling(a: Result, b: Result, tasks: list[str]) -> None:
-    """Refuse answers that were not written alike: their difference is not the models' alone."""
-    in_a, in_b = ({} if each.settings is None else each.settings.sampling for each in (a, b))
-    is_greedy = in_a.get("temperature") == in_b.get("temperature") == 0
-    for name in OF_TEXTS if is_greedy else (*OF_TEXTS, *OF_SAMPLES):
-        values = [each.get(name, "not known") for each in (in_a, in_b)]
-        if values[0] != values[1]:
-            of_a, of_b = ("the tasks' own" if each is None else each for each in values)
+def _refuse_other_settings(a: Result, b: Result, names: Sequence[str], measured: list[str]) -> None:
+    for name in names:
+        in_a, in_b = _setting(a, name), _setting(b, name)
+        if in_a != in_b:
             raise InputError(
-                f"{', '.join(tasks)}: answers were written with --{name.replace('_', '-')} {of_a} in A and {of_b} in "
-                "B; evaluate both alike"
+                f"{', '.join(measured)}: --{name.replace('_', '-')} is {in_a} in A and {in_b} in B; evaluate both alike"
             )
 
 
-def is_share(metric: str) -> bool:
+def _setting(result: Result, name: str) -> Any:
+    """Return a setting of a result; "not known" in a file of a version before it was written."""
+    settings = result.settings
+    return "not known" if settings is None else getattr(settings, name, settings.sampling.get(name, "not known"))
+
+
+def is_share(metric: str | None) -> bool:
     """Return whether a metric is a share of documents, or F1: in [0, 1], and higher is better."""
     return metric not in LOWER_IS_BETTER
 
@@ -173,11 +162,11 @@ def _task_difference(
     _refuse_other_documents(name, in_a, in_b)
     if None not in (a.made_of, b.made_of) and a.made_of != b.made_of:
         raise InputError(f"{name} was made of {a.made_of} in A and of {b.made_of} in B; evaluate both on the same file")
-    of_a, of_b = (np.array([(each.score, each.weight) for each in documents]) for documents in (in_a, in_b))
-    drawn = resampled_sums(np.concatenate([of_a, of_b], axis=1), draws, generator)
+    sums = [np.array([(document.score, document.weight) for document in documents]) for documents in (in_a, in_b)]
+    drawn = resampled_sums(np.concatenate(sums, axis=1), draws, generator)
     differences = _quotient(drawn[:, 2:]) - _quotient(drawn[:, :2])
-    values = float(_quotient(of_a.sum(0))), float(_quotient(of_b.sum(0)))
-    return _difference(name, a.metric, *values, differences, len(in_a)), differences
+    values = [float(_quotient(of_one.sum(0))) for of_one in sums]
+    return _difference(name, a.metric, values, differences, len(in_a)), differences
 
 
 def _refuse_other_documents(name: str, in_a: Sequence[ScoredDocument], in_b: Sequence[ScoredDocument]) -> None:
@@ -193,15 +182,18 @@ def _refuse_other_documents(name: str, in_a: Sequence[ScoredDocument], in_b: Seq
             )
 
 
-def _difference(name: str, metric: str, a: float, b: float, drawn: np.ndarray, documents: int) -> Difference:
+def _difference(
+    name: str, metric: str | None, values: Sequence[float], drawn: np.ndarray, documents: int
+) -> Difference:
     low, high = np.quantile(drawn, INTERVAL)
+    a, b = values
     return Difference(
         name=name,
         metric=metric,
         a=a,
         b=b,
-        low=float(low),
-        high=float(high),
+        difference=b - a,
+        interval=(float(low), float(high)),
         standard_error=float(drawn.std()),
         documents=documents,
     )
@@ -234,30 +226,30 @@ def _quotient(sums: np.ndarray) -> np.ndarray:
 
 def _documents(name: str, task: TaskResult) -> list[ScoredDocument]:
     try:
-        found = msgspec.convert(task.documents, list[ScoredDocument])
+        documents = msgspec.convert(task.documents, list[ScoredDocument])
     except msgspec.ValidationError as error:
         raise InputError(f"{name}: its documents cannot be compared ({error}); evaluate again") from None
-    if not found:
+    if not documents:
         raise InputError(f"{name} has no documents in the result; evaluate again")
-    return found
+    return documents
 
 
 # -- in words
 
 
-def sentence(found: Difference) -> str:
+def sentence(difference: Difference) -> str:
     """Return a difference in plain words."""
-    unit = "points" if is_share(found.metric) else LOWER_IS_BETTER[found.metric]
-    metric = f" ({found.metric})" if found.metric else ""
-    value, low, high = (figure(found.metric, each, sign="+") for each in (found.value, found.low, found.high))
-    interval = f"95% interval {low} to {high}; {found.documents:,} documents"
-    if not found.is_shown:
-        return f"{found.name}{metric}: no difference shown: {value} {unit}, {interval}."
-    direction = "higher" if found.value > 0 else "lower"
-    return f"{found.name}{metric}: B is {direction} by {figure(found.metric, abs(found.value))} {unit}, {interval}."
+    metric, value = difference.metric, difference.difference
+    unit = "points" if metric is None or is_share(metric) else LOWER_IS_BETTER[metric]
+    name = f"{difference.name} ({metric})" if metric else difference.name
+    low, high = (figure(metric, end, sign="+") for end in difference.interval)
+    interval = f"95% interval {low} to {high}; {difference.documents:,} documents"
+    if not difference.is_shown:
+        return f"{name}: no difference shown: {figure(metric, value, sign='+')} {unit}, {interval}."
+    return f"{name}: B is {'higher' if value > 0 else 'lower'} by {figure(metric, abs(value))} {unit}, {interval}."
 
 
-def figure(metric: str, value: float, *, sign: str = "") -> str:
+def figure(metric: str | None, value: float, *, sign: str = "") -> str:
     """Return a metric's value, or a difference of two, in print: shares in percent.
 
     Args:

@@ -4,7 +4,6 @@ A document is a dict of JSON's values, as a request file keeps it. What is used 
 a text) and `max_new_tokens`.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -94,8 +93,6 @@ def write_texts(
     return written
 
 
-def mean_of(scores: Sequence[float]) -> dict[str, Any]:
-    """Return the mean of a score over documents, with its standard error: for scores of 0 and 1 the binomial's."""
-    mean = math.fsum(scores) / len(scores)
-    variance = math.fsum((score - mean) ** 2 for score in scores) / len(scores)
-    return {"value": mean, "standard_error": math.sqrt(variance / len(scores)), "documents": len(scores)}
+def prompts_cut(written: Sequence[Written]) -> int:
+    """Return the number of prompts that lost their beginning."""
+    return sum(one.prompt_cut > 0 for one in written)

@@ -14,7 +14,8 @@ from megatron_fanformer.data.tokenizer import Tokenizer
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.evaluation import ulogic
 from megatron_fanformer.evaluation.code_execution import Program, run_programs
-from megatron_fanformer.evaluation.generated_texts import GenerationSettings, Log, Written, mean_of, write_texts
+from megatron_fanformer.evaluation.generated_texts import GenerationSettings, Log, Written, prompts_cut, write_texts
+from megatron_fanformer.evaluation.results import TaskResult, mean_value
 from megatron_fanformer.evaluation.tasks import ULOGIC
 from megatron_fanformer.generation.models import TrainedModel
 
@@ -35,17 +36,12 @@ def evaluate(
     settings: GenerationSettings,
     *,
     log: Log = lambda line: None,
-) -> dict[str, Any]:
+) -> TaskResult:
     """Make a model write the answers to a task's documents, and judge them.
 
     Args:
         documents: as `task_documents` gives them, or `ulogic.documents`; at least one.
         log: called with how far it has come.
-
-    Returns:
-        JSON's values: `metric` (the task's own), `metrics` (of each its value, standard error and number of documents),
-        `documents` (of each its `doc_id`, its `score` by the task's own metric, and what was written), `prompts_cut`
-        (how many prompts lost their beginning).
 
     Raises:
         InputError: settings are wrong, or programs may not be run: before anything is written.
@@ -55,11 +51,9 @@ def evaluate(
     if name == ULOGIC:
         return ulogic.evaluate(model, tokenizer, documents, settings, log=log)
     written = write_texts(model, tokenizer, documents, settings, log=log)
-    judge = _judge_code if name in CODE else _judge_numbers
-    return {
-        **judge(documents, written, settings, log),
-        "prompts_cut": sum(one.prompt_cut > 0 for one in written),
-    }
+    if name in CODE:
+        return _judge_code(documents, written, settings, log)
+    return _judge_numbers(documents, written)
 
 
 def check(name: str, settings: GenerationSettings) -> None:
@@ -87,9 +81,7 @@ def final_number(text: str) -> Decimal | None:
     return Decimal(found[-1].translate(NOT_OF_A_NUMBER)) if found else None
 
 
-def _judge_numbers(
-    documents: Sequence[dict[str, Any]], written: Sequence[Written], _settings: GenerationSettings, _log: Log
-) -> dict[str, Any]:
+def _judge_numbers(documents: Sequence[dict[str, Any]], written: Sequence[Written]) -> TaskResult:
     """Judge by the last number of each text, which must be the answer's, as a number: 18.00 is 18."""
     judged = []
     for document, one in zip(documents, written, strict=True):
@@ -101,8 +93,8 @@ def _judge_numbers(
         ]
         score = sum(number == answer for number in found) / len(found)
         judged.append({"doc_id": document["doc_id"], "score": score, "answer": document["answer"], "samples": samples})
-    metrics = {"exact_match": mean_of([one["score"] for one in judged])}
-    return {"metric": "exact_match", "metrics": metrics, "documents": judged}
+    metrics = {"exact_match": mean_value([one["score"] for one in judged])}
+    return TaskResult(metric="exact_match", metrics=metrics, documents=judged, cut=prompts_cut(written))
 
 
 # -- HumanEval and MBPP
@@ -122,7 +114,7 @@ def pass_at(k: int, samples: int, passed: int) -> float:
 
 def _judge_code(
     documents: Sequence[dict[str, Any]], written: Sequence[Written], settings: GenerationSettings, log: Log
-) -> dict[str, Any]:
+) -> TaskResult:
     programs = [
         program(document, text.text) for document, one in zip(documents, written, strict=True) for text in one.texts
     ]
@@ -140,8 +132,8 @@ def _judge_code(
         score = pass_at(1, len(samples), passed)
         judged.append({"doc_id": document["doc_id"], "score": score, "passed": passed, "samples": samples})
     metrics = {
-        f"pass@{k}": mean_of([pass_at(k, settings.num_samples, one["passed"]) for one in judged])
+        f"pass@{k}": mean_value([pass_at(k, settings.num_samples, one["passed"]) for one in judged])
         for k in PASS_AT
         if k <= settings.num_samples
     }
-    return {"metric": "pass@1", "metrics": metrics, "documents": judged}
+    return TaskResult(metric="pass@1", metrics=metrics, documents=judged, cut=prompts_cut(written))

@@ -22,6 +22,7 @@ from megatron_fanformer.evaluation.config import EvaluationRequest
 from megatron_fanformer.evaluation.generated_texts import GenerationSettings
 from megatron_fanformer.evaluation.metrics import DIVISORS, document_sums, task_metrics
 from megatron_fanformer.evaluation.perplexity import group_perplexities, perplexity_of_sets
+from megatron_fanformer.evaluation.prepare import CONTEXT_LENGTH, cached_requests
 from megatron_fanformer.evaluation.requests import RequestFile, TaskRequests, read_requests
 from megatron_fanformer.evaluation.results import Result, SetResult, Settings, TaskResult
 from megatron_fanformer.evaluation.scoring import scores_of_tasks
@@ -69,7 +70,7 @@ class Jobs:
 
 
 def find_jobs(request: EvaluationRequest) -> Jobs:
-    """Find what is evaluated on what, in one process for all ranks.
+    """Find what is evaluated on what, in one process for all ranks; prepare the tasks that have no request file.
 
     Raises:
         InputError: a model cannot be laid out so, was trained with another tokenizer, or a set is not of its
@@ -77,67 +78,113 @@ def find_jobs(request: EvaluationRequest) -> Jobs:
             problem, one line each.
         CorruptError: a checkpoint's configuration, the request file or token files are damaged.
     """
-    path = request.evaluation.requests
-    request_file = None if path is None else read_requests(Path(path))
-    found: list[str] = []
-    choices, texts = _tasks(request, request_file, found)
-    evaluation = replace(request.evaluation, tasks=choices, requests=path if choices else None)
-    known: dict[Any, EvaluationSurvey | None] = {}  # checkpoints of a run share one, though each has a tokenizer
-    jobs = []
+    problems: list[str] = []
+    options = request.options
+    models: list[tuple[ModelSource, Path | None, str | None]] = []
     for checkpoint in request.checkpoints:
-        source = find_model(checkpoint, eod_id=request.options.eod_id)
-        tokenizer = request.options.tokenizer or source.tokenizer
-        found += layout_problems(source.config, request.layout.parallel)
-        if (choices or texts) and tokenizer is None:
-            found.append(f"{checkpoint} holds no tokenizer; name the one that it was trained with as --tokenizer")
-            continue
-        digest = None if tokenizer is None else sha256_of(tokenizer_file(tokenizer))
+        source = find_model(checkpoint, eod_id=options.eod_id)
+        tokenizer = options.tokenizer or source.tokenizer
+        problems += layout_problems(source.config, request.layout.parallel)
+        if tokenizer is None and (options.tasks or options.requests or options.ulogic):
+            problems.append(f"{checkpoint} holds no tokenizer; name the one that it was trained with as --tokenizer")
+        else:
+            digest = None if tokenizer is None else sha256_of(tokenizer_file(tokenizer))
+            models.append((source, tokenizer, digest))
+    file = _request_file(request, models) if len(models) == len(request.checkpoints) else None
+    choices, texts = _tasks(request, file, problems)
+    evaluation = replace(request.evaluation, tasks=choices, requests=str(file.path) if file and choices else None)
+    surveys: dict[Any, EvaluationSurvey | None] = {}  # checkpoints of a run share one, though each has a tokenizer
+    jobs = []
+    for source, tokenizer, digest in models:
         key = (source.config.seq_length, source.config.vocab_size, source.end_of_text_id, digest)
-        if key not in known:
+        if key not in surveys:
             if texts and tokenizer is not None:
-                read = collect_problems(found, partial(load_tokenizer, tokenizer, eod_id=source.end_of_text_id))
-                found += source.tokenizer_problems(read) if read is not None else ()
-                if list(texts) != [ULOGIC]:  # whose answers have a length of their own
-                    found += GenerationSettings(**request.sampling).length_problems(source.config.seq_length)
-                    # where choice tasks are requested, too, their survey checks the file against the tokenizer
-                    if request_file is not None and not choices:
-                        check = partial(request_file.refuse_other_tokenizer, tokenizer_file(tokenizer))
-                        collect_problems(found, check)
+                collect_problems(
+                    problems, partial(_check_texts, request, None if choices else file, list(texts), source, tokenizer)
+                )
             survey = partial(
                 survey_evaluation,
                 evaluation,
                 seq_length=source.config.seq_length,
                 vocab_size=source.config.vocab_size,
                 tokenizer=None if tokenizer is None else str(tokenizer),
-                requests=request_file,
+                requests=file,
                 end_of_text_id=source.end_of_text_id,
             )
-            known[key] = collect_problems(found, survey)
-        if (its := known[key]) is not None:
-            jobs.append(EvaluationJob(source=source, tokenizer=tokenizer, tokenizer_sha256=digest, survey=its))
-    if found:
-        raise InputError("\n".join(dict.fromkeys(found)))  # checkpoints of a run have the same problems
-    versions = {} if request_file is None else request_file.versions
+            surveys[key] = collect_problems(problems, survey)
+        if (of_model := surveys[key]) is not None:
+            jobs.append(EvaluationJob(source=source, tokenizer=tokenizer, tokenizer_sha256=digest, survey=of_model))
+    if problems:
+        raise InputError("\n".join(dict.fromkeys(problems)))  # checkpoints of a run have the same problems
+    versions = file.versions if file else {}
     return Jobs(
         jobs=jobs,
         texts=texts,
-        requests=None if request_file is None else request_file.sha256,
+        requests=file.sha256 if file else None,
         made_of={name: versions[name] for name in choices if name in versions},
     )
 
 
-def _tasks(
-    request: EvaluationRequest, request_file: RequestFile | None, problems: list[str]
-) -> tuple[list[str], Documents]:
+def _request_file(
+    request: EvaluationRequest, models: Sequence[tuple[ModelSource, Path | None, str | None]]
+) -> RequestFile | None:
+    """Return the request file that is named, or that of the tasks: from the cache, or prepared now.
+
+    It is for the tokenizer of all checkpoints, and their end of text: as --eod-id states it, or what stands next to the
+    weights, or the tokenizer's own.
+
+    Raises:
+        InputError: they have not the same tokenizer.
+    """
+    options = request.options
+    if options.requests is not None:
+        return read_requests(options.requests)
+    if not options.tasks:
+        return None
+    of_tokenizer = {(digest, source.end_of_text_id): tokenizer for source, tokenizer, digest in models if tokenizer}
+    ends = {(digest, load_tokenizer(path, eod_id=end).eod_id): path for (digest, end), path in of_tokenizer.items()}
+    if len(ends) > 1:
+        named = ", ".join(f"{path} with end of text {eod_id}" for (_, eod_id), path in ends.items())
+        raise InputError(
+            f"the checkpoints have {len(ends)} tokenizers ({named}), requests are of one; evaluate those of each by "
+            "itself"
+        )
+    (((_, eod_id), tokenizer),) = ends.items()
+    length = options.context_length or CONTEXT_LENGTH
+    return cached_requests(
+        tasks=options.tasks, tokenizer=tokenizer, eod_id=eod_id, context_length=length, limit=options.limit
+    )
+
+
+def _check_texts(
+    request: EvaluationRequest, file: RequestFile | None, names: list[str], source: ModelSource, tokenizer: Path
+) -> None:
+    """Refuse a tokenizer that is not the model's or the request file's, and answers that leave no room for prompts.
+
+    Args:
+        file: None where the survey of choice tasks checks it.
+    """
+    problems = source.tokenizer_problems(load_tokenizer(tokenizer, eod_id=source.end_of_text_id))
+    if names != [ULOGIC]:  # whose answers have a length of their own
+        problems += GenerationSettings(**request.sampling).length_problems(source.config.seq_length)
+        if file is not None:
+            collect_problems(problems, partial(file.refuse_other_tokenizer, tokenizer_file(tokenizer)))
+    if problems:
+        raise InputError("\n".join(problems))
+
+
+def _tasks(request: EvaluationRequest, file: RequestFile | None, problems: list[str]) -> tuple[list[str], Documents]:
     """Return the names of the requested choice tasks, and the documents of the generation tasks."""
     texts: Documents = {}
     choices: list[str] = []
     limit = request.evaluation.limit
-    if request_file is not None:
-        names = request.evaluation.tasks or [*request_file.tasks, *request_file.texts]
-        texts = {name: request_file.texts[name][:limit] for name in names if name in request_file.texts}
+    if file is not None:
+        names = request.evaluation.tasks if request.options.requests else []
+        names = names or [*file.tasks, *file.texts]
+        texts = {name: file.texts[name][:limit] for name in names if name in file.texts}
         choices = [name for name in names if name not in texts]
-        collect_problems(problems, partial(request_file.selected, choices))
+        collect_problems(problems, partial(file.selected, choices))
+        choices = [name for name in choices if name in file.tasks]
     if request.options.ulogic is not None:
         rules = collect_problems(problems, partial(ulogic.documents, request.options.ulogic))
         texts |= {} if rules is None else {ULOGIC: rules[:limit]}
@@ -148,7 +195,7 @@ def _tasks(
         )
     for name in texts:
         collect_problems(problems, partial(generation_tasks.check, name, GenerationSettings(**request.sampling)))
-    return [name for name in choices if request_file is not None and name in request_file.tasks], texts
+    return choices, texts
 
 
 # -- on the ranks
@@ -190,8 +237,9 @@ def evaluate_jobs(request: EvaluationRequest, jobs: Jobs, grid: RankGrid, *, log
         for name, documents in jobs.texts.items():
             log(phase := f"{path}: {name}")
             sampling = GenerationSettings(**request.sampling)
-            written = generation_tasks.evaluate(model, tokenizer, name, documents, sampling, log=partial(log, phase))
-            tasks[name] = msgspec.convert({"cut": written.pop("prompts_cut", 0), **written}, TaskResult)
+            tasks[name] = generation_tasks.evaluate(
+                model, tokenizer, name, documents, sampling, log=partial(log, phase)
+            )
         yield Result(
             checkpoint=str(path),
             step=store.step_of(path),

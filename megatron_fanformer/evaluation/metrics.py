@@ -1,7 +1,6 @@
 """Metrics of a task from the log-probabilities of its requests, each with its standard error.
 
-Every metric is a quotient of two sums over documents, M = Σ a / Σ b; where it is a mean, b is 1. Its standard error is
-the quotient's by the delta method, sqrt(Σ (a − M b)²) / Σ b: of a share p of right answers that is sqrt(p (1 − p) / n).
+Every metric is a quotient of two sums over documents, M = Σ a / Σ b; where it is a mean, b is 1.
 """
 
 import math
@@ -10,7 +9,7 @@ import numpy as np
 
 from megatron_fanformer.errors import DivergenceError
 from megatron_fanformer.evaluation.requests import TaskRequests
-from megatron_fanformer.evaluation.results import MetricValue
+from megatron_fanformer.evaluation.results import MetricValue, mean_value
 from megatron_fanformer.evaluation.tasks import OF_ONE_ANSWER
 
 PMI = "pmi"
@@ -54,7 +53,7 @@ def task_metrics(
         DivergenceError: a log-probability is not finite.
     """
     sums = document_sums(requests, log_probabilities, unconditional)
-    return {name: _quotient(*columns.T) for name, columns in sums.items()}
+    return {name: mean_value(*columns.T) for name, columns in sums.items()}
 
 
 def document_sums(
@@ -109,13 +108,3 @@ def _predictions(requests: TaskRequests, scores: np.ndarray) -> np.ndarray:
 
 def _mean_of(values: np.ndarray) -> np.ndarray:
     return np.stack([values.astype(np.float64), np.ones(len(values))], axis=1)
-
-
-def _quotient(numerators: np.ndarray, denominators: np.ndarray) -> MetricValue:
-    """Return the quotient of the sums; 0, as is the custom for F1, if nothing is found and nothing there."""
-    total = denominators.sum()
-    if not total:
-        return MetricValue(value=0.0, standard_error=0.0, documents=len(numerators))
-    value = numerators.sum() / total
-    error = math.sqrt(((numerators - value * denominators) ** 2).sum()) / total
-    return MetricValue(value=float(value), standard_error=float(error), documents=len(numerators))

@@ -10,9 +10,8 @@ import importlib.metadata
 import importlib.util
 import json
 import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,7 +24,14 @@ from megatron_fanformer.durable_files import sha256_of
 from megatron_fanformer.errors import CorruptError, InputError
 from megatron_fanformer.evaluation import task_documents
 from megatron_fanformer.evaluation.own_tasks import OwnTask, own_requests, read_task
-from megatron_fanformer.evaluation.requests import LENGTHS, TaskRequests, cut_to_context, read_requests, write_requests
+from megatron_fanformer.evaluation.requests import (
+    LENGTHS,
+    RequestFile,
+    TaskRequests,
+    cut_to_context,
+    read_requests,
+    write_requests,
+)
 from megatron_fanformer.evaluation.tasks import OF_ONE_ANSWER, OWN, Task, is_own, resolve
 from megatron_fanformer.runtime.device import cache_folder
 from megatron_fanformer.terminal import table
@@ -42,43 +48,19 @@ CONTEXT_LENGTH = 2048  # the paper's
 UNCONDITIONAL = 1_000_000  # what OLMES adds to the number of a document to request its choices behind a neutral context
 
 
-class PreparedTask(NamedTuple):
-    """The counts of a task that was written."""
-
-    name: str
-    documents: int
-    requests: int = 0
-    """Number of requests; 0 where a model writes the answer: the file then holds the documents as text."""
-    tokens: int = 0
-    """Tokens of its requests, without unconditional ones."""
-    cut: int = 0
-    """Requests that lost the beginning of their context."""
-
-
-OnTask = Callable[[PreparedTask], None]
-
-
-@dataclass(frozen=True, kw_only=True)
-class RequestsReport:
-    """The request file that was written."""
-
-    path: Path
-    sha256: str
-    seconds: float
-    context_length: int
-    tasks: tuple[PreparedTask, ...]
-
-    def lines(self) -> Iterator[str]:
-        """Yield a table with a row for each task, for a terminal."""
-        _, *counts = zip(*self.tasks, strict=True)
-        rows = [(name, *(f"{count:,}" for count in own)) for name, *own in self.tasks]
-        rows.append(("together", *(f"{sum(column):,}" for column in counts)))
-        yield from table(("task", "documents", "requests", "tokens", "cut"), rows, align="lrrrr")
-        megabytes = self.path.stat().st_size / 1e6
-        yield (
-            f"{self.path}: {megabytes:.1f} MB in {self.seconds:.0f} s, context length {self.context_length}, "
-            f"SHA-256 {self.sha256[:12]}…"
-        )
+def prepared_lines(file: RequestFile) -> list[str]:
+    """Return a table of a request file, with a row for each task."""
+    counts = {
+        name: (len(np.unique(task.documents)), len(task), len(task.ids), task.cut) for name, task in file.tasks.items()
+    }
+    counts |= {name: (len(documents), 0, 0, 0) for name, documents in file.texts.items()}
+    rows = [*counts.items(), ("together", [sum(column) for column in zip(*counts.values(), strict=True)])]
+    lines = table(
+        ("task", "documents", "requests", "tokens", "cut"),
+        [(name, *(f"{count:,}" for count in of_task)) for name, of_task in rows],
+        align="lrrrr",
+    )
+    return [*lines, f"{file.path}: {file.path.stat().st_size / 1e6:.1f} MB, SHA-256 {file.sha256[:12]}…"]
 
 
 def prepare_requests(
@@ -89,9 +71,10 @@ def prepare_requests(
     eod_id: int | None = None,
     context_length: int = CONTEXT_LENGTH,
     limit: int | None = None,
-    on_task: OnTask | None = None,
-) -> RequestsReport:
-    """Write the request file of the named tasks; the same call gives the same bytes.
+) -> RequestFile:
+    """Write the request file of the named tasks, and read it; the same call gives the same bytes.
+
+    Each task is printed to standard error as it is done.
 
     Args:
         tasks: names and groups, and files of one's own.
@@ -99,14 +82,12 @@ def prepare_requests(
         eod_id: the end of text, which stands for an empty context; None: the tokenizer's.
         context_length: tokens that a model takes at most. Longer requests lose the beginning of their context.
         limit: the first so many documents of each task; None: all.
-        on_task: called with each task as it is finished.
 
     Raises:
         InputError: a task is unknown, a continuation longer than the context, the library not installed, the tokenizer
             unreadable.
         OSError: it cannot be written.
     """
-    began = time.monotonic()
     named, own = find_tasks(tasks)
     if not (named or own):
         raise InputError("no task is named; name some, or a group such as paper")
@@ -119,24 +100,19 @@ def prepare_requests(
         versions[PACKAGE] = library_version()
     choices: dict[str, TaskRequests] = {}
     texts: dict[str, list[dict[str, Any]]] = {}
-    prepared: list[PreparedTask] = []
     for task in named:
-        if builder and not task.is_generated:
+        if builder is not None and not task.is_generated:
             choices[task.name] = builder.requests(task, context_length, limit)
-            prepared.append(_counted(choices[task.name]))
         else:
             texts[task.name] = task_documents.documents(task.name, data_folder())[:limit]
-            prepared.append(PreparedTask(task.name, len(texts[task.name])))
-        if on_task:
-            on_task(prepared[-1])
-    for each in own:
-        requests = choices[OWN + each.name] = own_requests(each, encoder, context_length, limit=limit)
-        prepared.append(_counted(requests))
-        versions[requests.name] = f"SHA-256 {each.sha256}"
-        if on_task:
-            on_task(prepared[-1])
+        print(f"{task.name}: prepared", file=sys.stderr)
+    for own_task in own:
+        name = OWN + own_task.name
+        choices[name] = own_requests(own_task, encoder, context_length, limit=limit)
+        versions[name] = f"SHA-256 {own_task.sha256}"
+        print(f"{name}: prepared", file=sys.stderr)
     output.parent.mkdir(parents=True, exist_ok=True)
-    sha256 = write_requests(
+    write_requests(
         output,
         tokenizer_sha256=sha256_of(encoder.path),
         context_length=context_length,
@@ -144,15 +120,7 @@ def prepare_requests(
         tasks=choices,
         texts=texts,
     )
-    seconds = time.monotonic() - began
-    return RequestsReport(
-        path=output, sha256=sha256, seconds=seconds, context_length=context_length, tasks=tuple(prepared)
-    )
-
-
-def _counted(requests: TaskRequests) -> PreparedTask:
-    documents = len(np.unique(requests.documents))
-    return PreparedTask(requests.name, documents, len(requests), len(requests.ids), requests.cut)
+    return read_requests(output)
 
 
 def find_tasks(names: Sequence[str]) -> tuple[list[Task], list[OwnTask]]:
@@ -174,7 +142,7 @@ def find_tasks(names: Sequence[str]) -> tuple[list[Task], list[OwnTask]]:
     return named, own
 
 
-def cached_requests(*, tasks: Sequence[str], tokenizer: Path, on_task: OnTask | None = None, **made_with: Any) -> Path:
+def cached_requests(*, tasks: Sequence[str], tokenizer: Path, **made_with: Any) -> RequestFile:
     """Return the request file of tasks in this user's cache, by the SHA-256 of all that it comes from; one that is not
     there, or not whole, is prepared now. The arguments are those of `prepare_requests`, which raises.
     """
@@ -189,10 +157,9 @@ def cached_requests(*, tasks: Sequence[str], tokenizer: Path, on_task: OnTask | 
     key = hashlib.sha256(json.dumps(made_of).encode()).hexdigest()
     path = cache_folder() / "requests" / f"{key}.safetensors"
     try:
-        read_requests(path)
+        return read_requests(path)
     except (CorruptError, InputError):
-        prepare_requests(path, tasks=tasks, tokenizer=tokenizer, on_task=on_task, **made_with)
-    return path
+        return prepare_requests(path, tasks=tasks, tokenizer=tokenizer, **made_with)
 
 
 class Builder:

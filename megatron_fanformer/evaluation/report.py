@@ -5,8 +5,8 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
-from megatron_fanformer.evaluation.comparison import Comparison, Difference, figure, is_share, sentence
-from megatron_fanformer.evaluation.results import Result, TaskResult, names_of
+from megatron_fanformer.evaluation.comparison import Comparison, figure, is_share, sentence
+from megatron_fanformer.evaluation.results import Result, TaskResult, names_of, short_names
 from megatron_fanformer.pictures import drawn, set_logarithmic, use_many_colours
 from megatron_fanformer.terminal import table
 
@@ -100,7 +100,15 @@ def comparison_lines(comparison: Comparison) -> Iterator[str]:
     for letter, result in (("A", comparison.a), ("B", comparison.b)):
         yield f"{letter}: {result.checkpoint}"
     if comparison.tasks:
-        rows = [_difference_cells(found) for found in comparison.differences]
+        rows = [
+            (
+                difference.name,
+                *(figure(difference.metric, value) for value in (difference.a, difference.b)),
+                figure(difference.metric, difference.difference, sign="+"),
+                " to ".join(figure(difference.metric, end, sign="+") for end in difference.interval),
+            )
+            for difference in comparison.differences
+        ]
         yield from table(("task", "A", "B", "B − A", "95% interval"), rows, align="lrrrr")
     if perplexities := perplexity_differences(comparison):
         rows = [
@@ -109,12 +117,6 @@ def comparison_lines(comparison: Comparison) -> Iterator[str]:
         ]
         yield from table(("perplexity, without an interval", "A", "B", "B − A"), rows, align="lrrr")
     yield from map(sentence, comparison.differences)
-
-
-def _difference_cells(found: Difference) -> tuple[str, ...]:
-    of_a, of_b = (figure(found.metric, each) for each in (found.a, found.b))
-    value, low, high = (figure(found.metric, each, sign="+") for each in (found.value, found.low, found.high))
-    return found.name, of_a, of_b, value, f"{low} to {high}"
 
 
 def perplexity_differences(comparison: Comparison) -> dict[str, dict[str, float]]:
@@ -140,22 +142,10 @@ def comparison_values(comparison: Comparison) -> dict[str, Any]:
     return {
         "a": comparison.a.checkpoint,
         "b": comparison.b.checkpoint,
-        "tasks": {found.name: _values(found) for found in comparison.tasks},
-        "mean": None if comparison.mean is None else _values(comparison.mean),
+        "tasks": {difference.name: difference for difference in comparison.tasks},
+        "mean": comparison.mean,
         "perplexity": perplexity_differences(comparison),
         "sentences": [sentence(found) for found in comparison.differences],
-    }
-
-
-def _values(found: Difference) -> dict[str, Any]:
-    return {
-        "metric": found.metric or None,
-        "a": found.a,
-        "b": found.b,
-        "difference": found.value,
-        "interval": [found.low, found.high],
-        "standard_error": found.standard_error,
-        "documents": found.documents,
     }
 
 
@@ -189,17 +179,15 @@ def lines_of(results: Sequence[Result]) -> dict[str, list[tuple[int, Result]]]:
 
     Where one has no step, all are one line, at their numbers.
     """
-    placed = [(result.step, result) for result in results if result.step is not None]
-    if len(placed) < len(results):
+    steps = [(result.step, result) for result in results if result.step is not None]
+    if len(steps) < len(results):
         return {"": list(enumerate(results))}
-    runs = dict.fromkeys(str(result.run) for result in results)
-    if len(runs) == 1:
-        return {"": sorted(placed, key=lambda one: one[0])}
-    first = [next(result for result in results if result.run == run) for run in runs]
-    labels = [name.rpartition("/")[0] for name in names_of(first)]
+    runs = short_names(str(result.run) for result in results)
     return {
-        label: sorted(((step, result) for step, result in placed if result.run == run), key=lambda one: one[0])
-        for label, run in zip(labels, runs, strict=True)
+        name if len(runs) > 1 else "": sorted(
+            ((step, result) for step, result in steps if result.run == run), key=lambda one: one[0]
+        )
+        for run, name in runs.items()
     }
 
 

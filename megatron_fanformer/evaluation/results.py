@@ -4,11 +4,13 @@ A file of several checkpoints is a list of these, and one with a comparison {"re
 docs/evaluation.md has the keys.
 """
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from megatron_fanformer.checkpoint.store import CHECKPOINTS
 from megatron_fanformer.durable_files import regular_file, write_atomically
@@ -97,22 +99,43 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
         return self.tasks[task].metrics[self.tasks[task].metric]
 
 
-def names_of(results: Sequence[Result]) -> list[str]:
-    """Return the checkpoints in headings: their steps, if they are of one run, and else as much of their paths as
-    differs; what is before the step is then one run's alone.
+def mean_value(numerators: Sequence[float], denominators: Sequence[float] | None = None) -> MetricValue:
+    """Return the quotient of two sums over documents, by default a mean, with its standard error.
+
+    The error is the quotient's by the delta method, sqrt(Σ (a − M b)²) / Σ b; of a share p of n it is sqrt(p(1 − p)/n).
+    Where there is nothing to divide by, as custom has it for F1, the value is 0.
     """
-    parts = []
-    for each in results:
-        *folders, name = Path(each.checkpoint).parts
-        own = name if each.step is None else f"{each.step:,}"
-        parts.append([*(folder for folder in folders if folder != CHECKPOINTS), own])
-    runs = {each.run for each in results if each.run is not None}
-    for depth in range(1, max(map(len, parts), default=0) + 1):
-        names = ["/".join(of_one[-depth:]) for of_one in parts]
-        labels = {tuple(of_one[-depth:-1]) for of_one, each in zip(parts, results, strict=True) if each.run is not None}
-        if len(set(names)) == len(names) and len(labels) == len(runs):
-            return names
-    return ["/".join(of_one) for of_one in parts]
+    a = np.asarray(numerators, dtype=np.float64)
+    b = np.ones_like(a) if denominators is None else np.asarray(denominators, dtype=np.float64)
+    total = b.sum()
+    value = a.sum() / total if total else 0.0
+    error = math.sqrt(((a - value * b) ** 2).sum()) / total if total else 0.0
+    return MetricValue(value=float(value), standard_error=float(error), documents=len(a))
+
+
+def names_of(results: Sequence[Result]) -> list[str]:
+    """Return the checkpoints in headings: by step, with as much of the run's path as differs from the others'."""
+    runs = short_names(result.run for result in results if result.run is not None)
+    others = short_names(result.checkpoint for result in results if result.run is None)
+    return [
+        others[result.checkpoint]
+        if result.run is None
+        else f"{runs[result.run]}/{result.step:,}"
+        if len(runs) > 1
+        else f"{result.step:,}"
+        for result in results
+    ]
+
+
+def short_names(paths: Iterable[str]) -> dict[str, str]:
+    """Return for each path as much of its end as tells it from the others."""
+    parts = {path: Path(path).parts for path in paths}
+    names: dict[str, str] = {}
+    for depth in range(1, max(map(len, parts.values()), default=0) + 1):
+        names = {path: "/".join(of_path[-depth:]) for path, of_path in parts.items()}
+        if len(set(names.values())) == len(names):
+            break
+    return names
 
 
 def write_results(path: Path, results: Sequence[Result], comparison: dict[str, Any] | None = None) -> None:

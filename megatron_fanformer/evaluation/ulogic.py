@@ -25,7 +25,8 @@ import torch
 from megatron_fanformer.data.tokenizer import Tokenizer
 from megatron_fanformer.durable_files import regular_file
 from megatron_fanformer.errors import InputError
-from megatron_fanformer.evaluation.generated_texts import GenerationSettings, Log, mean_of, write_texts
+from megatron_fanformer.evaluation.generated_texts import GenerationSettings, Log, prompts_cut, write_texts
+from megatron_fanformer.evaluation.results import MetricValue, TaskResult, mean_value
 from megatron_fanformer.generation.models import TrainedModel
 
 QUESTION = """\
@@ -98,7 +99,7 @@ def evaluate(
     settings: GenerationSettings,
     *,
     log: Log = lambda line: None,
-) -> dict[str, Any]:
+) -> TaskResult:
     """Judge rules and negations by the likelihood of True and False, and by the model's greedy text.
 
     Returns:
@@ -119,7 +120,7 @@ def evaluate(
     )
     texts = [one.texts[0].text for one in written]
     found["generation"] = [stated_verdict(text) for text in texts]
-    metrics: dict[str, Any] = {}
+    metrics: dict[str, MetricValue] = {}
     judged = [
         {"doc_id": document["doc_id"], "rule": document["rule"], "negation": document["negation"]}
         for document in documents
@@ -136,22 +137,17 @@ def evaluate(
     for number, one in enumerate(judged):
         one["score"] = one["likelihood"]["score"]
         one["samples"] = [{"text": text} for text in texts[2 * number : 2 * number + 2]]
-    return {
-        "metric": "likelihood",
-        "metrics": metrics,
-        "documents": judged,
-        "prompts_cut": sum(one.prompt_cut > 0 for one in written),
-    }
+    return TaskResult(metric="likelihood", metrics=metrics, documents=judged, cut=prompts_cut(written))
 
 
 def _metrics(
     way: str, documents: Sequence[dict[str, Any]], pairs: Sequence[tuple[Any, Any]], right: Sequence[float]
-) -> dict[str, Any]:
+) -> dict[str, MetricValue]:
     """Return one way's metrics, from the verdicts on each rule and its negation, and which of these pairs are right."""
-    metrics = {way: mean_of(right)}
-    metrics[f"{way}_alike"] = mean_of([float(rule is not None and rule == negation) for rule, negation in pairs])
+    metrics = {way: mean_value(right)}
+    metrics[f"{way}_alike"] = mean_value([float(rule is not None and rule == negation) for rule, negation in pairs])
     for length in sorted({document["length"] for document in documents}):
-        metrics[f"{way}_length_{length}"] = mean_of(
+        metrics[f"{way}_length_{length}"] = mean_value(
             [score for document, score in zip(documents, right, strict=True) if document["length"] == length]
         )
     return metrics

@@ -32,8 +32,8 @@ def test_a_model_does_not_differ_from_itself() -> None:
         pairs=task(RANDOM.integers(2, size=300), "f1", weights=RANDOM.integers(3, size=300)),
     )
     found = compare(own, own)
-    assert [(each.value, each.low, each.high, each.standard_error) for each in found.tasks] == [(0, 0, 0, 0)] * 3
-    assert found.mean is not None and (found.mean.value, found.mean.low, found.mean.high) == (0, 0, 0)
+    assert [(each.difference, each.interval, each.standard_error) for each in found.tasks] == [(0, (0, 0), 0)] * 3
+    assert found.mean is not None and (found.mean.difference, found.mean.interval) == (0, (0, 0))
     assert all("no difference shown: +0.00" in sentence(each) for each in found.differences)
 
 
@@ -47,12 +47,12 @@ def test_a_planted_difference_is_found() -> None:
     a, b = planted(0.03)
     found = compare(result(piqa=task(a), sciq=task(a)), result(piqa=task(b), sciq=task(a)))
     piqa, sciq = found.tasks
-    assert piqa.value == pytest.approx(0.03)
-    assert piqa.is_shown and 0.02 < piqa.low < piqa.high < 0.042
+    assert piqa.difference == pytest.approx(0.03)
+    assert piqa.is_shown and 0.02 < piqa.interval[0] < piqa.interval[1] < 0.042
     # the differences of documents are 0 and 1, 30 of a thousand
     assert piqa.standard_error == pytest.approx(np.sqrt(0.03 * 0.97 / 1000), rel=0.03)
     assert not sciq.is_shown
-    assert found.mean is not None and found.mean.value == pytest.approx(0.015)
+    assert found.mean is not None and found.mean.difference == pytest.approx(0.015)
     first, second, third = map(sentence, found.differences)
     assert first.startswith("piqa (acc): B is higher by 3.00 points, 95% interval +")
     assert second.startswith("sciq (acc): no difference shown")
@@ -87,7 +87,7 @@ def test_f1_is_drawn_as_f1() -> None:
     drawn = RANDOM.integers(408, size=(4000, 408))  # the same, document by document
     differences = [f1(labels[rows], random[rows]) - f1(labels[rows], always[rows]) for rows in drawn]
     assert found.standard_error == pytest.approx(np.std(differences), rel=0.05)
-    assert (found.low, found.high) == pytest.approx(np.quantile(differences, (0.025, 0.975)), abs=0.006)
+    assert found.interval == pytest.approx(np.quantile(differences, (0.025, 0.975)), abs=0.006)
 
 
 def test_documents_drawn_by_kind_and_one_by_one_are_spread_alike() -> None:
@@ -108,7 +108,7 @@ def test_the_interval_holds_the_truth_95_times_in_100(documents: int, tasks: int
         kinds = generator.choice(4, size=documents, p=probabilities)
         a, b = task(kinds <= 1), task((kinds == 0) | (kinds == 2))
         found = compare(result(x=a), result(x=b), seed=int(generator.integers(2**31)), draws=1000).tasks[0]
-        held += found.low <= truth <= found.high
+        held += found.interval[0] <= truth <= found.interval[1]
     assert 0.93 <= held / tasks <= 0.97
 
 
@@ -170,10 +170,10 @@ def settings(sampling: dict[str, Any]) -> Settings:
 @pytest.mark.parametrize(
     ("a", "b", "message"),
     [
-        ({}, {"temperature": 0.8}, "gsm8k: answers were written with --temperature 0.0 in A and 0.8 in B; evaluate bo"),
-        ({}, {"max_new_tokens": 9}, "with --max-new-tokens the tasks' own in A and 9 in B"),
-        ({"temperature": 0.8}, {"temperature": 0.8, "num_samples": 4}, "--num-samples 1 in A and 4 in B"),
-        ({"temperature": 0.8, "top_k": 5}, {"temperature": 0.8}, "--top-k 5 in A and 0 in B"),
+        ({}, {"temperature": 0.8}, "gsm8k: --temperature is 0.0 in A and 0.8 in B; evaluate bo"),
+        ({}, {"max_new_tokens": 9}, "--max-new-tokens is None in A and 9 in B"),
+        ({"temperature": 0.8}, {"temperature": 0.8, "num_samples": 4}, "--num-samples is 1 in A and 4 in B"),
+        ({"temperature": 0.8, "top_k": 5}, {"temperature": 0.8}, "--top-k is 5 in A and 0 in B"),
     ],
 )
 def test_answers_that_were_not_written_alike_are_not_compared(a: Any, b: Any, message: str) -> None:
@@ -195,7 +195,7 @@ def test_tasks_are_drawn_apart_and_their_means_interval_is_that_of_independent_o
     a, b = (generator.random((2, 2000)) < share for share in (0.5, 0.53))
     found = compare(result(x=task(a[0]), y=task(a[0])), result(x=task(b[0]), y=task(b[0])))
     one, other = found.tasks
-    assert one.value == other.value and one.low != other.low
+    assert one.difference == other.difference and one.interval != other.interval
     assert found.mean is not None
     assert found.mean.standard_error == pytest.approx(one.standard_error / np.sqrt(2), rel=0.03)
 

@@ -14,7 +14,7 @@ from megatron_fanformer.errors import InputError
 from megatron_fanformer.evaluation import command
 from megatron_fanformer.evaluation.command import read_options
 from megatron_fanformer.evaluation.config import EvaluationRequest
-from megatron_fanformer.evaluation.jobs import find_jobs
+from megatron_fanformer.evaluation.jobs import Jobs, find_jobs
 from megatron_fanformer.evaluation.requests import read_requests
 from megatron_fanformer.formats.recognition import find_checkpoint
 from tests.data.token_making import write_manifest
@@ -106,12 +106,11 @@ def test_requests_have_the_end_of_text_that_the_checkpoints_state(
     file = tmp_path / "q.jsonl"
     file.write_text(json.dumps({"context": "", "choices": ["4", "5"], "answer": 0}))
 
-    def prepared(*arguments: object) -> Path:
-        request = command._with_requests(asked(*arguments, "--tasks", file))
-        return Path(str(request.evaluation.requests))
+    def prepared(*arguments: object) -> Jobs:
+        return find_jobs(asked(*arguments, "--tasks", file))
 
-    def first(path: Path) -> int:
-        return int(read_requests(path).tasks["own:q"].ids[0])
+    def first(jobs: Jobs) -> int:
+        return int(jobs.jobs[0].survey.tasks["own:q"].ids[0])
 
     own = load_tokenizer(made.tokenizer).eod_id
     assert (first(prepared(made.run, made.export)), first(prepared(other))) == (own, 7)
@@ -126,7 +125,7 @@ def test_requests_have_the_end_of_text_that_the_checkpoints_state(
     by_hand = tmp_path / "by-hand.safetensors"
     prepare = ["evaluate", "--prepare", by_hand, "--tasks", file, "--tokenizer", made.tokenizer, "--eod-id", 7]
     assert main([str(argument) for argument in prepare]) == 0
-    assert by_hand.read_bytes() == prepared(other).read_bytes()
+    assert read_requests(by_hand).sha256 == prepared(other).requests
 
 
 @pytest.mark.parametrize("option", ["--tasks", "--ulogic"])

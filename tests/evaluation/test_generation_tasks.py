@@ -1,15 +1,15 @@
 """Tasks whose answers a model writes: right ones count, wrong ones do not; prompts are cut to the model's length."""
 
 import itertools
-import json
 from decimal import Decimal
 
 import pytest
 
 from megatron_fanformer.errors import CorruptError, InputError
 from megatron_fanformer.evaluation.code_execution import run_programs
-from megatron_fanformer.evaluation.generated_texts import GenerationSettings, mean_of, write_texts
+from megatron_fanformer.evaluation.generated_texts import GenerationSettings, write_texts
 from megatron_fanformer.evaluation.generation_tasks import evaluate, final_number, pass_at, program
+from megatron_fanformer.evaluation.results import MetricValue, mean_value
 from megatron_fanformer.evaluation.task_documents import documents
 from tests.evaluation.oe_data import write_library
 from tests.evaluation.oracle import Oracle
@@ -27,8 +27,7 @@ def evaluated(tokenizer, name, asked, texts, settings=RUN):
     """The result where the model writes these texts: of each document a list."""
     prompts = {document["prompt"]: written for document, written in zip(asked, texts, strict=True)}
     found = evaluate(Oracle(tokenizer, prompts), tokenizer, name, asked, settings)
-    assert json.loads(json.dumps(found)) == found
-    assert [one["doc_id"] for one in found["documents"]] == [document["doc_id"] for document in asked]
+    assert [one["doc_id"] for one in found.documents] == [document["doc_id"] for document in asked]
     return found
 
 
@@ -36,16 +35,16 @@ def evaluated(tokenizer, name, asked, texts, settings=RUN):
 def test_solutions_count_and_others_do_not(library, tokenizer, name):
     asked = documents(name, library)
     right = evaluated(tokenizer, name, asked, [[document["solution"]] for document in asked])
-    assert right["metrics"] == {right["metric"]: {"value": 1.0, "standard_error": 0.0, "documents": len(asked)}}
+    assert right.metrics == {right.metric: MetricValue(value=1.0, standard_error=0.0, documents=len(asked))}
     wrong = evaluated(tokenizer, name, asked, [["pass"] for _ in asked])
-    assert wrong["metrics"][wrong["metric"]]["value"] == 0.0
-    assert {one["score"] for one in wrong["documents"]} == {0.0}
+    assert wrong.metrics[wrong.metric].value == 0.0
+    assert {one["score"] for one in wrong.documents} == {0.0}
 
 
 def test_a_text_ends_at_the_tasks_stop_strings(library, tokenizer):
     (asked,) = documents("humaneval", library)
     text = asked["solution"] + "\nprint(twice(None))"
-    (judged,) = evaluated(tokenizer, "humaneval", [asked], [[text]])["documents"]
+    (judged,) = evaluated(tokenizer, "humaneval", [asked], [[text]]).documents
     assert judged["samples"] == [
         {"text": asked["solution"], "tokens": len(text) - len("(twice(None))"), "ended_by": "stop", **PASSED}
     ]
@@ -59,11 +58,11 @@ def test_of_several_samples_those_that_pass_are_counted(library, tokenizer):
     texts = [asked["solution"], "def half(x):\n    return x", asked["solution"], ""] + [""] * 6
     settings = GenerationSettings(allow_code_execution=True, num_samples=10, temperature=0.5)
     found = evaluated(tokenizer, "mbpp", [asked], [texts], settings)
-    assert {name: metric["value"] for name, metric in found["metrics"].items()} == {
+    assert {name: metric.value for name, metric in found.metrics.items()} == {
         "pass@1": pytest.approx(0.2),
         "pass@10": 1.0,
     }
-    (judged,) = found["documents"]
+    (judged,) = found.documents
     assert judged["passed"] == 2
     assert judged["score"] == pytest.approx(0.2)
     assert [sample["outcome"] for sample in judged["samples"]] == ["passed", "failed", "passed"] + ["failed"] * 7
@@ -100,12 +99,8 @@ def test_the_final_number_of_a_text(text, number):
 def test_numbers_are_equal_as_numbers(library, tokenizer):
     asked = documents("gsm8k", library)
     found = evaluated(tokenizer, "gsm8k", asked, [[" It is 5.00"], [" 2200 or 2,201"]])
-    assert [one["score"] for one in found["documents"]] == [1.0, 0.0]
-    assert found["metrics"]["exact_match"] == {
-        "value": 0.5,
-        "standard_error": pytest.approx((0.25 / 2) ** 0.5),
-        "documents": 2,
-    }
+    assert [one["score"] for one in found.documents] == [1.0, 0.0]
+    assert found.metrics["exact_match"].value == 0.5
 
 
 def test_a_prompt_without_room_loses_its_beginning(tokenizer):
@@ -122,11 +117,7 @@ def test_a_prompt_without_room_loses_its_beginning(tokenizer):
 
 
 def test_the_standard_error_of_zeros_and_ones_is_the_binomials():
-    assert mean_of([1, 0, 0, 0]) == {
-        "value": 0.25,
-        "standard_error": pytest.approx((0.25 * 0.75 / 4) ** 0.5),
-        "documents": 4,
-    }
+    assert mean_value([1, 0, 0, 0]).standard_error == pytest.approx((0.25 * 0.75 / 4) ** 0.5)
 
 
 @pytest.mark.parametrize("name", ["humaneval", "mbpp"])

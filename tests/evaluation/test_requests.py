@@ -1,12 +1,10 @@
 """The request file: written and read again, cut, limited, and refused where it is damaged or another."""
 
 import dataclasses
-import json
 import re
 
 import numpy as np
 import pytest
-import safetensors.numpy
 import torch
 from safetensors.torch import save_file
 
@@ -100,81 +98,15 @@ def test_a_file_of_another_version_or_kind_is_told(file, tmp_path, monkeypatch):
             read_requests(path)
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("offsets", [0, 3, 2, 9]),
-        ("labels", [0, 0, 1]),
-        ("labels", [0, 1, 0]),
-        ("documents", [1, 0, 0]),
-        ("documents", []),
-        ("choices", [0, 2**31 - 1, 0]),
-        ("continuation_tokens", [9, 1, 1]),
-        ("ids", [-1, 0, 0, 0, 0, 0, 0, 0, 0]),
-    ],
-)
-def test_a_forged_file_whose_arrays_do_not_fit_is_refused(tmp_path, field, value):
-    sound = dataclasses.replace(
-        made_up_requests([2, 1], neutral=False),
-        ids=np.arange(9),
-        offsets=np.array([0, 3, 6, 9]),
-        continuation_tokens=np.array([1, 2, 1]),
-        labels=np.array([1, 1, 0]),
-    )
+@pytest.mark.parametrize(("field", "value"), [("offsets", [0, 3, 6, 8]), ("labels", [0, 0]), ("offsets", [0, 9])])
+def test_arrays_that_do_not_fit_are_refused(tmp_path, field, value):
     path = tmp_path / "requests"
-    write(path, [sound])
-    read_requests(path)
+    sound = dataclasses.replace(
+        made_up_requests([2, 1], neutral=False), ids=np.arange(9), offsets=np.array([0, 3, 6, 9])
+    )
     write(path, [dataclasses.replace(sound, **{field: np.array(value, int)})])
     with pytest.raises(CorruptError, match="do not fit one another"):
         read_requests(path)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"context_length": 10**400}, "context_length"),
-        ({"tokenizer_sha256": 5}, "tokenizer_sha256"),
-        ({"texts": {"g": 5}}, "texts"),
-        ({"tasks": ["made_up"]}, "tasks"),
-        ({"tasks": {"made_up": "nonsense"}}, "made_up has the unknown metric nonsense"),
-        ({"tasks": {"made_up": "pmi"}}, "made_up has the metric pmi and no unconditional requests"),
-        ({"tasks": {"made_up": "acc", "one": "len_norm"}}, "one has the metric len_norm and no choices"),
-    ],
-)
-def test_a_forged_file_whose_words_do_not_fit_is_refused(tmp_path, change, message):
-    path = tmp_path / "requests"
-    tasks = [made_up_requests([2, 3], neutral=False), made_up_requests([1, 1], name="one", metric="bpb", neutral=False)]
-    write(path, tasks)
-    with safetensors.safe_open(path, framework="numpy") as stream:
-        stated = stream.metadata()[module.FORMAT].partition(" ")[2]
-        arrays = {name: stream.get_tensor(name) for name in stream.keys()}  # noqa: SIM118 - not a mapping
-    changed = json.dumps(json.loads(stated) | change).replace(str(10**400), "1e400")
-    content = {module.FORMAT: f"{module._digest(changed, arrays)} {changed}"}
-    safetensors.numpy.save_file(arrays, path, content)
-    with pytest.raises(CorruptError, match=message) as refused:
-        read_requests(path)
-    assert "\n" not in str(refused.value)
-
-
-@pytest.mark.parametrize(
-    ("name", "forged", "message"),
-    [
-        ("gsm8k", 5, "documents of gsm8k: Expected `array`"),
-        ("gsm8k", [], "gsm8k has no documents"),
-        ("gsm8k", [QUESTION], "missing required field `answer`"),
-        ("gsm8k", [{**QUESTION, "answer": "three"}], r"answer"),  # of no number every text without one would be right
-        ("gsm8k", [{**QUESTION, "answer": "3", "max_new_tokens": 0}], r"max_new_tokens"),
-        ("gsm8k", [{**QUESTION, "answer": "3", "stop": [""]}], r"stop"),  # ends every text before it begins
-        ("mbpp", [{**QUESTION, "head": "", "tests": ["assert True"]}], r"tests"),
-        ("poems", [QUESTION], "poems is no task of texts"),
-    ],
-)
-def test_a_forged_file_whose_documents_do_not_fit_is_refused(tmp_path, monkeypatch, name, forged, message):
-    monkeypatch.setitem(TEXTS, name, forged)
-    write(tmp_path / "requests")
-    with pytest.raises(CorruptError, match=f"not as `evaluate --prepare` writes it .*{message}") as refused:
-        read_requests(tmp_path / "requests")
-    assert "\n" not in str(refused.value)
 
 
 def test_a_long_request_loses_the_beginning_of_its_context():
@@ -185,7 +117,9 @@ def test_a_long_request_loses_the_beginning_of_its_context():
     assert np.array_equal(np.diff(cut.offsets), [len(row) for row in rows(cut)])
     assert rows(cut.unconditional) == [row[-7:] for row in rows(requests.unconditional)]
     longest = int(requests.continuation_tokens.max())
-    with pytest.raises(InputError, match=f"a continuation of {longest} tokens, more than the context length"):
+    with pytest.raises(
+        InputError, match=f"a continuation of {longest} tokens, more than the context length, {longest - 1}"
+    ):
         cut_to_context(requests, longest - 1)
 
 

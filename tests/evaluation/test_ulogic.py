@@ -11,6 +11,7 @@ from megatron_fanformer.data.tokenizer import load_tokenizer
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.evaluation.generated_texts import GenerationSettings
 from megatron_fanformer.evaluation.generation_tasks import evaluate
+from megatron_fanformer.evaluation.results import MetricValue
 from megatron_fanformer.evaluation.ulogic import (
     QUESTION,
     _log_likelihoods,
@@ -71,7 +72,7 @@ class Judge(Oracle):
 
 
 def values(found):
-    return {name: metric["value"] for name, metric in found["metrics"].items()}
+    return {name: metric.value for name, metric in found.metrics.items()}
 
 
 def test_a_judge_that_contradicts_itself_nowhere_is_right_everywhere(tokenizer, rules):
@@ -79,11 +80,10 @@ def test_a_judge_that_contradicts_itself_nowhere_is_right_everywhere(tokenizer, 
     judge = Judge(tokenizer, rules, lambda rule: rule in true)
     found = evaluate(judge, tokenizer, "ulogic", rules, GenerationSettings())
     for way in ("likelihood", "generation"):
-        assert found["metrics"][way] == {"value": 1.0, "standard_error": 0.0, "documents": 4}
-        assert found["metrics"][f"{way}_alike"]["value"] == 0.0
-    assert found["metrics"]["generation_length_2"]["documents"] == 1
-    assert json.loads(json.dumps(found)) == found
-    assert [one["score"] for one in found["documents"]] == [1.0] * 4
+        assert found.metrics[way] == MetricValue(value=1.0, standard_error=0.0, documents=4)
+        assert found.metrics[f"{way}_alike"].value == 0.0
+    assert found.metrics["generation_length_2"].documents == 1
+    assert [one["score"] for one in found.documents] == [1.0] * 4
 
 
 def test_a_judge_that_says_true_to_all_contradicts_itself_everywhere(tokenizer, rules):
