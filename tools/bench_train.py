@@ -1,339 +1,334 @@
-"""Measures training: tokens/s, model FLOP/s, and their share of what the machine's matrix products reach.
+r"""Measure training steps: seconds, tokens/s, model FLOP/s, memory; of cases that take turns.
 
     python tools/bench_train.py                                   # a small model on this machine's CPU
-    python tools/bench_train.py --preset fanformer-1b --dtypes bf16 fp8 --micro-batch-size 8 --json report.json
-    python tools/bench_train.py --config examples/fanformer-1b.yaml --layouts tp=1 tp=2
+    python tools/bench_train.py --preset fanformer-1b --alone --micro-batch-size 8 --json steps.json \
+        --case F fanformer --case FP8 fanformer 'precision.fp8="hybrid"' --case T transformer 'layout=tp=2'
 
-Every case is a whole Trainer on random tokens, in processes of its own. Cases of one number format take turns, a few
-steps at a time, with the model's own matrix products between them: a machine that is busy with something else slows all
-alike, and ratios hold. Beside each case's step stands what the formula predicts of it (`planning.step_time`) from the
-machine's rates, measured in the same minutes. Compared are:
+A case is a name, a model and settings. Models: `fanformer`, that of the preset or configuration; `transformer`, the
+same without FAN; `same-params`, the FANformer of as many parameters as that (less d_ff); `p=0.125` and the like.
+Settings: fields with their section, as JSON; a layout as for `parity`; variables of the environment (`NAME=value`).
+`--peers` adds plain PyTorch on the model for transformers (`benchmarking.peers`), on a CPU.
 
-- fanformer: the FANformer of the preset or configuration;
-- transformer: the same without FAN, of equal width;
-- same-params: the FANformer with as many parameters as that Transformer (less d_ff);
-- p=0.125 and the like: the FANformer with another p_ratio.
+Every case is a whole Trainer on random tokens, in processes of its own. Cases take turns, so that a busy machine slows
+all alike: compare ratios. With `--alone` each turn has new processes, for cases that do not fit into the memory side by
+side; those of several turns import ahead. The file is written anew after each turn.
 
-On a CPU `--peers` lets the model for transformers take turns, trained by plain PyTorch (`benchmarking.peers`).
+`--rates` measures the machine in each round, too: the report is then a machine file for `plan --gpu`, and has shares of
+the matrix products' rate and step times by formula on that machine. Else shares are of the data sheet's rate in bf16,
+and predictions by it, where `planning/machines.yaml` knows the chip.
 """
 
 import argparse
 import dataclasses
 import json
+import os
 import platform
 import statistics
 import sys
 import tempfile
+from collections.abc import Callable
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
-from benchmarking.arguments import count
 from benchmarking.machine import measured_machine, predicted_seconds
-from benchmarking.matrix_rate import MatrixClock
+from benchmarking.matrix_rate import MatrixClock, Rates
 from benchmarking.peers import Peer, runnable_peers, start_peer
-from benchmarking.ranks import CaseProcesses, Timing, ranks_of, run_values, write_tokens
+from benchmarking.ranks import CaseProcesses, Ended, Timing, ranks_of, run_values, write_tokens
 
-from megatron_fanformer.durable_files import file_problems
+from megatron_fanformer.durable_files import file_problems, write_atomically
 from megatron_fanformer.errors import FanformerError, InputError
 from megatron_fanformer.model.config import PRESETS, FANformerConfig, as_transformer, with_same_parameters
 from megatron_fanformer.model.dtypes import DTYPES
 from megatron_fanformer.model.layouts import parse_layout
 from megatron_fanformer.ops import cpu_kernels
 from megatron_fanformer.planning.flops import training_flops_per_token
+from megatron_fanformer.planning.machines import known_machines, machine_of_device
+from megatron_fanformer.processes import usable_cores
 from megatron_fanformer.runtime import device as devices
-from megatron_fanformer.training.config import load_config
+from megatron_fanformer.training.config import config_from_dict, load_config
 
 SMALL = FANformerConfig(  # the one that the authors' implementation was measured with on a CPU
     num_layers=8, hidden_size=512, ffn_hidden_size=2048, num_attention_heads=8, vocab_size=50_304, seq_length=512
 )
-WARM_UP = 2
-SINGLE = "tp=1"
 
 
 @dataclass
 class Case:
-    """A model in a number format and a layout, and what was measured of it."""
+    """A run's configuration, and its turns so far."""
 
-    model_name: str
-    model: FANformerConfig
-    dtype: str
-    layout: str
-    timings: list[Timing] = field(default_factory=list)
-    predictions: list[float] = field(default_factory=list)
-    """Seconds of a step by formula, from the machine's rates in the same round; of one rank, which has all cores."""
-    peak_memory: int = 0
+    name: str
+    values: dict[str, Any]
+    variables: dict[str, str] = field(default_factory=dict)
+    """Of the environment."""
+    world_size: int = 1
     peer: Peer | None = None
-    """What trains it in place of a Trainer."""
-    setting: tuple[str, str, Any] | None = None
-    """Section, field and value of what distinguishes it from the case before."""
+    """A program that trains it in place of a Trainer."""
+    turns: list[Timing] = field(default_factory=list)
+    rates: list[Rates] = field(default_factory=list)
+    """Of the machine in the rounds of the turns."""
+    predictions: list[float] = field(default_factory=list)
+    peak_memory: int = 0
 
-    @property
-    def name(self) -> str:
-        """What it is called in tables."""
-        parts = [self.model_name, self.dtype, *([] if self.layout == SINGLE else [self.layout])]
-        return " ".join([*parts, *([] if self.setting is None else [f"{self.setting[1]}={self.setting[2]}"])])
-
-    @property
-    def step_seconds(self) -> float:
-        """The median over the rounds."""
-        return statistics.median(timing.seconds for timing in self.timings)
+    def start(self) -> CaseProcesses:
+        """Start the processes, which import everything and wait."""
+        training, model = self.values["training"], config_from_dict(self.values).model
+        if self.peer is not None:
+            return start_peer(
+                self.peer, model, self.values["precision"]["dtype"] == "bf16", training["micro_batch_size"]
+            )
+        with patch.dict(os.environ, self.variables):
+            return ranks_of(self.values, self.world_size)
 
 
 def main() -> int:
-    """Print the table, and write the JSON."""
+    """Take all turns, and print a table; the exit code is 1 where a case failed."""
     options = _options()
     devices.prepare_libraries()
     device = devices.resolve_device(options.device)
     if device == "cpu":
         devices.hide_gpus()
-    try:
-        cases = _cases(options)
-        options.set = _settings(options.set)
-        if options.peers and (device != "cpu" or "fp8" in options.dtypes):
-            raise InputError("--peers is for a CPU, in fp32 and bf16; leave it out, or set --device cpu and --dtypes")
-        if found := file_problems(json=options.json):
-            raise InputError("\n".join(found))
-    except FanformerError as error:
-        print(f"bench_train: {error}", file=sys.stderr)
-        return error.exit_code
-    print(f"{_machine(device)}; {options.rounds} rounds of {options.steps} steps of {_batch(options, cases[0].model)}")
-    report: dict[str, Any] = {"machine": {}, "cases": []}
     with tempfile.TemporaryDirectory(prefix="bench-train-") as folder:
-        for dtype in options.dtypes:
-            group = [case for case in cases if case.dtype == dtype]
-            rates, machine = _run(group, options, device, Path(folder))
-            report["machine"] = {**machine, **report["machine"]}  # shares are of the first format's rate
-            lines = [_line(case, group[0], rates, options) for case in group]
-            report["cases"] += lines
-            _print(group, lines)
-    if options.json:
-        options.json.write_text(json.dumps(report, indent=2) + "\n")
-    return 0
+        try:
+            if found := file_problems(json=options.json):
+                raise InputError("\n".join(found))
+            cases = _cases(options, device, Path(folder))
+        except FanformerError as error:
+            print(f"bench_train: {error}", file=sys.stderr)
+            return error.exit_code
+        report: dict[str, Any] = {"device": _device(device), "failed": [], "cases": []}
+        print(", ".join(f"{name} {value}" for name, value in report["device"].items()))
+        machine = Machine(cases[0], device, report) if options.rates else None
+        take_turns = _alone if options.alone else _side_by_side
+        take_turns(cases, options, report, machine)
+    for line in report["cases"]:
+        print(_shown(line))
+    return 1 if report["failed"] else 0
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--preset", choices=PRESETS, metavar="NAME", help=f"one of {', '.join(PRESETS)}")
     parser.add_argument("--config", type=Path, metavar="FILE", help="use the model of a run's configuration")
-    parser.add_argument("--models", nargs="+", default=["fanformer", "transformer", "same-params"], metavar="MODEL")
-    parser.add_argument("--dtypes", nargs="+", default=["fp32", "bf16"], choices=("fp32", "bf16", "fp8"))
-    parser.add_argument("--layouts", nargs="+", default=[SINGLE], metavar="LAYOUT", help="such as tp=2,sp=true")
+    parser.add_argument("--case", nargs="+", action="append", metavar="NAME", help="NAME MODEL [SETTING …]")
+    parser.add_argument("--peers", action="store_true", help="plain PyTorch besides, on the model")
+    parser.add_argument("--dtype", choices=tuple(DTYPES), default="bf16", help="of all cases (bf16)")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    parser.add_argument("--seq-length", type=int, metavar="N", help="tokens per sample; the model's own by default")
-    parser.add_argument("--micro-batch-size", type=int, default=4, metavar="N")
-    parser.add_argument("--global-batch-size", type=int, metavar="N", help="one micro batch per replica by default")
-    parser.add_argument("--peers", action="store_true", help="plain PyTorch besides, on the first model")
-    parser.add_argument("--rounds", type=count, default=5, metavar="N", help="turns per case")
-    parser.add_argument("--steps", type=count, default=2, metavar="N", help="steps per turn")
-    parser.add_argument("--set", nargs=2, action="append", default=[], metavar=("SECTION.FIELD", "VALUE"))
-    parser.add_argument(
-        "--against",
-        nargs=2,
-        action="append",
-        default=[],
-        metavar=("SECTION.FIELD", "VALUE"),
-        help="every case once more with that setting",
-    )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the machine and the cases there")
+    parser.add_argument("--seq-length", type=_count, metavar="N", help="tokens per sample; the model's own by default")
+    parser.add_argument("--micro-batch-size", type=_count, default=4, metavar="N", help="(4)")
+    parser.add_argument("--micro-batches", type=_count, default=1, metavar="N", help="of a replica's step (1)")
+    parser.add_argument("--alone", action="store_true", help="new processes for each turn")
+    parser.add_argument("--ahead", type=_count, metavar="N", help="turns that import at once (half of the cores)")
+    parser.add_argument("--rounds", type=_count, default=5, metavar="N", help="turns per case (5)")
+    parser.add_argument("--steps", type=_count, default=2, metavar="N", help="per turn (2)")
+    parser.add_argument("--warm-up", type=_count, default=2, metavar="N", help="steps before, not timed (2)")
+    parser.add_argument("--rates", action="store_true", help="measure the machine, too")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the device and the cases there")
     return parser.parse_args()
 
 
-def _settings(pairs: list[list[str]]) -> list[tuple[str, str, Any]]:
-    """Section, field and value of each --set."""
-    found = []
-    for key, text in pairs:
-        section, _, name = key.partition(".")
-        if not (section and name):
-            raise InputError(f"--set {key}: name a field with its section, as in training.seed")
-        try:
-            found.append((section, name, json.loads(text)))
-        except ValueError:
-            raise InputError(f"--set {key}: {text!r} is not JSON; write it as in 1, true or '\"bf16\"'") from None
-    return found
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} must be an integer of at least 1")
+    return int(text)
 
 
-def _cases(options: argparse.Namespace) -> list[Case]:
-    base = _base_model(options)
-    for layout in options.layouts:
-        parse_layout(layout)  # refuses what it cannot read
-    if found := [problem for name in options.models for problem in _model(name, base).problems()]:
-        raise InputError("; ".join(dict.fromkeys(found)))
-    peers = runnable_peers() if options.peers else ()
-    settings = (None, *_settings(options.against))
-    cases = []
-    for dtype in options.dtypes:
-        cases += [
-            Case(name, _model(name, base), dtype, layout, setting=setting)
-            for layout in options.layouts
-            for name in options.models
-            for setting in settings
-        ]
-        first = _model(options.models[0], base)
-        cases += [Case(peer.name, first, dtype, SINGLE, peer=peer) for peer in peers]
+def _cases(options: argparse.Namespace, device: devices.DeviceKind, folder: Path) -> list[Case]:
+    base = load_config(options.config).model if options.config else PRESETS.get(options.preset, SMALL)
+    base = dataclasses.replace(base, seq_length=options.seq_length or base.seq_length)
+    tokens = write_tokens(folder / "tokens", base.vocab_size, 100 * base.seq_length)
+
+    def case(name: str, model: str, *settings: str) -> Case:
+        values = run_values(_model(model, base), options.dtype, tokens, folder / name, device=device)
+        made = Case(name, values)
+        replicas = 1
+        for setting in settings:
+            key, _, text = setting.partition("=")
+            section, _, name_of_field = key.partition(".")
+            if key == "layout":
+                layout = parse_layout(f"distributed_optimizer=true,{text}")
+                values |= {
+                    "parallel": dataclasses.asdict(layout.parallel),
+                    "kernels": dataclasses.asdict(layout.kernels),
+                }
+                made.world_size, replicas = layout.world_size, layout.parallel.data_parallel_size or 1
+            elif name_of_field:
+                values.setdefault(section, {})[name_of_field] = _json(setting, text)
+            else:
+                made.variables[key] = text
+        samples = options.micro_batch_size * options.micro_batches * replicas
+        sizes = {"micro_batch_size": options.micro_batch_size, "global_batch_size": samples}
+        values["training"] = {**sizes, **values["training"]}
+        if found := config_from_dict(values).model.problems():
+            raise InputError("; ".join(found))
+        return made
+
+    given = options.case or [[name, name] for name in ("fanformer", "transformer", "same-params")]
+    for name, *rest in given:
+        if not rest:
+            raise InputError(f"--case {name}: it has no model; write fanformer, transformer, same-params or p=RATIO")
+    cases = [case(*each) for each in given]
+    if options.peers:
+        if device != "cpu":
+            raise InputError("--peers is for a CPU; leave it out, or set --device cpu")
+        cases += [dataclasses.replace(case(peer.name, given[0][1]), peer=peer) for peer in runnable_peers()]
     return cases
 
 
-def _base_model(options: argparse.Namespace) -> FANformerConfig:
-    named = PRESETS[options.preset] if options.preset else SMALL
-    base = load_config(options.config).model if options.config else named
-    return dataclasses.replace(base, seq_length=options.seq_length or base.seq_length)
-
-
 def _model(name: str, base: FANformerConfig) -> FANformerConfig:
-    if name == "fanformer":
-        return base
-    if name == "transformer":
-        return as_transformer(base)
-    if name == "same-params":
-        return with_same_parameters(base)
+    made = {"fanformer": lambda model: model, "transformer": as_transformer, "same-params": with_same_parameters}
+    if name in made:
+        return made[name](base)
     try:
-        p_ratio = float(name.removeprefix("p="))
+        return dataclasses.replace(base, fan=dataclasses.replace(base.fan, p_ratio=float(name.removeprefix("p="))))
     except ValueError:
-        raise InputError(
-            f"model {name!r} is not known; choose fanformer, transformer, same-params or p=RATIO"
-        ) from None
-    return dataclasses.replace(base, fan=dataclasses.replace(base.fan, p_ratio=p_ratio))
+        raise InputError(f"{name!r} is no model; write fanformer, transformer, same-params or p=RATIO") from None
 
 
-def _run(
-    group: list[Case], options: argparse.Namespace, device: devices.DeviceKind, folder: Path
-) -> tuple[list[float], dict[str, Any]]:
-    """Let all cases of a number format take their turns.
-
-    Returns the fastest matrix product's rate in each round, and the machine in the round of its median rate.
-    """
-    model = group[0].model
-    tokens = write_tokens(folder / f"tokens-{group[0].dtype}", model.vocab_size, 100 * model.seq_length)
-    if device == "cpu":
-        torch.set_num_threads(devices.threads_per_rank(1))
-        cpu_kernels.load(devices.cache_folder())  # or attention's rate would not be that of a run
-    dtype = DTYPES.get(group[0].dtype, torch.bfloat16)  # fp8 is compared with bf16's rate
-    micro_batch = options.micro_batch_size * model.seq_length
-    clock = MatrixClock(model, micro_batch, dtype, torch.device(device))
-    runs = [_values(case, options, tokens, folder / f"{case.dtype}-{n}", device) for n, case in enumerate(group)]
-    ranks, rates, machines = [], [], []
+def _json(setting: str, text: str) -> Any:
     try:
-        for case, values in zip(group, runs, strict=True):
-            ranks.append(_started(case, values, options))
-            ranks[-1].steps(WARM_UP)
+        return json.loads(text)
+    except ValueError:
+        raise InputError(f"--case … {setting}: {text!r} is not JSON; write it as in 1, true or '\"local\"'") from None
+
+
+def _device(device: devices.DeviceKind) -> dict[str, Any]:
+    name = f"{usable_cores()} cores of {platform.machine()} ({torch.backends.cpu.get_cpu_capability()})"
+    name = torch.cuda.get_device_name() if device == "cuda" else name
+    known = machine_of_device(name)
+    return {
+        "name": name,
+        "torch": torch.__version__,
+        "like": next((short for short, each in known_machines().items() if each == known), None),
+        "bf16_flops_per_second": known and known.bf16_flops_per_second,
+    }
+
+
+class Machine:
+    """The rates of this machine in the products of a case's model; the report gets the round of the median rate."""
+
+    def __init__(self, case: Case, device: devices.DeviceKind, report: dict[str, Any]) -> None:
+        self._model = config_from_dict(case.values).model
+        self._dtype, self._device = DTYPES[case.values["precision"]["dtype"]], torch.device(device)
+        self._size = case.values["training"]["micro_batch_size"]
+        if device == "cpu":
+            torch.set_num_threads(devices.threads_per_rank(1))
+            cpu_kernels.load(devices.cache_folder())  # or attention's rate would not be that of a run
+        self._clock = MatrixClock(self._model, self._size * self._model.seq_length, self._dtype, self._device)
+        self._rounds: list[tuple[float, dict[str, Any]]] = []
+        self._report = report
+
+    def measure(self) -> tuple[Rates, dict[str, Any]]:
+        """Measure now."""
+        rates = self._clock.rates()
+        measured = measured_machine(self._model, self._size, self._dtype, rates.mean, self._device)
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()  # the cases need it
+        self._rounds = sorted([*self._rounds, (rates.mean, measured)], key=lambda each: each[0])
+        self._report |= {"rates": rates._asdict(), "machine": self._rounds[len(self._rounds) // 2][1]}
+        return rates, measured
+
+
+def _side_by_side(
+    cases: list[Case], options: argparse.Namespace, report: dict[str, Any], machine: Machine | None
+) -> None:
+    """Let all cases take their turns, in processes that stay."""
+    with ExitStack() as stack:
+        running = []
+        for case in cases:
+            running.append(stack.enter_context(closing(case.start())))
+            running[-1].begin()
+            running[-1].steps(options.warm_up)
         for _ in range(options.rounds):
-            rates.append(clock.rates())
-            size = options.micro_batch_size
-            machines.append(measured_machine(model, size, dtype, rates[-1].mean, torch.device(device)))
-            for case, values, own in zip(group, runs, ranks, strict=True):
-                case.timings.append(own.steps(options.steps))
-                if case.peer is None and parse_layout(case.layout).world_size == 1:
-                    case.predictions.append(predicted_seconds(values, machines[-1]))
-        for case, own in zip(group, ranks, strict=True):
-            case.peak_memory = own.peak_memory()
-    finally:
-        for own in ranks:
-            own.close()
-    middle = sorted(range(len(rates)), key=lambda number: rates[number].mean)[len(rates) // 2]
-    return [rate.fastest for rate in rates], machines[middle]
+            now = machine and machine.measure()
+            for case, processes in zip(cases, running, strict=True):
+                _record(case, processes, options, now)
+            _write(cases, options, report)
 
 
-def _started(case: Case, values: dict[str, Any], options: argparse.Namespace) -> CaseProcesses:
-    if case.peer is None:
-        return ranks_of(values, parse_layout(case.layout).world_size)
-    return start_peer(case.peer, case.model, case.dtype == "bf16", _samples_a_step(case, options))
+def _alone(cases: list[Case], options: argparse.Namespace, report: dict[str, Any], machine: Machine | None) -> None:
+    """Give each turn processes of its own; the order is reversed from round to round."""
+    now = machine and machine.measure()
+    order = [case for number in range(options.rounds) for case in (cases if number % 2 == 0 else cases[::-1])]
+    ahead = options.ahead or max(1, usable_cores() // 2)
+    for first in range(0, len(order), ahead):
+        several = order[first : first + ahead]
+        with ExitStack() as stack:
+            started = [stack.enter_context(closing(case.start())) for case in several]
+            for case, processes in zip(several, started, strict=True):
+                try:
+                    processes.begin()
+                    processes.steps(options.warm_up)
+                    _record(case, processes, options, now)
+                except Ended:
+                    print(f"bench_train: {case.name}: its process ended; its message stands above", file=sys.stderr)
+                    report["failed"].append(case.name)
+                processes.close()  # the next one needs the memory
+                _write(cases, options, report)
 
 
-def _values(
-    case: Case, options: argparse.Namespace, tokens: str, run: Path, device: devices.DeviceKind
-) -> dict[str, Any]:
-    layout = parse_layout(f"distributed_optimizer=true,{case.layout}")
-    values = run_values(
-        case.model,
-        "fp32" if case.dtype == "fp32" else "bf16",
-        tokens,
-        run,
-        device=device,
-        micro_batch_size=options.micro_batch_size,
-        global_batch_size=_samples_a_step(case, options),
-    )
-    values |= {"parallel": dataclasses.asdict(layout.parallel), "kernels": dataclasses.asdict(layout.kernels)}
-    if case.dtype == "fp8":
-        values["precision"]["fp8"] = "hybrid"
-    for section, name, value in [*options.set, *([] if case.setting is None else [case.setting])]:
-        values.setdefault(section, {})[name] = value
-    return values
+def _record(
+    case: Case, processes: CaseProcesses, options: argparse.Namespace, now: tuple[Rates, dict[str, Any]] | None
+) -> None:
+    case.turns.append(processes.steps(options.steps))
+    case.peak_memory = max(case.peak_memory, processes.peak_memory())
+    if now is not None:
+        case.rates.append(now[0])
+        if case.peer is None and case.world_size == 1:
+            case.predictions.append(predicted_seconds(case.values, now[1]))
 
 
-def _samples_a_step(case: Case, options: argparse.Namespace) -> int:
-    replicas = parse_layout(case.layout).parallel.data_parallel_size or 1
-    return options.global_batch_size or options.micro_batch_size * replicas
+def _write(cases: list[Case], options: argparse.Namespace, report: dict[str, Any]) -> None:
+    report["cases"] = [_line(case, cases[0], report["device"]) for case in cases if case.turns]
+    if options.json:
+        write_atomically(options.json, json.dumps(report, indent=1) + "\n")
 
 
-def _line(case: Case, first: Case, rates: list[float], options: argparse.Namespace) -> dict[str, Any]:
-    """What is written about a case."""
-    tokens = _samples_a_step(case, options) * case.model.seq_length
-    flops_a_step = tokens * training_flops_per_token(case.model)
-    model_flops = flops_a_step / case.step_seconds
-    best = max(rates)
-    in_turns = [flops_a_step / own.seconds / rate for own, rate in zip(case.timings, rates, strict=True)]
-    ratios = [own.seconds / other.seconds for own, other in zip(case.timings, first.timings, strict=True)]
-    return {
+def _line(case: Case, first: Case, device: dict[str, Any]) -> dict[str, Any]:
+    model = config_from_dict(case.values).model
+    seconds = statistics.median(turn.seconds for turn in case.turns)
+    tokens = case.values["training"]["global_batch_size"] * model.seq_length
+    flops = tokens * training_flops_per_token(model)
+    peak, like = device["bf16_flops_per_second"], device["like"]
+    line = {
         "case": case.name,
-        "parameters": case.model.num_parameters,
-        "tokens_per_second": tokens / case.step_seconds,
-        "step_seconds": case.step_seconds,
-        "between_steps_seconds": statistics.median(timing.between_steps for timing in case.timings),
-        "model_flops_per_second": model_flops,
-        "matrix_flops_per_second": best,
-        "share_of_matrix_rate": model_flops / best,
-        "share_of_matrix_rate_in_turns": statistics.median(in_turns),
-        f"step_time_over_{first.name.replace(' ', '_')}": statistics.median(ratios),
-        **_prediction(case),
+        "parameters": model.num_parameters,
+        "turns": [turn.seconds for turn in case.turns],
+        "step_seconds": seconds,
+        "between_steps_seconds": statistics.median(turn.between_steps for turn in case.turns),
+        "over_first": statistics.median(
+            turn.seconds / other.seconds for turn, other in zip(case.turns, first.turns, strict=False)
+        ),
+        "tokens_per_second": tokens / seconds,
+        "model_flops_per_second": flops / seconds,
+        "share_of_peak": None if peak is None else flops / seconds / peak,
         "peak_memory_bytes": case.peak_memory,
+        "predicted_step_seconds": None,
     }
+    if case.rates:
+        in_turns = (flops / turn.seconds / rate.fastest for turn, rate in zip(case.turns, case.rates, strict=True))
+        line["share_of_fastest_product"] = statistics.median(in_turns)
+    if case.predictions:
+        line["predicted_step_seconds"] = statistics.median(case.predictions)
+    elif like and case.peer is None and case.world_size == 1:
+        line["predicted_step_seconds"] = predicted_seconds(case.values, {"like": like})
+    return line
 
 
-def _prediction(case: Case) -> dict[str, float]:
-    """What the formula says of a step, and of it for each second measured in the same round."""
-    if not case.predictions:
-        return {}
-    ratios = [predicted / own.seconds for predicted, own in zip(case.predictions, case.timings, strict=True)]
-    return {
-        "predicted_step_seconds": statistics.median(case.predictions),
-        "predicted_over_measured": statistics.median(ratios),
-    }
-
-
-def _print(group: list[Case], lines: list[dict[str, Any]]) -> None:
-    first = group[0].name
-    rate = lines[0]["matrix_flops_per_second"]
-    print(f"\n{group[0].dtype}: the fastest matrix product reached {rate / 1e12:.3f} TFLOP/s")
-    print(
-        f"{'case':32} {'parameters':>12} {'tokens/s':>10} {'TFLOP/s':>8} {'share':>6} {'turns':>6} "
-        f"{'time':>6} {'GB':>7} {'between':>8}"
+def _shown(line: dict[str, Any]) -> str:
+    parts: list[tuple[Any, Callable[[Any], str]]] = [
+        (line["share_of_peak"], lambda share: f"{share:.1%} of the data sheet's"),
+        (line.get("share_of_fastest_product"), lambda share: f"{share:.1%} of the fastest product's"),
+        (line["predicted_step_seconds"], lambda seconds: f"{seconds:.4f} s by formula"),
+    ]
+    return (
+        f"{line['case']:28} {line['step_seconds']:8.4f} s {line['over_first']:6.3f} {line['tokens_per_second']:9,.0f} "
+        f"tokens/s {line['model_flops_per_second'] / 1e12:8.3f} TFLOP/s {line['peak_memory_bytes'] / 1e9:6.2f} GB  "
+        + ", ".join(show(value) for value, show in parts if value is not None)
     )
-    for line in lines:
-        over = line[f"step_time_over_{first.replace(' ', '_')}"]
-        print(
-            f"{line['case']:32} {line['parameters']:12,} {line['tokens_per_second']:10,.0f} "
-            f"{line['model_flops_per_second'] / 1e12:8.3f} {line['share_of_matrix_rate']:6.1%} "
-            f"{line['share_of_matrix_rate_in_turns']:6.1%} {over:6.3f} "
-            f"{line['peak_memory_bytes'] / 1e9:7.2f} {1000 * line['between_steps_seconds']:6.1f}ms"
-        )
-    for line in lines:
-        if predicted := line.get("predicted_step_seconds"):
-            error = line["predicted_over_measured"] - 1
-            print(f"{line['case']:32} {line['step_seconds']:.4f} s a step; by formula {predicted:.4f} s, {error:+.1%}")
-    print(f"(share: model FLOP/s of that product's rate; turns: of the rate in the same round; time: over {first})")
-
-
-def _batch(options: argparse.Namespace, model: FANformerConfig) -> str:
-    return f"micro batches of {options.micro_batch_size} x {model.seq_length} tokens"
-
-
-def _machine(device: devices.DeviceKind) -> str:
-    if device == "cuda":
-        return f"{torch.cuda.get_device_name()}, torch {torch.__version__}"
-    cores = f"{devices.threads_per_rank(1)} cores of {platform.machine()} ({torch.backends.cpu.get_cpu_capability()})"
-    return f"{cores}, torch {torch.__version__}"
 
 
 if __name__ == "__main__":

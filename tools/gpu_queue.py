@@ -1,45 +1,69 @@
-"""Runs all that one GPU can settle, part by part in order of worth, each within its limit; every result is kept.
+"""Run all that one GPU can settle, part by part in order of worth, each within its limit; every result is kept.
 
     python tools/gpu_queue.py --list
     python tools/gpu_queue.py --site SITE --minutes 25        # on a machine with a GPU; again to go on
     python tools/gpu_queue.py --only machine tests            # these, and what they need
     python tools/gpu_queue.py --rehearse                      # on a CPU: small sizes, a stand-in for Transformer Engine
 
-The output folder has report.md (what each part decided, its figures, goals, whether they are met, seconds) and a folder
-for each part with its result, logs and files. A part that is done is not run again; one whose time is not there is
-left out, and the next one is tried. The exit code is 1 where a part failed, and 5 after a signal: that ends the part
-that is running, and the report is still written. docs/gpu.md has more.
+The output folder has report.md (decisions, figures, goals, whether they are met, seconds) and a folder for each part
+with `part.json`, logs and files. A part that is done is not run again; one whose time is not there is left out, and the
+next one is tried. A command is asked to end by SIGTERM, with all that it started in its session, and killed after 40 s.
+The exit code is 1 where a part failed, and 5 after a signal: that ends the part that is running, and the report is
+still written. docs/gpu.md has more.
 """
 
 import argparse
+import contextlib
 import json
+import os
 import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import datetime, timezone
 from pathlib import Path
 
 # Before an installed one: the queue measures this checkout.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from queueing import report
-from queueing.parts import PARTS
-from queueing.record import ROOT, Part, Setting
-from queueing.running import DONE, Result, environment_of, read_result, run_part
+from queueing.parts import PARTS, ROOT, Command, Part, Setting, rule_of
 
 from megatron_fanformer import markdown
 from megatron_fanformer.durable_files import write_atomically
 from megatron_fanformer.errors import Interrupted
-from megatron_fanformer.processes import STOP_SIGNALS, signals_to
+from megatron_fanformer.processes import STOP_SIGNALS, signals_to, usable_cores
 
 PATIENCE = 10  # a rehearsal's limits are so many times as long
 STAND_IN = (Path(sys.prefix) / "engine", ROOT / "tests" / "engine_on_cpu" / "site")
+RESULT, REPORT = "part.json", "report.md"
+DONE, GOES_ON, INTERRUPTED = "done", "goes on in the next call", "interrupted"
+GRACE_SECONDS = 40
+POLL_SECONDS = 0.05
+
+
+@dataclass(kw_only=True)
+class Result:
+    """How a part ended, and its figures: name, value, rule, verdict."""
+
+    status: str
+    seconds: float = 0.0
+    """Of all calls, where it goes on from one to the next."""
+    ended: str = ""
+    """UTC, and the commit."""
+    rehearsed: bool = False
+    figures: list[list[str]] = field(default_factory=list)
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether it did not do what it should; a goal that is not met is a result."""
+        return self.status.startswith("FAILED")
 
 
 def main(arguments: Sequence[str] | None = None, parts: Sequence[Part] = PARTS) -> int:
-    """Run what is asked for; returns the exit code."""
+    """Run the parts; return the exit code."""
     options = _options(arguments, parts)
     if options.list:
         print("\n".join(_listed(part) for part in parts))
@@ -52,117 +76,15 @@ def main(arguments: Sequence[str] | None = None, parts: Sequence[Part] = PARTS) 
         for part in queue.chosen:
             if not signals:
                 queue.take(part)
-    write_atomically(output / "report.md", queue.page())
-    print(f"\n{queue.page()}\n{output / 'report.md'}")
+    print(f"\n{queue.page()}\n{output / REPORT}")
     if signals:
         return Interrupted.exit_code
     return 1 if any(result.has_failed for result in queue.taken.values()) else 0
 
 
-class Queue:
-    """The parts of one call, and what has come of them.
-
-    Args:
-        signals: filled by the handlers of this process.
-    """
-
-    def __init__(
-        self, parts: Sequence[Part], options: argparse.Namespace, output: Path, signals: list[signal.Signals]
-    ) -> None:
-        self._parts = {part.name: part for part in parts}
-        self._options, self._output, self._signals = options, output, signals
-        self._until = time.monotonic() + 60 * options.minutes if options.minutes else float("inf")
-        self._factor = PATIENCE if options.rehearse else 1
-        self.taken: dict[str, Result] = {}
-
-    @property
-    def chosen(self) -> list[Part]:
-        """Those that were asked for and what they need, in the order of the table."""
-        wanted = set(self._options.only or self._parts)
-        for part in reversed(self._parts.values()):  # what a part needs comes before it
-            if part.name in wanted:
-                wanted.update(part.needs)
-        return [part for part in self._parts.values() if part.name in wanted]
-
-    def take(self, part: Part) -> None:
-        """Run a part, unless it is done, or its time or what it needs is not there; says which."""
-        setting = Setting(folder=self._output / part.name, rehearses=self._options.rehearse)
-        earlier = None if self._is_again(part) else self._earlier(part)
-        before = earlier.seconds if earlier and part.least_minutes and not earlier.has_failed else 0.0
-        limit = 60 * part.minutes * self._factor - before
-        seconds = min(limit, self._until - time.monotonic()) if part.least_minutes else limit
-        is_used_up = part.least_minutes is not None and limit < 60 * part.least_minutes
-        if earlier and (earlier.status == DONE or is_used_up):
-            self._keep(part, earlier, "kept")
-            return
-        if reason := self._left_out(part, setting, seconds):
-            self._keep(
-                part, earlier or Result(part=part.name, decides=part.decides, status=f"left out: {reason}"), reason
-            )
-            return
-        print(f"{part.name}: {part.decides}; at most {seconds:.0f} s", flush=True)
-        over_engine = not self._options.rehearse or part.on_stand_in
-        sites = self._options.site or (STAND_IN if self._options.rehearse else ())
-        result = run_part(
-            part,
-            setting,
-            environment_of(sites if over_engine else (), hides_gpu=not over_engine, stand_in=self._options.rehearse),
-            seconds=seconds,
-            before=before,
-            commit=_commit(),
-            stopped=lambda: bool(self._signals),
-        )
-        self._keep(part, result, f"{result.seconds:.0f} s, {result.status}")
-
-    def page(self) -> str:
-        """The report: of all parts that have a result, of earlier calls too."""
-        known = (self.taken.get(part.name) or self._earlier(part) for part in self._parts.values())
-        found = [result for result in known if result is not None]
-        heading = ["A rehearsal: no figure of speed is judged."] if self._options.rehearse else []
-        if (machine := self._output / "machine" / "machine.json").is_file():
-            heading += [", ".join(f"{name} {value}" for name, value in json.loads(machine.read_text()).items())]
-        return report.page(found, heading=markdown.as_text(" ".join(heading)))
-
-    def _keep(self, part: Part, result: Result, how: str) -> None:
-        self.taken[part.name] = result
-        print(f"{part.name}: {how}", flush=True)
-        for figure in result.figures:
-            judged = f" ({figure.rule}: {figure.verdict})" if figure.rule else ""
-            print(f"    {figure.name}: {figure.shown}{judged}", flush=True)
-        write_atomically(self._output / "report.md", self.page())
-
-    def _earlier(self, part: Part) -> Result | None:
-        """What an earlier call of the same kind has left."""
-        found = read_result(self._output / part.name)
-        return found if found and found.rehearsed == self._options.rehearse else None
-
-    def _left(self) -> float:
-        return self._until - time.monotonic()
-
-    def _is_again(self, part: Part) -> bool:
-        return self._options.again and (not self._options.only or part.name in self._options.only)
-
-    def _left_out(self, part: Part, setting: Setting, seconds: float) -> str | None:
-        """Why a part is not run; None if it is."""
-        missing = [
-            str(path.relative_to(ROOT))
-            for path in (part.requires(setting) if part.requires else [])
-            if not path.is_file()
-        ]
-        if missing:
-            return f"{', '.join(missing)} is not there"
-        unmet = [name for name in part.needs if name not in self.taken or self.taken[name].status != DONE]
-        if unmet:
-            return f"it needs {', '.join(unmet)}"
-        least = 60 * part.least_minutes if part.least_minutes else seconds
-        if least > self._left() or least > seconds:
-            return f"it takes {least / 60:.1f} minutes, and {max(0.0, self._left()) / 60:.1f} are left"
-        return None
-
-
 def _options(arguments: Sequence[str] | None, parts: Sequence[Part]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--list", action="store_true", help="say what the parts are, and end")
+    parser.add_argument("--list", action="store_true", help="list the parts, and end")
     parser.add_argument("--only", nargs="+", metavar="NAME", choices=[part.name for part in parts])
     parser.add_argument("--rehearse", action="store_true", help="on a CPU, with small sizes")
     parser.add_argument("--minutes", type=float, metavar="N", help="leave out what does not end within them")
@@ -179,23 +101,194 @@ def _folder(text: str) -> Path:
 
 
 def _listed(part: Part) -> str:
-    goals = [f"{goal.name}: {goal.rule}" for goal in part.goals] or ["each comparison that its file states beforehand"]
-    lines = [
-        f"{part.name}  ({part.minutes:g} minutes at most)",
-        f"    {part.decides}",
-        *(f"    - {goal}" for goal in goals),
-    ]
-    lines += [f"    needs {', '.join(part.needs)}"] if part.needs else []
-    return "\n".join([*lines, f"    writes {', '.join([*part.writes, 'logs'])}"])
+    lines = [f"{part.name}  ({part.minutes:g} minutes at most)", f"    {part.decides}"]
+    lines += [f"    - {goal['name']}: {rule_of(goal)}" for goal in part.goals]
+    return "\n".join(lines + ([f"    needs {', '.join(part.needs)}"] if part.needs else []))
+
+
+class Queue:
+    """The parts of one call, and their results.
+
+    Args:
+        signals: filled by the handlers of this process.
+    """
+
+    def __init__(
+        self, parts: Sequence[Part], options: argparse.Namespace, output: Path, signals: list[signal.Signals]
+    ) -> None:
+        self._parts = {part.name: part for part in parts}
+        self._options, self._output, self._signals = options, output, signals
+        self._until = time.monotonic() + 60 * options.minutes if options.minutes else float("inf")
+        self.taken: dict[str, Result] = {}
+
+    @property
+    def chosen(self) -> list[Part]:
+        """The parts that were named and those that they need, in the order of the table."""
+        wanted = set(self._options.only or self._parts)
+        for part in reversed(self._parts.values()):  # what a part needs comes before it
+            if part.name in wanted:
+                wanted.update(part.needs)
+        return [part for part in self._parts.values() if part.name in wanted]
+
+    def take(self, part: Part) -> None:
+        """Run a part, unless it is done, or its time or what it needs is not there; print which."""
+        is_again = self._options.again and part.name in (self._options.only or self._parts)
+        earlier = None if is_again else self._earlier(part)
+        before = earlier.seconds if earlier and earlier.status == GOES_ON else 0.0
+        limit = 60 * part.minutes * (PATIENCE if self._options.rehearse else 1) - before
+        left = self._until - time.monotonic()
+        unmet = [name for name in part.needs if name not in self.taken or self.taken[name].status != DONE]
+        if earlier and not part.is_repeated and (earlier.status == DONE or limit <= 0):
+            self._keep(part, earlier, "kept")
+        elif unmet:
+            self._leave_out(part, earlier, f"it needs {', '.join(unmet)}")
+        elif left < (60 if part.goes_on else limit):
+            self._leave_out(part, earlier, f"it takes {limit / 60:.1f} minutes, and {max(0, left) / 60:.1f} are left")
+        else:
+            seconds = min(limit, left)
+            print(f"{part.name}: {part.decides}; at most {seconds:.0f} s", flush=True)
+            result = self._run(part, seconds, before)
+            self._keep(part, result, f"{result.seconds:.0f} s, {result.status}")
+
+    def page(self) -> str:
+        """Return the report: of all parts that have a result, of earlier calls too."""
+        lines = ["# Results of the queue", ""]
+        lines += ["A rehearsal: no figure of speed is judged.", ""] if self._options.rehearse else []
+        if (machine := self._output / "machine" / "machine.json").is_file():
+            text = ", ".join(f"{name} {value}" for name, value in json.loads(machine.read_text()).items())
+            lines += [markdown.as_text(text), ""]
+        rows = []
+        for part in self._parts.values():
+            if (result := self.taken.get(part.name) or self._earlier(part)) is None:
+                continue
+            decides, ended = markdown.as_text(part.decides), f"{result.seconds:.0f} s, {result.ended}".rstrip(", ")
+            rows.append([part.name, decides, markdown.as_text(result.status), "", "", ended])
+            rows += [
+                [part.name, "", *map(markdown.as_text, (f"{name}: {value}", rule, verdict)), ""]
+                for name, value, rule, verdict in result.figures
+            ]
+        return "\n".join([*lines, markdown.table(["part", "decides", "figure", "goal", "met", "ended"], rows), ""])
+
+    def _leave_out(self, part: Part, earlier: Result | None, reason: str) -> None:
+        self._keep(part, earlier or Result(status=f"left out: {reason}"), reason)
+
+    def _keep(self, part: Part, result: Result, how: str) -> None:
+        self.taken[part.name] = result
+        print(f"{part.name}: {how}", flush=True)
+        for name, value, rule, verdict in result.figures:
+            print(f"    {name}: {value} ({rule}: {verdict})", flush=True)
+        write_atomically(self._output / REPORT, self.page())
+
+    def _earlier(self, part: Part) -> Result | None:
+        """Read the result of an earlier call of the same kind."""
+        try:
+            result = Result(**json.loads((self._output / part.name / RESULT).read_text()))
+        except (OSError, ValueError, TypeError):
+            return None
+        return result if result.rehearsed == self._options.rehearse else None
+
+    def _run(self, part: Part, seconds: float, before: float) -> Result:
+        """Run a part to its end, its limit or a signal, and keep its result."""
+        setting = Setting(self._output / part.name, self._options.rehearse)
+        if not before:
+            shutil.rmtree(setting.folder, ignore_errors=True)
+        setting.folder.mkdir(parents=True, exist_ok=True)
+        started = time.monotonic()
+        status = self._run_commands(part, setting, started + seconds)
+        for path in (ROOT / setting.resolve(name) for name in part.kept):
+            if path.is_file():
+                shutil.copy2(path, setting.folder / path.name)
+        result = Result(
+            status=status,
+            seconds=before + time.monotonic() - started,
+            ended=f"{datetime.now(timezone.utc):%Y-%m-%dT%H:%MZ} at {_commit()}",
+            rehearsed=setting.rehearses,
+            figures=part.judged(setting),
+        )
+        write_atomically(setting.folder / RESULT, json.dumps(asdict(result), indent=1) + "\n")
+        return result
+
+    def _run_commands(self, part: Part, setting: Setting, deadline: float) -> str:
+        """Run commands one after the other, up to the first that fails, or all at once; return the status."""
+        waiting, running = part.made(setting), dict[str, subprocess.Popen[bytes]]()
+        environment, most = self._environment(part), usable_cores() if part.tests else 1
+        failures: list[str] = []
+        while waiting or running:
+            if self._signals or time.monotonic() > deadline:
+                _end(list(running.values()))
+                late = GOES_ON if part.goes_on else "FAILED: ended at its limit"
+                return INTERRUPTED if self._signals else late
+            while waiting and len(running) < most:
+                command = waiting.pop(0)
+                running[command.name] = _start(command, part.output, setting.folder, environment)
+            for name, process in list(running.items()):
+                if (code := process.poll()) is not None:
+                    _signal(process, signal.SIGKILL)  # what it has left behind
+                    del running[name]
+                    failures += [f"{name} ended with exit code {code}"] if code else []
+            if failures and not part.tests:
+                break
+            time.sleep(POLL_SECONDS)
+        return f"FAILED: {'; '.join(failures)}" if failures else DONE
+
+    def _environment(self, part: Part) -> dict[str, str]:
+        """Return the commands' environment: this checkout first, then the unpacked packages, then what there was."""
+        over_engine = not self._options.rehearse or part.on_stand_in
+        sites = (self._options.site or (STAND_IN if self._options.rehearse else ())) if over_engine else ()
+        variables = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+        paths = [str(ROOT), *map(str, sites), *filter(None, [os.environ.get("PYTHONPATH")])]
+        variables |= {"PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1"}
+        variables |= {"OMP_NUM_THREADS": "2"} if part.tests else {}
+        # Transformer Engine finds CUDA's libraries where pip put them beside torch.
+        folders = {path for entry in [*map(str, sites), *sys.path] for path in Path(entry or ".").glob("nvidia/*/lib")}
+        libraries = [*sorted(map(str, folders)), *filter(None, [os.environ.get("LD_LIBRARY_PATH")])]
+        variables |= {"LD_LIBRARY_PATH": os.pathsep.join(libraries)} if libraries else {}
+        if self._options.rehearse:
+            variables["CUDA_VISIBLE_DEVICES"] = "0" if over_engine else ""
+        return variables
 
 
 def _commit() -> str:
     if shutil.which("git") is None:
         return "unknown"
-    found = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    return found.stdout.strip() or "unknown"
+    command = ["git", "rev-parse", "--short", "HEAD"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    return done.stdout.strip() or "unknown"
+
+
+def _start(
+    command: Command, output: str | None, folder: Path, environment: dict[str, str]
+) -> "subprocess.Popen[bytes]":
+    with (
+        (folder / f"{command.name}.log").open("ab") as log,
+        (folder / (output or f"{command.name}.log")).open("ab") as out,
+    ):
+        return subprocess.Popen(
+            [sys.executable, *command.arguments],
+            cwd=ROOT,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=log,
+            start_new_session=True,
+        )
+
+
+def _end(processes: Sequence["subprocess.Popen[bytes]"]) -> None:
+    """Ask processes and all that they started to end, and kill what is left."""
+    for process in processes:
+        _signal(process, signal.SIGTERM)
+    until = time.monotonic() + GRACE_SECONDS
+    for process in processes:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(max(0.0, until - time.monotonic()))
+        _signal(process, signal.SIGKILL)
+        process.wait()
+
+
+def _signal(process: "subprocess.Popen[bytes]", number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError):  # none of its session is left
+        os.killpg(process.pid, number)
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ import importlib.metadata
 import json
 import os
 import re
+import shutil
 import sys
 import sysconfig
 from collections import Counter
@@ -75,7 +76,10 @@ def main() -> int:
     parser.add_argument("--most-bytes", type=_size, default=2**40, metavar="SIZE", help="of train, as in 600M (all)")
     parser.add_argument("--held-out-bytes", type=_size, default=_size("8M"), metavar="SIZE", help="at most (8M)")
     parser.add_argument("--vocab-size", type=int, metavar="N", help="train a tokenizer of that many ids, too")
+    parser.add_argument("--again", action="store_true", help="replace the folder, if there is one")
     options = parser.parse_args()
+    if options.again:
+        shutil.rmtree(options.folder, ignore_errors=True)
     try:
         manifest = write_text(
             options.folder,

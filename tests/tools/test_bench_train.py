@@ -4,28 +4,21 @@ import json
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from megatron_fanformer.ops import cpu_kernels
 from megatron_fanformer.planning.machines import load_machine
-from tests.small_runs import small_run, write_config
-
-NUMBERS = {
-    "tokens_per_second",
-    "model_flops_per_second",
-    "matrix_flops_per_second",
-    "share_of_matrix_rate",
-    "peak_memory_bytes",
-    "step_seconds",
-}
+from tests.small_runs import ROOT, small_run, write_config
 
 
 @pytest.fixture
 def bench(run_tool: Callable[..., int], monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., int]]:
     """Its `main` in this process; the ranks have their own."""
     monkeypatch.setenv("THP_MEM_ALLOC_ENABLE", "1")  # put back at the end
-    yield partial(run_tool, "bench_train")
+    yield partial(run_tool, "bench_train", "--device", "cpu")
     cpu_kernels.unload("the benchmark is over")
 
 
@@ -34,47 +27,64 @@ def test_a_line_a_case_and_sums_that_hold(
     bench: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = write_config(tmp_path / "run.yaml", small_run(str(tmp_path / "none"), tmp_path / "run"))
-    report = tmp_path / "report.json"
-    options = ["--models", "p=0.125", "--layouts", "tp=1", "tp=2", "--dtypes", "fp32"]
-    assert bench("--config", str(config), *options, "--rounds", "1", "--steps", "1", "--json", str(report)) == 0
+    file = tmp_path / "report.json"
+    options = ["--config", str(config), "--dtype", "fp32", "--rounds", "1", "--steps", "1", "--json", str(file)]
+    cases = ["--case", "alone", "p=0.125", "--case", "shared", "p=0.125", "layout=tp=2", "training.seed=1"]
+    assert bench(*options, *cases, "--rates") == 0
     message = capsys.readouterr().out
-    lines = {line["case"]: line for line in json.loads(report.read_text())["cases"]}
-    assert list(lines) == ["p=0.125 fp32", "p=0.125 fp32 tp=2"]
+    report = json.loads(file.read_text())
+    lines = {line["case"]: line for line in report["cases"]}
+    assert list(lines) == ["alone", "shared"] and all(name in message for name in lines)
     for line in lines.values():
-        assert all(line[name] > 0 for name in NUMBERS)
-        share = line["model_flops_per_second"] / line["matrix_flops_per_second"]
-        assert line["share_of_matrix_rate"] == pytest.approx(share)
-    assert all(name in message for name in lines)
-    alone, shared = lines.values()
-    assert alone["predicted_step_seconds"] > 0 and "predicted_step_seconds" not in shared  # ranks that share the cores
-    machine = load_machine(str(report))
-    assert machine.fp32_flops_per_second <= 1.01 * alone["matrix_flops_per_second"]  # the mean product, the fastest
+        assert line["step_seconds"] > 0 and line["peak_memory_bytes"] > 0
+        share = line["model_flops_per_second"] / report["rates"]["fastest"]
+        assert line["share_of_fastest_product"] == pytest.approx(share)
+    assert lines["alone"]["predicted_step_seconds"] > 0
+    assert lines["shared"]["predicted_step_seconds"] is None  # ranks that share the cores
+    assert load_machine(str(file)).fp32_flops_per_second == report["rates"]["mean"]
+
+
+@pytest.mark.full
+def test_turns_in_processes_of_their_own(
+    bench: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = write_config(tmp_path / "run.yaml", small_run(str(tmp_path / "none"), tmp_path / "run"))
+    file = tmp_path / "report.json"
+    options = ["--config", str(config), "--alone", "--rounds", "2", "--steps", "1", "--json", str(file)]
+    cases = ["--case", "F", "fanformer", "OMP_NUM_THREADS=1", "--case", "bad", "fanformer", 'data.train_data=["none"]']
+    assert bench(*options, *cases) == 1
+    report = json.loads(file.read_text())
+    assert [(line["case"], len(line["turns"])) for line in report["cases"]] == [("F", 2)]
+    assert report["failed"] == ["bad", "bad"] and "bad: its process ended" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("name", "peak"), [("NVIDIA A100-SXM4-80GB", 312e12), ("NVIDIA L40S", None)])
+def test_a_gpu_is_held_to_its_own_data_sheet(monkeypatch: pytest.MonkeyPatch, name: str, peak: float | None) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+    import bench_train
+
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: name)
+    values = small_run("tokens", Path("run"), runtime={"device": "cuda"}, precision={"dtype": "bf16"})
+    case = bench_train.Case("F", values, turns=[bench_train.Timing(0.5, 0.01)])
+    line: dict[str, Any] = bench_train._line(case, case, bench_train._device("cuda"))
+    expected = peak and line["model_flops_per_second"] / peak
+    assert line["share_of_peak"] == expected and (line["predicted_step_seconds"] is None) == (peak is None)
 
 
 @pytest.mark.parametrize(
-    ("options", "named"),
+    ("options", "message"),
     [
-        (["--models", "transfomer"], "'transfomer'"),
-        (["--models", "p=0.9"], "0.9"),
-        (["--layouts", "tp=two"], "tp=two"),
-        (["--set", "training.seed", "one"], "--set training.seed: 'one' is not JSON"),
-        (["--set", "seed", "1"], "--set seed: name a field with its section"),
+        (["--case", "F"], "--case F: it has no model; write fanformer"),
+        (["--case", "F", "fanfromer"], "'fanfromer' is no model"),
+        (["--case", "F", "p=0.9"], "0.9"),
+        (["--case", "F", "fanformer", "layout=tp=two"], "tp=two"),
+        (["--case", "F", "fanformer", "training.seed=one"], "'one' is not JSON"),
         (["--json", "none/report.json"], "--json none/report.json is not a file in a folder that exists"),
     ],
 )
-def test_what_it_cannot_do_is_refused_in_one_line_before_anything_runs(
-    bench: Callable[..., int], options: list[str], named: str, capsys: pytest.CaptureFixture[str]
+def test_wrong_arguments_are_refused_in_one_line(
+    bench: Callable[..., int], options: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert bench(*options) == 2
     [line] = capsys.readouterr().err.splitlines()
-    assert named in line
-
-
-@pytest.mark.parametrize("option", ["--rounds", "--steps"])
-def test_nothing_is_measured_in_no_steps(
-    bench: Callable[..., int], option: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as refused:
-        bench(option, "0")
-    assert refused.value.code == 2
-    assert "'0' must be an integer of at least 1" in capsys.readouterr().err
+    assert message in line

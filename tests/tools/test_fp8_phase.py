@@ -18,7 +18,7 @@ from tests.small_runs import ROOT
 def study(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """The part that computes errors; it needs torch alone."""
     monkeypatch.syspath_prepend(str(ROOT / "tools"))
-    return importlib.import_module("fp8_study.phase_errors")
+    return importlib.import_module("phase_errors")
 
 
 def random(*shape: int, seed: int) -> torch.Tensor:
@@ -31,28 +31,18 @@ def fan_map(study: ModuleType, hidden: torch.Tensor, weight: torch.Tensor, perio
     return study.FANMap(hidden, torch.ones(hidden.shape[1]), 0.0, weight, torch.zeros(len(weight)), periodic, made)
 
 
-# -- the errors
-
-
-def test_e4m3_keeps_three_bits_below_the_largest(study: ModuleType) -> None:
+def test_the_error_of_a_rounding(study: ModuleType) -> None:
     rounded = study.e4m3(torch.tensor([448.0, 17.0, 18.0, 19.0, -1.0625, 0.0]))
     assert rounded.tolist() == [448.0, 16.0, 18.0, 20.0, -1.0, 0.0]  # ties to even
-    scaled = study.e4m3(torch.tensor([2 * 448.0, 34.0, 36.0]))
-    assert scaled.tolist() == [2 * 448.0, 32.0, 36.0]
-
-
-def test_the_error_of_a_rounding(study: ModuleType) -> None:
     values = torch.logspace(-2, 2, 100_000)
     relative = (study.e4m3(values) - values) / values
     assert relative.square().mean().sqrt().item() == pytest.approx(study.E4M3_RMS, rel=0.02)
-    assert relative.abs().amax().item() <= study.E4M3_HALF_ULP
 
 
 def test_numbers_that_e4m3_has_give_exact_phases(study: ModuleType) -> None:
     """Inputs of ±1, which the norm leaves alone, and weights that are powers of two."""
     layer = fan_map(study, torch.tensor([[1.0, -1.0, 1.0, 1.0]]), torch.tensor([[2.0, 0.5, 4.0, 0.0]] * 2), 1)
-    assert study.exact(layer).tolist() == [[5.5, 5.5]]
-    assert study.in_fp8(layer).tolist() == [[5.5, 5.5]]
+    assert study.exact(layer).tolist() == study.in_fp8(layer).tolist() == [[5.5, 5.5]]
     expected = study.E4M3_RMS * math.sqrt(2 * (4.0 + 0.25 + 16.0))
     assert study.expected_error(layer).tolist() == [[pytest.approx(expected)]]
 
@@ -68,50 +58,25 @@ def test_a_row_for_each_bin_of_phases(study: ModuleType) -> None:
     phase = torch.tensor([0.5, -1.5, 3.0, -3.0], dtype=torch.float64)
     computed = phase + torch.tensor([0.01, 0.02, 0.03, 0.04])
     rows = study.errors_by_phase(phase, computed, torch.full((4,), 0.05, dtype=torch.float64))
-    assert [row["from"] for row in rows] == list(study.EDGES[:-1])
     assert [row["count"] for row in rows] == [1, 1, 2, 0, 0, 0]
-    assert [row["share"] for row in rows[:3]] == [0.25, 0.25, 0.5]
     assert [row["phase"] for row in rows[:3]] == pytest.approx([0.01, 0.02, math.sqrt((0.03**2 + 0.04**2) / 2)])
     assert rows[0]["cos"] == pytest.approx(abs(math.cos(0.51) - math.cos(0.5)))
     assert rows[1]["sin"] == pytest.approx(abs(math.sin(1.48) - math.sin(1.5)))
-    assert rows[2]["expected_cos"] == pytest.approx(0.05 * math.sin(3.0))
-    assert rows[2]["half_ulp_phase"] == pytest.approx(3.0 / 16)
     assert "phase" not in rows[3]
-
-
-def test_what_qkv_reads(study: ModuleType) -> None:
-    """1.75 takes the scale, 256: of X_F = [cos 0, sin 0, 1.75, 0.5625 + 2^-7] the last alone is rounded, by 2^-7."""
-    pre = torch.tensor([[0.0, 1.75, 0.5703125]], dtype=torch.bfloat16)
-    assert study.x_f(pre, 1).tolist() == [[1.0, 0.0, 1.75, 0.5703125]]
-    layer = fan_map(study, torch.ones(1, 2), torch.tensor([[1.0, -1.0], [1.75, 0.0], [0.5703125, 0.0]]), 1)
-    errors = study.qkv_input_errors(layer, pre)
-    assert errors["largest"] == 1.75
-    assert errors["cos_sin"] == 0.0
-    assert errors["linear"] == pytest.approx(2.0**-7 / math.sqrt(2))
-    relative = 2.0**-7 / math.hypot(1.0, 1.75, 0.5703125)
-    assert errors["relative"] == errors["relative_with_map"] == pytest.approx(relative)
-
-
-# -- the whole
 
 
 @pytest.mark.full  # it trains a tokenizer and starts a rank
 def test_trainings_compared(run_tool: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     size = {"num-layers": 1, "hidden-size": 32, "ffn-hidden-size": 32, "num-attention-heads": 2, "vocab-size": 512}
-    length = {"seq-length": 16, "batch-size": 2, "steps": 4, "eval-batches": 2, "seeds": 2}
+    length = {"seq-length": 16, "steps": 4, "seeds": 2}
     options = [part for name, value in {**size, **length}.items() for part in (f"--{name}", str(value))]
-    assert run_tool("fp8_phase", *options, "--output", str(tmp_path), "--other-recipes", "blockwise") == 0
+    assert run_tool("fp8_phase", *options, "--output", str(tmp_path)) == 0
     report = json.loads((tmp_path / "fp8-phase.json").read_text())
-    first = {(training["arm"], training["recipe"]): training for training in report["trainings"][:6]}
-    assert len(report["trainings"]) == 2 * 6 + 1 and len(first) == 6
-    assert all(len(training["losses"]) == 4 for training in report["trainings"])
-    assert len({training["validation"] for training in first.values()}) == 6
-    fan, _, _, all_fp8, plain, _ = first.values()
-    assert list(fan["phases"]) == ["0", "2", "4"] and plain["phases"] == {}
+    assert len(report) == 6 and all(len(each) == 2 and len(each[0]["losses"]) == 4 for each in report.values())
+    fan, all_fp8 = report["FANformer bf16"][0], report["FANformer FP8, FAN map FP8"][0]
+    assert list(fan["phases"]) == ["0", "4"] and report["Transformer bf16"][0]["phases"] == {}
     # One layer, the same initial weights and samples: the FP8 map of the formula is the one that the Engine computes.
-    for formula, engine in zip(fan["phases"]["0"]["fp8_errors"], all_fp8["phases"]["0"]["fp8_errors"], strict=True):
+    for formula, engine in zip(fan["phases"]["0"]["fp8"], all_fp8["phases"]["0"]["fp8"], strict=True):
         assert engine == pytest.approx(formula, rel=1e-3)
-    assert {path.name for path in tmp_path.glob("*.png")} == {"fp8-phase-loss.png", "fp8-phase-errors.png"}
     message = capsys.readouterr().out
-    assert all(f"| {training['arm']} |" in message for training in first.values())
-    assert "| blockwise |" in message
+    assert all(f"| {name} |" in message for name in report)

@@ -89,8 +89,10 @@ def _host(dtype: str) -> dict[str, float]:
         ranks = []
         for layers in NARROW_LAYERS:
             model, run = dataclasses.replace(NARROW, num_layers=layers), Path(folder, str(layers))
-            values = run_values(model, dtype, tokens, run, device="cpu", micro_batch_size=1, global_batch_size=1)
+            values = run_values(model, dtype, tokens, run, device="cpu")
+            values["training"] |= {"micro_batch_size": 1, "global_batch_size": 1}
             ranks.append(stack.enter_context(contextlib.closing(ranks_of(values, 1))))
+            ranks[-1].begin()
             ranks[-1].steps(NARROW_STEPS)
         turns = [[own.steps(NARROW_STEPS).seconds for own in ranks] for _ in range(REPEATS)]
     few, many = map(min, zip(*turns, strict=True))

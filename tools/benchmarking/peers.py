@@ -1,4 +1,4 @@
-"""What a user would write without this package: the model for transformers, trained by plain PyTorch on a CPU.
+"""Train the model for transformers by plain PyTorch on a CPU, as a user would without this package.
 
 Master weights in float32, forward and backward under autocast in bf16 runs, a fused AdamW, the gradient clipped.
 """
@@ -13,7 +13,7 @@ from unittest.mock import patch
 
 import torch
 
-from benchmarking.ranks import CaseProcesses, Timing
+from benchmarking.ranks import CaseProcesses, Timing, serve
 from megatron_fanformer.model.config import FANformerConfig
 from megatron_fanformer.ops.cpu_kernels import COMPILERS
 from megatron_fanformer.runtime import device as devices
@@ -39,7 +39,7 @@ HUGE_PAGES = "THP_MEM_ALLOC_ENABLE"  # what `environment.prepare` sets
 
 
 def runnable_peers() -> tuple[Peer, ...]:
-    """Those that this machine has what it takes for; what it lacks is printed."""
+    """Return the peers that this machine can run; print what it lacks for the others."""
     if any(map(shutil.which, COMPILERS)):
         return PEERS
     print(f"No C++ compiler ({', '.join(COMPILERS)}) is found: nothing is compiled.")
@@ -47,7 +47,7 @@ def runnable_peers() -> tuple[Peer, ...]:
 
 
 def start_peer(peer: Peer, model: FANformerConfig, is_bf16: bool, samples: int) -> CaseProcesses:
-    """A peer's process, in an environment as a user has it."""
+    """Start a peer in an environment as a user has it."""
     with patch.dict(os.environ):
         os.environ.pop(HUGE_PAGES, None)
         if peer.keeps_memory:
@@ -56,19 +56,13 @@ def start_peer(peer: Peer, model: FANformerConfig, is_bf16: bool, samples: int) 
 
 
 def _serve_peer(connection: Any, peer: Peer, model: FANformerConfig, is_bf16: bool, samples: int) -> None:
-    """A peer's process: takes steps when it is told to, until the connection is closed."""
+    """Serve a peer's process."""
     devices.quieten_libraries()
     torch.set_num_threads(devices.threads_per_rank(1))
     if peer.keeps_memory:
         devices.keep_freed_memory()
-    trained = _PlainTraining(peer, model, is_bf16, samples)
     connection.send("ready")
-    while True:
-        try:
-            command, arguments = connection.recv()
-        except EOFError:
-            return
-        connection.send(getattr(trained, command)(*arguments))
+    serve(connection, lambda: _PlainTraining(peer, model, is_bf16, samples))
 
 
 class _PlainTraining:

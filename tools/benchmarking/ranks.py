@@ -1,4 +1,4 @@
-"""The processes of one case: ranks that hold a whole Trainer, or another, and take steps when they are told to."""
+"""The processes of one case: ranks with a whole Trainer each, or another program, which take steps on request."""
 
 import dataclasses
 import multiprocessing
@@ -7,7 +7,7 @@ import resource
 import socket
 import time
 from collections.abc import Callable, Sequence
-from contextlib import redirect_stdout
+from contextlib import ExitStack, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from megatron_fanformer.model.config import FANformerConfig
+from megatron_fanformer.processes import end_with_parent
 from megatron_fanformer.runtime import device as devices
 
 END_SECONDS = 20
@@ -31,25 +32,33 @@ class Timing:
     """Of these, outside the step itself: metrics, what is due."""
 
 
+class Ended(SystemExit):
+    """A process has ended by itself; its message is on standard error."""
+
+
 class CaseProcesses:
-    """A case's processes, started at once.
+    """A case's processes: they import, `begin` makes what takes steps, and then they take them.
 
     Args:
-        serve: what each does, given its connection and its own of the arguments.
+        program: of each process, called with its connection and its own of the arguments.
         arguments: of each process.
     """
 
-    def __init__(self, serve: Callable[..., None], arguments: Sequence[tuple[Any, ...]]) -> None:
+    def __init__(self, program: Callable[..., None], arguments: Sequence[tuple[Any, ...]]) -> None:
         context = multiprocessing.get_context("spawn")
         self._connections, self._processes = [], []
         for own in arguments:
             ours, theirs = context.Pipe()
-            process = context.Process(target=_quietly, args=(serve, theirs, *own), daemon=True)
+            process = context.Process(target=_quietly, args=(program, theirs, *own))
             process.start()
             theirs.close()
             self._connections.append(ours)
             self._processes.append(process)
+
+    def begin(self) -> None:
+        """Wait until all have imported everything, and let them go; before, nothing is on a GPU."""
         self._answers()
+        self._ask("begin")
 
     def steps(self, number: int) -> Timing:
         """Take some steps in a row."""
@@ -68,25 +77,43 @@ class CaseProcesses:
             process.kill()
 
     def _ask(self, command: str, *arguments: Any) -> list[Any]:
-        for connection in self._connections:
-            connection.send((command, arguments))
+        try:
+            for connection in self._connections:
+                connection.send((command, arguments))
+        except BrokenPipeError:
+            raise Ended("a process of the benchmark ended; its message stands above") from None
         return self._answers()
 
     def _answers(self) -> list[Any]:
         try:
             return [connection.recv() for connection in self._connections]
-        except EOFError:
-            self.close()
-            raise SystemExit("a process of the benchmark ended; its message stands above") from None
+        except (EOFError, ConnectionResetError):
+            raise Ended("a process of the benchmark ended; its message stands above") from None
 
 
-def _quietly(serve: Callable[..., None], *arguments: Any) -> None:
+def _quietly(program: Callable[..., None], *arguments: Any) -> None:
+    end_with_parent()  # not as a daemon, which may have no loaders
     with Path(os.devnull).open("w") as nowhere, redirect_stdout(nowhere):  # what a run reports to its user
-        serve(*arguments)
+        program(*arguments)
+
+
+def serve(connection: Any, make: Callable[[], Any]) -> Any:
+    """Answer requests by the methods of an object, which the first one makes, until the connection is closed."""
+    target = None
+    while True:
+        try:
+            command, arguments = connection.recv()
+        except EOFError:
+            return target
+        if command == "begin":
+            target = make()
+            connection.send(None)
+        else:
+            connection.send(getattr(target, command)(*arguments))
 
 
 def ranks_of(values: dict[str, Any], world_size: int) -> CaseProcesses:
-    """The ranks of a run, by its configuration as plain values, with a Trainer each."""
+    """Start the ranks of a run, by its configuration as plain values."""
     port = _free_port()
     return CaseProcesses(_serve_rank, [(values, rank, world_size, port) for rank in range(world_size)])
 
@@ -95,27 +122,30 @@ def _serve_rank(connection: Any, values: dict[str, Any], rank: int, world_size: 
     from megatron_fanformer.training.config import config_from_dict
 
     config = config_from_dict(values)
-    devices.prepare_libraries(config.run_shape(world_size))  # as `train` does
+    devices.prepare_megatron(config.run_shape(world_size), on_cpu=config.runtime.device == "cpu")  # as `train` does
+    from megatron_fanformer.model.layer_spec import transformer_engine_problem
     from megatron_fanformer.runtime.parallel import distributed
+    from megatron_fanformer.training import trainer  # noqa: F401  takes seconds
 
-    address = devices.RankAddress(
-        rank=rank,
-        world_size=world_size,
-        local_rank=rank,
-        local_world_size=world_size,
-        master_address="localhost",
-        master_port=port,
-    )
-    with distributed(config.parallel, address if world_size > 1 else None, config.runtime) as grid:
-        rank_of_case = Rank(config, grid)
-        connection.send("ready")
-        while True:
-            try:
-                command, arguments = connection.recv()
-            except EOFError:
-                rank_of_case.trainer.close()
-                return
-            connection.send(getattr(rank_of_case, command)(*arguments))
+    transformer_engine_problem()  # imports the Engine
+    connection.send("ready")
+    with ExitStack() as stack:
+        address = devices.RankAddress(
+            rank=rank,
+            world_size=world_size,
+            local_rank=rank,
+            local_world_size=world_size,
+            master_address="localhost",
+            master_port=port,
+        )
+
+        def make() -> Rank:
+            alone = address if world_size > 1 else None
+            return Rank(config, stack.enter_context(distributed(config.parallel, alone, config.runtime)))
+
+        made = serve(connection, make)
+        if made is not None:
+            made.trainer.close()
 
 
 class Rank:
@@ -157,35 +187,21 @@ def _free_port() -> int:
         return probe.getsockname()[1]
 
 
-def run_values(
-    model: FANformerConfig,
-    dtype: str,
-    tokens: str,
-    run: Path,
-    *,
-    device: str,
-    micro_batch_size: int,
-    global_batch_size: int,
-) -> dict[str, Any]:
-    """The configuration of a run that a benchmark takes steps of, as plain values."""
+def run_values(model: FANformerConfig, dtype: str, tokens: str, run: Path, *, device: str) -> dict[str, Any]:
+    """Return the configuration of a run as plain values; the batch sizes are the caller's."""
     return {
         "model": dataclasses.asdict(model),
         # Cases take turns: ranks that wait for theirs are not stuck.
         "runtime": {"device": device, "distributed_timeout_minutes": 60.0},
         "precision": {"dtype": dtype},
         "data": {"train_data": [tokens]},
-        "training": {
-            "run_dir": str(run),
-            "train_iters": MANY_STEPS,
-            "micro_batch_size": micro_batch_size,
-            "global_batch_size": global_batch_size,
-        },
+        "training": {"run_dir": str(run), "train_iters": MANY_STEPS},
         "logging": {"log_interval": MANY_STEPS},
     }
 
 
 def write_tokens(prefix: Path, vocab_size: int, number: int) -> str:
-    """Random tokens as token files; returns their prefix."""
+    """Write random tokens as token files; return their prefix."""
     import numpy as np
 
     from megatron_fanformer.runtime import megatron_cpu

@@ -1,1 +1,1 @@
-"""What `tools/gpu_queue.py` is made of: the parts, how they run, and what is read from what they leave."""
+"""The parts of `tools/gpu_queue.py`, and the check of a machine."""
