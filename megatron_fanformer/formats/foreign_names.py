@@ -265,7 +265,7 @@ _MEGATRON_LM = {
 --profile --use-pytorch-profiler = logging.profile_steps: torch's profiler, for the steps that it names
 --profile-step-start --profile-step-end = logging.profile_steps: [FIRST, LAST], and the last is profiled, too
 --profile-ranks = logging.profile_ranks
---record-memory-history = logging.record_memory_history: of the profiled steps
+--record-memory-history: torch.cuda.memory has a snapshot of its own
 --memory-snapshot-path: the snapshot is beside the profile, in the run's folder
 """,
 }

@@ -46,6 +46,8 @@ MOVED_FIELDS = {
     "runtime.cpu_shared_memory_collectives": "",
     "runtime.numa_binding": "",
     "data.staging_bytes": "",
+    "logging.csv": "",
+    "logging.record_memory_history": "",
 }
 """Fields up to version 0.1, and where they are now (empty: gone without a successor): configurations and checkpoints of
 that time have them."""

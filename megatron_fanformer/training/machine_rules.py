@@ -13,7 +13,7 @@ from megatron_fanformer.runtime import device as devices
 from megatron_fanformer.runtime.layout import ParallelConfig
 from megatron_fanformer.training.config import RunConfig
 from megatron_fanformer.training.fp8_rules import fp8_machine_problems
-from megatron_fanformer.training.loggers.registry import LoggingConfig, logger_problems
+from megatron_fanformer.training.loggers.registry import logger_problems
 
 if TYPE_CHECKING:
     import torch
@@ -31,15 +31,7 @@ def machine_problems(config: RunConfig) -> list[str]:
         *backend_problems(config.parallel, config.kernels, config.runtime.backend(device), device),
         *fp8_machine_problems(config.precision, device),
         *logger_problems(config.logging),
-        *memory_history_problems(config.logging, device),
     ]
-
-
-def memory_history_problems(logging: LoggingConfig, device: devices.DeviceKind) -> list[str]:
-    """Return what keeps a run on that device from recording its memory's history, one line each."""
-    if not logging.record_memory_history or device == "cuda":
-        return []
-    return ["logging.record_memory_history is true, and only a GPU's memory has a history; set it to false"]
 
 
 def backend_problems(

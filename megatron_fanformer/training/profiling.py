@@ -34,7 +34,6 @@ class Profiler:
 
     def __init__(self, config: LoggingConfig, grid: RankGrid, run: Path, request: Request) -> None:
         self._grid, self._run, self._request = grid, run, request
-        self._records_memory = config.record_memory_history
         self._is_profiled = config.profile_ranks is None or grid.rank in config.profile_ranks
         first, last = config.profile_steps or (1, 0)
         self._configured, self._requested = range(first, last + 1), range(0)
@@ -74,8 +73,6 @@ class Profiler:
         if torch.cuda.is_available() and ProfilerActivity.CUDA in supported_activities():
             activities.append(ProfilerActivity.CUDA)
             torch.cuda.synchronize()
-        if self._records_memory:
-            torch.cuda.memory._record_memory_history()
         self._profile = profile(activities=activities)
         self._profile.start()
 
@@ -91,8 +88,6 @@ class Profiler:
                     torch.cuda.synchronize()
                 recorded.stop()
                 folder.mkdir(parents=True, exist_ok=True)
-                if self._records_memory:
-                    torch.cuda.memory._dump_snapshot(str(folder / f"rank-{self._grid.rank:05d}.memory.pickle"))
                 recorded.export_chrome_trace(str(trace))
                 averages = recorded.key_averages()
                 by = "self_device_time_total" if self._grid.device == "cuda" else "self_cpu_time_total"
@@ -102,6 +97,4 @@ class Profiler:
         except (OSError, RuntimeError) as error:  # the latter is torch's
             trace.unlink(missing_ok=True)
             logger.warning("the profile up to step %d cannot be written: %s", last, error)
-        if recorded is not None and self._records_memory:
-            torch.cuda.memory._record_memory_history(enabled=None)
         self._request.end()

@@ -430,9 +430,9 @@ def test_an_arrays_task_starts_its_cell_by_the_users_script(tmp_path: Path, toke
     assert "#SBATCH --array=0-15" in lines[: lines.index("#SBATCH --nodes=2")]
     environment = {**os.environ, "SLURM_ARRAY_TASK_ID": "5"}
     shown = subprocess.run(
-        ["bash", array, "--logging.csv", "true"], env=environment, capture_output=True, text=True, check=True
+        ["bash", array, "--logging.tensorboard", "true"], env=environment, capture_output=True, text=True, check=True
     )
-    assert shown.stdout.split() == ["--config", str(sweep.cells[5].file), "--logging.csv", "true"]
+    assert shown.stdout.split() == ["--config", str(sweep.cells[5].file), "--logging.tensorboard", "true"]
     assert yaml.safe_load(sweep.cells[5].file.read_text()) == sweep.cells[5].config.as_dict()
     for code, state in (("4", "failed"), ("5", "to come")):
         subprocess.run(["bash", array], env={**environment, "CODE": code}, capture_output=True)

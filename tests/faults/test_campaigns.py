@@ -1,4 +1,4 @@
-"""The campaigns of `kills.py`, `mirror_kills.py` and `long_run.py`, shorter than they are run by hand."""
+"""The campaigns of `kills.py` and `mirror_kills.py`, shorter than they are run by hand."""
 
 import subprocess
 import sys
@@ -17,10 +17,9 @@ from tests.small_runs import ROOT
         ("kills --kills 60", 6),
         ("mirror_kills --kills 10", 2),
         pytest.param("mirror_kills --kills 10 --s3", 2, marks=needs_server),
-        ("long_run --steps 2000", 0),
     ],
 )
-def test_killed_runs_end_as_if_nobody_had_touched_them_and_nothing_grows(command: str, campaigns: int) -> None:
+def test_killed_runs_end_as_if_nobody_had_touched_them(command: str, campaigns: int) -> None:
     module, *options = command.split()
     asked = [sys.executable, "-m", f"tests.faults.{module}", *options]
     done = subprocess.run(asked, cwd=ROOT, capture_output=True, text=True, check=False)

@@ -35,7 +35,7 @@ def last_step(run: Path) -> int:
         return 0
 
 
-@pytest.mark.full  # locks by themselves: test_run_lock_hammered, and the next test
+@pytest.mark.full  # locks by themselves: the next test
 def test_one_run_at_a_time_has_a_folder_and_a_killed_one_is_gone_on_with_at_once(
     tmp_path: Path, tokens: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,7 +1,5 @@
 """Where a run's metrics go: what a resumed run keeps, what each logger holds afterwards, and loggers that fail."""
 
-import csv
-import dataclasses
 import functools
 import importlib.util
 import io
@@ -30,10 +28,9 @@ from megatron_fanformer.training import machine_rules
 from megatron_fanformer.training.config import config_from_dict
 from megatron_fanformer.training.loggers.json_lines import JSONLines
 from megatron_fanformer.training.loggers.logger import Start
-from megatron_fanformer.training.loggers.registry import LOGGERS, Loggers, LoggingConfig, logger_problems
-from megatron_fanformer.training.loggers.table import TABLE, Table
+from megatron_fanformer.training.loggers.registry import LOGGERS, Loggers, LoggingConfig
 from megatron_fanformer.training.loggers.tensorboard import BY_TOKENS, FOLDER, TensorBoard
-from megatron_fanformer.training.loggers.weights_and_biases import RUN_ID, _wait_for_own_folder
+from megatron_fanformer.training.loggers.weights_and_biases import RUN_ID
 from megatron_fanformer.training.metrics import read_metrics
 from megatron_fanformer.training.start import _train
 from tests.patience import PATIENCE_SECONDS
@@ -119,9 +116,6 @@ def log_two_lives(run: Path, **fields: Any) -> None:
     first.close()
     with (run / METRICS).open("a") as file:
         file.write('{"step": 5, "lo')
-    if (run / TABLE).exists():
-        with (run / TABLE).open("a") as file:
-            file.write("5,1")
     second = loggers(run, **fields)
     second.open({"optimizer": {"lr": 0.5}, "data": {"train_data": ["a"]}}, step=2, tokens=2 * TOKENS)
     for step in range(3, 6):
@@ -130,25 +124,6 @@ def log_two_lives(run: Path, **fields: Any) -> None:
 
 
 LIVES = [1, 1, 2, 2, 2]  # of the five steps, the one that is to be shown
-
-
-def test_the_table_has_each_step_once_and_a_column_for_whatever_appears(tmp_path: Path) -> None:
-    log_two_lives(tmp_path, csv=True)
-    with (tmp_path / TABLE).open(newline="") as file:
-        rows = list(csv.DictReader(file))
-    columns = [
-        "step",
-        "loss",
-        "tokens",
-        "tokens_per_second",
-        "validation_loss/books, all",
-        "health/phase_max",
-        "skipped",
-    ]
-    assert [list(row) for row in rows] == [columns] * 5
-    assert [float(row["loss"]) for row in rows] == [10 * life + step for step, life in enumerate(LIVES, 1)]
-    assert [row["health/phase_max"] for row in rows] == ["", "3.0", "", "3.0", ""]
-    assert [row["skipped"] for row in rows] == ["", "", 'a "spike", twice', "", ""]
 
 
 def test_tensorboard_shows_each_step_once_in_groups_and_the_loss_by_tokens(tmp_path: Path) -> None:
@@ -238,19 +213,6 @@ def test_wandb_gets_the_steps_that_only_others_have(tmp_path: Path) -> None:
     assert [[record.exit.exit_code for record in life if record.HasField("exit")] for life in records] == [[0], [1]]
 
 
-def test_two_lives_that_begin_in_one_second_have_folders_of_their_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """W&B names them by the second."""
-    seconds = iter(["01", "01", "02"])
-    clock = mock.Mock(strftime=lambda _: next(seconds))
-    monkeypatch.setattr("megatron_fanformer.training.loggers.weights_and_biases.time", clock)
-    (tmp_path / "offline-run-01-own").mkdir()
-    (tmp_path / "offline-run-02-other").mkdir()
-    _wait_for_own_folder(tmp_path, "own")
-    assert (next(seconds, None), clock.sleep.call_count) == (None, 2)
-
-
 @pytest.mark.parametrize("is_main", [True, False])
 @pytest.mark.parametrize(
     ("error", "failed"), [(None, False), (Interrupted("stopped after step 2"), False), (DivergenceError("nan"), True)]
@@ -290,19 +252,6 @@ def without_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
 
 
-@needs_wandb
-@pytest.mark.usefixtures("without_key")
-def test_wandb_without_a_key_is_refused_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = LoggingConfig(wandb_project="small")
-    assert logger_problems(asked) == [
-        "logging.wandb_project is small, but W&B has no login (No API key configured. Use `wandb login` to log in); "
-        "run `wandb login`, set WANDB_API_KEY, or set logging.wandb_mode to offline"
-    ]
-    assert logger_problems(dataclasses.replace(asked, wandb_mode="offline")) == []
-    monkeypatch.setenv("WANDB_API_KEY", 40 * "a")
-    assert logger_problems(asked) == []
-
-
 OPEN_ONLINE = """
 import logging, sys
 from pathlib import Path
@@ -332,53 +281,20 @@ def test_wandb_without_a_key_asks_for_none_on_a_terminal(tmp_path: Path) -> None
     assert not (tmp_path / "run" / RUN_ID).exists()
 
 
-def test_a_logger_that_fails_is_left_out_with_one_warning(
+def test_a_logger_that_fails_is_left_out_with_one_warning_and_not_opened_again(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(*_: Any) -> None:
-        raise ConnectionError("no route to host")
-
-    closed, close = [], TensorBoard.close
-
-    def close_and_fail(board: TensorBoard, *, failed: bool = False) -> None:
-        close(board)
-        closed.append(failed)
-        fail()
-
-    monkeypatch.setattr(TensorBoard, "write", fail)
-    monkeypatch.setattr(TensorBoard, "close", close_and_fail)
-    (tmp_path / TABLE).write_text("title,price\nFANformer,0\n")
-    with caplog.at_level(logging.WARNING, "megatron_fanformer"):
-        log_two_lives(tmp_path, tensorboard=True, csv=True)
-    message = [record.getMessage() for record in caplog.records]
-    table = f"{TABLE} is without this run's metrics from here on: ValueError: {tmp_path / TABLE} is not a table"
-    assert [line.startswith(table) for line in message] == [True, False, True, False]  # a life each
-    assert (
-        message[1]
-        == message[3]
-        == ("TensorBoard is without this run's metrics from here on: ConnectionError: no route to host")
-    )
-    assert closed == [True, True]
-    assert (tmp_path / TABLE).read_text() == "title,price\nFANformer,0\n5,1"  # as it was between the two lives
-    assert [entry["step"] for entry in read_metrics(tmp_path)] == [1, 2, 3, 4, 5]
-
-
-def test_a_logger_that_failed_is_not_opened_again_where_the_run_goes_back(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    opened = loggers(tmp_path, csv=True)
+    opened = loggers(tmp_path, tensorboard=True)
+    monkeypatch.setattr(TensorBoard, "write", mock.Mock(side_effect=ConnectionError("no route to host")))
     with caplog.at_level(logging.WARNING, "megatron_fanformer"):
         opened.open({}, step=0, tokens=0)
         opened.write(1, {"loss": 1.0})
-        with monkeypatch.context() as failing:
-            failing.setattr(Table, "write", mock.Mock(side_effect=OSError("no space left")))
-            opened.write(2, {"loss": 2.0})
-        opened.open({}, step=1, tokens=TOKENS)
+        opened.write(2, {"loss": 2.0})
+        opened.open({}, step=1, tokens=TOKENS)  # where the run went back
         opened.write(2, {"loss": 2.5})
         opened.close()
     [line] = [record.getMessage() for record in caplog.records]
-    assert line == f"{TABLE} is without this run's metrics from here on: OSError: no space left"
-    assert (tmp_path / TABLE).read_text() == "step,loss\n1,1.0\n"
+    assert line == "TensorBoard is without this run's metrics from here on: ConnectionError: no route to host"
     assert [entry["loss"] for entry in read_metrics(tmp_path)] == [1.0, 2.5]
 
 

@@ -16,7 +16,6 @@ from megatron_fanformer.training import profiling
 from megatron_fanformer.training.config import config_from_dict
 from megatron_fanformer.training.interrupts import Request
 from megatron_fanformer.training.loggers.registry import LoggingConfig
-from megatron_fanformer.training.machine_rules import memory_history_problems
 from tests.small_runs import RunOnRanks, small_run, trainer_of
 
 DP2 = {"data_parallel_size": 2, "overlap_grad_reduce": True}
@@ -142,10 +141,3 @@ def test_what_a_run_never_profiles_is_refused(
     config = config_from_dict(small_run(tokens, tmp_path, parallel=DP2, logging=logged))
     [found] = config.problems(2)
     assert found.startswith(problem)
-
-
-def test_the_history_of_memory_is_a_gpus(tokens: str, tmp_path: Path) -> None:
-    logging = config_from_dict(small_run(tokens, tmp_path, logging={"record_memory_history": True})).logging
-    [found] = memory_history_problems(logging, "cpu")
-    assert found == "logging.record_memory_history is true, and only a GPU's memory has a history; set it to false"
-    assert memory_history_problems(logging, "cuda") == []

@@ -18,7 +18,6 @@ from megatron_fanformer.errors import InputError, broken_fields
 from megatron_fanformer.training.loggers.json_lines import JSONLines
 from megatron_fanformer.training.loggers.logger import Logger, Start
 from megatron_fanformer.training.loggers.progress_line import ProgressLine
-from megatron_fanformer.training.loggers.table import TABLE, Table
 from megatron_fanformer.training.loggers.tensorboard import TensorBoard
 from megatron_fanformer.training.loggers.weights_and_biases import WeightsAndBiases
 
@@ -29,7 +28,6 @@ LOGGERS: dict[str, type[Logger]] = {
     METRICS: JSONLines,
     "progress": ProgressLine,
     "TensorBoard": TensorBoard,
-    TABLE: Table,
     "Weights & Biases": WeightsAndBiases,
 }
 """The loggers by their names in messages and pages. Their fields stand in this order in the section `logging`, and they
@@ -62,8 +60,6 @@ class LoggingConfig(*_FIELDS):  # type: ignore[misc]  # the table's, whichever t
     none but those that are requested while the run is going on."""
     profile_ranks: list[int] | None = field(default_factory=lambda: [0])
     """Ranks that are profiled; null: all."""
-    record_memory_history: bool = False
-    """Beside each rank's profile write a snapshot of the GPU's memory, with the history of those steps."""
 
     def problems(self) -> list[str]:
         """Return the rules of single fields that this configuration breaks, one line each."""

@@ -1,12 +1,8 @@
 """Weights & Biases, which removes nothing: the steps that it has already are left out."""
 
 import logging
-import subprocess
-import sys
-import time
 import uuid
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 from megatron_fanformer.durable_files import regular_file, write_atomically
@@ -16,13 +12,7 @@ from megatron_fanformer.training.metrics import dashboard_name, numbers
 FOLDER = "wandb"
 RUN_ID = f"{FOLDER}/run-id"
 LAST_STEP = f"{FOLDER}/last-step"
-SECONDS = 60  # a run's longest wait for its server, at its start and end, and for the check of its key
-LOGIN = """
-import os, sys
-os.environ.update(setting.split("=", 1) for setting in sys.argv[1:])
-import wandb
-wandb.login(verify=False)
-"""
+SECONDS = 60  # a run's longest wait for its server, at its start and end
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +48,6 @@ class WeightsAndBiases(Logger):
         given.touch()
         last_step = int(regular_file(given).read_text() or 0)
         run_id = regular_file(file).read_text().strip() if file.exists() else uuid.uuid4().hex
-        _wait_for_own_folder(file.parent, run_id)
         # For the whole process, so that without a key it fails, and asks for none: the other ranks would wait.
         wandb.setup(wandb.Settings(silent=True))
         self._run = wandb.init(
@@ -96,42 +85,3 @@ class WeightsAndBiases(Logger):
         self._given.close()
         self._run.finish(exit_code=int(failed))
         wandb.teardown()  # waits for W&B's own process, which writes the last rows after `finish`
-
-    @classmethod
-    def machine_problems(cls, config: WeightsAndBiasesFields) -> list[str]:
-        """Return what is missing for it: the package, or a login."""
-        if found := super().machine_problems(config):
-            return found
-        if config.wandb_mode == "offline" or (refusal := _refusal(config)) is None:
-            return []
-        return [
-            f"logging.wandb_project is {config.wandb_project}, but W&B has no login ({refusal}); run "
-            "`wandb login`, set WANDB_API_KEY, or set logging.wandb_mode to offline"
-        ]
-
-
-def _refusal(config: WeightsAndBiasesFields) -> str | None:
-    """Return why W&B does not begin a run for this user; needs no server.
-
-    In a process of its own: W&B keeps what it finds, starts threads, and asks for a key where there is a terminal.
-    """
-    mode = [f"WANDB_MODE={config.wandb_mode}"] if config.wandb_mode else []
-    try:
-        login = subprocess.run(
-            [sys.executable, "-c", LOGIN, "WANDB_SILENT=true", *mode],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=SECONDS,
-        )
-    except subprocess.TimeoutExpired:
-        return None  # the logger has a limit of its own
-    if login.returncode == 0:
-        return None
-    return login.stderr.strip().rpartition("\n")[2].partition(": ")[2].rstrip(".")
-
-
-def _wait_for_own_folder(folder: Path, run_id: str) -> None:
-    """Until the second is over in which an earlier life began: W&B names the folder and the file of a life by it."""
-    while any(folder.glob(f"*run-{time.strftime('%Y%m%d_%H%M%S')}-{run_id}")):
-        time.sleep(0.05)
