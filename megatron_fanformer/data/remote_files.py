@@ -192,11 +192,16 @@ def look_up(urls: Iterable[str]) -> None:
         FanformerError: a store does not answer.
     """
     unknown = list(dict.fromkeys(url for url in urls if url not in _files))
-    _files.update(zip(unknown, side_by_side(_looked_up, unknown), strict=True))
+    _files.update(zip(unknown, _looked_up(unknown), strict=True))
 
 
-def _looked_up(url: str) -> RemoteFile | None:
-    _driver_of(url).invalidate_cache()  # of listings that a driver would answer from
+def _looked_up(urls: Sequence[str]) -> list[RemoteFile | None]:
+    for url in urls:
+        _driver_of(url).invalidate_cache()  # of listings that a driver would answer from
+    return side_by_side(_stated_file, urls)
+
+
+def _stated_file(url: str) -> RemoteFile | None:
     info = _request(url, "info")
     if info is None or info.get("type") == "directory":
         return None
@@ -219,7 +224,7 @@ def find(url: str) -> RemoteFile | None:
 
 def refuse_changed(files: Sequence[RemoteFile]) -> None:
     """Raise CorruptError for a file that is not what it was when it was looked up; or like `look_up`."""
-    for file, now in zip(files, side_by_side(_looked_up, [file.url for file in files]), strict=True):
+    for file, now in zip(files, _looked_up([file.url for file in files]), strict=True):
         if now != file:
             raise CorruptError(f"{file.path} is another file than when the run began; put it back and resume")
 
