@@ -74,46 +74,21 @@ class TokenIndex:
     @property
     def lengths(self) -> np.ndarray:
         """[sequences] int32, tokens of each sequence."""
-        return _Array(self.idx, np.int32, INDEX_HEADER.size, self.sequences).map()
+        return _mapped(self.idx, np.int32, INDEX_HEADER.size, self.sequences)
 
     @property
     def pointers(self) -> np.ndarray:
         """[sequences] int64, the byte of the .bin file at which each sequence begins."""
-        return _Array(self.idx, np.int64, INDEX_HEADER.size + 4 * self.sequences, self.sequences).map()
+        return _mapped(self.idx, np.int64, INDEX_HEADER.size + 4 * self.sequences, self.sequences)
 
     @property
     def bounds(self) -> np.ndarray:
         """[documents + 1] int64, the sequence at which each document begins, and the number of sequences."""
-        first = INDEX_HEADER.size + (4 + 8) * self.sequences  # after the lengths and the pointers
-        return _Array(self.idx, np.int64, first, self.documents + 1).map()
+        return _mapped(self.idx, np.int64, INDEX_HEADER.size + (4 + 8) * self.sequences, self.documents + 1)
 
 
-@dataclass(frozen=True)
-class _Array:
-    """One of an index file's arrays. Blocks that are read, unlike a memory map, leave no memory occupied."""
-
-    path: Path
-    dtype: type
-    first_byte: int
-    count: int
-
-    @property
-    def end_byte(self) -> int:
-        return self.first_byte + self.count * np.dtype(self.dtype).itemsize
-
-    def read(self, first: int, count: int) -> np.ndarray:
-        """Read at most [count] entries from `first` on."""
-        size = np.dtype(self.dtype).itemsize
-        count = max(0, min(count, self.count - first))
-        return np.fromfile(self.path, self.dtype, count, offset=self.first_byte + first * size)
-
-    def __getitem__(self, number: int) -> int:
-        return int(self.read(number, 1)[0])
-
-    def map(self) -> np.ndarray:
-        if not self.count:
-            return np.empty(0, self.dtype)
-        return np.memmap(self.path, self.dtype, mode="r", offset=self.first_byte, shape=(self.count,))
+def _mapped(path: Path, dtype: type, first_byte: int, count: int) -> np.ndarray:
+    return np.memmap(path, dtype, mode="r", offset=first_byte, shape=(count,)) if count else np.empty(0, dtype)
 
 
 def read_index(
@@ -167,38 +142,40 @@ def _read_checked(
     prefix: str, idx: Path, bin_bytes: int, parts: Mapping[int, tuple[float, float]] | None
 ) -> TokenIndex:
     dtype, lengths, pointers, bounds = _read_header(idx)
-    sums = _Sums({part: [round(bound * lengths.count) for bound in own] for part, own in (parts or {}).items()})
-    _check_sequences(prefix, dtype, lengths, pointers, bin_bytes, sums)
-    _check_documents(bounds, lengths.count)
+    if len(pointers) and pointers[0]:
+        raise _corrupt(idx, f"sequence pointer 0 is {pointers[0]}, not 0")
+    if not len(pointers) and bin_bytes:
+        raise _corrupt(f"{prefix}.bin", f"it holds {bin_bytes} bytes, but its index has a sequence count of 0")
+    checksum, part_tokens = 0, dict.fromkeys(parts or {}, 0)
+    for first in range(0, len(lengths), CHECKED_ENTRIES):
+        block, starts = (
+            np.array(lengths[first : first + CHECKED_ENTRIES]),
+            pointers[first : first + CHECKED_ENTRIES + 1],
+        )
+        if len(starts) == len(block):  # after the last sequence, the file ends
+            starts = np.append(starts, np.int64(bin_bytes))
+        # A pointer that is far off wraps around here, and is then still not equal.
+        wrong = np.flatnonzero((starts[:-1] + block * np.int64(dtype.itemsize) != starts[1:]) | (block < 0))
+        if len(wrong):
+            raise _disagreement(prefix, idx, first + int(wrong[0]), lengths, starts[int(wrong[0]) :], dtype.itemsize)
+        checksum = zlib.crc32(block.tobytes(), checksum)
+        for part, bounds_of_part in (parts or {}).items():
+            begin, end = (max(0, round(bound * len(lengths)) - first) for bound in bounds_of_part)
+            part_tokens[part] += int(block[begin:end].sum(dtype=np.int64))
+    _check_documents(idx, bounds, len(lengths))
     tokens = bin_bytes // dtype.itemsize
     return TokenIndex(
         prefix=prefix,
         dtype=dtype,
-        sequences=lengths.count,
-        documents=bounds.count - 1,
+        sequences=len(lengths),
+        documents=len(bounds) - 1,
         tokens=tokens,
-        identity=f"{dtype} {lengths.count} {tokens} {sums.checksum:08x}",
-        part_tokens=sums.part_tokens,
+        identity=f"{dtype} {len(lengths)} {tokens} {checksum:08x}",
+        part_tokens=part_tokens,
     )
 
 
-class _Sums:
-    """Sums over all lengths, computed block by block: a checksum, and the tokens of parts (first sequence, end)."""
-
-    def __init__(self, parts: dict[int, list[int]]) -> None:
-        self.checksum = 0
-        self.part_tokens = dict.fromkeys(parts, 0)
-        self._parts = parts
-
-    def add(self, first: int, block: np.ndarray) -> None:
-        """Add the lengths of the sequences from `first` on."""
-        self.checksum = zlib.crc32(block.tobytes(), self.checksum)
-        for number, (begin, end) in self._parts.items():
-            own = block[max(0, begin - first) : max(0, end - first)]
-            self.part_tokens[number] += int(own.sum(dtype=np.int64))
-
-
-def _read_header(path: Path) -> tuple[np.dtype[Any], _Array, _Array, _Array]:
+def _read_header(path: Path) -> tuple[np.dtype[Any], np.ndarray, np.ndarray, np.ndarray]:
     """Return token type, lengths, pointers and document bounds of an index whose header and size are valid."""
     size = path.stat().st_size
     with path.open("rb") as stream:
@@ -212,92 +189,57 @@ def _read_header(path: Path) -> tuple[np.dtype[Any], _Array, _Array, _Array]:
         raise _corrupt(path, f"the version is {version}, not {INDEX_VERSION}")
     if code not in DTYPES:
         raise _corrupt(path, f"the dtype code is {code}; those of integers, as token ids are, are 1 to 5, and 8")
-    lengths = _Array(path, np.int32, INDEX_HEADER.size, sequences)
-    pointers = _Array(path, np.int64, lengths.end_byte, sequences)
-    bounds = _Array(path, np.int64, pointers.end_byte, documents)
-    if size != bounds.end_byte or not documents:
+    after_lengths = INDEX_HEADER.size + 4 * sequences
+    after_pointers = after_lengths + 8 * sequences
+    stated = after_pointers + 8 * documents
+    if size != stated or not documents:
         raise _corrupt(
             path,
-            f"it is {'truncated' if size < bounds.end_byte else 'extended'}: sequence count {sequences} and document"
-            f" count {documents} make {bounds.end_byte} bytes, but it holds {size}",
+            f"it is {'truncated' if size < stated else 'extended'}: sequence count {sequences} and document"
+            f" count {documents} make {stated} bytes, but it holds {size}",
         )
-    return DTYPES[code], lengths, pointers, bounds
+    return (
+        DTYPES[code],
+        _mapped(path, np.int32, INDEX_HEADER.size, sequences),
+        _mapped(path, np.int64, after_lengths, sequences),
+        _mapped(path, np.int64, after_pointers, documents),
+    )
 
 
 def _corrupt(path: Path | str, what: str) -> CorruptError:
     return CorruptError(f"{path}: {what}; {REMEDY}")
 
 
-def _check_sequences(
-    prefix: str, dtype: np.dtype[Any], lengths: _Array, pointers: _Array, bin_bytes: int, sums: _Sums
-) -> None:
-    """Check each pointer against the length before it, and the end of the last sequence against the .bin file.
-
-    `sums` gets all lengths.
-    """
-    path = lengths.path
-    if pointers.count and pointers[0]:
-        raise _corrupt(path, f"sequence pointer 0 is {pointers[0]}, not 0")
-    if not pointers.count and bin_bytes:
-        raise _corrupt(f"{prefix}.bin", f"it holds {bin_bytes} bytes, but its index has a sequence count of 0")
-    for begin in range(0, lengths.count, CHECKED_ENTRIES):
-        block = lengths.read(begin, CHECKED_ENTRIES)
-        if block.min() < 0:
-            number = begin + int(block.argmin())
-            raise _corrupt(path, f"sequence length {number} is {lengths[number]}, which is negative")
-        starts = pointers.read(begin, len(block) + 1)
-        if len(starts) == len(block):  # after the last sequence, the file ends
-            starts = np.append(starts, bin_bytes)
-        # A pointer that is far off wraps around here, and is then still not equal.
-        wrong = np.flatnonzero(starts[:-1] + block * np.int64(dtype.itemsize) != starts[1:])
-        if len(wrong):
-            raise _disagreement(prefix, begin + int(wrong[0]), dtype, lengths, pointers, bin_bytes)
-        sums.add(begin, block)
-
-
 def _disagreement(
-    prefix: str, number: int, dtype: np.dtype[Any], lengths: _Array, pointers: _Array, bin_bytes: int
+    prefix: str, idx: Path, number: int, lengths: np.ndarray, starts: np.ndarray, token_bytes: int
 ) -> CorruptError:
-    """Says which field is wrong, where sequence `number` is the first that does not end where the next begins."""
-    path = lengths.path
+    """Return the error of a sequence that does not end where the next, or the .bin file, does.
 
-    def end(sequence: int) -> int:
-        return pointers[sequence] + lengths[sequence] * dtype.itemsize
-
-    if number + 1 == lengths.count:
-        return _corrupt(
-            f"{prefix}.bin",
-            f"it is {'truncated' if bin_bytes < end(number) else 'extended'}, or not of this index: it holds"
-            f" {bin_bytes} bytes, but by sequence length {number} ({lengths[number]}) of {path} ends at {end(number)}",
-        )
-    after_next = bin_bytes if number + 2 == lengths.count else pointers[number + 2]
-    if end(number + 1) == after_next:  # the pointers agree among themselves
-        return _corrupt(
-            path,
-            f"sequence length {number} is {lengths[number]}, but its {dtype} tokens fill bytes {pointers[number]}"
-            f" to {pointers[number + 1]}",
-        )
-    return _corrupt(
-        path,
-        f"sequence pointer {number + 1} is {pointers[number + 1]}, but the {dtype} tokens before it end at"
-        f" {end(number)}",
-    )
+    Args:
+        starts: the bytes at which the sequence and the next begin.
+    """
+    end = int(starts[0]) + int(lengths[number]) * token_bytes
+    stated = f"sequence length {number} ({lengths[number]}) and sequence pointer {number} ({starts[0]}) of {idx}"
+    if number + 1 < len(lengths):
+        return _corrupt(idx, f"by {stated} it ends at {end}, but sequence pointer {number + 1} is {starts[1]}")
+    kind = "truncated" if starts[1] < end else "extended"
+    return _corrupt(f"{prefix}.bin", f"it is {kind}: it holds {starts[1]} bytes, but ends at {end} by {stated}")
 
 
-def _check_documents(bounds: _Array, sequences: int) -> None:
+def _check_documents(path: Path, bounds: np.ndarray, sequences: int) -> None:
     """Check that the bounds rise from 0 to the number of sequences. An empty document repeats one.
 
     Where there are as many documents as sequences, each is one sequence.
     """
-    for number, value in ((0, 0), (bounds.count - 1, sequences)):
+    for number, value in ((0, 0), (len(bounds) - 1, sequences)):
         if bounds[number] != value:
-            raise _corrupt(bounds.path, f"document bound {number} is {bounds[number]}, not {value}")
-    least = 1 if bounds.count == sequences + 1 else 0
-    for begin in range(0, bounds.count - 1, CHECKED_ENTRIES):
-        wrong = np.flatnonzero(np.diff(bounds.read(begin, CHECKED_ENTRIES + 1)) < least)
+            raise _corrupt(path, f"document bound {number} is {bounds[number]}, not {value}")
+    least = 1 if len(bounds) == sequences + 1 else 0
+    for begin in range(0, len(bounds) - 1, CHECKED_ENTRIES):
+        wrong = np.flatnonzero(np.diff(bounds[begin : begin + CHECKED_ENTRIES + 1]) < least)
         if len(wrong):
             number = begin + int(wrong[0]) + 1
-            raise _corrupt(bounds.path, f"document bound {number} is {bounds[number]}, after {bounds[number - 1]}")
+            raise _corrupt(path, f"document bound {number} is {bounds[number]}, after {bounds[number - 1]}")
 
 
 def check_index_ids(index: TokenIndex, vocab_size: int) -> None:

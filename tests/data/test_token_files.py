@@ -127,7 +127,7 @@ def test_every_changed_byte_of_an_index_is_found(pair: str, field: str, begin: i
 def test_a_type_of_another_size_is_found(pair: str) -> None:
     path = Path(pair + ".idx")
     path.write_bytes(path.read_bytes().replace(struct.pack("<QB", 1, 8), struct.pack("<QB", 1, 4), 1))
-    with pytest.raises(CorruptError, match="int32"):
+    with pytest.raises(CorruptError, match="sequence length 0"):
         read_index(pair)
 
 
