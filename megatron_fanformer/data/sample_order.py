@@ -8,11 +8,8 @@ shuffle would take tens of minutes and 40 GB, each entry is computed when it is 
 
 import logging
 import os
-import shutil
-import time
 import uuid
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +23,6 @@ logger = logging.getLogger(__name__)
 
 MOST_SHUFFLED = 1 << 32
 LEAST_STORED = 1 << 24  # samples: 64 MiB a rank
-LEFT_SECONDS = 86_400.0
-ORDER = "order.npy"
 ROUNDS = 6
 MASK_64 = (1 << 64) - 1
 
@@ -51,68 +46,40 @@ def epoch_order(samples: int, *, seed: int, epoch: int, cache: Path | None = Non
     """
     if samples > MOST_SHUFFLED:
         return KeyedPermutation(samples, seed=seed + epoch)
-    if cache is None or not is_stored(samples, cache):
+    if cache is None or samples < LEAST_STORED:
         return shuffled(samples, seed=seed, epoch=epoch)
     return _stored(samples, seed=seed, epoch=epoch, cache=cache)
 
 
-def is_stored(samples: int, cache: Path | None) -> bool:
-    """Return whether an order of so many samples is stored in `cache`, not made in memory or entry by entry."""
-    return cache is not None and LEAST_STORED <= samples <= MOST_SHUFFLED
-
-
 def _stored(samples: int, *, seed: int, epoch: int, cache: Path) -> np.ndarray:
-    """Return the shuffle in its folder, which is named by all that decides it, and appears when it is whole."""
-    folder = cache / "orders" / f"{samples}-{seed + epoch}"
+    """Return the shuffle in its file, which is named by all that decides it, and appears when it is whole."""
+    path = cache / "orders" / f"{samples}-{seed + epoch}.npy"
     try:
-        if not folder.is_dir():
-            folder.parent.mkdir(parents=True, exist_ok=True)
-            with _lock(folder.with_name(f".{folder.name}.lock")):
-                if not folder.is_dir():
-                    logger.info("storing the order of %d samples in %s", samples, folder)
-                    _make(folder, shuffled(samples, seed=seed, epoch=epoch))
+        if not path.is_file():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            lock = take_lock(path.with_suffix(".lock"), wait=True)  # one process of a node, while the others wait
+            assert lock is not None
+            try:
+                if not path.is_file():
+                    logger.info("storing the order of %d samples in %s", samples, path)
+                    partial = path.with_name(f".{uuid.uuid4().hex}.npy")
+                    np.save(partial, shuffled(samples, seed=seed, epoch=epoch))
+                    publish(partial, path)
                     return_freed_memory()
+            finally:
+                os.close(lock)
     except OSError as error:
         raise InputError(
-            f"the order of samples cannot be stored in {folder} ({error.strerror}); set data.cache_path to a folder "
+            f"the order of samples cannot be stored in {path} ({error.strerror}); set data.cache_path to a folder "
             f"with {4 * samples / 1e9:.2g} GB"
         ) from error
     try:
-        order: np.ndarray = np.load(folder / ORDER, mmap_mode="r")
+        order: np.ndarray = np.load(path, mmap_mode="r")
         if order.shape != (samples,):
             raise ValueError(f"it has {order.shape}")
         return order
     except (OSError, ValueError, EOFError) as error:
-        raise CorruptError(f"{folder} does not hold the order of {samples} samples; remove it and resume") from error
-
-
-@contextmanager
-def _lock(path: Path) -> Iterator[None]:
-    """Let one process of a node make it, while the others wait."""
-    lock = take_lock(path, wait=True)
-    assert lock is not None
-    try:
-        yield
-    finally:
-        os.close(lock)
-
-
-def _make(folder: Path, order: np.ndarray) -> None:
-    """Write a folder under another name, and give it its own, unless another node was first."""
-    for left in folder.parent.glob(f".{folder.name}.*.tmp"):  # of a process that was killed
-        if time.time() - left.stat().st_mtime > LEFT_SECONDS:
-            shutil.rmtree(left, ignore_errors=True)
-    partial = folder.with_name(f".{folder.name}.{uuid.uuid4().hex}.tmp")
-    partial.mkdir()
-    try:
-        np.save(partial / ORDER, order)
-        try:
-            publish(partial, folder)
-        except OSError:
-            if not folder.is_dir():
-                raise
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        raise CorruptError(f"{path} does not hold the order of {samples} samples; remove it and resume") from error
 
 
 class KeyedPermutation(Sequence[int]):

@@ -37,15 +37,6 @@ NO_ID = -1  # in place of one that a tokenizer does not have, as sentencepiece h
 # The most text that is given to the sentencepiece trainer: it holds all of it in memory, several times over.
 TRAINING_TEXT_BYTES = 100_000_000
 MOST_IDS = 2**31  # what token files hold
-CONVERSIONS = {
-    "merges.txt": "from transformers import GPT2TokenizerFast; "
-    "GPT2TokenizerFast('{start}vocab.json', '{file}').save_pretrained('FOLDER')",
-    "tekken.json": "from transformers.integrations.mistral import convert_tekken_tokenizer; "
-    "convert_tekken_tokenizer('{file}').save_pretrained('FOLDER')",
-    ".tiktoken": "from transformers.convert_slow_tokenizer import TikTokenConverter; "
-    "TikTokenConverter('{file}', PATTERN, extra_special_tokens=PIECES).converted().save('tokenizer.json')",
-}
-"""How transformers makes a tokenizer.json of other files, by the ends of their names."""
 
 
 class SentencePieceTokenizer:
@@ -286,28 +277,16 @@ def tokenizer_file(path: str | Path) -> Path:
         models = sorted(path.glob("*.model"))
         named = [path / TOKENIZER_JSON, path / TOKENIZER_MODEL, *(models if len(models) == 1 else [])]
         path = next((candidate for candidate in named if candidate.is_file()), path)
-    if (call := _conversion(path)) is not None:
-        raise InputError(
-            f'tokenizer {path} is of a kind that is not read; make a tokenizer.json of it by python -c "{call}"'
-        )
     if path.is_dir():
-        raise InputError(f"folder {path} holds no tokenizer; it needs a tokenizer.json or one .model file")
+        raise InputError(
+            f"folder {path} holds no tokenizer.json and not one .model file; make a tokenizer.json by transformers' "
+            "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
+        )
     if not path.is_file():
         raise InputError(f"tokenizer {path} does not exist; name a .model file, a tokenizer.json or their folder")
     if path.suffix not in (".json", ".model"):
         raise InputError(f"tokenizer {path} is of an unknown kind; its name must end in .model or .json")
     return path
-
-
-def _conversion(path: Path) -> str | None:
-    """Return how transformers makes a tokenizer.json of a file, or of one in a folder; None: it has no need."""
-    if path.name.endswith("vocab.json"):
-        path = path.with_name(path.name.removesuffix("vocab.json") + "merges.txt")
-    for file in sorted(path.iterdir()) if path.is_dir() else [path]:
-        for end, call in CONVERSIONS.items():
-            if file.name.endswith(end) and file.is_file():
-                return call.format(file=file, start=str(file).removesuffix(end))
-    return None
 
 
 def _fetched(url: str) -> Path:

@@ -1,18 +1,13 @@
 import json
 import random
-import re
-import sys
-from base64 import b64decode, b64encode
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import sentencepiece
-from tokenizers import AddedToken, ByteLevelBPETokenizer, models
+from tokenizers import AddedToken, models
 from tokenizers import Tokenizer as Library
 from transformers import AutoTokenizer, GenerationConfig
-from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from megatron_fanformer.data.tokenizer import Tokenizer, load_tokenizer, train_sentencepiece
 from megatron_fanformer.errors import InputError
@@ -173,58 +168,6 @@ def test_only_a_control_piece_of_sentencepiece_ends_a_text_by_its_name(tmp_path:
     assert load_tokenizer(tmp_path).eod_id == own.eos_id()
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<bos>"}')
     assert load_tokenizer(tmp_path).eod_id == own.bos_id()
-
-
-def python_of(error: InputError) -> str:
-    """What an error line says to run."""
-    found = re.search(r'python -c "(.*)"$', str(error))
-    assert found is not None, error
-    return found[1]
-
-
-GPT2_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
-
-
-@pytest.mark.parametrize("kind", ["vocab.json", "gpt2-vocab.json", "folder", "tiktoken", "tekken.json"])
-def test_other_tokenizers_are_made_a_tokenizer_json_by_the_line_that_refuses_them(
-    tmp_path: Path, kind: str, sample_texts: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The ids are those of tokenizers' own byte-level BPE, from which all forms are written."""
-    library = ByteLevelBPETokenizer()
-    library.train_from_iterator(sample_texts, vocab_size=400, show_progress=False)
-    library.save_model(str(tmp_path))
-    by_id = {id: piece for piece, id in library.get_vocab().items()}
-    to_byte = {character: byte for byte, character in bytes_to_unicode().items()}
-    ranks = [bytes(to_byte[character] for character in by_id[id]) for id in range(len(by_id))]
-    file, shift = tmp_path / "vocab.json", 0
-    if kind == "tiktoken":
-        file = tmp_path / "own.tiktoken"
-        file.write_text("".join(f"{b64encode(token).decode()} {rank}\n" for rank, token in enumerate(ranks)))
-        read = {b64decode(line.split()[0]): int(line.split()[1]) for line in file.read_text().splitlines()}
-        loader = SimpleNamespace(load_tiktoken_bpe=lambda path: read)  # tiktoken's, which need not be installed
-        monkeypatch.setitem(sys.modules, "tiktoken", SimpleNamespace(load=loader))
-        monkeypatch.setitem(sys.modules, "tiktoken.load", loader)
-    elif kind == "tekken.json":
-        file, shift = tmp_path / kind, 2
-        vocabulary = [{"rank": n, "token_bytes": b64encode(t).decode(), "token_str": None} for n, t in enumerate(ranks)]
-        special = [{"rank": n, "token_str": t, "is_control": True} for n, t in enumerate(("<s>", "</s>"))]
-        fields = {"pattern": GPT2_PATTERN, "default_vocab_size": len(ranks) + 2, "default_num_special_tokens": 2}
-        file.write_text(json.dumps({"config": fields, "vocab": vocabulary, "special_tokens": special}))
-    elif kind == "gpt2-vocab.json":
-        file = tmp_path / kind
-        for name in ("vocab.json", "merges.txt"):
-            (tmp_path / name).rename(tmp_path / f"gpt2-{name}")
-    with pytest.raises(InputError) as refused:
-        load_tokenizer(tmp_path if kind == "folder" else file)
-    made, values = tmp_path / "made", {"PATTERN": GPT2_PATTERN, "PIECES": ["</s>"]}
-    code = python_of(refused.value).replace("'FOLDER'", repr(str(made)))
-    made.mkdir()
-    monkeypatch.chdir(made)
-    exec(code, values)
-    tokenizer = load_tokenizer(made)
-    for text in sample_texts:
-        assert [id - shift for id in tokenizer.encode(text)] == library.encode(text).ids
-    assert tokenizer.piece(tokenizer.eod_id) == ("<|endoftext|>" if kind.endswith(("vocab.json", "folder")) else "</s>")
 
 
 @pytest.mark.parametrize("name", ["missing.model", "rubbish.model", "rubbish.json", "notes.txt", "empty"])
