@@ -24,7 +24,6 @@ import numpy as np
 from megatron_fanformer.data.chat_tools import Tools, has_escaped_arguments, left_out, with_objects
 from megatron_fanformer.data.tokenizer import (
     CHAT_TEMPLATE_JINJA,
-    END_OF_TEXT,
     GENERATION_CONFIG,
     LARGEST_BESIDE_BYTES,
     TOKENIZER_CONFIG,
@@ -145,25 +144,6 @@ class ChatTemplate:
         return "".join(text[begin:end] for begin, end in spans).rpartition(ANSWER["content"])[2]
 
     @functools.cached_property
-    def _tail(self) -> str:
-        """What it writes at the end of every text, whatever `add_generation_prompt` says; mostly nothing.
-
-        Behind an answer, that begins after the end of text, the first special token or, without these, the answer.
-        """
-        try:
-            asked, last, followed = (self._rendered([QUESTION, ANSWER, QUESTION][:count]).text for count in (1, 2, 3))
-        except TemplateRefusal:
-            return ""
-        rest, longer = (text.rpartition(ANSWER["content"])[2] for text in (last, followed))
-        if longer.startswith(rest):
-            return ""
-        shared = [count for count in range(len(rest)) if longer.startswith(rest[:count])]
-        end_of_text = re.escape(self.variables.get("eos_token", END_OF_TEXT))
-        end = re.match(rf"(.*?{end_of_text}|\s*<[^<>\s]+>)\s*", rest[: shared[-1]], re.DOTALL)
-        places = [end.end()] if end else shared
-        return next((rest[place:] for place in places if asked.endswith(rest[place:])), "")
-
-    @functools.cached_property
     def _is_marked(self) -> bool:
         return GENERATION.search(self.source) is not None
 
@@ -191,7 +171,7 @@ class ChatTemplate:
         """
         content = (messages[turn].get("content") or "").strip()
         try:
-            text = self._rendered(messages[: turn + 1], False, tools).text.removesuffix(self._tail)
+            text = self._rendered(messages[: turn + 1], False, tools).text
             if any(message["role"] != "system" for message in messages[:turn]):
                 before = self._rendered(messages[:turn], True, tools).text
             else:  # few templates render no messages, or the system's alone: the opening is that of the next answer

@@ -7,7 +7,7 @@ BlendedDataset draws from them as from its own datasets. megatron-core is import
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -93,27 +93,24 @@ def build_datasets(
 
 
 def _marked(datasets: Datasets, config: DataConfig, survey: DataSurvey) -> Datasets:
-    """Return datasets that mark documents where the configuration says so, and fetch together what is elsewhere."""
+    """Return datasets that mark documents where the configuration says so, and wait for stores side by side."""
+    wrappers: list[Callable[[Any], Any]] = []
+    if config.marks_documents:
+        assert survey.eod_id is not None, "the survey of this configuration has it"
+        wrappers.append(
+            functools.partial(
+                DocumentSamples,
+                eod_id=survey.eod_id,
+                reset_attention_mask=config.reset_attention_mask,
+                reset_position_ids=config.reset_position_ids,
+                eod_mask_loss=config.eod_mask_loss,
+            )
+        )
     if survey.remote_files:
-        marked = _marked_documents(datasets, config, survey)
-        return Datasets(RemoteSamples(marked.train), {n: RemoteSamples(own) for n, own in marked.valid.items()})
-    return _marked_documents(datasets, config, survey)
-
-
-def _marked_documents(datasets: Datasets, config: DataConfig, survey: DataSurvey) -> Datasets:
-    if not config.marks_documents:
-        return datasets
-    assert survey.eod_id is not None, "a survey of this configuration has found it"
-    mark = functools.partial(
-        DocumentSamples,
-        eod_id=survey.eod_id,
-        reset_attention_mask=config.reset_attention_mask,
-        reset_position_ids=config.reset_position_ids,
-        eod_mask_loss=config.eod_mask_loss,
-    )
-    return Datasets(
-        mark(samples=datasets.train), {name: mark(samples=dataset) for name, dataset in datasets.valid.items()}
-    )
+        wrappers.append(RemoteSamples)
+    for wrap in wrappers:
+        datasets = Datasets(wrap(datasets.train), {name: wrap(own) for name, own in datasets.valid.items()})
+    return datasets
 
 
 @dataclass(frozen=True)

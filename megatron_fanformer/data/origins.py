@@ -96,7 +96,7 @@ def _merged(spans: Iterable[Span]) -> list[Span]:
 # -- documents within a sample
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class DocumentSamples:
     """A dataset's samples, in its order, with what `DataConfig` asks for about the documents within them.
 

@@ -150,7 +150,13 @@ def survey_data(config: DataConfig, vocab_size: int | None = None, *, for_run: b
             check_index_ids(pair, vocab_size)
         for file in survey.npy_files.values():
             refuse_largest_id(file.max_token_id, vocab_size, file.path)
-    _log_survey(survey, time.monotonic() - started)
+    logger.debug(
+        "checked %d pairs, %d .npy files and %d files of chats in %.1f s",
+        len(survey.pairs),
+        len(survey.npy_files),
+        len(survey.chats),
+        time.monotonic() - started,
+    )
     return survey
 
 
@@ -232,16 +238,3 @@ def _chat_facts(prefix: str, vocab_size: int | None) -> ChatFacts:
     tokens = int(chats.lengths.sum())
     identity = f"{chats.dtype} {len(chats)} {tokens} {zlib.crc32(chats.lengths.tobytes()):08x}"
     return ChatFacts(tokens, identity, (str(chats.ids_path), str(chats.mask_path)))
-
-
-def _log_survey(survey: DataSurvey, seconds: float) -> None:
-    tokens = sum(pair.tokens for pair in survey.pairs.values()) + sum(file.tokens for file in survey.npy_files.values())
-    tokens += sum(chats.tokens for chats in survey.chats.values())
-    logger.debug(
-        "checked %d pairs, %d .npy files and %d files of chats of %s tokens in %.1f s",
-        len(survey.pairs),
-        len(survey.npy_files),
-        len(survey.chats),
-        f"{tokens:,}",
-        seconds,
-    )

@@ -275,9 +275,6 @@ KINDS = {
     + OPENING,
     "names": TURNS.replace("<|{{ m.role }}|>", "<|{{ m.role }} {{ m.name }}|>") + OPENING,
     "the first message": "{% if messages[0].role == 'system' %}!{% endif %}" + TURNS + OPENING,
-    "a prompt at the end": TURNS + "{{ '<|assistant|>\n' }}",
-    "a prompt in words": TURNS.replace("<|assistant|>", "Answer:").replace("<|end|>", "") + "{{ 'Answer:\n' }}",
-    "the end of text at the end": TURNS + OPENING + "{% if not add_generation_prompt %}{{ eos_token }}{% endif %}",
     "the date, and tools": "{{ strftime_now('%Y') }}{% if tools is not none %}{{ tools | tojson }}{% endif %}"
     + TURNS
     + OPENING,
