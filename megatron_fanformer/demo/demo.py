@@ -50,7 +50,7 @@ NEW_TOKENS = 64
 SAMPLED: dict[str, Any] = {"temperature": 0.8, "top_k": 40, "seed": 1}
 NEXT = {
     "experiment mod --seeds 1 --mod.model_steps 100": "the fit of t mod 5, with which the paper begins",
-    "experiment lipschitz --checkpoint {run} --output {output}": "how far near inputs spread in the model just trained",
+    "experiment lipschitz --output {output}": "how far models spread near inputs",
     'experiment cost --cost.presets "[fanformer-300m]"': "what FAN costs, by formula and counted",
 }
 """Suggestions to try after the demo, and what each shows: short forms of three of the paper's experiments."""
@@ -228,10 +228,10 @@ def _continued(places: Places, sampling: dict[str, Any]) -> str:
 
 def next_lines(places: Places) -> list[str]:
     """List what to try next: three experiments of the paper."""
-    places_in_words = {"run": shlex.quote(str(places.run)), "output": shlex.quote(str(places.root / "lipschitz"))}
+    output = shlex.quote(str(places.root / "lipschitz"))
     lines = ["Three of the paper's experiments to try next, in short forms:"]
     for command, shows in NEXT.items():
-        lines += [f"  {shows}:", f"    megatron-fanformer {command.format(**places_in_words)}"]
+        lines += [f"  {shows}:", f"    megatron-fanformer {command.format(output=output)}"]
     return lines
 
 
