@@ -25,11 +25,6 @@ EMBEDDING = "word_embeddings"
 """Part of the name of an embedding, and of a tied one's second copy."""
 
 
-COPIED_ELEMENTS = 2**20
-"""Elements of a weight that are updated at a time where states are not float32: so few, that what is copied of them
-takes little memory."""
-
-
 class OptimizerStates(Protocol):
     """States that an optimizer keeps of each weight, beside the main weight itself."""
 
@@ -40,13 +35,6 @@ class OptimizerStates(Protocol):
             name: as Megatron's modules name the weight; a tied embedding's second copy goes by `EMBEDDING`.
             dimensions: 1 of norms and biases, 2 of matrices.
         """
-
-    @property
-    def rounds_states(self) -> bool:
-        """Whether any state is not float32, as the update is."""
-
-    def rounded_states(self, name: str, dimensions: int) -> int:
-        """Return the number of states that are not float32; arguments as above."""
 
     def takes_whole(self, name: str, dimensions: int) -> bool:
         """Return whether the update of a weight depends on all of it, so that ranks exchange their parts; arguments as
@@ -165,21 +153,6 @@ def state_bytes(held: Sequence[Weight], elements: Sequence[int], optimizer: Opti
         for weight in set(held)  # layers have the same
     }
     return sum(map(operator.mul, map(per_element.__getitem__, held), elements))
-
-
-def copied_elements(held: Sequence[Weight], elements: Sequence[int], optimizer: OptimizerStates) -> int:
-    """Return the elements of states that an update on a CPU copies at most at a time, of so many of each weight.
-
-    (The copy of a whole matrix becomes what its update is made of, `matrix_updates`.)
-    """
-    names = {weight: EMBEDDING if weight.is_shared else weight.name for weight in set(held)}
-    copies = {
-        weight: 0
-        if optimizer.takes_whole(name, weight.dimensions)
-        else optimizer.rounded_states(name, weight.dimensions)
-        for weight, name in names.items()
-    }
-    return max(copies[weight] * min(number, COPIED_ELEMENTS) for weight, number in zip(held, elements, strict=True))
 
 
 def first_stage_weights(model: FANformerConfig, parallel: ParallelConfig, layers: int) -> list[Weight]:

@@ -1,15 +1,15 @@
-"""Memory of one layer, operation by operation: kept from forward to backward, and needed during backward.
+"""Memory of one layer and of the model's ends: kept from forward to backward, and needed during backward.
 
-Two implementations are described: the local layers, as torch runs them on a CPU (the simulation and the tests measure
-them there), and Transformer Engine's, whose kernels fuse what the CPU does in passes.
+Two implementations are described: the local layers, as torch runs them on a CPU (the simulation measures them there),
+and Transformer Engine's, whose kernels fuse what the CPU does in passes.
 
 Shapes: n tokens of a micro batch on one context parallel rank, n / T of them under sequence parallelism; h hidden size,
-f inner size of the MLP, k rows of the FAN map, q, v and o the widths of queries, of values (as of keys) and of what QKV
-makes, each of one tensor parallel rank where so named.
+f inner size of the MLP, k rows of the FAN map, q and v the widths of queries and of values (as of keys), each of one
+tensor parallel rank where so named; V columns of logits of one tensor parallel rank.
 """
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from functools import cached_property
 from typing import NamedTuple
 
@@ -17,20 +17,17 @@ from megatron_fanformer.planning.job import Job
 
 FLOAT = 4  # statistics, and what is computed in float32
 FP8_BLOCK = 32  # numbers; with recipes of blocks a scale of one byte (mxfp8), or of four for 128, goes with them
+ID_BYTES = 8
 
 
 class Operation(NamedTuple):
-    """One operation of a layer's forward, in bytes."""
+    """One operation of the MLP's forward, in bytes."""
 
     name: str
     saved: int
     """Bytes kept from its forward to its backward."""
     backward: int
     """Bytes that exist only while its backward runs: incoming and outgoing gradients, the weight's, temporaries."""
-    remade: int = 0
-    """Bytes that are not kept, but recomputed before its backward, for it and for those before it."""
-    freed: int = 0
-    """Recomputed bytes that are freed after its backward."""
 
 
 class Rise(NamedTuple):
@@ -40,35 +37,6 @@ class Rise(NamedTuple):
     """Bytes kept from forward to backward."""
     backward: int
     """Bytes beyond those, at the peak of its backward."""
-
-
-def rise(operations: Iterable[Operation]) -> Rise:
-    """Walk through the backward of a run of operations, whose forward is over."""
-    operations = list(operations)
-    saved = live = sum(operation.saved for operation in operations)
-    peak = saved
-    for operation in reversed(operations):
-        live += operation.remade
-        peak = max(peak, live + operation.backward)
-        live -= operation.saved + operation.freed
-    return Rise(saved, peak - saved)
-
-
-class FANSizes(NamedTuple):
-    """Sizes of a FAN layer's tensors, in bytes."""
-
-    x_f: int
-    """The first output, which QKV reads."""
-    made: int
-    """All outputs together."""
-    kept_g: int
-    """g in front of a GELU, which its backward needs."""
-    own_pre: int
-    """p | g of this rank's rows."""
-    gathered_pre: int
-    """p | g of all ranks' rows, where they are gathered."""
-    temporaries: int
-    """Temporaries of backward, where torch computes it in passes."""
 
 
 class LayerShapes:
@@ -89,6 +57,7 @@ class LayerShapes:
         self.qkv = model.qkv_rows // self.tensor
         self.is_column = parallel.fan_form == "column"
         self.fan_rows = model.fan_rows // self.tensor if self.is_column else model.fan_rows
+        self.columns = model.padded_vocab_size // self.tensor
         # Other layers give autograd a stand-in of the gradient's size; the Engine has one for all of a size.
         self.is_fused = self.is_engine and job.kernels.fuses_gradient_accumulation
         self.is_fp8 = self.is_engine and job.precision.fp8 is not None
@@ -126,11 +95,9 @@ class LayerShapes:
         return self.whole(self.queries + 2 * self.values)
 
     @property
-    def product_bytes(self) -> int:
-        """Return the bytes of a number that torch sums: float32, with the gradient and cos or sin copied for it."""
-        if not self.job.on_cpu:
-            return 0
-        return (3 if self.element < FLOAT else 1) * FLOAT
+    def vocabulary_weight(self) -> int:
+        """Return the bytes of the embedding or of the head, [V, h], in the type of weights."""
+        return self.columns * self.hidden * self.element
 
     def statistics(self) -> int:
         """Return the bytes of a norm's statistics, one number a token."""
@@ -150,37 +117,6 @@ class LayerShapes:
             gradients += self.stream + (self.gathered if self.is_engine else 0)  # the local layers have a buffer for it
         return gradients
 
-    @cached_property
-    def fan(self) -> FANSizes:
-        """Sizes of what the FAN map and its activation make."""
-        model = self.job.model
-        outputs = model.fan.outputs(model.hidden_size, model.value_size)
-        periodic = [int(p_ratio * width) for width, p_ratio in outputs]
-        linear = sum(width for width, _ in outputs) - 2 * sum(periodic)
-        tokens = self.tokens if self.is_column else self.part_tokens
-        return FANSizes(
-            x_f=self.of_fan(model.hidden_size),
-            made=sum(self.of_fan(width) for width, _ in outputs),
-            kept_g=self.of_fan(linear) if model.fan.activation == "gelu" else 0,
-            own_pre=self.of_fan(self.fan_rows),
-            gathered_pre=self.of_fan(model.fan_rows) if self.is_column and self.tensor > 1 else 0,
-            temporaries=tokens * max(periodic) * self.product_bytes,
-        )
-
-    def fan_and_product(self, rows: int, *, is_recomputed: bool = False) -> tuple[int, int]:
-        """Return what X_F and its product with so many rows of this rank keep, and what their backward holds besides.
-
-        They are one function, the local layers' in the `column` form: `FANActivationAndProduct`.
-        """
-        fan = self.fan
-        incoming = self.whole(rows) + fan.made - fan.x_f  # X_F's is the product's, made below
-        grad_pre = fan.gathered_pre or fan.own_pre
-        again = fan.made + fan.kept_g if is_recomputed else 0
-        differentiated = fan.x_f + grad_pre + fan.temporaries + (fan.gathered_pre if is_recomputed else 0)
-        summed = fan.own_pre + self.weight_gradient(rows, self.hidden)
-        saved = fan.own_pre if is_recomputed else fan.made + fan.kept_g
-        return saved, self.stream + incoming + again + max(differentiated, summed)
-
     def quantised(self, tokens: int, width: int) -> int:
         """Return one 8-bit copy, with its scales."""
         numbers = tokens * width
@@ -191,222 +127,190 @@ class LayerShapes:
         """Return the input that a linear map keeps for its weight's gradient."""
         return self.quantised(tokens, width) if is_fp8 else tokens * width * self.element
 
+    def delayed_copy(self, tokens: int, width: int) -> int:
+        """Return the 8-bit copy of an input that is kept anyway: one whose scale comes from the past cannot be made
+        again.
+        """
+        has_copy = self.is_fp8 and self.job.precision.fp8_recipe == "delayed"
+        return self.quantised(tokens, width) if has_copy else 0
 
-def layer_operations(job: Job) -> list[Operation]:
-    """Return the operations of a layer, in the order of forward, as selective recomputation leaves them."""
+
+def rise(operations: Iterable[Operation]) -> Rise:
+    """Walk through the backward of a run of operations, whose forward is over."""
+    operations = list(operations)
+    saved = live = sum(operation.saved for operation in operations)
+    peak = saved
+    for operation in reversed(operations):
+        peak = max(peak, live + operation.backward)
+        live -= operation.saved
+    return Rise(saved, peak - saved)
+
+
+def layer_memory(job: Job) -> Rise:
+    """Return the memory of a layer, as selective recomputation leaves it: the backward of the MLP, which comes first,
+    or that of core attention, when what the MLP kept is gone.
+    """
     shapes = LayerShapes(job)
-    return [*_before_attention(shapes), *_attention(shapes), *_mlp(shapes)]
+    mlp, attention = _mlp(shapes), _core_attention(shapes)
+    context = shapes.whole(shapes.queries)
+    output = context + shapes.delayed_copy(shapes.tokens, shapes.queries)
+    saved = _before_attention(shapes) + attention.saved + output + mlp.saved
+    return Rise(saved, max(mlp.backward, attention.backward - mlp.saved - output))
 
 
-def norm_backward(shapes: LayerShapes) -> int:
-    """Return what a norm's backward holds beside the stream's gradient: two tensors; on a CPU one and copies."""
-    width = shapes.part_tokens * shapes.hidden
-    if shapes.is_engine or not shapes.job.on_cpu:
-        return 2 * width * shapes.element
-    return width * (shapes.element + (3 * FLOAT if shapes.element < FLOAT else 2 * FLOAT))
+def _before_attention(shapes: LayerShapes) -> int:
+    """Return what input norm, FAN map, X_F and the product that reads it keep."""
+    job, model = shapes.job, shapes.job.model
+    recomputes_norm = job.parallel.recomputes("layernorm") and not job.fuses_input_norm
+    is_fp8 = shapes.is_fp8 and (job.precision.fp8_fan or not model.has_fan)
+    kept = shapes.stream
+    if not recomputes_norm:
+        kept += shapes.statistics() + shapes.kept_input(shapes.part_tokens, shapes.hidden, is_fp8=is_fp8)
+    if model.has_fan:
+        kept += kept_of_fan(shapes, is_recomputed=job.parallel.recomputes("fan"))
+        if shapes.is_engine or not shapes.is_column:
+            kept += shapes.delayed_copy(shapes.tokens if shapes.is_column else shapes.part_tokens, shapes.hidden)
+    return kept + (_head_norms(shapes) if model.qk_layernorm else 0)
 
 
-# -- what comes before attention
+def kept_of_fan(shapes: LayerShapes, *, is_recomputed: bool) -> int:
+    """Return what FAN keeps: all that it makes, and g in front of a GELU; or p | g of this rank's rows."""
+    model = shapes.job.model
+    if is_recomputed:
+        return shapes.of_fan(shapes.fan_rows)
+    outputs = model.fan.outputs(model.hidden_size, model.value_size)
+    linear = sum(width - 2 * int(p_ratio * width) for width, p_ratio in outputs)
+    kept_g = shapes.of_fan(linear) if model.fan.activation == "gelu" else 0
+    return sum(shapes.of_fan(width) for width, _ in outputs) + kept_g
 
 
-def _before_attention(shapes: LayerShapes) -> Iterator[Operation]:
-    """Input norm, FAN map, X_F, and the product that reads it."""
-    has_fan = shapes.job.model.has_fan
-    second_copy = shapes.stream if _recomputes_input_norm(shapes) else 0  # beside the one that the map reads
-    yield Operation(
-        "input norm",
-        saved=shapes.stream + (0 if second_copy else shapes.statistics()),
-        backward=shapes.stream + norm_backward(shapes),
-        freed=second_copy,
-    )
-    is_replicated = has_fan and not shapes.is_column
-    rows = shapes.fan_rows if has_fan else shapes.qkv
-    is_fp8 = shapes.is_fp8 and (shapes.job.precision.fp8_fan or not has_fan)
-    yield Operation(
-        "FAN map" if has_fan else "QKV",
-        saved=0 if second_copy else shapes.kept_input(shapes.part_tokens, shapes.hidden, is_fp8=is_fp8),
-        backward=shapes.part(rows) + 2 * shapes.stream + shapes.weight_gradient(rows, shapes.hidden)
-        if is_replicated
-        else shapes.column_parallel_backward(rows),
-        freed=second_copy,
-    )
-    if not has_fan:
-        return
-    if shapes.is_column and not shapes.is_engine:
-        both = shapes.fan_and_product(shapes.qkv, is_recomputed=shapes.job.parallel.recomputes("fan"))
-        yield Operation("FAN and QKV", *both)
-    else:
-        yield from _fan_then_product(shapes)
+def _head_norms(shapes: LayerShapes) -> int:
+    """Return what the norms of queries and keys keep.
 
-
-def _recomputes_input_norm(shapes: LayerShapes) -> bool:
-    return shapes.job.parallel.recomputes("layernorm") and not shapes.job.fuses_input_norm
-
-
-def _fan_then_product(shapes: LayerShapes) -> Iterator[Operation]:
-    """Return X_F, and after it the product, which keeps the same X_F.
-
-    megatron-core holds what it computes again twice: as it is made, and where the first output was.
+    The Engine's keep a copy of both. The local ones keep them where the product left them: all that it made, which
+    attention may keep anyway, for the values in it; queries of several groups were copied out of it.
     """
-    fan, is_recomputed = shapes.fan, shapes.job.parallel.recomputes("fan")
-    again = fan.made + fan.kept_g if is_recomputed else 0
-    grad_pre = fan.own_pre + fan.gathered_pre
-    yield Operation(
-        "FAN",
-        saved=fan.own_pre if is_recomputed else fan.made + fan.kept_g,
-        backward=shapes.stream + fan.made + grad_pre + fan.temporaries,
-        freed=again,
-    )
-    gradients = shapes.whole(shapes.qkv + shapes.hidden) + fan.made - fan.x_f
-    if not shapes.is_column:  # X_F is gathered along the sequence, and its gradient scattered
-        gradients += fan.x_f + (shapes.gathered if shapes.is_engine else 0)
-    yield Operation(
-        "QKV",
-        saved=_delayed_copy(shapes, shapes.tokens if shapes.is_column else shapes.part_tokens, shapes.hidden),
-        backward=shapes.stream + gradients + shapes.weight_gradient(shapes.qkv, shapes.hidden),
-        remade=again + fan.x_f if is_recomputed else 0,
-        freed=fan.x_f if is_recomputed else 0,
-    )
+    job, both = shapes.job, shapes.queries + shapes.values
+    groups = shapes.values // job.model.kv_channels
+    kept = shapes.tokens * (shapes.heads + groups) * FLOAT
+    if shapes.is_engine:
+        return kept + shapes.whole(both)
+    given, read, _ = _attention_inputs(shapes)
+    is_product_kept = read == given or job.parallel.recomputes("core_attn")
+    if job.model.placement.has_own_values or not is_product_kept or job.parallel.exchanges_heads:
+        kept += shapes.product
+    return kept + (shapes.whole(shapes.queries) if shapes.heads > groups > 1 else 0)
 
 
-def _delayed_copy(shapes: LayerShapes, tokens: int, width: int) -> int:
-    """Return the 8-bit copy of an input that is kept anyway: one whose scale comes from the past cannot be made
-    again.
-    """
-    has_copy = shapes.is_fp8 and shapes.job.precision.fp8_recipe == "delayed"
-    return shapes.quantised(tokens, width) if has_copy else 0
-
-
-# -- attention
-
-
-def _attention(shapes: LayerShapes) -> Iterator[Operation]:
-    """Norms of heads, rotary embedding, core attention, and the map behind it."""
-    job, stream, context = shapes.job, shapes.stream, shapes.whole(shapes.queries)
-    if job.model.qk_layernorm:
-        yield _head_norms(shapes)
-    if job.parallel.exchanges_heads:  # backward: gradients of both sides, and a copy in the order of ranks
-        yield Operation("exchange of heads", saved=0, backward=stream + 3 * shapes.exchanged)
-    if not shapes.is_engine:  # cos and sin of each position, of queries and of keys
-        positions = shapes.tokens // job.micro_batch_size
-        if job.parallel.exchanges_heads:
-            positions *= job.parallel.context_parallel_size
-        yield Operation("rotary embedding", 2 * positions * job.model.kv_channels * shapes.element, 0)
+def _core_attention(shapes: LayerShapes) -> Rise:
+    """Return rotary embedding and core attention."""
+    job, context = shapes.job, shapes.whole(shapes.queries)
     given, read, copies = _attention_inputs(shapes)
     # Of each row of scores the sum of its exponentials; or, without a fused kernel, the softmax of all scores.
     scores = shapes.whole(shapes.heads * job.model.seq_length) if job.keeps_scores else 0
     kept = scores or shapes.tokens * shapes.heads * FLOAT
     gradients = 2 * context + 2 * shapes.whole(shapes.values if shapes.is_engine else shapes.queries)
-    if job.has_ring:
-        # Two buffers, each of keys and values with their gradients, and the queries' gradient that steps add to. (In
-        # forward there are less: a second buffer of keys and values, and two steps' outputs.)
-        gradients += context + 2 * 2 * shapes.whole(2 * shapes.values)
+    gradients += 2 * scores  # the softmax's, and from it the scores' own
+    ranks, both = job.parallel.context_parallel_size, shapes.whole(2 * shapes.values)
+    if job.has_ring:  # two buffers of keys and values with their gradients, and the queries' that steps add to
+        gradients += context + 2 * 2 * both
     if job.gathers_twice:
         # Keys and values of all ranks with their gradients, and those of each of the rank's two chunks, as far as it
         # sees them.
-        ranks, both = job.parallel.context_parallel_size, shapes.whole(2 * shapes.values)
         gradients += 2 * ranks * both + both * (2 * ranks + 1) // 2
+    angles = 0
+    if not shapes.is_engine:  # cos and sin of each position, of queries and of keys
+        positions = shapes.tokens // job.micro_batch_size * (ranks if job.parallel.exchanges_heads else 1)
+        angles = 2 * positions * job.model.kv_channels * shapes.element
     if job.parallel.exchanges_heads:
         copies += context  # of the heads: the map behind it keeps that of this rank's part of the sequence
-    gradients += 2 * scores  # the softmax's, and from it the scores' own
-    is_recomputed = job.parallel.recomputes("core_attn")
-    yield Operation(
-        "core attention",
-        saved=given if is_recomputed else read + copies + kept,
-        backward=stream + gradients + (copies + kept + context if is_recomputed else 0),
-    )
-    turned = context if not shapes.is_engine and job.micro_batch_size > 1 else 0  # its samples lie apart
-    yield Operation(
-        "attention output",
-        saved=context + _delayed_copy(shapes, shapes.tokens, shapes.queries),
-        backward=stream + shapes.gathered + context + turned + shapes.weight_gradient(shapes.hidden, shapes.queries),
-        remade=2 * stream if _recomputes_input_norm(shapes) else 0,
-    )
-
-
-def _head_norms(shapes: LayerShapes) -> Operation:
-    """Return the norms of queries and keys.
-
-    The Engine's keep a copy of both. The local ones keep them where the product left them: all that it made, which
-    attention may keep anyway, for the values in it; queries of several groups were copied out of it.
-    """
-    model, both = shapes.job.model, shapes.queries + shapes.values
-    groups = shapes.values // model.kv_channels
-    kept = shapes.tokens * (shapes.heads + groups) * FLOAT
-    if shapes.is_engine:
-        kept += shapes.whole(both)
-    else:
-        given, read, _ = _attention_inputs(shapes)
-        is_product_kept = read == given or shapes.job.parallel.recomputes("core_attn")
-        is_product_kept &= not shapes.job.parallel.exchanges_heads
-        if model.placement.has_own_values or not is_product_kept:
-            kept += shapes.product
-        if shapes.heads > groups > 1:
-            kept += shapes.whole(shapes.queries)
-    return Operation("norms of heads", saved=kept, backward=shapes.stream + shapes.whole(2 * both))
+    if job.parallel.recomputes("core_attn"):
+        return Rise(given + angles, shapes.stream + gradients + copies + kept + context)
+    return Rise(read + copies + kept + angles, shapes.stream + gradients)
 
 
 def _attention_inputs(shapes: LayerShapes) -> tuple[int, int, int]:
     """Return what attention is given; what it keeps of that; and what it keeps of its own copies."""
-    queries, keys = shapes.whole(shapes.queries), shapes.whole(shapes.values)
-    values, is_view = shapes.job.model.placement.kept_values(shapes)
-    if shapes.job.parallel.exchanges_heads:
+    job, queries, keys = shapes.job, shapes.whole(shapes.queries), shapes.whole(shapes.values)
+    values, is_view = job.model.placement.kept_values(shapes)
+    if job.parallel.exchanges_heads:
         values, is_view = shapes.exchanged, True
     given = queries + keys + values
-    if shapes.job.has_ring:  # whose first buffer is a copy of keys and values
+    if job.has_ring:  # whose first buffer is a copy of keys and values
         return given, queries, 2 * keys
     if shapes.is_engine:  # it copies values that are a view
         return (given, queries + keys, keys) if is_view else (given, given, 0)
-    if shapes.job.parallel.context_parallel_size > 1 and not shapes.job.parallel.exchanges_heads:
-        return given, queries, _whole_sequence(shapes)
-    if shapes.queries > shapes.values:  # keys and values are repeated for the queries that share them
-        return given, queries, 2 * queries
-    return given, given, 0
+    ranks, is_grouped = job.parallel.context_parallel_size, shapes.queries > shapes.values
+    if ranks > 1 and not job.parallel.exchanges_heads:
+        # Local attention goes through the rank's two chunks in turn. It keeps keys and values of all ranks, or repeated
+        # as far as each chunk sees them; a mask for each chunk; and each chunk's output, beside the two together.
+        chunk_tokens = job.model.seq_length // (2 * ranks)
+        masks = chunk_tokens * chunk_tokens * (2 * ranks + 1) * shapes.element
+        seen = 2 * queries * (2 * ranks + 1) // 2 if is_grouped else ranks * 2 * keys
+        return given, queries, seen + masks + queries
+    return given, queries if is_grouped else given, 2 * queries if is_grouped else 0  # repeated for queries that share
 
 
-def _whole_sequence(shapes: LayerShapes) -> int:
-    """Return what local attention keeps under context parallelism, which goes through the rank's two chunks in turn.
-
-    Keys and values of all ranks in order, or repeated as far as each chunk sees them; a mask for each chunk, the same
-    for all samples and heads; and each chunk's output, beside the two together.
-    """
-    ranks = shapes.job.parallel.context_parallel_size
-    chunk_tokens = shapes.job.model.seq_length // (2 * ranks)
-    masks = chunk_tokens * chunk_tokens * (2 * ranks + 1) * shapes.element
-    seen = ranks * shapes.whole(2 * shapes.values)
-    if shapes.queries > shapes.values:
-        seen = shapes.whole(2 * shapes.queries) * (2 * ranks + 1) // 2
-    return seen + masks + shapes.whole(shapes.queries)
-
-
-# -- the MLP
-
-
-def _mlp(shapes: LayerShapes) -> list[Operation]:
+def _mlp(shapes: LayerShapes) -> Rise:
     """Return norm, the map that reads it, and the rest. (The Engine's norm and its statistics are inside that map.)"""
-    parallel, stream, placement = shapes.job.parallel, shapes.stream, shapes.job.model.placement
-    norm = Operation(
-        "pre-MLP norm",
-        saved=stream + (0 if shapes.is_engine else shapes.statistics()),
-        backward=stream + norm_backward(shapes),
-    )
-    first, *between, last = itertools.starmap(Operation, placement.mlp_operations(shapes))
-    if parallel.recomputes("layernorm") and not shapes.is_engine:  # held twice again
-        norm, first, last = (
-            norm._replace(saved=stream, freed=stream),
-            _made_again(first),
-            last._replace(remade=2 * stream),
-        )
-    if parallel.recomputes("mlp"):
-        made = 0 if placement.keeps_mlp_output else stream  # what the MLP makes, unless that is kept for backward
-        remade = last.remade + sum(operation.saved for operation in between) + last.saved + made
-        if shapes.is_engine:
-            remade, first = remade + first.saved, _made_again(first)
-        first = first._replace(freed=first.freed + made)
-        between, last = [*map(_made_again, between)], _made_again(last)._replace(remade=remade)
-    return [norm, first, *between, last]
+    parallel, placement = shapes.job.parallel, shapes.job.model.placement
+    norm = shapes.stream + (0 if shapes.is_engine else shapes.statistics())
+    operations = list(itertools.starmap(Operation, placement.mlp_operations(shapes)))
+    first, whole = operations[0].saved, rise(operations)
+    kept = whole.saved
+    if parallel.recomputes("mlp"):  # but for what the norm made
+        kept = 0 if shapes.is_engine else first
+    if parallel.recomputes("layernorm") and not shapes.is_engine:
+        norm, kept = shapes.stream, kept - first
+    again = whole.saved - kept
+    if parallel.recomputes("mlp") and not placement.keeps_mlp_output:
+        again += shapes.stream  # what the MLP makes
+    # The norm's backward: gradients of its input and output; on a CPU one, and copies in float32.
+    on_cpu = shapes.job.on_cpu and not shapes.is_engine
+    numbers = shapes.element + (3 if shapes.element < FLOAT else 2) * FLOAT if on_cpu else 2 * shapes.element
+    of_norm = shapes.stream + shapes.part_tokens * shapes.hidden * numbers
+    return Rise(norm + kept, max(again + whole.backward, of_norm - kept))
 
 
-def _made_again(operation: Operation) -> Operation:
-    """Return the same, where what it kept is made again before its backward."""
-    return operation._replace(saved=0, freed=operation.freed + operation.saved)
+# -- the model's ends
+
+
+def loss_head(shapes: LayerShapes) -> Rise:
+    """Return the final norm and the head.
+
+    `saved` is what the final norm keeps, `backward` the most that is held beside that, in forward or in backward.
+    """
+    job, element, hidden, columns = shapes.job, shapes.element, shapes.hidden, shapes.columns
+    saved = shapes.stream + shapes.statistics()
+    if not job.kernels.chunked_loss_head:
+        # Megatron's: logits of all tokens, a float32 copy that becomes softmax and gradient, and that in bf16.
+        logits = shapes.whole(columns) if element < FLOAT else 0
+        softmax = shapes.tokens * columns * FLOAT
+        products = shapes.whole(hidden) + (shapes.stream if shapes.is_sharded else 0)
+        products += shapes.weight_gradient(columns, hidden)
+        return Rise(saved, shapes.stream + max(softmax + logits, (logits or softmax) + products))
+    # Its gradients are taken in forward; backward gets them, with a stand-in for the weight's.
+    chunk = min(shapes.tokens, job.kernels.loss_chunk_tokens(columns, element, on_cpu=job.on_cpu))
+    scaled = chunk * hidden * (FLOAT + element if element < FLOAT else FLOAT)  # the hidden states, times a factor each
+    forward = shapes.stream + shapes.gathered + shapes.whole(hidden) + chunk * columns * element + scaled
+    is_tied_here = not job.model.untie_embeddings_and_output_weights and job.parallel.pipeline_model_parallel_size == 1
+    return Rise(saved, max(forward, shapes.stream + (0 if is_tied_here else shapes.vocabulary_weight)))
+
+
+def embedding_ids(shapes: LayerShapes) -> int:
+    """Return what backward needs to know: the ids, and which of them are of other ranks."""
+    return shapes.tokens * (ID_BYTES if shapes.tensor == 1 else 2 * ID_BYTES)
+
+
+def embedding_backward(shapes: LayerShapes, *, has_heads: bool) -> int:
+    """Return the gradient of the rank's rows, in the type of weights, beside the tokens' of it.
+
+    Args:
+        has_heads: whether the head is here, too. If it is tied, autograd adds its gradient to the embedding's (out of
+            place, where tensors are tracked), or what stands for it; the chunked head gives autograd none.
+    """
+    passes = 1 if shapes.tensor == 1 else 2  # those of other ranks' tokens are zeroed in a copy
+    tokens, rows = shapes.stream + passes * shapes.whole(shapes.hidden), shapes.vocabulary_weight
+    job = shapes.job
+    is_added = has_heads and not (job.model.untie_embeddings_and_output_weights or job.kernels.chunked_loss_head)
+    return max(tokens + 2 * rows, 3 * rows) if is_added else tokens + rows

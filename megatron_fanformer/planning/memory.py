@@ -8,19 +8,16 @@ The local layers are described as torch runs them on a CPU, where tests measure 
 the formula is); the Engine's as its fused kernels run on a GPU.
 """
 
-import functools
 import itertools
-import operator
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from megatron_fanformer.planning.gradient_buffers import (
     Chunk,
-    GradientBuffer,
     Weight,
     chunks,
-    copied_elements,
     gradient_buffer,
     layer_weights,
     limits_buckets,
@@ -28,15 +25,17 @@ from megatron_fanformer.planning.gradient_buffers import (
     weights,
 )
 from megatron_fanformer.planning.job import Job, Layers
-from megatron_fanformer.planning.layer_memory import FLOAT, LayerShapes, Rise, layer_operations, rise
-from megatron_fanformer.planning.matrix_updates import MatrixUpdates
-from megatron_fanformer.planning.vocabulary_memory import (
+from megatron_fanformer.planning.layer_memory import (
+    FLOAT,
     ID_BYTES,
+    LayerShapes,
+    Rise,
     embedding_backward,
     embedding_ids,
+    layer_memory,
     loss_head,
-    vocabulary_weight,
 )
+from megatron_fanformer.planning.matrix_updates import MatrixUpdates
 
 MAIN_WEIGHT_BYTES = 4
 FP8_COPIES = 2  # of a weight: as it is, and transposed, which Hopper's products need
@@ -127,28 +126,30 @@ class _ChunkWeights(NamedTuple):
     """The weights of a chunk on a rank."""
 
     weights: list[Weight]
-    buffer: GradientBuffer
+    buffered: int
+    """Elements of the gradient buffer, padding included."""
     updated: list[int]
-    """Elements of each that the rank updates, in the buffer's order."""
+    """Elements of each weight that the rank updates, last weight first, as in the buffer."""
 
 
 def _weights_of(job: Job, stage: int, chunk: Chunk) -> _ChunkWeights:
-    own, is_limited = weights(job.model, job.parallel, chunk), limits_buckets(job.parallel, stage, chunk)
-    buffer = gradient_buffer(own, job.parallel, job.data_parallel_size, is_limited=is_limited)
+    held, is_limited = weights(job.model, job.parallel, chunk), limits_buckets(job.parallel, stage, chunk)
+    buffer = gradient_buffer(held, job.parallel, job.data_parallel_size, is_limited=is_limited)
     is_sharded = job.parallel.use_distributed_optimizer
-    return _ChunkWeights(own, buffer, buffer.shard_elements(job.state_ranks) if is_sharded else buffer.elements)
+    return _ChunkWeights(
+        held, buffer.ends[-1], buffer.shard_elements(job.state_ranks) if is_sharded else buffer.elements
+    )
 
 
 def _states(job: Job, of_chunks: list[_ChunkWeights]) -> Iterator[MemoryLine]:
     """Yield weights and gradients with their buffers' padding, and this rank's part of the optimizer's state."""
-    buffered = weighed = updated = states = 0
-    for own, buffer, shares in of_chunks:
-        buffered += buffer.ends[-1]
-        weighed += sum(buffer.elements)
-        updated += sum(shares)
-        states += state_bytes(own[::-1], shares, job.optimizer)
+    buffered = sum(chunk.buffered for chunk in of_chunks)
+    updated = sum(sum(chunk.updated) for chunk in of_chunks)
+    states = sum(state_bytes(chunk.weights[::-1], chunk.updated, job.optimizer) for chunk in of_chunks)
     # The distributed optimizer gathers weights in a buffer that is laid out as the gradients' is.
-    yield MemoryLine("weights", (buffered if job.parallel.use_distributed_optimizer else weighed) * job.element_bytes)
+    is_sharded = job.parallel.use_distributed_optimizer
+    weighed = buffered if is_sharded else sum(weight.elements for chunk in of_chunks for weight in chunk.weights)
+    yield MemoryLine("weights", weighed * job.element_bytes)
     yield MemoryLine("gradients", buffered * job.gradient_bytes)
     yield MemoryLine("main weights", updated * MAIN_WEIGHT_BYTES if job.element_bytes < FLOAT else 0)
     yield MemoryLine("moments", states)
@@ -197,51 +198,41 @@ def _dummy_gradients(shapes: LayerShapes, held: list[Chunk]) -> int:
         maps.add((shapes.fan_rows, hidden))
     dummies = sum(rows * columns for rows, columns in maps) * shapes.element
     has_megatrons_head = held[-1].has_head and not shapes.job.kernels.chunked_loss_head
-    return dummies + (vocabulary_weight(shapes) if has_megatrons_head else 0)
+    return dummies + (shapes.vocabulary_weight if has_megatrons_head else 0)
 
 
 # -- the moments of a step
 
 
 def _moments(shapes: LayerShapes, stage: int, held: list[Chunk]) -> Iterator[MemorySnapshot]:
-    job, layer = shapes.job, rise(layer_operations(shapes.job))
+    job, layer = shapes.job, layer_memory(shapes.job)
     of_chunks = [_chunk_rise(shapes, layer, chunk.layers) for chunk in held]
-    saved = [chunk.saved for chunk in of_chunks]
-    saved[0] += embedding_ids(shapes) if held[0].has_embedding else 0
-    passes = [
-        (chunk, sum(map(operator.mul, alive, saved)))
-        for chunk, alive in _backward_passes(
-            job.stages,
-            len(held),
-            min(job.num_micro_batches, (len(held) + 3) * job.stages),  # one more has the same again
-            _passes_ahead(job, stage),
-        )
-    ]
+    ids = embedding_ids(shapes) if held[0].has_embedding else 0
+    # Passes alive when the first one goes back: the interleaved schedule takes as many micro batches through a chunk,
+    # before the next, as there are stages.
+    passes = min(_passes_ahead(job, stage) + 1, len(held) * job.num_micro_batches)
+    alive = Counter(number // job.stages % len(held) for number in range(passes))
+    kept = sum(number * of_chunks[chunk].saved for chunk, number in alive.items()) + alive[0] * ids
     # The schedule holds on to the last gradient that it sent back, and in forward also to the input that it is of.
     sent = shapes.stream if stage > 0 and len(held) == 1 else 0
-    for number, rise_of_chunk in enumerate(of_chunks):
-        kept = max(kept for chunk, kept in passes if chunk == number)
-        yield MemorySnapshot("backward of a layer", kept, rise_of_chunk.backward + sent)
-        if held[number].has_head:
+    for chunk, of_chunk in zip(held, of_chunks, strict=True):
+        yield MemorySnapshot("backward of a layer", kept, of_chunk.backward + sent)
+        if chunk.has_head:
             head = loss_head(shapes)
             yield MemorySnapshot("loss head", kept + head.saved, head.backward + 2 * sent)
-        if held[number].has_embedding:
-            gradient = embedding_backward(shapes, has_heads=held[number].has_head)
-            yield MemorySnapshot("gradient of the embedding", kept - rise_of_chunk.saved, gradient)
+        if chunk.has_embedding:
+            gradient = embedding_backward(shapes, has_heads=chunk.has_head)
+            yield MemorySnapshot("gradient of the embedding", kept - of_chunk.saved, gradient)
 
 
 def _update(job: Job, stage: int, of_chunks: list[_ChunkWeights]) -> MemorySnapshot:
     """Return the update: float32 copies of gradients that are not, and the fullest of its operations.
 
-    On a CPU megatron-core clips out of place, one gradient at a time, and states that are not float32 are copied, a
-    block of a weight at a time.
+    (On a CPU megatron-core clips out of place, one gradient at a time.)
     """
     updated = list(itertools.chain.from_iterable(chunk.updated for chunk in of_chunks))
     copied = FLOAT * sum(updated) if job.gradient_bytes < FLOAT else 0
     most = FLOAT * max(updated) if job.on_cpu else 0
-    if job.on_cpu and job.optimizer.rounds_states:
-        rounded = (copied_elements(own[::-1], shares, job.optimizer) for own, _, shares in of_chunks)
-        most = max(most, FLOAT * max(rounded))
     of_matrices = MatrixUpdates(job, stage).working_bytes()
     name = "update of a matrix" if of_matrices > most else "update"
     return MemorySnapshot(name, 0, copied + max(most, of_matrices))
@@ -252,25 +243,6 @@ def _passes_ahead(job: Job, stage: int) -> int:
     later, virtual = job.stages - 1 - stage, job.parallel.virtual_stages
     ahead = later if virtual == 1 else 2 * later + (virtual - 1) * job.stages
     return min(ahead, virtual * job.num_micro_batches)
-
-
-@functools.cache
-def _backward_passes(stages: int, chunks: int, micro_batches: int, ahead: int) -> set[tuple[int, tuple[int, ...]]]:
-    """Return a stage's backward passes: each one's chunk, and how many passes of each chunk are alive then, with it.
-
-    The interleaved schedule takes as many micro batches through a chunk, before the next, as there are stages.
-    """
-    groups = range(0, micro_batches, stages)
-    order = [chunk for first in groups for chunk in range(chunks) for _ in range(min(stages, micro_batches - first))]
-    forward, alive, found = iter(order), [0] * chunks, set()
-    for chunk in itertools.islice(forward, ahead):
-        alive[chunk] += 1
-    for back in order:
-        if (chunk := next(forward, -1)) >= 0:
-            alive[chunk] += 1
-        found.add((chunks - 1 - back, tuple(alive)))
-        alive[chunks - 1 - back] -= 1
-    return found
 
 
 def _chunk_rise(shapes: LayerShapes, layer: Rise, layers: int) -> Rise:

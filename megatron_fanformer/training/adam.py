@@ -11,7 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_fanformer.planning.gradient_buffers import COPIED_ELEMENTS
+COPIED_ELEMENTS = 2**20
+"""Elements of a weight that are updated at a time where states are not float32: so few, that what is copied of them
+takes little memory."""
 
 
 class Adam(torch.optim.Optimizer):

@@ -94,15 +94,6 @@ class UpdateRule(OptimizerStates, ABC):
             number += STATE_ELEMENT_BYTES[self.state_dtype(state)]
         return number
 
-    @property
-    def rounds_states(self) -> bool:
-        """Whether any state is not float32."""
-        return False
-
-    def rounded_states(self, name: str, dimensions: int) -> int:
-        """Return the number of states of a weight that are not float32."""
-        return sum(self.state_dtype(state) != "fp32" for state in self.states(self.group_of(name, dimensions)))
-
     def takes_whole(self, name: str, dimensions: int) -> bool:
         """Return False: the update of an element depends on that element alone."""
         return False
@@ -165,11 +156,6 @@ class AdamW(UpdateRule):
     def states(self, group: Group) -> tuple[str, ...]:
         """Return both moments."""
         return ("exp_avg", "exp_avg_sq")
-
-    @property
-    def rounds_states(self) -> bool:
-        """Whether a moment is not float32."""
-        return self.exp_avg_dtype != "fp32" or self.exp_avg_sq_dtype != "fp32"
 
     def state_dtype(self, name: str) -> StateDtype:
         """Return a moment's number format."""

@@ -10,7 +10,7 @@ import torch
 from megatron_fanformer.model.config import FANformerConfig, PrecisionConfig
 from megatron_fanformer.model.kernels import KernelsConfig
 from megatron_fanformer.planning.job import Job
-from megatron_fanformer.planning.layer_memory import layer_operations, rise
+from megatron_fanformer.planning.layer_memory import layer_memory
 from megatron_fanformer.runtime.layout import ParallelConfig
 from megatron_fanformer.training.optimizers import OPTIMIZERS
 from tests.engine.passes import FIELDS, LAYOUTS, MODEL, VARIANTS, batch, model_on_rank, ranks_of
@@ -64,7 +64,7 @@ def by_formula(model: FANformerConfig, layout: str, precision: PrecisionConfig, 
         num_micro_batches=1,
         layers="transformer_engine",
     )
-    return rise(layer_operations(job)).saved
+    return layer_memory(job).saved
 
 
 ALWAYS = (

@@ -21,6 +21,7 @@ from megatron_fanformer.model.local_layers import LocalBackend
 from megatron_fanformer.model.placements import PLACEMENTS
 from megatron_fanformer.model.placements.attention import FAN_ROWS, fan_tensors
 from megatron_fanformer.model.placements.base import SWIGLU, FANMap, H, Placement, Rows, Shape
+from megatron_fanformer.planning.layer_memory import kept_of_fan
 
 NAME = "mlp_input"
 FAN = "mlp.linear_fc1.fan.linear"
@@ -60,7 +61,9 @@ class MLPInput(Placement):
     def mlp_operations(self, shapes: Any) -> Iterator[tuple[str, int, int]]:
         yield self.first_map(shapes, "FAN map", shapes.fan_rows)
         _, *after = super().mlp_operations(shapes)
-        yield ("FAN and first map of the MLP", *shapes.fan_and_product(2 * shapes.inner))
+        kept = kept_of_fan(shapes, is_recomputed=False)
+        gradients = shapes.stream + shapes.whole(2 * shapes.inner + 2 * shapes.hidden)
+        yield "FAN and first map of the MLP", kept, gradients + shapes.weight_gradient(2 * shapes.inner, shapes.hidden)
         yield from after
 
     def local_mlp(self, fan: FANConfig) -> Any:

@@ -13,10 +13,8 @@ import torch
 from megatron_fanformer.model.build import build_stages
 from megatron_fanformer.model.config import PRESETS, FANConfig, FANformerConfig, PrecisionConfig
 from megatron_fanformer.model.kernels import KernelsConfig
-from megatron_fanformer.ops import cross_entropy, matrices
-from megatron_fanformer.planning import vocabulary_memory
 from megatron_fanformer.planning.job import Job
-from megatron_fanformer.planning.layer_memory import layer_operations
+from megatron_fanformer.planning.layer_memory import LayerShapes, _core_attention
 from megatron_fanformer.planning.memory import BLOCK_OF_TEE, SAMPLE_BYTES, RankMemory, rank_memory
 from megatron_fanformer.runtime.parallel import rank_grid
 from megatron_fanformer.runtime.seeding import seed_everything
@@ -313,11 +311,7 @@ def test_the_engines_context_parallelism_has_buffers() -> None:
     chunks, of which one sees as much more as the other sees less.
     """
     alone, ring, gathered = (
-        next(
-            operation
-            for operation in layer_operations(engine_job_of(FAR_FROM_PADDED, layout(text), micro_batch_size=samples))
-            if operation.name == "core attention"
-        )
+        _core_attention(LayerShapes(engine_job_of(FAR_FROM_PADDED, layout(text), micro_batch_size=samples)))
         for text, samples in (("", 1), ("cp=2", 2), ("cp=2,cp_comm_type=all_gather", 2))
     )
     row = 2 * FAR_FROM_PADDED.seq_length // 2 * FAR_FROM_PADDED.hidden_size * 2  # two samples' on a rank, [n, h]
@@ -344,8 +338,7 @@ def test_attention_without_a_fused_kernel_keeps_every_score() -> None:
 @pytest.mark.parametrize("text", ["", "tp=2,sp=true", "cp=2,cp_comm_type=a2a"])
 def test_scores_are_of_a_ranks_heads_and_the_whole_sequence(text: str) -> None:
     def attention(text: str, **fields: Any) -> Any:
-        job = engine_job_of(FAR_FROM_PADDED, layout(text), **fields)
-        return next(each for each in layer_operations(job) if each.name == "core attention")
+        return _core_attention(LayerShapes(engine_job_of(FAR_FROM_PADDED, layout(text), **fields)))
 
     model, ranks = FAR_FROM_PADDED, 2 if text else 1
     elements = 2 * model.num_attention_heads // ranks * model.seq_length**2
@@ -364,12 +357,6 @@ def test_scores_are_of_a_ranks_heads_and_the_whole_sequence(text: str) -> None:
 
 
 # -- the formula itself
-
-
-def test_constants_of_the_loss_head_are_its_own() -> None:
-    """Planning reads them without torch."""
-    assert vocabulary_memory.ROWS_A_BLOCK == matrices.ROWS_A_BLOCK
-    assert vocabulary_memory.FLOAT_LOGITS_BYTES == cross_entropy.CACHED_BYTES_PER_THREAD
 
 
 MOST_CALLS = 750  # of Python functions: 725 today, some 0.1 ms; one for each weight would be 170 more

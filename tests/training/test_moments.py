@@ -10,10 +10,9 @@ import torch
 
 from megatron_fanformer.checkpoint.tensor_table import STATE_PREFIX, read_table
 from megatron_fanformer.errors import InputError
-from megatron_fanformer.planning.gradient_buffers import COPIED_ELEMENTS
 from megatron_fanformer.planning.memory import rank_memory
 from megatron_fanformer.runtime.layout import ParallelConfig
-from megatron_fanformer.training.adam import Adam
+from megatron_fanformer.training.adam import COPIED_ELEMENTS, Adam
 from megatron_fanformer.training.config import config_from_dict
 from megatron_fanformer.training.optimizer import single_optimizers
 from megatron_fanformer.training.optimizers import LARGEST_BF16_DECAY, OptimizerConfig

@@ -80,7 +80,7 @@ class FFN(Placement):
         yield (
             "features of the first FAN layer",
             shapes.whole(inner) + self._kept_g(shapes, shapes.whole, inner),
-            stream + shapes.whole(inner + rows) + self._passes(shapes, shapes.tokens, inner),
+            stream + shapes.whole(inner + rows),
         )
         second_gradients = shapes.part(rows_2) + (shapes.whole(rows_2) if shapes.is_sharded else 0)
         yield (
@@ -91,7 +91,7 @@ class FFN(Placement):
         yield (
             "features of the second FAN layer",
             shapes.part(shapes.hidden) + self._kept_g(shapes, shapes.part, shapes.hidden),
-            stream + shapes.part(rows_2) + self._passes(shapes, shapes.part_tokens, shapes.hidden),
+            stream + shapes.part(rows_2),
         )
 
     @staticmethod
@@ -99,11 +99,6 @@ class FFN(Placement):
         """Return the linear rows' output in front of a GELU, of a layer that is so wide on this rank."""
         fan = shapes.job.model.fan
         return size(width - 2 * int(fan.p_ratio * width)) if fan.activation == "gelu" else 0
-
-    @staticmethod
-    def _passes(shapes: Any, tokens: int, width: int) -> int:
-        """Return the further tensors that the activation's backward holds, of a layer of this width on this rank."""
-        return tokens * int(shapes.job.model.fan.p_ratio * width) * shapes.product_bytes
 
     def local_mlp(self, fan: "FANConfig") -> Any:
         """Return megatron-core's MLP of two FAN layers."""
