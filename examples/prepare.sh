@@ -1,15 +1,13 @@
 #!/usr/bin/env bash
-# Prepares many document files under Slurm: a job array, whose tasks share lists of the files.
+# Prepares many document files under Slurm: a job array, each task of which encodes a shard of the files.
 #
-#   megatron-fanformer prepare dolma --lists 100 --output lists
-#   sbatch --array=0-99 examples/prepare.sh lists data/dolma tokenizer.json
-#   megatron-fanformer prepare --status lists
-#   megatron-fanformer prepare --merge lists
+#   sbatch --array=0-99 examples/prepare.sh 100 dolma data/dolma tokenizer.json
+#   megatron-fanformer prepare dolma --output data/dolma --tokenizer tokenizer.json --merge 100
 #
-# Task 7 begins with lists/007, which it prepares to data/dolma-007.bin, .idx, .ledger.parquet and .manifest.json, and
-# goes on with lists that no other task has done or works on: what a lost task had begun is taken up where it was, and an
-# array may have fewer tasks than there are lists. Submit it again for what is left. Further arguments are options of
-# `prepare`. --merge checks that all is done, and writes what data.train_data reads as "@data/dolma.blend".
+# Task 7 encodes every hundredth file from the seventh on, and leaves the result in data/dolma.shard-7-of-100.parts.
+# A task that was cut off goes on when it is submitted again (sbatch --array=7 …). Further arguments are options of
+# `prepare`, and the merge is given the same ones. It names the shards that are not done; when all are, it writes
+# data/dolma.bin, .idx, .ledger.parquet and .manifest.json as one machine's run would, and removes the shards.
 #
 #SBATCH --job-name=prepare
 #SBATCH --nodes=1
@@ -22,13 +20,13 @@
 #SBATCH --requeue
 set -euo pipefail
 
-if (($# < 3)); then
-    echo "usage: prepare.sh FOLDER_OF_LISTS PREFIX TOKENIZER [OPTION…], as a task of a job array" >&2
+if (($# < 4)); then
+    echo "usage: prepare.sh SHARDS DOCUMENTS PREFIX TOKENIZER [OPTION…], as a task of a job array from 0 to SHARDS-1" >&2
     exit 2
 fi
 task=${SLURM_ARRAY_TASK_ID:?start it as a task of a job array}
-lists=$1 prefix=$2 tokenizer=$3
-shift 3
+shards=$1 documents=$2 prefix=$3 tokenizer=$4
+shift 4
 
-exec "${PYTHON:-python3}" -m megatron_fanformer prepare --from-lists "$lists" --task "$task" --output "$prefix" \
+exec "${PYTHON:-python3}" -m megatron_fanformer prepare "$documents" --shard "$task/$shards" --output "$prefix" \
     --tokenizer "$tokenizer" --workers "${SLURM_CPUS_PER_TASK:-1}" "$@"

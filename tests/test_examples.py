@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 
 from megatron_fanformer.cli import main
-from megatron_fanformer.data.blends import parse_blend
 from megatron_fanformer.data.token_files import read_index
 from megatron_fanformer.demo.demo import MODEL as DEMO_MODEL
 from megatron_fanformer.model.config import PRESETS
@@ -313,25 +312,24 @@ def test_the_slurm_script_finds_the_address_of_an_interface(
 
 
 @pytest.mark.full
-def test_a_task_of_an_array_prepares_its_list_and_those_that_nobody_else_has(
+def test_a_task_of_an_array_encodes_its_shard(
     tmp_path: Path, olmo_tokenizer_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    for shard in range(3):
-        line = json.dumps({"id": str(shard), "text": f"shard {shard} " * 20})
-        (tmp_path / f"{shard}.jsonl").write_text(line + "\n")
+    (tmp_path / "dolma").mkdir()
+    for number in range(3):
+        line = json.dumps({"id": str(number), "text": f"document {number} " * 20})
+        (tmp_path / "dolma" / f"{number}.jsonl").write_text(line + "\n")
     lines = (EXAMPLES / "prepare.sh").read_text().splitlines()
-    before, job, *after = [line.removeprefix("#   ") for line in lines if line.startswith("#   ")]
-    assert job == "sbatch --array=0-99 examples/prepare.sh lists data/dolma tokenizer.json"
-    assert main(before.replace("dolma --lists 100", f"{tmp_path} --lists 2").split()[1:]) == 0
-    environment = {**os.environ, "SLURM_ARRAY_TASK_ID": "1", "PYTHON": sys.executable}
-    words = [*job.split()[3:5], olmo_tokenizer_file, "--no-ledger"]
-    script = subprocess.run(["bash", EXAMPLES / "prepare.sh", *words], env=environment, check=False, cwd=tmp_path)
-    assert script.returncode == 0
-    assert [main(command.split()[1:]) for command in after] == [0, 0]
-    blend = parse_blend([f"@{tmp_path}/data/dolma.blend"])
-    assert [source.paths for source in blend.sources] == [(f"{tmp_path}/data/dolma-00{task}",) for task in range(2)]
-    assert sum(len(read_index(source.paths[0]).lengths) for source in blend.sources) == 3
+    job, merge = [line.removeprefix("#   ") for line in lines if line.startswith("#   ")]
+    assert job == "sbatch --array=0-99 examples/prepare.sh 100 dolma data/dolma tokenizer.json"
+    words = ["2", "dolma", "data/dolma", olmo_tokenizer_file, "--no-ledger"]
+    for task in ("0", "1"):
+        environment = {**os.environ, "SLURM_ARRAY_TASK_ID": task, "PYTHON": sys.executable}
+        subprocess.run(["bash", EXAMPLES / "prepare.sh", *words], env=environment, check=True, cwd=tmp_path)
+    command = merge.replace("tokenizer.json --merge 100", f"{olmo_tokenizer_file} --merge 2 --no-ledger")
+    assert main(command.split()[1:]) == 0
+    assert len(read_index("data/dolma").lengths) == 3
 
 
 @pytest.mark.skipif(shutil.which("shellcheck") is None, reason="shellcheck is not installed")

@@ -27,7 +27,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     # All ranks build a dataset together: what rank 0 refuses, every one must. `device` says where copies are kept.
     "data": ("runtime.agreement", "runtime.device"),
     "model": ("ops", "runtime.layout", "runtime.parallel", "runtime.seeding"),
-    "preparation": ("data", "runtime.device", "checkpoint.run_lock"),
+    "preparation": ("data", "runtime.device"),
     "planning": ("model.config", "model.kernels", "runtime.layout"),
     "checkpoint": ("runtime", "model.config", "data.tokenizer"),
     "formats": ("runtime", "data", "model", "checkpoint", "hf"),

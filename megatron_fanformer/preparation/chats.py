@@ -25,7 +25,7 @@ from megatron_fanformer.preparation.documents import (
     decoded_again,
     has_surrogate,
 )
-from megatron_fanformer.preparation.remote_inputs import InputFile
+from megatron_fanformer.preparation.inputs import InputFile
 
 TOO_LONG_A_CHAT = f"above {LOOK_AGAIN_BYTES >> 20} MiB"
 NO_MESSAGES_FIELD = "no messages, conversations, or prompt and completion"

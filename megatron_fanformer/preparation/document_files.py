@@ -30,8 +30,14 @@ from megatron_fanformer.preparation.documents import (
     Refusal,
     text_columns,
 )
-from megatron_fanformer.preparation.inputs import COMPRESSIONS, PARQUET_SUFFIX, TEXT_SUFFIXES
-from megatron_fanformer.preparation.remote_inputs import InputFile, RemoteInput, recorded_path
+from megatron_fanformer.preparation.inputs import (
+    COMPRESSIONS,
+    PARQUET_SUFFIX,
+    TEXT_SUFFIXES,
+    InputFile,
+    RemoteInput,
+    recorded_path,
+)
 
 BLOCK_BYTES = 1 << 20
 ROWS_A_BLOCK = 256

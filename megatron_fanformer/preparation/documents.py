@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from megatron_fanformer.errors import InputError
-from megatron_fanformer.preparation.remote_inputs import InputFile
+from megatron_fanformer.preparation.inputs import InputFile
 
 NOT_JSON = "not JSON"
 NOT_AN_OBJECT = "not a JSON object"

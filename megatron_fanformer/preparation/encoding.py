@@ -24,9 +24,6 @@ from megatron_fanformer.preparation.id_encoders import EncoderChoice
 # In one of every so many blocks, the first document, or so much of it, is also encoded by the exact tokenizer.
 CHECKED_BLOCKS = 8
 CHECKED_CHARACTERS = 4_000
-# At least so much text is between two checks: most files of a folder of texts are shorter, and a check takes a
-# millisecond.
-UNCHECKED_BYTES = 1 << 16
 # Why a conversation is left out.
 TOO_MANY_TOKENS = "longer than max_tokens"
 NOTHING_LEARNED = "nothing to learn"
@@ -90,25 +87,17 @@ class CheckedEncoder:
     def __init__(self, choice: EncoderChoice) -> None:
         self._encoder = choice.make()
         self._exact = choice.exact() if choice.trust is not None else None
-        self._unchecked_bytes = UNCHECKED_BYTES
 
     def encode(self, number: int, texts: Sequence[bytes], name: str) -> tuple[np.ndarray, np.ndarray]:
         """Return the ids and counts of the texts of the file's `number`-th block; see IdEncoder.
 
         Raises TokenizersDisagree if the exact tokenizer gives other ids to the first text, which it calls `name`.
         """
-        ids, counts = self._encoder.encode_batch(texts)
-        if self._exact is None or not texts:
-            return ids, counts
-        self._unchecked_bytes += sum(map(len, texts))
-        if number % CHECKED_BLOCKS == 0 and self._unchecked_bytes >= UNCHECKED_BYTES:
-            self._unchecked_bytes = 0
-            text = texts[0].decode()
-            beginning = text[:CHECKED_CHARACTERS]
-            fast = ids[: counts[0]] if beginning == text else self._encoder.encode_batch([beginning.encode()])[0]
-            if fast.tolist() != self._exact.encode(beginning):
+        if self._exact is not None and texts and number % CHECKED_BLOCKS == 0:
+            beginning = texts[0].decode()[:CHECKED_CHARACTERS]
+            if self._encoder.encode_batch([beginning.encode()])[0].tolist() != self._exact.encode(beginning):
                 raise TokenizersDisagree(name)
-        return ids, counts
+        return self._encoder.encode_batch(texts)
 
 
 class BlockEncoder:

@@ -1,39 +1,29 @@
 """From batches of texts to token ids in one buffer: by gigatoken where it can be trusted, exactly elsewhere.
 
+Two libraries that implement one tokenizer differ where their Unicode tables differ in age: in the characters that
+later versions added, and in how those combine. So each character is given to both, and a text with one that makes a
+difference goes to the exact library. Both are then compared on texts that are known to be hard, and, while documents
+are encoded, on samples of them (`encoding.CheckedEncoder`).
+
 Texts are UTF-8 bytes here: gigatoken takes them as they are; Python strings cost as much again to join and convert.
 """
 
-import hashlib
 import os
-import platform
+import random
 import re
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
-from functools import lru_cache
-from importlib.metadata import version
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol
 
-import msgspec
 import numpy as np
 
 from megatron_fanformer.data.manifest import Encoding
 from megatron_fanformer.data.tokenizer import Tokenizer, load_tokenizer
-from megatron_fanformer.durable_files import regular_file, sha256_of, write_atomically
 from megatron_fanformer.errors import InputError
-from megatron_fanformer.preparation import agreement
-from megatron_fanformer.preparation.agreement import (
-    CODE_POINTS,
-    doubtful_pieces,
-    first_difference,
-    hard_texts,
-    trusted_characters,
-)
 from megatron_fanformer.preparation.verb import Backend
-from megatron_fanformer.runtime.device import cache_folder
 
 GIGATOKEN = "gigatoken"
 
@@ -41,22 +31,26 @@ GIGATOKEN = "gigatoken"
 # this much text has gone through, so that the cost of loading does not matter.
 CACHE_BYTES = 160 << 20
 CACHE_TEXT_BYTES = 16 << 20
-# What returns the ids of a batch imports awkward, for 0.6 s of CPU, and takes as long as up to 256 texts one by one, by
-# measurement. More texts than that take some 2 µs longer each one by one, which is less than the import for the first.
-SINGLY, FIRST_SINGLY = 256, 100_000
-# Less input is encoded sooner than gigatoken is checked against the exact library, which takes seconds.
+# Less input is encoded sooner than gigatoken is compared with the exact library, which takes a second.
 SMALL_INPUT_BYTES = 4 << 20
 SMALL_INPUT = "the input is small"
-# Each is searched for in every text.
-MAX_DOUBTFUL_PIECES = 8
-MOST_TRUST_BYTES = 1 << 20  # of a remembered one, which has a bit for each character
+MAX_DOUBTFUL_PIECES = 8  # each is searched for in every text
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 # A text of more characters is cut, at these places: no library joins a word to the space that follows it.
 PIECE_CHARACTERS = 1 << 18
 CUT = re.compile(r"(?<=[A-Za-z0-9])(?= [A-Za-z0-9])")
-# Characters beyond ASCII are looked up in slices of this many, to bound the memory.
-SLICE = 1 << 16
 ASCII = 127
+CODE_POINTS = 0x110000
+SURROGATES = range(0xD800, 0xE000)
+# The parts of the planes that texts are made of: everything else is rare, and always goes to the exact library.
+PROBED = (range(0, 0x10000), range(0x1D400, 0x1D800), range(0x1F000, 0x1FC00))
+# Between letters and digits: reveals its class. Between U+0345 and U+0334, whose combining classes are the highest
+# and the lowest: a character with a class between them is reordered with one.
+ROW = 64  # characters that are tried together first, which is faster
+SURROUNDINGS = "a{0}b 1{0}2 a\u0345{0}\u0334"
+
+EncodeAll = Callable[[Sequence[str]], Sequence[Sequence[int]]]
+"""Returns the ids of each text."""
 
 
 class IdEncoder(Protocol):
@@ -70,29 +64,21 @@ class ExactEncoder:
     """Encodes by the library that defines the tokenizer.
 
     It takes up to 170 bytes per byte of text, so a long text goes through it in pieces, cut before single spaces
-    between words, unless cuts at all such places change the ids of a hard text, or of this one's beginning.
+    between words, unless cuts at all such places change the ids of its beginning.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._may_cut: bool | None = None
 
     def encode(self, text: str) -> np.ndarray:
         """Return the ids of one text."""
-        if len(text) <= PIECE_CHARACTERS or not self._cuts_change_nothing(text[:PIECE_CHARACTERS]):
-            return np.array(self._tokenizer.encode(text), np.uint32)
-        return np.concatenate(
-            [np.array(self._tokenizer.encode(piece), np.uint32) for piece in _pieces(text, PIECE_CHARACTERS)]
-        )
-
-    def _cuts_change_nothing(self, beginning: str) -> bool:
-        if self._may_cut is None:
-            self._may_cut = all(map(self._stays_when_cut, hard_texts(self._tokenizer.special_pieces)))
-        return self._may_cut and self._stays_when_cut(beginning)
-
-    def _stays_when_cut(self, text: str) -> bool:
-        pieces = self._tokenizer.encode_batch(list(_pieces(text, 1)))
-        return list(chain.from_iterable(pieces)) == self._tokenizer.encode(text)
+        pieces = [text]
+        if len(text) > PIECE_CHARACTERS:
+            beginning = text[:PIECE_CHARACTERS]
+            words = self._tokenizer.encode_batch(list(_pieces(beginning, 1)))
+            if list(chain.from_iterable(words)) == self._tokenizer.encode(beginning):
+                pieces = list(_pieces(text, PIECE_CHARACTERS))
+        return np.concatenate([np.array(self._tokenizer.encode(piece), np.uint32) for piece in pieces])
 
     def encode_batch(self, texts: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:
         """See IdEncoder."""
@@ -110,7 +96,6 @@ class Gigatoken:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._texts = 0
         self._load()
 
     def encode_batch(self, texts: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:
@@ -120,13 +105,9 @@ class Gigatoken:
         self._text_left -= sum(map(len, texts))
         if self._text_left < 0 and _resident_bytes() > self._resident_limit:
             self._load()
-        self._texts += len(texts)
-        if len(texts) <= SINGLY or self._texts <= FIRST_SINGLY:
-            each = [self._tokenizer.encode(text) for text in texts]
-            return np.concatenate(each), np.array([len(ids) for ids in each], np.int64)
-        rows = self._tokenizer.encode_batch(list(texts), parallel=False).layout
-        offsets = rows.offsets.data
-        return rows.content.data[offsets[0] : offsets[-1]], np.diff(offsets)
+        # One by one: encode_batch imports awkward, for 0.6 s of CPU, and saves some 2 µs for a text.
+        rows = [self._tokenizer.encode(text) for text in texts]
+        return np.concatenate(rows), np.array(list(map(len, rows)), np.int64)
 
     def _load(self) -> None:
         # Imported here: whoever does without gigatoken need not wait for it.
@@ -161,29 +142,27 @@ class RoutedEncoder:
 
     def encode_batch(self, texts: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:
         """See IdEncoder."""
-        doubtful = self._doubtful(texts)
-        if not doubtful:
+        trusted = [self._is_trusted(text) for text in texts]
+        if all(trusted):
             return self._fast.encode_batch(texts)
-        ids, counts = self._fast.encode_batch([text for at, text in enumerate(texts) if at not in doubtful])
-        pieces = iter(np.split(ids, np.cumsum(counts)[:-1]) if len(counts) else [])
-        rows = [self._exact.encode(text.decode()) if at in doubtful else next(pieces) for at, text in enumerate(texts)]
-        return np.concatenate(rows), np.array([len(row) for row in rows], np.int64)
-
-    def _doubtful(self, texts: Sequence[bytes]) -> set[int]:
-        """Return the positions of texts that contain a character or a piece that is not trusted."""
-        doubtful = {at for piece in self._doubtful_pieces for at, text in enumerate(texts) if piece in text}
-        wide = [at for at, text in enumerate(texts) if not text.isascii()]
-        if wide and not self._all_trusted(b"".join([texts[at] for at in wide])):
-            doubtful.update(at for at in wide if not self._all_trusted(texts[at]))
-        return doubtful
-
-    def _all_trusted(self, text: bytes) -> bool:
-        data = np.frombuffer(text, np.uint8)
-        beyond_ascii = data[data > ASCII].tobytes().decode()
-        return all(
-            self._trusted[np.frombuffer(beyond_ascii[start : start + SLICE].encode("utf-32-le"), np.uint32)].all()
-            for start in range(0, len(beyond_ascii), SLICE)
+        ids, counts = self._fast.encode_batch(
+            [text for text, is_trusted in zip(texts, trusted, strict=True) if is_trusted]
         )
+        pieces = iter(np.split(ids, np.cumsum(counts)[:-1]))
+        rows = [
+            next(pieces) if is_trusted else self._exact.encode(text.decode())
+            for text, is_trusted in zip(texts, trusted, strict=True)
+        ]
+        return np.concatenate(rows), np.array(list(map(len, rows)), np.int64)
+
+    def _is_trusted(self, text: bytes) -> bool:
+        if any(piece in text for piece in self._doubtful_pieces):
+            return False
+        if text.isascii():
+            return True
+        data = np.frombuffer(text, np.uint8)
+        beyond_ascii = data[data > ASCII].tobytes().decode().encode("utf-32-le")
+        return bool(self._trusted[np.frombuffer(beyond_ascii, np.uint32)].all())
 
 
 @dataclass(frozen=True)
@@ -207,22 +186,22 @@ class EncoderChoice:
         """Return the tokenizer that defines the ids."""
         return load_tokenizer(self.tokenizer, eod_id=self.eod_id)
 
-    def without_gigatoken(self, reason: str) -> "EncoderChoice":
+    def without_gigatoken(self, reason: str | None) -> "EncoderChoice":
         """Return the same ids by the exact tokenizer, because of `reason`."""
-        return EncoderChoice(
-            self.tokenizer, self.eod_id, Encoding(backend=_exact_backend(Path(self.tokenizer)), reason=reason), None
-        )
+        backend = "tokenizers" if self.tokenizer.endswith(".json") else "sentencepiece"
+        return EncoderChoice(self.tokenizer, self.eod_id, Encoding(backend=backend, reason=reason), None)
 
 
 def choose_encoder(tokenizer: Tokenizer, backend: Backend, input_bytes: int) -> EncoderChoice:
-    """Choose what computes the ids of `tokenizer`, and check gigatoken against the exact library.
+    """Choose the library that computes the ids of `tokenizer`, and compare gigatoken with the exact one.
 
-    `auto` uses gigatoken if it can read the tokenizer and there is enough input to be worth the check. If its
+    `auto` uses gigatoken if it can read the tokenizer and there is enough input to be worth the comparison. If its
     ids differ on texts that are known to be hard, the exact library is used instead, and the choice says why.
 
     Raises InputError for a backend that is not this tokenizer's, or that cannot read it.
     """
-    exact = EncoderChoice(str(tokenizer.path), tokenizer.eod_id, Encoding(backend=_exact_backend(tokenizer.path)), None)
+    fast = EncoderChoice(str(tokenizer.path), tokenizer.eod_id, Encoding(backend=GIGATOKEN), None)
+    exact = fast.without_gigatoken(None)
     if backend not in ("auto", GIGATOKEN):
         if backend != exact.encoding.backend:
             raise InputError(
@@ -231,82 +210,62 @@ def choose_encoder(tokenizer: Tokenizer, backend: Backend, input_bytes: int) -> 
         return exact
     if backend == "auto" and input_bytes < SMALL_INPUT_BYTES:
         return exact.without_gigatoken(SMALL_INPUT)
-    trust = trust_or_reason(tokenizer.path, tokenizer.eod_id, tokenizer.path.stat().st_mtime_ns)
+    trust = trust_or_reason(exact.exact())
     if isinstance(trust, Trust):
-        return EncoderChoice(exact.tokenizer, exact.eod_id, Encoding(backend=GIGATOKEN), trust)
+        return replace(fast, trust=trust)
     if backend == GIGATOKEN:
         raise InputError(f"gigatoken cannot be used for {tokenizer.path} ({trust}); set backend to auto")
     return exact.without_gigatoken(trust)
 
 
-@lru_cache(maxsize=8)
-def trust_or_reason(path: Path, eod_id: int, _modified_ns: int) -> Trust | str:
-    """Return what gigatoken is trusted with, or why it must not be used.
-
-    Takes seconds, but for a tokenizer that this user has had checked by the same versions, on such a processor.
-    """
+def trust_or_reason(exact: Tokenizer) -> Trust | str:
+    """Return the texts that gigatoken is trusted with, or why it must not be used; takes a second."""
     if find_spec(GIGATOKEN) is None:
         return "gigatoken is not installed; pip install 'megatron_fanformer[fast]'"
-    remembered = _remembered_trust_file(path, eod_id)
-    trust = _read_trust(remembered) or _checked(path, eod_id)
-    if isinstance(trust, Trust) and not remembered.exists():
-        _write_trust(remembered, trust)
-    return trust
-
-
-def _checked(path: Path, eod_id: int) -> Trust | str:
-    exact = load_tokenizer(path, eod_id=eod_id)
-    pieces = exact.special_pieces
     try:
-        fast = Gigatoken(path)
-        doubtful = doubtful_pieces(_rows(fast), exact.encode_batch, pieces)
-        if len(doubtful) > MAX_DOUBTFUL_PIECES:
-            return f"gigatoken takes {len(doubtful)} special pieces otherwise, {doubtful[0]!r} first"
-        trust = Trust(trusted_characters(_rows(fast), exact.encode_batch), doubtful)
+        fast = Gigatoken(exact.path)
+        pieces = doubtful_pieces(_rows(fast), exact)
+        if len(pieces) > MAX_DOUBTFUL_PIECES:
+            return f"gigatoken takes {len(pieces)} special pieces otherwise, {pieces[0]!r} first"
+        trust = Trust(trusted_characters(_rows(fast), exact.encode_batch), pieces)
         if not trust.characters[: ASCII + 1].all():
             return "gigatoken's ids differ on ASCII characters"
-        difference = first_difference(_rows(RoutedEncoder(fast, exact, trust)), exact.encode_batch, pieces)
+        texts = list(hard_texts(exact.special_pieces))
+        same = _same(texts, _rows(RoutedEncoder(fast, exact, trust)), exact.encode_batch)
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # its panics are not subclasses of Exception
         return f"gigatoken cannot read it: {' '.join(str(error).split())}"
-    return trust if difference is None else f"gigatoken's ids differ on {difference[:40]!a}"
+    return trust if all(same) else f"gigatoken's ids differ on {texts[same.index(False)][:40]!a}"
 
 
-class _TrustRecord(msgspec.Struct, frozen=True):
-    characters: bytes
-    """A bit for each."""
-    doubtful_pieces: list[str]
+def trusted_characters(fast: EncodeAll, exact: EncodeAll) -> np.ndarray:
+    """Return [0x110000] bool: the characters that both libraries treat alike."""
+    codes = [code for part in PROBED for code in part if code not in SURROGATES]
+    texts = np.array([SURROUNDINGS.format(chr(code)) for code in codes], object)
+    rows = np.array_split(np.arange(len(codes)), len(codes) // ROW)
+    alike = _same(["".join(texts[row]) for row in rows], fast, exact)
+    trusted = np.zeros(CODE_POINTS, bool)
+    trusted[codes] = True
+    for row in (row for row, is_alike in zip(rows, alike, strict=True) if not is_alike):
+        trusted[np.array(codes)[row]] = _same(list(texts[row]), fast, exact)
+    return trusted
 
 
-def _remembered_trust_file(path: Path, eod_id: int) -> Path:
-    """Return the file for a tokenizer's trust; all that decides it is in the name."""
-    decides = [sha256_of(path), str(eod_id), platform.machine()]
-    decides += [version(name) for name in (GIGATOKEN, "tokenizers", "sentencepiece")]
-    decides += [sha256_of(source) for source in (Path(__file__), Path(agreement.__file__))]
-    with suppress(OSError):  # gigatoken takes another way on another processor
-        decides += [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("flags")][:1]
-    return cache_folder() / GIGATOKEN / f"{hashlib.sha256(' '.join(decides).encode()).hexdigest()[:32]}.json"
+def doubtful_pieces(fast: EncodeAll, exact: Tokenizer) -> list[str]:
+    """Return the special pieces on which the two differ where a text contains them literally."""
+    return [piece for piece in exact.special_pieces if not all(_same(_with_piece(piece), fast, exact.encode_batch))]
 
 
-def _read_trust(file: Path) -> Trust | None:
-    try:
-        content = regular_file(file, most_bytes=MOST_TRUST_BYTES).read_bytes()
-        record = msgspec.json.decode(content, type=_TrustRecord)
-    except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
-        return None
-    characters = np.unpackbits(np.frombuffer(record.characters, np.uint8)).astype(bool)
-    return Trust(characters, record.doubtful_pieces) if len(characters) == CODE_POINTS else None
+def _with_piece(piece: str) -> list[str]:
+    return [piece, f"x{piece}y", f" {piece} ", piece + piece, piece[:-1], f"{piece}\u0301"]
 
 
-def _write_trust(file: Path, trust: Trust) -> None:
-    record = _TrustRecord(np.packbits(trust.characters).tobytes(), trust.doubtful_pieces)
-    with suppress(OSError):  # then the next command checks it again
-        file.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(file, msgspec.json.encode(record))
+def _same(texts: Sequence[str], fast: EncodeAll, exact: EncodeAll) -> list[bool]:
+    return [list(one) == list(other) for one, other in zip(fast(texts), exact(texts), strict=True)]
 
 
-def _rows(encoder: IdEncoder) -> Callable[[Sequence[str]], list[list[int]]]:
+def _rows(encoder: IdEncoder) -> EncodeAll:
     def encode(texts: Sequence[str]) -> list[list[int]]:
         ids, counts = encoder.encode_batch([text.encode() for text in texts])
         return [row.tolist() for row in np.split(ids, np.cumsum(counts)[:-1])]
@@ -314,8 +273,26 @@ def _rows(encoder: IdEncoder) -> Callable[[Sequence[str]], list[list[int]]]:
     return encode
 
 
-def _exact_backend(path: Path) -> str:
-    return "tokenizers" if path.suffix == ".json" else "sentencepiece"
+def hard_texts(pieces: Sequence[str] = ()) -> Iterator[str]:
+    """Yield texts on which tokenizers go wrong; the same on every call."""
+    yield from ("", " ", "  ", "\n", "\r\n", "a\r\nb\r\n\r\n c\r", "\ta\t\tb", "\x00", "\x00\x01 abc\x7f\x80\x9f")
+    for piece in pieces:
+        yield from _with_piece(piece)
+    yield from ("e\u0301", "A\u030a", "\u1e9b\u0323", "\ufb01", "\u212b", "\u1100\u1161\u11a8", "\uac00\u11a8")
+    yield from ("q\u0307\u0323", "\u0e01\u0e33", "\u0627\u064b\u0651", "a\u0315\u0300\u05ae\u0062", "\u0344\u2126")
+    yield from ("👨\u200d👩\u200d👧\u200d👦", "🏳\ufe0f\u200d🌈", "👍🏽", "🇩🇪🇫🇷🇮", "\u200b\u200c\u200d\ufeff")
+    yield from ("'s 't 're 've 'm 'll 'd 'S 'LL ''s", "\u2028\u2029\x85", "\u00a0\u3000\u2003x", "\ufeffabc")
+    yield from ("a" * 50_000, " " * 50_000, "\n" * 20_000, "\t " * 5_000, "é" * 20_000, "日本語" * 10_000)
+    yield from ("1" * 5_000, "1234567890" * 500, "!?" * 5_000, "\u0301" * 300, "a\u0301\u0323" * 1_000)
+    yield from ("ab " * 10_000, "\U0010ffff\ufffd\ufffe")
+    for plane in range(0, CODE_POINTS, 0x10000):
+        codes = [code for code in range(plane + 0x40, plane + 0x10000, 0x61) if code not in SURROGATES]
+        yield " ".join(map(chr, codes))
+    chance = random.Random(0)
+    pool = "Aa '.,0\n\r\t\x00\x7f\xa0\xad\xbd\xe9\u0300\u0301\u0323\u0345\u05d0\u0627\u0661\u0966\u1100\u1161\u11a8"
+    pool += "\uac00\u2028\u200d\u2160\u3000\u3042\u4e00\ufe0f\ufeff\U0001f600\U0010ffff"
+    for _ in range(1_000):
+        yield "".join(chance.choices(pool, k=chance.randrange(1, 40)))
 
 
 def _pieces(text: str, length: int) -> Iterator[str]:

@@ -4,14 +4,16 @@ import glob
 import itertools
 import os
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 from megatron_fanformer.data.blends import TEXT_ENCODING
-from megatron_fanformer.data.remote_files import find, is_pattern, listed, look_up, small_file
-from megatron_fanformer.durable_files import regular_file
-from megatron_fanformer.errors import InputError
-from megatron_fanformer.preparation.remote_inputs import InputFile, RemoteInput, recorded_path
-from megatron_fanformer.stores import is_url, password_problem
+from megatron_fanformer.durable_files import regular_file, sha256_of, sha256_of_pieces
+from megatron_fanformer.errors import InputError, redacted
+from megatron_fanformer.stores import READ_BYTES, driver_of, is_url, password_problem, pieces, query
 from megatron_fanformer.terminal import plural, show
 
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd", ".xz": "xz", ".bz2": "bzip2"}
@@ -23,9 +25,109 @@ LINE_SUFFIXES, TEXT_SUFFIXES = (
 PARQUET_SUFFIX = ".parquet"
 CHAT_SUFFIXES = (*LINE_SUFFIXES, PARQUET_SUFFIX)
 DOCUMENT_SUFFIXES = (*CHAT_SUFFIXES, *TEXT_SUFFIXES)
+LOOKUPS_AT_ONCE = 16
 LARGEST_LIST_BYTES = 1 << 28  # of @LIST: a million paths are smaller, and a file of documents named by mistake is not
 # Found in a folder, these are a preparation's own: manifests and ledgers, not documents.
 NOT_SEARCHED_FOR = (".json", ".ledger.parquet")
+
+
+@dataclass(frozen=True)
+class RemoteInput:
+    """A file on another store, with the part of a Path's interface that preparations use."""
+
+    url: str
+    size: int
+    version: int
+    """The driver's checksum of what the store states of the file."""
+
+    def __str__(self) -> str:
+        return redacted(self.url)
+
+    @property
+    def name(self) -> str:
+        """Return the last part of its URL."""
+        return self.url.rpartition("/")[2]
+
+    @property
+    def suffix(self) -> str:
+        """Return the end of its name, such as .gz."""
+        return Path(self.name).suffix
+
+    def stat(self) -> SimpleNamespace:
+        """Return its size, and its version in the place of the time of its last change."""
+        return SimpleNamespace(st_size=self.size, st_mtime_ns=self.version)
+
+    def open(self) -> Any:
+        """Open it for reading. Raises the driver's errors."""
+        import fsspec
+
+        return fsspec.open(self.url, "rb", block_size=READ_BYTES).open()
+
+
+InputFile = Path | RemoteInput
+
+
+def recorded_path(file: InputFile) -> str:
+    """Return the path of an input in manifests and ledgers: its URL, or its absolute path, however it was named.
+
+    Links are kept, as other machines may have them lead elsewhere, but where `..` follows one, it is what the system
+    takes it for.
+    """
+    if isinstance(file, RemoteInput):
+        return str(file)
+    folder = file.parent.resolve() if ".." in file.parent.parts else file.parent.absolute()
+    return str(folder / file.name)
+
+
+def input_sha256(file: InputFile) -> str:
+    """Return the hexadecimal SHA-256 of an input."""
+    if isinstance(file, Path):
+        return sha256_of(file)
+    with file.open() as stream:
+        return sha256_of_pieces(pieces(stream))
+
+
+def find_remote(urls: Sequence[str]) -> list[list[RemoteInput]]:
+    """Return the files that each URL names: a file, a folder with / at its end, or a glob pattern.
+
+    Raises:
+        InputError: there is no driver for a store, no right to use it, or no size stated.
+        FanformerError: a store does not answer.
+    """
+    stores = {url: tuple(url.split("/", 3)[:3]) for url in urls}
+    drivers = {store: driver_of(url)[0] for store, url in {store: url for url, store in stores.items()}.items()}
+
+    def find(url: str) -> list[RemoteInput]:
+        files = drivers[stores[url]]
+        path = files._strip_protocol(url)
+        if url.endswith("/"):
+            found = files.find(path, detail=True)
+        else:
+            try:
+                found = {path: files.info(path)}
+            except FileNotFoundError:
+                found = files.glob(path, detail=True) if glob.has_magic(url) else {}
+        return [_input(files, name, info) for name, info in sorted(found.items()) if info["type"] == "file"]
+
+    with ThreadPoolExecutor(LOOKUPS_AT_ONCE) as pool:
+        return list(pool.map(lambda url: query(url, lambda: find(url)), urls))
+
+
+def _input(files: Any, name: str, info: Any) -> RemoteInput:
+    url = files.unstrip_protocol(name)
+    if info["size"] is None:
+        raise InputError(f"{redacted(url)}: its store states no size; serve it by one that does")
+    return RemoteInput(url, info["size"], files.checksum(name) % (1 << 63))
+
+
+def read_remote(url: str, most_bytes: int) -> bytes:
+    """Return the bytes of a small file. Raises InputError, FanformerError as `query`."""
+
+    def read() -> bytes:
+        files, path = driver_of(url)
+        return bytes(files.cat_file(path, 0, most_bytes))
+
+    return query(url, read)
 
 
 def expand_inputs(inputs: Iterable[str | Path], suffixes: Sequence[str] = DOCUMENT_SUFFIXES) -> list[InputFile]:
@@ -51,36 +153,34 @@ def expand_inputs(inputs: Iterable[str | Path], suffixes: Sequence[str] = DOCUME
 
 def _remote_inputs(urls: Sequence[str], suffixes: tuple[str, ...]) -> list[RemoteInput]:
     """Return the files that URLs name, sorted."""
-    found: list[str] = []
-    look_up(url for url in urls if glob.has_magic(url) and not url.endswith("/"))
-    for url in urls:
-        if problem := password_problem("an input", url):
-            raise InputError(problem)
-        if not (url.endswith("/") or is_pattern(url)):
-            if not url.endswith(suffixes):
-                raise InputError(f"{url} is not a document file; its name must end in one of {_kinds(suffixes)}")
-            found.append(url)
-            continue
-        matches = listed(f"{url}**/*" if url.endswith("/") else url, suffixes)
-        of_folder = [match for match in matches if not match.endswith(NOT_SEARCHED_FOR)]
-        if not (chosen := of_folder if url.endswith("/") else matches):
-            raise InputError(f"{url} holds no document file; it must hold or match {_kinds(suffixes)} files")
-        found += chosen
-    twice = next((one for one, other in itertools.pairwise(sorted(found)) if one == other), None)
-    if twice:
+    if problem := next((problem for url in urls if (problem := password_problem("an input", url))), None):
+        raise InputError(problem)
+    chosen: list[RemoteInput] = []
+    for url, found in zip(urls, find_remote(urls), strict=True):
+        matches = [file for file in found if file.name.endswith(suffixes)]
+        if url.endswith("/"):
+            matches = [file for file in matches if not file.name.endswith(NOT_SEARCHED_FOR)]
+        if not matches:
+            raise InputError(
+                f"{url} names no document file; name one that exists, with one of {_kinds(suffixes)}, or a folder of"
+                " them with / at its end"
+            )
+        chosen += matches
+    chosen.sort(key=str)
+    _refuse_twice(map(str, chosen))
+    return chosen
+
+
+def _refuse_twice(paths: Iterable[str]) -> None:
+    """Raise InputError if a path follows itself."""
+    if twice := next((one for one, other in itertools.pairwise(paths) if one == other), None):
         raise InputError(f"{twice} is named twice among the inputs, its documents would count double; name it once")
-    look_up(found)
-    files = {url: find(url) for url in sorted(found)}
-    if missing := next((url for url, file in files.items() if file is None), None):
-        raise InputError(f"{missing} does not exist; name an existing document file, or a folder with / at its end")
-    return [RemoteInput(file) for file in files.values() if file is not None]
 
 
 def _local_inputs(names: Iterable[str], suffixes: Sequence[str]) -> list[Path]:
     found = (file for name in names for file in _expand(name, tuple(suffixes)))
     files = sorted(found, key=lambda file: Path(recorded_path(file)))
-    if twice := next((one for one, other in itertools.pairwise(map(recorded_path, files)) if one == other), None):
-        raise InputError(f"{twice} is named twice among the inputs, its documents would count double; name it once")
+    _refuse_twice(map(recorded_path, files))
     chosen: dict[Path, Path] = {}
     for file in files:
         if not os.path.isfile(file):
@@ -99,7 +199,7 @@ def _with_lists(inputs: Iterable[str | Path]) -> Iterator[str]:
             continue
         try:
             if is_url(name[1:]):
-                lines = small_file(name[1:], most_bytes=LARGEST_LIST_BYTES).decode(TEXT_ENCODING).splitlines()
+                lines = read_remote(name[1:], LARGEST_LIST_BYTES).decode(TEXT_ENCODING).splitlines()
             else:
                 file = regular_file(Path(name[1:]), most_bytes=LARGEST_LIST_BYTES)
                 lines = file.read_text(encoding=TEXT_ENCODING).splitlines()

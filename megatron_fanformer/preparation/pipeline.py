@@ -1,19 +1,24 @@
-"""The work of a preparation: shards encoded by worker processes, assembled in the order of the inputs."""
+"""The work of a preparation: shards encoded by worker processes, assembled in the order of the inputs.
+
+Several machines may share it: each leaves the shards of its inputs in a folder of its own, and `merge` assembles them.
+"""
 
 import glob
 import os
 import platform
 from collections import Counter
-from collections.abc import Callable, Sequence
-from contextlib import closing
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Generator, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TypeVar
 
 from megatron_fanformer import __version__
 from megatron_fanformer.data.blends import reads_back
 from megatron_fanformer.data.manifest import (
+    Encoding,
     Manifest,
     Settings,
     TokenFiles,
@@ -22,19 +27,22 @@ from megatron_fanformer.data.manifest import (
     manifest_path,
     sum_by_source,
 )
-from megatron_fanformer.errors import FanformerError, InputError
-from megatron_fanformer.preparation.assembly import Assembler, remove_parts
+from megatron_fanformer.errors import CorruptError, FanformerError, InputError
+from megatron_fanformer.preparation.assembly import Assembler
 from megatron_fanformer.preparation.encoding import TokenizersDisagree
 from megatron_fanformer.preparation.id_encoders import EncoderChoice
-from megatron_fanformer.preparation.remote_inputs import InputFile, recorded_path
-from megatron_fanformer.preparation.shards import REFUSED_EXAMPLES, ShardRecord, is_unchanged
+from megatron_fanformer.preparation.inputs import InputFile, recorded_path
+from megatron_fanformer.preparation.shards import REFUSED_EXAMPLES, ShardRecord, finished_shard
 from megatron_fanformer.preparation.token_writer import standing_suffixes, writing_to
+from megatron_fanformer.preparation.verb import Shard
 from megatron_fanformer.preparation.work_folder import Assignment, WorkFolder, work_folder
-from megatron_fanformer.preparation.workers import Done, Failed, Refused, Task, WorkDone, WorkerPool, WorkerSetup
+from megatron_fanformer.preparation.workers import Refused, Task, Workers, WorkerSetup
 from megatron_fanformer.terminal import plural
 
 TOOLS = ("gigatoken", "tokenizers", "sentencepiece", "numpy", "pyarrow")
 FAILURES_NAMED = 5
+
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,10 +71,11 @@ class PreparationJob:
     encoder: EncoderChoice
     workers: int
     strict: bool
+    progress: ProgressListener | None = None
 
     @property
     def assignment(self) -> Assignment:
-        """Return what the work folder is compared with."""
+        """Return the record that the work folder is compared with."""
         return Assignment(
             inputs=[recorded_path(file) for file in self.files],
             settings=self.settings,
@@ -75,30 +84,113 @@ class PreparationJob:
         )
 
 
-def run(job: PreparationJob, progress: ProgressListener | None) -> Manifest:
+def run(job: PreparationJob) -> Manifest:
     """Do all that is not done yet. For the errors see `prepare`."""
+
+    def prepare(job: PreparationJob, work: WorkFolder) -> Manifest:
+        records: dict[int, ShardRecord] = {}
+        with (
+            closing(Assembler(job.output, job.settings, job.tokenizer, work)) as assembler,
+            closing(_encoded(job, work, range(len(job.files)))) as shards,
+        ):
+            for number, record in shards:
+                records[number] = record
+                while (ready := records.get(assembler.next_input)) is not None:
+                    assembler.append(work.shard(assembler.next_input), ready)
+            return _publish(job, work, [records[number] for number in sorted(records)], assembler)
+
     with writing_to(job.output), work_folder(job.output) as work:
-        begun = work.read_assignment()
-        if begun is None:
-            _refuse_standing_files(job.output)
-            work.write_assignment(job.assignment)
-        elif difference := job.assignment.difference(begun):
+        return _with_checked_ids(job, work, prepare)
+
+
+def shard_prefix(prefix: str, shard: Shard) -> str:
+    """Return the prefix of the work folder of a shard."""
+    return f"{prefix}.shard-{shard.number}-of-{shard.count}"
+
+
+def encode_shard(job: PreparationJob, shard: Shard) -> list[ShardRecord]:
+    """Encode every `count`-th input; the result stays in the shard's folder, for `merge`."""
+
+    def encode(job: PreparationJob, work: WorkFolder) -> list[ShardRecord]:
+        with closing(_encoded(job, work, range(shard.number, len(job.files), shard.count))) as shards:
+            return [record for _, record in shards]
+
+    with writing_to(job.output), work_folder(shard_prefix(job.output, shard)) as work:
+        return _with_checked_ids(job, work, encode)
+
+
+def merge(job: PreparationJob, count: int) -> Manifest:
+    """Assemble `count` shards, once all are whole and of this job's inputs and settings; then remove their folders.
+
+    Raises:
+        CorruptError: shards are missing, or not whole.
+        InputError: shards are of other inputs or settings, or disagree about gigatoken's ids.
+        InUseError: a shard is being written.
+    """
+    with writing_to(job.output), ExitStack() as folders:
+        work = folders.enter_context(work_folder(job.output))
+        shards = [Shard(number, count) for number in range(min(count, len(job.files)))]
+        parts = [folders.enter_context(work_folder(shard_prefix(job.output, shard))) for shard in shards]
+        encodings: dict[str, tuple[Shard, Encoding]] = {}  # by backend
+        for shard, part in zip(shards, parts, strict=True):
+            if (begun := part.read_assignment()) is None:
+                continue
+            if difference := job.assignment.difference(begun):
+                raise InputError(f"{part.path} was prepared with {difference}; give all shards the same options")
+            encodings.setdefault(begun.encoding.backend, (shard, begun.encoding))
+        files = [parts[number % count].shard(number) for number in range(len(job.files))]
+        records = list(map(finished_shard, files, job.files))
+        left = Counter(number % count for number, record in enumerate(records) if record is None)
+        if left:
+            named = ", ".join(f"{number}/{count} ({plural(files, 'file')})" for number, files in sorted(left.items()))
+            raise CorruptError(f"{job.output} cannot be merged, files are left of --shard {named}; prepare these")
+        if len(encodings) > 1:
+            named = ", ".join(f"{shard} by {one.backend} ({one.reason})" for shard, one in encodings.values())
             raise InputError(
-                f"{work.path} holds an unfinished preparation of {job.output} with {difference};"
-                " finish that one, remove the folder, or choose another output prefix"
+                f"the shards' ids are by several libraries: {named}; remove {job.output}.shard-*, and prepare all with"
+                " the same --backend"
             )
-        elif begun.encoding.backend != job.encoder.encoding.backend and begun.encoding.reason is not None:
-            job = replace(job, encoder=job.encoder.without_gigatoken(begun.encoding.reason))
-        try:
-            return _Run(job, work, progress).run()
-        except TokenizersDisagree as disagreement:
-            # Whatever gigatoken has encoded is doubtful now: all of it is encoded again.
-            reason = f"gigatoken's ids differ in {disagreement}"
-            job = replace(job, encoder=job.encoder.without_gigatoken(reason))
-            remove_parts(job.output)
-            work.clear()
-            work.write_assignment(job.assignment)
-            return _Run(job, work, progress).run()
+        ((_, encoding),) = encodings.values()
+        job = replace(job, encoder=replace(job.encoder, encoding=encoding))
+        _begin(job, work)
+        whole = [record for record in records if record is not None]
+        with closing(Assembler(job.output, job.settings, job.tokenizer, work)) as assembler:
+            for shard_files, record in zip(files, whole, strict=True):
+                assembler.append(shard_files, record)
+            manifest = _publish(job, work, whole, assembler)
+        for part in parts:
+            part.end()
+        return manifest
+
+
+def _begin(job: PreparationJob, work: WorkFolder) -> Assignment:
+    """Return what was begun in a work folder; in a new one, this job. Raises InputError for another one's."""
+    begun = work.read_assignment()
+    if begun is None:
+        _refuse_standing_files(job.output)
+        work.write_assignment(job.assignment)
+    elif difference := job.assignment.difference(begun):
+        raise InputError(
+            f"{work.path} holds an unfinished preparation of {job.output} with {difference};"
+            " finish that one, remove the folder, or choose another output prefix"
+        )
+    return begun or job.assignment
+
+
+def _with_checked_ids(
+    job: PreparationJob, work: WorkFolder, encode: Callable[[PreparationJob, WorkFolder], Result]
+) -> Result:
+    """Encode; where gigatoken's ids turn out to be wrong, encode all again by the exact library."""
+    begun = _begin(job, work).encoding
+    if begun.backend != job.encoder.encoding.backend and begun.reason is not None:
+        job = replace(job, encoder=job.encoder.without_gigatoken(begun.reason))
+    try:
+        return encode(job, work)
+    except TokenizersDisagree as disagreement:
+        job = replace(job, encoder=job.encoder.without_gigatoken(f"gigatoken's ids differ in {disagreement}"))
+        work.clear()
+        work.write_assignment(job.assignment)
+        return encode(job, work)
 
 
 def _refuse_standing_files(prefix: str) -> None:
@@ -112,123 +204,82 @@ def _refuse_standing_files(prefix: str) -> None:
             )
 
 
-class _Run:
-    """One run over what remains to be done in a work folder."""
+def _encoded(
+    job: PreparationJob, work: WorkFolder, numbers: Sequence[int]
+) -> Generator[tuple[int, ShardRecord], None, None]:
+    """Yield number and record of each of these inputs' shards: of those that are done, then of others once they are.
 
-    def __init__(self, job: PreparationJob, work: WorkFolder, progress: ProgressListener | None) -> None:
-        self._job = job
-        self._work = work
-        self._listener = progress
-        self._assembler = Assembler(job.output, job.settings, job.tokenizer, work)
-        self._records: dict[int, ShardRecord] = {}
-        self._failures: list[FanformerError] = []
-        total = sum(file.stat().st_size for file in job.files)
-        self._sums: Counter[str] = Counter(documents=0, text_bytes=0, input_bytes=0, input_bytes_total=total)
-
-    def run(self) -> Manifest:
-        with closing(self._assembler):
-            return self._prepare()
-
-    def _prepare(self) -> Manifest:
-        self._assembler.resume(self._job.workers)
-        self._find_done()
-        tasks = [Task(number, file) for number, file in enumerate(self._job.files) if number not in self._records]
-        self._assemble()
-        setup = WorkerSetup(
-            encoder=self._job.encoder,
-            settings=self._job.settings,
-            vocab_size=self._job.tokenizer.vocab_size,
-            folder=self._work.path,
-            strict=self._job.strict,
-        )
-        with WorkerPool(setup, self._job.workers) as pool:
-            for event in pool.work(tasks):
-                self._handle(event)
-        if self._failures:
-            raise self._all_failures()
-        return self._publish()
-
-    def _find_done(self) -> None:
-        """Take the shards that are complete and whose inputs are unchanged."""
-        for number, file in enumerate(self._job.files):
-            shard = self._work.shard(number)
-            record = shard.read_record()
-            if record is None:
-                continue
-            if not is_unchanged(record.input):
-                if self._assembler.has_published_of(number):
-                    raise InputError(
-                        f"{file} has changed since its documents were written to {self._job.output}; remove"
-                        f" {self._job.output}-* and {self._work.path}, and prepare again"
-                    )
-                continue
-            if number < self._assembler.next_input or shard.is_whole(record):
-                self._take(number, record)
-                self._sums.update(input_bytes=record.input.bytes, documents=record.documents)
-
-    def _take(self, number: int, record: ShardRecord) -> None:
-        if self._job.strict and record.refused:
+    Raises, after all others, one error for all files that failed, of the first one's kind.
+    """
+    tasks: list[Task] = []
+    failures: list[FanformerError] = []
+    bytes_before = documents_before = 0
+    for number in numbers:
+        if (record := finished_shard(work.shard(number), job.files[number])) is None:
+            tasks.append(Task(number, job.files[number]))
+            continue
+        if job.strict and record.refused:
             raise Refused(f"{record.refused_examples[0]}; fix the line, or prepare without strict to leave it out")
-        self._records[number] = record
+        bytes_before += record.input.bytes
+        documents_before += record.documents
+        yield number, record
+    total = bytes_before + sum(task.path.stat().st_size for task in tasks)
 
-    def _handle(self, event: WorkDone | Done | Failed) -> None:
-        match event:
-            case Done(task, record):
-                self._take(task.number, record)
-                self._assemble()
-            case Failed(task, TokenizersDisagree() as error):
-                raise TokenizersDisagree(f"{error} of {task.path}")
-            case Failed(_, FanformerError() as error):
-                if isinstance(error, Refused):
-                    raise error
-                self._failures.append(error)
-            case WorkDone():
-                self._sums.update(asdict(event))
-                if self._listener is not None:
-                    self._listener(PrepareProgress(**self._sums))
+    def report(input_bytes: int, documents: int, text_bytes: int) -> None:
+        if job.progress is not None and input_bytes:
+            job.progress(
+                PrepareProgress(
+                    documents=documents_before + documents,
+                    text_bytes=text_bytes,
+                    input_bytes=bytes_before + input_bytes,
+                    input_bytes_total=total,
+                )
+            )
 
-    def _assemble(self) -> None:
-        while (record := self._records.get(self._assembler.next_input)) is not None:
-            self._assembler.append(record)
-
-    def _all_failures(self) -> FanformerError:
-        """Return one error for all files that failed, of the first one's kind."""
-        first = self._failures[0]
-        kept = f"; what is done stays in {self._work.path}, and the same command continues from there"
-        more = "".join(f"; {error}" for error in self._failures[1:FAILURES_NAMED])
-        left = len(self._failures) - FAILURES_NAMED
-        message = f"{first}{more}" + (f"; and {left} more files" if left > 0 else "")
-        error = type(first)(message + (kept if self._records else ""))
+    setup = WorkerSetup(
+        encoder=job.encoder,
+        settings=job.settings,
+        vocab_size=job.tokenizer.vocab_size,
+        folder=work.path,
+        strict=job.strict,
+    )
+    with closing(Workers(setup, job.workers, report).encode(tasks)) as outcomes:
+        for task, outcome in outcomes:
+            if isinstance(outcome, ShardRecord):
+                yield task.number, outcome
+            elif isinstance(outcome, TokenizersDisagree):
+                raise TokenizersDisagree(f"{outcome} of {task.path}")
+            elif isinstance(outcome, FanformerError) and not isinstance(outcome, Refused):
+                failures.append(outcome)
+            else:
+                raise outcome
+    if failures:
+        first, named = failures[0], "; ".join(map(str, failures[:FAILURES_NAMED]))
+        more = f"; and {len(failures) - FAILURES_NAMED} more files" if len(failures) > FAILURES_NAMED else ""
+        kept = f"; what is done stays in {work.path}, and the same command continues from there"
+        error = type(first)(f"{named}{more}{kept if work.holds_shards else ''}")
         error.rank_traceback = getattr(first, "rank_traceback", "")  # type: ignore[attr-defined]
-        return error
-
-    def _publish(self) -> Manifest:
-        job = self._job
-        records = [self._records[number] for number in range(len(job.files))]
-        if not any(record.documents for record in records):
-            self._work.clear()
-            raise NothingFound(_nothing_found(records, job.settings), records)
-        manifest = _manifest(job, records, self._assembler.finish())
-        if job.settings.part_bytes is not None:
-            self._work.publish(blend_of(job.settings, manifest.outputs), Path(job.output + ".blend"))
-        self._work.publish(encode_manifest(manifest), manifest_path(job.output))
-        self._work.end()
-        return manifest
+        raise error
 
 
-class NothingFound(InputError):
-    """The inputs hold no document; what was read of them is in `records`."""
-
-    def __init__(self, message: str, records: Sequence[ShardRecord] = ()) -> None:
-        super().__init__(message)
-        self.records = records
+def _publish(job: PreparationJob, work: WorkFolder, records: list[ShardRecord], assembler: Assembler) -> Manifest:
+    if not any(record.documents for record in records):
+        work.clear()
+        raise InputError(_nothing_found(records, job.settings))
+    manifest = _manifest(job, records, assembler.publish())
+    if job.settings.part_bytes is not None:
+        words = "".join(f"{_blend_word(job.settings, output.prefix)}\n" for output in manifest.outputs)
+        work.publish(words.encode(), Path(job.output + ".blend"))
+    work.publish(encode_manifest(manifest), manifest_path(job.output))
+    work.end()
+    return manifest
 
 
 def _nothing_found(records: list[ShardRecord], settings: Settings) -> str:
     refused = sum((Counter(record.refused) for record in records), Counter[str]())
     reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(refused.items()))
     what, remedy = ("document", "text_field") if settings.chat is None else ("conversation", "the template")
-    files, lines = plural(len(records), "input file"), plural(sum(each.lines for each in records), "line")
+    files, lines = plural(len(records), "input file"), plural(sum(record.lines for record in records), "line")
     return f"no {what} in {files}: {lines} read, refused: {reasons or 'none'}; check the files and {remedy}"
 
 
@@ -259,11 +310,6 @@ def _manifest(job: PreparationJob, records: list[ShardRecord], outputs: list[Tok
         },
         by_source=sum_by_source(record.by_source for record in records),
     )
-
-
-def blend_of(settings: Settings, outputs: list[TokenFiles]) -> bytes:
-    """Return a list of token files in one folder, as `data.train_data` takes it (@FILE): each counts by its size."""
-    return "".join(f"{_blend_word(settings, output.prefix)}\n" for output in outputs).encode()
 
 
 def refuse_outside_blends(settings: Settings, prefix: str) -> None:

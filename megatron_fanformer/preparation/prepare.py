@@ -22,15 +22,36 @@ from megatron_fanformer.data.token_files import token_dtype
 from megatron_fanformer.data.tokenizer import Tokenizer, load_tokenizer, note_of_end, tokenizer_file
 from megatron_fanformer.durable_files import sha256_of
 from megatron_fanformer.errors import InputError
-from megatron_fanformer.preparation.assembly import part_prefix
 from megatron_fanformer.preparation.documents import DocumentParser
 from megatron_fanformer.preparation.id_encoders import SMALL_INPUT, EncoderChoice, choose_encoder
-from megatron_fanformer.preparation.inputs import CHAT_SUFFIXES, DOCUMENT_SUFFIXES, expand_inputs
-from megatron_fanformer.preparation.pipeline import PreparationJob, ProgressListener, refuse_outside_blends, run
-from megatron_fanformer.preparation.remote_inputs import InputFile, RemoteInput, input_sha256, recorded_path
-from megatron_fanformer.preparation.remote_outputs import RemoteOutput, missing_output, output_manifest
+from megatron_fanformer.preparation.inputs import (
+    CHAT_SUFFIXES,
+    DOCUMENT_SUFFIXES,
+    InputFile,
+    RemoteInput,
+    expand_inputs,
+    input_sha256,
+    recorded_path,
+)
+from megatron_fanformer.preparation.pipeline import (
+    PreparationJob,
+    ProgressListener,
+    encode_shard,
+    merge,
+    refuse_outside_blends,
+    run,
+    shard_prefix,
+)
+from megatron_fanformer.preparation.remote_outputs import (
+    check_output_url,
+    missing_output,
+    output_manifest,
+    scratch_prefix,
+    upload,
+)
 from megatron_fanformer.preparation.shards import is_unchanged
-from megatron_fanformer.preparation.verb import PrepareConfig
+from megatron_fanformer.preparation.token_writer import part_prefix
+from megatron_fanformer.preparation.verb import PrepareConfig, Shard
 from megatron_fanformer.preparation.work_folder import (
     folder_path,
     settings_difference,
@@ -108,70 +129,66 @@ def prepare(
         FanformerError: worker processes died twice on a file, or the disk is full.
     On any of these, no output is left that looks complete; finished shards stay in PREFIX.parts for the next run.
     """
+    job, tokenizer = _job(config, progress, files)
+    notes = note_of_end(tokenizer)
+    if (existing := _existing(job, config.output)) is not None:
+        return PrepareReport(prefix=config.output, already_there=True, manifest=existing, notes=notes)
+    if config.merge is not None:
+        manifest = merge(job, config.merge)
+    elif not is_url(config.output):
+        manifest = run(_with_encoder(job, config, tokenizer))
+    else:
+        job = _with_encoder(job, config, tokenizer)
+        with scratch_prefix(config.output, config.scratch) as prefix:
+            local = replace(job, output=prefix)
+            manifest = _existing(local, prefix) or run(local)
+            upload(prefix, config.output, manifest)
+    return PrepareReport(prefix=config.output, already_there=False, manifest=manifest, notes=notes)
+
+
+def prepare_shard(config: PrepareConfig, shard: Shard, progress: ProgressListener | None = None) -> list[str]:
+    """Encode one of the shards that `prepare` merges; returns what was done, in lines. Raises like `prepare`."""
+    job, tokenizer = _job(config, progress, None)
+    if _existing(job, config.output) is not None:
+        return [f"{config.output} already exists, made from the same input with the same settings"]
+    records = encode_shard(_with_encoder(job, config, tokenizer), shard)
+    documents, tokens = (sum(getattr(record, name) for record in records) for name in ("documents", "tokens"))
+    counts = f"{plural(len(records), 'file')}, {plural(documents, 'document')}, {plural(tokens, 'token')}"
+    place = folder_path(shard_prefix(config.output, shard))
+    return [f"shard {shard}: {counts}, in {place}; when all are done, --merge {shard.count} joins them"]
+
+
+def _job(
+    config: PrepareConfig, progress: ProgressListener | None, files: list[InputFile] | None
+) -> tuple[PreparationJob, Tokenizer]:
+    """Check the options; return the preparation and its tokenizer, which is fetched once if it is at a URL."""
     _check(config)
-    config = _with_tokenizer_here(config)
+    tokenizer_path = tokenizer_file(config.tokenizer) if is_url(config.tokenizer) else config.tokenizer
+    config = replace(config, tokenizer=str(tokenizer_path))
     files = input_files(config) if files is None else files
-    tokenizer, settings, record = _described(config)
+    tokenizer = load_tokenizer(config.tokenizer, eod_id=config.eod_id)
+    settings = _settings(config, tokenizer)
     if settings.part_bytes is not None:
         refuse_outside_blends(settings, part_prefix(config.output, 0))
-    if not is_url(config.output):
-        return _prepare_here(config, files, tokenizer, settings, record, progress)
-    output = RemoteOutput(config.output)
-    if (existing := _existing(config, files, settings, record)) is not None:
-        output.discard_scratch(config.scratch)
-        return PrepareReport(prefix=config.output, already_there=True, manifest=existing, notes=note_of_end(tokenizer))
-    with output.scratch(config.scratch) as prefix:
-        report = _prepare_here(replace(config, output=prefix), files, tokenizer, settings, record, progress)
-        output.upload(prefix, report.manifest)
-    return replace(report, prefix=config.output, already_there=False)
-
-
-def _prepare_here(
-    config: PrepareConfig,
-    files: list[InputFile],
-    tokenizer: Tokenizer,
-    settings: Settings,
-    record: TokenizerRecord,
-    progress: ProgressListener | None,
-) -> PrepareReport:
-    existing = _existing(config, files, settings, record)
-    if existing is not None:
-        return PrepareReport(prefix=config.output, already_there=True, manifest=existing, notes=note_of_end(tokenizer))
-    if config.from_npy:  # there is nothing to encode
-        encoder = EncoderChoice(str(tokenizer.path), tokenizer.eod_id, Encoding(backend="none"), None)
-    else:
-        encoder = choose_encoder(tokenizer, config.backend, sum(file.stat().st_size for file in files))
     job = PreparationJob(
         files=files,
         output=config.output,
-        tokenizer=record,
+        tokenizer=tokenizer_record(tokenizer),
         settings=settings,
-        encoder=encoder,
+        # Where nothing is encoded, in a merge or from token files.
+        encoder=EncoderChoice(str(tokenizer.path), tokenizer.eod_id, Encoding(backend="none"), None),
         workers=config.workers,
         strict=config.strict,
+        progress=progress,
     )
-    return PrepareReport(
-        prefix=config.output, already_there=False, manifest=run(job, progress), notes=note_of_end(tokenizer)
-    )
+    return job, tokenizer
 
 
-def settings_and_tokenizer(config: PrepareConfig) -> tuple[Settings, TokenizerRecord]:
-    """Return what a preparation's manifest will say of its settings and its tokenizer.
-
-    Raises InputError as `prepare`; the inputs are not looked at.
-    """
-    _check(config)
-    return _described(_with_tokenizer_here(config))[1:]
-
-
-def _with_tokenizer_here(config: PrepareConfig) -> PrepareConfig:
-    """Return options whose tokenizer is on this machine: one at a URL is fetched once."""
-    return replace(config, tokenizer=str(tokenizer_file(config.tokenizer))) if is_url(config.tokenizer) else config
-
-
-def _described(config: PrepareConfig) -> tuple[Tokenizer, Settings, TokenizerRecord]:
-    tokenizer = load_tokenizer(config.tokenizer, eod_id=config.eod_id)
-    return tokenizer, _settings(config, tokenizer), tokenizer_record(tokenizer)
+def _with_encoder(job: PreparationJob, config: PrepareConfig, tokenizer: Tokenizer) -> PreparationJob:
+    if config.from_npy:
+        return job
+    input_bytes = sum(file.stat().st_size for file in job.files)
+    return replace(job, encoder=choose_encoder(tokenizer, config.backend, input_bytes))
 
 
 def input_files(config: PrepareConfig) -> list[InputFile]:
@@ -186,7 +203,7 @@ def input_files(config: PrepareConfig) -> list[InputFile]:
 def check_output(output: str) -> None:
     """Raise InputError for an output that is no prefix: some files of one that names a folder would lie beside it."""
     if is_url(output):
-        RemoteOutput(output)
+        check_output_url(output)
     elif output.rpartition("/")[2] in ("", ".", ".."):
         raise InputError(f"output {output} names a folder; name a prefix in it, such as {os.path.join(output, 'web')}")
 
@@ -277,23 +294,21 @@ def _pad_id(tokenizer: Tokenizer) -> int:
     return tokenizer.eod_id if name is None else int(encode_chat(tokenizer, RenderedChat(name, []))[0][0])
 
 
-def _existing(
-    config: PrepareConfig, files: list[InputFile], settings: Settings, tokenizer: TokenizerRecord
-) -> Manifest | None:
+def _existing(job: PreparationJob, prefix: str) -> Manifest | None:
     """Return the manifest of the same preparation, already complete; None where the prefix is free or unfinished."""
-    prefix = config.output
-    manifest = output_manifest(prefix)
-    if manifest is None:
+    if (manifest := output_manifest(prefix)) is None:
         return None
     remedy = "choose another output prefix, or remove its files"
     if not isinstance(manifest, Manifest) or missing_output(prefix, manifest) is not None:
         raise InputError(f"{prefix}.manifest.json exists, but not all files that it lists; {remedy}")
-    difference = settings_difference(settings, manifest.settings) or tokenizer_difference(tokenizer, manifest.tokenizer)
-    if not difference and not (len(files) == len(manifest.inputs) and all(map(_same_input, files, manifest.inputs))):
+    difference = settings_difference(job.settings, manifest.settings)
+    difference = difference or tokenizer_difference(job.tokenizer, manifest.tokenizer)
+    same_inputs = len(job.files) == len(manifest.inputs) and all(map(_same_input, job.files, manifest.inputs))
+    if not difference and not same_inputs:
         difference = f"other inputs ({plural(len(manifest.inputs), 'file')}, {manifest.inputs[0].path} first)"
     if difference:
         raise InputError(f"output prefix {prefix} already exists with {difference}; {remedy}")
-    if config.strict and manifest.refused:
+    if job.strict and manifest.refused:
         raise InputError(f"{manifest.refused_examples[0]}, and the prefix {prefix} already exists without it; {remedy}")
     if not is_url(prefix) and folder_path(prefix).exists():  # a run that was killed after its very last step
         with work_folder(prefix) as work:
@@ -304,5 +319,5 @@ def _existing(
 def _same_input(file: InputFile, record: InputRecord) -> bool:
     """Return whether a file has the recorded content, wherever it is now."""
     if recorded_path(file) == record.path:
-        return is_unchanged(record)
+        return is_unchanged(file, record)
     return file.stat().st_size == record.bytes and input_sha256(file) == record.sha256

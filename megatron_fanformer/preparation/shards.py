@@ -7,7 +7,6 @@ with the shards that it has.
 A shard of conversations has `NNNNNN.mask` as well, a byte for each token, and a row also for each line that is refused.
 """
 
-import io
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
@@ -18,15 +17,12 @@ from typing import Any
 
 import msgspec
 import numpy as np
-from isal import isal_zlib
 
 from megatron_fanformer.data import ledger
-from megatron_fanformer.data.manifest import MOST_SOURCES, InputRecord, RefusedLine, SourceCounts, crc32_of
-from megatron_fanformer.data.remote_files import find
+from megatron_fanformer.data.manifest import MOST_SOURCES, InputRecord, RefusedLine, SourceCounts
 from megatron_fanformer.durable_files import write_atomically
 from megatron_fanformer.preparation.encoding import EncodedBlock, Learned
-from megatron_fanformer.preparation.remote_inputs import InputFile, RemoteInput, input_sha256, recorded_path
-from megatron_fanformer.stores import is_url
+from megatron_fanformer.preparation.inputs import InputFile, input_sha256, recorded_path
 
 REFUSED_EXAMPLES = 10
 
@@ -43,10 +39,8 @@ class ShardRecord(msgspec.Struct, frozen=True, kw_only=True):
     """The largest token id; -1 where there is no document."""
     refused: dict[str, int]
     refused_examples: list[RefusedLine]
-    tokens_crc32: int
-    documents_crc32: int
-    mask_crc32: int | None = None
-    """CRC-32 of the mask; None where the documents are not conversations."""
+    sizes: dict[str, int]
+    """Bytes of each file, by suffix."""
     by_source: dict[str, SourceCounts] | None = None
     """As in the manifest."""
 
@@ -70,17 +64,10 @@ class ShardFiles:
             return None
 
     def is_whole(self, record: ShardRecord) -> bool:
-        """Read tokens, documents and mask; return whether they are those that the record was written for."""
-        sums = {"tokens": record.tokens_crc32, "documents": record.documents_crc32, "mask": record.mask_crc32}
-        try:
-            return all(crc32_of(self.path(name)) == stated for name, stated in sums.items() if stated is not None)
-        except FileNotFoundError:
-            return False
-
-    def remove_data(self) -> None:
-        """Remove what has gone into the output; the record stays, for the totals."""
-        for suffix in ("tokens", "documents", "mask"):
-            self.path(suffix).unlink(missing_ok=True)
+        """Return whether all files have the sizes that the record states."""
+        with suppress(FileNotFoundError):
+            return all(self.path(suffix).stat().st_size == size for suffix, size in record.sizes.items())
+        return False
 
     def batches(self) -> Iterator[Any]:
         """Yield the rows of its documents, as Arrow record batches with columns id, source, line and length.
@@ -93,15 +80,18 @@ class ShardFiles:
             yield from reader
 
 
-def is_unchanged(record: InputRecord) -> bool:
-    """Return whether an input still has the recorded content; it is read only if its modification time has changed."""
-    remote = find(record.path) if is_url(record.path) else None
-    file = Path(record.path) if remote is None else RemoteInput(remote)
-    with suppress(OSError):
-        status = file.stat()
-        if status.st_size == record.bytes:
-            return status.st_mtime_ns == record.modified_ns or input_sha256(file) == record.sha256
-    return False
+def finished_shard(shard: ShardFiles, file: InputFile) -> ShardRecord | None:
+    """Return the record of a file's shard if that is whole, and the file unchanged."""
+    record = shard.read_record()
+    return record if record is not None and is_unchanged(file, record.input) and shard.is_whole(record) else None
+
+
+def is_unchanged(file: InputFile, record: InputRecord) -> bool:
+    """Return whether an input has the recorded content; it is read only if its modification time has changed."""
+    status = file.stat()
+    if status.st_size != record.bytes:
+        return False
+    return status.st_mtime_ns == record.modified_ns or input_sha256(file) == record.sha256
 
 
 class ShardWriter:
@@ -115,10 +105,12 @@ class ShardWriter:
         self._modified_ns = input_path.stat().st_mtime_ns
         columns = ledger.schema(is_chats=is_chats)
         self._schema = pyarrow.schema([column for column in columns if column.name not in ("shard", "first_token")])
-        self._tokens = _SummedFile(files.path("tokens"))
-        self._documents = _SummedFile(files.path("documents"))
-        self._mask = _SummedFile(files.path("mask")) if is_chats else None
-        self._rows = pyarrow.ipc.new_stream(self._documents, self._schema)
+        self._streams: dict[str, Any] = {}
+        for suffix in ("tokens", "documents", *(["mask"] if is_chats else [])):
+            # A new file: a worker that outlives its killed parent for a moment may still write to the old one.
+            files.path(suffix).unlink(missing_ok=True)
+            self._streams[suffix] = files.path(suffix).open("wb")
+        self._rows = pyarrow.ipc.new_stream(self._streams["documents"], self._schema)
         self._counts: Counter[str] = Counter(lines=0, documents=0, tokens=0, text_bytes=0)
         self._documents_by_source: Counter[str] = Counter()
         self._tokens_by_source: Counter[str] = Counter()
@@ -135,7 +127,7 @@ class ShardWriter:
         """Add the documents of the file's next block, and count its refused lines."""
         lines_before = self._counts["lines"]
         if len(block.lengths):
-            self._tokens.write(block.tokens)
+            self._streams["tokens"].write(block.tokens)
             self._max_token_id = max(self._max_token_id, int(block.tokens.max()))
         if block.learned is not None:
             self._add_chats(block, block.learned, lines_before + 1)
@@ -163,8 +155,7 @@ class ShardWriter:
 
     def _add_chats(self, block: EncodedBlock, learned: Learned, first_line: int) -> None:
         """Write the masks, and a row for every line: what became of it."""
-        assert self._mask is not None
-        self._mask.write(learned.mask)
+        self._streams["mask"].write(learned.mask)
         kept = zip(block.numbers, block.ids, block.sources, block.lengths, learned.counts, learned.is_cut, strict=True)
         rows = [(*values, ledger.CUT if is_cut else ledger.WHOLE) for *values, is_cut in kept]
         rows += [(number, None, None, 0, 0, reason) for number, reason in block.refusals]
@@ -181,10 +172,8 @@ class ShardWriter:
     def finish(self, input_bytes: int, sha256: str) -> ShardRecord:
         """Write the record, last; until then there is no shard."""
         self._rows.close()
-        self._tokens.close()
-        self._documents.close()
-        if self._mask is not None:
-            self._mask.close()
+        for stream in self._streams.values():
+            stream.close()
         record = ShardRecord(
             input=InputRecord(
                 path=recorded_path(self._input_path), bytes=input_bytes, sha256=sha256, modified_ns=self._modified_ns
@@ -193,9 +182,7 @@ class ShardWriter:
             max_token_id=self._max_token_id,
             refused=dict(sorted(self._refused.items())),
             refused_examples=self._examples,
-            tokens_crc32=self._tokens.crc32,
-            documents_crc32=self._documents.crc32,
-            mask_crc32=None if self._mask is None else self._mask.crc32,
+            sizes={suffix: self._files.path(suffix).stat().st_size for suffix in self._streams},
             by_source=self._by_source(),
         )
         write_atomically(self._files.path("json"), msgspec.json.encode(record))
@@ -208,23 +195,3 @@ class ShardWriter:
             name: SourceCounts(documents=documents, tokens=self._tokens_by_source[name])
             for name, documents in sorted(self._documents_by_source.items())
         }
-
-
-class _SummedFile(io.RawIOBase):
-    """A file that keeps the CRC-32 of what is written to it."""
-
-    def __init__(self, path: Path) -> None:
-        path.unlink(missing_ok=True)  # not to be shared with a worker that outlives its killed parent for a moment
-        self._file = path.open("wb")
-        self.crc32 = 0
-
-    def writable(self) -> bool:
-        return True
-
-    def write(self, data: Any) -> int:
-        self.crc32 = isal_zlib.crc32(data, self.crc32)
-        return self._file.write(data)
-
-    def close(self) -> None:
-        self._file.close()
-        super().close()

@@ -34,6 +34,11 @@ def standing_suffixes() -> tuple[str, ...]:
     return (*SUFFIXES, ".blend", MANIFEST_SUFFIX)
 
 
+def part_prefix(prefix: str, part: int) -> str:
+    """Return the prefix of one part of several."""
+    return f"{prefix}-{part:05d}"
+
+
 class TokenWriter:
     """The files of one prefix, written in a work folder on the same disk."""
 

@@ -1,6 +1,7 @@
 """The verb `prepare`, and its options; imports nothing that is slow."""
 
-from dataclasses import dataclass, field, fields
+import argparse
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -14,6 +15,25 @@ from megatron_fanformer.terminal import show
 MANY = "many machines"
 STOPPED = "before the end; what is done is kept, run the same command to continue"
 Backend = Literal["auto", "gigatoken", "tokenizers", "sentencepiece"]
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One of `count` shares of the input files: every `count`-th from `number` on."""
+
+    number: int
+    count: int
+
+    def __str__(self) -> str:
+        return f"{self.number}/{self.count}"
+
+
+def _shard(text: str) -> Shard:
+    """Read I/N."""
+    number, _, count = text.partition("/")
+    if not (number.isdecimal() and count.isdecimal() and int(number) < int(count)):
+        raise argparse.ArgumentTypeError(f"{text!r} is not I/N, with I from 0 to N - 1, such as 0/16")
+    return Shard(int(number), int(count))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,50 +86,33 @@ class PrepareConfig:
     """With --chat: the most tokens of a conversation, with npy those of each row (default: any; 2048 with npy)"""
     too_long: TooLong | None = None
     """With --chat: cut or drop a conversation of more tokens (default: cut)"""
-    lists: int | None = option(None, metavar="N", group=MANY)
-    """Write N lists of the inputs, about equal in bytes, into the new folder --output, and end."""
-    from_lists: Path | None = option(None, metavar="FOLDER", parse=path_or_none, group=MANY)
-    """In place of INPUT: prepare each list of FOLDER that no other task has done or is at, to PREFIX-000, …"""
-    task: int | None = option(None, metavar="N", group=MANY)
-    """With --from-lists: the list to begin with, from 0."""
-    status: Path | None = option(None, metavar="FOLDER", parse=path_or_none, group=MANY)
-    """Show which lists of FOLDER are done, running, failed or left, and end."""
-    json: bool = option(False, group=MANY)
-    """With --status: print one JSON object."""
-    merge: Path | None = option(None, metavar="FOLDER", parse=path_or_none, group=MANY)
-    """Check that all lists of FOLDER are done alike; write PREFIX.manifest.json and PREFIX.blend of the whole."""
+    shard: Shard | None = option(None, metavar="I/N", parse=_shard, group=MANY)
+    """Encode every N-th file, from number I (from 0) on, for a later --merge of all N shards."""
+    merge: int | None = option(None, metavar="N", group=MANY)
+    """Join N shards of the same inputs and options, to the same bytes as one machine's run."""
 
 
-MODES: dict[str, tuple[str, ...]] = {
-    "lists": ("inputs", "output", "from_npy", "chat"),
-    "status": ("json",),
-    "merge": (),
+REMOVED = {
+    **dict.fromkeys(
+        ("--lists", "--from-lists", "--task"),
+        "prepare --shard I/N, once for each I from 0 to N - 1, shares the files; --merge N joins the result",
+    ),
+    "--status": "prepare --merge N names the shards that are not done",
 }
-"""Options that do not prepare, and those that each goes with."""
+"""Remedies for options that are gone."""
 
 
 def _check_options(config: PrepareConfig) -> None:
     """Raise InputError for options that do not go together, or are missing."""
-    default = PrepareConfig()
-    changed = [each.name for each in fields(config) if getattr(config, each.name) != getattr(default, each.name)]
-    mode = next((name for name in MODES if name in changed), None)
-    if mode is not None and (stray := [name for name in changed if name not in (mode, *MODES[mode])]):
-        raise InputError(f"{stray[0]} is set, which has no effect with --{mode}; leave one of them out")
-    if mode is None and config.json:
-        raise InputError("json is set, which has no effect without --status; leave it out")
-    if config.lists is not None and is_url(config.output):
-        raise InputError(f"output {config.output} is on another store, and lists are files of a disk; name a folder")
+    if missing := [f"--{name}" for name in ("output", "tokenizer") if not getattr(config, name)]:
+        raise InputError(f"{' and '.join(missing)} is missing; {PROGRAM} prepare --help lists the options")
     if config.scratch is not None and not is_url(config.output):
         raise InputError("scratch is set, which has no effect without --output at a URL; leave it out")
-    if config.from_lists is None and config.task is not None:
-        raise InputError("task is set, which has no effect without --from-lists; leave it out")
-    if config.from_lists is not None and config.hold_out is not None:
-        raise InputError("hold_out is set, which has no effect with --from-lists; leave one of them out")
-    if config.from_lists is not None and config.inputs:
-        raise InputError(f"{config.inputs[0]} is an input beside those of --from-lists; leave one of them out")
-    needed = {None: ("output", "tokenizer"), "lists": ("output",)}.get(mode, ())
-    if missing := [f"--{name}" for name in needed if not getattr(config, name)]:
-        raise InputError(f"{' and '.join(missing)} is missing; {PROGRAM} prepare --help lists the options")
+    many = [name for name in ("hold_out", "shard", "merge") if getattr(config, name) is not None]
+    if len(many) > 1:
+        raise InputError(f"{many[0]} and {many[1]} are set, which do not go together; leave one of them out")
+    if many and many != ["hold_out"] and is_url(config.output):
+        raise InputError(f"output {config.output} is on another store, and shards are files of a disk; name a path")
 
 
 def _prepare(config: PrepareConfig) -> None:
@@ -117,37 +120,21 @@ def _prepare(config: PrepareConfig) -> None:
 
     _check_options(config)
     quieten_libraries()
-    if config.status is not None:
-        from megatron_fanformer.preparation.list_status import show_status
+    with unwound_by_stop_signals(outcome=STOPPED):
+        if config.hold_out is not None:
+            from megatron_fanformer.preparation.hold_out import prepare_both
 
-        show_status(config.status, as_json=config.json)
-    elif config.merge is not None:
-        from megatron_fanformer.preparation.list_merge import merge_lists
-
-        merge_lists(config.merge)
-    elif config.lists is not None:
-        from megatron_fanformer.preparation.lists import write_lists
-        from megatron_fanformer.preparation.prepare import input_files
-
-        show([write_lists(input_files(config), config.lists, Path(config.output))])
-    elif config.from_lists is not None:
-        from megatron_fanformer.preparation.list_tasks import prepare_lists
-
-        with unwound_by_stop_signals(outcome=STOPPED):  # which gives its list back
-            prepare_lists(config)
-    elif config.hold_out is not None:
-        from megatron_fanformer.preparation.hold_out import prepare_both
-
-        with unwound_by_stop_signals(outcome=STOPPED):
             prepare_both(config, config.hold_out)
-    else:
-        with unwound_by_stop_signals(outcome=STOPPED):
-            from megatron_fanformer.preparation.prepare import prepare
+        else:
+            from megatron_fanformer.preparation.prepare import prepare, prepare_shard
             from megatron_fanformer.preparation.progress import progress_line
 
             with progress_line("preparing") as listener:
-                report = prepare(config, listener)
-            show(report.lines())
+                if config.shard is not None:
+                    lines = prepare_shard(config, config.shard, listener)
+                else:
+                    lines = prepare(config, listener).lines()
+            show(lines)
 
 
 PREPARE = Verb(
@@ -160,4 +147,5 @@ PREPARE = Verb(
         "prepare @files.txt --output tokens/books\n--tokenizer tokenizer.model --part-size 10G",
     ),
     results_are_files=True,
+    advice=lambda line: [remedy for name, remedy in REMOVED.items() if name in line],
 )

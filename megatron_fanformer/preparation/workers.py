@@ -1,19 +1,18 @@
-"""Worker processes, each encoding one input file at a time, and their supervision.
+"""Worker processes, each encoding one input file at a time.
 
-A worker that dies is noticed at once, by its closed connection. Its file is tried once more, by a new worker; if
-that one dies too, the error names the file.
+A worker that dies (killed, out of memory) breaks the pool. The files in progress are then tried once more, each
+alone in a new pool; if a worker dies again, the error names the file.
 """
 
 import multiprocessing
 import signal
-import time
 import traceback
-from collections import Counter, deque
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections import deque
+from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
 from functools import partial
-from multiprocessing.connection import Connection, wait
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +24,8 @@ from megatron_fanformer.preparation.document_files import DocumentFile
 from megatron_fanformer.preparation.documents import text_columns
 from megatron_fanformer.preparation.encoding import BlockEncoder, ChatEncoder, EncodingThreads, TokenizersDisagree
 from megatron_fanformer.preparation.id_encoders import EncoderChoice
+from megatron_fanformer.preparation.inputs import InputFile, input_sha256
 from megatron_fanformer.preparation.npy_documents import npy_blocks
-from megatron_fanformer.preparation.remote_inputs import InputFile, input_sha256
 from megatron_fanformer.preparation.shards import ShardFiles, ShardRecord, ShardWriter
 from megatron_fanformer.processes import end_with_owner
 
@@ -34,7 +33,8 @@ CONTEXT: Any = multiprocessing.get_context("spawn")  # a forked worker would inh
 PROGRESS_SECONDS = 0.2
 # One file in progress and one queued, so that no worker waits while the parent is writing.
 FILES_PER_WORKER = 2
-ATTEMPTS = 2
+# Counters of each file in progress, in memory shared with the workers.
+STARTED, INPUT_BYTES, DOCUMENTS, TEXT_BYTES = range(4)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,213 +57,160 @@ class Task:
     path: InputFile
 
 
-@dataclass(frozen=True)
-class WorkDone:
-    """The work that a worker has done since its last report."""
-
-    input_bytes: int
-    documents: int
-    text_bytes: int
-
-
-@dataclass(frozen=True)
-class Done:
-    """A shard is complete."""
-
-    task: Task
-    record: ShardRecord
-
-
-@dataclass(frozen=True)
-class Failed:
-    """A file could not be encoded: it is at fault, or its worker died."""
-
-    task: Task
-    error: Exception
+class Refused(InputError):
+    """A line that is not a document, under `strict`."""
 
 
 # -- in a worker process
 
 
-def run_worker(setup: WorkerSetup, threads: int, connection: Connection) -> None:
-    """Encode the files that arrive over the connection, until None does."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is handled by the parent
-    end_with_owner()
-    encoder = _FileEncoder(setup, threads, connection)
-    while (task := connection.recv()) is not None:
-        try:
-            connection.send(Done(task, encoder.encode(task)))
-        except (FanformerError, TokenizersDisagree) as error:
-            connection.send(Failed(task, error))
-        except OSError as error:
-            connection.send(Failed(task, _refused_by_system(error, task, setup.folder)))
-        except Exception as error:
-            failure = FanformerError(f"{task.path} could not be prepared ({type(error).__name__}: {error})")
-            failure.rank_traceback = traceback.format_exc()  # type: ignore[attr-defined]
-            connection.send(Failed(task, failure))
+class FileEncoder:
+    """Makes the shards of input files, in a worker process."""
 
-
-def _refused_by_system(error: OSError, task: Task, folder: Path) -> FanformerError:
-    # What is read has its name in the error; what is written, by libraries, seldom.
-    name = error.filename or folder
-    if str(name) == str(task.path):
-        what, remedy = f"{name} cannot be read ({error.strerror})", "check its disk"
-    else:
-        what, remedy = f"{name}: {write_refusal(error, name)}", "free what ran out"
-    return FanformerError(f"{what}; {remedy}, and run the same command to continue")
-
-
-class _FileEncoder:
-    def __init__(self, setup: WorkerSetup, threads: int, connection: Connection) -> None:
-        self._setup = setup
-        self._connection = connection
-        self._reported = time.monotonic()
+    def __init__(self, setup: WorkerSetup, threads: int, counters: Any) -> None:
+        self._setup, self._counters = setup, counters
         self._is_chats = setup.settings.chat is not None
         self._threads: EncodingThreads | None = None
         if setup.settings.npy_dtype is None:
             kind = ChatEncoder if self._is_chats else BlockEncoder
             self._threads = EncodingThreads(lambda: kind(setup.encoder, setup.settings), threads)
 
-    def encode(self, task: Task) -> ShardRecord:
-        """Make the shard of one file."""
-        files = ShardFiles(self._setup.folder, task.number)
-        writer = ShardWriter(files, task.path, is_chats=self._is_chats)
+    def encode(self, task: Task, counters: int) -> ShardRecord:
+        """Make the shard of one file; its counters begin at `counters`."""
+        writer = ShardWriter(ShardFiles(self._setup.folder, task.number), task.path, is_chats=self._is_chats)
         if self._threads is None:
-            return self._encode_npy(task, writer)
-        return self._encode_documents(task, writer, self._threads)
-
-    def _encode_documents(self, task: Task, writer: ShardWriter, threads: EncodingThreads) -> ShardRecord:
+            return self._encode_npy(task, writer, counters)
         of_text = partial(text_columns, text_field=self._setup.settings.text_field)
         file = DocumentFile(task.path, chat_columns if self._is_chats else of_text)
-        unsent = Counter[str]()
-        for block in threads.encode(file.blocks()):
+        for block in self._threads.encode(file.blocks()):
             writer.add(block)
             if self._setup.strict and writer.first_refused is not None:
                 raise Refused(f"{writer.first_refused}; fix the line, or prepare without strict to leave it out")
-            unsent.update(documents=len(block.lengths), text_bytes=block.text_bytes)
-            self._report(unsent, file.bytes_read)
-        self._report(unsent, file.bytes_read, now=True)
+            self._counters[counters + INPUT_BYTES] = file.bytes_read
+            self._counters[counters + DOCUMENTS] += len(block.lengths)
+            self._counters[counters + TEXT_BYTES] += block.text_bytes
         return writer.finish(file.bytes_read, file.sha256)
 
-    def _encode_npy(self, task: Task, writer: ShardWriter) -> ShardRecord:
+    def _encode_npy(self, task: Task, writer: ShardWriter, counters: int) -> ShardRecord:
         setup, settings = self._setup, self._setup.settings
-        assert settings.npy_dtype is not None
-        size = task.path.stat().st_size
+        assert isinstance(task.path, Path) and settings.npy_dtype is not None  # prepare refuses others
         ids = {"eod_id": setup.encoder.eod_id, "vocab_size": setup.vocab_size}
-        assert isinstance(task.path, Path), "prepare refuses others"
         for block in npy_blocks(task.path, dtype=settings.npy_dtype, output_dtype=settings.dtype, **ids):
             writer.add(block)
-        self._connection.send(WorkDone(size, 0, 0))
+        size = self._counters[counters + INPUT_BYTES] = task.path.stat().st_size
         return writer.finish(size, input_sha256(task.path))
 
-    def _report(self, unsent: "Counter[str]", bytes_read: int, *, now: bool = False) -> None:
-        """Report what has been done, now and then; `unsent` keeps the counts not sent yet, and the bytes that are."""
-        if now or time.monotonic() - self._reported > PROGRESS_SECONDS:
-            before = unsent["bytes"]
-            self._connection.send(WorkDone(bytes_read - before, unsent["documents"], unsent["text_bytes"]))
-            unsent.clear()
-            unsent["bytes"] = bytes_read
-            self._reported = time.monotonic()
+
+_arguments: tuple[WorkerSetup, int, Any]
+_encoder: FileEncoder | None = None
 
 
-class Refused(InputError):
-    """A line that is not a document, under `strict`."""
+def _start(*arguments: Any) -> None:
+    global _arguments
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is handled by the parent
+    end_with_owner()
+    _arguments = arguments
+
+
+def encode_file(task: Task, counters: int) -> ShardRecord:
+    """Make the shard of one file, in a worker process. Raises FanformerError, TokenizersDisagree."""
+    global _encoder
+    setup, _, all_counters = _arguments
+    all_counters[counters + STARTED] = 1
+    try:
+        _encoder = _encoder or FileEncoder(*_arguments)
+        return _encoder.encode(task, counters)
+    except (FanformerError, TokenizersDisagree):
+        raise
+    except OSError as error:
+        # Reading errors carry the file's name; libraries that write seldom give one.
+        name = error.filename or setup.folder
+        if str(name) == str(task.path):
+            problem = f"{name} cannot be read ({error.strerror}); check its disk"
+        else:
+            problem = f"{name}: {write_refusal(error, name)}; free what ran out"
+        raise FanformerError(f"{problem}, and run the same command to continue") from None
+    except Exception as error:
+        failure = FanformerError(f"{task.path} could not be prepared ({type(error).__name__}: {error})")
+        failure.rank_traceback = traceback.format_exc()  # type: ignore[attr-defined]
+        raise failure from None
 
 
 # -- in the parent
 
 
-@dataclass(eq=False)
-class _Worker:
-    process: BaseProcess
-    connection: Connection
-    threads: int
-    tasks: deque[Task] = field(default_factory=deque)
+Outcomes = Generator[tuple[Task, ShardRecord | Exception], None, None]
+"""Each task as it ends, with its shard's record or its error."""
 
 
-class WorkerPool:
-    """The worker processes of one run; a context manager."""
+class Workers:
+    """The worker processes of one preparation.
 
-    def __init__(self, setup: WorkerSetup, workers: int) -> None:
-        self._setup = setup
-        self._total = workers
-        self._workers: list[_Worker] = []
-        self._deaths: Counter[Task] = Counter()
+    Args:
+        report: called every `PROGRESS_SECONDS` with the input bytes, documents and text bytes encoded so far.
+    """
 
-    def __enter__(self) -> "WorkerPool":
-        return self
+    def __init__(self, setup: WorkerSetup, processes: int, report: Callable[[int, int, int], None]) -> None:
+        self._setup, self._processes, self._report = setup, processes, report
+        self._finished = [0, 0, 0]
+        self._suspects: list[Task] = []
 
-    def __exit__(self, *_: object) -> None:
-        for worker in self._workers:
-            worker.process.kill()
-            worker.connection.close()
-        for worker in self._workers:
-            worker.process.join()
+    def encode(self, tasks: Sequence[Task]) -> Outcomes:
+        """Encode every file; yield each with its shard's record, or its error, as they are done.
 
-    def work(self, tasks: Sequence[Task]) -> Iterator[WorkDone | Done | Failed]:
-        """Run every task; yields the workers' messages as they arrive.
-
-        With fewer files than workers, several threads share a file.
+        With fewer files than processes, several threads share a file.
         """
         waiting = deque(tasks)
-        count = min(self._total, len(tasks))
-        for number in range(count):
-            self._start(self._total // count + (number < self._total % count))
-        while waiting or any(worker.tasks for worker in self._workers):
-            for worker in list(self._workers):
-                self._hand_out(worker, waiting)
-            yield from self._listen(waiting)
+        while waiting:
+            yield from self._run_pool(waiting, min(self._processes, len(waiting)))
+            suspects, self._suspects = self._suspects, []
+            for task in suspects:
+                yield from self._run_pool(deque([task]), 1)
+                if self._suspects:
+                    self._suspects = []
+                    yield (
+                        task,
+                        FanformerError(
+                            f"two workers died while preparing {task.path} (killed, or out of memory);"
+                            " start again, with fewer workers if memory is short"
+                        ),
+                    )
 
-    def _start(self, threads: int) -> None:
-        ours, theirs = CONTEXT.Pipe()
-        process = CONTEXT.Process(target=run_worker, args=(self._setup, threads, theirs), daemon=True)
-        process.start()
-        theirs.close()
-        self._workers.append(_Worker(process, ours, threads))
+    def _run_pool(self, waiting: deque[Task], processes: int) -> Outcomes:
+        """Encode the waiting files. When the pool breaks, those in progress become suspects, others wait again."""
+        places = FILES_PER_WORKER * processes
+        counters = CONTEXT.RawArray("q", 4 * places)
+        free = list(range(places))
+        under_way: dict[Future[ShardRecord], tuple[Task, int]] = {}
+        others = set(multiprocessing.active_children())
+        threads = -(-self._processes // processes)
+        pool = ProcessPoolExecutor(processes, CONTEXT, _start, (self._setup, threads, counters))
+        try:
+            while waiting or under_way:
+                while waiting and free:
+                    future = pool.submit(encode_file, waiting[0], 4 * free[-1])
+                    under_way[future] = (waiting.popleft(), free.pop())
+                done, _ = wait(under_way, PROGRESS_SECONDS, FIRST_COMPLETED)
+                self._report_sums(counters)
+                for future in done:
+                    error = future.exception()
+                    if isinstance(error, BrokenProcessPool):
+                        raise error
+                    task, place = under_way.pop(future)
+                    counts = counters[4 * place + INPUT_BYTES : 4 * place + 4]
+                    self._finished = [sum(pair) for pair in zip(self._finished, counts, strict=True)]
+                    counters[4 * place : 4 * place + 4] = [0] * 4
+                    free.append(place)
+                    yield task, future.result() if error is None else error  # type: ignore[misc]
+        except BrokenProcessPool:
+            started = [task for task, place in under_way.values() if counters[4 * place + STARTED]]
+            self._suspects = started or [task for task, _ in under_way.values()]
+            waiting.extend(task for task, _ in under_way.values() if task not in self._suspects)
+        finally:
+            for process in set(multiprocessing.active_children()) - others:
+                process.kill()
+            pool.shutdown(cancel_futures=True)
 
-    def _hand_out(self, worker: _Worker, waiting: deque[Task]) -> None:
-        while (
-            waiting
-            and len(worker.tasks) < FILES_PER_WORKER
-            and (not worker.tasks or len(waiting) >= len(self._workers))
-        ):
-            worker.tasks.append(waiting.popleft())
-            try:
-                worker.connection.send(worker.tasks[-1])
-            except OSError:
-                return  # it has died; its closed connection is noticed next
-
-    def _listen(self, waiting: deque[Task]) -> Iterator[WorkDone | Done | Failed]:
-        ready = wait([worker.connection for worker in self._workers])
-        for worker in [worker for worker in self._workers if worker.connection in ready]:
-            try:
-                message = worker.connection.recv()
-            except (EOFError, OSError):
-                yield from self._reap(worker, waiting)
-                continue
-            if not isinstance(message, WorkDone):
-                worker.tasks.popleft()
-            yield message
-
-    def _reap(self, worker: _Worker, waiting: deque[Task]) -> Iterator[Failed]:
-        """Replace a dead worker: its files go to another, unless it is the second to die on the first of them."""
-        self._workers.remove(worker)
-        worker.process.join()
-        tasks, worker.tasks = worker.tasks, deque()
-        self._start(worker.threads)
-        if tasks:
-            task = tasks.popleft()
-            self._deaths[task] += 1
-            if self._deaths[task] < ATTEMPTS:
-                tasks.appendleft(task)
-            else:
-                yield Failed(task, _died(task, worker.process.exitcode))
-        waiting.extendleft(reversed(tasks))
-
-
-def _died(task: Task, exit_code: Any) -> FanformerError:
-    how = f"by signal {-exit_code}" if exit_code is not None and exit_code < 0 else f"with exit code {exit_code}"
-    return FanformerError(
-        f"two workers died {how} while preparing {task.path} (killed, or out of memory);"
-        " start again, with fewer workers if memory is short"
-    )
+    def _report_sums(self, counters: Any) -> None:
+        sums = (sum(counters[kind::4]) for kind in (INPUT_BYTES, DOCUMENTS, TEXT_BYTES))
+        self._report(*(before + now for before, now in zip(self._finished, sums, strict=True)))

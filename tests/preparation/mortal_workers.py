@@ -2,26 +2,20 @@
 
 import os
 import signal
-from multiprocessing.connection import Connection
 from pathlib import Path
 
 from megatron_fanformer.preparation import workers
 from megatron_fanformer.preparation.shards import ShardRecord
 
 DEATHS = "deaths"
-run_worker, encode = workers.run_worker, workers._FileEncoder.encode
+encode_file = workers.encode_file
 
 
-def run_mortal(setup: workers.WorkerSetup, threads: int, connection: Connection) -> None:
-    """In place of `run_worker`."""
-    workers._FileEncoder.encode = _encode_or_die  # type: ignore[method-assign]
-    run_worker(setup, threads, connection)
-
-
-def _encode_or_die(self: workers._FileEncoder, task: workers.Task) -> ShardRecord:
+def encode_or_die(task: workers.Task, counters: int) -> ShardRecord:
+    """In place of `encode_file`."""
     assert isinstance(task.path, Path)
     left = int((deaths := task.path.with_name(DEATHS)).read_text())
     if left:
         deaths.write_text(str(left - 1))
         os.kill(os.getpid(), signal.SIGKILL)
-    return encode(self, task)
+    return encode_file(task, counters)

@@ -53,11 +53,14 @@ def kill_before_step(number: int) -> None:
 def stop_before_assembly() -> None:
     """Have nothing assembled, and this process killed when all shards are whole."""
 
-    def resume(assembler: Assembler, threads: int) -> None:
+    begin = Assembler.__init__
+
+    def begin_late(assembler: Assembler, *arguments: Any) -> None:
+        begin(assembler, *arguments)
         assembler.next_input = -1  # no shard is the next
 
-    Assembler.resume = resume  # type: ignore[method-assign, assignment]
-    Assembler.finish = kill_self  # type: ignore[method-assign, assignment]
+    Assembler.__init__ = begin_late  # type: ignore[method-assign]
+    Assembler.publish = kill_self  # type: ignore[method-assign, assignment]
 
 
 def in_fork(prepare: list[str], before: Callable[[], None] | None = None) -> int:

@@ -1,4 +1,4 @@
-"""`prepare --hold-out N`: the very files of lists and two preparations, however it is cut short."""
+"""`prepare --hold-out N`: the very files of two preparations, however it is cut short."""
 
 import json
 import subprocess
@@ -52,7 +52,7 @@ CHAT = {"chat": True, "chat_template": "olmo", "format": "npy"}
     ],
     ids=["parts", "rows of chats"],
 )
-def test_both_are_the_files_of_lists_and_two_preparations(
+def test_both_are_the_files_of_two_preparations(
     tmp_path: Path,
     documents: Path,
     prepare: Prepare,
@@ -65,11 +65,11 @@ def test_both_are_the_files_of_lists_and_two_preparations(
         for number, file in enumerate(sorted(documents.glob("*.jsonl"))):
             chats = made_up_chats(4 + number)
             file.write_text("\n".join(json.dumps({"messages": messages}) for messages in chats))
-    lists, apart = tmp_path / "lists", tmp_path / "apart"
-    kind = ["--chat"] if "chat" in settings else []
-    assert main(["prepare", str(documents), "--lists", "3", "--output", str(lists), *kind]) == 0
-    prepare(apart / "x-validation", f"@{lists}/002", **settings)
-    prepare(apart / "x", *(f"@{lists}/00{number}" for number in range(2)), **settings)
+        (documents / "6.md").unlink()
+    apart, files = tmp_path / "apart", sorted(documents.iterdir())
+    held = hold_out.last_share(files, 3)
+    prepare(apart / "x-validation", *held, **settings)
+    prepare(apart / "x", *(file for file in files if file not in held), **settings)
     assert run("together", *words) == 0
     whole = hashes(tmp_path / "together")
     assert whole == hashes(apart) and len(whole) > 6
@@ -77,13 +77,12 @@ def test_both_are_the_files_of_lists_and_two_preparations(
     assert run("together", *words) == 0
     assert hashes(tmp_path / "together") == whole
     printed = capsys.readouterr().out.splitlines()
-    held = len((lists / "002").read_text().splitlines())
-    number = 6 if kind else 7  # a page is no conversation
+    number = len(files)
     x, same = f"{tmp_path}/together/x", "already exists, made from the same input with the same settings"
     assert [line for line in printed if " files, to " in line or "already" in line] == [
-        f"validation: {held} of {number} files, to {x}-validation",
+        f"validation: {len(held)} of {number} files, to {x}-validation",
         f"validation: {x}-validation {same}",
-        f"training: {number - held} of {number} files, to {x}",
+        f"training: {number - len(held)} of {number} files, to {x}",
         f"training: {x} {same}",
     ]
 
@@ -182,9 +181,5 @@ def test_one_text_is_held_out_in_parts_as_the_remedy_cuts_it(
     assert "".join(part.read_text() for part in sorted((tmp_path / "parts").iterdir())) == text
 
 
-@pytest.mark.parametrize("words", ["--lists 2", "--from-lists l", "--status l", "--merge l"])
-def test_what_does_not_go_with_it_is_one_line(words: str, capsys: pytest.CaptureFixture[str]) -> None:
-    given = [] if words.startswith("--from") else ["a"]
-    assert main(["prepare", *given, "--output", "o", "--hold-out", "2", "--tokenizer", "t", *words.split()]) == 2
-    errors = capsys.readouterr().err
-    assert "which has no effect with --" in errors and errors.count("\n") == 1
+def test_the_shares_are_about_equal_by_bytes_of_text(documents: Path) -> None:
+    assert [path.name[0] for path in hold_out.last_share(sorted(documents.iterdir()), 3)] == ["1", "2", "5", "6"]

@@ -1,5 +1,5 @@
-import shutil
-from collections.abc import Callable, Iterator, Sequence
+import unicodedata
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from megatron_fanformer.preparation.id_encoders import (
     Gigatoken,
     RoutedEncoder,
     choose_encoder,
+    trusted_characters,
 )
 from tests.preparation.making import as_line, prepare_files
 
@@ -85,10 +86,10 @@ def test_a_backend_of_another_kind_is_an_input_error(small_tokenizer_file: Path)
 
 
 def test_without_gigatoken_the_exact_library_serves(
-    small_tokenizer_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    small_tokenizer_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It comes with the extra `fast` alone."""
-    tokenizer = load_tokenizer(shutil.copy(small_tokenizer_file, tmp_path))  # not one that was looked at before
+    tokenizer = load_tokenizer(small_tokenizer_file)
     monkeypatch.setattr(id_encoders, "find_spec", lambda _name: None)
     encoding = choose_encoder(tokenizer, "auto", MUCH).encoding
     assert encoding.backend != "gigatoken"
@@ -121,49 +122,14 @@ class Faulty(Gigatoken):
         return ids, counts
 
 
-@pytest.fixture
-def faulty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Any]]:
-    id_encoders.trust_or_reason.cache_clear()
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(id_encoders, "Gigatoken", Faulty)
-    yield Faulty
-    id_encoders.trust_or_reason.cache_clear()
-
-
 def test_wrong_ids_on_a_hard_text_make_the_exact_library_take_over(
-    faulty: type[Faulty], small_tokenizer_file: Path
+    small_tokenizer_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    faulty.wrong = staticmethod(lambda text: text == b"a\r\nb\r\n\r\n c\r")
+    monkeypatch.setattr(id_encoders, "Gigatoken", Faulty)
+    Faulty.wrong = staticmethod(lambda text: text == b"a\r\nb\r\n\r\n c\r")
     encoding = choose_encoder(load_tokenizer(small_tokenizer_file), "auto", MUCH).encoding
     assert encoding.backend == "sentencepiece"
     assert encoding.reason == r"gigatoken's ids differ on 'a\r\nb\r\n\r\n c\r'"
-
-
-def test_trust_is_remembered_until_what_decides_it_is_another(
-    tmp_path: Path, small_tokenizer_file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    checked: list[int] = []
-    found = id_encoders.Trust(np.arange(0x110000) % 7 > 0, ["<s>"])
-    monkeypatch.setattr(id_encoders, "_checked", lambda _, eod_id: checked.append(eod_id) or found)
-
-    def trusted(eod_id: int = 0) -> Any:
-        id_encoders.trust_or_reason.cache_clear()
-        return id_encoders.trust_or_reason(small_tokenizer_file, eod_id, 0)
-
-    for _ in range(2):
-        trust = trusted()
-        assert (trust.characters == found.characters).all() and trust.doubtful_pieces == ["<s>"]
-    assert checked == [0]
-    trusted(eod_id=1)
-    assert checked == [0, 1]
-    monkeypatch.setattr(id_encoders, "version", lambda name: f"another {name}")
-    trusted()
-    assert checked == [0, 1, 0]
-    for remembered in (tmp_path / "megatron-fanformer" / "gigatoken").iterdir():
-        remembered.write_bytes(remembered.read_bytes()[:-1])
-    trusted()
-    assert checked == [0, 1, 0, 0]
 
 
 def test_a_difference_seen_under_way_starts_the_whole_run_anew(
@@ -171,13 +137,12 @@ def test_a_difference_seen_under_way_starts_the_whole_run_anew(
 ) -> None:
     """The worker is told to trust gigatoken with a character that it takes otherwise: its sample shows it.
 
-    The first file has that where no sample is taken: its documents are published by then, and made anew. The second is
-    long enough for a sample.
+    The first file has that where no sample is taken.
     """
     assert load_tokenizer(olmo_tokenizer_file).encode("\u0eba\u0323") is not None
     files = []
     wrong = "x\u0eba\u0323\u0334 " * 3
-    for number, texts in enumerate([["plain text", wrong], [wrong * 2_500], ["more plain text"]]):
+    for number, texts in enumerate([["plain text", wrong], [wrong], ["more plain text"]]):
         files.append(tmp_path / f"{number}.jsonl")
         files[-1].write_bytes(b"".join(as_line(text) + b"\n" for text in texts))
     prepare_files(str(tmp_path / "expected"), files, olmo_tokenizer_file, backend="tokenizers")
@@ -221,3 +186,24 @@ def test_a_tokenizer_that_joins_words_gets_long_texts_whole(tmp_path: Path, monk
     tokenizer = trained(tmp_path, [text] * 50, model_type="bpe", vocab_size=60, split_by_whitespace=False)
     monkeypatch.setattr(id_encoders, "PIECE_CHARACTERS", 10)
     assert ExactEncoder(tokenizer).encode(text).tolist() == tokenizer.encode(text)
+
+
+def exact(texts: Sequence[str]) -> list[list[int]]:
+    """A made-up tokenizer of one id a character."""
+    return [list(map(ord, unicodedata.normalize("NFC", text))) for text in texts]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "doubtful"),
+    [
+        ("\u4e00", "?", [0x4E00]),
+        ("a\u0915b", "?", [0x0915]),
+        ("\u0ece", "\u0378", [0x0ECE]),  # which has a combining class since Unicode 15 alone
+        ("\u0100", "\u0100", []),
+    ],
+    ids=["one character", "with its neighbours", "a combining class", "none"],
+)
+def test_the_characters_that_two_libraries_take_otherwise_are_found(old: str, new: str, doubtful: list[int]) -> None:
+    trusted = trusted_characters(lambda texts: exact([text.replace(old, new) for text in texts]), exact)
+    same = trusted_characters(exact, exact)
+    assert np.flatnonzero(same & ~trusted).tolist() == doubtful and same.sum() == 0x10000 + 0x400 + 0xC00 - 0x800

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_fanformer.preparation.remote_outputs import RemoteOutput
+from megatron_fanformer.preparation.remote_outputs import scratch_prefix
 from megatron_fanformer.preparation.token_writer import writing_to
 from megatron_fanformer.preparation.work_folder import work_folder
 from tests.disk_steps import network_disk
@@ -45,20 +45,9 @@ def test_the_folder_of_an_output_for_another_store_goes_on_a_network_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_whole: bool
 ) -> None:
     network_disk(monkeypatch)
-    output, scratch = RemoteOutput(f"file://{tmp_path}/there/web"), tmp_path / "scratch"
-    with suppress(KeyboardInterrupt), output.scratch(scratch) as prefix:
+    scratch = tmp_path / "scratch"
+    with suppress(KeyboardInterrupt), scratch_prefix(f"file://{tmp_path}/there/web", scratch) as prefix:
         if not is_whole:
             raise KeyboardInterrupt
         Path(prefix + ".bin").touch()
     assert list(scratch.iterdir()) == []
-
-
-def test_what_a_killed_process_left_of_an_output_goes_on_a_network_disk(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    network_disk(monkeypatch)
-    output = RemoteOutput(f"file://{tmp_path}/there/web")
-    (left := output.place(tmp_path / "scratch")).mkdir(parents=True)
-    (left / "web.bin").touch()
-    output.discard_scratch(tmp_path / "scratch")
-    assert not left.exists()
