@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Literal
 
 import msgspec
-from isal import isal_zlib
 
 from megatron_fanformer.durable_files import regular_file
 from megatron_fanformer.errors import CorruptError
@@ -252,12 +251,3 @@ def _record_of(prefix: str, manifest: Manifest | PartManifest) -> TokenFiles | N
 def encode_manifest(manifest: Manifest | PartManifest) -> bytes:
     """Return the manifest as the bytes of its file."""
     return msgspec.json.format(msgspec.json.encode(manifest), indent=2) + b"\n"
-
-
-def crc32_of(path: Path) -> int:
-    """Return the CRC-32 of a file."""
-    value = 0
-    with path.open("rb", buffering=0) as stream:
-        while content := stream.read(1 << 22):
-            value = isal_zlib.crc32(content, value)
-    return value
