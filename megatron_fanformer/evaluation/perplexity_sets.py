@@ -1,4 +1,4 @@
-"""Perplexity sets: which files they are, their pieces (`pieces.py`), and the bytes and words of their text.
+"""Perplexity sets: their files, the pieces that these are cut into, and the bytes and words of their text.
 
 The paper's two groups are OLMo's. There is no package of them: whoever has them has them as OLMo lays them out, in one
 of its ways (`PLACES`, `FORMS`). Nothing here imports torch.
@@ -27,7 +27,6 @@ from megatron_fanformer.data.token_files import (
 from megatron_fanformer.data.tokenizer import NO_ID, Tokenizer
 from megatron_fanformer.errors import InputError, redacted
 from megatron_fanformer.evaluation.config import Chunking, Group, PerplexityConfig
-from megatron_fanformer.evaluation.pieces import COLUMNS, chunks, document_pieces, rolling_pieces
 from megatron_fanformer.runtime.device import cache_of
 from megatron_fanformer.stores import is_url
 
@@ -56,6 +55,7 @@ PLACES: dict[Group, tuple[str, ...]] = {
 FORMS = ("val.npy", "val/*.npy", "part-*.npy", "val.idx")
 """Contents of a set's folder; a set may also be one file of its name."""
 SECTION = "evaluation.perplexity"
+COLUMNS = 4  # of a piece
 PIECES_AT_ONCE = 64  # requested from another store
 WHITE_SPACE = re.compile(r"\s+")  # lm-eval's words are what is between
 TOKENS_AT_ONCE = 1 << 24  # read in search of ends of documents
@@ -154,8 +154,13 @@ class PerplexitySet:
         if self.chunking == "rolling":
             pieces = rolling_pieces(self.documents(), self.chunk_tokens)
         else:
-            found = [self._cut(number, file) for number, file in enumerate(self.files)]
-            pieces = self._first(np.concatenate([np.zeros((0, COLUMNS), np.int64), *found]))
+            cut = [
+                document_pieces(number, file.document_starts(), self.chunk_tokens)
+                if self.chunking == "documents"
+                else chunks(number, file.file.tokens, self.chunk_tokens)
+                for number, file in enumerate(self.files)
+            ]
+            pieces = self._first(np.concatenate([np.zeros((0, COLUMNS), np.int64), *cut]))
         if not len(pieces):
             held = f"{self.name} holds {sum(file.file.tokens for file in self.files)} tokens in {len(self.files)} files"
             if self.chunking == "rolling":
@@ -188,11 +193,6 @@ class PerplexitySet:
         ids = ids.astype(np.int64)
         return np.insert(ids, 0, leads) if leads is not None and scored == [count] else ids
 
-    def _cut(self, number: int, file: TokenFile) -> np.ndarray:
-        if self.chunking == "documents":
-            return document_pieces(number, file.document_starts(), self.chunk_tokens)
-        return chunks(number, file.file.tokens, self.chunk_tokens)
-
     def _first(self, parts: np.ndarray) -> np.ndarray:
         if self.most_tokens is None:
             return parts
@@ -204,6 +204,60 @@ def lengths_of(pieces: np.ndarray) -> np.ndarray:
     return np.asarray(pieces[:, 2] + (pieces[:, 3] == pieces[:, 2]))
 
 
+# -- pieces
+#
+# A piece is [file, first token, number of tokens, how many of its last ones are scored]. One of which all are scored is
+# led by an end of text, of which its first token is predicted.
+
+
+def chunks(number: int, tokens: int, size: int) -> np.ndarray:
+    """Return the paper's chunks: each file from its beginning, the rest dropped, so that all are of one length."""
+    starts = np.arange(tokens // size, dtype=np.int64) * size
+    return _pieces(number, starts, np.full_like(starts, size), np.full_like(starts, size - 1))
+
+
+def document_pieces(number: int, bounds: np.ndarray, size: int) -> np.ndarray:
+    """Return documents; a longer one in pieces that share one token, so that each of its tokens but the first is scored
+    once.
+
+    A document of a single token has none that could be.
+
+    Args:
+        bounds: [documents + 1] the token at which each begins, and the number of tokens.
+    """
+    lengths = np.diff(bounds)
+    counts = np.maximum(lengths - 2, -1) // (size - 1) + 1
+    starts = np.repeat(bounds[:-1], counts) + _numbers_within(counts) * (size - 1)
+    ends = np.minimum(np.repeat(bounds[1:], counts), starts + size)
+    return _pieces(number, starts, ends - starts, ends - starts - 1)
+
+
+def rolling_pieces(documents: np.ndarray, size: int) -> np.ndarray:
+    """Return lm-eval's rolling windows: every token of a document is scored once, the first after an end of text.
+
+    The model sees `size` tokens: of a document's last window, which scores what is left, as many of those before it as
+    fit (lm-eval's `get_rolling_token_windows` of context_len 1, and `make_disjoint_window`).
+
+    Args:
+        documents: [n, 3] file, first token and number of tokens of each, without the id that ends it.
+    """
+    counts = -(-documents[:, 2] // size)
+    number, begin, length = np.repeat(documents, counts, axis=0).T
+    before = _numbers_within(counts) * size
+    scored = np.minimum(length - before, size)
+    given = np.where(before > 0, size + 1, scored)  # the first window is led by an end of text
+    return _pieces(number, begin + before + scored - given, given, scored)
+
+
+def _numbers_within(counts: np.ndarray) -> np.ndarray:
+    """Return 0, 1, … of each document's pieces, one document after another."""
+    return np.arange(counts.sum(), dtype=np.int64) - np.repeat(np.cumsum(counts) - counts, counts)
+
+
+def _pieces(number: int | np.ndarray, starts: np.ndarray, lengths: np.ndarray, scored: np.ndarray) -> np.ndarray:
+    return np.stack([np.broadcast_to(number, starts.shape), starts, lengths, scored], axis=1).astype(np.int64)
+
+
 # -- finding them
 
 
@@ -211,7 +265,12 @@ def set_problems(config: PerplexityConfig) -> list[str]:
     """List what is missing of the named sets and groups, and where it was looked for; opens no file."""
     found = []
     for name, paths in config.sets.items():
-        found += [f"{SECTION}.sets.{name}: {problem}" for path in paths if (problem := _missing(path))]
+        found += [
+            f"{SECTION}.sets.{name}: {redacted(path)} names no token files; name a .npy file, the prefix of a .bin and "
+            ".idx pair, a folder (a URL of one ends in /) or a pattern"
+            for path in paths
+            if not _files_of(path)
+        ]
     if config.folder is None:
         return found
     if not Path(config.folder).is_dir():
@@ -229,18 +288,6 @@ def set_problems(config: PerplexityConfig) -> list[str]:
 def _places(config: PerplexityConfig, group: Group) -> tuple[str, ...]:
     """Sets of both groups have the same names: the folder itself can be one of them alone."""
     return (*PLACES[group], ".") if len(config.groups) == 1 else PLACES[group]
-
-
-def _missing(path: str) -> str | None:
-    if _files_of(path):
-        return None
-    if is_url(path):
-        return f"{redacted(path)} holds no token files; name a .npy file, a pair's prefix, or a folder ending in /"
-    if glob.has_magic(path):
-        return f"{path} matches no .npy file and no .idx file; name token files"
-    if Path(path).is_dir():
-        return f"{path} holds no .npy file and no .idx file; name a folder of token files"
-    return f"{path} does not exist; name a .npy file, or the prefix of a .bin and .idx pair"
 
 
 def _files_of(path: str) -> list[str]:
@@ -317,8 +364,12 @@ def find_sets(
         files = tuple(_opened(path, config, ends) for path in paths)
         for file in files:
             refuse_largest_id(file.file.max_token_id, vocab_size, file.file.path)
-        if config.chunking == "rolling":
-            _refuse_leads_outside(files, vocab_size)
+        for file in files if config.chunking == "rolling" else ():  # no file holds the id that leads its documents
+            if file.eod_id is not None and not 0 <= file.eod_id < vocab_size:
+                raise InputError(
+                    f"{file.file.path}: its documents end with id {file.eod_id}, which leads each and is outside the "
+                    f"vocabulary of {vocab_size}; set {SECTION}.eod_id to the model's end of text"
+                )
         each = PerplexitySet(
             name=name,
             files=files,
@@ -327,18 +378,8 @@ def find_sets(
             vocab_size=vocab_size,
             most_tokens=config.limit_tokens,
         )
-        sets.append(_with_bytes(each, tokenizer))
+        sets.append(_with_text(each, tokenizer))
     return sets
-
-
-def _refuse_leads_outside(files: Sequence[TokenFile], vocab_size: int) -> None:
-    """Refuse an end of text that the model has no embedding of: no file holds it, so that no check of files sees it."""
-    for file in files:
-        if file.eod_id is not None and not 0 <= file.eod_id < vocab_size:
-            raise InputError(
-                f"{file.file.path}: its documents end with id {file.eod_id}, which leads each and is outside the "
-                f"vocabulary of {vocab_size}; set {SECTION}.eod_id to the model's end of text"
-            )
 
 
 def _opened(path: str, config: PerplexityConfig, ends: Sequence[int | None]) -> TokenFile:
@@ -360,38 +401,23 @@ def _opened(path: str, config: PerplexityConfig, ends: Sequence[int | None]) -> 
 # -- bytes and words
 
 
-def _with_bytes(found: PerplexitySet, tokenizer: Tokenizer | None) -> PerplexitySet:
-    """Return the set with the bytes of a token: those of all its files by their manifests, else of what is scored,
-    decoded.
+def _with_text(of: PerplexitySet, tokenizer: Tokenizer | None) -> PerplexitySet:
+    """Return the set with the bytes of a token, by the manifests of its files or else decoded, and its words.
+
+    The bytes are those of all files where these have manifests, else of what is scored. With `rolling`, they are those
+    of the scored text as lm-eval counts them, and so are the words, which are always decoded.
     """
-    pieces = found.pieces()  # raises for a set of which nothing can be scored
-    scored = int(pieces[:, 3].sum())
-    if found.chunking == "rolling":
-        return _with_words(found, scored, tokenizer)
-    ratio = _stated_bytes_per_token(found.files)
-    if ratio is None and tokenizer is not None:
-        ratio = sum(len(text.encode(errors="replace")) for text in _texts(found, pieces, 1, tokenizer)) / scored
-    return dataclasses.replace(found, bytes_per_token=ratio or None)
-
-
-def _with_words(found: PerplexitySet, scored: int, tokenizer: Tokenizer | None) -> PerplexitySet:
-    """Return the set with its scored text's bytes and words, as lm-eval counts them: by the manifests where they count
-    these bytes, else decoded, document by document.
-    """
-    stated = None if found.most_tokens is not None else _stated_text(found.files)
-    text_bytes, words = (stated[0] if stated else 0), 0
-    if tokenizer is not None:
-        for text in _texts(found, found.documents(), 0, tokenizer):
-            words += len(WHITE_SPACE.split(text))
-            text_bytes += 0 if stated else len(text.encode(errors="replace"))
-    return dataclasses.replace(
-        found, bytes_per_token=text_bytes / scored or None, words_per_token=words / scored or None
-    )
-
-
-def _stated_bytes_per_token(files: Sequence[TokenFile]) -> float | None:
-    stated = _stated_text(files)
-    return None if stated is None else stated[0] / stated[1]
+    pieces = of.pieces()  # raises for a set of which nothing can be scored
+    scored, is_rolling = int(pieces[:, 3].sum()), of.chunking == "rolling"
+    stated = None if is_rolling and of.most_tokens is not None else _stated_text(of.files)
+    text_bytes = words = 0
+    if tokenizer is not None and (is_rolling or stated is None):
+        parts, skipped = (of.documents(), 0) if is_rolling else (pieces, 1)
+        for text in _texts(of, parts, skipped, tokenizer):
+            text_bytes += len(text.encode(errors="replace"))
+            words += len(WHITE_SPACE.split(text)) if is_rolling else 0
+    ratio = text_bytes / scored if stated is None else stated[0] / (scored if is_rolling else stated[1])
+    return dataclasses.replace(of, bytes_per_token=ratio or None, words_per_token=words / scored or None)
 
 
 def _stated_text(files: Sequence[TokenFile]) -> tuple[int, int] | None:

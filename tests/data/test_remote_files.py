@@ -348,7 +348,7 @@ def test_perplexity_sets_are_those_of_the_local_files(
     with planned(folder) as url:
         for fields in ({}, {"chunking": "documents", "eod_id": 5}):
             assert read(url, **fields) == read(folder, **fields)
-        with pytest.raises(InputError, match=r"none.npy holds no token files; name a .npy file, a pair's prefix"):
+        with pytest.raises(InputError, match=r"none.npy names no token files; name a .npy file"):
             stated = {"seq_length": SEQ_LENGTH, "vocab_size": VOCAB_SIZE}
             find_sets(PerplexityConfig(sets={"own": [f"{url}/none.npy"]}), **stated)
 

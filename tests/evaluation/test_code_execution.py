@@ -17,28 +17,16 @@ from tests.small_runs import ROOT
 
 LIMITS = Limits(memory_bytes=2**28, cpu_seconds=20, wall_seconds=60.0)
 PASSING = {
-    "nothing": "",
-    "mathematics": "import math\nassert math.isclose(math.cos(0), 1)",
     "a class that looks for its module": "import dataclasses as d\nassert d.make_dataclass('A', ['x'])(1).x == 1",
     "a thread": "import threading\nt = threading.Thread(target=print)\nt.start()\nt.join()",
     "output": "print('x' * 10**6)",
     "an empty home": "import os\nassert os.listdir() == [] and os.path.expanduser('~') == os.getcwd()",
-    "sets in the same order every time": "import sys\nassert not sys.flags.hash_randomization",
-    "a signal of its own": (
-        "import signal\nfound = []\nsignal.signal(signal.SIGUSR1, lambda *told: found.append(told[0]))\n"
-        "signal.raise_signal(signal.SIGUSR1)\nassert found == [signal.SIGUSR1]"
-    ),
-    "a loop of events": "import asyncio\nasyncio.run(asyncio.sleep(0))",
 }
 FAILING = {
     "assertion": ("assert 1 == 2, 'no'", "AssertionError: no"),
-    "syntax": ("def", "SyntaxError"),
     "leaving": ("import sys\nsys.exit(0)", "SystemExit: 0"),
-    "leaving at once": ("import os\nos._exit(0)", "it ended itself with exit code 0"),
     "closing all files": ("import os\nos.closerange(0, 64)", "it ended itself with exit code 1"),
     "fork bomb": ("import os\nwhile True:\n    os.fork()", "PermissionError: os.fork is refused"),
-    "a command": ("import subprocess\nsubprocess.run(['true'])", "PermissionError: subprocess.Popen is refused"),
-    "a shell": ("import os\nos.system('true')", "PermissionError: os.system is refused"),
     "becoming a command": ("import os\nos.execv('/bin/true', ['true'])", "PermissionError: os.exec is refused"),
     "ending its parent": ("import os\nos.kill(os.getppid(), 9)", "PermissionError: os.kill is refused"),
     "memory hog": ("x = [b'']\nwhile True:\n    x.append(x[-1] + b'x' * 10**6)", "MemoryError"),
@@ -46,10 +34,8 @@ FAILING = {
         "import threading, time\nwhile True:\n    threading.Thread(target=time.sleep, args=(99,)).start()",
         "RuntimeError: can't start new thread",
     ),
-    "recursion": ("def f():\n    f()\nf()", "RecursionError"),
     "writing": ("import pathlib\npathlib.Path('x').write_text('x')", "OSError: [Errno 27] File too large"),
     "many files": ("files = [open('/dev/null') for _ in range(64)]", "OSError: [Errno 24] Too many open files"),
-    "reading an answer": ("input()", "EOFError"),
     "a signal": ("import signal\nsignal.raise_signal(signal.SIGSEGV)", "a signal ended it: Segmentation fault"),
 }
 

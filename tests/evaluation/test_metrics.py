@@ -86,11 +86,6 @@ def test_a_task_of_one_answer_has_the_metrics_of_the_answer_alone():
     )
 
 
-def test_documents_of_a_single_choice_are_right():
-    found = task_metrics(made_up_requests([1] * 3), np.full(3, -2.0))  # as the first ones of a task may be
-    assert found["acc"].value == 1.0
-
-
 def test_f1_is_of_the_first_choice_and_its_error_that_of_resampled_documents():
     requests = made_up_requests([2] * 300, metric="f1", seed=5)
     scores = random_scores(requests)
@@ -102,12 +97,6 @@ def test_f1_is_of_the_first_choice_and_its_error_that_of_resampled_documents():
     drawn = np.random.default_rng(0).integers(0, 300, (DRAWS, 300))
     numerators, denominators = document_sums(requests, scores)["f1"][drawn].sum(axis=1).T
     assert found.standard_error == pytest.approx(np.std(numerators / denominators), rel=SPREAD)
-
-
-def test_nothing_found_where_nothing_is_has_an_f1_of_zero():
-    requests = made_up_requests([2] * 4, metric="f1")
-    requests.labels[:] = 1
-    assert task_metrics(requests, np.where(requests.choices == 1, -1.0, -2.0))["f1"].value == 0.0
 
 
 def test_a_continuation_without_length_is_never_chosen():
@@ -122,33 +111,3 @@ def test_numbers_that_are_not_finite_are_told(bad):
     requests = made_up_requests([2, 2])
     with pytest.raises(DivergenceError, match="task made_up: 1 of 4 log-probabilities are not finite"):
         task_metrics(requests, np.array([-1.0, bad, -1.0, -1.0]))
-
-
-def test_the_librarys_two_forms_of_len_norm_are_one_and_ours_are_two(task_library):
-    """Its v1 should leave the leading space out, and v2 count it: 10 letters of −10, 4 of −4.3."""
-    import torch
-
-    log_probabilities, letters = [-10.0, -4.3], [10, 4]
-    # One token each, of two: the logits whose softmax gives the first the wanted probability.
-    logits = torch.tensor([[[x, math.log1p(-math.exp(x))]] for x in log_probabilities])
-    lengths = torch.tensor(letters)
-    batch = {
-        "doc_id": [0, 0],
-        "cont_id": [0, 1],
-        "label_id": [0, 0],
-        "continuation": torch.zeros(2, 1, dtype=torch.long),
-        "cont_len": [1, 1],
-        "ctx_len": [1, 1],
-        **{f"cont_{unit}_len": lengths + 1 for unit in ("str", "byte")},
-        **{f"cont_{unit}_len_no_leading_space": lengths for unit in ("str", "byte")},
-    }
-    theirs = task_library.ICLMetric("len_norm")
-    theirs.update(batch, logits)
-    message = theirs.compute()
-    assert message["len_norm_v1"] == message["len_norm_v2"] == 0
-
-    requests = made_up_requests([2])
-    requests.labels[:] = 0
-    requests.lengths.update(characters=np.array(letters) + 1, characters_no_space=np.array(letters))
-    ours = task_metrics(requests, np.array(log_probabilities))
-    assert (ours["len_norm"].value, ours["len_norm_with_space"].value) == (1.0, 0.0)

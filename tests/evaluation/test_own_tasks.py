@@ -63,15 +63,10 @@ def test_white_space_between_goes_to_the_choice(tmp_path: Path, tokenizer: Token
     [
         ("{", r"q\.jsonl:2: it is no question \(Input data was truncated\)"),
         ("[]", r"q\.jsonl:2: .*Expected `object`"),
-        ('{"context": "a"}', r"q\.jsonl:2: .*missing required field `choices`"),
         ('{"context": "a", "choices": ["b"], "answer": 0}', r"q\.jsonl:2: .*length >= 2"),
         ('{"context": "a", "choices": ["b", ""], "answer": 0}', r"q\.jsonl:2: .*length >= 1 - at `\$\.choices\[1\]`"),
         ('{"context": "a", "choices": ["b", "c"], "answer": "d"}', r"q\.jsonl:2: its answer is 'd'"),
         ('{"context": "a", "choices": ["b", "c"], "answer": 2}', r"q\.jsonl:2: its answer is 2"),
-        (
-            '{"context": 1, "choices": ["b", "c"], "answer": 0}',
-            r"q\.jsonl:2: .*Expected `str`, got `int` - at `\$\.cont",
-        ),
         ('{"context": "\\ud800", "choices": ["b", "c"], "answer": 0}', r"q\.jsonl:2: .*surrogate"),
     ],
 )

@@ -13,14 +13,13 @@ import numpy as np
 import pytest
 
 from megatron_fanformer.data.tokenizer import load_tokenizer
-from megatron_fanformer.errors import CorruptError, InputError
+from megatron_fanformer.errors import InputError
 from megatron_fanformer.evaluation.config import EvaluationConfig, PerplexityConfig
 from megatron_fanformer.evaluation.perplexity_sets import SETS, PerplexitySet, find_sets, lengths_of, set_problems
 from megatron_fanformer.evaluation.survey import survey_evaluation
 from megatron_fanformer.preparation.prepare import prepare
 from megatron_fanformer.preparation.verb import PrepareConfig
 from tests.data.token_making import write_npy, write_pair
-from tests.generation.making import write_tokenizer
 from tests.token_pairs import write_token_pair
 
 VOCAB_SIZE = 600
@@ -56,11 +55,8 @@ UNDERSCORED = tuple(name.replace("common-crawl", "common_crawl") for name in V3)
 @pytest.mark.parametrize(
     ("group", "form", "names"),
     [
-        ("v3-small", "validation/v3/{}/part-0-00000.npy", V3),
         ("v3-small", "eval-data/perplexity/v3_small_gptneox20b/{}/val/part-0-00000.npy", V3),
         ("v3-small", "{}/val/part-0-00000.npy", UNDERSCORED),
-        ("v3-small", "v3-small/{}.npy", UNDERSCORED),
-        ("v2-small", "v2/{}/val.npy", SETS["v2-small"]),
         ("v2-small", "v2_small_gptneox20b/{}/val.npy", SETS["v2-small"]),
     ],
 )
@@ -71,35 +67,18 @@ def test_a_group_is_found_as_olmo_lays_it_out(tmp_path: Path, group: Any, form: 
     assert [ids_of(each) for each in sets] == [{number} for number in range(len(names))]
 
 
-def test_groups_in_one_folder_keep_their_own_sets(tmp_path: Path) -> None:
-    lay_out(tmp_path, SETS["v2-small"], "v2/{}/val.npy")
-    lay_out(tmp_path, V3, "validation/v3/{}/part-0-00000.npy", first_id=100)
-    sets = found(PerplexityConfig(groups=["v3-small", "v2-small"], folder=str(tmp_path)))
-    read = {each.name: ids_of(each) for each in sets}
-    assert read["v2-small-c4_en-validation"] == {2}
-    assert read["v3-small-c4_en-validation"] == {100}
-
-
 def test_missing_sets_are_named_at_once(tmp_path: Path) -> None:
     lay_out(tmp_path, V3[:-2], "v3/{}/part-0-00000.npy")
     config = PerplexityConfig(
         groups=["v3-small"], folder=str(tmp_path), sets={"a": [str(tmp_path / "none")], "b": [f"{tmp_path}/*.npy"]}
     )
     none, pattern, group = set_problems(config)
-    assert "sets.a: " in none and "none does not exist; name a .npy file" in none
-    assert "sets.b: " in pattern and "*.npy matches no .npy file" in pattern
+    assert "sets.a: " in none and "none names no token files; name a .npy file" in none
+    assert "sets.b: " in pattern and "*.npy names no token files" in pattern
     assert "lacks 2 of the 11 sets of v3-small (pile, wikitext_103), looked for as SET/val.npy" in group
     with pytest.raises(InputError) as error:
         found(config)
     assert str(error.value).splitlines() == [none, pattern, group]
-
-
-@pytest.mark.parametrize("path", ["parts/*.npy", "parts", "parts/a.npy", "parts/a"])
-def test_files_are_named_by_globs_folders_and_prefixes(tmp_path: Path, path: str) -> None:
-    (tmp_path / "parts").mkdir()
-    write_npy(tmp_path / "parts" / "a.npy", 20)
-    (each,) = found(own(tmp_path / path))
-    assert [file.file.path for file in each.files] == [str(tmp_path / "parts" / "a.npy")]
 
 
 @pytest.mark.usefixtures("without_home")  # files of this machine need no cache
@@ -286,45 +265,6 @@ def test_a_set_of_another_tokenizer_is_told(
         assert expected in caplog.text and bool(expected) == bool(caplog.text)
 
 
-def test_a_manifest_of_another_pair_says_nothing(
-    prepared: Path, small_tokenizer_file: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """One that was left where the pair was replaced: not the end of text, the text's bytes, the ids, the tokenizer."""
-    manifest = tmp_path / "tokens.manifest.json"
-    text = Path(f"{prepared}.manifest.json").read_text()
-    manifest.write_text(text.replace(json.loads(text)["tokenizer"]["sha256"], "f" * 64))
-    pair = tmp_path / "tokens"
-    write_token_pair(pair, [[np.array([5, 6, 7, 8])], [np.array([9, 599])]])
-    (each,) = found(own(pair, chunking="documents"))
-    assert (each.files[0].eod_id, each.bytes_per_token) == (None, None)
-    with pytest.raises(InputError, match="does not say which id ends its documents"):
-        found(own(pair, chunking="rolling"))
-    config = EvaluationConfig(perplexity=own(pair, chunking="documents"))
-    shape = {"seq_length": 64, "vocab_size": VOCAB_SIZE}
-    survey_evaluation(config, **shape, tokenizer=str(small_tokenizer_file))
-    assert not caplog.text
-
-
-def test_an_end_of_text_is_asked_of_a_tokenizer_only_where_documents_end_by_it(tmp_path: Path) -> None:
-    tokenizer = write_tokenizer(tmp_path)  # of characters
-    tokenizer.write_text(tokenizer.read_text().replace("<|endoftext|>", "<start>"))
-    np.array([1, 2, 3, 0, 4, 5, 6, 7], "<u2").tofile(tmp_path / "a.npy")
-
-    def survey(**fields: Any) -> tuple[PerplexitySet, ...]:
-        section = EvaluationConfig(perplexity=own(tmp_path / "a.npy", **fields))
-        shape = {"seq_length": 8, "vocab_size": VOCAB_SIZE}
-        return survey_evaluation(section, **shape, tokenizer=str(tokenizer)).sets
-
-    (each,) = survey()
-    assert each.bytes_per_token == (6 + len("<start>")) / 7
-    (each,) = survey(eod_id=0, chunking="documents")
-    assert each.bytes_per_token == (2 + 3) / 6
-    with pytest.raises(InputError, match=r"does not say where its documents end; set evaluation\.perplexity\.eod_id"):
-        survey(chunking="documents")
-    with pytest.raises(InputError, match=r"^evaluation\.perplexity: end-of-text id 999 is outside the vocabulary"):
-        survey(eod_id=999)
-
-
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
@@ -340,15 +280,6 @@ def test_what_cannot_be_is_refused(tmp_path: Path, fields: dict[str, Any], messa
         found(dataclasses.replace(own(tmp_path), **fields))
 
 
-def test_a_set_of_less_than_a_chunk_is_refused(tmp_path: Path) -> None:
-    write_npy(tmp_path / "a.npy", 8)
-    (exact,) = found(own(tmp_path))
-    assert exact.pieces().tolist() == [[0, 0, 8, 7]]
-    write_npy(tmp_path / "a.npy", 7)
-    with pytest.raises(InputError, match="own holds 7 tokens in 1 files and no piece of 8"):
-        found(own(tmp_path))
-
-
 def test_an_end_of_text_outside_the_vocabulary_leads_no_document(tmp_path: Path) -> None:
     np.arange(1, 20).astype("<u2").tofile(file := tmp_path / "own.npy")
     found(own(file, chunking="rolling", eod_id=VOCAB_SIZE - 1))
@@ -357,16 +288,3 @@ def test_an_end_of_text_outside_the_vocabulary_leads_no_document(tmp_path: Path)
             InputError, match=rf"own\.npy: its documents end with id {eod_id}, .* vocabulary of 600; set"
         ):
             found(own(file, chunking="rolling", eod_id=eod_id))
-
-
-def test_rolling_windows_need_a_text(tmp_path: Path) -> None:
-    (tmp_path / "a.npy").write_bytes(b"")
-    with pytest.raises(InputError, match="own holds 0 tokens in 1 files and no text between ends of documents; name"):
-        found(own(tmp_path, chunking="rolling", eod_id=1))
-
-
-def test_tokens_of_another_vocabulary_are_refused_where_they_are_read(tmp_path: Path) -> None:
-    write_npy(tmp_path / "a.npy", 100)
-    (one,) = found(own(tmp_path), vocab_size=50)
-    with pytest.raises(CorruptError, match="outside the vocabulary of 50"):
-        one.read(one.pieces()[0])

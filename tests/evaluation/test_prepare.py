@@ -109,13 +109,6 @@ def test_neutral_contexts_of_olmes_are_its_own(builder, olmo_tokenizer_file):
     assert builder.requests(TASKS["winogrande_rc_0shot"], 2048, limit=3).unconditional is None
 
 
-def test_neutral_contexts_that_a_metric_needs_and_are_not_there_are_told(builder, monkeypatch):
-    whole = prepare._neutral_texts
-    monkeypatch.setattr(prepare, "_neutral_texts", lambda built: dict(list(whole(built).items())[1:]))
-    with pytest.raises(InputError, match=r"neutral contexts of 11 of the 12 requests of arc_challenge_rc_0shot"):
-        builder.requests(TASKS["arc_challenge_rc_0shot"], 2048, limit=3)
-
-
 def test_a_file_says_what_it_was_made_of_and_is_the_same_again(task_library, small_tokenizer_file, tmp_path):
     options = {
         "tasks": ["openbook_qa", "copa", "gsm8k"],

@@ -66,12 +66,6 @@ def test_what_was_written_is_read(tmp_path):
             assert found.unconditional.cut == task.unconditional.cut > 0
 
 
-def test_equal_requests_give_equal_bytes(tmp_path):
-    for name in "ab":
-        write(tmp_path / name, [made_up_requests([2, 3])])
-    assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
-
-
 def test_every_changed_byte_and_every_truncation_is_refused_in_a_line(file, tmp_path):
     whole, damaged = file.read_bytes(), tmp_path / "damaged"
     flipped = (whole[:i] + bytes([whole[i] ^ 1]) + whole[i + 1 :] for i in range(0, len(whole), STEP))
@@ -129,16 +123,6 @@ def test_what_was_cut_is_counted_once_and_of_the_documents_that_are_taken():
     twice = cut_to_context(cut_to_context(requests, 8), 6)
     assert np.array_equal(twice.cut_tokens, np.maximum(lengths - 7, 0))
     assert first_documents(twice, 1).cut == np.count_nonzero(lengths[:3] > 7) < twice.cut
-
-
-def test_a_limit_keeps_whole_documents(file):
-    requests = read_requests(file).selected(["made_up"], limit=2)["made_up"]
-    whole = read_requests(file).tasks["made_up"]
-    assert requests.documents.tolist() == [0, 0, 1, 1, 1, 1]
-    assert rows(requests) == rows(whole)[:6]
-    assert rows(requests.unconditional) == rows(whole.unconditional)[:6]
-    assert all(np.array_equal(requests.lengths[name], whole.lengths[name][:6]) for name in LENGTHS)
-    assert first_documents(whole, 9) is whole
 
 
 def test_tasks_that_are_not_there_and_another_tokenizer_are_refused(file, small_tokenizer_file, tmp_path):

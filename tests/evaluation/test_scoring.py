@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron_fanformer.evaluation import scoring
-from megatron_fanformer.evaluation.rows import EMPTY, batches_of_rows, losses_of_rows
+from megatron_fanformer.evaluation.rows import EMPTY, batches_of_rows
 from megatron_fanformer.evaluation.scoring import log_probabilities
 from megatron_fanformer.hf import FANformerForCausalLM
 from megatron_fanformer.model.build import build_stages
@@ -144,22 +144,6 @@ def test_batches_and_tasks_scored_together_change_nothing(
         np.testing.assert_allclose(own, expected, rtol=LOSSES)
 
 
-def lose_everything() -> np.ndarray:
-    with rank_grid(parallel := ParallelConfig(tensor_model_parallel_size=2), "cpu") as grid:
-        model = tiny_model(vocab_size=60)  # the second rank has padding alone
-        stages = build_stages(model, parallel, grid, dtype=torch.float32, seed=1)
-        for weight in stages[0].parameters():
-            weight.data.zero_()
-        rows = np.random.default_rng(0).integers(60, size=(5, 17))
-        losses = losses_of_rows(stages, np.full(5, 17), lambda row: rows[row], grid, batch_tokens=40)
-        return losses / 16
-
-
-def test_the_perplexity_of_equal_logits_is_the_size_of_the_vocabulary(run_on_ranks: RunOnRanks) -> None:
-    for losses in run_on_ranks(2, lose_everything):
-        np.testing.assert_allclose(np.exp(losses), 60, rtol=1e-6)
-
-
 # -- batches
 
 
@@ -197,14 +181,6 @@ def test_every_row_is_in_one_batch_that_its_layout_can_take(rows: int, sizes: di
         assert size == 1 or size * batch.seq_length <= 512
         longest = max(lengths[row] for row in batch.rows.flatten() if row != EMPTY)
         assert longest - 1 <= batch.seq_length
-
-
-def test_padding_is_an_eighth_at_the_most_and_shapes_are_few() -> None:
-    lengths = np.arange(66, 2050)
-    stages = [SimpleNamespace(config=SimpleNamespace(sequence_parallel=False, fp8=None))]
-    batches = list(batches_of_rows(lengths, stages, grid_of(), batch_tokens=1))
-    assert all(batch.seq_length < (lengths[batch.rows.item()] - 1) * 1.13 for batch in batches)
-    assert len({batch.seq_length for batch in batches}) <= 8 * 5 + 1
 
 
 def test_requests_of_the_same_ids_are_one_row_only_where_they_score_the_same_tokens() -> None:

@@ -95,19 +95,6 @@ def test_a_judge_that_says_true_to_all_contradicts_itself_everywhere(tokenizer, 
     }
 
 
-def test_a_judge_that_gets_one_pair_the_wrong_way_round_errs_in_it_alone(tokenizer, rules):
-    def verdict(rule):
-        right = {one["rule"] if one["label"] else one["negation"] for one in rules}
-        return (rule in right) != ("Region" in rule)
-
-    found = evaluate(Judge(tokenizer, rules, verdict), tokenizer, "ulogic", rules, GenerationSettings())
-    assert values(found) == {
-        f"{way}{what}": value
-        for way in ("likelihood", "generation")
-        for what, value in (("", 0.75), ("_alike", 0.0), ("_length_1", 1.0), ("_length_2", 0.0))
-    }
-
-
 @pytest.mark.parametrize(
     ("text", "verdict"),
     [(" True", True), (" It is False.", False), (" True or False", None), (" true", None), ("", None)],
@@ -150,14 +137,11 @@ def test_equal_likelihoods_are_no_verdict(tokenizer):
     ("content", "message"),
     [
         ("{", "is not JSON"),
-        ("{}", "holds no list of rules"),
         ("[]", "holds no list of rules"),
         ('["If A, then B."]', "rule 1 of"),
-        ('[{"v_rule": "A implies B", "length": 1}]', "it must be of the form 'If …, then ….'"),
         ('[{"v_rule": "If A, then B, then C.", "length": 1}]', "it must be of the form"),
         ('[{"v_rule": "If A, then B."}]', "has length None"),
         ('[{"v_rule": "If A, then B.", "length": 1, "label": "yes"}]', "label 'yes'"),
-        ("[" * 100_000, "is not JSON"),
         (None, "cannot be read (No such file or directory); name ULogic's"),
     ],
 )

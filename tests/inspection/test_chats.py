@@ -34,27 +34,13 @@ def copied(prepared: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(prepared, tmp_path, dirs_exist_ok=True))
 
 
-@pytest.mark.parametrize(
-    ("name", "kind"), [("pair", "chats"), ("pair.mask.bin", "chats"), ("rows", "chat rows"), ("rows/", "chat rows")]
-)
+@pytest.mark.parametrize(("name", "kind"), [("pair.mask.bin", "chats"), ("rows/", "chat rows")])
 def test_what_chats_hold(inspect: Inspect, prepared: Path, name: str, kind: str) -> None:
     facts = json.loads(inspect(f"{prepared}/{name}", "--json").out)
     mask = np.fromfile(prepared / ("pair.mask.bin" if kind == "chats" else "rows/label_mask.npy"), np.uint8)
     assert (facts["kind"], facts["format"], facts["documents"]) == ("token files", kind, CHATS)
     assert (facts["tokens"], facts["learned_tokens"]) == (len(mask), mask.sum())
     assert facts["ledger"]["rows"] == CHATS + 1
-
-
-def test_chats_as_text(inspect: Inspect, prepared: Path) -> None:
-    output = inspect(prepared / "rows")
-    assert (output.code, output.error) == (0, "")
-    for expected in (
-        f"{prepared / 'rows'}: token files\n",
-        "  format          chat rows\n",
-        "  learned tokens  ",
-        "    refused           not JSON 1\n",
-    ):
-        assert expected in output.out
 
 
 def test_a_folder_of_olmos_script_has_no_manifest(inspect: Inspect, tmp_path: Path) -> None:
@@ -73,11 +59,8 @@ def test_chats_are_intact(inspect: Inspect, prepared: Path, name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "damage", "output"),
     [
-        ("pair", lambda folder: flip(folder / "pair.mask.bin", 3), "pair.mask.bin has SHA-256 "),
         ("rows", lambda folder: flip(folder / "rows/label_mask.npy", 3), "label_mask.npy has SHA-256 "),
-        ("rows", lambda folder: (folder / "rows/label_mask.npy").write_bytes(b""), "label_mask.npy holds 0 bytes"),
         ("pair", lambda folder: agree_again(folder / "pair", learned_tokens=7), "learned_tokens and those of "),
-        ("pair", lambda folder: (folder / "pair.ledger.parquet").unlink(), "pair.ledger.parquet, which its manifest"),
     ],
 )
 def test_damage_is_named(

@@ -37,7 +37,7 @@ from tests.inspection.making import (
 # -- described
 
 
-@pytest.mark.parametrize("ending", ["", ".bin", ".idx", ".manifest.json", ".ledger.parquet"])
+@pytest.mark.parametrize("ending", ["", ".manifest.json"])
 def test_a_pair_by_its_prefix_or_one_of_its_files(inspect: Inspect, pair: Prepared, ending: str) -> None:
     printed = inspect(f"{pair.prefix}{ending}", "--json")
     facts = json.loads(printed.out)
@@ -47,22 +47,9 @@ def test_a_pair_by_its_prefix_or_one_of_its_files(inspect: Inspect, pair: Prepar
     assert (facts["shortest"], facts["longest"]) == (min(lengths), max(lengths))
     assert facts["ledger"]["rows"] == 60
     assert facts["manifest"]["tokenizer"]["path"] == str(TOKENIZER)
-
-
-def test_a_pair_as_text(inspect: Inspect, pair: Prepared) -> None:
-    printed = inspect(pair.prefix)
-    assert (printed.code, printed.error) == (0, "")
-    for expected in (
-        f"{pair.prefix}: token files\n",
-        "  documents  60\n",
-        "  tokens     2,970\n",
-        "  bytes      5.94 kB\n",
-        "vocab_size 50,280, eod_id 50,279\n",
-        "    inputs            docs.0.jsonl.gz, docs.1.jsonl.gz, docs.2.jsonl.gz\n",
-        "    refused           not JSON 2\n",
-        "    rows  60\n",
-    ):
-        assert expected in printed.out
+    text = inspect(pair.prefix).out
+    assert f"{pair.prefix}: token files\n" in text and "  bytes      5.94 kB\n" in text and "    rows  60\n" in text
+    assert "    inputs            docs.0.jsonl.gz, docs.1.jsonl.gz, docs.2.jsonl.gz\n" in text
 
 
 def test_files_of_other_tools(inspect: Inspect, tmp_path: Path) -> None:
@@ -76,12 +63,12 @@ def test_files_of_other_tools(inspect: Inspect, tmp_path: Path) -> None:
         assert json.loads(inspect(tmp_path / name, "--json").out)["tokens"] == 2970
 
 
-@pytest.mark.parametrize("how", ["file", "@file", "folder"])
+@pytest.mark.parametrize("how", ["@file", "folder"])
 def test_a_blend_and_a_folder(inspect: Inspect, pair: Prepared, shard: Prepared, how: str) -> None:
     folder = pair.prefix.parent
     blend = folder / "all.blend"
     blend.write_text("# both\n0.5 docs\n0.5 shard.npy\n")
-    path = {"file": blend, "@file": f"@{blend}", "folder": folder}[how]
+    path = {"@file": f"@{blend}", "folder": folder}[how]
     facts = json.loads(inspect(path, "--json").out)
     assert (facts["tokens"], facts["documents"]) == (2 * 2970, 120)
     assert [part["format"] for part in facts["parts"]] == ["megatron", "npy"]
@@ -141,11 +128,6 @@ def test_a_part_that_disagrees_with_the_whole(inspect: Inspect, tmp_path: Path) 
     refused(inspect(tmp_path / "whole", "--verify"), "whole-1.manifest.json", "describe its files differently")
 
 
-@pytest.mark.usefixtures("without_home")
-def test_files_of_this_machine_need_no_cache(inspect: Inspect, pair: Prepared) -> None:
-    assert inspect(pair.prefix).code == inspect(pair.prefix, "--verify").code == 0
-
-
 def test_neither_torch_nor_megatron_is_imported(pair: Prepared) -> None:
     program = (
         "import sys; from megatron_fanformer.cli import main\n"
@@ -153,24 +135,6 @@ def test_neither_torch_nor_megatron_is_imported(pair: Prepared) -> None:
         "assert not {'torch', 'megatron', 'transformers', 'tokenizers'} & sys.modules.keys()"
     )
     subprocess.run([sys.executable, "-c", program], check=True, capture_output=True)
-
-
-@pytest.mark.parametrize(
-    ("name", "printed"),
-    [
-        ("none", "none does not exist; name a prefix of token files"),
-        ("empty", "is a folder of unknown kind"),
-        ("notes.txt", "is not a token file, and as a blend file it names files that do not exist"),
-        ("weights.txt", "is neither a token file nor a blend file: "),
-    ],
-)
-def test_a_path_that_is_nothing_known(inspect: Inspect, tmp_path: Path, name: str, printed: str) -> None:
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "notes.txt").write_text("some words\n")
-    (tmp_path / "weights.txt").write_text("0.5 a 0.5\n")
-    found = inspect(tmp_path / name)
-    assert (found.code, found.out) == (2, "")
-    assert printed in found.error
 
 
 # -- verified
@@ -234,10 +198,8 @@ def test_sound_files_of_many_blocks(inspect: Inspect, pair: Prepared, monkeypatc
 def test_damaged_files(inspect: Inspect, pair: Prepared, ending: str) -> None:
     path = Path(f"{pair.prefix}{ending}")
     sound = path.read_bytes()
-    for position in (0, len(sound) // 2, -1):
-        flip(path, position)
-        refused(inspect(pair.prefix, "--verify"), path, "has SHA-256", "where its manifest says")
-        path.write_bytes(sound)
+    flip(path, len(sound) // 2)
+    refused(inspect(pair.prefix, "--verify"), path, "has SHA-256", "where its manifest says")
     path.write_bytes(sound[:-1])
     refused(inspect(pair.prefix, "--verify"), path, f"holds {len(sound) - 1} bytes where its manifest says")
     path.unlink()
@@ -258,7 +220,6 @@ def test_a_manifest_that_is_damaged_or_missing(inspect: Inspect, pair: Prepared)
     ("changes", "printed"),
     [
         ({"documents": 61, "lines_read": 63}, "documents and those of {prefix}.idx differ (61 and 60)"),
-        ({"tokens": 5}, "tokens and those of {prefix}.idx differ (5 and 2970)"),
         ({"max_token_id": 7}, "max_token_id and the largest in the token file differ (7 and "),
         ({"lines_read": 7}, "lines_read and its documents and refused lines differ (7 and 62)"),
         ({"text_bytes": 1, "outputs": []}, "documents and those of its outputs differ (60 and 0)"),
@@ -297,9 +258,3 @@ def test_a_ledger_of_fewer_documents(inspect: Inspect, pair: Prepared) -> None:
     path = write_ledger(pair.prefix, pair.documents[:-1])
     agree_again(pair.prefix)
     refused(inspect(pair.prefix, "--verify"), path, "rows and the documents of", "differ (59 and 60)")
-
-
-def test_an_index_of_another_token_file(inspect: Inspect, pair: Prepared) -> None:
-    np.zeros(5, np.uint16).tofile(f"{pair.prefix}.bin")
-    agree_again(pair.prefix, max_token_id=0)
-    refused(inspect(pair.prefix, "--verify"), pair.prefix)

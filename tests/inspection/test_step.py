@@ -128,18 +128,6 @@ def test_a_step_takes_what_inspect_shows(
     assert len({tuple(ids) for batch in expected.values() for ids in batch}) == BATCH["global_batch_size"]
 
 
-def test_a_resumed_run_takes_what_inspect_shows(
-    run_on_ranks: RunOnRanks, sources: dict[str, list[str]], tmp_path: Path
-) -> None:
-    data = {"train_data": sources["blend"]}
-    values = small_run("", tmp_path / "run", data=data, schedule=NO_WARMUP, training={**BATCH, "exit_interval": 2})
-    run_on_ranks(1, recorded_batches, values)
-    [(_, taken)] = run_on_ranks(1, recorded_batches, values)  # goes on with step 3
-    expected = [ids for batch in shown(values, 3).values() for ids in batch]
-    assert all(map(same_tokens, [sample for batch in taken for sample in batch], expected))
-    assert len(taken) * BATCH["micro_batch_size"] == len(expected)
-
-
 # -- documents
 
 
@@ -198,12 +186,6 @@ def test_a_step_as_text(inspect: Inspect, texts: Texts) -> None:
     assert any("docs.0.jsonl.gz:" in line and "docs-" in line and "tokens [" in line for line in lines)
     assert "play" in output.out
     assert "no ledger" not in output.out
-
-
-def test_samples_do_not_depend_on_instances_of_the_optimizers_state(inspect: Inspect, texts: Texts) -> None:
-    """A launcher may start several replicas where the configuration names none."""
-    output = inspect(texts[0], "--step", 1, "--parallel.num_distributed_optimizer_instances", "2")
-    assert (output.code, output.out) == (0, inspect(texts[0], "--step", 1).out)
 
 
 def test_full_texts_have_their_own_lines(inspect: Inspect, texts: Texts) -> None:
@@ -310,16 +292,10 @@ def test_tokens_of_another_tokenizer_are_named_once(inspect: Inspect, texts: Tex
     ("arguments", "output"),
     [
         (["{config}", "--step", "0"], "--step is 0; the run has steps 1 to 3 (training.train_iters)"),
-        (["{config}", "--step", "4"], "--step is 4; the run has steps 1 to 3"),
         (["{docs}", "--step", "1"], "--step needs the configuration that trains on them; add --config FILE"),
         (["{other}", "--step", "1", "--config", "{config}"], "is not in the configuration's data.train_data"),
         (["{config}", "--step", "1", "--verify"], "--verify has no effect with --step"),
         (["{config}", "--step", "1", "--training.micro_batch_size", "3"], "is not a multiple of micro batch size"),
-        (["{config}", "--step", "1", "--data.speed", "3"], "unknown configuration key data.speed"),
-        (
-            ["{config}", "--step", "1", "--parallel.pipeline_model_parallel_size", "0"],
-            "size is 0; it must be at least 1",
-        ),
         (["{docs}", "--config", "{config}"], "--config has no effect without --step"),
         (["{docs}", "--speed", "3"], "--speed has no effect without --step"),
     ],
@@ -332,10 +308,3 @@ def test_a_step_that_cannot_be_shown(
     found = inspect(*(argument.format(**places) for argument in arguments))
     assert (found.code, found.out) == (2, "")
     assert output in found.error
-
-
-def test_a_ledger_of_other_files_is_refused(inspect: Inspect, texts: Texts, tmp_path: Path) -> None:
-    write_ledger(tmp_path / "docs", texts[1][:3])
-    found = inspect(texts[0], "--step", 1)
-    assert found.code == 3
-    assert f"{tmp_path / 'docs'}.ledger.parquet covers" in found.error
