@@ -9,11 +9,9 @@ value needs: another unit, another form, or Megatron-LM's default where ours is 
 """
 
 import contextlib
-import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
-from typing import Any, NamedTuple, get_args, get_origin, get_type_hints
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, get_type_hints
 
 import yaml
 
@@ -25,7 +23,6 @@ from megatron_fanformer.model.config import FANformerConfig
 from megatron_fanformer.training.config import RunConfig, advice, config_from_dict
 
 OUR_SPECS = frozenset(module for module, _ in SPECS)
-HYBRID = ("--hybrid-layer-pattern", "--hybrid-override-pattern")
 NULL_TOKENIZER = "megatron-core 0.16's has one id more than --vocab-size says, its end of text; then add 1"
 DEFAULT_SPLIT = "969,30,1"
 MULTIPLE, RANKS = "make_vocab_size_divisible_by", "tensor_model_parallel_size"
@@ -53,19 +50,11 @@ DEFAULTS: dict[str, tuple[str, Any]] = {
     "--bf16": ("precision.dtype", "fp32"),
 }
 """By argument: the field, and Megatron-LM's default where ours is another, taken where the argument is not given."""
-DEFAULTS_WITH: dict[tuple[str, ...], dict[str, tuple[str, Any]]] = {
-    ("--fp8-format",): {
-        "--fp8-recipe": ("precision.fp8_recipe", "delayed"),
-        "--fp8-amax-history-len": ("precision.fp8_amax_history_len", 1),
-        "--fp8-amax-compute-algo": ("precision.fp8_amax_compute_algo", "most_recent"),
-    },
-    ("--optimizer", "muon"): {
-        "--muon-momentum": ("optimizer.muon_momentum", 0.9),
-        "--muon-extra-scale-factor": ("optimizer.muon_extra_scale_factor", 1.0),
-    },
-    ("--lr-decay-style", "WSD"): {"--lr-wsd-decay-style": ("schedule.lr_wsd_decay_style", "exponential")},
+FP8_DEFAULTS: dict[str, tuple[str, Any]] = {
+    "--fp8-recipe": ("precision.fp8_recipe", "delayed"),
+    "--fp8-amax-history-len": ("precision.fp8_amax_history_len", 1),
+    "--fp8-amax-compute-algo": ("precision.fp8_amax_compute_algo", "most_recent"),
 }
-"""The same of arguments that have an effect with another alone: that one, and its value where it matters."""
 SET: dict[str, dict[str, Any]] = {
     "--bf16": {"precision.dtype": "bf16"},
     "--fp16": {"precision.dtype": "bf16"},
@@ -85,14 +74,9 @@ SET: dict[str, dict[str, Any]] = {
     "--log-straggler": {},
 }
 """What arguments set that are no field's value: switches above all."""
-AS_HERE: dict[str, tuple[list[str], ...]] = {
-    "--muon-nesterov": ([],),
-    "--muon-use-nesterov": ([],),
-    "--muon-tp-mode": (["duplicated"], ["distributed"]),
-}
-"""Arguments without a field, with the values by which Megatron-LM does what is always done here."""
 BY_HAND = frozenset(
     """
+--hybrid-layer-pattern --hybrid-override-pattern --num-layers-per-virtual-pipeline-stage
 --account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split --ddp-num-buckets
 --distribute-saved-activations --per-split-data-args-path --multiple-validation-sets --vocab-file --merge-file
 --save-retain-interval --finetune --pretrained-checkpoint --ckpt-step --no-load-optim --no-load-rng
@@ -158,7 +142,7 @@ def convert(words: Sequence[str]) -> Converted:
             fields |= SET[flag]
             if row.field is None:
                 not_set.append(f"{written}: {row.note}")
-        elif words in AS_HERE.get(flag, ()) or (flag in RULED and not ("--spec" in known and RULED[flag] in LAYERS)):
+        elif flag in RULED and not ("--spec" in known and RULED[flag] in LAYERS):
             pass  # whatever makes another model is in `of_model`
         elif row.field is None:
             not_set.append(f"{written}: {NULL_TOKENIZER if words == ['NullTokenizer'] else row.note}")
@@ -185,9 +169,9 @@ def convert(words: Sequence[str]) -> Converted:
         "FAN layers": [TRANSFORMER] if is_transformer else [],
         "Another model than there": of_model,
         "Not carried over": [*wrong, *others],
-        "No setting here": [*not_set, *_not_given(known)],
+        "No setting here": not_set,
         "Unknown": unknown,
-        "To do before it trains": list(_to_do(values)),
+        "To do before it trains": _to_do(values),
     }
     lines = {title: [" ".join(escaped(line).split()) for line in found] for title, found in notes.items() if found}
     return Converted(values, lines)
@@ -216,28 +200,11 @@ def _grouped(words: Sequence[str]) -> tuple[Given, list[str]]:
 # -- values
 
 
-def _kinds(field: str) -> set[Any]:
-    """Return the types that a field may have, `list` beside its elements'."""
-    hint: Any = RunConfig
-    for name in field.split("."):
-        hint = get_type_hints(hint)[name]
-    kinds, left = set(), [hint]
-    while left:
-        each = left.pop()
-        kinds.add(get_origin(each) or each)
-        left += [part for part in get_args(each) if isinstance(part, type) or get_args(part)]
-    return kinds
-
-
 def _typed(field: str, words: list[str]) -> Any:
-    kinds = _kinds(field)
-    if not words and bool in kinds:
-        return True
-    if list in kinds:
-        return [_number(word) for word in words] if int in kinds else words
-    if len(words) != 1:
-        raise _NotCarried(f"{field} takes one value")
-    return _number(words[0]) if kinds & {int, float, bool} else words[0]
+    """Return words as the value of a field: a switch, one value or a list, of numbers where those are allowed."""
+    numbers = [_number(word) for word in words]
+    forms = [numbers, words] if len(words) != 1 else [*numbers, *words, numbers, words]
+    return next((form for form in ([True] if not words else forms) if not _wrong(field, form)), forms[0])
 
 
 def _number(text: str) -> Any:
@@ -269,32 +236,14 @@ def _wrong(name: str, value: Any) -> list[str]:
     return [line for line in value_problems(nested({name: value}), RunConfig) if line.startswith(f"{name} is ")]
 
 
-def _one_integer(flag: str, known: Mapping[str, list[str]]) -> int:
-    words = known.get(flag, [])
-    if len(words) != 1 or type(value := _number(words[0])) is not int or value < 1:
-        raise _NotCarried(f"in what it would be depends on {flag}, which is not a number above 0")
-    return value
-
-
 def _in_steps(flag: str, field: str) -> Callable[[list[str], Mapping[str, list[str]]], dict[str, Any]]:
     def convert_samples(_words: list[str], known: Mapping[str, list[str]]) -> dict[str, Any]:
-        if "--rampup-batch-size" in known:
-            raise _NotCarried(f"{field} is in steps, of which --rampup-batch-size has no one size")
-        samples, batch = _number(known[flag][0]) if known[flag] else None, _one_integer("--global-batch-size", known)
-        if type(samples) is not int:
-            raise _NotCarried(f"{field} is a number of steps")
-        return {field: samples // batch}
+        numbers = [_number(word) for word in (*known[flag], *known.get("--global-batch-size", []))]
+        if "--rampup-batch-size" in known or len(numbers) != 2 or not all(type(n) is int and n > 0 for n in numbers):
+            raise _NotCarried(f"{field} is in steps, which follow from samples by one --global-batch-size alone")
+        return {field: numbers[0] // numbers[1]}
 
     return convert_samples
-
-
-def _chunks(words: list[str], known: Mapping[str, list[str]]) -> dict[str, Any]:
-    field = "parallel.virtual_pipeline_model_parallel_size"
-    layers, stages = _one_integer("--num-layers", known), _one_integer("--pipeline-model-parallel-size", known)
-    each = _one_integer("--num-layers-per-virtual-pipeline-stage", known)
-    if layers % (stages * each):
-        raise _NotCarried(f"{layers} layers are not {stages} stages of whole chunks of {each}; state {field}")
-    return {field: layers // stages // each}
 
 
 def _blend(words: list[str], _known: Mapping[str, list[str]]) -> list[str]:
@@ -315,7 +264,6 @@ CONVERSIONS: dict[str, Callable[[list[str], Mapping[str, list[str]]], dict[str, 
     "--lr-decay-samples": _in_steps("--lr-decay-samples", "schedule.lr_decay_iters"),
     "--lr-warmup-samples": _in_steps("--lr-warmup-samples", "schedule.lr_warmup_iters"),
     "--lr-wsd-decay-samples": _in_steps("--lr-wsd-decay-samples", "schedule.lr_wsd_decay_iters"),
-    "--num-layers-per-virtual-pipeline-stage": _chunks,
     "--data-path": lambda words, known: {"data.train_data": _blend(words, known)},
     "--train-data-path": lambda words, known: {"data.train_data": _blend(words, known)},
     "--data-args-path": lambda words, _known: {"data.train_data": [f"@{word}" for word in words]},
@@ -331,28 +279,9 @@ CONVERSIONS: dict[str, Callable[[list[str], Mapping[str, list[str]]], dict[str, 
 
 
 def _defaults(known: Given) -> dict[str, Any]:
-    """Return what Megatron-LM does where an argument is not given, and we do not."""
-    tables = [DEFAULTS]
-    for (with_flag, *with_value), table in DEFAULTS_WITH.items():
-        if with_flag in known and known[with_flag][: len(with_value)] == with_value:
-            tables.append(table)
-    rows = [(flag, row) for table in tables for flag, row in table.items()]
-    return {field: value for flag, (field, value) in rows if flag not in known}
-
-
-def _not_given(known: Given) -> Iterator[str]:
-    """Yield what is always done here, and by Megatron-LM never, or with an argument alone that is not given."""
-    if [_number(word) for word in known.get("--weight-decay", [])] != [0]:
-        yield "--weight-decay: the embedding has none, as norms and biases; there it has"
-    if known.get("--optimizer") != ["muon"]:
-        return
-    groups: list[tuple[str, ...]] = [("--muon-nesterov", "--muon-use-nesterov")]
-    if known.get("--tensor-model-parallel-size", ["1"]) != ["1"]:
-        groups.append(("--muon-tp-mode",))
-    for names in groups:
-        row = foreign_names.row_of(foreign_names.plain(names[0]))
-        if row is not None and not {*names} & known.keys():
-            yield f"--optimizer muon without {names[0]}: {row.note}"
+    """Return Megatron-LM's values where an argument is not given, and ours is another."""
+    defaults = DEFAULTS if "--fp8-format" not in known else {**DEFAULTS, **FP8_DEFAULTS}
+    return {field: value for flag, (field, value) in defaults.items() if flag not in known}
 
 
 # -- the model
@@ -374,10 +303,7 @@ def _model(known: Given) -> tuple[dict[str, Any], list[str], list[str]]:
     multiple, ranks = arguments.get(MULTIPLE, FANformerConfig.make_vocab_size_divisible_by), arguments.get(RANKS, 1)
     if type(multiple) is type(ranks) is int and ranks > 1:  # there it is of each rank
         arguments[MULTIPLE] = multiple * ranks
-    if known.get("--tokenizer-type") == ["GPT2BPETokenizer"] and "vocab_size" not in arguments:
-        with contextlib.suppress(OSError, ValueError):  # `_to_do` says that it is missing
-            arguments["vocab_size"] = len(json.loads(Path(*known.get("--vocab-file", [])).read_text(encoding="utf-8")))
-    found = [*problems(arguments), *_of_pattern(arguments, known)]
+    found = problems(arguments)
     found += [f"{name} is {arguments[name]}, but there is no dropout" for name in DROPOUT if arguments.get(name)]
     is_ours = not OUR_SPECS.isdisjoint(known.get("--spec", []))
     if arguments.get("spec") and not is_ours:
@@ -390,33 +316,18 @@ def _model(known: Given) -> tuple[dict[str, Any], list[str], list[str]]:
     return fields, found, list(wrong.values())
 
 
-def _of_pattern(arguments: dict[str, Any], known: Given) -> Iterator[str]:
-    """Set the number of layers by a hybrid stack's pattern, which comes before it; yield in what the model differs."""
-    for flag in HYBRID:
-        if flag in known:
-            arguments.pop("num_layers", None)
-            pattern = " ".join(known[flag])
-            if re.fullmatch(r"(\*-)+", layers := pattern.replace("|", "")):
-                arguments["num_layers"] = len(layers) // 2
-            else:
-                yield f"{flag} {pattern} is not `*-` repeated, attention and MLP, as layers are: state model.num_layers"
-
-
 # -- what is left
 
 
-def _to_do(values: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what is missing, and the rules that the configuration breaks here."""
+def _to_do(values: Mapping[str, Any]) -> list[str]:
+    """Return missing fields, and the rules that the configuration breaks here."""
     missing = value_problems(values, RunConfig, advice=advice)
     if not values.get("data", {}).get("train_data"):
         missing.append("data.train_data is empty; name token files")
-    if "seq_length" not in values.get("model", {}):
-        missing.append("model.seq_length is missing; else it is 2048")
-    yield from missing
-    if not missing:
-        try:
-            config = config_from_dict(dict(values))
-        except InputError as error:
-            yield from str(error).splitlines()
-        else:
-            yield from config.section_problems() or config.problems_of_layout()
+    if missing:
+        return missing
+    try:
+        config = config_from_dict(dict(values))
+    except InputError as error:
+        return str(error).splitlines()
+    return config.section_problems() or config.problems_of_layout()
