@@ -21,9 +21,8 @@ from megatron_fanformer.data.chat_dataset import ChatDataset
 from megatron_fanformer.data.config import SPLIT_VALIDATION, DataConfig
 from megatron_fanformer.data.index_cache import indices_in
 from megatron_fanformer.data.npy_dataset import NpyDataset
-from megatron_fanformer.data.origins import DocumentSamples
+from megatron_fanformer.data.origins import DocumentSamples, UnrepeatedSamples
 from megatron_fanformer.data.packing import training_conversations, validation_conversations
-from megatron_fanformer.data.repeated_ngrams import UnrepeatedSamples
 from megatron_fanformer.data.sample_counts import TRAIN, VALIDATION, SampleCounts, Sizes, refuse_npy
 from megatron_fanformer.data.staged_dataset import MixOrder, PairEpochs, StagedDataset, StageOrder
 from megatron_fanformer.data.stages import Stage, ordered, with_ends

@@ -84,7 +84,8 @@ def _open(path: str, stated: NpyType) -> NpyFile:
             begin = stream.read(len(NUMPY_MAGIC))
     if begin == NUMPY_MAGIC:
         raise InputError(
-            f"{redacted(path)} has NumPy's own header, token files are ids alone; {_without_header(stated)}"
+            f"{redacted(path)} has NumPy's own header, token files are ids alone; write the ids to another file with "
+            "numpy.load(FILE).astype('<u4').tofile(OTHER), and set data.npy_dtype: uint32"
         )
     dtype, largest = _by_manifest(path, size) or (stated, None)
     kind = np.dtype(dtype).newbyteorder("<")
@@ -94,15 +95,6 @@ def _open(path: str, stated: NpyType) -> NpyFile:
             " set data.npy_dtype to its type"
         )
     return NpyFile(path, kind, size // kind.itemsize, largest, remote)
-
-
-def _without_header(stated: NpyType) -> str:
-    """Return the remedy for NumPy's header; `astype` wraps an id that its type does not hold without a word."""
-    kind = np.dtype(stated).newbyteorder("<").str
-    remedy = f"write the ids to another file with numpy.load(FILE).astype('{kind}').tofile(OTHER)"
-    if stated == "uint16":
-        remedy += ", or with '<u4' and data.npy_dtype: uint32 if one of them is above 65535"
-    return remedy
 
 
 def _by_manifest(path: str, size: int) -> tuple[str, int] | None:

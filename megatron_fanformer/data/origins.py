@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -136,3 +137,43 @@ class DocumentSamples:
         spans = sequence_spans(self.samples, index)
         starts = itertools.accumulate(span.length for span in spans)
         return [start for start in starts if start < length]
+
+
+# -- repetitive samples
+
+LONGEST_PERIOD = 13
+LEAST_TIMES = 32
+
+
+def is_repetitive(tokens: np.ndarray, *, longest_period: int = LONGEST_PERIOD, least_times: int = LEAST_TIMES) -> bool:
+    """Return whether up to `longest_period` tokens stand `least_times` times in a row somewhere in `tokens` [n].
+
+    The rule is OLMo-core's (its `InstanceFilterConfig`): such samples, of rulers, tables of zeros and the like, cause
+    spikes of the loss.
+    """
+    for period in range(1, longest_period + 1):
+        needed = period * (least_times - 1)  # tokens in a row, each as the one a period before it
+        is_same = tokens[period:] == tokens[:-period]
+        if np.count_nonzero(is_same) < needed:
+            continue
+        breaks = np.flatnonzero(~is_same)
+        if np.diff(breaks, prepend=-1, append=len(is_same)).max() > needed:
+            return True
+    return False
+
+
+@dataclass(frozen=True)
+class UnrepeatedSamples:
+    """A dataset's samples, in its order; those that are repetitive have no loss."""
+
+    samples: Any
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        """Return the sample's own tensors, with a `loss_mask` of zeros where its tokens are repetitive."""
+        item: dict[str, Tensor] = {**self.samples[index]}
+        if is_repetitive(item["tokens"].numpy()):
+            item["loss_mask"] = item["loss_mask"] * 0
+        return item

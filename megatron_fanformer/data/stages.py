@@ -9,7 +9,7 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Any
 
 from megatron_fanformer.data.blends import Blend, Source, Word, blend_problems, parse_blend
 from megatron_fanformer.errors import InputError, redacted
@@ -18,14 +18,6 @@ from megatron_fanformer.options import count_of
 START = re.compile(r"from (?P<unit>step|token) (?P<number>\S+)")
 FIRST_STAGE = "train_data"
 """The name of the stage that `data.train_data` is."""
-
-
-class _Begins(Protocol):
-    @property
-    def first_sample(self) -> int: ...
-
-
-Begun = TypeVar("Begun", bound=_Begins)
 
 
 @dataclass(frozen=True)
@@ -80,7 +72,7 @@ def ordered(first: Blend, later: Mapping[str, Blend], *, global_batch_size: int,
     return sorted(stages, key=lambda stage: stage.first_step)
 
 
-def with_ends(stages: Sequence[Begun], samples: int) -> list[tuple[Begun, int]]:
+def with_ends(stages: Sequence[Any], samples: int) -> list[tuple[Any, int]]:
     """Return each stage with the sample that it ends before, of a run of so many."""
     return list(zip(stages, [*(stage.first_sample for stage in stages[1:]), samples], strict=True))
 

@@ -1,8 +1,6 @@
 """Conversations rendered and encoded: what is learned equals a count by bytes; prompts are as in training."""
 
 import json
-import os
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -69,22 +67,6 @@ def test_what_is_learned_equals_a_count_by_the_bytes_of_tokens(
         ids, learned = encode_chat(tokenizer, template.render(messages))
         expected = learned_bytes(parts(messages), is_normalised=tokenizer_file.suffix == ".json")
         assert learned.tolist() == counted_mask(ids.tolist(), pieces, *expected), messages
-
-
-def test_offsets_of_the_whole_text_give_the_same_mask(olmo_tokenizer_file: Path) -> None:
-    """By the library's own offsets, wherever the cuts change no id: of all conversations but a few."""
-    tokenizer, library = load_tokenizer(olmo_tokenizer_file), Library.from_file(str(olmo_tokenizer_file))
-    template = ChatTemplate(OLMO_TEMPLATE, {"eos_token": "<|endoftext|>"})
-    compared = 0
-    for messages in CHATS[:100]:
-        parts = parts_in_olmo_form(messages)
-        learned_characters = [flag for text, flag in parts for _ in text]
-        whole = library.encode("".join(text for text, _ in parts), add_special_tokens=False)
-        ids, learned = encode_chat(tokenizer, template.render(messages))
-        if ids.tolist() == whole.ids:
-            assert learned.tolist() == [learned_characters[begin] for begin, _ in whole.offsets]
-            compared += 1
-    assert compared > 95
 
 
 def test_a_prompt_has_the_ids_that_come_before_the_answer_in_training(tokenizer_file: Path) -> None:
@@ -344,31 +326,6 @@ def test_what_is_learned_is_what_transformers_marks(kind: str, byte_tokenizer: P
         assert prepared(source, byte_tokenizer, messages, tools) == expected
         bare = source.replace("{% generation %}", "").replace("{% endgeneration %}", "")
         assert bare != source and prepared(bare, byte_tokenizer, messages, tools) == expected, messages
-
-
-@pytest.mark.full
-@pytest.mark.skipif("CHAT_TEMPLATES" not in os.environ, reason="CHAT_TEMPLATES names no folder of templates")
-def test_public_templates_are_rendered_as_by_transformers(byte_tokenizer: Path) -> None:
-    """Each template and conversation: the same ids, and mask where it is marked, unless by a documented rule."""
-    outcomes: Counter[str] = Counter()
-    for file in sorted(Path(os.environ["CHAT_TEMPLATES"]).rglob("*.jinja")):
-        source = file.read_text()
-        for messages, tools in COMPARED:
-            try:
-                expected = applied(source, byte_tokenizer, messages, tools)
-            except Exception:  # a template may refuse in any way
-                expected = None
-            try:
-                found = prepared(source, byte_tokenizer, messages, tools)
-            except TemplateRefusal as refusal:
-                assert expected is None or refusal.reason != REFUSED, (file, messages)
-                outcomes["refused by both" if expected is None else refusal.reason] += 1
-                continue
-            assert expected is not None and found[0] == expected[0], (file, messages)
-            assert found[1] == expected[1] or not any(expected[1]), (file, messages)
-            outcomes["equal"] += 1
-    print(*outcomes.items(), sep="\n")
-    assert outcomes["equal"]
 
 
 @pytest.mark.parametrize(("end", "written"), [("<|end|>", "<|end|>"), ("", "")])

@@ -3,7 +3,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_fanformer.data.npy_files import NpyType, open_npy_files
+from megatron_fanformer.data.npy_files import open_npy_files
 from megatron_fanformer.errors import CorruptError, InputError
 from tests.data.token_making import write_manifest, write_npy
 
@@ -39,17 +39,13 @@ def test_a_file_that_was_renamed_with_its_manifest_is_not_read_as_another_type(t
     assert open_npy_files([path], "uint32")[0].tokens == 10
 
 
-@pytest.mark.parametrize(("stated", "kind"), [("uint16", "<u2"), ("uint32", "<u4")])
-def test_numpys_own_header_is_refused_with_the_remedy(tmp_path: Path, stated: NpyType, kind: str) -> None:
-    """Of the stated type and to another file; that of 16 bits says what to do with ids that it would wrap."""
+def test_numpys_own_header_is_refused_with_the_remedy(tmp_path: Path) -> None:
     path, other = tmp_path / "a.npy", tmp_path / "b.npy"
     np.save(path, np.arange(10))
-    with pytest.raises(InputError, match=r"a\.npy has NumPy's own header") as refused:
-        open_npy_files([str(path)], stated)
-    assert f"numpy.load(FILE).astype('{kind}').tofile(OTHER)" in str(refused.value)
-    assert ("'<u4' and data.npy_dtype: uint32 if one of them is above 65535" in str(refused.value)) == (kind == "<u2")
-    np.load(path).astype(kind).tofile(other)  # the remedy
-    assert open_npy_files([str(other)], stated)[0].read(0, 10).tolist() == list(range(10))
+    with pytest.raises(InputError, match=r"a\.npy has NumPy's own header"):
+        open_npy_files([str(path)], "uint16")
+    np.load(path).astype("<u4").tofile(other)  # the remedy
+    assert open_npy_files([str(other)], "uint32")[0].read(0, 10).tolist() == list(range(10))
 
 
 @pytest.mark.parametrize(

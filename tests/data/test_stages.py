@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from megatron_fanformer.data.config import DataConfig
-from megatron_fanformer.data.origins import sample_spans
-from megatron_fanformer.data.repeated_ngrams import is_repetitive
+from megatron_fanformer.data.origins import is_repetitive, sample_spans
 from megatron_fanformer.data.sample_counts import SampleCounts
 from megatron_fanformer.data.sample_order import shuffled
 from megatron_fanformer.data.staged_dataset import source_counts
