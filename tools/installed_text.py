@@ -1,4 +1,4 @@
-"""Makes text to train on from what is installed: source and documentation of packages under free licenses.
+"""Make text to train on of the source and documentation of installed packages under free licenses.
 
     python tools/installed_text.py runs/claim/text --vocab-size 8192 [--most-bytes 600M]
 
@@ -29,7 +29,6 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from installed_licenses import license_of
 from isal import igzip
 
 from megatron_fanformer.durable_files import new_folder
@@ -45,6 +44,24 @@ LONGEST_LINE = 2000  # characters: what has longer ones is data, or packed
 STANDARD_LIBRARY = "python-standard-library"
 OTHERS = frozenset({"site-packages", "dist-packages", "__pycache__"})
 """Folders of the standard library's that are not its own."""
+FREE = (
+    "0BSD Apache-2.0 BlueOak-1.0.0 BSD-2-Clause BSD-3-Clause BSL-1.0 CC0-1.0 CNRI-Python HPND ISC MIT MIT-0 MIT-CMU "
+    "MPL-2.0 NCSA PSF-2.0 Python-2.0 Unicode-3.0 Unlicense X11 Zlib ZPL-2.1"
+)
+"""SPDX identifiers of licenses that let anybody use and pass on the text with no more than a notice, and the MPL, whose
+terms stay with the file."""
+NAMES = {
+    r"apache( software)?( 2(\.0)?)?": "Apache-2.0",
+    r"(new |modified |3-clause )?bsd( 3-clause)?": "BSD-3-Clause",
+    r"(2-clause bsd|bsd 2-clause)": "BSD-2-Clause",
+    r"isc( iscl)?": "ISC",
+    r"mit": "MIT",
+    r"mozilla public 2\.0( mpl 2\.0)?": "MPL-2.0",
+    r"(psf|python software foundation)": "PSF-2.0",
+    r"(the )?unlicense( unlicense)?": "Unlicense",
+}
+"""Other names of them, in lower case and without the words of `FILLING`."""
+FILLING = re.compile(r"\b(the|licen[sc]ed?|version)\b|[,\"'()]")
 HELD_OUT_PERCENT = 8
 SHARDS = 16
 TOKENIZER_BYTES = 20_000_000
@@ -146,8 +163,29 @@ def write_text(
     return manifest
 
 
+def license_of(metadata: importlib.metadata.PackageMetadata) -> tuple[str | None, str]:
+    """Return the free license of a package, or None, and the statement of its metadata.
+
+    Of the three fields that may state one, the first counts: the SPDX expression, the classifiers, the free text. Of
+    several licenses each must be free; a statement that is not understood is no permission.
+    """
+    free = set(FREE.split())
+    if expression := metadata["License-Expression"]:
+        words = [
+            word for word in re.findall(r"[^\s()]+", re.sub(r"WITH \S+", "", expression)) if word not in ("AND", "OR")
+        ]
+        return (expression if free.issuperset(words) else None), expression
+    last = [each.split(" :: ")[-1] for each in metadata.get_all("Classifier") or [] if each.startswith("License ::")]
+    stated = [each for each in last if each != "OSI Approved"] or (metadata.get_all("License") or [])
+    names = [" ".join(FILLING.sub(" ", each.lower()).split()) for each in stated]
+    known = [next((name for form, name in NAMES.items() if re.fullmatch(form, each)), None) for each in names]
+    known = [name or (each if each in free else None) for name, each in zip(known, stated, strict=True)]
+    text = ", ".join(stated)[:80] or "states no license"
+    return (", ".join(filter(None, known)) if known and all(known) else None), text
+
+
 def held_out(names: Iterable[str]) -> set[str]:
-    """The packages that are held out: about one of twelve by a hash of its name, at least one; never the library."""
+    """Return the packages to hold out: about one of twelve by a hash of its name, at least one, never the library."""
     shares = {name: int(hashlib.sha256(name.encode()).hexdigest()[:8], 16) % 100 for name in names}
     shares.pop(STANDARD_LIBRARY, None)
     chosen = {name for name, share in shares.items() if share < HELD_OUT_PERCENT}
@@ -201,7 +239,7 @@ def _taken_once(packages: list[Package]) -> Iterator[File]:
 
 
 def _text(path: Path) -> str:
-    """A file's text; none where it is in another encoding, too large, or gone."""
+    """Return a file's text; none where it is in another encoding, too large, or gone."""
     try:
         return path.read_bytes().decode() if path.stat().st_size <= MOST_FILE_BYTES else ""
     except (OSError, UnicodeDecodeError):
