@@ -328,7 +328,7 @@ def test_inspect_says_what_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[s
     folder = saved(tmp_path / "saved", tiny_model())
     assert main(["inspect", str(folder), "--verify"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == f"{folder / f'iter_{STEP:07d}'}: checkpoint of Megatron-LM"
+    assert lines[0] == f"{folder / f'iter_{STEP:07d}'}: megatron-lm"
     assert lines[-1].startswith("verified: CRC-32 of ")
     assert main(["inspect", str(folder), "--step", "1"]) == 2
     assert f"{folder} is a checkpoint of Megatron-LM, which does not say what it was" in capsys.readouterr().err

@@ -1,1 +1,1 @@
-"""Verification of a conversion: its receipt, and the models of all formats, run one layer at a time."""
+"""Verification of a conversion: its receipt, and the models of all formats."""

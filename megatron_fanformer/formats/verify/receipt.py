@@ -21,7 +21,7 @@ from megatron_fanformer.durable_files import sha256_of
 from megatron_fanformer.errors import FanformerError
 from megatron_fanformer.formats.checkpoints import Checkpoint
 from megatron_fanformer.formats.name_table import convert, listed, names_in, rows_of
-from megatron_fanformer.formats.verify.streamed_models import Logits, UsedTensors, logits_of
+from megatron_fanformer.formats.verify.models import UsedTensors, logits_of
 from megatron_fanformer.runtime.parallel import RankGrid
 from megatron_fanformer.terminal import table
 
@@ -42,9 +42,12 @@ def verify(source: Checkpoint, used: set[str], destination: Checkpoint, grid: Ra
         used: the names of the source's tensors that the conversion has read.
         destination: reopened from its files.
     """
-    source_run, destination_run = _Run(source, _dtype(source, destination), grid), _Run(destination, None, grid)
-    checks = {"round_trip": _round_trip(source, destination), **_logits(source_run, destination_run)}
-    return {"names": _names(source, used, destination, destination_run.used), **checks}
+    written = UsedTensors(destination)
+    checks = {
+        "round_trip": _round_trip(source, destination),
+        **_logits(UsedTensors(source, _dtype(source, destination)), written, grid),
+    }
+    return {"names": _names(source, used, destination, written.used), **checks}
 
 
 def failures(checks: Json) -> str:
@@ -165,32 +168,6 @@ def vocabulary(source: Checkpoint, destination: Checkpoint) -> Json:
 # -- logits
 
 
-class _Run:
-    """One side's model."""
-
-    def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype | None, grid: RankGrid) -> None:
-        self.checkpoint, self._load, self._grid = checkpoint, UsedTensors(checkpoint.tensors, dtype), grid
-        self._model: Logits | None = None
-        self._ran = False
-
-    @property
-    def used(self) -> set[str]:
-        """The names that the model has requested; none where it has not run to its end."""
-        return self._load.used if self._ran else set()
-
-    def logits(self, ids_bs: Tensor) -> Tensor:
-        """[b, s] -> [b, s, v]."""
-        if self._model is None:
-            self._model = logits_of(self.checkpoint.format, self.checkpoint.config, self._load, self._grid)
-        out = self._model(ids_bs)
-        self._ran = True
-        return out
-
-    def rest(self) -> None:
-        """Free what the model holds between its runs."""
-        self._load.give_back()
-
-
 def prompts(vocab_size: int) -> Tensor:
     """Return the fixed prompts [b, s]: drawn ids, among them the first and the last of the vocabulary."""
     generator = torch.Generator().manual_seed(PROMPT_SEED)
@@ -199,7 +176,7 @@ def prompts(vocab_size: int) -> Tensor:
     return ids_bs
 
 
-def _logits(source: _Run, destination: _Run) -> Json:
+def _logits(source: UsedTensors, destination: UsedTensors, grid: RankGrid) -> Json:
     """Continue the prompts with the source; run the destination once, over prompts and continuations.
 
     If at each position of a continuation the destination's most likely token is the one there, then it would have
@@ -207,14 +184,14 @@ def _logits(source: _Run, destination: _Run) -> Json:
     """
     tokens = min(source.checkpoint.config.vocab_size, destination.checkpoint.config.vocab_size)
     try:
-        ids_bs = prompts(tokens)
+        ids_bs, model = prompts(tokens), logits_of(source, grid)
         for number in range(NEW_TOKENS):
-            before = source.logits(ids_bs)
+            before = model(ids_bs)
             following = before[:, -1, :tokens].argmax(-1, keepdim=True)
             new = torch.cat([ids_bs, following], dim=1)
             ids_bs = ids_bs if number == NEW_TOKENS - 1 else new
-        source.rest()
-        after = destination.logits(ids_bs)
+        del model  # two would need twice the memory
+        after = logits_of(destination, grid)(ids_bs)
     except (FanformerError, RuntimeError, IndexError) as error:
         failed = {"passed": False, "problem": _reason(error)}
         return {"logits": failed, "greedy": {"passed": False, "problem": "not compared"}}
