@@ -9,10 +9,8 @@ import json
 from collections.abc import Iterable, Sequence
 from functools import reduce
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
-from isal import isal_zlib
 from torch import Tensor
 
 from megatron_fanformer.checkpoint import store
@@ -21,36 +19,21 @@ from megatron_fanformer.checkpoint.manifest import MANIFEST
 from megatron_fanformer.checkpoint.versions import versions
 from megatron_fanformer.data.chat_template import CHAT_TEMPLATE_JINJA, own_template
 from megatron_fanformer.durable_files import new_folder, sha256_of
-from megatron_fanformer.errors import CorruptError, InputError
+from megatron_fanformer.errors import InputError
 from megatron_fanformer.formats.checkpoints import blaming_removal, open_checkpoint, write_checkpoint
 from megatron_fanformer.formats.convert import lock_of_run
 from megatron_fanformer.formats.model_card import RECEIPT, Extras
-from megatron_fanformer.formats.name_table import check_tensors, listed
+from megatron_fanformer.formats.name_table import check_tensors
 from megatron_fanformer.formats.verb import Averaged
 from megatron_fanformer.formats.verify.receipt import side
 from megatron_fanformer.model.dtypes import DTYPES
 from megatron_fanformer.terminal import table
 
 
-class _Source(NamedTuple):
-    """A checkpoint that enters the average."""
-
-    path: Path
-    origin: str
-    share: float
-    tensors: LazyTensors
-    """Weights under their global names: the main weights, where there are any."""
-
-    @property
-    def number_format(self) -> str:
-        """The types that its weights are read in."""
-        return " and ".join(sorted({_name(tensor.dtype) for tensor in self.tensors.meta.values()}))
-
-
 def merge_checkpoints(
     averaged: Sequence[Averaged], shares: Sequence[float], output: Path, dtype: str | None = None
 ) -> list[str]:
-    """Write the average of checkpoints into a new folder, as its checkpoint of step 0; returns lines about it.
+    """Write the average of checkpoints into a new folder, as its checkpoint of step 0; return lines about it.
 
     Args:
         shares: what part of the average each is; their sum is 1.
@@ -59,66 +42,56 @@ def merge_checkpoints(
     Raises:
         InputError: they are of different models, tokenizers or chat templates, the folder exists, or a checkpoint was
             removed meanwhile; there is no new folder then.
-        CorruptError: one is damaged, or what was written is not what was computed; there is no folder then.
+        CorruptError: one is damaged; there is no folder then.
     """
-    with blaming_removal([each.path for each in averaged]):
-        return _merge(averaged, shares, output, dtype)
+    paths = [checkpoint.path for checkpoint in averaged]
+    with blaming_removal(paths):
+        for path in paths:
+            store.check_sound(path)  # a damaged tokenizer is damaged, rather than another one
+        _check_models(paths)
+        model = store.saved_model(paths[0])
+        tokenizer = _same_file("tokenizer", [store.attached_tokenizer(path) for path in paths])
+        templates = [path / CHAT_TEMPLATE_JINJA for path in paths]
+        template = _same_file("chat template", [file if file.is_file() else None for file in templates])
+        sources = [open_full_tensors(path, main=True) for path in paths]
+        for tensors in sources:
+            check_tensors(tensors.meta, model, "megatron")
+        types = [{tensor.dtype for tensor in tensors.meta.values()} for tensors in sources]
+        number_format = DTYPES[dtype] if dtype else reduce(torch.promote_types, set[torch.dtype]().union(*types))
+        extras = Extras(
+            name=output.name, tokenizer=tokenizer, chat_template=own_template(template.parent) if template else None
+        )
 
+        def average(name: str) -> Tensor:
+            parts = ((tensors[name], share) for tensors, share in zip(sources, shares, strict=True))
+            return _average(parts, number_format)
 
-def _merge(averaged: Sequence[Averaged], shares: Sequence[float], output: Path, dtype: str | None) -> list[str]:
-    checkpoints = [each.path for each in averaged]
-    for checkpoint in checkpoints:
-        store.check_sound(checkpoint)  # a damaged tokenizer is damaged, rather than another one
-    _check_models(checkpoints)
-    model = store.saved_model(checkpoints[0])
-    tokenizer = _same_file("tokenizer", {each: store.attached_tokenizer(each) for each in checkpoints})
-    template = _same_file("chat template", {each: _template(each) for each in checkpoints})
-    sources = [
-        _Source(*each, share, open_full_tensors(each.path, main=True))
-        for each, share in zip(averaged, shares, strict=True)
-    ]
-    for source in sources:
-        check_tensors(source.tensors.meta, model, "megatron")
-    stored = {tensor.dtype for source in sources for tensor in source.tensors.meta.values()}
-    number_format = DTYPES[dtype] if dtype else reduce(torch.promote_types, stored)
-    extras = Extras(
-        name=output.name, tokenizer=tokenizer, chat_template=own_template(template.parent) if template else None
-    )
-    sums: dict[str, int] = {}
-
-    def average(name: str) -> Tensor:
-        averaged = _average(((source.tensors[name], source.share) for source in sources), number_format)
-        sums[name] = _crc32(averaged)
-        return averaged
-
-    meta = {name: tensor.to(number_format) for name, tensor in sources[0].tensors.meta.items()}
-    with lock_of_run(output), new_folder(output) as folder:
-        write_checkpoint("megatron", folder, model, LazyTensors(meta, average), extras)
-        written = open_checkpoint(folder)
-        if wrong := [name for name in meta if sums[name] != _crc32(written.tensors[name])]:
-            raise CorruptError(f"the average was not written as computed, and is left out: {listed(wrong)}; try again")
-        receipt = {
-            "sources": [
-                {
-                    "path": source.origin,
-                    "step": store.step_of(source.path),
-                    "weight": source.share,
-                    "read_in": source.number_format,
-                    "manifest_sha256": sha256_of(file) if (file := source.path / MANIFEST).is_file() else None,
-                }
-                for source in sources
-            ],
-            "summed_in": "float64",
-            "crc32": {name: f"{value:08x}" for name, value in sums.items()},
-            "destination": side(written, output, hashed=True),
-            "versions": versions(),
-        }
-        (folder / RECEIPT).write_text(json.dumps(receipt, indent=1) + "\n")
-    rows = [(source.origin, f"{source.share:.4g}", source.number_format) for source in sources]
+        meta = {name: tensor.to(number_format) for name, tensor in sources[0].meta.items()}
+        read_in = [" and ".join(sorted(map(_name, kinds))) for kinds in types]
+        rows = list(zip(averaged, shares, read_in, strict=True))
+        with lock_of_run(output), new_folder(output) as folder:
+            write_checkpoint("megatron", folder, model, LazyTensors(meta, average), extras)
+            receipt = {
+                "sources": [
+                    {
+                        "path": checkpoint.origin,
+                        "step": store.step_of(checkpoint.path),
+                        "weight": share,
+                        "read_in": kinds,
+                        "manifest_sha256": sha256_of(file) if (file := checkpoint.path / MANIFEST).is_file() else None,
+                    }
+                    for checkpoint, share, kinds in rows
+                ],
+                "summed_in": "float64",
+                "destination": side(open_checkpoint(folder), output, hashed=True),
+                "versions": versions(),
+            }
+            (folder / RECEIPT).write_text(json.dumps(receipt, indent=1) + "\n")
+    shown = [(checkpoint.origin, f"{share:.4g}", kinds) for checkpoint, share, kinds in rows]
     return [
         f"wrote {output}",
-        *table(("averaged", "weight", "read in"), rows, align="lrl"),
-        f"{len(meta)} tensors, summed in float64, written as {_name(number_format)} and read back; {RECEIPT} has sums",
+        *table(("averaged", "weight", "read in"), shown, align="lrl"),
+        f"{len(meta)} tensors, summed in float64, written as {_name(number_format)}; {RECEIPT} has the sources",
         "left out: the optimizer's state; training on the average starts with a fresh one",
     ]
 
@@ -132,10 +105,6 @@ def _average(parts: Iterable[tuple[Tensor, float]], dtype: torch.dtype) -> Tenso
         del tensor
     assert total is not None, "an average of nothing"
     return total.to(dtype)
-
-
-def _crc32(tensor: Tensor) -> int:
-    return isal_zlib.crc32(tensor.contiguous().view(-1).view(torch.uint8).numpy())
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -156,21 +125,18 @@ def _check_models(checkpoints: Sequence[Path]) -> None:
             )
 
 
-def _template(checkpoint: Path) -> Path | None:
-    return file if (file := checkpoint / CHAT_TEMPLATE_JINJA).is_file() else None
-
-
-def _same_file(kind: str, files: dict[Path, Path | None]) -> Path | None:
-    """Return the file of a kind that the checkpoints have; None where none has one.
+def _same_file(kind: str, files: list[Path | None]) -> Path | None:
+    """Return the file of a kind that checkpoints have; None where none has one.
 
     Raises:
         InputError: two have different ones.
     """
-    there = [file for file in files.values() if file is not None]
-    for file in there[1:]:
-        if file.read_bytes() != there[0].read_bytes():
+    first, *others = [file for file in files if file is not None] or [None]
+    for file in others:
+        assert first is not None and file is not None
+        if file.read_bytes() != first.read_bytes():
             raise InputError(
-                f"{there[0]} and {file} are different {kind}s, whose checkpoints have no common average; name "
+                f"{first} and {file} are different {kind}s, whose checkpoints have no common average; name "
                 "checkpoints that were trained with one"
             )
-    return there[0] if there else None
+    return first

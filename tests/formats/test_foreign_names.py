@@ -117,7 +117,7 @@ def test_the_arguments_are_megatrons_own() -> None:
 
 
 def test_the_page_has_every_group_of_arguments() -> None:
-    assert re.findall(r"<!-- arguments: ([\w ]+) -->", PAGE.read_text()) == list(MEGATRON_LM)
+    assert re.findall(r"<!-- table: arguments of ([\w ]+) -->", PAGE.read_text()) == list(MEGATRON_LM)
 
 
 def test_the_pages_configuration_is_its_command_line() -> None:

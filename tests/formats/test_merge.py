@@ -78,7 +78,6 @@ def test_main_weights_are_averaged_as_numpy_does(run: Path, tmp_path: Path, caps
     ]
     (file, sums), *_ = receipt["destination"]["files"].items()
     assert sums["sha256"] == sha256_of(average / file)
-    assert receipt["crc32"].keys() == tensors.keys()
     assert "the optimizer's state" in capsys.readouterr().out
     assert training_record("megatron", average) == (
         "The weights are an average of the checkpoints run step 2 (weight 0.25) and run step 3 (weight 0.75)."
@@ -158,7 +157,7 @@ def test_one_tensor_of_one_checkpoint_is_in_memory(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(merge, "_average", watched(merge._average))
     merged(*sources, tmp_path / "out")
     tensors = len(expected_shapes(MODEL, "megatron"))
-    assert (len(counts), max(counts)) == (tensors * (len(sources) + 2), 0)  # reads, sums, and what was read back
+    assert (len(counts), max(counts)) == (tensors * (len(sources) + 1), 0)  # reads and sums
 
 
 def test_the_tokenizer_of_either_goes_along(tmp_path: Path) -> None:
@@ -284,20 +283,3 @@ def test_the_keyboard_stops_it_without_an_output(
     assert main(["merge", str(others / "a"), str(others / "b"), "--output", str(tmp_path / "out")]) == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert line.endswith("stopped by the keyboard") and not list(tmp_path.iterdir())
-
-
-def test_what_was_not_written_as_computed_is_not_published(
-    others: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    shutil.copytree(others / "a", tmp_path / "a")
-    right = merge.open_checkpoint
-
-    def wrong(folder: Path) -> Any:
-        opened = right(folder)
-        opened.tensors._load = lambda name: torch.zeros(opened.tensors.meta[name].shape)
-        return opened
-
-    monkeypatch.setattr(merge, "open_checkpoint", wrong)
-    assert main(["merge", str(tmp_path / "a"), str(others / "b"), "--output", str(tmp_path / "out")]) == 3
-    assert "the average was not written as computed" in capsys.readouterr().err
-    assert [path.name for path in tmp_path.iterdir()] == ["a"]
