@@ -131,12 +131,11 @@ def _same_file(kind: str, files: list[Path | None]) -> Path | None:
     Raises:
         InputError: two have different ones.
     """
-    first, *others = [file for file in files if file is not None] or [None]
-    for file in others:
-        assert first is not None and file is not None
-        if file.read_bytes() != first.read_bytes():
+    present = [file for file in files if file is not None]
+    for file in present[1:]:
+        if file.read_bytes() != present[0].read_bytes():
             raise InputError(
-                f"{first} and {file} are different {kind}s, whose checkpoints have no common average; name "
+                f"{present[0]} and {file} are different {kind}s, whose checkpoints have no common average; name "
                 "checkpoints that were trained with one"
             )
-    return first
+    return present[0] if present else None

@@ -10,7 +10,6 @@ Nothing here imports torch, or reads weights or tokens.
 
 import re
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -49,7 +48,6 @@ TRACKER_BYTES = 100  # more than any iteration has
 ITERATION, RELEASE = re.compile(r"[0-9]{1,9}"), "release"  # what stands in it
 TORCH_TABLE = ".metadata"  # as in checkpoint/tensor_table.py, which imports torch
 OLD_MEGATRON_LM = "mp_rank_*"  # in a checkpoint of its format before `torch_dist`
-MOST_WITHIN = 100  # subfolders in which a model is looked for
 REFERENCE_FIELD = "d_model"  # which the authors' configurations have, and no other
 
 
@@ -82,11 +80,9 @@ def recognise(path: str | Path, wanted: Sequence[Kind] = KINDS) -> Target:
     try:
         target = _recognise(str(path), wanted)
     except InputError as error:
-        named = _within(Path(path), wanted) or f"name {_choice(wanted)}{_of_the_hub(str(path), wanted)}"
-        raise InputError(f"{error}; {named}") from None
+        raise InputError(f"{error}; name {_choice(wanted)}{_of_the_hub(str(path), wanted)}") from None
     if target.kind not in wanted:
-        named = _within(Path(path), wanted) or f"name {_choice(wanted)}"
-        raise InputError(f"{path} is {DESCRIPTIONS[target.kind]}; {named}")
+        raise InputError(f"{path} is {DESCRIPTIONS[target.kind]}; name {_choice(wanted)}")
     return target
 
 
@@ -159,24 +155,6 @@ def refuse_other_kinds(run: Path) -> None:
 def prefix_of(path: str) -> str:
     """Return the prefix that a path means: without a known ending."""
     return next((path[: -len(ending)] for ending in ENDINGS if path.endswith(ending)), path)
-
-
-def _within(folder: Path, wanted: Sequence[Kind]) -> str:
-    """Return what to name in place of a folder in which wanted models lie, such as a run beside its data; empty where
-    there is none.
-    """
-    found: list[Target] = []
-    try:
-        inner = sorted(path for path in folder.iterdir() if path.is_dir())[:MOST_WITHIN] if folder.is_dir() else []
-    except OSError:
-        return ""
-    for path in inner:
-        with suppress(InputError, CorruptError, OSError):
-            found.append(_recognise_folder(path))
-    held = [target for target in found if target.kind in wanted and target.kind in MODELS]
-    if len(held) == 1:
-        return f"it holds {held[0].path}, {DESCRIPTIONS[held[0].kind]}: name that"
-    return f"it holds {', '.join(str(target.path) for target in held)}: name one of them" if held else ""
 
 
 def _choice(kinds: Sequence[Kind]) -> str:

@@ -76,7 +76,7 @@ def test_a_run_is_summed_up(trained: Path, tmp_path: Path) -> None:
         "peak learning rate": "0.01; cosine after 2 steps of warm-up",
         "layout": "tp 2, cp 1, pp 1, dp 1; distributed optimizer; fp32 on cpu",
         "seed": "7",
-        "training data": "0.7 tokens, 0.3 tokens",
+        "training data": "0.7, tokens, 0.3, tokens",
         "validation data, held-out": "tokens",
         r"validation data, a\|b": "tokens",
     }

@@ -179,23 +179,6 @@ def test_every_command_says_the_same_of_a_path_and_names_what_it_takes(
         assert names.replace(" or ", ", ") == ", ".join(DESCRIPTIONS[kind] for kind in wanted).replace(" or ", ", ")
 
 
-@pytest.mark.parametrize("beside", ["nothing", "token files"])
-def test_a_run_within_a_folder_is_named(beside: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = tmp_path / "own"
-    if beside == "nothing":
-        folder.mkdir()
-        is_what = "is a folder of unknown kind"
-    else:
-        make(folder, "folder of token files")
-        is_what = "is a folder of token files"
-    make(folder / "run", "run")
-    (folder / "lists").mkdir()
-    ask = ["generate", str(folder), "--prompt", "a"]
-    assert message(ask, capsys) == (2, f"{folder} {is_what}; it holds {folder}/run, a run's folder: name that")
-    make(folder / "hf", "hf")
-    assert message(ask, capsys) == (2, f"{folder} {is_what}; it holds {folder}/hf, {folder}/run: name one of them")
-
-
 @pytest.mark.parametrize("name", ["config.json", "config.yaml"])
 @pytest.mark.parametrize("content", ["{", "[]", "a: ["])
 @pytest.mark.parametrize(("ask", "wanted", "prefix"), ASKING[:3], ids=["convert", "generate", "inspect"])
