@@ -51,17 +51,10 @@ def _check_lengths(prompts: Sequence[Sequence[int]], new_tokens: int, seq_length
     number, longest = max(enumerate(map(len, prompts), start=1), key=lambda numbered: numbered[1])
     if longest + new_tokens <= seq_length:
         return
-    room = seq_length - longest
-    if room > 0:
-        remedy = f"set max_new_tokens to {room} or less"
-    elif new_tokens < seq_length:
-        remedy = f"shorten it to {seq_length - new_tokens} or less"
-    else:
-        remedy = f"shorten it, and set max_new_tokens below {seq_length}"
     name = "the prompt" if len(prompts) == 1 else f"prompt {number}"
     raise InputError(
         f"{name}'s {longest} tokens and max_new_tokens {new_tokens} make {longest + new_tokens}, over the {seq_length} "
-        f"that the model was trained on; {remedy}"
+        "that the model was trained on; shorten it, or lower max_new_tokens"
     )
 
 

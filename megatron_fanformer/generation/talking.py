@@ -1,10 +1,7 @@
 """Input and output of `chat`: messages from a terminal or a pipe, a line each, and answers as they come."""
 
-import signal
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from types import FrameType
+from contextlib import suppress
 
 from megatron_fanformer import terminal
 from megatron_fanformer.errors import InputError
@@ -50,24 +47,26 @@ def _with_terminal(chat: Chat) -> None:
     with suppress(ImportError):
         import readline  # noqa: F401  (input() edits lines by it)
     _print_notice(HINT)
-    with _interrupts() as interrupts:
-        while True:
-            try:
-                line = interrupts.read_line()
-                if not _answered(chat, line, lambda: interrupts.count > 0):
-                    return
-            except EOFError:
-                return print()
-            except KeyboardInterrupt:
-                if interrupts.count > 1:
-                    raise
-                print()
-                _print_notice(HINT)
-            except InputError as error:
-                _print_notice(str(error))
+    is_interrupted = False
+    while True:
+        try:
+            line = input("> " if sys.stdout.isatty() else "")
+            is_interrupted = False
+            if not _answered(chat, line):
+                return
+        except EOFError:
+            return print()
+        except KeyboardInterrupt:
+            if is_interrupted:
+                raise
+            is_interrupted = True
+            print()
+            _print_notice(HINT)
+        except InputError as error:
+            _print_notice(str(error))
 
 
-def _answered(chat: Chat, text: str, is_stopped: Callable[[], bool] = lambda: False) -> bool:
+def _answered(chat: Chat, text: str) -> bool:
     """Carry out a line; return False where the conversation is to end."""
     command = text.strip()
     if command == QUIT:
@@ -75,11 +74,11 @@ def _answered(chat: Chat, text: str, is_stopped: Callable[[], bool] = lambda: Fa
     if command == RESET:
         chat.reset()
     elif command:
-        _write_answer(chat, text, is_stopped)
+        _write_answer(chat, text)
     return True
 
 
-def _write_answer(chat: Chat, text: str, is_stopped: Callable[[], bool]) -> None:
+def _write_answer(chat: Chat, text: str) -> None:
     forgotten = chat.forgotten
     for piece in chat.answer(text):
         if chat.forgotten and not forgotten:
@@ -90,56 +89,8 @@ def _write_answer(chat: Chat, text: str, is_stopped: Callable[[], bool]) -> None
         sys.stdout.write(piece)
         if piece:
             sys.stdout.flush()
-        if is_stopped():
-            break
     print(flush=True)
 
 
 def _print_notice(line: str) -> None:
     terminal.print_stderr(f"megatron-fanformer: {line}")
-
-
-class _Interrupts:
-    """Handles Ctrl-C at a terminal: ends the wait for a line; during an answer it is noted, and a second one ends that
-    too.
-    """
-
-    def __init__(self) -> None:
-        self.count = 0
-        """Number of signals since the last line was read."""
-        self._awaits_line = False
-
-    def read_line(self) -> str:
-        """Return the next line that is typed.
-
-        Raises:
-            EOFError, KeyboardInterrupt: there is none.
-            InputError: it is not valid UTF-8.
-        """
-        self._awaits_line = True
-        try:
-            line = input("> " if sys.stdout.isatty() else "")
-        finally:
-            self._awaits_line = False
-        self.count = 0
-        try:
-            line.encode()
-        except UnicodeEncodeError:
-            raise InputError("the message is not valid UTF-8; write it in that") from None
-        return line
-
-    def handle(self, _number: int, _frame: FrameType | None) -> None:
-        """Python's handler of the signal."""
-        self.count += 1
-        if self._awaits_line or self.count > 1:
-            raise KeyboardInterrupt
-
-
-@contextmanager
-def _interrupts() -> Iterator[_Interrupts]:
-    interrupts = _Interrupts()
-    before = signal.signal(signal.SIGINT, interrupts.handle)
-    try:
-        yield interrupts
-    finally:
-        signal.signal(signal.SIGINT, before)

@@ -1,10 +1,11 @@
 """The verbs `generate` and `chat`, and files of prompts; imports nothing that is slow."""
 
 import functools
-import json
 import sys
 from dataclasses import replace
 from pathlib import Path
+
+import msgspec
 
 from megatron_fanformer.durable_files import regular_file
 from megatron_fanformer.errors import InputError
@@ -15,6 +16,12 @@ from megatron_fanformer.terminal import print_loading
 
 JSON_LINES = (".jsonl", ".ndjson")
 MOST_BYTES = 1 << 30  # of a file of prompts
+
+
+class _Prompt(msgspec.Struct):
+    """A line of a JSON file of prompts; other fields of it are not read."""
+
+    prompt: str
 
 
 def _generate(config: GenerateConfig) -> None:
@@ -67,27 +74,18 @@ def read_prompts(path: Path) -> list[str]:
     numbered = [(number, line.removesuffix("\r")) for number, line in enumerate(lines, start=1) if line.strip()]
     if not numbered:
         raise InputError(f"prompts {path} holds no prompt; write one a line")
-    if path.suffix in JSON_LINES:
-        return [_prompt_of(path, number, line) for number, line in numbered]
-    return [line for _, line in numbered]
-
-
-def _prompt_of(path: Path, number: int, line: str) -> str:
-    try:
-        prompt = json.loads(line)["prompt"]
-    except (ValueError, TypeError, KeyError, RecursionError):
-        prompt = None
-    if not isinstance(prompt, str):
-        raise InputError(
-            f'line {number} of prompts {path} is not a JSON object with a text in "prompt"; write one a line'
-        )
-    try:
-        prompt.encode()
-    except UnicodeEncodeError:
-        raise InputError(
-            f"line {number} of prompts {path} has an unpaired surrogate, which no tokenizer takes; remove it"
-        ) from None
-    return prompt
+    if path.suffix not in JSON_LINES:
+        return [line for _, line in numbered]
+    prompts = []
+    for number, line in numbered:
+        try:
+            prompts.append(msgspec.json.decode(line, type=_Prompt).prompt)
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            raise InputError(
+                f'line {number} of prompts {path} is not a JSON object with a text in "prompt" ({error}); write one a '
+                "line"
+            ) from None
+    return prompts
 
 
 GENERATE = Verb(

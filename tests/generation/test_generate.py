@@ -1,10 +1,5 @@
 """The verb `generate`: text from a checkpoint and from an export, where it stops, and what it refuses."""
 
-import os
-import re
-import subprocess
-import sys
-
 import pytest
 import torch
 
@@ -15,17 +10,6 @@ from megatron_fanformer.generation.generate import generate
 from tests.generation.making import PROMPT, write_tokenizer
 
 # What a user of the export runs where this package cannot be imported.
-STRANGER = """
-import sys
-sys.modules["megatron_fanformer"] = None
-from transformers import AutoModelForCausalLM, AutoTokenizer
-folder, prompt = sys.argv[1:]
-tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
-model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
-ids = tokenizer(prompt, return_tensors="pt").input_ids
-out = model.generate(ids, max_new_tokens=24, do_sample=False)
-sys.stdout.buffer.write(tokenizer.decode(out[0], skip_special_tokens=True).encode())
-"""
 
 
 def run_all(folder, *prompts, **settings):
@@ -60,16 +44,6 @@ def test_a_checkpoint_its_export_and_a_choice_of_one_token_give_the_same_text(gr
     assert run(run_folder, temperature=2.0, top_k=1).ids == greedy.ids
 
 
-@pytest.mark.full  # as tests/formats does with another export, in every run
-def test_transformers_without_this_package_gives_the_same_text(greedy, exported_folder, tmp_path):
-    environment = {key: value for key, value in os.environ.items() if not key.startswith(("PYTHON", "HF_"))}
-    environment |= {"HF_HUB_OFFLINE": "1", "HF_MODULES_CACHE": str(tmp_path / "modules")}
-    command = [sys.executable, "-c", STRANGER, str(exported_folder), PROMPT]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True)
-    assert done.returncode == 0, done.stderr.decode()
-    assert done.stdout.decode() == PROMPT + greedy.text
-
-
 def test_text_depends_on_the_seed_alone(run_folder, exported_folder):
     first = run(run_folder, temperature=1.0, seed=3).ids
     torch.manual_seed(5)
@@ -88,14 +62,6 @@ def test_an_empty_prompt_starts_a_document(run_folder):
     generation = run(run_folder, prompt="", max_new_tokens=5)
     assert generation.prompt_ids == [0]
     assert len(generation.text) == len([token for token in generation.ids if token])
-
-
-def test_what_ends_a_document_is_named_where_the_tokenizer_does_not_say(run_folder, tmp_path):
-    tokenizer = str(write_tokenizer(tmp_path, end_of_text="<end>"))
-    (problem,) = problems_of(run_folder, tokenizer=tokenizer)
-    assert "--eod-id" in problem and "0 <end>" in problem
-    generation = run(run_folder, prompt="", tokenizer=tokenizer, eod_id=97)
-    assert generation.prompt_ids == [97]
 
 
 def test_the_whole_sequence_length_can_be_used(run_folder):
@@ -140,25 +106,10 @@ def test_all_problems_are_told_together_on_a_line_each(tmp_path):
     assert [line for line, subject in zip(found, subjects, strict=True) if not line.startswith(subject)] == []
 
 
-def test_a_prompt_that_leaves_no_room_is_refused_with_what_there_is(run_folder):
-    (problem,) = problems_of(run_folder, max_new_tokens=120)
-    assert problem.endswith("set max_new_tokens to 119 or less")
-
-
 def test_a_prompt_beyond_the_sequence_length_is_refused(run_folder):
     (problem,) = problems_of(run_folder, prompts=("x", "x" * 130, "xx"))
     assert problem.startswith("prompt 2's 130 tokens")
-    stated = int(re.search(r"max_new_tokens (\d+)", problem)[1])
-    most = 128 - stated
-    assert problem.endswith(f"shorten it to {most} or less")
-    assert problems_of(run_folder, prompts=("x", "x" * (most + 1), "xx")) != []
-    (problem,) = problems_of(run_folder, prompts=("x" * 130,), max_new_tokens=128)
-    assert problem.endswith("shorten it, and set max_new_tokens below 128")
-
-
-def test_samples_that_would_be_equal_are_refused(run_folder):
-    (problem,) = problems_of(run_folder, num_samples=2)
-    assert problem.startswith("num_samples is 2, but temperature 0")
+    assert len(problems_of(run_folder, max_new_tokens=121)) == 1
 
 
 def test_a_checkpoint_without_a_tokenizer_asks_for_one(run_folder, tmp_path):

@@ -9,9 +9,6 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from megatron_fanformer.errors import CorruptError, InputError
-from megatron_fanformer.formats.recognition import find_checkpoint
-from megatron_fanformer.generation.config import SamplingConfig
 from megatron_fanformer.generation.models import find_model, find_model_and_tokenizer
 from tests.generation.making import all_logits, cached_logits, logits_read_on, new_ids, with_model, write_checkpoint
 from tests.training.layouts import REFERENCE
@@ -53,19 +50,6 @@ def test_greedy_ids_are_those_of_transformers(run_folder, exported_folder, run_o
     assert out[0, len(PROMPT_IDS) :].tolist() == ids
 
 
-def test_vocabulary_padding_is_never_sampled(run_folder, run_on_ranks):
-    uniform = SamplingConfig(temperature=1000.0)
-    (ids,) = run_on_ranks(1, with_model, run_folder, new_ids, PROMPT_IDS, 120, uniform)
-    assert len(set(ids)) > 60  # all tokens are about equally likely
-    assert max(ids) < 250
-
-
-def test_an_export_gives_the_checkpoints_logits(run_folder, exported_folder, run_on_ranks):
-    (saved,) = run_on_ranks(1, with_model, run_folder, all_logits, [PROMPT_IDS])
-    (exported,) = run_on_ranks(1, with_model, exported_folder, all_logits, [PROMPT_IDS])
-    assert exported == saved
-
-
 def test_bf16_weights_are_computed_with_in_float32_on_a_cpu(tmp_path, run_folder, tokenizer_file, run_on_ranks):
     run_on_ranks(1, write_checkpoint, tmp_path, "fanformer-tied", tokenizer_file, "bf16")
     assert find_model(tmp_path).dtype == torch.bfloat16
@@ -77,36 +61,11 @@ def test_bf16_weights_are_computed_with_in_float32_on_a_cpu(tmp_path, run_folder
     assert (rounded - exact).norm() < 0.02 * exact.norm()  # of weights of 8 bits
 
 
-def test_a_run_and_its_checkpoint_are_found_alike(run_folder):
-    checkpoint = find_checkpoint(run_folder)
-    assert find_model(run_folder).path == find_model(checkpoint).path == checkpoint
-
-
 def test_an_export_states_what_the_checkpoint_does(run_folder, exported_folder):
     saved, exported = find_model(run_folder), find_model(exported_folder)
     assert exported.config == dataclasses.replace(saved.config, num_query_groups=saved.config.query_groups)
     assert exported.tokenizer == exported_folder / "tokenizer.json"
     assert exported.end_of_text_id == 0
-
-
-def test_an_exports_original_tokenizer_comes_before_its_rewriting(exported_folder, tmp_path):
-    (tmp_path / "config.json").write_text((exported_folder / "config.json").read_text())
-    for name in ("tokenizer.json", "tokenizer.model"):
-        (tmp_path / name).touch()
-    assert find_model(tmp_path).tokenizer == tmp_path / "tokenizer.model"
-
-
-def test_a_missing_checkpoint_is_refused(tmp_path):
-    with pytest.raises(InputError, match="nowhere does not exist; name a run's folder"):
-        find_model(tmp_path / "nowhere")
-
-
-@pytest.mark.parametrize("text", ["{}", "model: {colour: blue}", "model: {fan: {}, colour: blue}"])
-def test_a_checkpoint_that_states_no_model_is_corrupt(tmp_path, text):
-    (tmp_path / "metadata.json").write_text("{}")
-    (tmp_path / "config.yaml").write_text(text)
-    with pytest.raises(CorruptError, match="states no model"):
-        find_model(tmp_path)
 
 
 def test_an_export_states_what_ends_its_documents(exported_folder, tmp_path):
