@@ -9,7 +9,7 @@ import pytest
 
 from megatron_fanformer import cli
 from megatron_fanformer.experiments.probes.command import read_settings
-from megatron_fanformer.experiments.sweeps.file import read_sweep
+from megatron_fanformer.experiments.sweeps.cells import read_sweep
 from megatron_fanformer.experiments.variants import VARIANTS
 from megatron_fanformer.model.config import PRESETS
 from megatron_fanformer.parity.config import read_layouts

@@ -13,12 +13,18 @@ from megatron_fanformer.checkpoint.store import METRICS
 from megatron_fanformer.durable_files import write_atomically
 from megatron_fanformer.experiments.intervals import holm, p_value
 from megatron_fanformer.experiments.result import read_result
-from megatron_fanformer.experiments.sweeps.cells import Group, groups_of, outcomes
-from megatron_fanformer.experiments.sweeps.comparisons import Comparison, comparisons, findings
+from megatron_fanformer.experiments.sweeps.cells import Group, Sweep, groups_of, outcomes, read_sweep
+from megatron_fanformer.experiments.sweeps.comparisons import (
+    Comparison,
+    choices,
+    compared,
+    comparisons,
+    due,
+    findings,
+    in_play,
+)
 from megatron_fanformer.experiments.sweeps.config import ReportConfig, SweepConfig, TuneConfig
-from megatron_fanformer.experiments.sweeps.file import Sweep, read_sweep
 from megatron_fanformer.experiments.sweeps.run import run_sweep
-from megatron_fanformer.experiments.sweeps.tuning import choices, compared, due, in_play
 from tests.experiments.making import STAND_IN, changed, write_sweep
 from tests.experiments.stand_in import BASE_THAT_FAILS, PLANTED, train
 from tests.small_runs import write_tokens

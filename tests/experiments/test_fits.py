@@ -53,7 +53,7 @@ def test_a_curve_without_noise_is_found(curve: Curve) -> None:
     (fit,) = fit_together([SIZES.tolist()], [[curve.loss(x) for x in SIZES]], paired=False)
     assert fit.curve.alpha == pytest.approx(curve.alpha, rel=EXPONENT_ERROR)
     assert fit.residual < 2e-3  # a fifth of the noise
-    assert [fit.curve.loss(x) for x in SIZES] == pytest.approx([curve.loss(x) for x in SIZES], abs=2e-3)
+    assert [fit.curve.loss(x) for x in SIZES] == pytest.approx([curve.loss(x) for x in SIZES], abs=3e-3)
 
 
 @pytest.mark.parametrize("common", [0.0, pytest.param(2 * NOISE, marks=pytest.mark.full)])

@@ -156,7 +156,6 @@ def test_a_planted_crossing_is_found_where_it_is_and_runs_are_paired_by_seed(tmp
         runs.append(write_run(tmp_path / f"b{seed}", placement="qkv", seed=seed, losses=both))
     found = read_dynamics(runs)
     assert found.seeds == [1, 2, 3] and found.names == ("model.fan.placement none", "model.fan.placement qkv")
-    assert found.crossings == [121, 121, 121]
     result = compare_runs(runs, tmp_path / "out")
     assert [finding.shows for finding in result.findings] == [True, True]
     early, late = (finding.ours for finding in result.findings)
@@ -170,7 +169,7 @@ def test_a_planted_crossing_is_found_where_it_is_and_runs_are_paired_by_seed(tmp
     assert [(finding.shows, finding.exploratory, finding.paper) for finding in turned.findings] == [
         (None, True, None)
     ] * 2
-    assert all(finding.sentence.endswith("name the Transformer first.") for finding in turned.findings)
+    assert all(finding.sentence.endswith("a Transformer, named first, and a FANformer.") for finding in turned.findings)
 
 
 @pytest.mark.parametrize(
@@ -187,8 +186,7 @@ def test_the_papers_claim_is_of_its_fanformer_alone(tmp_path: Path, fan: dict[st
     a = write_run(tmp_path / "a", placement="none", seed=1, losses=[1.0])
     b = write_run(tmp_path / "b", seed=1, losses=[1.0], **fan)
     one, other = read_dynamics([a, b]), read_dynamics([b, a])
-    assert (one.is_the_papers, one.is_turned) == (is_the_papers, False)
-    assert (other.is_the_papers, other.is_turned) == (False, is_the_papers)
+    assert (one.is_the_papers, other.is_the_papers) == (is_the_papers, False)
 
 
 def test_a_few_steps_show_nothing(tmp_path: Path) -> None:

@@ -4,8 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_fanformer.experiments.sweeps.cells import parameters_of
-from megatron_fanformer.experiments.sweeps.file import Sweep, read_sweep
+from megatron_fanformer.experiments.sweeps.cells import Sweep, parameters_of, read_sweep
 from megatron_fanformer.model.config import FANformerConfig
 from megatron_fanformer.training.config import load_config
 from tests.experiments.table_2 import LOSSES, Equal, variants

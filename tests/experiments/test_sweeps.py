@@ -22,8 +22,7 @@ from megatron_fanformer.checkpoint import store
 from megatron_fanformer.durable_files import write_atomically
 from megatron_fanformer.errors import InputError, Interrupted
 from megatron_fanformer.experiments.result import read_result
-from megatron_fanformer.experiments.sweeps.cells import outcomes
-from megatron_fanformer.experiments.sweeps.file import Sweep, read_sweep
+from megatron_fanformer.experiments.sweeps.cells import Sweep, outcomes, read_sweep
 from megatron_fanformer.experiments.sweeps.report import CSV, PICTURE, write_report
 from megatron_fanformer.experiments.sweeps.run import TRAIN, CellsFailed, run_sweep, write_array
 from tests.experiments import stand_in

@@ -17,7 +17,7 @@ from megatron_fanformer.configuration import by_dotted_names
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.experiments.intervals import Mean, mean_of, t_quantile, too_little
 from megatron_fanformer.experiments.report.page import write_folder
-from megatron_fanformer.experiments.result import Cell, Finding, Result, Table, this_machine
+from megatron_fanformer.experiments.result import Finding, Result, this_machine
 from megatron_fanformer.experiments.sweeps.cells import OF_MACHINE
 from megatron_fanformer.experiments.variants import VARIANTS
 from megatron_fanformer.model.placements import TRANSFORMER
@@ -28,7 +28,7 @@ from megatron_fanformer.training.metrics import read_metrics
 SMOOTHED_SHARE = 0.05  # of the steps, over which a difference is averaged
 PART = 0.2  # of the steps: the first are "early", the last "late"
 PICTURE, CSV = "dynamics.png", "difference.csv"
-NO_CLAIM = "The paper says nothing of these two."
+NO_CLAIM = "The paper says nothing of these two; its claim is of a Transformer, named first, and a FANformer."
 SEED = "training.seed"
 # Sections that do not decide what is learnt; precision and kernels do not either, up to rounding, but may be what is
 # compared.
@@ -52,18 +52,6 @@ class Dynamics:
     """Steps that are averaged."""
     is_the_papers: bool
     """Whether A is a Transformer and B the paper's FANformer."""
-    is_turned: bool
-    """Whether it is the other way round."""
-
-    @property
-    def crossings(self) -> list[int | None]:
-        """Return each seed's step from which on B stays below A; None where it is not at the end or always was."""
-        found: list[int | None] = []
-        for row in self.differences:
-            above = np.flatnonzero(row >= 0)
-            is_crossing = len(above) and above[-1] + 1 < len(row)
-            found.append(int(self.steps[above[-1] + 1]) if is_crossing else None)
-        return found
 
     def part(self, *, late: bool) -> Mean:
         """Return the mean difference over the first, or the last, fifth of the steps, with its interval over the
@@ -84,8 +72,6 @@ def compare_runs(runs: Sequence[Path], output: Path) -> Result:
         InputError: they are not two sides with seeds in common, of batches with as many tokens.
     """
     found = read_dynamics(runs)
-    crossings: list[list[Cell]] = [[str(seed), step] for seed, step in zip(found.seeds, found.crossings, strict=True)]
-    title = "The step from which on B's smoothed loss stays below A's"
     result = Result(
         experiment="training dynamics",
         settings={
@@ -98,7 +84,6 @@ def compare_runs(runs: Sequence[Path], output: Path) -> Result:
         machine=this_machine(),
         seconds=sum(entry.get("step_seconds", 0.0) for run in runs for entry in read_metrics(run)),
         findings=list(_findings(found)),
-        tables=[Table(title=title, columns=["seed", "step"], rows=crossings)],
         pictures=[PICTURE],
     )
     picture = drawn(lambda panels: _draw(panels[0, 0], found))
@@ -148,7 +133,6 @@ def read_dynamics(runs: Sequence[Path]) -> Dynamics:
         raw=b - a,
         window=window,
         is_the_papers=models == ["Transformer", "FANformer"],
-        is_turned=models == ["FANformer", "Transformer"],
     )
 
 
@@ -210,9 +194,7 @@ def _findings(found: Dynamics) -> Iterator[Finding]:
         side = "above" if sign > 0 else "below"
         claim = f"The paper has FANformer's loss {claim}: it shows if the interval lies {side} 0."
         if not found.is_the_papers:
-            claim = (
-                "The paper compares the other way round: name the Transformer first." if found.is_turned else NO_CLAIM
-            )
+            claim = NO_CLAIM
         short = too_little(seeds=len(found.seeds), steps=len(found.steps))
         shows = None
         if interval is None or short:

@@ -10,6 +10,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 from urllib.parse import quote
 
 from megatron_fanformer import markdown
@@ -61,7 +62,7 @@ def write_folder(folder: Path, result: Result, files: Mapping[str, str | bytes])
     write_result(folder, result)
 
 
-# -- Markdown
+# -- the page
 
 
 def as_markdown(experiments: Experiments, *, at: Path) -> str:
@@ -70,66 +71,61 @@ def as_markdown(experiments: Experiments, *, at: Path) -> str:
     Args:
         at: the folder that it is written to; pictures are named from there.
     """
-    return "\n".join(_markdown(experiments, at)) + "\n"
-
-
-def _markdown(experiments: Experiments, at: Path) -> Iterator[str]:
-    yield from ["# The paper's experiments", "", _markdown_table(summary_of(experiments)), ""]
-    for folder, result in experiments:
-        yield from [f"## {as_text(result.experiment)}", ""]
-        for finding in result.findings:
-            yield f"- {as_text(finding.sentence)}"
-        yield from ["", as_text(_settings(result)), "", as_text(_provenance(folder, result)), ""]
-        for picture in result.pictures:
-            target = quote(os.path.relpath(folder / picture, at))
-            yield from [f"![{as_text(result.experiment)}: {as_text(picture)}]({target})", ""]
-        for table in result.tables:
-            yield from [f"**{as_text(table.title)}**", "", _markdown_table(table), ""]
-    yield from ["## What to keep in mind", "", *(f"- {caveat}" for caveat in CAVEATS)]
-
-
-def _markdown_table(table: Table) -> str:
-    rows = ([as_text(shown(cell)) for cell in row] for row in table.rows)
-    return markdown.table([as_text(column) for column in table.columns], rows)
-
-
-# -- HTML
+    lines: list[str] = []
+    for kind, content in _blocks(experiments):
+        match kind:
+            case "title" | "heading":
+                lines += [f"{'#' if kind == 'title' else '##'} {as_text(content)}", ""]
+            case "items":
+                lines += [*(f"- {as_text(item)}" for item in content), ""]
+            case "text":
+                lines += [as_text(content), ""]
+            case "picture":
+                target = quote(os.path.relpath(content, at))
+                lines += [f"![{as_text(content.name)}]({target})", ""]
+            case "table":
+                rows = ([as_text(shown(cell)) for cell in row] for row in content.rows)
+                table = markdown.table([as_text(column) for column in content.columns], rows)
+                lines += [f"**{as_text(content.title)}**", "", table, ""]
+    return "\n".join(lines)
 
 
 def as_html(experiments: Experiments) -> str:
     """Return the page as HTML, its pictures in it."""
-    return "\n".join(_html(experiments)) + "\n"
+    lines = ['<!doctype html><html lang="en"><meta charset="utf-8"><title>The paper\'s experiments</title>']
+    lines.append(f"<style>{_STYLE}</style>")
+    for kind, content in _blocks(experiments):
+        match kind:
+            case "title" | "heading" | "text":
+                tag = {"title": "h1", "heading": "h2", "text": "p"}[kind]
+                lines.append(f"<{tag}>{html.escape(content)}</{tag}>")
+            case "items":
+                lines += ["<ul>", *(f"<li>{html.escape(item)}</li>" for item in content), "</ul>"]
+            case "picture":
+                data = base64.b64encode(content.read_bytes()).decode()
+                lines.append(f'<p><img alt="{html.escape(content.name)}" src="data:image/png;base64,{data}"></p>')
+            case "table":
+                heads = "".join(f"<th>{html.escape(name)}</th>" for name in content.columns)
+                lines += [f"<h3>{html.escape(content.title)}</h3>", f"<table><tr>{heads}</tr>"]
+                for row in content.rows:
+                    lines.append("<tr>" + "".join(f"<td>{html.escape(shown(cell))}</td>" for cell in row) + "</tr>")
+                lines.append("</table>")
+    return "\n".join([*lines, "</html>"]) + "\n"
 
 
-def _html(experiments: Experiments) -> Iterator[str]:
-    yield '<!doctype html><html lang="en"><meta charset="utf-8"><title>The paper\'s experiments</title>'
-    yield f"<style>{_STYLE}</style>"
-    yield "<h1>The paper's experiments</h1>"
-    yield from _html_table(summary_of(experiments))
+def _blocks(experiments: Experiments) -> Iterator[tuple[str, Any]]:
+    """Yield each block of the page: its kind, and a text, several, a picture's file or a table."""
+    yield "title", "The paper's experiments"
+    yield "table", summary_of(experiments)
     for folder, result in experiments:
-        yield f"<h2>{html.escape(result.experiment)}</h2><ul>"
-        yield from (f"<li>{html.escape(finding.sentence)}</li>" for finding in result.findings)
-        yield "</ul>"
-        yield from (f"<p>{html.escape(line)}</p>" for line in (_settings(result), _provenance(folder, result)))
-        for picture in result.pictures:
-            content = base64.b64encode((folder / picture).read_bytes()).decode()
-            yield f'<p><img alt="{html.escape(picture)}" src="data:image/png;base64,{content}"></p>'
-        for table in result.tables:
-            yield f"<h3>{html.escape(table.title)}</h3>"
-            yield from _html_table(table)
-    yield "<h2>What to keep in mind</h2><ul>"
-    yield from (f"<li>{html.escape(caveat)}</li>" for caveat in CAVEATS)
-    yield "</ul></html>"
-
-
-def _html_table(table: Table) -> Iterator[str]:
-    yield "<table><tr>" + "".join(f"<th>{html.escape(name)}</th>" for name in table.columns) + "</tr>"
-    for row in table.rows:
-        yield "<tr>" + "".join(f"<td>{html.escape(shown(cell))}</td>" for cell in row) + "</tr>"
-    yield "</table>"
-
-
-# -- both
+        yield "heading", result.experiment
+        yield "items", [finding.sentence for finding in result.findings]
+        yield "text", _settings(result)
+        yield "text", _provenance(folder, result)
+        yield from (("picture", folder / picture) for picture in result.pictures)
+        yield from (("table", table) for table in result.tables)
+    yield "heading", "What to keep in mind"
+    yield "items", CAVEATS
 
 
 def summary_of(experiments: Experiments) -> Table:

@@ -1,20 +1,60 @@
 """Runs `megatron-fanformer sweep`: writes its file, lists or trains the cells, or shows their state or the report."""
 
+import dataclasses
+import os
 import shlex
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
+import yaml
 
+from megatron_fanformer.configuration import by_dotted_names, dotted, overlaid, read_overrides, read_values
+from megatron_fanformer.durable_files import write_atomically
 from megatron_fanformer.errors import InputError
-from megatron_fanformer.experiments.sweeps.cells import Group, Outcome, groups_of, outcomes, parameters_of
-from megatron_fanformer.experiments.sweeps.file import Cell, Sweep, read_sweep
-from megatron_fanformer.experiments.sweeps.init import write_sweep
-from megatron_fanformer.experiments.sweeps.tuning import choices, in_play
+from megatron_fanformer.experiments.intervals import FEWEST_SEEDS
+from megatron_fanformer.experiments.sweeps.cells import (
+    Cell,
+    Group,
+    Outcome,
+    Sweep,
+    groups_of,
+    metrics_of,
+    outcomes,
+    parameters_of,
+    read_sweep,
+    sweep_of,
+)
+from megatron_fanformer.experiments.sweeps.comparisons import choices, in_play
+from megatron_fanformer.experiments.sweeps.config import LOSS, OVERRIDDEN
 from megatron_fanformer.experiments.sweeps.verb import SweepOptions
+from megatron_fanformer.experiments.variants import VARIANTS, variant_like
 from megatron_fanformer.options import PROGRAM
 from megatron_fanformer.planning.flops import training_flops_per_token
 from megatron_fanformer.planning.machines import Machine, load_machine
 from megatron_fanformer.terminal import Row, plural, show, table
+from megatron_fanformer.training.config import RunConfig, advice, config_from_dict
+
+OF_ACTION = {
+    "jobs": "run",
+    "slurm": "run",
+    "gpu": "dry-run",
+    "config": "init",
+    "compare": "init",
+    "seeds": "init",
+    "overrides": "init",
+}
+"""The action that each option is for."""
+AXIS = "model"
+COMPARED = ("transformer", "fanformer")  # where nothing is named
+SUFFIXES = (".yaml", ".yml")
+HEADER = """\
+# {points}, from {base}: as many parameters, the same steps and data.
+# All have one learning rate, which may suit one of them best: `tune` finds that of each (docs/experiments.md#sweeps).
+#
+# Start: megatron-fanformer sweep {file} run
+
+"""
 
 
 def sweep(options: SweepOptions) -> None:
@@ -25,17 +65,14 @@ def sweep(options: SweepOptions) -> None:
         Interrupted: a signal stopped it.
         CellsFailed: cells failed.
     """
-    if options.jobs < 1:
+    if options.jobs is not None and options.jobs < 1:
         raise InputError(f"--jobs is {options.jobs}; it must be at least 1")
-    if options.jobs > 1 and (options.action != "run" or options.slurm is not None):
-        raise InputError("--jobs has no effect here; use it with run, without --slurm")
-    if options.slurm is not None and options.action != "run":
-        raise InputError(f"--slurm has no effect with {options.action}; use it with run")
-    if options.gpu is not None and options.action != "dry-run":
-        raise InputError(f"--gpu has no effect with {options.action}; use it with dry-run")
+    for name, action in OF_ACTION.items():
+        if getattr(options, name) not in (None, ()) and options.action != action:
+            given = options.overrides[0] if name == "overrides" else f"--{name}"
+            raise InputError(f"{given} has no effect with {options.action}; use it with {action}")
     if options.gpus is not None and options.gpu is None:
         raise InputError("--gpus has no effect without --gpu; add that, or leave it out")
-    _refuse_options_of_init(options)
     if options.action == "init":
         show(_written_lines(write_sweep(options)))
         return
@@ -51,7 +88,7 @@ def sweep(options: SweepOptions) -> None:
         case "run":
             from megatron_fanformer.experiments.sweeps.run import run_sweep
 
-            run_sweep(found, lambda line: show([line]), jobs=options.jobs)
+            run_sweep(found, lambda line: show([line]), jobs=options.jobs or 1)
             print(f"all cells are complete; sweep {options.file} report")
         case "status":
             show(_status_lines(found))
@@ -59,14 +96,6 @@ def sweep(options: SweepOptions) -> None:
             from megatron_fanformer.experiments.sweeps.report import summary, write_report
 
             show(summary(found.folder, write_report(found)))
-
-
-def _refuse_options_of_init(options: SweepOptions) -> None:
-    """Raise InputError where another action has what is for init alone."""
-    given = {"--config": options.config, "--compare": options.compare, "--seeds": options.seeds}
-    stray = [*(name for name, value in given.items() if value is not None), *options.overrides[:1]]
-    if options.action != "init" and stray:
-        raise InputError(f"{stray[0]} has no effect with {options.action}; use it with init")
 
 
 def _written_lines(found: Sweep) -> Iterator[str]:
@@ -184,3 +213,66 @@ def _duration(seconds: float | None) -> str:
     if minutes < 120:
         return f"{minutes:.1f} min"
     return f"{minutes / 60:.1f} h" if minutes < 48 * 60 else f"{minutes / 1440:.1f} days"
+
+
+# -- init
+
+
+def write_sweep(options: SweepOptions) -> Sweep:
+    """Write the file that `sweep FILE init` describes, checked as `run` would check it; returns the sweep.
+
+    Raises:
+        InputError: the file is there, nothing measures what is to be compared, or a cell could not be trained.
+    """
+    file, names = options.file, options.compare or COMPARED
+    if options.config is None:
+        raise InputError("init needs the configuration of a run; add --config RUN_YAML")
+    if file.suffix not in SUFFIXES:
+        raise InputError(f"{file} is no name for a sweep's file; name it NAME.yaml")
+    if file.exists():
+        raise InputError(f"{file} exists, and init replaces nothing; name another file")
+    if len(names) < 2 or len({*names}) < len(names) or not {*names} <= VARIANTS.keys():
+        raise InputError(f"--compare is {' '.join(names)}; name two or more of {', '.join(VARIANTS)}, each once")
+    overrides = read_overrides(options.overrides, advice=advice)
+    changes = dotted(overrides)
+    if own := [name for name in OVERRIDDEN if name in changes]:
+        raise InputError(f"--{own[0]} has no effect with init: each cell has its own; leave it out")
+    values = overlaid(read_values(options.config), overrides)
+    base = config_from_dict(values, report=lambda _notice: None)  # what it would say, the cells say
+    metric = metrics_of(base)[0]
+    if metric == LOSS:
+        raise InputError(
+            f"{options.config} has no validation, by which models are compared; set data.valid_data, or data.split "
+            "such as '95,5,0'"
+        )
+    values = {
+        "experiment": f"{names[0]} and {', '.join(names[1:])}",
+        "folder": str(file.with_suffix("")),
+        "base": os.path.relpath(os.path.realpath(options.config), os.path.realpath(file.parent)),  # through links, too
+        **({"changes": changes} if changes else {}),
+        "axes": {AXIS: {name: _changes(base, name) for name in names}},
+        "seeds": FEWEST_SEEDS if options.seeds is None else options.seeds,
+        "report": {
+            "compare": AXIS,
+            "baseline": names[0],
+            "primary": [[name, names[0]] for name in names[1:]],
+            "metric": metric,
+        },
+    }
+    sweep = sweep_of(file, values, needs_data=False, base_file=options.config)
+    # Sections as blocks, and what one point changes on its line, as in the sweeps that ship.
+    text = yaml.safe_dump(values, sort_keys=False, default_flow_style=None, width=110, allow_unicode=True)
+    header = HEADER.format(points=values["experiment"].capitalize(), base=values["base"], file=file)
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(file, header + text)
+    except OSError as error:
+        raise InputError(f"{file} cannot be written ({error.strerror}); name another file") from None
+    return sweep
+
+
+def _changes(base: RunConfig, name: str) -> dict[str, Any]:
+    """Return the fields of the model in which a variant differs from the run's."""
+    model = variant_like(base.model, name, divided_by=base.parallel.tensor_model_parallel_size)
+    before, after = (by_dotted_names(dataclasses.asdict(each)) for each in (base.model, model))
+    return {f"model.{field}": value for field, value in after.items() if before[field] != value}

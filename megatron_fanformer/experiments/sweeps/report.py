@@ -20,11 +20,24 @@ from megatron_fanformer.experiments.intervals import Mean, mean_of, too_little
 from megatron_fanformer.experiments.report.page import README, write_folder
 from megatron_fanformer.experiments.result import Cell as TableCell
 from megatron_fanformer.experiments.result import Finding, Result, Table, this_machine
-from megatron_fanformer.experiments.sweeps.cells import Group, Outcome, groups_of, outcomes, parameters_of, size_of
-from megatron_fanformer.experiments.sweeps.comparisons import axes_apart, comparisons, findings
+from megatron_fanformer.experiments.sweeps.cells import (
+    Group,
+    Outcome,
+    Sweep,
+    groups_of,
+    outcomes,
+    parameters_of,
+    size_of,
+)
+from megatron_fanformer.experiments.sweeps.comparisons import (
+    axes_apart,
+    choices,
+    compared,
+    comparisons,
+    findings,
+    in_play,
+)
 from megatron_fanformer.experiments.sweeps.config import FITTED
-from megatron_fanformer.experiments.sweeps.file import Sweep
-from megatron_fanformer.experiments.sweeps.tuning import choices, compared, in_play
 from megatron_fanformer.pictures import drawn, set_logarithmic
 from megatron_fanformer.planning.flops import training_flops_per_token
 

@@ -22,9 +22,8 @@ import yaml
 from megatron_fanformer.checkpoint.run_lock import run_lock
 from megatron_fanformer.durable_files import regular_file, write_atomically
 from megatron_fanformer.errors import FanformerError, InputError, Interrupted
-from megatron_fanformer.experiments.sweeps.cells import ENDING_EARLY, outcome, outcomes
-from megatron_fanformer.experiments.sweeps.file import Cell, Sweep
-from megatron_fanformer.experiments.sweeps.tuning import due, in_play, unfinished
+from megatron_fanformer.experiments.sweeps.cells import ENDING_EARLY, Cell, Sweep, outcome, outcomes
+from megatron_fanformer.experiments.sweeps.comparisons import due, in_play, unfinished
 from megatron_fanformer.processes import (
     SAVE_SIGNAL,
     end_with_owner,

@@ -30,8 +30,8 @@ class SweepOptions:
     (transformer fanformer)."""
     seeds: int | None = option(None, metavar="N")
     """With init: number of runs of each (3, the fewest that can show anything)."""
-    jobs: int = option(1, metavar="N")
-    """With run: number of cells to train at once, as several small models can share a GPU."""
+    jobs: int | None = option(None, metavar="N")
+    """With run: number of cells to train at once (1), as several small models can share a GPU."""
     slurm: Path | None = option(None, metavar="SCRIPT")
     """With run: write a Slurm array job from this script for single runs, and start nothing."""
     gpu: str | None = option(None, metavar="NAME_OR_FILE")
