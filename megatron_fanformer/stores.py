@@ -126,9 +126,14 @@ def with_attempts(
 
 
 def query(
-    url: str, function: Callable[[], Result], *, pauses: Sequence[float] | None = None, patience: float | None = None
+    url: str,
+    function: Callable[[], Result],
+    *,
+    pauses: Sequence[float] | None = None,
+    patience: float | None = None,
+    log: Callable[..., None] = logger.warning,
 ) -> Result:
-    """Call a function as `with_attempts` does, for a command that waits: failures are logged, the last is ours.
+    """Call a function as `with_attempts` does, for a command that waits: failures go to `log`, the last is ours.
 
     Args:
         function: connects anew each time.
@@ -141,7 +146,7 @@ def query(
     shown = redacted(url).rstrip("/")
 
     def report(attempt: int, reason: str) -> None:
-        logger.warning("%s, attempt %d: %s", shown, attempt, reason)
+        log("%s, attempt %d: %s", shown, attempt, reason)
 
     try:
         return with_attempts(

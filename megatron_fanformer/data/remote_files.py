@@ -13,6 +13,7 @@ import hashlib
 import io
 import logging
 import os
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -33,6 +34,7 @@ REQUEST_SECONDS = 20.0
 PAUSES_SECONDS = (0.5, 1.0, 2.0, 4.0, 8.0, *[16.0] * 6)
 # Less than runtime.distributed_timeout_minutes by default: the other ranks wait meanwhile.
 PATIENCE_SECONDS = 70.0
+SECONDS_BETWEEN_WARNINGS = 600.0
 # Of what drivers say of a file: names of its content, and what changes with it where there is none.
 _STRONG = ("ETag", "etag", "generation", "blob_id", "md5Hash", "content_md5", "Content-MD5")
 _WEAK = ("mtime", "Last-Modified", "LastModified", "last_modified", "modified", "updated", "created")
@@ -75,7 +77,7 @@ class RemoteFile:
             return b"".join(side_by_side(lambda at: self.read(min(PART_BYTES, offset + count - at), at), starts))
         if not count:
             return b""
-        content = _request(self.url, "cat_file", offset, offset + count, size=count)
+        content = _request(self.url, "cat_file", start=offset, end=offset + count, size=count)
         if content is None:
             raise CorruptError(f"{self.path} is no longer there; put it back and resume")
         return bytes(content)
@@ -93,6 +95,8 @@ def side_by_side(function: Callable[[Item], Result], items: Iterable[Item]) -> l
 
 # -- requests
 
+_warned_at = -SECONDS_BETWEEN_WARNINGS
+
 
 @functools.lru_cache(maxsize=64)
 def _driver(_process: int, url: str) -> Any:
@@ -106,7 +110,7 @@ def _driver_of(url: str) -> Any:
 
 
 def _request(
-    url: str, method: str, *arguments: Any, size: int | None = None, refused_is_missing: bool = False, **options: Any
+    url: str, method: str, *, size: int | None = None, refused_is_missing: bool = False, **options: Any
 ) -> Any:
     """Return what a method of a driver returns for a URL; None where there is no such file.
 
@@ -127,7 +131,7 @@ def _request(
         elif method == "cat_file" and not files.async_impl:
             options["cache_type"] = "none"  # by itself fsspec reads 5 MiB more
         try:
-            answer = getattr(files, method)(files._strip_protocol(url), *arguments, **options)
+            answer = getattr(files, method)(files._strip_protocol(url), **options)
         except NotImplementedError:
             raise InputError(f"{redacted(url)} cannot be listed; name the files, one by one or in a .blend") from None
         except Exception as error:  # drivers raise what they like
@@ -147,7 +151,14 @@ def _request(
             raise ConnectionError(f"{len(answer)} of {size} bytes came")
         return answer
 
-    return query(url, attempt, pauses=PAUSES_SECONDS, patience=PATIENCE_SECONDS)
+    def log(*message: Any) -> None:
+        """Log the first failure of a while as a warning: many requests wait for a store that is down."""
+        global _warned_at
+        is_first = time.monotonic() - _warned_at > SECONDS_BETWEEN_WARNINGS
+        _warned_at = time.monotonic() if is_first else _warned_at
+        logger.log(logging.WARNING if is_first else logging.DEBUG, *message)
+
+    return query(url, attempt, pauses=PAUSES_SECONDS, patience=PATIENCE_SECONDS, log=log)
 
 
 def _status_of(error: BaseException) -> int | None:

@@ -231,8 +231,11 @@ def test_a_server_without_ranges_is_an_error_at_once(folder: Path, tmp_path: Pat
         survey_data(config_of(url, tmp_path / "cache"))
 
 
-def test_a_store_that_stays_down_ends_the_run_with_one_line(folder: Path, tmp_path: Path) -> None:
+def test_a_store_that_stays_down_ends_the_run_with_one_line(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     plan = Plan()
+    monkeypatch.setattr(remote_files, "_warned_at", -1e9)
     with planned(folder, plan) as url:
         train = train_set(config_of(url, tmp_path / "cache"))
         plan._share = 1.0
@@ -240,6 +243,7 @@ def test_a_store_that_stays_down_ends_the_run_with_one_line(folder: Path, tmp_pa
             train[1]
     assert type(raised.value) is FanformerError and raised.value.exit_code == 1
     assert url in str(raised.value) and "\n" not in str(raised.value)
+    assert len([record for record in caplog.records if record.levelname == "WARNING"]) == 1
 
 
 def test_no_right_at_the_start_is_an_input_error_and_shows_no_secret(folder: Path, tmp_path: Path) -> None:
