@@ -2,10 +2,10 @@
 
 A process that has called `load` uses them, on real tensors in float32 or bf16; everywhere else their callers have
 PyTorch's operations. The kernels round a result once, where those round after each operation. Kept are those that save
-5% of a training step in bf16 or float32 on a CPU with AVX512-BF16 (docs/lab-log.md): attention and the loss head's
-softmax.
+3% of a training step in bf16 or float32 on a CPU with AVX512-BF16 (docs/lab-log.md).
 
-Shapes: of attention as in `attention`; c tokens of a chunk, v columns of the vocabulary.
+Shapes: of attention as in `attention`; c tokens of a chunk, v columns of the vocabulary, f inner size of the MLP; of
+products as in `matrices`.
 """
 
 import ctypes
@@ -31,7 +31,8 @@ OPTIONS = (
 )
 MOST_SECONDS = 120  # to build them
 TYPES = (torch.float32, torch.bfloat16)
-BYTES_OF_A_WORD = 4  # what a product's factors are made of
+BYTES_OF_A_WORD = 4  # a product's factors are made of words
+MOST_BYTES_OF_A_VECTOR = 64
 
 _library: Any = None
 _problem: str | None = "nobody asked for them"
@@ -109,13 +110,40 @@ def reach(*tensors: Tensor) -> bool:
     Simulated tensors have no content, and a tracer would not see what is done by pointers.
     """
     return _library is not None and all(
-        type(tensor) in (Tensor, Parameter)
-        and tensor.device.type == "cpu"
-        and tensor.stride(-1) == 1
-        and tensor.dtype in TYPES
-        and tensor.dtype == tensors[0].dtype
-        for tensor in tensors
+        _in_memory(tensor) and tensor.dtype in TYPES and tensor.dtype == tensors[0].dtype for tensor in tensors
     )
+
+
+def _in_memory(tensor: Tensor) -> bool:
+    return type(tensor) in (Tensor, Parameter) and tensor.device.type == "cpu" and tensor.stride(-1) == 1
+
+
+def swiglu(gate_and_up: Tensor) -> Tensor:
+    """silu(gate) * up: [..., 2 f] -> [..., f]."""
+    gate_and_up, width = gate_and_up.contiguous(), gate_and_up.shape[-1] // 2
+    out = gate_and_up.new_empty(*gate_and_up.shape[:-1], width)
+    _call("swiglu", gate_and_up, out, out.numel() // width, width)
+    return out
+
+
+def swiglu_backward(gate_and_up: Tensor, grad: Tensor) -> Tensor:
+    """Return the gradient of [gate | up]."""
+    gate_and_up, grad = gate_and_up.contiguous(), grad.contiguous()
+    grad_both = torch.empty_like(gate_and_up)
+    _call("swiglu_backward", gate_and_up, grad, grad_both, grad.numel() // grad.shape[-1], grad.shape[-1])
+    return grad_both
+
+
+def reaches_product(sum_oh: Tensor, grad_no: Tensor, x_nh: Tensor) -> bool:
+    """Return whether `add_product` can take them: a float32 sum whose rows are whole vectors."""
+    is_whole = sum_oh.shape[-1] * sum_oh.element_size() % MOST_BYTES_OF_A_VECTOR == 0
+    return reach(grad_no, x_nh) and _in_memory(sum_oh) and sum_oh.dtype == torch.float32 and is_whole
+
+
+def add_product(sum_oh: Tensor, grad_no: Tensor, x_nh: Tensor) -> None:
+    """Add the product of the second, transposed, and the third to the sums."""
+    strides = grad_no.stride(0), x_nh.stride(0), sum_oh.stride(0)
+    _call("add_product", grad_no, strides[0], x_nh, strides[1], sum_oh, strides[2], len(x_nh), *sum_oh.shape)
 
 
 def softmax(logits_cv: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,8 +1,8 @@
 """Element-wise functions of a layer (SwiGLU, RMSNorm, rotary positions), their gradients written out in few passes.
 
 On a CPU each operation of PyTorch is a pass over memory of its own, and automatic differentiation makes more of them.
-Outputs are rounded as PyTorch's own operations round them, bit for bit in float32; only the gradients are summed
-differently.
+Outputs are rounded as PyTorch's own operations round them, bit for bit in float32 (but SwiGLU's, where a kernel of
+`cpu_kernels` computes it); only the gradients are summed differently.
 
 Shapes: h hidden size, f inner size of the MLP, s sequence, b micro batch, n heads, d head size.
 """
@@ -12,6 +12,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from megatron_fanformer.ops import cpu_kernels
 
 
 def swiglu(gate_and_up: Tensor) -> Tensor:
@@ -23,12 +25,16 @@ class _SwiGLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate_and_up: Tensor) -> Tensor:
         ctx.save_for_backward(gate_and_up)
+        if cpu_kernels.reach(gate_and_up):
+            return cpu_kernels.swiglu(gate_and_up)
         gate, up = gate_and_up.chunk(2, dim=-1)
         return F.silu(gate).mul_(up)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         (gate_and_up,) = ctx.saved_tensors
+        if cpu_kernels.reach(gate_and_up, grad):
+            return cpu_kernels.swiglu_backward(gate_and_up, grad)
         gate, up = gate_and_up.chunk(2, dim=-1)
         grad_both = torch.empty_like(gate_and_up)
         grad_gate, grad_up = grad_both.chunk(2, dim=-1)
