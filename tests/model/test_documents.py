@@ -1,7 +1,6 @@
 """Attention within documents: the model computes of packed documents what it computes of each alone."""
 
 import dataclasses
-import math
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -11,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_fanformer.model.build import build_stages
 from megatron_fanformer.model.config import FANformerConfig
 from megatron_fanformer.model.kernels import KernelsConfig
 from megatron_fanformer.model.layout_rules import document_problems
@@ -19,16 +17,13 @@ from megatron_fanformer.model.local_layers import TorchCoreAttention
 from megatron_fanformer.parity.reordering import Reordering
 from megatron_fanformer.parity.tensor_parts import gather_gradients, gradient_parts
 from megatron_fanformer.parity.trial import TrialConfig, prepared
-from megatron_fanformer.runtime import pipeline
 from megatron_fanformer.runtime.layout import ParallelConfig
-from megatron_fanformer.runtime.parallel import rank_grid
 from megatron_fanformer.runtime.pipeline import packed_documents
 from megatron_fanformer.training.optimizer import OptimizerConfig
 from megatron_fanformer.training.step import attempt_step
 from tests.tiny import tiny_model
 from tests.training.layouts import layout, ranks_of
 
-ROUNDED = 5e-6  # of the largest logit: float32 products of other rows
 SAME = 1e-6  # a loss, or the norm of a gradient's difference, relative: float32 sums in another order
 SEQ_LENGTH, SAMPLES, MICRO_BATCH = 32, 4, 2
 # Of each sample; documents of one token, of equal length side by side, and a sample that is one document.
@@ -171,44 +166,6 @@ def assert_same(together: list[tuple[float, int, list[Any]]], one_by_one: list[t
         assert (found[name] - gradient).norm() <= SAME * gradient.norm(), name
 
 
-# -- one document and the others
-
-
-def all_logits(lengths: list[int], tokens: Tensor) -> list[Tensor]:
-    """The logits of each document of one row, [tokens, vocabulary] each."""
-    ids = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths)).unsqueeze(0)
-    positions = torch.arange(len(tokens)).unsqueeze(0)
-    with rank_grid(ParallelConfig(), "cpu") as grid, torch.no_grad():
-        (stage,) = build_stages(TRIAL.model, ParallelConfig(), grid, dtype=torch.float32, seed=3, kernels=TRIAL.kernels)
-        logits = stage(tokens.unsqueeze(0), positions, None, packed_seq_params=packed_documents(ids, "cpu"))
-    return list(logits.squeeze(0).split(lengths))
-
-
-def changed_documents() -> dict[str, list[float]]:
-    """How far the logits of each document move when the second one changes: its tokens, or its length."""
-    lengths, shorter = [7, 9, 9, 5, 2], [7, 4, 9, 5, 2]
-    tokens = torch.randint(100, (sum(lengths),), generator=torch.Generator().manual_seed(2))
-    other = tokens.clone()
-    other[7] = (other[7] + 1) % 100
-    cut = torch.cat([tokens[:11], tokens[16:]])
-    before = all_logits(lengths, tokens)
-    return {
-        what: [
-            float((old - new).abs().max() / old.abs().max()) if old.shape == new.shape else math.inf
-            for old, new in zip(before, all_logits(*after), strict=True)
-        ]
-        for what, after in {"tokens": (lengths, other), "length": (shorter, cut)}.items()
-    }
-
-
-def test_a_changed_document_leaves_the_others(run_on_ranks: RunOnRanks) -> None:
-    """Every bit of them; where its length changes, later ones are other rows of a product and may round otherwise."""
-    (moved,) = run_on_ranks(1, changed_documents)
-    assert [by == 0 for by in moved["tokens"]] == [True, False, True, True, True]
-    assert moved["length"][0] == 0 and moved["length"][1] == math.inf
-    assert max(moved["length"][2:]) < ROUNDED
-
-
 # -- the parts
 
 
@@ -244,33 +201,6 @@ def test_attention_is_that_of_the_mask_and_does_no_work_for_other_documents() ->
     grads = [torch.autograd.grad(x, (query, key, value), grad.flatten(1)) for x in (found, expected)]
     for ours, theirs in zip(*grads, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
-
-
-def test_rotary_positions_begin_anew_in_every_document() -> None:
-    from megatron.core.models.common.embeddings import rope_utils
-
-    lengths = [3, 1, 8, 4]
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(sum(lengths), 2, 8, generator=generator, requires_grad=True)
-    angles = torch.rand(16, 1, 1, 4, generator=generator).repeat(1, 1, 1, 2)  # of as many positions as there are tokens
-    group = mock.Mock(size=lambda: 1, rank=lambda: 0)
-    packed = rope_utils._apply_rotary_pos_emb_thd(x, bounds_of(lengths), angles, cp_group=group)
-    alone = [
-        rope_utils._apply_rotary_pos_emb_bshd(own.unsqueeze(1), angles[: len(own)]).squeeze(1)
-        for own in x.split(lengths)
-    ]
-    assert torch.equal(packed, torch.cat(alone))
-
-
-def test_parts_of_a_row_go_back_to_its_samples() -> None:
-    whole = 1 + torch.arange(24).view(3, 8)  # ranks' parts are of 6
-    parts = []
-    for rank in range(4):
-        cp = mock.Mock(rank=lambda rank=rank: rank)
-        grid = mock.Mock(context_parallel_size=4, exchanges_heads=True, groups=mock.Mock(cp=cp))
-        parts.append(pipeline._among_samples(whole.shape, grid, pipeline.own_positions(whole.view(1, -1), grid)))
-    assert torch.equal(sum(parts), whole)
-    assert [int(part.count_nonzero()) for part in parts] == [6, 6, 6, 6]
 
 
 def test_documents_end_where_samples_do() -> None:

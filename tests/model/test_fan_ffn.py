@@ -10,11 +10,10 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
 from megatron_fanformer.checkpoint import optimizer_state
 from megatron_fanformer.formats.name_table import expected_shapes
-from megatron_fanformer.model.build import build_stages
 from megatron_fanformer.model.config import FANConfig, with_same_parameters
 from megatron_fanformer.model.fan_functions import FANOutput, FANShard
 from megatron_fanformer.model.initialization import initial_std
-from megatron_fanformer.runtime.parallel import ParallelConfig, rank_grid
+from megatron_fanformer.runtime.parallel import ParallelConfig
 from megatron_fanformer.runtime.seeding import generator_for
 from tests.plain_model import from_transformers, train_plain
 from tests.tiny import tiny_model
@@ -70,17 +69,6 @@ def test_training_is_the_plain_models(run_on_ranks: Any, stream: torch.Tensor, d
         assert (trained[name] - weight).norm() < 1e-3 * moved, name
 
 
-def test_stock_megatron_is_told_that_it_cannot_build_them() -> None:
-    """Its MLP would apply its own activation between the two."""
-    from megatron.core.transformer.transformer_config import TransformerConfig
-
-    from megatron_fanformer.model.fan_ffn import FANColumnParallelLinear
-
-    config = TransformerConfig(num_layers=1, hidden_size=32, num_attention_heads=4)
-    with pytest.raises(ValueError, match="stock Megatron-LM cannot build placement ffn"):
-        FANColumnParallelLinear(32, 48, fan=MODEL.fan, bias=False, skip_bias_add=True, config=config)
-
-
 def test_each_map_is_drawn_as_the_one_that_it_replaces() -> None:
     names = [f"decoder.layers.3.mlp.linear_fc{number}.weight" for number in (1, 2)]
     assert [initial_std(MODEL, name) ** -2 for name in names] == pytest.approx([32, 2 * 48 * 4])
@@ -94,16 +82,6 @@ def test_parameters_are_counted(bias: bool) -> None:
     twin = dataclasses.replace(model, fan=FANConfig(placement="none"))
     same = with_same_parameters(model, 1)
     assert same.num_parameters == pytest.approx(twin.num_parameters, abs=3 * 32 * model.num_layers)
-
-
-def built_shapes() -> dict[str, tuple[int, ...]]:
-    with rank_grid(ParallelConfig(), "cpu") as grid:
-        (stage,) = build_stages(MODEL, ParallelConfig(), grid, dtype=torch.float32, seed=0)
-        return {name: tuple(parameter.shape) for name, parameter in stage.named_parameters()}
-
-
-def test_what_is_built_has_the_tables_shapes(run_on_ranks: Any) -> None:
-    assert run_on_ranks(1, built_shapes) == [expected_shapes(MODEL, "megatron")]
 
 
 @pytest.mark.parametrize("cuts", [(), (1,), (17, 58), (30, 31, 32)])

@@ -9,7 +9,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from megatron_fanformer.model.build import build_stages, sharded_state
 from megatron_fanformer.model.config import FANConfig, FANformerConfig
 from megatron_fanformer.model.fan_functions import Activation, FANActivation, FANOutput, FANShard
-from megatron_fanformer.model.fan_layer import FANProjection
 from megatron_fanformer.model.local_layers import TorchCoreAttention
 from megatron_fanformer.runtime.local_shards import local_shards
 from megatron_fanformer.runtime.parallel import ParallelConfig, rank_grid
@@ -54,58 +53,6 @@ def test_a_large_bf16_phase_is_taken_in_float32() -> None:
     x_f = activation(phases, phases.shape[-1])
     exact = torch.cat([phases.double().cos(), phases.double().sin()], -1)
     torch.testing.assert_close(x_f.double(), exact, atol=2**-8, rtol=0)  # one bf16 rounding of a value below 1
-
-
-def tensor_parallel_projection(fan: FANConfig, x: torch.Tensor, cotangent: torch.Tensor) -> Any:
-    """X_F, this rank's weight pieces and their gradients, and X's gradient, for the layer's FAN map at TP = world."""
-    world = torch.distributed.get_world_size()
-    parallel = ParallelConfig(tensor_model_parallel_size=world)
-    with rank_grid(parallel, "cpu") as grid:
-        seed_everything(0)
-        config = FANformerConfig(**{**CONFIG.__dict__, "fan": fan})
-        (stage,) = build_stages(config, parallel, grid, dtype=torch.float32, seed=5)
-        projection = stage.decoder.layers[0].self_attention.fan
-        assert isinstance(projection, FANProjection)
-        x = x.clone().requires_grad_()
-        (x_f,) = projection(x)
-        # behind the layer each rank has its own part of the gradient: here a world-th of the whole
-        x_f.backward(cotangent / world)
-        weight = projection.linear.weight
-        pieces = [
-            (shard.global_slice(), weight.grad[start:end].clone())
-            for shard, (_, start, end, _) in zip(
-                [
-                    s
-                    for s in local_shards(sharded_state(stage, grid))
-                    if s.key.endswith("layers.0.self_attention.fan.linear.weight")
-                ],
-                projection.shard.row_ranges(),
-                strict=True,
-            )
-        ]
-        return x_f.detach(), x.grad, pieces
-
-
-@pytest.mark.parametrize(
-    "fan",
-    [
-        FANConfig(p_ratio=0.125, activation="gelu"),
-        *(pytest.param(fan, marks=pytest.mark.full) for fan in (FANConfig(), FANConfig(p_ratio=0.0))),
-    ],
-)
-def test_the_column_form_equals_the_single_rank(run_on_ranks: Any, fan: FANConfig) -> None:
-    generator = torch.Generator().manual_seed(1)
-    x = torch.randn(5, 2, 64, generator=generator)
-    cotangent = torch.randn(5, 2, 64, generator=generator)
-    single_x_f, single_x_grad, single_pieces = run_on_ranks(1, tensor_parallel_projection, fan, x, cotangent)[0]
-    whole = torch.zeros(64 - int(fan.p_ratio * 64), 64)
-    for where, gradient in single_pieces:
-        whole[where] = gradient
-    for x_f, x_grad, pieces in run_on_ranks(4, tensor_parallel_projection, fan, x, cotangent):
-        torch.testing.assert_close(x_f, single_x_f, atol=1e-6, rtol=1e-6)
-        torch.testing.assert_close(x_grad, single_x_grad, atol=1e-5, rtol=1e-5)
-        for where, gradient in pieces:
-            torch.testing.assert_close(gradient, whole[where], atol=1e-5, rtol=1e-5)
 
 
 def initial_pieces(parallel: ParallelConfig, untied: bool, seed: int) -> list[Any]:

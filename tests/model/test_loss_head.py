@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_fanformer.errors import InputError
 from megatron_fanformer.model.build import build_stages
 from megatron_fanformer.model.config import FANformerConfig
 from megatron_fanformer.model.kernels import KernelsConfig
@@ -274,50 +273,6 @@ def test_no_tensor_is_larger_than_a_chunks_logits_or_the_weight(
     assert elements == (weight_elements if is_differentiated else max(weight_elements, 24 * 256))
     (plains,) = run_on_ranks(1, largest_tensor, problem, plain(), is_differentiated)
     assert plains == TOKENS * 256 > 2 * elements
-
-
-def test_another_head_than_ours_refuses_a_z_loss(run_on_ranks: RunOnRanks) -> None:
-    assert run_on_ranks(1, refused_z_loss) == ["training.z_loss_coefficient is 0.1"]
-
-
-def refused_z_loss() -> str:
-    way = plain()._replace(z_loss_coefficient=0.1)
-    with rank_grid(way.parallel, "cpu") as grid, pytest.raises(InputError) as refused:
-        last_stage(way, grid, CONFIG, torch.float32)
-    return str(refused.value).partition(",")[0]
-
-
-def test_the_default_chunk_has_a_fixed_size_of_logits() -> None:
-    kernels = KernelsConfig()
-    assert kernels.loss_chunk_tokens(50304, 4, on_cpu=True) == 200 * 2**20 // (4 * 50304) // 64 * 64 == 1024
-    assert kernels.loss_chunk_tokens(50304, 2, on_cpu=False) == 65 * 64
-    assert kernels.loss_chunk_tokens(50304 // 2, 4, on_cpu=True) == 2048
-    assert kernels.loss_chunk_tokens(2**20, 4, on_cpu=True) == 50
-    assert kernels.loss_chunk_tokens(10**9, 4, on_cpu=True) == 1
-    assert KernelsConfig(loss_head_chunk_tokens=5).loss_chunk_tokens(50304, 4, on_cpu=True) == 5
-
-
-def evaluated(problem: Problem, way: Way) -> tuple[Tensor, bool, Tensor]:
-    """Losses without gradients, whether they could be differentiated, and the logits where no labels are given."""
-    with rank_grid(way.parallel, "cpu") as grid:
-        stage = last_stage(way, grid, UNTIED, torch.float32)
-        (wrapped,) = wrap_stages([stage], way.parallel)
-        head_weight(stage).data.copy_(problem.weight_vh)
-        wrapped.zero_grad_buffer()
-        with torch.no_grad():
-            losses_sb = head_losses(stage, problem.x_sbh.clone().requires_grad_(), problem)
-            logits, _ = stage.output_layer(problem.x_sbh)
-        assert not head_weight(stage).main_grad.any()
-        return losses_sb, losses_sb.requires_grad, logits
-
-
-def test_without_gradients_there_are_losses_alone_and_without_labels_logits(run_on_ranks: RunOnRanks) -> None:
-    problem = Problem.drawn()
-    ((losses_sb, is_differentiable, logits),) = run_on_ranks(1, evaluated, problem, fused(7))
-    assert not is_differentiable
-    assert error(losses_sb, exact(problem).losses_sb * problem.mask_sb) < SAME_FP32
-    assert (losses_sb[problem.mask_sb == 0] == 0).all()
-    assert torch.equal(logits, problem.x_sbh @ problem.weight_vh.t())
 
 
 # -- weights that the gradient is not of

@@ -13,7 +13,6 @@ import pytest
 import torch
 from megatron.core import parallel_state
 from megatron.core.transformer import transformer_block
-from megatron.core.transformer.spec_utils import ModuleSpec, import_module
 
 from megatron_fanformer.checkpoint import megatron_versions
 from megatron_fanformer.checkpoint.tensor_table import read_table
@@ -138,28 +137,6 @@ def test_sequence_parallel_in_stock_megatron(run_on_ranks: Any) -> None:
     """Our norm stands in for Transformer Engine's: stock Megatron's own choice without it refuses, as below."""
     for stock, ours, _ in run_on_ranks(2, stock_and_ours, MODEL, layout("tp=2,sp=true"), SPEC, RMSNorm):
         assert_same(stock, ours)
-
-
-def refusal_of_sequence_parallel() -> str:
-    parallel = layout("tp=2,sp=true")
-    with rank_grid(parallel, "cpu"):
-        seed_everything(0)
-        with pytest.raises(AssertionError) as refusal:
-            stock_model(MODEL, parallel, SPEC)
-        return str(refusal.value)
-
-
-def test_stock_megatron_refuses_sequence_parallel_without_the_engine(run_on_ranks: Any) -> None:
-    """Its final norm is then torch's. The documentation says so: if this fails, it can say something better."""
-    assert all("sequence parallel not supported" in text for text in run_on_ranks(2, refusal_of_sequence_parallel))
-
-
-def test_the_spec_is_an_object_that_carries_its_settings() -> None:
-    """Megatron-LM calls nothing that --spec names."""
-    for spec, p_ratio in ((SPEC, 0.25), (MY_SPEC, 0.125)):
-        layer = import_module(spec)
-        assert isinstance(layer, ModuleSpec)
-        assert layer.submodules.self_attention.params["fan"] == FANConfig(p_ratio=p_ratio)
 
 
 def stock_metadata() -> dict[str, Any]:

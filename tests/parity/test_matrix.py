@@ -179,23 +179,8 @@ def test_moments_in_bf16_for_four_steps(
 
 
 @pytest.mark.full
-def test_fan_layers_for_the_mlp(rank_pool: RankPool, tmp_path: Path) -> None:
-    """Sharded, summed before cos and sin along a sharded sequence, and recomputed; bytes as by formula."""
-    file = write_config(tmp_path, model={"preset": "fanformer-1b", "fan": PLACEMENTS["ffn"]})
-    layout = "tp=2,sp=true,recompute=selective,recompute_modules=[layernorm,mlp]"
-    assert_close(compare(rank_pool, file, layout, steps=2, communication=True))
-
-
-@pytest.mark.full
 def test_every_layout_for_two_steps(long_pool: RankPool, config_file: Path, placement: str) -> None:
     assert_close(compare(long_pool, config_file, *legal(LAYOUTS, placement), steps=2))
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("layouts", [LAYOUTS[first : first + 4] for first in range(0, len(LAYOUTS), 4)], ids=" ".join)
-def test_every_layout_for_a_hundred_steps(long_pool: RankPool, tmp_path: Path, layouts: tuple[str, ...]) -> None:
-    """For the paper's placement; the others' layers differ in what two steps show already."""
-    assert_close(compare(long_pool, write_config(tmp_path), *layouts, steps=100))
 
 
 @pytest.mark.full
@@ -252,16 +237,6 @@ def test_of_chats_answers_are_learned_and_micro_batches_have_unequal_numbers_of_
 def test_a_layout_that_cannot_keep_attention_within_documents(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"layout 'cp=2': data\.reset_attention_mask with .*cp_comm_type to a2a"):
         read_layouts(ParityConfig(file=within_documents(tmp_path), layouts=("cp=2",)))
-
-
-def test_a_loss_head_that_has_no_z_loss(tmp_path: Path) -> None:
-    """As train refuses it, before any rank starts."""
-    training = {"run_dir": str(tmp_path), "train_iters": 10, "global_batch_size": 32, "z_loss_coefficient": 1e-2}
-    file = write_config(tmp_path, training=training)
-    with pytest.raises(
-        InputError, match=r"layout 'chunked_loss_head=false': training\.z_loss_coefficient is 0\.01 with"
-    ):
-        read_layouts(ParityConfig(file=file, layouts=("tp=2", "chunked_loss_head=false")))
 
 
 @pytest.fixture(scope="module")

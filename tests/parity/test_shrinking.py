@@ -67,10 +67,3 @@ def test_ratios_are_kept(name: str) -> None:
     assert small.padded_vocab_size > small.vocab_size
     assert bool(small.periodic_size) == bool(model.periodic_size)
     assert small.fan.placement == model.fan.placement
-
-
-def test_what_changed_is_named() -> None:
-    small = shrink(MODELS["few periodic rows"], 1, [LAYOUTS["tp2"]])
-    assert "num_layers 16 -> 4" in small.changes
-    assert any(change.startswith("fan.p_ratio") for change in small.changes)
-    assert not any(change.startswith("layernorm_epsilon") for change in small.changes)
