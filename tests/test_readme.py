@@ -12,7 +12,7 @@ from megatron_fanformer.experiments.probes.command import read_settings
 from megatron_fanformer.experiments.sweeps.cells import read_sweep
 from megatron_fanformer.experiments.variants import VARIANTS
 from megatron_fanformer.model.config import PRESETS
-from megatron_fanformer.parity.config import read_layouts
+from megatron_fanformer.parity.verb import read_layouts
 from megatron_fanformer.sizing.command import read_request
 from megatron_fanformer.training.config import load_config
 from tests.shown_commands import COMMANDS, NOT_OURS, NOT_RUN, PYTHON, PYTHON_NOT_RUN, READERS_OWN, Shown

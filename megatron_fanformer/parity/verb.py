@@ -1,12 +1,21 @@
-"""The verb `parity`, and its options; imports nothing that is slow."""
+"""The verb `parity`: its options, and the layouts that it compares, checked before torch is imported."""
 
+import dataclasses
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
+from megatron_fanformer.durable_files import file_problems, write_atomically
+from megatron_fanformer.errors import InputError, collect_problems
 from megatron_fanformer.model.kernels import TransformerImpl
 from megatron_fanformer.options import ANY_FIELD, Verb, option, overrides, path_or_none
 from megatron_fanformer.runtime import device
+from megatron_fanformer.terminal import phases, show
+
+if TYPE_CHECKING:
+    from megatron_fanformer.model.layouts import Layout
+    from megatron_fanformer.training.config import RunConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,10 +44,77 @@ class ParityConfig:
 
 
 def _parity(config: ParityConfig) -> None:
-    device.prepare_libraries()
-    from megatron_fanformer.parity.command import parity
+    """Compare layouts, print the table, and write the report.
 
-    parity(config)
+    Raises:
+        InputError: the configuration, a layout or the report's folder is wrong.
+        DivergenceError: a layout does not compute the same model.
+    """
+    device.prepare_libraries()
+    if problems := file_problems(report=config.report):
+        raise InputError("\n".join(problems))
+    run, named = read_layouts(config)
+    from megatron_fanformer.runtime import megatron_cpu  # imports torch, so after errors are reported
+
+    megatron_cpu.install()
+    from megatron_fanformer.parity.report import as_json, report_lines
+    from megatron_fanformer.parity.run import run_layouts
+
+    with phases("starting ranks") as report:
+        result = run_layouts(config, run, named, report=lambda name: report(f"training: {name}"))
+    show(report_lines(result))
+    if config.report is not None:
+        write_atomically(config.report, as_json(result, str(config.file)))
+    result.check()
+
+
+def read_layouts(config: ParityConfig) -> "tuple[RunConfig, dict[str, Layout]]":
+    """Return the configuration, and the layouts by their names, each checked on the configuration at its full size.
+
+    Raises:
+        InputError: the configuration or a layout is wrong; every problem, one line each.
+    """
+    from megatron_fanformer.model.layouts import own_layout, parse_layout
+    from megatron_fanformer.training.config import load_config
+
+    run = load_config(config.file, config.overrides)
+    run = dataclasses.replace(
+        run,
+        kernels=dataclasses.replace(run.kernels, transformer_impl=config.transformer_impl),
+        # Layouts are checked against bounds, not bit for bit: a GPU's libraries need not be deterministic.
+        runtime=dataclasses.replace(run.runtime, device=config.device, deterministic_mode=False),
+    )
+    problems = [] if config.steps >= 1 else [f"--steps is {config.steps}; it must be at least 1"]
+    named = {} if config.layouts else dict([own_layout(run.parallel, run.kernels)])
+    for text in config.layouts:
+        layout = collect_problems(problems, partial(parse_layout, text, config.transformer_impl))
+        named |= {} if layout is None else {text: layout}
+    for section in (run.model, run.runtime, run.optimizer, run.training):  # data is not read
+        problems += section.problems()
+    for text, layout in named.items() if not problems else ():
+        problems += [f"layout {text!r}: {problem}" for problem in _layout_problems(run, layout)]
+    if problems:
+        raise InputError("\n".join(problems))
+    return run, named
+
+
+def _layout_problems(run: "RunConfig", layout: "Layout") -> list[str]:
+    from megatron_fanformer.model.layout_rules import (
+        batch_problems,
+        document_problems,
+        layout_problems,
+        z_loss_problems,
+    )
+
+    batch, micro = run.training.global_batch_size, run.training.micro_batch_size
+    # the rules of a model and a batch take a layout that is valid by itself
+    return layout.problems() or [
+        *layout_problems(run.model, layout.parallel),
+        *run.optimizer.joint_problems(layout.parallel),
+        *z_loss_problems(run.training.z_loss_coefficient, layout.kernels),
+        *(document_problems(layout.parallel, layout.kernels) if run.data.reset_attention_mask else ()),
+        *batch_problems(layout.parallel, layout.parallel.data_parallel_size or 1, batch, micro),
+    ]
 
 
 PARITY = Verb(

@@ -7,12 +7,11 @@ import pytest
 import torch
 
 from megatron_fanformer.errors import InputError
-from megatron_fanformer.parity.config import read_layouts
 from megatron_fanformer.parity.reordering import Reordering
 from megatron_fanformer.parity.run import ParityResult, trial_of
 from megatron_fanformer.parity.shrinking import shrink
 from megatron_fanformer.parity.trial import Samples
-from megatron_fanformer.parity.verb import ParityConfig
+from megatron_fanformer.parity.verb import ParityConfig, read_layouts
 from megatron_fanformer.runtime.rank_pool import RankPool
 from tests.parity.test_parity import compare, write_config
 
