@@ -132,13 +132,6 @@ def test_a_pipeline_of_uneven_stages() -> None:
     assert time.seconds == pytest.approx(9 * (3 * layer + head) + 5 * layer)
 
 
-def test_chunks_divide_the_bubble() -> None:
-    plain, interleaved = (
-        step_time(job(pp=4, virtual_pipeline_model_parallel_size=chunks), PLAIN) for chunks in (None, 2)
-    )
-    assert interleaved.parts["pipeline bubble"] == pytest.approx(plain.parts["pipeline bubble"] / 2)
-
-
 @pytest.mark.parametrize(
     ("chunks", "micro_batches", "exchanges"),
     [
@@ -178,16 +171,6 @@ def test_tensor_parallel_bytes_are_those_of_the_communication_formula(layout: di
         if x.group == "tp"
     )
     assert slow.seconds - free.seconds == pytest.approx(expected)
-
-
-def test_the_local_layers_gather_keys_and_values() -> None:
-    machine = dataclasses.replace(PLAIN, domain=Link(bytes_per_second=1e9, efficiency=1.0, latency_seconds=0.0))
-    local = dataclasses.replace(job(cp=2), layers="local")
-    lines = [line for line in communication(local, 0) if line.group == "cp"]
-    expected = sum(collective_seconds(Term("cp", x.kind, "", x.message_bytes, x.calls), 2, 1, machine) for x in lines)
-    assert step_time(local, machine).exposed["cp"] == pytest.approx(expected)
-    engine = job(cp=2, cp_comm_type="all_gather")  # keeps none of them, and gathers them in backward, too
-    assert step_time(engine, machine).exposed["cp"] == pytest.approx(3 / 2 * expected)
 
 
 def test_replicas_communicate_beside_the_last_backward() -> None:
@@ -300,23 +283,6 @@ def test_muon_multiplies_in_its_own_format_whatever_weights_are_in() -> None:
     remedy = "in bf16 is not known of plain; change optimizer.name, or give the machine's bf16_flops_per_second"
     with pytest.raises(InputError, match=remedy):
         step_time(in_fp32, alone)
-
-
-@pytest.mark.parametrize("tp", [1, 2])
-def test_muons_exchanges_wait_for_the_rank_that_receives_most(tp: int) -> None:
-    """An owner of the MLP's first map gets all of it, and sends it back; each rank sends its share of all matrices."""
-    layout = {"tp": tp, "sequence_parallel": tp > 1, "fan_form": "sequence" if tp > 1 else "column"}
-    many, few = (
-        MatrixUpdates(dataclasses.replace(job(dp=dp, **layout), optimizer=OPTIMIZERS["muon"]), 0) for dp in (64, 2)
-    )
-    largest = 2 * MODEL.ffn_hidden_size * MODEL.hidden_size
-    assert [term.message_bytes for term in many.longest_terms()] == [2 * largest, 2 * largest]  # one a rank, in bf16
-    of_all = sum(matrix.rows * matrix.columns * (tp if matrix.is_replicated else 1) for matrix in few.matrices)
-    assert min(term.message_bytes for term in few.longest_terms()) >= 2 * of_all // (2 * tp)
-    for updates, ranks in ((many, 64 * tp), (few, 2 * tp)):
-        sent = [[term.message_bytes for term in updates.terms(rank)] for rank in range(ranks)]
-        longest = [term.message_bytes for term in updates.longest_terms()]
-        assert longest[0] >= max(each[0] for each in sent) and longest[1] >= max(each[1] for each in sent)
 
 
 FASTER = {

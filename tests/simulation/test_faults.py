@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -30,12 +29,6 @@ def sound() -> SimulatedRank:
     simulated = last_stage()
     assert simulated.communication_differences() == []
     return simulated
-
-
-def drop_an_all_reduce(patch: pytest.MonkeyPatch) -> None:
-    """Of the gradients of norms, each rank of which saw its own part of the sequence."""
-    module = importlib.import_module("megatron.core.distributed.finalize_model_grads")  # a function's name, too
-    patch.setattr(module, "_allreduce_non_tensor_model_parallel_grads", lambda *_, **__: None)
 
 
 def double_a_gather(patch: pytest.MonkeyPatch) -> None:
@@ -67,7 +60,6 @@ def forget_the_head(patch: pytest.MonkeyPatch) -> None:
 
 
 FAULTS: list[tuple[Callable[[pytest.MonkeyPatch], None], set[str]]] = [
-    (drop_an_all_reduce, {"tp all-reduce"}),
     (double_a_gather, {"tp all-gather"}),
     (pad_buckets_otherwise, {"dp_cp all-gather", "dp_cp reduce-scatter"}),
     (

@@ -1,11 +1,8 @@
 """The formula of communication against the count of it, in worlds of many ranks, one rank of every stage."""
 
-import pytest
-
 from megatron_fanformer.simulation.rank import run_rank
 from megatron_fanformer.simulation.ranks import first_rank_of_each_stage
 from megatron_fanformer.training.config import RunConfig
-from tests.simulation.drawn import describe, draw
 from tests.simulation.runs import run_config
 
 
@@ -29,18 +26,3 @@ def test_a_world_of_1024_ranks() -> None:
         recompute_modules=["core_attn", "mlp"],
     )
     assert differences(config, 1024) == []
-
-
-SEED = 15
-WORLDS = (1024, 4096, 16384)
-LAYOUTS = 12
-
-
-@pytest.mark.full
-@pytest.mark.timeout(1800)
-@pytest.mark.parametrize("number", range(LAYOUTS), ids=lambda number: f"seed {SEED}, layout {number}")
-def test_drawn_layouts(number: int) -> None:
-    world_size = WORLDS[number % len(WORLDS)]
-    config = draw(SEED, number, world_size)
-    print(f"seed {SEED}, layout {number}, {world_size} ranks: {describe(config)}")
-    assert differences(config, world_size) == []

@@ -38,19 +38,6 @@ def test_the_name_of_a_layout_is_read_as_that_layout(own: dict[str, Any]) -> Non
         assert laid_out(config, layout_name(each, config)) == each
 
 
-def test_the_name_of_stages_with_commas_is_read() -> None:
-    stages = {"pipeline_model_parallel_size": 2, "pipeline_model_parallel_layout": "E, t| t, L"}
-    config = run_config(parallel=stages)
-    assert laid_out(config, layout_name(config, config)).parallel.pipeline_model_parallel_layout == "Et|tL"
-
-
-def test_every_layout_is_of_all_gpus() -> None:
-    config = run_config()
-    parallels = [micro_batches[0].parallel for micro_batches in all_layouts(config, 12)]
-    assert {each.model_parallel_size * (each.data_parallel_size or 0) for each in parallels} == {12}
-    assert {each.tensor_model_parallel_size for each in parallels} == {1, 2, 3, 4, 6, 12}
-
-
 def test_every_form_of_a_layout_is_tried() -> None:
     """Of each spelling one: nothing that needs several ranks where there is one."""
     config = run_config(parallel={"context_parallel_size": 2, "cp_comm_type": "a2a"})
@@ -70,13 +57,6 @@ def test_every_form_of_a_layout_is_tried() -> None:
     assert forms(config) == expected
     transformer = dataclasses.replace(config.model, fan=FANConfig(placement="none"))
     assert forms(dataclasses.replace(config, model=transformer)) == {each for each in expected if each[-1] == "column"}
-
-
-def test_attention_within_documents_is_tried_with_the_exchange_that_it_needs() -> None:
-    config = run_config()
-    config = dataclasses.replace(config, data=dataclasses.replace(config.data, reset_attention_mask=True))
-    parallels = [micro_batches[0].parallel for micro_batches in all_layouts(config, 4)]
-    assert {(each.context_parallel_size > 1, each.cp_comm_type) for each in parallels} == {(False, None), (True, "a2a")}
 
 
 def test_what_a_layout_does_not_name_is_the_configurations() -> None:

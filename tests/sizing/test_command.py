@@ -64,34 +64,6 @@ def test_the_stages_of_the_data_are_listed(config: str, tmp_path: Path, capsys: 
     assert f"{message} with 'from token 3.072K', step 13" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("steps", "lengths"),
-    [
-        (30, [5, 7, 18]),  # beyond the configuration's 20, all in the last
-        (10, [5, 5, 0]),
-        (4, [4, 0, 0]),
-    ],
-)
-def test_stages_end_with_the_tokens_of_the_plan(
-    config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], steps: int, lengths: list[int]
-) -> None:
-    report = tmp_path / "plan.json"
-    stages = "{from step 6: [b], from step 13: [c]}"
-    arguments = ["--layouts", "pp=4", "--report", str(report), "--data.stages", stages, "--tokens", str(256 * steps)]
-    arguments += ["--schedule.lr_decay_style", "linear", "--schedule.lr_warmup_iters", "0", "--optimizer.lr", "0.02"]
-    assert plan(config, *arguments, "--schedule.min_lr", "0") == 0
-    _, _, table = capsys.readouterr().out.partition("stages of the data")
-    rows = [re.split(r"  +", line.strip()) for line in table.splitlines()[2:5]]
-    assert [int(row[2]) for row in rows] == lengths
-    assert [int(row[3].replace(",", "")) for row in rows] == [256 * length for length in lengths]
-    reached = [row for row, length in zip(rows, lengths, strict=True) if length]
-    assert [row[5:] for row in rows if row not in reached] == [[]] * lengths.count(0)  # no learning rates
-    rates = json.loads(report.read_text())["stage_learning_rates"]
-    assert [*rates] == [row[0] for row in reached]
-    last = rates[reached[-1][0]][-1]
-    assert last == pytest.approx(max(0.0, 0.02 - 0.001 * steps)) and reached[-1][5].endswith(f" to {last:.3g}")
-
-
 def test_the_report_holds_all_of_it(config: str, tmp_path: Path) -> None:
     report = tmp_path / "plan.json"
     arguments = ["--layouts", "tp=2,pp=2", "pp=4", "tp=3", "--tokens", "3M", "--price", "2.5", "--report", str(report)]
@@ -166,11 +138,6 @@ def test_the_layout_is_written_as_lines_to_paste(
     assert yaml.safe_load(file.read_text()) == written
     assert plan(config, "--layouts", "pp=3", "--write", str(tmp_path / "none.yaml")) == 2
     assert not (tmp_path / "none.yaml").exists()
-
-
-def test_what_is_evaluated_may_be_on_the_cluster_alone(config: str) -> None:
-    arguments = ["--evaluation.perplexity.folder", "/cluster/eval", "--evaluation.perplexity.groups", "[v2-small]"]
-    assert plan(config, *arguments, "--evaluation.requests", "/cluster/requests") == 0
 
 
 def test_the_table_names_every_part(config: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -125,17 +125,6 @@ def test_failures_cost_what_drawn_ones_cost() -> None:
     assert found["share"] == pytest.approx(100 * saves / drawn(120, 80, 300, saves), rel=0.02)
 
 
-def test_the_best_interval_costs_least() -> None:
-    rate = checkpoint_bytes(planned().job) / 20
-
-    def share(interval: int) -> float:
-        return spent(planned(save_interval=interval), 100_000, rate, hours=2, minutes=5)["share"]
-
-    best = spent(planned(save_interval=1000), 100_000, rate, hours=2, minutes=5)["best_interval_steps"]
-    assert best == math.ceil(math.sqrt(2 * 20 * 7200) - 20)
-    assert share(int(best)) > max(share(int(best) // 2), share(2 * int(best)))
-
-
 def test_saves_in_the_background_and_rare_failures_cost_nothing() -> None:
     run = planned(save_interval=100, async_save=True)
     found = spent(run, 1000, checkpoint_bytes(run.job) / 30, hours=1e9, minutes=1)

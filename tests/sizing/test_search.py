@@ -4,12 +4,10 @@ import dataclasses
 import math
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from megatron_fanformer.errors import InputError
-from megatron_fanformer.model.config import FANConfig
 from megatron_fanformer.planning.machines import DRIVERS_SHARE, Machine, load_machine
 from megatron_fanformer.sizing.candidates import all_layouts, laid_out, layout_name
 from megatron_fanformer.sizing.estimate import Estimate, estimate, for_machine, job_of, problems
@@ -69,22 +67,6 @@ def test_it_finds_what_looking_at_every_layout_finds(
     assert found.legal == len(legal)
 
 
-def test_stages_of_equal_time_are_not_bound_by_even_ones(h100: Machine) -> None:
-    """With a head that takes as long as several layers, on heads and a length that nothing but stages divides."""
-    sizes = {"hidden_size": 2048, "ffn_hidden_size": 8192, "num_attention_heads": 1, "seq_length": 1023}
-    model = {"num_layers": 12, "vocab_size": 256_000, "fan": {"p_ratio": 0.25}, **sizes}
-    training = {"run_dir": "no-run", "global_batch_size": 16}
-    heavy = for_machine(run_config(model=model, training=training), h100, on_cpu=False)
-    legal = [
-        estimate(layout_name(each, heavy), each, job_of(each, 2), h100)
-        for each in every_layout(heavy, 2)
-        if not problems(each, 2)
-    ]
-    fastest = sorted(legal, key=lambda each: each.time.seconds)[:MOST_SHOWN]
-    assert any(each.config.parallel.pipeline_model_parallel_layout for each in fastest)
-    assert [each.name for each in search(heavy, 2, h100).candidates] == [each.name for each in fastest]
-
-
 def test_chunks_that_hide_more_of_the_gradients_are_not_bound_by_whole_stages(h100: Machine) -> None:
     """Where the interleaved schedule's longer window for gradients weighs more than its bubble."""
     slow = dataclasses.replace(h100, network=dataclasses.replace(h100.network, bytes_per_second=12.5e9))
@@ -92,18 +74,6 @@ def test_chunks_that_hide_more_of_the_gradients_are_not_bound_by_whole_stages(h1
     found = search(for_machine(three, slow, on_cpu=False), 64, slow)
     seconds = [each.time.seconds for each in found.candidates]
     assert seconds == sorted(seconds)
-
-
-def test_more_instances_than_replicas_are_refused_by_rule(h100: Machine) -> None:
-    parallel = {"num_distributed_optimizer_instances": 4}
-    large = {"num_layers": 6, "hidden_size": 4096, "ffn_hidden_size": 16_384, "num_attention_heads": 32}
-    training = {"run_dir": "no-run", "global_batch_size": 8}
-    several = for_machine(run_config(parallel=parallel, model=large, training=training), h100, on_cpu=False)
-    found = search(several, GPUS, h100)
-    assert found.best
-    assert any(
-        "num_distributed_optimizer_instances is N, which does not divide" in each.rule for each in found.rejected
-    )
 
 
 def test_it_counts_what_each_rule_rejects(config: RunConfig, h100: Machine) -> None:
@@ -124,13 +94,6 @@ def test_train_says_of_an_example_what_the_search_does(config: RunConfig, h100: 
     assert len(rejected) > 3
 
 
-def test_the_nearest_p_ratio_is_named(config: RunConfig, h100: Machine) -> None:
-    (fan,) = (each for each in search(config, GPUS, h100).rejected if "FAN map" in each.rule)
-    nearest = float(fan.message.rpartition(" ")[2])
-    mended = dataclasses.replace(config, model=dataclasses.replace(config.model, fan=FANConfig(p_ratio=nearest)))
-    assert not any("FAN map" in line for line in problems(laid_out(mended, fan.example), GPUS))
-
-
 def test_where_nothing_fits_the_one_that_lacks_least_is_shown(
     config: RunConfig, legal: list[Estimate], h100: Machine
 ) -> None:
@@ -140,13 +103,6 @@ def test_where_nothing_fits_the_one_that_lacks_least_is_shown(
     assert shown.needed_bytes == min(each.needed_bytes for each in legal)
     (too_large,) = (each for each in found.rejected if each.example == shown.name)
     assert too_large.count == len(legal)
-
-
-@pytest.mark.full  # it takes seconds
-def test_a_thousand_gpus_are_searched(h100: Machine) -> None:
-    config = for_machine(load_config(Path(ROOT / "examples" / "fanformer-7b.yaml")), h100, on_cpu=False)
-    found = search(config, 1024, h100)
-    assert found.best and found.legal > 20_000
 
 
 def test_of_named_layouts_those_that_fit_come_first(config: RunConfig, legal: list[Estimate], h100: Machine) -> None:
