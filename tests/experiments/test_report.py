@@ -1,13 +1,11 @@
 """The page of experiments, and two runs compared step by step."""
 
 import json
-import re
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import markdown
-import msgspec
 import pytest
 
 from megatron_fanformer import cli
@@ -135,16 +133,6 @@ def write_run(
     return folder
 
 
-def test_runs_that_are_no_two_are_told_what_draws_one(capsys: pytest.CaptureFixture[str]) -> None:
-    for runs, message in (
-        ([], "compare has 0 runs,"),
-        (["a run"], "`megatron-fanformer inspect 'a run' --picture FILE`"),
-    ):
-        assert cli.main(["report", "compare", *runs]) == 2
-        (line,) = capsys.readouterr().err.splitlines()
-        assert message in line
-
-
 def test_a_planted_crossing_is_found_where_it_is_and_runs_are_paired_by_seed(tmp_path: Path) -> None:
     """B is above A by a straight line that passes 0 at step 121; noise is common to both runs of a seed."""
     runs = []
@@ -235,20 +223,3 @@ def test_seeds_are_of_one_side_where_what_differs_decides_nothing(
     ]
     found = read_dynamics(runs)
     assert (found.seeds, found.names) == ([1, 2], ("model.fan.placement none", "model.fan.placement qkv"))
-
-
-def test_what_makes_the_runs_more_or_fewer_than_two_sides_is_named(tmp_path: Path) -> None:
-    a = write_run(tmp_path / "a", placement="none", seed=1, losses=[1.0])
-    again = write_run(tmp_path / "again", placement="none", seed=2, losses=[1.0])
-    b = write_run(tmp_path / "b", placement="qkv", seed=1, losses=[1.0])
-    fp8 = write_run(tmp_path / "c", placement="qkv", seed=2, losses=[1.0], sections={"precision": {"fp8": "hybrid"}})
-    for runs, found in (
-        ([a, again], "the 2 runs are of 1 configuration; name runs of two, of any seeds"),
-        ([a, b, fp8], "the 3 runs are of 3 configurations, which differ in model.fan.placement, precision.fp8; name"),
-    ):
-        with pytest.raises(InputError, match=re.escape(found)):
-            read_dynamics(runs)
-
-
-def test_decoding_keeps_a_bound_that_is_missing() -> None:
-    assert msgspec.json.decode(msgspec.json.encode(FINDING), type=Finding) == FINDING

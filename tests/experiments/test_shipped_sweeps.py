@@ -56,12 +56,3 @@ def test_the_papers_forms_have_the_papers_sizes_and_tokens() -> None:
         200e9, rel=1e-3
     )
     assert lengths(read_sweep(FOLDER / "variants-paper.yaml", needs_data=False)) == [pytest.approx(10e9, rel=1e-3)]
-
-
-def test_a_laptops_form_and_the_papers_have_the_same_points() -> None:
-    for name in ("variants", "p"):
-        here, there = (read_sweep(FOLDER / f"{each}.yaml", needs_data=False) for each in (name, f"{name}-paper"))
-        assert here.config.axes.keys() == there.config.axes.keys()
-        for axis, points in here.config.axes.items():
-            assert points.keys() == there.config.axes[axis].keys()
-        assert here.config.report.paper == there.config.report.paper

@@ -9,7 +9,7 @@ import yaml
 
 from megatron_fanformer import cli
 from megatron_fanformer.errors import InputError
-from megatron_fanformer.experiments.sweeps.cells import parameters_of, read_sweep
+from megatron_fanformer.experiments.sweeps.cells import read_sweep
 from megatron_fanformer.experiments.variants import NEAR_ENOUGH, VARIANTS, variant_like
 from megatron_fanformer.model.config import PRESETS
 from tests.experiments.making import changed, write_sweep
@@ -74,17 +74,6 @@ def test_a_line_without_file_or_action_is_answered(
     assert lines == ([f"megatron-fanformer: {advised}"] if advised else [])
 
 
-def test_fields_on_the_line_are_those_of_every_cell(tmp_path: Path) -> None:
-    file, data = tmp_path / "compare.yaml", "{a: [x], b: [y]}"
-    line = ["--training.train_iters", "60", "--data.valid_data", data, "--model.ffn_hidden_size", "512"]
-    assert init(file, "--config", EXAMPLE, "--compare", "fanformer", "transformer", *line) == 0
-    sweep = read_sweep(file, needs_data=False)
-    assert {tuple(cell.config.data.valid_data) for cell in sweep.cells} == {("a", "b")}
-    assert {cell.config.training.train_iters for cell in sweep.cells} == {60}
-    assert sweep.metric == "validation_loss/a"
-    assert {cell.config.model.ffn_hidden_size for cell in sweep.cells} == {512, 544}
-
-
 @pytest.mark.parametrize("base", [PRESETS["fanformer-1b"], PRESETS["fanformer-1b-transformer"]])
 @pytest.mark.parametrize("name", VARIANTS)
 def test_every_variant_has_the_parameters_of_the_run(name: str, base: Any) -> None:
@@ -142,32 +131,3 @@ def test_a_file_is_not_replaced_and_other_actions_take_nothing_of_init(
         capsys.readouterr()
         assert cli.main(["sweep", str(file), "dry-run", *words]) == 2
         assert re.search(rf"{words[0]} has no effect with dry-run; use it with init", capsys.readouterr().err)
-
-
-@pytest.mark.parametrize("place", ["new/folder", "link"])
-def test_the_base_is_found_from_a_new_folder_and_through_a_link(place: str, tmp_path: Path, tokens: str) -> None:
-    (tmp_path / "a" / "b").mkdir(parents=True)
-    (tmp_path / "link").symlink_to(tmp_path / "a" / "b")
-    assert init(tmp_path / place / "compare.yaml", "--config", run_of(tmp_path, tokens, split="80,20,0")) == 0
-    assert read_sweep(tmp_path / place / "compare.yaml", needs_data=False).cells
-
-
-def test_a_file_that_cannot_be_written_is_named(
-    tmp_path: Path, tokens: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run = run_of(tmp_path, tokens, split="80,20,0")
-    assert init(Path(run) / "compare.yaml", "--config", run) == 2
-    assert "run.yaml/compare.yaml cannot be written (" in capsys.readouterr().err
-
-
-def test_parameters_that_differ_are_told_by_the_points_of_other_axes(
-    tmp_path: Path, tokens: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = write_sweep(tmp_path, tokens)
-    cells = read_sweep(file, needs_data=False).cells
-    assert cli.main(["sweep", str(file), "dry-run"]) == 0
-    counts = {tuple(cell.points.values()): parameters_of(cell) for cell in cells}
-    sizes = ("d16", "d24", "d32", "d48")
-    shares = [counts["fanformer", size] / counts["transformer", size] - 1 for size in sizes]
-    line = f"against transformer's: fanformer {min(shares):+.2%} to {max(shares):+.2%}"
-    assert line in capsys.readouterr().out

@@ -31,6 +31,8 @@ from tests.training.layouts import layout
 RunOnRanks = Callable[..., list[Any]]
 
 FAR_FROM_PADDED = tiny_model(hidden_size=64, ffn_hidden_size=104, vocab_size=250, make_vocab_size_divisible_by=8)
+
+
 def by_purpose(memory: RankMemory) -> dict[str, int]:
     return {line.purpose: line.bytes for line in memory.lines}
 

@@ -30,11 +30,6 @@ def test_intervals_cover_the_mean_and_a_tie_is_called_a_win_as_often_as_stated(s
     assert ratios == pytest.approx([math.exp(end) for end in intervals[0]])
 
 
-def test_one_seed_tells_nothing():
-    assert mean_of([3.0]).interval is None
-    assert above(None, 0.0) is None and below(None, 0.0) is None
-
-
 # -- the command
 
 

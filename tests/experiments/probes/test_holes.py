@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from matplotlib.figure import Figure
 
 from megatron_fanformer.cli import main
 from megatron_fanformer.data.chat_template import encode_chat, find_template
@@ -16,7 +15,6 @@ from megatron_fanformer.data.tokenizer import load_tokenizer
 from megatron_fanformer.errors import CorruptError
 from megatron_fanformer.experiments.probes import holes
 from megatron_fanformer.experiments.probes.settings import HolesSettings
-from megatron_fanformer.experiments.probes.twins import fanformer_of, twins
 from megatron_fanformer.experiments.result import read_result
 from tests.generation.making import write_export, write_tokenizer
 
@@ -55,22 +53,6 @@ def test_the_conversations_are_right_and_the_hole_is_where_the_paper_has_it(task
     assert len(by_file["train"]) == 12_328 and not set(by_file["train"]) & set(by_file["hole"])
 
 
-@pytest.mark.parametrize(
-    ("task", "half_side", "first", "last"),
-    [("modular", 10, 36, 76), ("linear", 40, 0, 100), ("linear", 41, 0, 101), ("modular", 50, 0, 112)],
-)
-def test_the_map_is_of_the_numbers_around_the_hole_that_there_are(task, half_side, first, last):
-    settings = HolesSettings(half_side=half_side, cooldown=0.0)  # which the lab log's table was measured with
-    assert not settings.problems()
-    a, b = torch.meshgrid(torch.arange(113), torch.arange(113), indexing="ij")
-    values = holes.map_around(task, half_side, (1000.0 * a + b).flatten())
-    numbers = torch.arange(first, last + 1)
-    assert torch.equal(values, 1000.0 * numbers[:, None] + numbers)
-    axes = Figure().add_subplot()
-    holes.draw_hole(axes, task, half_side, values, title="")
-    assert axes.images[0].get_extent() == [first - 0.5, last + 0.5, first - 0.5, last + 0.5]
-
-
 def planted(pairs, known):
     """Logits that are sure of the right answer to the known pairs, and of a symbol on the others."""
     rows = {
@@ -92,17 +74,6 @@ def test_a_look_up_table_scores_0_in_the_hole_and_an_oracle_1():
         assert probability[pairs.in_hole_n].unique().tolist() == [in_hole]
         assert right[pairs.in_hole_n].float().unique().tolist() == [in_hole]
         assert right[~pairs.in_hole_n].all()
-
-
-def test_the_probability_is_the_share_of_right_samples_at_that_temperature():
-    pairs = holes.all_pairs("modular", 10)
-    row = torch.randn(holes.VOCABULARY, generator=torch.Generator().manual_seed(1))
-    probability, _ = holes.score(lambda tokens: row.expand(len(tokens), -1), pairs, 0.5)
-    samples = torch.multinomial(
-        (row / 0.5).exp(), 200_000, replacement=True, generator=torch.Generator().manual_seed(2)
-    )
-    shares = torch.bincount(samples, minlength=holes.VOCABULARY) / 200_000
-    assert torch.allclose(probability.float(), shares[pairs.answers_n], atol=3e-3)
 
 
 @pytest.mark.full
@@ -130,20 +101,6 @@ def test_a_probe_that_was_stopped_goes_on_with_the_runs_that_are_left(tmp_path, 
     next((tmp_path / "runs").glob("*seed-0-fanformer.json")).write_text("{}")
     with pytest.raises(CorruptError, match="no finished run"):
         holes.measure(replace(TINY, steps=2, seeds=1), tmp_path, lambda _: None)
-
-
-def test_architectures_have_the_same_number_of_parameters():
-    kinds = twins(fanformer_of(1, 128, 4, holes.VOCABULARY))
-    sizes = [kinds[name].num_parameters for name in holes.ARCHITECTURES]
-    assert sizes[1] == pytest.approx(sizes[0], rel=2e-3) and sizes[0] > 200_000
-
-
-@pytest.mark.full
-@pytest.mark.timeout(1800)
-@pytest.mark.parametrize("architecture", holes.ARCHITECTURES)
-def test_what_is_trained_on_is_learned(architecture):
-    run = holes.train(HolesSettings(), "modular", 0.0, 0, architecture, {})
-    assert run.trained.greedy > holes.LEAST_TRAINED
 
 
 # -- fine-tuned checkpoints
