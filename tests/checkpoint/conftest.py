@@ -7,7 +7,7 @@ import fsspec
 import pytest
 
 from megatron_fanformer import stores
-from tests.checkpoint.stores import FailingFiles, Host, save
+from tests.checkpoint.stores import FailingFiles
 
 
 @pytest.fixture
@@ -25,13 +25,3 @@ def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     waited: list[float] = []
     monkeypatch.setattr(stores.time, "sleep", waited.append)
     return waited
-
-
-@pytest.fixture
-def host(tmp_path: Path) -> str:
-    """The URL of a store on another machine, whose first connection will be lost."""
-    fsspec.register_implementation("host", Host, clobber=True)
-    Host.clear_instance_cache()
-    Host.connections = Host.refusals = 0
-    save(tmp_path / "there", 5)
-    return f"host://{tmp_path}/there"

@@ -79,33 +79,6 @@ class FailingFiles(LocalFileSystem):
         return LocalFileSystem._strip_protocol(str(path).replace("failing://", "file://"))
 
 
-class Host(LocalFileSystem):
-    """A store whose driver connects when it is made, and whose connection may be lost."""
-
-    protocol = "host"
-    cachable = True
-    connections, refusals = 0, 0
-
-    def __init__(self, **named: Any) -> None:
-        super().__init__(**named)
-        Host.connections += 1
-        self.is_lost = False
-        if Host.refusals:
-            Host.refusals -= 1
-            raise OSError("Connection refused")
-
-    def ls(self, path: str, detail: bool = False, **named: Any) -> Any:
-        if Host.connections == 1:
-            self.is_lost = True
-        if self.is_lost:
-            raise OSError("Socket is closed")
-        return super().ls(path, detail, **named)
-
-    @classmethod
-    def _strip_protocol(cls, path: Any) -> Any:
-        return LocalFileSystem._strip_protocol(str(path).replace("host://", "file://"))
-
-
 def save(run: Path, step: int, content: bytes = b"", keep: int | None = None) -> Path:
     """A checkpoint as far as copies are concerned."""
     folder = store.temporary_folder(run / store.CHECKPOINTS, step)

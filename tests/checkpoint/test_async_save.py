@@ -26,8 +26,6 @@ from tests.checkpoint.states import Pieces, Training, load_and_train, small_mode
 from tests.patience import PATIENCE_SECONDS
 from tests.training.layouts import gather
 
-A_LAYOUTS_SHARE = 0.3  # of the bytes, that each of two replicas writes at least
-
 RunOnRanks = Callable[..., list[Any]]
 
 
@@ -164,31 +162,6 @@ def give_up(layout: str, folder: Path) -> tuple[Any, list[str]]:
         return process.exitcode, [path.name for path in (folder / store.CHECKPOINTS).iterdir()]
 
 
-def save_thrice(layout: str, folder: Path) -> list[str]:
-    """Keep one of three checkpoints; all that is left in the end."""
-    with training(layout, small_model()) as run:
-        saver = CheckpointSaver(folder, run.grid, keep=1, async_save=True)
-        for _ in range(3):
-            run.take_steps(1)
-            run.save(saver)
-            saver.finish_due(blocking=True)
-        wait_until(lambda: not list((folder / store.CHECKPOINTS).glob(".*")))
-        return sorted(path.name for path in (folder / store.CHECKPOINTS).iterdir())
-
-
-def sizes_written(layout: str, folder: Path) -> list[dict[int, int]]:
-    """Bytes that each rank wrote: where replicas share the writing, and where they do not."""
-    with training(layout, small_model()) as run:
-        run.take_steps(1)
-        sizes = []
-        for shared in (True, False):
-            path = run.save(CheckpointSaver(folder / str(shared), run.grid, keep=None, fully_parallel=shared))
-            assert path is not None
-            written = {rank: path.glob(f"__{rank}_*.distcp") for rank in range(run.grid.world_size)}
-            sizes.append({rank: sum(file.stat().st_size for file in files) for rank, files in written.items()})
-        return sizes
-
-
 # -- what is written
 
 
@@ -215,17 +188,6 @@ def test_the_checkpoint_holds_the_state_of_its_step_though_training_went_on(
     )
     assert loaded.keys() == at_save.keys()
     assert [name for name in loaded if not torch.equal(loaded[name], at_save[name])] == []
-
-
-def test_replicas_share_the_writing(run_on_ranks: RunOnRanks, tmp_path: Path) -> None:
-    for layout in ("dp2", "dp2-plain"):
-        shared, alone = run_on_ranks(2, sizes_written, layout, tmp_path / layout)[0]
-        assert min(shared.values()) > A_LAYOUTS_SHARE * sum(shared.values())
-        assert alone[1] < (1 - A_LAYOUTS_SHARE) * alone[0]
-
-
-def test_only_the_newest_are_kept(run_on_ranks: RunOnRanks, tmp_path: Path) -> None:
-    assert run_on_ranks(1, save_thrice, "tp1-plain", tmp_path) == [["latest", "step-00000003"]]
 
 
 # -- writers that fail

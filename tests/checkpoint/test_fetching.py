@@ -9,13 +9,12 @@ from unittest import mock
 import msgspec
 import pytest
 
-from megatron_fanformer import stores
 from megatron_fanformer.checkpoint import store
 from megatron_fanformer.checkpoint.config import CheckpointConfig
 from megatron_fanformer.checkpoint.manifest import MANIFEST, FileSums, read_manifest
 from megatron_fanformer.checkpoint.remote import RemoteRun, fetch_checkpoint, fetch_newer
 from megatron_fanformer.errors import CorruptError, FanformerError, InputError, redacted
-from tests.checkpoint.stores import WEIGHTS, FailingFiles, Host, save, step_names, there
+from tests.checkpoint.stores import WEIGHTS, FailingFiles, save, step_names, there
 
 Change = Callable[[Path], None]
 
@@ -183,12 +182,6 @@ def test_a_store_that_does_not_answer_ends_only_what_would_start_anew(
     assert "going on with what is in" in caplog.messages[-1]
 
 
-def test_a_lost_connection_is_not_used_again(host: str, tmp_path: Path, pauses: list[float]) -> None:
-    fetch_newer(host, tmp_path / "run")
-    assert there(tmp_path / "run") == step_names(5)
-    assert (len(pauses), Host.connections) == (1, 2)
-
-
 def test_one_that_cannot_be_written_is_found_at_the_start(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"disk/run cannot be used \(FileNotFoundError"):
         fetch_newer(f"file://{tmp_path}/disk/run", tmp_path / "run")
@@ -237,14 +230,3 @@ def test_a_driver_that_is_missing_is_told(tmp_path: Path) -> None:
         fetch_checkpoint("nosuchstore://user:secret@host/run", tmp_path, print)
     assert redacted("open sftp://user:secret@host/run failed") == "open sftp://…@host/run failed"
     assert redacted("sftp://user@host, s3://bucket/a@b") == "sftp://…@host, s3://bucket/a@b"
-
-
-def test_no_attempt_follows_one_that_took_longer_than_a_command_waits(
-    failing: str, tmp_path: Path, pauses: list[float], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A driver may need minutes to say that nothing answers."""
-    FailingFiles.target = -1
-    monkeypatch.setattr(stores, "PATIENCE_SECONDS", -1.0)
-    with pytest.raises(FanformerError, match="cannot be reached"):
-        fetch_checkpoint(failing, tmp_path / "cache", lambda _: None)
-    assert pauses == []

@@ -10,10 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import (
     _MEM_FORMAT_ENCODING,
-    BytesStorageMetadata,
     Metadata,
     StorageMeta,
 )
@@ -150,15 +148,6 @@ def plant_tensor(checkpoint: Path, bomb: Bomb) -> Path:
     return plant_entries(checkpoint, bomb, {WEIGHT})
 
 
-def plant_object_for_tensor(checkpoint: Path, bomb: Bomb) -> Path:
-    """The table itself says that a weight is an object, which torch loads in another way."""
-    file = plant_entries(checkpoint, bomb, {WEIGHT})
-    table = read_table(checkpoint)
-    table.state_dict_metadata[WEIGHT] = BytesStorageMetadata()
-    (checkpoint / METADATA).write_bytes(pickle.dumps(table))
-    return file
-
-
 def plant_common(checkpoint: Path, bomb: Bomb) -> Path:
     if not (checkpoint / COMMON).exists():
         pytest.skip("this megatron-core keeps plain values among the tensors")
@@ -191,7 +180,7 @@ def inspect(run: Values, _: Path) -> list[str]:
 
 
 READERS = [resume, start_from_weights, generate, convert, inspect]
-PLANTS = [plant_table, plant_inside_table, plant_objects, plant_object_for_tensor, plant_common]
+PLANTS = [plant_table, plant_inside_table, plant_objects, plant_common]
 Reader = Callable[[Values, Path], list[str]]
 Plant = Callable[[Path, Bomb], Path]
 
@@ -278,14 +267,6 @@ def test_what_one_rank_refuses_all_do(run_on_ranks: RunOnRanks, run: Values, tmp
     message, others = run_on_ranks(2, refusal, values)
     assert message == others and "holds more than data" in message
     assert not (tmp_path / "marker").exists()
-
-
-def test_torch_loads_as_before_afterwards(run: Values, checkpoint: Path, tmp_path: Path) -> None:
-    load, read_metadata = torch.load, FileSystemReader.read_metadata
-    plant_tensor(checkpoint, Bomb(tmp_path / "marker"))
-    assert main(generate(run, tmp_path)) == 3
-    assert torch.load is load
-    assert FileSystemReader.read_metadata is read_metadata
 
 
 @pytest.mark.parametrize("stated", ["{}", '{"sharded_backend": "zarr"}', "[]"])

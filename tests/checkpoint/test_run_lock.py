@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -123,37 +122,6 @@ def test_a_holder_elsewhere_lives_as_long_as_it_touches_its_lock(run: Path, monk
     begun = time.monotonic()
     assert is_free(run)
     assert time.monotonic() - begun > STALE / 2
-
-
-@pytest.mark.usefixtures("in_a_hurry")
-@pytest.mark.parametrize("content", [b"", b"\xff" * 10], ids=["empty", "binary"])
-def test_an_entry_that_says_nothing_goes_by_its_time(run: Path, content: bytes) -> None:
-    (run / LOCK).write_bytes(content)
-    assert is_free(run)
-
-
-def test_of_many_that_find_a_dead_holder_one_succeeds(run: Path) -> None:
-    for _ in range(20):
-        leave(run)
-        count, won, done = 8, [], threading.Barrier(8)
-        begin = threading.Barrier(count)
-
-        def take(begin: threading.Barrier = begin, done: threading.Barrier = done, won: list[int] = won) -> None:
-            begin.wait()
-            try:
-                with run_lock(run):
-                    won.append(1)
-                    done.wait()
-            except InputError:
-                done.wait()
-
-        threads = [threading.Thread(target=take) for _ in range(count)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert won == [1]
-        assert list(run.iterdir()) == []
 
 
 def test_a_folder_that_is_made_and_left_empty_is_removed(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from megatron_fanformer.checkpoint import store
-from megatron_fanformer.errors import CorruptError, InputError
+from megatron_fanformer.errors import CorruptError
 from megatron_fanformer.formats.recognition import find_checkpoint
 from tests.checkpoint.stores import save
 from tests.disk_steps import recorded_steps
@@ -17,12 +17,6 @@ from tests.disk_steps import recorded_steps
 
 def names(run: Path) -> list[str]:
     return sorted(path.name for path in (run / store.CHECKPOINTS).iterdir())
-
-
-def test_a_run_without_checkpoints_has_no_latest(tmp_path: Path) -> None:
-    assert store.latest_checkpoint(tmp_path) is None
-    with pytest.raises(InputError, match="of unknown kind"):
-        find_checkpoint(tmp_path)
 
 
 def test_nothing_has_its_name_before_it_is_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -37,13 +31,6 @@ def test_nothing_has_its_name_before_it_is_on_the_disk(tmp_path: Path, monkeypat
     assert pointer.startswith(f".{store.LATEST}.")
     above = ("fsync", store.CHECKPOINTS)
     assert steps[renamed + 1 :] == [above, ("fsync", pointer), ("rename", store.LATEST), above]
-
-
-def test_latest_is_the_one_published_last(tmp_path: Path) -> None:
-    save(tmp_path, 10)
-    last = save(tmp_path, 20)
-    assert find_checkpoint(tmp_path) == find_checkpoint(last) == last
-    assert store.saved_config(last) == {"training": {"seed": 20}}
 
 
 def test_a_save_that_was_cut_off_is_never_found_and_goes_with_the_next(tmp_path: Path) -> None:
@@ -95,15 +82,6 @@ def test_a_latest_that_names_nothing(tmp_path: Path, spoiled: str, caplog: pytes
     assert "the newest checkpoint there that is sound is taken" in caplog.text
     store.point_to(tmp_path / store.CHECKPOINTS / "step-00000010", [])  # as a run does that found step 20 damaged
     assert store.latest_checkpoint(tmp_path) == tmp_path / store.CHECKPOINTS / "step-00000010"
-
-
-def test_without_latest_the_newest_is_taken_and_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    for step in (10, 20):
-        save(tmp_path, step)
-    (tmp_path / store.CHECKPOINTS / store.LATEST).unlink()
-    assert store.latest_checkpoint(tmp_path) == store.checkpoints_to_resume(tmp_path)[0]
-    assert "latest is missing; step-00000020 is the newest checkpoint there" in caplog.text
-    assert "latest is missing; the newest checkpoint there that is sound is taken" in caplog.text
 
 
 def test_a_checkpoint_that_is_not_complete_is_no_reason_to_start_anew(tmp_path: Path) -> None:

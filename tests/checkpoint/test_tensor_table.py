@@ -1,6 +1,5 @@
 """A checkpoint's table of tensors, also one that says what is not so, and the parts of tensors that it names."""
 
-import io
 import pickle
 from pathlib import Path
 from typing import Any
@@ -8,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_fanformer.checkpoint.data_files import read_entry
 from megatron_fanformer.checkpoint.full_tensors import StoredTensors, write_full_tensors
 from megatron_fanformer.checkpoint.tensor_table import METADATA, read_table
 from megatron_fanformer.errors import CorruptError
@@ -47,10 +45,3 @@ def test_a_path_is_read_as_every_python_writes_it(checkpoint: Path) -> None:
     for written in (content, content.replace(plain, moved)):
         (checkpoint / METADATA).write_bytes(written)
         assert read_table(checkpoint) == table
-
-
-def test_a_part_of_a_file_is_read(tmp_path: Path) -> None:
-    stream, tensor = io.BytesIO(), torch.arange(6000.0)
-    torch.save(tensor, stream)
-    (tmp_path / "parts").write_bytes(b"before" + stream.getvalue() + b"after")
-    assert torch.equal(read_entry(tmp_path / "parts", len(b"before"), len(stream.getvalue())), tensor)

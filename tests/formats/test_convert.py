@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import yaml
 from safetensors.torch import load_file, save_file
 
@@ -20,7 +19,6 @@ from megatron_fanformer.formats.recognition import find_checkpoint
 from megatron_fanformer.model.config import FANConfig, FANformerConfig
 from megatron_fanformer.model.rope_scaling import RopeScalingConfig
 from tests.conftest import REFERENCE
-from tests.disk_steps import small_files
 from tests.formats.plain_fanformer import VARIANTS, write
 from tests.formats.removing import remove_after
 from tests.generation.making import write_tokenizer
@@ -127,11 +125,6 @@ def test_a_tokenizer_or_an_end_of_text_that_does_not_fit_is_refused(
     assert message in line and sorted(path.name for path in tmp_path.iterdir()) == ["source", "tokenizer"]
 
 
-def test_an_end_of_text_among_the_rows_that_become_ids(source: Path) -> None:
-    rows = {"padded_vocab_size": 1024, "eod_id": 1023}
-    assert stated(converted(source, "hf", **rows) / "config.json")["eos_token_id"] == 1023
-
-
 def test_the_template_beside_a_stated_tokenizer_comes_before_the_sources_own(source: Path, tokenizer: Path) -> None:
     (source / "chat_template.jinja").write_text("the source's")
     shutil.copy(tokenizer, source / "tokenizer.json")
@@ -200,14 +193,6 @@ def test_parts_of_one_tensor_in_different_formats_need_one(
     assert main([*command, "--dtype", "fp32"]) == 0
 
 
-def test_integers_for_weights_are_damage(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = converted(source, "hf") / "model.safetensors"
-    torch.save({name: weight.long() for name, weight in load_file(file).items()}, file.with_name("model.pt"))
-    file.unlink()
-    assert main(["convert", str(file.parent), str(tmp_path / "out"), "--to", "reference"]) == 3
-    assert "in no number format of weights: model.embed_tokens.weight (torch.int64)" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("reads", [0, 8])
 def test_a_checkpoint_that_its_run_removes_meanwhile_is_named(
     reads: int, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -217,14 +202,3 @@ def test_a_checkpoint_that_its_run_removes_meanwhile_is_named(
     assert main(["convert", str(gone), str(tmp_path / "out"), "--to", "hf"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert f"{gone} was removed while it was read" in line and not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize("to", ["hf", "megatron", "reference"])
-def test_a_full_disk_is_a_line_with_the_folders_name(
-    to: str, source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with small_files(2_000):
-        assert main(["convert", str(source), str(tmp_path / "out"), "--to", to]) != 0
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"megatron-fanformer: {tmp_path / 'out'} cannot be used (File too large); ")
-    assert [path.name for path in tmp_path.iterdir()] == ["source"]

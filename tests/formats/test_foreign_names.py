@@ -66,13 +66,6 @@ def test_keys_outside_of_all_sections_are_answered() -> None:
     assert lines[1].startswith("unknown configuration key wandb; ")
 
 
-@pytest.mark.parametrize("argument", ["--num-layers", "--num_layers=24", "--num_hidden_layers"])
-def test_a_flag_of_another_trainer_is_answered(argument: str) -> None:
-    assert message(argument, "24") == (
-        f"'{argument}' is not an override (--section.field VALUE); did you mean model.num_layers?"
-    )
-
-
 def test_all_flags_of_another_trainer_are_answered_at_once() -> None:
     line = ["--num-layers", "4", "--training.seed", "1", "--data-path", "0.3", "a", "--micro-batch-size=2", "--zip"]
     assert message(*line).splitlines() == [

@@ -258,11 +258,6 @@ def test_experts_are_refused_by_name(tmp_path: Path, convert: Any) -> None:
     assert code == 2 and "num_experts (--num-experts) is 8, but layers are dense" in printed
 
 
-def test_our_specs_have_neither_experts_nor_latent_attention(tmp_path: Path, convert: Any) -> None:
-    code, printed = convert(saved(tmp_path / "saved", tiny_model(), num_experts=8, multi_latent_attention=True))
-    assert code == 0, printed
-
-
 def test_interpolated_positions_are_linearly_scaled_ones(tmp_path: Path) -> None:
     folder = saved(tmp_path / "saved", tiny_model(), rotary_seq_len_interpolation_factor=4)
     found, *_ = open_megatron_lm(folder / f"iter_{STEP:07d}")
@@ -279,14 +274,6 @@ def test_a_null_tokenizers_end_of_text_is_an_id() -> None:
     assert (ids, ids - 1) == (tokenizer.vocab_size, tokenizer.eod)
     for others in ({"tokenizer_type": "NullTokenizer"}, {"vocab_size": 250}, {}):
         assert _with_end_of_text(others, rows=256) == others
-
-
-def test_a_vocabulary_that_is_stated_comes_before_a_null_tokenizers(tmp_path: Path) -> None:
-    folder = saved(tmp_path / "saved", tiny_model(vocab_size=250), tokenizer_type="NullTokenizer")
-    iteration = folder / f"iter_{STEP:07d}"
-    (config := tmp_path / "config.yaml").write_text("model: {vocab_size: 249}\n")
-    assert open_megatron_lm(iteration)[0].vocab_size == 251
-    assert open_megatron_lm(iteration, config)[0].vocab_size == 249
 
 
 def test_arguments_that_are_not_there_can_be_stated(tmp_path: Path, convert: Any) -> None:
@@ -357,14 +344,6 @@ def test_nothing_in_the_arguments_is_executed(tmp_path: Path) -> None:
     assert isinstance(state["bomb"], Record) and state["bomb"].arguments == (str(tmp_path / "marker"),)
     assert state["num_layers"] == 2
     assert not (tmp_path / "marker").exists()
-
-
-@pytest.mark.parametrize("content", [b"", b"PK\x03\x04", b"\x80\x02}."])
-def test_what_is_no_archive(content: bytes, tmp_path: Path, convert: Any) -> None:
-    folder = saved(tmp_path / "saved", tiny_model())
-    (folder / f"iter_{STEP:07d}" / COMMON).write_bytes(content)
-    code, printed = convert(folder)
-    assert code == 3 and f"{COMMON} cannot be read" in printed
 
 
 @pytest.mark.parametrize("kv_channels", [4, 16])

@@ -27,7 +27,6 @@ from megatron_fanformer.formats.recognition import find_checkpoint
 from megatron_fanformer.formats.training_record import training_record
 from megatron_fanformer.model.config import FANformerConfig
 from tests.checkpoint.states import small_model, training, world_size
-from tests.formats.removing import remove_after
 from tests.generation.making import write_tokenizer
 from tests.tiny import tiny_model
 from tests.training.layouts import gather
@@ -169,15 +168,6 @@ def test_the_tokenizer_of_either_goes_along(tmp_path: Path) -> None:
     assert store.saved_config(average)["precision"] == {"dtype": "fp32"}
 
 
-@pytest.mark.parametrize("dtypes", [(torch.float16, torch.bfloat16), (torch.bfloat16, torch.float32)])
-def test_the_average_of_two_number_formats_is_in_one_that_holds_both(
-    dtypes: tuple[torch.dtype, torch.dtype], tmp_path: Path
-) -> None:
-    sources = [checkpoint_of(tmp_path / str(dtype), 0, MODEL, dtype) for dtype in dtypes]
-    average = read_full_tensors(merged(*sources, tmp_path / "out"))
-    assert {tensor.dtype for tensor in average.values()} == {torch.float32}
-
-
 def test_the_receipt_names_urls_and_the_model_card_their_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     checkpoint_of(tmp_path / "a", 0)
@@ -246,40 +236,3 @@ def test_what_is_refused_in_one_line(
     (line,) = capsys.readouterr().err.splitlines()
     assert message in line
     assert sorted(others.iterdir()) == before
-
-
-def test_a_damaged_tokenizer_is_not_another_one(
-    others: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    shutil.copytree(others / "tokens-90", tmp_path / "damaged")
-    (file,) = (tmp_path / "damaged").glob("checkpoints/*/tokenizer.json")
-    file.write_text(file.read_text() + " ")
-    sources = [str(others / "tokens-90"), str(tmp_path / "damaged")]
-    assert main(["merge", *sources, "--output", str(tmp_path / "out")]) == 3
-    (line,) = capsys.readouterr().err.splitlines()
-    assert "tokenizer.json" in line and not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize("reads", [0, 8])
-def test_a_checkpoint_that_its_run_removes_meanwhile_is_named(
-    reads: int, others: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    shutil.copytree(others / "a", tmp_path / "a")
-    gone = find_checkpoint(str(tmp_path / "a"))
-    remove_after(reads, gone, monkeypatch)
-    assert main(["merge", str(others / "b"), str(gone), "--output", str(tmp_path / "out")]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert f"{gone} was removed while it was read" in line
-    assert [path.name for path in tmp_path.iterdir()] == ["a"]
-
-
-def test_the_keyboard_stops_it_without_an_output(
-    others: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def interrupted(*_: Any) -> Tensor:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(merge, "_average", interrupted)
-    assert main(["merge", str(others / "a"), str(others / "b"), "--output", str(tmp_path / "out")]) == 1
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.endswith("stopped by the keyboard") and not list(tmp_path.iterdir())

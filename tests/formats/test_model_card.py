@@ -14,7 +14,6 @@ from megatron_fanformer.checkpoint.manifest import write_manifest
 from megatron_fanformer.checkpoint.versions import versions
 from megatron_fanformer.formats.model_card import Extras, model_card
 from megatron_fanformer.formats.recognition import find_checkpoint
-from megatron_fanformer.model.config import as_transformer
 from megatron_fanformer.training import metrics
 from tests.conftest import REFERENCE
 from tests.small_runs import small_run, write_tokens
@@ -90,16 +89,6 @@ def test_an_earlier_checkpoint_has_the_losses_of_its_own_step(trained: Path, tmp
     assert rows["validation loss, held-out"] == f"{validation:.4f} nats per token, at step 2"
 
 
-@pytest.mark.parametrize(("inside", "name"), [("", "step-00000003"), ("step-00000003", "."), ("", ".")])
-def test_a_path_from_within_the_run_tells_the_same(
-    inside: str, name: str, trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(trained / store.CHECKPOINTS / inside)
-    rows = rows_of(card_of(Path(name), tmp_path))
-    step = 6 if (inside, name) == ("", ".") else 3
-    assert rows["training loss"] == f"{logged(trained, step)['loss']:.4f} nats per token, at step {step}"
-
-
 def test_no_path_is_told(trained: Path, tmp_path: Path) -> None:
     assert str(trained.parent) not in card_of(trained, tmp_path)
 
@@ -114,12 +103,6 @@ def test_losses_that_are_not_known_are_not_invented(content: str | None, run: Pa
     rows = rows_of(card_of(run, tmp_path))
     assert rows["losses"] == "not known: the run's metrics.jsonl was not available, or has no step 6"
     assert not any("loss," in name or name == "training loss" for name in rows)
-
-
-def test_a_checkpoint_away_from_its_run_tells_what_it_holds(trained: Path, tmp_path: Path) -> None:
-    alone = Path(shutil.copytree(trained / store.CHECKPOINTS / "step-00000006", tmp_path / "alone"))
-    rows = rows_of(card_of(alone, tmp_path))
-    assert rows["steps"] == "6" and rows["losses"].startswith("not known")
 
 
 def test_the_weights_that_a_run_started_from_are_told(run: Path, tmp_path: Path) -> None:
@@ -180,8 +163,3 @@ def test_a_name_is_text_in_the_card_and_a_word_in_its_commands() -> None:
     card = model_card(MODEL, Extras(name="a <script>b</script> $(c)", tokenizer=Path("t.json")))
     assert r"# a \<script\>b\</script\> $(c)" in card.splitlines()
     assert "--model_args 'pretrained=a <script>b</script> $(c),trust_remote_code=True' --tasks" in card
-
-
-def test_the_model_is_named_for_what_it_is() -> None:
-    for model, kind in ((MODEL, "FANformer"), (as_transformer(MODEL), "Transformer")):
-        assert f"A {kind} language model" in model_card(model, Extras(name="name"))

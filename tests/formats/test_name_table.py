@@ -150,34 +150,6 @@ def test_every_row_of_a_model_is_made_once_and_only_when_it_is_asked_for():
     assert asked == list(tensors)
 
 
-def test_the_values_own_fan_layer_has_rows_of_its_own():
-    config = SHAPES["qk and v"]
-    shapes = expected_shapes(config, "megatron")
-    assert shapes["decoder.layers.0.self_attention.fan.v_linear.weight"] == (16 - int(0.125 * 16), 48)
-    assert shapes["decoder.layers.0.self_attention.linear_qk.weight"] == (64, 48)
-    assert "model.layers.0.self_attn.v_proj.weight" not in expected_shapes(config, "hf")
-
-
-def test_query_groups_interleave_in_megatron_alone():
-    """Each row is filled with its own place, [part, head]: Megatron's order is one group after the other."""
-    d, name = GROUPED.kv_channels, "decoder.layers.0.self_attention.linear_qkv.weight"
-    tensors = random_tensors(GROUPED, "hf")
-    for part, heads in (("q", 6), ("k", 2), ("v", 2)):
-        labels = torch.arange(heads).repeat_interleave(d) + {"q": 100, "k": 200, "v": 300}[part]
-        tensors[f"model.layers.0.self_attn.{part}_proj.weight"] = labels[:, None].expand(-1, 48).float()
-    rows = hf_to_megatron(tensors, GROUPED)[name][::d, 0].int().tolist()
-    assert rows == [100, 101, 102, 200, 300, 103, 104, 105, 201, 301]
-
-
-def test_the_gate_comes_first_in_megatron_and_last_in_the_reference():
-    tensors = random_tensors(GROUPED, "hf")
-    gate, up = (tensors[f"model.layers.1.mlp.{part}_proj.weight"] for part in ("gate", "up"))
-    megatron = hf_to_megatron(tensors, GROUPED)
-    reference = megatron_to_reference(megatron, GROUPED)
-    assert torch.equal(megatron["decoder.layers.1.mlp.linear_fc1.weight"], torch.cat([gate, up]))
-    assert torch.equal(reference["transformer.blocks.1.ff_proj.weight"], torch.cat([up, gate]))
-
-
 def test_vocabulary_padding_is_trimmed_and_comes_back_as_zeros():
     tensors = random_tensors(GROUPED)
     trimmed = megatron_to_hf(tensors, GROUPED)["lm_head.weight"]
@@ -217,11 +189,3 @@ def test_parts_of_one_tensor_get_the_wider_type():
     converted = convert(tensors | {name: tensors[name].bfloat16()}, GROUPED, "hf", "megatron")
     for name, meta in converted.meta.items():
         assert converted[name].dtype == meta.dtype == torch.float32
-
-
-@pytest.mark.parametrize("dtype", [torch.int64, torch.float8_e4m3fn])
-def test_what_holds_no_weights_is_named(dtype):
-    tensors = random_tensors(GROUPED)
-    name = "decoder.layers.1.mlp.linear_fc2.weight"
-    with pytest.raises(CorruptError, match=re.escape(f"in no number format of weights: {name} ({dtype})")):
-        convert(tensors | {name: tensors[name].to(dtype)}, GROUPED, "megatron", "hf")
