@@ -92,7 +92,7 @@ NVLINK = {"a100": 0.75, "h100": 0.75, "h200": 0.75, "b200": 0.70, "gb200": 0.70,
 
 
 def prior_machines() -> dict[str, Machine]:
-    """The known machines with what is known of their constants before any run is seen."""
+    """Return the known machines with the priors of their constants."""
     machines = {}
     for name, own in PRIORS.items():
         machine = known_machines()[name]
@@ -103,12 +103,12 @@ def prior_machines() -> dict[str, Machine]:
 
 
 def fit(rows: Sequence[Row]) -> dict[str, Machine]:
-    """The machines with their constants fitted to the runs."""
+    """Return the machines with their constants fitted to the runs."""
     return _scaled(prior_machines(), fitted_logs(rows, np.zeros(len(FACTORS))))
 
 
 def leave_one_out(rows: Sequence[Row]) -> dict[str, dict[str, Machine]]:
-    """The machines fitted to the runs of all but one family, by that family."""
+    """Return the machines fitted to the runs of all but one family, by that family."""
     families = dict.fromkeys(row.family for row in rows)
     if len(families) == 1:
         raise InputError(f"all runs are of {rows[0].family}; to leave it out, another source is needed")
@@ -120,7 +120,7 @@ def leave_one_out(rows: Sequence[Row]) -> dict[str, dict[str, Machine]]:
 
 
 def fitted_logs(rows: Sequence[Row], start: np.ndarray) -> np.ndarray:
-    """Logarithms of the fitted factors.
+    """Return the logarithms of the fitted factors.
 
     Args:
         start: where to begin, such as with the solution for nearly the same runs.
@@ -133,21 +133,11 @@ def fitted_logs(rows: Sequence[Row], start: np.ndarray) -> np.ndarray:
 
     def residuals(at: np.ndarray) -> np.ndarray:
         machines = _scaled(priors, at)
-        return weights * np.array([log_error(row, machines) for row in rows])
-
-    def derivatives(at: np.ndarray, now: np.ndarray, number: int) -> np.ndarray:
-        """Of all residuals by one logarithm; that of another chip changes none."""
-        further = at.copy()
-        further[number] += STEP
-        machines, column = _scaled(priors, further), np.zeros(len(rows))
-        for index, row in enumerate(rows):
-            if not FACTORS[number].machines or row.gpu in FACTORS[number].machines:
-                column[index] = (weights[index] * log_error(row, machines) - now[index]) / STEP
-        return column
+        return weights * np.array([math.log(row.predict(machines[row.gpu]) / row.step_seconds) for row in rows])
 
     for _ in range(ITERATIONS):
         now = residuals(logs)
-        columns = [derivatives(logs, now, number) for number in range(len(FACTORS))]
+        columns = [(residuals(logs + STEP * unit) - now) / STEP for unit in np.eye(len(FACTORS))]
         jacobian = np.vstack([np.column_stack(columns), np.diag(pull)])
         step, *_ = np.linalg.lstsq(jacobian, -np.concatenate([now, pull * logs]), rcond=None)
         logs = logs + np.clip(step, -LARGEST_STEP, LARGEST_STEP)
@@ -156,13 +146,8 @@ def fitted_logs(rows: Sequence[Row], start: np.ndarray) -> np.ndarray:
     return logs
 
 
-def log_error(row: Row, machines: Mapping[str, Machine]) -> float:
-    """log(predicted / measured) of a run."""
-    return math.log(row.predict(machines[row.gpu]) / row.step_seconds)
-
-
 def constant_utilization(rows: Sequence[Row], row: Row) -> float:
-    """Seconds of a run's step at the mean share of the peak that the other runs reach.
+    """Return the seconds of a run's step at the mean share of the peak that the other runs reach.
 
     Those of its chip and number format; or, if there are none, all.
     """
@@ -172,12 +157,11 @@ def constant_utilization(rows: Sequence[Row], row: Row) -> float:
 
 
 def _peak(row: Row) -> float:
-    machine = known_machines()[row.gpu]
-    return machine.flops_per_second(row.format[1])
+    return known_machines()[row.gpu].flops_per_second(row.format[1])
 
 
 def _scaled(machines: Mapping[str, Machine], logs: np.ndarray) -> dict[str, Machine]:
-    """The machines with each factor applied."""
+    """Apply each factor."""
     scaled = dict(machines)
     for factor, log in zip(FACTORS, logs, strict=True):
         for name in factor.machines or machines:
@@ -188,7 +172,7 @@ def _scaled(machines: Mapping[str, Machine], logs: np.ndarray) -> dict[str, Mach
 
 
 def _with(machine: Machine, field: str, value: float) -> Machine:
-    """The machine with another constant; a share stays at most 1."""
+    """Replace a constant; a share stays at most 1."""
     owner, _, name = field.rpartition(".")
     value = value if name.endswith("seconds") else min(1.0, value)
     if not owner:

@@ -112,10 +112,8 @@ def _row(values: dict[str, str], where: str) -> Row:
         seconds = float(values["step_seconds"])
     except (TypeError, ValueError) as error:
         raise InputError(f"{where}: {error}; sizes are integers, step_seconds a number") from None
-    if small := [name for name, number in numbers.items() if number < 1]:
-        raise InputError(f"{where}: {small[0]} is {numbers[small[0]]}; it must be at least 1")
-    if not 0 < seconds < math.inf:
-        raise InputError(f"{where}: step_seconds is {seconds}; it must be above 0, and finite")
+    if min(*numbers.values(), seconds) <= 0:
+        raise InputError(f"{where}: sizes and step_seconds must be above 0")
     if numbers["gpus"] % (ranks := numbers["tp"] * numbers["pp"] * numbers["cp"]):
         raise InputError(f"{where}: {numbers['gpus']} gpus are no multiple of tp x pp x cp, {ranks}")
     for name, allowed in CHOICES.items():
