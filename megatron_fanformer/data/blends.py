@@ -17,7 +17,7 @@ import numpy as np
 
 from megatron_fanformer.data.chat_files import MASK_SUFFIX, is_row_folder
 from megatron_fanformer.data.npy_files import SUFFIX, SUFFIXES, npy_prefix
-from megatron_fanformer.data.remote_files import is_pattern, listed, small_file
+from megatron_fanformer.data.remote_files import listed, small_file
 from megatron_fanformer.data.token_files import bin_path, idx_path
 from megatron_fanformer.durable_files import regular_file
 from megatron_fanformer.errors import InputError, redacted
@@ -225,7 +225,7 @@ def _of_mix(file: str, folder: str, lines: Sequence[str]) -> list[str]:
 def _source(word: str) -> Source:
     """Return the source that a word names. At a URL, a folder's name ends in /, so that most need not be looked up."""
     if is_url(word):
-        is_many = word.endswith("/") or (word.endswith(SUFFIXES) and is_pattern(word))
+        is_many = word.endswith("/") or (word.endswith(SUFFIXES) and glob.has_magic(word))
         return Source(_some(word, listed(word, SUFFIXES)) if is_many else (re.sub(PAIR_END, "", word),))
     if Path(word).is_dir() and not idx_path(word).exists():
         return Source(_some(word, sorted(str(path) for path in Path(word).iterdir() if path.name.endswith(SUFFIXES))))

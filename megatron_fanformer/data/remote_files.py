@@ -8,9 +8,7 @@ bytes, a request a thread, so that requests wait side by side whatever the drive
 import asyncio
 import errno
 import functools
-import glob
 import hashlib
-import io
 import logging
 import os
 import time
@@ -240,13 +238,6 @@ def refuse_changed(files: Sequence[RemoteFile]) -> None:
             raise CorruptError(f"{file.path} is another file than when the run began; put it back and resume")
 
 
-def is_pattern(url: str) -> bool:
-    """Return whether a URL is a glob pattern, and not the name of a file that has its characters, as here. Raises like
-    `look_up`.
-    """
-    return glob.has_magic(url) and find(url) is None
-
-
 def listed(url: str, suffix: str | tuple[str, ...]) -> list[str]:
     """Return the URLs of the files of a folder (a URL that ends in /) or of a glob pattern, sorted.
 
@@ -285,39 +276,10 @@ def optional_content(url: str) -> bytes | None:
 # -- whole files
 
 
-def parts_of(file: RemoteFile) -> Iterator[bytes]:
-    """Yield the bytes of a file in order; raises like `RemoteFile.read`."""
-    for first in range(0, file.size, PART_BYTES * PARTS):
-        yield file.read(min(PART_BYTES * PARTS, file.size - first), first)
-
-
-def open_stream(file: RemoteFile) -> io.BufferedReader:
-    """Return the bytes of a file as Python's own file, for what reads it from start to end, or seeks."""
-    return io.BufferedReader(_Stream(file), PART_BYTES)
-
-
-class _Stream(io.RawIOBase):
-    def __init__(self, file: RemoteFile) -> None:
-        self._file, self._at = file, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._at
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._file.size}[whence]
-        return self._at
-
-    def readinto(self, buffer: Any) -> int:
-        count = max(0, min(len(buffer), self._file.size - self._at))
-        buffer[:count] = self._file.read(count, self._at)
-        self._at += count
-        return count
+def open_stream(file: RemoteFile) -> Any:
+    """Return the driver's own open file, for what reads it from start to end, or seeks."""
+    files = _driver_of(file.url)
+    return files.open(files._strip_protocol(file.url), "rb")
 
 
 def copy_to(file: RemoteFile, path: Path) -> None:
@@ -332,7 +294,8 @@ def copy_to(file: RemoteFile, path: Path) -> None:
             path.parent.mkdir(parents=True, exist_ok=True)
             partial.unlink(missing_ok=True)
             partial.open("xb").close()
-        for part in parts_of(file):
+        for first in range(0, file.size, PART_BYTES * PARTS):
+            part = file.read(min(PART_BYTES * PARTS, file.size - first), first)
             with reported_as_local(path), partial.open("ab") as out:
                 out.write(part)
         with reported_as_local(path):
@@ -354,7 +317,7 @@ def small_file(url: str, *, most_bytes: int) -> bytes:
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), redacted(url))
     if file.size > most_bytes:
         raise OSError(errno.EFBIG, f"it has {file.size} bytes, more than the {most_bytes} allowed", redacted(url))
-    return b"".join(parts_of(file))
+    return file.read(file.size, 0)
 
 
 def folder_of(cache: Path, identity: str) -> Path:

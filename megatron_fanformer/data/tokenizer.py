@@ -36,7 +36,6 @@ NO_ID = -1  # in place of one that a tokenizer does not have, as sentencepiece h
 
 # The most text that is given to the sentencepiece trainer: it holds all of it in memory, several times over.
 TRAINING_TEXT_BYTES = 100_000_000
-MOST_IDS = 2**31  # what token files hold
 
 
 class SentencePieceTokenizer:
@@ -188,11 +187,7 @@ def load_tokenizer(path: str | Path, *, eod_id: int | None = None, needs_eod: bo
     try:
         kind = HuggingFaceTokenizer if file.suffix == ".json" else SentencePieceTokenizer
         tokenizer = kind(file)
-        if tokenizer.vocab_size > MOST_IDS:
-            raise InputError(
-                f"tokenizer {file} has an id of {tokenizer.vocab_size - 1}; token files hold ids to 2^31 - 1"
-            )
-    except (InputError, KeyboardInterrupt, SystemExit):
+    except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # the libraries' panics are not subclasses of Exception
         format_name = "a Hugging Face tokenizer.json" if file.suffix == ".json" else "a sentencepiece model"

@@ -15,7 +15,7 @@ import numpy as np
 
 from megatron_fanformer.data.manifest import Manifest, PartManifest, TokenFiles, manifest_of
 from megatron_fanformer.data.npy_files import SUFFIX, NpyFile, npy_prefix, open_npy_files
-from megatron_fanformer.data.remote_files import find, is_pattern, listed, side_by_side
+from megatron_fanformer.data.remote_files import find, listed, side_by_side
 from megatron_fanformer.data.token_files import (
     BIN_SUFFIX,
     bin_path,
@@ -293,7 +293,7 @@ def _places(config: PerplexityConfig, group: Group) -> tuple[str, ...]:
 def _files_of(path: str) -> list[str]:
     """Return the .npy files and the prefixes of pairs that a path means: a file, a prefix, a folder or a glob."""
     if is_url(path):
-        if path.endswith("/") or (path.endswith(SUFFIX) and is_pattern(path)):
+        if path.endswith("/") or (path.endswith(SUFFIX) and glob.has_magic(path)):
             return listed(path, SUFFIX)
         return [path] if find(path if path.endswith(SUFFIX) else f"{path}.idx") is not None else []
     place = Path(path)

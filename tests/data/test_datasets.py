@@ -1,5 +1,3 @@
-import hashlib
-import json
 import shutil
 import struct
 from collections.abc import Callable
@@ -49,11 +47,6 @@ def test_a_sample_is_a_run_of_tokens_and_its_labels_the_next_ones(prefix: str) -
     assert sample["tokens"].shape == (SEQ_LENGTH,)
     assert torch.equal(sample["tokens"][1:], sample["labels"][:-1])
     assert "attention_mask" not in sample and datasets.valid == {}
-
-
-def test_each_named_validation_set_is_built(prefix: str, other_prefix: str) -> None:
-    config = DataConfig(train_data=[prefix], valid_data={"a": [prefix], "b": [other_prefix, prefix]})
-    assert list(build(config).valid) == ["a", "b"]
 
 
 def test_one_epoch_of_a_validation_set_is_all_its_whole_samples(prefix: str) -> None:
@@ -132,12 +125,6 @@ def test_a_source_that_is_read_more_than_four_times_is_named(
             assert (len(told), caplog.messages) == (is_told and not config.max_repetition, told)
 
 
-def test_a_validation_set_without_one_whole_sample_is_an_input_error(prefix: str, other_prefix: str) -> None:
-    config = DataConfig(train_data=[prefix], valid_data={"v": [other_prefix]})
-    with pytest.raises(InputError, match="do not make a whole sample"):
-        build(config, valid_samples=None, seq_length=4096)
-
-
 def test_data_of_exactly_one_sample_are_enough(tmp_path: Path) -> None:
     """A sample of a pair needs the label of its last token, one of a .npy file has none there."""
     pair = write_pair(tmp_path / "pair", [[SEQ_LENGTH + 1]])
@@ -205,19 +192,6 @@ def test_two_ranks_share_a_cache_with_a_run_on_a_copy_elsewhere(
     assert run_on_ranks(2, first_samples, *moved, str(tmp_path / "cache")) == [wanted, wanted]
 
 
-def test_two_ranks_share_a_cache_with_a_blend_of_the_same_weights_and_other_kinds(
-    prefix: str, npy_files: list[str], tmp_path: Path, run_on_ranks: Callable[..., list[Any]]
-) -> None:
-    """megatron-core's names of the indices depend on the kind of each source, too."""
-    cache = str(tmp_path / "cache")
-    for sources in ((prefix, npy_files[0]), (npy_files[0], prefix), npy_files):
-        first, second = run_on_ranks(2, first_samples, *sources, cache)
-        assert first == second == first_samples(*sources)
-    whole = {"weights": [0.5, 0.5], "size": 50, "part": 0}
-    of_one_kind = hashlib.sha256(json.dumps(whole, sort_keys=True).encode()).hexdigest()[:32]
-    assert (tmp_path / "cache" / of_one_kind).is_dir()  # as in earlier versions
-
-
 # -- .npy files
 
 
@@ -255,12 +229,6 @@ def test_datatroves_files_are_npy_files_by_another_name(tmp_path: Path) -> None:
             datasets = build_datasets(config, seed=1, vocab_size=VOCAB_SIZE, eod_id=1, survey=survey, **sizes)
             assert torch.equal(drawn(datasets.train, 14), expected)
             assert identify_data(config, survey) == identity
-
-
-def test_npy_data_are_as_long_as_asked_and_one_epoch_otherwise(npy_files: list[str]) -> None:
-    config = DataConfig(train_data=npy_files, valid_data={"v": npy_files[:1]})
-    datasets = build(config, train_samples=77, valid_samples=None)
-    assert (len(datasets.train), len(datasets.valid["v"])) == (77, 15)
 
 
 def test_the_type_of_npy_files_may_be_stated(tmp_path: Path) -> None:
@@ -307,22 +275,6 @@ def test_npy_files_cannot_be_split(prefix: str, npy_files: list[str]) -> None:
 
 
 # -- the configuration
-
-
-def test_megatrons_compiled_index_builder_is_there() -> None:
-    from megatron.core.datasets import helpers_cpp
-
-    assert helpers_cpp.__file__.endswith(".so")
-
-
-def test_a_complete_configuration_has_no_problems(prefix: str, tmp_path: Path) -> None:
-    (tmp_path / "tokenizer.json").touch()
-    config = DataConfig(
-        train_data=["0.3", prefix, "0.7", prefix],
-        valid_data={"v": [prefix]},
-        tokenizer=str(tmp_path / "tokenizer.json"),
-    )
-    assert config.problems() == []
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,6 @@ from itertools import islice
 from typing import Any
 from unittest import mock
 
-import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -97,20 +96,6 @@ def take_without_use() -> None:
 
 def test_a_rank_without_use_for_samples_takes_zeros(run_on_ranks: RunOnRanks) -> None:
     run_on_ranks(1, take_without_use)
-
-
-def loaders() -> list[int]:
-    """How many processes a rank has for its micro batches, and how many after their end."""
-    before = len(psutil.Process().children())
-    batches = shared(False, num_workers=1)
-    next(batches)
-    started = len(psutil.Process().children()) - before
-    batches.close()
-    return [started, len(psutil.Process().children()) - before]
-
-
-def test_the_first_rank_alone_has_loader_processes(run_on_ranks: RunOnRanks) -> None:
-    assert run_on_ranks(2, loaders) == [[1, 0], [0, 0]]
 
 
 def by_hosts() -> tuple[list[int], list[str]]:
