@@ -19,7 +19,7 @@ from typing import Any, BinaryIO, ClassVar
 import torch
 import torch.distributed as dist
 
-from megatron_fanformer.checkpoint.versions import UnreadableError
+from megatron_fanformer.checkpoint.versions import UnreadableError, reader
 from megatron_fanformer.durable_files import regular_file
 from megatron_fanformer.errors import CorruptError, FanformerError
 
@@ -103,8 +103,6 @@ def reporting_damage(
 ) -> Iterator[None]:
     """Wrap reading: what damage, or more than data, raises becomes a CorruptError.
 
-    It is an `UnreadableError` where the reader may be at fault.
-
     Args:
         what: the file, or whatever else is read.
         trusted: the remedy where it holds more than data.
@@ -122,7 +120,7 @@ def reporting_damage(
     except OSError as error:
         raise CorruptError(f"{what} cannot be read: {first_line(error)}; {whole}") from error
     except (*_UNREADABLE, *also) as error:
-        raise UnreadableError(f"{what} cannot be read: {first_line(error)}; {whole}") from error
+        raise UnreadableError(f"{what} cannot be read: {first_line(error)} ({reader()}); {whole}") from error
 
 
 def what_was_refused(error: pickle.UnpicklingError) -> str:

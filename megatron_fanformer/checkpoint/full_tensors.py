@@ -22,7 +22,6 @@ from megatron_fanformer.checkpoint import store
 from megatron_fanformer.checkpoint.data_files import read_entry
 from megatron_fanformer.checkpoint.stored_files import COMMON, read_checked
 from megatron_fanformer.checkpoint.tensor_table import METADATA, Table, main_weight_name, tensors_of
-from megatron_fanformer.checkpoint.versions import blaming_other_versions
 from megatron_fanformer.errors import CorruptError, FanformerError
 
 OPTIMIZER_PREFIX = "optimizer."
@@ -143,11 +142,8 @@ def open_full_tensors(checkpoint: Path, *, main: bool = False) -> LazyTensors:
     weights = [name for name in stored.described if not name.startswith(OPTIMIZER_PREFIX)]
     sources = {name: main_weight_name(name, stored.described) if main else name for name in weights}
 
-    def read(name: str) -> Tensor:
-        with blaming_other_versions(checkpoint):
-            return stored.read(sources[name])
-
-    return LazyTensors({name: stored.meta(source) for name, source in sources.items()}, read)
+    meta = {name: stored.meta(source) for name, source in sources.items()}
+    return LazyTensors(meta, lambda name: stored.read(sources[name]))
 
 
 def write_full_tensors(

@@ -13,6 +13,7 @@ import math
 import shutil
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -134,13 +135,10 @@ class CheckpointSaver:
             shutil.rmtree(self._unpublished.folder, ignore_errors=True)
 
     def _start_writing(self, sharded_state: dict[str, Any], due: _Unpublished) -> None:
-        try:
+        with self._reporting(due.step, due.folder):  # of the main rank, which writes the plain values
             request = megatron_versions.prepare_save(
                 sharded_state, due.folder, self._strategy, validate=not self._is_validated
             )
-        except OSError as error:  # of the main rank, which writes the plain values; the others end with it
-            self._unpublished = None
-            raise self._failure(due.step, str(error), due.folder) from error
         self._is_validated = True  # what the ranks' shards are does not change
         if request.async_fn is not None:  # this rank has something to write
             write = _summed(request.async_fn, due.folder, self._grid.rank)
@@ -151,33 +149,38 @@ class CheckpointSaver:
         try:
             # Not by its own waiting, which ends in a collective call: the others would hit its timeout waiting for a
             # slow rank.
-            while not self._calls.maybe_finalize_async_calls(blocking=False):
-                if not blocking:
-                    return False
-                time.sleep(POLL_SECONDS)
+            with self._reporting(due.step, due.folder):  # of the main rank, which writes what concerns all
+                while not self._calls.maybe_finalize_async_calls(blocking=False):
+                    if not blocking:
+                        return False
+                    time.sleep(POLL_SECONDS)
         except CheckpointException as error:  # on every rank, but only the main one knows why
-            by_rank = {
-                rank: str(reason).removeprefix("Worker failure: ") for rank, (reason, _) in error.failures.items()
-            }
-            reasons = [f"rank {rank}: {reason}" for rank, reason in by_rank.items()]
+            reasons = [
+                f"rank {rank}: {str(reason).removeprefix('Worker failure: ')}"
+                for rank, (reason, _) in error.failures.items()
+            ]
             self._unpublished = None
             failure = on_main(lambda: self._failure(due.step, "; ".join(reasons), due.folder))
             raise reported_by_main(failure) from None
-        except OSError as error:  # of the main rank, which writes what concerns all; the others end with it
-            self._unpublished = None
-            raise self._failure(due.step, str(error), due.folder) from error
         return True
 
     def _on_main(self, step: int, function: Callable[[], Result], unfinished: Path | None = None) -> Result:
         """Return a function's result on the main rank; if the disk fails there, every rank raises."""
 
         def result() -> Result:
-            try:
+            with self._reporting(step, unfinished):
                 return function()
-            except OSError as error:
-                raise self._failure(step, str(error), unfinished) from error
 
         return on_main(result)
+
+    @contextmanager
+    def _reporting(self, step: int, unfinished: Path | None) -> Iterator[None]:
+        """Make of an error of the disk the message for a checkpoint that was not written."""
+        try:
+            yield
+        except OSError as error:
+            self._unpublished = None
+            raise self._failure(step, str(error), unfinished) from error
 
     def _failure(self, step: int, reason: str, unfinished: Path | None) -> FanformerError:
         """Return the message for a checkpoint that was not written, and remove what there is of it."""
@@ -213,15 +216,15 @@ def check_finite(sharded_state: dict[str, Any], step: int) -> None:
         DivergenceError: one has a value that is not finite; names it, and the rank that holds it, on every rank.
     """
     named = [(part.key, part.data) for part in _parts(sharded_state) if part.data.is_floating_point()]
-    found = next(
+    wrong = next(
         (f"{name} has the value {value}" for name, value in _extremes(named) if not math.isfinite(value)), None
     )
-    ranks = of_every_rank(found)
-    for rank, what in enumerate(ranks):
-        if what is not None:
-            where = f" on rank {rank}" if len(ranks) > 1 else ""
+    by_rank = of_every_rank(wrong)
+    for rank, problem in enumerate(by_rank):
+        if problem is not None:
+            where = f" on rank {rank}" if len(by_rank) > 1 else ""
             raise DivergenceError(
-                f"step {step} was not saved: {what}{where}; start again to go on from the last checkpoint, with a "
+                f"step {step} was not saved: {problem}{where}; start again to go on from the last checkpoint, with a "
                 "lower optimizer.lr if it happens again"
             )
 

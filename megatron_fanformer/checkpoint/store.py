@@ -32,7 +32,7 @@ from megatron_fanformer.checkpoint.manifest import check_small_files, write_mani
 from megatron_fanformer.checkpoint.versions import write_versions
 from megatron_fanformer.configuration import moved_names, read_plain_values
 from megatron_fanformer.data.tokenizer import TOKENIZER_JSON, TOKENIZER_MODEL
-from megatron_fanformer.durable_files import publish, write_atomically
+from megatron_fanformer.durable_files import publish, regular_file, write_atomically
 from megatron_fanformer.errors import CorruptError, InputError
 from megatron_fanformer.model.config import FANformerConfig
 from megatron_fanformer.runtime.layout import MOVED_FIELDS
@@ -184,10 +184,10 @@ def attached_tokenizer(checkpoint: Path) -> Path | None:
     Raises:
         CorruptError: in a checkpoint, it is a link to somewhere else. (In Hugging Face's cache, every file is a link.)
     """
-    found = next((path for name in TOKENIZERS if (path := checkpoint / name).is_file()), None)
-    if found and is_checkpoint(checkpoint) and found.resolve().parent != checkpoint.resolve():
-        raise CorruptError(f"{found} is a link out of its checkpoint, to {found.resolve()}; put the file itself there")
-    return found
+    file = next((path for name in TOKENIZERS if (path := checkpoint / name).is_file()), None)
+    if file and is_checkpoint(checkpoint) and file.resolve().parent != checkpoint.resolve():
+        raise CorruptError(f"{file} is a link out of its checkpoint, to {file.resolve()}; put the file itself there")
+    return file
 
 
 def complete_checkpoints(run: Path) -> list[Path]:
@@ -259,12 +259,10 @@ def checkpoints_to_resume(run: Path) -> list[Path]:
 def _named_by(pointer: Path) -> Path:
     """Return the checkpoint that a `latest` names."""
     try:
-        if not pointer.is_file():
-            raise CorruptError(f"{pointer} is {'not a file' if os.path.lexists(pointer) else 'missing'}; {_POINT}")
-        with pointer.open("rb") as stream:
-            name = stream.read(POINTER_BYTES).decode("utf-8").strip()
+        name = regular_file(pointer, most_bytes=POINTER_BYTES).read_text("utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
-        raise CorruptError(f"{pointer} cannot be read ({error}); {_POINT}") from None
+        reason = f"cannot be read ({error})" if os.path.lexists(pointer) else "is missing"
+        raise CorruptError(f"{pointer} {reason}; {_POINT}") from None
     checkpoint = pointer.parent / name
     if not _CHECKPOINT_NAME.fullmatch(name) or not checkpoint.is_dir():  # in this order: a name may be anything
         raise CorruptError(f"{pointer} names {name!r}, which is not a checkpoint; {_POINT}")

@@ -27,7 +27,6 @@ from megatron_fanformer.checkpoint.data_files import (
 )
 from megatron_fanformer.checkpoint.manifest import MANIFEST, check_files, read_manifest
 from megatron_fanformer.checkpoint.tensor_table import Stored, Table, read_table, stored_parts, tensors_of
-from megatron_fanformer.checkpoint.versions import blaming_other_versions
 from megatron_fanformer.durable_files import regular_file
 from megatron_fanformer.errors import CorruptError
 
@@ -47,12 +46,10 @@ def read_checked(checkpoint: Path, *, share: int = 0, shares: int = 1) -> Table:
     Raises:
         CorruptError: a file has changed since it was written; or the table holds more than a table, or names files
             elsewhere.
-        OtherVersions: no file has changed, and the versions installed here cannot read one.
     """
     check_stored(checkpoint, share=share, shares=shares)
-    with blaming_other_versions(checkpoint):
-        table = read_table(checkpoint)
-        check_plain_values(checkpoint, table, share=share, shares=shares)
+    table = read_table(checkpoint)
+    check_plain_values(checkpoint, table, share=share, shares=shares)
     return table
 
 

@@ -18,7 +18,7 @@ from megatron_fanformer.checkpoint import megatron_versions, optimizer_state, st
 from megatron_fanformer.checkpoint.data_files import reporting_damage
 from megatron_fanformer.checkpoint.stored_files import read_checked, saved_progress
 from megatron_fanformer.checkpoint.tensor_table import Table, tensors_of
-from megatron_fanformer.checkpoint.versions import OtherVersions, blaming_other_versions
+from megatron_fanformer.checkpoint.versions import UnreadableError
 from megatron_fanformer.errors import CorruptError
 from megatron_fanformer.runtime.agreement import of_every_rank, reported_by_main
 from megatron_fanformer.runtime.parallel import RankGrid
@@ -75,7 +75,6 @@ def load_training_state(
 
     Raises:
         CorruptError: the checkpoint is damaged, or holds more than data.
-        OtherVersions: it is sound, and the versions installed here cannot read it.
     """
     saved = store.saved_config(checkpoint)
     group = grid.groups.dp_cp if fully_parallel else None
@@ -88,21 +87,20 @@ def load_training_state(
     if same_layout := _is_same_layout(saved, config):
         wanted["random"] = _random_state(grid, capture=False)
     wanted.update(scales_to_load(stages, grid, table))
-    with blaming_other_versions(checkpoint):
-        loaded = megatron_versions.load(wanted, checkpoint, table, group)
-        with reporting_damage(checkpoint):
-            _set_weights(stages, loaded)
-            set_scales(stages, grid, loaded)
-        # Separately from the weights, some of which it may need in float32: one load returns a name in one type.
-        own = {number: shard.data for number, shard in tensors.items()}
-        of_optimizer = megatron_versions.load({"optimizer_tensors": tensors}, checkpoint, table, group)
-        with reporting_damage(checkpoint):
-            optimizer_state.set_tensors(own, of_optimizer["optimizer_tensors"])
-            groups = optimizer_state.stored_groups(of_optimizer["optimizer"])
-            optimizer_state.set_groups(optimizer, groups, resumed_entries)
-            if same_layout:
-                _restore_random_state(loaded["random"])
-            progress = loaded["progress"]
+    loaded = megatron_versions.load(wanted, checkpoint, table, group)
+    with reporting_damage(checkpoint):
+        _set_weights(stages, loaded)
+        set_scales(stages, grid, loaded)
+    # Separately from the weights, some of which it may need in float32: one load returns a name in one type.
+    own = {number: shard.data for number, shard in tensors.items()}
+    of_optimizer = megatron_versions.load({"optimizer_tensors": tensors}, checkpoint, table, group)
+    with reporting_damage(checkpoint):
+        optimizer_state.set_tensors(own, of_optimizer["optimizer_tensors"])
+        groups = optimizer_state.stored_groups(of_optimizer["optimizer"])
+        optimizer_state.set_groups(optimizer, groups, resumed_entries)
+        if same_layout:
+            _restore_random_state(loaded["random"])
+        progress = loaded["progress"]
     if store.step_of(checkpoint) not in (None, progress["step"]):
         raise reported_by_main(
             CorruptError(f"{checkpoint} holds step {progress['step']}, another than its name says; rename it")
@@ -119,11 +117,9 @@ def load_weights(checkpoint: Path, stages: list[Any], grid: RankGrid) -> None:
 
     Raises:
         CorruptError: the checkpoint is damaged, holds more than data, or another model.
-        OtherVersions: it is sound, and the versions installed here cannot read it.
     """
     table = _read_checked(checkpoint, grid)
-    with blaming_other_versions(checkpoint):
-        loaded = megatron_versions.load(model_state(stages, grid), checkpoint, table, grid.groups.dp_cp)
+    loaded = megatron_versions.load(model_state(stages, grid), checkpoint, table, grid.groups.dp_cp)
     _set_weights(stages, loaded)
 
 
@@ -153,15 +149,14 @@ def _read_checked(checkpoint: Path, grid: RankGrid) -> Table:
     What one rank refuses, all do: none is left waiting in the load, which is collective.
     """
     table = None
-    refused: CorruptError | OtherVersions | None = None
+    refused: CorruptError | None = None
     try:
         table = read_checked(checkpoint, share=grid.rank, shares=grid.world_size)
-        with blaming_other_versions(checkpoint):
-            saved_progress(checkpoint, table)
-    except (CorruptError, OtherVersions) as error:
+        saved_progress(checkpoint, table)
+    except CorruptError as error:
         refused = error
-    # Damage first: what one rank cannot read may be what another has found damaged.
-    for reason in sorted(filter(None, of_every_rank(refused)), key=lambda reason: isinstance(reason, OtherVersions)):
+    # Damage first: it may be the reason why another rank could not read.
+    for reason in sorted(filter(None, of_every_rank(refused)), key=lambda reason: isinstance(reason, UnreadableError)):
         raise reported_by_main(reason)
     assert table is not None, "else this rank would have refused"
     return table

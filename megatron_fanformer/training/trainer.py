@@ -11,6 +11,7 @@ import torch
 from rich.console import Console
 
 from megatron_fanformer.checkpoint import store
+from megatron_fanformer.checkpoint.versions import UnreadableError
 from megatron_fanformer.data.chat_template import CHAT_TEMPLATE_JINJA, attached_files
 from megatron_fanformer.data.tokenizer import tokenizer_file
 from megatron_fanformer.errors import CorruptError, DivergenceError, InputError, Interrupted
@@ -425,7 +426,8 @@ class Trainer:
                 break
             except CorruptError as error:
                 damaged.append((checkpoint, error))
-                if not self.config.recovery.use_earlier_checkpoint:
+                # a library that fails on one, whose sums are right, fails on the earlier ones, too
+                if not self.config.recovery.use_earlier_checkpoint or isinstance(error, UnreadableError):
                     raise
         else:
             raise damaged[0][1]
