@@ -64,7 +64,24 @@ def perplexity_of_sets(
         CorruptError: a file has become shorter since it was found.
         Stopped: as `losses_of_rows`.
     """
-    return {each.name: _loss_of(stages, each, grid, batch_tokens, shall_stop) for each in sets}
+    losses = {}
+    for each in sets:
+        pieces = each.pieces()
+        sums = losses_of_rows(
+            stages,
+            lengths_of(pieces),
+            lambda row, each=each, pieces=pieces: each.read(pieces[row]),  # type: ignore[misc]
+            grid,
+            batch_tokens=batch_tokens,
+            scored=pieces[:, 3],
+            shall_stop=shall_stop,
+        )
+        tokens = int(pieces[:, 3].sum())
+        loss = float(sums.sum()) / tokens
+        bits = None if each.bytes_per_token is None else loss / math.log(2) / each.bytes_per_token
+        of_word = None if each.words_per_token is None else loss / each.words_per_token
+        losses[each.name] = SetLoss(loss=loss, tokens=tokens, bits_per_byte=bits, nats_per_word=of_word)
+    return losses
 
 
 def group_perplexities(losses: Mapping[str, SetLoss]) -> dict[Group, float]:
@@ -85,27 +102,3 @@ def perplexity_metrics(losses: Mapping[str, SetLoss]) -> dict[str, float]:
         if found.bits_per_byte is not None:
             metrics[f"eval/{name}/BitsPerByte"] = found.bits_per_byte
     return {**metrics, **{f"eval/{group}/Perplexity": mean for group, mean in group_perplexities(losses).items()}}
-
-
-def _loss_of(
-    stages: list[Any],
-    found: PerplexitySet,
-    grid: RankGrid,
-    batch_tokens: int,
-    shall_stop: Callable[[], bool] | None,
-) -> SetLoss:
-    pieces = found.pieces()
-    losses = losses_of_rows(
-        stages,
-        lengths_of(pieces),
-        lambda row: found.read(pieces[row]),
-        grid,
-        batch_tokens=batch_tokens,
-        scored=pieces[:, 3],
-        shall_stop=shall_stop,
-    )
-    tokens = int(pieces[:, 3].sum())
-    loss = float(losses.sum()) / tokens
-    bits = None if found.bytes_per_token is None else loss / math.log(2) / found.bytes_per_token
-    of_word = None if found.words_per_token is None else loss / found.words_per_token
-    return SetLoss(loss=loss, tokens=tokens, bits_per_byte=bits, nats_per_word=of_word)

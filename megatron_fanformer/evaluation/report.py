@@ -1,8 +1,7 @@
 """The results of an evaluation and of a comparison: as lines for the terminal, plain values for a file, a picture."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from megatron_fanformer.evaluation.comparison import Comparison, figure, is_share, sentence
@@ -10,7 +9,6 @@ from megatron_fanformer.evaluation.results import Result, TaskResult, names_of, 
 from megatron_fanformer.pictures import drawn, set_logarithmic, use_many_colours
 from megatron_fanformer.terminal import table
 
-MOST_COLUMNS = 5  # checkpoints side by side in 80 columns; more follow in further tables
 STANDARD_ERRORS = 1.96  # on either side of a value: 95% of a normal distribution
 
 
@@ -19,15 +17,11 @@ def result_lines(results: Sequence[Result]) -> Iterator[str]:
     if len(results) == 1:
         yield from _one(results[0])
         return
-    names = names_of(results)
+    columns = [_column(result) for result in results]
+    labels = dict.fromkeys(label for column in columns for label in column)
+    rows = [(label, *(column.get(label, "-") for column in columns)) for label in labels]
     are_steps = len({result.run for result in results}) == 1 and results[0].run is not None
-    for first in range(0, len(results), MOST_COLUMNS):
-        end = first + MOST_COLUMNS
-        found = [_column(result) for result in results[first:end]]
-        labels = dict.fromkeys(label for column in found for label in column)
-        rows = [(label, *(column.get(label, "-") for column in found)) for label in labels]
-        heading = ("step" if are_steps else "", *names[first:end])
-        yield from table(heading, rows, align="l" + "r" * len(found))
+    yield from table(("step" if are_steps else "", *names_of(results)), rows, align="l" + "r" * len(columns))
 
 
 def _one(result: Result) -> Iterator[str]:
@@ -156,20 +150,42 @@ def results_picture(results: Sequence[Result]) -> bytes:
     """Return a PNG with a line for each task and each set, of each run over its steps where all checkpoints have
     one.
     """
-    metrics = [task.metric for result in results for task in result.tasks.values()]
-    parts: list[Callable[[Sequence[Result], Any], None]] = []
-    for are_shares in (True, False):
-        if any(is_share(metric) == are_shares for metric in metrics):
-            parts.append(partial(_draw_tasks, are_shares))
-    if any(result.perplexity for result in results):
-        parts.append(_draw_sets)
+    metrics = {name: task.metric for result in results for name, task in result.tasks.items()}
+    shares = [name for name, metric in metrics.items() if is_share(metric)]
+    others = [name for name in metrics if name not in shares]
+    sets = list(dict.fromkeys(name for result in results for name in result.perplexity))
+    titles = ("tasks, with 95% intervals", "percent"), ("tasks, with 95% intervals", "bits per byte, or nats")
+    parts = [part for part in ((shares, *titles[0]), (others, *titles[1]), (sets, "perplexity", None)) if part[0]]
 
     def draw(panels: Any) -> None:
-        for draw_part, panel in zip(parts, panels[0], strict=True):
-            use_many_colours(panel)
-            draw_part(results, panel)
-            _name_checkpoints(results, panel)
-            panel.legend(fontsize="x-small", bbox_to_anchor=(0.5, -0.14), loc="upper center", ncols=2)
+        for (names, title, unit), axes in zip(parts, panels[0], strict=True):
+            use_many_colours(axes)
+            for name in names:
+                for line, placed in lines_of(results).items():
+                    label = f"{name} ({line})" if line else name
+                    if unit is None:
+                        points = [(place, r.perplexity[name].perplexity) for place, r in placed if name in r.perplexity]
+                        axes.plot(*zip(*points, strict=True), label=label, marker=".", linewidth=1)
+                        continue
+                    scale = 100 if unit == "percent" else 1
+                    values = [(place, r.headline(name)) for place, r in placed if name in r.tasks]
+                    axes.errorbar(
+                        [place for place, _ in values],
+                        [scale * value.value for _, value in values],
+                        [scale * STANDARD_ERRORS * value.standard_error for _, value in values],
+                        label=label,
+                        marker=".",
+                        linewidth=1,
+                        elinewidth=0.5,
+                    )
+            axes.set(title=title, ylabel=unit)
+            if unit is None:
+                set_logarithmic(axes.yaxis)
+            if all(result.step is not None for result in results):
+                axes.set_xlabel("step")
+            else:
+                axes.set_xticks(range(len(results)), names_of(results), rotation=20)
+            axes.legend(fontsize="x-small", bbox_to_anchor=(0.5, -0.14), loc="upper center", ncols=2)
 
     return drawn(draw, columns=len(parts), grows=True)
 
@@ -189,43 +205,3 @@ def lines_of(results: Sequence[Result]) -> dict[str, list[tuple[int, Result]]]:
         )
         for run, name in runs.items()
     }
-
-
-def _name_checkpoints(results: Sequence[Result], axes: Any) -> None:
-    if all(result.step is not None for result in results):
-        axes.set_xlabel("step")
-    else:
-        axes.set_xticks(range(len(results)), names_of(results), rotation=20)
-
-
-def _label(name: str, line: str) -> str:
-    return f"{name} ({line})" if line else name
-
-
-def _draw_tasks(are_shares: bool, results: Sequence[Result], axes: Any) -> None:
-    """Tasks whose own metric is a share of documents, or the others, with what is uncertain about each."""
-    scale = 100 if are_shares else 1
-    tasks = ((name, task.metric) for result in results for name, task in result.tasks.items())
-    for name in dict.fromkeys(name for name, metric in tasks if is_share(metric) == are_shares):
-        for line, placed in lines_of(results).items():
-            points = [(place, result.headline(name)) for place, result in placed if name in result.tasks]
-            axes.errorbar(
-                [place for place, _ in points],
-                [scale * found.value for _, found in points],
-                [scale * STANDARD_ERRORS * found.standard_error for _, found in points],
-                label=_label(name, line),
-                marker=".",
-                linewidth=1,
-                elinewidth=0.5,
-            )
-    axes.set(title="tasks, with 95% intervals", ylabel="percent" if are_shares else "bits per byte, or nats")
-
-
-def _draw_sets(results: Sequence[Result], axes: Any) -> None:
-    for name in dict.fromkeys(name for result in results for name in result.perplexity):
-        for line, placed in lines_of(results).items():
-            points = [(place, each.perplexity[name].perplexity) for place, each in placed if name in each.perplexity]
-            places, perplexities = [place for place, _ in points], [perplexity for _, perplexity in points]
-            axes.plot(places, perplexities, label=_label(name, line), marker=".", linewidth=1)
-    axes.set(title="perplexity")
-    set_logarithmic(axes.yaxis)

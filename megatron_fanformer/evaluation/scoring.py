@@ -61,33 +61,25 @@ def log_probabilities(
     Returns:
         For each task [n] float64, in its requests' order, the same on every rank.
     """
-    rows = _Rows()
-    numbers = [np.array([rows.number(task, request) for request in range(len(task))], dtype=np.int64) for task in tasks]
+    numbers: dict[tuple[bytes, int], int] = {}
+    rows: list[np.ndarray] = []
+    rows_of_tasks = []
+    for task in tasks:
+        of_task = []
+        requests = np.split(task.ids, task.offsets[1:-1])
+        for ids, scored in zip(requests, task.continuation_tokens.tolist(), strict=True):
+            number = numbers.setdefault((ids.tobytes(), scored), len(rows))
+            if number == len(rows):
+                rows.append(ids)
+            of_task.append(number)
+        rows_of_tasks.append(of_task)
     losses = losses_of_rows(
         stages,
-        np.array([len(ids) for ids in rows.ids]),
-        lambda row: rows.ids[row],
+        np.array([len(ids) for ids in rows]),
+        rows.__getitem__,
         grid,
         batch_tokens=batch_tokens,
-        scored=np.array(rows.scored),
+        scored=np.array([scored for _, scored in numbers]),
         shall_stop=shall_stop,
     )
-    return [-losses[of_task] for of_task in numbers]
-
-
-class _Rows:
-    def __init__(self) -> None:
-        self.ids: list[np.ndarray] = []
-        self.scored: list[int] = []
-        """Length of each row's continuation: the last so many of its ids."""
-        self._numbers: dict[tuple[bytes, int], int] = {}
-
-    def number(self, task: TaskRequests, request: int) -> int:
-        """Return the number of a request's row, which is added if there is none."""
-        ids = task.ids[task.offsets[request] : task.offsets[request + 1]]
-        scored = int(task.continuation_tokens[request])
-        number = self._numbers.setdefault((ids.tobytes(), scored), len(self.ids))
-        if number == len(self.ids):
-            self.ids.append(ids)
-            self.scored.append(scored)
-        return number
+    return [-losses[of_task] for of_task in rows_of_tasks]

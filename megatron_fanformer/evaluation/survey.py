@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from megatron_fanformer.data.identity import another_tokenizer
-from megatron_fanformer.data.tokenizer import Tokenizer, load_tokenizer, tokenizer_file
+from megatron_fanformer.data.tokenizer import load_tokenizer, tokenizer_file
 from megatron_fanformer.durable_files import sha256_of
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.evaluation.config import EvaluationConfig
@@ -47,7 +47,7 @@ def survey_evaluation(
         InputError: every problem, one line each.
         CorruptError: a file is damaged.
     """
-    found: list[str] = []
+    problems: list[str] = []
     tasks: dict[str, TaskRequests] = {}
     sets: list[PerplexitySet] = []
     if config.requests is not None:
@@ -55,20 +55,22 @@ def survey_evaluation(
             file = requests or read_requests(Path(config.requests))
             tasks = _tasks(config, file, seq_length=seq_length, vocab_size=vocab_size, tokenizer=tokenizer)
         except InputError as error:
-            found += [f"evaluation.requests: {line}" for line in str(error).splitlines()]
+            problems += [f"evaluation.requests: {line}" for line in str(error).splitlines()]
     if not config.perplexity.is_empty:
+        end = config.perplexity.eod_id
         try:
             sets = find_sets(
                 config.perplexity,
                 seq_length=seq_length,
                 vocab_size=vocab_size,
                 end_of_text_id=end_of_text_id,
-                tokenizer=None if tokenizer is None else _tokenizer(tokenizer, config.perplexity.eod_id),
+                # which need not say what ends a document: sets that need it ask
+                tokenizer=None if tokenizer is None else load_tokenizer(tokenizer, eod_id=end, needs_eod=False),
             )
         except InputError as error:
-            found += str(error).splitlines()
-    if found:
-        raise InputError("\n".join(found))
+            problems += str(error).splitlines()
+    if problems:
+        raise InputError("\n".join(problems))
     for each in sets if tokenizer is not None else ():
         stated = (manifest[0].tokenizer.sha256 for file in each.files if (manifest := file.stated) is not None)
         if other := another_tokenizer(stated, sha256_of(tokenizer_file(str(tokenizer))), "the model's"):
@@ -78,14 +80,6 @@ def survey_evaluation(
                 other,
             )
     return EvaluationSurvey(tasks=tasks, sets=tuple(sets))
-
-
-def _tokenizer(path: str, eod_id: int | None) -> Tokenizer:
-    """Load the tokenizer of the perplexity sets, which check themselves whether they need the end-of-text id."""
-    try:
-        return load_tokenizer(path, eod_id=eod_id, needs_eod=False)
-    except InputError as error:
-        raise InputError(f"evaluation.perplexity: {error}") from None
 
 
 def _tasks(

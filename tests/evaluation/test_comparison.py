@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from megatron_fanformer.errors import InputError
-from megatron_fanformer.evaluation.comparison import compare, resampled_sums, sentence
+from megatron_fanformer.evaluation.comparison import compare, sentence
 from megatron_fanformer.evaluation.results import MetricValue, Result, SetResult, Settings, TaskResult
 
 RANDOM = np.random.default_rng(0)
@@ -79,14 +79,6 @@ def test_f1_is_drawn_as_f1() -> None:
     differences = [f1(labels[rows], random[rows]) - f1(labels[rows], always[rows]) for rows in drawn]
     assert found.standard_error == pytest.approx(np.std(differences), rel=0.05)
     assert found.interval == pytest.approx(np.quantile(differences, (0.025, 0.975)), abs=0.006)
-
-
-def test_documents_drawn_by_kind_and_one_by_one_are_spread_alike() -> None:
-    """Sums of 500 different features: the mean and the variance of sampling with replacement, by formula."""
-    for features in (RANDOM.integers(4, size=(500, 1)).astype(float), RANDOM.random((500, 1))):
-        drawn = resampled_sums(features, 20_000, np.random.default_rng(1))
-        assert drawn.mean() == pytest.approx(features.sum(), rel=0.002)
-        assert drawn.std() == pytest.approx(np.sqrt(500) * features.std(), rel=0.02)
 
 
 @pytest.mark.parametrize(("documents", "tasks"), [(150, 400), pytest.param(600, 2000, marks=pytest.mark.full)])

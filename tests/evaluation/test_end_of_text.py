@@ -11,14 +11,11 @@ import pytest
 from megatron_fanformer.cli import main, read_command
 from megatron_fanformer.data.tokenizer import load_tokenizer
 from megatron_fanformer.errors import InputError
-from megatron_fanformer.evaluation import command
 from megatron_fanformer.evaluation.command import read_options
 from megatron_fanformer.evaluation.config import EvaluationRequest
 from megatron_fanformer.evaluation.jobs import Jobs, find_jobs
 from megatron_fanformer.evaluation.requests import read_requests
 from megatron_fanformer.formats.recognition import find_checkpoint
-from tests.data.token_making import write_manifest
-from tests.evaluation.test_ulogic import RULES
 from tests.generation.making import write_checkpoint, write_export, write_tokenizer
 from tests.small_runs import RunOnRanks
 
@@ -54,21 +51,6 @@ def other(made: Made, tmp_path: Path) -> Path:
     stated = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**stated, "eos_token_id": 7}))
     return folder
-
-
-@pytest.mark.parametrize(
-    ("has_manifest", "stated", "lengths"), [(True, (), [4, 6]), (True, ("--eod-id", 2), [2, 8]), (False, (), [3, 7])]
-)
-def test_the_documents_of_a_set_end_as_its_manifest_says_whatever_the_model_states(
-    has_manifest: bool, stated: tuple[object, ...], lengths: list[int], other: Path, tmp_path: Path
-) -> None:
-    np.array([1, 2, 7, 0, 3, 4, 5, 6, 8, 9], "<u2").tofile(tmp_path / "tokens.npy")
-    if has_manifest:
-        write_manifest(str(tmp_path / "tokens"), dtype="uint16", max_token_id=9)  # with 0
-    request = asked(other, "--perplexity", f"own={tmp_path / 'tokens.npy'}", "--chunking", "documents", *stated)
-    (job,) = find_jobs(request).jobs
-    (own,) = job.survey.sets
-    assert own.pieces()[:, 2].tolist() == lengths
 
 
 @pytest.mark.parametrize(
@@ -126,18 +108,3 @@ def test_requests_have_the_end_of_text_that_the_checkpoints_state(
     prepare = ["evaluate", "--prepare", by_hand, "--tasks", file, "--tokenizer", made.tokenizer, "--eod-id", 7]
     assert main([str(argument) for argument in prepare]) == 0
     assert read_requests(by_hand).sha256 == prepared(other).requests
-
-
-@pytest.mark.parametrize("option", ["--tasks", "--ulogic"])
-def test_a_tokenizer_that_does_not_tell_its_end_of_text_is_told_it(
-    option: str, made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    content = RULES if option == "--ulogic" else {"context": "", "choices": ["4", "5"], "answer": 0}
-    (file := tmp_path / "q.jsonl").write_text(json.dumps(content))
-    arguments = [made.run, "--tokenizer", write_tokenizer(tmp_path, end_of_text="<end>"), option, file]
-    with pytest.raises(InputError, match=r"state the id by --eod-id \(its special pieces: 0 <end>\)$"):
-        command._find_jobs(asked(*arguments))
-    (job,) = command._find_jobs(asked(*arguments, "--eod-id", 9)).jobs
-    assert job.source.end_of_text_id == 9
-    assert all(task.ids[0] == 9 for task in job.survey.tasks.values())

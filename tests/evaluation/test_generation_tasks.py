@@ -41,18 +41,6 @@ def test_solutions_count_and_others_do_not(library, tokenizer, name):
     assert {one["score"] for one in wrong.documents} == {0.0}
 
 
-def test_a_text_ends_at_the_tasks_stop_strings(library, tokenizer):
-    (asked,) = documents("humaneval", library)
-    text = asked["solution"] + "\nprint(twice(None))"
-    (judged,) = evaluated(tokenizer, "humaneval", [asked], [[text]]).documents
-    assert judged["samples"] == [
-        {"text": asked["solution"], "tokens": len(text) - len("(twice(None))"), "ended_by": "stop", **PASSED}
-    ]
-
-
-PASSED = {"outcome": "passed", "message": ""}
-
-
 def test_of_several_samples_those_that_pass_are_counted(library, tokenizer):
     (asked,) = documents("mbpp", library)
     texts = [asked["solution"], "def half(x):\n    return x", asked["solution"], ""] + [""] * 6

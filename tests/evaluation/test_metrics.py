@@ -70,13 +70,6 @@ def test_an_oracle_has_everything_right_and_its_opposite_nothing(good, value):
         assert (found[name].value == 0.0) == (good == 0.0), name
 
 
-def test_of_equal_scores_the_first_is_chosen():
-    requests = made_up_requests([3] * 40)
-    found = task_metrics(requests, np.zeros(len(requests)))
-    assert found["acc"].value == np.mean(requests.labels[::3] == 0) > 0
-    assert "pmi" not in found
-
-
 def test_a_task_of_one_answer_has_the_metrics_of_the_answer_alone():
     requests = made_up_requests([1] * 9, metric="bpb")
     found = task_metrics(requests, np.full(9, -2.0))

@@ -77,13 +77,6 @@ def test_a_line_that_is_no_question_is_named(tmp_path: Path, line: str, message:
         read_task(file)
 
 
-def test_two_files_of_one_task_are_refused(tmp_path: Path, small_tokenizer_file: Path) -> None:
-    (tmp_path / "other").mkdir()
-    files = [str(write_lines(folder / "trivia.jsonl", QUESTIONS)) for folder in (tmp_path, tmp_path / "other")]
-    with pytest.raises(InputError, match=r"^two files of --tasks have a task named trivia; give one another name$"):
-        prepare_requests(tmp_path / "a", tasks=files, tokenizer=small_tokenizer_file)
-
-
 def test_a_request_file_holds_them_without_the_library(
     tmp_path: Path, small_tokenizer_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -102,14 +102,6 @@ def test_documents_are_scored_whole_and_each_token_once(tmp_path: Path) -> None:
     assert each.pieces()[:, 2].max() == 8
 
 
-def test_a_npy_files_documents_end_at_the_stated_id(tmp_path: Path) -> None:
-    np.array([0, 3, 0, 1, 2, 0, 4, 5], "<u2").tofile(tmp_path / "a.npy")
-    (each,) = found(own(tmp_path, chunking="documents", eod_id=0))
-    assert [each.read(piece).tolist() for piece in each.pieces()] == [[3, 0], [1, 2, 0], [4, 5]]
-    with pytest.raises(InputError, match=r"does not say where its documents end; set .*eod_id"):
-        found(own(tmp_path, chunking="documents"))
-
-
 def windows_of_lm_eval(tokens: list[int], prefix: int, length: int) -> Iterator[tuple[list[int], list[int]]]:
     """What is given and what is scored, by the definition of lm-eval 0.4.9: `get_rolling_token_windows` with
     context_len=1, each made disjoint.
@@ -278,13 +270,3 @@ def test_what_cannot_be_is_refused(tmp_path: Path, fields: dict[str, Any], messa
     write_npy(tmp_path / "a.npy", 100)
     with pytest.raises(InputError, match=message):
         found(dataclasses.replace(own(tmp_path), **fields))
-
-
-def test_an_end_of_text_outside_the_vocabulary_leads_no_document(tmp_path: Path) -> None:
-    np.arange(1, 20).astype("<u2").tofile(file := tmp_path / "own.npy")
-    found(own(file, chunking="rolling", eod_id=VOCAB_SIZE - 1))
-    for eod_id in (VOCAB_SIZE, 1 << 40):
-        with pytest.raises(
-            InputError, match=rf"own\.npy: its documents end with id {eod_id}, .* vocabulary of 600; set"
-        ):
-            found(own(file, chunking="rolling", eod_id=eod_id))

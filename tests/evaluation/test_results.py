@@ -22,12 +22,9 @@ def step(run: str, number: int) -> str:
     [
         ([step("a", 40), step("a", 1000)], ["40", "1,000"]),
         ([step("a", 40), step("b", 40), step("b", 80)], ["a/40", "b/40", "b/80"]),
-        ([step("a", 40), step("b", 80)], ["a/40", "b/80"]),
         ([step("x/run", 40), step("y/run", 80)], ["x/run/40", "y/run/80"]),
-        (["x/a/hf", "x/b/hf"], ["a/hf", "b/hf"]),
         (["a/x/hf", "b/x/hf"], ["a/x/hf", "b/x/hf"]),
         (["exports/a", step("b", 40)], ["a", "40"]),
-        (["hf"], ["hf"]),
     ],
 )
 def test_a_name_is_as_much_of_the_path_as_differs(checkpoints: list[str], names: list[str]) -> None:
@@ -37,9 +34,5 @@ def test_a_name_is_as_much_of_the_path_as_differs(checkpoints: list[str], names:
 def test_a_picture_has_a_line_for_each_run() -> None:
     lines = lines_of(results(step("a", 80), step("a", 40), step("b", 40)))
     assert {name: [place for place, _ in line] for name, line in lines.items()} == {"a": [40, 80], "b": [40]}
-    lines = lines_of(results(step("x/run", 40), step("y/run", 80), step("x/run", 80)))
-    assert {name: [place for place, _ in line] for name, line in lines.items()} == {"x/run": [40, 80], "y/run": [80]}
-    (line,) = lines_of(results(step("a", 40), step("a", 80))).values()
-    assert [place for place, _ in line] == [40, 80]
     (line,) = lines_of(results(step("a", 40), "hf")).values()
     assert [place for place, _ in line] == [0, 1]

@@ -183,9 +183,16 @@ def test_every_row_is_in_one_batch_that_its_layout_can_take(rows: int, sizes: di
         assert longest - 1 <= batch.seq_length
 
 
-def test_requests_of_the_same_ids_are_one_row_only_where_they_score_the_same_tokens() -> None:
+def test_requests_of_the_same_ids_are_one_row_only_where_they_score_the_same_tokens(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     ids = np.array([3, 5, 7, 3, 5, 7, 3, 5, 7, 3, 5], dtype=np.int32)
-    task: Any = SimpleNamespace(ids=ids, offsets=np.array([0, 3, 6, 9, 11]), continuation_tokens=np.array([1, 2, 1, 1]))
-    rows = scoring._Rows()
-    assert [rows.number(task, request) for request in range(4)] == [0, 1, 0, 2]
-    assert rows.scored == [1, 2, 1] and [row.tolist() for row in rows.ids] == [[3, 5, 7], [3, 5, 7], [3, 5]]
+    task: Any = SimpleNamespace(ids=ids, offsets=np.array([0, 3, 6, 9, 11]), continuation_tokens=np.array([1, 3, 1, 1]))
+
+    def losses_of_rows(_stages: Any, lengths: np.ndarray, _read: Any, _grid: Any, **options: Any) -> np.ndarray:
+        assert (lengths.tolist(), options["scored"].tolist()) == ([3, 3, 2], [1, 3, 1])
+        return np.arange(3.0)
+
+    monkeypatch.setattr(scoring, "losses_of_rows", losses_of_rows)
+    (found,) = log_probabilities([], [task], SimpleNamespace(), batch_tokens=1)
+    assert found.tolist() == [0, -1, 0, -2]

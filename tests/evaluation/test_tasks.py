@@ -63,12 +63,3 @@ def test_choice_tasks_are_the_librarys_and_so_are_their_metrics_but_for_the_spac
         spaced = f"{theirs}_with_space" if theirs in ("len_norm", "bpb") else theirs
         assert ours == (spaced if kind is task_library.tasks.OEEvalTask else theirs), label
         assert (theirs in ("bpb", "ce_loss")) == (ours in OF_ONE_ANSWER), label
-
-
-def test_generated_tasks_have_metrics_of_their_own():
-    assert {task.name: task.metric for task in resolve(["generation"])} == {
-        "gsm8k": "exact_match",
-        "humaneval": "pass@1",
-        "mbpp": "pass@1",
-    }
-    assert not set(GENERATED) & set(OF_ONE_ANSWER)

@@ -64,10 +64,3 @@ def test_the_result_holds_what_generate_writes_and_how_programs_ended(folder, tm
     assert [one["samples"][0]["outcome"] for one in tasks["mbpp"]["documents"]] == ["failed"]  # of a random model
     assert tasks["ulogic"]["metrics"]["generation"]["documents"] == len(RULES)
     assert tasks["ulogic"]["cut"] == 2 * len(RULES)  # the question is longer than the model's 128 tokens
-
-
-def test_without_leave_to_run_code_nothing_is_evaluated(folder, tmp_path, capsys):
-    output = tmp_path / "result.json"
-    assert evaluate(folder, "--output", output) == 2
-    assert "humaneval runs programs that the model writes, in no sandbox; allow it" in capsys.readouterr().err
-    assert not output.exists()

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-import yaml
 
 from megatron_fanformer.data.tokenizer import load_tokenizer
 from megatron_fanformer.durable_files import sha256_of
@@ -188,11 +187,6 @@ def test_a_step_as_text(inspect: Inspect, texts: Texts) -> None:
     assert "no ledger" not in output.out
 
 
-def test_full_texts_have_their_own_lines(inspect: Inspect, texts: Texts) -> None:
-    output = inspect(texts[0], "--step", 1, "--full")
-    assert "\n      all work and no play\n" in output.out
-
-
 def test_a_run_knows_its_own_configuration(inspect: Inspect, texts: Texts, tmp_path: Path) -> None:
     run = tmp_path / "run"
     (run / "checkpoints").mkdir(parents=True)
@@ -218,17 +212,6 @@ def test_a_step_that_was_skipped_says_why(inspect: Inspect, texts: Texts, tmp_pa
     assert shown(2).splitlines()[2] == "skipped: skipped once more"
 
 
-def test_a_run_that_was_moved_has_its_own_record(inspect: Inspect, texts: Texts, tmp_path: Path) -> None:
-    values = yaml.safe_load(Path(texts[0]).read_text())
-    values["training"]["run_dir"] = str(tmp_path / "run")
-    moved = tmp_path / "moved"
-    for folder, reason in ((tmp_path / "run", "another run's"), (moved, "its own")):
-        folder.mkdir()
-        write_config(folder / "config.yaml", values)
-        (folder / "recovery.jsonl").write_text(json.dumps({"step": 2, "event": "skipped", "reason": reason}) + "\n")
-    assert "skipped: its own" in inspect(moved, "--step", 2).out
-
-
 def test_a_blend_is_narrowed_down_to_a_prefix(inspect: Inspect, sources: dict[str, list[str]], tmp_path: Path) -> None:
     values = small_run("", tmp_path / "run", data={"train_data": sources["mixed"]}, training=BATCH)
     config = write_config(tmp_path / "run.yaml", values)
@@ -243,17 +226,6 @@ def test_a_blend_is_narrowed_down_to_a_prefix(inspect: Inspect, sources: dict[st
     assert len(everything) == 8
     assert len(prefixes(npy)) + len(prefixes(pair)) == 8
     assert {name for sample in prefixes(npy) for name in sample} == {npy.removesuffix(".npy")}
-
-
-def test_without_ledger_and_tokenizer_the_tokens_are_told(
-    inspect: Inspect, sources: dict[str, list[str]], tmp_path: Path
-) -> None:
-    config = write_config(tmp_path / "run.yaml", small_run(sources["pair"][0], tmp_path / "run", training=BATCH))
-    output = inspect(config, "--step", 1)
-    prefix = sources["pair"][0]
-    assert f"no ledger ({prefix}.ledger.parquet): these tokens' documents are unknown" in output.out
-    assert f"    {prefix} [" in output.out
-    assert "      ids " in output.out
 
 
 def test_the_manifest_names_the_tokenizer(inspect: Inspect, tmp_path: Path) -> None:
