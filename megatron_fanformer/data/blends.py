@@ -146,12 +146,6 @@ def _number(item: str) -> float | None:
         return None
 
 
-def reads_back(name: str) -> bool:
-    """Return whether a line of a blend file that holds a name alone is read as that name."""
-    is_one_word = COMMENT.sub("", name).split() == [name] and not LABELLED.fullmatch(name)
-    return is_one_word and not name.startswith(("@", "\ufeff")) and _number(name) is None
-
-
 def _shown(words: list[str]) -> str:
     text = " ".join(words)
     return repr(text if len(text) <= 200 else text[:200] + " …")  # a blend file may have thousands

@@ -22,10 +22,10 @@ from isal.igzip_lib import IsalError
 
 from megatron_fanformer.durable_files import naming, regular_file
 from megatron_fanformer.errors import CorruptError, InputError
-from megatron_fanformer.preparation.chats import ChatParser
 from megatron_fanformer.preparation.documents import (
     MAX_LINE_BYTES,
     TOO_LONG_A_LINE,
+    ChatParser,
     DocumentParser,
     Refusal,
     text_columns,

@@ -1,4 +1,4 @@
-"""From blocks of documents or conversations to token buffers, and the threads that share one file's blocks.
+"""From blocks of documents, conversations or tokens to token buffers; the threads that share one file's blocks.
 
 Worker processes are spawned and import this module, so nothing here may import torch or megatron-core: that
 would cost each of them seconds.
@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import count
+from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
@@ -16,14 +17,19 @@ import numpy as np
 
 from megatron_fanformer.data.chat_template import ASSISTANT, ChatTemplate, RenderedChat, TemplateRefusal, chat_pieces
 from megatron_fanformer.data.manifest import Settings
-from megatron_fanformer.preparation.chats import Chat, ChatParser, is_learned
+from megatron_fanformer.data.npy_files import NUMPY_MAGIC
+from megatron_fanformer.durable_files import naming
+from megatron_fanformer.errors import CorruptError, InputError
 from megatron_fanformer.preparation.document_files import Block, parse_block
-from megatron_fanformer.preparation.documents import DocumentParser, Refusal
+from megatron_fanformer.preparation.documents import Chat, ChatParser, DocumentParser, Refusal, is_learned
 from megatron_fanformer.preparation.id_encoders import EncoderChoice
 
 # In one of every so many blocks, the first document, or so much of it, is also encoded by the exact tokenizer.
 CHECKED_BLOCKS = 8
 CHECKED_CHARACTERS = 4_000
+BLOCK_TOKENS = 1 << 22
+# A file without any end of text was made by another tokenizer, and must not be held in memory as one document.
+MAX_DOCUMENT_TOKENS = 1 << 26
 # Why a conversation is left out.
 TOO_MANY_TOKENS = "longer than max_tokens"
 NOTHING_LEARNED = "nothing to learn"
@@ -88,8 +94,8 @@ class CheckedEncoder:
         self._encoder = choice.make()
         self._exact = choice.exact() if choice.trust is not None else None
 
-    def encode(self, number: int, texts: Sequence[bytes], name: str) -> tuple[np.ndarray, np.ndarray]:
-        """Return the ids and counts of the texts of the file's `number`-th block; see IdEncoder.
+    def encode(self, number: int, texts: Sequence[bytes], name: str) -> list[np.ndarray]:
+        """Return the ids of each text of the file's `number`-th block.
 
         Raises TokenizersDisagree if the exact tokenizer gives other ids to the first text, which it calls `name`.
         """
@@ -119,23 +125,12 @@ class BlockEncoder:
         outcomes = parse_block(block, self._parser)
         documents = [outcome for outcome in outcomes if not isinstance(outcome, Refusal)]
         texts = [document.text.encode() for document in documents]
-        ids, counts = self._encoder.encode(number, texts, f"document {documents[0].id!r}" if documents else "")
-        return _encoded(
-            outcomes,
-            tokens=self._with_ends(ids, counts),
-            lengths=(counts + 1).astype(np.int32),
-            text_bytes=sum(map(len, texts)),
-        )
-
-    def _with_ends(self, ids: np.ndarray, counts: np.ndarray) -> np.ndarray:
-        """Return `ids` with an end-of-text id after each document's."""
-        tokens = np.empty(len(ids) + len(counts), self._dtype)
-        start = 0
-        for number, end in enumerate(np.cumsum(counts).tolist()):
-            tokens[start + number : end + number] = ids[start:end]
-            tokens[end + number] = self._eod_id
-            start = end
-        return tokens
+        rows = self._encoder.encode(number, texts, f"document {documents[0].id!r}" if documents else "")
+        lengths = np.array([len(row) + 1 for row in rows], np.int32)
+        tokens = np.full(lengths.sum(dtype=np.int64), self._eod_id, self._dtype)
+        for row, end in zip(rows, np.cumsum(lengths, dtype=np.int64).tolist(), strict=True):
+            tokens[end - 1 - len(row) : end - 1] = row
+        return _encoded(outcomes, tokens=tokens, lengths=lengths, text_bytes=sum(map(len, texts)))
 
 
 class ChatEncoder:
@@ -201,8 +196,7 @@ class ChatEncoder:
         """Yield ids and mask of each conversation; all texts of the block are encoded together."""
         cut = [list(chat_pieces(self._tokenizer, text)) for text in rendered]
         texts = [piece.encode() for pieces in cut for piece, _ in pieces if isinstance(piece, str)]
-        ids, counts = self._encoder.encode(number, texts, name)
-        encoded = iter(np.split(ids, np.cumsum(counts)[:-1]) if texts else [])
+        encoded = iter(self._encoder.encode(number, texts, name))
         for pieces in cut:
             parts = [next(encoded) if isinstance(piece, str) else np.array([piece]) for piece, _ in pieces]
             learned = [np.full(len(part), flag, np.uint8) for part, (_, flag) in zip(parts, pieces, strict=True)]
@@ -256,3 +250,61 @@ class EncodingThreads:
             return encoder.encode(number, block)
         finally:
             self._free.put(encoder)
+
+
+# -- token files
+
+
+def npy_blocks(path: Path, *, dtype: str, eod_id: int, vocab_size: int, output_dtype: str) -> Iterator[EncodedBlock]:
+    """Yield a token file's documents in blocks of whole ones, cut after each end-of-text id; a document is a line.
+
+    What follows the last end of text is a document too. Raises CorruptError for a size that is not a multiple of the
+    token size, InputError for a file with a NumPy header or with an id outside the vocabulary.
+    """
+    tokens = _mapped(path, np.dtype(dtype).newbyteorder("<"))
+    start = 0
+    for at in range(0, len(tokens), BLOCK_TOKENS):
+        block = tokens[at : at + BLOCK_TOKENS]
+        if (largest := int(block.max())) >= vocab_size:
+            raise InputError(
+                f"{path} holds token id {largest}, outside the tokenizer's vocabulary of {vocab_size};"
+                " name the tokenizer that made the tokens"
+            )
+        ends = at + 1 + np.flatnonzero(block == eod_id)
+        if len(ends) == 0 and at - start > MAX_DOCUMENT_TOKENS:
+            raise InputError(
+                f"{path} has no end-of-text id {eod_id} in more than {MAX_DOCUMENT_TOKENS} tokens;"
+                " state the id that ends its documents by --eod-id"
+            )
+        if len(ends):
+            yield _block(tokens[start : ends[-1]], np.diff(ends, prepend=start), output_dtype)
+            start = int(ends[-1])
+    if start < len(tokens):
+        yield _block(tokens[start:], np.array([len(tokens) - start]), output_dtype)
+
+
+def _mapped(path: Path, dtype: np.dtype[Any]) -> np.ndarray:
+    size = path.stat().st_size
+    if size % dtype.itemsize:
+        raise CorruptError(
+            f"{path} holds {size} bytes, not a whole number of {dtype.name} tokens;"
+            " copy it again, or set npy_dtype to its type"
+        )
+    with naming(path), path.open("rb") as file:
+        if file.read(len(NUMPY_MAGIC)) == NUMPY_MAGIC:
+            raise InputError(f"{path} has a NumPy header; name headerless token files, as tofile writes them")
+    return np.memmap(path, dtype, mode="r") if size else np.empty(0, dtype)
+
+
+def _block(tokens: np.ndarray, lengths: np.ndarray, dtype: str) -> EncodedBlock:
+    documents = len(lengths)
+    return EncodedBlock(
+        lines=documents,
+        tokens=tokens.astype(dtype),
+        lengths=lengths.astype(np.int32),
+        numbers=list(range(documents)),
+        ids=[None] * documents,
+        sources=[None] * documents,
+        text_bytes=0,
+        refusals=[],
+    )

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from megatron_fanformer.data.blends import TEXT_ENCODING
-from megatron_fanformer.durable_files import regular_file, sha256_of, sha256_of_pieces
+from megatron_fanformer.durable_files import sha256_of, sha256_of_pieces
 from megatron_fanformer.errors import InputError, redacted
 from megatron_fanformer.stores import READ_BYTES, driver_of, is_url, password_problem, pieces, query
 from megatron_fanformer.terminal import plural, show
@@ -26,7 +26,6 @@ PARQUET_SUFFIX = ".parquet"
 CHAT_SUFFIXES = (*LINE_SUFFIXES, PARQUET_SUFFIX)
 DOCUMENT_SUFFIXES = (*CHAT_SUFFIXES, *TEXT_SUFFIXES)
 LOOKUPS_AT_ONCE = 16
-LARGEST_LIST_BYTES = 1 << 28  # of @LIST: a million paths are smaller, and a file of documents named by mistake is not
 # Found in a folder, these are a preparation's own: manifests and ledgers, not documents.
 NOT_SEARCHED_FOR = (".json", ".ledger.parquet")
 
@@ -38,7 +37,7 @@ class RemoteInput:
     url: str
     size: int
     version: int
-    """The driver's checksum of what the store states of the file."""
+    """A hash of what the store states of the file."""
 
     def __str__(self) -> str:
         return redacted(self.url)
@@ -94,6 +93,8 @@ def find_remote(urls: Sequence[str]) -> list[list[RemoteInput]]:
         InputError: there is no driver for a store, no right to use it, or no size stated.
         FanformerError: a store does not answer.
     """
+    from fsspec.utils import tokenize
+
     stores = {url: tuple(url.split("/", 3)[:3]) for url in urls}
     drivers = {store: driver_of(url)[0] for store, url in {store: url for url, store in stores.items()}.items()}
 
@@ -107,27 +108,13 @@ def find_remote(urls: Sequence[str]) -> list[list[RemoteInput]]:
                 found = {path: files.info(path)}
             except FileNotFoundError:
                 found = files.glob(path, detail=True) if glob.has_magic(url) else {}
-        return [_input(files, name, info) for name, info in sorted(found.items()) if info["type"] == "file"]
+        chosen = {files.unstrip_protocol(name): info for name, info in found.items() if info["type"] == "file"}
+        if sizeless := next((url for url, info in chosen.items() if info["size"] is None), None):
+            raise InputError(f"{redacted(sizeless)}: its store states no size; serve it by one that does")
+        return [RemoteInput(url, info["size"], int(tokenize(info), 16) % (1 << 63)) for url, info in chosen.items()]
 
     with ThreadPoolExecutor(LOOKUPS_AT_ONCE) as pool:
         return list(pool.map(lambda url: query(url, lambda: find(url)), urls))
-
-
-def _input(files: Any, name: str, info: Any) -> RemoteInput:
-    url = files.unstrip_protocol(name)
-    if info["size"] is None:
-        raise InputError(f"{redacted(url)}: its store states no size; serve it by one that does")
-    return RemoteInput(url, info["size"], files.checksum(name) % (1 << 63))
-
-
-def read_remote(url: str, most_bytes: int) -> bytes:
-    """Return the bytes of a small file. Raises InputError, FanformerError as `query`."""
-
-    def read() -> bytes:
-        files, path = driver_of(url)
-        return bytes(files.cat_file(path, 0, most_bytes))
-
-    return query(url, read)
 
 
 def expand_inputs(inputs: Iterable[str | Path], suffixes: Sequence[str] = DOCUMENT_SUFFIXES) -> list[InputFile]:
@@ -197,16 +184,19 @@ def _with_lists(inputs: Iterable[str | Path]) -> Iterator[str]:
         if not name.startswith("@"):
             yield name
             continue
+        path = name[1:]
         try:
-            if is_url(name[1:]):
-                lines = read_remote(name[1:], LARGEST_LIST_BYTES).decode(TEXT_ENCODING).splitlines()
-            else:
-                file = regular_file(Path(name[1:]), most_bytes=LARGEST_LIST_BYTES)
-                lines = file.read_text(encoding=TEXT_ENCODING).splitlines()
+            content = query(path, lambda path=path: _content(path)) if is_url(path) else Path(path).read_bytes()  # type: ignore[misc]
+            lines = content.decode(TEXT_ENCODING).splitlines()
         except (OSError, UnicodeDecodeError) as error:
             reason = f"cannot be read ({error}); name a text file with one path per line"
-            raise InputError(f"the list {name[1:]} {reason}") from error
+            raise InputError(f"the list {path} {reason}") from error
         yield from (line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#"))
+
+
+def _content(url: str) -> bytes:
+    files, path = driver_of(url)
+    return bytes(files.cat_file(path))
 
 
 def _expand(name: str, suffixes: tuple[str, ...]) -> list[Path]:

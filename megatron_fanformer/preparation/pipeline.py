@@ -16,27 +16,29 @@ from pathlib import Path
 from typing import TypeVar
 
 from megatron_fanformer import __version__
-from megatron_fanformer.data.blends import reads_back
 from megatron_fanformer.data.manifest import (
     Encoding,
     Manifest,
-    Settings,
     TokenFiles,
-    TokenizerRecord,
     encode_manifest,
     manifest_path,
     sum_by_source,
 )
 from megatron_fanformer.errors import CorruptError, FanformerError, InputError
-from megatron_fanformer.preparation.assembly import Assembler
+from megatron_fanformer.preparation.assembly import STANDING_SUFFIXES, Assembler, writing_to
 from megatron_fanformer.preparation.encoding import TokenizersDisagree
-from megatron_fanformer.preparation.id_encoders import EncoderChoice
 from megatron_fanformer.preparation.inputs import InputFile, recorded_path
-from megatron_fanformer.preparation.shards import REFUSED_EXAMPLES, ShardRecord, finished_shard
-from megatron_fanformer.preparation.token_writer import standing_suffixes, writing_to
+from megatron_fanformer.preparation.progress import PrepareProgress, ProgressListener
+from megatron_fanformer.preparation.shards import (
+    REFUSED_EXAMPLES,
+    Assignment,
+    ShardRecord,
+    WorkFolder,
+    finished_shard,
+    work_folder,
+)
 from megatron_fanformer.preparation.verb import Shard
-from megatron_fanformer.preparation.work_folder import Assignment, WorkFolder, work_folder
-from megatron_fanformer.preparation.workers import Refused, Task, Workers, WorkerSetup
+from megatron_fanformer.preparation.workers import Job, Refused, Task, Workers
 from megatron_fanformer.terminal import plural
 
 TOOLS = ("gigatoken", "tokenizers", "sentencepiece", "numpy", "pyarrow")
@@ -46,31 +48,12 @@ Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, kw_only=True)
-class PrepareProgress:
-    """The progress of a preparation."""
-
-    documents: int
-    text_bytes: int
-    """UTF-8 bytes of the documents' text that this run has encoded."""
-    input_bytes: int
-    """Bytes of the input files that have been processed, as they are on disk (compressed)."""
-    input_bytes_total: int
-
-
-ProgressListener = Callable[[PrepareProgress], None]
-
-
-@dataclass(frozen=True, kw_only=True)
-class PreparationJob:
+class PreparationJob(Job):
     """A preparation that has been checked: its files exist, its tokenizer loads."""
 
     files: list[InputFile]
     output: str
-    tokenizer: TokenizerRecord
-    settings: Settings
-    encoder: EncoderChoice
     workers: int
-    strict: bool
     progress: ProgressListener | None = None
 
     @property
@@ -196,7 +179,7 @@ def _with_checked_ids(
 def _refuse_standing_files(prefix: str) -> None:
     """Raise InputError if there are files under the output names of a prefix, or of its parts."""
     parts = sorted(glob.glob(glob.escape(prefix) + "-" + 5 * "[0-9]" + ".*"))
-    for path in (*(prefix + suffix for suffix in standing_suffixes()), *parts):
+    for path in (*(prefix + suffix for suffix in STANDING_SUFFIXES), *parts):
         if os.path.exists(path):
             raise InputError(
                 f"{path} exists, and there is no manifest of a complete preparation; choose another output prefix,"
@@ -236,14 +219,8 @@ def _encoded(
                 )
             )
 
-    setup = WorkerSetup(
-        encoder=job.encoder,
-        settings=job.settings,
-        vocab_size=job.tokenizer.vocab_size,
-        folder=work.path,
-        strict=job.strict,
-    )
-    with closing(Workers(setup, job.workers, report).encode(tasks)) as outcomes:
+    settings = Job(tokenizer=job.tokenizer, settings=job.settings, encoder=job.encoder, strict=job.strict)
+    with closing(Workers(settings, work.path, job.workers, report).encode(tasks)) as outcomes:
         for task, outcome in outcomes:
             if isinstance(outcome, ShardRecord):
                 yield task.number, outcome
@@ -265,22 +242,21 @@ def _encoded(
 def _publish(job: PreparationJob, work: WorkFolder, records: list[ShardRecord], assembler: Assembler) -> Manifest:
     if not any(record.documents for record in records):
         work.clear()
-        raise InputError(_nothing_found(records, job.settings))
+        refused = sum((Counter(record.refused) for record in records), Counter[str]())
+        reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(refused.items()))
+        kind, remedy = ("document", "text_field") if job.settings.chat is None else ("conversation", "the template")
+        files, lines = plural(len(records), "input file"), plural(sum(record.lines for record in records), "line")
+        raise InputError(
+            f"no {kind} in {files}: {lines} read, refused: {reasons or 'none'}; check the files and {remedy}"
+        )
     manifest = _manifest(job, records, assembler.publish())
     if job.settings.part_bytes is not None:
-        words = "".join(f"{_blend_word(job.settings, output.prefix)}\n" for output in manifest.outputs)
+        suffix = ".npy" if job.settings.format == "npy" else ""
+        words = "".join(f"{output.prefix}{suffix}\n" for output in manifest.outputs)
         work.publish(words.encode(), Path(job.output + ".blend"))
     work.publish(encode_manifest(manifest), manifest_path(job.output))
     work.end()
     return manifest
-
-
-def _nothing_found(records: list[ShardRecord], settings: Settings) -> str:
-    refused = sum((Counter(record.refused) for record in records), Counter[str]())
-    reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(refused.items()))
-    what, remedy = ("document", "text_field") if settings.chat is None else ("conversation", "the template")
-    files, lines = plural(len(records), "input file"), plural(sum(record.lines for record in records), "line")
-    return f"no {what} in {files}: {lines} read, refused: {reasons or 'none'}; check the files and {remedy}"
 
 
 def _manifest(job: PreparationJob, records: list[ShardRecord], outputs: list[TokenFiles]) -> Manifest:
@@ -310,17 +286,3 @@ def _manifest(job: PreparationJob, records: list[ShardRecord], outputs: list[Tok
         },
         by_source=sum_by_source(record.by_source for record in records),
     )
-
-
-def refuse_outside_blends(settings: Settings, prefix: str) -> None:
-    """Raise InputError for a prefix of token files whose name in a blend would be read as something else."""
-    word = _blend_word(settings, Path(prefix).name)
-    if not reads_back(word):
-        raise InputError(
-            f"the .blend of this output would hold {word!r}, which is read as something else (several words, a label, a"
-            " comment, another file, a weight); choose an output named by letters, digits, - and ."
-        )
-
-
-def _blend_word(settings: Settings, name: str) -> str:
-    return f"{name}.npy" if settings.format == "npy" and settings.chat is None else name  # chats in rows are a folder

@@ -3,8 +3,10 @@
 This module decides what is to be done, whether it can be done, and whether it is already done; `pipeline` does it.
 """
 
+import heapq
 import os
-from collections.abc import Mapping, Sequence
+import shlex
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from megatron_fanformer.data.chat_files import NPY_ROW_TOKENS
@@ -26,7 +28,9 @@ from megatron_fanformer.preparation.documents import DocumentParser
 from megatron_fanformer.preparation.id_encoders import SMALL_INPUT, EncoderChoice, choose_encoder
 from megatron_fanformer.preparation.inputs import (
     CHAT_SUFFIXES,
+    COMPRESSIONS,
     DOCUMENT_SUFFIXES,
+    TEXT_KINDS,
     InputFile,
     RemoteInput,
     expand_inputs,
@@ -35,13 +39,12 @@ from megatron_fanformer.preparation.inputs import (
 )
 from megatron_fanformer.preparation.pipeline import (
     PreparationJob,
-    ProgressListener,
     encode_shard,
     merge,
-    refuse_outside_blends,
     run,
     shard_prefix,
 )
+from megatron_fanformer.preparation.progress import ProgressListener, progress_line
 from megatron_fanformer.preparation.remote_outputs import (
     check_output_url,
     missing_output,
@@ -49,26 +52,22 @@ from megatron_fanformer.preparation.remote_outputs import (
     scratch_prefix,
     upload,
 )
-from megatron_fanformer.preparation.shards import is_unchanged
-from megatron_fanformer.preparation.token_writer import part_prefix
-from megatron_fanformer.preparation.verb import PrepareConfig, Shard
-from megatron_fanformer.preparation.work_folder import (
+from megatron_fanformer.preparation.shards import (
     folder_path,
+    is_unchanged,
     settings_difference,
     tokenizer_difference,
     work_folder,
 )
+from megatron_fanformer.preparation.verb import PrepareConfig, Shard
 from megatron_fanformer.stores import is_url
-from megatron_fanformer.terminal import plural
+from megatron_fanformer.terminal import plural, show
 
-OF_DOCUMENTS = {
-    **{name: name for name in ("text_field", "min_length", "max_length", "sources", "part_bytes")},
-    "npy_dtype": "from_npy",
-}
-"""Settings that conversations do not take: their names in errors, and the fields that set them."""
-NOT_OF_NPY = {name: name for name in ("text_field", "min_length", "max_length", "sources", "backend", "strict")}
-"""Settings that token files do not take: there is no text in them to encode or to refuse, and no source."""
+OF_TEXTS = ("text_field", "min_length", "max_length", "sources", "backend", "strict")
+OF_DOCUMENTS = ("text_field", "min_length", "max_length", "sources", "part_bytes", "from_npy")
 OF_CHATS = ("chat_template", "learn", "max_tokens", "too_long")
+COMPRESSED_WEIGHT = 2.5
+"""Bytes of text in a byte of a compressed file: 2.3 to 2.9 of Dolma's sample documents and this project's pages."""
 # What pads the rows of chats, the most likely first; without one, the end of text does.
 PADDING_NAMES = ("<|padding|>", "<|pad|>", "<pad>", "[PAD]")
 
@@ -168,8 +167,6 @@ def _job(
     files = input_files(config) if files is None else files
     tokenizer = load_tokenizer(config.tokenizer, eod_id=config.eod_id)
     settings = _settings(config, tokenizer)
-    if settings.part_bytes is not None:
-        refuse_outside_blends(settings, part_prefix(config.output, 0))
     job = PreparationJob(
         files=files,
         output=config.output,
@@ -210,40 +207,25 @@ def check_output(output: str) -> None:
 
 def _check(config: PrepareConfig) -> None:
     check_output(config.output)
-    if not config.chat and (stray := [name for name in OF_CHATS if getattr(config, name) is not None]):
-        raise InputError(f"{stray[0]} is set, which is for conversations; add --chat, or leave it out")
-    if config.workers < 1:
-        raise InputError(f"workers is {config.workers}; it must be at least 1")
-    if config.part_bytes is not None and config.part_bytes < 1:
-        raise InputError(f"part_bytes is {config.part_bytes}; it must be at least 1")
-    if config.chat:
-        _check_chat(config)
-    if config.from_npy:
-        _refuse_set(config, NOT_OF_NPY, "applies to texts and not to token files of from_npy; leave one of them out")
-    else:
-        _refuse_set(config, {"npy_dtype": "npy_dtype"}, "has no effect without from_npy; leave it out")
-    if config.min_length < 0 or (config.max_length is not None and config.max_length < max(1, config.min_length)):
-        raise InputError(
-            f"lengths from {config.min_length} to {config.max_length}; min_length must be at least 0,"
-            " and max_length at least 1 and no less than min_length"
-        )
-    DocumentParser(config.text_field)  # refuses an impossible name before any worker does
-
-
-def _refuse_set(config: PrepareConfig, names: Mapping[str, str], why: str) -> None:
-    """Raise InputError if a field is not as it is by default; `names` has fields by their names in errors."""
     default = PrepareConfig()
-    for name, field in names.items():
-        if getattr(config, field) != getattr(default, field):
-            raise InputError(f"{name} is set, which {why}")
-
-
-def _check_chat(config: PrepareConfig) -> None:
-    _refuse_set(config, OF_DOCUMENTS, "applies to documents and not to chats; leave one of them out")
-    if config.max_tokens is not None and config.max_tokens < 2:
-        raise InputError(f"max_tokens is {config.max_tokens}; it must be at least 2, a token and what it predicts")
-    if config.too_long not in (None, "cut") and config.max_tokens is None and config.format != "npy":
-        raise InputError(f"too_long is {config.too_long!r}, but no conversation is too long without max_tokens; set it")
+    for applies, names, rule in (
+        (not config.chat, OF_CHATS, "is for conversations; add --chat, or leave it out"),
+        (config.chat, OF_DOCUMENTS, "applies to documents and not to chats; leave one of them out"),
+        (config.from_npy, OF_TEXTS, "applies to texts and not to token files of from_npy; leave one of them out"),
+        (not config.from_npy, ("npy_dtype",), "has no effect without from_npy; leave it out"),
+    ):
+        for name in names:
+            if applies and getattr(config, name) != getattr(default, name):
+                raise InputError(f"{name} is set, which {rule}")
+    for name, least in (("workers", 1), ("part_bytes", 1), ("min_length", 0), ("max_tokens", 2)):
+        value = getattr(config, name)
+        if value is not None and value < least:
+            raise InputError(f"{name} is {value}; it must be at least {least}")
+    if config.max_length is not None and config.max_length < max(1, config.min_length):
+        raise InputError(f"max_length is {config.max_length}; it must be at least 1, and no less than min_length")
+    if config.too_long == "drop" and config.max_tokens is None and config.format != "npy":
+        raise InputError("too_long is 'drop', but no conversation is too long without max_tokens; set it")
+    DocumentParser(config.text_field)  # refuses an impossible name before any worker does
 
 
 def tokenizer_record(tokenizer: Tokenizer) -> TokenizerRecord:
@@ -321,3 +303,63 @@ def _same_input(file: InputFile, record: InputRecord) -> bool:
     if recorded_path(file) == record.path:
         return is_unchanged(file, record)
     return file.stat().st_size == record.bytes and input_sha256(file) == record.sha256
+
+
+# -- hold out
+
+
+def prepare_both(config: PrepareConfig, parts: int) -> None:
+    """Prepare the last of `parts` shares of the inputs, and then the others, each as a preparation of its own.
+
+    Training comes last, so that validation is complete where PREFIX is.
+
+    Raises InputError for fewer files than parts, an output that is no prefix, and like `prepare`.
+    """
+    if parts < 2:
+        raise InputError(f"--hold-out is {parts}; it must be at least 2, a part for validation and one for training")
+    check_output(config.output)
+    files = input_files(config)
+    if len(files) < parts:
+        remedies = ["give more files"]
+        if len(files) > 1:
+            remedies.append("a smaller number")
+        only = files[0] if len(files) == 1 and files[0].name.endswith(TEXT_KINDS) else None
+        if only is not None:  # one document, of which data.split cuts none either
+            command = f"split -n l/20 --additional-suffix={only.suffix} {shlex.quote(str(only))} parts/"
+            remedies.append(f"cut it by mkdir parts && {command}, and prepare parts")
+        elif config.format == "megatron" and not config.chat:
+            remedies.append("leave it out and set data.split for the run")
+        problem = f"--hold-out is {parts}, more than the files given ({len(files)}), which are not cut"
+        raise InputError(f"{problem}; {', or '.join(remedies)}")
+    held = set(last_share(files, parts))
+    both = [
+        ("validation", f"{config.output}-validation", [file for file in files if file in held]),
+        ("training", config.output, [file for file in files if file not in held]),
+    ]
+    # An output that stands comes first: if it is of other inputs, it is refused before anything is written beside it.
+    both.sort(key=lambda one: output_manifest(one[1]) is None and not folder_path(one[1]).exists())
+    for name, output, files_of_it in both:
+        show([f"{name}: {len(files_of_it):,} of {plural(len(files), 'file')}, to {output}"])
+        with progress_line(name) as listener:
+            report = prepare(replace(config, output=output), listener, files=files_of_it)
+        show(f"{name}: {line}" for line in report.lines())
+
+
+def last_share(files: Sequence[InputFile], parts: int) -> list[InputFile]:
+    """Return the last share of files, which are shared about equally by bytes of text.
+
+    The largest file goes first, each to the share that has the fewest bytes yet; of equal ones the order of paths and
+    of shares decides, so that the same files give the same shares.
+    """
+    weighed: list[tuple[float, str, InputFile]] = []
+    for file in files:
+        path = recorded_path(file)
+        weight = file.stat().st_size * (COMPRESSED_WEIGHT if path.endswith(tuple(COMPRESSIONS)) else 1.0)
+        weighed.append((-weight, path, file))
+    shares: list[list[InputFile]] = [[] for _ in range(parts)]
+    lightest = [(0.0, 0, place) for place in range(parts)]  # weight, files, share
+    for minus_weight, _, file in sorted(weighed, key=lambda one: one[:2]):
+        weight, _, place = heapq.heappop(lightest)
+        shares[place].append(file)
+        heapq.heappush(lightest, (weight - minus_weight, len(shares[place]), place))
+    return shares[-1]

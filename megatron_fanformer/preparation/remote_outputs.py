@@ -6,6 +6,7 @@ writing one prefix at a time.
 
 import hashlib
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -19,11 +20,9 @@ from megatron_fanformer.data.manifest import (
     manifest_path,
     read_any_manifest,
 )
-from megatron_fanformer.durable_files import empty, remove_with_lock, take_lock
-from megatron_fanformer.errors import InputError, InUseError
+from megatron_fanformer.errors import InputError
 from megatron_fanformer.options import PROGRAM
-from megatron_fanformer.preparation.token_writer import part_prefix, standing_suffixes
-from megatron_fanformer.preparation.work_folder import LOCK
+from megatron_fanformer.preparation.assembly import STANDING_SUFFIXES, part_prefix
 from megatron_fanformer.runtime.device import cache_folder
 from megatron_fanformer.stores import (
     driver_of,
@@ -85,36 +84,25 @@ def scratch_prefix(url: str, folder: Path | None) -> Iterator[str]:
     Args:
         folder: the folder of such folders; None: in this user's cache.
 
-    Raises:
-        InputError: the URL cannot be written, or files without a manifest stand there that nobody here began to copy.
-        InUseError: another process of this machine prepares it.
+    Raises InputError if files without a manifest stand there that nobody here began to copy.
     """
     place = (folder or cache_folder() / "prepare") / hashlib.sha256(url.encode()).hexdigest()[:16]
-    is_new = not place.exists()
+    if not place.exists():
+        query(url, lambda: _refuse_standing(url))
     place.mkdir(parents=True, exist_ok=True)
-    lock = take_lock(place / LOCK, wait=False)
-    if lock is None:
-        raise InUseError(f"{url} is being written by another process; wait for it, or choose another prefix")
+    print_stderr(f"{PROGRAM}: preparing in {place}, which is then copied to {url}")
     try:
-        query(url, lambda: _check_writable(url, is_new))
-        print_stderr(f"{PROGRAM}: preparing in {place}, which is then copied to {url}")
         yield str(place / url.rpartition("/")[2])
-        empty(place, except_for=place / LOCK)
+        shutil.rmtree(place)
     finally:
-        if list(place.iterdir()) == [place / LOCK]:
-            remove_with_lock(place, place / LOCK, lock)
-        else:
-            os.close(lock)
+        with suppress(OSError):  # there is something to go on from
+            place.rmdir()
 
 
-def _check_writable(url: str, is_new: bool) -> None:
+def _refuse_standing(url: str) -> None:
     files, root = driver_of(url)
-    make_folder(files, root.rpartition("/")[0])
-    files.pipe_file(f"{root}.probe", b"")
-    with suppress(FileNotFoundError):  # an attempt before may have removed it
-        files.rm_file(f"{root}.probe")
-    for end in (number + suffix for number in ("", part_prefix("", 0)) for suffix in standing_suffixes()):
-        if is_new and _size(files, root + end) is not None:
+    for end in (number + suffix for number in ("", part_prefix("", 0)) for suffix in STANDING_SUFFIXES):
+        if _size(files, root + end) is not None:
             raise InputError(
                 f"{url}{end} exists, and there is no manifest of a complete preparation; choose another output"
                 f" prefix, or remove the files of {url}"
@@ -137,8 +125,8 @@ def _send(file: Path, folder_url: str, name: str) -> None:
     path, size = f"{folder}/{name}", file.stat().st_size
     if _size(files, path) == size and not name.endswith(MANIFEST_SUFFIX):
         return
-    if "/" in name:
-        make_folder(files, path.rpartition("/")[0])
+    for parent in dict.fromkeys((folder, path.rpartition("/")[0])):
+        make_folder(files, parent)
     send_file(files, file, path)
     if _size(files, path) != size:
         raise OSError(f"{name} was written, and has another size")

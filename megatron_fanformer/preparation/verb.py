@@ -122,7 +122,7 @@ def _prepare(config: PrepareConfig) -> None:
     quieten_libraries()
     with unwound_by_stop_signals(outcome=STOPPED):
         if config.hold_out is not None:
-            from megatron_fanformer.preparation.hold_out import prepare_both
+            from megatron_fanformer.preparation.prepare import prepare_both
 
             prepare_both(config, config.hold_out)
         else:

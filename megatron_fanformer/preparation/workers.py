@@ -16,16 +16,20 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megatron_fanformer.data.manifest import Settings
+from megatron_fanformer.data.manifest import Settings, TokenizerRecord
 from megatron_fanformer.durable_files import write_refusal
 from megatron_fanformer.errors import FanformerError, InputError
-from megatron_fanformer.preparation.chats import chat_columns
 from megatron_fanformer.preparation.document_files import DocumentFile
-from megatron_fanformer.preparation.documents import text_columns
-from megatron_fanformer.preparation.encoding import BlockEncoder, ChatEncoder, EncodingThreads, TokenizersDisagree
+from megatron_fanformer.preparation.documents import chat_columns, text_columns
+from megatron_fanformer.preparation.encoding import (
+    BlockEncoder,
+    ChatEncoder,
+    EncodingThreads,
+    TokenizersDisagree,
+    npy_blocks,
+)
 from megatron_fanformer.preparation.id_encoders import EncoderChoice
 from megatron_fanformer.preparation.inputs import InputFile, input_sha256
-from megatron_fanformer.preparation.npy_documents import npy_blocks
 from megatron_fanformer.preparation.shards import ShardFiles, ShardRecord, ShardWriter
 from megatron_fanformer.processes import end_with_owner
 
@@ -38,14 +42,12 @@ STARTED, INPUT_BYTES, DOCUMENTS, TEXT_BYTES = range(4)
 
 
 @dataclass(frozen=True, kw_only=True)
-class WorkerSetup:
-    """The settings that every worker is given."""
+class Job:
+    """The settings of a preparation that have been checked."""
 
-    encoder: EncoderChoice
+    tokenizer: TokenizerRecord
     settings: Settings
-    vocab_size: int
-    folder: Path
-    """Folder that shards are written into."""
+    encoder: EncoderChoice
     strict: bool
 
 
@@ -67,24 +69,24 @@ class Refused(InputError):
 class FileEncoder:
     """Makes the shards of input files, in a worker process."""
 
-    def __init__(self, setup: WorkerSetup, threads: int, counters: Any) -> None:
-        self._setup, self._counters = setup, counters
-        self._is_chats = setup.settings.chat is not None
+    def __init__(self, job: Job, folder: Path, threads: int, counters: Any) -> None:
+        self._job, self._folder, self._counters = job, folder, counters
+        self._is_chats = job.settings.chat is not None
         self._threads: EncodingThreads | None = None
-        if setup.settings.npy_dtype is None:
+        if job.settings.npy_dtype is None:
             kind = ChatEncoder if self._is_chats else BlockEncoder
-            self._threads = EncodingThreads(lambda: kind(setup.encoder, setup.settings), threads)
+            self._threads = EncodingThreads(lambda: kind(job.encoder, job.settings), threads)
 
     def encode(self, task: Task, counters: int) -> ShardRecord:
         """Make the shard of one file; its counters begin at `counters`."""
-        writer = ShardWriter(ShardFiles(self._setup.folder, task.number), task.path, is_chats=self._is_chats)
+        writer = ShardWriter(ShardFiles(self._folder, task.number), task.path, is_chats=self._is_chats)
         if self._threads is None:
             return self._encode_npy(task, writer, counters)
-        of_text = partial(text_columns, text_field=self._setup.settings.text_field)
+        of_text = partial(text_columns, text_field=self._job.settings.text_field)
         file = DocumentFile(task.path, chat_columns if self._is_chats else of_text)
         for block in self._threads.encode(file.blocks()):
             writer.add(block)
-            if self._setup.strict and writer.first_refused is not None:
+            if self._job.strict and writer.first_refused is not None:
                 raise Refused(f"{writer.first_refused}; fix the line, or prepare without strict to leave it out")
             self._counters[counters + INPUT_BYTES] = file.bytes_read
             self._counters[counters + DOCUMENTS] += len(block.lengths)
@@ -92,16 +94,16 @@ class FileEncoder:
         return writer.finish(file.bytes_read, file.sha256)
 
     def _encode_npy(self, task: Task, writer: ShardWriter, counters: int) -> ShardRecord:
-        setup, settings = self._setup, self._setup.settings
+        tokenizer, settings = self._job.tokenizer, self._job.settings
         assert isinstance(task.path, Path) and settings.npy_dtype is not None  # prepare refuses others
-        ids = {"eod_id": setup.encoder.eod_id, "vocab_size": setup.vocab_size}
+        ids = {"eod_id": tokenizer.eod_id, "vocab_size": tokenizer.vocab_size}
         for block in npy_blocks(task.path, dtype=settings.npy_dtype, output_dtype=settings.dtype, **ids):
             writer.add(block)
         size = self._counters[counters + INPUT_BYTES] = task.path.stat().st_size
         return writer.finish(size, input_sha256(task.path))
 
 
-_arguments: tuple[WorkerSetup, int, Any]
+_arguments: tuple[Job, Path, int, Any]
 _encoder: FileEncoder | None = None
 
 
@@ -115,7 +117,7 @@ def _start(*arguments: Any) -> None:
 def encode_file(task: Task, counters: int) -> ShardRecord:
     """Make the shard of one file, in a worker process. Raises FanformerError, TokenizersDisagree."""
     global _encoder
-    setup, _, all_counters = _arguments
+    _, folder, _, all_counters = _arguments
     all_counters[counters + STARTED] = 1
     try:
         _encoder = _encoder or FileEncoder(*_arguments)
@@ -124,7 +126,7 @@ def encode_file(task: Task, counters: int) -> ShardRecord:
         raise
     except OSError as error:
         # Reading errors carry the file's name; libraries that write seldom give one.
-        name = error.filename or setup.folder
+        name = error.filename or folder
         if str(name) == str(task.path):
             problem = f"{name} cannot be read ({error.strerror}); check its disk"
         else:
@@ -147,11 +149,12 @@ class Workers:
     """The worker processes of one preparation.
 
     Args:
+        folder: the folder that shards are written into.
         report: called every `PROGRESS_SECONDS` with the input bytes, documents and text bytes encoded so far.
     """
 
-    def __init__(self, setup: WorkerSetup, processes: int, report: Callable[[int, int, int], None]) -> None:
-        self._setup, self._processes, self._report = setup, processes, report
+    def __init__(self, job: Job, folder: Path, processes: int, report: Callable[[int, int, int], None]) -> None:
+        self._job, self._folder, self._processes, self._report = job, folder, processes, report
         self._finished = [0, 0, 0]
         self._suspects: list[Task] = []
 
@@ -184,7 +187,7 @@ class Workers:
         under_way: dict[Future[ShardRecord], tuple[Task, int]] = {}
         others = set(multiprocessing.active_children())
         threads = -(-self._processes // processes)
-        pool = ProcessPoolExecutor(processes, CONTEXT, _start, (self._setup, threads, counters))
+        pool = ProcessPoolExecutor(processes, CONTEXT, _start, (self._job, self._folder, threads, counters))
         try:
             while waiting or under_way:
                 while waiting and free:

@@ -8,7 +8,6 @@ from megatron_fanformer.data.blends import (
     Source,
     blend_problems,
     parse_blend,
-    reads_back,
     source_labels,
     split_bounds,
 )
@@ -126,29 +125,6 @@ def test_a_mix_of_olmo_core_is_read_as_it_is(folder: Path) -> None:
     assert "web/ holds dolma2, other, and {TOKENIZER} stands for" in blend_problems("data.train_data", ["@mix.txt"])[0]
     (folder / "mix.txt").write_text("a,npy/1.npy\nnpy/2.npy\n")
     assert "'npy/2.npy' is not of the form label,path" in blend_problems("data.train_data", ["@mix.txt"])[0]
-
-
-@pytest.mark.parametrize(
-    ("name", "is_read"),
-    [
-        ("web-00000", True),
-        ("2024_01-000", True),
-        ("a#b", True),
-        ("1e-000.npy", True),
-        ("en,wiki-00000", False),
-        ("my web-00000", False),
-        ("#web", False),
-        ("@web", False),
-        ("\ufeffweb", False),
-    ],
-)
-def test_names_that_a_blend_file_can_hold_are_known(folder: Path, name: str, is_read: bool) -> None:
-    (folder / "x.blend").write_text(f"{name}\n" * 2)
-    try:
-        found = {path for source in parse_blend(["@x.blend"]).sources for path in source.paths}
-    except InputError:
-        found = set()
-    assert reads_back(name) == (found == {name}) == is_read
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from megatron_fanformer.preparation.pipeline import ProgressListener
 from megatron_fanformer.preparation.prepare import PrepareReport, prepare
+from megatron_fanformer.preparation.progress import ProgressListener
 from megatron_fanformer.preparation.verb import PrepareConfig
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from megatron_fanformer.cli import main
 from megatron_fanformer.data.manifest import Manifest, read_any_manifest
-from megatron_fanformer.preparation import hold_out
+from megatron_fanformer.preparation import prepare as hold_out
 from tests.data.chat_making import made_up_chats
 from tests.preparation.making import Prepare, as_line
 from tests.preparation.test_interrupted import assert_killed_at_steps, hashes

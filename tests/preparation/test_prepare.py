@@ -20,11 +20,11 @@ from megatron_fanformer.data.token_files import read_index
 from megatron_fanformer.data.tokenizer import load_tokenizer
 from megatron_fanformer.durable_files import sha256_of
 from megatron_fanformer.errors import CorruptError, FanformerError, InputError
-from megatron_fanformer.preparation import npy_documents, token_writer, workers
+from megatron_fanformer.preparation import assembly, encoding, workers
 from megatron_fanformer.preparation.document_files import BLOCK_BYTES
-from megatron_fanformer.preparation.pipeline import PrepareProgress
 from megatron_fanformer.preparation.prepare import PrepareConfig, _settings
-from megatron_fanformer.preparation.work_folder import work_folder
+from megatron_fanformer.preparation.progress import PrepareProgress
+from megatron_fanformer.preparation.shards import work_folder
 from tests.disk_steps import recorded_steps
 from tests.preparation.making import Prepare, WriteLines, as_line, prepare_files
 from tests.preparation.mortal_workers import DEATHS, encode_or_die
@@ -275,7 +275,7 @@ def test_an_index_of_many_documents_is_written_in_chunks(
     tmp_path: Path, mixed: Path, prepare: Prepare, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prepare(tmp_path / "whole", mixed)
-    monkeypatch.setattr(token_writer, "INDEX_CHUNK", 1)  # three documents make three
+    monkeypatch.setattr(assembly, "INDEX_CHUNK", 1)  # three documents make three
     prepare(tmp_path / "chunks", mixed)
     assert (tmp_path / "chunks.idx").read_bytes() == (tmp_path / "whole.idx").read_bytes()
 
@@ -588,9 +588,9 @@ def test_workers_import_neither_torch_nor_megatron() -> None:
 def test_token_files_of_another_end_of_text_are_not_one_document(
     tmp_path: Path, small_tokenizer_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(npy_documents, "BLOCK_TOKENS", 10)
-    monkeypatch.setattr(npy_documents, "MAX_DOCUMENT_TOKENS", 100)
+    monkeypatch.setattr(encoding, "BLOCK_TOKENS", 10)
+    monkeypatch.setattr(encoding, "MAX_DOCUMENT_TOKENS", 100)
     np.full(200, 7, np.uint16).tofile(tmp_path / "a.npy")
     kinds = {"dtype": "uint16", "output_dtype": "uint16"}
     with pytest.raises(InputError, match="no end-of-text id 1"):
-        list(npy_documents.npy_blocks(tmp_path / "a.npy", eod_id=1, vocab_size=600, **kinds))
+        list(encoding.npy_blocks(tmp_path / "a.npy", eod_id=1, vocab_size=600, **kinds))

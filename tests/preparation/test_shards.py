@@ -12,8 +12,8 @@ from megatron_fanformer.cli import main
 from megatron_fanformer.errors import CorruptError, InputError, InUseError
 from megatron_fanformer.preparation import id_encoders
 from megatron_fanformer.preparation.prepare import prepare, prepare_shard
+from megatron_fanformer.preparation.shards import work_folder
 from megatron_fanformer.preparation.verb import PrepareConfig, Shard
-from megatron_fanformer.preparation.work_folder import work_folder
 from tests.data.chat_making import made_up_chats
 from tests.preparation.making import as_line
 from tests.preparation.test_interrupted import hashes

@@ -1,14 +1,12 @@
-"""The folder of an unfinished preparation, and that of an output for another store: they go, whatever the disk."""
+"""The folder of an unfinished preparation: it goes, whatever the disk."""
 
 import os
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
-from megatron_fanformer.preparation.remote_outputs import scratch_prefix
-from megatron_fanformer.preparation.token_writer import writing_to
-from megatron_fanformer.preparation.work_folder import work_folder
+from megatron_fanformer.preparation.assembly import writing_to
+from megatron_fanformer.preparation.shards import work_folder
 from tests.disk_steps import network_disk
 
 
@@ -38,16 +36,3 @@ def test_a_work_folder_in_which_another_process_has_begun_stays(
     with work_folder(str(tmp_path / "out")) as work:
         monkeypatch.setattr(os, "close", begun)
     assert [path.name for path in work.path.iterdir()] == ["assignment.json"]
-
-
-@pytest.mark.parametrize("is_whole", [True, False])
-def test_the_folder_of_an_output_for_another_store_goes_on_a_network_disk(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_whole: bool
-) -> None:
-    network_disk(monkeypatch)
-    scratch = tmp_path / "scratch"
-    with suppress(KeyboardInterrupt), scratch_prefix(f"file://{tmp_path}/there/web", scratch) as prefix:
-        if not is_whole:
-            raise KeyboardInterrupt
-        Path(prefix + ".bin").touch()
-    assert list(scratch.iterdir()) == []
