@@ -76,8 +76,8 @@ def source_labels(sources: Sequence[Source]) -> list[str]:
 
     Several files of one source go by the folder that they are in.
     """
-    own_paths = [[path if is_url(path) else os.path.abspath(path) for path in source.paths] for source in sources]
-    paths = [own[0] if len(own) == 1 else _common_folder(own) for own in own_paths]
+    path_lists = [[path if is_url(path) else os.path.abspath(path) for path in source.paths] for source in sources]
+    paths = [source_paths[0] if len(source_paths) == 1 else _common_folder(source_paths) for source_paths in path_lists]
     folder = _common_folder([os.path.dirname(path) for path in paths])
     labels = [npy_prefix(path.removeprefix(folder).lstrip("/")) for path in map(redacted, paths)]
     return labels if len(set(labels)) == len(labels) else [redacted(source.name) for source in sources]
@@ -86,7 +86,7 @@ def source_labels(sources: Sequence[Source]) -> list[str]:
 def _common_folder(paths: Sequence[str]) -> str:
     """Return the longest beginning of paths and URLs, in whole parts."""
     parts = zip(*(path.split("/") for path in paths), strict=False)
-    return "/".join(each[0] for each in itertools.takewhile(lambda each: len(set(each)) == 1, parts))
+    return "/".join(level[0] for level in itertools.takewhile(lambda level: len(set(level)) == 1, parts))
 
 
 @dataclass(frozen=True)
@@ -194,16 +194,16 @@ def _of_mix(file: str, folder: str, lines: Sequence[str]) -> list[str]:
     paths = []
     tokenizers: dict[str, str] = {}
     for line in filter(str.strip, lines):
-        if not (found := LABELLED.fullmatch(line)):
+        if not (match := LABELLED.fullmatch(line)):
             raise InputError(
                 f"mix {redacted(file)}: {line.strip()!r} is not of the form label,path; write all lines so"
             )
-        path = _below(folder, found["path"])
+        path = _below(folder, match["path"])
         if TOKENIZER in path:
             base = path.partition(TOKENIZER)[0]
             if base not in tokenizers:
                 # Python 3.10's glob("*/") gives files, too.
-                names = [] if is_url(base) else sorted(each.name for each in Path(base).glob("*") if each.is_dir())
+                names = [] if is_url(base) else sorted(entry.name for entry in Path(base).glob("*") if entry.is_dir())
                 if len(names) != 1:
                     held = "is not looked into" if is_url(base) else f"holds {', '.join(names) or 'no folder'}"
                     raise InputError(
@@ -236,12 +236,12 @@ def _some(word: str, files: list[str]) -> tuple[str, ...]:
 
 def _npy_as_one(sources: Iterable[Source]) -> list[Source]:
     """Return all .npy files as one source, in the place of the first of them."""
-    found = list(sources)
-    files = tuple(path for source in found if source.is_npy for path in source.paths)
-    first = next((number for number, source in enumerate(found) if source.is_npy), None)
+    parsed = list(sources)
+    files = tuple(path for source in parsed if source.is_npy for path in source.paths)
+    first = next((number for number, source in enumerate(parsed) if source.is_npy), None)
     return [
         Source(files) if source.is_npy else source
-        for number, source in enumerate(found)
+        for number, source in enumerate(parsed)
         if not source.is_npy or number == first
     ]
 

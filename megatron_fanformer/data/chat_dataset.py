@@ -52,9 +52,9 @@ class ChatDataset(Epochs):
         mask, documents = np.zeros(self.seq_length, np.float32), np.zeros(self.seq_length, np.int32)
         begin, members = 0, self.members(index)
         for document, number in enumerate(members):
-            chats, own = self.conversations.place(number)
-            ids, learned = (part[: self.seq_length] for part in chats[own])
-            refuse_ids_read(ids, self._vocab_size, chats.ids_path, int(chats.starts[own]))
+            chats, local = self.conversations.place(number)
+            ids, learned = (part[: self.seq_length] for part in chats[local])
+            refuse_ids_read(ids, self._vocab_size, chats.ids_path, int(chats.starts[local]))
             end = begin + len(ids)
             tokens[begin:end], positions[begin:end], documents[begin:end] = ids, np.arange(len(ids)), document
             labels[begin : end - 1], mask[begin : end - 1] = ids[1:], learned[1:]

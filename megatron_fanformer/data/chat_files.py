@@ -88,9 +88,11 @@ def open_chats(prefix: str) -> ChatFiles:
         raise InputError(
             f"{idx_path(prefix)} has several sequences in a document, chats have one; prepare them with --chat"
         )
-    found = mask.stat().st_size
-    if found != index.tokens:
-        raise CorruptError(f"{mask} holds {found} bytes for {index.tokens} tokens; copy the files of {prefix} again")
+    mask_bytes = mask.stat().st_size
+    if mask_bytes != index.tokens:
+        raise CorruptError(
+            f"{mask} holds {mask_bytes} bytes for {index.tokens} tokens; copy the files of {prefix} again"
+        )
     return ChatFiles(prefix, bin_path(prefix), index.dtype, mask, np.cumsum(lengths) - lengths, lengths)
 
 

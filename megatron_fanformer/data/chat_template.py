@@ -305,13 +305,13 @@ def attached_files(tokenizer: Path | None, chat_template: str | None, *, eod_id:
 
     An end of text that is stated, by `eod_id` or beside the tokenizer, is stated there too.
     """
-    found = {} if chat_template is None else {CHAT_TEMPLATE_JINJA: chat_template.encode()}
+    files = {} if chat_template is None else {CHAT_TEMPLATE_JINJA: chat_template.encode()}
     if tokenizer is not None:
-        found[f"tokenizer{tokenizer.suffix}"] = tokenizer.read_bytes()
+        files[f"tokenizer{tokenizer.suffix}"] = tokenizer.read_bytes()
         read = load_tokenizer(tokenizer, eod_id=eod_id, needs_eod=False)
         if read.eod_source is not None:
-            found[GENERATION_CONFIG] = f'{{"eos_token_id": {read.eod_id}}}\n'.encode()
-    return found
+            files[GENERATION_CONFIG] = f'{{"eos_token_id": {read.eod_id}}}\n'.encode()
+    return files
 
 
 def own_template(folder: Path) -> str | None:

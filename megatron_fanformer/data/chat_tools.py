@@ -51,7 +51,7 @@ def with_objects(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]] 
 
 
 def _names(stated: Sequence[Any]) -> Iterator[str]:
-    yield from (function["name"] for each in stated if (function := function_of(each)) is not None)
+    yield from (function["name"] for entry in stated if (function := function_of(entry)) is not None)
 
 
 def _is_in(piece: str, text: str) -> bool:

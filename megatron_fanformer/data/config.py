@@ -129,8 +129,8 @@ class DataConfig:
             return ["data.stages: chats have none: an epoch takes every conversation once; leave it out"]
         if self.split is not None:
             return ["data.stages: cannot be combined with data.split; name validation files as data.valid_data"]
-        found = stage_problems(self.stages)
-        return found or ([] if others else overlap_problems([self.train_data, *self.stages.values()]))
+        problems = stage_problems(self.stages)
+        return problems or ([] if others else overlap_problems([self.train_data, *self.stages.values()]))
 
     def _chat_problems(self) -> list[str]:
         problems = [

@@ -68,8 +68,10 @@ def build_datasets(
     if config.is_chats:
         sizes = {"seq_length": seq_length, "seed": seed, "vocab_size": vocab_size}
         chats = ChatDataset(training_conversations(config), samples=train_samples, **sizes)
-        own = validation_conversations(config).items()
-        return Datasets(chats, {name: ChatDataset(each, samples=valid_samples, **sizes) for name, each in own})
+        conversations = validation_conversations(config).items()
+        return Datasets(
+            chats, {name: ChatDataset(packed, samples=valid_samples, **sizes) for name, packed in conversations}
+        )
     if survey is None:
         survey = on_main(functools.partial(survey_data, config))
     if survey.staging is not None:
@@ -108,7 +110,7 @@ def _marked(datasets: Datasets, config: DataConfig, survey: DataSurvey) -> Datas
     if survey.remote_files:
         wrappers.append(RemoteSamples)
     for wrap in wrappers:
-        datasets = Datasets(wrap(datasets.train), {name: wrap(own) for name, own in datasets.valid.items()})
+        datasets = Datasets(wrap(datasets.train), {name: wrap(dataset) for name, dataset in datasets.valid.items()})
     return datasets
 
 
@@ -172,14 +174,14 @@ class _DatasetBuilder:
         orders = []
         numbers = {source: number for number, source in enumerate(sources)}
         for stage, end in with_ends(stages, samples):
-            own = [numbers[source] for source in stage.blend.sources]
+            places = [numbers[source] for source in stage.blend.sources]
             size = end - stage.first_sample
             mix = self._mix_order(stage.blend, size)
-            orders.append(StageOrder(stage.first_sample, own, drawn[own].tolist(), mix))
+            orders.append(StageOrder(stage.first_sample, places, drawn[places].tolist(), mix))
             if stage is stages[-1]:
-                drawn[own] += size  # as many at the most, which nobody need count
+                drawn[places] += size  # as many at the most, which nobody need count
             else:
-                drawn[own] += on_main(functools.partial(mix.counts, 0, size, len(own)))
+                drawn[places] += on_main(functools.partial(mix.counts, 0, size, len(places)))
         return StagedDataset(
             [self._of_stages_source(source, int(number)) for source, number in zip(sources, drawn, strict=True)],
             orders,
@@ -219,8 +221,8 @@ class _DatasetBuilder:
         from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
         from megatron.core.datasets.utils import Split
 
-        datasets = [OneOfBlend(own, Split(part)) for own in samples]
-        kinds = [type(own).__name__ for own in samples]
+        datasets = [OneOfBlend(dataset, Split(part)) for dataset in samples]
+        kinds = [type(dataset).__name__ for dataset in samples]
         if len(set(kinds)) > 1:  # megatron-core's names depend on them; folders of one kind keep their name
             identity = {**identity, "kinds": kinds}
         with indices_in(self._survey.cache, identity) as folder:
@@ -261,7 +263,9 @@ class _DatasetBuilder:
         with indices_in(self._survey.cache, identity) as folder:
             config = self._config(folder, blend.sources, weights, min(sizes), split)
             if split is not None and len(sizes) == 1:
-                config.split_matrix = [own if part in sizes else None for part, own in enumerate(config.split_matrix)]
+                config.split_matrix = [
+                    bounds if part in sizes else None for part, bounds in enumerate(config.split_matrix)
+                ]
             built = list(BlendedMegatronDatasetBuilder(GPTDataset, requested, lambda: True, config).build())
         pairs = {pair.copy or pair.prefix: pair for pair in map(self._survey.pair, blend.sources)}
         readers: dict[str, PairReader] = {}  # the parts of a split share one

@@ -97,7 +97,7 @@ def identity_from_plain(values: Any, where: Path) -> DataIdentity | None:
     try:
         if "sources" in values["train"]:  # before version 0.2: the facts that the digests are of
             train, valid = values["train"], values.get("valid", {})
-            values = {**values, "train": _former(train), "valid": {name: _former(own) for name, own in valid.items()}}
+            values = {**values, "train": _former(train), "valid": {name: _former(one) for name, one in valid.items()}}
         return msgspec.convert(values, DataIdentity)
     except (msgspec.ValidationError, LookupError, TypeError) as error:
         raise CorruptError(f"{where} holds no identity of data ({error}); use another checkpoint") from None

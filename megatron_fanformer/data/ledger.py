@@ -166,18 +166,18 @@ class Ledger:
             CorruptError: the ledger does not cover all of them.
         """
         end = first_token + length
-        found: list[LedgerRow] = []
+        rows: list[LedgerRow] = []
         place = max(0, bisect.bisect_right(self._starts, first_token) - 1)
         while place < len(self._groups) and self._starts[place] < end:
-            found += self._in_group(self._groups[place], first_token, end)
+            rows += self._in_group(self._groups[place], first_token, end)
             place += 1
-        covered = sum(min(end, d.first_token + d.length) - max(first_token, d.first_token) for d in found)
+        covered = sum(min(end, d.first_token + d.length) - max(first_token, d.first_token) for d in rows)
         if covered != length:
             raise CorruptError(
                 f"{self.path} covers {covered} of the {length} tokens from {first_token} on,"
                 " it does not belong to these token files; prepare again"
             )
-        return found
+        return rows
 
     def spans(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """Yield `first_token` and `length` of all rows, block by block; a refused conversation has length 0."""

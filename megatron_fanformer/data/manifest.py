@@ -174,11 +174,11 @@ class Manifest(_Part, frozen=True, kw_only=True, tag_field="kind", tag="preparat
 def sum_by_source(counts: Iterable[Mapping[str, SourceCounts] | None]) -> dict[str, SourceCounts] | None:
     """Return the sums of counts by source; None where one of them is None, or there are too many sources."""
     documents, tokens = Counter[str](), Counter[str]()
-    for each in counts:
-        if each is None:
+    for by_source in counts:
+        if by_source is None:
             return None
-        documents.update({source: count.documents for source, count in each.items()})
-        tokens.update({source: count.tokens for source, count in each.items()})
+        documents.update({source: count.documents for source, count in by_source.items()})
+        tokens.update({source: count.tokens for source, count in by_source.items()})
         if len(documents) > MOST_SOURCES:
             return None
     return {name: SourceCounts(documents=documents[name], tokens=tokens[name]) for name in sorted(documents)}

@@ -64,8 +64,8 @@ def sequence_spans(dataset: Any, index: int) -> list[Span]:
 
 def _conversations(dataset: ChatDataset, index: int) -> Iterator[Span]:
     for number in dataset.members(index):
-        chats, own = dataset.conversations.place(number)
-        yield Span(chats.prefix, int(chats.starts[own]), min(int(chats.lengths[own]), dataset.seq_length))
+        chats, local = dataset.conversations.place(number)
+        yield Span(chats.prefix, int(chats.starts[local]), min(int(chats.lengths[local]), dataset.seq_length))
 
 
 def _runs(dataset: Any, index: int) -> Iterator[Span]:

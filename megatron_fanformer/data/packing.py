@@ -36,8 +36,8 @@ class Conversations:
         ranges = [[round(bound * len(chats)) for bound in bounds] for chats in self._sources]
         self._begins = [begin for begin, _ in ranges]
         self._ends = np.cumsum([end - begin for begin, end in ranges])
-        own = [chats.lengths[begin:end] for chats, (begin, end) in zip(self._sources, ranges, strict=True)]
-        self.lengths: np.ndarray = np.concatenate(own)
+        lengths = [chats.lengths[begin:end] for chats, (begin, end) in zip(self._sources, ranges, strict=True)]
+        self.lengths: np.ndarray = np.concatenate(lengths)
         """[n] int64, tokens of each."""
         if not self.lengths.any():
             of_part = "" if split is None else f" left for {PART_NAMES[part]} by data.split {split}"
@@ -46,7 +46,7 @@ class Conversations:
     def refuse_unlearned(self, name: str, seq_length: int) -> None:
         """Raise InputError if no token within `seq_length` of a conversation's first is a learned label."""
         places = map(self.place, np.flatnonzero(self.lengths).tolist())
-        if not any(chats[own][1][1:seq_length].any() for chats, own in places):
+        if not any(chats[number][1][1:seq_length].any() for chats, number in places):
             raise InputError(
                 f"validation set {name} has no learned token within the first {seq_length} of any conversation; name "
                 "other chats, or raise model.seq_length"

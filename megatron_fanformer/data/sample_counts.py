@@ -72,8 +72,8 @@ class SampleCounts:
         for stage, end in with_ends(stages, train_samples):
             epochs = self.epoch_samples(config, stage.blend)
             weights = np.array(stage.blend.weights or epochs) / sum(stage.blend.weights or epochs)
-            for source, weight, own in zip(stage.blend.sources, weights, epochs, strict=True):
-                taken[source] = taken.get(source, 0.0) + float(weight * (end - stage.first_sample) / own)
+            for source, weight, epoch in zip(stage.blend.sources, weights, epochs, strict=True):
+                taken[source] = taken.get(source, 0.0) + float(weight * (end - stage.first_sample) / epoch)
         return taken
 
     def epoch_samples(self, config: DataConfig, blend: Blend) -> list[float]:
@@ -97,10 +97,10 @@ class SampleCounts:
         unknown = [name for name in config.max_repetition if not any(_matches(source, name) for source in named)]
         beyond += [f"data.max_repetition: {name!r} is no source's path; name one, or a pattern" for name in unknown]
         if beyond:
-            (owns, shown) = (self.epoch_samples(config, Blend(list(taken), None)), list(taken.items())[:MOST_SHOWN])
+            epoch_samples = self.epoch_samples(config, Blend(list(taken), None))
             table = [
-                f"  {self._name(source)}: {own * self._seq_length:,.0f} tokens, {epochs:,.3g} epochs"
-                for own, (source, epochs) in zip(owns, shown, strict=False)
+                f"  {self._name(source)}: {samples * self._seq_length:,.0f} tokens, {epochs:,.3g} epochs"
+                for samples, (source, epochs) in zip(epoch_samples, list(taken.items())[:MOST_SHOWN], strict=False)
             ]
             raise InputError("\n".join([*beyond, "what the run takes of each source:", *table]))
 
@@ -137,9 +137,9 @@ class SampleCounts:
         )
         surplus = (MID_LEVEL_SURPLUS, 3) if len(shares) > 1 else (0, 0)  # it rounds up twice
         return any(
-            share * (1 + surplus[0]) + surplus[1] > (own - 1) // self._seq_length
-            for share, own in zip(shares, tokens, strict=True)
-            if own is not None
+            share * (1 + surplus[0]) + surplus[1] > (source_tokens - 1) // self._seq_length
+            for share, source_tokens in zip(shares, tokens, strict=True)
+            if source_tokens is not None
         )
 
     def _name(self, source: Source) -> str:

@@ -47,8 +47,8 @@ def shared_batches(
         return _unread(shape)
     if group.size() == 1:
         return read()
-    own = read() if group.rank() == 0 else None  # whose loader processes begin now
-    return _shared(own, group, shape, has_document_ids)
+    stream = read() if group.rank() == 0 else None  # whose loader processes begin now
+    return _shared(stream, group, shape, has_document_ids)
 
 
 def _unread(shape: tuple[int, int]) -> Generator[dict[str, Tensor], None, None]:
@@ -59,14 +59,14 @@ def _unread(shape: tuple[int, int]) -> Generator[dict[str, Tensor], None, None]:
 
 
 def _shared(
-    own: Iterator[dict[str, Tensor]] | None, group: dist.ProcessGroup, shape: tuple[int, int], has_document_ids: bool
+    stream: Iterator[dict[str, Tensor]] | None, group: dist.ProcessGroup, shape: tuple[int, int], has_document_ids: bool
 ) -> Generator[dict[str, Tensor], None, None]:
     while True:
         buffer, batch = _buffer(shape, has_document_ids)
         failure: Exception | None = None
-        if own is not None:
+        if stream is not None:
             try:
-                _fill(batch, next(own))
+                _fill(batch, next(stream))
             except Exception as error:
                 failure = error
             buffer[0] = FAILED if failure else READ

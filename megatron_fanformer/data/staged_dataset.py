@@ -71,8 +71,8 @@ class StageOrder:
 
     def place(self, sample: int) -> tuple[int, int]:
         """Return the run's source of a sample of the run, and its number there."""
-        own, number = self.mix.place(sample - self.first_sample)
-        return self.sources[own], self.drawn_before[own] + number
+        source, number = self.mix.place(sample - self.first_sample)
+        return self.sources[source], self.drawn_before[source] + number
 
 
 class StagedDataset:

@@ -43,16 +43,16 @@ def first_step(name: str, *, batch_tokens: int) -> int:
     Raises:
         InputError: it names neither.
     """
-    if (found := START.fullmatch(name)) is None:
+    if (start := START.fullmatch(name)) is None:
         raise InputError(
             f"data.stages: {name!r} does not say where the stage begins; write it as 'from step 9001' or "
             "'from token 3.9T'"
         )
     try:
-        number = count_of(found["number"])
+        number = count_of(start["number"])
     except InputError as error:
         raise InputError(f"data.stages: {name!r} does not say where the stage begins: {error}") from None
-    return number if found["unit"] == "step" else -(-number // batch_tokens) + 1
+    return number if start["unit"] == "step" else -(-number // batch_tokens) + 1
 
 
 def ordered(first: Blend, later: Mapping[str, Blend], *, global_batch_size: int, seq_length: int) -> list[Stage]:
@@ -97,7 +97,9 @@ def overlap_problems(mixes: Sequence[Sequence[Word]]) -> list[str]:
         if len(set(sources)) < len(sources):
             (twice, _), *_ = Counter(sources).most_common()
             return [f"data.stages: a mix names {twice.name} twice; give it one weight"]
-        of_files = [(name, each) for each in sources for name in (*map(os.path.realpath, each.files), *each.urls)]
+        of_files = [
+            (name, source) for source in sources for name in (*map(os.path.realpath, source.files), *source.urls)
+        ]
         for file, source in of_files:
             if (owner := owners.setdefault(file, source)) != source:
                 return [

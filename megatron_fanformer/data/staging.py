@@ -114,16 +114,16 @@ def staging_of(sources: Sequence[Source], folder: Path) -> Staging:
     manifests: dict[str, Path] = {}
     for source in sources:
         for url in filter(is_url, source.paths):
-            own: dict[str, RemoteFile] = {}
+            remote: dict[str, RemoteFile] = {}
             for suffix in ("",) if source.is_npy else (".bin", ".idx"):
                 if (file := find(url + suffix)) is None:
                     raise InputError(f"{redacted(url)}{suffix} does not exist; name token files that do")
-                own[suffix] = file
-            path = folder_of(folder, " ".join(file.identity for file in own.values())) / url.rpartition("/")[2]
+                remote[suffix] = file
+            path = folder_of(folder, " ".join(file.identity for file in remote.values())) / url.rpartition("/")[2]
             paths[url] = str(path)
             if source.is_npy:
                 manifests[npy_prefix(url) + MANIFEST_SUFFIX] = Path(npy_prefix(str(path)) + MANIFEST_SUFFIX)
             else:
                 manifests[url + MANIFEST_SUFFIX] = Path(f"{path}{MANIFEST_SUFFIX}")
-            files |= {Path(f"{path}{suffix}"): file for suffix, file in own.items()}
+            files |= {Path(f"{path}{suffix}"): file for suffix, file in remote.items()}
     return Staging(folder, paths, files, manifests)

@@ -73,8 +73,8 @@ class DataSurvey:
     @property
     def remote_files(self) -> list[RemoteFile]:
         """Return the files on other stores that samples are read from."""
-        found = [pair.remote for pair in self.pairs.values()] + [file.remote for file in self.npy_files.values()]
-        return [file for file in found if file is not None]
+        files = [pair.remote for pair in self.pairs.values()] + [file.remote for file in self.npy_files.values()]
+        return [file for file in files if file is not None]
 
     def refuse_changed_files(self) -> None:
         """Raise CorruptError for a file that has changed since the survey."""
@@ -206,21 +206,21 @@ def _end_of_text_id(config: DataConfig) -> int:
 
 def _chat_template(train: Blend, valid: Iterable[Blend]) -> str | None:
     """Return the one template of all chats to train on that have a manifest; those of validation have it, too."""
-    if len(found := _chat_templates([train, *valid])) > 1:
-        first, second, *_ = found.values()
+    if len(templates := _chat_templates([train, *valid])) > 1:
+        first, second, *_ = templates.values()
         raise InputError(f"{first} and {second} were prepared with different chat templates; prepare both with one")
     return next(iter(_chat_templates([train])), None)
 
 
 def _chat_templates(blends: Iterable[Blend]) -> dict[str, str]:
     """Return the templates that manifests of chats state, with their special tokens, and the first prefix of each."""
-    found: dict[str, str] = {}
+    templates: dict[str, str] = {}
     for (prefix,) in (source.paths for blend in blends for source in blend.sources):
         manifest = read_any_manifest(prefix)
         if manifest is not None and (settings := manifest.settings.chat) is not None:
             template = ChatTemplate(settings.template, settings.template_variables)
-            found.setdefault(template.with_variables(), prefix)
-    return found
+            templates.setdefault(template.with_variables(), prefix)
+    return templates
 
 
 def _stat_of(path: str | Path) -> tuple[int, int] | None:

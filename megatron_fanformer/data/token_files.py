@@ -131,11 +131,11 @@ def _read_remote_index(prefix: str, parts: Mapping[int, tuple[float, float]] | N
             with reported_as_local(folder):
                 stand_in.write_bytes(b"0")  # not of the size that it has there: reading it must fail
     try:
-        found = _read_checked(prefix, index_copy, tokens.size, parts)
+        index_read = _read_checked(prefix, index_copy, tokens.size, parts)
     except CorruptError as error:
         index_copy.unlink(missing_ok=True)  # should only the copy be damaged
         raise CorruptError(str(error).replace(str(index_copy), index.path)) from None
-    return replace(found, copy=copy, remote=tokens)
+    return replace(index_read, copy=copy, remote=tokens)
 
 
 def _read_checked(

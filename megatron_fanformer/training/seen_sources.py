@@ -56,8 +56,8 @@ class SeenSources:
         twice = [] if config.data.stages else survey.train.sources
         drawn = [redacted(survey.stated(source).name) for source in twice]
         for stage in run_stages(config, survey):
-            own = counts.epoch_samples(config.data, stage.blend)
-            epochs |= dict(zip(stage.blend.sources, own, strict=True))
+            epoch_samples = counts.epoch_samples(config.data, stage.blend)
+            epochs |= dict(zip(stage.blend.sources, epoch_samples, strict=True))
         stated = [survey.stated(source) for source in epochs]
         self._names = [redacted(source.name) for source in stated]
         numbers = {name: number for number, name in enumerate(self._names)}
@@ -68,7 +68,7 @@ class SeenSources:
         self._step, known = (step, seen or {}) if is_known else (0, {})
         tokens = [known.get(name, {}).get("tokens", 0) for name in self._names]
         self._samples = np.array(tokens, np.int64) // config.model.seq_length
-        self._former = {name: dict(own) for name, own in known.items() if name not in numbers}
+        self._former = {name: dict(counted) for name, counted in known.items() if name not in numbers}
 
     def log_if_stage_begins(self, step: int) -> None:
         """Log that a step is the first one of a stage."""
@@ -88,8 +88,8 @@ class SeenSources:
         interval = self._config.logging.source_interval
         if not self._names or interval is None or not is_main() or (step % interval and not is_last):
             return {}
-        found = zip(self._labels, self._after(step).values(), strict=True)
-        return {f"data/{label}/{what}": number for label, own in found for what, number in own.items()}
+        numbers = zip(self._labels, self._after(step).values(), strict=True)
+        return {f"data/{label}/{what}": number for label, seen in numbers for what, number in seen.items()}
 
     def _after(self, step: int) -> Seen:
         """Return it of the present sources."""
@@ -100,7 +100,7 @@ class SeenSources:
         self._step = step
         tokens, epochs = self._samples * self._config.model.seq_length, self._samples / self._epoch_samples
         numbers = zip(self._names, tokens.tolist(), epochs.tolist(), strict=True)
-        return {name: {"tokens": own, "epochs": share} for name, own, share in numbers}
+        return {name: {"tokens": seen, "epochs": share} for name, seen, share in numbers}
 
     def _of_steps(self, first: int, last: int) -> np.ndarray:
         begin, end = consumed_before(self._config, first), consumed_before(self._config, last + 1)
