@@ -15,7 +15,7 @@ from megatron_fanformer.model.layout_rules import layout_problems
 from megatron_fanformer.model.placements import TRANSFORMER
 from megatron_fanformer.parity.reordering import Reordering
 from megatron_fanformer.parity.trial import TrialConfig, prepared
-from megatron_fanformer.planning.communication import ComparedRow, communication, side_by_side
+from megatron_fanformer.planning.communication import Total, communication, side_by_side
 from megatron_fanformer.planning.job import Job
 from megatron_fanformer.runtime.collectives import CollectiveCount, count_collectives, moved_bytes
 from megatron_fanformer.runtime.layout import FANForm, ParallelConfig
@@ -32,15 +32,15 @@ class LayoutCommunication:
     name: str
     models: tuple[str, ...]
     """Models that the layout is legal for."""
-    rows: tuple[ComparedRow, ...]
-    """Counts and formulas at the small size, over all ranks together; one cell per model."""
+    totals: dict[tuple[str, str], list[tuple[Total, Total]]]
+    """Counts and formulas at the small size, over all ranks together, by group and kind; one of each per model."""
     sent_bytes: dict[str, dict[str, float]]
     """Bytes that a rank of the busiest stage sends in a step, by the formula at full size, by model and group."""
 
     @property
     def agrees(self) -> bool:
         """Return whether the formula equals the count exactly."""
-        return all(cell.agrees for row in self.rows for cell in row.cells)
+        return all(counted == formula for of_models in self.totals.values() for counted, formula in of_models)
 
 
 def compare_communication(
@@ -77,7 +77,7 @@ def compare_communication(
         fan = run.model.fan if run.model.fan.placement == small.fan.placement else small.fan
         large = dataclasses.replace(full, model=dataclasses.replace(run.model, fan=fan))
         sent[model] = _sent_bytes(_job(large, own_layout))
-    return LayoutCommunication(name=name, models=tuple(variants), rows=tuple(side_by_side(compared)), sent_bytes=sent)
+    return LayoutCommunication(name=name, models=tuple(variants), totals=side_by_side(compared), sent_bytes=sent)
 
 
 def count_step(trial: TrialConfig, layout: ParallelConfig) -> tuple[int, int, list[CollectiveCount]]:

@@ -14,7 +14,7 @@ from megatron_fanformer.model.layouts import SINGLE
 from megatron_fanformer.parity.communication import LayoutCommunication
 from megatron_fanformer.parity.comparison import FACTOR, KINDS, Bounds, Differences
 from megatron_fanformer.parity.run import REORDERED_RUNS, LayoutResult, ParityResult
-from megatron_fanformer.planning.communication import ComparedCell
+from megatron_fanformer.planning.communication import Total
 from megatron_fanformer.terminal import table
 
 COLUMNS = ("first loss", "outputs", "gradients", "losses", "weights")
@@ -43,7 +43,7 @@ def report_lines(result: ParityResult) -> Iterator[str]:
 def _communication_lines(counted: LayoutCommunication, dtype: str) -> Iterator[str]:
     """Counted bytes, and what the formula says at the configuration's own size."""
     yield from ["", f"{counted.name}: bytes of a step, all ranks"]
-    rows = [(row.group, row.kind, *(_count_cell(cell) for cell in row.cells)) for row in counted.rows]
+    rows = [(*key, *(_count_cell(*pair) for pair in of_models)) for key, of_models in counted.totals.items()]
     align = "ll" + "r" * len(counted.models)
     yield from table(("group", "collective", *counted.models), rows, align=align)
     sent = {model: sum(groups.values()) for model, groups in counted.sent_bytes.items()}
@@ -55,9 +55,9 @@ def _communication_lines(counted: LayoutCommunication, dtype: str) -> Iterator[s
     )
 
 
-def _count_cell(cell: ComparedCell) -> str:
-    counted = f"{cell.counted.message_bytes:,} in {cell.counted.calls}" if cell.counted.calls else "-"
-    return counted if cell.agrees else f"{counted} (formula {cell.formula.message_bytes:,} in {cell.formula.calls})"
+def _count_cell(counted: Total, formula: Total) -> str:
+    text = f"{counted.message_bytes:,} in {counted.calls}" if counted.calls else "-"
+    return text if counted == formula else f"{text} (formula {formula.message_bytes:,} in {formula.calls})"
 
 
 def _rows(result: ParityResult) -> Iterator[tuple[str, ...]]:
@@ -131,14 +131,14 @@ def _differences(differences: Differences) -> dict[str, Any]:
 def _communication(counted: LayoutCommunication) -> dict[str, Any]:
     rows = [
         {
-            "group": row.group,
-            "collective": row.kind,
+            "group": group,
+            "collective": kind,
             **{
-                model: {"counted": cell.counted._asdict(), "formula": cell.formula._asdict()}
-                for model, cell in zip(counted.models, row.cells, strict=True)
+                model: {"counted": of_ranks._asdict(), "formula": formula._asdict()}
+                for model, (of_ranks, formula) in zip(counted.models, of_models, strict=True)
             },
         }
-        for row in counted.rows
+        for (group, kind), of_models in counted.totals.items()
     ]
     return {
         "layout": counted.name,

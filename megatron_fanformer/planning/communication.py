@@ -170,28 +170,6 @@ class Total(NamedTuple):
     message_bytes: int
 
 
-@dataclass(frozen=True, kw_only=True)
-class ComparedCell:
-    """One model's totals of one kind of collective over one group; if nothing moved, they are zeros."""
-
-    counted: Total
-    formula: Total
-
-    @property
-    def agrees(self) -> bool:
-        """Exactly, in calls and in bytes."""
-        return self.counted == self.formula
-
-
-@dataclass(frozen=True, kw_only=True)
-class ComparedRow:
-    """One kind of collective over one group, with one cell per model."""
-
-    group: str
-    kind: str
-    cells: tuple[ComparedCell, ...]
-
-
 def totals(lines: Lines) -> dict[tuple[str, str], Total]:
     """Return the totals by group and kind."""
     sums: dict[tuple[str, str], Total] = {}
@@ -201,23 +179,15 @@ def totals(lines: Lines) -> dict[tuple[str, str], Total]:
     return sums
 
 
-def side_by_side(models: Mapping[str, tuple[Lines, Lines]]) -> list[ComparedRow]:
-    """Return one row per group and kind, with one cell per model in the order given.
+def side_by_side(models: Mapping[str, tuple[Lines, Lines]]) -> dict[tuple[str, str], list[tuple[Total, Total]]]:
+    """Return by group and kind, for each model in the order given, the total counted and that of the formula.
 
     Args:
         models: name -> (counted lines, formula lines), of one rank or of several together.
     """
-    summed = [(totals(counted), totals(formula)) for counted, formula in models.values()]
-    keys = sorted({key for pair in summed for lines in pair for key in lines})
+    summed = [tuple(map(totals, lines)) for lines in models.values()]
+    keys = sorted({key for pair in summed for of_lines in pair for key in of_lines})
     nothing = Total(0, 0)
-    return [
-        ComparedRow(
-            group=group,
-            kind=kind,
-            cells=tuple(
-                ComparedCell(counted=counted.get((group, kind), nothing), formula=formula.get((group, kind), nothing))
-                for counted, formula in summed
-            ),
-        )
-        for group, kind in keys
-    ]
+    return {
+        key: [(counted.get(key, nothing), formula.get(key, nothing)) for counted, formula in summed] for key in keys
+    }

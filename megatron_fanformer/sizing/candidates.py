@@ -67,16 +67,13 @@ def laid_out(config: RunConfig, text: str) -> RunConfig:
     training = config.training
     for name in (MICRO_BATCH, "micro_batch_size"):
         if name in fields:
-            training = _with_micro_batch(training, fields.pop(name), text)
+            values = {**dataclasses.asdict(training), "micro_batch_size": fields.pop(name)}
+            try:
+                training = build(values, TrainingConfig, "training.")
+            except InputError as error:
+                raise InputError(f"layout {text!r}: {error}") from None
     layout = laid_over(Layout(config.parallel, config.kernels), fields, text)
     return dataclasses.replace(config, parallel=layout.parallel, kernels=layout.kernels, training=training)
-
-
-def _with_micro_batch(training: TrainingConfig, size: Any, text: str) -> TrainingConfig:
-    try:
-        return build({**dataclasses.asdict(training), "micro_batch_size": size}, TrainingConfig, "training.")
-    except InputError as error:
-        raise InputError(f"layout {text!r}: {error}") from None
 
 
 def layout_name(config: RunConfig, base: RunConfig) -> str:
@@ -124,6 +121,8 @@ def all_layouts(config: RunConfig, gpus: int) -> Iterator[list[RunConfig]]:
     take equally long (`balanced_layouts`).
     """
     layers = config.model.num_layers
+    # Attention within documents has one exchange alone.
+    exchange = "a2a" if config.data.reset_attention_mask else config.parallel.cp_comm_type
     for tensor in divisors(gpus):
         for context in divisors(gpus // tensor):
             for pipeline in divisors(gpus // tensor // context):
@@ -133,7 +132,7 @@ def all_layouts(config: RunConfig, gpus: int) -> Iterator[list[RunConfig]]:
                 degrees: dict[str, Any] = {
                     "tensor_model_parallel_size": tensor,
                     "context_parallel_size": context,
-                    "cp_comm_type": _exchange(config) if context > 1 else None,
+                    "cp_comm_type": exchange if context > 1 else None,
                     "pipeline_model_parallel_size": pipeline,
                     "num_layers_in_first_pipeline_stage": None,
                     "num_layers_in_last_pipeline_stage": None,
@@ -143,11 +142,6 @@ def all_layouts(config: RunConfig, gpus: int) -> Iterator[list[RunConfig]]:
                 for rest in _other_fields(config, dataclasses.replace(config.parallel, **degrees)):
                     parallel = dataclasses.replace(config.parallel, **degrees, **rest)
                     yield [dataclasses.replace(config, parallel=parallel, training=each) for each in micro_batches]
-
-
-def _exchange(config: RunConfig) -> str | None:
-    """Return the only exchange that attention within documents can have, else the configuration's own."""
-    return "a2a" if config.data.reset_attention_mask else config.parallel.cp_comm_type
 
 
 def _micro_batches(config: RunConfig, replicas: int) -> list[TrainingConfig]:
@@ -212,7 +206,15 @@ def recomputations(config: RunConfig, parallel: ParallelConfig) -> list[Mapping[
 
     A configuration's own modules, where it recomputes selectively, take the place of the two in the middle.
     """
-    cheap = list(_recomputed_cheaply(config, parallel))
+    # Without a matrix product; norms only where they are apart: the Engine fuses all but the input norm of the
+    # `sequence` form.
+    cheap: list[RecomputeModule] = []
+    is_apart = config.kernels.transformer_impl == "local" or parallel.fan_form == "sequence"
+    if is_apart and can_recompute_norms(config.precision):
+        cheap.append("layernorm")
+    refused = config.model.placement.recompute_problems(config.model, parallel.tensor_model_parallel_size)
+    if config.model.has_fan and not any(refused):
+        cheap.append("fan")
     modules: list[list[RecomputeModule]] = [*filter(None, [cheap]), [*cheap, "mlp"]]
     if config.parallel.recompute_granularity == "selective":
         modules = [config.parallel.recompute_modules]
@@ -221,19 +223,6 @@ def recomputations(config: RunConfig, parallel: ParallelConfig) -> list[Mapping[
     ]
     full = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     return [NOT_RECOMPUTED, *selective, full]
-
-
-def _recomputed_cheaply(config: RunConfig, parallel: ParallelConfig) -> Iterator[RecomputeModule]:
-    """Yield modules without a matrix product, of those that the rules let a layout recompute.
-
-    Norms only where they are apart: the Engine fuses all but the input norm of the `sequence` form.
-    """
-    is_apart = config.kernels.transformer_impl == "local" or parallel.fan_form == "sequence"
-    if is_apart and can_recompute_norms(config.precision):
-        yield "layernorm"
-    refused = config.model.placement.recompute_problems(config.model, parallel.tensor_model_parallel_size)
-    if config.model.has_fan and not any(refused):
-        yield "fan"
 
 
 # -- stages that take equally long

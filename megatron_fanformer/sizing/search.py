@@ -4,8 +4,8 @@ import dataclasses
 import heapq
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 from megatron_fanformer.planning.machines import Machine
 from megatron_fanformer.planning.step_time import StepTime, step_time
@@ -79,7 +79,10 @@ def search(config: RunConfig, gpus: int, machine: Machine) -> Findings:
     """
     rejections = _Rejections(config)
     legal = list(_legal(config, gpus, rejections))
-    waiting = [_Waiting(seconds, number, None) for number, seconds in enumerate(_bounds(legal, gpus, machine))]
+    # A layout's time or a lower bound of it, its number, and its time where it is known.
+    waiting: list[tuple[float, int, StepTime | None]] = [
+        (seconds, number, None) for number, seconds in enumerate(_bounds(legal, gpus, machine))
+    ]
     heapq.heapify(waiting)
     found: list[Estimate] = []
     least: Estimate | None = None
@@ -89,7 +92,7 @@ def search(config: RunConfig, gpus: int, machine: Machine) -> Findings:
         job = job_of(legal[number], gpus)
         if time is None:
             time = step_time(job, machine)
-            heapq.heappush(waiting, _Waiting(time.seconds, number, time))
+            heapq.heappush(waiting, (time.seconds, number, time))
             continue
         each = estimate(layout_name(legal[number], config), legal[number], job, machine, time)
         if each.fits:
@@ -114,8 +117,7 @@ def _legal(config: RunConfig, gpus: int, rejections: "_Rejections") -> Iterator[
         parallel = micro_batches[0].parallel
         of_layout = [*parallel.problems(), *problems_of_layout(micro_batches[0])]
         for each in micro_batches:
-            found = of_layout + each.problems_of_steps(parallel.data_parallel_size or 1)
-            if found:
+            if found := of_layout + each.problems_of_steps(parallel.data_parallel_size or 1):
                 rejections.layouts += 1
                 rejections.add(found, each)
             else:
@@ -134,41 +136,26 @@ def _bounds(legal: Iterable[RunConfig], gpus: int, machine: Machine) -> Iterator
         yield known[key]
 
 
-class _Waiting(NamedTuple):
-    """A legal layout's number, and its time or a lower bound of it."""
-
-    seconds: float
-    number: int
-    time: StepTime | None
-    """The layout's time; None while `seconds` is only a bound."""
-
-
-@dataclass
 class _Rejections:
     """Rejected layouts by rule, with the first example of each."""
 
-    base: RunConfig
-    counts: dict[str, int] = field(default_factory=dict)
-    examples: dict[str, tuple[str, RunConfig | str]] = field(default_factory=dict)
-    layouts: int = 0
+    def __init__(self, base: RunConfig) -> None:
+        self.base, self.layouts = base, 0
+        self._counts: dict[str, int] = {}
+        self._first: dict[str, tuple[str, RunConfig | str]] = {}
 
     def add(self, messages: list[str], example: RunConfig | str, *, count: int = 1) -> None:
         """Add layouts that these problems reject."""
         for message in messages:
             rule = NUMBERS.sub("N", message)
-            self.counts[rule] = self.counts.get(rule, 0) + count
-            self.examples.setdefault(rule, (message, example))
+            self._counts[rule] = self._counts.get(rule, 0) + count
+            self._first.setdefault(rule, (message, example))
 
     def classes(self) -> tuple[RejectedClass, ...]:
         """Return them, the largest first."""
-        found = [
-            RejectedClass(
-                rule=rule,
-                count=count,
-                example=example if isinstance(example, str) else layout_name(example, self.base),
-                message=message,
-            )
-            for rule, count in self.counts.items()
-            for message, example in [self.examples[rule]]
-        ]
-        return tuple(sorted(found, key=lambda each: -each.count))
+        classes = []
+        for rule, count in sorted(self._counts.items(), key=lambda item: -item[1]):
+            message, example = self._first[rule]
+            name = example if isinstance(example, str) else layout_name(example, self.base)
+            classes.append(RejectedClass(rule=rule, count=count, example=name, message=message))
+        return tuple(classes)

@@ -25,25 +25,14 @@ def _rank(text: str) -> int | str:
     return text if text == ALL_STAGES else int(text)
 
 
-def _price(text: str) -> float:
-    if (price := _number(text)) < 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a price; write a GPU hour's as in 2.5")
-    return price
-
-
 def _above_zero(text: str) -> float:
-    if (number := _number(text)) <= 0:
-        raise argparse.ArgumentTypeError(f"{text!r} must be a number above 0, as in 2.5")
-    return number
-
-
-def _number(text: str) -> float:
-    """Return a finite number; -1 for any other text."""
     try:
         number = float(text)
     except ValueError:
-        return -1.0
-    return number if math.isfinite(number) else -1.0
+        number = math.nan
+    if not 0 < number < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a number above 0, as in 2.5")
+    return number
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +53,7 @@ class PlanOptions:
     """Run a step of these ranks under fake tensors; all-stages: of one rank of each pipeline stage."""
     tokens: int | None = option(None, parse=count)
     """Tokens to train on, e.g. 1T, 300B, 15M (default: those of the configuration's steps)"""
-    price: float | None = option(None, metavar="P", parse=_price)
+    price: float | None = option(None, metavar="P", parse=_above_zero)
     """Price of a GPU hour, in any currency."""
     save_rate: float | None = option(None, metavar="GB/S", parse=_above_zero)
     """Rate at which all GPUs together write checkpoints; then saves and failures are part of the run's time."""

@@ -163,7 +163,7 @@ def test_the_table_names_every_part(config: str, capsys: pytest.CaptureFixture[s
         (["--layouts", "mbs=0"], 8, "h100", "training.micro_batch_size is 0; it must be at least 1"),
         (["--layouts", "tp"], 8, "h100", "write it as in tp=2,sp=true"),
         (["--tokens", "1.5"], 8, "h100", "'1.5' is not a number from 1 to 1000000T; write it as in 1.05T, 300B"),
-        (["--price", "nan"], 8, "h100", "is not a price"),
+        (["--price", "nan"], 8, "h100", "must be a number above 0"),
         (["--save-rate", "0"], 8, "h100", "'0' must be a number above 0"),
         (["--write", "none/layout.yaml"], 8, "h100", "--write none/layout.yaml is not a file in a folder that exists"),
         (["--simulate", "8"], 8, "h100", "has the ranks 0 to 7"),
