@@ -179,12 +179,6 @@ class Ledger:
             )
         return rows
 
-    def spans(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Yield `first_token` and `length` of all rows, block by block; a refused conversation has length 0."""
-        with _damage_reported(self.path):
-            for block in self._file.iter_batches(columns=["first_token", "length"]):
-                yield tuple(block.column(name).to_numpy(zero_copy_only=False) for name in ("first_token", "length"))
-
     def _first_token_of(self, group: int) -> int:
         position = self._file.schema_arrow.names.index("first_token")
         statistics = self._file.metadata.row_group(group).column(position).statistics

@@ -114,8 +114,7 @@ def inspect_path(options: InspectOptions) -> None:
 def _report(target: "Target", *, verify: bool) -> "Report":
     """Describe a target; with `verify`, check it first and add `verified`."""
     if target.is_data:
-        from megatron_fanformer.inspection.dataset import describe_data
-        from megatron_fanformer.inspection.dataset_check import check_data
+        from megatron_fanformer.inspection.dataset import check_data, describe_data
 
         verified = {"verified": check_data(target)} if verify else {}
         return {**describe_data(target), **verified}

@@ -88,4 +88,3 @@ def test_a_refused_conversation_has_a_row_and_no_tokens(tmp_path: Path) -> None:
     first, second = Ledger(path).documents(0, 7)
     assert first == LedgerRow("a", None, "chats.jsonl", 1, 0, 4, 2, "whole")
     assert second == LedgerRow("b", None, "chats.jsonl", 3, 4, 3, 1, "cut")
-    assert [lengths.tolist() for _, lengths in Ledger(path).spans()] == [[4, 0, 3]]

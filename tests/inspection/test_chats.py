@@ -60,7 +60,7 @@ def test_chats_are_intact(inspect: Inspect, prepared: Path, name: str) -> None:
     ("name", "damage", "output"),
     [
         ("rows", lambda folder: flip(folder / "rows/label_mask.npy", 3), "label_mask.npy has SHA-256 "),
-        ("pair", lambda folder: agree_again(folder / "pair", learned_tokens=7), "learned_tokens and those of "),
+        ("pair", lambda folder: agree_again(folder / "pair", documents=7), "documents and those of its index"),
     ],
 )
 def test_damage_is_named(
