@@ -166,7 +166,8 @@ def test_every_earlier_name_is_of_a_field(tmp_path: Path) -> None:
     for old, new in MOVED_FIELDS.items():
         (earlier_section, earlier), (section, _, name) = old.split("."), new.partition(".")
         values = {**small_run("x", tmp_path), "kernels": {}, "runtime": {}}
-        values[earlier_section] = {earlier: defaults[section][name] if new else True}
+        kept = values.get(earlier_section, {}) if earlier_section == "data" else {}
+        values[earlier_section] = {**kept, earlier: defaults[section][name] if new else True}
         config, notices = told_by(values)
         assert config.as_dict() == defaults
         assert len(notices) == 1

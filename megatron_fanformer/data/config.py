@@ -21,8 +21,6 @@ from megatron_fanformer.data.stages import overlap_problems, stage_problems
 from megatron_fanformer.errors import InputError, collect_problems
 from megatron_fanformer.stores import is_url, password_problem
 
-Remote = Literal["auto", "ranged", "staged"]
-
 SPLIT_VALIDATION = "validation"  # the name of the validation set that a split cuts off
 TRAINING, TOKENIZER = "train", "tokenizer"  # in `allow_change`, beside the names of validation sets
 
@@ -66,11 +64,9 @@ class DataConfig:
     `train_data`."""
     num_workers: int | None = None
     """Loader processes of each rank that reads; 0: its own; null: 2 on a GPU, whose step need not wait, else 0."""
-    remote: Remote = "auto"
-    """Token files at URLs: `ranged`: each sample is requested; `staged`: whole files are copied before the run; `auto`:
-    staged where `staging_path` has room for them (docs/data.md#token-files-on-another-store)."""
     staging_path: str | None = None
-    """Folder of each node's own disk for copies of token files at URLs."""
+    """Folder of each node's own disk, to which token files at URLs are copied before the run; null: samples are
+    requested as they are needed (docs/data.md#token-files-on-another-store)."""
     allow_change: list[str] = field(default_factory=list)
     """Changes of the data to allow for one start: `train`, `tokenizer`, or names of `valid_data`
     (docs/data.md#the-same-data-on-resuming)."""
@@ -114,8 +110,6 @@ class DataConfig:
             problems.append("data.max_repetition: chats are repeated by training.epochs; leave it out")
         if self.num_workers is not None and self.num_workers < 0:
             problems.append(f"data.num_workers: {self.num_workers} is negative; 0 loads in the rank's own process")
-        if self.remote == "staged" and self.staging_path is None:
-            problems.append("data.remote: staged, and data.staging_path is null; name a folder of each node's own disk")
         names = (TRAINING, TOKENIZER, *self.valid_data)
         problems += [
             f"data.allow_change: {name} is no set of data; name one of {', '.join(names)}"

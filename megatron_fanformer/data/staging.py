@@ -55,24 +55,6 @@ class Staging:
         """Return a source of `local`'s blends with the URLs that its copies are of."""
         return _replaced(source, {copy: url for url, copy in self.paths.items()})
 
-    def _missing(self) -> dict[Path, RemoteFile]:
-        return {
-            path: file for path, file in self.files.items() if not (path.is_file() and path.stat().st_size == file.size)
-        }
-
-    def refusal(self) -> str | None:
-        """Return why the missing copies do not fit into the folder; None: they do."""
-        try:
-            with reported_as_local(self.folder):
-                self.folder.mkdir(parents=True, exist_ok=True)
-                free = shutil.disk_usage(self.folder).free
-        except InputError as error:
-            return str(error)
-        needed = sum(file.size for file in self._missing().values())
-        if needed <= free:
-            return None
-        return f"data.staging_path {self.folder} has room for {free} bytes, and the run's token files need {needed}"
-
     def fill(self) -> None:
         """Copy what is missing on this node.
 
@@ -81,10 +63,19 @@ class Staging:
             FanformerError: a store does not serve a file.
         """
         with only_one_at_a_time(self.folder):
-            if not (missing := self._missing()):
-                return
-            if refusal := self.refusal():
-                raise InputError(f"{refusal}; remove earlier copies there, or set data.remote to ranged")
+            missing = {
+                path: file
+                for path, file in self.files.items()
+                if not (path.is_file() and path.stat().st_size == file.size)
+            }
+            needed, free = sum(file.size for file in missing.values()), shutil.disk_usage(self.folder).free
+            if needed > free:
+                raise InputError(
+                    f"data.staging_path {self.folder} has room for {free} bytes, and the run's token files need "
+                    f"{needed}; remove earlier copies there, or set data.staging_path to null"
+                )
+            if missing:
+                logger.info("copying %d token files of %.1f GB to %s", len(missing), needed / 1e9, self.folder)
             look_up_contents(self.manifests)  # they come before the files that they are of
             for url, path in self.manifests.items():
                 if (content := optional_content(url)) is not None:

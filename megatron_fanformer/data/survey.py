@@ -121,8 +121,8 @@ def survey_data(config: DataConfig, vocab_size: int | None = None, *, for_run: b
     survey = DataSurvey(cache, train, valid, {}, {}, eod_id=eod_id, chat_template=chat_template, stages=stages)
     if any(source.urls for source in survey.sources()):
         _look_up_all(survey.sources())
-        staging = _staging(config, survey.sources()) if for_run else None
-        if staging is not None:
+        if for_run and config.staging_path is not None:
+            staging = staging_of(survey.sources(), Path(config.staging_path))
             staging.fill()
             survey = dataclasses.replace(
                 survey,
@@ -166,22 +166,6 @@ def _look_up_all(sources: Sequence[Source]) -> None:
     logger.info("looking up %d token files on other stores", len(urls))
     look_up(urls)
     look_up_contents(prefix + MANIFEST_SUFFIX for source in sources for prefix in source.prefixes if is_url(prefix))
-
-
-def _staging(config: DataConfig, sources: Sequence[Source]) -> Staging | None:
-    """Return the copies of files on other stores that a run makes; None: it reads them there. The reason is logged."""
-    reason = "data.remote is ranged" if config.remote == "ranged" else "data.staging_path is null"
-    if config.staging_path is not None and config.remote != "ranged":
-        staging = staging_of(sources, Path(config.staging_path))
-        refusal = staging.refusal() if config.remote == "auto" else None
-        if refusal is None:
-            logger.info("token files on other stores are copied to %s first", staging.folder)
-            return staging
-        reason = refusal
-    logger.info("token files on other stores are read there by ranges, not copied: %s", reason)
-    if config.num_workers == 0:
-        logger.info("data.num_workers is 0, so that steps wait for requests; 2 processes read ahead")
-    return None
 
 
 def _end_of_text_id(config: DataConfig) -> int:

@@ -46,6 +46,7 @@ MOVED_FIELDS = {
     "runtime.cpu_shared_memory_collectives": "",
     "runtime.numa_binding": "",
     "data.staging_bytes": "",
+    "data.remote": "",
     "logging.csv": "",
     "logging.record_memory_history": "",
 }

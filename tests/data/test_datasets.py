@@ -220,10 +220,10 @@ def test_datatroves_files_are_npy_files_by_another_name(tmp_path: Path) -> None:
     usual = DataConfig(train_data=[f"{tmp_path}/*.npy"], npy_dtype="uint32")
     expected = drawn(build(usual).train, 14)
     identity = identify_data(usual, survey_data(usual))
-    stores = {"cache_path": str(tmp_path / "cache"), "staging_path": str(tmp_path / "copies")}
+    cache, copies = str(tmp_path / "cache"), str(tmp_path / "copies")
     for word in (f"{folder}", f"{folder}/*.ds", f"file://{folder}/", f"file://{folder}/*.ds"):
-        for remote in ("staged", "ranged") if word.startswith("file:") else ("auto",):
-            config = DataConfig(train_data=[word], npy_dtype="uint32", remote=remote, **stores)
+        for staging in (copies, None):
+            config = DataConfig(train_data=[word], npy_dtype="uint32", cache_path=cache, staging_path=staging)
             survey = survey_data(config, VOCAB_SIZE, for_run=True)
             sizes: dict[str, Any] = {"train_samples": 14, "valid_samples": 8, "seq_length": SEQ_LENGTH}
             datasets = build_datasets(config, seed=1, vocab_size=VOCAB_SIZE, eod_id=1, survey=survey, **sizes)

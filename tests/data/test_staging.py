@@ -1,6 +1,5 @@
 """Copies of token files on other stores: whole or not there, once for a node."""
 
-import logging
 import shutil
 from collections import namedtuple
 from concurrent.futures import ThreadPoolExecutor
@@ -28,7 +27,7 @@ def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def surveyed(place: str, tmp_path: Path, blend: str = "mixed", **fields: Any) -> tuple[DataConfig, DataSurvey]:
-    stated = {"remote": "staged", "staging_path": str(tmp_path / "copies"), **fields}
+    stated = {"staging_path": str(tmp_path / "copies"), **fields}
     config = config_of(place, tmp_path / "cache", blend, **stated)
     return config, survey_data(config, VOCAB_SIZE, for_run=True)
 
@@ -99,17 +98,12 @@ def test_copies_that_were_cut_off_are_made_good(folder: Path, tmp_path: Path, mo
             assert copy.read_bytes() == (folder / name).read_bytes()
 
 
-def test_a_disk_without_room_is_an_input_error_or_a_reason_to_read_there(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_disk_without_room_is_an_input_error(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(10, 9, 1))
-    with planned(folder) as url:
-        with pytest.raises(InputError, match="has room for 1 bytes, and the run's token files need"):
-            surveyed(url, tmp_path)
-        with caplog.at_level(logging.INFO):
-            assert surveyed(url, tmp_path, remote="auto")[1].staging is None
-    assert "has room for 1 bytes" in caplog.text and not copies(tmp_path)
+    with planned(folder) as url, pytest.raises(InputError, match="room for 1 bytes, and the run's token files need"):
+        surveyed(url, tmp_path)
+    assert not copies(tmp_path)
 
 
 def test_a_new_version_is_another_copy(folder: Path, tmp_path: Path) -> None:
@@ -126,8 +120,3 @@ def test_a_store_that_ends_to_serve_ends_the_start(folder: Path, tmp_path: Path)
     plan = Plan(1.0, kinds=(FORBIDDEN,), first=6)
     with planned(folder, plan) as url, pytest.raises(FanformerError, match="check its name and rights"):
         surveyed(url, tmp_path)
-
-
-def test_without_a_folder_it_is_refused_before_anything_is_looked_up(tmp_path: Path) -> None:
-    (problem,) = config_of("s3://bucket", tmp_path, remote="staged").problems()
-    assert problem.startswith("data.remote: staged, and data.staging_path is null")
