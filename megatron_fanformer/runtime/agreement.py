@@ -3,8 +3,10 @@
 torch's stores neither authenticate nor encrypt. The store of ranks of one machine listens on its loopback alone.
 """
 
+import logging
 import pickle
 import socket
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, NoReturn, TypeVar, cast
@@ -18,6 +20,8 @@ from megatron_fanformer.runtime import device as devices
 LOOPBACK = "127.0.0.1"
 WAITING_CLIENTS = 4096  # connections that the kernel holds until the store answers them: ranks come all at once
 LONGEST_WORK = timedelta(days=7)  # such as a terabyte of tokens, summed: longer than a collective may wait
+
+logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 Failure = TypeVar("Failure", bound=FanformerError)
@@ -38,6 +42,7 @@ def store_of_ranks(address: devices.RankAddress, timeout: timedelta) -> Any:
         FanformerError: the first rank is not reached in time, or its port is taken.
     """
     where = f"tcp://{address.master_address}:{address.master_port}"
+    _await_name(address.master_address, timeout.total_seconds())
     try:
         store, _, _ = next(dist.rendezvous(where, address.rank, address.world_size, timeout=timeout))
     except dist.DistError as error:
@@ -47,6 +52,23 @@ def store_of_ranks(address: devices.RankAddress, timeout: timedelta) -> Any:
             "nodes were started with the same MASTER_ADDR and a free MASTER_PORT, and reach each other"
         ) from error
     return dist.PrefixStore(f"ranks-{devices.restart_count()}", store)  # torchrun's is the same after a restart
+
+
+def _await_name(name: str, seconds: float) -> None:
+    """Wait until a name resolves: a Kubernetes pod's appears after the pod has started."""
+    end, is_reported = time.monotonic() + seconds, False
+    while True:
+        try:
+            socket.getaddrinfo(name, None)
+            return
+        except OSError as error:
+            reason = f"MASTER_ADDR {name} does not resolve ({error.strerror})"
+            if time.monotonic() > end:
+                raise FanformerError(f"{reason}; check the name, and that the first node is up") from error
+            if not is_reported:
+                logger.warning("%s; waiting %.0f s for it", reason, seconds)
+            is_reported = True
+            time.sleep(1)
 
 
 def is_main() -> bool:

@@ -9,7 +9,8 @@ import pytest
 import torch.distributed as dist
 
 from megatron_fanformer.errors import CorruptError, FanformerError, InputError
-from megatron_fanformer.runtime.agreement import on_main
+from megatron_fanformer.runtime.agreement import on_main, store_of_ranks
+from megatron_fanformer.runtime.device import RankAddress
 
 RunOnRanks = Callable[..., list[Any]]
 
@@ -63,3 +64,11 @@ def test_an_unforeseen_error_ends_every_rank_too(run_on_ranks: RunOnRanks) -> No
 
 def test_without_ranks_the_function_is_called() -> None:
     assert on_main(lambda: 3) == 3
+
+
+def test_a_name_that_does_not_resolve_is_reported_at_once_and_at_the_end(caplog: pytest.LogCaptureFixture) -> None:
+    address = RankAddress(0, 1, 0, 1, master_address="no-such-node.invalid", master_port=1)
+    with pytest.raises(FanformerError, match=r"^MASTER_ADDR no-such-node\.invalid does not resolve .*; check the name"):
+        store_of_ranks(address, timedelta(seconds=1))
+    (message,) = caplog.messages
+    assert message.endswith("; waiting 1 s for it")
