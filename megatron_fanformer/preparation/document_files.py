@@ -9,7 +9,6 @@ import hashlib
 import io
 import lzma
 import re
-import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -193,10 +192,7 @@ def _refuse_array(path: InputFile, start: bytes) -> None:
     """Raise InputError for a file that begins as one JSON array of objects does, and not as lines with one each."""
     line, _, rest = start.lstrip().partition(b"\n")
     if ARRAY.match(start) and not (line.rstrip().endswith(b"]") and rest.strip()):
-        is_packed = path.suffix in COMPRESSIONS
-        file = shlex.quote(str(path).removesuffix(path.suffix) if is_packed else str(path))
-        remedy = f"{'unpack it, ' * is_packed}write a line for each by jq -c '.[]' {file} > {file}.jsonl, and name that"
-        raise InputError(f"{path} is one JSON array, and not an object a line; {remedy}")
+        raise InputError(f"{path} is one JSON array, and not an object a line; write a line for each, by jq -c '.[]'")
 
 
 class _Counted(io.RawIOBase):
@@ -231,9 +227,6 @@ def _decompressed(path: InputFile, raw: _Counted) -> Iterator[Any]:
     except damage as error:
         if getattr(error, "errno", None) is not None:  # the system's
             raise
-        if "memory" in str(error).lower():
-            reason = f"its {kind} window is above 128 MB; compress it again, by zstd -19 or xz -9 at most"
-            raise InputError(f"{path} cannot be read, {reason}") from error
         raise _damaged(path, kind, error) from error
 
 

@@ -277,8 +277,9 @@ class ChatParser:
         """Return the conversation on `line` (without or with its line end), or why there is none."""
         if len(line) > LOOK_AGAIN_BYTES:  # its objects take up to 25 times the memory
             return Refusal(TOO_LONG_A_CHAT)
+        fields: Mapping[str, Any] | Refusal
         try:
-            return self.judge(msgspec.structs.asdict(self._decode(line)))
+            fields = msgspec.structs.asdict(self._decode(line))
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
             fields = decoded_again(line)
         return fields if isinstance(fields, Refusal) else self.judge(fields)
@@ -295,63 +296,59 @@ class ChatParser:
 
     def judge(self, fields: Mapping[str, Any]) -> Chat | Refusal:
         """Return the conversation of these fields, or why it is refused."""
-        stated = _stated_messages(fields)
-        if isinstance(stated, Refusal):
-            return stated
-        messages: list[Message] = []
-        for one in stated:
-            message = _message(one)
-            if isinstance(message, Refusal):
-                return message
-            messages.append(message)
-        if not messages:
-            return Refusal(NO_MESSAGE)
-        if all(message["role"] != ASSISTANT for message in messages):
-            return Refusal(NO_ASSISTANT_TURN)
-        tools = _tools(fields.get("tools"))
-        if isinstance(tools, Refusal):
-            return tools
-        return Chat(messages, as_text(fields.get("id")), as_text(fields.get("source")), tools)
+        try:
+            messages = list(map(_message, _stated_messages(fields)))
+            if not messages:
+                raise _Refused(NO_MESSAGE)
+            if all(message["role"] != ASSISTANT for message in messages):
+                raise _Refused(NO_ASSISTANT_TURN)
+            return Chat(messages, as_text(fields.get("id")), as_text(fields.get("source")), _tools(fields.get("tools")))
+        except _Refused as refused:
+            return Refusal(str(refused))
 
 
-def _stated_messages(fields: Mapping[str, Any]) -> Sequence[Any] | Refusal:
+class _Refused(Exception):
+    """A conversation is refused; the message is the reason."""
+
+
+def _stated_messages(fields: Mapping[str, Any]) -> Sequence[Any]:
     for name in ("messages", "conversations"):
         stated = fields.get(name)
         if stated is not None:
-            return stated if isinstance(stated, list) else Refusal(NOT_MESSAGES)
+            if not isinstance(stated, list):
+                raise _Refused(NOT_MESSAGES)
+            return stated
     prompt, completion = fields.get("prompt"), fields.get("completion")
     if prompt is None or completion is None:
-        return Refusal(NO_MESSAGES_FIELD)
+        raise _Refused(NO_MESSAGES_FIELD)
     if isinstance(prompt, list) and isinstance(completion, list):
         return [*prompt, *completion]
     return [{"role": "user", "content": prompt}, {"role": ASSISTANT, "content": completion}]
 
 
-def _message(stated: Any) -> Message | Refusal:
+def _message(stated: Any) -> Message:
     if not isinstance(stated, dict):
-        return Refusal(NOT_MESSAGES)
+        raise _Refused(NOT_MESSAGES)
     speaker, content = (
         stated.get(name) if stated.get(name) is not None else stated.get(other)
         for name, other in (("role", "from"), ("content", "value"))
     )
     if not isinstance(speaker, str):
-        return Refusal(NOT_MESSAGES)
-    role = ROLES.get(speaker)
-    if role is None:
-        return Refusal(UNKNOWN_ROLE)
+        raise _Refused(NOT_MESSAGES)
+    if (role := ROLES.get(speaker)) is None:
+        raise _Refused(UNKNOWN_ROLE)
     calls = stated.get("tool_calls")
     if calls and (role != ASSISTANT or not isinstance(calls, list) or None in map(function_of, calls)):
-        return Refusal(TOOL_CALLS)
+        raise _Refused(TOOL_CALLS)
     if content is None and not calls:
-        return Refusal(NO_CONTENT)
+        raise _Refused(NO_CONTENT)
     text = None if content is None else _text(content)
-    if isinstance(text, Refusal):
-        return text
     if role == ASSISTANT and any(stated.get(name) not in (None, 0, 1) for name in WEIGHTS):
-        return Refusal(NOT_A_WEIGHT)
+        raise _Refused(NOT_A_WEIGHT)
     others = {name: value for name, value in stated.items() if name not in ("from", "value") and value is not None}
     message = {**others, "role": role, "content": text}
-    return Refusal(UNPAIRED_SURROGATE) if _has_surrogate(message) else message
+    _refuse_surrogates(message)
+    return message
 
 
 def is_learned(answer: Message) -> bool:
@@ -359,31 +356,32 @@ def is_learned(answer: Message) -> bool:
     return all(answer.get(name) != 0 for name in WEIGHTS)
 
 
-def _text(content: Any) -> str | Refusal:
+def _text(content: Any) -> str:
     """Return a content that is a text, or parts of text, one behind the other."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list) or not all(isinstance(part, str | dict) for part in content):
-        return Refusal(CONTENT_NOT_A_STRING)
+        raise _Refused(CONTENT_NOT_A_STRING)
     parts = [part if isinstance(part, str) else part.get("text") for part in content]
     kinds = [part.get("type", "text") for part in content if isinstance(part, dict)]
     if any(kind != "text" for kind in kinds) or not all(isinstance(part, str) for part in parts):
-        return Refusal(PART_NOT_TEXT)
-    return "".join(part for part in parts if isinstance(part, str))
+        raise _Refused(PART_NOT_TEXT)
+    return "".join(parts)
 
 
-def _tools(stated: Any) -> list[dict[str, Any]] | Refusal | None:
+def _tools(stated: Any) -> list[dict[str, Any]] | None:
     """Return the functions that may be called: a list, or its JSON text, as data sets in columns have it."""
     if isinstance(stated, str) and stated.strip():
         try:
             stated = msgspec.json.decode(stated)
         except (msgspec.MsgspecError, RecursionError):
-            return Refusal(TOOLS)
+            raise _Refused(TOOLS) from None
     if stated is None or stated == "":
         return None
     if not isinstance(stated, list) or None in map(function_of, stated):
-        return Refusal(TOOLS)
-    return Refusal(UNPAIRED_SURROGATE) if _has_surrogate(stated) else stated
+        raise _Refused(TOOLS)
+    _refuse_surrogates(stated)
+    return stated
 
 
 def _without_nulls(value: Any) -> Any:
@@ -393,12 +391,13 @@ def _without_nulls(value: Any) -> Any:
     return [_without_nulls(each) for each in value] if isinstance(value, list) else value
 
 
-def _has_surrogate(value: Any) -> bool:
-    if isinstance(value, str):
-        return has_surrogate(value)
+def _refuse_surrogates(value: Any) -> None:
+    if isinstance(value, str) and has_surrogate(value):
+        raise _Refused(UNPAIRED_SURROGATE)
     if isinstance(value, dict):
-        return any(_has_surrogate(name) or _has_surrogate(each) for name, each in value.items())
-    return isinstance(value, list) and any(map(_has_surrogate, value))
+        value = [*value, *value.values()]
+    for inner in value if isinstance(value, list) else ():
+        _refuse_surrogates(inner)
 
 
 def chat_columns(path: InputFile, schema: Any) -> list[str]:

@@ -14,7 +14,6 @@ from megatron_fanformer.data.chat_template import RenderedChat, encode_chat, fin
 from megatron_fanformer.data.manifest import (
     ChatSettings,
     Encoding,
-    InputRecord,
     Manifest,
     Settings,
     TokenizerRecord,
@@ -34,7 +33,6 @@ from megatron_fanformer.preparation.inputs import (
     InputFile,
     RemoteInput,
     expand_inputs,
-    input_sha256,
     recorded_path,
 )
 from megatron_fanformer.preparation.pipeline import (
@@ -53,10 +51,9 @@ from megatron_fanformer.preparation.remote_outputs import (
     upload,
 )
 from megatron_fanformer.preparation.shards import (
+    difference_of,
     folder_path,
     is_unchanged,
-    settings_difference,
-    tokenizer_difference,
     work_folder,
 )
 from megatron_fanformer.preparation.verb import PrepareConfig, Shard
@@ -283,9 +280,8 @@ def _existing(job: PreparationJob, prefix: str) -> Manifest | None:
     remedy = "choose another output prefix, or remove its files"
     if not isinstance(manifest, Manifest) or missing_output(prefix, manifest) is not None:
         raise InputError(f"{prefix}.manifest.json exists, but not all files that it lists; {remedy}")
-    difference = settings_difference(job.settings, manifest.settings)
-    difference = difference or tokenizer_difference(job.tokenizer, manifest.tokenizer)
-    same_inputs = len(job.files) == len(manifest.inputs) and all(map(_same_input, job.files, manifest.inputs))
+    difference = difference_of(job.assignment, manifest)
+    same_inputs = len(job.files) == len(manifest.inputs) and all(map(is_unchanged, job.files, manifest.inputs))
     if not difference and not same_inputs:
         difference = f"other inputs ({plural(len(manifest.inputs), 'file')}, {manifest.inputs[0].path} first)"
     if difference:
@@ -296,13 +292,6 @@ def _existing(job: PreparationJob, prefix: str) -> Manifest | None:
         with work_folder(prefix) as work:
             work.end()
     return manifest
-
-
-def _same_input(file: InputFile, record: InputRecord) -> bool:
-    """Return whether a file has the recorded content, wherever it is now."""
-    if recorded_path(file) == record.path:
-        return is_unchanged(file, record)
-    return file.stat().st_size == record.bytes and input_sha256(file) == record.sha256
 
 
 # -- hold out

@@ -21,12 +21,14 @@ from typing import Any
 
 import msgspec
 import numpy as np
+from msgspec.structs import asdict
 
 from megatron_fanformer.data import ledger
 from megatron_fanformer.data.manifest import (
     MOST_SOURCES,
     Encoding,
     InputRecord,
+    Manifest,
     RefusedLine,
     Settings,
     SourceCounts,
@@ -70,19 +72,6 @@ class ShardFiles:
         """Return the file of one suffix: tokens, documents, mask or json."""
         return self.folder / f"{self.number:06d}.{suffix}"
 
-    def read_record(self) -> ShardRecord | None:
-        """Return the record of a complete shard; None where there is none."""
-        try:
-            return msgspec.json.decode(self.path("json").read_bytes(), type=ShardRecord)
-        except (FileNotFoundError, msgspec.MsgspecError, UnicodeDecodeError):
-            return None
-
-    def is_whole(self, record: ShardRecord) -> bool:
-        """Return whether all files have the sizes that the record states."""
-        with suppress(FileNotFoundError):
-            return all(self.path(suffix).stat().st_size == size for suffix, size in record.sizes.items())
-        return False
-
     def batches(self) -> Iterator[Any]:
         """Yield the rows of its documents, as Arrow record batches with columns id, source, line and length.
 
@@ -95,17 +84,20 @@ class ShardFiles:
 
 
 def finished_shard(shard: ShardFiles, file: InputFile) -> ShardRecord | None:
-    """Return the record of a file's shard if that is whole, and the file unchanged."""
-    record = shard.read_record()
-    return record if record is not None and is_unchanged(file, record.input) and shard.is_whole(record) else None
+    """Return the record of a file's shard if all its files have their sizes, and the file is unchanged; else None."""
+    with suppress(FileNotFoundError, msgspec.MsgspecError):  # there is none, or it is an earlier version's
+        record = msgspec.json.decode(shard.path("json").read_bytes(), type=ShardRecord)
+        sizes = {suffix: shard.path(suffix).stat().st_size for suffix in record.sizes}
+        if sizes == record.sizes and is_unchanged(file, record.input):
+            return record
+    return None
 
 
 def is_unchanged(file: InputFile, record: InputRecord) -> bool:
-    """Return whether an input has the recorded content; it is read only if its modification time has changed."""
+    """Return whether an input has the recorded content; it is read if its path or modification time has changed."""
     status = file.stat()
-    if status.st_size != record.bytes:
-        return False
-    return status.st_mtime_ns == record.modified_ns or input_sha256(file) == record.sha256
+    is_same = recorded_path(file) == record.path and status.st_mtime_ns == record.modified_ns
+    return status.st_size == record.bytes and (is_same or input_sha256(file) == record.sha256)
 
 
 class ShardWriter:
@@ -126,8 +118,8 @@ class ShardWriter:
             self._streams[suffix] = files.path(suffix).open("wb")
         self._rows = pyarrow.ipc.new_stream(self._streams["documents"], self._schema)
         self._counts: Counter[str] = Counter(lines=0, documents=0, tokens=0, text_bytes=0)
-        self._documents_by_source: Counter[str] = Counter()
-        self._tokens_by_source: Counter[str] = Counter()
+        self._by_source: dict[str, list[int]] = {}
+        """Documents and tokens."""
         self._refused: Counter[str] = Counter()
         self._examples: list[RefusedLine] = []
         self._max_token_id = -1
@@ -147,7 +139,11 @@ class ShardWriter:
             self._add_chats(block, block.learned, lines_before + 1)
         elif len(block.lengths):
             self._write_rows(block.ids, block.sources, np.array(block.numbers) + (lines_before + 1), block.lengths)
-        self._count_by_source(block)
+        if len(self._by_source) <= MOST_SOURCES:
+            for source, length in zip(block.sources, block.lengths.tolist(), strict=True):
+                counts = self._by_source.setdefault(source or "", [0, 0])
+                counts[0] += 1
+                counts[1] += length
         self._refused.update(reason for _, reason in block.refusals)
         for number, reason in block.refusals[: REFUSED_EXAMPLES - len(self._examples)]:
             line = lines_before + number + 1
@@ -155,17 +151,6 @@ class ShardWriter:
         self._counts.update(
             lines=block.lines, documents=len(block.lengths), tokens=len(block.tokens), text_bytes=block.text_bytes
         )
-
-    def _count_by_source(self, block: EncodedBlock) -> None:
-        if len(self._documents_by_source) > MOST_SOURCES:
-            return
-        names = [source or "" for source in block.sources]
-        self._documents_by_source.update(names)
-        if len(set(names)) == 1:
-            self._tokens_by_source[names[0]] += len(block.tokens)
-            return
-        for name, length in zip(names, block.lengths.tolist(), strict=True):
-            self._tokens_by_source[name] += length
 
     def _add_chats(self, block: EncodedBlock, learned: Learned, first_line: int) -> None:
         """Write the masks, and a row for every line: what became of it."""
@@ -188,6 +173,10 @@ class ShardWriter:
         self._rows.close()
         for stream in self._streams.values():
             stream.close()
+        by_source = {
+            name: SourceCounts(documents=documents, tokens=tokens)
+            for name, (documents, tokens) in sorted(self._by_source.items())
+        }
         record = ShardRecord(
             input=InputRecord(
                 path=recorded_path(self._input_path), bytes=input_bytes, sha256=sha256, modified_ns=self._modified_ns
@@ -197,18 +186,10 @@ class ShardWriter:
             refused=dict(sorted(self._refused.items())),
             refused_examples=self._examples,
             sizes={suffix: self._files.path(suffix).stat().st_size for suffix in self._streams},
-            by_source=self._by_source(),
+            by_source=by_source if len(by_source) <= MOST_SOURCES else None,
         )
         write_atomically(self._files.path("json"), msgspec.json.encode(record))
         return record
-
-    def _by_source(self) -> dict[str, SourceCounts] | None:
-        if len(self._documents_by_source) > MOST_SOURCES:
-            return None
-        return {
-            name: SourceCounts(documents=documents, tokens=self._tokens_by_source[name])
-            for name, documents in sorted(self._documents_by_source.items())
-        }
 
 
 # -- the folder
@@ -223,32 +204,26 @@ class Assignment(msgspec.Struct, frozen=True, kw_only=True):
     encoding: Encoding
 
     def difference(self, other: "Assignment") -> str | None:
-        """Describe how `other` differs; what computes the ids does not matter."""
-        return (
-            settings_difference(self.settings, other.settings)
-            or tokenizer_difference(self.tokenizer, other.tokenizer)
-            or (None if self.inputs == other.inputs else "other inputs")
-        )
+        """Describe the first difference of `other`; the library that computes the ids makes none."""
+        return difference_of(self, other) or (None if self.inputs == other.inputs else "other inputs")
 
 
-def settings_difference(ours: Settings, theirs: Settings) -> str | None:
-    """Describe the first setting that differs; None if none does."""
-    if (ours.chat is None) != (theirs.chat is None):
-        return "conversations and not documents" if ours.chat is None else "documents and not conversations"
+def difference_of(ours: Assignment | Manifest, theirs: Assignment | Manifest) -> str | None:
+    """Describe the first setting that differs, or the tokenizer, wherever it is; None if nothing does."""
+    if (ours.settings.chat is None) != (theirs.settings.chat is None):
+        return "conversations and not documents" if ours.settings.chat is None else "documents and not conversations"
     mine, other = (
-        msgspec.structs.asdict(one) | (msgspec.structs.asdict(one.chat) if one.chat else {}) for one in (ours, theirs)
+        asdict(one.settings)
+        | (asdict(one.settings.chat) if one.settings.chat else {})
+        | {"eod_id": one.tokenizer.eod_id}
+        for one in (ours, theirs)
     )
     name = next((name for name in mine if name != "chat" and mine[name] != other[name]), None)
     if name == "template":  # too long to be shown
         return "another chat template"
+    if ours.tokenizer.sha256 != theirs.tokenizer.sha256 and name in (None, "eod_id"):
+        return f"another tokenizer ({theirs.tokenizer.path})"
     return name and f"{name} {other[name]!r} and not {mine[name]!r}"
-
-
-def tokenizer_difference(ours: TokenizerRecord, theirs: TokenizerRecord) -> str | None:
-    """Describe how two tokenizers differ; None if they are the same, wherever they are stored."""
-    if ours.sha256 != theirs.sha256:
-        return f"another tokenizer ({theirs.path})"
-    return None if ours.eod_id == theirs.eod_id else f"eod_id {theirs.eod_id} and not {ours.eod_id}"
 
 
 class WorkFolder:

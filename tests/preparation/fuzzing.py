@@ -9,7 +9,7 @@ import json
 import random
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -219,79 +219,56 @@ CONTAINERS: dict[str, Container] = {
 }
 
 
-def write_fuzzed(folder: Path, number: int, seed: int, *, files_of_each: int = 1) -> list[FuzzedFile]:
+def write_fuzzed(folder: Path, number: int, seed: int) -> list[FuzzedFile]:
     """About `number` lines in files of every kind, in the order in which they are to be read."""
     chance = random.Random(seed)
-    share = number // (files_of_each * (len(CONTAINERS) + 1)) + 1
+    share = number // (len(CONTAINERS) + 1) + 1
     files = []
-    for round in range(files_of_each):
-        for name, contain in CONTAINERS.items():
-            path = folder / f"{round:03d}-{name}"
-            lines = fuzzed_lines(chance, share)
-            path.write_bytes(contain(chance, joined(chance, lines)))
-            files.append(FuzzedFile(path, lines))
-        files.append(_parquet_file(chance, folder / f"{round:03d}.parquet", share))
+    for name, contain in CONTAINERS.items():
+        lines = fuzzed_lines(chance, share)
+        (folder / f"000-{name}").write_bytes(contain(chance, joined(chance, lines)))
+        files.append(FuzzedFile(folder / f"000-{name}", lines))
+    files.append(_parquet_file(chance, folder / "000.parquet", share))
     return sorted(files, key=lambda file: file.path)
-
-
-@dataclass
-class _Rows:
-    lines: list[FuzzedLine] = field(default_factory=list)
-    texts: list[bytes | None] = field(default_factory=list)
-    ids: list[int | None] = field(default_factory=list)
-    sources: list[str | None] = field(default_factory=list)
-
-    def add(self, text: bytes | None, id: int | None, source: str | None, line: FuzzedLine) -> None:
-        self.texts.append(text)
-        self.ids.append(id)
-        self.sources.append(source)
-        self.lines.append(line)
 
 
 def _parquet_file(chance: random.Random, path: Path, number: int) -> FuzzedFile:
     import pyarrow
     from pyarrow import parquet
 
-    rows = _Rows()
-    for row in range(number):
-        _add_row(chance, rows, row)
-    binary = pyarrow.array(rows.texts, pyarrow.binary())
+    texts, ids, sources, lines = zip(*(_row(chance, row) for row in range(number)), strict=True)
+    binary = pyarrow.array(texts, pyarrow.binary())
     # Its bytes under the name of text, checked by nobody: so a file can hold what is no text.
     text = pyarrow.Array.from_buffers(pyarrow.string(), number, binary.buffers(), binary.null_count)
-    columns: dict[str, Any] = {"before": pyarrow.nulls(number), "text": text, "id": rows.ids, "source": rows.sources}
+    columns: dict[str, Any] = {"before": pyarrow.nulls(number), "text": text, "id": ids, "source": sources}
     parquet.write_table(pyarrow.table(columns), path, row_group_size=max(1, number // 3), compression="zstd")
-    return FuzzedFile(path, rows.lines)
+    return FuzzedFile(path, list(lines))
 
 
-def _add_row(chance: random.Random, rows: _Rows, number: int) -> None:
+def _row(chance: random.Random, number: int) -> tuple[bytes | None, int | None, str | None, FuzzedLine]:
     id, source = chance.choice((None, number)), chance.choice((None, "", "a", "ü"))
-    match chance.choices(("document", "null", "empty", "bytes"), (85, 5, 5, 5))[0]:
-        case "document":
-            text = some_text(chance)
-            named = FuzzedLine(data=b"", text=text, id=None if id is None else str(id), source=source)
-            rows.add(text.encode(), id, source, named)
-        case "null":
-            rows.add(None, id, source, FuzzedLine(data=b"", reason=documents.TEXT_NOT_A_STRING))
-        case "empty":
-            rows.add(b"", id, source, FuzzedLine(data=b"", reason=documents.EMPTY_TEXT))
-        case "bytes":
-            rows.add(b"a\xff", id, source, FuzzedLine(data=b"", reason=documents.INVALID_UTF8))
+    if chance.random() < 0.85:
+        text = some_text(chance)
+        line = FuzzedLine(data=b"", text=text, id=None if id is None else str(id), source=source)
+        return text.encode(), id, source, line
+    content, reason = chance.choice(NO_TEXTS)
+    return content, id, source, FuzzedLine(data=b"", reason=reason)
+
+
+NO_TEXTS = (
+    (None, documents.TEXT_NOT_A_STRING),
+    (b"", documents.EMPTY_TEXT),
+    (b"a\xff", documents.INVALID_UTF8),
+)
 
 
 # -- bombs
 
 
-def write_gzip_bomb(path: Path, line: bytes, megabytes: int) -> int:
+def write_bomb(path: Path, line: bytes, megabytes: int) -> int:
     """About so many MB of one line over and over, or of none at all (`line` without its end); returns the lines."""
     member = line * max(1, (min(64, megabytes) << 20) // len(line))
     repeats = max(1, (megabytes << 20) // len(member))
-    path.write_bytes(gzip.compress(member, 9, mtime=0) * repeats)
-    return member.count(b"\n") * repeats or 1
-
-
-def write_zstd_bomb(path: Path, line: bytes, megabytes: int) -> int:
-    """The same, in one zstd file of many frames."""
-    member = line * max(1, (min(64, megabytes) << 20) // len(line))
-    repeats = max(1, (megabytes << 20) // len(member))
-    path.write_bytes(zstd.compress(member, 19) * repeats)
+    packed = gzip.compress(member, 9, mtime=0) if path.suffix == ".gz" else zstd.compress(member, 19)
+    path.write_bytes(packed * repeats)
     return member.count(b"\n") * repeats or 1

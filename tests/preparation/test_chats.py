@@ -253,25 +253,6 @@ def test_the_ledger_accounts_for_every_line(
         assert f"6 lines read: {kept.count(whole)} conversations, {sum(kept)} tokens" in report.lines()[0]
 
 
-def test_the_last_turn_alone_may_be_learned(small_tokenizer_file: Path) -> None:
-    choice = choose_encoder(load_tokenizer(small_tokenizer_file), "sentencepiece", 0)
-    block = b"\n".join(as_lines(made_up_chats(50)))
-    options = {"template": OLMO_TEMPLATE, "template_variables": {"eos_token": "<|endoftext|>"}, "too_long": "cut"}
-    every, last = (
-        ChatEncoder(choice, Settings(text_field="", dtype="uint16", chat=settings)).encode(0, block)
-        for settings in (
-            ChatSettings(learn=learn, max_tokens=None, pad_id=None, **options) for learn in ("all", "last")
-        )
-    )
-    assert every.learned is not None and last.learned is not None
-    assert (every.tokens == last.tokens).all() and len(every.lengths) == 50
-    for end, length in zip(np.cumsum(every.lengths), every.lengths, strict=True):
-        learned, of_last = (found.mask[end - length : end] for found in (every.learned, last.learned))
-        stop = int(np.flatnonzero(learned)[-1])
-        before = np.flatnonzero(learned[:stop] == 0)  # the last span is what comes after the last that is not learned
-        assert (of_last == learned * (np.arange(length) > before[-1])).all()
-
-
 UNMARKED = OLMO_TEMPLATE.replace("{% generation %}", "").replace("{% endgeneration -%}", "")
 MARKS_ONCE = UNMARKED.replace("{% for", "{% generation %}x{% endgeneration %}{% for")
 
@@ -304,23 +285,6 @@ def test_an_answer_that_is_not_to_be_learned_is_not(small_tokenizer_file: Path, 
         assert text == "Good." * 3 and refused == [NOTHING_LEARNED]
     else:
         assert text == "Good." * 2 and refused == [NOTHING_LEARNED] * 2
-
-
-@pytest.mark.parametrize("form", ["megatron", pytest.param("npy", marks=pytest.mark.full)])
-def test_the_bytes_do_not_depend_on_the_number_of_workers(
-    tmp_path: Path, write_lines: WriteLines, prepare: Prepare, form: str
-) -> None:
-    lines = as_lines(made_up_chats(600))
-    files = [write_lines(f"{n}.jsonl.gz", [*lines[n::2], b"{"]) for n in range(2)]
-    for workers in (1, 3):  # three: two threads for one of the files
-        prefix = str(tmp_path / str(workers) / "chats")
-        config = {**OLMO, "max_tokens": 300}
-        prepare(prefix, *files, format=form, workers=workers, **config)
-    first, second = (
-        {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-        for folder in (tmp_path / "1", tmp_path / "3")
-    )
-    assert first == second and len(first) == (5 if form == "megatron" else 4)
 
 
 @pytest.mark.full
@@ -358,30 +322,3 @@ def test_wrong_options_are_one_line_and_leave_nothing(
         prepare(tmp_path / "out" / "x", file, **{**OLMO, **settings})
     assert "\n" not in str(error.value)
     assert not (tmp_path / "out").exists()
-
-
-def test_a_prefix_with_another_template_or_with_documents_is_not_prepared_again(
-    tmp_path: Path, write_lines: WriteLines, prepare: Prepare
-) -> None:
-    file = write_lines("chats.jsonl", as_lines([[USER, ANSWER]]))
-    prefix = str(tmp_path / "x")
-    prepare(prefix, file, **OLMO)
-    assert prepare(prefix, file, **OLMO).already_there
-    (tmp_path / "t.jinja").write_text("{{ messages[0].content }}")
-    for chat, shown in (
-        ({"chat": True, "chat_template": str(tmp_path / "t.jinja")}, "with another chat template"),
-        ({**OLMO, "learn": "last"}, "with learn 'all' and not 'last'"),
-        ({}, "with conversations and not documents"),
-    ):
-        with pytest.raises(InputError, match=shown):
-            prepare(prefix, file, **chat)
-
-
-def test_inputs_without_any_conversation_are_refused(tmp_path: Path, write_lines: WriteLines, prepare: Prepare) -> None:
-    file = write_lines("chats.jsonl", as_lines([[USER, ANSWER]]))
-    (tmp_path / "t.jinja").write_text("{{ raise_exception('never') }}")
-    config: dict[str, Any] = {"chat": True, "chat_template": str(tmp_path / "t.jinja")}
-    with pytest.raises(
-        InputError, match="no conversation in 1 input file: 1 line read, refused: 1 refused by the template"
-    ):
-        prepare(tmp_path / "x", file, **config)

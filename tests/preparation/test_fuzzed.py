@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
-import pyarrow
 import pytest
 from pyarrow import parquet
 
@@ -15,18 +14,12 @@ from megatron_fanformer.data.manifest import Manifest, read_any_manifest
 from megatron_fanformer.data.tokenizer import load_tokenizer
 from megatron_fanformer.preparation import document_files, documents
 from tests.preparation import commands, fuzzing
-from tests.preparation.fuzzing import FuzzedFile, FuzzedLine
+from tests.preparation.fuzzing import FuzzedFile
 from tests.preparation.making import Prepare, as_line
 
 Row = tuple[str, int, str | None, str | None, str]
 
 LINES = 5_000
-FULL_LINES = 200_000
-BOMB_MEGABYTES = 4_096
-LONG_DOCUMENT_BYTES = 100_000_000
-# What the project promises for a run of any input.
-PROMISED_BYTES = 1_500_000_000
-PROMISED_BYTES_A_WORKER = 300_000_000
 
 
 def expected_rows(files: Sequence[FuzzedFile]) -> list[Row]:
@@ -108,10 +101,9 @@ def test_a_line_of_millions_of_objects_is_not_built(start: bytes) -> None:
 
 @pytest.mark.parametrize("kind", [pytest.param("gz", marks=pytest.mark.full), "zst"])
 def test_bombs_cost_a_line_or_their_lines(tmp_path: Path, prepare: Prepare, kind: str) -> None:
-    write = fuzzing.write_gzip_bomb if kind == "gz" else fuzzing.write_zstd_bomb
     size = 2 * document_files.MAX_LINE_BYTES >> 20
-    write(tmp_path / f"a.jsonl.{kind}", b"a" * (1 << 20), size)
-    lines = write(tmp_path / f"b.jsonl.{kind}", b" " * ((1 << 20) - 1) + b"\n", 64)
+    fuzzing.write_bomb(tmp_path / f"a.jsonl.{kind}", b"a" * (1 << 20), size)
+    lines = fuzzing.write_bomb(tmp_path / f"b.jsonl.{kind}", b" " * ((1 << 20) - 1) + b"\n", 64)
     last = tmp_path / "c.jsonl"
     last.write_bytes(as_line("after all"))
     paths = sorted(tmp_path.glob("*.jsonl*"))
@@ -156,63 +148,3 @@ def test_damaged_files_are_named_and_all_else_is_kept_for_the_next_run(
         path.write_bytes(data)
     assert commands.run(arguments).code == 0
     assert_all_accounted_for(files, prefix, small_tokenizer_file)
-
-
-# -- full
-
-
-@pytest.mark.full
-def test_long_rows_of_parquet_stay_within_the_promised_memory(tmp_path: Path, small_tokenizer_file: Path) -> None:
-    """A file of 100 KB, of 320 MB of text in one row group."""
-    path = tmp_path / "a.parquet"
-    texts = [f"{number} " + " ".join(fuzzing.WORDS[:10]) * 80_000 for number in range(80)]
-    parquet.write_table(pyarrow.table({"text": texts}), path, compression="zstd", use_dictionary=False)
-    arguments = [str(path), "--output", str(tmp_path / "out"), "--tokenizer", str(small_tokenizer_file)]
-    ended = commands.run([*arguments, "--workers", "1", "--backend", "gigatoken"], watched=True)
-    assert ended.code == 0, ended.errors
-    assert 0 < ended.peak_together < PROMISED_BYTES + PROMISED_BYTES_A_WORKER
-
-
-def write_long_document(path: Path) -> FuzzedLine:
-    """One document of 100 MB among short ones, without an end of its line."""
-    words = " ".join(fuzzing.WORDS[:10])
-    text = words * (LONG_DOCUMENT_BYTES // len(words))
-    path.write_bytes(as_line(text))
-    return FuzzedLine(data=b"", text=text, id="1", source="test")
-
-
-def write_bombs(folder: Path) -> list[FuzzedFile]:
-    """Files of a few MB that expand to several GB each."""
-    spaces = b" " * (1 << 20)
-    files = []
-    for kind, write in (("gz", fuzzing.write_gzip_bomb), ("zst", fuzzing.write_zstd_bomb)):
-        endless = FuzzedLine(data=b"", reason=documents.TOO_LONG_A_LINE)
-        empty = FuzzedLine(data=b"", reason=documents.EMPTY_LINE)
-        for name, line, fate in (("endless", spaces, endless), ("lines", spaces[:-1] + b"\n", empty)):
-            path = folder / f"bomb-{name}.jsonl.{kind}"
-            files.append(FuzzedFile(path, [fate] * write(path, line, BOMB_MEGABYTES)))
-    dense = folder / "bomb-dense.jsonl.gz"
-    files.append(FuzzedFile(dense, [empty] * fuzzing.write_gzip_bomb(dense, b"\n", 4)))
-    return files
-
-
-@pytest.mark.full
-@pytest.mark.timeout(1800)
-@pytest.mark.parametrize("workers", [2])
-def test_a_large_fuzzed_corpus_with_bombs_within_the_promised_memory(
-    tmp_path: Path, small_tokenizer_file: Path, workers: int, capsys: pytest.CaptureFixture[str]
-) -> None:
-    files = fuzzing.write_fuzzed(tmp_path, FULL_LINES, seed=11, files_of_each=4) + write_bombs(tmp_path)
-    long = tmp_path / "long.jsonl"
-    files.append(FuzzedFile(long, [write_long_document(long)]))
-    files.sort(key=lambda file: file.path)
-    prefix = str(tmp_path / "out" / "tokens")
-    arguments = [*(str(file.path) for file in files), "--output", prefix, "--workers", str(workers)]
-    ended = commands.run([*arguments, "--tokenizer", str(small_tokenizer_file)], watched=True)
-    with capsys.disabled():
-        peaks = sorted((peak >> 20 for peak in ended.peaks.values()), reverse=True)
-        print(f"\n{ended.seconds:.0f} s; peak MiB of each process {peaks}, together {ended.peak_together >> 20}")
-        print(ended.output, ended.errors)
-    assert ended.code == 0
-    assert_all_accounted_for(files, prefix, small_tokenizer_file)
-    assert 0 < ended.peak_together < PROMISED_BYTES + workers * PROMISED_BYTES_A_WORKER

@@ -13,7 +13,7 @@ from megatron_fanformer.data.manifest import Manifest, read_any_manifest
 from megatron_fanformer.preparation import prepare as hold_out
 from tests.data.chat_making import made_up_chats
 from tests.preparation.making import Prepare, as_line
-from tests.preparation.test_interrupted import assert_killed_at_steps, hashes
+from tests.preparation.test_interrupted import hashes
 
 HoldOut = Callable[..., int]
 
@@ -108,14 +108,6 @@ def test_a_stop_between_the_two_leaves_no_training_and_the_same_command_goes_on(
     assert "x-validation already exists" in capsys.readouterr().out
 
 
-@pytest.mark.full
-def test_a_run_killed_in_either_ending_ends_with_the_same_bytes(
-    tmp_path: Path, documents: Path, small_tokenizer_file: Path
-) -> None:
-    options = [str(documents), "--hold-out", "3", "--tokenizer", str(small_tokenizer_file)]
-    assert assert_killed_at_steps(options, tmp_path, stride=12) > 2
-
-
 def test_what_is_of_other_inputs_is_refused_before_anything_is_written(
     tmp_path: Path, documents: Path, prepare: Prepare, run: HoldOut, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -134,16 +126,6 @@ def test_what_is_of_other_inputs_is_refused_before_anything_is_written(
     assert "x-validation already exists with other inputs" in capsys.readouterr().err
     assert run("shared") == 0
     assert hashes(tmp_path / "shared") == before
-
-
-def test_both_may_be_on_another_store(tmp_path: Path, documents: Path, run: HoldOut) -> None:
-    assert run("here") == 0
-    (tmp_path / "there").mkdir()
-    url, scratch = f"file://{tmp_path}/there/x", tmp_path / "scratch"
-    for _ in range(2):
-        assert run("not used", "--output", url, "--scratch", str(scratch)) == 0
-    assert hashes(tmp_path / "there") == hashes(tmp_path / "here")
-    assert list(scratch.iterdir()) == []
 
 
 def test_too_few_files_are_one_line_that_says_what_to_do(

@@ -3,7 +3,6 @@ from pathlib import Path
 
 import pytest
 
-from megatron_fanformer.data.npy_files import SUFFIXES
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.preparation.inputs import CHAT_SUFFIXES, expand_inputs
 from tests.closed_folders import closed_folder
@@ -57,11 +56,6 @@ def test_a_list_names_inputs_a_line(tmp_path: Path) -> None:
     assert names(expand_inputs([f"@{listed}"]), tmp_path) == ["a.jsonl", "c-1.jsonl", "folder/b.jsonl"]
 
 
-def test_token_files_are_found_by_their_own_suffix(tmp_path: Path) -> None:
-    touch(tmp_path, "a.npy", "a.jsonl")
-    assert names(expand_inputs([tmp_path], SUFFIXES), tmp_path) == ["a.npy"]
-
-
 def test_a_byte_order_mark_is_of_no_path_of_a_list(tmp_path: Path) -> None:
     """Windows' editors write one; from another store, too."""
     touch(tmp_path, "a.jsonl", "b.jsonl")
@@ -113,11 +107,6 @@ def test_a_file_that_links_lead_to_counts_once(tmp_path: Path, capsys: pytest.Ca
     )
     assert names(expand_inputs([f"{tmp_path}/**/[1-4].jsonl"]), tmp_path) == ["a/1.jsonl", "b/2.jsonl"]
     assert names(expand_inputs([tmp_path / "a" / "3.jsonl"]), tmp_path) == ["a/3.jsonl"]
-
-
-def test_no_input_is_an_input_error() -> None:
-    with pytest.raises(InputError, match="no input"):
-        expand_inputs([])
 
 
 def test_a_file_named_twice_is_an_input_error(tmp_path: Path) -> None:

@@ -20,8 +20,6 @@ from tests.preparation.making import as_line
 from tests.small_runs import ROOT, start_command
 
 LINES = 400
-FULL_LINES = 20_000
-FULL_KILLS = 50
 # The size of parts is far below an input's, so that parts end within shards, and some shards give several.
 VARIANTS: dict[str, list[str]] = {
     "one": [],
@@ -32,7 +30,6 @@ CHATS: dict[str, list[str]] = {
     "chats": ["--chat", "--chat-template", "olmo", "--max-tokens", "300"],
     "rows of chats": ["--chat", "--chat-template", "olmo", "--format", "npy"],
 }
-FULL_PART = "300K"
 
 
 def hashes(folder: Path) -> dict[str, str]:
@@ -128,27 +125,6 @@ def test_a_run_over_chats_killed_at_any_time_ends_with_the_same_bytes(
     assert assert_killed_at_steps(command, tmp_path, stride=1) > 10
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("variant", list(VARIANTS))
-def test_a_run_killed_before_any_step_of_its_ending_ends_with_the_same_bytes(
-    tmp_path: Path, options: list[str], variant: str
-) -> None:
-    killed = assert_killed_at_steps([*options, *VARIANTS[variant]], tmp_path, stride=1)
-    assert killed > 2 * len(options)  # at the least, the files of each input's shard are removed
-
-
-@pytest.mark.full
-def test_another_run_of_a_prefix_is_refused_while_one_is_under_way(long_input: "LongInput") -> None:
-    first = start_command("prepare", *long_input.command)
-    worker = long_input.stopped_worker(first.pid)
-    second = commands.run(long_input.command)
-    assert (second.code, second.errors.count("\n")) == (2, 1)
-    assert "is being written by another process" in second.errors
-    os.kill(worker, signal.SIGCONT)
-    assert first.communicate() and first.returncode == 0
-    assert long_input.documents() == LongInput.DOCUMENTS
-
-
 class LongInput:
     """A preparation of two inputs, the second of which takes a worker long enough to be stopped there."""
 
@@ -200,17 +176,6 @@ def long_input(tmp_path: Path, small_tokenizer_file: Path) -> LongInput:
     return LongInput(tmp_path, small_tokenizer_file)
 
 
-@pytest.mark.full  # on few documents: test_prepare.py
-def test_a_worker_that_dies_once_costs_nothing_but_time(long_input: LongInput) -> None:
-    process = start_command("prepare", *long_input.command)
-    worker = long_input.stopped_worker(process.pid)
-    os.kill(worker, signal.SIGKILL)
-    os.kill(long_input.stopped_worker(process.pid, worker), signal.SIGCONT)
-    _, errors = process.communicate()
-    assert (process.returncode, errors) == (0, "")
-    assert long_input.documents() == LongInput.DOCUMENTS
-
-
 def test_a_file_that_kills_its_workers_is_named_at_once(long_input: LongInput) -> None:
     process = start_command("prepare", *long_input.command)
     dead: list[int] = []
@@ -253,42 +218,3 @@ def test_a_full_disk_is_one_line_and_a_later_run_goes_on(
     assert "File too large" in ended.errors
     assert not (tmp_path / "out" / "tokens.manifest.json").exists()
     assert complete(options, tmp_path / "out", workers=2) == expected
-
-
-# -- full
-
-
-@pytest.mark.full
-@pytest.mark.timeout(3600)
-def test_fifty_random_kills(tmp_path: Path, small_tokenizer_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Each over a fresh output, at a moment drawn over the whole run, some of them twice or thrice."""
-    folder = tmp_path / "corpus"
-    folder.mkdir()
-    fuzzing.write_fuzzed(folder, FULL_LINES, seed=9)
-    files = sorted(map(str, folder.iterdir()))
-    chance = random.Random(13)
-    expected: dict[str, dict[str, str]] = {}
-    seconds: dict[tuple[str, int], float] = {}
-    files += ["--tokenizer", str(small_tokenizer_file)]
-    options = {
-        variant: [*files, *(FULL_PART if word.endswith("K") else word for word in more)]
-        for variant, more in VARIANTS.items()
-    }
-    for variant in VARIANTS:
-        for workers in (1, 2, 3, 8):
-            began = time.monotonic()
-            result = complete(options[variant], tmp_path / f"{variant}-{workers}", workers)
-            seconds[variant, workers] = time.monotonic() - began
-            assert result == expected.setdefault(variant, result)
-    kills, ended_before = 0, 0
-    while kills < FULL_KILLS:
-        variant, workers = chance.choice(list(seconds))
-        out = tmp_path / f"kill-{kills}-{ended_before}"
-        command = [*options[variant], "--output", str(out / "tokens"), "--workers", str(workers)]
-        for _ in range(chance.choice((1, 1, 1, 2, 3))):
-            killed = killed_after(command, chance.uniform(0, seconds[variant, workers]))
-            kills += killed
-            ended_before += not killed
-        assert complete(options[variant], out, chance.choice((1, 2, 3, 8))) == expected[variant], (variant, out)
-    with capsys.disabled():
-        print(f"\n{kills} kills ({ended_before} runs had ended before); undisturbed runs took {seconds} s")

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 from pyarrow import parquet
 
-from megatron_fanformer.cli import main
 from megatron_fanformer.data import manifest as manifest_module
 from megatron_fanformer.data.manifest import Manifest, read_any_manifest
 from megatron_fanformer.data.token_files import read_index
@@ -135,37 +134,17 @@ def test_the_same_preparation_again_does_nothing(tmp_path: Path, mixed: Path, pr
     assert before == {path: path.stat().st_mtime_ns for path in (tmp_path / "new").iterdir()}
 
 
-@pytest.mark.parametrize("words", [[], ["--hold-out", "2"]], ids=" ".join)
 def test_an_output_that_names_a_folder_is_refused_before_anything(
-    tmp_path: Path,
-    small_tokenizer_file: Path,
-    words: list[str],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path, mixed: Path, prepare: Prepare, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The files of web/ would be web.bin and its like, beside that folder, and another preparation's."""
     monkeypatch.chdir(tmp_path)
-    documents = [Path(f"{number}.txt") for number in range(2)]
-    for file in documents:
-        file.write_text("A page.")
-    before = sorted(tmp_path.rglob("*"))
-    given = [
-        "prepare",
-        *map(str, documents),
-        *words,
-        "--workers",
-        "1",
-        "--tokenizer",
-        str(small_tokenizer_file),
-        "--output",
-    ]
     for output, remedy in {"web/": "web/web", ".": "./web", "..": "../web", "a/.": "a/./web"}.items():
-        assert main([*given, output]) == 2
-        line = f"output {output} names a folder; name a prefix in it, such as {remedy}\n"
-        assert capsys.readouterr().err.endswith(line)
-    assert main([*given, "file:///web/"]) == 2
-    assert "names no prefix" in capsys.readouterr().err
-    assert sorted(tmp_path.rglob("*")) == before
+        with pytest.raises(
+            InputError, match=f"^output {output} names a folder; name a prefix in it, such as {remedy}$"
+        ):
+            prepare(output, mixed)
+    assert list(tmp_path.iterdir()) == [mixed]
 
 
 @pytest.mark.parametrize(
@@ -298,14 +277,6 @@ def test_token_files_get_their_names_once_they_are_on_the_disk(
 def test_npy_ids_have_room_for_the_whole_vocabulary(vocab_size: int, dtype: str) -> None:
     config = PrepareConfig(inputs=(), output="", tokenizer="", format="npy")
     assert _settings(config, mock.Mock(vocab_size=vocab_size)).dtype == dtype
-
-
-def test_an_input_damaged_with_nothing_else_done_leaves_nothing(
-    tmp_path: Path, damaged: Path, prepare: Prepare
-) -> None:
-    with pytest.raises(CorruptError, match="truncated"):
-        prepare(tmp_path / "new" / "out", damaged)
-    assert not (tmp_path / "new").exists()
 
 
 def test_inputs_without_a_document_are_an_input_error(
@@ -463,13 +434,6 @@ def test_a_failed_preparation_leaves_no_writer_that_the_collector_would_close(
         gc.enable()
 
 
-def test_without_a_ledger_the_tokens_are_the_same(tmp_path: Path, mixed: Path, prepare: Prepare) -> None:
-    prepare(tmp_path / "with" / "out", mixed)
-    prepare(tmp_path / "without" / "out", mixed, ledger=False)
-    assert set(contents(tmp_path / "without")) == {"out.bin", "out.idx", "out.manifest.json"}
-    assert contents(tmp_path / "with")["out.bin"] == contents(tmp_path / "without")["out.bin"]
-
-
 def test_parts_together_are_the_whole(
     tmp_path: Path, sample_files: list[Path], prepare: Prepare, token_prefix: str
 ) -> None:
@@ -534,6 +498,8 @@ def test_npy_files_that_cannot_serve_are_refused(
         {"min_length": -1},
         {"min_length": 5, "max_length": 4},
         {"backend": "tokenizers"},
+        {"from_npy": True, "strict": True},
+        {"npy_dtype": "uint32"},
     ],
 )
 def test_a_setting_that_makes_no_sense_is_an_input_error(
@@ -542,28 +508,6 @@ def test_a_setting_that_makes_no_sense_is_an_input_error(
     with pytest.raises(InputError):
         prepare(tmp_path / "new" / "out", mixed, **setting)
     assert not (tmp_path / "new").exists()
-
-
-@pytest.mark.parametrize(
-    "setting",
-    [
-        {"text_field": "t"},
-        {"min_length": 1},
-        {"max_length": 9},
-        {"sources": ("web",)},
-        {"backend": "sentencepiece"},
-        {"strict": True},
-    ],
-)
-def test_what_token_files_do_not_take_is_refused(
-    tmp_path: Path, mixed: Path, prepare: Prepare, setting: dict[str, Any]
-) -> None:
-    """The manifest would state what was not applied; and the type of token files says nothing of texts."""
-    np.array([5, 6], np.uint16).tofile(tmp_path / "a.npy")
-    with pytest.raises(InputError, match=f"^{next(iter(setting))} is set, which applies to texts and not to token"):
-        prepare(tmp_path / "out", tmp_path / "a.npy", from_npy=True, **setting)
-    with pytest.raises(InputError, match=r"^npy_dtype is set, which has no effect without from_npy"):
-        prepare(tmp_path / "out", mixed, npy_dtype="uint32", **setting)
 
 
 def test_a_run_killed_after_its_last_step_is_tidied_up(tmp_path: Path, mixed: Path, prepare: Prepare) -> None:
