@@ -166,7 +166,7 @@ def test_every_earlier_name_is_of_a_field(tmp_path: Path) -> None:
     for old, new in MOVED_FIELDS.items():
         (earlier_section, earlier), (section, _, name) = old.split("."), new.partition(".")
         values = {**small_run("x", tmp_path), "kernels": {}, "runtime": {}}
-        kept = values.get(earlier_section, {}) if earlier_section == "data" else {}
+        kept = {} if new else values.get(earlier_section, {})
         values[earlier_section] = {**kept, earlier: defaults[section][name] if new else True}
         config, notices = told_by(values)
         assert config.as_dict() == defaults
