@@ -117,13 +117,6 @@ def has_fused_gradient_kernel() -> bool:
     return not torch.cuda.is_available() or importlib.util.find_spec(FUSED_GRADIENT_KERNEL) is not None
 
 
-def has_gpu() -> bool:
-    """Return whether torch finds a usable GPU."""
-    import torch
-
-    return torch.cuda.is_available()
-
-
 def has_transformer_engine() -> bool:
     """Return whether Transformer Engine is installed, and a GPU to run it on."""
     import torch
@@ -145,17 +138,12 @@ def fp8_problem(recipe: str) -> str | None:
     name = f"{torch.cuda.get_device_name()} has compute capability {chip[0]}.{chip[1]}"
     if chip < (8, 9):
         return f"{name}, and FP8 needs 8.9 or higher"
-    if recipe == "blockwise" and (chip < (9, 0) or _cuda_version() < (12, 9)):
+    cuda = tuple(int(part) for part in (torch.version.cuda or "0.0").split("."))
+    if recipe == "blockwise" and (chip < (9, 0) or cuda < (12, 9)):
         return f"{name} and torch is built for CUDA {torch.version.cuda}, and it needs 9.0 and CUDA 12.9"
     if recipe == "mxfp8" and not (10, 0) <= chip < (12, 0):
         return f"{name}, and it needs 10.x"
     return None
-
-
-def _cuda_version() -> tuple[int, ...]:
-    import torch
-
-    return tuple(int(part) for part in (torch.version.cuda or "0.0").split("."))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,11 +179,6 @@ def rank_address() -> RankAddress | None:
 def rank_number() -> int:
     """Return this process's rank among those of its launcher, whatever else that states; 0 where there is none."""
     return int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")))
-
-
-def store_is_hosted() -> bool:
-    """Return whether this process's launcher hosts the store at the ranks' address, as torchrun's agent does."""
-    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def restart_count() -> int:
@@ -271,8 +254,6 @@ def listen_on_loopback() -> None:
 
 LAUNCHED_HERE = "FANFORMER_LAUNCHED_HERE"
 LAUNCHER = "FANFORMER_LAUNCHER"
-SHARES_CORES = "FANFORMER_SHARES_CORES"
-"""Set where a rank's OMP_NUM_THREADS is its launcher's share of the cores, and not the user's."""
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 
 
@@ -299,7 +280,6 @@ def rank_environment(
         "MASTER_PORT": str(store_port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",  # torch's rank 0 hosts none of its own
         "OMP_NUM_THREADS": str(threads),  # OpenMP reads it when a process starts
-        SHARES_CORES: "yes" if threads_of_environment() is None else "",
         ERROR_FILE: str(error),
         LAUNCHED_HERE: str(found),
         LAUNCHER: str(os.getpid()),
@@ -398,23 +378,9 @@ def prepare_megatron(shape: environment.RunShape = environment.ANY_SHAPE, *, on_
 
 
 def threads_of_environment() -> int | None:
-    """Return the threads that OMP_NUM_THREADS gives each process, as OpenMP reads it; None where it is not set.
-
-    Raises:
-        InputError: it is no number of threads.
-    """
-    stated = os.environ.get("OMP_NUM_THREADS", "").strip()
-    if not stated:
-        return None
-    outermost = stated.split(",")[0].strip()  # a list is of nested regions
-    if not outermost.isdecimal() or int(outermost) < 1:
-        raise InputError(f"OMP_NUM_THREADS is {stated!r} in the environment, which is no number of threads; unset it")
-    return int(outermost)
-
-
-def threads_are_stated() -> bool:
-    """Return whether the environment states each process's threads, by another program or the user."""
-    return threads_of_environment() is not None and not (launched_here() and os.environ.get(SHARES_CORES))
+    """Return the threads that OMP_NUM_THREADS gives each process; None where it is not set, or is no number."""
+    outermost = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()  # a list is of nested regions
+    return int(outermost) if outermost.isdecimal() and int(outermost) > 0 else None
 
 
 def threads_per_rank(local_ranks: int) -> int:

@@ -64,9 +64,9 @@ class Setting(NamedTuple):
     variable: str
     value: str | Callable[[RunShape], str | None]
     """The value, or a function of a run's shape; None: it is left alone."""
+    applies: Callable[[RunShape], bool]
     when: str
     reason: str
-    applies: Callable[[RunShape], bool] = lambda _shape: True
     other: str = ""
     """Another name of the same setting, by which a user may have made it."""
     is_required: bool = False
@@ -85,106 +85,93 @@ def _cudnn_of_torch(_shape: RunShape) -> str | None:
     return next((str(folder) for folder in folders if (folder / "lib").is_dir()), None)
 
 
+def _connections(shape: RunShape) -> str:
+    return "1" if shape.ranks == 1 or shape.orders_launches else "32"
+
+
+def _threads(shape: RunShape) -> str | None:
+    return None if shape.threads is None else str(shape.threads)
+
+
+def _always(_shape: RunShape) -> bool:
+    return True
+
+
 def _has_peers(shape: RunShape) -> bool:
     return shape.over_nccl and shape.ranks > 1
+
+
+def _overlaps_norms(shape: RunShape) -> bool:
+    return shape.overlaps_norms
+
+
+def _has_graphs(shape: RunShape) -> bool:
+    return shape.cuda_graphs
+
+
+def _is_run(shape: RunShape) -> bool:
+    return not shape.is_any
 
 
 def _is_deterministic(shape: RunShape) -> bool:
     return shape.deterministic
 
 
-MARGIN = (
-    "20",  # Bridge's recipes have 20 multiprocessors, its guide 16
-    "20 where sums over replicas or interleaved stages overlap with computation",
-    "the Engine's norms occupy every multiprocessor: NCCL's kernels and a norm would wait for each other's end "
-    "(Megatron-Bridge)",
-    lambda shape: shape.overlaps_norms,
+SHARDS = "1 with tensor or context parallelism before Blackwell, and for one rank; else 32"
+IN_ORDER = (
+    "the overlap of tensor-parallel communication relies on the order of launches; else streams wait in one queue"
 )
+OVERLAP = "20 where sums over replicas or interleaved stages overlap with computation"
+MARGIN = "the Engine's norms occupy every multiprocessor, and would wait for NCCL's kernels (Megatron-Bridge)"
+GRAPHS = "NCCL would register addresses that expanding segments do not keep: an illegal memory access (megatron-core)"
+SHARE = "a rank's share of the cores, for a rank on a GPU that another launcher started; for local ranks always"
+CUDNN = "with two cuDNNs the Engine's attention falls back to one that keeps every score, without a word"
+RECORDS = "TORCH_NCCL_TRACE_BUFFER_SIZE"  # its name in earlier torches
+DETERMINISTIC = "with `runtime.deterministic_mode`"
 SETTINGS = (
+    Setting("CUDA_DEVICE_MAX_CONNECTIONS", _connections, _always, SHARDS, IN_ORDER),
     Setting(
-        "CUDA_DEVICE_MAX_CONNECTIONS",
-        lambda shape: "1" if shape.ranks == 1 or shape.orders_launches else "32",
-        "1 with tensor or context parallelism before Blackwell, and for one rank; else 32",
-        "with one queue, kernels begin in the order of their launches, on which the overlap of tensor-parallel "
-        "communication relies; else streams that share a queue wait for each other (Megatron-LM, Megatron-Bridge)",
-    ),
-    Setting(
-        "TORCH_NCCL_HIGH_PRIORITY",
-        "1",
-        "1 with several ranks over NCCL",
-        "a collective that others wait for is not queued behind products (Megatron-Bridge)",
-        _has_peers,
+        "TORCH_NCCL_HIGH_PRIORITY", "1", _has_peers, "1 with several ranks over NCCL", "collectives overtake products"
     ),
     Setting(
         "TORCH_FR_BUFFER_SIZE",
         "2000",
-        "2000 with several ranks over NCCL",
-        "torch's flight recorder has what NCCL was last called for",
         _has_peers,
-        other="TORCH_NCCL_TRACE_BUFFER_SIZE",
+        "2000 with several ranks over NCCL",
+        "torch's flight recorder",
+        RECORDS,
     ),
-    Setting("NVTE_FWD_LAYERNORM_SM_MARGIN", *MARGIN),
-    Setting("NVTE_BWD_LAYERNORM_SM_MARGIN", *MARGIN),
+    Setting("NVTE_FWD_LAYERNORM_SM_MARGIN", "20", _overlaps_norms, OVERLAP, MARGIN),
+    Setting("NVTE_BWD_LAYERNORM_SM_MARGIN", "20", _overlaps_norms, OVERLAP, MARGIN),
     Setting(
         "PYTORCH_ALLOC_CONF",
         "expandable_segments:True",
+        _is_run,
         "in every run",
-        "a run does not end for lack of memory that is free, but in pieces (PyTorch, torchtitan)",
-        lambda shape: not shape.is_any,
-        other="PYTORCH_CUDA_ALLOC_CONF",
+        "free memory in pieces is used (PyTorch)",
+        "PYTORCH_CUDA_ALLOC_CONF",
     ),
-    Setting(
-        "NCCL_GRAPH_REGISTER",
-        "0",
-        "0 with CUDA graphs",
-        "NCCL would register the addresses of a graph's buffers, which segments that expand do not keep: an illegal "
-        "memory access (megatron-core asserts it)",
-        lambda shape: shape.cuda_graphs,
-        is_required=True,
-    ),
-    Setting(
-        OMP_THREADS,
-        lambda shape: None if shape.threads is None else str(shape.threads),
-        "a rank's share of the cores, where srun or another launcher started a rank for a GPU; local ranks always",
-        "OpenMP would start a thread for every core in each of a node's ranks",
-    ),
+    Setting("NCCL_GRAPH_REGISTER", "0", _has_graphs, "0 with CUDA graphs", GRAPHS, is_required=True),
+    Setting(OMP_THREADS, _threads, _always, SHARE, "OpenMP would start a thread for every core in each rank"),
     Setting(
         "NVTE_ALLOW_NONDETERMINISTIC_ALGO",
         "0",
-        "0 with `runtime.deterministic_mode`",
-        "attention's backward would add in any order; megatron-core checks it",
         _is_deterministic,
+        DETERMINISTIC,
+        "attention's backward adds in any order",
         is_required=True,
     ),
     Setting(
         "CUBLAS_WORKSPACE_CONFIG",
         ":4096:8",
-        "`:4096:8` with `runtime.deterministic_mode`",
-        "cuBLAS may split a product differently on another stream; PyTorch refuses to run without",
         _is_deterministic,
+        DETERMINISTIC,
+        "cuBLAS splits products by stream",
         is_required=True,
     ),
-    Setting(
-        "NCCL_ALGO",
-        "Ring",
-        "`Ring` with `runtime.deterministic_mode`",
-        "NCCL decides by measuring at its start; any fixed algorithm will do (Megatron-LM requires one)",
-        _is_deterministic,
-    ),
-    Setting(
-        "CUDNN_HOME",
-        _cudnn_of_torch,
-        "the cuDNN that came with torch, where it came with one",
-        "the Engine prefers the system's; where that is another version, the two refuse each other's parts, and "
-        "attention falls back to one that keeps every score, without a word (one H100)",
-        other="CUDNN_PATH",
-    ),
-    Setting(
-        "THP_MEM_ALLOC_ENABLE",
-        "1",
-        "always",
-        "a CPU's step makes and frees gigabytes, whose pages of 4 KiB the kernel zeroes one by one (PyTorch)",
-    ),
+    Setting("NCCL_ALGO", "Ring", _is_deterministic, DETERMINISTIC, "NCCL chooses by measuring at its start"),
+    Setting("CUDNN_HOME", _cudnn_of_torch, _always, "torch's cuDNN, where it came with one", CUDNN, "CUDNN_PATH"),
+    Setting("THP_MEM_ALLOC_ENABLE", "1", _always, "always", "the kernel zeroes pages of 4 KiB one by one (PyTorch)"),
 )
 
 

@@ -87,8 +87,7 @@ def _choices(config: RunConfig, grid: RankGrid) -> Iterator[Choice]:
     if kernels.transformer_impl == "auto":
         yield Choice("kernels", "transformer_impl", implementation, _layers_reason(on_gpu), on_gpu)
     if runtime.threads_per_rank is None and not on_gpu:
-        shared = "this machine's cores, shared by its ranks"
-        reason = "OMP_NUM_THREADS in the environment" if devices.threads_are_stated() else shared
+        reason = "OMP_NUM_THREADS, or this machine's cores, shared by its ranks"
         yield Choice("runtime", "threads_per_rank", torch.get_num_threads(), reason)
     if runtime.cpu_kernels == "auto" and not on_gpu:
         problem = grid.cpu_kernels_problem

@@ -75,7 +75,7 @@ def kernel_problems(kernels: KernelsConfig) -> Iterator[str]:
             "kernels.gradient_accumulation_fusion is true, but there is no GPU with Transformer Engine's layers, and "
             "apex's fused_weight_gradient_mlp_cuda does not import; set it to null"
         )
-    if kernels.cuda_graph_impl == "local" and not devices.has_gpu():
+    if kernels.cuda_graph_impl == "local" and devices.resolve_device("auto") == "cpu":
         yield "kernels.cuda_graph_impl is local, but there is no GPU; set it to none"
     backend = kernels.attention_backend
     for name, value in devices.attention_switches().items():  # megatron-core sets them, and refuses other values

@@ -213,17 +213,12 @@ def test_the_cores_of_a_task_are_shared_by_its_ranks(
 
 def test_threads_of_the_environment_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device, "usable_cores", lambda: 8)
-    for stated, threads in ((None, 4), ("", 4), ("3", 3), ("6,2", 6)):
+    for stated, threads in ((None, 4), ("", 4), ("3", 3), ("6,2", 6), ("all", 4)):
         if stated is None:
             monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
         else:
             monkeypatch.setenv("OMP_NUM_THREADS", stated)
         assert device.threads_per_rank(2) == threads
-    monkeypatch.delenv("OMP_NUM_THREADS")
-    for wrong in ("0", "-1", "all"):
-        monkeypatch.setenv("OMP_NUM_THREADS", wrong)
-        with pytest.raises(InputError, match=f"OMP_NUM_THREADS is '{wrong}' .* unset it"):
-            device.threads_per_rank(2)
 
 
 @pytest.mark.usefixtures("without_home")

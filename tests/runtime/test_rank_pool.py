@@ -4,9 +4,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -59,10 +57,6 @@ def test_a_failed_job_names_its_rank_and_the_pool_goes_on() -> None:
             assert pool.run(3, dist.get_world_size) == [3] * 3
         with pytest.raises(JobFailed, match="rank 0 of 2: it died"):
             pool.run(2, die_on, 0)
-
-
-def test_a_ranks_environment(run_on_ranks: Callable[..., list[Any]]) -> None:
-    assert run_on_ranks(1, os.getenv, "CUDA_DEVICE_MAX_CONNECTIONS") == ["1"]
 
 
 def test_a_job_that_does_not_end_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:

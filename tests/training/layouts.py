@@ -1,7 +1,6 @@
 """Building blocks of tests that train reference cases in some layout, to be run on every rank."""
 
 import dataclasses
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -130,8 +129,3 @@ def stream_batches(batch: torch.Tensor, grid: RankGrid) -> Any:
             "loss_mask": torch.ones(len(samples), 64),
             "position_ids": torch.arange(64).expand(len(samples), 64),
         }
-
-
-def expected_training(case: str) -> dict[str, Any]:
-    """The reference's own losses, gradient norms and final sum of weights."""
-    return json.loads((REFERENCE / case / "training.json").read_text())

@@ -7,14 +7,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from megatron_fanformer.checkpoint import store
-from megatron_fanformer.data.packing import pack
 from megatron_fanformer.errors import InputError
-from megatron_fanformer.training import chats
 from megatron_fanformer.training.config import config_from_dict
 from megatron_fanformer.training.metrics import read_metrics
 from megatron_fanformer.training.preflight import check_run
@@ -22,7 +19,6 @@ from tests.chat_pairs import Chat, random_chats, write_chats
 from tests.checkpoint.test_async_save import writers_do_first
 from tests.small_runs import SEQ_LENGTH, VOCAB_SIZE, first_step, small_run, trainer_of
 from tests.training.test_recovery import SLOW_SECONDS
-from tests.training.test_resume import STEPS, resumed_after
 from tests.training.test_trainer import train
 
 SAME = 1e-6  # relative: float32 sums in another order
@@ -180,32 +176,6 @@ def test_epochs_become_steps_which_the_run_records(tmp_path: Path, run_on_ranks:
         InputError, match=rf"training\.epochs makes \d+, but .* is at step {start.train_iters}; raise it"
     ):
         check_run(config_from_dict(values), None)
-
-
-@pytest.mark.parametrize(("epochs", "steps"), [(1.0, 4), (1.5, 6), (0.1, 1), (4.0, 14)])
-def test_epochs_are_rounded_up_to_whole_steps(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, epochs: float, steps: int
-) -> None:
-    """Of 14 samples, four of which are a step."""
-    training = {"train_iters": None, "epochs": epochs, "global_batch_size": 4, "micro_batch_size": 1}
-    values = chats_run(tmp_path, random_chats(25, vocab_size=VOCAB_SIZE), data={"split": "8,2"}, training=training)
-    monkeypatch.setattr(chats, "pack", lambda *_, **__: pack(np.full(14, 5), 8, seed=0))
-    found = chats.with_steps(config_from_dict(values)).training
-    assert (found.train_iters, found.epochs) == (steps, None)
-
-
-@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.full)])
-def test_a_stop_and_loader_processes_leave_no_trace(tmp_path: Path, run_on_ranks: RunOnRanks, workers: int) -> None:
-    """In the second epoch, too: a step takes four of some thirty samples."""
-    values = chats_run(
-        tmp_path,
-        random_chats(60, vocab_size=VOCAB_SIZE),
-        training={"train_iters": STEPS, "run_dir": str(tmp_path / "straight")},
-        checkpoint={"save_interval": 5},
-    )
-    run_on_ranks(1, train, values)
-    resuming = {**values, "checkpoint": {}, "data": {**values["data"], "num_workers": workers}}
-    assert run_on_ranks(1, resumed_after, (5, 10), resuming, tmp_path / "straight", tmp_path) == [[]]
 
 
 @pytest.mark.parametrize(

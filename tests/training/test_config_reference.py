@@ -154,9 +154,3 @@ def test_what_the_trainer_takes_is_valid(tmp_path: Path) -> None:
 )
 def test_what_the_trainer_refuses_is_not(section: str, name: str, value: Any, tmp_path: Path) -> None:
     assert not is_valid(small_run("tokens", tmp_path, **{section: {name: value}}))
-
-
-def test_fields_of_a_model_are_needed_without_a_preset_alone(tmp_path: Path) -> None:
-    values = small_run("tokens", tmp_path)
-    assert not is_valid({**values, "model": {"num_layers": 2}})
-    assert is_valid({**values, "model": {"preset": "fanformer-1b", "num_layers": 2}})

@@ -10,9 +10,7 @@ from typing import Any
 import pytest
 
 from megatron_fanformer.checkpoint import store, stored_files
-from megatron_fanformer.checkpoint.manifest import MANIFEST
 from megatron_fanformer.checkpoint.stored_files import SavedProgress
-from megatron_fanformer.checkpoint.tensor_table import METADATA
 from megatron_fanformer.durable_files import sha256_of
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.inspection.checkpoint import describe_run
@@ -139,13 +137,6 @@ def test_more_steps_are_refused_where_they_would_change_the_order(half: Values) 
         start(half)
 
 
-def test_a_run_that_loads_weights_may_have_any_data(half: Values, tmp_path: Path) -> None:
-    replace_tokens(half)
-    half["checkpoint"] = {"load": half["training"]["run_dir"]}
-    half["training"]["run_dir"] = str(tmp_path / "fresh")
-    assert start(half).identity.changes == []
-
-
 def test_a_checkpoint_that_records_no_data_is_gone_on_from_with_a_notice(
     half: Values, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -154,29 +145,3 @@ def test_a_checkpoint_that_records_no_data_is_gone_on_from_with_a_notice(
     with caplog.at_level(logging.INFO, "megatron_fanformer"):
         assert start(half).resumed is not None
     assert f"{store.checkpoint_name(4)} does not say which data" in caplog.text
-
-
-def test_where_the_newest_checkpoint_is_damaged_the_data_are_compared_with_the_one_before(
-    half: Values, caplog: pytest.LogCaptureFixture
-) -> None:
-    """From which the run goes on, where it may."""
-    replace_tokens(half)
-    earlier = store.latest_checkpoint(Path(half["training"]["run_dir"]))
-    assert earlier is not None
-    newest = shutil.copytree(earlier, earlier.with_name(store.checkpoint_name(5)))
-    (newest / MANIFEST).unlink()  # else it would be found before
-    (newest / METADATA).write_bytes(b"damaged")
-    (newest.parent / store.LATEST).write_text(newest.name)
-    with pytest.raises(InputError, match="other files, weights or split"):
-        start(half)
-    (change,) = start(half, allow_change=["train"]).identity.changes
-    assert change.step == 4
-    half["recovery"] = {"use_earlier_checkpoint": False}
-    with caplog.at_level(logging.INFO, "megatron_fanformer"):
-        assert start(half).resumed == newest  # which the ranks will refuse
-    assert "its data cannot be compared" in caplog.text
-
-
-def test_a_set_that_does_not_exist_cannot_be_allowed_to_change(half: Values) -> None:
-    with pytest.raises(InputError, match=r"data\.allow_change: wiki is no set of data; name one of train, tokenizer"):
-        start(half, allow_change=["wiki"])

@@ -106,18 +106,6 @@ def test_a_run_is_the_same_to_the_bit_with_and_without_evaluation(
     assert lines[-1]["evaluation_seconds"] > 0 and 0 < lines[-1]["evaluation_share"] < 1
 
 
-def test_a_limit_of_tokens_measures_the_same_at_every_micro_batch(
-    run_on_ranks: RunOnRanks, tmp_path: Path, tokens: str
-) -> None:
-    evaluation = {"perplexity": {"sets": {"own-set": [tokens]}, "limit_tokens": 3 * SEQ_LENGTH}}
-    measured = []
-    for size in (1, 2, 4):
-        training = {"micro_batch_size": size, "train_iters": 6}
-        run_on_ranks(1, train, small_run(tokens, tmp_path / str(size), training=training, evaluation=evaluation))
-        measured.append(read_metrics(tmp_path / str(size))[-1]["eval/own-set/CrossEntropyLoss"])
-    assert measured[1:] == pytest.approx(measured[:1] * 2, rel=SAME_SCORES)
-
-
 def train_and_signal(values: dict[str, Any], batches: int) -> tuple[int, str | None, bool]:
     """Train; a signal comes to rank 1 in an evaluation's batch.
 
@@ -180,19 +168,6 @@ def test_a_signal_is_answered_after_the_batch_and_only_what_is_whole_is_logged(
     assert last["step"] == 3
     assert {name for name in last if name.startswith(("eval", "validation"))} == whole | TIME
     assert store.latest_checkpoint(run) == run / store.CHECKPOINTS / "step-00000003"
-
-
-def test_minutes_that_are_over_stop_no_evaluation(
-    run_on_ranks: RunOnRanks, tmp_path: Path, tokens: str, evaluated: dict[str, Any]
-) -> None:
-    """A chain of jobs of one step each measures all that one job would."""
-    evaluated["training"] |= {"eval_interval": 2, "train_iters": 3, "exit_duration_in_mins": 1e-6}
-    values = small_run(tokens, tmp_path / "run", **evaluated, schedule={"lr_warmup_iters": 1})
-    for steps in (1, 2, 3):
-        run_on_ranks(1, train, values)
-        lines = read_metrics(tmp_path / "run")
-        assert [line["step"] for line in lines] == list(range(1, steps + 1))
-    assert [set(line) >= NAMES for line in lines] == [False, True, True]
 
 
 # -- before anything is loaded

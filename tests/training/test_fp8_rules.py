@@ -68,12 +68,6 @@ def test_local_layers_have_none() -> None:
     assert "kernels.transformer_impl local, whose layers have no FP8" in problem
 
 
-def test_without_fp8_any_size_goes() -> None:
-    odd = dataclasses.replace(MODEL, ffn_hidden_size=8193)
-    assert [*fp8_problems(odd, ParallelConfig(), PrecisionConfig(), 1, KernelsConfig(transformer_impl="local"))] == []
-    assert fp8_machine_problems(PrecisionConfig(), "cpu") == []
-
-
 def test_a_cpu_has_none() -> None:
     (problem,) = fp8_machine_problems(fp8(), "cpu")
     assert "FP8 products need a GPU, and this run is on the CPU; set it to null" in problem

@@ -12,7 +12,7 @@ import pytest
 from megatron_fanformer.checkpoint import store
 from megatron_fanformer.errors import Interrupted
 from megatron_fanformer.training import interrupts
-from megatron_fanformer.training.interrupts import InterruptListener, Interrupts
+from megatron_fanformer.training.interrupts import InterruptListener
 from tests.small_runs import small_run, trainer_of
 
 RunOnRanks = Callable[..., list[Any]]
@@ -93,30 +93,6 @@ def test_a_run_ends_after_its_minutes_and_goes_on_by_the_same_command(
         assert run_on_ranks(2, train_and_ask, values, "a step", signal.SIGUSR2, 0) == [(steps, False)] * 2
         latest = store.latest_checkpoint(tmp_path / "run")
         assert latest is not None and latest.name == store.checkpoint_name(steps)
-
-
-def test_a_file_that_is_written_while_an_earlier_state_is_saved_is_not_answered_by_it(tmp_path: Path) -> None:
-    asked, file = InterruptListener(tmp_path), tmp_path / "save"
-    asked.save.begin()
-    file.touch()
-    asked.save.end()
-    assert file.exists() and asked.now() == Interrupts(save=True)
-    asked.save.begin()
-    assert asked.now() == Interrupts()
-    asked.save.end()
-    assert not file.exists()
-
-
-def test_a_file_whose_answer_never_ended_is_answered_by_the_next_one(tmp_path: Path) -> None:
-    """A profile whose run went back, for example."""
-    asked, file = InterruptListener(tmp_path), tmp_path / "profile"
-    file.touch()
-    assert asked.now().profile
-    asked.profile.begin()
-    asked.profile.begin()
-    assert not asked.now().profile
-    asked.profile.end()
-    assert not file.exists()
 
 
 def test_a_file_that_cannot_be_removed_is_answered_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -1,8 +1,6 @@
 """What is left to the machine, as a CPU chooses it, and as a run tells and records it."""
 
 import dataclasses
-import os
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -120,50 +118,12 @@ def test_a_gpu_overlaps_where_there_are_replicas(
     assert made == {**rest, "gradient_accumulation_fusion": True, **expected}
 
 
-@pytest.mark.usefixtures("a_gpu")
-def test_ranks_that_share_a_gpu_over_gloo_do_not_overlap() -> None:
-    _, choices = choose_for_machine(config_from_dict(values_of(**OPEN)), grid_of("cuda", 2, "gloo"))
-    overlap = {choice.field: choice.reason for choice in choices if choice.section == "parallel" and not choice.value}
-    assert set(overlap) == {"overlap_grad_reduce", "overlap_param_gather"}
-    assert set(overlap.values()) == {"over gloo it would take cores from the computation"}
-
-
 def message(kind: str) -> str:
     _, choices = choose_for_machine(config_from_dict(values_of(**OPEN)), grid_of(kind, 4))
     lines = choice_lines(choices)
     assert 1 < len(lines) <= 5
     assert all(len(line) <= machine_choices.LINE_WIDTH for line in lines)
     return " ".join(line.strip() for line in lines)
-
-
-def test_of_a_cpu_is_told_what_does_not_follow_from_its_being_one() -> None:
-    text = message("cpu")
-    assert text.startswith("chosen here: device cpu (no GPU is visible); dtype ")
-    expected = ["device", "dtype", "threads_per_rank", "cpu_kernels"]
-    assert [part.split()[0] for part in text.partition(": ")[2].split("; ")] == expected
-
-
-@pytest.mark.parametrize(
-    ("stated", "is_launched", "reason"),
-    [
-        (None, False, "this machine's cores, shared by its ranks"),
-        (None, True, "this machine's cores, shared by its ranks"),
-        ("3", False, "OMP_NUM_THREADS in the environment"),
-        ("3", True, "OMP_NUM_THREADS in the environment"),
-    ],
-)
-def test_the_threads_are_the_environments_where_the_user_set_it(
-    stated: str | None, is_launched: bool, reason: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """And not where the launcher did, for each of its ranks."""
-    own = {name: value for name, value in os.environ.items() if name not in ("OMP_NUM_THREADS", "RANK")}
-    monkeypatch.setattr(os, "environ", own if stated is None else {**own, "OMP_NUM_THREADS": stated})
-    if is_launched:
-        nowhere = Path("nowhere")
-        of_rank = device.rank_environment(1, 2, threads=3, store_port=1, found=nowhere, error=nowhere)
-        monkeypatch.setattr(os, "environ", of_rank)
-    _, choices = choose_for_machine(config_from_dict(values_of(**OPEN)), grid_of("cpu", 2))
-    assert [choice.reason for choice in choices if choice.field == "threads_per_rank"] == [reason]
 
 
 @pytest.mark.usefixtures("a_gpu")
@@ -181,11 +141,3 @@ def test_a_run_records_what_was_chosen(run_on_ranks: RunOnRanks, tmp_path: Path,
     assert recorded["parallel"]["overlap_grad_reduce"] is False
     left_open = dataclasses.asdict(config_from_dict(values_of()))["parallel"]
     assert left_open["overlap_grad_reduce"] is None
-
-
-def test_bf16_is_not_chosen_where_the_library_may_not_use_its_units() -> None:
-    """In a process of its own: oneDNN reads the variable once."""
-    query = "from megatron_fanformer.runtime.device import has_bf16_matrix_units as has; print(has('cpu'))"
-    environment = {**os.environ, "ONEDNN_MAX_CPU_ISA": "AVX2"}
-    found = subprocess.run([sys.executable, "-c", query], env=environment, capture_output=True, text=True, check=True)
-    assert found.stdout == "False\n"

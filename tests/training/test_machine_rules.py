@@ -9,7 +9,6 @@ import torch
 from megatron_fanformer.model.config import FANConfig
 from megatron_fanformer.model.dtypes import DTYPES
 from megatron_fanformer.model.kernels import KernelsConfig
-from megatron_fanformer.model.layout_rules import graph_problems
 from megatron_fanformer.runtime import device
 from megatron_fanformer.runtime.cuda_on_cpu import FUSED_GRADIENT_KERNEL
 from megatron_fanformer.runtime.layout import ParallelConfig
@@ -77,17 +76,6 @@ def test_what_the_layers_at_hand_cannot_compute(
     assert [part in problem for problem in found] == ([] if part is None else [True])
 
 
-@pytest.mark.parametrize(("groups", "tensor", "count"), [(2, 4, 1), (2, 2, 0), (None, 4, 0)])
-def test_the_fused_kernel_takes_whole_groups(
-    groups: int | None, tensor: int, count: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """megatron-core cuts a shared group's queries to those of a rank only where it splits QKV."""
-    monkeypatch.setattr(device, "has_transformer_engine", lambda: True)
-    model, parallel = tiny_model(num_query_groups=groups), ParallelConfig(tensor_model_parallel_size=tensor)
-    found = engine_problems(model, parallel, KernelsConfig(fused_single_qkv_rope=True), DTYPES["bf16"])
-    assert ["over parallel.tensor_model_parallel_size 4" in problem for problem in found] == [True] * count
-
-
 @pytest.mark.parametrize(("transformer_impl", "count"), [("auto", 1), ("local", 0)])
 def test_fan_layers_for_the_mlp_are_local_ones(
     transformer_impl: Any, count: int, monkeypatch: pytest.MonkeyPatch
@@ -126,10 +114,3 @@ def test_gloo_sends_nothing_between_gpus(
     assert [part in problem for problem in found] == ([] if part is None else [True])
     assert backend_problems(parallel, kernels, "nccl", "cuda") == []
     assert backend_problems(parallel, kernels, "gloo", "cpu") == []
-
-
-def test_a_layers_graph_is_not_recomputed_as_a_whole() -> None:
-    full = ParallelConfig(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
-    (problem,) = graph_problems(full, KernelsConfig(cuda_graph_impl="local"))
-    assert "cannot be recomputed as a whole" in problem
-    assert graph_problems(full, KernelsConfig()) == graph_problems(ParallelConfig(), KernelsConfig()) == []

@@ -9,20 +9,12 @@ import pytest
 import torch
 
 from megatron_fanformer.checkpoint.tensor_table import STATE_PREFIX, read_table
-from megatron_fanformer.errors import InputError
-from megatron_fanformer.planning.memory import rank_memory
 from megatron_fanformer.runtime.layout import ParallelConfig
 from megatron_fanformer.training.adam import COPIED_ELEMENTS, Adam
-from megatron_fanformer.training.config import config_from_dict
-from megatron_fanformer.training.optimizer import single_optimizers
 from megatron_fanformer.training.optimizers import LARGEST_BF16_DECAY, OptimizerConfig
 from tests.checkpoint import states
-from tests.checkpoint.states import MICRO_BATCH, Shown, parallel_config, small_model, training, world_size
-from tests.planning.making import job_of
-from tests.small_runs import small_run, train, write_tokens
+from tests.checkpoint.states import Shown, small_model, world_size
 from tests.training.layouts import gather
-from tests.training.test_resume import STEPS, resumed_after
-from tests.training.test_step_metrics import check_norms, take_three_steps
 
 RunOnRanks = Callable[..., list[Any]]
 
@@ -96,27 +88,6 @@ def _problems(**fields: Any) -> list[str]:
     return OptimizerConfig(**fields).joint_problems(ParallelConfig())
 
 
-@pytest.mark.parametrize("dtype", ["fp8", "fp16"])
-def test_other_formats_are_refused(tmp_path: Path, dtype: str) -> None:
-    values = small_run("tokens", tmp_path / "run", optimizer={"exp_avg_dtype": dtype})
-    with pytest.raises(InputError) as refused:
-        config_from_dict(values)
-    assert str(refused.value).splitlines() == [f'optimizer.exp_avg_dtype is "{dtype}"; it must be one of fp32, bf16']
-
-
-@pytest.mark.parametrize("name", ["adamw", pytest.param("muon", marks=pytest.mark.full)])
-def test_norms_are_those_of_rounded_moments(run_on_ranks: RunOnRanks, tmp_path: Path, name: str) -> None:
-    """Each number of the update is made again from moments up to 2^-8 off, half of them more and half of them less."""
-    values = small_run(
-        write_tokens(tmp_path / "tokens"),
-        tmp_path / "run",
-        parallel={"data_parallel_size": 2},
-        optimizer={"name": name, "lr": 1e-2, "weight_decay": 0.5, **BOTH},
-        logging={"norm_interval": 3, "phase_interval": None, "straggler_interval": None},
-    )
-    check_norms(run_on_ranks(2, take_three_steps, values), update_error=1e-4)
-
-
 # -- checkpoints
 
 
@@ -159,43 +130,4 @@ def test_moments_load_in_either_format(run_on_ranks: RunOnRanks, tmp_path: Path,
     assert others[0].next_losses == pytest.approx(ranks[0].next_losses, rel=1e-2)
 
 
-@pytest.mark.parametrize(
-    "optimizer", [BOTH, pytest.param({"name": "muon", **BOTH}, marks=pytest.mark.full)], ids=["adamw", "muon"]
-)
-def test_a_stop_leaves_no_trace(run_on_ranks: RunOnRanks, tmp_path: Path, optimizer: dict[str, str]) -> None:
-    values = small_run(
-        write_tokens(tmp_path / "tokens"),
-        tmp_path / "straight",
-        optimizer=optimizer,
-        training={"train_iters": STEPS},
-        checkpoint={"save_interval": 4},
-    )
-    run_on_ranks(1, train, values)
-    resuming = {**values, "checkpoint": {}}
-    assert run_on_ranks(1, resumed_after, [4, 8], resuming, tmp_path / "straight", tmp_path) == [[]]
-
-
 # -- memory
-
-
-def held_and_planned(recipe: OptimizerConfig, layout: str, dtype: str) -> tuple[int, int, set[torch.dtype]]:
-    """The bytes of this rank's states, those by formula, and the states' formats."""
-    with training(layout, MODEL, dtype=FORMATS[dtype], recipe=recipe) as run:
-        run.take_steps(1)
-        parts = [part.optimizer.state.values() for part in single_optimizers(run.optimizer)]
-        job = job_of(MODEL, parallel_config(layout), dtype, optimizer=recipe.rule, micro_batch_size=MICRO_BATCH)
-        lines = {line.purpose: line.bytes for line in rank_memory(job, run.grid.groups.pp.rank()).lines}
-        tensors = [tensor for held in parts for state in held for tensor in state.values()]
-        return sum(tensor.nbytes for tensor in tensors), lines["moments"], {tensor.dtype for tensor in tensors}
-
-
-@pytest.mark.parametrize("recipe", [SHORT, OptimizerConfig(exp_avg_dtype="bf16"), OF_MUON], ids=["2", "1", "muon"])
-@pytest.mark.parametrize(("layout", "dtype"), [("dp2", "bf16"), ("tp2-sp-plain", "bf16"), ("pp2", "fp32")])
-def test_states_are_counted_to_the_byte(
-    run_on_ranks: RunOnRanks, recipe: OptimizerConfig, layout: str, dtype: str
-) -> None:
-    found = run_on_ranks(world_size(layout), held_and_planned, recipe, layout, dtype)
-    assert found[0][0] == found[0][1]
-    assert all(held == planned for held, planned, _ in found) or layout == "dp2"  # whose parts differ by padding
-    expected = {torch.bfloat16} if recipe.exp_avg_sq_dtype == "bf16" else set(FORMATS.values())
-    assert all(formats == expected for *_, formats in found)

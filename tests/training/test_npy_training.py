@@ -113,21 +113,3 @@ def test_one_rank_of_a_group_reads_and_all_raise_its_error(
     assert (first[0], second[0]) == (2 * values["training"]["global_batch_size"], 0)
     assert "a.npy holds token id" in first[1] and first[1] == second[1]
     assert (first[2], second[2]) == (False, True)
-
-
-def middle_reads(values: dict[str, Any]) -> tuple[float, bool]:
-    """The loss of the first step, and whether this rank's batches hold any token but 0. On every rank."""
-    with trainer_of(values) as trainer:
-        loss = first_step(trainer).loss
-        return loss, bool(next(trainer._batches)["tokens"].any())
-
-
-def test_a_stage_between_the_first_and_the_last_reads_no_samples(
-    values: dict[str, Any], run_on_ranks: Callable[..., list[Any]]
-) -> None:
-    values["model"]["num_layers"] = 3
-    ((alone, _),) = run_on_ranks(1, middle_reads, values)
-    values["parallel"]["pipeline_model_parallel_size"] = 3
-    found = run_on_ranks(3, middle_reads, values)
-    assert [reads for _, reads in found] == [True, False, True]
-    assert [loss for loss, _ in found] == pytest.approx([alone] * 3, rel=SAME_LOSS)

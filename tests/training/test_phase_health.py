@@ -3,21 +3,15 @@
 import io
 import itertools
 import logging
-import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import pytest
 import torch
-from megatron.core.transformer.attention import SelfAttention
 from rich.console import Console
 
-from megatron_fanformer.model.attention import FANSelfAttentionSubmodules
-from megatron_fanformer.model.fan_layer import FANProjection
-from megatron_fanformer.model.placements import QKV
 from megatron_fanformer.training.phase_health import BINS_PER_OCTAVE, COARSE_PHASE, DEAD_SPREAD, PERCENTILES
 from tests.small_runs import small_run, trainer_of
 
@@ -134,32 +128,6 @@ def test_a_single_process_has_what_plain_formulas_say(
         assert found["linear_weight_norm"][layer] == pytest.approx(weight[others].norm().item(), rel=1e-12)
 
 
-class OwnAttention(SelfAttention):
-    """A placement's own class, which is none of the package's."""
-
-    def __init__(self, config: Any, submodules: Any, *arguments: Any, fan: Any, fan_form: Any, **named: Any) -> None:
-        del named["recompute_fan"]
-        super().__init__(config, submodules, *arguments, **named)
-        linear, group = submodules.fan_linear, self.pg_collection.tp
-        self.fan = FANProjection(config, fan=fan, form=fan_form, linear=linear, tp_group=group)
-        self.linear_qkv.activation = self.fan.activation
-
-    def get_query_key_value_tensors(self, hidden_states: torch.Tensor, *arguments: Any, **named: Any) -> Any:
-        return super().get_query_key_value_tensors(self.fan.pre_activation(hidden_states), *arguments, **named)
-
-
-def take_steps_with_own_attention(values: dict[str, Any]) -> dict[str, Any]:
-    with mock.patch.object(QKV, "attention", lambda _: (OwnAttention, FANSelfAttentionSubmodules)):
-        return take_steps(values)
-
-
-def test_a_new_placements_attention_is_read_too(
-    run_on_ranks: RunOnRanks, alone: Callable[[str], dict[str, Any]], tokens: str, tmp_path: Path
-) -> None:
-    [steps] = run_on_ranks(1, take_steps_with_own_attention, run_values(tokens, tmp_path / "run"))
-    assert health(steps["metrics"][1]) == health(alone("qkv")["metrics"][1])
-
-
 SHOWN = ["tp2-sequence", "dp2-overlap", "pp2-interleaved", "recompute-fan"]
 
 
@@ -195,29 +163,6 @@ def test_every_layout_has_what_a_single_process_has(
         assert torch.equal(sums, expected_sums) and torch.equal(largest, expected_largest)
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_a_look_at_the_phases_leaves_the_losses_as_they_are(
-    run_on_ranks: RunOnRanks, tokens: str, tmp_path: Path, dtype: str
-) -> None:
-    looked, alone = (
-        run_on_ranks(
-            1,
-            take_steps,
-            run_values(
-                tokens,
-                tmp_path / str(interval),
-                precision={"dtype": dtype},
-                logging={"phase_interval": interval, "norm_interval": interval},
-            ),
-        )[0]["metrics"]
-        for interval in (1, None)
-    )
-    assert all(health(metrics) and "params_norm" in metrics for metrics in looked)
-    assert not any(health(metrics) or "params_norm" in metrics for metrics in alone)
-    for name in ("loss", "grad_norm"):
-        assert [metrics[name] for metrics in looked] == [metrics[name] for metrics in alone]
-
-
 @torch.no_grad()
 def plant(stages: list[Any]) -> None:
     """A unit of layer 1 that no token moves, and one of layer 2 far from zero."""
@@ -243,16 +188,3 @@ def test_a_dead_unit_and_a_large_phase_are_found_and_told_once(
         "step 1  more than 5% of the periodic units of layer 2 reach phases of 16 and more, which bf16 rounds by up to "
         "1/16 (12.5% in layer 2)",
     ]
-
-
-def test_a_model_without_phases_has_no_health(run_on_ranks: RunOnRanks, tokens: str, tmp_path: Path) -> None:
-    values = run_values(tokens, tmp_path / "run", model={"fan": {"placement": "none"}})
-    assert [health(metrics) for metrics in run_on_ranks(1, take_steps, values)[0]["metrics"]] == [{}, {}]
-
-
-def test_the_thresholds_are_what_bf16_says() -> None:
-    one, coarse = (torch.tensor(value, dtype=torch.bfloat16) for value in (1.0, COARSE_PHASE))
-    below = torch.nextafter(one, torch.zeros_like(one))
-    above = torch.nextafter(coarse, 2 * coarse)
-    assert (one - below).item() == DEAD_SPREAD and (above - coarse).item() == 1 / 8
-    assert 1 / 8 / math.sqrt(12) == pytest.approx(0.036, abs=1e-3)  # of a rounding, evenly spread

@@ -67,48 +67,6 @@ def test_profiled_steps_compute_the_same_bits_and_are_in_a_trace_and_a_table(
         assert [row[-1] for row in rows if row[:2] == ["step", "6"]] == ["1"]  # calls
 
 
-def test_a_file_requests_a_profile_beside_the_configured_one_which_ends_with_the_run(
-    run_on_ranks: RunOnRanks, tmp_path: Path, tokens: str
-) -> None:
-    (tmp_path / store.PROFILE_FILE).touch()
-    logged = {"tensorboard": False, "profile_steps": [6, 8], "profile_ranks": None}
-    values = small_run(tokens, tmp_path, parallel=DP2, logging=logged)
-    assert [warnings for warnings, _ in run_on_ranks(2, take_steps, values, 7)] == [[], []]
-    # The first step saw the file.
-    files = [f"rank-{rank:05d}{suffix}" for rank in (0, 1) for suffix in (".json.gz", ".txt")]
-    folders = ["step-00000002-00000004", "step-00000006-00000007"]
-    assert traces(tmp_path) == [f"{folder}/{file}" for folder in folders for file in files]
-    assert not (tmp_path / store.PROFILE_FILE).exists()
-
-
-def take_steps(values: dict[str, Any], last: int) -> tuple[list[str], list[float]]:
-    """Take steps and leave the run as one that was killed; the warnings, and the losses."""
-    with mock.patch.object(profiling.logger, "warning") as warned, trainer_of(values) as trainer:
-        while trainer.step < last:
-            trainer.take_step()
-    warnings = [call.args[0] % call.args[1:] for call in warned.call_args_list]
-    return warnings, [loss for loss, _ in losses(Path(values["training"]["run_dir"]))]
-
-
-def without_space(values: dict[str, Any]) -> tuple[list[str], list[float]]:
-    """Take steps where the disk is full."""
-
-    def refuse(_profile: Any, path: str) -> None:
-        Path(path).write_text("{")
-        raise OSError(28, "No space left on device")
-
-    with mock.patch.object(torch.profiler.profile, "export_chrome_trace", refuse):
-        return take_steps(values, 5)
-
-
-def test_a_profile_that_cannot_be_written_ends_no_run(run_on_ranks: RunOnRanks, tmp_path: Path, tokens: str) -> None:
-    values = small_run(tokens, tmp_path, logging={"tensorboard": False, "profile_steps": [3, 4]})
-    [[[warning], taken]] = run_on_ranks(1, without_space, values)
-    assert warning.startswith("the profile up to step 4 cannot be written: ") and "No space left" in warning
-    assert len(taken) == 5
-    assert traces(tmp_path) == []  # nothing half-written
-
-
 def test_a_run_that_fails_does_not_wait_for_its_gpu(tmp_path: Path) -> None:
     """Its kernels may wait for other ranks, and torch's end of a profile waits for them."""
     config = LoggingConfig(tensorboard=False, profile_steps=[3, 4])

@@ -1,11 +1,8 @@
 """What a run does by itself: about damaged checkpoints, and about steps whose numbers are bad."""
 
 import copy
-import functools
 import itertools
-import json
 import shutil
-import time
 from collections.abc import Callable, Collection
 from math import inf, nan
 from pathlib import Path
@@ -16,15 +13,13 @@ import pytest
 import torch
 
 from megatron_fanformer.checkpoint import store
-from megatron_fanformer.checkpoint.tensor_table import STATE_PREFIX
 from megatron_fanformer.errors import CorruptError, DivergenceError, InputError
 from megatron_fanformer.runtime.agreement import is_main
 from megatron_fanformer.training.config import config_from_dict
 from megatron_fanformer.training.metrics import read_metrics
 from megatron_fanformer.training.preflight import check_run
-from megatron_fanformer.training.recovery import RECOVERY, BadSteps, EventLog, RecoveryConfig, read_events
-from megatron_fanformer.training.step import StepBatches, _own_and_summed, compare_attempts
-from tests.checkpoint.test_async_save import writers_do_first
+from megatron_fanformer.training.recovery import BadSteps, EventLog, RecoveryConfig, read_events
+from megatron_fanformer.training.step import StepBatches, compare_attempts
 from tests.small_runs import small_run, trainer_of
 from tests.training.test_trainer import numbers, stored_tensors, train
 
@@ -65,31 +60,6 @@ def train_poisoned(values: dict[str, Any], poison: Poison) -> str | None:
         finally:
             spoiling.remove()
     return None
-
-
-def flip_a_weight(stage: Any) -> None:
-    """The highest bit of the exponent of one weight."""
-    stage.embedding.word_embeddings.weight.data.view(torch.int32)[3, 0] ^= 1 << 30
-
-
-def enlarge_weights(stage: Any) -> None:
-    """All logits."""
-    stage.decoder.final_layernorm.weight.data.mul_(30.0)
-
-
-def train_with_other_weights(values: dict[str, Any], step: int, change: Callable[[Any], None]) -> None:
-    """Run a configuration; weights change on every replica before a step."""
-    with trainer_of(values) as trainer:
-        left = [1]
-
-        def change_once(*_: Any) -> None:
-            if trainer.step == step and left:
-                left.clear()
-                change(trainer._stages[0])
-
-        changing = trainer._wrapped[0].register_forward_pre_hook(change_once)
-        trainer.train()
-        changing.remove()
 
 
 @pytest.fixture(scope="module")
@@ -216,29 +186,6 @@ def test_replicas_that_each_take_the_norm_judge_alike(
     assert run_on_ranks(2, judged_with_norms, values, own) == judged
 
 
-@pytest.mark.parametrize("kept", ["step-00000005", "step-00000010"])
-def test_a_run_goes_on_from_what_it_saved_before_its_first_update(
-    run_on_ranks: RunOnRanks,
-    tmp_path: Path,
-    configured: Callable[..., dict[str, Any]],
-    without: Callable[..., Path],
-    kept: str,
-) -> None:
-    """And from the next one, which ranks write as they divided the first."""
-    skipped = range(1, 6)
-    shutil.copytree(without(*skipped), tmp_path / "run")
-    checkpoints = tmp_path / "run" / store.CHECKPOINTS
-    for checkpoint in store.complete_checkpoints(tmp_path / "run"):
-        if checkpoint.name > kept:
-            shutil.rmtree(checkpoint)
-    (checkpoints / store.LATEST).write_text(f"{kept}\n")
-    [stored] = run_on_ranks(1, stored_tensors, checkpoints / kept)
-    moments = [tensor for name, tensor in stored.items() if name.startswith(f"{STATE_PREFIX}exp_avg.")]
-    assert moments and all(tensor.any() == (kept != "step-00000005") for tensor in moments)
-    run_on_ranks(2, train, configured(tmp_path / "run", iterations_to_skip=list(skipped)))
-    assert_same_end(run_on_ranks, tmp_path / "run", without(*skipped))
-
-
 def test_several_bad_steps_in_a_row_send_the_run_back(
     run_on_ranks: RunOnRanks, tmp_path: Path, configured: Callable[..., dict[str, Any]], without: Callable[..., Path]
 ) -> None:
@@ -259,47 +206,6 @@ def test_a_run_may_go_back_once_more_after_a_save(
     assert_same_end(run_on_ranks, tmp_path / "run", without(7, 11))
 
 
-@pytest.mark.full
-def test_a_run_that_was_killed_after_it_went_back_still_skips_the_steps(
-    run_on_ranks: RunOnRanks, tmp_path: Path, configured: Callable[..., dict[str, Any]], without: Callable[..., Path]
-) -> None:
-    run = tmp_path / "run"
-    shutil.copytree(without(), run)
-    shutil.rmtree(run / store.CHECKPOINTS / LAST)
-    (run / store.CHECKPOINTS / store.LATEST).write_text("step-00000005\n")
-    event = {"step": 5, "event": "rewound", "skipped": {"7": "bad", "8": "bad", "9": "bad"}}
-    (run / store.RECOVERY).write_text("not JSON\n" + json.dumps(event) + "\n")
-    run_on_ranks(2, train, configured(run))
-    assert_same_end(run_on_ranks, run, without(7, 8, 9))
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(
-    ("rewinds", "bad", "last", "newest"),
-    [
-        pytest.param([["6", "7"], ["8", "9"]], range(6, STEPS + 1), "10 to 11", 5, id="no checkpoint in between"),
-        pytest.param([["9", "10"]], range(9, STEPS + 1), "11 to 12", 10, id="a checkpoint of skipped steps"),
-    ],
-)
-def test_a_run_goes_back_only_so_often(
-    run_on_ranks: RunOnRanks,
-    tmp_path: Path,
-    configured: Callable[..., dict[str, Any]],
-    rewinds: list[list[str]],
-    bad: range,
-    last: str,
-    newest: int,
-) -> None:
-    values = configured(tmp_path / "run", max_bad_steps_in_a_row=2, max_rewinds=len(rewinds))
-    for message in run_on_ranks(2, train_poisoned, values, Poison(bad)):
-        assert message is not None
-        assert message.startswith(f"steps {last}: the gradient norm is nan, and recovery.max_rewinds is reached")
-    assert [list(event["skipped"]) for event in events(tmp_path / "run", "rewound")] == rewinds
-    assert store.latest_checkpoint(tmp_path / "run") == tmp_path / "run" / store.CHECKPOINTS / store.checkpoint_name(
-        newest
-    )
-
-
 def test_without_a_checkpoint_there_is_nothing_to_go_back_to(
     run_on_ranks: RunOnRanks, tmp_path: Path, configured: Callable[..., dict[str, Any]]
 ) -> None:
@@ -307,29 +213,6 @@ def test_without_a_checkpoint_there_is_nothing_to_go_back_to(
     for problem in run_on_ranks(2, train_poisoned, values, Poison((2, 3, 4))):
         assert problem is not None
         assert problem.startswith("steps 2 to 4: the gradient norm is nan, and there is no checkpoint to go back to; ")
-
-
-@pytest.mark.parametrize(
-    ("change", "problem"),
-    [
-        (flip_a_weight, "the loss is inf"),
-        pytest.param(enlarge_weights, "more than 2 times its median of", marks=pytest.mark.full),
-    ],
-)
-def test_a_run_whose_weights_went_bad_goes_back_to_before_that(
-    run_on_ranks: RunOnRanks,
-    tmp_path: Path,
-    configured: Callable[..., dict[str, Any]],
-    change: Callable[[Any], None],
-    problem: str,
-) -> None:
-    policy = {"check_for_spiky_loss": True, "spike_window": 10}
-    run_on_ranks(2, train_with_other_weights, configured(tmp_path / "run", **policy), 8, change)
-    (back,) = events(tmp_path / "run", "rewound")
-    assert (back["step"], list(back["skipped"])) == (5, ["8", "9", "10"])
-    assert problem in back["skipped"]["8"]
-    run_on_ranks(2, train, configured(tmp_path / "named", iterations_to_skip=[8, 9, 10], **policy))
-    assert_same_end(run_on_ranks, tmp_path / "run", tmp_path / "named")
 
 
 def test_spikes_are_judged_by_the_medians_of_good_steps() -> None:
@@ -357,20 +240,6 @@ def test_events_are_counted_over_restarts(tmp_path: Path) -> None:
     third = EventLog(tmp_path, list(read_events(tmp_path)), writes=False)
     third.add("skipped", 6, reason="bad")
     assert third.totals() == {"recovery/skipped_steps": 3}
-
-
-def test_a_run_from_the_start_has_no_events_of_the_one_before(tmp_path: Path) -> None:
-    new = EventLog(tmp_path, [], writes=True)
-    new.begin()
-    assert not list(tmp_path.iterdir())
-    new.add("rewound", 4, skipped={"6": "bad"})
-    again = EventLog(tmp_path, [], writes=True)
-    again.begin()
-    assert list(read_events(tmp_path)) == []
-    with (tmp_path / RECOVERY).open("a") as file:
-        file.write('{"step": 2, "event": "sk')  # by a crash
-    again.add("rewound", 8, skipped={"9": "bad"})
-    assert [event["step"] for event in read_events(tmp_path)] == [8]
 
 
 # -- what is saved
@@ -426,26 +295,6 @@ def test_a_validation_loss_that_is_not_finite_ends_the_run(
         assert problem.startswith("step 3: the validation loss (held out) is nan; ")
     assert [entry["step"] for entry in read_metrics(tmp_path / "run") if "grad_norm" in entry] == [1, 2, 3]
     assert not (tmp_path / "run" / store.CHECKPOINTS).exists()
-
-
-def train_poisoned_with_slow_writers(values: dict[str, Any], poison: Poison) -> str | None:
-    with writers_do_first(functools.partial(time.sleep, SLOW_SECONDS)):
-        return train_poisoned(values, poison)
-
-
-def test_a_checkpoint_that_is_being_written_outlives_an_evaluation_that_diverges(
-    run_on_ranks: RunOnRanks, tmp_path: Path, configured: Callable[..., dict[str, Any]], tokens: str
-) -> None:
-    values = configured(tmp_path / "run", check_for_nan_in_loss_and_grad=False)
-    values["data"]["valid_data"] = {"held out": [tokens]}
-    values["training"]["eval_interval"] = 3
-    values["checkpoint"] |= {"save_interval": 2, "async_save": True}
-    for problem in run_on_ranks(2, train_poisoned_with_slow_writers, values, Poison((3,))):
-        assert problem is not None and problem.startswith("step 3: the validation loss (held out) is nan; ")
-    checkpoints = tmp_path / "run" / store.CHECKPOINTS
-    assert store.latest_checkpoint(tmp_path / "run") == checkpoints / "step-00000002"
-    assert sorted(path.name for path in checkpoints.iterdir()) == ["latest", "step-00000002"]
-    store.check_sound(checkpoints / "step-00000002")
 
 
 # -- damaged checkpoints
@@ -519,17 +368,6 @@ def test_a_run_does_not_train_past_its_end(
         check_run(config_from_dict(values), 2)
 
 
-def test_a_checkpoint_under_another_steps_name_is_refused(
-    run_on_ranks: RunOnRanks, tmp_path: Path, configured: Callable[..., dict[str, Any]], without: Callable[..., Path]
-) -> None:
-    run = tmp_path / "run"
-    shutil.copytree(without(), run)
-    for checkpoint in store.complete_checkpoints(run)[:-1]:
-        shutil.rmtree(checkpoint)
-    (run / store.CHECKPOINTS / LAST).rename(run / store.CHECKPOINTS / "step-00000007")
-    assert "is of step 12, another than its name says" in run_on_ranks(2, train_error, configured(run))[0]
-
-
 def test_a_checkpoint_from_before_there_were_manifests_is_checked_by_what_it_has(
     run_on_ranks: RunOnRanks, tmp_path: Path, configured: Callable[..., dict[str, Any]], without: Callable[..., Path]
 ) -> None:
@@ -552,26 +390,6 @@ def test_what_a_run_went_back_for_is_skipped_by_the_next_start_too() -> None:
     steps = BadSteps(RecoveryConfig(iterations_to_skip=[5]), past)
     assert [step for step in range(10) if steps.reason_to_skip(step)] == [5, 7]
     assert steps.reason_to_skip(7) == "the loss is nan"
-
-
-def test_a_run_that_is_to_end_with_its_first_bad_step_says_so() -> None:
-    steps = BadSteps(RecoveryConfig(max_bad_steps_in_a_row=0), [])
-    steps.note_bad(4, "the loss is inf")
-    assert (steps.limit_reached, steps.why_not_rewind) == (True, "recovery.max_bad_steps_in_a_row is 0")
-
-
-def test_a_new_checkpoint_behind_a_good_step_lets_a_run_go_back_again() -> None:
-    steps = BadSteps(RecoveryConfig(max_bad_steps_in_a_row=1, max_rewinds=1), [])
-    for bad in (4, 8):
-        steps.note_bad(bad, "the loss is inf")
-        assert (steps.limit_reached, steps.why_not_rewind) == (True, None)
-        assert steps.note_rewind() == {bad: "the loss is inf"}
-        assert (steps.limit_reached, steps.why_not_rewind) == (False, "recovery.max_rewinds is reached")
-        for good in (bad - 1, bad + 1):  # the first once more
-            assert steps.why_not_rewind
-            steps.note_good(good, 1.0, 1.0)
-            assert steps.why_not_rewind
-            steps.note_saved()
 
 
 def test_medians_are_those_of_the_checkpoint_that_a_run_goes_back_to() -> None:
@@ -619,28 +437,15 @@ def test_the_rank_whose_numbers_alone_are_not_as_they_should_be_is_named(
     assert compare_attempts(numbers[0], grid, is_good=is_good) == (differing, says)
 
 
-@pytest.mark.parametrize(
-    ("shards", "replicas", "instances", "own", "summed"),
-    [
-        (True, 3, 1, [0, 1, 4, 5], [2, 3]),
-        (True, 1, 1, [0, 1, 2, 3, 4, 5], []),
-        (True, 6, 2, [0, 1, 4, 5], []),  # another rank holds the same sums
-        (True, 2, 2, [], []),
-        (False, 1, 1, [0, 1, 2, 3, 4, 5], []),
-        (False, 2, 1, [], []),
-    ],
-)
-def test_gradients_that_others_were_added_to_are_nobodys_own(
-    shards: bool, replicas: int, instances: int, own: list[int], summed: list[int]
-) -> None:
-    """Of six gradients on the middle rank of its group."""
-    size = replicas // instances
-    ranks = SimpleNamespace(size=lambda: size, rank=lambda: size // 2)
-    config = SimpleNamespace(use_distributed_optimizer=shards, num_distributed_optimizer_instances=instances)
-    group = SimpleNamespace(
-        ddp_config=config,
-        buckets=[SimpleNamespace(grad_data=torch.arange(6))],
-        **{"intra_distributed_optimizer_instance_group" if shards else "data_parallel_group": ranks},
-    )
-    found = [torch.cat([torch.empty(0), *parts]).tolist() for parts in _own_and_summed([group])]
-    assert found == [own, summed]
+def test_a_new_checkpoint_behind_a_good_step_lets_a_run_go_back_again() -> None:
+    steps = BadSteps(RecoveryConfig(max_bad_steps_in_a_row=1, max_rewinds=1), [])
+    for bad in (4, 8):
+        steps.note_bad(bad, "the loss is inf")
+        assert (steps.limit_reached, steps.why_not_rewind) == (True, None)
+        assert steps.note_rewind() == {bad: "the loss is inf"}
+        assert (steps.limit_reached, steps.why_not_rewind) == (False, "recovery.max_rewinds is reached")
+        for good in (bad - 1, bad + 1):  # the first once more
+            assert steps.why_not_rewind
+            steps.note_good(good, 1.0, 1.0)
+            assert steps.why_not_rewind
+            steps.note_saved()

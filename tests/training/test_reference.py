@@ -13,9 +13,7 @@ from megatron_fanformer.runtime.seeding import seed_everything
 from tests.plain_model import train_plain
 from tests.training.layouts import (
     CASES,
-    RECIPE,
     REFERENCE,
-    expected_training,
     gather,
     layout,
     ranks_of,
@@ -27,12 +25,6 @@ from tests.training.layouts import (
 from tests.whole_models import TOKEN_LOSS, logits_bound, read_reference, reference_to_megatron
 
 GRADIENT = 1e-4  # relative, in norm
-TRAINING_LOSS = 1e-3  # absolute, each of 40 steps
-TRAINING_GRAD_NORM = 0.01  # relative, each of 40 steps
-FINAL_WEIGHTS_SUM = 0.01  # absolute, of a sum over all weights of about 500
-CHAOTIC_LOSS = 0.2  # absolute; float64 alone leaves the reference by up to 0.15 in the FAN cases
-# The fewest that `comparable_steps` finds, which takes seconds.
-COMPARABLE_STEPS = {"fanformer-tied": 7, "fanformer-untied-p0125": 3, "atl": 3, "transformer-tied": 40}
 
 FULL = pytest.mark.full
 FOUR_LAYERS = "fanformer-untied-p0125"
@@ -127,50 +119,6 @@ def plain_training(case: str, lr: float) -> tuple[list[float], list[float], dict
     weights = load_file(REFERENCE / case / "model.safetensors")
     stream = load_file(REFERENCE / case / "stream.safetensors")["stream"]
     return train_plain(weights, stream, heads=4, lr=lr, dtype=torch.float64)
-
-
-def comparable_steps(case: str) -> int:
-    """How many of the reference's steps say something about an implementation.
-
-    At its peak rate of 5e-3 with no warm-up, training of the FAN cases is chaotic: the float32 rounding of one step
-    grows about threefold a step, and the very same recipe in float64 leaves the reference's losses by more than 1e-3
-    after 3 to 8 steps. The Transformer's case is not; there all 40 count.
-    """
-    losses, norms, _ = plain_training(case, RECIPE.lr)
-    expected = expected_training(case)
-    for step, (loss, norm) in enumerate(zip(losses, norms, strict=True)):
-        near = abs(loss - expected["loss"][step]) < TRAINING_LOSS
-        if not near or abs(norm / expected["grad_norm"][step] - 1) > TRAINING_GRAD_NORM:
-            return step
-    return len(losses)
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_the_leading_steps_follow_the_reference(run_on_ranks: Any, case: str) -> None:
-    """In one process; for the Transformer they are all of them. Parity and the golden losses hold the layouts to it."""
-    steps = COMPARABLE_STEPS[case]
-    expected = expected_training(case)
-    (trained,) = run_on_ranks(1, train_reference, case, layout(), RECIPE.lr, steps)
-    assert trained.losses == pytest.approx(expected["loss"][:steps], abs=TRAINING_LOSS, rel=0)
-    assert trained.grad_norms == pytest.approx(expected["grad_norm"][:steps], rel=TRAINING_GRAD_NORM, abs=0)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(("text", "case"), [(text, case) for case in CASES for text in training_layouts(case)])
-def test_training_follows_the_reference(run_on_ranks: Any, case: str, text: str) -> None:
-    parallel = layout(text)
-    ranks = run_on_ranks(ranks_of(parallel), train_reference, case, parallel)
-    expected = expected_training(case)
-    steps = comparable_steps(case)
-    assert steps >= COMPARABLE_STEPS[case]
-    for trained in ranks:
-        assert trained.losses[:steps] == pytest.approx(expected["loss"][:steps], abs=TRAINING_LOSS, rel=0)
-        assert trained.grad_norms[:steps] == pytest.approx(expected["grad_norm"][:steps], rel=TRAINING_GRAD_NORM, abs=0)
-        assert trained.losses == pytest.approx(expected["loss"], abs=CHAOTIC_LOSS, rel=0)
-    if steps == len(expected["loss"]):
-        weights = gather([trained.weights for trained in ranks])
-        total = sum(float(weight.double().sum()) for weight in weights.values())
-        assert total == pytest.approx(expected["final_params_sum"], abs=FINAL_WEIGHTS_SUM)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ import re
 import shlex
 import signal
 import sys
-import threading
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -14,11 +13,9 @@ from typing import Any
 import pytest
 
 from megatron_fanformer.cli import main
-from megatron_fanformer.errors import CorruptError, InputError
+from megatron_fanformer.errors import InputError
 from megatron_fanformer.runtime.device import NOTICES, quieten_libraries
-from megatron_fanformer.training import run_log as run_log_module
-from megatron_fanformer.training.loggers.registry import LoggingConfig
-from megatron_fanformer.training.run_log import log_file, log_if_slow, run_log
+from megatron_fanformer.training.run_log import run_log
 from tests.generation.making import write_tokenizer
 from tests.patience import PATIENCE_SECONDS
 from tests.small_runs import VOCAB_SIZE, small_run, start_program, write_config, write_tokens
@@ -27,26 +24,6 @@ from tests.training.test_start import start_here
 LINE = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} (DEBUG|INFO|WARNING|ERROR) rank \d+ [\w.]+: .+")
 
 logger = logging.getLogger("megatron_fanformer.training.some_module")
-
-
-@pytest.mark.parametrize(
-    ("folder", "stated", "world_size", "expected"),
-    [
-        (None, None, 8, None),
-        ("logs", None, 1, "logs/rank-00003.log"),
-        ("logs", None, 8, "logs/rank-00003.log"),
-        (None, "logs/run.log", 8, "logs/run.rank-00003.log"),
-        ("logs", "run", 8, "run.rank-00003"),
-        ("logs", "run.log", 1, "run.log"),
-    ],
-)
-def test_a_rank_has_a_file_of_its_own(
-    folder: str | None, stated: str | None, world_size: int, expected: str | None
-) -> None:
-    file = log_file(
-        LoggingConfig(folder=folder), None if stated is None else Path(stated), rank=3, world_size=world_size
-    )
-    assert file == (None if expected is None else Path(expected))
 
 
 def test_the_file_has_everything_and_the_terminal_what_is_for_the_user(
@@ -65,18 +42,6 @@ def test_the_file_has_everything_and_the_terminal_what_is_for_the_user(
         "saved [bold]this[/bold] :smile:",
         "took 3 s",
     ]
-
-
-def test_other_ranks_are_silent_on_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for file in (tmp_path / "run.log", None):
-        with pytest.raises(CorruptError), run_log(rank=5) as log:
-            log.write_to(file)
-            logger.info("saved")
-            warnings.warn("of rank 5", stacklevel=1)
-            raise CorruptError("it is damaged")
-    assert capsys.readouterr() == ("", "")
-    text = (tmp_path / "run.log").read_text()
-    assert "INFO rank 5" in text and "UserWarning: of rank 5" in text
 
 
 def test_warnings_reach_the_file_and_the_terminal_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -104,31 +69,6 @@ def test_the_error_that_ends_a_rank_stands_in_its_file_with_where_it_was(
     text = (tmp_path / "run.log").read_text()
     assert "ERROR rank 0" in text
     assert "ended by ZeroDivisionError" in text and "Traceback" in text and "print(1 // 0)" in text
-
-
-def test_what_takes_long_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    with run_log(rank=0):
-        written = threading.Event()
-        info = run_log_module.logger.info
-        monkeypatch.setattr(run_log_module.logger, "info", lambda line: (info(line), written.set()))
-        monkeypatch.setattr(run_log_module, "SLOW_SECONDS", 0.01)
-        with log_if_slow("reading slowly"):
-            assert written.wait(PATIENCE_SECONDS)
-        monkeypatch.setattr(run_log_module, "SLOW_SECONDS", PATIENCE_SECONDS)
-        with log_if_slow("reading fast"):
-            pass
-    assert capsys.readouterr().out == "reading slowly\n"
-
-
-def test_nothing_is_left_behind(tmp_path: Path) -> None:
-    before = list(logging.getLogger().handlers), logging.getLogger("megatron_fanformer").level, warnings.showwarning
-    with run_log(rank=0) as log:
-        log.write_to(tmp_path / "run.log")
-    assert before == (
-        list(logging.getLogger().handlers),
-        logging.getLogger("megatron_fanformer").level,
-        warnings.showwarning,
-    )
 
 
 def test_a_log_file_that_cannot_be_written_is_an_input_error(tmp_path: Path) -> None:
@@ -170,13 +110,6 @@ def test_a_run_says_the_same_on_the_terminal_with_a_log_file(
     text = log.read_text()
     assert f"INFO rank 0 megatron_fanformer.training.saves: {saved}" in text
     assert "DEBUG rank 0 megatron_fanformer.data.survey: checked 1 pairs" in text
-
-
-def test_a_start_that_is_refused_writes_no_log(tmp_path: Path, short_run: dict[str, Any]) -> None:
-    short_run["model"]["vocab_size"] = 50
-    config = str(write_config(tmp_path / "config.yaml", short_run))
-    assert main(["train", "--config", config, "--log-file", str(tmp_path / "run.log")]) == 2
-    assert not (tmp_path / "run.log").exists()
 
 
 def test_every_rank_of_several_writes_its_own(

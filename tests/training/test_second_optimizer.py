@@ -12,19 +12,14 @@ from rich.console import Console
 
 from megatron_fanformer.checkpoint.tensor_table import MAIN_WEIGHT, STATE_PREFIX
 from megatron_fanformer.model.config import FANformerConfig
-from megatron_fanformer.planning.memory import rank_memory
-from megatron_fanformer.training.config import config_from_dict
 from megatron_fanformer.training.optimizer import single_optimizers
-from megatron_fanformer.training.optimizers import OPTIMIZERS, OptimizerConfig
+from megatron_fanformer.training.optimizers import OptimizerConfig
 from tests.checkpoint import states
-from tests.checkpoint.states import MICRO_BATCH, Shown, layers_for, parallel_config, small_model, training, world_size
-from tests.planning.making import job_of
+from tests.checkpoint.states import Shown, layers_for, small_model, training, world_size
 from tests.small_runs import small_run, trainer_of, write_tokens
 from tests.training.layouts import gather
 from tests.training.momentum import NAME, registered
-from tests.training.test_resume import STEPS, resumed_after
 from tests.training.test_step_metrics import LAYOUTS, check_norms, take_three_steps
-from tests.training.test_trainer import train
 
 NAMES = (pytest.param(NAME, marks=pytest.mark.full), "muon")  # Muon shows in each run what both do
 BUFFER = "momentum_buffer"
@@ -51,18 +46,6 @@ def recipe_of(name: str) -> OptimizerConfig:
 def losses_of(layout: str, recipe: OptimizerConfig, model: FANformerConfig = MODEL) -> list[float]:
     with training(layout, model, recipe=recipe) as run:
         return run.take_steps(6)
-
-
-def held_and_planned(name: str, layout: str, dtype: str) -> tuple[int, int]:
-    """The bytes of this rank's states, and those by formula."""
-    kinds = {"fp32": torch.float32, "bf16": torch.bfloat16}
-    with training(layout, MODEL, dtype=kinds[dtype], recipe=recipe_of(name)) as run:
-        run.take_steps(1)
-        parts = [part.optimizer.state.values() for part in single_optimizers(run.optimizer)]
-        parallel = parallel_config(layout)
-        job = job_of(MODEL, parallel, dtype, optimizer=OPTIMIZERS[name], micro_batch_size=MICRO_BATCH)
-        lines = {line.purpose: line.bytes for line in rank_memory(job, run.grid.groups.pp.rank()).lines}
-        return sum(tensor.nbytes for held in parts for state in held for tensor in state.values()), lines["moments"]
 
 
 # -- tests
@@ -120,20 +103,6 @@ def test_a_checkpoint_loads_in_another_layout(
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_stop_leaves_no_trace(run_on_ranks: RunOnRanks, tmp_path: Path, name: str) -> None:
-    values = small_run(
-        write_tokens(tmp_path / "tokens"),
-        tmp_path / "straight",
-        optimizer={"name": name},
-        training={"train_iters": STEPS},
-        checkpoint={"save_interval": 4},
-    )
-    run_on_ranks(1, with_it, train, values)
-    resuming = {**values, "checkpoint": {}}
-    assert run_on_ranks(1, with_it, resumed_after, [8], resuming, tmp_path / "straight", tmp_path) == [[]]
-
-
-@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("layout", ["alone", "dp2", "tp2-sequence"])
 def test_norms_are_those_of_the_whole_model(run_on_ranks: RunOnRanks, tmp_path: Path, name: str, layout: str) -> None:
     ranks, parallel = LAYOUTS[layout]
@@ -171,21 +140,3 @@ def test_muon_takes_norms_in_the_steps_that_report_them(
     )
     [counts] = run_on_ranks(1, noted_norms, values)
     assert [count > 0 for count in counts] == are_noted
-
-
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize(("layout", "dtype"), [("dp2", "bf16"), ("tp2", "fp32"), ("pp2", "fp32")])
-def test_its_states_are_counted_to_the_byte(run_on_ranks: RunOnRanks, layout: str, dtype: str, name: str) -> None:
-    found = run_on_ranks(world_size(layout), with_it, held_and_planned, name, layout, dtype)
-    held, planned = found[0]
-    assert held == planned
-    assert all(held == planned for held, planned in found) or layout == "dp2"  # whose parts differ by padding
-
-
-def test_a_job_has_the_optimizer_of_the_configuration(tmp_path: Path) -> None:
-    values = small_run("tokens", tmp_path / "run", optimizer={"name": NAME})
-    with registered():
-        config = config_from_dict(values)
-        assert config.optimizer.problems() == []
-        assert config.job(1, layers="local", on_cpu=True).optimizer == OPTIMIZERS[NAME]
-    assert config.optimizer.problems() == [f"optimizer.name is '{NAME}', which is no optimizer here; name adamw, muon"]

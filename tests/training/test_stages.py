@@ -12,7 +12,6 @@ import pytest
 
 from megatron_fanformer.checkpoint import store
 from megatron_fanformer.errors import InputError
-from megatron_fanformer.inspection.checkpoint import describe_run
 from megatron_fanformer.training.config import config_from_dict
 from megatron_fanformer.training.metrics import read_metrics
 from megatron_fanformer.training.preflight import check_run
@@ -127,27 +126,6 @@ def test_a_run_that_is_stopped_reads_what_one_reads_that_is_not(
     assert sum(counts.values()) == STEPS * BATCH
 
 
-def test_skipped_samples_are_not_counted_and_a_run_says_what_it_was_trained_on(
-    values: dict[str, Any], run_on_ranks: RunOnRanks, tmp_path: Path
-) -> None:
-    values["recovery"] = {"iterations_to_skip": [3, 10, 12]}
-    (tmp_path / "rows").mkdir()
-    for stop in (11, STEPS):
-        values["training"]["exit_interval"] = stop
-        run_on_ranks(1, train_recorded, values, tmp_path / "rows")
-    last = read_metrics(Path(values["training"]["run_dir"]))[-1]
-    tokens = {name: value for name, value in last.items() if name.startswith("data/") and name.endswith("/tokens")}
-    assert sum(tokens.values()) == (STEPS - 3) * BATCH * SEQ_LENGTH
-    tenth = read_metrics(Path(values["training"]["run_dir"]))[9]  # skipped itself
-    counted = sum(number for name, number in tenth.items() if name.startswith("data/") and name.endswith("/tokens"))
-    assert counted == (10 - 2) * BATCH * SEQ_LENGTH
-    assert last["data/1/epochs"] == last["data/1/tokens"] / (12 * SEQ_LENGTH)
-    (checkpoint,) = describe_run(Path(values["training"]["run_dir"]))["parts"]
-    read = checkpoint["sources"][f"{tmp_path}/long"]
-    assert (read["tokens"], read["epochs"]) == (tokens["data/long/tokens"], last["data/long/epochs"])
-    assert [stage["first_step"] for stage in checkpoint["data"]["train"]["stages"]] == [9, 17]
-
-
 def test_only_stages_to_come_may_be_changed(values: dict[str, Any], run_on_ranks: RunOnRanks, tmp_path: Path) -> None:
     """A run that began without them may get some; what it has been trained on stays."""
     stages, values["data"]["stages"] = values["data"]["stages"], {}
@@ -177,27 +155,6 @@ def test_only_stages_to_come_may_be_changed(values: dict[str, Any], run_on_ranks
         values["data"]["allow_change"] = ["train"]
         assert [change.name for change in check_run(config_from_dict(values), None).identity.changes] == ["train"]
         del values["data"]["allow_change"]
-
-
-@pytest.mark.parametrize("fields", [{"train_data": ["1", "{long}", "2", "{long}"]}, {"split": "50,50,0"}])
-def test_plain_runs_are_counted_too(
-    values: dict[str, Any], run_on_ranks: RunOnRanks, tmp_path: Path, fields: dict[str, Any]
-) -> None:
-    """A source that is named twice once, and epochs of a split by its part; a resume goes on from what is saved."""
-    long = str(tmp_path / "long")
-    changed = {
-        name: [word.format(long=long) for word in own] if name == "train_data" else own for name, own in fields.items()
-    }
-    values["data"] = {"train_data": [long], **changed}
-    (tmp_path / "rows").mkdir()
-    for stop in (7, STEPS):
-        values["training"]["exit_interval"] = stop
-        run_on_ranks(1, train_recorded, values, tmp_path / "rows")
-    last = read_metrics(Path(values["training"]["run_dir"]))[-1]
-    assert last["data/long/tokens"] == STEPS * BATCH * SEQ_LENGTH
-    lengths = [40 + number for number in range(60)]  # of its documents
-    epoch = sum(lengths[:30]) / SEQ_LENGTH if "split" in fields else (sum(lengths) - 1) // SEQ_LENGTH
-    assert last["data/long/epochs"] == pytest.approx(STEPS * BATCH / epoch, rel=1e-12)
 
 
 def test_the_masked_share_is_that_of_repetitive_samples(

@@ -1,7 +1,6 @@
 """The start of a run of many ranks: one of them looks at the files, and all go by what it found."""
 
 import os
-import pickle
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,40 +13,17 @@ import pytest
 from megatron_fanformer.checkpoint import store
 from megatron_fanformer.checkpoint.run_lock import run_lock
 from megatron_fanformer.cli import main
-from megatron_fanformer.data import datasets, index_cache
-from megatron_fanformer.data.token_files import DTYPES, INDEX_HEADER, INDEX_MAGIC
-from megatron_fanformer.runtime import agreement, parallel
-from megatron_fanformer.runtime.device import LAUNCHED_HERE, RankAddress
+from megatron_fanformer.runtime import parallel
+from megatron_fanformer.runtime.device import RankAddress
 from megatron_fanformer.training import start
 from megatron_fanformer.training.config import config_from_dict, load_config
 from megatron_fanformer.training.preflight import RunStart, _resume_problems, check_run
 from megatron_fanformer.training.samples import run_datasets
 from tests.small_runs import small_run, write_config, write_tokens
 
-RANKS = 64
-SEQUENCES = 150_000
-LENGTH = 2
 SAMPLES = 8
-COUNTERS = Path("/proc/self/io")
 
 RunOnRanks = Callable[..., list[Any]]
-
-
-def write_many(prefix: Path) -> str:
-    """Token files whose index is far larger than all else that a start reads: 20 bytes a document."""
-    code = next(code for code, dtype in DTYPES.items() if dtype == np.uint16)
-    np.zeros(SEQUENCES * LENGTH, np.uint16).tofile(f"{prefix}.bin")
-    with open(f"{prefix}.idx", "wb") as index:
-        index.write(INDEX_HEADER.pack(INDEX_MAGIC, 1, code, SEQUENCES, SEQUENCES + 1))
-        index.write(np.full(SEQUENCES, LENGTH, np.int32).tobytes())
-        index.write(np.arange(0, 2 * LENGTH * SEQUENCES, 2 * LENGTH, dtype=np.int64).tobytes())
-        index.write(np.arange(SEQUENCES + 1, dtype=np.int64).tobytes())
-    return str(prefix)
-
-
-def bytes_read() -> int:
-    """All that this process has read so far by system calls; what it mapped is not counted."""
-    return int(COUNTERS.read_text().split("rchar:")[1].split()[0])
 
 
 def address(rank: int, world_size: int) -> RankAddress:
@@ -67,62 +43,9 @@ def group(*_: Any) -> Iterator[str]:
     yield "cpu"
 
 
-class Recorded:
-    """In place of `on_main`, for ranks that start one after the other: the first one works, and the others hear."""
-
-    def __init__(self) -> None:
-        self.answers: list[bytes] = []
-        self.rank, self._heard = 0, 0
-
-    def next_rank(self) -> None:
-        self.rank, self._heard = self.rank + 1, 0
-
-    def __call__(self, function: Callable[[], Any]) -> Any:
-        if self.rank == 0:
-            self.answers.append(pickle.dumps(function()))
-        self._heard += 1
-        return pickle.loads(self.answers[self._heard - 1])
-
-
 def drawn(config: Any, begun: RunStart) -> list[list[int]]:
     train = run_datasets(config, begun.data).train
     return [train[sample]["tokens"].tolist() for sample in range(SAMPLES)]
-
-
-def starts(prefix: str, folder: Path) -> tuple[list[Any], list[int]]:
-    """The samples and the bytes read of a run's ranks, which start one after the other."""
-    folder.mkdir()
-    values = small_run(prefix, folder / "run", training={"global_batch_size": RANKS, "micro_batch_size": 1})
-    file = write_config(folder / "config.yaml", values)
-    agreed, samples, reads = Recorded(), [], []
-
-    def train(config: Any, _grid: Any, begun: RunStart, _log: Any) -> None:
-        samples.append(drawn(config, begun))
-
-    with (
-        mock.patch.object(agreement, "on_main", agreed),
-        mock.patch.multiple(parallel, process_group=group, rank_grid=group),
-        mock.patch.object(start, "_train", train),
-        mock.patch.object(datasets, "on_main", agreed),
-        mock.patch.object(index_cache, "on_main", agreed),
-    ):
-        for rank in range(RANKS):
-            before = bytes_read()
-            start.run_rank(file, [], address(rank, RANKS))
-            reads.append(bytes_read() - before)
-            agreed.next_rank()
-    return samples, reads
-
-
-@pytest.mark.skipif(not COUNTERS.exists(), reason="Linux alone counts a process's reads")
-def test_the_indices_are_read_once_and_not_by_every_rank(tmp_path: Path) -> None:
-    starts(write_tokens(tmp_path / "few"), tmp_path / "first")  # which imports what a start does
-    prefix = write_many(tmp_path / "tokens")
-    samples, reads = starts(prefix, tmp_path / "second")
-    assert all(own == samples[0] for own in samples)
-    size = Path(prefix + ".idx").stat().st_size
-    assert size < reads[0] < 2 * size
-    assert max(reads[1:]) < size / 4  # blocks of it, for each of a sample's documents of two tokens
 
 
 # -- on gloo ranks
@@ -137,27 +60,21 @@ def start_here(file: Path) -> dict[str, Any]:
     def train(config: Any, _grid: Any, begun: RunStart, _log: Any) -> None:
         found["samples"] = drawn(config, begun)
 
-    before = bytes_read()
     with mock.patch.object(parallel, "process_group", group), mock.patch.object(start, "_train", train):
         try:
             start.run_rank(file, [], address(dist.get_rank(), dist.get_world_size()))
         except Exception as error:
             code, was_reported = getattr(error, "exit_code", None), getattr(error, "already_reported", None)
             found["error"] = (type(error).__name__, str(error), code, was_reported)
-    return {**found, "read": bytes_read() - before}
+    return found
 
 
-def test_ranks_get_the_same_samples_and_one_of_them_reads_the_index(run_on_ranks: RunOnRanks, tmp_path: Path) -> None:
-    prefix = write_many(tmp_path / "tokens")
-    warm = small_run(write_tokens(tmp_path / "few"), tmp_path / "run")
-    run_on_ranks(4, start_here, write_config(tmp_path / "warm.yaml", warm))  # imports are read too
+def test_ranks_get_the_same_samples(run_on_ranks: RunOnRanks, tmp_path: Path) -> None:
+    prefix = write_tokens(tmp_path / "tokens")
     file = write_config(tmp_path / "config.yaml", small_run(prefix, tmp_path / "run", training={"micro_batch_size": 1}))
     ranks = run_on_ranks(4, start_here, file)
     config = load_config(file)
-    alone = drawn(config, check_run(config, None))
-    assert [rank["samples"] for rank in ranks] == [alone] * 4
-    size = Path(prefix + ".idx").stat().st_size
-    assert [rank["read"] > size for rank in ranks] == [True, False, False, False]
+    assert [rank["samples"] for rank in ranks] == [drawn(config, check_run(config, None))] * 4
 
 
 def spoil_the_index(prefix: str) -> None:
@@ -237,26 +154,6 @@ def test_one_rank_decides_once_which_checkpoint_a_run_goes_on_from(run_on_ranks:
 
 
 # -- started plainly
-
-
-def test_a_launched_rank_goes_by_what_its_launcher_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    values = small_run(write_tokens(tmp_path / "tokens"), tmp_path / "run")
-    file = write_config(tmp_path / "config.yaml", values)
-    found = check_run(load_config(file), None)
-    (tmp_path / "found").write_bytes(pickle.dumps((found, None)))
-    monkeypatch.setenv(LAUNCHED_HERE, str(tmp_path / "found"))
-    monkeypatch.setenv("RANK", "0")
-    taken: list[RunStart] = []
-
-    def train(_config: Any, _grid: Any, begun: RunStart, _log: Any) -> None:
-        taken.append(begun)
-
-    with (
-        mock.patch.multiple(parallel, process_group=group, rank_grid=group),
-        mock.patch.multiple(start, _train=train, check_settings=None),
-    ):
-        start.run_rank(file, [], address(0, 1))
-    assert taken == [found]
 
 
 @pytest.mark.parametrize(

@@ -4,18 +4,13 @@ import io
 import resource
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from rich.console import Console
 
-from megatron_fanformer.planning.flops import training_flops_per_token
-from megatron_fanformer.training.config import config_from_dict
-from megatron_fanformer.training.interrupts import Interrupts
-from megatron_fanformer.training.step import StepResult, weights_in_step
-from megatron_fanformer.training.step_metrics import StepMetrics
+from megatron_fanformer.training.step import weights_in_step
 from tests.small_runs import small_run, trainer_of
 from tests.training.layouts import gather, shards_of
 
@@ -85,26 +80,3 @@ def check_norms(found: list[Any], update_error: float = 1e-5) -> None:
         least, most = (max(held) for held in zip(*(own for _, _, own in found), strict=True))
         assert least <= metrics["peak_memory_bytes"] <= most
     assert len({metrics["peak_memory_bytes"] for metrics, _, _ in found}) == 1
-
-
-@pytest.mark.parametrize(
-    ("chip", "precision", "rate"),
-    [
-        ("NVIDIA H100 80GB HBM3", {"dtype": "bf16"}, 989.4e12),
-        ("NVIDIA H100 80GB HBM3", {"dtype": "bf16", "fp8": "hybrid"}, 1978.9e12),
-        ("NVIDIA A100-SXM4-80GB", {"dtype": "bf16", "fp8": "hybrid"}, None),  # which has none
-        ("NVIDIA H100 PCIe", {"dtype": "bf16"}, None),  # a slower chip
-    ],
-)
-def test_the_share_of_the_chips_rate(
-    monkeypatch: pytest.MonkeyPatch, chip: str, precision: dict[str, Any], rate: float | None
-) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: chip)
-    config = config_from_dict(small_run("tokens", Path("run"), precision=precision))
-    grid: Any = SimpleNamespace(device="cuda", world_size=4)
-    result = StepResult(loss=2.0, z_loss=0.0, grad_norm=1.0, tokens=1000, interrupts=Interrupts())
-    metrics = StepMetrics(config, grid).of_step(result, seconds=0.5, learning_rate=1e-3, consumed_tokens=5000)
-    flops = 2000 * training_flops_per_token(config.model)
-    assert metrics["tokens_per_second"] == 2000 and metrics["model_flops_per_second"] == flops
-    share = metrics.get("model_flops_utilization")
-    assert share is None if rate is None else share == pytest.approx(flops / (4 * rate))

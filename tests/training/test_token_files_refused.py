@@ -54,8 +54,3 @@ def test_a_changed_field_of_the_index(tmp_path: Path, refused: Refused, field: s
     Path(prefix + ".idx").write_bytes(data)
     line = refused(prefix, 3)
     assert f"{prefix}.idx" in line and field in line
-
-
-def test_half_a_token_in_a_npy_file(tmp_path: Path, refused: Refused) -> None:
-    (tmp_path / "a.npy").write_bytes(bytes(1001))
-    assert "holds 1001 bytes, not a multiple of 2" in refused(str(tmp_path / "a.npy"), 3)

@@ -22,7 +22,7 @@ from megatron_fanformer.training.config import RunConfig, config_from_dict
 from megatron_fanformer.training.metrics import read_metrics
 from megatron_fanformer.training.optimizer import build_optimizer
 from megatron_fanformer.training.schedule import build_scheduler
-from tests.small_runs import SEQ_LENGTH, VOCAB_SIZE, small_run, trainer_of
+from tests.small_runs import SEQ_LENGTH, small_run, trainer_of
 from tests.training.layouts import gather, shards_of
 
 SAME_LOSS = 1e-6  # relative, between layouts
@@ -208,28 +208,6 @@ def test_a_checkpoint_of_tp2_goes_on_in_another_layout(
 # -- the model that is trained
 
 
-def outputs_before_and_after_scaling_a_norm(values: dict[str, Any], layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-    config = config_from_dict(values)
-    tokens = torch.arange(SEQ_LENGTH).unsqueeze(0) % VOCAB_SIZE
-    positions = torch.arange(SEQ_LENGTH).unsqueeze(0)
-    with rank_grid(config.parallel, "cpu") as grid, torch.no_grad():
-        seed_everything(1)
-        (stage,) = build_stages(config.model, config.parallel, grid, dtype=torch.float32, seed=1)
-        before = stage(tokens, positions, None)
-        stage.decoder.layers[layer].input_layernorm.weight.mul_(1.5)
-        return before, stage(tokens, positions, None)
-
-
-@pytest.mark.parametrize("placement", ["qkv", "none"])
-@pytest.mark.parametrize("layer", [0, 1])
-def test_no_input_norm_is_dropped(
-    run_on_ranks: RunOnRanks, tmp_path: Path, tokens: str, placement: str, layer: int
-) -> None:
-    values = small_run(tokens, tmp_path, model={"fan": {"placement": placement}})
-    [(before, after)] = run_on_ranks(1, outputs_before_and_after_scaling_a_norm, values, layer)
-    assert (before - after).abs().max() > 1e-2
-
-
 def pieces_around_a_step_without_gradient(values: dict[str, Any]) -> tuple[Any, Any]:
     """Weight decay alone moves a weight then. All weights are away from zero."""
     from megatron_fanformer.training.step import wrap_stages
@@ -282,19 +260,6 @@ def test_weight_decay_falls_on_linear_weights_alone(
     linear = {name for name, weight in before.items() if weight.ndim == 2 and "embedding" not in name}
     assert moved == linear
     assert ("output_layer.weight" in moved) is untied
-
-
-def threads() -> int:
-    return len(list(Path("/proc/self/task").iterdir()))
-
-
-def test_runs_one_after_another_leave_no_threads(run_on_ranks: RunOnRanks, tmp_path: Path, tokens: str) -> None:
-    """A gloo group has three, one of which wakes up a hundred times a second."""
-    left = []
-    for number in range(3):
-        run_on_ranks(1, diverge, small_run(tokens, tmp_path / f"{number}"), spoil_loss)
-        left += run_on_ranks(1, threads)
-    assert left[1] == left[2]
 
 
 # -- numbers that go bad

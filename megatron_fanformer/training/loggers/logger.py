@@ -1,6 +1,5 @@
-"""Base of the loggers: their configuration, their needs, a run's files that they own, and what they record."""
+"""Base of the loggers: their needs, a run's files that they own, and what they record."""
 
-import importlib.util
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,18 +24,16 @@ class Start:
     values: dict[str, Any]
     """The resolved configuration."""
     logging: Any
-    """The section `logging`, which has the fields of every logger."""
+    """The section `logging`."""
     console: "Console"
 
 
 class Logger(ABC):
     """Something that records metrics; it is opened as it is made, and made anew after the run went back.
 
-    A new one is a module with a class like this, and its entry in `LOGGERS`: all else follows from these.
+    A new one is a module with a class like this, its entry in `LOGGERS`, and a field that turns it on.
     """
 
-    Fields: ClassVar[type | None] = None
-    """A dataclass of its fields in the section `logging`, with a docstring each."""
     setting: ClassVar[str | None] = None
     """The field of the section `logging` that turns it on, unless that is null or false; None: it is always on."""
     package: ClassVar[str | None] = None
@@ -62,23 +59,3 @@ class Logger(ABC):
     def is_on(cls, config: Any) -> bool:
         """Return whether the section `logging` asks for it."""
         return cls.setting is None or getattr(config, cls.setting) not in (None, False)
-
-    @classmethod
-    def problems(cls, config: Any) -> list[str]:
-        """Return the rules of its fields that the section breaks, one line each."""
-        return []
-
-    @classmethod
-    def machine_problems(cls, config: Any) -> list[str]:
-        """Return what this machine lacks for it, one line each."""
-        if cls.package is None or cls.setting is None:
-            return []
-        found = importlib.util.find_spec(cls.package)
-        if found is not None and found.origin is not None:  # else a folder of that name, as W&B itself makes
-            return []
-        value = getattr(config, cls.setting)
-        shown, off = ("true", "false") if value is True else (value, "null")
-        return [
-            f"logging.{cls.setting} is {shown}, but {cls.package} is not installed; install "
-            f"megatron_fanformer[{cls.package}], or set it to {off}"
-        ]

@@ -1,20 +1,10 @@
 """A run's progress on the terminal."""
 
 import time
-from dataclasses import dataclass
 from typing import Any
 
-from megatron_fanformer.errors import broken_fields
 from megatron_fanformer.training.loggers.logger import Logger, Start
 from megatron_fanformer.training.metrics import console_text
-
-
-@dataclass(frozen=True, kw_only=True)
-class ProgressFields:
-    """The fields of the progress line."""
-
-    log_interval: int = 10
-    """Steps between printed lines if the output is not a terminal."""
 
 
 def clock(seconds: float) -> str:
@@ -27,7 +17,6 @@ def clock(seconds: float) -> str:
 class ProgressLine(Logger):
     """Shows a live line on a terminal; elsewhere prints a line every `log_interval` steps."""
 
-    Fields = ProgressFields
     is_needed = True
 
     def __init__(self, start: Start) -> None:
@@ -59,11 +48,6 @@ class ProgressLine(Logger):
     def close(self, *, failed: bool = False) -> None:
         """End the live line."""
         self._bar.stop()
-
-    @classmethod
-    def problems(cls, config: ProgressFields) -> list[str]:
-        """Return the rules of its fields that are broken."""
-        return broken_fields("logging", config, "be at least 1", lambda value: value < 1, "log_interval")
 
     def _seconds_left(self, step: int) -> float:
         return (time.monotonic() - self._started) / max(1, step - self._first) * (self._total - step)

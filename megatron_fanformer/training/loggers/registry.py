@@ -3,12 +3,13 @@
 A resumed run takes away what was logged after the checkpoint that it resumes from, so that each step appears once.
 """
 
+import importlib.util
 import logging
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import yaml
 
@@ -30,18 +31,28 @@ LOGGERS: dict[str, type[Logger]] = {
     "TensorBoard": TensorBoard,
     "Weights & Biases": WeightsAndBiases,
 }
-"""The loggers by their names in messages and pages. Their fields stand in this order in the section `logging`, and they
-are closed in it: what may wait for a server, and be ended meanwhile, comes last."""
-# Of a dataclass the last base comes first.
-_FIELDS = [kind.Fields for kind in reversed(LOGGERS.values()) if kind.Fields is not None]
+"""The loggers by their names in messages and pages. They are closed in this order: what may wait for a server, and be
+ended meanwhile, comes last."""
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
-class LoggingConfig(*_FIELDS):  # type: ignore[misc]  # the table's, whichever they are
+class LoggingConfig:
     """What is recorded, and how often it is shown."""
 
+    log_interval: int = 10
+    """Steps between printed lines if the output is not a terminal."""
+    tensorboard: bool = True
+    """Write TensorBoard's event files."""
+    wandb_project: str | None = None
+    """Project of Weights & Biases (the extra `wandb`); null: none."""
+    wandb_entity: str | None = None
+    """Team or user there; null: the account's own."""
+    wandb_exp_name: str | None = None
+    """Name of the run there; null: W&B chooses."""
+    wandb_mode: Literal["online", "offline"] | None = None
+    """`offline` keeps the log in the run's folder, for `wandb sync`; null: by WANDB_MODE, else online."""
     norm_interval: int | None = 100
     """Steps between norms of weights and updates, and peak memory; null: none."""
     phase_interval: int | None = 1000
@@ -63,10 +74,9 @@ class LoggingConfig(*_FIELDS):  # type: ignore[misc]  # the table's, whichever t
 
     def problems(self) -> list[str]:
         """Return the rules of single fields that this configuration breaks, one line each."""
-        found = [problem for kind in LOGGERS.values() for problem in kind.problems(self)]
         intervals = ("norm_interval", "phase_interval", "source_interval", "straggler_interval")
         return [
-            *found,
+            *broken_fields("logging", self, "be at least 1", lambda value: value < 1, "log_interval"),
             *broken_fields("logging", self, "be at least 1, or null", lambda value: value < 1, *intervals),
             *broken_fields("logging", self, "be above 1", lambda value: not value > 1, "straggler_factor"),
             *broken_fields("logging", self, "be [FIRST, LAST] with 1 <= FIRST <= LAST", _is_no_span, "profile_steps"),
@@ -98,8 +108,18 @@ def _are_no_ranks(ranks: list[int]) -> bool:
 
 
 def logger_problems(config: LoggingConfig) -> list[str]:
-    """Return what this machine lacks for the loggers that the section `logging` asks for, one line each."""
-    return [line for kind in LOGGERS.values() if kind.is_on(config) for line in kind.machine_problems(config)]
+    """Return the packages that this machine lacks for the loggers that are on, one line each."""
+    found = []
+    for kind in LOGGERS.values():
+        if kind.package is None or not kind.is_on(config):
+            continue
+        package = importlib.util.find_spec(kind.package)
+        if package is None or package.origin is None:  # a folder of that name, as W&B itself makes
+            found.append(
+                f"logging.{kind.setting} is set, but {kind.package} is not installed; install "
+                f"megatron_fanformer[{kind.package}], or turn it off"
+            )
+    return found
 
 
 class Loggers:

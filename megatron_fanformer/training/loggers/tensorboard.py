@@ -1,6 +1,5 @@
 """TensorBoard's event files: the metrics in groups, charts of several, the losses by tokens, the configuration."""
 
-from dataclasses import dataclass
 from typing import Any, cast
 
 import yaml
@@ -14,18 +13,9 @@ FOLDER = "tensorboard"
 BY_TOKENS = "by_tokens"  # a run beside the other in TensorBoard, whose axis is tokens, not steps
 
 
-@dataclass(frozen=True, kw_only=True)
-class TensorBoardFields:
-    """The fields of TensorBoard."""
-
-    tensorboard: bool = True
-    """Write TensorBoard's event files."""
-
-
 class TensorBoard(Logger):
     """Writes two runs, one by steps and one by tokens."""
 
-    Fields = TensorBoardFields
     setting = "tensorboard"
     files = (FOLDER,)
 

@@ -2,8 +2,7 @@
 
 import logging
 import uuid
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from megatron_fanformer.durable_files import regular_file, write_atomically
 from megatron_fanformer.training.loggers.logger import Logger, Start
@@ -17,24 +16,9 @@ SECONDS = 60  # a run's longest wait for its server, at its start and end
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, kw_only=True)
-class WeightsAndBiasesFields:
-    """The fields of Weights & Biases."""
-
-    wandb_project: str | None = None
-    """Project of Weights & Biases (the extra `wandb`); null: none."""
-    wandb_entity: str | None = None
-    """Team or user there; null: the account's own."""
-    wandb_exp_name: str | None = None
-    """Name of the run there; null: W&B chooses."""
-    wandb_mode: Literal["online", "offline"] | None = None
-    """`offline` keeps the log in the run's folder, for `wandb sync`; null: by WANDB_MODE, else online."""
-
-
 class WeightsAndBiases(Logger):
     """Keeps one W&B run for the whole run, however often that is resumed: its id is kept in the run's folder."""
 
-    Fields = WeightsAndBiasesFields
     setting = "wandb_project"
     package = "wandb"
     files = (FOLDER,)
@@ -42,7 +26,7 @@ class WeightsAndBiases(Logger):
     def __init__(self, start: Start) -> None:
         import wandb
 
-        config: WeightsAndBiasesFields = start.logging
+        config = start.logging
         file, given = start.run / RUN_ID, start.run / LAST_STEP
         file.parent.mkdir(exist_ok=True)
         given.touch()
