@@ -4,7 +4,7 @@ One process does it for all ranks (see start.py); what it found is a RunStart, w
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -71,45 +71,21 @@ class RunStart:
     """Fields of the configuration that differ from the checkpoint's, as the end of a line."""
 
 
-class CheckedSettings(NamedTuple):
-    """A run without problems, as far as that can be checked without torch."""
-
-    config: RunConfig
-    """The configuration, with its number of steps filled in."""
-    resuming: "_Resuming"
-    loaded: Path | None
-    evaluation: EvaluationSurvey
-
-    @property
-    def is_complete(self) -> bool:
-        """Return whether the run's last step is saved, so that a start has nothing left to do.
-
-        Where the run has a mirror, it has: to copy what is not there yet.
-        """
-        resumed, damaged = self.resuming.checkpoint, self.resuming.damaged
-        if resumed is None or damaged or self.config.checkpoint.mirror is not None:
-            return False
-        return store.step_of(resumed) == self.config.training.steps
-
-
-def check_run(config: RunConfig, world_size: int | None) -> RunStart:
+def check_run(
+    config: RunConfig, world_size: int | None, *, before_torch: Callable[[], None] = lambda: None
+) -> RunStart | None:
     """Check a run in a world of that many ranks (None: to be launched here), and return what it starts from.
+
+    Args:
+        before_torch: is called once all is checked but the machine and the data, which takes torch.
+
+    Returns:
+        None, with a log line, if its last step is saved already.
 
     Raises:
         InputError: every problem, one line each; what this machine lacks, if nothing else is wrong; data that are not
             what the run has used so far.
         CorruptError: token files or a checkpoint are damaged.
-    """
-    return check_machine_and_data(check_settings(config, world_size))
-
-
-def check_settings(config: RunConfig, world_size: int | None) -> CheckedSettings:
-    """Check all of a run but the machine and the data, as `check_run` does, without torch, which takes seconds to
-    import.
-
-    Raises:
-        InputError: every problem, one line each.
-        CorruptError: a checkpoint is damaged.
     """
     found: list[str] = []
     replicas = None
@@ -129,24 +105,22 @@ def check_settings(config: RunConfig, world_size: int | None) -> CheckedSettings
     if found and (config.checkpoint.mirror or is_url(config.checkpoint.load or "")):
         raise InputError("\n".join(found))  # nothing is fetched for a run that cannot start
     if points := collect_problems(found, lambda: _starting_points(config)):
-        found += _checkpoint_problems(points[0].checkpoint, points[1], config, length_field)
+        found += _checkpoint_problems(points, config, length_field)
     if found or points is None or evaluation is None:
         raise InputError("\n".join(found))
-    return CheckedSettings(config, *points, evaluation)
-
-
-def check_machine_and_data(checked: CheckedSettings) -> RunStart:
-    """Check the machine and the data, the rest of `check_run`, which imports torch.
-
-    Raises:
-        InputError: what this machine lacks; data that are not what the run has used so far.
-        CorruptError: token files are damaged.
-    """
-    config = checked.config
+    is_saved = points.resumed is not None and store.step_of(points.resumed) == config.training.steps
+    if is_saved and not points.damaged and config.checkpoint.mirror is None:  # else to copy what is not there yet
+        steps = f"{config.training.steps:,}"
+        logger.info(
+            "complete: %s of %s steps in %s; raise training.%s to train on, or name another training.run_dir",
+            *(steps, steps, config.training.run_dir, length_field),
+        )
+        return None
+    before_torch()
     if found := machine_problems(config):
         raise InputError("\n".join(found))
     data = check_data(config, for_run=True)
-    start = _start(checked, data, allowed=config.data.allow_change)
+    start = _started(config, points, data, evaluation, allowed=config.data.allow_change)
     _warn_of_other_tokenizer(start)
     return start
 
@@ -158,7 +132,7 @@ def check_data(config: RunConfig, *, for_run: bool = False) -> DataSurvey:
         for_run: see `survey_data`.
 
     Raises:
-        InputError, CorruptError: as `check_machine_and_data`.
+        InputError, CorruptError: as `check_run`.
     """
     with log_if_slow("reading the indices of the token files"):
         data = survey_data(config.data, config.model.vocab_size, for_run=for_run)
@@ -176,10 +150,9 @@ def find_start(config: RunConfig) -> RunStart:
     Raises:
         InputError, CorruptError: a file that it would start from is missing or damaged.
     """
-    resuming, loaded = _starting_points(config)
+    points = _starting_points(config)
     config = with_steps(config)
-    data = survey_data(config.data)
-    return _start(CheckedSettings(config, resuming, loaded, _evaluation(config)), data, allowed=None)
+    return _started(config, points, survey_data(config.data), _evaluation(config), allowed=None)
 
 
 def _evaluation(config: RunConfig) -> EvaluationSurvey:
@@ -262,33 +235,37 @@ def run_stages(config: RunConfig, data: DataSurvey) -> list[Stage]:
     return ordered(data.train, data.stages, **sizes)
 
 
-class _Resuming(NamedTuple):
-    """A run's own checkpoint to resume from, those before it, and the damaged ones after it."""
+class _StartingPoints(NamedTuple):
+    """Checkpoints that a run starts from: the fields of `RunStart`."""
 
-    checkpoint: Path | None = None
+    resumed: Path | None = None
     earlier: tuple[Path, ...] = ()
     damaged: tuple[tuple[Path, CorruptError], ...] = ()
+    loaded: Path | None = None
 
 
-def _start(checked: CheckedSettings, data: DataSurvey, *, allowed: Sequence[str] | None) -> RunStart:
-    config, (checkpoint, earlier, damaged), loaded, evaluation = checked
-    usable = earlier if config.recovery.use_earlier_checkpoint else ()
-    candidates = () if checkpoint is None else (checkpoint, *usable)
+def _started(
+    config: RunConfig,
+    points: _StartingPoints,
+    data: DataSurvey,
+    evaluation: EvaluationSurvey,
+    *,
+    allowed: Sequence[str] | None,
+) -> RunStart:
+    usable = points.earlier if config.recovery.use_earlier_checkpoint else ()
+    candidates = () if points.resumed is None else (points.resumed, *usable)
     return RunStart(
-        resumed=checkpoint,
-        earlier=earlier,
-        damaged=damaged,
-        loaded=loaded,
+        **points._asdict(),
         data=data,
         identity=_identity(config, data, candidates, allowed=allowed),
         train_iters=config.training.steps,
         evaluation=evaluation,
-        changes=_changes_since(checkpoint, config),
-        events=tuple(read_events(Path(config.training.run_dir))) if checkpoint else (),
+        changes=_changes_since(points.resumed, config),
+        events=tuple(read_events(Path(config.training.run_dir))) if points.resumed else (),
     )
 
 
-def _starting_points(config: RunConfig) -> tuple[_Resuming, Path | None]:
+def _starting_points(config: RunConfig) -> _StartingPoints:
     """Find the checkpoint that a run resumes from, or the one whose weights it starts with.
 
     Raises:
@@ -306,18 +283,18 @@ def _starting_points(config: RunConfig) -> tuple[_Resuming, Path | None]:
         with log_if_slow(f"looking for a newer checkpoint on {redacted(config.checkpoint.mirror)}"):
             fetch_newer(config.checkpoint.mirror, run, use_earlier=config.recovery.use_earlier_checkpoint)
     resuming = _resuming(store.checkpoints_to_resume(run), config.recovery)
-    if resuming.checkpoint or not config.checkpoint.load:
-        return resuming, None
+    if resuming.resumed or not config.checkpoint.load:
+        return resuming
     try:
         load: str | Path = config.checkpoint.load
         if is_url(load):  # into the run's folder, which all of its machines see
             load = fetch_checkpoint(str(load), run / store.LOADED, logger.info)
-        return resuming, find_checkpoint(load)
+        return resuming._replace(loaded=find_checkpoint(load))
     except InputError as error:
         raise InputError(f"checkpoint.load: {error}") from None
 
 
-def _resuming(candidates: list[Path], recovery: RecoveryConfig) -> _Resuming:
+def _resuming(candidates: list[Path], recovery: RecoveryConfig) -> _StartingPoints:
     """Find the first checkpoint whose small files are sound; the ranks check tensor files when they load them."""
     damaged: list[tuple[Path, CorruptError]] = []
     for number, checkpoint in enumerate(candidates):
@@ -328,20 +305,20 @@ def _resuming(candidates: list[Path], recovery: RecoveryConfig) -> _Resuming:
             if not recovery.use_earlier_checkpoint:
                 break
         else:
-            return _Resuming(checkpoint, tuple(candidates[number + 1 :]), tuple(damaged))
+            return _StartingPoints(checkpoint, tuple(candidates[number + 1 :]), tuple(damaged))
     if damaged:
         raise damaged[0][1]
-    return _Resuming()
+    return _StartingPoints()
 
 
-def _checkpoint_problems(resumed: Path | None, loaded: Path | None, config: RunConfig, length_field: str) -> list[str]:
-    if resumed:
-        return _resume_problems(resumed, config, length_field)
-    if loaded is None:
+def _checkpoint_problems(points: _StartingPoints, config: RunConfig, length_field: str) -> list[str]:
+    if points.resumed:
+        return _resume_problems(points.resumed, config, length_field)
+    if points.loaded is None:
         return []
     # Positions that are no longer scaled, where the checkpoint's are, were rather forgotten than meant.
     ignoring = OF_THE_RUN if config.model.rope_scaling.is_scaled else ("seq_length",)
-    return _model_problems(loaded, config, ignoring=ignoring)
+    return _model_problems(points.loaded, config, ignoring=ignoring)
 
 
 def _tokenizer_problems(config: RunConfig) -> list[str]:

@@ -1,17 +1,15 @@
 """Presets of `model.preset`: one of the paper's sizes, or the model of the checkpoint that a run starts from."""
 
 import dataclasses
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from megatron_fanformer.checkpoint import store
-from megatron_fanformer.checkpoint.remote import query_remote
-from megatron_fanformer.errors import CorruptError, InputError, redacted
+from megatron_fanformer.errors import CorruptError, InputError
 from megatron_fanformer.formats.recognition import find_checkpoint
 from megatron_fanformer.model.config import PRESETS, FANformerConfig
-from megatron_fanformer.stores import is_url, url_problem
+from megatron_fanformer.stores import is_url
 
 PRESET_KEY = "model.preset"
 FROM_CHECKPOINT = "from-checkpoint"
@@ -70,28 +68,15 @@ def _checkpoint_and_model(values: dict[str, Any]) -> tuple[str, FANformerConfig]
     if load is None:
         raise InputError(f"{PRESET_KEY} is {FROM_CHECKPOINT}, but checkpoint.load names none; name one")
     if is_url(load):
-        return redacted(load), _model_on_another_store(load)
+        raise InputError(
+            f"{PRESET_KEY} is {FROM_CHECKPOINT}, but checkpoint.load is on another store; state the model's fields, or "
+            "copy the checkpoint here"
+        )
     try:
         found = find_checkpoint(load)
     except InputError as error:
         raise InputError(f"checkpoint.load: {error} ({PRESET_KEY} is {FROM_CHECKPOINT})") from None
     return str(found), store.saved_model(found)
-
-
-def _model_on_another_store(url: str) -> FANformerConfig:
-    """Read the model from the configuration of a run or checkpoint there, which is all that is fetched."""
-    if problem := url_problem("checkpoint.load", url):
-        raise InputError(problem)
-    folder_url = url.rstrip("/").removesuffix(f"/{store.CHECKPOINTS}")
-    content = query_remote(folder_url, lambda remote: remote.fetch_record(store.CONFIG))
-    if content is None:
-        raise InputError(f"checkpoint.load: {folder_url} has no {store.CONFIG}; name a run or a checkpoint")
-    with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / store.CONFIG).write_bytes(content)
-        try:
-            return store.saved_model(Path(folder))
-        except CorruptError as error:
-            raise CorruptError(str(error).replace(folder, folder_url)) from None
 
 
 def _text(values: dict[str, Any], section: str, name: str) -> str | None:

@@ -18,13 +18,7 @@ from megatron_fanformer.runtime import environment
 from megatron_fanformer.runtime.launch import RankFailed, launch_ranks, read_found, refuse_ranks_without_gpu
 from megatron_fanformer.runtime.layout import ParallelConfig
 from megatron_fanformer.training.config import RunConfig, load_config, print_on_stderr
-from megatron_fanformer.training.preflight import (
-    CheckedSettings,
-    RunStart,
-    check_machine_and_data,
-    check_run,
-    check_settings,
-)
+from megatron_fanformer.training.preflight import RunStart, check_run
 from megatron_fanformer.training.run_log import FILE_ONLY, RunLog, log_file, run_log
 
 if TYPE_CHECKING:
@@ -54,13 +48,10 @@ def start_run(file: Path, overrides: Sequence[str], arguments: Sequence[str], lo
     # The lock comes before its checkpoint is chosen: a run that is about to end may be saving another one.
     locked = run_lock(run)
     with run_log(rank=0) as started, locked:
-        checked = _unless_complete(config, None)
-        if checked is None:
+        start = check_run(config, None, before_torch=lambda: _begin(config))
+        if start is None:
             return None
-        ranks = config.parallel.resolve_data_parallel_size(None) * config.parallel.model_parallel_size
-        _log_start(config.parallel, ranks, " on this machine")
-        _prepare(config.run_shape(ranks))
-        start = check_machine_and_data(checked)
+        ranks = _local_ranks(config)
         refuse_ranks_without_gpu(
             ranks,
             config.runtime,
@@ -79,21 +70,14 @@ def start_run(file: Path, overrides: Sequence[str], arguments: Sequence[str], lo
     return run
 
 
-def _unless_complete(config: RunConfig, world_size: int | None) -> CheckedSettings | None:
-    """Return a run's checked settings; None, with a log line, if its last step is saved already.
+def _local_ranks(config: RunConfig) -> int:
+    return config.parallel.resolve_data_parallel_size(None) * config.parallel.model_parallel_size
 
-    Raises:
-        InputError, CorruptError: like `check_settings`.
-    """
-    checked = check_settings(config, world_size)
-    if not checked.is_complete:
-        return checked
-    steps, length = checked.config.training.steps, config.training.length_field
-    logger.info(
-        "complete: %s of %s steps in %s; raise training.%s to train on, or name another training.run_dir",
-        *(f"{steps:,}", f"{steps:,}", config.training.run_dir, length),
-    )
-    return None
+
+def _begin(config: RunConfig) -> None:
+    """Log that local ranks start, and set what libraries read."""
+    _log_start(config.parallel, _local_ranks(config), " on this machine")
+    _prepare(config.run_shape(_local_ranks(config)))
 
 
 def _log_start(parallel: ParallelConfig, ranks: int, place: str = "") -> None:
@@ -122,7 +106,10 @@ def _launch(config: RunConfig, ranks: int, arguments: Sequence[str], start: RunS
             is_crash = failure.exit_code == FanformerError.exit_code and not failure.was_stopping
             if config.training.max_restarts == 0 or not is_crash:
                 raise
-            before, start = start, check_run(config, None)
+            before, begun = start, check_run(config, None)
+            if begun is None:
+                return  # after the last save
+            start = begun
             restarts = 1 if start.resumed != before.resumed else restarts + 1
             if restarts > config.training.max_restarts:
                 logger.warning("no new checkpoint in %d restarts; training.max_restarts allows no more", restarts - 1)
@@ -172,10 +159,8 @@ def run_rank(
                 if (found := read_found()) is not None:
                     return cast(tuple[RunStart, str | None], found)
                 held.enter_context(run_lock(run))
-                checked = _unless_complete(config, address.world_size)
-                if checked is None:
-                    return None
-                return check_machine_and_data(checked), None
+                begun = check_run(config, address.world_size)
+                return None if begun is None else (begun, None)
 
             if (found_start := on_main(find)) is None:
                 return None

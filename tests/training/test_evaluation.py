@@ -203,22 +203,6 @@ def test_all_that_is_wrong_with_the_section_is_told_at_once(
     assert "gsm8k, whose answers a model writes" in written
 
 
-def test_files_that_do_not_fit_the_run_are_told_at_once(
-    tmp_path: Path, tokens: str, evaluated: dict[str, Any], small_tokenizer_file: Path
-) -> None:
-    big = {"model": {"vocab_size": 600}}
-    evaluated["data"]["tokenizer"] = str(small_tokenizer_file)
-    evaluated["evaluation"]["perplexity"]["sets"]["absent"] = [str(tmp_path / "absent")]
-    tokenizer, absent = problems(small_run(tokens, tmp_path / "run", **evaluated, **big))
-    assert "another tokenizer" in tokenizer and "evaluation.perplexity.sets.absent" in absent
-    del evaluated["data"]["tokenizer"], evaluated["evaluation"]["perplexity"]
-    (untold,) = problems(small_run(tokens, tmp_path / "run", **evaluated, **big))
-    assert "data.tokenizer, which it must be the same as, is null" in untold
-    evaluated["evaluation"]["requests"] = str(tmp_path / "absent.requests")
-    (missing,) = problems(small_run(tokens, tmp_path / "run", **evaluated, **big))
-    assert missing.startswith("evaluation.requests: ") and "cannot be read" in missing
-
-
 def test_ids_beyond_the_vocabulary_and_graphs_of_one_shape_are_refused(
     tmp_path: Path, tokens: str, evaluated: dict[str, Any], requests: str, small_tokenizer_file: Path
 ) -> None:
