@@ -72,15 +72,17 @@ class RunStart:
 
 
 def check_run(
-    config: RunConfig, world_size: int | None, *, before_torch: Callable[[], None] = lambda: None
+    config: RunConfig,
+    world_size: int | None,
+    *,
+    unless_complete: bool = False,
+    before_torch: Callable[[], None] = lambda: None,
 ) -> RunStart | None:
     """Check a run in a world of that many ranks (None: to be launched here), and return what it starts from.
 
     Args:
+        unless_complete: return None, with a log line, if the last step is saved already.
         before_torch: is called once all is checked but the machine and the data, which takes torch.
-
-    Returns:
-        None, with a log line, if its last step is saved already.
 
     Raises:
         InputError: every problem, one line each; what this machine lacks, if nothing else is wrong; data that are not
@@ -108,7 +110,7 @@ def check_run(
         found += _checkpoint_problems(points, config, length_field)
     if found or points is None or evaluation is None:
         raise InputError("\n".join(found))
-    is_saved = points.resumed is not None and store.step_of(points.resumed) == config.training.steps
+    is_saved = unless_complete and points.resumed is not None and store.step_of(points.resumed) == config.training.steps
     if is_saved and not points.damaged and config.checkpoint.mirror is None:  # else to copy what is not there yet
         steps = f"{config.training.steps:,}"
         logger.info(

@@ -48,7 +48,7 @@ def start_run(file: Path, overrides: Sequence[str], arguments: Sequence[str], lo
     # The lock comes before its checkpoint is chosen: a run that is about to end may be saving another one.
     locked = run_lock(run)
     with run_log(rank=0) as started, locked:
-        start = check_run(config, None, before_torch=lambda: _begin(config))
+        start = check_run(config, None, unless_complete=True, before_torch=lambda: _begin(config))
         if start is None:
             return None
         ranks = _local_ranks(config)
@@ -106,7 +106,7 @@ def _launch(config: RunConfig, ranks: int, arguments: Sequence[str], start: RunS
             is_crash = failure.exit_code == FanformerError.exit_code and not failure.was_stopping
             if config.training.max_restarts == 0 or not is_crash:
                 raise
-            before, begun = start, check_run(config, None)
+            before, begun = start, check_run(config, None, unless_complete=True)
             if begun is None:
                 return  # after the last save
             start = begun
@@ -159,7 +159,7 @@ def run_rank(
                 if (found := read_found()) is not None:
                     return cast(tuple[RunStart, str | None], found)
                 held.enter_context(run_lock(run))
-                begun = check_run(config, address.world_size)
+                begun = check_run(config, address.world_size, unless_complete=True)
                 return None if begun is None else (begun, None)
 
             if (found_start := on_main(find)) is None:

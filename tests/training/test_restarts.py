@@ -38,7 +38,7 @@ class Launches:
         """Returns how often the ranks were launched."""
         with (
             mock.patch.object(start, "launch_ranks", self._launch),
-            mock.patch.object(start, "check_run", lambda *_: next(self._saved)),
+            mock.patch.object(start, "check_run", lambda *_, **__: next(self._saved)),
             mock.patch.object(start.time, "sleep", self.pauses.append),
         ):
             start._launch(self._config, 2, [], begun(0))
