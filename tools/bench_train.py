@@ -2,11 +2,11 @@ r"""Measure training steps: seconds, tokens/s, model FLOP/s, memory; of cases th
 
     python tools/bench_train.py                                   # a small model on this machine's CPU
     python tools/bench_train.py --preset fanformer-1b --alone --micro-batch-size 8 --json steps.json \
-        --case F fanformer --case FP8 fanformer 'precision.fp8="hybrid"' --case T transformer 'layout=tp=2'
+        --case F fanformer --case FP8 fanformer precision.fp8=hybrid --case T transformer 'layout=tp=2'
 
 A case is a name, a model and settings. Models: `fanformer`, that of the preset or configuration; `transformer`, the
 same without FAN; `same-params`, the FANformer of as many parameters as that (less d_ff); `p=0.125` and the like.
-Settings: fields with their section, as JSON; a layout as for `parity`; variables of the environment (`NAME=value`).
+Settings: fields with their section, as YAML; a layout as for `parity`; variables of the environment (`NAME=value`).
 `--peers` adds plain PyTorch on the model for transformers (`benchmarking.peers`), on a CPU.
 
 Every case is a whole Trainer on random tokens, in processes of its own. Cases take turns, so that a busy machine slows
@@ -34,10 +34,11 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+import yaml
 from benchmarking.machine import measured_machine, predicted_seconds
 from benchmarking.matrix_rate import MatrixClock, Rates
-from benchmarking.peers import Peer, runnable_peers, start_peer
-from benchmarking.ranks import CaseProcesses, Ended, Timing, ranks_of, run_values, write_tokens
+from benchmarking.peers import PEERS, Peer, start_peer
+from benchmarking.ranks import CaseProcesses, Ended, ranks_of, run_values, write_tokens
 
 from megatron_fanformer.durable_files import file_problems, write_atomically
 from megatron_fanformer.errors import FanformerError, InputError
@@ -67,7 +68,8 @@ class Case:
     world_size: int = 1
     peer: Peer | None = None
     """A program that trains it in place of a Trainer."""
-    turns: list[Timing] = field(default_factory=list)
+    turns: list[float] = field(default_factory=list)
+    """Seconds of a step."""
     rates: list[Rates] = field(default_factory=list)
     """Of the machine in the rounds of the turns."""
     predictions: list[float] = field(default_factory=list)
@@ -117,23 +119,17 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--peers", action="store_true", help="plain PyTorch besides, on the model")
     parser.add_argument("--dtype", choices=tuple(DTYPES), default="bf16", help="of all cases (bf16)")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    parser.add_argument("--seq-length", type=_count, metavar="N", help="tokens per sample; the model's own by default")
-    parser.add_argument("--micro-batch-size", type=_count, default=4, metavar="N", help="(4)")
-    parser.add_argument("--micro-batches", type=_count, default=1, metavar="N", help="of a replica's step (1)")
+    parser.add_argument("--seq-length", type=int, metavar="N", help="tokens per sample; the model's own by default")
+    parser.add_argument("--micro-batch-size", type=int, default=4, metavar="N", help="(4)")
+    parser.add_argument("--micro-batches", type=int, default=1, metavar="N", help="of a replica's step (1)")
     parser.add_argument("--alone", action="store_true", help="new processes for each turn")
-    parser.add_argument("--ahead", type=_count, metavar="N", help="turns that import at once (half of the cores)")
-    parser.add_argument("--rounds", type=_count, default=5, metavar="N", help="turns per case (5)")
-    parser.add_argument("--steps", type=_count, default=2, metavar="N", help="per turn (2)")
-    parser.add_argument("--warm-up", type=_count, default=2, metavar="N", help="steps before, not timed (2)")
+    parser.add_argument("--ahead", type=int, metavar="N", help="turns that import at once (half of the cores)")
+    parser.add_argument("--rounds", type=int, default=5, metavar="N", help="turns per case (5)")
+    parser.add_argument("--steps", type=int, default=2, metavar="N", help="per turn (2)")
+    parser.add_argument("--warm-up", type=int, default=2, metavar="N", help="steps before, not timed (2)")
     parser.add_argument("--rates", action="store_true", help="measure the machine, too")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the device and the cases there")
     return parser.parse_args()
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} must be an integer of at least 1")
-    return int(text)
 
 
 def _cases(options: argparse.Namespace, device: devices.DeviceKind, folder: Path) -> list[Case]:
@@ -156,7 +152,7 @@ def _cases(options: argparse.Namespace, device: devices.DeviceKind, folder: Path
                 }
                 made.world_size, replicas = layout.world_size, layout.parallel.data_parallel_size or 1
             elif name_of_field:
-                values.setdefault(section, {})[name_of_field] = _json(setting, text)
+                values.setdefault(section, {})[name_of_field] = yaml.safe_load(text)
             else:
                 made.variables[key] = text
         samples = options.micro_batch_size * options.micro_batches * replicas
@@ -174,7 +170,7 @@ def _cases(options: argparse.Namespace, device: devices.DeviceKind, folder: Path
     if options.peers:
         if device != "cpu":
             raise InputError("--peers is for a CPU; leave it out, or set --device cpu")
-        cases += [dataclasses.replace(case(peer.name, given[0][1]), peer=peer) for peer in runnable_peers()]
+        cases += [dataclasses.replace(case(peer.name, given[0][1]), peer=peer) for peer in PEERS]
     return cases
 
 
@@ -186,13 +182,6 @@ def _model(name: str, base: FANformerConfig) -> FANformerConfig:
         return dataclasses.replace(base, fan=dataclasses.replace(base.fan, p_ratio=float(name.removeprefix("p="))))
     except ValueError:
         raise InputError(f"{name!r} is no model; write fanformer, transformer, same-params or p=RATIO") from None
-
-
-def _json(setting: str, text: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError:
-        raise InputError(f"--case … {setting}: {text!r} is not JSON; write it as in 1, true or '\"local\"'") from None
 
 
 def _device(device: devices.DeviceKind) -> dict[str, Any]:
@@ -289,19 +278,16 @@ def _write(cases: list[Case], options: argparse.Namespace, report: dict[str, Any
 
 def _line(case: Case, first: Case, device: dict[str, Any]) -> dict[str, Any]:
     model = config_from_dict(case.values).model
-    seconds = statistics.median(turn.seconds for turn in case.turns)
+    seconds = statistics.median(case.turns)
     tokens = case.values["training"]["global_batch_size"] * model.seq_length
     flops = tokens * training_flops_per_token(model)
     peak, like = device["bf16_flops_per_second"], device["like"]
     line = {
         "case": case.name,
         "parameters": model.num_parameters,
-        "turns": [turn.seconds for turn in case.turns],
+        "turns": case.turns,
         "step_seconds": seconds,
-        "between_steps_seconds": statistics.median(turn.between_steps for turn in case.turns),
-        "over_first": statistics.median(
-            turn.seconds / other.seconds for turn, other in zip(case.turns, first.turns, strict=False)
-        ),
+        "over_first": statistics.median(one / other for one, other in zip(case.turns, first.turns, strict=False)),
         "tokens_per_second": tokens / seconds,
         "model_flops_per_second": flops / seconds,
         "share_of_peak": None if peak is None else flops / seconds / peak,
@@ -309,7 +295,7 @@ def _line(case: Case, first: Case, device: dict[str, Any]) -> dict[str, Any]:
         "predicted_step_seconds": None,
     }
     if case.rates:
-        in_turns = (flops / turn.seconds / rate.fastest for turn, rate in zip(case.turns, case.rates, strict=True))
+        in_turns = (flops / turn / rate.fastest for turn, rate in zip(case.turns, case.rates, strict=True))
         line["share_of_fastest_product"] = statistics.median(in_turns)
     if case.predictions:
         line["predicted_step_seconds"] = statistics.median(case.predictions)

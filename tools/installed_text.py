@@ -23,7 +23,6 @@ import re
 import shutil
 import sys
 import sysconfig
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -265,27 +264,19 @@ def _write(shards: list[Path], files: list[File]) -> None:
 
 
 def _manifest(parts: dict[str, list[File]], left_out: dict[str, str]) -> dict[str, Any]:
-    counted = {name: Counter[str]() for name in parts}
-    packages = {}
-    for name, files in parts.items():
+    packages: dict[str, dict[str, Any]] = {}
+    for part, files in parts.items():
         for file in files:
-            counted[name][file.package.name] += file.bytes
-            packages[file.package.name] = (file.package, name)
+            name, version, license_name, _ = file.package
+            stated = {"name": name, "version": version, "license": license_name, "part": part, "bytes": 0}
+            packages.setdefault(name, stated)["bytes"] += file.bytes
+    counts = {}
+    for part, files in parts.items():
+        own = [package["bytes"] for package in packages.values() if package["part"] == part]
+        counts[part] = {"documents": len(files), "bytes": sum(own), "packages": len(own)}
     return {
-        **{
-            name: {"documents": len(files), "bytes": counted[name].total(), "packages": len(counted[name])}
-            for name, files in parts.items()
-        },
-        "packages": [
-            {
-                "name": name,
-                "version": package.version,
-                "license": package.license,
-                "part": part,
-                "bytes": counted[part][name],
-            }
-            for name, (package, part) in sorted(packages.items())
-        ],
+        **counts,
+        "packages": [packages[name] for name in sorted(packages)],
         "left_out": dict(sorted(left_out.items())),
     }
 

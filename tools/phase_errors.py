@@ -1,4 +1,4 @@
-"""Errors of a FAN map's phases, of their cos and sin, and of QKV's input, against float64; and a training with them.
+"""Errors of a FAN map's phases, of their cos and sin, against float64; and a training with them.
 
 [p | g] = W x + b is computed in bf16 and in FP8 from the same inputs. Both factors of an FP8 product are rounded to
 e4m3, so each of a phase's h products w_k x_k is off by a random relative error. Independent errors add up to
@@ -95,31 +95,14 @@ def errors_by_phase(phase: Tensor, computed: Tensor, expected: Tensor) -> list[d
     return rows
 
 
-def x_f(pre_nr: Tensor, periodic: int) -> Tensor:
-    """Return X_F = [cos p, sin p, g] of p | g, in its type."""
-    phase, linear = pre_nr[:, :periodic], pre_nr[:, periodic:]
-    phase = phase.to(torch.promote_types(phase.dtype, torch.float32))  # as the layer does
-    return torch.cat([phase.cos().to(pre_nr.dtype), phase.sin().to(pre_nr.dtype), linear], -1)
-
-
 def measure(layers: Sequence[FANMap], *, is_fp8: bool) -> dict[str, Any]:
-    """Return the errors of all layers of a model, by its own map and, if that is bf16, by an FP8 map in its place.
-
-    `qkv_input` holds relative errors of QKV's input in e4m3: x, as of a Transformer, and X_F by either map.
-    """
+    """Return the errors of all layers of a model, by its own map and, if that is bf16, by an FP8 map in its place."""
     maps = {"fp8": [layer.computed_nr for layer in layers]}
     if not is_fp8:
         maps = {"bf16": maps["fp8"], "fp8": [in_fp8(layer) for layer in layers]}
     phases = torch.cat([exact(layer)[:, : layer.periodic] for layer in layers])
     expected = torch.cat([expected_error(layer) for layer in layers])
-    inputs = [normed(layer, torch.float32).bfloat16() for layer in layers]
-    errors = {"x": [_relative(e4m3(x_nh), x_nh) for x_nh in inputs]}
-    for name, made in maps.items():
-        errors[f"X_F, map in {name}"] = [
-            _relative(e4m3(x_f(pre_nr, layer.periodic)), x_f(exact(layer), layer.periodic))
-            for pre_nr, layer in zip(made, layers, strict=True)
-        ]
-    found: dict[str, Any] = {"rms": _rms(phases), "qkv_input": {name: sum(e) / len(e) for name, e in errors.items()}}
+    found: dict[str, Any] = {"rms": _rms(phases)}
     for name, made in maps.items():
         computed = torch.cat([pre_nr[:, : layer.periodic] for pre_nr, layer in zip(made, layers, strict=True)])
         found[name] = errors_by_phase(phases, computed, expected)
@@ -180,7 +163,3 @@ def observe(trainer: Any) -> dict[str, Any]:
 
 def _rms(values: Tensor) -> float:
     return values.double().square().mean().sqrt().item()
-
-
-def _relative(computed: Tensor, wanted: Tensor) -> float:
-    return ((computed.double() - wanted.double()).norm() / wanted.double().norm()).item()

@@ -21,12 +21,12 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from published.fit import ARCHITECTURES, PRIORS, constant_utilization, fit, leave_one_out
+from published.fit import ARCHITECTURES, constant_utilization, fit, leave_one_out
 from published.rows import Row, read_rows
 
 from megatron_fanformer.durable_files import file_problems, write_atomically
 from megatron_fanformer.errors import FanformerError, InputError
-from megatron_fanformer.planning.machines import Machine, known_machines
+from megatron_fanformer.planning.machines import known_machines
 
 STATED = 0.9  # the share of the runs that an interval is to hold
 Run = dict[str, Any]
@@ -66,8 +66,6 @@ def main() -> int:
     _print("run", {f"{run['src']:16} {run['name']:38} {run['kind']}": run for run in runs})
     _print("source", {**report["sources"], "all": report["all"]})
     _print("chips, format", report["intervals"])
-    if fitted_on:
-        _print_constants(machines)
     if options.json:
         write_atomically(options.json, json.dumps(report, indent=2) + "\n")
     return 0
@@ -137,17 +135,6 @@ def _print(heading: str, lines: Mapping[str, dict[str, Any]]) -> None:
     for name, line in lines.items():
         numbers = {key: value for key, value in line.items() if isinstance(value, int | float)}
         print(f"{name:72} " + ", ".join(f"{key} {show(key, value)}" for key, value in numbers.items()))
-
-
-def _print_constants(machines: Mapping[str, Machine]) -> None:
-    """Print the constants for machines.yaml."""
-    for name in PRIORS:
-        print(f"\n{name}:")
-        for field, value in dataclasses.asdict(machines[name]).items():
-            if isinstance(value, dict):
-                print(f"  {field}: efficiency {value['efficiency']:.3g}")
-            elif isinstance(value, float):
-                print(f"  {field}: {value:.3g}")
 
 
 if __name__ == "__main__":

@@ -5,17 +5,15 @@ Master weights in float32, forward and backward under autocast in bf16 runs, a f
 
 import os
 import resource
-import shutil
 import time
 from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
 
 import torch
+from benchmarking.ranks import CaseProcesses, serve
 
-from benchmarking.ranks import CaseProcesses, Timing, serve
 from megatron_fanformer.model.config import FANformerConfig
-from megatron_fanformer.ops.cpu_kernels import COMPILERS
 from megatron_fanformer.runtime import device as devices
 
 
@@ -25,9 +23,8 @@ class Peer:
 
     name: str
     keeps_memory: bool = False
-    """Whether large tensors come from huge pages, and what is freed is kept (`runtime.device`)."""
+    """Whether large tensors come from huge pages, and freed memory is kept (`runtime.device`)."""
     compiles: bool = False
-    """Whether torch compiles it, which takes a C++ compiler."""
 
 
 PEERS = (
@@ -36,14 +33,6 @@ PEERS = (
     Peer(name="plain, memory kept, compiled", keeps_memory=True, compiles=True),
 )
 HUGE_PAGES = "THP_MEM_ALLOC_ENABLE"  # what `environment.prepare` sets
-
-
-def runnable_peers() -> tuple[Peer, ...]:
-    """Return the peers that this machine can run; print what it lacks for the others."""
-    if any(map(shutil.which, COMPILERS)):
-        return PEERS
-    print(f"No C++ compiler ({', '.join(COMPILERS)}) is found: nothing is compiled.")
-    return tuple(peer for peer in PEERS if not peer.compiles)
 
 
 def start_peer(peer: Peer, model: FANformerConfig, is_bf16: bool, samples: int) -> CaseProcesses:
@@ -89,12 +78,12 @@ class _PlainTraining:
         torch.nn.utils.clip_grad_norm_(self._model.parameters(), 1.0)
         self._optimizer.step()
 
-    def steps(self, number: int) -> Timing:
-        """Take some steps in a row."""
+    def steps(self, number: int) -> float:
+        """Take some steps in a row; return the mean seconds."""
         started = time.perf_counter()
         for _ in range(number):
             self._step()
-        return Timing((time.perf_counter() - started) / number, 0.0)
+        return (time.perf_counter() - started) / number
 
     def peak_memory(self) -> int:
         """Bytes that were resident at most."""

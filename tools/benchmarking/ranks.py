@@ -8,7 +8,6 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, redirect_stdout
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,16 +19,6 @@ from megatron_fanformer.runtime import device as devices
 
 END_SECONDS = 20
 MANY_STEPS = 100_000  # more than any benchmark takes
-
-
-@dataclass(frozen=True)
-class Timing:
-    """Means over some steps in a row, as rank 0 saw them."""
-
-    seconds: float
-    """A step, with all that a run does between steps."""
-    between_steps: float
-    """Of these, outside the step itself: metrics, what is due."""
 
 
 class Ended(SystemExit):
@@ -60,8 +49,8 @@ class CaseProcesses:
         self._answers()
         self._ask("begin")
 
-    def steps(self, number: int) -> Timing:
-        """Take some steps in a row."""
+    def steps(self, number: int) -> float:
+        """Take some steps in a row; return the mean seconds, as rank 0 measures them."""
         return self._ask("steps", number)[0]
 
     def peak_memory(self) -> int:
@@ -158,17 +147,14 @@ class Rank:
         self._config = config
         self._is_cuda = grid.device == "cuda"
 
-    def steps(self, number: int) -> Timing:
-        """Time some steps in a row."""
+    def steps(self, number: int) -> float:
+        """Take some steps in a row; return the mean seconds, with all that a run does between steps."""
         self._wait()
         started = time.perf_counter()
-        within = 0.0
         for _ in range(number):
             self.trainer.take_step()
-            within += self.trainer.last_step_seconds
         self._wait()
-        seconds = time.perf_counter() - started
-        return Timing(seconds / number, (seconds - within) / number)
+        return (time.perf_counter() - started) / number
 
     def peak_memory(self) -> int:
         """Bytes at the most so far: resident on a CPU, allocated on a GPU."""

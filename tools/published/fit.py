@@ -72,23 +72,11 @@ COMMON = {
     "overlap": 0.8,
     "network.efficiency": 0.8,
 }
-PRIORS: dict[str, dict[str, float]] = {
-    "a100": {"product_efficiency": 0.80, "attention_efficiency": 0.55, "memory_efficiency": 0.80},
-    "h100": {
-        "product_efficiency": 0.70,
-        "fp8_product_efficiency": 0.60,
-        "attention_efficiency": 0.45,
-        "memory_efficiency": 0.80,
-    },
-    "b200": {
-        "product_efficiency": 0.50,
-        "fp8_product_efficiency": 0.45,
-        "attention_efficiency": 0.38,
-        "memory_efficiency": 0.70,
-    },
-}
-PRIORS |= {"h200": PRIORS["h100"], "gb200": PRIORS["b200"], "gb300": PRIORS["b200"]}
-NVLINK = {"a100": 0.75, "h100": 0.75, "h200": 0.75, "b200": 0.70, "gb200": 0.70, "gb300": 0.70}
+RATES = ("product_efficiency", "attention_efficiency", "memory_efficiency", "domain.efficiency")
+H100 = dict(zip((*RATES, "fp8_product_efficiency"), (0.70, 0.45, 0.80, 0.75, 0.60), strict=True))
+B200 = dict(zip((*RATES, "fp8_product_efficiency"), (0.50, 0.38, 0.70, 0.70, 0.45), strict=True))
+A100 = dict(zip(RATES, (0.80, 0.55, 0.80, 0.75), strict=True))
+PRIORS = {"a100": A100, "h100": H100, "h200": H100, "b200": B200, "gb200": B200, "gb300": B200}
 
 
 def prior_machines() -> dict[str, Machine]:
@@ -96,7 +84,7 @@ def prior_machines() -> dict[str, Machine]:
     machines = {}
     for name, own in PRIORS.items():
         machine = known_machines()[name]
-        for field, value in {**COMMON, **own, "domain.efficiency": NVLINK[name]}.items():
+        for field, value in {**COMMON, **own}.items():
             machine = _with(machine, field, value)
         machines[name] = machine
     return machines

@@ -1,4 +1,4 @@
-"""Whether this machine can run the queue: what Python lacks, versions, the GPU, and Transformer Engine's own word.
+"""Check that this machine can run the queue: modules, the GPU, Transformer Engine.
 
     python tools/queueing/machine.py MACHINE.json [--rehearse]
 
@@ -8,48 +8,42 @@ Missing modules are all named before anything else.
 import importlib
 import importlib.metadata
 import json
-import platform
 import subprocess
 import sys
 from pathlib import Path
 
-# What the package, its tests on a GPU and the benchmarks import.
+# What the package, its tests on a GPU and the benchmarks import; the text and tokens of the claim.
 MODULES = (
     "torch transformer_engine.pytorch megatron.core triton numpy yaml rich tensorboard psutil safetensors isal msgspec "
     "pydantic pytest pytest_timeout transformers"
 )
-# What the text and tokens of the claim need besides; without them only those parts fail.
 OF_TEXT = "sentencepiece pyarrow"
-VERSIONS = "torch megatron-core transformer-engine triton numpy transformers"
 
 
 def main(file: Path, rehearses: bool) -> None:
-    """Print it, and write it as JSON; ends with an error's line where something is missing."""
+    """Print the machine, and write it as JSON; end with an error's line where something is missing."""
     if missing := _missing(MODULES):
         sys.exit(f"add to the site folder: {missing}")
     if missing := _missing(OF_TEXT):
         print(f"the parts text and claim need in the site folder: {missing}")
     import torch
-    from transformer_engine.pytorch import is_fp8_available
 
     from megatron_fanformer.model.layer_spec import transformer_engine_problem
 
-    found = {"python": platform.python_version(), "cuda": torch.version.cuda}
-    found |= {name: importlib.metadata.version(name) for name in VERSIONS.split()}
     if not torch.cuda.is_available():
         sys.exit("torch finds no usable GPU: all tests would be skipped")
     if problem := transformer_engine_problem():
         sys.exit(f"Transformer Engine: {problem}")
-    found |= {"gpu": torch.cuda.get_device_name(), "capability": torch.cuda.get_device_capability()}
-    found |= {"fp8": bool(is_fp8_available()), "gpus": 1 if rehearses else torch.cuda.device_count()}
-    print("\n".join(f"{name} {value}" for name, value in found.items()), flush=True)
+    packages = ("torch", "megatron-core", "transformer-engine", "triton")
+    found = {name: importlib.metadata.version(name) for name in packages} | {"cuda": torch.version.cuda}
+    found |= {"gpu": torch.cuda.get_device_name(), "gpus": 1 if rehearses else torch.cuda.device_count()}
     if not rehearses:
         subprocess.run(["nvidia-smi"], check=True)
     file.write_text(json.dumps(found, indent=1) + "\n")
 
 
 def _missing(modules: str) -> str:
-    """Those that do not import, with the reason."""
+    """Return the modules that do not import, with the reason."""
     found = []
     for name in modules.split():
         try:

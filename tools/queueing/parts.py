@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parents[2]
 ON_GPU = "--device cuda --alone --seq-length 2048 --rounds 2 --steps 4 --warm-up 3"
 REHEARSED = "--device cuda --alone --config examples/tiny-cpu.yaml --seq-length 64 --micro-batch-size 1 --rounds 1"
 ONLY_ON_GPU = ("kernels.cuda_graph_impl", "training.global_batch_size", "model.num_layers")
-GLOO = 'runtime.distributed_backend="gloo"'  # of a rehearsal: NCCL needs a GPU
+GLOO = "runtime.distributed_backend=gloo"  # of a rehearsal: NCCL needs a GPU
 
 
 class Command(NamedTuple):

@@ -1,1 +1,0 @@
-"""The parts of `tools/gpu_queue.py`, and the check of a machine."""
