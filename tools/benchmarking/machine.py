@@ -14,10 +14,10 @@ from typing import Any
 import psutil
 import torch
 import torch.distributed as dist
-from torch import multiprocessing
-
 from benchmarking.matrix_rate import REPEATS, timed
 from benchmarking.ranks import ranks_of, run_values, write_tokens
+from torch import multiprocessing
+
 from megatron_fanformer.model.config import FANformerConfig
 from megatron_fanformer.ops.attention import attention
 from megatron_fanformer.ops.element_wise import swiglu

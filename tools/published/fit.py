@@ -14,10 +14,10 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
+from published.rows import Row
 
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.planning.machines import Machine, known_machines
-from published.rows import Row
 
 ROW_DEVIATION = 0.05  # what log(predicted / measured) of a run is off by anyhow
 RUNS_A_SOURCE = 4  # what the runs of a source count as together, since they share software and assumptions
