@@ -44,7 +44,7 @@ def micro_batches(
     `document_ids` (int32), [b, s], where the samples have them.
 
     Raises:
-        FanformerError: what the dataset raises, as it is, also from a loader process.
+        FanformerError: the error of the dataset, also from a loader process.
     """
     numbers = sample_numbers(
         len(dataset),
@@ -154,7 +154,7 @@ def _stack_each(size: int, samples: list[Any]) -> list[dict[str, Tensor] | Fanfo
 
 
 def _stack(samples: list[Any]) -> dict[str, Tensor] | FanformerError:
-    """Return one batch of samples, or the first error among them; what a blend adds about their source is left out."""
+    """Return one batch of samples, or the first error among them. Fields of a blend about their source are left out."""
     if error := next((sample for sample in samples if isinstance(sample, FanformerError)), None):
         return error
     names = [*BATCH_FIELDS, DOCUMENT_IDS] if DOCUMENT_IDS in samples[0] else BATCH_FIELDS

@@ -45,7 +45,7 @@ class Source:
 
     @property
     def name(self) -> str:
-        """Return what it is called in tables and messages: its path, of several files the first and their number."""
+        """Return its name in tables and messages: its path, of several files the first and their number."""
         return self.paths[0] if len(self.paths) == 1 else f"{self.paths[0]} and {len(self.paths) - 1} more"
 
     @property
@@ -247,7 +247,7 @@ def _npy_as_one(sources: Iterable[Source]) -> list[Source]:
 
 
 def blend_problems(name: str, items: Sequence[Word]) -> list[str]:
-    """List what is wrong with a blend; `name` is the setting that holds it. No file is opened except a blend file.
+    """List the problems of a blend; `name` is the setting that holds it. No file is opened except a blend file.
 
     Whether files on other stores exist, their survey finds.
     """
@@ -268,7 +268,7 @@ def blend_problems(name: str, items: Sequence[Word]) -> list[str]:
 
 
 def chat_problems(name: str, items: Sequence[Word]) -> list[str]:
-    """List what is wrong with a list of chats; `name` is the setting that holds it. None of them is opened."""
+    """List the problems of a list of chats; `name` is the setting that holds it. None of them is opened."""
     try:
         blend = parse_chats(items)
     except InputError as error:
@@ -294,7 +294,7 @@ def _remedy(source: Source) -> str:
 
 
 def split_problems(split: str) -> list[str]:
-    """List what is wrong with a split such as "99,1,0" (training, validation, test)."""
+    """List the problems of a split such as "99,1,0" (training, validation, test)."""
     parts = [float(part) for part in split.split(",")] if SPLIT_PATTERN.fullmatch(split) else []
     if not parts or parts[0] <= 0 or parts[1] <= 0:
         return [f"data.split: {split!r} cuts off no validation part; write it as '99,1,0', training first"]
@@ -304,7 +304,7 @@ def split_problems(split: str) -> list[str]:
 def split_bounds(split: str) -> list[Bounds | None]:
     """Return the fractions of the documents between which each part lies; None for a part that a split leaves out.
 
-    Bit for bit what megatron-core's parse_and_normalize_split and convert_split_vector_to_split_matrix compute, which
+    Bit for bit the result of megatron-core's parse_and_normalize_split and convert_split_vector_to_split_matrix, which
     cannot be called before torch is imported.
     """
     stated = [float(part) for part in split.split(",")]

@@ -41,9 +41,9 @@ class ChatDataset(Epochs):
         super().__init__(len(self._packing), seed=seed, samples=samples)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        """`tokens`, `labels`, `position_ids` (int64), `loss_mask` (float32) and `document_ids` (int32), [seq_length].
+        """Return `tokens`, `labels`, `position_ids` (int64), `loss_mask` (float32), `document_ids` (int32), [s].
 
-        What is left behind the last conversation is a document of zeros, without a loss.
+        The rest behind the last conversation is a document of zeros, without a loss.
 
         Raises:
             CorruptError: a file holds an id outside the vocabulary.

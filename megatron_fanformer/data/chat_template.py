@@ -73,7 +73,7 @@ class RenderedChat(NamedTuple):
 
 
 class TemplateRefusal(InputError):
-    """A template cannot render a conversation, or not so that what is learned is known."""
+    """A template cannot render a conversation, or leaves unknown which of its tokens are learned."""
 
     def __init__(self, message: str, reason: str = "") -> None:
         super().__init__(message)
@@ -104,14 +104,14 @@ class ChatTemplate:
         *,
         needs_learned: bool = True,
     ) -> RenderedChat:
-        """Return the text of a conversation, with what opens the assistant's next turn where `add_generation_prompt`.
+        """Return the text of a conversation, with the opening of the next answer where `add_generation_prompt`.
 
         Arguments of tool calls are given as stated; those that are JSON text as objects where the template cannot
         render the text, or would escape it.
 
         Args:
-            needs_learned: whether it is refused where what is learned is unknown, for training; else such turns have no
-                span.
+            needs_learned: refuse a conversation with a turn whose learned span is unknown, as training must; else such
+                turns have no span.
 
         Raises TemplateRefusal if it cannot render this one, or leaves out tools or a message of a role that it does not
         know.
@@ -136,7 +136,7 @@ class ChatTemplate:
         return _with_set(self.source, self.variables)
 
     def end_of_turn(self) -> str:
-        """Return what is learned behind the content of an answer; nothing where that is unknown."""
+        """Return the learned text behind the content of an answer; nothing where that is unknown."""
         try:
             text, spans = self.render([QUESTION, ANSWER])
         except TemplateRefusal:
@@ -165,7 +165,7 @@ class ChatTemplate:
         return RenderedChat(chat.text, [span for span in spans.values() if span is not None])
 
     def _span(self, messages: Sequence[Message], turn: int, whole: str, tools: Tools | None) -> tuple[int, int] | None:
-        """Return the span of an assistant turn: what it adds to the messages before it and the opening of an answer.
+        """Return the span of an assistant turn: its text beyond the messages before it and the opening of an answer.
 
         White space behind the mark that ends the turn is left out of it. None where the span is unknown.
         """
@@ -235,7 +235,7 @@ def _with_set(source: str, variables: Mapping[str, str]) -> str:
 def find_template(
     tokenizer_path: str | Path, named: str | Path | None = None, *, eod_id: int | None = None
 ) -> ChatTemplate:
-    """Return the template of a tokenizer: a Jinja file or `olmo` where named, else what lies beside the tokenizer.
+    """Return the template of a tokenizer: a Jinja file or `olmo` where named, else the one beside the tokenizer.
 
     That is `chat_template.jinja`, or `chat_template` in `tokenizer_config.json`, in the tokenizer's folder. Special
     tokens are those of `tokenizer_config.json`; where it states no `eos_token`, and wherever `eod_id` is given, the end
@@ -269,7 +269,7 @@ def template_of(folder: Path, tokenizer: Path) -> str | None:
     """Return the template in a folder with a tokenizer's special tokens set, as it may lie elsewhere; None where there
     is none.
 
-    Those that it does not name, or begins by setting, are left out: what is converted again stays the same.
+    Those that it does not name, or begins by setting, are left out: a second conversion changes nothing.
 
     Raises InputError if it or the tokenizer cannot be read.
     """
@@ -339,7 +339,7 @@ def _read(file: Path, what: str) -> str:
 
 
 def chat_pieces(tokenizer: Tokenizer, chat: RenderedChat) -> Iterator[tuple[str | int, bool]]:
-    """Yield a conversation cut where what is learned begins and ends: texts to encode, ids; whether each is learned."""
+    """Yield the pieces of a conversation, cut where learned spans begin and end: texts or ids, and whether learned."""
     position = 0
     for begin, end in chat.learned:
         for start, stop, learned in ((position, begin, False), (begin, end, True)):

@@ -19,9 +19,7 @@ def function_of(stated: Any) -> Mapping[str, Any] | None:
 
 
 def left_out(messages: Sequence[Mapping[str, Any]], tools: Tools | None, text: str) -> str | None:
-    """Return what of a conversation's tools, or roles that a template need not know, is not in its text; None:
-    nothing.
-    """
+    """Return which of a conversation's tools, calls and messages of rarer roles its text lacks; None: none."""
     for message in messages:
         content = (message.get("content") or "").strip()
         if message["role"] in CHECKED_ROLES and not _is_in(content, text):

@@ -145,7 +145,7 @@ class DataConfig:
 
     @property
     def applied_split(self) -> str | None:
-        """`split`, where it applies: validation sets of their own take precedence."""
+        """Return `split`, unless validation sets take its place."""
         return None if self.valid_data else self.split
 
     @property

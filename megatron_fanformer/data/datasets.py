@@ -53,8 +53,7 @@ def build_datasets(
 ) -> Datasets:
     """Build the datasets; a collective call where torch.distributed is initialised.
 
-    `global_batch_size` is what the steps of `config.stages` count. `survey` is what was found in the token files before
-    the run; None: rank 0 surveys them now.
+    The steps of `config.stages` count batches of `global_batch_size`. Without a `survey`, rank 0 makes one.
     `valid_samples` is the number of samples of each validation set, None for one epoch of it. A set is
     repeated, reshuffled each time, until it has that many samples. With more than one epoch of .bin and
     .idx pairs, megatron-core's shuffle depends on that number: a resumed run must keep its
@@ -123,7 +122,7 @@ class OneOfBlend:
 
     @property
     def unique_identifiers(self) -> dict[str, Any]:
-        """The blend's index depends on its weights and its length alone."""
+        """Return the kind of the source: the blend's index depends on its weights and its length alone."""
         return {"class": type(self.samples).__name__}
 
     def __len__(self) -> int:
@@ -135,7 +134,7 @@ class OneOfBlend:
 
 
 class _DatasetBuilder:
-    """Builds datasets in one cache, with one sequence length and seed, after checking what megatron-core assumes."""
+    """Builds datasets in one cache, with one sequence length and seed."""
 
     def __init__(self, *, survey: DataSurvey, seq_length: int, seed: int, vocab_size: int, eod_id: int) -> None:
         self._survey = survey

@@ -36,7 +36,7 @@ of the content."""
 
 
 class _Part(msgspec.Struct, frozen=True, kw_only=True):
-    """Base of what identifies data. Unknown fields are left out: a later version may record more."""
+    """Base of the records. Unknown fields are left out: a later version may record more."""
 
 
 class StageIdentity(_Part, frozen=True, kw_only=True):
@@ -221,7 +221,7 @@ def _blocks(size: int) -> Iterator[tuple[int, int]]:
 
 
 def another_tokenizer(stated: Iterable[str | None], digest: str, whose: str) -> str | None:
-    """Return what tokens were made with, in words, where it is not the tokenizer of SHA-256 `digest`.
+    """Describe the tokenizer that made tokens; None where it is the one of SHA-256 `digest`.
 
     A reason for a warning, and no error: an export's tokenizer may be the same one, written anew.
 
@@ -238,8 +238,7 @@ def resumed_identity(
 ) -> DataIdentity:
     """Return the identity of a run that resumes: the present one, with all changes so far.
 
-    Sets that are added or left out are no change: what a set's name stands for stays the same. Nor are stages that
-    the run has not come to.
+    Sets that are added or left out are no change, nor are stages that the run has not come to.
 
     Args:
         before: of the checkpoint.

@@ -34,7 +34,7 @@ def indices_in(cache: Path, identity: Any) -> Iterator[Path]:
 
     `identity` is all that they depend on, as plain JSON values. Rank 0, the only one that writes, holds the cache's
     lock meanwhile. Raises InputError on every rank if the cache cannot be written, and on a rank that does not see
-    what rank 0 wrote.
+    the files of rank 0.
     """
     folder = cache / hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:32]
     locks: list[int] = []  # on rank 0: the cache's

@@ -66,7 +66,7 @@ class LedgerWriter:
     """Writes one row per document, in groups of a fixed size, so that the file's bytes are fixed too."""
 
     def __init__(self, file: Any, *, is_chats: bool) -> None:
-        """Writes into an open binary `file`, which the caller closes."""
+        """Write into an open binary `file`, which the caller closes."""
         from pyarrow import parquet
 
         self.file = file
@@ -104,7 +104,7 @@ class LedgerWriter:
             self._write_groups(rest=False)
 
     def finish(self) -> None:
-        """Write what is left, and the end of the file."""
+        """Write the pending rows and the end of the file."""
         self._write_groups(rest=True)
         self._writer.close()
 

@@ -116,7 +116,7 @@ class SourceCounts(_Part, frozen=True, kw_only=True):
 
 
 class TokenFiles(_Part, frozen=True, kw_only=True):
-    """The files of one prefix, and what they hold."""
+    """The files of one prefix, with their counts."""
 
     prefix: str
     """The prefix without its folder."""

@@ -69,7 +69,7 @@ class NpyDataset(Epochs):
         self._ends = np.cumsum([file.tokens // seq_length for file in files], dtype=np.int64)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        """`tokens`, `labels`, `position_ids` (int64) and `loss_mask` (float32), each [seq_length].
+        """Return `tokens`, `labels`, `position_ids` (int64) and `loss_mask` (float32), each [seq_length].
 
         Labels are the sample's own tokens shifted by one, so that the last position has none: its mask is 0.
 

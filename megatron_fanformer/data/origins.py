@@ -46,7 +46,7 @@ def sample_spans(dataset: Any, index: int) -> list[Span]:
 
 
 def sequence_spans(dataset: Any, index: int) -> list[Span]:
-    """`sample_spans` with the sequences of a pair one by one: where two meet, they need not be of one document."""
+    """Return `sample_spans` with the sequences of a pair one by one: neighbors need not be of one document."""
     dataset = unwrapped(dataset)
     if isinstance(dataset, StagedDataset):
         number, index = dataset.place(index)
@@ -99,7 +99,7 @@ def _merged(spans: Iterable[Span]) -> list[Span]:
 
 @dataclass(frozen=True)
 class DocumentSamples:
-    """A dataset's samples, in its order, with what `DataConfig` asks for about the documents within them.
+    """A dataset's samples, in its order, with the marks of documents that `DataConfig` requests.
 
     An end-of-text token belongs to the document that it ends. Under `eod_mask_loss` it is the position that reads one
     which has no loss, as in Megatron: its label is the first token of the next document.

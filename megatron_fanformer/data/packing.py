@@ -60,7 +60,7 @@ class Conversations:
 
 
 def training_conversations(config: DataConfig) -> Conversations:
-    """Open what a run is trained on; raises as `Conversations`."""
+    """Open the training set; raises as `Conversations`."""
     return Conversations(parse_chats(config.train_data), split=config.applied_split)
 
 
@@ -80,7 +80,7 @@ def first_fit(lengths: np.ndarray, capacity: int) -> np.ndarray:
 
     Args:
         lengths: [n] integers from 1 to `capacity`, in the order in which they are placed.
-        capacity: what a bin holds.
+        capacity: of a bin.
     """
     # No two bins are at most half full: what the later one holds would have gone into the earlier.
     most_bins = min(len(lengths), 2 * int(lengths.sum()) // capacity + 1)
@@ -128,7 +128,7 @@ class Packing:
         return self.members[self.starts[sample] : self.starts[sample + 1]]
 
     def in_words(self) -> str:
-        """Describe what was packed, and how well."""
+        """Describe the packing: its counts, and how full the samples are."""
         longer = f"; {self.cut:,} of them longer, and cut there" if self.cut else ""
         return (
             f"{len(self.members):,} conversations of {self.tokens:,} tokens in {len(self):,} samples of"
@@ -140,7 +140,7 @@ def pack(lengths: np.ndarray, capacity: int, *, seed: int) -> Packing:
     """Pack conversations into samples; the packing depends on these arguments alone.
 
     Args:
-        lengths: [n] tokens of each; what is longer than a sample fills one, and what is empty is left out.
+        lengths: [n] tokens of each; a longer one than a sample fills it, and empty ones are left out.
         capacity: tokens of a sample.
     """
     order = np.random.Generator(np.random.PCG64(seed)).permutation(np.flatnonzero(lengths))

@@ -110,7 +110,7 @@ def _driver_of(url: str) -> Any:
 def _request(
     url: str, method: str, *, size: int | None = None, refused_is_missing: bool = False, **options: Any
 ) -> Any:
-    """Return what a method of a driver returns for a URL; None where there is no such file.
+    """Call a method of a store's driver with the path of a URL; return None where there is no such file.
 
     Args:
         size: of the bytes that it must return.
@@ -232,7 +232,7 @@ def find(url: str) -> RemoteFile | None:
 
 
 def refuse_changed(files: Sequence[RemoteFile]) -> None:
-    """Raise CorruptError for a file that is not what it was when it was looked up; or like `look_up`."""
+    """Raise CorruptError for a file that has changed since it was looked up; or like `look_up`."""
     for file, now in zip(files, _looked_up([file.url for file in files]), strict=True):
         if now != file:
             raise CorruptError(f"{file.path} is another file than when the run began; put it back and resume")
@@ -256,7 +256,7 @@ def listed(url: str, suffix: str | tuple[str, ...]) -> list[str]:
 
 
 def look_up_contents(urls: Iterable[str]) -> None:
-    """Read many small files that need not be there, whole and at once; remembered like what `look_up` finds.
+    """Read many small files that need not be there, whole and at once; they are remembered until `forget`.
 
     A store that gives no right to list answers for a file that is not there that there is no right: it counts as none.
 
@@ -277,7 +277,7 @@ def optional_content(url: str) -> bytes | None:
 
 
 def open_stream(file: RemoteFile) -> Any:
-    """Return the driver's own open file, for what reads it from start to end, or seeks."""
+    """Return the driver's own open file, for readers of whole files and for pyarrow, which seeks."""
     files = _driver_of(file.url)
     return files.open(files._strip_protocol(file.url), "rb")
 
@@ -321,7 +321,7 @@ def small_file(url: str, *, most_bytes: int) -> bytes:
 
 
 def folder_of(cache: Path, identity: str) -> Path:
-    """Return the folder in a cache for what is known by `identity`, such as copies of a file in one version."""
+    """Return the folder in a cache for copies of a file in one version, by its `identity`."""
     return cache / hashlib.sha256(identity.encode()).hexdigest()[:32]
 
 

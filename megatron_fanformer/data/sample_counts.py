@@ -39,7 +39,7 @@ class SampleCounts:
     def check(
         self, config: DataConfig, *, train_samples: int, valid_samples: int | None, stages: Sequence[Stage] = ()
     ) -> None:
-        """Check what a run requests against what there is.
+        """Check that the data suffice for a run.
 
         Args:
             stages: of the run, in their order; none: it has one.
@@ -255,7 +255,7 @@ class SampleCounts:
 
 
 def _matches(source: Source, name: str) -> bool:
-    """Return whether a source is what a limit names: a path as it stands, a folder of files, or a pattern."""
+    """Return whether a limit names a source: by its path, its folder or a pattern."""
     folder = name.rstrip("/") + "/"
     return any(path == name or path.startswith(folder) or fnmatch.fnmatchcase(path, name) for path in source.paths)
 

@@ -78,7 +78,7 @@ def with_ends(stages: Sequence[Any], samples: int) -> list[tuple[Any, int]]:
 
 
 def stage_problems(stages: Mapping[str, Sequence[Word]]) -> list[str]:
-    """List what is wrong with the names and mixes of `data.stages`; token files are not opened."""
+    """List the problems of the names and mixes of `data.stages`; token files are not opened."""
     problems = []
     for name, items in stages.items():
         try:

@@ -56,7 +56,7 @@ class Staging:
         return _replaced(source, {copy: url for url, copy in self.paths.items()})
 
     def fill(self) -> None:
-        """Copy what is missing on this node.
+        """Copy the missing files to this node.
 
         Raises:
             InputError: there is no room for it, or the folder cannot be written.
@@ -95,7 +95,7 @@ def _replaced(source: Source, paths: dict[str, str]) -> Source:
 
 
 def staging_of(sources: Sequence[Source], folder: Path) -> Staging:
-    """Return the copies that sources need; what of them is on other stores was looked up.
+    """Return the copies that sources need, whose files on other stores were looked up.
 
     Raises:
         InputError: a file does not exist.

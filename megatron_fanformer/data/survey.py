@@ -1,7 +1,7 @@
 """Survey of a run's token files: the facts that it needs, read once by one process before it starts.
 
-A run of many ranks would otherwise read every index on every rank: gigabytes each for a billion documents. What is
-found here is small, and is sent to all of them; beyond it they only map the files. torch is not imported.
+A run of many ranks would otherwise read every index on every rank: gigabytes each for a billion documents. The facts
+are small, and are sent to all of them; beyond these they only map the files. torch is not imported.
 """
 
 import dataclasses
@@ -161,7 +161,7 @@ def survey_data(config: DataConfig, vocab_size: int | None = None, *, for_run: b
 
 
 def _look_up_all(sources: Sequence[Source]) -> None:
-    """Look up at once what will be read of files on other stores."""
+    """Look up all files on other stores at once."""
     urls = [url for source in sources for url in source.urls]
     logger.info("looking up %d token files on other stores", len(urls))
     look_up(urls)

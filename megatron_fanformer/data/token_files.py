@@ -73,17 +73,17 @@ class TokenIndex:
 
     @property
     def lengths(self) -> np.ndarray:
-        """[sequences] int32, tokens of each sequence."""
+        """Return [sequences] int32, tokens of each sequence."""
         return _mapped(self.idx, np.int32, INDEX_HEADER.size, self.sequences)
 
     @property
     def pointers(self) -> np.ndarray:
-        """[sequences] int64, the byte of the .bin file at which each sequence begins."""
+        """Return [sequences] int64, the byte of the .bin file at which each sequence begins."""
         return _mapped(self.idx, np.int64, INDEX_HEADER.size + 4 * self.sequences, self.sequences)
 
     @property
     def bounds(self) -> np.ndarray:
-        """[documents + 1] int64, the sequence at which each document begins, and the number of sequences."""
+        """Return [documents + 1] int64, the first sequence of each document, and the number of sequences."""
         return _mapped(self.idx, np.int64, INDEX_HEADER.size + (4 + 8) * self.sequences, self.documents + 1)
 
 

@@ -56,14 +56,14 @@ class SentencePieceTokenizer:
 
     @property
     def special_pieces(self) -> list[str]:
-        """Control and byte pieces, and the unknown one."""
+        """Return control and byte pieces, and the unknown one."""
         model = self._processor
         kinds = (model.is_control, model.is_unknown, model.is_byte)
         return [model.id_to_piece(id) for id in range(self.vocab_size) if any(is_kind(id) for is_kind in kinds)]
 
     @cached_property
     def special_ids(self) -> dict[str, int]:
-        """The ids of control pieces, by their texts."""
+        """Return the ids of control pieces, by their texts."""
         model = self._processor
         return {model.id_to_piece(id): id for id in range(self.vocab_size) if model.is_control(id)}
 
@@ -127,7 +127,7 @@ class HuggingFaceTokenizer:
 
     @property
     def special_ids(self) -> dict[str, int]:
-        """The ids of added tokens that are special, by their texts."""
+        """Return the ids of added tokens that are special, by their texts."""
         added = sorted(self._tokenizer.get_added_tokens_decoder().items())
         return {token.content: id for id, token in added if token.special}
 
@@ -205,7 +205,7 @@ def load_tokenizer(path: str | Path, *, eod_id: int | None = None, needs_eod: bo
 
 
 def _end_of_text(tokenizer: Tokenizer, stated: int | None) -> tuple[int, str | None]:
-    """Return the id that ends a text and what states it: an option, or a file beside the tokenizer.
+    """Return the id that ends a text and its source: an option, or a file beside the tokenizer.
 
     Without either (None) it is the special piece of the likeliest name, or sentencepiece's own. Other pieces are only
     text: `</s>` is an HTML tag in Gemma's vocabularies.

@@ -29,9 +29,9 @@ class SeenSources:
         data: of the run.
         skipped: the steps so far whose samples were not trained on; it may grow.
         step: that the run is at.
-        seen: what `after` returned after that step; None: unknown.
+        seen: the result of `after` at that step; None: unknown.
         is_changed: whether the order is not that of all steps so far, as the data were changed on the way. Otherwise,
-            what `seen` does not say is counted from the first step on: the same data may have other names now.
+            sources that `seen` lacks are counted from the first step on: the same data may have other names now.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class SeenSources:
             logger.info("step %d  its samples and those after it are of data.stages, %r", step, self._begins[step])
 
     def after(self, step: int) -> Seen:
-        """Return what the run has been trained on after a step; a collective call.
+        """Return tokens and epochs of each source after a step; a collective call.
 
         Raises:
             CorruptError: the order of samples cannot be read.
