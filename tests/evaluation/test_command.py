@@ -13,10 +13,8 @@ import torch
 from megatron_fanformer.checkpoint.manifest import write_manifest
 from megatron_fanformer.cli import main, read_command
 from megatron_fanformer.durable_files import sha256_of
-from megatron_fanformer.errors import InputError
 from megatron_fanformer.evaluation.command import read_options
 from megatron_fanformer.evaluation.config import EvaluationRequest
-from megatron_fanformer.evaluation.jobs import find_jobs
 from megatron_fanformer.evaluation.requests import read_requests, write_requests
 from megatron_fanformer.formats.recognition import find_checkpoint
 from megatron_fanformer.processes import hold_signals
@@ -229,17 +227,6 @@ def test_results_outlive_a_comparison_that_fails(
     assert capsys.readouterr().out == ""
 
 
-def test_answers_that_the_model_writes_are_judged_with_the_rest(made: Made, tmp_path: Path) -> None:
-    output = tmp_path / "result.json"
-    assert evaluate(made.export, "--requests", made.requests, "--limit", "1", "--output", output) == 0
-    tasks = json.loads(output.read_text())["tasks"]  # all that the file has
-    assert list(tasks) == ["hellaswag", "mrpc", "gsm8k"]
-    assert (tasks["gsm8k"]["metric"], tasks["gsm8k"]["cut"]) == ("exact_match", 1)
-    (document,) = tasks["gsm8k"]["documents"]
-    assert tasks["gsm8k"]["metrics"]["exact_match"]["value"] == document["score"]
-    assert len(document["samples"]) == 1
-
-
 def test_several_checkpoints_are_a_table_and_a_picture_over_steps(
     made: Made, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -289,14 +276,6 @@ def test_checkpoints_are_found_by_any_of_their_names(made: Made, tmp_path: Path)
     assert read(pointer, made.export, *asked).checkpoints == (latest, made.export)
     compared = read("--compare", pointer, second, *asked)
     assert compared.compared == compared.checkpoints == (latest, second)
-
-
-def test_a_launcher_makes_as_many_replicas_as_it_has_ranks_for(made: Made) -> None:
-    asked = [made.export, "--requests", made.requests]
-    assert read(*asked, world_size=2).layout.world_size == 2
-    assert read(*asked, "--layout", "tp=2", world_size=4).layout.parallel.data_parallel_size == 2
-    with pytest.raises(InputError, match="gsm8k: a model writes its answers in one process"):
-        find_jobs(read(*asked, world_size=2))
 
 
 @pytest.mark.full

@@ -126,13 +126,6 @@ def test_a_file_says_what_it_was_made_of_and_is_the_same_again(task_library, sma
     assert ["copa", "4", "8", f"{len(read.tasks['copa'].ids):,}", "0"] in lines
 
 
-def test_a_continuation_that_no_context_holds_is_told_with_what_it_needs(builder):
-    with pytest.raises(
-        InputError, match=r"task copa has a continuation of \d+ tokens, more than the context length, 4"
-    ):
-        builder.requests(TASKS["copa"], 4)
-
-
 def test_wrong_requests_are_refused_before_anything_is_read(small_tokenizer_file, tmp_path, monkeypatch):
     for output, change, message in [
         ("new", {"tasks": ["hellaswagg"]}, "did you mean hellaswag"),

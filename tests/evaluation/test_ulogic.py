@@ -7,7 +7,6 @@ import math
 import pytest
 import torch
 
-from megatron_fanformer.data.tokenizer import load_tokenizer
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.evaluation.generated_texts import GenerationSettings
 from megatron_fanformer.evaluation.generation_tasks import evaluate
@@ -16,7 +15,6 @@ from megatron_fanformer.evaluation.ulogic import (
     QUESTION,
     _log_likelihoods,
     documents,
-    likelier_verdicts,
     negated,
     stated_verdict,
 )
@@ -119,18 +117,6 @@ def test_likelihoods_are_sums_over_the_ending_alone(tmp_path, tokenizer, run_on_
     ((together, alone),) = run_on_ranks(1, with_model, tmp_path, likelihoods, prompts, [84, 114, 117])
     assert together == pytest.approx(alone, abs=1e-5)
     assert not any(math.isclose(a, b, abs_tol=1e-3) for a, b in itertools.pairwise(together))
-
-
-def test_equal_likelihoods_are_no_verdict(tokenizer):
-    class Indifferent:
-        config = type("Config", (), {"seq_length": 1000})
-
-        def logits(self, ids_bs):
-            return torch.zeros(*ids_bs.shape, 250)
-
-    both_of_four = load_tokenizer(tokenizer.path)
-    both_of_four.encode = lambda text: [1, 2, 3, 4, 5]
-    assert likelier_verdicts(Indifferent(), both_of_four, ["a", "bc"]) == [None, None]
 
 
 @pytest.mark.parametrize(

@@ -110,19 +110,6 @@ def test_the_oldest_turns_leave_a_full_context_and_the_system_stays(run_folder, 
         assert (chat.forgotten, [message["content"] for message in chat._messages]) == (0, [SYSTEM])
 
 
-def test_a_template_may_word_earlier_answers_otherwise(run_folder, tmp_path):
-    """As Qwen3's, which leaves out their reasoning; what the cache holds of them is not read on then."""
-    shortened = TEMPLATE.replace("{% generation %}{{ message.content + eos_token }}{% endgeneration %}", "SHORT")
-    (path := tmp_path / "mine.jinja").write_text(
-        shortened.replace("SHORT", "{{ message.content if loop.last else message.content[-2:] }}")
-    )
-    with open_chat(asked(run_folder, chat_template=str(path))) as chat:
-        first = "".join(chat.answer("hello"))
-        list(chat.answer("and x?"))
-        prompt = f"u:hello|a:{first[-2:]}|u:and x?|a:"
-        assert "".join(map(chr, chat._read[: len(prompt)])) == prompt
-
-
 def test_an_answer_that_is_broken_off_stays_as_far_as_it_came(run_folder, template):
     with open_chat(asked(run_folder, chat_template=str(template))) as chat:
         pieces = chat.answer("hello")
@@ -149,15 +136,6 @@ def test_a_pipe_gets_the_answers_alone(exported_chat, piped):
     sent = b"hello\r\n \nand x?\n/reset\nhello\n/quit\nnever read\n"
     code, out, err = piped(sent, str(exported_chat))
     assert (code, out, err) == (0, f"{first}\n{second}\n{first}\n", "")
-
-
-def test_a_pipe_is_told_once_that_turns_are_left_out(exported_chat, piped):
-    code, out, err = piped(b"\n".join([b"x" * 55] * 3), str(exported_chat))
-    assert (code, out.count("\n")) == (0, 3)
-    assert err.splitlines() == [
-        "megatron-fanformer: the conversation is longer than the model's context; from here on its oldest turns are "
-        "left out"
-    ]
 
 
 @pytest.mark.parametrize(

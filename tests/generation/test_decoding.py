@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megatron_fanformer.generation.config import SamplingConfig
-from megatron_fanformer.generation.continuation import Continuation, continue_all, continue_together
+from megatron_fanformer.generation.continuation import Continuation, continue_together
 from tests.generation.making import GREEDY, Bytes, new_ids_of_many, with_model, write_checkpoint
 
 PROMPTS = [[7, 99, 3, 200, 41], [5], [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11], [41, 3], [7, 99, 3, 200, 42], [9, 9, 9]]
@@ -42,18 +42,6 @@ def test_rows_read_their_prompts_and_leave_at_the_end_of_text_or_the_limit():
     continue_together(FixedModel(*sequences), rows)
     assert [row.ids for row in rows] == [[3, 9], [6, 7], [7, 6, 5, 4, 3]]
     assert [row.ended_by for row in rows] == ["end_of_text", "length", "length"]
-
-
-def test_each_batch_is_told_of_and_longer_prompts_come_first():
-    class Recorder(FixedModel):
-        def decoder(self, batch_size, max_length):
-            lengths.append(max_length)
-            return FixedModel(*[[1] * max_length] * batch_size)
-
-    lengths, message = [], []
-    continue_all(Recorder(), [greedy([1] * n, 1) for n in (2, 5, 3)], batch_size=2, on_batch=message.append)
-    assert lengths == [6, 3]
-    assert message == [2, 3]
 
 
 def ids_by_batch_size(model, sampling):

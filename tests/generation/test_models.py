@@ -1,6 +1,5 @@
 """Loaded models: the same logits from every form of a model, with and without the key/value cache."""
 
-import dataclasses
 import json
 import shutil
 
@@ -59,13 +58,6 @@ def test_bf16_weights_are_computed_with_in_float32_on_a_cpu(tmp_path, run_folder
     assert not torch.equal(rounded, exact)
     assert not torch.equal(rounded, rounded.bfloat16().float())
     assert (rounded - exact).norm() < 0.02 * exact.norm()  # of weights of 8 bits
-
-
-def test_an_export_states_what_the_checkpoint_does(run_folder, exported_folder):
-    saved, exported = find_model(run_folder), find_model(exported_folder)
-    assert exported.config == dataclasses.replace(saved.config, num_query_groups=saved.config.query_groups)
-    assert exported.tokenizer == exported_folder / "tokenizer.json"
-    assert exported.end_of_text_id == 0
 
 
 def test_an_export_states_what_ends_its_documents(exported_folder, tmp_path):

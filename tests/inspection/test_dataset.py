@@ -47,17 +47,6 @@ def test_a_pair_by_its_prefix_or_one_of_its_files(inspect: Inspect, pair: Prepar
     assert "    inputs            docs.0.jsonl.gz, docs.1.jsonl.gz, docs.2.jsonl.gz\n" in text
 
 
-def test_files_of_other_tools(inspect: Inspect, tmp_path: Path) -> None:
-    documents = random_documents(1000)
-    write_pair(tmp_path / "a", documents)
-    write_npy(tmp_path / "b", documents)
-    for name in ("a", "b.npy"):
-        printed = inspect(tmp_path / name)
-        assert printed.code == 0
-        assert "  ledger     none\n  manifest   none\n" in printed.out
-        assert json.loads(inspect(tmp_path / name, "--json").out)["tokens"] == 2970
-
-
 @pytest.mark.parametrize("how", ["@file", "folder"])
 def test_a_blend_and_a_folder(inspect: Inspect, pair: Prepared, shard: Prepared, how: str) -> None:
     folder = pair.prefix.parent

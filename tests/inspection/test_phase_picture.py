@@ -43,13 +43,6 @@ def test_a_run_is_drawn(inspect: Inspect, run: Path, monkeypatch: pytest.MonkeyP
     assert image.imread(run / "phases.png").shape == (1080, 1320, 4)
 
 
-def test_a_long_run_has_few_ticks(inspect: Inspect, run: Path) -> None:
-    with (run / "metrics.jsonl").open("w") as file:
-        for step in range(1, 101):
-            file.write(json.dumps({"step": step, **dict.fromkeys(PANELS, [1.0] * 3)}) + "\n")
-    assert inspect(run, "--phases", run / "phases.png").code == 0
-
-
 def test_a_run_without_phase_health_has_no_picture(inspect: Inspect, run: Path) -> None:
     (run / "metrics.jsonl").unlink()
     assert "has no phase health: the run has not reached" in inspect(run, "--phases", run / "phases.png").error

@@ -1,23 +1,15 @@
 """Norms of each head of queries and keys (`qk_layernorm`), against transformers' Qwen3, which has them likewise."""
 
-import dataclasses
-from functools import partial
 from typing import Any
-from unittest import mock
 
-import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from megatron_fanformer.formats.name_table import convert
-from megatron_fanformer.model import build
 from megatron_fanformer.model.build import build_stages
-from megatron_fanformer.model.config import FANConfig, as_transformer
-from megatron_fanformer.model.layer_spec import layer_spec
+from megatron_fanformer.model.config import as_transformer
 from megatron_fanformer.runtime.parallel import ParallelConfig, rank_grid
 from megatron_fanformer.runtime.seeding import seed_everything
-from tests.model.test_stock_megatron import MODEL, MY_MODEL, MY_SPEC, SPEC
-from tests.stock_megatron import stock_model
 from tests.tiny import tiny_model
 
 # Without FAN, with norms of heads, the model is a Qwen3.
@@ -70,32 +62,3 @@ def test_a_transformer_with_them_is_a_qwen3(run_on_ranks: Any) -> None:
     assert {"model.layers.1.self_attn.q_norm.weight", "model.layers.1.self_attn.k_norm.weight"} < ours.keys()
     for name, value in theirs.items():
         assert (ours[name] - value).abs().max() <= SAME * value.abs().max(), name
-
-
-def refusals() -> list[str]:
-    """Of specs that say otherwise than stock Megatron's own flag, and of such layers of ours at `qk_and_v`."""
-    found = []
-    with rank_grid(ParallelConfig(), "cpu") as grid:
-        seed_everything(0)
-        for model, spec in ((MODEL, MY_SPEC), (MY_MODEL, SPEC)):
-            with pytest.raises(ValueError, match="qk_layernorm") as refusal:
-                stock_model(model, ParallelConfig(), spec)
-            found.append(str(refusal.value))
-        for has_norms in (True, False):
-            model = dataclasses.replace(MODEL, fan=FANConfig(placement="qk_and_v"), qk_layernorm=has_norms)
-            other = partial(layer_spec, qk_layernorm=not has_norms)
-            with (
-                mock.patch.object(
-                    build, "layer_spec", lambda *args, other=other, qk_layernorm, **kw: other(*args, **kw)
-                ),
-                pytest.raises(ValueError, match="qk_layernorm") as refusal,
-            ):
-                build_stages(model, ParallelConfig(), grid, dtype=torch.float32, seed=3)
-            found.append(str(refusal.value))
-    return found
-
-
-def test_a_spec_that_disagrees_with_the_flag_is_refused(run_on_ranks: Any) -> None:
-    (found,) = run_on_ranks(1, refusals)
-    assert all("qk_layernorm" in text for text in found)
-    assert ["the layer spec has no norms of" in text for text in found[2:]] == [True, False]

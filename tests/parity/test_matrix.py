@@ -183,6 +183,13 @@ def test_every_layout_for_two_steps(long_pool: RankPool, config_file: Path, plac
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("layouts", [LAYOUTS[first : first + 4] for first in range(0, len(LAYOUTS), 4)], ids=" ".join)
+def test_every_layout_for_a_hundred_steps(long_pool: RankPool, tmp_path: Path, layouts: tuple[str, ...]) -> None:
+    """For the paper's placement; the others' layers differ in what two steps show already."""
+    assert_close(compare(long_pool, write_config(tmp_path), *layouts, steps=100))
+
+
+@pytest.mark.full
 def test_fan_recomputed_in_more_layouts(long_pool: RankPool, tmp_path: Path) -> None:
     assert_close(compare(long_pool, write_config(tmp_path), *MORE_FAN_RECOMPUTED, steps=2))
 
