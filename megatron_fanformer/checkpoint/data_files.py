@@ -125,8 +125,8 @@ def reporting_damage(
 
 def what_was_refused(error: pickle.UnpicklingError) -> str:
     """Return what a pickle has that torch does not load as weights; torch's own message is a page long."""
-    found = re.search(r"GLOBAL ([\w.]+)|(Unsupported [\w ]+)", str(error))
-    return next(part for part in found.groups() if part) if found else first_line(error)
+    match = re.search(r"GLOBAL ([\w.]+)|(Unsupported [\w ]+)", str(error))
+    return (match[1] or match[2]) if match else first_line(error)
 
 
 def first_line(error: BaseException) -> str:
@@ -188,14 +188,14 @@ def _find_record(module: str, name: str) -> type[Record]:
     return type("Record", (Record,), {"class_name": f"{module}.{name}"})
 
 
-def read_records(stream: BinaryIO) -> Any:
+def read_records(file: Any) -> Any:
     """Return the plain values of a torch archive, with a `Record` in the place of everything else.
 
     Raises:
         ValueError: it is not a torch archive, or is damaged.
     """
     try:
-        with zipfile.ZipFile(stream) as archive:
+        with zipfile.ZipFile(file) as archive:
             (name,) = [name for name in archive.namelist() if name.rpartition("/")[2] == PICKLE]
             return RestrictedUnpickler(io.BytesIO(archive.read(name)), _find_record).load()
     except Exception as error:  # a damaged archive, and a damaged pickle, raise anything

@@ -22,7 +22,6 @@ from megatron_fanformer.checkpoint.data_files import (
     load_data,
     read_entry,
     read_part,
-    read_records,
     reporting_damage,
 )
 from megatron_fanformer.checkpoint.manifest import MANIFEST, check_files, read_manifest
@@ -141,56 +140,36 @@ def saved_progress(checkpoint: Path, table: Table) -> SavedProgress | None:
     progress = common.get("progress") if isinstance(common, dict) else common
     if isinstance(common, dict) and not progress:
         return None
-    found = progress if isinstance(progress, dict) else {}
-    step, samples = found.get("step"), found.get("consumed_samples")
+    values = progress if isinstance(progress, dict) else {}
+    step, samples = values.get("step"), values.get("consumed_samples")
     if not isinstance(step, int) or not isinstance(samples, int):
         raise CorruptError(f"{checkpoint / file} holds no step and samples ({progress!r}); use another checkpoint")
     try:
-        sources = msgspec.convert(found.get("sources"), dict[str, dict[str, float]] | None)
+        sources = msgspec.convert(values.get("sources"), dict[str, dict[str, float]] | None)
     except msgspec.ValidationError as error:
         raise CorruptError(
             f"{checkpoint / file} holds no counts of its sources ({error}); use another checkpoint"
         ) from None
-    return SavedProgress(step, samples, found.get("data"), sources)
+    return SavedProgress(step, samples, values.get("data"), sources)
 
 
-def common_values(checkpoint: Path, table: Table) -> tuple[str, Any]:
+def common_values(checkpoint: Path, table: Table, read: Callable[[Any], Any] = load_data) -> tuple[str, Any]:
     """Return the file that the values which are the same on all ranks are in, and the values, as data alone.
 
     megatron-core has them in `common.pt`, from 0.19 on among the tensors.
 
+    Args:
+        read: `load_data`, or `read_records` for another program's values.
+
     Raises:
         CorruptError: they are missing, damaged, or more than data.
     """
-    place = common_state(table)
-    if place is None:
-        if not (checkpoint / COMMON).is_file():
-            raise CorruptError(f"{checkpoint / COMMON} is missing; use another checkpoint")
-        return COMMON, _read_common(checkpoint)
+    if (place := common_state(table)) is None:
+        with reporting_damage(checkpoint / COMMON):
+            return COMMON, read(regular_file(checkpoint / COMMON))
     with reporting_damage(checkpoint / place.file):
-        (common,) = read_entry(checkpoint / place.file, place.offset, place.length)
+        (common,) = read(read_part(checkpoint / place.file, place.offset, place.length))
     return place.file, common
-
-
-def _read_common(checkpoint: Path) -> Any:
-    with reporting_damage(checkpoint / COMMON):
-        return load_data(regular_file(checkpoint / COMMON))
-
-
-def recorded_common(checkpoint: Path, table: Table) -> Any:
-    """Return the values that are the same on all ranks in a checkpoint of Megatron-LM, whose own objects come as
-    records.
-
-    Raises:
-        CorruptError: they cannot be read.
-    """
-    place = common_state(table)
-    path = checkpoint / (place.file if place else COMMON)
-    with reporting_damage(path), regular_file(path).open("rb") as stream:
-        if place is None:
-            return read_records(stream)
-        (common,) = read_records(read_part(path, place.offset, place.length))
-        return common
 
 
 def common_state(table: Table) -> Stored | None:
@@ -220,7 +199,8 @@ def check_plain_values(checkpoint: Path, table: Table, *, share: int = 0, shares
     """
     check_format(checkpoint)
     if common_state(table) is None or (checkpoint / COMMON).exists():
-        _read_common(checkpoint)
+        with reporting_damage(checkpoint / COMMON):
+            load_data(regular_file(checkpoint / COMMON))
     tensors = tensors_of(table)
     others = [part for part in stored_parts(table) if part.name not in tensors]
     for part in others[share::shares]:

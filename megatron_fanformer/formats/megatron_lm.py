@@ -20,9 +20,9 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron_fanformer.checkpoint.data_files import Record
+from megatron_fanformer.checkpoint.data_files import Record, read_records
 from megatron_fanformer.checkpoint.full_tensors import LazyTensors, StoredTensors
-from megatron_fanformer.checkpoint.stored_files import SavedProgress, check_format, check_parts, recorded_common
+from megatron_fanformer.checkpoint.stored_files import SavedProgress, check_format, check_parts, common_values
 from megatron_fanformer.checkpoint.tensor_table import METADATA, read_table, stored_parts
 from megatron_fanformer.configuration import read_values
 from megatron_fanformer.errors import CorruptError, InputError
@@ -72,7 +72,7 @@ def open_megatron_lm(
     table = read_table(folder)
     stored = StoredTensors(folder, table)
     weights = [name for name in stored.described if not OPTIMIZER.match(name)]
-    common = recorded_common(folder, table)
+    _, common = common_values(folder, table, read_records)
     arguments, stated = _arguments(common), _stated(config)
     if found := problems(arguments):  # before the tensors, which another model has in another form
         raise InputError(f"the model in {folder} cannot be converted: {'; '.join(found)}; it runs in Megatron-LM alone")
