@@ -214,23 +214,16 @@ def _steps(checkpoints: Path) -> list[Path]:
 
 
 def latest_checkpoint(run: Path) -> Path | None:
-    """Return the newest checkpoint of a run's folder; None if it has none.
-
-    That is the one that `latest` names or, where there is no `latest`, the newest there is, which is logged.
+    """Return the first of `checkpoints_to_resume`; None if a run has none.
 
     Raises:
-        CorruptError: `latest` does not name a checkpoint, or the checkpoint is not complete.
+        CorruptError: `latest` names one, and there is none at all; or it is not complete.
     """
-    pointer = run / CHECKPOINTS / LATEST
-    if os.path.lexists(pointer):
-        checkpoint = _named_by(pointer)
-        check_complete(checkpoint)
-        return checkpoint
-    complete = complete_checkpoints(run)
-    if not complete:
+    candidates = checkpoints_to_resume(run)
+    if not candidates:
         return None
-    logger.warning("%s is missing; %s is the newest checkpoint there", pointer, complete[-1].name)
-    return complete[-1]
+    check_complete(candidates[0])
+    return candidates[0]
 
 
 def checkpoints_to_resume(run: Path) -> list[Path]:

@@ -75,7 +75,6 @@ _MEGATRON_LM = {
 --hidden-dropout --attention-dropout: there is no dropout
 --init-method-std --init-method-xavier-uniform: weights are drawn by the authors' scheme
 --use-mup: nothing is scaled by the model's width
---use-cpu-initialization --data-parallel-random-init: each weight is drawn whole, by its name
 --spec = model.fan.placement: none is a Transformer
 --use-mcore-models: the model is always megatron-core's
 --num-experts --moe-grouped-gemm --expert-model-parallel-size: layers are dense
@@ -87,14 +86,8 @@ _MEGATRON_LM = {
 --transformer-impl = kernels.transformer_impl: auto by default
 --attention-backend = kernels.attention_backend: auto, fused, flash or unfused
 --use-flash-attn = kernels.attention_backend: flash
---attention-softmax-in-fp32 --no-masked-softmax-fusion: core attention does it
---no-rope-fusion: it is fused with the Engine's layers on a GPU
---no-bias-gelu-fusion --no-bias-swiglu-fusion: SwiGLU is always fused
---no-bias-dropout-fusion: no layer ends with either
---no-persist-layer-norm: norms are torch's or the Engine's
 --no-gradient-accumulation-fusion = kernels.gradient_accumulation_fusion: false
 --cross-entropy-loss-fusion = kernels.chunked_loss_head: never holds all logits
---fp16-lm-cross-entropy: losses are computed in float32
 --cuda-graph-impl = kernels.cuda_graph_impl: none or local
 --enable-cuda-graph = kernels.cuda_graph_impl: local
 --deterministic-mode = runtime.deterministic_mode
@@ -112,10 +105,8 @@ _MEGATRON_LM = {
 --pipeline-model-parallel-layout = parallel.pipeline_model_parallel_layout: of E, t and L
 --no-overlap-p2p-communication --overlap-p2p-communication-warmup-flush:
     the interleaved schedule always overlaps, 1F1B never
---microbatch-group-size-per-virtual-pipeline-stage: megatron-core chooses it
 --context-parallel-size = parallel.context_parallel_size
 --cp-comm-type = parallel.cp_comm_type: one for all layers
---hierarchical-context-parallel-sizes: keys and values are exchanged at one level
 --sequence-parallel = parallel.sequence_parallel
 --use-distributed-optimizer = parallel.use_distributed_optimizer: true by default
 --overlap-grad-reduce = parallel.overlap_grad_reduce: on by itself on GPUs
@@ -136,7 +127,6 @@ _MEGATRON_LM = {
 --recompute-modules = parallel.recompute_modules: core_attn, layernorm, mlp, and fan
 --distribute-saved-activations = parallel.sequence_parallel: shards them too
 --cpu-offloading-num-layers --optimizer-cpu-offload: everything stays on its device
---use-tp-pp-dp-mapping: the order of ranks is fixed
 --distributed-backend = runtime.distributed_backend
 --distributed-timeout-minutes = runtime.distributed_timeout_minutes
 """,
@@ -151,14 +141,11 @@ _MEGATRON_LM = {
 --first-last-layers-bf16 = precision.first_last_layers_bf16
 --num-layers-at-start-in-bf16 = precision.num_layers_at_start_in_bf16
 --num-layers-at-end-in-bf16 = precision.num_layers_at_end_in_bf16
---fp8-param-gather: weights stored in FP8 would load in no other layers
 --fp4-format: FP8 (precision.fp8) is the narrowest format
---fp32-residual-connection: the residual stream has the type of the weights
 --exp-avg-dtype = optimizer.exp_avg_dtype: fp32 or bf16
 --exp-avg-sq-dtype = optimizer.exp_avg_sq_dtype: fp32 or bf16
 --use-precision-aware-optimizer = optimizer.exp_avg_dtype: bf16, and exp_avg_sq_dtype likewise
 --main-grads-dtype = precision.grad_reduce_in_fp32: false, for those of bf16
---main-params-dtype: main weights are float32
 """,
     "Batches and length": """
 --micro-batch-size = training.micro_batch_size
@@ -170,7 +157,6 @@ _MEGATRON_LM = {
 --exit-interval = training.exit_interval
 --exit-duration-in-mins = training.exit_duration_in_mins
 --exit-signal-handler: signals always save and end a run
---manual-gc --manual-gc-interval: the loop always collects garbage itself
 --eval-interval = training.eval_interval
 --eval-iters = training.eval_iters
 --rerun-mode = recovery.compute_again: true or false
@@ -183,16 +169,10 @@ _MEGATRON_LM = {
 --sgd-momentum: there is no SGD
 --muon-momentum = optimizer.muon_momentum
 --muon-extra-scale-factor = optimizer.muon_extra_scale_factor: 0.2 by default, not 1; the scale is always spectral
---muon-scale-mode: an update is always scaled by the root of the matrix's longer side
---muon-num-ns-steps --muon-coefficient-type: Newton-Schulz always takes five steps with Muon's own coefficients
 --muon-nesterov --muon-use-nesterov: momentum is always Nesterov's
---muon-no-split-qkv: queries, keys and values are always orthogonalized apart
 --muon-tp-mode: matrices are orthogonalized whole, at any tensor parallel size
---muon-scalar-optimizer: AdamW updates all other weights
---muon-fp32-matmul-prec: products are in bf16 on GPUs, in float32 on CPUs
 --lr = optimizer.lr
 --weight-decay = optimizer.weight_decay: 0.1 by default; of linear weights only
---start-weight-decay --end-weight-decay --weight-decay-incr-style: weight decay is constant
 --adam-beta1 = optimizer.adam_beta1
 --adam-beta2 = optimizer.adam_beta2: 0.95 by default, not 0.999
 --adam-eps = optimizer.adam_eps: 1e-5 by default, not 1e-8
@@ -206,12 +186,10 @@ _MEGATRON_LM = {
 --lr-warmup-iters = schedule.lr_warmup_iters
 --lr-warmup-samples = schedule.lr_warmup_iters: in steps
 --lr-warmup-fraction = schedule.lr_warmup_fraction
---lr-warmup-init: a warm-up starts from 0
 --min-lr = schedule.min_lr: a tenth of the peak by default, not 0
 --lr-wsd-decay-iters = schedule.lr_wsd_decay_iters
 --lr-wsd-decay-samples = schedule.lr_wsd_decay_iters: in steps
 --lr-wsd-decay-style = schedule.lr_wsd_decay_style: minus_sqrt by default
---override-opt-param-scheduler --use-checkpoint-opt-param-scheduler: a resumed run always follows its configuration
 """,
     "Data": """
 --data-path --train-data-path = data.train_data: the same blend form, as a list
@@ -222,12 +200,9 @@ _MEGATRON_LM = {
 --data-cache-path = data.cache_path
 --sft = data.format: sft, on what prepare --chat has written
 --num-workers = data.num_workers: on a CPU 0 by default, not 2
---dataloader-type: there is one order of samples
 --reset-attention-mask --dataloader-inter-document-masking = data.reset_attention_mask: by the end-of-text id
 --reset-position-ids = data.reset_position_ids: needs data.reset_attention_mask
 --eod-mask-loss = data.eod_mask_loss
---no-create-attention-mask-in-dataloader: no mask is ever made
---mock-data: prepare makes token files of any text
 --tokenizer-type: its file (data.tokenizer) shows it
 --tokenizer-model = data.tokenizer
 --vocab-file --merge-file = data.tokenizer: a tokenizer.json holds both
@@ -244,21 +219,14 @@ _MEGATRON_LM = {
 --async-save = checkpoint.async_save
 --ckpt-fully-parallel-save --no-ckpt-fully-parallel-save --ckpt-fully-parallel-load = checkpoint.fully_parallel_save:
     for reading too
---dist-ckpt-optim-fully-reshardable: every checkpoint loads in every layout
---dist-ckpt-strictness: a checkpoint must hold exactly the model
---use-checkpoint-args: a run's config.yaml is a whole configuration to copy
---exit-on-missing-checkpoint: a missing checkpoint.load is always refused
---non-persistent-save-interval: only checkpoint.keep removes checkpoints
 """,
     "Logging": """
 --log-interval = logging.log_interval: of printed lines alone
 --tensorboard-dir = logging.tensorboard: in the run's folder
---tensorboard-log-interval: TensorBoard has every step
 --wandb-project = logging.wandb_project
 --wandb-exp-name = logging.wandb_exp_name
 --wandb-entity = logging.wandb_entity
 --log-params-norm = logging.norm_interval: in steps
---log-throughput: metrics.jsonl always has it
 --log-timers-to-tensorboard --timing-log-level = logging.profile_steps: its table has a step's operations
 --logging-level = logging.folder: a log file of each rank, at level DEBUG
 --log-straggler = logging.straggler_interval: on by default
@@ -266,7 +234,6 @@ _MEGATRON_LM = {
 --profile-step-start --profile-step-end = logging.profile_steps: [FIRST, LAST], and the last is profiled, too
 --profile-ranks = logging.profile_ranks
 --record-memory-history: torch.cuda.memory has a snapshot of its own
---memory-snapshot-path: the snapshot is beside the profile, in the run's folder
 """,
 }
 MEGATRON_LM = {section: _table(text) for section, text in _MEGATRON_LM.items()}

@@ -91,14 +91,14 @@ def checkpoint_of(target: Target) -> Path:
 
     Raises:
         InputError: the run has none yet.
-        CorruptError: the run's `latest` names no checkpoint.
+        CorruptError: the run's newest checkpoint is not complete.
     """
-    found = target.path if target.kind == "checkpoint" else store.latest_checkpoint(target.path)
-    if found is None:
+    checkpoint = target.path if target.kind == "checkpoint" else store.latest_checkpoint(target.path)
+    if checkpoint is None:
         raise InputError(
             f"{target.path} is a run's folder without a checkpoint yet; train it to its first one, or name another run"
         )
-    return found
+    return checkpoint
 
 
 def iteration_of(target: Target) -> Path:
@@ -131,7 +131,7 @@ def find_checkpoint(path: str | Path) -> Path:
 
     Raises:
         InputError: it is of another kind, or a run without one.
-        CorruptError: the run's `latest` names no checkpoint.
+        CorruptError: the run's newest checkpoint is not complete.
     """
     return checkpoint_of(recognise(path, OURS))
 

@@ -1,7 +1,6 @@
 """Publication of checkpoints, and finding one's way among them."""
 
 import os
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -75,9 +74,7 @@ def test_a_latest_that_names_nothing(tmp_path: Path, spoiled: str, caplog: pytes
     pointer = tmp_path / store.CHECKPOINTS / store.LATEST
     pointer.unlink()
     spoiled_pointers()[spoiled](pointer)
-    with pytest.raises(CorruptError, match=re.escape(str(pointer))) as caught:
-        store.latest_checkpoint(tmp_path)
-    assert len(str(caught.value)) < 500
+    assert store.latest_checkpoint(tmp_path) == tmp_path / store.CHECKPOINTS / "step-00000020"
     assert [path.name for path in store.checkpoints_to_resume(tmp_path)] == ["step-00000020", "step-00000010"]
     assert "the newest checkpoint there that is sound is taken" in caplog.text
     store.point_to(tmp_path / store.CHECKPOINTS / "step-00000010", [])  # as a run does that found step 20 damaged
