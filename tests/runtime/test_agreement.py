@@ -67,7 +67,8 @@ def test_without_ranks_the_function_is_called() -> None:
 
 
 def test_a_name_that_does_not_resolve_is_reported_at_once_and_at_the_end(caplog: pytest.LogCaptureFixture) -> None:
-    address = RankAddress(0, 1, 0, 1, master_address="no-such-node.invalid", master_port=1)
+    numbers = {"rank": 0, "world_size": 1, "local_rank": 0, "local_world_size": 1, "master_port": 1}
+    address = RankAddress(**numbers, master_address="no-such-node.invalid")
     with pytest.raises(FanformerError, match=r"^MASTER_ADDR no-such-node\.invalid does not resolve .*; check the name"):
         store_of_ranks(address, timedelta(seconds=1))
     (message,) = caplog.messages
