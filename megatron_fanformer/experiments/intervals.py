@@ -8,7 +8,7 @@ bootstrap of five values is narrower than it should be (Efron and Tibshirani, An
 import functools
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -43,12 +43,17 @@ def t_quantile(freedom: int) -> float:
     return math.sqrt(freedom) * math.tan(float(np.interp(upper, below / below[-1], angle)))
 
 
+def standard_error(values: Sequence[float] | np.ndarray) -> Any:
+    """Return the standard error of the mean over the first axis, which has a value for each seed, at least two."""
+    return np.std(values, axis=0, ddof=1) / math.sqrt(len(values))
+
+
 def mean_of(values: Sequence[float]) -> Mean:
     """Return the mean of one value for each seed, with its 95% interval."""
     mean = float(np.mean(values))
     if len(values) < 2:
         return Mean(mean, None)
-    half = t_quantile(len(values) - 1) * float(np.std(values, ddof=1)) / math.sqrt(len(values))
+    half = t_quantile(len(values) - 1) * float(standard_error(values))
     return Mean(mean, (mean - half, mean + half))
 
 
@@ -65,7 +70,7 @@ def p_value(values: Sequence[float]) -> float:
     Args:
         values: one for each seed, at least two.
     """
-    error = float(np.std(values, ddof=1)) / math.sqrt(len(values))
+    error = float(standard_error(values))
     mean = abs(float(np.mean(values)))
     return _outside(mean / error, len(values) - 1) if error > 0 else float(mean == 0)
 

@@ -112,18 +112,6 @@ class MatrixUpdates:
         own = [matrix for matrix, owner in zip(self.matrices, self._owner, strict=True) if owner == rank]
         yield from self._exchanges(sent, sum(map(self._returned, own)))
 
-    def longest_terms(self) -> Iterator[Term]:
-        """Yield the same of the ranks that the others wait for: what one sends or receives, whichever is more.
-
-        An owner receives whole matrices, to which it sends a small part itself; and sends back what it received.
-        """
-        received, returned = [0] * self._ranks, [0] * self._ranks
-        for matrix, owner in zip(self.matrices, self._owner, strict=True):
-            received[owner] += matrix.rows * matrix.columns
-            returned[owner] += self._returned(matrix)
-        held = sum(self._pieces(0))
-        yield from self._exchanges(max(held, *received), max(held, *returned))
-
     def _returned(self, matrix: Matrix) -> int:
         """Return the elements that a matrix's owner sends back: to every tensor parallel rank that holds them."""
         return matrix.rows * matrix.columns * (self._tensor if matrix.is_replicated else 1)

@@ -295,6 +295,6 @@ def _update(job: Job, machine: Machine, layer_backward_seconds: float) -> Parts:
     matrices = MatrixUpdates(job, of_stages.index(max(of_stages)))  # the gradients' norm, before them, is of all stages
     if matrices.matrices:
         rate = machine.flops_per_second(matrices.dtype, field="optimizer.name") * machine.product_efficiency
-        sent = _collectives(job, machine, matrices.longest_terms())
+        sent = _collectives(job, machine, matrices.terms(0))
         parts["orthogonalization"] = matrices.busiest_flops / rate + sent
     return parts

@@ -15,7 +15,7 @@ import numpy as np
 from megatron_fanformer.checkpoint import store
 from megatron_fanformer.configuration import by_dotted_names
 from megatron_fanformer.errors import InputError
-from megatron_fanformer.experiments.intervals import Mean, mean_of, t_quantile, too_little
+from megatron_fanformer.experiments.intervals import Mean, mean_of, standard_error, t_quantile, too_little
 from megatron_fanformer.experiments.report.page import write_folder
 from megatron_fanformer.experiments.result import Finding, Result, this_machine
 from megatron_fanformer.experiments.sweeps.cells import OF_MACHINE
@@ -232,7 +232,7 @@ def _draw(axes: Any, found: Dynamics) -> None:
         axes.plot(found.steps, row, linewidth=0.7, alpha=0.6, label=f"seed {seed}")
     if (seeds := len(found.seeds)) > 1:
         mean = found.differences.mean(axis=0)
-        half = t_quantile(seeds - 1) * found.differences.std(axis=0, ddof=1) / np.sqrt(seeds)
+        half = t_quantile(seeds - 1) * standard_error(found.differences)
         axes.plot(found.steps, mean, color="black", label="mean")
         axes.fill_between(found.steps, mean - half, mean + half, color="black", alpha=0.12, label="95% interval")
     axes.axhline(0, color="gray", linestyle="--", linewidth=1)

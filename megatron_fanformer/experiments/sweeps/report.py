@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from megatron_fanformer.errors import InputError
-from megatron_fanformer.experiments.fits import Fit, Interval, Saving, fit_together, saving
+from megatron_fanformer.experiments.fits import Fit, fit_together, saving
 from megatron_fanformer.experiments.intervals import Mean, mean_of, too_little
 from megatron_fanformer.experiments.report.page import README, write_folder
 from megatron_fanformer.experiments.result import Cell as TableCell
@@ -118,46 +118,34 @@ def _savings(sweep: Sweep, groups: Sequence[Group], fits: dict[str, Fit], steps:
         if point == report.baseline:
             continue
         found = saving(fits[report.baseline], fit, largest)
+        low, high = found.interval or (math.inf, math.inf)
         is_finite = math.isfinite(found.share)
-        shows = None if short or found.interval is None else found.interval.high < 1
+        needs = f"needs {found.share:.1%} of them" if is_finite else "does not come to that loss by its curve"
+        if short:
+            outcome = short
+        elif found.interval is None:
+            outcome = "there are too few runs for an interval, so that this is inconclusive"
+        elif high < 1:
+            outcome = "the interval lies below 100%: a saving is shown"
+        elif low > 1:
+            outcome = "the interval lies above 100%: it needs more"
+        else:
+            outcome = "the interval has 100% in it: no saving is shown"
         yield Finding(
             name=f"{sweep.config.experiment}: {report.over} that {point} needs for {report.baseline}'s loss",
             paper=None if report.paper_saving is None else f"{report.paper_saving:.1%}",
             ours=100 * found.share if is_finite else None,
-            interval=_percent(found.interval),
+            # None where no number is in it
+            interval=(100 * low, 100 * high if math.isfinite(high) else None) if math.isfinite(low) else None,
             unit=f"% of {report.baseline}'s {report.over}",
             same_settings=report.same_settings,
-            shows=shows,
-            sentence=_saving_sentence(sweep, point, found, short),
+            shows=None if short or found.interval is None else high < 1,
+            sentence=(
+                f"For the loss of {found.loss:.4f} nats per token that {report.baseline}'s fitted curve has at "
+                f"{found.at:.3g} {report.over}, {point} {needs}; {outcome}. The effect is said to show if the 95% "
+                "interval lies below 100%."
+            ),
         )
-
-
-def _saving_sentence(sweep: Sweep, point: str, found: Saving, short: str) -> str:
-    report = sweep.config.report
-    needs = (
-        f"needs {found.share:.1%} of them" if math.isfinite(found.share) else "does not come to that loss by its curve"
-    )
-    if short:
-        outcome = short
-    elif found.interval is None:
-        outcome = "there are too few runs for an interval, so that this is inconclusive"
-    elif found.interval.high < 1:
-        outcome = "the interval lies below 100%: a saving is shown"
-    elif found.interval.low > 1:
-        outcome = "the interval lies above 100%: it needs more"
-    else:
-        outcome = "the interval has 100% in it: no saving is shown"
-    return (
-        f"For the loss of {found.loss:.4f} nats per token that {report.baseline}'s fitted curve has at {found.at:.3g} "
-        f"{report.over}, {point} {needs}; {outcome}. The effect is said to show if the 95% interval lies below 100%."
-    )
-
-
-def _percent(interval: Interval | None) -> tuple[float, float | None] | None:
-    """Return an interval of shares as a result states it: none where no number is in it."""
-    if interval is None or math.isinf(interval.low):
-        return None
-    return 100 * interval.low, 100 * interval.high if math.isfinite(interval.high) else None
 
 
 # -- tables

@@ -1,4 +1,4 @@
-"""Prefill and decoding: what is timed is the greedy continuation, and its bytes are those of the formulas."""
+"""Prefill and decoding: what is timed is the greedy continuation, and its memory."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_fanformer.errors import CorruptError
 from megatron_fanformer.experiments.probes import inference
 from megatron_fanformer.experiments.probes.settings import InferenceSettings
 from megatron_fanformer.experiments.probes.twins import SAME_SIZE, fresh_model, twins
@@ -17,16 +16,13 @@ TINY = InferenceSettings(
 )
 
 
-def test_all_three_take_every_turn_and_a_wrong_formula_is_refused(monkeypatch):
+def test_all_three_take_every_turn():
     measured = inference.measure(TINY, Path(), lambda _: None)
     assert [row[0] for row in measured.tables[0].rows] == list(twins(tiny_model()))
     assert len(measured.findings) == 5 and all(finding.ours > 0 for finding in measured.findings)
     none, fan, _ = ([row[place] for place in (4, 5, 6)] for row in measured.tables[0].rows)  # weights, cache, peak
     assert none[0] + none[1] < none[2] < 2 * none[0], "weights count once"
     assert fan[2] - none[2] == pytest.approx(fan[0] - none[0], rel=0.2)
-    monkeypatch.setattr(inference, "cache_bytes", lambda *_: 12)
-    with pytest.raises(CorruptError, match="12"):
-        inference.measure(TINY, Path(), lambda _: None)
 
 
 def test_several_sequences_have_a_cache_each():
