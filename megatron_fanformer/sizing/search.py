@@ -60,11 +60,11 @@ def judge(named: Sequence[tuple[str, RunConfig]], gpus: int, machine: Machine) -
             rejections.add(found, name)
         else:
             estimates.append(estimate(name, config, job_of(config, gpus), machine))
-    for each in sorted(estimates, key=lambda each: each.needed_bytes):
-        if not each.fits:
-            rejections.add([each.shortage], each.name)
+    for estimated in sorted(estimates, key=lambda estimated: estimated.needed_bytes):
+        if not estimated.fits:
+            rejections.add([estimated.shortage], estimated.name)
     return Findings(
-        candidates=tuple(sorted(estimates, key=lambda each: (not each.fits, each.time.seconds))),
+        candidates=tuple(sorted(estimates, key=lambda estimated: (not estimated.fits, estimated.time.seconds))),
         judged=len(named),
         legal=len(estimates),
         rejected=rejections.classes(),
@@ -84,27 +84,27 @@ def search(config: RunConfig, gpus: int, machine: Machine) -> Findings:
         (seconds, number, None) for number, seconds in enumerate(_bounds(legal, gpus, machine))
     ]
     heapq.heapify(waiting)
-    found: list[Estimate] = []
+    fitting: list[Estimate] = []
     least: Estimate | None = None
     too_large = 0
-    while waiting and len(found) < MOST_SHOWN:
+    while waiting and len(fitting) < MOST_SHOWN:
         _, number, time = heapq.heappop(waiting)
         job = job_of(legal[number], gpus)
         if time is None:
             time = step_time(job, machine)
             heapq.heappush(waiting, (time.seconds, number, time))
             continue
-        each = estimate(layout_name(legal[number], config), legal[number], job, machine, time)
-        if each.fits:
-            found.append(each)
+        estimated = estimate(layout_name(legal[number], config), legal[number], job, machine, time)
+        if estimated.fits:
+            fitting.append(estimated)
             continue
         too_large += 1
-        if least is None or each.needed_bytes < least.needed_bytes:
-            least = each
+        if least is None or estimated.needed_bytes < least.needed_bytes:
+            least = estimated
     if least:
         rejections.add([least.shortage], least.name, count=too_large)
     return Findings(
-        candidates=tuple(found or filter(None, [least])),
+        candidates=tuple(fitting or filter(None, [least])),
         judged=rejections.layouts + len(legal),
         legal=len(legal),
         rejected=rejections.classes(),
@@ -116,12 +116,12 @@ def _legal(config: RunConfig, gpus: int, rejections: "_Rejections") -> Iterator[
     for micro_batches in all_layouts(config, gpus):
         parallel = micro_batches[0].parallel
         of_layout = [*parallel.problems(), *problems_of_layout(micro_batches[0])]
-        for each in micro_batches:
-            if found := of_layout + each.problems_of_steps(parallel.data_parallel_size or 1):
+        for laid_out in micro_batches:
+            if broken := of_layout + laid_out.problems_of_steps(parallel.data_parallel_size or 1):
                 rejections.layouts += 1
-                rejections.add(found, each)
+                rejections.add(broken, laid_out)
             else:
-                yield each
+                yield laid_out
 
 
 def _bounds(legal: Iterable[RunConfig], gpus: int, machine: Machine) -> Iterator[float]:

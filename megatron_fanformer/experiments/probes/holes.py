@@ -184,11 +184,11 @@ def _finished_or_new(
     file = folder / f"{task}-decay-{weight_decay:g}-seed-{seed}-{short}.json"
     if file.exists():
         try:
-            found = msgspec.json.decode(file.read_bytes(), type=Run)
+            finished = msgspec.json.decode(file.read_bytes(), type=Run)
         except msgspec.MsgspecError as error:
             raise CorruptError(f"{file} is no finished run ({error}); remove it, and it is trained again") from None
-        if found.settings == all_settings:
-            return found
+        if finished.settings == all_settings:
+            return finished
     folder.mkdir(parents=True, exist_ok=True)
     run = train(settings, task, weight_decay, seed, architecture, all_settings)
     write_atomically(file, msgspec.json.encode(run))
@@ -272,7 +272,7 @@ def _trained(runs: Runs) -> Iterator[Finding]:
     """Check whether the models learned what they were shown: without that the hole says nothing."""
     for architecture in ARCHITECTURES:
         shares = {
-            key: min(run.trained.greedy for run in found) for key, found in runs.items() if key[2] == architecture
+            key: min(run.trained.greedy for run in of_runs) for key, of_runs in runs.items() if key[2] == architecture
         }
         (task, decay, _), least = min(shares.items(), key=lambda item: item[1])
         yield Finding(
@@ -319,8 +319,8 @@ def _table(runs: Runs) -> Table:
             *(100 * share for share in (run.trained.greedy, run.hole.greedy, run.hole.probability)),
             run.seconds,
         ]
-        for key, found in runs.items()
-        for seed, run in enumerate(found)
+        for key, of_runs in runs.items()
+        for seed, run in enumerate(of_runs)
     ]
     return Table(title="Runs, in %", columns=[*of_a_run, *shares, "seconds"], rows=rows)
 
@@ -331,9 +331,9 @@ def _picture(settings: HolesSettings, task: Task, runs: Runs) -> bytes:
     def draw(panels: Any) -> None:
         for row, architecture in zip(panels, ARCHITECTURES, strict=True):
             for axes, decay in zip(row, settings.weight_decays, strict=True):
-                found = runs[task, decay, architecture]
-                mean = torch.tensor([run.map for run in found]).mean(0)
-                title = f"{architecture}\nweight decay {decay:g}, {len(found)} seeds"
+                of_runs = runs[task, decay, architecture]
+                mean = torch.tensor([run.map for run in of_runs]).mean(0)
+                title = f"{architecture}\nweight decay {decay:g}, {len(of_runs)} seeds"
                 draw_hole(axes, task, settings.half_side, mean, title=title)
 
     return drawn(draw, rows=len(ARCHITECTURES), columns=len(settings.weight_decays), size=PANEL)
@@ -384,18 +384,18 @@ def measure_checkpoints(settings: HolesSettings, log: Log) -> Measured:
     conversations = {name: _formed(name, settings, problems) for name in settings.checkpoints}
     if problems:
         raise InputError("\n".join(problems))
-    found: dict[tuple[Task, str], Answers] = {}
+    answered_pairs: dict[tuple[Task, str], Answers] = {}
     for name, by_task in conversations.items():
         with load_model(Path(name)) as model:
             for task, rows in by_task.items():
                 pairs = all_pairs(task, settings.half_side)
-                found[task, name] = answers = Answers(pairs, *answered(model, rows, settings.temperature))
+                answered_pairs[task, name] = answers = Answers(pairs, *answered(model, rows, settings.temperature))
                 trained, hole = answers.scores(in_hole=False), answers.scores(in_hole=True)
                 log(f"{name}, {task}: {trained.greedy:.1%} outside the hole, {hole.greedy:.1%} in it, greedy")
     return Measured(
-        findings=[_answers_finding(name, task, answers, settings) for (task, name), answers in found.items()],
-        tables=[_answers_table(found)],
-        pictures={f"holes-{task}.png": _answers_picture(settings, task, found) for task in settings.tasks},
+        findings=[_answers_finding(name, task, answers, settings) for (task, name), answers in answered_pairs.items()],
+        tables=[_answers_table(answered_pairs)],
+        pictures={f"holes-{task}.png": _answers_picture(settings, task, answered_pairs) for task in settings.tasks},
     )
 
 
@@ -470,23 +470,23 @@ def _answers_finding(name: str, task: Task, answers: Answers, settings: HolesSet
     )
 
 
-def _answers_table(found: dict[tuple[Task, str], Answers]) -> Table:
+def _answers_table(answers_by_task: dict[tuple[Task, str], Answers]) -> Table:
     return Table(
         title="Right answers, in %",
         columns=["task", "checkpoint", "outside, greedy", "outside, probability", "hole, greedy", "hole, probability"],
         rows=[
             [task, name, *(100 * score for in_hole in (False, True) for score in answers.scores(in_hole=in_hole))]
-            for (task, name), answers in found.items()
+            for (task, name), answers in answers_by_task.items()
         ],
     )
 
 
-def _answers_picture(settings: HolesSettings, task: Task, found: dict[tuple[Task, str], Answers]) -> bytes:
+def _answers_picture(settings: HolesSettings, task: Task, answers_by_task: dict[tuple[Task, str], Answers]) -> bytes:
     """Draw the probability of the right answer on and around the hole: a checkpoint a panel."""
 
     def draw(panels: Any) -> None:
         for axes, name in zip(panels[0], settings.checkpoints, strict=True):
-            values = map_around(task, settings.half_side, found[task, name].probability_n)
+            values = map_around(task, settings.half_side, answers_by_task[task, name].probability_n)
             draw_hole(axes, task, settings.half_side, values, title=name)
 
     return drawn(draw, columns=len(settings.checkpoints), size=PANEL)

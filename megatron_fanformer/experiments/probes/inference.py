@@ -73,15 +73,17 @@ def measure(settings: InferenceSettings, _folder: Path, log: Log) -> Measured:
         name: Contestant(config=config, model=fresh_model(config, seed=0).to(device=kind, dtype=dtype).eval())
         for name, config in twins(shape).items()
     }
-    for name, each in contestants.items():
-        _measure_memory(each, prompt, settings.new_tokens, kind)
-        log(f"{name}: {each.weight_bytes / MIB:.1f} MiB of weights, {each.peak_bytes / MIB:.1f} at the peak")
+    for name, contestant in contestants.items():
+        _measure_memory(contestant, prompt, settings.new_tokens, kind)
+        log(
+            f"{name}: {contestant.weight_bytes / MIB:.1f} MiB of weights, {contestant.peak_bytes / MIB:.1f} at the peak"
+        )
     order = list(contestants.values())
     for number in range(settings.rounds):
-        for each in (*order[number % 3 :], *order[: number % 3]):
-            prefill, decode = continuation_seconds(each.model, prompt, settings.new_tokens)
-            each.prefill.append(prefill)
-            each.decode.append(decode)
+        for contestant in (*order[number % 3 :], *order[: number % 3]):
+            prefill, decode = continuation_seconds(contestant.model, prompt, settings.new_tokens)
+            contestant.prefill.append(prefill)
+            contestant.decode.append(decode)
     return Measured(
         findings=list(_findings(settings, contestants)),
         tables=[_table(contestants)],
@@ -128,21 +130,21 @@ def _now(on: Tensor) -> float:
 
 
 @torch.no_grad()
-def _measure_memory(each: Contestant, prompt_bs: Tensor, new_tokens: int, kind: str) -> None:
+def _measure_memory(contestant: Contestant, prompt_bs: Tensor, new_tokens: int, kind: str) -> None:
     """Run a continuation without timing it, and fill in the bytes."""
-    each.weight_bytes = sum(weight.numel() * weight.element_size() for weight in each.model.parameters())
-    cache = DynamicCache(config=each.model.config)
+    contestant.weight_bytes = sum(weight.numel() * weight.element_size() for weight in contestant.model.parameters())
+    cache = DynamicCache(config=contestant.model.config)
     with MemoryTracker() as tracker:
         if kind == "cuda":
             torch.cuda.reset_peak_memory_stats()
-        for weight in each.model.parameters():
+        for weight in contestant.model.parameters():
             weight.detach()  # an operation that returns it, so that it is counted, once
-        others = torch.cuda.memory_allocated() - each.weight_bytes if kind == "cuda" else 0
+        others = torch.cuda.memory_allocated() - contestant.weight_bytes if kind == "cuda" else 0
         token = prompt_bs
         for _ in range(new_tokens):
-            token = _next_token(each.model, token, cache)
-    each.peak_bytes = torch.cuda.max_memory_allocated() - others if kind == "cuda" else tracker.peak_bytes
-    each.cache_bytes = sum(
+            token = _next_token(contestant.model, token, cache)
+    contestant.peak_bytes = torch.cuda.max_memory_allocated() - others if kind == "cuda" else tracker.peak_bytes
+    contestant.cache_bytes = sum(
         part.numel() * part.element_size() for layer in cache.layers for part in (layer.keys, layer.values)
     )
 
@@ -153,9 +155,9 @@ def _measure_memory(each: Contestant, prompt_bs: Tensor, new_tokens: int, kind: 
 def _findings(settings: InferenceSettings, contestants: dict[str, Contestant]) -> Iterator[Finding]:
     none = contestants[TRANSFORMER]
     for name in (SAME_SIZE, SAME_PARAMETERS):
-        each = contestants[name]
+        contestant = contestants[name]
         for phase in ("prefill", "decode"):
-            ratios = [a / b for a, b in zip(getattr(each, phase), getattr(none, phase), strict=True)]
+            ratios = [a / b for a, b in zip(getattr(contestant, phase), getattr(none, phase), strict=True)]
             interval = ratio_interval(ratios)
             ours = statistics.median(ratios)
             spread = "" if interval is None else f" (mean {interval[0]:.3f} to {interval[1]:.3f})"
@@ -186,11 +188,11 @@ def _table(contestants: dict[str, Contestant]) -> Table:
     columns = ["model", "parameters", "prefill, ms", "decoding, ms a token", "weights, MiB", "cache, MiB", "peak, MiB"]
     rows: list[list[Cell]] = [
         [
-            *(name, each.config.num_parameters),
-            *(1000 * statistics.median(seconds) for seconds in (each.prefill, each.decode)),
-            *(size / MIB for size in (each.weight_bytes, each.cache_bytes, each.peak_bytes)),
+            *(name, contestant.config.num_parameters),
+            *(1000 * statistics.median(seconds) for seconds in (contestant.prefill, contestant.decode)),
+            *(size / MIB for size in (contestant.weight_bytes, contestant.cache_bytes, contestant.peak_bytes)),
         ]
-        for name, each in contestants.items()
+        for name, contestant in contestants.items()
     ]
     return Table(title="Medians over the rounds", columns=columns, rows=rows)
 

@@ -133,7 +133,7 @@ def _models(settings: LipschitzSettings, depth: int) -> Iterator[tuple[str, nn.M
 @torch.no_grad()
 def constants(settings: LipschitzSettings, seed: int, log: Log) -> Constants:
     """Return the constants of the models of one seed, in both number formats."""
-    found: Constants = {(model, dtype): [] for model in MODELS for dtype in DTYPES}
+    measured: Constants = {(model, dtype): [] for model in MODELS for dtype in DTYPES}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         shape = (settings.samples, settings.hidden_size, settings.grid, settings.grid)
@@ -143,10 +143,10 @@ def constants(settings: LipschitzSettings, seed: int, log: Log) -> Constants:
             for name, model in _models(settings, depth):
                 for dtype_name, dtype in DTYPES.items():
                     inputs = x_bcyx.to(dtype), x_bcyx.to(dtype) + difference.to(dtype)
-                    found[name, dtype_name].append(_constant(model.to(dtype), *inputs))
-                figures = " and ".join(f"{found[name, dtype][-1]:.4f} in {dtype}" for dtype in DTYPES)
+                    measured[name, dtype_name].append(_constant(model.to(dtype), *inputs))
+                figures = " and ".join(f"{measured[name, dtype][-1]:.4f} in {dtype}" for dtype in DTYPES)
                 log(f"seed {seed}, {depth} layers: {name} {figures}")
-    return found
+    return measured
 
 
 def _constant(model: nn.Module, first_bcyx: Tensor, second_bcyx: Tensor) -> float:
@@ -171,13 +171,13 @@ def _is_notebook(settings: LipschitzSettings) -> bool:
     return depths and all(getattr(settings, name) == getattr(NOTEBOOK, name) for name in same)
 
 
-def _beside_notebook(settings: LipschitzSettings, found: Constants) -> Iterator[Finding]:
+def _beside_notebook(settings: LipschitzSettings, measured: Constants) -> Iterator[Finding]:
     if not _is_notebook(settings):
         return
     for place, model in enumerate(MODELS):
         apart = max(
             abs(ours / PRINTED[depth][place] - 1)
-            for depth, ours in zip(settings.depths, found[model, "float32"], strict=True)
+            for depth, ours in zip(settings.depths, measured[model, "float32"], strict=True)
         )
         yield Finding(
             name=f"{model}, farthest from the notebook's printed constants",
@@ -194,7 +194,7 @@ def _beside_paper(settings: LipschitzSettings, by_seed: Sequence[Constants]) -> 
     """Yield the FANformer's constant over the Transformer's at the largest depth, over the seeds."""
     depth = settings.depths[-1]
     for dtype in DTYPES:
-        ratios = [found["FANformer", dtype][-1] / found["Transformer", dtype][-1] for found in by_seed]
+        ratios = [measured["FANformer", dtype][-1] / measured["Transformer", dtype][-1] for measured in by_seed]
         interval = ratio_interval(ratios)
         ours = statistics.geometric_mean(ratios)
         spread = "" if interval is None else f", {interval[0]:.3g} to {interval[1]:.3g} over {len(ratios)} seeds"
@@ -209,7 +209,7 @@ def _beside_paper(settings: LipschitzSettings, by_seed: Sequence[Constants]) -> 
             sentence=f"In {dtype} the FANformer spreads near inputs {ours:.3g} times as far as the Transformer at "
             f"{depth} layers of random weights{spread}.",
         )
-    changed = max(found["FANformer", "float32"][-1] / found["FANformer", "float64"][-1] for found in by_seed)
+    changed = max(measured["FANformer", "float32"][-1] / measured["FANformer", "float64"][-1] for measured in by_seed)
     yield Finding(
         name=f"the FANformer's constant at {depth} layers, float32 over float64",
         ours=changed,
@@ -220,19 +220,19 @@ def _beside_paper(settings: LipschitzSettings, by_seed: Sequence[Constants]) -> 
     )
 
 
-def _table(settings: LipschitzSettings, found: Constants) -> Table:
+def _table(settings: LipschitzSettings, measured: Constants) -> Table:
     rows: list[list[Cell]] = []
     for number, depth in enumerate(settings.depths):
         for place, model in enumerate(MODELS):
             printed = PRINTED[depth][place] if _is_notebook(settings) else None
-            rows.append([depth, model, printed, *(found[model, dtype][number] for dtype in DTYPES)])
+            rows.append([depth, model, printed, *(measured[model, dtype][number] for dtype in DTYPES)])
     return Table(title="Constants of seed 0", columns=["layers", "model", "notebook", *DTYPES], rows=rows)
 
 
-def _picture(settings: LipschitzSettings, found: Constants) -> bytes:
+def _picture(settings: LipschitzSettings, measured: Constants) -> bytes:
     def draw(panels: Any) -> None:
         axes = panels[0, 0]
-        for (model, dtype), values in found.items():
+        for (model, dtype), values in measured.items():
             style = "--" if dtype == "float64" else "-"
             axes.plot(settings.depths, values, marker=".", label=f"{model}, {dtype}", linestyle=style)
         axes.set(xlabel="layers", title="Lipschitz constant, random weights")

@@ -71,23 +71,23 @@ def compare_runs(runs: Sequence[Path], output: Path) -> Result:
     Raises:
         InputError: they are not two sides with seeds in common, of batches with as many tokens.
     """
-    found = read_dynamics(runs)
+    dynamics = read_dynamics(runs)
     result = Result(
         experiment="training dynamics",
         settings={
             "runs": [str(run) for run in runs],
-            "A": found.names[0],
-            "B": found.names[1],
-            "smoothed over steps": found.window,
+            "A": dynamics.names[0],
+            "B": dynamics.names[1],
+            "smoothed over steps": dynamics.window,
             "early and late, share of the steps": PART,
         },
         machine=this_machine(),
         seconds=sum(entry.get("step_seconds", 0.0) for run in runs for entry in read_metrics(run)),
-        findings=list(_findings(found)),
+        findings=list(_findings(dynamics)),
         pictures=[PICTURE],
     )
-    picture = drawn(lambda panels: _draw(panels[0, 0], found))
-    write_folder(output, result, {PICTURE: picture, CSV: _csv(found)})
+    picture = drawn(lambda panels: _draw(panels[0, 0], dynamics))
+    write_folder(output, result, {PICTURE: picture, CSV: _csv(dynamics)})
     return result
 
 
@@ -114,15 +114,15 @@ def read_dynamics(runs: Sequence[Path]) -> Dynamics:
     if not seeds:
         raise InputError("the two configurations have no seed in common; name runs of the same seeds")
     losses = [[_losses(side[seed]) for seed in seeds] for side in sides]
-    steps = sorted(set.intersection(*(set(each) for of_side in losses for each in of_side)))
+    steps = sorted(set.intersection(*(set(run_losses) for of_side in losses for run_losses in of_side)))
     if not steps:
         raise InputError("the runs have no step in common; name runs that have begun")
-    tokens = {each[steps[0]][1] for of_side in losses for each in of_side}
+    tokens = {run_losses[steps[0]][1] for of_side in losses for run_losses in of_side}
     if len(tokens) > 1:
         raise InputError(
             f"step {steps[0]} ends after {sorted(tokens)} tokens in these runs; name runs of equal batches"
         )
-    a, b = (np.array([[each[step][0] for step in steps] for each in of_side]) for of_side in losses)
+    a, b = (np.array([[run_losses[step][0] for step in steps] for run_losses in of_side]) for of_side in losses)
     window = max(1, round(SMOOTHED_SHARE * len(steps)))
     models = [_papers_name(fields) for fields in identities]
     return Dynamics(
@@ -188,54 +188,54 @@ def _smoothed(rows: np.ndarray, window: int) -> np.ndarray:
     return np.asarray((sums[:, end] - sums[:, first]) / (end - first))
 
 
-def _findings(found: Dynamics) -> Iterator[Finding]:
+def _findings(dynamics: Dynamics) -> Iterator[Finding]:
     for late, name, sign, claim in ((False, "early", 1, "higher at first"), (True, "late", -1, "lower at the end")):
-        value, interval = found.part(late=late)
+        value, interval = dynamics.part(late=late)
         side = "above" if sign > 0 else "below"
         claim = f"The paper has FANformer's loss {claim}: it shows if the interval lies {side} 0."
-        if not found.is_the_papers:
+        if not dynamics.is_the_papers:
             claim = NO_CLAIM
-        short = too_little(seeds=len(found.seeds), steps=len(found.steps))
+        short = too_little(seeds=len(dynamics.seeds), steps=len(dynamics.steps))
         shows = None
         if interval is None or short:
             outcome = short
         else:
-            if found.is_the_papers:
+            if dynamics.is_the_papers:
                 shows = interval[0] > 0 if sign > 0 else interval[1] < 0
-            outcome = f"the 95% interval over {len(found.seeds)} seeds is {interval[0]:+.4f} to {interval[1]:+.4f}"
+            outcome = f"the 95% interval over {len(dynamics.seeds)} seeds is {interval[0]:+.4f} to {interval[1]:+.4f}"
         yield Finding(
             name=f"training dynamics: B's loss, less A's, {name}",
-            paper=f"{side} 0" if found.is_the_papers else None,
+            paper=f"{side} 0" if dynamics.is_the_papers else None,
             ours=value,
             interval=interval,
             unit="nats per token",
             shows=shows,
-            exploratory=not found.is_the_papers,
+            exploratory=not dynamics.is_the_papers,
             sentence=(
-                f"Over the {'last' if late else 'first'} {PART:.0%} of the steps the loss of B ({found.names[1]}) is "
-                f"{value:+.4f} nats per token off that of A ({found.names[0]}); {outcome}. " + claim
+                f"Over the {'last' if late else 'first'} {PART:.0%} of the steps the loss of B ({dynamics.names[1]}) "
+                f"is {value:+.4f} nats per token off that of A ({dynamics.names[0]}); {outcome}. " + claim
             ),
         )
 
 
-def _csv(found: Dynamics) -> str:
+def _csv(dynamics: Dynamics) -> str:
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(["step", *(f"seed {seed}" for seed in found.seeds)])
-    for step, row in zip(found.steps.tolist(), found.differences.T.tolist(), strict=True):
+    writer.writerow(["step", *(f"seed {seed}" for seed in dynamics.seeds)])
+    for step, row in zip(dynamics.steps.tolist(), dynamics.differences.T.tolist(), strict=True):
         writer.writerow([step, *row])
     return text.getvalue()
 
 
-def _draw(axes: Any, found: Dynamics) -> None:
-    for seed, row in zip(found.seeds, found.differences, strict=True):
-        axes.plot(found.steps, row, linewidth=0.7, alpha=0.6, label=f"seed {seed}")
-    if (seeds := len(found.seeds)) > 1:
-        mean = found.differences.mean(axis=0)
-        half = t_quantile(seeds - 1) * standard_error(found.differences)
-        axes.plot(found.steps, mean, color="black", label="mean")
-        axes.fill_between(found.steps, mean - half, mean + half, color="black", alpha=0.12, label="95% interval")
+def _draw(axes: Any, dynamics: Dynamics) -> None:
+    for seed, row in zip(dynamics.seeds, dynamics.differences, strict=True):
+        axes.plot(dynamics.steps, row, linewidth=0.7, alpha=0.6, label=f"seed {seed}")
+    if (seeds := len(dynamics.seeds)) > 1:
+        mean = dynamics.differences.mean(axis=0)
+        half = t_quantile(seeds - 1) * standard_error(dynamics.differences)
+        axes.plot(dynamics.steps, mean, color="black", label="mean")
+        axes.fill_between(dynamics.steps, mean - half, mean + half, color="black", alpha=0.12, label="95% interval")
     axes.axhline(0, color="gray", linestyle="--", linewidth=1)
-    axes.set(xlabel="step", ylabel=f"loss of B − A, nats per token, mean of {found.window} steps")
-    axes.set_title(f"A: {found.names[0]}\nB: {found.names[1]}", fontsize="small")
+    axes.set(xlabel="step", ylabel=f"loss of B − A, nats per token, mean of {dynamics.window} steps")
+    axes.set_title(f"A: {dynamics.names[0]}\nB: {dynamics.names[1]}", fontsize="small")
     axes.legend()

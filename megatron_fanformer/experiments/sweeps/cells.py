@@ -88,10 +88,10 @@ class Cell:
 
     def field(self, name: str) -> Any:
         """Return the value of a field by its dotted name."""
-        found: Any = self.config
+        value: Any = self.config
         for part in name.split("."):
-            found = getattr(found, part)
-        return found
+            value = getattr(value, part)
+        return value
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,8 +136,8 @@ def sweep_of(file: Path, values: dict[str, Any], *, needs_data: bool, base_file:
         base_file: the base, where the file's folder may not be there yet; None: as the values have it.
     """
     config = build(values, SweepConfig)
-    if found := config.problems():
-        raise InputError("\n".join(found))
+    if problems_here := config.problems():
+        raise InputError("\n".join(problems_here))
     base = read_values(file.parent / config.base if base_file is None else base_file)
     cells: list[Cell] = []
     all_names: list[str] = []
@@ -148,20 +148,20 @@ def sweep_of(file: Path, values: dict[str, Any], *, needs_data: bool, base_file:
         try:
             of_cell = config_from_dict(values, report=lambda notice: notices.update({notice: None}))
             cell = Cell(name=name, points=points, tunes=tunes, config=of_cell)
-            found = _run_problems(cell.config, needs_data=needs_data)
+            problems_here = _run_problems(cell.config, needs_data=needs_data)
         except InputError as error:
-            found = str(error).splitlines()
+            problems_here = str(error).splitlines()
         else:
             cells.append(cell)
-        for problem in found:
+        for problem in problems_here:
             problems.setdefault(problem, []).append(name)
     if problems:
         raise InputError("\n".join(_in_cells(problem, names, len(all_names)) for problem, names in problems.items()))
     for notice in notices:
         print_on_stderr(notice)
     sweep = Sweep(file=file, config=config, cells=cells)
-    if found := list(_report_problems(sweep)):
-        raise InputError("\n".join(found))
+    if problems_here := list(_report_problems(sweep)):
+        raise InputError("\n".join(problems_here))
     return sweep
 
 
@@ -313,8 +313,8 @@ def outcomes(sweep: Sweep) -> list[Outcome]:
 
 def refuse_other_runs(sweep: Sweep) -> None:
     """Raise InputError for cells whose folders have runs of other configurations; one line each."""
-    if found := [problem for cell in sweep.cells if (problem := _difference(cell, sweep.metric)) is not None]:
-        raise InputError("\n".join(found))
+    if problems := [problem for cell in sweep.cells if (problem := _difference(cell, sweep.metric)) is not None]:
+        raise InputError("\n".join(problems))
 
 
 def _metrics(cell: Cell) -> list[dict[str, Any]]:
@@ -374,11 +374,11 @@ def _measuring(values: Mapping[str, Any], metric: str) -> dict[str, Any]:
         return {}
     evaluation = values.get("evaluation") or {}
     perplexity = asdict(PerplexityConfig()) | (evaluation.get("perplexity") or {})
-    own = perplexity["sets"].get(name)
-    found = {f"sets.{name}": own, **{field: perplexity[field] for field in CUTTING}}
-    if own is None:  # it is of one of the paper's groups
-        found["folder"] = perplexity["folder"]
-    return {f"evaluation.perplexity.{field}": value for field, value in found.items()}
+    files = perplexity["sets"].get(name)
+    fields = {f"sets.{name}": files, **{field: perplexity[field] for field in CUTTING}}
+    if files is None:  # it is of one of the paper's groups
+        fields["folder"] = perplexity["folder"]
+    return {f"evaluation.perplexity.{field}": value for field, value in fields.items()}
 
 
 # -- cells that differ in seed alone
@@ -395,14 +395,14 @@ class Group(NamedTuple):
     """Losses by seed, of the cells that have one."""
 
 
-def groups_of(found: Sequence[Outcome]) -> list[Group]:
+def groups_of(outcomes: Sequence[Outcome]) -> list[Group]:
     """Return all points, in the order of the cells."""
     groups: dict[tuple[str, ...], Group] = {}
-    for each in found:
-        key = tuple(each.cell.points.values())
-        group = groups.setdefault(key, Group(each.cell.points, each.cell, {}))
-        if each.loss is not None:
-            group.losses[each.cell.seed] = each.loss
+    for outcome in outcomes:
+        key = tuple(outcome.cell.points.values())
+        group = groups.setdefault(key, Group(outcome.cell.points, outcome.cell, {}))
+        if outcome.loss is not None:
+            group.losses[outcome.cell.seed] = outcome.loss
     return list(groups.values())
 
 

@@ -77,39 +77,39 @@ def sweep(options: SweepOptions) -> None:
         show(_written_lines(write_sweep(options)))
         return
     machine = None if options.gpu is None else load_machine(options.gpu)
-    found = read_sweep(options.file, needs_data=options.action == "run")
+    loaded = read_sweep(options.file, needs_data=options.action == "run")
     match options.action:
         case "dry-run":
-            show(_plan_lines(found, machine, options.gpus or 1))
+            show(_plan_lines(loaded, machine, options.gpus or 1))
         case "run" if options.slurm is not None:
             from megatron_fanformer.experiments.sweeps.run import write_array
 
-            print(f"sbatch {write_array(found, options.slurm)}")
+            print(f"sbatch {write_array(loaded, options.slurm)}")
         case "run":
             from megatron_fanformer.experiments.sweeps.run import run_sweep
 
-            run_sweep(found, lambda line: show([line]), jobs=options.jobs or 1)
+            run_sweep(loaded, lambda line: show([line]), jobs=options.jobs or 1)
             print(f"all cells are complete; sweep {options.file} report")
         case "status":
-            show(_status_lines(found))
+            show(_status_lines(loaded))
         case "report":
             from megatron_fanformer.experiments.sweeps.report import summary, write_report
 
-            show(summary(found.folder, write_report(found)))
+            show(summary(loaded.folder, write_report(loaded)))
 
 
-def _written_lines(found: Sweep) -> Iterator[str]:
-    config = found.config
+def _written_lines(sweep: Sweep) -> Iterator[str]:
+    config = sweep.config
     points, seeds = plural(len(config.axes[config.report.compare]), "point"), plural(config.seeds, "seed")
-    yield f"{found.file}: {points} of {seeds} each, from {config.base}, compared by {found.metric}"
-    yield from difference_lines(found)
-    yield from (f"  {PROGRAM} sweep {shlex.quote(str(found.file))} {action}" for action in ("dry-run", "run", "report"))
+    yield f"{sweep.file}: {points} of {seeds} each, from {config.base}, compared by {sweep.metric}"
+    yield from difference_lines(sweep)
+    yield from (f"  {PROGRAM} sweep {shlex.quote(str(sweep.file))} {action}" for action in ("dry-run", "run", "report"))
 
 
-def _status_lines(found: Sweep) -> Iterator[str]:
-    done = outcomes(found)
-    yield from (f"{each.cell.name}: {each}" for each in in_play(found, done))
-    for choice in choices(found, done):
+def _status_lines(sweep: Sweep) -> Iterator[str]:
+    done = outcomes(sweep)
+    yield from (f"{outcome.cell.name}: {outcome}" for outcome in in_play(sweep, done))
+    for choice in choices(sweep, done):
         at = ", ".join(choice.points.values())
         if choice.best is None:
             yield f"{at}: its best point is chosen once its cells above have ended"
@@ -118,63 +118,63 @@ def _status_lines(found: Sweep) -> Iterator[str]:
             yield f"{at}: {choice.best} is best{edge}"
 
 
-def _plan_lines(found: Sweep, machine: Machine | None, gpus: int) -> Iterator[str]:
+def _plan_lines(sweep: Sweep, machine: Machine | None, gpus: int) -> Iterator[str]:
     """Yield a row for each point: what one cell of it has and takes, and what all of them take together."""
-    done = outcomes(found)
+    done = outcomes(sweep)
     rate = _measured_rate(done)
     rows: list[Row] = []
     whole: list[float | None] = []
     flops = 0
-    for points, cell, seeds in _planned(found, groups_of(done)):
+    for points, cell, seeds in _planned(sweep, groups_of(done)):
         seconds = _seconds(cell, machine, gpus, rate)
         whole += [seconds] * seeds
         flops += _flops(cell) * seeds
         own = (f"{parameters_of(cell):,}", f"{cell.tokens:,}", f"{_flops(cell):.2e}", _duration(seconds))
         rows.append((*points, str(seeds), *own))
     numbers = ("seeds", "parameters", "tokens", "FLOPs", "time")
-    align = "l" * len(found.config.axes) + "r" * len(numbers)
-    yield from table((*found.config.axes, *numbers), rows, align=align)
-    yield from difference_lines(found)
-    complete = sum(each.state == "complete" for each in in_play(found, done))
+    align = "l" * len(sweep.config.axes) + "r" * len(numbers)
+    yield from table((*sweep.config.axes, *numbers), rows, align=align)
+    yield from difference_lines(sweep)
+    complete = sum(outcome.state == "complete" for outcome in in_play(sweep, done))
     time = _duration(None if None in whole else sum(filter(None, whole)))
-    cells = found.config.num_cells
+    cells = sweep.config.num_cells
     yield f"{cells} cells, {complete} of them complete; {flops:.2e} FLOPs, {time} one after the other"
     if machine is not None:
         yield f"time: by formula, on {gpus} x {machine.name}"
     elif rate is not None:
-        yield f"time: by the {rate:.2e} FLOP/s of the steps in {found.folder}, without starts and evaluations"
+        yield f"time: by the {rate:.2e} FLOP/s of the steps in {sweep.folder}, without starts and evaluations"
     else:
         yield "time: not known before a cell has begun; --gpu estimates it for a machine"
 
 
-def difference_lines(found: Sweep) -> Iterator[str]:
+def difference_lines(sweep: Sweep) -> Iterator[str]:
     """Yield how far the parameters of the compared points are from the baseline's, where other axes are the same."""
-    report = found.config.report
+    report = sweep.config.report
     by_others: dict[tuple[str, ...], dict[str, int]] = {}
-    for cell in found.cells:
+    for cell in sweep.cells:
         others = tuple(point for axis, point in cell.points.items() if axis != report.compare)
         by_others.setdefault(others, {})[cell.points[report.compare]] = parameters_of(cell)
     texts: list[str] = []
-    for point in found.config.axes[report.compare]:
+    for point in sweep.config.axes[report.compare]:
         if point != report.baseline:
-            shares = [each[point] / each[report.baseline] - 1 for each in by_others.values()]
+            shares = [parameters[point] / parameters[report.baseline] - 1 for parameters in by_others.values()]
             low, high = f"{min(shares):+.2%}", f"{max(shares):+.2%}"
             texts.append(f"{point} {low}" if low == high else f"{point} {low} to {high}")
     if texts:
         yield f"parameters, without embedding and head, against {report.baseline}'s: {', '.join(texts)}"
 
 
-def _planned(found: Sweep, groups: Sequence[Group]) -> Iterator[tuple[list[str], Cell, int]]:
+def _planned(sweep: Sweep, groups: Sequence[Group]) -> Iterator[tuple[list[str], Cell, int]]:
     """Yield points, a cell and a number of seeds: of tuning, and of the best points, by a cell of the same cost."""
-    tune = found.config.tune
+    tune = sweep.config.tune
     for group in groups:
-        yield list(group.points.values()), group.cell, found.config.tune_seeds if tune else found.config.seeds
+        yield list(group.points.values()), group.cell, sweep.config.tune_seeds if tune else sweep.config.seeds
     if tune is not None:
-        first = next(iter(found.config.axes[tune.axis]))
+        first = next(iter(sweep.config.axes[tune.axis]))
         for group in groups:
             if group.points[tune.axis] == first:
                 points = {**group.points, tune.axis: "the best"}
-                yield list(points.values()), group.cell, found.config.seeds
+                yield list(points.values()), group.cell, sweep.config.seeds
 
 
 def _flops(cell: Cell) -> int:
@@ -182,7 +182,7 @@ def _flops(cell: Cell) -> int:
 
 
 def _measured_rate(done: Sequence[Outcome]) -> float | None:
-    rates = [each.flops_per_second for each in done if each.flops_per_second is not None]
+    rates = [outcome.flops_per_second for outcome in done if outcome.flops_per_second is not None]
     return float(np.median(rates)) if rates else None
 
 
@@ -196,13 +196,13 @@ def _seconds(cell: Cell, machine: Machine | None, gpus: int, rate: float | None)
     # As `plan`: a known machine is a GPU; a file may also describe the CPUs that a configuration asks for.
     on_cpu = cell.config.runtime.device == "cpu" and machine not in known_machines().values()
     config = for_machine(cell.config, machine, on_cpu=on_cpu)
-    found = problems(config, gpus)
+    refused = problems(config, gpus)
     try:
         check_formats(config, machine)
     except InputError as error:
-        found.append(str(error))
-    if found:
-        raise InputError("\n".join(f"cell {cell.name}: {problem}" for problem in found))
+        refused.append(str(error))
+    if refused:
+        raise InputError("\n".join(f"cell {cell.name}: {problem}" for problem in refused))
     return step_time(job_of(config, gpus), machine).seconds * config.training.steps
 
 

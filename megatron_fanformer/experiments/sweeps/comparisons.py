@@ -44,19 +44,23 @@ class Comparison(NamedTuple):
 def comparisons(config: SweepConfig, groups: Sequence[Group]) -> list[Comparison]:
     """Return all comparisons that have runs: of every point with every baseline, and of the primary pairs."""
     pairs = _pairs(config)
-    found = []
+    made = []
     for at in itertools.product(*(config.axes[axis] for axis in config.report.by)):
         where = dict(zip(config.report.by, at, strict=True))
         of_these = [group for group in groups if where.items() <= group.points.items()]
         for pair, is_primary in pairs.items():
-            if (each := _compared(config, of_these, pair, where)) is not None:
-                found.append(each._replace(is_primary=is_primary))
-    tested = {place: each.p for place, each in enumerate(found) if each.is_primary and each.p is not None}
+            if (comparison := _compared(config, of_these, pair, where)) is not None:
+                made.append(comparison._replace(is_primary=is_primary))
+    tested = {
+        place: comparison.p
+        for place, comparison in enumerate(made)
+        if comparison.is_primary and comparison.p is not None
+    }
     # Those that have no runs yet count, too: a verdict by half of a sweep would be another one's.
     to_come = [1.0] * (_num_primary(config) - len(tested))
     for place, adjusted in zip(tested, holm([*tested.values(), *to_come]), strict=False):
-        found[place] = found[place]._replace(adjusted=adjusted)
-    return found
+        made[place] = made[place]._replace(adjusted=adjusted)
+    return made
 
 
 def _pairs(config: SweepConfig) -> dict[tuple[str, str], bool]:
@@ -127,49 +131,50 @@ def findings(config: SweepConfig, compared: Sequence[Comparison], *, steps: int)
     """
     report = config.report
     number = _num_primary(config)
-    for each in sorted(compared, key=lambda each: not each.is_primary):
+    for comparison in sorted(compared, key=lambda comparison: not comparison.is_primary):
         paper = None
-        if each.point in report.paper and each.baseline in report.paper:
-            paper = report.paper[each.point] - report.paper[each.baseline]
+        if comparison.point in report.paper and comparison.baseline in report.paper:
+            paper = report.paper[comparison.point] - report.paper[comparison.baseline]
         short = too_little(
-            seeds=each.seeds, steps=steps, fewest_seeds=report.fewest_seeds, fewest_steps=report.fewest_steps
+            seeds=comparison.seeds, steps=steps, fewest_seeds=report.fewest_seeds, fewest_steps=report.fewest_steps
         )
         shows = None
-        if each.is_primary and not short and each.adjusted is not None:
-            shows = each.adjusted < CALLED and each.mean.value < 0
-        at = "".join(f", {axis} {point}" for axis, point in each.at.items())
-        direction = "lower" if each.mean.value < 0 else "higher"
+        if comparison.is_primary and not short and comparison.adjusted is not None:
+            shows = comparison.adjusted < CALLED and comparison.mean.value < 0
+        at = "".join(f", {axis} {point}" for axis, point in comparison.at.items())
+        direction = "lower" if comparison.mean.value < 0 else "higher"
         yield Finding(
-            name=f"{config.experiment}: loss of {each.point}, less {each.baseline}'s{at}",
+            name=f"{config.experiment}: loss of {comparison.point}, less {comparison.baseline}'s{at}",
             paper=None if paper is None else f"{paper:+.3f}",
-            ours=each.mean.value,
-            interval=each.mean.interval,
+            ours=comparison.mean.value,
+            interval=comparison.mean.interval,
             unit="nats per token",
             same_settings=report.same_settings,
             shows=shows,
-            exploratory=not each.is_primary,
+            exploratory=not comparison.is_primary,
             sentence=(
-                f"{each.point} ends {abs(each.mean.value):.4f} nats per token {direction} than {each.baseline}{at} "
-                f"over {each.pairs} pairs of runs with the same seed; {_outcome(each, short, number)}. " + _rule(each)
+                f"{comparison.point} ends {abs(comparison.mean.value):.4f} nats per token {direction} than "
+                f"{comparison.baseline}{at} over {comparison.pairs} pairs of runs with the same seed; "
+                f"{_outcome(comparison, short, number)}. {_rule(comparison)}"
             ),
         )
 
 
-def _outcome(each: Comparison, short: str, number: int) -> str:
-    if short or each.mean.interval is None:
+def _outcome(comparison: Comparison, short: str, number: int) -> str:
+    if short or comparison.mean.interval is None:
         return short
-    low, high = each.mean.interval
+    low, high = comparison.mean.interval
     interval = f"the 95% interval, {low:+.4f} to {high:+.4f}, {'has 0 in it' if low <= 0 <= high else 'leaves 0 out'}"
-    if each.adjusted is None:
+    if comparison.adjusted is None:
         return interval
     corrected = f", corrected for {number} primary comparisons (Holm)" if number > 1 else ""
-    return f"{interval}, p {each.adjusted:.2g}{corrected}"
+    return f"{interval}, p {comparison.adjusted:.2g}{corrected}"
 
 
-def _rule(each: Comparison) -> str:
-    if not each.is_primary:
+def _rule(comparison: Comparison) -> str:
+    if not comparison.is_primary:
         return "It is exploratory: not among the comparisons stated before the runs."
-    return f"Stated before the runs: {each.point} is lower. It shows if p is below {CALLED:.0%}."
+    return f"Stated before the runs: {comparison.point} is lower. It shows if p is below {CALLED:.0%}."
 
 
 # -- the best point of a tuned axis
@@ -192,16 +197,16 @@ class Choice(NamedTuple):
         return len(points) > 2 and self.best in (points[0], points[-1])
 
 
-def choices(sweep: Sweep, found: Sequence[Outcome]) -> list[Choice]:
+def choices(sweep: Sweep, outcomes: Sequence[Outcome]) -> list[Choice]:
     """Return the choice at each point of the axes that are not tuned, in the order of the cells."""
     if sweep.config.tune is None:
         return []
     axis = sweep.config.tune.axis
     ended: dict[tuple[tuple[str, str], ...], dict[str, list[Outcome]]] = {}
-    for each in found:
-        if each.cell.tunes:
-            others = tuple((name, point) for name, point in each.cell.points.items() if name != axis)
-            ended.setdefault(others, {}).setdefault(each.cell.points[axis], []).append(each)
+    for outcome in outcomes:
+        if outcome.cell.tunes:
+            others = tuple((name, point) for name, point in outcome.cell.points.items() if name != axis)
+            ended.setdefault(others, {}).setdefault(outcome.cell.points[axis], []).append(outcome)
     return [Choice(dict(others), *_best(by_point)) for others, by_point in ended.items()]
 
 
@@ -209,44 +214,48 @@ def _best(by_point: dict[str, list[Outcome]]) -> tuple[dict[str, float | None], 
     losses: dict[str, float | None] = {}
     have_ended = True
     for point, of_point in by_point.items():
-        known = [each.loss for each in of_point if each.loss is not None]
+        known = [outcome.loss for outcome in of_point if outcome.loss is not None]
         losses[point] = float(np.mean(known)) if len(known) == len(of_point) else None
-        have_ended &= all(each.loss is not None or each.diverged for each in of_point)
+        have_ended &= all(outcome.loss is not None or outcome.diverged for outcome in of_point)
     candidates = {point: loss for point, loss in losses.items() if loss is not None}
     return losses, min(candidates, key=candidates.__getitem__) if have_ended and candidates else None
 
 
-def compared(sweep: Sweep, found: Sequence[Outcome]) -> list[Outcome]:
+def compared(sweep: Sweep, outcomes: Sequence[Outcome]) -> list[Outcome]:
     """Return the cells that the comparisons are of: all, or those at the best points of the tuned axis."""
     if sweep.config.tune is None:
-        return list(found)
-    best = [{**choice.points, sweep.config.tune.axis: choice.best} for choice in choices(sweep, found)]
-    return [each for each in found if not each.cell.tunes and each.cell.points in best]
+        return list(outcomes)
+    best = [{**choice.points, sweep.config.tune.axis: choice.best} for choice in choices(sweep, outcomes)]
+    return [outcome for outcome in outcomes if not outcome.cell.tunes and outcome.cell.points in best]
 
 
-def in_play(sweep: Sweep, found: Sequence[Outcome]) -> list[Outcome]:
+def in_play(sweep: Sweep, outcomes: Sequence[Outcome]) -> list[Outcome]:
     """Return the cells that have run or are to run, as far as the choices are made: those for tuning come first."""
-    return [*(each for each in found if each.cell.tunes), *compared(sweep, found)]
+    return [*(outcome for outcome in outcomes if outcome.cell.tunes), *compared(sweep, outcomes)]
 
 
 def unfinished(sweep: Sweep, playing: Sequence[Outcome]) -> list[str]:
     """Return what keeps a sweep of which nothing is due from its result, one line each."""
-    found = [
-        f"{each.cell.name} has no {sweep.metric} at its last step; remove {each.cell.run} to train it again"
-        for each in playing
-        if each.state == "complete" and each.loss is None
+    problems = [
+        f"{outcome.cell.name} has no {sweep.metric} at its last step; remove {outcome.cell.run} to train it again"
+        for outcome in playing
+        if outcome.state == "complete" and outcome.loss is None
     ]
-    if sweep.config.tune is not None and not found:
+    if sweep.config.tune is not None and not problems:
         axis = sweep.config.tune.axis
-        found = [
+        problems = [
             f"all points of {axis} diverged{''.join(f', {point}' for point in choice.points.values())}; add others"
             for choice in choices(sweep, playing)
             if choice.best is None
         ]
-    return found
+    return problems
 
 
 def due(playing: Sequence[Outcome]) -> list[Cell]:
     """Return what, of the cells in play, can run now and is not complete; a choice that is made then brings more."""
     # A tuning run that diverged would again: it has said what it was to say.
-    return [each.cell for each in playing if each.state != "complete" and not (each.cell.tunes and each.diverged)]
+    return [
+        outcome.cell
+        for outcome in playing
+        if outcome.state != "complete" and not (outcome.cell.tunes and outcome.diverged)
+    ]

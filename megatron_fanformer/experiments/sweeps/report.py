@@ -53,8 +53,8 @@ def write_report(sweep: Sweep) -> Result:
     Raises:
         InputError: no cell is complete.
     """
-    found = in_play(sweep, outcomes(sweep))
-    groups = groups_of(compared(sweep, found))
+    outcomes_in_play = in_play(sweep, outcomes(sweep))
+    groups = groups_of(compared(sweep, outcomes_in_play))
     if not any(group.losses for group in groups):
         raise InputError(f"no cell of {sweep.folder} has {sweep.metric} at its last step; use run, or status")
     fits = _fits(sweep, groups) if sweep.config.report.over in FITTED else {}
@@ -64,7 +64,7 @@ def write_report(sweep: Sweep) -> Result:
     else:
         effects = list(findings(sweep.config, comparisons(sweep.config, groups), steps=steps))
     tables = [_table_of_groups(sweep, groups), *_table_of_fits(sweep, fits)]
-    tables += [*_table_of_choices(sweep, found), *_table_of_missing(found)]
+    tables += [*_table_of_choices(sweep, outcomes_in_play), *_table_of_missing(outcomes_in_play)]
     picture = law_picture(sweep, groups, fits) if sweep.config.report.over in FITTED else points_picture(sweep, groups)
     result = Result(
         experiment=sweep.config.experiment,
@@ -74,12 +74,12 @@ def write_report(sweep: Sweep) -> Result:
             "first cell": sweep.cells[0].config.as_dict(),
         },
         machine=this_machine(),
-        seconds=sum(each.seconds for each in found),
+        seconds=sum(outcome.seconds for outcome in outcomes_in_play),
         findings=effects,
         tables=tables,
         pictures=[PICTURE],
     )
-    write_folder(sweep.folder, result, {PICTURE: picture, CSV: _csv(sweep, found)})
+    write_folder(sweep.folder, result, {PICTURE: picture, CSV: _csv(sweep, outcomes_in_play)})
     return result
 
 
@@ -96,13 +96,13 @@ def _fits(sweep: Sweep, groups: Sequence[Group]) -> dict[str, Fit]:
             point = group.points[sweep.config.report.compare]
             points.setdefault(point, []).append(((key, seed), size_of(sweep, group.cell), loss))
     fitted = {
-        point: sorted(each, key=lambda entry: str(entry[0]))  # in one order, so that residuals are drawn together
-        for point, each in points.items()
-        if len({x for _, x, _ in each}) >= FEWEST_SIZES
+        point: sorted(of_point, key=lambda entry: str(entry[0]))  # in one order, so that residuals are drawn together
+        for point, of_point in points.items()
+        if len({x for _, x, _ in of_point}) >= FEWEST_SIZES
     }
-    xs = [[x for _, x, _ in each] for each in fitted.values()]
-    losses = [[loss for _, _, loss in each] for each in fitted.values()]
-    paired = len({tuple(key for key, _, _ in each) for each in fitted.values()}) == 1
+    xs = [[x for _, x, _ in of_point] for of_point in fitted.values()]
+    losses = [[loss for _, _, loss in of_point] for of_point in fitted.values()]
+    paired = len({tuple(key for key, _, _ in of_point) for of_point in fitted.values()}) == 1
     return dict(zip(fitted, fit_together(xs, losses, paired=paired), strict=True)) if fitted else {}
 
 
@@ -117,13 +117,13 @@ def _savings(sweep: Sweep, groups: Sequence[Group], fits: dict[str, Fit], steps:
     for point, fit in fits.items():
         if point == report.baseline:
             continue
-        found = saving(fits[report.baseline], fit, largest)
-        low, high = found.interval or (math.inf, math.inf)
-        is_finite = math.isfinite(found.share)
-        needs = f"needs {found.share:.1%} of them" if is_finite else "does not come to that loss by its curve"
+        reached = saving(fits[report.baseline], fit, largest)
+        low, high = reached.interval or (math.inf, math.inf)
+        is_finite = math.isfinite(reached.share)
+        needs = f"needs {reached.share:.1%} of them" if is_finite else "does not come to that loss by its curve"
         if short:
             outcome = short
-        elif found.interval is None:
+        elif reached.interval is None:
             outcome = "there are too few runs for an interval, so that this is inconclusive"
         elif high < 1:
             outcome = "the interval lies below 100%: a saving is shown"
@@ -134,15 +134,15 @@ def _savings(sweep: Sweep, groups: Sequence[Group], fits: dict[str, Fit], steps:
         yield Finding(
             name=f"{sweep.config.experiment}: {report.over} that {point} needs for {report.baseline}'s loss",
             paper=None if report.paper_saving is None else f"{report.paper_saving:.1%}",
-            ours=100 * found.share if is_finite else None,
+            ours=100 * reached.share if is_finite else None,
             # None where no number is in it
             interval=(100 * low, 100 * high if math.isfinite(high) else None) if math.isfinite(low) else None,
             unit=f"% of {report.baseline}'s {report.over}",
             same_settings=report.same_settings,
-            shows=None if short or found.interval is None else high < 1,
+            shows=None if short or reached.interval is None else high < 1,
             sentence=(
-                f"For the loss of {found.loss:.4f} nats per token that {report.baseline}'s fitted curve has at "
-                f"{found.at:.3g} {report.over}, {point} {needs}; {outcome}. The effect is said to show if the 95% "
+                f"For the loss of {reached.loss:.4f} nats per token that {report.baseline}'s fitted curve has at "
+                f"{reached.at:.3g} {report.over}, {point} {needs}; {outcome}. The effect is said to show if the 95% "
                 "interval lies below 100%."
             ),
         )
@@ -178,13 +178,13 @@ def _table_of_fits(sweep: Sweep, fits: dict[str, Fit]) -> list[Table]:
     return [Table(title=title, columns=[sweep.config.report.compare, "of the curve", "value", "from", "to"], rows=rows)]
 
 
-def _table_of_choices(sweep: Sweep, found: Sequence[Outcome]) -> list[Table]:
+def _table_of_choices(sweep: Sweep, outcomes_in_play: Sequence[Outcome]) -> list[Table]:
     if sweep.config.tune is None:
         return []
     axis, seeds = sweep.config.tune.axis, sweep.config.tune_seeds
     rows: list[list[TableCell]] = [
         [*choice.points.values(), *choice.losses.values(), choice.best, choice.is_at_the_edge]
-        for choice in choices(sweep, found)
+        for choice in choices(sweep, outcomes_in_play)
     ]
     others = [name for name in sweep.config.axes if name != axis]
     columns = [*others, *sweep.config.axes[axis], "best", "at the edge"]
@@ -192,22 +192,26 @@ def _table_of_choices(sweep: Sweep, found: Sequence[Outcome]) -> list[Table]:
     return [Table(title=title, columns=columns, rows=rows)]
 
 
-def _table_of_missing(found: Sequence[Outcome]) -> list[Table]:
-    missing: list[list[TableCell]] = [[each.cell.name, str(each)] for each in found if each.loss is None]
+def _table_of_missing(outcomes_in_play: Sequence[Outcome]) -> list[Table]:
+    missing: list[list[TableCell]] = [
+        [outcome.cell.name, str(outcome)] for outcome in outcomes_in_play if outcome.loss is None
+    ]
     return [Table(title=MISSING, columns=["cell", "state"], rows=missing)] if missing else []
 
 
-def _csv(sweep: Sweep, found: Sequence[Outcome]) -> str:
+def _csv(sweep: Sweep, outcomes_in_play: Sequence[Outcome]) -> str:
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     numbers = ["parameters", "tokens", "flops", "state", "step", "loss"]
     writer.writerow(["cell", *sweep.config.axes, "seed", "tunes", *numbers])
-    for each in found:
-        model = each.cell.config.model
-        flops = training_flops_per_token(model) * each.cell.tokens
-        written = "" if each.loss is None else repr(each.loss)
-        named = [each.cell.name, *each.cell.points.values(), each.cell.seed, each.cell.tunes]
-        writer.writerow([*named, parameters_of(each.cell), each.cell.tokens, flops, each.state, each.step, written])
+    for outcome in outcomes_in_play:
+        model = outcome.cell.config.model
+        flops = training_flops_per_token(model) * outcome.cell.tokens
+        written = "" if outcome.loss is None else repr(outcome.loss)
+        named = [outcome.cell.name, *outcome.cell.points.values(), outcome.cell.seed, outcome.cell.tunes]
+        writer.writerow(
+            [*named, parameters_of(outcome.cell), outcome.cell.tokens, flops, outcome.state, outcome.step, written]
+        )
     return text.getvalue()
 
 

@@ -125,15 +125,15 @@ class _Runs:
                 while waiting and len(self._running) < self._jobs and not self._is_stopped:
                     self._start(*waiting.popleft())
                 self._pass_on_signals()
-                for each in list(self._running.values()):
-                    if each.process.poll() is not None:
-                        del self._running[each.cell.name]
-                        self._end(each, each.process.returncode)
+                for running in list(self._running.values()):
+                    if running.process.poll() is not None:
+                        del self._running[running.cell.name]
+                        self._end(running, running.process.returncode)
                 time.sleep(POLL_SECONDS)
         finally:
-            for each in self._running.values():
-                each.process.kill()
-                each.process.wait()
+            for running in self._running.values():
+                running.process.kill()
+                running.process.wait()
         if self._is_stopped:
             raise Interrupted("stopped; cells that had begun go on where they were: run the same command to continue")
 
@@ -158,8 +158,8 @@ class _Runs:
             number = self.received.popleft()
             goes_on = number == SAVE_SIGNAL
             self._is_stopped |= not goes_on
-            for each in self._running.values():
-                each.process.send_signal(number if goes_on else signal.SIGTERM)
+            for running in self._running.values():
+                running.process.send_signal(number if goes_on else signal.SIGTERM)
 
     def _end(self, ended: _Running, code: int) -> None:
         cell = ended.cell
@@ -170,8 +170,8 @@ class _Runs:
         if code and not self._is_stopped:
             write_atomically(cell.failure, f"{_error_in(cell.log, ended.log_start, code)}\nexit code {code}\n")
         self.codes[cell.name] = 1 if code < 0 else code
-        found = outcome(cell, self._sweep.metric, average_steps=self._sweep.config.report.average_steps)
-        self._log(f"    {cell.name}: {found} ({time.monotonic() - ended.started:.0f} s)")
+        result = outcome(cell, self._sweep.metric, average_steps=self._sweep.config.report.average_steps)
+        self._log(f"    {cell.name}: {result} ({time.monotonic() - ended.started:.0f} s)")
 
 
 def _thread_options(cell: Cell, jobs: int) -> list[str]:
