@@ -86,20 +86,6 @@ def test_a_blend_file_stands_for_its_words(folder: Path) -> None:
     assert [source.paths[0] for source in blend.sources] == ["npy/../a", "npy/../b", "npy/1.npy", "/x"]
 
 
-def test_a_byte_order_mark_is_of_no_word(folder: Path) -> None:
-    """Windows' editors write one; from another store, too."""
-    (folder / "my.blend").write_bytes("\ufeff0.3 a\r\n0.7 b\r\n".encode())
-    for name, place in (("my.blend", ""), (f"file://{folder}/my.blend", f"file://{folder}/")):
-        blend = parse_blend([f"@{name}"])
-        assert (blend.weights, blend.sources) == ([0.3, 0.7], [Source((f"{place}{path}",)) for path in "ab"])
-
-
-def test_several_blend_files_are_joined(folder: Path) -> None:
-    (folder / "one.blend").write_text("a")
-    (folder / "two.blend").write_text("b npy/*.npy")
-    assert paths("@one.blend", "@two.blend") == [("a",), ("b",), ("npy/1.npy", "npy/2.npy")]
-
-
 def test_the_short_names_of_sources(folder: Path) -> None:
     """Below the folder of all, however each path is written; whole names where two would be the same."""
     for names, labels in (

@@ -11,7 +11,7 @@ from megatron_fanformer.data import index_cache
 from megatron_fanformer.data.config import DataConfig
 from megatron_fanformer.data.index_cache import indices_in
 from megatron_fanformer.durable_files import take_lock
-from tests.data.token_making import build, drawn, write_npy, write_pair
+from tests.data.token_making import build, drawn, write_pair
 
 SAMPLES = 60
 INDICES = ("document_index", "sample_index", "shuffle_index")
@@ -65,30 +65,6 @@ def test_indices_that_a_killed_job_left_are_built_again(config: DataConfig, cach
     for path in cache.glob("*/*shuffle_index.npy"):
         cut_off(path)
     assert torch.equal(samples_of(config), first)
-
-
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"a": "b"}'])
-def test_a_torn_record_of_what_is_whole_is_not_believed(config: DataConfig, cache: Path, text: str) -> None:
-    first = samples_of(config)
-    for path in cache.glob("*/complete.json"):
-        path.write_text(text)
-    assert torch.equal(samples_of(config), first)
-
-
-@pytest.mark.parametrize("index", ["dataset_index", "dataset_sample_index"])
-def test_a_mixed_blends_torn_indices_are_built_again(
-    config: DataConfig, cache: Path, tmp_path: Path, index: str
-) -> None:
-    blend = DataConfig(train_data=["1", config.train_data[0], "2", write_npy(tmp_path / "a.npy", 4_000)])
-    first = samples_of(blend)
-    (path,) = cache.glob(f"*/*{index}.npy")
-    cut_off(path)
-    assert torch.equal(samples_of(blend), first)
-
-
-def test_npy_files_alone_need_no_cache(cache: Path, tmp_path: Path) -> None:
-    samples_of(DataConfig(train_data=[write_npy(tmp_path / "a.npy", 4_000)]))
-    assert not cache.exists()
 
 
 def test_of_two_jobs_one_waits_until_the_other_has_built(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,10 +1,7 @@
 """Token files on other stores: a run reads what it reads of local ones, bit for bit, or ends with one line."""
 
-import importlib
-import pickle
 import re
 import shutil
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import islice
@@ -161,15 +158,6 @@ def test_the_identity_is_that_of_the_local_files(blend: str, folder: Path, tmp_p
             assert plan.requests == 2 * 3, "look-up, beginning and manifest of each; blocks are remembered"
 
 
-def test_a_survey_that_is_sent_to_other_ranks_reads_there(folder: Path, tmp_path: Path) -> None:
-    with planned(folder) as url:
-        config = config_of(url, tmp_path / "cache", "mixed")
-        survey = pickle.loads(pickle.dumps(survey_data(config, VOCAB_SIZE)))
-        sizes = {"seq_length": SEQ_LENGTH, "train_samples": SAMPLES, "valid_samples": 4, "seed": 1}
-        built = build_datasets(config, **sizes, vocab_size=VOCAB_SIZE, eod_id=0, survey=survey)
-        assert_equal([built.train[n] for n in range(4)], items(config_of(folder, tmp_path / "cache", "mixed"))[:4])
-
-
 # -- faults
 
 
@@ -260,14 +248,6 @@ def test_what_a_configuration_itself_shows_needs_no_store(tmp_path: Path) -> Non
     assert "is a chain of URLs" in problems("simplecache::s3://bucket/a", cache_path=str(tmp_path))
     assert "data.cache_path is null" in problems("s3://bucket/a")
     assert "where chats are not read" in problems("s3://bucket/a", format="sft")
-
-
-def test_a_driver_that_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "aiohttp", None)  # importing it raises ImportError
-    monkeypatch.delitem(sys.modules, "fsspec.implementations.http", raising=False)
-    monkeypatch.setattr(importlib.import_module("fsspec.registry"), "_registry", {})  # of what is imported
-    with pytest.raises(InputError, match="install the extra `http`, or name another URL"):
-        survey_data(config_of("https://host/folder", tmp_path / "cache"))
 
 
 def test_an_index_that_is_damaged_there_is_named_there(folder: Path, tmp_path: Path) -> None:

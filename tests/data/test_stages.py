@@ -198,21 +198,6 @@ def test_a_run_that_takes_more_of_a_source_than_it_may_is_refused(
     assert f"a: {208 * SEQ_LENGTH:,} tokens, " in str(error.value).splitlines()[-1]
 
 
-def test_repetition_is_counted_over_all_stages(data: dict[str, str]) -> None:
-    """57 + 13 of d's 15 samples: 4.67 epochs."""
-    stages = {"from step 115": named(data, "9 c 1 d")}
-    train_data = named(data, "1 c 1 d")
-    for most in (4.7, 4.6):
-        settings = DataConfig(train_data=train_data, stages=stages, max_repetition={data["d"]: most})
-        if most == 4.7:
-            checked(settings, 244)
-        else:
-            with pytest.raises(InputError, match=r"d\.npy: the run takes 4\.67 epochs of it"):
-                checked(settings, 244)
-    with pytest.raises(InputError, match="'nothing' is no source's path"):
-        checked(DataConfig(train_data=train_data, max_repetition={"nothing": 1}), 10)
-
-
 # -- repeated n-grams
 
 

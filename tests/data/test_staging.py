@@ -2,7 +2,6 @@
 
 import shutil
 from collections import namedtuple
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +12,8 @@ from megatron_fanformer.data.config import DataConfig
 from megatron_fanformer.data.datasets import build_datasets
 from megatron_fanformer.data.identity import identify_data
 from megatron_fanformer.data.survey import DataSurvey, survey_data
-from megatron_fanformer.errors import FanformerError, InputError
-from tests.data.failing_stores import FORBIDDEN, Plan, planned
+from megatron_fanformer.errors import InputError
+from tests.data.failing_stores import Plan, planned
 from tests.data.test_remote_files import assert_equal, config_of, folder, items
 from tests.data.token_making import VOCAB_SIZE, write_manifest, write_npy
 
@@ -60,21 +59,6 @@ def test_what_is_there_is_not_copied_again(folder: Path, tmp_path: Path) -> None
         assert plan.requests == 3 + 2, "a look-up of each file, and its manifest"
 
 
-def test_processes_of_a_node_copy_once(folder: Path, tmp_path: Path) -> None:
-    plan = Plan()
-    with planned(folder, plan) as url:
-        _, survey = surveyed(url, tmp_path)
-        shutil.rmtree(tmp_path / "copies")
-        plan.requests = 0
-        assert survey.staging is not None
-        survey.staging.fill()
-        once, plan.requests = plan.requests, 0
-        shutil.rmtree(tmp_path / "copies")
-        with ThreadPoolExecutor(4) as threads:
-            list(threads.map(lambda _: survey.staging and survey.staging.fill(), range(4)))
-        assert plan.requests == once
-
-
 def test_copies_that_were_cut_off_are_made_good(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Stopped in the middle of the second file; what is whole by then is not requested again."""
     monkeypatch.setattr(staging, "THREADS", 1)
@@ -114,9 +98,3 @@ def test_a_new_version_is_another_copy(folder: Path, tmp_path: Path) -> None:
         _, survey = surveyed(url, tmp_path, "npy")
         path = Path(survey.train.sources[0].paths[0])
         assert path.name == "one.npy" and path.read_bytes() == (folder / "one.npy").read_bytes()
-
-
-def test_a_store_that_ends_to_serve_ends_the_start(folder: Path, tmp_path: Path) -> None:
-    plan = Plan(1.0, kinds=(FORBIDDEN,), first=6)
-    with planned(folder, plan) as url, pytest.raises(FanformerError, match="check its name and rights"):
-        surveyed(url, tmp_path)

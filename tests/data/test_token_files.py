@@ -68,10 +68,6 @@ def test_documents_of_several_sequences_and_of_none_are_read(tmp_path: Path) -> 
     assert index.bounds.tolist() == [0, 2, 2, 3, 6]
 
 
-def test_a_pair_of_no_documents_is_read(tmp_path: Path) -> None:
-    assert read_index(write_pair(tmp_path / "empty", [])).tokens == 0
-
-
 def test_a_missing_file_is_an_input_error(pair: str) -> None:
     Path(pair + ".idx").unlink()
     with pytest.raises(InputError, match=r"pair\.idx does not exist"):
@@ -137,11 +133,6 @@ def test_an_index_longer_than_a_block_is_checked_throughout(pair: str, monkeypat
     assert read_index(pair).identity == identity
     test_every_changed_byte_of_an_index_is_found(pair, "sequence pointer", 58, 106)
     test_every_changed_byte_of_an_index_is_found(pair, "document bound", 106, 162)
-
-
-def test_two_lengths_that_change_places_change_the_identity(tmp_path: Path) -> None:
-    first, second = (read_index(write_pair(tmp_path / "pair", [[4], [a], [b]])) for a, b in ((5, 6), (6, 5)))
-    assert first.identity != second.identity
 
 
 # -- the ids

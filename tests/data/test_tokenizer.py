@@ -53,17 +53,9 @@ def test_a_trained_tokenizer_gives_random_characters_back(small: Tokenizer) -> N
         assert small.decode(small.encode(text)) == text
 
 
-def test_runs_of_spaces_become_pieces(small: Tokenizer) -> None:
-    assert len(small.encode("\n        return")) < 8
-
-
 def test_the_end_of_text_is_never_matched_in_a_text(small: Tokenizer) -> None:
     assert small.eod_id not in small.encode("a<|endoftext|>b")
     assert small.vocab_size == 600  # as asked for
-
-
-def test_a_batch_is_its_texts_one_by_one(small: Tokenizer, sample_texts: list[str]) -> None:
-    assert small.encode_batch(sample_texts[:3]) == [small.encode(text) for text in sample_texts[:3]]
 
 
 def test_too_little_text_for_the_vocabulary_is_an_input_error(tmp_path: Path) -> None:
@@ -74,11 +66,6 @@ def test_too_little_text_for_the_vocabulary_is_an_input_error(tmp_path: Path) ->
 
 def test_the_papers_tokenizer_ends_a_text_with_50279(olmo: Tokenizer) -> None:
     assert (olmo.eod_id, olmo.vocab_size) == (50279, 50280)
-
-
-def test_the_papers_tokenizer_gives_composed_text_back(olmo: Tokenizer, sample_texts: list[str]) -> None:
-    text = "\n\n".join(sample_texts) + "\t  <|endoftext|>\r\n"
-    assert olmo.decode(olmo.encode(text)) == text
 
 
 def test_settings_for_fixed_lengths_in_the_file_do_not_cut_documents(
