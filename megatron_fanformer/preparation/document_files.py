@@ -66,7 +66,7 @@ Parser = DocumentParser | ChatParser
 
 
 def parse_block(block: Block, parser: Parser) -> list[Any]:
-    """Return what the parser finds on each line; a newline at the end does not start another line."""
+    """Parse each line; a newline at the end does not start another line."""
     if block is None:
         return [Refusal(TOO_LONG_A_LINE)]
     if isinstance(block, dict):
@@ -235,7 +235,7 @@ def _damaged(path: InputFile, kind: str, reason: object) -> CorruptError:
 
 
 def _decompressor(kind: str, raw: _Counted) -> tuple[Any, type[Exception] | tuple[type[Exception], ...]]:
-    """Return what `raw` holds uncompressed, to be read, and the errors that damage raises."""
+    """Return a stream of the uncompressed bytes, and the errors that damage raises."""
     if kind == "gzip":
         return igzip.IGzipFile(fileobj=raw), (igzip.BadGzipFile, IsalError)  # type: ignore[return-value]  # IsalError's stub
     if kind == "bzip2":
@@ -260,8 +260,8 @@ class _Streams:
 
     def read(self, size: int) -> bytes:
         """Return at most `size` bytes; none at the end. Raises EOFError inside a stream without an end."""
-        found = b""
-        while not found:
+        output = b""
+        while not output:
             data = b""
             if self._stream.eof:
                 if not (data := self._stream.unused_data or self._raw.read(BLOCK_BYTES)):
@@ -269,8 +269,8 @@ class _Streams:
                 self._stream = self._decompressor()
             elif self._stream.needs_input and not (data := self._raw.read(BLOCK_BYTES)):
                 raise EOFError
-            found = self._stream.decompress(data, size)
-        return found
+            output = self._stream.decompress(data, size)
+        return output
 
 
 def _rows_a_block(path: InputFile, raw: Any, metadata: Any, names: Sequence[str]) -> int:
@@ -326,7 +326,7 @@ def _page_header(data: bytes) -> tuple[int, int]:
 def read_documents(path: Path, text_field: str = "text") -> Iterator[str | Refusal]:
     """Yield the documents of one file in order: the text of each line, or why the line is refused.
 
-    Raises what `DocumentFile.blocks` raises.
+    Raises like `DocumentFile.blocks`.
     """
     parser = DocumentParser(text_field)
     for block in DocumentFile(path, partial(text_columns, text_field=text_field)).blocks():

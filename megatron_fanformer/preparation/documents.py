@@ -174,8 +174,10 @@ def text_columns(path: InputFile, schema: Any, text_field: str = "text") -> list
         kind = kind.value_type
     if kind not in (pyarrow.string(), pyarrow.large_string(), pyarrow.string_view()):
         raise InputError(f"column {text_field!r} of {path} holds {kind}, not text; name another as text_field")
-    found = [name for name in dict.fromkeys((text_field, "id", "source")) if name in names]
-    return [name for name in found if not pyarrow.types.is_nested(schema.field(name).type)]  # neither names a document
+    columns = [name for name in dict.fromkeys((text_field, "id", "source")) if name in names]
+    return [
+        name for name in columns if not pyarrow.types.is_nested(schema.field(name).type)
+    ]  # neither names a document
 
 
 def _values(column: Any) -> list[Any]:
@@ -387,8 +389,8 @@ def _tools(stated: Any) -> list[dict[str, Any]] | None:
 def _without_nulls(value: Any) -> Any:
     """Return a value without the fields that are null: rows of a Parquet file have the fields of all rows."""
     if isinstance(value, dict):
-        return {name: _without_nulls(each) for name, each in value.items() if each is not None}
-    return [_without_nulls(each) for each in value] if isinstance(value, list) else value
+        return {name: _without_nulls(inner) for name, inner in value.items() if inner is not None}
+    return list(map(_without_nulls, value)) if isinstance(value, list) else value
 
 
 def _refuse_surrogates(value: Any) -> None:

@@ -5,7 +5,7 @@ would cost each of them seconds.
 """
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import count
@@ -156,25 +156,29 @@ class ChatEncoder:
                 except TemplateRefusal as refusal:
                     outcomes[line] = Refusal(refusal.reason)
         name = f"conversation {outcomes[next(iter(rendered))].id!r}" if rendered else ""
+        chats = {line: list(chat_pieces(self._tokenizer, text)) for line, text in rendered.items()}
+        texts = [piece.encode() for pieces in chats.values() for piece, _ in pieces if isinstance(piece, str)]
+        encoded = iter(self._encoder.encode(number, texts, name))
         ids, masks, is_cut, text_bytes = [np.empty(0, self._dtype)], [np.empty(0, np.uint8)], [], 0
-        encoded = self._ids_and_masks(number, name, rendered.values())
-        for (line, text), (own_ids, own_mask) in zip(rendered.items(), encoded, strict=True):
-            fitted = self._fitted(own_ids, own_mask)
+        for line, pieces in chats.items():
+            parts = [next(encoded) if isinstance(piece, str) else np.array([piece]) for piece, _ in pieces]
+            flags = [np.full(len(part), flag, np.uint8) for part, (_, flag) in zip(parts, pieces, strict=True)]
+            fitted = self._fitted(np.concatenate([ids[0], *parts]), np.concatenate([masks[0], *flags]))
             if isinstance(fitted, Refusal):
                 outcomes[line] = fitted
                 continue
-            ids.append(fitted[0])
+            ids.append(fitted[0].astype(self._dtype))
             masks.append(fitted[1])
             is_cut.append(fitted[2])
-            text_bytes += len(text.text.encode())
+            text_bytes += len(rendered[line].text.encode())
         return _encoded(
             outcomes,
             tokens=np.concatenate(ids),
-            lengths=np.array([len(own) for own in ids[1:]], np.int32),
+            lengths=np.array(list(map(len, ids[1:])), np.int32),
             text_bytes=text_bytes,
             learned=Learned(
                 mask=np.concatenate(masks),
-                counts=np.array([own.sum() for own in masks[1:]], np.int32),
+                counts=np.array([mask.sum() for mask in masks[1:]], np.int32),
                 is_cut=np.array(is_cut, bool),
             ),
         )
@@ -189,21 +193,6 @@ class ChatEncoder:
         spans = list(zip(rendered.learned, weights, strict=True))
         kept = spans if self._settings.learn == "all" else spans[-1:]
         return rendered._replace(learned=[span for span, weight in kept if weight])
-
-    def _ids_and_masks(
-        self, number: int, name: str, rendered: Collection[RenderedChat]
-    ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Yield ids and mask of each conversation; all texts of the block are encoded together."""
-        cut = [list(chat_pieces(self._tokenizer, text)) for text in rendered]
-        texts = [piece.encode() for pieces in cut for piece, _ in pieces if isinstance(piece, str)]
-        encoded = iter(self._encoder.encode(number, texts, name))
-        for pieces in cut:
-            parts = [next(encoded) if isinstance(piece, str) else np.array([piece]) for piece, _ in pieces]
-            learned = [np.full(len(part), flag, np.uint8) for part, (_, flag) in zip(parts, pieces, strict=True)]
-            yield (
-                np.concatenate([np.empty(0, self._dtype), *parts]).astype(self._dtype),
-                np.concatenate([np.empty(0, np.uint8), *learned]),
-            )
 
     def _fitted(self, ids: np.ndarray, mask: np.ndarray) -> tuple[np.ndarray, np.ndarray, bool] | Refusal:
         """Return a conversation at its length (ids, mask, whether it was cut), or why it is refused."""

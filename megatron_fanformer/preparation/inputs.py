@@ -102,13 +102,13 @@ def find_remote(urls: Sequence[str]) -> list[list[RemoteInput]]:
         files = drivers[stores[url]]
         path = files._strip_protocol(url)
         if url.endswith("/"):
-            found = files.find(path, detail=True)
+            infos = files.find(path, detail=True)
         else:
             try:
-                found = {path: files.info(path)}
+                infos = {path: files.info(path)}
             except FileNotFoundError:
-                found = files.glob(path, detail=True) if glob.has_magic(url) else {}
-        chosen = {files.unstrip_protocol(name): info for name, info in found.items() if info["type"] == "file"}
+                infos = files.glob(path, detail=True) if glob.has_magic(url) else {}
+        chosen = {files.unstrip_protocol(name): info for name, info in infos.items() if info["type"] == "file"}
         if sizeless := next((url for url, info in chosen.items() if info["size"] is None), None):
             raise InputError(f"{redacted(sizeless)}: its store states no size; serve it by one that does")
         return [RemoteInput(url, info["size"], int(tokenize(info), 16) % (1 << 63)) for url, info in chosen.items()]
@@ -143,8 +143,8 @@ def _remote_inputs(urls: Sequence[str], suffixes: tuple[str, ...]) -> list[Remot
     if problem := next((problem for url in urls if (problem := password_problem("an input", url))), None):
         raise InputError(problem)
     chosen: list[RemoteInput] = []
-    for url, found in zip(urls, find_remote(urls), strict=True):
-        matches = [file for file in found if file.name.endswith(suffixes)]
+    for url, files in zip(urls, find_remote(urls), strict=True):
+        matches = [file for file in files if file.name.endswith(suffixes)]
         if url.endswith("/"):
             matches = [file for file in matches if not file.name.endswith(NOT_SEARCHED_FOR)]
         if not matches:
@@ -165,14 +165,14 @@ def _refuse_twice(paths: Iterable[str]) -> None:
 
 
 def _local_inputs(names: Iterable[str], suffixes: Sequence[str]) -> list[Path]:
-    found = (file for name in names for file in _expand(name, tuple(suffixes)))
-    files = sorted(found, key=lambda file: Path(recorded_path(file)))
+    named = (file for name in names for file in _expand(name, tuple(suffixes)))
+    files = sorted(named, key=lambda file: Path(recorded_path(file)))
     _refuse_twice(map(recorded_path, files))
     chosen: dict[Path, Path] = {}
     for file in files:
         if not os.path.isfile(file):
-            what = "a link to no file" if file.is_symlink() else "no file"
-            raise InputError(f"{file} is {what}, its documents would be missing; put the file there, or remove it")
+            kind = "a link to no file" if file.is_symlink() else "no file"
+            raise InputError(f"{file} is {kind}, its documents would be missing; put the file there, or remove it")
         chosen.setdefault(file.resolve(), file)
     if links := len(files) - len(chosen):
         show([f"{plural(links, 'link')} passed over, to files that are counted already"])
@@ -202,10 +202,10 @@ def _content(url: str) -> bytes:
 def _expand(name: str, suffixes: tuple[str, ...]) -> list[Path]:
     path = Path(name)
     if not path.exists() and glob.has_magic(name):
-        found = [Path(match) for match in glob.glob(name, recursive=True) if match.endswith(suffixes)]
-        if not found:
+        matches = [Path(match) for match in glob.glob(name, recursive=True) if match.endswith(suffixes)]
+        if not matches:
             raise InputError(f"{name} matches no document file; it must match {_kinds(suffixes)} files")
-        return found
+        return matches
     if path.is_dir():
         return _search(path, suffixes)
     if not path.exists():

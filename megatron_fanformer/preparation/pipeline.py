@@ -147,7 +147,7 @@ def merge(job: PreparationJob, count: int) -> Manifest:
 
 
 def _begin(job: PreparationJob, work: WorkFolder) -> Assignment:
-    """Return what was begun in a work folder; in a new one, this job. Raises InputError for another one's."""
+    """Return the assignment of a work folder; in a new one, this job's. Raises InputError for another one's."""
     begun = work.read_assignment()
     if begun is None:
         _refuse_standing_files(job.output)

@@ -1,6 +1,6 @@
 """Turns documents, in Dolma's format or similar, or conversations into token files.
 
-This module decides what is to be done, whether it can be done, and whether it is already done; `pipeline` does it.
+This module checks the options, and whether the result is already there; `pipeline` does the work.
 """
 
 import heapq
@@ -71,7 +71,7 @@ PADDING_NAMES = ("<|padding|>", "<|pad|>", "<pad>", "[PAD]")
 
 @dataclass(frozen=True, kw_only=True)
 class PrepareReport:
-    """The result of `prepare`, or what it found already done."""
+    """The result of `prepare`, which may have been there before."""
 
     prefix: str
     already_there: bool
@@ -116,7 +116,7 @@ def prepare(
     Each document becomes one sequence, ended by the end-of-text id, in the order of the inputs (sorted) and of
     their lines. Lines that are not documents are counted by reason. If the same preparation is already
     complete, nothing is done; if it was interrupted, it continues, to the same bytes. `progress` is called as
-    the work proceeds. `files` are some of what `input_files` finds, in that order, for a preparation of these alone.
+    the work proceeds. `files` are some files of `input_files`, in that order, for a preparation of these alone.
 
     Raises:
         InputError: missing or unusable input, tokenizer or output; an output prefix that exists with other
@@ -143,7 +143,7 @@ def prepare(
 
 
 def prepare_shard(config: PrepareConfig, shard: Shard, progress: ProgressListener | None = None) -> list[str]:
-    """Encode one of the shards that `prepare` merges; returns what was done, in lines. Raises like `prepare`."""
+    """Encode one of the shards that `prepare` merges; returns lines for the user. Raises like `prepare`."""
     job, tokenizer = _job(config, progress, None)
     if _existing(job, config.output) is not None:
         return [f"{config.output} already exists, made from the same input with the same settings"]
@@ -167,7 +167,12 @@ def _job(
     job = PreparationJob(
         files=files,
         output=config.output,
-        tokenizer=tokenizer_record(tokenizer),
+        tokenizer=TokenizerRecord(
+            path=str(tokenizer.path),
+            sha256=sha256_of(tokenizer.path),
+            vocab_size=tokenizer.vocab_size,
+            eod_id=tokenizer.eod_id,
+        ),
         settings=settings,
         # Where nothing is encoded, in a merge or from token files.
         encoder=EncoderChoice(str(tokenizer.path), tokenizer.eod_id, Encoding(backend="none"), None),
@@ -223,16 +228,6 @@ def _check(config: PrepareConfig) -> None:
     if config.too_long == "drop" and config.max_tokens is None and config.format != "npy":
         raise InputError("too_long is 'drop', but no conversation is too long without max_tokens; set it")
     DocumentParser(config.text_field)  # refuses an impossible name before any worker does
-
-
-def tokenizer_record(tokenizer: Tokenizer) -> TokenizerRecord:
-    """Return a tokenizer's entry in a manifest; its file is hashed."""
-    return TokenizerRecord(
-        path=str(tokenizer.path),
-        sha256=sha256_of(tokenizer.path),
-        vocab_size=tokenizer.vocab_size,
-        eod_id=tokenizer.eod_id,
-    )
 
 
 def _settings(config: PrepareConfig, tokenizer: Tokenizer) -> Settings:

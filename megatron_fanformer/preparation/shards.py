@@ -4,7 +4,7 @@ A shard is three files in the work folder: `NNNNNN.tokens`, `NNNNNN.documents` (
 document) and, written last, `NNNNNN.json`, the record that completes it. So an interrupted preparation continues
 with the shards that it has.
 
-PREFIX.parts/, the work folder, also holds the assignment (what is being prepared), and the unfinished output files.
+PREFIX.parts/, the work folder, also holds the assignment (inputs and settings), and the unfinished output files.
 One process at a time holds its lock. When the preparation is complete, it is removed.
 
 A shard of conversations has `NNNNNN.mask` as well, a byte for each token, and a row also for each line that is refused.
@@ -153,7 +153,7 @@ class ShardWriter:
         )
 
     def _add_chats(self, block: EncodedBlock, learned: Learned, first_line: int) -> None:
-        """Write the masks, and a row for every line: what became of it."""
+        """Write the masks, and a row with the outcome of every line."""
         self._streams["mask"].write(learned.mask)
         kept = zip(block.numbers, block.ids, block.sources, block.lengths, learned.counts, learned.is_cut, strict=True)
         rows = [(*values, ledger.CUT if is_cut else ledger.WHOLE) for *values, is_cut in kept]
@@ -238,7 +238,7 @@ class WorkFolder:
         return ShardFiles(self.path, number)
 
     def read_assignment(self) -> Assignment | None:
-        """Read what is being prepared here; None in a new folder."""
+        """Read the assignment; None in a new folder."""
         with suppress(FileNotFoundError):
             return msgspec.json.decode(self._assignment_file.read_bytes(), type=Assignment)
         return None
