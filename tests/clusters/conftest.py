@@ -41,9 +41,3 @@ def cluster(slurm_packages: Path, program_environment: dict[str, str]) -> Iterat
         SlurmCluster(slurm_packages, Path(folder), program_environment) as cluster,
     ):
         yield cluster
-
-
-@pytest.fixture
-def needs_namespaces() -> None:
-    if reason := namespaces.missing():
-        pytest.skip(reason)

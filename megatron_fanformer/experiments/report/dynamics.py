@@ -3,8 +3,6 @@
 The paper says of FANformer that its loss falls more slowly than a Transformer's at first, and faster later on.
 """
 
-import csv
-import io
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +25,7 @@ from megatron_fanformer.training.metrics import read_metrics
 
 SMOOTHED_SHARE = 0.05  # of the steps, over which a difference is averaged
 PART = 0.2  # of the steps: the first are "early", the last "late"
-PICTURE, CSV = "dynamics.png", "difference.csv"
+PICTURE = "dynamics.png"
 NO_CLAIM = "The paper says nothing of these two; its claim is of a Transformer, named first, and a FANformer."
 SEED = "training.seed"
 # Sections that do not decide what is learnt; precision and kernels do not either, up to rounding, but may be what is
@@ -63,7 +61,7 @@ class Dynamics:
 
 
 def compare_runs(runs: Sequence[Path], output: Path) -> Result:
-    """Compare runs, and write result.json, a picture, difference.csv and README.md into a folder.
+    """Compare runs, and write result.json, a picture and README.md into a folder.
 
     Args:
         runs: those that differ in seed alone are one side; the first is of A.
@@ -87,7 +85,7 @@ def compare_runs(runs: Sequence[Path], output: Path) -> Result:
         pictures=[PICTURE],
     )
     picture = drawn(lambda panels: _draw(panels[0, 0], dynamics))
-    write_folder(output, result, {PICTURE: picture, CSV: _csv(dynamics)})
+    write_folder(output, result, {PICTURE: picture})
     return result
 
 
@@ -106,10 +104,10 @@ def read_dynamics(runs: Sequence[Path]) -> Dynamics:
             raise InputError(f"{run} and {side[seed]} are of the same configuration and seed; name one of them")
         side[seed] = run
     if len(sides) != 2:
-        names = some(_differing(identities))
-        by = f", which differ in {names}" if names else ""
-        found = f"the {len(runs)} runs are of {plural(len(sides), 'configuration')}{by}"
-        raise InputError(f"{found}; name runs of two, of any seeds")
+        fields_apart = some(_differing(identities))
+        by = f", which differ in {fields_apart}" if fields_apart else ""
+        configurations = plural(len(sides), "configuration")
+        raise InputError(f"the {len(runs)} runs are of {configurations}{by}; name runs of two, of any seeds")
     seeds = sorted(sides[0].keys() & sides[1].keys())
     if not seeds:
         raise InputError("the two configurations have no seed in common; name runs of the same seeds")
@@ -125,8 +123,10 @@ def read_dynamics(runs: Sequence[Path]) -> Dynamics:
     a, b = (np.array([[run_losses[step][0] for step in steps] for run_losses in of_side]) for of_side in losses)
     window = max(1, round(SMOOTHED_SHARE * len(steps)))
     models = [_papers_name(fields) for fields in identities]
+    differing = _differing(identities)
+    names = [", ".join(f"{name} {fields.get(name)}" for name in differing) for fields in identities]
     return Dynamics(
-        names=_names(*identities),
+        names=(names[0], names[1]),
         seeds=seeds,
         steps=np.array(steps),
         differences=_smoothed(b - a, window),
@@ -164,12 +164,6 @@ def _differing(sides: Sequence[dict[str, Any]]) -> list[str]:
     return [name for name in names if any(side.get(name) != sides[0].get(name) for side in sides)]
 
 
-def _names(a: dict[str, Any], b: dict[str, Any]) -> tuple[str, str]:
-    differing = _differing([a, b])
-    of_a, of_b = (", ".join(f"{name} {side.get(name)}" for name in differing) for side in (a, b))
-    return of_a, of_b
-
-
 def _losses(run: Path) -> dict[int, tuple[float, int]]:
     """Return loss and tokens so far, by step; skipped steps have none, and null is one that is not finite."""
     try:
@@ -181,11 +175,9 @@ def _losses(run: Path) -> dict[int, tuple[float, int]]:
 
 def _smoothed(rows: np.ndarray, window: int) -> np.ndarray:
     """Return the mean over a window around each step, which is shorter at both ends."""
-    sums = np.concatenate([np.zeros((len(rows), 1)), np.cumsum(rows, axis=1)], axis=1)
-    places = np.arange(rows.shape[1])
-    first = np.maximum(0, places - (window - 1) // 2)
-    end = np.minimum(rows.shape[1], places + window // 2 + 1)
-    return np.asarray((sums[:, end] - sums[:, first]) / (end - first))
+    ones = np.ones(window)
+    counts = np.convolve(np.ones(rows.shape[1]), ones, "same")
+    return np.array([np.convolve(row, ones, "same") / counts for row in rows])
 
 
 def _findings(dynamics: Dynamics) -> Iterator[Finding]:
@@ -216,15 +208,6 @@ def _findings(dynamics: Dynamics) -> Iterator[Finding]:
                 f"is {value:+.4f} nats per token off that of A ({dynamics.names[0]}); {outcome}. " + claim
             ),
         )
-
-
-def _csv(dynamics: Dynamics) -> str:
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(["step", *(f"seed {seed}" for seed in dynamics.seeds)])
-    for step, row in zip(dynamics.steps.tolist(), dynamics.differences.T.tolist(), strict=True):
-        writer.writerow([step, *row])
-    return text.getvalue()
 
 
 def _draw(axes: Any, dynamics: Dynamics) -> None:
