@@ -148,18 +148,19 @@ class Machine:
 
     def problems(self) -> list[str]:
         """Return the rules that these figures break, one line each."""
-        named = {f"machine.{name}": value for name, value in vars(self).items()}
-        named |= {
-            f"machine.{link}.{name}": value for link in LINKS for name, value in vars(getattr(self, link)).items()
-        }
-        numbers = {name: value for name, value in named.items() if type(value) in (int, float)}
-        found = [
-            f"{name} is {value}; it must be {'at least' if name.endswith(MAY_BE_ZERO) else 'above'} 0"
-            for name, value in numbers.items()
-            if value < 0 or (value == 0 and not name.endswith(MAY_BE_ZERO))
-        ]
-        shares = {name: value for name, value in numbers.items() if name.endswith(("efficiency", "overlap"))}
-        return found + [f"{name} is {value}; it must be at most 1" for name, value in shares.items() if value > 1]
+        values = dict(vars(self))
+        for link in LINKS:
+            values |= {f"{link}.{name}": value for name, value in vars(getattr(self, link)).items()}
+        broken = []
+        for name, value in values.items():
+            if type(value) not in (int, float):
+                continue
+            may_be_zero = name.endswith(MAY_BE_ZERO)
+            if value < 0 or (value == 0 and not may_be_zero):
+                broken.append(f"machine.{name} is {value}; it must be {'at least' if may_be_zero else 'above'} 0")
+            elif value > 1 and name.endswith(("efficiency", "overlap")):
+                broken.append(f"machine.{name} is {value}; it must be at most 1")
+        return broken
 
 
 @functools.cache
@@ -187,7 +188,11 @@ def load_machine(name_or_file: str) -> Machine:
     try:
         values = read_plain_values(file)
     except FileNotFoundError:
-        raise InputError(_unknown(name_or_file)) from None
+        near = difflib.get_close_matches(name_or_file.lower(), known_machines(), n=1, cutoff=0.0)
+        raise InputError(
+            f"machine {name_or_file!r} is neither known nor a file; did you mean {near[0]}? Known are "
+            f"{', '.join(known_machines())}; a file gives the figures of another"
+        ) from None
     except (OSError, ValueError) as error:
         raise InputError(f"{name_or_file} cannot be read as a machine: {error}") from error
     if isinstance(values, Mapping) and isinstance(values.get(MEASURED), Mapping):
@@ -225,11 +230,3 @@ def machine_of(values: Mapping[str, Any], source: str) -> Machine:
 @functools.cache
 def _known_values() -> dict[str, dict[str, Any]]:
     return read_plain_values(KNOWN_MACHINES)
-
-
-def _unknown(name: str) -> str:
-    near = difflib.get_close_matches(name.lower(), known_machines(), n=1, cutoff=0.0)
-    return (
-        f"machine {name!r} is neither known nor a file; did you mean {near[0]}? Known are "
-        f"{', '.join(known_machines())}; a file gives the figures of another"
-    )

@@ -104,22 +104,19 @@ class MatrixUpdates:
         return max(loads.values(), default=0)
 
     def terms(self, rank: int) -> Iterator[Term]:
-        """Yield what a rank of the stage sends: its parts of matrices to their owners, and others' parts of its own."""
-        rank %= self._ranks  # replicas that share nothing do alike
-        tensor, replica = rank % self._tensor, rank // self._tensor
-        pieces = zip(self.matrices, self._pieces(replica), strict=True)
-        sent = sum(elements for matrix, elements in pieces if tensor == 0 or not matrix.is_replicated)
-        own = [matrix for matrix, owner in zip(self.matrices, self._owner, strict=True) if owner == rank]
-        yield from self._exchanges(sent, sum(map(self._returned, own)))
-
-    def _returned(self, matrix: Matrix) -> int:
-        """Return the elements that a matrix's owner sends back: to every tensor parallel rank that holds them."""
-        return matrix.rows * matrix.columns * (self._tensor if matrix.is_replicated else 1)
-
-    def _exchanges(self, sent: int, returned: int) -> Iterator[Term]:
-        """Yield both exchanges, of so many elements in all rounds."""
+        """Yield what a rank of the stage sends: its parts of matrices to their owners, and others' parts of its own, to
+        every tensor parallel rank that holds them.
+        """
         if not self.matrices or self._ranks == 1:
             return
+        rank %= self._ranks  # replicas that share nothing do alike
+        tensor, replica = rank % self._tensor, rank // self._tensor
+        sent = returned = 0
+        for matrix, elements, owner in zip(self.matrices, self._pieces(replica), self._owner, strict=True):
+            if tensor == 0 or not matrix.is_replicated:
+                sent += elements
+            if owner == rank:
+                returned += matrix.rows * matrix.columns * (self._tensor if matrix.is_replicated else 1)
         calls = len(rounds(self._owner))
         yield Term(self._group, "all-to-all", "gradients of matrices", sent * self._element_bytes, calls)
         yield Term(self._group, "all-to-all", "updates of matrices", returned * self._element_bytes, calls)

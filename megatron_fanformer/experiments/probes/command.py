@@ -66,7 +66,11 @@ def experiment(options: ExperimentOptions, ready: Callable[[], None], log: Log =
         InputError: there is no such probe or setting, or the folder holds something else.
     """
     if options.name is None:
-        _list_probes(options, log)
+        given = [*options.overrides, *(option_name(name) for name in OPTIONS if getattr(options, name) is not None)]
+        if given:
+            raise InputError(f"{given[0]} comes without an experiment before it; name one of {', '.join(PROBES)}")
+        for name, probe in PROBES.items():
+            log(f"{name:{max(map(len, PROBES))}}  {probe.minutes:>4} min  {probe.about}")
         return
     settings = read_settings(options)
     if options.write_data is not None and options.name != "holes":
@@ -82,7 +86,12 @@ def experiment(options: ExperimentOptions, ready: Callable[[], None], log: Log =
     with _alone_in(folder):
         stated = json.loads(json.dumps(settings.counting()))
         if (folder / RESULT).exists():
-            result = _result_of(folder, options.name, stated)
+            result = read_result(folder)
+            if (result.experiment, result.settings) != (options.name, stated):
+                raise InputError(
+                    f"{folder} holds the result of {result.experiment} by other settings; name another --output, or "
+                    f"remove its {RESULT} to measure again (finished runs are kept)"
+                )
         else:
             started = time.perf_counter()
             measured: Measured = module.measure(settings, folder, log)
@@ -97,26 +106,6 @@ def experiment(options: ExperimentOptions, ready: Callable[[], None], log: Log =
             )
             write_folder(folder, result, measured.pictures)
     log("\n".join([*(finding.sentence for finding in result.findings), f"{folder / README} has all of it"]))
-
-
-def _list_probes(options: ExperimentOptions, log: Log) -> None:
-    given = [*options.overrides, *(option_name(name) for name in OPTIONS if getattr(options, name) is not None)]
-    if given:
-        raise InputError(f"{given[0]} comes without an experiment before it; name one of {', '.join(PROBES)}")
-    width = max(map(len, PROBES))
-    for name, probe in PROBES.items():
-        log(f"{name:{width}}  {probe.minutes:>4} min  {probe.about}")
-
-
-def _result_of(folder: Path, name: str, stated: dict[str, Any]) -> Result:
-    """Return the result that a folder holds. Raises InputError if it is of another probe, or by other settings."""
-    result = read_result(folder)
-    if (result.experiment, result.settings) != (name, stated):
-        raise InputError(
-            f"{folder} holds the result of {result.experiment} by other settings; name another --output, or "
-            f"remove its {RESULT} to measure again (finished runs are kept)"
-        )
-    return result
 
 
 def _with_checkpoints(settings: Any, probe: str) -> Any:
