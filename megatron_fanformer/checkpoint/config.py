@@ -1,4 +1,4 @@
-"""The section `checkpoint` of a run's configuration: what it saves, and what it starts from."""
+"""The section `checkpoint` of a run's configuration: its saves, and its start."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ from megatron_fanformer.stores import is_url, url_problem
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
-    """What a run saves, and what it starts from."""
+    """A run's saves, and its start."""
 
     save_interval: int | None = None
     """Steps between checkpoints; null: at the end only."""
@@ -27,11 +27,11 @@ class CheckpointConfig:
 
     def problems(self) -> list[str]:
         """Return the rules of single fields that this configuration breaks, one line each."""
-        found = [
+        problems = [
             f"checkpoint.{name} is {value}; it must be at least 1, or null"
             for name in ("save_interval", "keep", "mirror_keep")
             if (value := getattr(self, name)) is not None and value < 1
         ]
         urls = {"mirror": self.mirror, "load": self.load if self.load and is_url(self.load) else None}
-        found += filter(None, (url_problem(f"checkpoint.{name}", url) for name, url in urls.items()))
-        return found
+        problems += filter(None, (url_problem(f"checkpoint.{name}", url) for name, url in urls.items()))
+        return problems

@@ -39,7 +39,7 @@ PICKLE = "data.pkl"  # in an archive, beside the bytes of its tensors
 
 
 def load_data(file: Any, *, mapped: bool = False) -> Any:
-    """Return what a torch file holds, as tensors and plain values: anything else is refused.
+    """Load a torch file as tensors and plain values; refuse anything else.
 
     Raises:
         pickle.UnpicklingError: it holds something else.
@@ -53,7 +53,7 @@ def check_archive(path: Path, name: str, stream: Any) -> None:
     """Check the CRC-32 that each record of an archive carries, which is a zip file.
 
     Args:
-        path, name: where it is, and what it holds.
+        path, name: of the file, and of its content, for errors.
 
     Raises:
         CorruptError: it is not a complete archive, or a record has changed since it was written.
@@ -101,7 +101,7 @@ def reporting_damage(
     whole: str = EARLIER,
     also: tuple[type[BaseException], ...] = (),
 ) -> Iterator[None]:
-    """Wrap reading: what damage, or more than data, raises becomes a CorruptError.
+    """Turn the exceptions of damaged files, and of those with more than data, into a CorruptError.
 
     Args:
         what: the file, or whatever else is read.
@@ -124,7 +124,7 @@ def reporting_damage(
 
 
 def what_was_refused(error: pickle.UnpicklingError) -> str:
-    """Return what a pickle has that torch does not load as weights; torch's own message is a page long."""
+    """Return the name that torch refused in a pickle; its message is a page long."""
     match = re.search(r"GLOBAL ([\w.]+)|(Unsupported [\w ]+)", str(error))
     return (match[1] or match[2]) if match else first_line(error)
 
@@ -138,7 +138,7 @@ def first_line(error: BaseException) -> str:
 
 
 class Record:
-    """An object of a pickle. What a pickle would call to make it is not called, but makes another record."""
+    """An object of a pickle. Calls in the pickle make further records, and execute nothing."""
 
     class_name: ClassVar[str]
     """The class's name with its module."""
@@ -177,7 +177,7 @@ class RestrictedUnpickler(pickle.Unpickler):
         self._find = find
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return what a name in a module stands for."""
+        """Look a name of a module up."""
         return self._find(module, name)
 
     def persistent_load(self, _identifier: Any) -> None:

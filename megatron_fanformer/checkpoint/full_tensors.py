@@ -79,7 +79,7 @@ class StoredTensors:
         self._places = {(index.fqn, tuple(index.offset or ())): info for index, info in table.storage_data.items()}
 
     def meta(self, name: str, number: int | None = None) -> Tensor:
-        """Return what `read` returns, on the meta device."""
+        """Return the tensor of `read` on the meta device."""
         stored = self.described[name]
         shape = stored.size if number is None else stored.size[1:]
         return torch.empty(shape, dtype=stored.properties.dtype, device="meta")
@@ -157,7 +157,7 @@ def write_full_tensors(
         attachments: small files to put beside them, by their names there.
 
     Raises:
-        FanformerError, KeyboardInterrupt: what a lazy tensor raised when it was requested.
+        FanformerError, KeyboardInterrupt: a lazy tensor raised it.
         RuntimeError: it could not be written.
     """
     checkpoints = run / store.CHECKPOINTS

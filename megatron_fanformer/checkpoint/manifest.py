@@ -32,7 +32,7 @@ class FileSums(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
 
 
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """The content of a checkpoint: its files, and what each must be."""
+    """The content of a checkpoint: its step, and the size and sum of each file."""
 
     step: int
     files: dict[str, FileSums]

@@ -68,7 +68,7 @@ def prepare_save(sharded_state: dict[str, Any], folder: Path, strategy: Any, *, 
 
 
 def save_strategy(group: "dist.ProcessGroup | None") -> Any:
-    """Return how to save state dicts of one structure; ranks of `group` divide the writing of what all have."""
+    """Return the strategy for state dicts of one structure; ranks of `group` divide the writing of common tensors."""
     strategy = TorchDistSaveShardedStrategy("torch_dist", 1)
     if group is None or group.size() == 1:
         return strategy
@@ -78,11 +78,11 @@ def save_strategy(group: "dist.ProcessGroup | None") -> Any:
 def load(
     sharded_state: dict[str, Any], folder: Path, table: Table, group: "dist.ProcessGroup | None" = None
 ) -> dict[str, Any]:
-    """Read what a sharded state dict names out of a checkpoint, as data alone; every rank calls it.
+    """Load a sharded state dict from a checkpoint, as data alone; every rank calls it.
 
     Args:
         table: the checkpoint's, as `read_table` gives it.
-        group: ranks that share the reading of what is the same on them.
+        group: ranks that share the reading of common tensors.
 
     Raises:
         CorruptError: a file is damaged, or holds more than data; names it.
@@ -100,7 +100,7 @@ def load(
 
 
 def _common_strategy(table: Table) -> Any:
-    """Return how 0.16 loads what is the same on all ranks, wherever it is stored."""
+    """Return the strategy by which 0.16 loads the values common to all ranks, wherever they are stored."""
     from megatron.core.dist_checkpointing.strategies.common import TorchCommonLoadStrategy
 
     class CommonValues(TorchCommonLoadStrategy):
@@ -124,7 +124,7 @@ def _leave_out_what_is_unknown(table: Table) -> None:
 
 
 def _with_contiguous_data(sharded_state: dict[str, Any]) -> dict[str, Any]:
-    """Return the same, but what is a run of a weight's columns is read into a tensor of its own, not in place.
+    """Replace strided tensors, such as a range of a weight's columns, by contiguous ones to read into.
 
     megatron-core broadcasts what one rank has read for others, and over gloo a strided tensor arrives scrambled.
     """

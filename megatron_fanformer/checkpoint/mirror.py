@@ -53,7 +53,7 @@ class Mirror:
             self.poll()
 
     def poll(self) -> None:
-        """Note what has failed since, and begin the next copy."""
+        """Report failures since the last call, and begin the next copy."""
         while not self._failures.empty():
             self._note_failure(*self._failures.get())
         if self._copying is None and self._waiting is not None:
@@ -62,7 +62,7 @@ class Mirror:
             threading.Thread(target=self._copy, args=(self._url, self._copying), name="mirror", daemon=True).start()
 
     def finish(self, is_enough: Callable[[], bool], seconds: float = float("inf")) -> None:
-        """Wait until nothing is left to copy or moves any more, and log what is not copied.
+        """Wait until all is copied or nothing moves any more; log a checkpoint that is not copied.
 
         Args:
             is_enough: whether to wait no longer.

@@ -74,7 +74,7 @@ def requested_weights(weights: dict[str, Any], stored: Collection[str]) -> dict[
 
 
 def set_tensors(own: dict[int, Tensor], loaded: dict[int, Tensor]) -> None:
-    """Copy tensors that were not loaded in place: what another replica read."""
+    """Copy tensors that were not loaded in place, since another replica read them."""
     for number, tensor in own.items():
         if loaded[number].data_ptr() != tensor.data_ptr():
             tensor.copy_(loaded[number])
@@ -108,15 +108,15 @@ def _stored_name(key: str, stored: Collection[str]) -> str:
 
 
 def _parts(optimizer: Any, weights: list[torch.nn.Parameter]) -> Iterator[_Part]:
-    for each in _single(optimizer):
+    for single in _single(optimizer):
         # Makes what the first update would make: also before one, checkpoints have it, and each save the same shards.
-        each.init_state_fn(each.optimizer, each.config)
-        if isinstance(each, DistributedOptimizer):
-            yield from _distributed_parts(each)
+        single.init_state_fn(single.optimizer, single.config)
+        if isinstance(single, DistributedOptimizer):
+            yield from _distributed_parts(single)
         else:
-            updated = {main for group in each.param_groups for main in group["params"]}
+            updated = {main for group in single.param_groups for main in group["params"]}
             mains = ((weight, getattr(weight, "main_param", weight)) for weight in weights)
-            state = each.optimizer.state
+            state = single.optimizer.state
             yield from (_part(weight, 0, main, state[main], None) for weight, main in mains if main in updated)
 
 
@@ -154,7 +154,7 @@ def _shards(optimizer: Any, weights: dict[str, Any]) -> Iterator[ShardedTensor]:
 
 
 def _rectangles_of(piece: ShardedTensor, part: _Part, key: str, flat: Tensor) -> Iterator[ShardedTensor]:
-    """Return what a part has of a piece of its weight, as pieces of the tensor `key`.
+    """Return the intersection of a part with a piece of its weight, as pieces of the tensor `key`.
 
     (A weight is one piece, unless several are stored of it: runs of its rows, or of its columns.)
 

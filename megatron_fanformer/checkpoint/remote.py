@@ -5,8 +5,8 @@
     URL/checkpoints/step-00000100/manifest.json       written last and removed first: without it, there is none
     URL/checkpoints/latest                            the name of the newest one
 
-What is read is as untrusted as any file: names and sizes are the manifest's, and files are checked against it before
-they get a checkpoint's name.
+Files from a store are untrusted: names and sizes are the manifest's, and files are checked against it before they get
+a checkpoint's name.
 
 torch is not imported here.
 """

@@ -86,7 +86,7 @@ class CheckpointSaver:
         config: dict[str, Any],
         attachments: Mapping[str, bytes],
     ) -> Path | None:
-        """Save the state of a step; returns the published checkpoint, or None where it is still being written.
+        """Save the state of a step; return the published checkpoint, or None where it is still being written.
 
         An earlier one must have been finished: see `finish_due`.
 
@@ -112,7 +112,7 @@ class CheckpointSaver:
         return None if self._async_save else self.finish_due(blocking=True)
 
     def finish_due(self, *, blocking: bool) -> Path | None:
-        """Publish the checkpoint that is being written, if all ranks have written it; returns it if so.
+        """Publish the checkpoint that is being written, if all ranks have written it; return it if so.
 
         Args:
             blocking: wait until they have.
@@ -183,7 +183,7 @@ class CheckpointSaver:
             raise self._failure(step, str(error), unfinished) from error
 
     def _failure(self, step: int, reason: str, unfinished: Path | None) -> FanformerError:
-        """Return the message for a checkpoint that was not written, and remove what there is of it."""
+        """Remove an unfinished checkpoint, and return the error that says why."""
         if unfinished is not None:
             refused = refusal_of(unfinished) if unfinished.is_dir() else None
             if refused is not None:  # what torch's writer says of a full disk is where in its code it noticed
@@ -195,7 +195,7 @@ class CheckpointSaver:
 
 
 def _summed(write: Callable[..., None], folder: Path, rank: int) -> Callable[..., None]:
-    """Return a rank's writing, followed by taking the sums of what it wrote, in the same process."""
+    """Return a rank's writer that also takes the sums of the files it wrote."""
 
     @functools.wraps(write)
     def write_and_sum(*arguments: Any) -> None:
@@ -205,7 +205,7 @@ def _summed(write: Callable[..., None], folder: Path, rank: int) -> Callable[...
     return write_and_sum
 
 
-# -- what is to be saved
+# -- the state to save
 
 
 @torch.no_grad()

@@ -1,10 +1,10 @@
-"""A run's folder: the names in it, the publication of its checkpoints, and what their small files say.
+"""A run's folder: the names in it, the publication of its checkpoints, and their small files.
 
     config.yaml                  the run's configuration
-    metrics.jsonl, tensorboard/  what was logged
-    recovery.jsonl               what was done about damage and bad numbers, if there was any
+    metrics.jsonl, tensorboard/  its metrics
+    recovery.jsonl               its recoveries from damage and bad numbers, if there were any
     run.lock                     who writes into the folder, while somebody does (run_lock.py)
-    loaded/                      what a run starts from, where that was fetched from another store
+    loaded/                      the checkpoint that it starts from, if that was fetched from another store
     checkpoints/step-00000100/   one checkpoint: megatron-core's files, the run's config.yaml, and a manifest
     checkpoints/latest           the name of the newest complete one
     checkpoints/damaged-…/       one that failed its verification and was set aside
@@ -70,8 +70,7 @@ def step_of(checkpoint: Path) -> int | None:
 
 
 def temporary_folder(checkpoints: Path, step: int) -> Path:
-    """Return an empty folder to write a step's checkpoint into; what an interrupted save or removal left there is
-    removed.
+    """Make an empty folder to write a step's checkpoint into; remove leftovers of interrupted saves and removals.
 
     Its name is unique: the writer of a killed run may outlive it, and must not write into the next run's folder.
     """
@@ -174,7 +173,7 @@ def _rename_aside(checkpoint: Path) -> Path | None:
 
 
 def _aside(checkpoints: Path, name: str) -> Path:
-    """Return a unique path that is not a checkpoint's; what is left there is removed by the next save."""
+    """Return a unique hidden path; the next save removes leftovers there."""
     return checkpoints / f".{name}.{uuid.uuid4().hex}.tmp"
 
 
@@ -263,7 +262,7 @@ def _named_by(pointer: Path) -> Path:
 
 
 def check_complete(checkpoint: Path) -> None:
-    """Raise CorruptError for a folder with a checkpoint's name that lacks what every checkpoint has."""
+    """Raise CorruptError for a checkpoint without its configuration or megatron-core's metadata."""
     for name in (CONFIG, MEGATRON_METADATA):
         if not (checkpoint / name).is_file():
             raise CorruptError(f"{checkpoint} is not complete: {name} is missing; copy it again, or use another")
@@ -299,7 +298,7 @@ def saved_config(checkpoint: Path) -> dict[str, Any]:
 
 
 def metrics_entry(line: bytes) -> dict[str, Any] | None:
-    """Return what a line of metrics.jsonl or recovery.jsonl says of a step; None for one that is not a step's."""
+    """Parse a line of metrics.jsonl or recovery.jsonl; return None if it has no step."""
     try:
         entry = json.loads(line)
     except (ValueError, RecursionError):

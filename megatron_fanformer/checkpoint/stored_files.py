@@ -1,7 +1,7 @@
-"""The files of a checkpoint: whether they are as they were written, and what they hold besides tensors, read as data.
+"""The files of a checkpoint: verification, and their plain values, read as data.
 
-By the manifest, which covers every byte. A checkpoint from before there were manifests is checked by what it has: each
-tensor in it is a torch archive, and so carries the CRC-32 of its bytes.
+The manifest covers every byte. In a checkpoint from before its sums each tensor is a torch archive, which carries the
+CRC-32 of its bytes.
 
 Besides tensors there are a run's progress and each rank's random states. megatron-core 0.16 puts the values that are
 the same on all ranks into `common.pt`, later ones among the tensors, where each rank's own always are. Reading them
@@ -192,7 +192,7 @@ def check_plain_values(checkpoint: Path, table: Table, *, share: int = 0, shares
     """Refuse a checkpoint that holds more than data besides its tensors, whether or not anything here reads it.
 
     Args:
-        share, shares: every rank checks one of this many shares of what is stored among the tensors.
+        share, shares: every rank checks one of this many shares of the objects among the tensors.
 
     Raises:
         CorruptError: it does, or cannot be read; names the file.

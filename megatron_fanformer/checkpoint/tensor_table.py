@@ -1,7 +1,7 @@
 """The table of a checkpoint's tensors, `.metadata`, read as data: whatever else its pickle holds is refused.
 
-torch and megatron-core would load that file as any pickle, which executes what it names: megatron_versions.py hands
-them what was read here.
+torch and megatron-core would unpickle that file, which executes code: megatron_versions.py hands them the table read
+here.
 """
 
 import dataclasses

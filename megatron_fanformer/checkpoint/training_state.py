@@ -39,7 +39,7 @@ TENSORS = ("scale", "amax_history")
 
 
 def training_state(stages: list[Any], optimizer: Any, progress: dict[str, Any], grid: RankGrid) -> dict[str, Any]:
-    """Return what a checkpoint holds of this rank; every rank calls it.
+    """Return this rank's part of a checkpoint; every rank calls it.
 
     Args:
         stages: this rank's pipeline stage, as its chunks.
@@ -65,13 +65,13 @@ def load_training_state(
     resumed_entries: Collection[str],
     fully_parallel: bool = True,
 ) -> dict[str, Any]:
-    """Load weights, optimizer and random states in place; returns the saved progress.
+    """Load weights, optimizer and random states in place; return the saved progress.
 
     Args:
         stages: this rank's pipeline stage, as its chunks.
         config: the run's resolved configuration.
-        resumed_entries: what of the optimizer's parameter groups is loaded; all else is this run's own.
-        fully_parallel: each replica reads a part, and they exchange what they read.
+        resumed_entries: entries of the optimizer's parameter groups to load; the others stay this run's.
+        fully_parallel: each replica reads a part and sends it to the others.
 
     Raises:
         CorruptError: the checkpoint is damaged, or holds more than data.
@@ -146,7 +146,7 @@ def _read_checked(checkpoint: Path, grid: RankGrid) -> Table:
     """Return the table of a checkpoint that is as it was written and holds nothing but data; each rank checks a share
     of it.
 
-    What one rank refuses, all do: none is left waiting in the load, which is collective.
+    If one rank refuses it, all do: none is left waiting in the load, which is collective.
     """
     table = None
     refused: CorruptError | None = None

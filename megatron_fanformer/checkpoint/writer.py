@@ -63,10 +63,10 @@ def watched(write: Callable[[int, Any, Any], None]) -> Callable[[int, Any, Any],
         end_with_parent()
         os.register_at_fork(after_in_child=end_with_parent)
         log = _Log()
-        own: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        local: queue.SimpleQueue[Any] = queue.SimpleQueue()
         try:
-            write(rank, buckets, own)
-            outcome = own.get()
+            write(rank, buckets, local)
+            outcome = local.get()
         except Exception as error:
             outcome = error
         results.put(RuntimeError(log.errors[0]) if isinstance(outcome, Exception) and log.errors else outcome)

@@ -77,10 +77,10 @@ def open_checkpoint(source: Path, config: Path | None = None) -> Checkpoint:
         return Checkpoint(
             "reference", source, model, tensors, store.attached_tokenizer(source), left, end_of_text_id=end
         )
-    own = checkpoint_of(target)
-    with blaming_removal([own]):
-        model, tensors = store.saved_model(own), open_full_tensors(own)
-    return Checkpoint("megatron", own, model, tensors, store.attached_tokenizer(own))
+    folder = checkpoint_of(target)
+    with blaming_removal([folder]):
+        model, tensors = store.saved_model(folder), open_full_tensors(folder)
+    return Checkpoint("megatron", folder, model, tensors, store.attached_tokenizer(folder))
 
 
 @contextmanager

@@ -39,7 +39,7 @@ class Conversion(NamedTuple):
     checks: Json | None
     """Results of the checks by name; None where verification was off."""
     notes: list[str]
-    """Notes on what was left out, one line each."""
+    """Notes, such as on parts left out, one line each."""
 
     def lines(self) -> Iterator[str]:
         """Return the lines for a terminal."""
@@ -70,8 +70,8 @@ def convert_checkpoint(options: ConvertOptions) -> Conversion:
     own = tokenizer_file(options.tokenizer) if options.tokenizer else None
     eod_id = _end_of_text_id(options, opened, goal)
     if own:
-        found = load_tokenizer(own, eod_id=eod_id, needs_eod=to != "megatron")
-        check_fits(own, found.vocab_size, goal.vocab_size)
+        loaded = load_tokenizer(own, eod_id=eod_id, needs_eod=to != "megatron")
+        check_fits(own, loaded.vocab_size, goal.vocab_size)
     extras = Extras(
         name=destination.name,
         tokenizer=own or opened.tokenizer,
@@ -116,19 +116,19 @@ def _end_of_text_id(options: ConvertOptions, source: Checkpoint, goal: FANformer
             f"--eod-id {stated} has no effect with --to megatron and no tokenizer to keep it beside; name one by "
             "--tokenizer, or leave it out"
         )
-    found = source.end_of_text_id if stated is None and options.tokenizer is None else stated
-    if found is not None and not 0 <= found < goal.vocab_size:
-        named = f"the end-of-text id of {source.path} is {found}, which" if stated is None else f"--eod-id {found}"
+    end_id = source.end_of_text_id if stated is None and options.tokenizer is None else stated
+    if end_id is not None and not 0 <= end_id < goal.vocab_size:
+        named = f"the end-of-text id of {source.path} is {end_id}, which" if stated is None else f"--eod-id {end_id}"
         raise InputError(f"{named} is outside the model's vocabulary; state one of [0, {goal.vocab_size}) by --eod-id")
-    return found
+    return end_id
 
 
 def _chat_template(stated: Path | None, source: Checkpoint) -> str | None:
     """Return the template beside a stated tokenizer, or else the source's, with the special tokens that it had there:
     what is written has not all of them.
     """
-    if stated is not None and (found := template_of(stated.parent, stated)) is not None:
-        return found
+    if stated is not None and (template := template_of(stated.parent, stated)) is not None:
+        return template
     tokenizer = source.tokenizer or stated
     return None if tokenizer is None else template_of(source.path, tokenizer)
 
@@ -136,7 +136,7 @@ def _chat_template(stated: Path | None, source: Checkpoint) -> str | None:
 def _write(
     options: ConvertOptions, folder: Path, source: Checkpoint, goal: FANformerConfig, extras: Extras
 ) -> set[str]:
-    """Fill the folder with the converted source; returns the names of the tensors that were read for it."""
+    """Fill the folder with the converted source; return the names of the tensors it needed."""
     used: set[str] = set()
 
     def load(name: str) -> Tensor:
@@ -160,9 +160,9 @@ def _write(
 def _check_formats(source: Checkpoint) -> None:
     """Raise InputError where tensors that are one in Megatron have several number formats: which should it have?"""
     for row, layer in rows_of(source.config):
-        found = {name: source.tensors.meta[name].dtype for name in names_in(row, layer, source.format)}
-        if len({*found.values()}) > 1:
-            named = ", ".join(f"{name} ({str(dtype).removeprefix('torch.')})" for name, dtype in found.items())
+        types = {name: source.tensors.meta[name].dtype for name in names_in(row, layer, source.format)}
+        if len({*types.values()}) > 1:
+            named = ", ".join(f"{name} ({str(dtype).removeprefix('torch.')})" for name, dtype in types.items())
             raise InputError(
                 f"the model in {source.path} has parts of one tensor in different number formats: {named}; state one "
                 "by --dtype"

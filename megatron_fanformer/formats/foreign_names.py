@@ -350,7 +350,7 @@ EARLIER = _table(
 
 
 def answer(plain_name: str) -> str | None:
-    """Return what another trainer's setting is here, or why it is not there, as a clause; None: not a name of one."""
+    """Return our field for another trainer's setting, or the reason for having none, as a clause; None if unknown."""
     row = row_of(plain_name)
     return None if row is None else row.answer
 
@@ -364,12 +364,12 @@ def answers(arguments: Sequence[str]) -> list[str]:
     """Return a line for each argument of a command line that is another trainer's: its field here, or why there is
     none.
     """
-    found = {}
+    by_flag = {}
     for argument in arguments:
         flag = argument.partition("=")[0]
         if flag.startswith("--") and "." not in flag and (row := row_of(plain(flag))) is not None:
-            found[flag] = f"is {row.field}{f' ({row.note})' if row.note else ''}" if row.field else f"is {row.answer}"
-    return [f"{flag} {answer}" for flag, answer in found.items()]
+            by_flag[flag] = f"is {row.field}{f' ({row.note})' if row.note else ''}" if row.field else f"is {row.answer}"
+    return [f"{flag} {answer}" for flag, answer in by_flag.items()]
 
 
 def plain(name: str) -> str:

@@ -124,8 +124,8 @@ def _checked_config(folder: Path, stated: HuggingFaceConfig, tensors: Mapping[st
             f"{', '.join(ROPE_KEYS)}, with its keys"
         )
     config, known = from_huggingface_config(stated), meta_of(tensors)
-    if found := config.stated_problems():
-        raise InputError(f"the model in {folder} cannot be built: {'; '.join(found)}")
+    if problems := config.stated_problems():
+        raise InputError(f"the model in {folder} cannot be built: {'; '.join(problems)}")
     for fan_map in config.placement.maps(config):
         (name,) = names_in(layer_row(config.placement.tensor(fan_map.tensor)), 0, "hf")
         if name in known:
@@ -152,7 +152,7 @@ def to_huggingface_config(config: FANformerConfig, end_of_text_id: int | None = 
 
 
 def _to_rope_scaling(scaling: RopeScalingConfig) -> dict[str, Any]:
-    """Return what transformers reads of scaled positions: the fields that differ from its own defaults."""
+    """Return the fields of scaled positions that differ from transformers' defaults."""
     stated = {field.name: getattr(scaling, field.name) for field in dataclasses.fields(scaling)}
     return {name: value for name, value in stated.items() if value != getattr(RopeScalingConfig(), name)}
 

@@ -1,4 +1,4 @@
-"""Arguments of Megatron-LM by the names of its parser: the model's fields, and what makes another model.
+"""Arguments of Megatron-LM by the names of its parser: the model's fields, and the refusal of other models.
 
 They come from a checkpoint (`megatron_lm.py`), or from a command line (`training/megatron_arguments.py`).
 """
@@ -53,15 +53,15 @@ DROPOUT = ("hidden_dropout", "attention_dropout")  # leaves no trace in a model 
 
 def problems(arguments: Arguments) -> list[str]:
     """Return why there is no such model here, a clause for each argument."""
-    found = [
+    reasons = [
         _problem(name, arguments[name], flag)
         for name, (flag, required) in RULES.items()
         if arguments.get(name, required[0]) not in required and not (name in LAYERS and arguments.get("spec"))
     ]
     width, heads, size = (arguments.get(name) for name in ("hidden_size", "num_attention_heads", "kv_channels"))
     if type(width) is type(heads) is type(size) is int and width != heads * size:
-        found.append(_problem("kv_channels", size, "--kv-channels"))
-    return found
+        reasons.append(_problem("kv_channels", size, "--kv-channels"))
+    return reasons
 
 
 def _problem(name: str, value: Any, flag: str) -> str:

@@ -37,7 +37,7 @@ EMBEDDING = "embedding.word_embeddings.weight"
 FUSED_NORM = ".layer_norm_weight"
 HYBRID_NORM, OWN_NORM = "decoder.final_norm.weight", "decoder.final_layernorm.weight"
 HALVES = (("input_layernorm.", "self_attention."), ("pre_mlp_layernorm.", "mlp."))
-"""What tensors of a hybrid stack's even and odd layers begin with, where `*` and `-` take turns."""
+"""Prefixes of tensors in a hybrid stack's even and odd layers, where `*` and `-` take turns."""
 RECORDED = (
     "model.seq_length",
     "training.train_iters",
@@ -57,7 +57,7 @@ Run = tuple[dict[str, Any], SavedProgress]
 def open_megatron_lm(
     folder: Path, config: Path | None = None
 ) -> tuple[FANformerConfig, LazyTensors, tuple[str, ...], tuple[str, ...], Run | None]:
-    """Return the model in one iteration's checkpoint, its tensors, and what a `Checkpoint` has as what comes last.
+    """Return the last fields of a `Checkpoint`, from its model on, for one iteration's checkpoint.
 
     The tensors have our own names, one for each layer, and are read on request.
 
@@ -74,8 +74,10 @@ def open_megatron_lm(
     weights = [name for name in stored.described if not OPTIMIZER.match(name)]
     _, common = common_values(folder, table, read_records)
     arguments, stated = _arguments(common), _stated(config)
-    if found := problems(arguments):  # before the tensors, which another model has in another form
-        raise InputError(f"the model in {folder} cannot be converted: {'; '.join(found)}; it runs in Megatron-LM alone")
+    if reasons := problems(arguments):  # before the tensors, which another model has in another form
+        raise InputError(
+            f"the model in {folder} cannot be converted: {'; '.join(reasons)}; it runs in Megatron-LM alone"
+        )
     tensors = _one_for_each_layer(folder, stored, weights)
     if HYBRID_NORM in weights and type(layers := arguments.get("num_layers")) is int:
         arguments = {**arguments, "num_layers": layers // 2}
@@ -169,7 +171,7 @@ def _with_end_of_text(arguments: Arguments, rows: int) -> Arguments:
 
 
 def _fan(folder: Path, arguments: Arguments, stated: Mapping[str, Any], shapes: Mapping[str, Tensor]) -> Any:
-    """Return the FAN that the tensors show, and what is stated of it."""
+    """Return the fields of FAN that the tensors show, under those that the user states."""
     seen = fan_of_tensors({name: tuple(tensor.shape) for name, tensor in shapes.items()})
     of_user = stated.get("fan") or {}
     if not isinstance(of_user, dict):
@@ -187,7 +189,7 @@ def _fan(folder: Path, arguments: Arguments, stated: Mapping[str, Any], shapes: 
     return {**stated, **of_user}
 
 
-# -- what else there is to say
+# -- notes and the run
 
 
 def _notes(arguments: Arguments, stated: Mapping[str, Any]) -> tuple[str, ...]:

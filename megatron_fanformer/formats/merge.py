@@ -36,7 +36,7 @@ def merge_checkpoints(
     """Write the average of checkpoints into a new folder, as its checkpoint of step 0; return lines about it.
 
     Args:
-        shares: what part of the average each is; their sum is 1.
+        shares: the weight of each checkpoint; their sum is 1.
         dtype: number format of the average, by its name in `DTYPES`; None: the narrowest that holds the sources'.
 
     Raises:
@@ -118,9 +118,9 @@ def _check_models(checkpoints: Sequence[Path]) -> None:
     first = store.saved_model(checkpoints[0]).resolved_fields()
     for checkpoint in checkpoints[1:]:
         other = store.saved_model(checkpoint).resolved_fields()
-        if found := [f"{name} {first[name]} and {other[name]}" for name in first if first[name] != other[name]]:
+        if unlike := [f"{name} {first[name]} and {other[name]}" for name in first if first[name] != other[name]]:
             raise InputError(
-                f"{checkpoints[0]} and {checkpoint} are of different models ({', '.join(found)}); name checkpoints of "
+                f"{checkpoints[0]} and {checkpoint} are of different models ({', '.join(unlike)}); name checkpoints of "
                 "one model"
             )
 

@@ -35,7 +35,7 @@ class Extras:
 
     @functools.cached_property
     def end_of_text_id(self) -> int | None:
-        """Return what ends a document: the id that was stated, or the tokenizer's own."""
+        """Return the id that ends a document: as stated, or the tokenizer's."""
         return load_tokenizer(self.tokenizer, eod_id=self.eod_id).eod_id if self.tokenizer else self.eod_id
 
 
@@ -120,7 +120,7 @@ print(tokenizer.decode(answer, skip_special_tokens=True))
 
 
 def receipt_section(content: dict[str, Any] | None) -> str:
-    """Return how the weights were converted, and what the receipt next to the card says; None: there is none."""
+    """Return the card's section on the conversion, from the receipt; None: there is none."""
     known = versions()
     made_with = ", ".join(f"{name} {known[name]}" for name in CARD_VERSIONS)
     if content is None:

@@ -195,9 +195,9 @@ def check_tensors(known: Mapping[str, Tensor], config: FANformerConfig, source: 
             if name in known and known[name].dtype not in WEIGHT_TYPES
         ],
     }
-    found = "; ".join(f"{kind}: {listed(names)}" for kind, names in problems.items() if names)
-    if found:
-        raise CorruptError(f"the {source} weights do not match their configuration; {found}")
+    text = "; ".join(f"{kind}: {listed(names)}" for kind, names in problems.items() if names)
+    if text:
+        raise CorruptError(f"the {source} weights do not match their configuration; {text}")
 
 
 def listed(names: Sequence[str]) -> str:

@@ -64,8 +64,8 @@ def open_reference(folder: Path) -> tuple[FANformerConfig, LazyTensors]:
         raise InputError(f"the model in {folder} cannot be converted: {'; '.join(problems)}")
     tensors = _unwrapped(open_weights(folder))
     config = _config(fields, _fan(fields, tensors.meta))
-    if found := config.stated_problems():
-        raise InputError(f"the model in {folder} cannot be built: {'; '.join(found)}")
+    if problems := config.stated_problems():
+        raise InputError(f"the model in {folder} cannot be built: {'; '.join(problems)}")
     return config, tensors
 
 
@@ -117,28 +117,28 @@ def _stated_fields(folder: Path) -> dict[str, Any]:
 
 
 def _problems(fields: Mapping[str, Any]) -> list[str]:
-    found = [f"it does not state {name}" for name in _REQUIRED if name not in fields] + _type_problems(fields)
+    problems = [f"it does not state {name}" for name in _REQUIRED if name not in fields] + _type_problems(fields)
     for name, (default, required, reason) in _RULES.items():
         value = fields.get(name, default)
         if value is None and name == "bias_for_layer_norm":
             value = fields.get("include_bias", True)
         if value != required:
-            found.append(f"{name} is {value!r} and must be {required!r}, since {reason}")
+            problems.append(f"{name} is {value!r} and must be {required!r}, since {reason}")
     if (block := fields.get("block_type", SEQUENTIAL)) not in (SEQUENTIAL, FANFORMER):
-        found.append(
+        problems.append(
             f"block_type is {block!r} and must be {SEQUENTIAL!r} or {FANFORMER!r}, since no other is supported"
         )
     if fields.get("attention_activation") not in (None, "none", "gelu"):
-        found.append(f"attention_activation is {fields['attention_activation']!r} and must be gelu or null")
-    return found + ([] if found else _size_problems(fields))
+        problems.append(f"attention_activation is {fields['attention_activation']!r} and must be gelu or null")
+    return problems + ([] if problems else _size_problems(fields))
 
 
 def _type_problems(fields: Mapping[str, Any]) -> list[str]:
     whole = [name for name in _WHOLE if name in fields and type(fields[name]) is not int]
-    found = [name for name in whole if name in _REQUIRED or fields[name] is not None]
-    found += [name for name in _NUMBERS if name in fields and not _is_number(fields[name])]
+    wrong = [name for name in whole if name in _REQUIRED or fields[name] is not None]
+    wrong += [name for name in _NUMBERS if name in fields and not _is_number(fields[name])]
     return [
-        f"{name} is {fields[name]!r}, which is not {'an integer' if name in _WHOLE else 'a number'}" for name in found
+        f"{name} is {fields[name]!r}, which is not {'an integer' if name in _WHOLE else 'a number'}" for name in wrong
     ]
 
 
@@ -150,17 +150,19 @@ def _is_number(value: Any) -> bool:
 
 
 def _size_problems(fields: Mapping[str, Any]) -> list[str]:
-    found = []
+    problems = []
     heads, multi_query = fields.get("n_kv_heads"), fields.get("multi_query_attention")
     if None not in (heads, multi_query) and heads != (1 if multi_query else fields["n_heads"]):
-        found.append(f"n_kv_heads is {heads}, which contradicts multi_query_attention {multi_query}")
+        problems.append(f"n_kv_heads is {heads}, which contradicts multi_query_attention {multi_query}")
     if _mlp_size(fields) % 2:
-        found.append(f"mlp_hidden_size is {_mlp_size(fields)} and must be even, since it counts both halves of SwiGLU")
+        problems.append(
+            f"mlp_hidden_size is {_mlp_size(fields)} and must be even, since it counts both halves of SwiGLU"
+        )
     if _embedding_size(fields) < fields["vocab_size"]:
-        found.append(f"embedding_size is {_embedding_size(fields)}, less than vocab_size {fields['vocab_size']}")
+        problems.append(f"embedding_size is {_embedding_size(fields)}, less than vocab_size {fields['vocab_size']}")
     if float(fields.get("rope_theta", 10_000)) % 1:
-        found.append(f"rope_theta is {fields['rope_theta']} and must be a whole number")
-    return found
+        problems.append(f"rope_theta is {fields['rope_theta']} and must be a whole number")
+    return problems
 
 
 def _mlp_size(fields: Mapping[str, Any]) -> int:

@@ -127,7 +127,7 @@ def check_fits(tokenizer: Path, ids: int, vocab_size: int) -> None:
 
 
 def _write_sentencepiece(folder: Path, source: Path) -> Callable[[str], list[int]]:
-    """Write `tokenizer.json` for a sentencepiece model, and a copy of it; returns the original's encoding."""
+    """Write `tokenizer.json` for a sentencepiece model, and a copy of it; return the original's encoding."""
     from sentencepiece import sentencepiece_model_pb2
 
     model: Any = sentencepiece_model_pb2.ModelProto()  # type: ignore[attr-defined]  # made at run time
@@ -152,10 +152,10 @@ def _check_model(model: Any, source: Path) -> None:
         # sentencepiece never finds such a piece in a text; the one written here would be found.
         (not any(" " in piece.piece for piece in model.pieces), "has pieces with a plain space"),
     )
-    found = [problem for kept, problem in rules if not kept]
-    if found:
+    problems = [problem for kept, problem in rules if not kept]
+    if problems:
         raise InputError(
-            f"sentencepiece model {source} {', '.join(found)}, and so has no exact equivalent in Hugging Face's "
+            f"sentencepiece model {source} {', '.join(problems)}, and so has no exact equivalent in Hugging Face's "
             "format; export with a tokenizer.json instead, or without a tokenizer"
         )
 

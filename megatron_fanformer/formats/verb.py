@@ -51,8 +51,8 @@ def _convert(options: ConvertOptions) -> None:
 
     source = on_this_machine(options.source)
     recognise(source, MODELS)  # anything else is reported before torch is imported
-    if found := file_problems(report=options.receipt):
-        raise InputError("\n".join(found))
+    if problems := file_problems(report=options.receipt):
+        raise InputError("\n".join(problems))
     device.prepare_megatron(on_cpu=True)
     from megatron_fanformer.formats.convert import convert_checkpoint
 
@@ -145,13 +145,13 @@ def _chosen(options: MergeOptions) -> list[Averaged]:
         raise InputError(f"--last is {options.last}, and must be at least {FEWEST_MERGED}; raise it")
     run = recognise(source, ("run",))
     latest = checkpoint_of(run)  # what is beyond it belongs to a run that was taken back
-    found = [folder for folder in complete_checkpoints(run.path) if folder.name <= latest.name]
-    if len(found) < options.last:
+    folders = [folder for folder in complete_checkpoints(run.path) if folder.name <= latest.name]
+    if len(folders) < options.last:
         raise InputError(
-            f"--last is {options.last}, but {run.path} has {len(found)} up to its latest; lower it, or have the run "
+            f"--last is {options.last}, but {run.path} has {len(folders)} up to its latest; lower it, or have the run "
             "keep more (checkpoint.keep)"
         )
-    return [Averaged(folder, str(folder.absolute())) for folder in found[-options.last :]]
+    return [Averaged(folder, str(folder.absolute())) for folder in folders[-options.last :]]
 
 
 def _found(source: str) -> Averaged:

@@ -164,10 +164,10 @@ def shard_bytes(size: str) -> int:
         InputError: it is none, or less than one byte.
     """
     match = SHARD_SIZE.fullmatch(size)
-    found = int(float(match[1]) * 1000 ** " KMGT".index(match[2] or " ")) if match else 0
-    if found < 1:
+    count = int(float(match[1]) * 1000 ** " KMGT".index(match[2] or " ")) if match else 0
+    if count < 1:
         raise InputError(f"shard size {size[:40]!r} is not a size; write one such as 5GB or 500MB")
-    return found
+    return count
 
 
 def write_safetensors(path: Path, tensors: Mapping[str, Tensor], names: list[str]) -> None:

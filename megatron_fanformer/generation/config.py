@@ -27,24 +27,24 @@ class SamplingConfig:
 
     def problems(self) -> list[str]:
         """Return the rules of single fields that this configuration breaks, one line each."""
-        found = []
+        problems = []
         if not (math.isfinite(self.temperature) and self.temperature >= 0):
-            found.append(
+            problems.append(
                 f"temperature is {self.temperature}; it must be finite and not negative (0 takes the most likely token)"
             )
         if self.top_k < 0:
-            found.append(f"top_k is {self.top_k}; it must not be negative (0 samples from all tokens)")
+            problems.append(f"top_k is {self.top_k}; it must not be negative (0 samples from all tokens)")
         if not 0 < self.top_p <= 1:
-            found.append(f"top_p is {self.top_p}; it must lie in (0, 1] (1 samples from all tokens)")
+            problems.append(f"top_p is {self.top_p}; it must lie in (0, 1] (1 samples from all tokens)")
         if not 0 <= self.seed < SEED_LIMIT:
-            found.append(f"seed is {self.seed}; it must lie in [0, 2**63)")
-        found += self._below_one("num_samples")
+            problems.append(f"seed is {self.seed}; it must lie in [0, 2**63)")
+        problems += self._below_one("num_samples")
         if self.num_samples > 1 and self.temperature == 0:
-            found.append(
+            problems.append(
                 f"num_samples is {self.num_samples}, but temperature 0 takes the most likely tokens each time; set a "
                 "temperature above 0, or num_samples to 1"
             )
-        return found
+        return problems
 
     def _below_one(self, *names: str) -> list[str]:
         values = {name: getattr(self, name) for name in names}
@@ -88,8 +88,8 @@ class GenerateConfig(_TextConfig):
 
     def problems(self) -> list[str]:
         """Return the rules of single fields that this configuration breaks, one line each."""
-        found = [*super().problems(), *self._below_one("max_new_tokens", "batch_size")]
-        return found if self.prompts else [*found, "there is no prompt; name at least one"]
+        problems = [*super().problems(), *self._below_one("max_new_tokens", "batch_size")]
+        return problems if self.prompts else [*problems, "there is no prompt; name at least one"]
 
 
 @dataclass(frozen=True, kw_only=True)

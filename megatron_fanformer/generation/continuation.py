@@ -44,9 +44,9 @@ class NewText:
     def update(self, ids: Sequence[int]) -> None:
         """Decode all new tokens so far."""
         text = self._tokenizer.decode(self._context + self._with_text(ids))[self._context_length :]
-        found = [place for place in map(text.find, self._stop) if place >= 0]
-        self.is_stopped = bool(found)
-        self.text = text[: min(found)] if found else text
+        places = [place for place in map(text.find, self._stop) if place >= 0]
+        self.is_stopped = bool(places)
+        self.text = text[: min(places)] if places else text
 
     @property
     def settled(self) -> str:

@@ -81,16 +81,16 @@ def find_model(checkpoint: Path, *, eod_id: int | None = None) -> ModelSource:
             end_of_text_id=end_of_text_id if eod_id is None else eod_id,
             fill=functools.partial(_fill_from_huggingface, target.path),
         )
-    found = checkpoint_of(target)
-    stated = read_beside(found / GENERATION_CONFIG).get("eos_token_id")
-    is_bf16 = store.saved_config(found).get("precision", {}).get("dtype") == "bf16"
+    folder = checkpoint_of(target)
+    stated = read_beside(folder / GENERATION_CONFIG).get("eos_token_id")
+    is_bf16 = store.saved_config(folder).get("precision", {}).get("dtype") == "bf16"
     return ModelSource(
-        path=found,
-        config=store.saved_model(found),
+        path=folder,
+        config=store.saved_model(folder),
         dtype=torch.bfloat16 if is_bf16 else torch.float32,
-        tokenizer=store.attached_tokenizer(found),
+        tokenizer=store.attached_tokenizer(folder),
         end_of_text_id=stated if eod_id is None and type(stated) is int else eod_id,
-        fill=functools.partial(load_weights, found),
+        fill=functools.partial(load_weights, folder),
     )
 
 
