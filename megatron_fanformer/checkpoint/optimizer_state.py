@@ -21,7 +21,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
 from megatron_fanformer.checkpoint.tensor_table import MAIN_WEIGHT, STATE_PREFIX, main_weight_name
-from megatron_fanformer.runtime.local_shards import local_shards
+from megatron_fanformer.runtime.seeding import local_shards
 
 
 class _Part(NamedTuple):

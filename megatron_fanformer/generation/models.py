@@ -26,9 +26,8 @@ from megatron_fanformer.formats.recognition import RUNNABLE, checkpoint_of, reco
 from megatron_fanformer.model.build import build_stages, sharded_state
 from megatron_fanformer.model.config import FANformerConfig
 from megatron_fanformer.model.local_layers import TorchCoreAttention
-from megatron_fanformer.runtime.local_shards import local_shards
 from megatron_fanformer.runtime.parallel import ParallelConfig, RankGrid, distributed
-from megatron_fanformer.runtime.seeding import seed_everything
+from megatron_fanformer.runtime.seeding import local_shards, seed_everything
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from megatron_fanformer.model.build import sharded_state
 from megatron_fanformer.parity.reordering import Reordering
-from megatron_fanformer.runtime.local_shards import local_shards
 from megatron_fanformer.runtime.parallel import RankGrid
+from megatron_fanformer.runtime.seeding import local_shards
 
 
 class TensorPart(NamedTuple):

@@ -6,10 +6,10 @@ collectives, which DTensor uses and megatron-core's training step does not, bypa
 """
 
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -29,43 +29,34 @@ Kind = Literal[
 ]  # fmt: skip
 
 
-class Method(NamedTuple):
-    """A method that is a collective."""
-
-    kind: Kind
-    message: int | None
-    """Argument that holds the message; None where there is none."""
-    is_shard: bool = False
-    """Whether that argument is one rank's part of it."""
-
-
-# The methods that torch.distributed's functions call, in torch 2.10 to 2.13 (which renamed four of them). Receives are
-# excluded: what is received was sent.
-METHODS: dict[str, Method] = {
-    "allreduce": Method("all-reduce", 0),
-    "allreduce_coalesced": Method("all-reduce", 0),
-    "allgather": Method("all-gather", 0),
-    "allgather_coalesced": Method("all-gather", 0),
-    "_allgather_base": Method("all-gather", 0),
-    "all_gather_single": Method("all-gather", 0),
-    "allgather_into_tensor_coalesced": Method("all-gather", 0),
-    "all_gather_single_coalesced": Method("all-gather", 0),
-    "reduce_scatter": Method("reduce-scatter", 1),
-    "_reduce_scatter_base": Method("reduce-scatter", 1),
-    "reduce_scatter_single": Method("reduce-scatter", 1),
-    "reduce_scatter_tensor_coalesced": Method("reduce-scatter", 1),
-    "reduce_scatter_single_coalesced": Method("reduce-scatter", 1),
-    "alltoall": Method("all-to-all", 1),
-    "alltoall_base": Method("all-to-all", 1),
-    "all_to_all_single": Method("all-to-all", 1),
-    "broadcast": Method("broadcast", 0),
-    "reduce": Method("reduce", 0),
-    "gather": Method("gather", 1, is_shard=True),
-    "scatter": Method("scatter", 0, is_shard=True),
-    "send": Method("send", 0),
-    "barrier": Method("barrier", None),
-    "monitored_barrier": Method("barrier", None),
+# Kind and argument with the message, by the methods that torch.distributed's functions call in torch 2.10 to 2.13
+# (which renamed four of them). Receives are excluded: what is received was sent.
+METHODS: dict[str, tuple[Kind, int]] = {
+    **dict.fromkeys(("allreduce", "allreduce_coalesced"), ("all-reduce", 0)),
+    **dict.fromkeys(
+        (
+            *("allgather", "allgather_coalesced", "_allgather_base", "all_gather_single"),
+            *("allgather_into_tensor_coalesced", "all_gather_single_coalesced"),
+        ),
+        ("all-gather", 0),
+    ),
+    **dict.fromkeys(
+        (
+            *("reduce_scatter", "_reduce_scatter_base", "reduce_scatter_single"),
+            *("reduce_scatter_tensor_coalesced", "reduce_scatter_single_coalesced"),
+        ),
+        ("reduce-scatter", 1),
+    ),
+    **dict.fromkeys(("alltoall", "alltoall_base", "all_to_all_single"), ("all-to-all", 1)),
+    "broadcast": ("broadcast", 0),
+    "reduce": ("reduce", 0),
+    "gather": ("gather", 1),
+    "scatter": ("scatter", 0),
+    "send": ("send", 0),
+    **dict.fromkeys(("barrier", "monitored_barrier"), ("barrier", 0)),
 }
+SHARDS = ("gather", "scatter")
+"""Kinds whose argument is one rank's part of the message."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +80,7 @@ class CollectiveCounts:
 
     def __init__(self, labels: dict[str, str]) -> None:
         self._labels = labels
-        self._totals: dict[tuple[str, Kind], CollectiveCount] = {}
+        self._totals: dict[tuple[str, Kind, int], list[int]] = {}  # calls and bytes
         self._lock = threading.Lock()  # backward of GPU tensors runs in a thread of its own
         self.calls_seen = 0
         """Calls of any collective, those over a group of one rank included (they move nothing and are not counted)."""
@@ -99,20 +90,17 @@ class CollectiveCounts:
         label, ranks = self._labels.get(group.group_name) or group.group_desc, group.size()
         with self._lock:
             self.calls_seen += 1
-            if ranks == 1:
-                return
-            before = self._totals.get((label, kind))
-            self._totals[label, kind] = CollectiveCount(
-                group=label,
-                kind=kind,
-                ranks=ranks,
-                calls=1 + (before.calls if before else 0),
-                message_bytes=message_bytes + (before.message_bytes if before else 0),
-            )
+            if ranks > 1:
+                total = self._totals.setdefault((label, kind, ranks), [0, 0])
+                total[0] += 1
+                total[1] += message_bytes
 
     def lines(self) -> list[CollectiveCount]:
         """Return the counts, by group and kind."""
-        return [self._totals[key] for key in sorted(self._totals)]
+        return [
+            CollectiveCount(group=group, kind=kind, ranks=ranks, calls=calls, message_bytes=size)
+            for (group, kind, ranks), (calls, size) in sorted(self._totals.items())
+        ]
 
 
 @contextmanager
@@ -121,26 +109,12 @@ def count_collectives(grid: RankGrid) -> Iterator[CollectiveCounts]:
 
     Must not be nested.
     """
-    counts = CollectiveCounts(_labels(grid))
-    with methods_replaced(dist.ProcessGroup, METHODS, lambda name, method: _counted(method, METHODS[name], counts)):
-        yield counts
-
-
-@contextmanager
-def methods_replaced(
-    owner: Any, names: Iterable[str], replacement: Callable[[str, Callable[..., Any]], Callable[..., Any]]
-) -> Iterator[None]:
-    """Replace methods of a class while the block runs.
-
-    Args:
-        names: those that the class itself does not have are left out.
-        replacement: a method's, by its name and itself.
-    """
-    before = {name: vars(owner)[name] for name in names if name in vars(owner)}
+    counts, owner = CollectiveCounts(_labels(grid)), dist.ProcessGroup
+    before = {name: vars(owner)[name] for name in METHODS if name in vars(owner)}
     for name in before:
-        setattr(owner, name, replacement(name, getattr(owner, name)))
+        setattr(owner, name, _counted(getattr(owner, name), *METHODS[name], counts))
     try:
-        yield
+        yield counts
     finally:
         for name, method in before.items():
             setattr(owner, name, method)  # the class's own: one that was looked up no longer binds to an object
@@ -166,13 +140,10 @@ def moved_bytes(kind: str, message_bytes: float, ranks: int) -> float:
     return (factors | {"all-reduce": 2 * share}).get(kind, 1.0) * message_bytes
 
 
-def _counted(method: Callable[..., Any], description: Method, counts: CollectiveCounts) -> Callable[..., Any]:
+def _counted(method: Callable[..., Any], kind: Kind, message: int, counts: CollectiveCounts) -> Callable[..., Any]:
     def counted(self: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
-        size = 0
-        if description.message is not None:
-            size = _bytes_of((*args, *kwargs.values())[description.message])
-            size *= self.size() if description.is_shard else 1
-        counts.add(self, description.kind, size)
+        size = 0 if kind == "barrier" else _bytes_of((*args, *kwargs.values())[message])
+        counts.add(self, kind, size * (self.size() if kind in SHARDS else 1))
         return method(self, *args, **kwargs)
 
     return counted

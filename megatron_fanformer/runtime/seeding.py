@@ -1,4 +1,4 @@
-"""Seeds, and initial weights that do not depend on the layout.
+"""Seeds, initial weights that do not depend on the layout, and this rank's shards of a sharded state dict.
 
 A weight is drawn whole from its global name and the seed, and each rank keeps its own slice, so every layout starts
 from the same model.
@@ -7,13 +7,14 @@ from the same model.
 import hashlib
 import math
 import random
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from megatron_fanformer.runtime.local_shards import local_shards
+if TYPE_CHECKING:
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
 TRUNCATE_AT_STDS = 3.0
 
@@ -57,3 +58,18 @@ def truncated_normal(shape: tuple[int, ...], std: float, generator: torch.Genera
     """
     uniform = torch.rand(shape, generator=generator).mul_(2).sub_(1)  # in [-1, 1)
     return uniform.mul_(math.erf(TRUNCATE_AT_STDS / math.sqrt(2))).erfinv_().mul_(std * math.sqrt(2))
+
+
+def local_shards(sharded_state: dict[str, Any]) -> Iterator["ShardedTensor"]:
+    """Return every shard of a sharded state dict, with its global name, shape and offset; factories are expanded.
+
+    Their data are views of the parameters.
+    """
+    from megatron.core.dist_checkpointing.dict_utils import nested_values
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+
+    for value in nested_values(sharded_state):
+        if isinstance(value, ShardedTensorFactory):
+            yield from nested_values(value.build())
+        elif isinstance(value, ShardedTensor):
+            yield value

@@ -17,7 +17,6 @@ and are those of a single one.
 Shapes: n tokens of a micro batch, k the rows of one rank, of all outputs.
 """
 
-import logging
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -38,12 +37,8 @@ DEAD_SPREAD = 2.0**-8
 COARSE_PHASE = 16.0
 """Smallest coarse phase: bf16's numbers are 1/8 apart from here on, and rounding moves a phase by 0.04 rad (root mean
 square), the noise that FP8 adds to a phase of any size (docs/fp8-phase.md)."""
-WARNED_SHARE = 0.05
-"""Share of a layer's units above which the log warns of dead or coarse ones."""
 _SHIFT = 23 - BINS_PER_OCTAVE.bit_length() + 1  # of a float32's mantissa, what is finer than a bin
 _FIRST_BIN = (127 + LOWEST) * BINS_PER_OCTAVE
-
-logger = logging.getLogger(__name__)
 
 
 class PhaseHealth:
@@ -62,7 +57,6 @@ class PhaseHealth:
         modules = (module for stage in stages for module in stage.modules())
         self._attentions = [module for module in modules if self._units and isinstance(module, kind)]
         self._read: list[_LayerPhases] = []
-        self._reported: set[tuple[str, int]] = set()
 
     def _is_due(self, step: int) -> bool:
         return self._interval is not None and step % self._interval == 0
@@ -85,10 +79,7 @@ class PhaseHealth:
             return {}
         sums, largest = self._over_all_ranks()
         self._read = []
-        metrics = _metrics(sums, largest)
-        if self._grid.is_main:
-            self._log_findings(step, metrics)
-        return metrics
+        return _metrics(sums, largest)
 
     def _over_all_ranks(self) -> tuple[Tensor, Tensor]:
         """Return what `_LayerPhases` has of every layer, [layers, ...] each, on the CPU."""
@@ -101,28 +92,6 @@ class PhaseHealth:
         dist.all_reduce(sums)
         dist.all_reduce(largest, op=dist.ReduceOp.MAX)
         return sums.cpu(), largest.cpu()
-
-    def _log_findings(self, step: int, metrics: dict[str, list[float]]) -> None:
-        """Log the layers that have passed a threshold since the last look."""
-        reasons = {
-            "health/dead_units": "no longer change from token to token",
-            "health/coarse_units": f"reach phases of {COARSE_PHASE:g} and more, which bf16 rounds by up to 1/16",
-        }
-        for name, reason in reasons.items():
-            shares = {layer: share for layer, share in enumerate(metrics[name]) if share > WARNED_SHARE}
-            if new := [layer for layer in shares if (name, layer) not in self._reported]:
-                worst = max(new, key=shares.__getitem__)
-                logger.warning(
-                    "step %d  more than %.0f%% of the periodic units of layer %s %s (%.3g%% in layer %d); see "
-                    "docs/metrics.md#phase-health",
-                    step,
-                    100 * WARNED_SHARE,
-                    ", ".join(map(str, new)),
-                    reason,
-                    100 * shares[worst],
-                    worst,
-                )
-            self._reported = {pair for pair in self._reported if pair[0] != name} | {(name, layer) for layer in shares}
 
 
 class _LayerPhases:

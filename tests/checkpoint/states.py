@@ -15,9 +15,8 @@ from megatron_fanformer.model.build import build_stages
 from megatron_fanformer.model.config import FANformerConfig
 from megatron_fanformer.model.kernels import DEFAULT_KERNELS, KernelsConfig
 from megatron_fanformer.runtime.config import DeviceKind
-from megatron_fanformer.runtime.local_shards import local_shards
 from megatron_fanformer.runtime.parallel import ParallelConfig, RankGrid, rank_grid
-from megatron_fanformer.runtime.seeding import seed_everything
+from megatron_fanformer.runtime.seeding import local_shards, seed_everything
 from megatron_fanformer.training.optimizer import OptimizerConfig, build_optimizer
 from megatron_fanformer.training.schedule import ScheduleConfig, build_scheduler
 from megatron_fanformer.training.step import train_step, weights_in_step, wrap_stages

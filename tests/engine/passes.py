@@ -16,10 +16,9 @@ from megatron_fanformer.model.kernels import KernelsConfig
 from megatron_fanformer.parity.reordering import Reordering
 from megatron_fanformer.parity.tensor_parts import TensorPart, gradient_parts
 from megatron_fanformer.runtime.layout import ParallelConfig
-from megatron_fanformer.runtime.local_shards import local_shards
 from megatron_fanformer.runtime.parallel import rank_grid
 from megatron_fanformer.runtime.pipeline import packed_documents
-from megatron_fanformer.runtime.seeding import seed_everything
+from megatron_fanformer.runtime.seeding import local_shards, seed_everything
 from megatron_fanformer.training.step import wrap_stages
 from tests.engine_on_cpu import products
 

@@ -10,10 +10,9 @@ from megatron_fanformer.model.build import build_stages, sharded_state
 from megatron_fanformer.model.config import FANConfig, FANformerConfig
 from megatron_fanformer.model.fan_functions import Activation, FANActivation, FANOutput, FANShard
 from megatron_fanformer.model.local_layers import TorchCoreAttention
-from megatron_fanformer.runtime.local_shards import local_shards
 from megatron_fanformer.runtime.parallel import ParallelConfig, rank_grid
 from megatron_fanformer.runtime.pipeline import own_positions
-from megatron_fanformer.runtime.seeding import seed_everything
+from megatron_fanformer.runtime.seeding import local_shards, seed_everything
 from tests.tiny import tiny_model
 from tests.training.layouts import gather, layout, shards_of
 from tests.training.test_reference import sum_sequence_parallel_gradients

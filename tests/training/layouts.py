@@ -11,9 +11,8 @@ from safetensors.torch import load_file
 from megatron_fanformer.model.build import build_stages, sharded_state
 from megatron_fanformer.model.config import FANformerConfig
 from megatron_fanformer.model.layouts import layout_fields
-from megatron_fanformer.runtime.local_shards import local_shards
 from megatron_fanformer.runtime.parallel import ParallelConfig, RankGrid, rank_grid
-from megatron_fanformer.runtime.seeding import seed_everything
+from megatron_fanformer.runtime.seeding import local_shards, seed_everything
 from megatron_fanformer.training.optimizer import OptimizerConfig, build_optimizer
 from megatron_fanformer.training.schedule import ScheduleConfig, build_scheduler
 from megatron_fanformer.training.step import train_step, weights_in_step, wrap_stages

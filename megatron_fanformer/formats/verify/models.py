@@ -18,9 +18,8 @@ from megatron_fanformer.formats.huggingface import to_huggingface_config
 from megatron_fanformer.formats.verify.reference_model import reference_logits
 from megatron_fanformer.hf import FANformerForCausalLM
 from megatron_fanformer.model.build import build_stages, sharded_state
-from megatron_fanformer.runtime.local_shards import local_shards
 from megatron_fanformer.runtime.parallel import ParallelConfig, RankGrid
-from megatron_fanformer.runtime.seeding import seed_everything
+from megatron_fanformer.runtime.seeding import local_shards, seed_everything
 
 Logits = Callable[[Tensor], Tensor]
 """Maps ids [b, s] to logits [b, s, v] in float32."""

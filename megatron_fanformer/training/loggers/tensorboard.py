@@ -7,7 +7,7 @@ import yaml
 from megatron_fanformer.configuration import by_dotted_names
 from megatron_fanformer.markdown import code_block
 from megatron_fanformer.training.loggers.logger import Logger, Start
-from megatron_fanformer.training.metrics import charts, dashboard_name, metric_of, numbers
+from megatron_fanformer.training.metrics import DRAWN_BY_TOKENS, charts, dashboard_name, metric_of, numbers
 
 FOLDER = "tensorboard"
 BY_TOKENS = "by_tokens"  # a run beside the other in TensorBoard, whose axis is tokens, not steps
@@ -39,7 +39,7 @@ class TensorBoard(Logger):
         """Record the metrics of one step."""
         for name, value in numbers(metrics).items():
             self._by_step.add_scalar(dashboard_name(name), value, step)
-            if (metric := metric_of(name)) is not None and metric.by_tokens:
+            if (metric := metric_of(name)) is not None and metric.name in DRAWN_BY_TOKENS:
                 self._by_tokens.add_scalar(f"train_{BY_TOKENS}/{name}", value, metrics["tokens"])
 
     def close(self, *, failed: bool = False) -> None:
