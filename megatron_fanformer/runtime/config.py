@@ -40,15 +40,15 @@ class RuntimeConfig:
 
     def problems(self) -> list[str]:
         """Return the rules of single fields that this configuration breaks, one line each."""
-        found = []
+        lines = []
         if self.threads_per_rank is not None and self.threads_per_rank < 1:
-            found.append(f"runtime.threads_per_rank is {self.threads_per_rank}; it must be at least 1, or null")
+            lines.append(f"runtime.threads_per_rank is {self.threads_per_rank}; it must be at least 1, or null")
         if self.distributed_timeout_minutes is not None and not self.distributed_timeout_minutes > 0:
-            found.append(
+            lines.append(
                 f"runtime.distributed_timeout_minutes is {self.distributed_timeout_minutes}; "
                 "it must be above 0, or null"
             )
-        return found
+        return lines
 
 
 DEFAULT_RUNTIME = RuntimeConfig()

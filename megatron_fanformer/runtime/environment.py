@@ -232,9 +232,9 @@ def prepare(shape: RunShape = ANY_SHAPE, env: MutableMapping[str, str] = os.envi
 def kept_line(applied: list[Applied]) -> str | None:
     """Return the notice about values of the user's that a run would have set otherwise, None if there are none."""
     kept = [
-        f"{each.name} {each.theirs} (this run would set {each.ours})"
-        for each in applied
-        if each.differs and each.name != OMP_THREADS
+        f"{setting.name} {setting.theirs} (this run would set {setting.ours})"
+        for setting in applied
+        if setting.differs and setting.name != OMP_THREADS
     ]
     if not kept:
         return None

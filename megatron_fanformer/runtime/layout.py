@@ -181,13 +181,13 @@ class ParallelConfig:
         """Return the rules of single fields that this configuration breaks, one line each; if none, those between
         fields.
         """
-        found = [
+        lines = [
             f"parallel.{name} is {value}; it must be at least 1"
             for name in COUNTS
             if (value := getattr(self, name)) is not None and value < 1
         ]
-        if found:  # what is between fields divides by some of them
-            return found
+        if lines:  # what is between fields divides by some of them
+            return lines
         between = (*self._model_parallel_problems(), *self._overlap_problems(), *self._recompute_problems())
         return [f"parallel.{problem}" for problem in between]
 

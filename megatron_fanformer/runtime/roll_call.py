@@ -114,16 +114,16 @@ def _call(store: Any, rank: int, world_size: int, own: str) -> PeerFailed:
 
 def _ask(work: Callable[[], Any]) -> Any:
     """Return what the store answers; None where it does not, because its process is stopped or gone."""
-    found: list[Any] = []
+    answers: list[Any] = []
 
     def ask() -> None:
         with suppress(RuntimeError):
-            found.append(work())
+            answers.append(work())
 
     thread = threading.Thread(target=ask, daemon=True)
     thread.start()
     thread.join(1.5 * ANSWER_SECONDS)
-    return found[0] if found else None
+    return answers[0] if answers else None
 
 
 def _place(stack: traceback.StackSummary) -> str:

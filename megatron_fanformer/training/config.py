@@ -110,7 +110,7 @@ class TrainingConfig:
             "eval_iters",
             "exit_interval",
         )
-        found = [
+        lines = [
             *broken("be at least 1", lambda value: value < 1, *counts),
             *broken("be above 0", lambda value: value <= 0, "epochs"),
             *broken("be above 0, or null", lambda value: not value > 0, "exit_duration_in_mins"),
@@ -118,8 +118,8 @@ class TrainingConfig:
         ]
         if (self.train_iters is None) == (self.epochs is None):
             stated = "neither is given" if self.epochs is None else "both are given"
-            found.append(f"training.train_iters, training.epochs: {stated}; give one, which sets the run's length")
-        return found
+            lines.append(f"training.train_iters, training.epochs: {stated}; give one, which sets the run's length")
+        return lines
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -287,34 +287,34 @@ class RunConfig:
 
     def problems_of_layout(self) -> list[str]:
         """Return the rules between sections that it breaks and that hold for any batch, one line each."""
-        found = [
+        problems = [
             *layout_problems(self.model, self.parallel),
             *graph_problems(self.parallel, self.kernels),
             *self.optimizer.joint_problems(self.parallel),
             *z_loss_problems(self.training.z_loss_coefficient, self.kernels),
         ]
         if self.data.reset_attention_mask:
-            found += document_problems(self.parallel, self.kernels)
+            problems += document_problems(self.parallel, self.kernels)
         if self.kernels.cuda_graph_impl == "local" and not self.evaluation.is_empty:
-            found.append(
+            problems.append(
                 "kernels.cuda_graph_impl is local, whose graphs take micro batches of one shape, and the tasks and "
                 "perplexity sets of evaluation have others; set it to none, or have `evaluate` score the checkpoints"
             )
-        return found
+        return problems
 
     def problems_of_steps(self, data_parallel_size: int) -> list[str]:
         """Return those of batches and of their number."""
-        training, found = self.training, []
+        training, problems = self.training, []
         if training.epochs is not None and not self.data.is_chats:
-            found.append(
+            problems.append(
                 f"training.epochs is {training.epochs}, which counts conversations (data.format sft) alone; state "
                 "training.train_iters"
             )
         if training.train_iters is not None:
             names = list(self.data.stages)
-            found += step_problems(names, train_iters=training.train_iters, batch_tokens=self.batch_tokens)
+            problems += step_problems(names, train_iters=training.train_iters, batch_tokens=self.batch_tokens)
         return [
-            *found,
+            *problems,
             *fp8_problems(self.model, self.parallel, self.precision, training.micro_batch_size, self.kernels),
             *batch_problems(self.parallel, data_parallel_size, training.global_batch_size, training.micro_batch_size),
             *self.schedule.joint_problems(lr=self.optimizer.lr, train_iters=training.train_iters),

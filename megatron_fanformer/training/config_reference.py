@@ -82,13 +82,13 @@ def resolved_text(file: Path, overrides: Sequence[str]) -> str:
 
 def _checked_config(file: Path, overrides: Sequence[str]) -> RunConfig:
     config = load_config(file, overrides)
-    found = config.section_problems(leaving=["data"])  # whose files may be on other machines
+    problems = config.section_problems(leaving=["data"])  # whose files may be on other machines
     if not config.data.train_data and not config.data.stages:
-        found.append("data.train_data is empty; name token files, or chats")
-    if not found and config.training.train_iters is not None:  # else the steps follow from the data
-        found = config.joint_problems(config.parallel.resolve_data_parallel_size(None))
-    if found:
-        raise InputError("\n".join(found))
+        problems.append("data.train_data is empty; name token files, or chats")
+    if not problems and config.training.train_iters is not None:  # else the steps follow from the data
+        problems = config.joint_problems(config.parallel.resolve_data_parallel_size(None))
+    if problems:
+        raise InputError("\n".join(problems))
     return config
 
 
@@ -102,13 +102,13 @@ def environment_lines(file: Path, overrides: Sequence[str], gpus: int | None) ->
         InputError: as `resolved_text`; the layout does not divide the ranks; the environment contradicts the run.
     """
     config = load_config(file, overrides)
-    if found := [*config.parallel.problems(), *config.runtime.problems()]:
-        raise InputError("\n".join(found))
+    if problems := [*config.parallel.problems(), *config.runtime.problems()]:
+        raise InputError("\n".join(problems))
     replicas = config.parallel.resolve_data_parallel_size(gpus)
     shape = config.run_shape(replicas * config.parallel.model_parallel_size)
     here = device.gpu_models()
     machine = f"{len(here)} × {here[0]} here" if here else "no GPU here, so that what GPUs alone read has no effect"
-    rows = [_environment_row(each) for each in environment.settings_of(shape)]
+    rows = [_environment_row(setting) for setting in environment.settings_of(shape)]
     return [
         f"{plural(shape.ranks, 'rank')}, {plural(shape.replicas, 'replica')} of the weights; {machine}",
         "",

@@ -68,23 +68,23 @@ class Evaluation:
             InputError: a validation set has no learned token.
         """
         started = time.monotonic()
-        found: dict[str, float] = {}
+        measured: dict[str, float] = {}
         self.was_stopped = False
         due = list(self._due(step, stages, valid))
         for number, (_, measure) in enumerate(due):
             try:
-                found |= measure()
+                measured |= measure()
             except Stopped:
                 self.was_stopped = True
                 left = ", ".join(what for what, _ in due[number:])
                 logger.info("step %d  evaluation stopped; not measured, and not logged: %s", step, left)
                 break
-        if not found:
+        if not measured:
             return {}
         seconds = time.monotonic() - started
         self._seconds += seconds
         share = self._seconds / (time.monotonic() - self._started)
-        return {**found, "evaluation_seconds": seconds, "evaluation_share": share}
+        return {**measured, "evaluation_seconds": seconds, "evaluation_share": share}
 
     def _is_due(self, step: int, interval: int | None) -> bool:
         return step >= self._last_step or (interval is not None and step % interval == 0)
@@ -98,8 +98,8 @@ class Evaluation:
                 yield f"validation loss ({name})", partial(self._validation_loss, step, stages, name, dataset)
         if self._is_due(step, self._interval):
             losses: dict[str, SetLoss] = {}
-            for each in self._survey.sets:
-                yield each.name, partial(self._perplexity_metrics, step, stages, each, losses)
+            for of_set in self._survey.sets:
+                yield of_set.name, partial(self._perplexity_metrics, step, stages, of_set, losses)
             if self._survey.tasks:
                 yield f"tasks ({', '.join(self._survey.tasks)})", partial(self._task_metrics, step, stages)
 
@@ -123,9 +123,9 @@ class Evaluation:
         losses |= perplexity_of_sets(
             stages, [of_set], self._grid, batch_tokens=self._batch_tokens, shall_stop=self._shall_stop
         )
-        name, found = of_set.name, losses[of_set.name]
-        _refuse_not_finite(step, f"the loss on {name}", found.loss)
-        logger.info("step %d  %s: perplexity %.2f, loss %.4f", step, name, found.perplexity, found.loss)
+        name, result = of_set.name, losses[of_set.name]
+        _refuse_not_finite(step, f"the loss on {name}", result.loss)
+        logger.info("step %d  %s: perplexity %.2f, loss %.4f", step, name, result.perplexity, result.loss)
         return perplexity_metrics(losses)
 
     def _task_metrics(self, step: int, stages: list[Any]) -> dict[str, float]:
@@ -140,9 +140,9 @@ class Evaluation:
         )
         metrics: dict[str, float] = {}
         for name, task in tasks.items():
-            found = task_metrics(task, *scores[name])
-            metrics |= downstream_metrics(task, found)
-            best = found[task.metric]
+            values = task_metrics(task, *scores[name])
+            metrics |= downstream_metrics(task, values)
+            best = values[task.metric]
             logger.info(
                 "step %d  %s: %s %.4f ± %.4f over %d documents",
                 *(step, name, task.metric, best.value, best.standard_error, best.documents),
@@ -150,13 +150,13 @@ class Evaluation:
         return metrics
 
 
-def downstream_metrics(task: TaskRequests, found: Mapping[str, MetricValue]) -> dict[str, float]:
+def downstream_metrics(task: TaskRequests, values: Mapping[str, MetricValue]) -> dict[str, float]:
     """Return what a run logs of a task, by OLMo's names: its own metric, and bits per byte where it is another."""
     metrics = {}
     for metric in dict.fromkeys((task.metric, BITS_PER_BYTE)):
-        if metric in found:
+        if metric in values:
             place = "downstream_bpb" if metric.startswith(BITS_PER_BYTE) else "downstream"
-            metrics[f"eval/{place}/{task.name}_{metric}"] = found[metric].value
+            metrics[f"eval/{place}/{task.name}_{metric}"] = values[metric].value
     return metrics
 
 

@@ -73,15 +73,15 @@ def fp8_machine_problems(precision: PrecisionConfig, device: devices.DeviceKind)
     remedy = "set it to null"
     if device == "cpu":
         return [f"precision.fp8 is {precision.fp8}, but FP8 products need a GPU, and this run is on the CPU; {remedy}"]
-    found = []
+    problems = []
     if problem := devices.fp8_problem(precision.fp8_recipe):
-        found.append(
+        problems.append(
             f"precision.fp8 is {precision.fp8} with recipe {precision.fp8_recipe}, but {problem}; "
             f"choose another precision.fp8_recipe, or {remedy}"
         )
     if not devices.has_transformer_engine():
-        found.append(
+        problems.append(
             f"precision.fp8 is {precision.fp8}, but Transformer Engine is not installed; install "
             f"megatron_fanformer[gpu], or {remedy}"
         )
-    return found
+    return problems

@@ -44,16 +44,16 @@ def backend_problems(
         ]
     if device != "cuda" or backend != "gloo":
         return []
-    found = [
+    problems = [
         f"runtime.distributed_backend is gloo, which sends no tensor from one GPU rank to another, and {what}"
         for what in _sends(parallel, kernels)
     ]
     if parallel.overlap_grad_reduce:
-        found.append(
+        problems.append(
             "parallel.overlap_grad_reduce is true over gloo, which reduces no GPU's gradients meanwhile; set it and "
             "overlap_param_gather to null, or runtime.distributed_backend"
         )
-    return found
+    return problems
 
 
 def _sends(parallel: ParallelConfig, kernels: KernelsConfig) -> Iterator[str]:

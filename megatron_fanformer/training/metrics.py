@@ -128,10 +128,10 @@ def dashboard_name(name: str) -> str:
 
 def charts() -> dict[str, dict[str, list[str]]]:
     """Return the charts of several metrics: by category and title, regular expressions of dashboard names."""
-    found: dict[str, dict[str, list[str]]] = {}
+    by_category: dict[str, dict[str, list[str]]] = {}
     for (category, title), names in CHARTS.items():
-        found.setdefault(category, {})[title] = [dashboard_name(name).replace("NAME", ".+") for name in names]
-    return found
+        by_category.setdefault(category, {})[title] = [dashboard_name(name).replace("NAME", ".+") for name in names]
+    return by_category
 
 
 def console_text(metrics: dict[str, Any]) -> str:

@@ -239,7 +239,7 @@ def connect(config: Any, optimizer: Any, stages: list[Any], takes_whole: Callabl
 def _matrix(optimizer: Any, stage: Any, name: str, weight: Any, tensor: int, replicas: int) -> Matrix:
     is_shard, config = getattr(weight, "tensor_model_parallel", False), stage.config
     heads_of_group = config.num_attention_heads // config.num_query_groups
-    in_layer = next(each for each in all_tensors() if name.endswith(each.name))
+    in_layer = next(tensor for tensor in all_tensors() if name.endswith(tensor.name))
     if isinstance(places := getattr(optimizer, "model_param_group_index_map", None), dict):
         group, number = places.get(weight, (None, None))
         main = None if group is None else optimizer.optimizer.param_groups[group]["params"][number]

@@ -48,13 +48,13 @@ class OptimizerConfig:
 
     def problems(self) -> list[str]:
         """Return the rules of single fields that this configuration breaks, one line each."""
-        found = []
+        lines = []
         if self.name not in OPTIMIZERS:
             remedy = did_you_mean(self.name.lower(), OPTIMIZERS, f"name {', '.join(OPTIMIZERS)}")
-            found.append(f"optimizer.name is {self.name!a}, which is no optimizer here; {remedy}")
+            lines.append(f"optimizer.name is {self.name!a}, which is no optimizer here; {remedy}")
         broken = partial(broken_fields, "optimizer", self)
         return [
-            *found,
+            *lines,
             *broken("not be negative", lambda value: value < 0, "lr", "weight_decay", "clip_grad"),
             *broken("lie in [0, 1)", lambda value: not 0 <= value < 1, "adam_beta1", "adam_beta2", "muon_momentum"),
             *broken("be above 0", lambda value: value <= 0, "adam_eps", "muon_extra_scale_factor"),

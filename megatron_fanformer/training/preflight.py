@@ -89,27 +89,27 @@ def check_run(
             what the run has used so far.
         CorruptError: token files or a checkpoint are damaged.
     """
-    found: list[str] = []
+    problems: list[str] = []
     replicas = None
     length_field = config.training.length_field
     if not config.parallel.problems():
-        replicas = collect_problems(found, lambda: config.parallel.resolve_data_parallel_size(world_size))
+        replicas = collect_problems(problems, lambda: config.parallel.resolve_data_parallel_size(world_size))
     of_sections = config.section_problems()
-    found += of_sections
+    problems += of_sections
     if not of_sections:
-        config = collect_problems(found, lambda: with_steps(config, report=logger.info)) or config
-        found += config.joint_problems(replicas or 1)
+        config = collect_problems(problems, lambda: with_steps(config, report=logger.info)) or config
+        problems += config.joint_problems(replicas or 1)
     of_tokenizer = _tokenizer_problems(config)
-    found += of_tokenizer
+    problems += of_tokenizer
     evaluation = None
     if not (of_tokenizer or of_sections):  # else the same would be reported twice
-        evaluation = collect_problems(found, lambda: _evaluation(config))
-    if found and (config.checkpoint.mirror or is_url(config.checkpoint.load or "")):
-        raise InputError("\n".join(found))  # nothing is fetched for a run that cannot start
-    if points := collect_problems(found, lambda: _starting_points(config)):
-        found += _checkpoint_problems(points, config, length_field)
-    if found or points is None or evaluation is None:
-        raise InputError("\n".join(found))
+        evaluation = collect_problems(problems, lambda: _evaluation(config))
+    if problems and (config.checkpoint.mirror or is_url(config.checkpoint.load or "")):
+        raise InputError("\n".join(problems))  # nothing is fetched for a run that cannot start
+    if points := collect_problems(problems, lambda: _starting_points(config)):
+        problems += _checkpoint_problems(points, config, length_field)
+    if problems or points is None or evaluation is None:
+        raise InputError("\n".join(problems))
     is_saved = unless_complete and points.resumed is not None and store.step_of(points.resumed) == config.training.steps
     if is_saved and not points.damaged and config.checkpoint.mirror is None:  # else to copy what is not there yet
         steps = f"{config.training.steps:,}"
@@ -119,8 +119,8 @@ def check_run(
         )
         return None
     before_torch()
-    if found := machine_problems(config):
-        raise InputError("\n".join(found))
+    if problems := machine_problems(config):
+        raise InputError("\n".join(problems))
     data = check_data(config, for_run=True)
     start = _started(config, points, data, evaluation, allowed=config.data.allow_change)
     _warn_of_other_tokenizer(start)
@@ -352,17 +352,17 @@ def _resume_problems(checkpoint: Path, config: RunConfig, length_field: str) -> 
             f"training.run_dir {config.training.run_dir} holds converted weights, not a run; name it as "
             "checkpoint.load, and another run_dir"
         ]
-    found = _model_problems(checkpoint, config)
+    problems = _model_problems(checkpoint, config)
     step = store.step_of(checkpoint) or 0
     steps = config.training.train_iters
     if steps is not None and step > steps:
         verb = "is" if length_field == "train_iters" else "makes"
-        found.append(
+        problems.append(
             f"training.{length_field} {verb} {steps}, but the run in {config.training.run_dir} is at step {step}; "
             "raise it, or name another training.run_dir"
         )
     present, before = by_dotted_names(config.as_dict()), UNSTATED | by_dotted_names(saved)
-    return found + [
+    return problems + [
         f"{name} is {present[name]}, but the run in {config.training.run_dir} has {before.get(name)}; change it back, "
         "or name another training.run_dir, which checkpoint.load starts from this one's weights"
         for name in KEPT

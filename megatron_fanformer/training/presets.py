@@ -33,8 +33,8 @@ def with_preset(values: dict[str, Any]) -> dict[str, Any]:
     stated = {key: value for key, value in model.items() if key != "preset"}
     if name == FROM_CHECKPOINT:
         checkpoint, shape = _checkpoint_and_model(values)
-        if found := list(_disagreements(stated, dataclasses.asdict(shape), "model.", checkpoint)):
-            raise InputError("\n".join(found))
+        if lines := list(_disagreements(stated, dataclasses.asdict(shape), "model.", checkpoint)):
+            raise InputError("\n".join(lines))
     else:
         shape = PRESETS[name]
     merged = {**dataclasses.asdict(shape), **stated}

@@ -48,17 +48,17 @@ class ScheduleConfig:
     def problems(self) -> list[str]:
         """Return the rules of single fields that this configuration breaks, one line each."""
         broken = partial(broken_fields, "schedule", self)
-        found = [
+        lines = [
             *broken("not be negative", lambda value: value < 0, "lr_warmup_iters", "min_lr"),
             *broken("lie in [0, 1), or null", lambda value: not 0 <= value < 1, "lr_warmup_fraction"),
             *broken("be at least 1, or null", lambda value: value < 1, "lr_decay_iters", "lr_wsd_decay_iters"),
         ]
         if self.lr_warmup_fraction is not None and self.lr_warmup_iters:
-            found.append(
+            lines.append(
                 f"schedule.lr_warmup_fraction is {self.lr_warmup_fraction} and lr_warmup_iters "
                 f"{self.lr_warmup_iters}, which both say how long the warm-up is; leave one out"
             )
-        return found
+        return lines
 
     def warmup_steps(self, decay_steps: int) -> int:
         """Steps of warm-up before a decay that ends at a step."""
@@ -94,23 +94,23 @@ class ScheduleConfig:
 
     def joint_problems(self, *, lr: float, train_iters: int | None) -> list[str]:
         """Return the broken rules between this configuration, the peak rate and the length of the run (None: open)."""
-        found = []
+        problems = []
         decay = self.lr_decay_iters or train_iters
         if decay is not None and (warmup := self.warmup_steps(decay)) >= decay:
             stated = f"iters {warmup}" if self.lr_warmup_fraction is None else f"fraction {self.lr_warmup_fraction}"
-            found.append(
+            problems.append(
                 f"schedule.lr_warmup_{stated} is not below the end of the decay, step {decay}; "
                 "shorten the warm-up or raise training.train_iters"
             )
         elif decay is not None and self.lr_decay_style == "WSD" and warmup + (steps := self.wsd_steps(decay)) > decay:
             wsd = f"{self.lr_wsd_decay_iters or f'null, here {steps}'}"
-            found.append(  # the rate would jump where the warm-up ends
+            problems.append(  # the rate would jump where the warm-up ends
                 f"schedule.lr_wsd_decay_iters is {wsd}, and with a warm-up of {warmup} does not fit into the {decay} "
                 "steps to the decay's end; shorten one of them or raise training.train_iters"
             )
         if self.min_lr is not None and self.min_lr > lr:
-            found.append(f"schedule.min_lr {self.min_lr} is above optimizer.lr {lr}; lower it")
-        return found
+            problems.append(f"schedule.min_lr {self.min_lr} is above optimizer.lr {lr}; lower it")
+        return problems
 
 
 def build_scheduler(

@@ -140,8 +140,8 @@ def run_rank(
     quiet = address.rank != 0 or is_launched_here
     with run_log(address.rank) as started:
         config = load_config(file, overrides, report=(lambda _: None) if quiet else print_on_stderr)  # reported already
-        if found := [*config.parallel.problems(), *config.runtime.problems()]:
-            raise InputError("\n".join(found))
+        if problems := [*config.parallel.problems(), *config.runtime.problems()]:
+            raise InputError("\n".join(problems))
         config.parallel.resolve_data_parallel_size(address.world_size)
         if not is_launched_here:
             _log_start(config.parallel, address.world_size)
@@ -156,8 +156,8 @@ def run_rank(
         with ExitStack() as held, process_group(config.runtime, address) as kind:
 
             def find() -> tuple[RunStart, str | None] | None:
-                if (found := read_found()) is not None:
-                    return cast(tuple[RunStart, str | None], found)
+                if (launched := read_found()) is not None:
+                    return cast(tuple[RunStart, str | None], launched)
                 held.enter_context(run_lock(run))
                 begun = check_run(config, address.world_size, unless_complete=True)
                 return None if begun is None else (begun, None)

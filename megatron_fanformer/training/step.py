@@ -200,7 +200,7 @@ def own_numbers(stages: list[DistributedDataParallel], result: StepResult) -> Ow
     loss, tokens, _ = (0.0, 1.0, 0.0) if result.own is None else result.own.tolist()
     groups = [group for stage in stages for group in (*stage.bucket_groups, *stage.expert_parallel_bucket_groups)]
     norms = [[norm(part).item() for part in parts] for parts in _own_and_summed(groups)]
-    return OwnNumbers(loss / max(tokens, 1.0), *(math.hypot(*each) for each in norms))
+    return OwnNumbers(loss / max(tokens, 1.0), *(math.hypot(*parts) for parts in norms))
 
 
 def _own_and_summed(groups: list[Any]) -> tuple[list[Tensor], list[Tensor]]:
@@ -255,8 +255,8 @@ def _ranks_where(is_odd: Callable[[Any, Any], bool], ranks: list[Any]) -> list[i
     the rank that computed them, or in that rank's adding.
     """
     for parts in (slice(2), slice(3)):
-        if found := [rank for rank, attempts in enumerate(ranks) if is_odd(*(each[parts] for each in attempts))]:
-            return found
+        if odd := [rank for rank, both in enumerate(ranks) if is_odd(*(numbers[parts] for numbers in both))]:
+            return odd
     return []
 
 

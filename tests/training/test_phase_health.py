@@ -2,7 +2,6 @@
 
 import io
 import itertools
-import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -48,36 +47,28 @@ def run_values(tokens: str, folder: Path, **sections: dict[str, Any]) -> dict[st
 
 
 def take_steps(values: dict[str, Any], change: Callable[[list[Any]], None] = lambda _: None) -> dict[str, Any]:
-    """On a rank: the metrics of each step, what is read, p | g of every layer in the last, and what is logged."""
-    warnings: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: warnings.append(record.getMessage())  # type: ignore[method-assign]
-    package = logging.getLogger("megatron_fanformer")
-    package.addHandler(handler)
-    try:
-        with trainer_of(values, console=Console(file=io.StringIO())) as trainer:
-            change(trainer._stages)
-            written: list[dict[str, Any]] = []
-            trainer._logs.write = lambda _step, metrics: written.append(metrics)  # type: ignore[method-assign]
-            seen: dict[int, list[torch.Tensor]] = {}
-            maps: dict[int, torch.Tensor] = {}
-            for attention in trainer._phases._attentions:
-                number = attention.layer_number - 1
+    """On a rank: the metrics of each step, what is read, and p | g of every layer in the last."""
+    with trainer_of(values, console=Console(file=io.StringIO())) as trainer:
+        change(trainer._stages)
+        written: list[dict[str, Any]] = []
+        trainer._logs.write = lambda _step, metrics: written.append(metrics)  # type: ignore[method-assign]
+        seen: dict[int, list[torch.Tensor]] = {}
+        maps: dict[int, torch.Tensor] = {}
+        for attention in trainer._phases._attentions:
+            number = attention.layer_number - 1
 
-                def keep(module: Any, _: Any, output: Any, number: int = number) -> None:
-                    maps[number] = module.weight.detach().clone()
-                    seen.setdefault(number, []).append(output[0].detach().flatten(0, 1).clone())
+            def keep(module: Any, _: Any, output: Any, number: int = number) -> None:
+                maps[number] = module.weight.detach().clone()
+                seen.setdefault(number, []).append(output[0].detach().flatten(0, 1).clone())
 
-                attention.fan.linear.register_forward_hook(keep)
-            sums: list[Any] = []
-            over_all_ranks = trainer._phases._over_all_ranks
-            trainer._phases._over_all_ranks = lambda: sums.append(over_all_ranks()) or sums[-1]  # type: ignore
-            while not trainer._is_over:
-                seen.clear()
-                trainer.take_step()
-    finally:
-        package.removeHandler(handler)
-    return {"metrics": written, "sums": sums, "seen": seen, "maps": maps, "warnings": warnings}
+            attention.fan.linear.register_forward_hook(keep)
+        sums: list[Any] = []
+        over_all_ranks = trainer._phases._over_all_ranks
+        trainer._phases._over_all_ranks = lambda: sums.append(over_all_ranks()) or sums[-1]  # type: ignore
+        while not trainer._is_over:
+            seen.clear()
+            trainer.take_step()
+    return {"metrics": written, "sums": sums, "seen": seen, "maps": maps}
 
 
 def health(metrics: dict[str, Any]) -> dict[str, list[float]]:

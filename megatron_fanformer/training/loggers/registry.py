@@ -85,18 +85,18 @@ class LoggingConfig:
 
     def profile_problems(self, ranks: int, steps: int | None) -> list[str]:
         """Return what a run of so many ranks and steps (None: not known yet) never profiles, one line each."""
-        found = []
+        problems = []
         if steps is not None and self.profile_steps is not None and self.profile_steps[1] > steps:
-            found.append(
+            problems.append(
                 f"logging.profile_steps is {self.profile_steps}, and the run ends with step {steps}; name steps "
                 "that it takes, or set it to null"
             )
         if self.profile_ranks is not None and (missing := [rank for rank in self.profile_ranks if rank >= ranks]):
-            found.append(
+            problems.append(
                 f"logging.profile_ranks has rank {missing[0]}, and the run has ranks 0 to {ranks - 1}; name those that "
                 "it has, or set it to null for all"
             )
-        return found
+        return problems
 
 
 def _is_no_span(steps: list[int]) -> bool:
@@ -109,17 +109,17 @@ def _are_no_ranks(ranks: list[int]) -> bool:
 
 def logger_problems(config: LoggingConfig) -> list[str]:
     """Return the packages that this machine lacks for the loggers that are on, one line each."""
-    found = []
+    problems = []
     for kind in LOGGERS.values():
         if kind.package is None or not kind.is_on(config):
             continue
         package = importlib.util.find_spec(kind.package)
         if package is None or package.origin is None:  # a folder of that name, as W&B itself makes
-            found.append(
+            problems.append(
                 f"logging.{kind.setting} is set, but {kind.package} is not installed; install "
                 f"megatron_fanformer[{kind.package}], or turn it off"
             )
-    return found
+    return problems
 
 
 class Loggers:
