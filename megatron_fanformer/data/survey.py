@@ -9,7 +9,7 @@ import logging
 import os
 import time
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -73,8 +73,8 @@ class DataSurvey:
     @property
     def remote_files(self) -> list[RemoteFile]:
         """Return the files on other stores that samples are read from."""
-        files = [pair.remote for pair in self.pairs.values()] + [file.remote for file in self.npy_files.values()]
-        return [file for file in files if file is not None]
+        remotes = [*(pair.remote for pair in self.pairs.values()), *(file.remote for file in self.npy_files.values())]
+        return [remote for remote in remotes if remote is not None]
 
     def refuse_changed_files(self) -> None:
         """Raise CorruptError for a file that has changed since the survey."""
@@ -113,14 +113,14 @@ def survey_data(config: DataConfig, vocab_size: int | None = None, *, for_run: b
     train = config.blend(config.train_data)
     valid = {name: config.blend(items) for name, items in config.valid_data.items()}
     cache = config.index_cache()
-    if urls := [prefix for prefix in config.prefixes() if is_url(prefix)]:
-        look_up_contents(prefix + MANIFEST_SUFFIX for prefix in urls)  # at once, and not one by one below
+    look_up_contents(prefix + MANIFEST_SUFFIX for prefix in config.prefixes() if is_url(prefix))  # at once
     eod_id = _end_of_text_id(config) if config.marks_documents else None
     chat_template = _chat_template(train, valid.values()) if config.is_chats else None
     stages = {name: config.blend(items) for name, items in config.stages.items()}
     survey = DataSurvey(cache, train, valid, {}, {}, eod_id=eod_id, chat_template=chat_template, stages=stages)
-    if any(source.urls for source in survey.sources()):
-        _look_up_all(survey.sources())
+    if urls := [url for source in survey.sources() for url in source.urls]:
+        logger.info("looking up %d token files on other stores", len(urls))
+        look_up(urls)
         if for_run and config.staging_path is not None:
             staging = staging_of(survey.sources(), Path(config.staging_path))
             staging.fill()
@@ -158,14 +158,6 @@ def survey_data(config: DataConfig, vocab_size: int | None = None, *, for_run: b
         time.monotonic() - started,
     )
     return survey
-
-
-def _look_up_all(sources: Sequence[Source]) -> None:
-    """Look up all files on other stores at once."""
-    urls = [url for source in sources for url in source.urls]
-    logger.info("looking up %d token files on other stores", len(urls))
-    look_up(urls)
-    look_up_contents(prefix + MANIFEST_SUFFIX for source in sources for prefix in source.prefixes if is_url(prefix))
 
 
 def _end_of_text_id(config: DataConfig) -> int:
