@@ -190,6 +190,7 @@ def test_two_ranks_share_a_cache_with_a_run_on_a_copy_elsewhere(
     wanted = first_samples(prefix, other_prefix, str(tmp_path / "cache"))
     moved = [str(tmp_path / "moved" / Path(each).name) for each in (prefix, other_prefix)]
     assert run_on_ranks(2, first_samples, *moved, str(tmp_path / "cache")) == [wanted, wanted]
+    assert len(list((tmp_path / "cache").glob("*/complete.json"))) == 2
 
 
 # -- .npy files
