@@ -144,25 +144,25 @@ def read_options(options: EvaluateOptions, *, world_size: int | None = None) -> 
         InputError: every problem, one line each.
         CorruptError: a folder's configuration, the only way to see what it is, cannot be read.
     """
-    found = file_problems(output=options.output, picture=options.picture)
-    found += [
+    problems = file_problems(output=options.output, picture=options.picture)
+    problems += [
         f"{option_name(name)} has no effect without {' or '.join(map(option_name, others))}; add that, or leave it out"
         for name, others in NEEDED.items()
         if getattr(options, name) is not None and not any(getattr(options, other) for other in others)
     ]
-    compared = tuple(collect_problems(found, partial(_compared, name)) for name in options.compare)
-    to_compare = [each for each in compared if isinstance(each, Path)]
-    checkpoints = tuple(dict.fromkeys([*_checkpoints(options.checkpoints, found), *to_compare]))
-    evaluation = _evaluation(options, found)
-    layout = collect_problems(found, lambda: _layout(options.layout, world_size))
+    compared = tuple(collect_problems(problems, partial(_compared, name)) for name in options.compare)
+    to_compare = [place for place in compared if isinstance(place, Path)]
+    checkpoints = tuple(dict.fromkeys([*_checkpoints(options.checkpoints, problems), *to_compare]))
+    evaluation = _evaluation(options, problems)
+    layout = collect_problems(problems, lambda: _layout(options.layout, world_size))
     if checkpoints and evaluation.is_empty and not options.tasks and options.ulogic is None:
-        found.append("nothing is asked for; add --tasks TASK, --requests FILE, or --perplexity NAME=PATH")
+        problems.append("nothing is asked for; add --tasks TASK, --requests FILE, or --perplexity NAME=PATH")
     if options.picture is not None and not checkpoints:
-        found.append("--picture draws what checkpoints come to; name some")
-    if not (checkpoints or options.compare or found):
-        found.append("no checkpoint is named; name a run's folder, a checkpoint or an exported folder")
-    if found or layout is None:
-        raise InputError("\n".join(found))
+        problems.append("--picture draws what checkpoints come to; name some")
+    if not (checkpoints or options.compare or problems):
+        problems.append("no checkpoint is named; name a run's folder, a checkpoint or an exported folder")
+    if problems or layout is None:
+        raise InputError("\n".join(problems))
     return EvaluationRequest(
         options=options,
         checkpoints=checkpoints,
@@ -203,10 +203,10 @@ def _compared(name: str) -> Path | Result:
     path = Path(name)
     if not path.is_file() or _is_pointer(path):
         return _checkpoint(name)
-    found = result_files.read_results(path)
-    if len(found) != 1:
-        raise InputError(f"{path} holds the results of {len(found)} checkpoints; compare files of one each")
-    return found[0]
+    results = result_files.read_results(path)
+    if len(results) != 1:
+        raise InputError(f"{path} holds the results of {len(results)} checkpoints; compare files of one each")
+    return results[0]
 
 
 def _evaluation(options: EvaluateOptions, problems: list[str]) -> EvaluationConfig:
@@ -292,7 +292,7 @@ def _print_results(request: EvaluationRequest, results: list[Result]) -> None:
             write_atomically(options.picture, results_picture(results))
         if request.compared:
             of_path = {result.checkpoint: result for result in results}
-            a, b = (of_path[str(each)] if isinstance(each, Path) else each for each in request.compared)
+            a, b = (of_path[str(place)] if isinstance(place, Path) else place for place in request.compared)
             comparison = compare(a, b, seed=options.seed)
             _write(options, results, comparison)
     finally:

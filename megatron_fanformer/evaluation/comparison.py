@@ -118,14 +118,14 @@ def compare(a: Result, b: Result, *, seed: int = 0, draws: int = DRAWS) -> Compa
 def _refuse_other_tokens(a: Result, b: Result, sets: list[str]) -> None:
     """Refuse perplexities of other tokens, or of tokens cut otherwise: they say nothing about two models."""
     if a.tokenizer != b.tokenizer:
-        in_a, in_b = (f"{each.tokenizer[:12]}…" if each.tokenizer else "none" for each in (a, b))
+        in_a, in_b = (f"{result.tokenizer[:12]}…" if result.tokenizer else "none" for result in (a, b))
         raise InputError(
             f"the tokenizer has SHA-256 {in_a} in A and {in_b} in B, so that the perplexities of {', '.join(sets)} are "
             "of different tokens; compare bits per byte by hand, or evaluate both on tasks alone"
         )
     _refuse_other_settings(a, b, ("chunking", "chunk_tokens", "limit_tokens"), sets)
     for name in sets:
-        of_a, of_b = (each.perplexity[name].tokens for each in (a, b))
+        of_a, of_b = (result.perplexity[name].tokens for result in (a, b))
         if of_a != of_b:
             raise InputError(
                 f"{name} has {of_a:,} scored tokens in A and {of_b:,} in B, not the same ones; evaluate both with the "

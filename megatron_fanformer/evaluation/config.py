@@ -47,17 +47,19 @@ class PerplexityConfig:
     def problems(self) -> list[str]:
         """Return the rules of single fields that this configuration breaks, one line each; no file is looked for."""
         section = "evaluation.perplexity"
-        found = [
+        problems = [
             f"{section}.sets: {name!r} is no name of a set; use letters, digits, '.', '_' and '-'"
             for name in self.sets
             if not name or not all(c.isalnum() or c in "._-" for c in name)
         ]
-        found += [f"{section}.sets.{name} is empty; name token files" for name, paths in self.sets.items() if not paths]
+        problems += [
+            f"{section}.sets.{name} is empty; name token files" for name, paths in self.sets.items() if not paths
+        ]
         if self.groups and self.folder is None:
-            found.append(f"{section}.groups is {', '.join(self.groups)} without a folder; set {section}.folder")
-        found += broken_fields(section, self, "be at least 2, or null", lambda count: count < 2, "chunk_tokens")
-        found += broken_fields(section, self, "be at least 1, or null", lambda count: count < 1, "limit_tokens")
-        return found + broken_fields(section, self, "not be negative", lambda number: number < 0, "eod_id")
+            problems.append(f"{section}.groups is {', '.join(self.groups)} without a folder; set {section}.folder")
+        problems += broken_fields(section, self, "be at least 2, or null", lambda count: count < 2, "chunk_tokens")
+        problems += broken_fields(section, self, "be at least 1, or null", lambda count: count < 1, "limit_tokens")
+        return problems + broken_fields(section, self, "not be negative", lambda number: number < 0, "eod_id")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,31 +88,31 @@ class EvaluationConfig:
     def problems(self) -> list[str]:
         """Return the rules of single fields that this configuration breaks, one line each; no file is opened."""
         counts = ("limit", "interval", "batch_tokens")
-        found = broken_fields("evaluation", self, "be at least 1, or null", lambda count: count < 1, *counts)
+        problems = broken_fields("evaluation", self, "be at least 1, or null", lambda count: count < 1, *counts)
         if self.requests is None:
-            found += [
+            problems += [
                 f"evaluation.{name} is set without evaluation.requests; name a request file, which `evaluate "
                 "--prepare` writes"
                 for name in ("tasks", "limit")
                 if getattr(self, name)
             ]
         if self.is_empty:
-            found += [
+            problems += [
                 f"evaluation.{name} is set without tasks or perplexity sets; name evaluation.requests or "
                 "evaluation.perplexity.sets, or leave it out"
                 for name in ("interval", "batch_tokens")
                 if getattr(self, name)
             ]
         try:
-            found += [
+            problems += [
                 f"evaluation.tasks has {task.name}, whose answers a model writes; leave it out, and have `evaluate` "
                 "score the run's checkpoints on it"
                 for task in resolve(self.tasks)
                 if task.is_generated
             ]
         except InputError as error:
-            found += [f"evaluation.tasks: {line}" for line in str(error).splitlines()]
-        return [*found, *self.perplexity.problems()]
+            problems += [f"evaluation.tasks: {line}" for line in str(error).splitlines()]
+        return [*problems, *self.perplexity.problems()]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -77,8 +77,8 @@ def check(name: str, settings: GenerationSettings) -> None:
 
 def final_number(text: str) -> Decimal | None:
     """Return the last number of a text; None if it has none."""
-    found = NUMBER.findall(text)
-    return Decimal(found[-1].translate(NOT_OF_A_NUMBER)) if found else None
+    numbers = NUMBER.findall(text)
+    return Decimal(numbers[-1].translate(NOT_OF_A_NUMBER)) if numbers else None
 
 
 def _judge_numbers(documents: Sequence[dict[str, Any]], written: Sequence[Written]) -> TaskResult:
@@ -86,12 +86,12 @@ def _judge_numbers(documents: Sequence[dict[str, Any]], written: Sequence[Writte
     judged = []
     for document, one in zip(documents, written, strict=True):
         answer = final_number(document["answer"])
-        found = [final_number(text.text) for text in one.texts]
+        numbers = [final_number(text.text) for text in one.texts]
         samples = [
             {**sample, "answer": None if number is None else str(number), "correct": number == answer}
-            for sample, number in zip(one.as_dicts(), found, strict=True)
+            for sample, number in zip(one.as_dicts(), numbers, strict=True)
         ]
-        score = sum(number == answer for number in found) / len(found)
+        score = sum(number == answer for number in numbers) / len(numbers)
         judged.append({"doc_id": document["doc_id"], "score": score, "answer": document["answer"], "samples": samples})
     metrics = {"exact_match": mean_value([one["score"] for one in judged])}
     return TaskResult(metric="exact_match", metrics=metrics, documents=judged, cut=prompts_cut(written))

@@ -286,23 +286,27 @@ def _dtype(request: EvaluationRequest, source: ModelSource, grid: RankGrid) -> t
 
 
 def choice_result(
-    task: TaskRequests, found: np.ndarray, unconditional: np.ndarray | None = None, *, made_of: str | None = None
+    task: TaskRequests,
+    log_probabilities: np.ndarray,
+    unconditional: np.ndarray | None = None,
+    *,
+    made_of: str | None = None,
 ) -> TaskResult:
     """Return a task's metrics and documents from the log-probabilities of its requests, and of its unconditional
     ones.
     """
-    sums = document_sums(task, found, unconditional)[task.metric]
+    sums = document_sums(task, log_probabilities, unconditional)[task.metric]
     divisors = task.lengths[DIVISORS[task.metric]] if task.metric in DIVISORS else task.continuation_tokens
     begins = np.flatnonzero(np.diff(task.documents, prepend=-1))
     rows = zip(begins.tolist(), [*begins[1:].tolist(), len(task)], sums.tolist(), strict=True)
     return TaskResult(
         metric=task.metric,
-        metrics=task_metrics(task, found, unconditional),
+        metrics=task_metrics(task, log_probabilities, unconditional),
         documents=[
             {
                 "doc_id": int(task.documents[first]),
                 "label": int(task.labels[first]),
-                "log_probabilities": found[first:end].tolist(),
+                "log_probabilities": log_probabilities[first:end].tolist(),
                 **({} if unconditional is None else {"unconditional": unconditional[first:end].tolist()}),
                 "lengths": divisors[first:end].tolist(),
                 "score": score,

@@ -65,12 +65,12 @@ def perplexity_of_sets(
         Stopped: as `losses_of_rows`.
     """
     losses = {}
-    for each in sets:
-        pieces = each.pieces()
+    for of_set in sets:
+        pieces = of_set.pieces()
         sums = losses_of_rows(
             stages,
             lengths_of(pieces),
-            lambda row, each=each, pieces=pieces: each.read(pieces[row]),  # type: ignore[misc]
+            lambda row, of_set=of_set, pieces=pieces: of_set.read(pieces[row]),  # type: ignore[misc]
             grid,
             batch_tokens=batch_tokens,
             scored=pieces[:, 3],
@@ -78,9 +78,9 @@ def perplexity_of_sets(
         )
         tokens = int(pieces[:, 3].sum())
         loss = float(sums.sum()) / tokens
-        bits = None if each.bytes_per_token is None else loss / math.log(2) / each.bytes_per_token
-        of_word = None if each.words_per_token is None else loss / each.words_per_token
-        losses[each.name] = SetLoss(loss=loss, tokens=tokens, bits_per_byte=bits, nats_per_word=of_word)
+        bits = None if of_set.bytes_per_token is None else loss / math.log(2) / of_set.bytes_per_token
+        of_word = None if of_set.words_per_token is None else loss / of_set.words_per_token
+        losses[of_set.name] = SetLoss(loss=loss, tokens=tokens, bits_per_byte=bits, nats_per_word=of_word)
     return losses
 
 
@@ -96,9 +96,9 @@ def group_perplexities(losses: Mapping[str, SetLoss]) -> dict[Group, float]:
 def perplexity_metrics(losses: Mapping[str, SetLoss]) -> dict[str, float]:
     """Return what a run logs of the sets, by OLMo's names."""
     metrics: dict[str, float] = {}
-    for name, found in losses.items():
-        metrics[f"eval/{name}/CrossEntropyLoss"] = found.loss
-        metrics[f"eval/{name}/Perplexity"] = found.perplexity
-        if found.bits_per_byte is not None:
-            metrics[f"eval/{name}/BitsPerByte"] = found.bits_per_byte
+    for name, loss in losses.items():
+        metrics[f"eval/{name}/CrossEntropyLoss"] = loss.loss
+        metrics[f"eval/{name}/Perplexity"] = loss.perplexity
+        if loss.bits_per_byte is not None:
+            metrics[f"eval/{name}/BitsPerByte"] = loss.bits_per_byte
     return {**metrics, **{f"eval/{group}/Perplexity": mean for group, mean in group_perplexities(losses).items()}}

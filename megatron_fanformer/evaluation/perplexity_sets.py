@@ -177,8 +177,8 @@ class PerplexitySet:
         Raises:
             InputError: it is not known where documents end.
         """
-        found = [np.insert(file.texts(), 0, number, axis=1) for number, file in enumerate(self.files)]
-        return self._first(np.concatenate([np.zeros((0, 3), np.int64), *found]))
+        texts = [np.insert(file.texts(), 0, number, axis=1) for number, file in enumerate(self.files)]
+        return self._first(np.concatenate([np.zeros((0, 3), np.int64), *texts]))
 
     def read(self, piece: np.ndarray) -> np.ndarray:
         """Return [tokens] int64 of one row of `pieces`, with the end of text that leads it, or of `documents`.
@@ -263,26 +263,26 @@ def _pieces(number: int | np.ndarray, starts: np.ndarray, lengths: np.ndarray, s
 
 def set_problems(config: PerplexityConfig) -> list[str]:
     """List what is missing of the named sets and groups, and where it was looked for; opens no file."""
-    found = []
+    problems = []
     for name, paths in config.sets.items():
-        found += [
+        problems += [
             f"{SECTION}.sets.{name}: {redacted(path)} names no token files; name a .npy file, the prefix of a .bin and "
             ".idx pair, a folder (a URL of one ends in /) or a pattern"
             for path in paths
             if not _files_of(path)
         ]
     if config.folder is None:
-        return found
+        return problems
     if not Path(config.folder).is_dir():
-        return [*found, f"{SECTION}.folder: {config.folder} is not a folder; name the one that holds a group's sets"]
+        return [*problems, f"{SECTION}.folder: {config.folder} is not a folder; name the one that holds a group's sets"]
     for group in config.groups:
         if missing := [name for name in SETS[group] if not _group_files(config, group, name)]:
-            found.append(
+            problems.append(
                 f"{SECTION}.folder: {config.folder} lacks {len(missing)} of the {len(SETS[group])} sets of {group} "
                 f"({', '.join(missing)}), looked for as SET/{', SET/'.join(FORMS)}, SET.npy and SET.idx in "
                 f"{', '.join(_places(config, group))}; copy them there, or name those that you have in {SECTION}.sets"
             )
-    return found
+    return problems
 
 
 def _places(config: PerplexityConfig, group: Group) -> tuple[str, ...]:
@@ -350,14 +350,14 @@ def find_sets(
         CorruptError: a file is damaged.
     """
     chunk = config.chunk_tokens or seq_length
-    found = [*config.problems(), *set_problems(config)]
+    problems = [*config.problems(), *set_problems(config)]
     if chunk > seq_length:
-        found.append(
+        problems.append(
             f"{SECTION}.chunk_tokens is {chunk}, longer than the {seq_length} tokens that the model was trained on; "
             "set it to null, or lower"
         )
-    if found:
-        raise InputError("\n".join(found))
+    if problems:
+        raise InputError("\n".join(problems))
     sets = []
     ends = (end_of_text_id, None if tokenizer is None else tokenizer.eod_id)
     for name, paths in _named_files(config):
@@ -390,12 +390,12 @@ def _opened(path: str, config: PerplexityConfig, ends: Sequence[int | None]) -> 
         index = read_index(path, cache=cache_of(path))
         name = f"{path}.bin" if is_url(path) else str(bin_path(path))
         file = NpyFile(name, index.dtype, index.tokens, None, index.remote)
-    found = TokenFile(file=file, index=None if path.endswith(SUFFIX) else path, eod_id=None)
-    stated = found.stated
+    opened = TokenFile(file=file, index=None if path.endswith(SUFFIX) else path, eod_id=None)
+    stated = opened.stated
     if stated is not None:
-        found = dataclasses.replace(found, file=dataclasses.replace(file, max_token_id=stated[1].max_token_id))
+        opened = dataclasses.replace(opened, file=dataclasses.replace(file, max_token_id=stated[1].max_token_id))
     known = (config.eod_id, stated[0].tokenizer.eod_id if stated is not None else None, *ends)
-    return dataclasses.replace(found, eod_id=next((end for end in known if end not in (None, NO_ID)), None))
+    return dataclasses.replace(opened, eod_id=next((end for end in known if end not in (None, NO_ID)), None))
 
 
 # -- bytes and words
@@ -431,13 +431,13 @@ def _stated_text(files: Sequence[TokenFile]) -> tuple[int, int] | None:
     return text_bytes, tokens
 
 
-def _texts(found: PerplexitySet, parts: np.ndarray, skipped: int, tokenizer: Tokenizer) -> Iterator[str]:
+def _texts(of: PerplexitySet, parts: np.ndarray, skipped: int, tokenizer: Tokenizer) -> Iterator[str]:
     """Yield the text of pieces or documents without their first `skipped` tokens; the end of a document has none, nor
     has an id without a piece.
     """
     for first in range(0, len(parts), PIECES_AT_ONCE):
         some = parts[first : first + PIECES_AT_ONCE]
-        ends = [NO_ID if (end := found.files[number].eod_id) is None else end for number in some[:, 0].tolist()]
-        for piece, end in zip(side_by_side(found.read, some), ends, strict=True):
+        ends = [NO_ID if (end := of.files[number].eod_id) is None else end for number in some[:, 0].tolist()]
+        for piece, end in zip(side_by_side(of.read, some), ends, strict=True):
             ids = piece[skipped:]
             yield tokenizer.decode(ids[(ids != end) & (ids < tokenizer.vocab_size)].tolist())

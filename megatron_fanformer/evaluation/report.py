@@ -40,17 +40,17 @@ def _one(result: Result) -> Iterator[str]:
 def _set_lines(result: Result) -> Iterator[str]:
     """Yield the table of sets, headed by how they were cut: the same model's bits per byte differ by it."""
     chunking = f" ({result.settings.chunking})" if result.settings else ""
-    with_words = any(each.word_perplexity is not None for each in result.perplexity.values())
+    with_words = any(measured.word_perplexity is not None for measured in result.perplexity.values())
     rows = [
         (
             name,
-            f"{each.loss:.4f}",
-            _perplexity(each.perplexity),
-            "-" if each.bits_per_byte is None else f"{each.bits_per_byte:.4f}",
-            *(_known(each.byte_perplexity, "{:,.4f}"), _known(each.word_perplexity, "{:,.6g}")) * with_words,
-            f"{each.tokens:,}",
+            f"{measured.loss:.4f}",
+            _perplexity(measured.perplexity),
+            "-" if measured.bits_per_byte is None else f"{measured.bits_per_byte:.4f}",
+            *(_known(measured.byte_perplexity, "{:,.4f}"), _known(measured.word_perplexity, "{:,.6g}")) * with_words,
+            f"{measured.tokens:,}",
         )
-        for name, each in result.perplexity.items()
+        for name, measured in result.perplexity.items()
     ]
     heading = ("loss", "perplexity", "bits/byte", *("per byte", "per word") * with_words, "tokens")
     yield from table((f"set{chunking}", *heading), rows, align="l" + "r" * len(heading))
@@ -61,9 +61,9 @@ def _known(value: float | None, form: str) -> str:
 
 
 def _metric_rows(name: str, task: TaskResult) -> Iterator[tuple[str, ...]]:
-    for metric, found in sorted(task.metrics.items(), key=lambda item: item[0] != task.metric):
-        value, error = figure(metric, found.value), figure(metric, found.standard_error)
-        yield name if metric == task.metric else "", metric, value, error, f"{found.documents:,}"
+    for metric, measured in sorted(task.metrics.items(), key=lambda item: item[0] != task.metric):
+        value, error = figure(metric, measured.value), figure(metric, measured.standard_error)
+        yield name if metric == task.metric else "", metric, value, error, f"{measured.documents:,}"
 
 
 def _column(result: Result) -> dict[str, str]:
@@ -72,7 +72,7 @@ def _column(result: Result) -> dict[str, str]:
     }
     if (mean := _mean(result)) is not None:
         cells["mean of tasks"] = f"{100 * mean:.2f}"
-    cells |= {name: _perplexity(found.perplexity) for name, found in result.perplexity.items()}
+    cells |= {name: _perplexity(loss.perplexity) for name, loss in result.perplexity.items()}
     return cells | {f"{group} mean": _perplexity(mean) for group, mean in result.groups.items()}
 
 
@@ -119,8 +119,8 @@ def perplexity_differences(comparison: Comparison) -> dict[str, dict[str, float]
     """
     a, b = comparison.a, comparison.b
     pairs = {
-        name: (found.perplexity, b.perplexity[name].perplexity)
-        for name, found in a.perplexity.items()
+        name: (of_a.perplexity, b.perplexity[name].perplexity)
+        for name, of_a in a.perplexity.items()
         if name in b.perplexity
     }
     pairs |= {f"{group} mean": (mean, b.groups[group]) for group, mean in a.groups.items() if group in b.groups}
@@ -139,7 +139,7 @@ def comparison_values(comparison: Comparison) -> dict[str, Any]:
         "tasks": {difference.name: difference for difference in comparison.tasks},
         "mean": comparison.mean,
         "perplexity": perplexity_differences(comparison),
-        "sentences": [sentence(found) for found in comparison.differences],
+        "sentences": [sentence(difference) for difference in comparison.differences],
     }
 
 

@@ -158,7 +158,7 @@ def losses_of_rows(
             if number % TRIM_INTERVAL == 0:
                 return_freed_memory()
             own_mb = batch.rows[grid.data_parallel_rank]
-            found = row_losses(
+            sums = row_losses(
                 stages,
                 shared_batches(
                     partial(_micro_batches, own_mb, read, scored, batch.seq_length),
@@ -171,7 +171,7 @@ def losses_of_rows(
                 micro_batch_size=own_mb.shape[1],
             )
             is_row = own_mb.flatten() != EMPTY
-            losses[own_mb.flatten()[is_row]] = found.numpy()[is_row]
+            losses[own_mb.flatten()[is_row]] = sums.numpy()[is_row]
     if grid.data_parallel_size == 1:
         return losses
     whole = torch.from_numpy(losses).to(grid.torch_device)  # of each replica its own rows, and 0 elsewhere

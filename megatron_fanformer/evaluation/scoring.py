@@ -40,9 +40,9 @@ def scores_of_tasks(
         if (twin := task.unconditional) is not None and (every_metric or task.metric == PMI)
     }
     both = [*tasks.values(), *neutral.values()]
-    found = log_probabilities(stages, both, grid, batch_tokens=batch_tokens, shall_stop=shall_stop)
-    unconditional = dict(zip(neutral, found[len(tasks) :], strict=True))
-    own = zip(tasks, found[: len(tasks)], strict=True)
+    scores = log_probabilities(stages, both, grid, batch_tokens=batch_tokens, shall_stop=shall_stop)
+    unconditional = dict(zip(neutral, scores[len(tasks) :], strict=True))
+    own = zip(tasks, scores[: len(tasks)], strict=True)
     return {name: TaskScores(scores, unconditional.get(name)) for name, scores in own}
 
 

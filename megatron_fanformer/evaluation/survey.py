@@ -71,12 +71,12 @@ def survey_evaluation(
             problems += str(error).splitlines()
     if problems:
         raise InputError("\n".join(problems))
-    for each in sets if tokenizer is not None else ():
-        stated = (manifest[0].tokenizer.sha256 for file in each.files if (manifest := file.stated) is not None)
+    for of_set in sets if tokenizer is not None else ():
+        stated = (manifest[0].tokenizer.sha256 for file in of_set.files if (manifest := file.stated) is not None)
         if other := another_tokenizer(stated, sha256_of(tokenizer_file(str(tokenizer))), "the model's"):
             logger.warning(
                 "perplexity set %s was made with %s; unless both give the same ids, its perplexity says nothing",
-                each.name,
+                of_set.name,
                 other,
             )
     return EvaluationSurvey(tasks=tasks, sets=tuple(sets))
@@ -101,7 +101,9 @@ def _tasks(
         for name, task in requests.selected(names, limit=config.limit).items()
     }
     for name, task in tasks.items():
-        largest = max(int(each.ids.max()) for each in (task, task.unconditional) if each is not None)
+        largest = max(
+            int(requests_of.ids.max()) for requests_of in (task, task.unconditional) if requests_of is not None
+        )
         if largest >= vocab_size:
             raise InputError(
                 f"task {name} has token id {largest}, beyond model.vocab_size {vocab_size}; raise the latter"

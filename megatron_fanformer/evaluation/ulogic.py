@@ -42,7 +42,6 @@ Rule: {rule}
 Answer:"""
 VERDICTS = ("True", "False")
 MOST_NEW_TOKENS = 8
-MOST_TOKENS = 2048  # of a batch whose logits are held whole
 MOST_BYTES = 1 << 30
 
 
@@ -113,19 +112,19 @@ def evaluate(
     rules = [document[which] for document in documents for which in ("rule", "negation")]
     prompts = [QUESTION.format(rule=rule) for rule in rules]
     log(f"likelihood of {len(prompts):,} rules and negations")
-    found = {"likelihood": likelier_verdicts(model, tokenizer, prompts)}
+    verdicts_of = {"likelihood": likelier_verdicts(model, tokenizer, prompts)}
     questions = [{"prompt": prompt, "stop": ["\n"], "max_new_tokens": MOST_NEW_TOKENS} for prompt in prompts]
     written = write_texts(
         model, tokenizer, questions, replace(settings, temperature=0.0, num_samples=1, max_new_tokens=None), log=log
     )
     texts = [one.texts[0].text for one in written]
-    found["generation"] = [stated_verdict(text) for text in texts]
+    verdicts_of["generation"] = [stated_verdict(text) for text in texts]
     metrics: dict[str, MetricValue] = {}
     judged = [
         {"doc_id": document["doc_id"], "rule": document["rule"], "negation": document["negation"]}
         for document in documents
     ]
-    for way, verdicts in found.items():
+    for way, verdicts in verdicts_of.items():
         pairs = list(zip(verdicts[::2], verdicts[1::2], strict=True))
         right = [
             float(pair == ((True, False) if document["label"] else (False, True)))
@@ -171,18 +170,10 @@ def likelier_verdicts(model: TrainedModel, tokenizer: Tokenizer, prompts: Sequen
 
 def _log_likelihoods(model: TrainedModel, prompts: Sequence[list[int]], ending: list[int]) -> list[float]:
     """Return the log-likelihood of the ending behind each prompt, which loses its beginning where it is too long."""
-    rows = [[*prompt[len(ending) - model.config.seq_length :], *ending] for prompt in prompts]
-    found = [0.0] * len(rows)
-    numbers = sorted(range(len(rows)), key=lambda number: len(rows[number]))
-    while numbers:
-        length = len(rows[numbers[0]])
-        most = max(1, MOST_TOKENS // length)
-        batch = [number for number in numbers[:most] if len(rows[number]) == length]
-        numbers = numbers[len(batch) :]
-        logits_bsv = model.logits(torch.tensor([rows[number] for number in batch]))
-        log_probabilities = logits_bsv[:, -len(ending) - 1 : -1].double().log_softmax(-1)
-        ids = torch.tensor(ending, device=logits_bsv.device).expand(len(batch), -1)
-        sums = log_probabilities.gather(2, ids[..., None]).sum((1, 2)).tolist()
-        for number, value in zip(batch, sums, strict=True):
-            found[number] = value
-    return found
+    ids = torch.tensor(ending)
+    likelihoods = []
+    for prompt in prompts:
+        row = [*prompt[len(ending) - model.config.seq_length :], *ending]
+        log_probabilities = model.logits(torch.tensor([row]))[0, -len(ending) - 1 : -1].double().log_softmax(-1)
+        likelihoods.append(log_probabilities.cpu().gather(1, ids[:, None]).sum().item())
+    return likelihoods

@@ -123,7 +123,7 @@ def _started_pool(config: ParityConfig, run: RunConfig, named: dict[str, Layout]
     """Return the ranks that the layouts ask for. Raises InputError if this machine lacks what they need."""
     device = devices.resolve_device(run.runtime.device)
     backend = run.runtime.backend(device)
-    found = [
+    problems = [
         f"layout {text!r}: {problem}"
         for text, layout in named.items()
         for problem in (
@@ -133,8 +133,8 @@ def _started_pool(config: ParityConfig, run: RunConfig, named: dict[str, Layout]
             *(_counting_problems(layout.kernels) if config.communication else ()),
         )
     ]
-    if found:
-        raise InputError("\n".join(found))
+    if problems:
+        raise InputError("\n".join(problems))
     ranks, text = max((layout.world_size, text) for text, layout in named.items())
     if backend == "nccl":
         fit, unit = torch.cuda.device_count(), "GPUs"
@@ -223,12 +223,12 @@ def compare_layouts(
         trial = dataclasses.replace(calibration.trial, kernels=layout.kernels)
         bucketed, ranks = _with_buckets(layout.parallel, calibration.small), layout.world_size
         try:
-            found = differences(calibration.baseline, pool.run(ranks, trial_function, trial, bucketed))
+            compared = differences(calibration.baseline, pool.run(ranks, trial_function, trial, bucketed))
         except JobFailed as error:
             result = LayoutResult(name=name, ranks=ranks, differences=None, findings=(), failure=str(error))
         else:
-            findings = tuple(calibration.bounds.findings(found))
-            result = LayoutResult(name=name, ranks=ranks, differences=found, findings=findings)
+            findings = tuple(calibration.bounds.findings(compared))
+            result = LayoutResult(name=name, ranks=ranks, differences=compared, findings=findings)
         results.append(result)
         if communication and result.failure is None:
             report(f"{name}, counting bytes")
