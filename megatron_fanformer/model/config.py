@@ -65,13 +65,13 @@ class FANConfig:
         demand = (
             f"lie in [0, 0.5], since cos and sin of the periodic rows both enter X_F (the paper uses {PAPER_P_RATIO})"
         )
-        found = broken_fields("model.fan", self, demand, lambda value: not 0 <= value <= 0.5, "p_ratio", "v_p_ratio")
+        problems = broken_fields("model.fan", self, demand, lambda value: not 0 <= value <= 0.5, "p_ratio", "v_p_ratio")
         if self.v_p_ratio is not None and not PLACEMENTS[self.placement].has_own_values:
-            found.append(
+            problems.append(
                 f"model.fan.v_p_ratio is {self.v_p_ratio}, but at placement {self.placement} the values have no FAN "
                 "layer of their own; set it to null, or placement to qk_and_v"
             )
-        return found
+        return problems
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,8 +118,8 @@ class FANformerConfig:
         from megatron_fanformer.configuration import build  # not for the layers, which need torch and Megatron alone
 
         config = build(values, cls, "model.")
-        if found := config.problems():
-            raise InputError("\n".join(found))
+        if problems := config.problems():
+            raise InputError("\n".join(problems))
         return config
 
     def stated_problems(self) -> list[str]:
@@ -208,28 +208,30 @@ class FANformerConfig:
 
     def problems(self) -> list[str]:
         """Return the rules of the shape that this configuration breaks, one line each; empty if it can be built."""
-        found = self._size_problems()
-        if found:
-            return found + self.fan.problems()
+        problems = self._size_problems()
+        if problems:
+            return problems + self.fan.problems()
         if self.hidden_size % self.num_attention_heads:
-            found.append(
+            problems.append(
                 f"model.hidden_size {self.hidden_size} is not a multiple of model.num_attention_heads "
                 f"{self.num_attention_heads}; choose a number of heads that divides it"
             )
         elif self.kv_channels % 2:
-            found.append(
+            problems.append(
                 f"the head size is {self.kv_channels} (hidden_size / num_attention_heads), but RoPE rotates pairs and "
                 "needs an even one; change model.num_attention_heads"
             )
         if self.num_attention_heads % self.query_groups:
-            found.append(
+            problems.append(
                 f"model.num_query_groups {self.query_groups} does not divide model.num_attention_heads "
                 f"{self.num_attention_heads}; choose a divisor"
             )
-        found += broken_fields("model", self, "lie in [0, 1]", lambda value: not 0 <= value <= 1, "layernorm_epsilon")
+        problems += broken_fields(
+            "model", self, "lie in [0, 1]", lambda value: not 0 <= value <= 1, "layernorm_epsilon"
+        )
         if self.rope_scaling.rope_type == "yarn" and self.rotary_base == 1:
-            found.append("model.rotary_base is 1, by which yarn cannot tell frequencies apart; raise it")
-        return found + self.rope_scaling.problems() + self.fan.problems()
+            problems.append("model.rotary_base is 1, by which yarn cannot tell frequencies apart; raise it")
+        return problems + self.rope_scaling.problems() + self.fan.problems()
 
     def _size_problems(self) -> list[str]:
         broken = partial(broken_fields, "model", self)
@@ -342,23 +344,23 @@ class PrecisionConfig:
     def problems(self) -> list[str]:
         """Return the rules that this configuration breaks, one line each."""
         in_bf16 = ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16")
-        found = [
+        problems = [
             *broken_fields("precision", self, "be at least 1", lambda value: value < 1, "fp8_amax_history_len"),
             *broken_fields("precision", self, "be at least 0", lambda value: value < 0, *in_bf16),
         ]
         if self.fp8 is None:
             stray = [name for name in ("fp8_fan", "first_last_layers_bf16") if getattr(self, name)]
-            return found + [
+            return problems + [
                 f"precision.{name} is true without precision.fp8; set precision.fp8, or it to false" for name in stray
             ]
         if self.dtype == "fp32":
-            found.append(
+            problems.append(
                 f"precision.fp8 is {self.fp8} with precision.dtype fp32, but FP8 products need bf16 weights; set the "
                 "latter to bf16, or the former to null"
             )
         if self.first_last_layers_bf16 and self.fp8_recipe == "delayed":
-            found.append(
+            problems.append(
                 "precision.first_last_layers_bf16 is true with precision.fp8_recipe delayed, whose scales are updated "
                 "over all layers at once; choose the recipe tensorwise, or set it to false"
             )
-        return found
+        return problems

@@ -175,24 +175,24 @@ def z_loss_problems(coefficient: float, kernels: KernelsConfig) -> list[str]:
 
 def document_problems(parallel: ParallelConfig, kernels: KernelsConfig) -> list[str]:
     """List the reasons why attention cannot stay within documents (`data.reset_attention_mask`), one line each."""
-    found = []
+    problems = []
     if parallel.context_parallel_size > 1 and not parallel.exchanges_heads:
-        found.append(
+        problems.append(
             f"data.reset_attention_mask with parallel.context_parallel_size {parallel.context_parallel_size} and "
             f"cp_comm_type {parallel.cp_comm_type or 'null'}, whose chunks of a sequence may end within documents; set "
             "parallel.cp_comm_type to a2a, by which ranks attend over whole sequences"
         )
     if kernels.cuda_graph_impl == "local":
-        found.append(
+        problems.append(
             "data.reset_attention_mask with kernels.cuda_graph_impl local, whose graphs cannot be replayed for other "
             "bounds of documents; set one of them to false or none"
         )
     if kernels.fused_single_qkv_rope:
-        found.append(
+        problems.append(
             "data.reset_attention_mask with kernels.fused_single_qkv_rope, which has no kernel for documents; set one "
             "of them to false"
         )
-    return found
+    return problems
 
 
 def batch_problems(

@@ -66,8 +66,8 @@ def parse_layout(text: str, transformer_impl: TransformerImpl = "auto") -> Layou
         InputError: it cannot be read, or breaks a rule of `Layout`.
     """
     layout = laid_over(single_process(transformer_impl), layout_fields(text), text)
-    if found := layout.problems():
-        raise InputError("\n".join(f"layout {text!r}: {problem}" for problem in found))
+    if problems := layout.problems():
+        raise InputError("\n".join(f"layout {text!r}: {problem}" for problem in problems))
     return layout
 
 
@@ -83,12 +83,12 @@ def laid_over(base: Layout, fields: Mapping[str, Any], text: str) -> Layout:
     kernels = {name: value for name, value in fields.items() if name in KERNEL_FIELDS}
     parallel = {name: value for name, value in fields.items() if name not in kernels}
     values = moved_names({"parallel": parallel, "kernels": kernels}, MOVED_KERNELS)[0]
-    found = [
+    problems = [
         *value_problems(values["parallel"], ParallelConfig),
         *value_problems(values["kernels"], KernelsConfig),
     ]
-    if found:
-        raise InputError("\n".join(f"layout {text!r}: {problem}" for problem in found))
+    if problems:
+        raise InputError("\n".join(f"layout {text!r}: {problem}" for problem in problems))
     return Layout(
         dataclasses.replace(base.parallel, **values["parallel"]),
         dataclasses.replace(base.kernels, **values["kernels"]),

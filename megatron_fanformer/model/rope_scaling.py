@@ -116,19 +116,19 @@ class RopeScalingConfig:
             ]
         of_yarn = [name for name in stated if name != "factor"] if self.rope_type == "linear" else []
         broken = partial(broken_fields, SECTION, self)
-        found = [
+        problems = [
             f"{SECTION}.{name} is {getattr(self, name)}, which is for yarn, but rope_type is {self.rope_type}; leave "
             "it out"
             for name in of_yarn
         ]
         needed = ("factor",) if self.rope_type == "linear" else ("factor", "original_max_position_embeddings")
-        found += [
+        problems += [
             f"{SECTION}.{name} is missing, which rope_type {self.rope_type} needs; state it"
             for name in needed
             if getattr(self, name) is None
         ]
         return [
-            *found,
+            *problems,
             *broken("be at least 1", lambda value: value < 1, "factor", "original_max_position_embeddings"),
             *broken("be above 0", lambda value: value <= 0, "attention_factor", "beta_slow"),
             *broken("not be negative", lambda value: value < 0, "mscale", "mscale_all_dim"),
