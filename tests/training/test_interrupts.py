@@ -95,16 +95,6 @@ def test_a_run_ends_after_its_minutes_and_goes_on_by_the_same_command(
         assert latest is not None and latest.name == store.checkpoint_name(steps)
 
 
-def test_a_file_that_cannot_be_removed_is_answered_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    (tmp_path / "save").mkdir()  # a folder, say
-    asked = InterruptListener(tmp_path)
-    assert asked.now().save
-    asked.save.begin()
-    asked.save.end()
-    assert not asked.now().save
-    assert "cannot be removed" in caplog.text
-
-
 def test_the_minutes_count_from_the_start_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
     assert InterruptListener(minutes=1e-3).now().end  # the tests' own process is older
     assert not InterruptListener(minutes=1e6).now().end

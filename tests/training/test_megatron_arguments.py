@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import yaml
 
 from megatron_fanformer.cli import PROGRAM, main
@@ -30,7 +29,6 @@ from megatron_fanformer.training.megatron_arguments import (
     MODEL_DEFAULTS,
     SET,
 )
-from megatron_fanformer.training.update_rule import AdamW
 from tests.small_runs import ROOT, write_tokens
 from tests.stock_megatron import HAS_TRAINING
 
@@ -224,16 +222,6 @@ def test_what_does_not_carry_over_is_listed(arguments: str, title: str, note: st
     assert any(note in line for line in found.notes[title]), found.notes
     assert yaml_value(found.text()) == yaml.safe_load(yaml.safe_dump(yaml_value(found.text())))
     assert all(line.startswith("#") for line in found.text().partition("\n\n")[0].splitlines())
-
-
-def test_only_stock_megatron_decays_the_embedding() -> None:
-    """As its own rule for 1-D weights and biases says."""
-    from megatron.core.optimizer import OptimizerConfig, get_standard_config_overrides
-
-    embedding = torch.nn.Parameter(torch.zeros(2, 2))
-    name = "embedding.word_embeddings.weight"
-    assert not any(key.matches(embedding, name) for key in get_standard_config_overrides(OptimizerConfig()))
-    assert AdamW().group_of(name, embedding.ndim) == {"wd_mult": 0.0}
 
 
 @pytest.mark.parametrize(

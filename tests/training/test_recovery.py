@@ -18,7 +18,7 @@ from megatron_fanformer.runtime.agreement import is_main
 from megatron_fanformer.training.config import config_from_dict
 from megatron_fanformer.training.metrics import read_metrics
 from megatron_fanformer.training.preflight import check_run
-from megatron_fanformer.training.recovery import BadSteps, EventLog, RecoveryConfig, read_events
+from megatron_fanformer.training.recovery import BadSteps, RecoveryConfig, read_events
 from megatron_fanformer.training.step import StepBatches, compare_attempts
 from tests.small_runs import small_run, trainer_of
 from tests.training.test_trainer import numbers, stored_tensors, train
@@ -227,19 +227,6 @@ def test_spikes_are_judged_by_the_medians_of_good_steps() -> None:
     assert steps.fault_in(float("inf"), 1.0) == "the loss is inf"
     unconcerned = BadSteps(RecoveryConfig(check_for_nan_in_loss_and_grad=False), [])
     assert unconcerned.fault_in(float("nan"), float("nan")) is None
-
-
-def test_events_are_counted_over_restarts(tmp_path: Path) -> None:
-    first = EventLog(tmp_path, [], writes=True)
-    first.add("skipped", 3, reason="bad")
-    second = EventLog(tmp_path, list(read_events(tmp_path)), writes=True)
-    second.add("skipped", 5, reason="bad")
-    second.add("skipped", 3, reason="bad")  # the run went back, and skips it again
-    assert second.totals() == {"recovery/skipped_steps": 2}
-    assert [event["step"] for event in read_events(tmp_path)] == [3, 5, 3]
-    third = EventLog(tmp_path, list(read_events(tmp_path)), writes=False)
-    third.add("skipped", 6, reason="bad")
-    assert third.totals() == {"recovery/skipped_steps": 3}
 
 
 # -- what is saved

@@ -3,8 +3,6 @@
 import logging
 import re
 import shlex
-import signal
-import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -17,8 +15,7 @@ from megatron_fanformer.errors import InputError
 from megatron_fanformer.runtime.device import NOTICES, quieten_libraries
 from megatron_fanformer.training.run_log import run_log
 from tests.generation.making import write_tokenizer
-from tests.patience import PATIENCE_SECONDS
-from tests.small_runs import VOCAB_SIZE, small_run, start_program, write_config, write_tokens
+from tests.small_runs import VOCAB_SIZE, small_run, write_config, write_tokens
 from tests.training.test_start import start_here
 
 LINE = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} (DEBUG|INFO|WARNING|ERROR) rank \d+ [\w.]+: .+")
@@ -122,16 +119,3 @@ def test_every_rank_of_several_writes_its_own(
         text = (tmp_path / "logs" / f"rank-{rank:05d}.log").read_text()
         assert f"INFO rank {rank} megatron_fanformer.training.start: starting 2 ranks (dp=2)\n" in text
         assert f"ERROR rank {rank} megatron_fanformer.training.run_log: ended by InputError: data.train_data" in text
-
-
-def test_a_library_that_aborts_the_process_leaves_its_stacks(tmp_path: Path) -> None:
-    file = tmp_path / "run.log"
-    code = (
-        "import os\nfrom pathlib import Path\nfrom megatron_fanformer.training.run_log import run_log\n"
-        "def wait():\n    os.abort()\n"
-        f"with run_log(rank=0) as log:\n    log.write_to(Path({str(file)!r}))\n    wait()\n"
-    )
-    process = start_program(sys.executable, "-c", code)
-    process.communicate(timeout=PATIENCE_SECONDS)
-    assert process.returncode == -signal.SIGABRT
-    assert 'File "<string>", line 5 in wait' in file.read_text()

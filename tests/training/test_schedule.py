@@ -113,9 +113,3 @@ def test_a_decay_that_begins_in_the_warm_up_is_refused(settings: dict[str, Any],
     found = config.joint_problems(lr=PEAK, train_iters=STEPS)
     assert [line.startswith(f"schedule.lr_wsd_decay_iters {problem}") for line in found] == [True] * bool(problem)
     assert config.joint_problems(lr=PEAK, train_iters=None) == [] or config.lr_decay_iters
-
-
-@pytest.mark.parametrize("steps", [*range(1, 40), 1000])
-def test_the_default_decay_leaves_nine_tenths_to_the_warm_up(steps: int) -> None:
-    config = ScheduleConfig(lr_decay_style="WSD", lr_warmup_iters=min(steps - 1, 9 * steps // 10))
-    assert config.joint_problems(lr=PEAK, train_iters=steps) == []
