@@ -12,6 +12,7 @@ import torch
 from megatron_fanformer.model.build import build_stages
 from megatron_fanformer.model.config import PRESETS, FANConfig, FANformerConfig, PrecisionConfig
 from megatron_fanformer.model.kernels import KernelsConfig
+from megatron_fanformer.planning.gradient_buffers import chunks, weights
 from megatron_fanformer.planning.job import Job
 from megatron_fanformer.planning.layer_memory import LayerShapes, _core_attention
 from megatron_fanformer.planning.memory import BLOCK_OF_TEE, SAMPLE_BYTES, RankMemory, rank_memory
@@ -21,6 +22,7 @@ from megatron_fanformer.simulation.rank import PEAK_TOLERANCE, run_rank
 from megatron_fanformer.simulation.ranks import first_rank_of_each_stage
 from megatron_fanformer.training.config import RunConfig
 from megatron_fanformer.training.optimizer import OptimizerConfig, build_optimizer
+from megatron_fanformer.training.optimizers import OPTIMIZERS
 from megatron_fanformer.training.step import wrap_stages
 from tests.planning.making import engine_job_of, job_of
 from tests.simulation.drawn import describe, draw
@@ -87,6 +89,15 @@ def test_states_are_those_of_real_models_to_the_byte(name: str, run_on_ranks: Ru
         assert by_purpose(rank_memory(job, stage)).items() >= {k: v for k, v in held.items() if v}.items()
     if job.data_parallel_size == 2:  # the parts of the two replicas differ by padding alone
         assert abs(found[0][1]["moments"] - found[1][1]["moments"]) <= 8 * 128 * 20
+
+
+def test_moments_are_those_of_each_kind_of_weight() -> None:
+    """Muon keeps one of a matrix, and two of norms, biases and embeddings."""
+    job = job_of(FAR_FROM_PADDED, layout(), "bf16", optimizer=OPTIMIZERS["muon"])
+    (chunk,) = chunks(job.model, job.parallel, 0)
+    held = weights(job.model, job.parallel, chunk)
+    expected = sum(weight.elements * job.optimizer.state_bytes(weight.name, weight.dimensions) for weight in held)
+    assert by_purpose(rank_memory(job, 0))["moments"] == expected
 
 
 # -- whole steps, against the simulation
@@ -245,6 +256,16 @@ def test_fp8_keeps_copies_of_weights_and_smaller_activations() -> None:
     h, f, layers, tokens = 64, 104, 2, 2 * FAR_FROM_PADDED.seq_length
     assert lines_fp8["FP8 copies of weights"] == 2 * layers * (3 * h * h + h * h + 3 * h * f)
     assert lines["activations"] - lines_fp8["activations"] == layers * tokens * (h + f)
+
+
+def test_a_gelu_keeps_what_it_reads() -> None:
+    """The linear rows' output of each token: half as many as the width, at a p_ratio of a quarter."""
+    plain, gelu = (
+        by_purpose(rank_memory(engine_job_of(dataclasses.replace(FAR_FROM_PADDED, fan=fan), layout()), 0))
+        for fan in (FANConfig(), FANConfig(activation="gelu"))
+    )
+    layers, tokens = FAR_FROM_PADDED.num_layers, 2 * FAR_FROM_PADDED.seq_length
+    assert gelu["activations"] - plain["activations"] == layers * tokens * FAR_FROM_PADDED.hidden_size // 2 * 2
 
 
 @pytest.mark.parametrize(
