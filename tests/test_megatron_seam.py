@@ -55,7 +55,6 @@ PRIVATE = {
     ),
 }
 REPLACED = {
-    "datasets.helpers.build_blending_indices": Seam("the same order in a time that does not grow with the sources"),
     "distributed.param_and_grad_buffer.dist_all_gather_func": Seam("a group of one rank copies nothing"),
     "distributed.param_and_grad_buffer.dist_reduce_scatter_func": Seam("the same"),
     "distributed.param_and_grad_buffer.shard_buffer": Seam(

@@ -102,9 +102,9 @@ def test_ranks_meet_at_a_launchers_store_and_anew_after_a_restart(monkeypatch: p
 
 def test_a_first_rank_that_is_not_reached_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     address = devices.RankAddress(
-        rank=1, world_size=2, local_rank=1, local_world_size=2, master_address="no-such-node.invalid", master_port=1
+        rank=1, world_size=2, local_rank=1, local_world_size=2, master_address="127.0.0.1", master_port=1
     )
-    with pytest.raises(FanformerError, match=r"^rank 1 of 2 cannot meet the others at tcp://no-such-node\.invalid:1 "):
+    with pytest.raises(FanformerError, match=r"^rank 1 of 2 cannot meet the others at tcp://127\.0\.0\.1:1 "):
         store_of_ranks(address, timedelta(seconds=1))
 
 
