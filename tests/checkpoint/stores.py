@@ -50,9 +50,14 @@ class FailingFiles(LocalFileSystem):
         if is_due and self.kind == "cut off":
             raise TimeoutError("the connection was lost")
 
-    mkdir, mv, rm_file, rm, ls, info, get_file = map(
-        _failing, ("mkdir", "mv", "rm_file", "rm", "ls", "info", "get_file")
-    )
+    mkdir, mv, rm_file, ls, info, get_file = map(_failing, ("mkdir", "mv", "rm_file", "ls", "info", "get_file"))
+
+    def rm(self, path: str, *arguments: Any, **named: Any) -> None:
+        if self._is_due():
+            if self.kind == "cut off" and Path(path).is_dir():
+                min(Path(path).iterdir()).unlink()  # of several files, it has removed one
+            raise TimeoutError("the store does not answer")
+        super().rm(path, *arguments, **named)
 
     def put_file(self, path: str, target: str, **named: Any) -> None:
         self.pipe_file(target, Path(path).read_bytes())

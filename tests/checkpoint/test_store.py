@@ -117,13 +117,6 @@ def test_a_configuration_that_states_no_model_is_corrupt(tmp_path: Path) -> None
         store.saved_model(save(tmp_path, 10))
 
 
-@pytest.mark.parametrize("stated", ["null", "bf16", "[bf16]"])
-def test_a_configuration_with_a_section_that_is_none_is_corrupt(stated: str, tmp_path: Path) -> None:
-    (tmp_path / store.CONFIG).write_text(f"model: {{}}\nprecision: {stated}\n")
-    with pytest.raises(CorruptError, match=r"config\.yaml: 'precision' is not a mapping of fields to values; use an"):
-        store.saved_config(tmp_path)
-
-
 def test_the_original_tokenizer_comes_before_its_rewriting(tmp_path: Path) -> None:
     assert store.attached_tokenizer(tmp_path) is None
     for name in ("tokenizer.json", "tokenizer.model", "tokenizer_config.json"):

@@ -80,11 +80,6 @@ def refused(tmp_path: Path, marker: Path, capsys: pytest.CaptureFixture[str]) ->
     return convert
 
 
-def test_the_bomb_is_one(marker: Path) -> None:
-    pickle.loads(pickle.dumps(Bomb(marker)))
-    assert marker.exists()
-
-
 @pytest.mark.parametrize("name", ["model.pt", "pytorch_model.bin"])
 @pytest.mark.parametrize("legacy", [False, True])
 def test_a_pickle_as_weights(name: str, legacy: bool, reference: Path, marker: Path, refused: Any) -> None:
@@ -204,12 +199,6 @@ def test_a_model_that_is_none_in_the_authors_format(field: str, value: Any, refe
     file.write_text(yaml.safe_dump(saved))
     with pytest.raises((InputError, CorruptError)):
         convert_checkpoint(reference, tmp_path / "out", to="hf")
-
-
-def test_more_layers_than_tensors_are_not_counted(reference: Path, refused: Any) -> None:
-    file = reference / "config.yaml"
-    file.write_text(file.read_text().replace("n_layers: 2", "n_layers: 1000000000"))
-    assert "it states 1000000000 layers, and there are" in refused(reference)
 
 
 def test_a_p_ratio_that_the_weights_contradict(reference: Path, megatron: Path, refused: Any) -> None:

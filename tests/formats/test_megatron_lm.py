@@ -292,15 +292,6 @@ def test_a_tracker_that_names_nothing(tracker: str, tmp_path: Path, convert: Any
     assert code == 3 and f"{TRACKER} names {tracker!r}" in printed
 
 
-def test_the_old_format_is_refused_with_the_remedy(tmp_path: Path, convert: Any) -> None:
-    (rank := tmp_path / "saved" / "iter_0000003" / "mp_rank_00").mkdir(parents=True)
-    (rank / "model_optim_rng.pt").write_bytes(b"")
-    for folder in (tmp_path / "saved" / "iter_0000003", tmp_path / "saved"):
-        code, printed = convert(folder)
-        assert code == 2 and "--ckpt-convert-format torch_dist" in printed and len(printed.splitlines()) == 1
-        (tmp_path / "saved" / TRACKER).write_text("3")
-
-
 def test_damage_in_a_weight_is_found(tmp_path: Path, convert: Any) -> None:
     folder = saved(tmp_path / "saved", tiny_model())
     file = max(folder.glob("*/*.distcp"), key=lambda path: path.stat().st_size)

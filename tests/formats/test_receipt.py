@@ -16,7 +16,6 @@ import yaml
 from safetensors.torch import load_file, save_file
 
 from megatron_fanformer.cli import main
-from megatron_fanformer.errors import InputError
 from megatron_fanformer.formats import checkpoints, transforms
 from megatron_fanformer.formats.transforms import Transform
 from megatron_fanformer.formats.verify import receipt as receipts
@@ -109,11 +108,6 @@ def test_padding_that_is_asked_for_is_zeros(to: str, source: Path, tmp_path: Pat
         assert embedding.shape[0] == rows
         assert (made.config.vocab_size, made.config.padded_vocab_size)[to != "hf"] == rows
         assert not embedding[128:].any() and embedding[89].any()
-
-
-def test_fewer_rows_than_token_ids_are_refused(source: Path, tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="size is 89, but the model has 90 token ids"):
-        convert_checkpoint(source, tmp_path / "out", to="hf", padded_vocab_size=89)
 
 
 @pytest.mark.parametrize("to", FORMS)
@@ -260,15 +254,6 @@ def test_a_fault_in_a_transform_is_caught(
     message, passed = refused(source, tmp_path, to, capsys)
     assert passed["logits"] is False and "logits: they differ" in message
     assert passed["round_trip"] is (directions == "both")
-
-
-def test_a_padded_row_that_was_kept_is_caught(
-    source: Path, tmp_path: Path, plant: Plant, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The table would not know: its shapes are made by the same transform. The model of transformers does."""
-    plant("VOCABULARY_TRIMMED", split=lambda hub, config: (transforms.resize_vocabulary(hub, config.vocab_size + 1),))
-    message, passed = refused(source, tmp_path, "hf", capsys)
-    assert passed["logits"] is False and "shape [90, 32], but what was written has shape [91, 32]" in message
 
 
 def test_a_row_of_padding_too_many_is_caught(

@@ -25,7 +25,6 @@ from megatron_fanformer.formats.recognition import (
     recognise,
     refuse_other_kinds,
 )
-from megatron_fanformer.hf import FANformerConfig
 from tests.small_runs import small_run, write_config, write_tokens
 
 STEP = "step-00000003"
@@ -124,10 +123,6 @@ def test_a_hugging_face_folder_may_hold_checkpoints_of_somebodys_training(tmp_pa
         assert (target.kind, target.path) == ("hf", tmp_path / name)
 
 
-def test_the_model_type_is_the_models_own() -> None:
-    assert FANformerConfig.model_type == MODEL_TYPE
-
-
 Ask = Callable[[Path, Path], list[str]]
 
 
@@ -173,25 +168,6 @@ def test_every_command_says_the_same_of_a_path_and_names_what_it_takes(
         start, _, names = line.rpartition("; name ")
         assert start == f"{prefix}{path} {it}"
         assert names.replace(" or ", ", ") == ", ".join(DESCRIPTIONS[kind] for kind in wanted).replace(" or ", ", ")
-
-
-@pytest.mark.parametrize("name", ["config.json", "config.yaml"])
-@pytest.mark.parametrize("content", ["{", "[]", "a: ["])
-@pytest.mark.parametrize(("ask", "wanted", "prefix"), ASKING[:3], ids=["convert", "generate", "inspect"])
-def test_a_configuration_that_cannot_be_read_is_damage_to_every_command(
-    ask: Ask,
-    wanted: tuple[Kind, ...],
-    prefix: str,
-    content: str,
-    name: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    (tmp_path / "path").mkdir()
-    (tmp_path / "path" / name).write_text(content)
-    code, line = message(ask(tmp_path / "path", tmp_path), capsys)
-    assert code == 3
-    assert line.startswith(f"{tmp_path / 'path' / name} ")
 
 
 @pytest.mark.parametrize("kind", ["checkpoint", "hf", "reference"])
