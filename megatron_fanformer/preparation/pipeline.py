@@ -139,6 +139,7 @@ def merge(job: PreparationJob, count: int) -> Manifest:
         whole = [record for record in records if record is not None]
         with closing(Assembler(job.output, job.settings, job.tokenizer, work)) as assembler:
             for shard_files, record in zip(files, whole, strict=True):
+                _refuse_strictly(job, record)
                 assembler.append(shard_files, record)
             manifest = _publish(job, work, whole, assembler)
         for part in parts:
@@ -201,8 +202,7 @@ def _encoded(
         if (record := finished_shard(work.shard(number), job.files[number])) is None:
             tasks.append(Task(number, job.files[number]))
             continue
-        if job.strict and record.refused:
-            raise Refused(f"{record.refused_examples[0]}; fix the line, or prepare without strict to leave it out")
+        _refuse_strictly(job, record)
         bytes_before += record.input.bytes
         documents_before += record.documents
         yield number, record
@@ -237,6 +237,11 @@ def _encoded(
         error = type(first)(f"{named}{more}{kept if work.holds_shards else ''}")
         error.rank_traceback = getattr(first, "rank_traceback", "")  # type: ignore[attr-defined]
         raise error
+
+
+def _refuse_strictly(job: PreparationJob, record: ShardRecord) -> None:
+    if job.strict and record.refused:
+        raise Refused(f"{record.refused_examples[0]}; fix the line, or prepare without strict to leave it out")
 
 
 def _publish(job: PreparationJob, work: WorkFolder, records: list[ShardRecord], assembler: Assembler) -> Manifest:

@@ -5,7 +5,6 @@ This module checks the options, and whether the result is already there; `pipeli
 
 import heapq
 import os
-import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -29,7 +28,6 @@ from megatron_fanformer.preparation.inputs import (
     CHAT_SUFFIXES,
     COMPRESSIONS,
     DOCUMENT_SUFFIXES,
-    TEXT_KINDS,
     InputFile,
     RemoteInput,
     expand_inputs,
@@ -304,17 +302,10 @@ def prepare_both(config: PrepareConfig, parts: int) -> None:
     check_output(config.output)
     files = input_files(config)
     if len(files) < parts:
-        remedies = ["give more files"]
-        if len(files) > 1:
-            remedies.append("a smaller number")
-        only = files[0] if len(files) == 1 and files[0].name.endswith(TEXT_KINDS) else None
-        if only is not None:  # one document, of which data.split cuts none either
-            command = f"split -n l/20 --additional-suffix={only.suffix} {shlex.quote(str(only))} parts/"
-            remedies.append(f"cut it by mkdir parts && {command}, and prepare parts")
-        elif config.format == "megatron" and not config.chat:
-            remedies.append("leave it out and set data.split for the run")
-        problem = f"--hold-out is {parts}, more than the files given ({len(files)}), which are not cut"
-        raise InputError(f"{problem}; {', or '.join(remedies)}")
+        raise InputError(
+            f"--hold-out is {parts}, more than the files given ({len(files)}), which are not cut; give more files"
+            " (split -n l/20 FILE cuts one), a smaller number, or leave it out and set data.split for the run"
+        )
     held = set(last_share(files, parts))
     both = [
         ("validation", f"{config.output}-validation", [file for file in files if file in held]),

@@ -164,6 +164,7 @@ class Workers:
         With fewer files than processes, several threads share a file.
         """
         waiting = deque(tasks)
+        self._threads = -(-self._processes // max(1, min(self._processes, len(tasks))))
         while waiting:
             yield from self._run_pool(waiting, min(self._processes, len(waiting)))
             suspects, self._suspects = self._suspects, []
@@ -186,8 +187,7 @@ class Workers:
         free = list(range(places))
         under_way: dict[Future[ShardRecord], tuple[Task, int]] = {}
         others = set(multiprocessing.active_children())
-        threads = -(-self._processes // processes)
-        pool = ProcessPoolExecutor(processes, CONTEXT, _start, (self._job, self._folder, threads, counters))
+        pool = ProcessPoolExecutor(processes, CONTEXT, _start, (self._job, self._folder, self._threads, counters))
         try:
             while waiting or under_way:
                 while waiting and free:

@@ -1,4 +1,4 @@
-"""Workers of `prepare` that are killed while they encode a file, as often as a file beside it says."""
+"""Workers of `prepare` that are killed while they encode the first file, as often as a file beside it says."""
 
 import os
 import signal
@@ -15,7 +15,7 @@ def encode_or_die(task: workers.Task, counters: int) -> ShardRecord:
     """In place of `encode_file`."""
     assert isinstance(task.path, Path)
     left = int((deaths := task.path.with_name(DEATHS)).read_text())
-    if left:
+    if left and task.number == 0:
         deaths.write_text(str(left - 1))
         os.kill(os.getpid(), signal.SIGKILL)
     return encode_file(task, counters)

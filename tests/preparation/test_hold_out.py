@@ -1,7 +1,6 @@
 """`prepare --hold-out N`: the very files of two preparations, however it is cut short."""
 
 import json
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,7 +8,6 @@ from typing import Any
 import pytest
 
 from megatron_fanformer.cli import main
-from megatron_fanformer.data.manifest import Manifest, read_any_manifest
 from megatron_fanformer.preparation import prepare as hold_out
 from tests.data.chat_making import made_up_chats
 from tests.preparation.making import Prepare, as_line
@@ -33,10 +31,10 @@ def documents(tmp_path: Path) -> Path:
 def run(tmp_path: Path, documents: Path, small_tokenizer_file: Path) -> HoldOut:
     """The command, to x of a folder, with further words."""
 
-    def run(folder: str, *words: str, parts: int = 3, inputs: Path = documents) -> int:
+    def run(folder: str, *words: str, parts: int = 3) -> int:
         output, tokenizer = str(tmp_path / folder / "x"), str(small_tokenizer_file)
         common = ["--output", output, "--tokenizer", tokenizer, "--workers", "1"]
-        return main(["prepare", str(inputs), "--hold-out", str(parts), *common, *words])
+        return main(["prepare", str(documents), "--hold-out", str(parts), *common, *words])
 
     return run
 
@@ -131,36 +129,14 @@ def test_what_is_of_other_inputs_is_refused_before_anything_is_written(
 def test_too_few_files_are_one_line_that_says_what_to_do(
     documents: Path, run: HoldOut, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for words, inputs, parts, line in (
-        (
-            [],
-            documents,
-            8,
-            "more than the files given (7), which are not cut; give more files, or a smaller number, or",
-        ),
-        ([], documents / "5.jsonl", 2, "(1), which are not cut; give more files, or leave it out and set data.split"),
-        (["--format", "npy"], documents / "5.jsonl", 2, "(1), which are not cut; give more files\n"),
-        ([], documents, 1, "--hold-out is 1; it must be at least 2"),
-    ):
-        assert run("x", *words, parts=parts, inputs=inputs) == 2
+    for parts, line in {
+        8: "more than the files given (7), which are not cut; give more files",
+        1: "at least 2",
+    }.items():
+        assert run("x", parts=parts) == 2
         errors = capsys.readouterr().err
         assert line in errors and errors.count("\n") == 1
     assert not (documents.parent / "x").exists()
-
-
-def test_one_text_is_held_out_in_parts_as_the_remedy_cuts_it(
-    tmp_path: Path, run: HoldOut, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    text = "".join(f"Line {number} of a book.\n" for number in range(500))
-    (book := tmp_path / "a book.md").write_text(text)
-    assert run("x", parts=2, inputs=book) == 2
-    command = capsys.readouterr().err.partition(" cut it by ")[2].removesuffix(", and prepare parts\n")
-    monkeypatch.chdir(tmp_path)
-    subprocess.run(command, shell=True, check=True)
-    assert run("x", parts=10, inputs=tmp_path / "parts") == 0
-    manifests = [read_any_manifest(f"{tmp_path}/x/x{end}") for end in ("", "-validation")]
-    assert [len(each.inputs) for each in manifests if isinstance(each, Manifest)] == [18, 2]
-    assert "".join(part.read_text() for part in sorted((tmp_path / "parts").iterdir())) == text
 
 
 def test_the_shares_are_about_equal_by_bytes_of_text(documents: Path) -> None:

@@ -304,6 +304,20 @@ def test_a_worker_that_dies_has_its_file_tried_once_more(
     assert not (tmp_path / "never").exists()
 
 
+def test_the_files_beside_one_that_kills_its_worker_are_done(
+    tmp_path: Path, write_lines: WriteLines, prepare: Prepare, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = [write_lines(f"{number}.jsonl", [as_line("some words")]) for number in range(5)]
+    monkeypatch.setattr(workers, "encode_file", encode_or_die)
+    files[0].with_name(DEATHS).write_text("2")
+    with pytest.raises(
+        FanformerError, match=r"^two workers died while preparing \S*0\.jsonl .*short; what is done stays"
+    ):
+        prepare(tmp_path / "new" / "out", *files, workers=2)
+    done = [path.stem for path in (tmp_path / "new" / "out.parts").glob("[0-9]*.json")]
+    assert sorted(done) == ["000001", "000002", "000003", "000004"]
+
+
 def test_an_output_that_cannot_be_written_is_an_input_error(tmp_path: Path, mixed: Path, prepare: Prepare) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(InputError, match="cannot be written"):

@@ -84,6 +84,8 @@ def test_what_is_not_whole_is_named_and_not_merged(
     with pytest.raises(InputError, match=r"shard-0-of-3.parts was prepared with other inputs"):
         prepare(merge)
     (documents / "9.jsonl").unlink()
+    with pytest.raises(InputError, match=r"0\.jsonl:41: not JSON; fix the line, or prepare without strict"):
+        prepare(config(merge=3, strict=True))
     prepare(merge)
     prepare(config(output=str(tmp_path / "one" / "x")))
     assert hashes(out) == hashes(tmp_path / "one")
