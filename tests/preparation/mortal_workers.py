@@ -16,6 +16,7 @@ def encode_or_die(task: workers.Task, counters: int) -> ShardRecord:
     assert isinstance(task.path, Path)
     left = int((deaths := task.path.with_name(DEATHS)).read_text())
     if left and task.number == 0:
+        workers._arguments[-1][counters + workers.STARTED] = 1
         deaths.write_text(str(left - 1))
         os.kill(os.getpid(), signal.SIGKILL)
     return encode_file(task, counters)
