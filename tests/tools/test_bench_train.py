@@ -76,8 +76,6 @@ def test_a_gpu_is_held_to_its_own_data_sheet(monkeypatch: pytest.MonkeyPatch, na
     [
         (["--case", "F"], "--case F: it has no model; write fanformer"),
         (["--case", "F", "fanfromer"], "'fanfromer' is no model"),
-        (["--case", "F", "p=0.9"], "0.9"),
-        (["--case", "F", "fanformer", "layout=tp=two"], "tp=two"),
         (["--json", "none/report.json"], "--json none/report.json is not a file in a folder that exists"),
     ],
 )

@@ -99,10 +99,3 @@ def test_no_more_bytes_than_asked_for_of_all_packages_alike(tool: Any, tmp_path:
     half = tool.write_text(tmp_path / "half", sites=[tmp_path / "site"], most_bytes=whole["bytes"] // 2)["train"]
     assert 0.45 * whole["bytes"] < half["bytes"] <= whole["bytes"] / 2
     assert half["packages"] == whole["packages"]
-
-
-def test_too_few_packages(tool: Any, tmp_path: Path) -> None:
-    install(tmp_path / "site", "alone", {"alone/one.py": TEXT}, License="MIT")
-    with pytest.raises(tool.InputError, match="1 packages with 1 files are too few"):
-        tool.write_text(tmp_path / "text", sites=[tmp_path / "site"])
-    assert not (tmp_path / "text").exists()
