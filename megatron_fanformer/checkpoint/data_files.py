@@ -43,10 +43,23 @@ def load_data(file: Any, *, mapped: bool = False) -> Any:
 
     Raises:
         pickle.UnpicklingError: it holds something else.
+        ValueError: it is compressed.
     """
+    _refuse_compressed(file)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Detected pickle protocol")  # the file is refused, or it is fine
         return torch.load(file, map_location="cpu", weights_only=True, mmap=mapped)
+
+
+def _refuse_compressed(file: Any) -> None:
+    """Raise ValueError for an archive with compressed parts: torch writes none, and a few kB could fill the memory."""
+    if not zipfile.is_zipfile(file):  # a bare pickle
+        return
+    with zipfile.ZipFile(file) as archive:
+        if any(part.compress_type != zipfile.ZIP_STORED for part in archive.infolist()):
+            raise ValueError("it is compressed, as torch's archives never are")
+    if not isinstance(file, str | Path):
+        file.seek(0)
 
 
 def check_archive(path: Path, name: str, stream: Any) -> None:
@@ -195,6 +208,7 @@ def read_records(file: Any) -> Any:
         ValueError: it is not a torch archive, or is damaged.
     """
     try:
+        _refuse_compressed(file)
         with zipfile.ZipFile(file) as archive:
             (name,) = [name for name in archive.namelist() if name.rpartition("/")[2] == PICKLE]
             return RestrictedUnpickler(io.BytesIO(archive.read(name)), _find_record).load()

@@ -1,10 +1,12 @@
 """Files made to hang, to fill the memory, to lead elsewhere or to be executed, each in the place of a sound one."""
 
 import gzip
+import io
 import json
 import os
 import pickle
 import shutil
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -64,6 +66,16 @@ def bomb(path: Path) -> None:
 
 def archived_bomb(path: Path) -> None:
     torch.save({"progress": Bomb(path.parent / "marker")}, path)
+
+
+def compressed_archive(path: Path) -> None:
+    """As torch's, with a record of 64 MB in 64 kB: it might as well be any size."""
+    stream = io.BytesIO()
+    torch.save({"progress": {"step": 1, "consumed_samples": 1}}, stream)
+    with zipfile.ZipFile(stream) as sound, zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        for record in sound.namelist():
+            padding = bytes(64 << 20) if record.endswith("data.pkl") else b""
+            archive.writestr(record, sound.read(record) + padding)
 
 
 def spoiled(path: Path) -> None:
@@ -140,6 +152,7 @@ CHECKPOINTS: dict[tuple[str, str], Write] = {
     ("common.pt", "pipe"): pipe,
     ("common.pt", "empty"): text(b""),
     ("common.pt", "cut short"): cut_short,
+    ("common.pt", "compressed"): compressed_archive,
     ("common.pt", "missing"): missing,
     ("tokenizer.json", "a link out of it"): link("/etc/hostname"),
 }
