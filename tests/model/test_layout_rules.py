@@ -34,6 +34,7 @@ OWN_STAGES = {"pipeline_model_parallel_size": 2}
         ({"virtual_pipeline_model_parallel_size": 2}, "no schedule to interleave"),
         ({"num_layers_in_first_pipeline_stage": 2}, "num_layers_in_first_pipeline_stage is 2 at"),
         ({"overlap_param_gather": True}, "without overlap_grad_reduce"),
+        ({"overlap_param_gather": True, "overlap_grad_reduce": False}, "without overlap_grad_reduce"),
         (
             {"overlap_param_gather": True, "overlap_grad_reduce": True, "use_distributed_optimizer": False},
             "without use_distributed_optimizer",
@@ -48,6 +49,7 @@ OWN_STAGES = {"pipeline_model_parallel_size": 2}
             "num_layers_in_first_pipeline_stage or …_last_… given",
         ),
         ({"recompute_granularity": "full"}, "set them to uniform and 1"),
+        ({"recompute_granularity": "full", "recompute_method": "uniform"}, "set them to uniform and 1"),
         ({"recompute_num_layers": 1}, "are for recompute_granularity full"),
         ({"recompute_granularity": "selective", "recompute_modules": []}, "recompute_modules is empty"),
         ({"context_parallel_size": 0}, "context_parallel_size is 0; it must be at least 1"),
