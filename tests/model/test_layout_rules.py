@@ -23,6 +23,11 @@ def test_chunks_of_a_layout_of_ones_own() -> None:
     assert parallel.layers_per_stage(13) == [4, 4, 3, 2]
 
 
+def test_chunks_of_interleaved_stages_share_the_layers() -> None:
+    parallel = ParallelConfig(pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2)
+    assert parallel.segments(8) == [[2, 2], [2, 2]]
+
+
 OWN_STAGES = {"pipeline_model_parallel_size": 2}
 
 
