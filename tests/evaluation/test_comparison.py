@@ -101,6 +101,10 @@ def test_what_cannot_be_compared_is_refused() -> None:
         compare(result(piqa=task(a)), result(sciq=task(b)))
     with pytest.raises(InputError, match=r"piqa has 1000 documents in A and 500 in B, not the same ones; .*--limit"):
         compare(result(piqa=task(a)), result(piqa=task(b[:500])))
+    others = task(b)
+    others.documents[0]["doc_id"] = -1
+    with pytest.raises(InputError, match="not the same ones"):
+        compare(result(piqa=task(a)), result(piqa=others))
     with pytest.raises(InputError, match="measured by acc in A and by bpb in B"):
         compare(result(piqa=task(a)), result(piqa=task(b, "bpb")))
 

@@ -191,9 +191,6 @@ TOKENS: dict[tuple[str, str], Write] = {
 TOKENIZERS: dict[tuple[str, str], Write] = {
     ("tokenizer.json", "regular expression without end"): tokenizer("(a|aa)+$"),
     ("tokenizer.json", "nested"): text("[" * DEEP),
-    ("tokenizer.json", "ids"): changed_json(
-        model={"type": "BPE", "vocab": {"<|endoftext|>": 0, "a": 2**32 - 1}, "merges": []}
-    ),
     ("tokenizer.model", "binary"): text(os.urandom(3_000)),
     ("tokenizer.model", "empty"): text(b""),
 }

@@ -72,7 +72,7 @@ def cut_off(content: bytes, generator: random.Random) -> bytes:
 def unseen_damage(values: dict[str, Any], damage: Damage, count: int) -> list[str]:
     """Damage files in turn, one at a time, in proportion to their number; the cases that are not refused by name."""
     _, latest = checkpoints(values)
-    files = sorted(file for file in latest.iterdir() if file.stat().st_size)
+    files = sorted(file for file in latest.iterdir() if file.name != "manifest.json" and file.stat().st_size)
     generator, unseen = random.Random(count), []
     for number in range(count):
         file = files[number % len(files)]

@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+import json
 import shutil
 from collections.abc import Callable, Collection
 from math import inf, nan
@@ -370,6 +371,13 @@ def test_a_checkpoint_from_before_there_were_manifests_is_checked_by_what_it_has
     run_on_ranks(2, train, configured(run))
     assert "__0_0.distcp is damaged in" in events(run, "earlier_checkpoint")[0]["reason"]
     assert numbers(run) == numbers(without())
+
+
+def test_events_are_those_since_the_run_began(tmp_path: Path) -> None:
+    names = ("skipped", "began", "skipped", "other")
+    lines = (json.dumps({"event": name, "step": step}) for step, name in enumerate(names, 1))
+    (tmp_path / "recovery.jsonl").write_text("".join(f"{line}\n" for line in lines))
+    assert [event["step"] for event in read_events(tmp_path)] == [3]
 
 
 def test_what_a_run_went_back_for_is_skipped_by_the_next_start_too() -> None:
