@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from published.software import Practice, practice_of
+
 from megatron_fanformer.durable_files import regular_file
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.model.config import FANConfig, FANformerConfig, PrecisionConfig
@@ -24,7 +26,6 @@ from megatron_fanformer.planning.machines import Machine, known_machines
 from megatron_fanformer.planning.step_time import step_time
 from megatron_fanformer.runtime.layout import LAYER, ParallelConfig
 from megatron_fanformer.training.optimizers import OPTIMIZERS
-from published.software import Practice, practice_of
 
 NUMBERS = ("gpus", "tp", "pp", "cp", "vp", "gbs", "mbs", "seq", "L", "h", "f", "heads", "V")
 NEEDED = ("src", "name", "gpu", "prec", *NUMBERS, "rec", "step_seconds")
