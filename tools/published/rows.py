@@ -2,8 +2,8 @@
 
 The columns: src, name, gpu, prec (bf16, fp8, mxfp8), gpus, tp, pp, cp, vp (chunks a stage), gbs, mbs (samples of a
 global and of a micro batch), seq, L, h, f, heads, kv (empty: as many as heads), V, glu (True, or empty), rec (full,
-sel, none), step_seconds, alloc_gib (of memory, or empty); and of the software, True, False
-or empty: tp_overlap, dp_overlap, flash, sp, fused_loss (`software.Practice`).
+sel, none), step_seconds, alloc_gib (of memory, or empty); and of the software, True, False or empty: tp_overlap,
+dp_overlap, flash, sp, fused_loss (`software.Practice`).
 """
 
 import csv
@@ -34,9 +34,7 @@ CHOICES = {
     "prec": ("bf16", "fp8", "mxfp8"),
     "rec": ("full", "sel", "none"),
 }
-# A gated MLP of two thirds the inner size has the weights and FLOPs of one without a gate.
-UNGATED_SHARE = 2 / 3
-
+UNGATED_SHARE = 2 / 3  # a gated MLP of this inner size has the weights and FLOPs of one without a gate
 MICRO_BATCHES = (1, 2, 4)  # samples, where a source does not say
 # What a layer keeps for backward without attention scores, a token and unit of the hidden size (Korthikanti et al.
 # 2022, equation 4). What a rank keeps of a weight: bf16, float32 gradient, its share of 12 bytes of optimizer state.
