@@ -3,7 +3,6 @@
 torch is not imported here, and fsspec where it is used: it takes a tenth of a second.
 """
 
-import errno
 import logging
 import random
 import re
@@ -202,19 +201,6 @@ def send_file(files: Any, file: Path, path: str, advance: Callable[[], None] = l
     with file.open("rb") as stream, files.open(path, "wb") as out:  # these drivers' `put_file` says nothing
         for piece in pieces(stream, advance):
             out.write(piece)
-
-
-def replace_file(files: Any, new: str, path: str) -> None:
-    """Move a file over another, which some stores' drivers refuse, or leave undone without a word."""
-    try:
-        files.mv(new, path)
-    except OSError as error:
-        if error.errno != errno.EEXIST:
-            raise
-    folder, _, name = new.rpartition("/")
-    if name in names_in(files, folder):
-        files.rm_file(path)
-        files.mv(new, path)
 
 
 def reason_of(error: BaseException) -> str:

@@ -53,13 +53,12 @@ def load_data(file: Any, *, mapped: bool = False) -> Any:
 
 def _refuse_compressed(file: Any) -> None:
     """Raise ValueError for an archive with compressed parts: torch writes none, and a few kB could fill the memory."""
-    if not zipfile.is_zipfile(file):  # a bare pickle
-        return
-    with zipfile.ZipFile(file) as archive:
-        if any(part.compress_type != zipfile.ZIP_STORED for part in archive.infolist()):
-            raise ValueError("it is compressed, as torch's archives never are")
+    if zipfile.is_zipfile(file):  # else it is a bare pickle
+        with zipfile.ZipFile(file) as archive:
+            if any(part.compress_type != zipfile.ZIP_STORED for part in archive.infolist()):
+                raise ValueError("it is compressed, as torch's archives never are")
     if not isinstance(file, str | Path):
-        file.seek(0)
+        file.seek(0)  # looking for an archive moves it, found or not
 
 
 def check_archive(path: Path, name: str, stream: Any) -> None:

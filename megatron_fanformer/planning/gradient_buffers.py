@@ -15,7 +15,6 @@ from typing import NamedTuple, Protocol
 from megatron_fanformer.model.config import FANformerConfig
 from megatron_fanformer.runtime.layout import ParallelConfig
 
-GRADIENT_BYTES = 4  # in float32, as they are unless `precision.grad_reduce_in_fp32` is false
 WEIGHT_START = 64  # elements; with the distributed optimizer a weight starts at a multiple of it
 BUCKET_END = 128  # elements; and a bucket ends at a multiple of this and of the replicas
 LEAST_BUCKET = 40_000_000  # elements; if the layout names no bucket size

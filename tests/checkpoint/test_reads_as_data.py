@@ -10,13 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.checkpoint.metadata import (
-    _MEM_FORMAT_ENCODING,
-    Metadata,
-    StorageMeta,
-)
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata, StorageMeta
 
 from megatron_fanformer.checkpoint import stored_files
+from megatron_fanformer.checkpoint.data_files import load_data
 from megatron_fanformer.checkpoint.manifest import MANIFEST, write_manifest
 from megatron_fanformer.checkpoint.store import MEGATRON_METADATA
 from megatron_fanformer.checkpoint.stored_files import COMMON, check_format
@@ -31,8 +28,6 @@ from tests.training.test_trainer import train
 
 WEIGHT = "decoder.final_layernorm.weight"
 RunOnRanks = Callable[..., list[Any]]
-
-
 Values = dict[str, Any]
 
 
@@ -101,6 +96,12 @@ def test_getattr_in_a_table_gives_members_of_enumerations_alone(checkpoint: Path
     (checkpoint / METADATA).write_bytes(pickle.dumps(table))
     with pytest.raises(CorruptError, match=r"holds more than a table of tensors, or is damaged \(builtins\.getattr\)"):
         read_table(checkpoint)
+
+
+def test_a_bare_pickle_in_a_stream_is_read_from_its_start() -> None:
+    stream = io.BytesIO()
+    torch.save({"step": 1}, stream, _use_new_zipfile_serialization=False)
+    assert load_data(stream) == {"step": 1}
 
 
 # -- what is planted
