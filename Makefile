@@ -45,7 +45,7 @@ faults: $(INSTALLED) ## plant each fault of tests/faults/planted/ in a copy, and
 	$(BIN)/python -m tests.faults.planted $(ROOMS)
 
 smoke: $(INSTALLED) ## the part of the tests that shows whether another Python and megatron-core serve
-	$(PYTEST) tests/test_megatron_seam.py tests/parity/test_parity.py tests/training/test_trainer.py tests/golden \
+	$(PYTEST) tests/test_megatron_seam.py tests/parity/test_parity.py tests/train/test_trainer.py tests/golden \
 		tests/engine/test_layers.py tests/engine/test_stock_loop.py tests/engine/test_hybrid_stack.py \
 		tests/model/test_stages.py tests/checkpoint/test_versions.py
 
@@ -58,7 +58,7 @@ newest: ## smoke, tests/hf and the demo with the newest of everything that resol
 	.venv-newest/bin/megatron-fanformer demo --output runs/newest
 
 newest-exports: $(INSTALLED)
-	$(PYTEST) tests/hf tests/formats/test_huggingface.py -m ""
+	$(PYTEST) tests/hf tests/convert/test_huggingface.py -m ""
 
 lint: $(INSTALLED) ## check format, lint, types and sizes
 	$(BIN)/ruff format --check .

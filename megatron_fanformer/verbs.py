@@ -6,19 +6,19 @@ process that imports `__main__` again. Errors in a configuration are reported be
 
 from typing import Any
 
+from megatron_fanformer.convert.verb import CONVERT, MERGE
 from megatron_fanformer.demo.verb import DEMO
-from megatron_fanformer.evaluation.verb import EVALUATE
+from megatron_fanformer.evaluate.verb import EVALUATE
 from megatron_fanformer.experiments.probes.command import EXPERIMENT
 from megatron_fanformer.experiments.report.command import REPORT
 from megatron_fanformer.experiments.sweeps.verb import SWEEP
-from megatron_fanformer.formats.verb import CONVERT, MERGE
-from megatron_fanformer.generation.verbs import CHAT, GENERATE
-from megatron_fanformer.inspection.verb import INSPECT
+from megatron_fanformer.generate.verbs import CHAT, GENERATE
+from megatron_fanformer.inspect.verb import INSPECT
 from megatron_fanformer.options import Verb
 from megatron_fanformer.parity.verb import PARITY
-from megatron_fanformer.preparation.verb import PREPARE
-from megatron_fanformer.sizing.verb import PLAN
-from megatron_fanformer.training.verbs import CONFIG, TRAIN
+from megatron_fanformer.plan.verb import PLAN
+from megatron_fanformer.prepare.verb import PREPARE
+from megatron_fanformer.train.verbs import CONFIG, TRAIN
 
 ALL: tuple[Verb[Any], ...] = (
     *(DEMO, PREPARE, TRAIN, CONFIG, PARITY, PLAN, EVALUATE),

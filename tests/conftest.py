@@ -15,7 +15,7 @@ from unittest import mock
 import pytest
 
 from megatron_fanformer.data.tokenizer import train_sentencepiece
-from megatron_fanformer.preparation.document_files import read_documents
+from megatron_fanformer.prepare.document_files import read_documents
 from megatron_fanformer.processes import SAVE_SIGNAL, STOP_SIGNALS
 from megatron_fanformer.runtime import device
 from megatron_fanformer.runtime.garbage import freeze_gc
@@ -138,11 +138,11 @@ def run_on_ranks(rank_pool: RankPool) -> Callable[..., list[Any]]:
 
 @pytest.fixture(scope="session")
 def forked_workers() -> None:
-    """Workers of `prepare` in this process are forked off a server that has imported all: see `preparation/forked`."""
-    from megatron_fanformer.preparation import workers
+    """Workers of `prepare` in this process are forked off a server that has imported all: see `prepare/forked`."""
+    from megatron_fanformer.prepare import workers
 
     workers.CONTEXT = multiprocessing.get_context("forkserver")
-    workers.CONTEXT.set_forkserver_preload(["tests.preparation.forked"])
+    workers.CONTEXT.set_forkserver_preload(["tests.prepare.forked"])
     with mock.patch.dict(os.environ, PYTHONPATH=str(Path(__file__).parents[1])):
         forkserver.ensure_running()
 

@@ -17,8 +17,8 @@ from tests.tiny import TINY
 from tests.token_pairs import write_token_pair
 
 if TYPE_CHECKING:  # of a process that has installed the CPU adaptations
-    from megatron_fanformer.training.step import StepResult
-    from megatron_fanformer.training.trainer import Trainer
+    from megatron_fanformer.train.step import StepResult
+    from megatron_fanformer.train.trainer import Trainer
 
 ROOT = Path(__file__).parents[1]
 VOCAB_SIZE = TINY["vocab_size"]
@@ -64,8 +64,8 @@ def small_run(tokens: str, run_dir: Path, **sections: dict[str, Any]) -> dict[st
 def trainer_of(values: dict[str, Any], **options: Any) -> "Iterator[Trainer]":
     """On a rank: the trainer of a configuration's plain values, closed at the end of the block."""
     from megatron_fanformer.runtime.parallel import rank_grid
-    from megatron_fanformer.training.config import config_from_dict
-    from megatron_fanformer.training.trainer import Trainer
+    from megatron_fanformer.train.config import config_from_dict
+    from megatron_fanformer.train.trainer import Trainer
 
     config = config_from_dict(values)
     with rank_grid(config.parallel, "cuda" if config.runtime.device == "cuda" else "cpu") as grid:
@@ -84,7 +84,7 @@ def train(values: dict[str, Any]) -> None:
 
 def first_step(trainer: "Trainer") -> "StepResult":
     """On a rank: take one step of a trainer's batches."""
-    from megatron_fanformer.training.step import train_step
+    from megatron_fanformer.train.step import train_step
 
     parts = (trainer._wrapped, trainer._optimizer, trainer._batches, trainer.grid, trainer._num_micro_batches)
     return train_step(*parts)

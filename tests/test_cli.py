@@ -13,8 +13,8 @@ import torch
 from megatron_fanformer.cli import PROGRAM, main
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.runtime import megatron_cpu
-from megatron_fanformer.training.config import load_config
-from megatron_fanformer.training.preflight import check_run
+from megatron_fanformer.train.config import load_config
+from megatron_fanformer.train.preflight import check_run
 from tests.conftest import REFERENCE, SAMPLES
 from tests.small_runs import ROOT, small_run, start_command, write_config, write_tokens
 

@@ -25,7 +25,7 @@ from megatron_fanformer.configuration import (
 from megatron_fanformer.errors import CorruptError, InputError
 from megatron_fanformer.model.config import PRESETS, FANformerConfig
 from megatron_fanformer.runtime.layout import MOVED_FIELDS
-from megatron_fanformer.training.config import config_from_dict, load_config
+from megatron_fanformer.train.config import config_from_dict, load_config
 from tests.small_runs import small_run, write_config
 
 

@@ -29,7 +29,7 @@ def test_urls_are_shown_without_users_and_passwords(text: str, shown: str) -> No
 @pytest.mark.parametrize("error", [InputError, FanformerError, RuntimeError])
 def test_no_error_shows_a_password(error: type[Exception], capsys: pytest.CaptureFixture[str]) -> None:
     refusal = error("s3://key:secret@bucket/run is not there")
-    with mock.patch("megatron_fanformer.preparation.prepare.prepare", side_effect=refusal):
+    with mock.patch("megatron_fanformer.prepare.prepare.prepare", side_effect=refusal):
         assert main(["prepare", "a", "--output", "o", "--tokenizer", "t"]) == getattr(error, "exit_code", 1)
     assert "s3://…@bucket/run is not there" in capsys.readouterr().err
 

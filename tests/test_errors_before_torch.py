@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from megatron_fanformer.training.config import load_config
-from tests.evaluation.oe_data import write_library
-from tests.generation.making import write_tokenizer
+from megatron_fanformer.train.config import load_config
+from tests.evaluate.oe_data import write_library
+from tests.generate.making import write_tokenizer
 from tests.small_runs import ROOT, small_run, write_config, write_tokens
 
 PROGRAM = """

@@ -18,13 +18,13 @@ from megatron_fanformer.data.token_files import read_index
 from megatron_fanformer.demo.demo import MODEL as DEMO_MODEL
 from megatron_fanformer.model.config import PRESETS
 from megatron_fanformer.runtime.launch import CLOSING_SECONDS
-from megatron_fanformer.training.config import RunConfig, load_config
-from megatron_fanformer.training.metrics import read_metrics
+from megatron_fanformer.train.config import RunConfig, load_config
+from megatron_fanformer.train.metrics import read_metrics
 from tests.chat_pairs import random_chats, write_chats
 from tests.patience import PATIENCE_SECONDS
 from tests.small_runs import ROOT, RunOnRanks, start_program, write_program, write_tokens
-from tests.training.test_presets import write_saved_model
-from tests.training.test_trainer import train
+from tests.train.test_presets import write_saved_model
+from tests.train.test_trainer import train
 
 EXAMPLES = ROOT / "examples"
 FINE_TUNING = sorted(EXAMPLES.glob("sft-*.yaml"))

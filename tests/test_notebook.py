@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from tests.generation.making import write_export, write_tokenizer
+from tests.generate.making import write_export, write_tokenizer
 from tests.small_runs import ROOT, RunOnRanks, small_run, write_tokens
-from tests.training.test_trainer import train
+from tests.train.test_trainer import train
 
 NOTEBOOK = ROOT / "examples" / "quickstart.ipynb"
 SAME_PHASES = 1e-5  # of order 1, in float32

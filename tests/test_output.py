@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_fanformer.training.metrics import read_metrics
+from megatron_fanformer.train.metrics import read_metrics
 from tests.small_runs import ROOT, small_run, write_config, write_tokens
 
 COMMAND = f"{sys.executable} -m megatron_fanformer"

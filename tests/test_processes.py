@@ -82,7 +82,7 @@ sys.meta_path.insert(0, Finder())
 """
 """As `sitecustomize`: a signal at the moment when a module is about to be imported."""
 MOMENTS = ("megatron_fanformer.cli", "argparse", "megatron_fanformer.runtime.launch", "yaml")
-LATE_MOMENTS = ("torch", "megatron.core", "megatron_fanformer.training.trainer", "megatron.core.optimizer")
+LATE_MOMENTS = ("torch", "megatron.core", "megatron_fanformer.train.trainer", "megatron.core.optimizer")
 STOPPED = f"stopped on SIGUSR1 {NOTHING_LOST}"
 
 

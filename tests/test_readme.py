@@ -13,8 +13,8 @@ from megatron_fanformer.experiments.sweeps.cells import read_sweep
 from megatron_fanformer.experiments.variants import VARIANTS
 from megatron_fanformer.model.config import PRESETS
 from megatron_fanformer.parity.verb import read_layouts
-from megatron_fanformer.sizing.command import read_request
-from megatron_fanformer.training.config import load_config
+from megatron_fanformer.plan.command import read_request
+from megatron_fanformer.train.config import load_config
 from tests.shown_commands import COMMANDS, NOT_OURS, NOT_RUN, PYTHON, PYTHON_NOT_RUN, READERS_OWN, Shown
 from tests.small_runs import ROOT
 

@@ -12,8 +12,8 @@ from types import SimpleNamespace
 import pytest
 
 from megatron_fanformer import terminal
-from megatron_fanformer.preparation import progress
-from megatron_fanformer.preparation.progress import PrepareProgress
+from megatron_fanformer.prepare import progress
+from megatron_fanformer.prepare.progress import PrepareProgress
 from tests.small_runs import ROOT, small_run, write_config, write_tokens
 
 ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")

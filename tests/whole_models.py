@@ -9,14 +9,14 @@ from torch import Tensor
 
 from megatron_fanformer.checkpoint import megatron_versions
 from megatron_fanformer.checkpoint.full_tensors import open_full_tensors
+from megatron_fanformer.convert import huggingface, reference
+from megatron_fanformer.convert.convert import Conversion
+from megatron_fanformer.convert.convert import convert_checkpoint as convert_by
+from megatron_fanformer.convert.model_card import Extras
+from megatron_fanformer.convert.name_table import convert
+from megatron_fanformer.convert.verb import ConvertOptions
+from megatron_fanformer.convert.weight_files import open_weights
 from megatron_fanformer.durable_files import new_folder
-from megatron_fanformer.formats import huggingface, reference
-from megatron_fanformer.formats.convert import Conversion
-from megatron_fanformer.formats.convert import convert_checkpoint as convert_by
-from megatron_fanformer.formats.model_card import Extras
-from megatron_fanformer.formats.name_table import convert
-from megatron_fanformer.formats.verb import ConvertOptions
-from megatron_fanformer.formats.weight_files import open_weights
 from megatron_fanformer.model.config import FANformerConfig
 from tests.plain_model import plain_logits
 

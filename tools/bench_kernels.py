@@ -120,7 +120,7 @@ def _head_turn(options: argparse.Namespace, dtype: torch.dtype, grid: Any, is_ch
     from megatron_fanformer.model.config import FANformerConfig
     from megatron_fanformer.model.kernels import KernelsConfig
     from megatron_fanformer.runtime.parallel import ParallelConfig
-    from megatron_fanformer.training.step import wrap_stages
+    from megatron_fanformer.train.step import wrap_stages
 
     width = options.hidden_size
     model = FANformerConfig(

@@ -48,8 +48,8 @@ def main() -> int:
 def start(options: dict[str, Any], tokens: str, cache: str) -> dict[str, float]:
     """Start on a rank, and take a step; return its seconds and memory."""
     from megatron_fanformer.runtime.parallel import rank_grid
-    from megatron_fanformer.training.config import config_from_dict
-    from megatron_fanformer.training.trainer import Trainer
+    from megatron_fanformer.train.config import config_from_dict
+    from megatron_fanformer.train.trainer import Trainer
 
     seconds, private = time.process_time(), _private_mib()
     with tempfile.TemporaryDirectory() as run:

@@ -15,7 +15,7 @@ side; those of several turns import ahead. The file is written anew after each t
 
 `--rates` measures the machine in each round, too: the report is then a machine file for `plan --gpu`, and has shares of
 the matrix products' rate and step times by formula on that machine. Else shares are of the data sheet's rate in bf16,
-and predictions by it, where `planning/machines.yaml` knows the chip.
+and predictions by it, where `plan/machines.yaml` knows the chip.
 """
 
 import argparse
@@ -46,11 +46,11 @@ from megatron_fanformer.model.config import PRESETS, FANformerConfig, as_transfo
 from megatron_fanformer.model.dtypes import DTYPES
 from megatron_fanformer.model.layouts import parse_layout
 from megatron_fanformer.ops import cpu_kernels
-from megatron_fanformer.planning.flops import training_flops_per_token
-from megatron_fanformer.planning.machines import known_machines, machine_of_device
+from megatron_fanformer.plan.flops import training_flops_per_token
+from megatron_fanformer.plan.machines import known_machines, machine_of_device
 from megatron_fanformer.processes import usable_cores
 from megatron_fanformer.runtime import device as devices
-from megatron_fanformer.training.config import config_from_dict, load_config
+from megatron_fanformer.train.config import config_from_dict, load_config
 
 SMALL = FANformerConfig(  # the one that the authors' implementation was measured with on a CPU
     num_layers=8, hidden_size=512, ffn_hidden_size=2048, num_attention_heads=8, vocab_size=50_304, seq_length=512

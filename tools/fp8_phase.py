@@ -86,9 +86,9 @@ def write_corpus(folder: Path, vocab_size: int) -> Path:
     """Write token files of the standard library's sources and their tokenizer, unless they are there."""
     from megatron_fanformer.data.tokenizer import TOKENIZER_MODEL, train_sentencepiece
     from megatron_fanformer.demo.corpus import pack_standard_library
-    from megatron_fanformer.preparation.document_files import read_documents
-    from megatron_fanformer.preparation.prepare import prepare
-    from megatron_fanformer.preparation.verb import PrepareConfig
+    from megatron_fanformer.prepare.document_files import read_documents
+    from megatron_fanformer.prepare.prepare import prepare
+    from megatron_fanformer.prepare.verb import PrepareConfig
 
     corpus = pack_standard_library(folder / "documents")
     tokenizer = folder / TOKENIZER_MODEL

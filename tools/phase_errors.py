@@ -113,9 +113,9 @@ def train(values: dict[str, Any]) -> dict[str, Any]:
     """On the rank: run a configuration; return its losses, and the errors of its phases before and after."""
     from megatron_fanformer.checkpoint.store import VALIDATION_LOSS
     from megatron_fanformer.runtime.parallel import rank_grid
-    from megatron_fanformer.training.config import config_from_dict
-    from megatron_fanformer.training.metrics import read_metrics
-    from megatron_fanformer.training.trainer import Trainer
+    from megatron_fanformer.train.config import config_from_dict
+    from megatron_fanformer.train.metrics import read_metrics
+    from megatron_fanformer.train.trainer import Trainer
 
     config = config_from_dict(values)
     steps = values["training"]["train_iters"]
@@ -140,7 +140,7 @@ def train(values: dict[str, Any]) -> dict[str, Any]:
 
 def observe(trainer: Any) -> dict[str, Any]:
     """Return the errors of all layers' phases over the first validation batch."""
-    from megatron_fanformer.training.evaluation import evaluate_loss
+    from megatron_fanformer.train.evaluation import evaluate_loss
 
     seen: list[FANMap] = []
 

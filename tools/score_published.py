@@ -1,11 +1,11 @@
 """Score the step time by formula against published runs.
 
-    python tools/score_published.py tests/planning/published_runs.csv                    # the committed constants
+    python tools/score_published.py tests/plan/published_runs.csv                    # the committed constants
     python tools/score_published.py ROWS.csv --json scores.json                          # and write them
-    python tools/score_published.py ROWS.csv --fit-on tests/planning/published_runs.csv  # constants fitted to others
-    python tools/score_published.py tests/planning/published_runs.csv --leave-one-out    # each source without its own
+    python tools/score_published.py ROWS.csv --fit-on tests/plan/published_runs.csv  # constants fitted to others
+    python tools/score_published.py tests/plan/published_runs.csv --leave-one-out    # each source without its own
 
-The columns of a file are those of tests/planning/published_runs.csv (tools/published/rows.py describes them, and
+The columns of a file are those of tests/plan/published_runs.csv (tools/published/rows.py describes them, and
 tools/published/software.py the defaults of a missing or empty one). Times are compared, never FLOP/s, which are counted
 by several conventions. Runs of one trainer, in whichever release, are no witnesses of each other: they are left out
 together. The interval of a chip and format holds nine of ten runs of each source.
@@ -26,7 +26,7 @@ from published.rows import Row, read_rows
 
 from megatron_fanformer.durable_files import file_problems, write_atomically
 from megatron_fanformer.errors import FanformerError, InputError
-from megatron_fanformer.planning.machines import known_machines
+from megatron_fanformer.plan.machines import known_machines
 
 STATED = 0.9  # the share of the runs that an interval is to hold
 Run = dict[str, Any]

@@ -16,7 +16,7 @@ from torch import Tensor
 from megatron_fanformer.data.batches import BATCH_FIELDS, DOCUMENT_IDS
 from megatron_fanformer.runtime.agreement import raise_on_all
 
-READ, FAILED = 1, 0  # a simulated rank reads 1 from any tensor (`simulation.fake_world.INVENTED`)
+READ, FAILED = 1, 0  # a simulated rank reads 1 from any tensor (`plan.fake_world.INVENTED`)
 
 
 def shared_batches(

@@ -21,24 +21,24 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_fanformer.checkpoint.run_lock import run_lock
+from megatron_fanformer.convert.convert import convert_checkpoint
+from megatron_fanformer.convert.verb import ConvertOptions
 from megatron_fanformer.data.tokenizer import TOKENIZER_MODEL, load_tokenizer, train_sentencepiece
 from megatron_fanformer.demo.corpus import Corpus, pack_standard_library
 from megatron_fanformer.durable_files import write_atomically
 from megatron_fanformer.errors import FanformerError, InputError, Interrupted
-from megatron_fanformer.formats.convert import convert_checkpoint
-from megatron_fanformer.formats.verb import ConvertOptions
-from megatron_fanformer.generation.config import GenerateConfig
-from megatron_fanformer.generation.generate import generate
+from megatron_fanformer.generate.config import GenerateConfig
+from megatron_fanformer.generate.generate import generate
 from megatron_fanformer.model.config import FANformerConfig
-from megatron_fanformer.preparation.document_files import read_documents
-from megatron_fanformer.preparation.prepare import prepare
-from megatron_fanformer.preparation.verb import PrepareConfig
+from megatron_fanformer.prepare.document_files import read_documents
+from megatron_fanformer.prepare.prepare import prepare
+from megatron_fanformer.prepare.verb import PrepareConfig
 from megatron_fanformer.processes import usable_cores
 from megatron_fanformer.runtime.device import VISIBLE_GPUS
-from megatron_fanformer.training.config import config_from_dict
-from megatron_fanformer.training.loss_picture import loss_picture
-from megatron_fanformer.training.metrics import VALIDATION_PREFIX, read_metrics
-from megatron_fanformer.training.start import start_run
+from megatron_fanformer.train.config import config_from_dict
+from megatron_fanformer.train.loss_picture import loss_picture
+from megatron_fanformer.train.metrics import VALIDATION_PREFIX, read_metrics
+from megatron_fanformer.train.start import start_run
 
 VOCAB_SIZE = 8192
 STEPS = 330
@@ -202,7 +202,7 @@ def compare_logits(places: Places, corpus: Corpus) -> float:
     from transformers.utils import logging as transformers_logging
 
     import megatron_fanformer.hf  # noqa: F401  registers the model with transformers' auto classes
-    from megatron_fanformer.generation.models import load_model
+    from megatron_fanformer.generate.models import load_model
 
     transformers_logging.disable_progress_bar()
     text = next(text for text in read_documents(corpus.held_out) if isinstance(text, str))

@@ -15,12 +15,12 @@ from megatron_fanformer.model.layout_rules import layout_problems
 from megatron_fanformer.model.placements import TRANSFORMER
 from megatron_fanformer.parity.reordering import Reordering
 from megatron_fanformer.parity.trial import TrialConfig, prepared
-from megatron_fanformer.planning.communication import Total, communication, side_by_side
-from megatron_fanformer.planning.job import Job
+from megatron_fanformer.plan.communication import Total, communication, side_by_side
+from megatron_fanformer.plan.job import Job
 from megatron_fanformer.runtime.collectives import CollectiveCount, count_collectives, moved_bytes
 from megatron_fanformer.runtime.layout import FANForm, ParallelConfig
-from megatron_fanformer.training.config import RunConfig
-from megatron_fanformer.training.step import train_step
+from megatron_fanformer.train.config import RunConfig
+from megatron_fanformer.train.step import train_step
 
 Variant = tuple[FANformerConfig, ParallelConfig]
 

@@ -14,7 +14,7 @@ from megatron_fanformer.model.layouts import SINGLE
 from megatron_fanformer.parity.communication import LayoutCommunication
 from megatron_fanformer.parity.comparison import FACTOR, KINDS, Bounds, Differences
 from megatron_fanformer.parity.run import REORDERED_RUNS, LayoutResult, ParityResult
-from megatron_fanformer.planning.communication import Total
+from megatron_fanformer.plan.communication import Total
 from megatron_fanformer.terminal import table
 
 COLUMNS = ("first loss", "outputs", "gradients", "losses", "weights")

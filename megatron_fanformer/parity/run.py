@@ -28,8 +28,8 @@ from megatron_fanformer.parity.verb import ParityConfig
 from megatron_fanformer.runtime import device as devices
 from megatron_fanformer.runtime.layout import ParallelConfig
 from megatron_fanformer.runtime.rank_pool import JobFailed, RankPool
-from megatron_fanformer.training.config import RunConfig
-from megatron_fanformer.training.machine_rules import backend_problems, engine_problems, has_engine, kernel_problems
+from megatron_fanformer.train.config import RunConfig
+from megatron_fanformer.train.machine_rules import backend_problems, engine_problems, has_engine, kernel_problems
 
 REORDERED_RUNS = 3
 JOB_SECONDS = 600.0

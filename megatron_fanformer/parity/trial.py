@@ -28,9 +28,9 @@ from megatron_fanformer.runtime.config import DEFAULT_RUNTIME, DeviceKind, Runti
 from megatron_fanformer.runtime.layout import ParallelConfig
 from megatron_fanformer.runtime.parallel import RankGrid, cpu_kernels_of, rank_grid
 from megatron_fanformer.runtime.seeding import generator_for, initialize_by_name, seed_everything
-from megatron_fanformer.training.optimizer import OptimizerConfig, build_optimizer
-from megatron_fanformer.training.schedule import ScheduleConfig, build_scheduler
-from megatron_fanformer.training.step import attempt_step, train_step, update_weights, weights_in_step, wrap_stages
+from megatron_fanformer.train.optimizer import OptimizerConfig, build_optimizer
+from megatron_fanformer.train.schedule import ScheduleConfig, build_scheduler
+from megatron_fanformer.train.step import attempt_step, train_step, update_weights, weights_in_step, wrap_stages
 
 SEED = 1234
 DOCUMENT_TOKENS = 8

@@ -15,7 +15,7 @@ from megatron_fanformer.terminal import phases, show
 
 if TYPE_CHECKING:
     from megatron_fanformer.model.layouts import Layout
-    from megatron_fanformer.training.config import RunConfig
+    from megatron_fanformer.train.config import RunConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +75,7 @@ def read_layouts(config: ParityConfig) -> "tuple[RunConfig, dict[str, Layout]]":
         InputError: the configuration or a layout is wrong; every problem, one line each.
     """
     from megatron_fanformer.model.layouts import own_layout, parse_layout
-    from megatron_fanformer.training.config import load_config
+    from megatron_fanformer.train.config import load_config
 
     run = load_config(config.file, config.overrides)
     run = dataclasses.replace(

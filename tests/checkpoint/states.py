@@ -17,9 +17,9 @@ from megatron_fanformer.model.kernels import DEFAULT_KERNELS, KernelsConfig
 from megatron_fanformer.runtime.config import DeviceKind
 from megatron_fanformer.runtime.parallel import ParallelConfig, RankGrid, rank_grid
 from megatron_fanformer.runtime.seeding import local_shards, seed_everything
-from megatron_fanformer.training.optimizer import OptimizerConfig, build_optimizer
-from megatron_fanformer.training.schedule import ScheduleConfig, build_scheduler
-from megatron_fanformer.training.step import train_step, weights_in_step, wrap_stages
+from megatron_fanformer.train.optimizer import OptimizerConfig, build_optimizer
+from megatron_fanformer.train.schedule import ScheduleConfig, build_scheduler
+from megatron_fanformer.train.step import train_step, weights_in_step, wrap_stages
 from tests.tiny import tiny_model
 
 GLOBAL_BATCH = 4

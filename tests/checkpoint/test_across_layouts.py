@@ -13,7 +13,7 @@ from megatron_fanformer.checkpoint.optimizer_state import rectangles, stored_sta
 from megatron_fanformer.checkpoint.tensor_table import MAIN_WEIGHT
 from megatron_fanformer.checkpoint.training_state import model_state
 from megatron_fanformer.model.config import FANConfig
-from megatron_fanformer.training.optimizers import OptimizerConfig
+from megatron_fanformer.train.optimizers import OptimizerConfig
 from tests.checkpoint.states import (
     LAYOUTS,
     Shown,
@@ -25,7 +25,7 @@ from tests.checkpoint.states import (
     training,
     world_size,
 )
-from tests.training.layouts import gather
+from tests.train.layouts import gather
 from tests.whole_models import save_state
 
 SAME_LOSS = 1e-6  # relative, between layouts, in float32: sums are taken in another order

@@ -24,7 +24,7 @@ from megatron_fanformer.errors import FanformerError
 from megatron_fanformer.runtime.agreement import is_main
 from tests.checkpoint.states import Pieces, Training, load_and_train, small_model, training, world_size
 from tests.patience import PATIENCE_SECONDS
-from tests.training.layouts import gather
+from tests.train.layouts import gather
 
 RunOnRanks = Callable[..., list[Any]]
 

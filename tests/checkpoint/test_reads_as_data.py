@@ -19,12 +19,12 @@ from megatron_fanformer.checkpoint.store import MEGATRON_METADATA
 from megatron_fanformer.checkpoint.stored_files import COMMON, check_format
 from megatron_fanformer.checkpoint.tensor_table import METADATA, read_table, tensors_of
 from megatron_fanformer.cli import main
+from megatron_fanformer.convert.recognition import find_checkpoint
 from megatron_fanformer.errors import CorruptError
-from megatron_fanformer.formats.recognition import find_checkpoint
-from tests.formats.test_hostile import Bomb
-from tests.generation.making import write_tokenizer
+from tests.convert.test_hostile import Bomb
+from tests.generate.making import write_tokenizer
 from tests.small_runs import VOCAB_SIZE, small_run, write_config, write_tokens
-from tests.training.test_trainer import train
+from tests.train.test_trainer import train
 
 WEIGHT = "decoder.final_layernorm.weight"
 RunOnRanks = Callable[..., list[Any]]

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from megatron_fanformer.checkpoint import store
+from megatron_fanformer.convert.recognition import find_checkpoint
 from megatron_fanformer.errors import CorruptError
-from megatron_fanformer.formats.recognition import find_checkpoint
 from tests.checkpoint.stores import save
 from tests.disk_steps import recorded_steps
 

@@ -12,10 +12,10 @@ from megatron_fanformer.checkpoint import megatron_versions, store, stored_files
 from megatron_fanformer.checkpoint.tensor_table import Table, read_table, tensors_of
 from megatron_fanformer.checkpoint.versions import FILE, UnreadableError, reader, versions
 from megatron_fanformer.configuration import read_plain_values
-from megatron_fanformer.training.metrics import read_metrics
+from megatron_fanformer.train.metrics import read_metrics
 from tests.checkpoint.version_samples import SAMPLES, STEP, run_values
 from tests.small_runs import small_run, write_tokens
-from tests.training.test_trainer import train
+from tests.train.test_trainer import train
 
 RunOnRanks = Callable[..., list[Any]]
 SAME = 1e-5  # of a loss: the samples were written on a CPU with AVX-512, whose sums may be in another order

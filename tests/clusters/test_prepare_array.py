@@ -7,8 +7,8 @@ import pytest
 from megatron_fanformer.cli import main
 from tests.clusters.namespaces import wait_until
 from tests.clusters.slurm_here import SlurmCluster
-from tests.preparation.making import as_line, prepare_files
-from tests.preparation.test_interrupted import hashes
+from tests.prepare.making import as_line, prepare_files
+from tests.prepare.test_interrupted import hashes
 from tests.small_runs import ROOT
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(3600)]

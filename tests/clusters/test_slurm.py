@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megatron_fanformer.training.metrics import METRICS, read_metrics
+from megatron_fanformer.train.metrics import METRICS, read_metrics
 from tests.clusters.namespaces import wait_until
 from tests.clusters.slurm_here import SlurmCluster
 from tests.runtime.test_launch import train_here

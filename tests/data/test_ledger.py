@@ -8,7 +8,7 @@ import pytest
 
 from megatron_fanformer.data.ledger import COLUMNS, Ledger, LedgerRow, LedgerWriter, schema
 from megatron_fanformer.errors import CorruptError
-from tests.inspection.making import ROWS_A_GROUP, ledger_table, random_documents, write_ledger
+from tests.inspect.making import ROWS_A_GROUP, ledger_table, random_documents, write_ledger
 
 DOCUMENTS = random_documents(100)
 TOKENS = sum(map(len, DOCUMENTS))

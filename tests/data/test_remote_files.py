@@ -20,8 +20,8 @@ from megatron_fanformer.data.identity import identify_data
 from megatron_fanformer.data.survey import survey_data
 from megatron_fanformer.data.tokenizer import load_tokenizer
 from megatron_fanformer.errors import CorruptError, FanformerError, InputError
-from megatron_fanformer.evaluation.config import PerplexityConfig
-from megatron_fanformer.evaluation.perplexity_sets import find_sets
+from megatron_fanformer.evaluate.config import PerplexityConfig
+from megatron_fanformer.evaluate.perplexity_sets import find_sets
 from tests.data.failing_stores import FORBIDDEN, REFUSED, Plan, PlannedFiles, http_server, planned
 from tests.data.token_making import VOCAB_SIZE, write_manifest, write_npy, write_pair
 from tests.faults.mirror_kills import needs_server, s3_server

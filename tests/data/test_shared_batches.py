@@ -111,5 +111,5 @@ def by_hosts() -> tuple[list[int], list[str]]:
 
 
 def test_beside_nccl_a_group_has_one_for_its_hosts(run_on_ranks: RunOnRanks) -> None:
-    counted = ["tp_cp broadcast"]  # as `planning.communication` calls it
+    counted = ["tp_cp broadcast"]  # as `plan.communication` calls it
     assert run_on_ranks(4, by_hosts) == [(place, counted) for place in ([0, 0], [1, 0], [0, 2], [1, 2])]

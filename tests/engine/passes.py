@@ -19,7 +19,7 @@ from megatron_fanformer.runtime.layout import ParallelConfig
 from megatron_fanformer.runtime.parallel import rank_grid
 from megatron_fanformer.runtime.pipeline import packed_documents
 from megatron_fanformer.runtime.seeding import local_shards, seed_everything
-from megatron_fanformer.training.step import wrap_stages
+from megatron_fanformer.train.step import wrap_stages
 from tests.engine_on_cpu import products
 
 # Every size of a product is a multiple of 32 on one rank and on two, as FP8's recipes ask; no two maps have the same

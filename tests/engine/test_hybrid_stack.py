@@ -17,11 +17,11 @@ from megatron_fanformer.model.build import HAS_HYBRID_MODEL, transformer_config
 from megatron_fanformer.runtime.parallel import ParallelConfig, rank_grid
 from megatron_fanformer.runtime.rank_pool import JobFailed
 from megatron_fanformer.runtime.seeding import seed_everything
-from megatron_fanformer.training.optimizer import build_optimizer
-from megatron_fanformer.training.schedule import build_scheduler
-from megatron_fanformer.training.step import train_step, wrap_stages
+from megatron_fanformer.train.optimizer import build_optimizer
+from megatron_fanformer.train.schedule import build_scheduler
+from megatron_fanformer.train.step import train_step, wrap_stages
 from tests.tiny import tiny_model
-from tests.training.layouts import CONSTANT, RECIPE, gather, layout, set_weights, shards_of, stream_batches
+from tests.train.layouts import CONSTANT, RECIPE, gather, layout, set_weights, shards_of, stream_batches
 
 pytestmark = pytest.mark.skipif(not HAS_HYBRID_MODEL, reason="HybridModel comes with megatron-core 0.19")
 

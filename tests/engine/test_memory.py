@@ -9,10 +9,10 @@ import torch
 
 from megatron_fanformer.model.config import FANformerConfig, PrecisionConfig
 from megatron_fanformer.model.kernels import KernelsConfig
-from megatron_fanformer.planning.job import Job
-from megatron_fanformer.planning.layer_memory import layer_memory
+from megatron_fanformer.plan.job import Job
+from megatron_fanformer.plan.layer_memory import layer_memory
 from megatron_fanformer.runtime.layout import ParallelConfig
-from megatron_fanformer.training.optimizers import OPTIMIZERS
+from megatron_fanformer.train.optimizers import OPTIMIZERS
 from tests.engine.passes import FIELDS, LAYOUTS, MODEL, VARIANTS, batch, model_on_rank, ranks_of
 
 RunOnRanks = Callable[..., list[Any]]

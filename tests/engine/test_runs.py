@@ -11,15 +11,15 @@ import torch
 from megatron_fanformer.checkpoint.saving import CheckpointSaver
 from megatron_fanformer.checkpoint.tensor_table import STATE_PREFIX, read_table
 from megatron_fanformer.model.kernels import KernelsConfig
-from megatron_fanformer.training.metrics import read_metrics
-from megatron_fanformer.training.optimizer import single_optimizers
-from megatron_fanformer.training.optimizers import OptimizerConfig
+from megatron_fanformer.train.metrics import read_metrics
+from megatron_fanformer.train.optimizer import single_optimizers
+from megatron_fanformer.train.optimizers import OptimizerConfig
 from tests.checkpoint.states import Pieces, layers_for, load_and_train, small_model, training
-from tests.generation.making import all_logits, cached_logits, with_model, write_checkpoint, write_tokenizer
+from tests.generate.making import all_logits, cached_logits, with_model, write_checkpoint, write_tokenizer
 from tests.small_runs import small_run, write_tokens
-from tests.training.layouts import gather
-from tests.training.momentum import NAME, registered
-from tests.training.test_trainer import make_runs, numbers, stored_tensors, train
+from tests.train.layouts import gather
+from tests.train.momentum import NAME, registered
+from tests.train.test_trainer import make_runs, numbers, stored_tensors, train
 
 RunOnRanks = Callable[..., list[Any]]
 
@@ -223,7 +223,7 @@ def test_one_moment_in_bf16_is_in_our_adam(run_on_engine_ranks: RunOnRanks, tmp_
     for bases, formats, *_ in run_on_engine_ranks(
         2, adam_and_moments, OptimizerConfig(exp_avg_dtype="bf16"), tmp_path, False
     ):
-        assert "megatron_fanformer.training.adam.Adam" in bases
+        assert "megatron_fanformer.train.adam.Adam" in bases
         assert formats == {torch.bfloat16, torch.float32}
 
 

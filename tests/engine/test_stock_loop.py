@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_fanformer.formats.recognition import find_checkpoint
+from megatron_fanformer.convert.recognition import find_checkpoint
 from megatron_fanformer.runtime.parallel import ParallelConfig
-from megatron_fanformer.training.config import RunConfig, config_from_dict
-from megatron_fanformer.training.metrics import read_metrics
+from megatron_fanformer.train.config import RunConfig, config_from_dict
+from megatron_fanformer.train.metrics import read_metrics
 from tests.engine.test_whole_processes import STAND_IN
 from tests.small_runs import small_run, write_tokens
 from tests.stock_megatron import HAS_TRAINING, SPEC, STACK_SPEC, command_line, pretrain
-from tests.training.test_trainer import train
+from tests.train.test_trainer import train
 from tests.whole_models import convert_checkpoint, read_full_tensors
 
 pytestmark = pytest.mark.skipif(not HAS_TRAINING, reason="megatron.training comes with megatron-core 0.19")

@@ -8,7 +8,7 @@ import torch
 
 from tests.model.test_stock_megatron import MODEL, MY_MODEL, MY_SPEC, NEEDS_TRAINING, stock_and_ours
 from tests.stock_megatron import SPEC, STACK_SPEC
-from tests.training.layouts import layout
+from tests.train.layouts import layout
 
 SAME = 2e-5  # norm of the difference over the norm: the rotary embedding and SwiGLU are other kernels there
 

@@ -6,7 +6,7 @@ import pytest
 
 from megatron_fanformer.experiments.sweeps.cells import Sweep, parameters_of, read_sweep
 from megatron_fanformer.model.config import FANformerConfig
-from megatron_fanformer.training.config import load_config
+from megatron_fanformer.train.config import load_config
 from tests.experiments.table_2 import LOSSES, Equal, variants
 from tests.small_runs import ROOT
 

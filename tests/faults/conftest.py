@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from tests.generation.making import write_tokenizer
+from tests.generate.making import write_tokenizer
 from tests.small_runs import VOCAB_SIZE, small_run, write_config, write_tokens
-from tests.training.test_trainer import train
+from tests.train.test_trainer import train
 from tests.whole_models import convert_checkpoint
 
 

@@ -15,7 +15,7 @@ import pyarrow
 import torch
 from pyarrow import parquet
 
-from tests.formats.test_hostile import Bomb
+from tests.convert.test_hostile import Bomb
 
 Write = Callable[[Path], object]
 """Makes the file of a path."""

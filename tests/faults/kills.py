@@ -28,8 +28,8 @@ import torch
 from megatron_fanformer.checkpoint import store
 from megatron_fanformer.checkpoint.stored_files import check_stored
 from megatron_fanformer.runtime import device
-from megatron_fanformer.training.config import RunConfig, config_from_dict
-from megatron_fanformer.training.metrics import read_metrics
+from megatron_fanformer.train.config import RunConfig, config_from_dict
+from megatron_fanformer.train.metrics import read_metrics
 from tests.patience import PATIENCE_SECONDS
 from tests.small_runs import small_run, write_tokens
 
@@ -127,7 +127,7 @@ def _forked(function: Callable[[], None]) -> int:
 
 def _train(config: RunConfig, rank: int, ranks: int, port: int) -> None:
     from megatron_fanformer.runtime.parallel import distributed
-    from megatron_fanformer.training.trainer import Trainer
+    from megatron_fanformer.train.trainer import Trainer
 
     address = device.RankAddress(
         rank=rank,
@@ -239,7 +239,7 @@ def main() -> None:
     options = parser.parse_args()
     device.prepare_megatron(on_cpu=True)
     torch.set_num_threads(1)
-    import megatron_fanformer.training.trainer  # noqa: F401  # before the forks
+    import megatron_fanformer.train.trainer  # noqa: F401  # before the forks
 
     cases = [(layout, async_save) for layout in LAYOUTS for async_save in (False, True)]
     for number, (layout, async_save) in enumerate(cases):

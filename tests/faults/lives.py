@@ -20,7 +20,7 @@ from typing import Any
 import psutil
 
 from megatron_fanformer.runtime.roll_call import ANSWER_SECONDS
-from megatron_fanformer.training.metrics import METRICS, read_metrics
+from megatron_fanformer.train.metrics import METRICS, read_metrics
 from tests.patience import wait_until
 from tests.small_runs import ROOT, small_run, start_command, write_config, write_tokens
 

@@ -25,7 +25,7 @@ import pytest
 
 from megatron_fanformer.checkpoint import store
 from megatron_fanformer.checkpoint.remote import RemoteRun
-from megatron_fanformer.training.config import RunConfig, config_from_dict
+from megatron_fanformer.train.config import RunConfig, config_from_dict
 from tests.patience import PATIENCE_SECONDS
 from tests.small_runs import small_run, write_tokens
 
@@ -142,7 +142,7 @@ def main() -> None:
 
     device.prepare_megatron(on_cpu=True)
     torch.set_num_threads(1)
-    import megatron_fanformer.training.trainer  # noqa: F401  # before the forks
+    import megatron_fanformer.train.trainer  # noqa: F401  # before the forks
 
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

@@ -12,10 +12,10 @@ from megatron_fanformer.checkpoint import store
 from megatron_fanformer.checkpoint.manifest import MANIFEST
 from megatron_fanformer.checkpoint.stored_files import check_stored
 from megatron_fanformer.errors import CorruptError
-from megatron_fanformer.training.config import config_from_dict
-from megatron_fanformer.training.preflight import check_run
+from megatron_fanformer.train.config import config_from_dict
+from megatron_fanformer.train.preflight import check_run
 from tests.small_runs import small_run, write_tokens
-from tests.training.test_trainer import train
+from tests.train.test_trainer import train
 
 PAGE_BYTES = 4096
 Damage = Callable[[bytes, random.Random], bytes]

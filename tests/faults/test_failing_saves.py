@@ -12,8 +12,8 @@ from unittest import mock
 import pytest
 
 from megatron_fanformer.checkpoint import store
-from megatron_fanformer.inspection.checkpoint import check_checkpoint
-from megatron_fanformer.training.metrics import read_metrics
+from megatron_fanformer.inspect.checkpoint import check_checkpoint
+from megatron_fanformer.train.metrics import read_metrics
 from tests.faults import commands
 from tests.faults.conftest import Things
 from tests.patience import wait_until

@@ -10,11 +10,11 @@ import pytest
 from megatron_fanformer.checkpoint import store
 from megatron_fanformer.checkpoint.manifest import MANIFEST
 from megatron_fanformer.checkpoint.remote import RemoteRun
-from megatron_fanformer.training.metrics import read_metrics
+from megatron_fanformer.train.metrics import read_metrics
 from tests.faults import commands
 from tests.faults.conftest import Things
 from tests.small_runs import small_run
-from tests.training.test_trainer import train, world_size
+from tests.train.test_trainer import train, world_size
 
 STEPS = 8
 

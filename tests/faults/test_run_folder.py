@@ -15,8 +15,8 @@ from megatron_fanformer.cli import main
 from megatron_fanformer.demo.demo import MARK
 from megatron_fanformer.errors import FanformerError
 from megatron_fanformer.runtime.parallel import rank_grid
-from megatron_fanformer.training.config import config_from_dict
-from megatron_fanformer.training.metrics import read_metrics
+from megatron_fanformer.train.config import config_from_dict
+from megatron_fanformer.train.metrics import read_metrics
 from tests.patience import PATIENCE_SECONDS, wait_until
 from tests.small_runs import ROOT, small_run, start_command, write_config, write_tokens
 
@@ -98,7 +98,7 @@ def spoil_during_training(values: dict[str, Any], file: Path, spoil: Callable[[P
     """Train, and spoil a file after two steps; exit code and message of the error that follows."""
     import torch.distributed as dist
 
-    from megatron_fanformer.training.trainer import Trainer
+    from megatron_fanformer.train.trainer import Trainer
 
     config = config_from_dict(values)
     with rank_grid(config.parallel, "cpu") as grid:

@@ -16,8 +16,8 @@ import torch
 
 from megatron_fanformer.model.layouts import layout_fields
 from megatron_fanformer.runtime.rank_pool import RankPool
-from megatron_fanformer.training.config import config_from_dict
-from megatron_fanformer.training.metrics import read_metrics
+from megatron_fanformer.train.config import config_from_dict
+from megatron_fanformer.train.metrics import read_metrics
 from tests.small_runs import small_run, trainer_of, write_tokens
 
 FILE = Path(__file__).parent / "losses.json"

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from megatron_fanformer.runtime.config import RuntimeConfig
-from megatron_fanformer.training.metrics import read_metrics
+from megatron_fanformer.train.metrics import read_metrics
 from tests.engine_on_cpu import installing
 from tests.patience import PATIENCE_SECONDS
 from tests.small_runs import small_run, start_command, write_config

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from megatron_fanformer.formats.recognition import find_checkpoint
+from megatron_fanformer.convert.recognition import find_checkpoint
 from tests.gpu.making import SAME_LOSS, STEPS, finished, gpu_run, needs_gpu
 from tests.whole_models import read_full_tensors
 

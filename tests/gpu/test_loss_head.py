@@ -13,7 +13,7 @@ from megatron_fanformer.model.kernels import KernelsConfig
 from megatron_fanformer.ops import cross_entropy
 from megatron_fanformer.runtime.parallel import ParallelConfig, distributed
 from megatron_fanformer.runtime.seeding import seed_everything
-from megatron_fanformer.training.step import wrap_stages
+from megatron_fanformer.train.step import wrap_stages
 from tests.gpu.making import ON_GPU, needs_gpu, needs_real_gpu
 
 pytestmark = needs_gpu

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_fanformer.formats.recognition import find_checkpoint
+from megatron_fanformer.convert.recognition import find_checkpoint
 from megatron_fanformer.model.layer_spec import transformer_engine_problem
 from megatron_fanformer.runtime.device import fp8_problem
 from tests.gpu.making import STEPS, finished, gpu_run, needs_gpu

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from megatron_fanformer.formats.huggingface import open_huggingface
+from megatron_fanformer.convert.huggingface import open_huggingface
 from megatron_fanformer.hf import FANformerForCausalLM
 from tests.hf.models import OWN_VALUES, build, some_ids
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.generation.making import write_export, write_tokenizer
+from tests.generate.making import write_export, write_tokenizer
 from tests.small_runs import ROOT
 
 ROUNDING = 1e-3  # log-likelihoods of tens, in float32, of batches padded otherwise

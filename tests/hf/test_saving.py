@@ -28,7 +28,7 @@ model.save_pretrained(sys.argv[2])
 """
 
 
-@pytest.mark.full  # as tests/formats does with an export, in every run
+@pytest.mark.full  # as tests/convert does with an export, in every run
 def test_a_stranger_opens_it_and_saves_it_again(tmp_path: Path) -> None:
     model = build(**OWN_VALUES)
     model.save_pretrained(tmp_path / "once")

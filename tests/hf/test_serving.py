@@ -20,7 +20,7 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from megatron_fanformer.hf import FANformerConfig
-from tests.generation.making import write_export, write_tokenizer
+from tests.generate.making import write_export, write_tokenizer
 from tests.hf.models import LENGTHS, PLACEMENTS, SIZES, build, prompts
 from tests.patience import PATIENCE_SECONDS
 from tests.small_runs import ROOT, start_program

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, QuantoConfig, TorchAoConfig, pipeline
 
-from megatron_fanformer.formats.huggingface import open_huggingface
+from megatron_fanformer.convert.huggingface import open_huggingface
 from megatron_fanformer.hf import FANformerForCausalLM
-from tests.generation.making import write_export, write_tokenizer
+from tests.generate.making import write_export, write_tokenizer
 from tests.hf.models import OWN_VALUES, build, some_ids
 
 pytestmark = pytest.mark.full  # what most of them are for, the package, is not in the tested set

@@ -19,10 +19,10 @@ from megatron_fanformer.parity.tensor_parts import gather_gradients, gradient_pa
 from megatron_fanformer.parity.trial import TrialConfig, prepared
 from megatron_fanformer.runtime.layout import ParallelConfig
 from megatron_fanformer.runtime.pipeline import packed_documents
-from megatron_fanformer.training.optimizer import OptimizerConfig
-from megatron_fanformer.training.step import attempt_step
+from megatron_fanformer.train.optimizer import OptimizerConfig
+from megatron_fanformer.train.step import attempt_step
 from tests.tiny import tiny_model
-from tests.training.layouts import layout, ranks_of
+from tests.train.layouts import layout, ranks_of
 
 SAME = 1e-6  # a loss, or the norm of a gradient's difference, relative: float32 sums in another order
 SEQ_LENGTH, SAMPLES, MICRO_BATCH = 32, 4, 2

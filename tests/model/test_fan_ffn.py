@@ -9,7 +9,7 @@ import torch
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
 from megatron_fanformer.checkpoint import optimizer_state
-from megatron_fanformer.formats.name_table import expected_shapes
+from megatron_fanformer.convert.name_table import expected_shapes
 from megatron_fanformer.model.config import FANConfig, with_same_parameters
 from megatron_fanformer.model.fan_functions import FANOutput, FANShard
 from megatron_fanformer.model.initialization import initial_std
@@ -17,7 +17,7 @@ from megatron_fanformer.runtime.parallel import ParallelConfig
 from megatron_fanformer.runtime.seeding import generator_for
 from tests.plain_model import from_transformers, train_plain
 from tests.tiny import tiny_model
-from tests.training.layouts import RECIPE, gather, train_stream
+from tests.train.layouts import RECIPE, gather, train_stream
 from tests.whole_models import megatron_to_hf
 
 # Without padding, and untied, so that an export's tensors are all of the model's.

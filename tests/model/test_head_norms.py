@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from megatron_fanformer.formats.name_table import convert
+from megatron_fanformer.convert.name_table import convert
 from megatron_fanformer.model.build import build_stages
 from megatron_fanformer.model.config import as_transformer
 from megatron_fanformer.runtime.parallel import ParallelConfig, rank_grid

@@ -17,10 +17,10 @@ from megatron_fanformer.parity.tensor_parts import TensorPart
 from megatron_fanformer.parity.trial import TrialConfig, run_trial
 from megatron_fanformer.runtime.layout import ParallelConfig
 from megatron_fanformer.runtime.parallel import RankGrid, rank_grid
-from megatron_fanformer.training.optimizer import OptimizerConfig
-from megatron_fanformer.training.step import wrap_stages
+from megatron_fanformer.train.optimizer import OptimizerConfig
+from megatron_fanformer.train.step import wrap_stages
 from tests.tiny import tiny_model
-from tests.training.layouts import layout, ranks_of
+from tests.train.layouts import layout, ranks_of
 
 RunOnRanks = Callable[..., list[Any]]
 

@@ -8,9 +8,9 @@ import torch
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from megatron_fanformer.formats.huggingface import open_huggingface
-from megatron_fanformer.formats.name_table import expected_shapes
-from megatron_fanformer.generation.models import build_model, find_model
+from megatron_fanformer.convert.huggingface import open_huggingface
+from megatron_fanformer.convert.name_table import expected_shapes
+from megatron_fanformer.generate.models import build_model, find_model
 from megatron_fanformer.hf import FANformerForCausalLM
 from megatron_fanformer.model.config import FANformerConfig
 from megatron_fanformer.model.rope_scaling import RopeScalingConfig

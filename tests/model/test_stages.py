@@ -14,7 +14,7 @@ from megatron_fanformer.model.config import FANConfig, FANformerConfig
 from megatron_fanformer.runtime.parallel import ParallelConfig, rank_grid
 from megatron_fanformer.runtime.seeding import generator_for, seed_everything
 from tests.tiny import tiny_model
-from tests.training.layouts import TrainedCase, gather, layout, ranks_of, shards_of, train_stream
+from tests.train.layouts import TrainedCase, gather, layout, ranks_of, shards_of, train_stream
 
 pytestmark = pytest.mark.skipif(not build.HAS_HYBRID_MODEL, reason="HybridModel comes with megatron-core 0.19")
 

@@ -37,7 +37,7 @@ from tests.stock_megatron import (
     stock_model,
 )
 from tests.tiny import tiny_model
-from tests.training.layouts import layout
+from tests.train.layouts import layout
 from tests.whole_models import save_state
 
 MODEL = tiny_model(hidden_size=64, ffn_hidden_size=128, vocab_size=256, seq_length=32)

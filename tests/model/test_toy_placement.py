@@ -8,23 +8,23 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_fanformer.formats.fan_of_tensors import fan_of_tensors
-from megatron_fanformer.formats.huggingface import to_huggingface_config
-from megatron_fanformer.formats.name_table import expected_shapes
+from megatron_fanformer.convert.fan_of_tensors import fan_of_tensors
+from megatron_fanformer.convert.huggingface import to_huggingface_config
+from megatron_fanformer.convert.name_table import expected_shapes
 from megatron_fanformer.hf import FANformerForCausalLM
 from megatron_fanformer.model.config import FANConfig, FANformerConfig
 from megatron_fanformer.model.layout_rules import layout_problems
-from megatron_fanformer.planning.gradient_buffers import first_stage_weights
-from megatron_fanformer.planning.memory import rank_memory
+from megatron_fanformer.plan.gradient_buffers import first_stage_weights
+from megatron_fanformer.plan.memory import rank_memory
+from megatron_fanformer.plan.rank import run_rank
 from megatron_fanformer.runtime.parallel import ParallelConfig
 from megatron_fanformer.runtime.seeding import generator_for
-from megatron_fanformer.simulation.rank import run_rank
 from tests.model.toy_placement import NAME, built_shapes, count, registered, train
-from tests.planning.test_communication import assert_formula_is_the_count, job_of_case
-from tests.planning.test_memory import large
-from tests.simulation.runs import run_config
+from tests.plan.runs import run_config
+from tests.plan.test_communication import assert_formula_is_the_count, job_of_case
+from tests.plan.test_memory import large
 from tests.tiny import tiny_model
-from tests.training.layouts import gather
+from tests.train.layouts import gather
 from tests.whole_models import export_huggingface, hf_to_megatron, read_huggingface
 
 STEPS = 2

@@ -21,7 +21,7 @@ from megatron_fanformer.model.local_layers import LocalBackend
 from megatron_fanformer.model.placements import PLACEMENTS
 from megatron_fanformer.model.placements.attention import FAN_ROWS, fan_tensors
 from megatron_fanformer.model.placements.base import SWIGLU, FANMap, H, Placement, Rows, Shape
-from megatron_fanformer.planning.layer_memory import kept_of_fan
+from megatron_fanformer.plan.layer_memory import kept_of_fan
 
 NAME = "mlp_input"
 FAN = "mlp.linear_fc1.fan.linear"
@@ -136,7 +136,7 @@ def built_shapes(model: FANformerConfig) -> dict[str, torch.Size]:
 
 def train(*arguments: Any) -> Any:
     """Train as `train_stream` does, where there is the placement."""
-    from tests.training.layouts import train_stream
+    from tests.train.layouts import train_stream
 
     with registered():
         return train_stream(*arguments)
@@ -144,7 +144,7 @@ def train(*arguments: Any) -> Any:
 
 def count(*arguments: Any) -> Any:
     """Count a step as `count_step` does, where there is the placement."""
-    from tests.planning.test_communication import count_step
+    from tests.plan.test_communication import count_step
 
     with registered():
         return count_step(*arguments)

@@ -35,8 +35,8 @@ def train(by_kernel: bool) -> Trained:
     from megatron_fanformer.runtime.config import RuntimeConfig
     from megatron_fanformer.runtime.parallel import ParallelConfig, distributed
     from megatron_fanformer.runtime.seeding import seed_everything
-    from megatron_fanformer.training.optimizer import OptimizerConfig, build_optimizer
-    from megatron_fanformer.training.step import train_step, wrap_stages
+    from megatron_fanformer.train.optimizer import OptimizerConfig, build_optimizer
+    from megatron_fanformer.train.step import train_step, wrap_stages
     from tests.tiny import tiny_model
 
     fan = FANConfig(placement="qk_and_v", activation="gelu")

@@ -12,7 +12,7 @@ from megatron_fanformer.model import fan_functions, fan_layer, local_layers
 from megatron_fanformer.parity import trial as trials
 from megatron_fanformer.runtime import pipeline
 from megatron_fanformer.runtime.layout import ParallelConfig
-from megatron_fanformer.training import step
+from megatron_fanformer.train import step
 
 Planting = Callable[[], AbstractContextManager[Any]]
 

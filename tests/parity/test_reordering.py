@@ -9,7 +9,7 @@ from megatron_fanformer.model.config import FANConfig
 from megatron_fanformer.parity.comparison import baseline_of, differences
 from megatron_fanformer.parity.trial import TrialConfig, run_trial
 from megatron_fanformer.runtime.layout import ParallelConfig
-from megatron_fanformer.training.optimizer import OptimizerConfig
+from megatron_fanformer.train.optimizer import OptimizerConfig
 from tests.tiny import tiny_model
 
 ROUNDING = 1e-5  # relative; float32 sums of some hundred terms, through four layers and backward

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from megatron_fanformer.runtime.collectives import count_collectives, moved_bytes
 from megatron_fanformer.runtime.parallel import RankGrid, rank_grid
-from tests.training.layouts import layout
+from tests.train.layouts import layout
 
 Count = tuple[str, str, int, int]  # group, kind, calls, bytes
 

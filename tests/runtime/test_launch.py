@@ -27,9 +27,9 @@ from megatron_fanformer.runtime.agreement import loopback_store, store_of_ranks
 from megatron_fanformer.runtime.config import RuntimeConfig
 from megatron_fanformer.runtime.device import ERROR_FILE
 from megatron_fanformer.runtime.parallel import rank_grid
-from megatron_fanformer.training.config import config_from_dict
-from megatron_fanformer.training.metrics import METRICS, read_metrics
-from megatron_fanformer.training.run_log import run_log
+from megatron_fanformer.train.config import config_from_dict
+from megatron_fanformer.train.metrics import METRICS, read_metrics
+from megatron_fanformer.train.run_log import run_log
 from tests.patience import PATIENCE_SECONDS, wait_until
 from tests.small_runs import small_run, start_command, write_config, write_tokens
 
@@ -44,7 +44,7 @@ def tokens(tmp_path: Path) -> str:
 
 def train_here(values: dict[str, Any]) -> list[str]:
     """Train on this rank; what it logs."""
-    from megatron_fanformer.training.trainer import Trainer
+    from megatron_fanformer.train.trainer import Trainer
 
     config, logged = config_from_dict(values), queue.SimpleQueue[logging.LogRecord]()
     handler, logger = logging.handlers.QueueHandler(logged), logging.getLogger("megatron_fanformer")

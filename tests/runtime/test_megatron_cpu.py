@@ -57,7 +57,7 @@ from megatron_fanformer.runtime import megatron_cpu
 megatron_cpu.install()
 import sys
 import torch
-from megatron_fanformer.training.adam import Adam
+from megatron_fanformer.train.adam import Adam
 weight = torch.nn.Parameter(torch.ones(3))
 adam = Adam([weight], lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
 weight.grad = torch.ones(3)
@@ -76,8 +76,8 @@ assert "torch._dynamo" not in sys.modules
 @pytest.mark.parametrize(
     ("module", "needless", "later"),
     [
-        ("training.trainer", "torch.distributed.tensor torch.distributed.checkpoint sympy", "checkpoint.saving"),
-        ("generation.models", "transformers", "formats.huggingface"),
+        ("train.trainer", "torch.distributed.tensor torch.distributed.checkpoint sympy", "checkpoint.saving"),
+        ("generate.models", "transformers", "convert.huggingface"),
     ],
 )
 def test_what_a_start_does_not_need_is_not_imported(module: str, needless: str, later: str) -> None:

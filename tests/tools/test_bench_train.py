@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron_fanformer.ops import cpu_kernels
-from megatron_fanformer.planning.machines import load_machine
+from megatron_fanformer.plan.machines import load_machine
 from tests.small_runs import ROOT, small_run, write_config
 
 

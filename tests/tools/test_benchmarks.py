@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.preparation.making import as_line
+from tests.prepare.making import as_line
 from tests.small_runs import ROOT
 
 pytestmark = pytest.mark.full

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from megatron_fanformer.planning.machines import known_machines
+from megatron_fanformer.plan.machines import known_machines
 from tests.small_runs import ROOT
 
-PUBLISHED = ROOT / "tests" / "planning" / "published_runs.csv"
+PUBLISHED = ROOT / "tests" / "plan" / "published_runs.csv"
 Score = Callable[..., dict[str, Any]]
 
 

@@ -1,4 +1,4 @@
-"""The machine as the formula of the step time knows it (`planning.machines`), measured with a model's own shapes."""
+"""The machine as the formula of the step time knows it (`plan.machines`), measured with a model's own shapes."""
 
 import contextlib
 import dataclasses
@@ -21,9 +21,9 @@ from torch import multiprocessing
 from megatron_fanformer.model.config import FANformerConfig
 from megatron_fanformer.ops.attention import attention
 from megatron_fanformer.ops.element_wise import swiglu
-from megatron_fanformer.planning.machines import known_machines, machine_of
-from megatron_fanformer.planning.step_time import FLASH_BACKWARD, step_time
-from megatron_fanformer.training.config import config_from_dict
+from megatron_fanformer.plan.machines import known_machines, machine_of
+from megatron_fanformer.plan.step_time import FLASH_BACKWARD, step_time
+from megatron_fanformer.train.config import config_from_dict
 
 USUAL_GPU = "h100"
 LARGEST_SUM, SUMS = 32 << 20, 5  # bytes; times

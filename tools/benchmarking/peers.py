@@ -56,7 +56,7 @@ def _serve_peer(connection: Any, peer: Peer, model: FANformerConfig, is_bf16: bo
 
 class _PlainTraining:
     def __init__(self, peer: Peer, model: FANformerConfig, is_bf16: bool, samples: int) -> None:
-        from megatron_fanformer.formats.huggingface import to_huggingface_config
+        from megatron_fanformer.convert.huggingface import to_huggingface_config
         from megatron_fanformer.hf import FANformerForCausalLM
 
         torch.manual_seed(0)

@@ -108,13 +108,13 @@ def ranks_of(values: dict[str, Any], world_size: int) -> CaseProcesses:
 
 
 def _serve_rank(connection: Any, values: dict[str, Any], rank: int, world_size: int, port: int) -> None:
-    from megatron_fanformer.training.config import config_from_dict
+    from megatron_fanformer.train.config import config_from_dict
 
     config = config_from_dict(values)
     devices.prepare_megatron(config.run_shape(world_size), on_cpu=config.runtime.device == "cpu")  # as `train` does
     from megatron_fanformer.model.layer_spec import transformer_engine_problem
     from megatron_fanformer.runtime.parallel import distributed
-    from megatron_fanformer.training import trainer  # noqa: F401  takes seconds
+    from megatron_fanformer.train import trainer  # noqa: F401  takes seconds
 
     transformer_engine_problem()  # imports the Engine
     connection.send("ready")
@@ -141,7 +141,7 @@ class Rank:
     """A whole Trainer on one rank, whose steps are timed."""
 
     def __init__(self, config: Any, grid: Any) -> None:
-        from megatron_fanformer.training import trainer
+        from megatron_fanformer.train import trainer
 
         self.trainer = trainer.Trainer(config, grid)
         self._config = config

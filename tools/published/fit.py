@@ -17,7 +17,7 @@ import numpy as np
 from published.rows import Row
 
 from megatron_fanformer.errors import InputError
-from megatron_fanformer.planning.machines import Machine, known_machines
+from megatron_fanformer.plan.machines import Machine, known_machines
 
 ROW_DEVIATION = 0.05  # what log(predicted / measured) of a run is off by anyhow
 RUNS_A_SOURCE = 4  # what the runs of a source count as together, since they share software and assumptions

@@ -20,12 +20,12 @@ from megatron_fanformer.durable_files import regular_file
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.model.config import FANConfig, FANformerConfig, PrecisionConfig
 from megatron_fanformer.model.kernels import KernelsConfig
-from megatron_fanformer.planning.flops import training_flops_per_token
-from megatron_fanformer.planning.job import Job
-from megatron_fanformer.planning.machines import Machine, known_machines
-from megatron_fanformer.planning.step_time import step_time
+from megatron_fanformer.plan.flops import training_flops_per_token
+from megatron_fanformer.plan.job import Job
+from megatron_fanformer.plan.machines import Machine, known_machines
+from megatron_fanformer.plan.step_time import step_time
 from megatron_fanformer.runtime.layout import LAYER, ParallelConfig
-from megatron_fanformer.training.optimizers import OPTIMIZERS
+from megatron_fanformer.train.optimizers import OPTIMIZERS
 
 NUMBERS = ("gpus", "tp", "pp", "cp", "vp", "gbs", "mbs", "seq", "L", "h", "f", "heads", "V")
 NEEDED = ("src", "name", "gpu", "prec", *NUMBERS, "rec", "step_seconds")

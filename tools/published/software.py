@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from megatron_fanformer.errors import InputError
-from megatron_fanformer.planning.machines import Machine
+from megatron_fanformer.plan.machines import Machine
 
 TRUTHS = {"True": True, "False": False}
 

@@ -126,7 +126,7 @@ def _with_checkpoints(settings: Any, probe: str) -> Any:
 
 
 def _checkpoint(name: str) -> str:
-    from megatron_fanformer.formats.recognition import MODELS, OURS, checkpoint_of, iteration_of, recognise
+    from megatron_fanformer.convert.recognition import MODELS, OURS, checkpoint_of, iteration_of, recognise
 
     target = recognise(name, MODELS)
     if target.kind in OURS:

@@ -17,15 +17,15 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers.initialization import no_init_weights
 
+from megatron_fanformer.convert.huggingface import to_huggingface_config
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.experiments.probes.settings import CostSettings
 from megatron_fanformer.experiments.result import Cell, Finding, Log, Measured, Table
-from megatron_fanformer.formats.huggingface import to_huggingface_config
 from megatron_fanformer.hf import FANformerForCausalLM
 from megatron_fanformer.model.config import PRESETS, FANformerConfig
 from megatron_fanformer.pictures import drawn
-from megatron_fanformer.planning.flops import forward_flops_per_token
-from megatron_fanformer.simulation.memory_tracker import MemoryTracker
+from megatron_fanformer.plan.flops import forward_flops_per_token
+from megatron_fanformer.plan.memory_tracker import MemoryTracker
 
 MIB = 2**20
 HALF_BYTES = 2

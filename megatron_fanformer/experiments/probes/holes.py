@@ -39,7 +39,7 @@ from megatron_fanformer.experiments.intervals import above, mean_of
 from megatron_fanformer.experiments.probes.settings import HolesSettings, Task
 from megatron_fanformer.experiments.probes.twins import SAME_PARAMETERS, TRANSFORMER, fanformer_of, fresh_model, twins
 from megatron_fanformer.experiments.result import Cell, Finding, Log, Measured, Table
-from megatron_fanformer.generation.models import TrainedModel, find_model_and_tokenizer, load_model
+from megatron_fanformer.generate.models import TrainedModel, find_model_and_tokenizer, load_model
 from megatron_fanformer.pictures import draw_heat_map, drawn
 
 NUMBERS = 113  # of each operand, from 0

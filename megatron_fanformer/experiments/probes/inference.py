@@ -33,8 +33,8 @@ from megatron_fanformer.experiments.result import Cell, Finding, Log, Measured, 
 from megatron_fanformer.hf import FANformerForCausalLM
 from megatron_fanformer.model.config import PRESETS, FANformerConfig
 from megatron_fanformer.pictures import drawn
+from megatron_fanformer.plan.memory_tracker import MemoryTracker
 from megatron_fanformer.runtime.device import resolve_device
-from megatron_fanformer.simulation.memory_tracker import MemoryTracker
 
 MIB = 2**20
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

@@ -11,7 +11,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from megatron_fanformer.formats.huggingface import to_huggingface_config
+from megatron_fanformer.convert.huggingface import to_huggingface_config
 from megatron_fanformer.hf import FANformerForCausalLM
 from megatron_fanformer.model.config import FANformerConfig, as_transformer
 

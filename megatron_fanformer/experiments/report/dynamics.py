@@ -21,7 +21,7 @@ from megatron_fanformer.experiments.variants import VARIANTS
 from megatron_fanformer.model.placements import TRANSFORMER
 from megatron_fanformer.pictures import drawn
 from megatron_fanformer.terminal import plural, some
-from megatron_fanformer.training.metrics import read_metrics
+from megatron_fanformer.train.metrics import read_metrics
 
 SMOOTHED_SHARE = 0.05  # of the steps, over which a difference is averaged
 PART = 0.2  # of the steps: the first are "early", the last "late"

@@ -12,10 +12,10 @@ from megatron_fanformer.checkpoint import store
 from megatron_fanformer.checkpoint.store import VALIDATION_LOSS
 from megatron_fanformer.configuration import build, nested, overlaid, read_values
 from megatron_fanformer.errors import DivergenceError, InputError
-from megatron_fanformer.evaluation.config import PerplexityConfig
+from megatron_fanformer.evaluate.config import PerplexityConfig
 from megatron_fanformer.experiments.sweeps.config import FITTED, LOSS, SweepConfig
 from megatron_fanformer.terminal import plural
-from megatron_fanformer.training.config import (
+from megatron_fanformer.train.config import (
     UNSTATED,
     RunConfig,
     TrainingConfig,
@@ -23,7 +23,7 @@ from megatron_fanformer.training.config import (
     config_from_dict,
     print_on_stderr,
 )
-from megatron_fanformer.training.metrics import PERPLEXITY_LOSS_SUFFIX, read_metrics
+from megatron_fanformer.train.metrics import PERPLEXITY_LOSS_SUFFIX, read_metrics
 
 State = Literal["complete", "failed", "begun", "to come"]
 DIVERGED = f"exit code {DivergenceError.exit_code}"  # a line of a cell's .failed

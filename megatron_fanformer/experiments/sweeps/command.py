@@ -30,10 +30,10 @@ from megatron_fanformer.experiments.sweeps.config import LOSS, OVERRIDDEN
 from megatron_fanformer.experiments.sweeps.verb import SweepOptions
 from megatron_fanformer.experiments.variants import VARIANTS, variant_like
 from megatron_fanformer.options import PROGRAM
-from megatron_fanformer.planning.flops import training_flops_per_token
-from megatron_fanformer.planning.machines import Machine, load_machine
+from megatron_fanformer.plan.flops import training_flops_per_token
+from megatron_fanformer.plan.machines import Machine, load_machine
 from megatron_fanformer.terminal import Row, plural, show, table
-from megatron_fanformer.training.config import RunConfig, advice, config_from_dict
+from megatron_fanformer.train.config import RunConfig, advice, config_from_dict
 
 OF_ACTION = {
     "jobs": "run",
@@ -189,9 +189,9 @@ def _measured_rate(done: Sequence[Outcome]) -> float | None:
 def _seconds(cell: Cell, machine: Machine | None, gpus: int, rate: float | None) -> float | None:
     if machine is None:
         return None if rate is None else _flops(cell) / rate
-    from megatron_fanformer.planning.machines import known_machines
-    from megatron_fanformer.planning.step_time import step_time
-    from megatron_fanformer.sizing.estimate import check_formats, for_machine, job_of, problems
+    from megatron_fanformer.plan.estimate import check_formats, for_machine, job_of, problems
+    from megatron_fanformer.plan.machines import known_machines
+    from megatron_fanformer.plan.step_time import step_time
 
     # As `plan`: a known machine is a GPU; a file may also describe the CPUs that a configuration asks for.
     on_cpu = cell.config.runtime.device == "cpu" and machine not in known_machines().values()

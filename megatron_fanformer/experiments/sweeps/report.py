@@ -39,7 +39,7 @@ from megatron_fanformer.experiments.sweeps.comparisons import (
 )
 from megatron_fanformer.experiments.sweeps.config import FITTED
 from megatron_fanformer.pictures import drawn, set_logarithmic
-from megatron_fanformer.planning.flops import training_flops_per_token
+from megatron_fanformer.plan.flops import training_flops_per_token
 
 CSV = "cells.csv"
 PICTURE = "losses.png"

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from megatron_fanformer.options import PROGRAM, Verb, argument, option, overrides, path_or_none
+from megatron_fanformer.plan.verb import count_of_gpus
 from megatron_fanformer.processes import ended_by_stop_signals
 from megatron_fanformer.runtime import device
-from megatron_fanformer.sizing.verb import count_of_gpus
 
 Action = Literal["init", "dry-run", "run", "status", "report"]
 

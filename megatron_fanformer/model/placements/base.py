@@ -40,7 +40,7 @@ class LayerTensor(NamedTuple):
     """Names in the authors' format; empty where that cannot express it."""
     hf: tuple[str, ...]
     reference_transform: str = "as it is"
-    """Transform to those tensors, by its name in `formats.transforms`."""
+    """Transform to those tensors, by its name in `convert.transforms`."""
     hf_transform: str = "as it is"
     is_there: Callable[["FANformerConfig"], bool] = lambda model: True
     """Whether a model of that placement has it."""
@@ -249,7 +249,7 @@ class Placement:
         Tensors that FAN keeps anyway do not count.
 
         Args:
-            shapes: the rank's `planning.layer_memory.LayerShapes`.
+            shapes: the rank's `plan.layer_memory.LayerShapes`.
         """
         return shapes.product, True
 

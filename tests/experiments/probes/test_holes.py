@@ -16,7 +16,7 @@ from megatron_fanformer.errors import CorruptError
 from megatron_fanformer.experiments.probes import holes
 from megatron_fanformer.experiments.probes.settings import HolesSettings
 from megatron_fanformer.experiments.result import read_result
-from tests.generation.making import write_export, write_tokenizer
+from tests.generate.making import write_export, write_tokenizer
 
 TINY = HolesSettings(seeds=2, tasks=("linear",), weight_decays=(0.0,), hidden_size=16, num_heads=2, steps=1)
 

@@ -1,0 +1,120 @@
+"""A checkpoint of any format: recognised, opened without reading weights, and written from tensors of its format."""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from megatron_fanformer.checkpoint import store
+from megatron_fanformer.checkpoint.full_tensors import LazyTensors, meta_of, open_full_tensors, write_full_tensors
+from megatron_fanformer.convert import huggingface, reference
+from megatron_fanformer.convert.huggingface import open_huggingface, write_huggingface
+from megatron_fanformer.convert.megatron_lm import Run, open_megatron_lm
+from megatron_fanformer.convert.model_card import Extras
+from megatron_fanformer.convert.name_table import Format
+from megatron_fanformer.convert.recognition import DESCRIPTIONS, MODELS, checkpoint_of, iteration_of, recognise
+from megatron_fanformer.convert.reference import open_reference, optimizer_files, write_reference
+from megatron_fanformer.convert.weight_files import weight_files
+from megatron_fanformer.data.chat_template import CHAT_TEMPLATE_JINJA, attached_files
+from megatron_fanformer.errors import FanformerError, InputError
+from megatron_fanformer.model.config import FANformerConfig
+from megatron_fanformer.model.dtypes import DTYPES
+
+
+class Checkpoint(NamedTuple):
+    """A model in a folder; its tensors are read on request."""
+
+    format: Format
+    path: Path
+    """The checkpoint or the exported folder itself."""
+    config: FANformerConfig
+    tensors: LazyTensors
+    """Tensors under the format's own names."""
+    tokenizer: Path | None
+    """The tokenizer's file, if there is one."""
+    not_converted: tuple[str, ...] = ()
+    """Files of an optimizer's state next to the weights."""
+    notes: tuple[str, ...] = ()
+    """Notes on its conversion, one line each."""
+    run: Run | None = None
+    """Configuration and progress of the run, where Megatron-LM's arguments state them; our own have files for it."""
+    end_of_text_id: int | None = None
+    """The id that ends a text, where its configuration states one; checkpoints of ours have the tokenizer's alone."""
+
+    def weight_files(self) -> list[Path]:
+        """Return the files that hold the tensors."""
+        return sorted(self.path.glob("*.distcp")) if self.format == "megatron" else weight_files(self.path)
+
+
+def open_checkpoint(source: Path, config: Path | None = None) -> Checkpoint:
+    """Recognise a checkpoint, and read everything about it but its tensors.
+
+    Args:
+        config: a configuration file whose section `model` has fields that a checkpoint of Megatron-LM does not state.
+
+    Raises:
+        InputError: it is not of a kind that holds a model, or its model cannot be built here.
+        CorruptError: it is damaged, or holds what might be executed.
+    """
+    target = recognise(source, MODELS)
+    if target.kind == "megatron-lm":
+        folder = iteration_of(target)
+        model, tensors, left, notes, run = open_megatron_lm(folder, config)
+        return Checkpoint("megatron", folder, model, tensors, store.attached_tokenizer(folder), left, notes, run)
+    if config is not None:
+        raise InputError(
+            f"--config is for what {DESCRIPTIONS['megatron-lm']} does not state, but {source} is "
+            f"{DESCRIPTIONS[target.kind]}; leave it out"
+        )
+    if target.kind == "hf":
+        end = huggingface.stated_end_of_text_id(source)
+        return Checkpoint("hf", source, *open_huggingface(source), store.attached_tokenizer(source), end_of_text_id=end)
+    if target.kind == "reference":
+        model, tensors = open_reference(source)
+        left = tuple(optimizer_files(source))
+        end = reference.stated_end_of_text_id(source)
+        return Checkpoint(
+            "reference", source, model, tensors, store.attached_tokenizer(source), left, end_of_text_id=end
+        )
+    folder = checkpoint_of(target)
+    with blaming_removal([folder]):
+        model, tensors = store.saved_model(folder), open_full_tensors(folder)
+    return Checkpoint("megatron", folder, model, tensors, store.attached_tokenizer(folder))
+
+
+@contextmanager
+def blaming_removal(checkpoints: Sequence[Path]) -> Iterator[None]:
+    """Report a checkpoint that is gone as that: a run that goes on removes its oldest."""
+    try:
+        yield
+    except (FanformerError, OSError) as error:
+        if gone := [checkpoint for checkpoint in checkpoints if not checkpoint.is_dir()]:
+            raise InputError(
+                f"{gone[0]} was removed while it was read, as a run that goes on removes its oldest "
+                "(checkpoint.keep); name a newer one"
+            ) from error
+        raise
+
+
+def write_checkpoint(
+    format: Format, folder: Path, config: FANformerConfig, tensors: LazyTensors, extras: Extras
+) -> None:
+    """Fill an empty folder with a model; each tensor is requested once, in turn.
+
+    Raises:
+        InputError: the tokenizer does not fit, or the shard size is invalid.
+    """
+    if format == "megatron":
+        saved: dict[str, Any] = {"model": dataclasses.asdict(config)}
+        dtype = next(iter(meta_of(tensors).values())).dtype
+        if dtype in DTYPES.values():  # one that a run may have
+            saved["precision"] = {"dtype": next(name for name, known in DTYPES.items() if known == dtype)}
+        template = extras.chat_template if extras.tokenizer else None
+        if template is not None:
+            (folder / CHAT_TEMPLATE_JINJA).write_text(template, encoding="utf-8")
+        write_full_tensors(folder, tensors, saved, attached_files(extras.tokenizer, template, eod_id=extras.eod_id))
+    elif format == "hf":
+        write_huggingface(folder, config, tensors, extras)
+    else:
+        write_reference(folder, config, tensors, extras.end_of_text_id)

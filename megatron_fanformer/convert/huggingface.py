@@ -1,0 +1,186 @@
+"""Folders as transformers opens them: written from Megatron tensors, and read back.
+
+An export is self-contained. It holds the model's code, that of `megatron_fanformer.hf` copied verbatim, so
+that `trust_remote_code=True` opens it where this package is not installed.
+"""
+
+import dataclasses
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig
+
+from megatron_fanformer.checkpoint.full_tensors import LazyTensors, meta_of
+from megatron_fanformer.convert.fan_of_tensors import inferred_p_ratio
+from megatron_fanformer.convert.model_card import Extras, model_card
+from megatron_fanformer.convert.name_table import layer_row, names_in
+from megatron_fanformer.convert.recognition import CONFIG_JSON, recognise
+from megatron_fanformer.convert.tokenizer_files import check_fits, write_tokenizer
+from megatron_fanformer.convert.weight_files import open_weights, write_shards
+from megatron_fanformer.errors import InputError
+from megatron_fanformer.hf import FANformerConfig as HuggingFaceConfig
+from megatron_fanformer.hf import configuration_fanformer, modeling_fanformer
+from megatron_fanformer.model.config import FANConfig, FANformerConfig
+from megatron_fanformer.model.placements import PLACEMENTS
+from megatron_fanformer.model.rope_scaling import RopeScalingConfig
+
+MODEL_CARD = "README.md"
+AUTO_MAP = {
+    "AutoConfig": "configuration_fanformer.FANformerConfig",
+    "AutoModel": "modeling_fanformer.FANformerModel",
+    "AutoModelForCausalLM": "modeling_fanformer.FANformerForCausalLM",
+}
+SAME_FIELDS = {
+    "vocab_size": "vocab_size",
+    "hidden_size": "hidden_size",
+    "intermediate_size": "ffn_hidden_size",
+    "num_hidden_layers": "num_layers",
+    "num_attention_heads": "num_attention_heads",
+    "max_position_embeddings": "seq_length",
+    "rms_norm_eps": "layernorm_epsilon",
+    "use_qk_norm": "qk_layernorm",
+}
+"""Fields of ours that have the same value in transformers, by transformers' names."""
+_PLAIN, _YARN = {"rope_theta", "rope_type"}, {field.name for field in dataclasses.fields(RopeScalingConfig)}
+ROPE_KEYS = {"default": _PLAIN, "linear": _PLAIN | {"factor"}, "yarn": _PLAIN | _YARN}
+"""Keys of transformers' `rope_parameters` by `rope_type`, as far as the trainer has them."""
+
+
+def write_huggingface(folder: Path, config: FANformerConfig, tensors: Mapping[str, Tensor], extras: Extras) -> None:
+    """Fill an empty folder; `tensors` are transformers', and are requested one at a time.
+
+    Raises:
+        InputError: the tokenizer cannot be written or does not fit the model, or the shard size is invalid.
+    """
+    end_id = extras.end_of_text_id
+    end_ids = [] if end_id is None else [end_id]
+    if extras.tokenizer is not None:
+        size, end_ids = write_tokenizer(folder, extras, model_max_length=config.seq_length)
+        check_fits(extras.tokenizer, size, config.vocab_size)
+    _write_configuration(folder, config, next(iter(meta_of(tensors).values())).dtype, end_id)
+    GenerationConfig(eos_token_id=end_ids if len(end_ids) > 1 else end_id, pad_token_id=end_id).save_pretrained(folder)
+    for module in (configuration_fanformer, modeling_fanformer):
+        shutil.copyfile(str(module.__file__), folder / Path(str(module.__file__)).name)
+    write_shards(folder, tensors, max_shard_size=extras.max_shard_size)
+    (folder / MODEL_CARD).write_text(model_card(config, extras), encoding="utf-8")
+
+
+def open_huggingface(folder: Path) -> tuple[FANformerConfig, LazyTensors]:
+    """Return a folder's configuration and its tensors under transformers' names, read one by one.
+
+    The vocabulary is padded to Megatron's usual multiple, whatever it was padded to before the export.
+
+    Raises:
+        InputError: not a FANformer for transformers, or an impossible configuration.
+        CorruptError: the configuration or the weights cannot be read, or the stated p_ratio disagrees with them.
+    """
+    stated = _stated_config(folder)
+    tensors = open_weights(folder)
+    return _checked_config(folder, stated, tensors), tensors
+
+
+def stated_model(folder: Path) -> tuple[FANformerConfig, torch.dtype, int | None]:
+    """Return the model that a folder's configuration states, its weights' type, and the id that ends a text.
+
+    It is not checked against any weights, which need not exist. The type is float32 where none is stated.
+
+    Raises:
+        InputError: not a FANformer for transformers, or an impossible configuration.
+        CorruptError: the configuration cannot be read.
+    """
+    stated = _stated_config(folder)
+    dtype = stated.dtype if isinstance(stated.dtype, torch.dtype) else torch.float32
+    return _checked_config(folder, stated, {}), dtype, _end_of_text_id(stated)
+
+
+def stated_end_of_text_id(folder: Path) -> int | None:
+    """Return the id that ends a text, if a folder's configuration states one; raises as `stated_model`."""
+    return _end_of_text_id(_stated_config(folder))
+
+
+def _end_of_text_id(stated: HuggingFaceConfig) -> int | None:
+    return stated.eos_token_id if isinstance(stated.eos_token_id, int) else None
+
+
+def _stated_config(folder: Path) -> HuggingFaceConfig:
+    recognise(folder, ("hf",))
+    try:
+        return HuggingFaceConfig.from_pretrained(folder)
+    except Exception as error:  # transformers' own checks may raise anything
+        raise InputError(f"the model in {folder} cannot be built: {' '.join(str(error).split())}") from error
+
+
+def _checked_config(folder: Path, stated: HuggingFaceConfig, tensors: Mapping[str, Tensor]) -> FANformerConfig:
+    base, kind = stated.rope_parameters["rope_theta"], stated.rope_parameters["rope_type"]
+    if not isinstance(base, int | float) or base % 1:
+        raise InputError(f"the model in {folder} has rope_theta {base}, which must be a whole number")
+    if unknown := stated.rope_parameters.keys() - ROPE_KEYS[kind] if kind in ROPE_KEYS else {f"rope_type {kind!r}"}:
+        raise InputError(
+            f"the model in {folder} has rope_parameters with {', '.join(sorted(unknown))}; rope_type must be one of "
+            f"{', '.join(ROPE_KEYS)}, with its keys"
+        )
+    config, known = from_huggingface_config(stated), meta_of(tensors)
+    if problems := config.stated_problems():
+        raise InputError(f"the model in {folder} cannot be built: {'; '.join(problems)}")
+    for fan_map in config.placement.maps(config):
+        (name,) = names_in(layer_row(config.placement.tensor(fan_map.tensor)), 0, "hf")
+        if name in known:
+            inferred_p_ratio(known[name].shape[0], fan_map.width, fan_map.p_ratio, fan_map.field)
+    return config
+
+
+def to_huggingface_config(config: FANformerConfig, end_of_text_id: int | None = None) -> HuggingFaceConfig:
+    """Return transformers' configuration of the same model, without vocabulary padding."""
+    values_own = {"v_p_ratio": config.fan.value_p_ratio} if config.placement.has_own_values else {}
+    return HuggingFaceConfig(
+        **{theirs: getattr(config, ours) for theirs, ours in SAME_FIELDS.items()},
+        num_key_value_heads=config.query_groups,
+        rope_parameters={"rope_theta": float(config.rotary_base), **_to_rope_scaling(config.rope_scaling)},
+        p_ratio=config.fan.p_ratio,
+        fan_activation=config.fan.activation,
+        fan_bias=config.fan.bias,
+        fan_placement=config.fan.placement,
+        **values_own,
+        tie_word_embeddings=not config.untie_embeddings_and_output_weights,
+        eos_token_id=end_of_text_id,
+        pad_token_id=end_of_text_id,
+    )
+
+
+def _to_rope_scaling(scaling: RopeScalingConfig) -> dict[str, Any]:
+    """Return the fields of scaled positions that differ from transformers' defaults."""
+    stated = {field.name: getattr(scaling, field.name) for field in dataclasses.fields(scaling)}
+    return {name: value for name, value in stated.items() if value != getattr(RopeScalingConfig(), name)}
+
+
+def from_huggingface_config(stated: HuggingFaceConfig) -> FANformerConfig:
+    """Return the model's configuration here; the vocabulary is padded to Megatron's usual multiple."""
+    v_p_ratio = stated.value_p_ratio if PLACEMENTS[stated.fan_placement].has_own_values else None
+    fan = FANConfig(
+        p_ratio=stated.p_ratio,
+        activation="gelu" if stated.fan_activation == "gelu" else "none",
+        bias=stated.fan_bias,
+        placement=stated.fan_placement,
+        v_p_ratio=None if v_p_ratio == stated.p_ratio else v_p_ratio,
+    )
+    scaling = {name: value for name, value in stated.rope_parameters.items() if name != "rope_theta"}
+    return FANformerConfig(
+        **{ours: getattr(stated, theirs) for theirs, ours in SAME_FIELDS.items()},
+        num_query_groups=stated.num_key_value_heads,
+        rotary_base=int(stated.rope_parameters["rope_theta"]),
+        rope_scaling=RopeScalingConfig(**scaling),
+        untie_embeddings_and_output_weights=not stated.tie_word_embeddings,
+        fan=fan,
+    )
+
+
+def _write_configuration(folder: Path, config: FANformerConfig, dtype: torch.dtype, end_of_text_id: int | None) -> None:
+    written = to_huggingface_config(config, end_of_text_id)
+    written.architectures = ["FANformerForCausalLM"]
+    written.auto_map = AUTO_MAP
+    written.dtype = dtype
+    written.to_json_file(str(folder / CONFIG_JSON), use_diff=False)

@@ -1,0 +1,217 @@
+"""Checkpoints of stock Megatron-LM, in its format `torch_dist`, of a model that our layer spec made: read alone.
+
+    latest_checkpointed_iteration.txt    the iteration of the latest
+    iter_0001000/.metadata, *.distcp     table and tensors, as in our own checkpoints
+    iter_0001000/common.pt               the arguments, as Megatron-LM's parser left them, and the progress; from
+                                         megatron-core 0.19 on they are among the tensors
+
+Its tensors differ from ours in three ways. The layers are stacked along a first axis, in one tensor of each kind (apart
+only where Megatron-LM was set to do so). A norm that Transformer Engine fuses into the map behind it has that map's
+name, where the layers are Megatron-LM's own. And no file states the model: its fields are among the arguments, or in
+the weights' shapes; the activation of FAN's linear rows is in neither, but in the spec, which is code. Of a HybridModel
+each layer is two, the attention and the MLP (`*-` repeated in --hybrid-layer-pattern), and the final norm has another
+name.
+"""
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from megatron_fanformer.checkpoint.data_files import Record, read_records
+from megatron_fanformer.checkpoint.full_tensors import LazyTensors, StoredTensors
+from megatron_fanformer.checkpoint.stored_files import SavedProgress, check_format, check_parts, common_values
+from megatron_fanformer.checkpoint.tensor_table import METADATA, read_table, stored_parts
+from megatron_fanformer.configuration import read_values
+from megatron_fanformer.convert.fan_of_tensors import fan_of_tensors
+from megatron_fanformer.convert.megatron_arguments import DROPOUT, SPECS, Arguments, model_fields, problems
+from megatron_fanformer.convert.transforms import vocabulary_multiple
+from megatron_fanformer.errors import CorruptError, InputError
+from megatron_fanformer.model.config import FANformerConfig
+
+LAYER = re.compile(r"decoder\.layers\.(?:(\d{1,9})\.)?(.+)", re.ASCII)
+OPTIMIZER = re.compile(r"(chained_\d+\.)?optimizer\.", re.ASCII)
+EMBEDDING = "embedding.word_embeddings.weight"
+FUSED_NORM = ".layer_norm_weight"
+HYBRID_NORM, OWN_NORM = "decoder.final_norm.weight", "decoder.final_layernorm.weight"
+HALVES = (("input_layernorm.", "self_attention."), ("pre_mlp_layernorm.", "mlp."))
+"""Prefixes of tensors in a hybrid stack's even and odd layers, where `*` and `-` take turns."""
+RECORDED = (
+    "model.seq_length",
+    "training.train_iters",
+    "training.global_batch_size",
+    "training.seed",
+    "optimizer.lr",
+    "schedule.lr_decay_style",
+    "schedule.lr_warmup_iters",
+    "data.split",
+)
+"""Fields of our own runs that a model card shows, by Megatron's names."""
+
+Run = tuple[dict[str, Any], SavedProgress]
+"""A run's configuration, as far as a model card shows it, and its progress."""
+
+
+def open_megatron_lm(
+    folder: Path, config: Path | None = None
+) -> tuple[FANformerConfig, LazyTensors, tuple[str, ...], tuple[str, ...], Run | None]:
+    """Return the last fields of a `Checkpoint`, from its model on, for one iteration's checkpoint.
+
+    The tensors have our own names, one for each layer, and are read on request.
+
+    Args:
+        config: a configuration file; the fields in its section `model` come before what the checkpoint states.
+
+    Raises:
+        InputError: the model cannot be built here (all reasons at once), or a field of it is not known.
+        CorruptError: the checkpoint is damaged.
+    """
+    check_format(folder)
+    table = read_table(folder)
+    stored = StoredTensors(folder, table)
+    weights = [name for name in stored.described if not OPTIMIZER.match(name)]
+    _, common = common_values(folder, table, read_records)
+    arguments, stated = _arguments(common), _stated(config)
+    if reasons := problems(arguments):  # before the tensors, which another model has in another form
+        raise InputError(
+            f"the model in {folder} cannot be converted: {'; '.join(reasons)}; it runs in Megatron-LM alone"
+        )
+    tensors = _one_for_each_layer(folder, stored, weights)
+    if HYBRID_NORM in weights and type(layers := arguments.get("num_layers")) is int:
+        arguments = {**arguments, "num_layers": layers // 2}
+    model = _model(folder, arguments, stated, tensors.meta)
+    wanted = set(weights)
+    check_parts(folder, (part for part in stored_parts(table) if part.name in wanted))
+    left = ("the optimizer's tensors",) if len(weights) < len(stored.described) else ()
+    return model, tensors, left, _notes(arguments, stated), _run(common, arguments)
+
+
+# -- tensors
+
+
+def _one_for_each_layer(folder: Path, stored: StoredTensors, weights: list[str]) -> LazyTensors:
+    """Return the weights under our names, each read out of its stack."""
+    places: dict[str, tuple[str, int | None]] = {}
+    is_hybrid = HYBRID_NORM in weights
+    for name in weights:
+        layer = LAYER.fullmatch(name)
+        if layer is None:
+            places[OWN_NORM if name == HYBRID_NORM else name] = name, None
+        elif layer[1] is not None:
+            number = int(layer[1])
+            if is_hybrid and not layer[2].startswith(HALVES[number % 2]):
+                raise InputError(
+                    f"the model in {folder} has {name}: its layers are not attention and MLP in turn (`*-` repeated in "
+                    "--hybrid-layer-pattern), as a FANformer's are; it runs in Megatron-LM alone"
+                )
+            places[_own_name(number // 2 if is_hybrid else number, layer[2])] = name, None
+        else:
+            described = stored.described[name]
+            layers, parts = described.size[0] if described.size else 0, len(described.chunks)
+            if layers > parts:  # each layer is a part of its own; so there are no more names than parts
+                raise CorruptError(
+                    f"{folder / METADATA} has {name} of {layers} layers in {parts} parts; use another checkpoint"
+                )
+            places.update({_own_name(number, layer[2]): (name, number) for number in range(layers)})
+    return LazyTensors(
+        {own: stored.meta(*place) for own, place in places.items()}, lambda own: stored.read(*places[own])
+    )
+
+
+def _own_name(layer: int, rest: str) -> str:
+    if rest.endswith(FUSED_NORM):
+        rest = "input_layernorm.weight" if rest.startswith("self_attention.") else "pre_mlp_layernorm.weight"
+    return f"decoder.layers.{layer}.{rest}"
+
+
+# -- the model
+
+
+def _arguments(common: Any) -> Arguments:
+    """Return the arguments by name; none where whoever saved the checkpoint left them out."""
+    namespace = common.get("args") if isinstance(common, dict) else None
+    arguments = namespace.state if isinstance(namespace, Record) else None
+    return arguments if isinstance(arguments, dict) else {}
+
+
+def _stated(config: Path | None) -> dict[str, Any]:
+    """Return the section `model` of a configuration file."""
+    stated = read_values(config).get("model") if config else {}
+    if not isinstance(stated, dict):
+        raise InputError(f"{config} has no section model with fields; write those that the checkpoint lacks into it")
+    return stated
+
+
+def _model(
+    folder: Path, arguments: Arguments, stated: Mapping[str, Any], shapes: Mapping[str, Tensor]
+) -> FANformerConfig:
+    rows = shapes[EMBEDDING].shape[0] if EMBEDDING in shapes else 0
+    arguments = _with_end_of_text(arguments, rows)
+    values = {**model_fields(arguments), **stated, "fan": _fan(folder, arguments, stated, shapes)}
+    vocab_size = values.setdefault("vocab_size", rows)
+    if type(vocab_size) is int and 0 < vocab_size <= rows:
+        values["make_vocab_size_divisible_by"] = vocabulary_multiple(vocab_size, rows)
+    try:
+        return FANformerConfig.from_dict(values)
+    except InputError as error:
+        reasons = "; ".join(str(error).splitlines())
+        raise InputError(f"the model in {folder} cannot be built: {reasons}; state it by --config FILE") from None
+
+
+def _with_end_of_text(arguments: Arguments, rows: int) -> Arguments:
+    """Return the arguments with a vocabulary that includes NullTokenizer's end of text.
+
+    In megatron-core 0.16 that is one id more than --vocab-size; in 0.19, which has an argument for it, one of them.
+    """
+    size = arguments.get("vocab_size")
+    is_one_more = arguments.get("tokenizer_type") == "NullTokenizer" and "null_tokenizer_eod_id" not in arguments
+    return {**arguments, "vocab_size": size + 1} if is_one_more and type(size) is int and size < rows else arguments
+
+
+def _fan(folder: Path, arguments: Arguments, stated: Mapping[str, Any], shapes: Mapping[str, Tensor]) -> Any:
+    """Return the fields of FAN that the tensors show, under those that the user states."""
+    seen = fan_of_tensors({name: tuple(tensor.shape) for name, tensor in shapes.items()})
+    of_user = stated.get("fan") or {}
+    if not isinstance(of_user, dict):
+        return of_user  # refused with the rest
+    if seen.p_ratio is not None and arguments.get("spec") not in SPECS and "activation" not in of_user:
+        spec = arguments.get("spec")
+        named = " ".join(map(str, spec)) if isinstance(spec, list) else "not known"
+        raise InputError(
+            f"what acts on FAN's linear rows in {folder} is in its layer spec ({named}), which is code and not read; "
+            "add --config FILE, with model: {fan: {activation: none}} (or gelu) in it"
+        )
+    stated = {name: value for name, value in seen._asdict().items() if value is not None}
+    if seen.v_p_ratio == seen.p_ratio:
+        stated.pop("v_p_ratio", None)
+    return {**stated, **of_user}
+
+
+# -- notes and the run
+
+
+def _notes(arguments: Arguments, stated: Mapping[str, Any]) -> tuple[str, ...]:
+    notes = []
+    if rates := [f"{name} {arguments[name]}" for name in DROPOUT if arguments.get(name)]:
+        notes.append(f"trained with {' and '.join(rates)}; there is no dropout here, and training goes on without it")
+    if arguments.get("vocab_size") is None and "vocab_size" not in stated:
+        notes.append(
+            "the arguments do not say how many rows of the embedding are token ids (--vocab-size): all are taken for "
+            "ids; if some are padding, state model.vocab_size by --config FILE"
+        )
+    return tuple(notes)
+
+
+def _run(common: Any, arguments: Arguments) -> Run | None:
+    iteration = common.get("iteration") if isinstance(common, dict) else None
+    samples = arguments.get("consumed_train_samples")
+    if type(iteration) is not int or type(samples) is not int:
+        return None
+    saved: dict[str, Any] = {"data": {"train_data": arguments.get("data_path")}}
+    for field in RECORDED:
+        section, _, name = field.partition(".")
+        if isinstance(value := arguments.get(name), int | float | str):
+            saved.setdefault(section, {})[name] = value
+    return saved, SavedProgress(iteration, samples)

@@ -1,0 +1,224 @@
+"""Tokenizer files that `AutoTokenizer` opens anywhere, giving the ids that the model was trained on.
+
+A Hugging Face `tokenizer.json` is copied, but for a post-processor that puts special tokens around a text: preparation
+and generation add none, so that a model has not learned from them. A sentencepiece byte-pair model is rewritten as
+one, exactly:
+
+- its pieces keep their ids, and every way to make a piece from two others becomes a merge, ranked by the
+  piece's score, since sentencepiece merges the neighbours that make the highest-scoring piece;
+- sentencepiece writes a space as U+2581 inside its pieces. Here the pieces hold the space itself, so that no
+  normaliser is needed, and a literal U+2581 in a text is encoded by its bytes, as in this project's own encoding;
+- control pieces stay special tokens, which transformers finds inside a text unless it is told to split them.
+
+What was written is read back and compared with the original on sample texts before it is published.
+"""
+
+import json
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron_fanformer.convert.model_card import Extras
+from megatron_fanformer.data.chat_template import ChatTemplate
+from megatron_fanformer.data.tokenizer import (
+    CHAT_TEMPLATE_JINJA,
+    SPACE_MARK,
+    TOKENIZER_CONFIG,
+    TOKENIZER_JSON,
+    TOKENIZER_MODEL,
+    HuggingFaceTokenizer,
+    SentencePieceTokenizer,
+)
+from megatron_fanformer.errors import InputError
+
+# Spaces in every place, line ends, code, several scripts, combining marks, rare characters, look-alikes.
+SAMPLE_TEXTS = (
+    "",
+    " ",
+    "The quick brown fox jumps over the lazy dog.",
+    "  two leading,  two inside, two trailing  ",
+    "\n\n\tdef f(self, *args):\n\t\treturn {k: v for k, v in self.items() if v != 0x1F}\r\n",
+    '        if x is None:\n            raise ValueError(f"{x!r}")\n' * 3,
+    "    " * 9 + "aaaaaaaaaaaaa bababababab ------------- ==== ....... 1000000 3.14159",
+    "Größe naïve café e\u0301 \u00a0 ﬁ Ångström",
+    "北京 日本語テキスト 한국어 Привет мир العربية שלום हिन्दी ไทย",
+    "emoji 🙂👩‍👩‍👧 math ∑∫√ \u2581mark\u2581 \u200b\ufeff \x00 \x7f \ue000",
+    "<s></s><unk><pad> <|endoftext|> <0x0A> [EOS] <|padding|>",
+)
+
+
+def write_tokenizer(folder: Path, extras: Extras, *, model_max_length: int) -> tuple[int, list[int]]:
+    """Write the files of the tokenizer in `extras` (a `tokenizer.json` or sentencepiece `.model`) into `folder`.
+
+    Returns one more than its largest id, and the ids that end what is generated: the end of text and, if the chat
+    template ends an answer with another special token, that one.
+
+    Raises:
+        InputError: it cannot be read, or is a sentencepiece model that has no exact equivalent.
+    """
+    from tokenizers import Tokenizer
+
+    source, end_of_text_id = extras.tokenizer, extras.end_of_text_id
+    assert source is not None and end_of_text_id is not None
+    if source.suffix == ".model":
+        original, special_in_text = _write_sentencepiece(folder, source), False
+    else:
+        _write_json(folder / TOKENIZER_JSON, source)
+        original, special_in_text = HuggingFaceTokenizer(source).encode, True
+    written = Tokenizer.from_file(str(folder / TOKENIZER_JSON))
+    vocabulary = written.get_vocab(with_added_tokens=True)
+    end_of_text = next((piece for piece, piece_id in vocabulary.items() if piece_id == end_of_text_id), None)
+    if end_of_text is None:
+        raise InputError(f"end-of-text id {end_of_text_id} is not in the vocabulary of {source}; name one that is")
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": model_max_length,
+        "padding_side": "left",
+        "model_input_names": ["input_ids", "attention_mask"],
+        "clean_up_tokenization_spaces": False,
+        "split_special_tokens": False,
+        "eos_token": end_of_text,
+        "pad_token": end_of_text,
+    }
+    text = json.dumps(config, indent=2, ensure_ascii=False) + "\n"
+    (folder / TOKENIZER_CONFIG).write_text(text, encoding="utf-8")
+    end_ids = [end_of_text_id]
+    if extras.chat_template is not None:
+        (folder / CHAT_TEMPLATE_JINJA).write_text(extras.chat_template, encoding="utf-8")
+        ids = written.encode(ChatTemplate(extras.chat_template).end_of_turn(), add_special_tokens=False).ids
+        special = set(written.get_added_tokens_decoder()) - {end_of_text_id}
+        end_ids += [end_id for end_id in ids if end_id in special][-1:]
+    _verify(folder, source, original, special_in_text)
+    return max(vocabulary.values()) + 1, end_ids
+
+
+def adds_special_tokens(tokenizer: Path) -> bool:
+    """Return whether a `tokenizer.json` puts special tokens around a text, which its export does not."""
+    from tokenizers import Tokenizer
+
+    return tokenizer.suffix == ".json" and Tokenizer.from_file(str(tokenizer)).num_special_tokens_to_add(False) > 0
+
+
+def _write_json(file: Path, source: Path) -> None:
+    if not adds_special_tokens(source):
+        shutil.copyfile(source, file)
+        return
+    content = json.loads(source.read_text(encoding="utf-8"))  # the library, which has bounds, has just read it
+    content["post_processor"] = _without_special_tokens(content["post_processor"])
+    file.write_text(json.dumps(content, indent=1, ensure_ascii=False), encoding="utf-8")
+
+
+def _without_special_tokens(processor: dict[str, Any]) -> dict[str, Any] | None:
+    """Return what is left of a post-processor: that of bytes, which only moves offsets."""
+    if processor["type"] == "Sequence":
+        kept = [part for each in processor["processors"] if (part := _without_special_tokens(each))]
+        return {**processor, "processors": kept} if kept else None
+    return processor if processor["type"] == "ByteLevel" else None
+
+
+def check_fits(tokenizer: Path, ids: int, vocab_size: int) -> None:
+    """Raise InputError if a tokenizer has ids beyond a model's vocabulary."""
+    if ids > vocab_size:
+        raise InputError(
+            f"tokenizer {tokenizer} has {ids} ids, the model's vocabulary {vocab_size}; name the tokenizer that the "
+            "model was trained with"
+        )
+
+
+def _write_sentencepiece(folder: Path, source: Path) -> Callable[[str], list[int]]:
+    """Write `tokenizer.json` for a sentencepiece model, and a copy of it; return the original's encoding."""
+    from sentencepiece import sentencepiece_model_pb2
+
+    model: Any = sentencepiece_model_pb2.ModelProto()  # type: ignore[attr-defined]  # made at run time
+    model.ParseFromString(source.read_bytes())
+    _check_model(model, source)
+    text = json.dumps(_tokenizer_json(model), indent=1, ensure_ascii=False)
+    (folder / TOKENIZER_JSON).write_text(text, encoding="utf-8")
+    shutil.copyfile(source, folder / TOKENIZER_MODEL)
+    return SentencePieceTokenizer(source).encode
+
+
+def _check_model(model: Any, source: Path) -> None:
+    rules = (
+        (model.trainer_spec.model_type == model.trainer_spec.BPE, "is not a byte-pair model"),
+        (model.trainer_spec.byte_fallback, "has no byte fallback"),
+        (not model.trainer_spec.treat_whitespace_as_suffix, "puts the space after the word"),
+        (not model.normalizer_spec.precompiled_charsmap, "normalises the text"),
+        (not model.normalizer_spec.remove_extra_whitespaces, "removes spaces"),
+        (not model.normalizer_spec.add_dummy_prefix, "puts a space in front"),
+        (model.normalizer_spec.escape_whitespaces, "does not escape spaces"),
+        (not any(piece.type == piece.UNUSED for piece in model.pieces), "has unused pieces"),
+        # sentencepiece never finds such a piece in a text; the one written here would be found.
+        (not any(" " in piece.piece for piece in model.pieces), "has pieces with a plain space"),
+    )
+    problems = [problem for kept, problem in rules if not kept]
+    if problems:
+        raise InputError(
+            f"sentencepiece model {source} {', '.join(problems)}, and so has no exact equivalent in Hugging Face's "
+            "format; export with a tokenizer.json instead, or without a tokenizer"
+        )
+
+
+def _tokenizer_json(model: Any) -> dict[str, Any]:
+    """Return the content of a `tokenizer.json` that encodes as the sentencepiece model does."""
+    pieces = [piece.piece.replace(SPACE_MARK, " ") for piece in model.pieces]
+    special = [piece.type in (piece.CONTROL, piece.UNKNOWN) for piece in model.pieces]
+    added = [
+        {
+            "id": index,
+            "content": pieces[index],
+            "single_word": False,
+            "lstrip": False,
+            "rstrip": False,
+            "normalized": False,
+            "special": special[index],
+        }
+        for index, piece in enumerate(model.pieces)
+        if special[index] or piece.type == piece.USER_DEFINED
+    ]
+    scores = {pieces[i]: piece.score for i, piece in enumerate(model.pieces) if piece.type == piece.NORMAL}
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": added,
+        "normalizer": None,
+        "pre_tokenizer": None,
+        "post_processor": None,
+        "decoder": {"type": "Sequence", "decoders": [{"type": "ByteFallback"}, {"type": "Fuse"}]},
+        "model": {
+            "type": "BPE",
+            "dropout": None,
+            "unk_token": None,
+            "continuing_subword_prefix": None,
+            "end_of_word_suffix": None,
+            "fuse_unk": False,
+            "byte_fallback": True,
+            "ignore_merges": False,
+            "vocab": {piece: index for index, piece in enumerate(pieces)},
+            "merges": list(_merges(scores)),
+        },
+    }
+
+
+def _merges(scores: Mapping[str, float]) -> Iterator[tuple[str, str]]:
+    """Return every pair of pieces that makes a piece, the highest-scoring piece first."""
+    for piece in sorted(scores, key=lambda piece: -scores[piece]):
+        for cut in range(1, len(piece)):
+            if piece[:cut] in scores and piece[cut:] in scores:
+                yield piece[:cut], piece[cut:]
+
+
+def _verify(folder: Path, source: Path, original: Callable[[str], list[int]], special_in_text: bool) -> None:
+    """Read the files back as transformers does, and compare the ids of plain texts with the original's."""
+    from transformers import PreTrainedTokenizerFast
+
+    written = PreTrainedTokenizerFast.from_pretrained(folder, split_special_tokens=not special_in_text)
+    for text in SAMPLE_TEXTS:
+        wanted, ids = original(text), written.encode(text, verbose=False)
+        if ids != wanted:
+            raise InputError(
+                f"tokenizer {source} has no exact equivalent in Hugging Face's format: {text!r} gives {ids} "
+                f"instead of {wanted}; export without a tokenizer"
+            )

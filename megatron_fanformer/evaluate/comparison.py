@@ -1,0 +1,259 @@
+"""Two models on the same documents: the difference of their metrics, with a 95% interval.
+
+Documents differ from one another far more than two models do on one document, so that the difference is taken document
+by document, and what is uncertain about it is which documents the task happens to have. That is what the bootstrap
+draws: as many documents as there are, with replacement, ten thousand times (Efron and Tibshirani, An Introduction to
+the Bootstrap, chapters 8 and 13: the percentile interval of paired data).
+"""
+
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from megatron_fanformer.errors import InputError
+from megatron_fanformer.evaluate.results import Result, TaskResult
+from megatron_fanformer.evaluate.tasks import GENERATED
+
+DRAWS = 10_000
+INTERVAL = (0.025, 0.975)
+KINDS = 256  # up to so many kinds of documents, drawing numbers of each kind is cheaper than drawing documents
+LOWER_IS_BETTER = {"bpb": "bits a byte", "bpb_with_space": "bits a byte", "ce_loss": "nats a character"}
+"""The metrics that are not shares of documents, and their units."""
+OF_TEXTS, OF_SAMPLES = ("temperature", "max_new_tokens"), ("num_samples", "top_k", "top_p")
+"""The settings of texts that a model writes, and those that count above temperature 0 alone. Not the seed: it draws
+other texts of the same kind."""
+BLOCK = 1 << 20  # documents that are drawn at a time
+
+
+class ScoredDocument(msgspec.Struct, frozen=True, kw_only=True):
+    """The fields of a document that are compared: a metric is the sum of scores by the sum of weights."""
+
+    doc_id: int | str
+    score: float
+    weight: float = 1.0
+    label: int | None = None
+    """The right choice, of choice tasks."""
+    rule: str | None = None
+    """The rule, of ULogic, whose documents are numbers in a file of the user's."""
+
+
+class Difference(msgspec.Struct, frozen=True, kw_only=True):
+    """The difference of B from A in one metric, as a file has it."""
+
+    name: str
+    metric: str | None
+    """None for a mean over tasks."""
+    a: float
+    b: float
+    difference: float
+    """b - a."""
+    interval: tuple[float, float]
+    """The 95% interval of b - a."""
+    standard_error: float
+    """Standard error of b - a, by the same draws."""
+    documents: int
+
+    @property
+    def is_shown(self) -> bool:
+        """Return whether the interval leaves out 0."""
+        return self.interval[0] > 0 or self.interval[1] < 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """Two results, side by side."""
+
+    a: Result
+    b: Result
+    tasks: list[Difference]
+    mean: Difference | None
+    """Mean difference over the tasks whose metric is a share of documents; None with fewer than two of them."""
+
+    @property
+    def differences(self) -> list[Difference]:
+        """Return those of the tasks, and their mean."""
+        return [*self.tasks, *([self.mean] if self.mean else [])]
+
+
+def compare(a: Result, b: Result, *, seed: int = 0, draws: int = DRAWS) -> Comparison:
+    """Return the differences of two results in the tasks that both have, each by its own metric.
+
+    Raises:
+        InputError: they have no task and no perplexity set in common, or a task's documents or a set's tokens differ,
+            or the settings by which answers were written.
+    """
+    common = [name for name in a.tasks if name in b.tasks]
+    sets = [name for name in a.perplexity if name in b.perplexity]
+    if not common and not sets:
+        raise InputError(
+            f"{a.checkpoint} and {b.checkpoint} were evaluated on no task and no perplexity set in common; evaluate "
+            "both on the same"
+        )
+    if sets:
+        _refuse_other_tokens(a, b, sets)
+    if generated := [name for name in common if a.tasks[name].metric in GENERATED]:
+        is_greedy = _setting(a, "temperature") == _setting(b, "temperature") == 0
+        _refuse_other_settings(a, b, OF_TEXTS if is_greedy else (*OF_TEXTS, *OF_SAMPLES), generated)
+    differences, shares = [], []
+    for name in common:
+        # By its name: a task's draws do not depend on the others, and are not theirs.
+        generator = np.random.default_rng((seed, zlib.crc32(name.encode())))
+        difference, drawn = _task_difference(name, a.tasks[name], b.tasks[name], draws, generator)
+        differences.append(difference)
+        if is_share(difference.metric):
+            shares.append((difference, drawn))
+    mean = None
+    if len(shares) > 1:
+        values = [float(np.mean([getattr(difference, which) for difference, _ in shares])) for which in "ab"]
+        drawn = np.mean([drawn for _, drawn in shares], axis=0)
+        documents = sum(difference.documents for difference, _ in shares)
+        mean = _difference(f"mean of {len(shares)} tasks", None, values, drawn, documents)
+    return Comparison(a=a, b=b, tasks=differences, mean=mean)
+
+
+def _refuse_other_tokens(a: Result, b: Result, sets: list[str]) -> None:
+    """Refuse perplexities of other tokens, or of tokens cut otherwise: they say nothing about two models."""
+    if a.tokenizer != b.tokenizer:
+        in_a, in_b = (f"{result.tokenizer[:12]}…" if result.tokenizer else "none" for result in (a, b))
+        raise InputError(
+            f"the tokenizer has SHA-256 {in_a} in A and {in_b} in B, so that the perplexities of {', '.join(sets)} are "
+            "of different tokens; compare bits per byte by hand, or evaluate both on tasks alone"
+        )
+    _refuse_other_settings(a, b, ("chunking", "chunk_tokens", "limit_tokens"), sets)
+    for name in sets:
+        of_a, of_b = (result.perplexity[name].tokens for result in (a, b))
+        if of_a != of_b:
+            raise InputError(
+                f"{name} has {of_a:,} scored tokens in A and {of_b:,} in B, not the same ones; evaluate both with the "
+                "same files and --limit-tokens"
+            )
+
+
+def _refuse_other_settings(a: Result, b: Result, names: Sequence[str], measured: list[str]) -> None:
+    for name in names:
+        in_a, in_b = _setting(a, name), _setting(b, name)
+        if in_a != in_b:
+            raise InputError(
+                f"{', '.join(measured)}: --{name.replace('_', '-')} is {in_a} in A and {in_b} in B; evaluate both alike"
+            )
+
+
+def _setting(result: Result, name: str) -> Any:
+    """Return a setting of a result; "not known" in a file of a version before it was written."""
+    settings = result.settings
+    return "not known" if settings is None else getattr(settings, name, settings.sampling.get(name, "not known"))
+
+
+def is_share(metric: str | None) -> bool:
+    """Return whether a metric is a share of documents, or F1: in [0, 1], and higher is better."""
+    return metric not in LOWER_IS_BETTER
+
+
+def _task_difference(
+    name: str, a: TaskResult, b: TaskResult, draws: int, generator: np.random.Generator
+) -> tuple[Difference, np.ndarray]:
+    if a.metric != b.metric:
+        raise InputError(f"{name} is measured by {a.metric} in A and by {b.metric} in B; evaluate both alike")
+    in_a, in_b = _documents(name, a), _documents(name, b)
+    _refuse_other_documents(name, in_a, in_b)
+    if None not in (a.made_of, b.made_of) and a.made_of != b.made_of:
+        raise InputError(f"{name} was made of {a.made_of} in A and of {b.made_of} in B; evaluate both on the same file")
+    sums = [np.array([(document.score, document.weight) for document in documents]) for documents in (in_a, in_b)]
+    drawn = resampled_sums(np.concatenate(sums, axis=1), draws, generator)
+    differences = _quotient(drawn[:, 2:]) - _quotient(drawn[:, :2])
+    values = [float(_quotient(of_one.sum(0))) for of_one in sums]
+    return _difference(name, a.metric, values, differences, len(in_a)), differences
+
+
+def _refuse_other_documents(name: str, in_a: Sequence[ScoredDocument], in_b: Sequence[ScoredDocument]) -> None:
+    if [document.doc_id for document in in_a] != [document.doc_id for document in in_b]:
+        raise InputError(
+            f"{name} has {len(in_a)} documents in A and {len(in_b)} in B, not the same ones; evaluate both "
+            "with the same --requests and --limit"
+        )
+    for of_a, of_b in zip(in_a, in_b, strict=True):
+        if (of_a.label, of_a.rule) != (of_b.label, of_b.rule):
+            raise InputError(
+                f"document {of_a.doc_id} of {name} is another one in A than in B; evaluate both on the same file"
+            )
+
+
+def _difference(
+    name: str, metric: str | None, values: Sequence[float], drawn: np.ndarray, documents: int
+) -> Difference:
+    low, high = np.quantile(drawn, INTERVAL)
+    a, b = values
+    return Difference(
+        name=name,
+        metric=metric,
+        a=a,
+        b=b,
+        difference=b - a,
+        interval=(float(low), float(high)),
+        standard_error=float(drawn.std()),
+        documents=documents,
+    )
+
+
+def resampled_sums(features_nf: np.ndarray, draws: int, generator: np.random.Generator) -> np.ndarray:
+    """Return [draws, f]: the sums of features over n documents that are drawn from the n with replacement, in each
+    draw.
+
+    Documents with the same features are not distinguished: how often each kind of them is drawn is multinomial, so that
+    the draws of a task of yes and no cost the same for any number of documents.
+    """
+    kinds, counts = np.unique(features_nf, axis=0, return_counts=True)
+    documents = len(features_nf)
+    if len(kinds) <= KINDS:
+        return generator.multinomial(documents, counts / documents, size=draws) @ kinds
+    sums = np.empty((draws, features_nf.shape[1]))
+    rows = max(1, BLOCK // documents)
+    for first in range(0, draws, rows):
+        drawn = generator.integers(documents, size=(min(rows, draws - first), documents))
+        sums[first : first + rows] = features_nf[drawn].sum(axis=1)
+    return sums
+
+
+def _quotient(sums: np.ndarray) -> np.ndarray:
+    """Divide, [..., 2] to [...]; 0, as is the custom for F1, where there is nothing to divide by."""
+    scores, weights = sums[..., 0], sums[..., 1]
+    return np.divide(scores, weights, out=np.zeros_like(scores), where=weights > 0)
+
+
+def _documents(name: str, task: TaskResult) -> list[ScoredDocument]:
+    try:
+        documents = msgspec.convert(task.documents, list[ScoredDocument])
+    except msgspec.ValidationError as error:
+        raise InputError(f"{name}: its documents cannot be compared ({error}); evaluate again") from None
+    if not documents:
+        raise InputError(f"{name} has no documents in the result; evaluate again")
+    return documents
+
+
+# -- in words
+
+
+def sentence(difference: Difference) -> str:
+    """Return a difference in plain words."""
+    metric, value = difference.metric, difference.difference
+    unit = "points" if metric is None or is_share(metric) else LOWER_IS_BETTER[metric]
+    name = f"{difference.name} ({metric})" if metric else difference.name
+    low, high = (figure(metric, end, sign="+") for end in difference.interval)
+    interval = f"95% interval {low} to {high}; {difference.documents:,} documents"
+    if not difference.is_shown:
+        return f"{name}: no difference shown: {figure(metric, value, sign='+')} {unit}, {interval}."
+    return f"{name}: B is {'higher' if value > 0 else 'lower'} by {figure(metric, abs(value))} {unit}, {interval}."
+
+
+def figure(metric: str | None, value: float, *, sign: str = "") -> str:
+    """Return a metric's value, or a difference of two, in print: shares in percent.
+
+    Args:
+        sign: "+" to print it for positive values, too.
+    """
+    scale, digits = (100, 2) if is_share(metric) else (1, 4)
+    return f"{scale * value:{sign}.{digits}f}"

@@ -1,0 +1,135 @@
+"""The section `evaluation` of a run's configuration, and the command `evaluate`'s request, of which it is a part."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from megatron_fanformer.data.npy_files import NpyType
+from megatron_fanformer.errors import InputError, broken_fields
+from megatron_fanformer.evaluate.results import Result
+from megatron_fanformer.evaluate.tasks import resolve
+from megatron_fanformer.evaluate.verb import EvaluateOptions
+from megatron_fanformer.model.layouts import Layout
+
+Group = Literal["v2-small", "v3-small"]
+Chunking = Literal["tokens", "documents", "rolling"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PerplexityConfig:
+    """Sets of tokens whose perplexity is measured."""
+
+    sets: dict[str, list[str]] = field(default_factory=dict)
+    """Sets by name: prefixes of pairs, `.npy` files, globs, or folders."""
+    groups: list[Group] = field(default_factory=list)
+    """The paper's groups of sets, in `folder`."""
+    folder: str | None = None
+    """Folder of the sets of `groups`, as OLMo lays them out (docs/evaluation.md#perplexity-sets)."""
+    chunking: Chunking = "tokens"
+    """`tokens`: each file cut into chunks, across documents, as in the paper; `documents`: each by itself; `rolling`:
+    every token of each, as lm-eval (docs/evaluation.md#chunks)."""
+    chunk_tokens: int | None = None
+    """Tokens of a chunk, all but the first scored; with `rolling` of a window, all scored; null: `seq_length`."""
+    limit_tokens: int | None = None
+    """Take so many tokens from the beginning of each set, in whole pieces (with `rolling`, whole documents); null: all.
+    """
+    npy_dtype: NpyType = "uint16"
+    """Type of the token ids in `.npy` files without a manifest."""
+    eod_id: int | None = None
+    """The id that ends a document: with `documents` in `.npy` files, with `rolling` in all; null: the manifest's, else
+    the tokenizer's."""
+
+    @property
+    def is_empty(self) -> bool:
+        """Return whether it names no set."""
+        return not (self.sets or self.groups)
+
+    def problems(self) -> list[str]:
+        """Return the rules of single fields that this configuration breaks, one line each; no file is looked for."""
+        section = "evaluation.perplexity"
+        problems = [
+            f"{section}.sets: {name!r} is no name of a set; use letters, digits, '.', '_' and '-'"
+            for name in self.sets
+            if not name or not all(c.isalnum() or c in "._-" for c in name)
+        ]
+        problems += [
+            f"{section}.sets.{name} is empty; name token files" for name, paths in self.sets.items() if not paths
+        ]
+        if self.groups and self.folder is None:
+            problems.append(f"{section}.groups is {', '.join(self.groups)} without a folder; set {section}.folder")
+        problems += broken_fields(section, self, "be at least 2, or null", lambda count: count < 2, "chunk_tokens")
+        problems += broken_fields(section, self, "be at least 1, or null", lambda count: count < 1, "limit_tokens")
+        return problems + broken_fields(section, self, "not be negative", lambda number: number < 0, "eod_id")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationConfig:
+    """Tasks and perplexity sets that a run measures as it goes on (docs/evaluation.md#in-the-loop)."""
+
+    requests: str | None = None
+    """Request file of `evaluate --prepare`, made with `data.tokenizer`."""
+    tasks: list[str] = field(default_factory=list)
+    """Tasks or groups (`paper`, `olmo-core-8`, `easy`, `mmlu`) of the request file, your own as `own:NAME`; empty: all
+    of its choice tasks."""
+    limit: int | None = None
+    """Take the first so many documents of each task; null: all."""
+    interval: int | None = None
+    """Steps between evaluations; null: `training.eval_interval`."""
+    batch_tokens: int | None = None
+    """About how many tokens a micro batch has; null: `micro_batch_size` × `seq_length`."""
+    perplexity: PerplexityConfig = field(default_factory=PerplexityConfig)
+    """Sets of tokens whose perplexity is measured."""
+
+    @property
+    def is_empty(self) -> bool:
+        """Return whether nothing is to be measured."""
+        return self.requests is None and self.perplexity.is_empty
+
+    def problems(self) -> list[str]:
+        """Return the rules of single fields that this configuration breaks, one line each; no file is opened."""
+        counts = ("limit", "interval", "batch_tokens")
+        problems = broken_fields("evaluation", self, "be at least 1, or null", lambda count: count < 1, *counts)
+        if self.requests is None:
+            problems += [
+                f"evaluation.{name} is set without evaluation.requests; name a request file, which `evaluate "
+                "--prepare` writes"
+                for name in ("tasks", "limit")
+                if getattr(self, name)
+            ]
+        if self.is_empty:
+            problems += [
+                f"evaluation.{name} is set without tasks or perplexity sets; name evaluation.requests or "
+                "evaluation.perplexity.sets, or leave it out"
+                for name in ("interval", "batch_tokens")
+                if getattr(self, name)
+            ]
+        try:
+            problems += [
+                f"evaluation.tasks has {task.name}, whose answers a model writes; leave it out, and have `evaluate` "
+                "score the run's checkpoints on it"
+                for task in resolve(self.tasks)
+                if task.is_generated
+            ]
+        except InputError as error:
+            problems += [f"evaluation.tasks: {line}" for line in str(error).splitlines()]
+        return [*problems, *self.perplexity.problems()]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationRequest:
+    """The options of `evaluate`, read and checked as far as that needs no model."""
+
+    options: EvaluateOptions
+    checkpoints: tuple[Path, ...]
+    """Checkpoints to evaluate, each once, in the order of the table."""
+    compared: tuple[Path | Result, ...]
+    """Nothing, or two: results read from files, or checkpoints that are among `checkpoints`."""
+    evaluation: EvaluationConfig
+    """Tasks and sets to evaluate on; `tasks` may have generation tasks, and is empty for all of the request file."""
+    layout: Layout
+
+    @property
+    def sampling(self) -> dict[str, Any]:
+        """Return the options that are fields of `GenerationSettings`."""
+        names = ("allow_code_execution", "num_samples", "temperature", "top_k", "top_p", "max_new_tokens", "seed")
+        return {name: getattr(self.options, name) for name in names}

@@ -1,0 +1,319 @@
+"""Checkpoints to evaluate: found and checked without reading weights, then built and scored in a layout."""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+
+from megatron_fanformer import __version__
+from megatron_fanformer.checkpoint import store
+from megatron_fanformer.data.tokenizer import load_tokenizer, tokenizer_file
+from megatron_fanformer.durable_files import sha256_of
+from megatron_fanformer.errors import DivergenceError, InputError, collect_problems
+from megatron_fanformer.evaluate import generation_tasks, ulogic
+from megatron_fanformer.evaluate.config import EvaluationRequest
+from megatron_fanformer.evaluate.generated_texts import GenerationSettings
+from megatron_fanformer.evaluate.metrics import DIVISORS, document_sums, task_metrics
+from megatron_fanformer.evaluate.perplexity import group_perplexities, perplexity_of_sets
+from megatron_fanformer.evaluate.prepare import CONTEXT_LENGTH, cached_requests
+from megatron_fanformer.evaluate.requests import RequestFile, TaskRequests, read_requests
+from megatron_fanformer.evaluate.results import Result, SetResult, Settings, TaskResult
+from megatron_fanformer.evaluate.scoring import scores_of_tasks
+from megatron_fanformer.evaluate.survey import EvaluationSurvey, survey_evaluation
+from megatron_fanformer.evaluate.tasks import ULOGIC
+from megatron_fanformer.generate.models import ModelSource, TrainedModel, find_model
+from megatron_fanformer.model.build import build_stages
+from megatron_fanformer.model.dtypes import DTYPES
+from megatron_fanformer.model.layout_rules import layout_problems
+from megatron_fanformer.runtime.parallel import RankGrid
+from megatron_fanformer.runtime.seeding import seed_everything
+from megatron_fanformer.terminal import Report
+
+Documents = dict[str, list[dict[str, Any]]]
+
+VERSIONED = ("torch", "megatron-core", "numpy")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationJob:
+    """One checkpoint, and what it is evaluated on."""
+
+    source: ModelSource
+    tokenizer: Path | None
+    tokenizer_sha256: str | None
+    survey: EvaluationSurvey
+    """Survey of its choice tasks and perplexity sets."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Jobs:
+    """All jobs of a command."""
+
+    jobs: list[EvaluationJob]
+    """One job per checkpoint, in the order of the checkpoints."""
+    texts: Documents
+    """The documents of generation tasks, by task."""
+    requests: str | None
+    """SHA-256 of the request file."""
+    made_of: dict[str, str]
+    """What the tasks of one's own were made of, by task."""
+
+
+# -- before weights are read
+
+
+def find_jobs(request: EvaluationRequest) -> Jobs:
+    """Find what is evaluated on what, in one process for all ranks; prepare the tasks that have no request file.
+
+    Raises:
+        InputError: a model cannot be laid out so, was trained with another tokenizer, or a set is not of its
+            vocabulary; a task is not in the request file, may not be run, or leaves no room for its prompts: every
+            problem, one line each.
+        CorruptError: a checkpoint's configuration, the request file or token files are damaged.
+    """
+    problems: list[str] = []
+    options = request.options
+    models: list[tuple[ModelSource, Path | None, str | None]] = []
+    for checkpoint in request.checkpoints:
+        source = find_model(checkpoint, eod_id=options.eod_id)
+        tokenizer = options.tokenizer or source.tokenizer
+        problems += layout_problems(source.config, request.layout.parallel)
+        if tokenizer is None and (options.tasks or options.requests or options.ulogic):
+            problems.append(f"{checkpoint} holds no tokenizer; name the one that it was trained with as --tokenizer")
+        else:
+            digest = None if tokenizer is None else sha256_of(tokenizer_file(tokenizer))
+            models.append((source, tokenizer, digest))
+    file = _request_file(request, models) if len(models) == len(request.checkpoints) else None
+    choices, texts = _tasks(request, file, problems)
+    evaluation = replace(request.evaluation, tasks=choices, requests=str(file.path) if file and choices else None)
+    surveys: dict[Any, EvaluationSurvey | None] = {}  # checkpoints of a run share one, though each has a tokenizer
+    jobs = []
+    for source, tokenizer, digest in models:
+        key = (source.config.seq_length, source.config.vocab_size, source.end_of_text_id, digest)
+        if key not in surveys:
+            if texts and tokenizer is not None:
+                collect_problems(
+                    problems, partial(_check_texts, request, None if choices else file, list(texts), source, tokenizer)
+                )
+            survey = partial(
+                survey_evaluation,
+                evaluation,
+                seq_length=source.config.seq_length,
+                vocab_size=source.config.vocab_size,
+                tokenizer=None if tokenizer is None else str(tokenizer),
+                requests=file,
+                end_of_text_id=source.end_of_text_id,
+            )
+            surveys[key] = collect_problems(problems, survey)
+        if (of_model := surveys[key]) is not None:
+            jobs.append(EvaluationJob(source=source, tokenizer=tokenizer, tokenizer_sha256=digest, survey=of_model))
+    if problems:
+        raise InputError("\n".join(dict.fromkeys(problems)))  # checkpoints of a run have the same problems
+    versions = file.versions if file else {}
+    return Jobs(
+        jobs=jobs,
+        texts=texts,
+        requests=file.sha256 if file else None,
+        made_of={name: versions[name] for name in choices if name in versions},
+    )
+
+
+def _request_file(
+    request: EvaluationRequest, models: Sequence[tuple[ModelSource, Path | None, str | None]]
+) -> RequestFile | None:
+    """Return the request file that is named, or that of the tasks: from the cache, or prepared now.
+
+    It is for the tokenizer of all checkpoints, and their end of text: as --eod-id states it, or what stands next to the
+    weights, or the tokenizer's own.
+
+    Raises:
+        InputError: they have not the same tokenizer.
+    """
+    options = request.options
+    if options.requests is not None:
+        return read_requests(options.requests)
+    if not options.tasks:
+        return None
+    of_tokenizer = {(digest, source.end_of_text_id): tokenizer for source, tokenizer, digest in models if tokenizer}
+    ends = {(digest, load_tokenizer(path, eod_id=end).eod_id): path for (digest, end), path in of_tokenizer.items()}
+    if len(ends) > 1:
+        named = ", ".join(f"{path} with end of text {eod_id}" for (_, eod_id), path in ends.items())
+        raise InputError(
+            f"the checkpoints have {len(ends)} tokenizers ({named}), requests are of one; evaluate those of each by "
+            "itself"
+        )
+    (((_, eod_id), tokenizer),) = ends.items()
+    length = options.context_length or CONTEXT_LENGTH
+    return cached_requests(
+        tasks=options.tasks, tokenizer=tokenizer, eod_id=eod_id, context_length=length, limit=options.limit
+    )
+
+
+def _check_texts(
+    request: EvaluationRequest, file: RequestFile | None, names: list[str], source: ModelSource, tokenizer: Path
+) -> None:
+    """Refuse a tokenizer that is not the model's or the request file's, and answers that leave no room for prompts.
+
+    Args:
+        file: None where the survey of choice tasks checks it.
+    """
+    problems = source.tokenizer_problems(load_tokenizer(tokenizer, eod_id=source.end_of_text_id))
+    if names != [ULOGIC]:  # whose answers have a length of their own
+        problems += GenerationSettings(**request.sampling).length_problems(source.config.seq_length)
+        if file is not None:
+            collect_problems(problems, partial(file.refuse_other_tokenizer, tokenizer_file(tokenizer)))
+    if problems:
+        raise InputError("\n".join(problems))
+
+
+def _tasks(request: EvaluationRequest, file: RequestFile | None, problems: list[str]) -> tuple[list[str], Documents]:
+    """Return the names of the requested choice tasks, and the documents of the generation tasks."""
+    texts: Documents = {}
+    choices: list[str] = []
+    limit = request.evaluation.limit
+    if file is not None:
+        names = request.evaluation.tasks if request.options.requests else []
+        names = names or [*file.tasks, *file.texts]
+        texts = {name: file.texts[name][:limit] for name in names if name in file.texts}
+        choices = [name for name in names if name not in texts]
+        collect_problems(problems, partial(file.selected, choices))
+        choices = [name for name in choices if name in file.tasks]
+    if request.options.ulogic is not None:
+        rules = collect_problems(problems, partial(ulogic.documents, request.options.ulogic))
+        texts |= {} if rules is None else {ULOGIC: rules[:limit]}
+    if texts and request.layout.world_size > 1:
+        problems.append(
+            f"{', '.join(texts)}: a model writes its answers in one process; leave them out, or run in one (without "
+            "--layout and torchrun)"
+        )
+    for name in texts:
+        collect_problems(problems, partial(generation_tasks.check, name, GenerationSettings(**request.sampling)))
+    return choices, texts
+
+
+# -- on the ranks
+
+
+def evaluate_jobs(request: EvaluationRequest, jobs: Jobs, grid: RankGrid, *, log: Report) -> Iterator[Result]:
+    """Yield the result of each job, as soon as it is there, on every rank; each step is a collective call.
+
+    Args:
+        log: called with what runs now.
+
+    Raises:
+        CorruptError: a checkpoint's weights or token files are damaged.
+        DivergenceError: a model's numbers are not finite.
+    """
+    batch_tokens, config = request.options.batch_tokens, request.evaluation.perplexity
+    versions = {"megatron_fanformer": __version__} | {name: version(name) for name in VERSIONED}
+    for job, stages in _built(request, jobs.jobs, grid, log):
+        path = job.source.path
+        if job.survey.sets:
+            log(f"{path}: perplexity")
+        losses = perplexity_of_sets(stages, job.survey.sets, grid, batch_tokens=batch_tokens)
+        for name, loss in losses.items():  # the same on every rank
+            if not math.isfinite(loss.loss):
+                raise DivergenceError(
+                    f"set {name}: the loss is {loss.loss}; the model diverged: evaluate an earlier checkpoint"
+                )
+        if job.survey.tasks:
+            log(f"{path}: tasks")
+        scores = scores_of_tasks(stages, job.survey.tasks, grid, batch_tokens=batch_tokens, every_metric=True)
+        tasks = {
+            name: choice_result(task, *scores[name], made_of=jobs.made_of.get(name))
+            for name, task in job.survey.tasks.items()
+        }
+        if jobs.texts:
+            assert job.tokenizer is not None  # find_jobs has seen to it
+            model = TrainedModel(stages[0], job.source.config, grid.torch_device)
+            tokenizer = load_tokenizer(job.tokenizer, eod_id=job.source.end_of_text_id)
+        for name, documents in jobs.texts.items():
+            log(phase := f"{path}: {name}")
+            sampling = GenerationSettings(**request.sampling)
+            tasks[name] = generation_tasks.evaluate(
+                model, tokenizer, name, documents, sampling, log=partial(log, phase)
+            )
+        yield Result(
+            checkpoint=str(path),
+            step=store.step_of(path),
+            versions=versions,
+            tokenizer=job.tokenizer_sha256,
+            settings=Settings(
+                chunking=config.chunking,
+                chunk_tokens=config.chunk_tokens or job.source.config.seq_length,
+                limit_tokens=config.limit_tokens,
+                batch_tokens=batch_tokens,
+                dtype=str(_dtype(request, job.source, grid)).removeprefix("torch."),
+                sampling=request.sampling,
+            ),
+            requests=jobs.requests,
+            tasks=tasks,
+            perplexity={name: msgspec.convert(loss, SetResult, from_attributes=True) for name, loss in losses.items()},
+            groups={str(group): mean for group, mean in group_perplexities(losses).items()},
+        )
+
+
+def _built(
+    request: EvaluationRequest, jobs: Sequence[EvaluationJob], grid: RankGrid, log: Report
+) -> Iterator[tuple[EvaluationJob, list[Any]]]:
+    """Yield each job with the stages that hold its weights; models of one shape are built once."""
+    seed_everything(0)  # megatron-core builds layers on a GPU from random states that must exist
+    shape: tuple[Any, ...] = ()
+    stages: list[Any] = []
+    for job in jobs:
+        log(f"{job.source.path}: weights")
+        model, dtype = job.source.config, _dtype(request, job.source, grid)
+        if shape != (model, dtype):
+            stages.clear()  # before the next ones are made
+            shape = (model, dtype)
+            parallel, kernels = request.layout.parallel, request.layout.kernels
+            stages = build_stages(model, parallel, grid, dtype=dtype, seed=None, kernels=kernels)
+        job.source.fill(stages, grid)
+        yield job, stages
+
+
+def _dtype(request: EvaluationRequest, source: ModelSource, grid: RankGrid) -> torch.dtype:
+    if request.options.dtype != "auto":
+        return DTYPES[request.options.dtype]
+    return source.dtype if grid.device == "cuda" else torch.float32
+
+
+def choice_result(
+    task: TaskRequests,
+    log_probabilities: np.ndarray,
+    unconditional: np.ndarray | None = None,
+    *,
+    made_of: str | None = None,
+) -> TaskResult:
+    """Return a task's metrics and documents from the log-probabilities of its requests, and of its unconditional
+    ones.
+    """
+    sums = document_sums(task, log_probabilities, unconditional)[task.metric]
+    divisors = task.lengths[DIVISORS[task.metric]] if task.metric in DIVISORS else task.continuation_tokens
+    begins = np.flatnonzero(np.diff(task.documents, prepend=-1))
+    rows = zip(begins.tolist(), [*begins[1:].tolist(), len(task)], sums.tolist(), strict=True)
+    return TaskResult(
+        metric=task.metric,
+        metrics=task_metrics(task, log_probabilities, unconditional),
+        documents=[
+            {
+                "doc_id": int(task.documents[first]),
+                "label": int(task.labels[first]),
+                "log_probabilities": log_probabilities[first:end].tolist(),
+                **({} if unconditional is None else {"unconditional": unconditional[first:end].tolist()}),
+                "lengths": divisors[first:end].tolist(),
+                "score": score,
+                "weight": weight,
+            }
+            for first, end, (score, weight) in rows
+        ],
+        cut=task.cut,
+        made_of=made_of,
+    )

@@ -1,0 +1,133 @@
+"""The verb `evaluate`, and its options; imports nothing that is slow."""
+
+from argparse import ArgumentTypeError
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+from megatron_fanformer.options import Verb, argument, command_line, option
+from megatron_fanformer.processes import ended_by_stop_signals
+from megatron_fanformer.runtime import device
+
+BATCH_TOKENS = 8192  # of a micro batch: four of the paper's chunks; their logits are made chunk by chunk
+
+MEASURED = "what to measure"
+ANSWERS = "answers that a model writes (gsm8k, humaneval, mbpp, ULogic)"
+RUNTIME = "runtime"
+OUTPUT = "output"
+REQUEST_FILE = "request file"
+MOVED = {
+    "--batches": "use --limit-tokens, which does not depend on --batch-tokens",
+    "--fewshot": "write the examples into each question's context, or export the model and use lm-eval",
+    "--run-code": "use --allow-code-execution, in a container: it is no sandbox",
+}
+"""Earlier options, and what to use instead."""
+
+
+def _count(text: str, least: int = 1) -> int:
+    if not text.isdecimal() or not least <= int(text) <= 2**31:
+        raise ArgumentTypeError(f"{text!r} is not a number from {least} to 2^31")
+    return int(text)
+
+
+_id = partial(_count, least=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluateOptions:
+    """Options of `evaluate`."""
+
+    checkpoints: tuple[str, ...] = argument((), metavar="CHECKPOINT")
+    """A run's folder (its latest checkpoint), its checkpoints/ folder (all of them) or a glob, one checkpoint, or an
+    exported Hugging Face folder."""
+
+    tasks: tuple[str, ...] = option((), metavar="TASK", group=MEASURED)
+    """Tasks, groups of tasks, or .jsonl files of your own (default: those of --requests)"""
+    requests: Path | None = option(None, metavar="FILE", group=MEASURED)
+    """Request file, as --prepare writes it (default: --tasks are prepared, and kept in the cache)"""
+    limit: int | None = option(None, metavar="N", parse=_count, group=MEASURED)
+    """Take the first N documents of each task (default: all)"""
+    perplexity: tuple[str, ...] = option((), metavar="SET", group=MEASURED)
+    """NAME=PATH of token files (a prefix, .npy, a folder, a glob), or the groups v2-small and v3-small."""
+    perplexity_folder: str | None = option(None, metavar="FOLDER", group=MEASURED)
+    """Folder that holds the sets of the groups."""
+    chunking: Literal["tokens", "documents", "rolling"] = option("tokens", group=MEASURED)
+    """How sets are cut: tokens as the paper, documents by themselves, rolling as lm-eval, every byte scored."""
+    chunk_tokens: int | None = option(None, metavar="N", parse=_count, group=MEASURED)
+    """Tokens of a chunk (default: the model's seq_length)"""
+    limit_tokens: int | None = option(None, metavar="N", parse=_count, group=MEASURED)
+    """Take the first N tokens of each set, in whole chunks or documents (default: all)"""
+    npy_dtype: Literal["uint16", "uint32"] = option("uint16", group=MEASURED)
+    """Type of the tokens in .npy files."""
+    eod_id: int | None = option(None, metavar="ID", parse=_id, group=MEASURED)
+    """The id that ends a document (default: that of a set's manifest, the export's, or the tokenizer's)"""
+
+    ulogic: Path | None = option(None, metavar="FILE", group=ANSWERS)
+    """ULogic's rules, its probing_subset.json."""
+    allow_code_execution: bool = option(False, group=ANSWERS)
+    """Run the programs that a model writes, within limits of time and memory; no sandbox: use a container."""
+    num_samples: int = option(1, metavar="N", parse=_count, group=ANSWERS)
+    """Answers to each document."""
+    temperature: float = option(0.0, group=ANSWERS)
+    """Temperature of the sampling; 0 takes the most likely token."""
+    top_k: int = option(0, parse=_id, group=ANSWERS)
+    """Sample from the k most likely tokens; 0: from all."""
+    top_p: float = option(1.0, group=ANSWERS)
+    """Sample from the most likely tokens with this total probability."""
+    max_new_tokens: int | None = option(None, metavar="N", parse=_count, group=ANSWERS)
+    """The most tokens of an answer (default: the task's own)"""
+
+    layout: str = option("", group=RUNTIME)
+    """Parallel layout, such as tp=2 or "pp=2,dp=2", on local ranks or torchrun's (default: one rank)"""
+    tokenizer: Path | None = option(None, group=RUNTIME)
+    """Tokenizer to use instead of the checkpoint's own; with --prepare, the models'."""
+    device: Literal["auto", "cuda", "cpu"] = option("auto", group=RUNTIME)
+    """Device to run on."""
+    dtype: Literal["auto", "fp32", "bf16"] = option("auto", group=RUNTIME)
+    """Number format; auto: the saved one, and fp32 on a CPU."""
+    batch_tokens: int = option(BATCH_TOKENS, metavar="N", parse=_count, group=RUNTIME)
+    """About how many tokens a micro batch has."""
+
+    output: Path | None = option(None, metavar="FILE", group=OUTPUT)
+    """Write everything as JSON, as each checkpoint is done."""
+    picture: Path | None = option(None, metavar="FILE", group=OUTPUT)
+    """Draw metrics over steps, as PNG."""
+    compare: tuple[str, ...] = option((), nargs=2, metavar=("A", "B"), group=OUTPUT)
+    """Compare two results of --output, or two checkpoints: differences with 95% intervals, by paired bootstrap."""
+    seed: int = option(0, parse=_id, group=OUTPUT)
+    """Seed of the bootstrap, and of what is sampled."""
+
+    prepare: Path | None = option(None, metavar="FILE", group=REQUEST_FILE)
+    """Write the requests of --tasks, and end."""
+    context_length: int | None = option(None, metavar="N", parse=_count, group=REQUEST_FILE)
+    """The longest request that is prepared, in tokens (default: 2048)"""
+
+    command_line: tuple[str, ...] = command_line()
+
+
+def _evaluate(options: EvaluateOptions) -> None:
+    from megatron_fanformer.runtime.launch import end_with_launcher, report_stopped
+
+    outcome = "before the end; --output has the checkpoints that were done, and the same command starts anew"
+    with ended_by_stop_signals(report_stopped, outcome=outcome):
+        end_with_launcher()
+        device.prepare_libraries()
+        from megatron_fanformer.evaluate.command import evaluate
+
+        evaluate(options)
+
+
+EVALUATE = Verb(
+    name="evaluate",
+    help="Measure checkpoints on perplexity sets and tasks; compare two; write a request file.",
+    options=EvaluateOptions,
+    run=_evaluate,
+    examples=(
+        "evaluate runs/demo/run --perplexity held-out=tokens/web",
+        "evaluate --prepare paper.requests --tasks paper\n--tokenizer tokenizer.json",
+    ),
+    advice=lambda line: [remedy for name, remedy in MOVED.items() if name in line],
+    results_are_files=True,
+    takes_signals=True,
+)

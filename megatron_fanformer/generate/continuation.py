@@ -1,0 +1,182 @@
+"""A prompt and what follows it: its tokens as they are chosen, its text as far as it is known, and why it ended.
+
+Several are continued together, by megatron-core's key/value cache, to the text that each has alone. The cache gives all
+rows of a batch the same position, and megatron-core's causal mask has no room for padding. So a batch begins with as
+many tokens as its shortest prompt has, and then goes on token by token: a row whose prompt is longer is given its own
+next token until it has been read, and only then chooses one. Nothing is padded, every position is the row's own, and a
+batch of prompts of about one length loses next to nothing.
+"""
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from megatron_fanformer.data.tokenizer import Tokenizer
+from megatron_fanformer.generate.config import SamplingConfig
+from megatron_fanformer.generate.models import TrainedModel
+from megatron_fanformer.generate.sampling import Sampler
+from megatron_fanformer.runtime.device import return_freed_memory
+
+EndedBy = Literal["end_of_text", "stop", "length"]
+CONTEXT_TOKENS = 8
+"""Last tokens of the prompt that are decoded with the new ones: a tokenizer may decode a text's first token
+otherwise."""
+CUT_OFF = "\N{REPLACEMENT CHARACTER}"
+"""What a decoder returns for a character with missing bytes."""
+
+
+class NewText:
+    """The text of new tokens, decoded after the prompt, up to the first stop string.
+
+    Ids that the model's vocabulary has and the tokenizer does not, like the end of text, have no text.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int], stop: Sequence[str] = ()) -> None:
+        self._tokenizer, self._stop = tokenizer, stop
+        self._context = self._with_text(prompt_ids)[-CONTEXT_TOKENS:]
+        self._context_length = len(tokenizer.decode(self._context))
+        self.text = ""
+        self.is_stopped = False
+
+    def update(self, ids: Sequence[int]) -> None:
+        """Decode all new tokens so far."""
+        text = self._tokenizer.decode(self._context + self._with_text(ids))[self._context_length :]
+        places = [place for place in map(text.find, self._stop) if place >= 0]
+        self.is_stopped = bool(places)
+        self.text = text[: min(places)] if places else text
+
+    @property
+    def settled(self) -> str:
+        """The part of the text that no further token changes: no cut-off character, no beginning of a stop string."""
+        if self.is_stopped:
+            return self.text
+        text = self.text.rstrip(CUT_OFF)
+        begun = (
+            length for stop in self._stop for length in range(len(stop) - 1, 0, -1) if text.endswith(stop[:length])
+        )
+        return text[: len(text) - max(begun, default=0)]
+
+    def _with_text(self, ids: Sequence[int]) -> list[int]:
+        size, end = self._tokenizer.vocab_size, self._tokenizer.eod_id
+        return [token for token in ids if token < size and token != end]
+
+
+class Continuation:
+    """A prompt that is being continued; its draws depend on the seed, it and its number alone, whatever the batch."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        prompt_ids: Sequence[int],
+        sampling: SamplingConfig,
+        *,
+        max_new_tokens: int,
+        sample: int = 0,
+        stop: Sequence[str] = (),
+    ) -> None:
+        """A prompt that nothing follows yet.
+
+        Args:
+            tokenizer: its end of text ends it with `end_of_text`.
+            prompt_ids: at least one token.
+            max_new_tokens: at least one; it ends there with `length`.
+            sample: its number among the continuations of the prompt.
+            stop: strings that end it with `stop`.
+        """
+        self.prompt_ids = list(prompt_ids)
+        self.max_new_tokens = max_new_tokens
+        self.ids: list[int] = []
+        """New tokens; they end with the end of text or a stop string once that is reached."""
+        self.ended_by: EndedBy | None = None
+        self._sampler = Sampler(sampling, f"sample {sample} of {' '.join(map(str, prompt_ids))}")
+        self._end_of_text_id = tokenizer.eod_id
+        self._new_text = NewText(tokenizer, prompt_ids, stop)
+
+    @property
+    def length(self) -> int:
+        """Tokens so far, the prompt's and new ones."""
+        return len(self.prompt_ids) + len(self.ids)
+
+    @property
+    def text(self) -> str:
+        """Return what follows the prompt, without the end of text and without a stop string."""
+        return self._new_text.text
+
+    @property
+    def settled_text(self) -> str:
+        """Return the beginning of `text` that is final."""
+        return self._new_text.text if self.ended_by else self._new_text.settled
+
+    def token_at(self, position: int) -> int:
+        """Return the token at a position of the sequence, which must be known."""
+        new = position - len(self.prompt_ids)
+        return self.ids[new] if new >= 0 else self.prompt_ids[position]
+
+    def take(self, logits_v: Tensor) -> None:
+        """Choose the next token from its logits [v].
+
+        Raises:
+            DivergenceError: a logit is not finite.
+        """
+        self.ids.append(self._sampler(logits_v))
+        self._new_text.update(self.ids)
+        if self.ids[-1] == self._end_of_text_id:
+            self.ended_by = "end_of_text"
+        elif self._new_text.is_stopped:
+            self.ended_by = "stop"
+        elif len(self.ids) == self.max_new_tokens:
+            self.ended_by = "length"
+
+
+# -- several together
+
+
+def continue_all(
+    model: TrainedModel,
+    continuations: Sequence[Continuation],
+    *,
+    batch_size: int,
+    on_batch: Callable[[int], None] = lambda ended: None,
+) -> None:
+    """Continue any number of prompts to their ends, in batches of prompts of about one length, the longest first.
+
+    Args:
+        on_batch: called after each batch, with the number of continuations that have ended.
+    """
+    by_length = sorted(continuations, key=lambda continuation: -continuation.length)
+    for first in range(0, len(by_length), batch_size):
+        continue_together(model, by_length[first : first + batch_size])
+        on_batch(min(first + batch_size, len(by_length)))
+
+
+def continue_together(
+    model: TrainedModel, continuations: Sequence[Continuation], on_step: Callable[[], None] = lambda: None
+) -> None:
+    """Continue prompts as one batch to their ends; rows that have ended leave it.
+
+    Args:
+        on_step: called after each step, when some have a new token.
+
+    Raises:
+        DivergenceError: the model's logits are not finite.
+    """
+    return_freed_memory()  # which an earlier batch of other lengths has left
+    rows = list(continuations)
+    given = min(row.length for row in rows)
+    decoder = model.decoder(len(rows), max(row.length + row.max_new_tokens for row in rows))
+    logits_bv = decoder.next_logits(torch.tensor([row.prompt_ids[:given] for row in rows]))
+    for length in itertools.count(given):  # tokens of each row in the cache
+        for row, logits_v in zip(rows, logits_bv.cpu(), strict=True):
+            if row.length == length:
+                row.take(logits_v)
+        on_step()
+        left = [number for number, row in enumerate(rows) if row.ended_by is None]
+        if not left:
+            return
+        if len(left) < len(rows):
+            decoder.keep(left)
+            rows = [rows[number] for number in left]
+        logits_bv = decoder.next_logits(torch.tensor([[row.token_at(length)] for row in rows]))

@@ -1,0 +1,217 @@
+"""Describes and verifies token files: by their manifest if there is one, and by the files; torch is not imported."""
+
+import hashlib
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import msgspec
+
+from megatron_fanformer.convert.recognition import Target
+from megatron_fanformer.data.blends import parse_blend
+from megatron_fanformer.data.chat_files import MASK_SUFFIX, count_learned, is_row_folder, open_chats
+from megatron_fanformer.data.ledger import open_ledger
+from megatron_fanformer.data.manifest import (
+    MANIFEST_SUFFIX,
+    FileRecord,
+    Manifest,
+    TokenFiles,
+    read_any_manifest,
+    token_files_record,
+)
+from megatron_fanformer.data.npy_files import SUFFIX, NpyType, open_npy_files
+from megatron_fanformer.data.remote_files import find, open_stream
+from megatron_fanformer.data.token_files import read_index
+from megatron_fanformer.errors import CorruptError, InputError
+from megatron_fanformer.inspect.report import Report, reading
+from megatron_fanformer.processes import usable_cores
+from megatron_fanformer.runtime.device import cache_of
+from megatron_fanformer.stores import is_url
+from megatron_fanformer.terminal import plural, size
+
+BLOCK_BYTES = 1 << 22
+THREADS = 8  # more only make the disk seek
+NPY_DTYPE: NpyType = "uint16"  # of the paper's files, which do not state it
+
+
+def describe_data(target: Target) -> Report:
+    """Describe token files: one prefix, or all that a blend or a folder names.
+
+    Raises:
+        InputError: files that are missing.
+        CorruptError: files that cannot be read, or disagree with their index.
+    """
+    parts = [describe_prefix(prefix) for prefix in target.prefixes]
+    if target.kind == "token files":
+        return parts[0]
+    documents = [part["documents"] for part in parts]
+    report: Report = {
+        "kind": target.kind,
+        "path": str(target.path),
+        "documents": None if None in documents else sum(documents),
+        "tokens": sum(part["tokens"] for part in parts),
+    }
+    if target.kind == "blend":
+        blend = parse_blend([f"@{target.path}"])
+        if blend.weights is None:
+            report["sources"] = [{"source": path} for source in blend.sources for path in source.paths]
+        else:
+            report["sources"] = [
+                {"weight": weight, "source": ", ".join(source.paths)}
+                for weight, source in zip(blend.weights, blend.sources, strict=True)
+            ]
+    return {**report, "parts": parts}
+
+
+def describe_prefix(prefix: str) -> Report:
+    """Describe the token files of one prefix."""
+    manifest, ledger = read_any_manifest(prefix), None
+    if isinstance(manifest, Manifest) and token_files_record(prefix) is None:
+        facts = {
+            "format": "parts",
+            "documents": manifest.documents,
+            "tokens": manifest.tokens,
+            "dtype": manifest.settings.dtype,
+            "bytes": sum(file.bytes for output in manifest.outputs for file in output.files.values()),
+        }
+    else:
+        facts, ledger = _describe_files(prefix), open_ledger(prefix)
+    return {
+        "path": prefix,
+        "kind": "token files",
+        "prefix": prefix,
+        **facts,
+        "ledger": {"path": str(ledger.path), "rows": ledger.rows} if ledger else None,
+        "manifest": {"path": prefix + MANIFEST_SUFFIX, **msgspec.to_builtins(manifest)} if manifest else None,
+    }
+
+
+def _describe_files(prefix: str) -> Report:
+    stated = token_files_record(prefix)
+    if is_row_folder(prefix) or Path(prefix + MASK_SUFFIX).exists():
+        return _describe_chats(prefix)
+    if _is_there(prefix, ".bin") or _is_there(prefix, ".idx"):
+        index = read_index(prefix, cache=cache_of(prefix))
+        facts: Report = {
+            "format": "megatron",
+            "documents": index.documents,
+            "sequences": index.sequences,
+            "tokens": index.tokens,
+            "dtype": index.dtype.name,
+            "bytes": index.tokens * index.dtype.itemsize,
+        }
+        if index.sequences:
+            facts |= {"shortest": int(index.lengths.min()), "longest": int(index.lengths.max())}
+    elif _is_there(prefix, SUFFIX):
+        (file,) = open_npy_files([prefix + SUFFIX], NPY_DTYPE)
+        total = file.tokens * file.dtype.itemsize
+        facts = {"format": "npy", "documents": None, "tokens": file.tokens, "dtype": file.dtype.name, "bytes": total}
+    else:
+        raise InputError(
+            f"{prefix} has no token files, only the files that go with them; copy its .bin and .idx, or .npy"
+        )
+    return facts if stated is None else {**facts, "documents": stated.documents}
+
+
+def _describe_chats(prefix: str) -> Report:
+    """Describe a prefix of conversations; learned tokens are counted where no manifest states them."""
+    chats, stated = open_chats(prefix), token_files_record(prefix)
+    learned = None if stated is None else stated.learned_tokens
+    stored = chats.mask_path.stat().st_size  # with padding
+    tokens = int(chats.lengths.sum())
+    facts = {
+        "format": "chat rows" if is_row_folder(prefix) else "chats",
+        "documents": len(chats),
+        "tokens": stored,
+        "padding": stored - tokens,
+        "learned_tokens": count_learned(chats.mask_path) if learned is None else learned,
+        "cut": None if stated is None else stated.cut,
+        "dtype": chats.dtype.name,
+        "bytes": stored * chats.dtype.itemsize,
+    }
+    if len(chats):
+        facts |= {"shortest": int(chats.lengths.min()), "longest": int(chats.lengths.max())}
+    return facts
+
+
+def _is_there(prefix: str, suffix: str) -> bool:
+    return find(prefix + suffix) is not None if is_url(prefix) else Path(prefix + suffix).exists()
+
+
+# -- whether they are intact
+
+
+def check_data(target: Target) -> str:
+    """Check every token file of `target` against its manifest; returns what agrees.
+
+    Raises:
+        InputError: there is no manifest.
+        CorruptError: something differs; names the file, and what.
+    """
+    outputs: list[tuple[str, TokenFiles, int]] = []
+    """The path before the names in a manifest, the files, and the ledger's rows of refused conversations."""
+    for prefix in target.prefixes:
+        manifest = read_any_manifest(prefix)
+        if manifest is None:
+            raise InputError(
+                f"{prefix}{MANIFEST_SUFFIX} does not exist, and without it there is nothing to verify {prefix} against"
+            )
+        if is_url(prefix) and manifest.settings.chat is not None:
+            raise InputError(f"{prefix} holds conversations, which are verified on this machine; copy them here")
+        folder, slash, _ = prefix.rpartition("/")
+        if isinstance(manifest, Manifest):
+            refused = sum(manifest.refused.values()) if manifest.settings.chat is not None else 0
+            outputs += [(folder + slash, output, refused) for output in manifest.outputs]
+        else:
+            outputs.append((folder + slash, manifest.output, 0))
+    files = {beside + record.path: record for beside, output, _ in outputs for record in output.files.values()}
+    total = sum(record.bytes for record in files.values())
+    with reading(total) as advance, ThreadPoolExecutor(min(THREADS, usable_cores())) as pool:
+        list(pool.map(lambda path: _check_file(path, files[path], advance), files))
+    for beside, output, refused in outputs:
+        _check_counts(beside + output.prefix, output, refused)
+    return (
+        f"SHA-256 of {plural(len(files), 'file')}, {size(total)}; index,"
+        f" ledger and manifest agree on {plural(sum(output.documents for _, output, _ in outputs), 'document')} and"
+        f" {plural(sum(output.tokens for _, output, _ in outputs), 'token')}"
+    )
+
+
+def _check_file(path: str, record: FileRecord, advance: Callable[[int], None]) -> None:
+    """Compare a file's bytes with its manifest."""
+    digest = hashlib.sha256()
+    try:
+        remote = find(path) if is_url(path) else None
+        if is_url(path) and remote is None:
+            raise CorruptError(f"{path}, which its manifest lists, is not there; copy or prepare it again")
+        stored = Path(path).stat().st_size if remote is None else remote.size
+        if stored != record.bytes:
+            raise CorruptError(
+                f"{path} holds {stored} bytes where its manifest says {record.bytes}; copy or prepare it again"
+            )
+        with Path(path).open("rb") if remote is None else open_stream(remote) as stream:
+            while block := stream.read(BLOCK_BYTES):
+                digest.update(block)
+                advance(len(block))
+    except OSError as error:
+        raise CorruptError(f"{path}, which its manifest lists, cannot be read ({error.strerror})") from error
+    if (sha256 := digest.hexdigest()) != record.sha256:
+        raise CorruptError(
+            f"{path} has SHA-256 {sha256} where its manifest says {record.sha256}; copy or prepare it again"
+        )
+
+
+def _check_counts(prefix: str, output: TokenFiles, refused: int) -> None:
+    """Compare the documents and tokens of a manifest with the index and the ledger."""
+    counts = {}
+    if ".idx" in output.files:
+        index = read_index(prefix, cache=cache_of(prefix))
+        counts = {"documents and those of its index": (output.documents, len(index.lengths))}
+        counts["tokens and those of its index"] = (output.tokens, index.tokens)
+    if ".ledger.parquet" in output.files and (ledger := open_ledger(prefix)) is not None:
+        counts["documents and the rows of its ledger"] = (output.documents + refused, ledger.rows)
+    for what, (stated, counted) in counts.items():
+        if stated != counted:
+            raise CorruptError(
+                f"{prefix}{MANIFEST_SUFFIX}: {what} differ ({stated} and {counted}); copy or prepare it again"
+            )

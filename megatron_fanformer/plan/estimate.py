@@ -1,0 +1,189 @@
+"""One configuration on one machine: whether it is legal, its memory on every stage, and its time, by formula.
+
+A configuration is judged as `train` would on GPUs of that kind, with the same rules; its data is not read.
+"""
+
+import dataclasses
+import math
+from dataclasses import dataclass
+
+from megatron_fanformer.errors import InputError
+from megatron_fanformer.plan.gradient_buffers import Chunk, state_bytes, weights
+from megatron_fanformer.plan.job import Job, Layers
+from megatron_fanformer.plan.machines import Machine
+from megatron_fanformer.plan.memory import MAIN_WEIGHT_BYTES, RankMemory, rank_memory, reserve_bytes
+from megatron_fanformer.plan.step_time import StepTime, step_time
+from megatron_fanformer.plan.verb import PlanOptions
+from megatron_fanformer.runtime.layout import ParallelConfig
+from megatron_fanformer.train.config import RunConfig
+from megatron_fanformer.train.machine_rules import layer_problems
+
+GIB = 2**30
+SECONDS_PER_HOUR, HOURS_PER_DAY = 3600, 24
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estimate:
+    """A legal layout's memory and time."""
+
+    name: str
+    """The layout's name, as `--layouts` reads it."""
+    config: RunConfig
+    job: Job
+    machine: Machine
+    stages: tuple[RankMemory, ...]
+    """The memory of a rank of each pipeline stage."""
+    reserve_bytes: int
+    """Bytes held beside allocated tensors, on the heaviest stage."""
+    time: StepTime
+
+    @property
+    def heaviest(self) -> RankMemory:
+        """Return the stage that needs most."""
+        return max(self.stages, key=lambda stage: stage.total_bytes)
+
+    @property
+    def needed_bytes(self) -> int:
+        """Return the bytes of a GPU's memory that the heaviest stage needs."""
+        return self.heaviest.total_bytes + self.reserve_bytes
+
+    @property
+    def fits(self) -> bool:
+        """Return whether a program can have that much of the GPU."""
+        return self.needed_bytes <= self.machine.usable_bytes
+
+    @property
+    def shortage(self) -> str:
+        """Describe what a layout that does not fit lacks."""
+        return (
+            f"a GPU of pipeline stage {self.heaviest.stage} needs {self.needed_bytes / GIB:.1f} GiB, "
+            f"{self.reserve_bytes / GIB:.1f} of them reserved, but {self.machine.name} has "
+            f"{self.machine.usable_bytes / GIB:.1f} for a program; spread the model over more GPUs, take a smaller "
+            "micro batch, or recompute more"
+        )
+
+
+def for_machine(config: RunConfig, machine: Machine, *, on_cpu: bool) -> RunConfig:
+    """Return the configuration with what it leaves to the machine chosen for that one; but overlap depends on the
+    layout.
+    """
+    engine: Layers = "local" if on_cpu else "transformer_engine"
+    kernels, precision = config.kernels, config.precision
+    if kernels.transformer_impl == "auto":
+        kernels = dataclasses.replace(kernels, transformer_impl=engine)
+    if kernels.gradient_accumulation_fusion is None:
+        fuses = kernels.transformer_impl == "transformer_engine"
+        kernels = dataclasses.replace(kernels, gradient_accumulation_fusion=fuses)
+    if precision.dtype == "auto":
+        has_matrix_units = (machine.bf16_flops_per_second or 0) > (machine.fp32_flops_per_second or 0)
+        precision = dataclasses.replace(precision, dtype="bf16" if has_matrix_units else "fp32")
+    runtime = dataclasses.replace(config.runtime, device="cpu" if on_cpu else "cuda")
+    return dataclasses.replace(config, kernels=kernels, precision=precision, runtime=runtime)
+
+
+def check_formats(config: RunConfig, machine: Machine) -> None:
+    """Check that a machine has the number formats and the recipe of a configuration of `for_machine`.
+
+    Raises:
+        InputError: it does not.
+    """
+    for number_format in (config.precision.dtype, *(["fp8"] if config.precision.fp8 else [])):
+        machine.flops_per_second(number_format)  # refused if it has none
+    if config.precision.fp8:
+        machine.check_recipe(config.precision.fp8_recipe)
+
+
+def problems(config: RunConfig, gpus: int) -> list[str]:
+    """Return the rules of `train` that a configuration's layout breaks on that many GPUs, one line each.
+
+    Args:
+        config: of `for_machine`, with nothing wrong in sections that no layout changes.
+    """
+    if found := [*config.parallel.problems(), *config.kernels.problems(), *config.training.problems()]:
+        return found
+    try:
+        replicas = config.parallel.resolve_data_parallel_size(gpus)
+    except InputError as error:
+        return [str(error)]
+    return problems_of_layout(config) + config.problems_of_steps(replicas)
+
+
+def problems_of_layout(config: RunConfig) -> list[str]:
+    """List those of them that hold for any batch, where each field is valid by itself."""
+    with_engine, in_fp32 = config.kernels.transformer_impl == "transformer_engine", config.precision.dtype == "fp32"
+    sections = (config.model, config.parallel, config.kernels)
+    return [*config.problems_of_layout(), *layer_problems(*sections, with_engine=with_engine, in_fp32=in_fp32)]
+
+
+def job_of(config: RunConfig, gpus: int) -> Job:
+    """Return a legal configuration of `for_machine` as the formulas take it."""
+    replicas = config.parallel.resolve_data_parallel_size(gpus)
+    on_cpu = config.runtime.device == "cpu"
+    pays = not on_cpu and replicas * config.parallel.context_parallel_size > 1
+    reduces, gathers = config.parallel.overlaps(pays=pays)
+    layers: Layers = "local" if config.kernels.transformer_impl == "local" else "transformer_engine"
+    parallel = dataclasses.replace(config.parallel, overlap_grad_reduce=reduces, overlap_param_gather=gathers)
+    return dataclasses.replace(config, parallel=parallel).job(replicas, layers=layers, on_cpu=on_cpu)
+
+
+def estimate(name: str, config: RunConfig, job: Job, machine: Machine, time: StepTime | None = None) -> Estimate:
+    """Return the memory and time of a job.
+
+    Args:
+        time: its time, where it is known already.
+    """
+    stages = tuple(rank_memory(job, stage) for stage in range(job.parallel.pipeline_model_parallel_size))
+    return Estimate(
+        name=name,
+        config=config,
+        job=job,
+        machine=machine,
+        stages=stages,
+        reserve_bytes=reserve_bytes(job, max(stage.total_bytes for stage in stages)),
+        time=time or step_time(job, machine),
+    )
+
+
+# -- the whole run
+
+
+def cost(estimate: Estimate, tokens: int) -> dict[str, float]:
+    """Return the days and GPU hours of training on that many tokens, by steps alone; as uncertain as a step's time."""
+    hours = tokens / estimate.time.tokens_per_second / SECONDS_PER_HOUR
+    return {"days": hours / HOURS_PER_DAY, "gpu_hours": hours * estimate.job.world_size}
+
+
+def storage(estimate: Estimate, steps: int) -> dict[str, int]:
+    """Return the bytes of a checkpoint, how many are saved and kept, and the disk at its fullest, one being written."""
+    checkpoint, size = estimate.config.checkpoint, checkpoint_bytes(estimate.job)
+    saves = -(-steps // (checkpoint.save_interval or steps))  # the last step is saved anyhow
+    kept = min(saves, checkpoint.keep or saves)
+    return {"checkpoint_bytes": size, "saves": saves, "kept": kept, "disk_bytes": size * min(saves, kept + 1)}
+
+
+def checkpoint_bytes(job: Job) -> int:
+    """Return the bytes of a checkpoint's tensors: weights, main weights and the optimizer's states, each once."""
+    whole = Chunk(number=0, layers=job.model.num_layers, has_embedding=True, has_head=True)
+    held = weights(job.model, ParallelConfig(), whole)
+    elements = [weight.elements for weight in held]
+    main = 0 if job.precision.dtype == "fp32" else MAIN_WEIGHT_BYTES
+    return sum(elements) * (job.element_bytes + main) + state_bytes(held, elements, job.optimizer)
+
+
+def goodput(estimate: Estimate, steps: int, options: PlanOptions) -> dict[str, float] | None:
+    """Return a save's seconds, the steps between saves that cost least (Young and Daly), and the share of the time that
+    trains, with failures at a constant rate (Daly 2006, equation 13); None where no rate of saves is known.
+
+    Saves in the background are counted as free; the cheapest interval is then the least in which one is written.
+    """
+    if not options.save_rate:
+        return None
+    held, step, is_async = storage(estimate, steps), estimate.time.seconds, estimate.config.checkpoint.async_save
+    writing = held["checkpoint_bytes"] / (options.save_rate * 10**9)
+    trained, waiting = steps * step / held["saves"], 0.0 if is_async else writing
+    between = options.failure_hours * SECONDS_PER_HOUR / estimate.job.world_size  # two failures of the whole run
+    restart = 60 * options.restart_minutes + writing
+    best = writing if is_async else math.sqrt(2 * writing * between) - writing
+    lasts = (trained + waiting) / between
+    share = trained / between * math.exp(-lasts - restart / between) / -math.expm1(-lasts)
+    return {"save_seconds": writing, "best_interval_steps": max(1, math.ceil(best / step)), "share": share}

@@ -1,0 +1,316 @@
+"""Memory of one layer and of the model's ends: kept from forward to backward, and needed during backward.
+
+Two implementations are described: the local layers, as torch runs them on a CPU (the simulation measures them there),
+and Transformer Engine's, whose kernels fuse what the CPU does in passes.
+
+Shapes: n tokens of a micro batch on one context parallel rank, n / T of them under sequence parallelism; h hidden size,
+f inner size of the MLP, k rows of the FAN map, q and v the widths of queries and of values (as of keys), each of one
+tensor parallel rank where so named; V columns of logits of one tensor parallel rank.
+"""
+
+import itertools
+from collections.abc import Iterable
+from functools import cached_property
+from typing import NamedTuple
+
+from megatron_fanformer.plan.job import Job
+
+FLOAT = 4  # statistics, and what is computed in float32
+FP8_BLOCK = 32  # numbers; with recipes of blocks a scale of one byte (mxfp8), or of four for 128, goes with them
+ID_BYTES = 8
+
+
+class Operation(NamedTuple):
+    """One operation of the MLP's forward, in bytes."""
+
+    name: str
+    saved: int
+    """Bytes kept from its forward to its backward."""
+    backward: int
+    """Bytes that exist only while its backward runs: incoming and outgoing gradients, the weight's, temporaries."""
+
+
+class Rise(NamedTuple):
+    """Memory of a run of operations, in bytes."""
+
+    saved: int
+    """Bytes kept from forward to backward."""
+    backward: int
+    """Bytes beyond those, at the peak of its backward."""
+
+
+class LayerShapes:
+    """Sizes of a layer of one rank that its operations share."""
+
+    def __init__(self, job: Job) -> None:
+        model, parallel = job.model, job.parallel
+        self.job, self.is_engine = job, job.layers == "transformer_engine"
+        self.element, self.tensor = job.element_bytes, job.tensor_ranks
+        self.tokens = job.tokens
+        self.is_sharded = parallel.sequence_parallel
+        self.part_tokens = job.tokens // self.tensor if self.is_sharded else job.tokens
+        self.hidden, self.inner = model.hidden_size, model.ffn_hidden_size // self.tensor
+        # Where query groups are fewer than ranks, each rank has one, and its own heads of that.
+        groups = max(1, model.query_groups // self.tensor)
+        self.heads = model.num_attention_heads // self.tensor
+        self.queries, self.values = self.heads * model.kv_channels, groups * model.kv_channels
+        self.qkv = model.qkv_rows // self.tensor
+        self.is_column = parallel.fan_form == "column"
+        self.fan_rows = model.fan_rows // self.tensor if self.is_column else model.fan_rows
+        self.columns = model.padded_vocab_size // self.tensor
+        # Other layers give autograd a stand-in of the gradient's size; the Engine has one for all of a size.
+        self.is_fused = self.is_engine and job.kernels.fuses_gradient_accumulation
+        self.is_fp8 = self.is_engine and job.precision.fp8 is not None
+
+    def whole(self, width: int) -> int:
+        """Return the bytes of [n, width] in the type of activations."""
+        return self.tokens * width * self.element
+
+    def part(self, width: int) -> int:
+        """Return the bytes of [n / T, width]: this rank's part of the sequence, under sequence parallelism."""
+        return self.part_tokens * width * self.element
+
+    def of_fan(self, width: int) -> int:
+        """Return what FAN makes: of all tokens in the `column` form, of this rank's in the `sequence` form."""
+        return self.whole(width) if self.is_column else self.part(width)
+
+    @cached_property
+    def stream(self) -> int:
+        """The residual stream, or its gradient: [n / T, h]."""
+        return self.part(self.hidden)
+
+    @cached_property
+    def gathered(self) -> int:
+        """The stream of all ranks, where an operation of its own makes it."""
+        return self.whole(self.hidden) if self.is_sharded else 0
+
+    @property
+    def product(self) -> int:
+        """Return the bytes that QKV makes: of all ranks, where query groups are fewer than they."""
+        return self.whole(self.qkv) * (self.tensor if self.job.model.query_groups < self.tensor else 1)
+
+    @property
+    def exchanged(self) -> int:
+        """Return the bytes of queries, keys and values that context parallel ranks exchange the heads of."""
+        return self.whole(self.queries + 2 * self.values)
+
+    @property
+    def vocabulary_weight(self) -> int:
+        """Return the bytes of the embedding or of the head, [V, h], in the type of weights."""
+        return self.columns * self.hidden * self.element
+
+    def statistics(self) -> int:
+        """Return the bytes of a norm's statistics, one number a token."""
+        return self.part_tokens * FLOAT
+
+    def weight_gradient(self, rows: int, columns: int) -> int:
+        """Return the bytes of a weight's gradient before it joins the float32 one; none where the product adds it."""
+        return 0 if self.is_fused else rows * columns * self.element
+
+    def column_parallel_backward(self, rows: int) -> int:
+        """Return the bytes of the gradients of a column parallel map's output, input and weight.
+
+        Under sequence parallelism the input is gathered once more, and of its gradient, a sum, a part is kept.
+        """
+        gradients = self.stream + self.whole(rows + self.hidden) + self.weight_gradient(rows, self.hidden)
+        if self.is_sharded:
+            gradients += self.stream + (self.gathered if self.is_engine else 0)  # the local layers have a buffer for it
+        return gradients
+
+    def quantised(self, tokens: int, width: int) -> int:
+        """Return one 8-bit copy, with its scales."""
+        numbers = tokens * width
+        has_blocks = self.job.precision.fp8_recipe in ("blockwise", "mxfp8")
+        return numbers + (numbers // FP8_BLOCK if has_blocks else 0)
+
+    def kept_input(self, tokens: int, width: int, *, is_fp8: bool) -> int:
+        """Return the input that a linear map keeps for its weight's gradient."""
+        return self.quantised(tokens, width) if is_fp8 else tokens * width * self.element
+
+    def delayed_copy(self, tokens: int, width: int) -> int:
+        """Return the 8-bit copy of an input that is kept anyway: one whose scale comes from the past cannot be made
+        again.
+        """
+        has_copy = self.is_fp8 and self.job.precision.fp8_recipe == "delayed"
+        return self.quantised(tokens, width) if has_copy else 0
+
+
+def rise(operations: Iterable[Operation]) -> Rise:
+    """Walk through the backward of a run of operations, whose forward is over."""
+    operations = list(operations)
+    saved = live = sum(operation.saved for operation in operations)
+    peak = saved
+    for operation in reversed(operations):
+        peak = max(peak, live + operation.backward)
+        live -= operation.saved
+    return Rise(saved, peak - saved)
+
+
+def layer_memory(job: Job) -> Rise:
+    """Return the memory of a layer, as selective recomputation leaves it: the backward of the MLP, which comes first,
+    or that of core attention, when what the MLP kept is gone.
+    """
+    shapes = LayerShapes(job)
+    mlp, attention = _mlp(shapes), _core_attention(shapes)
+    context = shapes.whole(shapes.queries)
+    output = context + shapes.delayed_copy(shapes.tokens, shapes.queries)
+    saved = _before_attention(shapes) + attention.saved + output + mlp.saved
+    return Rise(saved, max(mlp.backward, attention.backward - mlp.saved - output))
+
+
+def _before_attention(shapes: LayerShapes) -> int:
+    """Return what input norm, FAN map, X_F and the product that reads it keep."""
+    job, model = shapes.job, shapes.job.model
+    recomputes_norm = job.parallel.recomputes("layernorm") and not job.fuses_input_norm
+    is_fp8 = shapes.is_fp8 and (job.precision.fp8_fan or not model.has_fan)
+    kept = shapes.stream
+    if not recomputes_norm:
+        kept += shapes.statistics() + shapes.kept_input(shapes.part_tokens, shapes.hidden, is_fp8=is_fp8)
+    if model.has_fan:
+        kept += kept_of_fan(shapes, is_recomputed=job.parallel.recomputes("fan"))
+        if shapes.is_engine or not shapes.is_column:
+            kept += shapes.delayed_copy(shapes.tokens if shapes.is_column else shapes.part_tokens, shapes.hidden)
+    return kept + (_head_norms(shapes) if model.qk_layernorm else 0)
+
+
+def kept_of_fan(shapes: LayerShapes, *, is_recomputed: bool) -> int:
+    """Return what FAN keeps: all that it makes, and g in front of a GELU; or p | g of this rank's rows."""
+    model = shapes.job.model
+    if is_recomputed:
+        return shapes.of_fan(shapes.fan_rows)
+    outputs = model.fan.outputs(model.hidden_size, model.value_size)
+    linear = sum(width - 2 * int(p_ratio * width) for width, p_ratio in outputs)
+    kept_g = shapes.of_fan(linear) if model.fan.activation == "gelu" else 0
+    return sum(shapes.of_fan(width) for width, _ in outputs) + kept_g
+
+
+def _head_norms(shapes: LayerShapes) -> int:
+    """Return what the norms of queries and keys keep.
+
+    The Engine's keep a copy of both. The local ones keep them where the product left them: all that it made, which
+    attention may keep anyway, for the values in it; queries of several groups were copied out of it.
+    """
+    job, both = shapes.job, shapes.queries + shapes.values
+    groups = shapes.values // job.model.kv_channels
+    kept = shapes.tokens * (shapes.heads + groups) * FLOAT
+    if shapes.is_engine:
+        return kept + shapes.whole(both)
+    given, read, _ = _attention_inputs(shapes)
+    is_product_kept = read == given or job.parallel.recomputes("core_attn")
+    if job.model.placement.has_own_values or not is_product_kept or job.parallel.exchanges_heads:
+        kept += shapes.product
+    return kept + (shapes.whole(shapes.queries) if shapes.heads > groups > 1 else 0)
+
+
+def _core_attention(shapes: LayerShapes) -> Rise:
+    """Return rotary embedding and core attention."""
+    job, context = shapes.job, shapes.whole(shapes.queries)
+    given, read, copies = _attention_inputs(shapes)
+    # Of each row of scores the sum of its exponentials; or, without a fused kernel, the softmax of all scores.
+    scores = shapes.whole(shapes.heads * job.model.seq_length) if job.keeps_scores else 0
+    kept = scores or shapes.tokens * shapes.heads * FLOAT
+    gradients = 2 * context + 2 * shapes.whole(shapes.values if shapes.is_engine else shapes.queries)
+    gradients += 2 * scores  # the softmax's, and from it the scores' own
+    ranks, both = job.parallel.context_parallel_size, shapes.whole(2 * shapes.values)
+    if job.has_ring:  # two buffers of keys and values with their gradients, and the queries' that steps add to
+        gradients += context + 2 * 2 * both
+    if job.gathers_twice:
+        # Keys and values of all ranks with their gradients, and those of each of the rank's two chunks, as far as it
+        # sees them.
+        gradients += 2 * ranks * both + both * (2 * ranks + 1) // 2
+    angles = 0
+    if not shapes.is_engine:  # cos and sin of each position, of queries and of keys
+        positions = shapes.tokens // job.micro_batch_size * (ranks if job.parallel.exchanges_heads else 1)
+        angles = 2 * positions * job.model.kv_channels * shapes.element
+    if job.parallel.exchanges_heads:
+        copies += context  # of the heads: the map behind it keeps that of this rank's part of the sequence
+    if job.parallel.recomputes("core_attn"):
+        return Rise(given + angles, shapes.stream + gradients + copies + kept + context)
+    return Rise(read + copies + kept + angles, shapes.stream + gradients)
+
+
+def _attention_inputs(shapes: LayerShapes) -> tuple[int, int, int]:
+    """Return what attention is given; what it keeps of that; and what it keeps of its own copies."""
+    job, queries, keys = shapes.job, shapes.whole(shapes.queries), shapes.whole(shapes.values)
+    values, is_view = job.model.placement.kept_values(shapes)
+    if job.parallel.exchanges_heads:
+        values, is_view = shapes.exchanged, True
+    given = queries + keys + values
+    if job.has_ring:  # whose first buffer is a copy of keys and values
+        return given, queries, 2 * keys
+    if shapes.is_engine:  # it copies values that are a view
+        return (given, queries + keys, keys) if is_view else (given, given, 0)
+    ranks, is_grouped = job.parallel.context_parallel_size, shapes.queries > shapes.values
+    if ranks > 1 and not job.parallel.exchanges_heads:
+        # Local attention goes through the rank's two chunks in turn. It keeps keys and values of all ranks, or repeated
+        # as far as each chunk sees them; a mask for each chunk; and each chunk's output, beside the two together.
+        chunk_tokens = job.model.seq_length // (2 * ranks)
+        masks = chunk_tokens * chunk_tokens * (2 * ranks + 1) * shapes.element
+        seen = 2 * queries * (2 * ranks + 1) // 2 if is_grouped else ranks * 2 * keys
+        return given, queries, seen + masks + queries
+    return given, queries if is_grouped else given, 2 * queries if is_grouped else 0  # repeated for queries that share
+
+
+def _mlp(shapes: LayerShapes) -> Rise:
+    """Return norm, the map that reads it, and the rest. (The Engine's norm and its statistics are inside that map.)"""
+    parallel, placement = shapes.job.parallel, shapes.job.model.placement
+    norm = shapes.stream + (0 if shapes.is_engine else shapes.statistics())
+    operations = list(itertools.starmap(Operation, placement.mlp_operations(shapes)))
+    first, whole = operations[0].saved, rise(operations)
+    kept = whole.saved
+    if parallel.recomputes("mlp"):  # but for what the norm made
+        kept = 0 if shapes.is_engine else first
+    if parallel.recomputes("layernorm") and not shapes.is_engine:
+        norm, kept = shapes.stream, kept - first
+    again = whole.saved - kept
+    if parallel.recomputes("mlp") and not placement.keeps_mlp_output:
+        again += shapes.stream  # what the MLP makes
+    # The norm's backward: gradients of its input and output; on a CPU one, and copies in float32.
+    on_cpu = shapes.job.on_cpu and not shapes.is_engine
+    numbers = shapes.element + (3 if shapes.element < FLOAT else 2) * FLOAT if on_cpu else 2 * shapes.element
+    of_norm = shapes.stream + shapes.part_tokens * shapes.hidden * numbers
+    return Rise(norm + kept, max(again + whole.backward, of_norm - kept))
+
+
+# -- the model's ends
+
+
+def loss_head(shapes: LayerShapes) -> Rise:
+    """Return the final norm and the head.
+
+    `saved` is what the final norm keeps, `backward` the most that is held beside that, in forward or in backward.
+    """
+    job, element, hidden, columns = shapes.job, shapes.element, shapes.hidden, shapes.columns
+    saved = shapes.stream + shapes.statistics()
+    if not job.kernels.chunked_loss_head:
+        # Megatron's: logits of all tokens, a float32 copy that becomes softmax and gradient, and that in bf16.
+        logits = shapes.whole(columns) if element < FLOAT else 0
+        softmax = shapes.tokens * columns * FLOAT
+        products = shapes.whole(hidden) + (shapes.stream if shapes.is_sharded else 0)
+        products += shapes.weight_gradient(columns, hidden)
+        return Rise(saved, shapes.stream + max(softmax + logits, (logits or softmax) + products))
+    # Its gradients are taken in forward; backward gets them, with a stand-in for the weight's.
+    chunk = min(shapes.tokens, job.kernels.loss_chunk_tokens(columns, element, on_cpu=job.on_cpu))
+    scaled = chunk * hidden * (FLOAT + element if element < FLOAT else FLOAT)  # the hidden states, times a factor each
+    forward = shapes.stream + shapes.gathered + shapes.whole(hidden) + chunk * columns * element + scaled
+    is_tied_here = not job.model.untie_embeddings_and_output_weights and job.parallel.pipeline_model_parallel_size == 1
+    return Rise(saved, max(forward, shapes.stream + (0 if is_tied_here else shapes.vocabulary_weight)))
+
+
+def embedding_ids(shapes: LayerShapes) -> int:
+    """Return what backward needs to know: the ids, and which of them are of other ranks."""
+    return shapes.tokens * (ID_BYTES if shapes.tensor == 1 else 2 * ID_BYTES)
+
+
+def embedding_backward(shapes: LayerShapes, *, has_heads: bool) -> int:
+    """Return the gradient of the rank's rows, in the type of weights, beside the tokens' of it.
+
+    Args:
+        has_heads: whether the head is here, too. If it is tied, autograd adds its gradient to the embedding's (out of
+            place, where tensors are tracked), or what stands for it; the chunked head gives autograd none.
+    """
+    passes = 1 if shapes.tensor == 1 else 2  # those of other ranks' tokens are zeroed in a copy
+    tokens, rows = shapes.stream + passes * shapes.whole(shapes.hidden), shapes.vocabulary_weight
+    job = shapes.job
+    is_added = has_heads and not (job.model.untie_embeddings_and_output_weights or job.kernels.chunked_loss_head)
+    return max(tokens + 2 * rows, 3 * rows) if is_added else tokens + rows

@@ -1,0 +1,265 @@
+"""The memory of one rank in a training step, by purpose and by formula: its tensors at the peak of the step.
+
+What stays from step to step comes first: weights, gradients, main weights, moments. The moments of a step differ in
+what they hold beside: activations of the micro batches in flight and, on top of them, the backward of a layer, the loss
+head, or the gradient of the embedding. Each moment is written down; the peak is the largest.
+
+The local layers are described as torch runs them on a CPU, where tests measure them (docs/planning.md says how far off
+the formula is); the Engine's as its fused kernels run on a GPU.
+"""
+
+import itertools
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from megatron_fanformer.plan.gradient_buffers import (
+    Chunk,
+    Weight,
+    chunks,
+    gradient_buffer,
+    layer_weights,
+    limits_buckets,
+    state_bytes,
+    weights,
+)
+from megatron_fanformer.plan.job import Job, Layers
+from megatron_fanformer.plan.layer_memory import (
+    FLOAT,
+    ID_BYTES,
+    LayerShapes,
+    Rise,
+    embedding_backward,
+    embedding_ids,
+    layer_memory,
+    loss_head,
+)
+from megatron_fanformer.plan.matrix_updates import MatrixUpdates
+
+MAIN_WEIGHT_BYTES = 4
+FP8_COPIES = 2  # of a weight: as it is, and transposed, which Hopper's products need
+SAMPLE_BYTES = 3 * ID_BYTES + FLOAT  # a token's id, label and position, and its weight in the loss
+
+BLOCK_OF_TEE = 57
+"""Number of micro batches that `itertools.tee`, which hands them to the chunks of a stage, frees at a time."""
+PREFETCHED = 3
+"""Inputs and gradients that the interleaved schedule holds beside those of chunks in flight, while forward and backward
+take turns: one to five were seen."""
+
+ALLOCATOR_BYTES = 4 * 2**30
+"""Reserved by torch's allocator beyond what is allocated: SimuMax v1.2 measured 2 to 4 GiB on B200."""
+CONTEXT_BYTES = 2 * 2**30
+"""The CUDA context and NCCL's buffers, which torch's allocator does not know: an assumption, not a measurement."""
+TENSORS_ERROR = 0.022
+"""Largest relative error for the tensors of published runs (docs/planning.md)."""
+
+
+class MemoryLine(NamedTuple):
+    """Memory of one purpose on a rank at the peak."""
+
+    purpose: str
+    bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankMemory:
+    """The tensors of a rank at the peak of a step."""
+
+    stage: int
+    layers: Layers
+    """Implementation of the layers that the figures describe."""
+    moment: str
+    """The rank's work at the peak."""
+    lines: tuple[MemoryLine, ...]
+
+    @property
+    def total_bytes(self) -> int:
+        """Return all of them: the peak of allocated tensors."""
+        return sum(line.bytes for line in self.lines)
+
+
+class MemorySnapshot(NamedTuple):
+    """Memory at one moment of the step, beside what stays from step to step."""
+
+    name: str
+    activations: int
+    """Activations of all micro batches in flight."""
+    working: int
+    """Additional memory of the computation at that moment."""
+
+
+def rank_memory(job: Job, stage: int) -> RankMemory:
+    """Return what a rank of a pipeline stage holds; all ranks of it hold alike, but for padding.
+
+    Raises:
+        ValueError: the layers do not divide evenly over the stages.
+    """
+    shapes = LayerShapes(job)
+    held = chunks(job.model, job.parallel, stage)
+    of_chunks = [_weights_of(job, stage, chunk) for chunk in held]
+    moments = [*_moments(shapes, stage, held), _update(job, stage, of_chunks)]
+    moment = max(moments, key=lambda moment: moment.activations + moment.working)
+    lines = [
+        *_states(job, of_chunks),
+        *_kept_by_layers(shapes, held, takes_turns=_passes_ahead(job, stage) < len(held) * job.num_micro_batches - 1),
+        MemoryLine("activations", moment.activations),
+        MemoryLine(f"working memory: {moment.name}", moment.working),
+    ]
+    shown = tuple(line for line in lines if line.bytes)
+    return RankMemory(stage=stage, layers=job.layers, moment=moment.name, lines=shown)
+
+
+def reserve_bytes(job: Job, tensor_bytes: int) -> int:
+    """Return what must be free beside tensors: the allocator's reserve, communicators, the CUDA context; 0 on a CPU.
+
+    Args:
+        tensor_bytes: of a rank by formula, which may be too low by its own error.
+    """
+    return 0 if job.on_cpu else ALLOCATOR_BYTES + CONTEXT_BYTES + round(TENSORS_ERROR * tensor_bytes)
+
+
+# -- what stays from step to step
+
+
+class _ChunkWeights(NamedTuple):
+    """The weights of a chunk on a rank."""
+
+    weights: list[Weight]
+    buffered: int
+    """Elements of the gradient buffer, padding included."""
+    updated: list[int]
+    """Elements of each weight that the rank updates, last weight first, as in the buffer."""
+
+
+def _weights_of(job: Job, stage: int, chunk: Chunk) -> _ChunkWeights:
+    held, is_limited = weights(job.model, job.parallel, chunk), limits_buckets(job.parallel, stage, chunk)
+    buffer = gradient_buffer(held, job.parallel, job.data_parallel_size, is_limited=is_limited)
+    is_sharded = job.parallel.use_distributed_optimizer
+    return _ChunkWeights(
+        held, buffer.ends[-1], buffer.shard_elements(job.state_ranks) if is_sharded else buffer.elements
+    )
+
+
+def _states(job: Job, of_chunks: list[_ChunkWeights]) -> Iterator[MemoryLine]:
+    """Yield weights and gradients with their buffers' padding, and this rank's part of the optimizer's state."""
+    buffered = sum(chunk.buffered for chunk in of_chunks)
+    updated = sum(sum(chunk.updated) for chunk in of_chunks)
+    states = sum(state_bytes(chunk.weights[::-1], chunk.updated, job.optimizer) for chunk in of_chunks)
+    # The distributed optimizer gathers weights in a buffer that is laid out as the gradients' is.
+    is_sharded = job.parallel.use_distributed_optimizer
+    weighed = buffered if is_sharded else sum(weight.elements for chunk in of_chunks for weight in chunk.weights)
+    yield MemoryLine("weights", weighed * job.element_bytes)
+    yield MemoryLine("gradients", buffered * job.gradient_bytes)
+    yield MemoryLine("main weights", updated * MAIN_WEIGHT_BYTES if job.element_bytes < FLOAT else 0)
+    yield MemoryLine("moments", states)
+
+
+def _kept_by_layers(shapes: LayerShapes, held: list[Chunk], *, takes_turns: bool) -> Iterator[MemoryLine]:
+    """Return what layers and schedules keep for themselves, beside weights and activations."""
+    job, parallel = shapes.job, shapes.job.parallel
+    if shapes.is_engine:
+        yield MemoryLine("FP8 copies of weights", sum(_fp8_copies(job, chunk) for chunk in held))
+        yield MemoryLine("Transformer Engine's dummy weight gradients", _dummy_gradients(shapes, held))
+    elif shapes.is_sharded:
+        yield MemoryLine("buffer of the sequence's gather", shapes.gathered)
+    if parallel.virtual_stages > 1 and takes_turns:
+        yield MemoryLine("pipeline receive buffers", PREFETCHED * shapes.stream)
+    loaded = min(job.num_micro_batches, BLOCK_OF_TEE) if job.on_cpu else 1  # in the device's memory
+    samples = loaded * job.micro_batch_size * job.model.seq_length * SAMPLE_BYTES
+    angles = job.model.seq_length * job.model.kv_channels * FLOAT
+    yield MemoryLine("samples and rotary angles", samples + len(held) * angles)
+
+
+def _fp8_copies(job: Job, chunk: Chunk) -> int:
+    """Return the bytes of a chunk's linear maps in 8-bit, made once a step."""
+    precision = job.precision
+    if precision.fp8 is None:
+        return 0
+    layers = chunk.layers
+    if precision.first_last_layers_bf16:
+        layers -= chunk.has_embedding * precision.num_layers_at_start_in_bf16
+        layers -= chunk.has_head * precision.num_layers_at_end_in_bf16
+    elements = sum(
+        weight.elements
+        for weight in layer_weights(job.model, job.parallel)
+        if "linear_" in weight.name or (precision.fp8_fan and weight.name.endswith("fan.linear.weight"))
+    )
+    return FP8_COPIES * elements * max(0, layers)
+
+
+def _dummy_gradients(shapes: LayerShapes, held: list[Chunk]) -> int:
+    """Return the bytes of the one tensor of each shape that autograd gets where products add weight gradients."""
+    if not shapes.is_fused:
+        return 0
+    hidden = shapes.hidden
+    maps = {(shapes.qkv, hidden), (hidden, shapes.queries), (2 * shapes.inner, hidden), (hidden, shapes.inner)}
+    if shapes.job.model.has_fan:
+        maps.add((shapes.fan_rows, hidden))
+    dummies = sum(rows * columns for rows, columns in maps) * shapes.element
+    has_megatrons_head = held[-1].has_head and not shapes.job.kernels.chunked_loss_head
+    return dummies + (shapes.vocabulary_weight if has_megatrons_head else 0)
+
+
+# -- the moments of a step
+
+
+def _moments(shapes: LayerShapes, stage: int, held: list[Chunk]) -> Iterator[MemorySnapshot]:
+    job, layer = shapes.job, layer_memory(shapes.job)
+    of_chunks = [_chunk_rise(shapes, layer, chunk.layers) for chunk in held]
+    ids = embedding_ids(shapes) if held[0].has_embedding else 0
+    # Passes alive when the first one goes back: the interleaved schedule takes as many micro batches through a chunk,
+    # before the next, as there are stages.
+    passes = min(_passes_ahead(job, stage) + 1, len(held) * job.num_micro_batches)
+    alive = Counter(number // job.stages % len(held) for number in range(passes))
+    kept = sum(number * of_chunks[chunk].saved for chunk, number in alive.items()) + alive[0] * ids
+    # The schedule holds on to the last gradient that it sent back, and in forward also to the input that it is of.
+    sent = shapes.stream if stage > 0 and len(held) == 1 else 0
+    for chunk, of_chunk in zip(held, of_chunks, strict=True):
+        yield MemorySnapshot("backward of a layer", kept, of_chunk.backward + sent)
+        if chunk.has_head:
+            head = loss_head(shapes)
+            yield MemorySnapshot("loss head", kept + head.saved, head.backward + 2 * sent)
+        if chunk.has_embedding:
+            gradient = embedding_backward(shapes, has_heads=chunk.has_head)
+            yield MemorySnapshot("gradient of the embedding", kept - of_chunk.saved, gradient)
+
+
+def _update(job: Job, stage: int, of_chunks: list[_ChunkWeights]) -> MemorySnapshot:
+    """Return the update: float32 copies of gradients that are not, and the fullest of its operations.
+
+    (On a CPU megatron-core clips out of place, one gradient at a time.)
+    """
+    updated = list(itertools.chain.from_iterable(chunk.updated for chunk in of_chunks))
+    copied = FLOAT * sum(updated) if job.gradient_bytes < FLOAT else 0
+    most = FLOAT * max(updated) if job.on_cpu else 0
+    of_matrices = MatrixUpdates(job, stage).working_bytes()
+    name = "update of a matrix" if of_matrices > most else "update"
+    return MemorySnapshot(name, 0, copied + max(most, of_matrices))
+
+
+def _passes_ahead(job: Job, stage: int) -> int:
+    """Return the forward passes of chunks that a stage takes before one goes forward and one back in turns."""
+    later, virtual = job.stages - 1 - stage, job.parallel.virtual_stages
+    ahead = later if virtual == 1 else 2 * later + (virtual - 1) * job.stages
+    return min(ahead, virtual * job.num_micro_batches)
+
+
+def _chunk_rise(shapes: LayerShapes, layer: Rise, layers: int) -> Rise:
+    """Return a chunk of layers; `full` recomputation keeps only its inputs and recomputes the rest.
+
+    (Made again are all but the first layer's input, and the last one's output.)
+    """
+    parallel = shapes.job.parallel
+    if not layers:
+        return Rise(0, 0)
+    if parallel.recompute_granularity != "full":
+        return Rise(layers * layer.saved, layer.backward)
+    number = parallel.recompute_num_layers or 1
+    if parallel.recompute_method == "uniform":
+        return Rise(layers // number * shapes.stream, number * layer.saved + layer.backward)
+    recomputed = min(layers, number)
+    kept = layers - recomputed
+    last = layer.backward if kept else 0
+    again = layer.saved + layer.backward - kept * layer.saved if recomputed else 0
+    return Rise(recomputed * shapes.stream + kept * layer.saved, max(last, again))

@@ -1,1 +1,0 @@
-"""Costs of a configuration by formula: FLOPs, memory, memory traffic and communication."""

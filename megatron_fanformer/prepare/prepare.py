@@ -1,0 +1,340 @@
+"""Turns documents, in Dolma's format or similar, or conversations into token files.
+
+This module checks the options, and whether the result is already there; `pipeline` does the work.
+"""
+
+import heapq
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from megatron_fanformer.data.chat_files import NPY_ROW_TOKENS
+from megatron_fanformer.data.chat_template import RenderedChat, encode_chat, find_template, refuse_spaces_between
+from megatron_fanformer.data.manifest import (
+    ChatSettings,
+    Encoding,
+    Manifest,
+    Settings,
+    TokenizerRecord,
+)
+from megatron_fanformer.data.npy_files import SUFFIXES
+from megatron_fanformer.data.token_files import token_dtype
+from megatron_fanformer.data.tokenizer import Tokenizer, load_tokenizer, note_of_end, tokenizer_file
+from megatron_fanformer.durable_files import sha256_of
+from megatron_fanformer.errors import InputError
+from megatron_fanformer.prepare.documents import DocumentParser
+from megatron_fanformer.prepare.id_encoders import SMALL_INPUT, EncoderChoice, choose_encoder
+from megatron_fanformer.prepare.inputs import (
+    CHAT_SUFFIXES,
+    COMPRESSIONS,
+    DOCUMENT_SUFFIXES,
+    InputFile,
+    RemoteInput,
+    expand_inputs,
+    recorded_path,
+)
+from megatron_fanformer.prepare.pipeline import (
+    PreparationJob,
+    encode_shard,
+    merge,
+    run,
+    shard_prefix,
+)
+from megatron_fanformer.prepare.progress import ProgressListener, progress_line
+from megatron_fanformer.prepare.remote_outputs import (
+    check_output_url,
+    missing_output,
+    output_manifest,
+    scratch_prefix,
+    upload,
+)
+from megatron_fanformer.prepare.shards import (
+    difference_of,
+    folder_path,
+    is_unchanged,
+    work_folder,
+)
+from megatron_fanformer.prepare.verb import PrepareConfig, Shard
+from megatron_fanformer.stores import is_url
+from megatron_fanformer.terminal import plural, show
+
+OF_TEXTS = ("text_field", "min_length", "max_length", "sources", "backend", "strict")
+OF_DOCUMENTS = ("text_field", "min_length", "max_length", "sources", "part_bytes", "from_npy")
+OF_CHATS = ("chat_template", "learn", "max_tokens", "too_long")
+COMPRESSED_WEIGHT = 2.5
+"""Bytes of text in a byte of a compressed file: 2.3 to 2.9 of Dolma's sample documents and this project's pages."""
+# What pads the rows of chats, the most likely first; without one, the end of text does.
+PADDING_NAMES = ("<|padding|>", "<|pad|>", "<pad>", "[PAD]")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrepareReport:
+    """The result of `prepare`, which may have been there before."""
+
+    prefix: str
+    already_there: bool
+    """Whether the same preparation had been done before, and nothing was written."""
+    manifest: Manifest
+    notes: Sequence[str] = ()
+    """Further lines."""
+
+    def lines(self) -> list[str]:
+        """Describe what was done."""
+        manifest = self.manifest
+        lines = []
+        if self.already_there:
+            lines.append(f"{self.prefix} already exists, made from the same input with the same settings")
+        counts = f"{plural(manifest.documents, 'document')}, {plural(manifest.tokens, 'token')}"
+        if (chat := manifest.settings.chat) is not None:
+            learned = sum(output.learned_tokens or 0 for output in manifest.outputs)
+            padded = "" if chat.pad_id is None else " with padding"
+            counts = f"{plural(manifest.documents, 'conversation')}, {manifest.tokens:,} tokens{padded}"
+            counts += f", {learned:,} of them learned"
+        lines.append(f"{plural(manifest.lines_read, 'line')} read: {counts}")
+        if chat is not None and (cut := sum(output.cut or 0 for output in manifest.outputs)):
+            lines.append(f"{plural(cut, 'conversation')} cut to {chat.max_tokens:,} tokens")
+        lines += [f"{plural(number, 'line')} refused: {reason}" for reason, number in manifest.refused.items()]
+        lines += [f"  {example}" for example in manifest.refused_examples]
+        if len(manifest.outputs) > 1:
+            lines.append(
+                f"{len(manifest.outputs)} parts; train_data or valid_data takes them as '@{self.prefix}.blend'"
+            )
+        if manifest.encoding.reason not in (None, SMALL_INPUT):
+            lines.append(f"ids by {manifest.encoding.backend}: {manifest.encoding.reason}")
+        return [*lines, *self.notes]
+
+
+def prepare(
+    config: PrepareConfig, progress: ProgressListener | None = None, *, files: list[InputFile] | None = None
+) -> PrepareReport:
+    """Tokenize all documents or conversations of the inputs into token files, their ledger and their manifest.
+
+    With an output on another store, they are prepared here, and then copied.
+
+    Each document becomes one sequence, ended by the end-of-text id, in the order of the inputs (sorted) and of
+    their lines. Lines that are not documents are counted by reason. If the same preparation is already
+    complete, nothing is done; if it was interrupted, it continues, to the same bytes. `progress` is called as
+    the work proceeds. `files` are some files of `input_files`, in that order, for a preparation of these alone.
+
+    Raises:
+        InputError: missing or unusable input, tokenizer or output; an output prefix that exists with other
+            settings; no document at all; under `strict`, a refused line.
+        CorruptError: truncated or damaged input files; the others are still encoded, and kept.
+        FanformerError: worker processes died twice on a file, or the disk is full.
+    On any of these, no output is left that looks complete; finished shards stay in PREFIX.parts for the next run.
+    """
+    job, tokenizer = _job(config, progress, files)
+    notes = note_of_end(tokenizer)
+    if (existing := _existing(job, config.output)) is not None:
+        return PrepareReport(prefix=config.output, already_there=True, manifest=existing, notes=notes)
+    if config.merge is not None:
+        manifest = merge(job, config.merge)
+    elif not is_url(config.output):
+        manifest = run(_with_encoder(job, config, tokenizer))
+    else:
+        job = _with_encoder(job, config, tokenizer)
+        with scratch_prefix(config.output, config.scratch) as prefix:
+            local = replace(job, output=prefix)
+            manifest = _existing(local, prefix) or run(local)
+            upload(prefix, config.output, manifest)
+    return PrepareReport(prefix=config.output, already_there=False, manifest=manifest, notes=notes)
+
+
+def prepare_shard(config: PrepareConfig, shard: Shard, progress: ProgressListener | None = None) -> list[str]:
+    """Encode one of the shards that `prepare` merges; returns lines for the user. Raises like `prepare`."""
+    job, tokenizer = _job(config, progress, None)
+    if _existing(job, config.output) is not None:
+        return [f"{config.output} already exists, made from the same input with the same settings"]
+    records = encode_shard(_with_encoder(job, config, tokenizer), shard)
+    documents, tokens = (sum(getattr(record, name) for record in records) for name in ("documents", "tokens"))
+    counts = f"{plural(len(records), 'file')}, {plural(documents, 'document')}, {plural(tokens, 'token')}"
+    place = folder_path(shard_prefix(config.output, shard))
+    return [f"shard {shard}: {counts}, in {place}; when all are done, --merge {shard.count} joins them"]
+
+
+def _job(
+    config: PrepareConfig, progress: ProgressListener | None, files: list[InputFile] | None
+) -> tuple[PreparationJob, Tokenizer]:
+    """Check the options; return the preparation and its tokenizer, which is fetched once if it is at a URL."""
+    _check(config)
+    tokenizer_path = tokenizer_file(config.tokenizer) if is_url(config.tokenizer) else config.tokenizer
+    config = replace(config, tokenizer=str(tokenizer_path))
+    files = input_files(config) if files is None else files
+    tokenizer = load_tokenizer(config.tokenizer, eod_id=config.eod_id)
+    settings = _settings(config, tokenizer)
+    job = PreparationJob(
+        files=files,
+        output=config.output,
+        tokenizer=TokenizerRecord(
+            path=str(tokenizer.path),
+            sha256=sha256_of(tokenizer.path),
+            vocab_size=tokenizer.vocab_size,
+            eod_id=tokenizer.eod_id,
+        ),
+        settings=settings,
+        # Where nothing is encoded, in a merge or from token files.
+        encoder=EncoderChoice(str(tokenizer.path), tokenizer.eod_id, Encoding(backend="none"), None),
+        workers=config.workers,
+        strict=config.strict,
+        progress=progress,
+    )
+    return job, tokenizer
+
+
+def _with_encoder(job: PreparationJob, config: PrepareConfig, tokenizer: Tokenizer) -> PreparationJob:
+    if config.from_npy:
+        return job
+    input_bytes = sum(file.stat().st_size for file in job.files)
+    return replace(job, encoder=choose_encoder(tokenizer, config.backend, input_bytes))
+
+
+def input_files(config: PrepareConfig) -> list[InputFile]:
+    """Return the files that the inputs name, of the kind that is read. Raises InputError as `expand_inputs`."""
+    suffixes = SUFFIXES if config.from_npy else CHAT_SUFFIXES if config.chat else DOCUMENT_SUFFIXES
+    files = expand_inputs(config.inputs, suffixes)
+    if config.from_npy and (remote := next((file for file in files if isinstance(file, RemoteInput)), None)):
+        raise InputError(f"{remote} is on another store, from which from_npy does not read; copy it to this machine")
+    return files
+
+
+def check_output(output: str) -> None:
+    """Raise InputError for an output that is no prefix: some files of one that names a folder would lie beside it."""
+    if is_url(output):
+        check_output_url(output)
+    elif output.rpartition("/")[2] in ("", ".", ".."):
+        raise InputError(f"output {output} names a folder; name a prefix in it, such as {os.path.join(output, 'web')}")
+
+
+def _check(config: PrepareConfig) -> None:
+    check_output(config.output)
+    default = PrepareConfig()
+    for applies, names, rule in (
+        (not config.chat, OF_CHATS, "is for conversations; add --chat, or leave it out"),
+        (config.chat, OF_DOCUMENTS, "applies to documents and not to chats; leave one of them out"),
+        (config.from_npy, OF_TEXTS, "applies to texts and not to token files of from_npy; leave one of them out"),
+        (not config.from_npy, ("npy_dtype",), "has no effect without from_npy; leave it out"),
+    ):
+        for name in names:
+            if applies and getattr(config, name) != getattr(default, name):
+                raise InputError(f"{name} is set, which {rule}")
+    for name, least in (("workers", 1), ("part_bytes", 1), ("min_length", 0), ("max_tokens", 2)):
+        value = getattr(config, name)
+        if value is not None and value < least:
+            raise InputError(f"{name} is {value}; it must be at least {least}")
+    if config.max_length is not None and config.max_length < max(1, config.min_length):
+        raise InputError(f"max_length is {config.max_length}; it must be at least 1, and no less than min_length")
+    if config.too_long == "drop" and config.max_tokens is None and config.format != "npy":
+        raise InputError("too_long is 'drop', but no conversation is too long without max_tokens; set it")
+    DocumentParser(config.text_field)  # refuses an impossible name before any worker does
+
+
+def _settings(config: PrepareConfig, tokenizer: Tokenizer) -> Settings:
+    dtype = token_dtype(tokenizer.vocab_size)
+    if config.format == "npy":
+        dtype = "uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32"
+    return Settings(
+        text_field="" if config.chat else config.text_field,
+        dtype=dtype,
+        format=config.format,
+        part_bytes=config.part_bytes,
+        min_length=config.min_length,
+        max_length=config.max_length,
+        sources=None if config.sources is None else sorted(set(config.sources)),
+        ledger=config.ledger,
+        npy_dtype=config.npy_dtype if config.from_npy else None,
+        chat=_chat_settings(config, tokenizer) if config.chat else None,
+    )
+
+
+def _chat_settings(config: PrepareConfig, tokenizer: Tokenizer) -> ChatSettings:
+    refuse_spaces_between(tokenizer)
+    template = find_template(config.tokenizer, config.chat_template, eod_id=config.eod_id)
+    is_npy = config.format == "npy"
+    return ChatSettings(
+        template=template.source,
+        template_variables=dict(template.variables),
+        learn=config.learn or "all",
+        max_tokens=NPY_ROW_TOKENS if is_npy and config.max_tokens is None else config.max_tokens,
+        too_long=config.too_long or "cut",
+        pad_id=_pad_id(tokenizer) if is_npy else None,
+    )
+
+
+def _pad_id(tokenizer: Tokenizer) -> int:
+    special = set(tokenizer.special_pieces)
+    name = next((name for name in PADDING_NAMES if name in special), None)
+    return tokenizer.eod_id if name is None else int(encode_chat(tokenizer, RenderedChat(name, []))[0][0])
+
+
+def _existing(job: PreparationJob, prefix: str) -> Manifest | None:
+    """Return the manifest of the same preparation, already complete; None where the prefix is free or unfinished."""
+    if (manifest := output_manifest(prefix)) is None:
+        return None
+    remedy = "choose another output prefix, or remove its files"
+    if not isinstance(manifest, Manifest) or missing_output(prefix, manifest) is not None:
+        raise InputError(f"{prefix}.manifest.json exists, but not all files that it lists; {remedy}")
+    difference = difference_of(job.assignment, manifest)
+    same_inputs = len(job.files) == len(manifest.inputs) and all(map(is_unchanged, job.files, manifest.inputs))
+    if not difference and not same_inputs:
+        difference = f"other inputs ({plural(len(manifest.inputs), 'file')}, {manifest.inputs[0].path} first)"
+    if difference:
+        raise InputError(f"output prefix {prefix} already exists with {difference}; {remedy}")
+    if job.strict and manifest.refused:
+        raise InputError(f"{manifest.refused_examples[0]}, and the prefix {prefix} already exists without it; {remedy}")
+    if not is_url(prefix) and folder_path(prefix).exists():  # a run that was killed after its very last step
+        with work_folder(prefix) as work:
+            work.end()
+    return manifest
+
+
+# -- hold out
+
+
+def prepare_both(config: PrepareConfig, parts: int) -> None:
+    """Prepare the last of `parts` shares of the inputs, and then the others, each as a preparation of its own.
+
+    Training comes last, so that validation is complete where PREFIX is.
+
+    Raises InputError for fewer files than parts, an output that is no prefix, and like `prepare`.
+    """
+    if parts < 2:
+        raise InputError(f"--hold-out is {parts}; it must be at least 2, a part for validation and one for training")
+    check_output(config.output)
+    files = input_files(config)
+    if len(files) < parts:
+        raise InputError(
+            f"--hold-out is {parts}, more than the files given ({len(files)}), which are not cut; give more files"
+            " (split -n l/20 FILE cuts one), a smaller number, or leave it out and set data.split for the run"
+        )
+    held = set(last_share(files, parts))
+    both = [
+        ("validation", f"{config.output}-validation", [file for file in files if file in held]),
+        ("training", config.output, [file for file in files if file not in held]),
+    ]
+    # An output that stands comes first: if it is of other inputs, it is refused before anything is written beside it.
+    both.sort(key=lambda one: output_manifest(one[1]) is None and not folder_path(one[1]).exists())
+    for name, output, files_of_it in both:
+        show([f"{name}: {len(files_of_it):,} of {plural(len(files), 'file')}, to {output}"])
+        with progress_line(name) as listener:
+            report = prepare(replace(config, output=output), listener, files=files_of_it)
+        show(f"{name}: {line}" for line in report.lines())
+
+
+def last_share(files: Sequence[InputFile], parts: int) -> list[InputFile]:
+    """Return the last share of files, which are shared about equally by bytes of text.
+
+    The largest file goes first, each to the share that has the fewest bytes yet; of equal ones the order of paths and
+    of shares decides, so that the same files give the same shares.
+    """
+    weighed: list[tuple[float, str, InputFile]] = []
+    for file in files:
+        path = recorded_path(file)
+        weight = file.stat().st_size * (COMPRESSED_WEIGHT if path.endswith(tuple(COMPRESSIONS)) else 1.0)
+        weighed.append((-weight, path, file))
+    shares: list[list[InputFile]] = [[] for _ in range(parts)]
+    lightest = [(0.0, 0, place) for place in range(parts)]  # weight, files, share
+    for minus_weight, _, file in sorted(weighed, key=lambda one: one[:2]):
+        weight, _, place = heapq.heappop(lightest)
+        shares[place].append(file)
+        heapq.heappush(lightest, (weight - minus_weight, len(shares[place]), place))
+    return shares[-1]

@@ -1,0 +1,151 @@
+"""The verb `prepare`, and its options; imports nothing that is slow."""
+
+import argparse
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from megatron_fanformer.data.manifest import Format, Learn, TooLong
+from megatron_fanformer.errors import InputError
+from megatron_fanformer.options import PROGRAM, Verb, argument, count, option, path_or_none
+from megatron_fanformer.processes import unwound_by_stop_signals, usable_cores
+from megatron_fanformer.stores import is_url
+from megatron_fanformer.terminal import show
+
+MANY = "many machines"
+STOPPED = "before the end; what is done is kept, run the same command to continue"
+Backend = Literal["auto", "gigatoken", "tokenizers", "sentencepiece"]
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One of `count` shares of the input files: every `count`-th from `number` on."""
+
+    number: int
+    count: int
+
+    def __str__(self) -> str:
+        return f"{self.number}/{self.count}"
+
+
+def _shard(text: str) -> Shard:
+    """Read I/N."""
+    number, _, count = text.partition("/")
+    if not (number.isdecimal() and count.isdecimal() and int(number) < int(count)):
+        raise argparse.ArgumentTypeError(f"{text!r} is not I/N, with I from 0 to N - 1, such as 0/16")
+    return Shard(int(number), int(count))
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrepareConfig:
+    """Options of `prepare`."""
+
+    inputs: tuple[str, ...] = argument((), metavar="INPUT")
+    """Files (.jsonl, .json, .ndjson, .txt, .md, or .gz, .zst, .xz, .bz2; .parquet), folders, patterns, URLs, @LIST."""
+    output: str = option("", metavar="PREFIX")
+    """Prefix of the token files: PREFIX.bin, PREFIX.idx, PREFIX.ledger.parquet, PREFIX.manifest.json; or its URL."""
+    hold_out: int | None = option(None, metavar="N")
+    """Share the files in N parts, which are not cut: the last goes to PREFIX-validation, all others to PREFIX."""
+    scratch: Path | None = option(None, metavar="FOLDER", parse=path_or_none)
+    """With --output at a URL: where they are prepared before they are copied (default: in this user's cache)"""
+    tokenizer: str = ""
+    """A sentencepiece .model, a Hugging Face tokenizer.json, or a folder that holds one."""
+    workers: int = field(default_factory=usable_cores)
+    """Worker processes, at least 1; they do not change the output (default: one for each core)"""
+    text_field: str = "text"
+    """The field (the column) of a document that is its text; a.b: in JSON, the field b of the object a."""
+    eod_id: int | None = None
+    """The id that ends a document (default: the tokenizer's end of text)"""
+    format: Format = "megatron"
+    """megatron: .bin and .idx; npy: the headerless .npy files of the reference."""
+    part_bytes: int | None = option(None, name="--part-size", metavar="SIZE", parse=count)
+    """Publish parts PREFIX-00000, PREFIX-00001, … of about SIZE bytes of tokens, e.g. 500M, 10G (default: one)"""
+    min_length: int = option(0, metavar="N")
+    """Leave out documents with fewer characters."""
+    max_length: int | None = option(None, metavar="N")
+    """Leave out documents with more characters."""
+    sources: tuple[str, ...] | None = option(None, name="--source", metavar="NAME", repeated=True)
+    """Keep only this value of the field `source`; may be repeated."""
+    ledger: bool = True
+    """Write PREFIX.ledger.parquet, which says where each document came from."""
+    backend: Backend = option("auto", metavar="BACKEND")
+    """Library that computes the ids: auto, gigatoken, tokenizers, sentencepiece; all give the same ids."""
+    from_npy: bool = False
+    """The inputs are headerless .npy token files, or datatrove's .ds files, made by the same tokenizer."""
+    npy_dtype: Literal["uint16", "uint32"] = "uint16"
+    """With --from-npy: the type of the tokens in them."""
+    strict: bool = False
+    """Stop at the first line or text file that is not a document, instead of counting it."""
+    chat: bool = False
+    """The inputs are conversations; writes PREFIX.mask.bin, too (docs/fine-tuning.md)"""
+    chat_template: str | None = option(None, metavar="FILE")
+    """With --chat: a Jinja file, or olmo, the form of the paper's data (default: the tokenizer's own)"""
+    learn: Learn | None = None
+    """With --chat: which of the assistant's turns are learned (default: all)"""
+    max_tokens: int | None = option(None, metavar="N")
+    """With --chat: the most tokens of a conversation, with npy those of each row (default: any; 2048 with npy)"""
+    too_long: TooLong | None = None
+    """With --chat: cut or drop a conversation of more tokens (default: cut)"""
+    shard: Shard | None = option(None, metavar="I/N", parse=_shard, group=MANY)
+    """Encode every N-th file, from number I (from 0) on, for a later --merge of all N shards."""
+    merge: int | None = option(None, metavar="N", group=MANY)
+    """Join N shards of the same inputs and options, to the same bytes as one machine's run."""
+
+
+REMOVED = {
+    **dict.fromkeys(
+        ("--lists", "--from-lists", "--task"),
+        "prepare --shard I/N, once for each I from 0 to N - 1, shares the files; --merge N joins the result",
+    ),
+    "--status": "prepare --merge N names the shards that are not done",
+}
+"""Remedies for options that are gone."""
+
+
+def _check_options(config: PrepareConfig) -> None:
+    """Raise InputError for options that do not go together, or are missing."""
+    if missing := [f"--{name}" for name in ("output", "tokenizer") if not getattr(config, name)]:
+        raise InputError(f"{' and '.join(missing)} is missing; {PROGRAM} prepare --help lists the options")
+    if config.scratch is not None and not is_url(config.output):
+        raise InputError("scratch is set, which has no effect without --output at a URL; leave it out")
+    many = [name for name in ("hold_out", "shard", "merge") if getattr(config, name) is not None]
+    if len(many) > 1:
+        raise InputError(f"{many[0]} and {many[1]} are set, which do not go together; leave one of them out")
+    if many and many != ["hold_out"] and is_url(config.output):
+        raise InputError(f"output {config.output} is on another store, and shards are files of a disk; name a path")
+
+
+def _prepare(config: PrepareConfig) -> None:
+    from megatron_fanformer.runtime.device import quieten_libraries
+
+    _check_options(config)
+    quieten_libraries()
+    with unwound_by_stop_signals(outcome=STOPPED):
+        if config.hold_out is not None:
+            from megatron_fanformer.prepare.prepare import prepare_both
+
+            prepare_both(config, config.hold_out)
+        else:
+            from megatron_fanformer.prepare.prepare import prepare, prepare_shard
+            from megatron_fanformer.prepare.progress import progress_line
+
+            with progress_line("preparing") as listener:
+                if config.shard is not None:
+                    lines = prepare_shard(config, config.shard, listener)
+                else:
+                    lines = prepare(config, listener).lines()
+            show(lines)
+
+
+PREPARE = Verb(
+    name="prepare",
+    help="Turn documents or conversations into token files.",
+    options=PrepareConfig,
+    run=_prepare,
+    examples=(
+        "prepare documents/*.jsonl.gz --output tokens/web\n--tokenizer tokenizer.json",
+        "prepare @files.txt --output tokens/books\n--tokenizer tokenizer.model --part-size 10G",
+    ),
+    results_are_files=True,
+    advice=lambda line: [remedy for name, remedy in REMOVED.items() if name in line],
+)

@@ -1,0 +1,384 @@
+"""RunConfig: the sections of a run's configuration joined, read from YAML and dotted overrides, and checked.
+
+Every problem of a configuration is reported together, one line each, before anything is loaded.
+"""
+
+import copy
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from operator import itemgetter
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron_fanformer import terminal
+from megatron_fanformer.checkpoint.config import CheckpointConfig
+from megatron_fanformer.configuration import (
+    build,
+    by_dotted_names,
+    described_fields,
+    moved_names,
+    overlaid,
+    read_overrides,
+    read_values,
+)
+from megatron_fanformer.convert import foreign_names
+from megatron_fanformer.data.config import DataConfig
+from megatron_fanformer.data.stages import FIRST_STAGE, first_step, step_problems
+from megatron_fanformer.errors import broken_fields
+from megatron_fanformer.evaluate.config import EvaluationConfig
+from megatron_fanformer.model.config import FANformerConfig, PrecisionConfig
+from megatron_fanformer.model.kernels import KernelsConfig
+from megatron_fanformer.model.layout_rules import (
+    batch_problems,
+    document_problems,
+    graph_problems,
+    layout_problems,
+    z_loss_problems,
+)
+from megatron_fanformer.plan.job import Job, Layers
+from megatron_fanformer.runtime import device as devices
+from megatron_fanformer.runtime.config import DeviceKind, RuntimeConfig
+from megatron_fanformer.runtime.device import has_bf16_matrix_units
+from megatron_fanformer.runtime.environment import RunShape
+from megatron_fanformer.runtime.layout import MOVED_FIELDS, ParallelConfig
+from megatron_fanformer.train.fp8_rules import fp8_problems
+from megatron_fanformer.train.loggers.registry import LoggingConfig
+from megatron_fanformer.train.optimizers import OptimizerConfig
+from megatron_fanformer.train.presets import with_preset
+from megatron_fanformer.train.recovery import RecoveryConfig
+from megatron_fanformer.train.schedule import ScheduleConfig
+
+if TYPE_CHECKING:  # torch takes seconds to import, and a configuration is checked before
+    import torch
+
+UNSTATED = {"optimizer.name": "adamw"}
+"""Fields that the configurations of earlier versions' runs lack, and what those runs have."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingConfig:
+    """The length and the batches of a run."""
+
+    run_dir: str
+    """The run's folder."""
+    train_iters: int | None = None
+    """Steps of the whole run; it or `epochs` must be given."""
+    epochs: float | None = None
+    """With `data.format` sft, in place of `train_iters`: number of passes over the conversations."""
+    global_batch_size: int
+    """Samples per step, over all replicas."""
+    micro_batch_size: int = 1
+    """Samples in one forward pass of a replica."""
+    seed: int = 1234
+    """Seed of the initial weights and the order of samples."""
+    z_loss_coefficient: float = 0.0
+    """This times (log Z)² is added to each token's loss in training, where Z is the sum of the exponentials of its
+    logits; PaLM and OLMo 2 have 1e-4 and 1e-5. It is logged as `z_loss`, apart from `loss`."""
+    eval_interval: int | None = None
+    """Steps between evaluations of `valid_data`; null: at the end only."""
+    eval_iters: int = 10
+    """Global batches of each validation set, always the same ones."""
+    exit_interval: int | None = None
+    """Save and end (exit code 0) after a step whose number is a multiple of this."""
+    exit_duration_in_mins: float | None = None
+    """Save and end (exit code 0) after the first step that ends at least this many minutes after the start."""
+    max_restarts: int = 0
+    """Restarts in a row, without a new checkpoint in between, where `train` was started directly
+    (docs/clusters.md#restarts)."""
+
+    @property
+    def length_field(self) -> str:
+        """The field that states the run's length; before `epochs` has become a number of steps."""
+        return "train_iters" if self.epochs is None else "epochs"
+
+    @property
+    def steps(self) -> int:
+        """`train_iters`, where it is known: `epochs` has become a number of steps when a run starts."""
+        assert self.train_iters is not None, "training.epochs was not turned into steps"
+        return self.train_iters
+
+    def problems(self) -> list[str]:
+        """Return the rules of single fields that this configuration breaks, one line each."""
+        broken = partial(broken_fields, "training", self)
+        counts = (
+            "train_iters",
+            "global_batch_size",
+            "micro_batch_size",
+            "eval_interval",
+            "eval_iters",
+            "exit_interval",
+        )
+        lines = [
+            *broken("be at least 1", lambda value: value < 1, *counts),
+            *broken("be above 0", lambda value: value <= 0, "epochs"),
+            *broken("be above 0, or null", lambda value: not value > 0, "exit_duration_in_mins"),
+            *broken("not be negative", lambda value: value < 0, "max_restarts", "seed", "z_loss_coefficient"),
+        ]
+        if (self.train_iters is None) == (self.epochs is None):
+            stated = "neither is given" if self.epochs is None else "both are given"
+            lines.append(f"training.train_iters, training.epochs: {stated}; give one, which sets the run's length")
+        return lines
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """The whole configuration of a run."""
+
+    model: FANformerConfig
+    """The model's shape; `preset` names one of the paper's sizes to start from."""
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    """The layout over ranks."""
+    kernels: KernelsConfig = field(default_factory=KernelsConfig)
+    """Implementations of its layers."""
+    runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
+    """The device, threads and communication of its ranks."""
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    """Number formats."""
+    data: DataConfig
+    """Token files."""
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    """The optimizer: AdamW."""
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    """Learning rate over the steps."""
+    training: TrainingConfig
+    """Length and batches."""
+    recovery: RecoveryConfig = field(default_factory=RecoveryConfig)
+    """Recovery from damage and bad numbers."""
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    """Tasks and perplexity sets."""
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    """Saving and starting points."""
+    logging: LoggingConfig = field(default_factory=LoggingConfig)
+    """Loggers and the intervals of measurements."""
+
+    def dtype(self, device: DeviceKind) -> "torch.dtype":
+        """Return the type of weights and activations; `auto` resolved for the device."""
+        from megatron_fanformer.model.dtypes import DTYPES
+
+        if self.precision.dtype == "auto":
+            return DTYPES["bf16" if has_bf16_matrix_units(device) else "fp32"]
+        return DTYPES[self.precision.dtype]
+
+    def num_micro_batches(self, data_parallel_size: int) -> int:
+        """Return micro batches of one replica in a step."""
+        return self.training.global_batch_size // (self.training.micro_batch_size * data_parallel_size)
+
+    def job(self, data_parallel_size: int, *, layers: Layers, on_cpu: bool) -> Job:
+        """Return a step as the input of the formulas, with no open field that they read."""
+        return Job(
+            model=self.model,
+            parallel=self.parallel,
+            kernels=self.kernels,
+            precision=self.precision,
+            optimizer=self.optimizer.rule,
+            data_parallel_size=data_parallel_size,
+            micro_batch_size=self.training.micro_batch_size,
+            num_micro_batches=self.num_micro_batches(data_parallel_size),
+            layers=layers,
+            has_document_ids=self.data.reset_attention_mask,
+            on_cpu=on_cpu,
+        )
+
+    @property
+    def batch_tokens(self) -> int:
+        """Tokens of a step's samples."""
+        return self.training.global_batch_size * self.model.seq_length
+
+    def stage_steps(self) -> dict[str, int]:
+        """Return the step that each of `data.stages` begins with, in the order of the steps.
+
+        Raises:
+            InputError: a name does not say.
+        """
+        steps = {name: first_step(name, batch_tokens=self.batch_tokens) for name in self.data.stages}
+        return dict(sorted(steps.items(), key=itemgetter(1)))
+
+    def stage_spans(self) -> dict[str, tuple[int, int]]:
+        """Return the first and the last step of each part of a run with stages; nothing for one without.
+
+        Raises:
+            InputError: a name does not say where its stage begins.
+        """
+        if not self.data.stages:
+            return {}
+        begins = {FIRST_STAGE: 1, **self.stage_steps()}
+        ends = [*(step - 1 for step in list(begins.values())[1:]), self.training.steps]
+        return {name: (first, end) for (name, first), end in zip(begins.items(), ends, strict=True)}
+
+    def learning_rate(self, step: int) -> float:
+        """Return the learning rate of a step, from 1."""
+        return self.schedule.rate(step, lr=self.optimizer.lr, train_iters=self.training.steps)
+
+    def stage_lines(self) -> list[str]:
+        """Return a line for each part of a run with stages, with its learning rates, and `decay_notice`."""
+        lines = [
+            f"{name}: steps {first:,} to {last:,}, learning rate {self.learning_rate(first):.3g} to "
+            f"{self.learning_rate(last):.3g}"
+            for name, (first, last) in self.stage_spans().items()
+        ]
+        return [*lines, *filter(None, [self.decay_notice()])]
+
+    def decay_notice(self) -> str | None:
+        """Return a line where WSD's decay begins with none of the run's stages: one may have been meant for it."""
+        if self.schedule.lr_decay_style != "WSD" or not self.data.stages:
+            return None
+        end = self.schedule.lr_decay_iters or self.training.steps
+        first = max(1, end - self.schedule.wsd_steps(end) + 1)
+        begins = self.stage_steps()
+        if first in begins.values():
+            return None
+        nearest = min(begins, key=lambda name: abs(begins[name] - first))
+        own = end - begins[nearest] + 1
+        remedy = f"set schedule.lr_wsd_decay_iters to {own}" if own > 0 else "raise schedule.lr_decay_iters"
+        return (
+            f"the learning rate's decay (WSD) begins with step {first:,}, and no stage does; {remedy} to have it begin "
+            f"with {nearest!r}, step {begins[nearest]:,}"
+        )
+
+    def run_shape(self, ranks: int, *, threads: int | None = None) -> RunShape:
+        """Return what the environment of a process of this run depends on (`runtime.environment`).
+
+        Args:
+            ranks: of the run.
+            threads: as in `RunShape`.
+        """
+        runtime, parallel = self.runtime, self.parallel
+        return RunShape(
+            parallel=parallel,
+            replicas=ranks // (parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size),
+            over_nccl=runtime.device != "cpu" and runtime.distributed_backend != "gloo",
+            cuda_graphs=self.kernels.cuda_graph_impl != "none",
+            deterministic=runtime.deterministic_mode,
+            is_after_hopper=devices.is_after_hopper(),
+            threads=threads,
+        )
+
+    @property
+    def evaluation_batch_tokens(self) -> int:
+        """About how many tokens a micro batch has on tasks and perplexity sets."""
+        return self.evaluation.batch_tokens or self.training.micro_batch_size * self.model.seq_length
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain values, as config.yaml has them."""
+        return dataclasses.asdict(self)
+
+    def problems(self, data_parallel_size: int) -> list[str]:
+        """Return everything that is wrong with this configuration at that number of replicas, one line each."""
+        # Rules between sections make sense only where each is valid by itself.
+        return self.section_problems() or self.joint_problems(data_parallel_size)
+
+    def section_problems(self, *, leaving: Sequence[str] = ()) -> list[str]:
+        """Return the rules that a section breaks by itself, one line each.
+
+        Args:
+            leaving: sections to leave out, such as `data`, which looks at the token files.
+        """
+        names = [section.name for section in dataclasses.fields(self) if section.name not in leaving]
+        sections = [getattr(self, name) for name in names]
+        return [problem for section in sections if hasattr(section, "problems") for problem in section.problems()]
+
+    def joint_problems(self, data_parallel_size: int) -> list[str]:
+        """Return the rules between sections that it breaks at that number of replicas, one line each."""
+        ranks = data_parallel_size * self.parallel.model_parallel_size
+        profile_problems = self.logging.profile_problems(ranks, self.training.train_iters)
+        return [*self.problems_of_layout(), *self.problems_of_steps(data_parallel_size), *profile_problems]
+
+    def problems_of_layout(self) -> list[str]:
+        """Return the rules between sections that it breaks and that hold for any batch, one line each."""
+        problems = [
+            *layout_problems(self.model, self.parallel),
+            *graph_problems(self.parallel, self.kernels),
+            *self.optimizer.joint_problems(self.parallel),
+            *z_loss_problems(self.training.z_loss_coefficient, self.kernels),
+        ]
+        if self.data.reset_attention_mask:
+            problems += document_problems(self.parallel, self.kernels)
+        if self.kernels.cuda_graph_impl == "local" and not self.evaluation.is_empty:
+            problems.append(
+                "kernels.cuda_graph_impl is local, whose graphs take micro batches of one shape, and the tasks and "
+                "perplexity sets of evaluation have others; set it to none, or have `evaluate` score the checkpoints"
+            )
+        return problems
+
+    def problems_of_steps(self, data_parallel_size: int) -> list[str]:
+        """Return those of batches and of their number."""
+        training, problems = self.training, []
+        if training.epochs is not None and not self.data.is_chats:
+            problems.append(
+                f"training.epochs is {training.epochs}, which counts conversations (data.format sft) alone; state "
+                "training.train_iters"
+            )
+        if training.train_iters is not None:
+            names = list(self.data.stages)
+            problems += step_problems(names, train_iters=training.train_iters, batch_tokens=self.batch_tokens)
+        return [
+            *problems,
+            *fp8_problems(self.model, self.parallel, self.precision, training.micro_batch_size, self.kernels),
+            *batch_problems(self.parallel, data_parallel_size, training.global_batch_size, training.micro_batch_size),
+            *self.schedule.joint_problems(lr=self.optimizer.lr, train_iters=training.train_iters),
+        ]
+
+
+def print_on_stderr(notice: str) -> None:
+    """Print a notice where errors go."""
+    terminal.print_stderr(f"megatron-fanformer: {notice}")
+
+
+def load_config(
+    file: Path, overrides: Sequence[str] = (), *, report: Callable[[str], None] = print_on_stderr
+) -> RunConfig:
+    """Read a configuration file, apply `--section.field VALUE` overrides, and build the RunConfig.
+
+    Args:
+        report: is called with one line about fields that have another name now.
+
+    Raises:
+        InputError: the file cannot be read, a key is unknown, or a value has the wrong type.
+    """
+    values, in_file = moved_names(read_values(file), MOVED_FIELDS)
+    changes, on_line = moved_names(read_overrides(overrides, advice=advice), MOVED_FIELDS)
+    _report_moved([*in_file, *on_line], report)
+    return _built(overlaid(values, changes))
+
+
+def config_from_dict(values: dict[str, Any], *, report: Callable[[str], None] = print_on_stderr) -> RunConfig:
+    """Build the RunConfig from nested plain values, `model.preset` included.
+
+    Raises:
+        InputError: keys are unknown or missing, or values have a wrong type; one line each.
+    """
+    values, moved = moved_names(values, MOVED_FIELDS)
+    _report_moved(moved, report)
+    return _built(values)
+
+
+def _report_moved(names: list[str], report: Callable[[str], None]) -> None:
+    if names:
+        now = ", ".join(f"{name} is now {MOVED_FIELDS[name] or 'gone'}" for name in dict.fromkeys(names))
+        report(f"{now}; use what is there now, since only this version still reads the earlier name")
+
+
+def _built(values: dict[str, Any]) -> RunConfig:
+    # YAML reads a section whose lines are all commented out as null: it has its defaults.
+    values = {name: value for name, value in values.items() if value is not None}
+    if by_dotted_names(values).get("evaluation.perplexity.batches", 0) is None:  # of a run before limit_tokens
+        values = copy.deepcopy(values)
+        del values["evaluation"]["perplexity"]["batches"]
+    return build(_with_documents_apart(with_preset(values)), RunConfig, advice=advice)
+
+
+def _with_documents_apart(values: dict[str, Any]) -> dict[str, Any]:
+    """Turn on the fields of `data` that keep conversations apart in fine-tuning, unless they are stated."""
+    data = values.get("data")
+    if not isinstance(data, dict) or data.get("format") != "sft":
+        return values
+    return {**values, "data": {"reset_attention_mask": True, "reset_position_ids": True, **data}}
+
+
+def advice(name: str) -> str | None:
+    """Return the advice for a name that is not a field of RunConfig: another trainer's, or one of another section."""
+    plain = foreign_names.plain(name)
+    same = [field.name for field in described_fields(RunConfig) if field.name.rpartition(".")[2] == plain]
+    return f"did you mean {' or '.join(same)}?" if same else foreign_names.answer(plain)

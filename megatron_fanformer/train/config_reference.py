@@ -1,0 +1,123 @@
+"""`megatron-fanformer config`: fields of a run's configuration, JSON schema, resolved configuration, environment."""
+
+import dataclasses
+import json
+import textwrap
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import yaml
+
+from megatron_fanformer.configuration import FieldDescription, described_fields, field_texts, json_schema
+from megatron_fanformer.errors import InputError
+from megatron_fanformer.model.config import PRESETS, FANformerConfig
+from megatron_fanformer.runtime import device, environment
+from megatron_fanformer.runtime.layout import MOVED_FIELDS
+from megatron_fanformer.terminal import plural, table
+from megatron_fanformer.train.config import RunConfig, load_config
+from megatron_fanformer.train.presets import FROM_CHECKPOINT, PRESET_KEY
+
+WIDTH = 80  # columns of text
+PRESET = FieldDescription(
+    name=PRESET_KEY,
+    type="text or null",
+    default="null",
+    text="One of the paper's sizes (docs/configuration.md#presets), or `from-checkpoint`: that of `checkpoint.load` "
+    "(docs/fine-tuning.md#training). Other keys of `model` and `model.fan` replace its values.",
+)
+
+
+def run_sections() -> Iterator[tuple[str, str, list[FieldDescription]]]:
+    """Yield name, docstring and fields of each section; `model.preset` comes first in its own."""
+    texts = field_texts(RunConfig)
+    for name, owner in get_type_hints(RunConfig).items():
+        fields = list(described_fields(owner, f"{name}."))
+        yield name, texts[name], [PRESET, *fields] if PRESET_KEY.startswith(f"{name}.") else fields
+
+
+def field_list() -> str:
+    """Return every field with its type, default and docstring, by sections, as text."""
+    lines: list[str] = []
+    for name, text, fields in run_sections():
+        lines += [*textwrap.wrap(f"{name}: {text}", WIDTH), ""]
+        for field in fields:
+            default = "must be given" if field.default is None else f"default {field.default}"
+            lines.append(f"  {field.name}  {field.type.replace('`', '')}; {default}")
+            lines.append(textwrap.fill(field.text, WIDTH, initial_indent="      ", subsequent_indent="      "))
+        lines.append("")
+    return "\n".join(lines).rstrip()
+
+
+def run_schema() -> dict[str, Any]:
+    """Return the JSON schema of a configuration file: `RunConfig`, with presets and the earlier names of fields."""
+    schema = json_schema(RunConfig)
+    model = schema["$defs"][FANformerConfig.__name__]
+    preset = {"description": PRESET.text, "enum": [*PRESETS, FROM_CHECKPOINT, None], "default": None}
+    model["properties"] = {"preset": preset, **model["properties"]}
+    model["anyOf"] = [{"required": ["preset"]}, {"required": model.pop("required")}]
+    hints = get_type_hints(RunConfig)
+    for old, new in filter(all, MOVED_FIELDS.items()):
+        (old_section, old_field), (new_section, new_field) = old.split("."), new.split(".")
+        present = schema["$defs"][hints[new_section].__name__]["properties"][new_field]
+        earlier = {**present, "description": f"The earlier name of {new}.", "deprecated": True}
+        schema["$defs"][hints[old_section].__name__]["properties"][old_field] = earlier
+    return schema
+
+
+def schema_text() -> str:
+    """Return the JSON schema as a file has it."""
+    return json.dumps(run_schema(), indent=1, ensure_ascii=False)
+
+
+def resolved_text(file: Path, overrides: Sequence[str]) -> str:
+    """Return the whole configuration as YAML, after presets and overrides; fields left to the machine stay open.
+
+    Raises:
+        InputError: the file cannot be read; what `train` would refuse on any machine and with any data.
+    """
+    values = dataclasses.asdict(_checked_config(file, overrides))
+    return yaml.safe_dump(values, sort_keys=False, allow_unicode=True).rstrip()
+
+
+def _checked_config(file: Path, overrides: Sequence[str]) -> RunConfig:
+    config = load_config(file, overrides)
+    problems = config.section_problems(leaving=["data"])  # whose files may be on other machines
+    if not config.data.train_data and not config.data.stages:
+        problems.append("data.train_data is empty; name token files, or chats")
+    if not problems and config.training.train_iters is not None:  # else the steps follow from the data
+        problems = config.joint_problems(config.parallel.resolve_data_parallel_size(None))
+    if problems:
+        raise InputError("\n".join(problems))
+    return config
+
+
+def environment_lines(file: Path, overrides: Sequence[str], gpus: int | None) -> list[str]:
+    """Return what a run sets in the environment of its ranks, what the user has set there already, and why.
+
+    Args:
+        gpus: ranks of the run; None: as many as `train` starts by itself.
+
+    Raises:
+        InputError: as `resolved_text`; the layout does not divide the ranks; the environment contradicts the run.
+    """
+    config = load_config(file, overrides)
+    if problems := [*config.parallel.problems(), *config.runtime.problems()]:
+        raise InputError("\n".join(problems))
+    replicas = config.parallel.resolve_data_parallel_size(gpus)
+    shape = config.run_shape(replicas * config.parallel.model_parallel_size)
+    here = device.gpu_models()
+    machine = f"{len(here)} × {here[0]} here" if here else "no GPU here, so that what GPUs alone read has no effect"
+    rows = [_environment_row(setting) for setting in environment.settings_of(shape)]
+    return [
+        f"{plural(shape.ranks, 'rank')}, {plural(shape.replicas, 'replica')} of the weights; {machine}",
+        "",
+        *table(["variable", "value", "whose", "why"], rows, align="llll"),
+    ]
+
+
+def _environment_row(applied: environment.Applied) -> list[str]:
+    setting, name, ours, theirs = applied
+    if theirs is not None:
+        return [name, theirs, f"yours; else {ours}" if applied.differs else "yours", setting.reason]
+    return [name, *([ours, "this program's", setting.reason] if ours is not None else ["not set", "", setting.when])]

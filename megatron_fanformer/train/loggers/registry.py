@@ -1,0 +1,232 @@
+"""The table of loggers, the section `logging` of a run's configuration, and the loggers of a run.
+
+A resumed run takes away what was logged after the checkpoint that it resumes from, so that each step appears once.
+"""
+
+import importlib.util
+import logging
+from collections.abc import Mapping
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import yaml
+
+from megatron_fanformer.checkpoint.store import CONFIG, METRICS
+from megatron_fanformer.durable_files import write_atomically, write_refusal
+from megatron_fanformer.errors import InputError, broken_fields
+from megatron_fanformer.train.loggers.json_lines import JSONLines
+from megatron_fanformer.train.loggers.logger import Logger, Start
+from megatron_fanformer.train.loggers.progress_line import ProgressLine
+from megatron_fanformer.train.loggers.tensorboard import TensorBoard
+from megatron_fanformer.train.loggers.weights_and_biases import WeightsAndBiases
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+LOGGERS: dict[str, type[Logger]] = {
+    METRICS: JSONLines,
+    "progress": ProgressLine,
+    "TensorBoard": TensorBoard,
+    "Weights & Biases": WeightsAndBiases,
+}
+"""The loggers by their names in messages and pages. They are closed in this order: what may wait for a server, and be
+ended meanwhile, comes last."""
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoggingConfig:
+    """What is recorded, and how often it is shown."""
+
+    log_interval: int = 10
+    """Steps between printed lines if the output is not a terminal."""
+    tensorboard: bool = True
+    """Write TensorBoard's event files."""
+    wandb_project: str | None = None
+    """Project of Weights & Biases (the extra `wandb`); null: none."""
+    wandb_entity: str | None = None
+    """Team or user there; null: the account's own."""
+    wandb_exp_name: str | None = None
+    """Name of the run there; null: W&B chooses."""
+    wandb_mode: Literal["online", "offline"] | None = None
+    """`offline` keeps the log in the run's folder, for `wandb sync`; null: by WANDB_MODE, else online."""
+    norm_interval: int | None = 100
+    """Steps between norms of weights and updates, and peak memory; null: none."""
+    phase_interval: int | None = 1000
+    """Steps between measurements of the FAN map's phases (docs/metrics.md#phase-health), which CUDA graphs turn off;
+    null: none."""
+    folder: str | None = None
+    """Folder for a log file of each rank (`rank-00000.log` and so on); `train --log-file` takes precedence."""
+    source_interval: int | None = 100
+    """Steps between counts of what was read of each source of `data.train_data` and its stages; null: none."""
+    straggler_interval: int | None = 100
+    """Steps between checks for a slow rank (docs/clusters.md#slow-ranks); null: none."""
+    straggler_factor: float = 1.4
+    """A rank is named above this many times its pipeline stage's median time of forward and backward."""
+    profile_steps: list[int] | None = None
+    """The first and the last step to profile, into the run's folder (docs/debugging.md#where-the-time-goes); null:
+    none but those that are requested while the run is going on."""
+    profile_ranks: list[int] | None = field(default_factory=lambda: [0])
+    """Ranks that are profiled; null: all."""
+
+    def problems(self) -> list[str]:
+        """Return the rules of single fields that this configuration breaks, one line each."""
+        intervals = ("norm_interval", "phase_interval", "source_interval", "straggler_interval")
+        return [
+            *broken_fields("logging", self, "be at least 1", lambda value: value < 1, "log_interval"),
+            *broken_fields("logging", self, "be at least 1, or null", lambda value: value < 1, *intervals),
+            *broken_fields("logging", self, "be above 1", lambda value: not value > 1, "straggler_factor"),
+            *broken_fields("logging", self, "be [FIRST, LAST] with 1 <= FIRST <= LAST", _is_no_span, "profile_steps"),
+            *broken_fields("logging", self, "be ranks, from 0 on, or null", _are_no_ranks, "profile_ranks"),
+        ]
+
+    def profile_problems(self, ranks: int, steps: int | None) -> list[str]:
+        """Return what a run of so many ranks and steps (None: not known yet) never profiles, one line each."""
+        problems = []
+        if steps is not None and self.profile_steps is not None and self.profile_steps[1] > steps:
+            problems.append(
+                f"logging.profile_steps is {self.profile_steps}, and the run ends with step {steps}; name steps "
+                "that it takes, or set it to null"
+            )
+        if self.profile_ranks is not None and (missing := [rank for rank in self.profile_ranks if rank >= ranks]):
+            problems.append(
+                f"logging.profile_ranks has rank {missing[0]}, and the run has ranks 0 to {ranks - 1}; name those that "
+                "it has, or set it to null for all"
+            )
+        return problems
+
+
+def _is_no_span(steps: list[int]) -> bool:
+    return len(steps) != 2 or not 1 <= steps[0] <= steps[1]
+
+
+def _are_no_ranks(ranks: list[int]) -> bool:
+    return not ranks or min(ranks) < 0
+
+
+def logger_problems(config: LoggingConfig) -> list[str]:
+    """Return the packages that this machine lacks for the loggers that are on, one line each."""
+    problems = []
+    for kind in LOGGERS.values():
+        if kind.package is None or not kind.is_on(config):
+            continue
+        package = importlib.util.find_spec(kind.package)
+        if package is None or package.origin is None:  # a folder of that name, as W&B itself makes
+            problems.append(
+                f"logging.{kind.setting} is set, but {kind.package} is not installed; install "
+                f"megatron_fanformer[{kind.package}], or turn it off"
+            )
+    return problems
+
+
+class Loggers:
+    """All loggers of a run; every rank has one, and those of rank 0 write.
+
+    What a logger that `is_needed` cannot take ends the run. Any other logger that fails is left out from then on, with
+    a warning, also after the run went back: a network that is gone is no reason to stop training.
+
+    Args:
+        run: the run's folder.
+        steps: of the whole run.
+    """
+
+    def __init__(
+        self,
+        config: LoggingConfig,
+        console: "Console",
+        *,
+        run: Path,
+        steps: int,
+        writes: bool,
+    ) -> None:
+        self._config, self._console, self._writes = config, console, writes
+        self._run, self._steps = run, steps
+        self._open: dict[str, Logger] = {}
+        self._failed: set[str] = set()
+
+    def open(self, values: dict[str, Any], *, step: int, tokens: int, beside: Mapping[str, str] | None = None) -> None:
+        """Begin, or begin anew after the run went back, with the resolved configuration.
+
+        Args:
+            step: the last step that the run has taken; what is logged of later ones is taken away.
+            tokens: of all steps so far.
+            beside: texts that the run's folder holds beside the configuration, by their names.
+
+        Raises:
+            InputError: the run's folder cannot be written.
+        """
+        self.close()
+        if not self._writes:
+            return
+        start = Start(
+            run=self._run,
+            step=step,
+            tokens=tokens,
+            steps=self._steps,
+            values=values,
+            logging=self._config,
+            console=self._console,
+        )
+        try:
+            self._run.mkdir(parents=True, exist_ok=True)
+            for name, text in {CONFIG: yaml.safe_dump(values, sort_keys=False), **(beside or {})}.items():
+                write_atomically(self._run / name, text)
+            for name, kind in LOGGERS.items():
+                if kind.is_on(self._config) and name not in self._failed:
+                    self._open_one(name, kind, start)
+        except OSError as error:
+            reason = f"cannot be written ({write_refusal(error, self._run)}); free space, or name another"
+            raise InputError(f"training.run_dir {self._run} {reason}") from error
+
+    def _open_one(self, name: str, kind: type[Logger], start: Start) -> None:
+        try:
+            self._open[name] = kind(start)
+        except Exception as error:
+            if kind.is_needed:
+                raise
+            self._leave_out(name, error)
+
+    def write(self, step: int, metrics: dict[str, Any]) -> None:
+        """Record a step's metrics everywhere; every `log_interval` steps in this rank's log, too.
+
+        Raises:
+            FanformerError: the run's folder is gone.
+        """
+        if step % self._config.log_interval == 0 or step >= self._steps:
+            numbers = {name: value for name, value in metrics.items() if isinstance(value, int | float)}
+            logger.debug("step %d  %s", step, "  ".join(f"{name} {value:g}" for name, value in numbers.items()))
+        for name, each in list(self._open.items()):
+            try:
+                each.write(step, metrics)
+            except Exception as error:  # whatever a library or a network raises
+                if each.is_needed:
+                    raise
+                self._leave_out(name, error)
+                with suppress(Exception):  # one failure is reported
+                    self._open.pop(name).close(failed=True)
+
+    def close(self, *, failed: bool = False) -> None:
+        """Close all loggers; they can be opened again.
+
+        Args:
+            failed: whether the run ends with an error.
+        """
+        with ExitStack() as closing:  # of all, in the table's order, in which one that waits for a server is last
+            while self._open:
+                closing.callback(self._close_one, *self._open.popitem(), failed=failed)
+
+    def _close_one(self, name: str, one: Logger, *, failed: bool) -> None:
+        try:
+            one.close(failed=failed)
+        except Exception as error:
+            if one.is_needed:
+                raise
+            self._leave_out(name, error)
+
+    def _leave_out(self, name: str, error: Exception) -> None:
+        """Warn that a logger has failed, and never open it again: it would have a hole, and may fail again."""
+        self._failed.add(name)
+        logger.warning("%s is without this run's metrics from here on: %s: %s", name, type(error).__name__, error)

@@ -1,0 +1,163 @@
+"""The metrics of a run's steps, each with all that is said or drawn of it; and the lines of metrics.jsonl.
+
+The dashboards' groups and charts, the progress line and the tables in docs/metrics.md follow from `METRIC_TABLE`.
+"""
+
+import functools
+import os
+import re
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from megatron_fanformer.checkpoint.store import METRICS, VALIDATION_LOSS, metrics_entry
+from megatron_fanformer.durable_files import regular_file
+
+VALIDATION_PREFIX = f"{VALIDATION_LOSS}/"  # begins the name of a validation set's loss
+PERPLEXITY_LOSS_SUFFIX = "/CrossEntropyLoss"  # ends the name of a perplexity set's loss
+TAIL_BYTES = 1 << 20  # of metrics.jsonl: more than one step's metrics of any model
+
+
+class Metric(NamedTuple):
+    """One metric, or all whose names differ in what stands for `NAME`."""
+
+    name: str
+    group: str
+    """Its group on a dashboard, which shows names with the same first part together."""
+    unit: str
+    text: str
+    """Its description in docs/metrics.md; pages are named by their paths from the root, as in docstrings of fields."""
+
+
+_TABLE = """
+step | train |  | steps from 1
+tokens | train |  | of all samples so far
+loss | train | nats per token | mean cross entropy
+z_loss | train | nats per token | with `training.z_loss_coefficient`: mean of the z-loss, which `loss` does not
+    count
+grad_norm | train |  | norm of the gradient before clipping
+params_norm | train |  | every `logging.norm_interval` steps: norm of all weights
+update_norm | train |  | at the same steps: norm of the step's change of the weights
+learning_rate | train |  | learning rate of the step
+skipped | train |  | the reason, in place of the loss, where a step was not taken (docs/recovery.md)
+masked_share | data | share | with `data.mask_repeated_ngrams`: labels of the step without a loss; of `.npy` files
+    the last of each sample, too
+data/NAME/tokens | data |  | every `logging.source_interval` steps and after the last: tokens of a source that were
+    trained on so far, without those of skipped steps; NAME is its path, below the folder of all sources
+data/NAME/epochs | data |  | the same in epochs of that source
+step_seconds | speed | s | time of computing and updating, without evaluation and saving
+tokens_per_second | speed | tokens/s | over the same time; only tokens with a loss count, in fine-tuning the learned
+    ones
+model_flops_per_second | speed | FLOP/s | by the formula in `plan/flops.py`, over all ranks; within documents
+    without attention's scores (docs/fine-tuning.md#attention-within-documents)
+model_flops_utilization | speed | share | that rate over the chips' rate by their data sheet, in the format of the
+    products (that of FP8 in an FP8 run); left out where `plan/machines.yaml` does not know the chip
+peak_memory_bytes | speed | bytes | every `logging.norm_interval` steps: the most that any rank has held since its
+    start; on a GPU what torch had allocated, on a CPU the whole process
+work_seconds/median | speed | s | a rank's forward and backward, every `logging.straggler_interval` steps, in a run
+    of several ranks (docs/clusters.md#slow-ranks)
+work_seconds/slowest | speed | s | the same of the slowest rank
+slowest_rank | speed |  | its number
+validation_loss/NAME | evaluation | nats per token | loss on a validation set, if the step evaluated
+    (docs/evaluation.md#in-the-loop)
+eval/NAME/CrossEntropyLoss | evaluation | nats per token | loss on a perplexity set, by OLMo's name, if the step
+    evaluated
+eval/NAME/Perplexity | evaluation |  | perplexity of a set, or the mean of a group of sets
+eval/NAME/BitsPerByte | evaluation | bits per byte | bits per byte of a perplexity set
+eval/downstream/NAME | evaluation |  | a task's own metric, by OLMo's name
+eval/downstream_bpb/NAME | evaluation | bits per byte | bits per byte of a task's right answers, by OLMo's name
+evaluation_seconds | evaluation | s | time of the evaluation after this step
+evaluation_share | evaluation | share | share of the time since this start that evaluations have taken
+recovery/NAME | recovery |  | totals, once a run has recovered from something (docs/recovery.md#the-record)
+health/phase_p50 | health | rad | median of |p| over units and tokens
+health/phase_p90 | health | rad | its 90th percentile
+health/phase_p99 | health | rad | its 99th percentile
+health/phase_max | health | rad | the largest |p|
+health/dead_units | health | share | units that are dead: the distance of (cos p, sin p) from its mean over the
+    tokens is below 2⁻⁸ (root mean square), which is the spacing of bf16's numbers just below 1
+health/coarse_units | health | share | units with a |p| of 16 or more. From there on bf16's numbers are 1/8 apart,
+    so that rounding p moves it by 0.036 rad (root mean square), about what FP8 does to a phase of any size
+    (docs/fp8-phase.md)
+health/periodic_weight_norm | health |  | norm of W_p
+health/linear_weight_norm | health |  | norm of W_g
+"""
+METRIC_TABLE = tuple(Metric(*line.split(" | ")) for line in _TABLE.strip().replace("\n    ", " ").splitlines())
+"""Every metric that a run may log."""
+CHARTS = {
+    ("training", "loss, nats per token"): ["loss", "validation_loss/NAME", "eval/NAME/CrossEntropyLoss"],
+    ("training", "norms"): ["grad_norm", "params_norm", "update_norm"],
+    ("health", "|phase| of the layer where it is largest"): [
+        "health/phase_p50",
+        "health/phase_p90",
+        "health/phase_p99",
+        "health/phase_max",
+    ],
+    ("health", "share of periodic units, of the worst layer"): ["health/dead_units", "health/coarse_units"],
+}
+"""Metrics in one picture among TensorBoard's custom scalars, by category and title."""
+DRAWN_BY_TOKENS = (
+    "loss",
+    "validation_loss/NAME",
+    "eval/NAME/CrossEntropyLoss",
+    "eval/NAME/Perplexity",
+    "eval/NAME/BitsPerByte",
+    "eval/downstream/NAME",
+    "eval/downstream_bpb/NAME",
+)
+"""Metrics that TensorBoard shows by tokens, too."""
+CONSOLE = {"loss": "loss {:.4f}", "tokens_per_second": "{:,.0f} tokens/s"}
+"""Formats of the progress line."""
+
+
+@functools.cache
+def metric_of(name: str) -> Metric | None:
+    """Return what the table has of a metric; None for one of another version."""
+    return next((row for row in METRIC_TABLE if re.fullmatch(row.name.replace("NAME", ".+"), name)), None)
+
+
+def dashboard_name(name: str) -> str:
+    """Return a metric's name on a dashboard: its group comes first. (OLMo's names of evaluations begin with `eval/`)
+
+    Dashboards sort groups by name: those beside `train` are called `train_data`, `validation` and so on, behind it.
+    """
+    metric = metric_of(name)
+    if metric is None:
+        return name if "/" in name else f"train/{name}"
+    group = {"train": "train", "evaluation": "validation"}.get(metric.group, f"train_{metric.group}")
+    return f"{group}/{name.removeprefix('eval/').removeprefix(f'{metric.group}/')}"
+
+
+def charts() -> dict[str, dict[str, list[str]]]:
+    """Return the charts of several metrics: by category and title, regular expressions of dashboard names."""
+    by_category: dict[str, dict[str, list[str]]] = {}
+    for (category, title), names in CHARTS.items():
+        by_category.setdefault(category, {})[title] = [dashboard_name(name).replace("NAME", ".+") for name in names]
+    return by_category
+
+
+def console_text(metrics: dict[str, Any]) -> str:
+    """Return what the progress line shows of a step."""
+    return "  ".join(text.format(metrics[name]) for name, text in CONSOLE.items() if name in metrics)
+
+
+def numbers(metrics: dict[str, Any]) -> dict[str, float]:
+    """Return the numbers of a step; of a list by layer its largest."""
+    largest = {name: max(value) if isinstance(value, list) and value else value for name, value in metrics.items()}
+    return {name: value for name, value in largest.items() if isinstance(value, int | float)}
+
+
+def read_metrics(run: Path) -> list[dict[str, Any]]:
+    """Return the metrics of every step in a run's metrics.jsonl, in their order; lines that are not a step's are left
+    out.
+    """
+    return [entry for line in (run / METRICS).read_bytes().splitlines() if (entry := metrics_entry(line)) is not None]
+
+
+def last_metrics(run: Path) -> dict[str, Any] | None:
+    """Return the metrics of the last step in a run's metrics.jsonl(only the end is read); None if there is
+    none.
+    """
+    with regular_file(run / METRICS).open("rb") as stream:
+        stream.seek(max(0, stream.seek(0, os.SEEK_END) - TAIL_BYTES))
+        lines = stream.read().split(b"\n")
+    # after the last line end: a partial line, or nothing
+    return next((entry for line in reversed(lines[:-1]) if (entry := metrics_entry(line)) is not None), None)

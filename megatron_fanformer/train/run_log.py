@@ -1,0 +1,149 @@
+"""The log of a run: the standard `logging` module, set up once per process.
+
+Modules log what they do with `logging.getLogger(__name__)`. INFO is for the user: rank 0 prints it, above the live
+line. DEBUG is for whoever looks into a run afterwards. Both are in the log file, if there is one: one file per
+rank, with Python's warnings and the traceback of the error that ended the rank. What other ranks log is nowhere else.
+"""
+
+import faulthandler
+import logging
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from logging.handlers import MemoryHandler
+from pathlib import Path
+
+from rich.console import Console
+
+from megatron_fanformer.errors import InputError, Interrupted
+from megatron_fanformer.output import FILE_ONLY
+from megatron_fanformer.train.loggers.registry import LoggingConfig
+
+PACKAGE = "megatron_fanformer"
+PYTHON_WARNINGS = "py.warnings"  # the logger that logging.captureWarnings writes to
+SLOW_SECONDS = 1.0  # after which a part of a run's start is logged
+UNWRITTEN_RECORDS = 10_000  # kept for the file; there is none yet while a run is being checked
+
+logger = logging.getLogger(__name__)
+
+
+def log_file(config: LoggingConfig, stated: Path | None, *, rank: int, world_size: int) -> Path | None:
+    """Return the log file of a rank; None if none is configured.
+
+    Args:
+        stated: what the command line says; with several ranks each puts its number before the suffix. It takes
+            precedence over `logging.folder`.
+    """
+    if stated is not None:
+        return stated if world_size == 1 else stated.with_name(f"{stated.stem}.rank-{rank:05d}{stated.suffix}")
+    return None if config.folder is None else Path(config.folder) / f"rank-{rank:05d}.log"
+
+
+class RunLog:
+    """The log of this process, while `run_log` lasts."""
+
+    def __init__(self, rank: int) -> None:
+        self.console = Console(markup=False)
+        """The terminal. Whatever shows a live line on it must use this one."""
+        self._rank = rank
+        # The second keeps logging's handler of last resort from printing where there is no other.
+        self._handlers: list[logging.Handler] = [
+            MemoryHandler(UNWRITTEN_RECORDS, flushLevel=logging.CRITICAL + 1),
+            logging.NullHandler(),
+        ]
+        if rank == 0:
+            self._handlers.append(_Terminal(self.console))
+        for handler in self._handlers:
+            logging.getLogger().addHandler(handler)
+
+    def write_to(self, file: Path | None) -> None:
+        """Write the log to a file from here on, and what it has had so far; None: to none.
+
+        Raises:
+            InputError: the file cannot be written.
+        """
+        unwritten = self._handlers.pop(0)
+        logging.getLogger().removeHandler(unwritten)
+        assert isinstance(unwritten, MemoryHandler), "a log has one file"
+        if file is not None:
+            handler = _open(file)
+            pattern = f"%(asctime)s %(levelname)s rank {self._rank} %(name)s: %(message)s"
+            handler.setFormatter(logging.Formatter(pattern))
+            unwritten.setTarget(handler)
+            self._handlers.insert(0, handler)
+            logging.getLogger().addHandler(handler)
+            assert handler.stream is not None
+            faulthandler.enable(handler.stream)  # stacks, where a library aborts the process, as NCCL's watchdog does
+        unwritten.close()  # which passes on what it has
+
+    def close(self) -> None:
+        """Receive nothing any more."""
+        faulthandler.disable()
+        for handler in self._handlers:
+            logging.getLogger().removeHandler(handler)
+            handler.close()
+
+
+@contextmanager
+def run_log(rank: int) -> Iterator[RunLog]:
+    """Set up the log of a rank around all that it does; the error that ends it is logged, and propagates."""
+    package = logging.getLogger(PACKAGE)
+    level = package.level
+    log = RunLog(rank)
+    package.setLevel(logging.DEBUG)
+    logging.captureWarnings(True)
+    try:
+        yield log
+    except Interrupted as stop:
+        logger.info("%s", stop, extra=FILE_ONLY)
+        raise
+    except BaseException as error:
+        logger.error("ended by %s: %s", type(error).__name__, error, exc_info=True, extra=FILE_ONLY)
+        raise
+    finally:
+        logging.captureWarnings(False)
+        package.setLevel(level)
+        log.close()
+
+
+@contextmanager
+def log_if_slow(doing: str) -> Iterator[None]:
+    """Log what a part of a run's start does, once it has taken a second."""
+    timer = threading.Timer(SLOW_SECONDS, logger.info, [doing])
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def _open(file: Path) -> logging.FileHandler:
+    if file.is_fifo():
+        raise InputError(f"log file {file} is a pipe, which waits for a reader; name a file")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        return logging.FileHandler(file, encoding="utf-8")  # appends: a resumed run keeps what it logged before
+    except OSError as error:
+        raise InputError(
+            f"log file {file} cannot be written ({error.strerror}); name another with --log-file or logging.folder"
+        ) from None
+
+
+class _Terminal(logging.Handler):
+    """Prints what is meant for the user; each of Python's warnings once."""
+
+    def __init__(self, console: Console) -> None:
+        super().__init__(logging.INFO)
+        self._console = console
+        self._warnings: set[str] = set()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        text = record.getMessage().rstrip()
+        if getattr(record, "file_only", False):
+            return
+        if record.name == PYTHON_WARNINGS:
+            if text in self._warnings:
+                return
+            self._warnings.add(text)
+        self._console.print(text, highlight=False, soft_wrap=True, markup=False, emoji=False)

@@ -1,0 +1,118 @@
+"""The samples of a run: which datasets they come from, and which of them each step, rank and micro batch takes.
+
+The trainer takes its datasets from here, and `inspect` finds here what a step took of them.
+"""
+
+from collections.abc import Generator, Iterator
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from megatron_fanformer.data.batches import micro_batches, sample_numbers
+from megatron_fanformer.data.datasets import Datasets, build_datasets
+from megatron_fanformer.data.shared_batches import shared_batches
+from megatron_fanformer.data.survey import DataSurvey
+from megatron_fanformer.runtime.parallel import RankGrid
+from megatron_fanformer.train.config import RunConfig
+from megatron_fanformer.train.preflight import drawn_samples
+
+
+def run_datasets(config: RunConfig, survey: DataSurvey | None = None) -> Datasets:
+    """Return a run's training and validation samples; a collective call where torch.distributed is initialised.
+
+    Args:
+        survey: what was found about the token files; None: rank 0 surveys them now.
+
+    Raises:
+        InputError, CorruptError: like `build_datasets`.
+    """
+    train_samples, valid_samples = drawn_samples(config)
+    return build_datasets(
+        config.data,
+        seq_length=config.model.seq_length,
+        train_samples=train_samples,
+        valid_samples=valid_samples,
+        seed=config.training.seed,
+        vocab_size=config.model.vocab_size,
+        global_batch_size=config.training.global_batch_size,
+        eod_id=config.model.vocab_size - 1,  # any: GPTDataset looks for no document boundary (`document_masks` does)
+        survey=survey,
+    )
+
+
+def replica_batches(
+    config: RunConfig, grid: RankGrid, dataset: Any, *, consumed_samples: int
+) -> Generator[dict[str, Tensor], None, None]:
+    """Return the micro batches of this rank's replica from a number of samples on, for training: see `read_batches`."""
+    return read_batches(
+        config,
+        grid,
+        dataset,
+        consumed_samples=consumed_samples,
+        num_workers=config.data.num_workers or 0,
+        is_used=grid.takes_samples(has_document_ids=config.data.reset_attention_mask),
+    )
+
+
+def read_batches(
+    config: RunConfig,
+    grid: RankGrid,
+    dataset: Any,
+    *,
+    consumed_samples: int,
+    num_workers: int = 0,
+    is_used: bool = True,
+) -> Generator[dict[str, Tensor], None, None]:
+    """Return `micro_batches` of this rank's replica, which one rank of each tensor and context parallel group reads.
+
+    Args:
+        is_used: as in `shared_batches`.
+    """
+    size = config.training.micro_batch_size
+    return shared_batches(
+        lambda: micro_batches(
+            dataset,
+            consumed_samples=consumed_samples,
+            micro_batch_size=size,
+            data_parallel_rank=grid.data_parallel_rank,
+            data_parallel_size=grid.data_parallel_size,
+            num_workers=num_workers,
+        ),
+        grid.samples_group,
+        micro_batch_size=size,
+        seq_length=config.model.seq_length,
+        has_document_ids=config.data.reset_attention_mask,
+        is_used=is_used,
+    )
+
+
+def consumed_before(config: RunConfig, step: int) -> int:
+    """Return samples that a run has taken when a step begins. Steps count from 1, as in metrics.jsonl."""
+    return (step - 1) * config.training.global_batch_size
+
+
+class MicroBatch(NamedTuple):
+    """One micro batch of a step: whose it is, and its samples. All count from 0."""
+
+    number: int
+    data_parallel_rank: int
+    samples: list[int]
+
+
+def step_micro_batches(
+    config: RunConfig, dataset_length: int, step: int, data_parallel_size: int
+) -> Iterator[MicroBatch]:
+    """Return every micro batch that a step takes from a dataset, on all ranks, in the order of the samples."""
+    orders = [
+        sample_numbers(
+            dataset_length,
+            consumed_samples=consumed_before(config, step),
+            micro_batch_size=config.training.micro_batch_size,
+            data_parallel_rank=rank,
+            data_parallel_size=data_parallel_size,
+        )
+        for rank in range(data_parallel_size)
+    ]
+    for number in range(config.num_micro_batches(data_parallel_size)):
+        for rank, order in enumerate(orders):
+            yield MicroBatch(number, rank, next(order))

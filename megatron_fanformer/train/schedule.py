@@ -1,0 +1,146 @@
+"""The learning rate over the steps: megatron-core's scheduler, counted in steps.
+
+Step n (from 1) runs at the rate of n: the first step of a warm-up of W steps at peak / W, as in the reference.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Literal
+
+from megatron_fanformer.errors import broken_fields
+from megatron_fanformer.train.optimizers import OptimizerConfig
+
+if TYPE_CHECKING:  # megatron-core takes seconds to import, and a configuration is checked before
+    from megatron.core.optimizer import MegatronOptimizer
+    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+
+# What is left of a decay when a share of its steps is done.
+_LEFT: dict[str, Callable[[float], float]] = {
+    "linear": lambda done: 1 - done,
+    "cosine": lambda done: 0.5 * (1 + math.cos(math.pi * done)),
+    "exponential": lambda done: 2 * 0.5**done - 1,
+    "minus_sqrt": lambda done: 1 - math.sqrt(done),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduleConfig:
+    """Linear warm-up, then a decay to `min_lr`."""
+
+    lr_decay_style: Literal["cosine", "linear", "constant", "WSD"] = "cosine"
+    """`WSD` holds the peak and decays over the last `lr_wsd_decay_iters` steps."""
+    lr_warmup_iters: int = 0
+    """Steps of linear warm-up from 0."""
+    lr_warmup_fraction: float | None = None
+    """Warm-up as a share of the steps to the decay's end, in [0, 1); null: `lr_warmup_iters`."""
+    lr_decay_iters: int | None = None
+    """The step at which `min_lr` is reached; null: the last one."""
+    min_lr: float | None = None
+    """The rate after the decay; null: a tenth of the peak."""
+    lr_wsd_decay_iters: int | None = None
+    """Steps of WSD's decay; null: a tenth of `lr_decay_iters`."""
+    lr_wsd_decay_style: Literal["linear", "cosine", "exponential", "minus_sqrt"] = "minus_sqrt"
+    """Form of WSD's decay."""
+
+    def problems(self) -> list[str]:
+        """Return the rules of single fields that this configuration breaks, one line each."""
+        broken = partial(broken_fields, "schedule", self)
+        lines = [
+            *broken("not be negative", lambda value: value < 0, "lr_warmup_iters", "min_lr"),
+            *broken("lie in [0, 1), or null", lambda value: not 0 <= value < 1, "lr_warmup_fraction"),
+            *broken("be at least 1, or null", lambda value: value < 1, "lr_decay_iters", "lr_wsd_decay_iters"),
+        ]
+        if self.lr_warmup_fraction is not None and self.lr_warmup_iters:
+            lines.append(
+                f"schedule.lr_warmup_fraction is {self.lr_warmup_fraction} and lr_warmup_iters "
+                f"{self.lr_warmup_iters}, which both say how long the warm-up is; leave one out"
+            )
+        return lines
+
+    def warmup_steps(self, decay_steps: int) -> int:
+        """Steps of warm-up before a decay that ends at a step."""
+        fraction = self.lr_warmup_fraction
+        return self.lr_warmup_iters if fraction is None else round(fraction * decay_steps)
+
+    def lowest_rate(self, lr: float) -> float:
+        """Return the rate after the decay from a peak."""
+        return lr / 10 if self.min_lr is None else self.min_lr
+
+    def wsd_steps(self, decay_steps: int) -> int:
+        """Return the steps of WSD's decay, which ends at a step."""
+        return self.lr_wsd_decay_iters or max(1, decay_steps // 10)
+
+    def rate(self, step: int, *, lr: float, train_iters: int) -> float:
+        """Return the rate of a step (from 1) of a run of so many, as the scheduler sets it, without megatron-core.
+
+        Args:
+            lr: the peak.
+        """
+        end, low = self.lr_decay_iters or train_iters, self.lowest_rate(lr)
+        warmup = self.warmup_steps(end)
+        if step <= warmup:
+            return lr * step / warmup
+        if self.lr_decay_style == "constant":
+            return lr
+        if step > end:
+            return low
+        if self.lr_decay_style != "WSD":
+            return low + (lr - low) * _LEFT[self.lr_decay_style]((step - warmup) / (end - warmup))
+        steps = self.wsd_steps(end)
+        return low + (lr - low) * _LEFT[self.lr_wsd_decay_style](max(0, step - (end - steps)) / steps)
+
+    def joint_problems(self, *, lr: float, train_iters: int | None) -> list[str]:
+        """Return the broken rules between this configuration, the peak rate and the length of the run (None: open)."""
+        problems = []
+        decay = self.lr_decay_iters or train_iters
+        if decay is not None and (warmup := self.warmup_steps(decay)) >= decay:
+            stated = f"iters {warmup}" if self.lr_warmup_fraction is None else f"fraction {self.lr_warmup_fraction}"
+            problems.append(
+                f"schedule.lr_warmup_{stated} is not below the end of the decay, step {decay}; "
+                "shorten the warm-up or raise training.train_iters"
+            )
+        elif decay is not None and self.lr_decay_style == "WSD" and warmup + (steps := self.wsd_steps(decay)) > decay:
+            wsd = f"{self.lr_wsd_decay_iters or f'null, here {steps}'}"
+            problems.append(  # the rate would jump where the warm-up ends
+                f"schedule.lr_wsd_decay_iters is {wsd}, and with a warm-up of {warmup} does not fit into the {decay} "
+                "steps to the decay's end; shorten one of them or raise training.train_iters"
+            )
+        if self.min_lr is not None and self.min_lr > lr:
+            problems.append(f"schedule.min_lr {self.min_lr} is above optimizer.lr {lr}; lower it")
+        return problems
+
+
+def build_scheduler(
+    config: ScheduleConfig, optimizer: "MegatronOptimizer", recipe: OptimizerConfig, *, train_iters: int
+) -> "OptimizerParamScheduler":
+    """Return the scheduler at step 0; `scheduler.step(1)` sets the rate of the next step.
+
+    Args:
+        recipe: what `optimizer` was built by.
+    """
+    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+    lr, decay_steps = recipe.lr, config.lr_decay_iters or train_iters
+    min_lr = config.lowest_rate(lr)
+    for group in optimizer.param_groups:
+        share = group.get("lr_mult", 1.0)
+        group["max_lr"], group["min_lr"] = share * lr, share * min_lr
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=lr,
+        min_lr=min_lr,
+        lr_warmup_steps=config.warmup_steps(decay_steps),
+        lr_decay_steps=decay_steps,
+        lr_decay_style=config.lr_decay_style,
+        start_wd=recipe.weight_decay,
+        end_wd=recipe.weight_decay,
+        wd_incr_steps=train_iters,
+        wd_incr_style="constant",
+        use_checkpoint_opt_param_scheduler=False,
+        wsd_decay_steps=config.wsd_steps(decay_steps),
+        lr_wsd_decay_style=config.lr_wsd_decay_style,
+    )

@@ -1,0 +1,328 @@
+"""One training step on megatron-core's schedules: forward, backward, update; and which ranks it came out otherwise on.
+
+The loss of a step is the mean over all tokens of the global batch that the loss mask keeps, whatever the layout:
+each micro batch returns its sum and its number of tokens, and gradients are divided by the total number once.
+"""
+
+import itertools
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from torch import Tensor
+from torch.profiler import record_function
+
+from megatron_fanformer.errors import DivergenceError
+from megatron_fanformer.model.loss_head import LossHead
+from megatron_fanformer.ops.matrices import norm
+from megatron_fanformer.runtime.parallel import ParallelConfig, RankGrid
+from megatron_fanformer.runtime.pipeline import Batches, run_schedule
+from megatron_fanformer.train.interrupts import Interrupts
+from megatron_fanformer.train.optimizer import single_optimizers
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepResult:
+    """Results of one step; all but the last the same on every rank (`grad_norm`: where steps are judged)."""
+
+    loss: float
+    """Mean cross entropy per token, in nats; 0 without tokens."""
+    z_loss: float
+    """Mean z-loss per token, which the gradient is of besides; 0 without `training.z_loss_coefficient`."""
+    grad_norm: float
+    """Global gradient norm before clipping, as `gradient_norm` has it."""
+    tokens: int
+    """Tokens that the loss was taken over."""
+    interrupts: Interrupts
+    """Interrupts of any rank before the step's numbers were summed."""
+    own: Tensor | None = None
+    """[3] float64, on the device: losses, tokens and z-losses of this rank's micro batches; None where another has the
+    loss."""
+
+
+class StepBatches:
+    """The micro batches of one step, taken from a stream on first use, and kept to be taken again."""
+
+    def __init__(self, stream: Batches, count: int) -> None:
+        self._stream, self._count = stream, count
+        self._taken: list[dict[str, Tensor]] = []
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        for number in range(self._count):
+            if number == len(self._taken):
+                self._taken.append(next(self._stream))
+            yield self._taken[number]
+
+    def skip(self) -> None:
+        """Take the step's micro batches and drop them."""
+        for _ in itertools.islice(self._stream, self._count):
+            pass
+
+
+def wrap_stages(
+    chunks: list[Any], parallel: ParallelConfig, *, grad_reduce_in_fp32: bool = True
+) -> list[DistributedDataParallel]:
+    """Return a stage's chunks in megatron-core's data parallelism, which sums gradients over the replicas.
+
+    Args:
+        grad_reduce_in_fp32: whether gradients are float32, or of the weights' type.
+    """
+    config = chunks[0].config
+    config.finalize_model_grads_func = finalize_model_grads
+    # Read when the wrapper is made: without it gradients are averaged over replicas, and then divided by all tokens.
+    config.calculate_per_token_loss = True
+    ddp_config = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=grad_reduce_in_fp32,
+        use_distributed_optimizer=parallel.use_distributed_optimizer,
+        num_distributed_optimizer_instances=parallel.num_distributed_optimizer_instances,
+        overlap_grad_reduce=parallel.overlap_grad_reduce,
+        overlap_param_gather=parallel.overlap_param_gather,
+        bucket_size=parallel.ddp_bucket_size,
+    )
+    # Later chunks are communicated as a whole, while earlier ones compute.
+    wrapped = [
+        DistributedDataParallel(config, ddp_config, chunk, disable_bucketing=number > 0)
+        for number, chunk in enumerate(chunks)
+    ]
+    if parallel.overlap_grad_reduce:  # else each micro batch's backward would start a reduction
+        config.no_sync_func = [chunk.no_sync for chunk in wrapped] if len(wrapped) > 1 else wrapped[0].no_sync
+    return wrapped
+
+
+def release(wrapped: list[DistributedDataParallel]) -> None:
+    """Take the hooks off the gradients, after the last step.
+
+    Each closes a cycle, through torch's C++, of weight, hook and model, which Python's collector cannot see: a process
+    that trains one model after another would keep them all, with their process groups.
+    """
+    for chunk in wrapped:
+        chunk.grad_accs.clear()
+
+
+@contextmanager
+def weights_in_step(stages: list[DistributedDataParallel]) -> Iterator[None]:
+    """Let code outside a training step read weights: with overlap, the last update may not be gathered yet."""
+    overlapping = [stage for stage in stages if stage.ddp_config.overlap_param_gather]
+    for stage in overlapping:
+        stage.disable_forward_pre_hook(param_sync=True)
+    try:
+        yield
+    finally:
+        for stage in overlapping:
+            stage.enable_forward_pre_hook()
+
+
+def train_step(
+    stages: list[DistributedDataParallel],
+    optimizer: MegatronOptimizer,
+    batches: Batches,
+    grid: RankGrid,
+    num_micro_batches: int,
+) -> StepResult:
+    """Take a step's micro batches from `batches`, and update the weights at the optimizer's current learning rate.
+
+    Raises:
+        DivergenceError: the loss or the gradient norm is not finite; the weights are unchanged.
+    """
+    result = attempt_step(stages, optimizer, batches, grid, num_micro_batches)
+    for name, value in (("loss", result.loss), ("gradient norm", result.grad_norm)):
+        if not math.isfinite(value):
+            raise DivergenceError(f"the {name} is {value}; lower optimizer.lr, or inspect the step's documents")
+    update_weights(optimizer, result.grad_norm)
+    return result
+
+
+def attempt_step(
+    stages: list[DistributedDataParallel],
+    optimizer: MegatronOptimizer,
+    batches: Batches,
+    grid: RankGrid,
+    num_micro_batches: int,
+    *,
+    listen: Callable[[], Interrupts] = Interrupts,
+    is_judged: bool = True,
+) -> StepResult:
+    """`train_step` up to the update: leave the gradients of the next global batch in the buffers.
+
+    The host waits for the device where megatron-core reads the gradient norm, to clip by it; the loss is ready by then.
+    megatron-core 0.16 waits once more for each chunk, after backward: `finalize_model_grads` reads whether there
+    are tokens.
+
+    Args:
+        listen: returns, after backward, this rank's pending requests; all ranks learn of them with the loss.
+        is_judged: whether each rank decides by the numbers what to do with the step.
+    """
+    for stage in stages:
+        stage.zero_grad_buffer()
+    optimizer.zero_grad()
+    reports = run_schedule(stages, batches, grid, _sum_loss, num_micro_batches=num_micro_batches, forward_only=False)
+    own = None
+    if reports:
+        own = torch.stack([report["loss_and_tokens"] for report in reports]).sum(0)
+        own = torch.cat([own, _z_losses(stages, own)])
+    sums = _sum_over_ranks(own, grid, listen())
+    grad_norm = gradient_norm(optimizer, grid, is_judged=is_judged)
+    loss, tokens, z_loss, *interrupts = sums.tolist()
+    return StepResult(
+        loss=loss / max(tokens, 1.0),
+        z_loss=z_loss / max(tokens, 1.0),
+        grad_norm=grad_norm,
+        tokens=int(tokens),
+        interrupts=Interrupts(*(count > 0 for count in interrupts)),
+        own=own,
+    )
+
+
+class OwnNumbers(NamedTuple):
+    """What a rank has of a step by itself: compared with another attempt's, it shows who computed otherwise."""
+
+    loss: float
+    """Mean loss of its micro batches; 0 where another rank has it."""
+    grad_norm: float
+    """Norm of those of its gradients that no other replica's were added to."""
+    sum_norm: float
+    """Norm of the sums over replicas that it alone holds."""
+
+
+def own_numbers(stages: list[DistributedDataParallel], result: StepResult) -> OwnNumbers:
+    """Return this rank's own numbers of a step whose gradients are in the buffers."""
+    loss, tokens, _ = (0.0, 1.0, 0.0) if result.own is None else result.own.tolist()
+    groups = [group for stage in stages for group in (*stage.bucket_groups, *stage.expert_parallel_bucket_groups)]
+    norms = [[norm(part).item() for part in parts] for parts in _own_and_summed(groups)]
+    return OwnNumbers(loss / max(tokens, 1.0), *(math.hypot(*parts) for parts in norms))
+
+
+def _own_and_summed(groups: list[Any]) -> tuple[list[Tensor], list[Tensor]]:
+    """Return of gradients that were reduced: those that are this rank's own, and the sums that it alone holds.
+
+    A reduce-scatter in place writes this rank's shard of a bucket, and leaves the others as backward made them. What
+    several ranks hold the sum of (after an all-reduce, or in several instances) tells none of them from another.
+    """
+    own: list[Tensor] = []
+    summed: list[Tensor] = []
+    for group in groups:
+        if group.ddp_config.use_distributed_optimizer:
+            ranks = group.intra_distributed_optimizer_instance_group
+            shards, rank, holders = ranks.size(), ranks.rank(), group.ddp_config.num_distributed_optimizer_instances
+        else:
+            shards, rank, holders = 1, 0, group.data_parallel_group.size()
+        for bucket in group.buckets:
+            for number, shard in enumerate(bucket.grad_data.chunk(shards)):
+                if number != rank or shards == holders == 1:
+                    own.append(shard)
+                elif holders == 1:
+                    summed.append(shard)
+    return own, summed
+
+
+def compare_attempts(own: list[OwnNumbers], grid: RankGrid, *, is_good: bool) -> tuple[list[int], str]:
+    """Find the ranks that computed a step otherwise the second time, and say so in words; a collective call.
+
+    Args:
+        own: this rank's `own_numbers` of both attempts.
+        is_good: whether nothing is wrong with the second one's numbers.
+    """
+    ranks: list[Any] = [own]
+    if grid.world_size > 1:
+        ranks = [None] * grid.world_size
+        dist.all_gather_object(ranks, own)
+    differing = _ranks_where(lambda before, after: repr(before) != repr(after), ranks)
+    not_finite = _ranks_where(lambda _, after: not all(map(math.isfinite, after)), ranks)
+    if differing:
+        who = f"rank {', '.join(map(str, differing))} computed otherwise"
+    else:
+        who = "the sum over replicas does not show by which rank" if is_good else "every rank the same"
+    if not is_good and 0 < len(not_finite) < len(ranks):  # a machine that fails each time, or its documents
+        who += f"; not finite on rank {', '.join(map(str, not_finite))} alone"
+    return differing, who
+
+
+def _ranks_where(is_odd: Callable[[Any, Any], bool], ranks: list[Any]) -> list[int]:
+    """Return the ranks whose numbers of both attempts are odd.
+
+    Sums count only where nothing else is odd: then a fault lies in gradients that were only ever added to the sum of
+    the rank that computed them, or in that rank's adding.
+    """
+    for parts in (slice(2), slice(3)):
+        if odd := [rank for rank, both in enumerate(ranks) if is_odd(*(numbers[parts] for numbers in both))]:
+            return odd
+    return []
+
+
+def gradient_norm(optimizer: MegatronOptimizer, grid: RankGrid, *, is_judged: bool) -> float:
+    """Return the global norm of the gradients in the buffers, before clipping; waits for the device.
+
+    Without the distributed optimizer each replica takes it of what it has of the sums, with several instances of it
+    each instance. A fault on one of their machines must not make them decide otherwise than the others, which would
+    wait for them for ever: a norm that is judged is then the largest of all, and one that is not finite counts as inf.
+    """
+    with record_function("phase gradient norm"):
+        optimizer.prepare_grads()
+        own = float(optimizer.get_grad_norm())
+    sharing = single_optimizers(optimizer)[0].get_grad_stats_parallel_group()
+    return _largest_norm(own, grid) if is_judged and sharing.size() < grid.world_size else own
+
+
+def _largest_norm(own: float, grid: RankGrid) -> float:
+    finite = own if math.isfinite(own) else math.inf  # NaN has no place in an order
+    largest = torch.tensor(finite, dtype=torch.float64, device=grid.torch_device)
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    return float(largest)
+
+
+@record_function("phase update")
+def update_weights(optimizer: MegatronOptimizer, grad_norm: float, *, is_measured: bool = True) -> None:
+    """Clip the gradients, whose global norm is `grad_norm`, and update.
+
+    (The optimizer's own `step` would compute the norm again, and spread one that is not finite.)
+
+    Args:
+        is_measured: whether `weight_and_update_norms` follows.
+    """
+    for part in single_optimizers(optimizer):
+        part.optimizer.notes_norms = is_measured  # only Muon's reads it
+        parameters = part.get_parameters()
+        if parameters and part.config.clip_grad > 0:
+            clip_grad_by_total_norm_fp32(parameters, max_norm=part.config.clip_grad, total_norm=grad_norm)
+    optimizer.step_with_ready_grads()
+
+
+def _sum_loss(losses_bs: Tensor, loss_mask_bs: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Return the sum to differentiate, the number of tokens that it is over, and both for the report."""
+    loss = (losses_bs.float() * loss_mask_bs).sum()
+    tokens = loss_mask_bs.sum()
+    report = torch.stack([loss.detach().double(), tokens.double()])
+    return loss, tokens.to(torch.int), {"loss_and_tokens": report}
+
+
+def _z_losses(stages: list[DistributedDataParallel], like: Tensor) -> Tensor:
+    """Return [1], of the type and on the device of `like`: this step's z-losses in the head of the last stage."""
+    head = getattr(stages[-1].module, "output_layer", None)
+    taken = head.take_z_losses() if isinstance(head, LossHead) else None
+    return like.new_zeros(1) if taken is None else taken.view(1)
+
+
+def _sum_over_ranks(own: Tensor | None, grid: RankGrid, interrupts: Interrupts) -> Tensor:
+    """Return [7] float64, on the device: losses, tokens, z-losses, and how many ranks have each of `Interrupts`, over
+    all ranks.
+
+    Only the last stage knows the loss, and each of its tensor parallel ranks knows the same one.
+    """
+    sums = torch.zeros(3 + len(interrupts), dtype=torch.float64, device=grid.torch_device)
+    if own is not None and grid.is_last_stage and grid.groups.tp.rank() == 0:
+        sums[:3] = own
+    if any(interrupts):  # else there is nothing to copy to the device
+        sums[3:] = torch.tensor(interrupts)
+    dist.all_reduce(sums)
+    return sums

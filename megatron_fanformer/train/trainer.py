@@ -1,0 +1,488 @@
+"""The loop of a run: steps, metrics, evaluation, checkpoints, and an orderly end."""
+
+import functools
+import gc
+import logging
+import time
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from rich.console import Console
+
+from megatron_fanformer.checkpoint import store
+from megatron_fanformer.checkpoint.versions import UnreadableError
+from megatron_fanformer.data.chat_template import CHAT_TEMPLATE_JINJA, attached_files
+from megatron_fanformer.data.tokenizer import tokenizer_file
+from megatron_fanformer.errors import CorruptError, DivergenceError, InputError, Interrupted
+from megatron_fanformer.model.build import build_stages
+from megatron_fanformer.processes import signals_to
+from megatron_fanformer.runtime.agreement import on_main
+from megatron_fanformer.runtime.device import return_freed_memory
+from megatron_fanformer.runtime.garbage import manual_gc
+from megatron_fanformer.runtime.parallel import RankGrid
+from megatron_fanformer.runtime.seeding import seed_everything
+from megatron_fanformer.train.chats import with_train_iters
+from megatron_fanformer.train.config import RunConfig
+from megatron_fanformer.train.evaluation import Evaluation
+from megatron_fanformer.train.interrupts import InterruptListener, Interrupts, share
+from megatron_fanformer.train.loggers.registry import Loggers
+from megatron_fanformer.train.machine_choices import attention_notice, choice_lines, choose_for_machine
+from megatron_fanformer.train.optimizer import build_optimizer
+from megatron_fanformer.train.phase_health import PhaseHealth
+from megatron_fanformer.train.preflight import RunStart, find_start
+from megatron_fanformer.train.profiling import Profiler
+from megatron_fanformer.train.recovery import BadSteps, EventLog
+from megatron_fanformer.train.run_log import log_if_slow
+from megatron_fanformer.train.samples import replica_batches, run_datasets
+from megatron_fanformer.train.saves import Checkpointer
+from megatron_fanformer.train.schedule import build_scheduler
+from megatron_fanformer.train.seen_sources import SeenSources
+from megatron_fanformer.train.step import (
+    StepBatches,
+    StepResult,
+    attempt_step,
+    compare_attempts,
+    own_numbers,
+    release,
+    update_weights,
+    weights_in_step,
+    wrap_stages,
+)
+from megatron_fanformer.train.step_metrics import StepMetrics
+from megatron_fanformer.train.stragglers import Stragglers
+
+GARBAGE_INTERVAL = 100  # steps
+
+Stopping = Literal["signal", "exit_interval", "exit_duration_in_mins"]
+
+logger = logging.getLogger(__name__)
+
+
+class Trainer:
+    """A run on this rank: what it is made of, and the loop.
+
+    Every rank builds one and calls `train`; `close` afterwards.
+
+    Args:
+        start: what the run was found to start from; None: rank 0 finds it now.
+        console: the terminal, which rank 0 writes to.
+    """
+
+    def __init__(
+        self, config: RunConfig, grid: RankGrid, start: RunStart | None = None, console: Console | None = None
+    ) -> None:
+        self._start = start or on_main(functools.partial(find_start, config))
+        config = with_train_iters(config, self._start.train_iters)
+        self.config, self._choices = choose_for_machine(config, grid)
+        self.grid, self.run = grid, Path(config.training.run_dir)
+        self.step = self.consumed_samples = 0
+        self.last_step_seconds = 0.0
+        logger.debug(
+            "rank %d of %d, replica %d, on %s", grid.rank, grid.world_size, grid.data_parallel_rank, grid.device
+        )
+        minutes = config.training.exit_duration_in_mins
+        self._listener = InterruptListener(self.run, minutes) if grid.is_main else InterruptListener()
+        self._interrupts = Interrupts()  # of any rank, at the end of the current step
+        self._log_startup()
+        seed_everything(config.training.seed, graphable=config.kernels.cuda_graph_impl != "none")
+        with log_if_slow("building the model"):
+            self._build()
+        self._measure_steps()
+        self._attachments: dict[str, bytes] = {}
+        if grid.is_main:  # which publishes checkpoints
+            tokenizer = tokenizer_file(config.data.tokenizer) if config.data.tokenizer else None
+            self._attachments = attached_files(tokenizer, self._start.data.chat_template)
+        self._start_or_resume()
+        self._load_data()
+        self._logs = Loggers(
+            self.config.logging,
+            console or Console(markup=False),
+            run=Path(self.config.training.run_dir),
+            steps=self.config.training.steps,
+            writes=grid.is_main,
+        )
+        self._open_logs()
+        if self.step:
+            logger.info("continuing after step %d of %s%s", self.step, self.run, self._start.changes)
+
+    def train(self) -> None:
+        """Run to the last step.
+
+        Raises:
+            Interrupted: a signal came before the end, or during the last evaluation; the checkpoint is saved.
+            DivergenceError: the loss or the gradient norm is not finite.
+        """
+        with signals_to(self._listener.note_signal, is_last=True), manual_gc():
+            if self._start.resumed is not None:
+                self._saves.copy(self.step)  # here, as its process is ended by `close`, which follows for sure
+            stopping: Stopping | None = None
+            notice: str | None = None
+            while not (stopping or self._is_over):
+                stopping = self.take_step()
+                if notice is None and (notice := attention_notice(self.config, self.grid)):
+                    logger.warning("%s", notice)
+            self._saves.finish_copies(was_stopped=stopping == "signal")
+            if stopping == "signal" and self._is_over:
+                raise Interrupted(
+                    f"complete after step {self.step}, saved, but its last evaluation was stopped; "
+                    f"`megatron-fanformer evaluate {self.run} …` measures the checkpoint",
+                    run_is_over=True,
+                )
+            if stopping == "signal":
+                raise Interrupted(f"stopped after step {self.step}, saved; run the same command to continue")
+            if stopping:
+                logger.info("step %d  ended and saved, as training.%s asks", self.step, stopping)
+
+    def take_step(self) -> Stopping | None:
+        """Train one step and do all that is due after it; returns why to end now, or None."""
+        with self.profiler.recording(self.step + 1):
+            metrics = self._train_one_step()
+        if self._interrupts.profile:
+            self.profiler.profile_next(self.step)
+        if "skipped" not in metrics:
+            metrics.update(self._phases.report_if_due(self.step))
+            metrics.update(self._step_metrics.of_weights_if_due(self.step, self._optimizer))
+        if self._bad_steps.limit_reached:
+            self._go_back()
+            return "signal" if self._interrupts.stop else None
+        metrics.update(self._stragglers.report_if_due(self.step))
+        metrics.update(self._seen.metrics_if_due(self.step, is_last=self._is_over))
+        try:
+            metrics.update(self._evaluate_if_due())
+        finally:  # where its evaluation ends the run, too
+            self._logs.write(self.step, metrics)
+        stopping = self._shall_stop()
+        if self._save_if_due(force=stopping is not None or self._interrupts.save):
+            stopping = stopping or self._shall_stop()
+        self._saves.publish_if_written(self.step, blocking=stopping is not None or self._is_over)
+        self._saves.poll_uploads()
+        if self.step % GARBAGE_INTERVAL == 0:
+            gc.collect()
+            return_freed_memory()
+        return stopping
+
+    def close(self, *, failed: bool = False) -> None:
+        """Close logs and progress (`failed`: as an error's), free the model; abort the writing of a checkpoint."""
+        self.profiler.close(self.step, failed=failed)
+        self._saves.close()
+        self._batches.close()
+        release(self._wrapped)
+        self._logs.close(failed=failed)
+
+    # -- one step
+
+    def _train_one_step(self) -> dict[str, Any]:
+        """Take the next step, or skip it; returns its metrics."""
+        started = time.monotonic()
+        self._stragglers.begin()
+        self.step += 1
+        self._seen.log_if_stage_begins(self.step)
+        self._scheduler.step(1)
+        batches = StepBatches(self._batches, self._num_micro_batches)
+        self.consumed_samples += self.config.training.global_batch_size
+        if reason := self._bad_steps.reason_to_skip(self.step):
+            batches.skip()
+            self._interrupts = share(self._listener.now(), self.grid)
+            return self._skipped(reason)
+        result, fault = self._compute(batches)
+        self._interrupts = result.interrupts
+        if fault is not None:
+            self._bad_steps.note_bad(self.step, fault)
+            return self._skipped(fault)
+        if not result.tokens:  # of all ranks
+            return self._skipped("its samples have no learned token")
+        update_weights(self._optimizer, result.grad_norm, is_measured=self._step_metrics.are_weights_due(self.step))
+        self._bad_steps.note_good(self.step, result.loss, result.grad_norm)
+        self.last_step_seconds = time.monotonic() - started
+        return {
+            **self._step_metrics.of_step(
+                result,
+                seconds=self.last_step_seconds,
+                learning_rate=self._optimizer.param_groups[0]["lr"],
+                consumed_tokens=self.consumed_tokens,
+            ),
+            **self._events.totals(),
+        }
+
+    def _compute(self, batches: StepBatches) -> tuple[StepResult, str | None]:
+        """Compute the step, and once more if its numbers are bad: a machine's fault is not there the second time.
+
+        The gradients stay in the buffers. Returns the last numbers, and what is wrong with them.
+        """
+        result, fault = self._attempt(batches)
+        if fault is None or not self.config.recovery.compute_again:
+            return result, fault
+        own = [own_numbers(self._wrapped, result)]
+        result, still = self._attempt(batches)
+        own.append(own_numbers(self._wrapped, result))
+        differing, who = compare_attempts(own, self.grid, is_good=still is None)
+        logger.info("step %d  %s; computed again, %s (%s)", self.step, fault, still or "is good", who)
+        self._events.add("computed_again", self.step, first=fault, second=still, ranks=differing)
+        return result, still
+
+    def _attempt(self, batches: StepBatches) -> tuple[StepResult, str | None]:
+        parts = (self._wrapped, self._optimizer, iter(batches), self.grid, self._num_micro_batches)
+        with self._phases.reading(self.step):
+            result = attempt_step(*parts, listen=self._listener.now, is_judged=self.config.recovery.judges_steps)
+        return result, self._bad_steps.fault_in(result.loss, result.grad_norm)
+
+    def _skipped(self, reason: str) -> dict[str, Any]:
+        logger.info("step %d  skipped: %s", self.step, reason)
+        self._skipped_steps.add(self.step)
+        self._events.add("skipped", self.step, reason=reason)
+        return {
+            "skipped": reason,
+            "learning_rate": self._optimizer.param_groups[0]["lr"],
+            "tokens": self.consumed_tokens,
+            **self._events.totals(),
+        }
+
+    def _go_back(self) -> None:
+        """Go on from the last checkpoint before the bad steps, which are skipped from now on.
+
+        Raises:
+            DivergenceError: there is none, or the run has gone back too often.
+        """
+        self._saves.publish_if_written(self.step, blocking=True)
+        bad = self._bad_steps.in_a_row
+        first, last = min(bad), max(bad)
+        steps = f"step {first}" if first == last else f"steps {first} to {last}"
+        candidates = on_main(lambda: [path.name for path in store.checkpoints_to_resume(self.run)])
+        before = [self.run / store.CHECKPOINTS / name for name in candidates if name < store.checkpoint_name(first)]
+        why = self._bad_steps.why_not_rewind if before else "there is no checkpoint to go back to"
+        if why is not None:
+            raise DivergenceError(
+                f"{steps}: {bad[last]}, and {why}; lower optimizer.lr, or inspect the steps' documents"
+            )
+        skipped = self._bad_steps.note_rewind()
+        self._resume(before)
+        self._events.add("rewound", self.step, skipped=skipped)
+        self._load_data()
+        self._open_logs()
+        logger.info("%s: %s; went back to step %d, and will skip them", steps, skipped[last], self.step)
+
+    # -- what is periodic
+
+    def _evaluate_if_due(self) -> dict[str, float]:
+        """Measure what is due after this step besides training."""
+        if not self._evaluation.is_due(self.step):
+            return {}
+        try:
+            with weights_in_step(self._wrapped):
+                metrics = self._evaluation.metrics(self.step, self._wrapped, self._data.valid)
+        except (DivergenceError, InputError):  # on all ranks alike
+            self._saves.publish_if_written(self.step, blocking=True)  # of an earlier step, and sound
+            raise
+        self._share_again()
+        return metrics
+
+    def _save_if_due(self, *, force: bool) -> bool:
+        """Save if this step is due; returns whether it was."""
+        interval = self.config.checkpoint.save_interval
+        due = interval is not None and self.step % interval == 0
+        if self._bad_steps.in_a_row:
+            due = False  # nothing has changed, and the run may go back to before them
+        if not (due or force or self._is_over):
+            return False
+        on_main(self._start.data.refuse_changed_files)
+        with weights_in_step(self._wrapped):
+            self._saves.save(
+                self.step,
+                stages=self._stages,
+                optimizer=self._optimizer,
+                progress={
+                    "step": self.step,
+                    "consumed_samples": self.consumed_samples,
+                    "medians": self._bad_steps.medians(),
+                    "skipped": sorted(self._skipped_steps),
+                    "sources": self._seen.after(self.step),
+                    "data": self._start.identity.as_plain(),
+                },
+                config=self._resolved_config(),
+                attachments=self._attachments,
+            )
+        self._share_again()
+        return True
+
+    def _share_again(self) -> None:
+        """Share again what came during an evaluation or a save, so that it need not wait for another step."""
+        new = share(self._listener.now(), self.grid)
+        self._interrupts = self._interrupts._replace(
+            stop=self._interrupts.stop or new.stop, end=self._interrupts.end or new.end
+        )
+
+    @property
+    def consumed_tokens(self) -> int:
+        """Tokens of all samples so far."""
+        return self.consumed_samples * self.config.model.seq_length
+
+    @property
+    def _is_over(self) -> bool:
+        return self.step >= self.config.training.steps
+
+    def _shall_stop(self) -> Stopping | None:
+        """Return why to end after this step, the same on all ranks; None to continue."""
+        if self._is_over:
+            return "signal" if self._evaluation.was_stopped else None  # else there is nothing left to stop
+        if self._interrupts.stop:
+            return "signal"
+        if self._interrupts.end:
+            return "exit_duration_in_mins"
+        interval = self.config.training.exit_interval
+        return "exit_interval" if interval is not None and self.step % interval == 0 else None
+
+    # -- the start
+
+    def _log_startup(self) -> None:
+        parameters, steps = self.config.model.num_parameters, self.config.training.steps
+        logger.info("a model of %s parameters, %s steps, in %s", f"{parameters:,}", f"{steps:,}", self.run)
+        for line in [*choice_lines(self._choices), *self.config.stage_lines()]:
+            logger.info("%s", line)
+        for choice in self._choices:
+            logger.debug("%s.%s is %s: %s", *choice[:4])
+
+    def _build(self) -> None:
+        config, grid = self.config, self.grid
+        self.dtype = config.dtype(grid.device)
+        loaded = self._start.loaded
+        is_drawn = not (self._start.resumed or loaded)  # else the weights are about to be loaded
+        seed = config.training.seed if is_drawn else None
+        self._stages = build_stages(
+            config.model,
+            config.parallel,
+            grid,
+            dtype=self.dtype,
+            seed=seed,
+            precision=config.precision,
+            kernels=config.kernels,
+            z_loss_coefficient=config.training.z_loss_coefficient,
+        )
+        if loaded:
+            from megatron_fanformer.checkpoint.training_state import load_weights  # as in `Saves._saver`
+
+            with log_if_slow(f"loading the weights of {loaded}"):
+                load_weights(loaded, self._stages, grid)
+            logger.debug("starts with the weights of %s", loaded)
+        in_fp32 = config.precision.grad_reduce_in_fp32
+        self._wrapped = wrap_stages(self._stages, config.parallel, grad_reduce_in_fp32=in_fp32)
+        self._optimizer = build_optimizer(config.optimizer, self._wrapped)
+        self._scheduler = self._build_scheduler()
+        self._saves = Checkpointer(
+            config,
+            grid,
+            self._listener,
+            note_saved=lambda: self._bad_steps.note_saved(),
+            note_failure=lambda name, why: self._events.add("not_mirrored", self.step, checkpoint=name, reason=why),
+        )
+        self._num_micro_batches = config.num_micro_batches(grid.data_parallel_size)
+        self._evaluation = Evaluation(
+            config, self._start.evaluation, grid, shall_stop=lambda: share(self._listener.now(), grid).stop
+        )
+
+    def _measure_steps(self) -> None:
+        config, logged = self.config, self.config.logging
+        self._step_metrics = StepMetrics(config, self.grid)
+        self.profiler = Profiler(logged, self.grid, self.run, self._listener.profile)
+        # What a CUDA graph runs is called from Python when it is captured, and never again.
+        is_called = config.kernels.cuda_graph_impl == "none"
+        self._stragglers = Stragglers(
+            self._wrapped, self.grid, interval=logged.straggler_interval, factor=logged.straggler_factor
+        )
+        self._phases = PhaseHealth(
+            self._stages, config.model, self.grid, interval=logged.phase_interval if is_called else None
+        )
+
+    def _build_scheduler(self) -> Any:
+        config = self.config
+        return build_scheduler(config.schedule, self._optimizer, config.optimizer, train_iters=config.training.steps)
+
+    def _start_or_resume(self) -> None:
+        past = list(self._start.events)
+        self._events = EventLog(self.run, past, writes=self.grid.is_main)
+        self._bad_steps = BadSteps(self.config.recovery, past)
+        self._skipped_steps: set[int] = set()  # of this run as it stands, without what it went back over
+        self._resumed_sources: dict[str, dict[str, float]] | None = None
+        if self._start.resumed is None:
+            self._events.begin()
+        else:
+            self._resume([self._start.resumed, *self._start.earlier], list(self._start.damaged))
+
+    def _resume(self, candidates: list[Path], damaged: list[tuple[Path, CorruptError]] | None = None) -> None:
+        """Go on from the first of some checkpoints that is not damaged; those that are, are set aside.
+
+        Args:
+            damaged: others that have been found damaged, and what is wrong with each.
+
+        Raises:
+            CorruptError: all are, or the first is and no other is to be used.
+        """
+        started = time.monotonic()
+        damaged = [] if damaged is None else damaged
+        for checkpoint in candidates:
+            try:
+                with log_if_slow(f"loading {checkpoint}"):
+                    self._load_checkpoint(checkpoint)
+                break
+            except CorruptError as error:
+                damaged.append((checkpoint, error))
+                # a library that fails on one, whose sums are right, fails on the earlier ones, too
+                if not self.config.recovery.use_earlier_checkpoint or isinstance(error, UnreadableError):
+                    raise
+        else:
+            raise damaged[0][1]
+        on_main(lambda: store.point_to(checkpoint, [path for path, _ in damaged]))
+        for path, reason in damaged:
+            logger.warning("%s; it is set aside, and the run goes on from %s", reason, checkpoint.name)
+            self._events.add("earlier_checkpoint", self.step, damaged=path.name, reason=str(reason))
+        logger.debug("loaded %s in %.1f s", checkpoint, time.monotonic() - started)
+
+    def _load_checkpoint(self, checkpoint: Path) -> None:
+        from megatron_fanformer.checkpoint.training_state import load_training_state  # as in `Saves._saver`
+
+        with weights_in_step(self._wrapped):
+            progress = load_training_state(
+                checkpoint,
+                stages=self._stages,
+                optimizer=self._optimizer,
+                config=self._resolved_config(),
+                grid=self.grid,
+                resumed_entries=self.config.optimizer.rule.resumed_entries,
+                fully_parallel=self.config.checkpoint.fully_parallel_save,
+            )
+        self.step, self.consumed_samples = progress["step"], progress["consumed_samples"]
+        self._bad_steps.set_medians(progress.get("medians", {}))
+        self._skipped_steps = set(progress.get("skipped", self._events.skipped_until(self.step)))
+        self._resumed_sources = progress.get("sources")
+        self._scheduler = self._build_scheduler()
+        self._scheduler.step(self.step)
+
+    def _load_data(self) -> None:
+        started = time.monotonic()
+        with log_if_slow("finding the order of the samples"):
+            self._data = run_datasets(self.config, self._start.data)
+        logger.debug("built the datasets in %.1f s", time.monotonic() - started)
+        self._seen = SeenSources(
+            self.config,
+            self._start.data,
+            self._data,
+            self._skipped_steps,
+            step=self.step,
+            seen=self._resumed_sources,
+            is_changed=bool(self._start.identity.training_changes),
+        )
+        self._batches = replica_batches(
+            self.config, self.grid, self._data.train, consumed_samples=self.consumed_samples
+        )
+
+    def _open_logs(self) -> None:
+        template = self._start.data.chat_template
+        beside = {} if template is None else {CHAT_TEMPLATE_JINJA: template}
+        self._logs.open(self._resolved_config(), step=self.step, tokens=self.consumed_tokens, beside=beside)
+
+    def _resolved_config(self) -> dict[str, Any]:
+        values = self.config.as_dict()
+        values["parallel"]["data_parallel_size"] = self.grid.data_parallel_size
+        values["runtime"]["device"] = self.grid.device
+        values["precision"]["dtype"] = "bf16" if self.dtype == torch.bfloat16 else "fp32"
+        return values

@@ -1,0 +1,156 @@
+"""The verbs `train` and `config`; imports nothing that is slow."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_fanformer.durable_files import file_problems, write_atomically
+from megatron_fanformer.errors import InputError
+from megatron_fanformer.options import ANY_FIELD, PROGRAM, Verb, command_line, option, overrides, path_or_none
+from megatron_fanformer.processes import ended_by_stop_signals
+from megatron_fanformer.runtime import device
+from megatron_fanformer.terminal import show
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainOptions:
+    """Options of `train`."""
+
+    config: Path
+    """Configuration file (YAML)."""
+    log_file: Path | None = option(None, metavar="PATH")
+    """Log file; where there are several ranks, each has its own: PATH with the rank's number."""
+    overrides: tuple[str, ...] = overrides()
+    command_line: tuple[str, ...] = command_line()
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConfigOptions:
+    """Options of `config`."""
+
+    schema: bool = option(False, exclusive="shown")
+    """Print the JSON schema of configuration files."""
+    resolved: bool = option(False, exclusive="shown")
+    """Print all of --config, with presets and overrides applied, as YAML."""
+    environment: bool = option(False, exclusive="shown")
+    """Print what a run by --config sets in the environment of its ranks, and why."""
+    from_megatron: tuple[str, ...] | None = option(None, metavar="ARGS", nargs="...")
+    """Print the configuration that the arguments of Megatron-LM's pretrain_gpt.py are, and what it does not hold. All
+    that follows are arguments: put this in the place of `torchrun … pretrain_gpt.py` in a launch script, and run it."""
+    config: Path | None = option(None, metavar="FILE", parse=path_or_none)
+    """With --resolved and --environment: configuration file (YAML)."""
+    output: Path | None = option(None, metavar="FILE", parse=path_or_none)
+    """With --from-megatron: new file for the configuration; only what it does not hold is printed."""
+    gpus: int | None = option(None, metavar="N")
+    """With --environment: ranks of the run (default: one replica's)"""
+    overrides: tuple[str, ...] = overrides()
+
+
+def _train(options: TrainOptions) -> None:
+    from megatron_fanformer.runtime.launch import end_with_launcher, report_failure, report_stopped
+
+    with ended_by_stop_signals(report_stopped):  # from before what takes seconds to import
+        end_with_launcher()
+        device.quieten_libraries()  # the rest once the configuration is read
+        from megatron_fanformer.train.last_lines import print_summary
+        from megatron_fanformer.train.start import run_rank, start_run
+
+        address = device.rank_address()
+        if address is None:
+            run = start_run(options.config, options.overrides, options.command_line, options.log_file)
+        else:
+            with report_failure():
+                run = run_rank(options.config, options.overrides, address, options.log_file)
+        if run is not None:
+            print_summary(run)
+
+
+def _without_config(command_line: Sequence[str]) -> list[str]:
+    """Return what another trainer's arguments are here, where they stand in place of a configuration."""
+    from megatron_fanformer.convert.foreign_names import answers
+
+    found = [] if any(word.startswith("--config") for word in command_line) else answers(command_line)
+    remedy = (
+        f"a run is a YAML file here, and --section.field VALUE over it; {PROGRAM} config --output run.yaml "
+        "--from-megatron ARGUMENTS writes it from those of Megatron-LM"
+    )
+    return [*found, remedy] if found else []
+
+
+def _config(options: ConfigOptions) -> None:
+    from megatron_fanformer.train.config_reference import (
+        environment_lines,
+        field_list,
+        resolved_text,
+        schema_text,
+    )
+
+    if options.output is not None and options.from_megatron is None:
+        raise InputError(f"--output has no effect without --from-megatron; {PROGRAM} config --help lists the options")
+    if options.from_megatron is not None:
+        _from_megatron(options.from_megatron, options.output)
+        return
+    stray = [*options.overrides, *(["--config"] if options.config else [])]
+    shown = "--resolved" if options.resolved else "--environment" if options.environment else None
+    if stray and not shown:
+        raise InputError(
+            f"{stray[0]} has no effect without --resolved or --environment; {PROGRAM} config --help lists the options"
+        )
+    if options.gpus is not None and not options.environment:
+        raise InputError(f"--gpus has no effect without --environment; {PROGRAM} config --help lists the options")
+    if shown and not options.config:
+        raise InputError(f"{shown} needs --config FILE; name a configuration file")
+    if options.environment and options.config:
+        show(environment_lines(options.config, options.overrides, options.gpus))
+    elif options.config:
+        show([resolved_text(options.config, options.overrides)])
+    elif options.schema:
+        show([schema_text()])
+    else:
+        show([field_list()])
+
+
+def _from_megatron(words: tuple[str, ...], output: Path | None) -> None:
+    from megatron_fanformer.train.megatron_arguments import convert
+
+    if output is not None and (found := file_problems(output=output)):
+        raise InputError("\n".join(found))
+    if output is not None and output.exists():
+        raise InputError(f"{output} exists already; name another file, or remove it")
+    converted = convert(words)
+    if output is None:
+        show([converted.text().rstrip()])
+    else:
+        write_atomically(output, converted.text())
+        show([f"wrote {output}", *converted.lines()])
+
+
+TRAIN = Verb(
+    name="train",
+    help="Train, or continue a run.",
+    options=TrainOptions,
+    run=_train,
+    examples=(
+        "train --config examples/tiny-cpu.yaml\n--training.train_iters 100",
+        "train --config run.yaml\n--parallel.tensor_model_parallel_size 2",
+    ),
+    notes=ANY_FIELD,
+    results_are_files=True,
+    takes_signals=True,
+    advice=_without_config,
+)
+
+
+CONFIG = Verb(
+    name="config",
+    help="List the configuration's fields; print its JSON schema, a resolved configuration, or a run's environment; "
+    "or turn arguments of Megatron-LM into a configuration.",
+    options=ConfigOptions,
+    run=_config,
+    examples=(
+        "config --resolved --config examples/tiny-cpu.yaml",
+        "config --output run.yaml --from-megatron\n--num-layers 16 --hidden-size 2048 --model.vocab_size 128256",
+    ),
+    notes="With --resolved, --environment and --from-megatron, fields of the configuration can be set as "
+    "--section.field VALUE.",
+)

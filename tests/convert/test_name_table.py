@@ -1,0 +1,185 @@
+"""The name table: both directions of every pair, and the Hugging Face model against the reference."""
+
+import dataclasses
+import re
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from megatron_fanformer.checkpoint.full_tensors import LazyTensors
+from megatron_fanformer.convert.huggingface import to_huggingface_config
+from megatron_fanformer.convert.name_table import (
+    EMBEDDING,
+    FINAL_NORM,
+    HEAD,
+    convert,
+    expected_shapes,
+    layer_row,
+    names_in,
+    rows_of,
+)
+from megatron_fanformer.errors import CorruptError
+from megatron_fanformer.hf import FANformerForCausalLM
+from megatron_fanformer.model.config import FANConfig, FANformerConfig
+from megatron_fanformer.model.placements import all_tensors
+from tests.conftest import REFERENCE
+from tests.whole_models import (
+    hf_to_megatron,
+    logits_bound,
+    megatron_to_hf,
+    megatron_to_reference,
+    read_reference,
+    reference_to_megatron,
+)
+
+CASES = ["atl", "fanformer-tied", "fanformer-untied-p0125", "transformer-tied"]
+GROUPED = FANformerConfig(
+    num_layers=2,
+    hidden_size=48,
+    ffn_hidden_size=80,
+    num_attention_heads=6,
+    num_query_groups=2,
+    vocab_size=100,
+    make_vocab_size_divisible_by=64,
+    untie_embeddings_and_output_weights=True,
+)
+SHAPES = {
+    "grouped": GROUPED,
+    "one group": dataclasses.replace(GROUPED, num_query_groups=1),
+    "tied": dataclasses.replace(GROUPED, untie_embeddings_and_output_weights=False),
+    "no bias": dataclasses.replace(GROUPED, fan=FANConfig(bias=False)),
+    "transformer": dataclasses.replace(GROUPED, fan=FANConfig(placement="none")),
+    "qk and v": dataclasses.replace(GROUPED, fan=FANConfig(placement="qk_and_v", v_p_ratio=0.125)),
+}
+WITH_REFERENCE = dict(SHAPES)  # for the next one the reference has no names
+SHAPES["norms of heads"] = dataclasses.replace(GROUPED, qk_layernorm=True)
+SHAPES["FAN layers for the MLP"] = dataclasses.replace(GROUPED, fan=FANConfig(placement="ffn"))
+
+
+def random_tensors(config, form="megatron"):
+    generator = torch.Generator().manual_seed(0)
+    return {name: torch.randn(shape, generator=generator) for name, shape in expected_shapes(config, form).items()}
+
+
+def assert_same(left, right):
+    assert left.keys() == right.keys()
+    assert [name for name in left if not torch.equal(left[name], right[name])] == []
+
+
+@pytest.fixture(scope="module", params=CASES)
+def case(request):
+    """A reference case as its whole padded vocabulary, since its logits and its loss span that."""
+    folder = REFERENCE / request.param
+    config, tensors = read_reference(folder)
+    config = dataclasses.replace(config, vocab_size=config.padded_vocab_size)
+    return config, tensors, load_file(folder / "expected.safetensors")
+
+
+@pytest.fixture(scope="module")
+def run(case):
+    """The case's batch through the Hugging Face model: its output, and its gradients by reference names."""
+    config, tensors, expected = case
+    model = FANformerForCausalLM(to_huggingface_config(config))
+    weights = megatron_to_hf(reference_to_megatron(tensors, config), config)
+    tied = [] if config.untie_embeddings_and_output_weights else ["lm_head.weight"]
+    assert model.load_state_dict(weights, strict=False).missing_keys == tied
+    out = model(expected["input_ids"], labels=expected["labels"], shift_labels=expected["labels"])
+    out.loss.backward()
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    return out, dict(convert(gradients, config, "hf", "reference"))
+
+
+def test_reference_to_megatron_and_back_is_exact(case):
+    config, tensors, _ = case
+    assert_same(megatron_to_reference(reference_to_megatron(tensors, config), config), tensors)
+
+
+def test_hugging_face_logits_are_the_references(case, run, request):
+    bound = logits_bound(REFERENCE / request.node.callspec.params["case"])
+    assert (run[0].logits - case[2]["logits"]).abs().max() < bound
+
+
+def test_hugging_face_loss_is_the_references(case, run):
+    assert abs(run[0].loss.item() - case[2]["loss"].item()) < 1e-5
+
+
+def test_hugging_face_gradients_are_the_references(case, run):
+    expected = {name.removeprefix("grad."): g for name, g in case[2].items() if name.startswith("grad.")}
+    errors = {name: ((run[1][name] - g).norm() / g.norm()).item() for name, g in expected.items()}
+    assert run[1].keys() == expected.keys()
+    assert {name: error for name, error in errors.items() if not error < 1e-4} == {}
+
+
+@pytest.mark.parametrize("config", SHAPES.values(), ids=SHAPES.keys())
+def test_random_weights_from_hugging_face_through_megatron_are_exact(config):
+    tensors = random_tensors(config, "hf")
+    assert_same(megatron_to_hf(hf_to_megatron(tensors, config), config), tensors)
+
+
+@pytest.mark.parametrize("config", SHAPES.values(), ids=SHAPES.keys())
+def test_the_table_has_every_tensor_once(config):
+    """By the model of transformers, and by the count of parameters."""
+    model = FANformerForCausalLM(to_huggingface_config(config))
+    assert expected_shapes(config, "hf") == {n: tuple(p.shape) for n, p in model.named_parameters()}
+    sizes = [torch.Size(shape).numel() for shape in expected_shapes(config, "megatron").values()]
+    assert sum(sizes) == config.num_parameters
+    for form in ("megatron", "hf", *(("reference",) if config in WITH_REFERENCE.values() else ())):
+        names = [name for row, layer in rows_of(config) for name in names_in(row, layer, form)]
+        assert len(names) == len(set(names)) == len(expected_shapes(config, form))
+
+
+def test_every_row_is_some_models():
+    of_models = {row for config in SHAPES.values() for row, _ in rows_of(config)}
+    assert of_models == {EMBEDDING, *map(layer_row, all_tensors()), FINAL_NORM, HEAD}
+
+
+def test_every_row_of_a_model_is_made_once_and_only_when_it_is_asked_for():
+    asked = []
+    tensors = LazyTensors(random_tensors(GROUPED), lambda name: asked.append(name) or random_tensors(GROUPED)[name])
+    made = convert(tensors, GROUPED, "megatron", "hf")
+    assert asked == []
+    assert list(made) == list(expected_shapes(GROUPED, "hf"))
+    dict(made)
+    assert asked == list(tensors)
+
+
+def test_vocabulary_padding_is_trimmed_and_comes_back_as_zeros():
+    tensors = random_tensors(GROUPED)
+    trimmed = megatron_to_hf(tensors, GROUPED)["lm_head.weight"]
+    restored = hf_to_megatron(megatron_to_hf(tensors, GROUPED), GROUPED)["output_layer.weight"]
+    assert torch.equal(trimmed, tensors["output_layer.weight"][:100])
+    assert restored.shape == (128, 48) and not restored[100:].any()
+
+
+@pytest.mark.parametrize(
+    ("form", "name", "size", "message"),
+    [
+        ("megatron", "decoder.layers.1.mlp.linear_fc2.weight", None, "missing: {}"),
+        ("hf", "model.layers.0.self_attn.q_proj.bias", 48, "unknown: {}"),
+        ("megatron", "decoder.final_layernorm.weight", 47, "{} ([47] instead of [48])"),
+    ],
+)
+def test_a_tensor_that_does_not_fit_is_named(form, name, size, message):
+    tensors = random_tensors(GROUPED, form)
+    tensors.pop(name, None)
+    with pytest.raises(CorruptError, match=re.escape(message.format(name))):
+        convert(tensors if size is None else tensors | {name: torch.ones(size)}, GROUPED, form, "reference")
+
+
+def test_every_tensor_keeps_its_own_type():
+    """As in checkpoints of mixed types, whose norms are in float32 among weights in bf16."""
+    shapes = expected_shapes(GROUPED, "megatron")
+    types = {name: torch.float32 if "norm" in name else torch.bfloat16 for name in shapes}
+    tensors = {name: torch.zeros(shapes[name], dtype=types[name]) for name in shapes}
+    converted = convert(tensors, GROUPED, "megatron", "hf")
+    for name, meta in converted.meta.items():
+        assert converted[name].dtype == meta.dtype == (torch.float32 if "norm" in name else torch.bfloat16), name
+
+
+def test_parts_of_one_tensor_get_the_wider_type():
+    tensors = random_tensors(GROUPED, "hf")
+    name = "model.layers.0.self_attn.k_proj.weight"
+    converted = convert(tensors | {name: tensors[name].bfloat16()}, GROUPED, "hf", "megatron")
+    for name, meta in converted.meta.items():
+        assert converted[name].dtype == meta.dtype == torch.float32

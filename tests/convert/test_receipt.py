@@ -1,0 +1,317 @@
+"""The receipt: what it says, and that it catches a fault planted in any of the transforms."""
+
+import functools
+import hashlib
+import itertools
+import json
+from collections.abc import Callable, Iterator
+from importlib import metadata
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file, save_file
+
+from megatron_fanformer.cli import main
+from megatron_fanformer.convert import checkpoints, transforms
+from megatron_fanformer.convert.transforms import Transform
+from megatron_fanformer.convert.verify import receipt as receipts
+from megatron_fanformer.hf import FANformerForCausalLM
+from tests.conftest import REFERENCE
+from tests.convert.plain_fanformer import HEAD_SIZE, HIDDEN, VARIANTS, Variant, random_weights, write
+from tests.whole_models import TOKEN_LOSS, convert_checkpoint, logits_bound
+
+AUTHORS_FIELDS: dict[str, Any] = {
+    **dict.fromkeys(("d_model", "n_heads", "n_layers", "max_sequence_length", "vocab_size", "rope_theta"), int),
+    **dict.fromkeys(("n_kv_heads", "mlp_hidden_size", "embedding_size"), int | None),
+    **dict.fromkeys(("eos_token_id", "pad_token_id", "block_group_size"), int),
+    **dict.fromkeys(("attention_dropout", "residual_dropout", "embedding_dropout", "layer_norm_eps", "p_ratio"), float),
+    **dict.fromkeys(("block_type", "layer_norm_type", "activation_type", "init_fn"), str),
+    **dict.fromkeys(("alibi", "rope", "attention_layer_norm", "embedding_layer_norm", "norm_after"), bool),
+    **dict.fromkeys(("layer_norm_with_affine", "attention_layer_norm_with_affine", "include_bias"), bool),
+    **dict.fromkeys(("weight_tying", "scale_logits"), bool),
+    **dict.fromkeys(("bias_for_layer_norm", "use_ATF"), bool | None),
+    "clip_qkv": float | None,
+    "attention_activation": str | None,
+}
+"""The fields of the authors' `ModelConfig` (olmo/config.py) that are written, with their types."""
+
+FORMS = ("reference", "megatron", "hf")
+CASES = ("atl", "fanformer-tied", "fanformer-untied-p0125", "transformer-tied")
+OTHER_CASES = ("fanformer-tied", "atl")
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    return write(tmp_path / "source", VARIANTS["grouped queries"])
+
+
+def check_the_authors_code_opens(folder: Path, weights: dict[str, torch.Tensor]) -> None:
+    """By the steps of `OLMo.from_checkpoint` and of their trainer's `load_state_dict`.
+
+    The first reads `model.pt` alone; the second takes any `model.safetensors` for the form of its own. Their fields are
+    typed, and an unknown one is an error. `weights` are those of their own model, by the names of its state.
+    """
+    assert sorted(path.name for path in folder.iterdir()) == ["config.yaml", "model.pt"]
+    fields = yaml.safe_load((folder / "config.yaml").read_text())["model"]
+    assert [name for name, value in fields.items() if not isinstance(value, AUTHORS_FIELDS[name])] == []
+    state = torch.load(folder / "model.pt", map_location="cpu")
+    assert state.keys() == weights.keys()  # as a strict `load_state_dict` asks
+    assert [name for name, loaded in state.items() if not torch.equal(loaded, weights[name])] == []
+
+
+# -- what a conversion does
+
+
+@pytest.mark.parametrize("case", [pytest.param(c, marks=pytest.mark.full if c in OTHER_CASES else ()) for c in CASES])
+def test_the_authors_cases_all_the_way_round(case: str, tmp_path: Path) -> None:
+    """Reference, Megatron, Hugging Face, Megatron, reference: the padding kept as token ids, so that all is kept."""
+    expected = load_file(REFERENCE / case / "expected.safetensors")
+    rows = expected["logits"].shape[-1]
+    steps = [REFERENCE / case, *(tmp_path / name for name in ("megatron", "hf", "megatron2", "reference"))]
+    for before, after in itertools.pairwise(steps):
+        to = after.name.removesuffix("2")
+        done = convert_checkpoint(before, after, to=to, padded_vocab_size=rows)  # type: ignore[arg-type]
+        assert done.checks is not None and all(check["passed"] for check in done.checks.values())
+    check_the_authors_code_opens(steps[-1], load_file(steps[0] / "model.safetensors"))
+    with torch.no_grad():
+        logits = FANformerForCausalLM.from_pretrained(tmp_path / "hf")(expected["input_ids"]).logits
+    assert (logits - expected["logits"]).abs().max() < logits_bound(REFERENCE / case)
+    token_loss = torch.nn.functional.cross_entropy(logits.transpose(1, 2), expected["labels"], reduction="none")
+    assert (token_loss - expected["token_loss"]).abs().max() < TOKEN_LOSS
+
+
+def test_padding_that_is_left_out_is_told(tmp_path: Path) -> None:
+    done = convert_checkpoint(REFERENCE / "fanformer-tied", tmp_path / "hf", to="hf", receipt=tmp_path / "receipt.json")
+    assert done.notes == ["left out: 6 rows of vocabulary padding that were not zero; no token id needs them"]
+    assert json.loads((tmp_path / "receipt.json").read_text())["vocabulary"] == {
+        "tokens": 250,
+        "source_rows": 256,
+        "destination_rows": 250,
+        "dropped_rows": 6,
+        "dropped_rows_were": {"transformer.wte.weight": "not zero"},
+        "added_rows": 0,
+    }
+
+
+@pytest.mark.parametrize("to", FORMS)
+def test_padding_that_is_asked_for_is_zeros(to: str, source: Path, tmp_path: Path) -> None:
+    """By the command, as a user asks for it; in Hugging Face's form they are token ids."""
+    for name, rows in (("asked", 130), ("own", 90 if to == "hf" else 128)):
+        asked = ["--padded-vocab-size", str(rows)] if name == "asked" else []
+        assert main(["convert", str(source), str(tmp_path / name), "--to", to, *asked]) == 0
+        made = checkpoints.open_checkpoint(tmp_path / name)
+        embedding = next(tensor for key, tensor in made.tensors.items() if "embed" in key or "wte" in key)
+        assert embedding.shape[0] == rows
+        assert (made.config.vocab_size, made.config.padded_vocab_size)[to != "hf"] == rows
+        assert not embedding[128:].any() and embedding[89].any()
+
+
+@pytest.mark.parametrize("to", FORMS)
+def test_rounding_is_no_fault(to: str, source: Path, tmp_path: Path) -> None:
+    done = convert_checkpoint(source, tmp_path / "out", to=to, dtype="bf16")  # type: ignore[arg-type]
+    assert done.checks is not None
+    assert done.checks["round_trip"]["rounded_to"] == "torch.bfloat16"
+
+
+@pytest.mark.parametrize("to", FORMS)
+def test_the_report_says_what_was_checked(to: str, source: Path, tmp_path: Path) -> None:
+    file = tmp_path / "receipt.json"
+    assert main(["convert", str(source), str(tmp_path / "out"), "--to", to, "--report", str(file)]) == 0
+    receipt = json.loads(file.read_text())
+    assert receipt["passed"] is True
+    passed = {name: check["passed"] for name, check in receipt["checks"].items()}
+    assert passed == dict.fromkeys(("names", "round_trip", "logits"), True)
+    assert receipt["checks"]["logits"]["max_abs_error"] <= receipt["checks"]["logits"]["allowed"]
+    hashed = receipt["source"]["files"]["model.safetensors"]["sha256"]
+    assert hashed == hashlib.sha256((source / "model.safetensors").read_bytes()).hexdigest()
+    assert receipt["destination"]["path"] == str(tmp_path / "out")
+    assert receipt["destination"]["tensors"] and receipt["versions"]["torch"] == metadata.version("torch")
+
+
+# -- planted faults
+
+
+def _rolled(tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    return tuple(tensor.roll(1, 0) for tensor in tensors)
+
+
+def _one_heads_q_and_k_exchanged(parts: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    q, k, *others = (part.clone() for part in parts)
+    q[:HEAD_SIZE], k[:HEAD_SIZE] = k[:HEAD_SIZE].clone(), q[:HEAD_SIZE].clone()
+    return q, k, *others
+
+
+def _stacked_exchange(parts: tuple[torch.Tensor, ...], variant: Variant) -> tuple[torch.Tensor, ...]:
+    q, rest = parts[0][:HIDDEN], parts[0][HIDDEN:]
+    k, others = rest[: variant.value_size], rest[variant.value_size :]
+    return (torch.cat([*_one_heads_q_and_k_exchanged((q, k)), others]),)
+
+
+GROUPED, QK_AND_V = VARIANTS["grouped queries"], VARIANTS["qk and v, two ratios"]
+# The transform's name in the module, the variant, the destination, and what its parts become.
+FAULTS: dict[str, tuple[str, Variant, str, Callable[[tuple[torch.Tensor, ...]], tuple[torch.Tensor, ...]]]] = {
+    "halves swapped, hf": ("GATE_UP_SEPARATE", GROUPED, "hf", lambda parts: parts[::-1]),
+    "halves swapped, reference": (
+        "GATE_UP_SWAPPED",
+        GROUPED,
+        "reference",
+        lambda parts: (torch.cat(parts[0].chunk(2)[::-1]),),
+    ),
+    "q and k of a head, hf": ("QKV_SEPARATE", GROUPED, "hf", _one_heads_q_and_k_exchanged),
+    "q and k of a head, qk_and_v": ("QK_SEPARATE", QK_AND_V, "hf", _one_heads_q_and_k_exchanged),
+    "q and k of a head, reference": (
+        "QKV_STACKED",
+        GROUPED,
+        "reference",
+        lambda parts: _stacked_exchange(parts, GROUPED),
+    ),
+    "q and k stacked, reference": (
+        "QK_STACKED",
+        QK_AND_V,
+        "reference",
+        lambda parts: _stacked_exchange(parts, QK_AND_V),
+    ),
+    "p off by one row, hf": ("FAN_ROWS", GROUPED, "hf", _rolled),
+    "p off by one row, reference": ("FAN_ROWS", GROUPED, "reference", _rolled),
+}
+
+
+Plant = Callable[..., None]
+
+
+@pytest.fixture
+def plant() -> Iterator[Plant]:
+    """`plant(name, split=…, join=…)` changes a transform: the object itself, which the table holds; it is frozen."""
+    before: list[tuple[Transform, str, object]] = []
+
+    def change(name: str, **functions: object) -> None:
+        transform: Transform = getattr(transforms, name)
+        for field, function in functions.items():
+            before.append((transform, field, getattr(transform, field)))
+            object.__setattr__(transform, field, function)
+
+    yield change
+    for transform, field, function in before:
+        object.__setattr__(transform, field, function)
+
+
+def refused(source: Path, tmp_path: Path, to: str, capsys: pytest.CaptureFixture[str]) -> tuple[str, dict[str, bool]]:
+    """What is said where a conversion fails its checks, and which of the checks passed."""
+    out, file = tmp_path / "out", tmp_path / "receipt.json"
+    assert main(["convert", str(source), str(out), "--to", to, "--report", str(file)]) == 3
+    assert [path.name for path in tmp_path.iterdir() if "out" in path.name] == []
+    receipt = json.loads(file.read_text())
+    assert receipt["passed"] is False
+    return capsys.readouterr().err, {name: check["passed"] for name, check in receipt["checks"].items()}
+
+
+@pytest.fixture(scope="module")
+def started_from(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Variant], Path]:
+    """A source in Megatron's form: the fault is in one format alone then (the same in two cancels, and rightly)."""
+
+    @functools.cache
+    def source(variant: Variant) -> Path:
+        folder = tmp_path_factory.mktemp("sources")
+        reference = write(folder / "reference", variant)
+        convert_checkpoint(reference, folder / "megatron", to="megatron", verified=False)
+        return folder / "megatron"
+
+    return source
+
+
+IN_ONE_DIRECTION = ("q and k of a head, hf", "p off by one row, reference")
+"""In each run: which fault it is matters to the logits, and they are looked at in either case."""
+
+
+@pytest.mark.parametrize(
+    ("fault", "directions"),
+    [
+        *((fault, "both") for fault in FAULTS),
+        *(pytest.param(fault, "one", marks=() if fault in IN_ONE_DIRECTION else pytest.mark.full) for fault in FAULTS),
+    ],
+)
+def test_a_fault_in_a_transform_is_caught(
+    fault: str,
+    directions: str,
+    started_from: Callable[[Variant], Path],
+    tmp_path: Path,
+    plant: Plant,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """In one direction the round trip shows it; in both, where it cancels, the logits."""
+    name, variant, to, change = FAULTS[fault]
+    source = started_from(variant)
+    transform: Transform = getattr(transforms, name)
+    split, join = transform.split, transform.join
+    undo = change if name != "FAN_ROWS" else lambda parts: tuple(part.roll(-1, 0) for part in parts)
+    plant(name, split=lambda hub, config: split(hub, config) if hub.is_meta else change(split(hub, config)))
+    if directions == "both":
+        plant(name, join=lambda parts, config: join(undo(tuple(parts)), config))
+    message, passed = refused(source, tmp_path, to, capsys)
+    assert passed["logits"] is False and "logits: they differ" in message
+    assert passed["round_trip"] is (directions == "both")
+
+
+def test_a_row_of_padding_too_many_is_caught(
+    source: Path, tmp_path: Path, plant: Plant, capsys: pytest.CaptureFixture[str]
+) -> None:
+    convert_checkpoint(source, tmp_path / "hf", to="hf", verified=False)
+    rows = 128 + 1
+    plant("VOCABULARY_PADDED", split=lambda hub, _: (transforms.resize_vocabulary(hub, rows),))
+    message, passed = refused(tmp_path / "hf", tmp_path, "megatron", capsys)
+    assert passed["logits"] is False and "shape [128, 32], but what was written has shape [129, 32]" in message
+
+
+def test_weights_that_are_not_finite_do_not_pass(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    weights = random_weights(GROUPED)
+    weights["transformer.blocks.1.ff_out.weight"][0, 0] = float("nan")
+    _, passed = refused(write(tmp_path / "source", GROUPED, weights), tmp_path, "hf", capsys)
+    assert (passed["round_trip"], passed["logits"]) == (True, False)
+
+
+def test_the_faults_cover_every_transform_that_moves_rows() -> None:
+    named = {name for name, value in vars(transforms).items() if isinstance(value, Transform)}
+    planted = {name for name, *_ in FAULTS.values()} | {"VOCABULARY_TRIMMED", "VOCABULARY_PADDED"}
+    assert named - planted == {"IDENTITY"}
+
+
+@pytest.mark.parametrize("place", [(0, 0, 0), (-1, -1, -1), (0, -1, 3)])
+@pytest.mark.parametrize(("share", "passes"), [(0.5, True), (2.0, False)])
+def test_every_logit_is_held_to_the_bound(
+    place: tuple[int, int, int], share: float, passes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that differs by more is enough, wherever it is."""
+    logits = 5 * torch.randn(receipts.PROMPTS, receipts.PROMPT_TOKENS, 40)
+    bound = receipts.LOGITS_TOLERANCE * logits.abs().max()
+
+    def run(values: torch.Tensor) -> Any:
+        return SimpleNamespace(checkpoint=SimpleNamespace(config=SimpleNamespace(vocab_size=40)), values=values)
+
+    monkeypatch.setattr(receipts, "logits_of", lambda run, _: lambda _ids: run.values)
+    other = logits.clone()
+    other[place] += share * bound
+    assert receipts._logits(run(logits), run(other), None)["passed"] is passes
+
+
+def test_a_changed_row_of_a_token_that_no_prompt_has_is_caught(source: Path, tmp_path: Path) -> None:
+    """The logits cannot tell."""
+    convert_checkpoint(source, tmp_path / "hf", to="hf", verified=False)
+    before, file = checkpoints.open_checkpoint(source), tmp_path / "hf" / "model.safetensors"
+    assert receipts._round_trip(before, checkpoints.open_checkpoint(tmp_path / "hf"))["different"] == []
+    weights = load_file(file)
+    unseen = min(set(range(90)).difference(receipts.prompts(90).flatten().tolist()))
+    weights["model.embed_tokens.weight"][unseen] += 1
+    save_file(weights, file, {"format": "pt"})
+    found = receipts._round_trip(before, checkpoints.open_checkpoint(tmp_path / "hf"))
+    assert (found["passed"], found["different"]) == (False, ["transformer.wte.weight"])
+
+
+def test_tensors_that_were_not_read_are_named() -> None:
+    source, written = SimpleNamespace(tensors={"a": 0, "b": 0}), SimpleNamespace(tensors={"c": 0, "d": 0})
+    assert receipts._names(source, {"a", "b"}, written, {"c", "d"})["passed"]  # type: ignore[arg-type]
+    found = receipts._names(source, {"a"}, written, {"c"})  # type: ignore[arg-type]
+    assert (found["passed"], found["unused"], found["not_the_models"]) == (False, ["b"], ["d"])

@@ -1,0 +1,216 @@
+"""What a path is: one answer and one text for every command."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from megatron_fanformer.checkpoint import store
+from megatron_fanformer.cli import PROGRAM, main
+from megatron_fanformer.convert.recognition import (
+    DESCRIPTIONS,
+    KINDS,
+    MODEL_TYPE,
+    MODELS,
+    OURS,
+    RELEASED,
+    RUNNABLE,
+    TRACKER,
+    Kind,
+    checkpoint_of,
+    find_checkpoint,
+    iteration_of,
+    recognise,
+    refuse_other_kinds,
+)
+from megatron_fanformer.errors import InputError
+from tests.small_runs import small_run, write_config, write_tokens
+
+STEP = "step-00000003"
+
+
+def make(folder: Path, kind: Kind) -> Path:
+    """A path of a kind, as far as names and small files tell; returns it."""
+    folder.mkdir()
+    if kind in ("token files", "blend", "folder of token files"):
+        for ending in (".bin", ".idx"):
+            (folder / f"docs{ending}").touch()
+        (folder / "all.blend").write_text("0.5 docs 0.5 docs\n")
+        return {"token files": folder / "docs", "blend": folder / "all.blend"}.get(kind, folder)
+    if kind in OURS:
+        checkpoint = folder / store.CHECKPOINTS / STEP
+        checkpoint.mkdir(parents=True)
+        (checkpoint / store.MEGATRON_METADATA).write_text("{}")
+        (checkpoint / store.CONFIG).write_text("model: {}\n")
+        (folder / store.CHECKPOINTS / store.LATEST).write_text(STEP)
+        return folder if kind == "run" else checkpoint
+    if kind == "megatron-lm":
+        (iteration := folder / "iter_0000003").mkdir()
+        (iteration / store.MEGATRON_METADATA).write_text("{}")
+        return iteration
+    if kind == "hf":
+        (folder / "config.json").write_text(json.dumps({"model_type": MODEL_TYPE}))
+    else:
+        (folder / "config.yaml").write_text("model: {d_model: 8}\n")
+    return folder
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_kind_is_recognised(kind: Kind, tmp_path: Path) -> None:
+    assert recognise(make(tmp_path / "path", kind)).kind == kind
+
+
+def test_megatron_lm_may_save_into_a_folder_of_any_name(tmp_path: Path) -> None:
+    make(tmp_path / store.CHECKPOINTS, "megatron-lm")
+    (tmp_path / store.CHECKPOINTS / TRACKER).write_text("3\n")
+    target = recognise(tmp_path / store.CHECKPOINTS)
+    assert target.kind == "megatron-lm"
+    assert iteration_of(target) == tmp_path / store.CHECKPOINTS / "iter_0000003"
+
+
+def test_the_checkpoint_of_a_run_is_its_latest(tmp_path: Path) -> None:
+    run = make(tmp_path / "run", "run")
+    checkpoint = run / store.CHECKPOINTS / STEP
+    for path in (run, run / store.CHECKPOINTS, checkpoint):
+        assert checkpoint_of(recognise(path)) == find_checkpoint(path) == checkpoint
+    assert store.checkpoints_to_resume(run) == [checkpoint]
+    (run / store.CHECKPOINTS / store.LATEST).write_text("step-00000009")
+    assert find_checkpoint(run) == checkpoint
+    assert store.checkpoints_to_resume(run) == [checkpoint]
+
+
+@pytest.mark.parametrize(
+    ("inside", "path", "kind"),
+    [
+        ("checkpoints", ".", "run"),
+        (f"checkpoints/{STEP}", "..", "run"),
+        (f"checkpoints/{STEP}", "../..", "run"),
+        (f"checkpoints/{STEP}", "../../checkpoints/.", "run"),
+        (f"checkpoints/{STEP}", ".", "checkpoint"),
+        (f"checkpoints/{STEP}/sub", "..", "checkpoint"),
+        (".", f"checkpoints/{STEP}/..", "run"),
+    ],
+)
+def test_a_path_from_within_a_run(
+    inside: str, path: str, kind: Kind, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make(tmp_path / "run", "run")
+    (run / inside).mkdir(exist_ok=True)
+    monkeypatch.chdir(run / inside)
+    target = recognise(path)
+    assert target.kind == kind
+    assert target.path.absolute().resolve() == (run if kind == "run" else run / store.CHECKPOINTS / STEP)
+    assert store.step_of(checkpoint_of(target)) == 3
+
+
+def test_a_run_without_a_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / store.CONFIG).write_text("training: {}\nmodel: {}\n")
+    assert recognise(tmp_path / "run").kind == "run"
+    refuse_other_kinds(tmp_path / "run")  # it may become one
+    with pytest.raises(InputError, match="is a run's folder without a checkpoint yet"):
+        find_checkpoint(tmp_path / "run")
+
+
+def test_a_hugging_face_folder_may_hold_checkpoints_of_somebodys_training(tmp_path: Path) -> None:
+    """DeepSpeed names the last of its own in a file `latest`; and the folder may have any name."""
+    (make(tmp_path / "path", "hf") / store.CHECKPOINTS).mkdir()
+    (make(tmp_path / "trained", "hf") / store.LATEST).write_text("global_step500")
+    make(tmp_path / store.CHECKPOINTS, "hf")
+    for name in ("path", "trained", store.CHECKPOINTS):
+        target = recognise(tmp_path / name)
+        assert (target.kind, target.path) == ("hf", tmp_path / name)
+
+
+Ask = Callable[[Path, Path], list[str]]
+
+
+def train_from(path: Path, tmp_path: Path) -> list[str]:
+    values = small_run(write_tokens(tmp_path / "tokens"), tmp_path / "run", checkpoint={"load": str(path)})
+    return ["train", "--config", str(write_config(tmp_path / "config.yaml", values))]
+
+
+ASKING: list[tuple[Ask, tuple[Kind, ...], str]] = [
+    (lambda path, tmp_path: ["convert", str(path), str(tmp_path / "out"), "--to", "hf"], MODELS, ""),
+    (lambda path, _: ["generate", str(path), "--prompt", "a"], RUNNABLE, ""),
+    (lambda path, _: ["inspect", str(path)], KINDS, ""),
+    (train_from, OURS, "checkpoint.load: "),
+]
+
+
+def message(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
+    """Exit code and the one line of a command that refuses its path."""
+    capsys.readouterr()
+    code = main(arguments)
+    (line,) = capsys.readouterr().err.splitlines()
+    return code, line.removeprefix(f"{PROGRAM}: ")
+
+
+@pytest.mark.parametrize(("ask", "wanted", "prefix"), ASKING, ids=["convert", "generate", "inspect", "train"])
+def test_every_command_says_the_same_of_a_path_and_names_what_it_takes(
+    ask: Ask, wanted: tuple[Kind, ...], prefix: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "gpt2").mkdir()
+    (tmp_path / "gpt2" / "config.json").write_text('{"model_type": "gpt2"}')
+    others: list[Kind] = [kind for kind in KINDS if kind not in wanted]
+    is_what = {make(tmp_path / f"path-{kind}", kind): f"is {DESCRIPTIONS[kind]}" for kind in others}
+    is_what[tmp_path / "none"] = "does not exist"
+    is_what[tmp_path / "empty"] = "is a folder of unknown kind"
+    is_what[tmp_path / "gpt2"] = "is a folder of unknown kind: its config.json has model_type 'gpt2', not 'fanformer'"
+    if "blend" not in wanted:
+        (tmp_path / "notes.txt").write_text("some words\n")
+        is_what[tmp_path / "notes.txt"] = "is a file, not a folder"
+    for path, it in is_what.items():
+        code, line = message(ask(path, tmp_path), capsys)
+        assert code == 2
+        start, _, names = line.rpartition("; name ")
+        assert start == f"{prefix}{path} {it}"
+        assert names.replace(" or ", ", ") == ", ".join(DESCRIPTIONS[kind] for kind in wanted).replace(" or ", ", ")
+
+
+@pytest.mark.parametrize("kind", ["checkpoint", "hf", "reference"])
+def test_a_run_does_not_write_over_a_models_configuration(
+    kind: Kind, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = make(tmp_path / "path", kind)
+    values = small_run(write_tokens(tmp_path / "tokens"), folder)
+    before = sorted(path.read_bytes() for path in folder.iterdir())
+    code, line = message(["train", "--config", str(write_config(tmp_path / "config.yaml", values))], capsys)
+    assert code == 2
+    assert line.startswith(
+        f"training.run_dir: {folder} is {DESCRIPTIONS[kind]}, whose configuration a run would overwrite"
+    )
+    assert sorted(path.read_bytes() for path in folder.iterdir()) == before
+
+
+@pytest.mark.parametrize(
+    ("verb", "name", "fetched"),
+    [
+        ("convert", "gpt2", RELEASED),
+        ("convert", "gpt2-owner/gpt2.1", "gpt2-owner/gpt2.1"),
+        ("generate", RELEASED, RELEASED),
+        ("convert", "runs/tiny", None),
+        ("convert", "a/b/c", None),
+        ("inspect", "gpt2", None),
+    ],
+)
+def test_a_name_of_the_hub_is_told_to_be_downloaded(
+    verb: str,
+    name: str,
+    fetched: str | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").mkdir()
+    rest = {"convert": ["out", "--to", "hf"], "generate": ["--prompt", "a"], "inspect": []}[verb]
+    code, line = message([verb, name, *rest], capsys)
+    assert code == 2 and line.startswith(f"{name} does not exist; name ")
+    if verb == "convert":
+        assert all(DESCRIPTIONS[kind] in line for kind in MODELS)
+    _, hint, command = line.partition(f"(the released FANformer-1B is {RELEASED}) are downloaded first: ")
+    assert command == (f"hf download {fetched} --local-dir FOLDER" if fetched else "")
+    assert bool(hint) == bool(fetched)

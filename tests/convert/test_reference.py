@@ -1,0 +1,171 @@
+"""Reading and writing the authors' checkpoint folders."""
+
+import json
+import shutil
+from operator import attrgetter
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file, save_file
+
+from megatron_fanformer.convert.name_table import expected_shapes
+from megatron_fanformer.convert.reference import optimizer_files
+from megatron_fanformer.errors import CorruptError, InputError
+from megatron_fanformer.model.config import FANConfig, FANformerConfig
+from tests.conftest import REFERENCE
+from tests.whole_models import read_reference, write_reference
+
+TIED = REFERENCE / "fanformer-tied"
+
+
+def edited(tmp_path, case="fanformer-tied", drop=(), **fields):
+    """A copy of a case whose configuration has other fields."""
+    folder = tmp_path / "edited"
+    folder.mkdir()
+    shutil.copyfile(REFERENCE / case / "model.safetensors", folder / "model.safetensors")
+    model = yaml.safe_load((REFERENCE / case / "config.yaml").read_text())["model"] | fields
+    model = {name: value for name, value in model.items() if name not in drop}
+    (folder / "config.yaml").write_text(yaml.safe_dump({"model": model}))
+    return folder
+
+
+def test_the_configuration_is_read():
+    assert read_reference(REFERENCE / "fanformer-untied-p0125")[0] == FANformerConfig(
+        num_layers=4,
+        hidden_size=64,
+        ffn_hidden_size=128,
+        num_attention_heads=4,
+        vocab_size=250,
+        make_vocab_size_divisible_by=128,
+        seq_length=128,
+        untie_embeddings_and_output_weights=True,
+        fan=FANConfig(p_ratio=0.125),
+    )
+
+
+@pytest.mark.parametrize(
+    ("case", "p_ratio"), [("atl", 0.0), ("fanformer-tied", 0.25), ("fanformer-untied-p0125", 0.125)]
+)
+def test_p_ratio_comes_from_the_weights_where_it_is_not_stated(case, p_ratio, tmp_path):
+    assert read_reference(edited(tmp_path, case, drop=("p_ratio",)))[0].fan == FANConfig(p_ratio=p_ratio)
+
+
+def test_without_use_atf_there_is_no_fan():
+    assert read_reference(REFERENCE / "transformer-tied")[0].fan.placement == "none"
+
+
+def test_a_missing_fan_bias_is_seen(tmp_path):
+    folder = edited(tmp_path)
+    tensors = load_file(folder / "model.safetensors")
+    save_file({n: t for n, t in tensors.items() if not n.endswith(".bias")}, folder / "model.safetensors")
+    assert not read_reference(folder)[0].fan.bias
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "read", "expected"),
+    [
+        ("attention_activation", "gelu", "fan.activation", "gelu"),
+        ("n_kv_heads", 2, "query_groups", 2),
+        ("n_kv_heads", None, "query_groups", 4),
+        ("multi_query_attention", True, "query_groups", 1),
+        ("embedding_size", 256, "padded_vocab_size", 256),
+        ("embedding_size", 252, "padded_vocab_size", 252),
+        ("embedding_size", None, "padded_vocab_size", 250),
+        ("layer_norm_eps", "1e-5", "layernorm_epsilon", 1e-5),  # as YAML 1.1 reads it
+    ],
+)
+def test_fields_are_read(field, value, read, expected, tmp_path):
+    drop = ("multi_query_attention",) if field == "n_kv_heads" else ()
+    config, _ = read_reference(edited(tmp_path, drop=drop, **{field: value}))
+    assert attrgetter(read)(config) == expected
+
+
+def test_pickled_weights_are_read(tmp_path):
+    folder = edited(tmp_path)
+    tensors = load_file(folder / "model.safetensors")
+    torch.save(tensors, folder / "model.pt")
+    (folder / "model.safetensors").unlink()
+    assert all(torch.equal(tensor, tensors[name]) for name, tensor in read_reference(folder)[1].items())
+
+
+def test_the_hugging_face_wrap_is_the_same_model(tmp_path):
+    config, tensors = read_reference(TIED)
+    fields = yaml.safe_load((TIED / "config.yaml").read_text())["model"]
+    (tmp_path / "config.json").write_text(json.dumps(fields | {"model_type": "hf_olmo"}))
+    save_file({f"model.{name}": tensor for name, tensor in tensors.items()}, tmp_path / "model.safetensors")
+    wrapped_config, wrapped = read_reference(tmp_path)
+    assert wrapped_config == config
+    assert wrapped.keys() == tensors.keys()
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        read_reference(TIED)[0],
+        FANformerConfig(
+            num_layers=1,
+            hidden_size=48,
+            ffn_hidden_size=80,
+            num_attention_heads=6,
+            num_query_groups=2,
+            vocab_size=100,
+            rotary_base=500_000,
+            untie_embeddings_and_output_weights=True,
+            fan=FANConfig(p_ratio=0.157, activation="gelu", bias=False),
+        ),
+    ],
+)
+def test_a_written_folder_reads_back_as_it_was(config, tmp_path):
+    tensors = {n: torch.randn(shape) for n, shape in expected_shapes(config, "reference").items()}
+    write_reference(tmp_path / "out", config, tensors, end_of_text_id=7)
+    read_config, read = read_reference(tmp_path / "out")
+    assert read_config == config
+    assert all(torch.equal(tensor, tensors[name]) for name, tensor in read.items())
+
+
+def test_the_optimizers_files_are_found(tmp_path):
+    folder = edited(tmp_path)
+    (folder / "optim.pt").touch()
+    assert optimizer_files(folder) == ["optim.pt"]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("alibi", True),
+        ("rope", False),
+        ("layer_norm_type", "default"),
+        ("include_bias", True),
+        ("bias_for_layer_norm", True),
+        ("activation_type", "gelu"),
+        ("attention_layer_norm", True),
+        ("norm_after", True),
+        ("clip_qkv", 8.0),
+        ("scale_logits", True),
+        ("block_type", "llama"),
+        ("attention_activation", "relu"),
+    ],
+)
+def test_what_the_model_cannot_express_is_refused(name, value, tmp_path):
+    with pytest.raises(InputError, match=f"{name} is {value!r}"):
+        read_reference(edited(tmp_path, **{name: value}))
+
+
+@pytest.mark.parametrize(
+    ("case", "fields", "missing"),
+    [
+        ("transformer-tied", {"use_ATF": True}, ""),
+        ("fanformer-tied", {"block_type": "fanformer"}, r"\.blocks\.0\.v_fan"),
+    ],
+)
+def test_weights_without_the_fan_that_is_stated_are_corrupt(case, fields, missing, tmp_path):
+    with pytest.raises(CorruptError, match=f"the weights have no transformer{missing}"):
+        read_reference(edited(tmp_path, case, **fields))
+
+
+def test_broken_weights_are_corrupt(tmp_path):
+    folder = edited(tmp_path)
+    (folder / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:1000])
+    with pytest.raises(CorruptError, match="cannot be read"):
+        read_reference(folder)

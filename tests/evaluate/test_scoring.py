@@ -1,0 +1,198 @@
+"""Log-probabilities against transformers on the export, and in every layout against one process."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_fanformer.evaluate import scoring
+from megatron_fanformer.evaluate.rows import EMPTY, batches_of_rows
+from megatron_fanformer.evaluate.scoring import log_probabilities
+from megatron_fanformer.hf import FANformerForCausalLM
+from megatron_fanformer.model.build import build_stages
+from megatron_fanformer.model.kernels import DEFAULT_KERNELS, KernelsConfig
+from megatron_fanformer.model.layouts import parse_layout
+from megatron_fanformer.runtime.parallel import ParallelConfig, rank_grid
+from megatron_fanformer.runtime.seeding import seed_everything
+from tests.evaluate.made_up import made_up_tasks
+from tests.parity.test_matrix import FAN_RECOMPUTED, LAYOUTS, LOSSES, MORE_LAYOUTS
+from tests.small_runs import RunOnRanks
+from tests.tiny import tiny_model
+from tests.train.layouts import gather, shards_of
+from tests.whole_models import export_huggingface
+
+SAME_AS_TRANSFORMERS = 1e-4  # nats, of up to eight tokens, in float32
+MODEL = tiny_model(num_layers=4, seq_length=48)
+SAME_IN_LAYOUTS = 2 * LOSSES  # of one request, not the mean of many: 1.2e-5 seen (tp=4, MKL on an AMD CPU)
+SOME_LAYOUTS = ("tp=2,sp=true,fan=sequence", "cp=2", "pp=2,vpp=2", "dp=2")
+"""Of two ranks: each way of spreading a row, a layer or the requests once."""
+
+
+FEW = 8
+"""Documents of each task, for what does not depend on how many there are: 112 requests in place of 420."""
+
+
+def tasks(documents: int | None = None) -> list[Any]:
+    made = made_up_tasks(MODEL.vocab_size, MODEL.seq_length + 1, documents=documents)
+    return [*made.values(), made["hellaswag"].unconditional]
+
+
+def build(parallel: ParallelConfig, grid: Any, kernels: KernelsConfig = DEFAULT_KERNELS) -> list[Any]:
+    """The stages of one model whatever the layout: its weights are large, so that tokens differ in likelihood."""
+    seed_everything(0)
+    stages = build_stages(MODEL, parallel, grid, dtype=torch.float32, seed=5, kernels=kernels)
+    with torch.no_grad():
+        for stage in stages:
+            for weight in stage.parameters():
+                weight.mul_(2 if weight.ndim > 1 else 1)
+    return stages
+
+
+def scores(layouts: Sequence[str], documents: int | None = None) -> list[list[np.ndarray]]:
+    """Of all tasks, in each layout; on every rank."""
+    found = []
+    for layout in layouts:
+        parallel, kernels = parse_layout(layout).parallel, parse_layout(layout).kernels
+        with rank_grid(parallel, "cpu") as grid:
+            found.append(log_probabilities(build(parallel, grid, kernels), tasks(documents), grid, batch_tokens=256))
+    return found
+
+
+@pytest.fixture(scope="module")
+def alone(rank_pool: Any) -> list[np.ndarray]:
+    return rank_pool.run(1, scores, ["tp=1"])[0][0]
+
+
+@pytest.fixture(scope="module")
+def few_alone(rank_pool: Any) -> list[np.ndarray]:
+    return rank_pool.run(1, scores, ["tp=1"], FEW)[0][0]
+
+
+def same_in(
+    layouts: Sequence[str],
+    ranks: int,
+    run_on_ranks: RunOnRanks,
+    alone: list[np.ndarray],
+    documents: int | None = None,
+) -> None:
+    for of_rank in run_on_ranks(ranks, scores, layouts, documents):
+        for layout, found in zip(layouts, of_rank, strict=True):
+            for task, own, expected in zip(tasks(documents), found, alone, strict=True):
+                np.testing.assert_allclose(own, expected, rtol=SAME_IN_LAYOUTS, err_msg=f"{task.name}, {layout}")
+                assert choices(task, own) == choices(task, expected), (task.name, layout)
+
+
+def choices(task: Any, values: np.ndarray) -> list[int]:
+    per_token = values / task.continuation_tokens
+    return [int(per_token[task.documents == document].argmax()) for document in np.unique(task.documents)]
+
+
+def test_the_same_in_layouts_of_two_ranks(run_on_ranks: RunOnRanks, few_alone: list[np.ndarray]) -> None:
+    same_in(SOME_LAYOUTS, 2, run_on_ranks, few_alone, FEW)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_the_same_in_every_layout_of_parity(run_on_ranks: RunOnRanks, alone: list[np.ndarray], ranks: int) -> None:
+    every = [*LAYOUTS, *FAN_RECOMPUTED, *(text for text in MORE_LAYOUTS if "num_layers_in_first" not in text)]
+    layouts = [text for text in every if parse_layout(text).world_size == ranks]
+    assert layouts
+    same_in(layouts, ranks, run_on_ranks, alone)
+
+
+def export(folder: Path) -> None:
+    parallel = ParallelConfig()
+    with rank_grid(parallel, "cpu") as grid:
+        whole = gather([shards_of(build(parallel, grid), grid)])
+        export_huggingface(MODEL, whole, folder, dtype=torch.float32)
+
+
+def test_equal_to_transformers_on_the_export(run_on_ranks: RunOnRanks, alone: list[np.ndarray], tmp_path: Path) -> None:
+    run_on_ranks(1, export, tmp_path / "hf")
+    model = FANformerForCausalLM.from_pretrained(tmp_path / "hf").eval()
+    assert sum(len(task) for task in tasks()[:4]) == 300
+    for task, own in zip(tasks(), alone, strict=True):
+        expected = np.array([by_transformers(model, task, request) for request in range(len(task))])
+        assert np.abs(own - expected).max() < SAME_AS_TRANSFORMERS
+        assert choices(task, own) == choices(task, expected)
+        assert np.ptp(own) > 1  # else anything would be near
+
+
+@torch.no_grad()
+def by_transformers(model: Any, task: Any, request: int) -> float:
+    """One request, by itself: the sum over its continuation of the logits' log softmax."""
+    ids = torch.from_numpy(task.ids[task.offsets[request] : task.offsets[request + 1]]).long()
+    start = len(ids) - int(task.continuation_tokens[request])
+    log_softmax = model(ids[None, :-1]).logits[0].double()[:, : MODEL.vocab_size].log_softmax(-1)
+    return float(log_softmax[start - 1 :].gather(1, ids[start:, None]).sum())
+
+
+def score_one_by_one() -> list[np.ndarray]:
+    with rank_grid(ParallelConfig(), "cpu") as grid:
+        stages = build(ParallelConfig(), grid)
+        return [log_probabilities(stages, [task], grid, batch_tokens=1)[0] for task in tasks(FEW)]
+
+
+def test_batches_and_tasks_scored_together_change_nothing(
+    run_on_ranks: RunOnRanks, few_alone: list[np.ndarray]
+) -> None:
+    for own, expected in zip(run_on_ranks(1, score_one_by_one)[0], few_alone, strict=True):
+        np.testing.assert_allclose(own, expected, rtol=LOSSES)
+
+
+# -- batches
+
+
+def grid_of(*, replicas: int = 1, pipeline: int = 1, tensor: int = 1, context: int = 1) -> Any:
+    sizes = {"tp": tensor, "cp": context, "pp": pipeline}
+    groups = SimpleNamespace(**{name: SimpleNamespace(size=lambda n=n: n) for name, n in sizes.items()})
+    return SimpleNamespace(groups=groups, data_parallel_size=replicas, context_parallel_size=context)
+
+
+@pytest.mark.parametrize("rows", [1, 7, 300])
+@pytest.mark.parametrize(
+    ("sizes", "chunks"),
+    [
+        ({}, 1),
+        ({"replicas": 3}, 1),
+        ({"pipeline": 2, "replicas": 2}, 1),
+        ({"pipeline": 3}, 2),
+        ({"tensor": 3, "context": 2}, 1),
+    ],
+)
+def test_every_row_is_in_one_batch_that_its_layout_can_take(rows: int, sizes: dict[str, int], chunks: int) -> None:
+    grid = grid_of(**sizes)
+    stages = [SimpleNamespace(config=SimpleNamespace(sequence_parallel=True, fp8=None))] * chunks
+    lengths = np.random.default_rng(rows).integers(2, 200, size=rows)
+    batches = list(batches_of_rows(lengths, stages, grid, batch_tokens=512))
+    taken = np.concatenate([batch.rows.flatten() for batch in batches])
+    assert sorted(taken[taken != EMPTY]) == list(range(rows))
+    for batch in batches:
+        replicas, count, size = batch.rows.shape
+        assert replicas == grid.data_parallel_size
+        assert chunks == 1 or count % grid.groups.pp.size() == 0
+        context = grid.context_parallel_size
+        assert batch.seq_length % (grid.groups.tp.size() * context) == 0
+        assert context == 1 or batch.seq_length % (2 * context) == 0
+        assert size == 1 or size * batch.seq_length <= 512
+        longest = max(lengths[row] for row in batch.rows.flatten() if row != EMPTY)
+        assert longest - 1 <= batch.seq_length
+
+
+def test_requests_of_the_same_ids_are_one_row_only_where_they_score_the_same_tokens(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ids = np.array([3, 5, 7, 3, 5, 7, 3, 5, 7, 3, 5], dtype=np.int32)
+    task: Any = SimpleNamespace(ids=ids, offsets=np.array([0, 3, 6, 9, 11]), continuation_tokens=np.array([1, 3, 1, 1]))
+
+    def losses_of_rows(_stages: Any, lengths: np.ndarray, _read: Any, _grid: Any, **options: Any) -> np.ndarray:
+        assert (lengths.tolist(), options["scored"].tolist()) == ([3, 3, 2], [1, 3, 1])
+        return np.arange(3.0)
+
+    monkeypatch.setattr(scoring, "losses_of_rows", losses_of_rows)
+    (found,) = log_probabilities([], [task], SimpleNamespace(), batch_tokens=1)
+    assert found.tolist() == [0, -1, 0, -2]

@@ -1,0 +1,187 @@
+"""Token files described and verified: by prefix, by file, as a blend, in parts; and everything that may differ."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from megatron_fanformer.data.manifest import (
+    FileRecord,
+    Manifest,
+    TokenFiles,
+    encode_manifest,
+    manifest_path,
+    read_any_manifest,
+)
+from megatron_fanformer.durable_files import sha256_of
+from tests.inspect.conftest import TOKENIZER, Inspect, Prepared, Said
+from tests.inspect.making import (
+    random_documents,
+    token_files,
+    write_ledger,
+    write_manifest,
+    write_npy,
+    write_pair,
+    write_part_manifest,
+)
+
+# -- described
+
+
+@pytest.mark.parametrize("ending", ["", ".manifest.json"])
+def test_a_pair_by_its_prefix_or_one_of_its_files(inspect: Inspect, pair: Prepared, ending: str) -> None:
+    printed = inspect(f"{pair.prefix}{ending}", "--json")
+    facts = json.loads(printed.out)
+    lengths = [len(document) for document in pair.documents]
+    assert (facts["kind"], facts["format"], facts["prefix"]) == ("token files", "megatron", str(pair.prefix))
+    assert (facts["documents"], facts["tokens"], facts["dtype"]) == (60, sum(lengths), "uint16")
+    assert (facts["shortest"], facts["longest"]) == (min(lengths), max(lengths))
+    assert facts["ledger"]["rows"] == 60
+    assert facts["manifest"]["tokenizer"]["path"] == str(TOKENIZER)
+    text = inspect(pair.prefix).out
+    assert f"{pair.prefix}: token files\n" in text and "  bytes      5.94 kB\n" in text and "    rows  60\n" in text
+    assert "    inputs            docs.0.jsonl.gz, docs.1.jsonl.gz, docs.2.jsonl.gz\n" in text
+
+
+@pytest.mark.parametrize("how", ["@file", "folder"])
+def test_a_blend_and_a_folder(inspect: Inspect, pair: Prepared, shard: Prepared, how: str) -> None:
+    folder = pair.prefix.parent
+    blend = folder / "all.blend"
+    blend.write_text("# both\n0.5 docs\n0.5 shard.npy\n")
+    path = {"@file": f"@{blend}", "folder": folder}[how]
+    facts = json.loads(inspect(path, "--json").out)
+    assert (facts["tokens"], facts["documents"]) == (2 * 2970, 120)
+    assert [part["format"] for part in facts["parts"]] == ["megatron", "npy"]
+    assert "format megatron, documents 60, " in inspect(path).out
+    if how != "folder":
+        assert [source["weight"] for source in facts["sources"]] == [0.5, 0.5]
+    assert inspect(path, "--verify").code == 0
+    write_npy(folder / "other", pair.documents)  # whose documents nothing tells
+    assert json.loads(inspect(folder, "--json").out)["documents"] is None
+
+
+def write_parts(folder: Path) -> Manifest:
+    """A preparation in two parts, as `prepare` leaves it."""
+    halves = [random_documents(50_000, seed=seed) for seed in range(2)]
+    outputs = []
+    for number, documents in enumerate(halves):
+        prefix = folder / f"whole-{number}"
+        write_pair(prefix, documents)
+        write_ledger(prefix, documents)
+        outputs.append(token_files(prefix, documents))
+    first = write_manifest(folder / "whole-0", halves[0], TOKENIZER)
+    whole = msgspec.structs.replace(
+        first,
+        lines_read=122,
+        documents=120,
+        tokens=sum(output.tokens for output in outputs),
+        max_token_id=max(output.max_token_id for output in outputs),
+        outputs=outputs,
+    )
+    for number, output in enumerate(outputs):
+        write_part_manifest(folder / f"whole-{number}", number, whole, output)
+    manifest_path(str(folder / "whole")).write_bytes(encode_manifest(whole))
+    return whole
+
+
+def test_a_preparation_in_parts(inspect: Inspect, tmp_path: Path) -> None:
+    write_parts(tmp_path)
+    whole = inspect(tmp_path / "whole", "--verify")
+    assert whole.code == 0
+    assert "  tokens     5,940\n" in whole.out
+    assert "SHA-256 of 6 files" in whole.out
+    assert "120 documents and 5,940 tokens" in whole.out
+    part = inspect(tmp_path / "whole-1", "--verify")
+    assert "whole.manifest.json\n" in part.out
+    assert "60 documents and 2,970 tokens" in part.out
+
+
+def test_neither_torch_nor_megatron_is_imported(pair: Prepared) -> None:
+    program = (
+        "import sys; from megatron_fanformer.cli import main\n"
+        f"assert main(['inspect', {str(pair.prefix)!r}, '--verify']) == 0\n"
+        "assert not {'torch', 'megatron', 'transformers', 'tokenizers'} & sys.modules.keys()"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, capture_output=True)
+
+
+# -- verified
+
+
+def refused(printed: Said, *parts: object) -> None:
+    """Exit code 3, one line that names the file, and nothing else."""
+    assert (printed.code, printed.out) == (3, "")
+    assert len(printed.error.splitlines()) == 1
+    for part in parts:
+        assert str(part) in printed.error
+
+
+def flip(path: Path, position: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[position] ^= 1
+    path.write_bytes(data)
+
+
+def agree_again(prefix: Path, **changes: Any) -> None:
+    """Write the manifest anew for the present files, as somebody might who means to deceive."""
+    manifest = read_any_manifest(str(prefix))
+    assert isinstance(manifest, Manifest)
+    (output,) = manifest.outputs
+    files = {
+        ending: FileRecord(path=path.name, bytes=path.stat().st_size, sha256=sha256_of(path))
+        for ending in output.files
+        if (path := Path(f"{prefix}{ending}")).exists()
+    }
+    of_output, of_whole = (
+        {name: value for name, value in changes.items() if name in kind.__struct_fields__}
+        for kind in (TokenFiles, Manifest)
+    )
+    outputs = [msgspec.structs.replace(output, files=files, **of_output)]
+    changed = msgspec.structs.replace(manifest, **{"outputs": outputs, **of_whole})
+    manifest_path(str(prefix)).write_bytes(encode_manifest(changed))
+
+
+def test_sound_files(inspect: Inspect, pair: Prepared, shard: Prepared) -> None:
+    printed = inspect(pair.prefix, "--verify")
+    assert (printed.code, printed.error) == (0, "")
+    assert printed.out.splitlines()[-1].startswith("verified: SHA-256 of 3 files, ")
+    assert printed.out.endswith("index, ledger and manifest agree on 60 documents and 2,970 tokens\n")
+    assert "SHA-256 of 2 files" in json.loads(inspect(shard.prefix, "--verify", "--json").out)["verified"]
+
+
+@pytest.mark.parametrize("ending", [".bin", ".idx", ".ledger.parquet"])
+def test_damaged_files(inspect: Inspect, pair: Prepared, ending: str) -> None:
+    path = Path(f"{pair.prefix}{ending}")
+    sound = path.read_bytes()
+    flip(path, len(sound) // 2)
+    refused(inspect(pair.prefix, "--verify"), path, "has SHA-256", "where its manifest says")
+    path.write_bytes(sound[:-1])
+    refused(inspect(pair.prefix, "--verify"), path, f"holds {len(sound) - 1} bytes where its manifest says")
+    path.unlink()
+    refused(inspect(pair.prefix, "--verify"), path, "cannot be read (No such file or directory)")
+
+
+def test_a_manifest_that_is_damaged_or_missing(inspect: Inspect, pair: Prepared) -> None:
+    path = manifest_path(str(pair.prefix))
+    path.write_bytes(path.read_bytes()[:-10])
+    refused(inspect(pair.prefix, "--verify"), path, "is not a manifest")
+    path.unlink()
+    printed = inspect(pair.prefix, "--verify")
+    assert (printed.code, printed.out) == (2, "")
+    assert printed.error == (f"{path} does not exist, and without it there is nothing to verify {pair.prefix} against")
+
+
+@pytest.mark.parametrize(
+    ("changes", "printed"),
+    [
+        ({"documents": 61}, "documents and those of its index differ (61 and 60)"),
+        ({"tokens": 5}, "tokens and those of its index differ (5 and 2970)"),
+    ],
+)
+def test_counts_that_differ(inspect: Inspect, pair: Prepared, changes: dict[str, Any], printed: str) -> None:
+    agree_again(pair.prefix, **changes)
+    refused(inspect(pair.prefix, "--verify"), f"{pair.prefix}.manifest.json", printed)

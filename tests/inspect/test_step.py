@@ -1,0 +1,282 @@
+"""`inspect --step` against training itself: the batches that a run recorded, and the documents that they are of."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from megatron_fanformer.data.tokenizer import load_tokenizer
+from megatron_fanformer.durable_files import sha256_of
+from megatron_fanformer.inspect.step import describe_step
+from megatron_fanformer.train.config import config_from_dict
+from tests.inspect.conftest import TOKENIZER, Inspect
+from tests.inspect.making import random_documents, write_ledger, write_manifest, write_npy, write_pair
+from tests.small_runs import VOCAB_SIZE, RunOnRanks, small_run, write_config
+
+STEPS = 3
+BATCH = {"train_iters": STEPS, "global_batch_size": 8, "micro_batch_size": 2}
+NO_WARMUP = {"lr_warmup_iters": 0}
+OLMO_VOCABULARY = 50_280
+FULL = pytest.mark.full
+Texts = tuple[Path, list[list[int]]]
+
+
+class Recorded(NamedTuple):
+    """One sample as the trainer got it."""
+
+    tokens: list[int]
+    labels: list[int]
+    loss_mask: list[float]
+
+
+# -- on every rank
+
+
+def recorded_batches(values: dict[str, Any]) -> tuple[int, list[list[Recorded]]]:
+    """Train a configuration; this rank's data parallel rank, and its micro batches in their order."""
+    from megatron_fanformer.runtime.parallel import rank_grid
+    from megatron_fanformer.train.trainer import Trainer
+
+    config, taken = config_from_dict(values), []
+
+    def recording(batches: Any) -> Any:
+        for batch in batches:
+            fields = (batch[name].tolist() for name in Recorded._fields)
+            taken.append([Recorded(*sample) for sample in zip(*fields, strict=True)])
+            yield batch
+
+    with rank_grid(config.parallel, "cpu") as grid:
+        trainer = Trainer(config, grid)
+        trainer._batches = recording(trainer._batches)
+        trainer.train()
+        trainer.close()
+        return grid.data_parallel_rank, taken
+
+
+# -- against training
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
+    """`train_data` of each kind; the second pair alone has a ledger."""
+    folder = tmp_path_factory.mktemp("sources")
+    first, second, third = (random_documents(VOCAB_SIZE, seed=seed) for seed in range(3))
+    pairs = [write_pair(folder / "first", first), write_pair(folder / "second", second)]
+    write_ledger(folder / "second", second)
+    npy = write_npy(folder / "third", third)
+    return {
+        "pair": [pairs[0]],
+        "npy": [npy],
+        "blend": ["0.3", pairs[0], "0.7", pairs[1]],
+        "mixed": ["0.5", pairs[1], "0.5", npy],
+    }
+
+
+def shown(values: dict[str, Any], step: int) -> dict[tuple[int, int], list[list[int]]]:
+    """What `inspect` says: by rank and micro batch, the token ids of the samples."""
+    report = describe_step(config_from_dict(values), step, full=True)
+    return {
+        (batch["data_parallel_rank"], batch["micro_batch"]): [
+            [token for passage in sample["passages"] for token in passage["ids"]] for sample in batch["samples"]
+        ]
+        for batch in report["micro_batches"]
+    }
+
+
+def same_tokens(recorded: Recorded, ids: list[int]) -> bool:
+    """A last label that the loss does not read is none of a sample's tokens."""
+    return ids == recorded.tokens + recorded.labels[-1:] * int(recorded.loss_mask[-1])
+
+
+@pytest.mark.parametrize(
+    ("kind", "data_parallel_size"),
+    [
+        pytest.param(kind, size, marks=() if (kind, size) in (("pair", 1), ("npy", 2), ("mixed", 2)) else FULL)
+        for kind in ("pair", "npy", "blend", "mixed")
+        for size in (1, 2)
+    ],
+)
+def test_a_step_takes_what_inspect_shows(
+    run_on_ranks: RunOnRanks,
+    sources: dict[str, list[str]],
+    tmp_path: Path,
+    kind: str,
+    data_parallel_size: int,
+) -> None:
+    values = small_run(
+        "",
+        tmp_path / "run",
+        data={"train_data": sources[kind]},
+        parallel={"data_parallel_size": data_parallel_size},
+        schedule=NO_WARMUP,
+        training=BATCH,
+    )
+    ranks = run_on_ranks(data_parallel_size, recorded_batches, values)
+    batches_a_step = 4 // data_parallel_size
+    for step in range(1, STEPS + 1):
+        expected = shown(values, step)
+        assert len(expected) == 4
+        for rank, taken in ranks:
+            own = taken[(step - 1) * batches_a_step : step * batches_a_step]
+            for number, samples in enumerate(own):
+                ids = expected[rank, number]
+                assert len(samples) == len(ids) == BATCH["micro_batch_size"]
+                assert all(map(same_tokens, samples, ids)), (step, rank, number)
+    assert len({tuple(ids) for batch in expected.values() for ids in batch}) == BATCH["global_batch_size"]
+
+
+# -- documents
+
+
+@pytest.fixture
+def texts(tmp_path: Path) -> Texts:
+    """A configuration that trains on real text, and the documents' ids."""
+    tokenizer = load_tokenizer(TOKENIZER)
+    documents = [
+        [*tokenizer.encode(f"Document {number} says: " + "all work and no play\n" * (1 + number % 4)), tokenizer.eod_id]
+        for number in range(40)
+    ]
+    write_pair(tmp_path / "docs", documents)
+    write_ledger(tmp_path / "docs", documents)
+    values = small_run(
+        str(tmp_path / "docs"),
+        tmp_path / "run",
+        model={"vocab_size": OLMO_VOCABULARY},
+        data={"tokenizer": str(TOKENIZER)},
+        training=BATCH,
+    )
+    return write_config(tmp_path / "run.yaml", values), documents
+
+
+def test_each_passage_is_a_slice_of_its_document(inspect: Inspect, texts: Texts) -> None:
+    config, documents = texts
+    tokenizer = load_tokenizer(TOKENIZER)
+    output = inspect(config, "--step", 2, "--full", "--json")
+    assert (output.code, output.error) == (0, "")
+    step = json.loads(output.out)
+    assert (step["first_sample"], step["end_sample"], step["without_ledger"]) == (8, 16, [])
+    samples = [sample for batch in step["micro_batches"] for sample in batch["samples"]]
+    assert [sample["sample"] for sample in samples] == list(range(8, 16))
+    for sample in samples:
+        assert sum(passage["length"] for passage in sample["passages"]) == 17
+        for passage in sample["passages"]:
+            document = passage["document"]
+            number = int(document["shard"].split(".")[1]) * 20 + document["line"] - 1
+            assert document["id"] == (None if number % 3 == 2 else f"docs-{number}")
+            assert document["length"] == len(documents[number])
+            first = document["first_token"]
+            assert passage["ids"] == documents[number][first : first + passage["length"]]
+            assert passage["first_token"] == sum(map(len, documents[:number])) + first
+            assert passage["text"] == tokenizer.decode(passage["ids"])
+
+
+def test_a_step_as_text(inspect: Inspect, texts: Texts) -> None:
+    config, _ = texts
+    output = inspect(config.parent / "docs", "--step", 1, "--config", config, "--parallel.data_parallel_size", "2")
+    assert (output.code, output.error) == (0, "")
+    lines = output.out.splitlines()
+    assert lines[0] == "step 1 of 3: samples 0 to 7, of 16 tokens"
+    assert lines[1] == "2 data parallel ranks x 2 micro batches x 2 samples"
+    batches = [line for line in lines if line.startswith("micro batch")]
+    assert batches == [f"micro batch {number}, data parallel rank {rank}" for number in (0, 1) for rank in (0, 1)]
+    assert sum(line.startswith("  sample ") for line in lines) == 8
+    assert any("docs.0.jsonl.gz:" in line and "docs-" in line and "tokens [" in line for line in lines)
+    assert "play" in output.out
+    assert "no ledger" not in output.out
+
+
+def test_a_run_knows_its_own_configuration(inspect: Inspect, texts: Texts, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    (run / "checkpoints").mkdir(parents=True)
+    (run / "config.yaml").write_text(texts[0].read_text())
+    assert inspect(run, "--step", 3).out == inspect(texts[0], "--step", 3).out
+    other = tmp_path / "other.yaml"
+    other.write_text(texts[0].read_text().replace("global_batch_size: 8", "global_batch_size: 4"))
+    assert inspect(run, "--step", 3, "--config", other).out == inspect(other, "--step", 3).out
+    assert inspect(other, "--step", 3).out != inspect(run, "--step", 3).out
+
+
+def test_a_step_that_was_skipped_says_why(inspect: Inspect, texts: Texts, tmp_path: Path) -> None:
+    def shown(step: int, *options: str) -> str:
+        return inspect(texts[0], "--step", step, "--training.run_dir", str(tmp_path), *options).out
+
+    assert "skipped: " not in shown(2)
+    assert json.loads(shown(2, "--json"))["skipped"] is None
+    (tmp_path / "recovery.jsonl").write_text('{"step": 2, "event": "skipped", "reason": "the loss is \\u001b"}\n')
+    assert shown(2).splitlines()[2] == "skipped: the loss is \\x1b"
+    assert "skipped: " not in shown(1)
+    with (tmp_path / "recovery.jsonl").open("a") as file:
+        file.write('{"step": 2, "event": "skipped", "reason": "skipped once more"}\n')
+    assert shown(2).splitlines()[2] == "skipped: skipped once more"
+
+
+def test_a_blend_is_narrowed_down_to_a_prefix(inspect: Inspect, sources: dict[str, list[str]], tmp_path: Path) -> None:
+    values = small_run("", tmp_path / "run", data={"train_data": sources["mixed"]}, training=BATCH)
+    config = write_config(tmp_path / "run.yaml", values)
+
+    def prefixes(path: object) -> list[list[str]]:
+        step = json.loads(inspect(path, "--config", config, "--step", 1, "--json").out)
+        samples = [sample for batch in step["micro_batches"] for sample in batch["samples"]]
+        return [[passage["prefix"] for passage in sample["passages"]] for sample in samples]
+
+    everything = prefixes(config)
+    npy, pair = sources["mixed"][3], sources["mixed"][1]
+    assert len(everything) == 8
+    assert len(prefixes(npy)) + len(prefixes(pair)) == 8
+    assert {name for sample in prefixes(npy) for name in sample} == {npy.removesuffix(".npy")}
+
+
+def test_the_manifest_names_the_tokenizer(inspect: Inspect, tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(TOKENIZER)
+    documents = [tokenizer.encode("to be or not to be, that is the question ") for _ in range(60)]
+    prefix = write_pair(tmp_path / "docs", documents)
+    write_manifest(prefix, documents, TOKENIZER)
+    values = small_run(prefix, tmp_path / "run", model={"vocab_size": OLMO_VOCABULARY}, training=BATCH)
+    config = write_config(tmp_path / "run.yaml", values)
+    assert "that is the question" in inspect(prefix, "--step", 1, "--config", config).out
+    other = Path(shutil.copy(TOKENIZER, tmp_path / "tokenizer.json"))
+    write_manifest(prefix, documents, other)
+    other.write_text(other.read_text() + "\n")  # another file under the same name
+    output = inspect(prefix, "--step", 1, "--config", config)
+    assert "      ids " in output.out and "question" not in output.out
+    assert output.out.endswith(
+        f"{prefix} was made with another tokenizer than {other} is now; set data.tokenizer to that one\n"
+    )
+
+
+def test_tokens_of_another_tokenizer_are_named_once(inspect: Inspect, texts: Texts, tmp_path: Path) -> None:
+    config, documents = texts
+    write_manifest(tmp_path / "docs", documents, TOKENIZER)
+    assert "another tokenizer" not in inspect(config, "--step", 1).out
+    write_manifest(tmp_path / "docs", documents, Path(__file__))
+    made = f"{tmp_path / 'docs'} was made with another tokenizer (SHA-256 {sha256_of(Path(__file__))[:12]}…) than "
+    lines = inspect(config, "--step", 1).out.splitlines()
+    assert [line.startswith(f"{made}data.tokenizer (") for line in lines if "made with" in line] == [True]
+    assert [json.loads(inspect(config, "--step", 1, "--json").out)["of_other_tokenizers"][0]] == lines[-1:]
+
+
+# -- what cannot be shown
+
+
+@pytest.mark.parametrize(
+    ("arguments", "output"),
+    [
+        (["{config}", "--step", "0"], "--step is 0; the run has steps 1 to 3 (training.train_iters)"),
+        (["{docs}", "--step", "1"], "--step needs the configuration that trains on them; add --config FILE"),
+        (["{other}", "--step", "1", "--config", "{config}"], "is not in the configuration's data.train_data"),
+        (["{config}", "--step", "1", "--verify"], "--verify has no effect with --step"),
+        (["{config}", "--step", "1", "--training.micro_batch_size", "3"], "is not a multiple of micro batch size"),
+        (["{docs}", "--config", "{config}"], "--config has no effect without --step"),
+        (["{docs}", "--speed", "3"], "--speed has no effect without --step"),
+    ],
+)
+def test_a_step_that_cannot_be_shown(
+    inspect: Inspect, texts: Texts, tmp_path: Path, arguments: list[str], output: str
+) -> None:
+    places = {"config": texts[0], "docs": tmp_path / "docs", "other": tmp_path / "other"}
+    write_pair(tmp_path / "other", texts[1])
+    found = inspect(*(argument.format(**places) for argument in arguments))
+    assert (found.code, found.out) == (2, "")
+    assert output in found.error

@@ -1,0 +1,150 @@
+"""Every line of a hostile corpus is a document, exactly, or refused for the reason that it was made for."""
+
+import random
+import tracemalloc
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+from pyarrow import parquet
+
+from megatron_fanformer.data.manifest import Manifest, read_any_manifest
+from megatron_fanformer.data.tokenizer import load_tokenizer
+from megatron_fanformer.prepare import document_files, documents
+from tests.prepare import commands, fuzzing
+from tests.prepare.fuzzing import FuzzedFile
+from tests.prepare.making import Prepare, as_line
+
+Row = tuple[str, int, str | None, str | None, str]
+
+LINES = 5_000
+
+
+def expected_rows(files: Sequence[FuzzedFile]) -> list[Row]:
+    """(file, line, id, source, text) of every document."""
+    return [
+        (str(file.path), number, line.id, line.source, line.text)
+        for file in files
+        for number, line in enumerate(file.lines, start=1)
+        if line.text is not None
+    ]
+
+
+def expected_refusals(files: Sequence[FuzzedFile]) -> Counter[str]:
+    return Counter(line.reason for file in files for line in file.lines if line.reason is not None)
+
+
+def written_rows(prefix: str, tokenizer_file: Path) -> Iterator[Row]:
+    """The same, from the ledger and the tokens that it points to."""
+    tokenizer = load_tokenizer(tokenizer_file)
+    tokens = np.fromfile(prefix + ".bin", np.uint16)
+    end = 0
+    for batch in parquet.ParquetFile(prefix + ".ledger.parquet").iter_batches(1000):
+        for row in batch.to_pylist():
+            assert row["first_token"] == end
+            end += row["length"]
+            assert tokens[end - 1] == tokenizer.eod_id
+            text = tokenizer.decode(tokens[row["first_token"] : end - 1].tolist())
+            yield row["shard"], row["line"], row["id"], row["source"], text
+    assert end == len(tokens)
+
+
+def assert_all_accounted_for(files: Sequence[FuzzedFile], prefix: str, tokenizer_file: Path) -> None:
+    """Every line made is read; the documents, the refusals and the ledger are those expected."""
+    manifest = read_any_manifest(prefix)
+    assert isinstance(manifest, Manifest)
+    assert manifest.refused == dict(sorted(expected_refusals(files).items()))
+    for written, expected in zip(written_rows(prefix, tokenizer_file), expected_rows(files), strict=True):
+        assert written == expected
+    assert manifest.lines_read == sum(len(file.lines) for file in files)
+    assert manifest.lines_read == manifest.documents + sum(manifest.refused.values())
+
+
+@pytest.mark.parametrize(("backend", "workers"), [("sentencepiece", 2), ("gigatoken", 1)])
+def test_every_line_of_a_fuzzed_corpus_is_accounted_for(
+    tmp_path: Path, small_tokenizer_file: Path, prepare: Prepare, backend: str, workers: int
+) -> None:
+    files = fuzzing.write_fuzzed(tmp_path, LINES // 2, seed=workers)
+    prefix = str(tmp_path / "out" / "tokens")
+    paths = [file.path for file in files]
+    prepare(prefix, *paths, backend=backend, workers=workers)
+    assert_all_accounted_for(files, prefix, small_tokenizer_file)
+
+
+def test_the_fuzz_holds_every_reason() -> None:
+    lines = fuzzing.fuzzed_lines(random.Random(0), 2_000)
+    made = {line.reason for line in lines} - {None}
+    of_settings = {documents.SHORTER, documents.LONGER, documents.OTHER_SOURCE}
+    of_length = {documents.TOO_LONG_A_LINE, documents.TOO_LONG_TO_LOOK_AGAIN}
+    before_chats = list(vars(documents).items())[: list(vars(documents)).index("DocumentParser")]
+    reasons = {value for name, value in before_chats if name.isupper() and isinstance(value, str)} - {
+        documents.ASSISTANT
+    }
+    assert made == reasons - of_settings - of_length
+
+
+@pytest.mark.parametrize(
+    "start", [b'{"text": null, "other": [', b'{"text": "a", "id": [', b'\xef\xbb\xbf{"text": "a", "x": [']
+)
+def test_a_line_of_millions_of_objects_is_not_built(start: bytes) -> None:
+    line = start + b"{}," * 4_000_000 + b"1]}"
+    parser = documents.DocumentParser()
+    tracemalloc.start()
+    outcome = parser.parse(line)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert outcome == documents.Refusal(documents.TOO_LONG_TO_LOOK_AGAIN)
+    assert peak < 2 * len(line)  # built, it takes twenty times its bytes
+
+
+@pytest.mark.parametrize("kind", [pytest.param("gz", marks=pytest.mark.full), "zst"])
+def test_bombs_cost_a_line_or_their_lines(tmp_path: Path, prepare: Prepare, kind: str) -> None:
+    size = 2 * document_files.MAX_LINE_BYTES >> 20
+    fuzzing.write_bomb(tmp_path / f"a.jsonl.{kind}", b"a" * (1 << 20), size)
+    lines = fuzzing.write_bomb(tmp_path / f"b.jsonl.{kind}", b" " * ((1 << 20) - 1) + b"\n", 64)
+    last = tmp_path / "c.jsonl"
+    last.write_bytes(as_line("after all"))
+    paths = sorted(tmp_path.glob("*.jsonl*"))
+    assert sum(path.stat().st_size for path in paths) < size << 20 >> 9
+    report = prepare(tmp_path / "out", *paths, workers=2)
+    assert report.manifest.refused == {documents.TOO_LONG_A_LINE: 1, documents.EMPTY_LINE: lines}
+    assert report.manifest.documents == 1
+
+
+def damaged(folder: Path, whole: Sequence[FuzzedFile]) -> dict[Path, bytes]:
+    """Damages some files of a corpus; returns what they held."""
+    held = {}
+    for file in whole:
+        data = file.path.read_bytes()
+        match file.path.name.partition("-")[2]:
+            case "whole.json.gz" | "whole.jsonl.zst" | "frames.ndjson.zst":
+                file.path.write_bytes(data[: len(data) * 2 // 3])
+            case "members.jsonl.gz":
+                file.path.write_bytes(data + b"garbage that is no member")
+            case _:
+                continue
+        held[file.path] = data
+    return held
+
+
+def test_damaged_files_are_named_and_all_else_is_kept_for_the_next_run(
+    tmp_path: Path, small_tokenizer_file: Path
+) -> None:
+    files = fuzzing.write_fuzzed(tmp_path, 1_000, seed=3)
+    held = damaged(tmp_path, files)
+    assert len(held) == 4
+    prefix = str(tmp_path / "out" / "tokens")
+    arguments = [*(str(file.path) for file in files), "--output", prefix, "--workers", "2"]
+    arguments += ["--tokenizer", str(small_tokenizer_file)]
+    ended = commands.run(arguments)
+    assert (ended.code, ended.errors.count("\n")) == (3, 1)
+    assert all(str(path) in ended.errors for path in held)
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["tokens.parts"]
+    kept = sorted((tmp_path / "out" / "tokens.parts").glob("[0-9]*.json"))
+    assert [int(path.stem) for path in kept] == [at for at, file in enumerate(files) if file.path not in held]
+    for path, data in held.items():
+        path.write_bytes(data)
+    assert commands.run(arguments).code == 0
+    assert_all_accounted_for(files, prefix, small_tokenizer_file)

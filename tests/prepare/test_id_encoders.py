@@ -1,0 +1,202 @@
+import unicodedata
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatron_fanformer.data.tokenizer import SPACE_MARK, Tokenizer, load_tokenizer
+from megatron_fanformer.errors import InputError
+from megatron_fanformer.prepare import id_encoders
+from megatron_fanformer.prepare.id_encoders import (
+    SMALL_INPUT,
+    EncoderChoice,
+    ExactEncoder,
+    Gigatoken,
+    RoutedEncoder,
+    choose_encoder,
+    trusted_characters,
+)
+from tests.prepare.making import as_line, prepare_files
+
+MUCH = 1 << 30  # bytes of input that are worth gigatoken
+
+
+@pytest.fixture(params=["olmo", "sentencepiece"], scope="module")
+def tokenizer(request: pytest.FixtureRequest, olmo_tokenizer_file: Path, small_tokenizer_file: Path) -> Tokenizer:
+    return load_tokenizer(olmo_tokenizer_file if request.param == "olmo" else small_tokenizer_file)
+
+
+@pytest.fixture(scope="module")
+def plan(tokenizer: Tokenizer) -> EncoderChoice:
+    return choose_encoder(tokenizer, "auto", MUCH)
+
+
+def rows(plan: EncoderChoice, texts: Sequence[str]) -> list[list[int]]:
+    return [row.tolist() for row in plan.make().encode_batch([text.encode() for text in texts])]
+
+
+def trained(folder: Path, texts: list[str], **options: Any) -> Tokenizer:
+    """By sentencepiece, with other options than those of `train_sentencepiece`."""
+    import sentencepiece
+
+    place = {"model_prefix": str(folder / "trained"), "minloglevel": 2}
+    sentencepiece.SentencePieceTrainer.train(sentence_iterator=iter(texts), **place, **options)
+    return load_tokenizer(folder / "trained.model")
+
+
+def test_gigatoken_serves_for_both_kinds(plan: EncoderChoice) -> None:
+    assert (plan.encoding.backend, plan.encoding.reason) == ("gigatoken", None)
+
+
+def test_ids_are_those_of_the_exact_library(plan: EncoderChoice, tokenizer: Tokenizer, sample_texts: list[str]) -> None:
+    source = [path.read_text(encoding="utf-8") for path in sorted(Path(__file__).parent.glob("*.py"))]
+    hard = ["", SPACE_MARK, f"a{SPACE_MARK}b", "<|endoftext|>", "x<|endoftext|>y", "\u0eba\u0323", "\U0001e4ec", " "]
+    texts = sample_texts + source + hard
+    assert rows(plan, texts) == tokenizer.encode_batch(texts)
+
+
+def test_texts_of_doubtful_characters_and_pieces_alone_go_to_the_exact_library(
+    tokenizer: Tokenizer, plan: EncoderChoice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert plan.trust is not None
+    doubtful = chr(int(np.flatnonzero(~plan.trust.characters)[0]))
+    exact = load_tokenizer(tokenizer.path)
+    seen: list[str] = []
+    encode = exact.encode
+    monkeypatch.setattr(exact, "encode", lambda text: seen.append(text) or encode(text))
+    texts = ["plain", f"one {doubtful}", "caf\u00e9", *(f"x{piece}" for piece in plan.trust.doubtful_pieces)]
+    routed = RoutedEncoder(Gigatoken(tokenizer.path), exact, plan.trust)
+    found = routed.encode_batch([text.encode() for text in texts])
+    assert seen == [texts[1], *texts[3:]]
+    assert [row.tolist() for row in found] == list(map(encode, texts))
+
+
+def test_little_input_is_not_worth_the_check(tokenizer: Tokenizer) -> None:
+    encoding = choose_encoder(tokenizer, "auto", 1000).encoding
+    assert encoding.backend in ("tokenizers", "sentencepiece") and encoding.reason == SMALL_INPUT
+
+
+def test_a_backend_of_another_kind_is_an_input_error(small_tokenizer_file: Path) -> None:
+    with pytest.raises(InputError, match="backend tokenizers does not read"):
+        choose_encoder(load_tokenizer(small_tokenizer_file), "tokenizers", MUCH)
+
+
+def test_without_gigatoken_the_exact_library_serves(
+    small_tokenizer_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It comes with the extra `fast` alone."""
+    tokenizer = load_tokenizer(small_tokenizer_file)
+    monkeypatch.setattr(id_encoders, "find_spec", lambda _name: None)
+    encoding = choose_encoder(tokenizer, "auto", MUCH).encoding
+    assert encoding.backend != "gigatoken"
+    assert encoding.reason == "gigatoken is not installed; pip install 'megatron_fanformer[fast]'"
+    with pytest.raises(InputError, match=r"gigatoken cannot be used for .* \(gigatoken is not installed"):
+        choose_encoder(tokenizer, "gigatoken", MUCH)
+
+
+def test_a_tokenizer_that_gigatoken_cannot_read_goes_to_the_exact_library(
+    tmp_path: Path, sample_texts: list[str]
+) -> None:
+    tokenizer = trained(tmp_path, " ".join(sample_texts).split(". "), model_type="unigram", vocab_size=400)
+    encoding = choose_encoder(tokenizer, "auto", MUCH).encoding
+    assert encoding.backend == "sentencepiece" and "gigatoken cannot read it" in str(encoding.reason)
+    with pytest.raises(InputError, match="gigatoken cannot be used"):
+        choose_encoder(tokenizer, "gigatoken", MUCH)
+
+
+class Faulty(Gigatoken):
+    """gigatoken with one id wrong, at whatever text `wrong` says."""
+
+    wrong: Callable[[bytes], bool]
+
+    def encode_batch(self, texts: Sequence[bytes]) -> list[np.ndarray]:
+        return [ids + type(self).wrong(text) for ids, text in zip(super().encode_batch(texts), texts, strict=True)]
+
+
+def test_wrong_ids_on_a_hard_text_make_the_exact_library_take_over(
+    small_tokenizer_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(id_encoders, "Gigatoken", Faulty)
+    Faulty.wrong = staticmethod(lambda text: text == b"a\r\nb\r\n\r\n c\r")
+    encoding = choose_encoder(load_tokenizer(small_tokenizer_file), "auto", MUCH).encoding
+    assert encoding.backend == "sentencepiece"
+    assert encoding.reason == r"gigatoken's ids differ on 'a\r\nb\r\n\r\n c\r'"
+
+
+def test_a_difference_seen_under_way_starts_the_whole_run_anew(
+    tmp_path: Path, olmo_tokenizer_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The worker is told to trust gigatoken with a character that it takes otherwise: its sample shows it.
+
+    The first file has that where no sample is taken.
+    """
+    assert load_tokenizer(olmo_tokenizer_file).encode("\u0eba\u0323") is not None
+    files = []
+    wrong = "x\u0eba\u0323\u0334 " * 3
+    for number, texts in enumerate([["plain text", wrong], [wrong], ["more plain text"]]):
+        files.append(tmp_path / f"{number}.jsonl")
+        files[-1].write_bytes(b"".join(as_line(text) + b"\n" for text in texts))
+    prepare_files(str(tmp_path / "expected"), files, olmo_tokenizer_file, backend="tokenizers")
+    trust = id_encoders.Trust(np.ones(0x110000, bool), [])
+    trust.characters[0x10FFFF] = False
+    monkeypatch.setattr(id_encoders, "trust_or_reason", lambda *_: trust)
+    prefix = str(tmp_path / "out")
+    manifest = prepare_files(prefix, files, olmo_tokenizer_file, backend="gigatoken", part_bytes=1).manifest
+    assert manifest.encoding.backend == "tokenizers"
+    assert "differ in document '1' of" in str(manifest.encoding.reason)
+    parts = [Path(f"{prefix}-{part:05d}.bin").read_bytes() for part in range(4)]
+    assert b"".join(parts) == (tmp_path / "expected.bin").read_bytes()
+
+
+def test_memory_that_has_grown_is_given_back(olmo_tokenizer_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(id_encoders, "CACHE_TEXT_BYTES", 1000)
+    monkeypatch.setattr(id_encoders, "CACHE_BYTES", -1)  # any memory is too much
+    encoder = Gigatoken(olmo_tokenizer_file)
+    first = encoder._tokenizer
+    before = encoder.encode_batch([b"word " * 100])[0].tolist()
+    assert encoder._tokenizer is first
+    encoder.encode_batch([b"word " * 200])
+    assert encoder._tokenizer is not first
+    assert encoder.encode_batch([b"word " * 100])[0].tolist() == before
+
+
+def test_a_long_text_has_the_same_ids_in_pieces(
+    tokenizer: Tokenizer, sample_texts: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(id_encoders, "PIECE_CHARACTERS", 100)
+    text = "\n\n".join(sample_texts) + " \u0eba\u0323  two  spaces"
+    seen: list[int] = []
+    encode = tokenizer.encode
+    monkeypatch.setattr(tokenizer, "encode", lambda text: seen.append(len(text)) or encode(text))
+    assert ExactEncoder(tokenizer).encode(text).tolist() == encode(text)
+    assert max(seen[-10:]) < 1000 < len(text)
+
+
+def test_a_tokenizer_that_joins_words_gets_long_texts_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "the end of the day is the end of the night"
+    tokenizer = trained(tmp_path, [text] * 50, model_type="bpe", vocab_size=60, split_by_whitespace=False)
+    monkeypatch.setattr(id_encoders, "PIECE_CHARACTERS", 10)
+    assert ExactEncoder(tokenizer).encode(text).tolist() == tokenizer.encode(text)
+
+
+def exact(texts: Sequence[str]) -> list[list[int]]:
+    """A made-up tokenizer of one id a character."""
+    return [list(map(ord, unicodedata.normalize("NFC", text))) for text in texts]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "doubtful"),
+    [
+        ("\u4e00", "?", [0x4E00]),
+        ("a\u0915b", "?", [0x0915]),
+        ("\u0ece", "\u0378", [0x0ECE]),  # which has a combining class since Unicode 15 alone
+        ("\u0100", "\u0100", []),
+    ],
+    ids=["one character", "with its neighbours", "a combining class", "none"],
+)
+def test_the_characters_that_two_libraries_take_otherwise_are_found(old: str, new: str, doubtful: list[int]) -> None:
+    trusted = trusted_characters(lambda texts: exact([text.replace(old, new) for text in texts]), exact)
+    same = trusted_characters(exact, exact)
+    assert np.flatnonzero(same & ~trusted).tolist() == doubtful and same.sum() == sum(map(len, id_encoders.PROBED))

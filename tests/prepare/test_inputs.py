@@ -1,0 +1,115 @@
+import re
+from pathlib import Path
+
+import pytest
+
+from megatron_fanformer.errors import InputError
+from megatron_fanformer.prepare.inputs import CHAT_SUFFIXES, expand_inputs
+from tests.closed_folders import closed_folder
+
+
+def names(found: list[Path], folder: Path) -> list[str]:
+    return [path.relative_to(folder).as_posix() for path in found]
+
+
+def touch(folder: Path, *files: str) -> None:
+    for name in files:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).touch()
+
+
+def test_folders_stand_for_their_document_files_sorted(tmp_path: Path) -> None:
+    touch(
+        tmp_path,
+        "b/2.jsonl",
+        "a/1.json.gz",
+        "b/1.jsonl.zst",
+        "b/notes.pdf",
+        "c.json",
+        "d.parquet",
+        "e/f.md",
+        "g.txt.gz",
+    )
+    touch(tmp_path, "b/tokens.ledger.parquet", "b/tokens.manifest.json")
+    found = ["a/1.json.gz", "b/1.jsonl.zst", "b/2.jsonl", "d.parquet"]
+    assert names(expand_inputs([tmp_path], CHAT_SUFFIXES), tmp_path) == found
+    assert names(expand_inputs([tmp_path]), tmp_path) == [*found, "e/f.md", "g.txt.gz"]
+
+
+def test_the_order_does_not_depend_on_how_files_are_named(tmp_path: Path) -> None:
+    touch(tmp_path, "a.jsonl", "b.jsonl", "c/d.jsonl")
+    one = expand_inputs([tmp_path / "c", tmp_path / "b.jsonl", tmp_path / "a.jsonl"])
+    assert one == expand_inputs([tmp_path])
+
+
+def test_patterns_take_what_they_match_of_document_files(tmp_path: Path) -> None:
+    touch(tmp_path, "a/1.jsonl", "a/2.pdf", "b/1.jsonl", "[x].jsonl")
+    assert names(expand_inputs([f"{tmp_path}/*/*"]), tmp_path) == ["a/1.jsonl", "b/1.jsonl"]
+    assert names(expand_inputs([f"{tmp_path}/**/1.jsonl"]), tmp_path) == ["a/1.jsonl", "b/1.jsonl"]
+    assert names(expand_inputs([f"{tmp_path}/[x].jsonl"]), tmp_path) == ["[x].jsonl"]
+
+
+def test_a_list_names_inputs_a_line(tmp_path: Path) -> None:
+    touch(tmp_path, "a.jsonl", "folder/b.jsonl", "c-1.jsonl")
+    listed = tmp_path / "inputs.txt"
+    listed.write_text(f"# shards\n{tmp_path}/a.jsonl\n\n  {tmp_path}/folder\n{tmp_path}/c-*.jsonl\n")
+    assert names(expand_inputs([f"@{listed}"]), tmp_path) == ["a.jsonl", "c-1.jsonl", "folder/b.jsonl"]
+
+
+def test_a_byte_order_mark_is_of_no_path_of_a_list(tmp_path: Path) -> None:
+    """Windows' editors write one; from another store, too."""
+    touch(tmp_path, "a.jsonl", "b.jsonl")
+    listed = tmp_path / "inputs.txt"
+    listed.write_bytes(f"\ufeff{tmp_path}/a.jsonl\r\n{tmp_path}/b.jsonl\r\n".encode())
+    for name in (listed, f"file://{listed}"):
+        assert names(expand_inputs([f"@{name}"]), tmp_path) == ["a.jsonl", "b.jsonl"]
+
+
+@pytest.mark.parametrize("name", ["missing.jsonl", "empty folder", "notes.pdf", "no*match.jsonl", "@missing list"])
+def test_an_input_that_cannot_serve_is_an_input_error(tmp_path: Path, name: str) -> None:
+    (tmp_path / "empty folder").mkdir()
+    (tmp_path / "notes.pdf").touch()
+    path = f"@{tmp_path}/{name[1:]}" if name.startswith("@") else f"{tmp_path}/{name}"
+    with pytest.raises(InputError, match=name.lstrip("@").replace("*", r"\*")):
+        expand_inputs([path])
+
+
+def test_a_link_to_no_file_is_not_passed_over(tmp_path: Path) -> None:
+    """Unless its name is none that is searched for."""
+    touch(tmp_path, "a.jsonl")
+    for name in ("notes.pdf", "tokens.manifest.json"):
+        (tmp_path / name).symlink_to("gone")
+    assert names(expand_inputs([tmp_path]), tmp_path) == ["a.jsonl"]
+    (tmp_path / "b.jsonl").symlink_to("gone")
+    for given in (tmp_path, tmp_path / "*.jsonl"):
+        with pytest.raises(InputError, match=r"b\.jsonl is a link to no file, its documents would be missing"):
+            expand_inputs([given])
+
+
+def test_a_folder_that_cannot_be_read_is_not_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    touch(tmp_path, "a.jsonl", "closed/b.jsonl", "closed/sub/d.jsonl", "open/b.jsonl", "open/sub/d.jsonl")
+    with closed_folder("closed", monkeypatch), pytest.raises(InputError) as refused:
+        expand_inputs([tmp_path])
+    assert re.search(r"closed cannot be searched \(Permission denied\), its files would be missing", str(refused.value))
+
+
+def test_a_file_that_links_lead_to_counts_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    touch(tmp_path, "a/1.jsonl", "b/2.jsonl", "other.jsonl", "b/notes.pdf", "b/c.json")
+    (tmp_path / "a" / "3.jsonl").symlink_to("1.jsonl")
+    (tmp_path / "b" / "4.jsonl").symlink_to("../a/1.jsonl")
+    (tmp_path / "a" / "5.jsonl").symlink_to("../other.jsonl")
+    (tmp_path / "c").symlink_to("b")
+    found = ["a/1.jsonl", "a/5.jsonl", "b/2.jsonl"]
+    assert names(expand_inputs([tmp_path / "a", tmp_path / "b"]), tmp_path) == found
+    assert capsys.readouterr().out == (
+        f"{tmp_path}/b: 2 files of other kinds passed over, such as {tmp_path}/b/c.json\n"
+        "2 links passed over, to files that are counted already\n"
+    )
+    assert names(expand_inputs([f"{tmp_path}/**/[1-4].jsonl"]), tmp_path) == ["a/1.jsonl", "b/2.jsonl"]
+    assert names(expand_inputs([tmp_path / "a" / "3.jsonl"]), tmp_path) == ["a/3.jsonl"]
+
+
+def test_a_file_named_twice_is_an_input_error(tmp_path: Path) -> None:
+    touch(tmp_path, "a.jsonl")
+    with pytest.raises(InputError, match="twice"):
+        expand_inputs([tmp_path, tmp_path / "a.jsonl"])

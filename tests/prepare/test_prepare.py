@@ -1,0 +1,554 @@
+import gc
+import gzip
+import os
+import shutil
+from collections.abc import Callable
+from concurrent.futures import thread as executor
+from itertools import chain
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+from pyarrow import parquet
+
+from megatron_fanformer.data import manifest as manifest_module
+from megatron_fanformer.data.manifest import Manifest, read_any_manifest
+from megatron_fanformer.data.token_files import read_index
+from megatron_fanformer.data.tokenizer import load_tokenizer
+from megatron_fanformer.durable_files import sha256_of
+from megatron_fanformer.errors import CorruptError, FanformerError, InputError
+from megatron_fanformer.prepare import assembly, encoding, workers
+from megatron_fanformer.prepare.document_files import BLOCK_BYTES
+from megatron_fanformer.prepare.prepare import PrepareConfig, _settings
+from megatron_fanformer.prepare.progress import PrepareProgress
+from megatron_fanformer.prepare.shards import work_folder
+from tests.disk_steps import recorded_steps
+from tests.prepare.making import Prepare, WriteLines, as_line, prepare_files
+from tests.prepare.mortal_workers import DEATHS, encode_or_die
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()} if folder.exists() else {}
+
+
+def outputs(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+
+
+@pytest.fixture
+def mixed(write_lines: WriteLines) -> Path:
+    """Seven lines: three documents and four refused lines."""
+    lines = [as_line("one"), b"{", as_line(""), as_line("two\ttwo"), b'{"id": 1}', b"{", as_line("three")]
+    return write_lines("mixed.jsonl", lines)
+
+
+@pytest.fixture
+def damaged(write_lines: WriteLines) -> Path:
+    """A hundred documents, the last of them cut off."""
+    return cut_off(write_lines("damaged.jsonl.gz", [as_line("text " * 100)] * 100))
+
+
+def cut_off(file: Path) -> Path:
+    file.write_bytes(file.read_bytes()[:-9])
+    return file
+
+
+def test_megatrons_reader_gives_every_document_and_its_end(
+    token_prefix: str, sample_texts: list[str], small_tokenizer_file: Path
+) -> None:
+    from megatron.core.datasets.indexed_dataset import IndexedDataset
+
+    tokenizer = load_tokenizer(small_tokenizer_file)
+    expected = [[*tokenizer.encode(text), tokenizer.eod_id] for text in sample_texts]
+    assert [document.tolist() for document in IndexedDataset(token_prefix)] == expected
+
+
+def test_every_sample_document_ends_with_50279_under_the_papers_tokenizer(
+    tmp_path: Path, sample_files: list[Path], olmo_tokenizer_file: Path
+) -> None:
+    from megatron.core.datasets.indexed_dataset import IndexedDataset
+
+    prefix = str(tmp_path / "olmo")
+    prepare_files(prefix, sample_files, olmo_tokenizer_file)
+    ends = [(int(document[-1]), int((document == 50279).sum())) for document in IndexedDataset(prefix)]
+    assert ends == [(50279, 1)] * 30
+
+
+def test_the_bytes_do_not_depend_on_the_number_of_workers(
+    tmp_path: Path, write_lines: WriteLines, prepare: Prepare
+) -> None:
+    long = write_lines("a.jsonl.gz", (as_line(f"{n} line\n" * 3000) for n in range(BLOCK_BYTES * 3 // 25_000)))
+    mixed = write_lines("b.jsonl", [b"{" if n % 5 == 0 else as_line(f"document {n}") for n in range(2000)])
+    for count in (1, 2, 3):
+        prefix = str(tmp_path / str(count) / "tokens")
+        prepare(prefix, long, mixed, workers=count)
+    assert contents(tmp_path / "1") == contents(tmp_path / "2") == contents(tmp_path / "3")
+
+
+def test_lines_are_documents_or_counted_by_reason(tmp_path: Path, mixed: Path, prepare: Prepare) -> None:
+    seen: list[PrepareProgress] = []
+    manifest = prepare(tmp_path / "out", mixed, progress=seen.append).manifest
+    assert (manifest.lines_read, manifest.documents) == (7, 3)
+    assert (seen[-1].documents, seen[-1].input_bytes) == (3, mixed.stat().st_size)
+    assert manifest.refused == {"empty text": 1, "no text field": 1, "not JSON": 2}
+    assert [example.line for example in manifest.refused_examples] == [2, 3, 5, 6]
+
+
+def test_a_refused_lines_number_counts_from_its_own_file_over_blocks(
+    tmp_path: Path, write_lines: WriteLines, prepare: Prepare
+) -> None:
+    first = write_lines("a.jsonl", [as_line("a")] * 3)
+    second = write_lines("b.jsonl", [*[as_line("x" * 100_000)] * 11, b"{"])
+    manifest = prepare(tmp_path / "out", first, second).manifest
+    assert str(manifest.refused_examples[0]) == f"{second}:12: not JSON"
+
+
+def test_strict_stops_at_the_first_refused_line_and_leaves_nothing(
+    tmp_path: Path, mixed: Path, prepare: Prepare
+) -> None:
+    with pytest.raises(InputError, match=r"mixed\.jsonl:2: not JSON"):
+        prepare(tmp_path / "new" / "out", mixed, strict=True)
+    assert not (tmp_path / "new").exists()
+
+
+def test_the_manifest_tells_what_the_files_hold(token_prefix: str, sample_files: list[Path]) -> None:
+    manifest = read_any_manifest(token_prefix)
+    assert isinstance(manifest, Manifest)
+    tokens = np.fromfile(token_prefix + ".bin", np.uint16)
+    assert (manifest.tokens, manifest.max_token_id) == (len(tokens), tokens.max())
+    assert [record.sha256 for record in manifest.inputs] == [sha256_of(file) for file in sample_files]
+    assert set(manifest.outputs[0].files) == {".bin", ".idx", ".ledger.parquet"}
+    for suffix, record in manifest.outputs[0].files.items():
+        assert record.sha256 == sha256_of(Path(token_prefix + suffix))
+
+
+def test_the_same_preparation_again_does_nothing(tmp_path: Path, mixed: Path, prepare: Prepare) -> None:
+    prefix = tmp_path / "new" / "out"
+    first = prepare(prefix, mixed)
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "new").iterdir()}
+    os.utime(mixed, (1, 1))  # its content is the same
+    again = prepare(prefix, mixed, workers=2)
+    assert (again.already_there, again.manifest) == (True, first.manifest)
+    assert before == {path: path.stat().st_mtime_ns for path in (tmp_path / "new").iterdir()}
+
+
+def test_an_output_that_names_a_folder_is_refused_before_anything(
+    tmp_path: Path, mixed: Path, prepare: Prepare, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The files of web/ would be web.bin and its like, beside that folder, and another preparation's."""
+    monkeypatch.chdir(tmp_path)
+    for output, remedy in {"web/": "web/web", ".": "./web", "..": "../web", "a/.": "a/./web"}.items():
+        with pytest.raises(
+            InputError, match=f"^output {output} names a folder; name a prefix in it, such as {remedy}$"
+        ):
+            prepare(output, mixed)
+    assert list(tmp_path.iterdir()) == [mixed]
+
+
+@pytest.mark.parametrize(
+    "change", ["inputs", "content", {"text_field": "content"}, {"eod_id": 5}, {"strict": True}], ids=str
+)
+def test_an_output_made_otherwise_is_refused_and_left_alone(
+    tmp_path: Path, mixed: Path, write_lines: WriteLines, prepare: Prepare, change: Any
+) -> None:
+    prefix = tmp_path / "new" / "out"
+    prepare(prefix, mixed)
+    before = contents(tmp_path / "new")
+    if change == "content":
+        mixed.write_bytes(mixed.read_bytes().replace(b"one", b"1ne"))
+    file = write_lines("other.jsonl", [as_line("other")]) if change == "inputs" else mixed
+    with pytest.raises(InputError, match="exists"):
+        prepare(prefix, file, **(change if isinstance(change, dict) else {}))
+    assert contents(tmp_path / "new") == before
+
+
+@pytest.mark.parametrize("settings", [{}, {"part_bytes": 8}], ids=str)
+@pytest.mark.parametrize(
+    "name", ["out.bin", "out.idx", "out.manifest.json", "out-00000.bin", "out-00000.idx", "out-00001.bin"]
+)
+def test_token_files_without_a_manifest_are_never_overwritten(
+    tmp_path: Path, mixed: Path, prepare: Prepare, name: str, settings: dict[str, Any]
+) -> None:
+    """Nor a part of them."""
+    (tmp_path / name).write_bytes(b"somebody's")
+    before = contents(tmp_path)
+    with pytest.raises(FanformerError, match=name):
+        prepare(tmp_path / "out", mixed, **settings)
+    assert contents(tmp_path) == before
+
+
+def test_damaged_inputs_are_all_named_and_nothing_is_published(
+    tmp_path: Path, mixed: Path, damaged: Path, prepare: Prepare
+) -> None:
+    other = damaged.rename(tmp_path / "a.jsonl.gz")
+    damaged.write_bytes(other.read_bytes())
+    with pytest.raises(CorruptError, match=r"a\.jsonl.*truncated.*damaged.*truncated.*same command continues"):
+        prepare(tmp_path / "new" / "out", mixed, other, damaged)
+    assert [path.name for path in (tmp_path / "new").iterdir()] == ["out.parts"]
+
+
+@pytest.mark.parametrize(("name", "settings"), [("a.jsonl", {}), ("a.npy", {"from_npy": True})])
+def test_an_input_that_the_system_fails_to_read_is_named(
+    tmp_path: Path, prepare: Prepare, name: str, settings: dict[str, Any]
+) -> None:
+    """As the beginning of a worker's memory is."""
+    (tmp_path / name).symlink_to("/proc/self/mem")
+    with pytest.raises(FanformerError) as error:
+        prepare(tmp_path / "out", tmp_path / name, **settings)
+    line = f"{tmp_path / name} cannot be read (Input/output error); check its disk, and run the same command to"
+    assert str(error.value).startswith(line) and error.value.exit_code == 1
+
+
+def test_once_the_damaged_input_is_mended_the_rest_is_not_done_again(
+    tmp_path: Path, mixed: Path, write_lines: WriteLines, prepare: Prepare
+) -> None:
+    other = write_lines("other.jsonl.gz", [as_line("text " * 100)] * 100)
+    whole, times = other.read_bytes(), (1, 1)
+    os.utime(other, times)
+    prepare(tmp_path / "expected" / "out", mixed, other)
+    cut_off(other)
+    with pytest.raises(CorruptError, match="truncated"):
+        prepare(tmp_path / "new" / "out", mixed, other)
+    other.write_bytes(whole)
+    os.utime(other, times)
+    seen: list[PrepareProgress] = []
+    prepare(tmp_path / "new" / "out", mixed, other, progress=seen.append)
+    assert seen[-1].input_bytes == mixed.stat().st_size + len(whole)
+    assert seen[-1].text_bytes == 500 * 100  # of the other file alone: what was done before is not encoded again
+    assert outputs(tmp_path / "new") == outputs(tmp_path / "expected")
+
+
+@pytest.fixture
+def cut_short(tmp_path: Path, write_lines: WriteLines, prepare: Prepare) -> Callable[..., Any]:
+    """Prepare two inputs, of which the second is damaged and then mended; call the same command again."""
+    first, second = (write_lines(f"{name}.jsonl.gz", [as_line("text " * 100)] * 100) for name in ("first", "second"))
+
+    def prepare_them(**settings: Any) -> Any:
+        return prepare(tmp_path / "new" / "out", first, second, **settings)
+
+    def start(**settings: Any) -> Callable[[], Any]:
+        whole = second.read_bytes()
+        cut_off(second)
+        with pytest.raises(CorruptError, match="truncated"):
+            prepare_them(**settings)
+        second.write_bytes(whole)
+        return lambda: prepare_them(**settings)
+
+    return start
+
+
+def test_a_shard_that_was_damaged_meanwhile_is_made_again(
+    tmp_path: Path, cut_short: Callable[..., Any], prepare: Prepare
+) -> None:
+    again = cut_short()
+    os.truncate(tmp_path / "new" / "out.parts" / "000000.tokens", 9)
+    again()
+    inputs = sorted(tmp_path.glob("*.jsonl.gz"))
+    prepare(tmp_path / "expected" / "out", *inputs)
+    assert outputs(tmp_path / "new")["out.bin"] == outputs(tmp_path / "expected")["out.bin"]
+
+
+def test_an_index_of_many_documents_is_written_in_chunks(
+    tmp_path: Path, mixed: Path, prepare: Prepare, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepare(tmp_path / "whole", mixed)
+    monkeypatch.setattr(assembly, "INDEX_CHUNK", 1)  # three documents make three
+    prepare(tmp_path / "chunks", mixed)
+    assert (tmp_path / "chunks.idx").read_bytes() == (tmp_path / "whole.idx").read_bytes()
+
+
+def test_token_files_get_their_names_once_they_are_on_the_disk(
+    tmp_path: Path, mixed: Path, prepare: Prepare, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps = recorded_steps(monkeypatch)
+    prepare(tmp_path / "out", mixed)
+    names = ("out.bin", "out.idx", "out.ledger.parquet")
+    for name in names:
+        renamed = steps.index(("rename", name))
+        assert ("fsync", name) in steps[:renamed] and ("fsync", tmp_path.name) in steps[renamed:]
+    manifest = steps.index(("rename", "out.manifest.json"))
+    assert all(steps.index(("rename", name)) < manifest for name in names)
+    assert ("fsync", tmp_path.name) == steps[manifest + 1]
+
+
+@pytest.mark.parametrize(("vocab_size", "dtype"), [(1 << 16, "uint16"), ((1 << 16) + 1, "uint32")])
+def test_npy_ids_have_room_for_the_whole_vocabulary(vocab_size: int, dtype: str) -> None:
+    config = PrepareConfig(inputs=(), output="", tokenizer="", format="npy")
+    assert _settings(config, mock.Mock(vocab_size=vocab_size)).dtype == dtype
+
+
+def test_inputs_without_a_document_are_an_input_error(
+    tmp_path: Path, write_lines: WriteLines, prepare: Prepare
+) -> None:
+    empty = write_lines("empty.jsonl", [b"{", b""])
+    with pytest.raises(InputError, match="1 empty line, 1 not JSON"):
+        prepare(tmp_path / "new" / "out", empty)
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_worker_that_dies_has_its_file_tried_once_more(
+    tmp_path: Path, write_lines: WriteLines, prepare: Prepare, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = write_lines("a.jsonl", [as_line("some words")])
+    prepare(tmp_path / "expected" / "out", file)
+    monkeypatch.setattr(workers, "encode_file", encode_or_die)
+    file.with_name(DEATHS).write_text("1")
+    prepare(tmp_path / "new" / "out", file)
+    assert file.with_name(DEATHS).read_text() == "0"
+    assert outputs(tmp_path / "new") == outputs(tmp_path / "expected")
+    file.with_name(DEATHS).write_text("2")
+    with pytest.raises(FanformerError, match=r"two workers died while preparing .*a\.jsonl"):
+        prepare(tmp_path / "never" / "out", file)
+    assert not (tmp_path / "never").exists()
+
+
+def test_the_files_beside_one_that_kills_its_worker_are_done(
+    tmp_path: Path, write_lines: WriteLines, prepare: Prepare, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = [write_lines(f"{number}.jsonl", [as_line("some words")]) for number in range(5)]
+    monkeypatch.setattr(workers, "encode_file", encode_or_die)
+    files[0].with_name(DEATHS).write_text("2")
+    with pytest.raises(
+        FanformerError, match=r"^two workers died while preparing \S*0\.jsonl .*short; what is done stays"
+    ):
+        prepare(tmp_path / "new" / "out", *files, workers=2)
+    done = [path.stem for path in (tmp_path / "new" / "out.parts").glob("[0-9]*.json")]
+    assert sorted(done) == ["000001", "000002", "000003", "000004"]
+
+
+def test_an_output_that_cannot_be_written_is_an_input_error(tmp_path: Path, mixed: Path, prepare: Prepare) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(InputError, match="cannot be written"):
+        prepare(tmp_path / "file" / "out", mixed)
+
+
+def test_two_preparations_of_one_prefix_do_not_mix(tmp_path: Path, mixed: Path, prepare: Prepare) -> None:
+    prefix = tmp_path / "new" / "out"
+    with work_folder(str(prefix)), pytest.raises(InputError, match="another process"):
+        prepare(prefix, mixed)
+    prepare(prefix, mixed)
+
+
+@pytest.mark.parametrize("settings", [{"text_field": "content"}, {"min_length": 2}, {"format": "npy"}, {}], ids=str)
+def test_an_unfinished_preparation_of_another_kind_is_refused(
+    tmp_path: Path, mixed: Path, damaged: Path, prepare: Prepare, settings: dict[str, Any]
+) -> None:
+    """Of other settings, or of other inputs."""
+    prefix = tmp_path / "out"
+    with pytest.raises(CorruptError):
+        prepare(prefix, mixed, damaged)
+    inputs = [mixed, damaged] if settings else [mixed]
+    with pytest.raises(InputError, match=rf"unfinished preparation.*{next(iter(settings), 'inputs')}"):
+        prepare(prefix, *inputs, **settings)
+
+
+def test_the_ledger_says_where_each_document_came_from(
+    tmp_path: Path, write_lines: WriteLines, prepare: Prepare
+) -> None:
+    lines = [b'{"id": "x", "text": "one", "source": "web"}', b"{", b'{"id": 7, "text": "two two"}']
+    first, second = write_lines("a.jsonl.gz", lines), write_lines("b.jsonl", [as_line("three")])
+    prefix = str(tmp_path / "out")
+    prepare(prefix, first, second)
+    rows = parquet.read_table(prefix + ".ledger.parquet").to_pylist()
+    assert [(row["id"], row["source"], row["shard"], row["line"]) for row in rows] == [
+        ("x", "web", str(first), 1),
+        ("7", None, str(first), 3),
+        ("1", "test", str(second), 1),
+    ]
+    lengths = read_index(prefix).lengths.tolist()
+    assert [row["length"] for row in rows] == lengths
+    assert [row["first_token"] for row in rows] == [0, lengths[0], lengths[0] + lengths[1]]
+
+
+def test_documents_and_tokens_are_counted_by_source_unless_there_are_too_many(
+    tmp_path: Path, write_lines: WriteLines, prepare: Prepare, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    of = [b'{"text": "one", "source": "a"}', b'{"text": "two two", "source": "b"}', b'{"text": "three"}']
+    first = write_lines("a.jsonl", [*of, *of, b"{", of[0]])
+    second = write_lines("b.jsonl", [of[1], b'{"text": "four", "source": ""}'])
+    counts = prepare(tmp_path / "out", first, second).manifest.by_source
+    rows = parquet.read_table(str(tmp_path / "out.ledger.parquet")).to_pylist()
+    expected: dict[str, tuple[int, int]] = {}
+    for row in rows:
+        documents, tokens = expected.get(row["source"] or "", (0, 0))
+        expected[row["source"] or ""] = (documents + 1, tokens + row["length"])
+    assert counts is not None and set(expected) == {"", "a", "b"}
+    assert {name: (count.documents, count.tokens) for name, count in counts.items()} == expected
+    monkeypatch.setattr(manifest_module, "MOST_SOURCES", 2)
+    assert prepare(tmp_path / "many", first, second).manifest.by_source is None
+
+
+def test_text_files_are_documents_named_by_their_paths_beside_lines(
+    tmp_path: Path, write_lines: WriteLines, prepare: Prepare
+) -> None:
+    folder = tmp_path / "texts"
+    (folder / "b").mkdir(parents=True)
+    for name, data in (("a.md", b"one\ntwo"), ("b/c.txt", b"three"), ("b/empty.txt", b""), ("latin.txt", b"caf\xe9")):
+        (folder / name).write_bytes(data)
+    write_lines("texts/z.jsonl", [as_line("four")])
+    manifest = prepare(tmp_path / "out", folder).manifest
+    rows = parquet.read_table(str(tmp_path / "out.ledger.parquet")).to_pylist()
+    assert [(row["id"], row["line"]) for row in rows] == [(f"{folder}/a.md", 1), (f"{folder}/b/c.txt", 1), ("1", 1)]
+    assert (manifest.lines_read, manifest.refused) == (5, {"empty text": 1, "invalid UTF-8": 1})
+    with pytest.raises(InputError, match=r"latin\.txt:1: invalid UTF-8"):
+        prepare(tmp_path / "strict", folder / "a.md", folder / "latin.txt", strict=True)
+    with pytest.raises(InputError, match=r"a\.md is plain text, which holds no conversation"):
+        prepare(tmp_path / "chat", folder / "a.md", chat=True)
+
+
+def test_inputs_may_be_named_otherwise_by_a_run_that_goes_on(
+    tmp_path: Path, prepare: Prepare, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder := tmp_path / "texts").mkdir()
+    (folder / "a.md").write_text("a text")
+    (folder / "b.txt").write_text("")
+    whole = gzip.compress(as_line("a line"))
+    (folder / "c.jsonl.gz").write_bytes(whole[:-4])
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "link").symlink_to(folder)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(CorruptError, match="is truncated"):
+        prepare(tmp_path / "out", "texts")
+    (folder / "c.jsonl.gz").write_bytes(whole)
+    with pytest.raises(InputError, match=r"an unfinished preparation of .*out with other inputs"):
+        prepare(tmp_path / "out", "elsewhere/link")  # which may lead elsewhere on another machine
+    monkeypatch.chdir(folder)
+    prepare(tmp_path / "out", folder / "c.jsonl.gz", "../elsewhere/link/../texts/b.txt", "./a.md")
+    prepare(tmp_path / "once", folder)
+    assert parquet.read_table(str(tmp_path / "out.ledger.parquet"))["id"].to_pylist() == [f"{folder}/a.md", "1"]
+    for suffix in (".bin", ".idx", ".ledger.parquet"):
+        assert (tmp_path / f"out{suffix}").read_bytes() == (tmp_path / f"once{suffix}").read_bytes()
+
+
+@pytest.mark.timeout(60)  # where it fails, it hangs
+def test_a_failed_preparation_leaves_no_writer_that_the_collector_would_close(
+    tmp_path: Path, write_lines: WriteLines, prepare: Prepare, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = write_lines("a.jsonl", [as_line("one")]), write_lines("b.jsonl", [as_line("two"), b"{"])
+    submitted = executor._WorkItem
+
+    def submit(*arguments: Any) -> Any:
+        """Make what an executor queues, while it holds its lock."""
+        gc.collect()
+        return submitted(*arguments)
+
+    gc.collect()
+    gc.disable()
+    try:
+        with pytest.raises(InputError, match=r"b\.jsonl:2: not JSON") as failed:
+            prepare(tmp_path / "strict", *files, strict=True)
+        garbage: list[Any] = [failed.value]  # with the frames that it came through, and what they have
+        garbage.append(garbage)
+        del failed, garbage
+        monkeypatch.setattr(executor, "_WorkItem", submit)
+        assert prepare(tmp_path / "out", *files).manifest.documents == 2
+    finally:
+        gc.enable()
+
+
+def test_parts_together_are_the_whole(
+    tmp_path: Path, sample_files: list[Path], prepare: Prepare, token_prefix: str
+) -> None:
+    prefix = str(tmp_path / "out")
+    manifest = prepare(prefix, *sample_files, part_bytes=10_000).manifest
+    names = [output.prefix for output in manifest.outputs]
+    assert names == [f"out-{part:05d}" for part in range(len(names))] and len(names) > 3
+    assert Path(prefix + ".blend").read_text().split() == names
+    data = [Path(tmp_path, name + ".bin").read_bytes() for name in names]
+    assert b"".join(data) == Path(token_prefix + ".bin").read_bytes()
+    lengths = [read_index(str(tmp_path / name)).lengths.tolist() for name in names]
+    assert list(chain(*lengths)) == read_index(token_prefix).lengths.tolist()
+    for part, tokens in zip(lengths[:-1], data[:-1], strict=True):
+        assert len(tokens) >= 10_000 > len(tokens) - 2 * part[-1]  # the last document took it over the size
+    ledgers = [parquet.read_table(tmp_path / f"{name}.ledger.parquet") for name in names]
+    assert [table.column("length").to_pylist() for table in ledgers] == lengths
+    assert {table.column("first_token")[0].as_py() for table in ledgers} == {0}
+
+
+def test_npy_output_is_the_tokens_alone_and_documents_again(
+    tmp_path: Path, sample_files: list[Path], prepare: Prepare, token_prefix: str
+) -> None:
+    npy, back = tmp_path / "npy" / "out", tmp_path / "back" / "out"
+    prepare(npy, *sample_files, format="npy")
+    assert set(contents(npy.parent)) == {"out.npy", "out.ledger.parquet", "out.manifest.json"}
+    prepare(back, shutil.copy(f"{npy}.npy", tmp_path / "datatrove's.ds"), from_npy=True)
+    for found, suffix in ((f"{npy}.npy", ".bin"), (f"{back}.bin", ".bin"), (f"{back}.idx", ".idx")):
+        assert Path(found).read_bytes() == Path(token_prefix + suffix).read_bytes()
+
+
+def test_a_last_document_without_its_end_keeps_its_tokens(
+    tmp_path: Path, small_tokenizer_file: Path, prepare: Prepare
+) -> None:
+    eod = load_tokenizer(small_tokenizer_file).eod_id
+    np.array([5, 6, eod, eod, 7, 8], np.uint16).tofile(tmp_path / "a.npy")
+    prefix = str(tmp_path / "out")
+    prepare(prefix, tmp_path / "a.npy", from_npy=True)
+    assert read_index(prefix).lengths.tolist() == [3, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("data", "kind", "message"),
+    [
+        (b"\x93NUMPY\x01\x00", InputError, "NumPy header"),
+        (b"abc", CorruptError, "not a whole number of uint16"),
+        (np.array([600], np.uint16).tobytes(), InputError, "id 600, outside"),
+    ],
+)
+def test_npy_files_that_cannot_serve_are_refused(
+    tmp_path: Path, prepare: Prepare, data: bytes, kind: type[FanformerError], message: str
+) -> None:
+    (tmp_path / "a.npy").write_bytes(data)
+    with pytest.raises(kind, match=message):
+        prepare(tmp_path / "out", tmp_path / "a.npy", from_npy=True)
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {"workers": 0},
+        {"part_bytes": 0},
+        {"min_length": -1},
+        {"min_length": 5, "max_length": 4},
+        {"backend": "tokenizers"},
+        {"from_npy": True, "strict": True},
+        {"npy_dtype": "uint32"},
+    ],
+)
+def test_a_setting_that_makes_no_sense_is_an_input_error(
+    tmp_path: Path, mixed: Path, prepare: Prepare, setting: dict[str, Any]
+) -> None:
+    with pytest.raises(InputError):
+        prepare(tmp_path / "new" / "out", mixed, **setting)
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_run_killed_after_its_last_step_is_tidied_up(tmp_path: Path, mixed: Path, prepare: Prepare) -> None:
+    prefix = tmp_path / "new" / "out"
+    prepare(prefix, mixed)
+    (tmp_path / "new" / "out.parts").mkdir()
+    assert prepare(prefix, mixed).already_there
+    assert not (tmp_path / "new" / "out.parts").exists()
+
+
+def test_workers_import_neither_torch_nor_megatron() -> None:
+    import subprocess
+    import sys
+
+    code = (
+        "import sys, megatron_fanformer.prepare.workers, megatron_fanformer.prepare.prepare;"
+        "print({'torch', 'megatron', 'transformers'} & set(sys.modules))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "set()\n"
+
+
+def test_token_files_of_another_end_of_text_are_not_one_document(
+    tmp_path: Path, small_tokenizer_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(encoding, "BLOCK_TOKENS", 10)
+    monkeypatch.setattr(encoding, "MAX_DOCUMENT_TOKENS", 100)
+    np.full(200, 7, np.uint16).tofile(tmp_path / "a.npy")
+    kinds = {"dtype": "uint16", "output_dtype": "uint16"}
+    with pytest.raises(InputError, match="no end-of-text id 1"):
+        list(encoding.npy_blocks(tmp_path / "a.npy", eod_id=1, vocab_size=600, **kinds))

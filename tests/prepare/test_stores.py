@@ -1,0 +1,195 @@
+"""Documents and token files on other stores: the bytes of the same preparation here, whole or without a manifest."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pyarrow
+import pytest
+from isal import igzip
+from pyarrow import parquet
+
+from megatron_fanformer import stores
+from megatron_fanformer.cli import main
+from megatron_fanformer.data.manifest import read_any_manifest
+from megatron_fanformer.errors import FanformerError, InputError
+from megatron_fanformer.prepare.document_files import DocumentFile, parse_block
+from megatron_fanformer.prepare.documents import DocumentParser
+from megatron_fanformer.prepare.inputs import expand_inputs
+from megatron_fanformer.prepare.remote_outputs import upload
+from tests.checkpoint.stores import FailingFiles
+from tests.data.chat_making import made_up_chats
+from tests.data.failing_stores import FORBIDDEN, Plan, planned
+from tests.prepare.making import Prepare, as_line
+from tests.prepare.test_interrupted import hashes
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No pause is waited for."""
+    monkeypatch.setattr(stores.time, "sleep", lambda _: None)
+
+
+@pytest.fixture
+def documents(tmp_path: Path) -> Path:
+    """A folder of each kind of file, one of them in a folder below."""
+    lines = b"".join(as_line(f"document {number} " * 40) + b"\n" for number in range(300))
+    (below := tmp_path / "documents" / "below").mkdir(parents=True)
+    (below / "c.jsonl").write_bytes(lines)
+    (below.parent / "a.jsonl.gz").write_bytes(igzip.compress(lines))
+    table = pyarrow.table({"text": [f"row {number}" for number in range(5000)]})
+    parquet.write_table(table, below.parent / "b.parquet", row_group_size=500)
+    (below.parent / "own.manifest.json").write_text("{}")
+    return below.parent
+
+
+# -- inputs
+
+
+def test_token_files_are_those_of_documents_here(documents: Path, tmp_path: Path, prepare: Prepare) -> None:
+    here = prepare(tmp_path / "here", documents)
+    there = prepare(tmp_path / "there", f"file://{documents}/", workers=2)
+    for suffix in (".bin", ".idx"):
+        assert (tmp_path / f"here{suffix}").read_bytes() == (tmp_path / f"there{suffix}").read_bytes()
+    recorded = [(record.path.removeprefix("file://"), record.bytes, record.sha256) for record in there.manifest.inputs]
+    assert recorded == [(record.path, record.bytes, record.sha256) for record in here.manifest.inputs]
+    again = prepare(tmp_path / "there", f"file://{documents}/")
+    assert again.already_there and again.manifest == read_any_manifest(str(tmp_path / "there"))
+    (documents / "a.jsonl.gz").write_bytes(igzip.compress(as_line("another") + b"\n"))
+    with pytest.raises(InputError, match="already exists with other inputs"):
+        prepare(tmp_path / "there", f"file://{documents}/")
+
+
+def test_files_are_named_as_those_here_are(documents: Path, tmp_path: Path) -> None:
+    with planned(documents) as url:
+        (tmp_path / "list").write_text(f"{url}/b.parquet\n{documents}/below/c.jsonl\n")
+        for words in (f"@{tmp_path}/list", f"@file://{tmp_path}/list"):
+            assert list(map(str, expand_inputs([words]))) == [f"{documents}/below/c.jsonl", f"{url}/b.parquet"]
+        assert list(map(str, expand_inputs([f"{url}/*.gz"]))) == [f"{url}/a.jsonl.gz"]
+        for words, line in {
+            f"{url}/none.jsonl": "names no document file; name one that exists",
+            f"{url}/none/": "names no document file",
+            f"{url}/own.csv": "names no document file",
+            "s3://user:secret@bucket/a.jsonl": "an input is s3://…@bucket/a.jsonl and holds a password",
+        }.items():
+            with pytest.raises(InputError, match=re.escape(line)):
+                expand_inputs([words])
+        with pytest.raises(InputError, match="is named twice among the inputs"):
+            expand_inputs([f"{url}/a.jsonl.gz", f"{url}/*.gz"])
+
+
+def test_a_file_is_no_pattern_whatever_its_name(documents: Path) -> None:
+    for name in ("part[1].jsonl", "part1.jsonl"):
+        (documents / name).write_bytes(as_line(name))
+    with planned(documents) as url:
+        (file,) = expand_inputs([f"{url}/part[1].jsonl"])
+        (block,) = DocumentFile(file).blocks()
+        assert [document.text for document in parse_block(block, DocumentParser())] == ["part[1].jsonl"]
+        (documents / "part[1].jsonl").unlink()
+        assert list(map(str, expand_inputs([f"{url}/part[1].jsonl"]))) == [f"{url}/part1.jsonl"]
+
+
+# -- outputs
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "parts": {"part_bytes": 3000},
+    "rows of chats": {"chat": True, "chat_template": "olmo", "format": "npy"},
+}
+
+
+@pytest.mark.parametrize("kind", list(SETTINGS))
+def test_token_files_there_are_those_here(tmp_path: Path, documents: Path, prepare: Prepare, kind: str) -> None:
+    (there := tmp_path / "there").mkdir()
+    options = {**SETTINGS[kind], "scratch": tmp_path / "scratch"}
+    url = f"file://{there}/tokens/web"
+    if kind == "rows of chats":
+        shutil.rmtree(documents)
+        documents.mkdir()
+        lines = [json.dumps({"messages": messages}) for messages in made_up_chats(40)]
+        (documents / "a.jsonl").write_text("\n".join(lines))
+    prepare(tmp_path / "here" / "web", f"file://{documents}/", **SETTINGS[kind])
+    first = prepare(url, f"file://{documents}/", **options)
+    again = prepare(url, f"file://{documents}/", **options)
+    assert hashes(there / "tokens") == hashes(tmp_path / "here")
+    assert (first.already_there, again.already_there, first.prefix) == (False, True, url)
+    assert first.manifest == again.manifest == read_any_manifest(str(tmp_path / "here" / "web"))
+    assert list((tmp_path / "scratch").iterdir()) == []
+    with pytest.raises(InputError, match=r"output prefix file://.*web already exists with (max_tokens|min_length)"):
+        other = {"min_length": 3} if kind == "parts" else {"max_tokens": 99}
+        prepare(url, f"file://{documents}/", **{**options, **other})
+    next((there / "tokens").rglob("*.npy" if kind == "rows of chats" else "*.bin")).unlink()
+    with pytest.raises(InputError, match=r"web.manifest.json exists, but not all files that it lists"):
+        prepare(url, f"file://{documents}/", **options)
+
+
+@pytest.mark.parametrize("kind", ["refused", "cut off"])
+def test_whatever_call_fails_nothing_looks_whole_that_is_not(
+    tmp_path: Path, documents: Path, prepare: Prepare, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each call of a copy that is not attempted again, and goes on when it is started again."""
+    fsspec.register_implementation("failing", FailingFiles, clobber=True)
+    monkeypatch.setattr(FailingFiles, "target", 0)
+    monkeypatch.setattr(FailingFiles, "count", 0)
+    monkeypatch.setattr(stores, "PAUSES_SECONDS", ())
+    here, there = tmp_path / "here", tmp_path / "there"
+    manifest = prepare(here / "web", documents).manifest
+    monkeypatch.setattr(FailingFiles, "kind", kind)
+    failed, target = 0, 0
+    while FailingFiles.count >= target:
+        target += 1
+        shutil.rmtree(there, ignore_errors=True)
+        there.mkdir()
+        FailingFiles.target, FailingFiles.count = target, 0
+        try:
+            upload(str(here / "web"), f"failing://{there}/web", manifest)
+        except FanformerError:
+            failed += 1
+        if (there / "web.manifest.json").exists():
+            assert {**hashes(there), "web.manifest.json": ""} == {**hashes(here), "web.manifest.json": ""}
+        calls, FailingFiles.target = FailingFiles.count, 0
+        upload(str(here / "web"), f"failing://{there}/web", manifest)
+        assert hashes(there) == hashes(here)
+        FailingFiles.count = calls
+    assert failed > 8
+
+
+def test_a_copy_that_was_cut_off_goes_on(
+    tmp_path: Path, documents: Path, prepare: Prepare, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url, options = f"file://{tmp_path}/there/web", {"scratch": tmp_path / "scratch"}
+    (tmp_path / "there").mkdir()
+    with monkeypatch.context() as patch:
+        patch.setattr("megatron_fanformer.prepare.prepare.upload", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            prepare(url, documents, **options)
+    shutil.copy(next((tmp_path / "scratch").glob("*/web.bin")), tmp_path / "there")
+    prepare(url, documents, **options)
+    prepare(tmp_path / "here" / "web", documents)
+    assert hashes(tmp_path / "there") == hashes(tmp_path / "here")
+    assert list((tmp_path / "scratch").iterdir()) == []
+
+
+def test_outputs_that_cannot_be_written_are_one_line(
+    tmp_path: Path, documents: Path, small_tokenizer_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "foreign-00000.idx").touch()
+    with planned(documents, Plan(1.0, kinds=(FORBIDDEN,))) as forbidden:
+        for output, line in {
+            "https://host/tokens/web": "cannot be written: https is only read; name s3://…, gs://… or a path",
+            "memory://web": "it must be the URL of a prefix, such as s3://bucket/tokens/web, or file:///disk/run",
+            "s3://user:secret@bucket/web": "output is s3://…@bucket/web and holds a password",
+            "file:///folder/": "names no prefix; name one in a bucket",
+            f"file://{tmp_path}/foreign": "foreign-00000.idx exists, and there is no manifest of a complete",
+            f"{forbidden}/web": "web cannot be used (PermissionError: the token has expired); check its name",
+        }.items():
+            words = ["prepare", str(documents), "--output", output, "--tokenizer", str(small_tokenizer_file)]
+            assert main([*words, "--scratch", str(tmp_path / "scratch")]) == 2
+            (error,) = capsys.readouterr().err.splitlines()
+            assert line in error and "secret" not in error
+    assert not any((tmp_path / "scratch").rglob("*"))
+    words = ["--scratch", "x", "--output", "y", "--tokenizer", "z"]
+    assert main(["prepare", str(documents), *words]) == 2
+    assert "scratch is set, which has no effect without --output at a URL" in capsys.readouterr().err

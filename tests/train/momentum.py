@@ -1,0 +1,65 @@
+"""A second optimizer, of two kinds of weights: SGD with momentum for matrices of layers, AdamW for all others.
+
+All of it is here but the entry in `OPTIMIZERS`, which `registered` makes for as long as a test needs it.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+
+from megatron_fanformer.train.adam import Adam
+from megatron_fanformer.train.optimizers import OPTIMIZERS
+from megatron_fanformer.train.update_rule import AdamW, Group
+
+NAME = "momentum"
+MATRICES_OF_LAYERS = {"momentum": 0.8, "lr_mult": 0.5}
+
+
+class MomentumAndAdam(Adam):
+    """SGD with momentum where a group names one, else AdamW."""
+
+    def _step_group(self, group: dict[str, Any]) -> None:
+        if "momentum" not in group:
+            super()._step_group(group)
+            return
+        for weight in group["params"]:
+            if not self.state[weight]:
+                self.state[weight] = {"momentum_buffer": torch.zeros_like(weight)}
+            buffer = self.state[weight]["momentum_buffer"].mul_(group["momentum"]).add_(weight.grad)
+            weight.mul_(1 - group["lr"] * group["weight_decay"]).sub_(buffer, alpha=group["lr"])
+
+
+@dataclass(frozen=True)
+class Momentum(AdamW):
+    """As AdamW but for matrices of layers."""
+
+    def torch_class(self) -> type[torch.optim.Optimizer]:
+        """Return the one above, whatever brings another Adam."""
+        return MomentumAndAdam
+
+    def group_of(self, name: str, dimensions: int) -> Group:
+        """Return momentum and rate of matrices of layers."""
+        return MATRICES_OF_LAYERS if dimensions == 2 and "linear" in name else super().group_of(name, dimensions)
+
+    def states(self, group: Group) -> tuple[str, ...]:
+        """Return one buffer, or Adam's moments."""
+        return ("momentum_buffer",) if "momentum" in group else super().states(group)
+
+    def last_update(self, weight: torch.Tensor, state: Mapping[str, torch.Tensor], group: Group) -> torch.Tensor:
+        """Return -lr (buffer + decay * the weight before), or Adam's."""
+        if "momentum" not in group:
+            return super().last_update(weight, state, group)
+        lr, decay, buffer = group["lr"], group["weight_decay"], state["momentum_buffer"]
+        before = (weight + lr * buffer) / (1 - lr * decay)
+        return -lr * (buffer + decay * before)
+
+
+@contextmanager
+def registered() -> Iterator[None]:
+    """A process in which a run can name it."""
+    with mock.patch.dict(OPTIMIZERS, {NAME: Momentum()}):
+        yield

@@ -1,0 +1,240 @@
+"""Where a run's metrics go: what a resumed run keeps, what each logger holds afterwards, and loggers that fail."""
+
+import importlib.util
+import io
+import json
+import logging
+import math
+import struct
+from contextlib import nullcontext
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import yaml
+from rich.console import Console
+
+from megatron_fanformer.checkpoint.store import METRICS
+from megatron_fanformer.errors import DivergenceError, FanformerError, InputError, Interrupted
+from megatron_fanformer.inspect.checkpoint import last_numbers
+from megatron_fanformer.markdown import code_block
+from megatron_fanformer.train import machine_rules
+from megatron_fanformer.train.config import config_from_dict
+from megatron_fanformer.train.loggers.json_lines import JSONLines
+from megatron_fanformer.train.loggers.logger import Start
+from megatron_fanformer.train.loggers.registry import Loggers, LoggingConfig
+from megatron_fanformer.train.loggers.tensorboard import BY_TOKENS, FOLDER, TensorBoard
+from megatron_fanformer.train.loggers.weights_and_biases import RUN_ID
+from megatron_fanformer.train.metrics import read_metrics
+from megatron_fanformer.train.start import _train
+from tests.small_runs import small_run
+
+FOREIGN = [b"", b"\xff\xfe\x00 not text", b"[1, 2]", b"7", b'{"step": "8"}', b'{"steps": 1}', b"[" * 100_000, b"null"]
+TOKENS = 64  # of a step
+
+
+def start(run: Path, step: int = 0) -> Start:
+    console = Console(file=io.StringIO())
+    return Start(
+        run=run, step=step, tokens=TOKENS * step, steps=20, values={}, logging=LoggingConfig(), console=console
+    )
+
+
+def test_a_resume_drops_later_steps_and_keeps_what_no_run_wrote(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    steps = [json.dumps({"step": step, "loss": step / 2}).encode() for step in (1, 2, 3)]
+    file = tmp_path / METRICS
+    file.write_bytes(b"\n".join([steps[0], *FOREIGN, *steps[1:], b'{"step": 1']))
+    with caplog.at_level(logging.WARNING, "megatron_fanformer"):
+        lines = JSONLines(start(tmp_path, step=2))
+    assert f"{file}: line 2 is not a step's metrics" in caplog.text
+    lines.write(3, {"loss": 4.0})
+    lines.close()
+    assert file.read_bytes().split(b"\n")[:-2] == [steps[0], *FOREIGN, steps[1]]
+    assert read_metrics(tmp_path) == [{"step": 1, "loss": 0.5}, {"step": 2, "loss": 1.0}, {"step": 3, "loss": 4.0}]
+    with file.open("ab") as stream:
+        stream.write(b"\x00\n[]\ntorn")
+    assert last_numbers(tmp_path) == {"step": 3, "loss": 4.0}
+
+
+def test_a_line_stays_json_whatever_the_numbers_are(tmp_path: Path) -> None:
+    lines = JSONLines(start(tmp_path))
+    lines.write(1, {"loss": math.nan, "health/phase_max": [1.0, math.inf]})
+    lines.close()
+    (line,) = (tmp_path / METRICS).read_bytes().splitlines()
+    assert json.loads(line, parse_constant=pytest.fail) == {"step": 1, "loss": None, "health/phase_max": [1.0, None]}
+
+
+def test_a_file_that_is_removed_during_a_run_is_written_anew(tmp_path: Path) -> None:
+    lines = JSONLines(start(tmp_path))
+    lines.write(1, {})
+    (tmp_path / METRICS).unlink()
+    lines.write(2, {})
+    assert read_metrics(tmp_path) == [{"step": 2}]
+
+
+def test_a_full_disk_is_named_and_closing_does_not_hide_it(tmp_path: Path) -> None:
+    lines = JSONLines(start(tmp_path))
+    (tmp_path / METRICS).unlink()
+    (tmp_path / METRICS).symlink_to("/dev/full")
+    with pytest.raises(OSError, match="No space left") as refused:
+        lines.write(1, {})
+    assert refused.value.filename == str(tmp_path / METRICS)
+    lines.close(failed=True)
+
+
+# -- all loggers of a run that logs steps 1 to 4, is killed, resumes after step 2, and logs 3 to 5 again
+
+
+def loggers(run: Path, **fields: Any) -> Loggers:
+    values = small_run("tokens", run, logging={"tensorboard": False, **fields})
+    config = config_from_dict(values)
+    run, steps = Path(config.training.run_dir), config.training.steps
+    return Loggers(config.logging, Console(file=io.StringIO()), run=run, steps=steps, writes=True)
+
+
+def metrics(step: int, life: int) -> dict[str, Any]:
+    found: dict[str, Any] = {"loss": 10.0 * life + step, "tokens": TOKENS * step, "tokens_per_second": 1e3}
+    if step % 2 == 0:
+        found |= {"validation_loss/books, all": 0.5 * step, "health/phase_max": [1.0, 3.0, 2.0]}
+    return found | ({"skipped": 'a "spike", twice'} if step == 3 else {})
+
+
+def log_two_lives(run: Path, **fields: Any) -> None:
+    first = loggers(run, **fields)
+    first.open({"optimizer": {"lr": 0.25}, "data": {"train_data": ["a"]}}, step=0, tokens=0)
+    for step in range(1, 5):
+        first.write(step, metrics(step, life=1))
+    first.close()
+    with (run / METRICS).open("a") as file:
+        file.write('{"step": 5, "lo')
+    second = loggers(run, **fields)
+    second.open({"optimizer": {"lr": 0.5}, "data": {"train_data": ["a"]}}, step=2, tokens=2 * TOKENS)
+    for step in range(3, 6):
+        second.write(step, metrics(step, life=2))
+    second.close()
+
+
+LIVES = [1, 1, 2, 2, 2]  # of the five steps, the one that is to be shown
+
+
+def test_tensorboard_shows_each_step_once_in_groups_and_the_loss_by_tokens(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    log_two_lives(tmp_path, tensorboard=True)
+    by_step, by_tokens = (EventAccumulator(str(tmp_path / FOLDER / name)).Reload() for name in ("", BY_TOKENS))
+    losses = by_step.Scalars("train/loss")
+    expected = [(step, 10 * life + step) for step, life in enumerate(LIVES, 1)]
+    assert [(event.step, event.value) for event in losses] == expected
+    assert [event.value for event in by_step.Scalars("validation/validation_loss/books, all")] == [1.0, 2.0]
+    assert [event.value for event in by_step.Scalars("train_health/phase_max")] == [3.0, 3.0]
+    assert [(event.step, event.value) for event in by_tokens.Scalars(f"train_{BY_TOKENS}/loss")] == [
+        (TOKENS * step, value) for step, value in expected
+    ]
+    tags = by_step.Tags()
+    configurations = by_step.Tensors("configuration/text_summary")
+    assert [b"lr: 0.25" in event.tensor_proto.string_val[0] for event in configurations] == [True, False]
+    assert configurations[0].tensor_proto.string_val[0].startswith(b"```yaml\n")
+    assert "custom_scalars__config__" in tags["tensors"]
+    plugin = by_step.summary_metadata["_hparams_/session_start_info"].plugin_data.content
+    assert b"optimizer.lr" in plugin and struct.pack("<d", 0.25) in plugin  # of its first start
+
+
+def test_a_configuration_stays_in_its_block_of_code() -> None:
+    """TensorBoard renders it as Markdown."""
+    text = "name: |\n  ```\n  <script>\n  ````\n"
+    assert code_block(text, "yaml") == f"`````yaml\n{text}`````"
+    assert code_block("plain") == "```\nplain\n```"
+
+
+def wandb_records(file: Path) -> list[Any]:
+    """The records of a W&B file: a log of LevelDB's, after its header, in blocks of 32 KiB."""
+    from wandb.proto import wandb_internal_pb2
+
+    content, records, place = file.read_bytes(), [], 7
+    while place + 7 <= len(content):
+        if (left := -place % 32768) and left < 7:
+            place += left
+        _, length, kind = struct.unpack("<IHB", content[place : place + 7])
+        part = content[place + 7 : place + 7 + length]
+        records.append(part) if kind in (1, 2) else records.append(records.pop() + part)
+        place += 7 + length
+    return [wandb_internal_pb2.Record.FromString(record) for record in records]
+
+
+needs_wandb = pytest.mark.skipif(importlib.util.find_spec("wandb") is None, reason="wandb is not installed")
+
+
+@needs_wandb
+@pytest.mark.full  # starts W&B's own processes
+def test_wandb_goes_on_with_its_run_and_gets_no_step_twice(tmp_path: Path) -> None:
+    """Its rows cannot be taken back: of steps that were logged before, the first life's stay."""
+    log_two_lives(tmp_path, wandb_project="small", wandb_exp_name="two lives", wandb_mode="offline")
+    files = sorted((tmp_path / "wandb").glob("offline-run-*/run-*.wandb"))
+    assert [file.stem for file in files] == [f"run-{(tmp_path / RUN_ID).read_text()}"] * 2
+    shown, rates = {}, []
+    for file in files:
+        for record in wandb_records(file):
+            if record.HasField("run"):
+                assert (record.run.project, record.run.display_name) == ("small", "two lives")
+                rates += [json.loads(e.value_json)["lr"] for e in record.run.config.update if e.key == "optimizer"]
+            if record.HasField("history"):
+                row = {item.key or item.nested_key[0]: json.loads(item.value_json) for item in record.history.item}
+                assert row["_step"] not in shown
+                shown[row["_step"]] = row
+    assert rates == [0.25, 0.5]
+    assert {step: row["train/loss"] for step, row in shown.items()} == {1: 11, 2: 12, 3: 13, 4: 14, 5: 25}
+    assert shown[4]["validation/validation_loss/books, all"] == 2.0 and shown[4]["health/phase_max"] == 3.0
+
+
+@pytest.mark.parametrize("is_main", [True, False])
+@pytest.mark.parametrize(
+    ("error", "failed"), [(None, False), (Interrupted("stopped after step 2"), False), (DivergenceError("nan"), True)]
+)
+def test_the_loggers_are_told_how_a_run_ended(
+    error: FanformerError | None, failed: bool, is_main: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = mock.Mock()
+    trainer.train.side_effect = error
+    monkeypatch.setattr("megatron_fanformer.train.trainer.Trainer", lambda *_: trainer)
+    with nullcontext() if error is None else pytest.raises(type(error)):
+        _train(mock.Mock(), mock.Mock(is_main=is_main), mock.Mock(), mock.Mock())
+    trainer.close.assert_called_once_with(failed=failed)
+    assert error is None or error.already_reported is not is_main  # every rank raises it
+
+
+def test_a_logger_that_fails_is_left_out_with_one_warning_and_not_opened_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened = loggers(tmp_path, tensorboard=True)
+    monkeypatch.setattr(TensorBoard, "write", mock.Mock(side_effect=ConnectionError("no route to host")))
+    with caplog.at_level(logging.WARNING, "megatron_fanformer"):
+        opened.open({}, step=0, tokens=0)
+        opened.write(1, {"loss": 1.0})
+        opened.write(2, {"loss": 2.0})
+        opened.open({}, step=1, tokens=TOKENS)  # where the run went back
+        opened.write(2, {"loss": 2.5})
+        opened.close()
+    [line] = [record.getMessage() for record in caplog.records]
+    assert line == "TensorBoard is without this run's metrics from here on: ConnectionError: no route to host"
+    assert [entry["loss"] for entry in read_metrics(tmp_path)] == [1.0, 2.5]
+
+
+def test_wandb_that_is_not_installed_is_refused_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = config_from_dict(small_run("tokens", Path("run"), logging={"wandb_project": "small"}))
+    find = importlib.util.find_spec
+    folder = ModuleSpec("wandb", None)  # what Python finds of a folder without code
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: folder if name == "wandb" else find(name))
+    assert [line for line in machine_rules.machine_problems(config) if "wandb" in line] == [
+        "logging.wandb_project is set, but wandb is not installed; install megatron_fanformer[wandb], or turn it off"
+    ]
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / METRICS).mkdir()
+    with pytest.raises(InputError, match=r"training\.run_dir .* cannot be written \(Is a directory\); free space"):
+        loggers(tmp_path).open({}, step=0, tokens=0)
+    assert yaml.safe_load((tmp_path / "config.yaml").read_text()) == {}

@@ -1,0 +1,262 @@
+"""`config --from-megatron`: a launch script of Megatron-LM as a configuration, and what it does not hold."""
+
+import argparse
+import contextlib
+import copy
+import dataclasses
+import io
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from megatron_fanformer.cli import PROGRAM, main
+from megatron_fanformer.configuration import yaml_value
+from megatron_fanformer.convert.foreign_names import MEGATRON_LM
+from megatron_fanformer.train import megatron_arguments
+from megatron_fanformer.train.config import config_from_dict, load_config
+from megatron_fanformer.train.megatron_arguments import (
+    BY_HAND,
+    CONVERSIONS,
+    DEFAULTS,
+    FP8_DEFAULTS,
+    MODEL_DEFAULTS,
+    SET,
+)
+from tests.small_runs import ROOT, write_tokens
+from tests.stock_megatron import HAS_TRAINING
+
+NAMES = {name: row.field for rows in MEGATRON_LM.values() for row in rows for name in row.names.split()}
+
+SCRIPT = """#!/bin/bash
+GLOBAL_BATCH_SIZE=128
+MODEL_ARGS=(
+    --use-mcore-models --num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32
+    --seq-length 8192 --position-embedding-type rope --attention-dropout 0.0 --hidden-dropout 0.0
+    --swiglu --normalization RMSNorm --disable-bias-linear
+)
+TRAINING_ARGS=(
+    --micro-batch-size 1 --global-batch-size $GLOBAL_BATCH_SIZE --train-samples 1953125
+    --lr-warmup-samples $((GLOBAL_BATCH_SIZE * 30 + 66)) --lr 0.00015 --min-lr 1.0e-5 --lr-decay-style cosine
+    --weight-decay 0.1 --adam-beta2 0.95 --bf16 --eval-iters 32 --empty-unused-memory-level 1
+)
+if [[ $GLOBAL_BATCH_SIZE == 128 ]]; then TRAINING_ARGS+=(--cross-entropy-loss-fusion); fi
+COMMAND ${MODEL_ARGS[@]} ${TRAINING_ARGS[@]} --tensor-model-parallel-size 2 \\
+    --data-path 0.7 $DATA 0.3 $DATA --split 99,1,0 --save "$1" --load "$1" 2>&1 | tee log
+"""
+"""In the place of COMMAND the script has `torchrun … pretrain_gpt.py`."""
+CONFIGURATION: dict[str, Any] = {
+    "model": {
+        "num_layers": 32,
+        "hidden_size": 4096,
+        "ffn_hidden_size": 14336,
+        "num_attention_heads": 32,
+        "seq_length": 8192,
+        "make_vocab_size_divisible_by": 256,
+        "layernorm_epsilon": 1e-5,
+        "fan": {"placement": "none"},
+    },
+    "parallel": {"tensor_model_parallel_size": 2},
+    "kernels": {"chunked_loss_head": True},
+    "precision": {"dtype": "bf16"},
+    "data": {"train_data": ["0.7", "tokens", "0.3", "tokens"], "split": "99,1,0"},
+    "optimizer": {"lr": 0.00015, "weight_decay": 0.1, "adam_beta2": 0.95, "adam_eps": 1e-8},
+    "schedule": {"lr_decay_style": "cosine", "min_lr": 1e-5, "lr_warmup_iters": 30},
+    "training": {
+        "run_dir": "here",
+        "micro_batch_size": 1,
+        "global_batch_size": 128,
+        "train_iters": 15258,
+        "eval_iters": 32,
+    },
+}
+NOTES = {
+    "FAN layers": ["model.fan.placement none is that Transformer; without it, it is the FANformer of the same size"],
+    "No setting here": ["--use-mcore-models: the model is always megatron-core's"],
+    "Unknown": ["--empty-unused-memory-level 1: not known here; `config` lists what there is"],
+    "To do before it trains": ["model.vocab_size is missing; it must be an integer"],
+}
+
+
+def convert(line: str) -> megatron_arguments.Converted:
+    return megatron_arguments.convert(shlex.split(line.replace("\\\n", "")))
+
+
+def test_a_script_that_is_run_with_the_command_in_the_place_of_its_program(tmp_path: Path) -> None:
+    """The shell computes what it computes; with the page's words."""
+    tokens, output = write_tokens(tmp_path / "tokens"), tmp_path / "run.yaml"
+    page = (ROOT / "docs" / "from-megatron-lm.md").read_text()
+    (command,) = re.findall(r"`(megatron-fanformer config --output run.yaml --from-megatron)`", page)
+    command = command.replace("megatron-fanformer", f"{sys.executable} -m megatron_fanformer")
+    (tmp_path / "script.sh").write_text(SCRIPT.replace("COMMAND", command))
+    environment = {**os.environ, "DATA": tokens, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(["bash", "script.sh", "here"], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    expected = copy.deepcopy(CONFIGURATION)
+    expected["data"]["train_data"] = ["0.7", tokens, "0.3", tokens]
+    assert yaml_value(output.read_text()) == expected
+    lines = [line for title, notes in NOTES.items() for line in ("", f"{title}:", *(f"- {n}" for n in notes))]
+    assert done.stdout.splitlines() == ["wrote run.yaml", *lines]
+    config = load_config(output, ["--model.vocab_size", "128256"])
+    assert config.section_problems() == [] and config.schedule.lr_warmup_iters == 30
+
+
+def test_nothing_is_written_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    output = tmp_path / "run.yaml"
+    command = ["config", "--output", str(output), "--from-megatron", "--num-layers", "2", "--model.vocab_size=8"]
+    assert main(command) == 0
+    before = output.read_text()
+    assert yaml_value(before)["model"]["vocab_size"] == 8
+    capsys.readouterr()
+    assert main(command) == 2
+    assert capsys.readouterr().err == f"{PROGRAM}: {output} exists already; name another file, or remove it\n"
+    assert output.read_text() == before
+    assert main(["config", *command[3:]]) == 0
+    assert capsys.readouterr().out == before
+
+
+def test_the_pages_command_line_is_its_file() -> None:
+    page = (ROOT / "docs" / "from-megatron-lm.md").read_text()
+    (line,) = re.findall(r"```\n(torchrun .*?)\n```", page, re.DOTALL)
+    (file,) = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
+    theirs = config_from_dict(convert(f"{line} --model.vocab_size 50280").values)
+    ours = config_from_dict(yaml_value(file))
+    on = dataclasses.replace(ours.parallel, overlap_grad_reduce=True, overlap_param_gather=True)
+    assert theirs == dataclasses.replace(ours, parallel=on)  # which null turns on by itself, on GPUs
+
+
+def values_of(arguments: str) -> dict[str, Any]:
+    found: dict[str, Any] = yaml_value(convert(arguments).text())
+    return found
+
+
+@pytest.mark.parametrize(
+    ("arguments", "section", "expected"),
+    [
+        ("--num-query-groups 2", "model", {"num_query_groups": None}),  # 1, Megatron's default, would have no effect
+        ("--group-query-attention", "model", {"num_query_groups": 1}),
+        ("--hidden-size 1024 --swiglu", "model", {"ffn_hidden_size": 2688}),
+        ("--hidden-size 1024", "model", {"ffn_hidden_size": 4096}),
+        ("--tokenizer-type GPT2BPETokenizer", "model", {"vocab_size": None}),
+        ("--spec megatron_fanformer.model.layer_spec fanformer_layer_spec", "model", {"fan": None}),
+        ("--tensor-model-parallel-size 4", "model", {"make_vocab_size_divisible_by": 512}),
+        (
+            "--tensor-model-parallel-size 4 --make-vocab-size-divisible-by 64",
+            "model",
+            {"make_vocab_size_divisible_by": 256},
+        ),
+        ("--make-vocab-size-divisible-by 64", "model", {"make_vocab_size_divisible_by": 64}),
+        ("--rotary-seq-len-interpolation-factor 4", "model", {"rope_scaling": {"rope_type": "linear", "factor": 4}}),
+        ("--num-layers 010 --hidden-size +64", "model", {"num_layers": 10, "hidden_size": 64}),  # YAML's octal
+        ("--train-samples 0100 --global-batch-size 010", "training", {"train_iters": 10, "global_batch_size": 10}),
+        ("--lr 1e-3 --adam-eps .5e-8", "optimizer", {"lr": 0.001, "adam_eps": 5e-9}),
+        ("--bf16", "precision", {"dtype": "bf16"}),
+        ("--seed 3", "precision", {"dtype": "fp32"}),
+        ("--fp8-format e4m3", "precision", {"fp8": "e4m3", "fp8_recipe": "delayed", "fp8_amax_history_len": 1}),
+        ("--main-grads-dtype bf16", "precision", {"grad_reduce_in_fp32": False}),
+        ("--seed 3", "optimizer", {"adam_beta2": 0.999, "adam_eps": 1e-8, "weight_decay": 0.01}),
+        ("--optimizer adam", "optimizer", {"name": "adamw"}),
+        ("--seed 3", "schedule", {"lr_decay_style": "linear", "min_lr": 0.0}),
+        ("--data-path '0.5 a 0.5 b'", "data", {"train_data": ["0.5", "a", "0.5", "b"], "split": "969,30,1"}),
+        (
+            "--data-path a --split \"'99, 1, 0'\"",
+            "data",
+            {"split": "99,1,0"},
+        ),  # quotes in an array, as in its own scripts
+        ("--data-args-path blend.txt", "data", {"train_data": ["@blend.txt"]}),
+        ("--train-data-path a --valid-data-path b", "data", {"valid_data": {"valid": ["b"]}, "split": None}),
+        ("--valid-data-path a --test-data-path b", "data", {"valid_data": {"valid": ["a"], "test": ["b"]}}),
+        ("--recompute-activations", "parallel", {"recompute_granularity": "selective"}),
+        ("--recompute-modules core_attn mlp", "parallel", {"recompute_modules": ["core_attn", "mlp"]}),
+        ("--iterations-to-skip 3 4", "recovery", {"iterations_to_skip": [3, 4]}),
+        ("--rerun-mode disabled", "recovery", {"compute_again": False}),
+        ("--seed=3 --seed 4", "training", {"seed": 4}),
+    ],
+)
+def test_values_that_need_converting(arguments: str, section: str, expected: dict[str, Any]) -> None:
+    found = values_of(arguments).get(section, {})
+    assert {name: found.get(name) for name in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("arguments", "title", "note"),
+    [
+        ("--disable-bias-linear", "Another model than there", "swiglu (--swiglu) is False, but every MLP is a SwiGLU"),
+        ("--normalization LayerNorm", "Another model than there", "'LayerNorm', but every norm is an RMSNorm"),
+        ("--hidden-dropout 0.1", "Another model than there", "hidden_dropout is 0.1, but there is no dropout"),
+        ("--num-experts 8", "Another model than there", "num_experts (--num-experts) is 8, but layers are dense"),
+        ("--multi-latent-attention", "Another model than there", "is True, but attention is multi-head or grouped-q"),
+        ("--num-experts 8 --spec mine layers", "No setting here", "--num-experts 8: layers are dense"),
+        ("--spec mine layers", "Another model than there", "--spec mine layers is code, and not read"),
+        ("--num-layers few", "Not carried over", 'model.num_layers is "few"; it must be an integer'),
+        ("--num-layers 1:30", "Not carried over", 'model.num_layers is "1:30"; it must be an integer'),
+        ("--train-iters 0x10", "Not carried over", 'training.train_iters is "0x10"; it must be an integer'),
+        ("--lr 1:30", "Not carried over", 'optimizer.lr is "1:30"; it must be a finite number'),
+        ("--lr nan", "Not carried over", "optimizer.lr is NaN; it must be a finite number"),
+        ("--optimizer sgd", "Not carried over", "--optimizer sgd: optimizer.name has no such value"),
+        ("--lr-decay-style inverse-square-root", "Not carried over", "it must be one of cosine, linear, constant, WSD"),
+        ("--train-samples 80", "Not carried over", "by one --global-batch-size alone"),
+        ("--train-samples 80 --rampup-batch-size 1 1 8 --global-batch-size 8", "Not carried over", "by one --global"),
+        ("--seed 3 4", "Not carried over", "--seed 3 4: training.seed is [3, 4]; it must be an integer"),
+        ("--load there --save here", "Not carried over", "--load there: `convert` it, and state checkpoint.load"),
+        ("--ddp-num-buckets 4", "Not carried over", "parallel.ddp_bucket_size (parameters per bucket"),
+        ("--fp16", "No setting here", "16-bit numbers are bf16"),
+        (
+            "--tokenizer-type NullTokenizer --vocab-size 8",
+            "No setting here",
+            "16's has one id more than --vocab-size says",
+        ),
+        ("--num-expert 8", "Unknown", "--num-expert 8: not known here"),
+        ("--lr 1e-4", "To do before it trains", "data.train_data is empty; name token files"),
+        ("--title 'a\nseed: 3'", "Unknown", "--title a seed: 3: not known here"),
+    ],
+)
+def test_what_does_not_carry_over_is_listed(arguments: str, title: str, note: str) -> None:
+    found = convert(arguments)
+    assert any(note in line for line in found.notes[title]), found.notes
+    assert yaml_value(found.text()) == yaml.safe_load(yaml.safe_dump(yaml_value(found.text())))
+    assert all(line.startswith("#") for line in found.text().partition("\n\n")[0].splitlines())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--output", "x.yaml"], "--output has no effect without --from-megatron"),
+        (["--from-megatron"], "--from-megatron has no arguments; put it in the place of"),
+        (["--from-megatron", "pretrain.sh"], "pretrain.sh is no argument of pretrain_gpt.py"),
+        (["--output", "none/x.yaml", "--from-megatron", "--swiglu"], "--output none/x.yaml is not a file in a folder"),
+    ],
+)
+def test_options_that_do_not_go_together(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["config", *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+# -- the tables
+
+
+def test_every_argument_of_the_tables_is_in_the_table_of_names() -> None:
+    assert {*BY_HAND, *SET, *DEFAULTS, *FP8_DEFAULTS, *CONVERSIONS} <= NAMES.keys()
+    assert all(NAMES[name] for name in (*BY_HAND, *DEFAULTS, *FP8_DEFAULTS, *CONVERSIONS))
+
+
+@pytest.mark.full
+@pytest.mark.skipif(not HAS_TRAINING, reason="megatron.training comes with megatron-core 0.19")
+def test_defaults_are_megatrons_own() -> None:
+    from megatron.training.arguments import add_megatron_arguments
+
+    with contextlib.redirect_stdout(io.StringIO()):
+        parser = add_megatron_arguments(argparse.ArgumentParser())
+    default = {name: parser.get_default(name[2:].replace("-", "_")) for name in NAMES}
+    defaults = {name: value for name, (_, value) in {**DEFAULTS, **FP8_DEFAULTS}.items() if name != "--bf16"}
+    assert {name: default[name] for name in defaults} == defaults and default["--bf16"] is False
+    of_model = {name: parser.get_default(name) for name in MODEL_DEFAULTS}
+    assert {**of_model, "norm_epsilon": 1e-5} == MODEL_DEFAULTS and of_model["norm_epsilon"] in (None, 1e-5)

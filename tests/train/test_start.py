@@ -1,0 +1,189 @@
+"""The start of a run of many ranks: one of them looks at the files, and all go by what it found."""
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+
+from megatron_fanformer.checkpoint import store
+from megatron_fanformer.checkpoint.run_lock import run_lock
+from megatron_fanformer.cli import main
+from megatron_fanformer.runtime import parallel
+from megatron_fanformer.runtime.device import RankAddress
+from megatron_fanformer.train import start
+from megatron_fanformer.train.config import config_from_dict, load_config
+from megatron_fanformer.train.preflight import RunStart, _resume_problems, check_run
+from megatron_fanformer.train.samples import run_datasets
+from tests.small_runs import small_run, write_config, write_tokens
+
+SAMPLES = 8
+
+RunOnRanks = Callable[..., list[Any]]
+
+
+def address(rank: int, world_size: int) -> RankAddress:
+    return RankAddress(
+        rank=rank,
+        world_size=world_size,
+        local_rank=rank,
+        local_world_size=world_size,
+        master_address="localhost",
+        master_port=1,
+    )
+
+
+@contextmanager
+def group(*_: Any) -> Iterator[str]:
+    """In place of one of `run_rank`'s own: the ranks of a test have met already, or never do."""
+    yield "cpu"
+
+
+def drawn(config: Any, begun: RunStart) -> list[list[int]]:
+    train = run_datasets(config, begun.data).train
+    return [train[sample]["tokens"].tolist() for sample in range(SAMPLES)]
+
+
+# -- on gloo ranks
+
+
+def start_here(file: Path) -> dict[str, Any]:
+    """Start this rank of a run as `train` does, its ranks having met; what it found, or its error."""
+    from torch import distributed as dist
+
+    found: dict[str, Any] = {}
+
+    def train(config: Any, _grid: Any, begun: RunStart, _log: Any) -> None:
+        found["samples"] = drawn(config, begun)
+
+    with mock.patch.object(parallel, "process_group", group), mock.patch.object(start, "_train", train):
+        try:
+            start.run_rank(file, [], address(dist.get_rank(), dist.get_world_size()))
+        except Exception as error:
+            code, was_reported = getattr(error, "exit_code", None), getattr(error, "already_reported", None)
+            found["error"] = (type(error).__name__, str(error), code, was_reported)
+    return found
+
+
+def test_ranks_get_the_same_samples(run_on_ranks: RunOnRanks, tmp_path: Path) -> None:
+    prefix = write_tokens(tmp_path / "tokens")
+    file = write_config(tmp_path / "config.yaml", small_run(prefix, tmp_path / "run", training={"micro_batch_size": 1}))
+    ranks = run_on_ranks(4, start_here, file)
+    config = load_config(file)
+    assert [rank["samples"] for rank in ranks] == [drawn(config, check_run(config, None))] * 4
+
+
+def spoil_the_index(prefix: str) -> None:
+    index = Path(prefix + ".idx")
+    data = bytearray(index.read_bytes())
+    data[34 + 4 * 7] ^= 1
+    index.write_bytes(data)
+
+
+def cut_off_the_tokens(prefix: str) -> None:
+    tokens = Path(prefix + ".bin")
+    tokens.write_bytes(tokens.read_bytes()[:-2])
+
+
+@pytest.mark.parametrize(
+    ("spoil", "kind", "message", "code"),
+    [
+        (spoil_the_index, "CorruptError", "sequence length 7", 3),
+        (cut_off_the_tokens, "CorruptError", "it is truncated", 3),
+        (lambda prefix: Path(prefix + ".bin").unlink(), "InputError", "does not exist", 2),
+        (lambda prefix: (Path(prefix).parent / ".index_cache").touch(), "InputError", "cannot be written", 2),
+    ],
+    ids=["index", "tokens", "missing", "cache"],
+)
+def test_what_the_main_rank_refuses_ends_every_rank_alike(
+    run_on_ranks: RunOnRanks, tmp_path: Path, spoil: Callable[[str], None], kind: str, message: str, code: int
+) -> None:
+    prefix = write_tokens(tmp_path / "tokens")
+    spoil(prefix)
+    values = small_run(prefix, tmp_path / "run", training={"micro_batch_size": 1})
+    errors = [rank["error"] for rank in run_on_ranks(4, start_here, write_config(tmp_path / "c.yaml", values))]
+    assert {error[:3] for error in errors} == {(kind, errors[0][1], code)}
+    assert message in errors[0][1]
+    assert [error[3] for error in errors] == [False, True, True, True]
+
+
+def test_a_run_in_progress_keeps_ranks_that_another_program_started_out(
+    run_on_ranks: RunOnRanks, tmp_path: Path
+) -> None:
+    values = small_run(write_tokens(tmp_path / "tokens"), tmp_path / "run", training={"micro_batch_size": 1})
+    file = write_config(tmp_path / "config.yaml", values)
+    with run_lock(tmp_path / "run"):
+        errors = [rank["error"] for rank in run_on_ranks(2, start_here, file)]
+    assert [(kind, code, was_reported) for kind, _, code, was_reported in errors] == [
+        ("InUseError", 2, False),
+        ("InUseError", 2, True),
+    ]
+    assert f"is in use by a run on {os.uname().nodename} (process {os.getpid()})" in errors[0][1]
+    assert all("samples" in rank for rank in run_on_ranks(2, start_here, file))
+    assert not (tmp_path / "run").exists()  # rank 0 let it go again
+
+
+def looks_at_checkpoints(file: Path) -> int:
+    """Run a configuration on this rank; how often it asked which checkpoints there are."""
+    from torch import distributed as dist
+
+    with (
+        mock.patch.object(parallel, "process_group", group),
+        mock.patch.object(store, "checkpoints_to_resume", wraps=store.checkpoints_to_resume) as asked,
+    ):
+        start.run_rank(file, [], address(dist.get_rank(), dist.get_world_size()))
+    return asked.call_count
+
+
+def test_one_rank_decides_once_which_checkpoint_a_run_goes_on_from(run_on_ranks: RunOnRanks, tmp_path: Path) -> None:
+    training = {"train_iters": 4, "exit_interval": 2}
+    schedule = {"lr_warmup_iters": 1}
+    values = small_run(write_tokens(tmp_path / "tokens"), tmp_path / "run", training=training, schedule=schedule)
+    file = write_config(tmp_path / "config.yaml", values)
+    for step in (2, 4):
+        assert run_on_ranks(2, looks_at_checkpoints, file) == [1, 0]
+        latest = store.latest_checkpoint(tmp_path / "run")
+        assert latest is not None and latest.name == store.checkpoint_name(step)
+    before = (tmp_path / "run" / store.METRICS).stat().st_mtime_ns
+    assert run_on_ranks(2, looks_at_checkpoints, file) == [1, 0]
+    assert (tmp_path / "run" / store.METRICS).stat().st_mtime_ns == before  # it was complete
+
+
+# -- started plainly
+
+
+@pytest.mark.parametrize(
+    ("name", "split", "message"),
+    [("few.npy", None, "hold no whole sample of 16"), ("tokens", "99,1,0", "none is left for validation")],
+)
+def test_data_too_few_are_refused_before_anything_starts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, split: str | None, message: str
+) -> None:
+    write_tokens(tmp_path / "tokens", documents=5)
+    np.zeros(10, "<u2").tofile(tmp_path / "few.npy")
+    values = small_run(str(tmp_path / name), tmp_path / "run")
+    values["data"]["split"] = split
+    assert main(["train", "--config", str(write_config(tmp_path / "config.yaml", values))]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert message in line
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("multiple", [96, 128, 512])
+def test_the_remedy_for_other_rows_of_the_vocabulary_is_one(tmp_path: Path, multiple: int) -> None:
+    """The padded size is no field: what it follows from is named, with a value that gives the checkpoint's rows."""
+    values = small_run("tokens", tmp_path / "run")
+    values["model"] |= {"vocab_size": 300, "make_vocab_size_divisible_by": multiple}
+    (checkpoint := tmp_path / "step-00000001").mkdir()
+    write_config(checkpoint / store.CONFIG, config_from_dict(values).as_dict())
+    values["model"]["make_vocab_size_divisible_by"] = 64
+    rows = -(-300 // multiple) * multiple
+    (problem,) = _resume_problems(checkpoint, config_from_dict(values), "train_iters")
+    remedy = f"was saved with {rows}; set model.make_vocab_size_divisible_by to {rows}"
+    assert problem.startswith("model.padded_vocab_size is 320, but ") and problem.endswith(remedy)
+    values["model"]["make_vocab_size_divisible_by"] = rows
+    assert _resume_problems(checkpoint, config_from_dict(values), "train_iters") == []

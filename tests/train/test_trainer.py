@@ -1,0 +1,337 @@
+"""Whole runs of a small model: resumed, in other layouts, and ended by numbers that went bad."""
+
+import copy
+import logging
+import shutil
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from megatron_fanformer.checkpoint import store
+from megatron_fanformer.checkpoint.full_tensors import StoredTensors
+from megatron_fanformer.checkpoint.tensor_table import read_table
+from megatron_fanformer.errors import DivergenceError, Interrupted
+from megatron_fanformer.model.build import build_stages
+from megatron_fanformer.runtime.parallel import rank_grid
+from megatron_fanformer.runtime.seeding import seed_everything
+from megatron_fanformer.train.config import RunConfig, config_from_dict
+from megatron_fanformer.train.metrics import read_metrics
+from megatron_fanformer.train.optimizer import build_optimizer
+from megatron_fanformer.train.schedule import build_scheduler
+from tests.small_runs import SEQ_LENGTH, small_run, trainer_of
+from tests.train.layouts import gather, shards_of
+
+SAME_LOSS = 1e-6  # relative, between layouts
+STEPS, HALF = 12, 6  # of the runs that are resumed: beyond the five of the warm-up
+
+LAYOUTS: dict[str, dict[str, dict[str, Any]]] = {
+    "tp1-plain": {"parallel": {"use_distributed_optimizer": False}},
+    "tp2": {"parallel": {"tensor_model_parallel_size": 2}},
+    "dp2": {
+        "parallel": {"data_parallel_size": 2},
+        "model": {"qk_layernorm": True},
+        "training": {"z_loss_coefficient": 1e-3},
+    },
+    "tp2-bf16": {"parallel": {"tensor_model_parallel_size": 2}, "precision": {"dtype": "bf16"}},
+    "tp2-sp-dp2, FAN layers for the MLP": {
+        "parallel": {"tensor_model_parallel_size": 2, "sequence_parallel": True, "data_parallel_size": 2},
+        "model": {"fan": {"placement": "ffn", "activation": "gelu"}},
+    },
+}
+FULL = ("tp1-plain", "tp2", "tp2-sp-dp2, FAN layers for the MLP")
+SOME_LAYOUTS = [pytest.param(name, marks=pytest.mark.full if name in FULL else ()) for name in LAYOUTS]
+
+RunOnRanks = Callable[..., list[Any]]
+
+
+def world_size(values: dict[str, Any]) -> int:
+    parallel = config_from_dict(values).parallel
+    return parallel.model_parallel_size * (parallel.data_parallel_size or 1)
+
+
+# -- on every rank
+
+
+def train(values: dict[str, Any]) -> tuple[Any, Any]:
+    """Run a configuration; this rank's pieces of the weights before and after."""
+    with trainer_of(values) as trainer:
+        before = shards_of(trainer._stages, trainer.grid)
+        trainer.train()
+        return before, shards_of(trainer._stages, trainer.grid)
+
+
+def stored_tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
+    """All that a checkpoint holds as tensors, the optimizer's included."""
+    stored = StoredTensors(checkpoint, read_table(checkpoint))
+    return {name: stored.read(name) for name in stored.described}
+
+
+# -- resuming
+
+
+class Runs(NamedTuple):
+    """The same run three times over: in one go, stopped half-way, and gone on with to the end."""
+
+    values: dict[str, Any]
+    straight: Path
+    half: Path
+    resumed: Path
+    weights_at_half: dict[str, torch.Tensor]
+
+
+@pytest.fixture(scope="module")
+def runs_in(run_on_ranks: RunOnRanks, tmp_path_factory: pytest.TempPathFactory, tokens: str) -> Callable[[str], Runs]:
+    """The runs of a layout, made when first asked for."""
+    made: dict[str, Runs] = {}
+
+    def runs(layout: str) -> Runs:
+        if layout not in made:
+            made[layout] = make_runs(run_on_ranks, tmp_path_factory.mktemp(layout), tokens, LAYOUTS[layout])
+        return made[layout]
+
+    return runs
+
+
+def make_runs(
+    run_on_ranks: RunOnRanks, folder: Path, tokens: str, layout: dict[str, dict[str, Any]], steps: int = STEPS
+) -> Runs:
+    layout = {**layout, "training": {"train_iters": steps, **layout.get("training", {})}}
+    straight = small_run(tokens, folder / "straight", **layout)
+    stopping = small_run(tokens, folder / "resumed", **layout)
+    stopping["training"]["exit_interval"] = steps // 2
+    ranks = world_size(straight)
+    run_on_ranks(ranks, train, straight)
+    at_half = run_on_ranks(ranks, train, stopping)
+    shutil.copytree(folder / "resumed", folder / "half")
+    run_on_ranks(ranks, train, stopping)
+    weights = gather([after for _, after in at_half])
+    return Runs(stopping, folder / "straight", folder / "half", folder / "resumed", weights)
+
+
+def train_and_log(values: dict[str, Any]) -> list[str]:
+    """On a rank: as `train`; returns what the trainer logs."""
+    records: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = records.append  # type: ignore[method-assign]
+    trainer_logger = logging.getLogger("megatron_fanformer.train.trainer")
+    trainer_logger.addHandler(handler)
+    trainer_logger.setLevel(logging.INFO)
+    try:
+        train(values)
+    finally:
+        trainer_logger.removeHandler(handler)
+        trainer_logger.setLevel(logging.NOTSET)
+    return [record.getMessage() for record in records]
+
+
+@pytest.mark.parametrize("layout", ["dp2", pytest.param("tp1-plain", marks=pytest.mark.full)])
+def test_a_resume_takes_the_present_learning_rate_and_says_so(
+    run_on_ranks: RunOnRanks, runs_in: Callable[[str], Runs], tmp_path: Path, layout: str
+) -> None:
+    runs = runs_in(layout)
+    values = copy.deepcopy(runs.values)
+    shutil.copytree(runs.half, tmp_path / "run")
+    values["training"]["run_dir"] = str(tmp_path / "run")
+    values["optimizer"] = {"lr": 4e-3}
+    values["schedule"] = {"lr_decay_style": "constant"}
+    lines, *_ = run_on_ranks(world_size(values), train_and_log, values)
+    (line,) = (line for line in lines if line.startswith("continuing"))
+    assert line.startswith(f"continuing after step {HALF} of {tmp_path / 'run'}, with optimizer.lr 0.01 → 0.004, ")
+    assert "schedule.lr_decay_style cosine → constant" in line and "weight_decay" not in line
+    rates = {metrics["step"]: metrics["learning_rate"] for metrics in read_metrics(tmp_path / "run")}
+    assert [rates[step] for step in range(HALF + 1, STEPS + 1)] == pytest.approx([4e-3] * HALF)
+    assert rates[HALF] > 4e-3
+
+
+def numbers(run: Path) -> list[tuple[Any, ...]]:
+    names = ("step", "loss", "z_loss", "grad_norm", "learning_rate")
+    return [tuple(metrics.get(name) for name in names) for metrics in read_metrics(run)]
+
+
+@pytest.mark.parametrize("layout", SOME_LAYOUTS)
+def test_a_resumed_run_logs_what_an_uninterrupted_one_does(runs_in: Callable[[str], Runs], layout: str) -> None:
+    runs = runs_in(layout)
+    assert [step for step, *_ in numbers(runs.half)] == list(range(1, HALF + 1))
+    assert [step for step, *_ in numbers(runs.straight)] == list(range(1, STEPS + 1))
+    assert numbers(runs.resumed) == numbers(runs.straight)
+    step_tokens = runs.values["training"]["global_batch_size"] * SEQ_LENGTH  # whatever the layout, and before a resume
+    for run in (runs.straight, runs.resumed):
+        for metrics in read_metrics(run):
+            assert metrics["tokens"] == metrics["step"] * step_tokens
+            assert metrics["tokens_per_second"] * metrics["step_seconds"] == pytest.approx(step_tokens)
+
+
+@pytest.mark.parametrize("layout", SOME_LAYOUTS)
+def test_a_resumed_run_ends_with_the_same_weights_and_optimizer_bit_for_bit(
+    run_on_ranks: RunOnRanks, runs_in: Callable[[str], Runs], layout: str
+) -> None:
+    runs = runs_in(layout)
+    [straight], [resumed] = (
+        run_on_ranks(1, stored_tensors, run / "checkpoints" / store.checkpoint_name(STEPS))
+        for run in (runs.straight, runs.resumed)
+    )
+    assert straight.keys() == resumed.keys()
+    assert any("exp_avg_sq" in name for name in straight)
+    assert [name for name in straight if not torch.equal(straight[name], resumed[name])] == []
+
+
+@pytest.mark.parametrize(
+    "degrees",
+    [
+        {"pipeline_model_parallel_size": 2},
+        pytest.param({"data_parallel_size": 2}, marks=pytest.mark.full),
+        pytest.param({}, marks=pytest.mark.full),
+    ],
+    ids=["pp2", "dp2", "tp1"],
+)
+def test_a_checkpoint_of_tp2_goes_on_in_another_layout(
+    run_on_ranks: RunOnRanks, runs_in: Callable[[str], Runs], tmp_path: Path, tokens: str, degrees: dict[str, int]
+) -> None:
+    runs = runs_in("tp2")
+    shutil.copytree(runs.half, tmp_path / "run")
+    stop = HALF + 2
+    training = {"train_iters": STEPS, "exit_interval": stop}
+    values = small_run(tokens, tmp_path / "run", parallel=degrees, training=training)
+    ranks = run_on_ranks(world_size(values), train, values)
+    loaded = gather([before for before, _ in ranks])
+    assert loaded.keys() == runs.weights_at_half.keys()
+    assert [name for name in loaded if not torch.equal(loaded[name], runs.weights_at_half[name])] == []
+    losses = [metrics["loss"] for metrics in read_metrics(tmp_path / "run")]
+    expected = [metrics["loss"] for metrics in read_metrics(runs.straight)]
+    assert losses == pytest.approx(expected[:stop], rel=SAME_LOSS, abs=0)
+
+
+# -- the model that is trained
+
+
+def pieces_around_a_step_without_gradient(values: dict[str, Any]) -> tuple[Any, Any]:
+    """Weight decay alone moves a weight then. All weights are away from zero."""
+    from megatron_fanformer.train.step import wrap_stages
+
+    config = config_from_dict(values)
+    with rank_grid(config.parallel, "cpu") as grid:
+        seed_everything(1)
+        (stage,) = build_stages(config.model, config.parallel, grid, dtype=torch.float32, seed=1)
+        for name, parameter in stage.named_parameters():
+            if name.endswith("bias"):
+                torch.nn.init.ones_(parameter)
+        before = shards_of([stage], grid)
+        update_without_gradient(config, wrap_stages([stage], config.parallel)[0])
+        return before, shards_of([stage], grid)
+
+
+def update_without_gradient(config: RunConfig, wrapped: Any) -> None:
+    optimizer = build_optimizer(config.optimizer, [wrapped])
+    build_scheduler(config.schedule, optimizer, config.optimizer, train_iters=20).step(1)
+    wrapped.zero_grad_buffer()
+    optimizer.zero_grad()
+    wrapped.start_grad_sync()
+    wrapped.finish_grad_sync()
+    optimizer.step()
+
+
+DECAYED: dict[str, dict[str, Any]] = {
+    "tp1-plain": {"use_distributed_optimizer": False},
+    "tp2": {"tensor_model_parallel_size": 2},
+    "pp2": {"pipeline_model_parallel_size": 2},
+    "dp2": {"data_parallel_size": 2},
+}
+
+
+@pytest.mark.parametrize(
+    ("degrees", "untied"),
+    [
+        pytest.param(degrees, untied, id=f"{name}-{kind}", marks=() if name in always else pytest.mark.full)
+        for kind, untied, always in (("tied", False, ("tp1-plain", "dp2")), ("untied", True, ("tp1-plain", "pp2")))
+        for name, degrees in DECAYED.items()
+    ],
+)
+def test_weight_decay_falls_on_linear_weights_alone(
+    run_on_ranks: RunOnRanks, tmp_path: Path, tokens: str, degrees: dict[str, Any], untied: bool
+) -> None:
+    values = small_run(tokens, tmp_path, model={"untie_embeddings_and_output_weights": untied}, parallel=degrees)
+    ranks = run_on_ranks(world_size(values), pieces_around_a_step_without_gradient, values)
+    before, after = (gather([pieces[which] for pieces in ranks]) for which in (0, 1))
+    moved = {name for name in before if not torch.equal(before[name], after[name])}
+    linear = {name for name, weight in before.items() if weight.ndim == 2 and "embedding" not in name}
+    assert moved == linear
+    assert ("output_layer.weight" in moved) is untied
+
+
+# -- numbers that go bad
+
+
+def stop_when_one_rank_is_asked(values: dict[str, Any], asked_rank: int, step: int) -> int:
+    """Run until `asked_rank` alone is asked to stop, as a signal does, amid a step; this rank's last step."""
+    with trainer_of(values) as trainer:
+
+        def ask(*_: Any) -> None:
+            if trainer.step == step and trainer.grid.rank == asked_rank:
+                trainer._listener.note_signal(signal.SIGTERM)
+
+        asking = trainer._wrapped[0].register_forward_pre_hook(ask)
+        with pytest.raises(Interrupted):
+            trainer.train()
+        asking.remove()
+        return trainer.step
+
+
+@pytest.mark.parametrize("layout", [pytest.param("tp2", marks=pytest.mark.full), "dp2", "pp2"])
+def test_a_stop_asked_of_one_rank_stops_all_after_that_step(
+    run_on_ranks: RunOnRanks, tmp_path: Path, tokens: str, layout: str
+) -> None:
+    degrees = {**LAYOUTS, "pp2": {"parallel": {"pipeline_model_parallel_size": 2}}}[layout]
+    values = small_run(tokens, tmp_path / "run", **degrees)
+    assert run_on_ranks(2, stop_when_one_rank_is_asked, values, 1, 3) == [3, 3]
+    assert store.latest_checkpoint(tmp_path / "run") == tmp_path / "run" / store.CHECKPOINTS / "step-00000003"
+
+
+def diverge(values: dict[str, Any], spoil: Callable[[Any], None]) -> tuple[str, int, bool, list[Any]]:
+    """Spoil the model, and train; the error, its exit code, whether this rank's weights stayed, and the metrics."""
+    with trainer_of(values) as trainer:
+        spoil(trainer._stages[0])
+        before = [parameter.detach().clone() for parameter in trainer._stages[0].parameters()]
+        with pytest.raises(DivergenceError) as caught:
+            trainer.train()
+        unchanged = all(map(torch.equal, before, trainer._stages[0].parameters()))
+        return str(caught.value), caught.value.exit_code, unchanged, read_metrics(trainer.run)
+
+
+def spoil_loss(stage: Any) -> None:
+    stage.decoder.final_layernorm.weight.data.fill_(float("inf"))
+
+
+def spoil_gradient(stage: Any) -> None:
+    """The loss stays finite, a gradient does not; on one rank, of which the norm takes replicated weights."""
+    if torch.distributed.get_rank() == 0:
+        stage.decoder.layers[0].pre_mlp_layernorm.weight.register_hook(lambda gradient: gradient * float("nan"))
+
+
+@pytest.mark.parametrize(
+    ("degrees", "spoil", "what"),
+    [
+        pytest.param({name: 2}, spoil, what, marks=() if name == always else pytest.mark.full)
+        for spoil, what, always in (
+            (spoil_loss, "the loss is nan", "tensor_model_parallel_size"),
+            (spoil_gradient, "the gradient norm is nan", "data_parallel_size"),
+        )
+        for name in ("data_parallel_size", "tensor_model_parallel_size")
+    ],
+)
+def test_a_number_that_is_not_finite_ends_the_run_and_changes_no_weight(
+    run_on_ranks: RunOnRanks,
+    tmp_path: Path,
+    tokens: str,
+    spoil: Callable[[Any], None],
+    what: str,
+    degrees: dict[str, int],
+) -> None:
+    values = small_run(tokens, tmp_path / "run", parallel=degrees, recovery={"max_bad_steps_in_a_row": 0})
+    for message, exit_code, unchanged, metrics in run_on_ranks(2, diverge, values, spoil):
+        assert message.startswith(f"step 1: {what}")
+        assert (exit_code, unchanged, metrics) == (4, True, [])
+    assert not (tmp_path / "run" / "checkpoints").exists()
