@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import pytest
 
-from megatron_fanformer.checkpoint import store
+from megatron_fanformer.checkpoint import run_folder
 from megatron_fanformer.checkpoint.training_state import _is_same_layout
 from megatron_fanformer.configuration import (
     LARGEST_INTEGER,
@@ -193,16 +193,16 @@ def test_a_checkpoint_of_an_earlier_version_is_read_under_the_present_names(tmp_
     model = dataclasses.asdict(PRESETS["fanformer-300m"])
     parallel = {"tensor_model_parallel_size": 2, "data_parallel_size": 1, "device": "cpu", "transformer_impl": "local"}
     write_config(tmp_path / "config.yaml", {"model": model, "parallel": parallel})
-    saved = store.saved_config(tmp_path)
+    saved = run_folder.saved_config(tmp_path)
     assert saved["runtime"] == {"device": "cpu"} and saved["kernels"] == {"transformer_impl": "local"}
-    assert store.saved_model(tmp_path) == PRESETS["fanformer-300m"]
+    assert run_folder.saved_model(tmp_path) == PRESETS["fanformer-300m"]
     degrees = {"pipeline_model_parallel_size": 1, "context_parallel_size": 1}
     present = {"parallel": {**saved["parallel"], **degrees}, "runtime": {"device": "cpu"}}
     assert _is_same_layout(saved, present)
     assert not _is_same_layout(saved, {**present, "runtime": {"device": "cuda"}})
     write_config(tmp_path / "config.yaml", {"parallel": {"device": "cpu"}, "runtime": {"device": "cpu"}})
     with pytest.raises(CorruptError, match="both are given"):
-        store.saved_config(tmp_path)
+        run_folder.saved_config(tmp_path)
 
 
 @pytest.mark.parametrize("value", [1 << 31, "many", None, 2.0, 0, -1, True])

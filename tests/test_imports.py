@@ -70,7 +70,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         "model",
         "prepare",
         "checkpoint.run_lock",
-        "checkpoint.store",
+        "checkpoint.run_folder",
         "convert",
         "train",
         "generate",

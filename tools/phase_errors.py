@@ -111,7 +111,7 @@ def measure(layers: Sequence[FANMap], *, is_fp8: bool) -> dict[str, Any]:
 
 def train(values: dict[str, Any]) -> dict[str, Any]:
     """On the rank: run a configuration; return its losses, and the errors of its phases before and after."""
-    from megatron_fanformer.checkpoint.store import VALIDATION_LOSS
+    from megatron_fanformer.checkpoint.run_folder import VALIDATION_LOSS
     from megatron_fanformer.runtime.parallel import rank_grid
     from megatron_fanformer.train.config import config_from_dict
     from megatron_fanformer.train.metrics import read_metrics

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint import CheckpointException, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import WriteItem
 
-from megatron_fanformer.checkpoint import store
+from megatron_fanformer.checkpoint import run_folder
 from megatron_fanformer.checkpoint.data_files import read_entry
 from megatron_fanformer.checkpoint.stored_files import COMMON, read_checked
 from megatron_fanformer.checkpoint.tensor_table import METADATA, Table, main_weight_name, tensors_of
@@ -160,8 +160,8 @@ def write_full_tensors(
         FanformerError, KeyboardInterrupt: a lazy tensor raised it.
         RuntimeError: it could not be written.
     """
-    checkpoints = run / store.CHECKPOINTS
-    folder = store.temporary_folder(checkpoints, 0)
+    checkpoints = run / run_folder.CHECKPOINTS
+    folder = run_folder.temporary_folder(checkpoints, 0)
     meta = {name: torch.empty_like(tensor, device="meta") for name, tensor in meta_of(tensors).items()}
     writer = FileSystemWriter(folder, single_file_per_rank=False, sync_files=False)  # publishing flushes the files
     with warnings.catch_warnings():
@@ -174,8 +174,8 @@ def write_full_tensors(
                 raise reason from None
             raise RuntimeError(f"{folder} was not written ({reason})") from error
     torch.save({}, folder / COMMON)
-    (folder / store.MEGATRON_METADATA).write_text(json.dumps(LAYOUT))
-    return store.publish_checkpoint(folder, checkpoints, 0, config, attachments=attachments)
+    (folder / run_folder.MEGATRON_METADATA).write_text(json.dumps(LAYOUT))
+    return run_folder.publish_checkpoint(folder, checkpoints, 0, config, attachments=attachments)
 
 
 class _OneByOne(DefaultSavePlanner):

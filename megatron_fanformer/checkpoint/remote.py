@@ -19,7 +19,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
-from megatron_fanformer.checkpoint import store
+from megatron_fanformer.checkpoint import run_folder
 from megatron_fanformer.checkpoint.manifest import MANIFEST, check_files, manifest_from
 from megatron_fanformer.durable_files import new_folder, publish, write_atomically
 from megatron_fanformer.errors import CorruptError, FanformerError, InputError, redacted
@@ -28,7 +28,7 @@ from megatron_fanformer.runtime.device import cache_folder
 from megatron_fanformer.stores import driver_of, is_url, make_folder, names_in, query, reported_as_local
 from megatron_fanformer.terminal import print_stderr
 
-RECORDS = (store.CONFIG, store.METRICS, store.RECOVERY)
+RECORDS = (run_folder.CONFIG, run_folder.METRICS, run_folder.RECOVERY)
 """The run's records that accompany its checkpoints."""
 
 logger = logging.getLogger(__name__)
@@ -46,15 +46,15 @@ class RemoteRun:
     def __init__(self, url: str) -> None:
         self.url = redacted(url).rstrip("/")
         self._files, self._root = driver_of(url)
-        self._checkpoints = f"{self._root}/{store.CHECKPOINTS}"
+        self._checkpoints = f"{self._root}/{run_folder.CHECKPOINTS}"
 
     def candidates(self) -> list[str]:
         """Return the complete checkpoints that a run may go on from: `latest`'s first, then those before it."""
         try:
-            latest = self._files.cat_file(f"{self._checkpoints}/{store.LATEST}").decode().strip()
+            latest = self._files.cat_file(f"{self._checkpoints}/{run_folder.LATEST}").decode().strip()
         except (FileNotFoundError, UnicodeDecodeError):
             latest = ""
-        is_checkpoint = store.step_of(Path(latest)) is not None
+        is_checkpoint = run_folder.step_of(Path(latest)) is not None
         return [name for name in self.complete()[::-1] if not is_checkpoint or name <= latest]
 
     def complete(self) -> list[str]:
@@ -96,7 +96,7 @@ class RemoteRun:
         content = (checkpoint / MANIFEST).read_bytes()
         if checkpoint.name not in self.complete() or self.manifest_of(checkpoint.name) != content:
             self._put(checkpoint, content, advance)
-        self._files.pipe_file(f"{self._checkpoints}/{store.LATEST}", f"{checkpoint.name}\n".encode())
+        self._files.pipe_file(f"{self._checkpoints}/{run_folder.LATEST}", f"{checkpoint.name}\n".encode())
         complete = self.complete()
         kept = [name for name in complete if name <= checkpoint.name][-(keep or len(complete)) :]
         later = [name for name in complete if name > checkpoint.name]  # of a run that was rewound
@@ -167,12 +167,12 @@ class RemoteRun:
             (folder / MANIFEST).write_bytes(content)
             check_files(folder, manifest_from(content, folder / MANIFEST))
         except CorruptError as error:
-            message = str(error).replace(str(folder), f"{self.url}/{store.CHECKPOINTS}/{name}")
+            message = str(error).replace(str(folder), f"{self.url}/{run_folder.CHECKPOINTS}/{name}")
             raise CorruptError(message) from None
 
     def _steps(self) -> list[str]:
         names = names_in(self._files, self._checkpoints)
-        return sorted(name for name in names if store.step_of(Path(name)) is not None)
+        return sorted(name for name in names if run_folder.step_of(Path(name)) is not None)
 
     def _sizes(self, name: str) -> dict[str, int]:
         self._files.invalidate_cache()
@@ -202,16 +202,16 @@ def fetch_newer(url: str, run: Path, *, use_earlier: bool = True) -> None:
         CorruptError: the folder has no sound one, and none of the mirror's is sound.
         FanformerError: the folder has no sound one, and the store cannot be used.
     """
-    sound, newest = store.newest_sound_step(run), store.newest_step(run)
+    sound, newest = run_folder.newest_sound_step(run), run_folder.newest_step(run)
     least = sound + 1 if use_earlier or sound == newest else newest
 
     def fetch(remote: RemoteRun) -> None:
-        names = [name for name in remote.candidates() if (store.step_of(Path(name)) or 0) >= least]
+        names = [name for name in remote.candidates() if (run_folder.step_of(Path(name)) or 0) >= least]
         if names:
-            copy = remote.fetch(names, run / store.LOADED, logger.info)
-            records = {record: remote.fetch_record(record) for record in (store.METRICS, store.RECOVERY)}
+            copy = remote.fetch(names, run / run_folder.LOADED, logger.info)
+            records = {record: remote.fetch_record(record) for record in (run_folder.METRICS, run_folder.RECOVERY)}
             with reported_as_local(run):
-                _publish(copy, run / store.CHECKPOINTS / copy.name, records)
+                _publish(copy, run / run_folder.CHECKPOINTS / copy.name, records)
         elif sound < 0:
             remote.make_ready()  # a store that cannot be written is reported now, not after the first save
 
@@ -232,10 +232,10 @@ def _publish(copy: Path, checkpoint: Path, records: dict[str, bytes | None]) -> 
             write_atomically(record, content)  # else the one here goes on further
     if checkpoint.is_dir():
         logger.warning("%s is damaged; it is set aside, and replaced by the one that was fetched", checkpoint)
-        store.set_aside(checkpoint)
+        run_folder.set_aside(checkpoint)
     publish(copy, checkpoint)
     copy.parent.rmdir()
-    write_atomically(checkpoint.parent / store.LATEST, checkpoint.name + "\n")
+    write_atomically(checkpoint.parent / run_folder.LATEST, checkpoint.name + "\n")
 
 
 def on_this_machine(path: str) -> str:
@@ -259,7 +259,7 @@ def fetch_checkpoint(url: str, cache: Path, report: Callable[[str], None]) -> Pa
     if "::" in url:
         raise InputError(f"{redacted(url)} is a chain of URLs; name the store's own")
     parent, _, last = url.rstrip("/").rpartition("/")
-    is_checkpoint = store.step_of(Path(last)) is not None
+    is_checkpoint = run_folder.step_of(Path(last)) is not None
 
     def fetch(remote: RemoteRun) -> Path:
         names = remote.candidates()
@@ -267,10 +267,10 @@ def fetch_checkpoint(url: str, cache: Path, report: Callable[[str], None]) -> Pa
             names = [name for name in remote.complete() if name == last]
         if not names:
             raise InputError(
-                f"{redacted(url)} holds no complete checkpoint ({store.CHECKPOINTS}/step-… with a {MANIFEST}); name a "
-                "run or one of its checkpoints"
+                f"{redacted(url)} holds no complete checkpoint ({run_folder.CHECKPOINTS}/step-… with a {MANIFEST}); "
+                "name a run or one of its checkpoints"
             )
         return remote.fetch(names, cache, report)
 
     run_url = parent if is_checkpoint else url.rstrip("/")
-    return query_remote(run_url.removesuffix(f"/{store.CHECKPOINTS}"), fetch)
+    return query_remote(run_url.removesuffix(f"/{run_folder.CHECKPOINTS}"), fetch)

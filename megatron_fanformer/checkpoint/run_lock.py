@@ -18,7 +18,7 @@ from pathlib import Path
 
 import msgspec
 
-from megatron_fanformer.checkpoint.store import LOCK
+from megatron_fanformer.checkpoint.run_folder import LOCK
 from megatron_fanformer.errors import InputError, InUseError
 from megatron_fanformer.processes import stat_fields
 

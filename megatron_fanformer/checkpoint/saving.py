@@ -1,7 +1,7 @@
 """Saves a run's checkpoints: writes under a temporary name, and publishes when every rank has written its part.
 
     save          the state is captured, and a forked process of each rank begins to write it
-    finish_due    once all ranks' writers are done, the main rank gives the checkpoint its name (see store.py)
+    finish_due    once all ranks' writers are done, the main rank gives the checkpoint its name (see run_folder.py)
 
 A synchronous save waits for the second inside the first; with an asynchronous one, training continues in between. Only
 what is worth going on from is saved: a state whose values are all finite.
@@ -23,7 +23,7 @@ from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQu
 from torch import Tensor
 from torch.distributed.checkpoint import CheckpointException
 
-from megatron_fanformer.checkpoint import megatron_versions, store
+from megatron_fanformer.checkpoint import megatron_versions, run_folder
 from megatron_fanformer.checkpoint.manifest import write_rank_sums
 from megatron_fanformer.checkpoint.training_state import training_state
 from megatron_fanformer.checkpoint.writer import watched
@@ -69,7 +69,7 @@ class CheckpointSaver:
         fully_parallel: bool = True,
         in_use: Callable[[], Collection[str]] = tuple,
     ) -> None:
-        self._checkpoints = run / store.CHECKPOINTS
+        self._checkpoints = run / run_folder.CHECKPOINTS
         self._grid, self._keep, self._async_save, self._spared = grid, keep, async_save, in_use
         self._strategy = megatron_versions.save_strategy(grid.groups.dp_cp if fully_parallel else None)
         self._calls = AsyncCallsQueue(persistent=False)  # a persistent one's writer needs CUDA
@@ -103,10 +103,10 @@ class CheckpointSaver:
         assert self._unpublished is None, "finish_due(blocking=True) comes before the next save"
         state = training_state(stages, optimizer, progress, self._grid)
         check_finite(state, step)
-        folder = self._on_main(step, lambda: store.temporary_folder(self._checkpoints, step))
+        folder = self._on_main(step, lambda: run_folder.temporary_folder(self._checkpoints, step))
         logger.debug("writing step %d to %s", step, folder)
         arguments = (folder, self._checkpoints, step, config, self._keep, attachments)
-        publish = functools.partial(store.publish_checkpoint, *arguments, in_background=self._async_save)
+        publish = functools.partial(run_folder.publish_checkpoint, *arguments, in_background=self._async_save)
         self._unpublished = _Unpublished(step, folder, publish)
         self._start_writing(state, self._unpublished)
         return None if self._async_save else self.finish_due(blocking=True)

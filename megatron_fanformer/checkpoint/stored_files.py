@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from megatron_fanformer.checkpoint import store
+from megatron_fanformer.checkpoint import run_folder
 from megatron_fanformer.checkpoint.data_files import (
     EARLIER,
     check_archive,
@@ -69,7 +69,7 @@ def check_stored(
     """
     manifest = read_manifest(checkpoint)
     if manifest is not None:
-        if store.step_of(checkpoint) not in (None, manifest.step):
+        if run_folder.step_of(checkpoint) not in (None, manifest.step):
             raise CorruptError(f"{checkpoint} is of step {manifest.step}, another than its name says; rename it")
         check_files(checkpoint, manifest, share=share, shares=shares, advance=advance)
     if manifest is None or not manifest.has_sums:
@@ -183,9 +183,9 @@ def check_format(checkpoint: Path) -> None:
     Raises:
         CorruptError: it does, or cannot be read.
     """
-    stated = store.read_mapping(checkpoint / store.MEGATRON_METADATA)
+    stated = run_folder.read_mapping(checkpoint / run_folder.MEGATRON_METADATA)
     if stated.get("sharded_backend") != FORMAT:
-        raise CorruptError(f"{checkpoint / store.MEGATRON_METADATA} does not state the format {FORMAT}; {EARLIER}")
+        raise CorruptError(f"{checkpoint / run_folder.MEGATRON_METADATA} does not state the format {FORMAT}; {EARLIER}")
 
 
 def check_plain_values(checkpoint: Path, table: Table, *, share: int = 0, shares: int = 1) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 
-from megatron_fanformer.checkpoint import megatron_versions, optimizer_state, store
+from megatron_fanformer.checkpoint import megatron_versions, optimizer_state, run_folder
 from megatron_fanformer.checkpoint.data_files import reporting_damage
 from megatron_fanformer.checkpoint.stored_files import read_checked, saved_progress
 from megatron_fanformer.checkpoint.tensor_table import Table, tensors_of
@@ -76,7 +76,7 @@ def load_training_state(
     Raises:
         CorruptError: the checkpoint is damaged, or holds more than data.
     """
-    saved = store.saved_config(checkpoint)
+    saved = run_folder.saved_config(checkpoint)
     group = grid.groups.dp_cp if fully_parallel else None
     table = _read_checked(checkpoint, grid)
     stored = tensors_of(table)
@@ -101,7 +101,7 @@ def load_training_state(
         if same_layout:
             _restore_random_state(loaded["random"])
         progress = loaded["progress"]
-    if store.step_of(checkpoint) not in (None, progress["step"]):
+    if run_folder.step_of(checkpoint) not in (None, progress["step"]):
         raise reported_by_main(
             CorruptError(f"{checkpoint} holds step {progress['step']}, another than its name says; rename it")
         )

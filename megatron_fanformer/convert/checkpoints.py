@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron_fanformer.checkpoint import store
+from megatron_fanformer.checkpoint import run_folder
 from megatron_fanformer.checkpoint.full_tensors import LazyTensors, meta_of, open_full_tensors, write_full_tensors
 from megatron_fanformer.convert import huggingface, reference
 from megatron_fanformer.convert.huggingface import open_huggingface, write_huggingface
@@ -61,7 +61,7 @@ def open_checkpoint(source: Path, config: Path | None = None) -> Checkpoint:
     if target.kind == "megatron-lm":
         folder = iteration_of(target)
         model, tensors, left, notes, run = open_megatron_lm(folder, config)
-        return Checkpoint("megatron", folder, model, tensors, store.attached_tokenizer(folder), left, notes, run)
+        return Checkpoint("megatron", folder, model, tensors, run_folder.attached_tokenizer(folder), left, notes, run)
     if config is not None:
         raise InputError(
             f"--config is for what {DESCRIPTIONS['megatron-lm']} does not state, but {source} is "
@@ -69,18 +69,20 @@ def open_checkpoint(source: Path, config: Path | None = None) -> Checkpoint:
         )
     if target.kind == "hf":
         end = huggingface.stated_end_of_text_id(source)
-        return Checkpoint("hf", source, *open_huggingface(source), store.attached_tokenizer(source), end_of_text_id=end)
+        return Checkpoint(
+            "hf", source, *open_huggingface(source), run_folder.attached_tokenizer(source), end_of_text_id=end
+        )
     if target.kind == "reference":
         model, tensors = open_reference(source)
         left = tuple(optimizer_files(source))
         end = reference.stated_end_of_text_id(source)
         return Checkpoint(
-            "reference", source, model, tensors, store.attached_tokenizer(source), left, end_of_text_id=end
+            "reference", source, model, tensors, run_folder.attached_tokenizer(source), left, end_of_text_id=end
         )
     folder = checkpoint_of(target)
     with blaming_removal([folder]):
-        model, tensors = store.saved_model(folder), open_full_tensors(folder)
-    return Checkpoint("megatron", folder, model, tensors, store.attached_tokenizer(folder))
+        model, tensors = run_folder.saved_model(folder), open_full_tensors(folder)
+    return Checkpoint("megatron", folder, model, tensors, run_folder.attached_tokenizer(folder))
 
 
 @contextmanager

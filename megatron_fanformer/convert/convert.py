@@ -10,8 +10,8 @@ from typing import NamedTuple
 from torch import Tensor
 
 from megatron_fanformer.checkpoint.full_tensors import LazyTensors
+from megatron_fanformer.checkpoint.run_folder import CHECKPOINTS
 from megatron_fanformer.checkpoint.run_lock import run_lock
-from megatron_fanformer.checkpoint.store import CHECKPOINTS
 from megatron_fanformer.convert.checkpoints import Checkpoint, blaming_removal, open_checkpoint, write_checkpoint
 from megatron_fanformer.convert.huggingface import MODEL_CARD
 from megatron_fanformer.convert.model_card import RECEIPT, Extras, receipt_section

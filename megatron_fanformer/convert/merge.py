@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megatron_fanformer.checkpoint import store
+from megatron_fanformer.checkpoint import run_folder
 from megatron_fanformer.checkpoint.full_tensors import LazyTensors, open_full_tensors
 from megatron_fanformer.checkpoint.manifest import MANIFEST
 from megatron_fanformer.checkpoint.versions import versions
@@ -47,10 +47,10 @@ def merge_checkpoints(
     paths = [checkpoint.path for checkpoint in averaged]
     with blaming_removal(paths):
         for path in paths:
-            store.check_sound(path)  # a damaged tokenizer is damaged, rather than another one
+            run_folder.check_sound(path)  # a damaged tokenizer is damaged, rather than another one
         _check_models(paths)
-        model = store.saved_model(paths[0])
-        tokenizer = _same_file("tokenizer", [store.attached_tokenizer(path) for path in paths])
+        model = run_folder.saved_model(paths[0])
+        tokenizer = _same_file("tokenizer", [run_folder.attached_tokenizer(path) for path in paths])
         templates = [path / CHAT_TEMPLATE_JINJA for path in paths]
         template = _same_file("chat template", [file if file.is_file() else None for file in templates])
         sources = [open_full_tensors(path, main=True) for path in paths]
@@ -75,7 +75,7 @@ def merge_checkpoints(
                 "sources": [
                     {
                         "path": checkpoint.origin,
-                        "step": store.step_of(checkpoint.path),
+                        "step": run_folder.step_of(checkpoint.path),
                         "weight": share,
                         "read_in": kinds,
                         "manifest_sha256": sha256_of(file) if (file := checkpoint.path / MANIFEST).is_file() else None,
@@ -115,9 +115,9 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _check_models(checkpoints: Sequence[Path]) -> None:
-    first = store.saved_model(checkpoints[0]).resolved_fields()
+    first = run_folder.saved_model(checkpoints[0]).resolved_fields()
     for checkpoint in checkpoints[1:]:
-        other = store.saved_model(checkpoint).resolved_fields()
+        other = run_folder.saved_model(checkpoint).resolved_fields()
         if unlike := [f"{name} {first[name]} and {other[name]}" for name in first if first[name] != other[name]]:
             raise InputError(
                 f"{checkpoints[0]} and {checkpoint} are of different models ({', '.join(unlike)}); name checkpoints of "

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from megatron_fanformer.checkpoint import store
+from megatron_fanformer.checkpoint import run_folder
 from megatron_fanformer.data.blends import LARGEST_BLEND_BYTES, parse_blend
 from megatron_fanformer.data.chat_files import MASK_SUFFIX, is_row_folder
 from megatron_fanformer.errors import CorruptError, InputError
@@ -31,7 +31,7 @@ DESCRIPTIONS: dict[Kind, str] = {
     "blend": "a blend file",
     "folder of token files": "a folder of token files",
     "run": "a run's folder",
-    "checkpoint": f"one checkpoint of a run ({store.CHECKPOINTS}/step-…)",
+    "checkpoint": f"one checkpoint of a run ({run_folder.CHECKPOINTS}/step-…)",
     "hf": "a Hugging Face folder of a FANformer",
     "reference": "a checkpoint in the authors' format",
     "megatron-lm": "a checkpoint of Megatron-LM",
@@ -93,7 +93,7 @@ def checkpoint_of(target: Target) -> Path:
         InputError: the run has none yet.
         CorruptError: the run's newest checkpoint is not complete.
     """
-    checkpoint = target.path if target.kind == "checkpoint" else store.latest_checkpoint(target.path)
+    checkpoint = target.path if target.kind == "checkpoint" else run_folder.latest_checkpoint(target.path)
     if checkpoint is None:
         raise InputError(
             f"{target.path} is a run's folder without a checkpoint yet; train it to its first one, or name another run"
@@ -116,7 +116,7 @@ def iteration_of(target: Target) -> Path:
         if not (ITERATION.fullmatch(latest) or latest == RELEASE) or not named.is_dir():
             raise CorruptError(f"{tracker} names {latest!r}, and there is no such checkpoint; name one of the folder's")
         folder = named
-    if not (folder / store.MEGATRON_METADATA).is_file():
+    if not (folder / run_folder.MEGATRON_METADATA).is_file():
         is_old = any(folder.glob(OLD_MEGATRON_LM))
         raise InputError(
             f"{folder} is in Megatron-LM's format {'torch' if is_old else 'torch_dcp or fsdp_dtensor'}, not in "
@@ -142,9 +142,9 @@ def refuse_other_kinds(run: Path) -> None:
     Raises:
         InputError: it is one checkpoint, or a model in another form.
     """
-    if store.newest_step(run) >= 0 or not run.is_dir():
+    if run_folder.newest_step(run) >= 0 or not run.is_dir():
         return
-    kind: Kind | None = "checkpoint" if store.is_checkpoint(run) else _kind_of_model(run, [])
+    kind: Kind | None = "checkpoint" if run_folder.is_checkpoint(run) else _kind_of_model(run, [])
     if kind is not None and kind != "run":
         raise InputError(
             f"{run} is {DESCRIPTIONS[kind]}, whose configuration a run would overwrite; name a run's folder, or a new "
@@ -224,13 +224,13 @@ def _recognise_folder(folder: Path) -> Target:
     if (folder / TRACKER).is_file():  # before the names in it: Megatron-LM saves into a folder of any name
         return Target("megatron-lm", folder)
     named = folder.resolve() if folder.name in ("", "..") else folder  # names tell what a checkpoint is of
-    if store.is_checkpoint(folder):
+    if run_folder.is_checkpoint(folder):
         return Target("checkpoint", named)
     # an export may hold the checkpoints of somebody's trainer, and DeepSpeed's `latest`
     may_be_run = not (folder / CONFIG_JSON).is_file()
-    if may_be_run and (folder / store.CHECKPOINTS).is_dir():
+    if may_be_run and (folder / run_folder.CHECKPOINTS).is_dir():
         return Target("run", folder)
-    if may_be_run and (named.name == store.CHECKPOINTS or (folder / store.LATEST).is_file()):
+    if may_be_run and (named.name == run_folder.CHECKPOINTS or (folder / run_folder.LATEST).is_file()):
         return Target("run", named.parent)
     if kind := _kind_of_model(folder, damage):
         return Target(kind, folder)
@@ -250,25 +250,25 @@ def _recognise_folder(folder: Path) -> Target:
 
 def _kind_of_model(folder: Path, damage: list[CorruptError]) -> Kind | None:
     """Return the kind by its configuration: an export, a checkpoint of the authors, a run without a checkpoint yet."""
-    stated, sections = (_mapping(folder / name, damage) for name in (CONFIG_JSON, store.CONFIG))
+    stated, sections = (_mapping(folder / name, damage) for name in (CONFIG_JSON, run_folder.CONFIG))
     if stated.get("model_type") == MODEL_TYPE:
         return "hf"
     model = sections.get("model")
     if REFERENCE_FIELD in {**stated, **sections, **(model if isinstance(model, dict) else {})}:
         return "reference"
-    return "run" if "training" in sections or (folder / store.CHECKPOINTS).is_dir() else None
+    return "run" if "training" in sections or (folder / run_folder.CHECKPOINTS).is_dir() else None
 
 
 def _is_megatron_lm(folder: Path) -> bool:
     """Return whether it is one checkpoint of Megatron-LM, in whatever format; ours have a configuration besides."""
-    has_table = any((folder / name).is_file() for name in (store.MEGATRON_METADATA, TORCH_TABLE))
-    return store.step_of(folder) is None and (has_table or any(folder.glob(OLD_MEGATRON_LM)))
+    has_table = any((folder / name).is_file() for name in (run_folder.MEGATRON_METADATA, TORCH_TABLE))
+    return run_folder.step_of(folder) is None and (has_table or any(folder.glob(OLD_MEGATRON_LM)))
 
 
 def _mapping(file: Path, damage: list[CorruptError]) -> dict[str, Any]:
     """Return a configuration file's values; empty without one, or if it cannot be read, which is added to `damage`."""
     try:
-        return store.read_mapping(file) if file.is_file() else {}
+        return run_folder.read_mapping(file) if file.is_file() else {}
     except CorruptError as error:
         damage.append(error)
         return {}

@@ -13,7 +13,7 @@ import torch
 import yaml
 from torch import Tensor
 
-from megatron_fanformer.checkpoint import store
+from megatron_fanformer.checkpoint import run_folder
 from megatron_fanformer.checkpoint.full_tensors import LazyTensors
 from megatron_fanformer.convert.fan_of_tensors import inferred_p_ratio
 from megatron_fanformer.convert.name_table import layer_row, names_in
@@ -100,7 +100,7 @@ def write_reference(
     `model.pt`, and expects pickles for the names of its tensors.
     """
     text = yaml.safe_dump({"model": _fields(config, end_of_text_id)}, sort_keys=False)
-    (folder / store.CONFIG).write_text(text)
+    (folder / run_folder.CONFIG).write_text(text)
     # Cloned, for torch saves all of the memory that a tensor is a part of.
     copies = {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in tensors.items()}
     torch.save(copies, folder / MODEL_PT)
@@ -108,10 +108,12 @@ def write_reference(
 
 def _stated_fields(folder: Path) -> dict[str, Any]:
     """Return the model's fields: a full training configuration has them in a section, the wrapper at the top level."""
-    path = next((folder / name for name in (store.CONFIG, CONFIG_JSON) if (folder / name).is_file()), None)
+    path = next((folder / name for name in (run_folder.CONFIG, CONFIG_JSON) if (folder / name).is_file()), None)
     if path is None:
-        raise InputError(f"{folder} is not a reference checkpoint, which must hold {store.CONFIG} or {CONFIG_JSON}")
-    config = store.read_mapping(path)
+        raise InputError(
+            f"{folder} is not a reference checkpoint, which must hold {run_folder.CONFIG} or {CONFIG_JSON}"
+        )
+    config = run_folder.read_mapping(path)
     section = config.get("model")
     return section if isinstance(section, dict) else config
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_fanformer import markdown
-from megatron_fanformer.checkpoint import store
+from megatron_fanformer.checkpoint import run_folder
 from megatron_fanformer.checkpoint.stored_files import SavedProgress, saved_progress
 from megatron_fanformer.checkpoint.tensor_table import read_table
 from megatron_fanformer.convert.megatron_lm import Run
@@ -46,7 +46,7 @@ def training_record(format: Format, checkpoint: Path, run: Run | None = None) ->
     if run is not None:
         rows = _rows(*run, [])
     elif format == "megatron" and (progress := saved_progress(checkpoint, read_table(checkpoint))) is not None:
-        rows = _rows(store.saved_config(checkpoint), progress, _loss_rows(checkpoint, progress.step))
+        rows = _rows(run_folder.saved_config(checkpoint), progress, _loss_rows(checkpoint, progress.step))
     if not rows and format == "megatron" and (averaged := _averaged(checkpoint)):
         return markdown.as_text(f"The weights are an average of the checkpoints {' and '.join(averaged)}.")
     if not rows:
@@ -60,7 +60,7 @@ def training_record(format: Format, checkpoint: Path, run: Run | None = None) ->
 def _averaged(checkpoint: Path) -> list[str]:
     """Return each checkpoint that `merge` has averaged into this one, as text; none where it was not made by that."""
     receipt = checkpoint.parent.parent / RECEIPT
-    sources = store.read_mapping(receipt).get("sources") if receipt.is_file() else None
+    sources = run_folder.read_mapping(receipt).get("sources") if receipt.is_file() else None
     return [
         f"{_run_name(str(source.get('path')))} step {source.get('step')} (weight {source.get('weight')})"
         for source in (sources if isinstance(sources, list) else [])
@@ -71,7 +71,7 @@ def _averaged(checkpoint: Path) -> list[str]:
 def _run_name(checkpoint: str) -> str:
     """Return the last part of the path or URL of the run that a checkpoint is of."""
     path = Path(checkpoint)
-    return path.parent.parent.name if path.parent.name == store.CHECKPOINTS else path.name
+    return path.parent.parent.name if path.parent.name == run_folder.CHECKPOINTS else path.name
 
 
 def _rows(saved: Saved, progress: SavedProgress, losses: Rows) -> Rows:
@@ -120,19 +120,19 @@ def layout(saved: Saved) -> str:
 
 def _loss_rows(checkpoint: Path, step: int) -> Rows:
     """Return the training loss of a step, and each validation set's last loss up to it."""
-    metrics = checkpoint.parent.parent / store.METRICS
-    is_available = checkpoint.parent.name == store.CHECKPOINTS and metrics.is_file()
+    metrics = checkpoint.parent.parent / run_folder.METRICS
+    is_available = checkpoint.parent.name == run_folder.CHECKPOINTS and metrics.is_file()
     losses: dict[str, tuple[int, float]] = {}
-    for entry in filter(None, map(store.metrics_entry, metrics.read_bytes().split(b"\n") if is_available else [])):
+    for entry in filter(None, map(run_folder.metrics_entry, metrics.read_bytes().split(b"\n") if is_available else [])):
         if (at := entry["step"]) > step:
             continue
         for name, value in entry.items():
             kind, _, dataset = name.partition("/")
             is_number = isinstance(value, int | float) and math.isfinite(value)
-            if is_number and kind == store.VALIDATION_LOSS and dataset:
+            if is_number and kind == run_folder.VALIDATION_LOSS and dataset:
                 losses[f"validation loss, {dataset}"] = at, value
             elif is_number and name == "loss" and at == step:
                 losses = {"training loss": (at, value), **losses}
     if "training loss" not in losses:
-        return [("losses", f"not known: the run's {store.METRICS} was not available, or has no step {step}")]
+        return [("losses", f"not known: the run's {run_folder.METRICS} was not available, or has no step {step}")]
     return [(name, f"{loss:.4f} nats per token, at step {at:,}") for name, (at, loss) in losses.items()]

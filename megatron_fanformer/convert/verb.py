@@ -129,7 +129,7 @@ def _merge(options: MergeOptions) -> None:
 
 def _chosen(options: MergeOptions) -> list[Averaged]:
     """Return the checkpoints to average."""
-    from megatron_fanformer.checkpoint.store import complete_checkpoints
+    from megatron_fanformer.checkpoint.run_folder import complete_checkpoints
     from megatron_fanformer.convert.recognition import checkpoint_of, recognise
 
     if options.last is None:
@@ -157,7 +157,7 @@ def _chosen(options: MergeOptions) -> list[Averaged]:
 def _found(source: str) -> Averaged:
     """Return the checkpoint that a path or a URL names; one at a URL is fetched."""
     from megatron_fanformer.checkpoint.remote import on_this_machine
-    from megatron_fanformer.checkpoint.store import CHECKPOINTS
+    from megatron_fanformer.checkpoint.run_folder import CHECKPOINTS
     from megatron_fanformer.convert.recognition import find_checkpoint
 
     path = find_checkpoint(on_this_machine(source))

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from megatron_fanformer.checkpoint import store
+from megatron_fanformer.checkpoint import run_folder
 from megatron_fanformer.checkpoint.remote import on_this_machine
 from megatron_fanformer.convert.recognition import RUNNABLE, checkpoint_of, recognise
 from megatron_fanformer.durable_files import file_problems, write_atomically
@@ -177,13 +177,13 @@ def _checkpoints(named: Sequence[str], problems: list[str]) -> list[Path]:
     places: list[str] = []
     for name in named:
         path = Path(name)
-        if path.name == store.CHECKPOINTS and path.is_dir() and not store.is_checkpoint(path):
-            places += map(str, store.complete_checkpoints(path.parent) or [path])
+        if path.name == run_folder.CHECKPOINTS and path.is_dir() and not run_folder.is_checkpoint(path):
+            places += map(str, run_folder.complete_checkpoints(path.parent) or [path])
         elif glob.has_magic(name) and not path.exists():
             places += sorted(glob.glob(name)) or [name]
         else:
             places.append(name)
-    with_steps = {Path(place).parent for place in places if store.step_of(Path(place)) is not None}
+    with_steps = {Path(place).parent for place in places if run_folder.step_of(Path(place)) is not None}
     # `checkpoints/*` also names the pointer to the last of them
     places = [place for place in places if Path(place).parent not in with_steps or not _is_pointer(Path(place))]
     return list(filter(None, [collect_problems(problems, partial(_checkpoint, place)) for place in places]))
@@ -195,7 +195,7 @@ def _checkpoint(path: str) -> Path:
 
 
 def _is_pointer(path: Path) -> bool:
-    return path.name == store.LATEST and path.parent.name == store.CHECKPOINTS and path.is_file()
+    return path.name == run_folder.LATEST and path.parent.name == run_folder.CHECKPOINTS and path.is_file()
 
 
 def _compared(name: str) -> Path | Result:

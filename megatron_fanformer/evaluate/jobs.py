@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from megatron_fanformer import __version__
-from megatron_fanformer.checkpoint import store
+from megatron_fanformer.checkpoint import run_folder
 from megatron_fanformer.data.tokenizer import load_tokenizer, tokenizer_file
 from megatron_fanformer.durable_files import sha256_of
 from megatron_fanformer.errors import DivergenceError, InputError, collect_problems
@@ -242,7 +242,7 @@ def evaluate_jobs(request: EvaluationRequest, jobs: Jobs, grid: RankGrid, *, log
             )
         yield Result(
             checkpoint=str(path),
-            step=store.step_of(path),
+            step=run_folder.step_of(path),
             versions=versions,
             tokenizer=job.tokenizer_sha256,
             settings=Settings(

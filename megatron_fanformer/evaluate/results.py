@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from megatron_fanformer.checkpoint.store import CHECKPOINTS
+from megatron_fanformer.checkpoint.run_folder import CHECKPOINTS
 from megatron_fanformer.durable_files import regular_file, write_atomically
 from megatron_fanformer.errors import CorruptError, InputError
 

@@ -17,7 +17,7 @@ import torch
 from megatron.core.inference.contexts import StaticInferenceContext
 from torch import Tensor
 
-from megatron_fanformer.checkpoint import store
+from megatron_fanformer.checkpoint import run_folder
 from megatron_fanformer.checkpoint.training_state import load_weights
 from megatron_fanformer.convert.name_table import convert
 from megatron_fanformer.convert.recognition import RUNNABLE, checkpoint_of, recognise
@@ -76,18 +76,18 @@ def find_model(checkpoint: Path, *, eod_id: int | None = None) -> ModelSource:
             path=target.path,
             config=config,
             dtype=torch.bfloat16 if dtype == torch.bfloat16 else torch.float32,
-            tokenizer=store.attached_tokenizer(target.path),
+            tokenizer=run_folder.attached_tokenizer(target.path),
             end_of_text_id=end_of_text_id if eod_id is None else eod_id,
             fill=functools.partial(_fill_from_huggingface, target.path),
         )
     folder = checkpoint_of(target)
     stated = read_beside(folder / GENERATION_CONFIG).get("eos_token_id")
-    is_bf16 = store.saved_config(folder).get("precision", {}).get("dtype") == "bf16"
+    is_bf16 = run_folder.saved_config(folder).get("precision", {}).get("dtype") == "bf16"
     return ModelSource(
         path=folder,
-        config=store.saved_model(folder),
+        config=run_folder.saved_model(folder),
         dtype=torch.bfloat16 if is_bf16 else torch.float32,
-        tokenizer=store.attached_tokenizer(folder),
+        tokenizer=run_folder.attached_tokenizer(folder),
         end_of_text_id=stated if eod_id is None and type(stated) is int else eod_id,
         fill=functools.partial(load_weights, folder),
     )

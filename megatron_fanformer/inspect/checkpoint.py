@@ -7,7 +7,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from megatron_fanformer.checkpoint import store
+from megatron_fanformer.checkpoint import run_folder
 from megatron_fanformer.checkpoint.full_tensors import OPTIMIZER_PREFIX
 from megatron_fanformer.checkpoint.manifest import check_small_files, read_manifest
 from megatron_fanformer.checkpoint.stored_files import (
@@ -37,12 +37,12 @@ def describe_run(run: Path) -> Report:
     Raises:
         CorruptError: its newest checkpoint cannot be read.
     """
-    latest = store.latest_checkpoint(run)
+    latest = run_folder.latest_checkpoint(run)
     return {
         "kind": "run",
         "path": str(run),
         "progress": read_progress(run),
-        "checkpoints": [checkpoint.name for checkpoint in store.complete_checkpoints(run)],
+        "checkpoints": [checkpoint.name for checkpoint in run_folder.complete_checkpoints(run)],
         "last_metrics": last_numbers(run),
         **({"parts": [describe_checkpoint(latest)]} if latest else {}),
     }
@@ -55,7 +55,7 @@ def describe_checkpoint(checkpoint: Path) -> Report:
         CorruptError: it cannot be read, or holds more than data.
     """
     check_small_files(checkpoint)
-    config, saved = store.saved_model(checkpoint), store.saved_config(checkpoint)
+    config, saved = run_folder.saved_model(checkpoint), run_folder.saved_config(checkpoint)
     table = read_table(checkpoint)
     check_plain_values(checkpoint, table)
     progress = saved_progress(checkpoint, table)
@@ -96,7 +96,7 @@ def text_facts(folder: Path) -> dict[str, Any]:
         CorruptError: a checkpoint's tokenizer is a link to somewhere else.
         InputError: the chat template cannot be read.
     """
-    tokenizer = store.attached_tokenizer(folder)
+    tokenizer = run_folder.attached_tokenizer(folder)
     return {
         "tokenizer": tokenizer.name if tokenizer else None,
         "chat_template": own_template(folder) is not None,
@@ -126,13 +126,13 @@ def check_checkpoint(checkpoint: Path) -> str:
     with reading(bytes_stored(checkpoint)) as advance:
         check_stored(checkpoint, advance=advance)
     table = read_table(checkpoint)
-    tensors, config = tensors_of(table), store.saved_model(checkpoint)
+    tensors, config = tensors_of(table), run_folder.saved_model(checkpoint)
     for name, shape in expected_shapes(config, "megatron").items():
         stored = tuple(tensors[name].size) if name in tensors else None
         if stored != shape:
             raise CorruptError(
-                f"{checkpoint / METADATA} has {name} of shape {stored or 'none'}, where the model in {store.CONFIG} "
-                f"has {shape}; use another checkpoint"
+                f"{checkpoint / METADATA} has {name} of shape {stored or 'none'}, where the model in "
+                f"{run_folder.CONFIG} has {shape}; use another checkpoint"
             )
     for name, tensor in tensors.items():
         if sum(chunk.sizes.numel() for chunk in tensor.chunks) != tensor.size.numel():

@@ -6,9 +6,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from megatron_fanformer.checkpoint import store
+from megatron_fanformer.checkpoint import run_folder
+from megatron_fanformer.checkpoint.run_folder import metrics_entry
 from megatron_fanformer.checkpoint.run_lock import holder_of
-from megatron_fanformer.checkpoint.store import metrics_entry
 from megatron_fanformer.errors import CorruptError
 from megatron_fanformer.train.loss_picture import SMOOTHED_SHARE
 from megatron_fanformer.train.metrics import PERPLEXITY_LOSS_SUFFIX, VALIDATION_PREFIX
@@ -29,7 +29,7 @@ def read_progress(run: Path) -> dict[str, Any]:
     speeds: list[tuple[float, float]] = []
     validation: dict[str, dict[int, float]] = {}
     step, tokens = saved, None
-    with suppress(FileNotFoundError), (run / store.METRICS).open("rb") as stream:  # one line in memory at a time
+    with suppress(FileNotFoundError), (run / run_folder.METRICS).open("rb") as stream:  # one line in memory at a time
         for entry in (entry for line in stream if line.endswith(b"\n") and (entry := metrics_entry(line)) is not None):
             step, tokens = max(step, entry["step"]), entry.get("tokens", tokens)
             losses += [entry["loss"]] if entry.get("loss") is not None else []
@@ -69,13 +69,13 @@ def read_progress(run: Path) -> dict[str, Any]:
         "seconds_left": step_seconds * max(0, steps - step) if is_running and step_seconds and steps else None,
         "running": state if is_running else None,
         "events": events,
-        "profiles": len([*(run / store.TRACES).glob("step-*")]),
+        "profiles": len([*(run / run_folder.TRACES).glob("step-*")]),
     }
 
 
 def _planned(run: Path) -> int | None:
     with suppress(CorruptError):
-        steps: int | None = store.read_mapping(run / store.CONFIG).get("training", {}).get("train_iters")
+        steps: int | None = run_folder.read_mapping(run / run_folder.CONFIG).get("training", {}).get("train_iters")
         return steps
     return None
 
@@ -86,10 +86,10 @@ def _saved_step(run: Path) -> int:
     A step may be logged and never saved, as those since the last checkpoint of a run that was killed.
     """
     with suppress(CorruptError):  # `latest` names one, and there is none at all
-        for checkpoint in store.checkpoints_to_resume(run):
+        for checkpoint in run_folder.checkpoints_to_resume(run):
             with suppress(CorruptError):
-                store.check_sound(checkpoint)
-                return store.step_of(checkpoint) or 0
+                run_folder.check_sound(checkpoint)
+                return run_folder.step_of(checkpoint) or 0
     return 0
 
 

@@ -13,7 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from megatron_fanformer.checkpoint import store
+from megatron_fanformer.checkpoint import run_folder
 from megatron_fanformer.checkpoint.stored_files import saved_progress
 from megatron_fanformer.checkpoint.tensor_table import read_table
 from megatron_fanformer.convert.recognition import Target
@@ -49,7 +49,7 @@ def refuse_former_data(target: Target, step: int) -> None:
         InputError: it is such a step.
         CorruptError: the checkpoint cannot be read.
     """
-    checkpoint = target.path if target.kind == "checkpoint" else store.latest_checkpoint(target.path)
+    checkpoint = target.path if target.kind == "checkpoint" else run_folder.latest_checkpoint(target.path)
     progress = saved_progress(checkpoint, read_table(checkpoint)) if checkpoint else None
     identity = identity_from_plain(progress.data, checkpoint) if checkpoint and progress else None
     changes = identity.training_changes if identity else []

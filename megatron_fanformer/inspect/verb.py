@@ -174,7 +174,7 @@ def _draw(
         InputError: the path is not a run's folder, its metrics are `missing`, or the picture cannot be written.
     """
     from megatron_fanformer.checkpoint.remote import on_this_machine
-    from megatron_fanformer.checkpoint.store import METRICS
+    from megatron_fanformer.checkpoint.run_folder import METRICS
     from megatron_fanformer.convert.recognition import recognise
     from megatron_fanformer.train.metrics import read_metrics
 
@@ -234,7 +234,7 @@ def inspect_step(options: InspectOptions) -> None:
         InputError: the configuration, the step or the path is wrong; the run took the step's samples of other data.
         CorruptError: token files or a ledger are damaged, or a checkpoint is.
     """
-    from megatron_fanformer.checkpoint import store
+    from megatron_fanformer.checkpoint import run_folder
     from megatron_fanformer.checkpoint.remote import on_this_machine
     from megatron_fanformer.convert.recognition import DESCRIPTIONS, OURS, recognise
     from megatron_fanformer.train.config import load_config
@@ -257,7 +257,7 @@ def inspect_step(options: InspectOptions) -> None:
             )
         else:
             only = target
-        config = config or target.path / store.CONFIG
+        config = config or target.path / run_folder.CONFIG
     loaded = load_config(config, options.overrides)
     from megatron_fanformer.runtime import megatron_cpu  # imports torch: after errors in the input were reported
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_fanformer.checkpoint.store import VALIDATION_LOSS
+from megatron_fanformer.checkpoint.run_folder import VALIDATION_LOSS
 from megatron_fanformer.errors import DivergenceError, InputError
 from megatron_fanformer.evaluate.metrics import task_metrics
 from megatron_fanformer.evaluate.perplexity import SetLoss, perplexity_metrics, perplexity_of_sets

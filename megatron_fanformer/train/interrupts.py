@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from megatron_fanformer.checkpoint import store
+from megatron_fanformer.checkpoint import run_folder
 from megatron_fanformer.processes import SAVE_SIGNAL, seconds_since_start
 from megatron_fanformer.runtime import device as devices
 from megatron_fanformer.runtime.parallel import RankGrid
@@ -86,8 +86,8 @@ class InterruptListener:
 
     def __init__(self, run: Path | None = None, minutes: float | None = None) -> None:
         self._stop = False
-        self.save = Request(run and run / store.SAVE_FILE, "save")
-        self.profile = Request(run and run / store.PROFILE_FILE, "profile")
+        self.save = Request(run and run / run_folder.SAVE_FILE, "save")
+        self.profile = Request(run and run / run_folder.PROFILE_FILE, "profile")
         started = time.monotonic() - seconds_since_start(devices.launcher_process() or os.getpid())
         self._end = started + 60 * (float("inf") if minutes is None else minutes)
 

@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from megatron_fanformer.checkpoint import store
+from megatron_fanformer.checkpoint import run_folder
 from megatron_fanformer.errors import FanformerError
 from megatron_fanformer.processes import seconds_since_start
 from megatron_fanformer.train.loggers.progress_line import clock
@@ -36,11 +36,11 @@ def last_lines(run: Path, seconds: float) -> list[str]:
     Raises:
         InputError, CorruptError, OSError: the run's folder cannot be read.
     """
-    checkpoint = store.latest_checkpoint(run)
+    checkpoint = run_folder.latest_checkpoint(run)
     if checkpoint is None:
         return []
-    config = store.saved_config(checkpoint)
-    step, training = store.step_of(checkpoint), config["training"]
+    config = run_folder.saved_config(checkpoint)
+    step, training = run_folder.step_of(checkpoint), config["training"]
     if step is None or step != training["train_iters"]:
         return []
     tokens = step * training["global_batch_size"] * config["model"]["seq_length"]
@@ -51,7 +51,7 @@ def last_lines(run: Path, seconds: float) -> list[str]:
     skipped = f" ({count:,} of them skipped)" if count else ""
     losses = [f"{loss:.4f} ({name.removeprefix(VALIDATION_PREFIX)})" for name, loss in _validation(metrics)]
     validation = f"validation loss {', '.join(losses)}; " if losses else ""
-    made = [f"{store.CHECKPOINTS}/{checkpoint.name}", *(file for kind in LOGGERS.values() for file in kind.files)]
+    made = [f"{run_folder.CHECKPOINTS}/{checkpoint.name}", *(file for kind in LOGGERS.values() for file in kind.files)]
     return [
         f"complete: {step:,} of {step:,} steps{skipped}, {tokens:,} tokens; {validation}this start took"
         f" {clock(seconds)}",
@@ -68,7 +68,7 @@ def _validation(metrics: dict[str, Any]) -> list[tuple[str, float]]:
 def _next_commands(run: Path, checkpoint: Path, config: dict[str, Any]) -> list[list[str]]:
     commands = [["inspect", str(run)]]
     length = config["model"]["seq_length"]
-    if store.attached_tokenizer(checkpoint) is not None:
+    if run_folder.attached_tokenizer(checkpoint) is not None:
         fewer = ["--max-new-tokens", str(length // 2)] if length < 2 * NEW_TOKENS else []
         is_chat = config["data"].get("format") == "sft"
         commands.append(["chat", str(run)] if is_chat else ["generate", str(run), "--prompt", "The", *fewer])

@@ -9,7 +9,7 @@ import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron_fanformer.checkpoint.store import METRICS, VALIDATION_LOSS, metrics_entry
+from megatron_fanformer.checkpoint.run_folder import METRICS, VALIDATION_LOSS, metrics_entry
 from megatron_fanformer.durable_files import regular_file
 
 VALIDATION_PREFIX = f"{VALIDATION_LOSS}/"  # begins the name of a validation set's loss

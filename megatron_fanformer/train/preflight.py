@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from megatron_fanformer.checkpoint import store
+from megatron_fanformer.checkpoint import run_folder
 from megatron_fanformer.checkpoint.remote import fetch_checkpoint, fetch_newer
 from megatron_fanformer.configuration import by_dotted_names
 from megatron_fanformer.convert.recognition import find_checkpoint, refuse_other_kinds
@@ -110,7 +110,9 @@ def check_run(
         problems += _checkpoint_problems(points, config, length_field)
     if problems or points is None or evaluation is None:
         raise InputError("\n".join(problems))
-    is_saved = unless_complete and points.resumed is not None and store.step_of(points.resumed) == config.training.steps
+    is_saved = (
+        unless_complete and points.resumed is not None and run_folder.step_of(points.resumed) == config.training.steps
+    )
     if is_saved and not points.damaged and config.checkpoint.mirror is None:  # else to copy what is not there yet
         steps = f"{config.training.steps:,}"
         logger.info(
@@ -284,13 +286,13 @@ def _starting_points(config: RunConfig) -> _StartingPoints:
     if config.checkpoint.mirror is not None:
         with log_if_slow(f"looking for a newer checkpoint on {redacted(config.checkpoint.mirror)}"):
             fetch_newer(config.checkpoint.mirror, run, use_earlier=config.recovery.use_earlier_checkpoint)
-    resuming = _resuming(store.checkpoints_to_resume(run), config.recovery)
+    resuming = _resuming(run_folder.checkpoints_to_resume(run), config.recovery)
     if resuming.resumed or not config.checkpoint.load:
         return resuming
     try:
         load: str | Path = config.checkpoint.load
         if is_url(load):  # into the run's folder, which all of its machines see
-            load = fetch_checkpoint(str(load), run / store.LOADED, logger.info)
+            load = fetch_checkpoint(str(load), run / run_folder.LOADED, logger.info)
         return resuming._replace(loaded=find_checkpoint(load))
     except InputError as error:
         raise InputError(f"checkpoint.load: {error}") from None
@@ -301,7 +303,7 @@ def _resuming(candidates: list[Path], recovery: RecoveryConfig) -> _StartingPoin
     damaged: list[tuple[Path, CorruptError]] = []
     for number, checkpoint in enumerate(candidates):
         try:
-            store.check_sound(checkpoint)
+            run_folder.check_sound(checkpoint)
         except CorruptError as error:
             damaged.append((checkpoint, error))
             if not recovery.use_earlier_checkpoint:
@@ -346,14 +348,14 @@ def _resume_problems(checkpoint: Path, config: RunConfig, length_field: str) -> 
     Args:
         length_field: of `training`, which states its length.
     """
-    saved = store.saved_config(checkpoint)
+    saved = run_folder.saved_config(checkpoint)
     if "training" not in saved:
         return [
             f"training.run_dir {config.training.run_dir} holds converted weights, not a run; name it as "
             "checkpoint.load, and another run_dir"
         ]
     problems = _model_problems(checkpoint, config)
-    step = store.step_of(checkpoint) or 0
+    step = run_folder.step_of(checkpoint) or 0
     steps = config.training.train_iters
     if steps is not None and step > steps:
         verb = "is" if length_field == "train_iters" else "makes"
@@ -372,7 +374,7 @@ def _resume_problems(checkpoint: Path, config: RunConfig, length_field: str) -> 
 
 def _changes_since(checkpoint: Path | None, config: RunConfig) -> str:
     """Return the fields that differ from those a checkpoint was saved with, as the end of a line."""
-    saved = {} if checkpoint is None else by_dotted_names(store.saved_config(checkpoint))
+    saved = {} if checkpoint is None else by_dotted_names(run_folder.saved_config(checkpoint))
     present = by_dotted_names(config.as_dict())
     stated = {name: value for name, value in present.items() if value is not None}  # the rest follows from the machine
     changes = [f"{name} {saved[name]} → {value}" for name, value in stated.items() if value != saved.get(name, value)]
@@ -380,7 +382,7 @@ def _changes_since(checkpoint: Path | None, config: RunConfig) -> str:
 
 
 def _model_problems(checkpoint: Path, config: RunConfig, ignoring: tuple[str, ...] = ()) -> list[str]:
-    saved = store.saved_model(checkpoint).resolved_fields()
+    saved = run_folder.saved_model(checkpoint).resolved_fields()
     remedies = {"padded_vocab_size": f"set model.make_vocab_size_divisible_by to {saved['padded_vocab_size']}"}
     return [
         f"model.{name} is {value}, but the checkpoint {checkpoint} was saved with {saved[name]}; "

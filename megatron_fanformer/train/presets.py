@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from megatron_fanformer.checkpoint import store
+from megatron_fanformer.checkpoint import run_folder
 from megatron_fanformer.convert.recognition import find_checkpoint
 from megatron_fanformer.errors import CorruptError, InputError
 from megatron_fanformer.model.config import PRESETS, FANformerConfig
@@ -60,9 +60,9 @@ def _disagreements(stated: dict[str, Any], shape: dict[str, Any], prefix: str, c
 def _checkpoint_and_model(values: dict[str, Any]) -> tuple[str, FANformerConfig]:
     """Return what the run starts from: its own newest checkpoint once it has begun, as for `checkpoint.load`."""
     run, load = _text(values, "training", "run_dir"), _text(values, "checkpoint", "load")
-    for checkpoint in reversed(store.complete_checkpoints(Path(run))) if run else ():
+    for checkpoint in reversed(run_folder.complete_checkpoints(Path(run))) if run else ():
         try:
-            return str(checkpoint), store.saved_model(checkpoint)
+            return str(checkpoint), run_folder.saved_model(checkpoint)
         except CorruptError:
             continue  # which the start of the run reports
     if load is None:
@@ -76,7 +76,7 @@ def _checkpoint_and_model(values: dict[str, Any]) -> tuple[str, FANformerConfig]
         found = find_checkpoint(load)
     except InputError as error:
         raise InputError(f"checkpoint.load: {error} ({PRESET_KEY} is {FROM_CHECKPOINT})") from None
-    return str(found), store.saved_model(found)
+    return str(found), run_folder.saved_model(found)
 
 
 def _text(values: dict[str, Any], section: str, name: str) -> str | None:

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function, supported_activities
 
-from megatron_fanformer.checkpoint.store import TRACES, checkpoint_name
+from megatron_fanformer.checkpoint.run_folder import TRACES, checkpoint_name
 from megatron_fanformer.runtime.parallel import RankGrid
 from megatron_fanformer.train.interrupts import Request
 from megatron_fanformer.train.loggers.registry import LoggingConfig

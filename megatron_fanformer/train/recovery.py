@@ -22,7 +22,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from megatron_fanformer.checkpoint.store import RECOVERY, metrics_entry
+from megatron_fanformer.checkpoint.run_folder import RECOVERY, metrics_entry
 from megatron_fanformer.durable_files import naming, regular_file
 from megatron_fanformer.errors import broken_fields
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.profiler import record_function
 
-from megatron_fanformer.checkpoint import store
+from megatron_fanformer.checkpoint import run_folder
 from megatron_fanformer.checkpoint.mirror import Mirror
 from megatron_fanformer.runtime.agreement import on_main
 from megatron_fanformer.runtime.parallel import RankGrid
@@ -44,7 +44,7 @@ class Checkpointer:
         note_failure: Callable[[str, str], None],
     ) -> None:
         self._config, self._grid = config, grid
-        self._checkpoints = Path(config.training.run_dir) / store.CHECKPOINTS
+        self._checkpoints = Path(config.training.run_dir) / run_folder.CHECKPOINTS
         self._listener, self._note_saved = listener, note_saved
         self._has_mirror = config.checkpoint.mirror is not None
         self._mirror = Mirror(
@@ -81,7 +81,7 @@ class Checkpointer:
 
     def copy(self, step: int) -> None:
         """Copy the checkpoint of a step, which is there, to the mirror."""
-        self._mirror.offer(self._checkpoints / store.checkpoint_name(step))
+        self._mirror.offer(self._checkpoints / run_folder.checkpoint_name(step))
 
     def poll_uploads(self) -> None:
         """Take note of what was copied since; never waits."""

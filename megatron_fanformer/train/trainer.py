@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from rich.console import Console
 
-from megatron_fanformer.checkpoint import store
+from megatron_fanformer.checkpoint import run_folder
 from megatron_fanformer.checkpoint.versions import UnreadableError
 from megatron_fanformer.data.chat_template import CHAT_TEMPLATE_JINJA, attached_files
 from megatron_fanformer.data.tokenizer import tokenizer_file
@@ -248,8 +248,10 @@ class Trainer:
         bad = self._bad_steps.in_a_row
         first, last = min(bad), max(bad)
         steps = f"step {first}" if first == last else f"steps {first} to {last}"
-        candidates = on_main(lambda: [path.name for path in store.checkpoints_to_resume(self.run)])
-        before = [self.run / store.CHECKPOINTS / name for name in candidates if name < store.checkpoint_name(first)]
+        candidates = on_main(lambda: [path.name for path in run_folder.checkpoints_to_resume(self.run)])
+        before = [
+            self.run / run_folder.CHECKPOINTS / name for name in candidates if name < run_folder.checkpoint_name(first)
+        ]
         why = self._bad_steps.why_not_rewind if before else "there is no checkpoint to go back to"
         if why is not None:
             raise DivergenceError(
@@ -431,7 +433,7 @@ class Trainer:
                     raise
         else:
             raise damaged[0][1]
-        on_main(lambda: store.point_to(checkpoint, [path for path, _ in damaged]))
+        on_main(lambda: run_folder.point_to(checkpoint, [path for path, _ in damaged]))
         for path, reason in damaged:
             logger.warning("%s; it is set aside, and the run goes on from %s", reason, checkpoint.name)
             self._events.add("earlier_checkpoint", self.step, damaged=path.name, reason=str(reason))

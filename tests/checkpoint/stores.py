@@ -7,7 +7,7 @@ from typing import Any
 
 from fsspec.implementations.local import LocalFileSystem
 
-from megatron_fanformer.checkpoint import store
+from megatron_fanformer.checkpoint import run_folder
 from megatron_fanformer.checkpoint.manifest import MANIFEST, check_files, read_manifest
 
 WEIGHTS = "__0_0.distcp"
@@ -86,18 +86,18 @@ class FailingFiles(LocalFileSystem):
 
 def save(run: Path, step: int, content: bytes = b"", keep: int | None = None) -> Path:
     """A checkpoint as far as copies are concerned."""
-    folder = store.temporary_folder(run / store.CHECKPOINTS, step)
+    folder = run_folder.temporary_folder(run / run_folder.CHECKPOINTS, step)
     (folder / WEIGHTS).write_bytes(content or bytes(range(256)) * step)
     (folder / "empty.distcp").touch()
-    (folder / store.MEGATRON_METADATA).write_text("{}")
-    return store.publish_checkpoint(folder, run / store.CHECKPOINTS, step, {"training": {"seed": step}}, keep)
+    (folder / run_folder.MEGATRON_METADATA).write_text("{}")
+    return run_folder.publish_checkpoint(folder, run / run_folder.CHECKPOINTS, step, {"training": {"seed": step}}, keep)
 
 
 def there(folder: Path) -> list[str]:
     """The complete checkpoints in a store's folder, each of which is found sound."""
-    names = sorted(path.parent.name for path in folder.glob(f"{store.CHECKPOINTS}/step-*/{MANIFEST}"))
+    names = sorted(path.parent.name for path in folder.glob(f"{run_folder.CHECKPOINTS}/step-*/{MANIFEST}"))
     for name in names:
-        checkpoint = folder / store.CHECKPOINTS / name
+        checkpoint = folder / run_folder.CHECKPOINTS / name
         manifest = read_manifest(checkpoint)
         assert manifest is not None
         check_files(checkpoint, manifest)
@@ -105,4 +105,4 @@ def there(folder: Path) -> list[str]:
 
 
 def step_names(*steps: int) -> list[str]:
-    return [store.checkpoint_name(step) for step in steps]
+    return [run_folder.checkpoint_name(step) for step in steps]

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from megatron_fanformer.checkpoint import store
+from megatron_fanformer.checkpoint import run_folder
 from megatron_fanformer.checkpoint.optimizer_state import rectangles, stored_state
 from megatron_fanformer.checkpoint.tensor_table import MAIN_WEIGHT
 from megatron_fanformer.checkpoint.training_state import model_state
@@ -177,13 +177,13 @@ def save_in_the_earlier_form(layout: str, dtype: torch.dtype, folder: Path) -> S
         weights = model_state(run.stages, run.grid)["model0"]
         metadata = run.grid.sharding_metadata | {"distrib_optim_sharding_type": "fully_reshardable"}
         optimizer = run.optimizer.sharded_state_dict(weights, metadata=metadata)
-        checkpoint = [store.temporary_folder(folder, 2) if run.grid.is_main else None]
+        checkpoint = [run_folder.temporary_folder(folder, 2) if run.grid.is_main else None]
         torch.distributed.broadcast_object_list(checkpoint, src=0)
         assert checkpoint[0] is not None
         state = {"model": weights, "optimizer": optimizer, "progress": {"step": run.step, "consumed_samples": 0}}
         save_state(state, checkpoint[0])
         if run.grid.is_main:
-            store.publish_checkpoint(checkpoint[0], folder, 2, run.config() | {"parallel": {}, "runtime": {}})
+            run_folder.publish_checkpoint(checkpoint[0], folder, 2, run.config() | {"parallel": {}, "runtime": {}})
         torch.distributed.barrier()
         return show(run)
 

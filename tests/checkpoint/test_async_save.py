@@ -17,7 +17,7 @@ import pytest
 import torch
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 
-from megatron_fanformer.checkpoint import saving, store
+from megatron_fanformer.checkpoint import run_folder, saving
 from megatron_fanformer.checkpoint.saving import CheckpointSaver
 from megatron_fanformer.checkpoint.writer import LOGGER, ResultsFile, watched
 from megatron_fanformer.errors import FanformerError
@@ -71,7 +71,7 @@ def writer_process(saver: CheckpointSaver) -> Any:
 
 
 def published(folder: Path) -> list[str]:
-    return sorted(path.name for path in (folder / store.CHECKPOINTS).glob("[!.]*"))
+    return sorted(path.name for path in (folder / run_folder.CHECKPOINTS).glob("[!.]*"))
 
 
 def train_on_while_saving(layout: str, dtype: torch.dtype, folder: Path) -> tuple[Pieces, Pieces, Any]:
@@ -94,7 +94,7 @@ def lose_the_folder(layout: str, folder: Path) -> str:
         saver = started_save(run, folder)
         torch.distributed.barrier()
         if run.grid.is_main:
-            for unfinished in (folder / store.CHECKPOINTS).glob(".*"):
+            for unfinished in (folder / run_folder.CHECKPOINTS).glob(".*"):
                 shutil.rmtree(unfinished)
             (folder / "go").touch()
         return failure_of(saver)
@@ -159,7 +159,7 @@ def give_up(layout: str, folder: Path) -> tuple[Any, list[str]]:
         process = writer_process(saver)
         saver.close()
         process.join(PATIENCE_SECONDS)
-        return process.exitcode, [path.name for path in (folder / store.CHECKPOINTS).iterdir()]
+        return process.exitcode, [path.name for path in (folder / run_folder.CHECKPOINTS).iterdir()]
 
 
 # -- what is written
@@ -177,7 +177,7 @@ def test_the_checkpoint_holds_the_state_of_its_step_though_training_went_on(
     run_on_ranks: RunOnRanks, tmp_path: Path, layout: str, dtype: torch.dtype
 ) -> None:
     ranks = run_on_ranks(world_size(layout), train_on_while_saving, layout, dtype, tmp_path)
-    checkpoint = tmp_path / store.CHECKPOINTS / "step-00000002"
+    checkpoint = tmp_path / run_folder.CHECKPOINTS / "step-00000002"
     for _, _, (early, path, again, after) in ranks:
         assert early == (None, [])
         assert (path, again, after) == (checkpoint, None, ["latest", "step-00000002"])
@@ -207,8 +207,8 @@ def test_a_writer_that_fails_ends_the_run_and_publishes_nothing(
 ) -> None:
     error, same = run_on_ranks(2, fail, "dp2", tmp_path, *arguments)
     assert error == same and message in error and "\n" not in error
-    assert error.startswith(f"the checkpoint of step 2 was not written to {tmp_path / store.CHECKPOINTS} (rank ")
-    assert list((tmp_path / store.CHECKPOINTS).iterdir()) == []
+    assert error.startswith(f"the checkpoint of step 2 was not written to {tmp_path / run_folder.CHECKPOINTS} (rank ")
+    assert list((tmp_path / run_folder.CHECKPOINTS).iterdir()) == []
 
 
 def test_signals_to_stop_do_not_stop_a_writer(run_on_ranks: RunOnRanks, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from unittest import mock
 import msgspec
 import pytest
 
-from megatron_fanformer.checkpoint import store
+from megatron_fanformer.checkpoint import run_folder
 from megatron_fanformer.checkpoint.config import CheckpointConfig
 from megatron_fanformer.checkpoint.manifest import MANIFEST, FileSums, read_manifest
 from megatron_fanformer.checkpoint.remote import RemoteRun, fetch_checkpoint, fetch_newer
@@ -67,15 +67,15 @@ def test_of_what_is_there_the_newest_sound_one_is_taken(
     source, run = tmp_path / "source", tmp_path / "run"
     for step in (4, 5):
         save(source, step)
-    DAMAGE[damage](source / store.CHECKPOINTS / store.checkpoint_name(5))
+    DAMAGE[damage](source / run_folder.CHECKPOINTS / run_folder.checkpoint_name(5))
     fetch_newer(f"file://{source}", run)
     assert there(run) == step_names(4)
     assert ("which is not a file in its folder" in caplog.text) == (damage in NAMES)
     assert not (tmp_path / "escaped").exists() and not list(run.rglob("escaped")) and not list(run.rglob(".step*"))
-    assert store.latest_checkpoint(run) == run / store.CHECKPOINTS / store.checkpoint_name(4)
-    shutil.rmtree(source / store.CHECKPOINTS / store.checkpoint_name(4))
+    assert run_folder.latest_checkpoint(run) == run / run_folder.CHECKPOINTS / run_folder.checkpoint_name(4)
+    shutil.rmtree(source / run_folder.CHECKPOINTS / run_folder.checkpoint_name(4))
     shutil.rmtree(run)
-    with pytest.raises(CorruptError, match=f"file://{source}/{store.CHECKPOINTS}/{store.checkpoint_name(5)}"):
+    with pytest.raises(CorruptError, match=f"file://{source}/{run_folder.CHECKPOINTS}/{run_folder.checkpoint_name(5)}"):
         fetch_newer(f"file://{source}", run)
 
 
@@ -85,7 +85,7 @@ def test_a_damaged_one_here_does_not_hide_the_sound_one_there(kept: str, tmp_pat
     sound = save(source, 5)
     save(run, 4)
     damaged = save(run, 5, b"its own")
-    (damaged / (store.CONFIG if kept == "the manifest" else MANIFEST)).write_text("{")
+    (damaged / (run_folder.CONFIG if kept == "the manifest" else MANIFEST)).write_text("{")
     fetch_newer(f"file://{source}", run, use_earlier=False)
     assert there(run) == step_names(4, 5)
     assert (damaged / WEIGHTS).read_bytes() == (sound / WEIGHTS).read_bytes()
@@ -95,11 +95,11 @@ def test_a_damaged_one_here_does_not_hide_the_sound_one_there(kept: str, tmp_pat
 def test_an_earlier_one_is_fetched_only_where_it_may_be_used(tmp_path: Path) -> None:
     source, run = tmp_path / "source", tmp_path / "run"
     save(source, 4)
-    (save(run, 5) / store.CONFIG).write_text("{")
+    (save(run, 5) / run_folder.CONFIG).write_text("{")
     fetch_newer(f"file://{source}", run, use_earlier=False)
-    assert [path.name for path in store._steps(run / store.CHECKPOINTS)] == step_names(5)
+    assert [path.name for path in run_folder._steps(run / run_folder.CHECKPOINTS)] == step_names(5)
     fetch_newer(f"file://{source}", run)
-    assert store.latest_checkpoint(run) == run / store.CHECKPOINTS / store.checkpoint_name(4)
+    assert run_folder.latest_checkpoint(run) == run / run_folder.CHECKPOINTS / run_folder.checkpoint_name(4)
 
 
 def test_whatever_call_fails_the_run_s_records_come_with_its_checkpoint(
@@ -108,15 +108,15 @@ def test_whatever_call_fails_the_run_s_records_come_with_its_checkpoint(
     """Every call of a fetch fails once, and none keeps it from succeeding in the end."""
     source = tmp_path / "there"
     save(source, 5)
-    (source / store.METRICS).write_text("{}\n")
-    (source / store.RECOVERY).write_text("[]\n")
+    (source / run_folder.METRICS).write_text("{}\n")
+    (source / run_folder.RECOVERY).write_text("[]\n")
     FailingFiles.kind = "refused"
     for target in range(1, 1000):
         run = tmp_path / f"run-{target}"
         FailingFiles.count, FailingFiles.target = 0, target
         fetch_newer(failing, run)
         assert there(run) == step_names(5)
-        assert (run / store.METRICS).read_text() == "{}\n" and (run / store.RECOVERY).read_text() == "[]\n"
+        assert (run / run_folder.METRICS).read_text() == "{}\n" and (run / run_folder.RECOVERY).read_text() == "[]\n"
         if target > FailingFiles.count:
             break
     assert len(pauses) == target - 1 > 5
@@ -126,12 +126,12 @@ def test_records_here_that_go_on_further_stay(tmp_path: Path) -> None:
     source, run = tmp_path / "source", tmp_path / "run"
     save(source, 5)
     run.mkdir()
-    for name, there_, here in ((store.METRICS, "1\n2\n", "1\n2\n3\n"), (store.RECOVERY, "a\nb\n", "a\n")):
+    for name, there_, here in ((run_folder.METRICS, "1\n2\n", "1\n2\n3\n"), (run_folder.RECOVERY, "a\nb\n", "a\n")):
         (source / name).write_text(there_)
         (run / name).write_text(here)
     fetch_newer(f"file://{source}", run)
-    assert (run / store.METRICS).read_text() == "1\n2\n3\n"
-    assert (run / store.RECOVERY).read_text() == "a\nb\n"
+    assert (run / run_folder.METRICS).read_text() == "1\n2\n3\n"
+    assert (run / run_folder.RECOVERY).read_text() == "a\nb\n"
 
 
 def test_what_has_no_room_here_is_not_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,7 +147,7 @@ def test_a_latest_that_was_set_back_there_is_followed(tmp_path: Path) -> None:
     source, run = tmp_path / "source", tmp_path / "run"
     for step in (4, 5):
         save(source, step)
-    (source / store.CHECKPOINTS / store.LATEST).write_text(store.checkpoint_name(4))
+    (source / run_folder.CHECKPOINTS / run_folder.LATEST).write_text(run_folder.checkpoint_name(4))
     fetch_newer(f"file://{source}", run)
     assert there(run) == step_names(4)
 
@@ -158,15 +158,15 @@ def test_the_copy_of_one_with_damaged_tensors_is_fetched_once_latest_names_it(tm
     for step in (4, 5, 6):
         save(source, step)
     earlier, damaged = save(run, 4), save(run, 6, b"damaged")
-    store.point_to(earlier, [damaged])
+    run_folder.point_to(earlier, [damaged])
     for own in (earlier, save(run, 5)):  # at the start, and at the stop
         RemoteRun(f"file://{source}").copy(own, keep=None)
     fetch_newer(f"file://{source}", run)
     assert there(run) == step_names(4, 5)
-    (source / store.CHECKPOINTS / store.LATEST).write_text(f"{damaged.name}\n")
+    (source / run_folder.CHECKPOINTS / run_folder.LATEST).write_text(f"{damaged.name}\n")
     fetch_newer(f"file://{source}", run)
     assert there(run) == step_names(4, 5, 6)
-    assert store.latest_checkpoint(run) == damaged and (damaged / WEIGHTS).read_bytes() != b"damaged"
+    assert run_folder.latest_checkpoint(run) == damaged and (damaged / WEIGHTS).read_bytes() != b"damaged"
 
 
 def test_a_store_that_does_not_answer_ends_only_what_would_start_anew(
@@ -194,15 +194,15 @@ def test_a_url_names_a_run_or_one_of_its_checkpoints_and_is_fetched_once(tmp_pat
     url = f"file://{source}"
     cache = tmp_path / "cache"
     newest = fetch_checkpoint(f"{url}/", cache, message.append)
-    assert newest.name == store.checkpoint_name(5)
-    assert fetch_checkpoint(f"{url}/{store.CHECKPOINTS}/{newest.name}", cache, message.append) == newest
+    assert newest.name == run_folder.checkpoint_name(5)
+    assert fetch_checkpoint(f"{url}/{run_folder.CHECKPOINTS}/{newest.name}", cache, message.append) == newest
     assert len(message) == 1
     save(source, 5, b"another one")
     assert (fetch_checkpoint(url, cache, message.append) / WEIGHTS).read_bytes() == b"another one"
     assert fetch_checkpoint(
-        f"{url}/{store.CHECKPOINTS}/{store.checkpoint_name(4)}", cache, message.append
+        f"{url}/{run_folder.CHECKPOINTS}/{run_folder.checkpoint_name(4)}", cache, message.append
     ).name.endswith("4")
-    for missing in (f"file://{tmp_path}/none", f"{url}/{store.CHECKPOINTS}/{store.checkpoint_name(6)}"):
+    for missing in (f"file://{tmp_path}/none", f"{url}/{run_folder.CHECKPOINTS}/{run_folder.checkpoint_name(6)}"):
         with pytest.raises(InputError):
             fetch_checkpoint(missing, cache, message.append)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megatron_fanformer.checkpoint.manifest import MANIFEST, check_files, read_manifest, write_manifest, write_rank_sums
-from megatron_fanformer.checkpoint.store import checkpoint_name
+from megatron_fanformer.checkpoint.run_folder import checkpoint_name
 from megatron_fanformer.checkpoint.stored_files import check_stored
 from megatron_fanformer.errors import CorruptError
 from tests.checkpoint.stores import save

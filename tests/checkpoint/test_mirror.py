@@ -15,7 +15,7 @@ from unittest import mock
 import pytest
 
 from megatron_fanformer import stores
-from megatron_fanformer.checkpoint import mirror, store
+from megatron_fanformer.checkpoint import mirror, run_folder
 from megatron_fanformer.checkpoint.manifest import MANIFEST
 from megatron_fanformer.checkpoint.mirror import Mirror
 from megatron_fanformer.checkpoint.remote import RemoteRun
@@ -30,7 +30,7 @@ STORES = ["file", pytest.param("s3", marks=[pytest.mark.full, needs_server])]
 def test_a_copy_is_the_run_s_folder_again_and_the_newest_are_kept(kind: str, tmp_path: Path) -> None:
     run = tmp_path / "run"
     run.mkdir()
-    (run / store.RECOVERY).write_text("{}\n")
+    (run / run_folder.RECOVERY).write_text("{}\n")
     with s3_server(tmp_path) if kind == "s3" else nullcontext(f"file://{tmp_path}") as base:
         remote = RemoteRun(f"{base}/there")
         remote.copy(save(run, 9), keep=2)  # the run goes back
@@ -40,10 +40,10 @@ def test_a_copy_is_the_run_s_folder_again_and_the_newest_are_kept(kind: str, tmp
             remote.copy(save(run, step), keep=2)
         assert remote._steps() == remote.complete() == step_names(4, 5, 9)
         assert remote.candidates() == step_names(5, 4)
-        assert remote.fetch_record(store.RECOVERY) == b"{}\n"
+        assert remote.fetch_record(run_folder.RECOVERY) == b"{}\n"
         for name in step_names(4, 5):
             copy = remote.fetch([name], tmp_path / "fetched", print)
-            for file in (run / store.CHECKPOINTS / name).iterdir():
+            for file in (run / run_folder.CHECKPOINTS / name).iterdir():
                 assert (copy / file.name).read_bytes() == file.read_bytes()
         assert verified(f"{base}/there", tmp_path / "fetched") == 3
 
@@ -53,7 +53,7 @@ def test_whatever_call_fails_nothing_looks_whole_that_is_not(kind: str, failing:
     """Each call of a copy that replaces one of the same name, with other contents, and then removes the one before."""
     run, folder = tmp_path / "run", tmp_path / "there"
     before, replaced = save(run, 1), save(run, 2, b"of a run that was rewound")
-    (run / store.METRICS).write_text("one\n")
+    (run / run_folder.METRICS).write_text("one\n")
     for checkpoint in (before, replaced):
         RemoteRun(failing).copy(checkpoint, keep=None)
     shutil.copytree(folder, tmp_path / "as before")
@@ -68,7 +68,7 @@ def test_whatever_call_fails_nothing_looks_whole_that_is_not(kind: str, failing:
             assert there(folder) == step_names(2)
         except OSError:
             failed += 1
-        manifest = folder / store.CHECKPOINTS / newest.name / MANIFEST
+        manifest = folder / run_folder.CHECKPOINTS / newest.name / MANIFEST
         is_half = manifest.is_file() and not manifest.read_bytes().endswith(b"}\n")  # which readers notice
         assert is_half or there(folder)
         FailingFiles.target = 0
@@ -131,7 +131,7 @@ def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
 def test_one_is_copied_at_a_time_and_the_newest_is_next(made: Mirror, held: threading.Event, tmp_path: Path) -> None:
     for step in (1, 2, 3):
         made.offer(save(tmp_path / "run", step))
-    assert made.in_use == (store.checkpoint_name(1),)
+    assert made.in_use == (run_folder.checkpoint_name(1),)
     held.set()
     made.finish(lambda: False)
     assert there(tmp_path / "there") == step_names(1, 3)
@@ -142,9 +142,9 @@ def test_a_checkpoint_that_is_being_copied_is_not_removed(tmp_path: Path) -> Non
     run = tmp_path / "run"
     in_use = save(run, 1)
     for step in (2, 3):
-        folder = store.temporary_folder(run / store.CHECKPOINTS, step)
-        store.publish_checkpoint(folder, run / store.CHECKPOINTS, step, {}, 1, in_use=(in_use.name,))
-    assert [path.name for path in store._steps(run / store.CHECKPOINTS)] == step_names(1, 3)
+        folder = run_folder.temporary_folder(run / run_folder.CHECKPOINTS, step)
+        run_folder.publish_checkpoint(folder, run / run_folder.CHECKPOINTS, step, {}, 1, in_use=(in_use.name,))
+    assert [path.name for path in run_folder._steps(run / run_folder.CHECKPOINTS)] == step_names(1, 3)
 
 
 def test_attempts_follow_one_another_at_growing_distances(
@@ -188,5 +188,5 @@ def test_the_end_of_a_run_does_not_wait_for_a_store_that_never_answers(
     if ending == "nothing moves":
         monkeypatch.setattr(mirror, "FINISH_SECONDS", 0.2)
     made.finish(lambda: ending == "enough", 0.2 if ending == "seconds" else float("inf"))
-    assert made.in_use == (store.checkpoint_name(1),)
+    assert made.in_use == (run_folder.checkpoint_name(1),)
     assert "step-00000001 is not copied" in caplog.messages[-1]

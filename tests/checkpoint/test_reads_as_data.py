@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 from megatron_fanformer.checkpoint import stored_files
 from megatron_fanformer.checkpoint.data_files import load_data
 from megatron_fanformer.checkpoint.manifest import MANIFEST, write_manifest
-from megatron_fanformer.checkpoint.store import MEGATRON_METADATA
+from megatron_fanformer.checkpoint.run_folder import MEGATRON_METADATA
 from megatron_fanformer.checkpoint.stored_files import COMMON, check_format
 from megatron_fanformer.checkpoint.tensor_table import METADATA, read_table, tensors_of
 from megatron_fanformer.cli import main

@@ -14,8 +14,8 @@ import msgspec
 import pytest
 
 from megatron_fanformer.checkpoint import run_lock as locks
+from megatron_fanformer.checkpoint.run_folder import LOCK
 from megatron_fanformer.checkpoint.run_lock import Holder, holder_of, run_lock
-from megatron_fanformer.checkpoint.store import LOCK
 from megatron_fanformer.errors import InputError
 from tests.patience import PATIENCE_SECONDS
 

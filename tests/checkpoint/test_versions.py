@@ -8,7 +8,7 @@ from unittest import mock
 
 import pytest
 
-from megatron_fanformer.checkpoint import megatron_versions, store, stored_files
+from megatron_fanformer.checkpoint import megatron_versions, run_folder, stored_files
 from megatron_fanformer.checkpoint.tensor_table import Table, read_table, tensors_of
 from megatron_fanformer.checkpoint.versions import FILE, UnreadableError, reader, versions
 from megatron_fanformer.configuration import read_plain_values
@@ -38,7 +38,7 @@ def values(run_on_ranks: RunOnRanks, tmp_path: Path) -> dict[str, Any]:
 
 
 def checkpoints(values: dict[str, Any]) -> Path:
-    return Path(values["training"]["run_dir"]) / store.CHECKPOINTS
+    return Path(values["training"]["run_dir"]) / run_folder.CHECKPOINTS
 
 
 def resume_from_a_later_torchs_table(values: dict[str, Any]) -> None:
@@ -56,7 +56,9 @@ def test_properties_of_tensors_that_later_versions_add_are_left_out(
     run_on_ranks: RunOnRanks, values: dict[str, Any]
 ) -> None:
     run_on_ranks(2, resume_from_a_later_torchs_table, values)
-    assert store.latest_checkpoint(checkpoints(values).parent) == checkpoints(values) / store.checkpoint_name(3)
+    assert run_folder.latest_checkpoint(checkpoints(values).parent) == checkpoints(values) / run_folder.checkpoint_name(
+        3
+    )
 
 
 def error_of_a_library_that_fails(values: dict[str, Any]) -> str:
@@ -71,13 +73,13 @@ def error_of_a_library_that_fails(values: dict[str, Any]) -> str:
 
 def test_a_library_that_fails_on_sound_files_is_not_damage(run_on_ranks: RunOnRanks, values: dict[str, Any]) -> None:
     """No earlier checkpoint is taken, where it would fail as well, and none is set aside."""
-    newest = checkpoints(values) / store.checkpoint_name(2)
+    newest = checkpoints(values) / run_folder.checkpoint_name(2)
     assert read_plain_values(newest / FILE) == versions()
     before = sorted(path.name for path in checkpoints(values).iterdir())
     for message in run_on_ranks(2, error_of_a_library_that_fails, values):
         assert f"cannot be read: empty() got an unexpected keyword argument 'strides' ({reader()}); " in message
     assert sorted(path.name for path in checkpoints(values).iterdir()) == before
-    assert store.latest_checkpoint(checkpoints(values).parent) == newest
+    assert run_folder.latest_checkpoint(checkpoints(values).parent) == newest
 
 
 @pytest.mark.parametrize("sample", [path.name for path in sorted(SAMPLES.iterdir())])
@@ -87,7 +89,7 @@ def test_a_run_of_either_megatron_core_goes_on(sample: str, run_on_ranks: RunOnR
         (tmp_path / name).mkdir()
     whole, resumed = (run_values(tmp_path / name, 2 * STEP) for name in ("whole", "resumed"))
     run_on_ranks(1, train, whole)
-    shutil.copytree(SAMPLES / sample, checkpoints(resumed) / store.checkpoint_name(STEP))
+    shutil.copytree(SAMPLES / sample, checkpoints(resumed) / run_folder.checkpoint_name(STEP))
     run_on_ranks(1, train, resumed)
     expected, found = ({m["step"]: m["loss"] for m in read_metrics(run_dir(values))} for values in (whole, resumed))
     assert list(found) == [STEP + 1, 2 * STEP]

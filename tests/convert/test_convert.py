@@ -9,7 +9,7 @@ import pytest
 import yaml
 from safetensors.torch import load_file, save_file
 
-from megatron_fanformer.checkpoint import store
+from megatron_fanformer.checkpoint import run_folder
 from megatron_fanformer.checkpoint.run_lock import run_lock
 from megatron_fanformer.cli import main
 from megatron_fanformer.convert.huggingface import from_huggingface_config, to_huggingface_config
@@ -53,7 +53,7 @@ def stated(file: Path) -> Any:
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_a_checkpoint_states_the_type_of_its_weights(dtype: str, source: Path) -> None:
     checkpoint = find_checkpoint(converted(source, "megatron", dtype=dtype))
-    assert store.saved_config(checkpoint)["precision"] == {"dtype": dtype}
+    assert run_folder.saved_config(checkpoint)["precision"] == {"dtype": dtype}
 
 
 def test_an_export_ends_text_with_the_id_that_is_stated(source: Path, tokenizer: Path) -> None:
@@ -157,8 +157,8 @@ def test_nothing_is_put_among_the_checkpoints_of_a_run_in_progress(source: Path,
     """It would remove it, or resume from it."""
     run = tmp_path / "run"
     with run_lock(run), pytest.raises(InputError, match="in use by a run"):
-        convert_checkpoint(source, run / store.CHECKPOINTS / "step-00000001", to="megatron", verified=False)
-    assert not (run / store.CHECKPOINTS).exists()
+        convert_checkpoint(source, run / run_folder.CHECKPOINTS / "step-00000001", to="megatron", verified=False)
+    assert not (run / run_folder.CHECKPOINTS).exists()
 
 
 def test_every_field_of_a_model_comes_back_from_transformers_configuration() -> None:

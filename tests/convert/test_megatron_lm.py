@@ -14,7 +14,7 @@ import torch
 from megatron.core.tokenizers.text.libraries import NullTokenizer
 from torch import Tensor
 
-from megatron_fanformer.checkpoint import store
+from megatron_fanformer.checkpoint import run_folder
 from megatron_fanformer.checkpoint.data_files import Record, read_records
 from megatron_fanformer.checkpoint.full_tensors import write_full_tensors
 from megatron_fanformer.checkpoint.manifest import MANIFEST
@@ -165,7 +165,7 @@ def saved(
     tensors = {stock_name(name, model): torch.randn(shape, generator=generator) for name, shape in shapes.items()}
     step = write_full_tensors(folder / "run", {**tensors, **more}, {}, {})
     iteration = step.rename(folder / f"iter_{STEP:07d}")
-    for name in (store.CONFIG, MANIFEST):  # ours alone
+    for name in (run_folder.CONFIG, MANIFEST):  # ours alone
         (iteration / name).unlink()
     arguments = vars(arguments_by_hand(model, ONE_RANK, SPEC))
     common = {"args": argparse.Namespace(**{**arguments, **changes}), "iteration": STEP}
@@ -194,7 +194,7 @@ def test_a_transformer_of_megatron_lms_own_layers(tmp_path: Path, convert: Any) 
     ):
         assert any(line.startswith(note) for line in others)
     checkpoint = find_checkpoint(tmp_path / "out")
-    found = store.saved_model(checkpoint)
+    found = run_folder.saved_model(checkpoint)
     rows = model.padded_vocab_size
     assert found == dataclasses.replace(model, vocab_size=rows)
     assert {name: tuple(t.shape) for name, t in read_full_tensors(checkpoint).items()} == expected_shapes(
@@ -210,7 +210,7 @@ def test_an_own_spec_does_not_tell_the_activation(tmp_path: Path, convert: Any) 
     code, printed = convert(folder, "--config", str(config), "--no-verify")
     assert code == 0, printed
     expected = tiny_model(vocab_size=99, fan=FANConfig(activation="gelu"))
-    assert store.saved_model(find_checkpoint(tmp_path / "out")) == expected
+    assert run_folder.saved_model(find_checkpoint(tmp_path / "out")) == expected
 
 
 # Arguments of Megatron-LM by which a model of the same names and shapes computes something else: what a run has set.

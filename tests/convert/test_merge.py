@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_fanformer.checkpoint import store
+from megatron_fanformer.checkpoint import run_folder
 from megatron_fanformer.checkpoint.full_tensors import StoredTensors, write_full_tensors
 from megatron_fanformer.checkpoint.saving import CheckpointSaver
 from megatron_fanformer.checkpoint.tensor_table import MAIN_WEIGHT, read_table
@@ -63,7 +63,7 @@ def merged(*arguments: object) -> Path:
 
 def test_main_weights_are_averaged_as_numpy_does(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     average = merged(run, "--last", 2, "--weights", 1, 3, tmp_path / "out")
-    sources = [StoredTensors(folder, read_table(folder)) for folder in store.complete_checkpoints(run)[-2:]]
+    sources = [StoredTensors(folder, read_table(folder)) for folder in run_folder.complete_checkpoints(run)[-2:]]
     tensors = read_full_tensors(average)
     assert tensors.keys() == expected_shapes(small_model(num_layers=2), "megatron").keys()
     for name, tensor in tensors.items():
@@ -85,7 +85,7 @@ def test_main_weights_are_averaged_as_numpy_does(run: Path, tmp_path: Path, caps
 
 def test_what_a_run_was_taken_back_from_is_left_out(run: Path, tmp_path: Path) -> None:
     shutil.copytree(run, tmp_path / "run")
-    (tmp_path / "run" / store.CHECKPOINTS / store.LATEST).write_text(f"{store.checkpoint_name(2)}\n")
+    (tmp_path / "run" / run_folder.CHECKPOINTS / run_folder.LATEST).write_text(f"{run_folder.checkpoint_name(2)}\n")
     merged(tmp_path / "run", "--last", 2, tmp_path / "out")
     receipt = json.loads((tmp_path / "out" / "receipt.json").read_text())
     assert [source["step"] for source in receipt["sources"]] == [1, 2]
@@ -165,7 +165,7 @@ def test_the_tokenizer_of_either_goes_along(tmp_path: Path) -> None:
     with_it = checkpoint_of(tmp_path / "a", 0, MODEL, torch.float32, tokenizer)
     average = merged(checkpoint_of(tmp_path / "b", 1), with_it, tmp_path / "out")
     assert (average / "tokenizer.json").read_bytes() == tokenizer.read_bytes()
-    assert store.saved_config(average)["precision"] == {"dtype": "fp32"}
+    assert run_folder.saved_config(average)["precision"] == {"dtype": "fp32"}
 
 
 def test_the_receipt_names_urls_and_the_model_card_their_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,7 +173,7 @@ def test_the_receipt_names_urls_and_the_model_card_their_runs(tmp_path: Path, mo
     checkpoint_of(tmp_path / "a", 0)
     checkpoint_of(tmp_path / "b", 1)
     urls = [f"file://{tmp_path}/{run}" for run in "ab"]
-    step = f"{store.CHECKPOINTS}/{store.checkpoint_name(0)}"
+    step = f"{run_folder.CHECKPOINTS}/{run_folder.checkpoint_name(0)}"
     average = merged(urls[0], f"{urls[1]}/{step}", tmp_path / "out")
     receipt = json.loads((tmp_path / "out" / "receipt.json").read_text())
     assert [source["path"] for source in receipt["sources"]] == [f"{url}/{step}" for url in urls]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from megatron_fanformer.checkpoint import store
+from megatron_fanformer.checkpoint import run_folder
 from megatron_fanformer.checkpoint.manifest import write_manifest
 from megatron_fanformer.checkpoint.versions import versions
 from megatron_fanformer.convert.model_card import Extras, model_card
@@ -82,7 +82,7 @@ def test_a_run_is_summed_up(trained: Path, tmp_path: Path) -> None:
 
 
 def test_an_earlier_checkpoint_has_the_losses_of_its_own_step(trained: Path, tmp_path: Path) -> None:
-    rows = rows_of(card_of(trained / store.CHECKPOINTS / "step-00000003", tmp_path))
+    rows = rows_of(card_of(trained / run_folder.CHECKPOINTS / "step-00000003", tmp_path))
     assert (rows["steps"], rows["tokens"]) == ("3 of 6 planned", "192")
     assert rows["training loss"] == f"{logged(trained, 3)['loss']:.4f} nats per token, at step 3"
     validation = logged(trained, 2)["validation_loss/held-out"]
@@ -122,7 +122,7 @@ def change_config(run: Path, change: Callable[[dict[str, Any]], Any]) -> None:
     saved = yaml.safe_load(file.read_text())
     change(saved)
     file.write_text(yaml.safe_dump(saved))
-    write_manifest(file.parent, store.step_of(file.parent) or 0)
+    write_manifest(file.parent, run_folder.step_of(file.parent) or 0)
 
 
 @pytest.mark.parametrize("form", ["reference", "megatron", "hf"])

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_fanformer.checkpoint import store
+from megatron_fanformer.checkpoint import run_folder
 from megatron_fanformer.cli import PROGRAM, main
 from megatron_fanformer.convert.recognition import (
     DESCRIPTIONS,
@@ -39,15 +39,15 @@ def make(folder: Path, kind: Kind) -> Path:
         (folder / "all.blend").write_text("0.5 docs 0.5 docs\n")
         return {"token files": folder / "docs", "blend": folder / "all.blend"}.get(kind, folder)
     if kind in OURS:
-        checkpoint = folder / store.CHECKPOINTS / STEP
+        checkpoint = folder / run_folder.CHECKPOINTS / STEP
         checkpoint.mkdir(parents=True)
-        (checkpoint / store.MEGATRON_METADATA).write_text("{}")
-        (checkpoint / store.CONFIG).write_text("model: {}\n")
-        (folder / store.CHECKPOINTS / store.LATEST).write_text(STEP)
+        (checkpoint / run_folder.MEGATRON_METADATA).write_text("{}")
+        (checkpoint / run_folder.CONFIG).write_text("model: {}\n")
+        (folder / run_folder.CHECKPOINTS / run_folder.LATEST).write_text(STEP)
         return folder if kind == "run" else checkpoint
     if kind == "megatron-lm":
         (iteration := folder / "iter_0000003").mkdir()
-        (iteration / store.MEGATRON_METADATA).write_text("{}")
+        (iteration / run_folder.MEGATRON_METADATA).write_text("{}")
         return iteration
     if kind == "hf":
         (folder / "config.json").write_text(json.dumps({"model_type": MODEL_TYPE}))
@@ -62,22 +62,22 @@ def test_each_kind_is_recognised(kind: Kind, tmp_path: Path) -> None:
 
 
 def test_megatron_lm_may_save_into_a_folder_of_any_name(tmp_path: Path) -> None:
-    make(tmp_path / store.CHECKPOINTS, "megatron-lm")
-    (tmp_path / store.CHECKPOINTS / TRACKER).write_text("3\n")
-    target = recognise(tmp_path / store.CHECKPOINTS)
+    make(tmp_path / run_folder.CHECKPOINTS, "megatron-lm")
+    (tmp_path / run_folder.CHECKPOINTS / TRACKER).write_text("3\n")
+    target = recognise(tmp_path / run_folder.CHECKPOINTS)
     assert target.kind == "megatron-lm"
-    assert iteration_of(target) == tmp_path / store.CHECKPOINTS / "iter_0000003"
+    assert iteration_of(target) == tmp_path / run_folder.CHECKPOINTS / "iter_0000003"
 
 
 def test_the_checkpoint_of_a_run_is_its_latest(tmp_path: Path) -> None:
     run = make(tmp_path / "run", "run")
-    checkpoint = run / store.CHECKPOINTS / STEP
-    for path in (run, run / store.CHECKPOINTS, checkpoint):
+    checkpoint = run / run_folder.CHECKPOINTS / STEP
+    for path in (run, run / run_folder.CHECKPOINTS, checkpoint):
         assert checkpoint_of(recognise(path)) == find_checkpoint(path) == checkpoint
-    assert store.checkpoints_to_resume(run) == [checkpoint]
-    (run / store.CHECKPOINTS / store.LATEST).write_text("step-00000009")
+    assert run_folder.checkpoints_to_resume(run) == [checkpoint]
+    (run / run_folder.CHECKPOINTS / run_folder.LATEST).write_text("step-00000009")
     assert find_checkpoint(run) == checkpoint
-    assert store.checkpoints_to_resume(run) == [checkpoint]
+    assert run_folder.checkpoints_to_resume(run) == [checkpoint]
 
 
 @pytest.mark.parametrize(
@@ -100,13 +100,13 @@ def test_a_path_from_within_a_run(
     monkeypatch.chdir(run / inside)
     target = recognise(path)
     assert target.kind == kind
-    assert target.path.absolute().resolve() == (run if kind == "run" else run / store.CHECKPOINTS / STEP)
-    assert store.step_of(checkpoint_of(target)) == 3
+    assert target.path.absolute().resolve() == (run if kind == "run" else run / run_folder.CHECKPOINTS / STEP)
+    assert run_folder.step_of(checkpoint_of(target)) == 3
 
 
 def test_a_run_without_a_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
-    (tmp_path / "run" / store.CONFIG).write_text("training: {}\nmodel: {}\n")
+    (tmp_path / "run" / run_folder.CONFIG).write_text("training: {}\nmodel: {}\n")
     assert recognise(tmp_path / "run").kind == "run"
     refuse_other_kinds(tmp_path / "run")  # it may become one
     with pytest.raises(InputError, match="is a run's folder without a checkpoint yet"):
@@ -115,10 +115,10 @@ def test_a_run_without_a_checkpoint(tmp_path: Path) -> None:
 
 def test_a_hugging_face_folder_may_hold_checkpoints_of_somebodys_training(tmp_path: Path) -> None:
     """DeepSpeed names the last of its own in a file `latest`; and the folder may have any name."""
-    (make(tmp_path / "path", "hf") / store.CHECKPOINTS).mkdir()
-    (make(tmp_path / "trained", "hf") / store.LATEST).write_text("global_step500")
-    make(tmp_path / store.CHECKPOINTS, "hf")
-    for name in ("path", "trained", store.CHECKPOINTS):
+    (make(tmp_path / "path", "hf") / run_folder.CHECKPOINTS).mkdir()
+    (make(tmp_path / "trained", "hf") / run_folder.LATEST).write_text("global_step500")
+    make(tmp_path / run_folder.CHECKPOINTS, "hf")
+    for name in ("path", "trained", run_folder.CHECKPOINTS):
         target = recognise(tmp_path / name)
         assert (target.kind, target.path) == ("hf", tmp_path / name)
 

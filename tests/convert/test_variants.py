@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from megatron_fanformer.checkpoint import store
+from megatron_fanformer.checkpoint import run_folder
 from megatron_fanformer.checkpoint.training_state import load_weights, model_state
 from megatron_fanformer.convert.recognition import find_checkpoint
 from megatron_fanformer.errors import InputError
@@ -81,7 +81,7 @@ def load_and_save(root: Path, saved: Path, tensor: int, pipeline: int, names: tu
         seed_everything(0)
         for name in names:
             checkpoint = find_checkpoint(root / "megatron" / folder_of(name))
-            stages = build_stages(store.saved_model(checkpoint), parallel, grid, dtype=torch.float32, seed=None)
+            stages = build_stages(run_folder.saved_model(checkpoint), parallel, grid, dtype=torch.float32, seed=None)
             load_weights(checkpoint, stages, grid)
             batches = iter([batch_of(name)])
             sums = row_losses(stages, batches, grid, num_micro_batches=1, micro_batch_size=SAMPLES)
@@ -101,13 +101,13 @@ def batch_of(name: str) -> dict[str, torch.Tensor]:
 
 
 def _save(run: Path, loaded: Path, stages: list[Any], grid: Any) -> None:
-    folder = run / store.CHECKPOINTS / "unnamed"
+    folder = run / run_folder.CHECKPOINTS / "unnamed"
     if grid.is_main:
         folder.mkdir(parents=True)
     dist.barrier()
     save_state(model_state(stages, grid), folder)
     if grid.is_main:
-        store.publish_checkpoint(folder, run / store.CHECKPOINTS, 7, store.saved_config(loaded))
+        run_folder.publish_checkpoint(folder, run / run_folder.CHECKPOINTS, 7, run_folder.saved_config(loaded))
 
 
 @pytest.mark.parametrize(("tensor", "pipeline", "names"), LAYOUTS, ids=lambda value: str(value)[:1])

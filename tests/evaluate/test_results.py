@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_fanformer.checkpoint.store import step_of
+from megatron_fanformer.checkpoint.run_folder import step_of
 from megatron_fanformer.evaluate.report import lines_of
 from megatron_fanformer.evaluate.results import Result, names_of
 

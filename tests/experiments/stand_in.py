@@ -16,7 +16,7 @@ from typing import Any
 
 import yaml
 
-from megatron_fanformer.checkpoint.store import CHECKPOINTS, CONFIG, MEGATRON_METADATA, METRICS, checkpoint_name
+from megatron_fanformer.checkpoint.run_folder import CHECKPOINTS, CONFIG, MEGATRON_METADATA, METRICS, checkpoint_name
 
 BASE_THAT_FAILS = 13  # the model.rotary_base of a run that diverges
 USUAL_RATE = 0.01  # of tests that have one rate

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from megatron_fanformer import cli
-from megatron_fanformer.checkpoint.store import METRICS
+from megatron_fanformer.checkpoint.run_folder import METRICS
 from megatron_fanformer.durable_files import write_atomically
 from megatron_fanformer.experiments.intervals import holm, p_value
 from megatron_fanformer.experiments.result import read_result

@@ -17,7 +17,7 @@ import pytest
 import yaml
 
 from megatron_fanformer import cli
-from megatron_fanformer.checkpoint import store
+from megatron_fanformer.checkpoint import run_folder
 from megatron_fanformer.errors import InputError, Interrupted
 from megatron_fanformer.experiments.result import read_result
 from megatron_fanformer.experiments.sweeps.cells import Sweep, outcomes, read_sweep
@@ -351,8 +351,8 @@ def test_a_run_of_before_a_field_was_there_is_the_cells(tmp_path: Path, tokens: 
     file = write_sweep(tmp_path, tokens, axes=axes, seeds=1, report={"compare": "size", "baseline": "d16"})
     sweep = read_sweep(file, needs_data=True)
     train(sweep.cells[0].config.as_dict())
-    saved = sweep.cells[0].run / store.CONFIG
-    values = store.read_mapping(saved)
+    saved = sweep.cells[0].run / run_folder.CONFIG
+    values = run_folder.read_mapping(saved)
     assert values["optimizer"].pop("name") == "adamw"
     write_config(saved, {**values, "no longer": {}})  # which is not read as a configuration
     assert [each.state for each in outcomes(sweep)] == ["complete"]

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megatron_fanformer.checkpoint import store
+from megatron_fanformer.checkpoint import run_folder
 from megatron_fanformer.checkpoint.stored_files import check_stored
 from megatron_fanformer.runtime import device
 from megatron_fanformer.train.config import RunConfig, config_from_dict
@@ -156,7 +156,7 @@ def killed_to_the_end(config: RunConfig, ranks: int, generator: random.Random, s
         seconds: that the run takes if it is left alone.
     """
     run = Path(config.training.run_dir)
-    checkpoints, done, within_saves, seen = run / store.CHECKPOINTS, 0, 0, set[Path]()
+    checkpoints, done, within_saves, seen = run / run_folder.CHECKPOINTS, 0, 0, set[Path]()
     while done < kills:
         aimed = done % 2 == 0
         moment = MomentOfSave(generator, seconds / STEPS, checkpoints) if aimed else Moment(generator, seconds)
@@ -170,10 +170,10 @@ def killed_to_the_end(config: RunConfig, ranks: int, generator: random.Random, s
 
 def outcome_of(run: Path, kills: int = 0, within_saves: int = 0) -> Outcome:
     """How the run in a folder ended, whose checkpoints are all found sound."""
-    for checkpoint in store.complete_checkpoints(run):
+    for checkpoint in run_folder.complete_checkpoints(run):
         check_stored(checkpoint)
-    last = store.latest_checkpoint(run)
-    assert last is not None and store.step_of(last) == STEPS
+    last = run_folder.latest_checkpoint(run)
+    assert last is not None and run_folder.step_of(last) == STEPS
     numbers = [(m["step"], m["loss"], m["grad_norm"]) for m in read_metrics(run)]
     return Outcome(numbers, _digest(last), kills, within_saves)
 

@@ -23,7 +23,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_fanformer.checkpoint import store
+from megatron_fanformer.checkpoint import run_folder
 from megatron_fanformer.checkpoint.remote import RemoteRun
 from megatron_fanformer.train.config import RunConfig, config_from_dict
 from tests.patience import PATIENCE_SECONDS
@@ -120,7 +120,7 @@ def campaign(layout: str, url: str, *, kills: int, seed: int, folder: Path) -> s
                 lost += 1
         run_once(config, ranks, None)
         assert outcome_of(run)[:2] == expected[:2], f"{layout}, run {runs}: ended otherwise"
-        assert RemoteRun(mirror).candidates()[0] == store.checkpoint_name(STEPS)
+        assert RemoteRun(mirror).candidates()[0] == run_folder.checkpoint_name(STEPS)
         seen += verified(mirror, folder / "fetched")
         runs += 1
     return (

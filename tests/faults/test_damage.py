@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megatron_fanformer.checkpoint import store
+from megatron_fanformer.checkpoint import run_folder
 from megatron_fanformer.checkpoint.manifest import MANIFEST
 from megatron_fanformer.checkpoint.stored_files import check_stored
 from megatron_fanformer.errors import CorruptError
@@ -38,7 +38,7 @@ def values(run_on_ranks: Callable[..., list[Any]], tmp_path_factory: pytest.Temp
 
 
 def checkpoints(values: dict[str, Any]) -> tuple[Path, Path]:
-    earlier, latest = store.complete_checkpoints(Path(values["training"]["run_dir"]))
+    earlier, latest = run_folder.complete_checkpoints(Path(values["training"]["run_dir"]))
     return earlier, latest
 
 

@@ -11,7 +11,7 @@ from unittest import mock
 
 import pytest
 
-from megatron_fanformer.checkpoint import store
+from megatron_fanformer.checkpoint import run_folder
 from megatron_fanformer.inspect.checkpoint import check_checkpoint
 from megatron_fanformer.train.metrics import read_metrics
 from tests.faults import commands
@@ -45,7 +45,7 @@ def failing(name: str, folder: Path, target: int, number: int) -> Iterator[None]
 def test_a_save_that_fails_loses_nothing(is_async: bool, things: Things, tmp_path: Path) -> None:
     """At the first call of a kind, or at the second."""
     run, before = tmp_path / "run", tmp_path / "before"
-    checkpoints = run / store.CHECKPOINTS
+    checkpoints = run / run_folder.CHECKPOINTS
     values = small_run(
         things.tokens,
         run,
@@ -71,7 +71,7 @@ def test_a_save_that_fails_loses_nothing(is_async: bool, things: Things, tmp_pat
         ends.append(ended.code)
         for folder in checkpoints.glob("step-*"):
             check_checkpoint(folder)
-        assert store.latest_checkpoint(run) is not None
+        assert run_folder.latest_checkpoint(run) is not None
         assert (again := commands.run(command)).code == 0, again.errors
         assert [line["loss"] for line in read_metrics(run)] == losses
         wait_until(lambda: not list(checkpoints.glob("*.tmp")))  # a thread may still be removing one

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_fanformer.checkpoint import store
+from megatron_fanformer.checkpoint import run_folder
 from tests.faults import commands, hostile_files
 from tests.faults.conftest import Things
 from tests.faults.hostile_files import Write
@@ -88,7 +88,7 @@ def test_sound_things_are_read(things: Things, tmp_path: Path) -> None:
 )
 def test_checkpoints(place: tuple[str, str], write: Write, things: Things, tmp_path: Path, memory: None) -> None:
     run = hostile_files.copied(things.run, tmp_path / "run")
-    checkpoint = run / store.CHECKPOINTS / things.checkpoint.name
+    checkpoint = run / run_folder.CHECKPOINTS / things.checkpoint.name
     for manifest in checkpoint.glob("manifest*"):  # whose sums would show it: here the readers alone are under test
         manifest.unlink()
     if place[0] == "common.pt" and not (checkpoint / "common.pt").exists():

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megatron_fanformer.checkpoint import store
+from megatron_fanformer.checkpoint import run_folder
 from megatron_fanformer.checkpoint.manifest import MANIFEST
 from megatron_fanformer.checkpoint.remote import RemoteRun
 from megatron_fanformer.train.metrics import read_metrics
@@ -47,15 +47,15 @@ def test_a_run_whose_folder_is_lost_goes_on_as_if_it_were_not(
         run_on_ranks(ranks, train, straight)
     run_on_ranks(ranks, train, mirrored)
     remote = RemoteRun(f"file://{tmp_path}/there")
-    assert remote.candidates()[0] == store.checkpoint_name(5)
+    assert remote.candidates()[0] == run_folder.checkpoint_name(5)
     shutil.rmtree(tmp_path / "run")
     run_on_ranks(ranks, train, mirrored)
     assert numbers(tmp_path / "run") == numbers(tmp_path / "straight")
     assert len(numbers(tmp_path / "run")) == STEPS
-    last = store.latest_checkpoint(tmp_path / "run")
+    last = run_folder.latest_checkpoint(tmp_path / "run")
     assert (
         last is not None
-        and last.name == store.checkpoint_name(STEPS)
+        and last.name == run_folder.checkpoint_name(STEPS)
         and remote.manifest_of(last.name) == (last / MANIFEST).read_bytes()
     )
     assert len(remote._steps()) == 2
@@ -73,7 +73,7 @@ def test_commands_read_a_url_as_they_read_a_folder(url: str, things: Things, tmp
     asked = ["--prompt", "a", "--max-new-tokens", "3"]
     here, there = (commands.run(["generate", path, *asked]) for path in (str(things.run), url))
     assert here.output and (there.code, there.output) == (0, here.output), there.errors
-    checkpoint = f"{url}/{store.CHECKPOINTS}/{things.checkpoint.name}"
+    checkpoint = f"{url}/{run_folder.CHECKPOINTS}/{things.checkpoint.name}"
     inspected = commands.run(["inspect", checkpoint, "--verify"])
     assert inspected.code == 0 and "verified: " in inspected.output
     assert not inspected.errors, "it is fetched once"
@@ -81,17 +81,17 @@ def test_commands_read_a_url_as_they_read_a_folder(url: str, things: Things, tmp
     loaded = ["--training.run_dir", str(tmp_path / "loaded"), "--training.train_iters", "2", "--checkpoint.load", url]
     begun = commands.run(["train", "--config", str(things.config), *loaded])
     assert begun.code == 0, begun.errors
-    assert [path.name for path in (tmp_path / "loaded" / store.LOADED).glob("*/*")] == [things.checkpoint.name]
+    assert [path.name for path in (tmp_path / "loaded" / run_folder.LOADED).glob("*/*")] == [things.checkpoint.name]
 
 
 def test_damage_there_is_told_and_nothing_of_it_stays(url: str, things: Things, tmp_path: Path) -> None:
-    (file, *_) = sorted((tmp_path / "there" / store.CHECKPOINTS / things.checkpoint.name).glob("*.distcp"))
+    (file, *_) = sorted((tmp_path / "there" / run_folder.CHECKPOINTS / things.checkpoint.name).glob("*.distcp"))
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
     file.write_bytes(content)
     ended = commands.run(["generate", url, "--prompt", "a"])
     assert ended.code == 3
-    assert f"{url}/{store.CHECKPOINTS}/{things.checkpoint.name}/{file.name} is damaged" in ended.errors
+    assert f"{url}/{run_folder.CHECKPOINTS}/{things.checkpoint.name}/{file.name} is damaged" in ended.errors
     assert not list((tmp_path / "cache").rglob("*.distcp"))
 
 

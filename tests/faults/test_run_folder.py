@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron_fanformer.checkpoint import store
+from megatron_fanformer.checkpoint import run_folder
 from megatron_fanformer.checkpoint.run_lock import run_lock
 from megatron_fanformer.cli import main
 from megatron_fanformer.demo.demo import MARK
@@ -50,18 +50,18 @@ def test_one_run_at_a_time_has_a_folder_and_a_killed_one_is_gone_on_with_at_once
     )
     command = ("train", "--config", str(write_config(tmp_path / "config.yaml", values)))
     first = start_command(*command)
-    wait_until(lambda: store.latest_checkpoint(run), first)
+    wait_until(lambda: run_folder.latest_checkpoint(run), first)
     assert main(list(command)) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert f"{run} is in use by a run on {os.uname().nodename} (process {first.pid}) since 2" in line
     os.killpg(first.pid, signal.SIGKILL)
     first.communicate()
-    saved = store.latest_checkpoint(run)
-    assert saved is not None and (run / store.LOCK).exists()
-    left, reached = (run / store.METRICS).stat().st_ino, int(saved.name.removeprefix("step-"))
+    saved = run_folder.latest_checkpoint(run)
+    assert saved is not None and (run / run_folder.LOCK).exists()
+    left, reached = (run / run_folder.METRICS).stat().st_ino, int(saved.name.removeprefix("step-"))
 
     second = start_command(*command)
-    wait_until(lambda: (run / store.METRICS).stat().st_ino != left and last_step(run) > reached, second)
+    wait_until(lambda: (run / run_folder.METRICS).stat().st_ino != left and last_step(run) > reached, second)
     run.rename(tmp_path / "renamed")
     output, errors = second.communicate(timeout=PATIENCE_SECONDS)
     assert second.returncode == 1
@@ -75,7 +75,7 @@ def test_nothing_is_put_among_the_checkpoints_of_a_run_in_progress(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = tmp_path / "demo" / "run"
-    destination = run / store.CHECKPOINTS / store.checkpoint_name(1)
+    destination = run / run_folder.CHECKPOINTS / run_folder.checkpoint_name(1)
     convert = ["convert", str(ROOT / "tests" / "reference" / "atl"), str(destination), "--to", "megatron"]
     (tmp_path / "demo").mkdir()
     (tmp_path / "demo" / MARK).touch()

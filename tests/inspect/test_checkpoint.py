@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_fanformer.checkpoint import store
+from megatron_fanformer.checkpoint import run_folder
 from megatron_fanformer.checkpoint.full_tensors import write_full_tensors
 from megatron_fanformer.checkpoint.manifest import MANIFEST, write_manifest
 from megatron_fanformer.checkpoint.tensor_table import METADATA, read_table, stored_parts, tensors_of
@@ -60,7 +60,7 @@ def test_what_is_said_of_a_run_and_a_checkpoint(inspect: Inspect, trained: Path,
         assert (facts["kind"], facts["last_metrics"]["step"]) == ("run", 4)
         assert facts["checkpoints"] == ["step-00000002", "step-00000004"]
     assert (checkpoint["kind"], checkpoint["step"], checkpoint["consumed_samples"]) == ("checkpoint", step, 4 * step)
-    assert checkpoint["model"]["parameters"] == store.saved_model(Path(checkpoint["path"])).num_parameters
+    assert checkpoint["model"]["parameters"] == run_folder.saved_model(Path(checkpoint["path"])).num_parameters
     assert checkpoint["model"]["fan"]["p_ratio"] == 0.25
     assert checkpoint["layout"]["tensor_model_parallel_size"] == 2
     assert (checkpoint["dtype"], checkpoint["tokenizer"]) == ("fp32", "tokenizer.json")

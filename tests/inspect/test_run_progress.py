@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from megatron_fanformer.checkpoint import store
+from megatron_fanformer.checkpoint import run_folder
 from megatron_fanformer.checkpoint.run_lock import run_lock
 from megatron_fanformer.inspect.run_progress import read_progress
 from tests.checkpoint.stores import save
@@ -66,9 +66,9 @@ def test_steps_that_were_not_saved_are_taken_again(run: Path) -> None:
     write_run(run, METRICS)
     newest = [save(run, step) for step in (10, 20, 30)][-1]
     assert read_progress(run)["state"] == "nothing runs: train goes on from step 30"
-    (newest / store.MEGATRON_METADATA).unlink()
+    (newest / run_folder.MEGATRON_METADATA).unlink()
     assert read_progress(run)["saved"] == 20
-    store.point_to(newest.with_name("step-00000010"), [])
+    run_folder.point_to(newest.with_name("step-00000010"), [])
     assert read_progress(run)["saved"] == 10
 
 

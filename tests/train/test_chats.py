@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_fanformer.checkpoint import store
+from megatron_fanformer.checkpoint import run_folder
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.train.config import config_from_dict
 from megatron_fanformer.train.metrics import read_metrics
@@ -134,7 +134,7 @@ def test_a_validation_set_without_a_learned_token_is_refused(tmp_path: Path, run
     write_chats(tmp_path / "other" / "chats", [*silent[1:], whole[0]])
     message = "validation set held-out has no learned token in the 4 samples that training.eval_iters 2 reads; raise"
     assert run_on_ranks(2, refusal, {**values, "parallel": {"data_parallel_size": 2}}) == [message] * 2
-    assert [path.name for path in store.complete_checkpoints(tmp_path / "run")] == ["step-00000002"]
+    assert [path.name for path in run_folder.complete_checkpoints(tmp_path / "run")] == ["step-00000002"]
 
 
 def refusal(values: dict[str, Any]) -> str | None:
@@ -159,8 +159,8 @@ def test_epochs_become_steps_which_the_run_records(tmp_path: Path, run_on_ranks:
     )
     start = check_run(config_from_dict(values), None)
     run_on_ranks(1, train, values)
-    (checkpoint,) = store.complete_checkpoints(tmp_path / "run")
-    saved = store.saved_config(checkpoint)
+    (checkpoint,) = run_folder.complete_checkpoints(tmp_path / "run")
+    saved = run_folder.saved_config(checkpoint)
     metrics = read_metrics(tmp_path / "run")
     assert (saved["training"]["train_iters"], saved["training"]["epochs"]) == (start.train_iters, None)
     assert len(metrics) == start.train_iters and "validation_loss/validation" in metrics[-1]

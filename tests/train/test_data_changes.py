@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from megatron_fanformer.checkpoint import store, stored_files
+from megatron_fanformer.checkpoint import run_folder, stored_files
 from megatron_fanformer.checkpoint.stored_files import SavedProgress
 from megatron_fanformer.durable_files import sha256_of
 from megatron_fanformer.errors import InputError
@@ -88,12 +88,12 @@ def test_a_replaced_file_is_refused_or_its_change_recorded(
     del half["data"]["allow_change"]
     assert start(half).identity.changes == allowed.identity.changes  # accepted once and for all, and not forgotten
     run = Path(half["training"]["run_dir"])
-    for path in (run, store.latest_checkpoint(run)):  # whose configuration has the new data
+    for path in (run, run_folder.latest_checkpoint(run)):  # whose configuration has the new data
         with pytest.raises(InputError, match=r"after step 4 \(.*other files.* name a checkpoint of step 1 to 4, or"):
             inspect_step(InspectOptions(path=str(path), step=4))
         inspect_step(InspectOptions(path=str(path), step=5))
         inspect_step(InspectOptions(path=str(path), step=4, config=run / "config.yaml"))
-    inspect_step(InspectOptions(path=str(run / "checkpoints" / store.checkpoint_name(4)), step=4))
+    inspect_step(InspectOptions(path=str(run / "checkpoints" / run_folder.checkpoint_name(4)), step=4))
     (checkpoint,) = describe_run(run)["parts"]
     assert checkpoint["data"] == allowed.identity.as_plain()
     # The former data stay those of the steps before, by their own name, after one more start, too.
@@ -144,4 +144,4 @@ def test_a_checkpoint_that_records_no_data_is_gone_on_from_with_a_notice(
     monkeypatch.setattr(stored_files, "saved_progress", lambda *_: SavedProgress(4, 16))
     with caplog.at_level(logging.INFO, "megatron_fanformer"):
         assert start(half).resumed is not None
-    assert f"{store.checkpoint_name(4)} does not say which data" in caplog.text
+    assert f"{run_folder.checkpoint_name(4)} does not say which data" in caplog.text

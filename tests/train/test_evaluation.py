@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 import torch
 
-from megatron_fanformer.checkpoint import store
+from megatron_fanformer.checkpoint import run_folder
 from megatron_fanformer.errors import InputError, Interrupted
 from megatron_fanformer.train.config import config_from_dict
 from megatron_fanformer.train.metrics import metric_of, read_metrics
@@ -167,7 +167,7 @@ def test_a_signal_is_answered_after_the_batch_and_only_what_is_whole_is_logged(
     last = read_metrics(run)[-1]
     assert last["step"] == 3
     assert {name for name in last if name.startswith(("eval", "validation"))} == whole | TIME
-    assert store.latest_checkpoint(run) == run / store.CHECKPOINTS / "step-00000003"
+    assert run_folder.latest_checkpoint(run) == run / run_folder.CHECKPOINTS / "step-00000003"
 
 
 # -- before anything is loaded

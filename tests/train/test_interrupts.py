@@ -9,7 +9,7 @@ from unittest import mock
 
 import pytest
 
-from megatron_fanformer.checkpoint import store
+from megatron_fanformer.checkpoint import run_folder
 from megatron_fanformer.errors import Interrupted
 from megatron_fanformer.train import interrupts
 from megatron_fanformer.train.interrupts import InterruptListener
@@ -63,13 +63,13 @@ def test_a_signal_during_what_follows_a_step_is_not_answered_by_another_step(
         checkpoint={"save_interval": 6, "async_save": True},
     )
     assert run_on_ranks(2, train_and_ask, values, during, signal.SIGTERM, 6) == [(6, True)] * 2
-    assert store.latest_checkpoint(tmp_path / "run") == tmp_path / "run" / store.CHECKPOINTS / "step-00000006"
+    assert run_folder.latest_checkpoint(tmp_path / "run") == tmp_path / "run" / run_folder.CHECKPOINTS / "step-00000006"
 
 
 def test_a_signal_to_one_rank_saves_and_the_run_goes_on(run_on_ranks: RunOnRanks, tmp_path: Path, tokens: str) -> None:
     values = small_run(tokens, tmp_path / "run", parallel=DP2)
     assert run_on_ranks(2, train_and_ask, values, "a step", signal.SIGUSR2, 7) == [(20, False)] * 2
-    saved = [checkpoint.name for checkpoint in store.complete_checkpoints(tmp_path / "run")]
+    saved = [checkpoint.name for checkpoint in run_folder.complete_checkpoints(tmp_path / "run")]
     assert saved == ["step-00000007", "step-00000020"]
 
 
@@ -78,11 +78,14 @@ def test_a_file_asks_for_one_save_and_goes_once_that_is_there(
 ) -> None:
     run = tmp_path / "run"
     run.mkdir()
-    (run / store.SAVE_FILE).touch()
+    (run / run_folder.SAVE_FILE).touch()
     values = small_run(tokens, run, checkpoint={"async_save": True})
     assert run_on_ranks(1, train_and_ask, values, "a step", signal.SIGUSR2, 0) == [(20, False)]
-    assert [checkpoint.name for checkpoint in store.complete_checkpoints(run)] == ["step-00000001", "step-00000020"]
-    assert not (run / store.SAVE_FILE).exists()
+    assert [checkpoint.name for checkpoint in run_folder.complete_checkpoints(run)] == [
+        "step-00000001",
+        "step-00000020",
+    ]
+    assert not (run / run_folder.SAVE_FILE).exists()
 
 
 def test_a_run_ends_after_its_minutes_and_goes_on_by_the_same_command(
@@ -91,8 +94,8 @@ def test_a_run_ends_after_its_minutes_and_goes_on_by_the_same_command(
     values = small_run(tokens, tmp_path / "run", parallel=DP2, training={"exit_duration_in_mins": 1e-6})
     for steps in (1, 2):
         assert run_on_ranks(2, train_and_ask, values, "a step", signal.SIGUSR2, 0) == [(steps, False)] * 2
-        latest = store.latest_checkpoint(tmp_path / "run")
-        assert latest is not None and latest.name == store.checkpoint_name(steps)
+        latest = run_folder.latest_checkpoint(tmp_path / "run")
+        assert latest is not None and latest.name == run_folder.checkpoint_name(steps)
 
 
 def test_the_minutes_count_from_the_start_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:

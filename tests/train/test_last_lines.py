@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from megatron_fanformer import cli
-from megatron_fanformer.checkpoint import store
+from megatron_fanformer.checkpoint import run_folder
 from megatron_fanformer.generate.config import GenerateConfig
 from megatron_fanformer.train.last_lines import NEW_TOKENS, last_lines
 from megatron_fanformer.train.metrics import last_metrics
@@ -26,14 +26,14 @@ def run(tmp_path: Path) -> Path:
     """The folder of a complete run, as far as names and small files tell."""
     (tmp_path / "tokenizer").mkdir()
     run, metrics = tmp_path / "a run", [{"step": step, "tokens": 64 * step} for step in range(1, STEPS + 1)]
-    checkpoint = run / store.CHECKPOINTS / store.checkpoint_name(STEPS)
+    checkpoint = run / run_folder.CHECKPOINTS / run_folder.checkpoint_name(STEPS)
     checkpoint.mkdir(parents=True)
-    (checkpoint / store.MEGATRON_METADATA).write_text("{}")
-    (checkpoint.parent / store.LATEST).write_text(checkpoint.name)
+    (checkpoint / run_folder.MEGATRON_METADATA).write_text("{}")
+    (checkpoint.parent / run_folder.LATEST).write_text(checkpoint.name)
     write_tokenizer(tmp_path / "tokenizer").rename(checkpoint / "tokenizer.json")
-    write_config(checkpoint / store.CONFIG, {**small_run("tokens", run), "data": {"format": "pretraining"}})
+    write_config(checkpoint / run_folder.CONFIG, {**small_run("tokens", run), "data": {"format": "pretraining"}})
     metrics[-1] |= {"validation_loss/web": 3.14159, "validation_loss/code": 2.5}
-    (run / store.METRICS).write_text("".join(json.dumps(entry) + "\n" for entry in metrics) + "not a step's\n")
+    (run / run_folder.METRICS).write_text("".join(json.dumps(entry) + "\n" for entry in metrics) + "not a step's\n")
     return run
 
 
@@ -50,7 +50,7 @@ def commands(run: Path) -> list[list[str]]:
 
 
 def checkpoint_of(run: Path) -> Path:
-    found = store.latest_checkpoint(run)
+    found = run_folder.latest_checkpoint(run)
     assert found is not None
     return found
 
@@ -70,7 +70,7 @@ def test_what_was_made_and_what_can_be_done_with_it(run: Path) -> None:
 
 
 def changed(run: Path, pattern: str, to: str) -> None:
-    file = checkpoint_of(run) / store.CONFIG
+    file = checkpoint_of(run) / run_folder.CONFIG
     text, count = re.subn(pattern, to, file.read_text())
     assert count == 1
     file.write_text(text)
@@ -92,6 +92,6 @@ def test_no_command_is_named_that_would_be_refused(run: Path, change: Change, ve
 
 def test_losses_of_another_step_are_not_the_last_ones(run: Path) -> None:
     lines: list[dict[str, Any]] = [{"step": 1, "loss": 1.0}, {"step": STEPS - 1, "validation_loss/web": 3.0}]
-    (run / store.METRICS).write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 20, "los')
+    (run / run_folder.METRICS).write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 20, "los')
     assert last_metrics(run) == lines[-1]
     assert "validation" not in last_lines(run, 1)[0]

@@ -16,7 +16,7 @@ import pytest
 import yaml
 from rich.console import Console
 
-from megatron_fanformer.checkpoint.store import METRICS
+from megatron_fanformer.checkpoint.run_folder import METRICS
 from megatron_fanformer.errors import DivergenceError, FanformerError, InputError, Interrupted
 from megatron_fanformer.inspect.checkpoint import last_numbers
 from megatron_fanformer.markdown import code_block

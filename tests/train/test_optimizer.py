@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megatron_fanformer.checkpoint import store
+from megatron_fanformer.checkpoint import run_folder
 from megatron_fanformer.checkpoint.optimizer_state import set_groups
 from megatron_fanformer.configuration import field_texts
 from megatron_fanformer.plan.gradient_buffers import EMBEDDING
@@ -58,7 +58,7 @@ def test_a_run_goes_on_with_its_own(tmp_path: Path, saved: str | None) -> None:
         values["optimizer"]["name"] = saved
     checkpoint = tmp_path / "step-00000001"
     checkpoint.mkdir()
-    write_config(checkpoint / store.CONFIG, values)
+    write_config(checkpoint / run_folder.CONFIG, values)
     refused = [
         f"optimizer.name is adamw, but the run in {tmp_path / 'run'} has {saved}; change it back, or name another "
         "training.run_dir, which checkpoint.load starts from this one's weights"

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import yaml
 
-from megatron_fanformer.checkpoint import store
+from megatron_fanformer.checkpoint import run_folder
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.model.config import FANConfig, FANformerConfig
 from megatron_fanformer.model.rope_scaling import RopeScalingConfig
@@ -21,12 +21,12 @@ MODEL = tiny_model(num_layers=3, num_query_groups=2, fan=FANConfig(p_ratio=0.125
 
 def write_saved_model(run: Path, model: FANformerConfig, step: int = 7) -> Path:
     """What is read of a run to know its model; returns its one checkpoint."""
-    checkpoint = run / store.CHECKPOINTS / store.checkpoint_name(step)
+    checkpoint = run / run_folder.CHECKPOINTS / run_folder.checkpoint_name(step)
     checkpoint.mkdir(parents=True)
-    (checkpoint / store.MEGATRON_METADATA).touch()
-    (checkpoint.parent / store.LATEST).write_text(f"{checkpoint.name}\n")
+    (checkpoint / run_folder.MEGATRON_METADATA).touch()
+    (checkpoint.parent / run_folder.LATEST).write_text(f"{checkpoint.name}\n")
     for folder in (run, checkpoint):
-        (folder / store.CONFIG).write_text(yaml.safe_dump({"model": dataclasses.asdict(model)}))
+        (folder / run_folder.CONFIG).write_text(yaml.safe_dump({"model": dataclasses.asdict(model)}))
     return checkpoint
 
 

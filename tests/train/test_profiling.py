@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 import torch
 
-from megatron_fanformer.checkpoint import store
+from megatron_fanformer.checkpoint import run_folder
 from megatron_fanformer.runtime.parallel import RankGrid
 from megatron_fanformer.train import profiling
 from megatron_fanformer.train.config import config_from_dict
@@ -27,18 +27,18 @@ def train(values: dict[str, Any]) -> None:
 
 
 def losses(run: Path) -> list[tuple[float, float]]:
-    lines = map(json.loads, (run / store.METRICS).read_text().splitlines())
+    lines = map(json.loads, (run / run_folder.METRICS).read_text().splitlines())
     return [(line["loss"], line["grad_norm"]) for line in lines]
 
 
 def weights(run: Path) -> dict[str, bytes]:
-    checkpoint = store.latest_checkpoint(run)
+    checkpoint = run_folder.latest_checkpoint(run)
     assert checkpoint is not None
     return {file.name: file.read_bytes() for file in checkpoint.glob("*.distcp")}
 
 
 def traces(run: Path) -> list[str]:
-    return sorted(str(file.relative_to(run / store.TRACES)) for file in (run / store.TRACES).glob("*/*"))
+    return sorted(str(file.relative_to(run / run_folder.TRACES)) for file in (run / run_folder.TRACES).glob("*/*"))
 
 
 def names(trace: Path) -> set[str]:
@@ -55,11 +55,11 @@ def test_profiled_steps_compute_the_same_bits_and_are_in_a_trace_and_a_table(
     run_on_ranks(2, train, small_run(tokens, plain, parallel=DP2))
     assert losses(run) == losses(plain)
     assert weights(run) == weights(plain) and weights(run)
-    assert not (plain / store.TRACES).exists()
+    assert not (plain / run_folder.TRACES).exists()
     files = [f"rank-{rank:05d}{suffix}" for rank in (0, 1) for suffix in (".json.gz", ".txt")]
     assert traces(run) == [f"step-00000005-00000007/{file}" for file in files]
     for rank in (0, 1):
-        folder = run / store.TRACES / "step-00000005-00000007"
+        folder = run / run_folder.TRACES / "step-00000005-00000007"
         found = names(folder / f"rank-{rank:05d}.json.gz")
         assert {name for name in found if name.startswith("step ")} == {"step 5", "step 6", "step 7"}
         assert "aten::mm" in found

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from megatron_fanformer.checkpoint import store
+from megatron_fanformer.checkpoint import run_folder
 from megatron_fanformer.errors import CorruptError, DivergenceError, InputError
 from megatron_fanformer.runtime.agreement import is_main
 from megatron_fanformer.train.config import config_from_dict
@@ -26,7 +26,7 @@ from tests.train.test_trainer import numbers, stored_tensors, train
 
 RunOnRanks = Callable[..., list[Any]]
 STEPS = 12
-LAST = store.checkpoint_name(STEPS)
+LAST = run_folder.checkpoint_name(STEPS)
 LAYOUT = {"data_parallel_size": 2}
 SLOW_SECONDS = 0.5  # of writing a checkpoint, in which a run takes several steps
 
@@ -105,7 +105,7 @@ def assert_same_end(run_on_ranks: RunOnRanks, run: Path, expected: Path) -> None
     """The same steps with the same numbers, and the same checkpoint in the end, bit for bit."""
     assert taken(run) == taken(expected)
     [ours], [theirs] = (
-        run_on_ranks(1, stored_tensors, folder / store.CHECKPOINTS / LAST) for folder in (run, expected)
+        run_on_ranks(1, stored_tensors, folder / run_folder.CHECKPOINTS / LAST) for folder in (run, expected)
     )
     assert ours.keys() == theirs.keys()
     assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
@@ -124,7 +124,7 @@ def test_poisoned_steps_are_skipped_as_if_they_had_been_named(
     values = configured(tmp_path / "run")
     assert run_on_ranks(2, train_poisoned, values, Poison((3, 7, 10))) == [None, None]
     assert_same_end(run_on_ranks, tmp_path / "run", without(3, 7, 10))
-    saved = [store.step_of(path) for path in store.complete_checkpoints(tmp_path / "run")]
+    saved = [run_folder.step_of(path) for path in run_folder.complete_checkpoints(tmp_path / "run")]
     assert saved == [5, STEPS]  # and none after a bad step
     skipped = [m for m in read_metrics(tmp_path / "run") if "skipped" in m]
     assert [m["step"] for m in skipped] == [3, 7, 10]
@@ -265,7 +265,7 @@ def test_what_is_not_finite_is_never_published(
     name = {"weight": "decoder.final_layernorm.weight", "moment": "optimizer.state.exp_avg."}[which]
     assert first.startswith(f"step 6 was not saved: {name}")
     assert " has the value inf on rank 1; " in first
-    names = sorted(path.name for path in (tmp_path / "run" / store.CHECKPOINTS).iterdir())
+    names = sorted(path.name for path in (tmp_path / "run" / run_folder.CHECKPOINTS).iterdir())
     assert names == ["latest", "step-00000005"]
 
 
@@ -282,7 +282,7 @@ def test_a_validation_loss_that_is_not_finite_ends_the_run(
         assert problem is not None
         assert problem.startswith("step 3: the validation loss (held out) is nan; ")
     assert [entry["step"] for entry in read_metrics(tmp_path / "run") if "grad_norm" in entry] == [1, 2, 3]
-    assert not (tmp_path / "run" / store.CHECKPOINTS).exists()
+    assert not (tmp_path / "run" / run_folder.CHECKPOINTS).exists()
 
 
 # -- damaged checkpoints
@@ -311,9 +311,9 @@ def test_a_run_goes_on_from_before_a_damaged_checkpoint(
 ) -> None:
     run = tmp_path / "run"
     shutil.copytree(without(), run)
-    shutil.rmtree(run / store.CHECKPOINTS / LAST)
-    (run / store.CHECKPOINTS / store.LATEST).write_text("step-00000010\n")
-    flip_a_bit(run / store.CHECKPOINTS / "step-00000010" / file, 0.5)
+    shutil.rmtree(run / run_folder.CHECKPOINTS / LAST)
+    (run / run_folder.CHECKPOINTS / run_folder.LATEST).write_text("step-00000010\n")
+    flip_a_bit(run / run_folder.CHECKPOINTS / "step-00000010" / file, 0.5)
     strict = configured(run, use_earlier_checkpoint=False)
     if file == "__1_0.distcp":  # found when it is loaded
         problem = run_on_ranks(2, train_error, strict)[0]
@@ -321,13 +321,13 @@ def test_a_run_goes_on_from_before_a_damaged_checkpoint(
         with pytest.raises(CorruptError) as caught:
             check_run(config_from_dict(strict), 2)
         problem = str(caught.value)
-    assert str(run / store.CHECKPOINTS / "step-00000010" / file) in problem
+    assert str(run / run_folder.CHECKPOINTS / "step-00000010" / file) in problem
     run_on_ranks(2, train, configured(run))
     assert_same_end(run_on_ranks, run, without())
     (event,) = events(run, "earlier_checkpoint")
     assert (event["step"], event["damaged"]) == (5, "step-00000010")
     assert file in event["reason"]
-    assert (run / store.CHECKPOINTS / "damaged-step-00000010").is_dir()
+    assert (run / run_folder.CHECKPOINTS / "damaged-step-00000010").is_dir()
 
 
 def train_error(values: dict[str, Any]) -> str:
@@ -341,7 +341,7 @@ def test_where_every_checkpoint_is_damaged_nothing_starts_anew(
     tmp_path: Path, configured: Callable[..., dict[str, Any]], without: Callable[..., Path]
 ) -> None:
     shutil.copytree(without(), tmp_path / "run")
-    for checkpoint in store.complete_checkpoints(tmp_path / "run"):
+    for checkpoint in run_folder.complete_checkpoints(tmp_path / "run"):
         flip_a_bit(checkpoint / "config.yaml", 0.3)
     with pytest.raises(CorruptError, match=f"{LAST}/config.yaml is damaged"):
         check_run(config_from_dict(configured(tmp_path / "run")), 2)
@@ -361,10 +361,10 @@ def test_a_checkpoint_from_before_there_were_manifests_is_checked_by_what_it_has
 ) -> None:
     run = tmp_path / "run"
     shutil.copytree(without(), run)
-    for checkpoint in store.complete_checkpoints(run):
+    for checkpoint in run_folder.complete_checkpoints(run):
         (checkpoint / "manifest.json").unlink()
-    shutil.rmtree(run / store.CHECKPOINTS / LAST)
-    weights = run / store.CHECKPOINTS / "step-00000010" / "__0_0.distcp"
+    shutil.rmtree(run / run_folder.CHECKPOINTS / LAST)
+    weights = run / run_folder.CHECKPOINTS / "step-00000010" / "__0_0.distcp"
     content = weights.read_bytes()
     at = content.index(b"archive/data/0") + 100  # amid a tensor's own bytes
     weights.write_bytes(content[:at] + bytes([content[at] ^ 4]) + content[at + 1 :])

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron_fanformer.checkpoint import store
+from megatron_fanformer.checkpoint import run_folder
 from tests.data.failing_stores import http_server
 from tests.small_runs import VOCAB_SIZE, small_run, write_tokens
 from tests.train.test_trainer import train
@@ -20,7 +20,7 @@ RunOnRanks = Callable[..., list[Any]]
 
 
 def losses(run: Path) -> list[tuple[int, float]]:
-    lines = map(json.loads, (run / store.METRICS).read_text().splitlines())
+    lines = map(json.loads, (run / run_folder.METRICS).read_text().splitlines())
     return [(line["step"], line["loss"]) for line in lines if "loss" in line]
 
 

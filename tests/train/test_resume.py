@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_fanformer.checkpoint import store
+from megatron_fanformer.checkpoint import run_folder
 from megatron_fanformer.checkpoint.stored_files import common_values
 from megatron_fanformer.checkpoint.tensor_table import read_table
 from megatron_fanformer.durable_files import write_atomically
@@ -17,7 +17,7 @@ from tests.small_runs import small_run, write_tokens
 from tests.train.test_trainer import numbers, stored_tensors, train
 
 STEPS = 12
-LAST = store.checkpoint_name(STEPS)
+LAST = run_folder.checkpoint_name(STEPS)
 
 
 def progress_of(checkpoint: Path) -> dict[str, Any]:
@@ -28,19 +28,19 @@ def progress_of(checkpoint: Path) -> dict[str, Any]:
 
 def resumed_after(steps: Sequence[int], values: dict[str, Any], straight: Path, folder: Path) -> list[str]:
     """Go on from checkpoints of a run, to its end; what differs from the run itself, in words."""
-    expected = stored_tensors(straight / store.CHECKPOINTS / LAST)
+    expected = stored_tensors(straight / run_folder.CHECKPOINTS / LAST)
     found = []
     for step in steps:
         run = folder / f"from-{step}"
         shutil.copytree(straight, run, ignore=lambda _folder, names: [name for name in names if name == LAST])
         if step == STEPS:  # nothing is left to do, and nothing may change
-            shutil.copytree(straight / store.CHECKPOINTS / LAST, run / store.CHECKPOINTS / LAST)
-        write_atomically(run / store.CHECKPOINTS / store.LATEST, store.checkpoint_name(step) + "\n")
+            shutil.copytree(straight / run_folder.CHECKPOINTS / LAST, run / run_folder.CHECKPOINTS / LAST)
+        write_atomically(run / run_folder.CHECKPOINTS / run_folder.LATEST, run_folder.checkpoint_name(step) + "\n")
         train({**values, "training": {**values["training"], "run_dir": str(run)}})
-        stored = stored_tensors(run / store.CHECKPOINTS / LAST)
+        stored = stored_tensors(run / run_folder.CHECKPOINTS / LAST)
         if numbers(run) != numbers(straight):
             found.append(f"metrics after a stop at step {step}")
-        if progress_of(run / store.CHECKPOINTS / LAST) != progress_of(straight / store.CHECKPOINTS / LAST):
+        if progress_of(run / run_folder.CHECKPOINTS / LAST) != progress_of(straight / run_folder.CHECKPOINTS / LAST):
             found.append(f"progress after a stop at step {step}")
         if stored.keys() != expected.keys():
             found.append(f"names of stored tensors after a stop at step {step}")
@@ -73,7 +73,7 @@ def test_a_stop_after_any_step_leaves_no_trace(
     run_on_ranks(1, train, values)
     steps_taken = [entry for entry in read_metrics(tmp_path / "straight") if "skipped" not in entry]
     assert len(steps_taken) == STEPS - 1
-    progress = progress_of(tmp_path / "straight" / store.CHECKPOINTS / LAST)
+    progress = progress_of(tmp_path / "straight" / run_folder.CHECKPOINTS / LAST)
     assert progress["medians"]["losses"] == [entry["loss"] for entry in steps_taken[-10:]]
     assert (progress["step"], progress["skipped"]) == (STEPS, [2])
     resuming = {**values, "checkpoint": {}}

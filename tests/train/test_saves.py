@@ -8,7 +8,7 @@ from unittest.mock import Mock, call
 
 import pytest
 
-from megatron_fanformer.checkpoint import store
+from megatron_fanformer.checkpoint import run_folder
 from megatron_fanformer.data.chat_template import attached_files
 from megatron_fanformer.data.tokenizer import load_tokenizer
 from megatron_fanformer.train.interrupts import Interrupts
@@ -21,8 +21,8 @@ def test_what_goes_into_checkpoints_is_read_once(tmp_path: Path, small_tokenizer
     stated = load_tokenizer(tmp_path / "own.model").eod_id
     attached = attached_files(tmp_path / "own.model", "{{ messages }}")
     (tmp_path / "own.model").unlink()
-    partial = store.temporary_folder(tmp_path / store.CHECKPOINTS, 1)
-    saved = store.publish_checkpoint(partial, tmp_path / store.CHECKPOINTS, 1, {}, attachments=attached)
+    partial = run_folder.temporary_folder(tmp_path / run_folder.CHECKPOINTS, 1)
+    saved = run_folder.publish_checkpoint(partial, tmp_path / run_folder.CHECKPOINTS, 1, {}, attachments=attached)
     assert (saved / "tokenizer.model").read_bytes() == small_tokenizer_file.read_bytes()
     assert (saved / "chat_template.jinja").read_text() == "{{ messages }}"
     assert load_tokenizer(saved).eod_id == stated != load_tokenizer(small_tokenizer_file).eod_id

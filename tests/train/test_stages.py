@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron_fanformer.checkpoint import store
+from megatron_fanformer.checkpoint import run_folder
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.train.config import config_from_dict
 from megatron_fanformer.train.metrics import read_metrics
@@ -135,7 +135,7 @@ def test_only_stages_to_come_may_be_changed(values: dict[str, Any], run_on_ranks
     values["data"]["stages"] = stages
     values["training"]["exit_interval"] = 9  # a step of the second
     run_on_ranks(1, train_recorded, values, tmp_path / "rows")
-    assert store.latest_checkpoint(Path(values["training"]["run_dir"])) is not None
+    assert run_folder.latest_checkpoint(Path(values["training"]["run_dir"])) is not None
     second, third = stages
     for changed, message in (
         ({second: stages[second], "from step 20": stages[third]}, None),

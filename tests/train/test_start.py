@@ -10,7 +10,7 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from megatron_fanformer.checkpoint import store
+from megatron_fanformer.checkpoint import run_folder
 from megatron_fanformer.checkpoint.run_lock import run_lock
 from megatron_fanformer.cli import main
 from megatron_fanformer.runtime import parallel
@@ -133,7 +133,7 @@ def looks_at_checkpoints(file: Path) -> int:
 
     with (
         mock.patch.object(parallel, "process_group", group),
-        mock.patch.object(store, "checkpoints_to_resume", wraps=store.checkpoints_to_resume) as asked,
+        mock.patch.object(run_folder, "checkpoints_to_resume", wraps=run_folder.checkpoints_to_resume) as asked,
     ):
         start.run_rank(file, [], address(dist.get_rank(), dist.get_world_size()))
     return asked.call_count
@@ -146,11 +146,11 @@ def test_one_rank_decides_once_which_checkpoint_a_run_goes_on_from(run_on_ranks:
     file = write_config(tmp_path / "config.yaml", values)
     for step in (2, 4):
         assert run_on_ranks(2, looks_at_checkpoints, file) == [1, 0]
-        latest = store.latest_checkpoint(tmp_path / "run")
-        assert latest is not None and latest.name == store.checkpoint_name(step)
-    before = (tmp_path / "run" / store.METRICS).stat().st_mtime_ns
+        latest = run_folder.latest_checkpoint(tmp_path / "run")
+        assert latest is not None and latest.name == run_folder.checkpoint_name(step)
+    before = (tmp_path / "run" / run_folder.METRICS).stat().st_mtime_ns
     assert run_on_ranks(2, looks_at_checkpoints, file) == [1, 0]
-    assert (tmp_path / "run" / store.METRICS).stat().st_mtime_ns == before  # it was complete
+    assert (tmp_path / "run" / run_folder.METRICS).stat().st_mtime_ns == before  # it was complete
 
 
 # -- started plainly
@@ -179,7 +179,7 @@ def test_the_remedy_for_other_rows_of_the_vocabulary_is_one(tmp_path: Path, mult
     values = small_run("tokens", tmp_path / "run")
     values["model"] |= {"vocab_size": 300, "make_vocab_size_divisible_by": multiple}
     (checkpoint := tmp_path / "step-00000001").mkdir()
-    write_config(checkpoint / store.CONFIG, config_from_dict(values).as_dict())
+    write_config(checkpoint / run_folder.CONFIG, config_from_dict(values).as_dict())
     values["model"]["make_vocab_size_divisible_by"] = 64
     rows = -(-300 // multiple) * multiple
     (problem,) = _resume_problems(checkpoint, config_from_dict(values), "train_iters")

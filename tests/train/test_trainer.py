@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from megatron_fanformer.checkpoint import store
+from megatron_fanformer.checkpoint import run_folder
 from megatron_fanformer.checkpoint.full_tensors import StoredTensors
 from megatron_fanformer.checkpoint.tensor_table import read_table
 from megatron_fanformer.errors import DivergenceError, Interrupted
@@ -171,7 +171,7 @@ def test_a_resumed_run_ends_with_the_same_weights_and_optimizer_bit_for_bit(
 ) -> None:
     runs = runs_in(layout)
     [straight], [resumed] = (
-        run_on_ranks(1, stored_tensors, run / "checkpoints" / store.checkpoint_name(STEPS))
+        run_on_ranks(1, stored_tensors, run / "checkpoints" / run_folder.checkpoint_name(STEPS))
         for run in (runs.straight, runs.resumed)
     )
     assert straight.keys() == resumed.keys()
@@ -287,7 +287,7 @@ def test_a_stop_asked_of_one_rank_stops_all_after_that_step(
     degrees = {**LAYOUTS, "pp2": {"parallel": {"pipeline_model_parallel_size": 2}}}[layout]
     values = small_run(tokens, tmp_path / "run", **degrees)
     assert run_on_ranks(2, stop_when_one_rank_is_asked, values, 1, 3) == [3, 3]
-    assert store.latest_checkpoint(tmp_path / "run") == tmp_path / "run" / store.CHECKPOINTS / "step-00000003"
+    assert run_folder.latest_checkpoint(tmp_path / "run") == tmp_path / "run" / run_folder.CHECKPOINTS / "step-00000003"
 
 
 def diverge(values: dict[str, Any], spoil: Callable[[Any], None]) -> tuple[str, int, bool, list[Any]]:

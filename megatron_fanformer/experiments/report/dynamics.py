@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_fanformer.checkpoint import store
+from megatron_fanformer.checkpoint import run_folder
 from megatron_fanformer.configuration import by_dotted_names
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.experiments.intervals import Mean, mean_of, standard_error, t_quantile, too_little
@@ -138,11 +138,11 @@ def read_dynamics(runs: Sequence[Path]) -> Dynamics:
 
 def _fields(run: Path) -> dict[str, Any]:
     """Return the fields that decide what a run learns, its seed included, by dotted names."""
-    if not (run / store.CONFIG).is_file():
-        raise InputError(f"{run} is no run's folder: it has no {store.CONFIG}; name runs")
+    if not (run / run_folder.CONFIG).is_file():
+        raise InputError(f"{run} is no run's folder: it has no {run_folder.CONFIG}; name runs")
     return {
         name: value
-        for name, value in by_dotted_names(store.read_mapping(run / store.CONFIG)).items()
+        for name, value in by_dotted_names(run_folder.read_mapping(run / run_folder.CONFIG)).items()
         if name not in OF_MACHINE and name.partition(".")[0] not in NOT_LEARNT
     }
 
@@ -169,7 +169,7 @@ def _losses(run: Path) -> dict[int, tuple[float, int]]:
     try:
         metrics = read_metrics(run)
     except FileNotFoundError:
-        raise InputError(f"{run} has no {store.METRICS}; name runs that have begun") from None
+        raise InputError(f"{run} has no {run_folder.METRICS}; name runs that have begun") from None
     return {entry["step"]: (entry["loss"], entry["tokens"]) for entry in metrics if entry.get("loss") is not None}
 
 

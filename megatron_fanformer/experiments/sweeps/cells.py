@@ -8,8 +8,8 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from megatron_fanformer.checkpoint import store
-from megatron_fanformer.checkpoint.store import VALIDATION_LOSS
+from megatron_fanformer.checkpoint import run_folder
+from megatron_fanformer.checkpoint.run_folder import VALIDATION_LOSS
 from megatron_fanformer.configuration import build, nested, overlaid, read_values
 from megatron_fanformer.errors import DivergenceError, InputError
 from megatron_fanformer.evaluate.config import PerplexityConfig
@@ -269,8 +269,8 @@ class Outcome:
 
 def is_complete(cell: Cell) -> bool:
     """Return whether the checkpoint of a cell's last step is there: its metrics, written before it, are then whole."""
-    saved = store.complete_checkpoints(cell.run)
-    return bool(saved) and (store.step_of(saved[-1]) or 0) >= cell.config.training.steps
+    saved = run_folder.complete_checkpoints(cell.run)
+    return bool(saved) and (run_folder.step_of(saved[-1]) or 0) >= cell.config.training.steps
 
 
 def outcome(cell: Cell, metric: str, *, average_steps: int = 1) -> Outcome:
@@ -334,7 +334,7 @@ def _loss(metrics: list[dict[str, Any]], metric: str, average_steps: int) -> flo
 
 def _difference(cell: Cell, metric: str) -> str | None:
     """Describe how the run in a cell's folder differs from the cell, if there is one and it does."""
-    file = cell.run / store.CONFIG
+    file = cell.run / run_folder.CONFIG
     if not file.is_file():
         return None
     there, here = (_determining(values, metric) for values in (_saved(file), cell.config.as_dict()))
@@ -349,7 +349,7 @@ def _difference(cell: Cell, metric: str) -> str | None:
 
 def _saved(file: Path) -> Mapping[str, Any]:
     """Return a run's configuration. What an earlier version's run does not state, it had as the default is."""
-    values = store.read_mapping(file)
+    values = run_folder.read_mapping(file)
     try:
         return config_from_dict(values, report=lambda _notice: None).as_dict()
     except InputError:  # of a version with other fields: compared as it stands

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from megatron_fanformer.checkpoint.store import METRICS, metrics_entry
+from megatron_fanformer.checkpoint.run_folder import METRICS, metrics_entry
 from megatron_fanformer.durable_files import naming, write_atomically
 from megatron_fanformer.errors import FanformerError
 from megatron_fanformer.train.loggers.logger import Logger, Start

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import yaml
 
-from megatron_fanformer.checkpoint.store import CONFIG, METRICS
+from megatron_fanformer.checkpoint.run_folder import CONFIG, METRICS
 from megatron_fanformer.durable_files import write_atomically, write_refusal
 from megatron_fanformer.errors import InputError, broken_fields
 from megatron_fanformer.train.loggers.json_lines import JSONLines

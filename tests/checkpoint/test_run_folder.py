@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megatron_fanformer.checkpoint import store
+from megatron_fanformer.checkpoint import run_folder
 from megatron_fanformer.convert.recognition import find_checkpoint
 from megatron_fanformer.errors import CorruptError
 from tests.checkpoint.stores import save
@@ -15,7 +15,7 @@ from tests.disk_steps import recorded_steps
 
 
 def names(run: Path) -> list[str]:
-    return sorted(path.name for path in (run / store.CHECKPOINTS).iterdir())
+    return sorted(path.name for path in (run / run_folder.CHECKPOINTS).iterdir())
 
 
 def test_nothing_has_its_name_before_it_is_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -27,14 +27,14 @@ def test_nothing_has_its_name_before_it_is_on_the_disk(tmp_path: Path, monkeypat
     assert {name for kind, name in flushed if kind == "fsync"} == {path.name for path in checkpoint.iterdir()}
     assert folder.startswith(f".{checkpoint.name}.")
     (_, pointer) = steps[renamed + 2]
-    assert pointer.startswith(f".{store.LATEST}.")
-    above = ("fsync", store.CHECKPOINTS)
-    assert steps[renamed + 1 :] == [above, ("fsync", pointer), ("rename", store.LATEST), above]
+    assert pointer.startswith(f".{run_folder.LATEST}.")
+    above = ("fsync", run_folder.CHECKPOINTS)
+    assert steps[renamed + 1 :] == [above, ("fsync", pointer), ("rename", run_folder.LATEST), above]
 
 
 def test_a_save_that_was_cut_off_is_never_found_and_goes_with_the_next(tmp_path: Path) -> None:
     save(tmp_path, 10)
-    store.temporary_folder(tmp_path / store.CHECKPOINTS, 15)
+    run_folder.temporary_folder(tmp_path / run_folder.CHECKPOINTS, 15)
     assert find_checkpoint(tmp_path).name == "step-00000010"
     save(tmp_path, 20)
     assert names(tmp_path) == ["latest", "step-00000010", "step-00000020"]
@@ -71,21 +71,23 @@ def spoiled_pointers() -> dict[str, Callable[[Path], Any]]:
 def test_a_latest_that_names_nothing(tmp_path: Path, spoiled: str, caplog: pytest.LogCaptureFixture) -> None:
     for step in (10, 20):
         save(tmp_path, step)
-    pointer = tmp_path / store.CHECKPOINTS / store.LATEST
+    pointer = tmp_path / run_folder.CHECKPOINTS / run_folder.LATEST
     pointer.unlink()
     spoiled_pointers()[spoiled](pointer)
-    assert store.latest_checkpoint(tmp_path) == tmp_path / store.CHECKPOINTS / "step-00000020"
-    assert [path.name for path in store.checkpoints_to_resume(tmp_path)] == ["step-00000020", "step-00000010"]
+    assert run_folder.latest_checkpoint(tmp_path) == tmp_path / run_folder.CHECKPOINTS / "step-00000020"
+    assert [path.name for path in run_folder.checkpoints_to_resume(tmp_path)] == ["step-00000020", "step-00000010"]
     assert "the newest checkpoint there that is sound is taken" in caplog.text
-    store.point_to(tmp_path / store.CHECKPOINTS / "step-00000010", [])  # as a run does that found step 20 damaged
-    assert store.latest_checkpoint(tmp_path) == tmp_path / store.CHECKPOINTS / "step-00000010"
+    run_folder.point_to(
+        tmp_path / run_folder.CHECKPOINTS / "step-00000010", []
+    )  # as a run does that found step 20 damaged
+    assert run_folder.latest_checkpoint(tmp_path) == tmp_path / run_folder.CHECKPOINTS / "step-00000010"
 
 
 def test_a_checkpoint_that_is_not_complete_is_no_reason_to_start_anew(tmp_path: Path) -> None:
     checkpoint = save(tmp_path, 10)
-    (checkpoint / store.MEGATRON_METADATA).unlink()
-    assert store.checkpoints_to_resume(tmp_path) == [checkpoint]
-    for reader in (lambda: store.latest_checkpoint(tmp_path), lambda: store.check_complete(checkpoint)):
+    (checkpoint / run_folder.MEGATRON_METADATA).unlink()
+    assert run_folder.checkpoints_to_resume(tmp_path) == [checkpoint]
+    for reader in (lambda: run_folder.latest_checkpoint(tmp_path), lambda: run_folder.check_complete(checkpoint)):
         with pytest.raises(CorruptError, match=r"step-00000010 is not complete: metadata.json is missing"):
             reader()
 
@@ -93,32 +95,32 @@ def test_a_checkpoint_that_is_not_complete_is_no_reason_to_start_anew(tmp_path: 
 def test_a_run_that_was_set_back_goes_on_from_there_or_from_before(tmp_path: Path) -> None:
     for step in (10, 20, 30):
         save(tmp_path, step)
-    (tmp_path / store.CHECKPOINTS / store.LATEST).write_text("step-00000020\n")
-    first, second = store.checkpoints_to_resume(tmp_path)
-    store.point_to(second, [first])
+    (tmp_path / run_folder.CHECKPOINTS / run_folder.LATEST).write_text("step-00000020\n")
+    first, second = run_folder.checkpoints_to_resume(tmp_path)
+    run_folder.point_to(second, [first])
     assert names(tmp_path) == ["damaged-step-00000020", "latest", "step-00000010", "step-00000030"]
-    assert store.checkpoints_to_resume(tmp_path) == [second]
+    assert run_folder.checkpoints_to_resume(tmp_path) == [second]
 
 
 def test_what_cannot_be_removed_is_told_and_left(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     elsewhere = save(tmp_path / "elsewhere", 10)
     save(tmp_path, 20)
-    (tmp_path / store.CHECKPOINTS / "step-00000010").symlink_to(elsewhere)
+    (tmp_path / run_folder.CHECKPOINTS / "step-00000010").symlink_to(elsewhere)
     save(tmp_path, 30, keep=1)
     assert names(tmp_path) == ["latest", "step-00000030"]
     assert elsewhere.is_dir()
     (tmp_path / "a file").touch()
-    store.remove(tmp_path / "a file")
+    run_folder.remove(tmp_path / "a file")
     assert "a file could not be removed" in caplog.text
 
 
 def test_a_configuration_that_states_no_model_is_corrupt(tmp_path: Path) -> None:
     with pytest.raises(CorruptError, match="states no model"):
-        store.saved_model(save(tmp_path, 10))
+        run_folder.saved_model(save(tmp_path, 10))
 
 
 def test_the_original_tokenizer_comes_before_its_rewriting(tmp_path: Path) -> None:
-    assert store.attached_tokenizer(tmp_path) is None
+    assert run_folder.attached_tokenizer(tmp_path) is None
     for name in ("tokenizer.json", "tokenizer.model", "tokenizer_config.json"):
         (tmp_path / name).touch()
-    assert store.attached_tokenizer(tmp_path) == tmp_path / "tokenizer.model"
+    assert run_folder.attached_tokenizer(tmp_path) == tmp_path / "tokenizer.model"
