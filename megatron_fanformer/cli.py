@@ -1,4 +1,7 @@
-"""The command `megatron-fanformer VERB`: parses, then calls one function.
+"""The command `megatron-fanformer VERB`: the list of verbs; parses, then calls one function.
+
+A verb is a record in its own room. Their modules import slow packages when they run: torch and megatron-core take
+seconds, and errors in a configuration are reported before they are imported.
 
 Exit codes: 0 done, 2 the user's input is wrong, 3 data or a checkpoint is corrupt, 4 the numbers went bad, 5 stopped
 on a signal, 1 anything else. Errors are one line each, without a traceback unless --debug.
@@ -14,15 +17,34 @@ from contextlib import nullcontext
 from typing import Any
 
 from megatron_fanformer import __version__
+from megatron_fanformer.convert.verb import CONVERT, MERGE
+from megatron_fanformer.demo.verb import DEMO
 from megatron_fanformer.durable_files import write_refusal
 from megatron_fanformer.errors import FanformerError, InputError, escaped, not_installed, redacted
+from megatron_fanformer.evaluate.verb import EVALUATE
+from megatron_fanformer.experiments.probes.command import EXPERIMENT
+from megatron_fanformer.experiments.report.command import REPORT
+from megatron_fanformer.experiments.sweeps.verb import SWEEP
+from megatron_fanformer.generate.verbs import CHAT, GENERATE
+from megatron_fanformer.inspect.verb import INSPECT
 from megatron_fanformer.options import PROGRAM, Verb, add_options, home_path, path_or_none
 from megatron_fanformer.output import go_on_unread
+from megatron_fanformer.parity.verb import PARITY
+from megatron_fanformer.plan.verb import PLAN
+from megatron_fanformer.prepare.verb import PREPARE
 from megatron_fanformer.processes import signals_released
 from megatron_fanformer.runtime.device import launched_here
 from megatron_fanformer.terminal import print_stderr
-from megatron_fanformer.verbs import REMOVED, VERBS
+from megatron_fanformer.train.verbs import CONFIG, TRAIN
 
+ALL: tuple[Verb[Any], ...] = (
+    *(DEMO, PREPARE, TRAIN, CONFIG, PARITY, PLAN, EVALUATE),
+    *(SWEEP, REPORT, GENERATE, CHAT, EXPERIMENT, INSPECT, CONVERT, MERGE),
+)
+VERBS = {verb.name: verb for verb in ALL}
+"""The verbs, in the order of --help."""
+REMOVED = {"check-node": "start examples/check_nodes.py by torchrun or srun, a process for each GPU"}
+"""Verbs of earlier versions, and the remedy for each."""
 MOST_SHOWN = 200  # characters of an argument or a path in an error
 
 
@@ -84,18 +106,15 @@ def read_command(arguments: Sequence[str]) -> tuple[Verb[Any], Any]:
     Raises:
         InputError: an argument is unknown, missing or wrong.
     """
-    for removed in REMOVED.keys() & arguments[:1]:
-        raise InputError(f"{removed} is no verb any more; {REMOVED[removed]}")
+    if arguments and arguments[0] in REMOVED:
+        raise InputError(f"{arguments[0]} is no verb any more; {REMOVED[arguments[0]]}")
     named = [argument for argument in arguments if argument in VERBS][:1]  # no option before it takes such a word
     try:
         given, rest = _parser(named).parse_known_args([argument for argument in arguments if argument != "--debug"])
     except InputError as error:
-        more = [line for name in named for line in VERBS[name].advice(arguments)]
-        raise InputError("\n".join([str(error), *more])) from None
+        remedies = [line for name in named for line in VERBS[name].remedies(arguments)]
+        raise InputError("\n".join([str(error), *remedies])) from None
     verb = VERBS[given.verb]
-    if rest and not verb.takes_overrides:
-        remedy = next(iter(verb.advice(arguments)), f"{PROGRAM} {verb.name} --help lists the options")
-        raise InputError(f"unknown argument {rest[0]}; {remedy}")
     return verb, verb.read(vars(given), rest, arguments)
 
 

@@ -7,15 +7,14 @@ of its name, its type and its default; the docstring below the field is the opti
     \"\"\"Texts that are decoded together, which changes none\"\"\"
 
 is `--batch-size BATCH_SIZE`. A field without a default must be given; a `bool` is a switch (`--no-NAME` where it is
-True by default); a `Literal` has choices; a tuple takes several words. `option` and the functions below it state what
-a type cannot.
+True by default); a `Literal` has choices; a tuple takes several words. `option` states what a type cannot.
 """
 
 import argparse
 import dataclasses
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass, field
 from decimal import Decimal
 from pathlib import Path
 from types import NoneType, UnionType
@@ -26,8 +25,6 @@ from megatron_fanformer.durable_files import at_home
 from megatron_fanformer.errors import InputError
 
 Options = TypeVar("Options")
-Source = Literal["option", "argument", "overrides", "command_line", "caller"]
-"""Origin of a field's value."""
 
 PROGRAM = "megatron-fanformer"
 ANY_FIELD = (
@@ -38,9 +35,7 @@ ANY_FIELD = (
 
 _COUNT = re.compile(r"(\d[\d_]*(?:\.\d+)?)([KMGBT]?)", re.ASCII | re.IGNORECASE)
 _FACTORS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "B": 10**9, "T": 10**12}
-_MOST_COUNTED = 10**18
-
-_SHAPE = "option"  # the key of a field's metadata
+_LARGEST_COUNT = 10**18
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,77 +57,106 @@ class Verb(Generic[Options]):
     """Whether it continues when nobody reads its output."""
     takes_signals: bool = False
     """Whether it handles signals itself until its end."""
+    removed: Mapping[str, str] = field(default_factory=dict)
+    """Options of earlier versions, with their dashes, and the remedy for each."""
     advice: Callable[[Sequence[str]], list[str]] = field(default=lambda _command_line: [])
     """Returns further lines for a command line that the parser refuses."""
 
-    @property
-    def takes_overrides(self) -> bool:
-        """Return whether fields of a configuration can be set, as --section.field VALUE."""
-        return any(_shape(entry).source == "overrides" for entry in _fields(self.options))
+    def remedies(self, command_line: Sequence[str]) -> list[str]:
+        """Return the remedies for a command line that the parser refuses."""
+        return [remedy for name, remedy in self.removed.items() if name in command_line] + self.advice(command_line)
 
-    def read(self, given: Mapping[str, Any], overrides: Sequence[str], command_line: Sequence[str]) -> Options:
+    def read(self, given: Mapping[str, Any], rest: Sequence[str], command_line: Sequence[str]) -> Options:
         """Return the options, with their defaults where the parser found nothing.
 
+        Args:
+            given: the parsed values by the names of their fields.
+            rest: arguments that are no options; overrides, where the verb takes them.
+
         Raises:
-            InputError: a rule of theirs is broken.
+            InputError: an argument is unknown, an option has no effect, or breaks its own rule.
         """
-        values: dict[str, Any] = {}
-        for entry in _fields(self.options):
-            source = _shape(entry).source
-            if source == "overrides":
-                values[entry.name] = tuple(overrides)
-            elif source == "command_line":
-                values[entry.name] = tuple(command_line)
-            elif source != "caller" and entry.name in given:
-                value = given[entry.name]
-                values[entry.name] = tuple(value) if isinstance(value, list) else value
+        fields = {entry.name: entry for entry in _fields(self.options)}
+        unknown = [word for word in rest if word in self.removed or "overrides" not in fields]
+        if unknown:
+            remedy = next(iter(self.remedies(command_line)), f"{PROGRAM} {self.name} --help lists the options")
+            raise InputError(f"unknown argument {unknown[0]}; {remedy}")
+        values: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value for name, value in given.items() if name in fields
+        }
+        if rest:
+            values["overrides"] = tuple(rest)
+        problems = []
+        for name in values:
+            needs = fields[name].metadata.get("needs", ())
+            if needs and not any(_is_met(need, values) for need in needs):
+                shown = rest[0] if name == "overrides" else _written(fields[name])
+                others = [_written(fields[need]) if need in fields else need.partition("=")[2] for need in needs]
+                problems.append(f"{shown} has no effect without {' or '.join(others)}; add that, or leave it out")
+        if problems:
+            raise InputError("\n".join(problems))
+        if "command_line" in fields:
+            values["command_line"] = tuple(command_line)
         return self.options(**values)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Shape:
-    """Properties of an option that its field's name, type and default do not state."""
-
-    source: Source = "option"
-    name: str | None = None
-    """The option's name with its dashes; None: as its field."""
-    metavar: str | tuple[str, ...] | None = None
-    """The value's placeholder in --help; None: from the option's name."""
-    parse: Callable[[str], Any] | None = None
-    """Parses one word, in place of the type."""
-    repeated: bool = False
-    """Whether the option may be repeated, each time adding one word to a tuple."""
-    nargs: int | str | None = None
-    """Number of words of a tuple; None: one or more."""
-    group: str | None = None
-    """Title of its group in --help."""
-    exclusive: str | None = None
-    """Name of a group of options of which at most one may be given."""
+def _is_met(need: str, values: Mapping[str, Any]) -> bool:
+    name, is_value, value = need.partition("=")
+    return values.get(name) == value if is_value else name in values
 
 
-def option(default: Any = dataclasses.MISSING, **shape: Any) -> Any:
-    """Return the field of an option, of the given `_Shape`."""
-    return field(default=default, metadata={_SHAPE: _Shape(**shape)})
+def option(
+    default: Any = MISSING,
+    *,
+    name: str | None = None,
+    metavar: str | tuple[str, ...] | None = None,
+    parse: Callable[[str], Any] | None = None,
+    repeated: bool = False,
+    nargs: int | str | None = None,
+    group: str | None = None,
+    exclusive: str | None = None,
+    needs: tuple[str, ...] = (),
+    kind: Literal["option", "argument", "none"] = "option",
+) -> Any:
+    """Return the field of an option.
+
+    Args:
+        name: the option's name with its dashes; None: as its field.
+        metavar: the value's placeholder in --help; None: from the option's name.
+        parse: parses one word, in place of the type.
+        repeated: whether the option may be repeated, each time adding one word to a tuple.
+        nargs: number of words of a tuple; None: one or more.
+        group: title of its group in --help.
+        exclusive: name of a group of options of which at most one may be given.
+        needs: fields of which one must be given for this one to have an effect: `tasks`; or one with this value:
+            `action=run`. Without them the command is refused.
+        kind: `argument`, known by its place, or `none`, which the command line cannot set.
+    """
+    shape = {
+        **{"name": name, "metavar": metavar, "parse": parse, "repeated": repeated, "nargs": nargs},
+        **{"group": group, "exclusive": exclusive, "needs": needs, "kind": kind},
+    }
+    return field(default=default, metadata=shape)
 
 
-def argument(default: Any = dataclasses.MISSING, **shape: Any) -> Any:
+def argument(default: Any = MISSING, **shape: Any) -> Any:
     """Return the field of an argument that is known by its place."""
-    return option(default, source="argument", **shape)
+    return option(default, kind="argument", **shape)
 
 
-def overrides() -> Any:
-    """Return the field of the remaining arguments: fields of a configuration, as --section.field VALUE."""
-    return option((), source="overrides")
+def overrides(*, needs: tuple[str, ...] = ()) -> Any:
+    """Return the field `overrides`: the remaining arguments, fields of a configuration as --section.field VALUE."""
+    return option((), kind="none", needs=needs)
 
 
 def command_line() -> Any:
-    """Return the field of the whole line, for the ranks of a run that are started with it."""
-    return option((), source="command_line")
+    """Return the field `command_line`: the whole line, for the ranks of a run that are started with it."""
+    return option((), kind="none")
 
 
 def not_an_option(default: Any) -> Any:
     """Return a field that callers in Python alone may set."""
-    return option(default, source="caller")
+    return option(default, kind="none")
 
 
 def home_path(text: str) -> Path:
@@ -153,7 +177,7 @@ def count_of(text: str) -> int:
     """
     match = _COUNT.fullmatch(text)
     number = Decimal(match[1]) * _FACTORS[match[2].upper()] if match else Decimal(0)
-    if not 1 <= number <= _MOST_COUNTED or number != number.to_integral_value():
+    if not 1 <= number <= _LARGEST_COUNT or number != number.to_integral_value():
         raise InputError(f"{text!r} is not a number from 1 to 1000000T; write it as in 1.05T, 300B, 10G, 15M or 20K")
     return int(number)
 
@@ -171,47 +195,55 @@ def option_name(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
+def _written(entry: "dataclasses.Field[Any]") -> str:
+    if entry.metadata.get("kind") == "argument":
+        return str(entry.metadata["metavar"] or entry.name.upper())
+    return entry.metadata.get("name") or option_name(f"no_{entry.name}" if entry.default is True else entry.name)
+
+
 def add_options(parser: argparse.ArgumentParser, owner: type) -> None:
     """Add an argument for each field; the namespace will hold only those on the command line."""
     hints, texts = get_type_hints(owner), field_texts(owner)
     groups: dict[str | None, Any] = {None: parser}
-    for entry in dataclasses.fields(owner):
-        shape = _shape(entry)
-        if shape.source not in ("option", "argument"):
+    for entry in _fields(owner):
+        shape = entry.metadata
+        if shape.get("kind") == "none":
             continue
-        key = shape.exclusive or shape.group
+        key = shape.get("exclusive") or shape.get("group")
         if key not in groups:
-            is_exclusive = shape.exclusive is not None
+            is_exclusive = shape.get("exclusive") is not None
             groups[key] = parser.add_mutually_exclusive_group() if is_exclusive else parser.add_argument_group(key)
-        keywords = _keywords(entry, hints[entry.name], shape)
+        keywords = _keywords(entry, hints[entry.name])
         keywords["help"] = _help(texts[entry.name], entry).replace("%", "%%")
-        if shape.source == "argument":
+        if shape.get("kind") == "argument":
             groups[key].add_argument(entry.name, default=argparse.SUPPRESS, **keywords)
             continue
-        name = shape.name or option_name(f"no_{entry.name}" if entry.default is True else entry.name)
+        name = _written(entry)
         if keywords.get("action") not in ("store_true", "store_false") and "choices" not in keywords:
-            keywords["metavar"] = shape.metavar or name.lstrip("-").replace("-", "_").upper()
-        is_required = entry.default is entry.default_factory is dataclasses.MISSING
+            keywords.setdefault("metavar", name.lstrip("-").replace("-", "_").upper())
+        is_required = entry.default is entry.default_factory is MISSING
         groups[key].add_argument(name, dest=entry.name, default=argparse.SUPPRESS, required=is_required, **keywords)
 
 
-def _keywords(entry: "dataclasses.Field[Any]", hint: Any, shape: _Shape) -> dict[str, Any]:
+def _keywords(entry: "dataclasses.Field[Any]", hint: Any) -> dict[str, Any]:
+    """Return the keywords of `add_argument` that follow from a field's type and shape."""
+    shape = entry.metadata
     is_optional = get_origin(hint) in (Union, UnionType)
     kind = next(kind for kind in get_args(hint) if kind is not NoneType) if is_optional else hint
     if kind is bool:
         return {"action": "store_false" if entry.default is True else "store_true"}
-    keywords: dict[str, Any] = {} if shape.metavar is None else {"metavar": shape.metavar}
-    has_default = entry.default is not dataclasses.MISSING
+    keywords: dict[str, Any] = {"metavar": shape["metavar"]} if shape.get("metavar") else {}
+    is_optional_argument = shape.get("kind") == "argument" and entry.default is not MISSING
     if get_origin(kind) is tuple:
         kind = get_args(kind)[0]
-        if shape.repeated:
+        if shape.get("repeated"):
             keywords["action"] = "append"
         else:
-            keywords["nargs"] = shape.nargs or ("*" if shape.source == "argument" and has_default else "+")
-    elif shape.source == "argument" and has_default:
+            keywords["nargs"] = shape.get("nargs") or ("*" if is_optional_argument else "+")
+    elif is_optional_argument:
         keywords["nargs"] = "?"
-    if shape.parse is not None:
-        return {**keywords, "type": shape.parse}
+    if shape.get("parse") is not None:
+        return {**keywords, "type": shape["parse"]}
     if get_origin(kind) is Literal:
         return {**keywords, "choices": get_args(kind)}
     assert kind in (str, int, float, Path), f"{entry.name}: nothing reads a word as {kind}; give it parse"
@@ -231,8 +263,3 @@ def _help(text: str, entry: "dataclasses.Field[Any]") -> str:
 
 def _fields(owner: Any) -> "tuple[dataclasses.Field[Any], ...]":
     return dataclasses.fields(owner)
-
-
-def _shape(entry: "dataclasses.Field[Any]") -> _Shape:
-    shape: _Shape = entry.metadata.get(_SHAPE, _Shape())
-    return shape

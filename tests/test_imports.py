@@ -76,7 +76,8 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         "generate",
         "hf",
     ),
-    "verbs": (
+    "cli": (
+        "runtime.device",
         "prepare.verb",
         "convert.verb",
         "generate.verbs",
@@ -88,7 +89,6 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         "experiments",
         "demo.verb",
     ),
-    "cli": ("verbs", "runtime.device"),
     "__main__": ("cli",),
     "errors": (),
     "configuration": ("errors",),

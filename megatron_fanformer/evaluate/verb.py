@@ -127,7 +127,7 @@ EVALUATE = Verb(
         "evaluate runs/demo/run --perplexity held-out=tokens/web",
         "evaluate --prepare paper.requests --tasks paper\n--tokenizer tokenizer.json",
     ),
-    advice=lambda line: [remedy for name, remedy in MOVED.items() if name in line],
+    removed=MOVED,
     results_are_files=True,
     takes_signals=True,
 )

@@ -66,9 +66,6 @@ USED_WITH: dict[str | None, tuple[str, ...]] = {
 
 
 def _inspect(options: InspectOptions) -> None:
-    for name in options.overrides:
-        if name in REMOVED:
-            raise InputError(f"{name} is no option any more; {REMOVED[name]}")
     given = {field.name for field in fields(options) if getattr(options, field.name) != field.default}
     chosen = next((name for name in USED_WITH if name in given), None)
     if stray := sorted(given - {"path", chosen, *USED_WITH[chosen]}):
@@ -282,4 +279,5 @@ INSPECT = Verb(
     run=_inspect,
     examples=("inspect runs/demo/tokens/train --verify", "inspect runs/demo/run --step 200"),
     notes="With --step, fields of the configuration can be set as --section.field VALUE, after PATH.",
+    removed=REMOVED,
 )

@@ -147,5 +147,5 @@ PREPARE = Verb(
         "prepare @files.txt --output tokens/books\n--tokenizer tokenizer.model --part-size 10G",
     ),
     results_are_files=True,
-    advice=lambda line: [remedy for name, remedy in REMOVED.items() if name in line],
+    removed=REMOVED,
 )

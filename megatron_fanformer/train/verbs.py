@@ -37,13 +37,13 @@ class ConfigOptions:
     from_megatron: tuple[str, ...] | None = option(None, metavar="ARGS", nargs="...")
     """Print the configuration that the arguments of Megatron-LM's pretrain_gpt.py are, and what it does not hold. All
     that follows are arguments: put this in the place of `torchrun … pretrain_gpt.py` in a launch script, and run it."""
-    config: Path | None = option(None, metavar="FILE", parse=path_or_none)
+    config: Path | None = option(None, metavar="FILE", parse=path_or_none, needs=("resolved", "environment"))
     """With --resolved and --environment: configuration file (YAML)."""
-    output: Path | None = option(None, metavar="FILE", parse=path_or_none)
+    output: Path | None = option(None, metavar="FILE", parse=path_or_none, needs=("from_megatron",))
     """With --from-megatron: new file for the configuration; only what it does not hold is printed."""
-    gpus: int | None = option(None, metavar="N")
+    gpus: int | None = option(None, metavar="N", needs=("environment",))
     """With --environment: ranks of the run (default: one replica's)"""
-    overrides: tuple[str, ...] = overrides()
+    overrides: tuple[str, ...] = overrides(needs=("resolved", "environment"))
 
 
 def _train(options: TrainOptions) -> None:
@@ -85,19 +85,10 @@ def _config(options: ConfigOptions) -> None:
         schema_text,
     )
 
-    if options.output is not None and options.from_megatron is None:
-        raise InputError(f"--output has no effect without --from-megatron; {PROGRAM} config --help lists the options")
     if options.from_megatron is not None:
         _from_megatron(options.from_megatron, options.output)
         return
-    stray = [*options.overrides, *(["--config"] if options.config else [])]
     shown = "--resolved" if options.resolved else "--environment" if options.environment else None
-    if stray and not shown:
-        raise InputError(
-            f"{stray[0]} has no effect without --resolved or --environment; {PROGRAM} config --help lists the options"
-        )
-    if options.gpus is not None and not options.environment:
-        raise InputError(f"--gpus has no effect without --environment; {PROGRAM} config --help lists the options")
     if shown and not options.config:
         raise InputError(f"{shown} needs --config FILE; name a configuration file")
     if options.environment and options.config:

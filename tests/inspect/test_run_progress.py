@@ -108,4 +108,4 @@ def test_the_losses_of_one_run_are_drawn(run: Path, tmp_path: Path, inspect: Ins
 
 
 def test_an_option_of_before_says_what_to_use(inspect: Inspect) -> None:
-    assert inspect("run", "--follow").error == "--follow is no option any more; use tail -f RUN/metrics.jsonl"
+    assert inspect("run", "--follow").error == "unknown argument --follow; use tail -f RUN/metrics.jsonl"

@@ -47,6 +47,8 @@ class ToyOptions:
     owner: str = not_an_option("nobody")
     output: Path | None = None
     """Where it is written."""
+    format: Literal["a", "b"] | None = option(None, needs=("output", "color=red"))
+    """Its format."""
     overrides: tuple[str, ...] = overrides()
     command_line: tuple[str, ...] = command_line()
 
@@ -60,13 +62,21 @@ def played(monkeypatch: pytest.MonkeyPatch) -> list[ToyOptions]:
     """What a verb `toy` was called with, which is one entry in the table of verbs."""
     calls: list[ToyOptions] = []
     examples = ("toy a --speed 2", "toy a b\n--place here --toy.size 3")
-    toy = Verb(name="toy", help="Play.", options=ToyOptions, run=calls.append, examples=examples, notes="It is fun.")
+    toy = Verb(
+        name="toy",
+        help="Play.",
+        options=ToyOptions,
+        run=calls.append,
+        examples=examples,
+        notes="It is fun.",
+        removed={"--slow": "use --speed 0"},
+    )
     monkeypatch.setitem(cli.VERBS, "toy", toy)
     return calls
 
 
 def test_a_new_verb_runs_with_its_options(played: list[ToyOptions]) -> None:
-    line = "toy a b --speed 2 --color red --no-sound --place x --place y --up --output o --toy.size 3"
+    line = "toy a b --speed 2 --color red --format b --no-sound --place x --place y --up --output o --toy.size 3"
     assert main(line.split()) == 0
     assert main(["toy", "a", "--debug"]) == 0
     assert played == [
@@ -78,6 +88,7 @@ def test_a_new_verb_runs_with_its_options(played: list[ToyOptions]) -> None:
             at=("x", "y"),
             up=True,
             output=Path("o"),
+            format="b",
             overrides=("--toy.size", "3"),
             command_line=tuple(line.split()),
         ),
@@ -93,6 +104,8 @@ def test_a_new_verb_runs_with_its_options(played: list[ToyOptions]) -> None:
         ("toy a --color green", "argument --color: invalid choice: 'green'"),
         ("toy a --up --down", "argument --down: not allowed with argument --up"),
         ("toy a --speed -1", "--speed is -1; it must be 0 or more"),
+        ("toy a --format a", "--format has no effect without --output or red; add that, or leave it out"),
+        ("toy a --slow", "unknown argument --slow; use --speed 0"),
     ],
 )
 def test_wrong_options_of_a_new_verb_are_one_line(
