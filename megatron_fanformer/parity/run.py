@@ -29,7 +29,7 @@ from megatron_fanformer.runtime import device as devices
 from megatron_fanformer.runtime.layout import ParallelConfig
 from megatron_fanformer.runtime.rank_pool import JobFailed, RankPool
 from megatron_fanformer.train.config import RunConfig
-from megatron_fanformer.train.machine_rules import backend_problems, engine_problems, has_engine, kernel_problems
+from megatron_fanformer.train.machine_rules import backend_problems, has_engine, kernel_problems, layer_problems
 
 REORDERED_RUNS = 3
 JOB_SECONDS = 600.0
@@ -128,7 +128,13 @@ def _started_pool(config: ParityConfig, run: RunConfig, named: dict[str, Layout]
         for text, layout in named.items()
         for problem in (
             *kernel_problems(layout.kernels),
-            *engine_problems(run.model, layout.parallel, layout.kernels, DTYPES[config.dtype]),
+            *layer_problems(
+                run.model,
+                layout.parallel,
+                layout.kernels,
+                with_engine=has_engine(layout.kernels),
+                in_fp32=config.dtype == "fp32",
+            ),
             *backend_problems(layout.parallel, layout.kernels, backend, device),
             *(_counting_problems(layout.kernels) if config.communication else ()),
         )

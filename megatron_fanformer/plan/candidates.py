@@ -19,7 +19,7 @@ from megatron_fanformer.plan.flops import head_flops_per_token, layer_flops_per_
 from megatron_fanformer.plan.gradient_buffers import first_stage_buckets, first_stage_weights
 from megatron_fanformer.runtime.layout import ParallelConfig, RecomputeModule
 from megatron_fanformer.train.config import RunConfig, TrainingConfig
-from megatron_fanformer.train.fp8_rules import can_recompute_norms
+from megatron_fanformer.train.machine_rules import can_recompute_norms
 
 MICRO_BATCH = "mbs"
 DEGREES = (

@@ -27,6 +27,8 @@ from megatron_fanformer.plan.layer_traffic import Term
 
 MAIN_BYTES = 4  # of an element of a momentum, and of what is made of it
 NEWTON_SCHULZ_STEPS = 5
+BY_MUON = "is_orthogonalized"
+"""Entry of the parameter groups of matrices that Muon updates."""
 
 
 class Matrix(NamedTuple):

@@ -43,8 +43,8 @@ from megatron_fanformer.runtime.config import DeviceKind, RuntimeConfig
 from megatron_fanformer.runtime.device import has_bf16_matrix_units
 from megatron_fanformer.runtime.environment import RunShape
 from megatron_fanformer.runtime.layout import MOVED_FIELDS, ParallelConfig
-from megatron_fanformer.train.fp8_rules import fp8_problems
 from megatron_fanformer.train.loggers.registry import LoggingConfig
+from megatron_fanformer.train.machine_rules import fp8_problems
 from megatron_fanformer.train.optimizers import OptimizerConfig
 from megatron_fanformer.train.presets import with_preset
 from megatron_fanformer.train.recovery import RecoveryConfig

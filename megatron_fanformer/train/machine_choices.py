@@ -14,7 +14,6 @@ from megatron_fanformer.model.layer_spec import (
     transformer_engine_problem,
 )
 from megatron_fanformer.runtime import device as devices
-from megatron_fanformer.runtime.layout import ParallelConfig
 from megatron_fanformer.runtime.parallel import RankGrid
 from megatron_fanformer.train.config import RunConfig
 
@@ -22,18 +21,18 @@ LINE_WIDTH = 80
 
 
 class Choice(NamedTuple):
-    """One field that the user left open."""
+    """The value of one field that the user left open."""
 
     section: str
     field: str
     value: Any
     reason: str
-    is_news: bool = True
-    """Whether it does not simply follow from the device being a CPU; the log file has the others, too."""
+    notify_user: bool = True
+    """False where it simply follows from the device being a CPU: then only the log file has it."""
 
 
 def choose_for_machine(config: RunConfig, grid: RankGrid) -> tuple[RunConfig, list[Choice]]:
-    """Return the configuration with its open fields filled in for this machine, and what was chosen.
+    """Return the configuration with its open fields filled in for this machine, and the choices.
 
     Raises:
         InputError: Transformer Engine is requested and cannot be used.
@@ -46,19 +45,19 @@ def choose_for_machine(config: RunConfig, grid: RankGrid) -> tuple[RunConfig, li
 
 
 def choice_lines(choices: list[Choice]) -> list[str]:
-    """Return the notice about them, in as few lines as it takes."""
-    news = [choice for choice in choices if choice.is_news]
-    if not news:
-        return []
-    groups = itertools.groupby(news, key=lambda choice: (choice.value, choice.reason))
-    text = "; ".join(
-        f"{', '.join(choice.field for choice in alike)} {_shown(value)} ({reason})" for (value, reason), alike in groups
+    """Return the notice for the user, in as few lines as it takes."""
+    groups = itertools.groupby(
+        [choice for choice in choices if choice.notify_user], key=lambda choice: (choice.value, choice.reason)
     )
-    return textwrap.wrap(f"chosen here: {text}", LINE_WIDTH, subsequent_indent="  ")
+    texts = []
+    for (value, reason), alike in groups:
+        shown = str(value).lower() if isinstance(value, bool) else value
+        texts.append(f"{', '.join(choice.field for choice in alike)} {shown} ({reason})")
+    return textwrap.wrap(f"chosen here: {'; '.join(texts)}", LINE_WIDTH, subsequent_indent="  ") if texts else []
 
 
 def attention_notice(config: RunConfig, grid: RankGrid) -> str | None:
-    """Return what the user must know of the attention that Transformer Engine chose in a step before, if anything."""
+    """Return a warning if Transformer Engine's attention of a 16-bit run, in a step before, was not a fused one."""
     if grid.device != "cuda" or chosen_engine_attention() != "unfused":
         return None
     if config.kernels.attention_backend != "auto" or config.dtype(grid.device).itemsize != 2:
@@ -69,12 +68,8 @@ def attention_notice(config: RunConfig, grid: RankGrid) -> str | None:
     )
 
 
-def _shown(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
-
-
 def _choices(config: RunConfig, grid: RankGrid) -> Iterator[Choice]:
-    kernels, runtime = config.kernels, config.runtime
+    kernels, runtime, parallel = config.kernels, config.runtime, config.parallel
     on_gpu = grid.device == "cuda"
     if runtime.device == "auto":
         reason = torch.cuda.get_device_name() if on_gpu else "no GPU is visible"
@@ -85,7 +80,11 @@ def _choices(config: RunConfig, grid: RankGrid) -> Iterator[Choice]:
         yield Choice("precision", "dtype", "bf16" if is_bf16 else "fp32", reason)
     implementation = resolve_transformer_impl(kernels.transformer_impl)
     if kernels.transformer_impl == "auto":
-        yield Choice("kernels", "transformer_impl", implementation, _layers_reason(on_gpu), on_gpu)
+        reason = "Transformer Engine's layers need a GPU"
+        if on_gpu:
+            problem = transformer_engine_problem()
+            reason = "Transformer Engine imports" if problem is None else f"Transformer Engine: {problem}"
+        yield Choice("kernels", "transformer_impl", implementation, reason, on_gpu)
     if runtime.threads_per_rank is None and not on_gpu:
         reason = "OMP_NUM_THREADS, or this machine's cores, shared by its ranks"
         yield Choice("runtime", "threads_per_rank", torch.get_num_threads(), reason)
@@ -94,32 +93,17 @@ def _choices(config: RunConfig, grid: RankGrid) -> Iterator[Choice]:
         chosen = ("compiled", "they are built") if problem is None else ("torch", f"slower: {problem}")
         yield Choice("runtime", "cpu_kernels", *chosen)
     if kernels.gradient_accumulation_fusion is None:
-        value, reason = _fusion(implementation)
-        yield Choice("kernels", "gradient_accumulation_fusion", value, reason, on_gpu)
+        fuses, reason = False, "neither the Engine's layers nor apex's kernel"
+        if not torch.cuda.is_available():
+            fuses, reason = True, "the products add to the gradients' buffer"
+        elif implementation == "transformer_engine":
+            fuses, reason = True, "the Engine's products add to the gradients' buffer"
+        elif devices.has_fused_gradient_kernel():
+            fuses, reason = True, "apex's kernel is installed"
+        yield Choice("kernels", "gradient_accumulation_fusion", fuses, reason, on_gpu)
     if config.data.num_workers is None:
         yield Choice("data", "num_workers", *((2, "the GPU") if on_gpu else (0, "the CPU computes")), on_gpu)
-    yield from _overlap(config.parallel, grid)
-
-
-def _layers_reason(on_gpu: bool) -> str:
-    if not on_gpu:
-        return "Transformer Engine's layers need a GPU"
-    problem = transformer_engine_problem()
-    return "Transformer Engine imports" if problem is None else f"Transformer Engine: {problem}"
-
-
-def _fusion(implementation: str) -> tuple[bool, str]:
-    if not torch.cuda.is_available():
-        return True, "the products add to the gradients' buffer"
-    if implementation == "transformer_engine":
-        return True, "the Engine's products add to the gradients' buffer"
-    if devices.has_fused_gradient_kernel():
-        return True, "apex's kernel is installed"
-    return False, "neither the Engine's layers nor apex's kernel"
-
-
-def _overlap(parallel: ParallelConfig, grid: RankGrid) -> Iterator[Choice]:
-    """Communication of gradients and weights over the replicas, those of context parallelism included."""
+    # Communication of gradients and weights over the replicas, those of context parallelism included.
     replicas = grid.groups.dp_cp.size()
     pays = grid.backend == "nccl" and replicas > 1
     if grid.backend == "gloo":
@@ -129,7 +113,6 @@ def _overlap(parallel: ParallelConfig, grid: RankGrid) -> Iterator[Choice]:
     else:
         reason = f"{replicas} replicas, over NCCL"
     reduces, gathers = parallel.overlaps(pays=pays)
-    on_gpu = grid.device == "cuda"
     if parallel.overlap_grad_reduce is None:
         yield Choice("parallel", "overlap_grad_reduce", reduces, reason, on_gpu)
     if parallel.overlap_param_gather is None:

@@ -1,69 +1,45 @@
-"""Rules that a configuration breaks on this machine, each with its remedy.
+"""Rules that a model, its layout and its kernels break on a kind of machine, each with its remedy.
 
-The rules that need no machine are checked before: they need no torch, which takes seconds to import.
+`machine_problems` in `preflight.py` joins those of the machine at hand. They import no torch, which takes seconds.
 """
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
-from megatron_fanformer.errors import InputError
-from megatron_fanformer.model.config import FANformerConfig
-from megatron_fanformer.model.kernels import KernelsConfig
+from megatron_fanformer.model.config import FANformerConfig, PrecisionConfig
+from megatron_fanformer.model.kernels import DEFAULT_KERNELS, KernelsConfig
 from megatron_fanformer.runtime import device as devices
 from megatron_fanformer.runtime.layout import ParallelConfig
-from megatron_fanformer.train.config import RunConfig
-from megatron_fanformer.train.fp8_rules import fp8_machine_problems
-from megatron_fanformer.train.loggers.registry import logger_problems
 
-if TYPE_CHECKING:
-    import torch
+FP8_MULTIPLE = {"delayed": 16, "tensorwise": 16, "blockwise": 16, "mxfp8": 32}
+"""By recipe: both sides of a product's matrices are multiples of this on one rank, as megatron-core aligns them."""
 
 
-def machine_problems(config: RunConfig) -> list[str]:
-    """Return what keeps this machine from running a configuration, one line each."""
-    try:
-        device = devices.resolve_device(config.runtime.device)
-    except InputError as error:
-        return [str(error)]
-    return [
-        *kernel_problems(config.kernels),
-        *engine_problems(config.model, config.parallel, config.kernels, config.dtype(device)),
-        *backend_problems(config.parallel, config.kernels, config.runtime.backend(device), device),
-        *fp8_machine_problems(config.precision, device),
-        *logger_problems(config.logging),
-    ]
+def has_engine(kernels: KernelsConfig) -> bool:
+    """Return whether the layers are Transformer Engine's here."""
+    return kernels.transformer_impl != "local" and devices.has_transformer_engine()
 
 
 def backend_problems(
     parallel: ParallelConfig, kernels: KernelsConfig, backend: str, device: devices.DeviceKind
-) -> list[str]:
-    """Return what ranks on that device cannot send each other, one line each."""
+) -> Iterator[str]:
+    """Yield what ranks on that device cannot send each other, one line each."""
     if device == "cpu" and backend == "nccl":
-        return [
-            "runtime.distributed_backend is nccl, but this run is on the CPU, where ranks have gloo; set it to null"
-        ]
-    if device != "cuda" or backend != "gloo":
-        return []
-    problems = [
-        f"runtime.distributed_backend is gloo, which sends no tensor from one GPU rank to another, and {what}"
-        for what in _sends(parallel, kernels)
-    ]
-    if parallel.overlap_grad_reduce:
-        problems.append(
-            "parallel.overlap_grad_reduce is true over gloo, which reduces no GPU's gradients meanwhile; set it and "
-            "overlap_param_gather to null, or runtime.distributed_backend"
-        )
-    return problems
-
-
-def _sends(parallel: ParallelConfig, kernels: KernelsConfig) -> Iterator[str]:
-    """Return what is sent from rank to rank, and the remedy. gloo's collectives do take GPU tensors."""
+        yield "runtime.distributed_backend is nccl, but this run is on the CPU, where ranks have gloo; set it to null"
+    if device == "cpu" or backend != "gloo":
+        return
+    rule = "runtime.distributed_backend is gloo, which sends no tensor from one GPU rank to another, and"
+    # gloo's collectives do take GPU tensors
     if parallel.pipeline_model_parallel_size > 1:
-        yield "pipeline stages do; set it to null, or parallel.pipeline_model_parallel_size to 1"
+        yield f"{rule} pipeline stages do; set it to null, or parallel.pipeline_model_parallel_size to 1"
     if parallel.context_parallel_size > 1 and has_engine(kernels) and parallel.cp_comm_type in (None, "p2p"):
         yield (
-            "Transformer Engine's attention exchanges keys and values so; set it to null, or parallel.cp_comm_type to "
-            "all_gather"
+            f"{rule} Transformer Engine's attention exchanges keys and values so; set it to null, or "
+            "parallel.cp_comm_type to all_gather"
+        )
+    if parallel.overlap_grad_reduce:
+        yield (
+            "parallel.overlap_grad_reduce is true over gloo, which reduces no GPU's gradients meanwhile; set it and "
+            "overlap_param_gather to null, or runtime.distributed_backend"
         )
 
 
@@ -86,43 +62,24 @@ def kernel_problems(kernels: KernelsConfig) -> Iterator[str]:
             )
 
 
-def has_engine(kernels: KernelsConfig) -> bool:
-    """Return whether the layers are Transformer Engine's here."""
-    return kernels.transformer_impl != "local" and devices.has_transformer_engine()
-
-
-def engine_problems(
-    model: FANformerConfig, parallel: ParallelConfig, kernels: KernelsConfig, dtype: "torch.dtype"
-) -> Iterator[str]:
-    """Yield what the layers that this machine has, the Engine's or local ones, cannot compute, one line each."""
-    number_format = str(dtype).removeprefix("torch.")
-    return layer_problems(model, parallel, kernels, with_engine=has_engine(kernels), in_fp32=number_format == "float32")
-
-
 def layer_problems(
     model: FANformerConfig, parallel: ParallelConfig, kernels: KernelsConfig, *, with_engine: bool, in_fp32: bool
 ) -> Iterator[str]:
     """Yield what the Engine's layers, or the local ones, cannot compute, one line each."""
-    return _engine_problems(model, parallel, kernels, in_fp32) if with_engine else _local_problems(parallel, kernels)
-
-
-def _local_problems(parallel: ParallelConfig, kernels: KernelsConfig) -> Iterator[str]:
-    if parallel.cp_comm_type == "p2p":
-        yield (
-            "parallel.cp_comm_type is p2p, which is Transformer Engine's, but the layers here are local ones, which "
-            "gather keys and values; set it to null"
-        )
-    if kernels.fused_single_qkv_rope:
-        yield (
-            "kernels.fused_single_qkv_rope is true, but its kernel is Transformer Engine's, whose layers are not "
-            "in use here; set it to false"
-        )
-
-
-def _engine_problems(
-    model: FANformerConfig, parallel: ParallelConfig, kernels: KernelsConfig, in_fp32: bool
-) -> Iterator[str]:
-    if not model.placement.has_engine_layers:
+    rope, placement = kernels.fused_single_qkv_rope, model.placement
+    if not with_engine:
+        if parallel.cp_comm_type == "p2p":
+            yield (
+                "parallel.cp_comm_type is p2p, which is Transformer Engine's, but the layers here are local ones, "
+                "which gather keys and values; set it to null"
+            )
+        if rope:
+            yield (
+                "kernels.fused_single_qkv_rope is true, but its kernel is Transformer Engine's, whose layers are not "
+                "in use here; set it to false"
+            )
+        return
+    if not placement.has_engine_layers:
         yield (
             f"model.fan.placement is {model.fan.placement}, whose FAN layers are local ones alone, but the layers here "
             "are Transformer Engine's; set kernels.transformer_impl to local"
@@ -134,19 +91,98 @@ def _engine_problems(
             "parallel ranks is of 16 bits alone; set the dtype to bf16, parallel.cp_comm_type to a2a, or "
             "kernels.transformer_impl to local"
         )
-    if kernels.fused_single_qkv_rope and model.placement.has_own_values:
+    if rope and placement.has_own_values:
         yield (
             f"kernels.fused_single_qkv_rope is true at model.fan.placement {model.fan.placement}, whose values are in "
             "another tensor than queries and keys; set it to false"
         )
-    elif kernels.fused_single_qkv_rope and model.query_groups < parallel.tensor_model_parallel_size:
+    elif rope and model.query_groups < parallel.tensor_model_parallel_size:
         yield (
             f"kernels.fused_single_qkv_rope is true with {model.query_groups} query groups over "
             f"parallel.tensor_model_parallel_size {parallel.tensor_model_parallel_size}, but ranks that share a group "
             "would each rotate all of its queries; set it to false"
         )
-    if kernels.fused_single_qkv_rope and model.qk_layernorm:
+    if rope and model.qk_layernorm:
         yield (
             "kernels.fused_single_qkv_rope is true with model.qk_layernorm, but its kernel has no norm between QKV and "
             "rotary positions; set one of them to false"
+        )
+
+
+# -- FP8
+
+
+def fp8_problems(
+    model: FANformerConfig,
+    parallel: ParallelConfig,
+    precision: PrecisionConfig,
+    micro_batch_size: int,
+    kernels: KernelsConfig = DEFAULT_KERNELS,
+) -> Iterator[str]:
+    """Yield what keeps a model's products from being in FP8, one line each; nothing without FP8."""
+    if precision.fp8 is None:
+        return
+    multiple = FP8_MULTIPLE[precision.fp8_recipe]
+    for name, size in _product_sizes(model, parallel, precision, micro_batch_size):
+        if size % multiple:
+            yield (
+                f"{name} is {size}, but precision.fp8 needs multiples of {multiple} on a rank (recipe "
+                f"{precision.fp8_recipe}); change it, or set precision.fp8 to null"
+            )
+    if kernels.transformer_impl == "local":
+        yield (
+            f"precision.fp8 is {precision.fp8} with kernels.transformer_impl local, whose layers have no FP8; set the "
+            "latter to auto"
+        )
+    if parallel.recomputes("layernorm") and not can_recompute_norms(precision):
+        yield (
+            "parallel.recompute_modules has layernorm, which cannot be recomputed with precision.fp8_recipe delayed; "
+            "remove it, or choose the recipe tensorwise"
+        )
+    layers = model.num_layers // parallel.pipeline_model_parallel_size
+    for name in ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"):
+        if precision.first_last_layers_bf16 and getattr(precision, name) > layers:
+            yield f"precision.{name} is {getattr(precision, name)}, but a pipeline stage has {layers} layers; lower it"
+
+
+def can_recompute_norms(precision: PrecisionConfig) -> bool:
+    """Return whether norms can be recomputed: megatron-core refuses it where the scales would be updated twice."""
+    return precision.fp8 is None or precision.fp8_recipe != "delayed"
+
+
+def _product_sizes(
+    model: FANformerConfig, parallel: ParallelConfig, precision: PrecisionConfig, micro_batch_size: int
+) -> Iterator[tuple[str, int]]:
+    """Yield both dimensions of every product on one rank, in the user's words."""
+    tensor = parallel.tensor_model_parallel_size
+    share = f" / tensor parallel size {tensor}" if tensor > 1 else ""
+    yield "model.hidden_size", model.hidden_size
+    yield f"model.ffn_hidden_size{share}", model.ffn_hidden_size // tensor
+    yield f"the width of the attention heads{share}", model.num_attention_heads * model.kv_channels // tensor
+    yield f"the width of queries, keys and values{share}", model.qkv_rows // tensor
+    if precision.fp8_fan and model.has_fan:
+        is_whole = parallel.fan_form == "sequence"
+        yield f"the rows of the FAN map{'' if is_whole else share}", model.fan_rows // (1 if is_whole else tensor)
+    ranks = parallel.context_parallel_size * (tensor if parallel.sequence_parallel else 1)
+    yield "a micro batch's number of tokens", micro_batch_size * model.seq_length // ranks
+
+
+def fp8_machine_problems(precision: PrecisionConfig, device: devices.DeviceKind) -> Iterator[str]:
+    """Yield what keeps this machine from FP8 products, one line each; nothing without FP8."""
+    if precision.fp8 is None:
+        return
+    if device == "cpu":
+        yield (
+            f"precision.fp8 is {precision.fp8}, but FP8 products need a GPU, and this run is on the CPU; set it to null"
+        )
+        return
+    if problem := devices.fp8_problem(precision.fp8_recipe):
+        yield (
+            f"precision.fp8 is {precision.fp8} with recipe {precision.fp8_recipe}, but {problem}; "
+            "choose another precision.fp8_recipe, or set it to null"
+        )
+    if not devices.has_transformer_engine():
+        yield (
+            f"precision.fp8 is {precision.fp8}, but Transformer Engine is not installed; install "
+            "megatron_fanformer[gpu], or set it to null"
         )

@@ -1,4 +1,4 @@
-"""A run's optimizer: megatron-core's, over the torch optimizer of an `UpdateRule`."""
+"""A run's optimizer: megatron-core's, over the torch optimizer of a rule (`optimizers.py`)."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -11,8 +11,7 @@ import torch
 from megatron_fanformer.model.dtypes import DTYPES
 from megatron_fanformer.ops.matrices import norm
 from megatron_fanformer.plan.gradient_buffers import EMBEDDING
-from megatron_fanformer.train.optimizers import OptimizerConfig
-from megatron_fanformer.train.update_rule import UpdateRule
+from megatron_fanformer.train.optimizers import AdamW, OptimizerConfig
 
 if TYPE_CHECKING:  # megatron-core takes seconds to import, and a configuration is checked before
     from megatron.core.distributed import DistributedDataParallel
@@ -33,7 +32,10 @@ def build_optimizer(config: OptimizerConfig, stages: "list[DistributedDataParall
         bf16=dtype == torch.bfloat16,
         params_dtype=dtype,
         use_distributed_optimizer=stages[0].ddp_config.use_distributed_optimizer,
-        **rule.megatron_settings(config),
+        optimizer="adam",
+        adam_beta1=config.adam_beta1,
+        adam_beta2=config.adam_beta2,
+        adam_eps=config.adam_eps,
     )
     with _in_place_of_adam(rule.torch_class()):
         optimizer = get_megatron_optimizer(megatron_config, stages, config_overrides=_overrides(rule, stages))
@@ -49,7 +51,7 @@ def single_optimizers(optimizer: Any) -> list[Any]:
 
 
 @torch.no_grad()
-def weight_and_update_norms(optimizer: "MegatronOptimizer", rule: UpdateRule) -> tuple[float, float]:
+def weight_and_update_norms(optimizer: "MegatronOptimizer", rule: AdamW) -> tuple[float, float]:
     """Return the global norms of the weights, and of what the last step has added to them; a collective call.
 
     They are taken as megatron-core takes the gradient norm: of the main weights in float32, each counted once, whatever
@@ -74,7 +76,7 @@ def weight_and_update_norms(optimizer: "MegatronOptimizer", rule: UpdateRule) ->
     return math.sqrt(squares[0]), math.sqrt(squares[1])
 
 
-def _overrides(rule: UpdateRule, stages: list[Any]) -> dict[Any, dict[str, Any]]:
+def _overrides(rule: AdamW, stages: list[Any]) -> dict[Any, dict[str, Any]]:
     """Return the rule's parameter groups, as megatron-core takes them."""
     from megatron.core.optimizer import ParamKey
     from megatron.core.optimizer.optimizer_config import ParamWithNamePredicate
@@ -94,7 +96,7 @@ def _overrides(rule: UpdateRule, stages: list[Any]) -> dict[Any, dict[str, Any]]
     return overrides
 
 
-def _make_states(rule: UpdateRule, torch_optimizer: torch.optim.Optimizer) -> None:
+def _make_states(rule: AdamW, torch_optimizer: torch.optim.Optimizer) -> None:
     """Make the tensors that the first step would make."""
     for group in torch_optimizer.param_groups:
         for weight in group["params"]:

@@ -1,19 +1,177 @@
-"""The section `optimizer` of a configuration, and the optimizers that it can name; without torch.
+"""The section `optimizer` of a configuration, and the rules by which weights are updated; imports no torch.
 
-A new one is a file with a subclass of `UpdateRule`, and an entry of `OPTIMIZERS`.
+A new optimizer is a file with a subclass of `AdamW` and of its torch optimizer, and an entry of `OPTIMIZERS`.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from megatron_fanformer.errors import broken_fields, did_you_mean
+from megatron_fanformer.plan.gradient_buffers import EMBEDDING, OptimizerStates
+from megatron_fanformer.plan.matrix_updates import BY_MUON
 from megatron_fanformer.runtime.layout import ParallelConfig
-from megatron_fanformer.train.muon import Muon
-from megatron_fanformer.train.update_rule import AdamW, StateDtype, UpdateRule
 
+if TYPE_CHECKING:  # torch takes seconds to import, and a configuration is checked before
+    import torch
+
+StateDtype = Literal["fp32", "bf16"]
+STATE_ELEMENT_BYTES: Mapping[str, int] = {"fp32": 4, "bf16": 2}
 LARGEST_BF16_DECAY = 1 - 2**-8
 """Of a state in bf16, whose neighbors are up to 2^-7 apart: nearer to 1, some values round back to what they were."""
+
+Group = Mapping[str, Any]
+"""A parameter group, or what `group_of` says of one."""
+
+
+@dataclass(frozen=True)
+class AdamW(OptimizerStates):
+    """How weights are updated, and which states that needs: Adam with decoupled decay, as the reference has it.
+
+    Norms, biases and embeddings are not decayed (a tied head is the embedding). Other optimizers override what differs.
+
+    megatron-core shards, clips and keeps main weights for any of them, with `torch_class` in the place of its Adam.
+    The distributed optimizer cuts main weights into flat ranges: what an update has to know of a weight's shape or name
+    must stand in its parameter group.
+    """
+
+    exp_avg_dtype: StateDtype = "fp32"
+    exp_avg_sq_dtype: StateDtype = "fp32"
+    resumed_entries: ClassVar[tuple[str, ...]] = ("step",)
+    """Entries that a resumed run takes from a checkpoint's parameter groups; its configuration sets the others."""
+
+    def torch_class(self) -> "type[torch.optim.Optimizer] | None":
+        """Return the torch optimizer that takes the place of megatron-core's Adam; None leaves that one.
+
+        It keeps its state in tensors of the weight's shape, and everything else in the parameter group. Ours stands in
+        where neither Transformer Engine nor apex brings a fused one for these moments: with torch's AdamW, megatron-
+        core's distributed optimizer loads the *same* step tensor into every parameter's state; it then advances once
+        per parameter, and a resumed run silently goes wrong.
+        """
+        import megatron.core.optimizer as megatron_optimizer
+
+        from megatron_fanformer.train.torch_optimizers import Adam, with_bf16_moments
+
+        if megatron_optimizer.USING_PYTORCH_OPTIMIZER:
+            return Adam
+        formats = {self.exp_avg_dtype, self.exp_avg_sq_dtype}
+        if formats == {"fp32"}:
+            return None
+        # Of one moment in bf16 the Engine's step makes float32 copies of all weights' at once; ours of a block.
+        return with_bf16_moments(megatron_optimizer.Adam) if formats == {"bf16"} else Adam
+
+    def connect(self, config: Any, optimizer: Any, stages: list[Any]) -> None:
+        """Give the torch optimizer of megatron-core's `optimizer` its settings: the formats of states to our Adam."""
+        from megatron_fanformer.model.dtypes import DTYPES
+        from megatron_fanformer.train.torch_optimizers import Adam
+
+        adam = optimizer.optimizer
+        if isinstance(adam, Adam):
+            names = {name for group in adam.param_groups for name in self.states(group)}
+            adam.state_dtypes = {name: DTYPES[self.state_dtype(name)] for name in names}
+
+    def group_of(self, name: str, dimensions: int) -> Group:
+        """Return the entries that set a weight's parameter group apart; weights with the same ones share a group.
+
+        `wd_mult` multiplies the decay, `lr_mult` the learning rate; others are the rule's own.
+
+        Args:
+            name: as Megatron's modules name it, with any prefix; a tied embedding's second copy goes by `EMBEDDING`.
+            dimensions: 1 of norms and biases, 2 of matrices.
+        """
+        return {"wd_mult": 0.0} if dimensions == 1 or EMBEDDING in name else {}
+
+    def states(self, group: Group) -> tuple[str, ...]:
+        """Return the names of a weight's states in a parameter group, as checkpoints have them."""
+        return ("exp_avg", "exp_avg_sq")
+
+    def state_dtype(self, name: str) -> StateDtype:
+        """Return the number format of a state."""
+        return {"exp_avg": self.exp_avg_dtype, "exp_avg_sq": self.exp_avg_sq_dtype}.get(name, "fp32")
+
+    def last_update(self, weight: "torch.Tensor", state: Mapping[str, "torch.Tensor"], group: Group) -> "torch.Tensor":
+        """Return what the last step added to a main weight (or a part of it), from what the step left behind:
+        -lr (m' / (sqrt v' + eps) + decay * the weight before); of moments in bf16 by what they are rounded to.
+        """
+        lr, steps, (beta1, beta2) = group["lr"], group["step"], group["betas"]
+        size = (state["exp_avg_sq"].float() / (1 - beta2**steps)).sqrt_().add_(group["eps"])
+        rate = (state["exp_avg"].float() / (1 - beta1**steps)).div_(size)
+        decay = group["weight_decay"]
+        before = (weight + lr * rate).div_(1 - lr * decay)
+        return rate.add_(before, alpha=decay).mul_(-lr)
+
+    def last_update_norm(
+        self, weight: "torch.Tensor", optimizer: "torch.optim.Optimizer", group: Group
+    ) -> "torch.Tensor":
+        """Return the norm of that."""
+        from megatron_fanformer.ops.matrices import norm
+
+        return norm(self.last_update(weight, optimizer.state[weight], group))
+
+    def state_bytes(self, name: str, dimensions: int) -> int:
+        """Return the bytes of state of each element of a weight; arguments as for `group_of`."""
+        number = 0
+        for state in self.states(self.group_of(name, dimensions)):  # a search calls it tens of thousands of times
+            number += STATE_ELEMENT_BYTES[self.state_dtype(state)]
+        return number
+
+    def takes_whole(self, name: str, dimensions: int) -> bool:
+        """Return whether the update of an element depends on all of its weight."""
+        return False
+
+
+@dataclass(frozen=True)
+class Muon(AdamW):
+    """Muon orthogonalizes the momentum of each matrix of a layer; all other weights are updated as by AdamW.
+
+    The whole matrix is orthogonalized, whatever ranks hold it, so every layout trains the same model (megatron-core's
+    default, `blockwise`, is another model for each tensor parallel size). [p | g] of a layer's FAN maps is one matrix,
+    and so are gate and up together; QKV is three, as in Megatron-LM: the queries of all groups, the keys, the values.
+    """
+
+    def torch_class(self) -> "type[torch.optim.Optimizer]":
+        """Return Muon's, with an Adam of ours, also where Transformer Engine or apex brings one."""
+        from megatron_fanformer.train.torch_optimizers import MuonAndAdam
+
+        return MuonAndAdam
+
+    def connect(self, config: Any, optimizer: Any, stages: list[Any]) -> None:
+        """Give the torch optimizer its settings and formats, and the matrices with the ranks that hold their parts."""
+        from megatron_fanformer.train.torch_optimizers import connect_muon
+
+        super().connect(config, optimizer, stages)
+        connect_muon(config, optimizer, stages, self.takes_whole)
+
+    def group_of(self, name: str, dimensions: int) -> Group:
+        """Return the mark of the matrices of layers, or Adam's entries."""
+        return {BY_MUON: True} if self.takes_whole(name, dimensions) else super().group_of(name, dimensions)
+
+    def states(self, group: Group) -> tuple[str, ...]:
+        """Return the momentum, or Adam's moments."""
+        return ("momentum_buffer",) if BY_MUON in group else super().states(group)
+
+    def state_dtype(self, name: str) -> StateDtype:
+        """Return the number format of a state; the momentum is a first moment."""
+        return self.exp_avg_dtype if name == "momentum_buffer" else super().state_dtype(name)
+
+    def last_update_norm(
+        self, weight: "torch.Tensor", optimizer: "torch.optim.Optimizer", group: Group
+    ) -> "torch.Tensor":
+        """Return the norm that the step noted of a matrix, whose update cannot be made again from a part, or Adam's."""
+        if BY_MUON not in group:
+            return super().last_update_norm(weight, optimizer, group)
+        norms: Mapping[torch.Tensor, torch.Tensor] = optimizer.update_norms  # type: ignore[attr-defined]
+        return norms[weight]
+
+    def takes_whole(self, name: str, dimensions: int) -> bool:
+        """Return whether it is a matrix of a layer."""
+        in_layer = name.startswith(("self_attention.", "mlp.")) or ".layers." in name
+        return dimensions == 2 and in_layer
+
+
+OPTIMIZERS: dict[str, AdamW] = {"adamw": AdamW(), "muon": Muon()}
+"""The optimizers by `optimizer.name`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,15 +219,13 @@ class OptimizerConfig:
         ]
 
     @property
-    def rule(self) -> UpdateRule:
-        """Return how weights are updated, with these settings."""
-        return OPTIMIZERS[self.name].configured(self)
+    def rule(self) -> AdamW:
+        """The rule by which weights are updated, with the states' number formats."""
+        formats = {"exp_avg_dtype": self.exp_avg_dtype, "exp_avg_sq_dtype": self.exp_avg_sq_dtype}
+        return replace(OPTIMIZERS[self.name], **formats)
 
-    def joint_problems(self, parallel: ParallelConfig) -> list[str]:
-        """Return the rules that its fields break together, and in a layout, one line each."""
-        return [*self._rounding_problems(), *self._instance_problems(parallel)]
-
-    def _rounding_problems(self) -> Iterator[str]:
+    def joint_problems(self, parallel: ParallelConfig) -> Iterator[str]:
+        """Yield the rules that its fields break together, and in a layout, one line each."""
         decays = [("adam_beta1", "exp_avg_dtype"), ("adam_beta2", "exp_avg_sq_dtype")]
         if self.name == "muon":
             decays.append(("muon_momentum", "exp_avg_dtype"))
@@ -79,16 +235,9 @@ class OptimizerConfig:
                     f"optimizer.{decay} is {getattr(self, decay)} with optimizer.{dtype} bf16, in which a step's decay "
                     f"above {LARGEST_BF16_DECAY} is rounded away; set the former to less, or the latter to fp32"
                 )
-
-    def _instance_problems(self, parallel: ParallelConfig) -> list[str]:
         instances = parallel.num_distributed_optimizer_instances
-        if self.name != "muon" or instances == 1:
-            return []
-        return [
-            f"parallel.num_distributed_optimizer_instances is {instances} with optimizer.name muon, whose matrices all "
-            "data-parallel ranks share; set the former to 1, or the latter to adamw"
-        ]
-
-
-OPTIMIZERS: dict[str, UpdateRule] = {"adamw": AdamW(), "muon": Muon()}
-"""The optimizers by `optimizer.name`."""
+        if self.name == "muon" and instances > 1:
+            yield (
+                f"parallel.num_distributed_optimizer_instances is {instances} with optimizer.name muon, whose matrices "
+                "all data-parallel ranks share; set the former to 1, or the latter to adamw"
+            )

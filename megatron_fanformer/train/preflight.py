@@ -27,11 +27,19 @@ from megatron_fanformer.data.survey import DataSurvey, survey_data
 from megatron_fanformer.data.tokenizer import load_tokenizer
 from megatron_fanformer.errors import CorruptError, InputError, collect_problems, redacted
 from megatron_fanformer.evaluate.survey import EvaluationSurvey, survey_evaluation
+from megatron_fanformer.runtime import device as devices
 from megatron_fanformer.stores import is_url
 from megatron_fanformer.terminal import some
 from megatron_fanformer.train.chats import with_steps
 from megatron_fanformer.train.config import UNSTATED, RunConfig
-from megatron_fanformer.train.machine_rules import machine_problems
+from megatron_fanformer.train.loggers.registry import logger_problems
+from megatron_fanformer.train.machine_rules import (
+    backend_problems,
+    fp8_machine_problems,
+    has_engine,
+    kernel_problems,
+    layer_problems,
+)
 from megatron_fanformer.train.presets import OF_THE_RUN
 from megatron_fanformer.train.recovery import RecoveryConfig, read_events
 from megatron_fanformer.train.run_log import log_if_slow
@@ -127,6 +135,23 @@ def check_run(
     start = _started(config, points, data, evaluation, allowed=config.data.allow_change)
     _warn_of_other_tokenizer(start)
     return start
+
+
+def machine_problems(config: RunConfig) -> list[str]:
+    """Return what keeps this machine from running a configuration, one line each."""
+    try:
+        device = devices.resolve_device(config.runtime.device)
+    except InputError as error:
+        return [str(error)]
+    model, parallel, kernels = config.model, config.parallel, config.kernels
+    in_fp32 = config.dtype(device).itemsize == 4
+    return [
+        *kernel_problems(kernels),
+        *layer_problems(model, parallel, kernels, with_engine=has_engine(kernels), in_fp32=in_fp32),
+        *backend_problems(parallel, kernels, config.runtime.backend(device), device),
+        *fp8_machine_problems(config.precision, device),
+        *logger_problems(config.logging),
+    ]
 
 
 def check_data(config: RunConfig, *, for_run: bool = False) -> DataSurvey:

@@ -223,7 +223,7 @@ def test_one_moment_in_bf16_is_in_our_adam(run_on_engine_ranks: RunOnRanks, tmp_
     for bases, formats, *_ in run_on_engine_ranks(
         2, adam_and_moments, OptimizerConfig(exp_avg_dtype="bf16"), tmp_path, False
     ):
-        assert "megatron_fanformer.train.adam.Adam" in bases
+        assert "megatron_fanformer.train.torch_optimizers.Adam" in bases
         assert formats == {torch.bfloat16, torch.float32}
 
 

@@ -57,7 +57,7 @@ from megatron_fanformer.runtime import megatron_cpu
 megatron_cpu.install()
 import sys
 import torch
-from megatron_fanformer.train.adam import Adam
+from megatron_fanformer.train.torch_optimizers import Adam
 weight = torch.nn.Parameter(torch.ones(3))
 adam = Adam([weight], lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
 weight.grad = torch.ones(3)

@@ -11,9 +11,8 @@ from unittest import mock
 
 import torch
 
-from megatron_fanformer.train.adam import Adam
-from megatron_fanformer.train.optimizers import OPTIMIZERS
-from megatron_fanformer.train.update_rule import AdamW, Group
+from megatron_fanformer.train.optimizers import OPTIMIZERS, AdamW, Group
+from megatron_fanformer.train.torch_optimizers import Adam
 
 NAME = "momentum"
 MATRICES_OF_LAYERS = {"momentum": 0.8, "lr_mult": 0.5}

@@ -20,7 +20,6 @@ from megatron_fanformer.checkpoint.run_folder import METRICS
 from megatron_fanformer.errors import DivergenceError, FanformerError, InputError, Interrupted
 from megatron_fanformer.inspect.checkpoint import last_numbers
 from megatron_fanformer.markdown import code_block
-from megatron_fanformer.train import machine_rules
 from megatron_fanformer.train.config import config_from_dict
 from megatron_fanformer.train.loggers.json_lines import JSONLines
 from megatron_fanformer.train.loggers.logger import Start
@@ -28,6 +27,7 @@ from megatron_fanformer.train.loggers.registry import Loggers, LoggingConfig
 from megatron_fanformer.train.loggers.tensorboard import BY_TOKENS, FOLDER, TensorBoard
 from megatron_fanformer.train.loggers.weights_and_biases import RUN_ID
 from megatron_fanformer.train.metrics import read_metrics
+from megatron_fanformer.train.preflight import machine_problems
 from megatron_fanformer.train.start import _train
 from tests.small_runs import small_run
 
@@ -228,7 +228,7 @@ def test_wandb_that_is_not_installed_is_refused_before_the_run(monkeypatch: pyte
     find = importlib.util.find_spec
     folder = ModuleSpec("wandb", None)  # what Python finds of a folder without code
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: folder if name == "wandb" else find(name))
-    assert [line for line in machine_rules.machine_problems(config) if "wandb" in line] == [
+    assert [line for line in machine_problems(config) if "wandb" in line] == [
         "logging.wandb_project is set, but wandb is not installed; install megatron_fanformer[wandb], or turn it off"
     ]
 

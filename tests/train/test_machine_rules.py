@@ -1,19 +1,27 @@
-"""What a configuration asks of a machine that has no GPU: refused with the rule and the remedy."""
+"""Kernels, layers, backends and FP8 that a machine lacks are refused with the rule and the remedy."""
 
+import dataclasses
 import sys
 from typing import Any
 
 import pytest
 import torch
 
-from megatron_fanformer.model.config import FANConfig
-from megatron_fanformer.model.dtypes import DTYPES
+from megatron_fanformer.model.config import PRESETS, FANConfig, PrecisionConfig
 from megatron_fanformer.model.kernels import KernelsConfig
 from megatron_fanformer.runtime import device
 from megatron_fanformer.runtime.cuda_on_cpu import FUSED_GRADIENT_KERNEL
 from megatron_fanformer.runtime.layout import ParallelConfig
-from megatron_fanformer.train.machine_rules import backend_problems, engine_problems, kernel_problems
+from megatron_fanformer.train.machine_rules import (
+    backend_problems,
+    fp8_machine_problems,
+    fp8_problems,
+    has_engine,
+    kernel_problems,
+    layer_problems,
+)
 from tests.tiny import tiny_model
+from tests.train.layouts import layout
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -46,6 +54,11 @@ def test_fused_gradients_are_the_engines_or_apexs(
     assert len(list(kernel_problems(kernels))) == count
 
 
+def layers_problems(model: Any, parallel: ParallelConfig, kernels: KernelsConfig, dtype: str) -> list[str]:
+    engine = has_engine(kernels)
+    return [*layer_problems(model, parallel, kernels, with_engine=engine, in_fp32=dtype == "fp32")]
+
+
 @pytest.mark.parametrize(
     ("has_engine", "parallel", "kernels", "dtype", "part"),
     [
@@ -72,7 +85,7 @@ def test_what_the_layers_at_hand_cannot_compute(
 ) -> None:
     monkeypatch.setattr(device, "has_transformer_engine", lambda: has_engine)
     model = tiny_model(fan=FANConfig(placement="qk_and_v"))
-    found = engine_problems(model, ParallelConfig(**parallel), KernelsConfig(**kernels), DTYPES[dtype])
+    found = layers_problems(model, ParallelConfig(**parallel), KernelsConfig(**kernels), dtype)
     assert [part in problem for problem in found] == ([] if part is None else [True])
 
 
@@ -83,7 +96,7 @@ def test_fan_layers_for_the_mlp_are_local_ones(
     monkeypatch.setattr(device, "has_transformer_engine", lambda: True)
     model = tiny_model(fan=FANConfig(placement="ffn"))
     kernels = KernelsConfig(transformer_impl=transformer_impl)
-    found = engine_problems(model, ParallelConfig(), kernels, DTYPES["bf16"])
+    found = layers_problems(model, ParallelConfig(), kernels, "bf16")
     assert ["model.fan.placement is ffn" in problem for problem in found] == [True] * count
 
 
@@ -112,5 +125,89 @@ def test_gloo_sends_nothing_between_gpus(
     parallel, kernels = ParallelConfig(**fields), KernelsConfig()
     found = backend_problems(parallel, kernels, "gloo", "cuda")
     assert [part in problem for problem in found] == ([] if part is None else [True])
-    assert backend_problems(parallel, kernels, "nccl", "cuda") == []
-    assert backend_problems(parallel, kernels, "gloo", "cpu") == []
+    assert [*backend_problems(parallel, kernels, "nccl", "cuda")] == []
+    assert [*backend_problems(parallel, kernels, "gloo", "cpu")] == []
+
+
+# -- FP8
+
+MODEL = PRESETS["fanformer-1b"]
+
+
+def fp8(**fields: Any) -> PrecisionConfig:
+    return PrecisionConfig(**{"fp8": "hybrid", **fields})
+
+
+@pytest.mark.parametrize(
+    ("fields", "part"),
+    [
+        ({"dtype": "fp32"}, "precision.fp8 is hybrid with precision.dtype fp32"),
+        ({"first_last_layers_bf16": True, "fp8_recipe": "delayed"}, "choose the recipe tensorwise"),
+        ({"fp8_amax_history_len": 0}, "precision.fp8_amax_history_len is 0; it must be at least 1"),
+        ({"fp8": None, "fp8_fan": True}, "precision.fp8_fan is true without precision.fp8"),
+    ],
+)
+def test_a_precision_that_contradicts_itself(fields: dict[str, Any], part: str) -> None:
+    (problem,) = fp8(**fields).problems()
+    assert part in problem
+
+
+@pytest.mark.parametrize(
+    ("model", "text", "precision", "part"),
+    [
+        ({}, "", {}, None),
+        ({}, "tp=8,sp=true", {"fp8_fan": True}, None),
+        ({"ffn_hidden_size": 8200}, "", {}, "model.ffn_hidden_size is 8200, but precision.fp8 needs multiples of 16"),
+        ({"ffn_hidden_size": 8208}, "", {"fp8_recipe": "mxfp8"}, "multiples of 32 on a rank (recipe mxfp8)"),
+        ({"seq_length": 24}, "", {}, "a micro batch's number of tokens is 24, but"),
+        ({"ffn_hidden_size": 8192 + 128}, "tp=16", {}, "model.ffn_hidden_size / tensor parallel size 16 is 520"),
+        (
+            {},
+            "recompute=selective,recompute_modules=[layernorm]",
+            {"fp8_recipe": "delayed"},
+            "cannot be recomputed with precision.fp8_recipe delayed",
+        ),
+        (
+            {},
+            "pp=8",
+            {"first_last_layers_bf16": True, "num_layers_at_end_in_bf16": 3},
+            "precision.num_layers_at_end_in_bf16 is 3, but a pipeline stage has 2 layers",
+        ),
+    ],
+)
+def test_models_and_layouts(model: dict[str, Any], text: str, precision: dict[str, Any], part: str | None) -> None:
+    found = [*fp8_problems(dataclasses.replace(MODEL, **model), layout(text), fp8(**precision), 1)]
+    assert len(found) == (part is not None)
+    assert part is None or part in found[0]
+
+
+def test_local_layers_have_none() -> None:
+    (problem,) = fp8_problems(MODEL, ParallelConfig(), fp8(), 1, KernelsConfig(transformer_impl="local"))
+    assert "kernels.transformer_impl local, whose layers have no FP8" in problem
+
+
+def test_a_cpu_has_none() -> None:
+    (problem,) = fp8_machine_problems(fp8(), "cpu")
+    assert "FP8 products need a GPU, and this run is on the CPU; set it to null" in problem
+
+
+@pytest.mark.parametrize(
+    ("chip", "recipe", "part"),
+    [
+        ((8, 0), "tensorwise", "compute capability 8.0, and FP8 needs 8.9 or higher"),
+        ((8, 9), "tensorwise", None),
+        ((8, 9), "blockwise", "it needs 9.0 and CUDA 12.9"),
+        ((9, 0), "delayed", None),
+        ((9, 0), "blockwise", None),
+        ((9, 0), "mxfp8", "it needs 10.x"),
+        ((10, 0), "mxfp8", None),
+        ((12, 0), "mxfp8", "it needs 10.x"),
+    ],
+)
+def test_chips(monkeypatch: pytest.MonkeyPatch, chip: tuple[int, int], recipe: str, part: str | None) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: chip)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    problem = device.fp8_problem(recipe)
+    assert (problem is None) if part is None else part in (problem or "")

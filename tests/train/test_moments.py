@@ -10,8 +10,8 @@ import torch
 
 from megatron_fanformer.checkpoint.tensor_table import STATE_PREFIX, read_table
 from megatron_fanformer.runtime.layout import ParallelConfig
-from megatron_fanformer.train.adam import COPIED_ELEMENTS, Adam
 from megatron_fanformer.train.optimizers import LARGEST_BF16_DECAY, OptimizerConfig
+from megatron_fanformer.train.torch_optimizers import COPIED_ELEMENTS, Adam
 from tests.checkpoint import states
 from tests.checkpoint.states import Shown, small_model, world_size
 from tests.train.layouts import gather
@@ -85,7 +85,7 @@ def test_a_decay_that_rounding_undoes_is_refused() -> None:
 
 
 def _problems(**fields: Any) -> list[str]:
-    return OptimizerConfig(**fields).joint_problems(ParallelConfig())
+    return list(OptimizerConfig(**fields).joint_problems(ParallelConfig()))
 
 
 # -- checkpoints
