@@ -10,8 +10,8 @@ def entry_point() -> None:
     Signals are held before anything that takes time, and output is guarded before a file is opened. A package that is
     missing ends it with a line and exit code 2.
     """
-    from megatron_fanformer.output import guard_output
     from megatron_fanformer.processes import hold_signals
+    from megatron_fanformer.terminal import guard_output
 
     hold_signals()
     guard_output()

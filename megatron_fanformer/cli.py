@@ -28,13 +28,12 @@ from megatron_fanformer.experiments.sweeps.verb import SWEEP
 from megatron_fanformer.generate.verbs import CHAT, GENERATE
 from megatron_fanformer.inspect.verb import INSPECT
 from megatron_fanformer.options import PROGRAM, Verb, add_options, home_path, path_or_none
-from megatron_fanformer.output import go_on_unread
 from megatron_fanformer.parity.verb import PARITY
 from megatron_fanformer.plan.verb import PLAN
 from megatron_fanformer.prepare.verb import PREPARE
 from megatron_fanformer.processes import signals_released
 from megatron_fanformer.runtime.device import launched_here
-from megatron_fanformer.terminal import print_stderr
+from megatron_fanformer.terminal import go_on_unread, print_stderr
 from megatron_fanformer.train.verbs import CONFIG, TRAIN
 
 ALL: tuple[Verb[Any], ...] = (

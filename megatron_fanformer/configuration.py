@@ -43,7 +43,6 @@ IN_WORDS: dict[Any, tuple[str, str]] = {
     NoneType: ("null", "null"),
 }
 MOST_SHOWN = 80  # characters of a wrong value
-LARGEST_INTEGER = 2**63 - 1
 
 Advice = Callable[[str], str | None]
 """Returns the remedy, as a clause, for a name that is no field's; None: nothing special. It gets a key as its dotted
@@ -96,8 +95,6 @@ def value_problems(
             problems.append(f"{name} is missing; it must be {_demand(hint)}")
         elif present and not _fits(value, hint):
             problems.append(f"{name} is {_shown(value)}; it must be {_demand(hint)}")
-        elif present and isinstance(value, int) and abs(value) > LARGEST_INTEGER:
-            problems.append(f"{name} is {_shown(value)}; no number may exceed {LARGEST_INTEGER}")
     return problems
 
 
@@ -116,17 +113,9 @@ def _instance(values: Mapping[str, Any], owner: type[Config]) -> Config:
 def _fits(value: Any, hint: Any) -> bool:
     try:
         converted = msgspec.convert(value, hint)  # to the field's type: an integer to a float, say
-    except (msgspec.ValidationError, UnicodeEncodeError):  # the latter of half a surrogate pair
+    except msgspec.ValidationError:
         return False
-    if _holds_set(value):
-        return False  # its order, which may be that of the data, would be another one in each process
     return not isinstance(converted, float) or math.isfinite(converted)
-
-
-def _holds_set(value: Any) -> bool:
-    if isinstance(value, Mapping):
-        return any(map(_holds_set, value.values()))
-    return isinstance(value, set) or (isinstance(value, list) and any(map(_holds_set, value)))
 
 
 def _is_section(hint: Any) -> bool:
@@ -152,16 +141,14 @@ def _demand(hint: Any) -> str:
 
 
 def _shown(value: Any) -> str:
-    try:
-        text = json.dumps(value, ensure_ascii=False, default=str, skipkeys=True)
-    except (ValueError, RecursionError):  # YAML allows values that contain themselves
-        text = repr(value)
+    text = json.dumps(value, ensure_ascii=False, default=str, skipkeys=True)
     return text if len(text) <= MOST_SHOWN else text[:MOST_SHOWN] + "…"
 
 
 # -- files and overrides
 
-MOST_BYTES, MOST_VALUES = 1 << 20, 1 << 16  # of a file, which may have come with a checkpoint
+MOST_BYTES = 1 << 20  # of a file that came with a checkpoint
+MOST_ALIASES = 16  # in such a file: aliases of aliases multiply, and these make a few hundred values at most
 
 
 class _Loader(yaml.SafeLoader):
@@ -170,29 +157,12 @@ class _Loader(yaml.SafeLoader):
     Refuses a mapping with the same key twice, where YAML says that there is none and PyYAML takes the last.
     """
 
-    def get_single_node(self) -> Any:
-        """Return the document, unless aliases of aliases make many values of few bytes."""
-        node = super().get_single_node()
-        if node is not None and _values(node, {}) > MOST_VALUES:
-            raise ValueError(f"its aliases make more than {MOST_VALUES} values of it")
-        return node
-
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         """Return a mapping whose keys differ."""
         keys = Counter((key.tag, key.value) for key, _ in node.value if isinstance(key, yaml.ScalarNode))
         if twice := [name for (tag, name), count in keys.items() if count > 1 and not tag.endswith(":merge")]:
             raise ValueError(f"{twice[0]} stands twice in one mapping{node.start_mark}")
         return super().construct_mapping(node, deep)
-
-
-def _values(node: yaml.Node, known: dict[int, int]) -> int:
-    """Return how many values a node stands for; `known` has those counted already."""
-    if id(node) not in known:
-        known[id(node)] = MOST_VALUES + 1  # where it contains itself
-        pairs = node.value if isinstance(node, yaml.MappingNode) else []
-        parts = node.value if isinstance(node, yaml.SequenceNode) else [part for pair in pairs for part in pair]
-        known[id(node)] = 1 + sum(_values(part, known) for part in parts)
-    return known[id(node)]
 
 
 _Loader.add_implicit_resolver(
@@ -208,8 +178,8 @@ def yaml_value(text: str) -> Any:
     """
     try:
         return yaml.load(text, _Loader)
-    # PyYAML raises the last ones for a value that its tag does not describe, such as !!bool 7.
-    except (yaml.YAMLError, ValueError, ArithmeticError, LookupError, AttributeError, RecursionError) as error:
+    # PyYAML raises the last two for a value that its tag does not describe, such as !!bool 7.
+    except (yaml.YAMLError, ValueError, LookupError, AttributeError) as error:
         raise ValueError(" ".join(str(error).split())) from None
 
 
@@ -218,25 +188,27 @@ def read_plain_values(file: Path) -> Any:
 
     Raises:
         OSError: it cannot be read, is not a file, or is too large.
-        ValueError: it is not valid.
+        ValueError: it is not valid, or has many aliases.
     """
     text = regular_file(file, most_bytes=MOST_BYTES).read_text(encoding="utf-8")
-    if file.suffix != ".json":
-        return yaml_value(text)
     try:
-        return json.loads(text)
-    except RecursionError:
-        raise ValueError("it is nested too deeply") from None
+        if file.suffix == ".json":
+            return json.loads(text)
+        if sum(isinstance(token, yaml.AliasToken) for token in yaml.scan(text)) > MOST_ALIASES:
+            raise ValueError(f"it has more than {MOST_ALIASES} aliases")
+        return yaml_value(text)
+    except (yaml.YAMLError, RecursionError) as error:
+        raise ValueError(" ".join(str(error).split())) from None
 
 
 def read_values(file: Path) -> dict[str, Any]:
-    """Return the plain values of a YAML file.
+    """Return the plain values of a user's YAML file.
 
     Raises:
         InputError: it cannot be read, or holds no sections.
     """
     try:
-        values = read_plain_values(file)
+        values = yaml_value(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise InputError(f"{file} cannot be read ({error.strerror}); name a configuration file") from None
     except ValueError as error:

@@ -13,7 +13,6 @@ import hashlib
 import os
 import shutil
 import stat
-import uuid
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -22,7 +21,7 @@ from typing import Any
 from megatron_fanformer.errors import FanformerError, InputError
 
 READ_BYTES = 1 << 20
-PROBE_BYTES = 1 << 16
+LEAST_FREE_BYTES = 1 << 16  # a disk with less is full
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 """The errors of a file system without locks; there, locking is skipped."""
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
@@ -135,27 +134,24 @@ def new_folder(destination: Path) -> Iterator[Path]:
 
     Raises:
         InputError: `destination` already exists.
-        OSError: the disk is full or read-only; the error names `destination`.
+        OSError: the disk is full; the error names `destination`.
     """
     if destination.exists():
         raise InputError(f"{destination} already exists; name another destination, or remove it")
     destination.parent.mkdir(parents=True, exist_ok=True)
     _remove_abandoned(destination)
     partial = temporary_name(destination)
-    fresh = partial.with_suffix(".new")  # a name that nobody removes before it is locked
-    for left in (partial, fresh):
-        _remove(left)
-    fresh.mkdir()
-    in_use = _lock(fresh)
-    fresh.rename(partial)
+    _remove(partial)
+    partial.mkdir()
+    in_use = _lock(partial)
     try:
         yield partial
         publish(partial, destination)
     except BaseException as error:
-        refused = None if isinstance(error, FanformerError | KeyboardInterrupt) else refusal_of(partial)
+        full = None if isinstance(error, FanformerError | KeyboardInterrupt) else full_disk(partial)
         shutil.rmtree(partial, ignore_errors=True)
-        if refused is not None:
-            raise OSError(refused.errno, refused.strerror, str(destination)) from error
+        if full is not None:
+            raise OSError(full.errno, full.strerror, str(destination)) from error
         raise
     finally:
         if in_use is not None:
@@ -186,23 +182,14 @@ def _lock(folder: Path) -> int | None:
     return descriptor
 
 
-def refusal_of(folder: Path) -> OSError | None:
-    """Try to write a small file there now, and return the system's error; None if it succeeds.
+def full_disk(folder: Path) -> OSError | None:
+    """Return the system's error of a full disk, or None where it has space.
 
     Call it after a failed write, before removing the partial files: libraries often do not pass the error on.
     """
-    probe = folder / f".{uuid.uuid4().hex}.tmp"
-    try:
-        with probe.open("wb") as stream:  # buffered: it writes on after a system that takes a part
-            stream.write(bytes(PROBE_BYTES))
-            stream.flush()
-            os.fsync(stream.fileno())
-    except OSError as error:
-        return error
-    finally:
-        with suppress(OSError):
-            probe.unlink()
-    return None
+    if shutil.disk_usage(folder).free >= LEAST_FREE_BYTES:
+        return None
+    return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder))
 
 
 def sync_all(path: Path) -> None:

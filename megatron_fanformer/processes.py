@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -67,23 +67,22 @@ def hold_signals() -> set[signal.Signals]:
 
 
 @contextmanager
-def signals_held() -> Iterator[None]:
+def _masked(how: int) -> Iterator[None]:
+    before = signal.pthread_sigmask(how, (*STOP_SIGNALS, SAVE_SIGNAL))
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def signals_held() -> AbstractContextManager[None]:
     """Hold signals around the start of children, as `hold_signals`, from their first instruction."""
-    before = hold_signals()
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    return _masked(signal.SIG_BLOCK)
 
 
-@contextmanager
-def signals_released() -> Iterator[None]:
+def signals_released() -> AbstractContextManager[None]:
     """Let signals that were held reach this process inside; at the end they are held again, if they were."""
-    before = signal.pthread_sigmask(signal.SIG_UNBLOCK, (*STOP_SIGNALS, SAVE_SIGNAL))
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    return _masked(signal.SIG_UNBLOCK)
 
 
 def _stop_signals() -> list[signal.Signals]:
@@ -202,42 +201,14 @@ def _leave_pipe_in_forks() -> None:
     os.register_at_fork(after_in_child=leave)
 
 
-def usable_cores(system: Path = Path("/")) -> int:
+def usable_cores(quota_file: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
     """Return how many cores this process may use at once: those it may run on, and no more than a container's quota.
 
     With a quota of 1.5 cores 1 is used: two threads would be stopped for a quarter of the time, together with whatever
     waits for them.
-
-    Args:
-        system: where `proc` and `sys` are.
     """
-    quotas = [int(quota) for quota in _quotas(system) if quota > 0]
-    return max(1, min([len(os.sched_getaffinity(0)), *quotas]))
-
-
-def _quotas(system: Path) -> Iterator[float]:
-    """Yield the quotas in cores of this process's control groups and of those around them, of either version."""
-    try:
-        groups = os.fsdecode((system / "proc/self/cgroup").read_bytes()).splitlines()
-    except OSError:
-        return
-    for line in groups:
-        _, controllers, path = line.split(":", 2)
-        if controllers and "cpu" not in controllers.split(","):
-            continue
-        root = system / "sys/fs/cgroup" / controllers
-        # A container may see its own group as the root, and its path as that of the machine around it.
-        for group in (root / path.strip("/"), *(root / path.strip("/")).parents):
-            if not group.is_relative_to(root):
-                break
-            with suppress(OSError, ValueError, ZeroDivisionError):
-                yield _quota(group, is_unified=not controllers)
-
-
-def _quota(group: Path, *, is_unified: bool) -> float:
-    """Return a group's own quota; raises ValueError where it has none."""
-    if is_unified:
-        quota, period = (group / "cpu.max").read_text().split()
-    else:
-        quota, period = ((group / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
-    return int(quota) / int(period)
+    cores = len(os.sched_getaffinity(0))
+    with suppress(OSError, ValueError):  # no control groups, or no quota ("max")
+        quota, period = map(int, quota_file.read_text().split())
+        cores = min(cores, quota // period)
+    return max(1, cores)

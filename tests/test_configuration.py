@@ -10,7 +10,6 @@ import pytest
 from megatron_fanformer.checkpoint import run_folder
 from megatron_fanformer.checkpoint.training_state import _is_same_layout
 from megatron_fanformer.configuration import (
-    LARGEST_INTEGER,
     build,
     described_fields,
     dotted,
@@ -70,17 +69,11 @@ def test_values_become_the_dataclass() -> None:
         ({"count": 1, "kind": ["a"]}, 'kind is ["a"]; it must be one of a, b, or null'),
         ({"count": 1, "names": {"a": 1}}, 'names is {"a": 1}; it must be a list of text, such as [a, b]'),
         ({"count": 1, "names": [1]}, "names is [1]; it must be a list of text, such as [a, b]"),
-        ({"count": 1, "names": {"a"}}, "names is \"{'a'}\"; it must be a list of text, such as [a, b]"),  # YAML's !!set
         ({"count": 1, "inner": {"rate": float("inf")}}, "inner.rate is Infinity; it must be a finite number"),
         ({"count": 1, "inner": {"rate": True}}, "inner.rate is true; it must be a finite number"),
         ({"count": 1, "inner": None}, "inner is null; it must be a section with keys such as rate"),
         ({"count": 1, "inner": {"rte": 1}}, "unknown configuration key inner.rte; did you mean inner.rate?"),
         ({"count": 1, 7: 8}, "unknown configuration key 7; the keys here are count, kind, names, inner"),
-        ({"count": "\ud800"}, 'count is "\ud800"; it must be an integer'),
-        (
-            {"count": LARGEST_INTEGER + 1},
-            f"count is {2**63}; no number may exceed {2**63 - 1}",
-        ),
         ({"count": "x" * 500}, f'count is "{"x" * 79}…; it must be an integer'),
     ],
 )
@@ -88,12 +81,6 @@ def test_what_is_wrong_is_told_in_words(values: Any, message: str) -> None:
     assert value_problems(values, Outer)[:1] == [message]
     with pytest.raises(InputError):
         build(values, Outer)
-
-
-def test_a_value_that_holds_itself_is_told_too() -> None:
-    endless: list[Any] = []
-    endless.append(endless)
-    assert value_problems({"count": endless}, Outer) == ["count is [[...]]; it must be an integer"]
 
 
 def test_all_that_is_wrong_is_told_at_once_under_its_whole_name() -> None:

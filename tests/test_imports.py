@@ -98,7 +98,6 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "stores": (),
     "pictures": (),
     "markdown": (),
-    "output": (),
     "terminal": (),
     "__init__": (),
 }
@@ -109,7 +108,6 @@ GROUND = (
     "processes",
     "durable_files",
     "stores",
-    "output",
     "terminal",
     "pictures",
     "markdown",

@@ -1,11 +1,8 @@
-"""Tables and progress, on terminals and in pipes."""
+"""Tables and progress; a command whose output nobody reads any more, or has no place."""
 
-import os
-import pty
 import re
 import subprocess
 import sys
-import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,10 +11,10 @@ import pytest
 from megatron_fanformer import terminal
 from megatron_fanformer.prepare import progress
 from megatron_fanformer.prepare.progress import PrepareProgress
+from megatron_fanformer.train.metrics import read_metrics
 from tests.small_runs import ROOT, small_run, write_config, write_tokens
 
-ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
-COLOR = re.compile(r"\x1b\[([0-9;]*;)?(3|4|9|10)\d[0-9;]*m")
+COMMAND = f"{sys.executable} -m megatron_fanformer"
 
 
 def test_text_stands_left_and_numbers_right() -> None:
@@ -47,39 +44,49 @@ def test_progress_of_prepare_in_a_pipe_is_a_line_a_minute(
     assert [line.partition(",")[0] for line in lines] == ["preparing: 2 documents", "preparing: 4 documents"]
 
 
-def in_terminal(arguments: list[str]) -> str:
-    """What a process of the command writes to a terminal."""
-    master, terminal_file = pty.openpty()
-    written = bytearray()
-
-    def read() -> None:
-        try:
-            while content := os.read(master, 4096):
-                written.extend(content)
-        except OSError:  # how Linux ends it
-            pass
-
-    reader = threading.Thread(target=read)
-    reader.start()
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "NO_COLOR": "1", "TERM": "xterm-256color"}
-    command = [sys.executable, "-m", "megatron_fanformer", *arguments]
-    files = {"stdin": subprocess.DEVNULL, "stdout": terminal_file, "stderr": terminal_file}
-    done = subprocess.run(command, cwd=ROOT, env=environment, check=False, **files)
-    os.close(terminal_file)
-    reader.join()
-    os.close(master)
-    assert done.returncode == 0, written.decode()
-    return written.decode()
+def bash(line: str) -> "subprocess.CompletedProcess[str]":
+    """Run a line of the shell's, and exit as its first command did."""
+    line = f"cd {ROOT}; {line}; exit ${{PIPESTATUS[0]}}"
+    return subprocess.run(["bash", "-c", line], capture_output=True, text=True, env={"PATH": "/bin:/usr/bin"})
 
 
-@pytest.mark.full  # processes that import torch and megatron-core
-def test_a_run_in_a_terminal_and_in_a_pipe(tmp_path: Path) -> None:
-    """The same lines, without colors where NO_COLOR is set, and without control characters in a pipe."""
-    config = str(write_config(tmp_path / "config.yaml", small_run(write_tokens(tmp_path / "tokens"), tmp_path / "run")))
-    shown = in_terminal(["train", "--config", config, "--training.run_dir", str(tmp_path / "shown")])
-    assert COLOR.search(shown) is None and "saved" in ESCAPES.sub("", shown)
-    command = [sys.executable, "-m", "megatron_fanformer", "train", "--config", config]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    piped = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
-    assert "step 20/20" in piped.stdout
-    assert re.search(r"[\r\x1b]", piped.stdout + piped.stderr) is None
+@pytest.mark.parametrize(
+    ("redirected", "stream", "reason"),
+    [
+        ("2>&1 | head -2", "standard output", "Broken pipe"),
+        pytest.param("2>/dev/full >/dev/full", "standard output", "No space left on device", marks=pytest.mark.full),
+    ],
+)
+def test_a_run_goes_on_unread(tmp_path: Path, redirected: str, stream: str, reason: str) -> None:
+    """To its end, with its checkpoint; its log file says once that nothing is printed."""
+    run = tmp_path / "run"
+    values = small_run(
+        write_tokens(tmp_path / "tokens"),
+        run,
+        logging={"log_interval": 1, "folder": str(tmp_path / "logs")},
+    )
+    done = bash(f"{COMMAND} train --config {write_config(tmp_path / 'config.yaml', values)} {redirected}")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert len(done.stdout.splitlines()) == (2 if "head" in redirected else 0)
+    assert [entry["step"] for entry in read_metrics(run)] == list(range(1, 21))
+    assert (run / "checkpoints" / "latest").read_text() == "step-00000020\n"
+    log = (tmp_path / "logs" / "rank-00000.log").read_text()
+    message = re.findall(
+        r"WARNING rank 0 \S+: (standard \w+) cannot be written \((.*)\); further output is dropped", log
+    )
+    assert message[:1] == [(stream, reason)] and len(message) == len(set(message))
+
+
+@pytest.mark.parametrize("options", ["--resolved --config examples/tiny-cpu.yaml", "--help"])
+def test_a_command_ends_quietly_where_nobody_reads(options: str) -> None:
+    done = bash(f"{COMMAND} config {options} | true")
+    assert (done.returncode, done.stderr) == (128 + 13, "")  # SIGPIPE, as bash has it
+
+
+def test_a_result_that_cannot_be_kept_is_an_error() -> None:
+    done = bash(f"{COMMAND} config --resolved --config examples/tiny-cpu.yaml > /dev/full")
+    assert done.returncode == 1
+    assert done.stderr == (
+        "megatron-fanformer: standard output cannot be used (No space left on device); free what ran out, or repair "
+        "the disk, and start again\n"
+    )

@@ -16,7 +16,7 @@ from pathlib import Path
 from rich.console import Console
 
 from megatron_fanformer.errors import InputError, Interrupted
-from megatron_fanformer.output import FILE_ONLY
+from megatron_fanformer.terminal import FILE_ONLY
 from megatron_fanformer.train.loggers.registry import LoggingConfig
 
 PACKAGE = "megatron_fanformer"

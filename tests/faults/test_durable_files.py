@@ -8,7 +8,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
 from megatron_fanformer import durable_files
 from megatron_fanformer.durable_files import (
@@ -22,7 +21,7 @@ from megatron_fanformer.durable_files import (
     write_refusal,
 )
 from megatron_fanformer.errors import FanformerError
-from tests.disk_steps import recorded_steps, small_files
+from tests.disk_steps import recorded_steps
 from tests.faults.hostile_files import pipe
 
 
@@ -117,15 +116,15 @@ def test_files_that_a_command_could_not_write_are_named_by_their_options(tmp_pat
     assert [line.split()[0] for line in found] == ["--report", "--output"]
 
 
-def test_a_folder_that_could_not_be_filled_is_named_whatever_the_error_says(tmp_path: Path) -> None:
+def test_a_full_disk_is_named_whatever_the_error_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """torch's writer notices a full disk by a position, and safetensors' by an error without a path."""
-    with small_files(30_000):
-        with pytest.raises(OSError, match="File too large") as caught, new_folder(tmp_path / "out") as folder:
-            torch.save(torch.zeros(20_000), folder / "model.pt")
-        with pytest.raises(KeyError), small_files(1 << 20), new_folder(tmp_path / "out"):
-            raise KeyError  # of the block, where the disk takes files
-        with pytest.raises(FanformerError, match="its own"), new_folder(tmp_path / "out"):
-            raise FanformerError("its own")
+    with pytest.raises(KeyError), new_folder(tmp_path / "out"):
+        raise KeyError  # where the disk has space
+    monkeypatch.setattr(durable_files.shutil, "disk_usage", lambda _: SimpleNamespace(free=0))
+    with pytest.raises(OSError, match="No space left") as caught, new_folder(tmp_path / "out"):
+        raise KeyError
+    with pytest.raises(FanformerError, match="its own"), new_folder(tmp_path / "out"):
+        raise FanformerError("its own")
     assert caught.value.filename == str(tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
 
