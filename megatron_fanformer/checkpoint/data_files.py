@@ -1,9 +1,7 @@
-"""The files of a checkpoint, and of other folders of weights, read as data: tensors and plain values, nothing else.
+"""Torch files read as data: tensors and plain values, nothing else.
 
-A torch archive is a pickle, which executes what it names when it is loaded as one. It is loaded here the way torch
-loads weights, which refuses all that is not data. (The table of a checkpoint's tensors is read in tensor_table.py.)
-The plain values of another program's checkpoint, which keeps them as objects of its own, come as records: no class is
-imported, and nothing is made.
+A torch archive is a pickle, which may execute code when it is loaded as one. It is loaded here as torch loads weights,
+which refuses everything but data. Objects in another program's checkpoint are read as `Record`s: no class is imported.
 """
 
 import io
@@ -19,11 +17,11 @@ from typing import Any, BinaryIO, ClassVar
 import torch
 import torch.distributed as dist
 
-from megatron_fanformer.checkpoint.versions import UnreadableError, reader
+from megatron_fanformer.checkpoint.manifest import versions
 from megatron_fanformer.durable_files import regular_file
 from megatron_fanformer.errors import CorruptError, FanformerError
 
-_UNREADABLE: tuple[type[BaseException], ...] = (
+_DAMAGE: tuple[type[BaseException], ...] = (
     RuntimeError,
     ValueError,
     LookupError,
@@ -32,14 +30,17 @@ _UNREADABLE: tuple[type[BaseException], ...] = (
     TypeError,
     zipfile.BadZipFile,
 )
-_NOT_ITS_FAULT = (FanformerError, torch.OutOfMemoryError, dist.DistError)
 TRUSTED = "use a checkpoint from a trusted source"
 EARLIER = "use an earlier checkpoint"
 PICKLE = "data.pkl"  # in an archive, beside the bytes of its tensors
 
 
+class UnreadableError(CorruptError):
+    """Reading a checkpoint's file failed. If its sums are right, the reading code is of another version."""
+
+
 def load_data(file: Any, *, mapped: bool = False) -> Any:
-    """Load a torch file as tensors and plain values; refuse anything else.
+    """Load the tensors and plain values of a torch file.
 
     Raises:
         pickle.UnpicklingError: it holds something else.
@@ -58,17 +59,17 @@ def _refuse_compressed(file: Any) -> None:
             if any(part.compress_type != zipfile.ZIP_STORED for part in archive.infolist()):
                 raise ValueError("it is compressed, as torch's archives never are")
     if not isinstance(file, str | Path):
-        file.seek(0)  # looking for an archive moves it, found or not
+        file.seek(0)  # `is_zipfile` moved it
 
 
 def check_archive(path: Path, name: str, stream: Any) -> None:
-    """Check the CRC-32 that each record of an archive carries, which is a zip file.
+    """Check the CRC-32 of each record of an archive, which is a zip file.
 
     Args:
-        path, name: of the file, and of its content, for errors.
+        path, name: the file and its content, for errors.
 
     Raises:
-        CorruptError: it is not a complete archive, or a record has changed since it was written.
+        CorruptError: the archive is not complete, or a record has changed since it was written.
     """
     try:
         with zipfile.ZipFile(stream) as archive:
@@ -80,10 +81,10 @@ def check_archive(path: Path, name: str, stream: Any) -> None:
 
 
 def read_entry(path: Path, offset: int, length: int) -> Any:
-    """Return the tensor, or the plain values, in a range of bytes of a file.
+    """Return the tensor or the plain values stored in a range of bytes of a file.
 
     Raises:
-        CorruptError: it is damaged, or holds more than data.
+        CorruptError: the range is damaged, or holds more than data.
     """
     with reporting_damage(path):
         # A file of one entry, as `write_full_tensors` makes them, is mapped: copying takes longer than most uses.
@@ -107,7 +108,7 @@ def read_part(path: Path, offset: int, length: int) -> io.BytesIO:
 
 @contextmanager
 def reporting_damage(
-    what: Path | str,
+    source: Path | str,
     *,
     trusted: str = TRUSTED,
     whole: str = EARLIER,
@@ -116,34 +117,28 @@ def reporting_damage(
     """Turn the exceptions of damaged files, and of those with more than data, into a CorruptError.
 
     Args:
-        what: the file, or whatever else is read.
+        source: the file or folder that is read.
         trusted: the remedy where it holds more than data.
         whole: the remedy where it is damaged.
         also: further exceptions that damage raises.
     """
+
+    def first_line(error: BaseException) -> str:
+        return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
     try:
         yield
-    except _NOT_ITS_FAULT:
+    except (FanformerError, torch.OutOfMemoryError, dist.DistError):  # not the file's fault
         raise
     except pickle.UnpicklingError as error:
-        raise CorruptError(
-            f"{what} holds more than data ({what_was_refused(error)}), which loading might execute; {trusted}"
-        ) from error
+        refused = re.search(r"GLOBAL ([\w.]+)|(Unsupported [\w ]+)", str(error))  # in torch's page-long message
+        name = (refused[1] or refused[2]) if refused else first_line(error)
+        raise CorruptError(f"{source} holds more than data ({name}), which loading might execute; {trusted}") from error
     except OSError as error:
-        raise CorruptError(f"{what} cannot be read: {first_line(error)}; {whole}") from error
-    except (*_UNREADABLE, *also) as error:
-        raise UnreadableError(f"{what} cannot be read: {first_line(error)} ({reader()}); {whole}") from error
-
-
-def what_was_refused(error: pickle.UnpicklingError) -> str:
-    """Return the name that torch refused in a pickle; its message is a page long."""
-    match = re.search(r"GLOBAL ([\w.]+)|(Unsupported [\w ]+)", str(error))
-    return (match[1] or match[2]) if match else first_line(error)
-
-
-def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message; the error's name if it has none."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise CorruptError(f"{source} cannot be read: {first_line(error)}; {whole}") from error
+    except (*_DAMAGE, *also) as error:
+        readers = ", ".join(f"{name} {versions()[name]}" for name in ("torch", "megatron-core"))
+        raise UnreadableError(f"{source} cannot be read: {first_line(error)} ({readers}); {whole}") from error
 
 
 # -- objects of other programs
@@ -154,16 +149,12 @@ class Record:
 
     class_name: ClassVar[str]
     """The class's name with its module."""
-    arguments: tuple[Any, ...]
-    """Arguments that the class, or the function, would be called with."""
     state: Any = None
-    """Its attributes, usually by name; None where it has none of its own."""
+    """The object's attributes, usually by name."""
 
-    def __new__(cls, *arguments: Any, **_options: Any) -> "Record":
-        """Whatever the class of the object would be called with."""
-        record = super().__new__(cls)
-        record.arguments = arguments
-        return record
+    def __new__(cls, *_arguments: Any, **_options: Any) -> "Record":
+        """Ignore the arguments that the class would be called with."""
+        return super().__new__(cls)
 
     def __init__(self, *_arguments: Any, **_options: Any) -> None:
         pass
@@ -175,41 +166,41 @@ class Record:
         return f"<{self.class_name}>"
 
     def append(self, _item: Any) -> None:
-        """Nothing: items of other kinds of lists are not kept."""
+        """Drop an item of a subclass of list."""
 
     def __setitem__(self, _key: Any, _value: Any) -> None:
-        """Nothing: nor are those of other kinds of mappings."""
+        """Drop an item of a subclass of dict."""
 
 
 class RestrictedUnpickler(pickle.Unpickler):
-    """An unpickler that executes nothing: names in a pickle are looked up by `find`, and tensors are left out."""
+    """An unpickler that executes nothing: `find` looks up a pickle's names, and tensors are left out."""
 
     def __init__(self, stream: BinaryIO, find: Callable[[str, str], Any]) -> None:
         super().__init__(stream)
         self._find = find
 
     def find_class(self, module: str, name: str) -> Any:
-        """Look a name of a module up."""
+        """Return the object that stands for a name of a module."""
         return self._find(module, name)
 
     def persistent_load(self, _identifier: Any) -> None:
-        """Return nothing in the place of a tensor's bytes."""
-
-
-def _find_record(module: str, name: str) -> type[Record]:
-    return type("Record", (Record,), {"class_name": f"{module}.{name}"})
+        """Return None in the place of a tensor's bytes."""
 
 
 def read_records(file: Any) -> Any:
-    """Return the plain values of a torch archive, with a `Record` in the place of everything else.
+    """Return the plain values of a torch archive, with a `Record` in the place of every object.
 
     Raises:
         ValueError: it is not a torch archive, or is damaged.
     """
+
+    def find(module: str, name: str) -> type[Record]:
+        return type("Record", (Record,), {"class_name": f"{module}.{name}"})
+
     try:
         _refuse_compressed(file)
         with zipfile.ZipFile(file) as archive:
             (name,) = [name for name in archive.namelist() if name.rpartition("/")[2] == PICKLE]
-            return RestrictedUnpickler(io.BytesIO(archive.read(name)), _find_record).load()
+            return RestrictedUnpickler(io.BytesIO(archive.read(name)), find).load()
     except Exception as error:  # a damaged archive, and a damaged pickle, raise anything
         raise ValueError(f"it is damaged, or no archive of torch's ({error})") from error

@@ -20,8 +20,14 @@ from torch.distributed.checkpoint.planner import WriteItem
 
 from megatron_fanformer.checkpoint import run_folder
 from megatron_fanformer.checkpoint.data_files import read_entry
-from megatron_fanformer.checkpoint.stored_files import COMMON, read_checked
-from megatron_fanformer.checkpoint.tensor_table import METADATA, Table, main_weight_name, tensors_of
+from megatron_fanformer.checkpoint.stored_files import (
+    COMMON,
+    METADATA,
+    Table,
+    main_weight_name,
+    read_checked,
+    tensors_of,
+)
 from megatron_fanformer.errors import CorruptError, FanformerError
 
 OPTIMIZER_PREFIX = "optimizer."

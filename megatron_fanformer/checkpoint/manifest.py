@@ -1,17 +1,20 @@
-"""`manifest.json` of a checkpoint: its step, and the size and SHA-256 of every other file in it.
+"""`manifest.json` of a checkpoint: its step, and the size and SHA-256 of every other file; `versions.json`.
 
-It is written last, when the checkpoint is published, and checked by whatever reads the checkpoint, before anything is
-used of it. It does not protect against somebody who changes the manifest, too.
-
-torch is not imported here.
+The manifest is written last, when a checkpoint is published, and is checked before anything in the checkpoint is used.
+It does not protect against somebody who changes the manifest, too. torch is not imported here.
 """
 
+import functools
+import json
+import platform
 from collections.abc import Callable, Container
 from concurrent.futures import ThreadPoolExecutor
+from importlib import metadata
 from pathlib import Path
 
 import msgspec
 
+from megatron_fanformer import __version__
 from megatron_fanformer.durable_files import regular_file, sha256_of
 from megatron_fanformer.errors import CorruptError
 
@@ -20,30 +23,32 @@ THREADS = 4  # per rank: a disk is faster than one thread
 WEIGHTS_SUFFIX = ".distcp"
 _RANK_SUMS = ".sums-{}.json"
 REMEDY = "copy it again, or use another checkpoint"
+PACKAGES = ("torch", "megatron-core", "transformers", "safetensors", "numpy")
+VERSIONS = "versions.json"  # checkpoints from before 2026-11-23 have none
 
 
 class FileSums(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """One file as it was written."""
+    """The size and sum of one file."""
 
     bytes: int
     sha256: str = ""
     crc32: list[str] = []
-    """In place of the SHA-256 until 2026-11-27, and no longer compared: tensors have a CRC-32 of their own."""
+    """Written instead of the SHA-256 until 2026-11-27; no longer compared, since tensors have a CRC-32 of their own."""
 
 
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """The content of a checkpoint: its step, and the size and sum of each file."""
+    """The step of a checkpoint, and the size and sum of each of its files."""
 
     step: int
     files: dict[str, FileSums]
     """All files of the folder but the manifest, by name."""
     block_bytes: int = 0
     crc32: str = ""
-    """Both until 2026-11-27."""
+    """Both written until 2026-11-27; unused."""
 
     @property
     def has_sums(self) -> bool:
-        """Return whether it has a SHA-256 of each file."""
+        """Return True if every file has a SHA-256."""
         return all(file.sha256 for file in self.files.values())
 
 
@@ -51,17 +56,17 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
 
 
 def write_rank_sums(folder: Path, rank: int) -> None:
-    """Leave the sums of the tensors that a rank has written in a folder, for `write_manifest` there."""
+    """Write the sums of a rank's tensor files into a folder, for `write_manifest`."""
     sums = {file.name: _sums_of(file) for file in folder.glob(f"__{rank}_*{WEIGHTS_SUFFIX}")}
     (folder / _RANK_SUMS.format(rank)).write_bytes(msgspec.json.encode(sums))
 
 
 def write_manifest(folder: Path, step: int) -> None:
-    """Add the manifest to a complete checkpoint; sums that no rank has left are taken now."""
+    """Write the manifest of a complete checkpoint; sums that the ranks have not written are computed now."""
     sums: dict[str, FileSums] = {}
-    for left in sorted(folder.glob(_RANK_SUMS.format("*"))):
-        sums.update(msgspec.json.decode(left.read_bytes(), type=dict[str, FileSums]))
-        left.unlink()
+    for rank_sums in sorted(folder.glob(_RANK_SUMS.format("*"))):
+        sums.update(msgspec.json.decode(rank_sums.read_bytes(), type=dict[str, FileSums]))
+        rank_sums.unlink()
     for file in sorted(folder.iterdir()):
         if file.name not in sums and file.name != MANIFEST:
             sums[file.name] = _sums_of(file)
@@ -73,11 +78,27 @@ def _sums_of(file: Path) -> FileSums:
     return FileSums(file.stat().st_size, sha256_of(file))
 
 
+def write_versions(folder: Path) -> None:
+    """Write the present versions into a checkpoint's folder."""
+    (folder / VERSIONS).write_text(json.dumps(versions(), indent=1) + "\n")
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of Python, of this package and of the packages that it writes files with, by name."""
+    ours = {"python": platform.python_version(), "megatron-fanformer": __version__}
+    return {**ours, **{package: _installed(package) for package in PACKAGES}}
+
+
+@functools.cache  # a query takes ten milliseconds
+def _installed(package: str) -> str:
+    return metadata.version(package)
+
+
 # -- reading
 
 
 def read_manifest(checkpoint: Path) -> Manifest | None:
-    """Return the manifest of a checkpoint; None for one that was written before there were manifests.
+    """Return the manifest of a checkpoint; None where it has none, as the earliest ones.
 
     Raises:
         CorruptError: it cannot be read.
@@ -93,10 +114,10 @@ def read_manifest(checkpoint: Path) -> Manifest | None:
 
 
 def manifest_from(content: bytes, path: Path) -> Manifest:
-    """Return a manifest from its file's content; errors name the path.
+    """Parse the content of a manifest; errors name `path`.
 
     Raises:
-        CorruptError: it cannot be read.
+        CorruptError: it cannot be read, or names files elsewhere.
     """
     try:
         manifest = msgspec.json.decode(content, type=Manifest)
@@ -121,8 +142,8 @@ def check_files(
 
     Args:
         names: of the files; None: all.
-        share, shares: every rank checks one of this many shares of the files.
-        advance: is called with the bytes of each file that was checked.
+        share, shares: check one of this many shares of the files.
+        advance: is called with the bytes of each checked file.
 
     Raises:
         CorruptError: a file is missing, has another size, or has changed; names it.
@@ -134,17 +155,17 @@ def check_files(
 
 
 def check_small_files(checkpoint: Path) -> None:
-    """Compare all files but the tensors with the manifest, where there is one.
+    """Compare all files but the tensors' with the manifest, if there is one.
 
     Raises:
-        CorruptError: the manifest cannot be read, or does not agree.
+        CorruptError: the manifest cannot be read, or a file is missing or has changed.
     """
     if (manifest := read_manifest(checkpoint)) is not None:
         check_files(checkpoint, manifest, [name for name in manifest.files if not name.endswith(WEIGHTS_SUFFIX)])
 
 
 def _check_file(path: Path, file: FileSums) -> int:
-    """Compare a file with its sum; return its length."""
+    """Compare a file with its size and sum; return its bytes."""
     try:
         size = regular_file(path).stat().st_size
         if size != file.bytes:

@@ -20,7 +20,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
-from megatron_fanformer.checkpoint.tensor_table import MAIN_WEIGHT, STATE_PREFIX, main_weight_name
+from megatron_fanformer.checkpoint.stored_files import MAIN_WEIGHT, STATE_PREFIX, main_weight_name
 from megatron_fanformer.runtime.seeding import local_shards
 
 

@@ -5,19 +5,19 @@
     URL/checkpoints/step-00000100/manifest.json       written last and removed first: without it, there is none
     URL/checkpoints/latest                            the name of the newest one
 
-Files from a store are untrusted: names and sizes are the manifest's, and files are checked against it before they get
-a checkpoint's name.
-
-torch is not imported here.
+`Mirror` copies checkpoints there while a run trains; `fetch_newer` and `fetch_checkpoint` bring them back. Files from a
+store are untrusted: the manifest gives their names and sizes, and they are checked against it before they get a
+checkpoint's name. torch is not imported here.
 """
 
 import hashlib
 import logging
-import shutil
+import queue
+import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import TypeVar
 
 from megatron_fanformer.checkpoint import run_folder
 from megatron_fanformer.checkpoint.manifest import MANIFEST, check_files, manifest_from
@@ -25,19 +25,18 @@ from megatron_fanformer.durable_files import new_folder, publish, write_atomical
 from megatron_fanformer.errors import CorruptError, FanformerError, InputError, redacted
 from megatron_fanformer.options import PROGRAM
 from megatron_fanformer.runtime.device import cache_folder
-from megatron_fanformer.stores import driver_of, is_url, make_folder, names_in, query, reported_as_local
+from megatron_fanformer.stores import driver_of, is_url, make_folder, names_in, query, reported_as_local, with_attempts
 from megatron_fanformer.terminal import print_stderr
 
 RECORDS = (run_folder.CONFIG, run_folder.METRICS, run_folder.RECOVERY)
-"""The run's records that accompany its checkpoints."""
+FINISH_SECONDS = 600.0  # the end of a run waits that long for the next file to be copied
+POLL_SECONDS = 0.05
 
 logger = logging.getLogger(__name__)
 
-Result = TypeVar("Result")
-
 
 class RemoteRun:
-    """A run's folder on another store. Methods raise what the driver does; see `stores.query`.
+    """A run's folder on another store. Methods raise the driver's own errors; see `stores.query`.
 
     Raises:
         InputError: there is no driver for the URL.
@@ -49,7 +48,7 @@ class RemoteRun:
         self._checkpoints = f"{self._root}/{run_folder.CHECKPOINTS}"
 
     def candidates(self) -> list[str]:
-        """Return the complete checkpoints that a run may go on from: `latest`'s first, then those before it."""
+        """Return the complete checkpoints to resume from: the one that `latest` names, then those before it."""
         try:
             latest = self._files.cat_file(f"{self._checkpoints}/{run_folder.LATEST}").decode().strip()
         except (FileNotFoundError, UnicodeDecodeError):
@@ -66,14 +65,14 @@ class RemoteRun:
         return bytes(self._files.cat_file(f"{self._checkpoints}/{name}/{MANIFEST}"))
 
     def fetch_record(self, name: str) -> bytes | None:
-        """Return the content of one of `RECORDS`; None if it is not there."""
+        """Return the content of one of `RECORDS`; None if there is none."""
         try:
             return bytes(self._files.cat_file(f"{self._root}/{name}"))
         except FileNotFoundError:
             return None
 
     def make_ready(self) -> None:
-        """Make the folder, in one that exists, and write and remove a file."""
+        """Make the folder, and test that it can be written; its parent must exist."""
         for folder in (self._root, self._checkpoints):
             make_folder(self._files, folder)
         probe = f"{self._checkpoints}/.probe"
@@ -123,10 +122,10 @@ class RemoteRun:
         self._files.pipe_file(f"{folder}/{MANIFEST}", content)
 
     def fetch(self, names: list[str], folder: Path, report: Callable[[str], None]) -> Path:
-        """Fetch the first sound one of such checkpoints, unless it is there; return the copy, `folder`/DIGEST/NAME.
+        """Return a local copy, `folder`/DIGEST/NAME, of the first sound checkpoint in `names`; fetch it if needed.
 
         Args:
-            report: is called with a line when one is fetched.
+            report: is called with a line before a checkpoint is fetched.
 
         Raises:
             CorruptError: all are damaged.
@@ -144,11 +143,10 @@ class RemoteRun:
             except CorruptError as error:
                 logger.warning("%s; taking the one before", error)
                 damage = damage or error
-        assert damage is not None, "there is a name"
-        raise damage
+        raise damage or AssertionError("names is empty")
 
     def _get(self, name: str, content: bytes, folder: Path) -> None:
-        """Fill an empty folder with a checkpoint's files, and verify them."""
+        """Copy a checkpoint's files into an empty folder, and verify them."""
         try:
             files = manifest_from(content, folder / MANIFEST).files
             sizes = self._sizes(name)
@@ -157,11 +155,6 @@ class RemoteRun:
                     raise CorruptError(
                         f"{folder / file} has {sizes.get(file)} bytes, its manifest says {sums.bytes}; use another"
                     )
-            needed, free = sum(sums.bytes for sums in files.values()), shutil.disk_usage(folder).free
-            if needed > free:
-                raise InputError(
-                    f"{self.url}: {name} has {needed} bytes, and {folder.parent} has {free} free; free space"
-                )
             sources = [f"{self._checkpoints}/{name}/{file}" for file in files]
             self._files.get(sources, [str(folder / file) for file in files])
             (folder / MANIFEST).write_bytes(content)
@@ -185,27 +178,110 @@ class RemoteRun:
                 self._files.rm(path, recursive=True)
 
 
-def query_remote(url: str, function: Callable[[RemoteRun], Result]) -> Result:
-    """Call a function as `stores.query` does, with a new connection for each attempt."""
-    return query(url, lambda: function(RemoteRun(url)))
+class Mirror:
+    """Copies a run's checkpoints to another store while it trains, in a thread of the main rank.
+
+    One is copied at a time. Of those published meanwhile the newest is next, and the others are left out. The main
+    thread calls the methods; only `finish` waits.
+
+    Args:
+        url: the run's folder there; None: copy nothing.
+        keep: how many checkpoints to keep there; None for all.
+        note_failure: is called with a checkpoint's name and the reason after each failed attempt to copy it.
+    """
+
+    def __init__(self, url: str | None, *, keep: int | None, note_failure: Callable[[str, str], None]) -> None:
+        self._url, self._keep, self._note_failure = url, keep, note_failure
+        self._shown = redacted(url or "")
+        self._failures: queue.SimpleQueue[tuple[str, str]] = queue.SimpleQueue()
+        self._copying: Path | None = None
+        self._waiting: Path | None = None
+        self._offered = self._copied = ""
+        self._moved = 0.0  # when the last file was copied
+
+    @property
+    def in_use(self) -> tuple[str, ...]:
+        """Return the name of the checkpoint that is being copied, which must not be removed."""
+        copying = self._copying  # which the thread may set to None
+        return () if copying is None else (copying.name,)
+
+    def offer(self, checkpoint: Path) -> None:
+        """Copy a checkpoint, once the one that is being copied is done."""
+        if self._url is not None:
+            self._waiting, self._offered = checkpoint, checkpoint.name
+            self.poll()
+
+    def poll(self) -> None:
+        """Report failures since the last call, and start the next copy."""
+        while not self._failures.empty():
+            self._note_failure(*self._failures.get())
+        if self._copying is None and self._waiting is not None:
+            self._copying, self._waiting = self._waiting, None
+            # a daemon, which the end of the process cuts off: without a manifest it has copied nothing
+            threading.Thread(target=self._copy, args=(self._url, self._copying), name="mirror", daemon=True).start()
+
+    def finish(self, is_enough: Callable[[], bool], seconds: float = float("inf")) -> None:
+        """Wait until all is copied or no file was for `FINISH_SECONDS`; log a checkpoint that is not copied.
+
+        Args:
+            is_enough: returns True to end the wait.
+            seconds: the longest wait.
+        """
+        self._moved = time.monotonic()
+        end = self._moved + seconds
+        while (self._copying or self._waiting) and not is_enough():
+            if time.monotonic() > min(end, self._moved + FINISH_SECONDS):
+                break
+            time.sleep(POLL_SECONDS)
+            self.poll()
+        self.poll()
+        if self._offered != self._copied:
+            logger.warning(
+                "%s is not copied to %s; it is safe here, and the same command copies it when it is started again",
+                self._offered,
+                self._shown,
+            )
+
+    def _copy(self, url: str, checkpoint: Path) -> None:
+        """Copy one checkpoint, in the thread."""
+
+        def advance() -> None:
+            self._moved = time.monotonic()
+
+        def failed(attempt: int, reason: str) -> None:
+            logger.warning("%s is not copied to %s (attempt %d): %s", checkpoint.name, self._shown, attempt, reason)
+            self._failures.put((checkpoint.name, reason))
+
+        started = time.monotonic()
+        try:
+            with_attempts(lambda: RemoteRun(url).copy(checkpoint, keep=self._keep, advance=advance), failed)
+        except FanformerError as error:  # not tried again
+            failed(1, str(error))
+        except Exception:
+            logger.warning("%s is given up until the next one is published", checkpoint.name)
+        else:
+            self._copied = checkpoint.name
+            logger.info("copied %s to %s in %.1f s", checkpoint.name, self._shown, time.monotonic() - started)
+        self._copying = None
 
 
 def fetch_newer(url: str, run: Path, *, use_earlier: bool = True) -> None:
     """Fetch the newest sound checkpoint of a mirror into a run's folder, if it is newer than the sound ones there.
 
-    One there of the same step, which is damaged, is set aside.
+    A damaged checkpoint of the same step in the folder is set aside.
 
     Args:
-        use_earlier: whether one may be fetched that is earlier than a damaged one in the folder.
+        use_earlier: allow one that is earlier than a damaged one in the folder.
 
     Raises:
-        CorruptError: the folder has no sound one, and none of the mirror's is sound.
+        CorruptError: neither the folder nor the mirror has a sound one.
         FanformerError: the folder has no sound one, and the store cannot be used.
     """
     sound, newest = run_folder.newest_sound_step(run), run_folder.newest_step(run)
     least = sound + 1 if use_earlier or sound == newest else newest
 
-    def fetch(remote: RemoteRun) -> None:
+    def fetch() -> None:
+        remote = RemoteRun(url)  # a new connection for each attempt
         names = [name for name in remote.candidates() if (run_folder.step_of(Path(name)) or 0) >= least]
         if names:
             copy = remote.fetch(names, run / run_folder.LOADED, logger.info)
@@ -216,7 +292,7 @@ def fetch_newer(url: str, run: Path, *, use_earlier: bool = True) -> None:
             remote.make_ready()  # a store that cannot be written is reported now, not after the first save
 
     try:
-        query_remote(url, fetch)
+        query(url, fetch)
     except FanformerError as error:
         if sound < 0:
             raise
@@ -224,12 +300,12 @@ def fetch_newer(url: str, run: Path, *, use_earlier: bool = True) -> None:
 
 
 def _publish(copy: Path, checkpoint: Path, records: dict[str, bytes | None]) -> None:
-    """Give a fetched checkpoint its name, after the run's records, and have the run go on from it."""
+    """Write a run's records, move a fetched checkpoint to its name, and point `latest` to it."""
     checkpoint.parent.mkdir(exist_ok=True)
     for name, content in records.items():
         record = checkpoint.parent.parent / name
         if content is not None and (not record.exists() or record.stat().st_size < len(content)):
-            write_atomically(record, content)  # else the one here goes on further
+            write_atomically(record, content)  # else the one here is longer
     if checkpoint.is_dir():
         logger.warning("%s is damaged; it is set aside, and replaced by the one that was fetched", checkpoint)
         run_folder.set_aside(checkpoint)
@@ -239,21 +315,21 @@ def _publish(copy: Path, checkpoint: Path, records: dict[str, bytes | None]) -> 
 
 
 def on_this_machine(path: str) -> str:
-    """Return the path itself; of a URL, the copy of its checkpoint, which is fetched if it is not there yet."""
+    """Return a path as it is; for a URL, the path of a copy of its checkpoint, which is fetched if needed."""
     if not is_url(path):
         return path
     return str(fetch_checkpoint(path, cache_folder(), lambda line: print_stderr(f"{PROGRAM}: {line}")))
 
 
 def fetch_checkpoint(url: str, cache: Path, report: Callable[[str], None]) -> Path:
-    """Return a copy on this machine of the checkpoint that a URL names: one, or the newest sound one of a run.
+    """Return a copy on this machine of the checkpoint at a URL, or of a run's newest sound one.
 
     Args:
         cache, report: as for `RemoteRun.fetch`.
 
     Raises:
-        InputError: there is none, or no driver for the URL.
-        CorruptError: it is damaged.
+        InputError: there is no checkpoint, or no driver for the URL.
+        CorruptError: the checkpoint is damaged.
         FanformerError: the store cannot be reached.
     """
     if "::" in url:
@@ -261,10 +337,11 @@ def fetch_checkpoint(url: str, cache: Path, report: Callable[[str], None]) -> Pa
     parent, _, last = url.rstrip("/").rpartition("/")
     is_checkpoint = run_folder.step_of(Path(last)) is not None
 
-    def fetch(remote: RemoteRun) -> Path:
-        names = remote.candidates()
-        if is_checkpoint:
-            names = [name for name in remote.complete() if name == last]
+    run_url = (parent if is_checkpoint else url.rstrip("/")).removesuffix(f"/{run_folder.CHECKPOINTS}")
+
+    def fetch() -> Path:
+        remote = RemoteRun(run_url)
+        names = [name for name in remote.complete() if name == last] if is_checkpoint else remote.candidates()
         if not names:
             raise InputError(
                 f"{redacted(url)} holds no complete checkpoint ({run_folder.CHECKPOINTS}/step-… with a {MANIFEST}); "
@@ -272,5 +349,4 @@ def fetch_checkpoint(url: str, cache: Path, report: Callable[[str], None]) -> Pa
             )
         return remote.fetch(names, cache, report)
 
-    run_url = parent if is_checkpoint else url.rstrip("/")
-    return query_remote(run_url.removesuffix(f"/{run_folder.CHECKPOINTS}"), fetch)
+    return query(run_url, fetch)

@@ -3,15 +3,15 @@
     config.yaml                  the run's configuration
     metrics.jsonl, tensorboard/  its metrics
     recovery.jsonl               its recoveries from damage and bad numbers, if there were any
-    run.lock                     who writes into the folder, while somebody does (run_lock.py)
+    run.lock                     the process that writes into the folder (run_lock.py)
     loaded/                      the checkpoint that it starts from, if that was fetched from another store
     checkpoints/step-00000100/   one checkpoint: megatron-core's files, the run's config.yaml, and a manifest
     checkpoints/latest           the name of the newest complete one
     checkpoints/damaged-…/       one that failed its verification and was set aside
 
 A checkpoint is written under a temporary name and renamed when it is complete; `latest` is replaced atomically; an old
-one is renamed before it is removed. So whatever has a checkpoint's name is complete. torch is not imported for names:
-it takes seconds (`saved_model` does).
+checkpoint is renamed before it is removed. So every folder with a checkpoint's name is complete. torch is not imported
+here: it takes seconds.
 """
 
 import json
@@ -23,19 +23,20 @@ import threading
 import uuid
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from megatron_fanformer.checkpoint.manifest import check_small_files, write_manifest
-from megatron_fanformer.checkpoint.versions import write_versions
+from megatron_fanformer.checkpoint.manifest import check_small_files, write_manifest, write_versions
 from megatron_fanformer.configuration import moved_names, read_plain_values
 from megatron_fanformer.data.tokenizer import TOKENIZER_JSON, TOKENIZER_MODEL
 from megatron_fanformer.durable_files import publish, regular_file, write_atomically
 from megatron_fanformer.errors import CorruptError, InputError
 from megatron_fanformer.model.config import FANformerConfig
 from megatron_fanformer.runtime.layout import MOVED_FIELDS
+from megatron_fanformer.stores import is_url, url_problem
 
 CONFIG = "config.yaml"
 METRICS = "metrics.jsonl"
@@ -44,10 +45,10 @@ CHECKPOINTS = "checkpoints"
 LATEST = "latest"
 LOCK = "run.lock"
 LOADED = "loaded"  # a checkpoint that was fetched to start from
-SAVE_FILE = "save"  # a file of this name in a run's folder makes the run save
-PROFILE_FILE = "profile"  # and one of this name makes it profile its next steps
+SAVE_FILE = "save"  # creating this file in a run's folder makes the run save
+PROFILE_FILE = "profile"  # creating this one makes it profile its next steps
 TRACES = "traces"  # of profiled steps
-VALIDATION_LOSS = "validation_loss"  # in the metrics, the first part of a validation loss's name, before its set's
+VALIDATION_LOSS = "validation_loss"  # in the metrics: validation_loss/SET
 # An export's tokenizer.json is the .model rewritten: the original comes first.
 TOKENIZERS = (TOKENIZER_MODEL, TOKENIZER_JSON)
 MEGATRON_METADATA = "metadata.json"  # written last by megatron-core
@@ -58,13 +59,45 @@ _POINT = "write the name of a complete checkpoint into it"
 logger = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    """The section `checkpoint` of a run's configuration: its saves, and its start."""
+
+    save_interval: int | None = None
+    """Steps between checkpoints; null: at the end only."""
+    keep: int | None = None
+    """Number of the newest checkpoints to keep; null: all."""
+    async_save: bool = False
+    """Continue training during a save."""
+    fully_parallel_save: bool = True
+    """Each replica writes and reads a part of a checkpoint."""
+    load: str | None = None
+    """A run's folder, a checkpoint, or its URL: a new run starts from its weights (step 0, fresh optimizer)."""
+    mirror: str | None = None
+    """URL of a folder on another store, such as s3://bucket/run, to which checkpoints are copied
+    (docs/checkpoints-and-conversion.md#another-store)."""
+    mirror_keep: int | None = None
+    """Number of the newest checkpoints to keep on the mirror; null: all."""
+
+    def problems(self) -> list[str]:
+        """Return the rules of single fields that this configuration breaks, one line each."""
+        problems = [
+            f"checkpoint.{name} is {value}; it must be at least 1, or null"
+            for name in ("save_interval", "keep", "mirror_keep")
+            if (value := getattr(self, name)) is not None and value < 1
+        ]
+        urls = {"mirror": self.mirror, "load": self.load if self.load and is_url(self.load) else None}
+        problems += filter(None, (url_problem(f"checkpoint.{name}", url) for name, url in urls.items()))
+        return problems
+
+
 def checkpoint_name(step: int) -> str:
-    """Return the folder's name of a step's checkpoint."""
+    """Return the folder name of a step's checkpoint."""
     return f"step-{step:08d}"
 
 
 def step_of(checkpoint: Path) -> int | None:
-    """Return the step that a folder's name states; None if it is not a checkpoint's name."""
+    """Return the step in a checkpoint's folder name; None for other names."""
     match = _CHECKPOINT_NAME.fullmatch(checkpoint.name)
     return int(match[1]) if match else None
 
@@ -72,11 +105,11 @@ def step_of(checkpoint: Path) -> int | None:
 def temporary_folder(checkpoints: Path, step: int) -> Path:
     """Make an empty folder to write a step's checkpoint into; remove leftovers of interrupted saves and removals.
 
-    Its name is unique: the writer of a killed run may outlive it, and must not write into the next run's folder.
+    Its name is unique: a killed run's writer may outlive the run, and must not write into the next run's folder.
     """
-    for left in checkpoints.glob(".step-*.tmp"):
-        remove(left)
-    folder = _aside(checkpoints, checkpoint_name(step))
+    for leftover in checkpoints.glob(".step-*.tmp"):
+        remove(leftover)
+    folder = _hidden(checkpoints, checkpoint_name(step))
     folder.mkdir(parents=True)
     return folder
 
@@ -92,15 +125,15 @@ def publish_checkpoint(
     in_background: bool = False,
     in_use: Collection[str] = (),
 ) -> Path:
-    """Give a complete checkpoint its name, point `latest` to it, and remove all but the `keep` newest.
+    """Rename a complete checkpoint to its final name, point `latest` to it, and remove all but the `keep` newest.
 
     Args:
-        attachments: small files to put into it, by their names there.
-        in_background: remove them in a thread: gigabytes take seconds to free.
-        in_use: names of old ones that are in use, and left to a later publication.
+        attachments: small files to put into it, by name.
+        in_background: remove old ones in a thread: gigabytes take seconds to free.
+        in_use: names of old ones to keep for now.
 
     Raises:
-        OSError: it could not be published. (One that cannot be removed is logged, and left.)
+        OSError: it could not be published. (A failed removal is logged.)
     """
     for name, content in (attachments or {}).items():
         (temporary / name).write_bytes(content)
@@ -108,17 +141,17 @@ def publish_checkpoint(
     write_versions(temporary)
     write_manifest(temporary, step)
     final = checkpoints / checkpoint_name(step)
-    out_of_date = []
+    outdated = []
     if os.path.lexists(final):  # saved before by a run that was then rewound: the new one replaces it
-        out_of_date.append(_rename_aside(final))
+        outdated.append(_rename_aside(final))
     publish(temporary, final)
     write_atomically(checkpoints / LATEST, final.name + "\n")
     if keep is not None:
-        # later steps belong to a run that was rewound: this run neither counts nor removes them
+        # later steps belong to a run that was rewound: they are neither counted nor removed
         earlier = [folder for folder in _steps(checkpoints) if folder.name < final.name]
         old = [folder for folder in earlier[: max(0, len(earlier) + 1 - keep)] if folder.name not in in_use]
-        out_of_date += map(_rename_aside, old)
-    for folder in filter(None, out_of_date):
+        outdated += map(_rename_aside, old)
+    for folder in filter(None, outdated):
         if in_background:
             threading.Thread(target=remove, args=(folder,)).start()
         else:
@@ -139,31 +172,26 @@ def remove(folder: Path) -> None:
 
 
 def point_to(checkpoint: Path, damaged: Sequence[Path]) -> None:
-    """Make a checkpoint the one to go on from, and give damaged ones a name under which nothing looks for one.
-
-    Whatever is wrong with `latest` is repaired by this.
-    """
+    """Point `latest` to a checkpoint, and set damaged ones aside. A damaged `latest` is repaired."""
     pointer = checkpoint.parent / LATEST
     with suppress(CorruptError):
         if not damaged and _named_by(pointer) == checkpoint:
             return
     for other in damaged:
         set_aside(other)
-    if os.path.lexists(pointer) and not pointer.is_file():
-        set_aside(pointer)
     write_atomically(pointer, checkpoint.name + "\n")
 
 
 def set_aside(damaged: Path) -> None:
-    """Give a damaged checkpoint, or a `latest` that is not a file, a name under which nothing looks for it."""
+    """Rename a damaged checkpoint to a name that nothing looks for."""
     name = f"damaged-{damaged.name}"
-    taken = sum(1 for _ in damaged.parent.glob(f"{name}*"))
-    os.rename(damaged, damaged.with_name(f"{name}-{taken + 1}" if taken else name))
+    earlier = sum(1 for _ in damaged.parent.glob(f"{name}*"))
+    os.rename(damaged, damaged.with_name(f"{name}-{earlier + 1}" if earlier else name))
 
 
 def _rename_aside(checkpoint: Path) -> Path | None:
-    """Take its name from a checkpoint that is to be removed: half removed, it would look like one."""
-    aside = _aside(checkpoint.parent, checkpoint.name)
+    """Hide a checkpoint before it is removed: half removed, it would look like a complete one."""
+    aside = _hidden(checkpoint.parent, checkpoint.name)
     try:
         os.rename(checkpoint, aside)
     except OSError as error:
@@ -172,7 +200,7 @@ def _rename_aside(checkpoint: Path) -> Path | None:
     return aside
 
 
-def _aside(checkpoints: Path, name: str) -> Path:
+def _hidden(checkpoints: Path, name: str) -> Path:
     """Return a unique hidden path; the next save removes leftovers there."""
     return checkpoints / f".{name}.{uuid.uuid4().hex}.tmp"
 
@@ -181,7 +209,7 @@ def attached_tokenizer(checkpoint: Path) -> Path | None:
     """Return the tokenizer's file in a checkpoint or an exported folder, if there is one.
 
     Raises:
-        CorruptError: in a checkpoint, it is a link to somewhere else. (In Hugging Face's cache, every file is a link.)
+        CorruptError: it is a link out of a checkpoint. (In Hugging Face's cache, every file is a link.)
     """
     file = next((path for name in TOKENIZERS if (path := checkpoint / name).is_file()), None)
     if file and is_checkpoint(checkpoint) and file.resolve().parent != checkpoint.resolve():
@@ -216,7 +244,7 @@ def latest_checkpoint(run: Path) -> Path | None:
     """Return the first of `checkpoints_to_resume`; None if a run has none.
 
     Raises:
-        CorruptError: `latest` names one, and there is none at all; or it is not complete.
+        CorruptError: the checkpoint that `latest` names is missing or not complete.
     """
     candidates = checkpoints_to_resume(run)
     if not candidates:
@@ -226,13 +254,13 @@ def latest_checkpoint(run: Path) -> Path | None:
 
 
 def checkpoints_to_resume(run: Path) -> list[Path]:
-    """Return the checkpoints that a run may go on from, sound or not, in the order in which to try them.
+    """Return the checkpoints to resume from, sound or not, in the order in which to try them.
 
-    The one that `latest` names comes first, then those before it; all that there are, the newest first, where `latest`
-    names none, which is logged.
+    The one that `latest` names comes first, then those before it. Where `latest` is damaged, which is logged, all
+    are returned, the newest first.
 
     Raises:
-        CorruptError: `latest` names one, and there is none at all.
+        CorruptError: there is a `latest`, but no checkpoint.
     """
     pointer = run / CHECKPOINTS / LATEST
     newest_first = _steps(run / CHECKPOINTS)[::-1]
@@ -249,7 +277,7 @@ def checkpoints_to_resume(run: Path) -> list[Path]:
 
 
 def _named_by(pointer: Path) -> Path:
-    """Return the checkpoint that a `latest` names."""
+    """Return the checkpoint that `latest` names."""
     try:
         name = regular_file(pointer, most_bytes=POINTER_BYTES).read_text("utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
@@ -269,22 +297,22 @@ def check_complete(checkpoint: Path) -> None:
 
 
 def check_sound(checkpoint: Path) -> None:
-    """Raise CorruptError for a checkpoint that lacks a file, or of which one other than the tensors' is damaged."""
+    """Raise CorruptError for a checkpoint with a missing file or a damaged one; tensors are not read."""
     check_complete(checkpoint)
     check_small_files(checkpoint)
     saved_config(checkpoint)
 
 
 def is_checkpoint(folder: Path) -> bool:
-    """Return whether a folder is one checkpoint in our form."""
+    """Return True for a folder of one checkpoint in our form."""
     return (folder / MEGATRON_METADATA).is_file() and (folder / CONFIG).is_file()
 
 
 def saved_config(checkpoint: Path) -> dict[str, Any]:
-    """Return the configuration of the run that wrote a checkpoint, under the names that its fields have now.
+    """Return the configuration of the run that wrote a checkpoint, under the fields' present names.
 
     Raises:
-        CorruptError: it cannot be read, has a section that is none, or states a field twice.
+        CorruptError: it cannot be read, has a section that is no mapping, or states a field twice.
     """
     file = checkpoint / CONFIG
     values = read_mapping(file)
@@ -294,7 +322,8 @@ def saved_config(checkpoint: Path) -> dict[str, Any]:
     try:
         return moved_names(values, MOVED_FIELDS)[0]
     except InputError as error:
-        raise CorruptError(f"{file}: {_on_one_line(error)}; use another checkpoint") from None
+        reasons = "; ".join(str(error).splitlines())
+        raise CorruptError(f"{file}: {reasons}; use another checkpoint") from None
 
 
 def metrics_entry(line: bytes) -> dict[str, Any] | None:
@@ -323,10 +352,10 @@ def read_mapping(file: Path) -> dict[str, Any]:
 
 
 def saved_model(checkpoint: Path) -> FANformerConfig:
-    """Return the shape of a checkpoint's model.
+    """Return the configuration of a checkpoint's model.
 
     Raises:
-        CorruptError: it is not stated, cannot be read, or cannot be built.
+        CorruptError: it is missing, cannot be read, or cannot be built.
     """
     values = saved_config(checkpoint).get("model")
     if not isinstance(values, dict):
@@ -334,9 +363,5 @@ def saved_model(checkpoint: Path) -> FANformerConfig:
     try:
         return FANformerConfig.from_dict(values)
     except InputError as error:
-        reasons = _on_one_line(error)
+        reasons = "; ".join(str(error).splitlines())
         raise CorruptError(f"{checkpoint / CONFIG} states no model ({reasons}); use another checkpoint") from None
-
-
-def _on_one_line(error: InputError) -> str:
-    return "; ".join(str(error).splitlines())

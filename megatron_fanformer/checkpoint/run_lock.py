@@ -1,8 +1,8 @@
-"""One writer for a run's folder: the file `run.lock` in it, from before its checkpoint is chosen until the run ends.
+"""`run.lock`: one process at a time writes into a run's folder, from before it chooses a checkpoint until it ends.
 
-Creating a file that must not exist works on file systems that several machines share, too. A lock of this machine is
-left over if its process is gone; one of another machine if nobody has touched it for `STALE_SECONDS`, as its holder
-does every `BEAT_SECONDS`: so a run whose machine failed goes on elsewhere.
+A file that must not exist works on file systems that several machines share, where locks of the system may not. On this
+machine a lock is left over if its process is gone. On another, where its machine may have failed, it is left over if
+nobody has touched it for `STALE_SECONDS`; its holder touches it every `BEAT_SECONDS`.
 """
 
 import fcntl
@@ -25,8 +25,7 @@ from megatron_fanformer.processes import stat_fields
 logger = logging.getLogger(__name__)
 
 BEAT_SECONDS = 10.0
-STALE_SECONDS = 120.0
-"""Longer than one call into a library can hold up a process, and than file systems cache times."""
+STALE_SECONDS = 120.0  # longer than one call into a library holds up a process, and than file systems cache times
 LOOK_SECONDS = 1.0
 
 
@@ -37,38 +36,37 @@ class Holder(msgspec.Struct, frozen=True, kw_only=True):
     pid: int = 0
     since: str = "an unknown time"
     place: str = ""
-    """The machine, boot and process namespace in which its process number is valid."""
+    """The machine, boot and process namespace in which `pid` is valid."""
     started: str = ""
-    """The process's start time by its kernel's count, which distinguishes it from a later one of the same number."""
+    """The process's start in kernel ticks, which distinguishes it from a later one of the same number."""
 
 
 @contextmanager
-def run_lock(run: Path, *, option: str = "training.run_dir") -> Iterator[None]:
-    """Hold the lock of a run's folder, which is made if missing, and removed again if nothing is put into it.
-
-    Args:
-        option: the name of the folder's option, for errors.
+def run_lock(run: Path) -> Iterator[None]:
+    """Hold the lock of a run's folder. The folder is made if missing, and removed if nothing is put into it.
 
     Raises:
         InUseError: another run holds it.
         InputError: the folder cannot be written.
     """
     missing = [folder for folder in (run, *run.absolute().parents) if not folder.exists()]
-    holder = Holder(
-        host=platform.node(),
-        pid=os.getpid(),
-        since=datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC"),
-        place=_place(),
-        started=_start_time(os.getpid()) or "",
-    )
+    pid, since = os.getpid(), f"{datetime.now(timezone.utc):%Y-%m-%d %H:%M:%S UTC}"
+    holder = Holder(host=platform.node(), pid=pid, since=since, place=_place(), started=_start_time(pid) or "")
+    path = run / LOCK
     try:
         run.mkdir(parents=True, exist_ok=True)
-        _take(run, msgspec.json.encode(holder))
+        _take(path, msgspec.json.encode(holder))
     except OSError as error:
         reason = "is a file; name a folder" if run.is_file() else f"cannot be written ({error.strerror}); name another"
-        raise InputError(f"{option} {run} {reason}") from error
+        raise InputError(f"training.run_dir {run} {reason}") from error
     ended = threading.Event()
-    beats = threading.Thread(target=_beat, args=(run / LOCK, ended), name="run_lock", daemon=True)
+
+    def beat() -> None:
+        while not ended.wait(BEAT_SECONDS):
+            with suppress(OSError):
+                os.utime(path)
+
+    beats = threading.Thread(target=beat, name="run_lock", daemon=True)
     beats.start()
     try:
         yield
@@ -76,15 +74,15 @@ def run_lock(run: Path, *, option: str = "training.run_dir") -> Iterator[None]:
         ended.set()
         beats.join()
         with suppress(OSError):
-            if _read(run / LOCK) == holder:  # else it was taken over
-                (run / LOCK).unlink()
+            if _read(path) == holder:  # else it was taken over
+                path.unlink()
         for folder in missing:
             with suppress(OSError):
                 folder.rmdir()
 
 
 def holder_of(run: Path) -> Holder | None:
-    """Return who holds the lock of a folder, without waiting; None where nobody seems to."""
+    """Return the holder of a folder's lock, without waiting for a sign of life; None if there is none."""
     with suppress(OSError):
         holder, age = _read(run / LOCK), time.time() - (run / LOCK).stat().st_mtime
         if _is_alive(holder) if holder.place == _place() else age <= STALE_SECONDS:
@@ -92,8 +90,9 @@ def holder_of(run: Path) -> Holder | None:
     return None
 
 
-def _take(run: Path, content: bytes) -> None:
-    path, turn = run / LOCK, os.open(run, os.O_RDONLY)
+def _take(path: Path, content: bytes) -> None:
+    """Create the lock file, in the place of one that is left over."""
+    turn = os.open(path.parent, os.O_RDONLY)
     try:
         with suppress(OSError):  # processes of one machine take turns, where the file system has such locks
             fcntl.flock(turn, fcntl.LOCK_EX)
@@ -107,8 +106,8 @@ def _take(run: Path, content: bytes) -> None:
                     holder = _read(path)
                     if _is_alive(holder) if holder.place == _place() else _is_touched(path, holder):
                         raise InUseError(
-                            f"{run} is in use by a run on {holder.host} (process {holder.pid}) since {holder.since}; "
-                            f"wait for its end, stop it, or name another folder ({path} says so)"
+                            f"{path.parent} is in use by a run on {holder.host} (process {holder.pid}) since "
+                            f"{holder.since}; wait for its end, stop it, or name another folder ({path} says so)"
                         ) from None
                     path.unlink()
     finally:
@@ -116,7 +115,7 @@ def _take(run: Path, content: bytes) -> None:
 
 
 def _read(path: Path) -> Holder:
-    """Read the holder of a lock; one that is just being written, or is damaged, has none that is known."""
+    """Return the holder that a lock names; an unknown one if the file is incomplete or damaged."""
     with suppress(msgspec.MsgspecError, UnicodeDecodeError):
         return msgspec.json.decode(path.read_bytes(), type=Holder)
     return Holder()
@@ -127,7 +126,7 @@ def _is_alive(holder: Holder) -> bool:
 
 
 def _is_touched(path: Path, holder: Holder) -> bool:
-    """Watch a lock of another machine until it is touched, or until that is overdue."""
+    """Wait until a lock of another machine is touched; return False if that is overdue. (Clocks may differ.)"""
     logger.warning("%s is of a run on %s: waiting for a sign of life, %.0f s at most", path, holder.host, STALE_SECONDS)
     first, end = path.stat().st_mtime_ns, time.monotonic() + STALE_SECONDS
     while time.monotonic() < end:
@@ -137,20 +136,13 @@ def _is_touched(path: Path, holder: Holder) -> bool:
     return False
 
 
-def _beat(path: Path, ended: threading.Event) -> None:
-    while not ended.wait(BEAT_SECONDS):
-        with suppress(OSError):
-            os.utime(path)
-
-
 def _place() -> str:
-    """Return this machine, its boot and its process namespace: where a process number means the same process."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{platform.node()} {boot} {os.readlink('/proc/self/ns/pid')}"
 
 
 def _start_time(pid: int) -> str | None:
-    """When a process started, in its kernel's ticks; None if there is none, or if it has ended and is not reaped."""
+    """Return when a process started, in kernel ticks; None if there is none, or if it is a zombie."""
     try:
         state, *fields = stat_fields(pid)
     except OSError:

@@ -1,10 +1,9 @@
-"""Saves a run's checkpoints: writes under a temporary name, and publishes when every rank has written its part.
+"""Saving of a run's checkpoints, while training waits or continues.
 
-    save          the state is captured, and a forked process of each rank begins to write it
+    save          captures the state; a forked process of each rank begins to write it under a temporary name
     finish_due    once all ranks' writers are done, the main rank gives the checkpoint its name (see run_folder.py)
 
-A synchronous save waits for the second inside the first; with an asynchronous one, training continues in between. Only
-what is worth going on from is saved: a state whose values are all finite.
+A synchronous `save` calls `finish_due` itself. A state with a value that is not finite is not saved.
 """
 
 import functools
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import torch
+from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
 from torch import Tensor
@@ -26,7 +26,6 @@ from torch.distributed.checkpoint import CheckpointException
 from megatron_fanformer.checkpoint import megatron_versions, run_folder
 from megatron_fanformer.checkpoint.manifest import write_rank_sums
 from megatron_fanformer.checkpoint.training_state import training_state
-from megatron_fanformer.checkpoint.writer import watched
 from megatron_fanformer.durable_files import full_disk, write_refusal
 from megatron_fanformer.errors import DivergenceError, FanformerError
 from megatron_fanformer.runtime.agreement import of_every_rank, on_main, reported_by_main
@@ -45,7 +44,8 @@ class _Unpublished(NamedTuple):
 
     step: int
     folder: Path
-    publish: Callable[..., Path]
+    config: dict[str, Any]
+    attachments: Mapping[str, bytes]
 
 
 class CheckpointSaver:
@@ -56,7 +56,7 @@ class CheckpointSaver:
         keep: how many checkpoints to keep; None for all.
         async_save: return from `save` when the state is captured, before it is written.
         fully_parallel: each replica writes a part, instead of the first one writing all.
-        in_use: the names of old ones that are in use when one is published, and stay.
+        in_use: returns the names of old checkpoints that must not be removed yet.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class CheckpointSaver:
         in_use: Callable[[], Collection[str]] = tuple,
     ) -> None:
         self._checkpoints = run / run_folder.CHECKPOINTS
-        self._grid, self._keep, self._async_save, self._spared = grid, keep, async_save, in_use
+        self._grid, self._keep, self._async_save, self._in_use = grid, keep, async_save, in_use
         self._strategy = megatron_versions.save_strategy(grid.groups.dp_cp if fully_parallel else None)
         self._calls = AsyncCallsQueue(persistent=False)  # a persistent one's writer needs CUDA
         self._unpublished: _Unpublished | None = None
@@ -86,33 +86,31 @@ class CheckpointSaver:
         config: dict[str, Any],
         attachments: Mapping[str, bytes],
     ) -> Path | None:
-        """Save the state of a step; return the published checkpoint, or None where it is still being written.
+        """Save the state of a step; return the published checkpoint, or None while it is being written.
 
-        An earlier one must have been finished: see `finish_due`.
+        The save before it must have been finished by `finish_due`.
 
         Args:
             stages: this rank's pipeline stage, as its chunks.
             progress: plain values that the run resumes from.
             config: the run's resolved configuration, written into the checkpoint.
-            attachments: small files (a tokenizer, a chat template) to put into the checkpoint, by their names there.
+            attachments: small files (a tokenizer, a chat template) to put into the checkpoint, by name.
 
         Raises:
-            DivergenceError: a tensor of it is not finite; nothing is written.
-            FanformerError: it could not be written; nothing is published, and nothing of it is left.
+            DivergenceError: a tensor is not finite; nothing is written.
+            FanformerError: the checkpoint could not be written; nothing is published, and nothing of it is left.
         """
         assert self._unpublished is None, "finish_due(blocking=True) comes before the next save"
         state = training_state(stages, optimizer, progress, self._grid)
         check_finite(state, step)
         folder = self._on_main(step, lambda: run_folder.temporary_folder(self._checkpoints, step))
         logger.debug("writing step %d to %s", step, folder)
-        arguments = (folder, self._checkpoints, step, config, self._keep, attachments)
-        publish = functools.partial(run_folder.publish_checkpoint, *arguments, in_background=self._async_save)
-        self._unpublished = _Unpublished(step, folder, publish)
+        self._unpublished = _Unpublished(step, folder, config, attachments)
         self._start_writing(state, self._unpublished)
         return None if self._async_save else self.finish_due(blocking=True)
 
     def finish_due(self, *, blocking: bool) -> Path | None:
-        """Publish the checkpoint that is being written, if all ranks have written it; return it if so.
+        """Publish and return the checkpoint that is being written, if all ranks have written it.
 
         Args:
             blocking: wait until they have.
@@ -124,7 +122,20 @@ class CheckpointSaver:
             return None
         self._unpublished = None
         logger.debug("step %d is written by every rank", due.step)
-        return self._on_main(due.step, lambda: due.publish(in_use=self._spared()), unfinished=due.folder)
+
+        def publish() -> Path:
+            return run_folder.publish_checkpoint(
+                due.folder,
+                self._checkpoints,
+                due.step,
+                due.config,
+                self._keep,
+                due.attachments,
+                in_background=self._async_save,
+                in_use=self._in_use(),
+            )
+
+        return self._on_main(due.step, publish, unfinished=due.folder)
 
     def close(self) -> None:
         """End a writer that is still running, after an error; its checkpoint is never published."""
@@ -139,16 +150,22 @@ class CheckpointSaver:
             request = megatron_versions.prepare_save(
                 sharded_state, due.folder, self._strategy, validate=not self._is_validated
             )
-        self._is_validated = True  # what the ranks' shards are does not change
+        self._is_validated = True  # the ranks' shards do not change
         if request.async_fn is not None:  # this rank has something to write
-            write = _summed(request.async_fn, due.folder, self._grid.rank)
-            request = request._replace(async_fn=watched(write))
+            write, folder, rank = request.async_fn, due.folder, self._grid.rank
+
+            @functools.wraps(write)
+            def write_and_sum(*arguments: Any) -> None:
+                write(*arguments)
+                write_rank_sums(folder, rank)
+
+            request = request._replace(async_fn=megatron_versions.watched(write_and_sum))
         self._calls.schedule_async_request(request)
 
     def _is_written(self, due: _Unpublished, *, blocking: bool) -> bool:
         try:
-            # Not by its own waiting, which ends in a collective call: the others would hit its timeout waiting for a
-            # slow rank.
+            # Not by megatron-core's own waiting, which ends in a collective call: the others would hit its timeout
+            # waiting for a slow rank.
             with self._reporting(due.step, due.folder):  # of the main rank, which writes what concerns all
                 while not self._calls.maybe_finalize_async_calls(blocking=False):
                     if not blocking:
@@ -165,7 +182,7 @@ class CheckpointSaver:
         return True
 
     def _on_main(self, step: int, function: Callable[[], Result], unfinished: Path | None = None) -> Result:
-        """Return a function's result on the main rank; if the disk fails there, every rank raises."""
+        """Call a function on the main rank and return its result on all; if the disk fails, every rank raises."""
 
         def result() -> Result:
             with self._reporting(step, unfinished):
@@ -175,7 +192,7 @@ class CheckpointSaver:
 
     @contextmanager
     def _reporting(self, step: int, unfinished: Path | None) -> Iterator[None]:
-        """Make of an error of the disk the message for a checkpoint that was not written."""
+        """Turn an error of the disk into one that says that the checkpoint was not written."""
         try:
             yield
         except OSError as error:
@@ -186,7 +203,7 @@ class CheckpointSaver:
         """Remove an unfinished checkpoint, and return the error that says why."""
         if unfinished is not None:
             full = full_disk(unfinished) if unfinished.is_dir() else None
-            if full is not None:  # what torch's writer says of a full disk is where in its code it noticed
+            if full is not None:  # torch's writer does not name a full disk
                 reason = write_refusal(full, unfinished)
             shutil.rmtree(unfinished, ignore_errors=True)  # its space may be what was missing
         return FanformerError(
@@ -194,30 +211,18 @@ class CheckpointSaver:
         )
 
 
-def _summed(write: Callable[..., None], folder: Path, rank: int) -> Callable[..., None]:
-    """Return a rank's writer that also takes the sums of the files it wrote."""
-
-    @functools.wraps(write)
-    def write_and_sum(*arguments: Any) -> None:
-        write(*arguments)
-        write_rank_sums(folder, rank)
-
-    return write_and_sum
-
-
 # -- the state to save
 
 
 @torch.no_grad()
 def check_finite(sharded_state: dict[str, Any], step: int) -> None:
-    """Look at every tensor that this rank holds of a state, in one pass; every rank calls it.
+    """Check every tensor that this rank holds of a state, in one pass; every rank calls it.
 
     Raises:
-        DivergenceError: one has a value that is not finite; names it, and the rank that holds it, on every rank.
+        DivergenceError: a tensor has a value that is not finite; names it and its rank, on every rank.
     """
-    named = [(part.key, part.data) for part in _parts(sharded_state) if part.data.is_floating_point()]
     wrong = next(
-        (f"{name} has the value {value}" for name, value in _extremes(named) if not math.isfinite(value)), None
+        (f"{name} has the value {value}" for name, value in _extremes(sharded_state) if not math.isfinite(value)), None
     )
     by_rank = of_every_rank(wrong)
     for rank, problem in enumerate(by_rank):
@@ -229,23 +234,16 @@ def check_finite(sharded_state: dict[str, Any], step: int) -> None:
             )
 
 
-def _extremes(named: list[tuple[str, Tensor]]) -> Iterator[tuple[str, float]]:
-    """Return for each tensor a number that is finite if all of it is; synchronize with the device once."""
-    named = [(name, tensor) for name, tensor in named if tensor.numel()]
-    if not named:
-        return
-    # Not isfinite, which makes a tensor of the same size; both extremes are NaN where there is one.
-    extremes = [torch.stack(torch.aminmax(tensor)).double().abs().max() for _, tensor in named]
-    devices = {tensor.device for _, tensor in named}
-    values = torch.stack(extremes).tolist() if len(devices) == 1 else [extreme.item() for extreme in extremes]
-    yield from zip((name for name, _ in named), values, strict=True)
-
-
-def _parts(state: Any) -> Iterator[Any]:
-    """Yield the parts of tensors that this rank holds: `key`, the tensor's global name, `data` and `replica_id`."""
-    if isinstance(state, ShardedTensor | ShardedTensorFactory):
-        if isinstance(state.data, Tensor):
-            yield state
-    elif isinstance(state, dict | list | tuple):
-        for value in state.values() if isinstance(state, dict) else state:
-            yield from _parts(value)
+def _extremes(sharded_state: dict[str, Any]) -> Iterator[tuple[str, float]]:
+    """Yield the global name of each tensor with its largest magnitude, NaN where it has one."""
+    names, extremes = [], []
+    for part in nested_values(sharded_state):
+        if not isinstance(part, ShardedTensor | ShardedTensorFactory) or not isinstance(part.data, Tensor):
+            continue
+        if part.data.is_floating_point() and part.data.numel():
+            names.append(part.key)
+            # Not isfinite, which makes a tensor of the same size.
+            extremes.append(torch.stack(torch.aminmax(part.data)).double().abs().max())
+    if extremes:  # one transfer from the device
+        device = extremes[0].device
+        yield from zip(names, torch.stack([extreme.to(device) for extreme in extremes]).tolist(), strict=True)

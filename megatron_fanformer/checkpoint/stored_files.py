@@ -1,23 +1,32 @@
-"""The files of a checkpoint: verification, and their plain values, read as data.
+"""The files of a checkpoint, read as data: its table of tensors, its plain values, and the verification of both.
 
-The manifest covers every byte. In a checkpoint from before its sums each tensor is a torch archive, which carries the
-CRC-32 of its bytes.
+    .metadata        the table: the files and ranges of bytes in which the parts of each tensor are stored
+    *.distcp         the parts of tensors, each a torch archive
+    common.pt        values that are the same on all ranks; from megatron-core 0.19 on they are among the tensors
+    manifest.json    the sum of every file (manifest.py); in older checkpoints only the archives have sums, by CRC-32
 
-Besides tensors there are a run's progress and each rank's random states. megatron-core 0.16 puts the values that are
-the same on all ranks into `common.pt`, later ones among the tensors, where each rank's own always are. Reading them
-needs only torch.
+torch and megatron-core would unpickle the table, which may execute code: megatron_versions.py hands them the table that
+was read here. Reading needs only torch.
 """
 
+import dataclasses
+import enum
+import importlib
 import logging
-from collections.abc import Callable, Iterable
+import pickle
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
+import torch
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from megatron_fanformer.checkpoint import run_folder
 from megatron_fanformer.checkpoint.data_files import (
     EARLIER,
+    RestrictedUnpickler,
+    UnreadableError,
     check_archive,
     load_data,
     read_entry,
@@ -25,25 +34,150 @@ from megatron_fanformer.checkpoint.data_files import (
     reporting_damage,
 )
 from megatron_fanformer.checkpoint.manifest import MANIFEST, check_files, read_manifest
-from megatron_fanformer.checkpoint.tensor_table import Stored, Table, read_table, stored_parts, tensors_of
 from megatron_fanformer.durable_files import regular_file
 from megatron_fanformer.errors import CorruptError
 
 COMMON = "common.pt"
 COMMON_STATE = "common_state/"
-FORMAT = "torch_dist"  # of megatron-core; there are others
+FORMAT = "torch_dist"  # of megatron-core, which has others
+METADATA = ".metadata"
+STATE_PREFIX = "optimizer.state."  # of the optimizer's tensors, before their weights' names
+MAIN_WEIGHT = f"{STATE_PREFIX}param."
+EARLIER_MAIN_WEIGHT = f"{STATE_PREFIX}fp32_param."
+"""Prefix of main weights in checkpoints of megatron-core's plain optimizer for bf16."""
+Table: TypeAlias = Metadata
+
+# Modules whose plain records (data classes, enumerations) a table may hold. The last is megatron-core's.
+RECORDS = (
+    "torch.distributed.checkpoint.metadata",
+    "torch.distributed.checkpoint.planner",
+    "torch.distributed.checkpoint.filesystem",
+    "megatron.core.dist_checkpointing.strategies.torch",
+)
+VALUES = {
+    ("torch", "Size"),
+    ("torch.serialization", "_get_layout"),
+    ("collections", "OrderedDict"),
+    ("pathlib", "PosixPath"),
+    ("pathlib", "PurePosixPath"),
+}
+MOVED = {"pathlib._local": "pathlib"}
+"""Modules that Python 3.13 pickles under another name: torch's writer of whole tensors puts a path in a table."""
 
 logger = logging.getLogger(__name__)
 
 
-def read_checked(checkpoint: Path, *, share: int = 0, shares: int = 1) -> Table:
-    """Return the table of a checkpoint whose files are as they were written, and hold nothing but data.
+# -- the table
 
-    Args:
-        share, shares: every rank checks one of this many shares.
+
+def _find(module: str, name: str) -> Any:
+    """Return a class or value that a table may hold; nothing that it returns executes anything."""
+    module = MOVED.get(module, module)
+    if (module, name) in VALUES:
+        return getattr(importlib.import_module(module), name)
+    if (module, name) == ("builtins", "getattr"):
+        return _member
+    if "." not in name and (module in RECORDS or module == "torch"):
+        value = getattr(importlib.import_module(module), name, None)
+        if isinstance(value, torch.dtype):
+            return value
+        is_record = dataclasses.is_dataclass(value) or (isinstance(value, type) and issubclass(value, enum.Enum))
+        if is_record and value.__module__ == module:
+            return value
+    raise pickle.UnpicklingError(f"{module}.{name}")
+
+
+def _member(owner: Any, name: Any) -> enum.Enum:
+    """Return a member of an enumeration of `RECORDS`, which some Pythons (3.11.2) pickle as a `getattr`."""
+    if isinstance(owner, type) and issubclass(owner, enum.Enum) and owner.__module__ in RECORDS:
+        for member in owner:
+            if member.name == name:
+                return member
+    raise pickle.UnpicklingError("builtins.getattr")
+
+
+def read_table(checkpoint: Path) -> Table:
+    """Return the table of a checkpoint's tensors.
 
     Raises:
-        CorruptError: a file has changed since it was written; or the table holds more than a table, or names files
+        CorruptError: it cannot be read, holds more than a table, or names files outside the checkpoint's folder.
+    """
+    path = checkpoint / METADATA
+    try:
+        with regular_file(path).open("rb") as stream:
+            table = RestrictedUnpickler(stream, _find).load()
+        _check_table(table)
+    except pickle.UnpicklingError as error:
+        raise CorruptError(
+            f"{path} holds more than a table of tensors, or is damaged ({error}); use another checkpoint, "
+            "from a trusted source"
+        ) from error
+    except Exception as error:  # a damaged pickle raises anything
+        raise UnreadableError(
+            f"{path} cannot be read ({type(error).__name__}: {error}); use another checkpoint"
+        ) from error
+    for info in table.storage_data.values():
+        file = info.relative_path
+        if not isinstance(file, str) or Path(file).name != file or file in (".", ".."):
+            raise CorruptError(f"{path} names {file!r}, which is not a file in its folder; use another checkpoint")
+    return table
+
+
+def _check_table(table: Any) -> None:
+    """Raise any exception for an object that is not a table of tensors."""
+    is_sound = isinstance(table, Metadata) and bool(table.storage_data)
+    for index, info in table.storage_data.items():
+        is_sound &= isinstance(index.fqn, str) and min(info.offset, info.length) >= 0
+    for name, value in table.state_dict_metadata.items():
+        is_sound &= isinstance(name, str)
+        if isinstance(value, TensorStorageMetadata):
+            whole = torch.empty(value.size, dtype=value.properties.dtype, device="meta")
+            is_sound &= all(isinstance(chunk.sizes, torch.Size) for chunk in value.chunks)
+            is_sound &= all(len(chunk.offsets) == len(chunk.sizes) == whole.dim() for chunk in value.chunks)
+    if not is_sound:
+        raise ValueError("it is no table of tensors")
+
+
+class Stored(NamedTuple):
+    """The location of one part of a tensor, or of an object."""
+
+    name: str
+    file: str
+    offset: int
+    length: int
+
+
+def stored_parts(table: Table) -> list[Stored]:
+    """Return every part of every tensor or object, file by file in the order of their bytes."""
+    parts = [
+        Stored(index.fqn, info.relative_path, info.offset, info.length) for index, info in table.storage_data.items()
+    ]
+    return sorted(parts, key=lambda part: (part.file, part.offset))
+
+
+def tensors_of(table: Table) -> dict[str, TensorStorageMetadata]:
+    """Return the tensors in a table, by name."""
+    return {
+        name: value for name, value in table.state_dict_metadata.items() if isinstance(value, TensorStorageMetadata)
+    }
+
+
+def main_weight_name(weight: str, stored: Collection[str]) -> str:
+    """Return the name under which a weight's float32 values are stored: its main weight's if there is one."""
+    return next((name for name in (MAIN_WEIGHT + weight, EARLIER_MAIN_WEIGHT + weight) if name in stored), weight)
+
+
+# -- verification
+
+
+def read_checked(checkpoint: Path, *, share: int = 0, shares: int = 1) -> Table:
+    """Verify a checkpoint, and return its table.
+
+    Args:
+        share, shares: check one of this many shares of the files; each rank takes one.
+
+    Raises:
+        CorruptError: a file has changed since it was written, or holds more than data; or the table names files
             elsewhere.
     """
     check_stored(checkpoint, share=share, shares=shares)
@@ -52,17 +186,14 @@ def read_checked(checkpoint: Path, *, share: int = 0, shares: int = 1) -> Table:
     return table
 
 
-# -- whether they are as they were written
-
-
 def check_stored(
     checkpoint: Path, *, share: int = 0, shares: int = 1, advance: Callable[[int], None] = lambda _bytes: None
 ) -> None:
-    """Check the files of a checkpoint, and that it is of the step that its name states.
+    """Check the sums of a checkpoint's files, and that its step is the one in its name.
 
     Args:
-        share, shares: every rank checks one of this many shares.
-        advance: is called with the bytes of each piece that was read.
+        share, shares: as for `read_checked`.
+        advance: is called with the bytes of each checked piece.
 
     Raises:
         CorruptError: a file is missing or damaged; names it.
@@ -72,15 +203,19 @@ def check_stored(
         if run_folder.step_of(checkpoint) not in (None, manifest.step):
             raise CorruptError(f"{checkpoint} is of step {manifest.step}, another than its name says; rename it")
         check_files(checkpoint, manifest, share=share, shares=shares, advance=advance)
-    if manifest is None or not manifest.has_sums:
-        if share == 0:
-            logger.warning(
-                "%s has no SHA-256 of its files (%s), as later versions write: its tensors are checked by their own "
-                "CRC-32",
-                checkpoint,
-                MANIFEST,
-            )
-        _check_archives(checkpoint, share, shares, advance)
+    if manifest is not None and manifest.has_sums:
+        return
+    table = read_table(checkpoint)
+    if share == 0:
+        logger.warning(
+            "%s has no SHA-256 of its files (%s), as later versions write: its tensors are checked by their own CRC-32",
+            checkpoint,
+            MANIFEST,
+        )
+        if common_state(table) is None:
+            with reporting_damage(checkpoint / COMMON), regular_file(checkpoint / COMMON).open("rb") as stream:
+                check_archive(checkpoint / COMMON, "its plain values", stream)
+    check_parts(checkpoint, stored_parts(table)[share::shares], advance)
 
 
 def bytes_stored(checkpoint: Path) -> int:
@@ -90,14 +225,6 @@ def bytes_stored(checkpoint: Path) -> int:
     if manifest is None or not manifest.has_sums:
         total += sum(part.length for part in stored_parts(read_table(checkpoint)))
     return total
-
-
-def _check_archives(checkpoint: Path, share: int, shares: int, advance: Callable[[int], None]) -> None:
-    table = read_table(checkpoint)
-    if common_state(table) is None and share == 0:
-        with reporting_damage(checkpoint / COMMON), regular_file(checkpoint / COMMON).open("rb") as stream:
-            check_archive(checkpoint / COMMON, "its plain values", stream)
-    check_parts(checkpoint, list(stored_parts(table))[share::shares], advance)
 
 
 def check_parts(
@@ -115,6 +242,36 @@ def check_parts(
         advance(part.length)
 
 
+def check_format(checkpoint: Path) -> None:
+    """Check that the `metadata.json` of a checkpoint states megatron-core's format `torch_dist`.
+
+    Raises:
+        CorruptError: it states another, or cannot be read.
+    """
+    stated = run_folder.read_mapping(checkpoint / run_folder.MEGATRON_METADATA)
+    if stated.get("sharded_backend") != FORMAT:
+        raise CorruptError(f"{checkpoint / run_folder.MEGATRON_METADATA} does not state the format {FORMAT}; {EARLIER}")
+
+
+def check_plain_values(checkpoint: Path, table: Table, *, share: int = 0, shares: int = 1) -> None:
+    """Check that everything in a checkpoint besides its tensors is data, also what nothing here reads.
+
+    Args:
+        share, shares: as for `read_checked`, of the objects among the tensors.
+
+    Raises:
+        CorruptError: a file holds more than data, or cannot be read; names it.
+    """
+    check_format(checkpoint)
+    if common_state(table) is None or (checkpoint / COMMON).exists():
+        with reporting_damage(checkpoint / COMMON):
+            load_data(regular_file(checkpoint / COMMON))
+    tensors = tensors_of(table)
+    objects = [part for part in stored_parts(table) if part.name not in tensors]
+    for part in objects[share::shares]:
+        read_entry(checkpoint / part.file, part.offset, part.length)
+
+
 # -- plain values
 
 
@@ -124,14 +281,14 @@ class SavedProgress(NamedTuple):
     step: int
     consumed_samples: int
     data: Any = None
-    """The data that it has been trained on (data/identity.py), as plain values; None in a checkpoint of an earlier
-    version of this package."""
+    """The data that it has been trained on (data/identity.py), as plain values; None in checkpoints of earlier
+    versions."""
     sources: dict[str, dict[str, float]] | None = None
     """`tokens` and `epochs` of each source that were trained on, by name; None as above."""
 
 
 def saved_progress(checkpoint: Path, table: Table) -> SavedProgress | None:
-    """Return step and samples of a checkpoint with its `table`; None for converted weights.
+    """Return the progress stored in a checkpoint; None for converted weights.
 
     Raises:
         CorruptError: it cannot be read as data alone, or is not progress.
@@ -154,9 +311,7 @@ def saved_progress(checkpoint: Path, table: Table) -> SavedProgress | None:
 
 
 def common_values(checkpoint: Path, table: Table, read: Callable[[Any], Any] = load_data) -> tuple[str, Any]:
-    """Return the file that the values which are the same on all ranks are in, and the values, as data alone.
-
-    megatron-core has them in `common.pt`, from 0.19 on among the tensors.
+    """Return the values that are the same on all ranks, as data alone, after the name of their file.
 
     Args:
         read: `load_data`, or `read_records` for another program's values.
@@ -173,35 +328,5 @@ def common_values(checkpoint: Path, table: Table, read: Callable[[Any], Any] = l
 
 
 def common_state(table: Table) -> Stored | None:
-    """Return where a table has the plain values; None where they are in `common.pt`."""
+    """Return the place of the plain values among the tensors; None where they are in `common.pt`."""
     return next((part for part in stored_parts(table) if part.name.startswith(COMMON_STATE)), None)
-
-
-def check_format(checkpoint: Path) -> None:
-    """Refuse a checkpoint whose `metadata.json` states another format of megatron-core's.
-
-    Raises:
-        CorruptError: it does, or cannot be read.
-    """
-    stated = run_folder.read_mapping(checkpoint / run_folder.MEGATRON_METADATA)
-    if stated.get("sharded_backend") != FORMAT:
-        raise CorruptError(f"{checkpoint / run_folder.MEGATRON_METADATA} does not state the format {FORMAT}; {EARLIER}")
-
-
-def check_plain_values(checkpoint: Path, table: Table, *, share: int = 0, shares: int = 1) -> None:
-    """Refuse a checkpoint that holds more than data besides its tensors, whether or not anything here reads it.
-
-    Args:
-        share, shares: every rank checks one of this many shares of the objects among the tensors.
-
-    Raises:
-        CorruptError: it does, or cannot be read; names the file.
-    """
-    check_format(checkpoint)
-    if common_state(table) is None or (checkpoint / COMMON).exists():
-        with reporting_damage(checkpoint / COMMON):
-            load_data(regular_file(checkpoint / COMMON))
-    tensors = tensors_of(table)
-    others = [part for part in stored_parts(table) if part.name not in tensors]
-    for part in others[share::shares]:
-        read_entry(checkpoint / part.file, part.offset, part.length)

@@ -22,8 +22,15 @@ from torch import Tensor
 
 from megatron_fanformer.checkpoint.data_files import Record, read_records
 from megatron_fanformer.checkpoint.full_tensors import LazyTensors, StoredTensors
-from megatron_fanformer.checkpoint.stored_files import SavedProgress, check_format, check_parts, common_values
-from megatron_fanformer.checkpoint.tensor_table import METADATA, read_table, stored_parts
+from megatron_fanformer.checkpoint.stored_files import (
+    METADATA,
+    SavedProgress,
+    check_format,
+    check_parts,
+    common_values,
+    read_table,
+    stored_parts,
+)
 from megatron_fanformer.configuration import read_values
 from megatron_fanformer.convert.fan_of_tensors import fan_of_tensors
 from megatron_fanformer.convert.megatron_arguments import DROPOUT, SPECS, Arguments, model_fields, problems

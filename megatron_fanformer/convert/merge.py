@@ -15,8 +15,7 @@ from torch import Tensor
 
 from megatron_fanformer.checkpoint import run_folder
 from megatron_fanformer.checkpoint.full_tensors import LazyTensors, open_full_tensors
-from megatron_fanformer.checkpoint.manifest import MANIFEST
-from megatron_fanformer.checkpoint.versions import versions
+from megatron_fanformer.checkpoint.manifest import MANIFEST, versions
 from megatron_fanformer.convert.checkpoints import blaming_removal, open_checkpoint, write_checkpoint
 from megatron_fanformer.convert.convert import lock_of_run
 from megatron_fanformer.convert.model_card import RECEIPT, Extras

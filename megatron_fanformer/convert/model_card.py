@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_fanformer.checkpoint.versions import versions
+from megatron_fanformer.checkpoint.manifest import versions
 from megatron_fanformer.convert.verb import MAX_SHARD_SIZE
 from megatron_fanformer.data.tokenizer import load_tokenizer
 from megatron_fanformer.hf.configuration_fanformer import OLDEST_TRANSFORMERS

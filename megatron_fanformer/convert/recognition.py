@@ -46,7 +46,7 @@ RELEASED = "dongyh/FANformer-1B"  # there, by its model card
 TRACKER = "latest_checkpointed_iteration.txt"  # in a folder of Megatron-LM's checkpoints
 TRACKER_BYTES = 100  # more than any iteration has
 ITERATION, RELEASE = re.compile(r"[0-9]{1,9}"), "release"  # what stands in it
-TORCH_TABLE = ".metadata"  # as in checkpoint/tensor_table.py, which imports torch
+TORCH_TABLE = ".metadata"  # as in checkpoint/stored_files.py, which imports torch
 OLD_MEGATRON_LM = "mp_rank_*"  # in a checkpoint of its format before `torch_dist`
 REFERENCE_FIELD = "d_model"  # which the authors' configurations have, and no other
 

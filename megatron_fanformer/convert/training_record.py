@@ -10,8 +10,7 @@ from typing import Any
 
 from megatron_fanformer import markdown
 from megatron_fanformer.checkpoint import run_folder
-from megatron_fanformer.checkpoint.stored_files import SavedProgress, saved_progress
-from megatron_fanformer.checkpoint.tensor_table import read_table
+from megatron_fanformer.checkpoint.stored_files import SavedProgress, read_table, saved_progress
 from megatron_fanformer.convert.megatron_lm import Run
 from megatron_fanformer.convert.model_card import RECEIPT
 from megatron_fanformer.convert.name_table import Format, listed

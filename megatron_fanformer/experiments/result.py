@@ -98,7 +98,7 @@ def this_machine() -> dict[str, Any]:
     """Return what a measurement depends on here: cores, processor, GPU, versions."""
     import torch
 
-    from megatron_fanformer.checkpoint.versions import versions
+    from megatron_fanformer.checkpoint.manifest import versions
 
     return {
         "cores": usable_cores(),

@@ -11,13 +11,16 @@ from megatron_fanformer.checkpoint import run_folder
 from megatron_fanformer.checkpoint.full_tensors import OPTIMIZER_PREFIX
 from megatron_fanformer.checkpoint.manifest import check_small_files, read_manifest
 from megatron_fanformer.checkpoint.stored_files import (
+    METADATA,
     bytes_stored,
     check_parts,
     check_plain_values,
     check_stored,
+    read_table,
     saved_progress,
+    stored_parts,
+    tensors_of,
 )
-from megatron_fanformer.checkpoint.tensor_table import METADATA, read_table, stored_parts, tensors_of
 from megatron_fanformer.convert.name_table import expected_shapes
 from megatron_fanformer.convert.recognition import Target, iteration_of
 from megatron_fanformer.data.chat_template import own_template

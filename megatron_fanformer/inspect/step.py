@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_fanformer.checkpoint import run_folder
-from megatron_fanformer.checkpoint.stored_files import saved_progress
-from megatron_fanformer.checkpoint.tensor_table import read_table
+from megatron_fanformer.checkpoint.stored_files import read_table, saved_progress
 from megatron_fanformer.convert.recognition import Target
 from megatron_fanformer.data.chat_dataset import ChatDataset
 from megatron_fanformer.data.identity import another_tokenizer, identity_from_plain

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_fanformer import terminal
-from megatron_fanformer.checkpoint.config import CheckpointConfig
+from megatron_fanformer.checkpoint.run_folder import CheckpointConfig
 from megatron_fanformer.configuration import (
     build,
     by_dotted_names,

@@ -241,8 +241,10 @@ def _warn_of_other_tokenizer(start: RunStart) -> None:
 
 def _readable_progress(candidates: Sequence[Path]) -> "tuple[Path, SavedProgress | None] | None":
     """Return the first of some checkpoints whose progress can be read, and that; None where there is none."""
-    from megatron_fanformer.checkpoint.stored_files import saved_progress  # imports torch
-    from megatron_fanformer.checkpoint.tensor_table import read_table
+    from megatron_fanformer.checkpoint.stored_files import (
+        read_table,
+        saved_progress,  # imports torch
+    )
 
     for checkpoint in candidates:
         try:

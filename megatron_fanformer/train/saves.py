@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch.profiler import record_function
 
 from megatron_fanformer.checkpoint import run_folder
-from megatron_fanformer.checkpoint.mirror import Mirror
+from megatron_fanformer.checkpoint.remote import Mirror
 from megatron_fanformer.runtime.agreement import on_main
 from megatron_fanformer.runtime.parallel import RankGrid
 from megatron_fanformer.train.config import RunConfig

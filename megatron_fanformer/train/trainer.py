@@ -11,7 +11,7 @@ import torch
 from rich.console import Console
 
 from megatron_fanformer.checkpoint import run_folder
-from megatron_fanformer.checkpoint.versions import UnreadableError
+from megatron_fanformer.checkpoint.data_files import UnreadableError
 from megatron_fanformer.data.chat_template import CHAT_TEMPLATE_JINJA, attached_files
 from megatron_fanformer.data.tokenizer import tokenizer_file
 from megatron_fanformer.errors import CorruptError, DivergenceError, InputError, Interrupted
@@ -447,7 +447,6 @@ class Trainer:
                 checkpoint,
                 stages=self._stages,
                 optimizer=self._optimizer,
-                config=self._resolved_config(),
                 grid=self.grid,
                 resumed_entries=self.config.optimizer.rule.resumed_entries,
                 fully_parallel=self.config.checkpoint.fully_parallel_save,

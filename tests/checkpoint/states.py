@@ -137,7 +137,6 @@ class Training:
             checkpoint,
             stages=self.stages,
             optimizer=self.optimizer,
-            config=self.config(),
             grid=self.grid,
             resumed_entries=self.optimizer_config.rule.resumed_entries,
         )

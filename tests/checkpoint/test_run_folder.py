@@ -1,6 +1,5 @@
-"""Publication of checkpoints, and finding one's way among them."""
+"""The publication of checkpoints in a run's folder, the choice among them, and the section `checkpoint`."""
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,6 +7,7 @@ from typing import Any
 import pytest
 
 from megatron_fanformer.checkpoint import run_folder
+from megatron_fanformer.checkpoint.run_folder import CheckpointConfig
 from megatron_fanformer.convert.recognition import find_checkpoint
 from megatron_fanformer.errors import CorruptError
 from tests.checkpoint.stores import save
@@ -61,9 +61,6 @@ def spoiled_pointers() -> dict[str, Callable[[Path], Any]]:
         "binary": lambda path: path.write_bytes(b"\xff\x00\xfe"),
         "long": lambda path: path.write_text("x" * 5000),
         "outside": lambda path: path.write_text("../checkpoints/step-00000010"),
-        "folder": lambda path: path.mkdir(),
-        "pipe": os.mkfifo,
-        "dangling link": lambda path: path.symlink_to("nowhere"),
     }
 
 
@@ -124,3 +121,24 @@ def test_the_original_tokenizer_comes_before_its_rewriting(tmp_path: Path) -> No
     for name in ("tokenizer.json", "tokenizer.model", "tokenizer_config.json"):
         (tmp_path / name).touch()
     assert run_folder.attached_tokenizer(tmp_path) == tmp_path / "tokenizer.model"
+
+
+@pytest.mark.parametrize("name", ["save_interval", "keep", "mirror_keep"])
+def test_numbers_of_checkpoints_are_at_least_1(name: str) -> None:
+    assert CheckpointConfig(**{name: 1}).problems() == []
+    assert CheckpointConfig(**{name: 0}).problems() == [f"checkpoint.{name} is 0; it must be at least 1, or null"]
+
+
+@pytest.mark.parametrize(
+    ("url", "reason"),
+    [
+        ("runs/mirror", "must be a folder's URL"),
+        ("memory://mirror", "must be a folder's URL"),
+        ("simplecache::s3://bucket/run", "must be a folder's URL"),
+        ("sftp://user:secret@host/run", "holds a password"),
+        ("s3://key:sec/ret@bucket/run", "holds a password"),
+    ],
+)
+def test_a_wrong_url_is_told_without_its_password(url: str, reason: str) -> None:
+    (problem,) = CheckpointConfig(mirror=url).problems()
+    assert reason in problem and "ret" not in problem.partition(";")[0]

@@ -1,25 +1,272 @@
-"""Parts of a save on their own: what is not saved, what is summed up, what the settings may be."""
+"""Saves while training goes on, writers that fail, and states that are not finite."""
 
-import random
-from types import SimpleNamespace
+import logging
+import multiprocessing
+import os
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
-import numpy as np
+import psutil
 import pytest
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
-from megatron.core.tensor_parallel import get_cuda_rng_tracker
+from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 
-from megatron_fanformer.checkpoint.config import CheckpointConfig
-from megatron_fanformer.checkpoint.optimizer_state import _stored_groups
-from megatron_fanformer.checkpoint.saving import check_finite
-from megatron_fanformer.checkpoint.training_state import _capture_random_state, _restore_random_state
-from megatron_fanformer.errors import DivergenceError
+from megatron_fanformer.checkpoint import megatron_versions, run_folder
+from megatron_fanformer.checkpoint.megatron_versions import WRITER_LOGGER, ResultsFile, watched
+from megatron_fanformer.checkpoint.saving import CheckpointSaver, check_finite
+from megatron_fanformer.errors import DivergenceError, FanformerError
+from megatron_fanformer.runtime.agreement import is_main
+from tests.checkpoint.states import Pieces, Training, load_and_train, small_model, training, world_size
+from tests.patience import PATIENCE_SECONDS
+from tests.train.layouts import gather
+
+RunOnRanks = Callable[..., list[Any]]
 
 
-@pytest.mark.parametrize("name", ["save_interval", "keep", "mirror_keep"])
-def test_numbers_of_checkpoints_are_at_least_1(name: str) -> None:
-    assert CheckpointConfig(**{name: 1}).problems() == []
-    assert CheckpointConfig(**{name: 0}).problems() == [f"checkpoint.{name} is 0; it must be at least 1, or null"]
+# -- on every rank
+
+
+@contextmanager
+def writers_do_first(action: Callable[[], None]) -> Iterator[None]:
+    """Writers that start within do something before they write."""
+    original = megatron_versions.watched
+
+    def doing_it(write: Callable[..., None]) -> Callable[..., None]:
+        def write_after(*arguments: Any) -> None:
+            action()
+            original(write)(*arguments)
+
+        return write_after
+
+    megatron_versions.watched = doing_it
+    try:
+        yield
+    finally:
+        megatron_versions.watched = original
+
+
+def wait_until(happened: Callable[[], bool], seconds: float = PATIENCE_SECONDS) -> None:
+    deadline = time.monotonic() + seconds
+    while not happened() and time.monotonic() < deadline:
+        time.sleep(0.01)
+
+
+def started_save(run: Training, folder: Path) -> CheckpointSaver:
+    """Train two steps, and begin to save them; the writers wait for a file named `go`."""
+    run.take_steps(2)
+    saver = CheckpointSaver(folder, run.grid, keep=None, async_save=True)
+    with writers_do_first(lambda: wait_until((folder / "go").exists)):
+        assert run.save(saver) is None
+    return saver
+
+
+def writer_process(saver: CheckpointSaver) -> Any:
+    return saver._calls.async_calls[0].async_caller.process
+
+
+def published(folder: Path) -> list[str]:
+    return sorted(path.name for path in (folder / run_folder.CHECKPOINTS).glob("[!.]*"))
+
+
+def train_on_while_saving(layout: str, dtype: torch.dtype, folder: Path) -> tuple[Pieces, Pieces, Any]:
+    """Pieces of the state at the save, and when it is published; and how that came about."""
+    with training(layout, small_model(), dtype=dtype) as run:
+        saver = started_save(run, folder)
+        at_save = run.pieces()
+        run.take_steps(2)
+        early = saver.finish_due(blocking=False), published(folder)
+        (folder / "go").touch()
+        run.take_steps(1)
+        path = saver.finish_due(blocking=True)
+        again = saver.finish_due(blocking=True)
+        return at_save, run.pieces(), (early, path, again, published(folder))
+
+
+def lose_the_folder(layout: str, folder: Path) -> str:
+    """The folder goes away before it is written into; the error."""
+    with training(layout, small_model()) as run:
+        saver = started_save(run, folder)
+        torch.distributed.barrier()
+        if run.grid.is_main:
+            for unfinished in (folder / run_folder.CHECKPOINTS).glob(".*"):
+                shutil.rmtree(unfinished)
+            (folder / "go").touch()
+        return failure_of(saver)
+
+
+def kill_a_writer(layout: str, folder: Path) -> str:
+    """The writer of the last rank is killed; the error."""
+    with training(layout, small_model()) as run:
+        saver = started_save(run, folder)
+        if run.grid.rank == run.grid.world_size - 1:
+            writer_process(saver).kill()
+        torch.distributed.barrier()
+        (folder / "go").touch()
+        return failure_of(saver)
+
+
+def kill_what_a_writer_starts(layout: str, folder: Path, async_save: bool) -> str:
+    """Whichever process puts tensors into a file is killed on the last rank; the error."""
+    with training(layout, small_model()) as run:
+        as_it_is = FileSystemWriterAsync.write_preloaded_data
+        if run.grid.rank == run.grid.world_size - 1:
+            FileSystemWriterAsync.write_preloaded_data = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
+        try:
+            run.take_steps(2)
+            saver = CheckpointSaver(folder, run.grid, keep=None, async_save=async_save)
+            return failure_of(saver, lambda: run.save(saver))
+        finally:
+            FileSystemWriterAsync.write_preloaded_data = as_it_is
+
+
+def failure_of(saver: CheckpointSaver, save: Callable[[], Any] = lambda: None) -> str:
+    """What a save ends with, and the main rank alone prints; afterwards there is nothing left of it."""
+    with pytest.raises(FanformerError) as caught:
+        save()
+        saver.finish_due(blocking=True)
+    assert caught.value.already_reported is not is_main()
+    assert saver.finish_due(blocking=True) is None
+    return str(caught.value)
+
+
+def signal_writers(layout: str, folder: Path) -> list[str]:
+    """Writers get the signals that a run answers by saving and stopping; what is published after."""
+    before = {number: signal.signal(number, lambda *_: None) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        with training(layout, small_model()) as run:
+            saver = started_save(run, folder)
+            for number in before:
+                os.kill(writer_process(saver).pid, number)
+            time.sleep(0.1)
+            (folder / "go").touch()
+            saver.finish_due(blocking=True)
+            return published(folder)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def give_up(layout: str, folder: Path) -> tuple[Any, list[str]]:
+    """Close while the writers wait; how they ended, and all that is left of the checkpoint."""
+    with training(layout, small_model()) as run:
+        saver = started_save(run, folder)
+        process = writer_process(saver)
+        saver.close()
+        process.join(PATIENCE_SECONDS)
+        return process.exitcode, [path.name for path in (folder / run_folder.CHECKPOINTS).iterdir()]
+
+
+# -- what is written
+
+
+@pytest.mark.parametrize(
+    ("layout", "dtype"),
+    [
+        pytest.param("tp1-plain", torch.float32, marks=pytest.mark.full),
+        pytest.param("dp2", torch.float32, marks=pytest.mark.full),
+        ("dp2", torch.bfloat16),
+    ],
+)
+def test_the_checkpoint_holds_the_state_of_its_step_though_training_went_on(
+    run_on_ranks: RunOnRanks, tmp_path: Path, layout: str, dtype: torch.dtype
+) -> None:
+    ranks = run_on_ranks(world_size(layout), train_on_while_saving, layout, dtype, tmp_path)
+    checkpoint = tmp_path / run_folder.CHECKPOINTS / "step-00000002"
+    for _, _, (early, path, again, after) in ranks:
+        assert early == (None, [])
+        assert (path, again, after) == (checkpoint, None, ["latest", "step-00000002"])
+    at_save, later = (gather([rank[which] for rank in ranks]) for which in (0, 1))
+    assert [name for name in at_save if torch.equal(at_save[name], later[name])] == []
+    loaded = gather(
+        [rank.pieces for rank in run_on_ranks(1, load_and_train, "tp1-plain", small_model(), dtype, checkpoint)]
+    )
+    assert loaded.keys() == at_save.keys()
+    assert [name for name in loaded if not torch.equal(loaded[name], at_save[name])] == []
+
+
+# -- writers that fail
+
+
+@pytest.mark.parametrize(
+    ("fail", "arguments", "message"),
+    [
+        (lose_the_folder, (), "No such file or directory"),
+        (kill_a_writer, (), "(rank 1: its writer was killed"),
+        (kill_what_a_writer_starts, (True,), "(rank 1: "),
+        (kill_what_a_writer_starts, (False,), "(rank 1: "),
+    ],
+)
+def test_a_writer_that_fails_ends_the_run_and_publishes_nothing(
+    run_on_ranks: RunOnRanks, tmp_path: Path, fail: Callable[..., str], arguments: tuple[bool, ...], message: str
+) -> None:
+    error, same = run_on_ranks(2, fail, "dp2", tmp_path, *arguments)
+    assert error == same and message in error and "\n" not in error
+    assert error.startswith(f"the checkpoint of step 2 was not written to {tmp_path / run_folder.CHECKPOINTS} (rank ")
+    assert list((tmp_path / run_folder.CHECKPOINTS).iterdir()) == []
+
+
+def test_signals_to_stop_do_not_stop_a_writer(run_on_ranks: RunOnRanks, tmp_path: Path) -> None:
+    assert run_on_ranks(1, signal_writers, "tp1-plain", tmp_path) == [["latest", "step-00000002"]]
+
+
+def fail_into_the_log(_rank: int, _buckets: Any, results: Any) -> None:
+    """As megatron-core 0.19's writer does."""
+    logging.getLogger(WRITER_LOGGER).error("no space left")
+    results.put(RuntimeError("a worker failed"))
+
+
+def test_what_a_writer_logs_is_the_reason() -> None:
+    results = ResultsFile()
+    process = multiprocessing.get_context("fork").Process(target=watched(fail_into_the_log), args=(0, None, results))
+    process.start()
+    process.join()
+    assert repr(results.get_nowait()) == repr(RuntimeError("no space left"))
+
+
+def write_for_ever(*_: Any) -> None:
+    time.sleep(PATIENCE_SECONDS)
+
+
+def start_a_writer(connection: Any) -> None:
+    writer = multiprocessing.get_context("fork").Process(target=watched(write_for_ever), args=(0, None, None))
+    writer.start()
+    connection.send(writer.pid)
+    writer.join()
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux alone tells a process of its parent's end")
+def test_a_writer_does_not_outlive_its_rank() -> None:
+    ours, theirs = multiprocessing.Pipe()
+    rank = multiprocessing.get_context("fork").Process(target=start_a_writer, args=(theirs,))
+    rank.start()
+    writer = ours.recv()
+    time.sleep(0.2)  # it must have got to its work
+    assert is_alive(writer)
+    rank.kill()
+    rank.join()
+    wait_until(lambda: not is_alive(writer), seconds=PATIENCE_SECONDS / 2)
+    assert not is_alive(writer)
+
+
+def test_closing_ends_a_writer(run_on_ranks: RunOnRanks, tmp_path: Path) -> None:
+    assert run_on_ranks(1, give_up, "tp1-plain", tmp_path) == [(-signal.SIGKILL, [])]
+
+
+# -- the state to save
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
@@ -30,31 +277,3 @@ def test_no_value_that_is_not_finite_is_saved(value: float) -> None:
     tensor[2] = value
     with pytest.raises(DivergenceError, match="step 7 was not saved: w has the value"):
         check_finite({"model0": state}, 7)
-
-
-def test_groups_without_weights_on_this_rank_have_the_common_step() -> None:
-    groups = [{"params": [], "lr": 0.1}, {"params": [1], "lr": 0.2, "step": 5}]
-    stored = _stored_groups(SimpleNamespace(param_groups=groups))
-    assert stored == [{"lr": 0.1, "step": 5}, {"lr": 0.2, "step": 5}]
-
-
-def draws() -> tuple[float, float, float, float]:
-    with get_cuda_rng_tracker().fork("of a test"):
-        of_layers = torch.rand(1).item()
-    return random.random(), np.random.rand(), torch.rand(1).item(), of_layers
-
-
-def test_every_generator_goes_on_where_it_was() -> None:
-    tracker = get_cuda_rng_tracker()
-    before = tracker.get_states(), torch.get_rng_state()
-    tracker.add("of a test", 5)
-    try:
-        draws()
-        state = _capture_random_state()
-        expected = draws()
-        assert draws() != expected
-        _restore_random_state(state)
-        assert draws() == expected
-    finally:
-        tracker.set_states(before[0])
-        torch.set_rng_state(before[1])

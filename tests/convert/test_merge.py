@@ -16,7 +16,7 @@ from torch import Tensor
 from megatron_fanformer.checkpoint import run_folder
 from megatron_fanformer.checkpoint.full_tensors import StoredTensors, write_full_tensors
 from megatron_fanformer.checkpoint.saving import CheckpointSaver
-from megatron_fanformer.checkpoint.tensor_table import MAIN_WEIGHT, read_table
+from megatron_fanformer.checkpoint.stored_files import MAIN_WEIGHT, read_table
 from megatron_fanformer.checkpoint.training_state import load_weights
 from megatron_fanformer.cli import main
 from megatron_fanformer.convert import merge

@@ -10,8 +10,7 @@ import pytest
 import yaml
 
 from megatron_fanformer.checkpoint import run_folder
-from megatron_fanformer.checkpoint.manifest import write_manifest
-from megatron_fanformer.checkpoint.versions import versions
+from megatron_fanformer.checkpoint.manifest import versions, write_manifest
 from megatron_fanformer.convert.model_card import Extras, model_card
 from megatron_fanformer.convert.recognition import find_checkpoint
 from megatron_fanformer.train import metrics

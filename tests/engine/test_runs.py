@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron_fanformer.checkpoint.saving import CheckpointSaver
-from megatron_fanformer.checkpoint.tensor_table import STATE_PREFIX, read_table
+from megatron_fanformer.checkpoint.stored_files import STATE_PREFIX, read_table
 from megatron_fanformer.model.kernels import KernelsConfig
 from megatron_fanformer.train.metrics import read_metrics
 from megatron_fanformer.train.optimizer import single_optimizers

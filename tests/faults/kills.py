@@ -181,7 +181,7 @@ def outcome_of(run: Path, kills: int = 0, within_saves: int = 0) -> Outcome:
 def _digest(checkpoint: Path) -> str:
     """Of every tensor, the optimizer's too, by name; not of the files, in which tensors stand in any order."""
     from megatron_fanformer.checkpoint.full_tensors import StoredTensors
-    from megatron_fanformer.checkpoint.tensor_table import read_table
+    from megatron_fanformer.checkpoint.stored_files import read_table
 
     stored = StoredTensors(checkpoint, read_table(checkpoint))
     digest = hashlib.sha256()

@@ -13,7 +13,7 @@ import torch
 from megatron_fanformer.checkpoint import run_folder
 from megatron_fanformer.checkpoint.full_tensors import write_full_tensors
 from megatron_fanformer.checkpoint.manifest import MANIFEST, write_manifest
-from megatron_fanformer.checkpoint.tensor_table import METADATA, read_table, stored_parts, tensors_of
+from megatron_fanformer.checkpoint.stored_files import METADATA, read_table, stored_parts, tensors_of
 from megatron_fanformer.convert.name_table import expected_shapes
 from megatron_fanformer.inspect import checkpoint as checkpoints
 from megatron_fanformer.model.config import FANConfig

@@ -15,7 +15,7 @@ from megatron.core import parallel_state
 from megatron.core.transformer import transformer_block
 
 from megatron_fanformer.checkpoint import megatron_versions
-from megatron_fanformer.checkpoint.tensor_table import read_table
+from megatron_fanformer.checkpoint.stored_files import read_table
 from megatron_fanformer.model.build import build_stages, transformer_config
 from megatron_fanformer.model.config import FANConfig, FANformerConfig
 from megatron_fanformer.model.local_layers import RMSNorm

@@ -52,8 +52,7 @@ def test_a_checkpoint_that_the_trainer_wrote(
     sections: dict[str, Any], run_on_ranks: RunOnRanks, tmp_path: Path
 ) -> None:
     """Its tensors to the byte, and files that are not much larger."""
-    from megatron_fanformer.checkpoint.stored_files import read_checked
-    from megatron_fanformer.checkpoint.tensor_table import tensors_of
+    from megatron_fanformer.checkpoint.stored_files import read_checked, tensors_of
 
     tokens = write_tokens(tmp_path / "tokens")
     values = small_run(tokens, tmp_path / "run", **sections)

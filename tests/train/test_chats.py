@@ -16,7 +16,7 @@ from megatron_fanformer.train.config import config_from_dict
 from megatron_fanformer.train.metrics import read_metrics
 from megatron_fanformer.train.preflight import check_run
 from tests.chat_pairs import Chat, random_chats, write_chats
-from tests.checkpoint.test_async_save import writers_do_first
+from tests.checkpoint.test_saving import writers_do_first
 from tests.small_runs import SEQ_LENGTH, VOCAB_SIZE, first_step, small_run, trainer_of
 from tests.train.test_recovery import SLOW_SECONDS
 from tests.train.test_trainer import train

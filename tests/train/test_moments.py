@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_fanformer.checkpoint.tensor_table import STATE_PREFIX, read_table
+from megatron_fanformer.checkpoint.stored_files import STATE_PREFIX, read_table
 from megatron_fanformer.runtime.layout import ParallelConfig
 from megatron_fanformer.train.optimizers import LARGEST_BF16_DECAY, OptimizerConfig
 from megatron_fanformer.train.torch_optimizers import COPIED_ELEMENTS, Adam

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from megatron_fanformer.checkpoint import run_folder
-from megatron_fanformer.checkpoint.stored_files import common_values
-from megatron_fanformer.checkpoint.tensor_table import read_table
+from megatron_fanformer.checkpoint.stored_files import common_values, read_table
 from megatron_fanformer.durable_files import write_atomically
 from megatron_fanformer.train.metrics import read_metrics
 from tests.small_runs import small_run, write_tokens

@@ -10,7 +10,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from megatron_fanformer.checkpoint.tensor_table import MAIN_WEIGHT, STATE_PREFIX
+from megatron_fanformer.checkpoint.stored_files import MAIN_WEIGHT, STATE_PREFIX
 from megatron_fanformer.model.config import FANformerConfig
 from megatron_fanformer.train.optimizer import single_optimizers
 from megatron_fanformer.train.optimizers import OptimizerConfig

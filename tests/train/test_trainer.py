@@ -13,7 +13,7 @@ import torch
 
 from megatron_fanformer.checkpoint import run_folder
 from megatron_fanformer.checkpoint.full_tensors import StoredTensors
-from megatron_fanformer.checkpoint.tensor_table import read_table
+from megatron_fanformer.checkpoint.stored_files import read_table
 from megatron_fanformer.errors import DivergenceError, Interrupted
 from megatron_fanformer.model.build import build_stages
 from megatron_fanformer.runtime.parallel import rank_grid

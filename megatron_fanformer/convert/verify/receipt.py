@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from megatron_fanformer.checkpoint.versions import versions
+from megatron_fanformer.checkpoint.manifest import versions
 from megatron_fanformer.convert.checkpoints import Checkpoint
 from megatron_fanformer.convert.name_table import convert, listed, names_in, rows_of
 from megatron_fanformer.convert.verify.models import UsedTensors, logits_of
