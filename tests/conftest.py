@@ -16,9 +16,8 @@ import pytest
 
 from megatron_fanformer.data.tokenizer import train_sentencepiece
 from megatron_fanformer.prepare.document_files import read_documents
-from megatron_fanformer.processes import SAVE_SIGNAL, STOP_SIGNALS
+from megatron_fanformer.processes import SAVE_SIGNAL, STOP_SIGNALS, freeze_gc
 from megatron_fanformer.runtime import device
-from megatron_fanformer.runtime.garbage import freeze_gc
 from megatron_fanformer.runtime.rank_pool import RankPool
 from tests.small_runs import collect_groups
 

@@ -1,5 +1,6 @@
 """What signals do to a process before a run's loop listens to them, and the end of children with their parents."""
 
+import gc
 import os
 import signal
 import subprocess
@@ -12,6 +13,7 @@ import pytest
 from megatron_fanformer.processes import (
     NOTHING_LOST,
     STOP_SIGNALS,
+    manual_gc,
     seconds_since_start,
     signals_held,
     usable_cores,
@@ -194,3 +196,16 @@ def test_a_containers_quota_counts(
     if text is not None:
         file.write_text(text)
     assert usable_cores(file) == cores
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_run_collects_by_itself_again_when_it_is_over(fails: bool) -> None:
+    frozen = gc.get_freeze_count()
+    try:
+        with manual_gc():
+            assert not gc.isenabled()
+            if fails:
+                raise KeyError
+    except KeyError:
+        assert fails
+    assert gc.isenabled() and gc.get_freeze_count() <= frozen  # what these tests froze for themselves

@@ -62,9 +62,8 @@ class Setting(NamedTuple):
     """A variable, and when a process sets it to what."""
 
     variable: str
-    value: str | Callable[[RunShape], str | None]
-    """The value, or a function of a run's shape; None: it is left alone."""
-    applies: Callable[[RunShape], bool]
+    value: Callable[[RunShape], str | None]
+    """Returns the value for a process of a run; None: it is left alone."""
     when: str
     reason: str
     other: str = ""
@@ -72,11 +71,13 @@ class Setting(NamedTuple):
     is_required: bool = False
     """Whether another value in the environment would make the run wrong, and is refused."""
 
-    def value_for(self, shape: RunShape) -> str | None:
-        """Return the value for a process of a run; None: not set."""
-        if not self.applies(shape):
-            return None
-        return self.value if isinstance(self.value, str) else self.value(shape)
+
+def _fixed(value: str, applies: Callable[[RunShape], bool] = lambda _: True) -> Callable[[RunShape], str | None]:
+    return lambda shape: value if applies(shape) else None
+
+
+def _connections(shape: RunShape) -> str:
+    return "1" if shape.ranks == 1 or shape.orders_launches else "32"
 
 
 def _cudnn_of_torch(_shape: RunShape) -> str | None:
@@ -85,93 +86,73 @@ def _cudnn_of_torch(_shape: RunShape) -> str | None:
     return next((str(folder) for folder in folders if (folder / "lib").is_dir()), None)
 
 
-def _connections(shape: RunShape) -> str:
-    return "1" if shape.ranks == 1 or shape.orders_launches else "32"
-
-
-def _threads(shape: RunShape) -> str | None:
-    return None if shape.threads is None else str(shape.threads)
-
-
-def _always(_shape: RunShape) -> bool:
-    return True
-
-
-def _has_peers(shape: RunShape) -> bool:
-    return shape.over_nccl and shape.ranks > 1
-
-
-def _overlaps_norms(shape: RunShape) -> bool:
-    return shape.overlaps_norms
-
-
-def _has_graphs(shape: RunShape) -> bool:
-    return shape.cuda_graphs
-
-
-def _is_run(shape: RunShape) -> bool:
-    return not shape.is_any
-
-
-def _is_deterministic(shape: RunShape) -> bool:
-    return shape.deterministic
-
-
-SHARDS = "1 with tensor or context parallelism before Blackwell, and for one rank; else 32"
-IN_ORDER = (
-    "the overlap of tensor-parallel communication relies on the order of launches; else streams wait in one queue"
+PEERS, OVER_NCCL = (lambda shape: shape.over_nccl and shape.ranks > 1), "with several ranks over NCCL"
+MARGIN = (
+    _fixed("20", lambda shape: shape.overlaps_norms),
+    "20 where sums over replicas or interleaved stages overlap with computation",
+    "the Engine's norms occupy every multiprocessor, and would wait for NCCL's kernels (Megatron-Bridge)",
 )
-OVERLAP = "20 where sums over replicas or interleaved stages overlap with computation"
-MARGIN = "the Engine's norms occupy every multiprocessor, and would wait for NCCL's kernels (Megatron-Bridge)"
-GRAPHS = "NCCL would register addresses that expanding segments do not keep: an illegal memory access (megatron-core)"
-SHARE = "a rank's share of the cores, for a rank on a GPU that another launcher started; for local ranks always"
-CUDNN = "with two cuDNNs the Engine's attention falls back to one that keeps every score, without a word"
-RECORDS = "TORCH_NCCL_TRACE_BUFFER_SIZE"  # its name in earlier torches
-DETERMINISTIC = "with `runtime.deterministic_mode`"
+EXACT, DETERMINISTIC = (lambda shape: shape.deterministic), "with `runtime.deterministic_mode`"
 SETTINGS = (
-    Setting("CUDA_DEVICE_MAX_CONNECTIONS", _connections, _always, SHARDS, IN_ORDER),
     Setting(
-        "TORCH_NCCL_HIGH_PRIORITY", "1", _has_peers, "1 with several ranks over NCCL", "collectives overtake products"
+        "CUDA_DEVICE_MAX_CONNECTIONS",
+        _connections,
+        "1 with tensor or context parallelism before Blackwell, and for one rank; else 32",
+        "the overlap of tensor-parallel communication relies on the order of launches; else streams wait in one queue",
     ),
+    Setting("TORCH_NCCL_HIGH_PRIORITY", _fixed("1", PEERS), f"1 {OVER_NCCL}", "collectives overtake products"),
     Setting(
         "TORCH_FR_BUFFER_SIZE",
-        "2000",
-        _has_peers,
-        "2000 with several ranks over NCCL",
+        _fixed("2000", PEERS),
+        f"2000 {OVER_NCCL}",
         "torch's flight recorder",
-        RECORDS,
+        other="TORCH_NCCL_TRACE_BUFFER_SIZE",  # its name in earlier torches
     ),
-    Setting("NVTE_FWD_LAYERNORM_SM_MARGIN", "20", _overlaps_norms, OVERLAP, MARGIN),
-    Setting("NVTE_BWD_LAYERNORM_SM_MARGIN", "20", _overlaps_norms, OVERLAP, MARGIN),
+    Setting("NVTE_FWD_LAYERNORM_SM_MARGIN", *MARGIN),
+    Setting("NVTE_BWD_LAYERNORM_SM_MARGIN", *MARGIN),
     Setting(
         "PYTORCH_ALLOC_CONF",
-        "expandable_segments:True",
-        _is_run,
+        _fixed("expandable_segments:True", lambda shape: not shape.is_any),
         "in every run",
         "free memory in pieces is used (PyTorch)",
-        "PYTORCH_CUDA_ALLOC_CONF",
+        other="PYTORCH_CUDA_ALLOC_CONF",
     ),
-    Setting("NCCL_GRAPH_REGISTER", "0", _has_graphs, "0 with CUDA graphs", GRAPHS, is_required=True),
-    Setting(OMP_THREADS, _threads, _always, SHARE, "OpenMP would start a thread for every core in each rank"),
+    Setting(
+        "NCCL_GRAPH_REGISTER",
+        _fixed("0", lambda shape: shape.cuda_graphs),
+        "0 with CUDA graphs",
+        "NCCL would register addresses that expanding segments do not keep: an illegal memory access (megatron-core)",
+        is_required=True,
+    ),
+    Setting(
+        OMP_THREADS,
+        lambda shape: None if shape.threads is None else str(shape.threads),
+        "a rank's share of the cores, for a rank on a GPU that another launcher started; for local ranks always",
+        "OpenMP would start a thread for every core in each rank",
+    ),
     Setting(
         "NVTE_ALLOW_NONDETERMINISTIC_ALGO",
-        "0",
-        _is_deterministic,
+        _fixed("0", EXACT),
         DETERMINISTIC,
         "attention's backward adds in any order",
         is_required=True,
     ),
     Setting(
         "CUBLAS_WORKSPACE_CONFIG",
-        ":4096:8",
-        _is_deterministic,
+        _fixed(":4096:8", EXACT),
         DETERMINISTIC,
         "cuBLAS splits products by stream",
         is_required=True,
     ),
-    Setting("NCCL_ALGO", "Ring", _is_deterministic, DETERMINISTIC, "NCCL chooses by measuring at its start"),
-    Setting("CUDNN_HOME", _cudnn_of_torch, _always, "torch's cuDNN, where it came with one", CUDNN, "CUDNN_PATH"),
-    Setting("THP_MEM_ALLOC_ENABLE", "1", _always, "always", "the kernel zeroes pages of 4 KiB one by one (PyTorch)"),
+    Setting("NCCL_ALGO", _fixed("Ring", EXACT), DETERMINISTIC, "NCCL chooses by measuring at its start"),
+    Setting(
+        "CUDNN_HOME",
+        _cudnn_of_torch,
+        "torch's cuDNN, where it came with one",
+        "with two cuDNNs the Engine's attention falls back to one that keeps every score, without a word",
+        other="CUDNN_PATH",
+    ),
+    Setting("THP_MEM_ALLOC_ENABLE", _fixed("1"), "always", "the kernel zeroes pages of 4 KiB one by one (PyTorch)"),
 )
 
 
@@ -202,7 +183,7 @@ def settings_of(shape: RunShape, env: MutableMapping[str, str] = os.environ) -> 
         names = (name for name in (setting.variable, setting.other) if name in env and name not in set_here)
         name = next(names, setting.variable)
         theirs = None if name in set_here else env.get(name)
-        applied.append(Applied(setting, name, setting.value_for(shape), theirs))
+        applied.append(Applied(setting, name, setting.value(shape), theirs))
         if setting.is_required and applied[-1].differs:
             raise InputError(
                 f"{name} is {theirs} in the environment, but this run needs {applied[-1].ours} ({setting.when}); "

@@ -16,10 +16,9 @@ from megatron_fanformer.data.chat_template import CHAT_TEMPLATE_JINJA, attached_
 from megatron_fanformer.data.tokenizer import tokenizer_file
 from megatron_fanformer.errors import CorruptError, DivergenceError, InputError, Interrupted
 from megatron_fanformer.model.build import build_stages
-from megatron_fanformer.processes import signals_to
+from megatron_fanformer.processes import manual_gc, signals_to
 from megatron_fanformer.runtime.agreement import on_main
 from megatron_fanformer.runtime.device import return_freed_memory
-from megatron_fanformer.runtime.garbage import manual_gc
 from megatron_fanformer.runtime.parallel import RankGrid
 from megatron_fanformer.runtime.seeding import seed_everything
 from megatron_fanformer.train.chats import with_train_iters

@@ -11,7 +11,7 @@ import torch
 
 from megatron_fanformer.data.batches import _raised, micro_batches
 from megatron_fanformer.errors import FanformerError
-from megatron_fanformer.runtime.garbage import manual_gc
+from megatron_fanformer.processes import manual_gc
 
 SEQ_LENGTH = 4
 
