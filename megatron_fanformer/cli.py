@@ -25,7 +25,7 @@ from megatron_fanformer.evaluate.verb import EVALUATE
 from megatron_fanformer.experiments.probes.command import EXPERIMENT
 from megatron_fanformer.experiments.report.command import REPORT
 from megatron_fanformer.experiments.sweeps.verb import SWEEP
-from megatron_fanformer.generate.verbs import CHAT, GENERATE
+from megatron_fanformer.generate.verb import CHAT, GENERATE
 from megatron_fanformer.inspect.verb import INSPECT
 from megatron_fanformer.options import PROGRAM, Verb, add_options, home_path, path_or_none
 from megatron_fanformer.parity.verb import PARITY

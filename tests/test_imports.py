@@ -80,7 +80,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         "runtime.device",
         "prepare.verb",
         "convert.verb",
-        "generate.verbs",
+        "generate.verb",
         "evaluate.verb",
         "train.verbs",
         "parity.verb",

@@ -27,8 +27,8 @@ from megatron_fanformer.data.tokenizer import TOKENIZER_MODEL, load_tokenizer, t
 from megatron_fanformer.demo.corpus import Corpus, pack_standard_library
 from megatron_fanformer.durable_files import write_atomically
 from megatron_fanformer.errors import FanformerError, InputError, Interrupted
-from megatron_fanformer.generate.config import GenerateConfig
 from megatron_fanformer.generate.generate import generate
+from megatron_fanformer.generate.verb import GenerateConfig
 from megatron_fanformer.model.config import FANformerConfig
 from megatron_fanformer.prepare.document_files import read_documents
 from megatron_fanformer.prepare.prepare import prepare

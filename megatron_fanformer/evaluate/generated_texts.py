@@ -11,9 +11,9 @@ from typing import Any
 from megatron_fanformer.data.tokenizer import Tokenizer
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.evaluate.code_execution import Limits
-from megatron_fanformer.generate.config import SamplingConfig
 from megatron_fanformer.generate.continuation import Continuation, continue_all
 from megatron_fanformer.generate.models import TrainedModel
+from megatron_fanformer.generate.verb import SamplingConfig
 
 Log = Callable[[str], None]
 
@@ -30,10 +30,6 @@ class GenerationSettings(SamplingConfig):
     """Whether programs that the model writes may be run (`code_execution` says how)."""
     limits: Limits = field(default_factory=Limits)
     """Resource limits of each such program."""
-
-    def problems(self) -> list[str]:
-        """Return the rules of single fields that these settings break, one line each."""
-        return [*super().problems(), *self._below_one("max_new_tokens", "batch_size")]
 
     def length_problems(self, seq_length: int) -> list[str]:
         """List the settings that do not suit a model of sequences of that length."""

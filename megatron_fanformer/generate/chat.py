@@ -1,11 +1,13 @@
-"""`chat`: a conversation with a model whose key/value cache is kept from turn to turn."""
+"""`chat`: a conversation in a terminal or a pipe, with a key/value cache that is kept from turn to turn."""
 
+import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import torch
 from torch import Tensor
 
+from megatron_fanformer import terminal
 from megatron_fanformer.data.chat_template import (
     ChatTemplate,
     Message,
@@ -15,13 +17,15 @@ from megatron_fanformer.data.chat_template import (
 )
 from megatron_fanformer.data.tokenizer import Tokenizer
 from megatron_fanformer.errors import InputError, collect_problems
-from megatron_fanformer.generate.config import ChatConfig
 from megatron_fanformer.generate.continuation import Continuation
 from megatron_fanformer.generate.models import TrainedModel, find_model_and_tokenizer, load_model
+from megatron_fanformer.generate.verb import ChatConfig
 from megatron_fanformer.runtime.device import return_freed_memory
 
 FREE_SHARE = 4
 """One part in so many of the context is kept free for an answer of unstated length."""
+RESET, QUIT = "/reset", "/quit"
+HINT = f"{RESET} begins anew; {QUIT} or Ctrl-D ends; Ctrl-C ends an answer, twice the program"
 
 
 @contextmanager
@@ -59,7 +63,7 @@ class Chat:
         self._tokenizer, self._template, self._config = tokenizer, template, config
         self._context_tokens = model.config.seq_length
         self._decoder = model.decoder(1, self._context_tokens)
-        self._read: list[int] = []  # the tokens in the cache
+        self._cached_ids: list[int] = []
         self.reset()
 
     def reset(self) -> None:
@@ -79,7 +83,7 @@ class Chat:
                 is as before then.
             DivergenceError: the model's logits are not finite.
         """
-        ids = self._with_room([*self._messages, {"role": "user", "content": text}])
+        ids = self._make_room([*self._messages, {"role": "user", "content": text}])
         room = self._context_tokens - len(ids)
         most = min(self._config.max_new_tokens or room, room)
         answer = Continuation(self._tokenizer, ids, self._config, max_new_tokens=most, stop=self._config.stop)
@@ -94,46 +98,120 @@ class Chat:
             self._messages.append({"role": "assistant", "content": answer.text})
             return_freed_memory()  # each token's attention was of another size
 
-    def _with_room(self, messages: list[Message]) -> list[int]:
-        """Return the tokens of a conversation, whose oldest turns are left out until an answer has room."""
-        wanted = self._config.max_new_tokens or self._context_tokens // FREE_SHARE
-        left_out = 0
-        while len(ids := self._ids(messages)) + wanted > self._context_tokens:
-            rest = _without_oldest_turn(messages)
-            if rest is None:
+    def _make_room(self, messages: list[Message]) -> list[int]:
+        """Drop a conversation's oldest turns until an answer has room; keep the rest, and return its tokens."""
+        needed_tokens = self._config.max_new_tokens or self._context_tokens // FREE_SHARE
+        dropped_turns = 0
+        while len(ids := self._encode(messages)) + needed_tokens > self._context_tokens:
+            turns = [number for number, message in enumerate(messages) if message["role"] == "user"]
+            if len(turns) < 2:
                 break
-            messages, left_out = rest, left_out + 1
+            messages, dropped_turns = [*messages[: turns[0]], *messages[turns[1] :]], dropped_turns + 1
         if len(ids) >= self._context_tokens:
             raise InputError(
                 f"the message makes {len(ids)} tokens with what stands before it, and the model was trained on "
                 f"{self._context_tokens}; write a shorter one"
             )
-        self._messages, self.forgotten = messages, self.forgotten + left_out
+        self._messages, self.forgotten = messages, self.forgotten + dropped_turns
         return ids
 
-    def _ids(self, messages: Sequence[Message]) -> list[int]:
+    def _encode(self, messages: Sequence[Message]) -> list[int]:
         chat = self._template.render(messages, add_generation_prompt=True, needs_learned=False)
         ids, _ = encode_chat(self._tokenizer, chat)
         return [int(token) for token in ids]
 
     def _logits_after(self, ids: list[int]) -> Tensor:
         """Return the logits [v] of the token after `ids`; the model reads only those that the cache does not hold."""
-        known = min(_common(self._read, ids), len(ids) - 1)
+        known = min(_common_length(self._cached_ids, ids), len(ids) - 1)
         self._decoder.rewind(known)
-        self._read = ids[:known]  # should the reading be broken off
+        self._cached_ids = ids[:known]  # should the reading be broken off
         (logits_v,) = self._decoder.next_logits(torch.tensor([ids[known:]]))
-        self._read = ids
+        self._cached_ids = ids
         return logits_v
 
 
-def _without_oldest_turn(messages: Sequence[Message]) -> list[Message] | None:
-    """Return the messages without the first of the user's and its answer; None where only the last one would be left
-    out.
-    """
-    starts = [number for number, message in enumerate(messages) if message["role"] == "user"]
-    return None if len(starts) < 2 else [*messages[: starts[0]], *messages[starts[1] :]]
-
-
-def _common(left: Sequence[int], right: Sequence[int]) -> int:
+def _common_length(left: Sequence[int], right: Sequence[int]) -> int:
     shorter = min(len(left), len(right))
     return next((place for place in range(shorter) if left[place] != right[place]), shorter)
+
+
+# -- input and output
+
+
+def talk(config: ChatConfig) -> None:
+    """Answer the lines of standard input, a terminal's or a pipe's, until it ends.
+
+    To a pipe nothing but answers is written on standard output, each followed by a line end. Lines of white space alone
+    are passed over.
+
+    Raises:
+        InputError, CorruptError, DivergenceError: those of `open_chat` and `Chat.answer`; in a terminal, why a message
+            cannot be answered is printed, and it may be rephrased.
+        KeyboardInterrupt: Ctrl-C twice without a line in between, or once for a pipe.
+    """
+    with open_chat(config) as chat:
+        if sys.stdin.isatty():
+            _talk_in_terminal(chat)
+        else:
+            _talk_in_pipe(chat)
+
+
+def _talk_in_pipe(chat: Chat) -> None:
+    for number, line in enumerate(sys.stdin.buffer, start=1):
+        try:
+            text = line.decode("utf-8-sig" if number == 1 else "utf-8")  # without a byte order mark
+        except UnicodeDecodeError:
+            raise InputError(f"line {number} of the messages is not valid UTF-8; write them in that") from None
+        try:
+            if not _carry_out(chat, text.removesuffix("\n").removesuffix("\r")):
+                return
+        except InputError as error:
+            raise InputError(f"line {number} of the messages: {error}") from None
+
+
+def _talk_in_terminal(chat: Chat) -> None:
+    with suppress(ImportError):
+        import readline  # noqa: F401  (input() edits lines by it)
+    _print_notice(HINT)
+    is_interrupted = False
+    while True:
+        try:
+            line = input("> " if sys.stdout.isatty() else "")
+            is_interrupted = False
+            if not _carry_out(chat, line):
+                return
+        except EOFError:
+            return print()
+        except KeyboardInterrupt:
+            if is_interrupted:
+                raise
+            is_interrupted = True
+            print()
+            _print_notice(HINT)
+        except InputError as error:
+            _print_notice(str(error))
+
+
+def _carry_out(chat: Chat, text: str) -> bool:
+    """Carry out a command or answer a message; return False where the conversation is to end."""
+    command = text.strip()
+    if command == QUIT:
+        return False
+    if command == RESET:
+        chat.reset()
+    elif command:
+        forgotten = chat.forgotten
+        for piece in chat.answer(text):
+            if chat.forgotten and not forgotten:
+                _print_notice(
+                    "the conversation is longer than the model's context; from here on its oldest turns are left out"
+                )
+                forgotten = chat.forgotten
+            if piece:
+                print(piece, end="", flush=True)
+        print(flush=True)
+    return True
+
+
+def _print_notice(line: str) -> None:
+    terminal.print_stderr(f"megatron-fanformer: {line}")

@@ -1,10 +1,12 @@
-"""A prompt and what follows it: its tokens as they are chosen, its text as far as it is known, and why it ended.
+"""Continuations of prompts: sampled tokens, their text, and the decoding of several in one batch.
 
 Several are continued together, by megatron-core's key/value cache, to the text that each has alone. The cache gives all
 rows of a batch the same position, and megatron-core's causal mask has no room for padding. So a batch begins with as
 many tokens as its shortest prompt has, and then goes on token by token: a row whose prompt is longer is given its own
 next token until it has been read, and only then chooses one. Nothing is padded, every position is the row's own, and a
 batch of prompts of about one length loses next to nothing.
+
+Shapes: b batch, s sequence, v vocabulary.
 """
 
 import itertools
@@ -15,10 +17,11 @@ import torch
 from torch import Tensor
 
 from megatron_fanformer.data.tokenizer import Tokenizer
-from megatron_fanformer.generate.config import SamplingConfig
+from megatron_fanformer.errors import DivergenceError
 from megatron_fanformer.generate.models import TrainedModel
-from megatron_fanformer.generate.sampling import Sampler
+from megatron_fanformer.generate.verb import SamplingConfig
 from megatron_fanformer.runtime.device import return_freed_memory
+from megatron_fanformer.runtime.seeding import generator_for
 
 EndedBy = Literal["end_of_text", "stop", "length"]
 CONTEXT_TOKENS = 8
@@ -26,6 +29,52 @@ CONTEXT_TOKENS = 8
 otherwise."""
 CUT_OFF = "\N{REPLACEMENT CHARACTER}"
 """What a decoder returns for a character with missing bytes."""
+
+
+# -- one token
+
+
+def token_probabilities(logits_v: Tensor, config: SamplingConfig) -> Tensor:
+    """Return the distribution [v] that is drawn from at a temperature above 0: float64, zero where a token is cut off.
+
+    Temperature comes first, then top-k, then top-p on what that leaves. Among equal logits the lower id ranks first.
+    """
+    # Shifted to a maximum of 0, so that no temperature, however low, makes the most likely token's logit infinite.
+    scaled_v = (logits_v.double() - logits_v.max()) / config.temperature
+    ranked, ids = scaled_v.sort(descending=True, stable=True)
+    if config.top_k:
+        ranked, ids = ranked[: config.top_k], ids[: config.top_k]
+    ranked = ranked.softmax(0)
+    mass_before = ranked.cumsum(0) - ranked
+    ranked = ranked * (mass_before < config.top_p)
+    return torch.zeros_like(scaled_v).scatter(0, ids, ranked / ranked.sum())
+
+
+class Sampler:
+    """Chooses tokens one by one; its draws depend on the seed and its name, not on torch's global state."""
+
+    def __init__(self, config: SamplingConfig, name: str = "") -> None:
+        self._config = config
+        self._generator = generator_for(config.seed, name)
+
+    def __call__(self, logits_v: Tensor) -> int:
+        """Return the next token's id from logits [v] on any device; the draw is the CPU's, the same for all devices.
+
+        Raises:
+            DivergenceError: a logit is not finite.
+        """
+        logits_v = logits_v.float().cpu()
+        if not logits_v.isfinite().all():
+            raise DivergenceError(
+                "the model's logits are not all finite, so its weights have diverged; use an earlier checkpoint"
+            )
+        if self._config.temperature == 0:
+            return int(logits_v.argmax())
+        probabilities_v = token_probabilities(logits_v, self._config)
+        return int(torch.multinomial(probabilities_v, 1, generator=self._generator))
+
+
+# -- one continuation
 
 
 class NewText:
@@ -65,7 +114,15 @@ class NewText:
 
 
 class Continuation:
-    """A prompt that is being continued; its draws depend on the seed, it and its number alone, whatever the batch."""
+    """A prompt and its new tokens; its draws depend on the seed, the prompt and its number alone, not on the batch.
+
+    Args:
+        tokenizer: its end of text ends the continuation with `end_of_text`.
+        prompt_ids: at least one token.
+        max_new_tokens: at least one; it ends there with `length`.
+        sample: its number among the continuations of the prompt.
+        stop: strings that end it with `stop`.
+    """
 
     def __init__(
         self,
@@ -77,15 +134,6 @@ class Continuation:
         sample: int = 0,
         stop: Sequence[str] = (),
     ) -> None:
-        """A prompt that nothing follows yet.
-
-        Args:
-            tokenizer: its end of text ends it with `end_of_text`.
-            prompt_ids: at least one token.
-            max_new_tokens: at least one; it ends there with `length`.
-            sample: its number among the continuations of the prompt.
-            stop: strings that end it with `stop`.
-        """
         self.prompt_ids = list(prompt_ids)
         self.max_new_tokens = max_new_tokens
         self.ids: list[int] = []
@@ -141,7 +189,7 @@ def continue_all(
     batch_size: int,
     on_batch: Callable[[int], None] = lambda ended: None,
 ) -> None:
-    """Continue any number of prompts to their ends, in batches of prompts of about one length, the longest first.
+    """Continue prompts to their ends, in batches of prompts of about one length, the longest first.
 
     Args:
         on_batch: called after each batch, with the number of continuations that have ended.

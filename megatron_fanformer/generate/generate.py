@@ -1,19 +1,19 @@
-"""`generate`: continues prompts with a trained model."""
+"""`generate`: continues prompts with a trained model, and prints the texts as they grow."""
 
 import functools
 import json
 from collections.abc import Callable, Sequence
 
 from megatron_fanformer.errors import InputError
-from megatron_fanformer.generate.config import GenerateConfig
 from megatron_fanformer.generate.continuation import Continuation, continue_together
 from megatron_fanformer.generate.models import find_model_and_tokenizer, load_model
+from megatron_fanformer.generate.verb import GenerateConfig
 
 
 def generate(
     config: GenerateConfig, watch: Callable[[int, Sequence[Continuation]], None] = lambda first, batch: None
 ) -> list[Continuation]:
-    """Continue prompts: the samples of the first, then those of the next.
+    """Continue prompts, at least one: the samples of the first, then those of the next.
 
     A text depends on the model, the settings, the seed, its prompt and the sample's number alone: neither on the other
     prompts nor on the batch, but for sums of floating-point numbers in another order, which can tip a near tie.
@@ -58,9 +58,6 @@ def _check_lengths(prompts: Sequence[Sequence[int]], new_tokens: int, seq_length
     )
 
 
-# -- printed
-
-
 def print_generations(config: GenerateConfig, write: Callable[[str], object]) -> None:
     """Continue prompts and write each with its continuation, in order, as far as each is known.
 
@@ -68,53 +65,40 @@ def print_generations(config: GenerateConfig, write: Callable[[str], object]) ->
     `config.json` it is an object a line, when a continuation has ended: prompt, sample, text, ended_by, ids.
 
     Raises:
-        As `generate`.
+        InputError, CorruptError, DivergenceError: those of `generate`.
     """
-    generate(config, _InOrder(config, write))
+    generate(config, _OrderedWriter(config, write))
 
 
-class _InOrder:
+class _OrderedWriter:
     """Writes the continuations in order: the first that has not ended as it grows, those after it when it has."""
 
     def __init__(self, config: GenerateConfig, write: Callable[[str], object]) -> None:
         self._config, self._write = config, write
-        self._shown = self._json_line if config.json else self._text
+        self._render = self._json_line if config.json else self._text
         self._number = self._written = 0  # of the continuation that is being written, and how much of it is
 
     def __call__(self, first: int, batch: Sequence[Continuation]) -> None:
         while self._number < first + len(batch):
             continuation = batch[self._number - first]
-            shown = self._shown(continuation)
-            self._write(shown[self._written :])
-            self._written = len(shown)
+            number, sample = divmod(self._number, self._config.num_samples)
+            text = self._render(continuation, number, sample)
+            self._write(text[self._written :])
+            self._written = len(text)
             if not continuation.ended_by:
                 return
             self._write("\n")
             self._number, self._written = self._number + 1, 0
 
-    def _of(self) -> tuple[str, int]:
-        number, sample = divmod(self._number, self._config.num_samples)
-        return self._config.prompts[number], sample
-
-    def _text(self, continuation: Continuation) -> str:
-        prompt, sample = self._of()
+    def _text(self, continuation: Continuation, number: int, sample: int) -> str:
         heading = ""
         if len(self._config.prompts) * self._config.num_samples > 1:
-            number = self._number // self._config.num_samples + 1
             of_samples = f", sample {sample + 1}" if self._config.num_samples > 1 else ""
-            heading = ("\n" if self._number else "") + f"--- prompt {number}{of_samples}\n"
-        return heading + prompt + continuation.settled_text
+            heading = ("\n" if self._number else "") + f"--- prompt {number + 1}{of_samples}\n"
+        return heading + self._config.prompts[number] + continuation.settled_text
 
-    def _json_line(self, continuation: Continuation) -> str:
-        prompt, sample = self._of()
+    def _json_line(self, continuation: Continuation, number: int, sample: int) -> str:
         if not continuation.ended_by:
             return ""
-        return json.dumps(
-            {
-                "prompt": prompt,
-                "sample": sample,
-                "text": continuation.text,
-                "ended_by": continuation.ended_by,
-                "ids": continuation.ids,
-            }
-        )
+        values = {"prompt": self._config.prompts[number], "sample": sample, "text": continuation.text}
+        return json.dumps({**values, "ended_by": continuation.ended_by, "ids": continuation.ids})

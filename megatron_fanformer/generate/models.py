@@ -1,7 +1,7 @@
-"""Trained models as one process runs them: found without reading weights, loaded, and run for logits.
+"""Trained models in one process: find them without reading weights, load them, and compute logits.
 
-A checkpoint of any layout and an exported Hugging Face folder both become the same thing: the whole model as a single
-stage of megatron-core, at tensor and pipeline parallel size 1.
+A checkpoint of any layout and an exported Hugging Face folder both become a single stage of megatron-core with the
+whole model, at tensor and pipeline parallel size 1.
 
 Shapes: b batch, s sequence, v vocabulary without padding.
 """
@@ -68,43 +68,40 @@ def find_model(checkpoint: Path, *, eod_id: int | None = None) -> ModelSource:
         CorruptError: its configuration cannot be read.
     """
     target = recognise(checkpoint, RUNNABLE)
+    fill: Callable[[list[Any], RankGrid], None]
     if target.kind == "hf":
         from megatron_fanformer.convert.huggingface import stated_model  # imports transformers: over a second
 
-        config, dtype, end_of_text_id = stated_model(target.path)
-        return ModelSource(
-            path=target.path,
-            config=config,
-            dtype=torch.bfloat16 if dtype == torch.bfloat16 else torch.float32,
-            tokenizer=run_folder.attached_tokenizer(target.path),
-            end_of_text_id=end_of_text_id if eod_id is None else eod_id,
-            fill=functools.partial(_fill_from_huggingface, target.path),
-        )
-    folder = checkpoint_of(target)
-    stated = read_beside(folder / GENERATION_CONFIG).get("eos_token_id")
-    is_bf16 = run_folder.saved_config(folder).get("precision", {}).get("dtype") == "bf16"
+        folder = target.path
+        config, dtype, end_of_text_id = stated_model(folder)
+        is_bf16 = dtype == torch.bfloat16
+        fill = functools.partial(_fill_from_huggingface, folder)
+    else:
+        folder = checkpoint_of(target)
+        config = run_folder.saved_model(folder)
+        end = read_beside(folder / GENERATION_CONFIG).get("eos_token_id")
+        end_of_text_id = end if type(end) is int else None
+        is_bf16 = run_folder.saved_config(folder).get("precision", {}).get("dtype") == "bf16"
+        fill = functools.partial(load_weights, folder)
     return ModelSource(
         path=folder,
-        config=run_folder.saved_model(folder),
+        config=config,
         dtype=torch.bfloat16 if is_bf16 else torch.float32,
         tokenizer=run_folder.attached_tokenizer(folder),
-        end_of_text_id=stated if eod_id is None and type(stated) is int else eod_id,
-        fill=functools.partial(load_weights, folder),
+        end_of_text_id=end_of_text_id if eod_id is None else eod_id,
+        fill=fill,
     )
 
 
 def find_model_and_tokenizer(
     checkpoint: str, stated_tokenizer: str | None, problems: list[str], *, eod_id: int | None = None
 ) -> tuple[ModelSource | None, Tokenizer | None]:
-    """Find a model as `find_model`, and the tokenizer that is stated, or else lies next to it.
+    """Find a model by `find_model`, and the tokenizer that is stated, or else lies next to it.
 
-    What is wrong with either is noted as problems, one a line; then it may be None.
-
-    Args:
-        eod_id: as `find_model`.
+    Problems with either are added to `problems`, one a line; then it may be None.
 
     Raises:
-        CorruptError: as `find_model`.
+        CorruptError: the model's configuration cannot be read.
     """
     source = collect_problems(problems, lambda: find_model(Path(checkpoint), eod_id=eod_id))
     path = stated_tokenizer or (source.tokenizer if source else None)
@@ -206,12 +203,10 @@ def build_model(source: ModelSource, grid: RankGrid) -> TrainedModel:
 
 @contextmanager
 def load_model(checkpoint: Path) -> Iterator[TrainedModel]:
-    """Yield the model of a checkpoint as `find_model` finds it, in a process group of this process alone.
-
-    There must be no process group yet.
+    """Yield the model of a checkpoint, in a process group of this process alone; there must be none yet.
 
     Raises:
-        InputError, CorruptError: as `find_model` and `build_model`.
+        InputError, CorruptError: those of `find_model` and `build_model`.
     """
     source = find_model(checkpoint)
     with distributed(ParallelConfig()) as grid:

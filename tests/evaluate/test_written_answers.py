@@ -8,8 +8,8 @@ from megatron_fanformer.cli import main
 from megatron_fanformer.durable_files import sha256_of
 from megatron_fanformer.evaluate.requests import write_requests
 from megatron_fanformer.evaluate.task_documents import documents
-from megatron_fanformer.generate.config import GenerateConfig
 from megatron_fanformer.generate.generate import generate
+from megatron_fanformer.generate.verb import GenerateConfig
 from tests.evaluate.oe_data import write_library
 from tests.evaluate.test_ulogic import RULES
 from tests.generate.making import write_export, write_tokenizer

@@ -13,9 +13,9 @@ import torch
 from megatron_fanformer.checkpoint.full_tensors import write_full_tensors
 from megatron_fanformer.convert.name_table import expected_shapes
 from megatron_fanformer.data.chat_template import attached_files
-from megatron_fanformer.generate.config import SamplingConfig
 from megatron_fanformer.generate.continuation import Continuation, continue_all
 from megatron_fanformer.generate.models import TrainedModel, build_model, find_model
+from megatron_fanformer.generate.verb import SamplingConfig
 from megatron_fanformer.model.config import FANConfig, FANformerConfig
 from megatron_fanformer.runtime.config import DeviceKind
 from megatron_fanformer.runtime.parallel import ParallelConfig, rank_grid

@@ -12,10 +12,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from megatron_fanformer.cli import main
 from megatron_fanformer.convert.recognition import find_checkpoint
 from megatron_fanformer.errors import InputError
-from megatron_fanformer.generate import talking
+from megatron_fanformer.generate import chat as chat_module
 from megatron_fanformer.generate.chat import open_chat
-from megatron_fanformer.generate.config import ChatConfig
 from megatron_fanformer.generate.models import Decoder
+from megatron_fanformer.generate.verb import ChatConfig
 from tests.generate.making import write_export
 
 TEMPLATE = """\
@@ -201,9 +201,9 @@ def test_ctrl_c_ends_an_answer_and_twice_the_program(monkeypatch, capsys):
     typed(monkeypatch, "one", signal.SIGINT)
     chat = Endless(2)
     with pytest.raises(KeyboardInterrupt):  # the one that ended the answer, and one at the prompt
-        talking._with_terminal(chat)
+        chat_module._talk_in_terminal(chat)
     assert (chat.asked, chat.pieces) == (["one"], 2)
     typed(monkeypatch, "one", "/reset", signal.SIGINT, "two", "/quit")
-    talking._with_terminal(chat)
+    chat_module._talk_in_terminal(chat)
     assert (chat.asked, chat.pieces) == (["two"], 6)
     assert capsys.readouterr().out.splitlines() == ["..", "..", "", ".."]

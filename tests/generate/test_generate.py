@@ -1,15 +1,16 @@
-"""The verb `generate`: text from a checkpoint and from an export, where it stops, and what it refuses."""
+"""The verb `generate`: text from a checkpoint and from an export, printed and refused; files of prompts."""
+
+import json
 
 import pytest
 import torch
 
+from megatron_fanformer.cli import main
 from megatron_fanformer.convert.recognition import find_checkpoint
 from megatron_fanformer.errors import InputError
-from megatron_fanformer.generate.config import GenerateConfig
-from megatron_fanformer.generate.generate import generate
+from megatron_fanformer.generate.generate import generate, print_generations
+from megatron_fanformer.generate.verb import GenerateConfig, read_prompts
 from tests.generate.making import PROMPT, write_tokenizer
-
-# What a user of the export runs where this package cannot be imported.
 
 
 def run_all(folder, *prompts, **settings):
@@ -85,13 +86,11 @@ def test_all_problems_are_told_together_on_a_line_each(tmp_path):
         max_new_tokens=0,
         batch_size=0,
         num_samples=0,
-        prompts=(),
         stop=("",),
         tokenizer=str(tmp_path / "no.model"),
     )
     fields = ("temperature", "top_k", "top_p", "seed", "num_samples")
-    texts = ("a stop string", "max_new_tokens", "batch_size", "there is no prompt")
-    subjects = (*fields, *texts, str(tmp_path), "tokenizer")
+    subjects = (*fields, "max_new_tokens", "batch_size", "a stop string", str(tmp_path), "tokenizer")
     assert [line for line, subject in zip(found, subjects, strict=True) if not line.startswith(subject)] == []
 
 
@@ -113,3 +112,80 @@ def test_a_larger_tokenizer_than_the_model_has_ids_is_refused(run_folder, tmp_pa
     (problem,) = problems_of(run_folder, tokenizer=str(write_tokenizer(tmp_path, vocab_size=251)))
     assert "251 ids" in problem
     assert "250" in problem
+
+
+# -- printed
+
+
+@pytest.fixture
+def printed(run_folder):
+    """`printed(*prompts, **settings)`: the pieces that are written."""
+
+    def run(*prompts, **settings):
+        pieces = []
+        config = GenerateConfig(checkpoint=str(run_folder), prompts=prompts, max_new_tokens=6, **settings)
+        print_generations(config, pieces.append)
+        return pieces
+
+    return run
+
+
+def test_a_single_text_is_written_as_it_comes(printed, run_folder):
+    (whole,) = generate(GenerateConfig(checkpoint=str(run_folder), prompts=("def",), max_new_tokens=6))
+    pieces = [piece for piece in printed("def") if piece]
+    assert "".join(pieces) == "def" + whole.text + "\n"
+    assert len(pieces) > 4
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 16])
+def test_several_texts_are_written_in_order(printed, run_folder, batch_size):
+    asked = {"temperature": 1.0, "num_samples": 2, "max_new_tokens": 6}
+    texts = [one.text for one in generate(GenerateConfig(checkpoint=str(run_folder), prompts=("a", "bcd"), **asked))]
+    message = "".join(printed("a", "bcd", temperature=1.0, num_samples=2, batch_size=batch_size))
+    heads = [f"--- prompt {prompt}, sample {sample}\n" for prompt in (1, 2) for sample in (1, 2)]
+    blocks = zip(heads, ("a", "a", "bcd", "bcd"), texts, strict=True)
+    assert message == "\n".join(f"{head}{prompt}{text}\n" for head, prompt, text in blocks)
+
+
+def test_json_has_a_line_for_each_text(printed):
+    lines = [json.loads(line) for line in "".join(printed("a", "bcd", json=True)).splitlines()]
+    assert [(line["prompt"], line["sample"], line["ended_by"]) for line in lines] == [
+        ("a", 0, "length"),
+        ("bcd", 0, "length"),
+    ]
+    assert all(len(line["ids"]) == 6 for line in lines)
+
+
+def test_the_verb_takes_prompts_from_the_line_and_from_a_file(run_folder, tmp_path, capsys, run_on_ranks):
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"prompt": "two\\nlines"}\n\n{"prompt": "three", "id": 3}\n')
+    asked = ["generate", str(run_folder), "--prompt", "one", "--prompts", str(file), "--max-new-tokens", "2"]
+    assert main([*asked, "--json", "--stop", "\N{SNOWMAN}"]) == 0
+    prompts = [json.loads(line)["prompt"] for line in capsys.readouterr().out.splitlines()]
+    assert prompts == ["one", "two\nlines", "three"]
+
+
+def test_a_text_file_has_a_prompt_a_line(tmp_path):
+    file = tmp_path / "prompts.txt"
+    file.write_bytes("one \r\n\n  {two\nthree\u2028é".encode())
+    assert read_prompts(file) == ["one ", "  {two", "three\u2028é"]
+    file.write_bytes(b"\xef\xbb\xbfone\r\ntwo\rthree")
+    assert read_prompts(file) == ["one", "two\rthree"]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("none.txt", None, "cannot be read (No such file"),
+        ("latin.txt", b"\xe9", "not valid UTF-8"),
+        ("bare.jsonl", b'{"prompt": "a"}\n"b"', "line 2 of prompts"),
+        ("half.jsonl", b'{"prompt": "a"}\n{"prompt": "\\ud800"}', "line 2 of prompts"),
+    ],
+)
+def test_files_that_hold_no_prompts_are_refused(tmp_path, name, content, message):
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(InputError) as caught:
+        read_prompts(tmp_path / name)
+    assert message in str(caught.value)
+    assert str(tmp_path / name) in str(caught.value)

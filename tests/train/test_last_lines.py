@@ -11,7 +11,7 @@ import pytest
 
 from megatron_fanformer import cli
 from megatron_fanformer.checkpoint import run_folder
-from megatron_fanformer.generate.config import GenerateConfig
+from megatron_fanformer.generate.verb import GenerateConfig
 from megatron_fanformer.train.last_lines import NEW_TOKENS, last_lines
 from megatron_fanformer.train.metrics import last_metrics
 from tests.generate.making import write_tokenizer

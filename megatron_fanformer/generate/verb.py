@@ -1,0 +1,206 @@
+"""The verbs `generate` and `chat`: their options, and files of prompts; imports nothing slow."""
+
+import functools
+import math
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import msgspec
+
+from megatron_fanformer.durable_files import regular_file
+from megatron_fanformer.errors import InputError
+from megatron_fanformer.options import Verb, argument, not_an_option, option
+from megatron_fanformer.runtime import device
+from megatron_fanformer.terminal import print_loading
+
+SEED_LIMIT = 2**63
+SAMPLING = "sampling"
+JSON_LINES = (".jsonl", ".ndjson")
+MOST_BYTES = 1 << 30  # of a file of prompts
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingConfig:
+    """How the next token is chosen."""
+
+    temperature: float = option(0.0, group=SAMPLING)
+    """Divides the logits; 0 takes the most likely token, and the options below have no effect."""
+    top_k: int = option(0, group=SAMPLING)
+    """Sample from the k most likely tokens alone; 0: from all."""
+    top_p: float = option(1.0, group=SAMPLING)
+    """Sample from the most likely tokens that together have this probability, in (0, 1]; at least one."""
+    seed: int = option(0, group=SAMPLING)
+    """Seed of the draws: equal seeds and settings give equal text."""
+    num_samples: int = not_an_option(1)
+    """Texts for each prompt; several need a temperature above 0."""
+
+    def problems(self) -> list[str]:
+        """Return the rules of single fields that this configuration breaks, one line each."""
+        problems = []
+        if not (math.isfinite(self.temperature) and self.temperature >= 0):
+            problems.append(
+                f"temperature is {self.temperature}; it must be finite and not negative (0 takes the most likely token)"
+            )
+        if self.top_k < 0:
+            problems.append(f"top_k is {self.top_k}; it must not be negative (0 samples from all tokens)")
+        if not 0 < self.top_p <= 1:
+            problems.append(f"top_p is {self.top_p}; it must lie in (0, 1] (1 samples from all tokens)")
+        if not 0 <= self.seed < SEED_LIMIT:
+            problems.append(f"seed is {self.seed}; it must lie in [0, 2**63)")
+        for name in ("num_samples", "max_new_tokens", "batch_size"):
+            count = getattr(self, name, None)  # a subclass has the latter two
+            if count is not None and count < 1:
+                problems.append(f"{name} is {count}; it must be at least 1")
+        if self.num_samples > 1 and self.temperature == 0:
+            problems.append(
+                f"num_samples is {self.num_samples}, but temperature 0 takes the most likely tokens each time; set a "
+                "temperature above 0, or num_samples to 1"
+            )
+        return problems
+
+
+@dataclass(frozen=True, kw_only=True)
+class _TextConfig(SamplingConfig):
+    """The model, and the strings that end its texts."""
+
+    checkpoint: str = argument()
+    """A run's folder, one checkpoint, the URL of one, or an exported Hugging Face folder."""
+    tokenizer: str | None = None
+    """A .model, a tokenizer.json or a folder that holds one, instead of the checkpoint's own."""
+    eod_id: int | None = option(None, metavar="ID")
+    """The id that ends a document (default: the export's, or the tokenizer's end of text)"""
+    stop: tuple[str, ...] = option((), repeated=True)
+    """End before this string, which is not part of the text; may be repeated."""
+
+    def problems(self) -> list[str]:
+        """Return the rules of single fields that this configuration breaks, one line each."""
+        return [*super().problems(), *(["a stop string is empty; leave it out"] if "" in self.stop else [])]
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateConfig(_TextConfig):
+    """Options of `generate`."""
+
+    prompts: tuple[str, ...] = option((), name="--prompt", repeated=True)
+    """Text to continue; an empty one: a new document; may be repeated."""
+    prompts_file: Path | None = option(None, name="--prompts", metavar="FILE")
+    """File of texts to continue: one a line, or JSON lines with "prompt"."""
+    num_samples: int = 1
+    """Continuations of each prompt; several need a temperature above 0."""
+    max_new_tokens: int = 64
+    """The most tokens of a continuation; it has fewer if the document ends earlier, or at a stop string."""
+    batch_size: int = 16
+    """Continuations that are decoded together; it does not change them."""
+    json: bool = False
+    """Print a JSON object a line for each continuation."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatConfig(_TextConfig):
+    """Options of `chat`."""
+
+    system: str | None = option(None, metavar="TEXT")
+    """Instruction to the model, before the conversation."""
+    chat_template: str | None = option(None, metavar="FILE")
+    """Jinja template, or olmo: the authors' form (default: the template next to the tokenizer)"""
+    max_new_tokens: int | None = None
+    """The most tokens of an answer (default: what the model's context holds)"""
+
+
+def _generate(config: GenerateConfig) -> None:
+    config = replace(config, checkpoint=_runnable(config.checkpoint))
+    if config.prompts_file is not None:
+        config = replace(config, prompts=(*config.prompts, *read_prompts(config.prompts_file)))
+    if not config.prompts:
+        raise InputError("there is no text to continue; name one with --prompt, or a file of them with --prompts")
+    print_loading(config.checkpoint)
+    device.prepare_megatron()
+    from megatron_fanformer.generate.generate import print_generations
+
+    print_generations(config, functools.partial(print, end="", flush=sys.stdout.isatty()))
+
+
+def _chat(config: ChatConfig) -> None:
+    config = replace(config, checkpoint=_runnable(config.checkpoint))
+    print_loading(config.checkpoint)
+    device.prepare_megatron()
+    from megatron_fanformer.generate.chat import talk
+
+    talk(config)
+
+
+def _runnable(checkpoint: str) -> str:
+    """Return the checkpoint on this machine; anything that cannot be run is reported before torch is imported."""
+    from megatron_fanformer.checkpoint.remote import on_this_machine
+    from megatron_fanformer.convert.recognition import RUNNABLE, recognise
+
+    checkpoint = on_this_machine(checkpoint)
+    recognise(checkpoint, RUNNABLE)
+    return checkpoint
+
+
+class _Prompt(msgspec.Struct):
+    """A line of a JSON file of prompts; its other fields are not read."""
+
+    prompt: str
+
+
+def read_prompts(path: Path) -> list[str]:
+    """Return the prompts of a file, in order; lines of white space alone are passed over.
+
+    A file named .jsonl or .ndjson has a JSON object with the field `prompt` on each line, and prompts of several lines
+    need one. In any other file each line is a prompt.
+
+    Raises:
+        InputError: it cannot be read, is not UTF-8, holds no prompt, or a line is not such an object.
+    """
+    try:
+        lines = regular_file(path, most_bytes=MOST_BYTES).read_bytes().decode("utf-8-sig").split("\n")
+    except OSError as error:
+        raise InputError(f"prompts {path} cannot be read ({error.strerror}); name a text or JSON lines file") from error
+    except UnicodeDecodeError:
+        raise InputError(f"prompts {path} are not valid UTF-8; write them in that") from None
+    numbered = [(number, line.removesuffix("\r")) for number, line in enumerate(lines, start=1) if line.strip()]
+    if not numbered:
+        raise InputError(f"prompts {path} holds no prompt; write one a line")
+    if path.suffix not in JSON_LINES:
+        return [line for _, line in numbered]
+    prompts = []
+    for number, line in numbered:
+        try:
+            prompts.append(msgspec.json.decode(line, type=_Prompt).prompt)
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            raise InputError(
+                f'line {number} of prompts {path} is not a JSON object with a text in "prompt" ({error}); write one a '
+                "line"
+            ) from None
+    return prompts
+
+
+GENERATE = Verb(
+    name="generate",
+    help="Continue prompts.",
+    options=GenerateConfig,
+    run=_generate,
+    examples=(
+        'generate runs/demo/run --prompt "def main("',
+        "generate exported-folder --prompt Once\n--temperature 0.8 --top-p 0.95 --seed 1",
+    ),
+)
+
+
+CHAT = Verb(
+    name="chat",
+    help="Talk to a model that was fine-tuned on chats.",
+    options=ChatConfig,
+    run=_chat,
+    examples=(
+        'chat runs/sft --system "Answer briefly."',
+        "chat exported-folder --temperature 0.7 --top-p 0.9",
+    ),
+    notes=(
+        "At the prompt, /reset begins anew, and /quit or Ctrl-D ends; Ctrl-C ends an answer, twice the "
+        "program. From a pipe, each line is a message, and the answers alone are printed."
+    ),
+)
