@@ -3,6 +3,7 @@
 import copy
 import gc
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -101,6 +102,12 @@ def write_program(file: Path, script: str, *, interpreter: str = "/usr/bin/env b
     file.write_text(f"#!{interpreter}\n{script}\n")
     file.chmod(0o755)
     return file
+
+
+def free_port() -> int:
+    """Return a port of the loopback that nobody listens on."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
 
 
 def start_command(*arguments: str, **options: Any) -> "subprocess.Popen[str]":

@@ -5,7 +5,6 @@ import json
 import os
 import re
 import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -17,12 +16,11 @@ from megatron_fanformer.cli import main
 from megatron_fanformer.data.token_files import read_index
 from megatron_fanformer.demo.demo import MODEL as DEMO_MODEL
 from megatron_fanformer.model.config import PRESETS
-from megatron_fanformer.runtime.launch import CLOSING_SECONDS
 from megatron_fanformer.train.config import RunConfig, load_config
 from megatron_fanformer.train.metrics import read_metrics
 from tests.chat_pairs import random_chats, write_chats
 from tests.patience import PATIENCE_SECONDS
-from tests.small_runs import ROOT, RunOnRanks, start_program, write_program, write_tokens
+from tests.small_runs import ROOT, RunOnRanks, free_port, start_program, write_program, write_tokens
 from tests.train.test_presets import write_saved_model
 from tests.train.test_trainer import train
 
@@ -55,21 +53,6 @@ def on_data_that_exists(config: RunConfig, tokens: str) -> RunConfig:
         tokenizer=None,
     )
     return dataclasses.replace(config, data=data)
-
-
-@pytest.mark.parametrize(
-    ("variables", "message"),
-    [
-        ({"NODES": "9"}, "NODES is 9, and the job has 8 nodes; ask for as many: sbatch --nodes=9"),
-        ({"SLURM_JOB_START_TIME": "100", "SLURM_JOB_END_TIME": "340"}, "the job has 240 s, and its ranks need more"),
-    ],
-)
-def test_a_slurm_job_that_can_never_start_ends(tmp_path: Path, variables: dict[str, str], message: str) -> None:
-    write_program(tmp_path / "scontrol", f"touch {tmp_path}/requeued")
-    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_NUM_NODES": "8", "SLURM_JOB_ID": "1"}
-    script = [shutil.which("bash") or "", str(EXAMPLES / "slurm.sh")]
-    ended = subprocess.run(script, env=environment | variables, capture_output=True, text=True)
-    assert ended.returncode == 2 and message in ended.stderr and not (tmp_path / "requeued").exists()
 
 
 def test_there_is_one_for_each_of_the_papers_sizes_and_a_tiny_one() -> None:
@@ -123,20 +106,7 @@ def test_the_second_stage_is_the_decay_of_the_learning_rate() -> None:
     assert (last, config.learning_rate(last)) == (config.training.steps, 0)
 
 
-def test_the_tiny_one_reads_what_the_demo_writes() -> None:
-    data = load_config(EXAMPLES / "tiny-cpu.yaml").data
-    assert data.prefixes() == ["runs/demo/tokens/train", "runs/demo/tokens/held-out"]
-    assert data.tokenizer == "runs/demo/tokenizer.model"
-
-
 # -- the scripts
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 @pytest.mark.full  # two launchers import torch and megatron-core beside two ranks
@@ -279,11 +249,6 @@ def test_the_slurm_script_starts_no_step_that_the_signal_of_the_time_limit_would
 ) -> None:
     code, srun, scontrol = run_slurm_script(tmp_path, [0], SLURM_JOB_END_TIME=str(int(time.time()) + left))
     assert (code, len(srun), scontrol[-1] == "requeue 12345") == (end, end == 0, end == 5)
-
-
-def test_the_slurm_script_gives_rank_0_time_to_close_what_it_alone_has(tmp_path: Path) -> None:
-    _, srun, _ = run_slurm_script(tmp_path, [0])
-    assert CLOSING_SECONDS < 100 and " --wait=100 " in srun[0]
 
 
 def test_the_slurm_script_starts_as_many_ranks_as_a_node_has_gpus_in_a_container(tmp_path: Path) -> None:

@@ -111,19 +111,10 @@ def test_after_a_failed_check_there_is_time_to_cordon_the_node(
     assert (tmp_path / "slept").read_text() == slept
 
 
-def test_a_pod_that_waits_after_its_check_ends_when_it_is_told_to(manifest: dict[str, Any], tmp_path: Path) -> None:
-    """Process 1 of a container ignores a signal that it does not handle."""
-    check = start_check(manifest, tmp_path, 1, waits=True)
-    wait_until((tmp_path / "slept").read_text)
-    check.terminate()
-    assert check.wait(timeout=PATIENCE_SECONDS) == 143
-
-
-def start_check(manifest: dict[str, Any], folder: Path, code: int, *, waits: bool = False) -> "subprocess.Popen[bytes]":
-    """The check of node 3, with a stand-in for it that ends with a code, and one for `sleep` that may not end."""
+def start_check(manifest: dict[str, Any], folder: Path, code: int) -> "subprocess.Popen[bytes]":
+    """The check of node 3, with a stand-in for it that ends with a code, and one for `sleep`."""
     [check] = parts(manifest)[1]["initContainers"]
     (folder / "slept").touch()
     write_program(folder / "python3", f'echo "$*" >> {folder}/lines; exit {code}')
-    end = "exec tail -f /dev/null" if waits else "exit 0"
-    write_program(folder / "sleep", f"echo $1 >> {folder}/slept; {end}")
+    write_program(folder / "sleep", f"echo $1 >> {folder}/slept")
     return start_container(check, folder)

@@ -18,8 +18,7 @@ from megatron_fanformer.processes import (
     signals_held,
     usable_cores,
 )
-from tests.faults.lives import is_running
-from tests.patience import PATIENCE_SECONDS, wait_until
+from tests.patience import PATIENCE_SECONDS, is_running, wait_until
 from tests.small_runs import ROOT, small_run, start_command, write_config, write_tokens
 
 WAITS_IN_A_LIBRARY = """

@@ -1,14 +1,24 @@
 """Stores that fail, behind fsspec, and checkpoints as far as copies are concerned."""
 
+import importlib.util
+import os
+import shutil
+import socket
+import subprocess
+import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import pytest
 from fsspec.implementations.local import LocalFileSystem
 
 from megatron_fanformer.checkpoint import run_folder
 from megatron_fanformer.checkpoint.manifest import MANIFEST, check_files, read_manifest
+from megatron_fanformer.checkpoint.remote import RemoteRun
+from tests.patience import wait_until
+from tests.small_runs import free_port
 
 WEIGHTS = "__0_0.distcp"
 
@@ -106,3 +116,45 @@ def there(folder: Path) -> list[str]:
 
 def step_names(*steps: int) -> list[str]:
     return [run_folder.checkpoint_name(step) for step in steps]
+
+
+BUCKET = "checkpoints"
+MISSING = [name for name in ("moto", "s3fs") if importlib.util.find_spec(name) is None]
+needs_server = pytest.mark.skipif(bool(MISSING), reason=f"needs {' and '.join(MISSING)}: pip install moto[server] s3fs")
+
+
+@contextmanager
+def s3_server(folder: Path) -> Iterator[str]:
+    """moto's S3 server with a bucket, whose URL this is; this process and its children use it by their environment."""
+    port = free_port()
+    with (folder / "server.log").open("wb") as log:
+        command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+        server = subprocess.Popen(command, stdout=log, stderr=log)
+    try:
+        os.environ["AWS_ENDPOINT_URL"] = f"http://127.0.0.1:{port}"
+        os.environ["AWS_ACCESS_KEY_ID"] = os.environ["AWS_SECRET_ACCESS_KEY"] = "testing"
+        os.environ["AWS_DEFAULT_REGION"] = "us-east-1"
+        wait_until(lambda: _answers(port), server)
+        import s3fs
+
+        s3fs.S3FileSystem().mkdir(BUCKET)
+        yield f"s3://{BUCKET}"
+    finally:
+        server.kill()
+        server.wait()
+
+
+def _answers(port: int) -> bool:
+    with suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
+        return True
+    return False
+
+
+def verified(url: str, folder: Path) -> int:
+    """Fetch every checkpoint that a store publishes, which verifies it; how many there are."""
+    remote = RemoteRun(url)
+    names = remote.complete()
+    for name in names:
+        remote.fetch([name], folder, lambda _: None)
+    shutil.rmtree(folder, ignore_errors=True)
+    return len(names)

@@ -20,8 +20,7 @@ from megatron_fanformer.checkpoint import remote, run_folder
 from megatron_fanformer.checkpoint.manifest import MANIFEST, FileSums, read_manifest
 from megatron_fanformer.checkpoint.remote import Mirror, RemoteRun, fetch_checkpoint, fetch_newer
 from megatron_fanformer.errors import CorruptError, FanformerError, InputError, redacted
-from tests.checkpoint.stores import WEIGHTS, FailingFiles, save, step_names, there
-from tests.faults.mirror_kills import needs_server, s3_server, verified
+from tests.checkpoint.stores import WEIGHTS, FailingFiles, needs_server, s3_server, save, step_names, there, verified
 
 STORES = ["file", pytest.param("s3", marks=[pytest.mark.full, needs_server])]
 

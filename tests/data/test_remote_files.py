@@ -22,9 +22,9 @@ from megatron_fanformer.data.tokenizer import load_tokenizer
 from megatron_fanformer.errors import CorruptError, FanformerError, InputError
 from megatron_fanformer.evaluate.config import PerplexityConfig
 from megatron_fanformer.evaluate.perplexity_sets import find_sets
+from tests.checkpoint.stores import needs_server, s3_server
 from tests.data.failing_stores import FORBIDDEN, REFUSED, Plan, PlannedFiles, http_server, planned
 from tests.data.token_making import VOCAB_SIZE, write_manifest, write_npy, write_pair
-from tests.faults.mirror_kills import needs_server, s3_server
 
 SEQ_LENGTH, SAMPLES = 64, 40
 STORES = ["planned", "http"]

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from megatron_fanformer.evaluate.code_execution import Limits, Program, Result, run_programs
-from tests.faults.lives import is_running
-from tests.patience import wait_until
+from tests.patience import is_running, wait_until
 from tests.small_runs import ROOT
 
 LIMITS = Limits(memory_bytes=2**28, cpu_seconds=20, wall_seconds=60.0)

@@ -73,7 +73,7 @@ def readers_of_an_export(export: Path, tmp_path: Path) -> list[list[str]]:
 
 def test_sound_things_are_read(things: Things, tmp_path: Path) -> None:
     """What is refused below is refused for what was done to it."""
-    run = hostile_files.copied(things.run, tmp_path / "run")
+    run = shutil.copytree(things.run, tmp_path / "run")
     for arguments in (*readers_of_a_run(things, run, tmp_path), *readers_of_an_export(things.export, tmp_path)):
         ended = commands.run(arguments)
         assert ended.code == 0, ended.errors
@@ -87,7 +87,7 @@ def test_sound_things_are_read(things: Things, tmp_path: Path) -> None:
     ),
 )
 def test_checkpoints(place: tuple[str, str], write: Write, things: Things, tmp_path: Path, memory: None) -> None:
-    run = hostile_files.copied(things.run, tmp_path / "run")
+    run = shutil.copytree(things.run, tmp_path / "run")
     checkpoint = run / run_folder.CHECKPOINTS / things.checkpoint.name
     for manifest in checkpoint.glob("manifest*"):  # whose sums would show it: here the readers alone are under test
         manifest.unlink()
@@ -109,7 +109,7 @@ def test_checkpoints(place: tuple[str, str], write: Write, things: Things, tmp_p
     some_of(hostile_files.EXPORTS, ("nested", "layers", "a header without end", "pipe", "an exabyte")),
 )
 def test_exports(place: tuple[str, str], write: Write, things: Things, tmp_path: Path, memory: None) -> None:
-    export = hostile_files.copied(things.export, tmp_path / "export")
+    export = shutil.copytree(things.export, tmp_path / "export")
     write(export / place[0])
     for arguments in readers_of_an_export(export, tmp_path):
         assert_refused(arguments, tmp_path)

@@ -1,7 +1,5 @@
 """A run's folder and data, changed under it: by another run, by a kill, by whoever moves or cuts off files."""
 
-import os
-import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,59 +14,12 @@ from megatron_fanformer.demo.demo import MARK
 from megatron_fanformer.errors import FanformerError
 from megatron_fanformer.runtime.parallel import rank_grid
 from megatron_fanformer.train.config import config_from_dict
-from megatron_fanformer.train.metrics import read_metrics
-from tests.patience import PATIENCE_SECONDS, wait_until
-from tests.small_runs import ROOT, small_run, start_command, write_config, write_tokens
-
-ENDLESS = {"train_iters": 100_000}
+from tests.small_runs import ROOT, small_run, write_tokens
 
 
 @pytest.fixture
 def tokens(tmp_path: Path) -> str:
     return write_tokens(tmp_path / "tokens")
-
-
-def last_step(run: Path) -> int:
-    try:
-        return max((entry["step"] for entry in read_metrics(run)), default=0)
-    except FileNotFoundError:
-        return 0
-
-
-@pytest.mark.full  # locks by themselves: the next test
-def test_one_run_at_a_time_has_a_folder_and_a_killed_one_is_gone_on_with_at_once(
-    tmp_path: Path, tokens: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The second run is then left without its folder."""
-    run = tmp_path / "run"
-    values = small_run(
-        tokens,
-        run,
-        training=ENDLESS,
-        checkpoint={"save_interval": 50, "keep": 2},
-        data={"allow_change": ["train"]},  # past one epoch
-    )
-    command = ("train", "--config", str(write_config(tmp_path / "config.yaml", values)))
-    first = start_command(*command)
-    wait_until(lambda: run_folder.latest_checkpoint(run), first)
-    assert main(list(command)) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert f"{run} is in use by a run on {os.uname().nodename} (process {first.pid}) since 2" in line
-    os.killpg(first.pid, signal.SIGKILL)
-    first.communicate()
-    saved = run_folder.latest_checkpoint(run)
-    assert saved is not None and (run / run_folder.LOCK).exists()
-    left, reached = (run / run_folder.METRICS).stat().st_ino, int(saved.name.removeprefix("step-"))
-
-    second = start_command(*command)
-    wait_until(lambda: (run / run_folder.METRICS).stat().st_ino != left and last_step(run) > reached, second)
-    run.rename(tmp_path / "renamed")
-    output, errors = second.communicate(timeout=PATIENCE_SECONDS)
-    assert second.returncode == 1
-    assert f"continuing after step {reached} of" in output
-    (line,) = errors.splitlines()
-    assert f"{run} was removed or renamed during the run" in line
-    assert not run.exists()
 
 
 def test_nothing_is_put_among_the_checkpoints_of_a_run_in_progress(

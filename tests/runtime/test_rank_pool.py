@@ -11,8 +11,7 @@ import torch.distributed as dist
 
 from megatron_fanformer.runtime import rank_pool
 from megatron_fanformer.runtime.rank_pool import JobFailed, RankPool
-from tests.faults.lives import is_running
-from tests.patience import wait_until
+from tests.patience import is_running, wait_until
 from tests.small_runs import start_program
 
 

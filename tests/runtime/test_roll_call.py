@@ -4,15 +4,13 @@ Runs of the whole trainer are in tests/faults.
 """
 
 import re
-import socket
 import sys
-from contextlib import closing
 
 import pytest
 
 from megatron_fanformer.runtime.roll_call import REMEDY, describe
 from tests.patience import PATIENCE_SECONDS
-from tests.small_runs import start_program
+from tests.small_runs import free_port, start_program
 
 RANKS = 3
 RANK = """
@@ -53,11 +51,6 @@ LINES = {
     "failed": r"3 True rank 1: a.bin is damaged",
 }
 IN_EVERY_RUN = ("stopped", "skipped")
-
-
-def free_port() -> int:
-    with closing(socket.create_server(("127.0.0.1", 0))) as taken:
-        return int(taken.getsockname()[1])
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,7 @@ from typing import Any
 import pytest
 
 from megatron_fanformer.markdown import as_text
-from tests.faults.lives import is_running
-from tests.patience import PATIENCE_SECONDS, wait_until
+from tests.patience import PATIENCE_SECONDS, is_running, wait_until
 from tests.small_runs import ROOT
 
 TOOL = ROOT / "tools" / "gpu_queue.py"

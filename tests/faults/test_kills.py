@@ -1,6 +1,6 @@
 """Kills runs at random moments until they are over, and compares how they end with a run that nobody touched.
 
-    python -m tests.faults.kills --kills 1000
+    python -m tests.faults.test_kills --kills 1000
 
 Every second kill is aimed at a save: it comes at a random moment after one has begun.
 
@@ -15,7 +15,7 @@ import os
 import random
 import shutil
 import signal
-import socket
+import subprocess
 import sys
 import tempfile
 import time
@@ -23,6 +23,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 
 from megatron_fanformer.checkpoint import run_folder
@@ -31,13 +32,12 @@ from megatron_fanformer.runtime import device
 from megatron_fanformer.train.config import RunConfig, config_from_dict
 from megatron_fanformer.train.metrics import read_metrics
 from tests.patience import PATIENCE_SECONDS
-from tests.small_runs import small_run, write_tokens
+from tests.small_runs import ROOT, free_port, small_run, write_tokens
 
 STEPS = 10
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "one rank": (1, {}),
-    "tp 2": (2, {"tensor_model_parallel_size": 2}),
     "dp 2": (2, {"data_parallel_size": 2, "use_distributed_optimizer": True}),
 }
 
@@ -61,7 +61,7 @@ class Moment:
         self._end = time.monotonic() + generator.uniform(0, seconds)
 
     def is_reached(self) -> bool:
-        """Whether it has come; to be asked again and again."""
+        """Return whether it has come; to be called again and again."""
         return time.monotonic() >= self._end
 
 
@@ -75,7 +75,6 @@ class MomentOfSave(Moment):
         self._end = float("inf")
 
     def is_reached(self) -> bool:
-        """Whether it has come; to be asked again and again."""
         begun = _unfinished(self._checkpoints) - self._known
         self._known |= begun
         self._saves_before -= len(begun)
@@ -90,7 +89,7 @@ def _unfinished(checkpoints: Path) -> set[Path]:
 
 def run_once(config: RunConfig, ranks: int, moment: Moment | None) -> bool:
     """Start a run, and kill all its ranks at a moment, if there is one; whether it came to its end."""
-    port = _free_port()
+    port = free_port()
     children = [_forked(functools.partial(_train, config, rank, ranks, port)) for rank in range(ranks)]
     deadline = time.monotonic() + PATIENCE_SECONDS
     codes: dict[int, int] = {}
@@ -141,12 +140,6 @@ def _train(config: RunConfig, rank: int, ranks: int, port: int) -> None:
         trainer = Trainer(config, grid)
         trainer.train()
         trainer.close()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        return int(probe.getsockname()[1])
 
 
 def killed_to_the_end(config: RunConfig, ranks: int, generator: random.Random, seconds: float, kills: int) -> Outcome:
@@ -229,6 +222,16 @@ def campaign(layout: str, *, async_save: bool, kills: int, seed: int, folder: Pa
         f"{layout}, {how} saves: {done} kills, {within_saves} within a save, in {runs} runs of {seconds:.1f} s, "
         "every one ended the same"
     )
+
+
+@pytest.mark.full
+@pytest.mark.timeout(1_800)
+def test_killed_runs_end_as_if_nobody_had_touched_them() -> None:
+    """In a process of its own, of which the runs are forks."""
+    command = [sys.executable, "-m", "tests.faults.test_kills", "--kills", "40"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("every one ended the same") == 2 * len(LAYOUTS)
 
 
 def main() -> None:
