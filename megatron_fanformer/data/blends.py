@@ -15,10 +15,8 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_fanformer.data.chat_files import MASK_SUFFIX, is_row_folder
-from megatron_fanformer.data.npy_files import SUFFIX, SUFFIXES, npy_prefix
 from megatron_fanformer.data.remote_files import listed, small_file
-from megatron_fanformer.data.token_files import bin_path, idx_path
+from megatron_fanformer.data.token_files import NPY_SUFFIX, NPY_SUFFIXES, bin_path, idx_path, npy_prefix
 from megatron_fanformer.durable_files import regular_file
 from megatron_fanformer.errors import InputError, redacted
 from megatron_fanformer.stores import is_url, password_problem
@@ -28,6 +26,7 @@ Word = str | int | float
 """An entry of a list of token files; a number is a weight."""
 
 PART_NAMES = ("training", "validation", "test")
+TRAIN, VALIDATION = 0, 1  # positions in PART_NAMES, and in megatron-core's lists
 SPLIT_PATTERN = re.compile(r"\d*\.?\d+(,\d*\.?\d+){1,2}")
 COMMENT = re.compile(r"(^|\s)#.*")
 LABELLED = re.compile(r"\s*[^\s,]+\s*,\s*(?P<path>\S+)\s*")  # a line of a mix as OLMo-core has them
@@ -51,7 +50,7 @@ class Source:
     @property
     def is_npy(self) -> bool:
         """Return whether it is .npy files."""
-        return self.paths[0].endswith(SUFFIXES)
+        return self.paths[0].endswith(NPY_SUFFIXES)
 
     @property
     def prefixes(self) -> list[str]:
@@ -105,10 +104,10 @@ def parse_blend(items: Sequence[Word]) -> Blend:
     Raises InputError for an empty list, for weights and sources that do not alternate, for a weight that is not
     positive, for a glob or a folder that has no .npy files, or for a blend file that cannot be read.
     """
-    words = [word for item in items for word in _words(str(item))]
+    words = blend_words(items)
     if not words:
         raise InputError("the list is empty; name at least one prefix of a .bin and .idx pair, or a .npy file")
-    numbers = [_number(word) for word in words]
+    numbers = [as_weight(word) for word in words]
     if numbers[0] is None:
         stray = next((word for word, number in zip(words, numbers, strict=True) if number is not None), None)
         if stray is not None:
@@ -123,25 +122,10 @@ def parse_blend(items: Sequence[Word]) -> Blend:
     return Blend([_source(name) for name in names], positive)
 
 
-def parse_chats(items: Sequence[Word]) -> Blend:
-    """Read a list of chats' prefixes, one list entry per word; a prefix that is named twice counts twice.
-
-    Raises InputError for an empty list, for weights, or for a blend file that cannot be read.
-    """
-    words = [word for item in map(str, items) for word in _words(item)]
-    if not words:
-        raise InputError("the list is empty; name at least one prefix that prepare --chat has written")
-    if (weight := next((word for word in words if _number(word) is not None), None)) is not None:
-        raise InputError(
-            f"{weight!r} is a weight, and chats have none: an epoch takes every conversation once; name a prefix twice "
-            "to have its conversations twice"
-        )
-    return Blend([Source((word.rstrip("/"),)) for word in words], None)
-
-
-def _number(item: str) -> float | None:
+def as_weight(word: str) -> float | None:
+    """Return a word as a number; None for a path."""
     try:
-        return float(item)
+        return float(word)
     except ValueError:
         return None
 
@@ -151,7 +135,12 @@ def _shown(words: list[str]) -> str:
     return repr(text if len(text) <= 200 else text[:200] + " …")  # a blend file may have thousands
 
 
-def _words(item: str) -> list[str]:
+def blend_words(items: Sequence[Word]) -> list[str]:
+    """Return the words of a list, with those of blend files in the place of `@FILE`."""
+    return [word for item in items for word in _item_words(str(item))]
+
+
+def _item_words(item: str) -> list[str]:
     """Return the item itself, or the words of the blend file that it names, whose paths are relative to its folder."""
     if not item.startswith("@"):
         return [item]
@@ -173,7 +162,7 @@ def _words(item: str) -> list[str]:
     words = [word for line in lines for word in line.split()]
     if any(word.startswith("@") for word in words):
         raise InputError(f"blend file {file} names another by @; list both where the first is named")
-    step = 1 if not words or _number(words[0]) is None else 2
+    step = 1 if not words or as_weight(words[0]) is None else 2
     for position in range(step - 1, len(words), step):
         words[position] = _below(folder, words[position])
     return words
@@ -219,11 +208,11 @@ def _of_mix(file: str, folder: str, lines: Sequence[str]) -> list[str]:
 def _source(word: str) -> Source:
     """Return the source that a word names. At a URL, a folder's name ends in /, so that most need not be looked up."""
     if is_url(word):
-        is_many = word.endswith("/") or (word.endswith(SUFFIXES) and glob.has_magic(word))
-        return Source(_some(word, listed(word, SUFFIXES)) if is_many else (re.sub(PAIR_END, "", word),))
+        is_many = word.endswith("/") or (word.endswith(NPY_SUFFIXES) and glob.has_magic(word))
+        return Source(_some(word, listed(word, NPY_SUFFIXES)) if is_many else (re.sub(PAIR_END, "", word),))
     if Path(word).is_dir() and not idx_path(word).exists():
-        return Source(_some(word, sorted(str(path) for path in Path(word).iterdir() if path.name.endswith(SUFFIXES))))
-    if word.endswith(SUFFIXES) and glob.has_magic(word) and not Path(word).exists():
+        return Source(_some(word, sorted(str(path) for path in Path(word).iterdir() if path.name.endswith(NPY_SUFFIXES))))
+    if word.endswith(NPY_SUFFIXES) and glob.has_magic(word) and not Path(word).exists():
         return Source(_some(word, sorted(glob.glob(word, recursive=True))))
     return Source((word if idx_path(word).exists() else re.sub(PAIR_END, "", word),))
 
@@ -267,26 +256,11 @@ def blend_problems(name: str, items: Sequence[Word]) -> list[str]:
     ]
 
 
-def chat_problems(name: str, items: Sequence[Word]) -> list[str]:
-    """List the problems of a list of chats; `name` is the setting that holds it. None of them is opened."""
-    try:
-        blend = parse_chats(items)
-    except InputError as error:
-        return [f"{name}: {error}"]
-    if url := next((path for source in blend.sources for path in source.paths if is_url(path)), None):
-        return [f"{name}: {redacted(url)} is on another store, where chats are not read; copy them to this machine"]
-    return [
-        f"{name}: {prefix}{MASK_SUFFIX} does not exist; name what prepare --chat has written"
-        for (prefix,) in (source.paths for source in blend.sources)
-        if not (is_row_folder(prefix) or Path(prefix + MASK_SUFFIX).is_file())
-    ]
-
-
 def _remedy(source: Source) -> str:
     if source.is_npy:
         return "name .npy files of token ids"
     prefix = source.paths[0]
-    near = [f"{prefix}{SUFFIX}", f"{prefix}.blend"]
+    near = [f"{prefix}{NPY_SUFFIX}", f"{prefix}.blend"]
     for name, path in zip((near[0], "@" + near[1]), near, strict=True):
         if Path(path).is_file():
             return f"name {name}"

@@ -9,6 +9,7 @@ The text is cut at the edges of these spans before it is encoded: no token is pa
 where an answer begins, has the ids that it has in training.
 """
 
+import copy
 import functools
 import json
 import re
@@ -21,7 +22,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from megatron_fanformer.data.chat_tools import Tools, has_escaped_arguments, left_out, with_objects
 from megatron_fanformer.data.tokenizer import (
     CHAT_TEMPLATE_JINJA,
     GENERATION_CONFIG,
@@ -60,6 +60,10 @@ OLMO_TEMPLATE = """\
 
 Message = Mapping[str, Any]
 """One message: its `role`, its `content`, a text, or None beside `tool_calls`, and whatever else a template reads."""
+Tools = Sequence[Mapping[str, Any]]
+"""Functions that may be called: `function.name` and what else a template writes."""
+CHECKED_ROLES = ("developer", "tool")
+"""Roles that not every template knows."""
 QUESTION, ANSWER = {"role": "user", "content": "A question?"}, {"role": ASSISTANT, "content": "An answer!"}
 """By which a template shows what it writes around messages."""
 
@@ -227,6 +231,74 @@ def _with_set(source: str, variables: Mapping[str, str]) -> str:
     texts = {name: json.dumps(text, ensure_ascii=False) for name, text in variables.items()}
     # the line end that follows is no text: blocks are trimmed
     return "".join(f"{{% set {name} = {text} %}}\n" for name, text in texts.items()) + source
+
+
+# -- tools
+
+
+def function_of(stated: Any) -> Mapping[str, Any] | None:
+    """Return the function of a tool or a call, `{"function": {…}}` or itself; None where it has no name."""
+    function = stated.get("function", stated) if isinstance(stated, Mapping) else None
+    is_named = isinstance(function, Mapping) and isinstance(function.get("name"), str) and function["name"]
+    return function if is_named else None
+
+
+def left_out(messages: Sequence[Mapping[str, Any]], tools: Tools | None, text: str) -> str | None:
+    """Return which of a conversation's tools, calls and messages of rarer roles its text lacks; None: none."""
+    for message in messages:
+        content = (message.get("content") or "").strip()
+        if message["role"] in CHECKED_ROLES and not _is_in(content, text):
+            return f"a {message['role']} message"
+        if not all(_is_in(name, text) for name in _names(message.get("tool_calls") or ())):
+            return "tool calls"
+    return None if all(_is_in(name, text) for name in _names(tools or ())) else "tools"
+
+
+def has_escaped_arguments(messages: Sequence[Mapping[str, Any]], text: str) -> bool:
+    """Return whether arguments that are stated as JSON text stand in a text as a JSON string, their quotes escaped."""
+    return any(
+        '"' in function["arguments"] and json.dumps(function["arguments"], ensure_ascii=ascii_only) in text
+        for function in _of_json_text(messages)
+        for ascii_only in (True, False)
+    )
+
+
+def with_objects(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]] | None:
+    """Return the messages with arguments as objects that are stated as JSON text; None where there are none."""
+    if not any(_of_json_text(messages)):
+        return None
+    others = [copy.deepcopy(dict(message)) for message in messages]
+    for function in _of_json_text(others):
+        function["arguments"] = _object(function["arguments"])
+    return others
+
+
+def _names(stated: Sequence[Any]) -> Iterator[str]:
+    yield from (function["name"] for entry in stated if (function := function_of(entry)) is not None)
+
+
+def _is_in(piece: str, text: str) -> bool:
+    """Return whether a text has a piece, as it is or as JSON writes it."""
+    return piece in text or any(json.dumps(piece, ensure_ascii=flag)[1:-1] in text for flag in (True, False))
+
+
+def _of_json_text(messages: Sequence[Mapping[str, Any]]) -> Iterator[Any]:
+    for message in messages:
+        for call in message.get("tool_calls") or ():
+            function = function_of(call)
+            if function is not None and _object(function.get("arguments")) is not None:
+                yield function
+
+
+def _object(text: Any) -> dict[str, Any] | None:
+    """Return the object that a JSON text is; None where it is none."""
+    if not isinstance(text, str):
+        return None
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
 
 
 # -- found

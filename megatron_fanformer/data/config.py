@@ -6,18 +6,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from megatron_fanformer.data.blends import (
-    Blend,
-    Source,
-    Word,
-    blend_problems,
-    chat_problems,
-    parse_blend,
-    parse_chats,
-    split_problems,
-)
-from megatron_fanformer.data.npy_files import NpyType
-from megatron_fanformer.data.stages import overlap_problems, stage_problems
+from megatron_fanformer.data.blends import Blend, Source, Word, blend_problems, parse_blend, split_problems
+from megatron_fanformer.data.chats import chat_problems, parse_chats
+from megatron_fanformer.data.mixes import mix_problems, overlap_problems
+from megatron_fanformer.data.token_files import NpyType
 from megatron_fanformer.errors import InputError, collect_problems
 from megatron_fanformer.stores import is_url, password_problem
 
@@ -78,7 +70,7 @@ class DataConfig:
         for name, items in self.valid_data.items():
             problems += of_items(f"data.valid_data.{name}", items)
         if self.stages:
-            problems += self._stage_problems(problems)
+            problems += self._mix_problems(problems)
         if self.is_chats:
             problems += self._chat_problems()
         if self.split is not None:
@@ -118,12 +110,12 @@ class DataConfig:
         ]
         return problems
 
-    def _stage_problems(self, others: list[str]) -> list[str]:
+    def _mix_problems(self, others: list[str]) -> list[str]:
         if self.is_chats:
             return ["data.stages: chats have none: an epoch takes every conversation once; leave it out"]
         if self.split is not None:
             return ["data.stages: cannot be combined with data.split; name validation files as data.valid_data"]
-        problems = stage_problems(self.stages)
+        problems = mix_problems(self.stages)
         return problems or ([] if others else overlap_problems([self.train_data, *self.stages.values()]))
 
     def _chat_problems(self) -> list[str]:

@@ -1,34 +1,41 @@
-"""The datasets of training and validation samples of a run.
+"""The datasets of training and validation samples of a run, and the folder of their sample indices.
 
-A blend is built by megatron-core's builder if all its sources are .bin and .idx pairs.
-
-.npy files alone are a dataset of their own, without any index on disk. In a blend of both, megatron-core's
-BlendedDataset draws from them as from its own datasets. megatron-core is imported where it is used: it takes seconds.
+A blend is built by megatron-core's builder if all its sources are .bin and .idx pairs. .npy files alone are a dataset
+of their own, without any index on disk. In a blend of both, megatron-core's BlendedDataset draws from them as from its
+own datasets. megatron-core is imported where it is used: it takes seconds.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+import hashlib
+import json
+import logging
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import torch.distributed as dist
 
 from megatron_fanformer.data.batches import RemoteSamples
-from megatron_fanformer.data.blends import PART_NAMES, Blend, Source
-from megatron_fanformer.data.chat_dataset import ChatDataset
+from megatron_fanformer.data.blends import PART_NAMES, TRAIN, VALIDATION, Blend, Source
+from megatron_fanformer.data.check import CheckedData, check_files, training_conversations, validation_conversations
 from megatron_fanformer.data.config import SPLIT_VALIDATION, DataConfig
-from megatron_fanformer.data.index_cache import indices_in
-from megatron_fanformer.data.npy_dataset import NpyDataset
-from megatron_fanformer.data.origins import DocumentSamples, UnrepeatedSamples
-from megatron_fanformer.data.packing import training_conversations, validation_conversations
-from megatron_fanformer.data.sample_counts import TRAIN, VALIDATION, SampleCounts, Sizes, refuse_npy
-from megatron_fanformer.data.staged_dataset import MixOrder, PairEpochs, StagedDataset, StageOrder
-from megatron_fanformer.data.stages import Stage, ordered, with_ends
-from megatron_fanformer.data.survey import DataSurvey, survey_data
+from megatron_fanformer.data.mixes import BlendOrder, Mix, MixDataset, MixOrder, PairEpochs, ordered, with_ends
+from megatron_fanformer.data.sample_counts import SampleCounts, Sizes, refuse_npy
+from megatron_fanformer.data.samples import ChatDataset, DocumentSamples, NpyDataset, UnrepeatedSamples
 from megatron_fanformer.data.token_files import PairReader
-from megatron_fanformer.runtime.agreement import on_main
+from megatron_fanformer.durable_files import take_lock, write_atomically
+from megatron_fanformer.errors import InputError
+from megatron_fanformer.runtime.agreement import is_main, on_main
+
+COMPLETE = "complete.json"  # in a folder of indices
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -49,11 +56,11 @@ def build_datasets(
     vocab_size: int,
     eod_id: int,
     global_batch_size: int = 1,
-    survey: DataSurvey | None = None,
+    data: CheckedData | None = None,
 ) -> Datasets:
     """Build the datasets; a collective call where torch.distributed is initialised.
 
-    The steps of `config.stages` count batches of `global_batch_size`. Without a `survey`, rank 0 makes one.
+    The steps of `config.stages` count batches of `global_batch_size`. Without `data`, rank 0 checks the files.
     `valid_samples` is the number of samples of each validation set, None for one epoch of it. A set is
     repeated, reshuffled each time, until it has that many samples. With more than one epoch of .bin and
     .idx pairs, megatron-core's shuffle depends on that number: a resumed run must keep its
@@ -71,46 +78,39 @@ def build_datasets(
         return Datasets(
             chats, {name: ChatDataset(packed, samples=valid_samples, **sizes) for name, packed in conversations}
         )
-    if survey is None:
-        survey = on_main(functools.partial(survey_data, config))
-    if survey.staging is not None:
-        survey.staging.fill()  # on this rank's node
-    sets = _DatasetBuilder(survey=survey, seq_length=seq_length, seed=seed, vocab_size=vocab_size, eod_id=eod_id)
+    if data is None:
+        data = on_main(functools.partial(check_files, config))
+    if data.copies is not None:
+        data.copies.fill()  # on this rank's node
+    sets = _DatasetBuilder(data=data, seq_length=seq_length, seed=seed, vocab_size=vocab_size, eod_id=eod_id)
     if config.applied_split is not None:
-        refuse_npy(survey.train)
-        parts = sets.of_split(survey.train, {TRAIN: train_samples, VALIDATION: valid_samples}, config.applied_split)
+        refuse_npy(data.train)
+        parts = sets.of_split(data.train, {TRAIN: train_samples, VALIDATION: valid_samples}, config.applied_split)
         train, valid = parts[TRAIN], {SPLIT_VALIDATION: parts[VALIDATION]}
     else:
-        valid = {name: sets.of_blend(blend, VALIDATION, valid_samples) for name, blend in survey.valid.items()}
-        if survey.stages:
+        valid = {name: sets.of_blend(blend, VALIDATION, valid_samples) for name, blend in data.valid.items()}
+        if data.mixes:
             counts = {"global_batch_size": global_batch_size, "seq_length": seq_length}
-            train = sets.of_stages(ordered(survey.train, survey.stages, **counts), train_samples)
+            train = sets.of_mixes(ordered(data.train, data.mixes, **counts), train_samples)
         else:
-            train = sets.of_blend(survey.train, TRAIN, train_samples)
+            train = sets.of_blend(data.train, TRAIN, train_samples)
     if config.mask_repeated_ngrams:
         train = UnrepeatedSamples(train)
-    return _marked(Datasets(train, valid), config, survey)
+    return Datasets(_wrapped(train, config, data), {name: _wrapped(valid[name], config, data) for name in valid})
 
 
-def _marked(datasets: Datasets, config: DataConfig, survey: DataSurvey) -> Datasets:
-    """Return datasets that mark documents where the configuration says so, and wait for stores side by side."""
-    wrappers: list[Callable[[Any], Any]] = []
+def _wrapped(dataset: Any, config: DataConfig, data: CheckedData) -> Any:
+    """Return a dataset that marks documents where the configuration says so, and waits for stores side by side."""
     if config.marks_documents:
-        assert survey.eod_id is not None, "the survey of this configuration has it"
-        wrappers.append(
-            functools.partial(
-                DocumentSamples,
-                eod_id=survey.eod_id,
-                reset_attention_mask=config.reset_attention_mask,
-                reset_position_ids=config.reset_position_ids,
-                eod_mask_loss=config.eod_mask_loss,
-            )
+        assert data.eod_id is not None, "the check of this configuration finds it"
+        dataset = DocumentSamples(
+            dataset,
+            eod_id=data.eod_id,
+            reset_attention_mask=config.reset_attention_mask,
+            reset_position_ids=config.reset_position_ids,
+            eod_mask_loss=config.eod_mask_loss,
         )
-    if survey.remote_files:
-        wrappers.append(RemoteSamples)
-    for wrap in wrappers:
-        datasets = Datasets(wrap(datasets.train), {name: wrap(dataset) for name, dataset in datasets.valid.items()})
-    return datasets
+    return RemoteSamples(dataset) if data.remote_files else dataset
 
 
 @dataclass(frozen=True)
@@ -136,79 +136,80 @@ class OneOfBlend:
 class _DatasetBuilder:
     """Builds datasets in one cache, with one sequence length and seed."""
 
-    def __init__(self, *, survey: DataSurvey, seq_length: int, seed: int, vocab_size: int, eod_id: int) -> None:
-        self._survey = survey
-        self._counts = SampleCounts(survey, seq_length)
+    def __init__(self, *, data: CheckedData, seq_length: int, seed: int, vocab_size: int, eod_id: int) -> None:
+        self._data = data
+        self._counts = SampleCounts(data, seq_length)
         self._seq_length = seq_length
         self._seed = seed
         self._vocab_size = vocab_size
         self._eod_id = eod_id
 
     def of_blend(self, blend: Blend, part: int, size: int | None) -> Any:
-        """Return the dataset of all documents of a blend, of at least `size` samples (None: one epoch), as one of the
-        parts.
+        """Return the dataset of all documents of a blend, of at least `size` samples, as one of the parts.
 
-        Raises InputError and CorruptError as `build_datasets`.
+        A `size` of None is one epoch.
         """
         if not any(source.is_npy for source in blend.sources):
-            return self.of_pairs(blend, {part: size}, None)[part]
-        if len(blend.sources) > 1:
-            return self._of_both(blend, part, size)
-        return self._of_npy(blend.sources[0], size)
-
-    def _of_npy(self, source: Source, size: int | None) -> NpyDataset:
-        return NpyDataset(
-            self._survey.files(source),
-            seq_length=self._seq_length,
-            seed=self._seed,
-            vocab_size=self._vocab_size,
-            samples=size,
-            cache=self._survey.cache,
-        )
-
-    def of_stages(self, stages: Sequence[Stage], samples: int) -> StagedDataset:
-        """Return the training samples of a run in stages; raises as `build_datasets`."""
-        sources = list(dict.fromkeys(source for stage in stages for source in stage.blend.sources))
-        drawn = np.zeros(len(sources), np.int64)
-        orders = []
-        numbers = {source: number for number, source in enumerate(sources)}
-        for stage, end in with_ends(stages, samples):
-            places = [numbers[source] for source in stage.blend.sources]
-            size = end - stage.first_sample
-            mix = self._mix_order(stage.blend, size)
-            orders.append(StageOrder(stage.first_sample, places, drawn[places].tolist(), mix))
-            if stage is stages[-1]:
-                drawn[places] += size  # as many at the most, which nobody need count
-            else:
-                drawn[places] += on_main(functools.partial(mix.counts, 0, size, len(places)))
-        return StagedDataset(
-            [self._of_stages_source(source, int(number)) for source, number in zip(sources, drawn, strict=True)],
-            orders,
-            samples=samples,
-        )
-
-    def _of_stages_source(self, source: Source, length: int) -> Any:
-        if source.is_npy:
-            return self._of_npy(source, length)
-        (epoch,) = filter(None, self.of_pairs(Blend([source], None), {TRAIN: None}, None))
-        return PairEpochs(epoch, seed=self._seed, cache=self._survey.cache, length=length)
-
-    def _mix_order(self, blend: Blend, size: int) -> MixOrder:
-        """Return the order in which megatron-core draws so many samples of a blend."""
+            return self._of_pairs(blend, {part: size}, None)[part]
         if len(blend.sources) == 1:
-            return MixOrder(None, None)
-        weights = self._counts.of_stage(blend)
-        identity = {"weights": weights, "size": size, "stage": True}
-        blended = self._blended([range(size)] * len(weights), blend, TRAIN, weights, identity)
-        return MixOrder(blended.dataset_index, blended.dataset_sample_index)
-
-    def _of_both(self, blend: Blend, part: int, size: int | None) -> Any:
+            return self._of_npy(blend.sources[0], size)
         weights, total, shares = self._counts.of_mixed(blend, size)
         samples = [
             self.of_blend(Blend([source], None), part, share)
             for source, share in zip(blend.sources, shares, strict=True)
         ]
         return self._blended(samples, blend, part, weights, {"weights": weights, "size": total, "part": part})
+
+    def of_split(self, blend: Blend, sizes: Sizes, split: str) -> dict[int, Any]:
+        """Return the datasets of the parts of a split, of `sizes` samples each (None: one epoch)."""
+        parts: dict[int, Any] = {}
+        for together in self._counts.built_together(blend, sizes):
+            built = self._of_pairs(blend, together, split)
+            parts |= {part: built[part] for part in together}
+        return parts
+
+    def of_mixes(self, mixes: Sequence[Mix], samples: int) -> MixDataset:
+        """Return the training samples of a run of several mixes."""
+        sources = list(dict.fromkeys(source for mix in mixes for source in mix.blend.sources))
+        numbers = {source: number for number, source in enumerate(sources)}
+        drawn = np.zeros(len(sources), np.int64)
+        orders = []
+        for mix, end in with_ends(mixes, samples):
+            places = [numbers[source] for source in mix.blend.sources]
+            size = end - mix.first_sample
+            order = self._blend_order(mix.blend, size)
+            orders.append(MixOrder(mix.first_sample, places, drawn[places].tolist(), order))
+            if mix is mixes[-1]:
+                drawn[places] += size  # as many at the most, which nobody need count
+            else:
+                drawn[places] += on_main(functools.partial(order.counts, 0, size, len(places)))
+        datasets = [self._of_mix_source(source, int(count)) for source, count in zip(sources, drawn, strict=True)]
+        return MixDataset(datasets, orders, samples=samples)
+
+    def _of_mix_source(self, source: Source, length: int) -> Any:
+        if source.is_npy:
+            return self._of_npy(source, length)
+        (epoch,) = filter(None, self._of_pairs(Blend([source], None), {TRAIN: None}, None))
+        return PairEpochs(epoch, seed=self._seed, cache=self._data.cache, length=length)
+
+    def _blend_order(self, blend: Blend, size: int) -> BlendOrder:
+        """Return the order in which megatron-core draws so many samples of a blend."""
+        if len(blend.sources) == 1:
+            return BlendOrder(None, None)
+        weights = self._counts.of_mix(blend)
+        identity = {"weights": weights, "size": size, "stage": True}
+        blended = self._blended([range(size)] * len(weights), blend, TRAIN, weights, identity)
+        return BlendOrder(blended.dataset_index, blended.dataset_sample_index)
+
+    def _of_npy(self, source: Source, size: int | None) -> NpyDataset:
+        return NpyDataset(
+            self._data.files(source),
+            seq_length=self._seq_length,
+            seed=self._seed,
+            vocab_size=self._vocab_size,
+            samples=size,
+            cache=self._data.cache,
+        )
 
     def _blended(
         self, samples: Sequence[Any], blend: Blend, part: int, weights: list[float], identity: dict[str, Any]
@@ -224,22 +225,14 @@ class _DatasetBuilder:
         kinds = [type(dataset).__name__ for dataset in samples]
         if len(set(kinds)) > 1:  # megatron-core's names depend on them; folders of one kind keep their name
             identity = {**identity, "kinds": kinds}
-        with indices_in(self._survey.cache, identity) as folder:
+        with indices_in(self._data.cache, identity) as folder:
             config = self._config(folder, blend.sources, None, part, None)
             blended = BlendedMegatronDatasetBuilder.build_generic_dataset(
                 BlendedDataset, lambda: True, True, datasets, weights, identity["size"], config
             )
         return blended
 
-    def of_split(self, blend: Blend, sizes: Sizes, split: str) -> dict[int, Any]:
-        """Return the datasets of the parts of a split, as `of_pairs`."""
-        parts: dict[int, Any] = {}
-        for together in self._counts.built_together(blend, sizes):
-            built = self.of_pairs(blend, together, split)
-            parts |= {part: built[part] for part in together}
-        return parts
-
-    def of_pairs(self, blend: Blend, sizes: Sizes, split: str | None) -> list[Any]:
+    def _of_pairs(self, blend: Blend, sizes: Sizes, split: str | None) -> list[Any]:
         """Return the datasets of pairs by part, of `sizes` samples each (None: one epoch; a part left out: none).
 
         Without a split, the one part of `sizes` is made of all documents.
@@ -259,14 +252,14 @@ class _DatasetBuilder:
             "seq_length": self._seq_length,
             "seed": self._seed,
         }
-        with indices_in(self._survey.cache, identity) as folder:
+        with indices_in(self._data.cache, identity) as folder:
             config = self._config(folder, blend.sources, weights, min(sizes), split)
             if split is not None and len(sizes) == 1:
                 config.split_matrix = [
                     bounds if part in sizes else None for part, bounds in enumerate(config.split_matrix)
                 ]
             built = list(BlendedMegatronDatasetBuilder(GPTDataset, requested, lambda: True, config).build())
-        pairs = {pair.copy or pair.prefix: pair for pair in map(self._survey.pair, blend.sources)}
+        pairs = {pair.copy or pair.prefix: pair for pair in map(self._data.pair, blend.sources)}
         readers: dict[str, PairReader] = {}  # the parts of a split share one
         for top in filter(None, built):
             for dataset in (top, *getattr(top, "datasets", ())):
@@ -280,10 +273,10 @@ class _DatasetBuilder:
         return built
 
     def _prefix_here(self, source: Source) -> str:
-        return source.paths[0] if source.is_npy else self._survey.pair(source).copy or source.paths[0]
+        return source.paths[0] if source.is_npy else self._data.pair(source).copy or source.paths[0]
 
     def _identities(self, sources: Sequence[Source]) -> list[str]:
-        return [self._survey.pair(source).identity for source in sources if not source.is_npy]
+        return [self._data.pair(source).identity for source in sources if not source.is_npy]
 
     def _config(
         self, folder: Path, sources: Sequence[Source], weights: list[float] | None, part: int, split: str | None
@@ -308,3 +301,80 @@ class _DatasetBuilder:
             eod_mask_loss=False,
             create_attention_mask=False,
         )
+
+
+# -- the folder of sample indices
+
+
+@contextmanager
+def indices_in(cache: Path, identity: Any) -> Iterator[Path]:
+    """Yield the folder for the indices of a dataset, while it is being built; to be entered by every rank.
+
+    megatron-core builds indices on rank 0, writes them file by file under their final names, and assumes that they are
+    complete as soon as all names exist; the names do not depend on the data. So each dataset has a folder of its own,
+    named after everything that its indices depend on, which is marked once it is complete. Folders that a killed job
+    left half written are built again. Rank 0, the only one that writes, holds the cache's lock meanwhile.
+
+    Args:
+        identity: all that the indices depend on, as plain JSON values.
+
+    Raises:
+        InputError: on every rank, the cache cannot be written; on a rank, it does not see the files of rank 0.
+    """
+    folder = cache / hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:32]
+    locks: list[int] = []  # on rank 0: the cache's
+    try:
+        is_complete = on_main(lambda: _prepare_folder(cache, folder, locks))
+        with _process_group() if is_main() else _same_folder_on_all_nodes(cache):
+            yield folder
+        if not is_complete:
+            on_main(lambda: write_atomically(folder / COMPLETE, "{}"))
+    finally:
+        for lock in locks:
+            os.close(lock)
+
+
+def _prepare_folder(cache: Path, folder: Path, locks: list[int]) -> bool:
+    """Take the cache's lock, and keep a complete folder or leave an empty one; return whether it is complete."""
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        lock = take_lock(cache / ".lock", wait=False)
+        if lock is None:
+            logger.info("index cache %s: waiting for another job that builds in it", cache)
+            lock = take_lock(cache / ".lock", wait=True)
+    except OSError as error:
+        raise InputError(
+            f"index cache {cache} cannot be written ({error.strerror}); set data.cache_path to another"
+        ) from error
+    assert lock is not None
+    locks.append(lock)
+    is_complete = (folder / COMPLETE).is_file()
+    if folder.exists() and not is_complete:
+        shutil.rmtree(folder)
+    folder.mkdir(exist_ok=True)
+    logger.debug("sample indices in %s: %s", folder, "complete, reused" if is_complete else "to be built")
+    return is_complete
+
+
+@contextmanager
+def _process_group() -> Iterator[None]:
+    """Give a process without ranks a group of its own: megatron-core 0.16's blends ask for their rank."""
+    if dist.is_initialized():
+        yield
+        return
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+@contextmanager
+def _same_folder_on_all_nodes(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise InputError(
+            f"{error.filename} was written by rank 0 and is not visible to rank {dist.get_rank()};"
+            f" set data.cache_path to a folder that all nodes share (now {folder})"
+        ) from error

@@ -243,6 +243,12 @@ def manifest_of(prefix: str, suffix: str, size: int) -> tuple[Manifest | PartMan
     return (manifest, record) if manifest and record and is_of_this else None
 
 
+def largest_stated_id(prefix: str, suffix: str, size: int) -> int | None:
+    """Return the largest id of such a file by its manifest; None where it has none."""
+    stated = manifest_of(prefix, suffix, size)
+    return None if stated is None else stated[1].max_token_id
+
+
 def _record_of(prefix: str, manifest: Manifest | PartManifest) -> TokenFiles | None:
     outputs = manifest.outputs if isinstance(manifest, Manifest) else [manifest.output]
     return next((output for output in outputs if output.prefix == Path(prefix).name), None)

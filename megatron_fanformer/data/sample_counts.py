@@ -1,4 +1,4 @@
-"""Counts of the samples that a run draws from each of its sources, from a survey of them.
+"""Counts of the samples that a run draws from each of its sources.
 
 Everything here is arithmetic: missing data are reported before a rank starts, and all ranks request the same.
 """
@@ -9,21 +9,18 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from megatron_fanformer.data.blends import PART_NAMES, Blend, Source
+from megatron_fanformer.data.blends import PART_NAMES, TRAIN, VALIDATION, Blend, Source
+from megatron_fanformer.data.check import CheckedData
 from megatron_fanformer.data.config import DataConfig
-from megatron_fanformer.data.npy_files import whole_samples
-from megatron_fanformer.data.stages import FIRST_STAGE, Stage, with_ends
-from megatron_fanformer.data.survey import DataSurvey
+from megatron_fanformer.data.mixes import FIRST_MIX, Mix, with_ends
+from megatron_fanformer.data.token_files import whole_samples
 from megatron_fanformer.errors import InputError, redacted
 from megatron_fanformer.terminal import plural
 
 logger = logging.getLogger(__name__)
 
 EPOCHS_AS_GOOD_AS_NEW = 4  # Muennighoff et al., "Scaling Data-Constrained Language Models" (2023)
-TRAIN, VALIDATION = 0, 1  # positions in PART_NAMES, and in megatron-core's lists
-
 LEAST_BEYOND = 1e-6  # relative: a run of exactly so many epochs is within its limit
-MOST_SHOWN = 20  # sources of a table
 MID_LEVEL_SURPLUS = 0.005  # by which megatron-core requests more of each source of a blend than its share
 
 Sizes = dict[int, int | None]
@@ -31,49 +28,50 @@ Sizes = dict[int, int | None]
 
 
 class SampleCounts:
-    """The counts of samples of one sequence length, from the files of a survey."""
+    """The counts of samples of one sequence length."""
 
-    def __init__(self, survey: DataSurvey, seq_length: int) -> None:
-        self._survey, self._seq_length = survey, seq_length
+    def __init__(self, data: CheckedData, seq_length: int) -> None:
+        self._data, self._seq_length = data, seq_length
 
     def check(
-        self, config: DataConfig, *, train_samples: int, valid_samples: int | None, stages: Sequence[Stage] = ()
+        self, config: DataConfig, *, train_samples: int, valid_samples: int | None, mixes: Sequence[Mix] = ()
     ) -> None:
         """Check that the data suffice for a run.
 
         Args:
-            stages: of the run, in their order; none: it has one.
+            mixes: of the run, in their order; none: it has one.
 
         Raises:
             InputError: a set with no whole sample, a split that leaves a part without documents, or one of .npy files;
                 a source of which the run would take more than `config.max_repetition` allows.
         """
+        train = self._data.train
         if config.applied_split is not None:
-            refuse_npy(self._survey.train)
-            for sizes in self.built_together(self._survey.train, {TRAIN: train_samples, VALIDATION: valid_samples}):
-                self.of_pairs(self._survey.train, sizes, is_split=True)
-        elif len(stages) > 1:
-            for stage in stages:
-                self.of_stage(stage.blend)
+            refuse_npy(train)
+            for sizes in self.built_together(train, {TRAIN: train_samples, VALIDATION: valid_samples}):
+                self.of_pairs(train, sizes, is_split=True)
+        elif len(mixes) > 1:
+            for mix in mixes:
+                self.of_mix(mix.blend)
         else:
-            self._check_blend(self._survey.train, TRAIN, train_samples)
-        for blend in self._survey.valid.values():
+            self._check_blend(train, TRAIN, train_samples)
+        for blend in self._data.valid.values():
             self._check_blend(blend, VALIDATION, valid_samples)
-        taken = self.epochs_taken(config, stages or [Stage(FIRST_STAGE, 1, 0, self._survey.train)], train_samples)
+        epochs = self.epochs_taken(config, mixes or [Mix(FIRST_MIX, 1, 0, train)], train_samples)
+        most, source = max((epochs[source], self._name(source)) for source in epochs)
         if config.max_repetition:
-            self._check_repetition(config, taken)
-        elif (most := max(taken.values())) > EPOCHS_AS_GOOD_AS_NEW:
-            source = next(self._name(source) for source, epochs in taken.items() if epochs == most)
+            self._check_repetition(config, epochs)
+        elif most > EPOCHS_AS_GOOD_AS_NEW:
             logger.warning("the run reads %s %.3g times; give it more data, or set data.max_repetition", source, most)
 
-    def epochs_taken(self, config: DataConfig, stages: Sequence[Stage], train_samples: int) -> dict[Source, float]:
+    def epochs_taken(self, config: DataConfig, mixes: Sequence[Mix], train_samples: int) -> dict[Source, float]:
         """Return how many epochs of each source a run takes; less than 1 where it does not come to the end of it."""
         taken: dict[Source, float] = {}
-        for stage, end in with_ends(stages, train_samples):
-            epochs = self.epoch_samples(config, stage.blend)
-            weights = np.array(stage.blend.weights or epochs) / sum(stage.blend.weights or epochs)
-            for source, weight, epoch in zip(stage.blend.sources, weights, epochs, strict=True):
-                taken[source] = taken.get(source, 0.0) + float(weight * (end - stage.first_sample) / epoch)
+        for mix, end in with_ends(mixes, train_samples):
+            epochs = self.epoch_samples(config, mix.blend)
+            weights = np.array(mix.blend.weights or epochs) / sum(mix.blend.weights or epochs)
+            for source, weight, epoch in zip(mix.blend.sources, weights, epochs, strict=True):
+                taken[source] = taken.get(source, 0.0) + float(weight * (end - mix.first_sample) / epoch)
         return taken
 
     def epoch_samples(self, config: DataConfig, blend: Blend) -> list[float]:
@@ -82,27 +80,20 @@ class SampleCounts:
             return [self.epoch_of(source) for source in blend.sources]
         return [tokens / self._seq_length for tokens in self._tokens_of(blend, TRAIN, is_split=True)]
 
-    def _check_repetition(self, config: DataConfig, taken: dict[Source, float]) -> None:
-        beyond = []
-        for source, epochs in taken.items():
-            stated = self._survey.stated(source)
-            rules = [(name, most) for name, most in config.max_repetition.items() if _matches(stated, name)]
-            if rules and epochs > rules[-1][1] * (1 + LEAST_BEYOND):
+    def _check_repetition(self, config: DataConfig, epochs: dict[Source, float]) -> None:
+        stated = {source: self._data.stated(source) for source in epochs}
+        unknown = [name for name in config.max_repetition if not any(_matches(path, name) for path in stated.values())]
+        problems = [f"data.max_repetition: {name!r} is no source's path; name one, or a pattern" for name in unknown]
+        for source, taken in epochs.items():
+            rules = [(name, most) for name, most in config.max_repetition.items() if _matches(stated[source], name)]
+            if rules and taken > rules[-1][1] * (1 + LEAST_BEYOND):
                 name, most = rules[-1]
-                beyond.append(
-                    f"{self._name(source)}: the run takes {epochs:,.3g} epochs of it, more than data.max_repetition "
+                problems.append(
+                    f"{self._name(source)}: the run takes {taken:,.3g} epochs of it, more than data.max_repetition "
                     f"{name!r} allows ({most:g}); lower its weight, shorten the run, or raise the limit"
                 )
-        named = [self._survey.stated(source) for source in taken]
-        unknown = [name for name in config.max_repetition if not any(_matches(source, name) for source in named)]
-        beyond += [f"data.max_repetition: {name!r} is no source's path; name one, or a pattern" for name in unknown]
-        if beyond:
-            epoch_samples = self.epoch_samples(config, Blend(list(taken), None))
-            table = [
-                f"  {self._name(source)}: {samples * self._seq_length:,.0f} tokens, {epochs:,.3g} epochs"
-                for samples, (source, epochs) in zip(epoch_samples, list(taken.items())[:MOST_SHOWN], strict=False)
-            ]
-            raise InputError("\n".join([*beyond, "what the run takes of each source:", *table]))
+        if problems:
+            raise InputError("\n".join(problems))
 
     def _check_blend(self, blend: Blend, part: int, size: int | None) -> None:
         if not any(source.is_npy for source in blend.sources):
@@ -112,7 +103,7 @@ class SampleCounts:
             for source, share in zip(blend.sources, shares, strict=True):
                 self._check_blend(Blend([source], None), part, share)
         else:
-            whole_samples(self._survey.files(blend.sources[0]), self._seq_length)
+            whole_samples(self._data.files(blend.sources[0]), self._seq_length)
 
     def repeats_pairs(self, config: DataConfig, *, train_samples: int) -> bool:
         """Return whether training may read a pair more than once: its order then depends on the number of samples.
@@ -120,7 +111,7 @@ class SampleCounts:
         megatron-core shuffles all epochs of a pair together. (Those of .npy files are shuffled one by one.) In doubt,
         within a hundredth of an epoch, it is true.
         """
-        blend, is_split = self._survey.train, config.applied_split is not None
+        blend, is_split = self._data.train, config.applied_split is not None
         if all(source.is_npy for source in blend.sources):
             return False
         if any(source.is_npy for source in blend.sources):
@@ -133,7 +124,7 @@ class SampleCounts:
         tokens: Sequence[int | None] = (
             self._tokens_of(blend, TRAIN, is_split)
             if is_split
-            else [None if source.is_npy else self._survey.pair(source).tokens for source in blend.sources]
+            else [None if source.is_npy else self._data.pair(source).tokens for source in blend.sources]
         )
         surplus = (MID_LEVEL_SURPLUS, 3) if len(shares) > 1 else (0, 0)  # it rounds up twice
         return any(
@@ -143,15 +134,15 @@ class SampleCounts:
         )
 
     def _name(self, source: Source) -> str:
-        return redacted(self._survey.stated(source).name)
+        return redacted(self._data.stated(source).name)
 
     def epoch_of(self, source: Source) -> float:
         """Return the samples of an epoch; for a source too short for one, which is repeated, the fraction that it
         fills.
         """
         if source.is_npy:
-            return sum(file.tokens // self._seq_length for file in self._survey.files(source))
-        tokens = self._survey.pair(source).tokens
+            return sum(file.tokens // self._seq_length for file in self._data.files(source))
+        tokens = self._data.pair(source).tokens
         return (tokens - 1) // self._seq_length or tokens / self._seq_length
 
     def of_mixed(self, blend: Blend, size: int | None) -> tuple[list[float], int, list[int]]:
@@ -165,15 +156,15 @@ class SampleCounts:
         # The blend always draws from the source furthest behind its share, so never more than one sample beyond it.
         return weights.tolist(), total, [int(weight * total) + 1 for weight in weights]
 
-    def of_stage(self, blend: Blend) -> list[float]:
-        """Return the weights of a stage's mix as megatron-core has them where it is the only one of a run.
+    def of_mix(self, blend: Blend) -> list[float]:
+        """Return the weights of one of several mixes as megatron-core has them where it is the only one of a run.
 
         Raises:
             InputError: a source has no whole sample.
         """
         epochs = [self.epoch_of(source) for source in blend.sources]
         for source, epoch in zip(blend.sources, epochs, strict=True):
-            if epoch < 1 or not (source.is_npy or self._survey.pair(source).tokens > self._seq_length):
+            if epoch < 1 or not (source.is_npy or self._data.pair(source).tokens > self._seq_length):
                 raise InputError(
                     f"{self._name(source)} holds no whole sample of {self._seq_length} tokens, as every source of a "
                     "run in stages must; join it with others, or leave it out"
@@ -204,7 +195,7 @@ class SampleCounts:
         """
         parts = list(sizes)
         if is_split:
-            of_first = self._survey.pair(blend.sources[0]).part_tokens
+            of_first = self._data.pair(blend.sources[0]).part_tokens
             parts = [part for part in range(len(PART_NAMES)) if part in of_first]
         tokens = {part: self._tokens_of(blend, part, is_split) for part in parts}
         looked_at = (TRAIN, VALIDATION) if is_split else sizes
@@ -220,7 +211,7 @@ class SampleCounts:
         """Return the tokens of each prefix in a part of a split, or in all of it."""
         tokens = []
         for source in blend.sources:
-            facts = self._survey.pair(source)
+            facts = self._data.pair(source)
             tokens.append(facts.part_tokens[part] if is_split else facts.tokens)
             if not tokens[-1]:
                 raise InputError(
@@ -250,7 +241,7 @@ class SampleCounts:
             return blend.weights if len(blend.sources) > 1 else None
         for tokens, size in parts:
             if min(tokens) <= self._seq_length or (size is not None and size > self._samples(tokens)):
-                return [float(self._survey.pair(source).tokens) for source in blend.sources]
+                return [float(self._data.pair(source).tokens) for source in blend.sources]
         return None
 
 

@@ -1,17 +1,15 @@
-"""The order in which an epoch takes the samples of a set: all of them once.
+"""The order in which each epoch takes the samples of a set: all of them once.
 
-Up to 2^32 samples it is NumPy's PCG64 shuffle of their numbers, seeded with seed + epoch, which is the order of the
-authors' own loader. A large one is stored once, in the folder of the index cache, and read an entry at a time: all
-ranks of a node have it in the same pages of the system's cache, and not in memory of their own. Beyond 2^32, where a
-shuffle would take tens of minutes and 40 GB, each entry is computed when it is needed, by a keyed permutation.
+It is NumPy's PCG64 shuffle of their numbers, seeded with seed + epoch, which is the order of the authors' own loader. A
+large one is stored once, in the folder of the index cache, and read an entry at a time: all ranks of a node have it in
+the same pages of the system's cache, and not in memory of their own.
 """
 
 import logging
 import os
+import threading
 import uuid
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -21,38 +19,57 @@ from megatron_fanformer.runtime.device import return_freed_memory
 
 logger = logging.getLogger(__name__)
 
-MOST_SHUFFLED = 1 << 32
 LEAST_STORED = 1 << 24  # samples: 64 MiB a rank
-ROUNDS = 6
-MASK_64 = (1 << 64) - 1
+
+
+class Epochs:
+    """The samples of a set, epoch after epoch: base of map-style datasets for a DataLoader."""
+
+    def __init__(self, epoch_samples: int, *, seed: int, samples: int | None, cache: Path | None = None) -> None:
+        """`samples` is the length, over as many epochs as it takes; None: one epoch. `cache`: see `epoch_order`."""
+        self.epoch_samples, self._seed, self._cache = epoch_samples, seed, cache
+        self._length = epoch_samples if samples is None else samples
+        self._order: tuple[int, np.ndarray] | None = None
+        self._lock = threading.Lock()
+        self._order_of(0)
+
+    def __len__(self) -> int:
+        return self._length
+
+    def number(self, index: int) -> int:
+        """Return which of an epoch's samples is at `index`, by its number in the set."""
+        if not 0 <= index < self._length:
+            raise IndexError(index)
+        epoch, position = divmod(int(index), self.epoch_samples)
+        return int(self._order_of(epoch)[position])
+
+    def _order_of(self, epoch: int) -> np.ndarray:
+        with self._lock:  # samples on other stores are read by threads
+            if self._order is None or self._order[0] != epoch:
+                self._order = None  # before the next is computed: one at a time in memory
+                self._order = (epoch, epoch_order(self.epoch_samples, seed=self._seed, epoch=epoch, cache=self._cache))
+            return self._order[1]
 
 
 def shuffled(samples: int, *, seed: int, epoch: int) -> np.ndarray:
-    """Return [samples] uint32: the numbers of all samples in an epoch's order. Epochs count from 0."""
-    order = np.arange(samples, dtype=np.uint32)
+    """Return [samples] integers: the numbers of all samples in an epoch's order. Epochs count from 0."""
+    order = np.arange(samples, dtype=np.uint32 if samples <= 1 << 32 else np.uint64)
     np.random.Generator(np.random.PCG64(seed + epoch)).shuffle(order)
     return order
 
 
-def epoch_order(samples: int, *, seed: int, epoch: int, cache: Path | None = None) -> Any:
-    """Return the numbers of all samples in an epoch's order. Epochs count from 0.
+def epoch_order(samples: int, *, seed: int, epoch: int, cache: Path | None = None) -> np.ndarray:
+    """Return `shuffled`; a large order is stored in a file, named by all that decides it, and mapped.
 
     Args:
-        cache: folder in which a large one is stored; None: it is made in memory.
+        cache: folder of the files; None: every order is made in memory.
 
     Raises:
         InputError: the folder cannot be written.
-        CorruptError: the stored one cannot be read.
+        CorruptError: the stored order cannot be read.
     """
-    if samples > MOST_SHUFFLED:
-        return KeyedPermutation(samples, seed=seed + epoch)
     if cache is None or samples < LEAST_STORED:
         return shuffled(samples, seed=seed, epoch=epoch)
-    return _stored(samples, seed=seed, epoch=epoch, cache=cache)
-
-
-def _stored(samples: int, *, seed: int, epoch: int, cache: Path) -> np.ndarray:
-    """Return the shuffle in its file, which is named by all that decides it, and appears when it is whole."""
     path = cache / "orders" / f"{samples}-{seed + epoch}.npy"
     try:
         if not path.is_file():
@@ -80,42 +97,3 @@ def _stored(samples: int, *, seed: int, epoch: int, cache: Path) -> np.ndarray:
         return order
     except (OSError, ValueError, EOFError) as error:
         raise CorruptError(f"{path} does not hold the order of {samples} samples; remove it and resume") from error
-
-
-class KeyedPermutation(Sequence[int]):
-    """The numbers 0 to samples - 1 in an order that a seed decides, each computed by itself.
-
-    It is a Feistel network over the smallest even number of bits that holds them, whose values beyond the last sample
-    are permuted on until one is below it (cycle walking): at most four times on average. Source: Black and Rogaway,
-    "Ciphers with Arbitrary Finite Domains", 2002.
-    """
-
-    def __init__(self, samples: int, *, seed: int) -> None:
-        self._samples = samples
-        self._half = max(1, ((samples - 1).bit_length() + 1) // 2)
-        self._keys = [int(key) for key in np.random.PCG64(seed).random_raw(ROUNDS)]
-
-    def __len__(self) -> int:
-        return self._samples
-
-    def __getitem__(self, position: int) -> int:  # type: ignore[override]  # no slices
-        if not 0 <= position < self._samples:
-            raise IndexError(position)
-        value = self._permuted(int(position))
-        while value >= self._samples:
-            value = self._permuted(value)
-        return value
-
-    def _permuted(self, value: int) -> int:
-        half, mask = self._half, (1 << self._half) - 1
-        left, right = value >> half, value & mask
-        for key in self._keys:
-            left, right = right, left ^ (_mixed(right ^ key) & mask)
-        return left << half | right
-
-
-def _mixed(value: int) -> int:
-    """Return 64 bits that depend on all bits of a value: the finalizer of splitmix64 (Steele, Lea and Flood, 2014)."""
-    value = (value ^ value >> 30) * 0xBF58476D1CE4E5B9 & MASK_64
-    value = (value ^ value >> 27) * 0x94D049BB133111EB & MASK_64
-    return value ^ value >> 31

@@ -1,25 +1,40 @@
-"""Megatron's token files: `PREFIX.bin` holds the tokens, `PREFIX.idx` the lengths of the sequences.
+"""Token files: Megatron's pairs of a .bin and an .idx file, and the paper's .npy files.
 
-The index is a header of 34 bytes (magic, version, dtype code, sequence count, document count), then the lengths
-(int32) and byte pointers (int64) of the sequences, and the document bounds (int64): the sequences at which documents
-begin, and their number at the end. `prepare` makes every document one sequence; Megatron-LM's own tools may not.
+The .bin file of a pair holds the tokens; the index is a header of 34 bytes (magic, version, dtype code, sequence count,
+document count), then the lengths (int32) and byte pointers (int64) of the sequences, and the document bounds (int64):
+the sequences at which documents begin, and their number at the end. `prepare` makes every document one sequence;
+Megatron-LM's own tools may not. The .npy files hold little-endian ids and nothing else, not even NumPy's header.
 """
 
+import functools
 import struct
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
-from megatron_fanformer.data.manifest import manifest_of
-from megatron_fanformer.data.remote_files import RemoteFile, copy_to, find, folder_of, look_up, only_one_at_a_time
+from megatron_fanformer.data.manifest import MANIFEST_SUFFIX, largest_stated_id, read_any_manifest, token_files_record
+from megatron_fanformer.data.remote_files import (
+    RemoteFile,
+    copy_to,
+    find,
+    folder_of,
+    look_up,
+    look_up_contents,
+    only_one_at_a_time,
+    side_by_side,
+)
 from megatron_fanformer.errors import CorruptError, InputError, redacted
 from megatron_fanformer.stores import is_url, reported_as_local
 
-BIN_SUFFIX = ".bin"
+NpyType = Literal["uint16", "uint32"]
+
+BIN_SUFFIX, NPY_SUFFIX = ".bin", ".npy"
+NPY_SUFFIXES = (NPY_SUFFIX, ".ds")  # the same under datatrove's name
+NUMPY_MAGIC = b"\x93NUMPY"
 INDEX_MAGIC = b"MMIDIDX\x00\x00"
 INDEX_HEADER = struct.Struct("<9sQBQQ")
 INDEX_VERSION = 1
@@ -29,7 +44,6 @@ DTYPES = {code: np.dtype(name) for code, name in {1: "u1", 2: "i1", 3: "i2", 4: 
 UINT16_VOCABULARY = 65_500
 CHECKED_ENTRIES = 1 << 20  # of an index at a time: some 30 MB of memory
 UNSIGNED = {size: np.dtype(f"u{size}") for size in (1, 2, 4, 8)}
-REMEDY = "copy both files of the pair again, or prepare them again"
 
 
 def bin_path(prefix: str) -> Path:
@@ -42,9 +56,49 @@ def idx_path(prefix: str) -> Path:
     return Path(prefix + ".idx")
 
 
+def npy_prefix(path: str) -> str:
+    """Return the prefix of a .npy file, under which its manifest and ledger are stored."""
+    return path.removesuffix(NPY_SUFFIX)
+
+
 def token_dtype(vocab_size: int) -> str:
     """Return the token type for a vocabulary, by megatron-core's rule."""
     return "uint16" if vocab_size < UINT16_VOCABULARY else "int32"
+
+
+# -- token ids below the vocabulary size
+
+
+def refuse_largest_id(largest: int | None, vocab_size: int, name: str) -> None:
+    """Raise InputError, naming `name`, if the largest id that a manifest states is outside [0, vocab_size)."""
+    if largest is not None and largest >= vocab_size:
+        raise InputError(
+            f"{name} holds token id {largest}, outside the vocabulary of {vocab_size};"
+            " train with the tokenizer that made the tokens, or raise model.vocab_size"
+        )
+
+
+def refuse_ids_read(ids: np.ndarray, vocab_size: int, file: Path | str, first: int) -> None:
+    """Raise CorruptError, with the first of them and its place, if ids that were read are not below `vocab_size`.
+
+    Under tensor parallelism nothing else would notice: each rank takes an id outside its part of the embedding for
+    another's.
+
+    Args:
+        ids: [t] as they are stored.
+        first: number of the first of them in `file`, counted from 0.
+    """
+    unsigned = ids.view(UNSIGNED[ids.itemsize])  # a negative id is a large one
+    if not len(ids) or unsigned.max() < vocab_size:
+        return
+    place = int(np.argmax(unsigned >= vocab_size))
+    raise CorruptError(
+        f"{file} holds token id {ids[place]} (token {first + place:,}, counted from 0), outside the vocabulary of "
+        f"{vocab_size}; train with the tokenizer that made the tokens, or copy or prepare the file again"
+    )
+
+
+# -- pairs
 
 
 @dataclass(frozen=True)
@@ -58,7 +112,7 @@ class TokenIndex:
     documents: int
     tokens: int
     identity: str
-    """A fingerprint that changes when a length does: all that sample indices depend on."""
+    """Type, counts and a checksum of the lengths: all that sample indices depend on."""
     part_tokens: dict[int, int]
     """The tokens of each requested part, by its number."""
     copy: str | None = None
@@ -86,6 +140,14 @@ class TokenIndex:
         """Return [documents + 1] int64, the first sequence of each document, and the number of sequences."""
         return _mapped(self.idx, np.int64, INDEX_HEADER.size + (4 + 8) * self.sequences, self.documents + 1)
 
+    def refuse_stated_ids(self, vocab_size: int) -> None:
+        """Raise InputError if the pair's manifest states an id outside [0, vocab_size).
+
+        Without a manifest, and with one of another file, ids are checked where they are read.
+        """
+        largest = largest_stated_id(self.prefix, BIN_SUFFIX, self.tokens * self.dtype.itemsize)
+        refuse_largest_id(largest, vocab_size, self.prefix)
+
 
 def _mapped(path: Path, dtype: type, first_byte: int, count: int) -> np.ndarray:
     return np.memmap(path, dtype, mode="r", offset=first_byte, shape=(count,)) if count else np.empty(0, dtype)
@@ -94,15 +156,17 @@ def _mapped(path: Path, dtype: type, first_byte: int, count: int) -> np.ndarray:
 def read_index(
     prefix: str, parts: Mapping[int, tuple[float, float]] | None = None, *, cache: Path | None = None
 ) -> TokenIndex:
-    """Read the index of a prefix, and check every entry of it against the others and the .bin file's size.
+    """Read the index of a prefix once, in blocks, and check its entries against each other and the .bin file's size.
 
-    The whole index is read once, in blocks; on the way, the tokens of `parts` are counted, by number, each between two
-    fractions of the sequences, which are rounded as megatron-core does. Raises InputError for missing files, and
-    CorruptError, which names the file and the field, for an index of another format, with wrong entries, or of another
-    .bin file.
+    On the way, the tokens of `parts` are counted, by number, each between two fractions of the sequences, which are
+    rounded as megatron-core does.
 
     Args:
         cache: the folder to which the index of a pair on another store is copied, once for each version of it.
+
+    Raises:
+        InputError: a file is missing.
+        CorruptError: the index has another format or wrong entries, or is of another .bin file; names file and field.
     """
     if is_url(prefix):
         return _read_remote_index(prefix, parts, cache)
@@ -142,26 +206,25 @@ def _read_checked(
     prefix: str, idx: Path, bin_bytes: int, parts: Mapping[int, tuple[float, float]] | None
 ) -> TokenIndex:
     dtype, lengths, pointers, bounds = _read_header(idx)
-    if len(pointers) and pointers[0]:
-        raise _corrupt(idx, f"sequence pointer 0 is {pointers[0]}, not 0")
-    if not len(pointers) and bin_bytes:
-        raise _corrupt(f"{prefix}.bin", f"it holds {bin_bytes} bytes, but its index has a sequence count of 0")
-    checksum, part_tokens = 0, dict.fromkeys(parts or {}, 0)
+    checksum, end, part_tokens = 0, 0, dict.fromkeys(parts or {}, 0)
     for first in range(0, len(lengths), CHECKED_ENTRIES):
-        block, starts = (
-            np.array(lengths[first : first + CHECKED_ENTRIES]),
-            pointers[first : first + CHECKED_ENTRIES + 1],
-        )
-        if len(starts) == len(block):  # after the last sequence, the file ends
-            starts = np.append(starts, np.int64(bin_bytes))
-        # A pointer that is far off wraps around here, and is then still not equal.
-        wrong = np.flatnonzero((starts[:-1] + block * np.int64(dtype.itemsize) != starts[1:]) | (block < 0))
+        block = np.array(lengths[first : first + CHECKED_ENTRIES])
+        ends = end + np.cumsum(block, dtype=np.int64) * dtype.itemsize
+        starts = np.append(np.int64(end), ends[:-1])
+        wrong = np.flatnonzero(pointers[first : first + CHECKED_ENTRIES] != starts)
         if len(wrong):
-            raise _disagreement(prefix, idx, first + int(wrong[0]), lengths, starts[int(wrong[0]) :], dtype.itemsize)
+            number = first + int(wrong[0])
+            stated = f"sequence pointer {number} is {pointers[number]}"
+            raise _corrupt(idx, f"{stated}, but the sequence lengths before it end at {starts[wrong[0]]}")
+        end = int(ends[-1])
         checksum = zlib.crc32(block.tobytes(), checksum)
-        for part, bounds_of_part in (parts or {}).items():
-            begin, end = (max(0, round(bound * len(lengths)) - first) for bound in bounds_of_part)
-            part_tokens[part] += int(block[begin:end].sum(dtype=np.int64))
+        for part, fractions in (parts or {}).items():
+            begin, stop = (max(0, round(fraction * len(lengths)) - first) for fraction in fractions)
+            part_tokens[part] += int(block[begin:stop].sum(dtype=np.int64))
+    if bin_bytes != end:
+        kind = "truncated" if bin_bytes < end else "extended"
+        message = f"it is {kind}: it holds {bin_bytes} bytes, but the sequence lengths of {idx} end at {end}"
+        raise _corrupt(f"{prefix}.bin", message)
     _check_documents(idx, bounds, len(lengths))
     tokens = bin_bytes // dtype.itemsize
     return TokenIndex(
@@ -181,7 +244,7 @@ def _read_header(path: Path) -> tuple[np.dtype[Any], np.ndarray, np.ndarray, np.
     with path.open("rb") as stream:
         header = stream.read(INDEX_HEADER.size)
     if len(header) < INDEX_HEADER.size:
-        raise _corrupt(path, f"the header is truncated to {len(header)} of {INDEX_HEADER.size} bytes")
+        raise _corrupt(path, f"it is truncated: the header has {len(header)} of {INDEX_HEADER.size} bytes")
     magic, version, code, sequences, documents = INDEX_HEADER.unpack(header)
     if magic != INDEX_MAGIC:
         raise _corrupt(path, f"the magic is {magic!r}, not {INDEX_MAGIC!r}, this is not a Megatron index")
@@ -206,34 +269,13 @@ def _read_header(path: Path) -> tuple[np.dtype[Any], np.ndarray, np.ndarray, np.
     )
 
 
-def _corrupt(path: Path | str, what: str) -> CorruptError:
-    return CorruptError(f"{path}: {what}; {REMEDY}")
-
-
-def _disagreement(
-    prefix: str, idx: Path, number: int, lengths: np.ndarray, starts: np.ndarray, token_bytes: int
-) -> CorruptError:
-    """Return the error of a sequence that does not end where the next, or the .bin file, does.
-
-    Args:
-        starts: the bytes at which the sequence and the next begin.
-    """
-    end = int(starts[0]) + int(lengths[number]) * token_bytes
-    stated = f"sequence length {number} ({lengths[number]}) and sequence pointer {number} ({starts[0]}) of {idx}"
-    if number + 1 < len(lengths):
-        return _corrupt(idx, f"by {stated} it ends at {end}, but sequence pointer {number + 1} is {starts[1]}")
-    kind = "truncated" if starts[1] < end else "extended"
-    return _corrupt(f"{prefix}.bin", f"it is {kind}: it holds {starts[1]} bytes, but ends at {end} by {stated}")
-
-
 def _check_documents(path: Path, bounds: np.ndarray, sequences: int) -> None:
     """Check that the bounds rise from 0 to the number of sequences. An empty document repeats one.
 
     Where there are as many documents as sequences, each is one sequence.
     """
-    for number, value in ((0, 0), (len(bounds) - 1, sequences)):
-        if bounds[number] != value:
-            raise _corrupt(path, f"document bound {number} is {bounds[number]}, not {value}")
+    if (bounds[0], bounds[-1]) != (0, sequences):
+        raise _corrupt(path, f"the first document bound is {bounds[0]}, the last {bounds[-1]}, not 0 and {sequences}")
     least = 1 if len(bounds) == sequences + 1 else 0
     for begin in range(0, len(bounds) - 1, CHECKED_ENTRIES):
         wrong = np.flatnonzero(np.diff(bounds[begin : begin + CHECKED_ENTRIES + 1]) < least)
@@ -242,48 +284,12 @@ def _check_documents(path: Path, bounds: np.ndarray, sequences: int) -> None:
             raise _corrupt(path, f"document bound {number} is {bounds[number]}, after {bounds[number - 1]}")
 
 
-def check_index_ids(index: TokenIndex, vocab_size: int) -> None:
-    """Raise InputError if the manifest of a pair states an id outside [0, vocab_size).
-
-    Without a manifest, and with one of another file, ids are checked where they are read.
-    """
-    stated = manifest_of(index.prefix, BIN_SUFFIX, index.tokens * index.dtype.itemsize)
-    refuse_largest_id(None if stated is None else stated[1].max_token_id, vocab_size, index.prefix)
-
-
-def refuse_largest_id(largest: int | None, vocab_size: int, name: str) -> None:
-    """Raise InputError, naming `name`, if the largest id that a manifest states is outside [0, vocab_size)."""
-    if largest is not None and largest >= vocab_size:
-        raise InputError(
-            f"{name} holds token id {largest}, outside the vocabulary of {vocab_size};"
-            " train with the tokenizer that made the tokens, or raise model.vocab_size"
-        )
-
-
-def refuse_ids_read(ids: np.ndarray, vocab_size: int, file: Path | str, first: int) -> None:
-    """Raise CorruptError, with the first of them and its place, if ids that were read are not below `vocab_size`.
-
-    Under tensor parallelism nothing else would notice: each rank takes an id outside its part of the embedding for
-    another's.
-
-    Args:
-        ids: [t] as they are stored.
-        first: number of the first of them in `file`, counted from 0.
-    """
-    unsigned = ids.view(UNSIGNED[ids.itemsize])  # a negative id is a large one
-    if not len(ids) or unsigned.max() < vocab_size:
-        return
-    place = int(np.argmax(unsigned >= vocab_size))
-    raise CorruptError(
-        f"{file} holds token id {ids[place]} (token {first + place:,}, counted from 0), outside the vocabulary of "
-        f"{vocab_size}; train with the tokenizer that made the tokens, or copy or prepare the file again"
-    )
+def _corrupt(path: Path | str, what: str) -> CorruptError:
+    return CorruptError(f"{path}: {what}; copy both files of the pair again, or prepare them again")
 
 
 class PairReader:
-    """The tokens of a pair whose index was checked; takes the place of megatron-core's IndexedDataset in its
-    GPTDataset.
-    """
+    """The tokens of a pair whose index was checked; takes the place of IndexedDataset in megatron-core's GPTDataset."""
 
     def __init__(self, index: TokenIndex, vocab_size: int) -> None:
         self._vocab_size, self._dtype, self._remote = vocab_size, index.dtype, index.remote
@@ -313,3 +319,105 @@ class PairReader:
             ids = self._tokens[first : first + count]
         refuse_ids_read(ids, self._vocab_size, self._path, first)
         return ids
+
+
+# -- .npy files
+
+
+@dataclass(frozen=True)
+class NpyFile:
+    """One .npy file of token ids, which is read in place."""
+
+    path: str
+    dtype: np.dtype[Any]
+    tokens: int
+    max_token_id: int | None
+    """The largest token id by its manifest; None where it has none."""
+    remote: RemoteFile | None = None
+    """The file, if it is on another store and `path` a URL."""
+
+    def read(self, first: int, count: int) -> np.ndarray:
+        """Return [count] tokens from number `first` on."""
+        if self.remote is not None:
+            return self.remote.values(self.dtype, first, count)
+        return self._mapped[first : first + count]
+
+    @functools.cached_property
+    def _mapped(self) -> np.ndarray:
+        return np.memmap(self.path, self.dtype, mode="r")
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "_mapped"}
+
+
+def open_npy_files(paths: Iterable[str], dtype: NpyType) -> list[NpyFile]:
+    """Check each file; `dtype` is the type of those that have no manifest beside them.
+
+    Raises:
+        InputError: a file that is missing, that has NumPy's own header, or with a manifest of another name's files.
+        CorruptError: a file that ends within a token, or of another size than its manifest says.
+    """
+    paths = list(paths)
+    urls = [path for path in paths if is_url(path)]
+    look_up(urls)
+    look_up_contents(npy_prefix(url) + MANIFEST_SUFFIX for url in urls)
+    if urls:
+        return side_by_side(lambda path: _open_npy(path, dtype), paths)
+    return [_open_npy(path, dtype) for path in paths]
+
+
+def _open_npy(path: str, stated: NpyType) -> NpyFile:
+    remote = find(path) if is_url(path) else None
+    if remote is None and not Path(path).is_file():
+        raise InputError(f"{redacted(path)} does not exist; name .npy files of token ids")
+    if remote is not None:
+        size, begin = remote.size, remote.read(min(len(NUMPY_MAGIC), remote.size), 0)
+    else:
+        size = Path(path).stat().st_size
+        with open(path, "rb") as stream:
+            begin = stream.read(len(NUMPY_MAGIC))
+    if begin == NUMPY_MAGIC:
+        raise InputError(
+            f"{redacted(path)} has NumPy's own header, token files are ids alone; write the ids to another file with "
+            "numpy.load(FILE).astype('<u4').tofile(OTHER), and set data.npy_dtype: uint32"
+        )
+    dtype, largest = _by_manifest(path, size) or (stated, None)
+    kind = np.dtype(dtype).newbyteorder("<")
+    if size % kind.itemsize:
+        raise CorruptError(
+            f"{path} holds {size} bytes, not a multiple of {kind.itemsize}, a token of {dtype}; copy it again, or"
+            " set data.npy_dtype to its type"
+        )
+    return NpyFile(path, kind, size // kind.itemsize, largest, remote)
+
+
+def _by_manifest(path: str, size: int) -> tuple[str, int] | None:
+    """Return the type of the ids and the largest of them, by the manifest beside a file; None where there is none."""
+    prefix = npy_prefix(path)
+    record, manifest = token_files_record(prefix), read_any_manifest(prefix)
+    if manifest is None:
+        return None
+    if record is None:  # it would say the type, which is not to be guessed where it was renamed with its file
+        raise InputError(
+            f"{redacted(prefix)}{MANIFEST_SUFFIX} is of files of another name, and not of {redacted(path)}; give both"
+            " the name that it states, or remove it and set data.npy_dtype to the file's type"
+        )
+    if NPY_SUFFIX not in record.files:
+        return None
+    recorded = record.files[NPY_SUFFIX].bytes
+    if size != recorded:
+        raise CorruptError(
+            f"{path} holds {size} bytes, but {prefix}{MANIFEST_SUFFIX} says {recorded}; copy or prepare it again, or"
+            " remove the manifest if it is another file's"
+        )
+    return manifest.settings.dtype, record.max_token_id
+
+
+def whole_samples(files: Sequence[NpyFile], seq_length: int) -> int:
+    """Return the samples of one epoch, each a run of tokens of one file. Raises InputError if there is none."""
+    samples = sum(file.tokens // seq_length for file in files)
+    if not samples:
+        raise InputError(
+            f"{len(files)} .npy files hold no whole sample of {seq_length} tokens; change the files or model.seq_length"
+        )
+    return samples

@@ -1,4 +1,4 @@
-"""Fingerprints of a run's training data: recorded in every checkpoint, and compared when the run resumes.
+"""The fingerprint of a run's data: recorded in every checkpoint, and compared when the run resumes.
 
 The digest of a set is of all that its samples depend on: the sources in their order, their weights, the split, and of
 each file the lengths of its sequences and its content. Paths and times of change are not part of it: a copy is the
@@ -16,10 +16,10 @@ from typing import Any
 import msgspec
 
 from megatron_fanformer.data.blends import Blend, Source
+from megatron_fanformer.data.check import CheckedData
 from megatron_fanformer.data.config import TOKENIZER, TRAINING, DataConfig
+from megatron_fanformer.data.mixes import Mix
 from megatron_fanformer.data.remote_files import RemoteFile, folder_of, side_by_side
-from megatron_fanformer.data.stages import Stage
-from megatron_fanformer.data.survey import DataSurvey
 from megatron_fanformer.data.token_files import BIN_SUFFIX
 from megatron_fanformer.data.tokenizer import tokenizer_file
 from megatron_fanformer.durable_files import sha256_of, write_atomically
@@ -39,21 +39,21 @@ class _Part(msgspec.Struct, frozen=True, kw_only=True):
     """Base of the records. Unknown fields are left out: a later version may record more."""
 
 
-class StageIdentity(_Part, frozen=True, kw_only=True):
-    """A later stage of a run, with a mix of its own."""
+class MixFingerprint(_Part, frozen=True, kw_only=True):
+    """A later mix of a run."""
 
     first_step: int
     digest: str
 
 
-class SetIdentity(_Part, frozen=True, kw_only=True):
+class SetFingerprint(_Part, frozen=True, kw_only=True):
     """A training or validation set."""
 
     digest: str
     samples: int | None = None
     """The number of samples requested, where their order depends on it."""
-    stages: list[StageIdentity] = []
-    """The later stages of training, in their order."""
+    stages: list[MixFingerprint] = []
+    """The later mixes of training, in their order."""
 
 
 class DataChange(_Part, frozen=True, kw_only=True):
@@ -65,11 +65,11 @@ class DataChange(_Part, frozen=True, kw_only=True):
     what: str
 
 
-class DataIdentity(_Part, frozen=True, kw_only=True):
+class DataFingerprint(_Part, frozen=True, kw_only=True):
     """The data of a run."""
 
-    train: SetIdentity
-    valid: dict[str, SetIdentity] = {}
+    train: SetFingerprint
+    valid: dict[str, SetFingerprint] = {}
     tokenizer: str | None = None
     """SHA-256 of the file that `data.tokenizer` names."""
     changes: list[DataChange] = []
@@ -86,8 +86,8 @@ class DataIdentity(_Part, frozen=True, kw_only=True):
         return values
 
 
-def identity_from_plain(values: Any, where: Path) -> DataIdentity | None:
-    """Return the identity in a checkpoint; None for a checkpoint of a version that recorded none.
+def fingerprint_from_plain(values: Any, where: Path) -> DataFingerprint | None:
+    """Return the fingerprint in a checkpoint; None for a checkpoint of a version that recorded none.
 
     Raises:
         CorruptError: it is not one; names the file `where`.
@@ -98,85 +98,76 @@ def identity_from_plain(values: Any, where: Path) -> DataIdentity | None:
         if "sources" in values["train"]:  # before version 0.2: the facts that the digests are of
             train, valid = values["train"], values.get("valid", {})
             values = {**values, "train": _former(train), "valid": {name: _former(one) for name, one in valid.items()}}
-        return msgspec.convert(values, DataIdentity)
+        return msgspec.convert(values, DataFingerprint)
     except (msgspec.ValidationError, LookupError, TypeError) as error:
-        raise CorruptError(f"{where} holds no identity of data ({error}); use another checkpoint") from None
+        raise CorruptError(f"{where} holds no fingerprint of data ({error}); use another checkpoint") from None
 
 
 def _former(values: dict[str, Any]) -> dict[str, Any]:
-    """Return a set's values, or a stage's, with a digest in the place of the facts of its files."""
+    """Return the values of a set or a mix, with a digest in the place of the facts of its files."""
     sources = [
         ([(file["tokens"], file["form"], file["content"]) for file in source["files"]], source.get("weight"))
         for source in values["sources"]
     ]
-    stages = [_former(stage) for stage in values.get("stages", [])]
-    return {**values, "digest": _digest(sources, values.get("split")), "stages": stages}
+    mixes = [_former(mix) for mix in values.get("stages", [])]
+    return {**values, "digest": _digest(sources, values.get("split")), "stages": mixes}
 
 
-def _digest(sources: Iterable[tuple[list[FileFacts], float | None]], split: str | None = None) -> str:
-    facts = list(sources)
-    if len(facts) == 1:  # whose weight does not count: it is all there is
-        facts = [(facts[0][0], None)]
-    return hashlib.sha256(json.dumps([facts, split]).encode()).hexdigest()
+def _digest(sources: list[tuple[list[FileFacts], float | None]], split: str | None = None) -> str:
+    if len(sources) == 1:  # whose weight does not count: it is all there is
+        sources = [(sources[0][0], None)]
+    return hashlib.sha256(json.dumps([sources, split]).encode()).hexdigest()
 
 
-def identify_data(
-    config: DataConfig, survey: DataSurvey, *, samples: int | None = None, stages: Sequence[Stage] = ()
-) -> DataIdentity:
-    """Identify the data of a run by the files of its survey.
+def fingerprint_data(
+    config: DataConfig, data: CheckedData, *, samples: int | None = None, mixes: Sequence[Mix] = ()
+) -> DataFingerprint:
+    """Return the fingerprint of a run's data.
 
     Args:
-        stages: of the run, in their order; none: it has one.
+        mixes: of the run, in their order; none: it has one.
         samples: the number of training samples requested, where their order depends on it.
 
     Raises:
         InputError, CorruptError: a file or the tokenizer cannot be read.
     """
-    paths = [(source, facts) for source in survey.sources() for facts in _surveyed(source, survey)]
-    remote = {file.url: file for file in survey.remote_files}
-    contents = side_by_side(
-        lambda path: _content(path, remote.get(path), survey.cache), [path for _, (path, *_) in paths]
-    )
+    paths = [(source, facts) for source in data.sources() for facts in _file_facts(source, data)]
+    remote = {file.url: file for file in data.remote_files}
+    contents = side_by_side(lambda path: _content(path, remote.get(path), data.cache), [path for _, (path, *_) in paths])
     files: dict[Source, list[FileFacts]] = {}
     for (source, (_, tokens, form)), content in zip(paths, contents, strict=True):
         files.setdefault(source, []).append((tokens, form, content))
-    return DataIdentity(
-        train=SetIdentity(
-            digest=_digest(_sources(survey.train, files), config.applied_split),
-            samples=samples,
-            stages=[
-                StageIdentity(first_step=stage.first_step, digest=_digest(_sources(stage.blend, files)))
-                for stage in stages[1:]
-            ],
-        ),
-        valid={name: SetIdentity(digest=_digest(_sources(blend, files))) for name, blend in survey.valid.items()},
+
+    def digest(blend: Blend, split: str | None = None) -> str:
+        total = sum(blend.weights or ())
+        weights = [weight / total for weight in blend.weights] if blend.weights else [None] * len(blend.sources)
+        return _digest([(files[source], weight) for source, weight in zip(blend.sources, weights, strict=True)], split)
+
+    later = [MixFingerprint(first_step=mix.first_step, digest=digest(mix.blend)) for mix in mixes[1:]]
+    return DataFingerprint(
+        train=SetFingerprint(digest=digest(data.train, config.applied_split), samples=samples, stages=later),
+        valid={name: SetFingerprint(digest=digest(blend)) for name, blend in data.valid.items()},
         tokenizer=sha256_of(tokenizer_file(config.tokenizer)) if config.tokenizer else None,
     )
 
 
-def _sources(blend: Blend, files: dict[Source, list[FileFacts]]) -> Iterator[tuple[list[FileFacts], float | None]]:
-    total = sum(blend.weights or ())
-    for number, source in enumerate(blend.sources):
-        yield files[source], blend.weights[number] / total if blend.weights else None
-
-
-def _surveyed(source: Source, survey: DataSurvey) -> Iterator[tuple[str, int, str]]:
+def _file_facts(source: Source, data: CheckedData) -> Iterator[tuple[str, int, str]]:
     """Yield the path of each file of a source that holds tokens, their number, and its form (see `FileFacts`)."""
-    if chats := survey.chats.get(source.paths[0]):
+    if chats := data.chats.get(source.paths[0]):
         for path, form in zip(chats.paths, (chats.identity, "mask"), strict=True):
             yield path, chats.tokens, form
     elif source.is_npy:
-        for file in survey.files(source):
+        for file in data.files(source):
             yield file.path, file.tokens, file.dtype.str
     else:
-        pair = survey.pair(source)
+        pair = data.pair(source)
         yield source.paths[0] + BIN_SUFFIX, pair.tokens, pair.identity
 
 
 def _content(path: str, remote: RemoteFile | None, cache: Path) -> str:
     """Return the fingerprint of a file; that of one on another store is remembered in the index cache."""
     if remote is None:
-        return fingerprint(Path(path))
+        return file_fingerprint(Path(path))
     note = folder_of(cache / "fingerprints", remote.identity)
     if remote.version and note.is_file():
         return note.read_text()
@@ -189,7 +180,7 @@ def _content(path: str, remote: RemoteFile | None, cache: Path) -> str:
     return digest
 
 
-def fingerprint(path: Path) -> str:
+def file_fingerprint(path: Path) -> str:
     """Return the hexadecimal hash of a file's size and of blocks spread evenly over it; of a small file it is of every
     byte.
 
@@ -233,12 +224,12 @@ def another_tokenizer(stated: Iterable[str | None], digest: str, whose: str) -> 
     return f"another tokenizer (SHA-256 {_short(min(others))}…) than {whose} ({_short(digest)}…)" if others else None
 
 
-def resumed_identity(
-    before: DataIdentity, present: DataIdentity, *, step: int, allowed: Collection[str] | None, run: str
-) -> DataIdentity:
-    """Return the identity of a run that resumes: the present one, with all changes so far.
+def resumed_fingerprint(
+    before: DataFingerprint, present: DataFingerprint, *, step: int, allowed: Collection[str] | None, run: str
+) -> DataFingerprint:
+    """Return the fingerprint of the data of a run that resumes: the present one, with all changes so far.
 
-    Sets that are added or left out are no change, nor are stages that the run has not come to.
+    Sets that are added or left out are no change, nor are mixes that the run has not come to.
 
     Args:
         before: of the checkpoint.
@@ -249,20 +240,20 @@ def resumed_identity(
     Raises:
         InputError: other sets have changed, one line each.
     """
-    changed = list(_differences(before, present, step))
+    differences = list(_differences(before, present, step))
     refused = [
         f"{field} is not what the run in {run} has used so far ({what}); change it back, or name it in"
         f" data.allow_change, as [{name}]"
-        for name, field, what in changed
+        for name, field, what in differences
         if allowed is not None and name not in allowed
     ]
     if refused:
         raise InputError("\n".join(refused))
-    made = [DataChange(step=step, name=name, what=what) for name, _, what in changed]
-    return msgspec.structs.replace(present, changes=[*before.changes, *made])
+    changes = [DataChange(step=step, name=name, what=what) for name, _, what in differences]
+    return msgspec.structs.replace(present, changes=[*before.changes, *changes])
 
 
-def _differences(before: DataIdentity, present: DataIdentity, step: int) -> Iterator[tuple[str, str, str]]:
+def _differences(before: DataFingerprint, present: DataFingerprint, step: int) -> Iterator[tuple[str, str, str]]:
     """Yield the name of each set in both that differs, its field in the configuration, and how it differs."""
     sets = [(TRAINING, "data.train_data", before.train, present.train)]
     for name in sorted(before.valid.keys() & present.valid.keys()):
@@ -271,23 +262,14 @@ def _differences(before: DataIdentity, present: DataIdentity, step: int) -> Iter
         if old.digest != new.digest:
             yield name, field, f"other files, weights or split, {_short(new.digest)} for {_short(old.digest)}"
         elif old.samples != new.samples:
-            yield (
-                name,
-                field,
-                (
-                    f"the order for {_wanted(new)} for that for {_wanted(old)}; past one epoch it depends on "
-                    "training.train_iters × training.global_batch_size"
-                ),
-            )
-    old_stages, new_stages = ([one for one in it.train.stages if one.first_step <= step] for it in (before, present))
-    if old_stages != new_stages:
+            counts = ["one epoch" if one.samples is None else f"{one.samples:,} samples" for one in (new, old)]
+            reason = "past one epoch it depends on training.train_iters × training.global_batch_size"
+            yield name, field, f"the order for {counts[0]} for that for {counts[1]}; {reason}"
+    old_mixes, new_mixes = ([mix for mix in one.train.stages if mix.first_step <= step] for one in (before, present))
+    if old_mixes != new_mixes:
         yield TRAINING, "data.stages", "another stage up to the step of the checkpoint"
     if before.tokenizer and present.tokenizer and before.tokenizer != present.tokenizer:
         yield TOKENIZER, "data.tokenizer", f"SHA-256 {_short(present.tokenizer)} for {_short(before.tokenizer)}"
-
-
-def _wanted(identity: SetIdentity) -> str:
-    return "one epoch" if identity.samples is None else f"{identity.samples:,} samples"
 
 
 def _short(digest: str) -> str:

@@ -1,0 +1,246 @@
+"""Mixes of a run: from a step or a token on, its samples come from other sources, or by other weights (`data.stages`).
+
+Each source goes on from its own place: samples that one mix has drawn of it are not drawn again before its epoch ends.
+"""
+
+import bisect
+import os.path
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron_fanformer.data.blends import Blend, Source, Word, blend_problems, parse_blend
+from megatron_fanformer.data.sample_order import Epochs
+from megatron_fanformer.errors import InputError, redacted
+from megatron_fanformer.options import count_of
+
+START = re.compile(r"from (?P<unit>step|token) (?P<number>\S+)")
+FIRST_MIX = "train_data"
+COUNTED_ENTRIES = 1 << 22  # of an index, at a time
+
+
+@dataclass(frozen=True)
+class Mix:
+    """A part of a run whose samples come from one blend."""
+
+    name: str
+    """FIRST_MIX, or as `data.stages` has it."""
+    first_step: int
+    """The step that it begins with, from 1."""
+    first_sample: int
+    """The sample that it begins with, from 0."""
+    blend: Blend
+
+
+def first_step(name: str, *, batch_tokens: int) -> int:
+    """Return the step that a mix begins with: the one it names, or the first after as many tokens as it names.
+
+    Args:
+        name: a key of `data.stages`.
+        batch_tokens: tokens of a step's samples.
+
+    Raises:
+        InputError: it names neither.
+    """
+    if (start := START.fullmatch(name)) is None:
+        raise InputError(
+            f"data.stages: {name!r} does not say where the stage begins; write it as 'from step 9001' or "
+            "'from token 3.9T'"
+        )
+    try:
+        number = count_of(start["number"])
+    except InputError as error:
+        raise InputError(f"data.stages: {name!r} does not say where the stage begins: {error}") from None
+    return number if start["unit"] == "step" else -(-number // batch_tokens) + 1
+
+
+def ordered(first: Blend, later: Mapping[str, Blend], *, global_batch_size: int, seq_length: int) -> list[Mix]:
+    """Return the mixes of a run in their order.
+
+    Args:
+        first: the blend of `data.train_data`.
+        later: those of `data.stages`, by their names.
+
+    Raises:
+        InputError: a name does not say where its mix begins.
+    """
+    mixes = [Mix(FIRST_MIX, 1, 0, first)]
+    for name, blend in later.items():
+        step = first_step(name, batch_tokens=global_batch_size * seq_length)
+        mixes.append(Mix(name, step, (step - 1) * global_batch_size, blend))
+    return sorted(mixes, key=lambda mix: mix.first_step)
+
+
+def with_ends(mixes: Sequence[Any], samples: int) -> list[tuple[Any, int]]:
+    """Return each mix, or its order, with the sample that it ends before, of a run of so many."""
+    return list(zip(mixes, [*(mix.first_sample for mix in mixes[1:]), samples], strict=True))
+
+
+# -- problems of a configuration
+
+
+def mix_problems(mixes: Mapping[str, Sequence[Word]]) -> list[str]:
+    """List the problems of the names and blends of `data.stages`; token files are not opened."""
+    problems = []
+    for name, items in mixes.items():
+        try:
+            first_step(name, batch_tokens=1)
+        except InputError as error:
+            problems.append(str(error))
+        problems += blend_problems(f"data.stages.{name}", items)
+    return problems
+
+
+def overlap_problems(blends: Sequence[Sequence[Word]]) -> list[str]:
+    """Return a line for the first file that two sources of a run share: neither could go on where the other is."""
+    owners: dict[str, Source] = {}
+    for items in blends:
+        sources = parse_blend(items).sources
+        if len(set(sources)) < len(sources):
+            (twice, _), *_ = Counter(sources).most_common()
+            return [f"data.stages: a mix names {twice.name} twice; give it one weight"]
+        for source in sources:
+            for file in (*map(os.path.realpath, source.files), *source.urls):
+                if (owner := owners.setdefault(file, source)) != source:
+                    return [
+                        f"data.stages: {redacted(file)} is in two sources, {owner.name} and {source.name}, so that no "
+                        "stage could go on where the other was; name the same files as one source, in the same words, "
+                        "in all stages (files without weights are one)"
+                    ]
+    return []
+
+
+def step_problems(names: Sequence[str], *, train_iters: int, batch_tokens: int) -> list[str]:
+    """List the mixes that begin with the first step or at once with another, or after the last step."""
+    problems = []
+    begins: dict[int, str] = {1: "data.train_data"}
+    for name in names:
+        step = first_step(name, batch_tokens=batch_tokens)
+        if (other := begins.setdefault(step, name)) != name:
+            problems.append(f"data.stages: {name!r} begins with step {step:,}, as {other} does; leave one out")
+        elif step > train_iters:
+            problems.append(
+                f"data.stages: {name!r} begins with step {step:,}, after the last of {train_iters:,}; "
+                "leave it out, or raise training.train_iters"
+            )
+    return problems
+
+
+# -- samples
+
+
+class PairEpochs(Epochs):
+    """The samples of a pair's first epoch, over and over: as megatron-core orders them, then shuffled anew.
+
+    megatron-core shuffles all epochs of a pair together, in an order that depends on how many there will be. Here a
+    sample's place does not, so that a later mix may be added or changed.
+    """
+
+    def __init__(self, samples: Any, *, seed: int, cache: Path, length: int) -> None:
+        """`samples` is megatron-core's dataset of one epoch; see Epochs."""
+        super().__init__(len(samples), seed=seed, samples=length, cache=cache)
+        self.samples = samples
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        item: dict[str, Any] = self.samples[self.number(index)]
+        return item
+
+    def _order_of(self, epoch: int) -> Any:
+        return super()._order_of(epoch) if epoch else range(self.epoch_samples)
+
+
+@dataclass(frozen=True)
+class BlendOrder:
+    """The order in which a blend draws from its sources, by their numbers in it."""
+
+    sources: Any
+    """[samples] the source of each sample; None where there is only one."""
+    numbers: Any
+    """[samples] how many samples of that source the blend has drawn before; None as above."""
+
+    def place(self, sample: int) -> tuple[int, int]:
+        """Return source and number of a sample."""
+        return (0, sample) if self.sources is None else (int(self.sources[sample]), int(self.numbers[sample]))
+
+    def counts(self, first: int, end: int, sources: int) -> np.ndarray:
+        """Return [sources] int64: how many samples from `first` up to `end` each source has."""
+        if self.sources is None:
+            return np.array([end - first], np.int64)
+        counts = np.zeros(sources, np.int64)
+        for begin in range(first, end, COUNTED_ENTRIES):
+            counts += np.bincount(self.sources[begin : min(end, begin + COUNTED_ENTRIES)], minlength=sources)
+        return counts
+
+
+@dataclass(frozen=True)
+class MixOrder:
+    """The order of a mix's samples."""
+
+    first_sample: int
+    """The run's sample that it begins with, from 0."""
+    sources: Sequence[int]
+    """The numbers of the blend's sources among those of the run."""
+    drawn_before: Sequence[int]
+    """For each of them, the samples that earlier mixes have drawn."""
+    blend: BlendOrder
+
+
+class MixDataset:
+    """All training samples of a run of several mixes, a map-style dataset.
+
+    Args:
+        datasets: the samples of each source, at least as many as the mixes draw from it.
+        mixes: in their order.
+        samples: of the whole run.
+    """
+
+    def __init__(self, datasets: Sequence[Any], mixes: Sequence[MixOrder], *, samples: int) -> None:
+        self.datasets, self.mixes, self._samples = datasets, mixes, samples
+
+    def __len__(self) -> int:
+        return self._samples
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        """Return a sample of its source, as that has it."""
+        source, number = self.place(index)
+        item: dict[str, Any] = self.datasets[source][number]
+        return item
+
+    def place(self, index: int) -> tuple[int, int]:
+        """Return the source of a sample, and its number among all that the run draws from that source."""
+        if not 0 <= index < self._samples:
+            raise IndexError(index)
+        mix = self.mixes[bisect.bisect_right(self.mixes, index, key=lambda mix: mix.first_sample) - 1]
+        source, number = mix.blend.place(int(index) - mix.first_sample)
+        return mix.sources[source], mix.drawn_before[source] + number
+
+    def parts(self, first: int, end: int) -> Iterator[tuple[MixOrder, int, int]]:
+        """Yield each mix that has some of these samples, and from where to where they are in it."""
+        for mix, mix_end in with_ends(self.mixes, self._samples):
+            begin, stop = max(first, mix.first_sample), min(end, mix_end)
+            if begin < stop:
+                yield mix, begin - mix.first_sample, stop - mix.first_sample
+
+
+def unwrapped(dataset: Any) -> Any:
+    """Return the dataset whose samples another one changes, but not their order; any other as it is."""
+    while hasattr(dataset, "samples") and not isinstance(dataset, PairEpochs):
+        dataset = dataset.samples
+    return dataset
+
+
+def source_counts(dataset: Any, first: int, end: int, sources: int) -> np.ndarray:
+    """Return [sources] int64: how many of a training set's samples from `first` up to `end` each source has."""
+    dataset = unwrapped(dataset)
+    if isinstance(dataset, MixDataset):
+        counts = np.zeros(sources, np.int64)
+        for mix, begin, stop in dataset.parts(first, end):
+            counts[list(mix.sources)] += mix.blend.counts(begin, stop, len(mix.sources))
+        return counts
+    is_blend = hasattr(dataset, "dataset_index")
+    return BlendOrder(dataset.dataset_index if is_blend else None, None).counts(first, end, sources)
