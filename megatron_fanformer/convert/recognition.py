@@ -16,7 +16,7 @@ from typing import Any, Literal, get_args
 
 from megatron_fanformer.checkpoint import run_folder
 from megatron_fanformer.data.blends import LARGEST_BLEND_BYTES, parse_blend
-from megatron_fanformer.data.chat_files import MASK_SUFFIX, is_row_folder
+from megatron_fanformer.data.chats import MASK_SUFFIX, is_row_folder
 from megatron_fanformer.errors import CorruptError, InputError
 
 Kind = Literal["token files", "blend", "folder of token files", "run", "checkpoint", "hf", "reference", "megatron-lm"]

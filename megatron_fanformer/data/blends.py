@@ -211,7 +211,9 @@ def _source(word: str) -> Source:
         is_many = word.endswith("/") or (word.endswith(NPY_SUFFIXES) and glob.has_magic(word))
         return Source(_some(word, listed(word, NPY_SUFFIXES)) if is_many else (re.sub(PAIR_END, "", word),))
     if Path(word).is_dir() and not idx_path(word).exists():
-        return Source(_some(word, sorted(str(path) for path in Path(word).iterdir() if path.name.endswith(NPY_SUFFIXES))))
+        return Source(
+            _some(word, sorted(str(path) for path in Path(word).iterdir() if path.name.endswith(NPY_SUFFIXES)))
+        )
     if word.endswith(NPY_SUFFIXES) and glob.has_magic(word) and not Path(word).exists():
         return Source(_some(word, sorted(glob.glob(word, recursive=True))))
     return Source((word if idx_path(word).exists() else re.sub(PAIR_END, "", word),))

@@ -133,7 +133,9 @@ def fingerprint_data(
     """
     paths = [(source, facts) for source in data.sources() for facts in _file_facts(source, data)]
     remote = {file.url: file for file in data.remote_files}
-    contents = side_by_side(lambda path: _content(path, remote.get(path), data.cache), [path for _, (path, *_) in paths])
+    contents = side_by_side(
+        lambda path: _content(path, remote.get(path), data.cache), [path for _, (path, *_) in paths]
+    )
     files: dict[Source, list[FileFacts]] = {}
     for (source, (_, tokens, form)), content in zip(paths, contents, strict=True):
         files.setdefault(source, []).append((tokens, form, content))

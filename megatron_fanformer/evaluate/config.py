@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from megatron_fanformer.data.npy_files import NpyType
+from megatron_fanformer.data.token_files import NpyType
 from megatron_fanformer.errors import InputError, broken_fields
 from megatron_fanformer.evaluate.results import Result
 from megatron_fanformer.evaluate.tasks import resolve

@@ -14,12 +14,15 @@ from pathlib import Path
 import numpy as np
 
 from megatron_fanformer.data.manifest import Manifest, PartManifest, TokenFiles, manifest_of
-from megatron_fanformer.data.npy_files import SUFFIX, NpyFile, npy_prefix, open_npy_files
 from megatron_fanformer.data.remote_files import find, listed, side_by_side
 from megatron_fanformer.data.token_files import (
     BIN_SUFFIX,
+    NPY_SUFFIX,
+    NpyFile,
     bin_path,
     idx_path,
+    npy_prefix,
+    open_npy_files,
     read_index,
     refuse_ids_read,
     refuse_largest_id,
@@ -85,7 +88,7 @@ class TokenFile:
     @property
     def stated(self) -> tuple[Manifest | PartManifest, TokenFiles] | None:
         """Return its manifest and the entry for it; None where there is none, or it is of another file."""
-        suffix = SUFFIX if self.index is None else BIN_SUFFIX
+        suffix = NPY_SUFFIX if self.index is None else BIN_SUFFIX
         return manifest_of(self.prefix, suffix, self.file.tokens * self.file.dtype.itemsize)
 
     def document_starts(self) -> np.ndarray:
@@ -293,18 +296,18 @@ def _places(config: PerplexityConfig, group: Group) -> tuple[str, ...]:
 def _files_of(path: str) -> list[str]:
     """Return the .npy files and the prefixes of pairs that a path means: a file, a prefix, a folder or a glob."""
     if is_url(path):
-        if path.endswith("/") or (path.endswith(SUFFIX) and glob.has_magic(path)):
-            return listed(path, SUFFIX)
-        return [path] if find(path if path.endswith(SUFFIX) else f"{path}.idx") is not None else []
+        if path.endswith("/") or (path.endswith(NPY_SUFFIX) and glob.has_magic(path)):
+            return listed(path, NPY_SUFFIX)
+        return [path] if find(path if path.endswith(NPY_SUFFIX) else f"{path}.idx") is not None else []
     place = Path(path)
     if place.is_dir() and not idx_path(path).exists():
-        matches = [str(found) for suffix in (SUFFIX, ".idx") for found in place.glob(f"*{suffix}")]
+        matches = [str(found) for suffix in (NPY_SUFFIX, ".idx") for found in place.glob(f"*{suffix}")]
     elif glob.has_magic(path) and not place.exists():
         matches = glob.glob(path, recursive=True)
     else:
-        matches = [path, f"{path}.idx", f"{path}{SUFFIX}"]
+        matches = [path, f"{path}.idx", f"{path}{NPY_SUFFIX}"]
     pairs = {found.removesuffix(".bin").removesuffix(".idx") for found in matches if found.endswith((".idx", ".bin"))}
-    found = [match for match in matches if match.endswith(SUFFIX) and Path(match).is_file()]
+    found = [match for match in matches if match.endswith(NPY_SUFFIX) and Path(match).is_file()]
     return sorted({*found, *(prefix for prefix in pairs if idx_path(prefix).is_file())})
 
 
@@ -313,7 +316,7 @@ def _group_files(config: PerplexityConfig, group: Group, name: str) -> list[str]
     for place in _places(config, group):
         for spelling in SPELLINGS.get(name, (name,)):
             own = glob.escape(str(Path(config.folder or "") / place / spelling))
-            for pattern in (*(f"{own}/{form}" for form in FORMS), f"{own}{SUFFIX}", f"{own}.idx"):
+            for pattern in (*(f"{own}/{form}" for form in FORMS), f"{own}{NPY_SUFFIX}", f"{own}.idx"):
                 if files := sorted(found for match in glob.glob(pattern) for found in _files_of(match)):
                     return files
     return []
@@ -384,13 +387,13 @@ def find_sets(
 
 def _opened(path: str, config: PerplexityConfig, ends: Sequence[int | None]) -> TokenFile:
     """Open a file; the ends of text are those of the model and its tokenizer, which need not have made the file."""
-    if path.endswith(SUFFIX):
+    if path.endswith(NPY_SUFFIX):
         (file,) = open_npy_files([path], config.npy_dtype)
     else:
         index = read_index(path, cache=cache_of(path))
         name = f"{path}.bin" if is_url(path) else str(bin_path(path))
         file = NpyFile(name, index.dtype, index.tokens, None, index.remote)
-    opened = TokenFile(file=file, index=None if path.endswith(SUFFIX) else path, eod_id=None)
+    opened = TokenFile(file=file, index=None if path.endswith(NPY_SUFFIX) else path, eod_id=None)
     stated = opened.stated
     if stated is not None:
         opened = dataclasses.replace(opened, file=dataclasses.replace(file, max_token_id=stated[1].max_token_id))

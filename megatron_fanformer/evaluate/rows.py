@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_fanformer.data.batches import shared_batches
 from megatron_fanformer.data.remote_files import side_by_side
-from megatron_fanformer.data.shared_batches import shared_batches
 from megatron_fanformer.runtime.device import return_freed_memory
 from megatron_fanformer.runtime.parallel import RankGrid
 from megatron_fanformer.runtime.pipeline import Batches, run_schedule

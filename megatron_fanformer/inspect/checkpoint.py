@@ -24,7 +24,7 @@ from megatron_fanformer.checkpoint.stored_files import (
 from megatron_fanformer.convert.name_table import expected_shapes
 from megatron_fanformer.convert.recognition import Target, iteration_of
 from megatron_fanformer.data.chat_template import own_template
-from megatron_fanformer.data.identity import identity_from_plain
+from megatron_fanformer.data.fingerprint import fingerprint_from_plain
 from megatron_fanformer.errors import CorruptError
 from megatron_fanformer.inspect.report import Report, reading
 from megatron_fanformer.inspect.run_progress import read_progress
@@ -62,7 +62,7 @@ def describe_checkpoint(checkpoint: Path) -> Report:
     table = read_table(checkpoint)
     check_plain_values(checkpoint, table)
     progress = saved_progress(checkpoint, table)
-    data = identity_from_plain(progress.data, checkpoint) if progress else None
+    data = fingerprint_from_plain(progress.data, checkpoint) if progress else None
     sizes = [path.stat().st_size for path in checkpoint.iterdir() if path.is_file()]
     tensors = tensors_of(table)
     weights = [name for name in tensors if not name.startswith(OPTIMIZER_PREFIX)]

@@ -9,7 +9,7 @@ import msgspec
 
 from megatron_fanformer.convert.recognition import Target
 from megatron_fanformer.data.blends import parse_blend
-from megatron_fanformer.data.chat_files import MASK_SUFFIX, count_learned, is_row_folder, open_chats
+from megatron_fanformer.data.chats import MASK_SUFFIX, count_learned, is_row_folder, open_chats
 from megatron_fanformer.data.ledger import open_ledger
 from megatron_fanformer.data.manifest import (
     MANIFEST_SUFFIX,
@@ -19,9 +19,8 @@ from megatron_fanformer.data.manifest import (
     read_any_manifest,
     token_files_record,
 )
-from megatron_fanformer.data.npy_files import SUFFIX, NpyType, open_npy_files
 from megatron_fanformer.data.remote_files import find, open_stream
-from megatron_fanformer.data.token_files import read_index
+from megatron_fanformer.data.token_files import NPY_SUFFIX, NpyType, open_npy_files, read_index
 from megatron_fanformer.errors import CorruptError, InputError
 from megatron_fanformer.inspect.report import Report, reading
 from megatron_fanformer.processes import usable_cores
@@ -102,8 +101,8 @@ def _describe_files(prefix: str) -> Report:
         }
         if index.sequences:
             facts |= {"shortest": int(index.lengths.min()), "longest": int(index.lengths.max())}
-    elif _is_there(prefix, SUFFIX):
-        (file,) = open_npy_files([prefix + SUFFIX], NPY_DTYPE)
+    elif _is_there(prefix, NPY_SUFFIX):
+        (file,) = open_npy_files([prefix + NPY_SUFFIX], NPY_DTYPE)
         total = file.tokens * file.dtype.itemsize
         facts = {"format": "npy", "documents": None, "tokens": file.tokens, "dtype": file.dtype.name, "bytes": total}
     else:

@@ -16,12 +16,11 @@ from typing import Any
 from megatron_fanformer.checkpoint import run_folder
 from megatron_fanformer.checkpoint.stored_files import read_table, saved_progress
 from megatron_fanformer.convert.recognition import Target
-from megatron_fanformer.data.chat_dataset import ChatDataset
-from megatron_fanformer.data.identity import another_tokenizer, identity_from_plain
+from megatron_fanformer.data.fingerprint import another_tokenizer, fingerprint_from_plain
 from megatron_fanformer.data.ledger import LedgerRow, open_ledger
 from megatron_fanformer.data.manifest import Manifest, read_any_manifest
-from megatron_fanformer.data.origins import Span, sample_spans
-from megatron_fanformer.data.stages import FIRST_STAGE
+from megatron_fanformer.data.mixes import FIRST_MIX
+from megatron_fanformer.data.samples import ChatDataset, Span, sample_spans
 from megatron_fanformer.data.tokenizer import load_tokenizer
 from megatron_fanformer.durable_files import sha256_of
 from megatron_fanformer.errors import InputError, escaped
@@ -50,7 +49,7 @@ def refuse_former_data(target: Target, step: int) -> None:
     """
     checkpoint = target.path if target.kind == "checkpoint" else run_folder.latest_checkpoint(target.path)
     progress = saved_progress(checkpoint, read_table(checkpoint)) if checkpoint else None
-    identity = identity_from_plain(progress.data, checkpoint) if checkpoint and progress else None
+    identity = fingerprint_from_plain(progress.data, checkpoint) if checkpoint and progress else None
     changes = identity.training_changes if identity else []
     if not (later := [change for change in changes if change.step >= step]):
         return
@@ -102,7 +101,7 @@ def describe_step(
         "kind": "training step",
         "step": step,
         "steps": training.steps,
-        "stage": [FIRST_STAGE, *(name for name, begin in stages.items() if begin <= step)][-1] if stages else None,
+        "stage": [FIRST_MIX, *(name for name, begin in stages.items() if begin <= step)][-1] if stages else None,
         "skipped": str(skipped[-1]) if skipped else None,
         "first_sample": first,
         "end_sample": first + training.global_batch_size,

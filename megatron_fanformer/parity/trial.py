@@ -8,8 +8,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_fanformer.data.batches import DOCUMENT_IDS, micro_batches
-from megatron_fanformer.data.shared_batches import shared_batches
+from megatron_fanformer.data.batches import DOCUMENT_IDS, micro_batches, shared_batches
 from megatron_fanformer.model.build import build_stages, sharded_state
 from megatron_fanformer.model.config import FANformerConfig
 from megatron_fanformer.model.dtypes import DTYPES

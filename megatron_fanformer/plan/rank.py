@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_fanformer.data.shared_batches import shared_batches
+from megatron_fanformer.data.batches import shared_batches
 from megatron_fanformer.model.build import build_stages
 from megatron_fanformer.ops.matrices import adds_to_wider
 from megatron_fanformer.plan.communication import CommunicationLine, Total, communication, totals

@@ -15,7 +15,7 @@ from typing import IO, Any
 
 import numpy as np
 
-from megatron_fanformer.data.chat_files import IDS_NPY, MASK_NPY, MASK_SUFFIX
+from megatron_fanformer.data.chats import IDS_NPY, MASK_NPY, MASK_SUFFIX
 from megatron_fanformer.data.ledger import CUT, LEDGER_SUFFIX, LedgerWriter
 from megatron_fanformer.data.manifest import (
     MANIFEST_SUFFIX,

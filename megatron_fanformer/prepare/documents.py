@@ -15,8 +15,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from megatron_fanformer.data.chat_template import ASSISTANT, Message
-from megatron_fanformer.data.chat_tools import function_of
+from megatron_fanformer.data.chat_template import ASSISTANT, Message, function_of
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.prepare.inputs import InputFile
 

@@ -17,7 +17,7 @@ import numpy as np
 
 from megatron_fanformer.data.chat_template import ASSISTANT, ChatTemplate, RenderedChat, TemplateRefusal, chat_pieces
 from megatron_fanformer.data.manifest import Settings
-from megatron_fanformer.data.npy_files import NUMPY_MAGIC
+from megatron_fanformer.data.token_files import NUMPY_MAGIC
 from megatron_fanformer.durable_files import naming
 from megatron_fanformer.errors import CorruptError, InputError
 from megatron_fanformer.prepare.document_files import Block, parse_block

@@ -4,7 +4,8 @@ import dataclasses
 import math
 from collections.abc import Callable
 
-from megatron_fanformer.data.packing import pack, training_conversations, validation_conversations
+from megatron_fanformer.data.chats import pack
+from megatron_fanformer.data.check import training_conversations, validation_conversations
 from megatron_fanformer.train.config import RunConfig
 
 
@@ -24,7 +25,7 @@ def with_steps(config: RunConfig, *, report: Callable[[str], None] = lambda _: N
     for name, conversations in validation_conversations(config.data).items():  # refused now, where there are none
         conversations.refuse_unlearned(name, config.model.seq_length)
     packing = pack(training_conversations(config.data).lengths, config.model.seq_length, seed=training.seed)
-    report(packing.in_words())
+    report(packing.describe())
     if training.epochs is None:
         return config
     steps = math.ceil(training.epochs * len(packing) / training.global_batch_size)

@@ -25,7 +25,7 @@ from megatron_fanformer.configuration import (
 )
 from megatron_fanformer.convert import foreign_names
 from megatron_fanformer.data.config import DataConfig
-from megatron_fanformer.data.stages import FIRST_STAGE, first_step, step_problems
+from megatron_fanformer.data.mixes import FIRST_MIX, first_step, step_problems
 from megatron_fanformer.errors import broken_fields
 from megatron_fanformer.evaluate.config import EvaluationConfig
 from megatron_fanformer.model.config import FANformerConfig, PrecisionConfig
@@ -203,7 +203,7 @@ class RunConfig:
         """
         if not self.data.stages:
             return {}
-        begins = {FIRST_STAGE: 1, **self.stage_steps()}
+        begins = {FIRST_MIX: 1, **self.stage_steps()}
         ends = [*(step - 1 for step in list(begins.values())[1:]), self.training.steps]
         return {name: (first, end) for (name, first), end in zip(begins.items(), ends, strict=True)}
 

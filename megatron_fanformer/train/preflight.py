@@ -13,17 +13,17 @@ from megatron_fanformer.checkpoint import run_folder
 from megatron_fanformer.checkpoint.remote import fetch_checkpoint, fetch_newer
 from megatron_fanformer.configuration import by_dotted_names
 from megatron_fanformer.convert.recognition import find_checkpoint, refuse_other_kinds
-from megatron_fanformer.data.identity import (
-    DataIdentity,
+from megatron_fanformer.data.check import CheckedData, check_files
+from megatron_fanformer.data.fingerprint import (
+    DataFingerprint,
     another_tokenizer,
-    identify_data,
-    identity_from_plain,
-    resumed_identity,
+    fingerprint_data,
+    fingerprint_from_plain,
+    resumed_fingerprint,
 )
 from megatron_fanformer.data.manifest import read_any_manifest
+from megatron_fanformer.data.mixes import Mix, ordered
 from megatron_fanformer.data.sample_counts import SampleCounts
-from megatron_fanformer.data.stages import Stage, ordered
-from megatron_fanformer.data.survey import DataSurvey, survey_data
 from megatron_fanformer.data.tokenizer import load_tokenizer
 from megatron_fanformer.errors import CorruptError, InputError, collect_problems, redacted
 from megatron_fanformer.evaluate.survey import EvaluationSurvey, survey_evaluation
@@ -65,9 +65,9 @@ class RunStart:
     """Checkpoints after it, and the damage of each."""
     loaded: Path | None
     """The checkpoint whose weights a new run starts with."""
-    data: DataSurvey
+    data: CheckedData
     """The token files."""
-    identity: DataIdentity
+    identity: DataFingerprint
     """The identity of that data."""
     train_iters: int
     """Steps of the whole run, computed from `training.epochs` if that is given."""
@@ -154,22 +154,22 @@ def machine_problems(config: RunConfig) -> list[str]:
     ]
 
 
-def check_data(config: RunConfig, *, for_run: bool = False) -> DataSurvey:
+def check_data(config: RunConfig, *, for_run: bool = False) -> CheckedData:
     """Survey the token files of a run whose number of steps is known, and check that they suffice.
 
     Args:
-        for_run: see `survey_data`.
+        for_run: see `check_files`.
 
     Raises:
         InputError, CorruptError: as `check_run`.
     """
     with log_if_slow("reading the indices of the token files"):
-        data = survey_data(config.data, config.model.vocab_size, for_run=for_run)
+        data = check_files(config.data, config.model.vocab_size, for_run=for_run)
     if not config.data.is_chats:  # those have been packed
         train_samples, valid_samples = drawn_samples(config)
         counts = SampleCounts(data, config.model.seq_length)
         sizes = {"train_samples": train_samples, "valid_samples": valid_samples}
-        counts.check(config.data, **sizes, stages=run_stages(config, data))
+        counts.check(config.data, **sizes, mixes=run_mixes(config, data))
     return data
 
 
@@ -181,7 +181,7 @@ def find_start(config: RunConfig) -> RunStart:
     """
     points = _starting_points(config)
     config = with_steps(config)
-    return _started(config, points, survey_data(config.data), _evaluation(config), allowed=None)
+    return _started(config, points, check_files(config.data), _evaluation(config), allowed=None)
 
 
 def _evaluation(config: RunConfig) -> EvaluationSurvey:
@@ -194,29 +194,29 @@ def _evaluation(config: RunConfig) -> EvaluationSurvey:
 
 
 def _identity(
-    config: RunConfig, data: DataSurvey, candidates: Sequence[Path], *, allowed: Sequence[str] | None
-) -> DataIdentity:
-    """Return which data a run has from here on, and what of them has changed; raises like `resumed_identity`.
+    config: RunConfig, data: CheckedData, candidates: Sequence[Path], *, allowed: Sequence[str] | None
+) -> DataFingerprint:
+    """Return which data a run has from here on, and what of them has changed; raises like `resumed_fingerprint`.
 
     Args:
         candidates: checkpoints that it may go on from, the first that the ranks can load; none where it begins.
     """
     train_samples, _ = drawn_samples(config)
-    # Where there are stages, a source's order does not depend on the number of samples.
+    # Where there are several mixes, a source's order does not depend on the number of samples.
     is_repeated = not (config.data.is_chats or config.data.stages) and SampleCounts(
         data, config.model.seq_length
     ).repeats_pairs(config.data, train_samples=train_samples)
-    stages = run_stages(config, data)
-    present = identify_data(config.data, data, samples=train_samples if is_repeated else None, stages=stages)
+    mixes = run_mixes(config, data)
+    present = fingerprint_data(config.data, data, samples=train_samples if is_repeated else None, mixes=mixes)
     if (found := _readable_progress(candidates)) is None:
         return present
     resumed, progress = found
     step, values = (0, None) if progress is None else (progress.step, progress.data)
-    before = identity_from_plain(values, resumed)
+    before = fingerprint_from_plain(values, resumed)
     if before is None:
         logger.info("%s does not say which data it was trained on; taking those of this configuration", resumed)
         return present
-    identity = resumed_identity(before, present, step=step, allowed=allowed, run=config.training.run_dir)
+    identity = resumed_fingerprint(before, present, step=step, allowed=allowed, run=config.training.run_dir)
     for change in identity.changes[len(before.changes) :]:
         logger.info("data changed after step %d: %s: %s", change.step, change.name, change.what)
     return identity
@@ -227,7 +227,7 @@ def _warn_of_other_tokenizer(start: RunStart) -> None:
     digest = start.identity.tokenizer
     if digest is None:
         return
-    sources = [source for blend in (start.data.train, *start.data.stages.values()) for source in blend.sources]
+    sources = [source for blend in (start.data.train, *start.data.mixes.values()) for source in blend.sources]
     manifests = {prefix: read_any_manifest(prefix) for source in sources for prefix in source.prefixes}
     stated = {redacted(prefix): manifest.tokenizer.sha256 for prefix, manifest in manifests.items() if manifest}
     if other := another_tokenizer(stated.values(), digest, "data.tokenizer"):
@@ -260,10 +260,10 @@ def drawn_samples(config: RunConfig) -> tuple[int, int]:
     return training.steps * training.global_batch_size, training.eval_iters * training.global_batch_size
 
 
-def run_stages(config: RunConfig, data: DataSurvey) -> list[Stage]:
-    """Return the stages of a run, one where it has no others."""
+def run_mixes(config: RunConfig, data: CheckedData) -> list[Mix]:
+    """Return the mixes of a run, one where it has no others."""
     sizes = {"global_batch_size": config.training.global_batch_size, "seq_length": config.model.seq_length}
-    return ordered(data.train, data.stages, **sizes)
+    return ordered(data.train, data.mixes, **sizes)
 
 
 class _StartingPoints(NamedTuple):
@@ -278,7 +278,7 @@ class _StartingPoints(NamedTuple):
 def _started(
     config: RunConfig,
     points: _StartingPoints,
-    data: DataSurvey,
+    data: CheckedData,
     evaluation: EvaluationSurvey,
     *,
     allowed: Sequence[str] | None,

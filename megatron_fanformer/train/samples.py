@@ -8,20 +8,19 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from megatron_fanformer.data.batches import micro_batches, sample_numbers
+from megatron_fanformer.data.batches import micro_batches, sample_numbers, shared_batches
+from megatron_fanformer.data.check import CheckedData
 from megatron_fanformer.data.datasets import Datasets, build_datasets
-from megatron_fanformer.data.shared_batches import shared_batches
-from megatron_fanformer.data.survey import DataSurvey
 from megatron_fanformer.runtime.parallel import RankGrid
 from megatron_fanformer.train.config import RunConfig
 from megatron_fanformer.train.preflight import drawn_samples
 
 
-def run_datasets(config: RunConfig, survey: DataSurvey | None = None) -> Datasets:
+def run_datasets(config: RunConfig, data: CheckedData | None = None) -> Datasets:
     """Return a run's training and validation samples; a collective call where torch.distributed is initialised.
 
     Args:
-        survey: what was found about the token files; None: rank 0 surveys them now.
+        data: the token files, once checked; None: rank 0 checks them now.
 
     Raises:
         InputError, CorruptError: like `build_datasets`.
@@ -36,7 +35,7 @@ def run_datasets(config: RunConfig, survey: DataSurvey | None = None) -> Dataset
         vocab_size=config.model.vocab_size,
         global_batch_size=config.training.global_batch_size,
         eod_id=config.model.vocab_size - 1,  # any: GPTDataset looks for no document boundary (`document_masks` does)
-        survey=survey,
+        data=data,
     )
 
 

@@ -6,14 +6,14 @@ from collections.abc import Collection, Mapping
 import numpy as np
 
 from megatron_fanformer.data.blends import Source, source_labels
+from megatron_fanformer.data.check import CheckedData
 from megatron_fanformer.data.datasets import Datasets
+from megatron_fanformer.data.mixes import source_counts
 from megatron_fanformer.data.sample_counts import SampleCounts
-from megatron_fanformer.data.staged_dataset import source_counts
-from megatron_fanformer.data.survey import DataSurvey
 from megatron_fanformer.errors import redacted
 from megatron_fanformer.runtime.agreement import is_main, on_main
 from megatron_fanformer.train.config import RunConfig
-from megatron_fanformer.train.preflight import run_stages
+from megatron_fanformer.train.preflight import run_mixes
 from megatron_fanformer.train.samples import consumed_before
 
 logger = logging.getLogger(__name__)
@@ -37,28 +37,28 @@ class SeenSources:
     def __init__(
         self,
         config: RunConfig,
-        survey: DataSurvey,
-        data: Datasets,
+        data: CheckedData,
+        datasets: Datasets,
         skipped: Collection[int],
         *,
         step: int = 0,
         seen: Mapping[str, Mapping[str, float]] | None = None,
         is_changed: bool = False,
     ) -> None:
-        self._config, self._train, self._skipped = config, data.train, skipped
+        self._config, self._train, self._skipped = config, datasets.train, skipped
         self._names: list[str] = []
         self._begins = {step: name for name, step in config.stage_steps().items()}
         if config.data.is_chats:
             return
-        counts = SampleCounts(survey, config.model.seq_length)
+        counts = SampleCounts(data, config.model.seq_length)
         epochs: dict[Source, float] = {}
         # A mix of a run without stages may name a source twice, each of which draws from its beginning on.
-        twice = [] if config.data.stages else survey.train.sources
-        drawn = [redacted(survey.stated(source).name) for source in twice]
-        for stage in run_stages(config, survey):
-            epoch_samples = counts.epoch_samples(config.data, stage.blend)
-            epochs |= dict(zip(stage.blend.sources, epoch_samples, strict=True))
-        stated = [survey.stated(source) for source in epochs]
+        twice = [] if config.data.stages else data.train.sources
+        drawn = [redacted(data.stated(source).name) for source in twice]
+        for mix in run_mixes(config, data):
+            epoch_samples = counts.epoch_samples(config.data, mix.blend)
+            epochs |= dict(zip(mix.blend.sources, epoch_samples, strict=True))
+        stated = [data.stated(source) for source in epochs]
         self._names = [redacted(source.name) for source in stated]
         numbers = {name: number for number, name in enumerate(self._names)}
         self._drawn = [numbers[name] for name in drawn or self._names]

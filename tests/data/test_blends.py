@@ -3,14 +3,7 @@ from pathlib import Path
 import pytest
 
 from megatron_fanformer.configuration import build, yaml_value
-from megatron_fanformer.data.blends import (
-    Blend,
-    Source,
-    blend_problems,
-    parse_blend,
-    source_labels,
-    split_bounds,
-)
+from megatron_fanformer.data.blends import Blend, Source, blend_problems, parse_blend, source_labels, split_bounds
 from megatron_fanformer.data.config import DataConfig
 from megatron_fanformer.errors import InputError
 

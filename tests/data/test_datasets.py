@@ -1,3 +1,6 @@
+"""Datasets of a run: the order of samples, blends and splits, and the folder of sample indices."""
+
+import os
 import shutil
 import struct
 from collections.abc import Callable
@@ -9,12 +12,14 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_fanformer.data import datasets
+from megatron_fanformer.data.check import check_files
 from megatron_fanformer.data.config import DataConfig
-from megatron_fanformer.data.datasets import build_datasets
-from megatron_fanformer.data.identity import identify_data
+from megatron_fanformer.data.datasets import build_datasets, indices_in
+from megatron_fanformer.data.fingerprint import fingerprint_data
 from megatron_fanformer.data.sample_counts import SampleCounts
-from megatron_fanformer.data.survey import survey_data
 from megatron_fanformer.data.token_files import read_index
+from megatron_fanformer.durable_files import take_lock
 from megatron_fanformer.errors import InputError
 from tests.data.token_making import VOCAB_SIZE, build, drawn, write_npy, write_pair
 
@@ -119,7 +124,7 @@ def test_a_source_that_is_read_more_than_four_times_is_named(
         settings = DataConfig(train_data=train_data)
         for config in (settings, replace(settings, max_repetition={"*": 100})):
             caplog.clear()
-            counts = SampleCounts(survey_data(config), SEQ_LENGTH)
+            counts = SampleCounts(check_files(config), SEQ_LENGTH)
             counts.check(config, train_samples=samples * times, valid_samples=1)
             told = [message for message in caplog.messages if little in message and " 4.03 times" in message]
             assert (len(told), caplog.messages) == (is_told and not config.max_repetition, told)
@@ -220,16 +225,16 @@ def test_datatroves_files_are_npy_files_by_another_name(tmp_path: Path) -> None:
         shutil.copy(name, tmp_path / f"{number}.npy")
     usual = DataConfig(train_data=[f"{tmp_path}/*.npy"], npy_dtype="uint32")
     expected = drawn(build(usual).train, 14)
-    identity = identify_data(usual, survey_data(usual))
+    identity = fingerprint_data(usual, check_files(usual))
     cache, copies = str(tmp_path / "cache"), str(tmp_path / "copies")
     for word in (f"{folder}", f"{folder}/*.ds", f"file://{folder}/", f"file://{folder}/*.ds"):
         for staging in (copies, None):
             config = DataConfig(train_data=[word], npy_dtype="uint32", cache_path=cache, staging_path=staging)
-            survey = survey_data(config, VOCAB_SIZE, for_run=True)
+            survey = check_files(config, VOCAB_SIZE, for_run=True)
             sizes: dict[str, Any] = {"train_samples": 14, "valid_samples": 8, "seq_length": SEQ_LENGTH}
-            datasets = build_datasets(config, seed=1, vocab_size=VOCAB_SIZE, eod_id=1, survey=survey, **sizes)
+            datasets = build_datasets(config, seed=1, vocab_size=VOCAB_SIZE, eod_id=1, data=survey, **sizes)
             assert torch.equal(drawn(datasets.train, 14), expected)
-            assert identify_data(config, survey) == identity
+            assert fingerprint_data(config, survey) == identity
 
 
 def test_the_type_of_npy_files_may_be_stated(tmp_path: Path) -> None:
@@ -292,7 +297,59 @@ def test_npy_files_cannot_be_split(prefix: str, npy_files: list[str]) -> None:
         ({"split": "most"}, "data.split: 'most'"),
         ({"tokenizer": "nowhere.model"}, "data.tokenizer: nowhere.model does not exist"),
         ({"num_workers": -1}, "data.num_workers: -1"),
+        ({"reset_position_ids": True}, "data.reset_position_ids: true without data.reset_attention_mask"),
     ],
 )
 def test_each_problem_of_a_configuration_is_named(settings: dict[str, Any], problem: str) -> None:
     assert any(problem in line for line in DataConfig(**settings).problems())
+
+
+SAMPLES = 60
+INDICES = ("document_index", "sample_index", "shuffle_index")
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> DataConfig:
+    return DataConfig(train_data=[write_pair(tmp_path / "samples", [[200 + number] for number in range(30)])])
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Path:
+    return tmp_path / ".index_cache"
+
+
+def samples_of(config: DataConfig) -> torch.Tensor:
+    return drawn(build(config, SAMPLES).train, SAMPLES)
+
+
+def stamps(cache: Path) -> dict[str, int]:
+    return {path.name: path.stat().st_mtime_ns for path in cache.glob("*/*")}
+
+
+def cut_off(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-8])
+
+
+def test_whole_indices_are_used_again(config: DataConfig, cache: Path) -> None:
+    first, before = samples_of(config), stamps(cache)
+    assert torch.equal(samples_of(config), first)
+    assert stamps(cache) == before
+
+
+def test_indices_that_a_killed_job_left_are_built_again(config: DataConfig, cache: Path) -> None:
+    """It had not written down yet that they are whole."""
+    first = samples_of(config)
+    for path in cache.glob("*/complete.json"):
+        path.unlink()
+    for path in cache.glob("*/*shuffle_index.npy"):
+        cut_off(path)
+    assert torch.equal(samples_of(config), first)
+
+
+def test_of_two_jobs_one_waits_until_the_other_has_built(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache.mkdir()
+    other = take_lock(cache / ".lock", wait=False)
+    assert other is not None
+    monkeypatch.setattr(datasets.logger, "info", lambda *_: os.close(other))  # it has, once this one waits
+    with indices_in(cache, "samples"):
+        assert take_lock(cache / ".lock", wait=False) is None

@@ -14,10 +14,10 @@ import torch
 
 from megatron_fanformer.data import remote_files
 from megatron_fanformer.data.batches import micro_batches
+from megatron_fanformer.data.check import check_files
 from megatron_fanformer.data.config import DataConfig
 from megatron_fanformer.data.datasets import build_datasets
-from megatron_fanformer.data.identity import identify_data
-from megatron_fanformer.data.survey import survey_data
+from megatron_fanformer.data.fingerprint import fingerprint_data
 from megatron_fanformer.data.tokenizer import load_tokenizer
 from megatron_fanformer.errors import CorruptError, FanformerError, InputError
 from megatron_fanformer.evaluate.config import PerplexityConfig
@@ -101,7 +101,7 @@ def test_samples_are_those_of_the_local_files(kind: str, blend: str, folder: Pat
 def test_folders_and_patterns_are_listed_in_the_order_of_local_ones(folder: Path, tmp_path: Path) -> None:
     def named(place: str, *words: str) -> list[str]:
         config = DataConfig(train_data=[word.format(place) for word in words], cache_path=str(tmp_path / "cache"))
-        return [path.replace(place, "") for source in survey_data(config).train.sources for path in source.paths]
+        return [path.replace(place, "") for source in check_files(config).train.sources for path in source.paths]
 
     (folder / "deep").mkdir()
     write_npy(folder / "deep" / "three.npy", 100)
@@ -144,7 +144,7 @@ def test_micro_batches_come_in_the_local_order(kind: str, workers: int, folder: 
 def test_the_identity_is_that_of_the_local_files(blend: str, folder: Path, tmp_path: Path) -> None:
     def identity(place: Path | str) -> Any:
         config = config_of(place, tmp_path / "cache", blend)
-        return identify_data(config, survey_data(config, VOCAB_SIZE))
+        return fingerprint_data(config, check_files(config, VOCAB_SIZE))
 
     (np.arange(1 << 20) % VOCAB_SIZE).astype("<u2").tofile(folder / "two.npy")  # beyond 32 blocks
     here = identity(folder)
@@ -183,7 +183,7 @@ def test_a_file_that_changes_during_a_run_is_an_error(folder: Path, tmp_path: Pa
     """Replaced by one of the same size, whose samples would look right; removed, it cannot be read."""
     with http_server(folder) as url:
         config = config_of(url, tmp_path / "cache")
-        survey, train = survey_data(config), train_set(config)
+        survey, train = check_files(config), train_set(config)
         survey.refuse_changed_files()
         write_npy(folder / "one.npy", 3000, seed=7)
         with pytest.raises(CorruptError, match=rf"{url}/one.npy is another file than when the run began; put it back"):
@@ -196,7 +196,7 @@ def test_a_file_that_changes_during_a_run_is_an_error(folder: Path, tmp_path: Pa
 
 def test_a_server_without_ranges_is_an_error_at_once(folder: Path, tmp_path: Path) -> None:
     with http_server(folder, serves_ranges=False) as url, pytest.raises(InputError, match="it does not serve ranges"):
-        survey_data(config_of(url, tmp_path / "cache"))
+        check_files(config_of(url, tmp_path / "cache"))
 
 
 def test_a_store_that_stays_down_ends_the_run_with_one_line(
@@ -217,9 +217,9 @@ def test_a_store_that_stays_down_ends_the_run_with_one_line(
 def test_no_right_at_the_start_is_an_input_error_and_shows_no_secret(folder: Path, tmp_path: Path) -> None:
     refused = pytest.raises(InputError, match="check its name and rights")
     with planned(folder, Plan(1.0, kinds=(FORBIDDEN,))) as url, refused:
-        survey_data(config_of(url, tmp_path / "cache"))
+        check_files(config_of(url, tmp_path / "cache"))
     with planned(folder, Plan(1.0, kinds=(REFUSED,))) as url, pytest.raises(FanformerError) as raised:
-        survey_data(config_of(url, tmp_path / "cache"))
+        check_files(config_of(url, tmp_path / "cache"))
     assert "secret" not in str(raised.value) and "503 SlowDown: https://…@host" in str(raised.value)
 
 
@@ -235,7 +235,7 @@ def test_no_right_at_the_start_is_an_input_error_and_shows_no_secret(folder: Pat
 def test_what_is_not_there_is_an_input_error(word: str, line: str, folder: Path, tmp_path: Path) -> None:
     np.save(folder / "header.npy", np.arange(9, dtype="<u2"))
     with planned(folder) as url, pytest.raises(InputError, match=line):
-        survey_data(DataConfig(train_data=[word.format(url)], cache_path=str(tmp_path / "cache")))
+        check_files(DataConfig(train_data=[word.format(url)], cache_path=str(tmp_path / "cache")))
 
 
 def test_what_a_configuration_itself_shows_needs_no_store(tmp_path: Path) -> None:
@@ -255,7 +255,7 @@ def test_an_index_that_is_damaged_there_is_named_there(folder: Path, tmp_path: P
     (folder / "first.idx").write_bytes(content[:-8])
     with planned(folder) as url:
         with pytest.raises(CorruptError, match=re.escape(f"{url}/first.idx: it is truncated")):
-            survey_data(config_of(url, tmp_path / "cache", "pair"))
+            check_files(config_of(url, tmp_path / "cache", "pair"))
         (folder / "first.idx").write_bytes(content)
         assert_equal(
             items(config_of(url, tmp_path / "cache", "pair")), items(config_of(folder, tmp_path / "cache", "pair"))
@@ -271,7 +271,7 @@ def test_files_on_s3_are_read_in_their_version(folder: Path, tmp_path: Path, mon
 
         s3fs.S3FileSystem().put(f"{folder}/", f"{url}/tokens/", recursive=True)
         assert_equal(items(config_of(f"{url}/tokens", tmp_path / "cache", "mixed")), here)
-        listed = survey_data(DataConfig(train_data=[f"{url}/tokens/"], cache_path=str(tmp_path / "cache")))
+        listed = check_files(DataConfig(train_data=[f"{url}/tokens/"], cache_path=str(tmp_path / "cache")))
         assert [file.url for file in listed.remote_files] == [f"{url}/tokens/{name}.npy" for name in ("one", "two")]
         s3fs.S3FileSystem().put(str(folder / "first.bin"), f"{url}/tokens/one.npy")
         with pytest.raises(CorruptError, match=r"tokens/one.npy is another file than when the run began"):
@@ -318,8 +318,8 @@ def test_a_tokenizer_is_fetched_once_for_each_version_of_it_and_its_template(
         assert plan.requests == before + 4  # its look-up, and the three files that may be beside it
         wanted = config_of(folder, tmp_path / "cache", tokenizer=str(small_tokenizer_file))
         assert not config.problems()
-        found = identify_data(config, survey_data(config, VOCAB_SIZE)).tokenizer
-        assert found == identify_data(wanted, survey_data(wanted, VOCAB_SIZE)).tokenizer
+        found = fingerprint_data(config, check_files(config, VOCAB_SIZE)).tokenizer
+        assert found == fingerprint_data(wanted, check_files(wanted, VOCAB_SIZE)).tokenizer
         for name, line in {"none.model": "does not exist", "": "does not name a file"}.items():
             with pytest.raises(InputError, match=line):
                 load_tokenizer(f"{url}/{name}")
@@ -346,5 +346,5 @@ def test_manifests_that_may_not_be_read_count_as_none(
 
     monkeypatch.setattr(PlannedFiles, "cat_file", cat_file)
     with planned(folder) as url:
-        survey = survey_data(config_of(url, tmp_path / "cache"), VOCAB_SIZE)
+        survey = check_files(config_of(url, tmp_path / "cache"), VOCAB_SIZE)
     assert [file.max_token_id for file in survey.npy_files.values()] == [None, None]

@@ -1,28 +1,21 @@
-"""Orders of samples: stored ones equal those in memory, computed ones take every sample once."""
+"""Orders of samples: stored ones equal those in memory."""
 
 import multiprocessing
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from megatron_fanformer.data import sample_order
-from megatron_fanformer.data.npy_dataset import NpyDataset
-from megatron_fanformer.data.npy_files import NpyFile
-from megatron_fanformer.data.sample_order import MOST_SHUFFLED, KeyedPermutation, epoch_order, shuffled
+from megatron_fanformer.data.sample_order import epoch_order, shuffled
 from megatron_fanformer.errors import CorruptError, InputError
 
 SAMPLES, SEED = 5000, 6198
-MANY = 5 * 10**9  # samples of 2,048 tokens: 10T
 
 
 @pytest.fixture
 def store_all(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sample_order, "LEAST_STORED", 1)
-
-
-# -- stored
 
 
 def test_a_stored_order_is_the_shuffle(store_all: None, tmp_path: Path) -> None:
@@ -65,34 +58,3 @@ def test_a_folder_that_cannot_be_written(store_all: None, tmp_path: Path) -> Non
     (tmp_path / "orders").write_text("")
     with pytest.raises(InputError, match=r"cannot be stored in .* \(File exists\); set data\.cache_path"):
         epoch_order(SAMPLES, seed=SEED, epoch=0, cache=tmp_path)
-
-
-# -- computed
-
-
-@pytest.mark.parametrize("samples", [1, 2, 3, 5, 64, 1000, 1025])
-def test_a_computed_order_takes_every_sample_once(samples: int) -> None:
-    order = KeyedPermutation(samples, seed=1)
-    assert sorted(order) == list(range(samples))
-    with pytest.raises(IndexError):
-        order[samples]
-
-
-def test_the_computed_order_stays_what_it_is() -> None:
-    """A run that resumes would otherwise read other samples."""
-    order = epoch_order(MANY, seed=SEED, epoch=1)
-    assert [order[position] for position in (0, 1, 2**32, MANY - 1)] == GOLDEN
-    assert [KeyedPermutation(MANY, seed=SEED + 1)[position] for position in (0, 1)] == GOLDEN[:2]
-
-
-GOLDEN = [1719785878, 4918501337, 267709991, 276843276]
-
-
-def test_ten_trillion_tokens_have_places() -> None:
-    """Of files that are not there: neither memory nor time goes with their number of samples."""
-    file = NpyFile("none.npy", np.dtype("<u2"), MANY // 4 * 2048 + 7, 0)
-    dataset = NpyDataset([file] * 4, seq_length=2048, seed=SEED, vocab_size=10)
-    assert len(dataset) == MANY > MOST_SHUFFLED
-    places = [dataset.place(index) for index in range(0, MANY, MANY // 1000)]
-    assert all(0 <= first <= file.tokens - 2048 and first % 2048 == 0 for _, first in places)
-    assert len({first for _, first in places}) > 990

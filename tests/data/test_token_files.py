@@ -1,3 +1,5 @@
+"""Pairs and .npy files: read as they are written, and refused with the file and the field that is wrong."""
+
 import struct
 from pathlib import Path
 from typing import Any
@@ -8,9 +10,9 @@ import torch
 
 from megatron_fanformer.data import token_files
 from megatron_fanformer.data.config import DataConfig
-from megatron_fanformer.data.token_files import INDEX_HEADER, PairReader, check_index_ids, read_index, token_dtype
+from megatron_fanformer.data.token_files import INDEX_HEADER, PairReader, open_npy_files, read_index, token_dtype
 from megatron_fanformer.errors import CorruptError, InputError
-from tests.data.token_making import build, drawn, write_manifest, write_pair
+from tests.data.token_making import build, drawn, write_manifest, write_npy, write_pair
 from tests.token_pairs import write_token_pair
 
 LENGTHS = [5, 3, 8, 0, 2, 6]
@@ -87,7 +89,7 @@ def test_a_file_of_another_length_is_corrupt(pair: str, suffix: str, change: int
 @pytest.mark.parametrize(
     ("content", "expected"),
     [
-        *((bytes(size), "the header is truncated") for size in (0, 1, INDEX_HEADER.size - 1)),
+        *((bytes(size), "it is truncated: the header has") for size in (0, 1, INDEX_HEADER.size - 1)),
         (b"something else" * 100, r"the magic is b'something', .* not a Megatron index"),
     ],
 )
@@ -123,7 +125,7 @@ def test_every_changed_byte_of_an_index_is_found(pair: str, field: str, begin: i
 def test_a_type_of_another_size_is_found(pair: str) -> None:
     path = Path(pair + ".idx")
     path.write_bytes(path.read_bytes().replace(struct.pack("<QB", 1, 8), struct.pack("<QB", 1, 4), 1))
-    with pytest.raises(CorruptError, match="sequence length 0"):
+    with pytest.raises(CorruptError, match="sequence pointer 1"):
         read_index(pair)
 
 
@@ -141,13 +143,13 @@ def test_an_index_longer_than_a_block_is_checked_throughout(pair: str, monkeypat
 def test_an_id_beyond_the_vocabulary_is_named_out_of_the_manifest(pair: str) -> None:
     write_manifest(pair, dtype="uint16", max_token_id=777)
     with pytest.raises(InputError, match="pair holds token id 777, outside the vocabulary of 600"):
-        check_index_ids(read_index(pair), 600)
+        read_index(pair).refuse_stated_ids(600)
 
 
 def test_a_manifest_of_another_bin_file_is_not_believed(pair: str, tmp_path: Path) -> None:
     write_manifest(pair, dtype="uint16", max_token_id=777)
     write_token_pair(tmp_path / "pair", [[[1, 5]]])
-    check_index_ids(read_index(pair), 600)
+    read_index(pair).refuse_stated_ids(600)
 
 
 @pytest.mark.parametrize(("dtype", "wrong"), [(np.uint16, 9_999), (np.int32, -3)])
@@ -157,3 +159,69 @@ def test_an_id_outside_the_vocabulary_is_named_where_it_is_read(tmp_path: Path, 
     reader.get(0)
     with pytest.raises(CorruptError, match=rf"wrong\.bin holds token id {wrong} \(token 3, counted from 0\)"):
         reader.get(1)
+
+
+def test_a_file_is_its_tokens_in_little_endian_order(tmp_path: Path) -> None:
+    (tmp_path / "a.npy").write_bytes(b"\x01\x00\x02\x01\xff\xff")
+    (file,) = open_npy_files([str(tmp_path / "a.npy")], "uint16")
+    assert (file.tokens, file.read(0, 3).tolist(), file.read(1, 1).tolist()) == (3, [1, 258, 65_535], [258])
+
+
+@pytest.mark.parametrize("stated", ["uint16", "uint32"])
+def test_the_manifest_says_the_type(tmp_path: Path, stated: str) -> None:
+    path = write_npy(tmp_path / "a.npy", 10, dtype="<u4")
+    write_manifest(str(tmp_path / "a"), dtype="uint32", max_token_id=599)
+    (file,) = open_npy_files([path], stated)  # type: ignore[arg-type]
+    assert (file.tokens, file.max_token_id) == (10, 599)
+
+
+def test_without_a_manifest_the_stated_type_is_taken(tmp_path: Path) -> None:
+    path = write_npy(tmp_path / "a.npy", 10, dtype="<u4")
+    assert [open_npy_files([path], dtype)[0].tokens for dtype in ("uint16", "uint32")] == [20, 10]
+
+
+def test_a_file_that_was_renamed_with_its_manifest_is_not_read_as_another_type(tmp_path: Path) -> None:
+    write_npy(tmp_path / "a.npy", 10, dtype="<u4")
+    write_manifest(str(tmp_path / "a"), dtype="uint32", max_token_id=599)
+    for suffix in (".npy", ".manifest.json"):
+        (tmp_path / f"a{suffix}").rename(tmp_path / f"b{suffix}")
+    path = str(tmp_path / "b.npy")
+    with pytest.raises(InputError, match=r"b\.manifest\.json is of files of another name, and not of .*b\.npy; give"):
+        open_npy_files([path], "uint16")
+    (tmp_path / "b.manifest.json").unlink()  # the remedy
+    assert open_npy_files([path], "uint32")[0].tokens == 10
+
+
+def test_numpys_own_header_is_refused_with_the_remedy(tmp_path: Path) -> None:
+    path, other = tmp_path / "a.npy", tmp_path / "b.npy"
+    np.save(path, np.arange(10))
+    with pytest.raises(InputError, match=r"a\.npy has NumPy's own header"):
+        open_npy_files([str(path)], "uint16")
+    np.load(path).astype("<u4").tofile(other)  # the remedy
+    assert open_npy_files([str(other)], "uint32")[0].read(0, 10).tolist() == list(range(10))
+
+
+@pytest.mark.parametrize(
+    ("content", "kind", "message"),
+    [
+        (None, InputError, r"a\.npy does not exist"),
+        (b"abc", CorruptError, r"a\.npy holds 3 bytes, not a multiple of 2, a token of uint16"),
+    ],
+)
+def test_what_is_no_file_of_tokens_is_named(
+    tmp_path: Path, content: bytes | None, kind: type[Exception], message: str
+) -> None:
+    if content is not None:
+        (tmp_path / "a.npy").write_bytes(content)
+    with pytest.raises(kind, match=message):
+        open_npy_files([str(tmp_path / "a.npy")], "uint16")
+
+
+@pytest.mark.parametrize("change", [-2, 2])
+def test_another_size_than_the_manifests_is_corrupt(tmp_path: Path, change: int) -> None:
+    path = Path(write_npy(tmp_path / "a.npy", 10))
+    write_manifest(str(tmp_path / "a"), dtype="uint16", max_token_id=599)
+    data = path.read_bytes()
+    path.write_bytes(data[:change] if change < 0 else data + bytes(change))
+    with pytest.raises(CorruptError, match=f"holds {20 + change} bytes, but .*a.manifest.json says 20"):
+        open_npy_files([str(path)], "uint16")

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_fanformer.data.shared_batches import shared_batches
+from megatron_fanformer.data.batches import shared_batches
 from megatron_fanformer.model.build import build_stages
 from megatron_fanformer.model.config import FANConfig, PrecisionConfig
 from megatron_fanformer.model.dtypes import DTYPES

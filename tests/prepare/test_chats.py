@@ -10,8 +10,8 @@ import pytest
 from pyarrow import parquet
 from tokenizers import Tokenizer as Library
 
-from megatron_fanformer.data.chat_files import open_chats
 from megatron_fanformer.data.chat_template import OLMO_TEMPLATE, ChatTemplate, encode_chat
+from megatron_fanformer.data.chats import open_chats
 from megatron_fanformer.data.manifest import ChatSettings, Settings
 from megatron_fanformer.data.tokenizer import load_tokenizer
 from megatron_fanformer.errors import InputError

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_fanformer.data.npy_files import NpyFile
+from megatron_fanformer.data.token_files import NpyFile
 from megatron_fanformer.errors import CorruptError
 from megatron_fanformer.train.config import TrainingConfig
 from tests.small_runs import SEQ_LENGTH, VOCAB_SIZE, first_step, small_run, trainer_of

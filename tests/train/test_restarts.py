@@ -5,8 +5,8 @@ from unittest import mock
 
 import pytest
 
-from megatron_fanformer.data.identity import DataIdentity, SetIdentity
-from megatron_fanformer.data.survey import DataSurvey
+from megatron_fanformer.data.check import CheckedData
+from megatron_fanformer.data.fingerprint import DataFingerprint, SetFingerprint
 from megatron_fanformer.runtime.launch import RankFailed
 from megatron_fanformer.train import start
 from megatron_fanformer.train.config import config_from_dict
@@ -19,9 +19,9 @@ KILLED = RankFailed("rank 1: was killed by SIGKILL", 1)
 def begun(step: int) -> RunStart:
     """What a run starts from when its last checkpoint is of that step."""
     resumed = Path(f"step-{step}") if step else None
-    identity = DataIdentity(train=SetIdentity(digest=""))
+    identity = DataFingerprint(train=SetFingerprint(digest=""))
     return RunStart(
-        resumed=resumed, loaded=None, data=mock.create_autospec(DataSurvey), identity=identity, train_iters=1
+        resumed=resumed, loaded=None, data=mock.create_autospec(CheckedData), identity=identity, train_iters=1
     )
 
 

@@ -106,7 +106,7 @@ def test_a_run_says_the_same_on_the_terminal_with_a_log_file(
     assert (tmp_path / "run-hf" / "config.json").is_file()
     text = log.read_text()
     assert f"INFO rank 0 megatron_fanformer.train.saves: {saved}" in text
-    assert "DEBUG rank 0 megatron_fanformer.data.survey: checked 1 pairs" in text
+    assert "DEBUG rank 0 megatron_fanformer.data.check: checked 1 pairs" in text
 
 
 def test_every_rank_of_several_writes_its_own(

@@ -1,4 +1,4 @@
-"""Conversations packed into samples: where each goes, what a sample says about it, and in which order samples come."""
+"""Files of chats read back, conversations packed into samples, and what a sample says about each."""
 
 from collections import Counter
 from pathlib import Path
@@ -7,15 +7,81 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron_fanformer.data.blends import parse_chats
-from megatron_fanformer.data.chat_dataset import ChatDataset
+from megatron_fanformer.data.chats import Conversations, count_learned, first_fit, open_chats, pack, parse_chats
+from megatron_fanformer.data.check import check_files
 from megatron_fanformer.data.config import DataConfig
 from megatron_fanformer.data.datasets import build_datasets
-from megatron_fanformer.data.identity import identify_data, resumed_identity
-from megatron_fanformer.data.packing import Conversations, first_fit, pack
-from megatron_fanformer.data.survey import survey_data
-from megatron_fanformer.errors import InputError
+from megatron_fanformer.data.fingerprint import fingerprint_data, resumed_fingerprint
+from megatron_fanformer.data.samples import ChatDataset
+from megatron_fanformer.errors import CorruptError, FanformerError, InputError
 from tests.chat_pairs import Chat, random_chats, write_chats
+
+CONVERSATIONS = [([5, 6, 7, 8], [0, 0, 1, 1]), ([9, 1], [0, 1]), ([2, 3, 4], [1, 0, 1])]
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> str:
+    return write_chats(tmp_path / "chats", CONVERSATIONS)
+
+
+@pytest.fixture
+def rows(tmp_path: Path) -> Path:
+    """The conversations in rows of 2,048, padded with 1, and what their last learned token leaves of them."""
+    ids, mask = np.ones((3, 2048), "<u2"), np.zeros((3, 2048), bool)
+    for row, (own, learned) in enumerate(CONVERSATIONS):
+        ids[row, : len(own) + 1] = [*own, 187]  # a line end follows the end of text
+        mask[row, : len(own)] = learned
+    folder = tmp_path / "tulu"
+    folder.mkdir()
+    ids.tofile(folder / "input_ids.npy")
+    mask.tofile(folder / "label_mask.npy")
+    return folder
+
+
+def read(prefix: str) -> list[tuple[list[int], list[int]]]:
+    chats = open_chats(prefix)
+    assert chats.lengths.tolist() == [len(ids) for ids, _ in CONVERSATIONS]
+    return [(ids.tolist(), learned.astype(int).tolist()) for ids, learned in (chats[n] for n in range(len(chats)))]
+
+
+def test_both_forms_give_ids_and_what_is_learned(pair: str, rows: Path) -> None:
+    assert read(pair) == CONVERSATIONS
+    assert read(str(rows)) == CONVERSATIONS
+
+
+def test_learned_tokens_are_counted_in_a_mask_of_0_and_1_alone(tmp_path: Path) -> None:
+    mask = tmp_path / "a.mask.bin"
+    mask.write_bytes(b"\0\1\1\0\1")
+    assert count_learned(mask) == 3
+    mask.write_bytes(b"\0\1\2")
+    with pytest.raises(CorruptError, match="holds 2, a mask holds 0 and 1 alone"):
+        count_learned(mask)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "kind", "message"),
+    [
+        ("chats.mask.bin", None, InputError, "these are token files of documents"),
+        ("chats.mask.bin", bytes(8), CorruptError, "holds 8 bytes for 9 tokens"),
+        ("chats.mask.bin", bytes(3) + b"\2" + bytes(5), CorruptError, "holds 2, not 0 or 1, in conversation 0"),
+        ("chats.mask.bin", bytes(9), CorruptError, "has no learned token in conversation 0"),
+        ("chats.bin", bytes(17), CorruptError, "holds 17"),
+        ("tulu/label_mask.npy", b"\1" * 6143, CorruptError, "not rows of 2048"),
+        ("tulu/label_mask.npy", (b"\1" + bytes(2047)) * 2 + bytes(2048), CorruptError, "row 2 .* no learned token"),
+        ("tulu/input_ids.npy", bytes(6144), CorruptError, "hold 6144 and 6144 bytes"),
+    ],
+)
+def test_files_that_disagree_are_named(
+    pair: str, rows: Path, name: str, content: bytes | None, kind: type[FanformerError], message: str
+) -> None:
+    file = rows.parent / name
+    if content is None:
+        file.unlink()
+    else:
+        file.write_bytes(content)
+    with pytest.raises(kind, match=message):
+        read(pair if name.startswith("chats") else str(rows))
+
 
 VOCAB_SIZE, SEQ_LENGTH = 100, 16
 APART = {"format": "sft", "reset_attention_mask": True, "reset_position_ids": True}
@@ -67,7 +133,7 @@ def test_a_sample_is_its_conversations_and_predicts_nothing_across_them(tmp_path
     ]
     packed = dataset(chats, tmp_path)
     assert len(packed) == 2
-    assert pack(packed.conversations.lengths, SEQ_LENGTH, seed=1).in_words() == (
+    assert pack(packed.conversations.lengths, SEQ_LENGTH, seed=1).describe() == (
         "3 conversations of 26 tokens in 2 samples of 16, 81.2% filled; 1 of them longer, and cut there"
     )
     samples = [{name: tensor.tolist() for name, tensor in packed[number].items()} for number in range(2)]
@@ -135,8 +201,8 @@ def test_a_split_that_leaves_no_conversation_is_refused(tmp_path: Path) -> None:
 def test_another_mask_is_other_data(tmp_path: Path) -> None:
     prefix = write_chats(tmp_path / "a", random_chats(30, vocab_size=VOCAB_SIZE))
     config = DataConfig(train_data=[prefix], **APART)
-    before = identify_data(config, survey_data(config))
+    before = fingerprint_data(config, check_files(config))
     mask = Path(f"{prefix}.mask.bin")
     mask.write_bytes(bytes([1]) + mask.read_bytes()[1:])
     with pytest.raises(InputError, match=r"data\.train_data is not what the run in run has used"):
-        resumed_identity(before, identify_data(config, survey_data(config)), step=1, allowed=(), run="run")
+        resumed_fingerprint(before, fingerprint_data(config, check_files(config)), step=1, allowed=(), run="run")

@@ -10,18 +10,18 @@ import msgspec
 import pytest
 import torch
 
+from megatron_fanformer.data.check import check_files
 from megatron_fanformer.data.config import DataConfig
-from megatron_fanformer.data.identity import (
+from megatron_fanformer.data.fingerprint import (
     BLOCK_BYTES,
     BLOCKS,
-    DataIdentity,
-    fingerprint,
-    identify_data,
-    identity_from_plain,
-    resumed_identity,
+    DataFingerprint,
+    file_fingerprint,
+    fingerprint_data,
+    fingerprint_from_plain,
+    resumed_fingerprint,
 )
 from megatron_fanformer.data.sample_counts import SampleCounts
-from megatron_fanformer.data.survey import survey_data
 from megatron_fanformer.errors import CorruptError, InputError
 from tests.data.token_making import build, drawn, write_npy, write_pair
 
@@ -39,20 +39,22 @@ def data(tmp_path: Path) -> Path:
     return folder
 
 
-def identify(folder: Path, train: str = "1 a 3 b", split: str | None = None, **valid: str) -> DataIdentity:
+def identify(folder: Path, train: str = "1 a 3 b", split: str | None = None, **valid: str) -> DataFingerprint:
     def words(text: str) -> list[str]:
         return [word if word.replace(".", "").isdigit() else str(folder / word) for word in text.split()]
 
     sets = {name: words(text) for name, text in valid.items()}
     config = DataConfig(train_data=words(train), valid_data=sets, split=split)
-    return identify_data(config, survey_data(config))
+    return fingerprint_data(config, check_files(config))
 
 
-def refusal(before: DataIdentity, present: DataIdentity, allowed: tuple[str, ...] = ()) -> str:
+def refusal(before: DataFingerprint, present: DataFingerprint, allowed: tuple[str, ...] = ()) -> str:
     """What a resume with `present` data is refused with; empty if it is not."""
-    before = identity_from_plain(msgspec.json.decode(msgspec.json.encode(before.as_plain())), Path("step")) or present
+    before = (
+        fingerprint_from_plain(msgspec.json.decode(msgspec.json.encode(before.as_plain())), Path("step")) or present
+    )
     try:
-        resumed_identity(before, present, step=5, allowed=allowed, run="runs/a")
+        resumed_fingerprint(before, present, step=5, allowed=allowed, run="runs/a")
     except InputError as error:
         return str(error)
     return ""
@@ -79,18 +81,18 @@ def flip(file: Path, place: int = 100) -> None:
     os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
 
 
-Change = Callable[[Path], DataIdentity]
+Change = Callable[[Path], DataFingerprint]
 
 
 def after_flipping(name: str) -> Change:
-    def change(data: Path) -> DataIdentity:
+    def change(data: Path) -> DataFingerprint:
         flip(data / name)
         return identify(data, v="c.npy")
 
     return change
 
 
-def with_other_lengths(data: Path) -> DataIdentity:
+def with_other_lengths(data: Path) -> DataFingerprint:
     write_pair(data / "b", [[301], [309], *DOCUMENTS[2:]], seed=500)
     return identify(data, v="c.npy")
 
@@ -134,27 +136,27 @@ def test_every_changed_set_has_its_line(data: Path) -> None:
 
 def test_the_facts_of_earlier_checkpoints_have_the_digests_of_today(data: Path) -> None:
     """Which recorded each file, and not a digest."""
-    digest, tokens = fingerprint(data / "c.npy"), 1000
+    digest, tokens = file_fingerprint(data / "c.npy"), 1000
     file = {"path": "c.npy", "tokens": tokens, "form": "<u2", "content": digest, "sha256": None, "tokenizer": None}
     own = {"sources": [{"files": [file], "weight": 1.0}], "split": None, "samples": None}
-    before = identity_from_plain({"train": {**own, "stages": []}, "valid": {"v": own}, "changes": []}, Path("step"))
+    before = fingerprint_from_plain({"train": {**own, "stages": []}, "valid": {"v": own}, "changes": []}, Path("step"))
     assert before == identify(data, "c.npy", v="c.npy")
     file["content"] = "0" * 32
-    assert identity_from_plain({"train": own}, Path("step")) != identify(data, "c.npy")
+    assert fingerprint_from_plain({"train": own}, Path("step")) != identify(data, "c.npy")
 
 
 def test_a_large_files_fingerprint_reads_blocks_from_end_to_end(tmp_path: Path) -> None:
     size = 3 * BLOCKS * BLOCK_BYTES
     file = tmp_path / "large.bin"
     file.write_bytes(bytes(size))
-    before = fingerprint(file)
+    before = file_fingerprint(file)
     for place in (0, (size - BLOCK_BYTES) // (BLOCKS - 1), size - 1):
         flip(file, place)
-        assert fingerprint(file) != before
+        assert file_fingerprint(file) != before
         flip(file, place)
-    assert fingerprint(file) == before
+    assert file_fingerprint(file) == before
     file.write_bytes(bytes(size + 1))
-    assert fingerprint(file) != before
+    assert file_fingerprint(file) != before
 
 
 def test_a_validation_set_may_be_called_as_the_training_set_is(data: Path) -> None:
@@ -168,17 +170,17 @@ def test_a_validation_set_may_be_called_as_the_training_set_is(data: Path) -> No
 def test_the_changes_of_a_run_are_kept(data: Path) -> None:
     first = identify(data)
     flip(data / "a.bin")
-    second = resumed_identity(first, identify(data), step=5, allowed=["train"], run="r")
-    third = resumed_identity(second, identify(data), step=9, allowed=[], run="r")
+    second = resumed_fingerprint(first, identify(data), step=5, allowed=["train"], run="r")
+    third = resumed_fingerprint(second, identify(data), step=9, allowed=[], run="r")
     flip(data / "a.bin")
-    fourth = resumed_identity(third, identify(data), step=12, allowed=["train"], run="r")
+    fourth = resumed_fingerprint(third, identify(data), step=12, allowed=["train"], run="r")
     assert [(change.step, change.name) for change in fourth.changes] == [(5, "train"), (12, "train")]
 
 
 @pytest.mark.parametrize("values", [[], {"train": 3}, {"train": {"sources": [{"files": [{"path": 1}]}]}}])
 def test_an_identity_that_is_none_is_corrupt(values: Any) -> None:
-    with pytest.raises(CorruptError, match="step-1 holds no identity of data"):
-        identity_from_plain(values, Path("step-1"))
+    with pytest.raises(CorruptError, match="step-1 holds no fingerprint of data"):
+        fingerprint_from_plain(values, Path("step-1"))
 
 
 # -- how the order of samples depends on their number
@@ -192,7 +194,7 @@ def test_the_order_is_the_same_for_any_number_of_samples_that_repeats_no_pair(da
     """And it changes with the number where one is repeated, else there were no reason to refuse that."""
     words = [str(data / word) if word[0] in "abc" else word for word in blend.split()]
     config = DataConfig(train_data=words)
-    counts = SampleCounts(survey_data(config), 64)
+    counts = SampleCounts(check_files(config), 64)
 
     def order(samples: int) -> list[Any]:
         return list(drawn(build(config, samples).train, 30))
@@ -209,7 +211,7 @@ def test_the_order_is_the_same_for_any_number_of_samples_that_repeats_no_pair(da
 def test_near_the_end_of_an_epoch_a_pair_counts_as_repeated(data: Path) -> None:
     """megatron-core asks for half a percent more of each source of a blend, and rounds up twice."""
     config = DataConfig(train_data=["1", str(data / "a"), "1", str(data / "b")])
-    survey = survey_data(config)
+    survey = check_files(config)
     counts = SampleCounts(survey, 64)
     epoch = min(int(counts.epoch_of(source)) for source in survey.train.sources)
     repeats = {n: counts.repeats_pairs(config, train_samples=n) for n in range(1, 2 * epoch + 4)}

@@ -1,4 +1,4 @@
-"""Stages of a run: another mix from a step on, every source going on from its own place."""
+"""Another mix from a step on, every source going on from its own place."""
 
 import re
 from collections import defaultdict
@@ -9,15 +9,14 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_fanformer.data.check import check_files
 from megatron_fanformer.data.config import DataConfig
-from megatron_fanformer.data.origins import is_repetitive, sample_spans
+from megatron_fanformer.data.mixes import first_step, ordered, source_counts, step_problems
 from megatron_fanformer.data.sample_counts import SampleCounts
 from megatron_fanformer.data.sample_order import shuffled
-from megatron_fanformer.data.staged_dataset import source_counts
-from megatron_fanformer.data.stages import first_step, ordered, step_problems
-from megatron_fanformer.data.survey import survey_data
+from megatron_fanformer.data.samples import sample_spans
 from megatron_fanformer.errors import InputError
-from tests.data.token_making import VOCAB_SIZE, build, drawn, raw_tokens, write_npy, write_pair
+from tests.data.token_making import build, drawn, raw_tokens, write_npy, write_pair
 
 SEQ_LENGTH = 64
 SEED = 1  # of `build`
@@ -52,8 +51,8 @@ def test_weights_are_divided_as_megatron_core_divides_them(tmp_path: Path) -> No
     for _ in range(20):
         weights = np.round(draw.random(22) + 0.1, 2).tolist()
         mix = [word for weight, pair in zip(weights, pairs, strict=True) for word in (str(weight), pair)]
-        survey = survey_data(DataConfig(train_data=mix))
-        assert SampleCounts(survey, SEQ_LENGTH).of_stage(survey.train) == normalize(weights)
+        survey = check_files(DataConfig(train_data=mix))
+        assert SampleCounts(survey, SEQ_LENGTH).of_mix(survey.train) == normalize(weights)
         in_order = 0.0
         for weight in weights:
             in_order += weight
@@ -168,10 +167,10 @@ def test_stages_begin_one_after_the_other_within_the_run() -> None:
 
 
 def checked(settings: DataConfig, samples: int) -> None:
-    survey = survey_data(settings)
-    stages = ordered(survey.train, survey.stages, global_batch_size=1, seq_length=SEQ_LENGTH)
+    survey = check_files(settings)
+    mixes = ordered(survey.train, survey.mixes, global_batch_size=1, seq_length=SEQ_LENGTH)
     sizes = {"train_samples": samples, "valid_samples": 1}
-    SampleCounts(survey, SEQ_LENGTH).check(settings, **sizes, stages=stages)
+    SampleCounts(survey, SEQ_LENGTH).check(settings, **sizes, mixes=mixes)
 
 
 def test_a_source_without_a_whole_sample_is_refused(data: dict[str, str], tmp_path: Path) -> None:
@@ -195,44 +194,3 @@ def test_a_run_that_takes_more_of_a_source_than_it_may_is_refused(
     with pytest.raises(InputError, match="epochs of it, more than data") as error:
         checked(settings, most + 1)
     assert f"more than data.max_repetition {name!r} allows ({value:g})" in str(error.value)
-    assert f"a: {208 * SEQ_LENGTH:,} tokens, " in str(error.value).splitlines()[-1]
-
-
-# -- repeated n-grams
-
-
-def repeats_by_hand(tokens: list[int]) -> bool:
-    """By trying every place and period, as the rule reads."""
-    return any(
-        tokens[first : first + 32 * period] == tokens[first : first + period] * 32
-        for period in range(1, 14)
-        for first in range(len(tokens) - 32 * period + 1)
-    )
-
-
-@pytest.mark.parametrize("period", [1, 2, 7, 13, 14])
-@pytest.mark.parametrize("times", [31, 32, 40])
-def test_repeated_ngrams_are_found_where_the_rule_has_them(period: int, times: int) -> None:
-    generator = np.random.default_rng(period * times)
-    gram = generator.permutation(VOCAB_SIZE)[:period]
-    for first in (0, 3, 100):
-        tokens = generator.integers(VOCAB_SIZE, size=700)
-        run = np.tile(gram, times)
-        tokens[first : first + len(run)] = run[: len(tokens) - first]
-        assert is_repetitive(tokens) == repeats_by_hand(tokens.tolist()) == (times >= 32 and period <= 13)
-    tokens = np.tile(gram, times)  # as a whole sample
-    assert is_repetitive(tokens) == repeats_by_hand(tokens.tolist())
-
-
-def test_repetitive_samples_have_no_loss_and_others_all_of_it(tmp_path: Path) -> None:
-    ids = np.random.default_rng(0).integers(VOCAB_SIZE, size=10 * SEQ_LENGTH).astype("<u2")
-    ids[3 * SEQ_LENGTH + 20 : 3 * SEQ_LENGTH + 60] = 7
-    ids.tofile(tmp_path / "a.npy")
-    settings = DataConfig(
-        train_data=[str(tmp_path / "a.npy")], valid_data={"v": [str(tmp_path / "a.npy")]}, mask_repeated_ngrams=True
-    )
-    datasets = build(settings, 10, 10)
-    for train, valid in zip(datasets.train, datasets.valid["v"], strict=False):
-        is_masked = bool((train["tokens"] == 7).sum() >= 32)
-        assert torch.equal(train["loss_mask"], valid["loss_mask"] * (not is_masked))
-        assert all(torch.equal(train[name], valid[name]) for name in ("tokens", "labels", "position_ids"))
