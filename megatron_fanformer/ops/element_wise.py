@@ -1,4 +1,4 @@
-"""Element-wise functions of a layer (SwiGLU, RMSNorm, rotary positions), their gradients written out in few passes.
+"""Element-wise functions of a layer: SwiGLU and RMSNorm, with gradients written out in few passes; rotary positions.
 
 On a CPU each operation of PyTorch is a pass over memory of its own, and automatic differentiation makes more of them.
 Outputs are rounded as PyTorch's own operations round them, bit for bit in float32 (but SwiGLU's, where a kernel of
@@ -82,29 +82,7 @@ def rotate(x: Tensor, angles: Tensor) -> Tensor:
         angles: [s, 1, 1, d] in float32, the same for both of a pair.
     """
     half = angles[..., : angles.shape[-1] // 2]
-    return _Rotation.apply(x, half.cos(), half.sin())
-
-
-class _Rotation(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        ctx.save_for_backward(cos, sin)
-        return _rotated(x, cos, sin, sign=1)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        cos, sin = ctx.saved_tensors
-        return _rotated(grad, cos, sin, sign=-1), None, None
-
-
-def _rotated(x: Tensor, cos: Tensor, sin: Tensor, *, sign: float) -> Tensor:
-    """Rotate each pair by its angle; at sign -1 in the other direction, which is the gradient of that."""
-    cos, sin = cos.to(x.dtype), (sign * sin).to(x.dtype)
-    out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    (first, second), (out_first, out_second) = x.chunk(2, dim=-1), out.chunk(2, dim=-1)
-    torch.mul(first, cos, out=out_first)
-    torch.mul(second, cos, out=out_second)
-    # addcmul_ would round once less: the outputs must be megatron-core's bit for bit
-    out_first.sub_(second * sin)
-    out_second.add_(first * sin)
-    return out
+    cos, sin = half.cos().to(x.dtype), half.sin().to(x.dtype)
+    first, second = x.chunk(2, dim=-1)
+    # no addcmul, which would round once less: the outputs must be megatron-core's bit for bit
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)

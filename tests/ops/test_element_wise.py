@@ -84,7 +84,6 @@ def test_megatrons_rotation_is_replaced_by_the_same_one() -> None:
     x = random(9, 2, 3, 8, dtype=torch.float32)
     ours = rope_utils._apply_rotary_pos_emb_bshd(x, angles(9, 8), rotary_interleaved=False)
     torch.testing.assert_close(ours, plain_rotation(x, angles(9, 8)), rtol=0, atol=CLOSE[torch.float32])
-    assert "_Rotation" in type(ours.grad_fn).__name__
     in_part = rope_utils._apply_rotary_pos_emb_bshd(x, angles(9, 4), rotary_interleaved=False)
     torch.testing.assert_close(in_part[..., 4:], x[..., 4:])
     torch.testing.assert_close(in_part[..., :4], plain_rotation(x[..., :4], angles(9, 4)))
