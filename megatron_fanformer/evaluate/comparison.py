@@ -7,7 +7,7 @@ the Bootstrap, chapters 8 and 13: the percentile interval of paired data).
 """
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,15 +15,14 @@ import msgspec
 import numpy as np
 
 from megatron_fanformer.errors import InputError
-from megatron_fanformer.evaluate.results import Result, TaskResult
+from megatron_fanformer.evaluate.results import LOWER_IS_BETTER, Result, TaskResult, figure, is_share
 from megatron_fanformer.evaluate.tasks import GENERATED
+from megatron_fanformer.terminal import table
 
 DRAWS = 10_000
 INTERVAL = (0.025, 0.975)
 KINDS = 256  # up to so many kinds of documents, drawing numbers of each kind is cheaper than drawing documents
-LOWER_IS_BETTER = {"bpb": "bits a byte", "bpb_with_space": "bits a byte", "ce_loss": "nats a character"}
-"""The metrics that are not shares of documents, and their units."""
-OF_TEXTS, OF_SAMPLES = ("temperature", "max_new_tokens"), ("num_samples", "top_k", "top_p")
+TEXT_SETTINGS, SAMPLE_SETTINGS = ("temperature", "max_new_tokens"), ("num_samples", "top_k", "top_p")
 """The settings of texts that a model writes, and those that count above temperature 0 alone. Not the seed: it draws
 other texts of the same kind."""
 BLOCK = 1 << 20  # documents that are drawn at a time
@@ -87,7 +86,7 @@ def compare(a: Result, b: Result, *, seed: int = 0, draws: int = DRAWS) -> Compa
             or the settings by which answers were written.
     """
     common = [name for name in a.tasks if name in b.tasks]
-    sets = [name for name in a.perplexity if name in b.perplexity]
+    sets = _common_sets(a, b)
     if not common and not sets:
         raise InputError(
             f"{a.checkpoint} and {b.checkpoint} were evaluated on no task and no perplexity set in common; evaluate "
@@ -97,7 +96,7 @@ def compare(a: Result, b: Result, *, seed: int = 0, draws: int = DRAWS) -> Compa
         _refuse_other_tokens(a, b, sets)
     if generated := [name for name in common if a.tasks[name].metric in GENERATED]:
         is_greedy = _setting(a, "temperature") == _setting(b, "temperature") == 0
-        _refuse_other_settings(a, b, OF_TEXTS if is_greedy else (*OF_TEXTS, *OF_SAMPLES), generated)
+        _refuse_other_settings(a, b, TEXT_SETTINGS if is_greedy else (*TEXT_SETTINGS, *SAMPLE_SETTINGS), generated)
     differences, shares = [], []
     for name in common:
         # By its name: a task's draws do not depend on the others, and are not theirs.
@@ -146,11 +145,6 @@ def _setting(result: Result, name: str) -> Any:
     """Return a setting of a result; "not known" in a file of a version before it was written."""
     settings = result.settings
     return "not known" if settings is None else getattr(settings, name, settings.sampling.get(name, "not known"))
-
-
-def is_share(metric: str | None) -> bool:
-    """Return whether a metric is a share of documents, or F1: in [0, 1], and higher is better."""
-    return metric not in LOWER_IS_BETTER
 
 
 def _task_difference(
@@ -234,7 +228,7 @@ def _documents(name: str, task: TaskResult) -> list[ScoredDocument]:
     return documents
 
 
-# -- in words
+# -- output
 
 
 def sentence(difference: Difference) -> str:
@@ -249,11 +243,53 @@ def sentence(difference: Difference) -> str:
     return f"{name}: B is {'higher' if value > 0 else 'lower'} by {figure(metric, abs(value))} {unit}, {interval}."
 
 
-def figure(metric: str | None, value: float, *, sign: str = "") -> str:
-    """Return a metric's value, or a difference of two, in print: shares in percent.
+def comparison_lines(comparison: Comparison) -> Iterator[str]:
+    """Yield the tables, and a sentence for each task."""
+    yield f"A: {comparison.a.checkpoint}"
+    yield f"B: {comparison.b.checkpoint}"
+    if comparison.tasks:
+        rows = [
+            (
+                difference.name,
+                *(figure(difference.metric, value) for value in (difference.a, difference.b)),
+                figure(difference.metric, difference.difference, sign="+"),
+                " to ".join(figure(difference.metric, end, sign="+") for end in difference.interval),
+            )
+            for difference in comparison.differences
+        ]
+        yield from table(("task", "A", "B", "B − A", "95% interval"), rows, align="lrrrr")
+    if perplexities := perplexity_differences(comparison):
+        rows = [
+            (name, f"{row['a']:,.2f}", f"{row['b']:,.2f}", f"{row['difference']:+,.2f}")
+            for name, row in perplexities.items()
+        ]
+        yield from table(("perplexity, without an interval", "A", "B", "B − A"), rows, align="lrrr")
+    yield from map(sentence, comparison.differences)
 
-    Args:
-        sign: "+" to print it for positive values, too.
-    """
-    scale, digits = (100, 2) if is_share(metric) else (1, 4)
-    return f"{scale * value:{sign}.{digits}f}"
+
+def perplexity_differences(comparison: Comparison) -> dict[str, dict[str, float]]:
+    """Return A's and B's perplexity of the sets and groups that both have; a result has no losses of documents."""
+    a, b = comparison.a, comparison.b
+    pairs = {name: (a.perplexity[name].perplexity, b.perplexity[name].perplexity) for name in _common_sets(a, b)}
+    pairs |= {f"{group} mean": (mean, b.groups[group]) for group, mean in a.groups.items() if group in b.groups}
+    return {
+        name: {"a": in_a, "b": in_b, "difference": in_b - in_a}
+        for name, (in_a, in_b) in pairs.items()
+        if in_a is not None and in_b is not None
+    }
+
+
+def _common_sets(a: Result, b: Result) -> list[str]:
+    return [name for name in a.perplexity if name in b.perplexity]
+
+
+def comparison_values(comparison: Comparison) -> dict[str, Any]:
+    """Return a comparison as a file has it; differences are B − A."""
+    return {
+        "a": comparison.a.checkpoint,
+        "b": comparison.b.checkpoint,
+        "tasks": {difference.name: difference for difference in comparison.tasks},
+        "mean": comparison.mean,
+        "perplexity": perplexity_differences(comparison),
+        "sentences": [sentence(difference) for difference in comparison.differences],
+    }

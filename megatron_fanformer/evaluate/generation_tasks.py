@@ -1,23 +1,25 @@
 """Tasks whose answers a model writes: GSM8K by its final number, HumanEval and MBPP by running their tests.
 
-Their documents are `task_documents`'. The estimator of pass@k is that of "Evaluating Large Language Models Trained on
-Code" (Chen et al., 2021).
+A document is a dict of JSON's values, as `prepare.documents` makes it and a request file keeps it. The estimator of
+pass@k is that of "Evaluating Large Language Models Trained on Code" (Chen et al., 2021).
 """
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from decimal import Decimal
 from typing import Any
 
 from megatron_fanformer.data.tokenizer import Tokenizer
 from megatron_fanformer.errors import InputError
-from megatron_fanformer.evaluate import ulogic
-from megatron_fanformer.evaluate.code_execution import Program, run_programs
-from megatron_fanformer.evaluate.generated_texts import GenerationSettings, Log, Written, prompts_cut, write_texts
+from megatron_fanformer.evaluate.code_execution import Limits, Program, run_programs
 from megatron_fanformer.evaluate.results import TaskResult, mean_value
-from megatron_fanformer.evaluate.tasks import ULOGIC
+from megatron_fanformer.generate.continuation import Continuation, continue_all
 from megatron_fanformer.generate.models import TrainedModel
+from megatron_fanformer.generate.verb import SamplingConfig
+
+Log = Callable[[str], None]
 
 CODE = ("humaneval", "mbpp")
 """The tasks whose answers are programs."""
@@ -26,6 +28,45 @@ PASS_AT = (1, 10, 100)
 # With thousands separated by commas; a minus after a digit is a subtraction. (GSM8K has answers "is - 10".)
 NUMBER = re.compile(r"(?:(?<=is )- |(?<!\d)-)?\d[\d,]*(?:\.\d+)?")
 NOT_OF_A_NUMBER = str.maketrans("", "", ", ")
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerationSettings(SamplingConfig):
+    """The settings by which texts are written and judged."""
+
+    max_new_tokens: int | None = None
+    """The most tokens of a text; None: the task's own number, at most half of the model's length."""
+    batch_size: int = 16
+    """Texts written together; it does not change them."""
+    allow_code_execution: bool = False
+    """Whether programs that the model writes may be run (`code_execution` says how)."""
+    limits: Limits = field(default_factory=Limits)
+    """Resource limits of each such program."""
+
+    def length_problems(self, seq_length: int) -> list[str]:
+        """List the settings that do not suit a model of sequences of that length."""
+        if self.max_new_tokens is None or self.max_new_tokens < seq_length:
+            return []
+        return [
+            f"max_new_tokens is {self.max_new_tokens}, which leaves no room for a prompt in the {seq_length} tokens "
+            f"that the model was trained on; set it below {seq_length}"
+        ]
+
+
+def check(name: str, settings: GenerationSettings) -> None:
+    """Refuse settings and programs before a model is loaded.
+
+    Raises:
+        InputError: settings are wrong, or the task's programs may not be run.
+    """
+    problems = settings.problems()
+    if name in CODE and not settings.allow_code_execution:
+        problems.append(
+            f"{name} runs programs that the model writes, in no sandbox; allow it in a container with "
+            f"--allow-code-execution, or leave {name} out"
+        )
+    if problems:
+        raise InputError("\n".join(problems))
 
 
 def evaluate(
@@ -37,39 +78,76 @@ def evaluate(
     *,
     log: Log = lambda line: None,
 ) -> TaskResult:
-    """Make a model write the answers to a task's documents, and judge them.
+    """Make a model write the answers to a task's documents, at least one, and judge them.
 
     Args:
-        documents: as `task_documents` gives them, or `ulogic.documents`; at least one.
-        log: called with how far it has come.
+        log: called with its progress.
 
     Raises:
-        InputError: settings are wrong, or programs may not be run: before anything is written.
+        InputError: those of `check`, before anything is written.
         DivergenceError: the model's logits are not finite.
     """
     check(name, settings)
-    if name == ULOGIC:
-        return ulogic.evaluate(model, tokenizer, documents, settings, log=log)
     written = write_texts(model, tokenizer, documents, settings, log=log)
     if name in CODE:
         return _judge_code(documents, written, settings, log)
     return _judge_numbers(documents, written)
 
 
-def check(name: str, settings: GenerationSettings) -> None:
-    """Refuse, before a model is loaded, what can be refused then.
+# -- texts
+
+
+@dataclass(frozen=True, kw_only=True)
+class Written:
+    """The texts that were written for one document."""
+
+    texts: list[Continuation]
+    """One text for each sample."""
+    prompt_cut: int
+    """Tokens cut from the prompt's beginning for lack of room."""
+
+    def as_dicts(self) -> list[dict[str, Any]]:
+        """Return the texts as a result keeps them."""
+        return [{"text": one.text, "tokens": len(one.ids), "ended_by": one.ended_by} for one in self.texts]
+
+
+def write_texts(
+    model: TrainedModel,
+    tokenizer: Tokenizer,
+    documents: Sequence[dict[str, Any]],
+    settings: GenerationSettings,
+    *,
+    log: Log = lambda line: None,
+) -> list[Written]:
+    """Continue each document's `prompt` to its `stop` strings; a prompt without room loses its beginning.
 
     Raises:
-        InputError: as `evaluate`.
+        InputError: `max_new_tokens` leaves no room for any prompt.
+        DivergenceError: the model's logits are not finite.
     """
-    problems = settings.problems()
-    if name in CODE and not settings.allow_code_execution:
-        problems.append(
-            f"{name} runs programs that the model writes, in no sandbox; allow it in a container with "
-            f"--allow-code-execution, or leave {name} out"
-        )
-    if problems:
+    longest = model.config.seq_length
+    if problems := settings.length_problems(longest):
         raise InputError("\n".join(problems))
+    prompts = tokenizer.encode_batch([document["prompt"] for document in documents])
+    written = []
+    for document, ids in zip(documents, prompts, strict=True):
+        new_tokens = settings.max_new_tokens or min(document["max_new_tokens"], longest // 2)
+        kept = (ids or [tokenizer.eod_id])[new_tokens - longest :]
+        texts = [
+            Continuation(tokenizer, kept, settings, sample=sample, max_new_tokens=new_tokens, stop=document["stop"])
+            for sample in range(settings.num_samples)
+        ]
+        written.append(Written(texts=texts, prompt_cut=max(len(ids) - len(kept), 0)))
+    every = [text for one in written for text in one.texts]
+    continue_all(
+        model, every, batch_size=settings.batch_size, on_batch=lambda ended: log(f"{ended:,} of {len(every):,} texts")
+    )
+    return written
+
+
+def prompts_cut(written: Sequence[Written]) -> int:
+    """Return the number of prompts that lost their beginning."""
+    return sum(one.prompt_cut > 0 for one in written)
 
 
 # -- GSM8K
@@ -86,12 +164,11 @@ def _judge_numbers(documents: Sequence[dict[str, Any]], written: Sequence[Writte
     judged = []
     for document, one in zip(documents, written, strict=True):
         answer = final_number(document["answer"])
-        numbers = [final_number(text.text) for text in one.texts]
-        samples = [
-            {**sample, "answer": None if number is None else str(number), "correct": number == answer}
-            for sample, number in zip(one.as_dicts(), numbers, strict=True)
-        ]
-        score = sum(number == answer for number in numbers) / len(numbers)
+        samples = one.as_dicts()
+        for sample in samples:
+            number = final_number(sample["text"])
+            sample |= {"answer": None if number is None else str(number), "correct": number == answer}
+        score = sum(sample["correct"] for sample in samples) / len(samples)
         judged.append({"doc_id": document["doc_id"], "score": score, "answer": document["answer"], "samples": samples})
     metrics = {"exact_match": mean_value([one["score"] for one in judged])}
     return TaskResult(metric="exact_match", metrics=metrics, documents=judged, cut=prompts_cut(written))
@@ -106,9 +183,7 @@ def program(document: dict[str, Any], text: str) -> Program:
 
 
 def pass_at(k: int, samples: int, passed: int) -> float:
-    """Return the unbiased estimate that at least one of k texts passes, from more samples: 1 - C(n - c, k) / C(n,
-    k).
-    """
+    """Return the unbiased estimate that at least one of k texts passes: 1 - C(n - c, k) / C(n, k)."""
     return 1 - math.comb(samples - passed, k) / math.comb(samples, k)
 
 
@@ -124,10 +199,9 @@ def _judge_code(
     outcomes = iter(results)
     judged = []
     for document, one in zip(documents, written, strict=True):
-        samples = []
-        for sample in one.as_dicts():
-            result = next(outcomes)
-            samples.append({**sample, "outcome": result.outcome, "message": result.message})
+        samples = one.as_dicts()
+        for sample, result in zip(samples, outcomes, strict=False):
+            sample |= {"outcome": result.outcome, "message": result.message}
         passed = sum(sample["outcome"] == "passed" for sample in samples)
         score = pass_at(1, len(samples), passed)
         judged.append({"doc_id": document["doc_id"], "score": score, "passed": passed, "samples": samples})

@@ -1,4 +1,4 @@
-"""Checkpoints to evaluate: found and checked without reading weights, then built and scored in a layout."""
+"""Checkpoints to evaluate: find and check all of them without reading weights, then build and score each."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 import torch
 
 from megatron_fanformer import __version__
@@ -19,13 +18,12 @@ from megatron_fanformer.durable_files import sha256_of
 from megatron_fanformer.errors import DivergenceError, InputError, collect_problems
 from megatron_fanformer.evaluate import generation_tasks, ulogic
 from megatron_fanformer.evaluate.config import EvaluationRequest
-from megatron_fanformer.evaluate.generated_texts import GenerationSettings
-from megatron_fanformer.evaluate.metrics import DIVISORS, document_sums, task_metrics
+from megatron_fanformer.evaluate.generation_tasks import GenerationSettings
 from megatron_fanformer.evaluate.perplexity import group_perplexities, perplexity_of_sets
 from megatron_fanformer.evaluate.prepare import CONTEXT_LENGTH, cached_requests
-from megatron_fanformer.evaluate.requests import RequestFile, TaskRequests, read_requests
-from megatron_fanformer.evaluate.results import Result, SetResult, Settings, TaskResult
-from megatron_fanformer.evaluate.scoring import scores_of_tasks
+from megatron_fanformer.evaluate.requests import RequestFile, read_requests
+from megatron_fanformer.evaluate.results import Result, SetResult, Settings
+from megatron_fanformer.evaluate.scoring import choice_result, scores_of_tasks
 from megatron_fanformer.evaluate.survey import EvaluationSurvey, survey_evaluation
 from megatron_fanformer.evaluate.tasks import ULOGIC
 from megatron_fanformer.generate.models import ModelSource, TrainedModel, find_model
@@ -36,12 +34,10 @@ from megatron_fanformer.runtime.parallel import RankGrid
 from megatron_fanformer.runtime.seeding import seed_everything
 from megatron_fanformer.terminal import Report
 
-Documents = dict[str, list[dict[str, Any]]]
-
 VERSIONED = ("torch", "megatron-core", "numpy")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class EvaluationJob:
     """One checkpoint, and what it is evaluated on."""
 
@@ -49,7 +45,7 @@ class EvaluationJob:
     tokenizer: Path | None
     tokenizer_sha256: str | None
     survey: EvaluationSurvey
-    """Survey of its choice tasks and perplexity sets."""
+    """Its choice tasks and perplexity sets."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,19 +54,19 @@ class Jobs:
 
     jobs: list[EvaluationJob]
     """One job per checkpoint, in the order of the checkpoints."""
-    texts: Documents
+    texts: dict[str, list[dict[str, Any]]]
     """The documents of generation tasks, by task."""
     requests: str | None
     """SHA-256 of the request file."""
     made_of: dict[str, str]
-    """What the tasks of one's own were made of, by task."""
+    """SHA-256 of the files of the tasks of one's own, by task."""
 
 
 # -- before weights are read
 
 
 def find_jobs(request: EvaluationRequest) -> Jobs:
-    """Find what is evaluated on what, in one process for all ranks; prepare the tasks that have no request file.
+    """Find the models and what they are evaluated on, in one process for all ranks; prepare tasks without a file.
 
     Raises:
         InputError: a model cannot be laid out so, was trained with another tokenizer, or a set is not of its
@@ -80,40 +76,39 @@ def find_jobs(request: EvaluationRequest) -> Jobs:
     """
     problems: list[str] = []
     options = request.options
-    models: list[tuple[ModelSource, Path | None, str | None]] = []
+    jobs: list[EvaluationJob] = []
     for checkpoint in request.checkpoints:
         source = find_model(checkpoint, eod_id=options.eod_id)
         tokenizer = options.tokenizer or source.tokenizer
         problems += layout_problems(source.config, request.layout.parallel)
         if tokenizer is None and (options.tasks or options.requests or options.ulogic):
             problems.append(f"{checkpoint} holds no tokenizer; name the one that it was trained with as --tokenizer")
-        else:
-            digest = None if tokenizer is None else sha256_of(tokenizer_file(tokenizer))
-            models.append((source, tokenizer, digest))
-    file = _request_file(request, models) if len(models) == len(request.checkpoints) else None
+            continue
+        sha256 = None if tokenizer is None else sha256_of(tokenizer_file(tokenizer))
+        jobs.append(
+            EvaluationJob(source=source, tokenizer=tokenizer, tokenizer_sha256=sha256, survey=EvaluationSurvey())
+        )
+    file = _request_file(request, jobs) if len(jobs) == len(request.checkpoints) else None
     choices, texts = _tasks(request, file, problems)
     evaluation = replace(request.evaluation, tasks=choices, requests=str(file.path) if file and choices else None)
     surveys: dict[Any, EvaluationSurvey | None] = {}  # checkpoints of a run share one, though each has a tokenizer
-    jobs = []
-    for source, tokenizer, digest in models:
-        key = (source.config.seq_length, source.config.vocab_size, source.end_of_text_id, digest)
+    for job in jobs:
+        source, config, tokenizer = job.source, job.source.config, job.tokenizer
+        key = (config.seq_length, config.vocab_size, source.end_of_text_id, job.tokenizer_sha256)
         if key not in surveys:
             if texts and tokenizer is not None:
-                collect_problems(
-                    problems, partial(_check_texts, request, None if choices else file, list(texts), source, tokenizer)
-                )
+                problems += _text_problems(request, None if choices else file, list(texts), source, tokenizer)
             survey = partial(
                 survey_evaluation,
                 evaluation,
-                seq_length=source.config.seq_length,
-                vocab_size=source.config.vocab_size,
+                seq_length=config.seq_length,
+                vocab_size=config.vocab_size,
                 tokenizer=None if tokenizer is None else str(tokenizer),
                 requests=file,
                 end_of_text_id=source.end_of_text_id,
             )
             surveys[key] = collect_problems(problems, survey)
-        if (of_model := surveys[key]) is not None:
-            jobs.append(EvaluationJob(source=source, tokenizer=tokenizer, tokenizer_sha256=digest, survey=of_model))
+        job.survey = surveys[key] or job.survey
     if problems:
         raise InputError("\n".join(dict.fromkeys(problems)))  # checkpoints of a run have the same problems
     versions = file.versions if file else {}
@@ -125,9 +120,7 @@ def find_jobs(request: EvaluationRequest) -> Jobs:
     )
 
 
-def _request_file(
-    request: EvaluationRequest, models: Sequence[tuple[ModelSource, Path | None, str | None]]
-) -> RequestFile | None:
+def _request_file(request: EvaluationRequest, jobs: Sequence[EvaluationJob]) -> RequestFile | None:
     """Return the request file that is named, or that of the tasks: from the cache, or prepared now.
 
     It is for the tokenizer of all checkpoints, and their end of text: as --eod-id states it, or what stands next to the
@@ -141,8 +134,8 @@ def _request_file(
         return read_requests(options.requests)
     if not options.tasks:
         return None
-    of_tokenizer = {(digest, source.end_of_text_id): tokenizer for source, tokenizer, digest in models if tokenizer}
-    ends = {(digest, load_tokenizer(path, eod_id=end).eod_id): path for (digest, end), path in of_tokenizer.items()}
+    tokenizers = {(job.tokenizer_sha256, job.source.end_of_text_id): job.tokenizer for job in jobs if job.tokenizer}
+    ends = {(sha256, load_tokenizer(path, eod_id=end).eod_id): path for (sha256, end), path in tokenizers.items()}
     if len(ends) > 1:
         named = ", ".join(f"{path} with end of text {eod_id}" for (_, eod_id), path in ends.items())
         raise InputError(
@@ -156,10 +149,10 @@ def _request_file(
     )
 
 
-def _check_texts(
+def _text_problems(
     request: EvaluationRequest, file: RequestFile | None, names: list[str], source: ModelSource, tokenizer: Path
-) -> None:
-    """Refuse a tokenizer that is not the model's or the request file's, and answers that leave no room for prompts.
+) -> list[str]:
+    """List why a model cannot write a task's answers: another tokenizer than its own or the file's, or no room.
 
     Args:
         file: None where the survey of choice tasks checks it.
@@ -169,22 +162,22 @@ def _check_texts(
         problems += GenerationSettings(**request.sampling).length_problems(source.config.seq_length)
         if file is not None:
             collect_problems(problems, partial(file.refuse_other_tokenizer, tokenizer_file(tokenizer)))
-    if problems:
-        raise InputError("\n".join(problems))
+    return problems
 
 
-def _tasks(request: EvaluationRequest, file: RequestFile | None, problems: list[str]) -> tuple[list[str], Documents]:
+def _tasks(
+    request: EvaluationRequest, file: RequestFile | None, problems: list[str]
+) -> tuple[list[str], dict[str, list[dict[str, Any]]]]:
     """Return the names of the requested choice tasks, and the documents of the generation tasks."""
-    texts: Documents = {}
+    texts: dict[str, list[dict[str, Any]]] = {}
     choices: list[str] = []
     limit = request.evaluation.limit
     if file is not None:
-        names = request.evaluation.tasks if request.options.requests else []
-        names = names or [*file.tasks, *file.texts]
+        names = (request.evaluation.tasks if request.options.requests else []) or [*file.tasks, *file.texts]
         texts = {name: file.texts[name][:limit] for name in names if name in file.texts}
         choices = [name for name in names if name not in texts]
-        collect_problems(problems, partial(file.selected, choices))
-        choices = [name for name in choices if name in file.tasks]
+        if collect_problems(problems, partial(file.selected, choices)) is None:
+            choices = []
     if request.options.ulogic is not None:
         rules = collect_problems(problems, partial(ulogic.documents, request.options.ulogic))
         texts |= {} if rules is None else {ULOGIC: rules[:limit]}
@@ -205,7 +198,7 @@ def evaluate_jobs(request: EvaluationRequest, jobs: Jobs, grid: RankGrid, *, log
     """Yield the result of each job, as soon as it is there, on every rank; each step is a collective call.
 
     Args:
-        log: called with what runs now.
+        log: called with the phase that begins.
 
     Raises:
         CorruptError: a checkpoint's weights or token files are damaged.
@@ -213,6 +206,7 @@ def evaluate_jobs(request: EvaluationRequest, jobs: Jobs, grid: RankGrid, *, log
     """
     batch_tokens, config = request.options.batch_tokens, request.evaluation.perplexity
     versions = {"megatron_fanformer": __version__} | {name: version(name) for name in VERSIONED}
+    sampling = GenerationSettings(**request.sampling)
     for job, stages in _built(request, jobs.jobs, grid, log):
         path = job.source.path
         if job.survey.sets:
@@ -227,7 +221,7 @@ def evaluate_jobs(request: EvaluationRequest, jobs: Jobs, grid: RankGrid, *, log
             log(f"{path}: tasks")
         scores = scores_of_tasks(stages, job.survey.tasks, grid, batch_tokens=batch_tokens, every_metric=True)
         tasks = {
-            name: choice_result(task, *scores[name], made_of=jobs.made_of.get(name))
+            name: choice_result(task, scores[name], made_of=jobs.made_of.get(name))
             for name, task in job.survey.tasks.items()
         }
         if jobs.texts:
@@ -236,10 +230,12 @@ def evaluate_jobs(request: EvaluationRequest, jobs: Jobs, grid: RankGrid, *, log
             tokenizer = load_tokenizer(job.tokenizer, eod_id=job.source.end_of_text_id)
         for name, documents in jobs.texts.items():
             log(phase := f"{path}: {name}")
-            sampling = GenerationSettings(**request.sampling)
-            tasks[name] = generation_tasks.evaluate(
-                model, tokenizer, name, documents, sampling, log=partial(log, phase)
-            )
+            if name == ULOGIC:
+                tasks[name] = ulogic.evaluate(model, tokenizer, documents, sampling, log=partial(log, phase))
+            else:
+                tasks[name] = generation_tasks.evaluate(
+                    model, tokenizer, name, documents, sampling, log=partial(log, phase)
+                )
         yield Result(
             checkpoint=str(path),
             step=run_folder.step_of(path),
@@ -283,37 +279,3 @@ def _dtype(request: EvaluationRequest, source: ModelSource, grid: RankGrid) -> t
     if request.options.dtype != "auto":
         return DTYPES[request.options.dtype]
     return source.dtype if grid.device == "cuda" else torch.float32
-
-
-def choice_result(
-    task: TaskRequests,
-    log_probabilities: np.ndarray,
-    unconditional: np.ndarray | None = None,
-    *,
-    made_of: str | None = None,
-) -> TaskResult:
-    """Return a task's metrics and documents from the log-probabilities of its requests, and of its unconditional
-    ones.
-    """
-    sums = document_sums(task, log_probabilities, unconditional)[task.metric]
-    divisors = task.lengths[DIVISORS[task.metric]] if task.metric in DIVISORS else task.continuation_tokens
-    begins = np.flatnonzero(np.diff(task.documents, prepend=-1))
-    rows = zip(begins.tolist(), [*begins[1:].tolist(), len(task)], sums.tolist(), strict=True)
-    return TaskResult(
-        metric=task.metric,
-        metrics=task_metrics(task, log_probabilities, unconditional),
-        documents=[
-            {
-                "doc_id": int(task.documents[first]),
-                "label": int(task.labels[first]),
-                "log_probabilities": log_probabilities[first:end].tolist(),
-                **({} if unconditional is None else {"unconditional": unconditional[first:end].tolist()}),
-                "lengths": divisors[first:end].tolist(),
-                "score": score,
-                "weight": weight,
-            }
-            for first, end, (score, weight) in rows
-        ],
-        cut=task.cut,
-        made_of=made_of,
-    )

@@ -16,7 +16,7 @@ import numpy as np
 from megatron_fanformer.data.tokenizer import Tokenizer
 from megatron_fanformer.durable_files import regular_file
 from megatron_fanformer.errors import InputError
-from megatron_fanformer.evaluate.requests import LENGTHS, TaskRequests, cut_to_context
+from megatron_fanformer.evaluate.requests import LENGTHS, TaskRequests, cut_to_context, join_ids
 from megatron_fanformer.evaluate.tasks import OWN
 
 MOST_BYTES = 1 << 30
@@ -86,25 +86,22 @@ def own_requests(task: OwnTask, tokenizer: Tokenizer, context_length: int, *, li
     """
     texts, lengths, places = [], [], []
     for number, question in enumerate(task.questions[:limit]):
-        context = question.context.rstrip()
         for choice, text in enumerate(question.choices):
             between = "" if question.context[-1:].isspace() or text[:1].isspace() else " "
-            texts += [context, question.context + between + text]
             whole = between + text
             bare = whole[whole[:1].isspace() :]
+            texts += [question.context.rstrip(), question.context + whole]
             lengths.append((len(whole), len(bare), len(whole.encode()), len(bare.encode())))
             places.append((number, choice, question.answer))
     encoded = tokenizer.encode_batch(texts)
-    continuations = []
-    ids: list[list[int]] = []
-    for (number, choice, _), context_ids, whole_ids in zip(places, encoded[::2], encoded[1::2], strict=True):
-        if len(whole_ids) <= len(context_ids):
+    contexts = encoded[::2]
+    continuations = [whole[len(context) :] for context, whole in zip(contexts, encoded[1::2], strict=True)]
+    for continuation, (number, choice, _) in zip(continuations, places, strict=True):
+        if not continuation:
             raise InputError(
                 f"question {number} (from 0) of task {task.name} has the choice "
                 f"{task.questions[number].choices[choice]!r}, which is no token of its own; give it a text"
             )
-        continuations.append(len(whole_ids) - len(context_ids))
-        ids.append([*(context_ids or [tokenizer.eod_id]), *whole_ids[len(context_ids) :]])
     documents, choices, labels = np.array(places, np.int32).T
     requests = TaskRequests(
         name=OWN + task.name,
@@ -112,10 +109,9 @@ def own_requests(task: OwnTask, tokenizer: Tokenizer, context_length: int, *, li
         documents=documents,
         choices=choices,
         labels=labels,
-        ids=np.concatenate([np.array(row, np.int32) for row in ids]),
-        offsets=np.cumsum([0, *map(len, ids)], dtype=np.int64),
-        continuation_tokens=np.array(continuations, np.int32),
-        cut_tokens=np.zeros(len(ids), np.int32),
+        **join_ids([context or [tokenizer.eod_id] for context in contexts], continuations),
+        continuation_tokens=np.array([len(continuation) for continuation in continuations], np.int32),
+        cut_tokens=np.zeros(len(places), np.int32),
         lengths=dict(zip(LENGTHS, np.array(lengths, np.int32).T, strict=True)),
     )
     return cut_to_context(requests, context_length)

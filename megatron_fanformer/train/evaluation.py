@@ -16,19 +16,18 @@ import torch.distributed as dist
 
 from megatron_fanformer.checkpoint.run_folder import VALIDATION_LOSS
 from megatron_fanformer.errors import DivergenceError, InputError
-from megatron_fanformer.evaluate.metrics import task_metrics
 from megatron_fanformer.evaluate.perplexity import SetLoss, perplexity_metrics, perplexity_of_sets
 from megatron_fanformer.evaluate.perplexity_sets import PerplexitySet
 from megatron_fanformer.evaluate.requests import TaskRequests
 from megatron_fanformer.evaluate.results import MetricValue
 from megatron_fanformer.evaluate.rows import Stopped, evaluating, row_losses
-from megatron_fanformer.evaluate.scoring import scores_of_tasks
+from megatron_fanformer.evaluate.scoring import scores_of_tasks, task_metrics
 from megatron_fanformer.evaluate.survey import EvaluationSurvey
 from megatron_fanformer.runtime.parallel import RankGrid
 from megatron_fanformer.train.config import RunConfig
 from megatron_fanformer.train.samples import read_batches
 
-BITS_PER_BYTE = "bpb"  # by its name in `evaluate.metrics`
+BITS_PER_BYTE = "bpb"  # by its name in `evaluate.scoring`
 
 logger = logging.getLogger(__name__)
 
@@ -140,7 +139,7 @@ class Evaluation:
         )
         metrics: dict[str, float] = {}
         for name, task in tasks.items():
-            values = task_metrics(task, *scores[name])
+            values = task_metrics(task, scores[name])
             metrics |= downstream_metrics(task, values)
             best = values[task.metric]
             logger.info(

@@ -7,10 +7,16 @@ import pytest
 
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.evaluate.code_execution import run_programs
-from megatron_fanformer.evaluate.generated_texts import GenerationSettings, write_texts
-from megatron_fanformer.evaluate.generation_tasks import evaluate, final_number, pass_at, program
+from megatron_fanformer.evaluate.generation_tasks import (
+    GenerationSettings,
+    evaluate,
+    final_number,
+    pass_at,
+    program,
+    write_texts,
+)
+from megatron_fanformer.evaluate.prepare import documents
 from megatron_fanformer.evaluate.results import MetricValue
-from megatron_fanformer.evaluate.task_documents import documents
 from tests.evaluate.oe_data import write_library
 from tests.evaluate.oracle import Oracle
 

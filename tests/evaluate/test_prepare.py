@@ -9,9 +9,9 @@ from megatron_fanformer.data.tokenizer import load_tokenizer
 from megatron_fanformer.durable_files import sha256_of
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.evaluate import prepare
-from megatron_fanformer.evaluate.metrics import task_metrics
-from megatron_fanformer.evaluate.prepare import Builder, prepare_requests
+from megatron_fanformer.evaluate.prepare import choice_requests, prepare_requests
 from megatron_fanformer.evaluate.requests import LENGTHS
+from megatron_fanformer.evaluate.scoring import TaskScores, task_metrics
 from megatron_fanformer.evaluate.tasks import TASKS
 from tests.evaluate.made_up import rows
 
@@ -31,7 +31,9 @@ THEIR_LENGTHS = {
 
 @pytest.fixture(scope="module")
 def builder(task_library, olmo_tokenizer_file):
-    return Builder(load_tokenizer(olmo_tokenizer_file))
+    """`builder(task, context_length, limit)`."""
+    tokenizer = load_tokenizer(olmo_tokenizer_file)
+    return lambda task, *sizes: choice_requests(task, tokenizer, *sizes)
 
 
 @pytest.mark.parametrize(
@@ -58,7 +60,7 @@ def test_requests_are_what_the_library_would_give_a_model(
     its_own = task_library.HFTokenizer(str(olmo_tokenizer_file), pad_token_id=1, eos_token_id=EOS)
     theirs = task_library.build_task(name, its_own, context_length)
     batch = {key: values.tolist() for key, values in theirs.collate_fn(list(theirs.samples)).items()}
-    ours = builder.requests(TASKS[name], context_length)
+    ours = builder(TASKS[name], context_length)
     of_ours = list(zip(rows(ours), ours.continuation_tokens.tolist(), strict=True))
     neutral = rows(ours.unconditional) if ours.unconditional else None
     at = 0
@@ -84,8 +86,10 @@ def test_requests_are_what_the_library_would_give_a_model(
 def test_a_model_that_always_says_the_same_gets_the_known_figures(builder):
     found = {}
     for name in MAJORITIES:
-        requests = builder.requests(TASKS[name], 2048)
-        of_each = [task_metrics(requests, np.where(requests.choices == choice, -1.0, -2.0)) for choice in (0, 1)]
+        requests = builder(TASKS[name], 2048)
+        of_each = [
+            task_metrics(requests, TaskScores(np.where(requests.choices == choice, -1.0, -2.0))) for choice in (0, 1)
+        ]
         found[name] = max(metrics["acc"].value for metrics in of_each)
         if name == "mrpc":
             assert of_each[0]["f1"].value == pytest.approx(ALWAYS_YES, abs=ROUNDED)
@@ -93,7 +97,7 @@ def test_a_model_that_always_says_the_same_gets_the_known_figures(builder):
 
 
 def test_a_limit_takes_the_first_documents(builder, olmo_tokenizer_file):
-    requests = builder.requests(TASKS["hellaswag"], 2048, limit=5)
+    requests = builder(TASKS["hellaswag"], 2048, 5)
     assert requests.documents.tolist() == [document for document in range(5) for _ in range(4)]
     first = load_tokenizer(olmo_tokenizer_file).decode(rows(requests)[0])
     assert first == "Roof shingle removal: A man is sitting on a roof. He is using wrap to wrap a pair of skis."
@@ -101,11 +105,11 @@ def test_a_limit_takes_the_first_documents(builder, olmo_tokenizer_file):
 
 def test_neutral_contexts_of_olmes_are_its_own(builder, olmo_tokenizer_file):
     answer = load_tokenizer(olmo_tokenizer_file).encode("Answer:")
-    requests = builder.requests(TASKS["arc_challenge_rc_0shot"], 2048, limit=3)
+    requests = builder(TASKS["arc_challenge_rc_0shot"], 2048, 3)
     for row, count in zip(rows(requests.unconditional), requests.continuation_tokens, strict=True):
         assert row[:-count] == answer
     assert requests.metric == "pmi"
-    assert builder.requests(TASKS["winogrande_rc_0shot"], 2048, limit=3).unconditional is None
+    assert builder(TASKS["winogrande_rc_0shot"], 2048, 3).unconditional is None
 
 
 def test_a_file_says_what_it_was_made_of_and_is_the_same_again(task_library, small_tokenizer_file, tmp_path):
@@ -128,8 +132,6 @@ def test_a_file_says_what_it_was_made_of_and_is_the_same_again(task_library, sma
 def test_wrong_requests_are_refused_before_anything_is_read(small_tokenizer_file, tmp_path, monkeypatch):
     for output, change, message in [
         ("new", {"tasks": ["hellaswagg"]}, "did you mean hellaswag"),
-        ("new", {"tasks": []}, "no task is named"),
-        ("new", {"limit": 0}, "must be at least 1; raise what is below"),
         ("new", {"tokenizer": tmp_path / "missing.model"}, "missing.model does not exist"),
     ]:
         with pytest.raises(InputError, match=message):
@@ -148,5 +150,5 @@ def test_the_papers_tasks_have_the_known_requests_and_tokens(task_library, olmo_
     assert sum(len(task.ids) for task in read.tasks.values()) == TOKENS
     for task in read.tasks.values():
         assert all(lengths.min() > 0 for lengths in task.lengths.values()), task.name
-        right = task_metrics(task, np.where(task.labels == task.choices, 0.0, -1e4))
+        right = task_metrics(task, TaskScores(np.where(task.labels == task.choices, 0.0, -1e4)))
         assert right[task.metric].value == 1.0, task.name

@@ -1,6 +1,5 @@
 """The request file: written and read again, cut, limited, and refused where it is damaged or another."""
 
-import dataclasses
 import re
 
 import numpy as np
@@ -90,17 +89,6 @@ def test_a_file_of_another_version_or_kind_is_told(file, tmp_path, monkeypatch):
     for path in (tmp_path / "missing", tmp_path):
         with pytest.raises(InputError, match="cannot be read"):
             read_requests(path)
-
-
-@pytest.mark.parametrize(("field", "value"), [("offsets", [0, 3, 6, 8]), ("labels", [0, 0]), ("offsets", [0, 9])])
-def test_arrays_that_do_not_fit_are_refused(tmp_path, field, value):
-    path = tmp_path / "requests"
-    sound = dataclasses.replace(
-        made_up_requests([2, 1], neutral=False), ids=np.arange(9), offsets=np.array([0, 3, 6, 9])
-    )
-    write(path, [dataclasses.replace(sound, **{field: np.array(value, int)})])
-    with pytest.raises(CorruptError, match="do not fit one another"):
-        read_requests(path)
 
 
 def test_a_long_request_loses_the_beginning_of_its_context():

@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 
 from megatron_fanformer.checkpoint.run_folder import step_of
-from megatron_fanformer.evaluate.report import lines_of
-from megatron_fanformer.evaluate.results import Result, names_of
+from megatron_fanformer.evaluate.results import Result, lines_of, names_of
 
 
 def results(*checkpoints: str) -> list[Result]:

@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from megatron_fanformer.errors import InputError
-from megatron_fanformer.evaluate.generated_texts import GenerationSettings
-from megatron_fanformer.evaluate.generation_tasks import evaluate
+from megatron_fanformer.evaluate.generation_tasks import GenerationSettings
 from megatron_fanformer.evaluate.results import MetricValue
 from megatron_fanformer.evaluate.ulogic import (
     QUESTION,
     _log_likelihoods,
     documents,
+    evaluate,
     negated,
     stated_verdict,
 )
@@ -76,7 +76,7 @@ def values(found):
 def test_a_judge_that_contradicts_itself_nowhere_is_right_everywhere(tokenizer, rules):
     true = {rule["rule"] if rule["label"] else rule["negation"] for rule in rules}
     judge = Judge(tokenizer, rules, lambda rule: rule in true)
-    found = evaluate(judge, tokenizer, "ulogic", rules, GenerationSettings())
+    found = evaluate(judge, tokenizer, rules, GenerationSettings())
     for way in ("likelihood", "generation"):
         assert found.metrics[way] == MetricValue(value=1.0, standard_error=0.0, documents=4)
         assert found.metrics[f"{way}_alike"].value == 0.0
@@ -85,7 +85,7 @@ def test_a_judge_that_contradicts_itself_nowhere_is_right_everywhere(tokenizer, 
 
 
 def test_a_judge_that_says_true_to_all_contradicts_itself_everywhere(tokenizer, rules):
-    found = evaluate(Judge(tokenizer, rules, lambda _: True), tokenizer, "ulogic", rules, GenerationSettings())
+    found = evaluate(Judge(tokenizer, rules, lambda _: True), tokenizer, rules, GenerationSettings())
     assert values(found) == {
         f"{way}{what}": float(what == "_alike")
         for way in ("likelihood", "generation")
@@ -122,12 +122,15 @@ def test_likelihoods_are_sums_over_the_ending_alone(tmp_path, tokenizer, run_on_
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("{", "is not JSON"),
-        ("[]", "holds no list of rules"),
-        ('["If A, then B."]', "rule 1 of"),
-        ('[{"v_rule": "If A, then B, then C.", "length": 1}]', "it must be of the form"),
-        ('[{"v_rule": "If A, then B."}]', "has length None"),
-        ('[{"v_rule": "If A, then B.", "length": 1, "label": "yes"}]', "label 'yes'"),
+        ("{", "is no list of rules"),
+        ("[]", "holds no rules"),
+        ('["If A, then B."]', "Expected `object`, got `str` - at `$[0]`"),
+        ('[{"v_rule": "If A, then B, then C.", "length": 1}]', "matching regex"),
+        ('[{"v_rule": "If A, then B."}]', "missing required field `length` - at `$[0]`"),
+        (
+            '[{"v_rule": "If A, then B.", "length": 1, "label": "yes"}]',
+            "got `str` - at `$[0].label`",
+        ),
         (None, "cannot be read (No such file or directory); name ULogic's"),
     ],
 )

@@ -6,8 +6,8 @@ import pytest
 
 from megatron_fanformer.cli import main
 from megatron_fanformer.durable_files import sha256_of
+from megatron_fanformer.evaluate.prepare import documents
 from megatron_fanformer.evaluate.requests import write_requests
-from megatron_fanformer.evaluate.task_documents import documents
 from megatron_fanformer.generate.generate import generate
 from megatron_fanformer.generate.verb import GenerateConfig
 from tests.evaluate.oe_data import write_library

@@ -1,4 +1,4 @@
-"""Runs `megatron-fanformer evaluate`: reads its options, launches or joins ranks, prints, writes."""
+"""`evaluate`: reads its options, launches or joins ranks, and prints and writes the results."""
 
 import glob
 import re
@@ -14,13 +14,12 @@ from megatron_fanformer.checkpoint.remote import on_this_machine
 from megatron_fanformer.convert.recognition import RUNNABLE, checkpoint_of, recognise
 from megatron_fanformer.durable_files import file_problems, write_atomically
 from megatron_fanformer.errors import InputError, collect_problems
-from megatron_fanformer.evaluate import results as result_files
-from megatron_fanformer.evaluate.comparison import Comparison, compare
+from megatron_fanformer.evaluate.comparison import Comparison, compare, comparison_lines, comparison_values
 from megatron_fanformer.evaluate.config import EvaluationConfig, EvaluationRequest, PerplexityConfig
 from megatron_fanformer.evaluate.perplexity_sets import SETS, set_problems
-from megatron_fanformer.evaluate.results import Result
+from megatron_fanformer.evaluate.results import Result, read_results, result_lines, results_picture, write_results
 from megatron_fanformer.evaluate.tasks import OWN, is_own, resolve
-from megatron_fanformer.evaluate.verb import EvaluateOptions
+from megatron_fanformer.evaluate.verb import MODELS, EvaluateOptions
 from megatron_fanformer.model.layouts import Layout, layout_fields, parse_layout
 from megatron_fanformer.options import option_name
 from megatron_fanformer.runtime import device as devices
@@ -31,16 +30,6 @@ from megatron_fanformer.terminal import phases, print_loading, show
 if TYPE_CHECKING:
     from megatron_fanformer.evaluate.jobs import Jobs
     from megatron_fanformer.runtime.parallel import RankGrid
-
-NEEDED: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(("perplexity_folder", "chunk_tokens", "limit_tokens"), ("perplexity",)),
-    "context_length": ("tasks",),
-    "limit": ("tasks", "requests", "ulogic"),
-    "eod_id": ("perplexity", "tasks", "requests", "ulogic"),
-}
-"""For each option, those without which it has no effect; one of them is enough."""
-OF_MODELS = ("checkpoints", "compare", "requests", "perplexity", "ulogic", "output", "picture")
-"""The options for which a model is read: not those of --prepare."""
 
 
 def evaluate(options: EvaluateOptions) -> None:
@@ -60,7 +49,7 @@ def evaluate(options: EvaluateOptions) -> None:
         _prepare(options, options.prepare)
     elif address is not None:
         _join(options, address)
-    elif (request := read_options(options)).checkpoints:
+    elif (request := read_request(options)).checkpoints:
         _start(request)
     else:
         _print_results(request, [])
@@ -91,7 +80,7 @@ def _join(options: EvaluateOptions, address: devices.RankAddress) -> None:
     def find() -> "tuple[EvaluationRequest, Jobs]":
         if (found := read_found()) is not None:
             return cast("tuple[EvaluationRequest, Jobs]", found)
-        request = read_options(options, world_size=address.world_size)
+        request = read_request(options, world_size=address.world_size)
         return request, _find_jobs(request)
 
     runtime = RuntimeConfig(device=options.device)
@@ -134,31 +123,26 @@ def _run(request: EvaluationRequest, jobs: "Jobs", grid: "RankGrid") -> None:
 # -- options
 
 
-def read_options(options: EvaluateOptions, *, world_size: int | None = None) -> EvaluationRequest:
-    """Return the options, checked before torch is imported.
+def read_request(options: EvaluateOptions, *, world_size: int | None = None) -> EvaluationRequest:
+    """Return the request that the options state, checked before torch is imported.
 
     Args:
-        world_size: of the ranks that a launcher started; None where they are yet to be started here.
+        world_size: ranks that a launcher started; None where they are yet to be started here.
 
     Raises:
         InputError: every problem, one line each.
         CorruptError: a folder's configuration, the only way to see what it is, cannot be read.
     """
     problems = file_problems(output=options.output, picture=options.picture)
-    problems += [
-        f"{option_name(name)} has no effect without {' or '.join(map(option_name, others))}; add that, or leave it out"
-        for name, others in NEEDED.items()
-        if getattr(options, name) is not None and not any(getattr(options, other) for other in others)
-    ]
-    compared = tuple(collect_problems(problems, partial(_compared, name)) for name in options.compare)
-    to_compare = [place for place in compared if isinstance(place, Path)]
+    compared = [collect_problems(problems, partial(_compared, name)) for name in options.compare]
+    to_compare = [model for model in compared if isinstance(model, Path)]
     checkpoints = tuple(dict.fromkeys([*_checkpoints(options.checkpoints, problems), *to_compare]))
     evaluation = _evaluation(options, problems)
     layout = collect_problems(problems, lambda: _layout(options.layout, world_size))
     if checkpoints and evaluation.is_empty and not options.tasks and options.ulogic is None:
         problems.append("nothing is asked for; add --tasks TASK, --requests FILE, or --perplexity NAME=PATH")
     if options.picture is not None and not checkpoints:
-        problems.append("--picture draws what checkpoints come to; name some")
+        problems.append("--picture draws the results of checkpoints; name some")
     if not (checkpoints or options.compare or problems):
         problems.append("no checkpoint is named; name a run's folder, a checkpoint or an exported folder")
     if problems or layout is None:
@@ -166,51 +150,50 @@ def read_options(options: EvaluateOptions, *, world_size: int | None = None) -> 
     return EvaluationRequest(
         options=options,
         checkpoints=checkpoints,
-        compared=tuple(filter(None, compared)),
+        compared=tuple(model for model in compared if model is not None),
         evaluation=evaluation,
         layout=layout,
     )
 
 
-def _checkpoints(named: Sequence[str], problems: list[str]) -> list[Path]:
-    """Return the checkpoints and exports of names: the folder of a run's checkpoints is all of them, a glob as many."""
-    places: list[str] = []
-    for name in named:
+def _checkpoints(names: Sequence[str], problems: list[str]) -> list[Path]:
+    """Return the named checkpoints and exports: all of a run's for the folder of its checkpoints, a glob's matches."""
+    paths: list[str] = []
+    for name in names:
         path = Path(name)
         if path.name == run_folder.CHECKPOINTS and path.is_dir() and not run_folder.is_checkpoint(path):
-            places += map(str, run_folder.complete_checkpoints(path.parent) or [path])
+            paths += map(str, run_folder.complete_checkpoints(path.parent) or [path])
         elif glob.has_magic(name) and not path.exists():
-            places += sorted(glob.glob(name)) or [name]
+            paths += sorted(glob.glob(name)) or [name]
         else:
-            places.append(name)
-    with_steps = {Path(place).parent for place in places if run_folder.step_of(Path(place)) is not None}
-    # `checkpoints/*` also names the pointer to the last of them
-    places = [place for place in places if Path(place).parent not in with_steps or not _is_pointer(Path(place))]
-    return list(filter(None, [collect_problems(problems, partial(_checkpoint, place)) for place in places]))
+            paths.append(name)
+    paths.sort(key=_is_pointer)  # `checkpoints/*` names the pointer to the latest of them, too: not out of turn
+    return [checkpoint for path in paths if (checkpoint := collect_problems(problems, partial(_checkpoint, path)))]
 
 
 def _checkpoint(path: str) -> Path:
-    target = recognise(on_this_machine(str(Path(path).parent) if _is_pointer(Path(path)) else path), RUNNABLE)
+    target = recognise(on_this_machine(str(Path(path).parent) if _is_pointer(path) else path), RUNNABLE)
     return target.path if target.kind == "hf" else checkpoint_of(target)
 
 
-def _is_pointer(path: Path) -> bool:
+def _is_pointer(name: str) -> bool:
+    path = Path(name)
     return path.name == run_folder.LATEST and path.parent.name == run_folder.CHECKPOINTS and path.is_file()
 
 
 def _compared(name: str) -> Path | Result:
     """Return a file's only result, or the folder of a checkpoint."""
     path = Path(name)
-    if not path.is_file() or _is_pointer(path):
+    if not path.is_file() or _is_pointer(name):
         return _checkpoint(name)
-    results = result_files.read_results(path)
+    results = read_results(path)
     if len(results) != 1:
         raise InputError(f"{path} holds the results of {len(results)} checkpoints; compare files of one each")
     return results[0]
 
 
 def _evaluation(options: EvaluateOptions, problems: list[str]) -> EvaluationConfig:
-    """Return what is measured; add the problems of its section, by the options' names, and missing files."""
+    """Return the tasks and sets to measure; add problems under the names of the options."""
     sets: dict[str, list[str]] = {}
     groups = []
     for item in options.perplexity:
@@ -237,12 +220,8 @@ def _evaluation(options: EvaluateOptions, problems: list[str]) -> EvaluationConf
         limit=options.limit,
         perplexity=perplexity,
     )
-    # generation tasks, which a run's configuration may not have, are for the command to see to; so is the limit of
-    # ULogic and of what is prepared
-    checked = replace(evaluation, tasks=[], limit=None)
-    problems += map(as_options, [*checked.problems(), *set_problems(perplexity)])
-    if options.requests is not None and not options.requests.is_file():
-        problems.append(f"--requests {options.requests} does not exist; write it with --prepare")
+    # a run's configuration may not name generation tasks, nor limit tasks without a request file
+    problems += map(as_options, [*replace(evaluation, tasks=[], limit=None).problems(), *set_problems(perplexity)])
     return evaluation
 
 
@@ -266,7 +245,7 @@ FIELD = re.compile(r"(?<![\w./~-])evaluation\.(?:perplexity\.)?(sets\.|\w+)")  #
 
 
 def as_options(text: str) -> str:
-    """Return problems with their fields named as the options that set them here."""
+    """Return problems with the names of options in place of the fields that they set."""
     return FIELD.sub(lambda match: option_name(OPTIONS.get(match[1], match[1])), text)
 
 
@@ -284,15 +263,13 @@ def _layout(text: str, world_size: int | None) -> Layout:
 
 def _print_results(request: EvaluationRequest, results: list[Result]) -> None:
     """Draw and print the results, then compare two of them; files first, for nobody may be reading what is printed."""
-    from megatron_fanformer.evaluate.report import comparison_lines, result_lines, results_picture
-
     options, comparison = request.options, None
     try:
         if options.picture is not None:
             write_atomically(options.picture, results_picture(results))
         if request.compared:
-            of_path = {result.checkpoint: result for result in results}
-            a, b = (of_path[str(place)] if isinstance(place, Path) else place for place in request.compared)
+            by_path = {result.checkpoint: result for result in results}
+            a, b = (by_path[str(model)] if isinstance(model, Path) else model for model in request.compared)
             comparison = compare(a, b, seed=options.seed)
             _write(options, results, comparison)
     finally:
@@ -303,20 +280,16 @@ def _print_results(request: EvaluationRequest, results: list[Result]) -> None:
 
 
 def _write(options: EvaluateOptions, results: Sequence[Result], comparison: Comparison | None = None) -> None:
-    from megatron_fanformer.evaluate.report import comparison_values
-
     if options.output is not None:
-        values = None if comparison is None else comparison_values(comparison)
-        result_files.write_results(options.output, results, values)
+        write_results(options.output, results, None if comparison is None else comparison_values(comparison))
 
 
 def _prepare(options: EvaluateOptions, file: Path) -> None:
     """Write a request file."""
     from megatron_fanformer.evaluate.prepare import CONTEXT_LENGTH, prepare_requests, prepared_lines
 
-    if others := [option_name(name) for name in OF_MODELS if getattr(options, name)]:
-        named = ", ".join(others).replace("--checkpoints", "checkpoints")
-        raise InputError(f"--prepare writes a request file and reads no model; leave out {named}")
+    if any(getattr(options, name) for name in MODELS):
+        raise InputError("--prepare writes a request file and reads no model; leave out checkpoints and --compare")
     if problems := file_problems(prepare=file):
         raise InputError("\n".join(problems))
     if not options.tasks or options.tokenizer is None:

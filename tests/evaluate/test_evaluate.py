@@ -14,8 +14,8 @@ from megatron_fanformer.checkpoint.manifest import write_manifest
 from megatron_fanformer.cli import main, read_command
 from megatron_fanformer.convert.recognition import find_checkpoint
 from megatron_fanformer.durable_files import sha256_of
-from megatron_fanformer.evaluate.command import read_options
 from megatron_fanformer.evaluate.config import EvaluationRequest
+from megatron_fanformer.evaluate.evaluate import read_request
 from megatron_fanformer.evaluate.requests import read_requests, write_requests
 from megatron_fanformer.processes import hold_signals
 from tests.evaluate.made_up import made_up_requests
@@ -254,7 +254,7 @@ def test_several_checkpoints_are_a_table_and_a_picture_over_steps(
 
 def read(*arguments: object, world_size: int | None = None) -> EvaluationRequest:
     _, options = read_command(["evaluate", *map(str, arguments)])
-    return read_options(options, world_size=world_size)
+    return read_request(options, world_size=world_size)
 
 
 def test_checkpoints_are_found_by_any_of_their_names(made: Made, tmp_path: Path) -> None:
@@ -270,10 +270,10 @@ def test_checkpoints_are_found_by_any_of_their_names(made: Made, tmp_path: Path)
     beside = folder / "exported"
     beside.symlink_to(made.export)
     try:
-        assert read(first, beside, pointer, *asked).checkpoints == (first, beside)
+        assert read(pointer, first, beside, *asked).checkpoints == (first, beside)
     finally:
         beside.unlink()
-    assert read(pointer, made.export, *asked).checkpoints == (latest, made.export)
+    assert read(pointer, *asked).checkpoints == (latest,)
     compared = read("--compare", pointer, second, *asked)
     assert compared.compared == compared.checkpoints == (latest, second)
 
@@ -304,7 +304,7 @@ GSM8K = ("--requests", REQUESTS, "--tasks", "gsm8k")
         (["nowhere"], 2, "nowhere does not exist; name a run's folder"),
         ([RUN], 2, "nothing is asked for; add --tasks TASK, --requests FILE, or --perplexity NAME=PATH"),
         ([RUN, "--requests", REQUESTS, "--tasks", "helaswag"], 2, "unknown task helaswag; did you mean hellaswag?"),
-        ([RUN, "--requests", "none"], 2, "--requests none does not exist; write it with --prepare"),
+        ([RUN, "--requests", "none"], 2, "none cannot be read (No such file or directory); name a request file"),
         ([RUN, "--requests", REQUESTS, "--tasks", "piqa"], 2, "has no requests of piqa, but of hellaswag, mrpc"),
         ([RUN, "--requests", OTHER], 2, "were made with another tokenizer"),
         ([RUN, "--requests", REQUESTS, "--layout", "dp=2"], 2, "gsm8k: a model writes its answers in one process"),
@@ -320,7 +320,7 @@ GSM8K = ("--requests", REQUESTS, "--tasks", "gsm8k")
         ),
         ([RUN, "--run-code"], 2, "unknown argument --run-code; use --allow-code-execution, in a container"),
         ([RUN, "--prepare", "out"], 2, "--prepare writes a request file and reads no model"),
-        (["--prepare", "out", "--tasks", "piqa", "--output", "x"], 2, "and reads no model; leave out --output"),
+        (["--prepare", "out", "--output", "x"], 2, "--output has no effect without CHECKPOINT or --compare; add that"),
         (["--prepare", REQUESTS, "--tasks", "piqa", "--tokenizer", LARGER], 2, "already exists; name another file"),
         ([RUN, "--perplexity", "own=no/evaluation.limit"], 2, "--perplexity own: no/evaluation.limit names no"),
         ([RUN, *GSM8K, "--max-new-tokens", "500"], 2, "max_new_tokens is 500, which leaves no room for a prompt in"),

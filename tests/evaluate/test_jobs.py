@@ -12,8 +12,8 @@ from megatron_fanformer.cli import main, read_command
 from megatron_fanformer.convert.recognition import find_checkpoint
 from megatron_fanformer.data.tokenizer import load_tokenizer
 from megatron_fanformer.errors import InputError
-from megatron_fanformer.evaluate.command import read_options
 from megatron_fanformer.evaluate.config import EvaluationRequest
+from megatron_fanformer.evaluate.evaluate import read_request
 from megatron_fanformer.evaluate.jobs import Jobs, find_jobs
 from megatron_fanformer.evaluate.requests import read_requests
 from tests.generate.making import write_checkpoint, write_export, write_tokenizer
@@ -41,7 +41,7 @@ def made(tmp_path_factory: pytest.TempPathFactory, run_on_ranks: RunOnRanks) -> 
 
 def asked(*arguments: object) -> EvaluationRequest:
     _, options = read_command(["evaluate", *map(str, arguments)])
-    return read_options(options)
+    return read_request(options)
 
 
 @pytest.fixture
