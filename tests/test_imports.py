@@ -45,7 +45,6 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         "checkpoint",
         "convert.recognition",
         "convert.foreign_names",
-        "convert.megatron_arguments",
         "evaluate",
     ),
     "plan": ("ops.matrices", "runtime", "data", "model", "checkpoint", "train"),

@@ -10,11 +10,8 @@ from torch import Tensor
 from megatron_fanformer.checkpoint import megatron_versions
 from megatron_fanformer.checkpoint.full_tensors import open_full_tensors
 from megatron_fanformer.convert import huggingface, reference
-from megatron_fanformer.convert.convert import Conversion
-from megatron_fanformer.convert.convert import convert_checkpoint as convert_by
 from megatron_fanformer.convert.model_card import Extras
 from megatron_fanformer.convert.name_table import convert
-from megatron_fanformer.convert.verb import ConvertOptions
 from megatron_fanformer.convert.weight_files import open_weights
 from megatron_fanformer.durable_files import new_folder
 from megatron_fanformer.model.config import FANformerConfig
@@ -79,11 +76,6 @@ def export_huggingface(
     with new_folder(destination) as folder:
         converted = convert(tensors, config, "megatron", "hf", dtype=dtype)
         huggingface.write_huggingface(folder, config, converted, Extras(name=destination.name, **extras))
-
-
-def convert_checkpoint(source: Path, destination: Path, **options: Any) -> Conversion:
-    """Convert by options of the verb."""
-    return convert_by(ConvertOptions(source=str(source), destination=destination, **options))
 
 
 def write_reference(

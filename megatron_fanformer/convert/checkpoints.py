@@ -1,20 +1,19 @@
-"""A checkpoint of any format: recognised, opened without reading weights, and written from tensors of its format."""
+"""A checkpoint of any format: opened without reading weights, and written from tensors of its format."""
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron_fanformer.checkpoint import run_folder
 from megatron_fanformer.checkpoint.full_tensors import LazyTensors, meta_of, open_full_tensors, write_full_tensors
+from megatron_fanformer.checkpoint.run_lock import run_lock
 from megatron_fanformer.convert import huggingface, reference
-from megatron_fanformer.convert.huggingface import open_huggingface, write_huggingface
 from megatron_fanformer.convert.megatron_lm import Run, open_megatron_lm
 from megatron_fanformer.convert.model_card import Extras
 from megatron_fanformer.convert.name_table import Format
-from megatron_fanformer.convert.recognition import DESCRIPTIONS, MODELS, checkpoint_of, iteration_of, recognise
-from megatron_fanformer.convert.reference import open_reference, optimizer_files, write_reference
+from megatron_fanformer.convert.recognition import DESCRIPTIONS, MODELS, OURS, checkpoint_of, iteration_of, recognise
 from megatron_fanformer.convert.weight_files import weight_files
 from megatron_fanformer.data.chat_template import CHAT_TEMPLATE_JINJA, attached_files
 from megatron_fanformer.errors import FanformerError, InputError
@@ -38,24 +37,24 @@ class Checkpoint(NamedTuple):
     notes: tuple[str, ...] = ()
     """Notes on its conversion, one line each."""
     run: Run | None = None
-    """Configuration and progress of the run, where Megatron-LM's arguments state them; our own have files for it."""
+    """Configuration and progress of the run, where Megatron-LM's arguments state them; ours are in files."""
     end_of_text_id: int | None = None
-    """The id that ends a text, where its configuration states one; checkpoints of ours have the tokenizer's alone."""
+    """The id that ends a text, where the configuration states one; in checkpoints of ours only the tokenizer does."""
 
     def weight_files(self) -> list[Path]:
-        """Return the files that hold the tensors."""
+        """Return the files of the tensors."""
         return sorted(self.path.glob("*.distcp")) if self.format == "megatron" else weight_files(self.path)
 
 
 def open_checkpoint(source: Path, config: Path | None = None) -> Checkpoint:
-    """Recognise a checkpoint, and read everything about it but its tensors.
+    """Recognise a checkpoint, and read everything but its tensors.
 
     Args:
-        config: a configuration file whose section `model` has fields that a checkpoint of Megatron-LM does not state.
+        config: a configuration file whose section `model` has the fields that a checkpoint of Megatron-LM lacks.
 
     Raises:
         InputError: it is not of a kind that holds a model, or its model cannot be built here.
-        CorruptError: it is damaged, or holds what might be executed.
+        CorruptError: it is damaged, or holds more than data.
     """
     target = recognise(source, MODELS)
     if target.kind == "megatron-lm":
@@ -67,27 +66,24 @@ def open_checkpoint(source: Path, config: Path | None = None) -> Checkpoint:
             f"--config is for what {DESCRIPTIONS['megatron-lm']} does not state, but {source} is "
             f"{DESCRIPTIONS[target.kind]}; leave it out"
         )
+    if target.kind in OURS:
+        folder = checkpoint_of(target)
+        with removed_means_input_error([folder]):
+            model, tensors = run_folder.saved_model(folder), open_full_tensors(folder)
+        return Checkpoint("megatron", folder, model, tensors, run_folder.attached_tokenizer(folder))
+    tokenizer = run_folder.attached_tokenizer(source)
     if target.kind == "hf":
         end = huggingface.stated_end_of_text_id(source)
-        return Checkpoint(
-            "hf", source, *open_huggingface(source), run_folder.attached_tokenizer(source), end_of_text_id=end
-        )
-    if target.kind == "reference":
-        model, tensors = open_reference(source)
-        left = tuple(optimizer_files(source))
-        end = reference.stated_end_of_text_id(source)
-        return Checkpoint(
-            "reference", source, model, tensors, run_folder.attached_tokenizer(source), left, end_of_text_id=end
-        )
-    folder = checkpoint_of(target)
-    with blaming_removal([folder]):
-        model, tensors = run_folder.saved_model(folder), open_full_tensors(folder)
-    return Checkpoint("megatron", folder, model, tensors, run_folder.attached_tokenizer(folder))
+        return Checkpoint("hf", source, *huggingface.open_huggingface(source), tokenizer, end_of_text_id=end)
+    model, tensors = reference.open_reference(source)
+    left = tuple(reference.optimizer_files(source))
+    end = reference.stated_end_of_text_id(source)
+    return Checkpoint("reference", source, model, tensors, tokenizer, left, end_of_text_id=end)
 
 
 @contextmanager
-def blaming_removal(checkpoints: Sequence[Path]) -> Iterator[None]:
-    """Report a checkpoint that is gone as that: a run that goes on removes its oldest."""
+def removed_means_input_error(checkpoints: Sequence[Path]) -> Iterator[None]:
+    """Report an error of the block as InputError if a checkpoint is gone: a run that goes on removes its oldest."""
     try:
         yield
     except (FanformerError, OSError) as error:
@@ -99,24 +95,31 @@ def blaming_removal(checkpoints: Sequence[Path]) -> Iterator[None]:
         raise
 
 
+def lock_of_run(destination: Path) -> AbstractContextManager[object]:
+    """Lock the run that a checkpoint is put into: while it goes on, it would remove the checkpoint, or resume it."""
+    checkpoints = destination.absolute().parent
+    return run_lock(checkpoints.parent) if checkpoints.name == run_folder.CHECKPOINTS else nullcontext()
+
+
 def write_checkpoint(
     format: Format, folder: Path, config: FANformerConfig, tensors: LazyTensors, extras: Extras
 ) -> None:
-    """Fill an empty folder with a model; each tensor is requested once, in turn.
+    """Write a model into an empty folder; each tensor is requested once, in turn.
 
     Raises:
         InputError: the tokenizer does not fit, or the shard size is invalid.
     """
-    if format == "megatron":
-        saved: dict[str, Any] = {"model": dataclasses.asdict(config)}
-        dtype = next(iter(meta_of(tensors).values())).dtype
-        if dtype in DTYPES.values():  # one that a run may have
-            saved["precision"] = {"dtype": next(name for name, known in DTYPES.items() if known == dtype)}
-        template = extras.chat_template if extras.tokenizer else None
-        if template is not None:
-            (folder / CHAT_TEMPLATE_JINJA).write_text(template, encoding="utf-8")
-        write_full_tensors(folder, tensors, saved, attached_files(extras.tokenizer, template, eod_id=extras.eod_id))
-    elif format == "hf":
-        write_huggingface(folder, config, tensors, extras)
-    else:
-        write_reference(folder, config, tensors, extras.end_of_text_id)
+    if format == "hf":
+        huggingface.write_huggingface(folder, config, tensors, extras)
+        return
+    if format == "reference":
+        reference.write_reference(folder, config, tensors, extras.end_of_text_id)
+        return
+    saved: dict[str, Any] = {"model": dataclasses.asdict(config)}
+    dtype = next(iter(meta_of(tensors).values())).dtype
+    if dtype in DTYPES.values():  # one that a run may have
+        saved["precision"] = {"dtype": next(name for name, known in DTYPES.items() if known == dtype)}
+    template = extras.chat_template if extras.tokenizer else None
+    if template is not None:
+        (folder / CHAT_TEMPLATE_JINJA).write_text(template, encoding="utf-8")
+    write_full_tensors(folder, tensors, saved, attached_files(extras.tokenizer, template, eod_id=extras.eod_id))

@@ -1,29 +1,32 @@
 """Settings of other trainers: their names here, or why they have none; one table.
 
-It answers an unknown key of a configuration (`train/config.py`), gives the reasons for which a checkpoint of
-Megatron-LM is refused (`megatron_lm.py`), and is the page docs/from-megatron-lm.md. Names are those of Megatron-LM's
-`pretrain_gpt.py` (megatron-core 0.19), of transformers' `TrainingArguments` and model configurations, and of the
-configurations of OLMo and OLMo-core.
+It answers an unknown key of a configuration (`train/config.py`), turns Megatron-LM's arguments, from a checkpoint
+(`megatron_lm.py`) or a command line (`train/megatron_arguments.py`), into a model or into reasons to refuse it, and is
+the page docs/from-megatron-lm.md. Names are those of Megatron-LM's `pretrain_gpt.py` (megatron-core 0.19), of
+transformers' `TrainingArguments` and model configurations, and of the configurations of OLMo and OLMo-core.
 """
 
+import dataclasses
 import functools
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from megatron_fanformer.model.config import FANformerConfig
 
 
 class ForeignName(NamedTuple):
     """Settings of another trainer that have one answer here."""
 
     names: str
-    """Names in the other trainer, separated by spaces."""
+    """The names there, separated by spaces."""
     field: str | None
-    """Our field's dotted name; None: there is no such setting."""
+    """The dotted name of our field; None: there is no such setting."""
     note: str = ""
     """How the field differs, or how to set it; without a field, the reason: a clause that follows "because"."""
 
     @property
     def answer(self) -> str:
-        """Return the advice for somebody who gave one of the names, as a clause."""
+        """Return the advice for one of the names, as a clause."""
         if self.field is None:
             return f"not there, because {self.note}; leave it out"
         return f"did you mean {self.field}{f' ({self.note})' if self.note else ''}?"
@@ -350,20 +353,18 @@ EARLIER = _table(
 
 
 def answer(plain_name: str) -> str | None:
-    """Return our field for another trainer's setting, or the reason for having none, as a clause; None if unknown."""
+    """Return the advice for a setting of another trainer, as a clause; None if the name is unknown."""
     row = row_of(plain_name)
     return None if row is None else row.answer
 
 
 def row_of(plain_name: str) -> ForeignName | None:
-    """Return the row of a setting of another trainer; None for names of no other."""
+    """Return the row of another trainer's setting; None if the name is unknown."""
     return _by_plain_name().get(plain_name)
 
 
 def answers(arguments: Sequence[str]) -> list[str]:
-    """Return a line for each argument of a command line that is another trainer's: its field here, or why there is
-    none.
-    """
+    """Return a line for each argument that is another trainer's: its field here, or the reason to have none."""
     by_flag = {}
     for argument in arguments:
         flag = argument.partition("=")[0]
@@ -373,9 +374,7 @@ def answers(arguments: Sequence[str]) -> list[str]:
 
 
 def plain(name: str) -> str:
-    """Return a name as somebody gave it (a key, dotted or not; a flag) as an identifier: `--num-layers` is
-    num_layers.
-    """
+    """Return a key (dotted or not) or a flag as an identifier: num_layers for `--num-layers`."""
     return name.rpartition(".")[2].lstrip("-").replace("-", "_")
 
 
@@ -383,3 +382,75 @@ def plain(name: str) -> str:
 def _by_plain_name() -> dict[str, ForeignName]:
     tables = (*MEGATRON_LM.values(), MEGATRON_CORE, HUGGING_FACE, OLMO, EARLIER)
     return {plain(name): row for table in tables for row in table for name in row.names.split()}
+
+
+# -- the model that Megatron-LM's arguments describe
+
+MOST_SHOWN = 80  # characters of a wrong value
+SECTIONS = ("fan", "rope_scaling")
+FIELDS = tuple(field.name for field in dataclasses.fields(FANformerConfig) if field.name not in SECTIONS)
+Arguments = Mapping[str, Any]
+SPECS = (
+    ["megatron_fanformer.model.layer_spec", "fanformer_layer_spec"],
+    ["megatron_fanformer.model.hybrid_spec", "fanformer_stack_spec"],
+)
+"""Our layer specs, as `--spec` names them."""
+
+RULES: dict[str, tuple[str, tuple[Any, ...]]] = {
+    "swiglu": ("--swiglu", (True,)),
+    "glu_linear_offset": ("--glu-linear-offset", (0.0, None)),
+    "activation_func_clamp_value": ("--activation-func-clamp-value", (None,)),
+    "normalization": ("--normalization", ("RMSNorm",)),
+    "apply_layernorm_1p": ("--apply-layernorm-1p", (False,)),
+    "layernorm_zero_centered_gamma": ("--apply-layernorm-1p", (False,)),
+    "apply_residual_connection_post_layernorm": ("--apply-residual-connection-post-layernorm", (False,)),
+    "position_embedding_type": ("--position-embedding-type", ("rope",)),
+    "no_rope_freq": ("--no-rope-freq", (None,)),
+    "rotary_percent": ("--rotary-percent", (1.0,)),
+    "rotary_interleaved": ("--rotary-interleaved", (False,)),
+    "use_rope_scaling": ("--use-rope-scaling", (False,)),
+    "softmax_type": ("--softmax-type", ("vanilla",)),
+    "window_size": ("--window-size", (None,)),
+    "add_bias_linear": ("--disable-bias-linear", (False,)),
+    "add_qkv_bias": ("--add-qkv-bias", (False,)),
+    "mtp_num_layers": ("--mtp-num-layers", (None, 0)),
+    "use_mup": ("--use-mup", (False,)),
+    "qk_l2_norm": ("--qk-l2-norm", (False,)),
+    "num_experts": ("--num-experts", (None, 0)),
+    "multi_latent_attention": ("--multi-latent-attention", (False,)),
+}
+"""By argument: its flag, whose row above has the reason, and the allowed values; the first is Megatron-LM's default
+where a version has no such argument. But for `LAYERS`, tensors do not show them."""
+LAYERS = ("num_experts", "multi_latent_attention")  # which a --spec states in their place; ours has neither
+DROPOUT = ("hidden_dropout", "attention_dropout")  # leaves no trace in a model that does not train
+
+
+def model_problems(arguments: Arguments) -> list[str]:
+    """Return a clause for each argument that makes a model which cannot be built here."""
+    reasons = [
+        _problem(name, arguments[name], flag)
+        for name, (flag, required) in RULES.items()
+        if arguments.get(name, required[0]) not in required and not (name in LAYERS and arguments.get("spec"))
+    ]
+    width, heads, size = (arguments.get(name) for name in ("hidden_size", "num_attention_heads", "kv_channels"))
+    if type(width) is type(heads) is type(size) is int and width != heads * size:
+        reasons.append(_problem("kv_channels", size, "--kv-channels"))
+    return reasons
+
+
+def _problem(name: str, value: Any, flag: str) -> str:
+    row = row_of(plain(flag))
+    assert row is not None, flag
+    return f"{name} ({flag}) is {value!r:.{MOST_SHOWN}}, but {row.note}"
+
+
+def model_fields(arguments: Arguments) -> dict[str, Any]:
+    """Return the model's fields, but for `fan`, under our names."""
+    rows = [row for row in MEGATRON_LM["Model"] if row.field]
+    others = {row.field: plain(row.names.split()[-1]) for row in reversed(rows)}
+    values = {name: arguments.get(name, arguments.get(others[f"model.{name}"])) for name in FIELDS}
+    if not arguments.get("group_query_attention"):
+        values["num_query_groups"] = None  # Megatron-LM's own default of 1 has no effect then
+    if (factor := arguments.get("rotary_seq_len_interpolation_factor")) not in (None, 1):
+        values["rope_scaling"] = {"rope_type": "linear", "factor": factor}
+    return {name: value for name, value in values.items() if value is not None}

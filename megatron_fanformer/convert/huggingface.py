@@ -15,9 +15,8 @@ from torch import Tensor
 from transformers import GenerationConfig
 
 from megatron_fanformer.checkpoint.full_tensors import LazyTensors, meta_of
-from megatron_fanformer.convert.fan_of_tensors import inferred_p_ratio
 from megatron_fanformer.convert.model_card import Extras, model_card
-from megatron_fanformer.convert.name_table import layer_row, names_in
+from megatron_fanformer.convert.name_table import inferred_p_ratio, layer_row, names_in
 from megatron_fanformer.convert.recognition import CONFIG_JSON, recognise
 from megatron_fanformer.convert.tokenizer_files import check_fits, write_tokenizer
 from megatron_fanformer.convert.weight_files import open_weights, write_shards

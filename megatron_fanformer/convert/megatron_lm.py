@@ -32,9 +32,8 @@ from megatron_fanformer.checkpoint.stored_files import (
     stored_parts,
 )
 from megatron_fanformer.configuration import read_values
-from megatron_fanformer.convert.fan_of_tensors import fan_of_tensors
-from megatron_fanformer.convert.megatron_arguments import DROPOUT, SPECS, Arguments, model_fields, problems
-from megatron_fanformer.convert.transforms import vocabulary_multiple
+from megatron_fanformer.convert.foreign_names import DROPOUT, SPECS, Arguments, model_fields, model_problems
+from megatron_fanformer.convert.name_table import fan_of_tensors, vocabulary_multiple
 from megatron_fanformer.errors import CorruptError, InputError
 from megatron_fanformer.model.config import FANformerConfig
 
@@ -81,7 +80,7 @@ def open_megatron_lm(
     weights = [name for name in stored.described if not OPTIMIZER.match(name)]
     _, common = common_values(folder, table, read_records)
     arguments, stated = _arguments(common), _stated(config)
-    if reasons := problems(arguments):  # before the tensors, which another model has in another form
+    if reasons := model_problems(arguments):  # before the tensors, which another model has in another form
         raise InputError(
             f"the model in {folder} cannot be converted: {'; '.join(reasons)}; it runs in Megatron-LM alone"
         )

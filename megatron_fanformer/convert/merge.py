@@ -1,8 +1,8 @@
 """`merge`: the weighted average of checkpoints of one model, one tensor at a time, with a receipt.
 
-A weight of a run in bf16 counts as its float32 main weight. Sums are float64 and rounded once, to the format written:
-an average is the exact one to half a unit in its last place (but for float64's own 1e-16), and the average of a
-checkpoint with itself is that checkpoint, bit for bit.
+The float32 main weights of a run in bf16 are averaged. Sums are float64 and rounded once, to the format written: an
+average is exact to half a unit in its last place (but for float64's own 1e-16), and the average of a checkpoint with
+itself is that checkpoint, bit for bit.
 """
 
 import json
@@ -16,12 +16,15 @@ from torch import Tensor
 from megatron_fanformer.checkpoint import run_folder
 from megatron_fanformer.checkpoint.full_tensors import LazyTensors, open_full_tensors
 from megatron_fanformer.checkpoint.manifest import MANIFEST, versions
-from megatron_fanformer.convert.checkpoints import blaming_removal, open_checkpoint, write_checkpoint
-from megatron_fanformer.convert.convert import lock_of_run
+from megatron_fanformer.convert.checkpoints import (
+    lock_of_run,
+    open_checkpoint,
+    removed_means_input_error,
+    write_checkpoint,
+)
 from megatron_fanformer.convert.model_card import RECEIPT, Extras
 from megatron_fanformer.convert.name_table import check_tensors
-from megatron_fanformer.convert.verb import Averaged
-from megatron_fanformer.convert.verify.receipt import side
+from megatron_fanformer.convert.receipt import side
 from megatron_fanformer.data.chat_template import CHAT_TEMPLATE_JINJA, own_template
 from megatron_fanformer.durable_files import new_folder, sha256_of
 from megatron_fanformer.errors import InputError
@@ -30,11 +33,12 @@ from megatron_fanformer.terminal import table
 
 
 def merge_checkpoints(
-    averaged: Sequence[Averaged], shares: Sequence[float], output: Path, dtype: str | None = None
+    sources: Sequence[tuple[Path, str]], shares: Sequence[float], output: Path, dtype: str | None = None
 ) -> list[str]:
     """Write the average of checkpoints into a new folder, as its checkpoint of step 0; return lines about it.
 
     Args:
+        sources: the path of each checkpoint, and its URL or absolute path for the receipt.
         shares: the weight of each checkpoint; their sum is 1.
         dtype: number format of the average, by its name in `DTYPES`; None: the narrowest that holds the sources'.
 
@@ -43,74 +47,69 @@ def merge_checkpoints(
             removed meanwhile; there is no new folder then.
         CorruptError: one is damaged; there is no folder then.
     """
-    paths = [checkpoint.path for checkpoint in averaged]
-    with blaming_removal(paths):
+    paths = [path for path, _ in sources]
+    with removed_means_input_error(paths):
         for path in paths:
             run_folder.check_sound(path)  # a damaged tokenizer is damaged, rather than another one
         _check_models(paths)
         model = run_folder.saved_model(paths[0])
-        tokenizer = _same_file("tokenizer", [run_folder.attached_tokenizer(path) for path in paths])
-        templates = [path / CHAT_TEMPLATE_JINJA for path in paths]
-        template = _same_file("chat template", [file if file.is_file() else None for file in templates])
-        sources = [open_full_tensors(path, main=True) for path in paths]
-        for tensors in sources:
+        tokenizer = _same_file("tokenizer", map(run_folder.attached_tokenizer, paths))
+        template = _same_file("chat template", (path / CHAT_TEMPLATE_JINJA for path in paths))
+        opened = [open_full_tensors(path, main=True) for path in paths]
+        for tensors in opened:
             check_tensors(tensors.meta, model, "megatron")
-        types = [{tensor.dtype for tensor in tensors.meta.values()} for tensors in sources]
+        types = [{tensor.dtype for tensor in tensors.meta.values()} for tensors in opened]
         number_format = DTYPES[dtype] if dtype else reduce(torch.promote_types, set[torch.dtype]().union(*types))
         extras = Extras(
             name=output.name, tokenizer=tokenizer, chat_template=own_template(template.parent) if template else None
         )
 
         def average(name: str) -> Tensor:
-            parts = ((tensors[name], share) for tensors, share in zip(sources, shares, strict=True))
+            parts = ((tensors[name], share) for tensors, share in zip(opened, shares, strict=True))
             return _average(parts, number_format)
 
-        meta = {name: tensor.to(number_format) for name, tensor in sources[0].meta.items()}
+        meta = {name: tensor.to(number_format) for name, tensor in opened[0].meta.items()}
         read_in = [" and ".join(sorted(map(_name, kinds))) for kinds in types]
-        rows = list(zip(averaged, shares, read_in, strict=True))
         with lock_of_run(output), new_folder(output) as folder:
             write_checkpoint("megatron", folder, model, LazyTensors(meta, average), extras)
             receipt = {
                 "sources": [
                     {
-                        "path": checkpoint.origin,
-                        "step": run_folder.step_of(checkpoint.path),
+                        "path": origin,
+                        "step": run_folder.step_of(path),
                         "weight": share,
                         "read_in": kinds,
-                        "manifest_sha256": sha256_of(file) if (file := checkpoint.path / MANIFEST).is_file() else None,
+                        "manifest_sha256": sha256_of(file) if (file := path / MANIFEST).is_file() else None,
                     }
-                    for checkpoint, share, kinds in rows
+                    for (path, origin), share, kinds in zip(sources, shares, read_in, strict=True)
                 ],
                 "summed_in": "float64",
                 "destination": side(open_checkpoint(folder), output, hashed=True),
                 "versions": versions(),
             }
             (folder / RECEIPT).write_text(json.dumps(receipt, indent=1) + "\n")
-    shown = [(checkpoint.origin, f"{share:.4g}", kinds) for checkpoint, share, kinds in rows]
+    rows = [(origin, f"{share:.4g}", kinds) for (_, origin), share, kinds in zip(sources, shares, read_in, strict=True)]
     return [
         f"wrote {output}",
-        *table(("averaged", "weight", "read in"), shown, align="lrl"),
+        *table(("averaged", "weight", "read in"), rows, align="lrl"),
         f"{len(meta)} tensors, summed in float64, written as {_name(number_format)}; {RECEIPT} has the sources",
         "left out: the optimizer's state; training on the average starts with a fresh one",
     ]
 
 
 def _average(parts: Iterable[tuple[Tensor, float]], dtype: torch.dtype) -> Tensor:
-    """Return the sum of tensors times their shares; each is requested when its turn comes, and then dropped."""
+    """Return the sum of tensors times their shares; each is requested in its turn, and then dropped."""
     total: Tensor | None = None
     for tensor, share in parts:
-        # not onto zeros, where a negative zero would lose its sign
+        # not added to zeros, where a negative zero would lose its sign
         total = tensor.double().mul_(share) if total is None else total.add_(tensor, alpha=share)
         del tensor
-    assert total is not None, "an average of nothing"
+    assert total is not None, "parts is empty"
     return total.to(dtype)
 
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-# -- whether they can be averaged
 
 
 def _check_models(checkpoints: Sequence[Path]) -> None:
@@ -124,13 +123,13 @@ def _check_models(checkpoints: Sequence[Path]) -> None:
             )
 
 
-def _same_file(kind: str, files: list[Path | None]) -> Path | None:
-    """Return the file of a kind that checkpoints have; None where none has one.
+def _same_file(kind: str, files: Iterable[Path | None]) -> Path | None:
+    """Return the first of the files that exist; None if none does.
 
     Raises:
-        InputError: two have different ones.
+        InputError: two differ.
     """
-    present = [file for file in files if file is not None]
+    present = [file for file in files if file is not None and file.is_file()]
     for file in present[1:]:
         if file.read_bytes() != present[0].read_bytes():
             raise InputError(

@@ -1,40 +1,126 @@
-"""The names of tensors, and what follows from it: every conversion, in either direction.
+"""The table of tensor names: Megatron's, the authors' and transformers', and the conversion of any into any.
 
-Each row names a tensor as Megatron, the reference and transformers have it. Megatron's form is the hub: a `Naming`
-holds a row's names in another format, and an invertible transform from Megatron's tensor to those of these names.
-A layer's tensors are those of the model's placement (`model.placements`); no converter has names of its own.
-tools/page_tables.py renders the table of all for docs/conversion.md.
+Megatron's form is the hub: a `Naming` holds a row's names in a format, and an invertible `Transform` from Megatron's
+tensor to the tensors of these names. Transforms rearrange rows and change no value, so a round trip is exact. A layer's
+tensors are those of the model's placement (`model.placements`); no converter has names of its own.
+tools/page_tables.py renders the table for docs/conversion.md.
+
+Shapes: n query heads, k query groups, d head size, v vocabulary, h hidden size.
 """
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from megatron_fanformer.checkpoint.full_tensors import LazyTensors, meta_of
-from megatron_fanformer.convert import transforms
-from megatron_fanformer.convert.transforms import Transform
 from megatron_fanformer.errors import CorruptError
-from megatron_fanformer.model.config import FANformerConfig
+from megatron_fanformer.model.config import FANformerConfig, p_ratio_of
+from megatron_fanformer.model.placements import PLACEMENTS, PlacementName, all_tensors
 from megatron_fanformer.model.placements.base import H, LayerTensor, Size
 
 Format = Literal["megatron", "reference", "hf"]
+Shape = tuple[int, ...]
 MOST_NAMES_SHOWN = 12
 WEIGHT_TYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+LAYER = "layers.{layer}."
+NEEDED = {"input_layernorm", "mlp.linear_fc1", "mlp.linear_fc2"}  # in every layer
+
+
+# -- transforms
+
+
+@dataclass(frozen=True)
+class Transform:
+    """The way from Megatron's tensor of a row to another format's tensors, and back."""
+
+    name: str
+    split: Callable[[Tensor, FANformerConfig], tuple[Tensor, ...]] = lambda hub, _config: (hub,)
+    """Split Megatron's tensor for a model of this configuration."""
+    join: Callable[[Sequence[Tensor], FANformerConfig], Tensor] = lambda parts, _config: parts[0]
+    """Join the parts of a model of this configuration."""
+
+
+def _group_heads(tensor: Tensor, config: FANformerConfig) -> Tensor:
+    """Return rows by query group and head: [k * x * d, h] -> [k, x, d, h]."""
+    return tensor.unflatten(0, (config.query_groups, -1, config.kv_channels))
+
+
+def _split_heads(hub: Tensor, config: FANformerConfig) -> tuple[Tensor, ...]:
+    """Split each group's queries, key and (without a FAN layer for values) value into all queries, keys, values."""
+    grouped = _group_heads(hub, config)
+    queries = config.num_attention_heads // config.query_groups
+    singles = [1] * (grouped.shape[1] - queries)
+    return tuple(part.flatten(0, 2) for part in grouped.split([queries, *singles], dim=1))
+
+
+def _join_heads(parts: Sequence[Tensor], config: FANformerConfig) -> Tensor:
+    return torch.cat([_group_heads(part, config) for part in parts], dim=1).flatten(0, 2)
+
+
+def _unstack_heads(parts: Sequence[Tensor], config: FANformerConfig) -> Tensor:
+    stacked = parts[0]
+    queries = config.num_attention_heads * config.kv_channels
+    others = [config.value_size] * ((stacked.shape[0] - queries) // config.value_size)
+    return _join_heads(stacked.split([queries, *others]), config)
+
+
+def _swap_halves(tensor: Tensor) -> Tensor:
+    return torch.cat(tensor.chunk(2)[::-1])
+
+
+def vocabulary_multiple(vocab_size: int, rows: int) -> int:
+    """Return the multiple to which Megatron pads `vocab_size` token ids to get `rows` rows: its usual one or `rows`."""
+    usual = FANformerConfig.make_vocab_size_divisible_by
+    return usual if -(-vocab_size // usual) * usual == rows else rows
+
+
+def resize_vocabulary(tensor: Tensor, rows: int) -> Tensor:
+    """Cut off rows of the vocabulary [v, h], or add zeros, so that there are `rows`."""
+    missing = rows - tensor.shape[0]
+    if missing <= 0:
+        return tensor[:rows]
+    return torch.cat([tensor, tensor.new_zeros(missing, *tensor.shape[1:])])
+
+
+IDENTITY = Transform("as it is")
+FAN_ROWS = Transform("rows [p | g]")
+QKV_SEPARATE = Transform("separate q, k and v", _split_heads, _join_heads)
+QKV_STACKED = Transform(
+    "all q, then all k, then all v", lambda hub, config: (torch.cat(_split_heads(hub, config)),), _unstack_heads
+)
+QK_SEPARATE = Transform("separate q and k", QKV_SEPARATE.split, QKV_SEPARATE.join)
+QK_STACKED = Transform("all q, then all k", QKV_STACKED.split, QKV_STACKED.join)
+GATE_UP_SEPARATE = Transform(
+    "separate gate and up", lambda hub, _: hub.chunk(2), lambda parts, _: torch.cat(list(parts))
+)
+GATE_UP_SWAPPED = Transform(
+    "up, then gate", lambda hub, _: (_swap_halves(hub),), lambda parts, _: _swap_halves(parts[0])
+)
+VOCABULARY_PADDED = Transform(
+    "vocabulary padded", lambda hub, config: (resize_vocabulary(hub, config.padded_vocab_size),)
+)
+VOCABULARY_TRIMMED = Transform("padding trimmed", lambda hub, config: (resize_vocabulary(hub, config.vocab_size),))
+
+_OF_LAYERS = (IDENTITY, FAN_ROWS, QKV_SEPARATE, QKV_STACKED, QK_SEPARATE, QK_STACKED, GATE_UP_SEPARATE, GATE_UP_SWAPPED)
+LAYER_TRANSFORMS = {transform.name: transform for transform in _OF_LAYERS}
+
+
+# -- the table
 
 
 @dataclass(frozen=True)
 class Naming:
-    """A row of the table as one format has it; `{layer}` stands for the layer's number, from 0.
+    """The names of a row's tensors in one format; `{layer}` stands for the layer's number, from 0.
 
     A format that has no such tensor has no names for it; models that have it are not converted to that format.
     """
 
     names: tuple[str, ...]
-    transform: Transform = transforms.IDENTITY
+    transform: Transform = IDENTITY
 
 
 @dataclass(frozen=True)
@@ -53,21 +139,21 @@ class Row:
         return {"megatron": self.megatron, "reference": self.reference, "hf": self.hf}[format]
 
     def hub(self, config: FANformerConfig, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Megatron's tensor on the meta device."""
+        """Return Megatron's tensor on the meta device."""
         return torch.empty([size.of(config) for size in self.shape], dtype=dtype, device="meta")
 
     @property
     def is_vocabulary(self) -> bool:
-        """Return whether the tensor has one row per token id, and rows of padding."""
+        """Return True for a tensor of one row per token id, and rows of padding."""
         return self.shape[0].symbol == "V"
 
 
 def _vocabulary(megatron: str, reference: str, hf: str) -> Row:
     return Row(
-        Naming((megatron,), transforms.VOCABULARY_PADDED),
+        Naming((megatron,), VOCABULARY_PADDED),
         (Size("V", lambda config: config.padded_vocab_size), H),
-        Naming((reference,), transforms.VOCABULARY_PADDED),
-        Naming((hf,), transforms.VOCABULARY_TRIMMED),
+        Naming((reference,), VOCABULARY_PADDED),
+        Naming((hf,), VOCABULARY_TRIMMED),
     )
 
 
@@ -85,8 +171,8 @@ HEAD = _vocabulary("output_layer.weight", "transformer.ff_out.weight", "lm_head.
 def layer_row(tensor: LayerTensor) -> Row:
     """Return the row of a tensor that every layer has."""
 
-    def naming(layer: str, names: tuple[str, ...], transform: str = transforms.IDENTITY.name) -> Naming:
-        return Naming(tuple(layer + name for name in names), transforms.BY_NAME[transform])
+    def naming(layer: str, names: tuple[str, ...], transform: str = IDENTITY.name) -> Naming:
+        return Naming(tuple(layer + name for name in names), LAYER_TRANSFORMS[transform])
 
     return Row(
         naming("decoder.layers.{layer}.", (tensor.name,)),
@@ -115,9 +201,9 @@ def convert(
     target_config: FANformerConfig | None = None,
     dtype: torch.dtype | None = None,
 ) -> LazyTensors:
-    """Return the tensors of `source` as those of `target`, in the order of `expected_shapes`, each computed on request.
+    """Return a model's tensors in another format, in the order of `expected_shapes`, each computed on request.
 
-    They may share the source's memory. A row's tensors are made together: requested in turn, each is made once.
+    They may share the source's memory. A row's tensors are made together: requested in order, each is made once.
 
     Args:
         tensors: all of a model; lazy ones are loaded one row at a time.
@@ -201,6 +287,85 @@ def check_tensors(known: Mapping[str, Tensor], config: FANformerConfig, source: 
 
 
 def listed(names: Sequence[str]) -> str:
-    """Return some of the names, and how many more there are."""
+    """Return names as text, `MOST_NAMES_SHOWN` at most, and the number of the others."""
     more = f" and {len(names) - MOST_NAMES_SHOWN} more" if len(names) > MOST_NAMES_SHOWN else ""
     return ", ".join(names[:MOST_NAMES_SHOWN]) + more
+
+
+# -- the FAN that tensors show
+
+
+class SeenFAN(NamedTuple):
+    """The fields of `model.fan` that tensors show."""
+
+    placement: PlacementName
+    p_ratio: float | None
+    """The map's p_ratio; None without FAN."""
+    v_p_ratio: float | None
+    """The p_ratio of the values' FAN layer (placement `qk_and_v`)."""
+    bias: bool | None
+    """True if the map has a bias; None without FAN."""
+
+
+def fan_of_tensors(shapes: Mapping[str, Shape], format: Format = "megatron") -> SeenFAN:
+    """Return the FAN of a model's first layer, by names and shapes alone; the others are like it.
+
+    The activation of the linear rows g has no weights, so no tensor shows it.
+
+    Args:
+        shapes: the shapes of all tensors, by their names in that format.
+
+    Raises:
+        CorruptError: there is no whole layer among them, or no p_ratio has these shapes.
+    """
+    layer = _first_layer(shapes, format)
+    if missing := NEEDED - layer.keys():
+        raise CorruptError(
+            f"the {format} weights have no {', '.join(sorted(missing))} in layer 0; name all tensors of a model"
+        )
+    fan_maps = {name for placement in PLACEMENTS.values() for name in placement.own_tensors} & layer.keys()
+    for name, placement in PLACEMENTS.items():
+        if placement.own_tensors == fan_maps and placement.fits(layer):
+            ratios = [inferred_p_ratio(rows, width, None) for rows, width in placement.seen_maps(layer)]
+            p_ratio, v_p_ratio, *_ = *ratios, None, None
+            has_bias = any(tensor.endswith(".bias") for tensor in layer)  # which only FAN has
+            return SeenFAN(name, p_ratio, v_p_ratio, has_bias if placement.is_fanformer else None)
+    raise CorruptError(f"the {format} weights have {', '.join(sorted(fan_maps))} in layer 0, and no placement has")
+
+
+def inferred_p_ratio(fan_rows: int, width: int, stated: float | None, name: str = "p_ratio") -> float:
+    """Return the p_ratio of a FAN map of `fan_rows` rows with an output of width w: P + G = P + (w - 2P) = w - P rows.
+
+    Returns `stated`, else P / w.
+
+    Raises:
+        CorruptError: no p_ratio gives `fan_rows` rows, or the stated one gives another number.
+    """
+    periodic = width - fan_rows
+    if not 0 <= periodic <= width // 2:
+        raise CorruptError(
+            f"the FAN map has {fan_rows} rows, but at hidden size {width} it must have "
+            f"{-(-width // 2)} to {width}; use the weights of this model"
+        )
+    actual = p_ratio_of(periodic, width)
+    if stated is None:
+        return actual
+    is_share = type(stated) in (int, float) and 0 <= stated <= 1  # a checkpoint may state anything
+    if not is_share or int(stated * width) != periodic:
+        raise CorruptError(
+            f"{name} is stated as {stated}, but the FAN map's {fan_rows} rows at hidden size {width} "
+            f"are those of p_ratio {actual:g}; correct {name} in the checkpoint's configuration, or remove it"
+        )
+    return stated
+
+
+def _first_layer(shapes: Mapping[str, Shape], format: Format) -> dict[str, Shape]:
+    """Return the shapes of layer 0 by Megatron's names (without .weight); parts of one tensor are joined by rows."""
+    layer: dict[str, Shape] = {}
+    for row in map(layer_row, all_tensors()):
+        (megatron,) = row.megatron.names
+        names = [name.format(layer=0) for name in row.naming(format).names]
+        if names and all(name in shapes for name in names):
+            rows = sum(shapes[name][0] for name in names)
+            layer[megatron.partition(LAYER)[2].removesuffix(".weight")] = (rows, *shapes[names[0]][1:])
+    return layer

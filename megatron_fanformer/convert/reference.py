@@ -15,10 +15,8 @@ from torch import Tensor
 
 from megatron_fanformer.checkpoint import run_folder
 from megatron_fanformer.checkpoint.full_tensors import LazyTensors
-from megatron_fanformer.convert.fan_of_tensors import inferred_p_ratio
-from megatron_fanformer.convert.name_table import layer_row, names_in
+from megatron_fanformer.convert.name_table import inferred_p_ratio, layer_row, names_in, vocabulary_multiple
 from megatron_fanformer.convert.recognition import CONFIG_JSON
-from megatron_fanformer.convert.transforms import vocabulary_multiple
 from megatron_fanformer.convert.weight_files import MODEL_PT, open_weights
 from megatron_fanformer.errors import CorruptError, InputError
 from megatron_fanformer.model.config import FANConfig, FANformerConfig

@@ -1,10 +1,9 @@
 """The verbs `convert` and `merge`, and their options; imports nothing that is slow."""
 
-import dataclasses
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal
 
 from megatron_fanformer.durable_files import file_problems
 from megatron_fanformer.errors import InputError, redacted
@@ -13,7 +12,6 @@ from megatron_fanformer.runtime import device
 from megatron_fanformer.stores import is_url
 from megatron_fanformer.terminal import show
 
-MAX_SHARD_SIZE = "5GB"
 FEWEST_MERGED = 2
 
 
@@ -37,7 +35,7 @@ class ConvertOptions:
     """Number format of the written weights (default: the source's own)"""
     padded_vocab_size: int | None = option(None, metavar="N")
     """Rows of the embedding (default: the source's own; for hf the token ids alone)"""
-    max_shard_size: str = option(MAX_SHARD_SIZE, metavar="SIZE")
+    max_shard_size: str = option("5GB", metavar="SIZE")
     """The largest file of a Hugging Face folder's weights."""
     verified: bool = option(True, name="--no-verify")
     """Verify the result before it is published."""
@@ -56,7 +54,8 @@ def _convert(options: ConvertOptions) -> None:
     device.prepare_megatron(on_cpu=True)
     from megatron_fanformer.convert.convert import convert_checkpoint
 
-    done = convert_checkpoint(dataclasses.replace(options, source=source))
+    arguments: dict[str, Any] = {**vars(options), "source": Path(source)}
+    done = convert_checkpoint(**arguments)
     show([f"wrote {options.destination}", *done.lines()])
 
 
@@ -90,7 +89,7 @@ class MergeOptions:
     """Number format of the averaged weights (default: the sources' own; fp32 of runs in bf16 with main weights)"""
 
     def shares(self, count: int) -> list[float]:
-        """Return what part of the average each of that many checkpoints is.
+        """Return the share of each of `count` checkpoints in the average.
 
         Raises:
             InputError: there are too few checkpoints, or the weights are not one above 0 for each.
@@ -107,33 +106,34 @@ class MergeOptions:
         return [part / whole for part in parts]
 
 
-class Averaged(NamedTuple):
-    """A checkpoint to average."""
-
-    path: Path
-    """On this machine."""
-    origin: str
-    """The URL that it was fetched from, without credentials, or its absolute path."""
-
-
 def _merge(options: MergeOptions) -> None:
-    averaged = _chosen(options)
-    shares = options.shares(len(averaged))
+    sources = _checkpoints(options)
+    shares = options.shares(len(sources))
     if options.output.exists():
         raise InputError(f"{options.output} already exists; name a folder that does not, or remove it")
     device.prepare_megatron(on_cpu=True)
     from megatron_fanformer.convert.merge import merge_checkpoints
 
-    show(merge_checkpoints(averaged, shares, options.output, options.dtype))
+    show(merge_checkpoints(sources, shares, options.output, options.dtype))
 
 
-def _chosen(options: MergeOptions) -> list[Averaged]:
-    """Return the checkpoints to average."""
-    from megatron_fanformer.checkpoint.run_folder import complete_checkpoints
-    from megatron_fanformer.convert.recognition import checkpoint_of, recognise
+def _checkpoints(options: MergeOptions) -> list[tuple[Path, str]]:
+    """Return the paths of the checkpoints to average, each with its absolute path or URL (without credentials)."""
+    from megatron_fanformer.checkpoint.remote import on_this_machine
+    from megatron_fanformer.checkpoint.run_folder import CHECKPOINTS, complete_checkpoints
+    from megatron_fanformer.convert.recognition import checkpoint_of, find_checkpoint, recognise
+
+    def origin(source: str, path: Path) -> str:
+        if not is_url(source):
+            return str(path.absolute())
+        url = redacted(source).rstrip("/")
+        if url.endswith(f"/{path.name}"):
+            return url
+        return f"{url.removesuffix(f'/{CHECKPOINTS}')}/{CHECKPOINTS}/{path.name}"
 
     if options.last is None:
-        return [_found(source) for source in options.sources]
+        paths = [find_checkpoint(on_this_machine(source)) for source in options.sources]
+        return [(path, origin(source, path)) for source, path in zip(options.sources, paths, strict=True)]
     source, *others = options.sources
     if others:
         raise InputError(
@@ -144,28 +144,14 @@ def _chosen(options: MergeOptions) -> list[Averaged]:
     if options.last < FEWEST_MERGED:
         raise InputError(f"--last is {options.last}, and must be at least {FEWEST_MERGED}; raise it")
     run = recognise(source, ("run",))
-    latest = checkpoint_of(run)  # what is beyond it belongs to a run that was taken back
-    folders = [folder for folder in complete_checkpoints(run.path) if folder.name <= latest.name]
-    if len(folders) < options.last:
+    latest = checkpoint_of(run)  # later ones belong to a run that was rewound
+    paths = [folder for folder in complete_checkpoints(run.path) if folder.name <= latest.name]
+    if len(paths) < options.last:
         raise InputError(
-            f"--last is {options.last}, but {run.path} has {len(folders)} up to its latest; lower it, or have the run "
+            f"--last is {options.last}, but {run.path} has {len(paths)} up to its latest; lower it, or have the run "
             "keep more (checkpoint.keep)"
         )
-    return [Averaged(folder, str(folder.absolute())) for folder in folders[-options.last :]]
-
-
-def _found(source: str) -> Averaged:
-    """Return the checkpoint that a path or a URL names; one at a URL is fetched."""
-    from megatron_fanformer.checkpoint.remote import on_this_machine
-    from megatron_fanformer.checkpoint.run_folder import CHECKPOINTS
-    from megatron_fanformer.convert.recognition import find_checkpoint
-
-    path = find_checkpoint(on_this_machine(source))
-    if not is_url(source):
-        return Averaged(path, str(path.absolute()))
-    url = redacted(source).rstrip("/")
-    is_named = url.endswith(f"/{path.name}")
-    return Averaged(path, url if is_named else f"{url.removesuffix(f'/{CHECKPOINTS}')}/{CHECKPOINTS}/{path.name}")
+    return [(path, origin(source, path)) for path in paths[-options.last :]]
 
 
 MERGE = Verb(

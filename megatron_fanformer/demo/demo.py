@@ -22,7 +22,6 @@ from rich.table import Table
 
 from megatron_fanformer.checkpoint.run_lock import run_lock
 from megatron_fanformer.convert.convert import convert_checkpoint
-from megatron_fanformer.convert.verb import ConvertOptions
 from megatron_fanformer.data.tokenizer import TOKENIZER_MODEL, load_tokenizer, train_sentencepiece
 from megatron_fanformer.demo.corpus import Corpus, pack_standard_library
 from megatron_fanformer.durable_files import write_atomically
@@ -102,7 +101,7 @@ def run_demo(output: Path) -> None:
     with _step(console, 4, f"training: {STEPS} steps at tensor parallel 2, stopped half-way and resumed"):
         _train(places, console)
     with _step(console, 5, "conversion: to Hugging Face, reloaded, logits compared"):
-        convert_checkpoint(ConvertOptions(source=str(places.run), destination=places.huggingface, to="hf"))
+        convert_checkpoint(places.run, places.huggingface, to="hf")
         difference = compare_logits(places, corpus)
         console.print(f"largest difference of logits: {difference:.1e}")
     with _step(console, 6, "generation: from the checkpoint, greedy and sampled"):

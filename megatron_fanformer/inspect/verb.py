@@ -115,7 +115,7 @@ def _report(target: "Target", *, verify: bool) -> "Report":
 
         verified = {"verified": check_data(target)} if verify else {}
         return {**describe_data(target), **verified}
-    from megatron_fanformer.convert.checkpoints import blaming_removal
+    from megatron_fanformer.convert.checkpoints import removed_means_input_error
     from megatron_fanformer.convert.recognition import OURS, checkpoint_of
     from megatron_fanformer.inspect import checkpoint, export
 
@@ -127,7 +127,7 @@ def _report(target: "Target", *, verify: bool) -> "Report":
         return {**export.describe_export(target), **verified}
     # Looked up once: a run that goes on has others later. One that has none yet can be described.
     newest = checkpoint_of(target) if verify or target.kind == "checkpoint" else target.path
-    with blaming_removal([newest]):
+    with removed_means_input_error([newest]):
         verified = {"verified": checkpoint.check_checkpoint(newest)} if verify else {}
         describe = checkpoint.describe_run if target.kind == "run" else checkpoint.describe_checkpoint
         return {**describe(target.path), **verified}

@@ -4,7 +4,7 @@ The shell resolves the shell: in a launch script `megatron-fanformer config --fr
 `torchrun … pretrain_gpt.py`, and what arrives are plain words.
 
 What is the same, has another name or has none is `convert/foreign_names.py`'s to say; the model's fields, and what
-makes another model, are read as a checkpoint's arguments are (`convert/megatron_arguments.py`). Here is what else a
+makes another model, are read as a checkpoint's arguments are there. Here is what else a
 value needs: another unit, another form, or Megatron-LM's default where ours is another.
 """
 
@@ -17,7 +17,7 @@ import yaml
 
 from megatron_fanformer.configuration import nested, overlaid, read_overrides, value_problems, yaml_value
 from megatron_fanformer.convert import foreign_names
-from megatron_fanformer.convert.megatron_arguments import DROPOUT, LAYERS, RULES, SPECS, model_fields, problems
+from megatron_fanformer.convert.foreign_names import DROPOUT, LAYERS, RULES, SPECS, model_fields, model_problems
 from megatron_fanformer.errors import InputError, escaped
 from megatron_fanformer.model.config import FANformerConfig
 from megatron_fanformer.train.config import RunConfig, advice, config_from_dict
@@ -303,7 +303,7 @@ def _model(known: Given) -> tuple[dict[str, Any], list[str], list[str]]:
     multiple, ranks = arguments.get(MULTIPLE, FANformerConfig.make_vocab_size_divisible_by), arguments.get(RANKS, 1)
     if type(multiple) is type(ranks) is int and ranks > 1:  # there it is of each rank
         arguments[MULTIPLE] = multiple * ranks
-    found = problems(arguments)
+    found = model_problems(arguments)
     found += [f"{name} is {arguments[name]}, but there is no dropout" for name in DROPOUT if arguments.get(name)]
     is_ours = not OUR_SPECS.isdisjoint(known.get("--spec", []))
     if arguments.get("spec") and not is_ours:

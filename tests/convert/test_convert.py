@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from megatron_fanformer.checkpoint import run_folder
 from megatron_fanformer.checkpoint.run_lock import run_lock
 from megatron_fanformer.cli import main
+from megatron_fanformer.convert.convert import convert_checkpoint
 from megatron_fanformer.convert.huggingface import from_huggingface_config, to_huggingface_config
 from megatron_fanformer.convert.recognition import find_checkpoint
 from megatron_fanformer.data.chat_template import find_template
@@ -22,7 +23,6 @@ from tests.conftest import REFERENCE
 from tests.convert.plain_fanformer import VARIANTS, write
 from tests.convert.removing import remove_after
 from tests.generate.making import write_tokenizer
-from tests.whole_models import convert_checkpoint
 
 VARIANT = VARIANTS["grouped queries"]
 VOCAB_SIZE = 90

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from megatron_fanformer.checkpoint.full_tensors import write_full_tensors
+from megatron_fanformer.convert.convert import convert_checkpoint
 from megatron_fanformer.convert.name_table import expected_shapes
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.hf import FANformerForCausalLM
@@ -14,7 +15,7 @@ from megatron_fanformer.model.config import FANConfig
 from megatron_fanformer.runtime.seeding import generator_for
 from tests.plain_model import from_transformers, plain_logits
 from tests.tiny import tiny_model
-from tests.whole_models import convert_checkpoint, read_full_tensors
+from tests.whole_models import read_full_tensors
 
 MODEL = tiny_model(seq_length=32, fan=FANConfig(placement="ffn", activation="gelu"))
 

@@ -2,8 +2,7 @@
 
 import pytest
 
-from megatron_fanformer.convert.fan_of_tensors import SeenFAN, fan_of_tensors, inferred_p_ratio
-from megatron_fanformer.convert.name_table import Format, expected_shapes
+from megatron_fanformer.convert.name_table import Format, SeenFAN, expected_shapes, fan_of_tensors, inferred_p_ratio
 from megatron_fanformer.errors import CorruptError
 from megatron_fanformer.model.config import FANConfig
 from megatron_fanformer.model.placements import PLACEMENTS

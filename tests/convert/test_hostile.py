@@ -16,10 +16,10 @@ from safetensors.torch import save_file
 
 from megatron_fanformer.checkpoint.manifest import MANIFEST
 from megatron_fanformer.cli import main
+from megatron_fanformer.convert.convert import convert_checkpoint
 from megatron_fanformer.convert.recognition import find_checkpoint
 from megatron_fanformer.errors import CorruptError, InputError
 from tests.convert.plain_fanformer import VARIANTS, write
-from tests.whole_models import convert_checkpoint
 
 BASE = VARIANTS["fanformer"]
 

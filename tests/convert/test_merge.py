@@ -20,9 +20,9 @@ from megatron_fanformer.checkpoint.stored_files import MAIN_WEIGHT, read_table
 from megatron_fanformer.checkpoint.training_state import load_weights
 from megatron_fanformer.cli import main
 from megatron_fanformer.convert import merge
+from megatron_fanformer.convert.model_card import training_record
 from megatron_fanformer.convert.name_table import expected_shapes
 from megatron_fanformer.convert.recognition import find_checkpoint
-from megatron_fanformer.convert.training_record import training_record
 from megatron_fanformer.data.chat_template import attached_files
 from megatron_fanformer.durable_files import sha256_of
 from megatron_fanformer.model.config import FANformerConfig

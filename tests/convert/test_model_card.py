@@ -11,6 +11,7 @@ import yaml
 
 from megatron_fanformer.checkpoint import run_folder
 from megatron_fanformer.checkpoint.manifest import versions, write_manifest
+from megatron_fanformer.convert.convert import convert_checkpoint
 from megatron_fanformer.convert.model_card import Extras, model_card
 from megatron_fanformer.convert.recognition import find_checkpoint
 from megatron_fanformer.train import metrics
@@ -18,7 +19,6 @@ from tests.conftest import REFERENCE
 from tests.small_runs import small_run, write_tokens
 from tests.tiny import tiny_model
 from tests.train.test_trainer import train
-from tests.whole_models import convert_checkpoint
 
 MODEL = tiny_model()
 

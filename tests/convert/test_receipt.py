@@ -16,13 +16,14 @@ import yaml
 from safetensors.torch import load_file, save_file
 
 from megatron_fanformer.cli import main
-from megatron_fanformer.convert import checkpoints, transforms
-from megatron_fanformer.convert.transforms import Transform
-from megatron_fanformer.convert.verify import receipt as receipts
+from megatron_fanformer.convert import checkpoints, name_table
+from megatron_fanformer.convert import receipt as receipts
+from megatron_fanformer.convert.convert import convert_checkpoint
+from megatron_fanformer.convert.name_table import Transform
 from megatron_fanformer.hf import FANformerForCausalLM
 from tests.conftest import REFERENCE
 from tests.convert.plain_fanformer import HEAD_SIZE, HIDDEN, VARIANTS, Variant, random_weights, write
-from tests.whole_models import TOKEN_LOSS, convert_checkpoint, logits_bound
+from tests.whole_models import TOKEN_LOSS, logits_bound
 
 AUTHORS_FIELDS: dict[str, Any] = {
     **dict.fromkeys(("d_model", "n_heads", "n_layers", "max_sequence_length", "vocab_size", "rope_theta"), int),
@@ -189,7 +190,7 @@ def plant() -> Iterator[Plant]:
     before: list[tuple[Transform, str, object]] = []
 
     def change(name: str, **functions: object) -> None:
-        transform: Transform = getattr(transforms, name)
+        transform: Transform = getattr(name_table, name)
         for field, function in functions.items():
             before.append((transform, field, getattr(transform, field)))
             object.__setattr__(transform, field, function)
@@ -245,7 +246,7 @@ def test_a_fault_in_a_transform_is_caught(
     """In one direction the round trip shows it; in both, where it cancels, the logits."""
     name, variant, to, change = FAULTS[fault]
     source = started_from(variant)
-    transform: Transform = getattr(transforms, name)
+    transform: Transform = getattr(name_table, name)
     split, join = transform.split, transform.join
     undo = change if name != "FAN_ROWS" else lambda parts: tuple(part.roll(-1, 0) for part in parts)
     plant(name, split=lambda hub, config: split(hub, config) if hub.is_meta else change(split(hub, config)))
@@ -261,7 +262,7 @@ def test_a_row_of_padding_too_many_is_caught(
 ) -> None:
     convert_checkpoint(source, tmp_path / "hf", to="hf", verified=False)
     rows = 128 + 1
-    plant("VOCABULARY_PADDED", split=lambda hub, _: (transforms.resize_vocabulary(hub, rows),))
+    plant("VOCABULARY_PADDED", split=lambda hub, _: (name_table.resize_vocabulary(hub, rows),))
     message, passed = refused(tmp_path / "hf", tmp_path, "megatron", capsys)
     assert passed["logits"] is False and "shape [128, 32], but what was written has shape [129, 32]" in message
 
@@ -274,7 +275,7 @@ def test_weights_that_are_not_finite_do_not_pass(tmp_path: Path, capsys: pytest.
 
 
 def test_the_faults_cover_every_transform_that_moves_rows() -> None:
-    named = {name for name, value in vars(transforms).items() if isinstance(value, Transform)}
+    named = {name for name, value in vars(name_table).items() if isinstance(value, Transform)}
     planted = {name for name, *_ in FAULTS.values()} | {"VOCABULARY_TRIMMED", "VOCABULARY_PADDED"}
     assert named - planted == {"IDENTITY"}
 

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 
 from megatron_fanformer.checkpoint import run_folder
 from megatron_fanformer.checkpoint.training_state import load_weights, model_state
+from megatron_fanformer.convert.convert import convert_checkpoint
 from megatron_fanformer.convert.recognition import find_checkpoint
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.evaluate.rows import row_losses
@@ -20,7 +21,7 @@ from megatron_fanformer.runtime.parallel import ParallelConfig, rank_grid
 from megatron_fanformer.runtime.seeding import seed_everything
 from tests.convert.plain_fanformer import HEADS, VARIANTS, Variant, random_weights, write
 from tests.plain_model import plain_logits
-from tests.whole_models import convert_checkpoint, save_state
+from tests.whole_models import save_state
 
 # float32 against float64, logits of about 10: seen 2e-5 at most.
 SAME_LOGITS = 1e-4

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_fanformer.convert.convert import convert_checkpoint
 from megatron_fanformer.convert.recognition import find_checkpoint
 from megatron_fanformer.runtime.parallel import ParallelConfig
 from megatron_fanformer.train.config import RunConfig, config_from_dict
@@ -19,7 +20,7 @@ from tests.engine.test_whole_processes import STAND_IN
 from tests.small_runs import small_run, write_tokens
 from tests.stock_megatron import HAS_TRAINING, SPEC, STACK_SPEC, command_line, pretrain
 from tests.train.test_trainer import train
-from tests.whole_models import convert_checkpoint, read_full_tensors
+from tests.whole_models import read_full_tensors
 
 pytestmark = pytest.mark.skipif(not HAS_TRAINING, reason="megatron.training comes with megatron-core 0.19")
 

@@ -4,8 +4,7 @@ import dataclasses
 
 import pytest
 
-from megatron_fanformer.convert.fan_of_tensors import SeenFAN, fan_of_tensors
-from megatron_fanformer.convert.name_table import Format, expected_shapes
+from megatron_fanformer.convert.name_table import Format, SeenFAN, expected_shapes, fan_of_tensors
 from megatron_fanformer.experiments.variants import VARIANTS
 from megatron_fanformer.model.config import PRESETS, FANConfig, FANformerConfig
 from tests.experiments.table_2 import variants

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from megatron_fanformer.convert.convert import convert_checkpoint
 from tests.generate.making import write_tokenizer
 from tests.small_runs import VOCAB_SIZE, small_run, write_config, write_tokens
 from tests.train.test_trainer import train
-from tests.whole_models import convert_checkpoint
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ import torch
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from megatron_fanformer.convert.convert import convert_checkpoint
 from megatron_fanformer.convert.huggingface import open_huggingface
 from megatron_fanformer.convert.name_table import expected_shapes
 from megatron_fanformer.generate.models import build_model, find_model
@@ -18,7 +19,7 @@ from megatron_fanformer.runtime.parallel import ParallelConfig, rank_grid
 from megatron_fanformer.runtime.seeding import seed_everything
 from tests.small_runs import RunOnRanks
 from tests.tiny import tiny_model
-from tests.whole_models import convert_checkpoint, export_huggingface
+from tests.whole_models import export_huggingface
 
 ORIGINAL, LENGTH = 32, 256
 SCALINGS: dict[str, dict[str, Any]] = {

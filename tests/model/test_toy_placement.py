@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_fanformer.convert.fan_of_tensors import fan_of_tensors
 from megatron_fanformer.convert.huggingface import to_huggingface_config
-from megatron_fanformer.convert.name_table import expected_shapes
+from megatron_fanformer.convert.name_table import expected_shapes, fan_of_tensors
 from megatron_fanformer.hf import FANformerForCausalLM
 from megatron_fanformer.model.config import FANConfig, FANformerConfig
 from megatron_fanformer.model.layout_rules import layout_problems

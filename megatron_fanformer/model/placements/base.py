@@ -40,7 +40,7 @@ class LayerTensor(NamedTuple):
     """Names in the authors' format; empty where that cannot express it."""
     hf: tuple[str, ...]
     reference_transform: str = "as it is"
-    """Transform to those tensors, by its name in `convert.transforms`."""
+    """Transform to those tensors, by its name in `convert.name_table`."""
     hf_transform: str = "as it is"
     is_there: Callable[["FANformerConfig"], bool] = lambda model: True
     """Whether a model of that placement has it."""

@@ -1,1 +1,0 @@
-"""Verification of a conversion: its receipt, and the models of all formats."""
