@@ -22,9 +22,7 @@ from megatron_fanformer.demo.verb import DEMO
 from megatron_fanformer.durable_files import write_refusal
 from megatron_fanformer.errors import FanformerError, InputError, escaped, not_installed, redacted
 from megatron_fanformer.evaluate.verb import EVALUATE
-from megatron_fanformer.experiments.probes.command import EXPERIMENT
-from megatron_fanformer.experiments.report.command import REPORT
-from megatron_fanformer.experiments.sweeps.verb import SWEEP
+from megatron_fanformer.experiments.verbs import EXPERIMENT, REPORT, SWEEP
 from megatron_fanformer.generate.verb import CHAT, GENERATE
 from megatron_fanformer.inspect.verb import INSPECT
 from megatron_fanformer.options import PROGRAM, Verb, add_options, home_path, path_or_none

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from megatron_fanformer import cli
-from megatron_fanformer.experiments.probes.command import read_settings
-from megatron_fanformer.experiments.sweeps.cells import read_sweep
+from megatron_fanformer.experiments.cells import read_sweep
+from megatron_fanformer.experiments.probe import read_settings
 from megatron_fanformer.experiments.variants import VARIANTS
 from megatron_fanformer.model.config import PRESETS
 from megatron_fanformer.parity.verb import read_layouts

@@ -1,8 +1,17 @@
-"""95% intervals over seeds, and tests of several differences at once: Student's t, Holm's correction.
+"""Intervals and tests over seeds, by Student's t; power laws of the loss, and what one curve saves another.
 
 Runs of one seed see the same samples in the same order, so that their losses move together: a difference is taken seed
 by seed. With five seeds, t is wide (2.78 standard errors on either side) and needs losses that are about normal; the
 bootstrap of five values is narrower than it should be (Efron and Tibshirani, An Introduction to the Bootstrap, 12.4).
+
+**Power laws**, L(x) = E + A·x^(−α) with x the parameters or the tokens, are fitted by least squares. For a given α the
+curve is linear in E and A: what is left is one dimension, and a grid over all sensible α finds the best one wherever it
+lies (variable projection: Golub and Pereyra, SIAM J. Numer. Anal. 10, 1973). Hoffmann et al. ("Training Compute-Optimal
+Large Language Models", 2022) fit logarithms from a grid of starts with a Huber loss: theirs have five parameters.
+
+The intervals of a curve are by the bootstrap of residuals, which are drawn anew, laid on the fitted curve and fitted
+again. The residuals of n points around a curve with three parameters are too small by √((n − 3)/n), and the spread of
+few of them is itself uncertain, which Student's t answers for: they are scaled by both.
 """
 
 import functools
@@ -12,20 +21,26 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-LEVEL = 0.95
 FEWEST_SEEDS = 3
 """The fewest seeds that show anything: with two, t is 12.7 standard errors on either side, and a fourth seed often
 falls outside."""
 FEWEST_STEPS = 50
 """The fewest steps that show anything: shorter runs are a warm-up, whose losses say nothing about trained models."""
-STEPS = 200_001  # of the angle over which the density is summed; the quantiles are exact to six digits
+EXPONENTS = np.geomspace(0.02, 3.0, 400)  # 1.3% apart; published ones lie between 0.05 and 0.8
+PARAMETERS = 3
+LEAST_FREEDOM = 2  # points beyond the parameters, below which no interval is given
+DRAWS = 1000
+NORMAL = 1.959964  # 97.5% quantile of a normal distribution
+
+Interval = tuple[float, float]
+"""A 95% interval; infinite at an end that no number bounds."""
 
 
 class Mean(NamedTuple):
     """A mean with its interval; None where a single value has none."""
 
     value: float
-    interval: tuple[float, float] | None
+    interval: Interval | None
 
 
 @functools.cache
@@ -35,12 +50,10 @@ def t_quantile(freedom: int) -> float:
     Args:
         freedom: degrees of freedom, at least 1.
     """
-    # With t = √ν tan θ the density of t is cos^(ν−1) θ, which is smooth on (−π/2, π/2).
-    angle = np.linspace(-math.pi / 2, math.pi / 2, STEPS)
-    density = np.cos(angle) ** (freedom - 1)
-    below = np.concatenate([[0.0], np.cumsum((density[1:] + density[:-1]) / 2)])
-    upper = (1 + LEVEL) / 2
-    return math.sqrt(freedom) * math.tan(float(np.interp(upper, below / below[-1], angle)))
+    low, high = 0.0, 100.0
+    while low < (middle := (low + high) / 2) < high:
+        low, high = (middle, high) if _outside(middle, freedom) > 0.05 else (low, middle)
+    return middle
 
 
 def standard_error(values: Sequence[float] | np.ndarray) -> Any:
@@ -57,6 +70,22 @@ def mean_of(values: Sequence[float]) -> Mean:
     return Mean(mean, (mean - half, mean + half))
 
 
+def ratio_interval(values: Sequence[float]) -> Interval | None:
+    """Return the 95% interval of the geometric mean of one ratio per seed, from logarithms; None for fewer than two."""
+    interval = mean_of([math.log(value) for value in values]).interval
+    return None if interval is None else (math.exp(interval[0]), math.exp(interval[1]))
+
+
+def below(interval: Interval | None, none: float) -> bool | None:
+    """Return whether the whole interval is below "no difference", the rule of every decrease; None without one."""
+    return None if interval is None else interval[1] < none
+
+
+def above(interval: Interval | None, none: float) -> bool | None:
+    """Return whether the whole interval is above "no difference"; None without one."""
+    return None if interval is None else interval[0] > none
+
+
 def too_little(*, seeds: int, steps: int, fewest_seeds: int = FEWEST_SEEDS, fewest_steps: int = FEWEST_STEPS) -> str:
     """Describe why so many seeds and steps show nothing, whatever the numbers say; empty where they can."""
     if seeds < fewest_seeds:
@@ -65,13 +94,8 @@ def too_little(*, seeds: int, steps: int, fewest_seeds: int = FEWEST_SEEDS, fewe
 
 
 def p_value(values: Sequence[float]) -> float:
-    """Return the two-sided p of a mean of 0, by Student's t.
-
-    Args:
-        values: one for each seed, at least two.
-    """
-    error = float(standard_error(values))
-    mean = abs(float(np.mean(values)))
+    """Return the two-sided p of a mean of 0, by Student's t, of one value for each seed, at least two."""
+    error, mean = float(standard_error(values)), abs(float(np.mean(values)))
     return _outside(mean / error, len(values) - 1) if error > 0 else float(mean == 0)
 
 
@@ -99,19 +123,128 @@ def holm(p_values: Sequence[float]) -> list[float]:
     return adjusted
 
 
-def ratio_interval(values: Sequence[float]) -> tuple[float, float] | None:
-    """Return the 95% interval of the geometric mean of one ratio per seed, from logarithms; None for fewer than two."""
-    interval = mean_of([math.log(value) for value in values]).interval
-    return None if interval is None else (math.exp(interval[0]), math.exp(interval[1]))
+# -- power laws
 
 
-def below(interval: tuple[float, float] | None, none: float) -> bool | None:
-    """Return the rule of every effect that is a decrease: the whole interval is below "no difference"; None without
-    one.
+class Curve(NamedTuple):
+    """L(x) = E + A·x^(−α), in nats per token."""
+
+    e: float
+    """The loss that remains at any size, E."""
+    a: float
+    """The factor A, not negative."""
+    alpha: float
+
+    def loss(self, x: Any) -> Any:
+        """Return the loss at a number of parameters, or of tokens."""
+        return self.e + self.a * x**-self.alpha
+
+
+class Fit(NamedTuple):
+    """A curve fitted through points."""
+
+    curve: Curve
+    draws: np.ndarray
+    """[draws, 3]: E, A and α of the bootstrap's curves; no rows where there are too few points for an interval."""
+    residual: float
+    """Root mean square distance of the points from the curve, in nats per token."""
+
+    @property
+    def intervals(self) -> list[Interval] | None:
+        """Return the intervals of E, A and α; None where there are too few points."""
+        return [_interval(column) for column in self.draws.T] if len(self.draws) else None
+
+
+class Saving(NamedTuple):
+    """The share of the baseline's largest x at which a curve reaches the baseline's loss."""
+
+    loss: float
+    """The baseline's loss at its largest x, by its curve."""
+    share: float
+    """The curve's x for the same loss over that x; infinite where the curve does not reach that loss."""
+    interval: Interval | None
+    """95% interval of the share; None with too few points."""
+
+
+def fit_together(
+    xs: Sequence[Sequence[float]],
+    losses: Sequence[Sequence[float]],
+    *,
+    paired: bool,
+    seed: int = 0,
+    draws: int = DRAWS,
+) -> list[Fit]:
+    """Fit a curve through each set of points.
+
+    Args:
+        xs: parameters or tokens of each set's points, three different ones at least.
+        losses: of the same points.
+        paired: whether the sets' points are of the same sizes and seeds, in the same order: their residuals are drawn
+            together, since runs of one seed see the same samples.
     """
-    return None if interval is None else interval[1] < none
+    generator = np.random.default_rng(seed)
+    together = generator.integers(len(xs[0]), size=(draws, len(xs[0]))) if paired else None
+    fits = []
+    for x_values, loss_values in zip(xs, losses, strict=True):
+        x, loss = np.asarray(x_values, dtype=float), np.asarray(loss_values, dtype=float)
+        curve = Curve(*_best_curves(x, loss[None])[0].tolist())
+        fitted = curve.loss(x)
+        residuals = loss - fitted
+        freedom = len(x) - PARAMETERS
+        curves = np.empty((0, PARAMETERS))
+        if freedom >= LEAST_FREEDOM:
+            scale = math.sqrt(len(x) / freedom) * t_quantile(freedom) / NORMAL
+            drawn = generator.integers(len(x), size=(draws, len(x))) if together is None else together
+            curves = _best_curves(x, fitted + scale * (residuals - residuals.mean())[drawn])
+        fits.append(Fit(curve, curves, float(np.sqrt(np.mean(residuals**2)))))
+    return fits
 
 
-def above(interval: tuple[float, float] | None, none: float) -> bool | None:
-    """Return the same of an increase."""
-    return None if interval is None else interval[0] > none
+def saving(baseline: Fit, other: Fit, largest: float) -> Saving:
+    """Compute the share of x that `other` needs for the loss of `baseline` at its largest x.
+
+    Args:
+        baseline, other: of one `fit_together`.
+    """
+    loss = baseline.curve.loss(largest)
+    share = float(_reaching(np.array([other.curve]), np.array([loss]))[0]) / largest
+    interval = None
+    if len(baseline.draws) and len(other.draws):
+        e, a, alpha = baseline.draws.T
+        interval = _interval(_reaching(other.draws, e + a * largest**-alpha) / largest)
+    return Saving(loss, share, interval)
+
+
+def _best_curves(x: np.ndarray, losses: np.ndarray) -> np.ndarray:
+    """Return [k, 3]: E, A and α of the curve nearest to each row of `losses` [k, n], with E and A not negative."""
+    scale = math.exp(np.mean(np.log(x)))  # about 1, for the arithmetic
+    mean = losses.mean(axis=1)
+    curves, least = np.empty((len(losses), PARAMETERS)), np.full(len(losses), np.inf)
+    for alpha in EXPONENTS:
+        power = (x / scale) ** -alpha
+        centred = power - power.mean()
+        a = np.maximum((losses - mean[:, None]) @ centred / (centred @ centred), 0.0)
+        e = mean - a * power.mean()
+        # Squares are convex in E and A: where the best E is negative, the best allowed one is 0.
+        a = np.where(e < 0, losses @ power / (power @ power), a)
+        e = np.maximum(e, 0.0)
+        squares = ((losses - e[:, None] - a[:, None] * power) ** 2).sum(axis=1)
+        is_better = squares < least
+        least = np.where(is_better, squares, least)
+        curves[is_better] = np.stack([e, a * scale**alpha, np.full(len(a), alpha)], axis=1)[is_better]
+    return curves
+
+
+def _reaching(curves: np.ndarray, losses: np.ndarray) -> np.ndarray:
+    """Return the x at which each curve [k, 3] has its loss [k]; infinite where it never has."""
+    e, a, alpha = curves.T
+    above_e = losses - e
+    is_reached = (above_e > 0) & (a > 0)
+    with np.errstate(over="ignore", divide="ignore"):
+        x = (a / np.where(is_reached, above_e, 1.0)) ** (1 / alpha)
+    return np.where(is_reached, x, np.where(above_e > 0, 0.0, np.inf))
+
+
+def _interval(values: np.ndarray) -> Interval:
+    low, high = np.quantile(values, (0.025, 0.975), method="nearest")
+    return float(low), float(high)

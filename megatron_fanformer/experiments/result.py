@@ -1,27 +1,30 @@
-"""The result of an experiment: what its folder's result.json holds, written and read again.
+"""The result of an experiment in its folder, and one page for one or many, as Markdown and as self-contained HTML.
 
-    {"experiment": "mod", "version": 1,
-     "settings": all that determines it, "machine": {…}, "seconds": 81.2,
-     "findings": [{"name", "paper", "ours", "interval", "unit", "same_settings", "shows", "sentence"}],
-     "tables": [{"title", "columns", "rows"}],
-     "pictures": names of PNG files in the folder}
-
-It is written last, so that a folder that has it is whole, and it is all that `report` reads.
+An experiment's folder has its pictures, README.md, and result.json, which is written last, so that a folder that has
+it is whole; it is all that `report` reads. The page has of each finding the paper's figure, ours with its interval,
+whether the settings were the paper's, and a sentence that says what follows.
 """
 
+import base64
+import html
+import os
 import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import msgspec
 
+from megatron_fanformer import markdown
 from megatron_fanformer.durable_files import regular_file, write_atomically
 from megatron_fanformer.errors import CorruptError, InputError
+from megatron_fanformer.markdown import as_text
 from megatron_fanformer.processes import usable_cores
 
-RESULT = "result.json"
+RESULT, README = "result.json", "README.md"
 VERSION = 1
 MOST_BYTES = 1 << 26
 
@@ -84,7 +87,7 @@ Log = Callable[[str], None]
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """The results of a probe, before they are written."""
+    """The results of an experiment, before they are written."""
 
     findings: list[Finding]
     tables: list[Table] = field(default_factory=list)
@@ -94,43 +97,54 @@ class Measured:
     """Computing time, if earlier calls did a part; None: this call's time is all."""
 
 
-def this_machine() -> dict[str, Any]:
-    """Return what a measurement depends on here: cores, processor, GPU, versions."""
+def write_folder(
+    folder: Path, experiment: str, settings: dict[str, Any], measured: Measured, files: Mapping[str, str] | None = None
+) -> Result:
+    """Write an experiment's folder, which is made if missing; return its result.
+
+    Args:
+        measured: the results, with the seconds that they took.
+        files: contents of further files, by name.
+
+    Raises:
+        OSError: a file cannot be written.
+    """
     import torch
 
     from megatron_fanformer.checkpoint.manifest import versions
 
-    return {
+    machine = {
         "cores": usable_cores(),
         "processor": f"{platform.machine()}, {torch.backends.cpu.get_cpu_capability()}",
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "versions": versions(),
     }
+    result = Result(
+        experiment=experiment,
+        settings=settings,
+        machine=machine,
+        seconds=measured.seconds or 0.0,
+        findings=measured.findings,
+        tables=measured.tables,
+        pictures=list(measured.pictures),
+    )
+    folder.mkdir(parents=True, exist_ok=True)
+    contents: dict[str, str | bytes] = {**measured.pictures, **(files or {})}
+    for name, content in contents.items():
+        write_atomically(folder / name, content)
+    write_atomically(folder / README, as_markdown([(folder, result)], at=folder))
+    write_atomically(folder / RESULT, msgspec.json.format(msgspec.json.encode(result), indent=1) + b"\n")
+    return result
 
 
-def write_result(folder: Path, result: Result) -> None:
-    """Write `result.json` into an experiment's folder, atomically; its pictures are there already.
-
-    Raises:
-        OSError: it cannot be written.
-    """
-    problems = _problems(folder, result)
-    assert not problems, problems
-    content = msgspec.json.format(msgspec.json.encode(result), indent=1)
-    write_atomically(folder / RESULT, content + b"\n")
-
-
-def read_result(path: Path) -> Result:
+def read_result(folder: Path) -> Result:
     """Return the result in an experiment's folder.
 
-    Args:
-        path: the folder, or its result.json.
-
     Raises:
-        InputError: there is none, or it is none of this version's.
-        CorruptError: it is not whole.
+        InputError: there is none, or it is no experiment's.
+        CorruptError: it is not whole, or of another version.
     """
-    file = path / RESULT if path.is_dir() else path
+    file = folder / RESULT
     try:
         result = msgspec.json.decode(regular_file(file, most_bytes=MOST_BYTES).read_bytes(), type=Result)
     except OSError as error:
@@ -139,16 +153,140 @@ def read_result(path: Path) -> Result:
         raise InputError(f"{file} is not the result of an experiment ({error}); name another") from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise CorruptError(f"{file} is not valid JSON ({error}); run the experiment again") from None
-    if problems := _problems(file.parent, result):
-        raise CorruptError(f"{file}: {problems[0]}; run the experiment again")
+    if result.version != VERSION:
+        raise CorruptError(f"{file}: its version is {result.version}, this program reads {VERSION}; run it again")
+    for picture in result.pictures:
+        if Path(picture).name != picture or not (folder / picture).is_file():
+            raise CorruptError(f"{file}: the picture {picture!r} is not in its folder; run the experiment again")
     return result
 
 
-def _problems(folder: Path, result: Result) -> Sequence[str]:
-    found = []
-    if result.version != VERSION:
-        found.append(f"its version is {result.version}, and this program reads {VERSION}")
-    for picture in result.pictures:
-        if Path(picture).name != picture or not (folder / picture).is_file():
-            found.append(f"the picture {picture!r} is not in its folder")
-    return found
+# -- the page
+
+Experiments = Sequence[tuple[Path, Result]]
+"""Experiments' folders and their results."""
+
+FINDING_COLUMNS = ("finding", "paper", "ours", "95% interval", "settings", "the effect")
+CAVEATS = (
+    "An interval is over the seeds or the samples of this experiment, not over data sets, sizes or recipes.",
+    "Of twenty effects that are not there, one shows at 95%: a page of many findings is to be read with that in mind.",
+    "A model of a laptop's size says little about one of a billion parameters: an effect that does not show here is "
+    "not refuted, and one that does is not confirmed at the paper's size.",
+    "The paper's 11-task mean has a binomial standard error of 0.89 points, so that 53.10 to 55.19 is 1.7 standard "
+    "errors of their difference, unpaired.",
+    "In the paper's table of tasks mrpc is F1, where always answering yes gives 81.22, its figure for three models; "
+    "the majority class gives 52.7 on rte and 50.9 on sst2.",
+    "The paper's mean perplexity is the mean of the sets' perplexities (30.20), not the exponential of their mean loss "
+    "(27.84).",
+)
+"""Caveats that every report must state."""
+_STYLE = (
+    "body{font:16px/1.5 sans-serif;max-width:60em;margin:2em auto;padding:0 1em}"
+    "table{border-collapse:collapse;font-size:85%;display:block;overflow-x:auto}"
+    "td,th{border:1px solid #ccc;padding:.2em .5em;text-align:left}img{max-width:100%}"
+)
+
+
+def as_markdown(experiments: Experiments, *, at: Path) -> str:
+    """Return the page as Markdown.
+
+    Args:
+        at: the folder that it is written to; pictures are named from there.
+    """
+    lines: list[str] = []
+    for kind, content in _blocks(experiments):
+        match kind:
+            case "title" | "heading":
+                lines += [f"{'#' if kind == 'title' else '##'} {as_text(content)}", ""]
+            case "items":
+                lines += [*(f"- {as_text(item)}" for item in content), ""]
+            case "text":
+                lines += [as_text(content), ""]
+            case "picture":
+                target = quote(os.path.relpath(content, at))
+                lines += [f"![{as_text(content.name)}]({target})", ""]
+            case "table":
+                rows = ([as_text(shown(cell)) for cell in row] for row in content.rows)
+                table = markdown.table([as_text(column) for column in content.columns], rows)
+                lines += [f"**{as_text(content.title)}**", "", table, ""]
+    return "\n".join(lines)
+
+
+def as_html(experiments: Experiments) -> str:
+    """Return the page as HTML, its pictures in it."""
+    lines = ['<!doctype html><html lang="en"><meta charset="utf-8"><title>The paper\'s experiments</title>']
+    lines.append(f"<style>{_STYLE}</style>")
+    for kind, content in _blocks(experiments):
+        match kind:
+            case "title" | "heading" | "text":
+                tag = {"title": "h1", "heading": "h2", "text": "p"}[kind]
+                lines.append(f"<{tag}>{html.escape(content)}</{tag}>")
+            case "items":
+                lines += ["<ul>", *(f"<li>{html.escape(item)}</li>" for item in content), "</ul>"]
+            case "picture":
+                data = base64.b64encode(content.read_bytes()).decode()
+                lines.append(f'<p><img alt="{html.escape(content.name)}" src="data:image/png;base64,{data}"></p>')
+            case "table":
+                heads = "".join(f"<th>{html.escape(name)}</th>" for name in content.columns)
+                lines += [f"<h3>{html.escape(content.title)}</h3>", f"<table><tr>{heads}</tr>"]
+                for row in content.rows:
+                    lines.append("<tr>" + "".join(f"<td>{html.escape(shown(cell))}</td>" for cell in row) + "</tr>")
+                lines.append("</table>")
+    return "\n".join([*lines, "</html>"]) + "\n"
+
+
+def _blocks(experiments: Experiments) -> Iterator[tuple[str, Any]]:
+    """Yield each block of the page: its kind, and a text, several, a picture's file or a table."""
+    yield "title", "The paper's experiments"
+    rows = [_row(finding) for _, result in experiments for finding in result.findings]
+    yield "table", Table(title="Findings", columns=list(FINDING_COLUMNS), rows=rows)
+    for folder, result in experiments:
+        yield "heading", result.experiment
+        yield "items", [finding.sentence for finding in result.findings]
+        settings = {
+            name: ", ".join(str(shown(item)) for item in value) or "none" if isinstance(value, list) else shown(value)
+            for name, value in result.settings.items()
+            if not isinstance(value, dict)  # a sweep's whole configuration is in its result alone
+        }
+        yield "text", f"Settings: {'; '.join(f'{name} {text}' for name, text in settings.items())}."
+        cores, processor = result.machine.get("cores", "?"), result.machine.get("processor", "?")
+        yield (
+            "text",
+            f"Measured on {cores} {'core' if cores == 1 else 'cores'} ({processor}), "
+            f"{result.machine.get('gpu') or 'no GPU'}, {timedelta(seconds=round(result.seconds))} of computing, "
+            f"all settings and numbers in {folder.name}/{RESULT}.",
+        )
+        yield from (("picture", folder / picture) for picture in result.pictures)
+        yield from (("table", table) for table in result.tables)
+    yield "heading", "What to keep in mind"
+    yield "items", CAVEATS
+
+
+def _row(finding: Finding) -> list[Cell]:
+    interval = "–"
+    if finding.interval is not None:
+        low, high = finding.interval
+        interval = f"{'−∞' if low is None else shown(low)} to {'∞' if high is None else shown(high)}"
+    effect = {True: "shows", False: "does not show", None: "inconclusive"}[finding.shows]
+    return [
+        finding.name,
+        finding.paper or "–",
+        "–" if finding.ours is None else f"{shown(finding.ours)} {finding.unit}",
+        interval,
+        "the paper's" if finding.same_settings else "our own",
+        "exploratory" if finding.exploratory else effect,
+    ]
+
+
+def shown(cell: Cell) -> str:
+    """Return a cell of a table in print: five significant digits, whole numbers whole."""
+    match cell:
+        case None:
+            return "–"
+        case bool():
+            return "yes" if cell else "no"
+        case int():
+            return f"{cell:,}"
+        case float():
+            return f"{cell:,.0f}" if abs(cell) >= 10_000 else f"{cell:.5g}"
+    return cell

@@ -10,7 +10,7 @@ from megatron_fanformer import cli
 from megatron_fanformer.demo import demo
 from megatron_fanformer.demo.demo import Places, next_lines
 from megatron_fanformer.errors import Interrupted
-from megatron_fanformer.experiments.probes.command import read_settings
+from megatron_fanformer.experiments.probe import read_settings
 
 
 def test_each_command_to_try_next_is_an_experiment_that_is_accepted() -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from megatron_fanformer import cli
-from megatron_fanformer.experiments.sweeps.cells import read_sweep
+from megatron_fanformer.experiments.cells import read_sweep
 from tests.experiments.making import write_sweep
 
 

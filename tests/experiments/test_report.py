@@ -10,9 +10,18 @@ import pytest
 
 from megatron_fanformer import cli
 from megatron_fanformer.errors import CorruptError, InputError
-from megatron_fanformer.experiments.report.dynamics import compare_runs, read_dynamics
-from megatron_fanformer.experiments.report.page import as_html, as_markdown
-from megatron_fanformer.experiments.result import RESULT, Finding, Result, Table, read_result, write_result
+from megatron_fanformer.experiments.report import compare_runs, read_dynamics
+from megatron_fanformer.experiments.result import (
+    RESULT,
+    Finding,
+    Measured,
+    Result,
+    Table,
+    as_html,
+    as_markdown,
+    read_result,
+    write_folder,
+)
 from tests.small_runs import small_run, write_config
 
 PIXEL = bytes.fromhex(  # a PNG of one pixel
@@ -31,20 +40,9 @@ FINDING = Finding(
 
 
 def result_in(folder: Path) -> Result:
-    folder.mkdir(parents=True)
-    (folder / "fit.png").write_bytes(PIXEL)
     table = Table(title="Errors", columns=["network", "error"], rows=[["FAN", 1.25], ["MLP", None]])
-    result = Result(
-        experiment="mod",
-        settings={"seeds": 3},
-        machine={"cores": 2},
-        seconds=81.2,
-        findings=[FINDING],
-        tables=[table],
-        pictures=["fit.png"],
-    )
-    write_result(folder, result)
-    return result
+    measured = Measured(findings=[FINDING], tables=[table], pictures={"fit.png": PIXEL}, seconds=81.2)
+    return write_folder(folder, "mod", {"seeds": 3}, measured)
 
 
 def test_a_result_is_read_as_it_was_written_and_nothing_less(tmp_path: Path) -> None:
@@ -143,7 +141,7 @@ def test_a_planted_crossing_is_found_where_it_is_and_runs_are_paired_by_seed(tmp
         both = [x + y for x, y in zip(noise, offset, strict=True)]
         runs.append(write_run(tmp_path / f"b{seed}", placement="qkv", seed=seed, losses=both))
     found = read_dynamics(runs)
-    assert found.seeds == [1, 2, 3] and found.names == ("model.fan.placement none", "model.fan.placement qkv")
+    assert found.seeds == [1, 2, 3] and found.names == ["model.fan.placement none", "model.fan.placement qkv"]
     result = compare_runs(runs, tmp_path / "out")
     assert [finding.shows for finding in result.findings] == [True, True]
     early, late = (finding.ours for finding in result.findings)
@@ -222,4 +220,4 @@ def test_seeds_are_of_one_side_where_what_differs_decides_nothing(
         for seed, sections in ((1, None), (2, {section: fields}))
     ]
     found = read_dynamics(runs)
-    assert (found.seeds, found.names) == ([1, 2], ("model.fan.placement none", "model.fan.placement qkv"))
+    assert (found.seeds, found.names) == ([1, 2], ["model.fan.placement none", "model.fan.placement qkv"])

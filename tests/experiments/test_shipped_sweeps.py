@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_fanformer.experiments.sweeps.cells import Sweep, parameters_of, read_sweep
+from megatron_fanformer.experiments.cells import Sweep, read_sweep
 from megatron_fanformer.model.config import FANformerConfig
 from megatron_fanformer.train.config import load_config
 from tests.experiments.table_2 import LOSSES, Equal, variants
@@ -22,9 +22,9 @@ def test_every_cell_can_run_and_points_at_the_same_parameters_have_them(file: Pa
     sweep = read_sweep(file, needs_data=False)
     report = sweep.config.report
     if file.stem.startswith(("variants", "p", "claim")):
-        (baseline,) = {parameters_of(cell) for cell in sweep.cells if cell.points[report.compare] == report.baseline}
+        (baseline,) = {cell.parameters for cell in sweep.cells if cell.points[report.compare] == report.baseline}
         for cell in sweep.cells:
-            is_equal = abs(parameters_of(cell) / baseline - 1) < EQUAL
+            is_equal = abs(cell.parameters / baseline - 1) < EQUAL
             assert is_equal == (not cell.points[report.compare].endswith(OWN_SIZE)), cell.name
 
 
@@ -49,7 +49,7 @@ def lengths(sweep: Sweep) -> list[int]:
 
 def test_the_papers_forms_have_the_papers_sizes_and_tokens() -> None:
     sizes = read_sweep(FOLDER / "scaling-paper.yaml", needs_data=False)
-    transformers = [parameters_of(cell) for cell in sizes.cells if cell.points["architecture"] == "transformer"]
+    transformers = [cell.parameters for cell in sizes.cells if cell.points["architecture"] == "transformer"]
     assert [round(each / 1e6) for each in transformers] == [268, 604, 1074, 2517, 6443]
     assert lengths(sizes)[0] == pytest.approx(200e9, rel=1e-3)
     assert lengths(read_sweep(FOLDER / "scaling-tokens-paper.yaml", needs_data=False))[-1] == pytest.approx(

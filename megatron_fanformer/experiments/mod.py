@@ -24,18 +24,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_fanformer.experiments.intervals import below, ratio_interval
-from megatron_fanformer.experiments.probes.settings import ModSettings
-from megatron_fanformer.experiments.probes.twins import (
+from megatron_fanformer.experiments.probe import ModSettings
+from megatron_fanformer.experiments.result import Cell, Finding, Log, Measured, Table
+from megatron_fanformer.experiments.twins import (
     SAME_PARAMETERS,
     TRANSFORMER,
     FANLayer,
-    cosine,
     fanformer_of,
     fresh_model,
     seeded,
     twins,
 )
-from megatron_fanformer.experiments.result import Cell, Finding, Log, Measured, Table
 from megatron_fanformer.model.config import FANformerConfig
 from megatron_fanformer.pictures import drawn
 
@@ -61,9 +60,9 @@ def measure(settings: ModSettings, _folder: Path, log: Log) -> Measured:
             train(model, training, seed)
             inside = error(model, 0.0, training.half_range)
             outside = error(model, training.half_range, 2 * training.half_range)
-            kept = errors.setdefault(name, {"inside": [], "outside": []})
-            kept["inside"].append(inside)
-            kept["outside"].append(outside)
+            of_model = errors.setdefault(name, {"inside": [], "outside": []})
+            of_model["inside"].append(inside)
+            of_model["outside"].append(outside)
             fits.setdefault(name, (training.half_range, model))
             log(f"seed {seed}: {name}: {inside:.3f} inside, {outside:.3f} outside")
     picture = drawn(lambda panels: _draw(panels[:, 0], fits), rows=len(fits), size=(8, 1.7))
@@ -112,16 +111,11 @@ def mlp(parameters: int) -> nn.Module:
     return nn.Sequential(nn.Linear(1, width), *hidden, nn.Linear(width, 1))
 
 
-def size_of(model: nn.Module) -> int:
-    """Count its parameters."""
-    return sum(weight.numel() for weight in model.parameters())
-
-
 def _models(settings: ModSettings, seed: int) -> Iterator[tuple[str, nn.Module, Training]]:
     control = Training(settings.half_range, settings.control_steps, settings.control_rate, settings.batch_size)
     fan = seeded(seed, partial(fan_network, settings.control_size))
     yield FAN, fan, control
-    yield MLP, seeded(seed, partial(mlp, size_of(fan))), control
+    yield MLP, seeded(seed, partial(mlp, sum(weight.numel() for weight in fan.parameters()))), control
     of_models = Training(settings.model_half_range, settings.model_steps, settings.model_rate, settings.batch_size)
     kinds = twins(fanformer_of(settings.model_layers, settings.model_size, NUM_HEADS, vocab_size=1))
     for name, twin in ((TRANSFORMER, TRANSFORMER), (SAME_PARAMETERS, SAME_PARAMETERS), (WITHOUT_NORM, SAME_PARAMETERS)):
@@ -141,7 +135,9 @@ def train(model: nn.Module, training: Training, seed: int) -> None:
     """Minimize the mean square error by AdamW, over samples that the seed alone decides."""
     samples = torch.Generator().manual_seed(seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=training.rate)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: cosine(step, training.steps))
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: 0.5 * (1 + math.cos(math.pi * step / training.steps))
+    )
     for _ in range(training.steps):
         t = training.half_range * (2 * torch.rand(training.batch_size, 1, generator=samples) - 1)
         loss = F.mse_loss(model(t), target(t))
@@ -159,7 +155,7 @@ def error(model: Callable[[Tensor], Tensor], low: float, high: float) -> float:
     return F.mse_loss(model(t), target(t)).item()
 
 
-# -- what it says
+# -- findings
 
 
 def _findings(errors: Errors) -> Iterator[Finding]:
@@ -184,8 +180,8 @@ def _findings(errors: Errors) -> Iterator[Finding]:
 def _table(errors: Errors) -> Table:
     rows: list[list[Cell]] = [
         [name, seed, inside, outside]
-        for name, kept in errors.items()
-        for seed, (inside, outside) in enumerate(zip(kept["inside"], kept["outside"], strict=True))
+        for name, of_model in errors.items()
+        for seed, (inside, outside) in enumerate(zip(of_model["inside"], of_model["outside"], strict=True))
     ]
     return Table(title="Mean square errors", columns=["model", "seed", "inside", "outside"], rows=rows)
 

@@ -3,7 +3,7 @@
 import dataclasses
 import os
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -12,30 +12,21 @@ import yaml
 from megatron_fanformer.configuration import by_dotted_names, dotted, overlaid, read_overrides, read_values
 from megatron_fanformer.durable_files import write_atomically
 from megatron_fanformer.errors import InputError
+from megatron_fanformer.experiments.cells import LOSS, OVERRIDDEN, Cell, Sweep, metrics_of, read_sweep, sweep_of
 from megatron_fanformer.experiments.intervals import FEWEST_SEEDS
-from megatron_fanformer.experiments.sweeps.cells import (
-    Cell,
-    Group,
-    Outcome,
-    Sweep,
-    groups_of,
-    metrics_of,
-    outcomes,
-    parameters_of,
-    read_sweep,
-    sweep_of,
-)
-from megatron_fanformer.experiments.sweeps.comparisons import choices, in_play
-from megatron_fanformer.experiments.sweeps.config import LOSS, OVERRIDDEN
-from megatron_fanformer.experiments.sweeps.verb import SweepOptions
+from megatron_fanformer.experiments.outcomes import choices, groups_of, in_play, outcomes
+from megatron_fanformer.experiments.result import README
+from megatron_fanformer.experiments.sweep_report import MISSING, write_report
+from megatron_fanformer.experiments.sweep_run import run_sweep, write_array
 from megatron_fanformer.experiments.variants import VARIANTS, variant_like
+from megatron_fanformer.experiments.verbs import SweepOptions
 from megatron_fanformer.options import PROGRAM
 from megatron_fanformer.plan.flops import training_flops_per_token
 from megatron_fanformer.plan.machines import Machine, load_machine
 from megatron_fanformer.terminal import Row, plural, show, table
 from megatron_fanformer.train.config import RunConfig, advice, config_from_dict
 
-OF_ACTION = {
+ACTIONS = {
     "jobs": "run",
     "slurm": "run",
     "gpu": "dry-run",
@@ -67,7 +58,7 @@ def sweep(options: SweepOptions) -> None:
     """
     if options.jobs is not None and options.jobs < 1:
         raise InputError(f"--jobs is {options.jobs}; it must be at least 1")
-    for name, action in OF_ACTION.items():
+    for name, action in ACTIONS.items():
         if getattr(options, name) not in (None, ()) and options.action != action:
             given = options.overrides[0] if name == "overrides" else f"--{name}"
             raise InputError(f"{given} has no effect with {options.action}; use it with {action}")
@@ -82,20 +73,18 @@ def sweep(options: SweepOptions) -> None:
         case "dry-run":
             show(_plan_lines(loaded, machine, options.gpus or 1))
         case "run" if options.slurm is not None:
-            from megatron_fanformer.experiments.sweeps.run import write_array
-
             print(f"sbatch {write_array(loaded, options.slurm)}")
         case "run":
-            from megatron_fanformer.experiments.sweeps.run import run_sweep
-
             run_sweep(loaded, lambda line: show([line]), jobs=options.jobs or 1)
             print(f"all cells are complete; sweep {options.file} report")
         case "status":
             show(_status_lines(loaded))
         case "report":
-            from megatron_fanformer.experiments.sweeps.report import summary, write_report
-
-            show(summary(loaded.folder, write_report(loaded)))
+            result = write_report(loaded)
+            missing = (row for table in result.tables if table.title == MISSING for row in table.rows)
+            show(finding.sentence for finding in result.findings)
+            show(f"no loss: {name}: {state}" for name, state in missing)
+            show([f"wrote {loaded.folder / README}"])
 
 
 def _written_lines(sweep: Sweep) -> Iterator[str]:
@@ -118,27 +107,37 @@ def _status_lines(sweep: Sweep) -> Iterator[str]:
             yield f"{at}: {choice.best} is best{edge}"
 
 
+# -- dry-run
+
+
 def _plan_lines(sweep: Sweep, machine: Machine | None, gpus: int) -> Iterator[str]:
-    """Yield a row for each point: what one cell of it has and takes, and what all of them take together."""
+    """Yield a row for each point, with the cost of one of its cells, and a line with that of all cells."""
     done = outcomes(sweep)
-    rate = _measured_rate(done)
+    config, tune = sweep.config, sweep.config.tune
+    rates = [outcome.flops_per_second for outcome in done if outcome.flops_per_second is not None]
+    rate = float(np.median(rates)) if rates else None
+    planned = [(group.points, group.cell, config.tune_seeds or config.seeds) for group in groups_of(done)]
+    if tune is not None:  # the best points are not known yet: a cell of each has the same cost
+        first = next(iter(config.axes[tune.axis]))
+        at_first = [(points, cell) for points, cell, _ in planned if points[tune.axis] == first]
+        planned += [({**points, tune.axis: "the best"}, cell, config.seeds) for points, cell in at_first]
     rows: list[Row] = []
-    whole: list[float | None] = []
-    flops = 0
-    for points, cell, seeds in _planned(sweep, groups_of(done)):
-        seconds = _seconds(cell, machine, gpus, rate)
-        whole += [seconds] * seeds
-        flops += _flops(cell) * seeds
-        own = (f"{parameters_of(cell):,}", f"{cell.tokens:,}", f"{_flops(cell):.2e}", _duration(seconds))
-        rows.append((*points, str(seeds), *own))
-    numbers = ("seeds", "parameters", "tokens", "FLOPs", "time")
-    align = "l" * len(sweep.config.axes) + "r" * len(numbers)
-    yield from table((*sweep.config.axes, *numbers), rows, align=align)
+    total_seconds, total_flops = 0.0, 0
+    for points, cell, seeds in planned:
+        flops = training_flops_per_token(cell.config.model) * cell.tokens
+        seconds = None if rate is None else flops / rate
+        if machine is not None:
+            seconds = _seconds_on(machine, cell, gpus)
+        total_seconds += seeds * (seconds or 0.0)
+        total_flops += seeds * flops
+        numbers = (f"{cell.parameters:,}", f"{cell.tokens:,}", f"{flops:.2e}", _duration(seconds))
+        rows.append((*points.values(), str(seeds), *numbers))
+    columns = (*config.axes, "seeds", "parameters", "tokens", "FLOPs", "time")
+    yield from table(columns, rows, align="l" * len(config.axes) + "rrrrr")
     yield from difference_lines(sweep)
     complete = sum(outcome.state == "complete" for outcome in in_play(sweep, done))
-    time = _duration(None if None in whole else sum(filter(None, whole)))
-    cells = sweep.config.num_cells
-    yield f"{cells} cells, {complete} of them complete; {flops:.2e} FLOPs, {time} one after the other"
+    time = _duration(total_seconds or None)
+    yield f"{config.num_cells} cells, {complete} of them complete; {total_flops:.2e} FLOPs, {time} one after the other"
     if machine is not None:
         yield f"time: by formula, on {gpus} x {machine.name}"
     elif rate is not None:
@@ -153,7 +152,7 @@ def difference_lines(sweep: Sweep) -> Iterator[str]:
     by_others: dict[tuple[str, ...], dict[str, int]] = {}
     for cell in sweep.cells:
         others = tuple(point for axis, point in cell.points.items() if axis != report.compare)
-        by_others.setdefault(others, {})[cell.points[report.compare]] = parameters_of(cell)
+        by_others.setdefault(others, {})[cell.points[report.compare]] = cell.parameters
     texts: list[str] = []
     for point in sweep.config.axes[report.compare]:
         if point != report.baseline:
@@ -164,31 +163,12 @@ def difference_lines(sweep: Sweep) -> Iterator[str]:
         yield f"parameters, without embedding and head, against {report.baseline}'s: {', '.join(texts)}"
 
 
-def _planned(sweep: Sweep, groups: Sequence[Group]) -> Iterator[tuple[list[str], Cell, int]]:
-    """Yield points, a cell and a number of seeds: of tuning, and of the best points, by a cell of the same cost."""
-    tune = sweep.config.tune
-    for group in groups:
-        yield list(group.points.values()), group.cell, sweep.config.tune_seeds if tune else sweep.config.seeds
-    if tune is not None:
-        first = next(iter(sweep.config.axes[tune.axis]))
-        for group in groups:
-            if group.points[tune.axis] == first:
-                points = {**group.points, tune.axis: "the best"}
-                yield list(points.values()), group.cell, sweep.config.seeds
+def _seconds_on(machine: Machine, cell: Cell, gpus: int) -> float:
+    """Return the time of a cell's steps, by formula.
 
-
-def _flops(cell: Cell) -> int:
-    return training_flops_per_token(cell.config.model) * cell.tokens
-
-
-def _measured_rate(done: Sequence[Outcome]) -> float | None:
-    rates = [outcome.flops_per_second for outcome in done if outcome.flops_per_second is not None]
-    return float(np.median(rates)) if rates else None
-
-
-def _seconds(cell: Cell, machine: Machine | None, gpus: int, rate: float | None) -> float | None:
-    if machine is None:
-        return None if rate is None else _flops(cell) / rate
+    Raises:
+        InputError: the machine lacks what the cell needs.
+    """
     from megatron_fanformer.plan.estimate import check_formats, for_machine, job_of, problems
     from megatron_fanformer.plan.machines import known_machines
     from megatron_fanformer.plan.step_time import step_time
@@ -196,13 +176,13 @@ def _seconds(cell: Cell, machine: Machine | None, gpus: int, rate: float | None)
     # As `plan`: a known machine is a GPU; a file may also describe the CPUs that a configuration asks for.
     on_cpu = cell.config.runtime.device == "cpu" and machine not in known_machines().values()
     config = for_machine(cell.config, machine, on_cpu=on_cpu)
-    refused = problems(config, gpus)
+    lines = problems(config, gpus)
     try:
         check_formats(config, machine)
     except InputError as error:
-        refused.append(str(error))
-    if refused:
-        raise InputError("\n".join(f"cell {cell.name}: {problem}" for problem in refused))
+        lines.append(str(error))
+    if lines:
+        raise InputError("\n".join(f"cell {cell.name}: {line}" for line in lines))
     return step_time(job_of(config, gpus), machine).seconds * config.training.steps
 
 
@@ -235,22 +215,23 @@ def write_sweep(options: SweepOptions) -> Sweep:
         raise InputError(f"--compare is {' '.join(names)}; name two or more of {', '.join(VARIANTS)}, each once")
     overrides = read_overrides(options.overrides, advice=advice)
     changes = dotted(overrides)
-    if own := [name for name in OVERRIDDEN if name in changes]:
-        raise InputError(f"--{own[0]} has no effect with init: each cell has its own; leave it out")
-    values = overlaid(read_values(options.config), overrides)
-    base = config_from_dict(values, report=lambda _notice: None)  # what it would say, the cells say
-    metric = metrics_of(base)[0]
+    if stray := [name for name in OVERRIDDEN if name in changes]:
+        raise InputError(f"--{stray[0]} has no effect with init: each cell has its own; leave it out")
+    base = read_values(options.config)
+    run = config_from_dict(overlaid(base, overrides), report=lambda _notice: None)  # the cells report the same
+    metric = metrics_of(run)[0]
     if metric == LOSS:
         raise InputError(
             f"{options.config} has no validation, by which models are compared; set data.valid_data, or data.split "
             "such as '95,5,0'"
         )
+    experiment = f"{names[0]} and {', '.join(names[1:])}"
     values = {
-        "experiment": f"{names[0]} and {', '.join(names[1:])}",
+        "experiment": experiment,
         "folder": str(file.with_suffix("")),
         "base": os.path.relpath(os.path.realpath(options.config), os.path.realpath(file.parent)),  # through links, too
         **({"changes": changes} if changes else {}),
-        "axes": {AXIS: {name: _changes(base, name) for name in names}},
+        "axes": {AXIS: {name: _model_changes(run, name) for name in names}},
         "seeds": FEWEST_SEEDS if options.seeds is None else options.seeds,
         "report": {
             "compare": AXIS,
@@ -259,10 +240,10 @@ def write_sweep(options: SweepOptions) -> Sweep:
             "metric": metric,
         },
     }
-    sweep = sweep_of(file, values, needs_data=False, base_file=options.config)
+    sweep = sweep_of(file, values, lambda _config: base, needs_data=False)
     # Sections as blocks, and what one point changes on its line, as in the sweeps that ship.
     text = yaml.safe_dump(values, sort_keys=False, default_flow_style=None, width=110, allow_unicode=True)
-    header = HEADER.format(points=values["experiment"].capitalize(), base=values["base"], file=file)
+    header = HEADER.format(points=experiment.capitalize(), base=values["base"], file=file)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(file, header + text)
@@ -271,8 +252,8 @@ def write_sweep(options: SweepOptions) -> Sweep:
     return sweep
 
 
-def _changes(base: RunConfig, name: str) -> dict[str, Any]:
+def _model_changes(base: RunConfig, name: str) -> dict[str, Any]:
     """Return the fields of the model in which a variant differs from the run's."""
     model = variant_like(base.model, name, divided_by=base.parallel.tensor_model_parallel_size)
-    before, after = (by_dotted_names(dataclasses.asdict(each)) for each in (base.model, model))
+    before, after = (by_dotted_names(dataclasses.asdict(config)) for config in (base.model, model))
     return {f"model.{field}": value for field, value in after.items() if before[field] != value}

@@ -9,9 +9,9 @@ FFN of two maps. The model's own FFN is a SwiGLU of three.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -19,7 +19,7 @@ from transformers.initialization import no_init_weights
 
 from megatron_fanformer.convert.huggingface import to_huggingface_config
 from megatron_fanformer.errors import InputError
-from megatron_fanformer.experiments.probes.settings import CostSettings
+from megatron_fanformer.experiments.probe import CostSettings
 from megatron_fanformer.experiments.result import Cell, Finding, Log, Measured, Table
 from megatron_fanformer.hf import FANformerForCausalLM
 from megatron_fanformer.model.config import PRESETS, FANformerConfig
@@ -35,8 +35,7 @@ PAPER_MEMORY = (4642.69, 4738.86)  # MB, allocated for OLMo-1B's and FANformer-1
 TWINS = ("-transformer", "", "-same-params")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Cost:
+class Cost(NamedTuple):
     """The cost of one model."""
 
     parameters: int
@@ -60,23 +59,19 @@ def measure(settings: CostSettings, _folder: Path, log: Log) -> Measured:
     costs = {}
     for name in settings.presets:
         for twin in TWINS:
-            costs[name + twin] = cost(PRESETS[name + twin], settings)
+            # without vocabulary padding, which the model for transformers does not have
+            config = replace(PRESETS[name + twin], make_vocab_size_divisible_by=1)
+            costs[name + twin] = Cost(
+                parameters=config.num_parameters,
+                flops=forward_flops_per_token(config, settings.sequence_length),
+                weight_bytes=HALF_BYTES * config.num_parameters,
+                counted_bytes=_peak_bytes(config, settings.inference_length),
+            )
         log(f"{name}: {costs[name].parameters:,} parameters")
     return Measured(
         findings=list(_findings(settings, costs)),
         tables=[_table(costs)],
         pictures={"cost.png": drawn(lambda panels: _draw(panels[0, 0], settings.presets, costs))},
-    )
-
-
-def cost(preset: FANformerConfig, settings: CostSettings) -> Cost:
-    """Return the costs of a model, without vocabulary padding, which the model for transformers does not have."""
-    config = replace(preset, make_vocab_size_divisible_by=1)
-    return Cost(
-        parameters=config.num_parameters,
-        flops=forward_flops_per_token(config, settings.sequence_length),
-        weight_bytes=HALF_BYTES * config.num_parameters,
-        counted_bytes=_peak_bytes(config, settings.inference_length),
     )
 
 
@@ -86,8 +81,9 @@ def _peak_bytes(config: FANformerConfig, length: int) -> int:
     """
     with FakeTensorMode(), torch.no_grad():
         with no_init_weights():  # drawing weights reads values, which fake tensors do not have
-            stated = to_huggingface_config(config)
-            model = FANformerForCausalLM._from_config(stated, attn_implementation="sdpa", dtype=torch.float16)
+            model = FANformerForCausalLM._from_config(
+                to_huggingface_config(config), attn_implementation="sdpa", dtype=torch.float16
+            )
         model.tie_weights()
         ids = torch.zeros(1, length, dtype=torch.long)
         with MemoryTracker() as tracker:
@@ -98,7 +94,7 @@ def _peak_bytes(config: FANformerConfig, length: int) -> int:
 
 
 def _more(costs: dict[str, Cost], name: str, figure: str, twin: str = "") -> float:
-    """Percent that a size, or its twin, has more than its Transformer."""
+    """Return how much more a size, or its twin, has than its Transformer, in percent."""
     return 100 * (getattr(costs[name + twin], figure) / getattr(costs[f"{name}-transformer"], figure) - 1)
 
 

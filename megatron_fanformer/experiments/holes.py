@@ -20,9 +20,8 @@ Shapes: n pairs, b rows of a batch, s tokens, v vocabulary.
 import dataclasses
 import itertools
 import json
-import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,9 +35,9 @@ from megatron_fanformer.data.chat_template import encode_chat, find_template, re
 from megatron_fanformer.durable_files import write_atomically
 from megatron_fanformer.errors import CorruptError, InputError, collect_problems
 from megatron_fanformer.experiments.intervals import above, mean_of
-from megatron_fanformer.experiments.probes.settings import HolesSettings, Task
-from megatron_fanformer.experiments.probes.twins import SAME_PARAMETERS, TRANSFORMER, fanformer_of, fresh_model, twins
+from megatron_fanformer.experiments.probe import HolesSettings, Task
 from megatron_fanformer.experiments.result import Cell, Finding, Log, Measured, Table
+from megatron_fanformer.experiments.twins import SAME_PARAMETERS, TRANSFORMER, fanformer_of, fresh_model, twins
 from megatron_fanformer.generate.models import TrainedModel, find_model_and_tokenizer, load_model
 from megatron_fanformer.pictures import draw_heat_map, drawn
 
@@ -65,19 +64,19 @@ MOST_TOKENS = 2048  # of a batch of conversations, whose logits are held whole
 # -- the pairs
 
 
+class Scores(NamedTuple):
+    """The scores of a set of pairs, in shares of 1."""
+
+    greedy: float
+    probability: float
+
+
 class Pairs(NamedTuple):
     """A task's pairs: as tokens, and which of them are in the hole."""
 
     tokens_ns: Tensor
     answers_n: Tensor
     in_hole_n: Tensor
-
-
-class Scores(NamedTuple):
-    """The scores of a set of pairs, in shares of 1."""
-
-    greedy: float
-    probability: float
 
 
 def all_pairs(task: Task, half_side: int) -> Pairs:
@@ -119,14 +118,24 @@ def _around(task: Task, half_side: int) -> tuple[int, int]:
     return max(CENTRE[task] - reach, 0), min(CENTRE[task] + reach, NUMBERS - 1)
 
 
-def draw_hole(axes: Any, task: Task, half_side: int, map_ab: Tensor, *, title: str) -> None:
-    """Draw the probabilities on and around the hole, and its edge."""
-    first, last = _around(task, half_side)
-    draw_heat_map(axes, map_ab.numpy(), vmin=0, vmax=1, extent=(first - 0.5, last + 0.5, first - 0.5, last + 0.5))
-    near, far = CENTRE[task] - half_side - 0.5, CENTRE[task] + half_side + 0.5
-    axes.plot((near, far, far, near, near), (near, near, far, far, near), color="white", linewidth=1)
-    axes.set_title(title, fontsize="small")
-    axes.set(xlabel="b", ylabel="a")
+def _picture(task: Task, half_side: int, rows: Sequence[Sequence[tuple[str, Tensor]]]) -> bytes:
+    """Draw probabilities on and around the hole, and its edge.
+
+    Args:
+        rows: the title of each panel, and its probabilities by a and b.
+    """
+
+    def draw(panels: Any) -> None:
+        first, last = _around(task, half_side)
+        near, far = CENTRE[task] - half_side - 0.5, CENTRE[task] + half_side + 0.5
+        for axes, (title, map_ab) in zip(panels.flat, itertools.chain(*rows), strict=True):
+            extent = (first - 0.5, last + 0.5, first - 0.5, last + 0.5)
+            draw_heat_map(axes, map_ab.numpy(), vmin=0, vmax=1, extent=extent)
+            axes.plot((near, far, far, near, near), (near, near, far, far, near), color="white", linewidth=1)
+            axes.set_title(title, fontsize="small")
+            axes.set(xlabel="b", ylabel="a")
+
+    return drawn(draw, rows=len(rows), columns=len(rows[0]), size=PANEL)
 
 
 # -- models trained from scratch
@@ -145,6 +154,10 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float
 
 
+Runs = dict[tuple[Task, float, str], list[Run]]
+"""Runs by task, weight decay and architecture, one for each seed."""
+
+
 def measure(settings: HolesSettings, folder: Path, log: Log) -> Measured:
     """Train every model with every seed and weight decay, but for those that the folder has; or score checkpoints.
 
@@ -154,10 +167,21 @@ def measure(settings: HolesSettings, folder: Path, log: Log) -> Measured:
     """
     if settings.checkpoints:
         return measure_checkpoints(settings, log)
-    runs: dict[tuple[Task, float, str], list[Run]] = {}
+    runs: Runs = {}
     axes = (settings.tasks, settings.weight_decays, range(settings.seeds), ARCHITECTURES)
+    common = {name: value for name, value in dataclasses.asdict(settings).items() if name not in AXES}
     for number, (task, weight_decay, seed, architecture) in enumerate(itertools.product(*axes), start=1):
-        run = _finished_or_new(settings, folder / "runs", task, weight_decay, seed, architecture)
+        run_settings = {
+            **common,
+            **{"task": task, "weight_decay": weight_decay, "seed": seed, "architecture": architecture},
+        }
+        short = "transformer" if architecture == TRANSFORMER else "fanformer"
+        file = folder / "runs" / f"{task}-decay-{weight_decay:g}-seed-{seed}-{short}.json"
+        run = _read_run(file)
+        if run is None or run.settings != run_settings:
+            run = train(settings, run_settings)
+            file.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(file, msgspec.json.encode(run))
         runs.setdefault((task, weight_decay, architecture), []).append(run)
         log(
             f"run {number}: {task}, weight decay {weight_decay:g}, seed {seed}, {architecture}: trained "
@@ -167,41 +191,26 @@ def measure(settings: HolesSettings, folder: Path, log: Log) -> Measured:
     return Measured(
         findings=[*_trained(runs), *_differences(settings, runs)],
         tables=[_table(runs)],
-        pictures={f"holes-{task}.png": _picture(settings, task, runs) for task in settings.tasks},
-        seconds=sum(run.seconds for own in runs.values() for run in own),
+        pictures={f"holes-{task}.png": _picture_of_runs(settings, task, runs) for task in settings.tasks},
+        seconds=sum(run.seconds for of_runs in runs.values() for run in of_runs),
     )
 
 
-# -- a run
+def _read_run(file: Path) -> Run | None:
+    if not file.exists():
+        return None
+    try:
+        return msgspec.json.decode(file.read_bytes(), type=Run)
+    except msgspec.MsgspecError as error:
+        raise CorruptError(f"{file} is no finished run ({error}); remove it, and it is trained again") from None
 
 
-def _finished_or_new(
-    settings: HolesSettings, folder: Path, task: Task, weight_decay: float, seed: int, architecture: str
-) -> Run:
-    own = {name: value for name, value in dataclasses.asdict(settings).items() if name not in AXES}
-    all_settings = {**own, "task": task, "weight_decay": weight_decay, "seed": seed, "architecture": architecture}
-    short = "transformer" if architecture == TRANSFORMER else "fanformer"
-    file = folder / f"{task}-decay-{weight_decay:g}-seed-{seed}-{short}.json"
-    if file.exists():
-        try:
-            finished = msgspec.json.decode(file.read_bytes(), type=Run)
-        except msgspec.MsgspecError as error:
-            raise CorruptError(f"{file} is no finished run ({error}); remove it, and it is trained again") from None
-        if finished.settings == all_settings:
-            return finished
-    folder.mkdir(parents=True, exist_ok=True)
-    run = train(settings, task, weight_decay, seed, architecture, all_settings)
-    write_atomically(file, msgspec.json.encode(run))
-    return run
-
-
-def train(
-    settings: HolesSettings, task: Task, weight_decay: float, seed: int, architecture: str, all_settings: dict[str, Any]
-) -> Run:
+def train(settings: HolesSettings, run_settings: dict[str, Any]) -> Run:
     """Train one model on the pairs outside the hole, in an order that the seed alone decides."""
     started = time.perf_counter()
+    task, weight_decay, seed = (run_settings[name] for name in ("task", "weight_decay", "seed"))
     shape = fanformer_of(settings.num_layers, settings.hidden_size, settings.num_heads, VOCABULARY)
-    model = fresh_model(twins(shape)[architecture], seed)
+    model = fresh_model(twins(shape)[run_settings["architecture"]], seed)
     pairs = all_pairs(task, settings.half_side)
     optimizer = torch.optim.AdamW(model.parameters(), lr=settings.learning_rate, weight_decay=weight_decay)
     warm_up, cooldown = (max(1, round(share * settings.steps)) for share in (WARM_UP, settings.cooldown))
@@ -211,8 +220,8 @@ def train(
 
     def logits(tokens_ns: Tensor) -> Tensor:
         """Return those of the answer, [n, v]."""
-        found: Tensor = model(input_ids=tokens_ns, use_cache=False, logits_to_keep=1).logits[:, 0]
-        return found
+        logits_nv: Tensor = model(input_ids=tokens_ns, use_cache=False, logits_to_keep=1).logits[:, 0]
+        return logits_nv
 
     for batch in _batches(pairs, settings, seed):
         loss = F.cross_entropy(logits(pairs.tokens_ns[batch]), pairs.answers_n[batch])
@@ -222,10 +231,10 @@ def train(
         schedule.step()
     probability, right = score(logits, pairs, settings.temperature)
     return Run(
-        settings=all_settings,
+        settings=run_settings,
         trained=scores(probability, right, ~pairs.in_hole_n),
         hole=scores(probability, right, pairs.in_hole_n),
-        map=[[round(each, 4) for each in row] for row in map_around(task, settings.half_side, probability).tolist()],
+        map=[[round(value, 4) for value in row] for row in map_around(task, settings.half_side, probability).tolist()],
         seconds=time.perf_counter() - started,
     )
 
@@ -262,10 +271,7 @@ def score(logits: Callable[[Tensor], Tensor], pairs: Pairs, temperature: float) 
     return torch.cat(probabilities), torch.cat(right)
 
 
-# -- what it says
-
-
-Runs = dict[tuple[Task, float, str], list[Run]]
+# -- findings
 
 
 def _trained(runs: Runs) -> Iterator[Finding]:
@@ -294,13 +300,13 @@ def _differences(settings: HolesSettings, runs: Runs) -> Iterator[Finding]:
             for architecture in ARCHITECTURES
         }
         apart = [100 * (fan - none) for fan, none in zip(in_hole[SAME_PARAMETERS], in_hole[TRANSFORMER], strict=True)]
-        interval = mean_of(apart).interval
-        means = {architecture: statistics.fmean(values) for architecture, values in in_hole.items()}
+        difference, interval = mean_of(apart)
+        means = {architecture: float(np.mean(values)) for architecture, values in in_hole.items()}
         spread = "" if interval is None else f" (difference {interval[0]:+.1f} to {interval[1]:+.1f} points)"
         yield Finding(
             name=f"hole of {task} at weight decay {weight_decay:g}, FANformer less Transformer",
             paper="; ".join(PAPER.values()),
-            ours=statistics.fmean(apart),
+            ours=difference,
             interval=interval,
             unit="points of probability",
             shows=above(interval, 0.0),
@@ -325,18 +331,14 @@ def _table(runs: Runs) -> Table:
     return Table(title="Runs, in %", columns=[*of_a_run, *shares, "seconds"], rows=rows)
 
 
-def _picture(settings: HolesSettings, task: Task, runs: Runs) -> bytes:
-    """Draw the probability of the right answer on and around the hole: a model a row, a weight decay a column."""
-
-    def draw(panels: Any) -> None:
-        for row, architecture in zip(panels, ARCHITECTURES, strict=True):
-            for axes, decay in zip(row, settings.weight_decays, strict=True):
-                of_runs = runs[task, decay, architecture]
-                mean = torch.tensor([run.map for run in of_runs]).mean(0)
-                title = f"{architecture}\nweight decay {decay:g}, {len(of_runs)} seeds"
-                draw_hole(axes, task, settings.half_side, mean, title=title)
-
-    return drawn(draw, rows=len(ARCHITECTURES), columns=len(settings.weight_decays), size=PANEL)
+def _picture_of_runs(settings: HolesSettings, task: Task, runs: Runs) -> bytes:
+    """Draw the mean over the seeds: a model a row, a weight decay a column."""
+    rows = []
+    for architecture in ARCHITECTURES:
+        title = f"{architecture}\nweight decay {{:g}}, {settings.seeds} seeds"
+        maps = {decay: [run.map for run in runs[task, decay, architecture]] for decay in settings.weight_decays}
+        rows.append([(title.format(decay), torch.tensor(of_runs).mean(0)) for decay, of_runs in maps.items()])
+    return _picture(task, settings.half_side, rows)
 
 
 # -- for a fine-tuning
@@ -359,17 +361,8 @@ def write_data(settings: HolesSettings, folder: Path) -> list[str]:
 
 # -- checkpoints that were fine-tuned on the conversations, as the paper's were
 
-
-class Answers(NamedTuple):
-    """A checkpoint's answers to the pairs of a task."""
-
-    pairs: Pairs
-    probability_n: Tensor
-    right_n: Tensor
-
-    def scores(self, *, in_hole: bool) -> Scores:
-        """Return the scores of the pairs in the hole, or of those that were trained on."""
-        return scores(self.probability_n, self.right_n, self.pairs.in_hole_n == in_hole)
+Row = tuple[np.ndarray, np.ndarray]
+"""A conversation's ids, [s], and a mask of its answer, [s]."""
 
 
 def measure_checkpoints(settings: HolesSettings, log: Log) -> Measured:
@@ -381,41 +374,49 @@ def measure_checkpoints(settings: HolesSettings, log: Log) -> Measured:
         DivergenceError: logits are not finite.
     """
     problems: list[str] = []
-    conversations = {name: _formed(name, settings, problems) for name in settings.checkpoints}
+    conversations = {name: _conversations(name, settings, problems) for name in settings.checkpoints}
     if problems:
         raise InputError("\n".join(problems))
-    answered_pairs: dict[tuple[Task, str], Answers] = {}
+    findings, rows = [], list[list[Cell]]()
+    panels: dict[Task, list[tuple[str, Tensor]]] = {task: [] for task in settings.tasks}
     for name, by_task in conversations.items():
         with load_model(Path(name)) as model:
-            for task, rows in by_task.items():
-                pairs = all_pairs(task, settings.half_side)
-                answered_pairs[task, name] = answers = Answers(pairs, *answered(model, rows, settings.temperature))
-                trained, hole = answers.scores(in_hole=False), answers.scores(in_hole=True)
-                log(f"{name}, {task}: {trained.greedy:.1%} outside the hole, {hole.greedy:.1%} in it, greedy")
+            for task, chats in by_task.items():
+                probability, right = answered(model, chats, settings.temperature)
+                in_hole = all_pairs(task, settings.half_side).in_hole_n
+                outside, hole = (scores(probability, right, where) for where in (~in_hole, in_hole))
+                log(f"{name}, {task}: {outside.greedy:.1%} outside the hole, {hole.greedy:.1%} in it, greedy")
+                rows.append([task, name, *(100 * share for share in (*outside, *hole))])
+                panels[task].append((name, map_around(task, settings.half_side, probability)))
+                findings.append(
+                    Finding(
+                        name=f"hole of {task}, {name}",
+                        paper="; ".join(PAPER.values()),
+                        ours=100 * hole.probability,
+                        unit="% of probability",
+                        shows=None,
+                        sentence=f"{name} gives the right answers in the hole of {task} a probability of "
+                        f"{hole.probability:.1%} at temperature {settings.temperature:g}, and {hole.greedy:.1%} of "
+                        f"them are its greedy ones; outside the hole these are {outside.probability:.1%} and "
+                        f"{outside.greedy:.1%}.",
+                    )
+                )
+    shares = ["outside, greedy", "outside, probability", "hole, greedy", "hole, probability"]
     return Measured(
-        findings=[_answers_finding(name, task, answers, settings) for (task, name), answers in answered_pairs.items()],
-        tables=[_answers_table(answered_pairs)],
-        pictures={f"holes-{task}.png": _answers_picture(settings, task, answered_pairs) for task in settings.tasks},
+        findings=findings,
+        tables=[Table(title="Right answers, in %", columns=["task", "checkpoint", *shares], rows=rows)],
+        pictures={f"holes-{task}.png": _picture(task, settings.half_side, [panels[task]]) for task in settings.tasks},
     )
 
 
-# -- the conversations
-
-
-Row = tuple[np.ndarray, np.ndarray]
-"""A conversation's ids, [s], and a mask of its answer, [s]."""
-
-
-def _formed(name: str, settings: HolesSettings, problems: list[str]) -> dict[Task, list[Row]]:
+def _conversations(name: str, settings: HolesSettings, problems: list[str]) -> dict[Task, list[Row]]:
     """Return the conversations of each task, pair by pair, as the checkpoint was fine-tuned on them."""
-    of_this: list[str] = []
-    source, tokenizer = find_model_and_tokenizer(name, None, of_this)
-    template = None
-    if source is not None and tokenizer is not None:
-        template = collect_problems(of_this, lambda: find_template(tokenizer.path, eod_id=source.end_of_text_id))
-        collect_problems(of_this, lambda: refuse_spaces_between(tokenizer))
-    problems += of_this
-    if tokenizer is None or template is None or of_this:
+    source, tokenizer = find_model_and_tokenizer(name, None, problems)
+    if source is None or tokenizer is None:
+        return {}
+    template = collect_problems(problems, lambda: find_template(tokenizer.path, eod_id=source.end_of_text_id))
+    collect_problems(problems, lambda: refuse_spaces_between(tokenizer))
+    if template is None or problems:
         return {}
     conversations = {}
     for task in settings.tasks:
@@ -425,68 +426,19 @@ def _formed(name: str, settings: HolesSettings, problems: list[str]) -> dict[Tas
     return conversations
 
 
-# -- the answers
-
-
 @torch.no_grad()
 def answered(model: TrainedModel, rows: list[Row], temperature: float) -> tuple[Tensor, Tensor]:
     """Return each row's probability of its answer at a temperature, and whether it is the greedy one, [n] each."""
     probability_n, right_n = torch.zeros(len(rows), dtype=torch.float64), torch.zeros(len(rows), dtype=torch.bool)
-    for numbers in _of_one_length(rows):
-        ids_bs = torch.tensor(np.stack([rows[number][0] for number in numbers]))
-        learned_bs = torch.tensor(np.stack([rows[number][1] for number in numbers]))[:, 1:]
-        logits_bsv = model.logits(ids_bs)[:, :-1].double().cpu()
-        labels_bs = ids_bs[:, 1:]
-        chosen_bs = (logits_bsv / temperature).log_softmax(-1).gather(2, labels_bs[..., None])[..., 0]
-        probability_n[numbers] = (chosen_bs * learned_bs).sum(1).exp()
-        right_n[numbers] = ((logits_bsv.argmax(-1) == labels_bs) | ~learned_bs).all(1)
+    lengths = [len(ids) for ids, _ in rows]
+    for length, same in itertools.groupby(sorted(range(len(rows)), key=lengths.__getitem__), key=lengths.__getitem__):
+        for batch in torch.tensor(list(same)).split(max(1, MOST_TOKENS // length)):
+            numbers = batch.tolist()
+            ids_bs = torch.tensor(np.stack([rows[number][0] for number in numbers]))
+            learned_bs = torch.tensor(np.stack([rows[number][1] for number in numbers]))[:, 1:]
+            logits_bsv = model.logits(ids_bs)[:, :-1].double().cpu()
+            labels_bs = ids_bs[:, 1:]
+            chosen_bs = (logits_bsv / temperature).log_softmax(-1).gather(2, labels_bs[..., None])[..., 0]
+            probability_n[numbers] = (chosen_bs * learned_bs).sum(1).exp()
+            right_n[numbers] = ((logits_bsv.argmax(-1) == labels_bs) | ~learned_bs).all(1)
     return probability_n, right_n
-
-
-def _of_one_length(rows: list[Row]) -> Iterator[list[int]]:
-    """Yield the numbers of all rows, in batches of one length."""
-    by_length: dict[int, list[int]] = {}
-    for number, (ids, _) in enumerate(rows):
-        by_length.setdefault(len(ids), []).append(number)
-    for length, numbers in by_length.items():
-        size = max(1, MOST_TOKENS // length)
-        yield from (numbers[first : first + size] for first in range(0, len(numbers), size))
-
-
-# -- what it says
-
-
-def _answers_finding(name: str, task: Task, answers: Answers, settings: HolesSettings) -> Finding:
-    trained, hole = answers.scores(in_hole=False), answers.scores(in_hole=True)
-    return Finding(
-        name=f"hole of {task}, {name}",
-        paper="; ".join(PAPER.values()),
-        ours=100 * hole.probability,
-        unit="% of probability",
-        shows=None,
-        sentence=f"{name} gives the right answers in the hole of {task} a probability of {hole.probability:.1%} at "
-        f"temperature {settings.temperature:g}, and {hole.greedy:.1%} of them are its greedy ones; outside the hole "
-        f"these are {trained.probability:.1%} and {trained.greedy:.1%}.",
-    )
-
-
-def _answers_table(answers_by_task: dict[tuple[Task, str], Answers]) -> Table:
-    return Table(
-        title="Right answers, in %",
-        columns=["task", "checkpoint", "outside, greedy", "outside, probability", "hole, greedy", "hole, probability"],
-        rows=[
-            [task, name, *(100 * score for in_hole in (False, True) for score in answers.scores(in_hole=in_hole))]
-            for (task, name), answers in answers_by_task.items()
-        ],
-    )
-
-
-def _answers_picture(settings: HolesSettings, task: Task, answers_by_task: dict[tuple[Task, str], Answers]) -> bytes:
-    """Draw the probability of the right answer on and around the hole: a checkpoint a panel."""
-
-    def draw(panels: Any) -> None:
-        for axes, name in zip(panels[0], settings.checkpoints, strict=True):
-            values = map_around(task, settings.half_side, answers_by_task[task, name].probability_n)
-            draw_hole(axes, task, settings.half_side, values, title=name)
-
-    return drawn(draw, columns=len(settings.checkpoints), size=PANEL)

@@ -1,36 +1,14 @@
-"""The command `experiment`: what a folder has, what is refused; intervals, and the rule for an effect that shows."""
+"""The command `experiment`: what a folder has, and what is refused."""
 
 import json
-import math
-import random
 
 import pytest
 
 from megatron_fanformer import cli
-from megatron_fanformer.experiments.intervals import above, below, mean_of, ratio_interval
-from megatron_fanformer.experiments.probes import holes, mod
-from megatron_fanformer.experiments.probes.settings import PROBES
+from megatron_fanformer.experiments import holes, mod
+from megatron_fanformer.experiments.probe import PROBES
 from megatron_fanformer.experiments.result import Finding, Measured
 from tests.experiments.stand_in import save
-
-SIMULATIONS = 1500
-COVERAGE_ERROR = 0.02  # three and a half standard errors of 95% in that many
-
-
-@pytest.mark.parametrize("seeds", [3, 8])
-def test_intervals_cover_the_mean_and_a_tie_is_called_a_win_as_often_as_stated(seeds):
-    draw = random.Random(seeds)
-    samples = [[draw.gauss(0.0, 2.0) for _ in range(seeds)] for _ in range(SIMULATIONS)]
-    intervals = [mean_of(sample).interval for sample in samples]
-    covered = sum(low <= 0.0 <= high for low, high in intervals) / SIMULATIONS
-    assert abs(covered - 0.95) < COVERAGE_ERROR
-    for rule in (above, below):
-        assert sum(rule(interval, 0.0) for interval in intervals) / SIMULATIONS < 0.025 + COVERAGE_ERROR
-    ratios = ratio_interval([math.exp(value) for value in samples[0]])
-    assert ratios == pytest.approx([math.exp(end) for end in intervals[0]])
-
-
-# -- the command
 
 
 def measured_by(calls):

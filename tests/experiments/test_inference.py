@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_fanformer.experiments.probes import inference
-from megatron_fanformer.experiments.probes.settings import InferenceSettings
-from megatron_fanformer.experiments.probes.twins import SAME_SIZE, fresh_model, twins
+from megatron_fanformer.experiments import inference
+from megatron_fanformer.experiments.probe import InferenceSettings
+from megatron_fanformer.experiments.twins import SAME_SIZE, fresh_model, twins
 from tests.tiny import tiny_model
 
 TINY = InferenceSettings(

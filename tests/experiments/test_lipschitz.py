@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from megatron_fanformer.experiments.probes import lipschitz
-from megatron_fanformer.experiments.probes.settings import LipschitzSettings
+from megatron_fanformer.experiments import lipschitz
+from megatron_fanformer.experiments.probe import LipschitzSettings
 
 TINY = LipschitzSettings(depths=(1, 2), hidden_size=16, num_heads=2, samples=2, grid=3)
 IN_FLOAT64 = {

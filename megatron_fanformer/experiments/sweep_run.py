@@ -20,17 +20,11 @@ from typing import NamedTuple
 import yaml
 
 from megatron_fanformer.checkpoint.run_lock import run_lock
-from megatron_fanformer.durable_files import regular_file, write_atomically
+from megatron_fanformer.durable_files import write_atomically
 from megatron_fanformer.errors import FanformerError, InputError, Interrupted
-from megatron_fanformer.experiments.sweeps.cells import ENDING_EARLY, Cell, Sweep, outcome, outcomes
-from megatron_fanformer.experiments.sweeps.comparisons import due, in_play, unfinished
-from megatron_fanformer.processes import (
-    SAVE_SIGNAL,
-    end_with_owner,
-    signals_held,
-    signals_to,
-    usable_cores,
-)
+from megatron_fanformer.experiments.cells import ENDING_EARLY, Cell, Sweep
+from megatron_fanformer.experiments.outcomes import due, in_play, outcome, outcomes, unfinished
+from megatron_fanformer.processes import SAVE_SIGNAL, end_with_owner, signals_held, signals_to, usable_cores
 from megatron_fanformer.runtime import device
 
 TRAIN = (sys.executable, "-m", "megatron_fanformer", "train")
@@ -38,7 +32,6 @@ POLL_SECONDS = 0.1
 LOG_TAIL_BYTES = 1 << 16  # end of a cell's log that is searched for its error
 ERROR_MARK = "megatron-fanformer: "  # what the command's errors begin with
 SCRIPT = "array.sh"
-MOST_BYTES = 1 << 20  # of the user's script
 DIRECTIVE = "#SBATCH"
 
 
@@ -77,8 +70,11 @@ def run_sweep(sweep: Sweep, log: Callable[[str], None], *, jobs: int = 1, comman
         total = sweep.config.num_cells
         message = f"{len(failed)} of {total} cells failed: {', '.join(failed)}; see their .log"
         raise CellsFailed(message, next(iter(failed.values())))
-    if left := due(playing):
-        raise CellsFailed(_ended_early(left))
+    if left := due(playing):  # their processes ended with 0
+        early = {f"{name} {value}" for cell in left for name in ENDING_EARLY if (value := cell.field(name)) is not None}
+        by = f" by {', '.join(sorted(early))}" if early else ""
+        names = ", ".join(cell.name for cell in left)
+        raise CellsFailed(f"{names} ended before the last step{by}; run the same command to continue")
     if problems := unfinished(sweep, playing):
         raise CellsFailed("\n".join(problems))
 
@@ -86,14 +82,6 @@ def run_sweep(sweep: Sweep, log: Callable[[str], None], *, jobs: int = 1, comman
 def write_configuration(cell: Cell) -> None:
     """Write a cell's configuration, complete, beside its run's folder."""
     write_atomically(cell.file, yaml.safe_dump(cell.config.as_dict(), sort_keys=False))
-
-
-def _ended_early(cells: Sequence[Cell]) -> str:
-    """Return the error of cells whose processes ended with 0 before the last step."""
-    reasons = {f"{name} {value}" for cell in cells for name in ENDING_EARLY if (value := cell.field(name)) is not None}
-    by = f" by {', '.join(sorted(reasons))}" if reasons else ""
-    names = ", ".join(cell.name for cell in cells)
-    return f"{names} ended before the last step{by}; run the same command to continue"
 
 
 class _Running(NamedTuple):
@@ -170,8 +158,7 @@ class _Runs:
         if code and not self._is_stopped:
             write_atomically(cell.failure, f"{_error_in(cell.log, ended.log_start, code)}\nexit code {code}\n")
         self.codes[cell.name] = 1 if code < 0 else code
-        result = outcome(cell, self._sweep.metric, average_steps=self._sweep.config.report.average_steps)
-        self._log(f"    {cell.name}: {result} ({time.monotonic() - ended.started:.0f} s)")
+        self._log(f"    {cell.name}: {outcome(self._sweep, cell)} ({time.monotonic() - ended.started:.0f} s)")
 
 
 def _thread_options(cell: Cell, jobs: int) -> list[str]:
@@ -209,7 +196,7 @@ def write_array(sweep: Sweep, script: Path) -> Path:
         CellsFailed: there is nothing left to run, but cells lack what the report needs.
     """
     try:
-        lines = regular_file(script, most_bytes=MOST_BYTES).read_text(encoding="utf-8").splitlines()
+        lines = script.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"--slurm {script} cannot be read ({error}); name a script such as slurm.sh") from None
     directives = [number for number, line in enumerate(lines) if line.startswith(DIRECTIVE)]
@@ -226,10 +213,10 @@ def write_array(sweep: Sweep, script: Path) -> Path:
         write_configuration(cell)
     first, last = directives[0], directives[-1]
     array = [
+        *lines[:first],
         f"# The sweep {sweep.file}: a task for each cell that was not complete.",
         f"{DIRECTIVE} --array=0-{len(cells) - 1}",
-    ]
-    chosen = [
+        *lines[first : last + 1],
         "",
         "cells=(",
         *(f"    {shlex.quote(str(cell.file))}" for cell in cells),
@@ -240,8 +227,8 @@ def write_array(sweep: Sweep, script: Path) -> Path:
         "failed=${cell%.yaml}.failed",
         'rm -f "$failed"',
         """trap 'code=$?; case $code in 1|2|3|4) printf "exit code %s\\n" $code $code > "$failed" ;; esac' EXIT""",
+        *lines[last + 1 :],
     ]
-    written = [*lines[:first], *array, *lines[first : last + 1], *chosen, *lines[last + 1 :]]
     destination = sweep.folder / SCRIPT
-    write_atomically(destination, "\n".join(written) + "\n")
+    write_atomically(destination, "\n".join(array) + "\n")
     return destination

@@ -4,7 +4,6 @@ That model is plain PyTorch, so that a probe of a minute needs no process group,
 """
 
 import dataclasses
-import math
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -22,7 +21,7 @@ FFN_RATIO = 4
 """d_ff over the hidden size."""
 P_RATIO = 0.25
 
-Made = TypeVar("Made")
+T = TypeVar("T")
 
 
 class FANLayer(nn.Module):
@@ -71,18 +70,13 @@ def twins(config: FANformerConfig) -> dict[str, FANformerConfig]:
     }
 
 
-def seeded(seed: int, make: Callable[[], Made]) -> Made:
-    """Return what a function makes of a seed's random numbers; torch's own random state stays as it is."""
+def seeded(seed: int, make: Callable[[], T]) -> T:
+    """Call a function under torch's random numbers of a seed; their state before is restored."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return make()
 
 
 def fresh_model(config: FANformerConfig, seed: int) -> FANformerForCausalLM:
-    """Return the model at random weights of a seed, in float32."""
+    """Return a model at random weights of a seed, in float32."""
     return seeded(seed, lambda: FANformerForCausalLM(to_huggingface_config(config)))
-
-
-def cosine(step: int, steps: int) -> float:
-    """Return the share of the learning rate in a step, falling from 1 to 0."""
-    return 0.5 * (1 + math.cos(math.pi * step / steps))

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_fanformer.experiments.probes import mod
-from megatron_fanformer.experiments.probes.settings import ModSettings
+from megatron_fanformer.experiments import mod
+from megatron_fanformer.experiments.probe import ModSettings
 
 VARIANCE = 25 / 12  # of t mod 5
 TINY = ModSettings(seeds=2, control_size=8, control_steps=3, model_layers=1, model_size=16, model_steps=2, batch_size=8)

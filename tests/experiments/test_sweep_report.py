@@ -1,4 +1,4 @@
-"""The comparisons of a sweep: planted effects and nulls, the choice of a tuned axis's points, Holm's p values."""
+"""The comparisons of a sweep: planted effects and nulls, and the choice of a tuned axis's points."""
 
 import random
 import shutil
@@ -11,20 +11,11 @@ import pytest
 from megatron_fanformer import cli
 from megatron_fanformer.checkpoint.run_folder import METRICS
 from megatron_fanformer.durable_files import write_atomically
-from megatron_fanformer.experiments.intervals import holm, p_value
+from megatron_fanformer.experiments.cells import ReportConfig, Sweep, SweepConfig, TuneConfig, read_sweep
+from megatron_fanformer.experiments.outcomes import Group, choices, compared, due, groups_of, in_play, outcomes
 from megatron_fanformer.experiments.result import read_result
-from megatron_fanformer.experiments.sweeps.cells import Group, Sweep, groups_of, outcomes, read_sweep
-from megatron_fanformer.experiments.sweeps.comparisons import (
-    Comparison,
-    choices,
-    compared,
-    comparisons,
-    due,
-    findings,
-    in_play,
-)
-from megatron_fanformer.experiments.sweeps.config import ReportConfig, SweepConfig, TuneConfig
-from megatron_fanformer.experiments.sweeps.run import run_sweep
+from megatron_fanformer.experiments.sweep_report import Comparison, comparisons, findings
+from megatron_fanformer.experiments.sweep_run import run_sweep
 from tests.experiments.making import STAND_IN, changed, write_sweep
 from tests.experiments.stand_in import BASE_THAT_FAILS, PLANTED, train
 from tests.small_runs import write_tokens
@@ -37,22 +28,6 @@ SPREAD = 0.02  # of one arm's losses about their seed's
 @pytest.fixture(scope="module")
 def tokens(tmp_path_factory: pytest.TempPathFactory) -> str:
     return write_tokens(tmp_path_factory.mktemp("tokens") / "tokens")
-
-
-@pytest.mark.parametrize(
-    ("t", "values"),
-    # Student's table: t of 4.303 with two degrees of freedom, 2.776 with four and 2.571 with five leave 5% outside.
-    [(4.303, 3), (2.776, 5), (2.571, 6)],
-)
-def test_p_is_as_published(t: float, values: int) -> None:
-    spread = [(-1.0) ** number for number in range(values - values % 2)] + [0.0] * (values % 2)
-    error = (sum(each**2 for each in spread) / (values - 1) / values) ** 0.5
-    assert p_value([each + t * error for each in spread]) == pytest.approx(0.05, abs=1e-4)
-
-
-def test_holms_p_values_are_the_papers_steps() -> None:
-    assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
-    assert holm([0.6, 0.5]) == [1.0, 1.0]
 
 
 def config(**report: Any) -> SweepConfig:

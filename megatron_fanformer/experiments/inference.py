@@ -20,8 +20,9 @@ from transformers import DynamicCache
 
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.experiments.intervals import ratio_interval
-from megatron_fanformer.experiments.probes.settings import InferenceSettings
-from megatron_fanformer.experiments.probes.twins import (
+from megatron_fanformer.experiments.probe import InferenceSettings
+from megatron_fanformer.experiments.result import Cell, Finding, Log, Measured, Table
+from megatron_fanformer.experiments.twins import (
     SAME_PARAMETERS,
     SAME_SIZE,
     TRANSFORMER,
@@ -29,9 +30,8 @@ from megatron_fanformer.experiments.probes.twins import (
     fresh_model,
     twins,
 )
-from megatron_fanformer.experiments.result import Cell, Finding, Log, Measured, Table
 from megatron_fanformer.hf import FANformerForCausalLM
-from megatron_fanformer.model.config import PRESETS, FANformerConfig
+from megatron_fanformer.model.config import PRESETS
 from megatron_fanformer.pictures import drawn
 from megatron_fanformer.plan.memory_tracker import MemoryTracker
 from megatron_fanformer.runtime.device import resolve_device
@@ -45,7 +45,6 @@ PAPER = "141.49 to 142.88 ms (A100, fp16, 4,096 tokens, 20 iterations): 1.01"
 class Contestant:
     """One of the three models that are measured in turns."""
 
-    config: FANformerConfig
     model: FANformerForCausalLM
     prefill: list[float] = field(default_factory=list)
     """Seconds of the prefill, one per round."""
@@ -64,14 +63,17 @@ def measure(settings: InferenceSettings, _folder: Path, log: Log) -> Measured:
     """
     kind = resolve_device("auto")
     dtype = DTYPES[settings.dtype if settings.dtype != "auto" else "bf16" if kind == "cuda" else "fp32"]
-    shape = _config(settings)
-    drawn_ids = torch.Generator().manual_seed(0)
-    prompt = torch.randint(shape.vocab_size, (settings.batch_size, settings.prompt_tokens), generator=drawn_ids).to(
-        kind
-    )
+    if settings.preset is None:
+        config = fanformer_of(settings.num_layers, settings.hidden_size, settings.num_heads, settings.vocab_size)
+    elif settings.preset in PRESETS:
+        config = replace(PRESETS[settings.preset], make_vocab_size_divisible_by=1)
+    else:
+        raise InputError(f"inference.preset is {settings.preset!r}; name one of {', '.join(PRESETS)}")
+    shape, generator = (settings.batch_size, settings.prompt_tokens), torch.Generator().manual_seed(0)
+    prompt = torch.randint(config.vocab_size, shape, generator=generator).to(kind)
     contestants = {
-        name: Contestant(config=config, model=fresh_model(config, seed=0).to(device=kind, dtype=dtype).eval())
-        for name, config in twins(shape).items()
+        name: Contestant(model=fresh_model(twin, seed=0).to(device=kind, dtype=dtype).eval())
+        for name, twin in twins(config).items()
     }
     for name, contestant in contestants.items():
         _measure_memory(contestant, prompt, settings.new_tokens, kind)
@@ -89,14 +91,6 @@ def measure(settings: InferenceSettings, _folder: Path, log: Log) -> Measured:
         tables=[_table(contestants)],
         pictures={"inference.png": drawn(lambda panels: _draw(panels[0], contestants), columns=2)},
     )
-
-
-def _config(settings: InferenceSettings) -> FANformerConfig:
-    if settings.preset is not None and settings.preset not in PRESETS:
-        raise InputError(f"inference.preset is {settings.preset!r}; name one of {', '.join(PRESETS)}")
-    if settings.preset is not None:
-        return replace(PRESETS[settings.preset], make_vocab_size_divisible_by=1)
-    return fanformer_of(settings.num_layers, settings.hidden_size, settings.num_heads, settings.vocab_size)
 
 
 # -- one continuation
@@ -149,7 +143,7 @@ def _measure_memory(contestant: Contestant, prompt_bs: Tensor, new_tokens: int, 
     )
 
 
-# -- what it says
+# -- findings
 
 
 def _findings(settings: InferenceSettings, contestants: dict[str, Contestant]) -> Iterator[Finding]:
@@ -188,7 +182,7 @@ def _table(contestants: dict[str, Contestant]) -> Table:
     columns = ["model", "parameters", "prefill, ms", "decoding, ms a token", "weights, MiB", "cache, MiB", "peak, MiB"]
     rows: list[list[Cell]] = [
         [
-            *(name, contestant.config.num_parameters),
+            *(name, sum(weight.numel() for weight in contestant.model.parameters())),
             *(1000 * statistics.median(seconds) for seconds in (contestant.prefill, contestant.decode)),
             *(size / MIB for size in (contestant.weight_bytes, contestant.cache_bytes, contestant.peak_bytes)),
         ]
@@ -199,6 +193,6 @@ def _table(contestants: dict[str, Contestant]) -> Table:
 
 def _draw(panels: Any, contestants: dict[str, Contestant]) -> None:
     for axes, phase, unit in zip(panels, ("prefill", "decode"), ("ms", "ms a token"), strict=True):
-        seconds = [[1000 * each for each in getattr(one, phase)] for one in contestants.values()]
+        seconds = [[1000 * value for value in getattr(model, phase)] for model in contestants.values()]
         axes.boxplot(seconds, tick_labels=[name.replace(", ", ",\n") for name in contestants], showfliers=False)
         axes.set(title=f"{phase}, {unit}")

@@ -19,10 +19,11 @@ import yaml
 from megatron_fanformer import cli
 from megatron_fanformer.checkpoint import run_folder
 from megatron_fanformer.errors import InputError, Interrupted
+from megatron_fanformer.experiments.cells import Sweep, read_sweep
+from megatron_fanformer.experiments.outcomes import outcomes
 from megatron_fanformer.experiments.result import read_result
-from megatron_fanformer.experiments.sweeps.cells import Sweep, outcomes, read_sweep
-from megatron_fanformer.experiments.sweeps.report import CSV, PICTURE, write_report
-from megatron_fanformer.experiments.sweeps.run import TRAIN, CellsFailed, run_sweep, write_array
+from megatron_fanformer.experiments.sweep_report import CSV, PICTURE, write_report
+from megatron_fanformer.experiments.sweep_run import TRAIN, CellsFailed, run_sweep, write_array
 from tests.experiments.making import STAND_IN, changed, write_sweep
 from tests.experiments.stand_in import BASE_THAT_FAILS, train
 from tests.patience import PATIENCE_SECONDS
@@ -202,7 +203,7 @@ def test_cells_at_a_time_share_the_cores_among_all_their_ranks(
     tmp_path: Path, tokens: str, monkeypatch: pytest.MonkeyPatch, stated: int | None, option: str
 ) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    monkeypatch.setattr("megatron_fanformer.experiments.sweeps.run.usable_cores", lambda: 17)
+    monkeypatch.setattr("megatron_fanformer.experiments.sweep_run.usable_cores", lambda: 17)
     changes = {"runtime.threads_per_rank": stated, "parallel.data_parallel_size": 2}
     axes = {"size": {"d16": {"model.hidden_size": 16}}}
     report = {"compare": "size", "baseline": "d16"}
@@ -239,7 +240,7 @@ def test_a_report_holds_the_planted_difference_and_saving(tmp_path: Path, tokens
 def test_all_that_is_wrong_with_a_file_is_told_before_any_cell_starts(tmp_path: Path, tokens: str) -> None:
     report = {"compare": "depth", "baseline": "x", "average_steps": 5, "by": ["breadth"], "primary": [["a", "a"]]}
     file = write_sweep(
-        tmp_path, tokens, seeds=0, axes={"size": {"a b": {"model.hidden_size": 8}, "c": 3}}, report=report
+        tmp_path, tokens, seeds=0, axes={"size": {"a b": {"model.hidden_size": 8}, "c": {"size": 3}}}, report=report
     )
     with pytest.raises(InputError) as wrong:
         read_sweep(file, needs_data=False)
@@ -247,13 +248,16 @@ def test_all_that_is_wrong_with_a_file_is_told_before_any_cell_starts(tmp_path: 
     for part in (
         "seeds is 0",
         "'a b'",
-        "axes.size.c",
-        "report.compare is depth",
+        "axes.size.c has 'size'",
+        "compare is depth",
         "average_steps",
         "breadth",
-        "['a', 'a']",
+        "'a', 'a'",
     ):
         assert [line for line in lines if part in line], part
+    changed(file, axes={"size": {"c": 3}})
+    with pytest.raises(InputError, match="axes or changes are not as they must be"):
+        read_sweep(file, needs_data=False)
     axes = {"size": {"ok": {}, "odd": {"model.hidden_size": 30}, "typo": {"model.hiden_size": 32}}}
     report = {"compare": "size", "baseline": "ok"}
     file = write_sweep(tmp_path, tokens, axes=axes, seeds=2, report=report)

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_fanformer.experiments.probes import cost
-from megatron_fanformer.experiments.probes.settings import CostSettings
+from megatron_fanformer.experiments import cost
+from megatron_fanformer.experiments.probe import CostSettings
 from megatron_fanformer.model.config import PRESETS, as_transformer, with_same_parameters
 from tests.tiny import tiny_model
 

@@ -5,8 +5,20 @@ import math
 import numpy as np
 import pytest
 
-from megatron_fanformer.experiments.fits import Curve, Fit, Saving, fit_together, saving
-from megatron_fanformer.experiments.intervals import mean_of, t_quantile
+from megatron_fanformer.experiments.intervals import (
+    Curve,
+    Fit,
+    Saving,
+    above,
+    below,
+    fit_together,
+    holm,
+    mean_of,
+    p_value,
+    ratio_interval,
+    saving,
+    t_quantile,
+)
 
 SIZES = np.geomspace(1e5, 3e6, 6)
 SEEDS = 3
@@ -40,12 +52,32 @@ def test_students_t_is_as_published(freedom: int, published: float) -> None:
     assert t_quantile(freedom) == pytest.approx(published, rel=1e-5)
 
 
-def test_intervals_of_means_cover_as_often_as_they_say() -> None:
-    generator = np.random.default_rng(0)
-    found = [mean_of(generator.normal(size=3).tolist()).interval for _ in range(4000)]
-    covered = np.mean([each is not None and each[0] <= 0 <= each[1] for each in found])
-    assert covered == pytest.approx(0.95, abs=0.01)  # three standard errors
+@pytest.mark.parametrize("seeds", [3, 8])
+def test_intervals_cover_the_mean_and_a_tie_is_called_a_win_as_often_as_stated(seeds: int) -> None:
+    samples = np.random.default_rng(seeds).normal(size=(4000, seeds)).tolist()
+    intervals = [interval for sample in samples if (interval := mean_of(sample).interval) is not None]
+    assert np.mean([low <= 0 <= high for low, high in intervals]) == pytest.approx(0.95, abs=0.01)  # 3 standard errors
+    for rule in (above, below):
+        assert np.mean([rule(interval, 0.0) for interval in intervals]) < 0.025 + 0.008
+    ratios = ratio_interval([math.exp(value) for value in samples[0]])
+    assert ratios == pytest.approx([math.exp(end) for end in intervals[0]])
     assert mean_of([1.0]).interval is None
+
+
+@pytest.mark.parametrize(
+    ("t", "values"),
+    # Student's table: t of 4.303 with two degrees of freedom, 2.776 with four and 2.571 with five leave 5% outside.
+    [(4.303, 3), (2.776, 5), (2.571, 6)],
+)
+def test_p_is_as_published(t: float, values: int) -> None:
+    spread = [(-1.0) ** number for number in range(values - values % 2)] + [0.0] * (values % 2)
+    error = (sum(value**2 for value in spread) / (values - 1) / values) ** 0.5
+    assert p_value([value + t * error for value in spread]) == pytest.approx(0.05, abs=1e-4)
+
+
+def test_holms_p_values_are_the_papers_steps() -> None:
+    assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
+    assert holm([0.6, 0.5]) == [1.0, 1.0]
 
 
 @pytest.mark.parametrize("curve", [TRANSFORMER, Curve(0.0, 20.0, 0.1), Curve(1.7, 410.0, 0.34)])
@@ -60,8 +92,8 @@ def test_a_curve_without_noise_is_found(curve: Curve) -> None:
 def test_the_savings_interval_covers_a_planted_saving_also_of_runs_that_share_their_noise(
     common: float,
 ) -> None:
-    found = [planted(0.692, seed, common=common)[1].interval for seed in range(SIMULATIONS)]
-    bounds = [each for each in found if each is not None]
+    intervals = [planted(0.692, seed, common=common)[1].interval for seed in range(SIMULATIONS)]
+    bounds = [interval for interval in intervals if interval is not None]
     covered = sum(low <= 0.692 <= high for low, high in bounds) / SIMULATIONS
     assert COVERAGE[0] <= covered <= COVERAGE[1]
     shown = sum(high < 1 for _, high in bounds) / SIMULATIONS
@@ -69,8 +101,8 @@ def test_the_savings_interval_covers_a_planted_saving_also_of_runs_that_share_th
 
 
 def test_a_planted_tie_is_not_called_a_win() -> None:
-    found = [planted(1.0, seed)[1].interval for seed in range(SIMULATIONS)]
-    called = sum(each is not None and each.high < 1 for each in found)
+    intervals = [planted(1.0, seed)[1].interval for seed in range(SIMULATIONS)]
+    called = sum(interval is not None and interval[1] < 1 for interval in intervals)
     assert called / SIMULATIONS <= 0.05  # 2.5%, and two standard errors
 
 
@@ -78,5 +110,5 @@ def test_a_curve_that_does_not_come_to_the_loss_saves_nothing_and_few_points_hav
     worse = Curve(4.5, 60.0, 0.25)
     sizes = SIZES[:4].tolist()
     fits = fit_together([sizes] * 2, [[curve.loss(x) for x in sizes] for curve in (TRANSFORMER, worse)], paired=True)
-    found = saving(*fits, sizes[-1])
-    assert math.isinf(found.share) and found.interval is None
+    reached = saving(*fits, sizes[-1])
+    assert math.isinf(reached.share) and reached.interval is None

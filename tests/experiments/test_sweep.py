@@ -9,7 +9,7 @@ import yaml
 
 from megatron_fanformer import cli
 from megatron_fanformer.errors import InputError
-from megatron_fanformer.experiments.sweeps.cells import read_sweep
+from megatron_fanformer.experiments.cells import read_sweep
 from megatron_fanformer.experiments.variants import NEAR_ENOUGH, VARIANTS, variant_like
 from megatron_fanformer.model.config import PRESETS
 from tests.experiments.making import changed, write_sweep

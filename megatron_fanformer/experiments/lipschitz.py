@@ -20,6 +20,7 @@ Shapes: b inputs, s points, h width, n heads, c channels (h), y and x sides of t
 import math
 import statistics
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +29,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_fanformer.experiments.intervals import above, ratio_interval
-from megatron_fanformer.experiments.probes.settings import LipschitzSettings
-from megatron_fanformer.experiments.probes.twins import FFN_RATIO, FANLayer
+from megatron_fanformer.experiments.probe import LipschitzSettings
 from megatron_fanformer.experiments.result import Cell, Finding, Log, Measured, Table
+from megatron_fanformer.experiments.twins import FFN_RATIO, FANLayer
 from megatron_fanformer.pictures import drawn, set_logarithmic
 
 MODELS = ("MLP", "Transformer", "FANformer")
@@ -43,7 +44,6 @@ PRINTED = {  # by the notebook, for its settings and seed 0
     16: (38.2069, 79.7350, 1439.2750),
     24: (53.3033, 225.3611, 16732.4648),
 }
-NOTEBOOK = LipschitzSettings()
 GAIN = math.sqrt(2.0)
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 PAPER = "FANformer above the Transformer, by 27.3% in deep configurations"
@@ -58,7 +58,7 @@ def measure(settings: LipschitzSettings, _folder: Path, log: Log) -> Measured:
     return Measured(
         findings=[*_beside_notebook(settings, by_seed[0]), *_beside_paper(settings, by_seed)],
         tables=[_table(settings, by_seed[0])],
-        pictures={"lipschitz.png": _picture(settings, by_seed[0])},
+        pictures={"lipschitz.png": drawn(lambda panels: _draw(panels[0, 0], settings, by_seed[0]))},
     )
 
 
@@ -86,7 +86,7 @@ class _Block(nn.Module):
             project(x_bsh).view(b, s, self.num_heads, -1) for project in (self.query, self.key, self.value)
         )
         if self.among_points:
-            query, key, value = (each.transpose(1, 2) for each in (query, key, value))
+            query, key, value = (x_bsnd.transpose(1, 2) for x_bsnd in (query, key, value))
         weights = (query @ key.transpose(2, 3) / math.sqrt(h)).softmax(-1)
         mixed = weights @ value
         attended = self.out((mixed.transpose(1, 2) if self.among_points else mixed).reshape(b, s, h))
@@ -102,13 +102,8 @@ class _Convolutions(nn.Module):
         self.maps = nn.ModuleList(nn.Conv2d(size, size, kernel_size=3, padding=1, bias=False) for _ in range(2))
 
     def forward(self, x_bcyx: Tensor) -> Tensor:
-        inner = _batch_norm(self.maps[0](x_bcyx)).relu()
-        return _batch_norm(self.maps[1](inner)) + x_bcyx
-
-
-def _batch_norm(x_bcyx: Tensor) -> Tensor:
-    """Normalize at initial weights, by the batch's own statistics."""
-    return F.batch_norm(x_bcyx, None, None, training=True)
+        batch_norm = partial(F.batch_norm, running_mean=None, running_var=None, training=True)
+        return batch_norm(self.maps[1](batch_norm(self.maps[0](x_bcyx)).relu())) + x_bcyx
 
 
 def _initialised(layers: Sequence[_Block]) -> nn.Sequential:
@@ -161,14 +156,13 @@ def _constant(model: nn.Module, first_bcyx: Tensor, second_bcyx: Tensor) -> floa
     return (apart_b / distances_b).max().item()
 
 
-# -- what it says
+# -- findings
 
 
 def _is_notebook(settings: LipschitzSettings) -> bool:
     """Return whether the settings are the notebook's but for depths, which must be its first ones in its order."""
-    same = ("hidden_size", "num_heads", "samples", "grid", "epsilon", "attention")
-    depths = settings.depths == tuple(PRINTED)[: len(settings.depths)]
-    return depths and all(getattr(settings, name) == getattr(NOTEBOOK, name) for name in same)
+    notebook = LipschitzSettings(seeds=settings.seeds, depths=tuple(PRINTED)[: len(settings.depths)])
+    return settings == notebook
 
 
 def _beside_notebook(settings: LipschitzSettings, measured: Constants) -> Iterator[Finding]:
@@ -229,14 +223,10 @@ def _table(settings: LipschitzSettings, measured: Constants) -> Table:
     return Table(title="Constants of seed 0", columns=["layers", "model", "notebook", *DTYPES], rows=rows)
 
 
-def _picture(settings: LipschitzSettings, measured: Constants) -> bytes:
-    def draw(panels: Any) -> None:
-        axes = panels[0, 0]
-        for (model, dtype), values in measured.items():
-            style = "--" if dtype == "float64" else "-"
-            axes.plot(settings.depths, values, marker=".", label=f"{model}, {dtype}", linestyle=style)
-        axes.set(xlabel="layers", title="Lipschitz constant, random weights")
-        set_logarithmic(axes.yaxis)
-        axes.legend()
-
-    return drawn(draw)
+def _draw(axes: Any, settings: LipschitzSettings, measured: Constants) -> None:
+    for (model, dtype), values in measured.items():
+        style = "--" if dtype == "float64" else "-"
+        axes.plot(settings.depths, values, marker=".", label=f"{model}, {dtype}", linestyle=style)
+    axes.set(xlabel="layers", title="Lipschitz constant, random weights")
+    set_logarithmic(axes.yaxis)
+    axes.legend()

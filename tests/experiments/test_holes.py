@@ -13,8 +13,8 @@ from megatron_fanformer.cli import main
 from megatron_fanformer.data.chat_template import encode_chat, find_template
 from megatron_fanformer.data.tokenizer import load_tokenizer
 from megatron_fanformer.errors import CorruptError
-from megatron_fanformer.experiments.probes import holes
-from megatron_fanformer.experiments.probes.settings import HolesSettings
+from megatron_fanformer.experiments import holes
+from megatron_fanformer.experiments.probe import HolesSettings
 from megatron_fanformer.experiments.result import read_result
 from tests.generate.making import write_export, write_tokenizer
 
@@ -80,11 +80,11 @@ def test_a_look_up_table_scores_0_in_the_hole_and_an_oracle_1():
 def test_a_probe_that_was_stopped_goes_on_with_the_runs_that_are_left(tmp_path, monkeypatch):
     real, trained = holes.train, []
 
-    def stopping(settings, task, weight_decay, seed, architecture, asked):
+    def stopping(settings, run_settings):
         if len(trained) == 3 and not (tmp_path / "went-on").exists():
             raise KeyboardInterrupt
-        trained.append((seed, architecture))
-        return real(settings, task, weight_decay, seed, architecture, asked)
+        trained.append((run_settings["seed"], run_settings["architecture"]))
+        return real(settings, run_settings)
 
     monkeypatch.setattr(holes, "train", stopping)
     with pytest.raises(KeyboardInterrupt):
@@ -173,5 +173,5 @@ def test_a_checkpoint_is_asked_by_the_verb(tmp_path: Path, capsys: pytest.Captur
     assert main([*command, "--checkpoint", exports[0]]) == 0
     result = read_result(tmp_path / "holes")
     assert [finding.shows for finding in result.findings] == [None]
-    assert result.settings.keys() == set(HolesSettings.OF_CHECKPOINTS)
+    assert result.settings.keys() == {"checkpoints", "tasks", "half_side", "temperature"}
     assert (tmp_path / "holes" / "holes-modular.png").read_bytes().startswith(b"\x89PNG")

@@ -1,0 +1,257 @@
+"""States and results of a sweep's cells, as the runs' folders say; the best points of a tuned axis; what is due.
+
+An axis such as the learning rates may be tuned: every arm of a comparison is to have the point that suits it. The
+choice is by runs of the first seeds, and the comparison by the seeds after them: no arm is flattered by its own choice.
+"""
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+
+from megatron_fanformer.checkpoint import run_folder
+from megatron_fanformer.errors import DivergenceError, InputError
+from megatron_fanformer.evaluate.config import PerplexityConfig
+from megatron_fanformer.experiments.cells import ENDING_EARLY, LOSS, Cell, Sweep
+from megatron_fanformer.train.config import UNSTATED, config_from_dict
+from megatron_fanformer.train.metrics import PERPLEXITY_LOSS_SUFFIX, read_metrics
+
+State = Literal["complete", "failed", "begun", "to come"]
+DIVERGED = f"exit code {DivergenceError.exit_code}"  # a line of a cell's .failed
+DETERMINING = ("model", "data", "optimizer", "schedule", "training")
+"""The sections of a configuration that decide what a run learns, up to rounding."""
+OF_MACHINE = {
+    *(f"training.{name}" for name in ("run_dir", "micro_batch_size", "eval_interval", "max_restarts")),
+    *ENDING_EARLY,
+    *(f"data.{name}" for name in ("num_workers", "cache_path", "staging_path")),
+    "data.allow_change",  # of one start: the trainer itself holds a run to its data
+}
+"""Fields of these that do not: where a run lies, when it pauses and measures (after its last step in any case), and how
+its machine reads and computes; a run fills in what is left to the machine."""
+CUTTING = ("chunking", "chunk_tokens", "limit_tokens", "npy_dtype", "eod_id")
+"""Fields of `evaluation.perplexity` that decide which tokens of a set are scored, and what is before them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """The state of a cell, as its folder shows it."""
+
+    cell: Cell
+    state: State
+    step: int
+    """The last step in its metrics; 0 before the first."""
+    failure: str | None
+    """The error that its last run ended with."""
+    diverged: bool
+    """Whether it ended by divergence, which a too high learning rate causes again at every try."""
+    loss: float | None
+    """The loss by the sweep's metric; None unless it is complete."""
+    seconds: float
+    """Time of its training steps."""
+    flops_per_second: float | None
+    """Median FLOP/s over its steps."""
+
+    def __str__(self) -> str:
+        steps = f"step {self.step:,} of {self.cell.config.training.steps:,}"
+        match self.state:
+            case "complete":
+                if self.loss is None:
+                    return "complete, but its last step has not the metric; remove its folder to train it again"
+                return f"complete, loss {self.loss:.4f}"
+            case "failed":
+                return f"failed at {steps}: {self.failure}"
+            case "begun":
+                return steps
+        return self.state
+
+
+def outcome(sweep: Sweep, cell: Cell) -> Outcome:
+    """Return the state and result of a cell."""
+    metrics = read_metrics(cell.run) if (cell.run / run_folder.METRICS).exists() else []
+    state: State = "begun" if metrics else "to come"
+    failure = cell.failure.read_text(encoding="utf-8").splitlines() if cell.failure.is_file() else None
+    saved = run_folder.complete_checkpoints(cell.run)
+    loss = None
+    if saved and (run_folder.step_of(saved[-1]) or 0) >= cell.config.training.steps:  # its metrics were written before
+        state, failure = "complete", None
+        if sweep.metric == LOSS:
+            last = metrics[-sweep.config.report.average_steps :]
+            losses = [entry[LOSS] for entry in last if entry.get(LOSS) is not None]
+            loss = float(np.mean(losses)) if losses else None
+        elif metrics:
+            loss = metrics[-1].get(sweep.metric)
+    elif failure is not None:
+        state = "failed"
+    speeds = [entry["model_flops_per_second"] for entry in metrics if "model_flops_per_second" in entry]
+    return Outcome(
+        cell=cell,
+        state=state,
+        step=metrics[-1]["step"] if metrics else 0,
+        failure=failure[0] if failure else None,
+        diverged=failure is not None and DIVERGED in failure[1:],
+        loss=loss,
+        seconds=sum(entry.get("step_seconds", 0.0) for entry in metrics),
+        flops_per_second=float(np.median(speeds)) if speeds else None,
+    )
+
+
+def outcomes(sweep: Sweep) -> list[Outcome]:
+    """Return the state and result of each cell, of those too that no best point was chosen for.
+
+    Raises:
+        InputError: runs in the folder are of other configurations than the file's; one line each.
+    """
+    if problems := [problem for cell in sweep.cells if (problem := _difference(cell, sweep.metric)) is not None]:
+        raise InputError("\n".join(problems))
+    return [outcome(sweep, cell) for cell in sweep.cells]
+
+
+def _difference(cell: Cell, metric: str) -> str | None:
+    """Describe how the run in a cell's folder differs from the cell, if there is one and it does."""
+    file = cell.run / run_folder.CONFIG
+    if not file.is_file():
+        return None
+    values = run_folder.read_mapping(file)
+    with contextlib.suppress(InputError):  # of a version with other fields: compared as it stands
+        # What an earlier version's run does not state, it had as the default is.
+        values = config_from_dict(values, report=lambda _notice: None).as_dict()
+    saved, planned = (
+        determining_fields(configuration) | _measuring_fields(configuration, metric)
+        for configuration in (values, cell.config.as_dict())
+    )
+    for name, value in planned.items():
+        if (before := saved.get(name, UNSTATED.get(name))) != value:
+            return (
+                f"{cell.run} has a run with {name} {before}, and the sweep's file makes it {value}; name another "
+                "folder, or remove that one"
+            )
+    return None
+
+
+def determining_fields(values: Mapping[str, Any], sections: Sequence[str] = DETERMINING) -> dict[str, Any]:
+    """Return the fields of a configuration's sections that decide a run's losses, by their dotted names."""
+    fields = {f"{section}.{name}": value for section in sections for name, value in (values.get(section) or {}).items()}
+    return {name: value for name, value in fields.items() if name not in OF_MACHINE}
+
+
+def _measuring_fields(values: Mapping[str, Any], metric: str) -> dict[str, Any]:
+    """Return those that decide how a perplexity set's loss is measured; other losses are by DETERMINING's alone."""
+    name = metric.removeprefix("eval/").removesuffix(PERPLEXITY_LOSS_SUFFIX)
+    if metric != f"eval/{name}{PERPLEXITY_LOSS_SUFFIX}":
+        return {}
+    perplexity = asdict(PerplexityConfig()) | ((values.get("evaluation") or {}).get("perplexity") or {})
+    files = perplexity["sets"].get(name)
+    fields = {f"sets.{name}": files, **{field: perplexity[field] for field in CUTTING}}
+    if files is None:  # it is of one of the paper's groups
+        fields["folder"] = perplexity["folder"]
+    return {f"evaluation.perplexity.{field}": value for field, value in fields.items()}
+
+
+# -- the best point of a tuned axis
+
+
+class Choice(NamedTuple):
+    """The tuned axis's result at one point of every other axis."""
+
+    points: dict[str, str]
+    """Its point on each of the other axes."""
+    losses: dict[str, float | None]
+    """Mean loss over the seeds by the tuned axis's point; None while a run has none, or since one diverged."""
+    best: str | None
+    """The point of the lowest loss; None until every run there has ended, or if all of them diverged."""
+
+    @property
+    def is_at_the_edge(self) -> bool:
+        """Return whether a better point may lie beyond the axis's first or last."""
+        points = list(self.losses)
+        return len(points) > 2 and self.best in (points[0], points[-1])
+
+
+def choices(sweep: Sweep, outcomes: Sequence[Outcome]) -> list[Choice]:
+    """Return the choice at each point of the axes that are not tuned, in the order of the cells."""
+    if sweep.config.tune is None:
+        return []
+    axis = sweep.config.tune.axis
+    tuning: dict[tuple[tuple[str, str], ...], dict[str, list[Outcome]]] = {}
+    for outcome in outcomes:
+        if outcome.cell.tunes:
+            others = tuple((name, point) for name, point in outcome.cell.points.items() if name != axis)
+            tuning.setdefault(others, {}).setdefault(outcome.cell.points[axis], []).append(outcome)
+    choices = []
+    for others, by_point in tuning.items():
+        losses: dict[str, float | None] = {}
+        for point, of_point in by_point.items():
+            known = [outcome.loss for outcome in of_point if outcome.loss is not None]
+            losses[point] = float(np.mean(known)) if len(known) == len(of_point) else None
+        have_ended = all(o.loss is not None or o.diverged for of_point in by_point.values() for o in of_point)
+        candidates = {point: loss for point, loss in losses.items() if loss is not None}
+        best = min(candidates, key=candidates.__getitem__) if have_ended and candidates else None
+        choices.append(Choice(dict(others), losses, best))
+    return choices
+
+
+def compared(sweep: Sweep, outcomes: Sequence[Outcome]) -> list[Outcome]:
+    """Return the cells that the comparisons are of: all, or those at the best points of the tuned axis."""
+    if sweep.config.tune is None:
+        return list(outcomes)
+    best = [{**choice.points, sweep.config.tune.axis: choice.best} for choice in choices(sweep, outcomes)]
+    return [outcome for outcome in outcomes if not outcome.cell.tunes and outcome.cell.points in best]
+
+
+def in_play(sweep: Sweep, outcomes: Sequence[Outcome]) -> list[Outcome]:
+    """Return the cells that have run or are to run, as far as the choices are made: those for tuning come first."""
+    return [*(outcome for outcome in outcomes if outcome.cell.tunes), *compared(sweep, outcomes)]
+
+
+def unfinished(sweep: Sweep, playing: Sequence[Outcome]) -> list[str]:
+    """Return what keeps a sweep of which nothing is due from its result, one line each."""
+    problems = [
+        f"{outcome.cell.name} has no {sweep.metric} at its last step; remove {outcome.cell.run} to train it again"
+        for outcome in playing
+        if outcome.state == "complete" and outcome.loss is None
+    ]
+    if sweep.config.tune is not None and not problems:
+        axis = sweep.config.tune.axis
+        problems = [
+            f"all points of {axis} diverged{''.join(f', {point}' for point in choice.points.values())}; add others"
+            for choice in choices(sweep, playing)
+            if choice.best is None
+        ]
+    return problems
+
+
+def due(playing: Sequence[Outcome]) -> list[Cell]:
+    """Return the cells in play that can run now and are not complete; a choice that is made then brings more."""
+    # A tuning run that diverged would diverge again.
+    return [
+        outcome.cell
+        for outcome in playing
+        if outcome.state != "complete" and not (outcome.cell.tunes and outcome.diverged)
+    ]
+
+
+# -- cells that differ in seed alone
+
+
+class Group(NamedTuple):
+    """The cells that differ in seed alone."""
+
+    points: dict[str, str]
+    """Its point on each axis."""
+    cell: Cell
+    """One of its cells, for what they share."""
+    losses: dict[int, float]
+    """Losses by seed, of the cells that have one."""
+
+
+def groups_of(outcomes: Sequence[Outcome]) -> list[Group]:
+    """Return all points, in the order of the cells."""
+    groups: dict[tuple[str, ...], Group] = {}
+    for outcome in outcomes:
+        key = tuple(outcome.cell.points.values())
+        group = groups.setdefault(key, Group(outcome.cell.points, outcome.cell, {}))
+        if outcome.loss is not None:
+            group.losses[outcome.cell.config.training.seed] = outcome.loss
+    return list(groups.values())

@@ -1,1 +1,0 @@
-"""The paper's smaller experiments, each a file: the command `experiment`."""

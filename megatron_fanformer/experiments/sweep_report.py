@@ -1,0 +1,385 @@
+"""The results of a sweep: means with intervals over seeds, differences to the baseline, power laws, the missing cells.
+
+Runs of one seed see the same samples in the same order, so that their losses move together: a difference is taken seed
+by seed. Comparisons that were stated beforehand are corrected for their number; others are exploratory: of twenty
+differences that are not there, one has an interval without 0. Every number is of the runs' folders alone, so that a
+sweep that was stopped and resumed has the report of one that was not, but for the seconds.
+"""
+
+import csv
+import dataclasses
+import io
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from megatron_fanformer.errors import InputError
+from megatron_fanformer.experiments.cells import FITTED, Sweep, SweepConfig
+from megatron_fanformer.experiments.intervals import (
+    Fit,
+    Mean,
+    fit_together,
+    holm,
+    mean_of,
+    p_value,
+    saving,
+    too_little,
+)
+from megatron_fanformer.experiments.outcomes import Group, Outcome, choices, compared, groups_of, in_play, outcomes
+from megatron_fanformer.experiments.result import Cell as TableCell
+from megatron_fanformer.experiments.result import Finding, Measured, Result, Table, write_folder
+from megatron_fanformer.pictures import drawn, set_logarithmic
+from megatron_fanformer.plan.flops import training_flops_per_token
+from megatron_fanformer.terminal import plural
+
+CSV = "cells.csv"
+PICTURE = "losses.png"
+MISSING = "Cells without a loss"  # the title of their table
+FEWEST_SIZES = 4  # three parameters of a power law need one more, to be a fit
+CALLED = 0.05  # the adjusted p below which a primary comparison shows
+
+
+def write_report(sweep: Sweep) -> Result:
+    """Write result.json, pictures, cells.csv and README.md into the sweep's folder.
+
+    Raises:
+        InputError: no cell is complete.
+    """
+    playing = in_play(sweep, outcomes(sweep))
+    groups = groups_of(compared(sweep, playing))
+    if not any(group.losses for group in groups):
+        raise InputError(f"no cell of {sweep.folder} has {sweep.metric} at its last step; use run, or status")
+    is_fitted = sweep.config.report.over in FITTED
+    fits = _fits(sweep, groups) if is_fitted else {}
+    steps = min(cell.config.training.steps for cell in sweep.cells)
+    if fits:
+        effects = _savings(sweep, groups, fits, steps)
+    else:
+        effects = findings(sweep.config, comparisons(sweep.config, groups), steps=steps)
+    measured = Measured(
+        findings=list(effects),
+        tables=list(_tables(sweep, groups, fits, playing)),
+        pictures={PICTURE: law_picture(sweep, groups, fits) if is_fitted else points_picture(sweep, groups)},
+        seconds=sum(outcome.seconds for outcome in playing),
+    )
+    settings = {
+        "sweep": dataclasses.asdict(sweep.config),
+        "metric": sweep.metric,
+        "first cell": sweep.cells[0].config.as_dict(),
+    }
+    return write_folder(sweep.folder, sweep.config.experiment, settings, measured, {CSV: _csv(sweep, playing)})
+
+
+# -- comparisons
+
+
+class Comparison(NamedTuple):
+    """A point of the compared axis, less a baseline, over the seeds and other points that both have."""
+
+    point: str
+    baseline: str
+    at: dict[str, str]
+    """Its point on each axis of `report.by`."""
+    mean: Mean
+    seeds: int
+    pairs: int
+    """Number of pairs of runs; more than the seeds where other axes are averaged over."""
+    p: float | None
+    """Two-sided p-value of Student's t; None with one seed."""
+    is_primary: bool
+    adjusted: float | None = None
+    """p corrected for the number of primary comparisons; None if it is exploratory or has no p."""
+
+
+def comparisons(config: SweepConfig, groups: Sequence[Group]) -> list[Comparison]:
+    """Return all comparisons that have runs: of every point with every baseline, and of the primary pairs."""
+    made = []
+    for at in itertools.product(*(config.axes[axis] for axis in config.report.by)):
+        where = dict(zip(config.report.by, at, strict=True))
+        of_these = [group for group in groups if where.items() <= group.points.items()]
+        for pair, is_primary in _pairs(config).items():
+            values, pairs = _paired_differences(config, of_these, pair)
+            if values:
+                p = p_value(values) if len(values) > 1 else None
+                made.append(Comparison(*pair, where, mean_of(values), len(values), pairs, p, is_primary))
+    tested = {
+        place: comparison.p
+        for place, comparison in enumerate(made)
+        if comparison.is_primary and comparison.p is not None
+    }
+    # Those that have no runs yet count, too: a verdict by half of a sweep would be another one's.
+    to_come = [1.0] * (_num_primary(config) - len(tested))
+    for place, adjusted in zip(tested, holm([*tested.values(), *to_come]), strict=False):
+        made[place] = made[place]._replace(adjusted=adjusted)
+    return made
+
+
+def _pairs(config: SweepConfig) -> dict[tuple[str, str], bool]:
+    """Return the pairs to compare, and whether each is primary: stated beforehand, or the sweep's only comparison."""
+    report = config.report
+    primary = [(point, baseline) for point, baseline in report.primary]
+    pairs = list(primary)
+    seen: set[str] = set()
+    for baseline in (report.baseline, *report.other_baselines):
+        seen.add(baseline)  # two baselines are compared once
+        pairs += [(point, baseline) for point in config.axes[report.compare] if point not in seen]
+    is_only = len(pairs) * _num_places(config) == 1
+    return {pair: pair in primary or is_only for pair in dict.fromkeys(pairs)}
+
+
+def _num_primary(config: SweepConfig) -> int:
+    return sum(_pairs(config).values()) * _num_places(config)
+
+
+def _num_places(config: SweepConfig) -> int:
+    return math.prod(len(config.axes[axis]) for axis in config.report.by)
+
+
+def _axes_apart(config: SweepConfig) -> tuple[str, ...]:
+    """Return the axes in which paired runs may differ: the compared one, and a tuned one, whose best is each arm's."""
+    return (config.report.compare, *((config.tune.axis,) if config.tune else ()))
+
+
+def _paired_differences(config: SweepConfig, groups: Sequence[Group], pair: tuple[str, str]) -> tuple[list[float], int]:
+    """Return the mean difference of a pair for each seed that has both, and the number of pairs of runs."""
+    apart = _axes_apart(config)
+    point_losses, baseline_losses = (
+        {
+            (seed, *(value for axis, value in group.points.items() if axis not in apart)): loss
+            for group in groups
+            if group.points[config.report.compare] == point
+            for seed, loss in group.losses.items()
+        }
+        for point in pair
+    )
+    by_seed: dict[Any, list[float]] = {}
+    for key in point_losses.keys() & baseline_losses.keys():
+        by_seed.setdefault(key[0], []).append(point_losses[key] - baseline_losses[key])
+    # Differences of one seed at several sizes are not independent: their mean is one value.
+    means = [math.fsum(by_seed[seed]) / len(by_seed[seed]) for seed in sorted(by_seed)]
+    return means, sum(map(len, by_seed.values()))
+
+
+def findings(config: SweepConfig, compared: Sequence[Comparison], *, steps: int) -> Iterator[Finding]:
+    """Yield the finding of each comparison, the primary ones first.
+
+    Args:
+        steps: of the shortest cell.
+    """
+    report = config.report
+    number = _num_primary(config)
+    limits = {"fewest_seeds": report.fewest_seeds, "fewest_steps": report.fewest_steps}
+    for comparison in sorted(compared, key=lambda comparison: not comparison.is_primary):
+        point, baseline, (value, interval) = comparison.point, comparison.baseline, comparison.mean
+        outcome = too_little(seeds=comparison.seeds, steps=steps, **limits)
+        shows = None
+        if not outcome and interval is not None:
+            zero = "has 0 in it" if interval[0] <= 0 <= interval[1] else "leaves 0 out"
+            outcome = f"the 95% interval, {interval[0]:+.4f} to {interval[1]:+.4f}, {zero}"
+            if comparison.adjusted is not None:
+                shows = comparison.adjusted < CALLED and value < 0
+                corrected = f", corrected for {number} primary comparisons (Holm)" if number > 1 else ""
+                outcome += f", p {comparison.adjusted:.2g}{corrected}"
+        rule = "It is exploratory: not among the comparisons stated before the runs."
+        if comparison.is_primary:
+            rule = f"Stated before the runs: {point} is lower. It shows if p is below {CALLED:.0%}."
+        paper = None
+        if point in report.paper and baseline in report.paper:
+            paper = f"{report.paper[point] - report.paper[baseline]:+.3f}"
+        at = "".join(f", {axis} {name}" for axis, name in comparison.at.items())
+        yield Finding(
+            name=f"{config.experiment}: loss of {point}, less {baseline}'s{at}",
+            paper=paper,
+            ours=value,
+            interval=interval,
+            unit="nats per token",
+            same_settings=report.same_settings,
+            shows=shows,
+            exploratory=not comparison.is_primary,
+            sentence=(
+                f"{point} ends {abs(value):.4f} nats per token {'lower' if value < 0 else 'higher'} than "
+                f"{baseline}{at} over {comparison.pairs} pairs of runs with the same seed; {outcome}. {rule}"
+            ),
+        )
+
+
+# -- power laws
+
+
+def _fits(sweep: Sweep, groups: Sequence[Group]) -> dict[str, Fit]:
+    """Fit the losses of each point of the compared axis, but of those with too few sizes."""
+    apart = _axes_apart(sweep.config)
+    points: dict[str, list[tuple[object, float, float]]] = {}
+    for group in groups:
+        key = tuple(value for axis, value in group.points.items() if axis not in apart)
+        of_point = points.setdefault(group.points[sweep.config.report.compare], [])
+        of_point += [((key, seed), sweep.size_of(group.cell), loss) for seed, loss in group.losses.items()]
+    fitted = {
+        point: sorted(of_point, key=lambda entry: str(entry[0]))  # in one order, so that residuals are drawn together
+        for point, of_point in points.items()
+        if len({x for _, x, _ in of_point}) >= FEWEST_SIZES
+    }
+    if not fitted:
+        return {}
+    xs = [[x for _, x, _ in of_point] for of_point in fitted.values()]
+    losses = [[loss for _, _, loss in of_point] for of_point in fitted.values()]
+    paired = len({tuple(key for key, _, _ in of_point) for of_point in fitted.values()}) == 1
+    return dict(zip(fitted, fit_together(xs, losses, paired=paired), strict=True))
+
+
+def _savings(sweep: Sweep, groups: Sequence[Group], fits: dict[str, Fit], steps: int) -> Iterator[Finding]:
+    report = sweep.config.report
+    if report.baseline not in fits:
+        return
+    seeds = min(len(group.losses) for group in groups if group.points[report.compare] in fits and group.losses)
+    short = too_little(seeds=seeds, steps=steps, fewest_seeds=report.fewest_seeds, fewest_steps=report.fewest_steps)
+    of_baseline = [group for group in groups if group.points[report.compare] == report.baseline and group.losses]
+    largest = max(sweep.size_of(group.cell) for group in of_baseline)
+    for point, fit in fits.items():
+        if point == report.baseline:
+            continue
+        reached = saving(fits[report.baseline], fit, largest)
+        low, high = reached.interval or (math.inf, math.inf)
+        is_finite = math.isfinite(reached.share)
+        needs = f"needs {reached.share:.1%} of them" if is_finite else "does not come to that loss by its curve"
+        if short:
+            outcome = short
+        elif reached.interval is None:
+            outcome = "there are too few runs for an interval, so that this is inconclusive"
+        elif high < 1:
+            outcome = "the interval lies below 100%: a saving is shown"
+        elif low > 1:
+            outcome = "the interval lies above 100%: it needs more"
+        else:
+            outcome = "the interval has 100% in it: no saving is shown"
+        yield Finding(
+            name=f"{sweep.config.experiment}: {report.over} that {point} needs for {report.baseline}'s loss",
+            paper=None if report.paper_saving is None else f"{report.paper_saving:.1%}",
+            ours=100 * reached.share if is_finite else None,
+            # None where no number is in it
+            interval=(100 * low, 100 * high if math.isfinite(high) else None) if math.isfinite(low) else None,
+            unit=f"% of {report.baseline}'s {report.over}",
+            same_settings=report.same_settings,
+            shows=None if short or reached.interval is None else high < 1,
+            sentence=(
+                f"For the loss of {reached.loss:.4f} nats per token that {report.baseline}'s fitted curve has at "
+                f"{largest:.3g} {report.over}, {point} {needs}; {outcome}. The effect is said to show if the 95% "
+                "interval lies below 100%."
+            ),
+        )
+
+
+# -- tables
+
+
+def _tables(sweep: Sweep, groups: Sequence[Group], fits: dict[str, Fit], playing: Sequence[Outcome]) -> Iterator[Table]:
+    config = sweep.config
+    rows: list[list[TableCell]] = []
+    for group in groups:
+        mean, interval = mean_of(list(group.losses.values())) if group.losses else (None, None)
+        sizes = [group.cell.parameters, group.cell.tokens, len(group.losses)]
+        rows.append([*group.points.values(), *sizes, mean, *(interval or (None, None))])
+    yield Table(
+        title=f"{sweep.metric} by point: mean and 95% interval over seeds (Student's t)",
+        columns=[*config.axes, "parameters", "tokens", "seeds", "mean loss", "from", "to"],
+        rows=rows,
+    )
+    if fits:
+        rows = []
+        for point, fit in fits.items():
+            bounds: Sequence[tuple[float | None, float | None]] = fit.intervals or [(None, None)] * len(fit.curve)
+            rows += [[point, *row] for row in zip(("E", "A", "α"), fit.curve, *zip(*bounds, strict=True), strict=True)]
+            rows.append([point, "residual", fit.residual, None, None])
+        title = f"E + A·x^(−α) over {config.report.over}: least squares, 95% interval by the bootstrap of residuals"
+        yield Table(title=title, columns=[config.report.compare, "of the curve", "value", "from", "to"], rows=rows)
+    if config.tune is not None:
+        axis = config.tune.axis
+        others = [name for name in config.axes if name != axis]
+        yield Table(
+            title=f"{sweep.metric} by {axis}, of {plural(config.tune_seeds, 'seed')} that no comparison has",
+            columns=[*others, *config.axes[axis], "best", "at the edge"],
+            rows=[
+                [*choice.points.values(), *choice.losses.values(), choice.best, choice.is_at_the_edge]
+                for choice in choices(sweep, playing)
+            ],
+        )
+    if missing := [outcome for outcome in playing if outcome.loss is None]:
+        rows = [[outcome.cell.name, str(outcome)] for outcome in missing]
+        yield Table(title=MISSING, columns=["cell", "state"], rows=rows)
+
+
+def _csv(sweep: Sweep, playing: Sequence[Outcome]) -> str:
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    numbers = ["parameters", "tokens", "flops", "state", "step", "loss"]
+    writer.writerow(["cell", *sweep.config.axes, "seed", "tunes", *numbers])
+    for outcome in playing:
+        cell = outcome.cell
+        flops = training_flops_per_token(cell.config.model) * cell.tokens
+        loss = "" if outcome.loss is None else repr(outcome.loss)
+        named = [cell.name, *cell.points.values(), cell.config.training.seed, cell.tunes]
+        writer.writerow([*named, cell.parameters, cell.tokens, flops, outcome.state, outcome.step, loss])
+    return text.getvalue()
+
+
+# -- pictures
+
+
+def law_picture(sweep: Sweep, groups: Sequence[Group], fits: dict[str, Fit]) -> bytes:
+    """Return a PNG with logarithmic axes: a dot for each run, a line for each fitted curve."""
+    compare = sweep.config.report.compare
+
+    def draw(panels: Any) -> None:
+        axes = panels[0, 0]
+        for number, point in enumerate(dict.fromkeys(group.points[compare] for group in groups)):
+            of_point = [group for group in groups if group.points[compare] == point]
+            dots = [(sweep.size_of(group.cell), loss) for group in of_point for loss in group.losses.values()]
+            colour = f"C{number}"
+            if dots:
+                axes.plot(*zip(*dots, strict=True), ".", color=colour, label=None if point in fits else point)
+            if point in fits:
+                curve, xs = fits[point].curve, [x for x, _ in dots]
+                x = np.geomspace(min(xs), max(xs), 100)
+                label = f"{point}: {curve.e:.3g} + {curve.a:.3g}·x^−{curve.alpha:.3g}"
+                axes.plot(x, curve.loss(x), color=colour, label=label)
+        set_logarithmic(axes.xaxis, axes.yaxis)
+        axes.set(xlabel=sweep.config.report.over)
+        _name(sweep, axes)
+
+    return drawn(draw)
+
+
+def points_picture(sweep: Sweep, groups: Sequence[Group]) -> bytes:
+    """Return a PNG with each point's mean and 95% interval; over a field, the baseline is a line across."""
+    report = sweep.config.report
+    shown = [group for group in groups if group.losses]
+
+    def draw(panels: Any) -> None:
+        axes = panels[0, 0]
+        for place, group in enumerate(shown):
+            mean, interval = mean_of(list(group.losses.values()))
+            low, high = interval or (mean, mean)
+            if report.over is not None and group.points[report.compare] == report.baseline:
+                axes.axhline(mean, linestyle="--", color="black", label=report.baseline)
+                axes.axhspan(low, high, color="black", alpha=0.08)
+                continue
+            x = place if report.over is None else sweep.size_of(group.cell)
+            axes.errorbar([x], [mean], yerr=[[mean - low], [high - mean]], fmt="o", color="C0", capsize=3)
+            axes.plot([x] * len(group.losses), list(group.losses.values()), ".", color="C1", markersize=4)
+        if report.over is None:
+            names = [" ".join(group.points.values()) for group in shown]
+            axes.set_xticks(range(len(shown)), names, rotation=20, ha="right", fontsize="small")
+        else:
+            axes.set(xlabel=report.over)
+        _name(sweep, axes)
+
+    return drawn(draw)
+
+
+def _name(sweep: Sweep, axes: Any) -> None:
+    axes.set(ylabel=f"{sweep.metric}, nats per token", title=sweep.config.experiment)
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend()

@@ -1,1 +1,0 @@
-"""Sweeps: one configuration at many points and seeds, each cell an ordinary run."""
