@@ -14,7 +14,7 @@ from megatron_fanformer.cli import PROGRAM, main
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.runtime import megatron_cpu
 from megatron_fanformer.train.config import load_config
-from megatron_fanformer.train.preflight import check_run
+from megatron_fanformer.train.preflight import find_start
 from tests.conftest import REFERENCE, SAMPLES
 from tests.small_runs import ROOT, small_run, start_command, write_config, write_tokens
 
@@ -268,9 +268,9 @@ def test_positions_are_scaled_anew_from_a_checkpoint_and_not_on_the_way(
     assert [line.split(", but the checkpoint")[0] for line in lines] == [f"model.{field}" for field in fields]
     anew = [*longer, "--checkpoint.load", str(started_run), "--training.run_dir", str(tmp_path / "longer")]
     loaded = started_run / "checkpoints" / "step-00000001"
-    assert check_run(load_config(Path(config), anew), None).loaded == loaded
+    assert find_start(load_config(Path(config), anew), None).loaded == loaded
     write_config(loaded / "config.yaml", load_config(Path(config), longer).as_dict())
-    assert check_run(load_config(Path(config), anew), None).loaded == loaded
+    assert find_start(load_config(Path(config), anew), None).loaded == loaded
     forgotten = refused("train", "--config", config, *anew[4:])
     assert [line.split(", but the checkpoint")[0] for line in forgotten] == [
         "model.rope_scaling.rope_type is default",

@@ -35,8 +35,7 @@ from megatron_fanformer.prepare.verb import PrepareConfig
 from megatron_fanformer.processes import usable_cores
 from megatron_fanformer.runtime.device import VISIBLE_GPUS
 from megatron_fanformer.train.config import config_from_dict
-from megatron_fanformer.train.loss_picture import loss_picture
-from megatron_fanformer.train.metrics import VALIDATION_PREFIX, read_metrics
+from megatron_fanformer.train.metrics import VALIDATION_PREFIX, loss_picture, read_metrics
 from megatron_fanformer.train.start import start_run
 
 VOCAB_SIZE = 8192

@@ -10,8 +10,7 @@ from megatron_fanformer.checkpoint import run_folder
 from megatron_fanformer.checkpoint.run_folder import metrics_entry
 from megatron_fanformer.checkpoint.run_lock import holder_of
 from megatron_fanformer.errors import CorruptError
-from megatron_fanformer.train.loss_picture import SMOOTHED_SHARE
-from megatron_fanformer.train.metrics import PERPLEXITY_LOSS_SUFFIX, VALIDATION_PREFIX
+from megatron_fanformer.train.metrics import PERPLEXITY_LOSS_SUFFIX, SMOOTHED_SHARE, VALIDATION_PREFIX
 from megatron_fanformer.train.recovery import read_events
 
 FEWEST_AVERAGED = 10  # steps, where there are so many; else a twentieth of them

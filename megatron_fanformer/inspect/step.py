@@ -27,8 +27,8 @@ from megatron_fanformer.errors import InputError, escaped
 from megatron_fanformer.inspect.report import Report
 from megatron_fanformer.model.layout_rules import batch_problems
 from megatron_fanformer.terminal import plural
-from megatron_fanformer.train.chats import with_steps
 from megatron_fanformer.train.config import RunConfig
+from megatron_fanformer.train.preflight import with_steps
 from megatron_fanformer.train.recovery import read_events
 from megatron_fanformer.train.samples import consumed_before, run_datasets, step_micro_batches
 

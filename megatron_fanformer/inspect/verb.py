@@ -141,7 +141,7 @@ def _show_json(value: "Report") -> None:
 
 
 def _draw_losses(options: InspectOptions) -> None:
-    from megatron_fanformer.train.loss_picture import loss_picture, points_of
+    from megatron_fanformer.train.metrics import loss_picture, points_of
 
     _draw(
         options,
@@ -210,8 +210,7 @@ def _index_data(options: InspectOptions) -> None:
     from megatron_fanformer.runtime import megatron_cpu  # imports torch: after errors in the input were reported
 
     megatron_cpu.install()
-    from megatron_fanformer.train.chats import with_steps
-    from megatron_fanformer.train.preflight import check_data
+    from megatron_fanformer.train.preflight import check_data, with_steps
     from megatron_fanformer.train.run_log import run_log
     from megatron_fanformer.train.samples import run_datasets
 

@@ -17,8 +17,8 @@ from megatron_fanformer.plan.report import PlanRequest, as_values, layout_file, 
 from megatron_fanformer.plan.search import Findings, judge, search
 from megatron_fanformer.plan.verb import ALL_STAGES, PlanOptions
 from megatron_fanformer.terminal import phases, show
-from megatron_fanformer.train.chats import with_steps, with_train_iters
 from megatron_fanformer.train.config import RunConfig, load_config
+from megatron_fanformer.train.preflight import with_steps, with_train_iters
 
 if TYPE_CHECKING:  # imports torch, which takes seconds
     from megatron_fanformer.plan.rank import SimulatedRank

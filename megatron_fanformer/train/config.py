@@ -3,9 +3,8 @@
 Every problem of a configuration is reported together, one line each, before anything is loaded.
 """
 
-import copy
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from operator import itemgetter
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_fanformer import terminal
+from megatron_fanformer.checkpoint import run_folder
 from megatron_fanformer.checkpoint.run_folder import CheckpointConfig
 from megatron_fanformer.configuration import (
     build,
@@ -24,11 +24,12 @@ from megatron_fanformer.configuration import (
     read_values,
 )
 from megatron_fanformer.convert import foreign_names
+from megatron_fanformer.convert.recognition import find_checkpoint
 from megatron_fanformer.data.config import DataConfig
 from megatron_fanformer.data.mixes import FIRST_MIX, first_step, step_problems
-from megatron_fanformer.errors import broken_fields
+from megatron_fanformer.errors import CorruptError, InputError, broken_fields
 from megatron_fanformer.evaluate.config import EvaluationConfig
-from megatron_fanformer.model.config import FANformerConfig, PrecisionConfig
+from megatron_fanformer.model.config import PRESETS, FANformerConfig, PrecisionConfig
 from megatron_fanformer.model.kernels import KernelsConfig
 from megatron_fanformer.model.layout_rules import (
     batch_problems,
@@ -43,10 +44,10 @@ from megatron_fanformer.runtime.config import DeviceKind, RuntimeConfig
 from megatron_fanformer.runtime.device import has_bf16_matrix_units
 from megatron_fanformer.runtime.environment import RunShape
 from megatron_fanformer.runtime.layout import MOVED_FIELDS, ParallelConfig
-from megatron_fanformer.train.loggers.registry import LoggingConfig
+from megatron_fanformer.stores import is_url
+from megatron_fanformer.train.loggers import LoggingConfig
 from megatron_fanformer.train.machine_rules import fp8_problems
 from megatron_fanformer.train.optimizers import OptimizerConfig
-from megatron_fanformer.train.presets import with_preset
 from megatron_fanformer.train.recovery import RecoveryConfig
 from megatron_fanformer.train.schedule import ScheduleConfig
 
@@ -55,6 +56,10 @@ if TYPE_CHECKING:  # torch takes seconds to import, and a configuration is check
 
 UNSTATED = {"optimizer.name": "adamw"}
 """Fields that the configurations of earlier versions' runs lack, and what those runs have."""
+PRESET_KEY = "model.preset"
+FROM_CHECKPOINT = "from-checkpoint"
+OF_THE_RUN = ("seq_length", "rope_scaling")
+"""Fields of the model that a run may state beside `from-checkpoint`, or `checkpoint.load`: weights fit any length."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -364,17 +369,12 @@ def _built(values: dict[str, Any]) -> RunConfig:
     # YAML reads a section whose lines are all commented out as null: it has its defaults.
     values = {name: value for name, value in values.items() if value is not None}
     if by_dotted_names(values).get("evaluation.perplexity.batches", 0) is None:  # of a run before limit_tokens
-        values = copy.deepcopy(values)
-        del values["evaluation"]["perplexity"]["batches"]
-    return build(_with_documents_apart(with_preset(values)), RunConfig, advice=advice)
-
-
-def _with_documents_apart(values: dict[str, Any]) -> dict[str, Any]:
-    """Turn on the fields of `data` that keep conversations apart in fine-tuning, unless they are stated."""
+        perplexity = {name: value for name, value in values["evaluation"]["perplexity"].items() if name != "batches"}
+        values["evaluation"] = {**values["evaluation"], "perplexity": perplexity}
     data = values.get("data")
-    if not isinstance(data, dict) or data.get("format") != "sft":
-        return values
-    return {**values, "data": {"reset_attention_mask": True, "reset_position_ids": True, **data}}
+    if isinstance(data, dict) and data.get("format") == "sft":  # conversations are kept apart unless it says otherwise
+        values["data"] = {"reset_attention_mask": True, "reset_position_ids": True, **data}
+    return build(with_preset(values), RunConfig, advice=advice)
 
 
 def advice(name: str) -> str | None:
@@ -382,3 +382,75 @@ def advice(name: str) -> str | None:
     plain = foreign_names.plain(name)
     same = [field.name for field in described_fields(RunConfig) if field.name.rpartition(".")[2] == plain]
     return f"did you mean {' or '.join(same)}?" if same else foreign_names.answer(plain)
+
+
+# -- presets
+
+
+def with_preset(values: dict[str, Any]) -> dict[str, Any]:
+    """Return a configuration's plain values with all of the model's in the place of `model.preset`.
+
+    Raises:
+        InputError: there is no such preset, no checkpoint, or one of another model than `model` states beside it.
+        CorruptError: the checkpoint does not say what its model is.
+    """
+    model = values.get("model")
+    if not isinstance(model, dict) or model.get("preset") is None:
+        return values
+    name = model["preset"]
+    if not isinstance(name, str) or name not in (*PRESETS, FROM_CHECKPOINT):
+        raise InputError(f"{PRESET_KEY} is {name}; it must be one of {', '.join((*PRESETS, FROM_CHECKPOINT))}")
+    stated = {key: value for key, value in model.items() if key != "preset"}
+    if name == FROM_CHECKPOINT:
+        checkpoint, shape = _checkpoint_and_model(values)
+        if lines := list(_disagreements(stated, dataclasses.asdict(shape), "model.", checkpoint)):
+            raise InputError("\n".join(lines))
+    else:
+        shape = PRESETS[name]
+    merged = {**dataclasses.asdict(shape), **stated}
+    if isinstance(stated.get("fan"), dict):
+        merged["fan"] = {**dataclasses.asdict(shape.fan), **stated["fan"]}
+    return {**values, "model": merged}
+
+
+def _disagreements(stated: dict[str, Any], shape: dict[str, Any], prefix: str, checkpoint: str) -> Iterator[str]:
+    """Yield a line for each stated field that is not the checkpoint's. Keys that no model has are refused elsewhere."""
+    for name, value in stated.items():
+        if prefix == "model." and name in OF_THE_RUN:
+            continue
+        if isinstance(value, dict) and isinstance(shape.get(name), dict):
+            yield from _disagreements(value, shape[name], f"{prefix}{name}.", checkpoint)
+        elif name in shape and value != shape[name]:
+            yield (
+                f"{prefix}{name} is {value}, but {PRESET_KEY} is {FROM_CHECKPOINT}, and {checkpoint} was saved with "
+                f"{shape[name]}; leave it out"
+            )
+
+
+def _checkpoint_and_model(values: dict[str, Any]) -> tuple[str, FANformerConfig]:
+    """Return the checkpoint that the run starts from, its own newest one once it has begun, and its model."""
+    run, load = _text(values, "training", "run_dir"), _text(values, "checkpoint", "load")
+    for checkpoint in reversed(run_folder.complete_checkpoints(Path(run))) if run else ():
+        try:
+            return str(checkpoint), run_folder.saved_model(checkpoint)
+        except CorruptError:
+            continue  # which the start of the run reports
+    if load is None:
+        raise InputError(f"{PRESET_KEY} is {FROM_CHECKPOINT}, but checkpoint.load names none; name one")
+    if is_url(load):
+        raise InputError(
+            f"{PRESET_KEY} is {FROM_CHECKPOINT}, but checkpoint.load is on another store; state the model's fields, or "
+            "copy the checkpoint here"
+        )
+    try:
+        path = find_checkpoint(load)
+    except InputError as error:
+        raise InputError(f"checkpoint.load: {error} ({PRESET_KEY} is {FROM_CHECKPOINT})") from None
+    return str(path), run_folder.saved_model(path)
+
+
+def _text(values: dict[str, Any], section: str, name: str) -> str | None:
+    """Return a field that has not been checked yet; None where it is no text, which is refused elsewhere."""
+    fields = values.get(section)
+    value = fields.get(name) if isinstance(fields, dict) else None
+    return value if isinstance(value, str) and "\0" not in value else None

@@ -15,8 +15,7 @@ from megatron_fanformer.model.config import PRESETS, FANformerConfig
 from megatron_fanformer.runtime import device, environment
 from megatron_fanformer.runtime.layout import MOVED_FIELDS
 from megatron_fanformer.terminal import plural, table
-from megatron_fanformer.train.config import RunConfig, load_config
-from megatron_fanformer.train.presets import FROM_CHECKPOINT, PRESET_KEY
+from megatron_fanformer.train.config import FROM_CHECKPOINT, PRESET_KEY, RunConfig, load_config
 
 WIDTH = 80  # columns of text
 PRESET = FieldDescription(

@@ -1,13 +1,10 @@
-"""Evaluation in the loop: the loss on validation sets, tasks and perplexity sets.
-
-It leaves nothing behind that training would take notice of. One that a signal stops keeps what was whole by then.
-"""
+"""Evaluation in the loop: the loss on validation sets, tasks and perplexity sets; training goes on as without it."""
 
 import itertools
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -24,6 +21,7 @@ from megatron_fanformer.evaluate.rows import Stopped, evaluating, row_losses
 from megatron_fanformer.evaluate.scoring import scores_of_tasks, task_metrics
 from megatron_fanformer.evaluate.survey import EvaluationSurvey
 from megatron_fanformer.runtime.parallel import RankGrid
+from megatron_fanformer.train.callbacks import is_due
 from megatron_fanformer.train.config import RunConfig
 from megatron_fanformer.train.samples import read_batches
 
@@ -44,19 +42,11 @@ class Evaluation:
         self, config: RunConfig, survey: EvaluationSurvey, grid: RankGrid, *, shall_stop: Callable[[], bool]
     ) -> None:
         self._config, self._survey, self._grid, self._shall_stop = config, survey, grid, shall_stop
-        self._batch_tokens = config.evaluation_batch_tokens
-        self._validation_interval = config.training.eval_interval
-        self._interval = config.evaluation.interval or config.training.eval_interval
-        self._last_step = config.training.steps
         self._started, self._seconds = time.monotonic(), 0.0
         self.was_stopped = False  # the latest one
 
-    def is_due(self, step: int) -> bool:
-        """Return whether anything is measured after a step."""
-        return any(self._is_due(step, interval) for interval in (self._validation_interval, self._interval))
-
     def metrics(self, step: int, stages: list[Any], valid: Mapping[str, Any]) -> dict[str, float]:
-        """Return what is due after a step, under the metrics' names; where it is stopped, what was whole by then.
+        """Return the metrics that are due after a step; where it is stopped, those that were whole by then.
 
         Args:
             stages: the chunks of this rank's stage, their weights up to date.
@@ -67,40 +57,53 @@ class Evaluation:
             InputError: a validation set has no learned token.
         """
         started = time.monotonic()
-        measured: dict[str, float] = {}
+        metrics: dict[str, float] = {}
         self.was_stopped = False
-        due = list(self._due(step, stages, valid))
+        due = self._due(step, stages, valid)
         for number, (_, measure) in enumerate(due):
             try:
-                measured |= measure()
+                metrics |= measure()
             except Stopped:
                 self.was_stopped = True
-                left = ", ".join(what for what, _ in due[number:])
+                left = ", ".join(name for name, _ in due[number:])
                 logger.info("step %d  evaluation stopped; not measured, and not logged: %s", step, left)
                 break
-        if not measured:
+        if not metrics:
             return {}
         seconds = time.monotonic() - started
         self._seconds += seconds
         share = self._seconds / (time.monotonic() - self._started)
-        return {**measured, "evaluation_seconds": seconds, "evaluation_share": share}
+        return {**metrics, "evaluation_seconds": seconds, "evaluation_share": share}
 
-    def _is_due(self, step: int, interval: int | None) -> bool:
-        return step >= self._last_step or (interval is not None and step % interval == 0)
+    def is_due(self, step: int) -> bool:
+        """Return whether anything is measured after a step."""
+        return any(self._intervals_due(step))
+
+    def _intervals_due(self, step: int) -> tuple[bool, bool]:
+        """Return whether validation sets are due after a step, and whether tasks and perplexity sets are."""
+        validation_interval = self._config.training.eval_interval
+        intervals = (validation_interval, self._config.evaluation.interval or validation_interval)
+        is_last = step >= self._config.training.steps
+        validates, evaluates = (is_last or is_due(step, interval) for interval in intervals)
+        return validates, evaluates
 
     def _due(
         self, step: int, stages: list[Any], valid: Mapping[str, Any]
-    ) -> Iterator[tuple[str, Callable[[], dict[str, float]]]]:
-        """Yield what is measured after a step, in order, the same on all ranks: its name, and the call for it."""
-        if self._is_due(step, self._validation_interval):
+    ) -> list[tuple[str, Callable[[], dict[str, float]]]]:
+        """Return the name and the call of each measurement after a step, in order, the same on all ranks."""
+        due: list[tuple[str, Callable[[], dict[str, float]]]] = []
+        validates, evaluates = self._intervals_due(step)
+        if validates:
             for name, dataset in valid.items():
-                yield f"validation loss ({name})", partial(self._validation_loss, step, stages, name, dataset)
-        if self._is_due(step, self._interval):
+                due.append((f"validation loss ({name})", partial(self._validation_loss, step, stages, name, dataset)))
+        if evaluates:
             losses: dict[str, SetLoss] = {}
-            for of_set in self._survey.sets:
-                yield of_set.name, partial(self._perplexity_metrics, step, stages, of_set, losses)
+            for perplexity_set in self._survey.sets:
+                measure = partial(self._perplexity_metrics, step, stages, perplexity_set, losses)
+                due.append((perplexity_set.name, measure))
             if self._survey.tasks:
-                yield f"tasks ({', '.join(self._survey.tasks)})", partial(self._task_metrics, step, stages)
+                due.append((f"tasks ({', '.join(self._survey.tasks)})", partial(self._task_metrics, step, stages)))
+        return due
 
     def _validation_loss(self, step: int, stages: list[Any], name: str, dataset: Any) -> dict[str, float]:
         iters = self._config.training.eval_iters
@@ -116,13 +119,17 @@ class Evaluation:
         return {f"{VALIDATION_LOSS}/{name}": loss}
 
     def _perplexity_metrics(
-        self, step: int, stages: list[Any], of_set: PerplexitySet, losses: dict[str, SetLoss]
+        self, step: int, stages: list[Any], perplexity_set: PerplexitySet, losses: dict[str, SetLoss]
     ) -> dict[str, float]:
         """Return the metrics of all sets so far, with losses in `losses`; a group's mean comes with its last set."""
         losses |= perplexity_of_sets(
-            stages, [of_set], self._grid, batch_tokens=self._batch_tokens, shall_stop=self._shall_stop
+            stages,
+            [perplexity_set],
+            self._grid,
+            batch_tokens=self._config.evaluation_batch_tokens,
+            shall_stop=self._shall_stop,
         )
-        name, result = of_set.name, losses[of_set.name]
+        name, result = perplexity_set.name, losses[perplexity_set.name]
         _refuse_not_finite(step, f"the loss on {name}", result.loss)
         logger.info("step %d  %s: perplexity %.2f, loss %.4f", step, name, result.perplexity, result.loss)
         return perplexity_metrics(losses)
@@ -133,7 +140,7 @@ class Evaluation:
             stages,
             tasks,
             self._grid,
-            batch_tokens=self._batch_tokens,
+            batch_tokens=self._config.evaluation_batch_tokens,
             every_metric=False,
             shall_stop=self._shall_stop,
         )
@@ -150,7 +157,7 @@ class Evaluation:
 
 
 def downstream_metrics(task: TaskRequests, values: Mapping[str, MetricValue]) -> dict[str, float]:
-    """Return what a run logs of a task, by OLMo's names: its own metric, and bits per byte where it is another."""
+    """Return a task's metrics for the log, by OLMo's names: its own, and bits per byte where that is another."""
     metrics = {}
     for metric in dict.fromkeys((task.metric, BITS_PER_BYTE)):
         if metric in values:

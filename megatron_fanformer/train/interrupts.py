@@ -40,11 +40,11 @@ class Request:
 
     Args:
         file: the file; None: no file.
-        what: what it requests, in words.
+        action: the requested action, in messages.
     """
 
-    def __init__(self, file: Path | None, what: str) -> None:
-        self._file, self._what = file, what
+    def __init__(self, file: Path | None, action: str) -> None:
+        self._file, self._action = file, action
         self._signaled = self._file_seen = self._file_granted = False
 
     def note_signal(self) -> None:
@@ -58,7 +58,7 @@ class Request:
         return self._signaled or self._file_seen
 
     def begin(self) -> None:
-        """Note that what now begins grants all requests so far."""
+        """Note that the action that begins now grants all requests so far."""
         self._signaled = False
         self._file_granted, self._file_seen = self._file_granted or self._file_seen, False
 
@@ -71,7 +71,7 @@ class Request:
             self._file.unlink(missing_ok=True)
         except OSError as error:
             logger.warning(
-                "%s cannot be removed (%s), and requests no further %s", self._file, error.strerror, self._what
+                "%s cannot be removed (%s), and requests no further %s", self._file, error.strerror, self._action
             )
             self._file = None
 

@@ -1,11 +1,13 @@
-"""The metrics of a run's steps, each with all that is said or drawn of it; and the lines of metrics.jsonl.
+"""The metrics of a run's steps: the table of their texts and charts, the lines of metrics.jsonl, the picture of losses.
 
 The dashboards' groups and charts, the progress line and the tables in docs/metrics.md follow from `METRIC_TABLE`.
 """
 
 import functools
+import math
 import os
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,6 +16,7 @@ from megatron_fanformer.durable_files import regular_file
 
 VALIDATION_PREFIX = f"{VALIDATION_LOSS}/"  # begins the name of a validation set's loss
 PERPLEXITY_LOSS_SUFFIX = "/CrossEntropyLoss"  # ends the name of a perplexity set's loss
+SMOOTHED_SHARE = 20  # the loss is smoothed over the window of one of so many parts of the steps
 TAIL_BYTES = 1 << 20  # of metrics.jsonl: more than one step's metrics of any model
 
 
@@ -110,7 +113,7 @@ CONSOLE = {"loss": "loss {:.4f}", "tokens_per_second": "{:,.0f} tokens/s"}
 
 @functools.cache
 def metric_of(name: str) -> Metric | None:
-    """Return what the table has of a metric; None for one of another version."""
+    """Return a metric's row of the table; None for one of another version."""
     return next((row for row in METRIC_TABLE if re.fullmatch(row.name.replace("NAME", ".+"), name)), None)
 
 
@@ -135,7 +138,7 @@ def charts() -> dict[str, dict[str, list[str]]]:
 
 
 def console_text(metrics: dict[str, Any]) -> str:
-    """Return what the progress line shows of a step."""
+    """Return the text of a step's progress line."""
     return "  ".join(text.format(metrics[name]) for name, text in CONSOLE.items() if name in metrics)
 
 
@@ -146,18 +149,86 @@ def numbers(metrics: dict[str, Any]) -> dict[str, float]:
 
 
 def read_metrics(run: Path) -> list[dict[str, Any]]:
-    """Return the metrics of every step in a run's metrics.jsonl, in their order; lines that are not a step's are left
-    out.
-    """
+    """Return the metrics of every step in a run's metrics.jsonl, in their order, without lines of no step."""
     return [entry for line in (run / METRICS).read_bytes().splitlines() if (entry := metrics_entry(line)) is not None]
 
 
 def last_metrics(run: Path) -> dict[str, Any] | None:
-    """Return the metrics of the last step in a run's metrics.jsonl(only the end is read); None if there is
-    none.
-    """
+    """Return the metrics of the last step in a run's metrics.jsonl; None if there is none. Only its end is read."""
     with regular_file(run / METRICS).open("rb") as stream:
         stream.seek(max(0, stream.seek(0, os.SEEK_END) - TAIL_BYTES))
         lines = stream.read().split(b"\n")
     # after the last line end: a partial line, or nothing
     return next((entry for line in reversed(lines[:-1]) if (entry := metrics_entry(line)) is not None), None)
+
+
+# -- the picture
+
+
+def loss_picture(metrics: Sequence[dict[str, Any]], *, title: str, entropy: float | None = None) -> bytes:
+    """Return a PNG of the training and validation losses over the steps; the training loss as it is and smoothed.
+
+    Args:
+        metrics: the objects of metrics.jsonl.
+        entropy: of the tokens, in nats; drawn as the line that a model without context cannot pass.
+    """
+    from megatron_fanformer.pictures import drawn
+
+    def draw(panels: Any) -> None:
+        axes = panels[0, 0]
+        if points := points_of(metrics, "loss"):
+            steps, losses = zip(*points, strict=True)
+            axes.plot(steps, losses, linewidth=0.6, alpha=0.4, color="C0", label="training, each step")
+            smooth = smoothed(losses, smoothing_window(len(losses)))
+            axes.plot(steps, smooth, linewidth=2, color="C0", label="training, smoothed")
+        names = sorted({name for entry in metrics for name in entry if name.startswith(VALIDATION_PREFIX)})
+        for number, name in enumerate(names, start=1):
+            if points := points_of(metrics, name):
+                label = f"validation: {name.removeprefix(VALIDATION_PREFIX)}"
+                axes.plot(*zip(*points, strict=True), "o-", color=f"C{number}", label=label)
+        if entropy is not None:
+            axes.axhline(entropy, linestyle="--", color="gray", label="unigram entropy of the tokens")
+        axes.set(xlabel="step", ylabel="loss, nats per token", title=title)
+        if axes.get_legend_handles_labels()[0]:
+            axes.legend()
+
+    return drawn(draw)
+
+
+def points_of(metrics: Sequence[dict[str, Any]], name: str) -> list[tuple[int, float]]:
+    """Return steps and values, but those that are no finite number: in running sums, one would spoil all after it."""
+    return [
+        (entry["step"], entry[name])
+        for entry in metrics
+        if type(entry.get(name)) in (int, float) and math.isfinite(entry[name])
+    ]
+
+
+def smoothing_window(steps: int) -> int:
+    """Return the number of steps, an odd one, that a loss of so many is smoothed over."""
+    return 2 * (steps // (2 * SMOOTHED_SHARE)) + 1
+
+
+def smoothed(values: Sequence[float], window: int) -> list[float]:
+    """Return each value as the line through those around it has it.
+
+    Away from the ends, with as many before as after, that is their mean. The first and last values are on the lines
+    through the first and last windows, which follow a loss that falls: a mean of the values so far lags behind all.
+
+    Args:
+        window: an odd number of values, at most all.
+    """
+    import numpy as np
+
+    y, place = np.asarray(values, dtype=float), np.arange(len(values))
+    first = np.clip(place - window // 2, 0, len(y) - window)
+    end, middle = first + window, first + window // 2
+
+    def sums(terms: Any) -> Any:
+        so_far = np.concatenate([[0.0], np.cumsum(terms)])
+        return so_far[end] - so_far[first]
+
+    total = sums(y)
+    spread = max(1.0, window * (window**2 - 1) / 12)  # the sum of the squares of -h, …, h
+    slope = (sums(y * place) - middle * total) / spread
+    return list(map(float, total / window + slope * (place - middle)))

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from megatron_fanformer.model.config import FANformerConfig
 from megatron_fanformer.runtime.parallel import RankGrid
+from megatron_fanformer.train.callbacks import Callback, is_due
 
 PERCENTILES = (50, 90, 99)
 LOWEST, HIGHEST = -10, 20
@@ -41,7 +42,7 @@ _SHIFT = 23 - BINS_PER_OCTAVE.bit_length() + 1  # of a float32's mantissa, what 
 _FIRST_BIN = (127 + LOWEST) * BINS_PER_OCTAVE
 
 
-class PhaseHealth:
+class PhaseHealth(Callback):
     """Measures the FAN map's phases on this rank; every rank has one.
 
     Args:
@@ -58,13 +59,10 @@ class PhaseHealth:
         self._attentions = [module for module in modules if self._units and isinstance(module, kind)]
         self._read: list[_LayerPhases] = []
 
-    def _is_due(self, step: int) -> bool:
-        return self._interval is not None and step % self._interval == 0
-
     @contextmanager
-    def reading(self, step: int) -> Iterator[None]:
-        """Record phases during an attempt at a training step; costs nothing in steps that are not due."""
-        if not self._is_due(step):
+    def around_attempt(self, step: int) -> Iterator[None]:
+        """Record phases while a step is computed; costs nothing in steps that are not due."""
+        if not is_due(step, self._interval):
             yield
             return
         self._read = [_LayerPhases(attention, self._units, self._grid) for attention in self._attentions]
@@ -73,9 +71,9 @@ class PhaseHealth:
                 hooks.callback(layer.fan.linear.register_forward_hook(layer.add).remove)
             yield
 
-    def report_if_due(self, step: int) -> dict[str, list[float]]:
+    def after_step(self, step: int, *, is_skipped: bool) -> dict[str, Any]:
         """Return one number per layer for each metric; empty, and no collective call, unless this step was measured."""
-        if not self._is_due(step):
+        if is_skipped or not is_due(step, self._interval):
             return {}
         sums, largest = self._over_all_ranks()
         self._read = []

@@ -1,19 +1,27 @@
-"""Checks before a run starts: of its configuration, and of every file that it is going to read.
+"""The start of a run: checks of its configuration and of every file that it is going to read.
 
-One process does it for all ranks (see start.py); what it found is a RunStart, which every rank uses.
+One process finds it for all ranks (see start.py): `find_start` returns one record, a `RunStart`, which every rank uses.
 """
 
+import dataclasses
 import logging
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
 from megatron_fanformer.checkpoint import run_folder
 from megatron_fanformer.checkpoint.remote import fetch_checkpoint, fetch_newer
 from megatron_fanformer.configuration import by_dotted_names
 from megatron_fanformer.convert.recognition import find_checkpoint, refuse_other_kinds
-from megatron_fanformer.data.check import CheckedData, check_files
+from megatron_fanformer.data.chats import pack
+from megatron_fanformer.data.check import (
+    CheckedData,
+    check_files,
+    training_conversations,
+    validation_conversations,
+)
 from megatron_fanformer.data.fingerprint import (
     DataFingerprint,
     another_tokenizer,
@@ -30,9 +38,8 @@ from megatron_fanformer.evaluate.survey import EvaluationSurvey, survey_evaluati
 from megatron_fanformer.runtime import device as devices
 from megatron_fanformer.stores import is_url
 from megatron_fanformer.terminal import some
-from megatron_fanformer.train.chats import with_steps
-from megatron_fanformer.train.config import UNSTATED, RunConfig
-from megatron_fanformer.train.loggers.registry import logger_problems
+from megatron_fanformer.train.config import OF_THE_RUN, UNSTATED, RunConfig
+from megatron_fanformer.train.loggers import logger_problems
 from megatron_fanformer.train.machine_rules import (
     backend_problems,
     fp8_machine_problems,
@@ -40,15 +47,13 @@ from megatron_fanformer.train.machine_rules import (
     kernel_problems,
     layer_problems,
 )
-from megatron_fanformer.train.presets import OF_THE_RUN
-from megatron_fanformer.train.recovery import RecoveryConfig, read_events
+from megatron_fanformer.train.recovery import read_events
 from megatron_fanformer.train.run_log import log_if_slow
-
-if TYPE_CHECKING:  # imports torch
-    from megatron_fanformer.checkpoint.stored_files import SavedProgress
 
 KEPT = ("training.seed", "training.global_batch_size", "optimizer.name")
 """Fields that a run keeps when it is resumed, as it does its model."""
+
+Damaged = tuple[tuple[Path, CorruptError], ...]
 
 logger = logging.getLogger(__name__)
 
@@ -57,13 +62,11 @@ logger = logging.getLogger(__name__)
 class RunStart:
     """A run's starting point, decided once for all its ranks."""
 
-    resumed: Path | None
-    """The run's own checkpoint that it resumes from."""
-    earlier: tuple[Path, ...] = ()
-    """Checkpoints before it, the newest first: its tensors are read later, and may turn out to be damaged."""
-    damaged: tuple[tuple[Path, CorruptError], ...] = ()
-    """Checkpoints after it, and the damage of each."""
-    loaded: Path | None
+    candidates: tuple[Path, ...] = ()
+    """The run's own checkpoints to resume from, the newest first. Tensors are read later: the first may be damaged."""
+    damaged: Damaged = ()
+    """Newer checkpoints, and the damage of each."""
+    loaded: Path | None = None
     """The checkpoint whose weights a new run starts with."""
     data: CheckedData
     """The token files."""
@@ -78,8 +81,13 @@ class RunStart:
     changes: str = ""
     """Fields of the configuration that differ from the checkpoint's, as the end of a line."""
 
+    @property
+    def resumed(self) -> Path | None:
+        """The checkpoint that the run resumes from."""
+        return self.candidates[0] if self.candidates else None
 
-def check_run(
+
+def find_start(
     config: RunConfig,
     world_size: int | None,
     *,
@@ -102,39 +110,54 @@ def check_run(
     length_field = config.training.length_field
     if not config.parallel.problems():
         replicas = collect_problems(problems, lambda: config.parallel.resolve_data_parallel_size(world_size))
-    of_sections = config.section_problems()
-    problems += of_sections
-    if not of_sections:
+    section_problems = config.section_problems()
+    problems += section_problems
+    if not section_problems:
         config = collect_problems(problems, lambda: with_steps(config, report=logger.info)) or config
         problems += config.joint_problems(replicas or 1)
-    of_tokenizer = _tokenizer_problems(config)
-    problems += of_tokenizer
+    tokenizer_problems = _tokenizer_problems(config)
+    problems += tokenizer_problems
     evaluation = None
-    if not (of_tokenizer or of_sections):  # else the same would be reported twice
+    if not (tokenizer_problems or section_problems):  # else the same would be reported twice
         evaluation = collect_problems(problems, lambda: _evaluation(config))
     if problems and (config.checkpoint.mirror or is_url(config.checkpoint.load or "")):
         raise InputError("\n".join(problems))  # nothing is fetched for a run that cannot start
-    if points := collect_problems(problems, lambda: _starting_points(config)):
-        problems += _checkpoint_problems(points, config, length_field)
-    if problems or points is None or evaluation is None:
+    if found := collect_problems(problems, lambda: _find_checkpoints(config)):
+        candidates, damaged, loaded = found
+        if candidates:
+            problems += _resume_problems(candidates[0], config, length_field)
+        elif loaded is not None:
+            # Positions that are no longer scaled, where the checkpoint's are, were rather forgotten than meant.
+            ignoring = OF_THE_RUN if config.model.rope_scaling.is_scaled else ("seq_length",)
+            problems += _model_problems(loaded, config, ignoring=ignoring)
+    if problems or found is None or evaluation is None:
         raise InputError("\n".join(problems))
-    is_saved = (
-        unless_complete and points.resumed is not None and run_folder.step_of(points.resumed) == config.training.steps
-    )
-    if is_saved and not points.damaged and config.checkpoint.mirror is None:  # else to copy what is not there yet
+    run = Path(config.training.run_dir)
+    is_saved = bool(candidates) and run_folder.step_of(candidates[0]) == config.training.steps
+    if unless_complete and is_saved and not damaged and config.checkpoint.mirror is None:  # else to copy what is left
         steps = f"{config.training.steps:,}"
         logger.info(
             "complete: %s of %s steps in %s; raise training.%s to train on, or name another training.run_dir",
-            *(steps, steps, config.training.run_dir, length_field),
+            *(steps, steps, run, length_field),
         )
         return None
     before_torch()
     if problems := machine_problems(config):
         raise InputError("\n".join(problems))
     data = check_data(config, for_run=True)
-    start = _started(config, points, data, evaluation, allowed=config.data.allow_change)
-    _warn_of_other_tokenizer(start)
-    return start
+    identity = _identity(config, data, candidates if config.recovery.use_earlier_checkpoint else candidates[:1])
+    _warn_of_other_tokenizer(data, identity)
+    return RunStart(
+        candidates=candidates,
+        damaged=damaged,
+        loaded=loaded,
+        data=data,
+        identity=identity,
+        train_iters=config.training.steps,
+        evaluation=evaluation,
+        changes=_changes_since(candidates[0], config) if candidates else "",
+        events=tuple(read_events(run)) if candidates else (),
+    )
 
 
 def machine_problems(config: RunConfig) -> list[str]:
@@ -161,7 +184,8 @@ def check_data(config: RunConfig, *, for_run: bool = False) -> CheckedData:
         for_run: see `check_files`.
 
     Raises:
-        InputError, CorruptError: as `check_run`.
+        InputError: a file is missing, or there is too little data.
+        CorruptError: files are damaged.
     """
     with log_if_slow("reading the indices of the token files"):
         data = check_files(config.data, config.model.vocab_size, for_run=for_run)
@@ -173,15 +197,45 @@ def check_data(config: RunConfig, *, for_run: bool = False) -> CheckedData:
     return data
 
 
-def find_start(config: RunConfig) -> RunStart:
-    """Return what a run starts from, without checking that it fits.
+def with_steps(config: RunConfig, *, report: Callable[[str], None] = lambda _: None) -> RunConfig:
+    """Return the configuration with `training.epochs` as `train_iters`, where it is of chats; else as it is.
+
+    Args:
+        report: is called with a line about the samples that the conversations make, and one about the steps.
 
     Raises:
-        InputError, CorruptError: a file that it would start from is missing or damaged.
+        InputError: there are no such files, or no conversations to train or to validate on.
+        CorruptError: files disagree with one another.
     """
-    points = _starting_points(config)
-    config = with_steps(config)
-    return _started(config, points, check_files(config.data), _evaluation(config), allowed=None)
+    if not config.data.is_chats:
+        return config
+    training = config.training
+    for name, conversations in validation_conversations(config.data).items():  # refused now, where there are none
+        conversations.refuse_unlearned(name, config.model.seq_length)
+    packing = pack(training_conversations(config.data).lengths, config.model.seq_length, seed=training.seed)
+    report(packing.describe())
+    if training.epochs is None:
+        return config
+    steps = math.ceil(training.epochs * len(packing) / training.global_batch_size)
+    report(f"{training.epochs:g} epochs are {steps:,} steps of {training.global_batch_size:,} samples")
+    return with_train_iters(config, steps)
+
+
+def with_train_iters(config: RunConfig, steps: int) -> RunConfig:
+    """Return the configuration of a run of so many steps, in place of `train_iters` or `epochs`."""
+    return dataclasses.replace(config, training=dataclasses.replace(config.training, train_iters=steps, epochs=None))
+
+
+def drawn_samples(config: RunConfig) -> tuple[int, int]:
+    """Return the number of samples that a run draws from its training data, and from each validation set."""
+    training = config.training
+    return training.steps * training.global_batch_size, training.eval_iters * training.global_batch_size
+
+
+def run_mixes(config: RunConfig, data: CheckedData) -> list[Mix]:
+    """Return the mixes of a run, one where it has no others."""
+    sizes = {"global_batch_size": config.training.global_batch_size, "seq_length": config.model.seq_length}
+    return ordered(data.train, data.mixes, **sizes)
 
 
 def _evaluation(config: RunConfig) -> EvaluationSurvey:
@@ -193,14 +247,20 @@ def _evaluation(config: RunConfig) -> EvaluationSurvey:
     )
 
 
-def _identity(
-    config: RunConfig, data: CheckedData, candidates: Sequence[Path], *, allowed: Sequence[str] | None
-) -> DataFingerprint:
-    """Return which data a run has from here on, and what of them has changed; raises like `resumed_fingerprint`.
+# -- the data
+
+
+def _identity(config: RunConfig, data: CheckedData, candidates: Sequence[Path]) -> DataFingerprint:
+    """Return the identity of a run's data from here on, with its changes since the checkpoint.
 
     Args:
-        candidates: checkpoints that it may go on from, the first that the ranks can load; none where it begins.
+        candidates: checkpoints that it may resume from, the first that the ranks can load; none where it begins.
+
+    Raises:
+        InputError: data have changed, and `data.allow_change` does not name them.
     """
+    from megatron_fanformer.checkpoint.stored_files import read_table, saved_progress  # imports torch
+
     train_samples, _ = drawn_samples(config)
     # Where there are several mixes, a source's order does not depend on the number of samples.
     is_repeated = not (config.data.is_chats or config.data.stages) and SampleCounts(
@@ -208,26 +268,30 @@ def _identity(
     ).repeats_pairs(config.data, train_samples=train_samples)
     mixes = run_mixes(config, data)
     present = fingerprint_data(config.data, data, samples=train_samples if is_repeated else None, mixes=mixes)
-    if (found := _readable_progress(candidates)) is None:
-        return present
-    resumed, progress = found
-    step, values = (0, None) if progress is None else (progress.step, progress.data)
-    before = fingerprint_from_plain(values, resumed)
-    if before is None:
-        logger.info("%s does not say which data it was trained on; taking those of this configuration", resumed)
-        return present
-    identity = resumed_fingerprint(before, present, step=step, allowed=allowed, run=config.training.run_dir)
-    for change in identity.changes[len(before.changes) :]:
-        logger.info("data changed after step %d: %s: %s", change.step, change.name, change.what)
-    return identity
+    for checkpoint in candidates:
+        try:
+            progress = saved_progress(checkpoint, read_table(checkpoint))
+        except CorruptError as error:  # the ranks notice it, too, and go on from the next
+            logger.info("%s; its data cannot be compared with those of this configuration", error)
+            continue
+        before = None if progress is None else fingerprint_from_plain(progress.data, checkpoint)
+        if progress is None or before is None:
+            logger.info("%s does not say which data it was trained on; taking those of this configuration", checkpoint)
+            return present
+        allowed, run = config.data.allow_change, config.training.run_dir
+        identity = resumed_fingerprint(before, present, step=progress.step, allowed=allowed, run=run)
+        for change in identity.changes[len(before.changes) :]:
+            logger.info("data changed after step %d: %s: %s", change.step, change.name, change.what)
+        return identity
+    return present
 
 
-def _warn_of_other_tokenizer(start: RunStart) -> None:
+def _warn_of_other_tokenizer(data: CheckedData, identity: DataFingerprint) -> None:
     """Warn where the tokenizer that goes into every checkpoint is not the one that made the training data."""
-    digest = start.identity.tokenizer
+    digest = identity.tokenizer
     if digest is None:
         return
-    sources = [source for blend in (start.data.train, *start.data.mixes.values()) for source in blend.sources]
+    sources = [source for blend in (data.train, *data.mixes.values()) for source in blend.sources]
     manifests = {prefix: read_any_manifest(prefix) for source in sources for prefix in source.prefixes}
     stated = {redacted(prefix): manifest.tokenizer.sha256 for prefix, manifest in manifests.items() if manifest}
     if other := another_tokenizer(stated.values(), digest, "data.tokenizer"):
@@ -239,71 +303,17 @@ def _warn_of_other_tokenizer(start: RunStart) -> None:
         )
 
 
-def _readable_progress(candidates: Sequence[Path]) -> "tuple[Path, SavedProgress | None] | None":
-    """Return the first of some checkpoints whose progress can be read, and that; None where there is none."""
-    from megatron_fanformer.checkpoint.stored_files import (
-        read_table,
-        saved_progress,  # imports torch
-    )
-
-    for checkpoint in candidates:
-        try:
-            return checkpoint, saved_progress(checkpoint, read_table(checkpoint))
-        except CorruptError as error:  # as the ranks will find, which go on from the next
-            logger.info("%s; its data cannot be compared with those of this configuration", error)
-    return None
+# -- checkpoints
 
 
-def drawn_samples(config: RunConfig) -> tuple[int, int]:
-    """Return samples that a run draws from its training data, and from each validation set."""
-    training = config.training
-    return training.steps * training.global_batch_size, training.eval_iters * training.global_batch_size
-
-
-def run_mixes(config: RunConfig, data: CheckedData) -> list[Mix]:
-    """Return the mixes of a run, one where it has no others."""
-    sizes = {"global_batch_size": config.training.global_batch_size, "seq_length": config.model.seq_length}
-    return ordered(data.train, data.mixes, **sizes)
-
-
-class _StartingPoints(NamedTuple):
-    """Checkpoints that a run starts from: the fields of `RunStart`."""
-
-    resumed: Path | None = None
-    earlier: tuple[Path, ...] = ()
-    damaged: tuple[tuple[Path, CorruptError], ...] = ()
-    loaded: Path | None = None
-
-
-def _started(
-    config: RunConfig,
-    points: _StartingPoints,
-    data: CheckedData,
-    evaluation: EvaluationSurvey,
-    *,
-    allowed: Sequence[str] | None,
-) -> RunStart:
-    usable = points.earlier if config.recovery.use_earlier_checkpoint else ()
-    candidates = () if points.resumed is None else (points.resumed, *usable)
-    return RunStart(
-        **points._asdict(),
-        data=data,
-        identity=_identity(config, data, candidates, allowed=allowed),
-        train_iters=config.training.steps,
-        evaluation=evaluation,
-        changes=_changes_since(points.resumed, config),
-        events=tuple(read_events(Path(config.training.run_dir))) if points.resumed else (),
-    )
-
-
-def _starting_points(config: RunConfig) -> _StartingPoints:
-    """Find the checkpoint that a run resumes from, or the one whose weights it starts with.
+def _find_checkpoints(config: RunConfig) -> tuple[tuple[Path, ...], Damaged, Path | None]:
+    """Return the candidates and the damaged checkpoints to resume from, and the one whose weights a new run loads.
 
     Raises:
         InputError: what is named is not what it should be.
         CorruptError: a checkpoint is damaged, and there is no earlier one, or it is not to be used.
     """
-    run = Path(config.training.run_dir)
+    run, use_earlier = Path(config.training.run_dir), config.recovery.use_earlier_checkpoint
     if run.exists() and not run.is_dir():
         raise InputError(f"training.run_dir {run} is a file; name a folder")
     try:
@@ -312,48 +322,33 @@ def _starting_points(config: RunConfig) -> _StartingPoints:
         raise InputError(f"training.run_dir: {error}") from None
     if config.checkpoint.mirror is not None:
         with log_if_slow(f"looking for a newer checkpoint on {redacted(config.checkpoint.mirror)}"):
-            fetch_newer(config.checkpoint.mirror, run, use_earlier=config.recovery.use_earlier_checkpoint)
-    resuming = _resuming(run_folder.checkpoints_to_resume(run), config.recovery)
-    if resuming.resumed or not config.checkpoint.load:
-        return resuming
+            fetch_newer(config.checkpoint.mirror, run, use_earlier=use_earlier)
+    checkpoints = run_folder.checkpoints_to_resume(run)
+    damaged: list[tuple[Path, CorruptError]] = []
+    for number, checkpoint in enumerate(checkpoints):
+        try:
+            run_folder.check_sound(checkpoint)  # its small files; the ranks check tensor files when they load them
+        except CorruptError as error:
+            damaged.append((checkpoint, error))
+            if not use_earlier:
+                break
+        else:
+            return tuple(checkpoints[number:]), tuple(damaged), None
+    if damaged:
+        raise damaged[0][1]
+    load = config.checkpoint.load
+    if not load:
+        return (), (), None
     try:
-        load: str | Path = config.checkpoint.load
         if is_url(load):  # into the run's folder, which all of its machines see
-            load = fetch_checkpoint(str(load), run / run_folder.LOADED, logger.info)
-        return resuming._replace(loaded=find_checkpoint(load))
+            return (), (), find_checkpoint(fetch_checkpoint(load, run / run_folder.LOADED, logger.info))
+        return (), (), find_checkpoint(load)
     except InputError as error:
         raise InputError(f"checkpoint.load: {error}") from None
 
 
-def _resuming(candidates: list[Path], recovery: RecoveryConfig) -> _StartingPoints:
-    """Find the first checkpoint whose small files are sound; the ranks check tensor files when they load them."""
-    damaged: list[tuple[Path, CorruptError]] = []
-    for number, checkpoint in enumerate(candidates):
-        try:
-            run_folder.check_sound(checkpoint)
-        except CorruptError as error:
-            damaged.append((checkpoint, error))
-            if not recovery.use_earlier_checkpoint:
-                break
-        else:
-            return _StartingPoints(checkpoint, tuple(candidates[number + 1 :]), tuple(damaged))
-    if damaged:
-        raise damaged[0][1]
-    return _StartingPoints()
-
-
-def _checkpoint_problems(points: _StartingPoints, config: RunConfig, length_field: str) -> list[str]:
-    if points.resumed:
-        return _resume_problems(points.resumed, config, length_field)
-    if points.loaded is None:
-        return []
-    # Positions that are no longer scaled, where the checkpoint's are, were rather forgotten than meant.
-    ignoring = OF_THE_RUN if config.model.rope_scaling.is_scaled else ("seq_length",)
-    return _model_problems(points.loaded, config, ignoring=ignoring)
-
-
 def _tokenizer_problems(config: RunConfig) -> list[str]:
-    """It goes into every checkpoint: better to find a problem now than when the first is saved."""
+    """Return the problems of the tokenizer that goes into every checkpoint, so that none comes at the first save."""
     path = config.data.tokenizer
     if path is None or not (is_url(path) or Path(path).exists()):  # the latter is reported with the data's own problems
         return []
@@ -399,9 +394,9 @@ def _resume_problems(checkpoint: Path, config: RunConfig, length_field: str) -> 
     ]
 
 
-def _changes_since(checkpoint: Path | None, config: RunConfig) -> str:
+def _changes_since(checkpoint: Path, config: RunConfig) -> str:
     """Return the fields that differ from those a checkpoint was saved with, as the end of a line."""
-    saved = {} if checkpoint is None else by_dotted_names(run_folder.saved_config(checkpoint))
+    saved = by_dotted_names(run_folder.saved_config(checkpoint))
     present = by_dotted_names(config.as_dict())
     stated = {name: value for name, value in present.items() if value is not None}  # the rest follows from the machine
     changes = [f"{name} {saved[name]} → {value}" for name, value in stated.items() if value != saved.get(name, value)]

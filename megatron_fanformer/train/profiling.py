@@ -16,7 +16,7 @@ from torch.profiler import ProfilerActivity, profile, record_function, supported
 from megatron_fanformer.checkpoint.run_folder import TRACES, checkpoint_name
 from megatron_fanformer.runtime.parallel import RankGrid
 from megatron_fanformer.train.interrupts import Request
-from megatron_fanformer.train.loggers.registry import LoggingConfig
+from megatron_fanformer.train.loggers import LoggingConfig
 
 REQUESTED_STEPS = 3
 TABLE_ROWS = 100

@@ -204,12 +204,12 @@ class BadSteps:
 
     @property
     def limit_reached(self) -> bool:
-        """Return whether skipping has not helped: the run must go back, or end."""
+        """Whether skipping has not helped: the run must go back, or end."""
         return len(self.in_a_row) >= max(1, self._config.max_bad_steps_in_a_row)
 
     @property
-    def why_not_rewind(self) -> str | None:
-        """Return why the run may not go back once more; None if it may."""
+    def rewind_refusal(self) -> str | None:
+        """The reason for which the run may not go back once more; None if it may."""
         if self._config.max_bad_steps_in_a_row == 0:
             return "recovery.max_bad_steps_in_a_row is 0"
         return None if self._rewinds < self._config.max_rewinds else "recovery.max_rewinds is reached"

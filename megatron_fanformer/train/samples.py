@@ -1,4 +1,4 @@
-"""The samples of a run: which datasets they come from, and which of them each step, rank and micro batch takes.
+"""The samples of a run: its datasets, and the samples of each step, rank and micro batch.
 
 The trainer takes its datasets from here, and `inspect` finds here what a step took of them.
 """
@@ -23,7 +23,7 @@ def run_datasets(config: RunConfig, data: CheckedData | None = None) -> Datasets
         data: the token files, once checked; None: rank 0 checks them now.
 
     Raises:
-        InputError, CorruptError: like `build_datasets`.
+        InputError, CorruptError: those of `build_datasets`.
     """
     train_samples, valid_samples = drawn_samples(config)
     return build_datasets(

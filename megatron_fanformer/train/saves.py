@@ -83,20 +83,22 @@ class Checkpointer:
         """Copy the checkpoint of a step, which is there, to the mirror."""
         self._mirror.offer(self._checkpoints / run_folder.checkpoint_name(step))
 
-    def poll_uploads(self) -> None:
-        """Take note of what was copied since; never waits."""
+    def after_step(self, step: int, *, blocking: bool) -> None:
+        """Publish what is written after a step, and take note of what was copied since."""
+        self.publish_if_written(step, blocking=blocking)
         self._mirror.poll()
 
     def finish_copies(self, *, was_stopped: bool) -> None:
         """Wait until all is copied; after a signal for a minute at most, else until one comes."""
         if not self._has_mirror:
             return
-        on_main(lambda: self._finish_copies(was_stopped=was_stopped or self._listener.now().stop))
 
-    def _finish_copies(self, *, was_stopped: bool) -> None:
-        """Do so on the main rank, where a signal may have come in the last step, or during its save, too."""
-        seconds = STOPPED_MIRROR_SECONDS if was_stopped else float("inf")
-        self._mirror.finish(lambda: not was_stopped and self._listener.now().stop, seconds)
+        def finish() -> None:  # a signal may have come in the last step, or during its save, too
+            is_stopping = was_stopped or self._listener.now().stop
+            seconds = STOPPED_MIRROR_SECONDS if is_stopping else float("inf")
+            self._mirror.finish(lambda: not is_stopping and self._listener.now().stop, seconds)
+
+        on_main(finish)
 
     def close(self) -> None:
         """Abort the writing of a checkpoint."""

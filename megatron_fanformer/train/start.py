@@ -16,9 +16,8 @@ from megatron_fanformer.model.layouts import layout_text
 from megatron_fanformer.runtime import device as devices
 from megatron_fanformer.runtime import environment
 from megatron_fanformer.runtime.launch import RankFailed, launch_ranks, read_found, refuse_ranks_without_gpu
-from megatron_fanformer.runtime.layout import ParallelConfig
 from megatron_fanformer.train.config import RunConfig, load_config, print_on_stderr
-from megatron_fanformer.train.preflight import RunStart, check_run
+from megatron_fanformer.train.preflight import RunStart, find_start
 from megatron_fanformer.train.run_log import FILE_ONLY, RunLog, log_file, run_log
 
 if TYPE_CHECKING:
@@ -48,10 +47,16 @@ def start_run(file: Path, overrides: Sequence[str], arguments: Sequence[str], lo
     # The lock comes before its checkpoint is chosen: a run that is about to end may be saving another one.
     locked = run_lock(run)
     with run_log(rank=0) as started, locked:
-        start = check_run(config, None, unless_complete=True, before_torch=lambda: _begin(config))
+
+        def begin() -> None:
+            ranks = local_ranks(config)
+            _log_start(config, ranks, " on this machine")
+            _prepare_libraries(config, ranks)
+
+        start = find_start(config, None, unless_complete=True, before_torch=begin)
         if start is None:
             return None
-        ranks = _local_ranks(config)
+        ranks = local_ranks(config)
         refuse_ranks_without_gpu(
             ranks,
             config.runtime,
@@ -70,27 +75,23 @@ def start_run(file: Path, overrides: Sequence[str], arguments: Sequence[str], lo
     return run
 
 
-def _local_ranks(config: RunConfig) -> int:
+def local_ranks(config: RunConfig) -> int:
+    """Return the ranks that a run has on this machine alone."""
     return config.parallel.resolve_data_parallel_size(None) * config.parallel.model_parallel_size
 
 
-def _begin(config: RunConfig) -> None:
-    """Log that local ranks start, and set what libraries read."""
-    _log_start(config.parallel, _local_ranks(config), " on this machine")
-    _prepare(config.run_shape(_local_ranks(config)))
-
-
-def _log_start(parallel: ParallelConfig, ranks: int, place: str = "") -> None:
+def _log_start(config: RunConfig, ranks: int, place: str = "") -> None:
     """Log the first sign of life, before torch is imported."""
-    sizes = {name: getattr(parallel, name) for name in DEGREES}
-    sizes["data_parallel_size"] = ranks // parallel.model_parallel_size
+    sizes = {name: getattr(config.parallel, name) for name in DEGREES}
+    sizes["data_parallel_size"] = ranks // config.parallel.model_parallel_size
     layout = layout_text({name: size for name, size in sizes.items() if size > 1})
     logger.info("starting %d rank%s%s%s", ranks, "s" * (ranks > 1), place, f" ({layout})" * bool(layout))
 
 
-def _prepare(shape: environment.RunShape) -> None:
+def _prepare_libraries(config: RunConfig, ranks: int, *, threads: int | None = None) -> None:
     """Set what libraries read, before torch is imported; log what the user has set otherwise."""
-    if (line := environment.kept_line(devices.prepare_libraries(shape))) and not devices.launched_here():
+    settings = devices.prepare_libraries(config.run_shape(ranks, threads=threads))
+    if (line := environment.kept_line(settings)) and not devices.launched_here():
         logger.info("%s", line)
 
 
@@ -106,11 +107,11 @@ def _launch(config: RunConfig, ranks: int, arguments: Sequence[str], start: RunS
             is_crash = failure.exit_code == FanformerError.exit_code and not failure.was_stopping
             if config.training.max_restarts == 0 or not is_crash:
                 raise
-            before, begun = start, check_run(config, None, unless_complete=True)
-            if begun is None:
+            resumed, next_start = start.resumed, find_start(config, None, unless_complete=True)
+            if next_start is None:
                 return  # after the last save
-            start = begun
-            restarts = 1 if start.resumed != before.resumed else restarts + 1
+            start = next_start
+            restarts = 1 if start.resumed != resumed else restarts + 1
             if restarts > config.training.max_restarts:
                 logger.warning("no new checkpoint in %d restarts; training.max_restarts allows no more", restarts - 1)
                 raise
@@ -134,7 +135,7 @@ def run_rank(
         As `start_run`, on rank 0; on others, and where our own launcher returns it, None.
 
     Raises:
-        InputError, CorruptError: like `check_run`, on every rank.
+        InputError, CorruptError: those of `find_start`, on every rank.
     """
     is_launched_here = devices.launched_here()
     quiet = address.rank != 0 or is_launched_here
@@ -144,10 +145,11 @@ def run_rank(
             raise InputError("\n".join(problems))
         config.parallel.resolve_data_parallel_size(address.world_size)
         if not is_launched_here:
-            _log_start(config.parallel, address.world_size)
-        own_threads = devices.sees_gpus() and not is_launched_here  # a CPU's ranks set theirs through torch
-        local_threads = config.runtime.threads_per_rank or devices.threads_per_rank(address.local_world_size)
-        _prepare(config.run_shape(address.world_size, threads=local_threads if own_threads else None))
+            _log_start(config, address.world_size)
+        threads = None
+        if devices.sees_gpus() and not is_launched_here:  # a CPU's ranks set theirs through torch
+            threads = config.runtime.threads_per_rank or devices.threads_per_rank(address.local_world_size)
+        _prepare_libraries(config, address.world_size, threads=threads)
         from megatron_fanformer.runtime.agreement import on_main
         from megatron_fanformer.runtime.parallel import process_group, rank_grid
 
@@ -155,16 +157,15 @@ def run_rank(
         run = Path(config.training.run_dir)
         with ExitStack() as held, process_group(config.runtime, address) as kind:
 
-            def find() -> tuple[RunStart, str | None] | None:
-                if (launched := read_found()) is not None:
-                    return cast(tuple[RunStart, str | None], launched)
+            def find() -> tuple[RunStart | None, str | None]:
+                if (of_launcher := read_found()) is not None:
+                    return cast(tuple[RunStart, str | None], of_launcher)
                 held.enter_context(run_lock(run))
-                begun = check_run(config, address.world_size, unless_complete=True)
-                return None if begun is None else (begun, None)
+                return find_start(config, address.world_size, unless_complete=True), None
 
-            if (found_start := on_main(find)) is None:
+            start, reason = on_main(find)
+            if start is None:
                 return None
-            start, reason = found_start
             if reason:
                 logger.info("%s", reason, extra=FILE_ONLY)  # the launcher prints it
             with rank_grid(config.parallel, kind, config.runtime) as grid:

@@ -1,9 +1,8 @@
 """The loop of a run: steps, metrics, evaluation, checkpoints, and an orderly end."""
 
-import functools
-import gc
 import logging
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,25 +17,23 @@ from megatron_fanformer.errors import CorruptError, DivergenceError, InputError,
 from megatron_fanformer.model.build import build_stages
 from megatron_fanformer.processes import manual_gc, signals_to
 from megatron_fanformer.runtime.agreement import on_main
-from megatron_fanformer.runtime.device import return_freed_memory
 from megatron_fanformer.runtime.parallel import RankGrid
 from megatron_fanformer.runtime.seeding import seed_everything
-from megatron_fanformer.train.chats import with_train_iters
+from megatron_fanformer.train.callbacks import Callback, Garbage, SeenSources, StepMetrics, Stragglers
 from megatron_fanformer.train.config import RunConfig
 from megatron_fanformer.train.evaluation import Evaluation
 from megatron_fanformer.train.interrupts import InterruptListener, Interrupts, share
-from megatron_fanformer.train.loggers.registry import Loggers
-from megatron_fanformer.train.machine_choices import attention_notice, choice_lines, choose_for_machine
+from megatron_fanformer.train.loggers import Loggers
+from megatron_fanformer.train.machine_choices import Choice, attention_notice, choice_lines, choose_for_machine
 from megatron_fanformer.train.optimizer import build_optimizer
 from megatron_fanformer.train.phase_health import PhaseHealth
-from megatron_fanformer.train.preflight import RunStart, find_start
+from megatron_fanformer.train.preflight import RunStart, find_start, with_train_iters
 from megatron_fanformer.train.profiling import Profiler
 from megatron_fanformer.train.recovery import BadSteps, EventLog
 from megatron_fanformer.train.run_log import log_if_slow
 from megatron_fanformer.train.samples import replica_batches, run_datasets
 from megatron_fanformer.train.saves import Checkpointer
 from megatron_fanformer.train.schedule import build_scheduler
-from megatron_fanformer.train.seen_sources import SeenSources
 from megatron_fanformer.train.step import (
     StepBatches,
     StepResult,
@@ -48,10 +45,6 @@ from megatron_fanformer.train.step import (
     weights_in_step,
     wrap_stages,
 )
-from megatron_fanformer.train.step_metrics import StepMetrics
-from megatron_fanformer.train.stragglers import Stragglers
-
-GARBAGE_INTERVAL = 100  # steps
 
 Stopping = Literal["signal", "exit_interval", "exit_duration_in_mins"]
 
@@ -59,51 +52,67 @@ logger = logging.getLogger(__name__)
 
 
 class Trainer:
-    """A run on this rank: what it is made of, and the loop.
-
-    Every rank builds one and calls `train`; `close` afterwards.
+    """A run on this rank. Every rank makes one and calls `train`; `close` afterwards.
 
     Args:
-        start: what the run was found to start from; None: rank 0 finds it now.
+        start: the run's starting point; None: rank 0 finds it now.
         console: the terminal, which rank 0 writes to.
     """
 
     def __init__(
         self, config: RunConfig, grid: RankGrid, start: RunStart | None = None, console: Console | None = None
     ) -> None:
-        self._start = start or on_main(functools.partial(find_start, config))
-        config = with_train_iters(config, self._start.train_iters)
-        self.config, self._choices = choose_for_machine(config, grid)
-        self.grid, self.run = grid, Path(config.training.run_dir)
+        start = start or on_main(lambda: find_start(config, grid.world_size))
+        assert start is not None
+        self._start = start
+        config, choices = choose_for_machine(with_train_iters(config, start.train_iters), grid)
+        self.config, self.grid, self.run = config, grid, Path(config.training.run_dir)
         self.step = self.consumed_samples = 0
-        self.last_step_seconds = 0.0
-        logger.debug(
-            "rank %d of %d, replica %d, on %s", grid.rank, grid.world_size, grid.data_parallel_rank, grid.device
-        )
+        self._log_startup(choices)
         minutes = config.training.exit_duration_in_mins
         self._listener = InterruptListener(self.run, minutes) if grid.is_main else InterruptListener()
         self._interrupts = Interrupts()  # of any rank, at the end of the current step
-        self._log_startup()
         seed_everything(config.training.seed, graphable=config.kernels.cuda_graph_impl != "none")
         with log_if_slow("building the model"):
             self._build()
-        self._measure_steps()
+        self._saves = Checkpointer(
+            config,
+            grid,
+            self._listener,
+            note_saved=lambda: self._bad_steps.note_saved(),
+            note_failure=lambda name, why: self._events.add("not_mirrored", self.step, checkpoint=name, reason=why),
+        )
+        self._num_micro_batches = config.num_micro_batches(grid.data_parallel_size)
+        self._evaluation = Evaluation(
+            config, start.evaluation, grid, shall_stop=lambda: share(self._listener.now(), grid).stop
+        )
+        logged = config.logging
+        self.profiler = Profiler(logged, grid, self.run, self._listener.profile)
+        self._step_metrics = StepMetrics(config, grid, self._optimizer)
+        # What a CUDA graph runs is called from Python when it is captured, and never again.
+        phase_interval = logged.phase_interval if config.kernels.cuda_graph_impl == "none" else None
+        self._callbacks: list[Callback] = [
+            PhaseHealth(self._stages, config.model, grid, interval=phase_interval),
+            self._step_metrics,
+            Stragglers(self._wrapped, grid, interval=logged.straggler_interval, factor=logged.straggler_factor),
+            Garbage(),
+        ]
         self._attachments: dict[str, bytes] = {}
         if grid.is_main:  # which publishes checkpoints
             tokenizer = tokenizer_file(config.data.tokenizer) if config.data.tokenizer else None
-            self._attachments = attached_files(tokenizer, self._start.data.chat_template)
+            self._attachments = attached_files(tokenizer, start.data.chat_template)
         self._start_or_resume()
         self._load_data()
         self._logs = Loggers(
-            self.config.logging,
+            logged,
             console or Console(markup=False),
-            run=Path(self.config.training.run_dir),
-            steps=self.config.training.steps,
+            run=self.run,
+            steps=config.training.steps,
             writes=grid.is_main,
         )
         self._open_logs()
         if self.step:
-            logger.info("continuing after step %d of %s%s", self.step, self.run, self._start.changes)
+            logger.info("continuing after step %d of %s%s", self.step, self.run, start.changes)
 
     def train(self) -> None:
         """Run to the last step.
@@ -139,14 +148,11 @@ class Trainer:
             metrics = self._train_one_step()
         if self._interrupts.profile:
             self.profiler.profile_next(self.step)
-        if "skipped" not in metrics:
-            metrics.update(self._phases.report_if_due(self.step))
-            metrics.update(self._step_metrics.of_weights_if_due(self.step, self._optimizer))
         if self._bad_steps.limit_reached:
             self._go_back()
             return "signal" if self._interrupts.stop else None
-        metrics.update(self._stragglers.report_if_due(self.step))
-        metrics.update(self._seen.metrics_if_due(self.step, is_last=self._is_over))
+        for callback in (*self._callbacks, self._seen):
+            metrics.update(callback.after_step(self.step, is_skipped="skipped" in metrics))
         try:
             metrics.update(self._evaluate_if_due())
         finally:  # where its evaluation ends the run, too
@@ -154,11 +160,7 @@ class Trainer:
         stopping = self._shall_stop()
         if self._save_if_due(force=stopping is not None or self._interrupts.save):
             stopping = stopping or self._shall_stop()
-        self._saves.publish_if_written(self.step, blocking=stopping is not None or self._is_over)
-        self._saves.poll_uploads()
-        if self.step % GARBAGE_INTERVAL == 0:
-            gc.collect()
-            return_freed_memory()
+        self._saves.after_step(self.step, blocking=stopping is not None or self._is_over)
         return stopping
 
     def close(self, *, failed: bool = False) -> None:
@@ -174,9 +176,9 @@ class Trainer:
     def _train_one_step(self) -> dict[str, Any]:
         """Take the next step, or skip it; returns its metrics."""
         started = time.monotonic()
-        self._stragglers.begin()
         self.step += 1
-        self._seen.log_if_stage_begins(self.step)
+        for callback in (*self._callbacks, self._seen):
+            callback.begin_step(self.step)
         self._scheduler.step(1)
         batches = StepBatches(self._batches, self._num_micro_batches)
         self.consumed_samples += self.config.training.global_batch_size
@@ -193,11 +195,10 @@ class Trainer:
             return self._skipped("its samples have no learned token")
         update_weights(self._optimizer, result.grad_norm, is_measured=self._step_metrics.are_weights_due(self.step))
         self._bad_steps.note_good(self.step, result.loss, result.grad_norm)
-        self.last_step_seconds = time.monotonic() - started
         return {
             **self._step_metrics.of_step(
                 result,
-                seconds=self.last_step_seconds,
+                seconds=time.monotonic() - started,
                 learning_rate=self._optimizer.param_groups[0]["lr"],
                 consumed_tokens=self.consumed_tokens,
             ),
@@ -212,17 +213,19 @@ class Trainer:
         result, fault = self._attempt(batches)
         if fault is None or not self.config.recovery.compute_again:
             return result, fault
-        own = [own_numbers(self._wrapped, result)]
-        result, still = self._attempt(batches)
-        own.append(own_numbers(self._wrapped, result))
-        differing, who = compare_attempts(own, self.grid, is_good=still is None)
-        logger.info("step %d  %s; computed again, %s (%s)", self.step, fault, still or "is good", who)
-        self._events.add("computed_again", self.step, first=fault, second=still, ranks=differing)
-        return result, still
+        numbers = [own_numbers(self._wrapped, result)]
+        result, second_fault = self._attempt(batches)
+        numbers.append(own_numbers(self._wrapped, result))
+        differing, who = compare_attempts(numbers, self.grid, is_good=second_fault is None)
+        logger.info("step %d  %s; computed again, %s (%s)", self.step, fault, second_fault or "is good", who)
+        self._events.add("computed_again", self.step, first=fault, second=second_fault, ranks=differing)
+        return result, second_fault
 
     def _attempt(self, batches: StepBatches) -> tuple[StepResult, str | None]:
         parts = (self._wrapped, self._optimizer, iter(batches), self.grid, self._num_micro_batches)
-        with self._phases.reading(self.step):
+        with ExitStack() as contexts:
+            for callback in self._callbacks:
+                contexts.enter_context(callback.around_attempt(self.step))
             result = attempt_step(*parts, listen=self._listener.now, is_judged=self.config.recovery.judges_steps)
         return result, self._bad_steps.fault_in(result.loss, result.grad_norm)
 
@@ -238,7 +241,7 @@ class Trainer:
         }
 
     def _go_back(self) -> None:
-        """Go on from the last checkpoint before the bad steps, which are skipped from now on.
+        """Go back to the last checkpoint before the bad steps, and skip them from now on.
 
         Raises:
             DivergenceError: there is none, or the run has gone back too often.
@@ -247,23 +250,22 @@ class Trainer:
         bad = self._bad_steps.in_a_row
         first, last = min(bad), max(bad)
         steps = f"step {first}" if first == last else f"steps {first} to {last}"
-        candidates = on_main(lambda: [path.name for path in run_folder.checkpoints_to_resume(self.run)])
-        before = [
-            self.run / run_folder.CHECKPOINTS / name for name in candidates if name < run_folder.checkpoint_name(first)
-        ]
-        why = self._bad_steps.why_not_rewind if before else "there is no checkpoint to go back to"
-        if why is not None:
+        names = on_main(lambda: [path.name for path in run_folder.checkpoints_to_resume(self.run)])
+        checkpoint_of_first = run_folder.checkpoint_name(first)
+        earlier = [self.run / run_folder.CHECKPOINTS / name for name in names if name < checkpoint_of_first]
+        refusal = self._bad_steps.rewind_refusal if earlier else "there is no checkpoint to go back to"
+        if refusal is not None:
             raise DivergenceError(
-                f"{steps}: {bad[last]}, and {why}; lower optimizer.lr, or inspect the steps' documents"
+                f"{steps}: {bad[last]}, and {refusal}; lower optimizer.lr, or inspect the steps' documents"
             )
         skipped = self._bad_steps.note_rewind()
-        self._resume(before)
+        self._resume(earlier)
         self._events.add("rewound", self.step, skipped=skipped)
         self._load_data()
         self._open_logs()
         logger.info("%s: %s; went back to step %d, and will skip them", steps, skipped[last], self.step)
 
-    # -- what is periodic
+    # -- evaluation, saves, the end
 
     def _evaluate_if_due(self) -> dict[str, float]:
         """Measure what is due after this step besides training."""
@@ -335,32 +337,33 @@ class Trainer:
 
     # -- the start
 
-    def _log_startup(self) -> None:
+    def _log_startup(self, choices: list[Choice]) -> None:
+        grid = self.grid
+        logger.debug(
+            "rank %d of %d, replica %d, on %s", grid.rank, grid.world_size, grid.data_parallel_rank, grid.device
+        )
         parameters, steps = self.config.model.num_parameters, self.config.training.steps
         logger.info("a model of %s parameters, %s steps, in %s", f"{parameters:,}", f"{steps:,}", self.run)
-        for line in [*choice_lines(self._choices), *self.config.stage_lines()]:
+        for line in [*choice_lines(choices), *self.config.stage_lines()]:
             logger.info("%s", line)
-        for choice in self._choices:
+        for choice in choices:
             logger.debug("%s.%s is %s: %s", *choice[:4])
 
     def _build(self) -> None:
-        config, grid = self.config, self.grid
-        self.dtype = config.dtype(grid.device)
-        loaded = self._start.loaded
+        config, grid, loaded = self.config, self.grid, self._start.loaded
         is_drawn = not (self._start.resumed or loaded)  # else the weights are about to be loaded
-        seed = config.training.seed if is_drawn else None
         self._stages = build_stages(
             config.model,
             config.parallel,
             grid,
-            dtype=self.dtype,
-            seed=seed,
+            dtype=config.dtype(grid.device),
+            seed=config.training.seed if is_drawn else None,
             precision=config.precision,
             kernels=config.kernels,
             z_loss_coefficient=config.training.z_loss_coefficient,
         )
         if loaded:
-            from megatron_fanformer.checkpoint.training_state import load_weights  # as in `Saves._saver`
+            from megatron_fanformer.checkpoint.training_state import load_weights  # as in `Checkpointer._saver`
 
             with log_if_slow(f"loading the weights of {loaded}"):
                 load_weights(loaded, self._stages, grid)
@@ -369,30 +372,6 @@ class Trainer:
         self._wrapped = wrap_stages(self._stages, config.parallel, grad_reduce_in_fp32=in_fp32)
         self._optimizer = build_optimizer(config.optimizer, self._wrapped)
         self._scheduler = self._build_scheduler()
-        self._saves = Checkpointer(
-            config,
-            grid,
-            self._listener,
-            note_saved=lambda: self._bad_steps.note_saved(),
-            note_failure=lambda name, why: self._events.add("not_mirrored", self.step, checkpoint=name, reason=why),
-        )
-        self._num_micro_batches = config.num_micro_batches(grid.data_parallel_size)
-        self._evaluation = Evaluation(
-            config, self._start.evaluation, grid, shall_stop=lambda: share(self._listener.now(), grid).stop
-        )
-
-    def _measure_steps(self) -> None:
-        config, logged = self.config, self.config.logging
-        self._step_metrics = StepMetrics(config, self.grid)
-        self.profiler = Profiler(logged, self.grid, self.run, self._listener.profile)
-        # What a CUDA graph runs is called from Python when it is captured, and never again.
-        is_called = config.kernels.cuda_graph_impl == "none"
-        self._stragglers = Stragglers(
-            self._wrapped, self.grid, interval=logged.straggler_interval, factor=logged.straggler_factor
-        )
-        self._phases = PhaseHealth(
-            self._stages, config.model, self.grid, interval=logged.phase_interval if is_called else None
-        )
 
     def _build_scheduler(self) -> Any:
         config = self.config
@@ -407,13 +386,13 @@ class Trainer:
         if self._start.resumed is None:
             self._events.begin()
         else:
-            self._resume([self._start.resumed, *self._start.earlier], list(self._start.damaged))
+            self._resume(list(self._start.candidates), list(self._start.damaged))
 
     def _resume(self, candidates: list[Path], damaged: list[tuple[Path, CorruptError]] | None = None) -> None:
         """Go on from the first of some checkpoints that is not damaged; those that are, are set aside.
 
         Args:
-            damaged: others that have been found damaged, and what is wrong with each.
+            damaged: newer ones, and the damage of each.
 
         Raises:
             CorruptError: all are, or the first is and no other is to be used.
@@ -439,7 +418,7 @@ class Trainer:
         logger.debug("loaded %s in %.1f s", checkpoint, time.monotonic() - started)
 
     def _load_checkpoint(self, checkpoint: Path) -> None:
-        from megatron_fanformer.checkpoint.training_state import load_training_state  # as in `Saves._saver`
+        from megatron_fanformer.checkpoint.training_state import load_training_state  # as in `Checkpointer._saver`
 
         with weights_in_step(self._wrapped):
             progress = load_training_state(
@@ -484,5 +463,6 @@ class Trainer:
         values = self.config.as_dict()
         values["parallel"]["data_parallel_size"] = self.grid.data_parallel_size
         values["runtime"]["device"] = self.grid.device
-        values["precision"]["dtype"] = "bf16" if self.dtype == torch.bfloat16 else "fp32"
+        is_bf16 = self.config.dtype(self.grid.device) == torch.bfloat16
+        values["precision"]["dtype"] = "bf16" if is_bf16 else "fp32"
         return values

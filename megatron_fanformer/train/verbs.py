@@ -52,7 +52,7 @@ def _train(options: TrainOptions) -> None:
     with ended_by_stop_signals(report_stopped):  # from before what takes seconds to import
         end_with_launcher()
         device.quieten_libraries()  # the rest once the configuration is read
-        from megatron_fanformer.train.last_lines import print_summary
+        from megatron_fanformer.train.run_log import print_summary
         from megatron_fanformer.train.start import run_rank, start_run
 
         address = device.rank_address()

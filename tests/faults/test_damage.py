@@ -13,7 +13,7 @@ from megatron_fanformer.checkpoint.manifest import MANIFEST
 from megatron_fanformer.checkpoint.stored_files import check_stored
 from megatron_fanformer.errors import CorruptError
 from megatron_fanformer.train.config import config_from_dict
-from megatron_fanformer.train.preflight import check_run
+from megatron_fanformer.train.preflight import find_start
 from tests.small_runs import small_run, write_tokens
 from tests.train.test_trainer import train
 
@@ -45,7 +45,7 @@ def checkpoints(values: dict[str, Any]) -> tuple[Path, Path]:
 def refusal(values: dict[str, Any]) -> str | None:
     """What a run says that is started here: before its ranks are, and when they load."""
     try:
-        start = check_run(config_from_dict(values), 2)
+        start = find_start(config_from_dict(values), 2)
         assert start.resumed is not None
         check_stored(start.resumed)  # what `load_training_state` begins with, on all ranks together
     except CorruptError as error:

@@ -13,7 +13,7 @@ from megatron_fanformer.plan.estimate import Estimate, estimate, for_machine, jo
 from megatron_fanformer.plan.machines import DRIVERS_SHARE, Machine, load_machine
 from megatron_fanformer.plan.search import MOST_SHOWN, NUMBERS, judge, search
 from megatron_fanformer.train.config import RunConfig, load_config
-from megatron_fanformer.train.preflight import check_run
+from megatron_fanformer.train.preflight import find_start
 from tests.plan.test_candidates import run_config
 from tests.small_runs import ROOT, write_tokens
 
@@ -89,7 +89,7 @@ def test_train_says_of_an_example_what_the_search_does(config: RunConfig, h100: 
     rejected = search(config, GPUS, h100).rejected
     for each in rejected:
         with pytest.raises(InputError) as refused:
-            check_run(laid_out(config, each.example), GPUS)
+            find_start(laid_out(config, each.example), GPUS)
         assert each.message in str(refused.value).splitlines()
     assert len(rejected) > 3
 

@@ -14,7 +14,7 @@ from megatron_fanformer.checkpoint import run_folder
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.train.config import config_from_dict
 from megatron_fanformer.train.metrics import read_metrics
-from megatron_fanformer.train.preflight import check_run
+from megatron_fanformer.train.preflight import find_start
 from tests.chat_pairs import Chat, random_chats, write_chats
 from tests.checkpoint.test_saving import writers_do_first
 from tests.small_runs import SEQ_LENGTH, VOCAB_SIZE, first_step, small_run, trainer_of
@@ -130,7 +130,7 @@ def test_a_validation_set_without_a_learned_token_is_refused(tmp_path: Path, run
         checkpoint={"save_interval": 2, "async_save": True},
     )
     with pytest.raises(InputError, match=r"^validation set held-out has no learned token within the first 16 of any"):
-        check_run(config_from_dict(values), 1)
+        find_start(config_from_dict(values), 1)
     write_chats(tmp_path / "other" / "chats", [*silent[1:], whole[0]])
     message = "validation set held-out has no learned token in the 4 samples that training.eval_iters 2 reads; raise"
     assert run_on_ranks(2, refusal, {**values, "parallel": {"data_parallel_size": 2}}) == [message] * 2
@@ -157,7 +157,7 @@ def test_epochs_become_steps_which_the_run_records(tmp_path: Path, run_on_ranks:
         training={"train_iters": None, "epochs": 1.5},
         schedule={"lr_warmup_iters": 0, "lr_warmup_fraction": 0.5, "lr_decay_style": "constant"},
     )
-    start = check_run(config_from_dict(values), None)
+    start = find_start(config_from_dict(values), None)
     run_on_ranks(1, train, values)
     (checkpoint,) = run_folder.complete_checkpoints(tmp_path / "run")
     saved = run_folder.saved_config(checkpoint)
@@ -170,12 +170,14 @@ def test_epochs_become_steps_which_the_run_records(tmp_path: Path, run_on_ranks:
     warmup = round(0.5 * start.train_iters)
     rates = [entry["learning_rate"] for entry in metrics]
     assert rates == pytest.approx([1e-2 * min(1, step / warmup) for step in range(1, len(rates) + 1)])
-    assert check_run(config_from_dict(values), None, unless_complete=True) is None  # the same command finds it complete
+    assert (
+        find_start(config_from_dict(values), None, unless_complete=True) is None
+    )  # the same command finds it complete
     values["training"]["epochs"] = 0.5
     with pytest.raises(
         InputError, match=rf"training\.epochs makes \d+, but .* is at step {start.train_iters}; raise it"
     ):
-        check_run(config_from_dict(values), None)
+        find_start(config_from_dict(values), None)
 
 
 @pytest.mark.parametrize(
@@ -203,5 +205,5 @@ def test_epochs_become_steps_which_the_run_records(tmp_path: Path, run_on_ranks:
 def test_bad_input_is_refused_before_a_run(tmp_path: Path, sections: dict[str, Any], message: str) -> None:
     values = chats_run(tmp_path, random_chats(20, vocab_size=VOCAB_SIZE), **sections)
     with pytest.raises(InputError) as refused:
-        check_run(config_from_dict(values), None)
+        find_start(config_from_dict(values), None)
     assert message in str(refused.value)

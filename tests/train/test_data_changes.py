@@ -17,7 +17,7 @@ from megatron_fanformer.inspect.checkpoint import describe_run
 from megatron_fanformer.inspect.verb import InspectOptions, inspect_step
 from megatron_fanformer.train.config import config_from_dict
 from megatron_fanformer.train.metrics import read_metrics
-from megatron_fanformer.train.preflight import RunStart, check_run
+from megatron_fanformer.train.preflight import RunStart, find_start
 from tests.data.token_making import write_manifest
 from tests.small_runs import SEQ_LENGTH, small_run, write_tokens
 from tests.train.test_trainer import train
@@ -51,7 +51,7 @@ def half(begun: Values, tmp_path: Path) -> Values:
 
 
 def start(values: Values, **data: Any) -> RunStart:
-    return check_run(config_from_dict({**values, "data": {**values["data"], **data}}), None)
+    return find_start(config_from_dict({**values, "data": {**values["data"], **data}}), None)
 
 
 def tokens_read(checkpoint: dict[str, Any]) -> dict[str, float]:

@@ -14,7 +14,7 @@ from megatron_fanformer.checkpoint import run_folder
 from megatron_fanformer.errors import InputError, Interrupted
 from megatron_fanformer.train.config import config_from_dict
 from megatron_fanformer.train.metrics import metric_of, read_metrics
-from megatron_fanformer.train.preflight import check_run
+from megatron_fanformer.train.preflight import find_start
 from tests import small_runs
 from tests.evaluate.made_up import made_up_tasks, write_made_up
 from tests.small_runs import SEQ_LENGTH, VOCAB_SIZE, small_run
@@ -175,7 +175,7 @@ def test_a_signal_is_answered_after_the_batch_and_only_what_is_whole_is_logged(
 
 def problems(values: dict[str, Any]) -> list[str]:
     with pytest.raises(InputError) as refused:
-        check_run(config_from_dict(values), 1)
+        find_start(config_from_dict(values), 1)
     return str(refused.value).splitlines()
 
 

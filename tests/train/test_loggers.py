@@ -21,11 +21,8 @@ from megatron_fanformer.errors import DivergenceError, FanformerError, InputErro
 from megatron_fanformer.inspect.checkpoint import last_numbers
 from megatron_fanformer.markdown import code_block
 from megatron_fanformer.train.config import config_from_dict
-from megatron_fanformer.train.loggers.json_lines import JSONLines
-from megatron_fanformer.train.loggers.logger import Start
-from megatron_fanformer.train.loggers.registry import Loggers, LoggingConfig
-from megatron_fanformer.train.loggers.tensorboard import BY_TOKENS, FOLDER, TensorBoard
-from megatron_fanformer.train.loggers.weights_and_biases import RUN_ID
+from megatron_fanformer.train.logger_kinds import BY_TOKENS, RUN_ID, TENSORBOARD_FOLDER, JSONLines, Start, TensorBoard
+from megatron_fanformer.train.loggers import Loggers, LoggingConfig
 from megatron_fanformer.train.metrics import read_metrics
 from megatron_fanformer.train.preflight import machine_problems
 from megatron_fanformer.train.start import _train
@@ -125,7 +122,9 @@ def test_tensorboard_shows_each_step_once_in_groups_and_the_loss_by_tokens(tmp_p
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     log_two_lives(tmp_path, tensorboard=True)
-    by_step, by_tokens = (EventAccumulator(str(tmp_path / FOLDER / name)).Reload() for name in ("", BY_TOKENS))
+    by_step, by_tokens = (
+        EventAccumulator(str(tmp_path / TENSORBOARD_FOLDER / name)).Reload() for name in ("", BY_TOKENS)
+    )
     losses = by_step.Scalars("train/loss")
     expected = [(step, 10 * life + step) for step, life in enumerate(LIVES, 1)]
     assert [(event.step, event.value) for event in losses] == expected

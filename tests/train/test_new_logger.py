@@ -7,8 +7,8 @@ from unittest import mock
 
 import pytest
 
-from megatron_fanformer.train.loggers.logger import Logger, Start
-from megatron_fanformer.train.loggers.registry import LOGGERS
+from megatron_fanformer.train.logger_kinds import Logger, Start
+from megatron_fanformer.train.loggers import LOGGERS
 from megatron_fanformer.train.metrics import METRIC_TABLE, metric_of, read_metrics
 from tests.small_runs import small_run, write_tokens
 from tests.train.test_recovery import Poison, train_poisoned

@@ -11,7 +11,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from megatron_fanformer.train.phase_health import BINS_PER_OCTAVE, COARSE_PHASE, DEAD_SPREAD, PERCENTILES
+from megatron_fanformer.train.phase_health import BINS_PER_OCTAVE, COARSE_PHASE, DEAD_SPREAD, PERCENTILES, PhaseHealth
 from tests.small_runs import small_run, trainer_of
 
 RunOnRanks = Callable[..., list[Any]]
@@ -54,7 +54,8 @@ def take_steps(values: dict[str, Any], change: Callable[[list[Any]], None] = lam
         trainer._logs.write = lambda _step, metrics: written.append(metrics)  # type: ignore[method-assign]
         seen: dict[int, list[torch.Tensor]] = {}
         maps: dict[int, torch.Tensor] = {}
-        for attention in trainer._phases._attentions:
+        phases: Any = next(callback for callback in trainer._callbacks if isinstance(callback, PhaseHealth))
+        for attention in phases._attentions:
             number = attention.layer_number - 1
 
             def keep(module: Any, _: Any, output: Any, number: int = number) -> None:
@@ -63,8 +64,8 @@ def take_steps(values: dict[str, Any], change: Callable[[list[Any]], None] = lam
 
             attention.fan.linear.register_forward_hook(keep)
         sums: list[Any] = []
-        over_all_ranks = trainer._phases._over_all_ranks
-        trainer._phases._over_all_ranks = lambda: sums.append(over_all_ranks()) or sums[-1]  # type: ignore
+        over_all_ranks = phases._over_all_ranks
+        phases._over_all_ranks = lambda: sums.append(over_all_ranks()) or sums[-1]
         while not trainer._is_over:
             seen.clear()
             trainer.take_step()

@@ -15,7 +15,7 @@ from megatron_fanformer.runtime.parallel import RankGrid
 from megatron_fanformer.train import profiling
 from megatron_fanformer.train.config import config_from_dict
 from megatron_fanformer.train.interrupts import Request
-from megatron_fanformer.train.loggers.registry import LoggingConfig
+from megatron_fanformer.train.loggers import LoggingConfig
 from tests.small_runs import RunOnRanks, small_run, trainer_of
 
 DP2 = {"data_parallel_size": 2, "overlap_grad_reduce": True}

@@ -18,7 +18,7 @@ from megatron_fanformer.errors import CorruptError, DivergenceError, InputError
 from megatron_fanformer.runtime.agreement import is_main
 from megatron_fanformer.train.config import config_from_dict
 from megatron_fanformer.train.metrics import read_metrics
-from megatron_fanformer.train.preflight import check_run
+from megatron_fanformer.train.preflight import find_start
 from megatron_fanformer.train.recovery import BadSteps, RecoveryConfig, read_events
 from megatron_fanformer.train.step import StepBatches, compare_attempts
 from tests.small_runs import small_run, trainer_of
@@ -319,7 +319,7 @@ def test_a_run_goes_on_from_before_a_damaged_checkpoint(
         problem = run_on_ranks(2, train_error, strict)[0]
     else:
         with pytest.raises(CorruptError) as caught:
-            check_run(config_from_dict(strict), 2)
+            find_start(config_from_dict(strict), 2)
         problem = str(caught.value)
     assert str(run / run_folder.CHECKPOINTS / "step-00000010" / file) in problem
     run_on_ranks(2, train, configured(run))
@@ -344,7 +344,7 @@ def test_where_every_checkpoint_is_damaged_nothing_starts_anew(
     for checkpoint in run_folder.complete_checkpoints(tmp_path / "run"):
         flip_a_bit(checkpoint / "config.yaml", 0.3)
     with pytest.raises(CorruptError, match=f"{LAST}/config.yaml is damaged"):
-        check_run(config_from_dict(configured(tmp_path / "run")), 2)
+        find_start(config_from_dict(configured(tmp_path / "run")), 2)
 
 
 def test_a_run_does_not_train_past_its_end(
@@ -353,7 +353,7 @@ def test_a_run_does_not_train_past_its_end(
     values = copy.deepcopy(configured(without()))
     values["training"]["train_iters"] = STEPS - 1
     with pytest.raises(InputError, match=f"training.train_iters is {STEPS - 1}, but the run in .* is at step {STEPS}"):
-        check_run(config_from_dict(values), 2)
+        find_start(config_from_dict(values), 2)
 
 
 def test_a_checkpoint_from_before_there_were_manifests_is_checked_by_what_it_has(
@@ -436,11 +436,11 @@ def test_a_new_checkpoint_behind_a_good_step_lets_a_run_go_back_again() -> None:
     steps = BadSteps(RecoveryConfig(max_bad_steps_in_a_row=1, max_rewinds=1), [])
     for bad in (4, 8):
         steps.note_bad(bad, "the loss is inf")
-        assert (steps.limit_reached, steps.why_not_rewind) == (True, None)
+        assert (steps.limit_reached, steps.rewind_refusal) == (True, None)
         assert steps.note_rewind() == {bad: "the loss is inf"}
-        assert (steps.limit_reached, steps.why_not_rewind) == (False, "recovery.max_rewinds is reached")
+        assert (steps.limit_reached, steps.rewind_refusal) == (False, "recovery.max_rewinds is reached")
         for good in (bad - 1, bad + 1):  # the first once more
-            assert steps.why_not_rewind
+            assert steps.rewind_refusal
             steps.note_good(good, 1.0, 1.0)
-            assert steps.why_not_rewind
+            assert steps.rewind_refusal
             steps.note_saved()

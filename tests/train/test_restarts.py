@@ -18,11 +18,9 @@ KILLED = RankFailed("rank 1: was killed by SIGKILL", 1)
 
 def begun(step: int) -> RunStart:
     """What a run starts from when its last checkpoint is of that step."""
-    resumed = Path(f"step-{step}") if step else None
+    candidates = (Path(f"step-{step}"),) if step else ()
     identity = DataFingerprint(train=SetFingerprint(digest=""))
-    return RunStart(
-        resumed=resumed, loaded=None, data=mock.create_autospec(CheckedData), identity=identity, train_iters=1
-    )
+    return RunStart(candidates=candidates, data=mock.create_autospec(CheckedData), identity=identity, train_iters=1)
 
 
 class Launches:
@@ -38,7 +36,7 @@ class Launches:
         """Returns how often the ranks were launched."""
         with (
             mock.patch.object(start, "launch_ranks", self._launch),
-            mock.patch.object(start, "check_run", lambda *_, **__: next(self._saved)),
+            mock.patch.object(start, "find_start", lambda *_, **__: next(self._saved)),
             mock.patch.object(start.time, "sleep", self.pauses.append),
         ):
             start._launch(self._config, 2, [], begun(0))

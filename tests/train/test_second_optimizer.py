@@ -19,7 +19,7 @@ from tests.checkpoint.states import Shown, layers_for, small_model, training, wo
 from tests.small_runs import small_run, trainer_of, write_tokens
 from tests.train.layouts import gather
 from tests.train.momentum import NAME, registered
-from tests.train.test_step_metrics import LAYOUTS, check_norms, take_three_steps
+from tests.train.test_callbacks import LAYOUTS, check_norms, take_three_steps
 
 NAMES = (pytest.param(NAME, marks=pytest.mark.full), "muon")  # Muon shows in each run what both do
 BUFFER = "momentum_buffer"

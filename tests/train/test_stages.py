@@ -14,7 +14,7 @@ from megatron_fanformer.checkpoint import run_folder
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.train.config import config_from_dict
 from megatron_fanformer.train.metrics import read_metrics
-from megatron_fanformer.train.preflight import check_run
+from megatron_fanformer.train.preflight import find_start
 from tests.small_runs import SEQ_LENGTH, VOCAB_SIZE, small_run, trainer_of
 from tests.token_pairs import write_token_pair
 
@@ -148,12 +148,12 @@ def test_only_stages_to_come_may_be_changed(values: dict[str, Any], run_on_ranks
     ):
         values["data"]["stages"] = changed
         if message is None:
-            check_run(config_from_dict(values), None)
+            find_start(config_from_dict(values), None)
             continue
         with pytest.raises(InputError, match=rf"data\.stages is not what the run in .* has used so far \({message}"):
-            check_run(config_from_dict(values), None)
+            find_start(config_from_dict(values), None)
         values["data"]["allow_change"] = ["train"]
-        assert [change.name for change in check_run(config_from_dict(values), None).identity.changes] == ["train"]
+        assert [change.name for change in find_start(config_from_dict(values), None).identity.changes] == ["train"]
         del values["data"]["allow_change"]
 
 

@@ -17,7 +17,7 @@ from megatron_fanformer.runtime import parallel
 from megatron_fanformer.runtime.device import RankAddress
 from megatron_fanformer.train import start
 from megatron_fanformer.train.config import config_from_dict, load_config
-from megatron_fanformer.train.preflight import RunStart, _resume_problems, check_run
+from megatron_fanformer.train.preflight import RunStart, _resume_problems, find_start
 from megatron_fanformer.train.samples import run_datasets
 from tests.small_runs import small_run, write_config, write_tokens
 
@@ -74,7 +74,7 @@ def test_ranks_get_the_same_samples(run_on_ranks: RunOnRanks, tmp_path: Path) ->
     file = write_config(tmp_path / "config.yaml", small_run(prefix, tmp_path / "run", training={"micro_batch_size": 1}))
     ranks = run_on_ranks(4, start_here, file)
     config = load_config(file)
-    assert [rank["samples"] for rank in ranks] == [drawn(config, check_run(config, None))] * 4
+    assert [rank["samples"] for rank in ranks] == [drawn(config, find_start(config, None))] * 4
 
 
 def spoil_the_index(prefix: str) -> None:

@@ -16,11 +16,14 @@ import yaml
 from megatron_fanformer.checkpoint.run_folder import CONFIG, METRICS
 from megatron_fanformer.durable_files import write_atomically, write_refusal
 from megatron_fanformer.errors import InputError, broken_fields
-from megatron_fanformer.train.loggers.json_lines import JSONLines
-from megatron_fanformer.train.loggers.logger import Logger, Start
-from megatron_fanformer.train.loggers.progress_line import ProgressLine
-from megatron_fanformer.train.loggers.tensorboard import TensorBoard
-from megatron_fanformer.train.loggers.weights_and_biases import WeightsAndBiases
+from megatron_fanformer.train.logger_kinds import (
+    JSONLines,
+    Logger,
+    ProgressLine,
+    Start,
+    TensorBoard,
+    WeightsAndBiases,
+)
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -133,15 +136,7 @@ class Loggers:
         steps: of the whole run.
     """
 
-    def __init__(
-        self,
-        config: LoggingConfig,
-        console: "Console",
-        *,
-        run: Path,
-        steps: int,
-        writes: bool,
-    ) -> None:
+    def __init__(self, config: LoggingConfig, console: "Console", *, run: Path, steps: int, writes: bool) -> None:
         self._config, self._console, self._writes = config, console, writes
         self._run, self._steps = run, steps
         self._open: dict[str, Logger] = {}
@@ -175,19 +170,17 @@ class Loggers:
             for name, text in {CONFIG: yaml.safe_dump(values, sort_keys=False), **(beside or {})}.items():
                 write_atomically(self._run / name, text)
             for name, kind in LOGGERS.items():
-                if kind.is_on(self._config) and name not in self._failed:
-                    self._open_one(name, kind, start)
+                if not kind.is_on(self._config) or name in self._failed:
+                    continue
+                try:
+                    self._open[name] = kind(start)
+                except Exception as error:
+                    if kind.is_needed:
+                        raise
+                    self._leave_out(name, error)
         except OSError as error:
             reason = f"cannot be written ({write_refusal(error, self._run)}); free space, or name another"
             raise InputError(f"training.run_dir {self._run} {reason}") from error
-
-    def _open_one(self, name: str, kind: type[Logger], start: Start) -> None:
-        try:
-            self._open[name] = kind(start)
-        except Exception as error:
-            if kind.is_needed:
-                raise
-            self._leave_out(name, error)
 
     def write(self, step: int, metrics: dict[str, Any]) -> None:
         """Record a step's metrics everywhere; every `log_interval` steps in this rank's log, too.
@@ -198,11 +191,11 @@ class Loggers:
         if step % self._config.log_interval == 0 or step >= self._steps:
             numbers = {name: value for name, value in metrics.items() if isinstance(value, int | float)}
             logger.debug("step %d  %s", step, "  ".join(f"{name} {value:g}" for name, value in numbers.items()))
-        for name, each in list(self._open.items()):
+        for name, opened in list(self._open.items()):
             try:
-                each.write(step, metrics)
+                opened.write(step, metrics)
             except Exception as error:  # whatever a library or a network raises
-                if each.is_needed:
+                if opened.is_needed:
                     raise
                 self._leave_out(name, error)
                 with suppress(Exception):  # one failure is reported
@@ -214,17 +207,18 @@ class Loggers:
         Args:
             failed: whether the run ends with an error.
         """
+
+        def close_one(name: str, opened: Logger) -> None:
+            try:
+                opened.close(failed=failed)
+            except Exception as error:
+                if opened.is_needed:
+                    raise
+                self._leave_out(name, error)
+
         with ExitStack() as closing:  # of all, in the table's order, in which one that waits for a server is last
             while self._open:
-                closing.callback(self._close_one, *self._open.popitem(), failed=failed)
-
-    def _close_one(self, name: str, one: Logger, *, failed: bool) -> None:
-        try:
-            one.close(failed=failed)
-        except Exception as error:
-            if one.is_needed:
-                raise
-            self._leave_out(name, error)
+                closing.callback(close_one, *self._open.popitem())
 
     def _leave_out(self, name: str, error: Exception) -> None:
         """Warn that a logger has failed, and never open it again: it would have a hole, and may fail again."""
