@@ -13,7 +13,7 @@ from megatron_fanformer.convert import huggingface, reference
 from megatron_fanformer.convert.megatron_lm import Run, open_megatron_lm
 from megatron_fanformer.convert.model_card import Extras
 from megatron_fanformer.convert.name_table import Format
-from megatron_fanformer.convert.recognition import DESCRIPTIONS, MODELS, OURS, checkpoint_of, iteration_of, recognise
+from megatron_fanformer.convert.recognition import DESCRIPTIONS, MODELS, checkpoint_of, recognise
 from megatron_fanformer.convert.weight_files import weight_files
 from megatron_fanformer.data.chat_template import CHAT_TEMPLATE_JINJA, attached_files
 from megatron_fanformer.errors import FanformerError, InputError
@@ -57,28 +57,27 @@ def open_checkpoint(source: Path, config: Path | None = None) -> Checkpoint:
         CorruptError: it is damaged, or holds more than data.
     """
     target = recognise(source, MODELS)
+    folder = checkpoint_of(target)
+    tokenizer = run_folder.attached_tokenizer(folder)
     if target.kind == "megatron-lm":
-        folder = iteration_of(target)
         model, tensors, left, notes, run = open_megatron_lm(folder, config)
-        return Checkpoint("megatron", folder, model, tensors, run_folder.attached_tokenizer(folder), left, notes, run)
+        return Checkpoint("megatron", folder, model, tensors, tokenizer, left, notes, run)
     if config is not None:
         raise InputError(
             f"--config is for what {DESCRIPTIONS['megatron-lm']} does not state, but {source} is "
             f"{DESCRIPTIONS[target.kind]}; leave it out"
         )
-    if target.kind in OURS:
-        folder = checkpoint_of(target)
-        with removed_means_input_error([folder]):
-            model, tensors = run_folder.saved_model(folder), open_full_tensors(folder)
-        return Checkpoint("megatron", folder, model, tensors, run_folder.attached_tokenizer(folder))
-    tokenizer = run_folder.attached_tokenizer(source)
     if target.kind == "hf":
-        end = huggingface.stated_end_of_text_id(source)
-        return Checkpoint("hf", source, *huggingface.open_huggingface(source), tokenizer, end_of_text_id=end)
-    model, tensors = reference.open_reference(source)
-    left = tuple(reference.optimizer_files(source))
-    end = reference.stated_end_of_text_id(source)
-    return Checkpoint("reference", source, model, tensors, tokenizer, left, end_of_text_id=end)
+        end = huggingface.stated_end_of_text_id(folder)
+        return Checkpoint("hf", folder, *huggingface.open_huggingface(folder), tokenizer, end_of_text_id=end)
+    if target.kind == "reference":
+        model, tensors = reference.open_reference(folder)
+        left = tuple(reference.optimizer_files(folder))
+        end = reference.stated_end_of_text_id(folder)
+        return Checkpoint("reference", folder, model, tensors, tokenizer, left, end_of_text_id=end)
+    with removed_means_input_error([folder]):
+        model, tensors = run_folder.saved_model(folder), open_full_tensors(folder)
+    return Checkpoint("megatron", folder, model, tensors, tokenizer)
 
 
 @contextmanager

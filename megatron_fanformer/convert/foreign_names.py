@@ -242,21 +242,6 @@ _MEGATRON_LM = {
 MEGATRON_LM = {section: _table(text) for section, text in _MEGATRON_LM.items()}
 """Megatron-LM's names, by the sections of the page."""
 
-MEGATRON_CORE = _table(
-    """
-grad_reduce_in_fp32 = precision.grad_reduce_in_fp32
-params_dtype pipeline_dtype = precision.dtype
-fp8_param: weights stored in FP8 would load in no other layers
-num_moe_experts: layers are dense
-add_bias_linear = model.fan.bias: FAN's bias is the only one
-gated_linear_unit activation_func: every MLP is a SwiGLU
-apply_rope_fusion: it is fused with the Engine's layers on a GPU
-overlap_p2p_comm batch_p2p_comm: the interleaved schedule always overlaps, 1F1B never
-bucket_size = parallel.ddp_bucket_size
-"""
-)
-"""Names in megatron-core's own configuration classes, where they differ from Megatron-LM's arguments."""
-
 HUGGING_FACE = _table(
     """
 learning_rate = optimizer.lr
@@ -380,7 +365,7 @@ def plain(name: str) -> str:
 
 @functools.cache
 def _by_plain_name() -> dict[str, ForeignName]:
-    tables = (*MEGATRON_LM.values(), MEGATRON_CORE, HUGGING_FACE, OLMO, EARLIER)
+    tables = (*MEGATRON_LM.values(), HUGGING_FACE, OLMO, EARLIER)
     return {plain(name): row for table in tables for row in table for name in row.names.split()}
 
 

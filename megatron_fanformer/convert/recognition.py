@@ -41,13 +41,13 @@ DESCRIPTIONS: dict[Kind, str] = {
 ENDINGS = (".manifest.json", ".ledger.parquet", MASK_SUFFIX, ".bin", ".idx", ".npy")
 CONFIG_JSON = "config.json"  # a Hugging Face folder's
 MODEL_TYPE = "fanformer"  # what it calls a FANformer
-HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")  # of a model on the Hugging Face hub, its owner before the slash
-RELEASED = "dongyh/FANformer-1B"  # there, by its model card
+HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")  # of a model on the Hugging Face hub: OWNER/MODEL
+RELEASED = "dongyh/FANformer-1B"  # the released model there
 TRACKER = "latest_checkpointed_iteration.txt"  # in a folder of Megatron-LM's checkpoints
 TRACKER_BYTES = 100  # more than any iteration has
-ITERATION, RELEASE = re.compile(r"[0-9]{1,9}"), "release"  # what stands in it
+ITERATION, RELEASE = re.compile(r"[0-9]{1,9}"), "release"  # the tracker's content
 TORCH_TABLE = ".metadata"  # as in checkpoint/stored_files.py, which imports torch
-OLD_MEGATRON_LM = "mp_rank_*"  # in a checkpoint of its format before `torch_dist`
+OLD_MEGATRON_LM = "mp_rank_*"  # in a checkpoint of Megatron-LM's format before `torch_dist`
 REFERENCE_FIELD = "d_model"  # which the authors' configurations have, and no other
 
 
@@ -68,32 +68,34 @@ class Target:
 
 
 def recognise(path: str | Path, wanted: Sequence[Kind] = KINDS) -> Target:
-    """Return what `path` is: a prefix of token files or one of its files, a blend file, or a folder of a known kind.
+    """Recognise a prefix of token files or one of its files, a blend file, or a folder of a known kind.
 
     Args:
-        wanted: the accepted kinds; others are refused, by their names.
+        wanted: the accepted kinds.
 
     Raises:
-        InputError: it is none of them; says what it is, if known, and names all accepted kinds.
+        InputError: it is of another kind, or of none; names the accepted kinds.
         CorruptError: its configuration, which alone shows the kind, cannot be read.
     """
     try:
         target = _recognise(str(path), wanted)
     except InputError as error:
-        raise InputError(f"{error}; name {_choice(wanted)}{_of_the_hub(str(path), wanted)}") from None
+        raise InputError(f"{error}; name {_choice(wanted)}{_hub_hint(str(path), wanted)}") from None
     if target.kind not in wanted:
         raise InputError(f"{path} is {DESCRIPTIONS[target.kind]}; name {_choice(wanted)}")
     return target
 
 
 def checkpoint_of(target: Target) -> Path:
-    """Return the folder of the checkpoint that a target means: itself, or the latest of a run's folder.
+    """Return the folder of a target's model: its own, or the latest checkpoint of a run's or of Megatron-LM's folder.
 
     Raises:
-        InputError: the run has none yet.
-        CorruptError: the run's newest checkpoint is not complete.
+        InputError: the run has no checkpoint yet, or Megatron-LM's is in a format that is not read.
+        CorruptError: the latest checkpoint is not complete, or is not there.
     """
-    checkpoint = target.path if target.kind == "checkpoint" else run_folder.latest_checkpoint(target.path)
+    if target.kind == "megatron-lm":
+        return _iteration(target.path)
+    checkpoint = run_folder.latest_checkpoint(target.path) if target.kind == "run" else target.path
     if checkpoint is None:
         raise InputError(
             f"{target.path} is a run's folder without a checkpoint yet; train it to its first one, or name another run"
@@ -101,14 +103,12 @@ def checkpoint_of(target: Target) -> Path:
     return checkpoint
 
 
-def iteration_of(target: Target) -> Path:
-    """Return the folder of the checkpoint of Megatron-LM that a target means: itself, or the latest of its folder.
+def find_checkpoint(path: str | Path, wanted: Sequence[Kind] = OURS) -> Path:
+    """Return the folder of the model at a path; raises the errors of `recognise` and `checkpoint_of`."""
+    return checkpoint_of(recognise(path, wanted))
 
-    Raises:
-        InputError: it is in a format that is not read.
-        CorruptError: the file that names the latest names none.
-    """
-    folder = target.path
+
+def _iteration(folder: Path) -> Path:
     if (tracker := folder / TRACKER).is_file():
         with tracker.open("rb") as stream:
             latest = stream.read(TRACKER_BYTES).decode("ascii", errors="replace").strip()
@@ -126,22 +126,8 @@ def iteration_of(target: Target) -> Path:
     return folder
 
 
-def find_checkpoint(path: str | Path) -> Path:
-    """Return the folder of our checkpoint that a path means: itself, or the latest of a run's folder.
-
-    Raises:
-        InputError: it is of another kind, or a run without one.
-        CorruptError: the run's newest checkpoint is not complete.
-    """
-    return checkpoint_of(recognise(path, OURS))
-
-
 def refuse_other_kinds(run: Path) -> None:
-    """Refuse a folder to train in that is not a run's: a run would overwrite its configuration.
-
-    Raises:
-        InputError: it is one checkpoint, or a model in another form.
-    """
+    """Raise InputError for a folder to train in that holds a model: a run would overwrite its configuration."""
     if run_folder.newest_step(run) >= 0 or not run.is_dir():
         return
     kind: Kind | None = "checkpoint" if run_folder.is_checkpoint(run) else _kind_of_model(run, [])
@@ -153,7 +139,7 @@ def refuse_other_kinds(run: Path) -> None:
 
 
 def prefix_of(path: str) -> str:
-    """Return the prefix that a path means: without a known ending."""
+    """Return a path without its known ending."""
     return next((path[: -len(ending)] for ending in ENDINGS if path.endswith(ending)), path)
 
 
@@ -163,7 +149,6 @@ def _choice(kinds: Sequence[Kind]) -> str:
 
 
 def _recognise(path: str, wanted: Sequence[Kind]) -> Target:
-    """Recognise any kind; an InputError says what the path is not, as far as it matters for the wanted kinds."""
     if path.startswith("@"):  # as configurations name blend files
         return _recognise_blend(Path(path[1:]))
     place = Path(path)
@@ -172,13 +157,18 @@ def _recognise(path: str, wanted: Sequence[Kind]) -> Target:
     prefix = prefix_of(path)
     if _has_files(prefix):
         return Target("token files", Path(prefix), (prefix,))
-    if place.is_file():
-        return _recognise_file(place, wanted)
-    raise InputError(f"{path} does not exist")
+    if not place.is_file():
+        raise InputError(f"{path} does not exist")
+    try:
+        return _recognise_blend(place)
+    except InputError:
+        if "blend" in wanted:
+            raise
+        raise InputError(f"{place} is a file, not a folder") from None  # all other kinds are folders
 
 
-def _of_the_hub(path: str, wanted: Sequence[Kind]) -> str:
-    """Return what to add where a model is wanted and the path may be its name on the Hugging Face hub."""
+def _hub_hint(path: str, wanted: Sequence[Kind]) -> str:
+    """Return the advice for a path that may be a model's name on the Hugging Face hub."""
     is_in_folder = "/" in path and Path(path).parent.is_dir()
     if not {"hf"} <= set(wanted) <= set(MODELS) or is_in_folder or not HUB_NAME.fullmatch(path) or Path(path).exists():
         return ""
@@ -193,20 +183,8 @@ def _has_files(prefix: str) -> bool:
     return any(Path(prefix + ending).is_file() for ending in ENDINGS)
 
 
-def _recognise_file(file: Path, wanted: Sequence[Kind]) -> Target:
-    """Return a blend file; what is wrong with it as one is reported only where one is wanted: all other kinds are
-    folders.
-    """
-    try:
-        return _recognise_blend(file)
-    except InputError:
-        if "blend" in wanted:
-            raise
-        raise InputError(f"{file} is a file, not a folder") from None
-
-
 def _recognise_blend(file: Path) -> Target:
-    """Return a text file that names token files, as `@FILE` in a configuration."""
+    """Recognise a text file that names token files, as `@FILE` in a configuration."""
     if file.is_file() and file.stat().st_size > LARGEST_BLEND_BYTES:
         raise InputError(f"{file} is not a token file, and is too large for a blend file")
     try:
@@ -223,7 +201,7 @@ def _recognise_folder(folder: Path) -> Target:
     damage: list[CorruptError] = []
     if (folder / TRACKER).is_file():  # before the names in it: Megatron-LM saves into a folder of any name
         return Target("megatron-lm", folder)
-    named = folder.resolve() if folder.name in ("", "..") else folder  # names tell what a checkpoint is of
+    named = folder.resolve() if folder.name in ("", "..") else folder  # a checkpoint's name states its step
     if run_folder.is_checkpoint(folder):
         return Target("checkpoint", named)
     # an export may hold the checkpoints of somebody's trainer, and DeepSpeed's `latest`
@@ -249,7 +227,7 @@ def _recognise_folder(folder: Path) -> Target:
 
 
 def _kind_of_model(folder: Path, damage: list[CorruptError]) -> Kind | None:
-    """Return the kind by its configuration: an export, a checkpoint of the authors, a run without a checkpoint yet."""
+    """Return the kind by the configuration: an export, a checkpoint of the authors, a run without checkpoints."""
     stated, sections = (_mapping(folder / name, damage) for name in (CONFIG_JSON, run_folder.CONFIG))
     if stated.get("model_type") == MODEL_TYPE:
         return "hf"
@@ -260,13 +238,13 @@ def _kind_of_model(folder: Path, damage: list[CorruptError]) -> Kind | None:
 
 
 def _is_megatron_lm(folder: Path) -> bool:
-    """Return whether it is one checkpoint of Megatron-LM, in whatever format; ours have a configuration besides."""
+    """Return True for one checkpoint of Megatron-LM in any format; ours also have a configuration."""
     has_table = any((folder / name).is_file() for name in (run_folder.MEGATRON_METADATA, TORCH_TABLE))
     return run_folder.step_of(folder) is None and (has_table or any(folder.glob(OLD_MEGATRON_LM)))
 
 
 def _mapping(file: Path, damage: list[CorruptError]) -> dict[str, Any]:
-    """Return a configuration file's values; empty without one, or if it cannot be read, which is added to `damage`."""
+    """Return a configuration's values; empty if there is none, or if it is damaged, which is appended to `damage`."""
     try:
         return run_folder.read_mapping(file) if file.is_file() else {}
     except CorruptError as error:

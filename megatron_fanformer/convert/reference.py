@@ -1,7 +1,7 @@
 """The authors' checkpoints: `config.yaml` with `model.safetensors` or `model.pt`, or their Hugging Face wrapper.
 
-Field names and defaults are those of the reference's model configuration. Dropout and initialisation settings
-are not read: they leave no trace in the weights.
+Field names and defaults are those of the reference's model configuration. Settings of dropout and initialisation leave
+no trace in the weights, and are not read.
 """
 
 import math
@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 import yaml
 from torch import Tensor
@@ -25,9 +26,53 @@ from megatron_fanformer.model.placements import PLACEMENTS
 WRAP_PREFIX = "model."
 SEQUENTIAL, FANFORMER = "sequential", "fanformer"
 OPTIMIZER_FILES = ("optim.pt", "optim.safetensors", "optim", "train.pt", "trainer.pt", "other.pt")
-_REQUIRED = ("d_model", "n_heads", "n_layers", "vocab_size")
-_WHOLE = (*_REQUIRED, "mlp_hidden_size", "embedding_size", "n_kv_heads", "max_sequence_length")
-_NUMBERS = ("mlp_ratio", "rope_theta", "layer_norm_eps")
+Fields = Mapping[str, Any]
+
+
+class _Sizes(msgspec.Struct, kw_only=True):
+    """The model's sizes, as the authors state them."""
+
+    d_model: int
+    n_heads: int
+    n_layers: int
+    vocab_size: int
+    n_kv_heads: int | None = None
+    multi_query_attention: bool | None = None
+    mlp_hidden_size: int | None = None
+    """Both halves of SwiGLU."""
+    mlp_ratio: float = 4
+    embedding_size: int | None = 50_304
+    max_sequence_length: int | None = None
+    rope_theta: float = 10_000
+    layer_norm_eps: float = 1e-5
+    weight_tying: bool = True
+
+    @property
+    def mlp_size(self) -> int:
+        return int(self.mlp_ratio * self.d_model) if self.mlp_hidden_size is None else self.mlp_hidden_size
+
+    @property
+    def embedding_rows(self) -> int:
+        return self.vocab_size if self.embedding_size is None else self.embedding_size
+
+    def problems(self) -> list[str]:
+        numbers = ("mlp_ratio", "rope_theta", "layer_norm_eps")
+        problems = [f"{name} is {getattr(self, name)}" for name in numbers if not math.isfinite(getattr(self, name))]
+        if problems:
+            return problems
+        heads, multi_query = self.n_kv_heads, self.multi_query_attention
+        if None not in (heads, multi_query) and heads != (1 if multi_query else self.n_heads):
+            problems.append(f"n_kv_heads is {heads}, which contradicts multi_query_attention {multi_query}")
+        if self.mlp_size % 2:
+            problems.append(
+                f"mlp_hidden_size is {self.mlp_size} and must be even, since it counts both halves of SwiGLU"
+            )
+        if self.embedding_rows < self.vocab_size:
+            problems.append(f"embedding_size is {self.embedding_rows}, less than vocab_size {self.vocab_size}")
+        if self.rope_theta % 1:
+            problems.append(f"rope_theta is {self.rope_theta} and must be a whole number")
+        return problems
+
 
 _RULES: dict[str, tuple[Any, Any, str]] = {
     "block_group_size": (1, 1, "grouped blocks have other tensor names"),
@@ -44,7 +89,7 @@ _RULES: dict[str, tuple[Any, Any, str]] = {
     "clip_qkv": (None, None, "queries, keys and values are not clipped"),
     "scale_logits": (False, False, "logits are not scaled"),
 }
-"""For each field: the reference's default, the one value that every FANformer here has, and why."""
+"""For each field: the reference's default, the one value that every FANformer here has, and the reason."""
 
 
 def open_reference(folder: Path) -> tuple[FANformerConfig, LazyTensors]:
@@ -53,15 +98,19 @@ def open_reference(folder: Path) -> tuple[FANformerConfig, LazyTensors]:
     p_ratio comes from the weights' shapes; so does whether FAN has a bias.
 
     Raises:
-        InputError: not such a folder, or a model that FANformerConfig cannot express (all reasons at once).
+        InputError: not such a folder, or a model that FANformerConfig cannot express.
         CorruptError: the weights cannot be read, have no FAN map where the configuration says they do, or disagree
             with its p_ratio.
     """
     fields = _stated_fields(folder)
-    if problems := _problems(fields):
+    try:
+        sizes = msgspec.convert(dict(fields), _Sizes, strict=False)  # YAML 1.1 reads 1e-5 as text
+    except msgspec.ValidationError as error:
+        raise InputError(f"the model in {folder} cannot be converted: {error}") from None
+    if problems := _problems(fields) + sizes.problems():
         raise InputError(f"the model in {folder} cannot be converted: {'; '.join(problems)}")
     tensors = _unwrapped(open_weights(folder))
-    config = _config(fields, _fan(fields, tensors.meta))
+    config = _config(sizes, _fan(fields, sizes, tensors.meta))
     if problems := config.stated_problems():
         raise InputError(f"the model in {folder} cannot be built: {'; '.join(problems)}")
     return config, tensors
@@ -74,7 +123,7 @@ def stated_end_of_text_id(folder: Path) -> int | None:
 
 
 def beyond_reference(config: FANformerConfig) -> str | None:
-    """Return what a model has that the format cannot express, as a phrase; None: nothing."""
+    """Return a phrase for a part of the model that the format cannot express; None if there is none."""
     if config.placement.reference_fields is None:
         return f"{config.placement.in_words} (placement {config.fan.placement})"
     if config.rope_scaling.is_scaled:
@@ -85,14 +134,14 @@ def beyond_reference(config: FANformerConfig) -> str | None:
 
 
 def optimizer_files(folder: Path) -> list[str]:
-    """Return the reference trainer's files next to the weights; they are not converted."""
+    """Return the names of the reference trainer's files next to the weights; they are not converted."""
     return [name for name in OPTIMIZER_FILES if (folder / name).exists()]
 
 
 def write_reference(
     folder: Path, config: FANformerConfig, tensors: Mapping[str, Tensor], end_of_text_id: int | None = None
 ) -> None:
-    """Fill an empty folder for the authors' code and `open_reference`; `tensors` have the reference's names.
+    """Write an empty folder for the authors' code and `open_reference`; `tensors` have the reference's names.
 
     All tensors are in memory at once. There is no safetensors file: the authors' trainer prefers one of this name to
     `model.pt`, and expects pickles for the names of its tensors.
@@ -105,7 +154,7 @@ def write_reference(
 
 
 def _stated_fields(folder: Path) -> dict[str, Any]:
-    """Return the model's fields: a full training configuration has them in a section, the wrapper at the top level."""
+    """Return the model's fields: in a section of a training configuration, or at the top level of the wrapper's."""
     path = next((folder / name for name in (run_folder.CONFIG, CONFIG_JSON) if (folder / name).is_file()), None)
     if path is None:
         raise InputError(
@@ -116,8 +165,9 @@ def _stated_fields(folder: Path) -> dict[str, Any]:
     return section if isinstance(section, dict) else config
 
 
-def _problems(fields: Mapping[str, Any]) -> list[str]:
-    problems = [f"it does not state {name}" for name in _REQUIRED if name not in fields] + _type_problems(fields)
+def _problems(fields: Fields) -> list[str]:
+    """Return a clause for each field of a model that cannot be expressed here."""
+    problems = []
     for name, (default, required, reason) in _RULES.items():
         value = fields.get(name, default)
         if value is None and name == "bias_for_layer_norm":
@@ -130,49 +180,7 @@ def _problems(fields: Mapping[str, Any]) -> list[str]:
         )
     if fields.get("attention_activation") not in (None, "none", "gelu"):
         problems.append(f"attention_activation is {fields['attention_activation']!r} and must be gelu or null")
-    return problems + ([] if problems else _size_problems(fields))
-
-
-def _type_problems(fields: Mapping[str, Any]) -> list[str]:
-    whole = [name for name in _WHOLE if name in fields and type(fields[name]) is not int]
-    wrong = [name for name in whole if name in _REQUIRED or fields[name] is not None]
-    wrong += [name for name in _NUMBERS if name in fields and not _is_number(fields[name])]
-    return [
-        f"{name} is {fields[name]!r}, which is not {'an integer' if name in _WHOLE else 'a number'}" for name in wrong
-    ]
-
-
-def _is_number(value: Any) -> bool:
-    try:
-        return math.isfinite(float(value))  # strings are accepted: YAML 1.1 reads 1e-5 as one
-    except (TypeError, ValueError):
-        return False
-
-
-def _size_problems(fields: Mapping[str, Any]) -> list[str]:
-    problems = []
-    heads, multi_query = fields.get("n_kv_heads"), fields.get("multi_query_attention")
-    if None not in (heads, multi_query) and heads != (1 if multi_query else fields["n_heads"]):
-        problems.append(f"n_kv_heads is {heads}, which contradicts multi_query_attention {multi_query}")
-    if _mlp_size(fields) % 2:
-        problems.append(
-            f"mlp_hidden_size is {_mlp_size(fields)} and must be even, since it counts both halves of SwiGLU"
-        )
-    if _embedding_size(fields) < fields["vocab_size"]:
-        problems.append(f"embedding_size is {_embedding_size(fields)}, less than vocab_size {fields['vocab_size']}")
-    if float(fields.get("rope_theta", 10_000)) % 1:
-        problems.append(f"rope_theta is {fields['rope_theta']} and must be a whole number")
     return problems
-
-
-def _mlp_size(fields: Mapping[str, Any]) -> int:
-    stated = fields.get("mlp_hidden_size")
-    return int(float(fields.get("mlp_ratio", 4)) * fields["d_model"]) if stated is None else int(stated)
-
-
-def _embedding_size(fields: Mapping[str, Any]) -> int:
-    stated = fields.get("embedding_size", 50_304)
-    return int(fields["vocab_size"] if stated is None else stated)
 
 
 def _unwrapped(tensors: LazyTensors) -> LazyTensors:
@@ -182,53 +190,52 @@ def _unwrapped(tensors: LazyTensors) -> LazyTensors:
     return LazyTensors(meta, lambda name: tensors[WRAP_PREFIX + name])
 
 
-def _fan(fields: Mapping[str, Any], shapes: Mapping[str, Tensor]) -> FANConfig:
+def _fan(fields: Fields, sizes: _Sizes, shapes: Mapping[str, Tensor]) -> FANConfig:
     block_type = fields.get("block_type", SEQUENTIAL)
-    own_fields = {"block_type": block_type, "use_ATF": bool(fields.get("use_ATF")) or block_type == FANFORMER}
-    placement = next(each for each in PLACEMENTS.values() if each.reference_fields == own_fields)
-    model = _config(fields, FANConfig(placement=placement.name))
+    stated_fan = {"block_type": block_type, "use_ATF": bool(fields.get("use_ATF")) or block_type == FANFORMER}
+    placement = next(known for known in PLACEMENTS.values() if known.reference_fields == stated_fan)
+    model = _config(sizes, FANConfig(placement=placement.name))
     if model.stated_problems() or not placement.is_fanformer:  # the caller refuses problems
         return model.fan
     maps = placement.maps(model)
-    names = [names_in(layer_row(placement.tensor(each.tensor)), 0, "reference")[0] for each in maps]
+    names = [names_in(layer_row(placement.tensor(fan_map.tensor)), 0, "reference")[0] for fan_map in maps]
     if missing := [name for name in names if name not in shapes]:
         raise CorruptError(f"the configuration says that the model has FAN, but the weights have no {missing[0]}")
-    stated = (fields.get("p_ratio"), None)  # they have no field for the p_ratio of the values' own layer
-    rows, widths = [shapes[name].shape[0] for name in names], [each.width for each in maps]
-    p_ratio, *others = map(inferred_p_ratio, rows, widths, stated)
-    values = [own for own in others if int(own * widths[1]) != int(p_ratio * widths[1])]
+    stated = (fields.get("p_ratio"), None)  # there is no field for the p_ratio of the values' FAN layer
+    rows, widths = [shapes[name].shape[0] for name in names], [fan_map.width for fan_map in maps]
+    p_ratio, *value_ratios = map(inferred_p_ratio, rows, widths, stated)
+    v_p_ratio = next((ratio for ratio in value_ratios if int(ratio * widths[1]) != int(p_ratio * widths[1])), None)
     return FANConfig(
         p_ratio=p_ratio,
         activation="gelu" if fields.get("attention_activation") == "gelu" else "none",
         bias=names[0].replace(".weight", ".bias") in shapes,
         placement=placement.name,
-        v_p_ratio=values[0] if values else None,
+        v_p_ratio=v_p_ratio,
     )
 
 
-def _config(fields: Mapping[str, Any], fan: FANConfig) -> FANformerConfig:
-    vocab_size, embedding_size = fields["vocab_size"], _embedding_size(fields)
+def _config(sizes: _Sizes, fan: FANConfig) -> FANformerConfig:
     return FANformerConfig(
-        num_layers=fields["n_layers"],
-        hidden_size=fields["d_model"],
-        ffn_hidden_size=_mlp_size(fields) // 2,
-        num_attention_heads=fields["n_heads"],
-        num_query_groups=1 if fields.get("multi_query_attention") else fields.get("n_kv_heads"),
-        vocab_size=vocab_size,
-        make_vocab_size_divisible_by=vocabulary_multiple(vocab_size, embedding_size),
-        seq_length=fields.get("max_sequence_length") or 1024,
-        rotary_base=int(float(fields.get("rope_theta", 10_000))),
-        layernorm_epsilon=float(fields.get("layer_norm_eps", 1e-5)),  # YAML 1.1 reads 1e-5 as a string
-        untie_embeddings_and_output_weights=not fields.get("weight_tying", True),
+        num_layers=sizes.n_layers,
+        hidden_size=sizes.d_model,
+        ffn_hidden_size=sizes.mlp_size // 2,
+        num_attention_heads=sizes.n_heads,
+        num_query_groups=1 if sizes.multi_query_attention else sizes.n_kv_heads,
+        vocab_size=sizes.vocab_size,
+        make_vocab_size_divisible_by=vocabulary_multiple(sizes.vocab_size, sizes.embedding_rows),
+        seq_length=sizes.max_sequence_length or 1024,
+        rotary_base=int(sizes.rope_theta),
+        layernorm_epsilon=sizes.layer_norm_eps,
+        untie_embeddings_and_output_weights=not sizes.weight_tying,
         fan=fan,
     )
 
 
 def _fields(config: FANformerConfig, end_of_text_id: int | None) -> dict[str, Any]:
-    of_fan = config.placement.reference_fields
-    assert of_fan is not None, "`convert` refuses a model that the authors have not"
+    fan = config.placement.reference_fields
+    assert fan is not None, "`convert` refuses a model that the format cannot express"
     fields = {
-        "block_type": of_fan["block_type"],
+        "block_type": fan["block_type"],
         "d_model": config.hidden_size,
         "n_heads": config.num_attention_heads,
         "n_kv_heads": config.num_query_groups,
@@ -240,7 +247,7 @@ def _fields(config: FANformerConfig, end_of_text_id: int | None) -> dict[str, An
         "max_sequence_length": config.seq_length,
         "vocab_size": config.vocab_size,
         "embedding_size": config.padded_vocab_size,
-        "use_ATF": of_fan["use_ATF"],
+        "use_ATF": fan["use_ATF"],
         "p_ratio": config.fan.p_ratio,
         "attention_activation": None if config.fan.activation == "none" else config.fan.activation,
         "attention_dropout": 0.0,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, cast
 
 from megatron_fanformer.checkpoint import run_folder
 from megatron_fanformer.checkpoint.remote import on_this_machine
-from megatron_fanformer.convert.recognition import RUNNABLE, checkpoint_of, recognise
+from megatron_fanformer.convert.recognition import RUNNABLE, find_checkpoint
 from megatron_fanformer.durable_files import file_problems, write_atomically
 from megatron_fanformer.errors import InputError, collect_problems
 from megatron_fanformer.evaluate.comparison import Comparison, compare, comparison_lines, comparison_values
@@ -172,8 +172,7 @@ def _checkpoints(names: Sequence[str], problems: list[str]) -> list[Path]:
 
 
 def _checkpoint(path: str) -> Path:
-    target = recognise(on_this_machine(str(Path(path).parent) if _is_pointer(path) else path), RUNNABLE)
-    return target.path if target.kind == "hf" else checkpoint_of(target)
+    return find_checkpoint(on_this_machine(str(Path(path).parent) if _is_pointer(path) else path), RUNNABLE)
 
 
 def _is_pointer(name: str) -> bool:

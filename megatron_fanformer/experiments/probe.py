@@ -280,12 +280,9 @@ def experiment(options: ExperimentOptions, ready: Callable[[], None], log: Log =
 
 
 def _checkpoint(name: str) -> str:
-    from megatron_fanformer.convert.recognition import MODELS, OURS, checkpoint_of, iteration_of, recognise
+    from megatron_fanformer.convert.recognition import MODELS, find_checkpoint
 
-    target = recognise(name, MODELS)
-    if target.kind in OURS:
-        return str(checkpoint_of(target))
-    return str(iteration_of(target) if target.kind == "megatron-lm" else target.path)
+    return str(find_checkpoint(name, MODELS))
 
 
 def read_settings(options: ExperimentOptions) -> Any:

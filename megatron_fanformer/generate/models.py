@@ -68,16 +68,15 @@ def find_model(checkpoint: Path, *, eod_id: int | None = None) -> ModelSource:
         CorruptError: its configuration cannot be read.
     """
     target = recognise(checkpoint, RUNNABLE)
+    folder = checkpoint_of(target)
     fill: Callable[[list[Any], RankGrid], None]
     if target.kind == "hf":
         from megatron_fanformer.convert.huggingface import stated_model  # imports transformers: over a second
 
-        folder = target.path
         config, dtype, end_of_text_id = stated_model(folder)
         is_bf16 = dtype == torch.bfloat16
         fill = functools.partial(_fill_from_huggingface, folder)
     else:
-        folder = checkpoint_of(target)
         config = run_folder.saved_model(folder)
         end = read_beside(folder / GENERATION_CONFIG).get("eos_token_id")
         end_of_text_id = end if type(end) is int else None

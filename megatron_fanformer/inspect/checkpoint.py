@@ -22,7 +22,7 @@ from megatron_fanformer.checkpoint.stored_files import (
     tensors_of,
 )
 from megatron_fanformer.convert.name_table import expected_shapes
-from megatron_fanformer.convert.recognition import Target, iteration_of
+from megatron_fanformer.convert.recognition import Target, checkpoint_of
 from megatron_fanformer.data.chat_template import own_template
 from megatron_fanformer.data.fingerprint import fingerprint_from_plain
 from megatron_fanformer.errors import CorruptError
@@ -158,7 +158,7 @@ def describe_megatron_lm(target: Target) -> Report:
         InputError: it is in a format that is not read.
         CorruptError: its table cannot be read.
     """
-    folder = iteration_of(target)
+    folder = checkpoint_of(target)
     table = read_table(folder)
     return {
         "kind": target.kind,
@@ -175,7 +175,7 @@ def check_megatron_lm(target: Target) -> str:
     Raises:
         CorruptError: one is missing or damaged; names its file.
     """
-    folder = iteration_of(target)
+    folder = checkpoint_of(target)
     parts = list(stored_parts(read_table(folder)))
     with reading(sum(part.length for part in parts)) as advance:
         check_parts(folder, parts, advance)

@@ -14,7 +14,6 @@ from megatron_fanformer.configuration import described_fields, yaml_value
 from megatron_fanformer.convert.foreign_names import (
     EARLIER,
     HUGGING_FACE,
-    MEGATRON_CORE,
     MEGATRON_LM,
     OLMO,
     answer,
@@ -26,7 +25,7 @@ from tests.small_runs import ROOT
 
 EXAMPLE = ROOT / "examples" / "tiny-cpu.yaml"
 PAGE = ROOT / "docs" / "from-megatron-lm.md"
-ROWS = [row for table in (*MEGATRON_LM.values(), MEGATRON_CORE, HUGGING_FACE, OLMO, EARLIER) for row in table]
+ROWS = [row for table in (*MEGATRON_LM.values(), HUGGING_FACE, OLMO, EARLIER) for row in table]
 FIELDS = [field.name for field in described_fields(RunConfig)]
 
 

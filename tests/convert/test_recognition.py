@@ -20,7 +20,6 @@ from megatron_fanformer.convert.recognition import (
     Kind,
     checkpoint_of,
     find_checkpoint,
-    iteration_of,
     recognise,
     refuse_other_kinds,
 )
@@ -66,7 +65,7 @@ def test_megatron_lm_may_save_into_a_folder_of_any_name(tmp_path: Path) -> None:
     (tmp_path / run_folder.CHECKPOINTS / TRACKER).write_text("3\n")
     target = recognise(tmp_path / run_folder.CHECKPOINTS)
     assert target.kind == "megatron-lm"
-    assert iteration_of(target) == tmp_path / run_folder.CHECKPOINTS / "iter_0000003"
+    assert checkpoint_of(target) == tmp_path / run_folder.CHECKPOINTS / "iter_0000003"
 
 
 def test_the_checkpoint_of_a_run_is_its_latest(tmp_path: Path) -> None:
