@@ -4,10 +4,11 @@ A source is a .bin and .idx pair, named by its prefix, or .npy files, named by a
 stands for the words of a file.
 """
 
+import errno
 import glob
 import itertools
 import math
-import os.path
+import os
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_fanformer.data.remote_files import listed, small_file
+from megatron_fanformer.data.remote_files import listed, optional_contents
 from megatron_fanformer.data.token_files import NPY_SUFFIX, NPY_SUFFIXES, bin_path, idx_path, npy_prefix
 from megatron_fanformer.durable_files import regular_file
 from megatron_fanformer.errors import InputError, redacted
@@ -148,10 +149,12 @@ def _item_words(item: str) -> list[str]:
     try:
         if is_url(file):
             folder = file.rpartition("/")[0]
-            lines = small_file(file, most_bytes=LARGEST_BLEND_BYTES).decode(TEXT_ENCODING).splitlines()
+            (content,) = optional_contents([file])
+            if content is None:
+                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
         else:
-            path = regular_file(Path(file), most_bytes=LARGEST_BLEND_BYTES)
-            lines = path.read_text(encoding=TEXT_ENCODING).splitlines()
+            content = regular_file(Path(file), most_bytes=LARGEST_BLEND_BYTES).read_bytes()
+        lines = content.decode(TEXT_ENCODING).splitlines()
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "it is not text"
         file = redacted(file) if is_url(file) else str(Path(file))

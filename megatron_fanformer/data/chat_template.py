@@ -77,12 +77,14 @@ class RenderedChat(NamedTuple):
 
 
 class TemplateRefusal(InputError):
-    """A template cannot render a conversation, or leaves unknown which of its tokens are learned."""
+    """A template cannot render a conversation, or leaves unknown which of its tokens are learned.
+
+    `reason` has the same words for all conversations that fail in this way.
+    """
 
     def __init__(self, message: str, reason: str = "") -> None:
         super().__init__(message)
         self.reason = reason
-        """Why it failed, in the same words for all conversations that fail this way."""
 
 
 REFUSED = "refused by the template"
@@ -120,16 +122,18 @@ class ChatTemplate:
         Raises TemplateRefusal if it cannot render this one, or leaves out tools or a message of a role that it does not
         know.
         """
-        others, chat = with_objects(messages), None
+        chat = None
         try:
-            chat = self._with_turns(messages, add_generation_prompt, tools, needs_learned)
+            chat = self._with_learned(messages, add_generation_prompt, tools, needs_learned)
         except TemplateRefusal:
-            if others is None:
+            if not any(_json_arguments(messages)):
                 raise
-        if others is not None and (chat is None or has_escaped_arguments(messages, chat.text)):
-            chat = self._with_turns(others, add_generation_prompt, tools, needs_learned)
-        assert chat is not None
-        if (what := left_out(messages, tools, chat.text)) is not None:
+        if chat is None or _has_escaped_arguments(messages, chat.text):
+            others = copy.deepcopy([dict(message) for message in messages])
+            for function in _json_arguments(others):
+                function["arguments"] = json.loads(function["arguments"])
+            chat = self._with_learned(others, add_generation_prompt, tools, needs_learned)
+        if (what := _left_out(messages, tools, chat.text)) is not None:
             raise TemplateRefusal(
                 f"the chat template leaves out {what}; use one that knows them", f"{LEAVES_OUT} {what}"
             )
@@ -151,7 +155,7 @@ class ChatTemplate:
     def _is_marked(self) -> bool:
         return GENERATION.search(self.source) is not None
 
-    def _with_turns(
+    def _with_learned(
         self, messages: Sequence[Message], add_generation_prompt: bool, tools: Tools | None, needs_learned: bool
     ) -> RenderedChat:
         chat = self._rendered(messages, add_generation_prompt, tools)
@@ -243,34 +247,14 @@ def function_of(stated: Any) -> Mapping[str, Any] | None:
     return function if is_named else None
 
 
-def left_out(messages: Sequence[Mapping[str, Any]], tools: Tools | None, text: str) -> str | None:
+def _left_out(messages: Sequence[Message], tools: Tools | None, text: str) -> str | None:
     """Return which of a conversation's tools, calls and messages of rarer roles its text lacks; None: none."""
     for message in messages:
-        content = (message.get("content") or "").strip()
-        if message["role"] in CHECKED_ROLES and not _is_in(content, text):
+        if message["role"] in CHECKED_ROLES and not _is_in((message.get("content") or "").strip(), text):
             return f"a {message['role']} message"
         if not all(_is_in(name, text) for name in _names(message.get("tool_calls") or ())):
             return "tool calls"
     return None if all(_is_in(name, text) for name in _names(tools or ())) else "tools"
-
-
-def has_escaped_arguments(messages: Sequence[Mapping[str, Any]], text: str) -> bool:
-    """Return whether arguments that are stated as JSON text stand in a text as a JSON string, their quotes escaped."""
-    return any(
-        '"' in function["arguments"] and json.dumps(function["arguments"], ensure_ascii=ascii_only) in text
-        for function in _of_json_text(messages)
-        for ascii_only in (True, False)
-    )
-
-
-def with_objects(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]] | None:
-    """Return the messages with arguments as objects that are stated as JSON text; None where there are none."""
-    if not any(_of_json_text(messages)):
-        return None
-    others = [copy.deepcopy(dict(message)) for message in messages]
-    for function in _of_json_text(others):
-        function["arguments"] = _object(function["arguments"])
-    return others
 
 
 def _names(stated: Sequence[Any]) -> Iterator[str]:
@@ -282,26 +266,31 @@ def _is_in(piece: str, text: str) -> bool:
     return piece in text or any(json.dumps(piece, ensure_ascii=flag)[1:-1] in text for flag in (True, False))
 
 
-def _of_json_text(messages: Sequence[Mapping[str, Any]]) -> Iterator[Any]:
+def _has_escaped_arguments(messages: Sequence[Message], text: str) -> bool:
+    """Return whether arguments that are JSON text stand in a text as a JSON string, their quotes escaped."""
+    return any(
+        '"' in function["arguments"] and json.dumps(function["arguments"], ensure_ascii=ascii_only) in text
+        for function in _json_arguments(messages)
+        for ascii_only in (True, False)
+    )
+
+
+def _json_arguments(messages: Sequence[Message]) -> Iterator[Any]:
+    """Yield the functions of tool calls whose arguments are the JSON text of an object."""
     for message in messages:
         for call in message.get("tool_calls") or ():
             function = function_of(call)
-            if function is not None and _object(function.get("arguments")) is not None:
+            if function is None or not isinstance(function.get("arguments"), str):
+                continue
+            try:
+                is_object = isinstance(json.loads(function["arguments"]), dict)
+            except (ValueError, RecursionError):
+                continue
+            if is_object:
                 yield function
 
 
-def _object(text: Any) -> dict[str, Any] | None:
-    """Return the object that a JSON text is; None where it is none."""
-    if not isinstance(text, str):
-        return None
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):
-        return None
-    return value if isinstance(value, dict) else None
-
-
-# -- found
+# -- the template of a tokenizer
 
 
 def find_template(
@@ -407,7 +396,7 @@ def _read(file: Path, what: str) -> str:
         raise InputError(f"chat template: {file} cannot be read ({error}); name {what}") from error
 
 
-# -- encoded
+# -- token ids
 
 
 def chat_pieces(tokenizer: Tokenizer, chat: RenderedChat) -> Iterator[tuple[str | int, bool]]:

@@ -32,9 +32,8 @@ from megatron_fanformer.data.remote_files import (
     folder_of,
     forget,
     look_up,
-    look_up_contents,
     only_one_at_a_time,
-    optional_content,
+    optional_contents,
     refuse_changed,
 )
 from megatron_fanformer.data.token_files import NpyFile, TokenIndex, open_npy_files, read_index, refuse_largest_id
@@ -136,7 +135,7 @@ def check_files(config: DataConfig, vocab_size: int | None = None, *, for_run: b
     valid = {name: config.blend(items) for name, items in config.valid_data.items()}
     mixes = {name: config.blend(items) for name, items in config.stages.items()}
     data = CheckedData(config.index_cache(), train, valid, mixes)
-    look_up_contents(prefix + MANIFEST_SUFFIX for prefix in config.prefixes() if is_url(prefix))  # at once
+    optional_contents(prefix + MANIFEST_SUFFIX for prefix in config.prefixes() if is_url(prefix))  # at once
     if config.is_chats:
         data = dataclasses.replace(data, chat_template=_chat_template(train, valid.values()))
         _check_chats(data, vocab_size)
@@ -285,9 +284,9 @@ class Copies:
                 )
             if missing:
                 logger.info("copying %d token files of %.1f GB to %s", len(missing), needed / 1e9, self.folder)
-            look_up_contents(self.manifests)  # they come before the files that they are of
-            for url, path in self.manifests.items():
-                if (content := optional_content(url)) is not None:
+            contents = optional_contents(self.manifests)  # they come before the files that they are of
+            for path, content in zip(self.manifests.values(), contents, strict=True):
+                if content is not None:
                     with reported_as_local(path):
                         path.parent.mkdir(exist_ok=True)
                         write_atomically(path, content)

@@ -198,7 +198,12 @@ def read_any_manifest(prefix: str) -> Manifest | PartManifest | None:
     """
     path = prefix + MANIFEST_SUFFIX
     try:
-        content = _remote_content(path) if is_url(path) else regular_file(Path(path)).read_bytes()
+        if is_url(path):
+            from megatron_fanformer.data.remote_files import optional_contents  # a help text needs none of its imports
+
+            (content,) = optional_contents([path])
+        else:
+            content = regular_file(Path(path)).read_bytes()
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
@@ -212,12 +217,6 @@ def manifest_from(content: bytes, path: str) -> Manifest | PartManifest:
         return msgspec.json.decode(content, type=Manifest | PartManifest)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise CorruptError(f"{path} is not a manifest ({error}); remove its prefix's files, prepare again") from error
-
-
-def _remote_content(url: str) -> bytes | None:
-    from megatron_fanformer.data.remote_files import optional_content  # a help text needs none of its imports
-
-    return optional_content(url)
 
 
 def token_files_record(prefix: str) -> TokenFiles | None:

@@ -6,7 +6,6 @@ bytes, a request a thread, so that requests wait side by side whatever the drive
 """
 
 import asyncio
-import errno
 import functools
 import hashlib
 import logging
@@ -14,7 +13,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -75,7 +74,7 @@ class RemoteFile:
             return b"".join(side_by_side(lambda at: self.read(min(PART_BYTES, offset + count - at), at), starts))
         if not count:
             return b""
-        content = _request(self.url, "cat_file", start=offset, end=offset + count, size=count)
+        content = _request(self.url, "cat_file", start=offset, end=offset + count)
         if content is None:
             raise CorruptError(f"{self.path} is no longer there; put it back and resume")
         return bytes(content)
@@ -97,9 +96,9 @@ _warned_at = -SECONDS_BETWEEN_WARNINGS
 
 
 @functools.lru_cache(maxsize=64)
-def _driver(_process: int, url: str) -> Any:
+def _driver(_process: int, store: str) -> Any:
     """Return a store's driver in this process: drivers do not survive a fork."""
-    return driver_of(url)[0]
+    return driver_of(store)[0]
 
 
 def _driver_of(url: str) -> Any:
@@ -107,56 +106,52 @@ def _driver_of(url: str) -> Any:
     return _driver(os.getpid(), f"{parts.scheme}://{parts.netloc}/")
 
 
-def _request(
-    url: str, method: str, *, size: int | None = None, refused_is_missing: bool = False, **options: Any
-) -> Any:
+def _request(url: str, method: str, *, refused_is_missing: bool = False, **options: Any) -> Any:
     """Call a method of a store's driver with the path of a URL; return None where there is no such file.
-
-    Args:
-        size: of the bytes that it must return.
 
     Raises:
         InputError: there is no driver for the store, no right to use it, or it does not serve ranges.
         FanformerError: it does not answer.
     """
+    attempt = functools.partial(_attempt, url, method, options, refused_is_missing)
+    return query(url, attempt, pauses=PAUSES_SECONDS, patience=PATIENCE_SECONDS, log=_log)
 
-    def attempt() -> Any:
-        files = _driver_of(url)
-        if files.async_impl:
-            options["timeout"] = REQUEST_SECONDS
-        if method == "cat_file" and url.startswith("http"):  # or a compressed body would be taken for the bytes
-            options["headers"] = {"Accept-Encoding": "identity"}
-        elif method == "cat_file" and not files.async_impl:
-            options["cache_type"] = "none"  # by itself fsspec reads 5 MiB more
-        try:
-            answer = getattr(files, method)(files._strip_protocol(url), **options)
-        except NotImplementedError:
-            raise InputError(f"{redacted(url)} cannot be listed; name the files, one by one or in a .blend") from None
-        except Exception as error:  # drivers raise what they like
-            is_refused = _status_of(error) in (401, 403) or isinstance(error, PermissionError)
-            if _is_missing(error) or (is_refused and refused_is_missing):
-                return None
-            if is_refused:
-                raise PermissionError(f"{reason_of(error)}, check its credentials") from error
-            _driver.cache_clear()  # this one may have lost its connection
-            raise ConnectionError(reason_of(error)) from error
-        if size is not None and len(answer) > size:
-            raise InputError(
-                f"{redacted(url)}: its store sends {len(answer)} bytes for a range of {size}, it does not serve ranges;"
-                " serve it by one that does, or copy it to this machine"
-            )
-        if size is not None and len(answer) < size:
+
+def _attempt(url: str, method: str, options: dict[str, Any], refused_is_missing: bool) -> Any:
+    files = _driver_of(url)
+    settings: dict[str, Any] = {"timeout": REQUEST_SECONDS} if files.async_impl else {}
+    if method == "cat_file" and url.startswith("http"):  # or a compressed body would be taken for the bytes
+        settings["headers"] = {"Accept-Encoding": "identity"}
+    elif method == "cat_file" and not files.async_impl:
+        settings["cache_type"] = "none"  # by itself fsspec reads 5 MiB more
+    try:
+        answer = getattr(files, method)(files._strip_protocol(url), **options, **settings)
+    except NotImplementedError:
+        raise InputError(f"{redacted(url)} cannot be listed; name the files, one by one or in a .blend") from None
+    except Exception as error:  # drivers raise what they like
+        is_refused = _status_of(error) in (401, 403) or isinstance(error, PermissionError)
+        if _is_missing(error) or (is_refused and refused_is_missing):
+            return None
+        if is_refused:
+            raise PermissionError(f"{reason_of(error)}, check its credentials") from error
+        _driver.cache_clear()  # this one may have lost its connection
+        raise ConnectionError(reason_of(error)) from error
+    if "start" in options and len(answer) != (size := options["end"] - options["start"]):
+        if len(answer) < size:
             raise ConnectionError(f"{len(answer)} of {size} bytes came")
-        return answer
+        raise InputError(
+            f"{redacted(url)}: its store sends {len(answer)} bytes for a range of {size}, it does not serve ranges;"
+            " serve it by one that does, or copy it to this machine"
+        )
+    return answer
 
-    def log(*message: Any) -> None:
-        """Log the first failure of a while as a warning: many requests wait for a store that is down."""
-        global _warned_at
-        is_first = time.monotonic() - _warned_at > SECONDS_BETWEEN_WARNINGS
-        _warned_at = time.monotonic() if is_first else _warned_at
-        logger.log(logging.WARNING if is_first else logging.DEBUG, *message)
 
-    return query(url, attempt, pauses=PAUSES_SECONDS, patience=PATIENCE_SECONDS, log=log)
+def _log(*message: Any) -> None:
+    """Log the first failure of a while as a warning: many requests wait for a store that is down."""
+    global _warned_at
+    is_first = time.monotonic() - _warned_at > SECONDS_BETWEEN_WARNINGS
+    _warned_at = time.monotonic() if is_first else _warned_at
+    logger.log(logging.WARNING if is_first else logging.DEBUG, *message)
 
 
 def _status_of(error: BaseException) -> int | None:
@@ -181,27 +176,31 @@ def _is_missing(error: BaseException) -> bool:
 
 # -- files that were looked up
 
-_files: dict[str, RemoteFile | None] = {}
-_contents: dict[str, bytes | None] = {}
-_listings: dict[tuple[str, str | tuple[str, ...]], list[str]] = {}
+_remembered: dict[tuple[str, Any], Any] = {}
 
 
 def forget() -> None:
     """Look all files up anew from now on."""
-    for remembered in (_files, _contents, _listings):
-        remembered.clear()
+    _remembered.clear()
     _driver.cache_clear()
 
 
-def look_up(urls: Iterable[str]) -> None:
-    """Look many files up at once; they are remembered in this process, until `forget`.
+def _remember(kind: str, keys: Iterable[Any], function: Callable[[list[Any]], list[Any]]) -> list[Any]:
+    """Return the results of a function for some keys, those of former calls until `forget`."""
+    keys = list(keys)
+    unknown = [key for key in dict.fromkeys(keys) if (kind, key) not in _remembered]
+    _remembered.update(zip(((kind, key) for key in unknown), function(unknown), strict=True))
+    return [_remembered[kind, key] for key in keys]
+
+
+def look_up(urls: Iterable[str]) -> list[RemoteFile | None]:
+    """Return files, looked up at once; None where there is none. They are remembered in this process until `forget`.
 
     Raises:
         InputError: there is no driver for a store, no right to use it, or no size stated.
         FanformerError: a store does not answer.
     """
-    unknown = list(dict.fromkeys(url for url in urls if url not in _files))
-    _files.update(zip(unknown, _looked_up(unknown), strict=True))
+    return _remember("file", urls, _looked_up)
 
 
 def _looked_up(urls: Sequence[str]) -> list[RemoteFile | None]:
@@ -216,23 +215,18 @@ def _stated_file(url: str) -> RemoteFile | None:
         return None
     if not isinstance(info.get("size"), int):
         raise InputError(f"{redacted(url)}: its store states no size; serve it by one that does")
-    return RemoteFile(url, info["size"], _version_of(info))
-
-
-def _version_of(info: dict[str, Any]) -> str | None:
     strong = next((str(info[name]) for name in _STRONG if info.get(name)), None)
     weak = next((str(info[name]) for name in _WEAK if info.get(name)), None)
-    return strong or (f"{weak} {info['ino']}" if weak and "ino" in info else weak)
+    return RemoteFile(url, info["size"], strong or (f"{weak} {info['ino']}" if weak and "ino" in info else weak))
 
 
 def find(url: str) -> RemoteFile | None:
-    """Return a file; None where there is none. Raises like `look_up`."""
-    look_up([url])
-    return _files[url]
+    """Return a file; None where there is none. Raises as `look_up`."""
+    return look_up([url])[0]
 
 
 def refuse_changed(files: Sequence[RemoteFile]) -> None:
-    """Raise CorruptError for a file that has changed since it was looked up; or like `look_up`."""
+    """Raise CorruptError for a file that has changed since it was looked up; or as `look_up`."""
     for file, now in zip(files, _looked_up([file.url for file in files]), strict=True):
         if now != file:
             raise CorruptError(f"{file.path} is another file than when the run began; put it back and resume")
@@ -247,30 +241,27 @@ def listed(url: str, suffix: str | tuple[str, ...]) -> list[str]:
         InputError: the store cannot be listed, or gives no right to.
         FanformerError: it does not answer.
     """
-    if (url, suffix) not in _listings:
-        files = _driver_of(url)
-        files.invalidate_cache()
-        names = _request(url, "ls" if url.endswith("/") else "glob", detail=False) or []
-        _listings[url, suffix] = sorted(files.unstrip_protocol(name) for name in names if name.endswith(suffix))
-    return _listings[url, suffix]
+
+    def list_all(urls: list[str]) -> list[list[str]]:
+        names = [_request(url, "ls" if url.endswith("/") else "glob", detail=False) or [] for url in urls]
+        return [sorted(map(_driver_of(url).unstrip_protocol, those)) for url, those in zip(urls, names, strict=True)]
+
+    _driver_of(url).invalidate_cache()
+    return [file for file in _remember("list", [url], list_all)[0] if file.endswith(suffix)]
 
 
-def look_up_contents(urls: Iterable[str]) -> None:
-    """Read many small files that need not be there, whole and at once; they are remembered until `forget`.
+def optional_contents(urls: Iterable[str]) -> list[bytes | None]:
+    """Return the bytes of small files, read whole and at once; None where there is none. They are remembered.
 
     A store that gives no right to list answers for a file that is not there that there is no right: it counts as none.
-
-    Raises: like `look_up`.
+    Raises as `look_up`.
     """
-    unknown = list(dict.fromkeys(url for url in urls if url not in _contents))
-    contents = side_by_side(lambda url: _request(url, "cat_file", refused_is_missing=True), unknown)
-    _contents.update(zip(unknown, contents, strict=True))
 
+    def read(url: str) -> bytes | None:
+        content: bytes | None = _request(url, "cat_file", refused_is_missing=True)
+        return content
 
-def optional_content(url: str) -> bytes | None:
-    """Return the bytes of a small file; None where there is none. Raises like `look_up`."""
-    look_up_contents([url])
-    return _contents[url]
+    return _remember("content", urls, functools.partial(side_by_side, read))
 
 
 # -- whole files
@@ -286,38 +277,18 @@ def copy_to(file: RemoteFile, path: Path) -> None:
     """Copy a whole file to this machine, where it appears when it is complete.
 
     Raises:
-        InputError: this machine's disk does not take it; or like `RemoteFile.read`, as are the others.
+        InputError: this machine's disk does not take it; or as `RemoteFile.read`, as are the others.
     """
-    partial = temporary_name(path)
-    try:
-        with reported_as_local(path):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            partial.unlink(missing_ok=True)
-            partial.open("xb").close()
-        for first in range(0, file.size, PART_BYTES * PARTS):
-            part = file.read(min(PART_BYTES * PARTS, file.size - first), first)
-            with reported_as_local(path), partial.open("ab") as out:
-                out.write(part)
-        with reported_as_local(path):
+    partial, step = temporary_name(path), PART_BYTES * PARTS
+    with reported_as_local(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with partial.open("wb") as out:
+                for first in range(0, file.size, step):
+                    out.write(file.read(min(step, file.size - first), first))
             publish(partial, path)
-    finally:
-        with suppress(OSError):
+        finally:
             partial.unlink(missing_ok=True)
-
-
-def small_file(url: str, *, most_bytes: int) -> bytes:
-    """Return the bytes of a file.
-
-    Raises:
-        OSError: it does not exist, or is larger.
-        InputError, CorruptError, FanformerError: like `look_up` and `RemoteFile.read`.
-    """
-    file = find(url)
-    if file is None:
-        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), redacted(url))
-    if file.size > most_bytes:
-        raise OSError(errno.EFBIG, f"it has {file.size} bytes, more than the {most_bytes} allowed", redacted(url))
-    return file.read(file.size, 0)
 
 
 def folder_of(cache: Path, identity: str) -> Path:

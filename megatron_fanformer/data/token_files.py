@@ -23,8 +23,8 @@ from megatron_fanformer.data.remote_files import (
     find,
     folder_of,
     look_up,
-    look_up_contents,
     only_one_at_a_time,
+    optional_contents,
     side_by_side,
 )
 from megatron_fanformer.errors import CorruptError, InputError, redacted
@@ -178,8 +178,7 @@ def read_index(
 
 def _read_remote_index(prefix: str, parts: Mapping[int, tuple[float, float]] | None, cache: Path | None) -> TokenIndex:
     """Copy the index of a pair on another store, and read it. megatron-core finds a .bin file of one byte beside it."""
-    look_up([prefix + ".bin", prefix + ".idx"])
-    tokens, index = find(prefix + ".bin"), find(prefix + ".idx")
+    tokens, index = look_up([prefix + ".bin", prefix + ".idx"])
     if tokens is None or index is None:
         path = redacted(prefix + (".bin" if tokens is None else ".idx"))
         raise InputError(f"{path} does not exist; name the prefix of a .bin and .idx pair, or a folder, ending in /")
@@ -360,7 +359,7 @@ def open_npy_files(paths: Iterable[str], dtype: NpyType) -> list[NpyFile]:
     paths = list(paths)
     urls = [path for path in paths if is_url(path)]
     look_up(urls)
-    look_up_contents(npy_prefix(url) + MANIFEST_SUFFIX for url in urls)
+    optional_contents(npy_prefix(url) + MANIFEST_SUFFIX for url in urls)
     if urls:
         return side_by_side(lambda path: _open_npy(path, dtype), paths)
     return [_open_npy(path, dtype) for path in paths]

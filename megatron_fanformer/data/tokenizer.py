@@ -8,14 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from megatron_fanformer.data.remote_files import (
-    copy_to,
-    find,
-    folder_of,
-    look_up_contents,
-    only_one_at_a_time,
-    optional_content,
-)
+from megatron_fanformer.data.remote_files import folder_of, optional_contents
 from megatron_fanformer.durable_files import publish, regular_file, temporary_name, write_atomically
 from megatron_fanformer.errors import InputError, redacted
 from megatron_fanformer.runtime.device import cache_folder
@@ -285,24 +278,21 @@ def tokenizer_file(path: str | Path) -> Path:
 
 
 def _fetched(url: str) -> Path:
-    """Return the copy of a tokenizer on another store and its chat template, fetched once for each version of them."""
+    """Return the copy of a tokenizer on another store and of the files beside it, made once for each version."""
     if not url.endswith((".json", ".model")):
         raise InputError(f"tokenizer {redacted(url)} does not name a file; name one that ends in .model or .json")
-    if (file := find(url)) is None:
-        raise InputError(f"tokenizer {redacted(url)} does not exist; name a .model file or a tokenizer.json")
     parent, _, name = url.rpartition("/")
-    # They are small, and read each time: a store without the right to list looks up none that may be missing.
-    look_up_contents(f"{parent}/{beside}" for beside in BESIDE)
-    contents = {beside: optional_content(f"{parent}/{beside}") for beside in BESIDE}
-    sums = [hashlib.sha256(content).hexdigest() if content is not None else "none" for content in contents.values()]
-    folder = folder_of(cache_folder() / "tokenizers", " ".join([file.identity, *sums]))
-    with only_one_at_a_time(folder):
-        if not (folder / name).is_file():
-            for beside, content in contents.items():
-                if content is not None:
-                    with reported_as_local(folder):
-                        write_atomically(folder / beside, content)
-            copy_to(file, folder / name)
+    names = [name, *BESIDE]
+    contents = optional_contents(f"{parent}/{file}" for file in names)
+    if contents[0] is None:
+        raise InputError(f"tokenizer {redacted(url)} does not exist; name a .model file or a tokenizer.json")
+    sums = " ".join(hashlib.sha256(content or b"").hexdigest() for content in contents)
+    folder = folder_of(cache_folder() / "tokenizers", f"{redacted(url)} {sums}")
+    with reported_as_local(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        for file, content in reversed(list(zip(names, contents, strict=True))):  # the tokenizer comes last
+            if content is not None and not (folder / file).is_file():
+                write_atomically(folder / file, content)
     return folder / name
 
 
