@@ -4,7 +4,6 @@ torch is not imported here, and fsspec where it is used: it takes a tenth of a s
 """
 
 import logging
-import random
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -93,7 +92,6 @@ def with_attempts(
     pauses: Sequence[float] = PAUSES_SECONDS,
     final: tuple[type[Exception], ...] = (FanformerError,),
     patience: float = float("inf"),
-    jitter: float = 0.0,
 ) -> Result:
     """Call a function that uses a store, and call it again after each of the pauses where it fails.
 
@@ -103,8 +101,6 @@ def with_attempts(
         report: is called with the number of each attempt that failed, and why.
         final: the errors that would come again, and are not waited for.
         patience: in seconds since the first attempt began; after it, none follows.
-        jitter: the part of a pause that is drawn: of many ranks that a store refused at once, not all come again at
-            once.
 
     Raises:
         Exception: the driver's own, of the last attempt.
@@ -120,7 +116,7 @@ def with_attempts(
             is_full = isinstance(error, OSError) and error.errno in NO_SPACE
             if pause is None or is_full or time.monotonic() > end:
                 raise
-            time.sleep(pause * (1 - jitter * random.random()) if jitter else pause)
+            time.sleep(pause)
     raise AssertionError("the last attempt returns or raises")
 
 

@@ -14,7 +14,6 @@ from megatron_fanformer.cli import PROGRAM, main
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.runtime import megatron_cpu
 from megatron_fanformer.train.config import load_config
-from megatron_fanformer.train.preflight import find_start
 from tests.conftest import REFERENCE, SAMPLES
 from tests.small_runs import ROOT, small_run, start_command, write_config, write_tokens
 
@@ -247,9 +246,7 @@ def started_run(tmp_path: Path, config: str) -> Path:
     ("override", "message"),
     [
         (("model.num_layers", "4"), "model.num_layers is 4, but the checkpoint"),
-        (("model.fan.p_ratio", "0.125"), "model.fan.p_ratio is 0.125, but the checkpoint"),
         (("training.seed", "5"), "training.seed is 5, but the run in"),
-        (("training.global_batch_size", "8"), "training.global_batch_size is 8, but the run in"),
     ],
 )
 def test_a_runs_folder_whose_run_is_another(
@@ -257,25 +254,6 @@ def test_a_runs_folder_whose_run_is_another(
 ) -> None:
     name, value = override
     one_line(refused("train", "--config", config, f"--{name}", value), message, str(started_run))
-
-
-def test_positions_are_scaled_anew_from_a_checkpoint_and_not_on_the_way(
-    refused: Refused, config: str, started_run: Path, tmp_path: Path
-) -> None:
-    longer = ["--model.seq_length", "32", "--model.rope_scaling", "{rope_type: linear, factor: 2}"]
-    lines = refused("train", "--config", config, *longer)
-    fields = ("seq_length is 32", "rope_scaling.rope_type is linear", "rope_scaling.factor is 2.0")
-    assert [line.split(", but the checkpoint")[0] for line in lines] == [f"model.{field}" for field in fields]
-    anew = [*longer, "--checkpoint.load", str(started_run), "--training.run_dir", str(tmp_path / "longer")]
-    loaded = started_run / "checkpoints" / "step-00000001"
-    assert find_start(load_config(Path(config), anew), None).loaded == loaded
-    write_config(loaded / "config.yaml", load_config(Path(config), longer).as_dict())
-    assert find_start(load_config(Path(config), anew), None).loaded == loaded
-    forgotten = refused("train", "--config", config, *anew[4:])
-    assert [line.split(", but the checkpoint")[0] for line in forgotten] == [
-        "model.rope_scaling.rope_type is default",
-        "model.rope_scaling.factor is None",
-    ]
 
 
 @pytest.mark.parametrize("verb", [["convert", "none", "out", "--to", "hf"], ["generate", "none", "--prompt", "a"]])

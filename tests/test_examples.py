@@ -98,14 +98,6 @@ def test_fine_tuning_lacks_only_its_chats_and_what_it_starts_from(file: Path, tm
     assert config.problems(stated(file, "Ranks")) == []
 
 
-def test_the_second_stage_is_the_decay_of_the_learning_rate() -> None:
-    config = load_config(EXAMPLES / "fanformer-1b-stages.yaml")
-    (_, held), (first, last) = config.stage_spans().values()
-    assert config.decay_notice() is None
-    assert config.learning_rate(held) == config.optimizer.lr > config.learning_rate(first)
-    assert (last, config.learning_rate(last)) == (config.training.steps, 0)
-
-
 # -- the scripts
 
 
