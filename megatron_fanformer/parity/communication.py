@@ -6,7 +6,7 @@ The counted step is the second: megatron-core 0.19 has one more collective in a 
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,10 +19,9 @@ from megatron_fanformer.plan.communication import Total, communication, side_by_
 from megatron_fanformer.plan.job import Job
 from megatron_fanformer.runtime.collectives import CollectiveCount, count_collectives, moved_bytes
 from megatron_fanformer.runtime.layout import FANForm, ParallelConfig
+from megatron_fanformer.terminal import table
 from megatron_fanformer.train.config import RunConfig
 from megatron_fanformer.train.step import train_step
-
-Variant = tuple[FANformerConfig, ParallelConfig]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +41,39 @@ class LayoutCommunication:
         """Return whether the formula equals the count exactly."""
         return all(counted == formula for of_models in self.totals.values() for counted, formula in of_models)
 
+    def lines(self, dtype: str) -> Iterator[str]:
+        """Yield the table of counted bytes, and the formula's total at the configuration's own size."""
+        yield from ["", f"{self.name}: bytes of a step, all ranks"]
+        rows = [(*key, *(_count_cell(*pair) for pair in of_models)) for key, of_models in self.totals.items()]
+        yield from table(("group", "collective", *self.models), rows, align="ll" + "r" * len(self.models))
+        sent = {model: sum(groups.values()) for model, groups in self.sent_bytes.items()}
+        yield (
+            f"The formula {'equals the count exactly' if self.agrees else 'does NOT equal the count'}. At the "
+            f"configuration's own size, in {dtype}, a rank of the busiest stage sends in a step, by the formula: "
+            f"{', '.join(f'{model} {size / 2**20:,.1f} MiB' for model, size in sent.items())}."
+        )
+
+    def as_values(self) -> dict[str, Any]:
+        """Return all of it as plain values."""
+        rows = [
+            {
+                "group": group,
+                "collective": kind,
+                **{
+                    model: {"counted": counted._asdict(), "formula": formula._asdict()}
+                    for model, (counted, formula) in zip(self.models, of_models, strict=True)
+                },
+            }
+            for (group, kind), of_models in self.totals.items()
+        ]
+        sent = self.sent_bytes
+        return {"layout": self.name, "agrees": self.agrees, "rows": rows, "sent_bytes_at_full_size": sent}
+
+
+def _count_cell(counted: Total, formula: Total) -> str:
+    text = f"{counted.message_bytes:,} in {counted.calls}" if counted.calls else "-"
+    return text if counted == formula else f"{text} (formula {formula.message_bytes:,} in {formula.calls})"
+
 
 def compare_communication(
     run_on_ranks: Callable[..., list[Any]],
@@ -56,27 +88,27 @@ def compare_communication(
         run: of the configuration's own size, for whose step there is only the formula; a device that it leaves open
             counts as a GPU.
     """
-    full = dataclasses.replace(
-        trial,
-        micro_batch_size=run.training.micro_batch_size,
-        global_batch_size=run.training.global_batch_size,
-        device="cpu" if run.runtime.device == "cpu" else "cuda",
-    )
     variants = _variants(trial.model, run.model, layout)
     compared, sent = {}, {}
-    for model, (small, own_layout) in variants.items():
-        own_trial = dataclasses.replace(trial, model=small)
-        ranks = own_layout.model_parallel_size * (own_layout.data_parallel_size or 1)
-        counted = run_on_ranks(ranks, count_step, own_trial, own_layout)
-        job = _job(own_trial, own_layout)
+    for model, (small, layout_of_form) in variants.items():
+        small_trial = dataclasses.replace(trial, model=small)
+        ranks = layout.model_parallel_size * (layout.data_parallel_size or 1)
+        counted = run_on_ranks(ranks, count_step, small_trial, layout_of_form)
+        job = _job(small_trial, layout_of_form)
         compared[model] = (
             [line for *_, lines in counted for line in lines],
             [line for stage, rank, _ in counted for line in communication(job, stage, rank)],
         )
         # The full model's own FAN, unless the variant or the model has none.
         fan = run.model.fan if run.model.fan.placement == small.fan.placement else small.fan
-        large = dataclasses.replace(full, model=dataclasses.replace(run.model, fan=fan))
-        sent[model] = _sent_bytes(_job(large, own_layout))
+        full_trial = dataclasses.replace(
+            trial,
+            model=dataclasses.replace(run.model, fan=fan),
+            micro_batch_size=run.training.micro_batch_size,
+            global_batch_size=run.training.global_batch_size,
+            device="cpu" if run.runtime.device == "cpu" else "cuda",
+        )
+        sent[model] = _sent_bytes(_job(full_trial, layout_of_form))
     return LayoutCommunication(name=name, models=tuple(variants), totals=side_by_side(compared), sent_bytes=sent)
 
 
@@ -92,7 +124,9 @@ def count_step(trial: TrialConfig, layout: ParallelConfig) -> tuple[int, int, li
         return grid.groups.pp.rank(), grid.groups.tp_dp_cp.rank(), counts.lines()
 
 
-def _variants(small: FANformerConfig, full: FANformerConfig, layout: ParallelConfig) -> dict[str, Variant]:
+def _variants(
+    small: FANformerConfig, full: FANformerConfig, layout: ParallelConfig
+) -> dict[str, tuple[FANformerConfig, ParallelConfig]]:
     """Return a Transformer and each FAN form, of the small model, as far as the layout is legal for them at full
     size.
     """
@@ -103,9 +137,9 @@ def _variants(small: FANformerConfig, full: FANformerConfig, layout: ParallelCon
     candidates = {transformer.placement.title: (transformer, dataclasses.replace(layout, fan_form="column"))}
     candidates |= {title: (small, dataclasses.replace(layout, fan_form=form)) for title, form in forms.items()}
     return {
-        name: (model, own_layout)
-        for name, (model, own_layout) in candidates.items()
-        if not own_layout.problems() and not layout_problems(dataclasses.replace(full, fan=model.fan), own_layout)
+        name: (model, candidate)
+        for name, (model, candidate) in candidates.items()
+        if not candidate.problems() and not layout_problems(dataclasses.replace(full, fan=model.fan), candidate)
     }
 
 

@@ -6,8 +6,7 @@ from statistics import median
 
 import numpy as np
 
-from megatron_fanformer.parity.outputs import TOKEN_LOSS
-from megatron_fanformer.parity.tensor_parts import TensorPart, part_of
+from megatron_fanformer.parity.recording import TOKEN_LOSS, TensorPart, part_of
 from megatron_fanformer.parity.trial import Trace
 
 FACTOR = 8.0

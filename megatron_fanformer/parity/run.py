@@ -1,19 +1,25 @@
 """`megatron-fanformer parity`: trains a configuration's small form in one process and in each layout, and compares."""
 
 import dataclasses
+import platform
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
+from importlib.metadata import version
+from typing import Any
 
+import msgspec
 import psutil
 import torch
 
+from megatron_fanformer import __version__
 from megatron_fanformer.errors import DivergenceError, InputError
 from megatron_fanformer.model.dtypes import DTYPES
-from megatron_fanformer.model.kernels import KernelsConfig
 from megatron_fanformer.model.layouts import SINGLE, Layout, single_process
 from megatron_fanformer.parity.communication import LayoutCommunication, compare_communication
 from megatron_fanformer.parity.comparison import (
+    FACTOR,
+    KINDS,
     Baseline,
     Bounds,
     Differences,
@@ -26,12 +32,17 @@ from megatron_fanformer.parity.shrinking import BUCKETS, SmallRun, shrink
 from megatron_fanformer.parity.trial import Trace, TrialConfig, run_trial
 from megatron_fanformer.parity.verb import ParityConfig
 from megatron_fanformer.runtime import device as devices
-from megatron_fanformer.runtime.layout import ParallelConfig
 from megatron_fanformer.runtime.rank_pool import JobFailed, RankPool
+from megatron_fanformer.terminal import table
 from megatron_fanformer.train.config import RunConfig
 from megatron_fanformer.train.machine_rules import backend_problems, has_engine, kernel_problems, layer_problems
 
 REORDERED_RUNS = 3
+ENGINE_COUNTED = (
+    "--communication counts the local layers' collectives, and the layers here are Transformer Engine's; add "
+    "--transformer-impl local, and name no other in the layout"
+)
+COLUMNS = ("first loss", "outputs", "gradients", "losses", "weights")
 JOB_SECONDS = 600.0
 RANK_BYTES = 500 * 2**20  # a gloo rank of a small model has 380 MiB resident (torch 2.13, megatron-core 0.16.1)
 
@@ -42,9 +53,9 @@ class LayoutResult:
 
     name: str
     ranks: int
-    differences: Differences | None
+    differences: Differences | None = None
     """Differences from the baseline; None where the layout did not run to its end."""
-    findings: tuple[Finding, ...]
+    findings: tuple[Finding, ...] = ()
     """Findings in forward order; empty where the layout computes the same model."""
     failure: str | None = None
     """Why it did not run to its end."""
@@ -56,7 +67,7 @@ class LayoutResult:
 
     @property
     def verdict(self) -> str:
-        """One line: the same, or where it begins to differ."""
+        """Return one line: the same, or where it begins to differ."""
         if self.failure is not None:
             return f"failed: {self.failure.strip().splitlines()[-1]}"
         return "same" if self.is_same else f"differs first in the {self.findings[0]}"
@@ -87,7 +98,7 @@ class ParityResult:
 
     def check(self) -> None:
         """Raise DivergenceError, a line for each layout that does not compute the same model."""
-        different = [f"layout {result.name}: {result.verdict}" for result in self.layouts if not result.is_same]
+        different = [f"layout {layout.name}: {layout.verdict}" for layout in self.layouts if not layout.is_same]
         different += [
             f"layout {counted.name}: the bytes counted are not those of the formula"
             for counted in self.communication
@@ -120,7 +131,11 @@ def run_layouts(
 
 
 def _started_pool(config: ParityConfig, run: RunConfig, named: dict[str, Layout]) -> RankPool:
-    """Return the ranks that the layouts ask for. Raises InputError if this machine lacks what they need."""
+    """Return the ranks that the layouts ask for.
+
+    Raises:
+        InputError: this machine lacks what they need.
+    """
     device = devices.resolve_device(run.runtime.device)
     backend = run.runtime.backend(device)
     problems = [
@@ -136,7 +151,8 @@ def _started_pool(config: ParityConfig, run: RunConfig, named: dict[str, Layout]
                 in_fp32=config.dtype == "fp32",
             ),
             *backend_problems(layout.parallel, layout.kernels, backend, device),
-            *(_counting_problems(layout.kernels) if config.communication else ()),
+            # The formula is not that of the Engine's layers, which split attention and pad buckets otherwise.
+            *([ENGINE_COUNTED] if config.communication and has_engine(layout.kernels) else ()),
         )
     ]
     if problems:
@@ -151,15 +167,6 @@ def _started_pool(config: ParityConfig, run: RunConfig, named: dict[str, Layout]
             f"layout {text!r} asks for {ranks} ranks, but this machine has room for {fit} {unit}; choose a smaller one"
         )
     return RankPool(device, JOB_SECONDS, backend=backend)
-
-
-def _counting_problems(kernels: KernelsConfig) -> Iterator[str]:
-    """Yield why the formula is not that of these layers: the Engine splits attention, and pads buckets, otherwise."""
-    if has_engine(kernels):
-        yield (
-            "--communication counts the local layers' collectives, and the layers here are Transformer Engine's; add "
-            "--transformer-impl local, and name no other in the layout"
-        )
 
 
 def calibrate(
@@ -227,22 +234,119 @@ def compare_layouts(
     for name, layout in named.items():
         report(name)
         trial = dataclasses.replace(calibration.trial, kernels=layout.kernels)
-        bucketed, ranks = _with_buckets(layout.parallel, calibration.small), layout.world_size
+        parallel, ranks = layout.parallel, layout.world_size
+        if parallel.overlap_grad_reduce:
+            size = max(1, trial.model.num_parameters // BUCKETS)
+            parallel = dataclasses.replace(parallel, ddp_bucket_size=size)
         try:
-            compared = differences(calibration.baseline, pool.run(ranks, trial_function, trial, bucketed))
+            compared = differences(calibration.baseline, pool.run(ranks, trial_function, trial, parallel))
         except JobFailed as error:
-            result = LayoutResult(name=name, ranks=ranks, differences=None, findings=(), failure=str(error))
+            result = LayoutResult(name=name, ranks=ranks, failure=str(error))
         else:
             findings = tuple(calibration.bounds.findings(compared))
             result = LayoutResult(name=name, ranks=ranks, differences=compared, findings=findings)
         results.append(result)
         if communication and result.failure is None:
             report(f"{name}, counting bytes")
-            counted.append(compare_communication(pool.run, trial, calibration.run, name, bucketed))
+            counted.append(compare_communication(pool.run, trial, calibration.run, name, parallel))
     return ParityResult(calibration=calibration, layouts=results, communication=counted)
 
 
-def _with_buckets(layout: ParallelConfig, small: SmallRun) -> ParallelConfig:
-    if not layout.overlap_grad_reduce:
-        return layout
-    return dataclasses.replace(layout, ddp_bucket_size=max(1, small.model.num_parameters // BUCKETS))
+# -- reports
+
+
+def report_lines(result: ParityResult) -> Iterator[str]:
+    """Yield the table: one row per layout, and what reordered sums alone showed."""
+    calibration = result.calibration
+    small, trial = calibration.small, calibration.trial
+    yield (
+        f"The configuration made small: {'; '.join(small.changes) or 'it is small already'}. Global batch "
+        f"{small.global_batch_size}, micro batch {small.micro_batch_size}, {trial.steps} steps, {trial.dtype}, "
+        f"{trial.device}."
+    )
+    noise = map(max, zip(*(_largest(differences) for differences in calibration.noise), strict=True))
+    first = f"{SINGLE}, {'reordered' if trial.dtype == 'fp32' else 'reordered or in fp32'}"
+    rows = [(first, "1", *(f"{value:.1e}" for value in noise), "", "")]
+    for layout in result.layouts:
+        cells, closest = [""] * len(COLUMNS), ""
+        if layout.differences is not None:
+            cells = [f"{value:.1e}" for value in _largest(layout.differences)]
+            closest = _closest(layout.differences, calibration.bounds)
+        rows.append((layout.name, str(layout.ranks), *cells, closest, layout.verdict))
+    columns = ("layout", "ranks", *COLUMNS, "largest, of its bound", "verdict")
+    yield from table(columns, rows, align="l" + "r" * (1 + len(COLUMNS)) + "ll")
+    yield (
+        "Relative differences from one process; the largest, over all steps and tensors. Outputs and gradients are of "
+        "the first step, and losses and weights of all; a weight's difference is relative to how far it moved. "
+        f"A bound is {FACTOR:g} times what {REORDERED_RUNS} single-process runs with every sum reordered"
+        f"{'' if trial.dtype == 'fp32' else ', and one in fp32,'} showed."
+    )
+    for counted in result.communication:
+        yield from counted.lines(trial.dtype)
+
+
+def _largest(differences: Differences) -> list[float]:
+    kinds = {kind: max(differences.tensors[kind].values()) for kind in KINDS}
+    return [differences.losses[0], kinds["outputs"], kinds["gradients"], max(differences.losses), kinds["weights"]]
+
+
+def _closest(differences: Differences, bounds: Bounds) -> str:
+    """Return the tensor that comes closest to its bound, or goes furthest beyond it."""
+    share, kind, name = max(
+        (difference / bounds.tensors[kind][name], kind, name)
+        for kind in KINDS
+        for name, difference in differences.tensors[kind].items()
+        if name in bounds.tensors[kind]
+    )
+    return f"{f'{share:.0%}' if share < 10 else f'{share:.0e}x'} {kind.removesuffix('s')} {name}"
+
+
+def as_json(result: ParityResult, config_file: str) -> bytes:
+    """Return the whole result as a file of JSON, which has no number that is not finite: it is null."""
+    return msgspec.json.format(msgspec.json.encode(as_values(result, config_file)), indent=1) + b"\n"
+
+
+def as_values(result: ParityResult, config_file: str) -> dict[str, Any]:
+    """Return the whole result as plain values."""
+    small, trial, bounds = result.calibration.small, result.calibration.trial, result.calibration.bounds
+    return {
+        "megatron_fanformer": __version__,
+        "megatron_core": version("megatron-core"),
+        "torch": str(torch.__version__),  # a class of its own
+        "python": platform.python_version(),
+        "config": config_file,
+        "device": trial.device,
+        "dtype": trial.dtype,
+        "steps": trial.steps,
+        "model": dataclasses.asdict(small.model),
+        "changes": list(small.changes),
+        "global_batch_size": small.global_batch_size,
+        "micro_batch_size": small.micro_batch_size,
+        "bound_factor": FACTOR,
+        "noise_runs": [_differences(noise) for noise in result.calibration.noise],
+        "bounds": {"losses": bounds.losses, **bounds.tensors},
+        "layouts": [_layout(layout) for layout in result.layouts],
+        "communication": [counted.as_values() for counted in result.communication],
+        "same": all(layout.is_same for layout in result.layouts),
+    }
+
+
+def _differences(differences: Differences) -> dict[str, Any]:
+    return {"losses": differences.losses, **differences.tensors}
+
+
+def _layout(layout: LayoutResult) -> dict[str, Any]:
+    values: dict[str, Any] = {"layout": layout.name, "ranks": layout.ranks, "verdict": layout.verdict}
+    values["same"] = layout.is_same
+    if layout.failure:
+        values["failure"] = layout.failure
+    if layout.findings:
+        first = layout.findings[0]
+        values["first_differing"] = dataclasses.asdict(first)
+        gradients = [finding.name for finding in layout.findings if finding.kind == "gradient"]
+        # Backward runs the other way: the last of them in forward order is where gradients began to go wrong.
+        values["gradients_wrong_from"] = gradients[-1] if gradients else None
+    if layout.differences is not None:
+        largest = dict(zip(COLUMNS, _largest(layout.differences), strict=True))
+        values |= {"largest": largest, "differences": _differences(layout.differences)}
+    return values

@@ -14,15 +14,15 @@ from megatron_fanformer.model.config import FANformerConfig
 from megatron_fanformer.model.dtypes import DTYPES
 from megatron_fanformer.model.initialization import draw_weight
 from megatron_fanformer.model.kernels import DEFAULT_KERNELS, KernelsConfig
-from megatron_fanformer.parity.outputs import OutputRecorder
-from megatron_fanformer.parity.reordering import Reordering
-from megatron_fanformer.parity.tensor_parts import (
+from megatron_fanformer.parity.recording import (
+    OutputRecorder,
     TensorPart,
     gather_gradients,
     gradient_parts,
     restored_output,
     weight_parts,
 )
+from megatron_fanformer.parity.reordering import Reordering
 from megatron_fanformer.runtime.config import DEFAULT_RUNTIME, DeviceKind, RuntimeConfig
 from megatron_fanformer.runtime.layout import ParallelConfig
 from megatron_fanformer.runtime.parallel import RankGrid, cpu_kernels_of, rank_grid
@@ -105,10 +105,11 @@ def prepared(trial: TrialConfig, layout: ParallelConfig, order: Reordering) -> I
             initialize_by_name(sharded_state(chunk, grid), SEED, lambda *named: _initial(trial.model, order, *named))
         initial = weight_parts(stages, grid, order)
         wrapped = wrap_stages(stages, layout, grad_reduce_in_fp32=trial.grad_reduce_in_fp32)
-        optimizer = _optimizer(trial, wrapped)
+        optimizer = build_optimizer(trial.optimizer, wrapped)
+        schedule = ScheduleConfig(lr_decay_style="constant")
+        build_scheduler(schedule, optimizer, trial.optimizer, train_iters=trial.steps).step(1)
         number = trial.global_batch_size // (trial.micro_batch_size * grid.data_parallel_size)
-        batches = _batches(trial, order, grid)
-        yield Preparation(grid, stages, wrapped, optimizer, batches, number, initial)
+        yield Preparation(grid, stages, wrapped, optimizer, _batches(trial, order, grid), number, initial)
 
 
 def run_trial(trial: TrialConfig, layout: ParallelConfig, number: int = 0) -> Trace:
@@ -127,13 +128,6 @@ def run_trial(trial: TrialConfig, layout: ParallelConfig, number: int = 0) -> Tr
             weights = weight_parts(stages, grid, order)
     outputs = [restored_output(part, order) for part in recorder.parts]
     return Trace(losses=losses, outputs=outputs, gradients=gradients, initial=initial, weights=weights)
-
-
-def _optimizer(trial: TrialConfig, wrapped: list[Any]) -> Any:
-    optimizer = build_optimizer(trial.optimizer, wrapped)
-    schedule = ScheduleConfig(lr_decay_style="constant")
-    build_scheduler(schedule, optimizer, trial.optimizer, train_iters=trial.steps).step(1)
-    return optimizer
 
 
 def _initial(
@@ -170,8 +164,7 @@ class Samples:
     """Arithmetic progressions modulo the vocabulary, with some noise: learnable, and with no files to read."""
 
     def __init__(self, trial: TrialConfig, order: Reordering) -> None:
-        self._trial = trial
-        self._order = order
+        self._trial, self._order = trial, order
 
     def __len__(self) -> int:
         return self._trial.steps * self._trial.global_batch_size

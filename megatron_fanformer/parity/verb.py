@@ -57,8 +57,7 @@ def _parity(config: ParityConfig) -> None:
     from megatron_fanformer.runtime import megatron_cpu  # imports torch, so after errors are reported
 
     megatron_cpu.install()
-    from megatron_fanformer.parity.report import as_json, report_lines
-    from megatron_fanformer.parity.run import run_layouts
+    from megatron_fanformer.parity.run import as_json, report_lines, run_layouts
 
     with phases("starting ranks") as report:
         result = run_layouts(config, run, named, report=lambda name: report(f"training: {name}"))

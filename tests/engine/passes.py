@@ -13,8 +13,8 @@ from megatron_fanformer.checkpoint.training_state import model_state
 from megatron_fanformer.model.build import build_stages
 from megatron_fanformer.model.config import FANConfig, FANformerConfig, PrecisionConfig
 from megatron_fanformer.model.kernels import KernelsConfig
+from megatron_fanformer.parity.recording import TensorPart, gradient_parts
 from megatron_fanformer.parity.reordering import Reordering
-from megatron_fanformer.parity.tensor_parts import TensorPart, gradient_parts
 from megatron_fanformer.runtime.layout import ParallelConfig
 from megatron_fanformer.runtime.parallel import rank_grid
 from megatron_fanformer.runtime.pipeline import packed_documents

@@ -14,8 +14,8 @@ from megatron_fanformer.model.config import FANformerConfig
 from megatron_fanformer.model.kernels import KernelsConfig
 from megatron_fanformer.model.layout_rules import document_problems
 from megatron_fanformer.model.local_layers import TorchCoreAttention
+from megatron_fanformer.parity.recording import gather_gradients, gradient_parts
 from megatron_fanformer.parity.reordering import Reordering
-from megatron_fanformer.parity.tensor_parts import gather_gradients, gradient_parts
 from megatron_fanformer.parity.trial import TrialConfig, prepared
 from megatron_fanformer.runtime.layout import ParallelConfig
 from megatron_fanformer.runtime.pipeline import packed_documents

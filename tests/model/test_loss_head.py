@@ -13,7 +13,7 @@ from megatron_fanformer.model.build import build_stages
 from megatron_fanformer.model.config import FANformerConfig
 from megatron_fanformer.model.kernels import KernelsConfig
 from megatron_fanformer.model.loss_head import LossHead
-from megatron_fanformer.parity.tensor_parts import TensorPart
+from megatron_fanformer.parity.recording import TensorPart
 from megatron_fanformer.parity.trial import TrialConfig, run_trial
 from megatron_fanformer.runtime.layout import ParallelConfig
 from megatron_fanformer.runtime.parallel import RankGrid, rank_grid

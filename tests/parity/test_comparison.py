@@ -5,8 +5,7 @@ import math
 import numpy as np
 
 from megatron_fanformer.parity.comparison import baseline_of, bounds_from, differences
-from megatron_fanformer.parity.outputs import TOKEN_LOSS
-from megatron_fanformer.parity.tensor_parts import TensorPart
+from megatron_fanformer.parity.recording import TOKEN_LOSS, TensorPart
 from megatron_fanformer.parity.trial import Trace
 
 SIZE = 64

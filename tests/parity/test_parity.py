@@ -10,8 +10,7 @@ import pytest
 import yaml
 
 from megatron_fanformer.errors import DivergenceError, InputError
-from megatron_fanformer.parity.report import as_json, as_values
-from megatron_fanformer.parity.run import ParityResult, calibrate, compare_layouts, run_layouts
+from megatron_fanformer.parity.run import ParityResult, as_json, as_values, calibrate, compare_layouts, run_layouts
 from megatron_fanformer.parity.verb import ParityConfig, read_layouts
 from megatron_fanformer.runtime import device as devices
 from megatron_fanformer.runtime.rank_pool import RankPool

@@ -1,0 +1,200 @@
+"""A rank's weights, gradients and outputs as parts of whole tensors, with their places in them.
+
+Weights and gradients are placed by global name and slice, a module's output by sample and position. So what all ranks
+of any layout saw can be laid over a single process's whole tensors.
+
+Shapes: s sequence, b micro batch, w a module's width; outputs are [s, b, w], or [b, s] for the loss of each token.
+Where attention stays within documents, they are [b * s, 1, w] and [1, b * s]: one row of the samples.
+"""
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from torch import Tensor
+
+from megatron_fanformer.model.build import sharded_state
+from megatron_fanformer.model.fan_layer import ActivatedColumnParallelLinear, FANProjection
+from megatron_fanformer.parity.reordering import Reordering
+from megatron_fanformer.runtime.parallel import RankGrid
+from megatron_fanformer.runtime.pipeline import own_positions
+from megatron_fanformer.runtime.seeding import local_shards
+
+TOKEN_LOSS = "token loss"
+OUTPUT_MAKERS = (FANProjection, ActivatedColumnParallelLinear)
+"""Modules whose forward returns a FAN map's outputs: the map itself, or the layer that computes them from its p | g."""
+
+
+class TensorPart(NamedTuple):
+    """A rank's part of a whole tensor."""
+
+    name: str
+    shape: tuple[int, ...]
+    """Shape of the whole tensor."""
+    where: tuple[Any, ...]
+    """Location of the part: slices of every axis, or lists of samples and positions (the first two axes)."""
+    values: np.ndarray
+
+
+def part_of(whole: np.ndarray, where: tuple[Any, ...]) -> Any:
+    """Return what to index a whole tensor with for that part."""
+    return where if isinstance(where[0], slice) else np.ix_(*where)
+
+
+def weight_parts(stages: list[Any], grid: RankGrid, order: Reordering) -> list[TensorPart]:
+    """Return this rank's parts of all weights."""
+    return _parts([sharded_state(chunk, grid) for chunk in stages], order)
+
+
+def gradient_parts(stages: list[Any], grid: RankGrid, order: Reordering) -> list[TensorPart]:
+    """Return this rank's parts of all gradients, as the buffers hold them."""
+    states = [sharded_state(chunk, grid) for chunk in stages]
+    gradients = [
+        # a layer of the Engine has a state besides its weights, whose data are bytes
+        {name: _gradient_of(value) for name, value in state.items() if isinstance(value.data, torch.nn.Parameter)}
+        for state in states
+    ]
+    return _parts(gradients, order)
+
+
+def _gradient_of(sharded: Any) -> Any:
+    gradient = sharded.data.main_grad
+    kind = {"dtype": gradient.dtype} if isinstance(sharded, ShardedTensor) else {}
+    return dataclasses.replace(sharded, data=gradient, **kind)
+
+
+def _parts(states: list[dict[str, Any]], order: Reordering) -> list[TensorPart]:
+    """Return the parts; a reordered run's one rank has whole tensors, which are put into the original order."""
+    parts = [
+        TensorPart(shard.key, tuple(shard.global_shape), shard.global_slice(), as_array(shard.data))
+        for state in states
+        for shard in local_shards(state)
+    ]
+    if not order.number:
+        return parts
+    whole = {part.name: torch.empty(part.shape) for part in parts}
+    for part in parts:
+        whole[part.name][part.where] = torch.from_numpy(part.values)
+    return [
+        TensorPart(name, tuple(tensor.shape), (slice(None),) * tensor.ndim, as_array(order.restored(name, tensor)))
+        for name, tensor in whole.items()
+    ]
+
+
+def restored_output(part: TensorPart, order: Reordering) -> TensorPart:
+    """Return an output of a reordered run under the samples and coordinates of the original order."""
+    if not order.number:
+        return part
+    samples, positions = part.where
+    along = {"fan": order.x_f, "v_fan": None, "token loss": None}.get(part.name.rpartition(".")[2], order.hidden)
+    values = part.values if along is None else part.values[..., along.argsort().numpy()]
+    return part._replace(where=([order.sample(sample) for sample in samples], positions), values=values)
+
+
+def as_array(tensor: Tensor) -> np.ndarray:
+    """Return a copy in float32, made by torch: a storage that NumPy has shared cannot be freed by recomputation."""
+    return tensor.detach().to("cpu", torch.float32, copy=True, memory_format=torch.contiguous_format).numpy()
+
+
+def gather_gradients(wrapped: list[Any]) -> None:
+    """Complete the gradient buffers: under the distributed optimizer each replica has only its own shard summed."""
+    for stage in wrapped:
+        if not stage.ddp_config.use_distributed_optimizer:
+            continue
+        for group in stage.bucket_groups:
+            ranks = group.intra_distributed_optimizer_instance_group
+            for bucket in group.buckets if ranks.size() > 1 else []:
+                own = bucket.grad_data.chunk(ranks.size())[ranks.rank()].clone()
+                dist.all_gather_into_tensor(bucket.grad_data, own, group=ranks)
+
+
+class OutputRecorder:
+    """Between its start and its end, records every output of one step; passes of recomputation are excluded."""
+
+    def __init__(self, stages: list[Any], grid: RankGrid, global_batch_size: int, micro_batch_size: int) -> None:
+        self.parts: list[TensorPart] = []
+        self._grid, self._global_batch_size, self._micro_batch_size = grid, global_batch_size, micro_batch_size
+        self._seq_length = stages[0].max_sequence_length
+        self._forward_of: dict[int, int] = {}
+        self._inside = False
+        self._hooks = [hook for number, chunk in enumerate(stages) for hook in self._watch(number, chunk)]
+
+    def __enter__(self) -> "OutputRecorder":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+    def _watch(self, number: int, chunk: Any) -> list[Any]:
+        return [
+            chunk.register_forward_pre_hook(functools.partial(self._begin, number)),
+            chunk.register_forward_hook(functools.partial(self._end, number)),
+            *(
+                module.register_forward_hook(functools.partial(self._record, number, name))
+                for name, module in self._modules(chunk)
+            ),
+        ]
+
+    @staticmethod
+    def _modules(chunk: Any) -> list[tuple[str, Any]]:
+        """Return the modules whose outputs are whole in width on every rank, under their global names."""
+        modules = [("embedding", chunk.embedding)] if chunk.pre_process else []
+        for layer in chunk.decoder.layers:
+            name = f"layers.{layer.layer_number - 1}"  # global, whatever the stage
+            makers = [m for m in layer.self_attention.modules() if isinstance(m, OUTPUT_MAKERS)]  # one of them runs
+            modules += [(f"{name}.fan", maker) for maker in makers]
+            modules += [(f"{name}.self_attention", layer.self_attention), (f"{name}.mlp", layer.mlp), (name, layer)]
+        if chunk.decoder.final_layernorm is not None:
+            modules.append(("final_layernorm", chunk.decoder.final_layernorm))
+        return modules
+
+    def _begin(self, number: int, *_: Any) -> None:
+        self._inside = True
+        self._forward_of[number] = self._forward_of.get(number, -1) + 1
+
+    def _end(self, number: int, chunk: Any, _inputs: Any, output: Tensor) -> None:
+        self._inside = False  # what runs from here on, in backward, is recomputation
+        if chunk.post_process:
+            self._keep(TOKEN_LOSS, self._forward_of[number], output.t().unsqueeze(-1))
+
+    def _record(self, number: int, name: str, module: Any, _inputs: Any, output: Any) -> None:
+        if not self._inside:
+            return
+        if name.endswith(".fan"):
+            if isinstance(module, ActivatedColumnParallelLinear):
+                _, output = output
+            for part, tensor in zip((name, name.replace(".fan", ".v_fan")), output, strict=False):
+                self._keep(part, self._forward_of[number], tensor)
+        else:
+            tensor = output[0] if isinstance(output, tuple) else output
+            self._keep(name, self._forward_of[number], tensor)
+
+    def _keep(self, name: str, micro_batch: int, output_sbw: Tensor) -> None:
+        size = self._micro_batch_size
+        first = (micro_batch * self._grid.data_parallel_size + self._grid.data_parallel_rank) * size
+        samples = list(range(first, first + size))
+        whole = (self._global_batch_size, self._seq_length, output_sbw.shape[-1])
+        values = as_array(output_sbw.transpose(0, 1))
+        length = values.shape[1]
+        if len(values) == size:
+            where = (samples, self._positions(self._seq_length, length))
+            self.parts.append(TensorPart(name, whole, where, values))
+            return
+        # one row of all samples, or this rank's part of it
+        places, positions = divmod(self._positions(size * self._seq_length, length), self._seq_length)
+        for place in np.unique(places):
+            at_place = places == place
+            where = ([samples[place]], positions[at_place])
+            self.parts.append(TensorPart(name, whole, where, values[:, at_place]))
+
+    def _positions(self, whole: int, length: int) -> np.ndarray:
+        """Return which positions of a whole sequence an output of `length` has, by its length alone."""
+        positions = own_positions(torch.arange(whole).unsqueeze(0), self._grid).squeeze(0)
+        if length != len(positions):  # this tensor parallel rank's part of them
+            positions = positions.chunk(len(positions) // length)[self._grid.groups.tp.rank()]
+        return positions.numpy()
