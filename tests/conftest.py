@@ -15,7 +15,7 @@ from unittest import mock
 import pytest
 
 from megatron_fanformer.data.tokenizer import train_sentencepiece
-from megatron_fanformer.prepare.document_files import read_documents
+from megatron_fanformer.prepare.documents import read_documents
 from megatron_fanformer.processes import SAVE_SIGNAL, STOP_SIGNALS, freeze_gc
 from megatron_fanformer.runtime import device
 from megatron_fanformer.runtime.rank_pool import RankPool

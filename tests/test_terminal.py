@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 
 from megatron_fanformer import terminal
-from megatron_fanformer.prepare import progress
-from megatron_fanformer.prepare.progress import PrepareProgress
+from megatron_fanformer.prepare import workers as progress
+from megatron_fanformer.prepare.workers import PrepareProgress
 from megatron_fanformer.train.metrics import read_metrics
 from tests.small_runs import ROOT, small_run, write_config, write_tokens
 

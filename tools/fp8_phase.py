@@ -86,7 +86,7 @@ def write_corpus(folder: Path, vocab_size: int) -> Path:
     """Write token files of the standard library's sources and their tokenizer, unless they are there."""
     from megatron_fanformer.data.tokenizer import TOKENIZER_MODEL, train_sentencepiece
     from megatron_fanformer.demo.corpus import pack_standard_library
-    from megatron_fanformer.prepare.document_files import read_documents
+    from megatron_fanformer.prepare.documents import read_documents
     from megatron_fanformer.prepare.prepare import prepare
     from megatron_fanformer.prepare.verb import PrepareConfig
 

@@ -29,7 +29,7 @@ from megatron_fanformer.errors import FanformerError, InputError, Interrupted
 from megatron_fanformer.generate.generate import generate
 from megatron_fanformer.generate.verb import GenerateConfig
 from megatron_fanformer.model.config import FANformerConfig
-from megatron_fanformer.prepare.document_files import read_documents
+from megatron_fanformer.prepare.documents import read_documents
 from megatron_fanformer.prepare.prepare import prepare
 from megatron_fanformer.prepare.verb import PrepareConfig
 from megatron_fanformer.processes import usable_cores

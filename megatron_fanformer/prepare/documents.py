@@ -1,23 +1,44 @@
-"""Documents in Dolma's format, JSON objects with a text, an id and a source; and conversations, objects with messages.
+"""Document files, read once from start to end in blocks, and the documents on their lines.
 
-A line (in a Parquet file, a row; a text file as a whole) is either a document or refused with a reason; none is
-dropped silently. Conversations come in the forms that data sets of chats have:
-
-    messages        a list of objects with `role` and `content`; beside it, `tools` that may be called
-    conversations   a list of objects with `from` (human, gpt, system) and `value`
-    prompt          with `completion`: two texts, or two lists of messages
+Files are JSON lines, text (one document a file) or Parquet, plain or compressed. A line (in a Parquet file, a row) is
+either a document, a JSON object with a text, an id and a source as in Dolma, or refused with a reason; none is dropped
+silently. A block can be parsed on its own, by another thread. Memory is bounded by the block size, or by the longest
+line that is accepted, however well the file is compressed.
 """
 
+import bz2
+import hashlib
+import io
 import json
-from collections.abc import Callable, Collection, Mapping, Sequence
+import lzma
+import re
+import sys
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
+from isal import igzip
+from isal.igzip_lib import IsalError
 
-from megatron_fanformer.data.chat_template import ASSISTANT, Message, function_of
-from megatron_fanformer.errors import InputError
-from megatron_fanformer.prepare.inputs import InputFile
+from megatron_fanformer.durable_files import naming, regular_file
+from megatron_fanformer.errors import CorruptError, InputError
+from megatron_fanformer.prepare.inputs import (
+    COMPRESSIONS,
+    PARQUET_SUFFIX,
+    TEXT_SUFFIXES,
+    InputFile,
+    RemoteInput,
+    recorded_path,
+)
+
+BLOCK_BYTES = 1 << 20
+ROWS_A_BLOCK = 256
+ARRAY = re.compile(rb"(\xef\xbb\xbf)?\s*\[\s*\{")
+LARGEST_XZ_BYTES = 128 << 20  # memory of its decompressor; xz -9 takes 65 MiB
 
 NOT_JSON = "not JSON"
 NOT_AN_OBJECT = "not a JSON object"
@@ -40,13 +61,13 @@ LOOK_AGAIN_BYTES = 8 << 20
 # The most digits of an integer that Python parses (sys.int_info.default_max_str_digits); the text beside it is good.
 MAX_DIGITS = 4300
 
-# What an id or a source may be in the first parse, which must not build anything large: others get the second.
+# The types of an id or a source in the first parse, which must not build anything large: others get the second.
 Scalar = str | int | float | bool | None
 
 
 @dataclass(frozen=True)
 class Refusal:
-    """Why a line is not a document; one of this module's reasons."""
+    """A line that is not a document, with the reason."""
 
     reason: str
 
@@ -60,7 +81,7 @@ class Document(NamedTuple):
 
 
 class DocumentParser:
-    """Extracts text, id and source from one line or row; builds nothing else of the JSON object.
+    """Extract text, id and source from one line or row; build nothing else of the JSON object.
 
     Args:
         text_field: the field (the column) that holds the text; if it is `id` or `source`, documents have none. On a
@@ -69,7 +90,8 @@ class DocumentParser:
         max_length: the most; None: no limit.
         sources: the values of the `source` field that are kept; None: all, including documents without one.
 
-    Raises InputError for a `text_field` that holds a quote, a backslash or a control character.
+    Raises:
+        InputError: `text_field` holds a quote, a backslash or a control character.
     """
 
     def __init__(
@@ -83,7 +105,7 @@ class DocumentParser:
         self._text_field, self._path = text_field, text_field.split(".")
         self._min_length, self._max_length = min_length, max_length
         self._sources = None if sources is None else frozenset(sources)
-        self._beside = [name for name in ("id", "source") if name != self._path[0]]  # what is the text is neither
+        self._beside = [name for name in ("id", "source") if name != self._path[0]]  # the text field is neither
         try:
             lines = [_object_type(path, self._beside) for path in ([text_field], self._path)[: len(self._path)]]
         except ValueError as error:
@@ -91,7 +113,7 @@ class DocumentParser:
         self._decoders: list[Callable[[bytes], Any]] = [msgspec.json.Decoder(line).decode for line in lines]
 
     def parse(self, line: bytes) -> Document | Refusal:
-        """Return the document on `line` (without or with its line end), or why there is none."""
+        """Return the document on `line` (without or with its line end), or the reason that there is none."""
         for decode in self._decoders:
             try:
                 fields = decode(line)
@@ -101,31 +123,50 @@ class DocumentParser:
         return self._look_again(line)
 
     def parse_text(self, data: bytes, id: str) -> Document | Refusal:
-        """Return the document that a text file is, without a byte order mark, or why it is none."""
+        """Return a text file as a document, without a byte order mark, or the reason that it is none."""
         try:
             return self.judge(data.decode("utf-8-sig"), id, None)
         except UnicodeDecodeError:
             return Refusal(INVALID_UTF8)
 
     def parse_rows(self, columns: Mapping[str, Any]) -> list[Document | Refusal]:
-        """Return the document in each row of a Parquet file, or why there is none; `columns` are pyarrow arrays."""
+        """Return the document, or the refusal, of each row of a Parquet file; `columns` are pyarrow arrays."""
         texts = _values(columns[self._text_field])
         beside = {name: _values(columns[name]) for name in self._beside if name in columns}
         nothing = [None] * len(texts)
         ids, sources = (beside.get(name, nothing) for name in ("id", "source"))
-        return [self._parse_row(*row) for row in zip(texts, ids, sources, strict=True)]
+        return [self.judge(*row) for row in zip(texts, ids, sources, strict=True)]
 
-    def _parse_row(self, text: Any, id: Any, source: Any) -> Document | Refusal:
+    def columns(self, path: InputFile, schema: Any) -> list[str]:
+        """Return the columns of a Parquet file to read.
+
+        Raises:
+            InputError: there is no text column of that name.
+        """
+        import pyarrow
+
+        names, field = schema.names, self._text_field
+        if field not in names:
+            raise InputError(f"{path} has no column {field!r}, only {', '.join(names)}; name one as text_field")
+        kind = schema.field(field).type
+        if pyarrow.types.is_dictionary(kind):
+            kind = kind.value_type
+        if kind not in (pyarrow.string(), pyarrow.large_string(), pyarrow.string_view()):
+            raise InputError(f"column {field!r} of {path} holds {kind}, not text; name another as text_field")
+        columns = [name for name in dict.fromkeys((field, "id", "source")) if name in names]
+        # A nested id or source names no document.
+        return [name for name in columns if not pyarrow.types.is_nested(schema.field(name).type)]
+
+    def judge(self, text: Any, id: Any, source: Any) -> Document | Refusal:
+        """Return the document of these values, or the reason that it is refused."""
         if not isinstance(text, str):
             return Refusal(INVALID_UTF8 if text == b"" else TEXT_NOT_A_STRING)
-        return Refusal(TOO_LONG_A_LINE) if len(text) > MAX_LINE_BYTES else self.judge(text, id, source)
-
-    def judge(self, text: str, id: Any, source: Any) -> Document | Refusal:
-        """Return the document of these values, or why it is refused."""
         if not text:
             return Refusal(EMPTY_TEXT)
         if len(text) < self._min_length:
             return Refusal(SHORTER)
+        if len(text) > MAX_LINE_BYTES:
+            return Refusal(TOO_LONG_A_LINE)
         if self._max_length is not None and len(text) > self._max_length:
             return Refusal(LONGER)
         document = Document(text, as_text(id), as_text(source))
@@ -142,16 +183,14 @@ class DocumentParser:
             if not isinstance(text, dict) or name not in text:
                 return Refusal(NO_TEXT_FIELD)
             text = text[name]
-        if not isinstance(text, str):
-            return Refusal(TEXT_NOT_A_STRING)
-        if has_surrogate(text):
+        if isinstance(text, str) and has_surrogate(text):
             return Refusal(UNPAIRED_SURROGATE)
         beside = {name: fields.get(name) for name in self._beside}
         return self.judge(text, beside.get("id"), beside.get("source"))
 
 
 def _object_type(path: Sequence[str], beside: Sequence[str] = ()) -> Any:
-    """Return the type of objects with a text at a path of fields, which is their `text`; and with fields beside it."""
+    """Return a struct whose `text` is at a path of fields of a JSON object, and whose `id` and `source` are beside."""
     inner = _object_type(path[1:]) if len(path) > 1 else str
     attributes: dict[str, Any] = {name: None for name in ("id", "source") if name not in beside}
     field = "text"
@@ -159,24 +198,6 @@ def _object_type(path: Sequence[str], beside: Sequence[str] = ()) -> Any:
         field, attributes["text"] = "inner", property(lambda line: line.inner.text)
     fields: list[Any] = [(field, inner), *((name, Scalar, None) for name in beside)]
     return msgspec.defstruct("Line", fields, rename={field: path[0]}, namespace=attributes)
-
-
-def text_columns(path: InputFile, schema: Any, text_field: str = "text") -> list[str]:
-    """Return the columns of a Parquet file to read. Raises InputError if there is no text column of that name."""
-    import pyarrow
-
-    names: Sequence[str] = schema.names
-    if text_field not in names:
-        raise InputError(f"{path} has no column {text_field!r}, only {', '.join(names)}; name one as text_field")
-    kind = schema.field(text_field).type
-    if pyarrow.types.is_dictionary(kind):
-        kind = kind.value_type
-    if kind not in (pyarrow.string(), pyarrow.large_string(), pyarrow.string_view()):
-        raise InputError(f"column {text_field!r} of {path} holds {kind}, not text; name another as text_field")
-    columns = [name for name in dict.fromkeys((text_field, "id", "source")) if name in names]
-    return [
-        name for name in columns if not pyarrow.types.is_nested(schema.field(name).type)
-    ]  # neither names a document
 
 
 def _values(column: Any) -> list[Any]:
@@ -189,9 +210,9 @@ def _values(column: Any) -> list[Any]:
 
 
 def decoded_again(line: bytes) -> dict[str, Any] | Refusal:
-    """Return the object on a line that is irregular, or why there is none.
+    """Return the object on an irregular line, or the reason that there is none.
 
-    The standard library also accepts what Python's own writer emits (NaN, Infinity).
+    The standard library also accepts NaN and Infinity, which Python's writer emits.
     """
     if not line.strip():
         return Refusal(EMPTY_LINE)
@@ -221,189 +242,255 @@ def as_text(value: Any) -> str | None:
     return text.encode("utf-8", "replace").decode("utf-8")
 
 
-# -- conversations
-
-TOO_LONG_A_CHAT = f"above {LOOK_AGAIN_BYTES >> 20} MiB"
-NO_MESSAGES_FIELD = "no messages, conversations, or prompt and completion"
-NOT_MESSAGES = "messages are not a list of objects with a role and a content"
-CONTENT_NOT_A_STRING = "content is not a string, or parts of text"
-PART_NOT_TEXT = "content has a part that is not text"
-NO_CONTENT = "no content, and no tool calls"
-NO_MESSAGE = "no message"
-UNKNOWN_ROLE = "unknown role"
-TOOL_CALLS = "tool calls are not a list of functions with a name, of the assistant"
-TOOLS = "tools are not a list of functions with a name"
-NO_ASSISTANT_TURN = "no assistant turn"
-NOT_A_WEIGHT = "weight, train or loss of an answer is neither 0 nor 1"
-
-ROLES = {
-    **{role: role for role in ("system", "developer", "user", ASSISTANT, "tool")},
-    "human": "user",
-    "gpt": ASSISTANT,
-}
-"""The templates' names for the roles of a data set."""
-FIELDS = ("messages", "conversations", "prompt", "completion", "tools")
-WEIGHTS = ("weight", "train", "loss")
-"""Fields by which data sets say of an answer whether it is learned: 0 or false, else it is."""
+# -- files
 
 
-class Chat(NamedTuple):
-    """The fields of a conversation that are kept."""
+class WholeText(NamedTuple):
+    """The uncompressed bytes of a text file, and its path in the manifest, which is the document's id."""
 
-    messages: list[Message]
-    id: str | None
-    source: str | None
-    tools: list[dict[str, Any]] | None = None
+    data: bytes
+    id: str
 
 
-class _Line(msgspec.Struct):
-    """The fields that are read of a line; nothing else of it is built."""
-
-    messages: Any = None
-    conversations: Any = None
-    prompt: Any = None
-    completion: Any = None
-    tools: Any = None
-    id: Scalar = None
-    source: Scalar = None
+Block = bytes | dict[str, Any] | WholeText | None
+"""Consecutive lines of a file: lines of JSON; rows of Parquet, as pyarrow arrays by column; a text file, which counts
+as one line; or None, a line that was skipped for its length."""
 
 
-class ChatParser:
-    """Extracts the messages, id and source from one line or row."""
+def parse_block(block: Block, parser: Any) -> list[Any]:
+    """Parse each line with a `DocumentParser` or a `ChatParser`; a newline at the end does not start another line."""
+    if block is None:
+        return [Refusal(TOO_LONG_A_LINE)]
+    if isinstance(block, dict):
+        return list(parser.parse_rows(block))
+    if isinstance(block, WholeText):
+        return [parser.parse_text(*block)]
+    lines = block.split(b"\n")
+    if not lines[-1]:
+        lines.pop()
+    return list(map(parser.parse, lines))
 
-    def __init__(self) -> None:
-        self._decode = msgspec.json.Decoder(_Line).decode
 
-    def parse(self, line: bytes) -> Chat | Refusal:
-        """Return the conversation on `line` (without or with its line end), or why there is none."""
-        if len(line) > LOOK_AGAIN_BYTES:  # its objects take up to 25 times the memory
-            return Refusal(TOO_LONG_A_CHAT)
-        fields: Mapping[str, Any] | Refusal
+class DocumentFile:
+    """One input file, read once from start to end; counts and hashes its bytes as they are on disk.
+
+    Args:
+        columns: returns the columns of a Parquet file to read, by its path and its schema.
+    """
+
+    def __init__(self, path: InputFile, columns: Callable[[InputFile, Any], list[str]]) -> None:
+        self.path = path
+        self.bytes_read = 0
+        self._columns = columns
+        self._digest = hashlib.sha256()
+
+    @property
+    def sha256(self) -> str:
+        """Hexadecimal SHA-256 of the bytes read so far; of the whole file once `blocks` is exhausted."""
+        return self._digest.hexdigest()
+
+    def blocks(self, block_bytes: int = BLOCK_BYTES) -> Iterator[Block]:
+        """Yield all its lines, in blocks of about `block_bytes` uncompressed bytes (more where one line is longer).
+
+        Every member of a concatenated gzip file and every frame of a zstd file is read.
+
+        Raises:
+            CorruptError: a compressed or Parquet file is truncated or damaged.
+            InputError: the file cannot be opened, or has no text column.
+            OSError: the system fails to read it; the error names it.
+        """
+        with naming(str(self.path)):
+            if self.path.name.endswith(PARQUET_SUFFIX):
+                yield from self._row_blocks()
+            elif self.path.name.endswith(TEXT_SUFFIXES):
+                yield from self._whole_text(block_bytes)
+            else:
+                yield from self._line_blocks(block_bytes)
+
+    def _whole_text(self, block_bytes: int) -> Iterator[Block]:
+        pieces: list[bytes] = []
+        read = 0
+        with self._open() as raw, _decompressed(self.path, _Counted(raw, self)) as stream:
+            while piece := stream.read(block_bytes):
+                read += len(piece)
+                pieces.append(piece)
+                if read > MAX_LINE_BYTES:  # the rest is read for its hash alone
+                    pieces.clear()
+        yield None if read > MAX_LINE_BYTES else WholeText(b"".join(pieces), recorded_path(self.path))
+
+    def _line_blocks(self, block_bytes: int) -> Iterator[Block]:
+        with self._open() as raw, _decompressed(self.path, _Counted(raw, self)) as stream:
+            pending: list[bytes] = []
+            size = 0
+            skipping = False
+            for number, chunk in enumerate(iter(partial(stream.read, block_bytes), b"")):
+                if number == 0:
+                    _refuse_array(self.path, chunk)
+                end = chunk.rfind(b"\n") + 1
+                if skipping:
+                    start = chunk.find(b"\n") + 1
+                    if not start:
+                        continue
+                    skipping, chunk, end = False, chunk[start:], max(0, end - start)
+                    yield None
+                if end:
+                    yield b"".join([*pending, chunk[:end]])
+                    pending, size, chunk = [], 0, chunk[end:]
+                pending.append(chunk)
+                size += len(chunk)
+                if size > MAX_LINE_BYTES:
+                    pending, size, skipping = [], 0, True
+            if skipping:
+                yield None
+            elif rest := b"".join(pending):
+                yield rest
+
+    def _row_blocks(self) -> Iterator[Block]:
+        # Imported here: it costs a fifth of a second and 50 MB, which JSON lines do not need.
+        import pyarrow
+        from pyarrow import parquet
+
+        with self._open() as raw:
+            try:
+                file = parquet.ParquetFile(raw, pre_buffer=False, buffer_size=BLOCK_BYTES)
+                names = self._columns(self.path, file.schema_arrow)
+                for batch in file.iter_batches(_rows_a_block(file.metadata, names), columns=names, use_threads=False):
+                    self.bytes_read = max(self.bytes_read, raw.tell())
+                    yield dict(zip(batch.schema.names, batch.columns, strict=True))
+            except (pyarrow.ArrowException, OSError) as error:
+                if getattr(error, "errno", None) is not None:  # the system's, and not pyarrow's
+                    raise
+                raise _damaged(self.path, "Parquet", " ".join(str(error).split())) from error
+            # Parquet is not read in order: it is hashed in a separate pass.
+            self.bytes_read = 0
+            raw.seek(0)
+            while data := raw.read(BLOCK_BYTES):
+                self.count(memoryview(data))
+
+    def _open(self) -> io.RawIOBase | io.BufferedReader:
+        if isinstance(self.path, RemoteInput):
+            return self.path.open()
         try:
-            fields = msgspec.structs.asdict(self._decode(line))
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-            fields = decoded_again(line)
-        return fields if isinstance(fields, Refusal) else self.judge(fields)
+            return regular_file(self.path).open("rb", buffering=0)
+        except OSError as error:
+            raise InputError(f"{self.path} cannot be read: {error.strerror}") from error
 
-    def parse_rows(self, columns: Mapping[str, Any]) -> list[Chat | Refusal]:
-        """Return the conversation in each row of a Parquet file, or why there is none; `columns` are pyarrow arrays."""
-        return [self._parse_row(columns, row) for row in range(len(next(iter(columns.values()))))]
-
-    def _parse_row(self, columns: Mapping[str, Any], row: int) -> Chat | Refusal:
-        try:
-            return self.judge({name: _without_nulls(column[row].as_py()) for name, column in columns.items()})
-        except UnicodeDecodeError:
-            return Refusal(INVALID_UTF8)
-
-    def judge(self, fields: Mapping[str, Any]) -> Chat | Refusal:
-        """Return the conversation of these fields, or why it is refused."""
-        try:
-            messages = list(map(_message, _stated_messages(fields)))
-            if not messages:
-                raise _Refused(NO_MESSAGE)
-            if all(message["role"] != ASSISTANT for message in messages):
-                raise _Refused(NO_ASSISTANT_TURN)
-            return Chat(messages, as_text(fields.get("id")), as_text(fields.get("source")), _tools(fields.get("tools")))
-        except _Refused as refused:
-            return Refusal(str(refused))
+    def count(self, data: memoryview) -> None:
+        """Count and hash `data`, read from the disk."""
+        self.bytes_read += len(data)
+        self._digest.update(data)
 
 
-class _Refused(Exception):
-    """A conversation is refused; the message is the reason."""
+def _refuse_array(path: InputFile, start: bytes) -> None:
+    """Raise InputError for a file that begins as one JSON array of objects does, and not as lines with one each."""
+    line, _, rest = start.lstrip().partition(b"\n")
+    if ARRAY.match(start) and not (line.rstrip().endswith(b"]") and rest.strip()):
+        raise InputError(f"{path} is one JSON array, and not an object a line; write a line for each, by jq -c '.[]'")
 
 
-def _stated_messages(fields: Mapping[str, Any]) -> Sequence[Any]:
-    for name in ("messages", "conversations"):
-        stated = fields.get(name)
-        if stated is not None:
-            if not isinstance(stated, list):
-                raise _Refused(NOT_MESSAGES)
-            return stated
-    prompt, completion = fields.get("prompt"), fields.get("completion")
-    if prompt is None or completion is None:
-        raise _Refused(NO_MESSAGES_FIELD)
-    if isinstance(prompt, list) and isinstance(completion, list):
-        return [*prompt, *completion]
-    return [{"role": "user", "content": prompt}, {"role": ASSISTANT, "content": completion}]
+class _Counted(io.RawIOBase):
+    """The file under a decompressor; reports every byte that passes to the DocumentFile."""
+
+    def __init__(self, raw: Any, owner: DocumentFile) -> None:
+        self._raw = raw
+        self._owner = owner
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        size: int = self._raw.readinto(buffer)
+        self._owner.count(memoryview(buffer)[:size])
+        return size
 
 
-def _message(stated: Any) -> Message:
-    if not isinstance(stated, dict):
-        raise _Refused(NOT_MESSAGES)
-    speaker, content = (
-        stated.get(name) if stated.get(name) is not None else stated.get(other)
-        for name, other in (("role", "from"), ("content", "value"))
-    )
-    if not isinstance(speaker, str):
-        raise _Refused(NOT_MESSAGES)
-    if (role := ROLES.get(speaker)) is None:
-        raise _Refused(UNKNOWN_ROLE)
-    calls = stated.get("tool_calls")
-    if calls and (role != ASSISTANT or not isinstance(calls, list) or None in map(function_of, calls)):
-        raise _Refused(TOOL_CALLS)
-    if content is None and not calls:
-        raise _Refused(NO_CONTENT)
-    text = None if content is None else _text(content)
-    if role == ASSISTANT and any(stated.get(name) not in (None, 0, 1) for name in WEIGHTS):
-        raise _Refused(NOT_A_WEIGHT)
-    others = {name: value for name, value in stated.items() if name not in ("from", "value") and value is not None}
-    message = {**others, "role": role, "content": text}
-    _refuse_surrogates(message)
-    return message
+@contextmanager
+def _decompressed(path: InputFile, raw: _Counted) -> Iterator[Any]:
+    """Yield the uncompressed bytes of a file. Reading past damage raises CorruptError."""
+    if (kind := COMPRESSIONS.get(path.suffix)) is None:
+        yield raw
+        return
+    stream, damage = _decompressor(kind, raw)
+    try:
+        yield stream
+        if not path.stat().st_size:  # it has not even a header, of which igzip says nothing
+            raise EOFError
+    except EOFError as error:
+        raise CorruptError(f"{path} is truncated, its {kind} stream has no end; fetch it again") from error
+    except damage as error:
+        if getattr(error, "errno", None) is not None:  # the system's
+            raise
+        raise _damaged(path, kind, error) from error
 
 
-def is_learned(answer: Message) -> bool:
-    """Return whether an assistant's message is to be learned, by its `WEIGHTS`."""
-    return all(answer.get(name) != 0 for name in WEIGHTS)
+def _damaged(path: InputFile, kind: str, reason: object) -> CorruptError:
+    return CorruptError(f"{path} is damaged ({reason}), not a complete {kind} file; fetch it again")
 
 
-def _text(content: Any) -> str:
-    """Return a content that is a text, or parts of text, one behind the other."""
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list) or not all(isinstance(part, str | dict) for part in content):
-        raise _Refused(CONTENT_NOT_A_STRING)
-    parts = [part if isinstance(part, str) else part.get("text") for part in content]
-    kinds = [part.get("type", "text") for part in content if isinstance(part, dict)]
-    if any(kind != "text" for kind in kinds) or not all(isinstance(part, str) for part in parts):
-        raise _Refused(PART_NOT_TEXT)
-    return "".join(parts)
+def _decompressor(kind: str, raw: _Counted) -> tuple[Any, type[Exception] | tuple[type[Exception], ...]]:
+    """Return a stream of the uncompressed bytes, and the errors that damage raises."""
+    if kind == "gzip":
+        return igzip.IGzipFile(fileobj=raw), (igzip.BadGzipFile, IsalError)  # type: ignore[return-value]  # IsalError's stub
+    if kind == "bzip2":
+        return _Streams(raw, bz2.BZ2Decompressor), OSError
+    if kind == "xz":
+        return _Streams(raw, partial(lzma.LZMADecompressor, lzma.FORMAT_XZ, LARGEST_XZ_BYTES)), lzma.LZMAError
+    if sys.version_info >= (3, 14):  # no other documents need it
+        from compression import zstd
+    else:
+        from backports import zstd
+    return _Streams(raw, zstd.ZstdDecompressor), zstd.ZstdError
 
 
-def _tools(stated: Any) -> list[dict[str, Any]] | None:
-    """Return the functions that may be called: a list, or its JSON text, as data sets in columns have it."""
-    if isinstance(stated, str) and stated.strip():
-        try:
-            stated = msgspec.json.decode(stated)
-        except (msgspec.MsgspecError, RecursionError):
-            raise _Refused(TOOLS) from None
-    if stated is None or stated == "":
-        return None
-    if not isinstance(stated, list) or None in map(function_of, stated):
-        raise _Refused(TOOLS)
-    _refuse_surrogates(stated)
-    return stated
+class _Streams:
+    """Compressed streams one behind the other.
+
+    The standard library's own files end silently at a damaged stream, and its xz file takes any amount of memory.
+    """
+
+    def __init__(self, raw: _Counted, decompressor: Callable[[], Any]) -> None:
+        self._raw, self._decompressor = raw, decompressor
+        self._stream = decompressor()
+
+    def read(self, size: int) -> bytes:
+        """Return at most `size` bytes; none at the end.
+
+        Raises:
+            EOFError: the last stream has no end.
+        """
+        output = b""
+        while not output:
+            data = b""
+            if self._stream.eof:
+                if not (data := self._stream.unused_data or self._raw.read(BLOCK_BYTES)):
+                    break
+                self._stream = self._decompressor()
+            elif self._stream.needs_input and not (data := self._raw.read(BLOCK_BYTES)):
+                raise EOFError
+            output = self._stream.decompress(data, size)
+        return output
 
 
-def _without_nulls(value: Any) -> Any:
-    """Return a value without the fields that are null: rows of a Parquet file have the fields of all rows."""
-    if isinstance(value, dict):
-        return {name: _without_nulls(inner) for name, inner in value.items() if inner is not None}
-    return list(map(_without_nulls, value)) if isinstance(value, list) else value
+def _rows_a_block(metadata: Any, names: Sequence[str]) -> int:
+    """Return how many rows of these columns fit in a block where they are longest: memory must not depend on them."""
+    longest = 1.0
+    for group in map(metadata.row_group, range(metadata.num_row_groups)):
+        sizes = [
+            column.total_uncompressed_size
+            for column in map(group.column, range(group.num_columns))
+            if any(f"{column.path_in_schema}.".startswith(f"{name}.") for name in names)  # columns may be nested
+        ]
+        longest = max(longest, sum(sizes) / max(1, group.num_rows))
+    return max(1, min(ROWS_A_BLOCK, int(BLOCK_BYTES / longest)))
 
 
-def _refuse_surrogates(value: Any) -> None:
-    if isinstance(value, str) and has_surrogate(value):
-        raise _Refused(UNPAIRED_SURROGATE)
-    if isinstance(value, dict):
-        value = [*value, *value.values()]
-    for inner in value if isinstance(value, list) else ():
-        _refuse_surrogates(inner)
+def read_documents(path: Path, text_field: str = "text") -> Iterator[str | Refusal]:
+    """Yield the text of each line of one file, or the refusal of the line.
 
-
-def chat_columns(path: InputFile, schema: Any) -> list[str]:
-    """Return the columns of a Parquet file to read. Raises InputError if none holds messages."""
-    names = schema.names
-    if not ({"messages", "conversations"} & set(names) or {"prompt", "completion"} <= set(names)):
-        raise InputError(f"{path} has {NO_MESSAGES_FIELD} among its columns ({', '.join(names)}); rename one")
-    return [name for name in (*FIELDS, "id", "source") if name in names]
+    Raises:
+        CorruptError, InputError, OSError: as `DocumentFile.blocks`.
+    """
+    parser = DocumentParser(text_field)
+    for block in DocumentFile(path, parser.columns).blocks():
+        for outcome in parse_block(block, parser):
+            yield outcome if isinstance(outcome, Refusal) else outcome.text

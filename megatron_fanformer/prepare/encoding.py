@@ -1,44 +1,297 @@
-"""From blocks of documents, conversations or tokens to token buffers; the threads that share one file's blocks.
+"""Token ids of documents, and of token files: by gigatoken where it can be trusted, by the exact library elsewhere.
 
-Worker processes are spawned and import this module, so nothing here may import torch or megatron-core: that
-would cost each of them seconds.
+Two libraries that implement one tokenizer differ in the characters that later versions of Unicode added, and in how
+those combine. So each character is given to both, and a text with one that makes a difference goes to the exact
+library. Both are then compared on texts that are known to be hard, and, while documents are encoded, on samples.
+
+Texts are UTF-8 bytes here: gigatoken takes them as they are; Python strings cost as much again to join and convert.
+Worker processes are spawned and import this module, so nothing here may import torch or megatron-core: that would cost
+each of them seconds.
 """
 
+import os
+import random
+import re
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
-from itertools import count
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from itertools import chain, compress, count
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
 
-from megatron_fanformer.data.chat_template import ASSISTANT, ChatTemplate, RenderedChat, TemplateRefusal, chat_pieces
-from megatron_fanformer.data.manifest import Settings
+from megatron_fanformer.data.manifest import Encoding, Settings, TokenizerRecord
 from megatron_fanformer.data.token_files import NUMPY_MAGIC
+from megatron_fanformer.data.tokenizer import Tokenizer, load_tokenizer
 from megatron_fanformer.durable_files import naming
 from megatron_fanformer.errors import CorruptError, InputError
-from megatron_fanformer.prepare.document_files import Block, parse_block
-from megatron_fanformer.prepare.documents import Chat, ChatParser, DocumentParser, Refusal, is_learned
-from megatron_fanformer.prepare.id_encoders import EncoderChoice
+from megatron_fanformer.prepare.documents import Block, DocumentParser, Refusal, parse_block
+from megatron_fanformer.prepare.verb import Backend
 
-# In one of every so many blocks, the first document, or so much of it, is also encoded by the exact tokenizer.
+GIGATOKEN = "gigatoken"
+# gigatoken caches every word that it meets. Once it has taken this much memory it is loaded again, but not before
+# this much text has gone through, so that the cost of loading does not matter.
+CACHE_BYTES = 160 << 20
+CACHE_TEXT_BYTES = 16 << 20
+PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+# Less input is encoded sooner than gigatoken is compared with the exact library, which takes half a second.
+SMALL_INPUT_BYTES = 4 << 20
+SMALL_INPUT = "the input is small"
+MAX_DOUBTFUL_PIECES = 8  # each is searched for in every text
+# In one of every so many blocks, the first document, or so much of it, is also encoded by the exact library.
 CHECKED_BLOCKS = 8
 CHECKED_CHARACTERS = 4_000
+# A text of more characters is cut, at these places: no library joins a word to the space that follows it.
+PIECE_CHARACTERS = 1 << 18
+CUT = re.compile(r"(?<=[A-Za-z0-9])(?= [A-Za-z0-9])")
+ASCII = 127
+CODE_POINTS = 0x110000
+# The parts of the planes that texts are made of: everything else is rare, and always goes to the exact library.
+PROBED = (range(0, 0xD800), range(0xF900, 0x10000), range(0x1D400, 0x1D800), range(0x1F000, 0x1FC00))
+# Between letters and digits: reveals its class. Between U+0345 and U+0334, whose combining classes are the highest
+# and the lowest: a character with a class between them is reordered with one.
+SURROUNDINGS = "a{0}b 1{0}2 a\u0345{0}\u0334"
+ROW = 64  # characters that are tried together first, which is faster
 BLOCK_TOKENS = 1 << 22
 # A file without any end of text was made by another tokenizer, and must not be held in memory as one document.
 MAX_DOCUMENT_TOKENS = 1 << 26
-# Why a conversation is left out.
-TOO_MANY_TOKENS = "longer than max_tokens"
-NOTHING_LEARNED = "nothing to learn"
-MARKS_OTHERS = "the template does not mark each answer, and some have weights"
-NOTHING_LEARNED_BEFORE_CUT = "nothing to learn within max_tokens"
+
+EncodeAll = Callable[[Sequence[str]], Sequence[Sequence[int]]]
+"""Returns the ids of each text."""
 
 
 class TokenizersDisagree(Exception):
-    """The fast tokenizer gave other ids than the exact one; the message says where."""
+    """gigatoken gave other ids than the exact library; the message says where."""
+
+
+class Gigatoken:
+    """gigatoken, on the calling thread."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._load()
+
+    def encode_batch(self, texts: Sequence[bytes]) -> list[np.ndarray]:
+        """Return the ids of each text."""
+        self._text_left -= sum(map(len, texts))
+        if self._text_left < 0 and _resident_bytes() > self._resident_limit:
+            self._load()
+        # One by one: its encode_batch imports awkward, for 0.6 s of CPU, and saves some 2 µs for a text.
+        return [self._tokenizer.encode(text) for text in texts]
+
+    def _load(self) -> None:
+        # Imported here: whoever does without gigatoken need not wait for it.
+        import gigatoken
+
+        data = self._path.read_bytes()
+        load = gigatoken.Tokenizer.from_json if self._path.suffix == ".json" else gigatoken.Tokenizer.from_sentencepiece
+        self._tokenizer: Any = None  # frees the one before first
+        self._tokenizer = load(data)
+        self._text_left = CACHE_TEXT_BYTES
+        self._resident_limit = _resident_bytes() + CACHE_BYTES
+
+
+def _resident_bytes() -> int:
+    with open("/proc/self/statm", "rb") as file:
+        return int(file.read().split()[1]) * PAGE_BYTES
+
+
+@dataclass(frozen=True)
+class Trust:
+    """The texts that gigatoken is trusted with."""
+
+    characters: np.ndarray
+    """[0x110000] bool: the trusted characters."""
+    doubtful_pieces: list[bytes]
+    """Special pieces that it encodes differently where a text contains them literally."""
+
+    def covers(self, text: bytes) -> bool:
+        """Return whether gigatoken is trusted with a text."""
+        if any(piece in text for piece in self.doubtful_pieces):
+            return False
+        if text.isascii():
+            return True
+        data = np.frombuffer(text, np.uint8)
+        beyond_ascii = data[data > ASCII].tobytes().decode().encode("utf-32-le")
+        return bool(self.characters[np.frombuffer(beyond_ascii, np.uint32)].all())
+
+
+class IdEncoder:
+    """Encodes texts on one thread: by gigatoken those that it is trusted with, the others by the exact library.
+
+    The exact library takes up to 170 bytes per byte of text, so a long text goes through it in pieces, cut before
+    single spaces between words, unless cuts at all such places change the ids of its beginning.
+    """
+
+    def __init__(self, exact: Tokenizer, fast: Gigatoken | None = None, trust: Trust | None = None) -> None:
+        self.exact = exact
+        self._fast, self._trust = fast, trust
+
+    def encode_block(self, number: int, texts: Sequence[bytes], name: str) -> list[np.ndarray]:
+        """Return the ids of each text of a file's `number`-th block.
+
+        Raises:
+            TokenizersDisagree: the exact library gives other ids to the first text, which the error calls `name`.
+        """
+        if self._fast is not None and texts and number % CHECKED_BLOCKS == 0:
+            beginning = texts[0].decode()[:CHECKED_CHARACTERS]
+            if self.encode_batch([beginning.encode()])[0].tolist() != self.exact.encode(beginning):
+                raise TokenizersDisagree(name)
+        return self.encode_batch(texts)
+
+    def encode_batch(self, texts: Sequence[bytes]) -> list[np.ndarray]:
+        """Return the ids of each text, in an unsigned type."""
+        if self._fast is None or self._trust is None:
+            return self._encode_exactly(texts)
+        trusted = list(map(self._trust.covers, texts))
+        fast = iter(self._fast.encode_batch(list(compress(texts, trusted))))
+        exact = iter(
+            self._encode_exactly([text for text, is_trusted in zip(texts, trusted, strict=True) if not is_trusted])
+        )
+        return [next(fast if is_trusted else exact) for is_trusted in trusted]
+
+    def _encode_exactly(self, texts: Sequence[bytes]) -> list[np.ndarray]:
+        decoded = [text.decode() for text in texts]
+        short = iter(self.exact.encode_batch([text for text in decoded if len(text) <= PIECE_CHARACTERS]))
+        return [
+            np.array(next(short), np.uint32) if len(text) <= PIECE_CHARACTERS else self._encode_long(text)
+            for text in decoded
+        ]
+
+    def _encode_long(self, text: str) -> np.ndarray:
+        beginning, pieces = text[:PIECE_CHARACTERS], [text]
+        words = self.exact.encode_batch(list(_pieces(beginning, 1)))
+        if list(chain.from_iterable(words)) == self.exact.encode(beginning):
+            pieces = list(_pieces(text, PIECE_CHARACTERS))
+        return np.concatenate([np.array(self.exact.encode(piece), np.uint32) for piece in pieces])
+
+
+def _pieces(text: str, length: int) -> Iterator[str]:
+    """Yield the text in pieces of at least `length` characters, except the last."""
+    start = 0
+    while cut := CUT.search(text, start + length):
+        yield text[start : cut.start()]
+        start = cut.start()
+    yield text[start:]
+
+
+# -- the choice of a library
+
+
+@dataclass(frozen=True)
+class EncoderChoice:
+    """The library that computes the ids; all that a process needs to make its own encoder."""
+
+    tokenizer: str
+    eod_id: int
+    encoding: Encoding
+    trust: Trust | None = None
+    """Texts that gigatoken is trusted with; None where it is not used."""
+
+    def make(self) -> IdEncoder:
+        """Return an encoder for the calling thread alone."""
+        exact = load_tokenizer(self.tokenizer, eod_id=self.eod_id)
+        return IdEncoder(exact, Gigatoken(exact.path) if self.trust else None, self.trust)
+
+    def without_gigatoken(self, reason: str | None) -> "EncoderChoice":
+        """Return the same ids by the exact library, because of `reason`."""
+        backend = "tokenizers" if self.tokenizer.endswith(".json") else "sentencepiece"
+        return EncoderChoice(self.tokenizer, self.eod_id, Encoding(backend=backend, reason=reason))
+
+
+def choose_encoder(tokenizer: Tokenizer, backend: Backend, input_bytes: int) -> EncoderChoice:
+    """Choose the library that computes the ids of `tokenizer`, and compare gigatoken with the exact one.
+
+    `auto` uses gigatoken if it can read the tokenizer and there is enough input to be worth the comparison. If its
+    ids differ on texts that are known to be hard, the exact library is used instead, and the choice says why.
+
+    Raises:
+        InputError: the backend is not this tokenizer's, or cannot read it.
+    """
+    fast = EncoderChoice(str(tokenizer.path), tokenizer.eod_id, Encoding(backend=GIGATOKEN))
+    exact = fast.without_gigatoken(None)
+    if backend not in ("auto", GIGATOKEN):
+        if backend != exact.encoding.backend:
+            raise InputError(
+                f"backend {backend} does not read {tokenizer.path}; use {exact.encoding.backend}, {GIGATOKEN} or auto"
+            )
+        return exact
+    if backend == "auto" and input_bytes < SMALL_INPUT_BYTES:
+        return exact.without_gigatoken(SMALL_INPUT)
+    trust = trust_or_reason(tokenizer)
+    if isinstance(trust, Trust):
+        return replace(fast, trust=trust)
+    if backend == GIGATOKEN:
+        raise InputError(f"gigatoken cannot be used for {tokenizer.path} ({trust}); set backend to auto")
+    return exact.without_gigatoken(trust)
+
+
+def trust_or_reason(exact: Tokenizer) -> Trust | str:
+    """Return the texts that gigatoken is trusted with, or the reason not to use it; takes half a second."""
+    if find_spec(GIGATOKEN) is None:
+        return "gigatoken is not installed; pip install 'megatron_fanformer[fast]'"
+    try:
+        fast = Gigatoken(exact.path)
+        pieces = [p for p in exact.special_pieces if not all(_same(_with_piece(p), _rows(fast), exact.encode_batch))]
+        if len(pieces) > MAX_DOUBTFUL_PIECES:
+            return f"gigatoken takes {len(pieces)} special pieces otherwise, {pieces[0]!r} first"
+        trust = Trust(trusted_characters(_rows(fast), exact.encode_batch), [piece.encode() for piece in pieces])
+        if not trust.characters[: ASCII + 1].all():
+            return "gigatoken's ids differ on ASCII characters"
+        texts = list(hard_texts(exact.special_pieces))
+        same = _same(texts, _rows(IdEncoder(exact, fast, trust)), exact.encode_batch)
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # its panics are not subclasses of Exception
+        return f"gigatoken cannot read it: {' '.join(str(error).split())}"
+    return trust if all(same) else f"gigatoken's ids differ on {texts[same.index(False)][:40]!a}"
+
+
+def trusted_characters(fast: EncodeAll, exact: EncodeAll) -> np.ndarray:
+    """Return [0x110000] bool: the characters that both libraries treat alike."""
+    trusted = np.zeros(CODE_POINTS, bool)
+    codes = list(chain.from_iterable(PROBED))
+    rows = [codes[start : start + ROW] for start in range(0, len(codes), ROW)]
+    texts = [[SURROUNDINGS.format(chr(code)) for code in row] for row in rows]
+    for row, singles, is_same in zip(rows, texts, _same(["".join(row) for row in texts], fast, exact), strict=True):
+        trusted[row] = True if is_same else _same(singles, fast, exact)
+    return trusted
+
+
+def _with_piece(piece: str) -> list[str]:
+    return [piece, f"x{piece}y", f" {piece} ", piece + piece, piece[:-1], f"{piece}\u0301"]
+
+
+def _same(texts: Sequence[str], fast: EncodeAll, exact: EncodeAll) -> list[bool]:
+    return [list(one) == list(other) for one, other in zip(fast(texts), exact(texts), strict=True)]
+
+
+def _rows(encoder: Gigatoken | IdEncoder) -> EncodeAll:
+    return lambda texts: [row.tolist() for row in encoder.encode_batch([text.encode() for text in texts])]
+
+
+def hard_texts(pieces: Sequence[str]) -> Iterator[str]:
+    """Yield texts on which tokenizers go wrong, also with the special pieces in them; the same on every call."""
+    yield from chain.from_iterable(map(_with_piece, pieces))
+    yield from ("", " ", "  ", "\n", "\r\n", "a\r\nb\r\n\r\n c\r", "\ta\t\tb", "\x00", "\x00\x01 abc\x7f\x80\x9f")
+    yield from ("e\u0301", "A\u030a", "\u1e9b\u0323", "\ufb01", "\u212b", "\u1100\u1161\u11a8", "\uac00\u11a8")
+    yield from ("q\u0307\u0323", "\u0e01\u0e33", "\u0627\u064b\u0651", "a\u0315\u0300\u05ae\u0062", "\u0344\u2126")
+    yield from ("👨\u200d👩\u200d👧\u200d👦", "🏳\ufe0f\u200d🌈", "👍🏽", "🇩🇪🇫🇷🇮", "\u200b\u200c\u200d\ufeff")
+    yield from ("'s 't 're 've 'm 'll 'd 'S 'LL ''s", "\u2028\u2029\x85", "\u00a0\u3000\u2003x", "\ufeffabc")
+    for part in ("a", " ", "\n", "\t ", "é", "日本語", "1", "!?", "\u0301", "a\u0301\u0323", "ab "):
+        yield part * 5_000
+    chance = random.Random(0)
+    yield from (" ".join(map(chr, chance.sample(range(0x10000, CODE_POINTS), 600))) for _ in range(16))
+    pool = "Aa '.,0\n\r\t\x00\x7f\xa0\xad\xbd\xe9\u0300\u0301\u0323\u0345\u05d0\u0627\u0661\u0966\u1100\u1161\u11a8"
+    pool += "\uac00\u2028\u200d\u2160\u3000\u3042\u4e00\ufe0f\ufeff\U0001f600\U0010ffff"
+    yield from ("".join(chance.choices(pool, k=chance.randrange(1, 40))) for _ in range(1_000))
+
+
+# -- blocks of a file
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,8 +317,8 @@ class EncodedBlock:
     """[documents] int32: the tokens of each, including the end-of-text id."""
     numbers: list[int]
     """Each document's line in the block, from 0."""
-    ids: list[str | None]
-    sources: list[str | None]
+    ids: Sequence[str | None]
+    sources: Sequence[str | None]
     text_bytes: int
     """UTF-8 bytes of the documents' text."""
     refusals: list[tuple[int, str]]
@@ -74,8 +327,8 @@ class EncodedBlock:
     """Learned tokens, where the documents are conversations."""
 
 
-def _encoded(outcomes: Sequence[Any], **tokens: Any) -> EncodedBlock:
-    """Return the result of a block: the outcome of each of its lines, and the facts about its tokens."""
+def encoded_block(outcomes: Sequence[Any], **tokens: Any) -> EncodedBlock:
+    """Return the result of a block, of the outcome of each of its lines and the facts about its tokens."""
     kept = [(number, one) for number, one in enumerate(outcomes) if not isinstance(one, Refusal)]
     return EncodedBlock(
         lines=len(outcomes),
@@ -87,192 +340,77 @@ def _encoded(outcomes: Sequence[Any], **tokens: Any) -> EncodedBlock:
     )
 
 
-class CheckedEncoder:
-    """Encodes the texts of blocks, and compares some of the ids with the exact tokenizer's."""
-
-    def __init__(self, choice: EncoderChoice) -> None:
-        self._encoder = choice.make()
-        self._exact = choice.exact() if choice.trust is not None else None
-
-    def encode(self, number: int, texts: Sequence[bytes], name: str) -> list[np.ndarray]:
-        """Return the ids of each text of the file's `number`-th block.
-
-        Raises TokenizersDisagree if the exact tokenizer gives other ids to the first text, which it calls `name`.
-        """
-        if self._exact is not None and texts and number % CHECKED_BLOCKS == 0:
-            beginning = texts[0].decode()[:CHECKED_CHARACTERS]
-            if self._encoder.encode_batch([beginning.encode()])[0].tolist() != self._exact.encode(beginning):
-                raise TokenizersDisagree(name)
-        return self._encoder.encode_batch(texts)
-
-
 class BlockEncoder:
-    """Parses and tokenizes blocks of documents, on one thread at a time."""
+    """Parse and tokenize blocks of documents, on one thread at a time."""
 
     def __init__(self, choice: EncoderChoice, settings: Settings) -> None:
-        self._parser = DocumentParser(
+        self.parser = DocumentParser(
             settings.text_field,
             min_length=settings.min_length,
             max_length=settings.max_length,
             sources=settings.sources,
         )
-        self._encoder = CheckedEncoder(choice)
+        self._encoder = choice.make()
         self._eod_id = choice.eod_id
         self._dtype = np.dtype(settings.dtype)
 
     def encode(self, number: int, block: Block) -> EncodedBlock:
-        """Encode the documents of `block`, the file's `number`-th, in order. May raise TokenizersDisagree."""
-        outcomes = parse_block(block, self._parser)
+        """Encode the documents of `block`, the file's `number`-th, in order.
+
+        Raises:
+            TokenizersDisagree: gigatoken gives other ids than the exact library.
+        """
+        outcomes = parse_block(block, self.parser)
         documents = [outcome for outcome in outcomes if not isinstance(outcome, Refusal)]
         texts = [document.text.encode() for document in documents]
-        rows = self._encoder.encode(number, texts, f"document {documents[0].id!r}" if documents else "")
+        name = f"document {documents[0].id!r}" if documents else ""
+        rows = self._encoder.encode_block(number, texts, name)
         lengths = np.array([len(row) + 1 for row in rows], np.int32)
         tokens = np.full(lengths.sum(dtype=np.int64), self._eod_id, self._dtype)
         for row, end in zip(rows, np.cumsum(lengths, dtype=np.int64).tolist(), strict=True):
             tokens[end - 1 - len(row) : end - 1] = row
-        return _encoded(outcomes, tokens=tokens, lengths=lengths, text_bytes=sum(map(len, texts)))
+        return encoded_block(outcomes, tokens=tokens, lengths=lengths, text_bytes=sum(map(len, texts)))
 
 
-class ChatEncoder:
-    """Parses, renders and tokenizes blocks of conversations, on one thread at a time."""
+def encode_blocks(encoders: Sequence[Any], blocks: Iterable[Block]) -> Iterator[EncodedBlock]:
+    """Yield the encoded blocks of a file, in order, by a thread for each encoder; a few are in progress at a time."""
+    if len(encoders) == 1:
+        yield from map(encoders[0].encode, count(), blocks)
+        return
+    free: SimpleQueue[Any] = SimpleQueue()
+    for encoder in encoders:
+        free.put(encoder)
 
-    def __init__(self, choice: EncoderChoice, settings: Settings) -> None:
-        assert settings.chat is not None
-        self._parser = ChatParser()
-        self._template = ChatTemplate(settings.chat.template, settings.chat.template_variables)
-        self._tokenizer = choice.exact()
-        self._encoder = CheckedEncoder(choice)
-        self._settings = settings.chat
-        self._dtype = np.dtype(settings.dtype)
-
-    def encode(self, number: int, block: Block) -> EncodedBlock:
-        """Encode the conversations of `block`, the file's `number`-th, in order. May raise TokenizersDisagree."""
-        outcomes = parse_block(block, self._parser)
-        rendered: dict[int, RenderedChat] = {}  # by line
-        for line, chat in enumerate(outcomes):
-            if not isinstance(chat, Refusal):
-                try:
-                    rendered[line] = self._rendered(chat)
-                except TemplateRefusal as refusal:
-                    outcomes[line] = Refusal(refusal.reason)
-        name = f"conversation {outcomes[next(iter(rendered))].id!r}" if rendered else ""
-        chats = {line: list(chat_pieces(self._tokenizer, text)) for line, text in rendered.items()}
-        texts = [piece.encode() for pieces in chats.values() for piece, _ in pieces if isinstance(piece, str)]
-        encoded = iter(self._encoder.encode(number, texts, name))
-        ids, masks, is_cut, text_bytes = [np.empty(0, self._dtype)], [np.empty(0, np.uint8)], [], 0
-        for line, pieces in chats.items():
-            parts = [next(encoded) if isinstance(piece, str) else np.array([piece]) for piece, _ in pieces]
-            flags = [np.full(len(part), flag, np.uint8) for part, (_, flag) in zip(parts, pieces, strict=True)]
-            fitted = self._fitted(np.concatenate([ids[0], *parts]), np.concatenate([masks[0], *flags]))
-            if isinstance(fitted, Refusal):
-                outcomes[line] = fitted
-                continue
-            ids.append(fitted[0].astype(self._dtype))
-            masks.append(fitted[1])
-            is_cut.append(fitted[2])
-            text_bytes += len(rendered[line].text.encode())
-        return _encoded(
-            outcomes,
-            tokens=np.concatenate(ids),
-            lengths=np.array(list(map(len, ids[1:])), np.int32),
-            text_bytes=text_bytes,
-            learned=Learned(
-                mask=np.concatenate(masks),
-                counts=np.array([mask.sum() for mask in masks[1:]], np.int32),
-                is_cut=np.array(is_cut, bool),
-            ),
-        )
-
-    def _rendered(self, chat: Chat) -> RenderedChat:
-        rendered = self._template.render(chat.messages, tools=chat.tools)
-        weights = [is_learned(message) for message in chat.messages if message["role"] == ASSISTANT]
-        if all(weights):
-            weights = [True] * len(rendered.learned)
-        elif len(weights) != len(rendered.learned):
-            raise TemplateRefusal("answers have weights, and the template does not mark each of them", MARKS_OTHERS)
-        spans = list(zip(rendered.learned, weights, strict=True))
-        kept = spans if self._settings.learn == "all" else spans[-1:]
-        return rendered._replace(learned=[span for span, weight in kept if weight])
-
-    def _fitted(self, ids: np.ndarray, mask: np.ndarray) -> tuple[np.ndarray, np.ndarray, bool] | Refusal:
-        """Return a conversation at its length (ids, mask, whether it was cut), or why it is refused."""
-        settings = self._settings
-        is_cut = settings.max_tokens is not None and len(ids) > settings.max_tokens
-        if is_cut and settings.too_long == "drop":
-            return Refusal(TOO_MANY_TOKENS)
-        ids, mask = ids[: settings.max_tokens], mask[: settings.max_tokens]
-        if not mask.any():
-            return Refusal(NOTHING_LEARNED_BEFORE_CUT if is_cut else NOTHING_LEARNED)
-        if settings.pad_id is not None and settings.max_tokens is not None:
-            padding = settings.max_tokens - len(ids)
-            ids = np.pad(ids, (0, padding), constant_values=settings.pad_id)
-            mask = np.pad(mask, (0, padding))
-        return ids, mask, is_cut
-
-
-class EncodingThreads:
-    """Encodes a file's blocks on one thread or several, each with its own encoder; order is kept."""
-
-    def __init__(self, make: Callable[[], BlockEncoder | ChatEncoder], threads: int) -> None:
-        self._threads = threads
-        self._free: SimpleQueue[BlockEncoder | ChatEncoder] = SimpleQueue()
-        for _ in range(threads):
-            self._free.put(make())
-        self._pool = ThreadPoolExecutor(threads) if threads > 1 else None
-
-    def encode(self, blocks: Iterable[Block]) -> Iterator[EncodedBlock]:
-        """Yield the encoded blocks, in order; a few are in progress at a time."""
-        if self._pool is None:
-            yield from map(self._encode, count(), blocks)
-            return
-        under_way: deque[Future[EncodedBlock]] = deque()
-        for number, block in enumerate(blocks):
-            under_way.append(self._pool.submit(self._encode, number, block))
-            if len(under_way) > self._threads:
-                yield under_way.popleft().result()
-        while under_way:
-            yield under_way.popleft().result()
-
-    def _encode(self, number: int, block: Block) -> EncodedBlock:
-        encoder = self._free.get()
+    def encode(number: int, block: Block) -> EncodedBlock:
+        encoder = free.get()
         try:
             return encoder.encode(number, block)
         finally:
-            self._free.put(encoder)
+            free.put(encoder)
+
+    under_way: deque[Future[EncodedBlock]] = deque()
+    with ThreadPoolExecutor(len(encoders)) as pool:
+        for number, block in enumerate(blocks):
+            under_way.append(pool.submit(encode, number, block))
+            if len(under_way) > len(encoders):
+                yield under_way.popleft().result()
+        while under_way:
+            yield under_way.popleft().result()
 
 
 # -- token files
 
 
-def npy_blocks(path: Path, *, dtype: str, eod_id: int, vocab_size: int, output_dtype: str) -> Iterator[EncodedBlock]:
+def npy_blocks(path: Path, settings: Settings, tokenizer: TokenizerRecord) -> Iterator[EncodedBlock]:
     """Yield a token file's documents in blocks of whole ones, cut after each end-of-text id; a document is a line.
 
-    What follows the last end of text is a document too. Raises CorruptError for a size that is not a multiple of the
-    token size, InputError for a file with a NumPy header or with an id outside the vocabulary.
+    Tokens after the last end of text are a document too.
+
+    Raises:
+        CorruptError: the file's size is not a multiple of the token size.
+        InputError: the file has a NumPy header, or an id outside the vocabulary.
     """
-    tokens = _mapped(path, np.dtype(dtype).newbyteorder("<"))
-    start = 0
-    for at in range(0, len(tokens), BLOCK_TOKENS):
-        block = tokens[at : at + BLOCK_TOKENS]
-        if (largest := int(block.max())) >= vocab_size:
-            raise InputError(
-                f"{path} holds token id {largest}, outside the tokenizer's vocabulary of {vocab_size};"
-                " name the tokenizer that made the tokens"
-            )
-        ends = at + 1 + np.flatnonzero(block == eod_id)
-        if len(ends) == 0 and at - start > MAX_DOCUMENT_TOKENS:
-            raise InputError(
-                f"{path} has no end-of-text id {eod_id} in more than {MAX_DOCUMENT_TOKENS} tokens;"
-                " state the id that ends its documents by --eod-id"
-            )
-        if len(ends):
-            yield _block(tokens[start : ends[-1]], np.diff(ends, prepend=start), output_dtype)
-            start = int(ends[-1])
-    if start < len(tokens):
-        yield _block(tokens[start:], np.array([len(tokens) - start]), output_dtype)
-
-
-def _mapped(path: Path, dtype: np.dtype[Any]) -> np.ndarray:
+    dtype = np.dtype(settings.npy_dtype).newbyteorder("<")
     size = path.stat().st_size
     if size % dtype.itemsize:
         raise CorruptError(
@@ -282,18 +420,37 @@ def _mapped(path: Path, dtype: np.dtype[Any]) -> np.ndarray:
     with naming(path), path.open("rb") as file:
         if file.read(len(NUMPY_MAGIC)) == NUMPY_MAGIC:
             raise InputError(f"{path} has a NumPy header; name headerless token files, as tofile writes them")
-    return np.memmap(path, dtype, mode="r") if size else np.empty(0, dtype)
+    tokens = np.memmap(path, dtype, mode="r") if size else np.empty(0, dtype)
+    start = 0
+    for at in range(0, len(tokens), BLOCK_TOKENS):
+        block = tokens[at : at + BLOCK_TOKENS]
+        if (largest := int(block.max())) >= tokenizer.vocab_size:
+            raise InputError(
+                f"{path} holds token id {largest}, outside the tokenizer's vocabulary of {tokenizer.vocab_size};"
+                " name the tokenizer that made the tokens"
+            )
+        ends = at + 1 + np.flatnonzero(block == tokenizer.eod_id)
+        if len(ends) == 0 and at - start > MAX_DOCUMENT_TOKENS:
+            raise InputError(
+                f"{path} has no end-of-text id {tokenizer.eod_id} in more than {MAX_DOCUMENT_TOKENS} tokens;"
+                " state the id that ends its documents by --eod-id"
+            )
+        if len(ends):
+            yield _token_block(tokens[start : ends[-1]], np.diff(ends, prepend=start), settings.dtype)
+            start = int(ends[-1])
+    if start < len(tokens):
+        yield _token_block(tokens[start:], np.array([len(tokens) - start]), settings.dtype)
 
 
-def _block(tokens: np.ndarray, lengths: np.ndarray, dtype: str) -> EncodedBlock:
-    documents = len(lengths)
+def _token_block(tokens: np.ndarray, lengths: np.ndarray, dtype: str) -> EncodedBlock:
+    nothing = [None] * len(lengths)
     return EncodedBlock(
-        lines=documents,
+        lines=len(lengths),
         tokens=tokens.astype(dtype),
         lengths=lengths.astype(np.int32),
-        numbers=list(range(documents)),
-        ids=[None] * documents,
-        sources=[None] * documents,
+        numbers=list(range(len(lengths))),
+        ids=nothing,
+        sources=nothing,
         text_bytes=0,
         refusals=[],
     )

@@ -3,32 +3,20 @@
 Several machines may share it: each leaves the shards of its inputs in a folder of its own, and `merge` assembles them.
 """
 
-import glob
-import os
 import platform
 from collections import Counter
 from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from importlib.metadata import version
 from importlib.util import find_spec
-from pathlib import Path
 from typing import TypeVar
 
 from megatron_fanformer import __version__
-from megatron_fanformer.data.manifest import (
-    Encoding,
-    Manifest,
-    TokenFiles,
-    encode_manifest,
-    manifest_path,
-    sum_by_source,
-)
+from megatron_fanformer.data.manifest import Encoding, Manifest, encode_manifest, manifest_path, sum_by_source
 from megatron_fanformer.errors import CorruptError, FanformerError, InputError
-from megatron_fanformer.prepare.assembly import STANDING_SUFFIXES, Assembler, writing_to
 from megatron_fanformer.prepare.encoding import TokenizersDisagree
-from megatron_fanformer.prepare.inputs import InputFile, recorded_path
-from megatron_fanformer.prepare.progress import PrepareProgress, ProgressListener
+from megatron_fanformer.prepare.outputs import Assembler, refuse_standing_files, writing_to
 from megatron_fanformer.prepare.shards import (
     REFUSED_EXAMPLES,
     Assignment,
@@ -38,7 +26,7 @@ from megatron_fanformer.prepare.shards import (
     work_folder,
 )
 from megatron_fanformer.prepare.verb import Shard
-from megatron_fanformer.prepare.workers import Job, Refused, Task, Workers
+from megatron_fanformer.prepare.workers import Job, PrepareProgress, ProgressListener, Refused, Workers
 from megatron_fanformer.terminal import plural
 
 TOOLS = ("gigatoken", "tokenizers", "sentencepiece", "numpy", "pyarrow")
@@ -47,34 +35,18 @@ FAILURES_NAMED = 5
 Result = TypeVar("Result")
 
 
-@dataclass(frozen=True, kw_only=True)
-class PreparationJob(Job):
-    """A preparation that has been checked: its files exist, its tokenizer loads."""
+def run(job: Job, progress: ProgressListener | None) -> Manifest:
+    """Encode and assemble all inputs that are not done yet.
 
-    files: list[InputFile]
-    output: str
-    workers: int
-    progress: ProgressListener | None = None
+    Raises:
+        FanformerError: as `prepare.prepare`.
+    """
 
-    @property
-    def assignment(self) -> Assignment:
-        """Return the record that the work folder is compared with."""
-        return Assignment(
-            inputs=[recorded_path(file) for file in self.files],
-            settings=self.settings,
-            tokenizer=self.tokenizer,
-            encoding=self.encoder.encoding,
-        )
-
-
-def run(job: PreparationJob) -> Manifest:
-    """Do all that is not done yet. For the errors see `prepare`."""
-
-    def prepare(job: PreparationJob, work: WorkFolder) -> Manifest:
+    def assemble(job: Job) -> Manifest:
         records: dict[int, ShardRecord] = {}
         with (
-            closing(Assembler(job.output, job.settings, job.tokenizer, work)) as assembler,
-            closing(_encoded(job, work, range(len(job.files)))) as shards,
+            closing(Assembler(job.output, job.settings, work)) as assembler,
+            closing(_encoded(job, work, range(len(job.files)), progress)) as shards,
         ):
             for number, record in shards:
                 records[number] = record
@@ -83,7 +55,7 @@ def run(job: PreparationJob) -> Manifest:
             return _publish(job, work, [records[number] for number in sorted(records)], assembler)
 
     with writing_to(job.output), work_folder(job.output) as work:
-        return _with_checked_ids(job, work, prepare)
+        return _with_checked_ids(job, work, assemble)
 
 
 def shard_prefix(prefix: str, shard: Shard) -> str:
@@ -91,18 +63,19 @@ def shard_prefix(prefix: str, shard: Shard) -> str:
     return f"{prefix}.shard-{shard.number}-of-{shard.count}"
 
 
-def encode_shard(job: PreparationJob, shard: Shard) -> list[ShardRecord]:
+def encode_shard(job: Job, shard: Shard, progress: ProgressListener | None) -> list[ShardRecord]:
     """Encode every `count`-th input; the result stays in the shard's folder, for `merge`."""
 
-    def encode(job: PreparationJob, work: WorkFolder) -> list[ShardRecord]:
-        with closing(_encoded(job, work, range(shard.number, len(job.files), shard.count))) as shards:
+    def encode(job: Job) -> list[ShardRecord]:
+        numbers = range(shard.number, len(job.files), shard.count)
+        with closing(_encoded(job, work, numbers, progress)) as shards:
             return [record for _, record in shards]
 
     with writing_to(job.output), work_folder(shard_prefix(job.output, shard)) as work:
         return _with_checked_ids(job, work, encode)
 
 
-def merge(job: PreparationJob, count: int) -> Manifest:
+def merge(job: Job, count: int) -> Manifest:
     """Assemble `count` shards, once all are whole and of this job's inputs and settings; then remove their folders.
 
     Raises:
@@ -137,7 +110,7 @@ def merge(job: PreparationJob, count: int) -> Manifest:
         job = replace(job, encoder=replace(job.encoder, encoding=encoding))
         _begin(job, work)
         whole = [record for record in records if record is not None]
-        with closing(Assembler(job.output, job.settings, job.tokenizer, work)) as assembler:
+        with closing(Assembler(job.output, job.settings, work)) as assembler:
             for shard_files, record in zip(files, whole, strict=True):
                 _refuse_strictly(job, record)
                 assembler.append(shard_files, record)
@@ -147,11 +120,11 @@ def merge(job: PreparationJob, count: int) -> Manifest:
         return manifest
 
 
-def _begin(job: PreparationJob, work: WorkFolder) -> Assignment:
+def _begin(job: Job, work: WorkFolder) -> Assignment:
     """Return the assignment of a work folder; in a new one, this job's. Raises InputError for another one's."""
     begun = work.read_assignment()
     if begun is None:
-        _refuse_standing_files(job.output)
+        refuse_standing_files(job.output)
         work.write_assignment(job.assignment)
     elif difference := job.assignment.difference(begun):
         raise InputError(
@@ -161,56 +134,43 @@ def _begin(job: PreparationJob, work: WorkFolder) -> Assignment:
     return begun or job.assignment
 
 
-def _with_checked_ids(
-    job: PreparationJob, work: WorkFolder, encode: Callable[[PreparationJob, WorkFolder], Result]
-) -> Result:
+def _with_checked_ids(job: Job, work: WorkFolder, encode: Callable[[Job], Result]) -> Result:
     """Encode; where gigatoken's ids turn out to be wrong, encode all again by the exact library."""
     begun = _begin(job, work).encoding
     if begun.backend != job.encoder.encoding.backend and begun.reason is not None:
         job = replace(job, encoder=job.encoder.without_gigatoken(begun.reason))
     try:
-        return encode(job, work)
+        return encode(job)
     except TokenizersDisagree as disagreement:
         job = replace(job, encoder=job.encoder.without_gigatoken(f"gigatoken's ids differ in {disagreement}"))
         work.clear()
         work.write_assignment(job.assignment)
-        return encode(job, work)
-
-
-def _refuse_standing_files(prefix: str) -> None:
-    """Raise InputError if there are files under the output names of a prefix, or of its parts."""
-    parts = sorted(glob.glob(glob.escape(prefix) + "-" + 5 * "[0-9]" + ".*"))
-    for path in (*(prefix + suffix for suffix in STANDING_SUFFIXES), *parts):
-        if os.path.exists(path):
-            raise InputError(
-                f"{path} exists, and there is no manifest of a complete preparation; choose another output prefix,"
-                f" or remove the files of {prefix}"
-            )
+        return encode(job)
 
 
 def _encoded(
-    job: PreparationJob, work: WorkFolder, numbers: Sequence[int]
+    job: Job, work: WorkFolder, numbers: Sequence[int], progress: ProgressListener | None
 ) -> Generator[tuple[int, ShardRecord], None, None]:
     """Yield number and record of each of these inputs' shards: of those that are done, then of others once they are.
 
     Raises, after all others, one error for all files that failed, of the first one's kind.
     """
-    tasks: list[Task] = []
+    left: list[int] = []
     failures: list[FanformerError] = []
     bytes_before = documents_before = 0
     for number in numbers:
         if (record := finished_shard(work.shard(number), job.files[number])) is None:
-            tasks.append(Task(number, job.files[number]))
+            left.append(number)
             continue
         _refuse_strictly(job, record)
         bytes_before += record.input.bytes
         documents_before += record.documents
         yield number, record
-    total = bytes_before + sum(task.path.stat().st_size for task in tasks)
+    total = bytes_before + sum(job.files[number].stat().st_size for number in left)
 
     def report(input_bytes: int, documents: int, text_bytes: int) -> None:
-        if job.progress is not None and input_bytes:
-            job.progress(
+        if progress is not None and input_bytes:
+            progress(
                 PrepareProgress(
                     documents=documents_before + documents,
                     text_bytes=text_bytes,
@@ -219,13 +179,12 @@ def _encoded(
                 )
             )
 
-    settings = Job(tokenizer=job.tokenizer, settings=job.settings, encoder=job.encoder, strict=job.strict)
-    with closing(Workers(settings, work.path, job.workers, report).encode(tasks)) as outcomes:
-        for task, outcome in outcomes:
+    with closing(Workers(job, work.path, report).encode(left)) as outcomes:
+        for number, outcome in outcomes:
             if isinstance(outcome, ShardRecord):
-                yield task.number, outcome
+                yield number, outcome
             elif isinstance(outcome, TokenizersDisagree):
-                raise TokenizersDisagree(f"{outcome} of {task.path}")
+                raise TokenizersDisagree(f"{outcome} of {job.files[number]}")
             elif isinstance(outcome, FanformerError) and not isinstance(outcome, Refused):
                 failures.append(outcome)
             else:
@@ -239,51 +198,37 @@ def _encoded(
         raise error
 
 
-def _refuse_strictly(job: PreparationJob, record: ShardRecord) -> None:
+def _refuse_strictly(job: Job, record: ShardRecord) -> None:
     if job.strict and record.refused:
         raise Refused(f"{record.refused_examples[0]}; fix the line, or prepare without strict to leave it out")
 
 
-def _publish(job: PreparationJob, work: WorkFolder, records: list[ShardRecord], assembler: Assembler) -> Manifest:
+def _publish(job: Job, work: WorkFolder, records: list[ShardRecord], assembler: Assembler) -> Manifest:
+    refused = sum((Counter(record.refused) for record in records), Counter[str]())
+    lines = sum(record.lines for record in records)
     if not any(record.documents for record in records):
         work.clear()
-        refused = sum((Counter(record.refused) for record in records), Counter[str]())
         reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(refused.items()))
         kind, remedy = ("document", "text_field") if job.settings.chat is None else ("conversation", "the template")
-        files, lines = plural(len(records), "input file"), plural(sum(record.lines for record in records), "line")
         raise InputError(
-            f"no {kind} in {files}: {lines} read, refused: {reasons or 'none'}; check the files and {remedy}"
+            f"no {kind} in {plural(len(records), 'input file')}: {plural(lines, 'line')} read, refused: "
+            f"{reasons or 'none'}; check the files and {remedy}"
         )
-    manifest = _manifest(job, records, assembler.publish())
-    if job.settings.part_bytes is not None:
-        suffix = ".npy" if job.settings.format == "npy" else ""
-        words = "".join(f"{output.prefix}{suffix}\n" for output in manifest.outputs)
-        work.publish(words.encode(), Path(job.output + ".blend"))
-    work.publish(encode_manifest(manifest), manifest_path(job.output))
-    work.end()
-    return manifest
-
-
-def _manifest(job: PreparationJob, records: list[ShardRecord], outputs: list[TokenFiles]) -> Manifest:
-    refused = sum((Counter(record.refused) for record in records), Counter[str]())
-    examples = [example for record in records for example in record.refused_examples]
-    documents = sum(record.documents for record in records)
-    lines = sum(record.lines for record in records)
-    assert lines == documents + refused.total()
-    assert documents == sum(output.documents for output in outputs)
-    return Manifest(
+    output = assembler.publish()
+    assert lines == output.documents + refused.total()
+    manifest = Manifest(
         lines_read=lines,
-        documents=documents,
+        documents=output.documents,
         tokens=sum(record.tokens for record in records),
         text_bytes=sum(record.text_bytes for record in records),
         max_token_id=max(record.max_token_id for record in records),
         refused=dict(sorted(refused.items())),
-        refused_examples=examples[:REFUSED_EXAMPLES],
+        refused_examples=[example for record in records for example in record.refused_examples][:REFUSED_EXAMPLES],
         settings=job.settings,
         tokenizer=job.tokenizer,
         encoding=job.encoder.encoding,
         inputs=[record.input for record in records],
-        outputs=outputs,
+        outputs=[output],
         versions={
             "megatron_fanformer": __version__,
             "python": platform.python_version(),
@@ -291,3 +236,6 @@ def _manifest(job: PreparationJob, records: list[ShardRecord], outputs: list[Tok
         },
         by_source=sum_by_source(record.by_source for record in records),
     )
+    work.publish(encode_manifest(manifest), manifest_path(job.output))
+    work.end()
+    return manifest

@@ -1,12 +1,8 @@
-"""Turns documents, in Dolma's format or similar, or conversations into token files.
-
-This module checks the options, and whether the result is already there; `pipeline` does the work.
-"""
+"""Check a preparation's options, look for its result, and have `pipeline` turn its inputs into token files."""
 
 import heapq
-import os
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 from megatron_fanformer.data.chat_template import RenderedChat, encode_chat, find_template, refuse_spaces_between
 from megatron_fanformer.data.chats import NPY_ROW_TOKENS
@@ -16,7 +12,7 @@ from megatron_fanformer.data.tokenizer import Tokenizer, load_tokenizer, note_of
 from megatron_fanformer.durable_files import sha256_of
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.prepare.documents import DocumentParser
-from megatron_fanformer.prepare.id_encoders import SMALL_INPUT, EncoderChoice, choose_encoder
+from megatron_fanformer.prepare.encoding import SMALL_INPUT, EncoderChoice, choose_encoder
 from megatron_fanformer.prepare.inputs import (
     CHAT_SUFFIXES,
     COMPRESSIONS,
@@ -26,37 +22,19 @@ from megatron_fanformer.prepare.inputs import (
     expand_inputs,
     recorded_path,
 )
-from megatron_fanformer.prepare.pipeline import (
-    PreparationJob,
-    encode_shard,
-    merge,
-    run,
-    shard_prefix,
-)
-from megatron_fanformer.prepare.progress import ProgressListener, progress_line
-from megatron_fanformer.prepare.remote_outputs import (
-    check_output_url,
-    missing_output,
-    output_manifest,
-    scratch_prefix,
-    upload,
-)
-from megatron_fanformer.prepare.shards import (
-    difference_of,
-    folder_path,
-    is_unchanged,
-    work_folder,
-)
+from megatron_fanformer.prepare.outputs import check_output, is_whole, output_manifest, scratch_prefix, upload
+from megatron_fanformer.prepare.pipeline import encode_shard, merge, run, shard_prefix
+from megatron_fanformer.prepare.shards import difference_of, folder_path, is_unchanged, work_folder
 from megatron_fanformer.prepare.verb import PrepareConfig, Shard
+from megatron_fanformer.prepare.workers import Job, ProgressListener, progress_line
 from megatron_fanformer.stores import is_url
 from megatron_fanformer.terminal import plural, show
 
 OF_TEXTS = ("text_field", "min_length", "max_length", "sources", "backend", "strict")
-OF_DOCUMENTS = ("text_field", "min_length", "max_length", "sources", "part_bytes", "from_npy")
-OF_CHATS = ("chat_template", "learn", "max_tokens", "too_long")
+OF_DOCUMENTS = ("text_field", "min_length", "max_length", "sources", "from_npy")
 COMPRESSED_WEIGHT = 2.5
 """Bytes of text in a byte of a compressed file: 2.3 to 2.9 of Dolma's sample documents and this project's pages."""
-# What pads the rows of chats, the most likely first; without one, the end of text does.
+# Pieces that pad the rows of chats, the most likely first; without one, the end of text does.
 PADDING_NAMES = ("<|padding|>", "<|pad|>", "<pad>", "[PAD]")
 
 
@@ -88,10 +66,6 @@ class PrepareReport:
             lines.append(f"{plural(cut, 'conversation')} cut to {chat.max_tokens:,} tokens")
         lines += [f"{plural(number, 'line')} refused: {reason}" for reason, number in manifest.refused.items()]
         lines += [f"  {example}" for example in manifest.refused_examples]
-        if len(manifest.outputs) > 1:
-            lines.append(
-                f"{len(manifest.outputs)} parts; train_data or valid_data takes them as '@{self.prefix}.blend'"
-            )
         if manifest.encoding.reason not in (None, SMALL_INPUT):
             lines.append(f"ids by {manifest.encoding.backend}: {manifest.encoding.reason}")
         return [*lines, *self.notes]
@@ -109,53 +83,55 @@ def prepare(
     complete, nothing is done; if it was interrupted, it continues, to the same bytes. `progress` is called as
     the work proceeds. `files` are some files of `input_files`, in that order, for a preparation of these alone.
 
+    On an error, no output is left that looks complete; finished shards stay in PREFIX.parts for the next run.
+
     Raises:
         InputError: missing or unusable input, tokenizer or output; an output prefix that exists with other
             settings; no document at all; under `strict`, a refused line.
         CorruptError: truncated or damaged input files; the others are still encoded, and kept.
         FanformerError: worker processes died twice on a file, or the disk is full.
-    On any of these, no output is left that looks complete; finished shards stay in PREFIX.parts for the next run.
     """
-    job, tokenizer = _job(config, progress, files)
+    job, tokenizer = _job(config, files)
     notes = note_of_end(tokenizer)
     if (existing := _existing(job, config.output)) is not None:
         return PrepareReport(prefix=config.output, already_there=True, manifest=existing, notes=notes)
     if config.merge is not None:
         manifest = merge(job, config.merge)
     elif not is_url(config.output):
-        manifest = run(_with_encoder(job, config, tokenizer))
+        manifest = run(_with_encoder(job, config, tokenizer), progress)
     else:
         job = _with_encoder(job, config, tokenizer)
         with scratch_prefix(config.output, config.scratch) as prefix:
             local = replace(job, output=prefix)
-            manifest = _existing(local, prefix) or run(local)
+            manifest = _existing(local, prefix) or run(local, progress)
             upload(prefix, config.output, manifest)
     return PrepareReport(prefix=config.output, already_there=False, manifest=manifest, notes=notes)
 
 
 def prepare_shard(config: PrepareConfig, shard: Shard, progress: ProgressListener | None = None) -> list[str]:
-    """Encode one of the shards that `prepare` merges; returns lines for the user. Raises like `prepare`."""
-    job, tokenizer = _job(config, progress, None)
+    """Encode one of the shards that `prepare` merges; returns lines for the user.
+
+    Raises:
+        InputError, CorruptError, FanformerError: as `prepare`.
+    """
+    job, tokenizer = _job(config, None)
     if _existing(job, config.output) is not None:
         return [f"{config.output} already exists, made from the same input with the same settings"]
-    records = encode_shard(_with_encoder(job, config, tokenizer), shard)
+    records = encode_shard(_with_encoder(job, config, tokenizer), shard, progress)
     documents, tokens = (sum(getattr(record, name) for record in records) for name in ("documents", "tokens"))
     counts = f"{plural(len(records), 'file')}, {plural(documents, 'document')}, {plural(tokens, 'token')}"
     place = folder_path(shard_prefix(config.output, shard))
     return [f"shard {shard}: {counts}, in {place}; when all are done, --merge {shard.count} joins them"]
 
 
-def _job(
-    config: PrepareConfig, progress: ProgressListener | None, files: list[InputFile] | None
-) -> tuple[PreparationJob, Tokenizer]:
+def _job(config: PrepareConfig, files: list[InputFile] | None) -> tuple[Job, Tokenizer]:
     """Check the options; return the preparation and its tokenizer, which is fetched once if it is at a URL."""
     _check(config)
     tokenizer_path = tokenizer_file(config.tokenizer) if is_url(config.tokenizer) else config.tokenizer
     config = replace(config, tokenizer=str(tokenizer_path))
     files = input_files(config) if files is None else files
     tokenizer = load_tokenizer(config.tokenizer, eod_id=config.eod_id)
-    settings = _settings(config, tokenizer)
-    job = PreparationJob(
+    job = Job(
         files=files,
         output=config.output,
         tokenizer=TokenizerRecord(
@@ -164,17 +140,16 @@ def _job(
             vocab_size=tokenizer.vocab_size,
             eod_id=tokenizer.eod_id,
         ),
-        settings=settings,
+        settings=_settings(config, tokenizer),
         # Where nothing is encoded, in a merge or from token files.
-        encoder=EncoderChoice(str(tokenizer.path), tokenizer.eod_id, Encoding(backend="none"), None),
+        encoder=EncoderChoice(str(tokenizer.path), tokenizer.eod_id, Encoding(backend="none")),
         workers=config.workers,
         strict=config.strict,
-        progress=progress,
     )
     return job, tokenizer
 
 
-def _with_encoder(job: PreparationJob, config: PrepareConfig, tokenizer: Tokenizer) -> PreparationJob:
+def _with_encoder(job: Job, config: PrepareConfig, tokenizer: Tokenizer) -> Job:
     if config.from_npy:
         return job
     input_bytes = sum(file.stat().st_size for file in job.files)
@@ -182,7 +157,11 @@ def _with_encoder(job: PreparationJob, config: PrepareConfig, tokenizer: Tokeniz
 
 
 def input_files(config: PrepareConfig) -> list[InputFile]:
-    """Return the files that the inputs name, of the kind that is read. Raises InputError as `expand_inputs`."""
+    """Return the files that the inputs name, of the kind that is read.
+
+    Raises:
+        InputError: as `expand_inputs`.
+    """
     suffixes = NPY_SUFFIXES if config.from_npy else CHAT_SUFFIXES if config.chat else DOCUMENT_SUFFIXES
     files = expand_inputs(config.inputs, suffixes)
     if config.from_npy and (remote := next((file for file in files if isinstance(file, RemoteInput)), None)):
@@ -190,27 +169,20 @@ def input_files(config: PrepareConfig) -> list[InputFile]:
     return files
 
 
-def check_output(output: str) -> None:
-    """Raise InputError for an output that is no prefix: some files of one that names a folder would lie beside it."""
-    if is_url(output):
-        check_output_url(output)
-    elif output.rpartition("/")[2] in ("", ".", ".."):
-        raise InputError(f"output {output} names a folder; name a prefix in it, such as {os.path.join(output, 'web')}")
-
-
 def _check(config: PrepareConfig) -> None:
     check_output(config.output)
-    default = PrepareConfig()
+    if not is_url(config.output) and config.scratch is not None:
+        raise InputError("scratch is set, which has no effect without --output at a URL; leave it out")
+    if is_url(config.output) and (config.shard is not None or config.merge is not None):
+        raise InputError(f"output {config.output} is on another store, and shards are files of a disk; name a path")
+    given = {field.name for field in fields(config) if getattr(config, field.name) != field.default}
     for applies, names, rule in (
-        (not config.chat, OF_CHATS, "is for conversations; add --chat, or leave it out"),
         (config.chat, OF_DOCUMENTS, "applies to documents and not to chats; leave one of them out"),
         (config.from_npy, OF_TEXTS, "applies to texts and not to token files of from_npy; leave one of them out"),
-        (not config.from_npy, ("npy_dtype",), "has no effect without from_npy; leave it out"),
     ):
-        for name in names:
-            if applies and getattr(config, name) != getattr(default, name):
-                raise InputError(f"{name} is set, which {rule}")
-    for name, least in (("workers", 1), ("part_bytes", 1), ("min_length", 0), ("max_tokens", 2)):
+        if applies and (stray := [name for name in names if name in given]):
+            raise InputError(f"{stray[0]} is set, which {rule}")
+    for name, least in (("workers", 1), ("min_length", 0), ("max_tokens", 2)):
         value = getattr(config, name)
         if value is not None and value < least:
             raise InputError(f"{name} is {value}; it must be at least {least}")
@@ -229,7 +201,6 @@ def _settings(config: PrepareConfig, tokenizer: Tokenizer) -> Settings:
         text_field="" if config.chat else config.text_field,
         dtype=dtype,
         format=config.format,
-        part_bytes=config.part_bytes,
         min_length=config.min_length,
         max_length=config.max_length,
         sources=None if config.sources is None else sorted(set(config.sources)),
@@ -259,12 +230,12 @@ def _pad_id(tokenizer: Tokenizer) -> int:
     return tokenizer.eod_id if name is None else int(encode_chat(tokenizer, RenderedChat(name, []))[0][0])
 
 
-def _existing(job: PreparationJob, prefix: str) -> Manifest | None:
+def _existing(job: Job, prefix: str) -> Manifest | None:
     """Return the manifest of the same preparation, already complete; None where the prefix is free or unfinished."""
     if (manifest := output_manifest(prefix)) is None:
         return None
     remedy = "choose another output prefix, or remove its files"
-    if not isinstance(manifest, Manifest) or missing_output(prefix, manifest) is not None:
+    if not isinstance(manifest, Manifest) or not is_whole(prefix, manifest):
         raise InputError(f"{prefix}.manifest.json exists, but not all files that it lists; {remedy}")
     difference = difference_of(job.assignment, manifest)
     same_inputs = len(job.files) == len(manifest.inputs) and all(map(is_unchanged, job.files, manifest.inputs))
@@ -284,11 +255,13 @@ def _existing(job: PreparationJob, prefix: str) -> Manifest | None:
 
 
 def prepare_both(config: PrepareConfig, parts: int) -> None:
-    """Prepare the last of `parts` shares of the inputs, and then the others, each as a preparation of its own.
+    """Prepare the last of `parts` shares of the inputs, and then the others, each as a preparation by itself.
 
     Training comes last, so that validation is complete where PREFIX is.
 
-    Raises InputError for fewer files than parts, an output that is no prefix, and like `prepare`.
+    Raises:
+        InputError: there are fewer files than parts; or as `prepare`.
+        CorruptError, FanformerError: as `prepare`.
     """
     if parts < 2:
         raise InputError(f"--hold-out is {parts}; it must be at least 2, a part for validation and one for training")
@@ -305,11 +278,11 @@ def prepare_both(config: PrepareConfig, parts: int) -> None:
         ("training", config.output, [file for file in files if file not in held]),
     ]
     # An output that stands comes first: if it is of other inputs, it is refused before anything is written beside it.
-    both.sort(key=lambda one: output_manifest(one[1]) is None and not folder_path(one[1]).exists())
-    for name, output, files_of_it in both:
-        show([f"{name}: {len(files_of_it):,} of {plural(len(files), 'file')}, to {output}"])
+    both.sort(key=lambda share: output_manifest(share[1]) is None and not folder_path(share[1]).exists())
+    for name, output, share in both:
+        show([f"{name}: {len(share):,} of {plural(len(files), 'file')}, to {output}"])
         with progress_line(name) as listener:
-            report = prepare(replace(config, output=output), listener, files=files_of_it)
+            report = prepare(replace(config, output=output), listener, files=share)
         show(f"{name}: {line}" for line in report.lines())
 
 
@@ -326,7 +299,7 @@ def last_share(files: Sequence[InputFile], parts: int) -> list[InputFile]:
         weighed.append((-weight, path, file))
     shares: list[list[InputFile]] = [[] for _ in range(parts)]
     lightest = [(0.0, 0, place) for place in range(parts)]  # weight, files, share
-    for minus_weight, _, file in sorted(weighed, key=lambda one: one[:2]):
+    for minus_weight, _, file in sorted(weighed, key=lambda entry: entry[:2]):
         weight, _, place = heapq.heappop(lightest)
         shares[place].append(file)
         heapq.heappush(lightest, (weight - minus_weight, len(shares[place]), place))

@@ -2,12 +2,11 @@
 
 A shard is three files in the work folder: `NNNNNN.tokens`, `NNNNNN.documents` (an Arrow stream with one row per
 document) and, written last, `NNNNNN.json`, the record that completes it. So an interrupted preparation continues
-with the shards that it has.
+with the shards that it has. A shard of conversations has `NNNNNN.mask` as well, a byte for each token, and a row also
+for each line that is refused.
 
 PREFIX.parts/, the work folder, also holds the assignment (inputs and settings), and the unfinished output files.
 One process at a time holds its lock. When the preparation is complete, it is removed.
-
-A shard of conversations has `NNNNNN.mask` as well, a byte for each token, and a row also for each line that is refused.
 """
 
 import os
@@ -101,7 +100,7 @@ def is_unchanged(file: InputFile, record: InputRecord) -> bool:
 
 
 class ShardWriter:
-    """Writes one shard; only `finish` completes it."""
+    """Write one shard; only `finish` completes it."""
 
     def __init__(self, files: ShardFiles, input_path: InputFile, *, is_chats: bool = False) -> None:
         import pyarrow
@@ -209,7 +208,7 @@ class Assignment(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def difference_of(ours: Assignment | Manifest, theirs: Assignment | Manifest) -> str | None:
-    """Describe the first setting that differs, or the tokenizer, wherever it is; None if nothing does."""
+    """Describe the first setting that differs, or the tokenizer's content; None if nothing does."""
     if (ours.settings.chat is None) != (theirs.settings.chat is None):
         return "conversations and not documents" if ours.settings.chat is None else "documents and not conversations"
     mine, other = (
@@ -276,8 +275,10 @@ def folder_path(prefix: str) -> Path:
 def work_folder(prefix: str) -> Iterator[WorkFolder]:
     """Yield the locked work folder of a prefix, created if missing.
 
-    Kept if shards are done and not yet published; otherwise removed, with the folders created for it.
-    Raises InUseError if another process holds it.
+    It stays if shards are done and not yet published; otherwise it is removed, with the folders created for it.
+
+    Raises:
+        InUseError: another process holds it.
     """
     work = WorkFolder(prefix)
     parents = [folder for folder in work.path.absolute().parents if not folder.exists()]

@@ -6,10 +6,8 @@ from pathlib import Path
 from typing import Literal
 
 from megatron_fanformer.data.manifest import Format, Learn, TooLong
-from megatron_fanformer.errors import InputError
-from megatron_fanformer.options import PROGRAM, Verb, argument, count, option, path_or_none
+from megatron_fanformer.options import Verb, argument, option, path_or_none
 from megatron_fanformer.processes import unwound_by_stop_signals, usable_cores
-from megatron_fanformer.stores import is_url
 from megatron_fanformer.terminal import show
 
 MANY = "many machines"
@@ -42,13 +40,13 @@ class PrepareConfig:
 
     inputs: tuple[str, ...] = argument((), metavar="INPUT")
     """Files (.jsonl, .json, .ndjson, .txt, .md, or .gz, .zst, .xz, .bz2; .parquet), folders, patterns, URLs, @LIST."""
-    output: str = option("", metavar="PREFIX")
+    output: str = option(metavar="PREFIX")
     """Prefix of the token files: PREFIX.bin, PREFIX.idx, PREFIX.ledger.parquet, PREFIX.manifest.json; or its URL."""
-    hold_out: int | None = option(None, metavar="N")
+    hold_out: int | None = option(None, metavar="N", exclusive=MANY)
     """Share the files in N parts, which are not cut: the last goes to PREFIX-validation, all others to PREFIX."""
     scratch: Path | None = option(None, metavar="FOLDER", parse=path_or_none)
     """With --output at a URL: where they are prepared before they are copied (default: in this user's cache)"""
-    tokenizer: str = ""
+    tokenizer: str
     """A sentencepiece .model, a Hugging Face tokenizer.json, or a folder that holds one."""
     workers: int = field(default_factory=usable_cores)
     """Worker processes, at least 1; they do not change the output (default: one for each core)"""
@@ -58,8 +56,6 @@ class PrepareConfig:
     """The id that ends a document (default: the tokenizer's end of text)"""
     format: Format = "megatron"
     """megatron: .bin and .idx; npy: the headerless .npy files of the reference."""
-    part_bytes: int | None = option(None, name="--part-size", metavar="SIZE", parse=count)
-    """Publish parts PREFIX-00000, PREFIX-00001, … of about SIZE bytes of tokens, e.g. 500M, 10G (default: one)"""
     min_length: int = option(0, metavar="N")
     """Leave out documents with fewer characters."""
     max_length: int | None = option(None, metavar="N")
@@ -72,23 +68,23 @@ class PrepareConfig:
     """Library that computes the ids: auto, gigatoken, tokenizers, sentencepiece; all give the same ids."""
     from_npy: bool = False
     """The inputs are headerless .npy token files, or datatrove's .ds files, made by the same tokenizer."""
-    npy_dtype: Literal["uint16", "uint32"] = "uint16"
+    npy_dtype: Literal["uint16", "uint32"] = option("uint16", needs=("from_npy",))
     """With --from-npy: the type of the tokens in them."""
     strict: bool = False
     """Stop at the first line or text file that is not a document, instead of counting it."""
     chat: bool = False
     """The inputs are conversations; writes PREFIX.mask.bin, too (docs/fine-tuning.md)"""
-    chat_template: str | None = option(None, metavar="FILE")
+    chat_template: str | None = option(None, metavar="FILE", needs=("chat",))
     """With --chat: a Jinja file, or olmo, the form of the paper's data (default: the tokenizer's own)"""
-    learn: Learn | None = None
+    learn: Learn | None = option(None, needs=("chat",))
     """With --chat: which of the assistant's turns are learned (default: all)"""
-    max_tokens: int | None = option(None, metavar="N")
+    max_tokens: int | None = option(None, metavar="N", needs=("chat",))
     """With --chat: the most tokens of a conversation, with npy those of each row (default: any; 2048 with npy)"""
-    too_long: TooLong | None = None
+    too_long: TooLong | None = option(None, needs=("chat",))
     """With --chat: cut or drop a conversation of more tokens (default: cut)"""
-    shard: Shard | None = option(None, metavar="I/N", parse=_shard, group=MANY)
+    shard: Shard | None = option(None, metavar="I/N", parse=_shard, exclusive=MANY)
     """Encode every N-th file, from number I (from 0) on, for a later --merge of all N shards."""
-    merge: int | None = option(None, metavar="N", group=MANY)
+    merge: int | None = option(None, metavar="N", exclusive=MANY)
     """Join N shards of the same inputs and options, to the same bytes as one machine's run."""
 
 
@@ -97,44 +93,29 @@ REMOVED = {
         ("--lists", "--from-lists", "--task"),
         "prepare --shard I/N, once for each I from 0 to N - 1, shares the files; --merge N joins the result",
     ),
+    "--part-size": "prepare parts of the files to prefixes of their own, and name them all in data.train_data",
     "--status": "prepare --merge N names the shards that are not done",
 }
 """Remedies for options that are gone."""
 
 
-def _check_options(config: PrepareConfig) -> None:
-    """Raise InputError for options that do not go together, or are missing."""
-    if missing := [f"--{name}" for name in ("output", "tokenizer") if not getattr(config, name)]:
-        raise InputError(f"{' and '.join(missing)} is missing; {PROGRAM} prepare --help lists the options")
-    if config.scratch is not None and not is_url(config.output):
-        raise InputError("scratch is set, which has no effect without --output at a URL; leave it out")
-    many = [name for name in ("hold_out", "shard", "merge") if getattr(config, name) is not None]
-    if len(many) > 1:
-        raise InputError(f"{many[0]} and {many[1]} are set, which do not go together; leave one of them out")
-    if many and many != ["hold_out"] and is_url(config.output):
-        raise InputError(f"output {config.output} is on another store, and shards are files of a disk; name a path")
-
-
 def _prepare(config: PrepareConfig) -> None:
     from megatron_fanformer.runtime.device import quieten_libraries
 
-    _check_options(config)
     quieten_libraries()
     with unwound_by_stop_signals(outcome=STOPPED):
+        from megatron_fanformer.prepare.prepare import prepare, prepare_both, prepare_shard
+        from megatron_fanformer.prepare.workers import progress_line
+
         if config.hold_out is not None:
-            from megatron_fanformer.prepare.prepare import prepare_both
-
             prepare_both(config, config.hold_out)
-        else:
-            from megatron_fanformer.prepare.prepare import prepare, prepare_shard
-            from megatron_fanformer.prepare.progress import progress_line
-
-            with progress_line("preparing") as listener:
-                if config.shard is not None:
-                    lines = prepare_shard(config, config.shard, listener)
-                else:
-                    lines = prepare(config, listener).lines()
-            show(lines)
+            return
+        with progress_line("preparing") as listener:
+            if config.shard is not None:
+                lines = prepare_shard(config, config.shard, listener)
+            else:
+                lines = prepare(config, listener).lines()
+        show(lines)
 
 
 PREPARE = Verb(
@@ -144,7 +125,7 @@ PREPARE = Verb(
     run=_prepare,
     examples=(
         "prepare documents/*.jsonl.gz --output tokens/web\n--tokenizer tokenizer.json",
-        "prepare @files.txt --output tokens/books\n--tokenizer tokenizer.model --part-size 10G",
+        "prepare @files.txt --output tokens/books\n--tokenizer tokenizer.model --workers 8",
     ),
     results_are_files=True,
     removed=REMOVED,

@@ -1,4 +1,4 @@
-"""Worker processes, each encoding one input file at a time.
+"""Worker processes, each encoding one input file at a time, and the progress that they report.
 
 A worker that dies (killed, out of memory) breaks the pool. The files in progress are then tried once more, each
 alone in a new pool; if a worker dies again, the error names the file.
@@ -6,35 +6,37 @@ alone in a new pool; if a worker dies again, the error names the file.
 
 import multiprocessing
 import signal
+import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from megatron_fanformer.data.manifest import Settings, TokenizerRecord
 from megatron_fanformer.durable_files import write_refusal
 from megatron_fanformer.errors import FanformerError, InputError
-from megatron_fanformer.prepare.document_files import DocumentFile
-from megatron_fanformer.prepare.documents import chat_columns, text_columns
+from megatron_fanformer.prepare.chats import ChatEncoder
+from megatron_fanformer.prepare.documents import DocumentFile
 from megatron_fanformer.prepare.encoding import (
     BlockEncoder,
-    ChatEncoder,
-    EncodingThreads,
+    EncoderChoice,
     TokenizersDisagree,
+    encode_blocks,
     npy_blocks,
 )
-from megatron_fanformer.prepare.id_encoders import EncoderChoice
-from megatron_fanformer.prepare.inputs import InputFile, input_sha256
-from megatron_fanformer.prepare.shards import ShardFiles, ShardRecord, ShardWriter
+from megatron_fanformer.prepare.inputs import InputFile, input_sha256, recorded_path
+from megatron_fanformer.prepare.shards import Assignment, ShardFiles, ShardRecord, ShardWriter
 from megatron_fanformer.processes import end_with_owner
+from megatron_fanformer.terminal import plural
 
 CONTEXT: Any = multiprocessing.get_context("spawn")  # a forked worker would inherit threads and locks in any state
 PROGRESS_SECONDS = 0.2
+SECONDS_BETWEEN_LINES = 60.0  # where there is no terminal: an hour's log has a screenful
 # One file in progress and one queued, so that no worker waits while the parent is writing.
 FILES_PER_WORKER = 2
 # Counters of each file in progress, in memory shared with the workers.
@@ -43,24 +45,83 @@ STARTED, INPUT_BYTES, DOCUMENTS, TEXT_BYTES = range(4)
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """The settings of a preparation that have been checked."""
+    """A preparation that has been checked: its files exist, its tokenizer loads."""
 
+    files: list[InputFile]
+    output: str
     tokenizer: TokenizerRecord
     settings: Settings
     encoder: EncoderChoice
+    workers: int
     strict: bool
 
-
-@dataclass(frozen=True)
-class Task:
-    """One input file, and its number among them."""
-
-    number: int
-    path: InputFile
+    @property
+    def assignment(self) -> Assignment:
+        """Return the record that the work folder is compared with."""
+        return Assignment(
+            inputs=[recorded_path(file) for file in self.files],
+            settings=self.settings,
+            tokenizer=self.tokenizer,
+            encoding=self.encoder.encoding,
+        )
 
 
 class Refused(InputError):
     """A line that is not a document, under `strict`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrepareProgress:
+    """The progress of a preparation."""
+
+    documents: int
+    text_bytes: int
+    """UTF-8 bytes of the documents' text that this run has encoded."""
+    input_bytes: int
+    """Bytes of the input files that have been processed, as they are on disk (compressed)."""
+    input_bytes_total: int
+
+
+ProgressListener = Callable[[PrepareProgress], None]
+
+
+@contextmanager
+def progress_line(title: str, console: Any = None) -> Iterator[ProgressListener]:
+    """Show progress while the block runs: on a terminal a live line, elsewhere a line each minute and at the end.
+
+    Pass the listener that it yields to `prepare` as its `progress`. An error before the first progress shows none.
+    """
+    from rich.console import Console
+    from rich.text import Text
+
+    console = console or Console()
+    began = shown_at = time.monotonic()
+    line = ""
+
+    def show(progress: PrepareProgress) -> None:
+        """Show the line of this moment."""
+        nonlocal line, shown_at
+        now = time.monotonic()
+        seconds = now - began
+        share = progress.input_bytes / max(1, progress.input_bytes_total)
+        speed = progress.text_bytes / 1e6 / seconds if seconds else 0.0
+        line = f"{title}: {plural(progress.documents, 'document')}, {share:.0%} of the input, {speed:.1f} MB/s"
+        line += f", {seconds:.0f} s"
+        if live is not None:
+            live.start()
+            live.update(Text(f"{line}, {seconds / share - seconds:.0f} s left" if share else line))
+        elif now - shown_at >= SECONDS_BETWEEN_LINES:
+            shown_at = now
+            console.print(line, highlight=False, soft_wrap=True)
+
+    live = console.status("") if console.is_terminal else None
+    try:
+        yield show
+    finally:
+        if live is not None:
+            live.stop()
+        elif line:
+            console.print(line, highlight=False, soft_wrap=True)
 
 
 # -- in a worker process
@@ -71,36 +132,30 @@ class FileEncoder:
 
     def __init__(self, job: Job, folder: Path, threads: int, counters: Any) -> None:
         self._job, self._folder, self._counters = job, folder, counters
-        self._is_chats = job.settings.chat is not None
-        self._threads: EncodingThreads | None = None
+        self._encoders: list[Any] = []
         if job.settings.npy_dtype is None:
-            kind = ChatEncoder if self._is_chats else BlockEncoder
-            self._threads = EncodingThreads(lambda: kind(job.encoder, job.settings), threads)
+            kind = BlockEncoder if job.settings.chat is None else ChatEncoder
+            self._encoders = [kind(job.encoder, job.settings) for _ in range(threads)]
 
-    def encode(self, task: Task, counters: int) -> ShardRecord:
-        """Make the shard of one file; its counters begin at `counters`."""
-        writer = ShardWriter(ShardFiles(self._folder, task.number), task.path, is_chats=self._is_chats)
-        if self._threads is None:
-            return self._encode_npy(task, writer, counters)
-        of_text = partial(text_columns, text_field=self._job.settings.text_field)
-        file = DocumentFile(task.path, chat_columns if self._is_chats else of_text)
-        for block in self._threads.encode(file.blocks()):
+    def encode(self, number: int, counters: int) -> ShardRecord:
+        """Make the shard of the input of a number; its counters begin at `counters`."""
+        job, path = self._job, self._job.files[number]
+        writer = ShardWriter(ShardFiles(self._folder, number), path, is_chats=job.settings.chat is not None)
+        if not self._encoders:
+            assert isinstance(path, Path)  # prepare refuses others
+            for block in npy_blocks(path, job.settings, job.tokenizer):
+                writer.add(block)
+            size = self._counters[counters + INPUT_BYTES] = path.stat().st_size
+            return writer.finish(size, input_sha256(path))
+        file = DocumentFile(path, self._encoders[0].parser.columns)
+        for block in encode_blocks(self._encoders, file.blocks()):
             writer.add(block)
-            if self._job.strict and writer.first_refused is not None:
+            if job.strict and writer.first_refused is not None:
                 raise Refused(f"{writer.first_refused}; fix the line, or prepare without strict to leave it out")
             self._counters[counters + INPUT_BYTES] = file.bytes_read
             self._counters[counters + DOCUMENTS] += len(block.lengths)
             self._counters[counters + TEXT_BYTES] += block.text_bytes
         return writer.finish(file.bytes_read, file.sha256)
-
-    def _encode_npy(self, task: Task, writer: ShardWriter, counters: int) -> ShardRecord:
-        tokenizer, settings = self._job.tokenizer, self._job.settings
-        assert isinstance(task.path, Path) and settings.npy_dtype is not None  # prepare refuses others
-        ids = {"eod_id": tokenizer.eod_id, "vocab_size": tokenizer.vocab_size}
-        for block in npy_blocks(task.path, dtype=settings.npy_dtype, output_dtype=settings.dtype, **ids):
-            writer.add(block)
-        size = self._counters[counters + INPUT_BYTES] = task.path.stat().st_size
-        return writer.finish(size, input_sha256(task.path))
 
 
 _arguments: tuple[Job, Path, int, Any]
@@ -114,26 +169,32 @@ def _start(*arguments: Any) -> None:
     _arguments = arguments
 
 
-def encode_file(task: Task, counters: int) -> ShardRecord:
-    """Make the shard of one file, in a worker process. Raises FanformerError, TokenizersDisagree."""
+def encode_file(number: int, counters: int) -> ShardRecord:
+    """Make the shard of one file, in a worker process.
+
+    Raises:
+        FanformerError: the file cannot be prepared.
+        TokenizersDisagree: gigatoken gives other ids than the exact library.
+    """
     global _encoder
-    _, folder, _, all_counters = _arguments
+    job, folder, _, all_counters = _arguments
+    path = job.files[number]
     all_counters[counters + STARTED] = 1
     try:
         _encoder = _encoder or FileEncoder(*_arguments)
-        return _encoder.encode(task, counters)
+        return _encoder.encode(number, counters)
     except (FanformerError, TokenizersDisagree):
         raise
     except OSError as error:
         # Reading errors carry the file's name; libraries that write seldom give one.
         name = error.filename or folder
-        if str(name) == str(task.path):
+        if str(name) == str(path):
             problem = f"{name} cannot be read ({error.strerror}); check its disk"
         else:
             problem = f"{name}: {write_refusal(error, name)}; free what ran out"
         raise FanformerError(f"{problem}, and run the same command to continue") from None
     except Exception as error:
-        failure = FanformerError(f"{task.path} could not be prepared ({type(error).__name__}: {error})")
+        failure = FanformerError(f"{path} could not be prepared ({type(error).__name__}: {error})")
         failure.rank_traceback = traceback.format_exc()  # type: ignore[attr-defined]
         raise failure from None
 
@@ -141,8 +202,8 @@ def encode_file(task: Task, counters: int) -> ShardRecord:
 # -- in the parent
 
 
-Outcomes = Generator[tuple[Task, ShardRecord | Exception], None, None]
-"""Each task as it ends, with its shard's record or its error."""
+Outcomes = Generator[tuple[int, ShardRecord | Exception], None, None]
+"""The number of each input once it ends, with its shard's record or its error."""
 
 
 class Workers:
@@ -153,39 +214,38 @@ class Workers:
         report: called every `PROGRESS_SECONDS` with the input bytes, documents and text bytes encoded so far.
     """
 
-    def __init__(self, job: Job, folder: Path, processes: int, report: Callable[[int, int, int], None]) -> None:
-        self._job, self._folder, self._processes, self._report = job, folder, processes, report
+    def __init__(self, job: Job, folder: Path, report: Callable[[int, int, int], None]) -> None:
+        self._job, self._folder, self._report = job, folder, report
         self._finished = [0, 0, 0]
-        self._suspects: list[Task] = []
+        self._suspects: list[int] = []
 
-    def encode(self, tasks: Sequence[Task]) -> Outcomes:
-        """Encode every file; yield each with its shard's record, or its error, as they are done.
+    def encode(self, numbers: Sequence[int]) -> Outcomes:
+        """Encode the inputs of these numbers; yield each with its shard's record, or its error, as they are done.
 
         With fewer files than processes, several threads share a file.
         """
-        waiting = deque(tasks)
-        self._threads = -(-self._processes // max(1, min(self._processes, len(tasks))))
+        waiting = deque(numbers)
+        processes = self._job.workers
+        self._threads = -(-processes // max(1, min(processes, len(waiting))))
         while waiting:
-            yield from self._run_pool(waiting, min(self._processes, len(waiting)))
+            yield from self._run_pool(waiting, min(processes, len(waiting)))
             suspects, self._suspects = self._suspects, []
-            for task in suspects:
-                yield from self._run_pool(deque([task]), 1)
+            for number in suspects:
+                yield from self._run_pool(deque([number]), 1)
                 if self._suspects:
                     self._suspects = []
-                    yield (
-                        task,
-                        FanformerError(
-                            f"two workers died while preparing {task.path} (killed, or out of memory);"
-                            " start again, with fewer workers if memory is short"
-                        ),
+                    error = FanformerError(
+                        f"two workers died while preparing {self._job.files[number]} (killed, or out of memory);"
+                        " start again, with fewer workers if memory is short"
                     )
+                    yield number, error
 
-    def _run_pool(self, waiting: deque[Task], processes: int) -> Outcomes:
+    def _run_pool(self, waiting: deque[int], processes: int) -> Outcomes:
         """Encode the waiting files. When the pool breaks, those in progress become suspects, others wait again."""
         places = FILES_PER_WORKER * processes
         counters = CONTEXT.RawArray("q", 4 * places)
         free = list(range(places))
-        under_way: dict[Future[ShardRecord], tuple[Task, int]] = {}
+        under_way: dict[Future[ShardRecord], tuple[int, int]] = {}
         others = set(multiprocessing.active_children())
         pool = ProcessPoolExecutor(processes, CONTEXT, _start, (self._job, self._folder, self._threads, counters))
         try:
@@ -194,26 +254,23 @@ class Workers:
                     future = pool.submit(encode_file, waiting[0], 4 * free[-1])
                     under_way[future] = (waiting.popleft(), free.pop())
                 done, _ = wait(under_way, PROGRESS_SECONDS, FIRST_COMPLETED)
-                self._report_sums(counters)
+                sums = (sum(counters[kind::4]) for kind in (INPUT_BYTES, DOCUMENTS, TEXT_BYTES))
+                self._report(*(before + now for before, now in zip(self._finished, sums, strict=True)))
                 for future in done:
                     error = future.exception()
                     if isinstance(error, BrokenProcessPool):
                         raise error
-                    task, place = under_way.pop(future)
+                    number, place = under_way.pop(future)
                     counts = counters[4 * place + INPUT_BYTES : 4 * place + 4]
                     self._finished = [sum(pair) for pair in zip(self._finished, counts, strict=True)]
                     counters[4 * place : 4 * place + 4] = [0] * 4
                     free.append(place)
-                    yield task, future.result() if error is None else error  # type: ignore[misc]
+                    yield number, future.result() if error is None else error  # type: ignore[misc]
         except BrokenProcessPool:
-            started = [task for task, place in under_way.values() if counters[4 * place + STARTED]]
-            self._suspects = started or [task for task, _ in under_way.values()]
-            waiting.extend(task for task, _ in under_way.values() if task not in self._suspects)
+            started = [number for number, place in under_way.values() if counters[4 * place + STARTED]]
+            self._suspects = started or [number for number, _ in under_way.values()]
+            waiting.extend(number for number, _ in under_way.values() if number not in self._suspects)
         finally:
             for process in set(multiprocessing.active_children()) - others:
                 process.kill()
             pool.shutdown(cancel_futures=True)
-
-    def _report_sums(self, counters: Any) -> None:
-        sums = (sum(counters[kind::4]) for kind in (INPUT_BYTES, DOCUMENTS, TEXT_BYTES))
-        self._report(*(before + now for before, now in zip(self._finished, sums, strict=True)))

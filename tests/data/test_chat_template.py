@@ -22,7 +22,7 @@ from megatron_fanformer.data.chat_template import (
 )
 from megatron_fanformer.data.tokenizer import load_tokenizer
 from megatron_fanformer.errors import InputError
-from megatron_fanformer.prepare.documents import Chat, ChatParser
+from megatron_fanformer.prepare.chats import Chat, ChatParser
 from tests.data.chat_making import (
     CHATML,
     CHATML_MARKED,

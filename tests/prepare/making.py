@@ -1,13 +1,14 @@
 """Makes documents and token files for the tests of the data room."""
 
+import hashlib
 import json
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 from megatron_fanformer.prepare.prepare import PrepareReport, prepare
-from megatron_fanformer.prepare.progress import ProgressListener
 from megatron_fanformer.prepare.verb import PrepareConfig
+from megatron_fanformer.prepare.workers import ProgressListener
 
 
 def as_line(text: str) -> bytes:
@@ -26,3 +27,9 @@ def prepare_files(
 
 Prepare = Callable[..., PrepareReport]
 WriteLines = Callable[[str, Iterable[bytes]], Path]
+
+
+def hashes(folder: Path) -> dict[str, str]:
+    """SHA-256 of every file."""
+    files = (path for path in sorted(folder.rglob("*")) if path.is_file())
+    return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}

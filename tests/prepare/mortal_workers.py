@@ -11,12 +11,13 @@ DEATHS = "deaths"
 encode_file = workers.encode_file
 
 
-def encode_or_die(task: workers.Task, counters: int) -> ShardRecord:
+def encode_or_die(number: int, counters: int) -> ShardRecord:
     """In place of `encode_file`."""
-    assert isinstance(task.path, Path)
-    left = int((deaths := task.path.with_name(DEATHS)).read_text())
-    if left and task.number == 0:
+    path = workers._arguments[0].files[number]
+    assert isinstance(path, Path)
+    left = int((deaths := path.with_name(DEATHS)).read_text())
+    if left and number == 0:
         workers._arguments[-1][counters + workers.STARTED] = 1
         deaths.write_text(str(left - 1))
         os.kill(os.getpid(), signal.SIGKILL)
-    return encode_file(task, counters)
+    return encode_file(number, counters)

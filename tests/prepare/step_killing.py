@@ -22,9 +22,9 @@ import pyarrow.parquet  # noqa: F401
 import sentencepiece  # noqa: F401
 
 import megatron_fanformer.prepare.prepare
-import megatron_fanformer.prepare.progress  # noqa: F401
+import megatron_fanformer.prepare.workers  # noqa: F401
 from megatron_fanformer.cli import main
-from megatron_fanformer.prepare.assembly import Assembler
+from megatron_fanformer.prepare.outputs import Assembler
 
 STEPS = ("replace", "rename", "unlink", "remove", "rmdir", "fsync")
 

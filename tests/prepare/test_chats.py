@@ -15,11 +15,10 @@ from megatron_fanformer.data.chats import open_chats
 from megatron_fanformer.data.manifest import ChatSettings, Settings
 from megatron_fanformer.data.tokenizer import load_tokenizer
 from megatron_fanformer.errors import InputError
-from megatron_fanformer.prepare import documents
-from megatron_fanformer.prepare.document_files import DocumentFile, parse_block
-from megatron_fanformer.prepare.documents import Chat, ChatParser, Refusal, chat_columns
-from megatron_fanformer.prepare.encoding import MARKS_OTHERS, NOTHING_LEARNED, ChatEncoder
-from megatron_fanformer.prepare.id_encoders import choose_encoder
+from megatron_fanformer.prepare import chats, documents
+from megatron_fanformer.prepare.chats import MARKS_OTHERS, NOTHING_LEARNED, Chat, ChatEncoder, ChatParser
+from megatron_fanformer.prepare.documents import DocumentFile, Refusal, parse_block
+from megatron_fanformer.prepare.encoding import choose_encoder
 from tests.data.chat_making import Messages, made_up_chats
 from tests.prepare.making import Prepare, WriteLines, prepare_files
 
@@ -70,26 +69,26 @@ def test_each_form_gives_the_same_messages(fields: dict[str, Any]) -> None:
         (b'{"messages": [{"role": "assistant", "content": "\xff"}]}', documents.INVALID_UTF8),
         (b'{"messages": [{"role": "assistant", "content": "\\ud800"}]}', documents.UNPAIRED_SURROGATE),
         (b'{"messages": "' + b"x" * (8 << 20) + b'"}', "above 8 MiB"),
-        (b'{"text": "a document", "prompt": "without completion"}', documents.NO_MESSAGES_FIELD),
-        (b'{"messages": "text"}', documents.NOT_MESSAGES),
-        (b'{"messages": ["text"]}', documents.NOT_MESSAGES),
-        (b'{"messages": [{"content": "nobody\'s"}]}', documents.NOT_MESSAGES),
-        (b'{"messages": []}', documents.NO_MESSAGE),
-        (b'{"messages": [{"role": "assistant", "content": null}]}', documents.NO_CONTENT),
-        (b'{"messages": [{"role": "assistant", "content": {"a": 1}}]}', documents.CONTENT_NOT_A_STRING),
-        (b'{"messages": [{"role": "user", "content": [{"type": "image", "url": "x"}]}]}', documents.PART_NOT_TEXT),
-        (b'{"messages": [{"role": "user", "content": [{"type": "text"}]}]}', documents.PART_NOT_TEXT),
-        (b'{"messages": [{"role": "user", "content": "", "tool_calls": [{"name": "f"}]}]}', documents.TOOL_CALLS),
-        (b'{"messages": [{"role": "assistant", "content": "", "tool_calls": "f()"}]}', documents.TOOL_CALLS),
+        (b'{"text": "a document", "prompt": "without completion"}', chats.NO_MESSAGES_FIELD),
+        (b'{"messages": "text"}', chats.NOT_MESSAGES),
+        (b'{"messages": ["text"]}', chats.NOT_MESSAGES),
+        (b'{"messages": [{"content": "nobody\'s"}]}', chats.NOT_MESSAGES),
+        (b'{"messages": []}', chats.NO_MESSAGE),
+        (b'{"messages": [{"role": "assistant", "content": null}]}', chats.NO_CONTENT),
+        (b'{"messages": [{"role": "assistant", "content": {"a": 1}}]}', chats.CONTENT_NOT_A_STRING),
+        (b'{"messages": [{"role": "user", "content": [{"type": "image", "url": "x"}]}]}', chats.PART_NOT_TEXT),
+        (b'{"messages": [{"role": "user", "content": [{"type": "text"}]}]}', chats.PART_NOT_TEXT),
+        (b'{"messages": [{"role": "user", "content": "", "tool_calls": [{"name": "f"}]}]}', chats.TOOL_CALLS),
+        (b'{"messages": [{"role": "assistant", "content": "", "tool_calls": "f()"}]}', chats.TOOL_CALLS),
         (b'{"messages": [{"role": "assistant", "tool_calls": [{"name": "\\ud800"}]}]}', documents.UNPAIRED_SURROGATE),
-        (b'{"messages": [{"role": "assistant", "content": ""}], "tools": [{"type": "function"}]}', documents.TOOLS),
-        (b'{"messages": [{"role": "assistant", "content": ""}], "tools": "none"}', documents.TOOLS),
-        (b'{"prompt": "x", "completion": [1]}', documents.CONTENT_NOT_A_STRING),
-        (b'{"messages": [{"role": "narrator", "content": ""}]}', documents.UNKNOWN_ROLE),
-        (b'{"messages": [{"role": "assistant", "content": "", "tool_calls": [{}]}]}', documents.TOOL_CALLS),
-        (b'{"messages": [{"role": "user", "content": "x"}]}', documents.NO_ASSISTANT_TURN),
-        (b'{"messages": [{"role": "assistant", "content": "x", "weight": 0.5}]}', documents.NOT_A_WEIGHT),
-        (b'{"messages": [{"role": "assistant", "content": "x", "train": "no"}]}', documents.NOT_A_WEIGHT),
+        (b'{"messages": [{"role": "assistant", "content": ""}], "tools": [{"type": "function"}]}', chats.TOOLS),
+        (b'{"messages": [{"role": "assistant", "content": ""}], "tools": "none"}', chats.TOOLS),
+        (b'{"prompt": "x", "completion": [1]}', chats.CONTENT_NOT_A_STRING),
+        (b'{"messages": [{"role": "narrator", "content": ""}]}', chats.UNKNOWN_ROLE),
+        (b'{"messages": [{"role": "assistant", "content": "", "tool_calls": [{}]}]}', chats.TOOL_CALLS),
+        (b'{"messages": [{"role": "user", "content": "x"}]}', chats.NO_ASSISTANT_TURN),
+        (b'{"messages": [{"role": "assistant", "content": "x", "weight": 0.5}]}', chats.NOT_A_WEIGHT),
+        (b'{"messages": [{"role": "assistant", "content": "x", "train": "no"}]}', chats.NOT_A_WEIGHT),
     ],
 )
 def test_a_line_that_is_no_conversation_is_refused_with_its_reason(line: bytes, reason: str) -> None:
@@ -100,7 +99,7 @@ def test_rows_of_parquet_are_what_the_same_lines_are(tmp_path: Path, write_lines
     """Also where a row has no messages, an unknown role, or fields of tools, which are null."""
 
     def parsed(path: Path) -> list[Any]:
-        blocks = DocumentFile(path, chat_columns).blocks()
+        blocks = DocumentFile(path, ChatParser().columns).blocks()
         return [entry for block in blocks for entry in parse_block(block, ChatParser())]
 
     rows = [{"id": str(n), "messages": messages, "other": n} for n, messages in enumerate(made_up_chats(40))]
@@ -114,7 +113,7 @@ def test_rows_of_parquet_are_what_the_same_lines_are(tmp_path: Path, write_lines
     parquet.write_table(pyarrow.Table.from_pylist(rows, pyarrow.schema(kinds.items())), tmp_path / "chats.parquet")
     found = parsed(tmp_path / "chats.parquet")
     assert found == parsed(lines) and len(found) == len(rows)
-    assert found[-2:] == [Refusal(documents.NO_MESSAGES_FIELD), Refusal(documents.UNKNOWN_ROLE)]
+    assert found[-2:] == [Refusal(chats.NO_MESSAGES_FIELD), Refusal(chats.UNKNOWN_ROLE)]
 
 
 CALL = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": None}}}
@@ -239,7 +238,7 @@ def test_the_ledger_accounts_for_every_line(
         ("drop", ["longer than max_tokens"] * 2),
         ("cut", ["nothing to learn within max_tokens", "cut"]),
     ):
-        outcomes = ["whole", documents.NO_ASSISTANT_TURN, *of_longer, "whole", documents.NOT_JSON]
+        outcomes = ["whole", chats.NO_ASSISTANT_TURN, *of_longer, "whole", documents.NOT_JSON]
         config = {**OLMO, "max_tokens": whole, "too_long": too_long}
         report = prepare(tmp_path / too_long, file, **config)
         rows = parquet.read_table(tmp_path / f"{too_long}.ledger.parquet").to_pylist()
@@ -306,7 +305,6 @@ def test_gigatoken_gives_the_same_bytes(tmp_path: Path, write_lines: WriteLines,
     [
         ({"text_field": "content"}, "text_field is set"),
         ({"min_length": 3}, "min_length is set"),
-        ({"part_bytes": 1000}, "part_bytes is set"),
         ({"from_npy": True}, "from_npy is set"),
         ({"sources": ("x",)}, "sources is set"),
         ({"chat_template": None}, "has no chat template"),

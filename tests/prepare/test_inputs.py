@@ -1,11 +1,19 @@
 import re
 from pathlib import Path
 
+import pyarrow
 import pytest
+from isal import igzip
+from pyarrow import parquet
 
+from megatron_fanformer import stores
+from megatron_fanformer.data.manifest import read_any_manifest
 from megatron_fanformer.errors import InputError
+from megatron_fanformer.prepare.documents import DocumentFile, DocumentParser, parse_block
 from megatron_fanformer.prepare.inputs import CHAT_SUFFIXES, expand_inputs
 from tests.closed_folders import closed_folder
+from tests.data.failing_stores import planned
+from tests.prepare.making import Prepare, as_line
 
 
 def names(found: list[Path], folder: Path) -> list[str]:
@@ -113,3 +121,65 @@ def test_a_file_named_twice_is_an_input_error(tmp_path: Path) -> None:
     touch(tmp_path, "a.jsonl")
     with pytest.raises(InputError, match="twice"):
         expand_inputs([tmp_path, tmp_path / "a.jsonl"])
+
+
+@pytest.fixture
+def documents(tmp_path: Path) -> Path:
+    """A folder of each kind of file, one of them in a folder below."""
+    lines = b"".join(as_line(f"document {number} " * 40) + b"\n" for number in range(300))
+    (below := tmp_path / "documents" / "below").mkdir(parents=True)
+    (below / "c.jsonl").write_bytes(lines)
+    (below.parent / "a.jsonl.gz").write_bytes(igzip.compress(lines))
+    table = pyarrow.table({"text": [f"row {number}" for number in range(5000)]})
+    parquet.write_table(table, below.parent / "b.parquet", row_group_size=500)
+    (below.parent / "own.manifest.json").write_text("{}")
+    return below.parent
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No pause is waited for."""
+    monkeypatch.setattr(stores.time, "sleep", lambda _: None)
+
+
+def test_token_files_are_those_of_documents_here(documents: Path, tmp_path: Path, prepare: Prepare) -> None:
+    here = prepare(tmp_path / "here", documents)
+    there = prepare(tmp_path / "there", f"file://{documents}/", workers=2)
+    for suffix in (".bin", ".idx"):
+        assert (tmp_path / f"here{suffix}").read_bytes() == (tmp_path / f"there{suffix}").read_bytes()
+    recorded = [(record.path.removeprefix("file://"), record.bytes, record.sha256) for record in there.manifest.inputs]
+    assert recorded == [(record.path, record.bytes, record.sha256) for record in here.manifest.inputs]
+    again = prepare(tmp_path / "there", f"file://{documents}/")
+    assert again.already_there and again.manifest == read_any_manifest(str(tmp_path / "there"))
+    (documents / "a.jsonl.gz").write_bytes(igzip.compress(as_line("another") + b"\n"))
+    with pytest.raises(InputError, match="already exists with other inputs"):
+        prepare(tmp_path / "there", f"file://{documents}/")
+
+
+def test_files_are_named_as_those_here_are(documents: Path, tmp_path: Path) -> None:
+    with planned(documents) as url:
+        (tmp_path / "list").write_text(f"{url}/b.parquet\n{documents}/below/c.jsonl\n")
+        for words in (f"@{tmp_path}/list", f"@file://{tmp_path}/list"):
+            assert list(map(str, expand_inputs([words]))) == [f"{documents}/below/c.jsonl", f"{url}/b.parquet"]
+        assert list(map(str, expand_inputs([f"{url}/*.gz"]))) == [f"{url}/a.jsonl.gz"]
+        for words, line in {
+            f"{url}/none.jsonl": "names no document file; name one that exists",
+            f"{url}/none/": "names no document file",
+            f"{url}/own.csv": "names no document file",
+            "s3://user:secret@bucket/a.jsonl": "an input is s3://…@bucket/a.jsonl and holds a password",
+        }.items():
+            with pytest.raises(InputError, match=re.escape(line)):
+                expand_inputs([words])
+        with pytest.raises(InputError, match="is named twice among the inputs"):
+            expand_inputs([f"{url}/a.jsonl.gz", f"{url}/*.gz"])
+
+
+def test_a_file_is_no_pattern_whatever_its_name(documents: Path) -> None:
+    for name in ("part[1].jsonl", "part1.jsonl"):
+        (documents / name).write_bytes(as_line(name))
+    with planned(documents) as url:
+        (file,) = expand_inputs([f"{url}/part[1].jsonl"])
+        (block,) = DocumentFile(file, DocumentParser().columns).blocks()
+        assert [document.text for document in parse_block(block, DocumentParser())] == ["part[1].jsonl"]
+        (documents / "part[1].jsonl").unlink()
+        assert list(map(str, expand_inputs([f"{url}/part[1].jsonl"]))) == [f"{url}/part1.jsonl"]

@@ -1,10 +1,10 @@
 import gc
 import gzip
+import json
 import os
 import shutil
 from collections.abc import Callable
 from concurrent.futures import thread as executor
-from itertools import chain
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -13,28 +13,20 @@ import numpy as np
 import pytest
 from pyarrow import parquet
 
+from megatron_fanformer.cli import main
 from megatron_fanformer.data import manifest as manifest_module
 from megatron_fanformer.data.manifest import Manifest, read_any_manifest
 from megatron_fanformer.data.token_files import read_index
 from megatron_fanformer.data.tokenizer import load_tokenizer
 from megatron_fanformer.durable_files import sha256_of
 from megatron_fanformer.errors import CorruptError, FanformerError, InputError
-from megatron_fanformer.prepare import assembly, encoding, workers
-from megatron_fanformer.prepare.document_files import BLOCK_BYTES
+from megatron_fanformer.prepare import prepare as hold_out
+from megatron_fanformer.prepare.documents import BLOCK_BYTES
 from megatron_fanformer.prepare.prepare import PrepareConfig, _settings
-from megatron_fanformer.prepare.progress import PrepareProgress
 from megatron_fanformer.prepare.shards import work_folder
-from tests.disk_steps import recorded_steps
-from tests.prepare.making import Prepare, WriteLines, as_line, prepare_files
-from tests.prepare.mortal_workers import DEATHS, encode_or_die
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir()} if folder.exists() else {}
-
-
-def outputs(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+from megatron_fanformer.prepare.workers import PrepareProgress
+from tests.data.chat_making import made_up_chats
+from tests.prepare.making import Prepare, WriteLines, as_line, hashes, prepare_files
 
 
 @pytest.fixture
@@ -84,7 +76,7 @@ def test_the_bytes_do_not_depend_on_the_number_of_workers(
     for count in (1, 2, 3):
         prefix = str(tmp_path / str(count) / "tokens")
         prepare(prefix, long, mixed, workers=count)
-    assert contents(tmp_path / "1") == contents(tmp_path / "2") == contents(tmp_path / "3")
+    assert hashes(tmp_path / "1") == hashes(tmp_path / "2") == hashes(tmp_path / "3")
 
 
 def test_lines_are_documents_or_counted_by_reason(tmp_path: Path, mixed: Path, prepare: Prepare) -> None:
@@ -155,28 +147,24 @@ def test_an_output_made_otherwise_is_refused_and_left_alone(
 ) -> None:
     prefix = tmp_path / "new" / "out"
     prepare(prefix, mixed)
-    before = contents(tmp_path / "new")
+    before = hashes(tmp_path / "new")
     if change == "content":
         mixed.write_bytes(mixed.read_bytes().replace(b"one", b"1ne"))
     file = write_lines("other.jsonl", [as_line("other")]) if change == "inputs" else mixed
     with pytest.raises(InputError, match="exists"):
         prepare(prefix, file, **(change if isinstance(change, dict) else {}))
-    assert contents(tmp_path / "new") == before
+    assert hashes(tmp_path / "new") == before
 
 
-@pytest.mark.parametrize("settings", [{}, {"part_bytes": 8}], ids=str)
-@pytest.mark.parametrize(
-    "name", ["out.bin", "out.idx", "out.manifest.json", "out-00000.bin", "out-00000.idx", "out-00001.bin"]
-)
+@pytest.mark.parametrize("name", ["out.bin", "out.idx", "out.manifest.json"])
 def test_token_files_without_a_manifest_are_never_overwritten(
-    tmp_path: Path, mixed: Path, prepare: Prepare, name: str, settings: dict[str, Any]
+    tmp_path: Path, mixed: Path, prepare: Prepare, name: str
 ) -> None:
-    """Nor a part of them."""
     (tmp_path / name).write_bytes(b"somebody's")
-    before = contents(tmp_path)
+    before = hashes(tmp_path)
     with pytest.raises(FanformerError, match=name):
-        prepare(tmp_path / "out", mixed, **settings)
-    assert contents(tmp_path) == before
+        prepare(tmp_path / "out", mixed)
+    assert hashes(tmp_path) == before
 
 
 def test_damaged_inputs_are_all_named_and_nothing_is_published(
@@ -217,7 +205,7 @@ def test_once_the_damaged_input_is_mended_the_rest_is_not_done_again(
     prepare(tmp_path / "new" / "out", mixed, other, progress=seen.append)
     assert seen[-1].input_bytes == mixed.stat().st_size + len(whole)
     assert seen[-1].text_bytes == 500 * 100  # of the other file alone: what was done before is not encoded again
-    assert outputs(tmp_path / "new") == outputs(tmp_path / "expected")
+    assert hashes(tmp_path / "new") == hashes(tmp_path / "expected")
 
 
 @pytest.fixture
@@ -247,30 +235,7 @@ def test_a_shard_that_was_damaged_meanwhile_is_made_again(
     again()
     inputs = sorted(tmp_path.glob("*.jsonl.gz"))
     prepare(tmp_path / "expected" / "out", *inputs)
-    assert outputs(tmp_path / "new")["out.bin"] == outputs(tmp_path / "expected")["out.bin"]
-
-
-def test_an_index_of_many_documents_is_written_in_chunks(
-    tmp_path: Path, mixed: Path, prepare: Prepare, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    prepare(tmp_path / "whole", mixed)
-    monkeypatch.setattr(assembly, "INDEX_CHUNK", 1)  # three documents make three
-    prepare(tmp_path / "chunks", mixed)
-    assert (tmp_path / "chunks.idx").read_bytes() == (tmp_path / "whole.idx").read_bytes()
-
-
-def test_token_files_get_their_names_once_they_are_on_the_disk(
-    tmp_path: Path, mixed: Path, prepare: Prepare, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    steps = recorded_steps(monkeypatch)
-    prepare(tmp_path / "out", mixed)
-    names = ("out.bin", "out.idx", "out.ledger.parquet")
-    for name in names:
-        renamed = steps.index(("rename", name))
-        assert ("fsync", name) in steps[:renamed] and ("fsync", tmp_path.name) in steps[renamed:]
-    manifest = steps.index(("rename", "out.manifest.json"))
-    assert all(steps.index(("rename", name)) < manifest for name in names)
-    assert ("fsync", tmp_path.name) == steps[manifest + 1]
+    assert hashes(tmp_path / "new")["out.bin"] == hashes(tmp_path / "expected")["out.bin"]
 
 
 @pytest.mark.parametrize(("vocab_size", "dtype"), [(1 << 16, "uint16"), ((1 << 16) + 1, "uint32")])
@@ -286,36 +251,6 @@ def test_inputs_without_a_document_are_an_input_error(
     with pytest.raises(InputError, match="1 empty line, 1 not JSON"):
         prepare(tmp_path / "new" / "out", empty)
     assert not (tmp_path / "new").exists()
-
-
-def test_a_worker_that_dies_has_its_file_tried_once_more(
-    tmp_path: Path, write_lines: WriteLines, prepare: Prepare, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    file = write_lines("a.jsonl", [as_line("some words")])
-    prepare(tmp_path / "expected" / "out", file)
-    monkeypatch.setattr(workers, "encode_file", encode_or_die)
-    file.with_name(DEATHS).write_text("1")
-    prepare(tmp_path / "new" / "out", file)
-    assert file.with_name(DEATHS).read_text() == "0"
-    assert outputs(tmp_path / "new") == outputs(tmp_path / "expected")
-    file.with_name(DEATHS).write_text("2")
-    with pytest.raises(FanformerError, match=r"two workers died while preparing .*a\.jsonl"):
-        prepare(tmp_path / "never" / "out", file)
-    assert not (tmp_path / "never").exists()
-
-
-def test_the_files_beside_one_that_kills_its_worker_are_done(
-    tmp_path: Path, write_lines: WriteLines, prepare: Prepare, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    files = [write_lines(f"{number}.jsonl", [as_line("some words")]) for number in range(5)]
-    monkeypatch.setattr(workers, "encode_file", encode_or_die)
-    files[0].with_name(DEATHS).write_text("2")
-    with pytest.raises(
-        FanformerError, match=r"^two workers died while preparing \S*0\.jsonl .*short; what is done stays"
-    ):
-        prepare(tmp_path / "new" / "out", *files, workers=2)
-    done = [path.stem for path in (tmp_path / "new" / "out.parts").glob("[0-9]*.json")]
-    assert sorted(done) == ["000001", "000002", "000003", "000004"]
 
 
 def test_an_output_that_cannot_be_written_is_an_input_error(tmp_path: Path, mixed: Path, prepare: Prepare) -> None:
@@ -448,72 +383,25 @@ def test_a_failed_preparation_leaves_no_writer_that_the_collector_would_close(
         gc.enable()
 
 
-def test_parts_together_are_the_whole(
-    tmp_path: Path, sample_files: list[Path], prepare: Prepare, token_prefix: str
-) -> None:
-    prefix = str(tmp_path / "out")
-    manifest = prepare(prefix, *sample_files, part_bytes=10_000).manifest
-    names = [output.prefix for output in manifest.outputs]
-    assert names == [f"out-{part:05d}" for part in range(len(names))] and len(names) > 3
-    assert Path(prefix + ".blend").read_text().split() == names
-    data = [Path(tmp_path, name + ".bin").read_bytes() for name in names]
-    assert b"".join(data) == Path(token_prefix + ".bin").read_bytes()
-    lengths = [read_index(str(tmp_path / name)).lengths.tolist() for name in names]
-    assert list(chain(*lengths)) == read_index(token_prefix).lengths.tolist()
-    for part, tokens in zip(lengths[:-1], data[:-1], strict=True):
-        assert len(tokens) >= 10_000 > len(tokens) - 2 * part[-1]  # the last document took it over the size
-    ledgers = [parquet.read_table(tmp_path / f"{name}.ledger.parquet") for name in names]
-    assert [table.column("length").to_pylist() for table in ledgers] == lengths
-    assert {table.column("first_token")[0].as_py() for table in ledgers} == {0}
-
-
 def test_npy_output_is_the_tokens_alone_and_documents_again(
     tmp_path: Path, sample_files: list[Path], prepare: Prepare, token_prefix: str
 ) -> None:
     npy, back = tmp_path / "npy" / "out", tmp_path / "back" / "out"
     prepare(npy, *sample_files, format="npy")
-    assert set(contents(npy.parent)) == {"out.npy", "out.ledger.parquet", "out.manifest.json"}
+    assert set(hashes(npy.parent)) == {"out.npy", "out.ledger.parquet", "out.manifest.json"}
     prepare(back, shutil.copy(f"{npy}.npy", tmp_path / "datatrove's.ds"), from_npy=True)
     for found, suffix in ((f"{npy}.npy", ".bin"), (f"{back}.bin", ".bin"), (f"{back}.idx", ".idx")):
         assert Path(found).read_bytes() == Path(token_prefix + suffix).read_bytes()
-
-
-def test_a_last_document_without_its_end_keeps_its_tokens(
-    tmp_path: Path, small_tokenizer_file: Path, prepare: Prepare
-) -> None:
-    eod = load_tokenizer(small_tokenizer_file).eod_id
-    np.array([5, 6, eod, eod, 7, 8], np.uint16).tofile(tmp_path / "a.npy")
-    prefix = str(tmp_path / "out")
-    prepare(prefix, tmp_path / "a.npy", from_npy=True)
-    assert read_index(prefix).lengths.tolist() == [3, 1, 2]
-
-
-@pytest.mark.parametrize(
-    ("data", "kind", "message"),
-    [
-        (b"\x93NUMPY\x01\x00", InputError, "NumPy header"),
-        (b"abc", CorruptError, "not a whole number of uint16"),
-        (np.array([600], np.uint16).tobytes(), InputError, "id 600, outside"),
-    ],
-)
-def test_npy_files_that_cannot_serve_are_refused(
-    tmp_path: Path, prepare: Prepare, data: bytes, kind: type[FanformerError], message: str
-) -> None:
-    (tmp_path / "a.npy").write_bytes(data)
-    with pytest.raises(kind, match=message):
-        prepare(tmp_path / "out", tmp_path / "a.npy", from_npy=True)
 
 
 @pytest.mark.parametrize(
     "setting",
     [
         {"workers": 0},
-        {"part_bytes": 0},
         {"min_length": -1},
         {"min_length": 5, "max_length": 4},
         {"backend": "tokenizers"},
         {"from_npy": True, "strict": True},
-        {"npy_dtype": "uint32"},
     ],
 )
 def test_a_setting_that_makes_no_sense_is_an_input_error(
@@ -532,23 +420,134 @@ def test_a_run_killed_after_its_last_step_is_tidied_up(tmp_path: Path, mixed: Pa
     assert not (tmp_path / "new" / "out.parts").exists()
 
 
-def test_workers_import_neither_torch_nor_megatron() -> None:
-    import subprocess
-    import sys
-
-    code = (
-        "import sys, megatron_fanformer.prepare.workers, megatron_fanformer.prepare.prepare;"
-        "print({'torch', 'megatron', 'transformers'} & set(sys.modules))"
-    )
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "set()\n"
+# -- hold out
 
 
-def test_token_files_of_another_end_of_text_are_not_one_document(
-    tmp_path: Path, small_tokenizer_file: Path, monkeypatch: pytest.MonkeyPatch
+HoldOut = Callable[..., int]
+
+
+@pytest.fixture
+def documents(tmp_path: Path) -> Path:
+    """Seven files, of which three shares are 0; 3 and 4; 1, 2, 5 and 6."""
+    (folder := tmp_path / "documents").mkdir()
+    for number, lines in enumerate((90, 30, 20, 40, 15, 5)):
+        text = b"\n".join(as_line(f"file {number} document {n}") for n in range(lines))
+        (folder / f"{number}.jsonl").write_bytes(text)
+    (folder / "6.md").write_text("A page.")
+    return folder
+
+
+@pytest.fixture
+def run(tmp_path: Path, documents: Path, small_tokenizer_file: Path) -> HoldOut:
+    """The command, to x of a folder, with further words."""
+
+    def run(folder: str, *words: str, parts: int = 3) -> int:
+        output, tokenizer = str(tmp_path / folder / "x"), str(small_tokenizer_file)
+        common = ["--output", output, "--tokenizer", tokenizer, "--workers", "1"]
+        return main(["prepare", str(documents), "--hold-out", str(parts), *common, *words])
+
+    return run
+
+
+CHAT = {"chat": True, "chat_template": "olmo", "format": "npy"}
+
+
+@pytest.mark.parametrize(
+    ("words", "settings"),
+    [
+        ([], {}),
+        (["--chat", "--chat-template", "olmo", "--format", "npy"], CHAT),
+    ],
+    ids=["documents", "rows of chats"],
+)
+def test_both_are_the_files_of_two_preparations(
+    tmp_path: Path,
+    documents: Path,
+    prepare: Prepare,
+    run: HoldOut,
+    words: list[str],
+    settings: dict[str, Any],
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(encoding, "BLOCK_TOKENS", 10)
-    monkeypatch.setattr(encoding, "MAX_DOCUMENT_TOKENS", 100)
-    np.full(200, 7, np.uint16).tofile(tmp_path / "a.npy")
-    kinds = {"dtype": "uint16", "output_dtype": "uint16"}
-    with pytest.raises(InputError, match="no end-of-text id 1"):
-        list(encoding.npy_blocks(tmp_path / "a.npy", eod_id=1, vocab_size=600, **kinds))
+    if "chat" in settings:
+        for number, file in enumerate(sorted(documents.glob("*.jsonl"))):
+            chats = made_up_chats(4 + number)
+            file.write_text("\n".join(json.dumps({"messages": messages}) for messages in chats))
+        (documents / "6.md").unlink()
+    apart, files = tmp_path / "apart", sorted(documents.iterdir())
+    held = hold_out.last_share(files, 3)
+    prepare(apart / "x-validation", *held, **settings)
+    prepare(apart / "x", *(file for file in files if file not in held), **settings)
+    assert run("together", *words) == 0
+    whole = hashes(tmp_path / "together")
+    assert whole == hashes(apart) and len(whole) > 5
+    capsys.readouterr()
+    assert run("together", *words) == 0
+    assert hashes(tmp_path / "together") == whole
+    printed = capsys.readouterr().out.splitlines()
+    number = len(files)
+    x, same = f"{tmp_path}/together/x", "already exists, made from the same input with the same settings"
+    assert [line for line in printed if " files, to " in line or "already" in line] == [
+        f"validation: {len(held)} of {number} files, to {x}-validation",
+        f"validation: {x}-validation {same}",
+        f"training: {number - len(held)} of {number} files, to {x}",
+        f"training: {x} {same}",
+    ]
+
+
+def test_a_stop_between_the_two_leaves_no_training_and_the_same_command_goes_on(
+    tmp_path: Path, run: HoldOut, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("undisturbed") == 0
+    prepare = hold_out.prepare
+
+    def stopped(config: Any, *args: Any, **named: Any) -> Any:
+        if not config.output.endswith("-validation"):
+            raise KeyboardInterrupt
+        return prepare(config, *args, **named)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(hold_out, "prepare", stopped)
+        assert run("stopped") != 0
+    assert {path.name.partition(".")[0] for path in (tmp_path / "stopped").iterdir()} == {"x-validation"}
+    capsys.readouterr()
+    assert run("stopped") == 0
+    assert hashes(tmp_path / "stopped") == hashes(tmp_path / "undisturbed")
+    assert "x-validation already exists" in capsys.readouterr().out
+
+
+def test_what_is_of_other_inputs_is_refused_before_anything_is_written(
+    tmp_path: Path, documents: Path, prepare: Prepare, run: HoldOut, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A PREFIX of all files beside a validation of some would be trained on what it is measured by."""
+    prepare(tmp_path / "all" / "x", documents)
+    before = hashes(tmp_path / "all")
+    assert run("all") == 2
+    assert "already exists with other inputs (7 files" in capsys.readouterr().err
+    assert hashes(tmp_path / "all") == before
+
+    assert run("shared") == 0
+    before = hashes(tmp_path / "shared")
+    for file in (tmp_path / "shared").glob("x.*"):
+        file.unlink()
+    assert run("shared", parts=2) == 2  # whose training would have files of the validation that stands
+    assert "x-validation already exists with other inputs" in capsys.readouterr().err
+    assert run("shared") == 0
+    assert hashes(tmp_path / "shared") == before
+
+
+def test_too_few_files_are_one_line_that_says_what_to_do(
+    documents: Path, run: HoldOut, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for parts, line in {
+        8: "more than the files given (7), which are not cut; give more files",
+        1: "at least 2",
+    }.items():
+        assert run("x", parts=parts) == 2
+        errors = capsys.readouterr().err
+        assert line in errors and errors.count("\n") == 1
+    assert not (documents.parent / "x").exists()
+
+
+def test_the_shares_are_about_equal_by_bytes_of_text(documents: Path) -> None:
+    assert [path.name[0] for path in hold_out.last_share(sorted(documents.iterdir()), 3)] == ["1", "2", "5", "6"]

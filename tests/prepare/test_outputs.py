@@ -1,7 +1,6 @@
 """Documents and token files on other stores: the bytes of the same preparation here, whole or without a manifest."""
 
 import json
-import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -16,15 +15,13 @@ from megatron_fanformer import stores
 from megatron_fanformer.cli import main
 from megatron_fanformer.data.manifest import read_any_manifest
 from megatron_fanformer.errors import FanformerError, InputError
-from megatron_fanformer.prepare.document_files import DocumentFile, parse_block
-from megatron_fanformer.prepare.documents import DocumentParser
-from megatron_fanformer.prepare.inputs import expand_inputs
-from megatron_fanformer.prepare.remote_outputs import upload
+from megatron_fanformer.prepare import outputs
+from megatron_fanformer.prepare.outputs import upload
 from tests.checkpoint.stores import FailingFiles
 from tests.data.chat_making import made_up_chats
 from tests.data.failing_stores import FORBIDDEN, Plan, planned
-from tests.prepare.making import Prepare, as_line
-from tests.prepare.test_interrupted import hashes
+from tests.disk_steps import recorded_steps
+from tests.prepare.making import Prepare, WriteLines, as_line, hashes
 
 
 @pytest.fixture(autouse=True)
@@ -46,56 +43,8 @@ def documents(tmp_path: Path) -> Path:
     return below.parent
 
 
-# -- inputs
-
-
-def test_token_files_are_those_of_documents_here(documents: Path, tmp_path: Path, prepare: Prepare) -> None:
-    here = prepare(tmp_path / "here", documents)
-    there = prepare(tmp_path / "there", f"file://{documents}/", workers=2)
-    for suffix in (".bin", ".idx"):
-        assert (tmp_path / f"here{suffix}").read_bytes() == (tmp_path / f"there{suffix}").read_bytes()
-    recorded = [(record.path.removeprefix("file://"), record.bytes, record.sha256) for record in there.manifest.inputs]
-    assert recorded == [(record.path, record.bytes, record.sha256) for record in here.manifest.inputs]
-    again = prepare(tmp_path / "there", f"file://{documents}/")
-    assert again.already_there and again.manifest == read_any_manifest(str(tmp_path / "there"))
-    (documents / "a.jsonl.gz").write_bytes(igzip.compress(as_line("another") + b"\n"))
-    with pytest.raises(InputError, match="already exists with other inputs"):
-        prepare(tmp_path / "there", f"file://{documents}/")
-
-
-def test_files_are_named_as_those_here_are(documents: Path, tmp_path: Path) -> None:
-    with planned(documents) as url:
-        (tmp_path / "list").write_text(f"{url}/b.parquet\n{documents}/below/c.jsonl\n")
-        for words in (f"@{tmp_path}/list", f"@file://{tmp_path}/list"):
-            assert list(map(str, expand_inputs([words]))) == [f"{documents}/below/c.jsonl", f"{url}/b.parquet"]
-        assert list(map(str, expand_inputs([f"{url}/*.gz"]))) == [f"{url}/a.jsonl.gz"]
-        for words, line in {
-            f"{url}/none.jsonl": "names no document file; name one that exists",
-            f"{url}/none/": "names no document file",
-            f"{url}/own.csv": "names no document file",
-            "s3://user:secret@bucket/a.jsonl": "an input is s3://…@bucket/a.jsonl and holds a password",
-        }.items():
-            with pytest.raises(InputError, match=re.escape(line)):
-                expand_inputs([words])
-        with pytest.raises(InputError, match="is named twice among the inputs"):
-            expand_inputs([f"{url}/a.jsonl.gz", f"{url}/*.gz"])
-
-
-def test_a_file_is_no_pattern_whatever_its_name(documents: Path) -> None:
-    for name in ("part[1].jsonl", "part1.jsonl"):
-        (documents / name).write_bytes(as_line(name))
-    with planned(documents) as url:
-        (file,) = expand_inputs([f"{url}/part[1].jsonl"])
-        (block,) = DocumentFile(file).blocks()
-        assert [document.text for document in parse_block(block, DocumentParser())] == ["part[1].jsonl"]
-        (documents / "part[1].jsonl").unlink()
-        assert list(map(str, expand_inputs([f"{url}/part[1].jsonl"]))) == [f"{url}/part1.jsonl"]
-
-
-# -- outputs
-
 SETTINGS: dict[str, dict[str, Any]] = {
-    "parts": {"part_bytes": 3000},
+    "documents": {},
     "rows of chats": {"chat": True, "chat_template": "olmo", "format": "npy"},
 }
 
@@ -118,7 +67,7 @@ def test_token_files_there_are_those_here(tmp_path: Path, documents: Path, prepa
     assert first.manifest == again.manifest == read_any_manifest(str(tmp_path / "here" / "web"))
     assert list((tmp_path / "scratch").iterdir()) == []
     with pytest.raises(InputError, match=r"output prefix file://.*web already exists with (max_tokens|min_length)"):
-        other = {"min_length": 3} if kind == "parts" else {"max_tokens": 99}
+        other = {"min_length": 3} if kind == "documents" else {"max_tokens": 99}
         prepare(url, f"file://{documents}/", **{**options, **other})
     next((there / "tokens").rglob("*.npy" if kind == "rows of chats" else "*.bin")).unlink()
     with pytest.raises(InputError, match=r"web.manifest.json exists, but not all files that it lists"):
@@ -175,14 +124,14 @@ def test_a_copy_that_was_cut_off_goes_on(
 def test_outputs_that_cannot_be_written_are_one_line(
     tmp_path: Path, documents: Path, small_tokenizer_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "foreign-00000.idx").touch()
+    (tmp_path / "foreign.idx").touch()
     with planned(documents, Plan(1.0, kinds=(FORBIDDEN,))) as forbidden:
         for output, line in {
             "https://host/tokens/web": "cannot be written: https is only read; name s3://…, gs://… or a path",
             "memory://web": "it must be the URL of a prefix, such as s3://bucket/tokens/web, or file:///disk/run",
             "s3://user:secret@bucket/web": "output is s3://…@bucket/web and holds a password",
             "file:///folder/": "names no prefix; name one in a bucket",
-            f"file://{tmp_path}/foreign": "foreign-00000.idx exists, and there is no manifest of a complete",
+            f"file://{tmp_path}/foreign": "foreign.idx exists, and there is no manifest of a complete",
             f"{forbidden}/web": "web cannot be used (PermissionError: the token has expired); check its name",
         }.items():
             words = ["prepare", str(documents), "--output", output, "--tokenizer", str(small_tokenizer_file)]
@@ -193,3 +142,33 @@ def test_outputs_that_cannot_be_written_are_one_line(
     words = ["--scratch", "x", "--output", "y", "--tokenizer", "z"]
     assert main(["prepare", str(documents), *words]) == 2
     assert "scratch is set, which has no effect without --output at a URL" in capsys.readouterr().err
+
+
+@pytest.fixture
+def mixed(write_lines: WriteLines) -> Path:
+    """Seven lines: three documents and four refused lines."""
+    lines = [as_line("one"), b"{", as_line(""), as_line("two\ttwo"), b'{"id": 1}', b"{", as_line("three")]
+    return write_lines("mixed.jsonl", lines)
+
+
+def test_an_index_of_many_documents_is_written_in_chunks(
+    tmp_path: Path, mixed: Path, prepare: Prepare, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepare(tmp_path / "whole", mixed)
+    monkeypatch.setattr(outputs, "INDEX_CHUNK", 1)  # three documents make three
+    prepare(tmp_path / "chunks", mixed)
+    assert (tmp_path / "chunks.idx").read_bytes() == (tmp_path / "whole.idx").read_bytes()
+
+
+def test_token_files_get_their_names_once_they_are_on_the_disk(
+    tmp_path: Path, mixed: Path, prepare: Prepare, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps = recorded_steps(monkeypatch)
+    prepare(tmp_path / "out", mixed)
+    names = ("out.bin", "out.idx", "out.ledger.parquet")
+    for name in names:
+        renamed = steps.index(("rename", name))
+        assert ("fsync", name) in steps[:renamed] and ("fsync", tmp_path.name) in steps[renamed:]
+    manifest = steps.index(("rename", "out.manifest.json"))
+    assert all(steps.index(("rename", name)) < manifest for name in names)
+    assert ("fsync", tmp_path.name) == steps[manifest + 1]

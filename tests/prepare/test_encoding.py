@@ -6,19 +6,20 @@ from typing import Any
 import numpy as np
 import pytest
 
+from megatron_fanformer.data.manifest import Settings, TokenizerRecord
+from megatron_fanformer.data.token_files import read_index
 from megatron_fanformer.data.tokenizer import SPACE_MARK, Tokenizer, load_tokenizer
-from megatron_fanformer.errors import InputError
-from megatron_fanformer.prepare import id_encoders
-from megatron_fanformer.prepare.id_encoders import (
+from megatron_fanformer.errors import CorruptError, FanformerError, InputError
+from megatron_fanformer.prepare import encoding
+from megatron_fanformer.prepare.encoding import (
     SMALL_INPUT,
     EncoderChoice,
-    ExactEncoder,
     Gigatoken,
-    RoutedEncoder,
+    IdEncoder,
     choose_encoder,
     trusted_characters,
 )
-from tests.prepare.making import as_line, prepare_files
+from tests.prepare.making import Prepare, as_line, prepare_files
 
 MUCH = 1 << 30  # bytes of input that are worth gigatoken
 
@@ -64,18 +65,19 @@ def test_texts_of_doubtful_characters_and_pieces_alone_go_to_the_exact_library(
     doubtful = chr(int(np.flatnonzero(~plan.trust.characters)[0]))
     exact = load_tokenizer(tokenizer.path)
     seen: list[str] = []
-    encode = exact.encode
-    monkeypatch.setattr(exact, "encode", lambda text: seen.append(text) or encode(text))
-    texts = ["plain", f"one {doubtful}", "caf\u00e9", *(f"x{piece}" for piece in plan.trust.doubtful_pieces)]
-    routed = RoutedEncoder(Gigatoken(tokenizer.path), exact, plan.trust)
-    found = routed.encode_batch([text.encode() for text in texts])
+    encode = exact.encode_batch
+    monkeypatch.setattr(exact, "encode_batch", lambda texts: seen.extend(texts) or encode(texts))
+    pieces = [piece.decode() for piece in plan.trust.doubtful_pieces]
+    texts = ["plain", f"one {doubtful}", "caf\u00e9", *(f"x{piece}" for piece in pieces)]
+    encoder = IdEncoder(exact, Gigatoken(tokenizer.path), plan.trust)
+    ids = encoder.encode_batch([text.encode() for text in texts])
     assert seen == [texts[1], *texts[3:]]
-    assert [row.tolist() for row in found] == list(map(encode, texts))
+    assert [row.tolist() for row in ids] == encode(texts)
 
 
 def test_little_input_is_not_worth_the_check(tokenizer: Tokenizer) -> None:
-    encoding = choose_encoder(tokenizer, "auto", 1000).encoding
-    assert encoding.backend in ("tokenizers", "sentencepiece") and encoding.reason == SMALL_INPUT
+    chosen = choose_encoder(tokenizer, "auto", 1000).encoding
+    assert chosen.backend in ("tokenizers", "sentencepiece") and chosen.reason == SMALL_INPUT
 
 
 def test_a_backend_of_another_kind_is_an_input_error(small_tokenizer_file: Path) -> None:
@@ -88,10 +90,10 @@ def test_without_gigatoken_the_exact_library_serves(
 ) -> None:
     """It comes with the extra `fast` alone."""
     tokenizer = load_tokenizer(small_tokenizer_file)
-    monkeypatch.setattr(id_encoders, "find_spec", lambda _name: None)
-    encoding = choose_encoder(tokenizer, "auto", MUCH).encoding
-    assert encoding.backend != "gigatoken"
-    assert encoding.reason == "gigatoken is not installed; pip install 'megatron_fanformer[fast]'"
+    monkeypatch.setattr(encoding, "find_spec", lambda _name: None)
+    chosen = choose_encoder(tokenizer, "auto", MUCH).encoding
+    assert chosen.backend != "gigatoken"
+    assert chosen.reason == "gigatoken is not installed; pip install 'megatron_fanformer[fast]'"
     with pytest.raises(InputError, match=r"gigatoken cannot be used for .* \(gigatoken is not installed"):
         choose_encoder(tokenizer, "gigatoken", MUCH)
 
@@ -100,8 +102,8 @@ def test_a_tokenizer_that_gigatoken_cannot_read_goes_to_the_exact_library(
     tmp_path: Path, sample_texts: list[str]
 ) -> None:
     tokenizer = trained(tmp_path, " ".join(sample_texts).split(". "), model_type="unigram", vocab_size=400)
-    encoding = choose_encoder(tokenizer, "auto", MUCH).encoding
-    assert encoding.backend == "sentencepiece" and "gigatoken cannot read it" in str(encoding.reason)
+    chosen = choose_encoder(tokenizer, "auto", MUCH).encoding
+    assert chosen.backend == "sentencepiece" and "gigatoken cannot read it" in str(chosen.reason)
     with pytest.raises(InputError, match="gigatoken cannot be used"):
         choose_encoder(tokenizer, "gigatoken", MUCH)
 
@@ -118,11 +120,11 @@ class Faulty(Gigatoken):
 def test_wrong_ids_on_a_hard_text_make_the_exact_library_take_over(
     small_tokenizer_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(id_encoders, "Gigatoken", Faulty)
+    monkeypatch.setattr(encoding, "Gigatoken", Faulty)
     Faulty.wrong = staticmethod(lambda text: text == b"a\r\nb\r\n\r\n c\r")
-    encoding = choose_encoder(load_tokenizer(small_tokenizer_file), "auto", MUCH).encoding
-    assert encoding.backend == "sentencepiece"
-    assert encoding.reason == r"gigatoken's ids differ on 'a\r\nb\r\n\r\n c\r'"
+    chosen = choose_encoder(load_tokenizer(small_tokenizer_file), "auto", MUCH).encoding
+    assert chosen.backend == "sentencepiece"
+    assert chosen.reason == r"gigatoken's ids differ on 'a\r\nb\r\n\r\n c\r'"
 
 
 def test_a_difference_seen_under_way_starts_the_whole_run_anew(
@@ -139,20 +141,19 @@ def test_a_difference_seen_under_way_starts_the_whole_run_anew(
         files.append(tmp_path / f"{number}.jsonl")
         files[-1].write_bytes(b"".join(as_line(text) + b"\n" for text in texts))
     prepare_files(str(tmp_path / "expected"), files, olmo_tokenizer_file, backend="tokenizers")
-    trust = id_encoders.Trust(np.ones(0x110000, bool), [])
+    trust = encoding.Trust(np.ones(0x110000, bool), [])
     trust.characters[0x10FFFF] = False
-    monkeypatch.setattr(id_encoders, "trust_or_reason", lambda *_: trust)
+    monkeypatch.setattr(encoding, "trust_or_reason", lambda *_: trust)
     prefix = str(tmp_path / "out")
-    manifest = prepare_files(prefix, files, olmo_tokenizer_file, backend="gigatoken", part_bytes=1).manifest
+    manifest = prepare_files(prefix, files, olmo_tokenizer_file, backend="gigatoken").manifest
     assert manifest.encoding.backend == "tokenizers"
     assert "differ in document '1' of" in str(manifest.encoding.reason)
-    parts = [Path(f"{prefix}-{part:05d}.bin").read_bytes() for part in range(4)]
-    assert b"".join(parts) == (tmp_path / "expected.bin").read_bytes()
+    assert Path(f"{prefix}.bin").read_bytes() == (tmp_path / "expected.bin").read_bytes()
 
 
 def test_memory_that_has_grown_is_given_back(olmo_tokenizer_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(id_encoders, "CACHE_TEXT_BYTES", 1000)
-    monkeypatch.setattr(id_encoders, "CACHE_BYTES", -1)  # any memory is too much
+    monkeypatch.setattr(encoding, "CACHE_TEXT_BYTES", 1000)
+    monkeypatch.setattr(encoding, "CACHE_BYTES", -1)  # any memory is too much
     encoder = Gigatoken(olmo_tokenizer_file)
     first = encoder._tokenizer
     before = encoder.encode_batch([b"word " * 100])[0].tolist()
@@ -165,20 +166,20 @@ def test_memory_that_has_grown_is_given_back(olmo_tokenizer_file: Path, monkeypa
 def test_a_long_text_has_the_same_ids_in_pieces(
     tokenizer: Tokenizer, sample_texts: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(id_encoders, "PIECE_CHARACTERS", 100)
+    monkeypatch.setattr(encoding, "PIECE_CHARACTERS", 100)
     text = "\n\n".join(sample_texts) + " \u0eba\u0323  two  spaces"
     seen: list[int] = []
     encode = tokenizer.encode
     monkeypatch.setattr(tokenizer, "encode", lambda text: seen.append(len(text)) or encode(text))
-    assert ExactEncoder(tokenizer).encode(text).tolist() == encode(text)
+    assert IdEncoder(tokenizer).encode_batch([text.encode()])[0].tolist() == encode(text)
     assert max(seen[-10:]) < 1000 < len(text)
 
 
 def test_a_tokenizer_that_joins_words_gets_long_texts_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = "the end of the day is the end of the night"
     tokenizer = trained(tmp_path, [text] * 50, model_type="bpe", vocab_size=60, split_by_whitespace=False)
-    monkeypatch.setattr(id_encoders, "PIECE_CHARACTERS", 10)
-    assert ExactEncoder(tokenizer).encode(text).tolist() == tokenizer.encode(text)
+    monkeypatch.setattr(encoding, "PIECE_CHARACTERS", 10)
+    assert IdEncoder(tokenizer).encode_batch([text.encode()])[0].tolist() == tokenizer.encode(text)
 
 
 def exact(texts: Sequence[str]) -> list[list[int]]:
@@ -199,4 +200,42 @@ def exact(texts: Sequence[str]) -> list[list[int]]:
 def test_the_characters_that_two_libraries_take_otherwise_are_found(old: str, new: str, doubtful: list[int]) -> None:
     trusted = trusted_characters(lambda texts: exact([text.replace(old, new) for text in texts]), exact)
     same = trusted_characters(exact, exact)
-    assert np.flatnonzero(same & ~trusted).tolist() == doubtful and same.sum() == sum(map(len, id_encoders.PROBED))
+    assert np.flatnonzero(same & ~trusted).tolist() == doubtful and same.sum() == sum(map(len, encoding.PROBED))
+
+
+def test_a_last_document_without_its_end_keeps_its_tokens(
+    tmp_path: Path, small_tokenizer_file: Path, prepare: Prepare
+) -> None:
+    eod = load_tokenizer(small_tokenizer_file).eod_id
+    np.array([5, 6, eod, eod, 7, 8], np.uint16).tofile(tmp_path / "a.npy")
+    prefix = str(tmp_path / "out")
+    prepare(prefix, tmp_path / "a.npy", from_npy=True)
+    assert read_index(prefix).lengths.tolist() == [3, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("data", "kind", "message"),
+    [
+        (b"\x93NUMPY\x01\x00", InputError, "NumPy header"),
+        (b"abc", CorruptError, "not a whole number of uint16"),
+        (np.array([600], np.uint16).tobytes(), InputError, "id 600, outside"),
+    ],
+)
+def test_npy_files_that_cannot_serve_are_refused(
+    tmp_path: Path, prepare: Prepare, data: bytes, kind: type[FanformerError], message: str
+) -> None:
+    (tmp_path / "a.npy").write_bytes(data)
+    with pytest.raises(kind, match=message):
+        prepare(tmp_path / "out", tmp_path / "a.npy", from_npy=True)
+
+
+def test_token_files_of_another_end_of_text_are_not_one_document(
+    tmp_path: Path, small_tokenizer_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(encoding, "BLOCK_TOKENS", 10)
+    monkeypatch.setattr(encoding, "MAX_DOCUMENT_TOKENS", 100)
+    np.full(200, 7, np.uint16).tofile(tmp_path / "a.npy")
+    settings = Settings(text_field="", dtype="uint16", npy_dtype="uint16")
+    tokenizer = TokenizerRecord(path="", sha256="", vocab_size=600, eod_id=1)
+    with pytest.raises(InputError, match="no end-of-text id 1"):
+        list(encoding.npy_blocks(tmp_path / "a.npy", settings, tokenizer))

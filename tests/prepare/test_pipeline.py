@@ -1,0 +1,252 @@
+"""However often a preparation is cut short, the same command again ends with the very bytes of an undisturbed one."""
+
+import gzip
+import json
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_fanformer.cli import main
+from megatron_fanformer.errors import CorruptError, InputError, InUseError
+from megatron_fanformer.prepare import encoding
+from megatron_fanformer.prepare.prepare import prepare, prepare_shard
+from megatron_fanformer.prepare.shards import work_folder
+from megatron_fanformer.prepare.verb import PrepareConfig, Shard
+from tests.data.chat_making import made_up_chats
+from tests.disk_steps import small_files
+from tests.prepare import commands, fuzzing
+from tests.prepare.making import as_line, hashes
+from tests.small_runs import ROOT, start_command
+
+LINES = 400
+CHATS: dict[str, list[str]] = {
+    "chats": ["--chat", "--chat-template", "olmo", "--max-tokens", "300"],
+    "rows of chats": ["--chat", "--chat-template", "olmo", "--format", "npy"],
+}
+
+
+@pytest.fixture
+def options(tmp_path: Path, small_tokenizer_file: Path) -> list[str]:
+    """The command but for its output, of a fuzzed corpus: all its files, `.json` files too."""
+    folder = tmp_path / "corpus"
+    folder.mkdir()
+    fuzzing.write_fuzzed(folder, LINES, seed=5)
+    return [*sorted(map(str, folder.iterdir())), "--tokenizer", str(small_tokenizer_file)]
+
+
+def complete(options: list[str], folder: Path, workers: int = 1) -> dict[str, str]:
+    """Run to the end; returns the hashes of the output."""
+    ended = commands.run([*options, "--output", str(folder / "tokens"), "--workers", str(workers)])
+    assert ended.code == 0, ended.errors
+    return hashes(folder)
+
+
+@pytest.fixture
+def chat_options(tmp_path: Path, small_tokenizer_file: Path) -> list[str]:
+    """The command but for its output, of conversations, with lines that are none."""
+    folder = tmp_path / "chats"
+    folder.mkdir()
+    chats = made_up_chats(400)
+    for number in range(4):
+        lines = [*(json.dumps({"messages": messages}) for messages in chats[number::4]), "not a conversation"]
+        (folder / f"{number}.jsonl").write_text("\n".join(lines))
+    return [str(folder), "--tokenizer", str(small_tokenizer_file)]
+
+
+def killed_after(command: list[str], seconds: float) -> bool:
+    """Start, and kill the whole run after a time; False where it had ended by itself."""
+    process = start_command("prepare", *command)
+    try:
+        process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        commands.kill_all(process)
+        return True
+    process.communicate()
+    assert process.returncode == 0
+    return False
+
+
+def test_a_run_killed_again_and_again_ends_with_the_same_bytes(tmp_path: Path, options: list[str]) -> None:
+    began = time.monotonic()
+    expected = complete(options, tmp_path / "whole", workers=2)
+    whole_seconds = time.monotonic() - began
+    command = [*options, "--output", str(tmp_path / "killed" / "tokens"), "--workers", "2"]
+    for share in (0.6, 0.9):
+        killed_after(command, share * whole_seconds)
+    assert complete(options, tmp_path / "killed", workers=3) == expected
+
+
+def assert_killed_at_steps(options: list[str], folder: Path, stride: int) -> int:
+    """Kill runs before steps of their ending, go on with each, and compare; returns how many were killed."""
+    expected = complete(options, folder / "whole")
+    trials = folder / "trials"
+    trials.mkdir()
+    program = [sys.executable, "-m", "tests.prepare.step_killing", str(trials), str(stride)]
+    ran = subprocess.run([*program, *options, "--workers", "2"], cwd=ROOT, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+    killed = int(ran.stdout.split()[-1])
+    results = [hashes(trial) for trial in trials.iterdir() if trial.name != "done"]
+    assert len(results) == killed + 1
+    assert all(result == expected for result in results)
+    return killed
+
+
+def test_a_run_killed_in_its_ending_ends_with_the_same_bytes(tmp_path: Path, options: list[str]) -> None:
+    assert assert_killed_at_steps(options, tmp_path, stride=10) > 1
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("variant", list(CHATS))
+def test_a_run_over_chats_killed_at_any_time_ends_with_the_same_bytes(
+    tmp_path: Path, chat_options: list[str], variant: str
+) -> None:
+    command = [*chat_options, *CHATS[variant]]
+    began = time.monotonic()
+    expected = complete(command, tmp_path / "undisturbed")
+    seconds = time.monotonic() - began
+    again = [*command, "--output", str(tmp_path / "killed" / "tokens"), "--workers", "2"]
+    for share in (0.5, 0.7, 0.9):
+        killed_after(again, share * seconds)
+    assert complete(command, tmp_path / "killed", workers=3) == expected
+    assert assert_killed_at_steps(command, tmp_path, stride=1) > 10
+
+
+@pytest.mark.parametrize("larger_than", [pytest.param("a shard", marks=pytest.mark.full), "the output"])
+def test_a_full_disk_is_one_line_and_a_later_run_goes_on(
+    tmp_path: Path, small_tokenizer_file: Path, larger_than: str
+) -> None:
+    """The system refuses to write beyond a size, as it does on a full disk: in a worker, or in the parent."""
+    texts = [" ".join(random.Random(n).choices(fuzzing.WORDS, k=4_000)) for n in range(4)]
+    files = [tmp_path / f"{n}.jsonl" for n in range(4)]
+    for file, text in zip(files, texts, strict=True):
+        file.write_bytes(as_line(text))
+    options = [*map(str, files), "--tokenizer", str(small_tokenizer_file)]
+    expected = complete(options, tmp_path / "whole")
+    whole = (tmp_path / "whole" / "tokens.bin").stat().st_size
+    command = [*options, "--output", str(tmp_path / "out" / "tokens"), "--workers", "2"]
+    with small_files(whole // 16 if larger_than == "a shard" else whole // 2):
+        ended = commands.run(command)
+    assert (ended.code, ended.errors.count("\n")) == (1, 1), ended.errors
+    assert "File too large" in ended.errors
+    assert not (tmp_path / "out" / "tokens.manifest.json").exists()
+    assert complete(options, tmp_path / "out", workers=2) == expected
+
+
+CHAT: dict[str, Any] = {"chat": True, "chat_template": "olmo", "max_tokens": 60}
+
+
+@pytest.fixture
+def documents(tmp_path: Path) -> Path:
+    (folder := tmp_path / "documents").mkdir()
+    for number in range(5):
+        lines = [as_line(f"file {number} document {n} " * 9) for n in range(40)]
+        (folder / f"{number}.jsonl").write_bytes(b"\n".join([*lines, b"no document"]))
+    return folder
+
+
+@pytest.fixture
+def config(tmp_path: Path, documents: Path, small_tokenizer_file: Path) -> Callable[..., PrepareConfig]:
+    def config(**settings: Any) -> PrepareConfig:
+        options = {"inputs": (str(documents),), "output": str(tmp_path / "out" / "x"), "workers": 1, **settings}
+        return PrepareConfig(tokenizer=str(small_tokenizer_file), **options)
+
+    return config
+
+
+@pytest.mark.parametrize("settings", [{}, CHAT], ids=["documents", "chats"])
+@pytest.mark.parametrize("count", [1, 2, 7])
+def test_the_merged_shards_are_one_machines_run(
+    tmp_path: Path, documents: Path, config: Callable[..., PrepareConfig], settings: dict[str, Any], count: int
+) -> None:
+    """More shards than files, too."""
+    if settings is CHAT:
+        for number, file in enumerate(documents.iterdir()):
+            file.write_text("\n".join(json.dumps({"messages": chat}) for chat in made_up_chats(9 + number)))
+    prepare(config(**{**settings, "output": str(tmp_path / "one" / "x")}))
+    for number in reversed(range(count)):
+        (line,) = prepare_shard(config(**settings), Shard(number, count))
+        assert f"shard {number}/{count}: {len(range(number, 5, count))} file" in line
+    report = prepare(config(**settings, merge=count))
+    assert not report.already_there and prepare(config(**settings, merge=count)).already_there
+    assert hashes(tmp_path / "out") == hashes(tmp_path / "one")
+
+
+def test_what_is_not_whole_is_named_and_not_merged(
+    tmp_path: Path, documents: Path, config: Callable[..., PrepareConfig]
+) -> None:
+    out = tmp_path / "out"
+    merge = config(merge=3)
+    with pytest.raises(CorruptError, match=r"--shard 0/3 \(2 files\), 1/3 \(2 files\), 2/3 \(1 file\); prepare these"):
+        prepare(merge)
+    assert not out.exists()
+    for number in range(3):
+        prepare_shard(config(), Shard(number, 3))
+    part = out / "x.shard-1-of-3.parts"
+    (part / "000001.tokens").write_bytes(b"")
+    with pytest.raises(CorruptError, match=r"x cannot be merged, files are left of --shard 1/3 \(1 file\); prepare"):
+        prepare(merge)
+    prepare_shard(config(), Shard(1, 3))
+    (documents / "2.jsonl").write_bytes(as_line("another text"))
+    with pytest.raises(CorruptError, match=r"files are left of --shard 2/3 \(1 file\)"):
+        prepare(merge)
+    prepare_shard(config(), Shard(2, 3))
+    with work_folder(f"{out}/x.shard-0-of-3"), pytest.raises(InUseError, match="shard-0-of-3 is being written"):
+        prepare(merge)
+    with pytest.raises(InputError, match=r"shard-0-of-3.parts was prepared with text_field 'text' and not 'content'"):
+        prepare(config(merge=3, text_field="content"))
+    (documents / "9.jsonl").write_bytes(as_line("one more"))
+    with pytest.raises(InputError, match=r"shard-0-of-3.parts was prepared with other inputs"):
+        prepare(merge)
+    (documents / "9.jsonl").unlink()
+    with pytest.raises(InputError, match=r"0\.jsonl:41: not JSON; fix the line, or prepare without strict"):
+        prepare(config(merge=3, strict=True))
+    prepare(merge)
+    prepare(config(output=str(tmp_path / "one" / "x")))
+    assert hashes(out) == hashes(tmp_path / "one")
+
+
+def test_a_shard_goes_on_where_it_was(tmp_path: Path, documents: Path, config: Callable[..., PrepareConfig]) -> None:
+    (documents / "2.jsonl").rename(damaged := documents / "2.jsonl.gz")
+    with pytest.raises(CorruptError, match=r"2\.jsonl\.gz is damaged.*same command continues from there"):
+        prepare_shard(config(), Shard(0, 2))
+    done = tmp_path / "out" / "x.shard-0-of-2.parts" / "000000.json"
+    before = done.stat().st_mtime_ns
+    damaged.write_bytes(gzip.compress(damaged.read_bytes()))
+    prepare_shard(config(), Shard(0, 2))
+    assert done.stat().st_mtime_ns == before
+
+
+def test_shards_of_which_one_distrusts_gigatoken_are_refused(
+    config: Callable[..., PrepareConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One machine would have encoded all by the exact library."""
+    monkeypatch.setattr(encoding, "SMALL_INPUT_BYTES", 0)
+    prepare_shard(config(), Shard(0, 2))
+    prepare_shard(config(backend="sentencepiece"), Shard(1, 2))
+    with pytest.raises(InputError, match=r"several libraries: 0/2 by gigatoken.*, 1/2 by sentencepiece"):
+        prepare(config(merge=2))
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    {
+        "--shard 2/2": "'2/2' is not I/N, with I from 0 to N - 1",
+        "--shard 1/2 --merge 2": "argument --merge: not allowed with argument --shard",
+        "--hold-out 2 --merge 2": "argument --merge: not allowed with argument --hold-out",
+        "--shard 0/2 --output s3://bucket/x": "is on another store, and shards are files of a disk",
+        "--lists 3": "prepare --shard I/N, once for each I from 0 to N - 1, shares the files; --merge N joins",
+        "--from-lists l --task 1": "prepare --shard I/N",
+        "--part-size 10G": "prepare parts of the files to prefixes of their own, and name them all in data.train_data",
+        "--status l": "prepare --merge N names the shards that are not done",
+    }.items(),
+)
+def test_wrong_options_are_one_line(words: str, line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["prepare", "a.jsonl", "--tokenizer", "t", "--output", "x", *words.split()]) == 2
+    error = capsys.readouterr().err
+    assert line in error and error.count("\n") == 1
