@@ -46,7 +46,7 @@ from megatron_fanformer.model.config import PRESETS, FANformerConfig, as_transfo
 from megatron_fanformer.model.dtypes import DTYPES
 from megatron_fanformer.model.layouts import parse_layout
 from megatron_fanformer.ops import cpu_kernels
-from megatron_fanformer.plan.flops import training_flops_per_token
+from megatron_fanformer.plan.job import training_flops_per_token
 from megatron_fanformer.plan.machines import known_machines, machine_of_device
 from megatron_fanformer.processes import usable_cores
 from megatron_fanformer.runtime import device as devices

@@ -24,8 +24,8 @@ from megatron_fanformer.experiments.result import Cell, Finding, Log, Measured, 
 from megatron_fanformer.hf import FANformerForCausalLM
 from megatron_fanformer.model.config import PRESETS, FANformerConfig
 from megatron_fanformer.pictures import drawn
-from megatron_fanformer.plan.flops import forward_flops_per_token
-from megatron_fanformer.plan.memory_tracker import MemoryTracker
+from megatron_fanformer.plan.job import forward_flops_per_token
+from megatron_fanformer.plan.simulation import MemoryTracker
 
 MIB = 2**20
 HALF_BYTES = 2

@@ -33,7 +33,7 @@ from megatron_fanformer.experiments.twins import (
 from megatron_fanformer.hf import FANformerForCausalLM
 from megatron_fanformer.model.config import PRESETS
 from megatron_fanformer.pictures import drawn
-from megatron_fanformer.plan.memory_tracker import MemoryTracker
+from megatron_fanformer.plan.simulation import MemoryTracker
 from megatron_fanformer.runtime.device import resolve_device
 
 MIB = 2**20

@@ -21,7 +21,7 @@ from megatron_fanformer.experiments.sweep_run import run_sweep, write_array
 from megatron_fanformer.experiments.variants import VARIANTS, variant_like
 from megatron_fanformer.experiments.verbs import SweepOptions
 from megatron_fanformer.options import PROGRAM
-from megatron_fanformer.plan.flops import training_flops_per_token
+from megatron_fanformer.plan.job import training_flops_per_token
 from megatron_fanformer.plan.machines import Machine, load_machine
 from megatron_fanformer.terminal import Row, plural, show, table
 from megatron_fanformer.train.config import RunConfig, advice, config_from_dict

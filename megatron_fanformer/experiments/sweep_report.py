@@ -32,7 +32,7 @@ from megatron_fanformer.experiments.outcomes import Group, Outcome, choices, com
 from megatron_fanformer.experiments.result import Cell as TableCell
 from megatron_fanformer.experiments.result import Finding, Measured, Result, Table, write_folder
 from megatron_fanformer.pictures import drawn, set_logarithmic
-from megatron_fanformer.plan.flops import training_flops_per_token
+from megatron_fanformer.plan.job import training_flops_per_token
 from megatron_fanformer.terminal import plural
 
 CSV = "cells.csv"

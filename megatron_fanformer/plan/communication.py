@@ -1,30 +1,23 @@
-"""The bytes that the collectives of one training step move, by formula, and compared with a count of them.
+"""The bytes that the collectives of one training step move, by formula, for layers of the local spec.
 
-Each term is derived from the shapes, for layers of the local spec; a test checks them against what
-`runtime.collectives` counts, which they equal exactly, with megatron-core 0.16.1 and 0.19.2. They are of a step in the
-course of training: 0.19 has one more all-reduce of 4 bytes in a run's first, where it asks, once, whether any rank has
-weights whose gradient norm is to be computed separately.
+A test counts them on real ranks (`runtime.collectives`), with megatron-core 0.16.1 and 0.19.2, and finds exactly these.
+They are of a step in the course of training: 0.19 has one more all-reduce of 4 bytes in a run's first step. The bytes
+of a collective are those of its whole tensor: the sum of a reduction, the output of an all-gather, the input of a
+reduce-scatter or an all-to-all.
 
-As in the count, the bytes of a collective are those of its whole tensor: what is reduced, the output of an all-gather,
-the input of a reduce-scatter or an all-to-all, what is broadcast or sent.
+Column parallel maps read an input that all tensor parallel ranks need, row parallel maps make one that is a sum over
+them; sequence parallelism shards both along the sequence. `job` has the legend of shapes.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from megatron_fanformer.plan.gradient_buffers import (
-    Chunk,
-    Weight,
-    chunks,
-    gradient_buffer,
-    limits_buckets,
-    weights,
-)
+from megatron_fanformer.plan.gradient_buffers import Chunk, Weight, chunks, gradient_buffer, limits_buckets, weights
 from megatron_fanformer.plan.job import Job
-from megatron_fanformer.plan.layer_traffic import Term, chunk_terms
-from megatron_fanformer.plan.matrix_updates import MatrixUpdates
+from megatron_fanformer.plan.matrix_updates import MatrixUpdates, Term
 
+LOGIT_STATISTIC_BYTES = 4  # the cross entropy is computed in float32
 NORM_BYTES = 4  # one float32
 JUDGED_NORM_BYTES = 8  # one float64
 REPORT_BYTES = 7 * 8  # sums of losses, tokens and z-losses, and of ranks with each of four interrupts, in float64
@@ -32,6 +25,7 @@ TOKEN_COUNT_BYTES = 4  # one int32
 # Of samples, in int64: whether they could be read; a token's id, label and position. Its weight in the loss, and its
 # document's number, take half a word each.
 WORD_BYTES, SAMPLE_STATUS_WORDS, SAMPLE_WORDS = 8, 1, 3
+ACTIVATIONS, PRE_ACTIVATION = "activations", "FAN pre-activation"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +47,7 @@ class CommunicationLine:
 
 
 def communication(job: Job, stage: int, rank: int = 0) -> list[CommunicationLine]:
-    """Return what a rank of a pipeline stage communicates in one training step, by purpose.
+    """Return the communication of a rank of a pipeline stage in one training step, by purpose.
 
     All of its ranks do alike, but for the matrices that each owns (`matrix_updates`). A group of one rank moves
     nothing.
@@ -65,31 +59,34 @@ def communication(job: Job, stage: int, rank: int = 0) -> list[CommunicationLine
         ValueError: the layers do not divide evenly over the stages.
     """
     sizes = job.group_sizes(stage)
-    lines: dict[tuple[str, str, str], CommunicationLine] = {}
-    for group, kind, purpose, message_bytes, calls in _terms(job, stage, rank):
-        if sizes[group] == 1 or calls == 0:
-            continue
-        empty = CommunicationLine(group=group, kind=kind, purpose=purpose, ranks=sizes[group], calls=0, message_bytes=0)
-        line = lines.get((group, kind, purpose), empty)
-        lines[group, kind, purpose] = replace(
-            line, calls=line.calls + calls, message_bytes=line.message_bytes + message_bytes
-        )
-    return list(lines.values())
+    sums: dict[tuple[str, str, str], Total] = {}
+    for *key, message_bytes, calls in _terms(job, stage, rank):
+        group, kind, purpose = map(str, key)
+        if sizes[group] > 1 and calls:
+            sums[group, kind, purpose] = sums.get((group, kind, purpose), Total(0, 0)).plus(calls, message_bytes)
+    return [
+        CommunicationLine(group=group, kind=kind, purpose=purpose, ranks=sizes[group], **total._asdict())
+        for (group, kind, purpose), total in sums.items()
+    ]
 
 
 def _terms(job: Job, stage: int, rank: int) -> Iterator[Term]:
-    model, parallel = job.model, job.parallel
-    held = [(chunk, weights(model, parallel, chunk)) for chunk in chunks(model, parallel, stage)]
+    chunk_weights = [
+        (chunk, weights(job.model, job.parallel, chunk)) for chunk in chunks(job.model, job.parallel, stage)
+    ]
     yield from _sample_terms(job, stage)
-    for chunk, _ in held:
-        for term in chunk_terms(job, chunk):
+    for chunk, _ in chunk_weights:
+        for term in _chunk_terms(job, chunk):
             yield term.times(job.num_micro_batches)
     yield from _pipeline_terms(job, stage)
-    for chunk, own in held:
-        yield from _replica_terms(job, stage, chunk, own)
-    yield from _replicated_weight_terms(job, [weight for _, own in held for weight in own])
+    for chunk, held in chunk_weights:
+        yield from _replica_terms(job, stage, chunk, held)
+    yield from _replicated_weight_terms(job, [weight for _, held in chunk_weights for weight in held])
     yield from MatrixUpdates(job, stage).terms(rank)
     yield from _scalar_terms(job)
+
+
+# -- a micro batch
 
 
 def _sample_terms(job: Job, stage: int) -> Iterator[Term]:
@@ -103,8 +100,144 @@ def _sample_terms(job: Job, stage: int) -> Iterator[Term]:
         yield Term("tp_cp", "broadcast", "samples", words * WORD_BYTES).times(job.num_micro_batches)
 
 
+def _chunk_terms(job: Job, chunk: Chunk) -> Iterator[Term]:
+    if chunk.has_embedding:  # each rank looks up its part of the vocabulary; the parts are summed
+        yield from (*_sum(job), *_sum_gradient(job))
+    for term in (*layer_forward(job), *layer_backward(job)):
+        yield term.times(chunk.layers)
+    for term in recomputed(job):
+        yield term.times(recomputed_layers(job, chunk.layers))
+    if chunk.has_head:
+        yield from _head_terms(job)
+
+
+def _head_terms(job: Job) -> Iterator[Term]:
+    yield from _gather(job)
+    # Of each token: its largest logit, its label's and the sum of exponentials, each of a shard of the vocabulary.
+    statistics = Term("tp", "all-reduce", "vocabulary cross entropy", job.tokens * LOGIT_STATISTIC_BYTES).times(3)
+    if job.kernels.chunked_loss_head:
+        # The last two are summed together, of a chunk of tokens at a time. The gradient is taken while the whole input
+        # is still there.
+        yield statistics._replace(calls=2 * job.loss_chunks)
+        yield from _sum(job)
+    else:
+        yield statistics
+        yield from (*_gather(job), *_sum(job))
+
+
+def layer_forward(job: Job) -> Iterator[Term]:
+    """Yield the collectives of one layer's forward."""
+    yield from _gather(job)
+    for kind, _, purpose, message_bytes in _before_heads(job):
+        yield Term("tp", kind, purpose, message_bytes)
+    yield from _heads_of_part(job)
+    yield from _core_attention(job)
+    yield from _sum(job)
+    yield from _mlp(job)
+
+
+def layer_backward(job: Job) -> Iterator[Term]:
+    """Yield the collectives of one layer's backward, without its recomputation.
+
+    The gradient of a gathered input is summed over the ranks, and the input, of which a part was kept, gathered again.
+    """
+    yield from (*_gather(job), *_sum(job))
+    for _, kind, purpose, message_bytes in _before_heads(job):
+        yield Term("tp", kind, purpose, message_bytes)
+    yield from _heads_of_part(job)
+    if job.parallel.exchanges_heads or job.gathers_twice:
+        yield from _core_attention(job)
+    if not job.parallel.exchanges_heads:
+        yield Term("cp", "reduce-scatter", "keys and values", _keys_and_values_bytes(job))
+    yield from _sum_gradient(job)
+    yield from (*_gather(job), *_sum(job))
+    yield from _sum_gradient(job, job.mlp_output_bytes)
+
+
+def recomputed(job: Job) -> Iterator[Term]:
+    """Yield the collectives of a layer's forward that run again; norms communicate nothing."""
+    if job.parallel.recompute_granularity == "full":
+        yield from layer_forward(job)
+    if job.parallel.recomputes("fan") and job.has_column_fan:
+        yield Term("tp", "all-gather", PRE_ACTIVATION, job.activation_bytes * job.model.fan_rows)
+    if job.parallel.recomputes("core_attn"):
+        yield from _core_attention(job)
+    if job.parallel.recomputes("mlp"):
+        yield from _mlp(job)
+
+
+def recomputed_layers(job: Job, layers: int) -> int:
+    """Return how many of so many layers are recomputed: all of a chunk, or with method `block` the first few."""
+    return min(layers, job.parallel.recompute_num_layers or 0) if job.parallel.recompute_method == "block" else layers
+
+
+def _before_heads(job: Job) -> Iterator[tuple[str, str, str, int]]:
+    """Yield the exchanges of tensor parallel ranks for their heads: kind in forward, in backward, purpose and bytes."""
+    model = job.model
+    if job.has_column_fan:
+        # p | g of all ranks, k wide, in place of X_F; QKV, whose input is then whole, neither gathers nor sums.
+        yield "all-gather", "reduce-scatter", PRE_ACTIVATION, job.activation_bytes * model.fan_rows
+    elif model.placement.has_own_values:
+        # A rank made all values of its part of the sequence, [c / T, b, v], and needs its heads' of the whole.
+        values_bytes = job.activation_bytes // job.tensor_ranks * model.value_size
+        yield "all-to-all", "all-to-all", "values, from tokens to heads", values_bytes
+    if model.query_groups < job.tensor_ranks:
+        # Megatron gathers the whole output of QKV, and each rank takes its heads out of it.
+        yield "all-gather", "reduce-scatter", "QKV of shared groups", job.activation_bytes * model.qkv_rows
+
+
+def _heads_of_part(job: Job) -> Iterator[Term]:
+    """Yield the exchange of queries, keys and values of a part of the sequence, [c, b, (n + 2 g) / T, d], for a part of
+    the heads of the whole; their gradients go back.
+    """
+    if job.parallel.exchanges_heads:
+        heads = job.model.num_attention_heads + 2 * job.model.query_groups
+        yield Term("cp", "all-to-all", "heads of queries, keys and values", _heads_bytes(job, heads))
+
+
+def _core_attention(job: Job) -> Iterator[Term]:
+    if job.parallel.exchanges_heads:
+        yield Term("cp", "all-to-all", "heads of the context", _heads_bytes(job, job.model.num_attention_heads))
+    else:
+        yield Term("cp", "all-gather", "keys and values", _keys_and_values_bytes(job))
+
+
+def _heads_bytes(job: Job, heads: int) -> int:
+    """Return the bytes of one rank's share of so many heads, [c, b, heads / T, d]."""
+    return job.activation_bytes * heads // job.tensor_ranks * job.model.kv_channels
+
+
+def _keys_and_values_bytes(job: Job) -> int:
+    """Return the bytes of one rank's keys and values of the whole sequence, [s, b, heads, 2 d]."""
+    model = job.model
+    heads = max(1, model.query_groups // job.tensor_ranks)
+    return job.micro_batch_size * model.seq_length * heads * 2 * model.kv_channels * job.element_bytes
+
+
+def _mlp(job: Job) -> Iterator[Term]:
+    yield from (*_gather(job), *_sum(job, job.mlp_output_bytes))
+
+
+def _gather(job: Job) -> Iterator[Term]:
+    """Yield the gather of a column parallel map's input: [c / T, b, h] of each rank to [c, b, h]."""
+    if job.parallel.sequence_parallel:
+        yield Term("tp", "all-gather", ACTIVATIONS, job.hidden_bytes)
+
+
+def _sum(job: Job, message_bytes: int | None = None) -> Iterator[Term]:
+    """Yield a sum over the ranks, of [c, b, h] unless stated; under sequence parallelism each rank keeps its part."""
+    kind = "reduce-scatter" if job.parallel.sequence_parallel else "all-reduce"
+    yield Term("tp", kind, ACTIVATIONS, message_bytes or job.hidden_bytes)
+
+
+def _sum_gradient(job: Job, message_bytes: int | None = None) -> Iterator[Term]:
+    """Yield the gather of a sum's gradient, of which each rank has its part of the sequence."""
+    if job.parallel.sequence_parallel:
+        yield Term("tp", "all-gather", ACTIVATIONS, message_bytes or job.hidden_bytes)
+
+
 def _pipeline_terms(job: Job, stage: int) -> Iterator[Term]:
-    """Return the terms of sending every chunk's output to the next one, and every input gradient back."""
+    """Yield the sends of every chunk's output to the next one, and of every input gradient back."""
     if job.stages == 1:
         return
     parallel, micro_batches = job.parallel, job.num_micro_batches
@@ -119,15 +252,16 @@ def _pipeline_terms(job: Job, stage: int) -> Iterator[Term]:
     yield backward.times(sends - (stage == 0) * micro_batches)
 
 
-def _replica_terms(job: Job, stage: int, chunk: Chunk, own: list[Weight]) -> Iterator[Term]:
-    """Yield gradients summed over the replicas; with the distributed optimizer each keeps a part, and weights are
-    gathered.
+# -- a step
 
-    (When they are gathered, after the update or in the next forward, makes no difference to the bytes.)
+
+def _replica_terms(job: Job, stage: int, chunk: Chunk, held: list[Weight]) -> Iterator[Term]:
+    """Yield the sums of gradients over the replicas; with the distributed optimizer each keeps a part, and weights are
+    gathered, after the update or in the next forward.
     """
     parallel = job.parallel
     is_limited = limits_buckets(parallel, stage, chunk)
-    buckets = gradient_buffer(own, parallel, job.data_parallel_size, is_limited=is_limited).buckets
+    buckets = gradient_buffer(held, parallel, job.data_parallel_size, is_limited=is_limited).buckets
     calls = len(buckets) if chunk.number == 0 else 1  # the buckets of a later chunk go together
     elements = sum(buckets)
     kind = "reduce-scatter" if parallel.use_distributed_optimizer else "all-reduce"
@@ -138,13 +272,13 @@ def _replica_terms(job: Job, stage: int, chunk: Chunk, own: list[Weight]) -> Ite
         yield Term(job.state_group, "all-gather", "weights", elements * job.element_bytes, calls)
 
 
-def _replicated_weight_terms(job: Job, own: list[Weight]) -> Iterator[Term]:
-    """Yield gradients of weights that more ranks than the replicas hold."""
-    # Of norms and the FAN map of the `sequence` form each rank saw its own part of the sequence; of norms of heads, its
-    # own heads.
-    if elements := sum(weight.elements for weight in own if weight.is_partial):
+def _replicated_weight_terms(job: Job, held: list[Weight]) -> Iterator[Term]:
+    """Yield the all-reduces of weights that are replicated over tensor parallel or embedding ranks."""
+    # Of norms and the FAN map of the `sequence` form each rank saw its part of the sequence; of norms of heads, its
+    # heads.
+    if elements := sum(weight.elements for weight in held if weight.is_partial):
         yield Term("tp", "all-reduce", "gradients of replicated weights", elements * job.gradient_bytes)
-    for weight in own:
+    for weight in held:
         if weight.is_shared:
             yield Term("embd", "all-reduce", "tied embedding gradients", weight.elements * job.gradient_bytes)
 
@@ -159,23 +293,30 @@ def _scalar_terms(job: Job) -> Iterator[Term]:
     yield Term("dp_cp", "all-reduce", "token count", TOKEN_COUNT_BYTES)
 
 
+# -- compared with a count
+
+
 Lines = Iterable[Any]
 """Lines of the formula, or of a count (`runtime.collectives`): both have group, kind, calls and message_bytes."""
 
 
 class Total(NamedTuple):
-    """The total of one kind of collective over one group."""
+    """The total of some collectives."""
 
     calls: int
     message_bytes: int
+
+    def plus(self, calls: int, message_bytes: int) -> "Total":
+        """Return the total with some more."""
+        return Total(self.calls + calls, self.message_bytes + message_bytes)
 
 
 def totals(lines: Lines) -> dict[tuple[str, str], Total]:
     """Return the totals by group and kind."""
     sums: dict[tuple[str, str], Total] = {}
     for line in lines:
-        calls, message_bytes = sums.get((line.group, line.kind), Total(0, 0))
-        sums[line.group, line.kind] = Total(calls + line.calls, message_bytes + line.message_bytes)
+        key = line.group, line.kind
+        sums[key] = sums.get(key, Total(0, 0)).plus(line.calls, line.message_bytes)
     return sums
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from megatron_fanformer.model.config import FANformerConfig
+from megatron_fanformer.model.placements import HEAD_NORMS
 from megatron_fanformer.runtime.layout import ParallelConfig
 
 WEIGHT_START = 64  # elements; with the distributed optimizer a weight starts at a multiple of it
@@ -109,11 +110,32 @@ def weights(model: FANformerConfig, parallel: ParallelConfig, chunk: Chunk) -> l
 
 
 def layer_weights(model: FANformerConfig, parallel: ParallelConfig) -> Iterator[Weight]:
-    """Return what one tensor parallel rank holds of a layer."""
-    yield Weight("input_layernorm.weight", model.hidden_size, parallel.sequence_parallel)
-    yield from itertools.starmap(Weight, model.placement.attention_weights(model, parallel))
-    yield Weight("pre_mlp_layernorm.weight", model.hidden_size, parallel.sequence_parallel)
-    yield from itertools.starmap(Weight, model.placement.mlp_weights(model, parallel))
+    """Yield the weights of a layer on one tensor parallel rank."""
+    h, ranks, is_partial = model.hidden_size, parallel.tensor_model_parallel_size, parallel.sequence_parallel
+    placement = model.placement
+    (rows, columns), (rows_2, columns_2) = model.ffn_maps
+    fan_rows = model.fan_rows // (1 if parallel.fan_form == "sequence" else ranks)
+    in_sequence = parallel.fan_form == "sequence"
+    fan = [Weight("self_attention.fan.linear.weight", fan_rows * h, in_sequence)]
+    fan += [Weight("self_attention.fan.linear.bias", fan_rows, in_sequence)] if model.fan.bias else []
+    qkv = Weight(
+        f"self_attention.linear_{'qk' if placement.has_own_values else 'qkv'}.weight", model.qkv_rows // ranks * h
+    )
+    head_norms = [Weight(norm.name, model.kv_channels, True) for norm in HEAD_NORMS if norm.is_there(model)]
+    biases = placement.has_fan_mlp and model.fan.bias
+    yield Weight("input_layernorm.weight", h, is_partial)
+    yield Weight("self_attention.linear_proj.weight", model.num_attention_heads // ranks * model.kv_channels * h)
+    if placement.has_own_values:  # whose attention makes the FAN map first, Megatron's makes QKV
+        yield from (*fan, qkv, *head_norms)
+    else:
+        yield from (qkv, *head_norms, *(fan if model.has_fan else ()))
+    yield Weight("pre_mlp_layernorm.weight", h, is_partial)
+    yield Weight("mlp.linear_fc1.weight", rows // ranks * columns)
+    if biases:
+        yield Weight("mlp.linear_fc1.bias", rows // ranks)
+    yield Weight("mlp.linear_fc2.weight", rows_2 * columns_2 // ranks)
+    if biases:  # acts on each rank's tokens
+        yield Weight("mlp.linear_fc2.bias", rows_2, is_partial)
 
 
 class GradientBuffer(NamedTuple):
@@ -158,13 +180,6 @@ def first_stage_weights(model: FANformerConfig, parallel: ParallelConfig, layers
     """Return the weights of a rank of the first stage, which has so many layers."""
     is_alone = parallel.pipeline_model_parallel_size == 1
     return weights(model, parallel, Chunk(number=0, layers=layers, has_embedding=True, has_head=is_alone))
-
-
-def first_stage_buckets(model: FANformerConfig, parallel: ParallelConfig, data_parallel_size: int, layers: int) -> int:
-    """Buckets of a rank of the first stage, which has so many layers; each of its later chunks is one."""
-    held = first_stage_weights(model, parallel, -(-layers // parallel.virtual_stages))
-    buffer = gradient_buffer(held, parallel, data_parallel_size, is_limited=bool(parallel.overlap_grad_reduce))
-    return len(buffer.buckets) + parallel.virtual_stages - 1
 
 
 def gradient_buffer(

@@ -1,6 +1,6 @@
-"""A training step of a whole layout: the input of the formulas of memory, time and communication.
+"""A training step of a whole layout, the input of the formulas of memory, time and communication; and its model FLOPs.
 
-Shapes, here and in `layer_traffic`: s tokens per sample, b samples per micro batch, T, C and P tensor, context and
+Shapes, here and in `communication`: s tokens per sample, b samples per micro batch, T, C and P tensor, context and
 pipeline parallel ranks, D replicas, h hidden size, k rows of the FAN map ((1 - p_ratio) h), v width of all values;
 c = s / C tokens of a sample on one context parallel rank.
 """
@@ -15,6 +15,7 @@ from megatron_fanformer.runtime.layout import ParallelConfig
 
 Layers = Literal["local", "transformer_engine"]
 ELEMENT_BYTES = {"fp32": 4, "bf16": 2}
+BACKWARD_AND_FORWARD = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,6 +108,12 @@ class Job:
         return self.activation_bytes * self.model.hidden_size
 
     @property
+    def mlp_output_bytes(self) -> int:
+        """Return the bytes of the MLP's second map's output, [c, b, h]; of its p | g, where it is a FAN layer's."""
+        _, (rows, _) = self.model.ffn_maps
+        return self.activation_bytes * rows
+
+    @property
     def boundary_bytes(self) -> int:
         """Return the bytes that a stage sends to the next: [c, b, h], or with sequence parallelism this rank's part."""
         return self.hidden_bytes // (self.tensor_ranks if self.parallel.sequence_parallel else 1)
@@ -160,3 +167,32 @@ class Job:
             "intra_dist_opt": self.world_size // self.parallel.num_distributed_optimizer_instances,
             "world": self.world_size,
         }
+
+
+# -- model FLOPs: the multiplications and additions (2 per weight) of every matrix product, and the half of causal
+# attention that is not masked; backward costs twice the forward. Element-wise work is not counted.
+
+
+def forward_flops_per_token(config: FANformerConfig, seq_length: int | None = None) -> int:
+    """Return FLOPs of one token's forward pass, at the mean context of a sample of `seq_length` tokens."""
+    return config.num_layers * layer_flops_per_token(config, seq_length) + head_flops_per_token(config)
+
+
+def head_flops_per_token(config: FANformerConfig) -> int:
+    """Return FLOPs of one token's logits."""
+    return 2 * config.hidden_size * config.padded_vocab_size
+
+
+def layer_flops_per_token(config: FANformerConfig, seq_length: int | None = None) -> int:
+    """Return FLOPs of one token's forward pass through a layer, at the mean context, as above."""
+    h = config.hidden_size
+    heads = config.num_attention_heads * config.kv_channels
+    qkv, fan = h * config.qkv_rows, h * config.fan_rows
+    mlp = sum(rows * columns for rows, columns in config.ffn_maps)
+    scores_and_context = 2 * heads * (seq_length or config.seq_length) // 2
+    return 2 * (fan + qkv + heads * h + mlp + scores_and_context)
+
+
+def training_flops_per_token(config: FANformerConfig, seq_length: int | None = None) -> int:
+    """Return FLOPs of one token's forward and backward pass."""
+    return BACKWARD_AND_FORWARD * forward_flops_per_token(config, seq_length)

@@ -1,16 +1,14 @@
 """Memory of one layer and of the model's ends: kept from forward to backward, and needed during backward.
 
 Two implementations are described: the local layers, as torch runs them on a CPU (the simulation measures them there),
-and Transformer Engine's, whose kernels fuse what the CPU does in passes.
+and Transformer Engine's, whose kernels fuse what the CPU does in passes. All sizes are in bytes unless named otherwise.
 
 Shapes: n tokens of a micro batch on one context parallel rank, n / T of them under sequence parallelism; h hidden size,
 f inner size of the MLP, k rows of the FAN map, q and v the widths of queries and of values (as of keys), each of one
 tensor parallel rank where so named; V columns of logits of one tensor parallel rank.
 """
 
-import itertools
-from collections.abc import Iterable
-from functools import cached_property
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from megatron_fanformer.plan.job import Job
@@ -20,23 +18,13 @@ FP8_BLOCK = 32  # numbers; with recipes of blocks a scale of one byte (mxfp8), o
 ID_BYTES = 8
 
 
-class Operation(NamedTuple):
-    """One operation of the MLP's forward, in bytes."""
-
-    name: str
-    saved: int
-    """Bytes kept from its forward to its backward."""
-    backward: int
-    """Bytes that exist only while its backward runs: incoming and outgoing gradients, the weight's, temporaries."""
-
-
 class Rise(NamedTuple):
-    """Memory of a run of operations, in bytes."""
+    """Memory of an operation, or of a run of them."""
 
     saved: int
     """Bytes kept from forward to backward."""
     backward: int
-    """Bytes beyond those, at the peak of its backward."""
+    """Bytes beyond those at the peak of its backward: incoming and outgoing gradients, the weight's, temporaries."""
 
 
 class LayerShapes:
@@ -45,15 +33,14 @@ class LayerShapes:
     def __init__(self, job: Job) -> None:
         model, parallel = job.model, job.parallel
         self.job, self.is_engine = job, job.layers == "transformer_engine"
-        self.element, self.tensor = job.element_bytes, job.tensor_ranks
-        self.tokens = job.tokens
+        self.element, self.tensor, self.tokens = job.element_bytes, job.tensor_ranks, job.tokens
         self.is_sharded = parallel.sequence_parallel
         self.part_tokens = job.tokens // self.tensor if self.is_sharded else job.tokens
         self.hidden, self.inner = model.hidden_size, model.ffn_hidden_size // self.tensor
-        # Where query groups are fewer than ranks, each rank has one, and its own heads of that.
-        groups = max(1, model.query_groups // self.tensor)
+        # Where query groups are fewer than ranks, each rank has one, and its heads of that.
+        self.groups = max(1, model.query_groups // self.tensor)
         self.heads = model.num_attention_heads // self.tensor
-        self.queries, self.values = self.heads * model.kv_channels, groups * model.kv_channels
+        self.queries, self.values = self.heads * model.kv_channels, self.groups * model.kv_channels
         self.qkv = model.qkv_rows // self.tensor
         self.is_column = parallel.fan_form == "column"
         self.fan_rows = model.fan_rows // self.tensor if self.is_column else model.fan_rows
@@ -61,6 +48,14 @@ class LayerShapes:
         # Other layers give autograd a stand-in of the gradient's size; the Engine has one for all of a size.
         self.is_fused = self.is_engine and job.kernels.fuses_gradient_accumulation
         self.is_fp8 = self.is_engine and job.precision.fp8 is not None
+        self.stream = self.part(self.hidden)
+        """The residual stream, or its gradient: [n / T, h]."""
+        self.gathered = self.whole(self.hidden) if self.is_sharded else 0
+        """The stream of all ranks, where an operation makes it."""
+        self.vocabulary_weight = self.columns * self.hidden * self.element
+        """The embedding or the head, [V, h], in the type of weights."""
+        self.statistics = self.part_tokens * FLOAT
+        """A norm's statistics, one number a token."""
 
     def whole(self, width: int) -> int:
         """Return the bytes of [n, width] in the type of activations."""
@@ -71,79 +66,31 @@ class LayerShapes:
         return self.part_tokens * width * self.element
 
     def of_fan(self, width: int) -> int:
-        """Return what FAN makes: of all tokens in the `column` form, of this rank's in the `sequence` form."""
+        """Return the bytes of FAN's outputs: of all tokens in the `column` form, of this rank's in the `sequence`
+        form.
+        """
         return self.whole(width) if self.is_column else self.part(width)
-
-    @cached_property
-    def stream(self) -> int:
-        """The residual stream, or its gradient: [n / T, h]."""
-        return self.part(self.hidden)
-
-    @cached_property
-    def gathered(self) -> int:
-        """The stream of all ranks, where an operation of its own makes it."""
-        return self.whole(self.hidden) if self.is_sharded else 0
-
-    @property
-    def product(self) -> int:
-        """Return the bytes that QKV makes: of all ranks, where query groups are fewer than they."""
-        return self.whole(self.qkv) * (self.tensor if self.job.model.query_groups < self.tensor else 1)
-
-    @property
-    def exchanged(self) -> int:
-        """Return the bytes of queries, keys and values that context parallel ranks exchange the heads of."""
-        return self.whole(self.queries + 2 * self.values)
-
-    @property
-    def vocabulary_weight(self) -> int:
-        """Return the bytes of the embedding or of the head, [V, h], in the type of weights."""
-        return self.columns * self.hidden * self.element
-
-    def statistics(self) -> int:
-        """Return the bytes of a norm's statistics, one number a token."""
-        return self.part_tokens * FLOAT
 
     def weight_gradient(self, rows: int, columns: int) -> int:
         """Return the bytes of a weight's gradient before it joins the float32 one; none where the product adds it."""
         return 0 if self.is_fused else rows * columns * self.element
 
-    def column_parallel_backward(self, rows: int) -> int:
-        """Return the bytes of the gradients of a column parallel map's output, input and weight.
-
-        Under sequence parallelism the input is gathered once more, and of its gradient, a sum, a part is kept.
-        """
-        gradients = self.stream + self.whole(rows + self.hidden) + self.weight_gradient(rows, self.hidden)
-        if self.is_sharded:
-            gradients += self.stream + (self.gathered if self.is_engine else 0)  # the local layers have a buffer for it
-        return gradients
-
     def quantised(self, tokens: int, width: int) -> int:
-        """Return one 8-bit copy, with its scales."""
+        """Return the bytes of one 8-bit copy, with its scales."""
         numbers = tokens * width
         has_blocks = self.job.precision.fp8_recipe in ("blockwise", "mxfp8")
         return numbers + (numbers // FP8_BLOCK if has_blocks else 0)
 
     def kept_input(self, tokens: int, width: int, *, is_fp8: bool) -> int:
-        """Return the input that a linear map keeps for its weight's gradient."""
+        """Return the bytes of the input that a linear map keeps for its weight's gradient."""
         return self.quantised(tokens, width) if is_fp8 else tokens * width * self.element
 
     def delayed_copy(self, tokens: int, width: int) -> int:
-        """Return the 8-bit copy of an input that is kept anyway: one whose scale comes from the past cannot be made
-        again.
+        """Return the bytes of the 8-bit copy of an input that is kept anyway: one whose scale comes from the past
+        cannot be made again.
         """
         has_copy = self.is_fp8 and self.job.precision.fp8_recipe == "delayed"
         return self.quantised(tokens, width) if has_copy else 0
-
-
-def rise(operations: Iterable[Operation]) -> Rise:
-    """Walk through the backward of a run of operations, whose forward is over."""
-    operations = list(operations)
-    saved = live = sum(operation.saved for operation in operations)
-    peak = saved
-    for operation in reversed(operations):
-        peak = max(peak, live + operation.backward)
-        live -= operation.saved
-    return Rise(saved, peak - saved)
 
 
 def layer_memory(job: Job) -> Rise:
@@ -151,32 +98,30 @@ def layer_memory(job: Job) -> Rise:
     or that of core attention, when what the MLP kept is gone.
     """
     shapes = LayerShapes(job)
-    mlp, attention = _mlp(shapes), _core_attention(shapes)
-    context = shapes.whole(shapes.queries)
-    output = context + shapes.delayed_copy(shapes.tokens, shapes.queries)
+    mlp, attention = _mlp(shapes), core_attention(shapes)
+    output = shapes.whole(shapes.queries) + shapes.delayed_copy(shapes.tokens, shapes.queries)
     saved = _before_attention(shapes) + attention.saved + output + mlp.saved
     return Rise(saved, max(mlp.backward, attention.backward - mlp.saved - output))
 
 
 def _before_attention(shapes: LayerShapes) -> int:
-    """Return what input norm, FAN map, X_F and the product that reads it keep."""
+    """Return the bytes that input norm, FAN map, X_F and the product that reads it keep."""
     job, model = shapes.job, shapes.job.model
-    recomputes_norm = job.parallel.recomputes("layernorm") and not job.fuses_input_norm
     is_fp8 = shapes.is_fp8 and (job.precision.fp8_fan or not model.has_fan)
     kept = shapes.stream
-    if not recomputes_norm:
-        kept += shapes.statistics() + shapes.kept_input(shapes.part_tokens, shapes.hidden, is_fp8=is_fp8)
+    if job.fuses_input_norm or not job.parallel.recomputes("layernorm"):
+        kept += shapes.statistics + shapes.kept_input(shapes.part_tokens, shapes.hidden, is_fp8=is_fp8)
     if model.has_fan:
-        kept += kept_of_fan(shapes, is_recomputed=job.parallel.recomputes("fan"))
+        kept += _kept_by_fan(shapes)
         if shapes.is_engine or not shapes.is_column:
             kept += shapes.delayed_copy(shapes.tokens if shapes.is_column else shapes.part_tokens, shapes.hidden)
     return kept + (_head_norms(shapes) if model.qk_layernorm else 0)
 
 
-def kept_of_fan(shapes: LayerShapes, *, is_recomputed: bool) -> int:
-    """Return what FAN keeps: all that it makes, and g in front of a GELU; or p | g of this rank's rows."""
+def _kept_by_fan(shapes: LayerShapes) -> int:
+    """Return the bytes of FAN's outputs, and of g in front of a GELU; recomputed, of p | g of this rank's rows."""
     model = shapes.job.model
-    if is_recomputed:
+    if shapes.job.parallel.recomputes("fan"):
         return shapes.of_fan(shapes.fan_rows)
     outputs = model.fan.outputs(model.hidden_size, model.value_size)
     linear = sum(width - 2 * int(p_ratio * width) for width, p_ratio in outputs)
@@ -185,27 +130,26 @@ def kept_of_fan(shapes: LayerShapes, *, is_recomputed: bool) -> int:
 
 
 def _head_norms(shapes: LayerShapes) -> int:
-    """Return what the norms of queries and keys keep.
+    """Return the bytes that the norms of queries and keys keep.
 
-    The Engine's keep a copy of both. The local ones keep them where the product left them: all that it made, which
+    The Engine's keep a copy of both. The local ones keep them where the product left them: all of its output, which
     attention may keep anyway, for the values in it; queries of several groups were copied out of it.
     """
-    job, both = shapes.job, shapes.queries + shapes.values
-    groups = shapes.values // job.model.kv_channels
-    kept = shapes.tokens * (shapes.heads + groups) * FLOAT
+    job = shapes.job
+    kept = shapes.tokens * (shapes.heads + shapes.groups) * FLOAT
     if shapes.is_engine:
-        return kept + shapes.whole(both)
-    given, read, _ = _attention_inputs(shapes)
-    is_product_kept = read == given or job.parallel.recomputes("core_attn")
+        return kept + shapes.whole(shapes.queries + shapes.values)
+    inputs, read, _ = _attention_inputs(shapes)
+    is_product_kept = read == inputs or job.parallel.recomputes("core_attn")
     if job.model.placement.has_own_values or not is_product_kept or job.parallel.exchanges_heads:
-        kept += shapes.product
-    return kept + (shapes.whole(shapes.queries) if shapes.heads > groups > 1 else 0)
+        kept += _qkv_output(shapes)
+    return kept + (shapes.whole(shapes.queries) if shapes.heads > shapes.groups > 1 else 0)
 
 
-def _core_attention(shapes: LayerShapes) -> Rise:
-    """Return rotary embedding and core attention."""
+def core_attention(shapes: LayerShapes) -> Rise:
+    """Return the memory of rotary embedding and core attention."""
     job, context = shapes.job, shapes.whole(shapes.queries)
-    given, read, copies = _attention_inputs(shapes)
+    inputs, read, copies = _attention_inputs(shapes)
     # Of each row of scores the sum of its exponentials; or, without a fused kernel, the softmax of all scores.
     scores = shapes.whole(shapes.heads * job.model.seq_length) if job.keeps_scores else 0
     kept = scores or shapes.tokens * shapes.heads * FLOAT
@@ -225,21 +169,19 @@ def _core_attention(shapes: LayerShapes) -> Rise:
     if job.parallel.exchanges_heads:
         copies += context  # of the heads: the map behind it keeps that of this rank's part of the sequence
     if job.parallel.recomputes("core_attn"):
-        return Rise(given + angles, shapes.stream + gradients + copies + kept + context)
+        return Rise(inputs + angles, shapes.stream + gradients + copies + kept + context)
     return Rise(read + copies + kept + angles, shapes.stream + gradients)
 
 
 def _attention_inputs(shapes: LayerShapes) -> tuple[int, int, int]:
-    """Return what attention is given; what it keeps of that; and what it keeps of its own copies."""
+    """Return the bytes of attention's inputs, of those that it keeps, and of the copies that it keeps."""
     job, queries, keys = shapes.job, shapes.whole(shapes.queries), shapes.whole(shapes.values)
-    values, is_view = job.model.placement.kept_values(shapes)
-    if job.parallel.exchanges_heads:
-        values, is_view = shapes.exchanged, True
-    given = queries + keys + values
+    values, is_view = _kept_values(shapes)
+    inputs = queries + keys + values
     if job.has_ring:  # whose first buffer is a copy of keys and values
-        return given, queries, 2 * keys
+        return inputs, queries, 2 * keys
     if shapes.is_engine:  # it copies values that are a view
-        return (given, queries + keys, keys) if is_view else (given, given, 0)
+        return (inputs, queries + keys, keys) if is_view else (inputs, inputs, 0)
     ranks, is_grouped = job.parallel.context_parallel_size, shapes.queries > shapes.values
     if ranks > 1 and not job.parallel.exchanges_heads:
         # Local attention goes through the rank's two chunks in turn. It keeps keys and values of all ranks, or repeated
@@ -247,41 +189,104 @@ def _attention_inputs(shapes: LayerShapes) -> tuple[int, int, int]:
         chunk_tokens = job.model.seq_length // (2 * ranks)
         masks = chunk_tokens * chunk_tokens * (2 * ranks + 1) * shapes.element
         seen = 2 * queries * (2 * ranks + 1) // 2 if is_grouped else ranks * 2 * keys
-        return given, queries, seen + masks + queries
-    return given, queries if is_grouped else given, 2 * queries if is_grouped else 0  # repeated for queries that share
+        return inputs, queries, seen + masks + queries
+    return inputs, queries if is_grouped else inputs, 2 * queries if is_grouped else 0  # repeated for shared heads
+
+
+def _kept_values(shapes: LayerShapes) -> tuple[int, bool]:
+    """Return the bytes of the tensor that values lie in, unless FAN keeps it, and whether they are a view of it."""
+    if shapes.job.parallel.exchanges_heads:  # queries, keys and values of the exchange are one tensor
+        return shapes.whole(shapes.queries + 2 * shapes.values), True
+    if not shapes.job.model.placement.has_own_values:
+        return _qkv_output(shapes), True
+    if shapes.job.parallel.recomputes("fan") or not shapes.is_column:
+        return shapes.whole(shapes.values), False
+    return 0, shapes.tensor > 1
+
+
+def _qkv_output(shapes: LayerShapes) -> int:
+    """Return the bytes of QKV's output: of all ranks, where query groups are fewer than they."""
+    return shapes.whole(shapes.qkv) * (shapes.tensor if shapes.job.model.query_groups < shapes.tensor else 1)
 
 
 def _mlp(shapes: LayerShapes) -> Rise:
-    """Return norm, the map that reads it, and the rest. (The Engine's norm and its statistics are inside that map.)"""
-    parallel, placement = shapes.job.parallel, shapes.job.model.placement
-    norm = shapes.stream + (0 if shapes.is_engine else shapes.statistics())
-    operations = list(itertools.starmap(Operation, placement.mlp_operations(shapes)))
-    first, whole = operations[0].saved, rise(operations)
-    kept = whole.saved
-    if parallel.recomputes("mlp"):  # but for what the norm made
+    """Return the memory of norm and MLP. (The Engine's norm and its statistics are inside the first map.)"""
+    parallel, has_fan_mlp = shapes.job.parallel, shapes.job.model.placement.has_fan_mlp
+    norm = shapes.stream + (0 if shapes.is_engine else shapes.statistics)
+    operations = list(_fan_mlp(shapes) if has_fan_mlp else _swiglu_mlp(shapes))
+    first, kept_by_all = operations[0].saved, sum(operation.saved for operation in operations)
+    held = peak = kept_by_all
+    for saved, backward in reversed(operations):
+        peak = max(peak, held + backward)
+        held -= saved
+    kept = kept_by_all
+    if parallel.recomputes("mlp"):  # but for the norm's output
         kept = 0 if shapes.is_engine else first
     if parallel.recomputes("layernorm") and not shapes.is_engine:
         norm, kept = shapes.stream, kept - first
-    again = whole.saved - kept
-    if parallel.recomputes("mlp") and not placement.keeps_mlp_output:
-        again += shapes.stream  # what the MLP makes
+    again = kept_by_all - kept
+    if parallel.recomputes("mlp") and not has_fan_mlp:
+        again += shapes.stream  # the MLP's output, which FAN's backward reads and so keeps anyway
     # The norm's backward: gradients of its input and output; on a CPU one, and copies in float32.
     on_cpu = shapes.job.on_cpu and not shapes.is_engine
     numbers = shapes.element + (3 if shapes.element < FLOAT else 2) * FLOAT if on_cpu else 2 * shapes.element
-    of_norm = shapes.stream + shapes.part_tokens * shapes.hidden * numbers
-    return Rise(norm + kept, max(again + whole.backward, of_norm - kept))
+    norm_backward = shapes.stream + shapes.part_tokens * shapes.hidden * numbers
+    return Rise(norm + kept, max(again + peak - kept_by_all, norm_backward - kept))
+
+
+def _swiglu_mlp(shapes: LayerShapes) -> Iterator[Rise]:
+    """Yield the first map, which keeps the norm's output, SwiGLU, and the second map."""
+    stream, inner = shapes.stream, shapes.inner
+    yield _first_map(shapes, 2 * inner)
+    yield Rise(shapes.whole(2 * inner), stream + shapes.whole(3 * inner))
+    gradient_copies = 2 * shapes.quantised(shapes.tokens, shapes.hidden) if shapes.is_fp8 else 0
+    weight = shapes.weight_gradient(shapes.hidden, inner)
+    kept = shapes.kept_input(shapes.tokens, inner, is_fp8=shapes.is_fp8)
+    yield Rise(kept, stream + shapes.gathered + shapes.whole(inner) + weight + gradient_copies)
+
+
+def _fan_mlp(shapes: LayerShapes) -> Iterator[Rise]:
+    """Yield the first map and its features, the second map and its features.
+
+    Each layer keeps its features alone, which the second map reads, and g in front of a GELU.
+    """
+    stream, inner, fan = shapes.stream, shapes.inner, shapes.job.model.fan
+    (rows, _), (rows_2, _) = shapes.job.model.ffn_maps
+
+    def kept_g(size: Callable[[int], int], width: int) -> int:
+        return size(width - 2 * int(fan.p_ratio * width)) if fan.activation == "gelu" else 0
+
+    rows //= shapes.tensor
+    yield _first_map(shapes, rows)
+    yield Rise(shapes.whole(inner) + kept_g(shapes.whole, inner), stream + shapes.whole(inner + rows))
+    gradients = shapes.part(rows_2) + (shapes.whole(rows_2) if shapes.is_sharded else 0)
+    yield Rise(0, stream + gradients + shapes.whole(inner) + shapes.weight_gradient(rows_2, inner))
+    yield Rise(stream + kept_g(shapes.part, shapes.hidden), stream + shapes.part(rows_2))
+
+
+def _first_map(shapes: LayerShapes, rows: int) -> Rise:
+    """Return the memory of a column parallel map of so many rows of this rank, which reads the norm's output.
+
+    Under sequence parallelism the input is gathered once more, and of its gradient, a sum, a part is kept.
+    """
+    saved = shapes.kept_input(shapes.part_tokens, shapes.hidden, is_fp8=shapes.is_fp8)
+    gradients = shapes.stream + shapes.whole(rows + shapes.hidden) + shapes.weight_gradient(rows, shapes.hidden)
+    if shapes.is_sharded:
+        gradients += shapes.stream + (shapes.gathered if shapes.is_engine else 0)  # the local layers have a buffer
+    gradient_copies = 2 * shapes.quantised(shapes.tokens, rows) if shapes.is_fp8 else 0
+    return Rise(saved + (shapes.statistics if shapes.is_engine else 0), gradients + gradient_copies)
 
 
 # -- the model's ends
 
 
 def loss_head(shapes: LayerShapes) -> Rise:
-    """Return the final norm and the head.
+    """Return the memory of final norm and head.
 
     `saved` is what the final norm keeps, `backward` the most that is held beside that, in forward or in backward.
     """
     job, element, hidden, columns = shapes.job, shapes.element, shapes.hidden, shapes.columns
-    saved = shapes.stream + shapes.statistics()
+    saved = shapes.stream + shapes.statistics
     if not job.kernels.chunked_loss_head:
         # Megatron's: logits of all tokens, a float32 copy that becomes softmax and gradient, and that in bf16.
         logits = shapes.whole(columns) if element < FLOAT else 0
@@ -293,17 +298,12 @@ def loss_head(shapes: LayerShapes) -> Rise:
     chunk = min(shapes.tokens, job.kernels.loss_chunk_tokens(columns, element, on_cpu=job.on_cpu))
     scaled = chunk * hidden * (FLOAT + element if element < FLOAT else FLOAT)  # the hidden states, times a factor each
     forward = shapes.stream + shapes.gathered + shapes.whole(hidden) + chunk * columns * element + scaled
-    is_tied_here = not job.model.untie_embeddings_and_output_weights and job.parallel.pipeline_model_parallel_size == 1
+    is_tied_here = not job.model.untie_embeddings_and_output_weights and job.stages == 1
     return Rise(saved, max(forward, shapes.stream + (0 if is_tied_here else shapes.vocabulary_weight)))
 
 
-def embedding_ids(shapes: LayerShapes) -> int:
-    """Return what backward needs to know: the ids, and which of them are of other ranks."""
-    return shapes.tokens * (ID_BYTES if shapes.tensor == 1 else 2 * ID_BYTES)
-
-
 def embedding_backward(shapes: LayerShapes, *, has_heads: bool) -> int:
-    """Return the gradient of the rank's rows, in the type of weights, beside the tokens' of it.
+    """Return the bytes of the gradient of the rank's rows, in the type of weights, beside the tokens' of it.
 
     Args:
         has_heads: whether the head is here, too. If it is tied, autograd adds its gradient to the embedding's (out of

@@ -21,7 +21,6 @@ DRIVERS_SHARE = 0.01
 """Share of a chip's memory that CUDA does not give to programs: an assumption."""
 MEASURED = "machine"  # where a report of tools/bench_train.py has it
 MAY_BE_ZERO = (
-    "latency_seconds",
     "layer_seconds",
     "step_seconds",
     "collective_seconds",
@@ -38,8 +37,6 @@ class Link:
     """Bytes per second of one chip in one direction, by the data sheet."""
     efficiency: float
     """Share of that rate that collectives reach, in (0, 1]."""
-    latency_seconds: float
-    """Latency of a hop."""
 
     @property
     def rate(self) -> float:

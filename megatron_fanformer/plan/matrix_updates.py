@@ -23,12 +23,26 @@ from megatron_fanformer.plan.gradient_buffers import (
     weights,
 )
 from megatron_fanformer.plan.job import ELEMENT_BYTES, Job
-from megatron_fanformer.plan.layer_traffic import Term
 
 MAIN_BYTES = 4  # of an element of a momentum, and of what is made of it
 NEWTON_SCHULZ_STEPS = 5
 BY_MUON = "is_orthogonalized"
 """Entry of the parameter groups of matrices that Muon updates."""
+
+
+class Term(NamedTuple):
+    """Collectives of one purpose."""
+
+    group: str
+    kind: str
+    purpose: str
+    message_bytes: int
+    """Bytes of all calls together."""
+    calls: int = 1
+
+    def times(self, number: int) -> "Term":
+        """Return the same, that many times over."""
+        return self._replace(message_bytes=self.message_bytes * number, calls=self.calls * number)
 
 
 class Matrix(NamedTuple):

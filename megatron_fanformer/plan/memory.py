@@ -1,8 +1,8 @@
 """The memory of one rank in a training step, by purpose and by formula: its tensors at the peak of the step.
 
-What stays from step to step comes first: weights, gradients, main weights, moments. The moments of a step differ in
-what they hold beside: activations of the micro batches in flight and, on top of them, the backward of a layer, the loss
-head, or the gradient of the embedding. Each moment is written down; the peak is the largest.
+First come the tensors that stay from step to step: weights, gradients, main weights, moments. Beside them the moments
+of a step hold activations of the micro batches in flight and, on top of these, the backward of a layer, the loss head,
+or the gradient of the embedding. Each moment is written down; the peak is the largest.
 
 The local layers are described as torch runs them on a CPU, where tests measure them (docs/planning.md says how far off
 the formula is); the Engine's as its fused kernels run on a GPU.
@@ -24,14 +24,13 @@ from megatron_fanformer.plan.gradient_buffers import (
     state_bytes,
     weights,
 )
-from megatron_fanformer.plan.job import Job, Layers
+from megatron_fanformer.plan.job import Job
 from megatron_fanformer.plan.layer_memory import (
     FLOAT,
     ID_BYTES,
     LayerShapes,
     Rise,
     embedding_backward,
-    embedding_ids,
     layer_memory,
     loss_head,
 )
@@ -55,32 +54,24 @@ TENSORS_ERROR = 0.022
 """Largest relative error for the tensors of published runs (docs/planning.md)."""
 
 
-class MemoryLine(NamedTuple):
-    """Memory of one purpose on a rank at the peak."""
-
-    purpose: str
-    bytes: int
-
-
 @dataclass(frozen=True, kw_only=True)
 class RankMemory:
     """The tensors of a rank at the peak of a step."""
 
     stage: int
-    layers: Layers
-    """Implementation of the layers that the figures describe."""
     moment: str
     """The rank's work at the peak."""
-    lines: tuple[MemoryLine, ...]
+    lines: dict[str, int]
+    """Bytes by purpose."""
 
     @property
     def total_bytes(self) -> int:
-        """Return all of them: the peak of allocated tensors."""
-        return sum(line.bytes for line in self.lines)
+        """Return the peak of allocated tensors."""
+        return sum(self.lines.values())
 
 
 class MemorySnapshot(NamedTuple):
-    """Memory at one moment of the step, beside what stays from step to step."""
+    """Memory at one moment of the step, beside the tensors that stay from step to step."""
 
     name: str
     activations: int
@@ -90,36 +81,36 @@ class MemorySnapshot(NamedTuple):
 
 
 def rank_memory(job: Job, stage: int) -> RankMemory:
-    """Return what a rank of a pipeline stage holds; all ranks of it hold alike, but for padding.
+    """Return the memory of a rank of a pipeline stage; all ranks of it hold alike, but for padding.
 
     Raises:
         ValueError: the layers do not divide evenly over the stages.
     """
     shapes = LayerShapes(job)
     held = chunks(job.model, job.parallel, stage)
-    of_chunks = [_weights_of(job, stage, chunk) for chunk in held]
-    moments = [*_moments(shapes, stage, held), _update(job, stage, of_chunks)]
-    moment = max(moments, key=lambda moment: moment.activations + moment.working)
-    lines = [
-        *_states(job, of_chunks),
-        *_kept_by_layers(shapes, held, takes_turns=_passes_ahead(job, stage) < len(held) * job.num_micro_batches - 1),
-        MemoryLine("activations", moment.activations),
-        MemoryLine(f"working memory: {moment.name}", moment.working),
-    ]
-    shown = tuple(line for line in lines if line.bytes)
-    return RankMemory(stage=stage, layers=job.layers, moment=moment.name, lines=shown)
+    chunk_weights = [_chunk_weights(job, stage, chunk) for chunk in held]
+    snapshots = [*_snapshots(shapes, stage, held), _update(job, stage, chunk_weights)]
+    peak = max(snapshots, key=lambda snapshot: snapshot.activations + snapshot.working)
+    lines = {
+        **_states(job, chunk_weights),
+        **_buffers(shapes, stage, held),
+        "activations": peak.activations,
+        f"working memory: {peak.name}": peak.working,
+    }
+    return RankMemory(stage=stage, moment=peak.name, lines={name: size for name, size in lines.items() if size})
 
 
 def reserve_bytes(job: Job, tensor_bytes: int) -> int:
-    """Return what must be free beside tensors: the allocator's reserve, communicators, the CUDA context; 0 on a CPU.
+    """Return the bytes that must be free beside tensors: for the allocator, communicators and the CUDA context; 0 on a
+    CPU.
 
     Args:
-        tensor_bytes: of a rank by formula, which may be too low by its own error.
+        tensor_bytes: of a rank by formula, which may be too low by its error.
     """
     return 0 if job.on_cpu else ALLOCATOR_BYTES + CONTEXT_BYTES + round(TENSORS_ERROR * tensor_bytes)
 
 
-# -- what stays from step to step
+# -- from step to step
 
 
 class _ChunkWeights(NamedTuple):
@@ -132,43 +123,43 @@ class _ChunkWeights(NamedTuple):
     """Elements of each weight that the rank updates, last weight first, as in the buffer."""
 
 
-def _weights_of(job: Job, stage: int, chunk: Chunk) -> _ChunkWeights:
+def _chunk_weights(job: Job, stage: int, chunk: Chunk) -> _ChunkWeights:
     held, is_limited = weights(job.model, job.parallel, chunk), limits_buckets(job.parallel, stage, chunk)
     buffer = gradient_buffer(held, job.parallel, job.data_parallel_size, is_limited=is_limited)
     is_sharded = job.parallel.use_distributed_optimizer
-    return _ChunkWeights(
-        held, buffer.ends[-1], buffer.shard_elements(job.state_ranks) if is_sharded else buffer.elements
-    )
+    updated = buffer.shard_elements(job.state_ranks) if is_sharded else buffer.elements
+    return _ChunkWeights(held, buffer.ends[-1], updated)
 
 
-def _states(job: Job, of_chunks: list[_ChunkWeights]) -> Iterator[MemoryLine]:
-    """Yield weights and gradients with their buffers' padding, and this rank's part of the optimizer's state."""
-    buffered = sum(chunk.buffered for chunk in of_chunks)
-    updated = sum(sum(chunk.updated) for chunk in of_chunks)
-    states = sum(state_bytes(chunk.weights[::-1], chunk.updated, job.optimizer) for chunk in of_chunks)
+def _states(job: Job, chunk_weights: list[_ChunkWeights]) -> dict[str, int]:
+    """Return weights and gradients with their buffers' padding, and this rank's part of the optimizer's state."""
+    buffered = sum(chunk.buffered for chunk in chunk_weights)
+    updated = sum(sum(chunk.updated) for chunk in chunk_weights)
     # The distributed optimizer gathers weights in a buffer that is laid out as the gradients' is.
     is_sharded = job.parallel.use_distributed_optimizer
-    weighed = buffered if is_sharded else sum(weight.elements for chunk in of_chunks for weight in chunk.weights)
-    yield MemoryLine("weights", weighed * job.element_bytes)
-    yield MemoryLine("gradients", buffered * job.gradient_bytes)
-    yield MemoryLine("main weights", updated * MAIN_WEIGHT_BYTES if job.element_bytes < FLOAT else 0)
-    yield MemoryLine("moments", states)
+    weighed = buffered if is_sharded else sum(weight.elements for chunk in chunk_weights for weight in chunk.weights)
+    return {
+        "weights": weighed * job.element_bytes,
+        "gradients": buffered * job.gradient_bytes,
+        "main weights": updated * MAIN_WEIGHT_BYTES if job.element_bytes < FLOAT else 0,
+        "moments": sum(state_bytes(chunk.weights[::-1], chunk.updated, job.optimizer) for chunk in chunk_weights),
+    }
 
 
-def _kept_by_layers(shapes: LayerShapes, held: list[Chunk], *, takes_turns: bool) -> Iterator[MemoryLine]:
-    """Return what layers and schedules keep for themselves, beside weights and activations."""
-    job, parallel = shapes.job, shapes.job.parallel
+def _buffers(shapes: LayerShapes, stage: int, held: list[Chunk]) -> dict[str, int]:
+    """Return the buffers of layers and schedule, beside weights and activations."""
+    job, lines = shapes.job, dict[str, int]()
     if shapes.is_engine:
-        yield MemoryLine("FP8 copies of weights", sum(_fp8_copies(job, chunk) for chunk in held))
-        yield MemoryLine("Transformer Engine's dummy weight gradients", _dummy_gradients(shapes, held))
+        lines["FP8 copies of weights"] = sum(_fp8_copies(job, chunk) for chunk in held)
+        lines["Transformer Engine's dummy weight gradients"] = _dummy_gradients(shapes, held)
     elif shapes.is_sharded:
-        yield MemoryLine("buffer of the sequence's gather", shapes.gathered)
-    if parallel.virtual_stages > 1 and takes_turns:
-        yield MemoryLine("pipeline receive buffers", PREFETCHED * shapes.stream)
+        lines["buffer of the sequence's gather"] = shapes.gathered
+    if job.parallel.virtual_stages > 1 and _passes_ahead(job, stage) < len(held) * job.num_micro_batches - 1:
+        lines["pipeline receive buffers"] = PREFETCHED * shapes.stream
     loaded = min(job.num_micro_batches, BLOCK_OF_TEE) if job.on_cpu else 1  # in the device's memory
     samples = loaded * job.micro_batch_size * job.model.seq_length * SAMPLE_BYTES
-    angles = job.model.seq_length * job.model.kv_channels * FLOAT
-    yield MemoryLine("samples and rotary angles", samples + len(held) * angles)
+    lines["samples and rotary angles"] = samples + len(held) * job.model.seq_length * job.model.kv_channels * FLOAT
+    return lines
 
 
 def _fp8_copies(job: Job, chunk: Chunk) -> int:
@@ -204,33 +195,34 @@ def _dummy_gradients(shapes: LayerShapes, held: list[Chunk]) -> int:
 # -- the moments of a step
 
 
-def _moments(shapes: LayerShapes, stage: int, held: list[Chunk]) -> Iterator[MemorySnapshot]:
+def _snapshots(shapes: LayerShapes, stage: int, held: list[Chunk]) -> Iterator[MemorySnapshot]:
     job, layer = shapes.job, layer_memory(shapes.job)
-    of_chunks = [_chunk_rise(shapes, layer, chunk.layers) for chunk in held]
-    ids = embedding_ids(shapes) if held[0].has_embedding else 0
+    rises = [_chunk_rise(shapes, layer, chunk.layers) for chunk in held]
+    # Backward of the embedding needs the ids, and which of them are of other ranks.
+    ids = shapes.tokens * ID_BYTES * min(2, shapes.tensor) if held[0].has_embedding else 0
     # Passes alive when the first one goes back: the interleaved schedule takes as many micro batches through a chunk,
     # before the next, as there are stages.
     passes = min(_passes_ahead(job, stage) + 1, len(held) * job.num_micro_batches)
     alive = Counter(number // job.stages % len(held) for number in range(passes))
-    kept = sum(number * of_chunks[chunk].saved for chunk, number in alive.items()) + alive[0] * ids
+    kept = sum(number * rises[chunk].saved for chunk, number in alive.items()) + alive[0] * ids
     # The schedule holds on to the last gradient that it sent back, and in forward also to the input that it is of.
     sent = shapes.stream if stage > 0 and len(held) == 1 else 0
-    for chunk, of_chunk in zip(held, of_chunks, strict=True):
-        yield MemorySnapshot("backward of a layer", kept, of_chunk.backward + sent)
+    for chunk, rise in zip(held, rises, strict=True):
+        yield MemorySnapshot("backward of a layer", kept, rise.backward + sent)
         if chunk.has_head:
             head = loss_head(shapes)
             yield MemorySnapshot("loss head", kept + head.saved, head.backward + 2 * sent)
         if chunk.has_embedding:
             gradient = embedding_backward(shapes, has_heads=chunk.has_head)
-            yield MemorySnapshot("gradient of the embedding", kept - of_chunk.saved, gradient)
+            yield MemorySnapshot("gradient of the embedding", kept - rise.saved, gradient)
 
 
-def _update(job: Job, stage: int, of_chunks: list[_ChunkWeights]) -> MemorySnapshot:
+def _update(job: Job, stage: int, chunk_weights: list[_ChunkWeights]) -> MemorySnapshot:
     """Return the update: float32 copies of gradients that are not, and the fullest of its operations.
 
     (On a CPU megatron-core clips out of place, one gradient at a time.)
     """
-    updated = list(itertools.chain.from_iterable(chunk.updated for chunk in of_chunks))
+    updated = list(itertools.chain.from_iterable(chunk.updated for chunk in chunk_weights))
     copied = FLOAT * sum(updated) if job.gradient_bytes < FLOAT else 0
     most = FLOAT * max(updated) if job.on_cpu else 0
     of_matrices = MatrixUpdates(job, stage).working_bytes()
@@ -246,7 +238,7 @@ def _passes_ahead(job: Job, stage: int) -> int:
 
 
 def _chunk_rise(shapes: LayerShapes, layer: Rise, layers: int) -> Rise:
-    """Return a chunk of layers; `full` recomputation keeps only its inputs and recomputes the rest.
+    """Return the memory of a chunk of layers; `full` recomputation keeps only its inputs and recomputes the rest.
 
     (Made again are all but the first layer's input, and the last one's output.)
     """

@@ -22,7 +22,7 @@ from megatron_fanformer.data.datasets import Datasets
 from megatron_fanformer.data.mixes import source_counts
 from megatron_fanformer.data.sample_counts import SampleCounts
 from megatron_fanformer.errors import redacted
-from megatron_fanformer.plan.flops import training_flops_per_token
+from megatron_fanformer.plan.job import training_flops_per_token
 from megatron_fanformer.plan.machines import machine_of_device
 from megatron_fanformer.runtime import device as devices
 from megatron_fanformer.runtime.agreement import is_main, on_main

@@ -21,7 +21,6 @@ from megatron_fanformer.model.local_layers import LocalBackend
 from megatron_fanformer.model.placements import PLACEMENTS
 from megatron_fanformer.model.placements.attention import FAN_ROWS, fan_tensors
 from megatron_fanformer.model.placements.base import SWIGLU, FANMap, H, Placement, Rows, Shape
-from megatron_fanformer.plan.layer_memory import kept_of_fan
 
 NAME = "mlp_input"
 FAN = "mlp.linear_fc1.fan.linear"
@@ -48,23 +47,6 @@ class MLPInput(Placement):
 
     def seen_maps(self, layer: Mapping[str, Shape]) -> list[Rows]:
         return [(layer[FAN][0], layer["input_layernorm"][0])]
-
-    def mlp_weights(self, model: FANformerConfig, parallel: Any) -> Iterator[tuple[str, int, bool]]:
-        first, second = super().mlp_weights(model, parallel)
-        rows = model.fan_rows // parallel.tensor_model_parallel_size
-        biases = [(f"{FAN}.bias", rows, False)] if model.fan.bias else []
-        yield from (first, (f"{FAN}.weight", rows * model.hidden_size, False), *biases, second)
-
-    def exchanged_mlp_rows(self, model: FANformerConfig) -> int:
-        return model.fan_rows
-
-    def mlp_operations(self, shapes: Any) -> Iterator[tuple[str, int, int]]:
-        yield self.first_map(shapes, "FAN map", shapes.fan_rows)
-        _, *after = super().mlp_operations(shapes)
-        kept = kept_of_fan(shapes, is_recomputed=False)
-        gradients = shapes.stream + shapes.whole(2 * shapes.inner + 2 * shapes.hidden)
-        yield "FAN and first map of the MLP", kept, gradients + shapes.weight_gradient(2 * shapes.inner, shapes.hidden)
-        yield from after
 
     def local_mlp(self, fan: FANConfig) -> Any:
         return get_mlp_module_spec_for_backend(backend=_Backend(fan), use_te_activation_func=True)
@@ -140,11 +122,3 @@ def train(*arguments: Any) -> Any:
 
     with registered():
         return train_stream(*arguments)
-
-
-def count(*arguments: Any) -> Any:
-    """Count a step as `count_step` does, where there is the placement."""
-    from tests.plan.test_communication import count_step
-
-    with registered():
-        return count_step(*arguments)

@@ -215,7 +215,7 @@ def test_a_simulation_that_disagrees_is_told_and_ends_with_code_4(
     heavier: float,
     message: str,
 ) -> None:
-    from megatron_fanformer.plan import rank as simulation
+    from megatron_fanformer.plan import simulation
     from megatron_fanformer.plan.estimate import job_of
 
     def run_rank(run: Any, *, world_size: int, rank: int) -> Any:
@@ -238,7 +238,7 @@ def test_simulated_stages_agree_with_the_formulas(config: str, tmp_path: Path) -
     assert plan(config, *arguments, "--training.global_batch_size", "64", gpus=32) == 0
     found = json.loads(report.read_text())["simulated"]
     assert [each["rank"] for each in found] == [0, 16]
-    assert all(each["counted"] == each["formula"] and not each["differences"] for each in found)
+    assert not any(each["differences"] for each in found)
 
 
 def test_torch_is_not_imported(config: str) -> None:

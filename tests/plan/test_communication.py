@@ -27,7 +27,7 @@ from megatron_fanformer.runtime.parallel import RankGrid, rank_grid
 from megatron_fanformer.runtime.seeding import seed_everything
 from megatron_fanformer.train.optimizer import OptimizerConfig, build_optimizer
 from megatron_fanformer.train.step import train_step, wrap_stages
-from tests.plan.making import job_of
+from tests.plan.runs import job_of
 from tests.tiny import tiny_model
 from tests.train.layouts import layout
 

@@ -14,10 +14,9 @@ from megatron_fanformer.model.config import PRESETS, FANConfig, FANformerConfig,
 from megatron_fanformer.model.kernels import KernelsConfig
 from megatron_fanformer.plan.gradient_buffers import chunks, weights
 from megatron_fanformer.plan.job import Job
-from megatron_fanformer.plan.layer_memory import LayerShapes, _core_attention
-from megatron_fanformer.plan.memory import BLOCK_OF_TEE, SAMPLE_BYTES, RankMemory, rank_memory
-from megatron_fanformer.plan.rank import PEAK_TOLERANCE, run_rank
-from megatron_fanformer.plan.ranks import first_rank_of_each_stage
+from megatron_fanformer.plan.layer_memory import LayerShapes, core_attention
+from megatron_fanformer.plan.memory import BLOCK_OF_TEE, SAMPLE_BYTES, rank_memory
+from megatron_fanformer.plan.simulation import PEAK_TOLERANCE, first_rank_of_each_stage, run_rank
 from megatron_fanformer.runtime.parallel import rank_grid
 from megatron_fanformer.runtime.seeding import seed_everything
 from megatron_fanformer.train.config import RunConfig
@@ -25,18 +24,13 @@ from megatron_fanformer.train.optimizer import OptimizerConfig, build_optimizer
 from megatron_fanformer.train.optimizers import OPTIMIZERS
 from megatron_fanformer.train.step import wrap_stages
 from tests.plan.drawn import describe, draw
-from tests.plan.making import engine_job_of, job_of
-from tests.plan.runs import run_config
+from tests.plan.runs import engine_job_of, job_of, run_config
 from tests.tiny import tiny_model
 from tests.train.layouts import layout
 
 RunOnRanks = Callable[..., list[Any]]
 
 FAR_FROM_PADDED = tiny_model(hidden_size=64, ffn_hidden_size=104, vocab_size=250, make_vocab_size_divisible_by=8)
-
-
-def by_purpose(memory: RankMemory) -> dict[str, int]:
-    return {line.purpose: line.bytes for line in memory.lines}
 
 
 # -- what stays from step to step
@@ -86,7 +80,7 @@ def test_states_are_those_of_real_models_to_the_byte(name: str, run_on_ranks: Ru
     found = run_on_ranks(2, held_states, job)
     first = [(stage, held) for rank, (stage, held) in enumerate(found) if rank == 0 or stage > 0]  # of the replicas
     for stage, held in first:
-        assert by_purpose(rank_memory(job, stage)).items() >= {k: v for k, v in held.items() if v}.items()
+        assert rank_memory(job, stage).lines.items() >= {k: v for k, v in held.items() if v}.items()
     if job.data_parallel_size == 2:  # the parts of the two replicas differ by padding alone
         assert abs(found[0][1]["moments"] - found[1][1]["moments"]) <= 8 * 128 * 20
 
@@ -97,7 +91,7 @@ def test_moments_are_those_of_each_kind_of_weight() -> None:
     (chunk,) = chunks(job.model, job.parallel, 0)
     held = weights(job.model, job.parallel, chunk)
     expected = sum(weight.elements * job.optimizer.state_bytes(weight.name, weight.dimensions) for weight in held)
-    assert by_purpose(rank_memory(job, 0))["moments"] == expected
+    assert rank_memory(job, 0).lines["moments"] == expected
 
 
 # -- whole steps, against the simulation
@@ -162,7 +156,7 @@ def test_moments_in_bf16_are_those_that_a_simulated_rank_holds(optimizer: dict[s
             run_rank(run_config(**parallel, dtype="fp32", optimizer=each), world_size=8, rank=rank)
             for each in (optimizer, kept)
         )
-        lines, exact_lines = (by_purpose(rank_memory(found.job, found.stage)) for found in (short, exact))
+        lines, exact_lines = (rank_memory(found.job, found.stage).lines for found in (short, exact))
         assert exact.peak_bytes - short.peak_bytes == exact_lines["moments"] - lines["moments"] > 0
 
 
@@ -242,7 +236,7 @@ def test_a_cpu_holds_the_samples_of_several_micro_batches() -> None:
     job = job_of(FAR_FROM_PADDED, layout())
     samples = job.micro_batch_size * FAR_FROM_PADDED.seq_length * SAMPLE_BYTES
     held = [
-        by_purpose(rank_memory(dataclasses.replace(job, num_micro_batches=count), 0))["samples and rotary angles"]
+        rank_memory(dataclasses.replace(job, num_micro_batches=count), 0).lines["samples and rotary angles"]
         for count in (1, 2, BLOCK_OF_TEE, 2 * BLOCK_OF_TEE)
     ]
     assert [each - held[0] for each in held] == [0, samples, *[(BLOCK_OF_TEE - 1) * samples] * 2]
@@ -252,7 +246,7 @@ def test_fp8_keeps_copies_of_weights_and_smaller_activations() -> None:
     """Two 8-bit copies of every map but FAN's; half of what the MLP's maps keep of their inputs."""
     bf16 = engine_job_of(FAR_FROM_PADDED, layout())
     fp8 = dataclasses.replace(bf16, precision=PrecisionConfig(dtype="bf16", fp8="hybrid"))
-    lines, lines_fp8 = by_purpose(rank_memory(bf16, 0)), by_purpose(rank_memory(fp8, 0))
+    lines, lines_fp8 = rank_memory(bf16, 0).lines, rank_memory(fp8, 0).lines
     h, f, layers, tokens = 64, 104, 2, 2 * FAR_FROM_PADDED.seq_length
     assert lines_fp8["FP8 copies of weights"] == 2 * layers * (3 * h * h + h * h + 3 * h * f)
     assert lines["activations"] - lines_fp8["activations"] == layers * tokens * (h + f)
@@ -261,7 +255,7 @@ def test_fp8_keeps_copies_of_weights_and_smaller_activations() -> None:
 def test_a_gelu_keeps_what_it_reads() -> None:
     """The linear rows' output of each token: half as many as the width, at a p_ratio of a quarter."""
     plain, gelu = (
-        by_purpose(rank_memory(engine_job_of(dataclasses.replace(FAR_FROM_PADDED, fan=fan), layout()), 0))
+        rank_memory(engine_job_of(dataclasses.replace(FAR_FROM_PADDED, fan=fan), layout()), 0).lines
         for fan in (FANConfig(), FANConfig(activation="gelu"))
     )
     layers, tokens = FAR_FROM_PADDED.num_layers, 2 * FAR_FROM_PADDED.seq_length
@@ -280,9 +274,7 @@ def test_layers_that_stay_in_bf16_have_no_copies(stages: int, stage: int, start:
 
     def copies(**precision: Any) -> int:
         settings = PrecisionConfig(dtype="bf16", fp8="hybrid", **precision)
-        return by_purpose(rank_memory(dataclasses.replace(job, precision=settings), stage)).get(
-            "FP8 copies of weights", 0
-        )
+        return rank_memory(dataclasses.replace(job, precision=settings), stage).lines.get("FP8 copies of weights", 0)
 
     assert copies(first_last_layers_bf16=True, **kept) * 4 == copies() * stages * copied
 
@@ -293,7 +285,7 @@ def test_the_engines_context_parallelism_has_buffers() -> None:
     chunks, of which one sees as much more as the other sees less.
     """
     alone, ring, gathered = (
-        _core_attention(LayerShapes(engine_job_of(FAR_FROM_PADDED, layout(text), micro_batch_size=samples)))
+        core_attention(LayerShapes(engine_job_of(FAR_FROM_PADDED, layout(text), micro_batch_size=samples)))
         for text, samples in (("", 1), ("cp=2", 2), ("cp=2,cp_comm_type=all_gather", 2))
     )
     row = 2 * FAR_FROM_PADDED.seq_length // 2 * FAR_FROM_PADDED.hidden_size * 2  # two samples' on a rank, [n, h]
@@ -312,9 +304,6 @@ def test_attention_without_a_fused_kernel_keeps_every_score() -> None:
         for kernels in (KernelsConfig(), UNFUSED)
     )
     scores = 16 * 4 * 16 * 2048**2 * 2  # layers, samples, heads
-    more = by_purpose(unfused)["activations"] - by_purpose(fused)["activations"]
+    more = unfused.lines["activations"] - fused.lines["activations"]
     assert more == pytest.approx(scores, rel=5e-3)  # in place of one float32 number a row
     assert (unfused.total_bytes - fused.total_bytes) / 1e9 == pytest.approx(8.6, rel=0.03)
-
-
-# -- the formula itself

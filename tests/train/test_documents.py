@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron_fanformer.plan.flops import training_flops_per_token
+from megatron_fanformer.plan.job import training_flops_per_token
 from megatron_fanformer.train.config import config_from_dict
 from megatron_fanformer.train.metrics import read_metrics
 from tests.data.token_making import write_manifest

@@ -12,14 +12,13 @@ from torch import Tensor
 from megatron_fanformer.model.config import FANConfig
 from megatron_fanformer.plan.matrix_updates import MatrixUpdates, owners, rounds
 from megatron_fanformer.plan.memory import rank_memory
-from megatron_fanformer.plan.rank import PEAK_TOLERANCE, run_rank
+from megatron_fanformer.plan.simulation import PEAK_TOLERANCE, run_rank
 from megatron_fanformer.train.optimizer import single_optimizers
 from megatron_fanformer.train.optimizers import OPTIMIZERS, OptimizerConfig
 from megatron_fanformer.train.torch_optimizers import MuonAndAdam
 from tests.checkpoint.states import parallel_config, small_model, training
 from tests.ops.test_matrices import exact
-from tests.plan.making import job_of
-from tests.plan.runs import run_config
+from tests.plan.runs import job_of, run_config
 
 RECIPE = OptimizerConfig(name="muon", lr=2e-2, weight_decay=0.2)
 STEPS = 3

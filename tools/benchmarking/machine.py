@@ -69,7 +69,7 @@ def _cpu() -> dict[str, Any]:
         multiprocessing.spawn(_time_sums, args=(folder,), nprocs=2)
         least, most = json.loads(Path(folder, "seconds").read_text())
     # Of two ranks an all-reduce moves half of the tensor, twice.
-    link = {"bytes_per_second": LARGEST_SUM / max(most - least, 1e-9), "efficiency": 1.0, "latency_seconds": 0.0}
+    link = {"bytes_per_second": LARGEST_SUM / max(most - least, 1e-9), "efficiency": 1.0}
     return {
         "name": f"{os.cpu_count()} cores of {platform.machine()}, measured",
         "memory_bytes": psutil.virtual_memory().total,

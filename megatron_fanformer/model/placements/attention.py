@@ -71,19 +71,6 @@ class QKV(Placement):
         x_f = fan("att_proj.fanlayer", x, model.hidden_size)
         return self._split(model, x_f @ block("att_proj.linear.weight").T)
 
-    def attention_weights(self, model: "FANformerConfig", parallel: Any) -> Iterator[tuple[str, int, bool]]:
-        """Yield the FAN map last, since its attention is Megatron's with the map made after it."""
-        yield from super().attention_weights(model, parallel)
-        yield from self._fan_weights(model, parallel)
-
-    @staticmethod
-    def _fan_weights(model: "FANformerConfig", parallel: Any) -> Iterator[tuple[str, int, bool]]:
-        is_replicated = parallel.fan_form == "sequence"
-        rows = model.fan_rows if is_replicated else model.fan_rows // parallel.tensor_model_parallel_size
-        yield f"{FAN}.weight", rows * model.hidden_size, is_replicated
-        if model.fan.bias:
-            yield f"{FAN}.bias", rows, is_replicated
-
     def attention(self) -> tuple[Any, Any]:
         """Return Megatron's self-attention behind a FAN map."""
         from megatron_fanformer.model.attention import FANSelfAttention, FANSelfAttentionSubmodules
@@ -141,24 +128,6 @@ class QKAndV(QKV):
     def qkv_rows(self, model: "FANformerConfig") -> int:
         """Return those of queries and keys alone."""
         return super().qkv_rows(model) - model.value_size
-
-    def attention_weights(self, model: "FANformerConfig", parallel: Any) -> Iterator[tuple[str, int, bool]]:
-        """Yield the FAN map before the matrix of queries and keys, as its attention makes them."""
-        projection, (_, elements, is_own), *head_norms = Placement.attention_weights(self, model, parallel)
-        yield projection
-        yield from self._fan_weights(model, parallel)
-        yield f"{QK}.weight", elements, is_own
-        yield from head_norms
-
-    def exchanged_values(self, model: "FANformerConfig") -> int:
-        """Return the width of all values."""
-        return model.value_size
-
-    def kept_values(self, shapes: Any) -> tuple[int, bool]:
-        """Return nothing where the FAN layer keeps its output, else the rank's own heads."""
-        if shapes.job.parallel.recomputes("fan") or not shapes.is_column:
-            return shapes.whole(shapes.values), False
-        return 0, shapes.tensor > 1
 
     def attention(self) -> tuple[Any, Any]:
         """Return an attention whose FAN map has two outputs."""

@@ -142,8 +142,8 @@ class Placement:
     """Whether a FAN layer makes the values, which then lie in another tensor than queries and keys."""
     has_engine_layers: ClassVar[bool] = True
     """Whether Transformer Engine's layers can compute it."""
-    keeps_mlp_output: ClassVar[bool] = False
-    """Whether the MLP's backward reads the MLP's output."""
+    has_fan_mlp: ClassVar[bool] = False
+    """Whether FAN layers take the place of the MLP."""
     rows_are_of: ClassVar[str] = ""
     """A phrase for people that says which layer's rows `maps` has, where there are several."""
     ffn_unit: ClassVar[int] = 1
@@ -215,74 +215,6 @@ class Placement:
     def parameters_of_ffn_unit(self, model: "FANformerConfig") -> float:
         """Return the weights that one more of d_ff adds to a layer."""
         return 3 * model.hidden_size
-
-    def attention_weights(self, model: "FANformerConfig", parallel: Any) -> Iterator[tuple[str, int, bool]]:
-        """Yield a tensor parallel rank's tensors of attention, in the order in which its modules are made.
-
-        That is the name, the elements, and whether its gradient is of the rank's own tokens.
-        """
-        h, ranks = model.hidden_size, parallel.tensor_model_parallel_size
-        yield "self_attention.linear_proj.weight", model.num_attention_heads // ranks * model.kv_channels * h, False
-        yield "self_attention.linear_qkv.weight", model.qkv_rows // ranks * h, False
-        # gradients of the rank's own heads
-        yield from ((norm.name, model.kv_channels, True) for norm in HEAD_NORMS if norm.is_there(model))
-
-    def mlp_weights(self, model: "FANformerConfig", parallel: Any) -> Iterator[tuple[str, int, bool]]:
-        """Yield the same of the MLP."""
-        (rows, columns), (rows_2, columns_2) = model.ffn_maps
-        yield "mlp.linear_fc1.weight", rows // parallel.tensor_model_parallel_size * columns, False
-        yield "mlp.linear_fc2.weight", rows_2 * columns_2 // parallel.tensor_model_parallel_size, False
-
-    def exchanged_values(self, model: "FANformerConfig") -> int:
-        """Return the width of values that each rank makes of its tokens (`sequence` form) for the heads of others."""
-        return 0
-
-    def exchanged_mlp_rows(self, model: "FANformerConfig") -> int:
-        """Return the rows of a FAN map in front of the MLP's first map, whose outputs tensor parallel ranks gather; 0
-        without one.
-        """
-        return 0
-
-    def kept_values(self, shapes: Any) -> tuple[int, bool]:
-        """Return the bytes of the tensor that values lie in, and whether they are a view of a wider one.
-
-        Tensors that FAN keeps anyway do not count.
-
-        Args:
-            shapes: the rank's `plan.layer_memory.LayerShapes`.
-        """
-        return shapes.product, True
-
-    def mlp_operations(self, shapes: Any) -> Iterator[tuple[str, int, int]]:
-        """Yield the MLP's operations after its norm: name, bytes kept for backward, bytes that it holds besides.
-
-        The first one reads the norm's output, and keeps it.
-        """
-        stream, inner = shapes.stream, shapes.inner
-        (rows, _), _ = shapes.job.model.ffn_maps
-        yield self.first_map(shapes, "first map of the MLP", rows // shapes.tensor)
-        yield "SwiGLU", shapes.whole(2 * inner), stream + shapes.whole(3 * inner)
-        gradient_copies = 2 * shapes.quantised(shapes.tokens, shapes.hidden) if shapes.is_fp8 else 0
-        yield (
-            "second map of the MLP",
-            shapes.kept_input(shapes.tokens, inner, is_fp8=shapes.is_fp8),
-            stream
-            + shapes.gathered
-            + shapes.whole(inner)
-            + shapes.weight_gradient(shapes.hidden, inner)
-            + gradient_copies,
-        )
-
-    @staticmethod
-    def first_map(shapes: Any, name: str, rows: int) -> tuple[str, int, int]:
-        """Return the operation that reads the norm's output: a column parallel map of so many rows of this rank."""
-        saved = shapes.kept_input(shapes.part_tokens, shapes.hidden, is_fp8=shapes.is_fp8)
-        gradient_copies = 2 * shapes.quantised(shapes.tokens, rows) if shapes.is_fp8 else 0
-        return (
-            name,
-            saved + (shapes.statistics() if shapes.is_engine else 0),
-            shapes.column_parallel_backward(rows) + gradient_copies,
-        )
 
     # -- modules
 

@@ -3,7 +3,7 @@
 `model/fan_ffn.py` has the layers, and their source.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from megatron_fanformer.model.placements.attention import fan_tensors
@@ -32,7 +32,7 @@ class FFN(Placement):
     reference_fields = None
     fan_forms: ClassVar[Mapping[FANForm, str]] = {"column": "FAN layers for the FFN"}
     has_engine_layers = False
-    keeps_mlp_output = True
+    has_fan_mlp = True
     rows_are_of = " in the first layer"
     ffn_unit = 4
 
@@ -56,49 +56,6 @@ class FFN(Placement):
     def parameters_of_ffn_unit(self, model: "FANformerConfig") -> float:
         """Return those of the share of rows that one more of the width takes."""
         return (1 - model.fan.p_ratio) * (2 * model.hidden_size + model.fan.bias)
-
-    def mlp_weights(self, model: "FANformerConfig", parallel: Any) -> Iterator[tuple[str, int, bool]]:
-        """Yield also the biases, the second of which acts on each rank's own tokens."""
-        first, second = super().mlp_weights(model, parallel)
-        (rows, _), (rows_2, _) = model.ffn_maps
-        yield first
-        if model.fan.bias:
-            yield f"{FIRST}.bias", rows // parallel.tensor_model_parallel_size, False
-        yield second
-        if model.fan.bias:
-            yield f"{SECOND}.bias", rows_2, parallel.sequence_parallel
-
-    def mlp_operations(self, shapes: Any) -> Iterator[tuple[str, int, int]]:
-        """Yield the first map and its features, the second map and its features.
-
-        Each layer keeps its features alone, which the second map reads, and g in front of a GELU.
-        """
-        stream, inner = shapes.stream, shapes.inner
-        (rows, _), (rows_2, _) = shapes.job.model.ffn_maps
-        rows //= shapes.tensor
-        yield self.first_map(shapes, "first map of the MLP", rows)
-        yield (
-            "features of the first FAN layer",
-            shapes.whole(inner) + self._kept_g(shapes, shapes.whole, inner),
-            stream + shapes.whole(inner + rows),
-        )
-        second_gradients = shapes.part(rows_2) + (shapes.whole(rows_2) if shapes.is_sharded else 0)
-        yield (
-            "second map of the MLP",
-            0,
-            stream + second_gradients + shapes.whole(inner) + shapes.weight_gradient(rows_2, inner),
-        )
-        yield (
-            "features of the second FAN layer",
-            shapes.part(shapes.hidden) + self._kept_g(shapes, shapes.part, shapes.hidden),
-            stream + shapes.part(rows_2),
-        )
-
-    @staticmethod
-    def _kept_g(shapes: Any, size: Callable[[int], int], width: int) -> int:
-        """Return the linear rows' output in front of a GELU, of a layer that is so wide on this rank."""
-        fan = shapes.job.model.fan
-        return size(width - 2 * int(fan.p_ratio * width)) if fan.activation == "gelu" else 0
 
     def local_mlp(self, fan: "FANConfig") -> Any:
         """Return megatron-core's MLP of two FAN layers."""

@@ -5,7 +5,7 @@ import torch
 from safetensors.torch import load_file
 from torch.utils.flop_counter import FlopCounterMode
 
-from megatron_fanformer.plan.flops import forward_flops_per_token, training_flops_per_token
+from megatron_fanformer.plan.job import forward_flops_per_token, training_flops_per_token
 from tests.conftest import REFERENCE
 from tests.plain_model import plain_logits
 from tests.whole_models import read_reference
