@@ -33,7 +33,7 @@ ROOMS = {
     "generate": "runtime data model checkpoint convert hf",
     "evaluate": "runtime data model checkpoint convert generate hf",
     "train": (
-        "ops.matrices runtime data model plan.flops plan.gradient_buffers plan.job plan.machines "
+        "ops.matrices runtime data model plan.gradient_buffers plan.job plan.machines "
         "plan.matrix_updates checkpoint convert.recognition convert.foreign_names "
         "evaluate"
     ),

@@ -31,7 +31,7 @@ BATCH_FIELDS = ("tokens", "labels", "loss_mask", "position_ids")
 READ_AHEAD_SAMPLES = 32  # of a loader's task, where samples come from other stores: requests wait side by side
 DOCUMENT_IDS = "document_ids"
 """One more key, of samples whose attention stays within documents: 0, 1, 2 … by document, never falling."""
-READ, FAILED = 1, 0  # a simulated rank reads 1 from any tensor (`plan.fake_world.INVENTED`)
+READ, FAILED = 1, 0  # a simulated rank reads 1 from any tensor (`plan.simulation.INVENTED`)
 
 
 def micro_batches(

@@ -182,6 +182,13 @@ def first_stage_weights(model: FANformerConfig, parallel: ParallelConfig, layers
     return weights(model, parallel, Chunk(number=0, layers=layers, has_embedding=True, has_head=is_alone))
 
 
+def first_stage_buckets(model: FANformerConfig, parallel: ParallelConfig, data_parallel_size: int, layers: int) -> int:
+    """Return the number of buckets of a rank of the first stage, which has so many layers; each later chunk is one."""
+    held = first_stage_weights(model, parallel, -(-layers // parallel.virtual_stages))
+    buffer = gradient_buffer(held, parallel, data_parallel_size, is_limited=bool(parallel.overlap_grad_reduce))
+    return len(buffer.buckets) + parallel.virtual_stages - 1
+
+
 def gradient_buffer(
     held: list[Weight], parallel: ParallelConfig, data_parallel_size: int, *, is_limited: bool
 ) -> GradientBuffer:

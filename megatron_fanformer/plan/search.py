@@ -21,6 +21,7 @@ from megatron_fanformer.model.config import FANformerConfig
 from megatron_fanformer.model.layout_rules import divisors
 from megatron_fanformer.model.layouts import Layout, laid_over, layout_fields, layout_text
 from megatron_fanformer.plan.estimate import Estimate, estimate, job_of, problems, problems_of_layout
+from megatron_fanformer.plan.gradient_buffers import first_stage_buckets, first_stage_weights
 from megatron_fanformer.plan.job import head_flops_per_token, layer_flops_per_token
 from megatron_fanformer.plan.machines import Machine
 from megatron_fanformer.plan.step_time import step_time
@@ -52,6 +53,7 @@ ALWAYS_WRITTEN = (
     "sequence_parallel",
     "use_distributed_optimizer",
 )
+FEW_BUCKETS, MANY_BUCKETS, MILLION = 4, 8, 10**6
 LAYER_BY_LAYER = ("uniform", 1)  # full recomputation that says no more
 NOT_RECOMPUTED: dict[str, Any] = {
     "recompute_granularity": None,
@@ -160,9 +162,14 @@ def all_layouts(config: RunConfig, gpus: int) -> Iterator[list[RunConfig]]:
                 for stages in _stages(config.model, pipeline):
                     for form in _fan_forms(config.model, tensor):
                         parallel = dataclasses.replace(config.parallel, **degrees, **stages, **form)
-                        for recomputation in recomputations(config, parallel):
-                            whole = dataclasses.replace(parallel, **recomputation)
-                            yield [dataclasses.replace(config, parallel=whole, training=size) for size in micro_batches]
+                        for size, again in itertools.product(
+                            _bucket_sizes(config, parallel), recomputations(config, parallel)
+                        ):
+                            whole = dataclasses.replace(parallel, ddp_bucket_size=size, **again)
+                            yield [
+                                dataclasses.replace(config, parallel=whole, training=training)
+                                for training in micro_batches
+                            ]
 
 
 def _stages(model: FANformerConfig, pipeline: int) -> Iterator[dict[str, Any]]:
@@ -173,6 +180,25 @@ def _stages(model: FANformerConfig, pipeline: int) -> Iterator[dict[str, Any]]:
         yield {"virtual_pipeline_model_parallel_size": chunks, "pipeline_model_parallel_layout": None}
     for text in balanced_layouts(model, pipeline) if pipeline > 1 else ():
         yield {"virtual_pipeline_model_parallel_size": None, "pipeline_model_parallel_layout": text}
+
+
+def _bucket_sizes(config: RunConfig, parallel: ParallelConfig) -> list[int | None]:
+    """Return the configuration's size; and where it leaves that open and would have few buckets, one for about eight.
+
+    All buckets but one are communicated beside the computation; their default size grows with the replicas.
+    """
+    replicas, stated = parallel.data_parallel_size or 1, parallel.ddp_bucket_size
+    pays = config.runtime.device != "cpu" and replicas * parallel.context_parallel_size > 1
+    reduces, _ = parallel.overlaps(pays=pays)
+    if stated is not None or not reduces:
+        return [stated]
+    layers = (parallel.layers_per_stage(config.model.num_layers) or [0])[0]
+    elements = sum(weight.elements for weight in first_stage_weights(config.model, parallel, layers))
+    size = round(elements / MANY_BUCKETS / MILLION) * MILLION
+    overlapped = dataclasses.replace(parallel, overlap_grad_reduce=True)
+    if not size or first_stage_buckets(config.model, overlapped, replicas, layers) >= FEW_BUCKETS:
+        return [None]
+    return [None, size]
 
 
 def _fan_forms(model: FANformerConfig, tensor: int) -> list[dict[str, Any]]:

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from megatron_fanformer.plan.communication import layer_backward, layer_forward, recomputed, recomputed_layers
-from megatron_fanformer.plan.gradient_buffers import first_stage_weights, state_bytes
+from megatron_fanformer.plan.gradient_buffers import first_stage_buckets, first_stage_weights, state_bytes
 from megatron_fanformer.plan.job import Job, training_flops_per_token
 from megatron_fanformer.plan.machines import Machine
 from megatron_fanformer.plan.matrix_updates import MatrixUpdates, Term
@@ -184,16 +184,18 @@ def _loss_head(job: Job, machine: Machine) -> float:
 def _once_a_step(job: Job, machine: Machine, layers: int, parts: dict[str, float]) -> dict[str, float]:
     """Return the seconds once a step, by purpose, on the first stage, whose backward is the last to end.
 
-    Replicas sum gradients beside the backward of the last micro batch, and gather weights beside the first forward.
+    Replicas sum gradients beside the backward of the last micro batch, all but the last bucket, and gather weights
+    beside the first forward, all but the first.
     """
     parallel = job.parallel
     held = first_stage_weights(job.model, parallel, layers)
     elements = sum(weight.elements for weight in held)
+    buckets = first_stage_buckets(job.model, parallel, job.data_parallel_size, layers)
     window = sum(parts.values()) / job.num_micro_batches
 
     def exposed(terms: list[Term], beside: float, overlaps: bool | None) -> float:
         seconds = _collectives(job, machine, terms)
-        return seconds - machine.overlap * min(seconds, beside) if overlaps else seconds
+        return seconds - machine.overlap * min(seconds * (1 - 1 / buckets), beside) if overlaps else seconds
 
     kind = "reduce-scatter" if parallel.use_distributed_optimizer else "all-reduce"
     reduce = Term(job.state_group, kind, "gradients", elements * job.gradient_bytes)

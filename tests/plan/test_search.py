@@ -77,6 +77,22 @@ def test_what_a_layout_does_not_name_is_the_configurations() -> None:
     assert (other.parallel.ddp_bucket_size, other.training.micro_batch_size) == (7, 4)
 
 
+def test_many_replicas_are_also_tried_in_smaller_buckets() -> None:
+    """Where the default, a million elements a replica, gives fewer than four, and the configuration names no size."""
+    config = dataclasses.replace(small_config(runtime={"device": "cuda"}), model=PRESETS["fanformer-1b"])
+
+    def sizes(gpus: int, **own: int) -> set[tuple[int | None, int | None]]:
+        asked = dataclasses.replace(config, parallel=ParallelConfig(**own))
+        parallels = [micro_batches[0].parallel for micro_batches in all_layouts(asked, gpus)]
+        plain = [each for each in parallels if each.model_parallel_size == 1]
+        return {(each.data_parallel_size, each.ddp_bucket_size) for each in plain}
+
+    eighth = round(config.model.num_parameters / 8e6) * 10**6
+    assert sizes(8) == {(8, None)}
+    assert sizes(1024) == {(1024, None), (1024, eighth)}
+    assert sizes(1024, ddp_bucket_size=7) == {(1024, 7)}
+
+
 COLUMN: dict[str, Any] = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 IN_FRONT = {**COLUMN, "fan_form": "sequence"}
 
