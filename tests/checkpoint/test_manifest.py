@@ -63,23 +63,6 @@ def test_ranks_share_the_check_and_one_of_them_finds_the_damage(checkpoint: Path
         file.write_bytes(content)
 
 
-def test_a_file_that_is_missing_shorter_longer_or_a_folder_is_told(checkpoint: Path) -> None:
-    file = checkpoint / "__1_0.distcp"
-    content = file.read_bytes()
-    file.write_bytes(content[:-1])
-    assert "has 255 bytes, its manifest says 256" in check(checkpoint)[0]
-    file.write_bytes(content + b"x")
-    assert "has 257 bytes" in check(checkpoint)[0]
-    file.unlink()
-    assert "cannot be read (No such file or directory)" in check(checkpoint)[0]
-    file.mkdir()
-    assert "Is a directory" in check(checkpoint)[0]
-
-
-def test_a_checkpoint_from_before_has_none(tmp_path: Path) -> None:
-    assert read_manifest(tmp_path) is None
-
-
 def test_a_checkpoint_under_the_name_of_another_step_is_refused(tmp_path: Path) -> None:
     checkpoint = save(tmp_path, 3)
     check_stored(checkpoint)

@@ -3,7 +3,6 @@
 Stores are folders here, by file:// or behind a filesystem that fails, and moto's S3 server where that is installed.
 """
 
-import errno
 import shutil
 import threading
 from collections.abc import Callable, Iterator
@@ -130,15 +129,6 @@ def test_one_is_copied_at_a_time_and_the_newest_is_next(made: Mirror, held: thre
     assert not made.in_use
 
 
-def test_a_checkpoint_that_is_being_copied_is_not_removed(tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    in_use = save(run, 1)
-    for step in (2, 3):
-        folder = run_folder.temporary_folder(run / run_folder.CHECKPOINTS, step)
-        run_folder.publish_checkpoint(folder, run / run_folder.CHECKPOINTS, step, {}, 1, in_use=(in_use.name,))
-    assert [path.name for path in run_folder._steps(run / run_folder.CHECKPOINTS)] == step_names(1, 3)
-
-
 def test_attempts_follow_one_another_at_growing_distances(
     made: Mirror, failures: list[tuple[str, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -154,17 +144,6 @@ def test_attempts_follow_one_another_at_growing_distances(
     assert [name for name, _ in failures] == step_names(1, *[2] * 7)
     assert "secret" not in failures[-1][1] and "the store does not answer" in failures[-1][1]
     assert not made.in_use
-
-
-def test_a_store_that_is_full_is_tried_once(
-    made: Mirror, failures: list[tuple[str, str]], tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    full = OSError(errno.ENOSPC, "No space left on device")
-    with mock.patch.object(FailingFiles, "pipe_file", side_effect=full):
-        made.offer(save(tmp_path / "run", 1))
-        made.finish(lambda: False)
-    assert len(failures) == 1
-    assert "step-00000001 is not copied" in caplog.messages[-1]
 
 
 @pytest.mark.parametrize("ending", ["enough", "seconds", "nothing moves"])

@@ -99,23 +99,6 @@ def test_a_run_that_was_set_back_goes_on_from_there_or_from_before(tmp_path: Pat
     assert run_folder.checkpoints_to_resume(tmp_path) == [second]
 
 
-def test_what_cannot_be_removed_is_told_and_left(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    elsewhere = save(tmp_path / "elsewhere", 10)
-    save(tmp_path, 20)
-    (tmp_path / run_folder.CHECKPOINTS / "step-00000010").symlink_to(elsewhere)
-    save(tmp_path, 30, keep=1)
-    assert names(tmp_path) == ["latest", "step-00000030"]
-    assert elsewhere.is_dir()
-    (tmp_path / "a file").touch()
-    run_folder.remove(tmp_path / "a file")
-    assert "a file could not be removed" in caplog.text
-
-
-def test_a_configuration_that_states_no_model_is_corrupt(tmp_path: Path) -> None:
-    with pytest.raises(CorruptError, match="states no model"):
-        run_folder.saved_model(save(tmp_path, 10))
-
-
 def test_the_original_tokenizer_comes_before_its_rewriting(tmp_path: Path) -> None:
     assert run_folder.attached_tokenizer(tmp_path) is None
     for name in ("tokenizer.json", "tokenizer.model", "tokenizer_config.json"):

@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 import yaml
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from megatron_fanformer.checkpoint import run_folder
+from megatron_fanformer.checkpoint.full_tensors import StoredTensors
 from megatron_fanformer.checkpoint.run_lock import run_lock
 from megatron_fanformer.cli import main
 from megatron_fanformer.convert.convert import convert_checkpoint
@@ -19,9 +21,7 @@ from megatron_fanformer.data.chat_template import find_template
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.model.config import FANConfig, FANformerConfig
 from megatron_fanformer.model.rope_scaling import RopeScalingConfig
-from tests.conftest import REFERENCE
 from tests.convert.plain_fanformer import VARIANTS, write
-from tests.convert.removing import remove_after
 from tests.generate.making import write_tokenizer
 
 VARIANT = VARIANTS["grouped queries"]
@@ -56,13 +56,6 @@ def test_a_checkpoint_states_the_type_of_its_weights(dtype: str, source: Path) -
     assert run_folder.saved_config(checkpoint)["precision"] == {"dtype": dtype}
 
 
-def test_an_export_ends_text_with_the_id_that_is_stated(source: Path, tokenizer: Path) -> None:
-    folder = converted(source, "hf", tokenizer=tokenizer, eod_id=7)
-    assert stated(folder / "config.json")["eos_token_id"] == 7
-    assert stated(folder / "generation_config.json")["eos_token_id"] == 7
-    assert stated(folder / "generation_config.json")["pad_token_id"] == 7
-
-
 @pytest.mark.parametrize("to", ["hf", "reference"])
 def test_the_sources_own_end_of_text_stays(to: str, source: Path, tokenizer: Path) -> None:
     """Unless another tokenizer, or another id, is stated; also by way of a checkpoint of ours."""
@@ -82,24 +75,6 @@ def test_the_sources_own_end_of_text_stays(to: str, source: Path, tokenizer: Pat
     assert [end(ours), end(ours, eod_id=8), end(ours, tokenizer=tokenizer)] == [7, 8, 0]
     again = converted(ours, "megatron", eod_id=9).rename(source.with_name("again"))
     assert end(again) == 9
-
-
-def test_special_tokens_that_an_export_leaves_out_are_told(source: Path, tokenizer: Path) -> None:
-    content = stated(tokenizer)
-    content["post_processor"] = {"type": "BertProcessing", "sep": ["a", 97], "cls": ["b", 98]}
-    tokenizer.write_text(json.dumps(content))
-    options = {"tokenizer": tokenizer, "verified": False}
-    done = convert_checkpoint(source, source.with_name("export"), to="hf", **options)
-    assert done.notes[-1] == (
-        "left out: the special tokens that the tokenizer puts around a text; preparation and generation add none"
-    )
-    assert stated(source.with_name("export") / "tokenizer.json")["post_processor"] is None
-
-
-def test_the_authors_end_of_text_stays(tmp_path: Path) -> None:
-    folder = tmp_path / "export"
-    convert_checkpoint(REFERENCE / "fanformer-tied", folder, to="hf", verified=False)
-    assert stated(folder / "config.json")["eos_token_id"] == 249
 
 
 @pytest.mark.parametrize(
@@ -191,6 +166,20 @@ def test_parts_of_one_tensor_in_different_formats_need_one(
     (line,) = capsys.readouterr().err.splitlines()
     assert f"{name} (bfloat16)" in line and line.endswith("state one by --dtype") and not (tmp_path / "out").exists()
     assert main([*command, "--dtype", "fp32"]) == 0
+
+
+def remove_after(reads: int, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Remove it after so many of its tensors are read."""
+    read, left = StoredTensors.read, [None] * reads
+
+    def removing(stored: StoredTensors, *arguments: Any) -> Tensor:
+        if left:
+            left.pop()
+        else:
+            shutil.rmtree(checkpoint, ignore_errors=True)
+        return read(stored, *arguments)
+
+    monkeypatch.setattr(StoredTensors, "read", removing)
 
 
 @pytest.mark.parametrize("reads", [0, 8])

@@ -229,12 +229,6 @@ def test_large_models_are_written_in_shards(tmp_path):
     assert read_huggingface(sharded)[1].keys() == read_huggingface(whole)[1].keys()
 
 
-def test_the_end_of_text_ends_generation_and_pads(exported):
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(exported), AutoTokenizer.from_pretrained(exported)
-    assert (model.generation_config.eos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id) == (1, 1, 1)
-    assert tokenizer.eos_token == "<|endoftext|>"
-
-
 @pytest.mark.parametrize(
     ("end", "ids"),
     [("<|im_end|>", [2, 4]), ("<|part|><|im_end|>", [2, 4]), ("<|endoftext|>", 2), ("no token", 2), ("", 2)],

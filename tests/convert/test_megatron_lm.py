@@ -250,14 +250,6 @@ def test_every_argument_that_makes_another_model_is_refused(tmp_path: Path, conv
     assert printed.count(", but ") == len(OTHER_MODELS) == len(RULES) + 1
 
 
-def test_experts_are_refused_by_name(tmp_path: Path, convert: Any) -> None:
-    """Of a stack of layers in fewer parts, whose table is no damage."""
-    experts = {"decoder.layers.mlp.experts.experts.linear_fc1.weight": torch.zeros(2, 8, 4, 4)}
-    folder = saved(tmp_path / "saved", as_transformer(tiny_model()), experts, spec=None, num_experts=8)
-    code, printed = convert(folder)
-    assert code == 2 and "num_experts (--num-experts) is 8, but layers are dense" in printed
-
-
 def test_interpolated_positions_are_linearly_scaled_ones(tmp_path: Path) -> None:
     folder = saved(tmp_path / "saved", tiny_model(), rotary_seq_len_interpolation_factor=4)
     found, *_ = open_megatron_lm(folder / f"iter_{STEP:07d}")
@@ -310,12 +302,6 @@ def test_inspect_says_what_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert lines[-1].startswith("verified: CRC-32 of ")
     assert main(["inspect", str(folder), "--step", "1"]) == 2
     assert f"{folder} is a checkpoint of Megatron-LM, which does not say what it was" in capsys.readouterr().err
-
-
-def test_a_configuration_is_for_megatron_lms_alone(tmp_path: Path, convert: Any) -> None:
-    (tmp_path / "config.yaml").write_text("model: {d_model: 8}\n")
-    code, printed = convert(tmp_path, "--config", str(tmp_path / "config.yaml"))
-    assert code == 2 and "--config is for what a checkpoint of Megatron-LM does not state" in printed
 
 
 class WithState(Bomb):

@@ -17,7 +17,6 @@ from megatron_fanformer.checkpoint import run_folder
 from megatron_fanformer.checkpoint.full_tensors import StoredTensors, write_full_tensors
 from megatron_fanformer.checkpoint.saving import CheckpointSaver
 from megatron_fanformer.checkpoint.stored_files import MAIN_WEIGHT, read_table
-from megatron_fanformer.checkpoint.training_state import load_weights
 from megatron_fanformer.cli import main
 from megatron_fanformer.convert import merge
 from megatron_fanformer.convert.model_card import training_record
@@ -29,7 +28,6 @@ from megatron_fanformer.model.config import FANformerConfig
 from tests.checkpoint.states import small_model, training, world_size
 from tests.generate.making import write_tokenizer
 from tests.tiny import tiny_model
-from tests.train.layouts import gather
 from tests.whole_models import read_full_tensors
 
 MODEL = tiny_model(vocab_size=90)
@@ -89,25 +87,6 @@ def test_what_a_run_was_taken_back_from_is_left_out(run: Path, tmp_path: Path) -
     merged(tmp_path / "run", "--last", 2, tmp_path / "out")
     receipt = json.loads((tmp_path / "out" / "receipt.json").read_text())
     assert [source["step"] for source in receipt["sources"]] == [1, 2]
-
-
-def loaded(layout: str, checkpoint: Path) -> Any:
-    """This rank's pieces after loading an average, and the loss of a step with it."""
-    with training(layout, small_model(num_layers=2), seed=5) as other:
-        load_weights(checkpoint, other.stages, other.grid)
-        return other.pieces(), other.take_steps(1)[0]
-
-
-@pytest.mark.parametrize("layout", ["tp2", "pp2"])
-def test_an_average_loads_in_another_layout(
-    layout: str, run: Path, run_on_ranks: Callable[..., list[Any]], tmp_path: Path
-) -> None:
-    average = merged(run, "--last", 3, tmp_path / "out")
-    ((_, alone),) = run_on_ranks(1, loaded, "tp1-plain", average)
-    ranks = run_on_ranks(world_size(layout), loaded, layout, average)
-    weights = gather([pieces for pieces, _ in ranks])
-    assert [name for name, tensor in read_full_tensors(average).items() if not torch.equal(tensor, weights[name])] == []
-    assert [loss for _, loss in ranks] == pytest.approx([alone] * len(ranks), rel=SAME_LOSS)
 
 
 # -- of weights alone

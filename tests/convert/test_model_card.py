@@ -88,10 +88,6 @@ def test_an_earlier_checkpoint_has_the_losses_of_its_own_step(trained: Path, tmp
     assert rows["validation loss, held-out"] == f"{validation:.4f} nats per token, at step 2"
 
 
-def test_no_path_is_told(trained: Path, tmp_path: Path) -> None:
-    assert str(trained.parent) not in card_of(trained, tmp_path)
-
-
 @pytest.mark.parametrize(
     "content", [None, "", '{"step": 5, "loss": 3.0}\n', '{"step": 6, "loss": NaN}\n', "[6]\n\xff{"]
 )
@@ -145,17 +141,6 @@ def test_the_card_tells_how_the_conversion_went(tmp_path: Path) -> None:
     assert f"differ by at most {receipt['checks']['logits']['max_abs_error']:.1e}" in verified
     assert f"torch {versions()['torch']}" in verified
     assert "was not verified: there is no receipt" in card_of(REFERENCE / "fanformer-tied", tmp_path)
-
-
-def test_use_is_told_as_the_folder_can_be_used() -> None:
-    whole, bare = (
-        model_card(MODEL, Extras(name="name", tokenizer=Path("t.json"))),
-        model_card(MODEL, Extras(name="name")),
-    )
-    assert "transformers 5.4 or later" in whole and "padded on the left" in whole
-    assert "reads `config.json` before any tokenizer" in whole and "any tokenizer" not in bare
-    assert "lm_eval --model hf --model_args pretrained=name,trust_remote_code=True --tasks" in whole
-    assert "AutoTokenizer" not in bare and "lm_eval" not in bare and "no tokenizer in this folder" in bare
 
 
 def test_a_name_is_text_in_the_card_and_a_word_in_its_commands() -> None:

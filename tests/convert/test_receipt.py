@@ -112,13 +112,6 @@ def test_padding_that_is_asked_for_is_zeros(to: str, source: Path, tmp_path: Pat
 
 
 @pytest.mark.parametrize("to", FORMS)
-def test_rounding_is_no_fault(to: str, source: Path, tmp_path: Path) -> None:
-    done = convert_checkpoint(source, tmp_path / "out", to=to, dtype="bf16")  # type: ignore[arg-type]
-    assert done.checks is not None
-    assert done.checks["round_trip"]["rounded_to"] == "torch.bfloat16"
-
-
-@pytest.mark.parametrize("to", FORMS)
 def test_the_report_says_what_was_checked(to: str, source: Path, tmp_path: Path) -> None:
     file = tmp_path / "receipt.json"
     assert main(["convert", str(source), str(tmp_path / "out"), "--to", to, "--report", str(file)]) == 0
@@ -278,24 +271,6 @@ def test_the_faults_cover_every_transform_that_moves_rows() -> None:
     named = {name for name, value in vars(name_table).items() if isinstance(value, Transform)}
     planted = {name for name, *_ in FAULTS.values()} | {"VOCABULARY_TRIMMED", "VOCABULARY_PADDED"}
     assert named - planted == {"IDENTITY"}
-
-
-@pytest.mark.parametrize("place", [(0, 0, 0), (-1, -1, -1), (0, -1, 3)])
-@pytest.mark.parametrize(("share", "passes"), [(0.5, True), (2.0, False)])
-def test_every_logit_is_held_to_the_bound(
-    place: tuple[int, int, int], share: float, passes: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One that differs by more is enough, wherever it is."""
-    logits = 5 * torch.randn(receipts.PROMPTS, receipts.PROMPT_TOKENS, 40)
-    bound = receipts.LOGITS_TOLERANCE * logits.abs().max()
-
-    def run(values: torch.Tensor) -> Any:
-        return SimpleNamespace(checkpoint=SimpleNamespace(config=SimpleNamespace(vocab_size=40)), values=values)
-
-    monkeypatch.setattr(receipts, "logits_of", lambda run, _: lambda _ids: run.values)
-    other = logits.clone()
-    other[place] += share * bound
-    assert receipts._logits(run(logits), run(other), None)["passed"] is passes
 
 
 def test_a_changed_row_of_a_token_that_no_prompt_has_is_caught(source: Path, tmp_path: Path) -> None:

@@ -68,17 +68,6 @@ def test_megatron_lm_may_save_into_a_folder_of_any_name(tmp_path: Path) -> None:
     assert checkpoint_of(target) == tmp_path / run_folder.CHECKPOINTS / "iter_0000003"
 
 
-def test_the_checkpoint_of_a_run_is_its_latest(tmp_path: Path) -> None:
-    run = make(tmp_path / "run", "run")
-    checkpoint = run / run_folder.CHECKPOINTS / STEP
-    for path in (run, run / run_folder.CHECKPOINTS, checkpoint):
-        assert checkpoint_of(recognise(path)) == find_checkpoint(path) == checkpoint
-    assert run_folder.checkpoints_to_resume(run) == [checkpoint]
-    (run / run_folder.CHECKPOINTS / run_folder.LATEST).write_text("step-00000009")
-    assert find_checkpoint(run) == checkpoint
-    assert run_folder.checkpoints_to_resume(run) == [checkpoint]
-
-
 @pytest.mark.parametrize(
     ("inside", "path", "kind"),
     [

@@ -10,7 +10,6 @@ import yaml
 from safetensors.torch import load_file, save_file
 
 from megatron_fanformer.convert.name_table import expected_shapes
-from megatron_fanformer.convert.reference import optimizer_files
 from megatron_fanformer.errors import CorruptError, InputError
 from megatron_fanformer.model.config import FANConfig, FANformerConfig
 from tests.conftest import REFERENCE
@@ -51,10 +50,6 @@ def test_p_ratio_comes_from_the_weights_where_it_is_not_stated(case, p_ratio, tm
     assert read_reference(edited(tmp_path, case, drop=("p_ratio",)))[0].fan == FANConfig(p_ratio=p_ratio)
 
 
-def test_without_use_atf_there_is_no_fan():
-    assert read_reference(REFERENCE / "transformer-tied")[0].fan.placement == "none"
-
-
 def test_a_missing_fan_bias_is_seen(tmp_path):
     folder = edited(tmp_path)
     tensors = load_file(folder / "model.safetensors")
@@ -79,14 +74,6 @@ def test_fields_are_read(field, value, read, expected, tmp_path):
     drop = ("multi_query_attention",) if field == "n_kv_heads" else ()
     config, _ = read_reference(edited(tmp_path, drop=drop, **{field: value}))
     assert attrgetter(read)(config) == expected
-
-
-def test_pickled_weights_are_read(tmp_path):
-    folder = edited(tmp_path)
-    tensors = load_file(folder / "model.safetensors")
-    torch.save(tensors, folder / "model.pt")
-    (folder / "model.safetensors").unlink()
-    assert all(torch.equal(tensor, tensors[name]) for name, tensor in read_reference(folder)[1].items())
 
 
 def test_the_hugging_face_wrap_is_the_same_model(tmp_path):
@@ -124,12 +111,6 @@ def test_a_written_folder_reads_back_as_it_was(config, tmp_path):
     assert all(torch.equal(tensor, tensors[name]) for name, tensor in read.items())
 
 
-def test_the_optimizers_files_are_found(tmp_path):
-    folder = edited(tmp_path)
-    (folder / "optim.pt").touch()
-    assert optimizer_files(folder) == ["optim.pt"]
-
-
 @pytest.mark.parametrize(
     ("name", "value"),
     [
@@ -162,10 +143,3 @@ def test_what_the_model_cannot_express_is_refused(name, value, tmp_path):
 def test_weights_without_the_fan_that_is_stated_are_corrupt(case, fields, missing, tmp_path):
     with pytest.raises(CorruptError, match=f"the weights have no transformer{missing}"):
         read_reference(edited(tmp_path, case, **fields))
-
-
-def test_broken_weights_are_corrupt(tmp_path):
-    folder = edited(tmp_path)
-    (folder / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:1000])
-    with pytest.raises(CorruptError, match="cannot be read"):
-        read_reference(folder)

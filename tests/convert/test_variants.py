@@ -1,5 +1,6 @@
 """Random checkpoints of every variant, through every format and out of every layout, against plain PyTorch."""
 
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,18 +11,22 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from megatron_fanformer.checkpoint import run_folder
+from megatron_fanformer.checkpoint.full_tensors import write_full_tensors
 from megatron_fanformer.checkpoint.training_state import load_weights, model_state
 from megatron_fanformer.convert.convert import convert_checkpoint
+from megatron_fanformer.convert.name_table import expected_shapes
 from megatron_fanformer.convert.recognition import find_checkpoint
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.evaluate.rows import row_losses
 from megatron_fanformer.hf import FANformerForCausalLM
 from megatron_fanformer.model.build import build_stages
+from megatron_fanformer.model.config import FANConfig
 from megatron_fanformer.runtime.parallel import ParallelConfig, rank_grid
-from megatron_fanformer.runtime.seeding import seed_everything
+from megatron_fanformer.runtime.seeding import generator_for, seed_everything
 from tests.convert.plain_fanformer import HEADS, VARIANTS, Variant, random_weights, write
-from tests.plain_model import plain_logits
-from tests.whole_models import save_state
+from tests.plain_model import from_transformers, plain_logits
+from tests.tiny import tiny_model
+from tests.whole_models import read_full_tensors, save_state
 
 # float32 against float64, logits of about 10: seen 2e-5 at most.
 SAME_LOGITS = 1e-4
@@ -155,3 +160,27 @@ def test_every_variant_to_hugging_face_and_back(root: Path, name: str, tmp_path:
 def assert_same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor], name: str) -> None:
     assert left.keys() == right.keys(), name
     assert [key for key in left if not torch.equal(left[key], right[key])] == [], name
+
+
+# -- FAN layers in place of the MLP
+
+
+FFN_MODEL = tiny_model(seq_length=32, fan=FANConfig(placement="ffn", activation="gelu"))
+
+
+def test_fan_layers_to_hugging_face_and_back(tmp_path: Path) -> None:
+    """The receipt holds the trainer's logits against the export's, and the plain model both."""
+    shapes = expected_shapes(FFN_MODEL, "megatron")
+    tensors = {name: 0.3 * torch.randn(shape, generator=generator_for(0, name)) for name, shape in shapes.items()}
+    write_full_tensors(tmp_path / "run", tensors, {"model": dataclasses.asdict(FFN_MODEL)}, {})
+    done = convert_checkpoint(tmp_path / "run", tmp_path / "hf", to="hf", padded_vocab_size=FFN_MODEL.padded_vocab_size)
+    assert done.checks is not None and all(check["passed"] for check in done.checks.values())
+    model = FANformerForCausalLM.from_pretrained(tmp_path / "hf")
+    ids = torch.randint(100, (2, 16), generator=torch.Generator().manual_seed(1))
+    exact = {name: weight.double() for name, weight in from_transformers(model.state_dict()).items()}
+    assert (model(ids).logits - plain_logits(exact, ids, heads=4, gelu=True)).abs().max() < 1e-4
+    convert_checkpoint(tmp_path / "hf", tmp_path / "back", to="megatron", verified=False)
+    back = read_full_tensors(tmp_path / "back" / "checkpoints" / "step-00000000")
+    assert [name for name in tensors if not torch.equal(back[name], tensors[name])] == []
+    with pytest.raises(InputError, match="which the authors' format has not; convert it to hf or megatron"):
+        convert_checkpoint(tmp_path / "run", tmp_path / "reference", to="reference")

@@ -59,16 +59,6 @@ def test_a_left_padded_batch_generates_what_its_rows_do_alone(fields, attention,
     assert torch.equal(together[:, -8:], torch.stack(alone))
 
 
-@torch.no_grad()
-def test_a_left_padded_forward_needs_no_position_ids(fields):
-    """Positions then count the padding too, as in every model of transformers; rotary ones only differ by a shift."""
-    model = build(**fields)
-    batch, mask = left_padded(prompts())
-    logits = model(batch, attention_mask=mask).logits
-    for row, prompt in zip(logits, prompts(), strict=True):
-        assert (row[-len(prompt) :] - model(prompt[None]).logits[0]).abs().max() < FLOAT32_LOGITS
-
-
 @pytest.mark.full  # a thread and its cache
 @pytest.mark.skipif(
     not hasattr(ContinuousBatchingConfig, "page_size"), reason="pages are not sized in this transformers"
@@ -92,21 +82,6 @@ def test_beams_are_the_likeliest_of_their_width():
     pairs = torch.cat([ids.expand(7, -1), torch.arange(7)[:, None]], dim=1)
     both = first[:, None] + model(pairs).logits[:, -1].log_softmax(-1)
     assert beams[0, -2] * 7 + beams[0, -1] == both.argmax()
-
-
-def test_beams_reorder_the_cache():
-    model, ids = build(), some_ids()
-    beams = [model.generate(ids, max_new_tokens=8, num_beams=3, use_cache=cached, **GREEDY) for cached in (True, False)]
-    assert torch.equal(*beams)
-
-
-def test_sampling_is_the_same_with_the_cache():
-    model, ids, samples = build(), some_ids(), []
-    for cached in (True, False):
-        torch.manual_seed(5)
-        kind = {"do_sample": True, "temperature": 0.8, "top_p": 0.9, "use_cache": cached, "pad_token_id": 0}
-        samples.append(model.generate(ids, max_new_tokens=8, **kind))
-    assert torch.equal(*samples)
 
 
 @pytest.mark.parametrize(

@@ -1,19 +1,22 @@
 """The model as transformers runs it: FAN, attention, loss, checkpointing, initial weights, registration."""
 
-import math
-import subprocess
+import re
+import runpy
 import sys
+import warnings
+from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch.nn import functional as F
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, DynamicCache, LlamaConfig
+from transformers import DynamicCache, LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from megatron_fanformer.hf import FANformerConfig, FANformerForCausalLM, FANformerModel
+from megatron_fanformer.hf import FANformerConfig, FANformerForCausalLM, configuration_fanformer
 from megatron_fanformer.hf.modeling_fanformer import FANActivation, FANformerRMSNorm, FANformerRotaryEmbedding
-from tests.hf.models import SIZES, build, some_ids
-from tests.small_runs import ROOT
+from tests.hf.models import OWN_VALUES, PLACEMENTS, SIZES, VARIANTS, build, some_ids
+from tests.plain_model import from_transformers, plain_logits
 
 
 @pytest.mark.parametrize("activation", ["none", "gelu"])
@@ -35,14 +38,6 @@ def test_phases_are_taken_in_float32():
     assert torch.equal(y.grad[:, :8], (-y[:, :8].float().sin() * dy.float()).to(torch.bfloat16))
 
 
-def test_rotary_positions_stay_in_float32_in_a_cast_model():
-    rotary = build().to(torch.bfloat16).model.rotary_emb
-    cos, _ = rotary(torch.zeros(1, dtype=torch.bfloat16), torch.tensor([[60]]))
-    exact = math.cos(60 * 10_000 ** (-2 / 8))
-    assert cos.dtype == torch.float32
-    assert abs(cos[0, 0, 1].item() - exact) < 1e-5
-
-
 def test_each_row_has_the_rotation_of_its_own_positions():
     """As in a batch of prompts that are padded on the left, the first of which may be the shortest."""
     rotary, rows = build().model.rotary_emb, torch.tensor([[0, 0, 1], [5, 6, 7]])
@@ -62,13 +57,6 @@ def test_eager_equals_sdpa(groups):
     ids = some_ids()
     eager, sdpa = (build(kind, num_key_value_heads=groups)(ids).logits for kind in ("eager", "sdpa"))
     assert (eager - sdpa).abs().max() < 1e-4
-
-
-@pytest.mark.full  # torch compiles it, in 10 s
-@torch.no_grad()  # and has no backward for it on a CPU
-def test_eager_equals_flex_attention():
-    ids = some_ids()
-    assert (build("eager")(ids).logits - build("flex_attention")(ids).logits).abs().max() < 1e-4
 
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
@@ -119,19 +107,6 @@ def test_the_loss_of_a_part_of_a_batch_is_its_share():
 def test_logits_can_be_kept_for_the_last_tokens_alone():
     model, ids = build(), some_ids()
     assert (model(ids, logits_to_keep=2).logits - model(ids).logits[:, -2:]).abs().max() < 1e-5
-
-
-def test_embeddings_may_stand_in_for_ids():
-    model, ids = build(), some_ids()
-    assert torch.equal(model(inputs_embeds=model.get_input_embeddings()(ids)).logits, model(ids).logits)
-    with pytest.raises(ValueError, match="not both"):
-        model(ids, inputs_embeds=model.get_input_embeddings()(ids))
-
-
-def test_hidden_states_and_attentions_are_returned_on_request():
-    out = build("eager")(some_ids(), output_hidden_states=True, output_attentions=True)
-    assert len(out.hidden_states) == 4
-    assert [tuple(weights.shape) for weights in out.attentions] == [(2, 4, 11, 11)] * 3
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -216,14 +191,75 @@ def test_bf16_is_loaded_in_bf16_and_stays_near(tmp_path):
     assert (exact - rounded).norm() / exact.norm() < 0.06  # 0.028 measured, of weights drawn wide
 
 
-def test_the_auto_classes_know_the_model(tmp_path):
-    build().save_pretrained(tmp_path)
-    assert type(AutoConfig.from_pretrained(tmp_path)) is FANformerConfig
-    assert type(AutoModel.from_pretrained(tmp_path)) is FANformerModel
-    assert type(AutoModelForCausalLM.from_pretrained(tmp_path)) is FANformerForCausalLM
+# -- every variant against the equations
 
 
-def test_importing_the_package_imports_no_transformers():
-    code = "import megatron_fanformer, sys; print('transformers' in sys.modules, 'torch' in sys.modules)"
-    out = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert out.stdout.split() == ["False", "False"]
+FLOAT32_LOGITS = 2e-5  # logits of float32 against float64, 3 layers, logits of order 1
+
+
+def narrow(**fields):
+    """A model whose logits are of order 1, with every norm and bias off its initial value."""
+    torch.manual_seed(3)
+    model = FANformerForCausalLM(FANformerConfig(**SIZES | fields)).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    return model
+
+
+@pytest.mark.parametrize("fields", VARIANTS.values(), ids=VARIANTS.keys())
+@torch.no_grad()
+def test_logits_are_those_of_the_equations(fields):
+    model, ids = narrow(**fields), some_ids(2, 24)
+    gelu = model.config.fan_activation == "gelu"
+    exact = {name: weight.double() for name, weight in from_transformers(model.state_dict()).items()}
+    expected = plain_logits(exact, ids, heads=4, gelu=gelu)
+    assert (model(ids).logits - expected).abs().max() < FLOAT32_LOGITS
+
+
+def test_values_of_their_own_fan_have_no_matrix_behind_it():
+    shapes = {name: tuple(w.shape) for name, w in build(**OWN_VALUES).model.layers[0].self_attn.named_parameters()}
+    assert shapes == {
+        "fan.weight": (24, 32),
+        "fan.bias": (24,),
+        "q_proj.weight": (32, 32),
+        "k_proj.weight": (16, 32),
+        "v_fan.weight": (14, 32),  # P = 2, G = 12 of 16
+        "v_fan.bias": (14,),
+        "o_proj.weight": (32, 32),
+    }
+
+
+@pytest.mark.parametrize("fields", PLACEMENTS.values(), ids=PLACEMENTS.keys())
+def test_every_weight_has_a_gradient(fields):
+    model = build(**fields).train()
+    model(some_ids(), labels=some_ids()).loss.backward()
+    assert [name for name, weight in model.named_parameters() if weight.grad is None or not weight.grad.any()] == []
+
+
+# -- saving, and versions of transformers
+
+
+# What a stranger runs: nothing of ours can be imported, and nothing can be fetched.
+def test_a_tied_head_is_stored_once(tmp_path: Path) -> None:
+    build(tie_word_embeddings=True).save_pretrained(tmp_path)
+    assert "lm_head.weight" not in load_file(tmp_path / "model.safetensors")
+
+
+@pytest.mark.parametrize("installed", ["4.57.6", "5.3.0.dev0"])
+def test_an_older_transformers_is_told_which_one_it_needs(installed: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the first file of an export that is read, before it uses anything that is new."""
+    monkeypatch.setattr(sys.modules["transformers"], "__version__", installed)  # which it may have put there itself
+    needed = f"needs transformers {configuration_fanformer.OLDEST_TRANSFORMERS} or later, and {installed} is installed"
+    with pytest.raises(ImportError, match=re.escape(needed)):
+        runpy.run_path(configuration_fanformer.__file__)
+
+
+def test_a_newer_transformers_than_was_tested_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    newest = configuration_fanformer.NEWEST_TRANSFORMERS
+    major, minor = map(int, newest.split("."))
+    for installed, warned in ((f"{newest}.9", 0), (f"{major}.{minor + 1}.0.dev0", 1)):
+        monkeypatch.setattr(sys.modules["transformers"], "__version__", installed)
+        with warnings.catch_warnings(record=True) as caught:
+            runpy.run_path(configuration_fanformer.__file__)
+        assert sum(newest in str(each.message) for each in caught) == warned
