@@ -8,7 +8,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import torch
 
 from megatron_fanformer import __version__
@@ -16,14 +15,13 @@ from megatron_fanformer.checkpoint import run_folder
 from megatron_fanformer.data.tokenizer import load_tokenizer, tokenizer_file
 from megatron_fanformer.durable_files import sha256_of
 from megatron_fanformer.errors import DivergenceError, InputError, collect_problems
-from megatron_fanformer.evaluate import generation_tasks, ulogic
+from megatron_fanformer.evaluate import generation_tasks
 from megatron_fanformer.evaluate.config import EvaluationRequest
 from megatron_fanformer.evaluate.generation_tasks import GenerationSettings
-from megatron_fanformer.evaluate.perplexity import group_perplexities, perplexity_of_sets
 from megatron_fanformer.evaluate.prepare import CONTEXT_LENGTH, cached_requests
 from megatron_fanformer.evaluate.requests import RequestFile, read_requests
-from megatron_fanformer.evaluate.results import Result, SetResult, Settings
-from megatron_fanformer.evaluate.scoring import choice_result, scores_of_tasks
+from megatron_fanformer.evaluate.results import Result, Settings
+from megatron_fanformer.evaluate.scoring import choice_result, group_perplexities, perplexity_of_sets, scores_of_tasks
 from megatron_fanformer.evaluate.survey import EvaluationSurvey, survey_evaluation
 from megatron_fanformer.evaluate.tasks import ULOGIC
 from megatron_fanformer.generate.models import ModelSource, TrainedModel, find_model
@@ -179,7 +177,7 @@ def _tasks(
         if collect_problems(problems, partial(file.selected, choices)) is None:
             choices = []
     if request.options.ulogic is not None:
-        rules = collect_problems(problems, partial(ulogic.documents, request.options.ulogic))
+        rules = collect_problems(problems, partial(generation_tasks.ulogic_rules, request.options.ulogic))
         texts |= {} if rules is None else {ULOGIC: rules[:limit]}
     if texts and request.layout.world_size > 1:
         problems.append(
@@ -230,12 +228,9 @@ def evaluate_jobs(request: EvaluationRequest, jobs: Jobs, grid: RankGrid, *, log
             tokenizer = load_tokenizer(job.tokenizer, eod_id=job.source.end_of_text_id)
         for name, documents in jobs.texts.items():
             log(phase := f"{path}: {name}")
-            if name == ULOGIC:
-                tasks[name] = ulogic.evaluate(model, tokenizer, documents, sampling, log=partial(log, phase))
-            else:
-                tasks[name] = generation_tasks.evaluate(
-                    model, tokenizer, name, documents, sampling, log=partial(log, phase)
-                )
+            tasks[name] = generation_tasks.evaluate(
+                model, tokenizer, name, documents, sampling, log=partial(log, phase)
+            )
         yield Result(
             checkpoint=str(path),
             step=run_folder.step_of(path),
@@ -251,7 +246,7 @@ def evaluate_jobs(request: EvaluationRequest, jobs: Jobs, grid: RankGrid, *, log
             ),
             requests=jobs.requests,
             tasks=tasks,
-            perplexity={name: msgspec.convert(loss, SetResult, from_attributes=True) for name, loss in losses.items()},
+            perplexity=losses,
             groups={str(group): mean for group, mean in group_perplexities(losses).items()},
         )
 

@@ -1,19 +1,19 @@
 """Perplexity sets: their files, the pieces that these are cut into, and the bytes and words of their text.
 
 The paper's two groups are OLMo's. There is no package of them: whoever has them has them as OLMo lays them out, in one
-of its ways (`PLACES`, `FORMS`). Nothing here imports torch.
+of several ways (`PLACES`, `FORMS`). Nothing here imports torch.
 """
 
 import dataclasses
 import glob
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from megatron_fanformer.data.manifest import Manifest, PartManifest, TokenFiles, manifest_of
+from megatron_fanformer.data.manifest import Manifest, PartManifest, manifest_of
 from megatron_fanformer.data.remote_files import find, listed, side_by_side
 from megatron_fanformer.data.token_files import (
     BIN_SUFFIX,
@@ -44,23 +44,16 @@ SETS: dict[Group, tuple[str, ...]] = {
     ),
 }
 """The sets of the paper's groups, by OLMo's names."""
-SPELLINGS = {"dolma_common-crawl": ("dolma_common-crawl", "dolma_common_crawl")}
-VERSIONS: dict[Group, str] = {"v2-small": "v2", "v3-small": "v3"}
-PLACES: dict[Group, tuple[str, ...]] = {
-    group: (
-        *(f"{above}{version}" for above in ("", "validation/")),
-        *(f"{above}{version}_small_gptneox20b" for above in ("", "perplexity/", "eval-data/perplexity/")),
-        group,
-    )
-    for group, version in VERSIONS.items()
-}
+PLACES = (
+    *("{version}", "validation/{version}", "{version}_small_gptneox20b", "perplexity/{version}_small_gptneox20b"),
+    *("eval-data/perplexity/{version}_small_gptneox20b", "{version}-small"),
+)
 """Subfolders where a group may be; if no other group is requested, the folder itself may be it."""
 FORMS = ("val.npy", "val/*.npy", "part-*.npy", "val.idx")
 """Contents of a set's folder; a set may also be one file of its name."""
 SECTION = "evaluation.perplexity"
-COLUMNS = 4  # of a piece
 PIECES_AT_ONCE = 64  # requested from another store
-WHITE_SPACE = re.compile(r"\s+")  # lm-eval's words are what is between
+WHITE_SPACE = re.compile(r"\s+")  # lm-eval's words are separated by it
 TOKENS_AT_ONCE = 1 << 24  # read in search of ends of documents
 
 
@@ -77,19 +70,10 @@ class TokenFile:
     """The `.npy` file, or a pair's `.bin` file, which also holds nothing but ids."""
     index: str | None
     """The prefix of the pair; None for a `.npy` file."""
+    manifest: Manifest | PartManifest | None
+    """None where there is none, or it is another file's."""
     eod_id: int | None
     """The id that ends its documents, if that is known; of a pair, whose index has their bounds, only for `rolling`."""
-
-    @property
-    def prefix(self) -> str:
-        """Return the prefix of its manifest."""
-        return self.index or npy_prefix(self.file.path)
-
-    @property
-    def stated(self) -> tuple[Manifest | PartManifest, TokenFiles] | None:
-        """Return its manifest and the entry for it; None where there is none, or it is of another file."""
-        suffix = NPY_SUFFIX if self.index is None else BIN_SUFFIX
-        return manifest_of(self.prefix, suffix, self.file.tokens * self.file.dtype.itemsize)
 
     def document_starts(self) -> np.ndarray:
         """Return [documents + 1] int64: the token at which each document begins, and the number of tokens.
@@ -131,7 +115,7 @@ class TokenFile:
 
 @dataclass(frozen=True, kw_only=True)
 class PerplexitySet:
-    """A set that was found: its files, and how they are cut."""
+    """The files of a set, and how they are cut."""
 
     name: str
     files: tuple[TokenFile, ...]
@@ -141,8 +125,7 @@ class PerplexitySet:
     vocab_size: int
     """The model's vocabulary size: ids are below it."""
     most_tokens: int | None
-    """Take pieces (with `rolling`, whole documents) from its beginning until there are so many tokens; None: take
-    all."""
+    """Take pieces (with `rolling`, whole documents) from its beginning until there are so many tokens; None: all."""
     bytes_per_token: float | None = None
     """UTF-8 bytes of the original text per token; None if not known."""
     words_per_token: float | None = None
@@ -163,7 +146,7 @@ class PerplexitySet:
                 else chunks(number, file.file.tokens, self.chunk_tokens)
                 for number, file in enumerate(self.files)
             ]
-            pieces = self._first(np.concatenate([np.zeros((0, COLUMNS), np.int64), *cut]))
+            pieces = self._first(np.concatenate(cut))
         if not len(pieces):
             held = f"{self.name} holds {sum(file.file.tokens for file in self.files)} tokens in {len(self.files)} files"
             if self.chunking == "rolling":
@@ -180,8 +163,7 @@ class PerplexitySet:
         Raises:
             InputError: it is not known where documents end.
         """
-        texts = [np.insert(file.texts(), 0, number, axis=1) for number, file in enumerate(self.files)]
-        return self._first(np.concatenate([np.zeros((0, 3), np.int64), *texts]))
+        return self._first(np.concatenate([np.insert(file.texts(), 0, n, axis=1) for n, file in enumerate(self.files)]))
 
     def read(self, piece: np.ndarray) -> np.ndarray:
         """Return [tokens] int64 of one row of `pieces`, with the end of text that leads it, or of `documents`.
@@ -203,7 +185,7 @@ class PerplexitySet:
 
 
 def lengths_of(pieces: np.ndarray) -> np.ndarray:
-    """Return [n] how many ids `read` returns of each piece."""
+    """Return [n]: the number of ids that `read` returns for each piece."""
     return np.asarray(pieces[:, 2] + (pieces[:, 3] == pieces[:, 2]))
 
 
@@ -288,46 +270,38 @@ def set_problems(config: PerplexityConfig) -> list[str]:
     return problems
 
 
-def _places(config: PerplexityConfig, group: Group) -> tuple[str, ...]:
-    """Sets of both groups have the same names: the folder itself can be one of them alone."""
-    return (*PLACES[group], ".") if len(config.groups) == 1 else PLACES[group]
+def _places(config: PerplexityConfig, group: Group) -> list[str]:
+    """Return a group's subfolders. Both groups have sets of one name: the folder itself can hold one of them alone."""
+    places = [place.format(version=group.removesuffix("-small")) for place in PLACES]
+    return [*places, "."] if len(config.groups) == 1 else places
 
 
 def _files_of(path: str) -> list[str]:
-    """Return the .npy files and the prefixes of pairs that a path means: a file, a prefix, a folder or a glob."""
+    """Return the .npy files and the prefixes of pairs that a file, a prefix, a folder or a glob names."""
     if is_url(path):
         if path.endswith("/") or (path.endswith(NPY_SUFFIX) and glob.has_magic(path)):
             return listed(path, NPY_SUFFIX)
         return [path] if find(path if path.endswith(NPY_SUFFIX) else f"{path}.idx") is not None else []
-    place = Path(path)
-    if place.is_dir() and not idx_path(path).exists():
-        matches = [str(found) for suffix in (NPY_SUFFIX, ".idx") for found in place.glob(f"*{suffix}")]
-    elif glob.has_magic(path) and not place.exists():
+    if Path(path).is_dir() and not idx_path(path).exists():
+        matches = [str(file) for file in Path(path).iterdir()]
+    elif glob.has_magic(path) and not Path(path).exists():
         matches = glob.glob(path, recursive=True)
     else:
         matches = [path, f"{path}.idx", f"{path}{NPY_SUFFIX}"]
-    pairs = {found.removesuffix(".bin").removesuffix(".idx") for found in matches if found.endswith((".idx", ".bin"))}
-    found = [match for match in matches if match.endswith(NPY_SUFFIX) and Path(match).is_file()]
-    return sorted({*found, *(prefix for prefix in pairs if idx_path(prefix).is_file())})
+    files = {match for match in matches if match.endswith(NPY_SUFFIX) and Path(match).is_file()}
+    pairs = {match[: -len(".idx")] for match in matches if match.endswith((".idx", ".bin"))}
+    return sorted(files | {prefix for prefix in pairs if idx_path(prefix).is_file()})
 
 
 def _group_files(config: PerplexityConfig, group: Group, name: str) -> list[str]:
-    """Return the files of the first place and form in which a group's set is found."""
+    """Return the files of the first place and form that has a group's set."""
+    spelling = name.replace("common-crawl", "common[-_]crawl")
     for place in _places(config, group):
-        for spelling in SPELLINGS.get(name, (name,)):
-            own = glob.escape(str(Path(config.folder or "") / place / spelling))
-            for pattern in (*(f"{own}/{form}" for form in FORMS), f"{own}{NPY_SUFFIX}", f"{own}.idx"):
-                if files := sorted(found for match in glob.glob(pattern) for found in _files_of(match)):
-                    return files
+        path = f"{glob.escape(str(Path(config.folder or '') / place))}/{spelling}"
+        for pattern in (*(f"{path}/{form}" for form in FORMS), f"{path}{NPY_SUFFIX}", f"{path}.idx"):
+            if files := sorted(file for match in glob.glob(pattern) for file in _files_of(match)):
+                return files
     return []
-
-
-def _named_files(config: PerplexityConfig) -> Iterator[tuple[str, list[str]]]:
-    for group in config.groups:
-        for name in SETS[group]:
-            yield set_name(group, name), _group_files(config, group, name)
-    for name, paths in config.sets.items():
-        yield name, [file for path in paths for file in _files_of(path)]
 
 
 def find_sets(
@@ -341,8 +315,8 @@ def find_sets(
     """Return the sets of a configuration, opened and checked: the groups' first, then the named ones.
 
     Args:
-        seq_length: of the model: the longest piece that it may be given.
-        vocab_size: of the model.
+        seq_length: the model's: the longest piece that it may be given.
+        vocab_size: the model's.
         end_of_text_id: the model's, which ends a document where neither `config` nor a manifest says what does.
         tokenizer: gives, where a set has no manifest, how many bytes its tokens are, and, where nothing else says it,
             what ends a document, if it has an id for that.
@@ -361,86 +335,84 @@ def find_sets(
         )
     if problems:
         raise InputError("\n".join(problems))
+    paths = {
+        set_name(group, name): _group_files(config, group, name) for group in config.groups for name in SETS[group]
+    }
+    paths |= {name: [file for path in named for file in _files_of(path)] for name, named in config.sets.items()}
     sets = []
-    ends = (end_of_text_id, None if tokenizer is None else tokenizer.eod_id)
-    for name, paths in _named_files(config):
-        files = tuple(_opened(path, config, ends) for path in paths)
-        for file in files:
-            refuse_largest_id(file.file.max_token_id, vocab_size, file.file.path)
-        for file in files if config.chunking == "rolling" else ():  # no file holds the id that leads its documents
-            if file.eod_id is not None and not 0 <= file.eod_id < vocab_size:
-                raise InputError(
-                    f"{file.file.path}: its documents end with id {file.eod_id}, which leads each and is outside the "
-                    f"vocabulary of {vocab_size}; set {SECTION}.eod_id to the model's end of text"
-                )
-        each = PerplexitySet(
+    for name, files in paths.items():
+        perplexity_set = PerplexitySet(
             name=name,
-            files=files,
+            files=tuple(_open(path, config, end_of_text_id, tokenizer) for path in files),
             chunking=config.chunking,
             chunk_tokens=chunk,
             vocab_size=vocab_size,
             most_tokens=config.limit_tokens,
         )
-        sets.append(_with_text(each, tokenizer))
+        for file in perplexity_set.files:
+            refuse_largest_id(file.file.max_token_id, vocab_size, file.file.path)
+            leads = file.eod_id if config.chunking == "rolling" else None  # no file holds the id that leads documents
+            if leads is not None and not 0 <= leads < vocab_size:
+                raise InputError(
+                    f"{file.file.path}: its documents end with id {leads}, which leads each and is outside the "
+                    f"vocabulary of {vocab_size}; set {SECTION}.eod_id to the model's end of text"
+                )
+        sets.append(_with_text(perplexity_set, tokenizer))
     return sets
 
 
-def _opened(path: str, config: PerplexityConfig, ends: Sequence[int | None]) -> TokenFile:
-    """Open a file; the ends of text are those of the model and its tokenizer, which need not have made the file."""
-    if path.endswith(NPY_SUFFIX):
+def _open(path: str, config: PerplexityConfig, end_of_text_id: int | None, tokenizer: Tokenizer | None) -> TokenFile:
+    is_npy = path.endswith(NPY_SUFFIX)
+    if is_npy:
         (file,) = open_npy_files([path], config.npy_dtype)
     else:
         index = read_index(path, cache=cache_of(path))
         name = f"{path}.bin" if is_url(path) else str(bin_path(path))
         file = NpyFile(name, index.dtype, index.tokens, None, index.remote)
-    opened = TokenFile(file=file, index=None if path.endswith(NPY_SUFFIX) else path, eod_id=None)
-    stated = opened.stated
-    if stated is not None:
-        opened = dataclasses.replace(opened, file=dataclasses.replace(file, max_token_id=stated[1].max_token_id))
-    known = (config.eod_id, stated[0].tokenizer.eod_id if stated is not None else None, *ends)
-    return dataclasses.replace(opened, eod_id=next((end for end in known if end not in (None, NO_ID)), None))
+    prefix, suffix = (npy_prefix(path), NPY_SUFFIX) if is_npy else (path, BIN_SUFFIX)
+    ends = [config.eod_id, end_of_text_id, None if tokenizer is None else tokenizer.eod_id]
+    manifest = None
+    if stated := manifest_of(prefix, suffix, file.tokens * file.dtype.itemsize):
+        manifest, entry = stated
+        file = dataclasses.replace(file, max_token_id=entry.max_token_id)
+        ends.insert(1, manifest.tokenizer.eod_id)
+    eod_id = next((end for end in ends if end not in (None, NO_ID)), None)
+    return TokenFile(file=file, index=None if is_npy else path, manifest=manifest, eod_id=eod_id)
 
 
 # -- bytes and words
 
 
-def _with_text(of: PerplexitySet, tokenizer: Tokenizer | None) -> PerplexitySet:
+def _with_text(cut: PerplexitySet, tokenizer: Tokenizer | None) -> PerplexitySet:
     """Return the set with the bytes of a token, by the manifests of its files or else decoded, and its words.
 
-    The bytes are those of all files where these have manifests, else of what is scored. With `rolling`, they are those
-    of the scored text as lm-eval counts them, and so are the words, which are always decoded.
+    The bytes are those of all files where these have manifests, else of the scored tokens. With `rolling`, they are
+    those of the scored text as lm-eval counts them, and so are the words, which are always decoded.
     """
-    pieces = of.pieces()  # raises for a set of which nothing can be scored
-    scored, is_rolling = int(pieces[:, 3].sum()), of.chunking == "rolling"
-    stated = None if is_rolling and of.most_tokens is not None else _stated_text(of.files)
+    pieces = cut.pieces()  # raises for a set of which nothing can be scored
+    scored, is_rolling = int(pieces[:, 3].sum()), cut.chunking == "rolling"
+    # a part's manifest does not state its text; one of tokens without a text states 0 bytes
+    manifests = [
+        file.manifest for file in cut.files if isinstance(file.manifest, Manifest) and file.manifest.text_bytes
+    ]
+    are_stated = len(manifests) == len(cut.files) and not (is_rolling and cut.most_tokens is not None)
     text_bytes = words = 0
-    if tokenizer is not None and (is_rolling or stated is None):
-        parts, skipped = (of.documents(), 0) if is_rolling else (pieces, 1)
-        for text in _texts(of, parts, skipped, tokenizer):
+    if tokenizer is not None and (is_rolling or not are_stated):
+        for text in _texts(cut, cut.documents() if is_rolling else pieces[:, :3] + (0, 1, -1), tokenizer):
             text_bytes += len(text.encode(errors="replace"))
             words += len(WHITE_SPACE.split(text)) if is_rolling else 0
-    ratio = text_bytes / scored if stated is None else stated[0] / (scored if is_rolling else stated[1])
-    return dataclasses.replace(of, bytes_per_token=ratio or None, words_per_token=words / scored or None)
+    tokens = scored
+    if are_stated:
+        text_bytes = sum(manifest.text_bytes for manifest in manifests)
+        tokens = scored if is_rolling else sum(manifest.tokens for manifest in manifests)
+    return dataclasses.replace(cut, bytes_per_token=text_bytes / tokens or None, words_per_token=words / scored or None)
 
 
-def _stated_text(files: Sequence[TokenFile]) -> tuple[int, int] | None:
-    """Return the bytes of the text, and the tokens, that the manifests of all files state."""
-    text_bytes = tokens = 0
-    for file in files:
-        manifest = stated[0] if (stated := file.stated) is not None else None
-        if not isinstance(manifest, Manifest) or not manifest.text_bytes:  # a part's, or of tokens without a text
-            return None
-        text_bytes, tokens = text_bytes + manifest.text_bytes, tokens + manifest.tokens
-    return text_bytes, tokens
-
-
-def _texts(of: PerplexitySet, parts: np.ndarray, skipped: int, tokenizer: Tokenizer) -> Iterator[str]:
-    """Yield the text of pieces or documents without their first `skipped` tokens; the end of a document has none, nor
-    has an id without a piece.
-    """
+def _texts(cut: PerplexitySet, parts: np.ndarray, tokenizer: Tokenizer) -> Iterator[str]:
+    """Yield the text of parts [n, 3]; the end of a document has none, nor has an id without a piece."""
     for first in range(0, len(parts), PIECES_AT_ONCE):
         some = parts[first : first + PIECES_AT_ONCE]
-        ends = [NO_ID if (end := of.files[number].eod_id) is None else end for number in some[:, 0].tolist()]
-        for piece, end in zip(side_by_side(of.read, some), ends, strict=True):
-            ids = piece[skipped:]
-            yield tokenizer.decode(ids[(ids != end) & (ids < tokenizer.vocab_size)].tolist())
+        for part, ids in zip(some, side_by_side(cut.read, some), strict=True):
+            end = cut.files[part[0]].eod_id
+            has_text = (ids < tokenizer.vocab_size) & (ids != (NO_ID if end is None else end))
+            yield tokenizer.decode(ids[has_text].tolist())

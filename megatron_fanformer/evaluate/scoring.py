@@ -1,18 +1,24 @@
-"""Log-probabilities of a task's requests, in any layout, and the metrics that they give, with standard errors.
+"""Scores of tasks and losses of perplexity sets, in any layout, and the metrics that follow from them.
 
-A request is a row of the ordinary forward, with a mask on its continuation. Every metric is a quotient of two sums over
-documents, M = Σ a / Σ b; where it is a mean, b is 1.
+A request, or a piece of a set, is a row of the ordinary forward, with a mask on its scored tokens. Every metric of a
+task is a quotient of two sums over documents, M = Σ a / Σ b; where it is a mean, b is 1.
+
+A set's loss is the mean over its scored tokens. By the paper's chunking all chunks have as many, so that it is the mean
+of the chunks' losses, too. The paper's mean over a group is that of perplexities, not exp of the mean loss.
 """
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from megatron_fanformer.errors import DivergenceError
+from megatron_fanformer.evaluate.config import Group
+from megatron_fanformer.evaluate.perplexity_sets import SETS, PerplexitySet, lengths_of, set_name
 from megatron_fanformer.evaluate.requests import TaskRequests
-from megatron_fanformer.evaluate.results import MetricValue, TaskResult, mean_value
+from megatron_fanformer.evaluate.results import MetricValue, SetResult, TaskResult, mean_value
 from megatron_fanformer.evaluate.rows import losses_of_rows
 from megatron_fanformer.evaluate.tasks import OF_ONE_ANSWER
 from megatron_fanformer.runtime.parallel import RankGrid
@@ -208,3 +214,89 @@ def choice_result(task: TaskRequests, scores: TaskScores, *, made_of: str | None
     return TaskResult(
         metric=task.metric, metrics=task_metrics(task, scores), documents=documents, cut=task.cut, made_of=made_of
     )
+
+
+# -- perplexity sets
+
+
+def perplexity_of_sets(
+    stages: list[Any],
+    sets: Sequence[PerplexitySet],
+    grid: RankGrid,
+    *,
+    batch_tokens: int,
+    shall_stop: Callable[[], bool] | None = None,
+) -> dict[str, SetResult]:
+    """Return the loss of each set, by its name, the same on every rank; a collective call.
+
+    Raises:
+        CorruptError: a file has become shorter since it was found.
+        Stopped: `shall_stop` returned true, see `losses_of_rows`.
+    """
+    losses = {}
+    for perplexity_set in sets:
+        pieces = perplexity_set.pieces()
+        sums = losses_of_rows(
+            stages,
+            lengths_of(pieces),
+            partial(_read_piece, perplexity_set, pieces),
+            grid,
+            batch_tokens=batch_tokens,
+            scored=pieces[:, 3],
+            shall_stop=shall_stop,
+        )
+        tokens = int(pieces[:, 3].sum())
+        loss = float(sums.sum()) / tokens
+        losses[perplexity_set.name] = set_result(
+            loss, tokens, perplexity_set.bytes_per_token, perplexity_set.words_per_token
+        )
+    return losses
+
+
+def _read_piece(perplexity_set: PerplexitySet, pieces: np.ndarray, row: int) -> np.ndarray:
+    return perplexity_set.read(pieces[row])
+
+
+def set_result(
+    loss: float, tokens: int, bytes_per_token: float | None = None, words_per_token: float | None = None
+) -> SetResult:
+    """Return the result of a set; a perplexity beyond a float is infinite, and null in a file.
+
+    Args:
+        loss: mean cross entropy of a scored token, in nats.
+        tokens: number of scored tokens.
+        bytes_per_token: UTF-8 bytes of the text per token; None if not known.
+        words_per_token: words of the text per token; None if not known.
+    """
+    return SetResult(
+        loss=loss,
+        perplexity=_exp(loss),
+        bits_per_byte=loss / math.log(2) / bytes_per_token if bytes_per_token else None,
+        tokens=tokens,
+        byte_perplexity=_exp(loss / bytes_per_token) if bytes_per_token else None,
+        word_perplexity=_exp(loss / words_per_token) if words_per_token else None,
+    )
+
+
+def _exp(nats: float) -> float:
+    return math.exp(nats) if nats < 700 else math.inf
+
+
+def group_perplexities(losses: Mapping[str, SetResult]) -> dict[Group, float]:
+    """Return the mean perplexity of each of the paper's groups whose sets are all there."""
+    return {
+        group: float(np.mean([_exp(losses[set_name(group, name)].loss) for name in names]))
+        for group, names in SETS.items()
+        if all(set_name(group, name) in losses for name in names)
+    }
+
+
+def perplexity_metrics(losses: Mapping[str, SetResult]) -> dict[str, float]:
+    """Return the metrics that a run logs of the sets, by OLMo's names."""
+    metrics: dict[str, float] = {}
+    for name, loss in losses.items():
+        metrics[f"eval/{name}/CrossEntropyLoss"] = loss.loss
+        metrics[f"eval/{name}/Perplexity"] = _exp(loss.loss)
+        if loss.bits_per_byte is not None:
+            metrics[f"eval/{name}/BitsPerByte"] = loss.bits_per_byte
+    return {**metrics, **{f"eval/{group}/Perplexity": mean for group, mean in group_perplexities(losses).items()}}

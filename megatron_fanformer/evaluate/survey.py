@@ -75,7 +75,7 @@ def _sets(
         tokenizer=load_tokenizer(tokenizer, eod_id=config.perplexity.eod_id, needs_eod=False) if tokenizer else None,
     )
     for perplexity_set in sets if tokenizer is not None else ():
-        stated = (manifest[0].tokenizer.sha256 for file in perplexity_set.files if (manifest := file.stated))
+        stated = (file.manifest.tokenizer.sha256 for file in perplexity_set.files if file.manifest)
         if other := another_tokenizer(stated, sha256_of(tokenizer_file(str(tokenizer))), "the model's"):
             logger.warning(
                 "perplexity set %s was made with %s; unless both give the same ids, its perplexity says nothing",

@@ -13,12 +13,16 @@ import torch.distributed as dist
 
 from megatron_fanformer.checkpoint.run_folder import VALIDATION_LOSS
 from megatron_fanformer.errors import DivergenceError, InputError
-from megatron_fanformer.evaluate.perplexity import SetLoss, perplexity_metrics, perplexity_of_sets
 from megatron_fanformer.evaluate.perplexity_sets import PerplexitySet
 from megatron_fanformer.evaluate.requests import TaskRequests
-from megatron_fanformer.evaluate.results import MetricValue
+from megatron_fanformer.evaluate.results import MetricValue, SetResult
 from megatron_fanformer.evaluate.rows import Stopped, evaluating, row_losses
-from megatron_fanformer.evaluate.scoring import scores_of_tasks, task_metrics
+from megatron_fanformer.evaluate.scoring import (
+    perplexity_metrics,
+    perplexity_of_sets,
+    scores_of_tasks,
+    task_metrics,
+)
 from megatron_fanformer.evaluate.survey import EvaluationSurvey
 from megatron_fanformer.runtime.parallel import RankGrid
 from megatron_fanformer.train.callbacks import is_due
@@ -97,7 +101,7 @@ class Evaluation:
             for name, dataset in valid.items():
                 due.append((f"validation loss ({name})", partial(self._validation_loss, step, stages, name, dataset)))
         if evaluates:
-            losses: dict[str, SetLoss] = {}
+            losses: dict[str, SetResult] = {}
             for perplexity_set in self._survey.sets:
                 measure = partial(self._perplexity_metrics, step, stages, perplexity_set, losses)
                 due.append((perplexity_set.name, measure))
@@ -119,7 +123,7 @@ class Evaluation:
         return {f"{VALIDATION_LOSS}/{name}": loss}
 
     def _perplexity_metrics(
-        self, step: int, stages: list[Any], perplexity_set: PerplexitySet, losses: dict[str, SetLoss]
+        self, step: int, stages: list[Any], perplexity_set: PerplexitySet, losses: dict[str, SetResult]
     ) -> dict[str, float]:
         """Return the metrics of all sets so far, with losses in `losses`; a group's mean comes with its last set."""
         losses |= perplexity_of_sets(

@@ -19,7 +19,7 @@ from megatron_fanformer.evaluate.evaluate import read_request
 from megatron_fanformer.evaluate.requests import read_requests, write_requests
 from megatron_fanformer.processes import hold_signals
 from tests.evaluate.made_up import made_up_requests
-from tests.evaluate.test_ulogic import RULES as ulogic_rules
+from tests.evaluate.test_generation_tasks import RULES as ulogic_rules
 from tests.generate.making import model_and_tensors, write_checkpoint, write_export, write_tokenizer
 from tests.small_runs import RunOnRanks
 from tests.whole_models import export_huggingface

@@ -10,10 +10,22 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_fanformer.convert.name_table import expected_shapes
 from megatron_fanformer.errors import DivergenceError
 from megatron_fanformer.evaluate import scoring
+from megatron_fanformer.evaluate.config import PerplexityConfig
+from megatron_fanformer.evaluate.perplexity_sets import SETS, PerplexitySet, find_sets, set_name
+from megatron_fanformer.evaluate.results import SetResult
 from megatron_fanformer.evaluate.rows import EMPTY, batches_of_rows
-from megatron_fanformer.evaluate.scoring import TaskScores, document_sums, log_probabilities, task_metrics
+from megatron_fanformer.evaluate.scoring import (
+    TaskScores,
+    document_sums,
+    log_probabilities,
+    perplexity_metrics,
+    perplexity_of_sets,
+    set_result,
+    task_metrics,
+)
 from megatron_fanformer.evaluate.tasks import OF_CHOICES, OF_ONE_ANSWER
 from megatron_fanformer.hf import FANformerForCausalLM
 from megatron_fanformer.model.build import build_stages
@@ -25,7 +37,8 @@ from tests.evaluate.made_up import made_up_requests, made_up_tasks
 from tests.parity.test_matrix import FAN_RECOMPUTED, LAYOUTS, LOSSES, MORE_LAYOUTS
 from tests.small_runs import RunOnRanks
 from tests.tiny import tiny_model
-from tests.train.layouts import gather, shards_of
+from tests.token_pairs import write_token_pair
+from tests.train.layouts import gather, set_weights, shards_of
 from tests.whole_models import export_huggingface
 
 SAME_AS_TRANSFORMERS = 1e-4  # nats, of up to eight tokens, in float32
@@ -297,3 +310,72 @@ def test_numbers_that_are_not_finite_are_told(bad):
     requests = made_up_requests([2, 2])
     with pytest.raises(DivergenceError, match="task made_up: 1 of 4 log-probabilities are not finite"):
         task_metrics(requests, TaskScores(np.array([-1.0, bad, -1.0, -1.0])))
+
+
+# -- perplexity sets
+
+SET_MODEL = tiny_model(seq_length=32)
+SAME_PERPLEXITY = 1e-6  # of a mean over a thousand losses in float32
+
+
+def random_tensors() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = expected_shapes(SET_MODEL, "megatron")
+    return {name: torch.randn(shape, generator=generator) * 0.3 for name, shape in shapes.items()}
+
+
+def sets(folder: Path) -> list[PerplexitySet]:
+    """The same tokens by each way of cutting: documents shorter and longer than a chunk."""
+    found = []
+    for chunking, chunk_tokens in (("tokens", None), ("documents", 21), ("rolling", 21)):
+        config = PerplexityConfig(
+            sets={chunking: [str(folder / "tokens")]}, chunking=chunking, chunk_tokens=chunk_tokens, eod_id=0
+        )
+        found += find_sets(config, seq_length=SET_MODEL.seq_length, vocab_size=SET_MODEL.vocab_size)
+    return found
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tokens")
+    generator = np.random.default_rng(0)
+    documents = [[generator.integers(SET_MODEL.vocab_size, size=size)] for size in (1, 2, 20, 21, 22, 95, 300, 401)]
+    write_token_pair(folder / "tokens", documents)
+    return folder
+
+
+def measured(folder: Path) -> dict[str, SetResult]:
+    with rank_grid(ParallelConfig(), "cpu") as grid:
+        seed_everything(0)
+        stages = build_stages(SET_MODEL, ParallelConfig(), grid, dtype=torch.float32, seed=None)
+        set_weights(stages, grid, random_tensors())
+        return perplexity_of_sets(stages, sets(folder), grid, batch_tokens=128)
+
+
+def test_the_perplexity_is_that_of_transformers(folder: Path, tmp_path: Path, run_on_ranks: RunOnRanks) -> None:
+    (found,) = run_on_ranks(1, measured, folder)
+    export_huggingface(SET_MODEL, random_tensors(), tmp_path / "export", dtype=torch.float32)
+    model = FANformerForCausalLM.from_pretrained(tmp_path / "export")
+    for each in sets(folder):
+        losses: list[float] = []
+        for piece in each.pieces():
+            ids = torch.from_numpy(each.read(piece))
+            with torch.no_grad():
+                logits = model(ids[None]).logits[0, :-1].double()
+            losses += torch.nn.functional.cross_entropy(logits, ids[1:], reduction="none").tolist()[-piece[3] :]
+        assert found[each.name].tokens == len(losses)
+        expected = math.exp(np.mean(losses))
+        assert found[each.name].perplexity == pytest.approx(expected, rel=SAME_PERPLEXITY)
+
+
+def test_a_groups_mean_is_that_of_perplexities() -> None:
+    """By OLMo's names, and none for a group of which a set is missing."""
+    names = [set_name("v3-small", name) for name in SETS["v3-small"]]
+    losses = {name: set_result(math.log(10 + number), 1) for number, name in enumerate(names)}
+    metrics = perplexity_metrics(losses)
+    assert metrics["eval/v3-small-dolma_common-crawl-validation/CrossEntropyLoss"] == math.log(12)
+    assert metrics["eval/v3-small-c4_en-validation/Perplexity"] == pytest.approx(10)
+    assert metrics["eval/v3-small/Perplexity"] == pytest.approx(15)
+    assert not any(name.startswith("eval/v2-small") for name in metrics)
+    del losses[names[0]]
+    assert "eval/v3-small/Perplexity" not in perplexity_metrics(losses)
