@@ -6,7 +6,6 @@ Needs root, and util-linux and iproute2.
 import os
 import shutil
 import subprocess
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
@@ -93,12 +92,3 @@ class Namespaces:
             if all(word.encode() in parts for word in words):
                 found.append(int(entry.name))
         return found
-
-
-def wait_until(condition: object, seconds: float, what: str) -> None:
-    """Wait until a function returns something true."""
-    assert callable(condition)
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.1)

@@ -10,8 +10,8 @@ import subprocess
 from contextlib import suppress
 from pathlib import Path
 
-from tests.clusters.namespaces import Namespaces, wait_until
-from tests.patience import PATIENCE_SECONDS
+from tests.clusters.namespaces import Namespaces
+from tests.patience import PATIENCE_SECONDS, wait_until
 
 PACKAGES = ("slurmctld", "slurmd", "slurm-client", "slurm-wlm-basic-plugins", "libhwloc15")
 NODES = 3
@@ -102,7 +102,7 @@ class SlurmCluster(Namespaces):
     def __enter__(self) -> "SlurmCluster":
         super().__enter__()
         idle = ("sinfo", "--noheader", "--states=idle", "--format=%D")
-        wait_until(lambda: self._asked(*idle) == str(NODES), START_SECONDS, "the nodes did not come up")
+        wait_until(lambda: self._asked(*idle) == str(NODES), seconds=START_SECONDS)
         return self
 
     def _asked(self, *command: str) -> str:

@@ -8,22 +8,16 @@ from typing import Any
 import pytest
 
 from megatron_fanformer.train.metrics import METRICS, read_metrics
-from tests.clusters.namespaces import wait_until
 from tests.clusters.slurm_here import SlurmCluster
+from tests.patience import wait_until
 from tests.runtime.test_launch import train_here
-from tests.small_runs import ROOT, small_run, write_config, write_program, write_tokens
+from tests.small_runs import ROOT, small_run, write_config, write_tokens
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(3600)]
 
 SECONDS = 600.0  # for ranks to start, or to save, on a machine that has much else to do
 STEPS = 300
 TWO_RANKS = {"tensor_model_parallel_size": 2}
-PYTHON = """#!/usr/bin/env bash
-[[ $1 == -m ]] || set -- "$@" --tolerance {tolerance}
-[[ $3 != train ]] || echo "$MASTER_ADDR" > {folder}/met-at-$SLURM_PROCID
-exec {python} "$@"
-"""
-"""As the interpreter: with a tolerance for the check; ranks note where they meet."""
 
 
 class Job:
@@ -52,14 +46,14 @@ class Job:
         )
 
     def wait_for_steps(self, number: int) -> None:
-        self.wait_until(lambda: self.steps >= number, f"{number} steps")
+        self.wait_until(lambda: self.steps >= number)
 
-    def wait_until(self, condition: Callable[[], bool], what: str) -> None:
-        wait_until(condition, SECONDS, f"no {what}: {self.log_text()}")
+    def wait_until(self, condition: Callable[[], bool]) -> None:
+        wait_until(condition, seconds=SECONDS)
 
     def wait_for_turn(self, number: int) -> None:
         """Until it has been requeued so often; Slurm would let it wait for two minutes, and is told not to."""
-        self.wait_until(lambda: self.state("Restarts") == str(number), f"turn {number}")
+        self.wait_until(lambda: self.state("Restarts") == str(number))
         time.sleep(2)  # Slurm tells a job's credential from that of its turn before by the second
         self.cluster.run("scontrol", "update", f"jobid={self.number}", "StartTime=now")
 
@@ -70,7 +64,7 @@ class Job:
         return self.log.read_text() if self.log.is_file() else ""
 
     def wait_for_end(self, state: str = "COMPLETED", code: str = "0:0") -> None:
-        self.wait_until(lambda: self.state() in ("COMPLETED", "FAILED", "NODE_FAIL", "TIMEOUT"), "end")
+        self.wait_until(lambda: self.state() in ("COMPLETED", "FAILED", "NODE_FAIL", "TIMEOUT"))
         assert (self.state(), self.state("ExitCode")) == (state, code), self.log_text()
 
 
@@ -101,7 +95,7 @@ def test_a_job_that_is_stopped_again_and_again_ends_as_if_it_had_not_been(
     cluster.signal(job.number)
     job.wait_for_turn(1)
     saved = job.steps
-    job.wait_until(job.is_loading, "ranks that load")
+    job.wait_until(job.is_loading)
     cluster.signal(job.number)
     job.wait_for_turn(2)
     assert job.steps == saved and "with no step in progress; nothing is lost" in job.log_text()
@@ -123,20 +117,3 @@ def test_a_lost_node_is_replaced_by_a_spare_one(
     job.wait_for_end()
     assert job.state("Restarts") == "0"
     assert_as_undisturbed(run_on_ranks, values, tmp_path)
-
-
-@pytest.mark.parametrize(("tolerance", "trains"), [("0.001", True), ("1000", False)])
-def test_a_job_that_checks_its_nodes_trains_only_where_none_is_marked(
-    cluster: SlurmCluster, values: dict[str, Any], tmp_path: Path, tolerance: str, trains: bool
-) -> None:
-    """And the ranks meet at the first node's address on the interface that is named."""
-    python = tmp_path / "python"
-    content = PYTHON.format(python=cluster.environment["PYTHON"], folder=tmp_path, tolerance=tolerance)
-    write_program(python, content.partition("\n")[2])
-    values["training"]["train_iters"] = 10
-    job = Job(cluster, tmp_path, values, CHECK="1", PYTHON=str(python), INTERFACE="lo")
-    job.wait_for_end(*(() if trains else ("FAILED", "1:0")))
-    assert job.log_text().count("TFLOP/s of rank") == (0 if trains else 2)
-    met = [tmp_path / f"met-at-{rank}" for rank in range(2)]
-    assert [file.read_text() for file in met if file.exists()] == ["10.99.0.10\n"] * 2 * trains
-    assert job.steps == 10 * trains

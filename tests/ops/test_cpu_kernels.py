@@ -4,10 +4,8 @@ They are built for the instruction sets of older CPUs, too, and run on one threa
 which take their place where there is no compiler, are held to the same by its code for older CPUs.
 """
 
-import multiprocessing
 import platform
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -209,37 +207,3 @@ def test_without_them_it_is_said_why(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert cpu_kernels.problem() == problem
     assert not cpu_kernels.reach(torch.ones(2, dtype=torch.bfloat16))
     assert not list((tmp_path / "cache").glob("*"))  # nothing half-made, nor a folder for nothing
-
-
-def pytorchs_operations() -> str:
-    """Hold what computes without the kernels to float64; returns the instruction set that PyTorch chose."""
-    torch.manual_seed(0)
-    torch.set_num_threads(1)
-    assert cpu_kernels.problem() is not None
-    for dtype in TYPES:
-        for columns in (33, 50_304):
-            logits = (5 * torch.randn(5, columns)).to(dtype)
-            (greatest, sums), given = exponentials(logits.clone()), logits.double()
-            assert torch.equal(greatest.double(), given.amax(-1))
-            expected = (given - given.amax(-1, keepdim=True)).exp().sum(-1)
-            torch.testing.assert_close(sums.double(), expected, rtol=PYTORCHS_SUM, atol=0)
-        qkv = [torch.randn(2, 3, 300, 64).to(dtype) for _ in range(3)]
-        plain = partial(F.scaled_dot_product_attention, is_causal=True, scale=0.3)
-        seen = attention(*qkv, scale=0.3, is_causal=True)
-        assert_rounded(seen, plain(*[x.double() for x in qkv]), SUMMED)
-    return torch.backends.cpu.get_cpu_capability()
-
-
-@pytest.mark.skipif(platform.machine() != "x86_64", reason="these are its names for other CPUs' code")
-def test_pytorchs_operations_on_older_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    """PyTorch chooses its code when it is imported: in processes of their own, side by side."""
-    chosen, pools = {}, []
-    # Where a CPU has AMX, oneDNN says so whatever PyTorch was told, and its attention takes a path that it then lacks.
-    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
-    for capability in ("default", "avx2"):
-        monkeypatch.setenv("ATEN_CPU_CAPABILITY", capability)
-        pools.append(ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")))
-        chosen[capability] = pools[-1].submit(pytorchs_operations)
-    for pool, (capability, future) in zip(pools, chosen.items(), strict=True):
-        with pool:
-            assert future.result() == capability.upper()

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from megatron_fanformer.errors import CorruptError, FanformerError, InputError
+from megatron_fanformer.errors import FanformerError, InputError
 from megatron_fanformer.runtime.agreement import on_main, store_of_ranks
 from megatron_fanformer.runtime.device import RankAddress
 
@@ -50,7 +50,7 @@ def test_ranks_wait_for_as_long_as_the_main_one_is_at_work(run_on_ranks: RunOnRa
     assert run_on_ranks(2, slow_answer) == ["done", "done"]
 
 
-@pytest.mark.parametrize("kind", [FanformerError, InputError, CorruptError])
+@pytest.mark.parametrize("kind", [FanformerError, InputError])
 def test_an_error_is_raised_on_every_rank_and_told_by_one(run_on_ranks: RunOnRanks, kind: type[Exception]) -> None:
     problem = (kind.__name__, "it is damaged")
     assert run_on_ranks(3, failure, kind) == [(*problem, False), (*problem, True), (*problem, True)]
@@ -60,10 +60,6 @@ def test_an_unforeseen_error_ends_every_rank_too(run_on_ranks: RunOnRanks) -> No
     main, other = run_on_ranks(2, failure, OSError)
     assert main == ("OSError", "it is damaged", False)
     assert other == ("FanformerError", "rank 0: OSError: it is damaged", True)
-
-
-def test_without_ranks_the_function_is_called() -> None:
-    assert on_main(lambda: 3) == 3
 
 
 def test_a_name_that_does_not_resolve_is_reported_at_once_and_at_the_end(caplog: pytest.LogCaptureFixture) -> None:

@@ -4,19 +4,13 @@ import os
 import resource
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
-from unittest import mock
 
 import pytest
 import torch
-from torch import distributed
 
 from megatron_fanformer.errors import InputError
-from megatron_fanformer.ops import cpu_kernels
-from megatron_fanformer.runtime import device, parallel
-from megatron_fanformer.runtime.config import RuntimeConfig
+from megatron_fanformer.runtime import device
 from megatron_fanformer.runtime.parallel import ParallelConfig
 
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "MASTER_ADDR")
@@ -90,14 +84,6 @@ def test_world_size_and_layout_must_agree() -> None:
         ParallelConfig(data_parallel_size=1).resolve_data_parallel_size(2)
 
 
-def test_quieting_the_libraries_again_adds_nothing_to_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONWARNINGS", "error::UserWarning")
-    device.quieten_libraries()
-    once = os.environ["PYTHONWARNINGS"]
-    device.quieten_libraries()
-    assert os.environ["PYTHONWARNINGS"] == once and once.startswith("error::UserWarning,ignore:")
-
-
 def test_deterministic_algorithms(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
     monkeypatch.setattr(torch, "use_deterministic_algorithms", asked.append)
@@ -119,38 +105,6 @@ def test_gpus_are_known_by_the_driver_without_torch(monkeypatch: pytest.MonkeyPa
         assert (device.gpu_models()[-1], device.sees_gpus(), device.is_after_hopper()) == (model, True, number == 1)
     device.hide_gpus()
     assert not device.sees_gpus()
-
-
-HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage")
-ADVICE_FOR_A_LARGE_TENSOR = """
-import sys
-from megatron_fanformer.runtime import environment
-if sys.argv[1] == "huge":
-    environment.prepare()
-import torch
-tensor = torch.ones(64 * 2**20 // 4)
-middle = tensor.data_ptr() + 32 * 2**20
-for line in open("/proc/self/smaps"):
-    first, *rest = line.split()
-    if "-" in first:
-        start, end = (int(address, 16) for address in first.split("-"))
-    elif first == "VmFlags:" and start <= middle < end:
-        print(*rest)
-"""
-
-
-@pytest.mark.full
-@pytest.mark.skipif(not HUGE_PAGES.exists(), reason="this kernel has no huge pages")
-def test_large_tensors_ask_for_huge_pages() -> None:
-    """Whether the kernel finds some depends on how its memory is cut up at the time."""
-    environment = {name: value for name, value in os.environ.items() if name != "THP_MEM_ALLOC_ENABLE"}
-
-    def advice(pages: str) -> list[str]:
-        command = [sys.executable, "-c", ADVICE_FOR_A_LARGE_TENSOR, pages]
-        return subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout.split()
-
-    assert "rd" in advice("small") and "hg" not in advice("small")
-    assert "hg" in advice("huge")
 
 
 FAULTS_OF_A_TENSOR = """
@@ -219,36 +173,3 @@ def test_threads_of_the_environment_are_kept(monkeypatch: pytest.MonkeyPatch) ->
         else:
             monkeypatch.setenv("OMP_NUM_THREADS", stated)
         assert device.threads_per_rank(2) == threads
-
-
-@pytest.mark.usefixtures("without_home")
-def test_a_user_without_a_home_is_told_so_and_computes_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parallel.dist, "get_world_size", lambda: 1)
-    message = "there is no home folder for a cache"
-    with pytest.raises(InputError, match=rf"^{message} .*; set XDG_CACHE_HOME to a folder$"):
-        device.cache_folder()
-    with parallel.cpu_kernels_of(RuntimeConfig(), "cpu"):
-        assert str(cpu_kernels.problem()).startswith(message)
-    compiled = RuntimeConfig(cpu_kernels="compiled")
-    with pytest.raises(InputError, match=message), parallel.cpu_kernels_of(compiled, "cpu"):
-        pass
-    monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
-    assert device.cache_folder() == Path("/somewhere/megatron-fanformer")
-
-
-def refusal_of_kernels(failing: int) -> tuple[str, bool]:
-    """What a rank says, and whether another says it for it, where one rank cannot build the kernels."""
-    problem = "there is no compiler" if distributed.get_rank() == failing else None
-    with (
-        mock.patch.object(parallel, "_kernels_problem", lambda: problem),
-        pytest.raises(InputError) as caught,
-        parallel.cpu_kernels_of(RuntimeConfig(cpu_kernels="compiled"), "cpu"),
-    ):
-        pass
-    cpu_kernels.unload("the test is over")
-    return str(caught.value), caught.value.already_reported
-
-
-def test_what_one_rank_cannot_build_is_refused_by_all_and_told_by_one(run_on_ranks: Callable[..., list[Any]]) -> None:
-    message = "runtime.cpu_kernels is compiled, but there is no compiler; set it to torch"
-    assert run_on_ranks(2, refusal_of_kernels, 1) == [(message, False), (message, True)]

@@ -131,7 +131,6 @@ LAUNCHED = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE
     ("verb", "given", "seen"),
     [
         ("train", {}, f"1 {EXPANDABLE}"),
-        ("train", {CONNECTIONS: "8"}, f"8 {EXPANDABLE}"),
         ("train", LAUNCHED, f"32 {EXPANDABLE}"),  # two replicas
         ("parity", {}, "1 None"),
     ],

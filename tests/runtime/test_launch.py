@@ -187,7 +187,6 @@ def test_the_error_of_the_rank_that_failed_is_shown_and_no_others(tmp_path: Path
         ),  # the launcher cuts it short
         (FanformerError("the run's folder is gone"), False, True, [launch.PEER_FAILURE_WAIT_SECONDS]),
         (FanformerError("the run's folder is gone"), True, False, []),
-        (DivergenceError("the loss is nan"), True, True, [launch.CLOSING_SECONDS]),
         (Interrupted("stopped after step 2"), True, True, []),  # for these it waits
     ],
 )

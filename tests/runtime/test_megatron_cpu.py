@@ -50,29 +50,6 @@ def test_the_device_of_a_with_block_is_the_factories_device_still(factory: str) 
 
 
 @pytest.mark.full
-def test_an_optimizer_leaves_torchs_compiler_out() -> None:
-    """Its import takes over a second of every start."""
-    code = """
-from megatron_fanformer.runtime import megatron_cpu
-megatron_cpu.install()
-import sys
-import torch
-from megatron_fanformer.train.torch_optimizers import Adam
-weight = torch.nn.Parameter(torch.ones(3))
-adam = Adam([weight], lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
-weight.grad = torch.ones(3)
-adam.step()
-adam.zero_grad()
-adam.load_state_dict(adam.state_dict())
-assert "torch._dynamo" not in sys.modules
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE_SECONDS, check=False
-    )
-    assert done.returncode == 0, done.stderr
-
-
-@pytest.mark.full
 @pytest.mark.parametrize(
     ("module", "needless", "later"),
     [

@@ -44,20 +44,6 @@ def test_a_line_a_case_and_sums_that_hold(
     assert load_machine(str(file)).fp32_flops_per_second == report["rates"]["mean"]
 
 
-@pytest.mark.full
-def test_turns_in_processes_of_their_own(
-    bench: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    config = write_config(tmp_path / "run.yaml", small_run(str(tmp_path / "none"), tmp_path / "run"))
-    file = tmp_path / "report.json"
-    options = ["--config", str(config), "--alone", "--rounds", "2", "--steps", "1", "--json", str(file)]
-    cases = ["--case", "F", "fanformer", "OMP_NUM_THREADS=1", "--case", "bad", "fanformer", 'data.train_data=["none"]']
-    assert bench(*options, *cases) == 1
-    report = json.loads(file.read_text())
-    assert [(line["case"], len(line["turns"])) for line in report["cases"]] == [("F", 2)]
-    assert report["failed"] == ["bad", "bad"] and "bad: its process ended" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(("name", "peak"), [("NVIDIA A100-SXM4-80GB", 312e12), ("NVIDIA L40S", None)])
 def test_a_gpu_is_held_to_its_own_data_sheet(monkeypatch: pytest.MonkeyPatch, name: str, peak: float | None) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "tools"))

@@ -115,13 +115,6 @@ def test_parts_that_are_done_are_kept_unless_again(queue: Any, make: Callable[..
     assert counted("--rehearse") == 3  # what was done in earnest is no rehearsal's
 
 
-def test_what_does_not_fit_into_the_minutes_is_left_out(queue: Any, make: Callable[..., Any], tmp_path: Path) -> None:
-    parts = [make("first", "pass", minutes=2), make("second", "pass", minutes=9), make("third", "pass", minutes=2)]
-    assert queue.main(["--minutes", "4", "--output", str(tmp_path)], parts) == 0
-    assert statuses(tmp_path) == {"first": "done", "third": "done"}
-    assert as_text("left out: it takes 9.0 minutes, and ") in (tmp_path / "report.md").read_text()
-
-
 def test_a_part_goes_on_in_the_next_call(queue: Any, make: Callable[..., Any], tmp_path: Path) -> None:
     counts = "open('count', 'a').write('x'); import time; time.sleep(60)"
     part = make("claim", counts, minutes=0.05, goes_on=True)
@@ -163,14 +156,6 @@ def test_the_parts_come_after_what_they_need(queue: Any) -> None:
         assert all({*goal.get("steps", ())} <= part.cases.keys() for goal in part.goals)
         known.append(part.name)
     assert f"--only {' '.join(name for name in CHECKED if name != 'machine')}\n" in (ROOT / "docs/gpu.md").read_text()
-
-
-@pytest.mark.full
-def test_a_missing_module_is_named(tmp_path: Path) -> None:
-    done = _run("--only", "machine", "--site", str(tmp_path), "--output", str(tmp_path / "queue"))
-    assert done.returncode == 1
-    message = (tmp_path / "queue" / "machine" / "machine.log").read_text()
-    assert "add to the site folder: transformer_engine.pytorch" in message
 
 
 @pytest.mark.full

@@ -88,14 +88,3 @@ def test_the_folder_of_a_made_up_site(tool: Any, tmp_path: Path) -> None:
     assert manifest["left_out"] == {"closed": "license: Proprietary"}
     assert manifest["train"]["bytes"] == sum(len(line["text"].encode()) for line in trained)
     assert {each["license"] for each in manifest["packages"]} == {"MIT"}
-
-
-def test_no_more_bytes_than_asked_for_of_all_packages_alike(tool: Any, tmp_path: Path) -> None:
-    names = [f"package-{number}" for number in range(10)]
-    for name in names:
-        files = {f"{name}/{number}.py": f"# {name} {number}\n{TEXT}" for number in range(20)}
-        install(tmp_path / "site", name, files, License="MIT")
-    whole = tool.write_text(tmp_path / "whole", sites=[tmp_path / "site"])["train"]
-    half = tool.write_text(tmp_path / "half", sites=[tmp_path / "site"], most_bytes=whole["bytes"] // 2)["train"]
-    assert 0.45 * whole["bytes"] < half["bytes"] <= whole["bytes"] / 2
-    assert half["packages"] == whole["packages"]
