@@ -10,15 +10,17 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from rich.console import Console
 
 from megatron_fanformer.runtime.layout import ParallelConfig
 from megatron_fanformer.runtime.parallel import rank_grid
-from megatron_fanformer.train.callbacks import Stragglers
+from megatron_fanformer.train.callbacks import SeenSources, Stragglers, peak_flops_per_second
+from megatron_fanformer.train.config import config_from_dict
 from megatron_fanformer.train.step import weights_in_step
-from tests.small_runs import small_run, trainer_of
+from tests.small_runs import SEQ_LENGTH, small_run, trainer_of
 from tests.train.layouts import gather, shards_of
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -87,6 +89,35 @@ def check_norms(found: list[Any], update_error: float = 1e-5) -> None:
         least, most = (max(held) for held in zip(*(own for _, _, own in found), strict=True))
         assert least <= metrics["peak_memory_bytes"] <= most
     assert len({metrics["peak_memory_bytes"] for metrics, _, _ in found}) == 1
+
+
+def test_the_peak_rate_is_that_of_all_chips(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H100 80GB HBM3")
+    config = config_from_dict(small_run("tokens", Path("run"), precision={"dtype": "bf16"}))
+    one, four = (SimpleNamespace(device="cuda", world_size=size) for size in (1, 4))
+    assert peak_flops_per_second(config, one) == 989.4e12  # type: ignore[arg-type]
+    assert peak_flops_per_second(config, four) == 4 * 989.4e12  # type: ignore[arg-type]
+
+
+# -- sources
+
+
+@pytest.mark.parametrize(
+    ("skipped", "seen"), [([], (4, 10)), ([4], (3, 9)), ([5], (4, 9)), ([10], (4, 9)), ([11], (4, 10))]
+)
+def test_a_skipped_step_is_left_out_once(skipped: list[int], seen: tuple[int, int]) -> None:
+    """Of a source that has a sample in each step: counted after steps 4 and 10."""
+    sources: Any = SeenSources.__new__(SeenSources)
+    sources._config, sources._train, sources._skipped = (
+        config_from_dict(small_run("tokens", Path("run"))),
+        None,
+        skipped,
+    )
+    sources._names, sources._step, sources._former = ["a"], 0, {}
+    sources._samples, sources._epoch_samples = np.zeros(1, np.int64), np.ones(1)
+    sources._of_steps = lambda first, last: np.array([last - first + 1])
+    counted = tuple(sources.after(step)["a"]["tokens"] / SEQ_LENGTH for step in (4, 10))
+    assert counted == seen
 
 
 # -- stragglers

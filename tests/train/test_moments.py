@@ -84,6 +84,12 @@ def test_a_decay_that_rounding_undoes_is_refused() -> None:
     assert ["muon_momentum" in problem for problem in _problems(name="muon", **of_momentum)] == [True]
 
 
+def test_muons_momentum_has_the_format_of_the_first_moment() -> None:
+    rule = OptimizerConfig(name="muon", exp_avg_dtype="bf16").rule
+    assert [rule.state_dtype(name) for name in ("momentum_buffer", "exp_avg", "exp_avg_sq")] == ["bf16", "bf16", "fp32"]
+    assert rule.state_bytes("decoder.layers.0.mlp.linear_fc1.weight", 2) == 2
+
+
 def _problems(**fields: Any) -> list[str]:
     return list(OptimizerConfig(**fields).joint_problems(ParallelConfig()))
 
