@@ -1,6 +1,5 @@
 """Markdown as the program writes it: tables, code, and what others wrote as text in it."""
 
-import re
 from collections.abc import Iterable, Sequence
 
 SPECIAL = "\\`*[]<>|_"
@@ -31,9 +30,3 @@ def as_text(text: str) -> str:
     """Escape any text so that it stays text in Markdown, and on its line."""
     plain = " ".join("".join(c if c.isprintable() else " " for c in text).split())
     return "".join(f"\\{c}" if c in SPECIAL else c for c in plain)
-
-
-def code_block(text: str, language: str = "") -> str:
-    """Return any text as a block of code: its fence is longer than each that the text has."""
-    fence = "`" * max([3, *(len(ticks) + 1 for ticks in re.findall("`+", text))])
-    return "\n".join([f"{fence}{language}", text.removesuffix("\n"), fence])

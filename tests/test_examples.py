@@ -21,7 +21,7 @@ from megatron_fanformer.train.metrics import read_metrics
 from tests.chat_pairs import random_chats, write_chats
 from tests.patience import PATIENCE_SECONDS
 from tests.small_runs import ROOT, RunOnRanks, free_port, start_program, write_program, write_tokens
-from tests.train.test_presets import write_saved_model
+from tests.train.test_config import write_saved_model
 from tests.train.test_trainer import train
 
 EXAMPLES = ROOT / "examples"

@@ -229,8 +229,6 @@ def plan_lines(request: PlanRequest, findings: Findings, simulated: Simulated) -
     if rows := list(_stage_rows(request, shown)):
         columns = ["", "from step", "steps", "tokens", "days", "learning rate"]
         yield from titled("stages of the data", columns, rows, "lrrrrr")
-    if notice := config.decay_notice():
-        yield from ["", notice]
     yield from ["", *table(["beyond the steps", ""], list(_beyond_steps(request, shown)), align="ll")]
     yield from ["", "the layout, as lines of a configuration", *layout_lines(shown.config, config)]
     if len(findings.candidates) > 1:

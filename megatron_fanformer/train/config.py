@@ -217,30 +217,12 @@ class RunConfig:
         return self.schedule.rate(step, lr=self.optimizer.lr, train_iters=self.training.steps)
 
     def stage_lines(self) -> list[str]:
-        """Return a line for each part of a run with stages, with its learning rates, and `decay_notice`."""
-        lines = [
+        """Return a line for each part of a run with stages, with its learning rates."""
+        return [
             f"{name}: steps {first:,} to {last:,}, learning rate {self.learning_rate(first):.3g} to "
             f"{self.learning_rate(last):.3g}"
             for name, (first, last) in self.stage_spans().items()
         ]
-        return [*lines, *filter(None, [self.decay_notice()])]
-
-    def decay_notice(self) -> str | None:
-        """Return a line where WSD's decay begins with none of the run's stages: one may have been meant for it."""
-        if self.schedule.lr_decay_style != "WSD" or not self.data.stages:
-            return None
-        end = self.schedule.lr_decay_iters or self.training.steps
-        first = max(1, end - self.schedule.wsd_steps(end) + 1)
-        begins = self.stage_steps()
-        if first in begins.values():
-            return None
-        nearest = min(begins, key=lambda name: abs(begins[name] - first))
-        own = end - begins[nearest] + 1
-        remedy = f"set schedule.lr_wsd_decay_iters to {own}" if own > 0 else "raise schedule.lr_decay_iters"
-        return (
-            f"the learning rate's decay (WSD) begins with step {first:,}, and no stage does; {remedy} to have it begin "
-            f"with {nearest!r}, step {begins[nearest]:,}"
-        )
 
     def run_shape(self, ranks: int, *, threads: int | None = None) -> RunShape:
         """Return what the environment of a process of this run depends on (`runtime.environment`).

@@ -1,7 +1,5 @@
 """`megatron-fanformer config`: fields of a run's configuration, JSON schema, resolved configuration, environment."""
 
-import dataclasses
-import json
 import textwrap
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -64,22 +62,12 @@ def run_schema() -> dict[str, Any]:
     return schema
 
 
-def schema_text() -> str:
-    """Return the JSON schema as a file has it."""
-    return json.dumps(run_schema(), indent=1, ensure_ascii=False)
-
-
 def resolved_text(file: Path, overrides: Sequence[str]) -> str:
     """Return the whole configuration as YAML, after presets and overrides; fields left to the machine stay open.
 
     Raises:
-        InputError: the file cannot be read; what `train` would refuse on any machine and with any data.
+        InputError: the file cannot be read; `train` would refuse it on any machine and with any data.
     """
-    values = dataclasses.asdict(_checked_config(file, overrides))
-    return yaml.safe_dump(values, sort_keys=False, allow_unicode=True).rstrip()
-
-
-def _checked_config(file: Path, overrides: Sequence[str]) -> RunConfig:
     config = load_config(file, overrides)
     problems = config.section_problems(leaving=["data"])  # whose files may be on other machines
     if not config.data.train_data and not config.data.stages:
@@ -88,17 +76,17 @@ def _checked_config(file: Path, overrides: Sequence[str]) -> RunConfig:
         problems = config.joint_problems(config.parallel.resolve_data_parallel_size(None))
     if problems:
         raise InputError("\n".join(problems))
-    return config
+    return yaml.safe_dump(config.as_dict(), sort_keys=False, allow_unicode=True).rstrip()
 
 
 def environment_lines(file: Path, overrides: Sequence[str], gpus: int | None) -> list[str]:
-    """Return what a run sets in the environment of its ranks, what the user has set there already, and why.
+    """Return the environment that a run sets for its ranks, the user's own settings there, and the reasons.
 
     Args:
         gpus: ranks of the run; None: as many as `train` starts by itself.
 
     Raises:
-        InputError: as `resolved_text`; the layout does not divide the ranks; the environment contradicts the run.
+        InputError: the file cannot be read; the layout does not divide the ranks; the environment contradicts the run.
     """
     config = load_config(file, overrides)
     if problems := [*config.parallel.problems(), *config.runtime.problems()]:
@@ -107,16 +95,17 @@ def environment_lines(file: Path, overrides: Sequence[str], gpus: int | None) ->
     shape = config.run_shape(replicas * config.parallel.model_parallel_size)
     here = device.gpu_models()
     machine = f"{len(here)} × {here[0]} here" if here else "no GPU here, so that what GPUs alone read has no effect"
-    rows = [_environment_row(setting) for setting in environment.settings_of(shape)]
+    rows = []
+    for applied in environment.settings_of(shape):
+        setting, name, ours, theirs = applied
+        if theirs is not None:
+            rows.append([name, theirs, f"yours; else {ours}" if applied.differs else "yours", setting.reason])
+        elif ours is not None:
+            rows.append([name, ours, "this program's", setting.reason])
+        else:
+            rows.append([name, "not set", "", setting.when])
     return [
         f"{plural(shape.ranks, 'rank')}, {plural(shape.replicas, 'replica')} of the weights; {machine}",
         "",
         *table(["variable", "value", "whose", "why"], rows, align="llll"),
     ]
-
-
-def _environment_row(applied: environment.Applied) -> list[str]:
-    setting, name, ours, theirs = applied
-    if theirs is not None:
-        return [name, theirs, f"yours; else {ours}" if applied.differs else "yours", setting.reason]
-    return [name, *([ours, "this program's", setting.reason] if ours is not None else ["not set", "", setting.when])]

@@ -4,7 +4,6 @@ One rank gets a request, and all act on it: the interrupts are summed with the n
 more after an evaluation or a save, which may take minutes.
 """
 
-import logging
 import os
 import signal
 import time
@@ -18,8 +17,6 @@ from megatron_fanformer.checkpoint import run_folder
 from megatron_fanformer.processes import SAVE_SIGNAL, seconds_since_start
 from megatron_fanformer.runtime import device as devices
 from megatron_fanformer.runtime.parallel import RankGrid
-
-logger = logging.getLogger(__name__)
 
 
 class Interrupts(NamedTuple):
@@ -40,11 +37,10 @@ class Request:
 
     Args:
         file: the file; None: no file.
-        action: the requested action, in messages.
     """
 
-    def __init__(self, file: Path | None, action: str) -> None:
-        self._file, self._action = file, action
+    def __init__(self, file: Path | None) -> None:
+        self._file = file
         self._signaled = self._file_seen = self._file_granted = False
 
     def note_signal(self) -> None:
@@ -67,13 +63,7 @@ class Request:
         if self._file is None or not self._file_granted:
             return
         self._file_granted = False
-        try:
-            self._file.unlink(missing_ok=True)
-        except OSError as error:
-            logger.warning(
-                "%s cannot be removed (%s), and requests no further %s", self._file, error.strerror, self._action
-            )
-            self._file = None
+        self._file.unlink(missing_ok=True)
 
 
 class InterruptListener:
@@ -86,8 +76,8 @@ class InterruptListener:
 
     def __init__(self, run: Path | None = None, minutes: float | None = None) -> None:
         self._stop = False
-        self.save = Request(run and run / run_folder.SAVE_FILE, "save")
-        self.profile = Request(run and run / run_folder.PROFILE_FILE, "profile")
+        self.save = Request(run and run / run_folder.SAVE_FILE)
+        self.profile = Request(run and run / run_folder.PROFILE_FILE)
         started = time.monotonic() - seconds_since_start(devices.launcher_process() or os.getpid())
         self._end = started + 60 * (float("inf") if minutes is None else minutes)
 

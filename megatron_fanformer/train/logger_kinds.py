@@ -1,7 +1,6 @@
 """The loggers of a run: metrics.jsonl, the progress on the terminal, TensorBoard, Weights & Biases."""
 
 import logging
-import os
 import time
 import uuid
 from abc import ABC, abstractmethod
@@ -16,22 +15,12 @@ import yaml
 from megatron_fanformer.checkpoint.run_folder import METRICS, metrics_entry
 from megatron_fanformer.configuration import by_dotted_names
 from megatron_fanformer.durable_files import naming, regular_file, write_atomically
-from megatron_fanformer.errors import FanformerError
-from megatron_fanformer.markdown import code_block
-from megatron_fanformer.train.metrics import (
-    DRAWN_BY_TOKENS,
-    charts,
-    console_text,
-    dashboard_name,
-    metric_of,
-    numbers,
-)
+from megatron_fanformer.train.metrics import console_text, dashboard_name, numbers
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 TENSORBOARD_FOLDER = "tensorboard"
-BY_TOKENS = "by_tokens"  # a run beside the other in TensorBoard, whose axis is tokens, not steps
 WANDB_FOLDER = "wandb"
 RUN_ID = f"{WANDB_FOLDER}/run-id"
 LAST_STEP = f"{WANDB_FOLDER}/last-step"
@@ -48,8 +37,6 @@ class Start:
     """The run's folder."""
     step: int
     """The last step that is kept of what was logged before."""
-    tokens: int
-    """Tokens of all steps up to that one."""
     steps: int
     """Number of steps of the whole run."""
     values: dict[str, Any]
@@ -113,20 +100,7 @@ class JSONLines(Logger):
         self._file = self._path.open("a")
 
     def write(self, step: int, metrics: dict[str, Any]) -> None:
-        """Record the metrics of one step.
-
-        Raises:
-            FanformerError: the run's folder is gone.
-        """
-        is_there = self._path.exists() and os.path.samestat(self._path.stat(), os.fstat(self._file.fileno()))
-        if not is_there:  # removed, or replaced, as editors do
-            self._file.close()
-            if not self._path.parent.is_dir():
-                raise FanformerError(
-                    f"{self._path.parent} was removed or renamed during the run, nothing more can be saved there; put "
-                    "it back, and start again to resume from its last checkpoint"
-                )
-            self._file = self._path.open("a")
+        """Record the metrics of one step."""
         with naming(self._path):
             self._file.write(msgspec.json.encode({"step": step, **metrics}).decode() + "\n")  # NaN as null
             self._file.flush()
@@ -182,7 +156,7 @@ class ProgressLine(Logger):
 
 
 class TensorBoard(Logger):
-    """Writes event files of two runs, one by steps and one by tokens: metrics in groups, charts, the configuration."""
+    """Writes event files: the metrics in groups, and the configuration of each start."""
 
     setting = "tensorboard"
     files = (TENSORBOARD_FOLDER,)
@@ -191,29 +165,21 @@ class TensorBoard(Logger):
         from torch.utils.tensorboard import SummaryWriter
         from torch.utils.tensorboard.summary import hparams
 
-        folder = start.run / TENSORBOARD_FOLDER
-        self._by_step = SummaryWriter(str(folder), purge_step=start.step + 1)
-        self._by_tokens = SummaryWriter(str(folder / BY_TOKENS), purge_step=start.tokens + 1)
-        configuration = code_block(yaml.safe_dump(start.values, sort_keys=False), "yaml")
-        self._by_step.add_text("configuration", configuration, start.step)
-        self._by_step.add_custom_scalars(
-            {category: {title: ["Multiline", tags] for title, tags in of.items()} for category, of in charts().items()}
-        )
+        self._writer = SummaryWriter(str(start.run / TENSORBOARD_FOLDER), purge_step=start.step + 1)
+        configuration = f"```yaml\n{yaml.safe_dump(start.values, sort_keys=False)}```"
+        self._writer.add_text("configuration", configuration, start.step)
         plain = {k: v for k, v in by_dotted_names(start.values).items() if isinstance(v, bool | int | float | str)}
         for summary in hparams(plain, {"train/loss": None}):
-            cast(Any, self._by_step.file_writer).add_summary(summary)  # typed as the None that it was once
+            cast(Any, self._writer.file_writer).add_summary(summary)  # typed as the None that it was once
 
     def write(self, step: int, metrics: dict[str, Any]) -> None:
         """Record the metrics of one step."""
         for name, value in numbers(metrics).items():
-            self._by_step.add_scalar(dashboard_name(name), value, step)
-            if (metric := metric_of(name)) is not None and metric.name in DRAWN_BY_TOKENS:
-                self._by_tokens.add_scalar(f"train_{BY_TOKENS}/{name}", value, metrics["tokens"])
+            self._writer.add_scalar(dashboard_name(name), value, step)
 
     def close(self, *, failed: bool = False) -> None:
         """Flush and close the files."""
-        self._by_step.close()
-        self._by_tokens.close()
+        self._writer.close()
 
 
 class WeightsAndBiases(Logger):

@@ -142,12 +142,11 @@ class Loggers:
         self._open: dict[str, Logger] = {}
         self._failed: set[str] = set()
 
-    def open(self, values: dict[str, Any], *, step: int, tokens: int, beside: Mapping[str, str] | None = None) -> None:
+    def open(self, values: dict[str, Any], *, step: int, beside: Mapping[str, str] | None = None) -> None:
         """Begin, or begin anew after the run went back, with the resolved configuration.
 
         Args:
             step: the last step that the run has taken; what is logged of later ones is taken away.
-            tokens: of all steps so far.
             beside: texts that the run's folder holds beside the configuration, by their names.
 
         Raises:
@@ -159,7 +158,6 @@ class Loggers:
         start = Start(
             run=self._run,
             step=step,
-            tokens=tokens,
             steps=self._steps,
             values=values,
             logging=self._config,
@@ -183,11 +181,7 @@ class Loggers:
             raise InputError(f"training.run_dir {self._run} {reason}") from error
 
     def write(self, step: int, metrics: dict[str, Any]) -> None:
-        """Record a step's metrics everywhere; every `log_interval` steps in this rank's log, too.
-
-        Raises:
-            FanformerError: the run's folder is gone.
-        """
+        """Record a step's metrics everywhere; every `log_interval` steps in this rank's log, too."""
         if step % self._config.log_interval == 0 or step >= self._steps:
             numbers = {name: value for name, value in metrics.items() if isinstance(value, int | float)}
             logger.debug("step %d  %s", step, "  ".join(f"{name} {value:g}" for name, value in numbers.items()))

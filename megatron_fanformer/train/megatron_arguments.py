@@ -9,6 +9,7 @@ value needs: another unit, another form, or Megatron-LM's default where ours is 
 """
 
 import contextlib
+import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, get_type_hints
@@ -103,25 +104,19 @@ class Converted(NamedTuple):
         """Return the YAML file, which begins with the notes."""
         lines = ["# From arguments of Megatron-LM's pretrain_gpt.py, by docs/from-megatron-lm.md."]
         lines += [f"# {line}".rstrip() for line in self.lines()]
-        sections = {name: _plain(self.values[name]) for name in get_type_hints(RunConfig) if name in self.values}
+        plain = json.loads(json.dumps(self.values))  # dicts of their plain type, which alone YAML writes
+        sections = {name: plain[name] for name in get_type_hints(RunConfig) if name in plain}
         return "\n".join([*lines, "", yaml.safe_dump(sections, sort_keys=False, allow_unicode=True)])
 
     def lines(self) -> list[str]:
         """Return the notes, a line each, under their titles."""
-        return [line for title, found in self.notes.items() for line in ("", f"{title}:", *(f"- {n}" for n in found))]
-
-
-def _plain(value: Any) -> Any:
-    """Return dicts of their plain type, which alone YAML writes."""
-    return {name: _plain(part) for name, part in value.items()} if isinstance(value, Mapping) else value
-
-
-class _NotCarried(Exception):
-    """A value that has no counterpart; says why, as a clause."""
+        return [line for title, notes in self.notes.items() for line in ("", f"{title}:", *(f"- {n}" for n in notes))]
 
 
 def convert(words: Sequence[str]) -> Converted:
-    """Return the configuration that arguments are; those with a section, such as `--model.vocab_size N`, are ours.
+    """Return the configuration of a run with Megatron-LM's arguments.
+
+    Those with a section, such as `--model.vocab_size N`, are ours.
 
     Raises:
         InputError: there are none, or one with a section is no field.
@@ -153,13 +148,20 @@ def convert(words: Sequence[str]) -> Converted:
             others.append(f"{written}: {row.field}{f' ({row.note})' if row.note else ''} is for you to state")
         elif not row.field.startswith("model."):  # those are `_model`'s
             try:
-                found = _carried(flag, row.field, words, known)
-                sets = {**fields.get(VALIDATION, {}), **found.get(VALIDATION, {})}
-                fields |= {**found, VALIDATION: sets} if sets else found
-            except _NotCarried as reason:
+                values = (
+                    CONVERSIONS[flag](words, known) if flag in CONVERSIONS else {row.field: _typed(row.field, words)}
+                )
+                if problems := [problem for name, value in values.items() for problem in _wrong(name, value)]:
+                    raise ValueError(problems[0])
+            except ValueError as reason:  # it has no counterpart
                 others.append(f"{written}: {reason}")
+                continue
+            sets = {**fields.get(VALIDATION, {}), **values.get(VALIDATION, {})}
+            fields |= {**values, VALIDATION: sets} if sets else values
     model, of_model, wrong = _model(known)
-    fields = {**_defaults(known), **model, **fields}
+    defaults = DEFAULTS if "--fp8-format" not in known else {**DEFAULTS, **FP8_DEFAULTS}
+    not_given = {field: value for flag, (field, value) in defaults.items() if flag not in known}
+    fields = {**not_given, **model, **fields}
     if "--data-path" in known and not {"data.split", VALIDATION} & fields.keys():
         fields["data.split"] = DEFAULT_SPLIT
     values = overlaid(nested(fields), read_overrides(ours, advice=advice))
@@ -171,10 +173,10 @@ def convert(words: Sequence[str]) -> Converted:
         "Not carried over": [*wrong, *others],
         "No setting here": not_set,
         "Unknown": unknown,
-        "To do before it trains": _to_do(values),
+        "To do before it trains": _problems(values),
     }
-    lines = {title: [" ".join(escaped(line).split()) for line in found] for title, found in notes.items() if found}
-    return Converted(values, lines)
+    shown = {title: [" ".join(escaped(line).split()) for line in lines] for title, lines in notes.items() if lines}
+    return Converted(values, shown)
 
 
 def _grouped(words: Sequence[str]) -> tuple[Given, list[str]]:
@@ -219,56 +221,48 @@ def _number(text: str) -> Any:
     return text if type(value) in (int, float) else value
 
 
-def _carried(flag: str, field: str, words: list[str], known: Mapping[str, list[str]]) -> dict[str, Any]:
-    """Return the fields that an argument sets.
-
-    Raises:
-        _NotCarried: the value has no counterpart.
-    """
-    values = CONVERSIONS[flag](words, known) if flag in CONVERSIONS else {field: _typed(field, words)}
-    if wrong := [problem for name, value in values.items() for problem in _wrong(name, value)]:
-        raise _NotCarried(wrong[0])
-    return values
-
-
 def _wrong(name: str, value: Any) -> list[str]:
     """Return why a value cannot be that of a field, if it cannot."""
     return [line for line in value_problems(nested({name: value}), RunConfig) if line.startswith(f"{name} is ")]
 
 
-def _in_steps(flag: str, field: str) -> Callable[[list[str], Mapping[str, list[str]]], dict[str, Any]]:
-    def convert_samples(_words: list[str], known: Mapping[str, list[str]]) -> dict[str, Any]:
+Conversion = Callable[[list[str], Given], dict[str, Any]]
+"""Returns the fields of an argument, from its words and all arguments. Raises ValueError: it has no counterpart."""
+
+
+def _in_steps(flag: str, field: str) -> Conversion:
+    def convert_samples(_words: list[str], known: Given) -> dict[str, Any]:
         numbers = [_number(word) for word in (*known[flag], *known.get("--global-batch-size", []))]
         if "--rampup-batch-size" in known or len(numbers) != 2 or not all(type(n) is int and n > 0 for n in numbers):
-            raise _NotCarried(f"{field} is in steps, which follow from samples by one --global-batch-size alone")
+            raise ValueError(f"{field} is in steps, which follow from samples by one --global-batch-size alone")
         return {field: numbers[0] // numbers[1]}
 
     return convert_samples
 
 
-def _blend(words: list[str], _known: Mapping[str, list[str]]) -> list[str]:
+def _blend(words: list[str]) -> list[str]:
     return [part for word in words for part in word.split()]
 
 
-def _choice(field: str, **choices: Any) -> Callable[[list[str], Mapping[str, list[str]]], dict[str, Any]]:
-    def convert_choice(words: list[str], _known: Mapping[str, list[str]]) -> dict[str, Any]:
+def _choice(field: str, **choices: Any) -> Conversion:
+    def convert_choice(words: list[str], _known: Given) -> dict[str, Any]:
         if len(words) != 1 or words[0] not in choices:
-            raise _NotCarried(f"{field} has no such value")
+            raise ValueError(f"{field} has no such value")
         return {field: choices[words[0]]}
 
     return convert_choice
 
 
-CONVERSIONS: dict[str, Callable[[list[str], Mapping[str, list[str]]], dict[str, Any]]] = {
+CONVERSIONS: dict[str, Conversion] = {
     "--train-samples": _in_steps("--train-samples", "training.train_iters"),
     "--lr-decay-samples": _in_steps("--lr-decay-samples", "schedule.lr_decay_iters"),
     "--lr-warmup-samples": _in_steps("--lr-warmup-samples", "schedule.lr_warmup_iters"),
     "--lr-wsd-decay-samples": _in_steps("--lr-wsd-decay-samples", "schedule.lr_wsd_decay_iters"),
-    "--data-path": lambda words, known: {"data.train_data": _blend(words, known)},
-    "--train-data-path": lambda words, known: {"data.train_data": _blend(words, known)},
+    "--data-path": lambda words, _known: {"data.train_data": _blend(words)},
+    "--train-data-path": lambda words, _known: {"data.train_data": _blend(words)},
     "--data-args-path": lambda words, _known: {"data.train_data": [f"@{word}" for word in words]},
-    "--valid-data-path": lambda words, known: {VALIDATION: {"valid": _blend(words, known)}},
-    "--test-data-path": lambda words, known: {VALIDATION: {"test": _blend(words, known)}},
+    "--valid-data-path": lambda words, _known: {VALIDATION: {"valid": _blend(words)}},
+    "--test-data-path": lambda words, _known: {VALIDATION: {"test": _blend(words)}},
     "--split": lambda words, _known: {"data.split": ",".join(re.findall(r"[.0-9]+", " ".join(words)))},  # as there
     "--optimizer": _choice("optimizer.name", adam="adamw", muon="muon"),
     "--rerun-mode": _choice("recovery.compute_again", disabled=False, validate_results=True),
@@ -278,17 +272,11 @@ CONVERSIONS: dict[str, Callable[[list[str], Mapping[str, list[str]]], dict[str, 
 """By argument: how its values become those of fields."""
 
 
-def _defaults(known: Given) -> dict[str, Any]:
-    """Return Megatron-LM's values where an argument is not given, and ours is another."""
-    defaults = DEFAULTS if "--fp8-format" not in known else {**DEFAULTS, **FP8_DEFAULTS}
-    return {field: value for flag, (field, value) in defaults.items() if flag not in known}
-
-
 # -- the model
 
 
 def _model(known: Given) -> tuple[dict[str, Any], list[str], list[str]]:
-    """Return the model's fields, in what it is another than Megatron-LM's, and which values no field can have."""
+    """Return the model's fields, its differences from Megatron-LM's model, and the values that no field can have."""
     arguments = dict(MODEL_DEFAULTS)
     for flag, words in known.items():
         values = [_number(word) for word in words]
@@ -303,24 +291,23 @@ def _model(known: Given) -> tuple[dict[str, Any], list[str], list[str]]:
     multiple, ranks = arguments.get(MULTIPLE, FANformerConfig.make_vocab_size_divisible_by), arguments.get(RANKS, 1)
     if type(multiple) is type(ranks) is int and ranks > 1:  # there it is of each rank
         arguments[MULTIPLE] = multiple * ranks
-    found = model_problems(arguments)
-    found += [f"{name} is {arguments[name]}, but there is no dropout" for name in DROPOUT if arguments.get(name)]
+    differences = model_problems(arguments)
+    differences += [f"{name} is {arguments[name]}, but there is no dropout" for name in DROPOUT if arguments.get(name)]
     is_ours = not OUR_SPECS.isdisjoint(known.get("--spec", []))
     if arguments.get("spec") and not is_ours:
-        found.append(f"--spec {' '.join(known['--spec'])} is code, and not read: state model.fan, if it has FAN layers")
+        differences.append(
+            f"--spec {' '.join(known['--spec'])} is code, and not read: state model.fan, if it has FAN layers"
+        )
     fields = {f"model.{name}": value for name, value in model_fields(arguments).items()}
     if not is_ours:
         fields["model.fan.placement"] = "none"
     wrong = {name: problem for name, value in fields.items() for problem in _wrong(name, value)}
     fields = {name: value for name, value in fields.items() if name not in wrong}
-    return fields, found, list(wrong.values())
+    return fields, differences, list(wrong.values())
 
 
-# -- what is left
-
-
-def _to_do(values: Mapping[str, Any]) -> list[str]:
-    """Return missing fields, and the rules that the configuration breaks here."""
+def _problems(values: Mapping[str, Any]) -> list[str]:
+    """Return missing fields, or the rules that the configuration breaks here."""
     missing = value_problems(values, RunConfig, advice=advice)
     if not values.get("data", {}).get("train_data"):
         missing.append("data.train_data is empty; name token files")

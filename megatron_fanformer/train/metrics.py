@@ -1,6 +1,6 @@
-"""The metrics of a run's steps: the table of their texts and charts, the lines of metrics.jsonl, the picture of losses.
+"""The metrics of a run's steps: the table of their texts, the lines of metrics.jsonl, the picture of losses.
 
-The dashboards' groups and charts, the progress line and the tables in docs/metrics.md follow from `METRIC_TABLE`.
+The dashboards' groups, the progress line and the tables in docs/metrics.md follow from `METRIC_TABLE`.
 """
 
 import functools
@@ -85,28 +85,6 @@ health/linear_weight_norm | health |  | norm of W_g
 """
 METRIC_TABLE = tuple(Metric(*line.split(" | ")) for line in _TABLE.strip().replace("\n    ", " ").splitlines())
 """Every metric that a run may log."""
-CHARTS = {
-    ("training", "loss, nats per token"): ["loss", "validation_loss/NAME", "eval/NAME/CrossEntropyLoss"],
-    ("training", "norms"): ["grad_norm", "params_norm", "update_norm"],
-    ("health", "|phase| of the layer where it is largest"): [
-        "health/phase_p50",
-        "health/phase_p90",
-        "health/phase_p99",
-        "health/phase_max",
-    ],
-    ("health", "share of periodic units, of the worst layer"): ["health/dead_units", "health/coarse_units"],
-}
-"""Metrics in one picture among TensorBoard's custom scalars, by category and title."""
-DRAWN_BY_TOKENS = (
-    "loss",
-    "validation_loss/NAME",
-    "eval/NAME/CrossEntropyLoss",
-    "eval/NAME/Perplexity",
-    "eval/NAME/BitsPerByte",
-    "eval/downstream/NAME",
-    "eval/downstream_bpb/NAME",
-)
-"""Metrics that TensorBoard shows by tokens, too."""
 CONSOLE = {"loss": "loss {:.4f}", "tokens_per_second": "{:,.0f} tokens/s"}
 """Formats of the progress line."""
 
@@ -127,14 +105,6 @@ def dashboard_name(name: str) -> str:
         return name if "/" in name else f"train/{name}"
     group = {"train": "train", "evaluation": "validation"}.get(metric.group, f"train_{metric.group}")
     return f"{group}/{name.removeprefix('eval/').removeprefix(f'{metric.group}/')}"
-
-
-def charts() -> dict[str, dict[str, list[str]]]:
-    """Return the charts of several metrics: by category and title, regular expressions of dashboard names."""
-    by_category: dict[str, dict[str, list[str]]] = {}
-    for (category, title), names in CHARTS.items():
-        by_category.setdefault(category, {})[title] = [dashboard_name(name).replace("NAME", ".+") for name in names]
-    return by_category
 
 
 def console_text(metrics: dict[str, Any]) -> str:

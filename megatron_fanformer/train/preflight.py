@@ -119,7 +119,15 @@ def find_start(
     problems += tokenizer_problems
     evaluation = None
     if not (tokenizer_problems or section_problems):  # else the same would be reported twice
-        evaluation = collect_problems(problems, lambda: _evaluation(config))
+        evaluation = collect_problems(
+            problems,
+            lambda: survey_evaluation(
+                config.evaluation,
+                seq_length=config.model.seq_length,
+                vocab_size=config.model.vocab_size,
+                tokenizer=config.data.tokenizer,
+            ),
+        )
     if problems and (config.checkpoint.mirror or is_url(config.checkpoint.load or "")):
         raise InputError("\n".join(problems))  # nothing is fetched for a run that cannot start
     if found := collect_problems(problems, lambda: _find_checkpoints(config)):
@@ -236,15 +244,6 @@ def run_mixes(config: RunConfig, data: CheckedData) -> list[Mix]:
     """Return the mixes of a run, one where it has no others."""
     sizes = {"global_batch_size": config.training.global_batch_size, "seq_length": config.model.seq_length}
     return ordered(data.train, data.mixes, **sizes)
-
-
-def _evaluation(config: RunConfig) -> EvaluationSurvey:
-    return survey_evaluation(
-        config.evaluation,
-        seq_length=config.model.seq_length,
-        vocab_size=config.model.vocab_size,
-        tokenizer=config.data.tokenizer,
-    )
 
 
 # -- the data

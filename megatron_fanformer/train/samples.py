@@ -39,35 +39,17 @@ def run_datasets(config: RunConfig, data: CheckedData | None = None) -> Datasets
     )
 
 
-def replica_batches(
-    config: RunConfig, grid: RankGrid, dataset: Any, *, consumed_samples: int
-) -> Generator[dict[str, Tensor], None, None]:
-    """Return the micro batches of this rank's replica from a number of samples on, for training: see `read_batches`."""
-    return read_batches(
-        config,
-        grid,
-        dataset,
-        consumed_samples=consumed_samples,
-        num_workers=config.data.num_workers or 0,
-        is_used=grid.takes_samples(has_document_ids=config.data.reset_attention_mask),
-    )
-
-
 def read_batches(
-    config: RunConfig,
-    grid: RankGrid,
-    dataset: Any,
-    *,
-    consumed_samples: int,
-    num_workers: int = 0,
-    is_used: bool = True,
+    config: RunConfig, grid: RankGrid, dataset: Any, *, consumed_samples: int, for_training: bool = False
 ) -> Generator[dict[str, Tensor], None, None]:
-    """Return `micro_batches` of this rank's replica, which one rank of each tensor and context parallel group reads.
+    """Return the micro batches of this rank's replica from a number of samples on.
+
+    One rank of each tensor and context parallel group reads them.
 
     Args:
-        is_used: as in `shared_batches`.
+        for_training: read through loader processes, and hand samples only to the ranks that use them.
     """
-    size = config.training.micro_batch_size
+    size, has_document_ids = config.training.micro_batch_size, config.data.reset_attention_mask
     return shared_batches(
         lambda: micro_batches(
             dataset,
@@ -75,13 +57,13 @@ def read_batches(
             micro_batch_size=size,
             data_parallel_rank=grid.data_parallel_rank,
             data_parallel_size=grid.data_parallel_size,
-            num_workers=num_workers,
+            num_workers=(config.data.num_workers or 0) if for_training else 0,
         ),
         grid.samples_group,
         micro_batch_size=size,
         seq_length=config.model.seq_length,
-        has_document_ids=config.data.reset_attention_mask,
-        is_used=is_used,
+        has_document_ids=has_document_ids,
+        is_used=not for_training or grid.takes_samples(has_document_ids=has_document_ids),
     )
 
 

@@ -1,4 +1,4 @@
-"""One training step on megatron-core's schedules: forward, backward, update; and which ranks it came out otherwise on.
+"""One training step on megatron-core's schedules: forward, backward, update; and the comparison of two attempts at it.
 
 The loss of a step is the mean over all tokens of the global batch that the loss mask keeps, whatever the layout:
 each micro batch returns its sum and its number of tokens, and gradients are divided by the total number once.
@@ -46,7 +46,7 @@ class StepResult:
     """Tokens that the loss was taken over."""
     interrupts: Interrupts
     """Interrupts of any rank before the step's numbers were summed."""
-    own: Tensor | None = None
+    local: Tensor | None = None
     """[3] float64, on the device: losses, tokens and z-losses of this rank's micro batches; None where another has the
     loss."""
 
@@ -153,7 +153,7 @@ def attempt_step(
     listen: Callable[[], Interrupts] = Interrupts,
     is_judged: bool = True,
 ) -> StepResult:
-    """`train_step` up to the update: leave the gradients of the next global batch in the buffers.
+    """Compute a step up to the update: leave the gradients of the next global batch in the buffers.
 
     The host waits for the device where megatron-core reads the gradient norm, to clip by it; the loss is ready by then.
     megatron-core 0.16 waits once more for each chunk, after backward: `finalize_model_grads` reads whether there
@@ -167,11 +167,13 @@ def attempt_step(
         stage.zero_grad_buffer()
     optimizer.zero_grad()
     reports = run_schedule(stages, batches, grid, _sum_loss, num_micro_batches=num_micro_batches, forward_only=False)
-    own = None
+    local = None
     if reports:
-        own = torch.stack([report["loss_and_tokens"] for report in reports]).sum(0)
-        own = torch.cat([own, _z_losses(stages, own)])
-    sums = _sum_over_ranks(own, grid, listen())
+        sums_of_batches = torch.stack([report["loss_and_tokens"] for report in reports]).sum(0)
+        head = getattr(stages[-1].module, "output_layer", None)
+        z_losses = head.take_z_losses() if isinstance(head, LossHead) else None
+        local = torch.cat([sums_of_batches, sums_of_batches.new_zeros(1) if z_losses is None else z_losses.view(1)])
+    sums = _sum_over_ranks(local, grid, listen())
     grad_norm = gradient_norm(optimizer, grid, is_judged=is_judged)
     loss, tokens, z_loss, *interrupts = sums.tolist()
     return StepResult(
@@ -180,12 +182,12 @@ def attempt_step(
         grad_norm=grad_norm,
         tokens=int(tokens),
         interrupts=Interrupts(*(count > 0 for count in interrupts)),
-        own=own,
+        local=local,
     )
 
 
-class OwnNumbers(NamedTuple):
-    """What a rank has of a step by itself: compared with another attempt's, it shows who computed otherwise."""
+class LocalNumbers(NamedTuple):
+    """A rank's own numbers of an attempt at a step: compared with another's, they show who computed otherwise."""
 
     loss: float
     """Mean loss of its micro batches; 0 where another rank has it."""
@@ -195,12 +197,12 @@ class OwnNumbers(NamedTuple):
     """Norm of the sums over replicas that it alone holds."""
 
 
-def own_numbers(stages: list[DistributedDataParallel], result: StepResult) -> OwnNumbers:
+def local_numbers(stages: list[DistributedDataParallel], result: StepResult) -> LocalNumbers:
     """Return this rank's own numbers of a step whose gradients are in the buffers."""
-    loss, tokens, _ = (0.0, 1.0, 0.0) if result.own is None else result.own.tolist()
+    loss, tokens, _ = (0.0, 1.0, 0.0) if result.local is None else result.local.tolist()
     groups = [group for stage in stages for group in (*stage.bucket_groups, *stage.expert_parallel_bucket_groups)]
     norms = [[norm(part).item() for part in parts] for parts in _own_and_summed(groups)]
-    return OwnNumbers(loss / max(tokens, 1.0), *(math.hypot(*parts) for parts in norms))
+    return LocalNumbers(loss / max(tokens, 1.0), *(math.hypot(*parts) for parts in norms))
 
 
 def _own_and_summed(groups: list[Any]) -> tuple[list[Tensor], list[Tensor]]:
@@ -226,17 +228,17 @@ def _own_and_summed(groups: list[Any]) -> tuple[list[Tensor], list[Tensor]]:
     return own, summed
 
 
-def compare_attempts(own: list[OwnNumbers], grid: RankGrid, *, is_good: bool) -> tuple[list[int], str]:
+def compare_attempts(local: list[LocalNumbers], grid: RankGrid, *, is_good: bool) -> tuple[list[int], str]:
     """Find the ranks that computed a step otherwise the second time, and say so in words; a collective call.
 
     Args:
-        own: this rank's `own_numbers` of both attempts.
+        local: this rank's `local_numbers` of both attempts.
         is_good: whether nothing is wrong with the second one's numbers.
     """
-    ranks: list[Any] = [own]
+    ranks: list[Any] = [local]
     if grid.world_size > 1:
         ranks = [None] * grid.world_size
-        dist.all_gather_object(ranks, own)
+        dist.all_gather_object(ranks, local)
     differing = _ranks_where(lambda before, after: repr(before) != repr(after), ranks)
     not_finite = _ranks_where(lambda _, after: not all(map(math.isfinite, after)), ranks)
     if differing:
@@ -269,13 +271,11 @@ def gradient_norm(optimizer: MegatronOptimizer, grid: RankGrid, *, is_judged: bo
     """
     with record_function("phase gradient norm"):
         optimizer.prepare_grads()
-        own = float(optimizer.get_grad_norm())
+        local = float(optimizer.get_grad_norm())
     sharing = single_optimizers(optimizer)[0].get_grad_stats_parallel_group()
-    return _largest_norm(own, grid) if is_judged and sharing.size() < grid.world_size else own
-
-
-def _largest_norm(own: float, grid: RankGrid) -> float:
-    finite = own if math.isfinite(own) else math.inf  # NaN has no place in an order
+    if not is_judged or sharing.size() == grid.world_size:
+        return local
+    finite = local if math.isfinite(local) else math.inf  # NaN has no place in an order
     largest = torch.tensor(finite, dtype=torch.float64, device=grid.torch_device)
     dist.all_reduce(largest, op=dist.ReduceOp.MAX)
     return float(largest)
@@ -306,22 +306,15 @@ def _sum_loss(losses_bs: Tensor, loss_mask_bs: Tensor) -> tuple[Tensor, Tensor, 
     return loss, tokens.to(torch.int), {"loss_and_tokens": report}
 
 
-def _z_losses(stages: list[DistributedDataParallel], like: Tensor) -> Tensor:
-    """Return [1], of the type and on the device of `like`: this step's z-losses in the head of the last stage."""
-    head = getattr(stages[-1].module, "output_layer", None)
-    taken = head.take_z_losses() if isinstance(head, LossHead) else None
-    return like.new_zeros(1) if taken is None else taken.view(1)
-
-
-def _sum_over_ranks(own: Tensor | None, grid: RankGrid, interrupts: Interrupts) -> Tensor:
+def _sum_over_ranks(local: Tensor | None, grid: RankGrid, interrupts: Interrupts) -> Tensor:
     """Return [7] float64, on the device: losses, tokens, z-losses, and how many ranks have each of `Interrupts`, over
     all ranks.
 
     Only the last stage knows the loss, and each of its tensor parallel ranks knows the same one.
     """
     sums = torch.zeros(3 + len(interrupts), dtype=torch.float64, device=grid.torch_device)
-    if own is not None and grid.is_last_stage and grid.groups.tp.rank() == 0:
-        sums[:3] = own
+    if local is not None and grid.is_last_stage and grid.groups.tp.rank() == 0:
+        sums[:3] = local
     if any(interrupts):  # else there is nothing to copy to the device
         sums[3:] = torch.tensor(interrupts)
     dist.all_reduce(sums)

@@ -66,8 +66,10 @@ class Adam(torch.optim.Optimizer):
             return
         for tensors in zip(parameters, gradients, first, second, strict=True):
             blocks = (tensor.view(-1).split(COPIED_ELEMENTS) for tensor in tensors)
-            for block in zip(*blocks, strict=True):
-                _update_rounded(group, *block)
+            for weight, gradient, *moments in zip(*blocks, strict=True):
+                exact = [moment.float() for moment in moments]  # themselves, where they are float32
+                _update(group, [weight], [gradient], exact[:1], exact[1:])
+                store(moments, exact)
 
     def _state_of(self, weight: Tensor, *names: str) -> dict[str, Tensor]:
         """Return a weight's state, which its first step makes."""
@@ -79,17 +81,14 @@ class Adam(torch.optim.Optimizer):
 
 
 def store(states: list[Tensor], values: list[Tensor]) -> None:
-    """Round what a step computed to what is kept of it, where that is another tensor."""
+    """Round the values that a step computed to the states' formats, where they are other tensors."""
     for state, value in zip(states, values, strict=True):
         if state is not value:
             state.copy_(value)
 
 
 def with_bf16_moments(fused: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
-    """Return Transformer Engine's Adam with both moments in bf16, which its kernel reads and writes as they are.
-
-    Of apex's, which has them in float32 alone, ours takes the place.
-    """
+    """Return Transformer Engine's Adam with both moments in bf16; ours in the place of apex's, which has none."""
     if "exp_avg_dtype" not in inspect.signature(fused).parameters:
         return Adam
 
@@ -100,12 +99,6 @@ def with_bf16_moments(fused: type[torch.optim.Optimizer]) -> type[torch.optim.Op
             super().__init__(*args, exp_avg_dtype=torch.bfloat16, exp_avg_sq_dtype=torch.bfloat16, **kwargs)
 
     return FusedAdamOfBF16Moments
-
-
-def _update_rounded(group: dict[str, Any], weight: Tensor, gradient: Tensor, first: Tensor, second: Tensor) -> None:
-    exact = [first.float(), second.float()]  # themselves, where they are
-    _update(group, [weight], [gradient], exact[:1], exact[1:])
-    store([first, second], exact)
 
 
 def _update(
@@ -174,7 +167,7 @@ class Matrix:
 
 @dataclass
 class Settings:
-    """Settings of a step, and what it needs of the ranks."""
+    """Settings of a step, and the ranks that take it together."""
 
     momentum: float
     scale: float
@@ -295,8 +288,7 @@ def exchanged(settings: Settings, matrices: dict[int, Matrix], directions: dict[
 
 def _joined(matrix: Matrix, parts: Sequence[Tensor], tensor: int) -> Tensor:
     """Return the whole matrix, of all ranks' parts."""
-    step = tensor if matrix.shards > 1 else 1
-    senders = parts if matrix.shards > 1 else parts[::tensor]
+    step, senders = (tensor, parts) if matrix.shards > 1 else (1, parts[::tensor])
     shards = [torch.cat(list(senders[shard::step])).view(matrix.shard) for shard in range(matrix.shards)]
     return torch.cat(shards, dim=matrix.dimension) if len(shards) > 1 else shards[0]
 

@@ -31,7 +31,7 @@ from megatron_fanformer.train.preflight import RunStart, find_start, with_train_
 from megatron_fanformer.train.profiling import Profiler
 from megatron_fanformer.train.recovery import BadSteps, EventLog
 from megatron_fanformer.train.run_log import log_if_slow
-from megatron_fanformer.train.samples import replica_batches, run_datasets
+from megatron_fanformer.train.samples import read_batches, run_datasets
 from megatron_fanformer.train.saves import Checkpointer
 from megatron_fanformer.train.schedule import build_scheduler
 from megatron_fanformer.train.step import (
@@ -39,7 +39,7 @@ from megatron_fanformer.train.step import (
     StepResult,
     attempt_step,
     compare_attempts,
-    own_numbers,
+    local_numbers,
     release,
     update_weights,
     weights_in_step,
@@ -213,9 +213,9 @@ class Trainer:
         result, fault = self._attempt(batches)
         if fault is None or not self.config.recovery.compute_again:
             return result, fault
-        numbers = [own_numbers(self._wrapped, result)]
+        numbers = [local_numbers(self._wrapped, result)]
         result, second_fault = self._attempt(batches)
-        numbers.append(own_numbers(self._wrapped, result))
+        numbers.append(local_numbers(self._wrapped, result))
         differing, who = compare_attempts(numbers, self.grid, is_good=second_fault is None)
         logger.info("step %d  %s; computed again, %s (%s)", self.step, fault, second_fault or "is good", who)
         self._events.add("computed_again", self.step, first=fault, second=second_fault, ranks=differing)
@@ -450,14 +450,14 @@ class Trainer:
             seen=self._resumed_sources,
             is_changed=bool(self._start.identity.training_changes),
         )
-        self._batches = replica_batches(
-            self.config, self.grid, self._data.train, consumed_samples=self.consumed_samples
+        self._batches = read_batches(
+            self.config, self.grid, self._data.train, consumed_samples=self.consumed_samples, for_training=True
         )
 
     def _open_logs(self) -> None:
         template = self._start.data.chat_template
         beside = {} if template is None else {CHAT_TEMPLATE_JINJA: template}
-        self._logs.open(self._resolved_config(), step=self.step, tokens=self.consumed_tokens, beside=beside)
+        self._logs.open(self._resolved_config(), step=self.step, beside=beside)
 
     def _resolved_config(self) -> dict[str, Any]:
         values = self.config.as_dict()

@@ -1,5 +1,6 @@
 """The verbs `train` and `config`; imports nothing that is slow."""
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,15 +67,15 @@ def _train(options: TrainOptions) -> None:
 
 
 def _without_config(command_line: Sequence[str]) -> list[str]:
-    """Return what another trainer's arguments are here, where they stand in place of a configuration."""
+    """Return the answers to another trainer's arguments, given in place of a configuration."""
     from megatron_fanformer.convert.foreign_names import answers
 
-    found = [] if any(word.startswith("--config") for word in command_line) else answers(command_line)
+    lines = [] if any(word.startswith("--config") for word in command_line) else answers(command_line)
     remedy = (
         f"a run is a YAML file here, and --section.field VALUE over it; {PROGRAM} config --output run.yaml "
         "--from-megatron ARGUMENTS writes it from those of Megatron-LM"
     )
-    return [*found, remedy] if found else []
+    return [*lines, remedy] if lines else []
 
 
 def _config(options: ConfigOptions) -> None:
@@ -82,7 +83,7 @@ def _config(options: ConfigOptions) -> None:
         environment_lines,
         field_list,
         resolved_text,
-        schema_text,
+        run_schema,
     )
 
     if options.from_megatron is not None:
@@ -96,7 +97,7 @@ def _config(options: ConfigOptions) -> None:
     elif options.config:
         show([resolved_text(options.config, options.overrides)])
     elif options.schema:
-        show([schema_text()])
+        show([json.dumps(run_schema(), indent=1, ensure_ascii=False)])
     else:
         show([field_list()])
 
@@ -104,8 +105,8 @@ def _config(options: ConfigOptions) -> None:
 def _from_megatron(words: tuple[str, ...], output: Path | None) -> None:
     from megatron_fanformer.train.megatron_arguments import convert
 
-    if output is not None and (found := file_problems(output=output)):
-        raise InputError("\n".join(found))
+    if output is not None and (problems := file_problems(output=output)):
+        raise InputError("\n".join(problems))
     if output is not None and output.exists():
         raise InputError(f"{output} exists already; name another file, or remove it")
     converted = convert(words)

@@ -56,16 +56,9 @@ def test_the_stages_of_the_data_are_listed(config: str, tmp_path: Path, capsys: 
         ["from token 3.072K", "13", "8", "2,048", "0.0014 to 0"],
     ]
     assert sum(float(row[-2]) for row in rows[1:]) <= found["cost"]["days"] + 0.015
-    assert "decay (WSD)" not in table
     short = ["--tokens", "1024", "--report", str(report)]  # 4 steps, before any stage begins
     assert plan(config, "--layouts", "pp=4", *short, "--data.stages", stages, *wsd) == 0
     assert [*json.loads(report.read_text())["stage_learning_rates"]] == ["train_data"]
-    capsys.readouterr()
-    assert plan(config, "--layouts", "pp=4", "--data.stages", stages, *wsd, "--schedule.lr_wsd_decay_iters", "9") == 0
-    message = (
-        "decay (WSD) begins with step 12, and no stage does; set schedule.lr_wsd_decay_iters to 8 to have it begin"
-    )
-    assert f"{message} with 'from token 3.072K', step 13" in capsys.readouterr().out
 
 
 def test_the_report_holds_all_of_it(config: str, tmp_path: Path) -> None:

@@ -49,8 +49,8 @@ def train_and_ask(values: dict[str, Any], during: str, number: signal.Signals, a
 DP2 = {"data_parallel_size": 2}
 
 
-@pytest.mark.parametrize("during", ["an evaluation", "a save"])
-def test_a_signal_during_what_follows_a_step_is_not_answered_by_another_step(
+@pytest.mark.parametrize("during", ["a step", "an evaluation", "a save"])
+def test_a_signal_to_one_rank_stops_all_before_another_step(
     run_on_ranks: RunOnRanks, tmp_path: Path, tokens: str, during: str
 ) -> None:
     data = {"train_data": [tokens], "valid_data": {"held-out": [tokens]}}

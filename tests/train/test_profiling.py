@@ -72,7 +72,7 @@ def test_a_run_that_fails_does_not_wait_for_its_gpu(tmp_path: Path) -> None:
     config = LoggingConfig(tensorboard=False, profile_steps=[3, 4])
     grid = cast(RankGrid, SimpleNamespace(rank=0, world_size=2, device="cuda"))
     with mock.patch.object(torch.cuda, "synchronize"), mock.patch.object(profiling, "profile") as profile:
-        profiler = profiling.Profiler(config, grid, tmp_path, Request(None, "profile"))
+        profiler = profiling.Profiler(config, grid, tmp_path, Request(None))
         with pytest.raises(InterruptedError), profiler.recording(3):
             raise InterruptedError
         profiler.close(2, failed=True)

@@ -218,8 +218,8 @@ def test_without_a_checkpoint_there_is_nothing_to_go_back_to(
 
 def test_spikes_are_judged_by_the_medians_of_good_steps() -> None:
     steps = BadSteps(RecoveryConfig(check_for_spiky_loss=True, spike_window=50), [])
-    for _ in range(4):
-        steps.note_good(1, 2.0, 1.0)
+    for loss in (2.0, 19.0, 2.0, 2.0):  # of which the mean is another
+        steps.note_good(1, loss, 1.0)
     assert steps.fault_in(100.0, 1.0) is None  # too early to tell
     steps.note_good(1, 2.0, 1.0)
     assert steps.fault_in(4.0, 10.0) is None
@@ -398,14 +398,6 @@ def test_medians_are_those_of_the_checkpoint_that_a_run_goes_back_to() -> None:
     assert steps.medians() == saved
     assert steps.fault_in(2.0, 20.0 * RecoveryConfig().spiky_grad_norm_factor + 1) is not None
     assert steps.fault_in(2.0 * RecoveryConfig().spiky_loss_factor, 20.0) is None
-
-
-def test_a_spike_is_one_beside_the_median_whatever_else_was_high() -> None:
-    steps = BadSteps(RecoveryConfig(check_for_spiky_loss=True, spike_window=10), [])
-    for step, loss in enumerate((1.0, 1.0, 19.0, 1.0, 1.0)):
-        steps.note_good(step, loss, 1.0)
-    assert steps.fault_in(2.0, 1.0) is None
-    assert steps.fault_in(2.1, 1.0) == "the loss is 2.1, more than 2 times its median of 1"
 
 
 @pytest.mark.parametrize(

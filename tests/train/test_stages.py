@@ -61,11 +61,6 @@ def test_the_start_shows_the_learning_rates_of_each_stage(values: dict[str, Any]
         f"{third}: steps 17 to 24, learning rate {rate * 7 / 8} to 0",
     ]
     assert config_from_dict(values).stage_lines() == lines
-    values["schedule"]["lr_wsd_decay_iters"] = 12
-    notice = config_from_dict(values).stage_lines()[-1]
-    assert notice.endswith(
-        f"step 13, and no stage does; set schedule.lr_wsd_decay_iters to 16 to have it begin with {second!r}, step 9"
-    )
 
 
 def train_recorded(values: dict[str, Any], folder: Path) -> None:

@@ -92,7 +92,7 @@ def cut_off_the_tokens(prefix: str) -> None:
 @pytest.mark.parametrize(
     ("spoil", "kind", "message", "code"),
     [
-        (spoil_the_index, "CorruptError", "sequence length 7", 3),
+        (spoil_the_index, "CorruptError", "sequence pointer 8", 3),
         (cut_off_the_tokens, "CorruptError", "it is truncated", 3),
         (lambda prefix: Path(prefix + ".bin").unlink(), "InputError", "does not exist", 2),
         (lambda prefix: (Path(prefix).parent / ".index_cache").touch(), "InputError", "cannot be written", 2),

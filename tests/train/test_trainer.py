@@ -3,7 +3,6 @@
 import copy
 import logging
 import shutil
-import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,7 +13,7 @@ import torch
 from megatron_fanformer.checkpoint import run_folder
 from megatron_fanformer.checkpoint.full_tensors import StoredTensors
 from megatron_fanformer.checkpoint.stored_files import read_table
-from megatron_fanformer.errors import DivergenceError, Interrupted
+from megatron_fanformer.errors import DivergenceError
 from megatron_fanformer.model.build import build_stages
 from megatron_fanformer.runtime.parallel import rank_grid
 from megatron_fanformer.runtime.seeding import seed_everything
@@ -263,31 +262,6 @@ def test_weight_decay_falls_on_linear_weights_alone(
 
 
 # -- numbers that go bad
-
-
-def stop_when_one_rank_is_asked(values: dict[str, Any], asked_rank: int, step: int) -> int:
-    """Run until `asked_rank` alone is asked to stop, as a signal does, amid a step; this rank's last step."""
-    with trainer_of(values) as trainer:
-
-        def ask(*_: Any) -> None:
-            if trainer.step == step and trainer.grid.rank == asked_rank:
-                trainer._listener.note_signal(signal.SIGTERM)
-
-        asking = trainer._wrapped[0].register_forward_pre_hook(ask)
-        with pytest.raises(Interrupted):
-            trainer.train()
-        asking.remove()
-        return trainer.step
-
-
-@pytest.mark.parametrize("layout", [pytest.param("tp2", marks=pytest.mark.full), "dp2", "pp2"])
-def test_a_stop_asked_of_one_rank_stops_all_after_that_step(
-    run_on_ranks: RunOnRanks, tmp_path: Path, tokens: str, layout: str
-) -> None:
-    degrees = {**LAYOUTS, "pp2": {"parallel": {"pipeline_model_parallel_size": 2}}}[layout]
-    values = small_run(tokens, tmp_path / "run", **degrees)
-    assert run_on_ranks(2, stop_when_one_rank_is_asked, values, 1, 3) == [3, 3]
-    assert run_folder.latest_checkpoint(tmp_path / "run") == tmp_path / "run" / run_folder.CHECKPOINTS / "step-00000003"
 
 
 def diverge(values: dict[str, Any], spoil: Callable[[Any], None]) -> tuple[str, int, bool, list[Any]]:

@@ -1,0 +1,200 @@
+"""Runs on samples of each kind: within documents, from .npy files, and from token files on another store."""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_fanformer.data.token_files import NpyFile
+from megatron_fanformer.errors import CorruptError
+from megatron_fanformer.plan.job import training_flops_per_token
+from megatron_fanformer.train.config import TrainingConfig, config_from_dict
+from megatron_fanformer.train.metrics import read_metrics
+from tests.data.failing_stores import http_server
+from tests.data.token_making import write_manifest
+from tests.small_runs import SEQ_LENGTH, VOCAB_SIZE, first_step, small_run, trainer_of, write_tokens
+from tests.token_pairs import write_token_pair
+from tests.train.test_trainer import numbers, train
+
+RunOnRanks = Callable[..., list[Any]]
+
+
+def test_training_and_evaluation_are_within_documents(run_on_ranks: RunOnRanks, tmp_path: Path) -> None:
+    """From token files whose manifest says what ends a document, through loader processes."""
+    generator = np.random.default_rng(0)
+    documents = [np.append(generator.integers(1, VOCAB_SIZE, size=2 + number % 9), 0) for number in range(200)]
+    prefix = write_token_pair(tmp_path / "tokens", [[document] for document in documents])
+    write_manifest(prefix, dtype="uint16", max_token_id=VOCAB_SIZE - 1)
+
+    def metrics_of(name: str, parallel: dict[str, Any] | None = None, **data: Any) -> list[dict[str, Any]]:
+        values = small_run(
+            prefix,
+            tmp_path / name,
+            data={"train_data": [prefix], "valid_data": {"v": [prefix]}, "num_workers": 1, **data},
+            schedule={"lr_warmup_iters": 1},
+            training={"train_iters": 2, "eval_interval": 2, "eval_iters": 1},
+            parallel=parallel or {},
+        )
+        run_on_ranks((parallel or {}).get("context_parallel_size", 1), train, values)
+        return read_metrics(tmp_path / name)
+
+    (first, last), (other_first, other_last) = metrics_of("across"), metrics_of("within", reset_attention_mask=True)
+    assert first["tokens"] == other_first["tokens"]
+    assert first["loss"] == pytest.approx(other_first["loss"], rel=0.05)  # the same tokens, and weights
+    assert first["loss"] != other_first["loss"]
+    assert last["validation_loss/v"] != other_last["validation_loss/v"]
+    by_heads = {"context_parallel_size": 2, "cp_comm_type": "a2a"}
+    spread = metrics_of("spread", by_heads, reset_attention_mask=True)
+    for name, before in (("loss", other_first), ("loss", other_last), ("validation_loss/v", other_last)):
+        assert spread[before["step"] - 1][name] == pytest.approx(before[name], rel=SAME_LOSS)
+    model = config_from_dict(small_run(prefix, tmp_path)).model
+    for entry, flops in ((first, training_flops_per_token(model)), (other_first, training_flops_per_token(model, 1))):
+        assert entry["model_flops_per_second"] / entry["tokens_per_second"] == pytest.approx(flops)
+
+
+def test_a_layout_that_cannot_is_refused(tmp_path: Path) -> None:
+    data = {"train_data": ["tokens"], "reset_attention_mask": True}
+    values = small_run("tokens", tmp_path, data=data, parallel={"context_parallel_size": 2})
+    (problem,) = config_from_dict(values).problems_of_layout()
+    assert problem.startswith("data.reset_attention_mask with parallel.context_parallel_size 2 and cp_comm_type null")
+
+
+# -- .npy files: a sample of s tokens has s - 1 labels, and the loss is the mean over those
+
+SAME_LOSS = 1e-6  # relative: float32 sums in another order
+
+LAYOUTS: dict[str, dict[str, Any]] = {"dp2": {"data_parallel_size": 2}, "cp2": {"context_parallel_size": 2}}
+
+
+@pytest.fixture
+def values(tmp_path: Path) -> dict[str, Any]:
+    np.random.default_rng(0).integers(VOCAB_SIZE, size=900).astype("<u2").tofile(tmp_path / "a.npy")
+    values = small_run(str(tmp_path / "*.npy"), tmp_path / "run")
+    values["data"]["valid_data"] = {"same": [str(tmp_path)]}
+    values["training"]["eval_iters"] = 1
+    return values
+
+
+def losses(values: dict[str, Any]) -> tuple[float, float, int]:
+    """Of the first step and of an evaluation before it, and the tokens that the step's is over. On every rank."""
+    from megatron_fanformer.train.evaluation import evaluate_loss
+
+    with trainer_of(values) as trainer:
+        valid = trainer._data.valid["same"]
+        evaluated = evaluate_loss(trainer._wrapped, valid, trainer.grid, trainer.config, eval_iters=1)
+        result = first_step(trainer)
+        return result.loss, evaluated, result.tokens
+
+
+def losses_by_hand(values: dict[str, Any], files: list[str]) -> tuple[float, float]:
+    """The mean over the s - 1 labels of each of the first global batch's samples, cut from the raw file; one rank.
+
+    With the vocabulary's padding, as in training, and without, as in evaluation.
+    """
+    (path,) = files
+    raw = np.fromfile(path, "<u2")
+    order = np.arange(len(raw) // SEQ_LENGTH, dtype=np.uint32)
+    np.random.Generator(np.random.PCG64(TrainingConfig.seed)).shuffle(order)
+    rows = [raw[number * SEQ_LENGTH :][:SEQ_LENGTH] for number in order[: values["training"]["global_batch_size"]]]
+    tokens_bs = torch.from_numpy(np.stack(rows).astype(np.int64))
+    with trainer_of(values) as trainer:
+        positions_bs = torch.arange(SEQ_LENGTH).expand_as(tokens_bs)
+        with torch.no_grad():
+            logits_bsv = trainer._stages[0](tokens_bs, positions_bs, None)[:, :-1]
+        logits_nv, labels_n = logits_bsv.flatten(0, 1), tokens_bs[:, 1:].flatten()
+        whole, unpadded = (
+            torch.nn.functional.cross_entropy(of, labels_n) for of in (logits_nv, logits_nv[:, :VOCAB_SIZE])
+        )
+        return whole.item(), unpadded.item()
+
+
+def test_the_loss_is_the_mean_over_one_label_less_than_tokens(
+    values: dict[str, Any], tmp_path: Path, run_on_ranks: RunOnRanks
+) -> None:
+    ((whole, unpadded),) = run_on_ranks(1, losses_by_hand, values, [str(tmp_path / "a.npy")])
+    ((trained, evaluated, tokens),) = run_on_ranks(1, losses, values)
+    assert tokens == values["training"]["global_batch_size"] * (SEQ_LENGTH - 1)
+    assert trained == pytest.approx(whole, rel=SAME_LOSS)
+    assert evaluated == pytest.approx(unpadded, rel=SAME_LOSS)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_layout_does_not_change_the_loss(values: dict[str, Any], run_on_ranks: RunOnRanks, layout: str) -> None:
+    """Though the masked position is on one of two ranks only where the sequence is cut."""
+    (alone,) = run_on_ranks(1, losses, values)
+    values["parallel"].update(LAYOUTS[layout])
+    for found in run_on_ranks(2, losses, values):
+        assert found == pytest.approx(alone, rel=SAME_LOSS)
+
+
+def reads_of_two_steps(values: dict[str, Any], file: str) -> tuple[int, str, bool]:
+    """How often this rank reads a token file in a step and an evaluation, and the error of a step on damaged samples.
+
+    With it whether another rank reports that error. On every rank.
+    """
+    from megatron_fanformer.train.evaluation import evaluate_loss
+
+    with trainer_of(values) as trainer, mock.patch.object(NpyFile, "read", autospec=True, side_effect=NpyFile.read):
+        first_step(trainer)
+        valid = trainer._data.valid["same"]
+        evaluate_loss(trainer._wrapped, valid, trainer.grid, trainer.config, eval_iters=1)
+        reads = NpyFile.read.call_count  # type: ignore[attr-defined]
+        dist.barrier()
+        if trainer.grid.is_main:
+            (np.fromfile(file, "<u2") + VOCAB_SIZE).tofile(file)
+        dist.barrier()
+        with pytest.raises(CorruptError) as caught:
+            first_step(trainer)
+        return reads, str(caught.value), caught.value.already_reported
+
+
+@pytest.mark.parametrize("shared_by", ["tensor_model_parallel_size", "context_parallel_size"])
+def test_one_rank_of_a_group_reads_and_all_raise_its_error(
+    values: dict[str, Any], tmp_path: Path, run_on_ranks: RunOnRanks, shared_by: str
+) -> None:
+    values["parallel"][shared_by] = 2
+    first, second = run_on_ranks(2, reads_of_two_steps, values, str(tmp_path / "a.npy"))
+    assert (first[0], second[0]) == (2 * values["training"]["global_batch_size"], 0)
+    assert "a.npy holds token id" in first[1] and first[1] == second[1]
+    assert (first[2], second[2]) == (False, True)
+
+
+# -- another store
+
+
+@pytest.mark.parametrize("kind", ["file", pytest.param("http", marks=pytest.mark.full)])
+def test_a_run_goes_on_with_the_same_files_on_another_store(
+    kind: str, run_on_ranks: RunOnRanks, tmp_path: Path
+) -> None:
+    """Begun on local files, continued at a URL, and ended on local files; against one that stayed."""
+    (folder := tmp_path / "data").mkdir()
+    write_tokens(folder / "tokens")
+    (np.arange(1000) * 7 % VOCAB_SIZE).astype("<u2").tofile(folder / "own.npy")
+
+    def run(name: str, place: str, until: int, **data: Any) -> Path:
+        values = small_run(
+            "",
+            tmp_path / name,
+            data={
+                "train_data": ["0.5", f"{place}/tokens", "0.5", f"{place}/own.npy"],
+                "cache_path": str(tmp_path / "cache"),
+                **data,
+            },
+            training={"train_iters": 6, "exit_interval": until},
+            schedule={"lr_warmup_iters": 1},
+        )
+        run_on_ranks(1, train, values)
+        return tmp_path / name
+
+    stayed = numbers(run("stayed", str(folder), 6))
+    with nullcontext(f"file://{folder}") if kind == "file" else http_server(folder) as url:
+        run("moved", str(folder), 2)
+        run("moved", url, 4, num_workers=1)
+        moved = numbers(run("moved", str(folder), 6))
+    assert moved == stayed and len(stayed) == 6
