@@ -81,25 +81,6 @@ def micro_batches(
     return _raised(iter(loader))  # whose processes have begun
 
 
-class _ErrorsAsSamples(Dataset[Any]):
-    """A dataset that returns its errors for the user: torch turns those raised in its processes into tracebacks."""
-
-    def __init__(self, dataset: Any) -> None:
-        self._dataset = dataset
-
-    def __getitem__(self, sample: int) -> Any:
-        try:
-            return self._dataset[sample]
-        except FanformerError as error:
-            return error
-
-    def __getitems__(self, samples: list[int]) -> list[Any]:
-        """Return the samples of a loader's task, as torch calls this."""
-        if isinstance(self._dataset, RemoteSamples):
-            return side_by_side(self.__getitem__, samples)
-        return list(map(self.__getitem__, samples))
-
-
 @dataclass(frozen=True)
 class RemoteSamples:
     """Samples that are read from other stores, many at a time: their requests wait side by side."""
@@ -112,6 +93,25 @@ class RemoteSamples:
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         item: dict[str, Tensor] = self.samples[index]
         return item
+
+
+@dataclass(frozen=True)
+class _ErrorsAsSamples(Dataset[Any]):
+    """A dataset that returns its errors for the user: torch turns those raised in its processes into tracebacks."""
+
+    dataset: Any
+
+    def __getitem__(self, sample: int) -> Any:
+        try:
+            return self.dataset[sample]
+        except FanformerError as error:
+            return error
+
+    def __getitems__(self, samples: list[int]) -> list[Any]:
+        """Return the samples of a loader's task, as torch calls this."""
+        if isinstance(self.dataset, RemoteSamples):
+            return side_by_side(self.__getitem__, samples)
+        return list(map(self.__getitem__, samples))
 
 
 def _joined(numbers: Iterator[list[int]], ahead: int) -> Iterator[list[int]]:
@@ -152,7 +152,7 @@ def sample_numbers(
 def _begin_process(_worker: int) -> None:
     """Ignore signals to stop, which reach whole process groups: the rank needs its batches until it has saved.
 
-    And collect garbage, which a rank in the middle of its run leaves to its loop (`runtime/garbage.py`).
+    Collect garbage, too, which a rank in the middle of its run leaves to its loop.
     """
     gc.enable()
     os.setpgrp()  # SIGTERM keeps its effect: torch ends a worker with it
@@ -200,16 +200,15 @@ def shared_batches(
     """
     shape = (micro_batch_size, seq_length)
     if not is_used:
-        return _unread(shape)
+        zeros = torch.zeros(shape, dtype=torch.int64)
+        return _repeat({**dict.fromkeys(BATCH_FIELDS, zeros), "loss_mask": zeros.float()})
     if group.size() == 1:
         return read()
     stream = read() if group.rank() == 0 else None  # whose loader processes begin now
     return _shared(stream, group, shape, has_document_ids)
 
 
-def _unread(shape: tuple[int, int]) -> Generator[dict[str, Tensor], None, None]:
-    tokens = torch.zeros(shape, dtype=torch.int64)
-    batch = {**dict.fromkeys(BATCH_FIELDS, tokens), "loss_mask": tokens.float()}
+def _repeat(batch: dict[str, Tensor]) -> Generator[dict[str, Tensor], None, None]:
     while True:
         yield batch
 
@@ -222,7 +221,8 @@ def _shared(
         failure: Exception | None = None
         if stream is not None:
             try:
-                _fill(batch, next(stream))
+                for name, tensor in next(stream).items():
+                    batch[name].copy_(tensor)
             except Exception as error:
                 failure = error
             buffer[0] = FAILED if failure else READ
@@ -244,10 +244,3 @@ def _buffer(shape: tuple[int, int], has_document_ids: bool) -> tuple[Tensor, dic
     if has_document_ids:
         batch[DOCUMENT_IDS] = others.view(torch.int32)[tokens : 2 * tokens].view(shape)
     return buffer, batch
-
-
-def _fill(batch: dict[str, Tensor], read: dict[str, Tensor]) -> None:
-    assert batch.keys() == read.keys() and batch.keys() >= set(BATCH_FIELDS)
-    for name, tensor in read.items():
-        assert (tensor.shape, tensor.dtype) == (batch[name].shape, batch[name].dtype), name
-        batch[name].copy_(tensor)

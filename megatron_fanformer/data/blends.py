@@ -5,6 +5,7 @@ stands for the words of a file.
 """
 
 import errno
+import functools
 import glob
 import itertools
 import math
@@ -102,8 +103,7 @@ def parse_blend(items: Sequence[Word]) -> Blend:
 
     With weights, each goes with one source. Without, all .npy files together are one source, in their order.
 
-    Raises InputError for an empty list, for weights and sources that do not alternate, for a weight that is not
-    positive, for a glob or a folder that has no .npy files, or for a blend file that cannot be read.
+    Raises InputError where the list is empty or malformed, or a glob, folder or blend file has nothing to read.
     """
     words = blend_words(items)
     if not words:
@@ -145,23 +145,17 @@ def _item_words(item: str) -> list[str]:
     """Return the item itself, or the words of the blend file that it names, whose paths are relative to its folder."""
     if not item.startswith("@"):
         return [item]
-    file, folder = item[1:], str(Path(item[1:]).parent)
+    file = item[1:] if is_url(item[1:]) else str(Path(item[1:]))
+    folder = file.rpartition("/")[0] if is_url(file) else str(Path(file).parent)
     try:
-        if is_url(file):
-            folder = file.rpartition("/")[0]
-            (content,) = optional_contents([file])
-            if content is None:
-                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
-        else:
-            content = regular_file(Path(file), most_bytes=LARGEST_BLEND_BYTES).read_bytes()
-        lines = content.decode(TEXT_ENCODING).splitlines()
+        lines = [COMMENT.sub("", line) for line in _content(file).decode(TEXT_ENCODING).splitlines()]
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "it is not text"
-        file = redacted(file) if is_url(file) else str(Path(file))
-        raise InputError(f"blend file {file} cannot be read ({reason}); name a text file of prefixes") from None
-    lines = [COMMENT.sub("", line) for line in lines]
+        raise InputError(
+            f"blend file {redacted(file)} cannot be read ({reason}); name a text file of prefixes"
+        ) from None
     if any(map(LABELLED.fullmatch, lines)):
-        return _of_mix(file, folder, lines)
+        return _mix_paths(file, folder, lines)
     words = [word for line in lines for word in line.split()]
     if any(word.startswith("@") for word in words):
         raise InputError(f"blend file {file} names another by @; list both where the first is named")
@@ -171,6 +165,15 @@ def _item_words(item: str) -> list[str]:
     return words
 
 
+def _content(file: str) -> bytes:
+    if not is_url(file):
+        return regular_file(Path(file), most_bytes=LARGEST_BLEND_BYTES).read_bytes()
+    (content,) = optional_contents([file])
+    if content is None:
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
+    return content
+
+
 def _below(folder: str, path: str) -> str:
     """Return a path that a blend file in a folder, or at a URL, has; one that is whole as it is."""
     if is_url(path):
@@ -178,13 +181,12 @@ def _below(folder: str, path: str) -> str:
     return f"{folder}/{path}" if is_url(folder) and not path.startswith("/") else str(Path(folder) / path)
 
 
-def _of_mix(file: str, folder: str, lines: Sequence[str]) -> list[str]:
+def _mix_paths(file: str, folder: str, lines: Sequence[str]) -> list[str]:
     """Return the paths of a mix in OLMo-core's form, a line "label,path" each, relative to the folder of its file.
 
     Where a path has {TOKENIZER}, the one folder that is there is meant.
     """
-    paths = []
-    tokenizers: dict[str, str] = {}
+    paths, only_folder = [], functools.cache(functools.partial(_only_folder, file))
     for line in filter(str.strip, lines):
         if not (match := LABELLED.fullmatch(line)):
             raise InputError(
@@ -193,19 +195,22 @@ def _of_mix(file: str, folder: str, lines: Sequence[str]) -> list[str]:
         path = _below(folder, match["path"])
         if TOKENIZER in path:
             base = path.partition(TOKENIZER)[0]
-            if base not in tokenizers:
-                # Python 3.10's glob("*/") gives files, too.
-                names = [] if is_url(base) else sorted(entry.name for entry in Path(base).glob("*") if entry.is_dir())
-                if len(names) != 1:
-                    held = "is not looked into" if is_url(base) else f"holds {', '.join(names) or 'no folder'}"
-                    raise InputError(
-                        f"mix {redacted(file)}: {redacted(base)} {held}, and {TOKENIZER} stands for the one folder "
-                        "there; write a tokenizer's in its place"
-                    )
-                tokenizers[base] = names[0]
-            path = path.replace(TOKENIZER, tokenizers[base])
+            path = path.replace(TOKENIZER, only_folder(base))
         paths.append(path)
     return paths
+
+
+def _only_folder(file: str, base: str) -> str:
+    """Return the name of the one folder in `base`, which {TOKENIZER} stands for in a mix."""
+    # Python 3.10's glob("*/") gives files, too.
+    names = [] if is_url(base) else sorted(entry.name for entry in Path(base).glob("*") if entry.is_dir())
+    if len(names) != 1:
+        held = "is not looked into" if is_url(base) else f"holds {', '.join(names) or 'no folder'}"
+        raise InputError(
+            f"mix {redacted(file)}: {redacted(base)} {held}, and {TOKENIZER} stands for the one folder there; write a"
+            " tokenizer's in its place"
+        )
+    return names[0]
 
 
 def _source(word: str) -> Source:

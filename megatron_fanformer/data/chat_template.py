@@ -11,12 +11,12 @@ where an answer begins, has the ids that it has in training.
 
 import copy
 import functools
+import itertools
 import json
 import re
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -119,8 +119,7 @@ class ChatTemplate:
             needs_learned: refuse a conversation with a turn whose learned span is unknown, as training must; else such
                 turns have no span.
 
-        Raises TemplateRefusal if it cannot render this one, or leaves out tools or a message of a role that it does not
-        know.
+        Raises TemplateRefusal if it cannot render this one, or leaves out tools or a message of a role.
         """
         chat = None
         try:
@@ -221,7 +220,7 @@ class ChatTemplate:
                 REFUSED,
             ) from error
         learned = sorted(*spans) if spans else []
-        if any(end > begin for (_, end), (begin, _) in pairwise(learned)):
+        if any(end > begin for (_, end), (begin, _) in itertools.pairwise(learned)):
             raise TemplateRefusal(
                 "the chat template has {% generation %} blocks in each other, or in a macro; mark each turn once, "
                 "outside of macros",
@@ -317,7 +316,7 @@ def find_template(
                 f" Jinja file as --chat-template, or {OLMO} for the paper's form"
             )
     else:
-        source = OLMO_TEMPLATE if str(named) == OLMO else _read(Path(named), "a Jinja file")
+        source = OLMO_TEMPLATE if str(named) == OLMO else _read(Path(named))
     try:
         render_jinja_template([], chat_template=source)
     except (TemplateSyntaxError, RecursionError) as error:
@@ -327,12 +326,9 @@ def find_template(
 
 
 def template_of(folder: Path, tokenizer: Path) -> str | None:
-    """Return the template in a folder with a tokenizer's special tokens set, as it may lie elsewhere; None where there
-    is none.
+    """Return the template in a folder, with a tokenizer's special tokens set; None where there is none.
 
     Those that it does not name, or begins by setting, are left out: a second conversion changes nothing.
-
-    Raises InputError if it or the tokenizer cannot be read.
     """
     source = own_template(folder)
     if source is None:
@@ -361,8 +357,7 @@ def _special_tokens(tokenizer_path: Path, eod_id: int | None = None) -> dict[str
 
 
 def attached_files(tokenizer: Path | None, chat_template: str | None, *, eod_id: int | None = None) -> dict[str, bytes]:
-    """Read the small files that go into a checkpoint, by their names there: a tokenizer's by its kind, which its suffix
-    says. Where one is moved or replaced later, nothing changes.
+    """Return the small files that go into a checkpoint, by their names there.
 
     An end of text that is stated, by `eod_id` or beside the tokenizer, is stated there too.
     """
@@ -376,12 +371,9 @@ def attached_files(tokenizer: Path | None, chat_template: str | None, *, eod_id:
 
 
 def own_template(folder: Path) -> str | None:
-    """Return the template in a tokenizer's folder, in Jinja, as `find_template` finds it; None where there is none.
-
-    Raises InputError if it cannot be read.
-    """
+    """Return the template in a tokenizer's folder, in Jinja, as `find_template` finds it; None where there is none."""
     if (folder / CHAT_TEMPLATE_JINJA).is_file():
-        return _read(folder / CHAT_TEMPLATE_JINJA, "a Jinja file")
+        return _read(folder / CHAT_TEMPLATE_JINJA)
     stated = read_beside(folder / TOKENIZER_CONFIG).get("chat_template")
     if isinstance(stated, list):  # several by name
         named = {one.get("name"): one.get("template") for one in stated if isinstance(one, dict)}
@@ -389,11 +381,11 @@ def own_template(folder: Path) -> str | None:
     return stated if isinstance(stated, str) else None
 
 
-def _read(file: Path, what: str) -> str:
+def _read(file: Path) -> str:
     try:
         return regular_file(file, most_bytes=LARGEST_BESIDE_BYTES).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"chat template: {file} cannot be read ({error}); name {what}") from error
+        raise InputError(f"chat template: {file} cannot be read ({error}); name a Jinja file") from error
 
 
 # -- token ids
@@ -401,12 +393,9 @@ def _read(file: Path, what: str) -> str:
 
 def chat_pieces(tokenizer: Tokenizer, chat: RenderedChat) -> Iterator[tuple[str | int, bool]]:
     """Yield the pieces of a conversation, cut where learned spans begin and end: texts or ids, and whether learned."""
-    position = 0
-    for begin, end in chat.learned:
-        for start, stop, learned in ((position, begin, False), (begin, end, True)):
-            yield from ((piece, learned) for piece in tokenizer.cut_at_special(chat.text[start:stop]))
-        position = end
-    yield from ((piece, False) for piece in tokenizer.cut_at_special(chat.text[position:]))
+    bounds = [0, *itertools.chain.from_iterable(chat.learned), len(chat.text)]
+    for number, (begin, end) in enumerate(itertools.pairwise(bounds)):
+        yield from ((piece, number % 2 == 1) for piece in tokenizer.cut_at_special(chat.text[begin:end]))
 
 
 def encode_chat(tokenizer: Tokenizer, chat: RenderedChat) -> tuple[np.ndarray, np.ndarray]:

@@ -14,7 +14,6 @@ import logging
 import os
 import shutil
 import time
-import zlib
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -43,20 +42,8 @@ from megatron_fanformer.errors import CorruptError, InputError, redacted
 from megatron_fanformer.stores import is_url, reported_as_local
 
 COPYING_THREADS = 4  # files at a time, each in parts
-SECONDS_BETWEEN_LINES = 15.0
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class ChatFacts:
-    """The facts of the files of chats."""
-
-    tokens: int
-    identity: str
-    """Type, counts and a checksum of the lengths."""
-    paths: tuple[str, str]
-    """The files of the ids and of the mask."""
 
 
 @dataclass(frozen=True)
@@ -73,8 +60,6 @@ class CheckedData:
     """The index of each .bin and .idx pair, by prefix."""
     npy_files: dict[str, NpyFile] = field(default_factory=dict)
     """Each .npy file by its path."""
-    chats: dict[str, ChatFacts] = field(default_factory=dict)
-    """Chat files by prefix, for fine-tuning, which reads no other files."""
     chat_template: str | None = None
     """The template that rendered the conversations, in Jinja, with its special tokens, if their manifests state it."""
     copies: "Copies | None" = None
@@ -138,7 +123,11 @@ def check_files(config: DataConfig, vocab_size: int | None = None, *, for_run: b
     optional_contents(prefix + MANIFEST_SUFFIX for prefix in config.prefixes() if is_url(prefix))  # at once
     if config.is_chats:
         data = dataclasses.replace(data, chat_template=_chat_template(train, valid.values()))
-        _check_chats(data, vocab_size)
+        for source in data.sources():
+            chats = open_chats(source.paths[0])
+            data.stats.update({str(path): _stat_of(path) for path in (chats.ids_path, chats.mask_path)})
+            if vocab_size is not None:
+                chats.refuse_stated_ids(vocab_size)
     else:
         if config.marks_documents:
             data = dataclasses.replace(data, eod_id=_end_of_text_id(config))
@@ -149,8 +138,8 @@ def check_files(config: DataConfig, vocab_size: int | None = None, *, for_run: b
                 data = _copied(data, Path(config.staging_path))
         _check_token_files(data, config, vocab_size)
     logger.debug(
-        "checked %d pairs, %d .npy files and %d files of chats in %.1f s",
-        *(len(data.pairs), len(data.npy_files), len(data.chats), time.monotonic() - started),
+        "checked %d pairs, %d .npy files and %d sources in %.1f s",
+        *(len(data.pairs), len(data.npy_files), len(data.sources()), time.monotonic() - started),
     )
     return data
 
@@ -203,36 +192,21 @@ def _stat_of(path: str | Path) -> tuple[int, int] | None:
 # -- chats
 
 
-def _check_chats(data: CheckedData, vocab_size: int | None) -> None:
-    """Open the chats of `data`, and add their facts to it."""
-    for source in data.sources():
-        chats = open_chats(source.paths[0])
-        if vocab_size is not None:
-            chats.refuse_stated_ids(vocab_size)
-        tokens = int(chats.lengths.sum())
-        identity = f"{chats.dtype} {len(chats)} {tokens} {zlib.crc32(chats.lengths.tobytes()):08x}"
-        paths = (str(chats.ids_path), str(chats.mask_path))
-        data.chats[source.paths[0]] = ChatFacts(tokens, identity, paths)
-        data.stats.update({path: _stat_of(path) for path in paths})
-
-
 def _chat_template(train: Blend, valid: Iterable[Blend]) -> str | None:
     """Return the one template of all chats to train on that have a manifest; those of validation have it, too."""
-    if len(templates := _chat_templates([train, *valid])) > 1:
-        first, second, *_ = templates.values()
-        raise InputError(f"{first} and {second} were prepared with different chat templates; prepare both with one")
-    return next(iter(_chat_templates([train])), None)
-
-
-def _chat_templates(blends: Iterable[Blend]) -> dict[str, str]:
-    """Return the templates that manifests of chats state, with their special tokens, and the first prefix of each."""
-    templates: dict[str, str] = {}
-    for (prefix,) in (source.paths for blend in blends for source in blend.sources):
+    templates: dict[str, str] = {}  # with their special tokens, and the first prefix of each
+    trained = {source.paths[0] for source in train.sources}
+    of_training: list[str] = []
+    for (prefix,) in (source.paths for blend in (train, *valid) for source in blend.sources):
         manifest = read_any_manifest(prefix)
         if manifest is not None and (settings := manifest.settings.chat) is not None:
-            template = ChatTemplate(settings.template, settings.template_variables)
-            templates.setdefault(template.with_variables(), prefix)
-    return templates
+            template = ChatTemplate(settings.template, settings.template_variables).with_variables()
+            templates.setdefault(template, prefix)
+            of_training += [template] * (prefix in trained)
+    if len(templates) > 1:
+        first, second, *_ = templates.values()
+        raise InputError(f"{first} and {second} were prepared with different chat templates; prepare both with one")
+    return next(iter(of_training), None)
 
 
 def training_conversations(config: DataConfig) -> Conversations:
@@ -290,12 +264,9 @@ class Copies:
                     with reported_as_local(path):
                         path.parent.mkdir(exist_ok=True)
                         write_atomically(path, content)
-            logged_at = time.monotonic()
             with ThreadPoolExecutor(COPYING_THREADS) as threads:
-                for done, _ in enumerate(threads.map(copy_to, missing.values(), missing), 1):
-                    if time.monotonic() - logged_at > SECONDS_BETWEEN_LINES:
-                        logged_at = time.monotonic()
-                        logger.info("copied %d of %d token files to %s", done, len(missing), self.folder)
+                for path, _ in zip(missing, threads.map(copy_to, missing.values(), missing), strict=True):
+                    logger.info("copied %s", path)
 
 
 def _copied(data: CheckedData, folder: Path) -> CheckedData:

@@ -119,16 +119,17 @@ class DataConfig:
         return problems or ([] if others else overlap_problems([self.train_data, *self.stages.values()]))
 
     def _chat_problems(self) -> list[str]:
-        problems = [
-            f"data.{name}: false, but conversations that are packed must not see one another; leave it out"
-            for name in ("reset_attention_mask", "reset_position_ids")
-            if not getattr(self, name)
+        reasons = {
+            "reset_attention_mask": (False, "conversations that are packed must not see one another"),
+            "reset_position_ids": (False, "conversations that are packed must not see one another"),
+            "mask_repeated_ngrams": (True, "chats state themselves what is learned"),
+            "eod_mask_loss": (True, "chats state themselves which ends of text are learned"),
+        }
+        return [
+            f"data.{name}: {str(wrong).lower()}, but {reason}; leave it out"
+            for name, (wrong, reason) in reasons.items()
+            if getattr(self, name) == wrong
         ]
-        if self.mask_repeated_ngrams:
-            problems.append("data.mask_repeated_ngrams: chats state themselves what is learned; leave it out")
-        if self.eod_mask_loss:
-            problems.append("data.eod_mask_loss: chats state themselves which ends of text are learned; leave it out")
-        return problems
 
     @property
     def is_chats(self) -> bool:

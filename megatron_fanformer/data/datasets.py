@@ -26,7 +26,7 @@ from megatron_fanformer.data.blends import PART_NAMES, TRAIN, VALIDATION, Blend,
 from megatron_fanformer.data.check import CheckedData, check_files, training_conversations, validation_conversations
 from megatron_fanformer.data.config import SPLIT_VALIDATION, DataConfig
 from megatron_fanformer.data.mixes import BlendOrder, Mix, MixDataset, MixOrder, PairEpochs, ordered, with_ends
-from megatron_fanformer.data.sample_counts import SampleCounts, Sizes, refuse_npy
+from megatron_fanformer.data.sample_counts import SampleCounts, Sizes
 from megatron_fanformer.data.samples import ChatDataset, DocumentSamples, NpyDataset, UnrepeatedSamples
 from megatron_fanformer.data.token_files import PairReader
 from megatron_fanformer.durable_files import take_lock, write_atomically
@@ -84,7 +84,6 @@ def build_datasets(
         data.copies.fill()  # on this rank's node
     sets = _DatasetBuilder(data=data, seq_length=seq_length, seed=seed, vocab_size=vocab_size, eod_id=eod_id)
     if config.applied_split is not None:
-        refuse_npy(data.train)
         parts = sets.of_split(data.train, {TRAIN: train_samples, VALIDATION: valid_samples}, config.applied_split)
         train, valid = parts[TRAIN], {SPLIT_VALIDATION: parts[VALIDATION]}
     else:

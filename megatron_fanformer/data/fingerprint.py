@@ -9,6 +9,7 @@ read at every start; data that were prepared differently differ nearly everywher
 import hashlib
 import json
 import os
+import zlib
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from typing import Any
 import msgspec
 
 from megatron_fanformer.data.blends import Blend, Source
+from megatron_fanformer.data.chats import open_chats
 from megatron_fanformer.data.check import CheckedData
 from megatron_fanformer.data.config import TOKENIZER, TRAINING, DataConfig
 from megatron_fanformer.data.mixes import Mix
@@ -131,7 +133,7 @@ def fingerprint_data(
     Raises:
         InputError, CorruptError: a file or the tokenizer cannot be read.
     """
-    paths = [(source, facts) for source in data.sources() for facts in _file_facts(source, data)]
+    paths = [(source, facts) for source in data.sources() for facts in _file_facts(config, source, data)]
     remote = {file.url: file for file in data.remote_files}
     contents = side_by_side(
         lambda path: _content(path, remote.get(path), data.cache), [path for _, (path, *_) in paths]
@@ -153,11 +155,13 @@ def fingerprint_data(
     )
 
 
-def _file_facts(source: Source, data: CheckedData) -> Iterator[tuple[str, int, str]]:
+def _file_facts(config: DataConfig, source: Source, data: CheckedData) -> Iterator[tuple[str, int, str]]:
     """Yield the path of each file of a source that holds tokens, their number, and its form (see `FileFacts`)."""
-    if chats := data.chats.get(source.paths[0]):
-        for path, form in zip(chats.paths, (chats.identity, "mask"), strict=True):
-            yield path, chats.tokens, form
+    if config.is_chats:
+        chats = open_chats(source.paths[0])
+        tokens, checksum = int(chats.lengths.sum()), zlib.crc32(chats.lengths.tobytes())
+        yield str(chats.ids_path), tokens, f"{chats.dtype} {len(chats)} {tokens} {checksum:08x}"
+        yield str(chats.mask_path), tokens, "mask"
     elif source.is_npy:
         for file in data.files(source):
             yield file.path, file.tokens, file.dtype.str
@@ -214,9 +218,9 @@ def _blocks(size: int) -> Iterator[tuple[int, int]]:
 
 
 def another_tokenizer(stated: Iterable[str | None], digest: str, whose: str) -> str | None:
-    """Describe the tokenizer that made tokens; None where it is the one of SHA-256 `digest`.
+    """Describe the tokenizer that made tokens; None where it is the one of SHA-256 `digest`, or not known.
 
-    A reason for a warning, and no error: an export's tokenizer may be the same one, written anew.
+    It is a reason for a warning, not for an error: an export's tokenizer may be the same one, written anew.
 
     Args:
         stated: by the manifests of the tokens; empty or None: not known.

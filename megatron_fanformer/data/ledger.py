@@ -139,7 +139,7 @@ class Ledger:
     """An opened ledger.
 
     Raises:
-        CorruptError: it cannot be read as one; or, on another store, like `read_ranges`.
+        CorruptError: it cannot be read as one; or, on another store, as `RemoteFile.read`.
     """
 
     def __init__(self, path: Path | RemoteFile) -> None:
@@ -149,14 +149,14 @@ class Ledger:
         with _damage_reported(self.path):
             source = open_stream(path) if isinstance(path, RemoteFile) else regular_file(path)
             self._file: Any = parquet.ParquetFile(source, page_checksum_verification=True)
-            missing = [name for name in COLUMNS if name not in self._file.schema_arrow.names]
-            if missing:
+            metadata, names = self._file.metadata, self._file.schema_arrow.names
+            if missing := [name for name in COLUMNS if name not in names]:
                 raise CorruptError(f"{self.path} has no column {', '.join(missing)}, it is not a ledger; prepare again")
-            self.rows: int = self._file.metadata.num_rows
-            self._columns = [name for name in (*COLUMNS, *CHAT_COLUMNS) if name in self._file.schema_arrow.names]
-            metadata = self._file.metadata
+            self.rows: int = metadata.num_rows
+            self._columns = [name for name in (*COLUMNS, *CHAT_COLUMNS) if name in names]
             self._groups = [group for group in range(metadata.num_row_groups) if metadata.row_group(group).num_rows]
-            self._starts = [self._first_token_of(group) for group in self._groups]
+            columns = [metadata.row_group(group).column(names.index("first_token")) for group in self._groups]
+            self._starts = [int(column.statistics.min) for column in columns]
         self._group = lru_cache(CACHED_GROUPS)(self._read_group)
 
     def documents(self, first_token: int, length: int) -> list[LedgerRow]:
@@ -179,13 +179,6 @@ class Ledger:
             )
         return rows
 
-    def _first_token_of(self, group: int) -> int:
-        position = self._file.schema_arrow.names.index("first_token")
-        statistics = self._file.metadata.row_group(group).column(position).statistics
-        if statistics is None or not statistics.has_min_max:
-            raise CorruptError(f"{self.path} has no statistics of first_token to find documents by; prepare again")
-        return int(statistics.min)
-
     def _read_group(self, group: int) -> tuple[np.ndarray, np.ndarray, Any]:
         with _damage_reported(self.path):
             table = self._file.read_row_group(group, columns=self._columns)
@@ -205,6 +198,6 @@ def _damage_reported(path: Path | str) -> Iterator[None]:
 
     try:
         yield
-    except (pyarrow.ArrowException, OSError) as error:
+    except (pyarrow.ArrowException, OSError, AttributeError) as error:  # without statistics
         reason = " ".join(str(error).split())
         raise CorruptError(f"{path} cannot be read as a ledger ({reason}); prepare again") from error

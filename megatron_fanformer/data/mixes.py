@@ -40,12 +40,7 @@ class Mix:
 def first_step(name: str, *, batch_tokens: int) -> int:
     """Return the step that a mix begins with: the one it names, or the first after as many tokens as it names.
 
-    Args:
-        name: a key of `data.stages`.
-        batch_tokens: tokens of a step's samples.
-
-    Raises:
-        InputError: it names neither.
+    `batch_tokens` are those of a step's samples. Raises InputError for a name that names neither.
     """
     if (start := START.fullmatch(name)) is None:
         raise InputError(
@@ -65,9 +60,6 @@ def ordered(first: Blend, later: Mapping[str, Blend], *, global_batch_size: int,
     Args:
         first: the blend of `data.train_data`.
         later: those of `data.stages`, by their names.
-
-    Raises:
-        InputError: a name does not say where its mix begins.
     """
     mixes = [Mix(FIRST_MIX, 1, 0, first)]
     for name, blend in later.items():

@@ -3,6 +3,9 @@
 A file is known by its URL, its size and its *version*: what the store states of its content (ETag, generation, times).
 Both are pinned when it is looked up; a run compares them again when it saves (`refuse_changed`). fsspec brings the
 bytes, a request a thread, so that requests wait side by side whatever the driver. A failed request is made again.
+
+Every request raises InputError where there is no driver for the store, no right to use it, or it serves no ranges or
+sizes, and FanformerError where it does not answer for PATIENCE_SECONDS.
 """
 
 import asyncio
@@ -62,13 +65,7 @@ class RemoteFile:
         return f"{self.path} {self.size} {self.version}"
 
     def read(self, count: int, offset: int) -> bytes:
-        """Read `count` bytes from byte `offset` on.
-
-        Raises:
-            CorruptError: the file is no longer there.
-            InputError: its store does not serve ranges, or gives no right to.
-            FanformerError: its store did not serve it for `PATIENCE_SECONDS`.
-        """
+        """Read `count` bytes from byte `offset` on; raises CorruptError if the file is no longer there."""
         if count > PART_BYTES:
             starts = range(offset, offset + count, PART_BYTES)
             return b"".join(side_by_side(lambda at: self.read(min(PART_BYTES, offset + count - at), at), starts))
@@ -80,7 +77,7 @@ class RemoteFile:
         return bytes(content)
 
     def values(self, dtype: np.dtype[Any], first: int, count: int) -> np.ndarray:
-        """Return [count] values from number `first` on; raises like `read`."""
+        """Return [count] values from number `first` on."""
         return np.frombuffer(self.read(count * dtype.itemsize, first * dtype.itemsize), dtype)
 
 
@@ -194,12 +191,7 @@ def _remember(kind: str, keys: Iterable[Any], function: Callable[[list[Any]], li
 
 
 def look_up(urls: Iterable[str]) -> list[RemoteFile | None]:
-    """Return files, looked up at once; None where there is none. They are remembered in this process until `forget`.
-
-    Raises:
-        InputError: there is no driver for a store, no right to use it, or no size stated.
-        FanformerError: a store does not answer.
-    """
+    """Return files, looked up at once; None where there is none. They are remembered in this process until `forget`."""
     return _remember("file", urls, _looked_up)
 
 
@@ -221,12 +213,12 @@ def _stated_file(url: str) -> RemoteFile | None:
 
 
 def find(url: str) -> RemoteFile | None:
-    """Return a file; None where there is none. Raises as `look_up`."""
+    """Return a file; None where there is none."""
     return look_up([url])[0]
 
 
 def refuse_changed(files: Sequence[RemoteFile]) -> None:
-    """Raise CorruptError for a file that has changed since it was looked up; or as `look_up`."""
+    """Raise CorruptError for a file that has changed since it was looked up."""
     for file, now in zip(files, _looked_up([file.url for file in files]), strict=True):
         if now != file:
             raise CorruptError(f"{file.path} is another file than when the run began; put it back and resume")
@@ -236,10 +228,6 @@ def listed(url: str, suffix: str | tuple[str, ...]) -> list[str]:
     """Return the URLs of the files of a folder (a URL that ends in /) or of a glob pattern, sorted.
 
     Those whose names end in `suffix`, or one of them.
-
-    Raises:
-        InputError: the store cannot be listed, or gives no right to.
-        FanformerError: it does not answer.
     """
 
     def list_all(urls: list[str]) -> list[list[str]]:
@@ -254,7 +242,6 @@ def optional_contents(urls: Iterable[str]) -> list[bytes | None]:
     """Return the bytes of small files, read whole and at once; None where there is none. They are remembered.
 
     A store that gives no right to list answers for a file that is not there that there is no right: it counts as none.
-    Raises as `look_up`.
     """
 
     def read(url: str) -> bytes | None:
@@ -274,11 +261,7 @@ def open_stream(file: RemoteFile) -> Any:
 
 
 def copy_to(file: RemoteFile, path: Path) -> None:
-    """Copy a whole file to this machine, where it appears when it is complete.
-
-    Raises:
-        InputError: this machine's disk does not take it; or as `RemoteFile.read`, as are the others.
-    """
+    """Copy a whole file to this machine, where it appears when it is complete."""
     partial, step = temporary_name(path), PART_BYTES * PARTS
     with reported_as_local(path):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -298,11 +281,7 @@ def folder_of(cache: Path, identity: str) -> Path:
 
 @contextmanager
 def only_one_at_a_time(folder: Path) -> Iterator[None]:
-    """Hold a folder of copies while it is filled, which is made if need be; other processes wait.
-
-    Raises:
-        InputError: it cannot be written.
-    """
+    """Hold a folder of copies while it is filled, which is made if need be; other processes wait."""
     with reported_as_local(folder):
         folder.mkdir(parents=True, exist_ok=True)
         lock = take_lock(folder / ".lock", wait=True)

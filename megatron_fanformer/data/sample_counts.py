@@ -36,18 +36,14 @@ class SampleCounts:
     def check(
         self, config: DataConfig, *, train_samples: int, valid_samples: int | None, mixes: Sequence[Mix] = ()
     ) -> None:
-        """Check that the data suffice for a run.
-
-        Args:
-            mixes: of the run, in their order; none: it has one.
+        """Check that the data suffice for a run, which has one mix where `mixes` are none.
 
         Raises:
-            InputError: a set with no whole sample, a split that leaves a part without documents, or one of .npy files;
+            InputError: a set with no whole sample, a split that leaves a part without documents;
                 a source of which the run would take more than `config.max_repetition` allows.
         """
         train = self._data.train
         if config.applied_split is not None:
-            refuse_npy(train)
             for sizes in self.built_together(train, {TRAIN: train_samples, VALIDATION: valid_samples}):
                 self.of_pairs(train, sizes, is_split=True)
         elif len(mixes) > 1:
@@ -137,9 +133,7 @@ class SampleCounts:
         return redacted(self._data.stated(source).name)
 
     def epoch_of(self, source: Source) -> float:
-        """Return the samples of an epoch; for a source too short for one, which is repeated, the fraction that it
-        fills.
-        """
+        """Return the samples of an epoch; for a source too short for one, the fraction of a sample that it fills."""
         if source.is_npy:
             return sum(file.tokens // self._seq_length for file in self._data.files(source))
         tokens = self._data.pair(source).tokens
@@ -157,11 +151,7 @@ class SampleCounts:
         return weights.tolist(), total, [int(weight * total) + 1 for weight in weights]
 
     def of_mix(self, blend: Blend) -> list[float]:
-        """Return the weights of one of several mixes as megatron-core has them where it is the only one of a run.
-
-        Raises:
-            InputError: a source has no whole sample.
-        """
+        """Return the weights of one of several mixes, as megatron-core has them where it is the only one of a run."""
         epochs = [self.epoch_of(source) for source in blend.sources]
         for source, epoch in zip(blend.sources, epochs, strict=True):
             if epoch < 1 or not (source.is_npy or self._data.pair(source).tokens > self._seq_length):
@@ -249,9 +239,3 @@ def _matches(source: Source, name: str) -> bool:
     """Return whether a limit names a source: by its path, its folder or a pattern."""
     folder = name.rstrip("/") + "/"
     return any(path == name or path.startswith(folder) or fnmatch.fnmatchcase(path, name) for path in source.paths)
-
-
-def refuse_npy(blend: Blend) -> None:
-    """Raise InputError if a blend that is to be split has .npy files."""
-    if any(source.is_npy for source in blend.sources):
-        raise InputError("data.split cuts by documents, and .npy files do not mark them; use data.valid_data")

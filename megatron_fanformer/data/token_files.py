@@ -82,11 +82,7 @@ def refuse_ids_read(ids: np.ndarray, vocab_size: int, file: Path | str, first: i
     """Raise CorruptError, with the first of them and its place, if ids that were read are not below `vocab_size`.
 
     Under tensor parallelism nothing else would notice: each rank takes an id outside its part of the embedding for
-    another's.
-
-    Args:
-        ids: [t] as they are stored.
-        first: number of the first of them in `file`, counted from 0.
+    another's. `ids` are [t] as they are stored, `first` is the number of the first in `file`, counted from 0.
     """
     unsigned = ids.view(UNSIGNED[ids.itemsize])  # a negative id is a large one
     if not len(ids) or unsigned.max() < vocab_size:

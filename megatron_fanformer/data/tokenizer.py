@@ -112,17 +112,17 @@ class HuggingFaceTokenizer:
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+        self._added = sorted(self._tokenizer.get_added_tokens_decoder().items())
 
     @property
     def special_pieces(self) -> list[str]:
         """Return the file's added tokens."""
-        return [token.content for _, token in sorted(self._tokenizer.get_added_tokens_decoder().items())]
+        return [token.content for _, token in self._added]
 
     @property
     def special_ids(self) -> dict[str, int]:
         """Return the ids of added tokens that are special, by their texts."""
-        added = sorted(self._tokenizer.get_added_tokens_decoder().items())
-        return {token.content: id for id, token in added if token.special}
+        return {token.content: id for id, token in self._added if token.special}
 
     def piece(self, id: int) -> str:
         """Return the piece of an id."""
@@ -169,9 +169,8 @@ Tokenizer = SentencePieceTokenizer | HuggingFaceTokenizer
 def load_tokenizer(path: str | Path, *, eod_id: int | None = None, needs_eod: bool = True) -> Tokenizer:
     """Read a sentencepiece `.model`, a Hugging Face `tokenizer.json` (by any name), the URL of one, or a folder.
 
-    In a folder, `tokenizer.json` is taken, else `tokenizer.model`, else its only `.model` file. A document ends with
-    `eod_id`, or as `_end_of_text` finds it. A tokenizer without an end of text has NO_ID there, if that is allowed by
-    `needs_eod`.
+    A document ends with `eod_id`, or as `_end_of_text` finds it. A tokenizer without an end of text has NO_ID there, if
+    that is allowed by `needs_eod`.
 
     Raises:
         InputError: no such file, another format, no end of text that is needed, or an `eod_id` outside the vocabulary.
@@ -233,11 +232,7 @@ def note_of_end(tokenizer: Tokenizer) -> list[str]:
 
 
 def read_beside(file: Path) -> dict[str, Any]:
-    """Return the content of a tokenizer's configuration; empty where there is none.
-
-    Raises:
-        InputError: it cannot be read.
-    """
+    """Return the content of a tokenizer's configuration; empty where there is none. InputError if it is not JSON."""
     if not file.is_file():
         return {}
     try:
@@ -256,20 +251,19 @@ def token_text(stated: Any) -> str | None:
 def tokenizer_file(path: str | Path) -> Path:
     """Return the file that `load_tokenizer` reads for a path; for a URL its copy on this machine.
 
-    Raises:
-        InputError: there is none, or it is of an unknown kind.
-        FanformerError: its store does not serve it.
+    In a folder, `tokenizer.json` is taken, else `tokenizer.model`, else its only `.model` file. Raises InputError where
+    there is none, or it is of an unknown kind.
     """
     path = _fetched(str(path)) if is_url(path) else Path(path)
     if path.is_dir():
         models = sorted(path.glob("*.model"))
         named = [path / TOKENIZER_JSON, path / TOKENIZER_MODEL, *(models if len(models) == 1 else [])]
-        path = next((candidate for candidate in named if candidate.is_file()), path)
-    if path.is_dir():
-        raise InputError(
-            f"folder {path} holds no tokenizer.json and not one .model file; make a tokenizer.json by transformers' "
-            "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
-        )
+        if not (files := [file for file in named if file.is_file()]):
+            raise InputError(
+                f"folder {path} holds no tokenizer.json and not one .model file; make a tokenizer.json by "
+                "transformers' AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
+            )
+        path = files[0]
     if not path.is_file():
         raise InputError(f"tokenizer {path} does not exist; name a .model file, a tokenizer.json or their folder")
     if path.suffix not in (".json", ".model"):

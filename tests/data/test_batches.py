@@ -76,10 +76,6 @@ def test_loader_processes_do_not_change_the_order(run_on_ranks: Callable[..., li
     assert run_on_ranks(1, in_processes, 6) == [drawn(6, micro_batch_size=2)]
 
 
-def test_past_its_end_the_dataset_begins_anew() -> None:
-    assert drawn(3, samples=5, micro_batch_size=2) == [[0, 1], [2, 3], [4, 0]]
-
-
 def test_a_batch_holds_what_a_step_needs_and_no_more() -> None:
     batch = next(
         micro_batches(Numbers(9), consumed_samples=0, micro_batch_size=3, data_parallel_rank=0, data_parallel_size=1)

@@ -182,7 +182,7 @@ def test_a_split_cuts_each_source_by_conversations(tmp_path: Path) -> None:
         ({"train_data": ["{a}.none"]}, "a.none.mask.bin does not exist; name what prepare --chat has written"),
         ({"train_data": []}, "the list is empty"),
         ({"train_data": ["{a}"], "reset_position_ids": False}, "data.reset_position_ids: false, but"),
-        ({"train_data": ["{a}"], "eod_mask_loss": True}, "data.eod_mask_loss: chats state themselves"),
+        ({"train_data": ["{a}"], "eod_mask_loss": True}, "data.eod_mask_loss: true, but chats state themselves"),
     ],
 )
 def test_bad_input_is_a_line(tmp_path: Path, config: dict[str, Any], message: str) -> None:

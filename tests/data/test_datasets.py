@@ -54,17 +54,6 @@ def test_a_sample_is_a_run_of_tokens_and_its_labels_the_next_ones(prefix: str) -
     assert "attention_mask" not in sample and datasets.valid == {}
 
 
-def test_one_epoch_of_a_validation_set_is_all_its_whole_samples(prefix: str) -> None:
-    valid = build(DataConfig(train_data=[prefix], valid_data={"v": [prefix]}), valid_samples=None).valid["v"]
-    assert len(valid) == (read_index(prefix).tokens - 1) // SEQ_LENGTH
-
-
-def test_a_set_repeats_as_often_as_asked(prefix: str, other_prefix: str) -> None:
-    config = DataConfig(train_data=[prefix, other_prefix], valid_data={"v": [other_prefix]})
-    datasets = build(config, train_samples=5_000, valid_samples=500)
-    assert (len(datasets.train) >= 5_000, len(datasets.valid["v"]) >= 500) == (True, True)
-
-
 @pytest.mark.parametrize("train_samples", [100, 400])
 def test_the_order_of_a_split_does_not_depend_on_how_much_is_validated(
     prefix: str, tmp_path: Path, train_samples: int
@@ -201,18 +190,6 @@ def test_two_ranks_share_a_cache_with_a_run_on_a_copy_elsewhere(
 # -- .npy files
 
 
-def test_npy_files_without_weights_are_one_set_in_the_papers_order(npy_files: list[str], tmp_path: Path) -> None:
-    raw = [np.fromfile(path, "<u2").astype(np.int64) for path in npy_files]
-    rows = [file[first : first + SEQ_LENGTH] for file in raw for first in range(0, len(file) - 63, SEQ_LENGTH)]
-    taken = drawn(build(DataConfig(train_data=npy_files)).train, 50).tolist()
-    expected: list[list[int]] = []
-    for epoch in range(3):
-        order = np.arange(len(rows), dtype=np.uint32)
-        np.random.Generator(np.random.PCG64(1 + epoch)).shuffle(order)
-        expected += [rows[number].tolist() for number in order]
-    assert taken == expected[:50]
-
-
 def test_datatroves_files_are_npy_files_by_another_name(tmp_path: Path) -> None:
     """As its DocumentTokenizer writes them: little-endian ids, and beside them the ends of documents and a note."""
     (folder := tmp_path / "tokens").mkdir()
@@ -235,12 +212,6 @@ def test_datatroves_files_are_npy_files_by_another_name(tmp_path: Path) -> None:
             datasets = build_datasets(config, seed=1, vocab_size=VOCAB_SIZE, eod_id=1, data=survey, **sizes)
             assert torch.equal(drawn(datasets.train, 14), expected)
             assert fingerprint_data(config, survey) == identity
-
-
-def test_the_type_of_npy_files_may_be_stated(tmp_path: Path) -> None:
-    path = write_npy(tmp_path / "wide.npy", 640, dtype="<u4")
-    wide = build(DataConfig(train_data=[path], npy_dtype="uint32"), train_samples=10).train
-    assert sorted(drawn(wide, 10).flatten().tolist()) == sorted(np.fromfile(path, "<u4").tolist())
 
 
 def test_npy_files_and_pairs_are_drawn_by_their_weights(prefix: str, npy_files: list[str]) -> None:
@@ -276,8 +247,6 @@ def test_npy_files_and_pairs_without_weights_count_by_their_size(prefix: str, np
 def test_npy_files_cannot_be_split(prefix: str, npy_files: list[str]) -> None:
     config = DataConfig(train_data=[prefix, *npy_files], split="9,1")
     assert any("data.split: cuts by documents, and .npy files" in line for line in config.problems())
-    with pytest.raises(InputError, match=r"use data\.valid_data"):
-        build(config)
 
 
 # -- the configuration
@@ -304,50 +273,24 @@ def test_each_problem_of_a_configuration_is_named(settings: dict[str, Any], prob
     assert any(problem in line for line in DataConfig(**settings).problems())
 
 
-SAMPLES = 60
-INDICES = ("document_index", "sample_index", "shuffle_index")
+# -- the folder of sample indices
 
 
-@pytest.fixture
-def config(tmp_path: Path) -> DataConfig:
-    return DataConfig(train_data=[write_pair(tmp_path / "samples", [[200 + number] for number in range(30)])])
+def test_complete_indices_are_used_again_and_those_of_a_killed_job_built_again(prefix: str, tmp_path: Path) -> None:
+    config, cache = DataConfig(train_data=[prefix]), tmp_path / ".index_cache"
+    first = drawn(build(config).train, 50)
+    before = {path: path.stat().st_mtime_ns for path in cache.glob("*/*")}
+    assert torch.equal(drawn(build(config).train, 50), first)
+    assert {path: path.stat().st_mtime_ns for path in cache.glob("*/*")} == before
+    (mark,) = cache.glob("*/complete.json")
+    mark.unlink()  # which is written last
+    (index,) = cache.glob("*/*shuffle_index.npy")
+    index.write_bytes(index.read_bytes()[:-8])
+    assert torch.equal(drawn(build(config).train, 50), first)
 
 
-@pytest.fixture
-def cache(tmp_path: Path) -> Path:
-    return tmp_path / ".index_cache"
-
-
-def samples_of(config: DataConfig) -> torch.Tensor:
-    return drawn(build(config, SAMPLES).train, SAMPLES)
-
-
-def stamps(cache: Path) -> dict[str, int]:
-    return {path.name: path.stat().st_mtime_ns for path in cache.glob("*/*")}
-
-
-def cut_off(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[:-8])
-
-
-def test_whole_indices_are_used_again(config: DataConfig, cache: Path) -> None:
-    first, before = samples_of(config), stamps(cache)
-    assert torch.equal(samples_of(config), first)
-    assert stamps(cache) == before
-
-
-def test_indices_that_a_killed_job_left_are_built_again(config: DataConfig, cache: Path) -> None:
-    """It had not written down yet that they are whole."""
-    first = samples_of(config)
-    for path in cache.glob("*/complete.json"):
-        path.unlink()
-    for path in cache.glob("*/*shuffle_index.npy"):
-        cut_off(path)
-    assert torch.equal(samples_of(config), first)
-
-
-def test_of_two_jobs_one_waits_until_the_other_has_built(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    cache.mkdir()
+def test_of_two_jobs_one_waits_until_the_other_has_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (cache := tmp_path / "cache").mkdir()
     other = take_lock(cache / ".lock", wait=False)
     assert other is not None
     monkeypatch.setattr(datasets.logger, "info", lambda *_: os.close(other))  # it has, once this one waits

@@ -159,14 +159,6 @@ def test_a_large_files_fingerprint_reads_blocks_from_end_to_end(tmp_path: Path) 
     assert file_fingerprint(file) != before
 
 
-def test_a_validation_set_may_be_called_as_the_training_set_is(data: Path) -> None:
-    before = identify(data, train="b")
-    assert "data.valid_data.train is not" in refusal(
-        msgspec.structs.replace(before, valid={"train": before.train}),
-        msgspec.structs.replace(before, valid={"train": identify(data, train="a").train}),
-    )
-
-
 def test_the_changes_of_a_run_are_kept(data: Path) -> None:
     first = identify(data)
     flip(data / "a.bin")
