@@ -90,7 +90,7 @@ def _forms(tensor: torch.Tensor) -> dict[str, fan_activation.Implementation]:
 def loss_head(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Measure forward and backward of Megatron's head, then of the chunked one."""
     devices.prepare_megatron(on_cpu=options.device == "cpu")
-    from megatron_fanformer.runtime.config import RuntimeConfig
+    from megatron_fanformer.runtime.layout import RuntimeConfig
     from megatron_fanformer.runtime.parallel import ParallelConfig, distributed
 
     runtime = RuntimeConfig(device=options.device, distributed_backend=options.distributed_backend)

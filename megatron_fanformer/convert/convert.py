@@ -29,7 +29,7 @@ from megatron_fanformer.durable_files import new_folder, write_atomically
 from megatron_fanformer.errors import CorruptError, InputError
 from megatron_fanformer.model.config import FANformerConfig
 from megatron_fanformer.model.dtypes import DTYPES
-from megatron_fanformer.runtime.config import RuntimeConfig
+from megatron_fanformer.runtime.layout import RuntimeConfig
 from megatron_fanformer.runtime.parallel import ParallelConfig, distributed
 
 

@@ -23,8 +23,8 @@ from megatron_fanformer.evaluate.verb import MODELS, EvaluateOptions
 from megatron_fanformer.model.layouts import Layout, layout_fields, parse_layout
 from megatron_fanformer.options import option_name
 from megatron_fanformer.runtime import device as devices
-from megatron_fanformer.runtime.config import RuntimeConfig
 from megatron_fanformer.runtime.launch import launch_ranks, read_found, refuse_ranks_without_gpu
+from megatron_fanformer.runtime.layout import RuntimeConfig
 from megatron_fanformer.terminal import phases, print_loading, show
 
 if TYPE_CHECKING:

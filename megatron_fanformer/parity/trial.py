@@ -23,8 +23,7 @@ from megatron_fanformer.parity.recording import (
     weight_parts,
 )
 from megatron_fanformer.parity.reordering import Reordering
-from megatron_fanformer.runtime.config import DEFAULT_RUNTIME, DeviceKind, RuntimeConfig
-from megatron_fanformer.runtime.layout import ParallelConfig
+from megatron_fanformer.runtime.layout import DEFAULT_RUNTIME, DeviceKind, ParallelConfig, RuntimeConfig
 from megatron_fanformer.runtime.parallel import RankGrid, cpu_kernels_of, rank_grid
 from megatron_fanformer.runtime.seeding import generator_for, initialize_by_name, seed_everything
 from megatron_fanformer.train.optimizer import OptimizerConfig, build_optimizer

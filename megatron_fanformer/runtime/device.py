@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Literal
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.processes import usable_cores
 from megatron_fanformer.runtime import environment
-from megatron_fanformer.runtime.config import DeviceKind
 from megatron_fanformer.runtime.cuda_on_cpu import FUSED_GRADIENT_KERNEL
+from megatron_fanformer.runtime.layout import DeviceKind
 from megatron_fanformer.stores import is_url
 
 if TYPE_CHECKING:

@@ -32,7 +32,7 @@ from megatron_fanformer.processes import (
     signals_to,
 )
 from megatron_fanformer.runtime import device as devices
-from megatron_fanformer.runtime.config import RuntimeConfig
+from megatron_fanformer.runtime.layout import RuntimeConfig
 from megatron_fanformer.terminal import print_stderr
 
 STOP_GRACE_SECONDS = 600  # how long a rank may take to save after a signal to stop, and to end after another ended

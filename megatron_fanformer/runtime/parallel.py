@@ -27,8 +27,7 @@ from megatron_fanformer.ops import cpu_kernels
 from megatron_fanformer.runtime import device as devices
 from megatron_fanformer.runtime import megatron_cpu
 from megatron_fanformer.runtime.agreement import reported_by_main, store_of_ranks
-from megatron_fanformer.runtime.config import DEFAULT_RUNTIME, RuntimeConfig
-from megatron_fanformer.runtime.layout import ParallelConfig
+from megatron_fanformer.runtime.layout import DEFAULT_RUNTIME, ParallelConfig, RuntimeConfig
 from megatron_fanformer.runtime.roll_call import naming_missing_ranks
 
 MEETING_TIME = timedelta(minutes=10)  # how long ranks that were started wait for those that were not yet

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 from megatron_fanformer.errors import FanformerError
 from megatron_fanformer.processes import end_with_owner, freeze_gc
 from megatron_fanformer.runtime import device as devices
-from megatron_fanformer.runtime.config import DEFAULT_RUNTIME
+from megatron_fanformer.runtime.layout import DEFAULT_RUNTIME
 
 END_SECONDS = 5
 LAST_FRAMES = -4  # of a rank's traceback: what is above is the pool's own

@@ -40,10 +40,9 @@ from megatron_fanformer.model.layout_rules import (
 )
 from megatron_fanformer.plan.job import Job, Layers
 from megatron_fanformer.runtime import device as devices
-from megatron_fanformer.runtime.config import DeviceKind, RuntimeConfig
 from megatron_fanformer.runtime.device import has_bf16_matrix_units
 from megatron_fanformer.runtime.environment import RunShape
-from megatron_fanformer.runtime.layout import MOVED_FIELDS, ParallelConfig
+from megatron_fanformer.runtime.layout import MOVED_FIELDS, DeviceKind, ParallelConfig, RuntimeConfig
 from megatron_fanformer.stores import is_url
 from megatron_fanformer.train.loggers import LoggingConfig
 from megatron_fanformer.train.machine_rules import fp8_problems

@@ -14,7 +14,7 @@ from megatron_fanformer.checkpoint.training_state import load_training_state, mo
 from megatron_fanformer.model.build import build_stages
 from megatron_fanformer.model.config import FANformerConfig
 from megatron_fanformer.model.kernels import DEFAULT_KERNELS, KernelsConfig
-from megatron_fanformer.runtime.config import DeviceKind
+from megatron_fanformer.runtime.layout import DeviceKind
 from megatron_fanformer.runtime.parallel import ParallelConfig, RankGrid, rank_grid
 from megatron_fanformer.runtime.seeding import local_shards, seed_everything
 from megatron_fanformer.train.optimizer import OptimizerConfig, build_optimizer

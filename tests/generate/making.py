@@ -17,7 +17,7 @@ from megatron_fanformer.generate.continuation import Continuation, continue_all
 from megatron_fanformer.generate.models import TrainedModel, build_model, find_model
 from megatron_fanformer.generate.verb import SamplingConfig
 from megatron_fanformer.model.config import FANConfig, FANformerConfig
-from megatron_fanformer.runtime.config import DeviceKind
+from megatron_fanformer.runtime.layout import DeviceKind
 from megatron_fanformer.runtime.parallel import ParallelConfig, rank_grid
 from megatron_fanformer.runtime.seeding import seed_everything
 from tests.tiny import tiny_model

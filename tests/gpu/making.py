@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_fanformer.runtime.config import RuntimeConfig
+from megatron_fanformer.runtime.layout import RuntimeConfig
 from megatron_fanformer.train.metrics import read_metrics
 from tests.engine_on_cpu import installing
 from tests.patience import PATIENCE_SECONDS

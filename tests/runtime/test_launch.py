@@ -24,8 +24,8 @@ from megatron_fanformer.errors import DivergenceError, FanformerError, Interrupt
 from megatron_fanformer.runtime import device as devices
 from megatron_fanformer.runtime import launch, parallel
 from megatron_fanformer.runtime.agreement import loopback_store, store_of_ranks
-from megatron_fanformer.runtime.config import RuntimeConfig
 from megatron_fanformer.runtime.device import ERROR_FILE
+from megatron_fanformer.runtime.layout import RuntimeConfig
 from megatron_fanformer.runtime.parallel import rank_grid
 from megatron_fanformer.train.config import config_from_dict
 from megatron_fanformer.train.metrics import METRICS, read_metrics

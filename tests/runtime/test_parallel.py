@@ -12,7 +12,7 @@ from torch import distributed as dist
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.ops import cpu_kernels
 from megatron_fanformer.runtime import device, parallel
-from megatron_fanformer.runtime.config import RuntimeConfig
+from megatron_fanformer.runtime.layout import RuntimeConfig
 from megatron_fanformer.runtime.parallel import reduce_one_bucket_a_call
 
 

@@ -18,7 +18,7 @@ import os, signal, sys, time
 import torch, torch.distributed as dist
 from megatron_fanformer.errors import CorruptError
 from megatron_fanformer.runtime import device as devices, roll_call
-from megatron_fanformer.runtime.config import RuntimeConfig
+from megatron_fanformer.runtime.layout import RuntimeConfig
 from megatron_fanformer.runtime.parallel import process_group
 fault, is_odd = sys.argv[1], os.environ["RANK"] == "1"
 roll_call.ANSWER_SECONDS = 4.0
