@@ -1,9 +1,9 @@
-"""Two models on the same documents: the difference of their metrics, with a 95% interval.
+"""Comparison of two models on the same documents: the difference of their metrics, with a 95% interval.
 
 Documents differ from one another far more than two models do on one document, so that the difference is taken document
-by document, and what is uncertain about it is which documents the task happens to have. That is what the bootstrap
-draws: as many documents as there are, with replacement, ten thousand times (Efron and Tibshirani, An Introduction to
-the Bootstrap, chapters 8 and 13: the percentile interval of paired data).
+by document, and its uncertainty is that of the choice of documents. The bootstrap draws those: as many as there are,
+with replacement, ten thousand times (Efron and Tibshirani, An Introduction to the Bootstrap, chapters 8 and 13: the
+percentile interval of paired data).
 """
 
 import zlib
@@ -17,6 +17,7 @@ import numpy as np
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.evaluate.results import LOWER_IS_BETTER, Result, TaskResult, figure, is_share
 from megatron_fanformer.evaluate.tasks import GENERATED
+from megatron_fanformer.options import option_name
 from megatron_fanformer.terminal import table
 
 DRAWS = 10_000
@@ -92,11 +93,7 @@ def compare(a: Result, b: Result, *, seed: int = 0, draws: int = DRAWS) -> Compa
             f"{a.checkpoint} and {b.checkpoint} were evaluated on no task and no perplexity set in common; evaluate "
             "both on the same"
         )
-    if sets:
-        _refuse_other_tokens(a, b, sets)
-    if generated := [name for name in common if a.tasks[name].metric in GENERATED]:
-        is_greedy = _setting(a, "temperature") == _setting(b, "temperature") == 0
-        _refuse_other_settings(a, b, TEXT_SETTINGS if is_greedy else (*TEXT_SETTINGS, *SAMPLE_SETTINGS), generated)
+    _refuse_other_settings(a, b, sets, [name for name in common if a.tasks[name].metric in GENERATED])
     differences, shares = [], []
     for name in common:
         # By its name: a task's draws do not depend on the others, and are not theirs.
@@ -114,66 +111,45 @@ def compare(a: Result, b: Result, *, seed: int = 0, draws: int = DRAWS) -> Compa
     return Comparison(a=a, b=b, tasks=differences, mean=mean)
 
 
-def _refuse_other_tokens(a: Result, b: Result, sets: list[str]) -> None:
-    """Refuse perplexities of other tokens, or of tokens cut otherwise: they say nothing about two models."""
-    if a.tokenizer != b.tokenizer:
-        in_a, in_b = (f"{result.tokenizer[:12]}…" if result.tokenizer else "none" for result in (a, b))
-        raise InputError(
-            f"the tokenizer has SHA-256 {in_a} in A and {in_b} in B, so that the perplexities of {', '.join(sets)} are "
-            "of different tokens; compare bits per byte by hand, or evaluate both on tasks alone"
-        )
-    _refuse_other_settings(a, b, ("chunking", "chunk_tokens", "limit_tokens"), sets)
-    for name in sets:
-        of_a, of_b = (result.perplexity[name].tokens for result in (a, b))
-        if of_a != of_b:
-            raise InputError(
-                f"{name} has {of_a:,} scored tokens in A and {of_b:,} in B, not the same ones; evaluate both with the "
-                "same files and --limit-tokens"
-            )
+def _refuse_other_settings(a: Result, b: Result, sets: list[str], generated: list[str]) -> None:
+    """Refuse perplexities of other tokens, or of tokens cut otherwise, and answers that were not written alike."""
+    if sets:
+        _refuse_unequal(", ".join(sets), "the tokenizer", *(str(result.tokenizer)[:12] for result in (a, b)))
+        for name in ("chunking", "chunk_tokens", "limit_tokens"):
+            _refuse_unequal(", ".join(sets), option_name(name), *(getattr(r.settings, name, None) for r in (a, b)))
+        for name in sets:
+            _refuse_unequal(name, "the number of scored tokens", *(r.perplexity[name].tokens for r in (a, b)))
+    if generated:
+        in_a, in_b = (result.settings.sampling if result.settings else {} for result in (a, b))
+        is_greedy = in_a.get("temperature") == in_b.get("temperature") == 0
+        for name in TEXT_SETTINGS if is_greedy else (*TEXT_SETTINGS, *SAMPLE_SETTINGS):
+            _refuse_unequal(", ".join(generated), option_name(name), in_a.get(name), in_b.get(name))
 
 
-def _refuse_other_settings(a: Result, b: Result, names: Sequence[str], measured: list[str]) -> None:
-    for name in names:
-        in_a, in_b = _setting(a, name), _setting(b, name)
-        if in_a != in_b:
-            raise InputError(
-                f"{', '.join(measured)}: --{name.replace('_', '-')} is {in_a} in A and {in_b} in B; evaluate both alike"
-            )
-
-
-def _setting(result: Result, name: str) -> Any:
-    """Return a setting of a result; "not known" in a file of a version before it was written."""
-    settings = result.settings
-    return "not known" if settings is None else getattr(settings, name, settings.sampling.get(name, "not known"))
+def _refuse_unequal(measured: str, name: str, in_a: object, in_b: object) -> None:
+    if in_a != in_b:
+        raise InputError(f"{measured}: {name} is {in_a} in A and {in_b} in B; evaluate both alike")
 
 
 def _task_difference(
     name: str, a: TaskResult, b: TaskResult, draws: int, generator: np.random.Generator
 ) -> tuple[Difference, np.ndarray]:
-    if a.metric != b.metric:
-        raise InputError(f"{name} is measured by {a.metric} in A and by {b.metric} in B; evaluate both alike")
+    _refuse_unequal(name, "the metric", a.metric, b.metric)
     in_a, in_b = _documents(name, a), _documents(name, b)
-    _refuse_other_documents(name, in_a, in_b)
-    if None not in (a.made_of, b.made_of) and a.made_of != b.made_of:
-        raise InputError(f"{name} was made of {a.made_of} in A and of {b.made_of} in B; evaluate both on the same file")
+    _refuse_unequal(name, "the number of documents", len(in_a), len(in_b))
+    for of_a, of_b in zip(in_a, in_b, strict=True):
+        if (of_a.doc_id, of_a.label, of_a.rule) != (of_b.doc_id, of_b.label, of_b.rule):
+            raise InputError(
+                f"{name}: document {of_a.doc_id} of A is another one in B; evaluate both with the same --requests, "
+                "--limit and files"
+            )
+    if None not in (a.made_of, b.made_of):
+        _refuse_unequal(name, "its source", a.made_of, b.made_of)
     sums = [np.array([(document.score, document.weight) for document in documents]) for documents in (in_a, in_b)]
     drawn = resampled_sums(np.concatenate(sums, axis=1), draws, generator)
     differences = _quotient(drawn[:, 2:]) - _quotient(drawn[:, :2])
     values = [float(_quotient(of_one.sum(0))) for of_one in sums]
     return _difference(name, a.metric, values, differences, len(in_a)), differences
-
-
-def _refuse_other_documents(name: str, in_a: Sequence[ScoredDocument], in_b: Sequence[ScoredDocument]) -> None:
-    if [document.doc_id for document in in_a] != [document.doc_id for document in in_b]:
-        raise InputError(
-            f"{name} has {len(in_a)} documents in A and {len(in_b)} in B, not the same ones; evaluate both "
-            "with the same --requests and --limit"
-        )
-    for of_a, of_b in zip(in_a, in_b, strict=True):
-        if (of_a.label, of_a.rule) != (of_b.label, of_b.rule):
-            raise InputError(
-                f"document {of_a.doc_id} of {name} is another one in A than in B; evaluate both on the same file"
-            )
 
 
 def _difference(
@@ -194,8 +170,7 @@ def _difference(
 
 
 def resampled_sums(features_nf: np.ndarray, draws: int, generator: np.random.Generator) -> np.ndarray:
-    """Return [draws, f]: the sums of features over n documents that are drawn from the n with replacement, in each
-    draw.
+    """Return [draws, f]: the sums of features [n, f] over n documents that are drawn from the n with replacement.
 
     Documents with the same features are not distinguished: how often each kind of them is drawn is multinomial, so that
     the draws of a task of yes and no cost the same for any number of documents.
