@@ -10,7 +10,6 @@ The default settings are the laptop forms, whose minutes stand in `PROBES`; docs
 import dataclasses
 import importlib
 import json
-import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -19,7 +18,6 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from megatron_fanformer.configuration import build, read_overrides
-from megatron_fanformer.durable_files import take_lock
 from megatron_fanformer.errors import InputError, collect_problems
 from megatron_fanformer.experiments.result import README, RESULT, Log, Measured, read_result, write_folder
 from megatron_fanformer.experiments.verbs import ExperimentOptions
@@ -255,27 +253,20 @@ def experiment(options: ExperimentOptions, ready: Callable[[], None], log: Log =
         return
 
     folder = options.output or Path(FOLDER, options.name)
-    folder.mkdir(parents=True, exist_ok=True)
-    lock = take_lock(folder / ".lock", wait=False)
-    if lock is None:
-        raise InputError(f"another process measures into {folder}; wait for it, or name another --output")
-    try:
-        stated = json.loads(json.dumps(settings.stated()))
-        if (folder / RESULT).exists():
-            result = read_result(folder)
-            if (result.experiment, result.settings) != (options.name, stated):
-                raise InputError(
-                    f"{folder} holds the result of {result.experiment} by other settings; name another --output, or "
-                    f"remove its {RESULT} to measure again (finished runs are kept)"
-                )
-        else:
-            started = time.perf_counter()
-            measured: Measured = module.measure(settings, folder, log)
-            if measured.seconds is None:
-                measured = dataclasses.replace(measured, seconds=time.perf_counter() - started)
-            result = write_folder(folder, options.name, stated, measured)
-    finally:
-        os.close(lock)
+    stated = json.loads(json.dumps(settings.stated()))
+    if (folder / RESULT).exists():
+        result = read_result(folder)
+        if (result.experiment, result.settings) != (options.name, stated):
+            raise InputError(
+                f"{folder} holds the result of {result.experiment} by other settings; name another --output, or remove "
+                f"its {RESULT} to measure again (finished runs are kept)"
+            )
+    else:
+        started = time.perf_counter()
+        measured: Measured = module.measure(settings, folder, log)
+        if measured.seconds is None:
+            measured = dataclasses.replace(measured, seconds=time.perf_counter() - started)
+        result = write_folder(folder, options.name, stated, measured)
     log("\n".join([*(finding.sentence for finding in result.findings), f"{folder / README} has all of it"]))
 
 

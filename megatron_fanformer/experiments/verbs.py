@@ -1,11 +1,10 @@
 """The verbs `sweep`, `report` and `experiment`, and their options; imports nothing that is slow."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal
 
-from megatron_fanformer.options import PROGRAM, Verb, argument, option, overrides, path_or_none
+from megatron_fanformer.options import Verb, argument, option, overrides, path_or_none
 from megatron_fanformer.plan.verb import count_of_gpus
 from megatron_fanformer.processes import ended_by_stop_signals
 from megatron_fanformer.runtime import device
@@ -81,17 +80,6 @@ def _sweep(options: SweepOptions) -> None:
         sweep(options)
 
 
-def _place_of_action(command_line: Sequence[str]) -> list[str]:
-    """Return the remedy for a line in which the action stands before the file, or for it, or is missing."""
-    given = [*command_line[command_line.index("sweep") + 1 :], "", ""]
-    if given[0] in get_args(Action):
-        file = "FILE" if given[1][:1] in ("", "-") else given[1]
-        return [f"the sweep's file comes first: {PROGRAM} sweep {file} {given[0]}"]
-    *others, last = get_args(Action)
-    is_missing = not {*given} & {*get_args(Action)}
-    return [f"after the sweep's file comes what to do: {', '.join(others)} or {last}"] if is_missing else []
-
-
 def _report(options: ReportOptions) -> None:
     device.prepare_libraries()
     from megatron_fanformer.experiments.report import report
@@ -122,7 +110,6 @@ SWEEP = Verb(
     notes="With init, fields that all cells change can be set as --section.field VALUE.",
     results_are_files=True,
     takes_signals=True,
-    advice=_place_of_action,
 )
 REPORT = Verb(
     name="report",

@@ -1,4 +1,4 @@
-"""`sweep FILE init`: a sweep's file that compares a run's model with others of as many parameters."""
+"""`sweep FILE init` compares a run's model with others of as many parameters; `dry-run` lists cells and their cost."""
 
 import re
 from pathlib import Path
@@ -54,24 +54,6 @@ def test_a_run_is_compared_with_its_twin_of_as_many_parameters(
         cli.read_command(line.split()[1:])
     assert cli.main(["sweep", str(file), "dry-run"]) == 0
     assert shown[1] in capsys.readouterr().out.splitlines()
-
-
-@pytest.mark.parametrize(
-    ("words", "advised"),
-    [
-        ("init", "the sweep's file comes first: megatron-fanformer sweep FILE init"),
-        ("init --config a.yaml", "the sweep's file comes first: megatron-fanformer sweep FILE init"),
-        ("run a.yaml", "the sweep's file comes first: megatron-fanformer sweep a.yaml run"),
-        ("a.yaml", "after the sweep's file comes what to do: init, dry-run, run, status or report"),
-        ("a.yaml run --jobs x", None),
-    ],
-)
-def test_a_line_without_file_or_action_is_answered(
-    words: str, advised: str | None, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert cli.main(["sweep", *words.split()]) == 2
-    _, *lines = capsys.readouterr().err.splitlines()
-    assert lines == ([f"megatron-fanformer: {advised}"] if advised else [])
 
 
 @pytest.mark.parametrize("base", [PRESETS["fanformer-1b"], PRESETS["fanformer-1b-transformer"]])
@@ -131,3 +113,42 @@ def test_a_file_is_not_replaced_and_other_actions_take_nothing_of_init(
         capsys.readouterr()
         assert cli.main(["sweep", str(file), "dry-run", *words]) == 2
         assert re.search(rf"{words[0]} has no effect with dry-run; use it with init", capsys.readouterr().err)
+
+
+# -- dry-run
+
+
+def test_what_would_run_is_listed_with_its_parameters_and_time(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = write_sweep(tmp_path, "no-tokens")
+    for options, message in (
+        (["--gpus", "2"], "--gpus has no effect without --gpu"),
+        (["--gpus", "0"], "'0' is not a"),
+    ):
+        assert cli.main(["sweep", str(file), "dry-run", *options]) == 2
+        assert message in capsys.readouterr().err
+    assert cli.main(["sweep", str(file), "dry-run", "--gpu", "h100"]) == 0
+    shown = capsys.readouterr().out
+    sweep = read_sweep(file, needs_data=False)
+    model = next(
+        cell.config.model for cell in sweep.cells if cell.points == {"architecture": "transformer", "size": "d16"}
+    )
+    outside = model.num_parameters - model.padded_vocab_size * model.hidden_size
+    (row,) = [line.split() for line in shown.splitlines() if line.startswith("transformer") and "d16" in line]
+    assert row[2:5] == ["2", f"{outside:,}", "640"]
+    assert "16 cells, 0 of them complete" in shown and "time: by formula, on 1 x NVIDIA H100" in shown
+
+
+def test_the_time_of_a_recipe_that_a_machine_lacks_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fp8 = {"precision.dtype": "bf16", "precision.fp8": "hybrid", "precision.fp8_recipe": "mxfp8"}
+    changes = {**fp8, "kernels.transformer_impl": "auto", "model.num_attention_heads": 1}
+    axes = {"size": {"d128": {"model.hidden_size": 128}}}
+    report = {"compare": "size", "baseline": "d128"}
+    file = write_sweep(tmp_path, "no-tokens", axes=axes, seeds=1, report=report, changes=changes)
+    assert cli.main(["sweep", str(file), "dry-run", "--gpu", "h100"]) == 2
+    (told,) = capsys.readouterr().err.splitlines()
+    assert "cell d128,seed=1234: precision.fp8_recipe is mxfp8, whose blocks of 32 NVIDIA H100" in told
+    assert cli.main(["sweep", str(file), "dry-run", "--gpu", "b200"]) == 0

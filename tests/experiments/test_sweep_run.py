@@ -297,15 +297,6 @@ def test_what_a_sweep_decides_itself_is_refused(tmp_path: Path, tokens: str, fie
         read_sweep(file, needs_data=False)
 
 
-def test_a_run_of_another_configuration_is_not_taken_for_a_cell(tmp_path: Path, tokens: str) -> None:
-    axes = {"size": {"d16": {"model.hidden_size": 16}}}
-    file = write_sweep(tmp_path, tokens, axes=axes, seeds=1, report={"compare": "size", "baseline": "d16"})
-    run_sweep(read_sweep(file, needs_data=True), silent, command=STAND_IN)
-    changed(file, changes={"training.train_iters": 10, "schedule.lr_warmup_iters": 2, "optimizer.lr": 0.5})
-    with pytest.raises(InputError, match=r"has a run with optimizer.lr 0.01, and the sweep's file makes it 0.5"):
-        run_sweep(read_sweep(file, needs_data=True), silent, command=STAND_IN)
-
-
 @pytest.mark.parametrize(
     ("changes", "metric", "message"),
     [

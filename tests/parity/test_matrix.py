@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,6 +21,8 @@ FIRST_LOSS = 1e-6
 GRADIENTS = 1e-5  # norm of the difference over the norm
 LOSSES = 1e-5
 
+TWO = ("tp=2", "dp=2,distributed_optimizer=true")
+PAIRS = ("tp=2,sp=true,fan=sequence", "pp=2", "pp=2,vpp=2", "cp=2", "dp=2")
 # Combinations that neither the planted faults' layouts nor the golden losses have; four ranks each.
 COMBINED = ("tp=2,cp=2", "tp=2,pp=2,sp=true", "pp=2,dp=2,recompute=selective")
 LAYOUTS = (
@@ -80,66 +83,75 @@ PLACEMENTS: dict[str, dict[str, object]] = {
 }
 
 
-def legal(layouts: tuple[str, ...], placement: str) -> tuple[str, ...]:
-    """Without those of the `sequence` form, which FAN layers in place of the MLP have not."""
-    return tuple(layout for layout in layouts if placement != "ffn" or "fan=sequence" not in layout)
+MODEL = {"preset": "fanformer-1b"}
+MUON = {"name": "muon", "lr": 1e-3, "clip_grad": 0.1}
+APART: dict[str, dict[str, object]] = {
+    "documents": {"train_data": ["none"], "reset_attention_mask": True},
+    "chats": {"train_data": ["none"], "format": "sft"},
+}
 
 
-@pytest.fixture(params=list(PLACEMENTS))
-def placement(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
+def in_bf16(name: str) -> dict[str, object]:
+    return {"name": name, "lr": 1e-3, "clip_grad": 0.1, "exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"}
 
 
-@pytest.fixture
-def config_file(placement: str, tmp_path: Path) -> Path:
-    return write_config(tmp_path, model={"preset": "fanformer-1b", "fan": PLACEMENTS[placement]})
+def within_documents(folder: Path, data: str = "documents") -> Path:
+    """Two samples a micro batch: they are one row then, of which a rank's part ends within a sample."""
+    training = {"run_dir": str(folder), "train_iters": 10, "global_batch_size": 32, "micro_batch_size": 2}
+    return write_config(folder, data=APART[data], training=training)
 
 
-def assert_close(result: ParityResult, first_loss: float = FIRST_LOSS) -> None:
+def full(*values: object, name: str) -> Any:
+    return pytest.param(*values, marks=pytest.mark.full, id=name)
+
+
+def assert_close(result: ParityResult) -> None:
     result.check()
     for layout in result.layouts:
-        found = layout.differences
-        assert found.losses[0] <= first_loss, layout.name
-        assert max(found.tensors["gradients"].values()) <= GRADIENTS, layout.name
-        assert max(found.losses) <= LOSSES, layout.name
+        differences = layout.differences
+        assert differences is not None and differences.losses[0] <= FIRST_LOSS, layout.name
+        assert max(differences.tensors["gradients"].values()) <= GRADIENTS, layout.name
+        assert max(differences.losses) <= LOSSES, layout.name
 
 
-@pytest.mark.full  # four ranks a layout; the golden losses of every run have pairs of degrees
-def test_combined_layouts_for_two_steps(long_pool: RankPool, tmp_path: Path) -> None:
-    assert_close(compare(long_pool, write_config(tmp_path), *COMBINED, steps=2))
+@pytest.fixture(scope="module")
+def long_pool() -> Iterator[RankPool]:
+    with RankPool(job_seconds=900) as pool:
+        yield pool
 
 
 @pytest.mark.parametrize(
-    ("placement", "activation"),
+    ("sections", "layouts", "steps"),
     [
-        ("qk_and_v", "gelu"),
-        *(pytest.param(*of, marks=pytest.mark.full) for of in (("qkv", "none"), ("qkv", "gelu"), ("qk_and_v", "none"))),
+        pytest.param(
+            {"model": {**MODEL, "fan": {"placement": "qk_and_v", "activation": "gelu"}}}, FAN_RECOMPUTED, 2, id="fan"
+        ),
+        # What the second step rounds otherwise shows in the third's weights.
+        pytest.param({"optimizer": in_bf16("adamw")}, TWO, 4, id="moments in bf16"),
+        full({}, COMBINED, 2, name="combined"),  # the golden losses of every run have pairs of degrees
+        full({}, (*MORE_FAN_RECOMPUTED, *FAN_RECOMPUTED), 2, name="fan in more layouts"),
+        full({"model": {**MODEL, "fan": {"activation": "gelu"}}}, FAN_RECOMPUTED, 2, name="fan with gelu"),
+        full({"model": {**MODEL, "fan": {"placement": "qk_and_v"}}}, FAN_RECOMPUTED, 2, name="fan of values"),
+        # Frequencies and the softmax's scale are those of YaRN on every stage, and its positions on every chunk.
+        full({"model": {**MODEL, "rope_scaling": YARN}}, SCALED_POSITIONS, 2, name="scaled positions"),
+        full({"optimizer": in_bf16("adamw")}, (*PAIRS, *COMBINED), 4, name="moments in bf16 in more layouts"),
+        full({"optimizer": in_bf16("muon")}, (*TWO, "pp=2,dp=2"), 4, name="Muon's in bf16"),
     ],
 )
-def test_fan_recomputed_for_two_steps(rank_pool: RankPool, tmp_path: Path, placement: str, activation: str) -> None:
-    fan = {"placement": placement, "activation": activation}
-    file = write_config(tmp_path, model={"preset": "fanformer-1b", "fan": fan})
-    assert_close(compare(rank_pool, file, *FAN_RECOMPUTED, steps=2))
-
-
-@pytest.mark.full  # angles are made in one place, which tests/model/test_rope_scaling.py holds in each run
-def test_scaled_positions_for_two_steps(long_pool: RankPool, tmp_path: Path) -> None:
-    """Frequencies and the softmax's scale are those of YaRN on every stage, and its positions on every chunk."""
-    file = write_config(tmp_path, model={"preset": "fanformer-1b", "rope_scaling": YARN})
-    assert_close(compare(long_pool, file, *SCALED_POSITIONS, steps=2))
+def test_layouts_of_a_configuration(
+    long_pool: RankPool, tmp_path: Path, sections: dict[str, Any], layouts: tuple[str, ...], steps: int
+) -> None:
+    assert_close(compare(long_pool, write_config(tmp_path, **sections), *layouts, steps=steps))
 
 
 @pytest.mark.parametrize(
     "layouts",
     [
-        ("tp=2", "dp=2,distributed_optimizer=true"),
-        pytest.param(
-            ("tp=2,sp=true,fan=sequence", "pp=2", "cp=2,distributed_optimizer=true", "dp=2", "pp=2,vpp=2", *COMBINED),
-            marks=pytest.mark.full,
-        ),
-        pytest.param(
+        TWO,
+        full((*PAIRS, *COMBINED), name="more"),
+        full(
             ("tp=2,dp=2,distributed_optimizer=true", "tp=2,sp=true,dp=2,fan=sequence,distributed_optimizer=true"),
-            marks=pytest.mark.full,
+            name="owners over both",
         ),
     ],
     ids=" ".join,
@@ -148,38 +160,22 @@ def test_muon_norms_of_heads_and_z_loss_for_two_steps(
     long_pool: RankPool, tmp_path: Path, layouts: tuple[str, ...]
 ) -> None:
     """The norms' gradients are sums over the heads of all ranks; bytes as by formula."""
-    optimizer = {"name": "muon", "lr": 1e-3, "clip_grad": 0.1}
-    model = {"preset": "fanformer-1b", "qk_layernorm": True, "num_query_groups": 8}
+    model = {**MODEL, "qk_layernorm": True, "num_query_groups": 8}
     training = {"run_dir": str(tmp_path), "train_iters": 10, "global_batch_size": 32, "z_loss_coefficient": 1e-2}
-    file = write_config(tmp_path, model=model, training=training, optimizer=optimizer)
+    file = write_config(tmp_path, model=model, training=training, optimizer=MUON)
     assert_close(compare(long_pool, file, *layouts, steps=2, communication=True))
 
 
-@pytest.mark.parametrize(
-    ("name", "layouts"),
-    [
-        ("adamw", ("tp=2", "dp=2,distributed_optimizer=true")),
-        pytest.param(
-            "adamw",
-            ("pp=2", "dp=2,distributed_optimizer=false", "cp=2", "tp=2,sp=true,fan=sequence", "pp=2,vpp=2", *COMBINED),
-            marks=pytest.mark.full,
-        ),
-        pytest.param("muon", ("tp=2", "dp=2,distributed_optimizer=true", "pp=2,dp=2"), marks=pytest.mark.full),
-    ],
-    ids=lambda value: value if isinstance(value, str) else " ".join(value),
-)
-def test_moments_in_bf16_for_four_steps(
-    long_pool: RankPool, tmp_path: Path, name: str, layouts: tuple[str, ...]
-) -> None:
-    """What the second step rounds otherwise shows in the third's weights."""
-    optimizer = {"name": name, "lr": 1e-3, "clip_grad": 0.1, "exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"}
-    result = compare(long_pool, write_config(tmp_path, optimizer=optimizer), *layouts, steps=4)
-    assert_close(result)
-
-
 @pytest.mark.full
-def test_every_layout_for_two_steps(long_pool: RankPool, config_file: Path, placement: str) -> None:
-    assert_close(compare(long_pool, config_file, *legal(LAYOUTS, placement), steps=2))
+@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize(("layouts", "steps"), [(LAYOUTS, 2), (MORE_LAYOUTS, 5)])
+def test_every_layout(
+    long_pool: RankPool, tmp_path: Path, placement: str, layouts: tuple[str, ...], steps: int
+) -> None:
+    file = write_config(tmp_path, model={**MODEL, "fan": PLACEMENTS[placement]})
+    # FAN layers in place of the MLP have no `sequence` form.
+    legal = [layout for layout in layouts if placement != "ffn" or "fan=sequence" not in layout]
+    assert_close(compare(long_pool, file, *legal, steps=steps))
 
 
 @pytest.mark.full
@@ -189,31 +185,9 @@ def test_every_layout_for_a_hundred_steps(long_pool: RankPool, tmp_path: Path, l
     assert_close(compare(long_pool, write_config(tmp_path), *layouts, steps=100))
 
 
-@pytest.mark.full
-def test_fan_recomputed_in_more_layouts(long_pool: RankPool, tmp_path: Path) -> None:
-    assert_close(compare(long_pool, write_config(tmp_path), *MORE_FAN_RECOMPUTED, steps=2))
-
-
 @pytest.mark.full  # within documents each run has one
 def test_heads_for_parts_of_the_sequence(long_pool: RankPool, tmp_path: Path) -> None:
     assert_close(compare(long_pool, write_config(tmp_path), *BY_HEADS, steps=2, communication=True))
-
-
-@pytest.mark.full
-def test_more_combinations(long_pool: RankPool, config_file: Path, placement: str) -> None:
-    assert_close(compare(long_pool, config_file, *legal(MORE_LAYOUTS, placement), steps=5))
-
-
-APART: dict[str, dict[str, object]] = {
-    "documents": {"train_data": ["none"], "reset_attention_mask": True},
-    "chats": {"train_data": ["none"], "format": "sft"},
-}
-
-
-def within_documents(folder: Path, data: str = "documents") -> Path:
-    """Two samples a micro batch: they are one row then, of which a rank's part ends within a sample."""
-    training = {"run_dir": str(folder), "train_iters": 10, "global_batch_size": 32, "micro_batch_size": 2}
-    return write_config(folder, data=APART[data], training=training)
 
 
 @pytest.mark.full
@@ -243,9 +217,3 @@ def test_of_chats_answers_are_learned_and_micro_batches_have_unequal_numbers_of_
 def test_a_layout_that_cannot_keep_attention_within_documents(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"layout 'cp=2': data\.reset_attention_mask with .*cp_comm_type to a2a"):
         read_layouts(ParityConfig(file=within_documents(tmp_path), layouts=("cp=2",)))
-
-
-@pytest.fixture(scope="module")
-def long_pool() -> Iterator[RankPool]:
-    with RankPool(job_seconds=900) as pool:
-        yield pool

@@ -98,15 +98,6 @@ def test_a_planted_fault_is_caught_and_named(comparison: Comparison, name: str) 
     comparison.assert_caught(name)
 
 
-@pytest.mark.full  # tests/engine/test_parity.py tells bf16 from a fault in each run
-def test_bf16_is_told_from_a_fault(rank_pool: RankPool, config_file: Path) -> None:
-    name = "p and g shards swapped on one rank"
-    comparison = Comparison(rank_pool, config_file, dtype="bf16")
-    comparison.of("tp=2", "dp=2").check()
-    (layout,) = comparison.with_fault(name).layouts
-    assert str(layout.findings[0]).startswith(FAULTS[name].first)
-
-
 def test_layouts_without_a_fault_are_the_same(comparison: Comparison) -> None:
     result = comparison.of(*comparison.layouts)
     result.check()
